@@ -1,0 +1,71 @@
+"""What a user can choose: frozen values that check themselves and name what is wrong."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+DrafterBatchName = Literal["padded", "non-padded"]
+DraftSampling = Literal["greedy", "probabilistic"]
+
+
+def require(condition: bool, message: str) -> None:
+    """Raise ``ValueError(message)`` unless ``condition`` holds."""
+    if not condition:
+        raise ValueError(message)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How one request is decoded; names and meanings as in vLLM's ``SamplingParams``.
+
+    ``temperature`` 0 is greedy. ``top_k`` 0 and ``top_p`` 1 and ``min_p`` 0 switch the filter off.
+    ``seed`` and the request's id together fix every random draw of the request.
+    """
+
+    max_tokens: int = 128
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int = 0
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        require(self.max_tokens >= 1, f"max-new-tokens is {self.max_tokens}: ask for at least 1")
+        require(self.temperature >= 0, f"temperature is {self.temperature}: use 0 (greedy) or more")
+        require(0 < self.top_p <= 1, f"top-p is {self.top_p}: use a share in (0, 1]; 1 switches it off")
+        require(self.top_k >= 0, f"top-k is {self.top_k}: use 0 (off) or a number of tokens")
+        require(0 <= self.min_p <= 1, f"min-p is {self.min_p}: use a share in [0, 1]; 0 switches it off")
+        require(all(self.stop), "an empty stop string would end every text at once: remove it")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """What is loaded and how it runs. ``auto`` is resolved in ``build.py`` and nowhere else."""
+
+    model: str
+    drafter: str | None
+    num_spec_tokens: int = 4
+    drafter_batch: DrafterBatchName = "padded"
+    draft_sampling: DraftSampling = "greedy"
+    max_batch_size: int = 32
+    max_prefill_tokens: int = 2048
+    page_size: int = 16
+    kv_memory: int | None = None  # bytes; None: what max_batch_size sequences of full length need, at most 1 GiB
+    device: str = "auto"
+    dtype: str = "auto"
+    attention: str = "auto"
+
+    def __post_init__(self) -> None:
+        require(
+            0 <= self.num_spec_tokens <= 16,
+            f"num-spec-tokens is {self.num_spec_tokens}: use 1 to 16, or 0 for plain decoding",
+        )
+        require(self.max_batch_size >= 1, f"max-batch-size is {self.max_batch_size}: use at least 1")
+        require(self.max_prefill_tokens >= 1, f"max-prefill-tokens is {self.max_prefill_tokens}: use at least 1")
+        require(self.page_size >= 1, f"page-size is {self.page_size}: use at least 1")
+        require(
+            self.num_spec_tokens == 0 or self.drafter is not None,
+            f"num-spec-tokens is {self.num_spec_tokens} but no drafter is given: "
+            "name one with --drafter, or use --num-spec-tokens 0",
+        )

@@ -1,0 +1,121 @@
+"""What happened in a run, recorded once: the event types, their JSON lines, and the reader.
+
+Every rate in a report is a fold over these; no decoding code computes one. Times are seconds since the
+run began (a monotonic clock); ``sequence`` is the request's id.
+"""
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, kw_only=True)
+class Submitted:
+    """A request entered the queue."""
+
+    sequence: str
+    time: float
+    num_prompt_tokens: int
+    category: str | None = None
+    turn: int = 1  # 1 for the first user turn
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prefilled:
+    """A prompt is in the cache. ``emitted`` is 1 with its first token, 0 after a preemption."""
+
+    sequence: str
+    time: float
+    emitted: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verified:
+    """One verify step of one sequence: the drafts in order, how many the target confirmed, how many tokens were kept.
+
+    ``emitted`` is ``accepted + 1`` except where a text ended inside the step. Plain decoding has no drafts.
+    """
+
+    sequence: str
+    time: float
+    drafts: tuple[int, ...]
+    accepted: int
+    emitted: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preempted:
+    """A sequence gave its pages back and will be prefilled again."""
+
+    sequence: str
+    time: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finished:
+    """A sequence ended: ``reason`` is ``stop``, ``length`` or ``error`` (refused; ``num_output_tokens`` 0)."""
+
+    sequence: str
+    time: float
+    reason: str
+    num_output_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stepped:
+    """One pass of the engine's loop and the rows it computed.
+
+    ``first_pass_rows`` are the rows of the drafter's first pass and ``first_pass_kept`` those of them that held
+    confirmed tokens (the rest is what a padded drafter batch wastes); ``loop_rows`` the rows of its later passes.
+    """
+
+    kind: str  # "prefill" or "decode"
+    time: float  # at the end of the step
+    seconds: float
+    num_sequences: int
+    target_rows: int
+    first_pass_rows: int
+    first_pass_kept: int
+    loop_rows: int
+
+
+Event = Submitted | Prefilled | Verified | Preempted | Finished | Stepped
+_TYPES: dict[str, type[Event]] = {
+    "submitted": Submitted,
+    "prefilled": Prefilled,
+    "verified": Verified,
+    "preempted": Preempted,
+    "finished": Finished,
+    "stepped": Stepped,
+}
+_NAMES = {event_type: name for name, event_type in _TYPES.items()}
+
+
+def to_line(event: Event) -> str:
+    """One JSON object with the event's type under ``event``; no line break."""
+    return json.dumps({"event": _NAMES[type(event)], **asdict(event)}, separators=(",", ":"))
+
+
+def from_line(line: str) -> Event:
+    """The inverse of ``to_line``; ``ValueError`` for a line that is no event."""
+    try:
+        fields = json.loads(line)
+        if "drafts" in fields:
+            fields["drafts"] = tuple(fields["drafts"])
+        return _TYPES[fields.pop("event")](**fields)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"not an event: {line[:80]!r} ({error})") from error
+
+
+def read(path: Path) -> Iterator[Event]:
+    """The events of an ``events.jsonl`` in order."""
+    with path.open(encoding="utf-8") as lines:
+        for line in lines:
+            yield from_line(line)
+
+
+def write(path: Path, events: Iterable[Event]) -> None:
+    """Write ``events`` as an ``events.jsonl``."""
+    with path.open("w", encoding="utf-8") as file:
+        file.writelines(to_line(event) + "\n" for event in events)
