@@ -1,0 +1,57 @@
+"""One prompt of a data set, and the token ids of each of its turns."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from specgen.config import require
+from specgen.tokenizer import Message, Tokenizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompt:
+    """One row of a data set; exactly one of ``messages``, ``text`` and ``token_ids`` is given."""
+
+    id: str
+    messages: tuple[
+        Message, ...
+    ] = ()  # opening messages, rendered by the chat template; the last is the user's
+    text: str | None = None  # raw text, tokenized as it is
+    token_ids: tuple[int, ...] = ()  # already tokenized
+    follow_ups: tuple[str, ...] = ()  # later user turns, each asked with the answers before it in context
+    category: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rejected:
+    """A row that cannot be run. ``id`` is the row's own, or its place (``line 7``) where it has none."""
+
+    id: str
+    reason: str  # begins with the row's place
+
+
+def prompt_ids(prompt: Prompt, tokenizer: Tokenizer, answers: Sequence[str]) -> tuple[str, list[int]]:
+    """The text for the record and the token ids of turn ``len(answers) + 1``, the answers in context.
+
+    ``ValueError`` where the tokenizer cannot take this prompt; other prompts are not concerned.
+    """
+    assert len(answers) <= len(prompt.follow_ups), "there is no user turn after the last answer"
+    if prompt.messages:
+        text = tokenizer.render_chat(_conversation(prompt, answers))
+        ids = tokenizer.encode_rendered(text)
+    elif prompt.text is not None:
+        text, ids = prompt.text, tokenizer.encode_text(prompt.text)
+    else:
+        largest, size = max(prompt.token_ids), tokenizer.vocab_size
+        require(
+            largest < size, f"token id {largest} is outside the vocabulary of {size}: tokenize for this model"
+        )
+        text, ids = tokenizer.decode_with_special(prompt.token_ids), list(prompt.token_ids)
+    require(bool(ids), "the tokenizer makes no token of the prompt: remove the row")
+    return text, ids
+
+
+def _conversation(prompt: Prompt, answers: Sequence[str]) -> list[Message]:
+    messages = list(prompt.messages)
+    for answer, question in zip(answers, prompt.follow_ups, strict=False):
+        messages += [Message(role="assistant", content=answer), Message(role="user", content=question)]
+    return messages

@@ -1,0 +1,162 @@
+"""Text to token ids and back: the tokenizer of a checkpoint, its chat template, and stop strings."""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from specgen.config import require
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+_UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # what a decoder writes for bytes that are no whole character
+_LONGEST_CHARACTER = 4  # bytes, in UTF-8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Message:
+    """One message of a chat; ``role`` is ``system``, ``user`` or ``assistant``."""
+
+    role: str
+    content: str
+
+
+def load_tokenizer(path_or_hub_id: str) -> "Tokenizer":
+    """The tokenizer of a checkpoint: a directory with a ``tokenizer.json``, or a Hugging Face hub id.
+
+    ``ValueError`` where there is none. ``tokenizer.json`` is read as it is: ``AutoTokenizer`` would rebuild
+    some families from their vocabulary, and takes two seconds longer to import.
+    """
+    from transformers import PreTrainedTokenizerFast
+
+    try:
+        return Tokenizer(PreTrainedTokenizerFast.from_pretrained(path_or_hub_id))
+    except Exception as error:  # the library raises whatever its parsers and its network raise
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ValueError(
+            f"no tokenizer could be loaded from {path_or_hub_id!r} ({reason}): "
+            "give a directory with a tokenizer.json, or a hub id that can be reached"
+        ) from error
+
+
+class Tokenizer:
+    """Text to token ids and back, for one checkpoint."""
+
+    def __init__(self, pretrained: "PreTrainedTokenizerFast") -> None:
+        self._pretrained = pretrained
+        self._backend = pretrained.backend_tokenizer
+        # Some files keep the truncation and padding of the training run.
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        self._special = {
+            token_id for token_id, token in self._backend.get_added_tokens_decoder().items() if token.special
+        }
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of token ids, added tokens included; a model's embedding may be padded beyond it."""
+        return len(self._pretrained)
+
+    @property
+    def eos_token_id(self) -> int | None:
+        """The id that ends a text, where the tokenizer names one."""
+        token_id: int | None = self._pretrained.eos_token_id
+        return token_id
+
+    def encode_text(self, text: str) -> list[int]:
+        """The ids of raw text, with the special tokens (a BOS, say) that the tokenizer itself adds."""
+        ids: list[int] = self._backend.encode(text).ids
+        return ids
+
+    def encode_chat(self, messages: Sequence[Message]) -> list[int]:
+        """The ids of a chat through the chat template, up to where the assistant answers."""
+        return self.encode_rendered(self.render_chat(messages))
+
+    def encode_rendered(self, text: str) -> list[int]:
+        """The ids of what ``render_chat`` gave: the template has written the special tokens already."""
+        ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def render_chat(self, messages: Sequence[Message]) -> str:
+        """The text that the chat template makes of ``messages``, up to where the assistant answers.
+
+        ``ValueError`` where the tokenizer has no template, or the template refuses the messages.
+        """
+        from jinja2 import TemplateError
+
+        require(
+            bool(self._pretrained.chat_template),
+            "the tokenizer has no chat template: use rows with a raw `prompt`, "
+            "or add a chat_template.jinja to the model",
+        )
+        chat = [{"role": message.role, "content": message.content} for message in messages]
+        try:
+            text: str = self._pretrained.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+        except TemplateError as error:
+            raise ValueError(
+                f"the chat template refuses these messages ({error}): change their roles or their order"
+            ) from error
+        return text
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of ``token_ids`` without special tokens; ids outside the vocabulary give no text."""
+        text: str = self._backend.decode(token_ids, skip_special_tokens=True)
+        return text
+
+    def decode_with_special(self, token_ids: Sequence[int]) -> str:
+        """The text of ``token_ids`` with special tokens written out."""
+        text: str = self._backend.decode(token_ids, skip_special_tokens=False)
+        return text
+
+    def has_text(self, token_id: int) -> bool:
+        """Whether ``decode`` gives text for this id: it is in the vocabulary and not special."""
+        return token_id not in self._special and self._backend.id_to_token(token_id) is not None
+
+
+class StopStrings:
+    """Finds the first stop string in the text of one sequence, token by token as it is generated.
+
+    The search is in the text of ``Tokenizer.decode``, so a special token is never part of a stop string.
+    A token with text holds at least one byte of it, so a match lies in the last ``bytes(stop)`` tokens: only
+    these are decoded, however long the text is.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str]) -> None:
+        self._tokenizer = tokenizer
+        self._stops = tuple(stops)
+        longest = max((len(stop.encode()) for stop in stops), default=0)
+        # One character more than the match: the window may begin inside one. And one token more: a decoder
+        # of SentencePiece drops the space that a text begins with.
+        self._tail: deque[int] = deque(maxlen=longest + _LONGEST_CHARACTER)
+
+    def feed(self, new_token_ids: Sequence[int]) -> int | None:
+        """How many of the new tokens to keep: up to the one that completes a stop string, inclusive.
+
+        None while there is no stop string; then the next tokens are fed with the next call.
+        """
+        if not self._stops:
+            return None
+        for count, token_id in enumerate(new_token_ids, start=1):
+            if self._tokenizer.has_text(token_id):
+                self._tail.append(token_id)
+                if self._is_complete():
+                    return count
+        return None
+
+    def text(self, token_ids: Sequence[int]) -> str:
+        """The text of all tokens of the sequence, cut before the first stop string."""
+        text = self._tokenizer.decode(token_ids)
+        return text[: min((at for stop in self._stops if (at := text.find(stop)) >= 0), default=len(text))]
+
+    def _is_complete(self) -> bool:
+        window = list(self._tail)
+        # A window that begins inside a character hides, in byte-fallback decoders, the whole run of bytes:
+        # begin later until it decodes.
+        for start in range(_LONGEST_CHARACTER):
+            text = self._tokenizer.decode(window[start:])
+            if any(stop in text for stop in self._stops):
+                return True
+            if not text.startswith(_UNFINISHED):
+                return False
+        return False
