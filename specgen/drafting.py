@@ -1,0 +1,233 @@
+"""Drafting with an EAGLE3 head: what the target has confirmed goes in, K drafts a sequence come out.
+
+Prefill and verify end in the same ``Outcome``, so drafting has one entry. Rows follow EAGLE3 (Li et al., 2025):
+ids are shifted left by one and positions are not, so the feature at p and the token at p + 1 predict the token at p + 2.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from specgen.attention import Attend, Backend
+from specgen.kv_cache import KVCache
+from specgen.layout import Layout
+from specgen.models.eagle3 import Eagle3Head
+from specgen.sampling import DRAFT, SamplingBatch, draft_probs, draw, uniform
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What the target has just confirmed; each sequence's first ``keep[b]`` rows hold, the rest were rejected."""
+
+    features: Tensor  # [rows, num_aux * hidden_size]
+    next_tokens: Tensor  # [rows] the token after each row
+    layout: Layout
+    keep: Tensor  # [B] int64, at least 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seed:
+    """Where drafting resumes, one row a sequence."""
+
+    tokens: Tensor  # [B] the newest token, not yet in the target's cache
+    positions: Tensor  # [B] its position
+    hidden: Tensor  # [B, hidden_size] the head's state before it; [B, 0] without a head
+
+    @staticmethod
+    def cat(seeds: Sequence["Seed"]) -> "Seed":
+        """The rows of all ``seeds``, in order."""
+        return Seed(
+            tokens=torch.cat([seed.tokens for seed in seeds]),
+            positions=torch.cat([seed.positions for seed in seeds]),
+            hidden=torch.cat([seed.hidden for seed in seeds]),
+        )
+
+    def take(self, rows: Sequence[int]) -> "Seed":
+        """The sequences at ``rows``, in that order."""
+        index = torch.tensor(rows, dtype=torch.int64, device=self.tokens.device)
+        return Seed(tokens=self.tokens[index], positions=self.positions[index], hidden=self.hidden[index])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drafts:
+    """K proposed tokens a sequence and, where they were sampled, the distributions they came from."""
+
+    tokens: Tensor  # [B, K] target token ids
+    probs: Tensor | None  # [B, K, V]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftInput:
+    """The rows of the head's first pass."""
+
+    features: Tensor  # [rows, num_aux * hidden_size]
+    tokens: Tensor  # [rows]
+    layout: Layout
+    last: Tensor  # [B] each sequence's last confirmed row
+
+
+class DrafterBatch(Protocol):
+    """Which of an outcome's rows the head's first pass computes."""
+
+    def prepare(self, outcome: Outcome) -> DraftInput:
+        """Both kinds give the head the same confirmed rows, so both lead to the same drafts."""
+        ...
+
+
+class PaddedBatch:
+    """All rows: uniform after a verify and never waiting for the device.
+
+    KV of rejected rows lies past the sequence's end, where it is overwritten before anything looks at it.
+    """
+
+    def prepare(self, outcome: Outcome) -> DraftInput:
+        """See ``DrafterBatch.prepare``."""
+        layout = outcome.layout
+        last = layout.first_rows + outcome.keep - 1
+        return DraftInput(features=outcome.features, tokens=outcome.next_tokens, layout=layout, last=last)
+
+
+class NonPaddedBatch:
+    """The confirmed rows alone: ragged, and the least compute."""
+
+    def prepare(self, outcome: Outcome) -> DraftInput:
+        """See ``DrafterBatch.prepare``."""
+        rows, layout = outcome.layout.leading(outcome.keep)
+        return DraftInput(
+            features=outcome.features[rows],
+            tokens=outcome.next_tokens[rows],
+            layout=layout,
+            last=layout.first_rows + layout.query_lens - 1,
+        )
+
+
+class Drafter(Protocol):
+    """What the engine needs of a drafter."""
+
+    num_spec_tokens: int
+    aux_layers: tuple[int, ...]  # whose inputs make the target's features
+
+    def observe(self, outcome: Outcome) -> tuple[Seed, int]:
+        """Take in what the target confirmed; also says how many rows that computed."""
+        ...
+
+    def propose(self, seed: Seed, block_tables: Tensor, sampling: SamplingBatch) -> Drafts:
+        """K drafts a sequence; may write KV at ``seed.positions`` and K - 2 positions behind."""
+        ...
+
+
+class NoDrafter:
+    """Plain decoding: no drafts, and nothing to remember but the newest token."""
+
+    num_spec_tokens = 0
+    aux_layers: tuple[int, ...] = ()
+
+    def observe(self, outcome: Outcome) -> tuple[Seed, int]:
+        """See ``Drafter.observe``."""
+        given = PaddedBatch().prepare(outcome)
+        return _seed(given, given.features[given.last]), 0
+
+    def propose(self, seed: Seed, block_tables: Tensor, sampling: SamplingBatch) -> Drafts:
+        """See ``Drafter.propose``."""
+        return Drafts(tokens=seed.tokens.new_empty(len(seed.tokens), 0), probs=None)
+
+
+class DraftChoice(Protocol):
+    """How a draft is chosen from the head's logits."""
+
+    def choose(
+        self, logits: Tensor, positions: Tensor, sampling: SamplingBatch
+    ) -> tuple[Tensor, Tensor | None]:
+        """Logits ``[B, Vd]`` and the drafts' positions ``[B]`` -> draft ids ``[B]``, probabilities ``[B, Vd]`` if sampled."""
+        ...
+
+
+class GreedyDrafts:
+    """The likeliest token."""
+
+    def choose(
+        self, logits: Tensor, positions: Tensor, sampling: SamplingBatch
+    ) -> tuple[Tensor, Tensor | None]:
+        """See ``DraftChoice.choose``."""
+        return logits.argmax(-1), None
+
+
+class SampledDrafts:
+    """A draw at the request's temperature; the verifier needs the distribution."""
+
+    def choose(
+        self, logits: Tensor, positions: Tensor, sampling: SamplingBatch
+    ) -> tuple[Tensor, Tensor | None]:
+        """See ``DraftChoice.choose``."""
+        probs = draft_probs(logits[:, None], sampling).squeeze(1)
+        return draw(probs, uniform(sampling.seeds, positions, DRAFT)), probs
+
+
+class Eagle3Drafter:
+    """An EAGLE3 head over its own one-layer cache; pages are shared with the target."""
+
+    def __init__(
+        self,
+        *,
+        head: Eagle3Head,
+        cache: KVCache,
+        backend: Backend,
+        batch: DrafterBatch,
+        choice: DraftChoice,
+        num_spec_tokens: int,
+        target_vocab_size: int,
+    ) -> None:
+        self.num_spec_tokens = num_spec_tokens
+        self.aux_layers = head.config.aux_layers
+        self._head = head
+        self._cache = cache
+        self._backend = backend
+        self._batch = batch
+        self._choice = choice
+        self._target_vocab_size = target_vocab_size
+
+    def observe(self, outcome: Outcome) -> tuple[Seed, int]:
+        """The head's first pass. See ``Drafter.observe``."""
+        given = self._batch.prepare(outcome)
+        attend = Attend(self._backend, self._cache, given.layout)
+        fused = self._head.fuse(given.features)
+        hidden = self._head.forward(given.tokens, fused, given.layout.positions, attend)
+        return _seed(given, hidden[given.last]), given.layout.num_rows
+
+    def propose(self, seed: Seed, block_tables: Tensor, sampling: SamplingBatch) -> Drafts:
+        """K - 1 passes of one row a sequence, each fed the head's own state. See ``Drafter.propose``."""
+        hidden, positions = seed.hidden, seed.positions
+        ids, probs = self._choose(hidden, positions + 1, sampling)
+        steps = [(ids, probs)]
+        for _ in range(self.num_spec_tokens - 1):
+            layout = Layout.uniform(block_tables, positions, 1, self._cache.page_size)
+            attend = Attend(self._backend, self._cache, layout)
+            hidden = self._head.forward(ids, hidden, positions, attend)
+            positions = positions + 1
+            ids, probs = self._choose(hidden, positions + 1, sampling)
+            steps.append((ids, probs))
+        tokens = torch.stack([ids for ids, _ in steps], 1)
+        sampled = [self._to_target(probs) for _, probs in steps if probs is not None]
+        return Drafts(tokens=tokens, probs=torch.stack(sampled, 1) if sampled else None)
+
+    def _choose(
+        self, hidden: Tensor, positions: Tensor, sampling: SamplingBatch
+    ) -> tuple[Tensor, Tensor | None]:
+        ids, probs = self._choice.choose(self._head.logits(hidden), positions, sampling)
+        return self._head.draft_to_target[ids], probs
+
+    def _to_target(self, probs: Tensor) -> Tensor:
+        """Probabilities over the draft vocabulary ``[B, Vd]``, laid out over the target's ``[B, V]``."""
+        full = probs.new_zeros(probs.shape[0], self._target_vocab_size)
+        return full.index_copy_(1, self._head.draft_to_target, probs)
+
+
+def _seed(given: DraftInput, hidden: Tensor) -> Seed:
+    return Seed(
+        tokens=given.tokens[given.last],
+        positions=given.layout.positions[given.last] + 1,
+        hidden=hidden,
+    )

@@ -1,0 +1,71 @@
+"""The paged KV cache: which pages are free, and the storage behind them."""
+
+import torch
+from torch import Tensor
+
+
+class PageAllocator:
+    """Hands out page numbers ``0 .. num_pages - 1``; knows nothing of what is in them."""
+
+    def __init__(self, num_pages: int, page_size: int) -> None:
+        self.num_pages = num_pages
+        self.page_size = page_size
+        self._free = list(range(num_pages - 1, -1, -1))
+
+    @property
+    def num_free(self) -> int:
+        """Pages that can be handed out now."""
+        return len(self._free)
+
+    def pages_for(self, num_tokens: int) -> int:
+        """Pages that ``num_tokens`` positions take."""
+        return -(-num_tokens // self.page_size)
+
+    def grow(self, pages: list[int], num_tokens: int) -> bool:
+        """Extend ``pages`` until they hold ``num_tokens`` positions; False, and nothing taken, if too few are free."""
+        missing = self.pages_for(num_tokens) - len(pages)
+        if missing > len(self._free):
+            return False
+        pages.extend(self._free.pop() for _ in range(missing))
+        return True
+
+    def release(self, pages: list[int]) -> None:
+        """Take ``pages`` back and empty the list."""
+        self._free.extend(reversed(pages))
+        pages.clear()
+
+
+class KVCache:
+    """Keys and values of ``num_layers`` layers, in pages shared by all of them.
+
+    Storage is ``[num_layers, 2, num_pages, page_size, num_kv_heads, head_dim]``. Target and drafter have one each
+    and use the same page numbers, so a sequence has one block table.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_layers: int,
+        num_pages: int,
+        page_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        shape = (num_layers, 2, num_pages, page_size, num_kv_heads, head_dim)
+        # zeros, not empty: rows past a sequence's end are masked, and 0 * NaN would leak through the mask
+        self.page_size = page_size
+        self._storage = torch.zeros(shape, dtype=dtype, device=device)
+        self._layers = [(layer[0], layer[1]) for layer in self._storage]
+        self._slots = [(keys.flatten(0, 1), values.flatten(0, 1)) for keys, values in self._layers]
+
+    def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
+        """Store rows ``k`` and ``v`` ``[rows, num_kv_heads, head_dim]`` at ``slots`` ``[rows]``."""
+        keys, values = self._slots[layer]
+        keys.index_copy_(0, slots, k)
+        values.index_copy_(0, slots, v)
+
+    def pages(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of one layer, each ``[num_pages, page_size, num_kv_heads, head_dim]``."""
+        return self._layers[layer]

@@ -1,0 +1,55 @@
+"""Where a run came from: arguments, versions, device, checkpoint fingerprints."""
+
+import platform
+import sys
+from dataclasses import asdict
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from specgen.config import EngineConfig, SamplingParams
+
+_PACKAGES = ("specgen", "torch", "flashinfer-python", "transformers", "tokenizers", "datasets", "lm-eval")
+
+
+def manifest(
+    *, engine: EngineConfig, sampling: SamplingParams, data: dict[str, Any], fingerprints: dict[str, str]
+) -> dict[str, Any]:
+    """What ``manifest.json`` holds; ``engine`` is the resolved configuration."""
+    return {
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "argv": sys.argv,
+        "engine": asdict(engine),
+        "sampling": asdict(sampling),
+        "data": data,
+        "versions": versions(),
+        "device": device(engine.device),
+        "fingerprints": fingerprints,
+    }
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python and of the packages that a result can depend on."""
+    return {"python": platform.python_version(), **{name: _version(name) for name in _PACKAGES}}
+
+
+def device(name: str) -> dict[str, Any]:
+    """The device a run computes on, as it names itself."""
+    import torch
+
+    if name == "cpu":
+        return {"name": platform.processor() or platform.machine(), "threads": torch.get_num_threads()}
+    properties = torch.cuda.get_device_properties(name)
+    return {
+        "name": properties.name,
+        "memory_bytes": properties.total_memory,
+        "compute_capability": f"{properties.major}.{properties.minor}",
+        "cuda": torch.version.cuda,
+    }
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"

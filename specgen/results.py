@@ -1,0 +1,67 @@
+"""The run directory: completions and events as they happen, reports and manifest at the end."""
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from specgen.config import require
+from specgen.events import Event, read, to_line
+
+
+class RunDirectory:
+    """Writes one run's files; ``ValueError`` if ``path`` already holds something, which is never overwritten."""
+
+    def __init__(self, path: Path) -> None:
+        require(not path.is_file(), f"output {str(path)!r} is a file: name a directory")
+        require(
+            not path.exists() or not any(path.iterdir()),
+            f"output {str(path)!r} is not empty: name a new directory, or remove it first",
+        )
+        path.mkdir(parents=True, exist_ok=True)
+        self.path = path
+        self._completions = (path / "completions.jsonl").open("w", encoding="utf-8")
+        self._events = (path / "events.jsonl").open("w", encoding="utf-8")
+
+    def add_event(self, event: Event) -> None:
+        """Append to ``events.jsonl``."""
+        self._events.write(to_line(event) + "\n")
+
+    def add_completion(self, row: dict[str, Any]) -> None:
+        """Append to ``completions.jsonl``, where it is on disk before the next one is taken."""
+        self._completions.write(json.dumps(row, ensure_ascii=False) + "\n")
+        self._completions.flush()
+
+    def close(self, ids: Sequence[str]) -> None:
+        """Close both files and bring the completions into the order of ``ids``."""
+        self._events.close()
+        self._completions.close()
+        place = {request_id: index for index, request_id in enumerate(ids)}
+        rows = sorted(self.completions(), key=lambda row: place.get(row["id"], len(place)))
+        write_text(
+            self.path / "completions.jsonl",
+            "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows),
+        )
+
+    def events(self) -> Iterator[Event]:
+        """The events of a closed run."""
+        return read(self.path / "events.jsonl")
+
+    def completions(self) -> Iterator[dict[str, Any]]:
+        """The rows of a closed run."""
+        with (self.path / "completions.jsonl").open(encoding="utf-8") as lines:
+            for line in lines:
+                yield json.loads(line)
+
+
+def write_json(path: Path, value: object) -> None:
+    """Write ``value`` as indented JSON, whole or not at all."""
+    write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write ``text``, whole or not at all."""
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(text, encoding="utf-8")
+    os.replace(partial, path)

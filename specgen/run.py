@@ -1,0 +1,167 @@
+"""The main job: prompts through an engine into a run directory, and the report of it."""
+
+import tempfile
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from specgen import report_html
+from specgen.build import Models, build_engine, load_models, resolve
+from specgen.checkpoint import fingerprint, open_checkpoint
+from specgen.config import EngineConfig, SamplingParams
+from specgen.conversations import Conversations, rejected_row
+from specgen.events import Event, Verified
+from specgen.prompts import Prompt, Rejected, load_prompts
+from specgen.provenance import manifest
+from specgen.report import Report, fold, fold_request
+from specgen.results import RunDirectory, write_json, write_text
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One run of ``specgen generate``."""
+
+    engine: EngineConfig
+    sampling: SamplingParams
+    dataset: str
+    data_path: Path | None
+    num_prompts: int | None
+    baseline: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """What a run gave, for printing."""
+
+    report: Report
+    settings: dict[str, str]
+    sample: dict[str, Any] | None  # one completion, to show
+
+
+class Progress(Protocol):
+    """Follows a run while it goes."""
+
+    def start(self, what: str, num_requests: int) -> None:
+        """``what`` begins, with so many requests."""
+        ...
+
+    def see(self, event: Event) -> None:
+        """Something happened."""
+        ...
+
+    def finish(self) -> None:
+        """What was started is over."""
+        ...
+
+
+def run(job: Job, output: Path | None, progress: Progress) -> Result:
+    """Run ``job`` and leave its files in ``output``, or nowhere if None. ``ValueError`` for what cannot run."""
+    config = resolve(job.engine)
+    prompts, rejected = load_prompts(job.dataset, data_path=job.data_path, num_prompts=job.num_prompts)
+    models = load_models(config)
+    settings = _settings(job, config, len(prompts))
+    with _directory(output) as path:
+        main = _generate(config, job.sampling, models, prompts, rejected, path, progress)
+        report = fold(main.events(), num_spec_tokens=config.num_spec_tokens)
+        if job.baseline:
+            plain = replace(config, num_spec_tokens=0, drafter=None)
+            base = _generate(plain, job.sampling, models, prompts, rejected, path / "baseline", progress)
+            identical, compared = _identical(main, base)
+            report = report.with_baseline(fold(base.events(), num_spec_tokens=0), identical, compared)
+        _write_reports(path, job, config, report, settings)
+        return Result(report=report, settings=settings, sample=next(main.completions(), None))
+
+
+@contextmanager
+def _directory(output: Path | None) -> Iterator[Path]:
+    """``output``, or a directory that is gone afterwards."""
+    if output is not None:
+        yield output
+        return
+    with tempfile.TemporaryDirectory(prefix="specgen-") as path:
+        yield Path(path)
+
+
+def _generate(
+    config: EngineConfig,
+    sampling: SamplingParams,
+    models: Models,
+    prompts: list[Prompt],
+    rejected: list[Rejected],
+    path: Path,
+    progress: Progress,
+) -> RunDirectory:
+    conversations = Conversations(prompts, models.tokenizer, sampling)
+    directory = RunDirectory(path)
+    steps: dict[str, list[Verified]] = defaultdict(list)
+
+    def record(event: Event) -> None:
+        directory.add_event(event)
+        progress.see(event)
+        if isinstance(event, Verified):
+            steps[event.sequence].append(event)
+
+    ids = conversations.ids
+    progress.start("plain decoding" if config.num_spec_tokens == 0 else "EAGLE3", len(ids))
+    engine = build_engine(config, models, record)
+    for row in rejected:
+        directory.add_completion(rejected_row(row))
+    for completion in engine.generate(conversations.first_turns(), conversations.follow_up):
+        metrics = fold_request(steps.pop(completion.request.id, []), config.num_spec_tokens)
+        directory.add_completion(conversations.answer(completion) | {"metrics": metrics.to_json()})
+    directory.close(ids)
+    progress.finish()
+    return directory
+
+
+def _identical(main: RunDirectory, base: RunDirectory) -> tuple[float, int]:
+    """Share of requests with the same tokens in both runs, and how many were compared."""
+    expected = {row["id"]: row["token_ids"] for row in base.completions()}
+    pairs = [(row["token_ids"], expected[row["id"]]) for row in main.completions() if row["id"] in expected]
+    same = sum(ours == theirs for ours, theirs in pairs)
+    return (same / len(pairs) if pairs else 0.0), len(pairs)
+
+
+def _write_reports(
+    path: Path, job: Job, config: EngineConfig, report: Report, settings: dict[str, str]
+) -> None:
+    checkpoints = {"model": config.model, "drafter": config.drafter if config.num_spec_tokens else None}
+    data = {
+        "dataset": job.dataset,
+        "data_path": str(job.data_path) if job.data_path else None,
+        "num_prompts": job.num_prompts,
+    }
+    write_json(
+        path / "manifest.json",
+        manifest(
+            engine=config,
+            sampling=job.sampling,
+            data=data,
+            fingerprints={
+                name: fingerprint(open_checkpoint(where)) for name, where in checkpoints.items() if where
+            },
+        )
+        | {"settings": settings},
+    )
+    write_json(path / "report.json", report.to_json())
+    write_text(path / "report.html", report_html.render(report.to_json(), settings, "specgen run"))
+
+
+def _settings(job: Job, config: EngineConfig, num_prompts: int) -> dict[str, str]:
+    """What ran, in the words that head a report."""
+    sampling = job.sampling
+    how = "greedy" if sampling.temperature == 0 else f"temperature {sampling.temperature:g}"
+    plain = config.num_spec_tokens == 0
+    return {
+        "model": config.model,
+        "drafter": "none (plain decoding)" if plain else str(config.drafter),
+        "draft tokens (K)": str(config.num_spec_tokens),
+        **({} if plain else {"drafter batch": config.drafter_batch}),
+        "data": f"{job.dataset}, {num_prompts} prompts",
+        "sampling": f"{how}, at most {sampling.max_tokens} new tokens, seed {sampling.seed}",
+        "runs on": f"{config.device}, {config.dtype}, attention {config.attention}",
+        "batch": f"at most {config.max_batch_size}",
+    }

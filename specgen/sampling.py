@@ -1,0 +1,104 @@
+"""From logits to tokens: temperature and the filters, the draw, and the random numbers behind it.
+
+Greedy is temperature 0. A random number is a pure function of the request's seed, the position of the token it
+decides, and what it is for, so a text does not depend on which other requests ran beside it.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from specgen.config import SamplingParams
+
+# What a random number is for. Draws of different purposes at one position are independent.
+ACCEPT, EMIT, DRAFT = 1, 2, 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingBatch:
+    """Sampling parameters of the B sequences that are decoding, as columns."""
+
+    temperature: Tensor  # [B] float32
+    top_p: Tensor  # [B] float32
+    top_k: Tensor  # [B] int64, 0: off
+    min_p: Tensor  # [B] float32
+    seeds: Tensor  # [B] int64
+    greedy: bool  # every sequence is
+
+    @staticmethod
+    def of(params: Sequence[SamplingParams], seeds: Sequence[int], device: torch.device) -> "SamplingBatch":
+        """Columns of ``params``, with one derived seed a sequence (see ``request_seed``)."""
+        return SamplingBatch(
+            temperature=torch.tensor([p.temperature for p in params], dtype=torch.float32, device=device),
+            top_p=torch.tensor([p.top_p for p in params], dtype=torch.float32, device=device),
+            top_k=torch.tensor([p.top_k for p in params], dtype=torch.int64, device=device),
+            min_p=torch.tensor([p.min_p for p in params], dtype=torch.float32, device=device),
+            seeds=torch.tensor(list(seeds), dtype=torch.int64, device=device),
+            greedy=all(p.temperature == 0 for p in params),
+        )
+
+
+def request_seed(seed: int, request_id: str) -> int:
+    """One 63-bit seed from the user's seed and the request's id, the same on every machine."""
+    digest = hashlib.blake2b(f"{seed}:{request_id}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
+
+
+def uniform(seeds: Tensor, positions: Tensor, purpose: int) -> Tensor:
+    """Uniform float32 in [0, 1) for seeds ``[B]`` and positions ``[B, ...]``: SplitMix64 (Steele et al., 2014) in counter mode."""
+    counter = positions * 4 + purpose
+    seeds = seeds.view(-1, *[1] * (positions.dim() - 1))
+    return (_mix(_mix(seeds) + counter * -0x61C8864680B583EB) >> 40 & 0xFFFFFF).to(torch.float32) / (1 << 24)
+
+
+def _mix(x: Tensor) -> Tensor:
+    """SplitMix64's finalizer on int64, whose products wrap around; the masks make the shifts logical."""
+    x = (x ^ (x >> 30 & (1 << 34) - 1)) * -0x40A7B892E31B1A47
+    x = (x ^ (x >> 27 & (1 << 37) - 1)) * -0x6B2FB644ECCEEE15
+    return x ^ (x >> 31 & (1 << 33) - 1)
+
+
+def target_probs(logits: Tensor, batch: SamplingBatch) -> Tensor:
+    """The distribution that is sampled, ``[B, n, V]`` from logits ``[B, n, V]``, each row normalised.
+
+    Temperature, then min-p, top-k and top-p, in vLLM's order. Rows at temperature 0 are one-hot at the first maximum.
+    """
+    probs = draft_probs(logits, batch)
+    if bool((batch.min_p > 0).any()):
+        floor = batch.min_p[:, None, None] * probs.amax(-1, keepdim=True)
+        probs = probs.masked_fill(probs < floor, 0)
+    if bool((batch.top_k > 0).any()) or bool((batch.top_p < 1).any()):
+        probs = _keep_top(probs, batch)
+    return probs / probs.sum(-1, keepdim=True)
+
+
+def draft_probs(logits: Tensor, batch: SamplingBatch) -> Tensor:
+    """Softmax at each sequence's temperature, ``[B, n, V]``; one-hot at temperature 0."""
+    temperature = batch.temperature[:, None, None]
+    probs = (logits / temperature.clamp(min=1e-6)).softmax(-1)
+    one_hot = torch.zeros_like(probs).scatter_(-1, logits.argmax(-1, keepdim=True), 1)
+    return torch.where(temperature == 0, one_hot, probs)
+
+
+def _keep_top(probs: Tensor, batch: SamplingBatch) -> Tensor:
+    """Zero all but the ``top_k`` likeliest tokens, then all but the fewest whose share of the rest reaches ``top_p``."""
+    ordered, order = probs.sort(-1, descending=True, stable=True)
+    rank = torch.arange(probs.shape[-1], device=probs.device)
+    top_k = torch.where(batch.top_k > 0, batch.top_k, probs.shape[-1])[:, None, None]
+    ordered = ordered.masked_fill(rank >= top_k, 0)
+    before = ordered.cumsum(-1) - ordered
+    nucleus = batch.top_p[:, None, None]
+    outside = (before >= nucleus * ordered.sum(-1, keepdim=True)) & (nucleus < 1)
+    return torch.zeros_like(probs).scatter_(-1, order, ordered.masked_fill(outside, 0))
+
+
+def draw(weights: Tensor, u: Tensor) -> Tensor:
+    """One index a row from unnormalised ``weights`` ``[..., V]`` by inverting their running sum at ``u`` ``[...]`` in [0, 1)."""
+    cumulative = weights.cumsum(-1)
+    total = cumulative[..., -1]
+    # u * total may round up to total, past the last index: step back below it
+    threshold = torch.minimum(u * total, torch.nextafter(total, torch.zeros_like(total)))
+    return torch.searchsorted(cumulative, threshold[..., None], right=True).squeeze(-1)

@@ -1,0 +1,121 @@
+"""Who runs: the waiting and running queues, admission by pages and tokens, preemption. Free of torch."""
+
+from collections import deque
+from dataclasses import dataclass
+
+from specgen.kv_cache import PageAllocator
+from specgen.sequence import Sequence
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chunk:
+    """A piece of one prompt for the next prefill pass."""
+
+    sequence: Sequence
+    start: int
+    num_rows: int
+
+    @property
+    def last(self) -> bool:
+        """Whether the prompt is complete after this chunk."""
+        return self.start + self.num_rows == self.sequence.num_prefill_tokens
+
+
+class Scheduler:
+    """Continuous batching: sequences join and leave at every step.
+
+    A sequence is admitted when pages for all it holds and one step ahead are free. When a running one cannot grow,
+    the one admitted last gives its pages back and is computed again later; the oldest always can go on, because
+    a request that would not fit alone is refused (``refusal``).
+    """
+
+    def __init__(
+        self, *, allocator: PageAllocator, max_batch_size: int, max_prefill_tokens: int, num_spec_tokens: int
+    ) -> None:
+        self._allocator = allocator
+        self._max_batch_size = max_batch_size
+        self._max_prefill_tokens = max_prefill_tokens
+        self._step_rows = num_spec_tokens + 1
+        self.waiting: deque[Sequence] = deque()
+        self.prefilling: list[Sequence] = []
+        self.running: list[Sequence] = []
+
+    @property
+    def idle(self) -> bool:
+        """Whether there is nothing to do."""
+        return not (self.waiting or self.prefilling or self.running)
+
+    @property
+    def has_place(self) -> bool:
+        """Whether the batch has room for one more request than are in hand."""
+        return len(self.waiting) + len(self.prefilling) + len(self.running) < self._max_batch_size
+
+    def refusal(self, sequence: Sequence) -> str | None:
+        """Why ``sequence`` could never finish, or None."""
+        capacity = self._allocator.num_pages * self._allocator.page_size
+        needed = sequence.max_length + self._step_rows
+        if self._allocator.pages_for(needed) <= self._allocator.num_pages:
+            return None
+        return (
+            f"prompt and new tokens need {needed} positions of KV cache and all of it has {capacity}: "
+            "raise --kv-memory or lower --max-new-tokens"
+        )
+
+    def submit(self, sequence: Sequence) -> None:
+        """Queue ``sequence`` last."""
+        self.waiting.append(sequence)
+
+    def next_chunks(self) -> list[Chunk]:
+        """Prompts, or pieces of them, for one prefill pass of at most ``max_prefill_tokens`` rows."""
+        budget = self._max_prefill_tokens
+        chunks: list[Chunk] = []
+        for sequence in self.prefilling:
+            if budget:
+                budget -= self._add_chunk(chunks, sequence, budget)
+        while budget and self.waiting and self._admit(self.waiting[0]):
+            sequence = self.waiting.popleft()
+            self.prefilling.append(sequence)
+            budget -= self._add_chunk(chunks, sequence, budget)
+        return chunks
+
+    def _admit(self, sequence: Sequence) -> bool:
+        if len(self.prefilling) + len(self.running) >= self._max_batch_size:
+            return False
+        return self._allocator.grow(sequence.pages, len(sequence.tokens) + self._step_rows)
+
+    @staticmethod
+    def _add_chunk(chunks: list[Chunk], sequence: Sequence, budget: int) -> int:
+        start = sequence.num_computed
+        num_rows = min(budget, sequence.num_prefill_tokens - start)
+        chunks.append(Chunk(sequence=sequence, start=start, num_rows=num_rows))
+        return num_rows
+
+    def start(self, sequence: Sequence) -> None:
+        """Move a prefilled sequence to the end of the running batch."""
+        self.prefilling.remove(sequence)
+        self.running.append(sequence)
+
+    def reserve(self) -> list[Sequence]:
+        """Give every running sequence pages for the next step; returns those that were preempted for it."""
+        preempted: list[Sequence] = []
+        index = 0
+        while index < len(self.running):
+            sequence = self.running[index]
+            if self._allocator.grow(sequence.pages, len(sequence.tokens) + self._step_rows):
+                index += 1
+            else:
+                preempted.append(self._preempt())
+        return preempted
+
+    def _preempt(self) -> Sequence:
+        """Send the youngest sequence back to the head of the queue; one still prefilling is younger than any running."""
+        victim = (self.prefilling or self.running).pop()
+        self._allocator.release(victim.pages)
+        victim.num_computed = 0
+        self.waiting.appendleft(victim)
+        return victim
+
+    def retire(self, sequence: Sequence) -> None:
+        """Take a finished sequence out of the batch and free its pages."""
+        self.running.remove(sequence)
+        self._allocator.release(sequence.pages)

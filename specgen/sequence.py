@@ -1,0 +1,83 @@
+"""One request on its way through the engine: its tokens, its pages, how far it is, how it ended."""
+
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+from specgen.config import SamplingParams
+
+FinishReason = Literal["stop", "length", "error"]
+
+
+class StopFinder(Protocol):
+    """Finds the end of a text in its tokens; ``tokenizer.StopStrings`` is one."""
+
+    def feed(self, token_ids: list[int]) -> int | None:
+        """How many of these new tokens the text keeps if a stop string is complete in them, else None."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What the engine is asked for. ``category`` and ``turn`` only label it in reports."""
+
+    id: str
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    category: str | None = None
+    turn: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Completion:
+    """What the engine answers. ``error`` says why a request was refused (``finish_reason`` is then ``error``)."""
+
+    request: Request
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    error: str | None = None
+
+
+@dataclass(kw_only=True, eq=False)
+class Sequence:
+    """A request's state; the one noun that changes."""
+
+    request: Request
+    tokens: list[int]  # prompt and output
+    max_length: int  # tokens at which it ends
+    seed: int
+    eos_token_ids: frozenset[int]  # empty with ignore_eos
+    stop: StopFinder | None = None
+    pages: list[int] = field(default_factory=list)
+    num_computed: int = 0  # positions in the cache, while prefilling
+    finish_reason: FinishReason | None = None
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens generated so far."""
+        return len(self.tokens) - len(self.request.prompt_token_ids)
+
+    @property
+    def num_prefill_tokens(self) -> int:
+        """Positions that a prefill computes: the prompt, or after a preemption all but the newest token."""
+        return len(self.tokens) - (1 if self.num_output_tokens else 0)
+
+    def append(self, tokens: list[int]) -> int:
+        """Take ``tokens`` up to the first that ends the text; returns how many were taken."""
+        room = self.max_length - len(self.tokens)
+        kept = min(len(tokens), room)
+        ends: FinishReason | None = "length" if kept == room else None
+        for index, token in enumerate(tokens[:kept]):
+            if token in self.eos_token_ids:
+                kept, ends = index + 1, "stop"
+                break
+        if self.stop is not None and (found := self.stop.feed(tokens[:kept])) is not None:
+            kept, ends = found, "stop"
+        self.tokens.extend(tokens[:kept])
+        self.finish_reason = ends
+        return kept
+
+    def completion(self) -> Completion:
+        """The finished sequence as an answer."""
+        assert self.finish_reason is not None
+        output = tuple(self.tokens[len(self.request.prompt_token_ids) :])
+        return Completion(request=self.request, token_ids=output, finish_reason=self.finish_reason)

@@ -1,0 +1,49 @@
+"""How many drafts the target confirms, and what it says next: tensors in, (accepted, tokens) out.
+
+In ``tokens`` ``[B, K+1]`` the first ``accepted[b]`` are the confirmed drafts and the next one is the bonus token,
+the target's own; what lies behind it means nothing.
+"""
+
+import torch
+from torch import Tensor
+
+from specgen.sampling import draw
+
+
+def accept_greedy(drafts: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Drafts ``[B, K]`` are confirmed as long as they are the target's argmax; logits ``[B, K+1, V]``.
+
+    Returns accepted ``[B]`` and tokens ``[B, K+1]``, the plain greedy continuation.
+    """
+    tokens = logits.argmax(-1)
+    accepted = (drafts == tokens[:, :-1]).long().cumprod(1).sum(1)
+    return accepted, tokens
+
+
+def accept_sampled(
+    drafts: Tensor, draft_probs: Tensor | None, probs: Tensor, u_accept: Tensor, u_emit: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Exact rejection sampling (Leviathan et al., 2023; Chen et al., 2023): tokens are distributed as ``probs``.
+
+    drafts ``[B, K]``; draft_probs ``[B, K, V]`` that they were drawn from, or None where each was chosen outright
+    (a one-hot distribution); probs ``[B, K+1, V]`` of the target; u_accept ``[B, K]`` and u_emit ``[B, K+1]``
+    uniform in [0, 1). Draft i is confirmed with probability min(1, p/q); at the first rejection the bonus token is
+    drawn from max(0, p - q), after the last draft from p. Returns accepted ``[B]`` and tokens ``[B, K+1]``.
+    """
+    q = torch.zeros_like(probs)  # its last row stays zero: after the last draft nothing is taken from p
+    if draft_probs is None:
+        q[:, :-1].scatter_(-1, drafts[..., None], 1)
+    else:
+        q[:, :-1] = draft_probs
+    chosen = drafts[..., None]
+    p_draft, q_draft = (x[:, :-1].gather(-1, chosen).squeeze(-1) for x in (probs, q))
+    accepted = (u_accept * q_draft < p_draft).long().cumprod(1).sum(1)
+
+    here = accepted[:, None, None].expand(-1, 1, probs.shape[-1])
+    p_here = probs.gather(1, here).squeeze(1)
+    residual = (p_here - q.gather(1, here).squeeze(1)).clamp(min=0)
+    # p equal to q up to rounding leaves nothing to draw from, and p is then the right distribution
+    residual = torch.where(residual.sum(-1, keepdim=True) > 0, residual, p_here)
+    bonus = draw(residual, u_emit.gather(1, accepted[:, None]).squeeze(1))
+    tokens = torch.cat([drafts, drafts.new_zeros(len(drafts), 1)], 1)
+    return accepted, tokens.scatter(1, accepted[:, None], bonus[:, None])

@@ -1,0 +1,81 @@
+"""Engines over small pairs for the tests: build one, run requests through it, give back what came out."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from specgen.build import Models, build_engine, resolve
+from specgen.checkpoint import load_drafter, load_target, open_checkpoint
+from specgen.config import EngineConfig, SamplingParams
+from specgen.events import Event, Preempted, Verified
+from specgen.sequence import Completion, Request
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pair:
+    """A loaded target and head, and where they lie."""
+
+    path: Path
+    models: Models
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outputs:
+    """What a run gave."""
+
+    completions: dict[str, Completion]
+    events: list[Event]
+
+    @property
+    def texts(self) -> dict[str, tuple[int, ...]]:
+        return {name: completion.token_ids for name, completion in self.completions.items()}
+
+    @property
+    def verified(self) -> dict[str, list[tuple[Any, ...]]]:
+        """Each sequence's steps without their times."""
+        steps: dict[str, list[tuple[Any, ...]]] = {name: [] for name in self.completions}
+        for event in self.events:
+            if isinstance(event, Verified):
+                steps[event.sequence].append((event.drafts, event.accepted, event.emitted))
+        return steps
+
+    @property
+    def num_preempted(self) -> int:
+        return sum(isinstance(event, Preempted) for event in self.events)
+
+
+def load_pair(path: Path, dtype: torch.dtype = torch.float32, tokenizer: Any = None) -> Pair:
+    """The pair in ``path/target`` and ``path/drafter``."""
+    device = torch.device("cpu")
+    target = load_target(open_checkpoint(str(path / "target")), dtype, device)
+    head = load_drafter(open_checkpoint(str(path / "drafter")), target, dtype, device)
+    return Pair(path=path, models=Models(target=target, head=head, tokenizer=tokenizer))
+
+
+def config_of(pair: Pair, **changes: Any) -> EngineConfig:
+    """A CPU configuration with small pages, so that texts cross their borders."""
+    settings = {"page_size": 4, "num_spec_tokens": 3, "max_batch_size": 8, "device": "cpu"} | changes
+    return resolve(EngineConfig(model=str(pair.path / "target"), drafter=str(pair.path / "drafter"), **settings))
+
+
+def generate(pair: Pair, requests: list[Request], **changes: Any) -> Outputs:
+    """Run ``requests`` through an engine of ``config_of(pair, **changes)``."""
+    events: list[Event] = []
+    engine = build_engine(config_of(pair, **changes), pair.models, events.append)
+    completions = {completion.request.id: completion for completion in engine.generate(requests)}
+    return Outputs(completions=completions, events=events)
+
+
+def random_requests(
+    count: int, vocab_size: int, sampling: SamplingParams, *, lengths: tuple[int, int] = (1, 40), seed: int = 0
+) -> list[Request]:
+    """Requests with random prompts of random lengths."""
+    generator = torch.Generator().manual_seed(seed)
+    requests = []
+    for index in range(count):
+        length = int(torch.randint(lengths[0], lengths[1] + 1, (1,), generator=generator))
+        prompt = torch.randint(3, vocab_size, (length,), generator=generator).tolist()
+        requests.append(Request(id=f"r{index}", prompt_token_ids=tuple(prompt), sampling=sampling))
+    return requests
