@@ -126,9 +126,8 @@ class StopStrings:
         self._tokenizer = tokenizer
         self._stops = tuple(stops)
         longest = max((len(stop.encode()) for stop in stops), default=0)
-        # One character more than the match: the window may begin inside one. And one token more: a decoder
-        # of SentencePiece drops the space that a text begins with.
-        self._tail: deque[int] = deque(maxlen=longest + _LONGEST_CHARACTER)
+        # One token more than the match: a decoder of SentencePiece drops the space that a text begins with.
+        self._tail: deque[int] = deque(maxlen=longest + 1)
 
     def feed(self, new_token_ids: Sequence[int]) -> int | None:
         """How many of the new tokens to keep: up to the one that completes a stop string, inclusive.

@@ -1,0 +1,219 @@
+"""The tokenizer against transformers, and stop strings against decoding the whole text at every token."""
+
+import subprocess
+import sys
+from collections.abc import Sequence
+from itertools import cycle, product
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoTokenizer
+
+from specgen.tokenizer import Message, StopStrings, Tokenizer, load_tokenizer
+from tests.tiny_tokenizers import TEXT, write_byte_fallback, write_byte_level
+
+CHAT = [
+    Message(role="system", content="Be brief."),
+    Message(role="user", content="Café?\n"),
+    Message(role="assistant", content=""),
+    Message(role="user", content="Why <|end|> 🙂?"),
+]
+
+
+@pytest.fixture(scope="module")
+def byte_level_path(tmp_path_factory):
+    return write_byte_level(tmp_path_factory.mktemp("byte_level"))
+
+
+@pytest.fixture(scope="module")
+def byte_level(byte_level_path) -> Tokenizer:
+    return load_tokenizer(str(byte_level_path))
+
+
+@pytest.fixture(scope="module")
+def byte_fallback(tmp_path_factory) -> Tokenizer:
+    return load_tokenizer(str(write_byte_fallback(tmp_path_factory.mktemp("byte_fallback"))))
+
+
+@pytest.fixture(params=["byte_level", "byte_fallback"])
+def tokenizer(request) -> Tokenizer:
+    return request.getfixturevalue(request.param)
+
+
+def test_ids_are_those_of_transformers(byte_level_path, byte_level):
+    reference = AutoTokenizer.from_pretrained(byte_level_path)
+    for text in TEXT:
+        assert byte_level.encode_text(text) == reference(text)["input_ids"]
+    chat = [{"role": message.role, "content": message.content} for message in CHAT]
+    expected = reference.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+    assert byte_level.encode_chat(CHAT) == expected
+    assert byte_level.vocab_size == len(reference)
+    assert byte_level.eos_token_id == reference.eos_token_id
+
+
+def test_raw_text_begins_with_one_bos_and_so_does_a_chat(tokenizer):
+    bos = tokenizer.encode_text("")
+    assert len(bos) == 1
+    assert tokenizer.encode_text("Tom")[:2] != bos * 2
+    assert tokenizer.encode_chat(CHAT)[:1] == bos
+    assert tokenizer.encode_chat(CHAT)[1:2] != bos
+
+
+def test_a_rendered_chat_ends_where_the_assistant_answers(byte_level):
+    text = byte_level.render_chat(CHAT[:2])
+    assert text == "<s><|system|>Be brief.<|end|><|user|>Café?\n<|end|><|assistant|>"
+    assert byte_level.decode_with_special(byte_level.encode_chat(CHAT[:2])) == text
+
+
+@pytest.mark.parametrize("text", TEXT)
+def test_decode_is_exact(tokenizer, text):
+    assert tokenizer.decode(tokenizer.encode_text(text)) == text
+
+
+def test_decode_skips_special_tokens_and_unknown_ids(byte_level):
+    ids = [*byte_level.encode_text("Tom"), byte_level.eos_token_id, byte_level.vocab_size + 5]
+    assert byte_level.decode(ids) == "Tom"
+    assert byte_level.decode_with_special(ids) == "<s>Tom<|end|>"
+
+
+def test_truncation_and_padding_of_the_file_are_ignored(tmp_path):
+    path = write_byte_level(tmp_path)
+    reference = AutoTokenizer.from_pretrained(path)
+    reference.backend_tokenizer.enable_truncation(4)
+    reference.backend_tokenizer.enable_padding(length=64)
+    reference.backend_tokenizer.save(str(path / "tokenizer.json"))
+    assert load_tokenizer(str(path)).decode(load_tokenizer(str(path)).encode_text(TEXT[0])) == TEXT[0]
+
+
+def test_a_missing_chat_template_names_the_remedy(tmp_path):
+    tokenizer = load_tokenizer(str(write_byte_level(tmp_path, chat_template=None)))
+    with pytest.raises(ValueError, match="no chat template: use rows with a raw `prompt`"):
+        tokenizer.encode_chat(CHAT)
+
+
+def test_a_template_that_refuses_the_messages_is_one_line(tmp_path):
+    template = "{{ raise_exception('no system messages') }}"
+    tokenizer = load_tokenizer(str(write_byte_level(tmp_path, chat_template=template)))
+    with pytest.raises(
+        ValueError, match=r"^the chat template refuses these messages \(no system messages\).*$"
+    ):
+        tokenizer.encode_chat(CHAT)
+
+
+def test_a_directory_without_a_tokenizer_is_one_line(tmp_path):
+    with pytest.raises(
+        ValueError, match=r"^no tokenizer could be loaded from .*: give a directory"
+    ) as caught:
+        load_tokenizer(str(tmp_path))
+    assert "\n" not in str(caught.value)
+
+
+def test_loading_the_tokenizer_does_not_load_torch(byte_level_path):
+    code = (
+        f"import sys; from specgen.tokenizer import load_tokenizer; load_tokenizer({str(byte_level_path)!r})"
+    )
+    code += "; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# --- stop strings -----------------------------------------------------------------------------------------
+
+
+def kept_by_brute_force(tokenizer: Tokenizer, stops: Sequence[str], token_ids: Sequence[int]) -> int | None:
+    for count in range(1, len(token_ids) + 1):
+        text = tokenizer.decode(token_ids[:count])
+        if any(stop in text for stop in stops):
+            return count
+    return None
+
+
+def kept_in_steps(stop_strings: StopStrings, token_ids: Sequence[int], steps: Sequence[int]) -> int | None:
+    """Feed ``token_ids`` in chunks of ``steps`` tokens, over and over, as a speculative engine does."""
+    done = 0
+    for size in cycle(steps):
+        if done >= len(token_ids):
+            return None
+        kept = stop_strings.feed(token_ids[done : done + size])
+        if kept is not None:
+            return done + kept
+        done += size
+    return None
+
+
+STOPS = st.lists(
+    st.one_of(
+        st.text(alphabet="ap S.\n\u00e9€日🙂", min_size=1, max_size=4),
+        st.sampled_from(["Stop", "STOP", " apples", "\n\n", "€", "🙂🙃", "a", "süßen Tee", "each. Stop"]),
+    ),
+    min_size=1,
+    max_size=3,
+)
+STEPS = st.lists(st.integers(1, 5), min_size=1, max_size=40)
+
+
+@settings(max_examples=300, deadline=None)
+@given(data=st.data(), stops=STOPS, steps=STEPS)
+def test_random_tokens_stop_where_brute_force_stops(byte_level, data, stops, steps):
+    token_ids = data.draw(st.lists(st.integers(0, byte_level.vocab_size + 3), max_size=60))
+    expected = kept_by_brute_force(byte_level, stops, token_ids)
+    assert kept_in_steps(StopStrings(byte_level, stops), token_ids, steps) == expected
+
+
+@settings(max_examples=300, deadline=None)
+@given(text=st.text(alphabet="ap Stop.\n\u00e9€日🙂", max_size=60), stops=STOPS, steps=STEPS)
+@pytest.mark.parametrize("name", ["byte_level", "byte_fallback"])
+def test_text_stops_where_brute_force_stops(request, name, text, stops, steps):
+    tokenizer = request.getfixturevalue(name)
+    token_ids = tokenizer.encode_text(text)
+    expected = kept_by_brute_force(tokenizer, stops, token_ids)
+    stop_strings = StopStrings(tokenizer, stops)
+    kept = kept_in_steps(stop_strings, token_ids, steps)
+    assert kept == expected
+
+    generated, shown = tokenizer.decode(token_ids[:kept]), stop_strings.text(token_ids[:kept])
+    assert not any(stop in shown for stop in stops)
+    assert generated == shown if kept is None else generated.removeprefix(shown).startswith(tuple(stops))
+
+
+@pytest.mark.parametrize("before", list(product("é日🙂", repeat=3)))
+def test_a_window_that_begins_inside_a_character_is_searched(tokenizer, before):
+    token_ids = tokenizer.encode_text("".join(before) + "€ a")
+    expected = kept_by_brute_force(tokenizer, ["€"], token_ids)
+    assert expected is not None
+    assert StopStrings(tokenizer, ["€"]).feed(token_ids) == expected
+
+
+def test_a_window_that_begins_at_a_space_keeps_it(tokenizer):
+    token_ids = tokenizer.encode_text("12 .")
+    assert StopStrings(tokenizer, [" ."]).feed(token_ids) == len(token_ids)
+
+
+def test_the_text_is_cut_before_the_first_of_several_stops(byte_level):
+    stop_strings = StopStrings(byte_level, ["3 bags", "12", "buys"])
+    assert stop_strings.text(byte_level.encode_text(TEXT[0])) == "Tom has "
+
+
+def test_a_special_token_is_no_part_of_a_stop_string(byte_level):
+    stop, end = byte_level.encode_text("Stop")[1:], byte_level.eos_token_id
+    assert StopStrings(byte_level, ["<|end|>"]).feed([*stop, end]) is None
+    spread = [token_id for piece in stop for token_id in (*[end] * 9, piece)]
+    assert StopStrings(byte_level, ["Stop"]).feed(spread) == len(spread)
+
+
+def test_without_stops_nothing_is_decoded(byte_level, monkeypatch):
+    monkeypatch.setattr(Tokenizer, "decode", lambda *_: pytest.fail("decoded"))
+    assert StopStrings(byte_level, []).feed([1, 2, 300]) is None
+
+
+def test_the_work_per_token_does_not_grow_with_the_text(byte_level, monkeypatch):
+    lengths = []
+
+    def decode(token_ids):
+        lengths.append(len(token_ids))
+        return "\N{REPLACEMENT CHARACTER}" * len(token_ids)  # the case with the most decoding
+
+    monkeypatch.setattr(byte_level, "decode", decode)
+    assert StopStrings(byte_level, ["12345678"]).feed(list(range(6, 300))) is None
+    assert max(lengths) <= 8 + 1
+    assert len(lengths) <= 4 * 294

@@ -1,0 +1,62 @@
+"""Small tokenizers of the two kinds that Llama-family checkpoints have, trained on a few sentences."""
+
+from pathlib import Path
+
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
+
+TEXT = (
+    "Tom has 12 apples and buys 3 bags with 5 apples each. Stop here, please!\n",
+    "Ein Känguru trinkt süßen Tee für 3 € im Café. STOP\n\n",
+    "日本語のテキスト, 中文, русский, emoji 🙂🙃 and 👩‍👩‍👧.\n",
+)
+TEMPLATE = (
+    "{{ bos_token }}"
+    "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+_SPECIAL = ["<s>", "<|user|>", "<|assistant|>", "<|system|>", "<|end|>"]
+
+
+def write_byte_level(path: Path, *, chat_template: str | None = TEMPLATE) -> Path:
+    """Bytes as characters, as in Llama 3 and Qwen: a character outside ASCII is split over tokens."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=320,
+        special_tokens=_SPECIAL,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(TEXT, trainer)
+    return _save(tokenizer, path, chat_template)
+
+
+def write_byte_fallback(path: Path) -> Path:
+    """SentencePiece, as in Llama 2 and Vicuna: characters without a piece are spelled in byte tokens."""
+    pieces = ["<unk>", *_SPECIAL, *(f"<0x{byte:02X}>" for byte in range(256)), "▁"]
+    pieces += sorted(
+        {character for character in "".join(TEXT) if character.isascii() and character.isprintable()} - {" "}
+    )
+    merges = [("t", "o"), ("to", "p"), ("▁", "a"), ("▁", "S"), ("a", "p"), ("▁S", "top"), ("e", "r")]
+    pieces += ["".join(merge) for merge in merges]
+    vocabulary = {piece: number for number, piece in enumerate(pieces)}
+    tokenizer = Tokenizer(
+        models.BPE(vocab=vocabulary, merges=merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True)
+    )
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    tokenizer.add_special_tokens(_SPECIAL)
+    return _save(tokenizer, path, TEMPLATE)
+
+
+def _save(tokenizer: Tokenizer, path: Path, chat_template: str | None) -> Path:
+    bos = tokenizer.token_to_id("<s>")
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", bos)])
+    pretrained = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="<|end|>")
+    pretrained.chat_template = chat_template
+    pretrained.save_pretrained(path)
+    return path
