@@ -65,7 +65,9 @@ def resolve(config: EngineConfig) -> EngineConfig:
         kind in capabilities.devices,
         f"attention {attention!r} does not run on {kind!r}: use --attention auto",
     )
-    require(capabilities.ragged_q, f"attention {attention!r} cannot prefill prompts of mixed lengths: use another")
+    require(
+        capabilities.ragged_q, f"attention {attention!r} cannot prefill prompts of mixed lengths: use another"
+    )
     return replace(config, device=device, dtype=dtype, attention=attention)
 
 
@@ -105,8 +107,10 @@ def num_pages(config: EngineConfig, models: Models) -> int:
 
     ``ValueError`` if ``kv_memory`` does not hold a single page.
     """
-    parts = [models.target.config, *([models.head.config] if models.head else [])]
-    page_bytes = config.page_size * sum(kv_bytes_per_token(part, _DTYPES[config.dtype]) for part in parts)
+    token_bytes = kv_bytes_per_token(models.target.config, _DTYPES[config.dtype])
+    if models.head is not None:
+        token_bytes += kv_bytes_per_token(models.head.config, _DTYPES[config.dtype])
+    page_bytes = config.page_size * token_bytes
     memory = config.kv_memory if config.kv_memory is not None else _default_memory(config)
     affordable = memory // page_bytes
     require(

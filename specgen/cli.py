@@ -85,7 +85,9 @@ def generate(
     drafter: Annotated[
         str | None,
         typer.Option(
-            help="EAGLE3 head: a directory or hub id.", rich_help_panel=MODELS, show_default="the bundled head"
+            help="EAGLE3 head: a directory or hub id.",
+            rich_help_panel=MODELS,
+            show_default="the bundled head",
         ),
     ] = None,
     dataset: Annotated[
@@ -168,9 +170,7 @@ def generate(
             show_default="what the batch can need, at most 1GiB on a CPU and 80 % of free memory on a GPU",
         ),
     ] = None,
-    device: Annotated[
-        str, typer.Option(help="auto, cpu, cuda or cuda:N.", rich_help_panel=RUNNING)
-    ] = "auto",
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.", rich_help_panel=RUNNING)] = "auto",
     dtype: Annotated[
         Dtype, typer.Option(help="auto: float32 on a CPU, bfloat16 on a GPU.", rich_help_panel=RUNNING)
     ] = Dtype.auto,
@@ -244,7 +244,7 @@ def generate(
 
     if result.sample is not None:
         print(_sample(result.sample))
-    print(tables.render(result.report, result.settings))
+    print(tables.render(result.report.to_json(), result.settings))
     if output is not None:
         print(f"\nFiles are in {output}; open {output / 'report.html'} in a browser.")
 
@@ -320,7 +320,13 @@ def _bytes(text: str) -> int:
 def _sample(row: dict[str, Any]) -> str:
     """One completion, to see what the text is like."""
     text = row.get("error") or row["text"]
-    return f"── {row['id']} " + "─" * 20 + f"\n{row['prompt'].strip()}\n── answer " + "─" * 20 + f"\n{text.strip()}\n"
+    return (
+        f"── {row['id']} "
+        + "─" * 20
+        + f"\n{row['prompt'].strip()}\n── answer "
+        + "─" * 20
+        + f"\n{text.strip()}\n"
+    )
 
 
 class _Bar:

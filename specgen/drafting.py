@@ -128,7 +128,7 @@ class NoDrafter:
     def observe(self, outcome: Outcome) -> tuple[Seed, int]:
         """See ``Drafter.observe``."""
         given = PaddedBatch().prepare(outcome)
-        return _seed(given, given.features[given.last]), 0
+        return _seed(given, given.features), 0
 
     def propose(self, seed: Seed, block_tables: Tensor, sampling: SamplingBatch) -> Drafts:
         """See ``Drafter.propose``."""
@@ -195,7 +195,7 @@ class Eagle3Drafter:
         attend = Attend(self._backend, self._cache, given.layout)
         fused = self._head.fuse(given.features)
         hidden = self._head.forward(given.tokens, fused, given.layout.positions, attend)
-        return _seed(given, hidden[given.last]), given.layout.num_rows
+        return _seed(given, hidden), given.layout.num_rows
 
     def propose(self, seed: Seed, block_tables: Tensor, sampling: SamplingBatch) -> Drafts:
         """K - 1 passes of one row a sequence, each fed the head's own state. See ``Drafter.propose``."""
@@ -229,5 +229,5 @@ def _seed(given: DraftInput, hidden: Tensor) -> Seed:
     return Seed(
         tokens=given.tokens[given.last],
         positions=given.layout.positions[given.last] + 1,
-        hidden=hidden,
+        hidden=hidden[given.last],
     )

@@ -126,7 +126,9 @@ class Engine:
         if outside:
             return f"token id {outside[0]} is not in the vocabulary of {self._target.config.vocab_size}"
         if num_prompt >= limit:
-            return f"the prompt has {num_prompt} tokens and the model's context is {limit}: shorten the prompt"
+            return (
+                f"the prompt has {num_prompt} tokens and the model's context is {limit}: shorten the prompt"
+            )
         return self._scheduler.refusal(sequence)
 
     # --- one step ---------------------------------------------------------------------------------
@@ -164,9 +166,7 @@ class Engine:
         seed, sampling = self._seed, self._running_sampling()
         tables = self._block_tables(running)
         drafts = self._drafter.propose(seed, tables, sampling)
-        layout = Layout.uniform(
-            tables, seed.positions, drafts.tokens.shape[1] + 1, self._cache.page_size
-        )
+        layout = Layout.uniform(tables, seed.positions, drafts.tokens.shape[1] + 1, self._cache.page_size)
         rows = torch.cat([seed.tokens[:, None], drafts.tokens], 1)
         hidden, features = self._forward(rows.flatten(), layout)
         logits = self._target.logits(hidden).view(*rows.shape, -1)
@@ -251,7 +251,9 @@ class Engine:
 
     def _commit(self, drafts: Tensor, accepted: Tensor, tokens: Tensor) -> int:
         """Give every running sequence its tokens; returns how many rows the target confirmed in all."""
-        columns = zip(self._scheduler.running, drafts.tolist(), accepted.tolist(), tokens.tolist(), strict=True)
+        columns = zip(
+            self._scheduler.running, drafts.tolist(), accepted.tolist(), tokens.tolist(), strict=True
+        )
         num_kept, now = 0, self._now()
         for sequence, proposed, num_accepted, emitted in columns:
             kept = sequence.append(emitted[: num_accepted + 1])

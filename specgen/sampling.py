@@ -85,7 +85,7 @@ def draft_probs(logits: Tensor, batch: SamplingBatch) -> Tensor:
 
 def _keep_top(probs: Tensor, batch: SamplingBatch) -> Tensor:
     """Zero all but the ``top_k`` likeliest tokens, then all but the fewest whose share of the rest reaches ``top_p``."""
-    ordered, order = probs.sort(-1, descending=True, stable=True)
+    ordered, order = probs.sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(probs.shape[-1], device=probs.device)
     top_k = torch.where(batch.top_k > 0, batch.top_k, probs.shape[-1])[:, None, None]
     ordered = ordered.masked_fill(rank >= top_k, 0)

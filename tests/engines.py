@@ -57,7 +57,9 @@ def load_pair(path: Path, dtype: torch.dtype = torch.float32, tokenizer: Any = N
 def config_of(pair: Pair, **changes: Any) -> EngineConfig:
     """A CPU configuration with small pages, so that texts cross their borders."""
     settings = {"page_size": 4, "num_spec_tokens": 3, "max_batch_size": 8, "device": "cpu"} | changes
-    return resolve(EngineConfig(model=str(pair.path / "target"), drafter=str(pair.path / "drafter"), **settings))
+    return resolve(
+        EngineConfig(model=str(pair.path / "target"), drafter=str(pair.path / "drafter"), **settings)
+    )
 
 
 def generate(pair: Pair, requests: list[Request], **changes: Any) -> Outputs:
@@ -69,7 +71,12 @@ def generate(pair: Pair, requests: list[Request], **changes: Any) -> Outputs:
 
 
 def random_requests(
-    count: int, vocab_size: int, sampling: SamplingParams, *, lengths: tuple[int, int] = (1, 40), seed: int = 0
+    count: int,
+    vocab_size: int,
+    sampling: SamplingParams,
+    *,
+    lengths: tuple[int, int] = (1, 40),
+    seed: int = 0,
 ) -> list[Request]:
     """Requests with random prompts of random lengths."""
     generator = torch.Generator().manual_seed(seed)

@@ -1,0 +1,65 @@
+"""Every backend equals attention written down directly, over pages in any order."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from specgen.attention import Attend, Backend
+from specgen.attention.sdpa import SdpaBackend
+from specgen.kv_cache import KVCache
+from specgen.layout import Layout
+
+HEAD_DIM = 16
+SHAPES = {
+    "decode": ([1, 17, 64, 65], [1, 1, 1, 1]),
+    "verify": ([9, 9, 30, 31], [5, 5, 5, 5]),
+    "ragged": ([2, 40, 9, 16, 17], [2, 1, 5, 3, 5]),
+    "two and one": ([9, 6], [2, 1]),
+    "ones and four": ([5, 3, 8, 20], [1, 1, 1, 4]),
+    "prefill": ([33, 1, 16, 100], [33, 1, 16, 40]),
+}
+
+
+def expected(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Rows ``q`` ``[n, Hq, D]`` are the last n positions of ``k`` and ``v`` ``[length, Hkv, D]``."""
+    share = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(share, 1), v.repeat_interleave(share, 1)
+    scores = torch.einsum("qhd,khd->hqk", q, k) / q.shape[-1] ** 0.5
+    hidden = torch.ones(len(q), len(k), dtype=torch.bool).triu(len(k) - len(q) + 1)
+    weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+    return torch.einsum("hqk,khd->qhd", weights, v).flatten(1)
+
+
+@pytest.mark.parametrize("backend", [SdpaBackend()], ids=lambda backend: backend.name)
+@pytest.mark.parametrize("num_kv_heads", [1, 2, 4])
+@pytest.mark.parametrize("page_size", [4, 16])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_backend_equals_dense_attention(
+    backend: Backend, num_kv_heads: int, page_size: int, shape: str
+) -> None:
+    torch.manual_seed(0)
+    kv_lens, query_lens = SHAPES[shape]
+    width = -(-max(kv_lens) // page_size)
+    num_pages = width * len(kv_lens)
+    cache = KVCache(
+        num_layers=2,
+        num_pages=num_pages,
+        page_size=page_size,
+        num_kv_heads=num_kv_heads,
+        head_dim=HEAD_DIM,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+    )
+    tables = torch.randperm(num_pages).view(len(kv_lens), width)
+    ks, vs = ([torch.randn(n, num_kv_heads, HEAD_DIM) for n in kv_lens] for _ in "kv")
+    starts = [n - q for n, q in zip(kv_lens, query_lens, strict=True)]
+    for row, start in enumerate(starts):  # what came before
+        if start:
+            before = Layout.uniform(tables[row : row + 1], torch.tensor([0]), start, page_size)
+            cache.write(1, before.slots, ks[row][:start], vs[row][:start])
+    layout = Layout.ragged(tables, torch.tensor(starts), torch.tensor(query_lens), sum(query_lens), page_size)
+    q = torch.randn(sum(query_lens), 4, HEAD_DIM)
+    new_k, new_v = (torch.cat([x[start:] for x, start in zip(xs, starts, strict=True)]) for xs in (ks, vs))
+    out = Attend(backend, cache, layout)(1, q, new_k, new_v)
+    parts = [expected(*each) for each in zip(q.split(query_lens), ks, vs, strict=True)]
+    torch.testing.assert_close(out, torch.cat(parts), atol=1e-5, rtol=1e-5)

@@ -1,0 +1,144 @@
+"""The drafts themselves: equal text proves the verifier alone, so they are held against an independent reference."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from specgen.attention import Attend
+from specgen.config import SamplingParams
+from specgen.drafting import DraftInput, Eagle3Drafter, Outcome, PaddedBatch
+from specgen.models.eagle3 import Eagle3Head
+from tests.engines import Outputs, Pair, generate, random_requests
+from tests.reference_drafts import ReferenceDrafter
+
+K = 3
+REQUESTS = random_requests(3, 128, SamplingParams(max_tokens=5), lengths=(2, 12))
+
+
+def wrong_drafts(outputs: Outputs, reference: ReferenceDrafter) -> int:
+    """Steps whose drafts are not those of the reference."""
+    wrong = 0
+    for name, steps in outputs.verified.items():
+        completion = outputs.completions[name]
+        tokens = list(completion.request.prompt_token_ids + completion.token_ids[:1])
+        written = 1
+        for drafts, _, emitted in steps:
+            wrong += drafts != reference.drafts(tuple(tokens), len(drafts))
+            tokens += completion.token_ids[written : written + emitted]
+            written += emitted
+    return wrong
+
+
+@pytest.mark.parametrize("batch", ["padded", "non-padded"])
+@pytest.mark.parametrize("max_prefill_tokens", [2048, 5])
+def test_drafts_equal_the_reference(
+    random_pair: Pair, random_reference: ReferenceDrafter, batch: str, max_prefill_tokens: int
+) -> None:
+    outputs = generate(
+        random_pair, REQUESTS, num_spec_tokens=K, drafter_batch=batch, max_prefill_tokens=max_prefill_tokens
+    )
+    assert sum(map(len, outputs.verified.values())) >= 10
+    assert wrong_drafts(outputs, random_reference) == 0
+
+
+@pytest.mark.parametrize("batch", ["padded", "non-padded"])
+def test_drafts_equal_the_reference_where_some_are_accepted(
+    demo_pair: Pair, demo_reference: ReferenceDrafter, batch: str
+) -> None:
+    requests = random_requests(3, 4096, SamplingParams(max_tokens=40, ignore_eos=True), lengths=(4, 20))
+    outputs = generate(demo_pair, requests, num_spec_tokens=4, drafter_batch=batch)
+    accepted = {step[1] for steps in outputs.verified.values() for step in steps}
+    assert {0, 1, 2} <= accepted
+    assert wrong_drafts(outputs, demo_reference) == 0
+
+
+def plant(monkeypatch: pytest.MonkeyPatch, phase: str, bug: Callable[..., Tensor]) -> None:
+    """Let ``bug(forward, ids, hidden, positions)`` stand for the head's forward pass within one phase."""
+    method, forward = getattr(Eagle3Drafter, phase), Eagle3Head.forward
+
+    def broken_forward(
+        self: Eagle3Head, ids: Tensor, hidden: Tensor, positions: Tensor, attend: Attend
+    ) -> Tensor:
+        return bug(lambda *inputs: forward(self, *inputs, attend), ids, hidden, positions)
+
+    def broken_phase(self: Eagle3Drafter, *inputs: Any) -> Any:
+        with monkeypatch.context() as patch:
+            patch.setattr(Eagle3Head, "forward", broken_forward)
+            return method(self, *inputs)
+
+    monkeypatch.setattr(Eagle3Drafter, phase, broken_phase)
+
+
+BUGS: dict[str, tuple[str, Callable[..., Tensor]]] = {
+    "nothing": ("observe", lambda f, ids, hidden, positions: f(ids, hidden, positions)),
+    "wrong last row": ("observe", lambda f, ids, hidden, positions: f(ids, hidden, positions).roll(1, 0)),
+    "ids not shifted": ("observe", lambda f, ids, hidden, positions: f(ids.roll(1), hidden, positions)),
+    "first pass a position late": (
+        "observe",
+        lambda f, ids, hidden, positions: f(ids, hidden, positions + 1),
+    ),
+    "loop a position late": ("propose", lambda f, ids, hidden, positions: f(ids, hidden, positions + 1)),
+    "loop fed another state": (
+        "propose",
+        lambda f, ids, hidden, positions: f(ids, hidden.roll(1, 1), positions),
+    ),
+    "loop fed another token": (
+        "propose",
+        lambda f, ids, hidden, positions: f(ids.roll(1), hidden, positions),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BUGS)
+@pytest.mark.parametrize("batch", ["padded", "non-padded"])
+def test_planted_bugs_are_caught(
+    random_pair: Pair,
+    random_reference: ReferenceDrafter,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    batch: str,
+) -> None:
+    plant(monkeypatch, *BUGS[name])
+    wrong = wrong_drafts(generate(random_pair, REQUESTS, drafter_batch=batch), random_reference)
+    assert (wrong > 0) == (name != "nothing")
+
+
+def test_planted_feature_order_is_caught(
+    random_pair: Pair, random_reference: ReferenceDrafter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fuse = Eagle3Head.fuse
+    monkeypatch.setattr(
+        Eagle3Head, "fuse", lambda self, features: fuse(self, torch.cat(features.chunk(3, -1)[::-1], -1))
+    )
+    assert wrong_drafts(generate(random_pair, REQUESTS), random_reference) > 0
+
+
+@pytest.mark.parametrize("shift", [-1, 1])
+def test_planted_aux_layer_bug_is_caught(
+    random_pair: Pair, random_reference: ReferenceDrafter, shift: int
+) -> None:
+    head = random_pair.models.head
+    assert head is not None
+    layers = tuple(layer + shift for layer in head.config.aux_layers)
+    shifted = replace(head, config=replace(head.config, aux_layers=layers))
+    pair = replace(random_pair, models=replace(random_pair.models, head=shifted))
+    assert wrong_drafts(generate(pair, REQUESTS), random_reference) > 0
+
+
+def test_a_rejected_row_leaves_no_trace(random_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Padding rows write KV behind the sequence's end; poison there must not reach a draft."""
+    prepare = PaddedBatch.prepare
+    clean = generate(random_pair, REQUESTS)
+
+    def poisoned(self: PaddedBatch, outcome: Outcome) -> DraftInput:
+        given = prepare(self, outcome)
+        rejected = torch.ones(given.layout.num_rows, dtype=torch.bool)
+        rejected[outcome.layout.leading(outcome.keep)[0]] = False
+        return replace(given, features=given.features.masked_fill(rejected[:, None], 1e4))
+
+    monkeypatch.setattr(PaddedBatch, "prepare", poisoned)
+    assert generate(random_pair, REQUESTS).verified == clean.verified

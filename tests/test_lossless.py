@@ -1,0 +1,110 @@
+"""Speculation changes no text: greedy output is that of ``transformers``, whatever K, batch and memory are."""
+
+from dataclasses import replace
+
+import pytest
+
+from specgen.config import SamplingParams
+from specgen.sequence import Request
+from tests.engines import Pair, generate, random_requests
+from tests.reference_drafts import ReferenceDrafter
+
+GREEDY = SamplingParams(max_tokens=24)
+RANDOM = random_requests(32, 128, GREEDY, lengths=(1, 30))
+# Random prompts keep the bundled model from ending at once; some of the texts end with EOS nevertheless.
+DEMO = random_requests(12, 4096, SamplingParams(max_tokens=48), lengths=(3, 24), seed=5)
+
+
+@pytest.fixture(scope="module")
+def random_texts(random_reference: ReferenceDrafter) -> dict[str, tuple[int, ...]]:
+    return {r.id: random_reference.greedy(r.prompt_token_ids, r.sampling.max_tokens) for r in RANDOM}
+
+
+@pytest.fixture(scope="module")
+def demo_texts(demo_reference: ReferenceDrafter) -> dict[str, tuple[int, ...]]:
+    return {r.id: demo_reference.greedy(r.prompt_token_ids, r.sampling.max_tokens) for r in DEMO}
+
+
+@pytest.mark.parametrize("batch_size", [1, 5, 32])
+@pytest.mark.parametrize("batch", ["padded", "non-padded"])
+@pytest.mark.parametrize("k", range(9))
+def test_greedy_text_is_that_of_transformers(
+    random_pair: Pair, random_texts: dict[str, tuple[int, ...]], k: int, batch: str, batch_size: int
+) -> None:
+    requests = RANDOM[:6] if batch_size == 1 else RANDOM
+    outputs = generate(
+        random_pair, requests, num_spec_tokens=k, drafter_batch=batch, max_batch_size=batch_size
+    )
+    assert outputs.texts == {r.id: random_texts[r.id] for r in requests}
+
+
+@pytest.mark.parametrize("k", range(1, 9))
+def test_with_mixed_acceptance(demo_pair: Pair, demo_texts: dict[str, tuple[int, ...]], k: int) -> None:
+    padded = generate(demo_pair, DEMO, num_spec_tokens=k, drafter_batch="padded")
+    non_padded = generate(demo_pair, DEMO, num_spec_tokens=k, drafter_batch="non-padded")
+    assert padded.texts == demo_texts
+    assert padded.texts == non_padded.texts
+    assert padded.verified == non_padded.verified
+    accepted = [step[1] for steps in padded.verified.values() for step in steps]
+    assert {0, 1, min(k, 2)} <= set(accepted)
+
+
+@pytest.mark.parametrize("batch", ["padded", "non-padded"])
+def test_preemption_changes_no_text_and_no_step(
+    demo_pair: Pair, demo_texts: dict[str, tuple[int, ...]], batch: str
+) -> None:
+    page = 4 * (12 + 1) * 2 * 2 * 64 * 4  # positions, layers of target and head, k and v, heads, dim, bytes
+    roomy = generate(demo_pair, DEMO, num_spec_tokens=4, drafter_batch=batch)
+    tight = generate(demo_pair, DEMO, num_spec_tokens=4, drafter_batch=batch, kv_memory=60 * page)
+    assert roomy.num_preempted == 0
+    assert tight.num_preempted > 3
+    assert tight.texts == demo_texts
+    assert tight.verified == roomy.verified
+
+
+@pytest.mark.parametrize("max_prefill_tokens", [1, 7, 64])
+def test_chunks_of_prefill_change_no_text(
+    random_pair: Pair, random_texts: dict[str, tuple[int, ...]], max_prefill_tokens: int
+) -> None:
+    outputs = generate(random_pair, RANDOM[:8], max_prefill_tokens=max_prefill_tokens)
+    assert outputs.texts == {r.id: random_texts[r.id] for r in RANDOM[:8]}
+
+
+def test_eos_ends_a_text_inside_accepted_drafts(
+    demo_pair: Pair, demo_reference: ReferenceDrafter, demo_texts: dict[str, tuple[int, ...]]
+) -> None:
+    """Every token of a text in turn is made the EOS, so it falls on every place of a step."""
+    request = DEMO[0]
+    text = demo_texts[request.id]
+    inside = 0
+    for token in dict.fromkeys(text):
+        config = replace(demo_pair.models.target.config, eos_token_ids=(token,))
+        target = replace(demo_pair.models.target, config=config)
+        pair = replace(demo_pair, models=replace(demo_pair.models, target=target))
+        outputs = generate(pair, [request], num_spec_tokens=4)
+        assert outputs.texts[request.id] == text[: text.index(token) + 1]
+        assert outputs.completions[request.id].finish_reason == "stop"
+        inside += sum(emitted <= accepted for _, accepted, emitted in outputs.verified[request.id])
+    assert inside > 0
+
+
+@pytest.mark.parametrize("k", [0, 1, 4])
+@pytest.mark.parametrize("max_tokens", [1, 2, 3, 6])
+def test_length_is_exact(random_pair: Pair, k: int, max_tokens: int) -> None:
+    sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+    outputs = generate(random_pair, random_requests(5, 128, sampling), num_spec_tokens=k)
+    assert {len(text) for text in outputs.texts.values()} == {max_tokens}
+    assert {c.finish_reason for c in outputs.completions.values()} == {"length"}
+
+
+def test_a_text_may_fill_the_context_and_no_more(random_pair: Pair) -> None:
+    limit = random_pair.models.target.config.max_positions
+    sampling = SamplingParams(max_tokens=1000, ignore_eos=True)
+    requests = [
+        Request(id=str(length), prompt_token_ids=(5,) * length, sampling=sampling)
+        for length in (limit - 9, limit - 1, limit, limit + 1)
+    ]
+    completions = generate(random_pair, requests, num_spec_tokens=8).completions
+    assert [len(completions[r.id].token_ids) for r in requests] == [9, 1, 0, 0]
+    assert completions[requests[0].id].finish_reason == "length"
+    assert f"{limit + 1} tokens" in (completions[requests[3].id].error or "")

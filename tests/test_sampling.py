@@ -1,0 +1,171 @@
+"""Sampling is exact with speculation, and one seed is one text whatever runs beside it."""
+
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from scipy.stats import chisquare
+from torch import Tensor
+
+from specgen import engine as engine_module
+from specgen.config import SamplingParams
+from specgen.sampling import SamplingBatch, draw, request_seed, target_probs, uniform
+from specgen.sequence import Request
+from specgen.verify import accept_sampled
+from tests.engines import Pair, generate, load_pair, random_requests
+from tests.tiny_checkpoints import write_head, write_target
+
+VOCAB, LENGTH, SAMPLES = 10, 4, 6000
+PROMPT = (3, 7, 4)
+FILTERS = {
+    "plain": SamplingParams(temperature=0.9),
+    "top-p": SamplingParams(temperature=1.0, top_p=0.8),
+    "top-k": SamplingParams(temperature=1.1, top_k=4),
+    "min-p": SamplingParams(temperature=1.0, min_p=0.15),
+    "all": SamplingParams(temperature=1.2, top_p=0.9, top_k=6, min_p=0.05),
+}
+
+
+@pytest.fixture(scope="module")
+def small_pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    """A random pair on ten tokens, so that every text of four can be counted."""
+    path = tmp_path_factory.mktemp("small_pair")
+    target = write_target(path / "target", vocab_size=VOCAB, std=0.1)
+    write_head(path / "drafter", target, draft_vocab_size=7, std=0.1)
+    return load_pair(path)
+
+
+def expected_marginals(path: Path, sampling: SamplingParams) -> Tensor:
+    """The distribution of the token at each place, ``[LENGTH, VOCAB]``, over all texts of plain sampling."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(path / "target", dtype=torch.float32)
+    texts, weights, marginals = torch.tensor([PROMPT]), torch.ones(1), []
+    for _ in range(LENGTH):
+        with torch.inference_mode():
+            logits = model(texts).logits[:, -1].double()
+        joint = weights[:, None] * torch.stack([filtered(row, sampling) for row in logits])
+        marginals.append(joint.sum(0))
+        texts = torch.cat(
+            [texts.repeat_interleave(VOCAB, 0), torch.arange(VOCAB).repeat(len(texts))[:, None]], 1
+        )
+        weights = joint.flatten()
+    return torch.stack(marginals)
+
+
+def filtered(logits: Tensor, sampling: SamplingParams) -> Tensor:
+    """The filters one token at a time, in plain words."""
+    probs = (logits / sampling.temperature).softmax(-1)
+    probs = torch.where(probs < sampling.min_p * probs.max(), 0, probs)
+    kept, share, total = torch.zeros_like(probs), 0.0, 0.0
+    order = probs.argsort(descending=True)[: sampling.top_k or None]
+    total = float(probs[order].sum())
+    for index in order:
+        if share >= sampling.top_p * total:
+            break
+        kept[index] = probs[index]
+        share += float(probs[index])
+    return kept / kept.sum()
+
+
+def p_values(pair: Pair, sampling: SamplingParams, draft_sampling: str) -> tuple[list[float], set[int]]:
+    """Chi-square p-value of each place of the text, and the numbers of accepted drafts that occurred."""
+    sampling = replace(sampling, max_tokens=LENGTH, ignore_eos=True)
+    requests = [Request(id=f"s{i}", prompt_token_ids=PROMPT, sampling=sampling) for i in range(SAMPLES)]
+    outputs = generate(pair, requests, max_batch_size=500, draft_sampling=draft_sampling)
+    expected = expected_marginals(pair.path, sampling)
+    result = []
+    for place in range(LENGTH):
+        counts = Counter(text[place] for text in outputs.texts.values())
+        possible = expected[place] > 0
+        assert set(counts) <= set(possible.nonzero().flatten().tolist())
+        observed = torch.tensor([float(counts[token]) for token in range(VOCAB)])[possible]
+        result.append(float(chisquare(observed, (expected[place] * SAMPLES)[possible]).pvalue))
+    return result, {step[1] for steps in outputs.verified.values() for step in steps}
+
+
+@pytest.mark.parametrize("draft_sampling", ["greedy", "probabilistic"])
+@pytest.mark.parametrize("name", FILTERS)
+def test_every_place_has_the_distribution_of_plain_sampling(
+    small_pair: Pair, name: str, draft_sampling: str
+) -> None:
+    values, accepted = p_values(small_pair, FILTERS[name], draft_sampling)
+    assert min(values) > 1e-4, values
+    assert accepted == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize("draft_sampling", ["greedy", "probabilistic"])
+def test_a_residual_that_forgets_the_drafter_is_caught(
+    small_pair: Pair, monkeypatch: pytest.MonkeyPatch, draft_sampling: str
+) -> None:
+    def planted(
+        drafts: Tensor, q: Tensor | None, probs: Tensor, u_accept: Tensor, u_emit: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        accepted, tokens = accept_sampled(drafts, q, probs, u_accept, u_emit)
+        bonus = draw(probs, u_emit).gather(1, accepted[:, None])
+        return accepted, tokens.scatter(1, accepted[:, None], bonus)
+
+    monkeypatch.setattr(engine_module, "accept_sampled", planted)
+    values, _ = p_values(small_pair, FILTERS["plain"], draft_sampling)
+    assert min(values) < 1e-6
+
+
+@pytest.mark.parametrize("draft_sampling", ["greedy", "probabilistic"])
+def test_one_seed_is_one_text_in_any_company(random_pair: Pair, draft_sampling: str) -> None:
+    sampling = SamplingParams(max_tokens=16, temperature=0.8, top_p=0.95, seed=7)
+    requests = random_requests(9, 128, sampling)
+    mixed = [
+        replace(r, sampling=replace(sampling, temperature=0.0)) if i % 3 == 0 else r
+        for i, r in enumerate(requests)
+    ]
+    alone = generate(random_pair, mixed, max_batch_size=1, draft_sampling=draft_sampling).texts
+    together = generate(random_pair, mixed[::-1], max_batch_size=8, draft_sampling=draft_sampling).texts
+    gathered = generate(random_pair, mixed, draft_sampling=draft_sampling, drafter_batch="non-padded").texts
+    assert alone == together == gathered
+    other = [replace(r, sampling=replace(r.sampling, seed=8)) for r in requests]
+    assert generate(random_pair, other).texts != generate(random_pair, requests).texts
+
+
+def test_temperature_zero_in_a_sampled_batch_is_greedy(random_pair: Pair) -> None:
+    greedy = random_requests(4, 128, SamplingParams(max_tokens=12))
+    hot = [
+        replace(r, id=f"hot{r.id}", sampling=SamplingParams(max_tokens=12, temperature=1.0)) for r in greedy
+    ]
+    together = generate(random_pair, [*greedy, *hot]).texts
+    alone = generate(random_pair, greedy).texts
+    assert {name: together[name] for name in alone} == alone
+
+
+def test_uniform_numbers_are_uniform_and_differ_by_purpose() -> None:
+    seeds = torch.tensor([request_seed(0, str(i)) for i in range(2000)])
+    positions = torch.arange(10).repeat(2000, 1)
+    drawn = {purpose: uniform(seeds, positions, purpose) for purpose in (1, 2, 3)}
+    for numbers in drawn.values():
+        assert 0 <= numbers.min() < numbers.max() < 1
+        counts = torch.histc(numbers, 50, 0, 1)
+        assert chisquare(counts.double().numpy()).pvalue > 1e-4
+    stacked = torch.stack([numbers.flatten() for numbers in drawn.values()])
+    assert (torch.corrcoef(stacked) - torch.eye(3)).abs().max() < 0.03
+
+
+def test_draw_never_gives_a_token_without_weight() -> None:
+    weights = torch.tensor([0.0, 0.3, 0.0, 0.7, 0.0]).expand(4, 5)
+    almost_one = 1 - 2**-24
+    assert draw(weights, torch.tensor([0.0, 0.29, 0.31, almost_one])).tolist() == [1, 1, 3, 3]
+
+
+def test_probabilities_of_the_filters() -> None:
+    logits = torch.tensor([0.5, 0.25, 0.15, 0.1]).log()[None, None]
+
+    def probs(**settings: float) -> list[float]:
+        params = SamplingParams(**({"temperature": 1.0} | settings))
+        batch = SamplingBatch.of([params], [0], torch.device("cpu"))
+        return [round(p, 4) for p in target_probs(logits, batch).flatten().tolist()]
+
+    assert probs() == [0.5, 0.25, 0.15, 0.1]
+    assert probs(temperature=0) == [1, 0, 0, 0]
+    assert probs(top_k=2) == [0.6667, 0.3333, 0, 0]
+    assert probs(top_p=0.7) == [0.6667, 0.3333, 0, 0]
+    assert probs(top_p=0.76) == [0.5556, 0.2778, 0.1667, 0]
+    assert probs(min_p=0.25) == [0.5556, 0.2778, 0.1667, 0]

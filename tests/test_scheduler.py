@@ -1,0 +1,131 @@
+"""Who runs: places, pages, budget, preemption."""
+
+from specgen.config import SamplingParams
+from specgen.kv_cache import PageAllocator
+from specgen.scheduler import Scheduler
+from specgen.sequence import Request, Sequence
+
+
+def sequence(name: str, num_prompt: int, max_tokens: int = 8) -> Sequence:
+    request = Request(
+        id=name, prompt_token_ids=(1,) * num_prompt, sampling=SamplingParams(max_tokens=max_tokens)
+    )
+    return Sequence(
+        request=request,
+        tokens=[1] * num_prompt,
+        max_length=num_prompt + max_tokens,
+        seed=0,
+        eos_token_ids=frozenset(),
+    )
+
+
+def scheduler(num_pages: int = 100, max_batch_size: int = 4, max_prefill_tokens: int = 10) -> Scheduler:
+    return Scheduler(
+        allocator=PageAllocator(num_pages, 4),
+        max_batch_size=max_batch_size,
+        max_prefill_tokens=max_prefill_tokens,
+        num_spec_tokens=3,
+    )
+
+
+def prefill(sched: Scheduler) -> list[tuple[str, int, int]]:
+    """One prefill pass as the engine does it."""
+    chunks = sched.next_chunks()
+    for chunk in chunks:
+        chunk.sequence.num_computed += chunk.num_rows
+        if chunk.last:
+            sched.start(chunk.sequence)
+    return [(chunk.sequence.request.id, chunk.start, chunk.num_rows) for chunk in chunks]
+
+
+def test_prompts_are_cut_to_the_budget() -> None:
+    sched = scheduler()
+    for name, length in (("a", 4), ("b", 13), ("c", 2)):
+        sched.submit(sequence(name, length))
+    assert prefill(sched) == [("a", 0, 4), ("b", 0, 6)]
+    assert prefill(sched) == [("b", 6, 7), ("c", 0, 2)]
+    assert [s.request.id for s in sched.running] == ["a", "b", "c"]
+    assert prefill(sched) == []
+
+
+def test_no_more_run_than_have_a_place() -> None:
+    sched = scheduler(max_batch_size=2)
+    for name in "abc":
+        sched.submit(sequence(name, 1))
+    assert len(prefill(sched)) == 2
+    sched.retire(sched.running[0])
+    assert prefill(sched) == [("c", 0, 1)]
+
+
+def test_admission_waits_for_pages_and_keeps_the_order() -> None:
+    sched = scheduler(num_pages=5)
+    for name, length in (("a", 8), ("b", 9), ("c", 1)):
+        sched.submit(sequence(name, length))
+    assert prefill(sched) == [("a", 0, 8)]  # b does not fit; c would, and does not overtake
+    sched.retire(sched.running[0])
+    assert [name for name, *_ in prefill(sched)] == ["b"]
+
+
+def test_the_youngest_gives_way_and_comes_back_first() -> None:
+    sched = scheduler(num_pages=6, max_prefill_tokens=12)
+    for name in "abc":
+        sched.submit(sequence(name, 4))
+    prefill(sched)
+    oldest, _, youngest = sched.running
+    sched.submit(sequence("d", 4))
+    oldest.tokens.append(1)  # its next step needs a third page, and all six are taken
+    assert sched.reserve() == [youngest]
+    assert youngest.pages == []
+    assert [s.request.id for s in sched.waiting] == ["c", "d"]
+    assert prefill(sched) == []
+    sched.retire(oldest)
+    assert prefill(sched) == [("c", 0, 4), ("d", 0, 4)]
+
+
+def test_a_preempted_sequence_is_computed_up_to_its_newest_token() -> None:
+    seq = sequence("a", 5)
+    assert seq.num_prefill_tokens == 5
+    seq.append([7, 8])
+    assert seq.num_prefill_tokens == 6
+
+
+def test_all_pages_come_back() -> None:
+    allocator = PageAllocator(10, 4)
+    first: list[int] = []
+    second: list[int] = []
+    assert allocator.grow(first, 17)
+    assert allocator.grow(second, 20)
+    assert not allocator.grow(first, 21)
+    assert sorted(first + second) == list(range(10))
+    allocator.release(first)
+    allocator.release(second)
+    assert allocator.num_free == 10
+
+
+def test_what_never_fits_is_refused_with_the_numbers() -> None:
+    sched = scheduler(num_pages=3)
+    assert sched.refusal(sequence("a", 4, max_tokens=4)) is None
+    assert "needs" not in (reason := sched.refusal(sequence("a", 5, max_tokens=4)) or "")
+    assert "13 positions" in reason
+    assert "12" in reason
+    assert "--kv-memory" in reason
+
+
+def test_a_text_ends_at_eos_at_a_stop_string_or_at_its_length() -> None:
+    class StopAtNine:
+        def feed(self, token_ids: list[int]) -> int | None:
+            return token_ids.index(9) + 1 if 9 in token_ids else None
+
+    def ended(tokens: list[int]) -> tuple[int, str | None]:
+        seq = sequence("a", 2, max_tokens=3)
+        seq.eos_token_ids = frozenset([5])
+        seq.stop = StopAtNine()
+        return seq.append(tokens), seq.finish_reason
+
+    assert ended([7, 7]) == (2, None)
+    assert ended([7, 5, 7]) == (2, "stop")
+    assert ended([9, 5, 7]) == (1, "stop")
+    assert ended([5, 9, 7]) == (1, "stop")
+    assert ended([7, 7, 7, 7]) == (3, "length")
+    assert ended([7, 7, 5, 7]) == (3, "stop")
+    assert ended([7, 7, 7, 5]) == (3, "length")
