@@ -75,7 +75,9 @@ def _row_id(row: Mapping[str, Any], row_format: Format) -> str:
     value = row.get(key)
     if value is None:
         require(not row_format.id_required, f"no {key}")
-        content = json.dumps(row, sort_keys=True, default=str)
-        return hashlib.sha256(content.encode()).hexdigest()[:16]
+        # A field without a value is the same as no field: tables of `datasets` fill the gaps.
+        content = {name: field for name, field in row.items() if field is not None}
+        digest = hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode())
+        return digest.hexdigest()[:16]
     require(type(value) in (str, int), f"{key} is {value!r}: use a string or a whole number")
     return checked_text(str(value), key)

@@ -80,7 +80,7 @@ def _read_file(path: Path) -> Iterator[Row]:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
             is_lines = path.name.removesuffix(".gz").endswith(".jsonl") or _first_character(file) != b"["
             yield from _read_lines(file) if is_lines else _read_array(file.read())
-    except (OSError, EOFError, UnicodeError, zlib.error) as error:
+    except (OSError, EOFError, ValueError, zlib.error) as error:
         raise ValueError(f"{path} cannot be read ({_first_line(error)}): check that it is whole") from error
 
 

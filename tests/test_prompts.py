@@ -1,0 +1,420 @@
+"""Every data set format, every row that cannot be run, and the token ids of every turn."""
+
+import gzip
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import datasets
+import pytest
+
+from specgen.bundled import data_directory
+from specgen.prompts import DATASETS, Message, Prompt, load_prompts, prompt_ids
+from specgen.tokenizer import load_tokenizer
+from tests.tiny_tokenizers import write_byte_level
+
+PUBLIC = Path(os.environ.get("SPECGEN_DATASETS", Path(__file__).parents[2] / "shared" / "datasets"))
+public = pytest.mark.skipif(not PUBLIC.is_dir(), reason=f"no public data sets at {PUBLIC}")
+
+CATEGORIES = ("writing", "roleplay", "reasoning", "coding", "extraction", "stem", "humanities")
+OWN = {"id": "a", "prompt": "Once upon a time"}
+ROWS = {  # data set: one row as its public file has it
+    "mt-bench": {
+        "question_id": 81,
+        "category": "writing",
+        "turns": ["Write.", "Shorter."],
+        "reference": ["x"],
+    },
+    "sharegpt": {
+        "id": "s1",
+        "conversations": [{"from": "human", "value": "Hello?"}, {"from": "gpt", "value": "Hi."}],
+    },
+    "gsm8k": {"question": "How many?", "answer": "Two. #### 2"},
+    "spec-bench": {"question_id": 161, "category": "translation", "turns": ["Translate."]},
+    "humaneval": {"task_id": "HumanEval/0", "prompt": "def f():\n", "entry_point": "f", "test": "..."},
+}
+
+
+def user(content: str) -> tuple[Message, ...]:
+    return (Message(role="user", content=content),)
+
+
+EXPECTED = {
+    "mt-bench": Prompt(id="81", messages=user("Write."), follow_ups=("Shorter.",), category="writing"),
+    "sharegpt": Prompt(id="s1", messages=user("Hello?")),
+    "gsm8k": Prompt(id="91cb48a56ac898b4", messages=user("How many?")),
+    "spec-bench": Prompt(id="161", messages=user("Translate."), category="translation"),
+    "humaneval": Prompt(id="HumanEval/0", messages=user("def f():\n")),
+}
+
+
+def write_lines(path: Path, *rows: object) -> Path:
+    """Strings are lines as they are; everything else is dumped."""
+    lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
+    path.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+    return path
+
+
+def load(dataset: str | Path, data_path: Path | None = None, num_prompts: int | None = None):
+    return load_prompts(str(dataset), data_path=data_path, num_prompts=num_prompts)
+
+
+# --- formats and files ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", DATASETS)
+def test_a_row_of_each_data_set(tmp_path, name):
+    path = write_lines(tmp_path / "rows.jsonl", ROWS[name])
+    assert load(name, path) == ([EXPECTED[name]], [])
+
+
+@pytest.mark.parametrize("name", DATASETS)
+@pytest.mark.parametrize("kind", ["rows.json", "rows.jsonl.gz", "rows.json.gz", "rows.parquet"])
+def test_each_data_set_in_each_kind_of_file(tmp_path, name, kind):
+    path = tmp_path / kind
+    if kind.endswith(".parquet"):
+        datasets.Dataset.from_list([ROWS[name]]).to_parquet(path)
+    else:
+        text = json.dumps(ROWS[name]) + "\n" if ".jsonl" in kind else json.dumps([ROWS[name]], indent=1)
+        path.write_bytes(gzip.compress(text.encode()) if kind.endswith(".gz") else text.encode())
+    assert load(name, path) == ([EXPECTED[name]], [])
+    assert load(name, tmp_path) == ([EXPECTED[name]], [])
+
+
+def test_own_rows(tmp_path):
+    chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
+    path = write_lines(
+        tmp_path / "own.jsonl",
+        OWN,
+        {"id": 7, "messages": chat, "category": "chat"},
+        "",
+        {"id": "ids", "prompt_token_ids": [1, 0, 5], "prompt": None, "extra": {}},
+    )
+    prompts, rejected = load(path)
+    assert rejected == []
+    assert prompts == [
+        Prompt(id="a", text="Once upon a time"),
+        Prompt(id="7", messages=(Message(role="system", content="Be brief."), *user("Hi")), category="chat"),
+        Prompt(id="ids", token_ids=(1, 0, 5)),
+    ]
+
+
+def test_a_json_file_may_hold_lines_and_a_byte_order_mark(tmp_path):
+    path = tmp_path / "own.json"
+    path.write_text("\ufeff\n" + json.dumps(OWN) + "\n", encoding="utf-8")
+    assert [prompt.id for prompt in load(path)[0]] == ["a"]
+    path.write_text("\ufeff\n " + json.dumps([OWN]), encoding="utf-8")
+    assert [prompt.id for prompt in load(path)[0]] == ["a"]
+
+
+def test_num_prompts_counts_prompts_that_can_run_and_reads_no_further(tmp_path):
+    path = write_lines(tmp_path / "own.jsonl", "{", OWN, {**OWN, "id": "b"}, "never read", {**OWN, "id": "c"})
+    prompts, rejected = load(path, num_prompts=2)
+    assert [prompt.id for prompt in prompts] == ["a", "b"]
+    assert [row.id for row in rejected] == ["line 1"]
+
+
+def test_a_directory_is_read_by_the_names_of_its_files(tmp_path):
+    write_lines(tmp_path / "b.jsonl", {**OWN, "id": "2"}, OWN)
+    write_lines(tmp_path / "a.jsonl", {**OWN, "id": "1"}, OWN)
+    (tmp_path / "README.md").write_text("not data")
+    prompts, rejected = load(tmp_path)
+    assert [prompt.id for prompt in prompts] == ["1", "a", "2"]
+    assert rejected[0].id == "a"
+    assert rejected[0].reason.startswith("b.jsonl line 2: an earlier row has the same id")
+
+
+def test_the_test_split_is_chosen_where_a_directory_has_several(tmp_path):
+    (tmp_path / "main").mkdir()
+    (tmp_path / "socratic").mkdir()
+    for name in ("main/train-00000.jsonl", "main/test-00000.jsonl", "socratic/test-00000.jsonl"):
+        write_lines(tmp_path / name, {"question": name, "answer": ""})
+    assert [prompt.messages for prompt in load("gsm8k", tmp_path)[0]] == [user("main/test-00000.jsonl")]
+
+
+def test_rows_without_an_id_get_the_same_one_in_every_file(tmp_path):
+    other = {"question": "Other?", "answer": ""}
+    first, _ = load("gsm8k", write_lines(tmp_path / "1.jsonl", ROWS["gsm8k"], other))
+    second, rejected = load("gsm8k", write_lines(tmp_path / "2.jsonl", other, ROWS["gsm8k"], other))
+    assert {prompt.id for prompt in first} == {prompt.id for prompt in second}
+    assert len(first) == 2
+    assert [row.reason for row in rejected] == [
+        "line 3: an earlier row has the same id, or the same content and no id"
+    ]
+
+
+# --- rows that cannot be run ------------------------------------------------------------------------------
+
+BAD = [  # row, id, reason
+    ("{", "line 2", "not valid JSON"),
+    ('{"id": "x", "prompt": "a\nb"}', "line 2", "not valid JSON"),
+    ("[" * 100_000, "line 2", "not valid JSON"),
+    ([1], "line 2", "not a JSON object"),
+    ({"prompt": "x"}, "line 2", "no id"),
+    ({"id": "", "prompt": "x"}, "line 2", "id is empty"),
+    ({"id": 1.5, "prompt": "x"}, "line 2", "id is 1.5: use a string or a whole number"),
+    ({"id": True, "prompt": "x"}, "line 2", "id is True"),
+    (OWN, "a", "an earlier row has the same id"),
+    ({"id": "x"}, "x", "no prompt: a row takes one of prompt, messages, prompt_token_ids"),
+    ({"id": "x", "prompt": "x", "messages": []}, "x", "prompt and messages: a row takes one of"),
+    ({"id": "x", "prompt": 3}, "x", "prompt is not a string"),
+    ({"id": "x", "prompt": " \n"}, "x", "prompt is empty"),
+    ('{"id": "x", "prompt": "\\ud83d"}', "x", "prompt holds half of a surrogate pair"),
+    ({"id": "x", "prompt": "x", "category": 3}, "x", "category is not a string"),
+    ({"id": "x", "messages": "hi"}, "x", "messages is not a list"),
+    ({"id": "x", "messages": []}, "x", "messages is not a list with at least one element"),
+    ({"id": "x", "messages": ["hi"]}, "x", "a message is not an object"),
+    ({"id": "x", "messages": [{"role": "wizard", "content": "x"}]}, "x", "unknown role 'wizard'"),
+    ({"id": "x", "messages": [{"role": ["user"], "content": "x"}]}, "x", "unknown role ['user']"),
+    (
+        {"id": "x", "messages": [{"role": "user", "content": ""}]},
+        "x",
+        "the content of a user message is empty",
+    ),
+    ({"id": "x", "messages": [{"role": "user"}]}, "x", "the content of a user message is not a string"),
+    (
+        {"id": "x", "messages": [{"role": "assistant", "content": "x"}]},
+        "x",
+        "the last message is from assistant",
+    ),
+    ({"id": "x", "prompt_token_ids": []}, "x", "prompt_token_ids is not a list with at least one"),
+    ({"id": "x", "prompt_token_ids": [1, True]}, "x", "prompt_token_ids are not all integers from 0"),
+    ({"id": "x", "prompt_token_ids": [1, -1]}, "x", "prompt_token_ids are not all integers from 0"),
+    ({"id": "x", "prompt_token_ids": [1.0]}, "x", "prompt_token_ids are not all integers from 0"),
+]
+
+
+@pytest.mark.parametrize(("row", "row_id", "reason"), BAD)
+def test_a_bad_row_is_named_and_does_not_stop_the_rest(tmp_path, row, row_id, reason):
+    path = write_lines(tmp_path / "own.jsonl", OWN, *(row.split("\n") if isinstance(row, str) else [row]))
+    with path.open("a") as file:
+        file.write(json.dumps({**OWN, "id": "last"}) + "\n")
+    prompts, rejected = load(path)
+    assert [prompt.id for prompt in prompts] == ["a", "last"]
+    assert rejected[0].id == row_id
+    assert rejected[0].reason.startswith(f"line 2: {reason}")
+    assert "\n" not in rejected[0].reason
+
+
+@pytest.mark.parametrize(
+    ("name", "row", "reason"),
+    [
+        ("mt-bench", {"question_id": 1}, "turns is not a list"),
+        ("mt-bench", {"question_id": 1, "turns": []}, "turns is not a list with at least one element"),
+        ("mt-bench", {"question_id": 1, "turns": ["x", ""]}, "turn 2 is empty"),
+        ("sharegpt", {"id": 1, "conversations": []}, "conversations is not a list with at least one"),
+        ("sharegpt", {"id": 1, "conversations": ["x"]}, "conversations: the first message is not an object"),
+        (
+            "sharegpt",
+            {"id": 1, "conversations": [{"from": "gpt", "value": "x"}, {"from": "human", "value": "x"}]},
+            "the first message is from 'gpt', not from a human",
+        ),
+        (
+            "sharegpt",
+            {"id": 1, "conversations": [{"from": "human", "value": ""}]},
+            "the first message is empty",
+        ),
+        ("gsm8k", {"id": 1, "answer": "x"}, "question is not a string"),
+        ("humaneval", {"task_id": "1", "prompt": None}, "prompt is not a string"),
+    ],
+)
+def test_a_bad_row_of_a_known_data_set(tmp_path, name, row, reason):
+    prompts, rejected = load(name, write_lines(tmp_path / "rows.jsonl", row, ROWS[name]))
+    assert prompts == [EXPECTED[name]]
+    assert [bad.id for bad in rejected] == ["1"]
+    assert rejected[0].reason.startswith(f"line 1: {reason}")
+
+
+def test_bytes_that_are_not_utf8_spoil_their_line_only(tmp_path):
+    path = tmp_path / "own.jsonl"
+    path.write_bytes(b'{"id": "x", "prompt": "\xff"}\n' + json.dumps(OWN).encode())
+    prompts, rejected = load(path)
+    assert [prompt.id for prompt in prompts] == ["a"]
+    assert rejected[0].reason.startswith("line 1: not valid JSON ('utf-8' codec")
+
+
+def test_a_broken_array_keeps_the_rows_before_the_break(tmp_path):
+    path = tmp_path / "rows.json"
+    path.write_text(json.dumps([OWN, {**OWN, "id": "b"}])[:-20])
+    prompts, rejected = load(path)
+    assert [prompt.id for prompt in prompts] == ["a"]
+    assert rejected[0].id == "row 2"
+    assert "no row after it is read" in rejected[0].reason
+
+
+# --- errors of the whole ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_prompts", [0, -1])
+def test_num_prompts_below_one(num_prompts):
+    with pytest.raises(ValueError, match=f"num-prompts is {num_prompts}: use at least 1"):
+        load("bundled", num_prompts=num_prompts)
+
+
+def test_an_unknown_name_lists_the_known_ones():
+    with pytest.raises(
+        ValueError, match=r"'gsm9k', neither a known name nor a file: use bundled, mt-bench, shareg"
+    ):
+        load("gsm9k")
+
+
+@pytest.mark.parametrize(("dataset", "name"), [("mt-bench", "gone.jsonl"), ("gsm8k", "gone/")])
+def test_a_missing_data_path(tmp_path, dataset, name):
+    with pytest.raises(ValueError, match=r"gone does not exist|gone.jsonl does not exist"):
+        load(dataset, tmp_path / name)
+
+
+@pytest.mark.parametrize("dataset", ["bundled", "own.jsonl"])
+def test_a_data_path_needs_the_name_of_its_format(tmp_path, dataset):
+    with pytest.raises(ValueError, match="name the format of that path, one of mt-bench, sharegpt"):
+        load(dataset, tmp_path)
+
+
+def test_a_directory_or_file_without_rows(tmp_path):
+    with pytest.raises(ValueError, match=r"has no data file in it: use \.jsonl"):
+        load("gsm8k", tmp_path)
+    (tmp_path / "rows.jsonl").write_text("\n")
+    with pytest.raises(ValueError, match=r"has no rows: name a file with at least one"):
+        load("gsm8k", tmp_path)
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl.gz", "rows.parquet"])
+def test_a_file_that_is_not_whole(tmp_path, name):
+    path = tmp_path / name
+    path.write_bytes(gzip.compress(json.dumps(OWN).encode())[:-9] if name.endswith(".gz") else b"PAR1")
+    with pytest.raises(ValueError, match=r"cannot be read .*: check that it is whole") as caught:
+        load("gsm8k", path)
+    assert "\n" not in str(caught.value)
+
+
+# --- the hub ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("mt-bench", ("philschmid/mt-bench", None, None, "train")),
+        ("gsm8k", ("openai/gsm8k", "main", None, "test")),
+        ("humaneval", ("openai/openai_humaneval", None, None, "test")),
+    ],
+)
+def test_a_name_asks_the_hub_for_its_public_id(monkeypatch, name, expected):
+    asked = []
+
+    def load_dataset(path, config, *, data_files, split):
+        asked.append((path, config, data_files, split))
+        return datasets.Dataset.from_list([ROWS[name], ROWS[name]])
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    prompts, rejected = load(name)
+    assert asked == [expected]
+    assert prompts == [EXPECTED[name]]
+    assert [row.reason.split(":")[0] for row in rejected] == ["row 2"]
+
+
+@pytest.mark.parametrize("name", DATASETS)
+def test_without_the_network_the_error_is_one_line_with_the_remedy(monkeypatch, name):
+    def load_dataset(path, *_, **__):
+        raise ConnectionError(f"Couldn't reach {path!r} on the Hub\n(a traceback)")
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    with pytest.raises(ValueError, match=r"could not be loaded .*with --data-path") as caught:
+        load(name)
+    assert "\n" not in str(caught.value)
+    assert (DATASETS[name].hub.data_files or DATASETS[name].hub.path) in str(caught.value)
+
+
+# --- bundled ----------------------------------------------------------------------------------------------
+
+
+def test_the_bundled_prompts_are_found_from_any_directory(tmp_path):
+    code = (
+        "from specgen.prompts import load_prompts\n"
+        "prompts, rejected = load_prompts('bundled', data_path=None, num_prompts=None)\n"
+        "assert len(prompts) >= 24 and not rejected\n"
+        "assert all(len(prompt.follow_ups) == 1 and prompt.category for prompt in prompts)\n"
+        "import sys; assert 'datasets' not in sys.modules and 'torch' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path)
+
+
+def test_the_bundled_prompts_cover_every_category():
+    counts = Counter(prompt.category for prompt in load("bundled")[0])
+    assert set(counts) == {*CATEGORIES, "math"}
+    assert 0.25 <= counts["math"] / counts.total() <= 0.4
+
+
+def test_the_bundled_sharegpt_file_loads_by_its_format():
+    prompts, rejected = load("sharegpt", data_directory() / "prompts" / "sharegpt.json")
+    assert len(prompts) >= 24
+    assert rejected == []
+
+
+# --- public files -----------------------------------------------------------------------------------------
+
+
+@public
+@pytest.mark.parametrize(
+    ("name", "path", "count", "rejected"),
+    [
+        ("mt-bench", "mt_bench", 80, 0),
+        ("gsm8k", "gsm8k", 1319, 0),
+        ("spec-bench", "spec_bench", 480, 0),
+        ("humaneval", "humaneval", 164, 0),
+        ("sharegpt", "sharegpt/ShareGPT_V3_filtered_500.json", 500, 0),
+        ("sharegpt", "sharegpt/dummy_conversation.json", 500, 0),
+        (
+            "sharegpt",
+            "sharegpt/glaive_toolcall_en_demo.json",
+            265,
+            35,
+        ),  # 35 rows are there twice, and have no id
+        ("sharegpt", "sharegpt/oasst_en_sharegpt.json", 547, 0),
+    ],
+)
+def test_public_files_load_whole(name, path, count, rejected):
+    prompts, bad = load(name, PUBLIC / path)
+    assert (len(prompts), len(bad)) == (count, rejected)
+    assert all(prompt.messages[-1].role == "user" for prompt in prompts)
+
+
+@public
+def test_mt_bench_has_two_turns_everywhere_and_spec_bench_in_its_mt_bench_part():
+    assert all(len(prompt.follow_ups) == 1 for prompt in load("mt-bench", PUBLIC / "mt_bench")[0])
+    assert sum(len(prompt.follow_ups) for prompt in load("spec-bench", PUBLIC / "spec_bench")[0]) == 80
+
+
+# --- token ids of a turn ----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return load_tokenizer(str(write_byte_level(tmp_path_factory.mktemp("tokenizer"))))
+
+
+def test_later_turns_have_the_answers_in_context(tokenizer):
+    prompt = Prompt(id="a", messages=user("One?"), follow_ups=("Two?", "Three?"))
+    first, _ = prompt_ids(prompt, tokenizer, [])
+    third, ids = prompt_ids(prompt, tokenizer, ["1", ""])
+    assert first == "<s><|user|>One?<|end|><|assistant|>"
+    assert third == (
+        "<s><|user|>One?<|end|><|assistant|>1<|end|><|user|>Two?<|end|><|assistant|><|end|>"
+        "<|user|>Three?<|end|><|assistant|>"
+    )
+    assert tokenizer.decode_with_special(ids) == third
+
+
+def test_raw_text_and_token_ids_are_taken_as_they_are(tokenizer):
+    text, ids = prompt_ids(Prompt(id="a", text="Tom has"), tokenizer, [])
+    assert (text, ids) == ("Tom has", tokenizer.encode_text("Tom has"))
+    assert prompt_ids(Prompt(id="a", token_ids=tuple(ids)), tokenizer, []) == ("<s>Tom has", ids)
+
+
+def test_a_token_id_outside_the_vocabulary(tokenizer):
+    size = tokenizer.vocab_size
+    assert prompt_ids(Prompt(id="a", token_ids=(size - 1,)), tokenizer, [])[1] == [size - 1]
+    with pytest.raises(ValueError, match=rf"token id {size} is outside the vocabulary of {size}"):
+        prompt_ids(Prompt(id="a", token_ids=(1, size)), tokenizer, [])
