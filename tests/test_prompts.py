@@ -102,12 +102,11 @@ def test_own_rows(tmp_path):
     ]
 
 
-def test_a_json_file_may_hold_lines_and_a_byte_order_mark(tmp_path):
+@pytest.mark.parametrize("text", [f"{json.dumps(OWN)}\n", f"\n {json.dumps([OWN])}"])
+def test_a_json_file_may_hold_lines_or_an_array_behind_a_byte_order_mark(tmp_path, text):
     path = tmp_path / "own.json"
-    path.write_text("\ufeff\n" + json.dumps(OWN) + "\n", encoding="utf-8")
-    assert [prompt.id for prompt in load(path)[0]] == ["a"]
-    path.write_text("\ufeff\n " + json.dumps([OWN]), encoding="utf-8")
-    assert [prompt.id for prompt in load(path)[0]] == ["a"]
+    path.write_text(text, encoding="utf-8-sig")
+    assert load(path) == ([Prompt(id="a", text="Once upon a time")], [])
 
 
 def test_num_prompts_counts_prompts_that_can_run_and_reads_no_further(tmp_path):
@@ -138,7 +137,8 @@ def test_the_test_split_is_chosen_where_a_directory_has_several(tmp_path):
 def test_rows_without_an_id_get_the_same_one_in_every_file(tmp_path):
     other = {"question": "Other?", "answer": ""}
     first, _ = load("gsm8k", write_lines(tmp_path / "1.jsonl", ROWS["gsm8k"], other))
-    second, rejected = load("gsm8k", write_lines(tmp_path / "2.jsonl", other, ROWS["gsm8k"], other))
+    gap = {**ROWS["gsm8k"], "source": None}
+    second, rejected = load("gsm8k", write_lines(tmp_path / "2.jsonl", other, gap, other))
     assert {prompt.id for prompt in first} == {prompt.id for prompt in second}
     assert len(first) == 2
     assert [row.reason for row in rejected] == [
