@@ -1,4 +1,4 @@
-"""The elementwise kernels of a forward pass, as one bundle that is bound once by device."""
+"""The kernels of a forward pass, as one bundle that is bound once by device and dtype."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -7,42 +7,107 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+Map = Callable[[Tensor], Tensor]  # rows to rows
+
 
 @dataclass(frozen=True, kw_only=True)
 class Ops:
-    """The kernels a model calls; every implementation rounds where ``transformers`` rounds.
+    """What a model is made of; every implementation rounds where ``transformers`` rounds.
 
-    Shapes: ``rms_norm(x [..., N], weight [N] or [heads, N], eps) -> [..., N]``, statistics in float32;
-    ``silu_and_mul(gate_up [rows, 2 * N]) -> [rows, N]``, the gate being the first half;
-    ``rope(x [rows, heads, D], cos [rows, 1, D], sin [rows, 1, D]) -> [rows, heads, D]``, half-split pairs.
+    ``linear(weight [out, in])`` and ``rms_norm(weight [..., N], eps)`` prepare a weight once, when it is loaded,
+    and return the map that applies it: [rows, in] -> [rows, out], and [rows, ..., N] -> the same shape with
+    statistics in float32. ``silu_and_mul(gate_up [rows, 2 * N]) -> [rows, N]``, the gate being the first half.
+    ``rope(x [rows, heads, D], cos [rows, 1, D], sin [rows, 1, D])`` rotates half-split pairs; the first half of
+    ``sin`` carries the minus sign of the rotation.
     """
 
-    rms_norm: Callable[[Tensor, Tensor, float], Tensor]
-    silu_and_mul: Callable[[Tensor], Tensor]
+    linear: Callable[[Tensor], Map]
+    rms_norm: Callable[[Tensor, float], Map]
+    silu_and_mul: Map
     rope: Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-def bind_ops(device: torch.device) -> Ops:
-    """The kernels for ``device``: at present the torch reference everywhere."""
+def bind_ops(device: torch.device, dtype: torch.dtype) -> Ops:
+    """The fastest kernels for weights of ``dtype`` on ``device``."""
+    if device.type == "cpu" and dtype == torch.float32 and hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+        return cpu_float32_ops()
     return torch_ops()
 
 
 def torch_ops() -> Ops:
-    """The reference kernels in plain torch, for any device."""
-    return Ops(rms_norm=_rms_norm, silu_and_mul=_silu_and_mul, rope=_rope)
+    """The reference kernels in plain torch, for any device and dtype."""
+    return Ops(linear=_Linear, rms_norm=_RmsNorm, silu_and_mul=_silu_and_mul, rope=_rope)
 
 
-def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    wide = x.float()
-    scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return scaled.to(x.dtype) * weight
+def cpu_float32_ops() -> Ops:
+    """For x86 CPUs: weights in oneDNN's blocked order, and a norm of four small kernels instead of six.
+
+    Measured on two cores: 5 rows through a [2048, 2048] weight take 0.24 ms instead of 1.4 ms, one row 0.15 ms
+    instead of 0.33 ms; a norm of one row of 256 takes 5 us instead of 10 us.
+    """
+    return Ops(
+        linear=_PackedLinear.pack, rms_norm=_FusedRmsNorm.prepare, silu_and_mul=_silu_and_mul, rope=_rope
+    )
+
+
+@dataclass(frozen=True)
+class _Linear:
+    weight: Tensor  # [out, in]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _PackedLinear:
+    packed: Tensor
+    plain: Tensor | None  # [out, in], kept where one row is faster without the 8 us that a oneDNN call costs
+
+    @classmethod
+    def pack(cls, weight: Tensor) -> "_PackedLinear":
+        small = weight.numel() <= 1 << 18
+        packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), 64)
+        return cls(packed=packed, plain=weight if small else None)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self.plain is not None and x.shape[0] == 1:
+            return F.linear(x, self.plain)
+        y: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, None, "none", [], "")
+        return y
+
+
+@dataclass(frozen=True)
+class _RmsNorm:
+    weight: Tensor
+    eps: float
+
+    def __call__(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        return scaled.to(x.dtype) * self.weight
+
+
+@dataclass(frozen=True, kw_only=True)
+class _FusedRmsNorm:
+    weight: Tensor  # times sqrt(N)
+    floor: Tensor  # sqrt(N * eps)
+
+    @classmethod
+    def prepare(cls, weight: Tensor, eps: float) -> "_FusedRmsNorm":
+        size = weight.shape[-1]
+        return cls(weight=weight * size**0.5, floor=torch.tensor((size * eps) ** 0.5))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        # sqrt(|x|^2 + N eps) is the hypotenuse of |x| and sqrt(N eps): one kernel for add and root.
+        length = torch.hypot(torch.linalg.vector_norm(x, dim=-1, keepdim=True), self.floor)
+        return (x / length).mul_(self.weight)
 
 
 def _silu_and_mul(gate_up: Tensor) -> Tensor:
     gate, up = gate_up.chunk(2, -1)
-    return F.silu(gate) * up
+    return F.silu(gate).mul_(up)
 
 
 def _rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    # Rolling by half a head swaps the two halves; the minus sign of the rotation is in the table of sines.
+    # Rolling by half a head swaps the two halves.
     return x * cos + x.roll(x.shape[-1] // 2, -1) * sin

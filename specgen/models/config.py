@@ -7,7 +7,7 @@ from typing import Any, Literal
 from specgen.config import require
 
 _FAMILIES = {"LlamaForCausalLM": False, "Qwen3ForCausalLM": True}  # architecture -> has q/k norms
-_INPUTS = "as layer inputs"
+_AUX_KEY = "eagle_aux_hidden_state_layer_ids"
 
 Raw = Mapping[str, Any]
 
@@ -32,25 +32,20 @@ class RopeConfig:
     @classmethod
     def from_hf(cls, config: Raw) -> "RopeConfig":
         """Read ``rope_parameters`` (transformers 5) or ``rope_theta`` with ``rope_scaling`` (before)."""
-        parameters: Raw = config.get("rope_parameters") or config.get("rope_scaling") or {}
-        theta = float(parameters.get("rope_theta") or config.get("rope_theta") or 10_000.0)
+        parameters = _section(config, "rope_parameters") or _section(config, "rope_scaling")
         kind = parameters.get("rope_type") or parameters.get("type") or "default"
+        nested = any(isinstance(value, Mapping) for value in parameters.values())
         require(
-            kind in ("default", "llama3"),
-            f"rope type {kind!r} is not supported: use a checkpoint with 'default' or 'llama3' rotary positions",
+            kind in ("default", "llama3") and not nested,
+            f"rope type {'by layer' if nested else kind!r} is not supported: "
+            "use a checkpoint with 'default' or 'llama3' rotary positions",
         )
-        partial = parameters.get("partial_rotary_factor", config.get("partial_rotary_factor")) or 1.0
+        partial = parameters.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
         require(partial == 1.0, f"partial_rotary_factor is {partial}: only fully rotary heads are supported")
-        return cls(theta=theta, llama3=_llama3(parameters) if kind == "llama3" else None)
-
-
-def _llama3(parameters: Raw) -> Llama3Scaling:
-    return Llama3Scaling(
-        factor=float(parameters["factor"]),
-        low_freq_factor=float(parameters["low_freq_factor"]),
-        high_freq_factor=float(parameters["high_freq_factor"]),
-        original_max_positions=int(parameters["original_max_position_embeddings"]),
-    )
+        return cls(
+            theta=float(parameters.get("rope_theta") or config.get("rope_theta") or 10_000.0),
+            llama3=_llama3(parameters) if kind == "llama3" else None,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,27 +65,26 @@ class TargetConfig:
     max_positions: int
     tied_embeddings: bool
     qk_norm: bool
-    dtype: str
+    dtype: str  # that the config names for the weights
     eos_token_ids: tuple[int, ...]
 
     @classmethod
     def from_hf(cls, config: Raw) -> "TargetConfig":
         """Read a ``config.json``; ``ValueError`` names the first thing in it that is not supported."""
-        architecture = _architecture(config)
+        architecture = str((config.get("architectures") or ["none"])[0])
         require(
             architecture in _FAMILIES,
             f"architecture {architecture!r} is not supported: use one of {', '.join(_FAMILIES)}",
         )
-        refuse_unsupported(config)
         return cls(
             architecture=architecture,
             num_layers=_count(config, "num_hidden_layers"),
             max_positions=_count(config, "max_position_embeddings"),
             tied_embeddings=bool(config.get("tie_word_embeddings", False)),
             qk_norm=_FAMILIES[architecture],
-            dtype=dtype_name(config),
-            eos_token_ids=eos_token_ids(config),
-            **_block(config),
+            dtype=_dtype(config),
+            eos_token_ids=_eos_token_ids(config),
+            **_layer_settings(config),
         )
 
 
@@ -98,8 +92,9 @@ class TargetConfig:
 class Eagle3Config:
     """An EAGLE3 head of one decoder layer.
 
-    ``aux_layers`` index the target's layer *inputs*: ``i`` is the residual stream that enters layer ``i``, and
-    the target's number of layers is the stream behind the last one. ``aux_rule`` says how they were understood.
+    ``aux_layers`` index the target's layer *inputs*: ``i`` is the residual stream that enters layer ``i``,
+    and the target's number of layers is the stream behind the last one; empty if the target is not known and
+    the head leaves them to the default. ``aux_rule`` says how they were understood.
     """
 
     dialect: Literal["eagle", "speculators"]
@@ -116,106 +111,155 @@ class Eagle3Config:
     rope: RopeConfig
     aux_layers: tuple[int, ...]
     aux_rule: str
-    norm_before_residual: bool
-    norm_before_fc: bool
-    fc_norm: bool
-    norm_output: bool
+    norm_before_residual: bool  # the residual is taken behind hidden_norm
+    norm_before_fc: bool  # one norm over the features side by side
+    fc_norm: bool  # a norm for each feature
+    norm_output: bool  # what is fed back is normed (EAGLE 3.1)
     qk_norm: bool
     own_embedding: bool
-    reduced_vocab: bool  # draft ids are mapped by a d2t tensor
-    layer_prefix: str  # of the decoder layer's tensors
     dtype: str
 
-    @classmethod
-    def from_hf(cls, config: Raw, target: TargetConfig, tensors: Set[str]) -> "Eagle3Config":
-        """Read a head's ``config.json`` beside its target's; ``tensors`` are the names in its checkpoint, which
-        alone tell how its layer is named, and whether it has q/k norms, a vocabulary map and an own embedding."""
-        nested = "transformer_layer_config" in config
-        layer: Raw = config["transformer_layer_config"] if nested else config
-        refuse_unsupported(layer)
-        num_layers = _count(layer, "num_hidden_layers")
+    def __post_init__(self) -> None:
         require(
-            num_layers == 1,
-            f"the head has {num_layers} decoder layers: only heads of one layer are supported",
+            not (self.norm_before_fc and self.fc_norm),
+            "norm_before_fc and fc_norm are both true: a head has one of them, or none",
         )
-        prefix = "midlayer." if "midlayer.hidden_norm.weight" in tensors else "layers.0."
-        flags: Raw = {**(config.get("eagle_config") or {}), **config}
-        aux_layers, aux_rule = _aux_layers(config, target.num_layers)
+        require(
+            self.num_layers == 1,
+            f"the head has {self.num_layers} decoder layers: only heads of one layer are supported",
+        )
+
+    @classmethod
+    def from_hf(cls, config: Raw, tensors: Set[str], num_target_layers: int | None) -> "Eagle3Config":
+        """Read a head's ``config.json``.
+
+        ``tensors``, the names in its checkpoint, alone tell whether it has q/k norms and its own embedding;
+        the default aux layers depend on ``num_target_layers``.
+        """
+        layer = _section(config, "transformer_layer_config") or config
+        nested = _section(config, "eagle_config")
+        require(
+            nested.get("use_aux_hidden_state", True),
+            "use_aux_hidden_state is false: a head that reads the last hidden state only is not EAGLE3",
+        )
+        flags = {**nested, **config}
+        aux_layers, aux_rule = _aux_layers(config.get(_AUX_KEY), nested.get(_AUX_KEY), num_target_layers)
         return cls(
-            dialect="speculators" if nested else "eagle",
-            draft_vocab_size=int(config.get("draft_vocab_size") or layer["vocab_size"]),
-            target_hidden_size=int(config.get("target_hidden_size") or layer["hidden_size"]),
-            num_layers=num_layers,
+            dialect="eagle" if layer is config else "speculators",
+            draft_vocab_size=_count({**layer, **config}, "draft_vocab_size", _count(layer, "vocab_size")),
+            target_hidden_size=_count(config, "target_hidden_size", _count(layer, "hidden_size")),
+            num_layers=_count(layer, "num_hidden_layers"),
             aux_layers=aux_layers,
             aux_rule=aux_rule,
             norm_before_residual=bool(flags.get("norm_before_residual", False)),
             norm_before_fc=bool(flags.get("norm_before_fc", False)),
             fc_norm=bool(flags.get("fc_norm", False)),
             norm_output=bool(flags.get("norm_output", False)),
-            qk_norm=prefix + "self_attn.q_norm.weight" in tensors,
-            own_embedding="embed_tokens.weight" in tensors,
-            reduced_vocab="d2t" in tensors,
-            layer_prefix=prefix,
-            dtype=dtype_name(config),
-            **_block(layer),
+            qk_norm=any(name.endswith("self_attn.q_norm.weight") for name in tensors),
+            own_embedding=any(name.endswith("embed_tokens.weight") for name in tensors),
+            dtype=_dtype(config),
+            **_layer_settings(layer),
         )
 
 
-def _aux_layers(config: Raw, num_layers: int) -> tuple[tuple[int, ...], str]:
-    key = "eagle_aux_hidden_state_layer_ids"
-    if ids := config.get(key):
-        return tuple(ids), f"{key} {list(ids)} of the config, read {_INPUTS}"
-    if ids := (config.get("eagle_config") or {}).get(key):
-        return tuple(i + 1 for i in ids), f"eagle_config.{key} {list(ids)}, read as layer outputs"
-    return (2, num_layers // 2, num_layers - 3), f"none given: the default 2, L//2, L-3, {_INPUTS}"
+def kv_bytes_per_token(config: TargetConfig | Eagle3Config, bytes_per_value: int) -> int:
+    """Bytes of keys and values that one position takes in the cache."""
+    return 2 * config.num_layers * config.num_kv_heads * config.head_dim * bytes_per_value
 
 
-def _architecture(config: Raw) -> str:
-    names = config.get("architectures") or ["none"]
-    return str(names[0])
+def _aux_layers(top: object, nested: object, num_layers: int | None) -> tuple[tuple[int, ...], str]:
+    """Layer inputs, and the rule by which they were found.
+
+    Ids at the top level are vLLM's and speculators' (inputs). Ids in ``eagle_config`` are SpecForge's and NVIDIA's
+    (outputs), except that heads exist which write the default inputs there (sgl-project/sglang#25454).
+    """
+    default = () if num_layers is None else (2, num_layers // 2, num_layers - 3)
+    if top:
+        ids = _ids(top)
+        rule = f"{_AUX_KEY} {list(ids)} are layer inputs (the speculators and vLLM format)"
+        if ids == tuple(i - 1 for i in default):
+            rule += "; read as layer outputs they would be the default: if acceptance is poor, add 1 to each"
+        return ids, rule
+    if nested:
+        ids = _ids(nested)
+        if ids == default:
+            return ids, f"eagle_config.{_AUX_KEY} {list(ids)} are the default layer inputs"
+        outputs = f"eagle_config.{_AUX_KEY} {list(ids)} are layer outputs (the SpecForge and NVIDIA format)"
+        return tuple(i + 1 for i in ids), f"{outputs}, so 1 is added"
+    return default, "no ids given: the default layer inputs 2, L//2, L-3 of a target of L layers"
 
 
-def refuse_unsupported(config: Raw) -> None:
-    """``ValueError`` for a layer that computes something else than these models do, naming the setting."""
+def _ids(value: object) -> tuple[int, ...]:
+    plain = isinstance(value, list) and all(type(i) is int for i in value)
+    require(plain, f"{_AUX_KEY} is {value!r}: it must be a list of layer numbers")
+    assert isinstance(value, list)
+    return tuple(value)
+
+
+def _layer_settings(config: Raw) -> dict[str, Any]:
+    """The settings that a target's layers and a head's layer have in common."""
+    _refuse_unsupported(config)
+    hidden_size, num_heads = _count(config, "hidden_size"), _count(config, "num_attention_heads")
+    num_kv_heads = _count(config, "num_key_value_heads", num_heads)
+    require(
+        num_heads % num_kv_heads == 0,
+        f"{num_heads} attention heads cannot share {num_kv_heads} KV heads: config.json is wrong",
+    )
+    return {
+        "vocab_size": _count(config, "vocab_size"),
+        "hidden_size": hidden_size,
+        "intermediate_size": _count(config, "intermediate_size"),
+        "num_heads": num_heads,
+        "num_kv_heads": num_kv_heads,
+        "head_dim": _count(config, "head_dim", hidden_size // num_heads),
+        "rms_norm_eps": float(config.get("rms_norm_eps", 1e-6)),
+        "rope": RopeConfig.from_hf(config),
+    }
+
+
+def _refuse_unsupported(config: Raw) -> None:
     for name in ("attention_bias", "mlp_bias"):
         require(not config.get(name), f"{name} is true: checkpoints with biases are not supported")
-    require(not config.get("quantization_config"), "quantization_config is set: use unquantized weights")
-    sliding = config.get("sliding_window") and config.get("use_sliding_window", True)
-    require(
-        not sliding, f"sliding_window is {config.get('sliding_window')}: only full attention is supported"
-    )
+    for name in ("quantization_config", "compression_config"):
+        require(not config.get(name), f"{name} is set: quantized weights are not supported, use plain ones")
+    window, used = config.get("sliding_window"), config.get("use_sliding_window", True)
+    sliding = (window and used) or "sliding_attention" in (config.get("layer_types") or ())
+    require(not sliding, f"sliding_window is {window} and in use: only full attention is supported")
     activation = config.get("hidden_act", "silu")
     require(activation == "silu", f"hidden_act is {activation!r}: only 'silu' is supported")
 
 
-def dtype_name(config: Raw) -> str:
-    """``float32``, ``bfloat16`` or ``float16``: what the weights are stored in, as the config says."""
+def _llama3(parameters: Raw) -> Llama3Scaling:
+    names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+    missing = [name for name in names if not isinstance(parameters.get(name), int | float)]
+    require(not missing, f"llama3 rope scaling has no {', '.join(missing)}: config.json is incomplete")
+    factor, low, high, original = (parameters[name] for name in names)
+    return Llama3Scaling(
+        factor=factor, low_freq_factor=low, high_freq_factor=high, original_max_positions=int(original)
+    )
+
+
+def _dtype(config: Raw) -> str:
     return str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")
 
 
-def eos_token_ids(config: Raw) -> tuple[int, ...]:
-    """The ids that end a text; none, one or several in the config."""
+def _eos_token_ids(config: Raw) -> tuple[int, ...]:
     ids = config.get("eos_token_id")
     if ids is None:
         return ()
     return tuple(ids) if isinstance(ids, list) else (int(ids),)
 
 
-def _count(config: Raw, name: str) -> int:
-    require(name in config, f"config.json has no {name}: it is not a checkpoint of a supported family")
-    return int(config[name])
+def _section(config: Raw, name: str) -> Raw:
+    value = config.get(name) or {}
+    require(isinstance(value, Mapping), f"{name} is {value!r}: config.json is wrong")
+    assert isinstance(value, Mapping)
+    return value
 
 
-def _block(config: Raw) -> dict[str, Any]:
-    """The settings that a target's layers and a head's layer have in common."""
-    hidden_size, num_heads = _count(config, "hidden_size"), _count(config, "num_attention_heads")
-    return {
-        "vocab_size": _count(config, "vocab_size"),
-        "hidden_size": hidden_size,
-        "intermediate_size": _count(config, "intermediate_size"),
-        "num_heads": num_heads,
-        "num_kv_heads": int(config.get("num_key_value_heads") or num_heads),
-        "head_dim": int(config.get("head_dim") or hidden_size // num_heads),
-        "rms_norm_eps": float(config.get("rms_norm_eps", 1e-6)),
-        "rope": RopeConfig.from_hf(config),
-    }
+def _count(config: Raw, name: str, default: int | None = None) -> int:
+    value = default if config.get(name) is None else config[name]
+    require(value is not None, f"config.json has no {name}: it is not a checkpoint of a supported family")
+    require(type(value) is int and value > 0, f"{name} is {value!r}: config.json is wrong")
+    assert isinstance(value, int)
+    return value

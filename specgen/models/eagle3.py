@@ -1,15 +1,50 @@
-"""The EAGLE3 head: fuses the target's features, drafts one token a pass, and names its tensors in a checkpoint."""
+"""The EAGLE3 head: fuses the target's features and drafts a token a pass; its tensors' names in a checkpoint."""
 
+from collections.abc import Set
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from specgen.config import require
 from specgen.models.config import Eagle3Config
 from specgen.models.layers import MLP, Attend, Attention, inverse_frequencies, rotary
 from specgen.models.weights import Take
-from specgen.ops import Ops
+from specgen.ops import Map, Ops
+
+# Carried by some checkpoints and needed by nobody here; d2t and t2d are read apart, in the vocabulary map.
+IGNORED_TENSORS = frozenset(
+    {
+        "d2t",
+        "t2d",
+        "midlayer.self_attn.rotary_emb.inv_freq",
+        "layers.0.self_attn.rotary_emb.inv_freq",
+        "rotary_emb.inv_freq",
+        "verifier_lm_head.weight",
+        "verifier_norm.weight",
+    }
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorPrefixes:
+    """How a checkpoint names its parts: ``midlayer.*`` (EAGLE, SpecForge) or ``layers.0.*`` (speculators),
+    either below ``model.`` or not."""
+
+    root: str
+    layer: str
+
+    @classmethod
+    def of(cls, tensors: Set[str]) -> "TensorPrefixes":
+        """Found by the one tensor that every head has and nothing else does."""
+        for root in ("", "model."):
+            for layer in ("midlayer.", "layers.0."):
+                if f"{root}{layer}hidden_norm.weight" in tensors:
+                    return cls(root=root, layer=root + layer)
+        raise ValueError(
+            "no midlayer.hidden_norm.weight or layers.0.hidden_norm.weight: the checkpoint is no EAGLE3 head"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,86 +52,126 @@ class Eagle3Head:
     """An EAGLE3 drafter of one layer, in any of its dialects."""
 
     config: Eagle3Config
-    ops: Ops
     embedding: Tensor  # [V, H]; the target's unless the checkpoint has its own
-    fc: Tensor  # [H, 3 * Ht]
-    fc_norm: Tensor | None  # [3, Ht]: a norm for each feature; [1, 3 * Ht]: one for all of them
-    input_norm: Tensor  # [H], of the embeddings
-    hidden_norm: Tensor  # [H]
+    feature_norm: Map | None  # over [rows, parts, N]
+    feature_parts: int  # how many norms the features fall into
+    fc: Map  # [rows, aux layers * Ht] -> [rows, H]
+    input_norm: Map  # of the embeddings
+    hidden_norm: Map
     attention: Attention
-    post_norm: Tensor  # [H]
+    post_norm: Map
     mlp: MLP
-    norm: Tensor  # [H]
-    lm_head: Tensor  # [Vd, H]
+    norm: Map
+    lm_head: Map  # [n, H] -> [n, Vd]
     draft_to_target: Tensor  # [Vd] int64: the target's id of each draft id
     frequencies: Tensor  # [D / 2]
 
     @classmethod
-    def build(cls, config: Eagle3Config, take: Take, target_embedding: Tensor, ops: Ops) -> "Eagle3Head":
+    def build(
+        cls,
+        config: Eagle3Config,
+        prefixes: TensorPrefixes,
+        take: Take,
+        target_embedding: Tensor,
+        draft_to_target: Tensor,
+        ops: Ops,
+    ) -> "Eagle3Head":
         """Take every tensor of the head; the embedding is ``target_embedding`` unless the head has its own."""
-        hidden = (config.hidden_size,)
-        layer = config.layer_prefix
+        root, layer, hidden = prefixes.root, prefixes.layer, config.hidden_size
         own = config.own_embedding
+        width = len(config.aux_layers) * config.target_hidden_size
+
+        def norm(name: str) -> Map:
+            return ops.rms_norm(take(name, (hidden,)), config.rms_norm_eps)
+
         return cls(
             config=config,
-            ops=ops,
-            embedding=take("embed_tokens.weight", (config.vocab_size, *hidden)) if own else target_embedding,
-            fc=take("fc.weight", (config.hidden_size, 3 * config.target_hidden_size)),
-            fc_norm=_fc_norm(config, take),
-            input_norm=take(layer + "input_layernorm.weight", hidden),
-            hidden_norm=take(layer + "hidden_norm.weight", hidden),
-            attention=Attention.build(config, 2 * config.hidden_size, layer, take),
-            post_norm=take(layer + "post_attention_layernorm.weight", hidden),
-            mlp=MLP.build(config, layer, take),
-            norm=take("norm.weight", hidden),
-            lm_head=take("lm_head.weight", (config.draft_vocab_size, *hidden)),
-            draft_to_target=_draft_to_target(config, take).to(target_embedding.device),
-            frequencies=inverse_frequencies(config.rope, config.head_dim, target_embedding.device),
+            embedding=take(root + "embed_tokens.weight", (config.vocab_size, hidden))
+            if own
+            else target_embedding,
+            feature_norm=_feature_norm(config, root, take, ops),
+            feature_parts=len(config.aux_layers) if config.fc_norm else 1,
+            fc=ops.linear(take(root + "fc.weight", (hidden, width))),
+            input_norm=norm(layer + "input_layernorm.weight"),
+            hidden_norm=norm(layer + "hidden_norm.weight"),
+            attention=Attention.build(config, 2 * hidden, layer, take, ops),
+            post_norm=norm(layer + "post_attention_layernorm.weight"),
+            mlp=MLP.build(config, layer, take, ops),
+            norm=norm(root + "norm.weight"),
+            lm_head=ops.linear(take("lm_head.weight", (config.draft_vocab_size, hidden))),
+            draft_to_target=draft_to_target,
+            frequencies=inverse_frequencies(config.rope, config.head_dim, draft_to_target.device),
         )
 
-    @staticmethod
-    def ignored_tensors() -> set[str]:
-        """Tensors that some checkpoints carry and nobody needs."""
-        return {"t2d", "midlayer.self_attn.rotary_emb.inv_freq", "layers.0.self_attn.rotary_emb.inv_freq"}
-
     def fuse(self, features: Tensor) -> Tensor:
-        """The target's features [rows, 3 * Ht] as the hidden state of the first pass, [rows, H]."""
-        if self.fc_norm is not None:
-            parts = features.view(len(features), *self.fc_norm.shape)
-            features = self._norm(parts, self.fc_norm).view(features.shape)
-        return F.linear(features, self.fc)
+        """The target's features [rows, aux layers * Ht] as the hidden state of the first pass, [rows, H]."""
+        if self.feature_norm is not None:
+            parts = features.view(features.shape[0], self.feature_parts, -1)
+            features = self.feature_norm(parts).flatten(1)
+        return self.fc(features)
 
     def forward(self, token_ids: Tensor, hidden: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """One pass over ``token_ids`` [rows] with the hidden states of the tokens before them, ``hidden`` [rows, H].
+        """One pass over ``token_ids`` [rows] with ``hidden`` [rows, H], the states of the tokens before them.
 
         Returns the hidden states that ``logits`` reads and that the next pass is fed, [rows, H].
         """
         tables = rotary(self.frequencies, positions, hidden.dtype)
-        embedded = self._norm(F.embedding(token_ids, self.embedding), self.input_norm)
-        normed = self._norm(hidden, self.hidden_norm)
+        embedded = self.input_norm(F.embedding(token_ids, self.embedding))
+        normed = self.hidden_norm(hidden)
         stream = normed if self.config.norm_before_residual else hidden
-        both = torch.cat((embedded, normed), -1)
-        stream = stream + self.attention(both, tables, 0, attend, self.ops)
-        stream = stream + self.mlp(self._norm(stream, self.post_norm), self.ops)
-        return self._norm(stream, self.norm) if self.config.norm_output else stream
+        stream = stream + self.attention(torch.cat((embedded, normed), -1), tables, 0, attend)
+        stream = stream + self.mlp(self.post_norm(stream))
+        return self.norm(stream) if self.config.norm_output else stream
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits over the draft vocabulary, [n, Vd] in float32, from the result of ``forward``, [n, H]."""
-        normed = hidden if self.config.norm_output else self._norm(hidden, self.norm)
-        return F.linear(normed, self.lm_head).float()
-
-    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        return self.ops.rms_norm(x, weight, self.config.rms_norm_eps)
+        normed = hidden if self.config.norm_output else self.norm(hidden)
+        return self.lm_head(normed).float()
 
 
-def _fc_norm(config: Eagle3Config, take: Take) -> Tensor | None:
+def vocabulary_map(config: Eagle3Config, d2t: Tensor | None, t2d: Tensor | None) -> Tensor:
+    """The target's id of each draft id, [Vd] int64, from the offsets ``d2t`` [Vd] and the mask ``t2d`` [V].
+
+    ``ValueError`` where they cannot be of one vocabulary: such a head would draft the wrong tokens.
+    """
+    drafted, vocab = config.draft_vocab_size, config.vocab_size
+    require(
+        drafted <= vocab, f"draft_vocab_size is {drafted}, more than the vocabulary of {vocab}: wrong config"
+    )
+    ids = torch.arange(drafted)
+    if d2t is None:
+        require(
+            drafted == vocab,
+            f"the head drafts {drafted} of {vocab} tokens but has no d2t: add the tensor that maps them",
+        )
+        return ids
+    require(
+        d2t.shape == ids.shape and not d2t.is_floating_point(),
+        f"d2t is {list(d2t.shape)} of {d2t.dtype}: it must hold {drafted} integers, one for each draft token",
+    )
+    ids = ids + d2t.cpu()
+    low, high = int(ids.min()), int(ids.max())
+    require(
+        low >= 0 and high < vocab,
+        f"d2t maps to token ids {low} to {high}, outside the vocabulary of {vocab}: "
+        "it must hold offsets (target id minus draft id)",
+    )
+    require(len(set(ids.tolist())) == drafted, "d2t maps two draft tokens to one target token: it is wrong")
+    if t2d is not None:
+        marked = t2d.cpu().nonzero().flatten()
+        require(
+            t2d.shape == (vocab,) and torch.equal(marked, ids.sort().values),
+            f"t2d marks {marked.numel()} of {t2d.numel()} tokens, other ones than the {drafted} of d2t: "
+            "the checkpoint mixes two vocabularies, export it again",
+        )
+    return ids
+
+
+def _feature_norm(config: Eagle3Config, root: str, take: Take, ops: Ops) -> Map | None:
+    count, width = len(config.aux_layers), config.target_hidden_size
     if config.norm_before_fc:
-        return take("input_norm.weight", (3 * config.target_hidden_size,))[None]
+        return ops.rms_norm(take(root + "input_norm.weight", (count * width,)), config.rms_norm_eps)
     if config.fc_norm:
-        return torch.stack([take(f"fc_norm.{i}.weight", (config.target_hidden_size,)) for i in range(3)])
+        weights = [take(f"{root}fc_norm.{index}.weight", (width,)) for index in range(count)]
+        return ops.rms_norm(torch.stack(weights), config.rms_norm_eps)
     return None
-
-
-def _draft_to_target(config: Eagle3Config, take: Take) -> Tensor:
-    ids = torch.arange(config.draft_vocab_size)
-    return ids + take("d2t", (config.draft_vocab_size,)).cpu() if config.reduced_vocab else ids

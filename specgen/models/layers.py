@@ -6,18 +6,17 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from specgen.models.config import Eagle3Config, Llama3Scaling, RopeConfig, TargetConfig
 from specgen.models.weights import Take
-from specgen.ops import Ops
+from specgen.ops import Map, Ops
 
 
 class Attend(Protocol):
-    """Attention over the sequences of one pass: stores ``k`` and ``v`` and attends to everything before them.
+    """Attention over the sequences of one pass: stores ``k`` and ``v``, and attends to all that is stored.
 
-    ``q`` is [rows, Hq, D], ``k`` and ``v`` are [rows, Hkv, D], rotary positions already applied; the result is
-    [rows, Hq * D]. All a model sees of attention, cache and batching.
+    ``q`` is [rows, Hq, D], ``k`` and ``v`` are [rows, Hkv, D], rotary positions already applied; the result
+    is [rows, Hq * D]. All that a model sees of attention, cache and batching.
     """
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor: ...
@@ -25,7 +24,7 @@ class Attend(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Rotary:
-    """Cosines and sines of one pass, shared by its layers; the first half of ``sin`` carries the minus sign."""
+    """Cosines and sines of the positions of one pass, shared by its layers, as ``Ops.rope`` takes them."""
 
     cos: Tensor  # [rows, 1, D]
     sin: Tensor  # [rows, 1, D]
@@ -33,89 +32,92 @@ class Rotary:
 
 @dataclass(frozen=True, kw_only=True)
 class Attention:
-    """The projections of one layer; q, k and v are one matrix, and so are the q and k norms."""
+    """The projections of one layer; q, k and v are one matrix, and the q and k norms one norm."""
 
-    qkv: Tensor  # [(Hq + 2 * Hkv) * D, width of the input]
-    out: Tensor  # [H, Hq * D]
-    qk_norm: Tensor | None  # [Hq + Hkv, D]
+    qkv: Map  # [rows, width] -> [rows, (Hq + 2 * Hkv) * D]
+    out: Map  # [rows, Hq * D] -> [rows, H]
+    qk_norm: Map | None  # over [rows, Hq + Hkv, D]
     num_heads: int
     num_kv_heads: int
-    eps: float
+    ops: Ops
 
     @classmethod
-    def build(cls, config: TargetConfig | Eagle3Config, width: int, prefix: str, take: Take) -> "Attention":
-        """Take ``{prefix}self_attn.*``, its q, k and v reading rows that are ``width`` wide."""
-        q_rows, kv_rows = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    def build(
+        cls, config: TargetConfig | Eagle3Config, width: int, prefix: str, take: Take, ops: Ops
+    ) -> "Attention":
+        """Take ``{prefix}self_attn.*``, whose q, k and v read rows that are ``width`` wide."""
         prefix += "self_attn."
+        q_rows, kv_rows = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         rows = {"q_proj": q_rows, "k_proj": kv_rows, "v_proj": kv_rows}
         return cls(
-            qkv=torch.cat([take(f"{prefix}{name}.weight", (size, width)) for name, size in rows.items()]),
-            out=take(f"{prefix}o_proj.weight", (config.hidden_size, q_rows)),
-            qk_norm=_qk_norm(config, prefix, take) if config.qk_norm else None,
+            qkv=ops.linear(
+                torch.cat([take(f"{prefix}{name}.weight", (n, width)) for name, n in rows.items()])
+            ),
+            out=ops.linear(take(f"{prefix}o_proj.weight", (config.hidden_size, q_rows))),
+            qk_norm=_qk_norm(config, prefix, take, ops) if config.qk_norm else None,
             num_heads=config.num_heads,
             num_kv_heads=config.num_kv_heads,
-            eps=config.rms_norm_eps,
+            ops=ops,
         )
 
-    def __call__(self, x: Tensor, rotary: Rotary, layer: int, attend: Attend, ops: Ops) -> Tensor:
+    def __call__(self, x: Tensor, rotary: Rotary, layer: int, attend: Attend) -> Tensor:
         """Project, rotate, attend, project back: [rows, width] -> [rows, H]."""
         num_qk = self.num_heads + self.num_kv_heads
-        heads = F.linear(x, self.qkv).view(x.shape[0], num_qk + self.num_kv_heads, -1)
-        qk = heads[:, :num_qk]
+        heads = self.qkv(x).view(x.shape[0], num_qk + self.num_kv_heads, -1)
+        qk, v = heads[:, :num_qk], heads[:, num_qk:]
         if self.qk_norm is not None:
-            qk = ops.rms_norm(qk, self.qk_norm, self.eps)
-        qk = ops.rope(qk, rotary.cos, rotary.sin)
-        mixed = attend(layer, qk[:, : self.num_heads], qk[:, self.num_heads :], heads[:, num_qk:])
-        return F.linear(mixed, self.out)
+            qk = self.qk_norm(qk)
+        qk = self.ops.rope(qk, rotary.cos, rotary.sin)
+        return self.out(attend(layer, qk[:, : self.num_heads], qk[:, self.num_heads :], v))
 
 
 @dataclass(frozen=True, kw_only=True)
 class MLP:
     """The gated feed-forward block; gate and up are one matrix."""
 
-    gate_up: Tensor  # [2 * I, H]
-    down: Tensor  # [H, I]
+    gate_up: Map  # [rows, H] -> [rows, 2 * I]
+    down: Map  # [rows, I] -> [rows, H]
+    ops: Ops
 
     @classmethod
-    def build(cls, config: TargetConfig | Eagle3Config, prefix: str, take: Take) -> "MLP":
+    def build(cls, config: TargetConfig | Eagle3Config, prefix: str, take: Take, ops: Ops) -> "MLP":
         """Take ``{prefix}mlp.*``."""
-        wide, narrow = (
-            (config.intermediate_size, config.hidden_size),
-            (config.hidden_size, config.intermediate_size),
-        )
-        gate_up = [take(f"{prefix}mlp.{name}.weight", wide) for name in ("gate_proj", "up_proj")]
-        return cls(gate_up=torch.cat(gate_up), down=take(f"{prefix}mlp.down_proj.weight", narrow))
+        hidden, inner = config.hidden_size, config.intermediate_size
+        gate_up = [take(f"{prefix}mlp.{name}.weight", (inner, hidden)) for name in ("gate_proj", "up_proj")]
+        down = take(f"{prefix}mlp.down_proj.weight", (hidden, inner))
+        return cls(gate_up=ops.linear(torch.cat(gate_up)), down=ops.linear(down), ops=ops)
 
-    def __call__(self, x: Tensor, ops: Ops) -> Tensor:
+    def __call__(self, x: Tensor) -> Tensor:
         """[rows, H] -> [rows, H]."""
-        return F.linear(ops.silu_and_mul(F.linear(x, self.gate_up)), self.down)
-
-
-def _qk_norm(config: TargetConfig | Eagle3Config, prefix: str, take: Take) -> Tensor:
-    q_norm = take(f"{prefix}q_norm.weight", (config.head_dim,))
-    k_norm = take(f"{prefix}k_norm.weight", (config.head_dim,))
-    return torch.stack([q_norm] * config.num_heads + [k_norm] * config.num_kv_heads)
+        return self.down(self.ops.silu_and_mul(self.gate_up(x)))
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int, device: torch.device) -> Tensor:
     """Radians per position of each rotary pair, [D / 2] in float32."""
-    steps = torch.arange(0, head_dim, 2, dtype=torch.int64).float()
-    frequencies = 1.0 / rope.theta ** (steps / head_dim)
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
+    frequencies = 1.0 / rope.theta**exponents
     if rope.llama3 is not None:
         frequencies = _stretch(frequencies, rope.llama3)
     return frequencies.to(device)
 
 
+def rotary(frequencies: Tensor, positions: Tensor, dtype: torch.dtype) -> Rotary:
+    """The tables of one pass for ``frequencies`` [D / 2] and ``positions`` [rows]; angles in float32."""
+    angles = positions[:, None, None] * frequencies
+    cos, sin = angles.cos(), angles.sin()
+    return Rotary(cos=torch.cat((cos, cos), -1).to(dtype), sin=torch.cat((-sin, sin), -1).to(dtype))
+
+
+def _qk_norm(config: TargetConfig | Eagle3Config, prefix: str, take: Take, ops: Ops) -> Map:
+    q_norm = take(f"{prefix}q_norm.weight", (config.head_dim,))
+    k_norm = take(f"{prefix}k_norm.weight", (config.head_dim,))
+    by_head = torch.stack([q_norm] * config.num_heads + [k_norm] * config.num_kv_heads)
+    return ops.rms_norm(by_head, config.rms_norm_eps)
+
+
 def _stretch(frequencies: Tensor, scaling: Llama3Scaling) -> Tensor:
-    # Waves longer than the original context are slowed by `factor`, short ones kept, those between blended.
+    # Waves longer than the original context are slowed by the factor, short ones kept, those between blended.
     turns = scaling.original_max_positions * frequencies / (2 * math.pi)
     blend = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     blend = blend.clamp(0, 1)
     return frequencies * (blend + (1 - blend) / scaling.factor)
-
-
-def rotary(frequencies: Tensor, positions: Tensor, dtype: torch.dtype) -> Rotary:
-    """The tables of one pass: ``frequencies`` [D / 2], ``positions`` [rows]."""
-    angles = positions[:, None, None] * frequencies
-    cos, sin = angles.cos(), angles.sin()
-    return Rotary(cos=torch.cat((cos, cos), -1).to(dtype), sin=torch.cat((-sin, sin), -1).to(dtype))
