@@ -1,0 +1,134 @@
+"""Imports go one way, and the command line answers before anything heavy is loaded."""
+
+import ast
+import subprocess
+import sys
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+import specgen
+
+ROOT = Path(specgen.__file__).parent
+Imports = dict[str, set[str]]  # module or package directly in specgen/: the others that it imports
+
+# Nobody imports, directly or through others, from a line above or from the same line.
+LAYERS = (
+    {"cli"},
+    {"evaluation"},
+    {"run"},
+    {"build"},
+    {"engine"},
+    {"drafting", "scheduler", "graphs"},
+    {"models"},
+    {"ops"},
+)
+FOLDS = {"report", "acceptance", "intervals", "timings"}  # events -> numbers
+VIEWS = {"tables", "report_html", "charts", "page", "display"}  # numbers -> text, HTML
+LEAVES = {"config", "events"}  # free for all; they import nothing
+ONLY: Imports = {  # these import what is listed here and LEAVES, and nothing else
+    "ops": set(),
+    "models": {"ops"},
+    "attention": {"kv_cache", "layout", "ops"},
+    "kv_cache": set(),
+    "layout": set(),
+    "sampling": set(),
+    "verify": {"sampling"},
+    "sequence": set(),
+    "scheduler": {"sequence", "kv_cache"},
+    **dict.fromkeys(FOLDS, FOLDS),
+    **dict.fromkeys(VIEWS, VIEWS | FOLDS),
+}
+HEAVY = ("torch", "transformers", "datasets", "flashinfer", "lm_eval")
+LIGHT = (
+    "cli",
+    "config",
+    "events",
+    "report",
+    "tables",
+    "report_html",
+    "results",
+    "bundled",
+    "prompts",
+    "tokenizer",
+)
+
+
+def read_imports(root: Path) -> Imports:
+    """Every import below ``root``, also inside functions and under TYPE_CHECKING."""
+    imports: Imports = {}
+    for path in root.rglob("*.py"):
+        owner = path.relative_to(root).with_suffix("").parts[0]
+        found = {name for node in ast.walk(ast.parse(path.read_text())) for name in _targets(node)}
+        imports.setdefault(owner, set()).update(found - {owner})
+    return imports
+
+
+def _targets(node: ast.AST) -> list[str]:
+    names: list[str] = []
+    if isinstance(node, ast.Import):
+        names = [alias.name for alias in node.names]
+    elif isinstance(node, ast.ImportFrom):
+        assert node.level == 0, "imports are absolute"
+        names = [f"{node.module}.{alias.name}" for alias in node.names]
+    return [name.split(".")[1] for name in names if name.startswith("specgen.")]
+
+
+def reachable(imports: Imports, start: str) -> set[str]:
+    seen: set[str] = set()
+    waiting = set(imports.get(start, ()))
+    while waiting:
+        seen |= waiting
+        waiting = set().union(*(imports.get(name, ()) for name in waiting)) - seen
+    return seen
+
+
+def wrong_arrows(imports: Imports) -> list[str]:
+    """Every arrow that the tables above do not allow."""
+    wrong = []
+    for height, layer in enumerate(LAYERS):
+        above = set().union(*LAYERS[: height + 1])
+        for owner in layer & imports.keys():
+            wrong += [f"{owner} -> {name} (or through others)" for name in reachable(imports, owner) & above]
+    for owner, allowed in ONLY.items():
+        wrong += [f"{owner} -> {name}" for name in imports.get(owner, set()) - allowed - LEAVES - {owner}]
+    for owner in LEAVES:
+        wrong += [f"{owner} -> {name}" for name in imports.get(owner, ())]
+    return sorted(wrong)
+
+
+def test_every_arrow_goes_down():
+    assert wrong_arrows(read_imports(ROOT)) == []
+
+
+def test_no_import_goes_in_a_circle():
+    TopologicalSorter(read_imports(ROOT)).prepare()
+
+
+@pytest.mark.parametrize(
+    ("path", "line", "arrow"),
+    [
+        ("ops.py", "from specgen.models.llama import Llama", "ops -> models"),
+        ("models/llama.py", "import specgen.attention.sdpa", "models -> attention"),
+        ("models/llama.py", "from specgen.kv_cache import KVCache", "models -> kv_cache"),
+        ("attention/sdpa.py", "def f():\n    from specgen import sequence", "attention -> sequence"),
+        ("verify.py", "from specgen.engine import Engine", "verify -> engine"),
+        ("report.py", "from specgen.results import RunDirectory", "report -> results"),
+        ("events.py", "from specgen import config", "events -> config"),
+        ("scheduler.py", "import specgen.drafting", "scheduler -> drafting"),
+        ("drafting.py", "import specgen.helper", "drafting -> engine (or through others)"),
+    ],
+)
+def test_a_wrong_arrow_is_found(tmp_path, path, line, arrow):
+    (tmp_path / path).parent.mkdir(exist_ok=True)
+    (tmp_path / path).write_text(line)
+    (tmp_path / "helper.py").write_text("from specgen.engine import Engine")
+    assert any(found.startswith(arrow) for found in wrong_arrows(read_imports(tmp_path)))
+
+
+@pytest.mark.parametrize("module", LIGHT)
+def test_light_modules_load_nothing_heavy(module):
+    code = f"import sys, specgen.{module}; print(*(name for name in {HEAVY} if name in sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert done.stdout.split() == []
