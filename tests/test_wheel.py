@@ -1,0 +1,63 @@
+"""A wheel holds the bundled data, and finds it from any working directory."""
+
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory) -> zipfile.ZipFile:
+    """Built from this checkout without the network: the build backend is among the development dependencies."""
+    path = tmp_path_factory.mktemp("wheel")
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "--no-deps",
+        "--no-build-isolation",
+        "--wheel-dir",
+        path,
+        ROOT,
+    ]
+    subprocess.run(command, check=True, capture_output=True)
+    (built,) = path.glob("specgen-*.whl")
+    return zipfile.ZipFile(built)
+
+
+def test_all_data_and_code_are_inside(wheel):
+    names = set(wheel.namelist())
+    for name in ("data", "eval"):
+        assert names >= {f"specgen/{file.relative_to(ROOT)}" for file in files(ROOT / name)}
+    assert names >= {str(file.relative_to(ROOT)) for file in files(ROOT / "specgen") if file.suffix == ".py"}
+    assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
+
+
+def test_nothing_else_is_inside(wheel):
+    tops = {name.split("/")[0] for name in wheel.namelist()}
+    assert {top for top in tops if not top.endswith(".dist-info")} == {"specgen"}
+
+
+def test_the_data_are_found_from_any_directory(wheel, tmp_path):
+    site, elsewhere = tmp_path / "site", tmp_path / "elsewhere"
+    wheel.extractall(site)
+    elsewhere.mkdir()
+    code = (
+        "from specgen.bundled import data_directory, eval_directory\n"
+        "from specgen.prompts import load_prompts\n"
+        "print(data_directory(), eval_directory(), len(load_prompts('bundled', data_path=None, num_prompts=3)[0]))\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(site)}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, cwd=elsewhere, env=environment)
+    assert done.stdout.split() == [f"{site}/specgen/data", f"{site}/specgen/eval", "3"]
+
+
+def files(directory: Path) -> list[Path]:
+    return [path for path in directory.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
