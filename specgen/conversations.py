@@ -1,6 +1,6 @@
 """Prompts become requests, answers become the context of the next turn, and both become rows of the results."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,12 +18,19 @@ class _Conversation:
 
 
 class Conversations:
-    """All prompts of a run; the engine is asked turn by turn."""
+    """All prompts of a run; the engine is asked turn by turn. ``reject`` is told of turns that cannot be asked."""
 
-    def __init__(self, prompts: Sequence[Prompt], tokenizer: Tokenizer, sampling: SamplingParams) -> None:
+    def __init__(
+        self,
+        prompts: Sequence[Prompt],
+        tokenizer: Tokenizer,
+        sampling: SamplingParams,
+        reject: Callable[[Rejected], None],
+    ) -> None:
         self._prompts = prompts
         self._tokenizer = tokenizer
         self._sampling = sampling
+        self._reject = reject
         self._open: dict[str, _Conversation] = {}
 
     @property
@@ -34,9 +41,11 @@ class Conversations:
         ]
 
     def first_turns(self) -> Iterator[Request]:
-        """A request for every prompt."""
+        """A request for every prompt that can be asked."""
         for prompt in self._prompts:
-            yield self._ask(_Conversation(prompt=prompt))
+            request = self._ask(_Conversation(prompt=prompt))
+            if request is not None:
+                yield request
 
     def follow_up(self, completion: Completion) -> Request | None:
         """The next turn of the conversation that ``answer`` has just taken a completion for, if it has one."""
@@ -67,9 +76,13 @@ class Conversations:
             row["error"] = completion.error
         return row
 
-    def _ask(self, conversation: _Conversation) -> Request:
+    def _ask(self, conversation: _Conversation) -> Request | None:
         prompt, turn = conversation.prompt, len(conversation.answers) + 1
-        conversation.asked, token_ids = prompt_ids(prompt, self._tokenizer, conversation.answers)
+        try:
+            conversation.asked, token_ids = prompt_ids(prompt, self._tokenizer, conversation.answers)
+        except ValueError as error:
+            self._reject(Rejected(id=turn_id(prompt, turn), reason=str(error)))
+            return None
         request = Request(
             id=turn_id(prompt, turn),
             prompt_token_ids=tuple(token_ids),

@@ -10,15 +10,20 @@ from specgen.config import require
 from specgen.events import Event, read, to_line
 
 
+def require_free(path: Path) -> None:
+    """``ValueError`` if ``path`` already holds something: results are never overwritten."""
+    require(not path.exists() or path.is_dir(), f"output {str(path)!r} is a file: name a directory")
+    require(
+        not path.exists() or not any(path.iterdir()),
+        f"output {str(path)!r} is not empty: name a new directory, or remove it first",
+    )
+
+
 class RunDirectory:
-    """Writes one run's files; ``ValueError`` if ``path`` already holds something, which is never overwritten."""
+    """Writes one run's files into ``path``, a new or empty directory."""
 
     def __init__(self, path: Path) -> None:
-        require(not path.is_file(), f"output {str(path)!r} is a file: name a directory")
-        require(
-            not path.exists() or not any(path.iterdir()),
-            f"output {str(path)!r} is not empty: name a new directory, or remove it first",
-        )
+        require_free(path)
         path.mkdir(parents=True, exist_ok=True)
         self.path = path
         self._completions = (path / "completions.jsonl").open("w", encoding="utf-8")

@@ -13,11 +13,11 @@ from specgen.build import Models, build_engine, load_models, resolve
 from specgen.checkpoint import fingerprint, open_checkpoint
 from specgen.config import EngineConfig, SamplingParams
 from specgen.conversations import Conversations, rejected_row
-from specgen.events import Event, Verified
+from specgen.events import Event, Finished, Submitted, Verified
 from specgen.prompts import Prompt, Rejected, load_prompts
 from specgen.provenance import manifest
 from specgen.report import Report, fold, fold_request
-from specgen.results import RunDirectory, write_json, write_text
+from specgen.results import RunDirectory, require_free, write_json, write_text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,8 +60,12 @@ class Progress(Protocol):
 def run(job: Job, output: Path | None, progress: Progress) -> Result:
     """Run ``job`` and leave its files in ``output``, or nowhere if None. ``ValueError`` for what cannot run."""
     config = resolve(job.engine)
+    if output is not None:
+        require_free(output)
     prompts, rejected = load_prompts(job.dataset, data_path=job.data_path, num_prompts=job.num_prompts)
     models = load_models(config)
+    if any(prompt.messages for prompt in prompts):
+        models.tokenizer.require_chat_template()
     settings = _settings(job, config, len(prompts))
     with _directory(output) as path:
         main = _generate(config, job.sampling, models, prompts, rejected, path, progress)
@@ -94,8 +98,6 @@ def _generate(
     path: Path,
     progress: Progress,
 ) -> RunDirectory:
-    conversations = Conversations(prompts, models.tokenizer, sampling)
-    directory = RunDirectory(path)
     steps: dict[str, list[Verified]] = defaultdict(list)
 
     def record(event: Event) -> None:
@@ -104,11 +106,18 @@ def _generate(
         if isinstance(event, Verified):
             steps[event.sequence].append(event)
 
-    ids = conversations.ids
-    progress.start("plain decoding" if config.num_spec_tokens == 0 else "EAGLE3", len(ids))
-    engine = build_engine(config, models, record)
-    for row in rejected:
+    def reject(row: Rejected) -> None:
+        record(Submitted(sequence=row.id, time=0.0, num_prompt_tokens=0))
+        record(Finished(sequence=row.id, time=0.0, reason="error", num_output_tokens=0))
         directory.add_completion(rejected_row(row))
+
+    engine = build_engine(config, models, record)
+    conversations = Conversations(prompts, models.tokenizer, sampling, reject)
+    ids = conversations.ids
+    directory = RunDirectory(path)
+    progress.start("plain decoding" if config.num_spec_tokens == 0 else "EAGLE3", len(ids) + len(rejected))
+    for row in rejected:
+        reject(row)
     for completion in engine.generate(conversations.first_turns(), conversations.follow_up):
         metrics = fold_request(steps.pop(completion.request.id, []), config.num_spec_tokens)
         directory.add_completion(conversations.answer(completion) | {"metrics": metrics.to_json()})
@@ -147,7 +156,8 @@ def _write_reports(
         | {"settings": settings},
     )
     write_json(path / "report.json", report.to_json())
-    write_text(path / "report.html", report_html.render(report.to_json(), settings, "specgen run"))
+    title = f"{Path(config.model).name} on {job.dataset}"
+    write_text(path / "report.html", report_html.render(report.to_json(), settings, title))
 
 
 def _settings(job: Job, config: EngineConfig, num_prompts: int) -> dict[str, str]:

@@ -78,6 +78,13 @@ class Tokenizer:
         ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
         return ids
 
+    def require_chat_template(self) -> None:
+        """``ValueError`` where there is no template to render chats with."""
+        require(
+            bool(self._pretrained.chat_template),
+            "the tokenizer has no chat template: use rows with a raw `prompt`, or add a chat_template.jinja to the model",
+        )
+
     def render_chat(self, messages: Sequence[Message]) -> str:
         """The text that the chat template makes of ``messages``, up to where the assistant answers.
 

@@ -1,0 +1,199 @@
+"""The whole job through the command line, on a random pair with a tokenizer: files, numbers, refusals."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from specgen import cli, events
+from specgen.report import fold
+from tests.tiny_checkpoints import write_head, write_target
+from tests.tiny_tokenizers import write_byte_level
+
+TURNS = [
+    {"question_id": 1, "category": "math", "turns": ["Tom has 12 apples.", "And now?"]},
+    {"question_id": 2, "category": "writing", "turns": ["Please stop here.", "Why?"]},
+    {"question_id": 3, "category": "math", "turns": ["5 bags", "6 bags"]},
+]
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("pair")
+    write_head(path / "drafter", write_target(path / "target", vocab_size=352), draft_vocab_size=100)
+    write_byte_level(path / "target")
+    return path
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    path = tmp_path / "question.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in TURNS))
+    return path
+
+
+def run(pair: Path, *arguments: object) -> Result:
+    """``specgen generate`` on the pair."""
+    models = ["--model", pair / "target", "--drafter", pair / "drafter"]
+    return call("generate", *models, "--max-new-tokens", 12, *arguments)
+
+
+def call(*arguments: object) -> Result:
+    """The command line as a user calls it: a ``ValueError`` becomes exit code 2 and one line."""
+    return CliRunner().invoke(cli.app, [str(argument) for argument in arguments])
+
+
+def rows(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_a_run_leaves_its_files_and_its_numbers_agree(pair: Path, data: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    result = run(
+        pair, "--dataset", "mt-bench", "--data-path", data, "--output", out, "--baseline", "--ignore-eos"
+    )
+    assert result.exit_code == 0, result.output
+    completions = rows(out / "completions.jsonl")
+    assert [row["id"] for row in completions] == ["1", "1/turn-2", "2", "2/turn-2", "3", "3/turn-2"]
+    assert {len(row["token_ids"]) for row in completions} == {12}
+    report = json.loads((out / "report.json").read_text())
+    assert report["total_num_output_tokens"] == 72
+    for name, total in (
+        ("num_draft_tokens", "num_draft_tokens"),
+        ("num_accepted_draft_tokens", "num_accepted_tokens"),
+        ("num_spec_steps", "num_drafts"),
+    ):
+        assert sum(row["metrics"][name] for row in completions) == report[total]
+    assert report["num_draft_tokens"] == 4 * report["num_drafts"]
+    assert set(report["categories"]) == {"math", "writing"}
+    assert set(report["turns"]) == {"1", "2"}
+    assert report["baseline"]["identical"] == 1.0
+    assert report["baseline"]["num_compared"] == 6
+    again = json.loads(json.dumps(fold(events.read(out / "events.jsonl"), num_spec_tokens=4).to_json()))
+    assert again["acceptance"] == report["acceptance"]
+    manifest = json.loads((out / "manifest.json").read_text())
+    assert manifest["engine"]["device"] in ("cpu", "cuda")
+    assert len(manifest["fingerprints"]["model"]) == 64
+    assert (out / "report.html").read_text().lower().startswith("<!doctype html>")
+    assert not list(out.glob("*.partial"))
+    assert "1.0" in result.stdout
+    assert "acceptance at token" in result.stdout
+    assert call("report", out).stdout.splitlines()[-3:] == result.stdout.split("\n\nFiles")[0].splitlines()[-3:]
+
+
+def test_the_second_turn_sees_the_first_answer(pair: Path, data: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    assert run(pair, "--dataset", "mt-bench", "--data-path", data, "--output", out).exit_code == 0
+    first, second = rows(out / "completions.jsonl")[:2]
+    assert first["prompt"] + first["text"] in second["prompt"]
+    assert "And now?" in second["prompt"].split(first["text"])[-1]
+    assert (first["turn"], second["turn"]) == (1, 2)
+
+
+def test_a_bad_row_is_a_record_and_the_rest_runs(pair: Path, tmp_path: Path) -> None:
+    own = tmp_path / "own.jsonl"
+    own.write_text(
+        '{"id": "a", "prompt": "Tom has"}\n'
+        '{"id": "b"}\n'
+        '{"id": "c", "prompt_token_ids": [5, 6, 400]}\n'
+        f'{{"id": "d", "prompt": "{"Tom " * 300}"}}\n'
+        '{"id": "e", "messages": [{"role": "user", "content": "Stop here"}]}\n'
+    )
+    out = tmp_path / "run"
+    result = run(pair, "--dataset", own, "--output", out, "--json")
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["num_errors"] == 3
+    reasons = {row["id"]: row.get("error", "") for row in rows(out / "completions.jsonl")}
+    assert set(reasons) == set("abcde")
+    assert not reasons["a"]
+    assert not reasons["e"]
+    assert "prompt" in reasons["b"]
+    assert "400" in reasons["c"]
+    assert "256" in reasons["d"]
+
+
+def test_a_stop_string_ends_the_text(pair: Path, tmp_path: Path) -> None:
+    own = tmp_path / "own.jsonl"
+    own.write_text('{"id": "a", "prompt": "Tom has 12 apples"}\n')
+    free, stopped = tmp_path / "free", tmp_path / "stopped"
+    assert run(pair, "--dataset", own, "--output", free, "--ignore-eos").exit_code == 0
+    text = rows(free / "completions.jsonl")[0]["text"]
+    stop = text[len(text) // 2 : len(text) // 2 + 2]
+    run(pair, "--dataset", own, "--output", stopped, "--ignore-eos", "--stop", stop)
+    row = rows(stopped / "completions.jsonl")[0]
+    assert row["text"] == text[: text.index(stop)]
+    assert row["finish_reason"] == "stop"
+
+
+def test_reports_of_runs_are_compared(pair: Path, data: Path, tmp_path: Path) -> None:
+    for batch in ("padded", "non-padded"):
+        arguments = ("--dataset", "mt-bench", "--data-path", data, "--drafter-batch", batch)
+        assert run(pair, *arguments, "--output", tmp_path / batch).exit_code == 0
+    result = call("report", tmp_path / "padded", tmp_path / "non-padded")
+    assert result.exit_code == 0
+    assert "non-padded" in result.stdout
+    both = json.loads(call("report", "--json", tmp_path / "padded", tmp_path / "non-padded").stdout)
+    padded, non_padded = both.values()
+    assert padded["acceptance"] == non_padded["acceptance"]
+    assert padded["rows"]["first_pass_wasted"] > non_padded["rows"]["first_pass_wasted"] == 0
+
+
+def test_plain_decoding_needs_no_drafter(pair: Path, data: Path) -> None:
+    arguments = ("--model", pair / "target", "--num-spec-tokens", 0, "--max-new-tokens", 4, "--json")
+    result = call("generate", *arguments, "--dataset", "mt-bench", "--data-path", data)
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["num_drafts"] == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--temperature", "-1"], ["temperature is -1"]),
+        (["--top-p", "0"], ["top-p is 0"]),
+        (["--num-spec-tokens", "99"], ["num-spec-tokens is 99"]),
+        (["--kv-memory", "lots"], ["'lots'", "512MiB"]),
+        (["--kv-memory", "1KiB"], ["1024 bytes", "raise"]),
+        (["--num-prompts", "0"], ["num-prompts is 0"]),
+        (["--dataset", "nothing-here"], ["nothing-here", "mt-bench"]),
+        (["--device", "tpu"], ["'tpu'", "cpu"]),
+        (["--model", "no/such/dir/here"], ["no/such/dir/here"]),
+    ],
+)
+def test_bad_input_is_one_line(pair: Path, tmp_path: Path, arguments: list[str], words: list[str]) -> None:
+    out = tmp_path / "run"
+    result = run(pair, *arguments, "--output", out)
+    assert isinstance(result.exception, ValueError)
+    message = str(result.exception)
+    assert "\n" not in message
+    assert all(word in message for word in words), message
+    assert not out.exists()
+
+
+def test_an_old_run_is_never_overwritten(pair: Path, data: Path, tmp_path: Path) -> None:
+    (tmp_path / "kept.txt").write_text("mine")
+    result = run(pair, "--dataset", "mt-bench", "--data-path", data, "--output", tmp_path)
+    assert "is not empty" in str(result.exception)
+    assert (tmp_path / "kept.txt").read_text() == "mine"
+
+
+def test_exit_code_two_and_no_traceback(
+    pair: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["specgen", "generate", "--min-p", "2"])
+    with pytest.raises(SystemExit) as exited:
+        cli.main()
+    assert exited.value.code == 2
+    assert capsys.readouterr().err == "specgen: min-p is 2.0: use a share in [0, 1]; 0 switches it off\n"
+
+
+def test_the_options_are_a_decision() -> None:
+    """A new option is added here as well."""
+    command = next(c for c in cli.app.registered_commands if c.callback is cli.generate)
+    assert command.callback is not None
+    assert sorted(command.callback.__annotations__) == sorted(
+        "model drafter dataset data_path num_prompts num_spec_tokens drafter_batch draft_sampling "
+        "max_new_tokens temperature top_p top_k min_p seed stop ignore_eos max_batch_size "
+        "max_prefill_tokens kv_memory device dtype attention output baseline as_json return".split()
+    )
