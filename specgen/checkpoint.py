@@ -92,11 +92,11 @@ def load_drafter(
     checkpoint: Checkpoint, target: Llama, dtype: torch.dtype, device: torch.device
 ) -> Eagle3Head:
     """The head with weights of ``dtype`` on ``device``; ``ValueError`` also where it does not fit ``target``."""
+    prefixes = TensorPrefixes.of(checkpoint.tensors.keys())
     config = drafter_config(checkpoint, target.config.num_layers)
     for reason in misfits(target.config, config):
         raise ValueError(f"{checkpoint.name} cannot draft for this target: {reason}")
     ids = draft_to_target(checkpoint, config).to(device)
-    prefixes = TensorPrefixes.of(checkpoint.tensors.keys())
     reader = TensorReader(checkpoint=checkpoint, dtype=dtype, device=device)
     head = Eagle3Head.build(config, prefixes, reader.take, target.embedding, ids, bind_ops(device, dtype))
     reader.finish(IGNORED_TENSORS)

@@ -75,6 +75,7 @@ def write_head(
     target: TargetConfig,
     dialect: Literal["eagle", "speculators"] = "eagle",
     *,
+    hidden_size: int | None = None,
     draft_vocab_size: int | None = 48,
     aux_layer_ids: list[int] | None = None,
     aux_at: Literal["top", "eagle_config"] = "top",
@@ -90,35 +91,37 @@ def write_head(
     changed: dict[str, torch.Tensor | None] | None = None,
     changed_config: dict[str, Any] | None = None,
 ) -> None:
-    """Write a random head for ``target``. ``draft_vocab_size`` None is the full vocabulary, without d2t.
+    """Write a random head for ``target``, as wide as it unless ``hidden_size`` says otherwise.
+
+    ``draft_vocab_size`` None is the full vocabulary, without d2t.
 
     ``changed`` replaces, adds or (None) removes tensors at the end, ``changed_config`` top-level settings: for
     checkpoints that must be refused.
     """
     torch.manual_seed(seed)
-    tensors = _head_tensors(target, "midlayer." if dialect == "eagle" else "layers.0.", std)
-    vocab = draft_vocab_size or target.vocab_size
-    tensors["lm_head.weight"] = torch.randn(vocab, target.hidden_size) * std
+    width, num_features = hidden_size or target.hidden_size, len(aux_layer_ids or (0, 0, 0))
+    prefix = "midlayer." if dialect == "eagle" else "layers.0."
+    tensors = _head_tensors(target, width, num_features, prefix, std)
+    tensors["lm_head.weight"] = torch.randn(draft_vocab_size or target.vocab_size, width) * std
     if draft_vocab_size is not None:
         tensors |= vocabulary_map(target.vocab_size, draft_vocab_size)
     if qk_norm:
-        prefix = "midlayer." if dialect == "eagle" else "layers.0."
         for name in ("q_norm", "k_norm"):
             tensors[f"{prefix}self_attn.{name}.weight"] = 1 + 0.2 * torch.randn(target.head_dim)
     if norm_before_fc:
-        tensors["input_norm.weight"] = 1 + 0.2 * torch.randn(3 * target.hidden_size)
+        tensors["input_norm.weight"] = 1 + 0.2 * torch.randn(num_features * target.hidden_size)
     if fc_norm:
-        for i in range(3):
+        for i in range(num_features):
             tensors[f"fc_norm.{i}.weight"] = 1 + 0.2 * torch.randn(target.hidden_size)
     if own_embedding:
-        tensors["embed_tokens.weight"] = torch.randn(target.vocab_size, target.hidden_size) * std
+        tensors["embed_tokens.weight"] = torch.randn(target.vocab_size, width) * std
     flags = {
         "norm_before_residual": norm_before_residual,
         "norm_before_fc": norm_before_fc,
         "fc_norm": fc_norm,
         "norm_output": norm_output,
     }
-    config = _head_config(target, dialect, qk_norm) | {name: True for name, on in flags.items() if on}
+    config = _head_config(target, width, dialect, qk_norm) | {name: True for name, on in flags.items() if on}
     if draft_vocab_size is not None:
         config["draft_vocab_size"] = draft_vocab_size
     if aux_layer_ids is not None:
@@ -141,11 +144,13 @@ def vocabulary_map(vocab_size: int, draft_vocab_size: int) -> dict[str, torch.Te
     return {"d2t": chosen - torch.arange(draft_vocab_size), "t2d": mask}
 
 
-def _head_tensors(target: TargetConfig, prefix: str, std: float) -> dict[str, torch.Tensor]:
-    hidden, intermediate = target.hidden_size, target.intermediate_size
+def _head_tensors(
+    target: TargetConfig, hidden: int, num_features: int, prefix: str, std: float
+) -> dict[str, torch.Tensor]:
+    intermediate = target.intermediate_size
     q_rows, kv_rows = target.num_heads * target.head_dim, target.num_kv_heads * target.head_dim
     shapes = {
-        "fc": (hidden, 3 * hidden),
+        "fc": (hidden, num_features * target.hidden_size),
         f"{prefix}self_attn.q_proj": (q_rows, 2 * hidden),
         f"{prefix}self_attn.k_proj": (kv_rows, 2 * hidden),
         f"{prefix}self_attn.v_proj": (kv_rows, 2 * hidden),
@@ -160,11 +165,12 @@ def _head_tensors(target: TargetConfig, prefix: str, std: float) -> dict[str, to
     return tensors | {"norm.weight": 1 + 0.2 * torch.randn(hidden)}
 
 
-def _head_config(target: TargetConfig, dialect: str, qk_norm: bool) -> dict[str, Any]:
+def _head_config(target: TargetConfig, hidden: int, dialect: str, qk_norm: bool) -> dict[str, Any]:
+    other = {} if hidden == target.hidden_size else {"target_hidden_size": target.hidden_size}
     layer = {
         "model_type": "qwen3" if qk_norm else "llama",
         "vocab_size": target.vocab_size,
-        "hidden_size": target.hidden_size,
+        "hidden_size": hidden,
         "intermediate_size": target.intermediate_size,
         "num_hidden_layers": 1,
         "num_attention_heads": target.num_heads,
@@ -176,8 +182,8 @@ def _head_config(target: TargetConfig, dialect: str, qk_norm: bool) -> dict[str,
         "hidden_act": "silu",
     }
     if dialect == "eagle":
-        return layer | {"architectures": ["LlamaForCausalLMEagle3"], "dtype": "float32"}
-    return {
+        return layer | other | {"architectures": ["LlamaForCausalLMEagle3"], "dtype": "float32"}
+    return other | {
         "architectures": ["Eagle3Speculator"],
         "speculators_model_type": "eagle3",
         "speculators_config": {"algorithm": "eagle3", "verifier": {"architectures": [target.architecture]}},

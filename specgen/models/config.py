@@ -129,6 +129,11 @@ class Eagle3Config:
             f"the head has {self.num_layers} decoder layers: only heads of one layer are supported",
         )
 
+    @property
+    def num_features(self) -> int:
+        """How many of the target's hidden states are fused; three by default."""
+        return len(self.aux_layers) or 3
+
     @classmethod
     def from_hf(cls, config: Raw, tensors: Set[str], num_target_layers: int | None) -> "Eagle3Config":
         """Read a head's ``config.json``.
@@ -136,6 +141,8 @@ class Eagle3Config:
         ``tensors``, the names in its checkpoint, alone tell whether it has q/k norms and its own embedding;
         the default aux layers depend on ``num_target_layers``.
         """
+        kind = config.get("speculators_model_type", "eagle3")
+        require(kind == "eagle3", f"the head is of type {kind!r}: only 'eagle3' is supported")
         layer = _section(config, "transformer_layer_config") or config
         nested = _section(config, "eagle_config")
         require(

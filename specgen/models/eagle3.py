@@ -79,7 +79,7 @@ class Eagle3Head:
         """Take every tensor of the head; the embedding is ``target_embedding`` unless the head has its own."""
         root, layer, hidden = prefixes.root, prefixes.layer, config.hidden_size
         own = config.own_embedding
-        width = len(config.aux_layers) * config.target_hidden_size
+        width = config.num_features * config.target_hidden_size
 
         def norm(name: str) -> Map:
             return ops.rms_norm(take(name, (hidden,)), config.rms_norm_eps)
@@ -90,7 +90,7 @@ class Eagle3Head:
             if own
             else target_embedding,
             feature_norm=_feature_norm(config, root, take, ops),
-            feature_parts=len(config.aux_layers) if config.fc_norm else 1,
+            feature_parts=config.num_features if config.fc_norm else 1,
             fc=ops.linear(take(root + "fc.weight", (hidden, width))),
             input_norm=norm(layer + "input_layernorm.weight"),
             hidden_norm=norm(layer + "hidden_norm.weight"),
@@ -168,7 +168,7 @@ def vocabulary_map(config: Eagle3Config, d2t: Tensor | None, t2d: Tensor | None)
 
 
 def _feature_norm(config: Eagle3Config, root: str, take: Take, ops: Ops) -> Map | None:
-    count, width = len(config.aux_layers), config.target_hidden_size
+    count, width = config.num_features, config.target_hidden_size
     if config.norm_before_fc:
         return ops.rms_norm(take(root + "input_norm.weight", (count * width,)), config.rms_norm_eps)
     if config.fc_norm:
