@@ -1,4 +1,4 @@
-"""The composition root: a configuration becomes weights, caches, backend, drafter and engine; ``auto`` is resolved here and nowhere else."""
+"""The composition root: a configuration becomes an engine, and ``auto`` is resolved, here and nowhere else."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace

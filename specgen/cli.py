@@ -4,7 +4,7 @@ import json
 import sys
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -242,9 +242,9 @@ def generate(
         return
     from specgen import tables
 
-    if result.sample is not None:
-        print(_sample(result.sample))
-    print(tables.render(result.report.to_json(), result.settings))
+    for asked, answered in result.samples:
+        print(f"Prompt:\n{_indented(asked)}\nAnswer:\n{_indented(answered)}\n")
+    print(tables.render(result.report.to_json(), result.settings), end="")
     if output is not None:
         print(f"\nFiles are in {output}; open {output / 'report.html'} in a browser.")
 
@@ -265,9 +265,9 @@ def report(
         reports = {name: numbers for name, numbers, _ in runs}
         print(json.dumps(reports if len(runs) > 1 else runs[0][1]))
     elif len(runs) == 1:
-        print(tables.render(runs[0][1], runs[0][2].get("settings", {})))
+        print(tables.render(runs[0][1], runs[0][2].get("settings", {})), end="")
     else:
-        print(tables.compare([(name, numbers) for name, numbers, _ in runs]))
+        print(tables.compare([(name, numbers) for name, numbers, _ in runs]), end="")
 
 
 @app.command()
@@ -317,16 +317,10 @@ def _bytes(text: str) -> int:
     return int(float(number) * units[unit])
 
 
-def _sample(row: dict[str, Any]) -> str:
-    """One completion, to see what the text is like."""
-    text = row.get("error") or row["text"]
-    return (
-        f"── {row['id']} "
-        + "─" * 20
-        + f"\n{row['prompt'].strip()}\n── answer "
-        + "─" * 20
-        + f"\n{text.strip()}\n"
-    )
+def _indented(text: str) -> str:
+    """``text`` with its lines two places in, cut to what fits a screen."""
+    short = text.strip() if len(text) <= 600 else text[:600].strip() + " ..."
+    return "  " + "\n  ".join(short.splitlines())
 
 
 class _Bar:

@@ -1,7 +1,7 @@
 """Drafting with an EAGLE3 head: what the target has confirmed goes in, K drafts a sequence come out.
 
 Prefill and verify end in the same ``Outcome``, so drafting has one entry. Rows follow EAGLE3 (Li et al., 2025):
-ids are shifted left by one and positions are not, so the feature at p and the token at p + 1 predict the token at p + 2.
+ids are shifted left by one and positions are not: the feature at p and the token at p + 1 predict the token at p + 2.
 """
 
 from collections.abc import Sequence
@@ -141,7 +141,7 @@ class DraftChoice(Protocol):
     def choose(
         self, logits: Tensor, positions: Tensor, sampling: SamplingBatch
     ) -> tuple[Tensor, Tensor | None]:
-        """Logits ``[B, Vd]`` and the drafts' positions ``[B]`` -> draft ids ``[B]``, probabilities ``[B, Vd]`` if sampled."""
+        """From logits ``[B, Vd]`` at the drafts' positions ``[B]``: draft ids ``[B]``, and probabilities if sampled."""
         ...
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from specgen import report_html
 from specgen.build import Models, build_engine, load_models, resolve
@@ -38,7 +38,7 @@ class Result:
 
     report: Report
     settings: dict[str, str]
-    sample: dict[str, Any] | None  # one completion, to show
+    samples: list[tuple[str, str]]  # what was asked and answered first, to show
 
 
 class Progress(Protocol):
@@ -76,7 +76,7 @@ def run(job: Job, output: Path | None, progress: Progress) -> Result:
             identical, compared = _identical(main, base)
             report = report.with_baseline(fold(base.events(), num_spec_tokens=0), identical, compared)
         _write_reports(path, job, config, report, settings)
-        return Result(report=report, settings=settings, sample=next(main.completions(), None))
+        return Result(report=report, settings=settings, samples=_samples(main, prompts))
 
 
 @contextmanager
@@ -124,6 +124,12 @@ def _generate(
     directory.close(ids)
     progress.finish()
     return directory
+
+
+def _samples(directory: RunDirectory, prompts: list[Prompt], count: int = 2) -> list[tuple[str, str]]:
+    """The first prompts and their answers, or why there is none."""
+    answers = {row["id"]: row.get("error") or row["text"] for row in directory.completions()}
+    return [(prompt.last_words, answers[prompt.id]) for prompt in prompts[:count]]
 
 
 def _identical(main: RunDirectory, base: RunDirectory) -> tuple[float, int]:

@@ -48,7 +48,10 @@ def request_seed(seed: int, request_id: str) -> int:
 
 
 def uniform(seeds: Tensor, positions: Tensor, purpose: int) -> Tensor:
-    """Uniform float32 in [0, 1) for seeds ``[B]`` and positions ``[B, ...]``: SplitMix64 (Steele et al., 2014) in counter mode."""
+    """Uniform float32 in [0, 1) for seeds ``[B]`` and positions ``[B, ...]``.
+
+    SplitMix64 (Steele et al., 2014) in counter mode.
+    """
     counter = positions * 4 + purpose
     seeds = seeds.view(-1, *[1] * (positions.dim() - 1))
     return (_mix(_mix(seeds) + counter * -0x61C8864680B583EB) >> 40 & 0xFFFFFF).to(torch.float32) / (1 << 24)
@@ -84,7 +87,7 @@ def draft_probs(logits: Tensor, batch: SamplingBatch) -> Tensor:
 
 
 def _keep_top(probs: Tensor, batch: SamplingBatch) -> Tensor:
-    """Zero all but the ``top_k`` likeliest tokens, then all but the fewest whose share of the rest reaches ``top_p``."""
+    """Zero all but the ``top_k`` likeliest tokens, then all but the fewest that make up ``top_p`` of the rest."""
     ordered, order = probs.sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(probs.shape[-1], device=probs.device)
     top_k = torch.where(batch.top_k > 0, batch.top_k, probs.shape[-1])[:, None, None]
@@ -96,7 +99,7 @@ def _keep_top(probs: Tensor, batch: SamplingBatch) -> Tensor:
 
 
 def draw(weights: Tensor, u: Tensor) -> Tensor:
-    """One index a row from unnormalised ``weights`` ``[..., V]`` by inverting their running sum at ``u`` ``[...]`` in [0, 1)."""
+    """One index a row from unnormalised ``weights`` ``[..., V]``, by inverting their running sum at ``u`` ``[...]``."""
     cumulative = weights.cumsum(-1)
     total = cumulative[..., -1]
     # u * total may round up to total, past the last index: step back below it

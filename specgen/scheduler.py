@@ -108,7 +108,7 @@ class Scheduler:
         return preempted
 
     def _preempt(self) -> Sequence:
-        """Send the youngest sequence back to the head of the queue; one still prefilling is younger than any running."""
+        """Send the youngest sequence back to the head of the queue; those still prefilling are the youngest."""
         victim = (self.prefilling or self.running).pop()
         self._allocator.release(victim.pages)
         victim.num_computed = 0

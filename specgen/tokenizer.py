@@ -82,7 +82,7 @@ class Tokenizer:
         """``ValueError`` where there is no template to render chats with."""
         require(
             bool(self._pretrained.chat_template),
-            "the tokenizer has no chat template: use rows with a raw `prompt`, or add a chat_template.jinja to the model",
+            "the tokenizer has no chat template: use rows with a raw `prompt`, or add chat_template.jinja to the model",
         )
 
     def render_chat(self, messages: Sequence[Message]) -> str:

@@ -80,7 +80,7 @@ def test_a_run_leaves_its_files_and_its_numbers_agree(pair: Path, data: Path, tm
     assert not list(out.glob("*.partial"))
     assert "1.0" in result.stdout
     assert "acceptance at token" in result.stdout
-    assert call("report", out).stdout.splitlines()[-3:] == result.stdout.split("\n\nFiles")[0].splitlines()[-3:]
+    assert call("report", out).stdout.strip() in result.stdout
 
 
 def test_the_second_turn_sees_the_first_answer(pair: Path, data: Path, tmp_path: Path) -> None:
@@ -193,7 +193,32 @@ def test_the_options_are_a_decision() -> None:
     command = next(c for c in cli.app.registered_commands if c.callback is cli.generate)
     assert command.callback is not None
     assert sorted(command.callback.__annotations__) == sorted(
-        "model drafter dataset data_path num_prompts num_spec_tokens drafter_batch draft_sampling "
-        "max_new_tokens temperature top_p top_k min_p seed stop ignore_eos max_batch_size "
-        "max_prefill_tokens kv_memory device dtype attention output baseline as_json return".split()
+        [
+            "model",
+            "drafter",
+            "dataset",
+            "data_path",
+            "num_prompts",
+            "num_spec_tokens",
+            "drafter_batch",
+            "draft_sampling",
+            "max_new_tokens",
+            "temperature",
+            "top_p",
+            "top_k",
+            "min_p",
+            "seed",
+            "stop",
+            "ignore_eos",
+            "max_batch_size",
+            "max_prefill_tokens",
+            "kv_memory",
+            "device",
+            "dtype",
+            "attention",
+            "output",
+            "baseline",
+            "as_json",
+            "return",
+        ]
     )

@@ -51,6 +51,6 @@ class Attend:
         self._slots = layout.slots
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q ``[rows, num_heads, head_dim]``, k and v ``[rows, num_kv_heads, head_dim]`` -> ``[rows, num_heads * head_dim]``."""
+        """q ``[rows, num_heads, head_dim]``, k and v ``[rows, num_kv_heads, head_dim]``; see ``Kernel``."""
         self._cache.write(layer, self._slots, k, v)
         return self._kernel(q, *self._cache.pages(layer))

@@ -12,13 +12,18 @@ class Prompt:
     """One row of a data set; exactly one of ``messages``, ``text`` and ``token_ids`` is given."""
 
     id: str
-    messages: tuple[
-        Message, ...
-    ] = ()  # opening messages, rendered by the chat template; the last is the user's
+    messages: tuple[Message, ...] = ()  # opening messages; the last is the user's
     text: str | None = None  # raw text, tokenized as it is
     token_ids: tuple[int, ...] = ()  # already tokenized
     follow_ups: tuple[str, ...] = ()  # later user turns, each asked with the answers before it in context
     category: str | None = None
+
+    @property
+    def last_words(self) -> str:
+        """What is asked, to show a person: the newest message, without the template around it."""
+        if self.messages:
+            return self.messages[-1].content
+        return self.text if self.text is not None else f"{len(self.token_ids)} token ids"
 
 
 @dataclass(frozen=True, kw_only=True)
