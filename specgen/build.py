@@ -22,7 +22,7 @@ from specgen.drafting import (
 from specgen.engine import Engine
 from specgen.events import Event
 from specgen.kv_cache import KVCache, PageAllocator
-from specgen.models.config import Eagle3Config, TargetConfig
+from specgen.models.config import Eagle3Config, TargetConfig, kv_bytes_per_token
 from specgen.models.eagle3 import Eagle3Head
 from specgen.models.llama import Llama
 from specgen.scheduler import Scheduler
@@ -107,9 +107,10 @@ def num_pages(config: EngineConfig, models: Models) -> int:
 
     ``ValueError`` if ``kv_memory`` does not hold a single page.
     """
-    token_bytes = kv_bytes_per_token(models.target.config, _DTYPES[config.dtype])
+    width = _DTYPES[config.dtype].itemsize
+    token_bytes = kv_bytes_per_token(models.target.config, width)
     if models.head is not None:
-        token_bytes += kv_bytes_per_token(models.head.config, _DTYPES[config.dtype])
+        token_bytes += kv_bytes_per_token(models.head.config, width)
     page_bytes = config.page_size * token_bytes
     memory = config.kv_memory if config.kv_memory is not None else _default_memory(config)
     affordable = memory // page_bytes
@@ -119,11 +120,6 @@ def num_pages(config: EngineConfig, models: Models) -> int:
     )
     longest = models.target.config.max_positions + config.num_spec_tokens + 1
     return min(affordable, config.max_batch_size * -(-longest // config.page_size))
-
-
-def kv_bytes_per_token(config: TargetConfig | Eagle3Config, dtype: torch.dtype) -> int:
-    """Bytes of keys and values that one position takes."""
-    return 2 * config.num_layers * config.num_kv_heads * config.head_dim * dtype.itemsize
 
 
 def _default_memory(config: EngineConfig) -> int:

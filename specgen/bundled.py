@@ -7,16 +7,7 @@ _PACKAGE = Path(__file__).resolve().parent
 
 def data_directory() -> Path:
     """The directory with ``prompts/`` (the bundled prompts) and ``demo/`` (the bundled model pair)."""
-    return _find("data")
-
-
-def eval_directory() -> Path:
-    """The directory with the evaluation definitions."""
-    return _find("eval")
-
-
-def _find(name: str) -> Path:
-    for directory in (_PACKAGE / name, _PACKAGE.parent / name):
+    for directory in (_PACKAGE / "data", _PACKAGE.parent / "data"):
         if directory.is_dir():
             return directory
-    raise ValueError(f"the bundled {name}/ is not in {_PACKAGE} or beside it: install specgen again")
+    raise ValueError(f"the bundled data/ is not in {_PACKAGE} or beside it: install specgen again")

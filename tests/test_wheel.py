@@ -33,8 +33,7 @@ def wheel(tmp_path_factory) -> zipfile.ZipFile:
 
 def test_all_data_and_code_are_inside(wheel):
     names = set(wheel.namelist())
-    for name in ("data", "eval"):
-        assert names >= {f"specgen/{file.relative_to(ROOT)}" for file in files(ROOT / name)}
+    assert names >= {f"specgen/{file.relative_to(ROOT)}" for file in files(ROOT / "data")}
     assert names >= {str(file.relative_to(ROOT)) for file in files(ROOT / "specgen") if file.suffix == ".py"}
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
 
@@ -49,14 +48,14 @@ def test_the_data_are_found_from_any_directory(wheel, tmp_path):
     wheel.extractall(site)
     elsewhere.mkdir()
     code = (
-        "from specgen.bundled import data_directory, eval_directory\n"
+        "from specgen.bundled import data_directory\n"
         "from specgen.prompts import load_prompts\n"
-        "print(data_directory(), eval_directory(), len(load_prompts('bundled', data_path=None, num_prompts=3)[0]))\n"
+        "print(data_directory(), len(load_prompts('bundled', data_path=None, num_prompts=3)[0]))\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(site)}
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, check=True, capture_output=True, text=True, cwd=elsewhere, env=environment)
-    assert done.stdout.split() == [f"{site}/specgen/data", f"{site}/specgen/eval", "3"]
+    assert done.stdout.split() == [f"{site}/specgen/data", "3"]
 
 
 def files(directory: Path) -> list[Path]:
