@@ -1,0 +1,189 @@
+"""Acceptance of drafts, of one request and of many added up, by draft position."""
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from specgen.config import require
+from specgen.events import Verified
+from specgen.intervals import Interval, Ratio
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestMetrics:
+    """The speculation of one request; fields as in vLLM's ``RequestSpecDecodeMetrics``.
+
+    Only steps with drafts count; the two rates are None without any. ``num_spec_tokens`` is the draft length
+    asked for.
+    """
+
+    mean_acceptance_length: float | None
+    draft_acceptance_rate: float | None
+    acceptance_histogram: tuple[int, ...]  # [K + 1]: steps that accepted exactly j drafts
+    num_spec_steps: int
+    num_accepted_draft_tokens: int
+    num_draft_tokens: int
+    num_spec_tokens: int
+    per_step_accepted: tuple[int, ...]  # [num_spec_steps]
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields under their names."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Position:
+    """Acceptance of the draft at one position; rates and intervals are None where no step tells.
+
+    ``rate`` (joint) is ``accepted / drafted``: the steps that accepted more than ``position`` drafts
+    among those that drafted more. ``conditional`` is ``accepted / reached``: among those that also
+    accepted all earlier ones.
+    """
+
+    position: int
+    drafted: int
+    reached: int
+    accepted: int
+    rate: float | None
+    ci95: Interval | None
+    conditional: float | None
+    conditional_ci95: Interval | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Speculation:
+    """Counters and acceptance of a set of requests; ``mean_acceptance_length`` is pooled over their steps.
+
+    ``num_drafts`` counts the steps with drafts, ``num_accepted_tokens`` what the verifier confirmed, also
+    past the end of a text. Intervals (95 %) take requests, not steps, as independent: see
+    ``intervals.Ratio``.
+    """
+
+    num_requests: int
+    total_num_output_tokens: int
+    num_drafts: int
+    num_draft_tokens: int
+    num_accepted_tokens: int
+    mean_acceptance_length: float | None
+    mean_acceptance_length_ci95: Interval | None
+    mean_acceptance_length_per_request: float | None
+    draft_acceptance_rate: float | None
+    acceptance: tuple[Position, ...]  # [K]
+    acceptance_histogram: tuple[int, ...]  # [K + 1]: steps that accepted exactly j drafts
+
+
+class StepCounts:
+    """The verify steps of one request, by draft position: lists of ``[K]``, the histogram ``[K + 1]``."""
+
+    def __init__(self, num_spec_tokens: int) -> None:
+        self.drafted = [0] * num_spec_tokens
+        self.reached = [0] * num_spec_tokens
+        self.accepted = [0] * num_spec_tokens
+        self.histogram = [0] * (num_spec_tokens + 1)
+
+    def add(self, step: Verified) -> None:
+        """Count one step; ``ValueError`` for one that cannot be of this run."""
+        drafted, most = len(step.drafts), len(self.drafted)
+        require(
+            drafted <= most,
+            f"a step of {step.sequence!r} has {drafted} drafts where {most} were asked for: give the run's K",
+        )
+        require(
+            0 <= step.accepted <= drafted,
+            f"a step of {step.sequence!r} accepted {step.accepted} of {drafted} drafts: broken, run again",
+        )
+        if drafted == 0:
+            return
+        for position in range(drafted):
+            self.drafted[position] += 1
+            self.reached[position] += step.accepted >= position
+            self.accepted[position] += step.accepted > position
+        self.histogram[step.accepted] += 1
+
+    @property
+    def num_steps(self) -> int:
+        """Steps with drafts."""
+        return sum(self.histogram)
+
+
+def fold_request(verified: Iterable[Verified], num_spec_tokens: int) -> RequestMetrics:
+    """The metrics of one request from its steps; ``ValueError`` for one that drafted more than asked for."""
+    counts = StepCounts(num_spec_tokens)
+    per_step = []
+    for step in verified:
+        counts.add(step)
+        if step.drafts:
+            per_step.append(step.accepted)
+    drafted, accepted = sum(counts.drafted), sum(per_step)
+    return RequestMetrics(
+        mean_acceptance_length=1 + accepted / len(per_step) if per_step else None,
+        draft_acceptance_rate=accepted / drafted if drafted else None,
+        acceptance_histogram=tuple(counts.histogram),
+        num_spec_steps=len(per_step),
+        num_accepted_draft_tokens=accepted,
+        num_draft_tokens=drafted,
+        num_spec_tokens=num_spec_tokens,
+        per_step_accepted=tuple(per_step),
+    )
+
+
+class RequestSum:
+    """Requests added up, in memory that grows with the draft length only."""
+
+    def __init__(self, num_spec_tokens: int) -> None:
+        self._num_requests = 0
+        self._num_tokens = 0
+        self._sum_of_means = 0.0
+        self._length = Ratio()  # accepted drafts by step
+        self._joint = [Ratio() for _ in range(num_spec_tokens)]
+        self._conditional = [Ratio() for _ in range(num_spec_tokens)]
+        self._histogram = [0] * (num_spec_tokens + 1)
+
+    def add(self, counts: StepCounts, num_tokens: int) -> None:
+        """Count one request of ``num_tokens`` output tokens."""
+        steps, accepted = counts.num_steps, sum(counts.accepted)
+        self._num_requests += 1
+        self._num_tokens += num_tokens
+        self._sum_of_means += 1 + accepted / steps if steps else 0.0
+        self._length.add(accepted, steps)
+        for position, hits in enumerate(counts.accepted):
+            self._joint[position].add(hits, counts.drafted[position])
+            self._conditional[position].add(hits, counts.reached[position])
+        self._histogram = [a + b for a, b in zip(self._histogram, counts.histogram, strict=True)]
+
+    def result(self) -> Speculation:
+        """The counters and rates of what was added so far."""
+        length, drafted = self._length, sum(ratio.trials for ratio in self._joint)
+        return Speculation(
+            num_requests=self._num_requests,
+            total_num_output_tokens=self._num_tokens,
+            num_drafts=length.trials,
+            num_draft_tokens=drafted,
+            num_accepted_tokens=length.hits,
+            mean_acceptance_length=None if length.rate is None else 1 + length.rate,
+            mean_acceptance_length_ci95=self._length_interval(),
+            mean_acceptance_length_per_request=self._sum_of_means / length.groups if length.groups else None,
+            draft_acceptance_rate=length.hits / drafted if drafted else None,
+            acceptance=tuple(self._position(position) for position in range(len(self._joint))),
+            acceptance_histogram=tuple(self._histogram),
+        )
+
+    def _length_interval(self) -> Interval | None:
+        interval = self._length.mean_interval()
+        if interval is None:
+            return None
+        # A step yields between 1 and K + 1 tokens, whatever the approximation says.
+        return 1 + max(0.0, interval[0]), 1 + min(float(len(self._joint)), interval[1])
+
+    def _position(self, position: int) -> Position:
+        joint, conditional = self._joint[position], self._conditional[position]
+        return Position(
+            position=position,
+            drafted=joint.trials,
+            reached=conditional.trials,
+            accepted=joint.hits,
+            rate=joint.rate,
+            ci95=joint.share_interval(),
+            conditional=conditional.rate,
+            conditional_ci95=conditional.share_interval(),
+        )

@@ -1,0 +1,156 @@
+"""The charts of a report as inline SVG: acceptance by position, accepted drafts by step, lengths by group."""
+
+from collections.abc import Mapping, Sequence
+from html import escape
+from typing import Any
+
+from specgen.display import between, clip, hundredths, percent, plain
+
+_WIDTH = 400  # of the view box; the page scales it to 0.8 to 1.4 of that, so text stays readable
+_LEFT, _RIGHT, _TOP, _BOTTOM = 48, 12, 14, 40  # margins of a plot
+_HEIGHT = 250
+_GROUP_LEFT, _GROUP_ROW, _GROUP_NAME = 132, 26, 17
+_MANY = 9  # columns from which on labels lose their decimal
+
+
+def acceptance_chart(positions: Sequence[Mapping[str, Any]]) -> str:
+    """Joint and conditional acceptance over the position of the draft, each rate with its 95 % interval."""
+    curves = [
+        _curve("second", positions, "conditional", "conditional_ci95", 4),
+        _curve("first", positions, "rate", "ci95", -4),
+    ]
+    ticks = [_column_label(_column(i, len(positions)), str(i)) for i in range(len(positions))]
+    description = "; ".join(f"token {row['position']}: joint {percent(row['rate'])}" for row in positions)
+    body = [_percent_grid(1.0), *ticks, _axis_label("position of the draft (token i)"), *curves]
+    return _svg("acceptance", "Acceptance by draft position", description, _HEIGHT, body)
+
+
+def histogram_chart(steps: Sequence[int]) -> str:
+    """The share of the verify steps that accepted j drafts, which ``steps[j]`` did."""
+    shares = [number / max(sum(steps), 1) for number in steps]
+    top = _round_up(max(shares))
+    width = 0.62 * _span() / len(shares)
+    body = [_percent_grid(top), _axis_label("drafts accepted in a step")]
+    for j, share in enumerate(shares):
+        x, y = _column(j, len(shares)), _height(share / top)
+        label = hundredths(share) if len(shares) < _MANY else f"{100 * share:.0f}"
+        body += [
+            f'<rect class="fill" x="{x - width / 2:.1f}" y="{y:.1f}" width="{width:.1f}" '
+            f'height="{_height(0) - y:.1f}"><title>{j} accepted: {percent(share)} of steps</title></rect>',
+            f'<text class="value" text-anchor="middle" x="{x:.1f}" y="{y - 4:.1f}">{label}</text>',
+            _column_label(x, str(j)),
+        ]
+    description = "; ".join(f"{j} accepted: {percent(share)}" for j, share in enumerate(shares))
+    return _svg("histogram", "Verify steps by accepted drafts", description, _HEIGHT, body)
+
+
+def length_chart(kind: str, groups: Mapping[str, Mapping[str, Any]]) -> str:
+    """The mean acceptance length of each group, with its 95 % interval, as a bar from 1: plain decoding."""
+    most = len(next(iter(groups.values()))["acceptance"]) + 1
+    bottom = len(groups) * _GROUP_ROW + 6
+    body = [_length_grid(most, bottom)]
+    for row, (label, group) in enumerate(groups.items()):
+        body += _length_bar(label, group, most, row * _GROUP_ROW + 6)
+    description = "; ".join(
+        f"{label}: {plain(group['mean_acceptance_length'])}" for label, group in groups.items()
+    )
+    return _svg(f"by-{kind}", f"Mean acceptance length by {kind}", description, bottom + 38, body)
+
+
+# --- marks ----------------------------------------------------------------------------------------
+
+
+def _curve(style: str, positions: Sequence[Mapping[str, Any]], rate: str, interval: str, shift: float) -> str:
+    """A line through the rates that exist, with whiskers; ``shift`` keeps two curves' whiskers apart."""
+    seen = [row for row in positions if row[rate] is not None]
+    points = [(_column(row["position"], len(positions)) + shift, _height(row[rate])) for row in seen]
+    marks = [f'<polyline points="{" ".join(f"{x:.1f},{y:.1f}" for x, y in points)}"/>']
+    for (x, y), row in zip(points, seen, strict=True):
+        low, high = (_height(end) for end in row[interval])
+        text = f"token {row['position']}: {percent(row[rate])} {between(row[interval], hundredths)}"
+        marks.append(
+            f'<path class="whisker" d="M{x:.1f} {low:.1f}V{high:.1f}"/>'
+            f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4"><title>{text}</title></circle>'
+        )
+    return f'<g class="{style}">{"".join(marks)}</g>'
+
+
+def _length_bar(label: str, group: Mapping[str, Any], most: int, top: int) -> list[str]:
+    middle = top + _GROUP_ROW / 2
+    short = escape(clip(label, _GROUP_NAME))
+    name = f'<text class="name" text-anchor="end" x="{_GROUP_LEFT - 8}" y="{middle + 4}">{short}</text>'
+    length, interval = group["mean_acceptance_length"], group["mean_acceptance_length_ci95"]
+    if length is None:
+        return [name]
+    start, end = _along(1, most), _along(length, most)
+    bar = (
+        f'<rect class="fill" x="{start:.1f}" y="{middle - 7}" width="{end - start:.1f}" height="14">'
+        f"<title>{escape(label)}: {plain(length)} {between(interval, plain)}</title></rect>"
+    )
+    low, high = interval or (length, length)
+    whisker = f'<path class="whisker" d="M{_along(low, most):.1f} {middle}H{_along(high, most):.1f}"/>'
+    return [name, bar, whisker]
+
+
+# --- frame ----------------------------------------------------------------------------------------
+
+
+def _svg(name: str, title: str, description: str, height: float, body: Sequence[str]) -> str:
+    return (
+        f'<svg viewBox="0 0 {_WIDTH} {height:g}" role="img" aria-labelledby="{name}-title {name}-text">'
+        f'<title id="{name}-title">{escape(title)}</title><desc id="{name}-text">{escape(description)}</desc>'
+        f"{''.join(body)}</svg>"
+    )
+
+
+def _percent_grid(top: float) -> str:
+    """Five lines from 0 to ``top`` with their percentages."""
+    lines = []
+    for share in (0, 0.25, 0.5, 0.75, 1):
+        y = _height(share)
+        lines.append(
+            f'<path class="grid" d="M{_LEFT} {y:.1f}H{_WIDTH - _RIGHT}"/>'
+            f'<text text-anchor="end" x="{_LEFT - 6}" y="{y + 4:.1f}">{100 * top * share:g} %</text>'
+        )
+    return "".join(lines)
+
+
+def _length_grid(most: int, bottom: float) -> str:
+    step = -(-most // 9)
+    lines = [
+        f'<path class="grid" d="M{_along(length, most):.1f} 0V{bottom}"/>'
+        f'<text text-anchor="middle" x="{_along(length, most):.1f}" y="{bottom + 14}">{length}</text>'
+        for length in range(1, most + 1, step)
+    ]
+    middle = (_GROUP_LEFT + _WIDTH - _RIGHT) / 2
+    label = f'<text text-anchor="middle" x="{middle}" y="{bottom + 32}">tokens a verify step</text>'
+    return "".join(lines) + label
+
+
+def _axis_label(text: str) -> str:
+    return f'<text text-anchor="middle" x="{_LEFT + _span() / 2:g}" y="{_HEIGHT - 6}">{text}</text>'
+
+
+def _column_label(x: float, text: str) -> str:
+    return f'<text text-anchor="middle" x="{x:.1f}" y="{_HEIGHT - _BOTTOM + 16}">{text}</text>'
+
+
+def _span() -> int:
+    return _WIDTH - _LEFT - _RIGHT
+
+
+def _column(index: int, columns: int) -> float:
+    return _LEFT + (index + 0.5) * _span() / columns
+
+
+def _height(share: float) -> float:
+    return _TOP + (1 - share) * (_HEIGHT - _TOP - _BOTTOM)
+
+
+def _along(length: float, most: int) -> float:
+    return _GROUP_LEFT + (length - 1) / (most - 1) * (_WIDTH - _GROUP_LEFT - _RIGHT)
+
+
+def _round_up(share: float) -> float:
+    """The next of 20 %, 40 %, ... 100 %, so that grid lines fall on whole percentages."""
+    return next(top / 5 for top in range(1, 6) if share <= top / 5)

@@ -1,0 +1,58 @@
+"""Numbers as people read them; a dash stands for None, which is a number that nothing was seen for."""
+
+from collections.abc import Callable, Sequence
+
+DASH = "-"
+Show = Callable[[float | None], str]
+
+
+def count(number: float | None) -> str:
+    """``1,234``"""
+    return DASH if number is None else f"{number:,.0f}"
+
+
+def plain(number: float | None) -> str:
+    """``2.53``"""
+    return DASH if number is None else f"{number:.2f}"
+
+
+def rate(number: float | None) -> str:
+    """``1,234.5``"""
+    return DASH if number is None else f"{number:,.1f}"
+
+
+def percent(share: float | None) -> str:
+    """``12.3 %``"""
+    return DASH if share is None else f"{100 * share:.1f} %"
+
+
+def hundredths(share: float | None) -> str:
+    """``12.3``: a percentage where the unit stands elsewhere."""
+    return DASH if share is None else f"{100 * share:.1f}"
+
+
+def ratio(number: float | None) -> str:
+    """``1.31x``"""
+    return DASH if number is None else f"{number:.2f}x"
+
+
+def seconds(number: float | None) -> str:
+    """``12.3 ms`` or ``4.56 s``"""
+    if number is None:
+        return DASH
+    return f"{1000 * number:.1f} ms" if number < 1 else f"{number:.2f} s"
+
+
+def between(interval: Sequence[float] | None, show: Show) -> str:
+    """``[low, high]``, each end by ``show``."""
+    return DASH if interval is None else f"[{show(interval[0])}, {show(interval[1])}]"
+
+
+def same_texts(identical: float, num_compared: int) -> str:
+    """``63 of 64 texts identical``"""
+    return f"{count(round(identical * num_compared))} of {count(num_compared)} texts identical"
+
+
+def clip(text: str, width: int) -> str:
+    """``text`` in at most ``width`` characters."""
+    return text if len(text) <= width else text[: width - 1] + "…"

@@ -1,0 +1,258 @@
+"""What a run was worth: a pure fold over its events into frozen numbers, and those as JSON."""
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Self
+
+from specgen.acceptance import RequestMetrics, RequestSum, Speculation, StepCounts, fold_request
+from specgen.config import require
+from specgen.events import Event, Finished, Preempted, Prefilled, Stepped, Submitted, Verified
+from specgen.timings import Spread, Steps, StepSum, spread
+
+__all__ = ["DEFINITIONS", "Baseline", "Report", "RequestMetrics", "fold", "fold_request", "load", "verdict"]
+
+DEAD_LENGTH = 1.05  # tokens a verify step; 1 is what plain decoding gives
+DEFINITIONS = (
+    (
+        "mean acceptance length",
+        "1 + accepted / drafts over verify steps with drafts; no prefill, no padding",
+    ),
+    (
+        "acceptance at token i",
+        "steps that accepted more than i drafts / that drafted more than i (joint)",
+    ),
+    ("conditional at token i", "the same among the steps that accepted all drafts before i"),
+    ("[low, high]", "95 % interval, with requests and not steps as the independent units"),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Baseline:
+    """The run beside plain decoding of the same requests; ``ratio`` above 1 means that the run is faster."""
+
+    output_tokens_per_second: float | None
+    ratio: float | None
+    identical: float  # share of the compared requests with equal texts
+    num_compared: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """All numbers of one run; the breakdowns are empty where the data has only one category or turn.
+
+    ``ttft_seconds`` runs from submission to the first token; ``tpot_seconds`` is the time from the first
+    token to the end over the tokens after the first, so requests of one token have none.
+    """
+
+    num_spec_tokens: int
+    speculation: Speculation  # of all requests
+    categories: Mapping[str, Speculation]
+    turns: Mapping[str, Speculation]
+    num_prompt_tokens: int
+    finish_reasons: Mapping[str, int]
+    num_unfinished: int
+    num_preemptions: int
+    wall_seconds: float  # from the first event to the last
+    ttft_seconds: Spread | None
+    tpot_seconds: Spread | None
+    steps: Mapping[str, Steps]  # by kind
+    baseline: Baseline | None = None
+
+    @property
+    def output_tokens_per_second(self) -> float | None:
+        """None for a run that took no time."""
+        return self.speculation.total_num_output_tokens / self.wall_seconds if self.wall_seconds > 0 else None
+
+    def rows(self) -> dict[str, int]:
+        """Rows computed and wasted in decode steps; ``loop`` has the drafter's later passes of all steps."""
+        decode = self.steps.get("decode")
+        return {
+            "target": decode.target_rows if decode else 0,
+            "target_rejected": self.speculation.num_draft_tokens - self.speculation.num_accepted_tokens,
+            "first_pass": decode.first_pass_rows if decode else 0,
+            "first_pass_wasted": decode.first_pass_wasted if decode else 0,
+            "loop": sum(steps.loop_rows for steps in self.steps.values()),
+        }
+
+    def with_baseline(self, baseline: "Report", identical: float, num_compared: int) -> Self:
+        """This report beside ``baseline``; ``identical`` is the share of ``num_compared`` equal texts."""
+        ours, theirs = self.output_tokens_per_second, baseline.output_tokens_per_second
+        beside = Baseline(
+            output_tokens_per_second=theirs,
+            ratio=ours / theirs if ours is not None and theirs else None,
+            identical=identical,
+            num_compared=num_compared,
+        )
+        return replace(self, baseline=beside)
+
+    def to_json(self) -> dict[str, Any]:
+        """What ``report.json`` holds: counters at the top level, seconds, None where nothing was seen."""
+        fields = asdict(self)
+        return {
+            **fields.pop("speculation"),
+            **fields,
+            "num_errors": self.finish_reasons.get("error", 0),
+            "output_tokens_per_second": self.output_tokens_per_second,
+            "rows": self.rows(),
+        }
+
+
+@dataclass(kw_only=True)
+class _Request:
+    """A request that has not ended."""
+
+    submitted: Submitted
+    counts: StepCounts
+    num_tokens: int = 0
+    first_token: float | None = None
+
+    def emit(self, num_tokens: int, time: float) -> None:
+        self.num_tokens += num_tokens
+        if num_tokens and self.first_token is None:
+            self.first_token = time
+
+
+class _Fold:
+    """The state between two events: open requests, and sums over the ended ones."""
+
+    def __init__(self, num_spec_tokens: int) -> None:
+        self.num_spec_tokens = num_spec_tokens
+        self.open: dict[str, _Request] = {}
+        self.all = RequestSum(num_spec_tokens)
+        self.categories: dict[str, RequestSum] = {}
+        self.turns: dict[str, RequestSum] = {}
+        self.num_prompt_tokens = 0
+        self.num_preemptions = 0
+        self.reasons: Counter[str] = Counter()
+        self.begin: float | None = None
+        self.end = 0.0
+        self.ttft: list[float] = []
+        self.tpot: list[float] = []
+        self.steps: dict[str, StepSum] = {}
+
+    def take(self, event: Event) -> None:
+        self.begin = event.time if self.begin is None else min(self.begin, event.time)
+        self.end = max(self.end, event.time)
+        match event:
+            case Submitted():
+                self.submit(event)
+            case Prefilled():
+                self.request(event.sequence).emit(event.emitted, event.time)
+            case Verified():
+                request = self.request(event.sequence)
+                request.counts.add(event)
+                request.emit(event.emitted, event.time)
+            case Preempted():
+                self.num_preemptions += 1
+            case Finished():
+                self.finish(event)
+            case Stepped():
+                self.steps.setdefault(event.kind, StepSum()).add(event)
+
+    def request(self, sequence: str) -> _Request:
+        require(
+            sequence in self.open,
+            f"{sequence!r} is not running here: the events are broken or cut, run again",
+        )
+        return self.open[sequence]
+
+    def submit(self, event: Submitted) -> None:
+        require(
+            event.sequence not in self.open,
+            f"{event.sequence!r} is submitted twice: give every prompt its own id",
+        )
+        self.num_prompt_tokens += event.num_prompt_tokens
+        self.open[event.sequence] = _Request(submitted=event, counts=StepCounts(self.num_spec_tokens))
+
+    def finish(self, event: Finished) -> None:
+        request = self.request(event.sequence)
+        self.reasons[event.reason] += 1
+        if request.first_token is not None:
+            self.ttft.append(request.first_token - request.submitted.time)
+            if event.num_output_tokens > 1:
+                self.tpot.append((event.time - request.first_token) / (event.num_output_tokens - 1))
+        self.close(request, event.num_output_tokens)
+
+    def close(self, request: _Request, num_tokens: int) -> None:
+        submitted = self.open.pop(request.submitted.sequence).submitted
+        category = "(none)" if submitted.category is None else submitted.category
+        for groups, label in ((self.categories, category), (self.turns, str(submitted.turn))):
+            if label not in groups:
+                groups[label] = RequestSum(self.num_spec_tokens)
+            groups[label].add(request.counts, num_tokens)
+        self.all.add(request.counts, num_tokens)
+
+    def report(self) -> Report:
+        unfinished = list(self.open.values())
+        for request in unfinished:
+            self.close(request, request.num_tokens)
+        return Report(
+            num_spec_tokens=self.num_spec_tokens,
+            speculation=self.all.result(),
+            categories=_breakdown(self.categories),
+            turns=_breakdown(self.turns),
+            num_prompt_tokens=self.num_prompt_tokens,
+            finish_reasons=dict(sorted(self.reasons.items())),
+            num_unfinished=len(unfinished),
+            num_preemptions=self.num_preemptions,
+            wall_seconds=self.end - self.begin if self.begin is not None else 0.0,
+            ttft_seconds=spread(self.ttft),
+            tpot_seconds=spread(self.tpot),
+            steps={kind: steps.result() for kind, steps in sorted(self.steps.items())},
+        )
+
+
+def _breakdown(groups: Mapping[str, RequestSum]) -> dict[str, Speculation]:
+    """One entry a group in the order of labels; a single group says nothing new and gives none."""
+    return {label: groups[label].result() for label in sorted(groups)} if len(groups) > 1 else {}
+
+
+def fold(events: Iterable[Event], *, num_spec_tokens: int) -> Report:
+    """The report of a run, in one pass over its events; unfinished requests count with what they emitted.
+
+    Memory grows with the requests (two times each) and the draft length, not with the steps.
+    ``num_spec_tokens`` is the run's K. ``ValueError`` for events that cannot be of one run.
+    """
+    state = _Fold(num_spec_tokens)
+    for event in events:
+        state.take(event)
+    return state.report()
+
+
+def verdict(report: Mapping[str, Any]) -> str:
+    """What a reader of a ``report.json`` must know before its rates; empty where they can stand alone."""
+    if report["num_spec_tokens"] == 0:
+        return "Plain decoding: there are no drafts, so there is no acceptance to report."
+    if report["num_drafts"] == 0:
+        return "No verify step had drafts, so there is no acceptance to report."
+    if report["mean_acceptance_length"] < DEAD_LENGTH:
+        return (
+            f"The drafter is dead: the mean acceptance length is under {DEAD_LENGTH}, so drafting costs time "
+            "and gains nothing. `specgen inspect` says whether it fits the target and how it was read."
+        )
+    return ""
+
+
+def load(directory: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """``report.json`` and ``manifest.json`` of a run's directory; ``ValueError`` where one is not right."""
+    report = _read_object(directory / "report.json")
+    require(
+        "acceptance" in report,
+        f"{directory / 'report.json'} is no report of a run: generate into a new directory",
+    )
+    return report, _read_object(directory / "manifest.json")
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    remedy = "give a directory that `specgen generate --output` has finished"
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read ({error.strerror}): {remedy}") from error
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON ({error}): {remedy}") from error
+    require(isinstance(value, dict), f"{path} holds no JSON object: {remedy}")
+    return dict(value)

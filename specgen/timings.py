@@ -1,0 +1,83 @@
+"""How long requests and engine steps took, and the rows that the steps computed."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from specgen.events import Stepped
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spread:
+    """A time over requests, in seconds."""
+
+    mean: float
+    median: float
+    p99: float
+
+
+def quantile(ordered: Sequence[float], share: float) -> float:
+    """The quantile of sorted values, linear between neighbours (numpy's default)."""
+    place = share * (len(ordered) - 1)
+    low = int(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (place - low) * (ordered[high] - ordered[low])
+
+
+def spread(times: Sequence[float]) -> Spread | None:
+    """The spread of ``times`` in seconds; None without any."""
+    if not times:
+        return None
+    ordered = sorted(times)
+    return Spread(mean=sum(times) / len(times), median=quantile(ordered, 0.5), p99=quantile(ordered, 0.99))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Steps:
+    """Passes of the engine's loop of one kind: times in seconds and rows computed.
+
+    ``first_pass_wasted`` are the rows of the drafter's first pass that held no confirmed token.
+    """
+
+    num_steps: int
+    seconds: float
+    mean_seconds: float
+    max_seconds: float
+    mean_sequences: float
+    target_rows: int
+    first_pass_rows: int
+    first_pass_wasted: int
+    loop_rows: int
+
+
+class StepSum:
+    """Steps of one kind added up."""
+
+    def __init__(self) -> None:
+        self._num_steps = self._num_sequences = 0
+        self._seconds = self._max_seconds = 0.0
+        self._target_rows = self._first_pass_rows = self._first_pass_kept = self._loop_rows = 0
+
+    def add(self, step: Stepped) -> None:
+        """Count one step."""
+        self._num_steps += 1
+        self._num_sequences += step.num_sequences
+        self._seconds += step.seconds
+        self._max_seconds = max(self._max_seconds, step.seconds)
+        self._target_rows += step.target_rows
+        self._first_pass_rows += step.first_pass_rows
+        self._first_pass_kept += step.first_pass_kept
+        self._loop_rows += step.loop_rows
+
+    def result(self) -> Steps:
+        """The sums and means of one step or more."""
+        return Steps(
+            num_steps=self._num_steps,
+            seconds=self._seconds,
+            mean_seconds=self._seconds / self._num_steps,
+            max_seconds=self._max_seconds,
+            mean_sequences=self._num_sequences / self._num_steps,
+            target_rows=self._target_rows,
+            first_pass_rows=self._first_pass_rows,
+            first_pass_wasted=self._first_pass_rows - self._first_pass_kept,
+            loop_rows=self._loop_rows,
+        )

@@ -1,0 +1,33 @@
+"""Event streams made by hand, for tests of what is folded from them."""
+
+from collections.abc import Iterator, Sequence
+
+from specgen.events import Event, Finished, Prefilled, Submitted, Verified
+
+
+def request(
+    name: str,
+    steps: Sequence[tuple[int, int]],
+    *,
+    begin: float = 0.0,
+    category: str | None = None,
+    turn: int = 1,
+    dropped: int = 0,
+) -> Iterator[Event]:
+    """One request that verifies ``(drafted, accepted)`` a second and drops that many tokens of the last step."""
+    yield Submitted(sequence=name, time=begin, num_prompt_tokens=5, category=category, turn=turn)
+    yield Prefilled(sequence=name, time=begin + 1, emitted=1)
+    num_tokens, now = 1, begin + 1
+    for number, (drafted, accepted) in enumerate(steps, start=1):
+        now += 1
+        emitted = accepted + 1 - (dropped if number == len(steps) else 0)
+        num_tokens += emitted
+        drafts = tuple(range(drafted))
+        yield Verified(sequence=name, time=now, drafts=drafts, accepted=accepted, emitted=emitted)
+    yield Finished(sequence=name, time=now, reason="stop", num_output_tokens=num_tokens)
+
+
+def refusal(name: str, *, time: float = 0.0) -> Iterator[Event]:
+    """A request that ends before it begins."""
+    yield Submitted(sequence=name, time=time, num_prompt_tokens=5)
+    yield Finished(sequence=name, time=time, reason="error", num_output_tokens=0)

@@ -1,0 +1,80 @@
+"""Events survive their JSON lines, and broken lines are refused."""
+
+import json
+
+import pytest
+
+from specgen.events import (
+    Finished,
+    Preempted,
+    Prefilled,
+    Stepped,
+    Submitted,
+    Verified,
+    from_line,
+    read,
+    to_line,
+    write,
+)
+
+EVENTS = (
+    Submitted(sequence="a", time=0.0, num_prompt_tokens=7, category="métier", turn=2),
+    Prefilled(sequence="a", time=0.25, emitted=1),
+    Verified(sequence="a", time=0.5, drafts=(3, 1, 2), accepted=2, emitted=3),
+    Verified(sequence="a", time=0.75, drafts=(), accepted=0, emitted=1),
+    Preempted(sequence="a", time=1.0),
+    Stepped(
+        kind="decode",
+        time=1.25,
+        seconds=0.125,
+        num_sequences=2,
+        target_rows=8,
+        first_pass_rows=8,
+        first_pass_kept=5,
+        loop_rows=4,
+    ),
+    Finished(sequence="a", time=1.5, reason="stop", num_output_tokens=5),
+)
+
+
+@pytest.mark.parametrize("event", EVENTS, ids=lambda event: type(event).__name__)
+def test_a_line_gives_back_its_event(event):
+    line = to_line(event)
+    assert "\n" not in line
+    assert from_line(line) == event
+
+
+def test_a_line_names_its_type_and_fields():
+    assert json.loads(to_line(EVENTS[2])) == {
+        "event": "verified",
+        "sequence": "a",
+        "time": 0.5,
+        "drafts": [3, 1, 2],
+        "accepted": 2,
+        "emitted": 3,
+    }
+
+
+def test_a_file_gives_back_its_events_in_order(tmp_path):
+    path = tmp_path / "events.jsonl"
+    write(path, EVENTS)
+    assert tuple(read(path)) == EVENTS
+    assert len(path.read_text(encoding="utf-8").splitlines()) == len(EVENTS)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "",
+        "[]",
+        "7",
+        '{"event": "verified", "sequence": "a", "ti',
+        '{"event": "sneezed", "time": 0.0}',
+        '{"event": "preempted", "sequence": "a"}',
+        '{"event": "preempted", "sequence": "a", "time": 0.0, "mood": 1}',
+        '{"sequence": "a", "time": 0.0}',
+    ],
+)
+def test_a_line_that_is_no_event_is_refused(line):
+    with pytest.raises(ValueError):  # noqa: PT011 - json's own message will do for a line that is not JSON
+        from_line(line)

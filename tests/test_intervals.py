@@ -1,0 +1,88 @@
+"""Intervals: against scipy where it has them, and by how often they cover the truth."""
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from specgen.intervals import Ratio, student_t, wilson
+
+
+@pytest.mark.parametrize(
+    ("hits", "trials"), [(0, 12), (1, 12), (6, 12), (12, 12), (731, 1_000), (3, 100_000)]
+)
+def test_wilson_is_that_of_scipy(hits, trials):
+    expected = stats.binomtest(hits, trials).proportion_ci(0.95, method="wilson")
+    assert wilson(hits / trials, trials) == pytest.approx((expected.low, expected.high), abs=1e-12)
+
+
+@pytest.mark.parametrize(("freedom", "error"), [(1, 0.12), (2, 0.01), (3, 2e-3), (10, 1e-4), (500, 1e-6)])
+def test_student_t_is_as_near_as_it_says(freedom, error):
+    assert student_t(freedom) == pytest.approx(stats.t.ppf(0.975, freedom), rel=error)
+
+
+def test_the_variance_is_that_of_the_ratio_estimator():
+    hits, trials = np.array([3, 9, 0, 14]), np.array([10, 12, 2, 20])
+    ratio = added(hits, trials)
+    residuals = hits - hits.sum() / trials.sum() * trials
+    assert ratio.rate == pytest.approx(26 / 44)
+    assert ratio.variance() == pytest.approx(4 / 3 * (residuals**2).sum() / trials.sum() ** 2)
+
+
+def test_one_group_gives_the_plain_wilson_interval_and_none_for_a_mean():
+    ratio = added([7], [10])
+    assert ratio.share_interval() == wilson(0.7, 10)
+    assert ratio.mean_interval() is None
+
+
+def test_groups_that_do_not_differ_say_nothing_of_how_a_mean_varies():
+    assert added([0, 0, 0], [5, 6, 7]).mean_interval() is None
+    assert added([2, 3], [4, 6]).mean_interval() is None
+    assert added([2, 4], [4, 6]).mean_interval() is not None
+
+
+def test_nothing_gives_no_interval():
+    ratio = added([0, 0], [0, 0])
+    assert (ratio.groups, ratio.rate, ratio.share_interval(), ratio.mean_interval()) == (0, None, None, None)
+
+
+@pytest.mark.parametrize("rate", [0, 1])
+def test_a_rate_at_the_edge_keeps_a_width_inside_the_bounds(rate):
+    low, high = added([20 * rate] * 5, [20] * 5).share_interval()
+    assert 0 <= low <= rate <= high <= 1
+    assert 0.01 < high - low < 0.2
+
+
+@pytest.mark.parametrize("hits", [[5, 5] * 25, [4, 6] * 25])
+def test_groups_more_alike_than_chance_do_not_pretend_to_more_trials_than_there_were(hits):
+    low, high = added(hits, [10] * 50).share_interval()
+    plain_low, plain_high = wilson(0.5, 500)
+    assert low <= plain_low
+    assert high >= plain_high
+
+
+@pytest.mark.parametrize("groups", [6, 30])
+@pytest.mark.parametrize("rate", [0.3, 0.8])
+def test_the_intervals_cover_correlated_steps_where_plain_wilson_does_not(groups, rate):
+    random = np.random.default_rng(groups)
+    rounds, covered, mean_covered, plainly_covered = 600, 0, 0, 0
+    for _ in range(rounds):
+        trials = random.integers(5, 60, groups)
+        hits = random.binomial(trials, random.beta(20 * rate, 20 * (1 - rate), groups))
+        ratio = added(hits, trials)
+        covered += inside(rate, ratio.share_interval())
+        mean_covered += inside(rate, ratio.mean_interval())
+        plainly_covered += inside(rate, wilson(ratio.rate, ratio.trials))
+    assert 0.92 <= covered / rounds <= 0.99
+    assert 0.90 <= mean_covered / rounds <= 0.98
+    assert plainly_covered / rounds < 0.85
+
+
+def added(hits, trials):
+    ratio = Ratio()
+    for one_hits, one_trials in zip(hits, trials, strict=True):
+        ratio.add(int(one_hits), int(one_trials))
+    return ratio
+
+
+def inside(value, interval):
+    return interval[0] <= value <= interval[1]

@@ -1,0 +1,303 @@
+"""Reports are right by hand-made events, in the ordinary case and the odd ones."""
+
+import itertools
+import json
+import random
+import tracemalloc
+from collections.abc import Iterator
+
+import pytest
+
+from specgen.events import Event, Finished, Preempted, Prefilled, Stepped, Submitted, Verified
+from specgen.intervals import wilson
+from specgen.report import fold, fold_request, load, verdict
+from tests.streams import refusal, request
+
+
+def as_json(events, num_spec_tokens=3):
+    return json.loads(json.dumps(fold(events, num_spec_tokens=num_spec_tokens).to_json(), allow_nan=False))
+
+
+def test_counters_and_lengths():
+    events = [*request("a", [(3, 3), (3, 1)]), *request("b", [(3, 0)]), *refusal("c")]
+    report = as_json(events)
+    assert report["num_requests"] == 3
+    assert report["num_prompt_tokens"] == 15
+    assert report["num_drafts"] == 3
+    assert report["num_draft_tokens"] == 9
+    assert report["num_accepted_tokens"] == 4
+    assert report["total_num_output_tokens"] == (1 + 4 + 2) + (1 + 1)
+    assert report["mean_acceptance_length"] == pytest.approx(1 + 4 / 3)
+    assert report["mean_acceptance_length_per_request"] == pytest.approx(((1 + 4 / 2) + 1) / 2)
+    assert report["draft_acceptance_rate"] == pytest.approx(4 / 9)
+    assert report["acceptance_histogram"] == [1, 1, 0, 1]
+    assert report["finish_reasons"] == {"error": 1, "stop": 2}
+    assert report["num_errors"] == 1
+
+
+def test_acceptance_by_position_joint_and_conditional():
+    events = request("a", [(3, 3), (3, 1), (3, 0), (3, 2)])
+    first, second, third = as_json(events)["acceptance"]
+    assert [row["rate"] for row in (first, second, third)] == [0.75, 0.5, 0.25]
+    assert [row["reached"] for row in (first, second, third)] == [4, 3, 2]
+    assert [row["conditional"] for row in (first, second, third)] == pytest.approx([0.75, 2 / 3, 0.5])
+    assert third["ci95"] == pytest.approx(wilson(1 / 4, 4))
+    assert third["conditional_ci95"] == pytest.approx(wilson(1 / 2, 2))
+
+
+def test_a_position_counts_the_steps_that_drafted_so_far():
+    report = as_json(request("a", [(1, 1), (3, 3), (0, 0), (2, 1)]))
+    assert [row["drafted"] for row in report["acceptance"]] == [3, 2, 1]
+    assert [row["accepted"] for row in report["acceptance"]] == [3, 1, 1]
+    assert [row["reached"] for row in report["acceptance"]] == [3, 2, 1]
+    assert report["num_drafts"] == 3
+    assert report["num_draft_tokens"] == 6
+    assert report["mean_acceptance_length"] == pytest.approx(1 + 5 / 3)
+
+
+def test_accepted_is_what_was_verified_and_tokens_are_what_was_kept():
+    report = as_json(request("a", [(3, 3), (3, 3)], dropped=3))
+    assert report["num_accepted_tokens"] == 6
+    assert report["total_num_output_tokens"] == 1 + 4 + 1
+    assert report["acceptance_histogram"] == [0, 0, 0, 2]
+
+
+def test_requests_may_interleave():
+    streams = [list(request(name, [(3, i % 4) for i in range(5)])) for name in "abc"]
+    mixed = [event for events in zip(*streams, strict=True) for event in events]
+    assert as_json(mixed) == as_json(itertools.chain(*streams))
+
+
+def test_intervals_hold_requests_and_not_steps_for_independent():
+    split = [*request("a", [(1, 1)] * 50), *request("b", [(1, 0)] * 50), *request("c", [(1, 1)] * 50)]
+    alike = [event for name in "abc" for event in request(name, [(1, 1), (1, 1), (1, 0)] * 17)]
+    wide, narrow = (as_json(events, 1)["acceptance"][0]["ci95"] for events in (split, alike))
+    assert wide[1] - wide[0] > 0.8
+    assert narrow[1] - narrow[0] < 0.5
+
+
+def test_the_interval_of_the_length_stays_possible():
+    report = as_json([*request("a", [(3, 3)] * 9), *request("b", [(3, 0)])])
+    low, high = report["mean_acceptance_length_ci95"]
+    assert 1 <= low < report["mean_acceptance_length"] < high <= 4
+
+
+def test_categories_and_turns_only_where_there_are_several():
+    events = [
+        *request("a", [(3, 3)], category="math"),
+        *request("b", [(3, 1)], category="chat"),
+        *request("c", [(3, 0)], turn=2),
+    ]
+    report = as_json(events)
+    assert {name: group["mean_acceptance_length"] for name, group in report["categories"].items()} == {
+        "(none)": 1,
+        "chat": 2,
+        "math": 4,
+    }
+    assert {turn: group["num_requests"] for turn, group in report["turns"].items()} == {"1": 2, "2": 1}
+    assert report["turns"]["1"]["acceptance"][0]["rate"] == 1
+    alone = as_json(events[: len(events) // 3])
+    assert alone["categories"] == {}
+    assert alone["turns"] == {}
+
+
+def test_times():
+    report = as_json([*request("a", [(3, 1), (3, 1)]), *request("b", [(3, 3)], begin=2.0)])
+    assert report["wall_seconds"] == 4.0
+    assert report["output_tokens_per_second"] == (5 + 5) / 4
+    assert report["ttft_seconds"] == {"mean": 1.0, "median": 1.0, "p99": 1.0}
+    # a: 2 s for 4 tokens after the first; b: 1 s for 4
+    assert report["tpot_seconds"] == pytest.approx({"mean": 0.375, "median": 0.375, "p99": 0.4975})
+
+
+def test_a_request_of_one_token_has_no_time_per_token():
+    report = as_json(request("a", []))
+    assert report["total_num_output_tokens"] == 1
+    assert report["ttft_seconds"]["mean"] == 1.0
+    assert report["tpot_seconds"] is None
+
+
+def test_the_first_token_is_not_the_one_after_a_preemption():
+    events = [
+        Submitted(sequence="a", time=0.0, num_prompt_tokens=5),
+        Prefilled(sequence="a", time=1.0, emitted=1),
+        Preempted(sequence="a", time=2.0),
+        Prefilled(sequence="a", time=5.0, emitted=0),
+        Verified(sequence="a", time=6.0, drafts=(1, 2, 3), accepted=2, emitted=3),
+        Finished(sequence="a", time=6.0, reason="length", num_output_tokens=4),
+    ]
+    report = as_json(events)
+    assert report["num_preemptions"] == 1
+    assert report["ttft_seconds"]["mean"] == 1.0
+    assert report["tpot_seconds"]["mean"] == pytest.approx(5 / 3)
+    assert report["total_num_output_tokens"] == 4
+
+
+def test_rows_and_steps():
+    rows = {"num_sequences": 2, "first_pass_rows": 8, "first_pass_kept": 5, "loop_rows": 4}
+    events = [
+        Stepped(kind="prefill", time=1.0, seconds=1.0, target_rows=50, **rows | {"first_pass_rows": 50}),
+        Stepped(kind="decode", time=1.5, seconds=0.5, target_rows=8, **rows),
+        Stepped(kind="decode", time=1.7, seconds=0.2, target_rows=8, **rows),
+        *request("a", [(3, 1), (3, 3)]),
+    ]
+    report = as_json(events)
+    assert report["rows"] == {
+        "target": 16,
+        "target_rejected": 2,
+        "first_pass": 16,
+        "first_pass_wasted": 6,
+        "loop": 12,
+    }
+    decode = report["steps"]["decode"]
+    assert decode["num_steps"] == 2
+    assert decode["mean_seconds"] == pytest.approx(0.35)
+    assert decode["max_seconds"] == 0.5
+    assert decode["mean_sequences"] == 2
+    assert report["steps"]["prefill"]["target_rows"] == 50
+
+
+def test_nothing_at_all():
+    report = as_json([])
+    assert report["num_requests"] == report["num_drafts"] == report["wall_seconds"] == 0
+    assert report["mean_acceptance_length"] is None
+    assert report["output_tokens_per_second"] is None
+    assert [row["rate"] for row in report["acceptance"]] == [None] * 3
+    assert verdict(report).startswith("No verify step")
+
+
+def test_only_refusals():
+    report = as_json([*refusal("a"), *refusal("b")])
+    assert report["num_requests"] == report["num_errors"] == 2
+    assert report["finish_reasons"] == {"error": 2}
+    assert report["ttft_seconds"] is None
+    assert report["mean_acceptance_length_per_request"] is None
+
+
+def test_plain_decoding():
+    report = as_json(request("a", [(0, 0)] * 4), 0)
+    assert report["total_num_output_tokens"] == 5
+    assert report["num_drafts"] == 0
+    assert report["acceptance"] == []
+    assert report["acceptance_histogram"] == [0]
+    assert verdict(report).startswith("Plain decoding")
+
+
+def test_a_request_cut_off_counts_what_it_emitted():
+    cut = list(request("a", [(3, 2), (3, 2)]))[:-1]
+    report = as_json([*cut, Preempted(sequence="a", time=9.0), Prefilled(sequence="a", time=9.5, emitted=0)])
+    assert report["num_unfinished"] == 1
+    assert report["total_num_output_tokens"] == 7
+    assert report["num_drafts"] == 2
+    assert report["finish_reasons"] == {}
+
+
+def test_a_dead_drafter_is_called_so():
+    dead = as_json(request("a", [(3, 0)] * 30 + [(3, 1)]))
+    alive = as_json(request("a", [(3, 0)] * 10 + [(3, 1)]))
+    assert "dead" in verdict(dead)
+    assert verdict(alive) == ""
+
+
+def test_a_baseline_stands_beside():
+    run = fold(request("a", [(3, 3)] * 2), num_spec_tokens=3)
+    plain = fold(request("a", [(0, 0)] * 8), num_spec_tokens=0)
+    report = run.with_baseline(plain, 0.75, 4).to_json()
+    assert report["baseline"] == {
+        "output_tokens_per_second": 1.0,
+        "ratio": pytest.approx((9 / 3) / 1.0),
+        "identical": 0.75,
+        "num_compared": 4,
+    }
+    assert run.to_json()["baseline"] is None
+    assert run.with_baseline(fold([], num_spec_tokens=0), 0.0, 0).to_json()["baseline"]["ratio"] is None
+
+
+@pytest.mark.parametrize(
+    ("events", "reason"),
+    [
+        (request("a", [(4, 0)]), "4 drafts where 3"),
+        (request("a", [(2, 3)]), "accepted 3 of 2"),
+        (itertools.islice(request("a", []), 1, None), "'a' is not running"),
+        ([*request("a", [])][:1] * 2, "submitted twice"),
+    ],
+)
+def test_events_of_no_run_are_refused(events, reason):
+    with pytest.raises(ValueError, match=reason):
+        fold(events, num_spec_tokens=3)
+
+
+def test_the_metrics_of_one_request():
+    steps = [event for event in request("a", [(3, 3), (2, 0), (0, 0), (3, 1)]) if isinstance(event, Verified)]
+    assert fold_request(steps, 3).to_json() == {
+        "mean_acceptance_length": pytest.approx(1 + 4 / 3),
+        "draft_acceptance_rate": 0.5,
+        "acceptance_histogram": (1, 1, 0, 1),
+        "num_spec_steps": 3,
+        "num_accepted_draft_tokens": 4,
+        "num_draft_tokens": 8,
+        "num_spec_tokens": 3,
+        "per_step_accepted": (3, 0, 1),
+    }
+
+
+def test_a_request_without_steps_has_no_rates():
+    metrics = fold_request([], 3)
+    assert metrics.mean_acceptance_length is None
+    assert metrics.draft_acceptance_rate is None
+    assert metrics.acceptance_histogram == (0, 0, 0, 0)
+
+
+def test_the_whole_is_the_sum_of_its_requests():
+    choose = random.Random(1)
+    steps = {str(i): [(k := choose.randint(0, 5), choose.randint(0, k)) for _ in range(9)] for i in range(40)}
+    report = as_json(itertools.chain(*(request(name, each) for name, each in steps.items())), 5)
+    flat = [step for each in steps.values() for step in each if step[0]]
+    for row in report["acceptance"]:
+        i = row["position"]
+        assert row["drafted"] == sum(drafted > i for drafted, _ in flat)
+        assert row["accepted"] == sum(accepted > i for _, accepted in flat)
+        assert row["reached"] == sum(drafted > i and accepted >= i for drafted, accepted in flat)
+        assert row["ci95"][0] <= row["rate"] <= row["ci95"][1]
+    assert report["num_accepted_tokens"] == sum(row["accepted"] for row in report["acceptance"])
+    assert report["num_draft_tokens"] == sum(row["drafted"] for row in report["acceptance"])
+    assert sum(report["acceptance_histogram"]) == report["num_drafts"] == len(flat)
+
+
+def test_memory_does_not_grow_with_the_steps():
+    def steps(number: int) -> Iterator[Event]:
+        yield Submitted(sequence="a", time=0.0, num_prompt_tokens=5)
+        for i in range(number):
+            yield Verified(sequence="a", time=float(i), drafts=(1, 2), accepted=1, emitted=2)
+
+    tracemalloc.start()
+    fold(steps(20_000), num_spec_tokens=2)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 100_000
+
+
+def test_load_gives_back_what_was_written(tmp_path):
+    report = as_json(request("a", [(3, 1)]))
+    (tmp_path / "report.json").write_text(json.dumps(report))
+    (tmp_path / "manifest.json").write_text('{"version": "1"}')
+    assert load(tmp_path) == (report, {"version": "1"})
+
+
+@pytest.mark.parametrize(
+    ("report", "manifest", "reason"),
+    [
+        (None, "{}", "report.json cannot be read .*--output"),
+        ('{"acceptance": []}', None, "manifest.json cannot be read .*--output"),
+        ('{"acceptance": [', "{}", "report.json is not JSON .*--output"),
+        ("[]", "{}", "report.json holds no JSON object.*--output"),
+        ("{}", "{}", "is no report of a run"),
+    ],
+)
+def test_load_says_what_is_wrong_and_what_to_do(tmp_path, report, manifest, reason):
+    for name, text in (("report.json", report), ("manifest.json", manifest)):
+        if text is not None:
+            (tmp_path / name).write_text(text)
+    with pytest.raises(ValueError, match=reason) as caught:
+        load(tmp_path)
+    assert "\n" not in str(caught.value)

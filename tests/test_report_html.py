@@ -1,0 +1,197 @@
+"""The HTML report is well-formed, carries everything itself, escapes what it is given and draws what it was told."""
+
+import itertools
+import json
+import re
+from html.parser import HTMLParser
+from xml.etree import ElementTree
+
+import pytest
+
+from specgen.charts import acceptance_chart, histogram_chart, length_chart
+from specgen.report import fold
+from specgen.report_html import render
+from tests.streams import refusal, request
+
+VOID = {"meta", "br"}
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def as_json(events, num_spec_tokens=4):
+    return json.loads(json.dumps(fold(events, num_spec_tokens=num_spec_tokens).to_json()))
+
+
+def a_run(categories=("math", "chat"), num_spec_tokens=4):
+    steps = [(num_spec_tokens, i % (num_spec_tokens + 1)) for i in range(20)]
+    return as_json(
+        itertools.chain(
+            *(request(name, steps[i:], category=name, turn=i + 1) for i, name in enumerate(categories))
+        ),
+        num_spec_tokens,
+    )
+
+
+class Page(HTMLParser):
+    """Checks that tags nest, and gathers text and attributes."""
+
+    def __init__(self, text):
+        super().__init__(convert_charrefs=True)
+        self.open, self.tags, self.attributes, self.text = [], [], [], []
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.attributes += attrs
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.tags.append(tag)
+        self.attributes += attrs
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text.append(data)
+
+
+def svg(text):
+    return ElementTree.fromstring(text.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1))
+
+
+def test_the_page_shows_the_numbers():
+    report = a_run()
+    words = Page(render(report, {"model": "a target"}, "A run")).text
+    length = f"{report['mean_acceptance_length']:.2f}"
+    rate = f"{100 * report['acceptance'][2]['rate']:.1f} %"
+    for expected in ("A run", "a target", "math", "chat", "total_num_output_tokens", length, rate):
+        assert expected in words
+
+
+def test_the_page_needs_nothing_else():
+    text = render(a_run(), {}, "A run")
+    page = Page(text)
+    assert not {"script", "link", "img", "iframe", "object"} & set(page.tags)
+    assert not {"src", "href", "srcset", "data"} & {name for name, _ in page.attributes}
+    assert "url(" not in text
+    assert "@import" not in text
+    assert "http" not in text
+
+
+def test_the_page_reads_on_a_phone_and_in_the_dark():
+    text = render(a_run(), {}, "A run")
+    assert 'content="width=device-width,initial-scale=1"' in text
+    assert "prefers-color-scheme: dark" in text
+    assert '<html lang="en">' in text
+
+
+def test_charts_have_names_for_those_who_do_not_see_them():
+    page = Page(render(a_run(), {}, "A run"))
+    ids = [value for name, value in page.attributes if name == "id"]
+    assert len(ids) == len(set(ids)) == 2 * page.tags.count("svg") == 8
+    labels = [value for name, value in page.attributes if name == "aria-labelledby"]
+    assert sorted(" ".join(labels).split()) == sorted(ids)
+
+
+def test_what_comes_from_outside_is_escaped():
+    bad = "<script>alert('x')</script>&\""
+    text = render(a_run(categories=(bad, "b")), {bad: bad}, bad)
+    page = Page(text)
+    assert "script" not in page.tags
+    assert bad in page.text
+    assert "<script" not in text
+
+
+@pytest.mark.parametrize(
+    ("report", "expected"),
+    [
+        (as_json([]), "No verify step had drafts"),
+        (as_json(refusal("a")), "ended by error"),
+        (as_json(request("a", [(0, 0)] * 3), 0), "Plain decoding"),
+        (as_json(request("a", [(4, 0)] * 30)), "The drafter is dead"),
+        (a_run(categories=("alone",)), "over all steps"),
+        (a_run(num_spec_tokens=1), "By category"),
+        (a_run(num_spec_tokens=16), "By turn"),
+    ],
+)
+def test_odd_runs_make_a_page(report, expected):
+    page = Page(render(report, {}, "A run"))
+    assert expected in " ".join(page.text)
+    assert not {"None", "nan"} & set(" ".join(page.text).split())
+
+
+def test_plain_decoding_beside_plain_groups_draws_no_chart():
+    report = as_json(itertools.chain(request("a", [(0, 0)], category="x"), request("b", [(0, 0)])), 0)
+    assert set(report["categories"]) == {"(none)", "x"}
+    assert "svg" not in Page(render(report, {}, "A run")).tags
+
+
+def test_a_baseline_has_its_tile():
+    run = fold(request("a", [(3, 3)] * 2), num_spec_tokens=3)
+    report = run.with_baseline(fold(request("a", [(0, 0)] * 8), num_spec_tokens=0), 0.75, 4).to_json()
+    words = Page(render(report, {}, "A run")).text
+    assert "3.00x" in words
+    assert "3 of 4 texts identical" in words
+
+
+def test_the_curve_is_at_the_rates():
+    positions = a_run()["acceptance"]
+    chart = svg(acceptance_chart(positions))
+    height = {text.text: float(text.get("y")) for text in chart.iter(f"{SVG}text") if text.text.endswith("%")}
+    (curve,) = (group for group in chart.iter(f"{SVG}g") if group.get("class") == "first")
+    marks = [float(mark.get("cy")) for mark in curve.iter(f"{SVG}circle")]
+    zero, full = height["0 %"] - 4, height["100 %"] - 4
+    expected = [zero + (full - zero) * row["rate"] for row in positions]
+    assert marks == pytest.approx(expected, abs=0.06)
+    whiskers = [list(map(float, re.findall(r"[\d.]+", w.get("d"))))[1:] for w in curve.iter(f"{SVG}path")]
+    ends = [end for whisker in whiskers for end in whisker]
+    intervals = [zero + (full - zero) * end for row in positions for end in row["ci95"]]
+    assert ends == pytest.approx(intervals, abs=0.06)
+
+
+def test_a_position_that_no_step_reached_leaves_the_curve():
+    positions = as_json(request("a", [(2, 0), (2, 0)]))["acceptance"]
+    chart = svg(acceptance_chart(positions))
+    joint, conditional = (
+        len(list(group.iter(f"{SVG}circle")))
+        for style in ("first", "second")
+        for group in chart.iter(f"{SVG}g")
+        if group.get("class") == style
+    )
+    assert (joint, conditional) == (2, 1)
+
+
+@pytest.mark.parametrize("steps", [[5, 3, 2], [0, 0, 7], [100, *[1] * 16]])
+def test_columns_are_as_high_as_their_share(steps):
+    chart = svg(histogram_chart(steps))
+    heights = [float(bar.get("height")) for bar in chart.iter(f"{SVG}rect")]
+    assert [h / sum(heights) for h in heights] == pytest.approx([s / sum(steps) for s in steps], abs=2e-3)
+
+
+def test_bars_of_groups_start_at_plain_decoding():
+    groups = a_run()["categories"]
+    chart = svg(length_chart("category", groups))
+    ticks = {text.text: float(text.get("x")) for text in chart.iter(f"{SVG}text")}
+    ends = [(float(bar.get("x")), float(bar.get("width"))) for bar in chart.iter(f"{SVG}rect")]
+    one, unit = ticks["1"], ticks["2"] - ticks["1"]
+    for (start, width), group in zip(ends, groups.values(), strict=True):
+        assert start == one
+        assert width == pytest.approx((group["mean_acceptance_length"] - 1) * unit, abs=0.1)
+
+
+@pytest.mark.parametrize("num_spec_tokens", [1, 4, 16])
+def test_nothing_is_drawn_outside_the_charts(num_spec_tokens):
+    report = a_run(num_spec_tokens=num_spec_tokens)
+    charts = (
+        acceptance_chart(report["acceptance"]),
+        histogram_chart(report["acceptance_histogram"]),
+        length_chart("category", report["categories"]),
+    )
+    for chart in map(svg, charts):
+        *_, width, height = map(float, chart.get("viewBox").split())
+        for mark in chart.iter():
+            assert 0 <= float(mark.get("x", 0)) + float(mark.get("width", 0)) <= width
+            assert 0 <= float(mark.get("y", 0)) + float(mark.get("height", 0)) <= height

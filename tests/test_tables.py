@@ -1,0 +1,142 @@
+"""The terminal's tables say what the report holds, aligned, within 100 columns."""
+
+import itertools
+import json
+
+import pytest
+
+from specgen.report import fold
+from specgen.tables import compare, render
+from tests.streams import refusal, request
+
+
+def as_json(events, num_spec_tokens=3):
+    return json.loads(json.dumps(fold(events, num_spec_tokens=num_spec_tokens).to_json()))
+
+
+def a_run(num_spec_tokens=3):
+    steps = [(num_spec_tokens, i % (num_spec_tokens + 1)) for i in range(8)]
+    return as_json(
+        itertools.chain(
+            request("a", steps, category="a category with a name too long for its column"),
+            request("b", steps[:5], category="math", turn=2),
+            refusal("c"),
+        ),
+        num_spec_tokens,
+    )
+
+
+def cells(text, label):
+    """The words of the one line that starts with ``label``, after it."""
+    (line,) = (line for line in text.splitlines() if line.startswith(label + "  "))
+    return line.removeprefix(label).split()
+
+
+def test_a_run_is_told_in_full():
+    text = render(a_run(), {"model": "target", "K": "3"})
+    assert text.startswith("model target · K 3\n")
+    assert cells(text, "num_drafts") == ["13"]
+    assert cells(text, "num_draft_tokens") == ["39"]
+    assert cells(text, "num_accepted_tokens") == ["18"]
+    assert cells(text, "total_num_output_tokens") == ["33"]
+    assert cells(text, "mean acceptance length")[0] == "2.38"
+    assert cells(text, "token 1")[:4] == ["13", "6", "46.2", "%"]
+    assert cells(text, "2 accepted")[:3] == ["3", "23.1", "%"]
+    assert cells(text, "math")[:3] == ["1", "5", "2.20"]
+    assert cells(text, "ended by") == ["1", "error,", "2", "stop"]
+    assert cells(text, "target rows")[-5:] == ["21", "(-)", "held", "rejected", "drafts"]
+    assert "acceptance at token i = steps that accepted more than i drafts" in text
+    assert "against plain decoding" not in text
+
+
+@pytest.mark.parametrize("num_spec_tokens", [1, 3, 16])
+def test_lines_fit_and_columns_align(num_spec_tokens):
+    text = render(a_run(num_spec_tokens), {f"setting {i}": "a value" for i in range(12)})
+    assert max(map(len, text.splitlines())) <= 100
+    assert all(line == line.rstrip() for line in text.splitlines())
+    assert "\x1b" not in text
+    rows = [line for line in text.splitlines() if line.startswith("token ")]
+    assert len({line.index("%") for line in rows}) == 1
+
+
+def test_a_longer_bar_is_a_higher_rate():
+    text = render(a_run(), {})
+    bars = [line.count("█") for line in text.splitlines() if line.startswith("token ")]
+    assert bars == [20 * 9 // 13, 20 * 6 // 13, 20 * 3 // 13]
+
+
+def test_a_setting_is_not_broken_over_lines():
+    text = render(a_run(), {f"key{i}": "some words here" for i in range(9)})
+    heading = text.split("\n\n")[0].splitlines()
+    assert len(heading) > 1
+    assert sum(line.count(f"key{i} some words here") for line in heading for i in range(9)) == 9
+
+
+def test_plain_decoding_shows_no_acceptance():
+    text = render(as_json(request("a", [(0, 0)] * 3), 0), {})
+    assert "Plain decoding" in text
+    assert "token 0" not in text
+    assert "acceptance length" not in text
+    assert cells(text, "output tokens/s")[0] == "1.0"
+
+
+def test_a_dead_drafter_is_called_so():
+    assert "The drafter is dead" in render(as_json(request("a", [(3, 0)] * 30)), {})
+    assert "The drafter is dead" not in render(a_run(), {})
+
+
+@pytest.mark.parametrize("events", [[], list(refusal("a")), list(request("a", []))])
+def test_odd_runs_can_be_shown(events):
+    text = render(as_json(events), {})
+    assert "No verify step had drafts" in text
+    assert "None" not in text
+    assert "nan" not in text
+
+
+def test_a_baseline_is_shown():
+    run = fold(request("a", [(3, 3)] * 2), num_spec_tokens=3)
+    text = render(
+        run.with_baseline(fold(request("a", [(0, 0)] * 8), num_spec_tokens=0), 0.75, 4).to_json(), {}
+    )
+    line = "3.00x of 1.0 tokens/s, 3 of 4 texts identical"
+    assert cells(text, "against plain decoding") == line.split()
+
+
+def test_runs_stand_side_by_side_with_their_ratio_to_the_first():
+    one, two = as_json(request("a", [(3, 1)] * 4)), as_json(request("a", [(3, 3)] * 2))
+    text = compare([("one", one), ("two", two)])
+    assert text.splitlines()[0].split() == ["one", "two", "ratio"]
+    assert cells(text, "mean acceptance length") == ["2.00", "4.00", "2.00x"]
+    assert cells(text, "num_drafts") == ["4", "2", "0.50x"]
+    assert cells(text, "output tokens/s") == ["1.8", "3.0", "1.67x"]
+    assert cells(text, "acceptance at token 2") == ["0.0", "%", "100.0", "%"]  # no ratio to nothing
+
+
+def test_runs_of_other_draft_lengths_and_plain_ones_compare():
+    runs = [("plain", as_json(request("a", [(0, 0)] * 4), 0)), ("k3", a_run()), ("k5", a_run(5))]
+    text = compare(runs)
+    assert cells(text, "acceptance at token 4")[:2] == ["-", "-"]
+    assert "None" not in text
+
+
+def test_many_runs_wrap_into_blocks_that_repeat_the_first():
+    text = compare([(f"run-{i}", a_run()) for i in range(8)])
+    headers = [line.split() for line in text.splitlines() if line.startswith(" ") and "run-" in line]
+    assert [header[0] for header in headers] == ["run-0"] * 3
+    assert sum(header.count("run-7") for header in headers) == 1
+    assert max(map(len, text.splitlines())) <= 100
+
+
+def test_long_names_stand_above_the_table():
+    text = compare([("runs/a-very-long-name", a_run()), ("runs/another-long-name", a_run())])
+    assert text.splitlines()[:2] == ["run 1  runs/a-very-long-name", "run 2  runs/another-long-name"]
+
+
+def test_a_dead_drafter_is_called_so_beside_others():
+    text = compare([("good", a_run()), ("bad", as_json(request("a", [(3, 0)] * 30)))])
+    assert "bad: The drafter is dead" in text
+    assert "good:" not in text
+
+
+def test_one_run_compares_with_none():
+    assert compare([("alone", a_run())]).splitlines()[0].split() == ["alone"]
