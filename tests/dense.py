@@ -5,7 +5,10 @@ from torch import Tensor
 
 
 class DenseAttend:
-    """Causal attention of one sequence; keeps K and V, so that a sequence may also come in several passes."""
+    """Causal attention of one sequence, rounded as ``transformers`` does it eagerly.
+
+    Keeps K and V, so that a sequence may also come in several passes.
+    """
 
     def __init__(self) -> None:
         self.kept: dict[int, tuple[Tensor, Tensor]] = {}
@@ -15,8 +18,8 @@ class DenseAttend:
             k, v = torch.cat((self.kept[layer][0], k)), torch.cat((self.kept[layer][1], v))
         self.kept[layer] = (k, v)
         rows, num_heads, head_dim = q.shape
-        k, v = (x.repeat_interleave(num_heads // x.shape[1], 1).transpose(0, 1).float() for x in (k, v))
-        scores = q.transpose(0, 1).float() @ k.transpose(1, 2) / head_dim**0.5
+        k, v = (x.repeat_interleave(num_heads // x.shape[1], 1).transpose(0, 1) for x in (k, v))
+        scores = q.transpose(0, 1) @ k.transpose(1, 2) * head_dim**-0.5
         future = torch.ones(rows, k.shape[1], dtype=torch.bool).triu(k.shape[1] - rows + 1)
-        weights = scores.masked_fill(future, float("-inf")).softmax(-1)
-        return (weights @ v).transpose(0, 1).reshape(rows, -1).to(q.dtype)
+        weights = scores.masked_fill(future, float("-inf")).softmax(-1, dtype=torch.float32)
+        return (weights.to(q.dtype) @ v).transpose(0, 1).reshape(rows, -1)

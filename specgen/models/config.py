@@ -33,12 +33,12 @@ class RopeConfig:
     def from_hf(cls, config: Raw) -> "RopeConfig":
         """Read ``rope_parameters`` (transformers 5) or ``rope_theta`` with ``rope_scaling`` (before)."""
         parameters = _section(config, "rope_parameters") or _section(config, "rope_scaling")
+        by_layer = any(isinstance(value, Mapping) for value in parameters.values())
         kind = parameters.get("rope_type") or parameters.get("type") or "default"
-        nested = any(isinstance(value, Mapping) for value in parameters.values())
+        kind = "by layer" if by_layer else kind
         require(
-            kind in ("default", "llama3") and not nested,
-            f"rope type {'by layer' if nested else kind!r} is not supported: "
-            "use a checkpoint with 'default' or 'llama3' rotary positions",
+            kind in ("default", "llama3"),
+            f"rope type {kind!r} is not supported: use a checkpoint with 'default' or 'llama3' rotary positions",
         )
         partial = parameters.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
         require(partial == 1.0, f"partial_rotary_factor is {partial}: only fully rotary heads are supported")

@@ -1,0 +1,548 @@
+"""Opening checkpoints, understanding their configs, and refusing what would load and then work badly."""
+
+import json
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from specgen.checkpoint import (
+    draft_to_target,
+    drafter_config,
+    fingerprint,
+    load_drafter,
+    load_target,
+    open_checkpoint,
+    target_config,
+)
+from specgen.models.config import Eagle3Config, TargetConfig
+from specgen.models.llama import Llama
+from tests.tiny_checkpoints import LLAMA3_SCALING, write_head, write_target
+
+CPU = torch.device("cpu")
+AUX = "eagle_aux_hidden_state_layer_ids"
+
+
+@pytest.fixture(scope="module")
+def target_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("target")
+    write_target(path, num_layers=12, hidden_size=32, vocab_size=64)
+    return path
+
+
+@pytest.fixture(scope="module")
+def target(target_path: Path) -> Llama:
+    return _load(target_path)
+
+
+def _load(path: Path) -> Llama:
+    return load_target(open_checkpoint(str(path)), torch.float32, CPU)
+
+
+def _load_head(path: Path, target: Llama) -> Any:
+    return load_drafter(open_checkpoint(str(path)), target, torch.float32, CPU)
+
+
+def _copy(source: Path, path: Path, **changes: Any) -> Path:
+    """The target at ``source`` with other settings in its config.json."""
+    path.mkdir(parents=True, exist_ok=True)
+    for file in source.iterdir():
+        (path / file.name).write_bytes(file.read_bytes())
+    if changes:
+        config = json.loads((path / "config.json").read_text()) | changes
+        (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+# ---- files
+
+
+def test_shards_are_read_through_their_index(tmp_path: Path) -> None:
+    write_target(tmp_path / "one")
+    write_target(tmp_path / "many", max_shard_size="40KB")
+    one, many = open_checkpoint(str(tmp_path / "one")), open_checkpoint(str(tmp_path / "many"))
+    assert len(one.files) == 1
+    assert len(many.files) > 5
+    for name in one.tensors:
+        expected, got = one.read(name), many.read(name)
+        assert expected is not None
+        assert got is not None
+        assert torch.equal(expected, got), name
+
+
+@pytest.mark.parametrize("zipped", [True, False], ids=["zip", "before-1.6"])
+def test_pickles_hold_the_same_target(tmp_path: Path, target_path: Path, zipped: bool) -> None:
+    path = _copy(target_path, tmp_path)
+    tensors = load_file(path / "model.safetensors")
+    (path / "model.safetensors").unlink()
+    torch.save(tensors, path / "pytorch_model.bin", _use_new_zipfile_serialization=zipped)
+    checkpoint = open_checkpoint(str(path))
+    assert {name: info.shape for name, info in checkpoint.tensors.items()} == {
+        name: tuple(tensor.shape) for name, tensor in tensors.items()
+    }
+    assert torch.equal(_load(path).embedding, _load(target_path).embedding)
+
+
+class _Evil:
+    def __reduce__(self) -> Any:
+        return (Path.touch, (Path("evil"),))
+
+
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
+def test_a_pickle_with_code_is_refused_and_not_run(
+    tmp_path: Path, target_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = _copy(target_path, tmp_path / "bin")
+    (path / "model.safetensors").unlink()
+    for save in (torch.save, lambda value, file: file.write_bytes(pickle.dumps(value))):
+        save({"model.norm.weight": _Evil()}, path / "pytorch_model.bin")
+        with pytest.raises(ValueError, match="cannot be read as tensors"):
+            open_checkpoint(str(path))
+    assert not (tmp_path / "evil").exists()
+
+
+def _index(path: Path, name: str) -> None:
+    (path / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {"model.norm.weight": name}})
+    )
+
+
+def _truncate(path: Path) -> None:
+    file = path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
+    "no-weights": (
+        lambda path: (path / "model.safetensors").unlink(),
+        "has no weights: add model.safetensors",
+    ),
+    "no-config": (lambda path: (path / "config.json").unlink(), "config.json cannot be read"),
+    "config-no-json": (lambda path: (path / "config.json").write_text("{"), "not valid JSON"),
+    "config-no-object": (lambda path: (path / "config.json").write_text("[]"), "holds no JSON object"),
+    "truncated": (_truncate, "cannot be read as safetensors"),
+    "outside": (lambda path: _index(path, "../other/model.safetensors"), "only files beside the index"),
+    "absolute": (lambda path: _index(path, "/etc/passwd"), "only files beside the index"),
+    "parent": (lambda path: _index(path, ".."), "only files beside|which is missing"),
+    "missing-shard": (lambda path: _index(path, "model-2.safetensors"), "which is missing: download it"),
+    "empty-index": (
+        lambda path: (path / "model.safetensors.index.json").write_text("{}"),
+        "has no weight_map",
+    ),
+    "pickle-of-a-list": (
+        lambda path: (
+            (path / "model.safetensors").unlink(),
+            torch.save([torch.ones(1)], path / "pytorch_model.bin"),
+        ),
+        "holds other things than named tensors",
+    ),
+}
+
+
+@pytest.mark.parametrize(("damage", "message"), BROKEN.values(), ids=BROKEN)
+def test_broken_directories_are_refused_in_one_line(
+    tmp_path: Path, target_path: Path, damage: Callable[[Path], object], message: str
+) -> None:
+    path = _copy(target_path, tmp_path)
+    damage(path)
+    with pytest.raises(ValueError, match=message) as caught:
+        open_checkpoint(str(path))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["nowhere", "./no/where", "/no/where", "a/b/c", "owner/", "../x"])
+def test_what_is_neither_directory_nor_hub_id_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match="neither a directory nor a hub id"):
+        open_checkpoint(name)
+
+
+def test_a_hub_id_is_downloaded_without_what_is_not_needed(
+    target_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+
+    def snapshot_download(repo_id: str, **settings: Any) -> str:
+        calls.append((repo_id, settings))
+        return str(target_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    checkpoint = open_checkpoint("owner/model-1.5")
+    assert checkpoint.path == target_path
+    assert checkpoint.name == "owner/model-1.5"
+    [(repo_id, settings)] = calls
+    assert repo_id == "owner/model-1.5"
+    assert {"*.json", "*.safetensors"} <= set(settings["allow_patterns"])
+    assert not [pattern for pattern in settings["allow_patterns"] if "bin" in pattern]
+    assert settings["ignore_patterns"] == ["*/*"]  # Llama's own original/ folder is the whole model again
+
+
+def test_a_hub_id_without_safetensors_is_downloaded_as_pickles(
+    tmp_path: Path, target: Llama, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_head(tmp_path, target.config, binary=True)
+    patterns = []
+
+    def snapshot_download(repo_id: str, *, allow_patterns: list[str], ignore_patterns: list[str]) -> str:
+        patterns.append(allow_patterns)
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    assert "fc.weight" in open_checkpoint("owner/head").tensors
+    assert ["pytorch_model*.bin" in asked for asked in patterns] == [False, True]
+
+
+def test_a_hub_that_cannot_be_reached_is_named_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def snapshot_download(repo_id: str, **settings: Any) -> str:
+        raise huggingface_hub.errors.LocalEntryNotFoundError("no connection\nand much more")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    with pytest.raises(
+        ValueError, match=r"'owner/model' is not a directory .*no connection.*check"
+    ) as caught:
+        open_checkpoint("owner/model")
+    assert "\n" not in str(caught.value)
+
+
+def test_the_fingerprint_is_of_the_contents(tmp_path: Path, target_path: Path) -> None:
+    same, other = _copy(target_path, tmp_path / "same"), _copy(target_path, tmp_path / "other")
+    tensors = load_file(other / "model.safetensors")
+    tensors["model.norm.weight"][3] += 1
+    save_file(tensors, other / "model.safetensors")
+    prints = [fingerprint(open_checkpoint(str(path))) for path in (target_path, same, other)]
+    assert prints[0] == prints[1] != prints[2]
+    assert len(prints[0]) == 64
+    _copy(target_path, same, rms_norm_eps=0.5)
+    assert fingerprint(open_checkpoint(str(same))) != prints[0]
+
+
+# ---- targets
+
+
+def test_transformers_5_and_4_write_the_same_rope() -> None:
+    common = {
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": 8,
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 2,
+        "max_position_embeddings": 9,
+    }
+    scaling = {name: value for name, value in LLAMA3_SCALING.items() if name != "rope_theta"}
+    new = TargetConfig.from_hf(common | {"rope_parameters": LLAMA3_SCALING})
+    old = TargetConfig.from_hf(common | {"rope_theta": 10000.0, "rope_scaling": scaling})
+    assert new.rope == old.rope
+    assert new.rope.llama3 is not None
+    assert new.rope.llama3.factor == 8.0
+    plain = TargetConfig.from_hf(common | {"rope_theta": 5e5, "rope_scaling": None})
+    assert (plain.rope.theta, plain.rope.llama3) == (5e5, None)
+    assert (plain.num_kv_heads, plain.head_dim, plain.eos_token_ids) == (2, 4, ())
+
+
+@pytest.mark.parametrize(
+    ("config", "generation", "expected"),
+    [
+        (2, None, (2,)),
+        ([2, 5], None, (2, 5)),
+        (2, {"eos_token_id": [7, 0]}, (7, 0)),
+        (2, {"eos_token_id": 0}, (0,)),
+        (2, {"eos_token_id": None}, (2,)),
+        (None, {"top_p": 0.9}, ()),
+    ],
+)
+def test_end_tokens_come_from_the_generation_config_first(
+    tmp_path: Path,
+    target_path: Path,
+    config: Any,
+    generation: dict[str, Any] | None,
+    expected: tuple[int, ...],
+) -> None:
+    path = _copy(target_path, tmp_path, eos_token_id=config)
+    (path / "generation_config.json").unlink(missing_ok=True)
+    if generation is not None:
+        (path / "generation_config.json").write_text(json.dumps(generation))
+    assert target_config(open_checkpoint(str(path))).eos_token_ids == expected
+
+
+UNSUPPORTED: dict[str, tuple[dict[str, Any], str]] = {
+    "architecture": (
+        {"architectures": ["MistralForCausalLM"]},
+        "'MistralForCausalLM' is not supported: use one of Llama",
+    ),
+    "no-architecture": ({"architectures": None}, "'none' is not supported"),
+    "attention-bias": ({"attention_bias": True}, "attention_bias is true"),
+    "mlp-bias": ({"mlp_bias": True}, "mlp_bias is true"),
+    "yarn": ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rope type 'yarn'"),
+    "old-linear": (
+        {"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2.0}},
+        "rope type 'linear'",
+    ),
+    "rope-by-layer": ({"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "rope type 'by layer'"),
+    "partial-rope": ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
+    "llama3-incomplete": (
+        {"rope_parameters": {"rope_type": "llama3", "factor": 8.0}},
+        "has no low_freq_factor",
+    ),
+    "sliding-window": ({"sliding_window": 4096}, "sliding_window is 4096 and in use"),
+    "sliding-layers": ({"layer_types": ["sliding_attention"]}, "only full attention"),
+    "quantized": ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config is set"),
+    "activation": ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+    "no-layers": ({"num_hidden_layers": None}, "no num_hidden_layers"),
+    "text-for-a-number": ({"hidden_size": "many"}, "hidden_size is 'many'"),
+    "negative": ({"vocab_size": -1}, "vocab_size is -1"),
+    "uneven-heads": ({"num_key_value_heads": 3}, "4 attention heads cannot share 3 KV heads"),
+}
+
+
+@pytest.mark.parametrize(("changes", "message"), UNSUPPORTED.values(), ids=UNSUPPORTED)
+def test_unsupported_targets_are_refused_by_name(
+    tmp_path: Path, target_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message) as caught:
+        _load(_copy(target_path, tmp_path, **changes))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_window_that_is_not_used_is_no_obstacle(tmp_path: Path, target_path: Path) -> None:
+    _load(
+        _copy(
+            target_path,
+            tmp_path,
+            sliding_window=4096,
+            use_sliding_window=False,
+            layer_types=["full_attention"],
+        )
+    )
+
+
+def _change(path: Path, **tensors: Tensor | None) -> Path:
+    """Replace, add or (None) remove tensors; ``__`` in a name is a dot."""
+    stored = load_file(path / "model.safetensors")
+    for key, tensor in tensors.items():
+        name = key.replace("__", ".")
+        stored.pop(name, None)
+        if tensor is not None:
+            stored[name] = tensor
+    save_file(stored, path / "model.safetensors")
+    return path
+
+
+def test_target_tensors_are_strict_both_ways(tmp_path: Path, target_path: Path) -> None:
+    missing = _change(_copy(target_path, tmp_path / "a"), model__layers__3__mlp__up_proj__weight=None)
+    with pytest.raises(ValueError, match=r"has no tensor 'model.layers.3.mlp.up_proj.weight'"):
+        _load(missing)
+    unknown = _change(_copy(target_path, tmp_path / "b"), model__layers__0__self_attn__sinks=torch.ones(4))
+    with pytest.raises(ValueError, match=r"1 unknown tensors, such as model.layers.0.self_attn.sinks"):
+        _load(unknown)
+    bias = _change(
+        _copy(target_path, tmp_path / "c"), model__layers__0__self_attn__q_proj__bias=torch.ones(4)
+    )
+    with pytest.raises(ValueError, match="unknown tensors"):
+        _load(bias)
+    fewer = _copy(target_path, tmp_path / "d", num_hidden_layers=11)
+    with pytest.raises(ValueError, match=r"9 unknown tensors, such as model.layers.11"):
+        _load(fewer)
+    shape = _copy(target_path, tmp_path / "e", intermediate_size=65)
+    with pytest.raises(ValueError, match=r"has shape \[64, 32\], but config.json asks for \[65, 32\]"):
+        _load(shape)
+    quantized = _change(
+        _copy(target_path, tmp_path / "f"), model__norm__weight=torch.ones(32, dtype=torch.int8)
+    )
+    with pytest.raises(ValueError, match="quantized weights are not supported"):
+        _load(quantized)
+
+
+def test_harmless_tensors_are_passed_over(tmp_path: Path, target_path: Path) -> None:
+    extra = _change(
+        _copy(target_path, tmp_path), model__layers__0__self_attn__rotary_emb__inv_freq=torch.ones(8)
+    )
+    assert torch.equal(_load(extra).embedding, _load(target_path).embedding)
+
+
+def test_a_tied_target_may_carry_its_head_twice(tmp_path: Path) -> None:
+    write_target(tmp_path, tied=True)
+    _load(_change(tmp_path, lm_head__weight=torch.zeros(128, 64)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_weights_come_in_the_dtype_asked(target_path: Path, dtype: torch.dtype) -> None:
+    assert load_target(open_checkpoint(str(target_path)), dtype, CPU).dtype == dtype
+
+
+# ---- heads
+
+
+@pytest.mark.parametrize(
+    ("dialect", "place", "ids", "expected", "rule"),
+    [
+        ("eagle", "top", None, (2, 6, 9), "default layer inputs"),
+        ("speculators", "top", None, (2, 6, 9), "default layer inputs"),
+        ("speculators", "top", [2, 6, 9], (2, 6, 9), "layer inputs"),
+        ("speculators", "top", [1, 5, 8], (1, 5, 8), "if acceptance is poor, add 1"),
+        ("eagle", "top", [3, 7, 12], (3, 7, 12), "layer inputs"),
+        ("eagle", "eagle_config", [1, 5, 8], (2, 6, 9), "layer outputs"),
+        ("eagle", "eagle_config", [0, 5, 11], (1, 6, 12), "so 1 is added"),
+        ("eagle", "eagle_config", [2, 6, 9], (2, 6, 9), "are the default layer inputs"),
+    ],
+)
+def test_aux_layers_are_understood_by_format(
+    tmp_path: Path, target: Llama, dialect: Any, place: Any, ids: list[int] | None, expected: Any, rule: str
+) -> None:
+    write_head(tmp_path, target.config, dialect, aux_layer_ids=ids, aux_at=place)
+    config = _load_head(tmp_path, target).config
+    assert config.aux_layers == expected
+    assert rule in config.aux_rule
+    assert config.dialect == dialect
+
+
+def test_norm_flags_are_read_at_the_top_and_in_eagle_config(tmp_path: Path, target: Llama) -> None:
+    write_head(tmp_path / "top", target.config, norm_before_fc=True)
+    write_head(
+        tmp_path / "nested",
+        target.config,
+        norm_before_fc=True,
+        changed_config={"norm_before_fc": None, "eagle_config": {"norm_before_fc": True}},
+    )
+    config = json.loads((tmp_path / "nested" / "config.json").read_text())
+    del config["norm_before_fc"]
+    (tmp_path / "nested" / "config.json").write_text(json.dumps(config))
+    assert _load_head(tmp_path / "top", target).config.norm_before_fc
+    assert _load_head(tmp_path / "nested", target).config.norm_before_fc
+
+
+def _ids(*values: int) -> Tensor:
+    return torch.tensor(values)
+
+
+MISFITS: dict[str, tuple[dict[str, Any], str]] = {
+    "no-d2t": (
+        {"changed": {"d2t": None, "t2d": None}},
+        "drafts 48 of 64 tokens but has no d2t: add the tensor",
+    ),
+    "d2t-too-short": ({"changed": {"d2t": torch.zeros(47, dtype=torch.int64)}}, "must hold 48 integers"),
+    "d2t-of-floats": ({"changed": {"d2t": torch.zeros(48)}}, "must hold 48 integers"),
+    "d2t-above": (
+        {"changed": {"d2t": torch.full((48,), 17), "t2d": None}},
+        "ids 17 to 64, outside the vocabulary of 64",
+    ),
+    "d2t-below": ({"changed": {"d2t": torch.full((48,), -1), "t2d": None}}, "ids -1 to 46, outside"),
+    "d2t-twice": (
+        {"changed": {"d2t": -torch.arange(48), "t2d": None}},
+        "two draft tokens to one target token",
+    ),
+    "d2t-against-t2d": ({"changed": {"t2d": torch.arange(64) < 48}}, "t2d marks 48 of 64 tokens, other ones"),
+    "t2d-of-another": ({"changed": {"t2d": torch.arange(65) < 48}}, "mixes two vocabularies"),
+    "draft-vocabulary-larger": (
+        {"changed_config": {"draft_vocab_size": 65}},
+        "draft_vocab_size is 65, more than the vocabulary of 64",
+    ),
+    "narrow-fc": ({"changed": {"fc.weight": torch.zeros(32, 90)}}, r"fc.weight has shape \[32, 90\]"),
+    "wide-target": (
+        {"changed_config": {"target_hidden_size": 40}},
+        "features 40 wide, but the target's hidden size is 32",
+    ),
+    "vocabulary": ({"changed_config": {"vocab_size": 65}}, "vocabulary has 65 tokens, the target's 64"),
+    "no-embedding": ({"hidden_size": 16}, "no embedding of its own and is 16 wide"),
+    "embedding-of-another": (
+        {"own_embedding": True, "changed": {"embed_tokens.weight": torch.zeros(65, 32)}},
+        r"embed_tokens.weight has shape \[65, 32\]",
+    ),
+    "aux-above": ({"aux_layer_ids": [2, 6, 13]}, "input of layer 13, but the target has layers 0 to 11"),
+    "aux-below": ({"aux_layer_ids": [-1, 6, 9]}, "input of layer -1"),
+    "aux-output-above": ({"aux_layer_ids": [2, 6, 12], "aux_at": "eagle_config"}, "input of layer 13"),
+    "aux-no-numbers": ({"changed_config": {AUX: ["2", "6", "9"]}}, "must be a list of layer numbers"),
+    "aux-fewer-than-fc": (
+        {"changed_config": {AUX: [2, 6]}},
+        r"fc.weight has shape \[32, 96\], but .* \[32, 64\]",
+    ),
+    "unknown-tensor": (
+        {"changed": {"midlayer.gate.weight": torch.ones(1)}},
+        "unknown tensors, such as midlayer.gate",
+    ),
+    "missing-tensor": (
+        {"changed": {"midlayer.mlp.up_proj.weight": None}},
+        "has no tensor 'midlayer.mlp.up_proj",
+    ),
+    "no-lm-head": ({"changed": {"lm_head.weight": None}}, "has no tensor 'lm_head.weight'"),
+    "no-head-at-all": (
+        {"changed": {"midlayer.hidden_norm.weight": None}},
+        "the checkpoint is no EAGLE3 head",
+    ),
+    "norm-without-flag": (
+        {"changed": {"input_norm.weight": torch.ones(96)}},
+        "unknown tensors, such as input_norm",
+    ),
+    "flag-without-norm": ({"changed_config": {"norm_before_fc": True}}, "has no tensor 'input_norm.weight'"),
+    "both-norms": ({"norm_before_fc": True, "fc_norm": True}, "norm_before_fc and fc_norm are both true"),
+    "two-layers": ({"changed_config": {"num_hidden_layers": 2}}, "the head has 2 decoder layers"),
+    "bias": ({"changed_config": {"attention_bias": True}}, "attention_bias is true"),
+    "rope": ({"changed_config": {"rope_scaling": {"rope_type": "yarn"}}}, "rope type 'yarn'"),
+    "last-state-only": (
+        {"changed_config": {"eagle_config": {"use_aux_hidden_state": False}}},
+        "is not EAGLE3",
+    ),
+    "other-speculator": (
+        {"dialect": "speculators", "changed_config": {"speculators_model_type": "dflash"}},
+        "the head is of type 'dflash'",
+    ),
+}
+
+
+@pytest.mark.parametrize(("settings", "message"), MISFITS.values(), ids=MISFITS)
+def test_heads_that_would_draft_badly_are_refused(
+    tmp_path: Path, target: Llama, settings: dict[str, Any], message: str
+) -> None:
+    write_head(tmp_path, target.config, **settings)
+    with pytest.raises(ValueError, match=message) as caught:
+        _load_head(tmp_path, target)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_target_is_no_head_and_a_head_no_target(tmp_path: Path, target: Llama, target_path: Path) -> None:
+    with pytest.raises(ValueError, match="the checkpoint is no EAGLE3 head"):
+        _load_head(target_path, target)
+    write_head(tmp_path, target.config)
+    with pytest.raises(ValueError, match="'LlamaForCausalLMEagle3' is not supported"):
+        _load(tmp_path)
+
+
+def test_the_vocabulary_map_turns_offsets_into_ids(tmp_path: Path, target: Llama) -> None:
+    offsets = _ids(5, 5, 7, 60) - _ids(0, 0, 0, 3)  # 5, 6, 9, 60
+    mask = torch.zeros(64, dtype=torch.bool)
+    mask[_ids(5, 6, 9, 60)] = True
+    write_head(tmp_path, target.config, draft_vocab_size=4, changed={"d2t": offsets, "t2d": mask})
+    checkpoint = open_checkpoint(str(tmp_path))
+    config = drafter_config(checkpoint, target.config.num_layers)
+    assert draft_to_target(checkpoint, config).tolist() == [5, 6, 9, 60]
+
+
+def test_a_full_vocabulary_needs_no_map_and_may_carry_the_identity(tmp_path: Path, target: Llama) -> None:
+    write_head(tmp_path / "none", target.config, draft_vocab_size=None)
+    identity = {"d2t": torch.zeros(64, dtype=torch.int64), "t2d": torch.ones(64, dtype=torch.bool)}
+    write_head(tmp_path / "identity", target.config, draft_vocab_size=None, changed=identity)
+    for name in ("none", "identity"):
+        assert torch.equal(_load_head(tmp_path / name, target).draft_to_target, torch.arange(64)), name
+
+
+def test_an_own_embedding_is_used_and_otherwise_the_targets(tmp_path: Path, target: Llama) -> None:
+    write_head(tmp_path / "own", target.config, own_embedding=True)
+    write_head(tmp_path / "shared", target.config)
+    own = open_checkpoint(str(tmp_path / "own")).read("embed_tokens.weight")
+    assert own is not None
+    assert torch.equal(_load_head(tmp_path / "own", target).embedding, own)
+    assert _load_head(tmp_path / "shared", target).embedding is target.embedding
+
+
+def test_a_head_alone_leaves_the_default_layers_open(tmp_path: Path, target: Llama) -> None:
+    write_head(tmp_path, target.config)
+    config = drafter_config(open_checkpoint(str(tmp_path)), None)
+    assert isinstance(config, Eagle3Config)
+    assert config.aux_layers == ()
+    assert config.num_features == 3

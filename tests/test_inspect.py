@@ -1,0 +1,162 @@
+"""What ``specgen inspect`` says: the understanding of a checkpoint, its sizes, and the fit of a pair."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from specgen.inspect_checkpoint import Description, describe
+from specgen.models.config import TargetConfig
+from tests.tiny_checkpoints import LLAMA3_SCALING, write_head, write_target
+
+
+@pytest.fixture(scope="module")
+def target_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("target")
+    write_target(path, rope=LLAMA3_SCALING, eos_token_id=[2, 9], max_shard_size="100KB")
+    return path
+
+
+@pytest.fixture(scope="module")
+def config(target_path: Path) -> TargetConfig:
+    config = describe(str(target_path)).parts[0].config
+    assert isinstance(config, TargetConfig)
+    return config
+
+
+def _json(description: Description) -> dict[str, Any]:
+    """Through JSON and back: everything must be plain."""
+    decoded: dict[str, Any] = json.loads(json.dumps(description.to_json()))
+    return decoded
+
+
+def test_a_target_alone(target_path: Path) -> None:
+    description = describe(str(target_path))
+    [part] = _json(description)["checkpoints"]
+    expected = {
+        "kind": "target",
+        "architecture": "LlamaForCausalLM",
+        "vocab_size": 128,
+        "num_layers": 6,
+        "eos_token_ids": [2, 9],
+        "dtypes": ["float32"],
+        "problems": [],
+        # embedding and head, six layers, final norm
+        "num_parameters": 2 * 128 * 64 + 6 * (64 * 128 + 64 * 64 + 3 * 64 * 128 + 2 * 64) + 64,
+        "kv_bytes_per_token": 2 * 6 * 2 * 16 * 4,
+    }
+    assert {name: part[name] for name in expected} == expected
+    assert part["num_bytes"] == 4 * part["num_parameters"]
+    assert part["num_files"] > 1
+    assert part["rope"]["llama3"]["factor"] == 8.0
+    assert _json(description)["fit"] is None
+    text = description.to_text()
+    assert "ends texts  2, 9" in text
+    assert "llama3 scaling by 8" in text
+    assert "Complete and supported." in text
+    assert max(map(len, text.splitlines()[1:])) <= 100
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_a_pair_that_fits_in_either_order(
+    tmp_path: Path, target_path: Path, config: TargetConfig, swapped: bool
+) -> None:
+    write_head(
+        tmp_path, config, aux_layer_ids=[1, 2, 2], aux_at="eagle_config", fc_norm=True, norm_output=True
+    )
+    paths = (str(tmp_path), str(target_path)) if swapped else (str(target_path), str(tmp_path))
+    description = describe(*paths)
+    document = _json(description)
+    target, head = document["checkpoints"]
+    assert (target["kind"], head["kind"]) == ("target", "head")
+    assert (document["fit"], document["misfits"]) == (True, [])
+    assert head["dialect"] == "eagle"
+    assert head["aux_layers"] == [2, 3, 3]
+    assert head["draft_vocab_share"] == 48 / 128
+    assert (head["fc_norm"], head["norm_output"], head["norm_before_fc"]) == (True, True, False)
+    assert head["kv_bytes_per_token"] == 2 * 2 * 16 * 4
+    assert document["kv_bytes_per_token"] == target["kv_bytes_per_token"] + head["kv_bytes_per_token"]
+    text = description.to_text()
+    for part in (
+        "inputs of layers 2, 3, 3",
+        "are layer outputs",
+        "48 of 128 tokens (37.5%)",
+        "fc_norm",
+        "fit;",
+    ):
+        assert part in text, part
+
+
+def test_a_head_alone(tmp_path: Path, config: TargetConfig) -> None:
+    write_head(tmp_path, config, "speculators", norm_before_residual=True)
+    description = describe(str(tmp_path))
+    [head] = _json(description)["checkpoints"]
+    assert head["problems"] == []
+    assert (head["dialect"], head["aux_layers"]) == ("speculators", [])
+    assert "inputs of layers 2, L//2, L-3" in description.to_text()
+    assert "norm_before_residual" in description.to_text()
+
+
+def test_the_dtype_is_that_of_the_stored_weights(tmp_path: Path, config: TargetConfig) -> None:
+    from safetensors.torch import load_file, save_file
+
+    write_head(tmp_path, config)
+    file = tmp_path / "model.safetensors"
+    halves = {name: x.bfloat16() if x.is_floating_point() else x for name, x in load_file(file).items()}
+    save_file(halves, file)
+    [head] = _json(describe(str(tmp_path)))["checkpoints"]
+    assert head["dtypes"] == ["bfloat16"]
+    assert head["num_bytes"] == 2 * head["num_parameters"]
+    assert head["kv_bytes_per_token"] == 2 * 2 * 16 * 2
+
+
+def test_every_reason_of_a_misfit_is_given(tmp_path: Path, target_path: Path, config: TargetConfig) -> None:
+    write_head(
+        tmp_path,
+        config,
+        changed_config={"vocab_size": 129},
+        changed={"d2t": torch.full((48,), 200), "odd.weight": torch.ones(1)},
+        aux_layer_ids=[2, 3, 7],
+    )
+    description = describe(str(target_path), str(tmp_path))
+    assert _json(description)["fit"] is False
+    for reason in ("unknown tensors, such as odd.weight", "d2t maps to", "129 tokens", "input of layer 7"):
+        assert any(reason in misfit for misfit in description.misfits), reason
+        assert reason in description.to_text()
+
+
+def test_two_of_a_kind_are_no_pair(tmp_path: Path, target_path: Path, config: TargetConfig) -> None:
+    assert describe(str(target_path), str(target_path)).misfits == (
+        "both are targets: give one target and one head",
+    )
+    write_head(tmp_path, config)
+    assert "both are heads" in describe(str(tmp_path), str(tmp_path)).misfits[0]
+
+
+def test_no_weights_are_read(
+    tmp_path: Path, target_path: Path, config: TargetConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_head(tmp_path, config)
+    names = []
+
+    def spy(name: str, info: Any) -> Any:
+        names.append(name)
+        return read(name, info)
+
+    from specgen import checkpoint
+
+    read = checkpoint.read_tensor
+    monkeypatch.setattr(checkpoint, "read_tensor", spy)
+    describe(str(target_path), str(tmp_path))
+    assert sorted(names) == ["d2t", "t2d"]
+
+
+def test_what_is_no_known_checkpoint_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["BertModel"]}))
+    with pytest.raises(ValueError, match="has no weights"):
+        describe(str(tmp_path))
+    torch.save({"a": torch.ones(1)}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(ValueError, match="'BertModel' is not supported"):
+        describe(str(tmp_path))

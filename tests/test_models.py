@@ -1,0 +1,319 @@
+"""Targets against ``transformers``, heads against a dense reference written here, kernels bit for bit."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from specgen.checkpoint import Checkpoint, load_drafter, load_target, open_checkpoint
+from specgen.models.config import Llama3Scaling, RopeConfig, TargetConfig
+from specgen.models.layers import inverse_frequencies
+from specgen.models.llama import Llama
+from specgen.ops import cpu_float32_ops, torch_ops
+from tests.dense import DenseAttend
+from tests.tiny_checkpoints import LLAMA3_SCALING, write_head, write_target
+
+CPU = torch.device("cpu")
+TARGETS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "tied": {"tied": True},
+    "llama3-rope": {"rope": LLAMA3_SCALING},
+    "sharded": {"max_shard_size": "40KB"},
+    "no-gqa": {"num_kv_heads": 4},
+    "qwen3": {"family": "qwen3"},
+    "qwen3-tied": {"family": "qwen3", "tied": True},
+    "wide-heads": {"family": "qwen3", "head_dim": 32},
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Written:
+    """A target on disk, loaded both ways."""
+
+    path: Path
+    config: TargetConfig
+    model: Llama
+    reference: Any
+
+
+def _written(path: Path, dtype: torch.dtype = torch.float32, **settings: Any) -> Written:
+    import transformers
+
+    config = write_target(path, **settings)
+    model = load_target(open_checkpoint(str(path)), dtype, CPU)
+    reference = transformers.AutoModelForCausalLM.from_pretrained(
+        path, dtype=dtype, attn_implementation="eager"
+    )
+    return Written(path=path, config=config, model=model, reference=reference)
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Written:
+    return _written(tmp_path_factory.mktemp("target"))
+
+
+def _ids(config: TargetConfig, rows: int = 40) -> Tensor:
+    return torch.randint(0, config.vocab_size, (rows,), generator=torch.Generator().manual_seed(3))
+
+
+@torch.inference_mode()
+def _logits(model: Llama, ids: Tensor) -> Tensor:
+    hidden, _ = model.forward(ids, torch.arange(len(ids)), DenseAttend())
+    return model.logits(hidden)
+
+
+@pytest.mark.parametrize("settings", TARGETS.values(), ids=TARGETS)
+def test_logits_equal_transformers(tmp_path: Path, settings: dict[str, Any]) -> None:
+    written = _written(tmp_path, **settings)
+    ids = _ids(written.config, 120)
+    with torch.inference_mode():
+        expected = written.reference(ids[None]).logits[0]
+    assert expected.std() > 0.5  # a flat model would hide mistakes
+    torch.testing.assert_close(_logits(written.model, ids), expected, atol=1e-4, rtol=0)
+
+
+def test_reference_kernels_give_the_same_logits(written: Written, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("specgen.checkpoint.bind_ops", lambda device, dtype: torch_ops())
+    plain = load_target(open_checkpoint(str(written.path)), torch.float32, CPU)
+    ids = _ids(written.config)
+    torch.testing.assert_close(_logits(plain, ids), _logits(written.model, ids), atol=1e-5, rtol=0)
+
+
+@torch.inference_mode()
+def test_passes_of_any_length_are_one_text(written: Written) -> None:
+    ids, attend, states = _ids(written.config), DenseAttend(), []
+    for start, end in ((0, 7), (7, 8), (8, 13), (13, 40)):
+        hidden, _ = written.model.forward(ids[start:end], torch.arange(start, end), attend)
+        states.append(hidden)
+    got = written.model.logits(torch.cat(states))
+    torch.testing.assert_close(got, _logits(written.model, ids), atol=1e-5, rtol=0)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("aux_layers", [(2, 3, 5), (5, 0, 2), (1,), (3, 3, 4)], ids=str)
+def test_features_are_layer_inputs_in_the_order_asked(written: Written, aux_layers: tuple[int, ...]) -> None:
+    ids = _ids(written.config)
+    states = written.reference(ids[None], output_hidden_states=True).hidden_states
+    expected = torch.cat([states[layer][0] for layer in aux_layers], -1)
+    _, features = written.model.forward(ids, torch.arange(len(ids)), DenseAttend(), aux_layers)
+    torch.testing.assert_close(features, expected, atol=2e-4, rtol=0)
+    off_by_one = torch.cat([states[max(layer - 1, 0)][0] for layer in aux_layers], -1)
+    assert (features - off_by_one).abs().max() > 0.1 or aux_layers == (0,)
+
+
+@torch.inference_mode()
+def test_the_stream_behind_the_last_layer_is_a_feature_before_the_final_norm(written: Written) -> None:
+    ids, last = _ids(written.config), written.config.num_layers
+    hidden, features = written.model.forward(ids, torch.arange(len(ids)), DenseAttend(), (last,))
+    assert torch.equal(hidden, features)
+    normed = written.reference(ids[None], output_hidden_states=True).hidden_states[last][0]
+    torch.testing.assert_close(written.reference.model.norm(hidden), normed, atol=1e-4, rtol=0)
+
+
+@torch.inference_mode()
+def test_no_aux_layers_give_empty_features(written: Written) -> None:
+    ids = _ids(written.config)
+    hidden, features = written.model.forward(ids, torch.arange(len(ids)), DenseAttend())
+    assert features.shape == (len(ids), 0)
+    assert written.model.logits(hidden[:0]).shape == (0, written.config.vocab_size)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_half_precision_rounds_where_transformers_rounds(
+    tmp_path: Path, dtype: torch.dtype, family: str
+) -> None:
+    written = _written(tmp_path, dtype, family=family)
+    ids = _ids(written.config)
+    with torch.inference_mode():
+        expected = written.reference(ids[None]).logits[0].float()
+    got = _logits(written.model, ids)
+    assert got.dtype == torch.float32
+    assert ((got - expected).abs() > 1e-5).float().mean() < 0.01, (
+        "a place that rounds otherwise moves most logits"
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_reference_kernels_equal_transformers_bit_for_bit(dtype: torch.dtype) -> None:
+    from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
+
+    torch.manual_seed(0)
+    ops, x, weight = torch_ops(), torch.randn(9, 64).to(dtype) * 3, torch.randn(64).to(dtype)
+    norm = LlamaRMSNorm(64, eps=1e-5)
+    norm.weight.data = weight
+    assert torch.equal(ops.rms_norm(weight, 1e-5)(x), norm(x))
+    assert torch.equal(ops.silu_and_mul(x), F.silu(x[:, :32]) * x[:, 32:])
+    heads, half = x.view(9, 4, 16), torch.randn(9, 8)
+    cos, sin = (torch.cat((f, f), -1).to(dtype) for f in (half.cos(), half.sin()))
+    expected, _ = apply_rotary_pos_emb(heads, heads, cos, sin, unsqueeze_dim=1)
+    signed = torch.cat((-sin[:, :8], sin[:, 8:]), -1)
+    assert torch.equal(ops.rope(heads, cos[:, None], signed[:, None]), expected)
+
+
+@pytest.mark.parametrize("rows", [0, 1, 2, 5, 33])
+def test_cpu_kernels_equal_the_reference(rows: int) -> None:
+    torch.manual_seed(0)
+    fast, plain = cpu_float32_ops(), torch_ops()
+    x = torch.randn(rows, 64)
+    for shape in ((48, 64), (1100, 64), (9000, 64)):
+        weight = torch.randn(shape)
+        torch.testing.assert_close(fast.linear(weight)(x), plain.linear(weight)(x), rtol=1e-5, atol=1e-5)
+    x, weight = x * torch.logspace(-6, 3, rows)[:, None], torch.randn(64)  # also rows where eps counts
+    torch.testing.assert_close(fast.rms_norm(weight, 1e-5)(x), plain.rms_norm(weight, 1e-5)(x))
+    by_head = torch.randn(4, 16)
+    heads = x.view(rows, 4, 16)
+    torch.testing.assert_close(fast.rms_norm(by_head, 1e-6)(heads), plain.rms_norm(by_head, 1e-6)(heads))
+
+
+@pytest.mark.parametrize("original", [8192, 64])
+def test_llama3_frequencies_equal_transformers(original: int) -> None:
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    parameters = LLAMA3_SCALING | {"rope_theta": 500_000.0, "original_max_position_embeddings": original}
+    config = LlamaConfig(hidden_size=4096, num_attention_heads=32, rope_parameters=parameters)
+    expected, factor = ROPE_INIT_FUNCTIONS["llama3"](config, CPU)
+    assert factor == 1.0
+    scaling = Llama3Scaling(factor=8, low_freq_factor=1, high_freq_factor=4, original_max_positions=original)
+    got = inverse_frequencies(RopeConfig(theta=500_000.0, llama3=scaling), 128, CPU)
+    torch.testing.assert_close(got, expected, rtol=1e-6, atol=0)
+
+
+HEADS: dict[str, dict[str, Any]] = {
+    "eagle": {},
+    "bin": {"binary": True},
+    "full-vocabulary": {"draft_vocab_size": None},
+    "speculators": {"dialect": "speculators"},
+    "norm-before-residual": {"dialect": "speculators", "norm_before_residual": True},
+    "norm-before-fc": {"dialect": "speculators", "norm_before_fc": True},
+    "fc-norm": {"dialect": "speculators", "fc_norm": True},
+    "norm-output": {"norm_output": True},
+    "eagle-3.1": {"fc_norm": True, "norm_output": True, "norm_before_residual": True},
+    "qk-norm": {"dialect": "speculators", "qk_norm": True},
+    "own-embedding": {"dialect": "speculators", "own_embedding": True},
+    "narrower": {"dialect": "speculators", "own_embedding": True, "hidden_size": 48},
+    "four-features": {"aux_layer_ids": [1, 2, 4, 6], "fc_norm": True},
+}
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("settings", HEADS.values(), ids=HEADS)
+def test_heads_equal_the_dense_reference(tmp_path: Path, written: Written, settings: dict[str, Any]) -> None:
+    write_head(tmp_path, written.config, **settings)
+    checkpoint = open_checkpoint(str(tmp_path))
+    head = load_drafter(checkpoint, written.model, torch.float32, CPU)
+    reference = _DenseHead(checkpoint, written.model.embedding)
+    rows = 12
+    torch.manual_seed(5)
+    features = torch.randn(rows, head.config.num_features * written.config.hidden_size) * 4
+    token_ids, positions = torch.randint(0, written.config.vocab_size, (rows,)), torch.arange(rows)
+
+    hidden, expected = head.fuse(features), reference.fuse(features)
+    torch.testing.assert_close(hidden, expected, atol=1e-4, rtol=1e-4)
+    for _ in range(3):  # each pass is fed what the one before gave
+        hidden = head.forward(token_ids, hidden, positions, DenseAttend())
+        expected, logits = reference.forward(token_ids, expected)
+        torch.testing.assert_close(hidden, expected, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(head.logits(hidden), logits, atol=1e-4, rtol=1e-4)
+        token_ids = head.draft_to_target[logits.argmax(-1)]
+    assert torch.equal(head.draft_to_target, reference.draft_to_target)
+
+
+@torch.inference_mode()
+def test_every_head_setting_changes_what_is_drafted(tmp_path: Path, written: Written) -> None:
+    """Otherwise the test above could pass with a setting ignored on both sides."""
+    results = []
+    flags = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "qk_norm", "own_embedding")
+    for index, flag in enumerate((None, *flags)):
+        path = tmp_path / str(index)
+        write_head(path, written.config, **({flag: True} if flag else {}))
+        head = load_drafter(open_checkpoint(str(path)), written.model, torch.float32, CPU)
+        torch.manual_seed(5)
+        hidden, ids = head.fuse(torch.randn(6, 3 * written.config.hidden_size) * 4), torch.arange(6)
+        for _ in range(2):
+            hidden = head.forward(ids, hidden, ids, DenseAttend())
+        results.append(head.logits(hidden))
+    for index, logits in enumerate(results):
+        assert all((logits - other).abs().max() > 1e-2 for other in results[:index]), index
+
+
+@torch.inference_mode()
+def test_tensors_below_model_are_the_same_head(tmp_path: Path, written: Written) -> None:
+    write_head(tmp_path / "plain", written.config, fc_norm=True, own_embedding=True)
+    plain = open_checkpoint(str(tmp_path / "plain"))
+    apart = ("lm_head.weight", "d2t", "t2d")
+    moved = {f"model.{name}": plain.read(name) for name in plain.tensors if name not in apart}
+    gone = dict.fromkeys(name for name in plain.tensors if name not in apart)
+    write_head(tmp_path / "moved", written.config, fc_norm=True, own_embedding=True, changed=gone | moved)
+    heads = [
+        load_drafter(open_checkpoint(str(tmp_path / name)), written.model, torch.float32, CPU)
+        for name in ("plain", "moved")
+    ]
+    features = torch.randn(4, 3 * written.config.hidden_size)
+    assert torch.equal(heads[0].fuse(features), heads[1].fuse(features))
+    assert torch.equal(heads[0].embedding, heads[1].embedding)
+
+
+class _DenseHead:
+    """An EAGLE3 head of one sequence from position 0, from raw tensors and flags, as its papers draw it."""
+
+    def __init__(self, checkpoint: Checkpoint, target_embedding: Tensor) -> None:
+        self.t = {
+            name.replace("layers.0.", "midlayer."): checkpoint.read(name) for name in checkpoint.tensors
+        }
+        self.config = dict(checkpoint.config)
+        self.layer = self.config.get("transformer_layer_config", self.config)
+        self.embedding = self.t.get("embed_tokens.weight", target_embedding)
+        self.draft_to_target = torch.arange(len(self.t["lm_head.weight"])) + self.t.get("d2t", 0)
+
+    def fuse(self, features: Tensor) -> Tensor:
+        if self.config.get("norm_before_fc"):
+            features = self.norm(features, "input_norm")
+        if self.config.get("fc_norm"):
+            count = sum(name.startswith("fc_norm") for name in self.t)
+            chunks = features.chunk(count, -1)
+            features = torch.cat([self.norm(chunk, f"fc_norm.{i}") for i, chunk in enumerate(chunks)], -1)
+        return features @ self.t["fc.weight"].T
+
+    def forward(self, token_ids: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        embedded = self.norm(self.embedding[token_ids], "midlayer.input_layernorm")
+        normed = self.norm(hidden, "midlayer.hidden_norm")
+        residual = normed if self.config.get("norm_before_residual") else hidden
+        residual = residual + self.attention(torch.cat([embedded, normed], -1))
+        inner = self.norm(residual, "midlayer.post_attention_layernorm")
+        gate, up = (inner @ self.t[f"midlayer.mlp.{name}_proj.weight"].T for name in ("gate", "up"))
+        out = residual + (F.silu(gate) * up) @ self.t["midlayer.mlp.down_proj.weight"].T
+        normed_out = self.norm(out, "norm")
+        fed_back = normed_out if self.config.get("norm_output") else out
+        return fed_back, normed_out @ self.t["lm_head.weight"].T
+
+    def attention(self, x: Tensor) -> Tensor:
+        heads, kv_heads = self.layer["num_attention_heads"], self.layer["num_key_value_heads"]
+        q, k, v = (x @ self.t[f"midlayer.self_attn.{name}_proj.weight"].T for name in "qkv")
+        q, k, v = q.view(len(x), heads, -1), k.view(len(x), kv_heads, -1), v.view(len(x), kv_heads, -1)
+        if "midlayer.self_attn.q_norm.weight" in self.t:
+            q, k = self.norm(q, "midlayer.self_attn.q_norm"), self.norm(k, "midlayer.self_attn.k_norm")
+        q, k = self.rotate(q), self.rotate(k)
+        mixed = torch.empty_like(q)
+        for head in range(heads):
+            kv_head = head * kv_heads // heads
+            for row in range(len(x)):
+                scores = k[: row + 1, kv_head] @ q[row, head] / q.shape[-1] ** 0.5
+                mixed[row, head] = scores.softmax(0) @ v[: row + 1, kv_head]
+        return mixed.flatten(1) @ self.t["midlayer.self_attn.o_proj.weight"].T
+
+    def rotate(self, x: Tensor) -> Tensor:
+        half = x.shape[-1] // 2
+        angles = torch.arange(len(x))[:, None] / self.layer["rope_theta"] ** (torch.arange(half) / half)
+        cos, sin = angles.cos()[:, None], angles.sin()[:, None]
+        a, b = x[..., :half], x[..., half:]
+        return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+
+    def norm(self, x: Tensor, name: str) -> Tensor:
+        eps = self.layer["rms_norm_eps"]
+        return F.rms_norm(x, x.shape[-1:], self.t[f"{name}.weight"], eps)
