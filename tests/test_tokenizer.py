@@ -8,7 +8,6 @@ from itertools import cycle, product
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AutoTokenizer
 
 from specgen.tokenizer import Message, StopStrings, Tokenizer, load_tokenizer
 from tests.tiny_tokenizers import TEXT, write_byte_fallback, write_byte_level
@@ -19,6 +18,12 @@ CHAT = [
     Message(role="assistant", content=""),
     Message(role="user", content="Why <|end|> 🙂?"),
 ]
+
+
+def reference_tokenizer(path):
+    from transformers import AutoTokenizer  # takes two seconds: not while tests are collected
+
+    return AutoTokenizer.from_pretrained(path)
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +47,7 @@ def tokenizer(request) -> Tokenizer:
 
 
 def test_ids_are_those_of_transformers(byte_level_path, byte_level):
-    reference = AutoTokenizer.from_pretrained(byte_level_path)
+    reference = reference_tokenizer(byte_level_path)
     for text in TEXT:
         assert byte_level.encode_text(text) == reference(text)["input_ids"]
     chat = [{"role": message.role, "content": message.content} for message in CHAT]
@@ -79,7 +84,7 @@ def test_decode_skips_special_tokens_and_unknown_ids(byte_level):
 
 def test_truncation_and_padding_of_the_file_are_ignored(tmp_path):
     path = write_byte_level(tmp_path)
-    reference = AutoTokenizer.from_pretrained(path)
+    reference = reference_tokenizer(path)
     reference.backend_tokenizer.enable_truncation(4)
     reference.backend_tokenizer.enable_padding(length=64)
     reference.backend_tokenizer.save(str(path / "tokenizer.json"))

@@ -3,7 +3,6 @@
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
-from transformers import PreTrainedTokenizerFast
 
 TEXT = (
     "Tom has 12 apples and buys 3 bags with 5 apples each. Stop here, please!\n",
@@ -54,6 +53,8 @@ def write_byte_fallback(path: Path) -> Path:
 
 
 def _save(tokenizer: Tokenizer, path: Path, chat_template: str | None) -> Path:
+    from transformers import PreTrainedTokenizerFast  # not while tests are collected
+
     bos = tokenizer.token_to_id("<s>")
     tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", bos)])
     pretrained = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="<|end|>")

@@ -41,7 +41,7 @@ def load_prompts(
 def _open(dataset: str, data_path: Path | None) -> tuple[Format, Iterator[Row]]:
     names = ", ".join(DATASETS)
     if known := DATASETS.get(dataset):
-        rows = read_path(data_path, preferred=known.files) if data_path else read_hub(known.hub)
+        rows = read_path(data_path, preferred=known.files) if data_path else read_hub(dataset, known.hub)
         return known.format, rows
     require(
         data_path is None,

@@ -35,17 +35,22 @@ class HubSource:
     name: str | None = None  # configuration
     data_files: str | None = None  # within the hub's repository, or a URL
 
+    @property
+    def address(self) -> str:
+        """What a person looks for: the hub id, or the URL of a file that is not on the hub."""
+        return self.data_files if self.data_files and "://" in self.data_files else self.path
 
-def read_hub(source: HubSource) -> Iterator[Row]:
-    """The rows of a public data set, downloaded once into the cache of ``datasets``."""
+
+def read_hub(dataset: str, source: HubSource) -> Iterator[Row]:
+    """The rows of the public data set that is known as ``dataset``; ``datasets`` keeps them in its cache."""
     from datasets import load_dataset
 
     try:
         values = load_dataset(source.path, source.name, data_files=source.data_files, split=source.split)
     except Exception as error:  # the library raises whatever its builders and its network raise
         raise ValueError(
-            f"{source.path} {source.data_files or ''} could not be loaded ({_first_line(error)}): "
-            "download it and name the file or the directory with --data-path"
+            f"dataset is {dataset!r}, but {source.address} could not be loaded ({_first_line(error)}): "
+            "download it elsewhere and name the file or the directory with --data-path"
         ) from error
     return (Row(where=f"row {number}", value=value) for number, value in enumerate(values, start=1))
 
