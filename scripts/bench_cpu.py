@@ -44,9 +44,9 @@ def requests(models: Models, data_path: Path | None, count: int, sampling: Sampl
 
 def ours(config: EngineConfig, models: Models, batch: list[Request]) -> Run:
     """``batch`` through an engine of ``config``."""
+    engine = build_engine(config, models, lambda event: None)
 
     def run() -> int:
-        engine = build_engine(config, models, lambda event: None)
         return sum(len(completion.token_ids) for completion in engine.generate(batch))
 
     return run

@@ -65,7 +65,6 @@ class Engine:
         with the next request of the same conversation.
         """
         source = iter(requests)
-        self._began = time.perf_counter()
         while True:
             finished = [*self._draw_requests(source), *self.step()]
             for completion in finished:

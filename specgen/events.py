@@ -1,7 +1,7 @@
 """What happened in a run, recorded once: the event types, their JSON lines, and the reader.
 
 Every rate in a report is a fold over these; no decoding code computes one. Times are seconds since the
-run began (a monotonic clock); ``sequence`` is the request's id.
+engine was built (a monotonic clock); ``sequence`` is the request's id.
 """
 
 import json
@@ -104,7 +104,7 @@ def from_line(line: str) -> Event:
         if "drafts" in fields:
             fields["drafts"] = tuple(fields["drafts"])
         return _TYPES[fields.pop("event")](**fields)
-    except (KeyError, TypeError, AttributeError) as error:
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise ValueError(f"not an event: {line[:80]!r} ({error})") from error
 
 
