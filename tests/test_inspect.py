@@ -89,6 +89,15 @@ def test_a_pair_that_fits_in_either_order(
         assert part in text, part
 
 
+def test_the_default_layers_of_a_head_are_those_of_the_target_beside_it(
+    tmp_path: Path, target_path: Path, config: TargetConfig
+) -> None:
+    write_head(tmp_path, config)
+    _, head = _json(describe(str(target_path), str(tmp_path)))["checkpoints"]
+    assert head["aux_layers"] == [2, 3, 3]
+    assert head["aux_rule"].startswith("no ids given")
+
+
 def test_a_head_alone(tmp_path: Path, config: TargetConfig) -> None:
     write_head(tmp_path, config, "speculators", norm_before_residual=True)
     description = describe(str(tmp_path))
