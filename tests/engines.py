@@ -46,16 +46,16 @@ class Outputs:
         return sum(isinstance(event, Preempted) for event in self.events)
 
 
-def load_pair(path: Path, dtype: torch.dtype = torch.float32, tokenizer: Any = None) -> Pair:
-    """The pair in ``path/target`` and ``path/drafter``."""
-    device = torch.device("cpu")
-    target = load_target(open_checkpoint(str(path / "target")), dtype, device)
-    head = load_drafter(open_checkpoint(str(path / "drafter")), target, dtype, device)
-    return Pair(path=path, models=Models(target=target, head=head, tokenizer=tokenizer))
+def load_pair(path: Path, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Pair:
+    """The pair in ``path/target`` and ``path/drafter``, without a tokenizer."""
+    target = load_target(open_checkpoint(str(path / "target")), dtype, torch.device(device))
+    head = load_drafter(open_checkpoint(str(path / "drafter")), target, dtype, torch.device(device))
+    no_tokenizer: Any = None
+    return Pair(path=path, models=Models(target=target, head=head, tokenizer=no_tokenizer))
 
 
 def config_of(pair: Pair, **changes: Any) -> EngineConfig:
-    """A CPU configuration with small pages, so that texts cross their borders."""
+    """A configuration with small pages, so that texts cross their borders."""
     settings = {"page_size": 4, "num_spec_tokens": 3, "max_batch_size": 8, "device": "cpu"} | changes
     return resolve(
         EngineConfig(model=str(pair.path / "target"), drafter=str(pair.path / "drafter"), **settings)
