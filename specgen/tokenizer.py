@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from specgen.config import require
@@ -10,6 +11,7 @@ from specgen.config import require
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
+_FILES = ["tokenizer.json", "*_config.json", "config.json", "*_tokens*.json", "chat_template*"]
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # what a decoder writes for bytes that are no whole character
 _LONGEST_CHARACTER = 4  # bytes, in UTF-8
 
@@ -31,13 +33,22 @@ def load_tokenizer(path_or_hub_id: str) -> "Tokenizer":
     from transformers import PreTrainedTokenizerFast
 
     try:
-        return Tokenizer(PreTrainedTokenizerFast.from_pretrained(path_or_hub_id))
+        return Tokenizer(PreTrainedTokenizerFast.from_pretrained(_directory(path_or_hub_id)))
     except Exception as error:  # the library raises whatever its parsers and its network raise
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ValueError(
             f"no tokenizer could be loaded from {path_or_hub_id!r} ({reason}): "
             "give a directory with a tokenizer.json, or a hub id that can be reached"
         ) from error
+
+
+def _directory(path_or_hub_id: str) -> str:
+    """The files on this machine, downloaded in one go: asking for each would wait for a lost network each time."""
+    if Path(path_or_hub_id).is_dir():
+        return path_or_hub_id
+    from huggingface_hub import snapshot_download
+
+    return snapshot_download(path_or_hub_id, allow_patterns=_FILES)
 
 
 class Tokenizer:

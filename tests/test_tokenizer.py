@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from collections.abc import Sequence
+from fnmatch import fnmatch
 from itertools import cycle, product
 
 import pytest
@@ -111,6 +112,34 @@ def test_a_directory_without_a_tokenizer_is_one_line(tmp_path):
         ValueError, match=r"^no tokenizer could be loaded from .*: give a directory"
     ) as caught:
         load_tokenizer(str(tmp_path))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_hub_id_is_downloaded_once_and_then_read_from_disk(monkeypatch, byte_level_path):
+    asked = []
+
+    def snapshot_download(hub_id, *, allow_patterns):
+        asked.append(hub_id)
+        names = {file.name for file in byte_level_path.iterdir()}
+        assert all(any(fnmatch(name, pattern) for pattern in allow_patterns) for name in names)
+        assert not any(fnmatch("model.safetensors", pattern) for pattern in allow_patterns)
+        return str(byte_level_path)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    assert load_tokenizer("owner/name").encode_chat(CHAT)
+    assert asked == ["owner/name"]
+
+
+@pytest.mark.parametrize("hub_id", ["owner/name", "no such directory"])
+def test_a_hub_id_out_of_reach_is_one_line(monkeypatch, hub_id):
+    def snapshot_download(*_, **__):
+        raise ConnectionError("no network\n(a traceback)")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    with pytest.raises(
+        ValueError, match=r"^no tokenizer could be loaded from .* \(no network\): give"
+    ) as caught:
+        load_tokenizer(hub_id)
     assert "\n" not in str(caught.value)
 
 
