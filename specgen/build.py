@@ -21,10 +21,11 @@ from specgen.drafting import (
 )
 from specgen.engine import Engine
 from specgen.events import Event
-from specgen.kv_cache import KVCache, PageAllocator
+from specgen.kv_cache import KVCache
 from specgen.models.config import Eagle3Config, TargetConfig, kv_bytes_per_token
 from specgen.models.eagle3 import Eagle3Head
 from specgen.models.llama import Llama
+from specgen.pages import PageAllocator
 from specgen.scheduler import Scheduler
 from specgen.tokenizer import StopStrings, Tokenizer, load_tokenizer
 
@@ -74,12 +75,13 @@ def resolve(config: EngineConfig) -> EngineConfig:
 def load_models(config: EngineConfig) -> Models:
     """Read target, head (if any drafts are asked for) and tokenizer of a resolved ``config``."""
     device, dtype = torch.device(config.device), _DTYPES[config.dtype]
-    target = load_target(open_checkpoint(config.model), dtype, device)
+    checkpoint = open_checkpoint(config.model)
+    target = load_target(checkpoint, dtype, device)
     head = None
     if config.num_spec_tokens:
         assert config.drafter is not None
         head = load_drafter(open_checkpoint(config.drafter), target, dtype, device)
-    return Models(target=target, head=head, tokenizer=load_tokenizer(config.model))
+    return Models(target=target, head=head, tokenizer=load_tokenizer(str(checkpoint.path)))
 
 
 def build_engine(config: EngineConfig, models: Models, record: Callable[[Event], None]) -> Engine:

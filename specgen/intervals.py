@@ -7,7 +7,7 @@ Z = 1.959963984540054  # the normal quantile that leaves 2.5 % on either side
 Interval = tuple[float, float]
 
 
-def student_t(freedom: int) -> float:
+def student_t(freedom: float) -> float:
     """The t quantile that leaves 2.5 % on either side, for ``freedom`` >= 1 degrees of freedom.
 
     The expansion in 1/freedom of Abramowitz and Stegun, 26.7.5: within 1 % from two degrees on, 11 % low at

@@ -3,7 +3,7 @@
 from collections import deque
 from dataclasses import dataclass
 
-from specgen.kv_cache import PageAllocator
+from specgen.pages import PageAllocator
 from specgen.sequence import Sequence
 
 

@@ -36,7 +36,8 @@ ONLY: Imports = {  # these import what is listed here and LEAVES, and nothing el
     "sampling": set(),
     "verify": {"sampling"},
     "sequence": set(),
-    "scheduler": {"sequence", "kv_cache"},
+    "scheduler": {"sequence", "pages"},
+    "pages": set(),
     **dict.fromkeys(FOLDS, FOLDS),
     **dict.fromkeys(VIEWS, VIEWS | FOLDS),
 }
@@ -49,6 +50,7 @@ LIGHT = (
     "tables",
     "report_html",
     "results",
+    "scheduler",
     "bundled",
     "prompts",
     "tokenizer",

@@ -1,7 +1,7 @@
 """Who runs: places, pages, budget, preemption."""
 
 from specgen.config import SamplingParams
-from specgen.kv_cache import PageAllocator
+from specgen.pages import PageAllocator
 from specgen.scheduler import Scheduler
 from specgen.sequence import Request, Sequence
 
