@@ -7,10 +7,13 @@ from typing import Any
 import torch
 
 from specgen.build import Models, build_engine, resolve
+from specgen.bundled import data_directory
 from specgen.checkpoint import load_drafter, load_target, open_checkpoint
 from specgen.config import EngineConfig, SamplingParams
 from specgen.events import Event, Preempted, Verified
+from specgen.prompts import load_prompts, prompt_ids
 from specgen.sequence import Completion, Request
+from specgen.tokenizer import load_tokenizer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +71,16 @@ def generate(pair: Pair, requests: list[Request], **changes: Any) -> Outputs:
     engine = build_engine(config_of(pair, **changes), pair.models, events.append)
     completions = {completion.request.id: completion for completion in engine.generate(requests)}
     return Outputs(completions=completions, events=events)
+
+
+def bundled_requests(count: int, sampling: SamplingParams) -> list[Request]:
+    """The first ``count`` bundled prompts, for the bundled pair."""
+    tokenizer = load_tokenizer(str(data_directory() / "demo" / "target"))
+    prompts, _ = load_prompts("bundled", data_path=None, num_prompts=count)
+    return [
+        Request(id=p.id, prompt_token_ids=tuple(prompt_ids(p, tokenizer, [])[1]), sampling=sampling)
+        for p in prompts
+    ]
 
 
 def random_requests(
