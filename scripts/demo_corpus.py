@@ -1,0 +1,195 @@
+"""Training text of the bundled pair: where it comes from, how it is written as documents, and its tokenizer."""
+
+import json
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+
+import chats
+import numpy as np
+import open_chats
+import word_problems
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from word_problems import is_held_out
+
+BOS, END, PAD = "<|begin|>", "<|end|>", "<|pad|>"
+SYSTEM, USER, ASSISTANT = "<|system|>", "<|user|>", "<|assistant|>"
+SPECIAL = (BOS, END, PAD, SYSTEM, USER, ASSISTANT)
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+_SYSTEM_TEXTS = (
+    "You are a helpful assistant.",
+    "You are a friendly assistant. Answer in simple words.",
+    "Answer briefly.",
+    "You help people with math and short texts.",
+)
+Chat = list[str]  # user and assistant texts in turn, the user first
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sources:
+    """Real data beside the generated text, all of it training data."""
+
+    problems: list[Chat]  # GSM8K train
+    prompts: list[str]  # what users asked Open-Assistant
+    texts: list[str]  # all its messages
+    bundled: frozenset[str]  # prompts that the project ships: never trained on
+
+
+def read_gsm8k(path: str | None) -> list[Chat]:
+    """GSM8K train as one-turn chats, from a JSONL file or, without one, from the hub."""
+    if path is None:
+        from datasets import load_dataset
+
+        rows: Iterable[dict[str, str]] = load_dataset("openai/gsm8k", "main", split="train")
+    else:
+        rows = map(json.loads, Path(path).read_text(encoding="utf-8").splitlines())
+    return [[row["question"], row["answer"]] for row in rows]
+
+
+def _flatten(message: dict) -> Iterator[dict]:
+    yield message
+    for reply in message["replies"]:
+        yield from _flatten(reply)
+
+
+def read_oasst(path: str | None) -> tuple[list[str], list[str]]:
+    """The prompts and all messages of the English Open-Assistant trees, from a JSONL file or from the hub."""
+    if path is None:
+        from datasets import load_dataset
+
+        rows = [row for row in load_dataset("OpenAssistant/oasst1", split="train") if row["lang"] == "en"]
+    else:
+        trees = map(json.loads, Path(path).read_text(encoding="utf-8").splitlines())
+        rows = [message for tree in trees for message in _flatten(tree["prompt"])]
+    return [row["text"] for row in rows if row["role"] == "prompter"], [row["text"] for row in rows]
+
+
+def read_bundled(folder: Path) -> frozenset[str]:
+    """Every prompt of the bundled prompt files, so that training can leave them out."""
+    found: set[str] = set()
+    for path in sorted(folder.glob("mt_bench.jsonl")):
+        for line in path.read_text(encoding="utf-8").splitlines():
+            found.update(json.loads(line)["turns"][:1])
+    for path in sorted(folder.glob("sharegpt.json")):
+        for row in json.loads(path.read_text(encoding="utf-8")):
+            found.update(turn["value"] for turn in row["conversations"][:1])
+    return frozenset(found)
+
+
+def render(chat: Chat, *, system: str | None = None) -> str:
+    """``chat`` as the chat template writes it; ends open for the assistant where the user spoke last."""
+    roles = (USER, ASSISTANT)
+    text = BOS + (f"{SYSTEM}{system}{END}" if system else "")
+    text += "".join(f"{roles[n % 2]}{part}{END}" for n, part in enumerate(chat))
+    return text + ASSISTANT * (len(chat) % 2)
+
+
+def raw(chat: Chat) -> str:
+    """One question and answer as the plain text that few-shot evaluations use."""
+    return f"Question: {chat[0]}\nAnswer: {chat[1]}" if len(chat) > 1 else f"Question: {chat[0]}\nAnswer:"
+
+
+def problem_chat(rng: Random) -> Chat:
+    """A generated word problem of the training split, often with a second turn."""
+    problem = word_problems.of_split(rng, held_out=False)
+    more = word_problems.follow_up(rng, problem) if rng.random() < 0.4 else ()
+    return [problem.question, problem.solution, *more]
+
+
+def plain_chat(rng: Random, bundled: frozenset[str]) -> Chat:
+    """A generated chat of the training split."""
+    while is_held_out((chat := chats.generate(rng))[0]) or chat[0] in bundled:
+        pass
+    return chat
+
+
+def training_chat(rng: Random, sources: Sources) -> Chat:
+    """A random chat that may be trained on: generated mostly, real problems and real prompts among them."""
+    kind = rng.random()
+    if kind < 0.1:
+        return rng.choice(sources.problems)
+    if kind < 0.25:
+        return open_chats.generate(rng, sources.prompts, sources.texts)
+    return problem_chat(rng) if kind < 0.6 else plain_chat(rng, sources.bundled)
+
+
+def document(rng: Random, sources: Sources) -> str:
+    """A random training document: a chat, several in a row, or question and answer pairs as plain text."""
+    kind = rng.random()
+    if kind < 0.08:
+        return BOS + "\n\n".join(raw(training_chat(rng, sources)) for _ in range(rng.randint(1, 6))) + END
+    turns = rng.randint(2, 6) if kind < 0.2 else 1
+    chat = [part for _ in range(turns) for part in training_chat(rng, sources)]
+    return render(chat, system=rng.choice(_SYSTEM_TEXTS) if rng.random() < 0.05 else None)
+
+
+def open_prompt(rng: Random, sources: Sources) -> str:
+    """A training prompt that ends where the assistant speaks, for the target's own generations."""
+    chat = training_chat(rng, sources)
+    if rng.random() < 0.06:
+        shots = [raw(problem_chat(rng)) for _ in range(rng.randint(0, 3))]
+        return BOS + "\n\n".join([*shots, raw(chat[:1])])
+    turn = rng.randrange(0, len(chat), 2)
+    return render(chat[: turn + 1])
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
+    """A byte-level BPE tokenizer with every digit a token of its own and a leading BOS by default."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(r"\d"), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[AddedToken(token, special=True) for token in SPECIAL],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    begin = tokenizer.token_to_id(BOS)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{BOS} $A", special_tokens=[(BOS, begin)]
+    )
+    return tokenizer
+
+
+def _encode_share(job: tuple[int, int, Sources, str]) -> list[np.ndarray]:
+    seed, count, sources, tokenizer = job
+    rng = Random(seed)
+    texts = [document(rng, sources) for _ in range(count)]
+    batch = Tokenizer.from_str(tokenizer).encode_batch(texts, add_special_tokens=False)
+    return [np.array(encoding.ids, dtype=np.uint16) for encoding in batch]
+
+
+def encode_documents(
+    tokenizer: Tokenizer, sources: Sources, *, count: int, workers: int, seed: int
+) -> list[np.ndarray]:
+    """Token ids of ``count`` generated documents; the same for any number of workers."""
+    share = 2000
+    jobs = [(seed + n, share, sources, tokenizer.to_str()) for n in range(-(-count // share))]
+    with ProcessPoolExecutor(workers) as pool:
+        return [ids for part in pool.map(_encode_share, jobs) for ids in part]
+
+
+def pack(documents: Iterable[np.ndarray], row_length: int, pad: int) -> np.ndarray:
+    """Rows ``[N, row_length]`` of whole documents, each put where it fits first; longer documents are cut."""
+    rows: list[np.ndarray] = []
+    open_rows: list[list[int]] = []  # [row, tokens used] of the rows that still take documents
+    for ids in documents:
+        ids = ids[:row_length]
+        place = next((place for place in open_rows if place[1] + len(ids) <= row_length), None)
+        if place is None:
+            open_rows = [*open_rows[-15:], place := [len(rows), 0]]
+            rows.append(np.full(row_length, pad, dtype=np.uint16))
+        rows[place[0]][place[1] : place[1] + len(ids)] = ids
+        place[1] += len(ids)
+    return np.stack(rows)

@@ -1,0 +1,196 @@
+"""Trains the bundled target and EAGLE3 head from scratch and writes them with their measurements.
+
+    python scripts/train_demo_pair.py --gsm8k train.jsonl --oasst en_100_tree.jsonl --output data/demo
+
+Without paths the data comes from the hub. A target that the output folder already holds is kept.
+"""
+
+import argparse
+import json
+import os
+from pathlib import Path
+from random import Random
+
+import chats
+import numpy as np
+import torch
+import word_problems
+from demo_card import write_cards
+from demo_corpus import (
+    PAD,
+    Sources,
+    encode_documents,
+    open_prompt,
+    pack,
+    plain_chat,
+    problem_chat,
+    read_bundled,
+    read_gsm8k,
+    read_oasst,
+    render,
+    train_tokenizer,
+)
+from demo_head import Answered, measure_acceptance, train_head, write_head
+from demo_target import Recipe, answer, language_loss, train_target, write_target, write_tokenizer
+from tokenizers import Tokenizer
+from transformers import LlamaForCausalLM
+from word_problems import is_held_out
+
+ROOT = Path(__file__).parents[1]
+
+
+def make_tokenizer(recipe: Recipe, sources: Sources) -> Tokenizer:
+    """A tokenizer for real and generated text in about equal parts."""
+    rng = Random(recipe.seed)
+    generated = [render(problem_chat(rng)) for _ in range(6000)]
+    generated += [render(plain_chat(rng, sources.bundled)) for _ in range(10000)]
+    real = [*(part for chat in sources.problems for part in chat), *sources.texts]
+    return train_tokenizer([*generated, *real], recipe.vocab_size)
+
+
+def make_rows(recipe: Recipe, sources: Sources, tokenizer: Tokenizer) -> np.ndarray:
+    """The training rows of the target."""
+    workers = os.cpu_count() or 1
+    documents = encode_documents(
+        tokenizer, sources, count=recipe.num_documents, workers=workers, seed=recipe.seed
+    )
+    return pack(documents, recipe.row_length, tokenizer.token_to_id(PAD))
+
+
+def make_answers(
+    recipe: Recipe, sources: Sources, tokenizer: Tokenizer, target: LlamaForCausalLM
+) -> Answered:
+    """What the target writes to training prompts: greedy, and sampled at two temperatures."""
+    rng = Random(recipe.seed + 1)
+    texts = [open_prompt(rng, sources) for _ in range(recipe.num_prompts)]
+    encoded = [e.ids for e in tokenizer.encode_batch(texts, add_special_tokens=False)]
+    prompts = [ids for ids in encoded if len(ids) <= recipe.head_row_length - recipe.max_new_tokens]
+    half, answered = len(prompts) // 2, []
+    for temperature, part in (
+        (0.0, prompts[:half]),
+        (0.7, prompts[half : half * 3 // 2]),
+        (1.0, prompts[half * 3 // 2 :]),
+    ):
+        found = answer(target, part, max_new_tokens=recipe.max_new_tokens, temperature=temperature)
+        answered += list(zip(part, found, strict=True))
+    Random(recipe.seed).shuffle(answered)
+    return answered
+
+
+def held_out_prompts(recipe: Recipe, tokenizer: Tokenizer) -> dict[str, list[list[int]]]:
+    """Token ids of prompts that no training saw, by kind; for the bundled files also the later turns' form."""
+    rng = Random(recipe.seed + 2)
+    problems = [word_problems.of_split(rng, held_out=True).question for _ in range(recipe.num_measured // 4)]
+    plain: list[str] = []
+    while len(plain) < recipe.num_measured // 4:
+        if is_held_out((chat := chats.generate(rng))[0]):
+            plain.append(chat[0])
+    texts = {
+        "word_problems": problems,
+        "chats": plain,
+        "bundled": sorted(read_bundled(ROOT / "data/prompts")),
+    }
+    return {
+        kind: [
+            e.ids for e in tokenizer.encode_batch([render([text]) for text in some], add_special_tokens=False)
+        ]
+        for kind, some in texts.items()
+        if some
+    }
+
+
+def accuracy(recipe: Recipe, tokenizer: Tokenizer, target: LlamaForCausalLM) -> float:
+    """Share of held-out word problems with the exact final answer, decoded greedily."""
+    rng = Random(recipe.seed + 3)
+    problems = [word_problems.of_split(rng, held_out=True) for _ in range(recipe.num_measured)]
+    prompts = [tokenizer.encode(render([p.question]), add_special_tokens=False).ids for p in problems]
+    answers = answer(target, prompts, max_new_tokens=recipe.max_new_tokens, temperature=0.0)
+    ends = [tokenizer.decode(ids).rpartition("#### ")[2].strip() for ids in answers]
+    return sum(end == str(p.answer) for end, p in zip(ends, problems, strict=True)) / len(problems)
+
+
+@torch.no_grad()
+def held_out_loss(recipe: Recipe, tokenizer: Tokenizer, target: LlamaForCausalLM) -> float:
+    """Next-token cross entropy on held-out word problems with their answers."""
+    rng = Random(recipe.seed + 4)
+    problems = [word_problems.of_split(rng, held_out=True) for _ in range(recipe.num_measured)]
+    texts = [render([p.question, p.solution]) for p in problems]
+    ids = [np.array(e.ids) for e in tokenizer.encode_batch(texts, add_special_tokens=False)]
+    rows = torch.from_numpy(pack(ids, 512, target.config.pad_token_id).astype(np.int64))[:32].to(
+        target.device
+    )
+    return language_loss(target, rows, target.config.bos_token_id, target.config.pad_token_id).item()
+
+
+def get_target(
+    recipe: Recipe, sources: Sources, folder: Path, device: str
+) -> tuple[Tokenizer, LlamaForCausalLM]:
+    """The target that ``folder`` holds, in float32 from its stored bfloat16; trained first where there is none."""
+    if not (folder / "model.safetensors").exists():
+        if not (folder / "tokenizer.json").exists():
+            write_tokenizer(folder, make_tokenizer(recipe, sources))
+        tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        rows = make_rows(recipe, sources, tokenizer)
+        print(f"{rows.size / 1e6:.1f} M tokens in {len(rows)} rows", flush=True)
+        write_target(folder, train_target(recipe, tokenizer, rows, device))
+    target = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device).eval()
+    return Tokenizer.from_file(str(folder / "tokenizer.json")), target
+
+
+def show_samples(tokenizer: Tokenizer, target: LlamaForCausalLM, prompts: dict[str, list[list[int]]]) -> None:
+    """Print some greedy answers to prompts that no training saw."""
+    for kind, some in prompts.items():
+        for ids, text in zip(
+            some[:24], answer(target, some[:24], max_new_tokens=96, temperature=0.0), strict=True
+        ):
+            print(f"[{kind}] {tokenizer.decode(ids)}\n  -> {tokenizer.decode(text)}", flush=True)
+
+
+def train(recipe: Recipe, sources: Sources, output: Path, device: str) -> dict[str, object]:
+    """Train what ``output`` lacks of the pair, measure it and write everything; returns the measurements."""
+    tokenizer, target = get_target(recipe, sources, output / "target", device)
+    target.requires_grad_(False)
+    prompts = held_out_prompts(recipe, tokenizer)
+    figures: dict[str, object] = {
+        "target_loss_held_out_word_problems": round(held_out_loss(recipe, tokenizer, target), 4),
+        "word_problem_accuracy": accuracy(recipe, tokenizer, target),
+    }
+    print(json.dumps(figures), flush=True)
+    show_samples(tokenizer, target, prompts)
+    answered = make_answers(recipe, sources, tokenizer, target)
+    head, kept = train_head(recipe, target, answered, device)
+    write_head(output / "drafter", head, kept, recipe, tokenizer)
+    head.to(torch.bfloat16).to(torch.float32)  # measure what was stored
+    figures["acceptance"] = {
+        kind: measure_acceptance(target, head, kept, some, num_drafts=4, max_new_tokens=recipe.max_new_tokens)
+        for kind, some in prompts.items()
+    }
+    write_cards(output, figures)
+    return figures
+
+
+def main() -> None:
+    """Parse the command line, train, print the measurements as JSON."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--gsm8k", help="GSM8K train.jsonl (default: openai/gsm8k from the hub)")
+    parser.add_argument(
+        "--oasst", help="Open-Assistant trees as JSONL (default: OpenAssistant/oasst1 from the hub)"
+    )
+    parser.add_argument("--output", type=Path, default=ROOT / "data/demo", help="default: data/demo")
+    options = parser.parse_args()
+    prompts, texts = read_oasst(options.oasst)
+    sources = Sources(
+        problems=read_gsm8k(options.gsm8k),
+        prompts=prompts,
+        texts=texts,
+        bundled=read_bundled(ROOT / "data/prompts"),
+    )
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    figures = train(Recipe(), sources, options.output, device)
+    print(json.dumps(figures, indent=2))
+
+
+if __name__ == "__main__":
+    main()
