@@ -98,7 +98,8 @@ def load_drafter(
         raise ValueError(f"{checkpoint.name} cannot draft for this target: {reason}")
     ids = draft_to_target(checkpoint, config).to(device)
     reader = TensorReader(checkpoint=checkpoint, dtype=dtype, device=device)
-    head = Eagle3Head.build(config, prefixes, reader.take, target.embedding, ids, bind_ops(device, dtype))
+    embedding = target.embedding.to(device, dtype)  # the very same tensor where nothing changes
+    head = Eagle3Head.build(config, prefixes, reader.take, embedding, ids, bind_ops(device, dtype))
     reader.finish(IGNORED_TENSORS)
     return head
 
