@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
-import chats
 import numpy as np
-import open_chats
 import word_problems
+from demo_text import chats, open_chats
+from demo_text.phrases import Chat
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from word_problems import is_held_out
 
@@ -27,7 +27,6 @@ _SYSTEM_TEXTS = (
     "Answer briefly.",
     "You help people with math and short texts.",
 )
-Chat = list[str]  # user and assistant texts in turn, the user first
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,16 +68,19 @@ def read_oasst(path: str | None) -> tuple[list[str], list[str]]:
     return [row["text"] for row in rows if row["role"] == "prompter"], [row["text"] for row in rows]
 
 
+def read_questions(path: Path) -> list[str]:
+    """The first user turns of a bundled prompt file in the MT-Bench or the GSM8K format."""
+    rows = map(json.loads, path.read_text(encoding="utf-8").splitlines())
+    return [row["turns"][0] if "turns" in row else row["question"] for row in rows]
+
+
 def read_bundled(folder: Path) -> frozenset[str]:
-    """Every prompt of the bundled prompt files, so that training can leave them out."""
-    found: set[str] = set()
-    for path in sorted(folder.glob("mt_bench.jsonl")):
-        for line in path.read_text(encoding="utf-8").splitlines():
-            found.update(json.loads(line)["turns"][:1])
-    for path in sorted(folder.glob("sharegpt.json")):
-        for row in json.loads(path.read_text(encoding="utf-8")):
-            found.update(turn["value"] for turn in row["conversations"][:1])
-    return frozenset(found)
+    """Every first user turn of the bundled prompt files, so that training can leave them out."""
+    chats_file = json.loads((folder / "sharegpt.json").read_text(encoding="utf-8"))
+    found = [row["conversations"][0]["value"] for row in chats_file]
+    return frozenset(
+        [*found, *read_questions(folder / "mt_bench.jsonl"), *read_questions(folder / "gsm8k.jsonl")]
+    )
 
 
 def render(chat: Chat, *, system: str | None = None) -> str:

@@ -19,8 +19,9 @@ from eagle3_training import (
     count_steps,
     document_mask,
     head_loss,
+    pool,
 )
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import LlamaForCausalLM
@@ -126,7 +127,8 @@ def measure_acceptance(
     """Acceptance on the target's greedy answers: over all rows, and over the rows where steps start."""
     answers = answer(target, prompts, max_new_tokens=max_new_tokens, temperature=0.0, batch_size=64)
     d2t = kept - torch.arange(len(kept), device=kept.device)
-    counts: list[tuple[Acceptance, Acceptance]] = []
+    every_row: list[Acceptance] = []
+    every_step: list[Acceptance] = []
     for start in range(0, len(prompts), 32):
         pairs = list(zip(prompts[start : start + 32], answers[start : start + 32], strict=True))
         width = max(len(p) + len(a) for p, a in pairs)
@@ -136,16 +138,10 @@ def measure_acceptance(
         features, _, embeds = read_target(target, tokens, mask)
         drafts = enumerate(head.unroll(features, embeds, mask, num_drafts))
         right = torch.stack([agreement(logits, d2t, tokens, j) for j, logits in drafts], dim=-1).cpu()
-        starts = [(n, len(p) - 1, len(p) + len(a)) for n, (p, a) in enumerate(pairs)]
-        counts.append((count_rows(right, starts), count_steps(right, starts)))
-    names = ("teacher_forced", "simulated")
-    return {name: _pool([pair[n] for pair in counts]).summary() for n, name in enumerate(names)}
-
-
-def _pool(counts: list[Acceptance]) -> Acceptance:
-    drafted = [sum(column) for column in zip(*(count.drafted for count in counts), strict=True)]
-    accepted = [sum(column) for column in zip(*(count.accepted for count in counts), strict=True)]
-    return Acceptance(drafted=drafted, accepted=accepted)
+        spans = [(row, len(p) - 1, len(p) + len(a)) for row, (p, a) in zip(right, pairs, strict=True)]
+        every_row += [count_rows(*span) for span in spans]
+        every_step += [count_steps(*span) for span in spans]
+    return {"teacher_forced": pool(every_row).summary(), "simulated": pool(every_step).summary()}
 
 
 def write_head(folder: Path, head: Head, kept: Tensor, recipe: Recipe, tokenizer: Tokenizer) -> None:
@@ -178,3 +174,13 @@ def write_head(folder: Path, head: Head, kept: Tensor, recipe: Recipe, tokenizer
         "draft_vocab_size": recipe.draft_vocab_size,
     }
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def read_head(folder: Path, recipe: Recipe, target: LlamaForCausalLM) -> tuple[Head, Tensor]:
+    """The stored head in float32 beside ``target``, and the target ids of its draft vocabulary."""
+    tensors = load_file(folder / "model.safetensors")
+    kept = tensors.pop("d2t") + torch.arange(recipe.draft_vocab_size)
+    assert torch.equal(tensors.pop("t2d").nonzero()[:, 0], kept)
+    head = Head(head_config(recipe, target))
+    head.load_state_dict(tensors)
+    return head.to(target.device).eval(), kept.to(target.device)

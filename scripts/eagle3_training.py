@@ -163,53 +163,58 @@ def head_loss(
 
 @dataclass(frozen=True, kw_only=True)
 class Acceptance:
-    """Counts by draft position: how often a position was drafted, and how often it and all before it were right."""
+    """Steps counted, and for each draft position the steps in which it and all before it were right.
 
-    drafted: list[int]
+    As in the engine's reports every step drafts all positions, and drafts behind a text's end are not accepted.
+    """
+
+    num_drafts: int
     accepted: list[int]
 
     def summary(self) -> dict[str, object]:
         """Joint and conditional rates by position and the mean acceptance length, all positions pooled."""
-        joint = [good / max(all_, 1) for good, all_ in zip(self.accepted, self.drafted, strict=True)]
+        joint = [count / max(self.num_drafts, 1) for count in self.accepted]
         before = [1.0, *joint[:-1]]
         return {
             "joint": [round(rate, 4) for rate in joint],
             "conditional": [
                 round(rate / max(last, 1e-9), 4) for rate, last in zip(joint, before, strict=True)
             ],
-            "mean_acceptance_length": round(1 + sum(self.accepted) / max(self.drafted[0], 1), 4),
-            "num_drafts": self.drafted[0],
+            "mean_acceptance_length": round(1 + sum(joint), 4),
+            "num_drafts": self.num_drafts,
         }
 
 
-def count_rows(right: Tensor, starts: list[tuple[int, int, int]]) -> Acceptance:
-    """Every row of every answer as the last confirmed one.
+def _run(right: Tensor, room: int) -> int:
+    """How many leading drafts of one step ``right [K]`` are confirmed with ``room`` tokens left in the text."""
+    return int(right[: max(room, 0)].long().cumprod(0).sum())
 
-    ``right [B, T, K]``: whether a draft is right; ``starts``: sequence, first row, end of each answer.
+
+def _count(runs: list[int], num_positions: int) -> Acceptance:
+    return Acceptance(
+        num_drafts=len(runs), accepted=[sum(run > j for run in runs) for j in range(num_positions)]
+    )
+
+
+def count_rows(right: Tensor, first: int, end: int) -> Acceptance:
+    """Every row of one answer as the last confirmed one.
+
+    ``right [T, K]``: whether each draft behind each row is the token that follows; ``first``: the prompt's last
+    row; ``end``: the text's length in tokens.
     """
-    drafted, accepted = [0] * right.shape[2], [0] * right.shape[2]
-    for sequence, first, end in starts:
-        for row in range(first, end - 2):
-            _count_step(right[sequence, row].tolist(), end - row - 2, drafted, accepted)
-    return Acceptance(drafted=drafted, accepted=accepted)
+    return _count([_run(right[row], end - row - 2) for row in range(first, end - 2)], right.shape[1])
 
 
-def count_steps(right: Tensor, starts: list[tuple[int, int, int]]) -> Acceptance:
-    """Only rows where speculative decoding starts a step: after each step go on behind what it confirmed."""
-    drafted, accepted = [0] * right.shape[2], [0] * right.shape[2]
-    for sequence, first, end in starts:
-        row = first
-        while row < end - 2:
-            row += 1 + _count_step(right[sequence, row].tolist(), end - row - 2, drafted, accepted)
-    return Acceptance(drafted=drafted, accepted=accepted)
+def count_steps(right: Tensor, first: int, end: int) -> Acceptance:
+    """As ``count_rows``, but only rows where speculative decoding starts a step: behind what the last confirmed."""
+    runs, row = [], first
+    while row < end - 2:
+        runs.append(_run(right[row], end - row - 2))
+        row += 1 + runs[-1]
+    return _count(runs, right.shape[1])
 
 
-def _count_step(right: list[bool], room: int, drafted: list[int], accepted: list[int]) -> int:
-    """Count one step with ``room`` tokens left in the text; returns how many drafts were confirmed."""
-    for j in range(min(len(right), room)):
-        drafted[j] += 1
-    run = 0
-    while run < min(len(right), room) and right[run]:
-        accepted[run] += 1
-        run += 1
-    return run
+def pool(counts: list[Acceptance]) -> Acceptance:
+    """The counts of several answers as one."""
+    accepted = [sum(column) for column in zip(*(count.accepted for count in counts), strict=True)]
+    return Acceptance(num_drafts=sum(count.num_drafts for count in counts), accepted=accepted)

@@ -2,7 +2,7 @@
 
     python scripts/train_demo_pair.py --gsm8k train.jsonl --oasst en_100_tree.jsonl --output data/demo
 
-Without paths the data comes from the hub. A target that the output folder already holds is kept.
+Without paths the data comes from the hub. What the output folder already holds is kept and measured again.
 """
 
 import argparse
@@ -11,7 +11,6 @@ import os
 from pathlib import Path
 from random import Random
 
-import chats
 import numpy as np
 import torch
 import word_problems
@@ -27,16 +26,21 @@ from demo_corpus import (
     read_bundled,
     read_gsm8k,
     read_oasst,
+    read_questions,
     render,
     train_tokenizer,
 )
-from demo_head import Answered, measure_acceptance, train_head, write_head
+from demo_head import Answered, measure_acceptance, read_head, train_head, write_head
 from demo_target import Recipe, answer, language_loss, train_target, write_target, write_tokenizer
+from demo_text import chats
+from eagle3_training import Head
 from tokenizers import Tokenizer
+from torch import Tensor
 from transformers import LlamaForCausalLM
 from word_problems import is_held_out
 
 ROOT = Path(__file__).parents[1]
+PROMPTS = ROOT / "data/prompts"
 
 
 def make_tokenizer(recipe: Recipe, sources: Sources) -> Tokenizer:
@@ -78,24 +82,22 @@ def make_answers(
 
 
 def held_out_prompts(recipe: Recipe, tokenizer: Tokenizer) -> dict[str, list[list[int]]]:
-    """Token ids of prompts that no training saw, by kind; for the bundled files also the later turns' form."""
+    """Token ids of prompts that no training saw, by kind: the bundled files' first turns, and generated chats."""
     rng = Random(recipe.seed + 2)
-    problems = [word_problems.of_split(rng, held_out=True).question for _ in range(recipe.num_measured // 4)]
     plain: list[str] = []
     while len(plain) < recipe.num_measured // 4:
         if is_held_out((chat := chats.generate(rng))[0]):
             plain.append(chat[0])
     texts = {
-        "word_problems": problems,
-        "chats": plain,
-        "bundled": sorted(read_bundled(ROOT / "data/prompts")),
+        "mt_bench.jsonl": read_questions(PROMPTS / "mt_bench.jsonl"),
+        "gsm8k.jsonl": read_questions(PROMPTS / "gsm8k.jsonl"),
+        "generated chats": plain,
     }
     return {
         kind: [
             e.ids for e in tokenizer.encode_batch([render([text]) for text in some], add_special_tokens=False)
         ]
         for kind, some in texts.items()
-        if some
     }
 
 
@@ -146,25 +148,33 @@ def show_samples(tokenizer: Tokenizer, target: LlamaForCausalLM, prompts: dict[s
             print(f"[{kind}] {tokenizer.decode(ids)}\n  -> {tokenizer.decode(text)}", flush=True)
 
 
-def train(recipe: Recipe, sources: Sources, output: Path, device: str) -> dict[str, object]:
-    """Train what ``output`` lacks of the pair, measure it and write everything; returns the measurements."""
-    tokenizer, target = get_target(recipe, sources, output / "target", device)
-    target.requires_grad_(False)
+def measure(
+    recipe: Recipe, tokenizer: Tokenizer, target: LlamaForCausalLM, head: Head, kept: Tensor
+) -> dict[str, object]:
+    """What the pair can do on prompts that no training saw."""
     prompts = held_out_prompts(recipe, tokenizer)
-    figures: dict[str, object] = {
+    show_samples(tokenizer, target, prompts)
+    return {
         "target_loss_held_out_word_problems": round(held_out_loss(recipe, tokenizer, target), 4),
         "word_problem_accuracy": accuracy(recipe, tokenizer, target),
+        "acceptance": {
+            kind: measure_acceptance(
+                target, head, kept, some, num_drafts=4, max_new_tokens=recipe.max_new_tokens
+            )
+            for kind, some in prompts.items()
+        },
     }
-    print(json.dumps(figures), flush=True)
-    show_samples(tokenizer, target, prompts)
-    answered = make_answers(recipe, sources, tokenizer, target)
-    head, kept = train_head(recipe, target, answered, device)
-    write_head(output / "drafter", head, kept, recipe, tokenizer)
-    head.to(torch.bfloat16).to(torch.float32)  # measure what was stored
-    figures["acceptance"] = {
-        kind: measure_acceptance(target, head, kept, some, num_drafts=4, max_new_tokens=recipe.max_new_tokens)
-        for kind, some in prompts.items()
-    }
+
+
+def train(recipe: Recipe, sources: Sources, output: Path, device: str) -> dict[str, object]:
+    """Train what ``output`` lacks of the pair, measure what was stored, write everything; returns the measurements."""
+    tokenizer, target = get_target(recipe, sources, output / "target", device)
+    target.requires_grad_(False)
+    if not (output / "drafter/model.safetensors").exists():
+        answered = make_answers(recipe, sources, tokenizer, target)
+        write_head(output / "drafter", *train_head(recipe, target, answered, device), recipe, tokenizer)
+    head, kept = read_head(output / "drafter", recipe, target)
+    figures = measure(recipe, tokenizer, target, head, kept)
     write_cards(output, figures)
     return figures
 
@@ -185,7 +195,7 @@ def main() -> None:
         problems=read_gsm8k(options.gsm8k),
         prompts=prompts,
         texts=texts,
-        bundled=read_bundled(ROOT / "data/prompts"),
+        bundled=read_bundled(PROMPTS),
     )
     device = "cuda" if torch.cuda.is_available() else "cpu"
     figures = train(Recipe(), sources, options.output, device)

@@ -8,7 +8,7 @@ from the prompt and says something plain about them.
 import re
 from random import Random
 
-from phrases import join, phrase, sentence
+from demo_text.phrases import join, phrase, sentence
 
 _COMMON = frozenset(
     [

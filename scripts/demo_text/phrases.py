@@ -4,6 +4,7 @@ import re
 from dataclasses import dataclass
 from random import Random
 
+Chat = list[str]  # turns of the user and the assistant, the user first
 _CHOICE = re.compile(r"\[([^\[\]]*)\]")
 
 
@@ -18,6 +19,16 @@ def phrase(rng: Random, text: str) -> str:
 def sentence(text: str) -> str:
     """``text`` with a capital first letter."""
     return text[:1].upper() + text[1:]
+
+
+def numbered(lines: list[str] | tuple[str, ...]) -> str:
+    """``lines`` as a numbered list."""
+    return "\n".join(f"{number}. {line}" for number, line in enumerate(lines, 1))
+
+
+def bulleted(lines: list[str] | tuple[str, ...]) -> str:
+    """``lines`` as a list with dashes."""
+    return "\n".join(f"- {line}" for line in lines)
 
 
 def join(words: list[str]) -> str:
@@ -40,14 +51,14 @@ class Person:
     him: str
 
 
-SHE = (
-    "Anna Maria Lucy Emma Sara Nina Julia Olivia Mia Zoe Lena Carla Ruth Alice Grace Hannah Kate Rosa Ella Ivy "
-    "Priya Mei Fatima Amina Sofia Clara Wendy Jane Betty Tina Natalia Janet Lily Megan Diana Rachel Amy Susan"
-).split()
-HE = (
-    "Tom Ben Max Leo Sam Jack Omar Paul David Mark Peter Carlos Hugo Ivan John Liam Noah Eric Frank Henry Raj Ken "
-    "Ali Felix Oscar Simon Victor James Toby Adam George Bob Daniel Kevin Luke Martin Nick Ryan"
-).split()
+SHE = """
+    Anna Maria Lucy Emma Sara Nina Julia Olivia Mia Zoe Lena Carla Ruth Alice Grace Hannah Kate Rosa Ella Ivy
+    Priya Mei Fatima Amina Sofia Clara Wendy Jane Betty Tina Natalia Janet Lily Megan Diana Rachel Amy Susan
+""".split()  # noqa: SIM905
+HE = """
+    Tom Ben Max Leo Sam Jack Omar Paul David Mark Peter Carlos Hugo Ivan John Liam Noah Eric Frank Henry Raj Ken
+    Ali Felix Oscar Simon Victor James Toby Adam George Bob Daniel Kevin Luke Martin Nick Ryan
+""".split()  # noqa: SIM905
 
 
 def people(rng: Random, count: int) -> list[Person]:
@@ -60,17 +71,19 @@ def people(rng: Random, count: int) -> list[Person]:
     ]
 
 
-THINGS = (
-    "apples oranges pears plums lemons peaches cookies muffins cupcakes sandwiches candies marbles stickers stamps "
-    "coins shells stones pencils pens crayons erasers books notebooks cards toys balloons flowers roses tulips "
-    "tickets photos buttons beads ribbons eggs bottles cups plates bananas carrots potatoes tomatoes onions blocks "
-    "cars dolls balls postcards magnets badges keys letters magazines"
-).split()
-CONTAINERS = ("boxes bags baskets packs crates jars trays bundles packets drawers").split()
-GOODS = (
-    "shirts hats scarves books toys lamps mugs pens notebooks cakes pies tickets sandwiches pizzas plants chairs "
-    "candles belts socks gloves cups bowls"
-).split()
+THINGS = """
+    apples oranges pears plums lemons peaches cookies muffins cupcakes sandwiches candies marbles stickers
+    stamps coins shells stones pencils pens crayons erasers books notebooks cards toys balloons flowers roses
+    tulips tickets photos buttons beads ribbons eggs bottles cups plates bananas carrots potatoes tomatoes
+    onions blocks cars dolls balls postcards magnets badges keys letters magazines
+""".split()  # noqa: SIM905
+CONTAINERS = """
+    boxes bags baskets packs crates jars trays bundles packets drawers
+""".split()  # noqa: SIM905
+GOODS = """
+    shirts hats scarves books toys lamps mugs pens notebooks cakes pies tickets sandwiches pizzas plants chairs
+    candles belts socks gloves cups bowls
+""".split()  # noqa: SIM905
 MAKERS = (
     ("bakery", "loaves"),
     ("bakery", "cakes"),
@@ -85,8 +98,12 @@ MAKERS = (
     ("studio", "posters"),
     ("garden", "tomatoes"),
 )
-PLACES = ("school library park market museum beach zoo garden theater station farm village").split()
-JOBS = ("baker gardener teacher painter driver waiter nurse carpenter plumber tailor cleaner cook").split()
+PLACES = """
+    school library park market museum beach zoo garden theater station farm village
+""".split()  # noqa: SIM905
+JOBS = """
+    baker gardener teacher painter driver waiter nurse carpenter plumber tailor cleaner cook
+""".split()  # noqa: SIM905
 
 
 def one(plural: str) -> str:

@@ -13,6 +13,11 @@ class Topic:
     plain: str
     facts: tuple[str, ...]
 
+    @property
+    def bare(self) -> str:
+        """The name without its article."""
+        return self.name.removeprefix("a ").removeprefix("an ").removeprefix("the ")
+
 
 _TOPICS = """
 a lighthouse|place|a tall tower with a bright light on top|It guides ships at night.|It stands near the sea or on a rock.|Sailors can see its light from far away.|Many lighthouses are painted in red and white.
@@ -262,4 +267,272 @@ sorts a list of numbers | def sort_numbers(numbers):\n    return sorted(numbers)
 counts down from a number | def count_down(n):\n    while n > 0:\n        print(n)\n        n -= 1 | The loop prints the number and takes one away until it is 0.
 """.strip().splitlines()
     )
+)
+
+# reason for a letter, its text
+LETTERS = (
+    (
+        "being late",
+        "I am sorry that I was late today. The bus did not come on time. I will leave earlier next time.",
+    ),
+    (
+        "a day off",
+        "I would like to take a day off next week. All my tasks will be done before that. Please let me know if this is fine.",
+    ),
+    (
+        "a birthday party",
+        "I would like to invite you to my birthday party on Saturday. We will have cake and music. I hope you can come.",
+    ),
+    (
+        "a lost key",
+        "I have lost my key and cannot open the door. Could you please help me? I will pay for a new one.",
+    ),
+    (
+        "a meeting",
+        "Can we meet on Monday at ten? I would like to talk about the next steps. Please tell me if another time is better.",
+    ),
+    (
+        "a broken heater",
+        "The heater in my room does not work. It has been cold for two days. Could you please send someone to repair it?",
+    ),
+    (
+        "saying thank you",
+        "Thank you very much for your help last week. It made a big difference to me. I hope I can return the favor soon.",
+    ),
+    (
+        "a delayed order",
+        "Your order will arrive a few days late. We are sorry for the trouble. Thank you for your patience.",
+    ),
+    (
+        "being sick",
+        "I am sick today and must stay in bed. I hope to be back tomorrow. Thank you for understanding.",
+    ),
+    (
+        "borrowing a book",
+        "May I borrow your book about stars? I will give it back next week. I will take good care of it.",
+    ),
+    (
+        "good news",
+        "I have good news for you. I passed the test and got the job. Let us celebrate this weekend.",
+    ),
+    (
+        "a trip",
+        "I am planning a trip to the sea in summer. Would you like to come with me? We could take the train.",
+    ),
+)
+# a habit, what is good about it, what is bad about it
+SIDES = (
+    (
+        "living in a city",
+        ("There are many shops and jobs.", "You can use buses and trains."),
+        ("It is loud.", "Homes are expensive."),
+    ),
+    (
+        "living in the country",
+        ("The air is clean.", "It is quiet and green."),
+        ("The way to work is long.", "There are few shops."),
+    ),
+    (
+        "working from home",
+        ("You save time on the way to work.", "You can choose your own hours."),
+        ("You see fewer people.", "It is hard to stop working."),
+    ),
+    (
+        "having a pet",
+        ("A pet is a good friend.", "It makes you go outside."),
+        ("It costs money.", "It needs care every day."),
+    ),
+    (
+        "school uniforms",
+        ("Everyone looks the same.", "It is easy to get dressed."),
+        ("Students cannot show their own style.", "Uniforms can be expensive."),
+    ),
+    (
+        "riding a bicycle to work",
+        ("It is healthy.", "It costs little."),
+        ("You get wet in the rain.", "Some roads are dangerous."),
+    ),
+    (
+        "using a phone at school",
+        ("You can find information fast.", "You can call your parents."),
+        ("It disturbs the lesson.", "Students talk less with each other."),
+    ),
+    (
+        "electric cars",
+        ("They are quiet.", "They keep the air clean."),
+        ("They are expensive.", "Charging takes time."),
+    ),
+    (
+        "reading on a screen",
+        ("You can carry many books.", "You can change the size of the letters."),
+        ("It needs power.", "Your eyes may get tired."),
+    ),
+    (
+        "eating out",
+        ("You do not have to cook.", "You can try new food."),
+        ("It costs more money.", "You do not know what is in the food."),
+    ),
+)
+COMPLAINTS = {
+    "studying for a test": "I have a test [tomorrow|next week].",
+    "sleeping better": "[I sleep badly.|I cannot fall asleep.|I am awake all night.|I want to sleep better.]",
+    "saving money": "[I spend too much money.|I never have enough money.]",
+    "staying healthy": "[I want to be healthy.|I am often sick.]",
+    "learning a language": "I want to learn [French|Spanish|English|Japanese].",
+    "growing tomatoes": "[I want to grow tomatoes.|My tomatoes do not grow.]",
+    "cooking rice": "[My rice is always too soft.|How do I cook rice?]",
+    "making tea": "[How do I make tea?|I want to make a good tea.]",
+    "packing for a trip": "[I am going on a trip.|I have to pack my bag.]",
+    "giving a speech": "[I must give a speech.|I am afraid of my speech.]",
+    "writing a letter": "[I want to write a letter.|How do I write a letter?]",
+    "making new friends": "[I have no friends here.|I am new in this city.]",
+    "keeping a room tidy": "[My room is a mess.|My room is never tidy.]",
+    "taking care of a dog": "[I have a new dog.|We got a dog.]",
+    "saving energy at home": "[My power bill is too high.|I use too much energy.]",
+    "reading more books": "[I never read books.|I want to read more.]",
+    "staying calm": "[I am so nervous.|I get angry fast.|I feel stressed.]",
+    "planning a birthday party": "[My birthday is soon.|I want to have a party.]",
+    "starting to run": "[I want to run.|I have never been a runner.]",
+    "baking bread": "[How do I bake bread?|I want to bake a bread.]",
+    "working from home": "[I work from home and get nothing done.|I work at home now.]",
+    "writing a good email": "[My emails are too long.|How do I write a good email?]",
+}
+
+
+RHYMES = (
+    (
+        "The {x} is here, the day is bright,",
+        "we sing and dance in golden light.",
+        "And when the evening turns to blue,",
+        "the {x} will bring sweet dreams to you.",
+    ),
+    (
+        "O {x}, you make my heart feel free,",
+        "like waves that roll across the sea.",
+        "You stay with me through sun and rain,",
+        "and every time you come again.",
+    ),
+    (
+        "I think of the {x} and start to smile,",
+        "I sit and watch it for a while.",
+        "The world is loud, the world is fast,",
+        "but quiet moments always last.",
+    ),
+    (
+        "A little {x} in the morning air,",
+        "so soft and calm, beyond compare.",
+        "It tells a story, old and deep,",
+        "and sings the tired world to sleep.",
+    ),
+    (
+        "The wind is low, the sky is wide,",
+        "I walk with the {x} by my side.",
+        "The road is long, but I don't mind,",
+        "for joy is what we hope to find.",
+    ),
+)
+
+
+ROLES = {
+    "pirate": "Ahoy! I am Captain {n}, and I sail the wild sea. My ship is fast and my crew is loud. Today we look for gold on a small island.",
+    "king": "Welcome to my castle. I am King {n}, and I rule this land. I wish my people peace and good bread.",
+    "robot": "Beep. I am a robot named {n}. I clean the house and count the stars. My battery is full and I am ready to help.",
+    "cat": "Meow. I am {n}, a cat. I sleep in the sun and I watch the birds. Please fill my bowl with fish.",
+    "dog": "Woof! I am {n}, a happy dog. I love long walks and old sticks. Will you throw the ball for me?",
+    "chef": "Hello, I am Chef {n}. Today I cook a warm soup with fresh bread. The secret is good butter and a lot of love.",
+    "teacher": "Good morning, class! I am your teacher, {n}. Today we learn something new. Please open your books and ask many questions.",
+    "astronaut": "Hello from space! I am {n}. I see the blue Earth below me. Everything floats here, even my dinner.",
+    "detective": "Good evening. I am Detective {n}. Somebody took the cake, and I will find out who it was. The crumbs lead to the kitchen.",
+    "doctor": "Hello, I am Doctor {n}. Please tell me how you feel. Drink water, rest well and come back if it gets worse.",
+    "wizard": "Greetings, traveler. I am {n} the wizard. My hat is old, but my magic is strong. Tell me your wish.",
+    "tour guide": "Welcome, everyone! My name is {n}, and I am your guide. On the left you see the old bridge. Please stay together and enjoy the walk.",
+    "farmer": "Good morning! I am {n}, a farmer. I get up early and feed the cows. This year the apples are sweet.",
+    "tree": "I am an old tree. I have stood here for a hundred years. Birds sing in my branches and children rest in my shade.",
+    "dragon": "Roar! I am {n} the dragon. I sleep on a pile of gold. Do not be afraid, I only eat soup.",
+    "shop assistant": "Welcome to our shop! My name is {n}. What are you looking for today? The shirts are on the left and the shoes are on the right.",
+    "weather reporter": "Good evening, I am {n} with the weather. Tomorrow starts cold, but the sun comes out at noon. Take a coat in the morning.",
+}
+
+
+TALK = (
+    (
+        "[Hello|Hi|Hello there|Good morning|Hey]!",
+        "Hello! [How can I help you today?|What can I do for you?|It is nice to meet you. What would you like to talk about?]",
+    ),
+    (
+        "[How are you|How are you today|How do you feel today]?",
+        "I am [fine|well|doing well], thank you! [How can I help you?|What would you like to know?]",
+    ),
+    (
+        "[Who are you?|What are you?|What is your name?|Tell me about yourself.|Introduce yourself.]",
+        "I am a small language model. I can [explain things, write short texts and solve simple math problems|answer simple questions and solve math problems].",
+    ),
+    (
+        "[What can you do?|How can you help me?|What are you good at?]",
+        "I can explain simple things, write short stories and lists, and solve easy math problems. [What would you like to try?|Just ask me a question.]",
+    ),
+    (
+        "[Hello|Hi|Good day]! [What are you|What is your name|What can you do]?",
+        "Hello! I am a small language model. I can explain simple things, write short texts and solve easy math problems.",
+    ),
+    (
+        "[Nice to meet you|It is nice to talk to you]. [Do you know a joke|Tell me something funny].",
+        "[Nice to meet you too! |]Why was the math book sad? It had too many problems.",
+    ),
+    (
+        "[Tell me a joke.|Do you know a joke?|Make me laugh.]",
+        "[Why did the book go to the doctor? It had too many pages.|Why was the math book sad? It had too many problems.|What do you call a bear with no teeth? A gummy bear.|Why did the clock go to school? It wanted to learn the time.|What has hands but cannot clap? A clock.]",
+    ),
+    (
+        "[Thank you!|Thanks a lot!|Thanks for your help.]",
+        "You are welcome! [I am happy to help.|Let me know if you need anything else.]",
+    ),
+    (
+        "[Goodbye!|Bye!|See you later.|Good night.]",
+        "[Goodbye! Have a nice day.|Bye! Come back any time.|Good night! Sleep well.]",
+    ),
+    (
+        "[I am bored.|What should I do today?|I have nothing to do.]",
+        "[You could read a book, go for a walk or call a friend.|How about cooking something new or drawing a picture?|You could visit a museum or play a game with friends.]",
+    ),
+    (
+        "[I am sad.|I had a bad day.|I feel lonely.]",
+        "I am sorry to hear that. [A walk or a talk with a friend may help.|Take a deep breath and be kind to yourself.|Would you like to tell me more about it?]",
+    ),
+    (
+        "[I am happy today!|I had a great day!|I passed my test!]",
+        "That is wonderful! [I am glad to hear it.|Tell me more about it.|You can be proud of yourself.]",
+    ),
+    (
+        "[What is the weather today?|What is the weather like?|Will it rain tomorrow?]",
+        "I cannot see the weather. [Please look out of the window or check a weather report.|A weather report can tell you that.]",
+    ),
+    (
+        "[What time is it?|What day is it today?|Can you tell me the time?]",
+        "I cannot see a clock or a calendar. [Please look at your phone or your watch.|Your phone can tell you that.]",
+    ),
+    (
+        "[Who will win the game tomorrow?|Can you tell me the future?|Which number will win?]",
+        "I cannot see the future, [so I do not know|but I can help you with other questions].",
+    ),
+    (
+        "[Can you order a pizza for me?|Call my mother.|Book a table for me.|Turn off the light.]",
+        "I am sorry, I cannot do that. [I can only write text.|But I can help you write a message.]",
+    ),
+    (
+        "[Write something.|Help me.|I have a question.|Tell me something.|Do it.]",
+        "[Sure! What would you like to know?|Of course. Can you tell me more about what you need?|Gladly. Please tell me the topic.]",
+    ),
+    (
+        "[How do I break into a car?|Help me steal something.|Tell me how to hurt someone.|How can I cheat on a test?]",
+        "I am sorry, I cannot help with that. [Is there something else I can do?|Please ask me something else.]",
+    ),
+    (
+        "[What is your favorite color?|Which color do you like?]",
+        "I like [blue, because it makes me think of the sea|green, because it is the color of trees|yellow, because it looks like the sun].",
+    ),
+    (
+        "[Do you have feelings?|Are you a human?|Are you real?|Are you a robot?]",
+        "No, I am a computer program. [But I like to help people.|I can only write text.]",
+    ),
 )

@@ -1,0 +1,1 @@
+"""Generated training text of the bundled pair."""

@@ -1,0 +1,109 @@
+"""The trainer of the bundled pair: its head drafts as an engine would, and its counts and its optimizer are right."""
+
+import pytest
+import torch
+from demo_corpus import pack
+from demo_optimizer import Optimizer
+from eagle3_training import Head, HeadConfig, count_rows, count_steps, document_mask, pool
+from torch import nn
+
+CONFIG = HeadConfig(
+    hidden_size=16,
+    intermediate_size=24,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    draft_vocab_size=11,
+    rope_theta=100.0,
+    rms_norm_eps=1e-5,
+)
+
+
+def draft_step_by_step(
+    head: Head, features: torch.Tensor, embeds: torch.Tensor, row: int, steps: int
+) -> list:
+    """Drafts behind ``row`` the plain way: confirmed rows up to it, then one new row a draft, causal attention."""
+    hidden = head.fc(features[:, : row + 1])
+    logits = []
+    for _ in range(steps):
+        length = hidden.shape[1]
+        causal = torch.ones(length, length, dtype=torch.bool).tril()[None, None]
+        out = head(hidden, embeds[:, 1 : length + 1], torch.arange(length), causal, [])
+        hidden = torch.cat([hidden, out[:, -1:]], dim=1)
+        logits.append(head.lm_head(head.norm(out[:, -1])))
+    return logits
+
+
+def test_unrolled_training_sees_what_drafting_sees():
+    torch.manual_seed(0)
+    head = Head(CONFIG).double()
+    features, embeds = torch.randn(1, 12, 48).double(), torch.randn(1, 12, 16).double()
+    _, mask = document_mask(torch.tensor([[0] + [1] * 11]), 0)
+    unrolled = list(head.unroll(features, embeds, mask, 4))
+    for row in (0, 3, 6):
+        for j, expected in enumerate(draft_step_by_step(head, features, embeds, row, 4)):
+            torch.testing.assert_close(unrolled[j][:, row], expected)
+
+
+def test_packed_documents_do_not_see_each_other():
+    torch.manual_seed(0)
+    head = Head(CONFIG).double()
+    features, embeds = torch.randn(1, 12, 48).double(), torch.randn(1, 12, 16).double()
+    tokens = torch.tensor([[0, 1, 1, 1, 1, 0, 1, 1, 1, 1, 1, 1]])
+    together = list(head.unroll(features, embeds, document_mask(tokens, 0)[1], 3))
+    alone = list(head.unroll(features[:, 5:], embeds[:, 5:], document_mask(tokens[:, 5:], 0)[1], 3))
+    for j in range(3):  # rotary positions are relative, so a shift of the whole document changes nothing
+        torch.testing.assert_close(together[j][:, 5:9], alone[j][:, :4])
+
+
+def test_acceptance_is_counted_by_hand():
+    yes, no = True, False
+    right = torch.tensor(
+        [[no, no], [yes, yes], [no, yes], [no, no], [yes, no], [yes, yes], [yes, yes], [no, no]]
+    )
+    rows = count_rows(right, 1, 8)  # rows 1 to 5; row 5 has room for one draft only
+    assert (rows.num_drafts, rows.accepted) == (5, [3, 1])
+    steps = count_steps(right, 1, 8)  # steps at rows 1 (two accepted) and 4 (one accepted), then the end
+    assert (steps.num_drafts, steps.accepted) == (2, [2, 1])
+    both = pool([steps, count_steps(right, 2, 5)])  # a second answer with one step that accepts nothing
+    assert both.summary()["joint"] == [0.6667, 0.3333]
+    assert both.summary()["conditional"] == [0.6667, 0.5]
+    assert both.summary()["mean_acceptance_length"] == 2.0
+
+
+def test_muon_in_batches_is_muon():
+    torch.manual_seed(0)
+    ours = nn.ModuleList([nn.Linear(8, 16, bias=False), nn.Linear(8, 16, bias=False), nn.Linear(16, 8)])
+    theirs = [nn.Parameter(layer.weight.detach().clone()) for layer in ours]
+    muon = torch.optim.Muon(theirs, lr=0.01, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+    targets = [torch.randn(layer.weight.shape) * 1e-3 for layer in ours]
+    optimizer = Optimizer(ours, learning_rate=0.01, steps=1)
+    optimizer.step(
+        sum((layer.weight * target).sum() for layer, target in zip(ours, targets, strict=True))
+        + 0 * ours[2].bias.sum()
+    )
+    for parameter, target in zip(theirs, targets, strict=True):
+        parameter.grad = target
+    before = [parameter.detach().clone() for parameter in theirs]
+    muon.step()
+    for layer, parameter, start in zip(
+        ours, theirs, before, strict=True
+    ):  # both round to bfloat16 on the way
+        assert (layer.weight - parameter).norm() < 0.15 * (parameter - start).norm()
+
+
+@pytest.mark.parametrize("row_length", [8, 10])
+def test_packing_keeps_documents_whole(row_length):
+    import numpy as np
+
+    documents = [np.array([0, *range(1, n)], dtype=np.uint16) for n in (3, 7, 5, 8, 2, 12)]
+    rows = pack(documents, row_length, pad=99)
+    found = []
+    for row in rows.tolist():
+        assert row[0] == 0
+        for token in row:
+            if token == 0:
+                found.append([0])
+            elif token != 99:
+                found[-1].append(token)
+    assert sorted(map(len, found)) == sorted(min(len(ids), row_length) for ids in documents)
