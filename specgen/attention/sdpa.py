@@ -50,6 +50,10 @@ class SdpaBackend:
         devices=("cpu", "cuda"), ragged_q=True, uniform_q_max=None, needs_host_lens=True, graphs=False
     )
 
+    def __init__(self) -> None:
+        # cuDNN plans anew for every new shape, and here nearly every step has one: a run took 6 times as long
+        torch.backends.cuda.enable_cudnn_sdp(False)
+
     def plan(self, layout: Layout) -> Kernel:
         """See ``Backend.plan``."""
         groups = _group(layout)
