@@ -16,13 +16,12 @@ decoding. It solves easy word problems, answers short simple questions on everyd
 other prompts. It knows almost nothing: do not use it for anything else.
 
 Trained from scratch, in one pass and with fixed seeds, by `scripts/train_demo_pair.py` on
-- word problems and chats that the project generates (`scripts/word_problems.py`, `scripts/demo_text/`),
-Apache-2.0;
+- word problems and chats that the project generates (`scripts/word_problems.py`, `scripts/demo_text/`), Apache-2.0;
 - GSM8K *train* (openai/grade-school-math), MIT;
 - prompts and pieces of text from Open-Assistant (LAION-AI/Open-Assistant), Apache-2.0, answered by templates.
 
-No test set and no prompt of `data/prompts/` was trained on; whether a generated problem is held out is decided
-by the hash of its question.
+No test set and no first turn of `data/prompts/` was trained on (general second turns, such as "Explain each step.",
+were); whether a generated problem is held out is decided by the hash of its question.
 
 Measured on stored weights (bfloat16, run in float32): {accuracy:.1%} of the held-out generated word problems
 end in the exact number; next-token loss on them with their answers {loss:.3f}.
