@@ -140,7 +140,7 @@ def main() -> None:
     parser.add_argument("--num-prompts", type=int, default=64)
     parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--batch-sizes", type=int, nargs="+", default=[8, 16, 32, 64], help="of transformers")
+    parser.add_argument("--batch-sizes", type=int, nargs="+", default=[4, 8, 16, 32], help="of transformers")
     arguments = parser.parse_args()
 
     def config(batch_size: int, k: int) -> EngineConfig:

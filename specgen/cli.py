@@ -246,7 +246,7 @@ def generate(
         print(f"Prompt:\n{_indented(asked)}\nAnswer:\n{_indented(answered)}\n")
     print(tables.render(result.report.to_json(), result.settings), end="")
     if output is not None:
-        print(f"\nFiles are in {output}; open {output / 'report.html'} in a browser.")
+        print(f"Files are in {output}; open {output / 'report.html'} in a browser.", file=sys.stderr)
 
 
 @app.command()

@@ -51,7 +51,9 @@ class EngineConfig:
     max_batch_size: int = 32
     max_prefill_tokens: int = 2048
     page_size: int = 16
-    kv_memory: int | None = None  # bytes; None: what max_batch_size sequences of full length need, at most 1 GiB
+    kv_memory: int | None = (
+        None  # bytes; None: what max_batch_size sequences of full length need, at most 1 GiB
+    )
     device: str = "auto"
     dtype: str = "auto"
     attention: str = "auto"
@@ -62,7 +64,9 @@ class EngineConfig:
             f"num-spec-tokens is {self.num_spec_tokens}: use 1 to 16, or 0 for plain decoding",
         )
         require(self.max_batch_size >= 1, f"max-batch-size is {self.max_batch_size}: use at least 1")
-        require(self.max_prefill_tokens >= 1, f"max-prefill-tokens is {self.max_prefill_tokens}: use at least 1")
+        require(
+            self.max_prefill_tokens >= 1, f"max-prefill-tokens is {self.max_prefill_tokens}: use at least 1"
+        )
         require(self.page_size >= 1, f"page-size is {self.page_size}: use at least 1")
         require(
             self.num_spec_tokens == 0 or self.drafter is not None,

@@ -172,8 +172,8 @@ def _settings(job: Job, config: EngineConfig, num_prompts: int) -> dict[str, str
     how = "greedy" if sampling.temperature == 0 else f"temperature {sampling.temperature:g}"
     plain = config.num_spec_tokens == 0
     return {
-        "model": config.model,
-        "drafter": "none (plain decoding)" if plain else str(config.drafter),
+        "model": _shown(config.model),
+        "drafter": "none (plain decoding)" if plain else _shown(str(config.drafter)),
         "draft tokens (K)": str(config.num_spec_tokens),
         **({} if plain else {"drafter batch": config.drafter_batch}),
         "data": f"{job.dataset}, {num_prompts} prompts",
@@ -181,3 +181,9 @@ def _settings(job: Job, config: EngineConfig, num_prompts: int) -> dict[str, str
         "runs on": f"{config.device}, {config.dtype}, attention {config.attention}",
         "batch": f"at most {config.max_batch_size}",
     }
+
+
+def _shown(checkpoint: str) -> str:
+    """A path below the working directory as seen from there; anything else as it is."""
+    path, here = Path(checkpoint), Path.cwd()
+    return str(path.relative_to(here)) if path.is_relative_to(here) else checkpoint

@@ -82,7 +82,9 @@ def _group(layout: Layout) -> list[_Group]:
                 groups[-1].append(b)
                 continue
         groups.append([b])
-    return [_make_group(layout, members, query_lens[members[0]], num_pages[members[-1]]) for members in groups]
+    return [
+        _make_group(layout, members, query_lens[members[0]], num_pages[members[-1]]) for members in groups
+    ]
 
 
 def _make_group(layout: Layout, members: list[int], query_len: int, num_pages: int) -> _Group:
