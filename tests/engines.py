@@ -1,6 +1,8 @@
 """Engines over small pairs for the tests: build one, run requests through it, give back what came out."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +67,7 @@ def config_of(pair: Pair, **changes: Any) -> EngineConfig:
     )
 
 
-def generate(pair: Pair, requests: list[Request], **changes: Any) -> Outputs:
+def generate(pair: Pair, requests: Iterable[Request], **changes: Any) -> Outputs:
     """Run ``requests`` through an engine of ``config_of(pair, **changes)``."""
     events: list[Event] = []
     engine = build_engine(config_of(pair, **changes), pair.models, events.append)
@@ -73,14 +75,15 @@ def generate(pair: Pair, requests: list[Request], **changes: Any) -> Outputs:
     return Outputs(completions=completions, events=events)
 
 
-def bundled_requests(count: int, sampling: SamplingParams) -> list[Request]:
+@cache
+def bundled_requests(count: int, sampling: SamplingParams) -> tuple[Request, ...]:
     """The first ``count`` bundled prompts, for the bundled pair."""
     tokenizer = load_tokenizer(str(data_directory() / "demo" / "target"))
     prompts, _ = load_prompts("bundled", data_path=None, num_prompts=count)
-    return [
+    return tuple(
         Request(id=p.id, prompt_token_ids=tuple(prompt_ids(p, tokenizer, [])[1]), sampling=sampling)
         for p in prompts
-    ]
+    )
 
 
 def random_requests(

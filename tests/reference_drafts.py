@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import torch
-import transformers
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -12,6 +11,8 @@ class ReferenceDrafter:
     """Drafts after any text, for a ``midlayer.*`` head with the default aux layers and default rotary positions."""
 
     def __init__(self, pair: Path) -> None:
+        import transformers
+
         self.target = transformers.AutoModelForCausalLM.from_pretrained(pair / "target", dtype=torch.float32)
         self.t = {name: x.float() for name, x in load_file(pair / "drafter" / "model.safetensors").items()}
         self.d2t = load_file(pair / "drafter" / "model.safetensors")["d2t"].long()

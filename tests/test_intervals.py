@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-from scipy import stats
 
 from specgen.intervals import Ratio, student_t, wilson
 
@@ -11,12 +10,16 @@ from specgen.intervals import Ratio, student_t, wilson
     ("hits", "trials"), [(0, 12), (1, 12), (6, 12), (12, 12), (731, 1_000), (3, 100_000)]
 )
 def test_wilson_is_that_of_scipy(hits, trials):
+    from scipy import stats
+
     expected = stats.binomtest(hits, trials).proportion_ci(0.95, method="wilson")
     assert wilson(hits / trials, trials) == pytest.approx((expected.low, expected.high), abs=1e-12)
 
 
 @pytest.mark.parametrize(("freedom", "error"), [(1, 0.12), (2, 0.01), (3, 2e-3), (10, 1e-4), (500, 1e-6)])
 def test_student_t_is_as_near_as_it_says(freedom, error):
+    from scipy import stats
+
     assert student_t(freedom) == pytest.approx(stats.t.ppf(0.975, freedom), rel=error)
 
 

@@ -11,7 +11,10 @@ from tests.reference_drafts import ReferenceDrafter
 
 GREEDY = SamplingParams(max_tokens=24)
 RANDOM = random_requests(32, 128, GREEDY, lengths=(1, 30))
-DEMO = bundled_requests(12, SamplingParams(max_tokens=48))
+
+
+def demo_requests() -> tuple[Request, ...]:
+    return bundled_requests(12, SamplingParams(max_tokens=48))
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +24,7 @@ def random_texts(random_reference: ReferenceDrafter) -> dict[str, tuple[int, ...
 
 @pytest.fixture(scope="module")
 def demo_texts(demo_reference: ReferenceDrafter) -> dict[str, tuple[int, ...]]:
-    return {r.id: demo_reference.greedy(r.prompt_token_ids, r.sampling.max_tokens) for r in DEMO}
+    return {r.id: demo_reference.greedy(r.prompt_token_ids, r.sampling.max_tokens) for r in demo_requests()}
 
 
 @pytest.mark.parametrize("batch_size", [1, 5, 32])
@@ -39,8 +42,8 @@ def test_greedy_text_is_that_of_transformers(
 
 @pytest.mark.parametrize("k", range(1, 9))
 def test_with_mixed_acceptance(demo_pair: Pair, demo_texts: dict[str, tuple[int, ...]], k: int) -> None:
-    padded = generate(demo_pair, DEMO, num_spec_tokens=k, drafter_batch="padded")
-    non_padded = generate(demo_pair, DEMO, num_spec_tokens=k, drafter_batch="non-padded")
+    padded = generate(demo_pair, demo_requests(), num_spec_tokens=k, drafter_batch="padded")
+    non_padded = generate(demo_pair, demo_requests(), num_spec_tokens=k, drafter_batch="non-padded")
     assert padded.texts == demo_texts
     assert padded.texts == non_padded.texts
     assert padded.verified == non_padded.verified
@@ -53,8 +56,8 @@ def test_preemption_changes_no_text_and_no_step(
     demo_pair: Pair, demo_texts: dict[str, tuple[int, ...]], batch: str
 ) -> None:
     page = 4 * (12 + 1) * 2 * 2 * 64 * 4  # positions, layers of target and head, k and v, heads, dim, bytes
-    roomy = generate(demo_pair, DEMO, num_spec_tokens=4, drafter_batch=batch)
-    tight = generate(demo_pair, DEMO, num_spec_tokens=4, drafter_batch=batch, kv_memory=60 * page)
+    roomy = generate(demo_pair, demo_requests(), num_spec_tokens=4, drafter_batch=batch)
+    tight = generate(demo_pair, demo_requests(), num_spec_tokens=4, drafter_batch=batch, kv_memory=60 * page)
     assert roomy.num_preempted == 0
     assert tight.num_preempted > 3
     assert tight.texts == demo_texts
@@ -73,7 +76,7 @@ def test_eos_ends_a_text_inside_accepted_drafts(
     demo_pair: Pair, demo_reference: ReferenceDrafter, demo_texts: dict[str, tuple[int, ...]]
 ) -> None:
     """Every token of a text in turn is made the EOS, so it falls on every place of a step."""
-    request = DEMO[0]
+    request = demo_requests()[0]
     text = demo_texts[request.id]
     inside = 0
     for token in dict.fromkeys(text):

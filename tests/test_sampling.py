@@ -6,8 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import transformers
-from scipy.stats import chisquare
 from torch import Tensor
 
 from specgen import engine as engine_module
@@ -40,6 +38,8 @@ def small_pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 
 def expected_marginals(path: Path, sampling: SamplingParams) -> Tensor:
     """The distribution of the token at each place, ``[LENGTH, VOCAB]``, over all texts of plain sampling."""
+    import transformers
+
     model = transformers.AutoModelForCausalLM.from_pretrained(path / "target", dtype=torch.float32)
     texts, weights, marginals = torch.tensor([PROMPT]), torch.ones(1), []
     for _ in range(LENGTH):
@@ -71,6 +71,8 @@ def filtered(logits: Tensor, sampling: SamplingParams) -> Tensor:
 
 def p_values(pair: Pair, sampling: SamplingParams, draft_sampling: str) -> tuple[list[float], set[int]]:
     """Chi-square p-value of each place of the text, and the numbers of accepted drafts that occurred."""
+    from scipy.stats import chisquare
+
     sampling = replace(sampling, max_tokens=LENGTH, ignore_eos=True)
     requests = [Request(id=f"s{i}", prompt_token_ids=PROMPT, sampling=sampling) for i in range(SAMPLES)]
     outputs = generate(pair, requests, max_batch_size=500, draft_sampling=draft_sampling)
@@ -138,6 +140,8 @@ def test_temperature_zero_in_a_sampled_batch_is_greedy(random_pair: Pair) -> Non
 
 
 def test_uniform_numbers_are_uniform_and_differ_by_purpose() -> None:
+    from scipy.stats import chisquare
+
     seeds = torch.tensor([request_seed(0, str(i)) for i in range(2000)])
     positions = torch.arange(10).repeat(2000, 1)
     drawn = {purpose: uniform(seeds, positions, purpose) for purpose in (1, 2, 3)}
