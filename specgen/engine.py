@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from specgen.attention import Attend, Backend
+from specgen.config import SamplingParams
 from specgen.drafting import Drafter, Drafts, Outcome, Seed
 from specgen.events import Event, Finished, Preempted, Prefilled, Stepped, Submitted, Verified
 from specgen.kv_cache import KVCache
@@ -76,6 +77,16 @@ class Engine:
                     yield (completion := refused)
             if not finished and self._scheduler.idle:
                 return
+
+    def warm_up(self) -> None:
+        """Generate a little and record nothing: first calls load, allocate and compile, which no run should measure."""
+        record, self._record = self._record, lambda event: None
+        sampling = SamplingParams(max_tokens=16, ignore_eos=True)
+        for _ in self.generate(
+            Request(id=f"warm-up {i}", prompt_token_ids=(0,) * 16, sampling=sampling) for i in range(2)
+        ):
+            pass
+        self._record, self._began = record, time.perf_counter()
 
     def _draw_requests(self, source: Iterator[Request]) -> Iterator[Completion]:
         while self._scheduler.has_place:

@@ -1,7 +1,7 @@
 """What happened in a run, recorded once: the event types, their JSON lines, and the reader.
 
 Every rate in a report is a fold over these; no decoding code computes one. Times are seconds since the
-engine was built (a monotonic clock); ``sequence`` is the request's id.
+engine was warm (a monotonic clock); ``sequence`` is the request's id.
 """
 
 import json

@@ -1,5 +1,8 @@
 """The storage of the paged KV cache."""
 
+import math
+import mmap
+
 import torch
 from torch import Tensor
 
@@ -23,9 +26,8 @@ class KVCache:
         device: torch.device,
     ) -> None:
         shape = (num_layers, 2, num_pages, page_size, num_kv_heads, head_dim)
-        # zeros, not empty: rows past a sequence's end are masked, and 0 * NaN would leak through the mask
         self.page_size = page_size
-        self._storage = torch.zeros(shape, dtype=dtype, device=device)
+        self._storage = _zeros(shape, dtype, device)
         self._layers = [(layer[0], layer[1]) for layer in self._storage]
         self._slots = [(keys.flatten(0, 1), values.flatten(0, 1)) for keys, values in self._layers]
 
@@ -38,3 +40,13 @@ class KVCache:
     def pages(self, layer: int) -> tuple[Tensor, Tensor]:
         """Keys and values of one layer, each ``[num_pages, page_size, num_kv_heads, head_dim]``."""
         return self._layers[layer]
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros: rows past a sequence's end are masked, but what was NaN there would leak through the mask.
+
+    On a CPU they are the system's own zero pages, which cost neither time nor memory until they are written.
+    """
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return torch.frombuffer(mmap.mmap(-1, math.prod(shape) * dtype.itemsize), dtype=dtype).view(shape)

@@ -112,6 +112,7 @@ def _generate(
         directory.add_completion(rejected_row(row))
 
     engine = build_engine(config, models, record)
+    engine.warm_up()
     conversations = Conversations(prompts, models.tokenizer, sampling, reject)
     ids = conversations.ids
     directory = RunDirectory(path)

@@ -71,7 +71,10 @@ def test_a_run_leaves_its_files_and_its_numbers_agree(pair: Path, data: Path, tm
     assert set(report["turns"]) == {"1", "2"}
     assert report["baseline"]["identical"] == 1.0
     assert report["baseline"]["num_compared"] == 6
-    again = json.loads(json.dumps(fold(events.read(out / "events.jsonl"), num_spec_tokens=4).to_json()))
+    recorded = list(events.read(out / "events.jsonl"))
+    submitted = [event.sequence for event in recorded if isinstance(event, events.Submitted)]
+    assert sorted(submitted) == [row["id"] for row in completions]  # each once, and nothing of the warm-up
+    again = json.loads(json.dumps(fold(recorded, num_spec_tokens=4).to_json()))
     assert again["acceptance"] == report["acceptance"]
     manifest = json.loads((out / "manifest.json").read_text())
     assert manifest["engine"]["device"] in ("cpu", "cuda")
