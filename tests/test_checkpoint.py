@@ -488,6 +488,10 @@ MISFITS: dict[str, tuple[dict[str, Any], str]] = {
         {"changed_config": {"eagle_config": {"use_aux_hidden_state": False}}},
         "is not EAGLE3",
     ),
+    "residual-not-said": (
+        {"dialect": "speculators", "changed_config": {"norm_before_residual": None}},
+        "does not say norm_before_residual",
+    ),
     "other-speculator": (
         {"dialect": "speculators", "changed_config": {"speculators_model_type": "dflash"}},
         "the head is of type 'dflash'",

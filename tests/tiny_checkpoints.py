@@ -121,7 +121,9 @@ def write_head(
         "fc_norm": fc_norm,
         "norm_output": norm_output,
     }
-    config = _head_config(target, width, dialect, qk_norm) | {name: True for name, on in flags.items() if on}
+    whole = dialect == "speculators"  # what that library saves has every field
+    config = _head_config(target, width, dialect, qk_norm)
+    config |= {name: on for name, on in flags.items() if on or whole}
     if draft_vocab_size is not None:
         config["draft_vocab_size"] = draft_vocab_size
     if aux_layer_ids is not None:

@@ -150,6 +150,11 @@ class Eagle3Config:
             "use_aux_hidden_state is false: a head that reads the last hidden state only is not EAGLE3",
         )
         flags = {**nested, **config}
+        require(
+            layer is config or flags.get("norm_before_residual") is not None,
+            "config.json does not say norm_before_residual, which speculators then takes as false and vLLM as true: "
+            "add it as the head was trained",
+        )
         aux_layers, aux_rule = _aux_layers(config.get(_AUX_KEY), nested.get(_AUX_KEY), num_target_layers)
         return cls(
             dialect="eagle" if layer is config else "speculators",
