@@ -32,6 +32,9 @@ MODELS, DATA, DRAFTING, SAMPLING, RUNNING, RESULTS = (
 )
 
 
+_FAILURES_SHOWN = 3
+
+
 class DrafterBatch(StrEnum):
     """Which rows the drafter's first pass computes."""
 
@@ -237,6 +240,10 @@ def generate(
         baseline=baseline,
     )
     result = run(job, output, _Bar())
+    for failure in result.failures[:_FAILURES_SHOWN]:
+        print(f"specgen: not run: {failure}", file=sys.stderr)
+    if (more := len(result.failures) - _FAILURES_SHOWN) > 0:
+        print(f"specgen: and {more} more; completions.jsonl of --output has them all", file=sys.stderr)
     if as_json:
         print(json.dumps(result.report.to_json()))
         return

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from specgen import report_html
 from specgen.build import Models, build_engine, load_models, resolve
@@ -39,6 +39,7 @@ class Result:
     report: Report
     settings: dict[str, str]
     samples: list[tuple[str, str]]  # what was asked and answered first, to show
+    failures: list[str]  # what could not be run, and why
 
 
 class Progress(Protocol):
@@ -63,6 +64,10 @@ def run(job: Job, output: Path | None, progress: Progress) -> Result:
     if output is not None:
         require_free(output)
     prompts, rejected = load_prompts(job.dataset, data_path=job.data_path, num_prompts=job.num_prompts)
+    if not prompts:
+        raise ValueError(
+            f"none of the {len(rejected)} rows of {job.dataset} can be run: {rejected[0].reason}"
+        )
     models = load_models(config)
     if any(prompt.messages for prompt in prompts):
         models.tokenizer.require_chat_template()
@@ -76,7 +81,9 @@ def run(job: Job, output: Path | None, progress: Progress) -> Result:
             identical, compared = _identical(main, base)
             report = report.with_baseline(fold(base.events(), num_spec_tokens=0), identical, compared)
         _write_reports(path, job, config, report, settings)
-        return Result(report=report, settings=settings, samples=_samples(main, prompts))
+        rows = list(main.completions())
+        failures = [f"{row['id']}: {row['error']}" for row in rows if "error" in row]
+        return Result(report=report, settings=settings, samples=_samples(rows, prompts), failures=failures)
 
 
 @contextmanager
@@ -127,17 +134,20 @@ def _generate(
     return directory
 
 
-def _samples(directory: RunDirectory, prompts: list[Prompt], count: int = 2) -> list[tuple[str, str]]:
+def _samples(rows: list[dict[str, Any]], prompts: list[Prompt], count: int = 2) -> list[tuple[str, str]]:
     """The first prompts and their answers, or why there is none."""
-    answers = {row["id"]: row.get("error") or row["text"] for row in directory.completions()}
+    answers = {row["id"]: row.get("error") or row["text"] for row in rows}
     return [(prompt.last_words, answers[prompt.id]) for prompt in prompts[:count]]
 
 
 def _identical(main: RunDirectory, base: RunDirectory) -> tuple[float, int]:
     """Share of requests with the same tokens in both runs, and how many were compared."""
-    expected = {row["id"]: row["token_ids"] for row in base.completions()}
-    pairs = [(row["token_ids"], expected[row["id"]]) for row in main.completions() if row["id"] in expected]
-    same = sum(ours == theirs for ours, theirs in pairs)
+    ours, theirs = (
+        {row["id"]: row["token_ids"] for row in run.completions() if "error" not in row}
+        for run in (main, base)
+    )
+    pairs = [(tokens, theirs[name]) for name, tokens in ours.items() if name in theirs]
+    same = sum(left == right for left, right in pairs)
     return (same / len(pairs) if pairs else 0.0), len(pairs)
 
 

@@ -108,6 +108,7 @@ def test_a_bad_row_is_a_record_and_the_rest_runs(pair: Path, tmp_path: Path) -> 
     result = run(pair, "--dataset", own, "--output", out, "--json")
     assert result.exit_code == 0, result.output
     assert json.loads(result.stdout)["num_errors"] == 3
+    assert result.stderr.count("specgen: not run: ") == 3
     reasons = {row["id"]: row.get("error", "") for row in rows(out / "completions.jsonl")}
     assert set(reasons) == set("abcde")
     assert not reasons["a"]
@@ -115,6 +116,12 @@ def test_a_bad_row_is_a_record_and_the_rest_runs(pair: Path, tmp_path: Path) -> 
     assert "prompt" in reasons["b"]
     assert "400" in reasons["c"]
     assert "256" in reasons["d"]
+
+
+def test_nothing_to_run_is_an_error(pair: Path, data: Path, tmp_path: Path) -> None:
+    result = run(pair, "--dataset", "gsm8k", "--data-path", data, "--output", tmp_path / "run")
+    assert "none of the 3 rows of gsm8k can be run" in str(result.exception)
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_stop_string_ends_the_text(pair: Path, tmp_path: Path) -> None:
@@ -225,3 +232,13 @@ def test_the_options_are_a_decision() -> None:
             "return",
         ]
     )
+
+
+def test_only_what_ran_is_compared_with_the_baseline(pair: Path, tmp_path: Path) -> None:
+    own, out = tmp_path / "own.jsonl", tmp_path / "run"
+    own.write_text(
+        '{"id": "a", "prompt": "Tom has"}\n{"id": "a", "prompt": "Tom has 5"}\n{"id": "b", "prompt": ""}\n'
+    )
+    assert run(pair, "--dataset", own, "--output", out, "--baseline").exit_code == 0
+    baseline = json.loads((out / "report.json").read_text())["baseline"]
+    assert (baseline["identical"], baseline["num_compared"]) == (1.0, 1)
