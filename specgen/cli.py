@@ -1,18 +1,19 @@
-"""The commands: the only file that parses arguments or prints."""
+"""The commands: the only file that prints; their options are in ``options.py``."""
 
 import json
 import sys
-from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from specgen import options as opt
 from specgen.bundled import data_directory
 from specgen.config import EngineConfig, SamplingParams, require
 
 if TYPE_CHECKING:
     from specgen.events import Event
+    from specgen.run import Result
 
 app = typer.Typer(
     name="specgen",
@@ -22,47 +23,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-MODELS, DATA, DRAFTING, SAMPLING, RUNNING, RESULTS = (
-    "Models",
-    "Prompts",
-    "Speculation",
-    "Sampling",
-    "Running",
-    "Results",
-)
-
-
 _FAILURES_SHOWN = 3
-
-
-class DrafterBatch(StrEnum):
-    """Which rows the drafter's first pass computes."""
-
-    padded = "padded"
-    non_padded = "non-padded"
-
-
-class DraftSampling(StrEnum):
-    """How a draft is chosen."""
-
-    greedy = "greedy"
-    probabilistic = "probabilistic"
-
-
-class Attention(StrEnum):
-    """Attention backends."""
-
-    auto = "auto"
-    sdpa = "sdpa"
-
-
-class Dtype(StrEnum):
-    """Number formats of weights and KV cache."""
-
-    auto = "auto"
-    float32 = "float32"
-    bfloat16 = "bfloat16"
-    float16 = "float16"
 
 
 def main() -> None:
@@ -79,127 +40,31 @@ def main() -> None:
 
 @app.command()
 def generate(
-    model: Annotated[
-        str | None,
-        typer.Option(
-            help="Target: a directory or hub id.", rich_help_panel=MODELS, show_default="the bundled target"
-        ),
-    ] = None,
-    drafter: Annotated[
-        str | None,
-        typer.Option(
-            help="EAGLE3 head: a directory or hub id.",
-            rich_help_panel=MODELS,
-            show_default="the bundled head",
-        ),
-    ] = None,
-    dataset: Annotated[
-        str,
-        typer.Option(
-            help="bundled, mt-bench, sharegpt, gsm8k, spec-bench, humaneval, or a JSONL file with id and "
-            "prompt, messages or prompt_token_ids.",
-            rich_help_panel=DATA,
-        ),
-    ] = "bundled",
-    data_path: Annotated[
-        Path | None,
-        typer.Option(
-            help="Read the named data set from this file or directory instead of the hub.",
-            rich_help_panel=DATA,
-            show_default=False,
-        ),
-    ] = None,
-    num_prompts: Annotated[
-        int | None,
-        typer.Option(help="Use only the first N prompts.", rich_help_panel=DATA, show_default="all"),
-    ] = None,
-    num_spec_tokens: Annotated[
-        int, typer.Option(help="Draft tokens a step, K; 0 is plain decoding.", rich_help_panel=DRAFTING)
-    ] = 4,
-    drafter_batch: Annotated[
-        DrafterBatch,
-        typer.Option(
-            help="Drafter's first pass over all verified rows, or over the accepted ones alone.",
-            rich_help_panel=DRAFTING,
-        ),
-    ] = DrafterBatch.padded,
-    draft_sampling: Annotated[
-        DraftSampling,
-        typer.Option(
-            help="Choose drafts by argmax or draw them at the temperature; text is distributed alike.",
-            rich_help_panel=DRAFTING,
-        ),
-    ] = DraftSampling.greedy,
-    max_new_tokens: Annotated[
-        int, typer.Option(help="Longest answer in tokens.", rich_help_panel=SAMPLING)
-    ] = 128,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.", rich_help_panel=SAMPLING)] = 0.0,
-    top_p: Annotated[float, typer.Option(help="Nucleus; 1 is off.", rich_help_panel=SAMPLING)] = 1.0,
-    top_k: Annotated[
-        int, typer.Option(help="Sample from the K likeliest tokens; 0 is off.", rich_help_panel=SAMPLING)
-    ] = 0,
-    min_p: Annotated[
-        float,
-        typer.Option(
-            help="Drop tokens below this share of the likeliest one; 0 is off.", rich_help_panel=SAMPLING
-        ),
-    ] = 0.0,
-    seed: Annotated[
-        int,
-        typer.Option(help="With the request's id it fixes every random draw.", rich_help_panel=SAMPLING),
-    ] = 0,
-    stop: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="End a text before this string; may be repeated.",
-            rich_help_panel=SAMPLING,
-            show_default=False,
-        ),
-    ] = None,
-    ignore_eos: Annotated[
-        bool, typer.Option("--ignore-eos", help="Go on to the full length.", rich_help_panel=SAMPLING)
-    ] = False,
-    max_batch_size: Annotated[
-        int, typer.Option(help="Sequences that decode together.", rich_help_panel=RUNNING)
-    ] = 32,
-    max_prefill_tokens: Annotated[
-        int, typer.Option(help="Prompt tokens in one prefill pass.", rich_help_panel=RUNNING)
-    ] = 2048,
-    kv_memory: Annotated[
-        str | None,
-        typer.Option(
-            help="Memory for the KV cache, such as 512MiB or 2GiB.",
-            rich_help_panel=RUNNING,
-            show_default="what the batch can need, at most 1GiB on a CPU and 80 % of free memory on a GPU",
-        ),
-    ] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.", rich_help_panel=RUNNING)] = "auto",
-    dtype: Annotated[
-        Dtype, typer.Option(help="auto: float32 on a CPU, bfloat16 on a GPU.", rich_help_panel=RUNNING)
-    ] = Dtype.auto,
-    attention: Annotated[Attention, typer.Option(help="Attention backend.", rich_help_panel=RUNNING)] = (
-        Attention.auto
-    ),
-    output: Annotated[
-        Path | None,
-        typer.Option(
-            help="New directory for completions.jsonl, events.jsonl, report.json, report.html, manifest.json.",
-            rich_help_panel=RESULTS,
-            show_default=False,
-        ),
-    ] = None,
-    baseline: Annotated[
-        bool,
-        typer.Option(
-            "--baseline",
-            help="Run plain decoding on the same prompts too and compare.",
-            rich_help_panel=RESULTS,
-        ),
-    ] = False,
-    as_json: Annotated[
-        bool,
-        typer.Option("--json", help="Print the report as one JSON document.", rich_help_panel=RESULTS),
-    ] = False,
+    model: opt.ModelOption = None,
+    drafter: opt.DrafterOption = None,
+    dataset: opt.DatasetOption = "bundled",
+    data_path: opt.DataPathOption = None,
+    num_prompts: opt.NumPromptsOption = None,
+    num_spec_tokens: opt.NumSpecTokensOption = 4,
+    drafter_batch: opt.DrafterBatchOption = opt.DrafterBatch.padded,
+    draft_sampling: opt.DraftSamplingOption = opt.DraftSampling.greedy,
+    max_new_tokens: opt.MaxNewTokensOption = 128,
+    temperature: opt.TemperatureOption = 0.0,
+    top_p: opt.TopPOption = 1.0,
+    top_k: opt.TopKOption = 0,
+    min_p: opt.MinPOption = 0.0,
+    seed: opt.SeedOption = 0,
+    stop: opt.StopOption = None,
+    ignore_eos: opt.IgnoreEosOption = False,
+    max_batch_size: opt.MaxBatchSizeOption = 32,
+    max_prefill_tokens: opt.MaxPrefillTokensOption = 2048,
+    kv_memory: opt.KvMemoryOption = None,
+    device: opt.DeviceOption = "auto",
+    dtype: opt.DtypeOption = opt.Dtype.auto,
+    attention: opt.AttentionOption = opt.Attention.auto,
+    output: opt.OutputOption = None,
+    baseline: opt.BaselineOption = False,
+    as_json: opt.AsJsonOption = False,
 ) -> None:
     """Generate for a whole prompt set and report what the speculation was worth.
 
@@ -240,20 +105,11 @@ def generate(
         baseline=baseline,
     )
     result = run(job, output, _Bar())
-    for failure in result.failures[:_FAILURES_SHOWN]:
-        print(f"specgen: not run: {failure}", file=sys.stderr)
-    if (more := len(result.failures) - _FAILURES_SHOWN) > 0:
-        print(f"specgen: and {more} more; completions.jsonl of --output has them all", file=sys.stderr)
     if as_json:
         print(json.dumps(result.report.to_json()))
-        return
-    from specgen import tables
-
-    for asked, answered in result.samples:
-        print(f"Prompt:\n{_indented(asked)}\nAnswer:\n{_indented(answered)}\n")
-    print(tables.render(result.report.to_json(), result.settings), end="")
-    if output is not None:
-        print(f"Files are in {output}; open {output / 'report.html'} in a browser.", file=sys.stderr)
+    else:
+        _print(result)
+    _print_notes(result, output)
 
 
 @app.command()
@@ -322,6 +178,25 @@ def _bytes(text: str) -> int:
         f"kv-memory is {text!r}: write a size such as 512MiB or 2GiB",
     )
     return int(float(number) * units[unit])
+
+
+def _print(result: "Result") -> None:
+    """Some of the text, then the report."""
+    from specgen import tables
+
+    for asked, answered in result.samples:
+        print(f"Prompt:\n{_indented(asked)}\nAnswer:\n{_indented(answered)}\n")
+    print(tables.render(result.report.to_json(), result.settings), end="")
+
+
+def _print_notes(result: "Result", output: Path | None) -> None:
+    """What is no part of the report, on stderr: what was not run, and where the files are."""
+    for failure in result.failures[:_FAILURES_SHOWN]:
+        print(f"specgen: not run: {failure}", file=sys.stderr)
+    if (more := len(result.failures) - _FAILURES_SHOWN) > 0:
+        print(f"specgen: and {more} more; completions.jsonl of --output has them all", file=sys.stderr)
+    if output is not None:
+        print(f"Files are in {output}; open {output / 'report.html'} in a browser.", file=sys.stderr)
 
 
 def _indented(text: str) -> str:

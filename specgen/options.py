@@ -1,0 +1,160 @@
+"""Every option of ``specgen generate``: its type, its help, its group."""
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+# The groups of --help
+MODELS, DATA, DRAFTING = "Models", "Prompts", "Speculation"
+SAMPLING, RUNNING, RESULTS = "Sampling", "Running", "Results"
+
+
+class DrafterBatch(StrEnum):
+    """Which rows the drafter's first pass computes."""
+
+    padded = "padded"
+    non_padded = "non-padded"
+
+
+class DraftSampling(StrEnum):
+    """How a draft is chosen."""
+
+    greedy = "greedy"
+    probabilistic = "probabilistic"
+
+
+class Attention(StrEnum):
+    """Attention backends."""
+
+    auto = "auto"
+    sdpa = "sdpa"
+
+
+class Dtype(StrEnum):
+    """Number formats of weights and KV cache."""
+
+    auto = "auto"
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+
+
+ModelOption = Annotated[
+    str | None,
+    typer.Option(
+        help="Target: a directory or hub id.", rich_help_panel=MODELS, show_default="the bundled target"
+    ),
+]
+DrafterOption = Annotated[
+    str | None,
+    typer.Option(
+        help="EAGLE3 head: a directory or hub id.",
+        rich_help_panel=MODELS,
+        show_default="the bundled head",
+    ),
+]
+DatasetOption = Annotated[
+    str,
+    typer.Option(
+        help="bundled, mt-bench, sharegpt, gsm8k, spec-bench, humaneval, or a JSONL file with id and "
+        "prompt, messages or prompt_token_ids.",
+        rich_help_panel=DATA,
+    ),
+]
+DataPathOption = Annotated[
+    Path | None,
+    typer.Option(
+        help="Read the named data set from this file or directory instead of the hub.",
+        rich_help_panel=DATA,
+        show_default=False,
+    ),
+]
+NumPromptsOption = Annotated[
+    int | None,
+    typer.Option(help="Use only the first N prompts.", rich_help_panel=DATA, show_default="all"),
+]
+NumSpecTokensOption = Annotated[
+    int, typer.Option(help="Draft tokens a step, K; 0 is plain decoding.", rich_help_panel=DRAFTING)
+]
+DrafterBatchOption = Annotated[
+    DrafterBatch,
+    typer.Option(
+        help="Drafter's first pass over all verified rows, or over the accepted ones alone.",
+        rich_help_panel=DRAFTING,
+    ),
+]
+DraftSamplingOption = Annotated[
+    DraftSampling,
+    typer.Option(
+        help="Choose drafts by argmax or draw them at the temperature; text is distributed alike.",
+        rich_help_panel=DRAFTING,
+    ),
+]
+MaxNewTokensOption = Annotated[int, typer.Option(help="Longest answer in tokens.", rich_help_panel=SAMPLING)]
+TemperatureOption = Annotated[float, typer.Option(help="0 is greedy.", rich_help_panel=SAMPLING)]
+TopPOption = Annotated[float, typer.Option(help="Nucleus; 1 is off.", rich_help_panel=SAMPLING)]
+TopKOption = Annotated[
+    int, typer.Option(help="Sample from the K likeliest tokens; 0 is off.", rich_help_panel=SAMPLING)
+]
+MinPOption = Annotated[
+    float,
+    typer.Option(
+        help="Drop tokens below this share of the likeliest one; 0 is off.", rich_help_panel=SAMPLING
+    ),
+]
+SeedOption = Annotated[
+    int,
+    typer.Option(help="With the request's id it fixes every random draw.", rich_help_panel=SAMPLING),
+]
+StopOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="End a text before this string; may be repeated.",
+        rich_help_panel=SAMPLING,
+        show_default=False,
+    ),
+]
+IgnoreEosOption = Annotated[
+    bool, typer.Option("--ignore-eos", help="Go on to the full length.", rich_help_panel=SAMPLING)
+]
+MaxBatchSizeOption = Annotated[
+    int, typer.Option(help="Sequences that decode together.", rich_help_panel=RUNNING)
+]
+MaxPrefillTokensOption = Annotated[
+    int, typer.Option(help="Prompt tokens in one prefill pass.", rich_help_panel=RUNNING)
+]
+KvMemoryOption = Annotated[
+    str | None,
+    typer.Option(
+        help="Memory for the KV cache, such as 512MiB or 2GiB.",
+        rich_help_panel=RUNNING,
+        show_default="what the batch can need, at most 1GiB on a CPU and 80 % of free memory on a GPU",
+    ),
+]
+DeviceOption = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.", rich_help_panel=RUNNING)]
+DtypeOption = Annotated[
+    Dtype, typer.Option(help="auto: float32 on a CPU, bfloat16 on a GPU.", rich_help_panel=RUNNING)
+]
+AttentionOption = Annotated[Attention, typer.Option(help="Attention backend.", rich_help_panel=RUNNING)]
+OutputOption = Annotated[
+    Path | None,
+    typer.Option(
+        help="New directory for completions.jsonl, events.jsonl, report.json, report.html, manifest.json.",
+        rich_help_panel=RESULTS,
+        show_default=False,
+    ),
+]
+BaselineOption = Annotated[
+    bool,
+    typer.Option(
+        "--baseline",
+        help="Run plain decoding on the same prompts too and compare.",
+        rich_help_panel=RESULTS,
+    ),
+]
+AsJsonOption = Annotated[
+    bool,
+    typer.Option("--json", help="Print the report as one JSON document.", rich_help_panel=RESULTS),
+]
