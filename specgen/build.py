@@ -1,13 +1,13 @@
 """The composition root: a configuration becomes an engine, and ``auto`` is resolved, here and nowhere else."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
 
 from specgen.attention import Backend
 from specgen.attention.sdpa import SdpaBackend
-from specgen.checkpoint import load_drafter, load_target, open_checkpoint
+from specgen.checkpoint import Checkpoint, load_drafter, load_target, open_checkpoint
 from specgen.config import EngineConfig, require
 from specgen.drafting import (
     Drafter,
@@ -37,11 +37,12 @@ _GIB = 1 << 30
 
 @dataclass(frozen=True, kw_only=True)
 class Models:
-    """Weights and tokenizer: what engines over the same pair share."""
+    """Weights and tokenizer: what engines over the same pair share, and the checkpoints they came from."""
 
     target: Llama
     head: Eagle3Head | None
     tokenizer: Tokenizer
+    checkpoints: Mapping[str, Checkpoint]  # "model" and, with a head, "drafter"
 
 
 def resolve(config: EngineConfig) -> EngineConfig:
@@ -75,13 +76,14 @@ def resolve(config: EngineConfig) -> EngineConfig:
 def load_models(config: EngineConfig) -> Models:
     """Read target, head (if any drafts are asked for) and tokenizer of a resolved ``config``."""
     device, dtype = torch.device(config.device), _DTYPES[config.dtype]
-    checkpoint = open_checkpoint(config.model)
-    target = load_target(checkpoint, dtype, device)
-    head = None
+    checkpoints = {"model": open_checkpoint(config.model)}
+    target, head = load_target(checkpoints["model"], dtype, device), None
     if config.num_spec_tokens:
         assert config.drafter is not None
-        head = load_drafter(open_checkpoint(config.drafter), target, dtype, device)
-    return Models(target=target, head=head, tokenizer=load_tokenizer(str(checkpoint.path)))
+        checkpoints["drafter"] = open_checkpoint(config.drafter)
+        head = load_drafter(checkpoints["drafter"], target, dtype, device)
+    tokenizer = load_tokenizer(str(checkpoints["model"].path))
+    return Models(target=target, head=head, tokenizer=tokenizer, checkpoints=checkpoints)
 
 
 def build_engine(config: EngineConfig, models: Models, record: Callable[[Event], None]) -> Engine:
@@ -111,7 +113,7 @@ def num_pages(config: EngineConfig, models: Models) -> int:
     """
     width = _DTYPES[config.dtype].itemsize
     token_bytes = kv_bytes_per_token(models.target.config, width)
-    if models.head is not None:
+    if config.num_spec_tokens and models.head is not None:
         token_bytes += kv_bytes_per_token(models.head.config, width)
     page_bytes = config.page_size * token_bytes
     memory = config.kv_memory if config.kv_memory is not None else _default_memory(config)
@@ -129,7 +131,9 @@ def _default_memory(config: EngineConfig) -> int:
     if config.device == "cpu":
         return _GIB
     free, _ = torch.cuda.mem_get_info(config.device)
-    return int(free * 0.8)
+    # what an earlier engine's cache gave back stays reserved by the process, and is as good as free
+    reusable = torch.cuda.memory_reserved(config.device) - torch.cuda.memory_allocated(config.device)
+    return int((free + reusable) * 0.8)
 
 
 def _cache(

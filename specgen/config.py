@@ -51,9 +51,7 @@ class EngineConfig:
     max_batch_size: int = 32
     max_prefill_tokens: int = 2048
     page_size: int = 16
-    kv_memory: int | None = (
-        None  # bytes; None: what max_batch_size sequences of full length need, at most 1 GiB
-    )
+    kv_memory: int | None = None  # bytes; None: as much as the batch can need and the device can give
     device: str = "auto"
     dtype: str = "auto"
     attention: str = "auto"

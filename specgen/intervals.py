@@ -43,11 +43,8 @@ class Ratio:
         self.groups = 0
         self.hits = 0
         self.trials = 0
-        self._squares = (
-            0,
-            0,
-            0,
-        )  # sums of hits*hits, hits*trials, trials*trials; integers, so nothing cancels
+        # sums of hits*hits, hits*trials, trials*trials; integers, so nothing cancels
+        self._squares = (0, 0, 0)
 
     def add(self, hits: int, trials: int) -> None:
         """Count one group; a group without trials says nothing and is left out."""

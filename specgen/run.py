@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from specgen import report_html
 from specgen.build import Models, build_engine, load_models, resolve
-from specgen.checkpoint import fingerprint, open_checkpoint
+from specgen.checkpoint import fingerprint
 from specgen.config import EngineConfig, SamplingParams
 from specgen.conversations import Conversations, rejected_row
 from specgen.events import Event, Finished, Submitted, Verified
@@ -80,7 +80,8 @@ def run(job: Job, output: Path | None, progress: Progress) -> Result:
             base = _generate(plain, job.sampling, models, prompts, rejected, path / "baseline", progress)
             identical, compared = _identical(main, base)
             report = report.with_baseline(fold(base.events(), num_spec_tokens=0), identical, compared)
-        _write_reports(path, job, config, report, settings)
+        if output is not None:
+            _write_reports(path, job, config, models, report, settings)
         rows = list(main.completions())
         failures = [f"{row['id']}: {row['error']}" for row in rows if "error" in row]
         return Result(report=report, settings=settings, samples=_samples(rows, prompts), failures=failures)
@@ -152,9 +153,8 @@ def _identical(main: RunDirectory, base: RunDirectory) -> tuple[float, int]:
 
 
 def _write_reports(
-    path: Path, job: Job, config: EngineConfig, report: Report, settings: dict[str, str]
+    path: Path, job: Job, config: EngineConfig, models: Models, report: Report, settings: dict[str, str]
 ) -> None:
-    checkpoints = {"model": config.model, "drafter": config.drafter if config.num_spec_tokens else None}
     data = {
         "dataset": job.dataset,
         "data_path": str(job.data_path) if job.data_path else None,
@@ -166,9 +166,7 @@ def _write_reports(
             engine=config,
             sampling=job.sampling,
             data=data,
-            fingerprints={
-                name: fingerprint(open_checkpoint(where)) for name, where in checkpoints.items() if where
-            },
+            fingerprints={name: fingerprint(checkpoint) for name, checkpoint in models.checkpoints.items()},
         )
         | {"settings": settings},
     )

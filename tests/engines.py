@@ -53,10 +53,15 @@ class Outputs:
 
 def load_pair(path: Path, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Pair:
     """The pair in ``path/target`` and ``path/drafter``, without a tokenizer."""
-    target = load_target(open_checkpoint(str(path / "target")), dtype, torch.device(device))
-    head = load_drafter(open_checkpoint(str(path / "drafter")), target, dtype, torch.device(device))
+    checkpoints = {
+        "model": open_checkpoint(str(path / "target")),
+        "drafter": open_checkpoint(str(path / "drafter")),
+    }
+    target = load_target(checkpoints["model"], dtype, torch.device(device))
+    head = load_drafter(checkpoints["drafter"], target, dtype, torch.device(device))
     no_tokenizer: Any = None
-    return Pair(path=path, models=Models(target=target, head=head, tokenizer=no_tokenizer))
+    models = Models(target=target, head=head, tokenizer=no_tokenizer, checkpoints=checkpoints)
+    return Pair(path=path, models=models)
 
 
 def config_of(pair: Pair, **changes: Any) -> EngineConfig:
