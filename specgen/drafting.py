@@ -95,12 +95,12 @@ class NonPaddedBatch:
 
     def prepare(self, outcome: Outcome) -> DraftInput:
         """See ``DrafterBatch.prepare``."""
-        rows, layout = outcome.layout.leading(outcome.keep)
+        rows, layout = outcome.layout.leading(outcome.keep, int(outcome.keep.sum()))
         return DraftInput(
             features=outcome.features[rows],
             tokens=outcome.next_tokens[rows],
             layout=layout,
-            last=layout.first_rows + layout.query_lens - 1,
+            last=layout.last_rows,
         )
 
 
@@ -192,9 +192,8 @@ class Eagle3Drafter:
     def observe(self, outcome: Outcome) -> tuple[Seed, int]:
         """The head's first pass. See ``Drafter.observe``."""
         given = self._batch.prepare(outcome)
-        attend = Attend(self._backend, self._cache, given.layout)
-        fused = self._head.fuse(given.features)
-        hidden = self._head.forward(given.tokens, fused, given.layout.positions, attend)
+        attend = Attend(self._backend, self._cache, given.layout, self._head.rope)
+        hidden = self._head.forward(given.tokens, self._head.fuse(given.features), attend)
         return _seed(given, hidden), given.layout.num_rows
 
     def propose(self, seed: Seed, block_tables: Tensor, sampling: SamplingBatch) -> Drafts:
@@ -204,8 +203,8 @@ class Eagle3Drafter:
         steps = [(ids, probs)]
         for _ in range(self.num_spec_tokens - 1):
             layout = Layout.uniform(block_tables, positions, 1, self._cache.page_size)
-            attend = Attend(self._backend, self._cache, layout)
-            hidden = self._head.forward(ids, hidden, positions, attend)
+            attend = Attend(self._backend, self._cache, layout, self._head.rope)
+            hidden = self._head.forward(ids, hidden, attend)
             positions = positions + 1
             ids, probs = self._choose(hidden, positions + 1, sampling)
             steps.append((ids, probs))

@@ -155,7 +155,7 @@ class Engine:
             return []
         layout = self._prefill_layout(chunks)
         hidden, features = self._forward(self._rows(chunks, shift=0), layout)
-        last = layout.first_rows + layout.query_lens - 1
+        last = layout.last_rows
         fresh = [i for i, chunk in enumerate(chunks) if chunk.last and not chunk.sequence.num_output_tokens]
         next_tokens = self._rows(chunks, shift=1)
         first = self._first_tokens([chunks[i].sequence for i in fresh], hidden[last[fresh]])
@@ -189,8 +189,8 @@ class Engine:
         return self._retire()
 
     def _forward(self, token_ids: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
-        attend = Attend(self._backend, self._cache, layout)
-        return self._target.forward(token_ids, layout.positions, attend, self._drafter.aux_layers)
+        attend = Attend(self._backend, self._cache, layout, self._target.rope)
+        return self._target.forward(token_ids, attend, self._drafter.aux_layers)
 
     def _accept(
         self, drafts: Drafts, logits: Tensor, positions: Tensor, sampling: SamplingBatch
@@ -212,9 +212,8 @@ class Engine:
     def _prefill_layout(self, chunks: list[Chunk]) -> Layout:
         return Layout.ragged(
             self._block_tables([chunk.sequence for chunk in chunks]),
-            self._ints([chunk.start for chunk in chunks]),
-            self._ints([chunk.num_rows for chunk in chunks]),
-            sum(chunk.num_rows for chunk in chunks),
+            [chunk.start for chunk in chunks],
+            [chunk.num_rows for chunk in chunks],
             self._cache.page_size,
         )
 
@@ -317,7 +316,7 @@ class Engine:
         width = max(len(sequence.pages) for sequence in sequences)
         return torch.tensor(
             [sequence.pages + [0] * (width - len(sequence.pages)) for sequence in sequences],
-            dtype=torch.int64,
+            dtype=torch.int32,
             device=self._device,
         )
 

@@ -29,13 +29,6 @@ class KVCache:
         self.page_size = page_size
         self._storage = _zeros(shape, dtype, device)
         self._layers = [(layer[0], layer[1]) for layer in self._storage]
-        self._slots = [(keys.flatten(0, 1), values.flatten(0, 1)) for keys, values in self._layers]
-
-    def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
-        """Store rows ``k`` and ``v`` ``[rows, num_kv_heads, head_dim]`` at ``slots`` ``[rows]``."""
-        keys, values = self._slots[layer]
-        keys.index_copy_(0, slots, k)
-        values.index_copy_(0, slots, v)
 
     def pages(self, layer: int) -> tuple[Tensor, Tensor]:
         """Keys and values of one layer, each ``[num_pages, page_size, num_kv_heads, head_dim]``."""

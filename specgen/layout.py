@@ -1,61 +1,67 @@
 """The geometry of one forward pass: which rows belong to which sequence, where they stand and where their KV goes."""
 
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
+class HostLens:
+    """The lengths of a layout where the host knows them without asking the device."""
+
+    starts: tuple[int, ...]  # [B]
+    query_lens: tuple[int, ...]  # [B]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Layout:
     """Rows of B sequences laid one after the other; a row is one token at one position of one sequence.
 
-    Everything is on the device, so that a pass can be laid out without asking the host. ``uniform_q`` is the
-    number of rows a sequence where all have the same, else None (ragged).
+    Everything is on the device, so that a pass can be laid out, and captured, without asking the host. ``uniform_q``
+    is the number of rows a sequence where all have the same, else None (ragged). Behind the rows of a ragged layout
+    there may be others that belong to nobody; what they compute means nothing.
     """
 
-    block_tables: Tensor  # [B, max_pages] int64: page of each page_size positions
+    block_tables: Tensor  # [B, max_pages] int32: page of each page_size positions; page 0 where there is none
     starts: Tensor  # [B] int64: position of the sequence's first row
     query_lens: Tensor  # [B] int64: rows of the sequence
-    positions: Tensor  # [rows] int64
-    slots: Tensor  # [rows] int64: page * page_size + offset, where the row's KV is written
+    num_rows: int  # of the whole pass
+    max_query_len: int  # no sequence has more rows
     page_size: int
     uniform_q: int | None
+    host: HostLens | None = None
 
     @staticmethod
     def uniform(block_tables: Tensor, starts: Tensor, query_len: int, page_size: int) -> "Layout":
         """``query_len`` rows for every sequence, from position ``starts[b]`` on."""
-        positions = starts[:, None] + torch.arange(query_len, device=starts.device)
-        pages = block_tables.gather(1, positions // page_size)
         return Layout(
             block_tables=block_tables,
             starts=starts,
             query_lens=torch.full_like(starts, query_len),
-            positions=positions.flatten(),
-            slots=(pages * page_size + positions % page_size).flatten(),
+            num_rows=len(starts) * query_len,
+            max_query_len=query_len,
             page_size=page_size,
             uniform_q=query_len,
         )
 
     @staticmethod
     def ragged(
-        block_tables: Tensor, starts: Tensor, query_lens: Tensor, num_rows: int, page_size: int
+        block_tables: Tensor, starts: Sequence[int], query_lens: Sequence[int], page_size: int
     ) -> "Layout":
-        """``query_lens[b]`` rows for sequence b, ``num_rows`` in all (given, so that the device is not asked)."""
-        sequences = torch.arange(len(starts), device=starts.device)
-        sequences = sequences.repeat_interleave(query_lens, output_size=num_rows)
-        first_rows = query_lens.cumsum(0) - query_lens
-        rows = torch.arange(num_rows, device=starts.device)
-        positions = rows + (starts - first_rows)[sequences]
-        pages = block_tables[sequences, positions // page_size]
+        """``query_lens[b]`` rows for sequence b, from position ``starts[b]`` on; both known to the host."""
+        columns = on_device([starts, query_lens], block_tables.device)
         return Layout(
             block_tables=block_tables,
-            starts=starts,
-            query_lens=query_lens,
-            positions=positions,
-            slots=pages * page_size + positions % page_size,
+            starts=columns[0],
+            query_lens=columns[1],
+            num_rows=sum(query_lens),
+            max_query_len=max(query_lens),
             page_size=page_size,
             uniform_q=None,
+            host=HostLens(starts=tuple(starts), query_lens=tuple(query_lens)),
         )
 
     @property
@@ -63,30 +69,66 @@ class Layout:
         """B."""
         return self.starts.shape[0]
 
-    @property
-    def num_rows(self) -> int:
-        """Rows of the whole pass."""
-        return self.positions.shape[0]
-
-    @property
+    @cached_property
     def first_rows(self) -> Tensor:
         """Index of each sequence's first row, ``[B]``."""
         return self.query_lens.cumsum(0) - self.query_lens
 
-    @property
+    @cached_property
+    def last_rows(self) -> Tensor:
+        """Index of each sequence's last row, ``[B]``."""
+        return self.query_lens.cumsum(0) - 1
+
+    @cached_property
     def kv_lens(self) -> Tensor:
         """Positions that each sequence's last row attends to, itself included, ``[B]``."""
         return self.starts + self.query_lens
 
-    def leading(self, keep: Tensor) -> tuple[Tensor, "Layout"]:
+    @cached_property
+    def sequences(self) -> Tensor:
+        """The sequence of each row, ``[rows]``; B - 1 for rows that belong to nobody."""
+        rows = torch.arange(self.num_rows, device=self.starts.device)
+        if self.uniform_q is not None:
+            return rows // self.uniform_q
+        return torch.searchsorted(self.query_lens.cumsum(0), rows, right=True).clamp_(
+            max=len(self.starts) - 1
+        )
+
+    @cached_property
+    def positions(self) -> Tensor:
+        """The position of each row in its sequence, ``[rows]`` int64."""
+        rows = torch.arange(self.num_rows, device=self.starts.device)
+        return rows + (self.starts - self.first_rows)[self.sequences]
+
+    @cached_property
+    def slots(self) -> Tensor:
+        """Where each row's KV is written, ``[rows]`` int64: page * page_size + offset; page 0 for nobody's rows."""
+        page, offset = self.positions // self.page_size, self.positions % self.page_size
+        last = self.block_tables.shape[1] - 1
+        pages = self.block_tables[self.sequences, page.clamp(max=last)]
+        owned = (self.positions < self.kv_lens[self.sequences]) & (page <= last)
+        return torch.where(owned, pages * self.page_size, 0) + offset
+
+    def leading(self, keep: Tensor, num_rows: int) -> tuple[Tensor, "Layout"]:
         """The first ``keep[b]`` rows of every sequence: their indices, and the ragged layout of them alone.
 
-        The number of rows depends on the data, so on a GPU this waits for the device.
+        ``num_rows`` is at least the sum of ``keep``; what is beyond it are nobody's rows.
         """
-        sequences = torch.arange(self.num_sequences, device=keep.device)
-        sequences = sequences.repeat_interleave(self.query_lens, output_size=self.num_rows)
-        rows = (self.positions < (self.starts + keep)[sequences]).nonzero().flatten()
-        kept = replace(
-            self, query_lens=keep, positions=self.positions[rows], slots=self.slots[rows], uniform_q=None
+        kept = Layout(
+            block_tables=self.block_tables,
+            starts=self.starts,
+            query_lens=keep,
+            num_rows=num_rows,
+            max_query_len=self.max_query_len,
+            page_size=self.page_size,
+            uniform_q=None,
         )
-        return rows, kept
+        rows = kept.positions - self.starts[kept.sequences] + self.first_rows[kept.sequences]
+        return rows.clamp(max=self.num_rows - 1), kept
+
+
+def on_device(values: Sequence[Sequence[int]] | Sequence[int], device: torch.device) -> Tensor:
+    """``values`` as int64 on ``device``, without waiting for what the device is doing."""
+    if device.type == "cpu":
+        return torch.tensor(values, dtype=torch.int64)
+    return torch.tensor(values, dtype=torch.int64, pin_memory=True).to(device, non_blocking=True)

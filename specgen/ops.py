@@ -7,7 +7,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from specgen.layout import Layout
+
 Map = Callable[[Tensor], Tensor]  # rows to rows
+
+# Takes one layer's projections [rows, Hq + 2 * Hkv, D] and its pages, keys and values, each
+# [num_pages, page_size, Hkv, D]; stores the rotated keys and the values in them, returns the rotated q [rows, Hq, D].
+Store = Callable[[Tensor, Tensor, Tensor], Tensor]
+Rope = Callable[[Layout], Store]  # planned once a pass
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,14 +24,13 @@ class Ops:
     ``linear(weight [out, in])`` and ``rms_norm(weight [..., N], eps)`` prepare a weight once, when it is loaded,
     and return the map that applies it: [rows, in] -> [rows, out], and [rows, ..., N] -> the same shape with
     statistics in float32. ``silu_and_mul(gate_up [rows, 2 * N]) -> [rows, N]``, the gate being the first half.
-    ``rope(x [rows, heads, D], cos [rows, 1, D], sin [rows, 1, D])`` rotates half-split pairs; the first half of
-    ``sin`` carries the minus sign of the rotation.
+    ``rope(frequencies [D / 2])`` rotates half-split pairs by position times frequency and stores; see ``Store``.
     """
 
     linear: Callable[[Tensor], Map]
     rms_norm: Callable[[Tensor, float], Map]
     silu_and_mul: Map
-    rope: Callable[[Tensor, Tensor, Tensor], Tensor]
+    rope: Callable[[Tensor], Rope]
 
 
 def bind_ops(device: torch.device, dtype: torch.dtype) -> Ops:
@@ -36,7 +42,7 @@ def bind_ops(device: torch.device, dtype: torch.dtype) -> Ops:
 
 def torch_ops() -> Ops:
     """The reference kernels in plain torch, for any device and dtype."""
-    return Ops(linear=_Linear, rms_norm=_RmsNorm, silu_and_mul=_silu_and_mul, rope=_rope)
+    return Ops(linear=_Linear, rms_norm=_RmsNorm, silu_and_mul=_silu_and_mul, rope=_Rope)
 
 
 def cpu_float32_ops() -> Ops:
@@ -47,7 +53,7 @@ def cpu_float32_ops() -> Ops:
     where a weight stays in the core's own cache is a plain call faster (by 8 us), and a model's weights do not.
     """
     return Ops(
-        linear=_PackedLinear.pack, rms_norm=_FusedRmsNorm.prepare, silu_and_mul=_silu_and_mul, rope=_rope
+        linear=_PackedLinear.pack, rms_norm=_FusedRmsNorm.prepare, silu_and_mul=_silu_and_mul, rope=_Rope
     )
 
 
@@ -105,6 +111,32 @@ def _silu_and_mul(gate_up: Tensor) -> Tensor:
     return F.silu(gate).mul_(up)
 
 
-def _rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+@dataclass(frozen=True)
+class _Rope:
+    frequencies: Tensor  # [D / 2]
+
+    def __call__(self, layout: Layout) -> Store:
+        angles = layout.positions[:, None, None] * self.frequencies
+        cos, sin = angles.cos(), angles.sin()
+        return _RopeStore(cos=torch.cat((cos, cos), -1), sin=torch.cat((-sin, sin), -1), slots=layout.slots)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _RopeStore:
+    cos: Tensor  # [rows, 1, D] float32
+    sin: Tensor  # [rows, 1, D] float32; its first half carries the minus sign of the rotation
+    slots: Tensor  # [rows]
+
+    def __call__(self, qkv: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        num_kv_heads = keys.shape[2]
+        qk, v = qkv[:, :-num_kv_heads], qkv[:, -num_kv_heads:]
+        qk = rotate(qk, self.cos.to(qkv.dtype), self.sin.to(qkv.dtype))
+        keys.flatten(0, 1).index_copy_(0, self.slots, qk[:, -num_kv_heads:].to(keys.dtype))
+        values.flatten(0, 1).index_copy_(0, self.slots, v.to(values.dtype))
+        return qk[:, :-num_kv_heads]
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate half-split pairs of ``x`` [rows, heads, D] by tables [rows, 1, D]; see ``_RopeStore``."""
     # Rolling by half a head swaps the two halves.
     return x * cos + x.roll(x.shape[-1] // 2, -1) * sin

@@ -1,7 +1,13 @@
-"""Attention over whole sequences without a cache: the simplest Attend there is."""
+"""Attention over one whole sequence: the simplest Attend there is."""
 
 import torch
 from torch import Tensor
+
+from specgen.layout import Layout
+from specgen.models.eagle3 import Eagle3Head
+from specgen.models.llama import Llama
+
+LENGTH = 256  # positions there is room for
 
 
 class DenseAttend:
@@ -10,16 +16,23 @@ class DenseAttend:
     Keeps K and V, so that a sequence may also come in several passes.
     """
 
-    def __init__(self) -> None:
-        self.kept: dict[int, tuple[Tensor, Tensor]] = {}
+    def __init__(self, model: Llama | Eagle3Head) -> None:
+        self.rope = model.rope
+        self.num_kv_heads = model.config.num_kv_heads
+        self.kept: dict[int, tuple[Tensor, Tensor, int]] = {}
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        if layer in self.kept:
-            k, v = torch.cat((self.kept[layer][0], k)), torch.cat((self.kept[layer][1], v))
-        self.kept[layer] = (k, v)
+    def __call__(self, layer: int, qkv: Tensor) -> Tensor:
+        keys, values, start = self.kept.get(layer, (None, None, 0))
+        if keys is None or values is None:
+            keys, values = qkv.new_zeros(2, 1, LENGTH, self.num_kv_heads, qkv.shape[-1])
+        end = start + len(qkv)
+        tables = torch.zeros(1, 1, dtype=torch.int32)
+        q = self.rope(Layout.uniform(tables, torch.tensor([start]), len(qkv), LENGTH))(qkv, keys, values)
+        self.kept[layer] = (keys, values, end)
         rows, num_heads, head_dim = q.shape
-        k, v = (x.repeat_interleave(num_heads // x.shape[1], 1).transpose(0, 1) for x in (k, v))
+        share = num_heads // self.num_kv_heads
+        k, v = (pages[0, :end].repeat_interleave(share, 1).transpose(0, 1) for pages in (keys, values))
         scores = q.transpose(0, 1) @ k.transpose(1, 2) * head_dim**-0.5
-        future = torch.ones(rows, k.shape[1], dtype=torch.bool).triu(k.shape[1] - rows + 1)
+        future = torch.ones(rows, end, dtype=torch.bool).triu(end - rows + 1)
         weights = scores.masked_fill(future, float("-inf")).softmax(-1, dtype=torch.float32)
         return (weights.to(q.dtype) @ v).transpose(0, 1).reshape(rows, -1)

@@ -8,6 +8,7 @@ from specgen.attention import Attend, Backend
 from specgen.attention.sdpa import SdpaBackend
 from specgen.kv_cache import KVCache
 from specgen.layout import Layout
+from specgen.ops import torch_ops
 
 HEAD_DIM = 16
 SHAPES = {
@@ -18,6 +19,9 @@ SHAPES = {
     "ones and four": ([5, 3, 8, 20], [1, 1, 1, 4]),
     "prefill": ([33, 1, 16, 100], [33, 1, 16, 40]),
 }
+
+
+unrotated = torch_ops().rope(torch.zeros(HEAD_DIM // 2))  # angles of 0
 
 
 def expected(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -50,16 +54,17 @@ def test_backend_equals_dense_attention(
         dtype=torch.float32,
         device=torch.device("cpu"),
     )
-    tables = torch.randperm(num_pages).view(len(kv_lens), width)
+    tables = torch.randperm(num_pages, dtype=torch.int32).view(len(kv_lens), width)
     ks, vs = ([torch.randn(n, num_kv_heads, HEAD_DIM) for n in kv_lens] for _ in "kv")
     starts = [n - q for n, q in zip(kv_lens, query_lens, strict=True)]
     for row, start in enumerate(starts):  # what came before
         if start:
             before = Layout.uniform(tables[row : row + 1], torch.tensor([0]), start, page_size)
-            cache.write(1, before.slots, ks[row][:start], vs[row][:start])
-    layout = Layout.ragged(tables, torch.tensor(starts), torch.tensor(query_lens), sum(query_lens), page_size)
+            qkv = torch.cat([torch.zeros(start, 4, HEAD_DIM), ks[row][:start], vs[row][:start]], 1)
+            Attend(backend, cache, before, unrotated)(1, qkv)
+    layout = Layout.ragged(tables, starts, query_lens, page_size)
     q = torch.randn(sum(query_lens), 4, HEAD_DIM)
     new_k, new_v = (torch.cat([x[start:] for x, start in zip(xs, starts, strict=True)]) for xs in (ks, vs))
-    out = Attend(backend, cache, layout)(1, q, new_k, new_v)
+    out = Attend(backend, cache, layout, unrotated)(1, torch.cat([q, new_k, new_v], 1))
     parts = [expected(*each) for each in zip(q.split(query_lens), ks, vs, strict=True)]
     torch.testing.assert_close(out, torch.cat(parts), atol=1e-5, rtol=1e-5)

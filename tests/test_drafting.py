@@ -11,7 +11,9 @@ from torch import Tensor
 from specgen.attention import Attend
 from specgen.config import SamplingParams
 from specgen.drafting import DraftInput, Eagle3Drafter, Outcome, PaddedBatch
+from specgen.layout import Layout
 from specgen.models.eagle3 import Eagle3Head
+from specgen.ops import Store
 from tests.engines import Outputs, Pair, bundled_requests, generate, random_requests
 from tests.reference_drafts import ReferenceDrafter
 
@@ -57,13 +59,11 @@ def test_drafts_equal_the_reference_where_some_are_accepted(
 
 
 def plant(monkeypatch: pytest.MonkeyPatch, phase: str, bug: Callable[..., Tensor]) -> None:
-    """Let ``bug(forward, ids, hidden, positions)`` stand for the head's forward pass within one phase."""
+    """Let ``bug(forward, ids, hidden)`` stand for the head's forward pass within one phase."""
     method, forward = getattr(Eagle3Drafter, phase), Eagle3Head.forward
 
-    def broken_forward(
-        self: Eagle3Head, ids: Tensor, hidden: Tensor, positions: Tensor, attend: Attend
-    ) -> Tensor:
-        return bug(lambda *inputs: forward(self, *inputs, attend), ids, hidden, positions)
+    def broken_forward(self: Eagle3Head, ids: Tensor, hidden: Tensor, attend: Attend) -> Tensor:
+        return bug(lambda *inputs: forward(self, *inputs, attend), ids, hidden)
 
     def broken_phase(self: Eagle3Drafter, *inputs: Any) -> Any:
         with monkeypatch.context() as patch:
@@ -74,22 +74,11 @@ def plant(monkeypatch: pytest.MonkeyPatch, phase: str, bug: Callable[..., Tensor
 
 
 BUGS: dict[str, tuple[str, Callable[..., Tensor]]] = {
-    "nothing": ("observe", lambda f, ids, hidden, positions: f(ids, hidden, positions)),
-    "wrong last row": ("observe", lambda f, ids, hidden, positions: f(ids, hidden, positions).roll(1, 0)),
-    "ids not shifted": ("observe", lambda f, ids, hidden, positions: f(ids.roll(1), hidden, positions)),
-    "first pass a position late": (
-        "observe",
-        lambda f, ids, hidden, positions: f(ids, hidden, positions + 1),
-    ),
-    "loop a position late": ("propose", lambda f, ids, hidden, positions: f(ids, hidden, positions + 1)),
-    "loop fed another state": (
-        "propose",
-        lambda f, ids, hidden, positions: f(ids, hidden.roll(1, 1), positions),
-    ),
-    "loop fed another token": (
-        "propose",
-        lambda f, ids, hidden, positions: f(ids.roll(1), hidden, positions),
-    ),
+    "nothing": ("observe", lambda f, ids, hidden: f(ids, hidden)),
+    "wrong last row": ("observe", lambda f, ids, hidden: f(ids, hidden).roll(1, 0)),
+    "ids not shifted": ("observe", lambda f, ids, hidden: f(ids.roll(1), hidden)),
+    "loop fed another state": ("propose", lambda f, ids, hidden: f(ids, hidden.roll(1, 1))),
+    "loop fed another token": ("propose", lambda f, ids, hidden: f(ids.roll(1), hidden)),
 }
 
 
@@ -105,6 +94,24 @@ def test_planted_bugs_are_caught(
     plant(monkeypatch, *BUGS[name])
     wrong = wrong_drafts(generate(random_pair, REQUESTS, drafter_batch=batch), random_reference)
     assert (wrong > 0) == (name != "nothing")
+
+
+@pytest.mark.parametrize("phase", ["observe", "propose"])
+def test_planted_positions_are_caught(
+    random_pair: Pair, random_reference: ReferenceDrafter, phase: str
+) -> None:
+    head = random_pair.models.head
+    assert head is not None
+    rope = head.rope
+
+    def late(layout: Layout) -> Store:
+        loop = layout.uniform_q == 1
+        shift = int(loop == (phase == "propose"))
+        rotated: Any = rope(replace(layout, starts=layout.starts + shift))
+        return replace(rotated, slots=layout.slots)
+
+    models = replace(random_pair.models, head=replace(head, rope=late))
+    assert wrong_drafts(generate(replace(random_pair, models=models), REQUESTS), random_reference) > 0
 
 
 def test_planted_feature_order_is_caught(
@@ -137,7 +144,7 @@ def test_a_rejected_row_leaves_no_trace(random_pair: Pair, monkeypatch: pytest.M
     def poisoned(self: PaddedBatch, outcome: Outcome) -> DraftInput:
         given = prepare(self, outcome)
         rejected = torch.ones(given.layout.num_rows, dtype=torch.bool)
-        rejected[outcome.layout.leading(outcome.keep)[0]] = False
+        rejected[outcome.layout.leading(outcome.keep, int(outcome.keep.sum()))[0]] = False
         return replace(given, features=given.features.masked_fill(rejected[:, None], 1e4))
 
     monkeypatch.setattr(PaddedBatch, "prepare", poisoned)

@@ -13,7 +13,7 @@ from specgen.checkpoint import Checkpoint, load_drafter, load_target, open_check
 from specgen.models.config import Llama3Scaling, RopeConfig, TargetConfig
 from specgen.models.layers import inverse_frequencies
 from specgen.models.llama import Llama
-from specgen.ops import cpu_float32_ops, torch_ops
+from specgen.ops import cpu_float32_ops, rotate, torch_ops
 from tests.dense import DenseAttend
 from tests.tiny_checkpoints import LLAMA3_SCALING, write_head, write_target
 
@@ -62,7 +62,7 @@ def _ids(config: TargetConfig, rows: int = 40) -> Tensor:
 
 @torch.inference_mode()
 def _logits(model: Llama, ids: Tensor) -> Tensor:
-    hidden, _ = model.forward(ids, torch.arange(len(ids)), DenseAttend())
+    hidden, _ = model.forward(ids, DenseAttend(model))
     return model.logits(hidden)
 
 
@@ -85,9 +85,9 @@ def test_reference_kernels_give_the_same_logits(written: Written, monkeypatch: p
 
 @torch.inference_mode()
 def test_passes_of_any_length_are_one_text(written: Written) -> None:
-    ids, attend, states = _ids(written.config), DenseAttend(), []
+    ids, attend, states = _ids(written.config), DenseAttend(written.model), []
     for start, end in ((0, 7), (7, 8), (8, 13), (13, 40)):
-        hidden, _ = written.model.forward(ids[start:end], torch.arange(start, end), attend)
+        hidden, _ = written.model.forward(ids[start:end], attend)
         states.append(hidden)
     got = written.model.logits(torch.cat(states))
     torch.testing.assert_close(got, _logits(written.model, ids), atol=1e-5, rtol=0)
@@ -99,7 +99,7 @@ def test_features_are_layer_inputs_in_the_order_asked(written: Written, aux_laye
     ids = _ids(written.config)
     states = written.reference(ids[None], output_hidden_states=True).hidden_states
     expected = torch.cat([states[layer][0] for layer in aux_layers], -1)
-    _, features = written.model.forward(ids, torch.arange(len(ids)), DenseAttend(), aux_layers)
+    _, features = written.model.forward(ids, DenseAttend(written.model), aux_layers)
     torch.testing.assert_close(features, expected, atol=2e-4, rtol=0)
     off_by_one = torch.cat([states[max(layer - 1, 0)][0] for layer in aux_layers], -1)
     assert (features - off_by_one).abs().max() > 0.1 or aux_layers == (0,)
@@ -108,7 +108,7 @@ def test_features_are_layer_inputs_in_the_order_asked(written: Written, aux_laye
 @torch.inference_mode()
 def test_the_stream_behind_the_last_layer_is_a_feature_before_the_final_norm(written: Written) -> None:
     ids, last = _ids(written.config), written.config.num_layers
-    hidden, features = written.model.forward(ids, torch.arange(len(ids)), DenseAttend(), (last,))
+    hidden, features = written.model.forward(ids, DenseAttend(written.model), (last,))
     assert torch.equal(hidden, features)
     normed = written.reference(ids[None], output_hidden_states=True).hidden_states[last][0]
     torch.testing.assert_close(written.reference.model.norm(hidden), normed, atol=1e-4, rtol=0)
@@ -117,7 +117,7 @@ def test_the_stream_behind_the_last_layer_is_a_feature_before_the_final_norm(wri
 @torch.inference_mode()
 def test_no_aux_layers_give_empty_features(written: Written) -> None:
     ids = _ids(written.config)
-    hidden, features = written.model.forward(ids, torch.arange(len(ids)), DenseAttend())
+    hidden, features = written.model.forward(ids, DenseAttend(written.model))
     assert features.shape == (len(ids), 0)
     assert written.model.logits(hidden[:0]).shape == (0, written.config.vocab_size)
 
@@ -152,7 +152,7 @@ def test_reference_kernels_equal_transformers_bit_for_bit(dtype: torch.dtype) ->
     cos, sin = (torch.cat((f, f), -1).to(dtype) for f in (half.cos(), half.sin()))
     expected, _ = apply_rotary_pos_emb(heads, heads, cos, sin, unsqueeze_dim=1)
     signed = torch.cat((-sin[:, :8], sin[:, 8:]), -1)
-    assert torch.equal(ops.rope(heads, cos[:, None], signed[:, None]), expected)
+    assert torch.equal(rotate(heads, cos[:, None], signed[:, None]), expected)
 
 
 @pytest.mark.parametrize("rows", [0, 1, 2, 5, 33])
@@ -216,7 +216,7 @@ def test_heads_equal_the_dense_reference(tmp_path: Path, written: Written, setti
     hidden, expected = head.fuse(features), reference.fuse(features)
     torch.testing.assert_close(hidden, expected, atol=1e-4, rtol=1e-4)
     for _ in range(3):  # each pass is fed what the one before gave
-        hidden = head.forward(token_ids, hidden, positions, DenseAttend())
+        hidden = head.forward(token_ids, hidden, DenseAttend(head))
         expected, logits = reference.forward(token_ids, expected)
         torch.testing.assert_close(hidden, expected, atol=1e-4, rtol=1e-4)
         torch.testing.assert_close(head.logits(hidden), logits, atol=1e-4, rtol=1e-4)
@@ -236,7 +236,7 @@ def test_every_head_setting_changes_what_is_drafted(tmp_path: Path, written: Wri
         torch.manual_seed(5)
         hidden, ids = head.fuse(torch.randn(6, 3 * written.config.hidden_size) * 4), torch.arange(6)
         for _ in range(2):
-            hidden = head.forward(ids, hidden, ids, DenseAttend())
+            hidden = head.forward(ids, hidden, DenseAttend(head))
         results.append(head.logits(hidden))
     for index, logits in enumerate(results):
         assert all((logits - other).abs().max() > 1e-2 for other in results[:index]), index

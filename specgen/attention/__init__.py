@@ -7,6 +7,7 @@ from torch import Tensor
 
 from specgen.kv_cache import KVCache
 from specgen.layout import Layout
+from specgen.ops import Rope
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,14 +44,14 @@ class Backend(Protocol):
 
 
 class Attend:
-    """Backend, cache and layout of one pass: writes the rows' KV, then attends."""
+    """Backend, cache and layout of one pass: rotates, writes the rows' KV, then attends."""
 
-    def __init__(self, backend: Backend, cache: KVCache, layout: Layout) -> None:
+    def __init__(self, backend: Backend, cache: KVCache, layout: Layout, rope: Rope) -> None:
         self._kernel = backend.plan(layout)
         self._cache = cache
-        self._slots = layout.slots
+        self._store = rope(layout)
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q ``[rows, num_heads, head_dim]``, k and v ``[rows, num_kv_heads, head_dim]``; see ``Kernel``."""
-        self._cache.write(layer, self._slots, k, v)
-        return self._kernel(q, *self._cache.pages(layer))
+    def __call__(self, layer: int, qkv: Tensor) -> Tensor:
+        """Heads of q, k and v ``[rows, num_heads + 2 * num_kv_heads, head_dim]``; see ``Kernel``."""
+        keys, values = self._cache.pages(layer)
+        return self._kernel(self._store(qkv, keys, values), keys, values)

@@ -9,9 +9,9 @@ from torch.nn import functional as F
 
 from specgen.config import require
 from specgen.models.config import Eagle3Config
-from specgen.models.layers import MLP, Attend, Attention, inverse_frequencies, rotary
+from specgen.models.layers import MLP, Attend, Attention, inverse_frequencies
 from specgen.models.weights import Take
-from specgen.ops import Map, Ops
+from specgen.ops import Map, Ops, Rope
 
 # Carried by some checkpoints and needed by nobody here; d2t and t2d are read apart, in the vocabulary map.
 IGNORED_TENSORS = frozenset(
@@ -64,7 +64,7 @@ class Eagle3Head:
     norm: Map
     lm_head: Map  # [n, H] -> [n, Vd]
     draft_to_target: Tensor  # [Vd] int64: the target's id of each draft id
-    frequencies: Tensor  # [D / 2]
+    rope: Rope
 
     @classmethod
     def build(
@@ -100,7 +100,7 @@ class Eagle3Head:
             norm=norm(root + "norm.weight"),
             lm_head=ops.linear(take("lm_head.weight", (config.draft_vocab_size, hidden))),
             draft_to_target=draft_to_target,
-            frequencies=inverse_frequencies(config.rope, config.head_dim, draft_to_target.device),
+            rope=ops.rope(inverse_frequencies(config.rope, config.head_dim, draft_to_target.device)),
         )
 
     def fuse(self, features: Tensor) -> Tensor:
@@ -110,16 +110,15 @@ class Eagle3Head:
             features = self.feature_norm(parts).flatten(1)
         return self.fc(features)
 
-    def forward(self, token_ids: Tensor, hidden: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+    def forward(self, token_ids: Tensor, hidden: Tensor, attend: Attend) -> Tensor:
         """One pass over ``token_ids`` [rows] with ``hidden`` [rows, H], the states of the tokens before them.
 
         Returns the hidden states that ``logits`` reads and that the next pass is fed, [rows, H].
         """
-        tables = rotary(self.frequencies, positions, hidden.dtype)
         embedded = self.input_norm(F.embedding(token_ids, self.embedding))
         normed = self.hidden_norm(hidden)
         stream = normed if self.config.norm_before_residual else hidden
-        stream = stream + self.attention(torch.cat((embedded, normed), -1), tables, 0, attend)
+        stream = stream + self.attention(torch.cat((embedded, normed), -1), 0, attend)
         stream = stream + self.mlp(self.post_norm(stream))
         return self.norm(stream) if self.config.norm_output else stream
 

@@ -1,4 +1,4 @@
-"""What a target's layer and a head's layer share: rotary tables, attention projections, the gated MLP."""
+"""What a target's layer and a head's layer share: rotary frequencies, attention projections, the gated MLP."""
 
 import math
 from dataclasses import dataclass
@@ -13,21 +13,13 @@ from specgen.ops import Map, Ops
 
 
 class Attend(Protocol):
-    """Attention over the sequences of one pass: stores ``k`` and ``v``, and attends to all that is stored.
+    """Attention over the sequences of one pass: rotates q and k, stores k and v, attends to all that is stored.
 
-    ``q`` is [rows, Hq, D], ``k`` and ``v`` are [rows, Hkv, D], rotary positions already applied; the result
-    is [rows, Hq * D]. All that a model sees of attention, cache and batching.
+    ``qkv`` is [rows, Hq + 2 * Hkv, D], the heads of q, k and v in that order; the result is [rows, Hq * D].
+    All that a model sees of positions, attention, cache and batching.
     """
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor: ...
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rotary:
-    """Cosines and sines of the positions of one pass, shared by its layers, as ``Ops.rope`` takes them."""
-
-    cos: Tensor  # [rows, 1, D]
-    sin: Tensor  # [rows, 1, D]
+    def __call__(self, layer: int, qkv: Tensor) -> Tensor: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +31,6 @@ class Attention:
     qk_norm: Map | None  # over [rows, Hq + Hkv, D]
     num_heads: int
     num_kv_heads: int
-    ops: Ops
 
     @classmethod
     def build(
@@ -57,18 +48,15 @@ class Attention:
             qk_norm=_qk_norm(config, prefix, take, ops) if config.qk_norm else None,
             num_heads=config.num_heads,
             num_kv_heads=config.num_kv_heads,
-            ops=ops,
         )
 
-    def __call__(self, x: Tensor, rotary: Rotary, layer: int, attend: Attend) -> Tensor:
-        """Project, rotate, attend, project back: [rows, width] -> [rows, H]."""
+    def __call__(self, x: Tensor, layer: int, attend: Attend) -> Tensor:
+        """Project, attend, project back: [rows, width] -> [rows, H]."""
         num_qk = self.num_heads + self.num_kv_heads
         heads = self.qkv(x).view(x.shape[0], num_qk + self.num_kv_heads, -1)
-        qk, v = heads[:, :num_qk], heads[:, num_qk:]
         if self.qk_norm is not None:
-            qk = self.qk_norm(qk)
-        qk = self.ops.rope(qk, rotary.cos, rotary.sin)
-        return self.out(attend(layer, qk[:, : self.num_heads], qk[:, self.num_heads :], v))
+            heads = torch.cat((self.qk_norm(heads[:, :num_qk]), heads[:, num_qk:]), 1)
+        return self.out(attend(layer, heads))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,13 +87,6 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int, device: torch.device) -
     if rope.llama3 is not None:
         frequencies = _stretch(frequencies, rope.llama3)
     return frequencies.to(device)
-
-
-def rotary(frequencies: Tensor, positions: Tensor, dtype: torch.dtype) -> Rotary:
-    """The tables of one pass for ``frequencies`` [D / 2] and ``positions`` [rows]; angles in float32."""
-    angles = positions[:, None, None] * frequencies
-    cos, sin = angles.cos(), angles.sin()
-    return Rotary(cos=torch.cat((cos, cos), -1).to(dtype), sin=torch.cat((-sin, sin), -1).to(dtype))
 
 
 def _qk_norm(config: TargetConfig | Eagle3Config, prefix: str, take: Take, ops: Ops) -> Map:

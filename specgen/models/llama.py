@@ -7,9 +7,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from specgen.models.config import TargetConfig
-from specgen.models.layers import MLP, Attend, Attention, inverse_frequencies, rotary
+from specgen.models.layers import MLP, Attend, Attention, inverse_frequencies
 from specgen.models.weights import Take
-from specgen.ops import Map, Ops
+from specgen.ops import Map, Ops, Rope
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +42,7 @@ class Llama:
     layers: tuple[DecoderLayer, ...]
     norm: Map
     lm_head: Map  # [n, H] -> [n, V]; the embedding's own weight where they are tied
-    frequencies: Tensor  # [D / 2]
+    rope: Rope
 
     @classmethod
     def build(cls, config: TargetConfig, take: Take, ops: Ops) -> "Llama":
@@ -56,7 +56,7 @@ class Llama:
             layers=tuple(DecoderLayer.build(config, index, take, ops) for index in range(config.num_layers)),
             norm=ops.rms_norm(take("model.norm.weight", (config.hidden_size,)), config.rms_norm_eps),
             lm_head=ops.linear(lm_head),
-            frequencies=inverse_frequencies(config.rope, config.head_dim, embedding.device),
+            rope=ops.rope(inverse_frequencies(config.rope, config.head_dim, embedding.device)),
         )
 
     @property
@@ -68,20 +68,19 @@ class Llama:
         return self.embedding.dtype
 
     def forward(
-        self, token_ids: Tensor, positions: Tensor, attend: Attend, aux_layers: tuple[int, ...] = ()
+        self, token_ids: Tensor, attend: Attend, aux_layers: tuple[int, ...] = ()
     ) -> tuple[Tensor, Tensor]:
-        """One pass over ``token_ids`` [rows] at ``positions`` [rows], both int64.
+        """One pass over ``token_ids`` [rows]; where they stand is known to ``attend``.
 
         Returns the hidden states before the final norm, [rows, H], and the residual stream at the inputs of
         ``aux_layers`` side by side in the order given, [rows, len(aux_layers) * H].
         """
-        tables = rotary(self.frequencies, positions, self.dtype)
         stream = F.embedding(token_ids, self.embedding)
         inputs = {}
         for index, layer in enumerate(self.layers):
             if index in aux_layers:
                 inputs[index] = stream
-            stream = stream + layer.attention(layer.input_norm(stream), tables, index, attend)
+            stream = stream + layer.attention(layer.input_norm(stream), index, attend)
             stream = stream + layer.mlp(layer.post_norm(stream))
         inputs[len(self.layers)] = stream
         features = [inputs[index] for index in aux_layers]
