@@ -71,7 +71,7 @@ def run(job: Job, output: Path | None, progress: Progress) -> Result:
     models = load_models(config)
     if any(prompt.messages for prompt in prompts):
         models.tokenizer.require_chat_template()
-    settings = _settings(job, config, len(prompts))
+    settings = _settings(job, config, models, len(prompts))
     with _directory(output) as path:
         main = _generate(config, job.sampling, models, prompts, rejected, path, progress)
         report = fold(main.events(), num_spec_tokens=config.num_spec_tokens)
@@ -175,13 +175,14 @@ def _write_reports(
     write_text(path / "report.html", report_html.render(report.to_json(), settings, title))
 
 
-def _settings(job: Job, config: EngineConfig, num_prompts: int) -> dict[str, str]:
+def _settings(job: Job, config: EngineConfig, models: Models, num_prompts: int) -> dict[str, str]:
     """What ran, in the words that head a report."""
     sampling = job.sampling
     how = "greedy" if sampling.temperature == 0 else f"temperature {sampling.temperature:g}"
     plain = config.num_spec_tokens == 0
+    synthetic = models.checkpoints["model"].config.get("synthetic_weights", False)
     return {
-        "model": _shown(config.model),
+        "model": _shown(config.model) + (" (synthetic weights)" if synthetic else ""),
         "drafter": "none (plain decoding)" if plain else _shown(str(config.drafter)),
         "draft tokens (K)": str(config.num_spec_tokens),
         **({} if plain else {"drafter batch": config.drafter_batch}),
