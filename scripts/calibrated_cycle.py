@@ -1,0 +1,80 @@
+"""The known text of a calibrated pair: a cycle of tokens, and those after which its head guesses wrong."""
+
+import json
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+FILE = "cycle.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cycle:
+    """Every token is followed by the next of ``tokens``, the last by the first."""
+
+    tokens: tuple[int, ...]  # the draft vocabulary, in the order of the text
+    unknown: tuple[int, ...]  # the tokens whose follower the head does not know
+    accept: float  # the share of ``tokens`` that it does know
+
+    @classmethod
+    def draw(cls, vocab_size: int, size: int, accept: float, seed: int) -> "Cycle":
+        """``size`` of the ids below ``vocab_size`` in random order; ``ValueError`` for a share that cannot be had.
+
+        Unknown tokens lie at random too, so whether one draft is right says nothing about the next.
+        """
+        if not 0 <= accept <= 1:
+            raise ValueError(f"accept is {accept}: use a share from 0 to 1")
+        rng = random.Random(seed)
+        tokens = rng.sample(range(vocab_size), size)
+        unknown = rng.sample(tokens, size - round(accept * size))
+        if len(unknown) == 1:
+            raise ValueError(f"accept {accept} leaves one token unknown, and a wrong guess takes two: use 1")
+        return cls(tokens=tuple(tokens), unknown=tuple(unknown), accept=accept)
+
+    @classmethod
+    def read(cls, pair: Path) -> "Cycle":
+        """The cycle of the pair in the directory ``pair``; ``ValueError`` where there is none."""
+        file = pair / FILE
+        if not file.is_file():
+            raise ValueError(f"{pair} has no {FILE}: give a directory that make_calibrated_pair.py wrote")
+        fields = json.loads(file.read_text(encoding="utf-8"))
+        return cls(tokens=tuple(fields["tokens"]), unknown=tuple(fields["unknown"]), accept=fields["accept"])
+
+    def write(self, pair: Path) -> None:
+        """The inverse of ``read``."""
+        fields = {"accept": self.accept, "tokens": self.tokens, "unknown": self.unknown}
+        (pair / FILE).write_text(json.dumps(fields) + "\n", encoding="utf-8")
+
+    @cached_property
+    def succ(self) -> Mapping[int, int]:
+        """The token after each token."""
+        return dict(zip(self.tokens, self.tokens[1:] + self.tokens[:1], strict=True))
+
+    @cached_property
+    def guess(self) -> Mapping[int, int]:
+        """The head's guess after each token: unknown tokens pass their followers round among themselves."""
+        followers = [self.succ[token] for token in self.unknown]
+        wrong = zip(self.unknown, followers[1:] + followers[:1], strict=True)
+        return {**self.succ, **dict(wrong)}
+
+    def slice(self, start: int, length: int) -> tuple[int, ...]:
+        """``length`` tokens of the text from place ``start``, which may lie beyond the end, round and round."""
+        size = len(self.tokens)
+        return tuple(self.tokens[(start + index) % size] for index in range(length))
+
+    def after(self, token: int, count: int) -> tuple[int, ...]:
+        """The ``count`` tokens that follow ``token``."""
+        text = []
+        for _ in range(count):
+            token = self.succ[token]
+            text.append(token)
+        return tuple(text)
+
+    def accepted(self, token: int, drafts: Sequence[int]) -> int:
+        """How many of ``drafts``, proposed behind ``token``, the text confirms."""
+        text = self.after(token, len(drafts))
+        return next(
+            (i for i, pair in enumerate(zip(drafts, text, strict=True)) if pair[0] != pair[1]), len(text)
+        )

@@ -1,0 +1,163 @@
+"""The sizes of the models that a calibrated pair can have, as the config.json files that say them."""
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """A target's sizes and the size of its head's vocabulary; the head's layer is as large as the target's."""
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_positions: int
+    draft_vocab_size: int
+    bos_token_id: int
+    eos_token_ids: tuple[int, ...]
+    num_plain_tokens: int  # ids below are words, ids from here on are special and never in the text
+    rope_theta: float
+    rms_norm_eps: float
+    rope_scaling: dict[str, Any] | None = None
+    qk_norm: bool = False
+
+    @property
+    def model_type(self) -> str:
+        """As ``transformers`` names the target's family."""
+        return "qwen3" if self.qk_norm else "llama"
+
+    @property
+    def q_size(self) -> int:
+        """Width of all query heads."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        """Width of all key heads, and of all value heads."""
+        return self.num_kv_heads * self.head_dim
+
+    def target_config(self) -> dict[str, Any]:
+        """The target's ``config.json``."""
+        scaling = {"rope_scaling": self.rope_scaling} if self.rope_scaling else {}
+        return (
+            self._config()
+            | scaling
+            | {
+                "architectures": [self.architecture],
+                "model_type": self.model_type,
+                "num_hidden_layers": self.num_layers,
+            }
+        )
+
+    def head_config(self) -> dict[str, Any]:
+        """The head's ``config.json``, in the format of EAGLE's own checkpoints."""
+        return self._config() | {
+            "architectures": ["LlamaForCausalLMEagle3"],
+            "model_type": "llama",
+            "num_hidden_layers": 1,
+            "draft_vocab_size": self.draft_vocab_size,
+        }
+
+    def generation_config(self) -> dict[str, Any]:
+        """The target's ``generation_config.json``."""
+        return {
+            "bos_token_id": self.bos_token_id,
+            "eos_token_id": list(self.eos_token_ids),
+            "do_sample": False,
+        }
+
+    def _config(self) -> dict[str, Any]:
+        return {
+            "synthetic_weights": True,
+            "vocab_size": self.vocab_size,
+            "hidden_size": self.hidden_size,
+            "intermediate_size": self.intermediate_size,
+            "num_attention_heads": self.num_heads,
+            "num_key_value_heads": self.num_kv_heads,
+            "head_dim": self.head_dim,
+            "max_position_embeddings": self.max_positions,
+            "rms_norm_eps": self.rms_norm_eps,
+            "rope_theta": self.rope_theta,
+            "hidden_act": "silu",
+            "attention_bias": False,
+            "mlp_bias": False,
+            "tie_word_embeddings": False,
+            "bos_token_id": self.bos_token_id,
+            "eos_token_id": list(self.eos_token_ids),
+            "torch_dtype": "bfloat16",
+        }
+
+
+SHAPES = {
+    "llama-3.1-8b": Shape(
+        architecture="LlamaForCausalLM",
+        vocab_size=128_256,
+        hidden_size=4096,
+        intermediate_size=14_336,
+        num_layers=32,
+        num_heads=32,
+        num_kv_heads=8,
+        head_dim=128,
+        max_positions=131_072,
+        draft_vocab_size=32_000,
+        bos_token_id=128_000,
+        eos_token_ids=(128_001, 128_008, 128_009),
+        num_plain_tokens=128_000,
+        rope_theta=500_000.0,
+        rms_norm_eps=1e-5,
+        rope_scaling={
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+    ),
+    "qwen3-8b": Shape(
+        architecture="Qwen3ForCausalLM",
+        vocab_size=151_936,
+        hidden_size=4096,
+        intermediate_size=12_288,
+        num_layers=36,
+        num_heads=32,
+        num_kv_heads=8,
+        head_dim=128,
+        max_positions=40_960,
+        draft_vocab_size=32_000,
+        bos_token_id=151_643,
+        eos_token_ids=(151_645, 151_643),
+        num_plain_tokens=151_643,
+        rope_theta=1_000_000.0,
+        rms_norm_eps=1e-6,
+        qk_norm=True,
+    ),
+    "tiny": Shape(  # of Llama 3.1's kind, for a test on a CPU
+        architecture="LlamaForCausalLM",
+        vocab_size=1536,
+        hidden_size=256,
+        intermediate_size=512,
+        num_layers=8,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=64,
+        max_positions=4096,
+        draft_vocab_size=1024,
+        bos_token_id=1500,
+        eos_token_ids=(1501, 1508),
+        num_plain_tokens=1500,
+        rope_theta=500_000.0,
+        rms_norm_eps=1e-5,
+        rope_scaling={
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 512,
+        },
+    ),
+}
