@@ -1,0 +1,123 @@
+"""What the GPU does inside steady decoding, by torch's profiler: how long it idles, and which kernels take the time."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+
+from specgen.events import Event, Stepped
+
+
+@dataclass(frozen=True, kw_only=True)
+class Span:
+    """One piece of work on the device; times in microseconds."""
+
+    name: str
+    start: float
+    end: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kernel:
+    """All launches of one kernel in the window."""
+
+    name: str
+    share: float  # of the device's busy time, overlaps counted twice
+    launches_per_step: float
+    us_per_step: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profile:
+    """A window of decode steps of a full batch."""
+
+    num_steps: int
+    ms_per_step: float  # under the profiler
+    idle_share: float  # of the time between the first start and the last end
+    kernels: tuple[Kernel, ...]  # those with the most time
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields under their names."""
+        return asdict(self)
+
+
+class Window:
+    """Profiles ``num_steps`` decode steps of ``batch`` sequences, after ``skipped`` of them.
+
+    It is fed every event of an engine, and starts and stops the profiler between two steps.
+    """
+
+    def __init__(self, batch: int, *, skipped: int = 8, num_steps: int = 32) -> None:
+        self._batch = batch
+        self._skipped = skipped
+        self._num_steps = num_steps
+        self._seen = 0
+        self._profiler = profile(activities=[ProfilerActivity.CUDA])
+
+    def see(self, event: Event) -> None:
+        """Count a step."""
+        if not isinstance(event, Stepped) or event.kind != "decode" or event.num_sequences < self._batch:
+            return
+        self._seen += 1
+        if self._seen == self._skipped:
+            self._profiler.start()
+        if self._seen == self._skipped + self._num_steps:
+            self._profiler.stop()
+
+    def result(self, num_kernels: int = 10) -> Profile | None:
+        """What was seen; None if the steps were too few."""
+        if self._seen < self._skipped + self._num_steps:
+            return None
+        spans = [
+            Span(name=event.name, start=event.time_range.start, end=event.time_range.end)
+            for event in self._profiler.events()
+            if event.device_type == DeviceType.CUDA
+        ]
+        return summarize(spans, self._num_steps, num_kernels)
+
+
+def warm_up() -> None:
+    """Start the profiler once: the first start takes seconds, and graphs captured before it may not be seen."""
+    with profile(activities=[ProfilerActivity.CUDA]):
+        pass
+
+
+def summarize(spans: Sequence[Span], num_steps: int, num_kernels: int) -> Profile:
+    """The profile of ``spans``, one or more, that ``num_steps`` steps gave."""
+    length = max(span.end for span in spans) - min(span.start for span in spans)
+    return Profile(
+        num_steps=num_steps,
+        ms_per_step=length / num_steps / 1e3,
+        idle_share=1 - busy(spans) / length,
+        kernels=longest(spans, num_steps)[:num_kernels],
+    )
+
+
+def busy(spans: Iterable[Span]) -> float:
+    """Microseconds in which at least one of ``spans`` runs."""
+    total, reached = 0.0, float("-inf")
+    for span in sorted(spans, key=lambda span: span.start):
+        total += max(span.end - max(span.start, reached), 0.0)
+        reached = max(reached, span.end)
+    return total
+
+
+def longest(spans: Sequence[Span], num_steps: int) -> tuple[Kernel, ...]:
+    """The kernels of ``spans``, those with the most time first."""
+    durations: dict[str, list[float]] = defaultdict(list)
+    for span in spans:
+        durations[span.name].append(span.end - span.start)
+    total = sum(map(sum, durations.values()))
+    ordered = sorted(durations.items(), key=lambda item: -sum(item[1]))
+    return tuple(
+        Kernel(
+            name=name,
+            share=sum(times) / total,
+            launches_per_step=len(times) / num_steps,
+            us_per_step=sum(times) / num_steps,
+        )
+        for name, times in ordered
+    )
