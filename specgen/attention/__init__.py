@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from specgen.kv_cache import KVCache
@@ -11,14 +12,58 @@ from specgen.ops import Rope
 
 
 @dataclass(frozen=True, kw_only=True)
+class Heads:
+    """What a model and its cache ask of attention."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    kv_dtype: torch.dtype  # of the pages
+    page_size: int
+    max_query_len: int  # rows a sequence of a decode pass
+
+
+@dataclass(frozen=True, kw_only=True)
 class Capabilities:
-    """What a backend can do; ``build.py`` checks it once, at start."""
+    """What a backend can do; ``build.py`` checks it once, at start. None: no bound."""
 
     devices: tuple[str, ...]  # torch device types
     ragged_q: bool  # sequences of different query lengths in one pass
-    uniform_q_max: int | None  # longest uniform query; None: no bound
+    uniform_q_max: int | None  # longest query of a decode pass
     needs_host_lens: bool  # reads lengths on the host, so every pass waits for the device
     graphs: bool  # a captured call stays right when lengths change on the device
+    compute_majors: tuple[int, ...] | None = None  # NVIDIA's compute capability, before the dot
+    dtypes: tuple[torch.dtype, ...] | None = None
+    kv_dtypes: tuple[torch.dtype, ...] | None = None
+    page_sizes: tuple[int, ...] | None = None
+    head_dims: tuple[int, ...] | None = None
+    max_group: int | None = None  # heads a KV head
+
+    def refusal(self, device: torch.device, heads: Heads) -> str | None:
+        """Why this cannot run ``heads`` on ``device`` and what to use instead, to follow its name; None if it can."""
+        if device.type not in self.devices:
+            return f"does not run on {device.type}: use --attention auto"
+        major = torch.cuda.get_device_capability(device)[0] if self.compute_majors is not None else 0
+        checks: tuple[tuple[object, tuple[object, ...] | None, str, str], ...] = (
+            (major, self.compute_majors, "GPUs of compute capability {}.x", "--attention sdpa"),
+            (heads.dtype, self.dtypes, "a model in {}", "--dtype bfloat16 or --attention sdpa"),
+            (heads.kv_dtype, self.kv_dtypes, "a KV cache in {}", "the model's dtype for it"),
+            (heads.page_size, self.page_sizes, "pages of {} positions", "--page-size 16, 32 or 64"),
+            (heads.head_dim, self.head_dims, "heads of {} elements", "--attention sdpa"),
+        )
+        for value, allowed, what, remedy in checks:
+            if allowed is not None and value not in allowed:
+                return f"does not support {what.format(str(value).removeprefix('torch.'))}: use {remedy}"
+        group = heads.num_heads // heads.num_kv_heads
+        if self.max_group is not None and group > self.max_group:
+            return f"supports {self.max_group} heads a KV head, not {group}: use --attention sdpa"
+        if self.uniform_q_max is not None and heads.max_query_len > self.uniform_q_max:
+            most = self.uniform_q_max - 1
+            return (
+                f"verifies {most} drafts a step, not {heads.max_query_len - 1}: use --num-spec-tokens {most}"
+            )
+        return None
 
 
 class Kernel(Protocol):

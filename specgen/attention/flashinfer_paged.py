@@ -1,0 +1,108 @@
+"""FlashInfer's paged attention wrapper, for any mix of query lengths; the host plans every pass."""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from specgen.attention import Capabilities, Kernel
+from specgen.attention.pass_lens import PassLens
+from specgen.attention.workspaces import num_sms, prefill_bytes
+from specgen.layout import Layout
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Heads:
+    """What a plan depends on beside the lengths."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    kv_dtype: torch.dtype
+
+
+class FlashInferBackend:
+    """FA2's or FA3's prefill kernel over pages; FlashInfer's tensor-core decode is the same kernel.
+
+    The kernel's work list is made on the host from the lengths of the pass, so a captured call is right only for the
+    lengths it was planned with: graphs would need the wrapper's own mode for them (fixed buffers, one wrapper a
+    batch size) and a plan between replays, which ``trtllm`` does without. Calls of one object must be on one stream.
+    """
+
+    name = "flashinfer"
+    capabilities = Capabilities(
+        devices=("cuda",),
+        ragged_q=True,
+        uniform_q_max=None,
+        needs_host_lens=True,
+        graphs=False,
+        compute_majors=(8, 9, 10, 12),
+        dtypes=(torch.bfloat16, torch.float16),
+        kv_dtypes=(torch.bfloat16, torch.float16, torch.float8_e4m3fn),
+        page_sizes=(16, 32, 64),
+        head_dims=(64, 128, 256),
+        max_group=None,
+    )
+
+    def __init__(self, device: torch.device, kernels: Literal["fa2", "fa3"] = "fa2") -> None:
+        self._device = device
+        self._kernels = kernels
+        self._wrapper: Any = None
+        self._workspace_bytes = 0
+        self._planned: tuple[PassLens, _Heads] | None = None
+        self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+    def plan(self, layout: Layout) -> Kernel:
+        """See ``Backend.plan``; without ``layout.host`` this waits for the device."""
+        lengths = PassLens(layout)
+
+        def kernel(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+            heads = _Heads(
+                num_heads=q.shape[1],
+                num_kv_heads=keys.shape[2],
+                head_dim=q.shape[2],
+                dtype=q.dtype,
+                kv_dtype=keys.dtype,
+            )
+            # target and head may share a layout but not a plan
+            if self._planned != (lengths, heads):
+                self._replan(lengths, heads)
+            out = torch.zeros_like(q) if lengths.num_rows < len(q) else torch.empty_like(q)
+            rows = slice(lengths.num_rows)
+            self._wrapper.run(q[rows], (keys, values), out=out[rows])
+            return out.view(len(q), -1)
+
+        return kernel
+
+    def _replan(self, lengths: PassLens, heads: _Heads) -> None:
+        """Plan the wrapper anew, once the copy of its last plan has left the pinned buffer that both are written to."""
+        self._copied.synchronize()
+        group = heads.num_heads // heads.num_kv_heads
+        self._grow(prefill_bytes(num_sms(self._device), group=group, head_dim=heads.head_dim))
+        self._wrapper.plan(
+            lengths.first_rows,
+            lengths.first_pages,
+            lengths.pages,
+            lengths.last_page_lens,
+            heads.num_heads,
+            heads.num_kv_heads,
+            heads.head_dim,
+            lengths.page_size,
+            causal=True,
+            q_data_type=heads.dtype,
+            kv_data_type=heads.kv_dtype,
+        )
+        self._copied.record()
+        self._planned = (lengths, heads)
+
+    def _grow(self, num_bytes: int) -> None:
+        """A wrapper with at least ``num_bytes`` of workspace."""
+        if self._workspace_bytes >= num_bytes:
+            return
+        from flashinfer.prefill import BatchPrefillWithPagedKVCacheWrapper
+
+        workspace = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+        self._wrapper = BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend=self._kernels)
+        self._workspace_bytes = num_bytes

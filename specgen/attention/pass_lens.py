@@ -1,0 +1,53 @@
+"""The lengths of a pass as FlashInfer's wrapper wants them."""
+
+from functools import cached_property
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from specgen.layout import Layout
+
+
+class PassLens:
+    """Lengths on the host, pages on the device; a layout without ``host`` lengths is asked for them, and waits."""
+
+    def __init__(self, layout: Layout) -> None:
+        self._layout = layout
+        self._query_lens = torch.tensor(layout.host.query_lens if layout.host else layout.query_lens.tolist())
+        self._kv_lens = self._query_lens + torch.tensor(
+            layout.host.starts if layout.host else layout.starts.tolist()
+        )
+        self.page_size = layout.page_size
+        self.num_rows = int(self._query_lens.sum())  # that belong to a sequence
+
+    @cached_property
+    def first_rows(self) -> Tensor:
+        """Where each sequence's rows begin, and where the last one's end: int32 ``[B + 1]``."""
+        return _offsets(self._query_lens)
+
+    @cached_property
+    def first_pages(self) -> Tensor:
+        """Where each sequence's pages begin in ``pages``, and where the last one's end: int32 ``[B + 1]``."""
+        return _offsets(-(-self._kv_lens // self.page_size))
+
+    @cached_property
+    def last_page_lens(self) -> Tensor:
+        """Positions in each sequence's last page: int32 ``[B]``."""
+        return ((self._kv_lens - 1) % self.page_size + 1).to(torch.int32)
+
+    @cached_property
+    def pages(self) -> Tensor:
+        """The pages of all sequences, one sequence after the other: int32 on the device, which is not waited for."""
+        tables, total = self._layout.block_tables, int(self.first_pages[-1])
+        counts = -(-self._layout.kv_lens // self.page_size)
+        sequences = torch.arange(len(counts), device=counts.device).repeat_interleave(
+            counts, output_size=total
+        )
+        columns = torch.arange(total, device=counts.device) - (counts.cumsum(0) - counts)[sequences]
+        return tables[sequences, columns]
+
+
+def _offsets(lens: Tensor) -> Tensor:
+    """0 and the running sum of ``lens`` ``[B]``: int32 ``[B + 1]``."""
+    return F.pad(lens.cumsum(0), (1, 0)).to(torch.int32)

@@ -1,0 +1,168 @@
+"""TensorRT-LLM's decode kernels through FlashInfer: every length is read on the device, so a call can be captured."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from specgen.attention import Capabilities, Kernel
+from specgen.attention.flashinfer_paged import FlashInferBackend
+from specgen.attention.workspaces import decode_workspace
+from specgen.layout import Layout
+
+_MAX_GROUP = 16  # heads a KV head
+_MAX_QUERY = 32  # rows a sequence: their mask is one word
+_HEAD_DIMS = (64, 128, 256)
+
+
+class TrtllmBackend:
+    """Decoding on XQA (compute capability 9.0, 12.x) or trtllm-gen (10.x), prefill on FlashInfer's paged kernel.
+
+    A layout whose lengths the host knows is a prefill; any other is a decode pass of up to 32 rows a sequence, whose
+    call stays right when it is replayed after lengths, block tables and ragged offsets have changed on the device.
+    What is built at first use (kernels, masks) cannot be built while a graph is captured: run a pass of the same
+    batch and query length before. Calls of one object must not run at once on two streams.
+
+    XQA is tested on an H100; the calls for trtllm-gen follow its documentation and have not been run.
+    """
+
+    name = "trtllm"
+    capabilities = Capabilities(
+        devices=("cuda",),
+        ragged_q=True,
+        uniform_q_max=_MAX_QUERY,
+        needs_host_lens=False,
+        graphs=True,
+        compute_majors=(9, 10, 12),
+        dtypes=(torch.bfloat16, torch.float16),
+        kv_dtypes=(torch.bfloat16, torch.float16, torch.float8_e4m3fn),
+        page_sizes=(16, 32, 64),
+        head_dims=_HEAD_DIMS,
+        max_group=_MAX_GROUP,
+    )
+
+    def __init__(self, device: torch.device) -> None:
+        self._xqa = torch.cuda.get_device_capability(device)[0] != 10
+        self._workspace = decode_workspace(
+            device, max_group=_MAX_GROUP, max_rows=_MAX_QUERY, max_head_dim=max(_HEAD_DIMS)
+        )
+        self._prefill = FlashInferBackend(device)
+        self._masks: dict[tuple[int, int], Tensor] = {}
+
+    def plan(self, layout: Layout) -> Kernel:
+        """See ``Backend.plan``."""
+        if layout.host is not None:
+            return self._prefill.plan(layout)
+        assert layout.max_query_len <= _MAX_QUERY, layout.max_query_len
+        if layout.uniform_q is not None:
+            return self._uniform(layout, layout.uniform_q)
+        return self._packed_xqa(layout) if self._xqa else self._packed_trtllm_gen(layout)
+
+    def _uniform(self, layout: Layout, query_len: int) -> Kernel:
+        from flashinfer.decode import trtllm_batch_decode_with_kv_cache as decode
+
+        tables, kv_lens, longest = _lengths(layout)
+        mask = self._uniform_mask(layout.num_sequences, query_len) if self._xqa and query_len > 1 else None
+
+        def kernel(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+            out = decode(
+                q,
+                (keys, values),
+                self._workspace,
+                tables,
+                kv_lens,
+                longest,
+                bmm1_scale=q.shape[-1] ** -0.5,
+                kv_layout="NHD",
+                q_len_per_req=query_len,
+                mask=mask,
+            )
+            return out.view(q.shape[0], -1)  # type: ignore[no-any-return]
+
+        return kernel
+
+    def _packed_xqa(self, layout: Layout) -> Kernel:
+        from flashinfer.decode import xqa_batch_decode_with_kv_cache as decode
+
+        tables, kv_lens, longest = _lengths(layout)
+        first_rows = _offsets(layout)
+        mask = causal_mask(layout.positions - layout.starts[layout.sequences])
+        outs: list[Tensor] = []
+
+        def kernel(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+            if not outs:  # nobody's rows are not written: zeros, once a pass, keep them from becoming NaN
+                outs.append(torch.zeros_like(q))
+            decode(
+                q,
+                (keys, values),
+                self._workspace,
+                tables,
+                kv_lens,
+                longest,
+                bmm1_scale=q.shape[-1] ** -0.5,
+                out=outs[0],
+                q_len_per_req=layout.max_query_len,
+                mask=mask,
+                q_cu_seq_lens=first_rows,
+            )
+            return outs[0].view(q.shape[0], -1)
+
+        return kernel
+
+    def _packed_trtllm_gen(self, layout: Layout) -> Kernel:
+        from flashinfer.decode import trtllm_batch_decode_with_kv_cache as decode
+
+        tables, kv_lens, longest = _lengths(layout)
+        first_rows = _offsets(layout)
+
+        def kernel(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+            out = decode(
+                q,
+                (keys, values),
+                self._workspace,
+                tables,
+                kv_lens,
+                longest,
+                bmm1_scale=q.shape[-1] ** -0.5,
+                kv_layout="NHD",
+                out=torch.zeros_like(q),
+                q_len_per_req=None,
+                max_q_len=layout.max_query_len,
+                cum_seq_lens_q=first_rows,
+            )
+            return out.view(q.shape[0], -1)  # type: ignore[no-any-return]
+
+        return kernel
+
+    def _uniform_mask(self, num_sequences: int, query_len: int) -> Tensor:
+        """The mask of a uniform pass, built once: ``[B, query_len, 2]``."""
+        key = (num_sequences, query_len)
+        if key not in self._masks:
+            assert not torch.cuda.is_current_stream_capturing(), (
+                "run a pass of this shape before it is captured"
+            )
+            offsets = torch.arange(query_len, device=self._workspace.device).repeat(num_sequences)
+            self._masks[key] = causal_mask(offsets).view(num_sequences, query_len, 2)
+        return self._masks[key]
+
+
+def causal_mask(offsets: Tensor) -> Tensor:
+    """XQA's mask for rows that are the ``offsets[r]``-th of their sequence: uint16 ``[rows, 2]``.
+
+    Bit j of a row's 32 says whether it sees the j-th of the pass's rows of its sequence; what came before the pass
+    is always seen.
+    """
+    words = (2 << offsets.long()) - 1
+    return words.to(torch.int32).view(torch.uint16).view(-1, 2)
+
+
+def _lengths(layout: Layout) -> tuple[Tensor, Tensor, int]:
+    """Block tables, KV lengths as int32, and the positions that a table's row has room for."""
+    tables = layout.block_tables.contiguous()
+    kv_lens = torch.empty(layout.num_sequences, dtype=torch.int32, device=tables.device)
+    torch.add(layout.starts, layout.uniform_q or layout.query_lens, out=kv_lens)  # one kernel, cast included
+    return tables, kv_lens, tables.shape[1] * layout.page_size
+
+
+def _offsets(layout: Layout) -> Tensor:
+    """The first row of each sequence and the number of rows of all, int32 ``[B + 1]``."""
+    return F.pad(layout.query_lens.cumsum(0), (1, 0)).to(torch.int32)

@@ -1,0 +1,338 @@
+"""On an NVIDIA GPU: FlashInfer's backends give what the reference gives on the same values in float32."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from specgen.attention import Backend
+from specgen.attention.flashinfer_paged import FlashInferBackend
+from specgen.attention.sdpa import SdpaBackend
+from specgen.attention.trtllm import TrtllmBackend
+from specgen.layout import HostLens, Layout
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
+BF16, FP16, FP8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
+# relative error of a row: kernels round probabilities and outputs to the model's dtype, FP8 ones to FP8 as well
+TOLERANCES = {BF16: 1.5e-2, FP16: 3e-3, FP8: 8e-2}
+STALE = 100.0  # what an earlier sequence may have left behind the end of a last page
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One pass: the rows and the positions of each sequence, and what the model and its cache are like."""
+
+    query_lens: tuple[int, ...]
+    kv_lens: tuple[int, ...]
+    group: int = 4
+    num_kv_heads: int = 2
+    head_dim: int = 128
+    page_size: int = 16
+    dtype: torch.dtype = BF16
+    kv_dtype: torch.dtype | None = None  # None: dtype
+
+    @property
+    def tolerance(self) -> float:
+        return TOLERANCES[self.kv_dtype or self.dtype]
+
+    def __str__(self) -> str:
+        kv = "-fp8kv" if self.kv_dtype else ""
+        lens = sorted(set(self.query_lens))
+        return (
+            f"b{len(self.query_lens)}-q{'.'.join(map(str, lens))}-to{max(self.kv_lens)}-g{self.group}"
+            f"-d{self.head_dim}-p{self.page_size}-{str(self.dtype)[6:]}{kv}"
+        )
+
+
+def lens(batch: int, longest: int, query_len: int) -> tuple[int, ...]:
+    """KV lengths around every border that matters, and random ones; the longest is among them."""
+    borders = [16, 17, 31, 32, 33, 63, 64, 65, 255, 256, 257, 300, 511, 513]
+    rng = random.Random(batch * longest + query_len)
+    drawn = [rng.choice([rng.choice(borders), rng.randint(1, longest)]) for _ in range(batch - 1)]
+    return tuple(max(query_len, min(n, longest)) for n in [longest, *drawn])
+
+
+def uniform(batch: int, query_len: int, longest: int, **model) -> Case:
+    return Case(query_lens=(query_len,) * batch, kv_lens=lens(batch, longest, query_len), **model)
+
+
+def ragged(query_lens: Sequence[int], longest: int, **model) -> Case:
+    kv_lens = lens(len(query_lens), longest, max(query_lens))
+    return Case(query_lens=tuple(query_lens), kv_lens=kv_lens, **model)
+
+
+UNIFORM = [  # every value of batch, query length, context, page, group, head size and dtype meets most others
+    uniform(1, 1, 300, page_size=64),
+    uniform(130, 5, 700, page_size=64),
+    uniform(8, 1, 32_768, page_size=16),
+    uniform(8, 5, 32_767, page_size=16),
+    uniform(33, 5, 513, page_size=32),
+    uniform(64, 1, 1025, page_size=32),
+    uniform(3, 9, 65, group=1, dtype=FP16, num_kv_heads=8),
+    uniform(17, 1, 2049, group=8, head_dim=64, page_size=64, dtype=FP16),
+    uniform(5, 3, 129, head_dim=64, page_size=32),
+    uniform(2, 8, 32_768, group=1, head_dim=64, page_size=64),
+    uniform(33, 6, 257, group=8, page_size=32, dtype=FP16),
+    uniform(4, 4, 48, group=8, head_dim=64, dtype=FP16),
+    uniform(1, 7, 32_000, group=8, page_size=64, num_kv_heads=1),
+    uniform(130, 2, 31, group=1, page_size=32),
+    uniform(2, 17, 400, group=8),
+    uniform(16, 1, 900, page_size=64, kv_dtype=FP8),
+    uniform(6, 5, 600, page_size=64, kv_dtype=FP8),
+    uniform(9, 9, 300, group=8, head_dim=64, dtype=FP16, kv_dtype=FP8),
+]
+RAGGED = [
+    ragged([2, 1], 40),
+    ragged([5, 1, 3, 5, 2], 32_768, page_size=64),
+    ragged([1, 1, 1, 4], 300, group=8, head_dim=64, page_size=32, dtype=FP16),
+    ragged([1 + i * 7 % 5 for i in range(130)], 600, page_size=64),
+    ragged([9, 1, 2, 9, 5, 8], 257, group=8),
+    ragged([2, 1, 2], 70, group=1, head_dim=64, page_size=64),
+    ragged([5, 1, 2, 4], 700, page_size=64, kv_dtype=FP8),
+]
+PREFILL = [
+    ragged([33, 1, 16, 300], 300),
+    ragged([1000, 24, 1024], 4096, page_size=64),
+    ragged([700, 5], 900, group=8, head_dim=64, page_size=32, dtype=FP16),
+    ragged([256, 31, 2], 512, group=1, head_dim=64, page_size=64),
+    ragged([128, 65], 400, page_size=64, kv_dtype=FP8),
+]
+FLASHINFER = [
+    case
+    for case in UNIFORM + RAGGED
+    if (case.dtype, case.head_dim, case.kv_dtype)
+    in {(BF16, 128, None), (BF16, 64, None), (FP16, 64, None), (BF16, 128, FP8)}
+]
+
+
+class World:
+    """Random pages and queries for a case, with NaN wherever no sequence may look."""
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+        self.kv_dtype = case.kv_dtype or case.dtype
+        counts = [-(-n // case.page_size) for n in case.kv_lens]
+        num_pages = sum(counts) + 8
+        shape = (num_pages, case.page_size, case.num_kv_heads, case.head_dim)
+        generator = torch.Generator("cuda").manual_seed(num_pages)
+        order = (torch.randperm(num_pages - 1, generator=generator, device="cuda") + 1).int()
+        self.tables = torch.zeros(len(counts), max(counts) + 3, dtype=torch.int32, device="cuda")
+        self.keys, self.values = (torch.full(shape, torch.nan, device="cuda") for _ in "kv")
+        for row, (count, length) in enumerate(zip(counts, case.kv_lens, strict=True)):
+            pages, order = order[:count], order[count:]
+            self.tables[row, :count] = pages
+            for cache in (self.keys, self.values):
+                part = torch.randn(count * case.page_size, *shape[2:], generator=generator, device="cuda")
+                part[length:] = STALE
+                cache[pages] = part.view(count, *shape[1:])
+        self.keys, self.values = self.keys.to(self.kv_dtype), self.values.to(self.kv_dtype)
+        num_rows = sum(case.query_lens)
+        num_heads = case.group * case.num_kv_heads
+        self.q = torch.randn(num_rows, num_heads, case.head_dim, generator=generator, device="cuda").to(
+            case.dtype
+        )
+
+    def host(self) -> HostLens:
+        case = self.case
+        starts = tuple(n - q for n, q in zip(case.kv_lens, case.query_lens, strict=True))
+        return HostLens(starts=starts, query_lens=case.query_lens)
+
+    def uniform(self) -> Layout:
+        starts = torch.tensor(self.host().starts, device="cuda")
+        return Layout.uniform(self.tables, starts, self.case.query_lens[0], self.case.page_size)
+
+    def packed(self) -> Layout:
+        """Rows known to the device alone, with room for as many of every sequence."""
+        longest = max(self.case.query_lens)
+        return replace(self.prefill(), host=None, num_rows=longest * len(self.tables), max_query_len=longest)
+
+    def prefill(self) -> Layout:
+        return Layout.ragged(self.tables, *self.lens(), self.case.page_size)
+
+    def lens(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        return self.host().starts, self.host().query_lens
+
+    def reference(self) -> Tensor:
+        keys, values = (cache.float().nan_to_num() for cache in (self.keys, self.values))
+        return SdpaBackend().plan(self.prefill())(self.q.float(), keys, values)
+
+
+def attend(backend: Backend, world: World, layout: Layout) -> Tensor:
+    """The rows of the case's sequences; every element not written shows as NaN."""
+    q = world.q
+    if len(q) < layout.num_rows:
+        q = torch.cat((q, torch.full_like(q[:1], torch.nan).expand(layout.num_rows - len(q), -1, -1)))
+    kernel = backend.plan(layout)
+    poison = [torch.full_like(q, torch.nan) for _ in range(3)]
+    del poison  # its memory is what the kernel's output gets
+    return kernel(q, world.keys, world.values)[: len(world.q)]
+
+
+def error(out: Tensor, expected: Tensor, case: Case) -> float:
+    """The largest relative error of a row of a head; infinite where something is not a number."""
+    out, expected = (x.float().view(-1, case.head_dim) for x in (out, expected))
+    return ((out - expected).norm(dim=1) / expected.norm(dim=1)).nan_to_num(torch.inf).max().item()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compiled() -> None:
+    """Every kernel of this file, compiled side by side: one after the other they take many minutes."""
+    from flashinfer.jit import build_jit_specs
+    from flashinfer.jit.attention.modules import gen_batch_prefill_module
+    from flashinfer.jit.xqa import gen_xqa_module
+
+    specs = {}
+    for case in UNIFORM + RAGGED:
+        kv = case.kv_dtype or case.dtype
+        packed = case in RAGGED
+        shape = (case.dtype, kv, case.page_size, case.head_dim, case.group, False, case.dtype)
+        spec = gen_xqa_module(*shape, max(case.query_lens), packed)
+        specs[spec.name] = spec
+    for case in FLASHINFER:
+        types = (case.dtype, case.kv_dtype or case.dtype, case.dtype, torch.int32)
+        spec = gen_batch_prefill_module("fa2", *types, case.head_dim, case.head_dim, 0, False, False, False)
+        specs[spec.name] = spec
+    build_jit_specs(list(specs.values()))
+
+
+@pytest.fixture(scope="module")
+def trtllm() -> TrtllmBackend:
+    return TrtllmBackend(torch.device("cuda"))
+
+
+@pytest.fixture(scope="module")
+def flashinfer() -> FlashInferBackend:
+    return FlashInferBackend(torch.device("cuda"))
+
+
+@pytest.mark.parametrize("case", UNIFORM, ids=str)
+def test_decode_passes_of_one_length(trtllm: TrtllmBackend, case: Case) -> None:
+    world = World(case)
+    assert error(attend(trtllm, world, world.uniform()), world.reference(), case) < case.tolerance
+
+
+@pytest.mark.parametrize("case", RAGGED, ids=str)
+def test_decode_passes_of_mixed_lengths(trtllm: TrtllmBackend, case: Case) -> None:
+    world = World(case)
+    assert error(attend(trtllm, world, world.packed()), world.reference(), case) < case.tolerance
+
+
+@pytest.mark.parametrize("case", PREFILL, ids=str)
+def test_prefill(trtllm: TrtllmBackend, case: Case) -> None:
+    world = World(case)
+    assert error(attend(trtllm, world, world.prefill()), world.reference(), case) < case.tolerance
+
+
+@pytest.mark.parametrize("case", FLASHINFER, ids=str)
+def test_wrapper_takes_every_mix(flashinfer: FlashInferBackend, case: Case) -> None:
+    world = World(case)
+    for layout in (world.prefill(), world.packed()):
+        assert error(attend(flashinfer, world, layout), world.reference(), case) < case.tolerance
+
+
+def test_a_wrong_mask_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def all_visible(offsets: Tensor) -> Tensor:
+        return torch.full((len(offsets), 1), -1, dtype=torch.int32, device="cuda").view(torch.uint16)
+
+    monkeypatch.setattr("specgen.attention.trtllm.causal_mask", all_visible)
+    for case, world in ((case, World(case)) for case in (UNIFORM[1], RAGGED[3])):
+        layout = world.uniform() if case in UNIFORM else world.packed()
+        out = attend(TrtllmBackend(torch.device("cuda")), world, layout)
+        assert error(out, world.reference(), case) > 2 * case.tolerance
+
+
+def capture(backend: Backend, layout: Layout, world: World) -> tuple[torch.cuda.CUDAGraph, Tensor, Tensor]:
+    """A graph of one pass over ``layout``'s tensors, the queries it reads and the output it writes."""
+    num_heads = world.case.group * world.case.num_kv_heads
+    q = torch.zeros(layout.num_rows, num_heads, world.case.head_dim, dtype=world.case.dtype, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    fresh = replace(layout)  # what a layout has computed before must not stay out of the graph
+    backend.plan(replace(layout))(q, world.keys, world.values)
+    with torch.cuda.graph(graph):
+        out = backend.plan(fresh)(q, world.keys, world.values)
+    return graph, q, out
+
+
+REPLAYED = {
+    "uniform": [(5,) * 8] * 4,
+    "packed": [(5, 1, 3, 5, 2, 1, 1, 4), (1,) * 8, (5,) * 8, (2, 1, 1, 1, 4, 5, 3, 1)],
+}
+
+
+@pytest.mark.parametrize("mode", REPLAYED)
+@pytest.mark.parametrize("num_padding", [0, 3])
+def test_one_graph_serves_other_lengths_tables_and_offsets(
+    trtllm: TrtllmBackend, mode: str, num_padding: int
+) -> None:
+    """Captured once at 8 sequences of up to 32,768 positions; padding sequences stand on the dummy page."""
+    longest = 32_768
+    first = World(Case(query_lens=(5,) * 8, kv_lens=(longest,) * 8, page_size=64))
+    tables = torch.zeros(8, longest // 64, dtype=torch.int32, device="cuda")
+    starts, query_lens = (torch.ones(8, dtype=torch.int64, device="cuda") for _ in range(2))
+    layout = Layout.uniform(tables, starts, 5, 64)
+    if mode == "packed":
+        layout = replace(layout, uniform_q=None, ragged_lens=query_lens)
+    graph, q, out = capture(trtllm, layout, first)
+    for turn, lens_of_turn in enumerate(REPLAYED[mode]):
+        num_real = 8 - num_padding
+        case = ragged(lens_of_turn[:num_real], [longest - 7, 40, 3000, longest - 7][turn], page_size=64)
+        world = World(case)
+        tables.zero_(), starts.zero_(), query_lens.fill_(1)
+        width = min(world.tables.shape[1], tables.shape[1])
+        tables[:num_real, :width] = world.tables[:, :width]
+        starts[:num_real] = torch.tensor(world.host().starts)
+        query_lens[:num_real] = torch.tensor(case.query_lens)
+        pages = world.keys.shape[0]
+        first.keys.zero_(), first.values.zero_()
+        first.keys[:pages], first.values[:pages] = world.keys, world.values
+        first.keys[0], first.values[0] = 0, 0
+        q.fill_(1), out.fill_(torch.nan)
+        q[: len(world.q)] = world.q
+        for _ in range(3):
+            graph.replay()
+        assert error(out[: len(world.q)], world.reference(), case) < case.tolerance
+        assert out.isfinite().all()
+
+
+def test_prefill_between_replays_of_the_longest_context(trtllm: TrtllmBackend) -> None:
+    """8 x 32,768 positions: decode graph and prefill kernel in one process, each with its own scratch memory."""
+    world = World(Case(query_lens=(5,) * 8, kv_lens=(32_768,) * 8, page_size=64))
+    chunk = World(Case(query_lens=(512,) * 8, kv_lens=(8192,) * 8, page_size=64))
+    graph, q, out = capture(trtllm, world.uniform(), world)
+    q.copy_(world.q)
+    for _ in range(4):
+        graph.replay()
+        prefilled = attend(trtllm, chunk, chunk.prefill())
+    assert error(out, world.reference(), world.case) < world.case.tolerance
+    assert error(prefilled, chunk.reference(), chunk.case) < chunk.case.tolerance
+
+
+def test_plans_do_not_overwrite_each_other(flashinfer: FlashInferBackend) -> None:
+    """Three passes are queued behind a busy device, over two layouts and in turn."""
+    worlds = [World(PREFILL[0]), World(ragged([100, 1, 7, 90, 64], 900))]
+    kernels = [flashinfer.plan(world.prefill()) for world in worlds]
+    torch.cuda._sleep(200_000_000)
+    turns = [0, 1, 0]
+    outs = [kernels[turn](worlds[turn].q, worlds[turn].keys, worlds[turn].values) for turn in turns]
+    for turn, out in zip(turns, outs, strict=True):
+        assert error(out, worlds[turn].reference(), worlds[turn].case) < TOLERANCES[BF16]
+
+
+def test_nothing_waits_for_the_device(trtllm: TrtllmBackend) -> None:
+    worlds = [World(UNIFORM[1]), World(RAGGED[1]), World(PREFILL[1])]
+    for world, kind in zip(worlds, ("uniform", "packed", "prefill"), strict=True):
+        attend(trtllm, world, getattr(world, kind)())
+    layouts = [worlds[0].uniform(), worlds[1].packed(), worlds[2].prefill()]
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for world, layout in zip(worlds, layouts, strict=True):
+            attend(trtllm, world, layout)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

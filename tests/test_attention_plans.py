@@ -1,0 +1,101 @@
+"""What the GPU backends prepare on the host: masks, page lists, sizes, and refusals."""
+
+import re
+
+import pytest
+import torch
+
+from specgen.attention import Heads
+from specgen.attention.flashinfer_paged import FlashInferBackend
+from specgen.attention.pass_lens import PassLens
+from specgen.attention.sdpa import SdpaBackend
+from specgen.attention.trtllm import TrtllmBackend, causal_mask
+from specgen.attention.workspaces import MIB, decode_workspace, prefill_bytes, xqa_bytes
+from specgen.layout import Layout
+
+LLAMA = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "dtype": torch.bfloat16}
+GPU = torch.device("cuda")
+
+
+def heads(**changes) -> Heads:
+    return Heads(**{**LLAMA, "kv_dtype": torch.bfloat16, "page_size": 32, "max_query_len": 5, **changes})
+
+
+@pytest.mark.parametrize("query_len", [1, 2, 5, 16, 17, 31, 32])
+def test_bit_j_of_a_row_is_set_up_to_its_own(query_len: int) -> None:
+    words = causal_mask(torch.arange(query_len))
+    assert words.dtype == torch.uint16
+    assert words.shape == (query_len, 2)
+    for row, (low, high) in enumerate(words.tolist()):
+        seen = [(low | high << 16) >> j & 1 for j in range(32)]
+        assert seen == [int(j <= row) for j in range(32)]
+
+
+def test_masks_of_packed_rows_begin_anew_with_every_sequence() -> None:
+    tables = torch.zeros(3, 4, dtype=torch.int32)
+    layout = Layout.ragged(tables, [7, 0, 3], [2, 1, 4], page_size=16)
+    words = causal_mask(layout.positions - layout.starts[layout.sequences])[:, 0]
+    assert words.tolist() == [1, 3, 1, 1, 3, 7, 15]
+
+
+def test_pages_follow_the_sequences() -> None:
+    tables = torch.tensor([[5, 0, 0], [3, 9, 0], [1, 2, 4]], dtype=torch.int32)
+    lens = PassLens(Layout.ragged(tables, [0, 15, 40], [16, 2, 1], page_size=16))
+    assert lens.pages.tolist() == [5, 3, 9, 1, 2, 4]
+    assert lens.first_pages.tolist() == [0, 1, 3, 6]
+    assert lens.first_rows.tolist() == [0, 16, 18, 19]
+    assert lens.last_page_lens.tolist() == [16, 1, 9]
+    assert {x.dtype for x in (lens.pages, lens.first_pages, lens.first_rows, lens.last_page_lens)} == {
+        torch.int32
+    }
+
+
+def test_scratch_memory_is_what_the_kernels_can_touch() -> None:
+    # XQA at 132 SMs: a split writes 32 rows of 128 elements of 2 bytes, 32 maxima and 32 sums; 5 x 4 rows are one tile
+    assert xqa_bytes(132, rows=20, head_dim=128) >= 8 * MIB + 132 * 32 * (256 + 8)
+    assert xqa_bytes(132, rows=65, head_dim=128) > xqa_bytes(132, rows=64, head_dim=128)
+    # FA2: 264 blocks at most; 32 heads, 128 rows each, in float32 with a log-sum-exp
+    assert prefill_bytes(132, group=4, head_dim=128) >= 264 // 8 * 32 * 128 * 129 * 4
+
+
+def test_a_shape_beyond_the_scratch_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("specgen.attention.workspaces.num_sms", lambda device: 188)
+    assert (
+        decode_workspace(torch.device("cpu"), max_group=16, max_rows=32, max_head_dim=256).count_nonzero()
+        == 0
+    )
+    with pytest.raises(ValueError, match=r"needs 771 MiB .* takes 128: use --attention flashinfer"):
+        decode_workspace(torch.device("cpu"), max_group=128, max_rows=32, max_head_dim=256)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({}, ""),
+        ({"kv_dtype": torch.float8_e4m3fn}, ""),
+        ({"dtype": torch.float32, "kv_dtype": torch.float32}, "a model in float32.*--dtype bfloat16"),
+        ({"kv_dtype": torch.float8_e5m2}, "a KV cache in float8_e5m2"),
+        ({"page_size": 8}, "pages of 8 positions: use --page-size 16, 32 or 64"),
+        ({"head_dim": 80}, "heads of 80 elements: use --attention sdpa"),
+        ({"num_heads": 136}, "supports 16 heads a KV head, not 17: use"),
+        ({"max_query_len": 33}, "31 drafts a step, not 32: use --num-spec-tokens 31"),
+    ],
+)
+def test_what_cannot_run_is_refused_with_a_remedy(
+    monkeypatch: pytest.MonkeyPatch, changes: dict[str, object], message: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    refusal = TrtllmBackend.capabilities.refusal(GPU, heads(**changes))
+    assert (refusal or "") == message or (message and re.search(message, refusal or ""))
+
+
+def test_old_gpus_and_cpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
+    assert TrtllmBackend.capabilities.refusal(GPU, heads()) == (
+        "does not support GPUs of compute capability 8.x: use --attention sdpa"
+    )
+    assert FlashInferBackend.capabilities.refusal(GPU, heads()) is None
+    assert TrtllmBackend.capabilities.refusal(torch.device("cpu"), heads()) == (
+        "does not run on cpu: use --attention auto"
+    )
+    assert SdpaBackend.capabilities.refusal(torch.device("cpu"), heads(dtype=torch.float32)) is None
