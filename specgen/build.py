@@ -7,30 +7,34 @@ import torch
 
 from specgen.attention import Backend
 from specgen.attention.sdpa import SdpaBackend
+from specgen.batch import RunningBatch
 from specgen.checkpoint import Checkpoint, load_drafter, load_target, open_checkpoint
-from specgen.config import EngineConfig, require
+from specgen.config import EngineConfig, SamplingParams, require
 from specgen.drafting import (
     Drafter,
-    DrafterBatch,
     Eagle3Drafter,
     GreedyDrafts,
     NoDrafter,
     NonPaddedBatch,
+    PackedBatch,
     PaddedBatch,
     SampledDrafts,
 )
 from specgen.engine import Engine
 from specgen.events import Event
+from specgen.graphs import Eager, PassGraphs, Runner, StepGraphs
 from specgen.kv_cache import KVCache
 from specgen.models.config import Eagle3Config, TargetConfig, kv_bytes_per_token
 from specgen.models.eagle3 import Eagle3Head
 from specgen.models.llama import Llama
 from specgen.pages import PageAllocator
 from specgen.scheduler import Scheduler
+from specgen.sequence import Request
+from specgen.step import Steps
 from specgen.tokenizer import StopStrings, Tokenizer, load_tokenizer
 
 _BACKENDS: dict[str, type[Backend]] = {"sdpa": SdpaBackend}
-_BATCHES: dict[str, type[DrafterBatch]] = {"padded": PaddedBatch, "non-padded": NonPaddedBatch}
+_RUNNERS: dict[str, type[Runner]] = {"step": StepGraphs, "pass": PassGraphs, "off": Eager}
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _GIB = 1 << 30
 
@@ -67,10 +71,16 @@ def resolve(config: EngineConfig) -> EngineConfig:
         kind in capabilities.devices,
         f"attention {attention!r} does not run on {kind!r}: use --attention auto",
     )
+    graphs = config.cuda_graphs
+    if graphs == "auto":
+        graphs = "step" if kind == "cuda" and capabilities.graphs else "off"
+    require(graphs in _RUNNERS, f"cuda-graphs is {graphs!r}: use one of {', '.join(_RUNNERS)}")
     require(
-        capabilities.ragged_q, f"attention {attention!r} cannot prefill prompts of mixed lengths: use another"
+        graphs == "off" or (kind == "cuda" and capabilities.graphs),
+        f"cuda-graphs is {graphs!r} but attention {attention!r} on {kind!r} cannot be captured: "
+        "use --cuda-graphs off, or --attention trtllm on a GPU",
     )
-    return replace(config, device=device, dtype=dtype, attention=attention)
+    return replace(config, device=device, dtype=dtype, attention=attention, cuda_graphs=graphs)
 
 
 def load_models(config: EngineConfig) -> Models:
@@ -88,52 +98,98 @@ def load_models(config: EngineConfig) -> Models:
 
 def build_engine(config: EngineConfig, models: Models, record: Callable[[Event], None]) -> Engine:
     """An engine of a resolved ``config`` over loaded ``models``; events go to ``record``."""
-    backend = _BACKENDS[config.attention]()
-    allocator = PageAllocator(num_pages(config, models), config.page_size)
-    return Engine(
-        target=models.target,
-        cache=_cache(config, models.target.config, allocator, models.target.device),
-        backend=backend,
-        drafter=_drafter(config, models, backend, allocator),
-        scheduler=Scheduler(
-            allocator=allocator,
-            max_batch_size=config.max_batch_size,
-            max_prefill_tokens=config.max_prefill_tokens,
-            num_spec_tokens=config.num_spec_tokens,
-        ),
-        stop_finder=lambda stops: StopStrings(models.tokenizer, stops),
-        record=record,
-    )
+    return _engine(config, models, num_pages(config, models), _RUNNERS[config.cuda_graphs](), record)
 
 
 def num_pages(config: EngineConfig, models: Models) -> int:
     """Pages of the KV cache: what ``max_batch_size`` sequences of full length need, as far as the memory goes.
 
-    ``ValueError`` if ``kv_memory`` does not hold a single page.
+    ``ValueError`` if ``kv_memory``, or what ``gpu_memory_utilization`` leaves, does not hold a single page.
     """
     width = _DTYPES[config.dtype].itemsize
     token_bytes = kv_bytes_per_token(models.target.config, width)
     if config.num_spec_tokens and models.head is not None:
         token_bytes += kv_bytes_per_token(models.head.config, width)
     page_bytes = config.page_size * token_bytes
-    memory = config.kv_memory if config.kv_memory is not None else _default_memory(config)
+    memory = config.kv_memory if config.kv_memory is not None else _memory_for_kv(config, models)
     affordable = memory // page_bytes
     require(
         affordable >= 1,
-        f"kv-memory is {memory} bytes and one page of {config.page_size} positions takes {page_bytes}: raise it",
+        f"{max(memory, 0)} bytes are left for the KV cache and one page of {config.page_size} positions takes "
+        f"{page_bytes}: raise --kv-memory or --gpu-memory-utilization, or lower --max-prefill-tokens",
     )
     longest = models.target.config.max_positions + config.num_spec_tokens + 1
     return min(affordable, config.max_batch_size * -(-longest // config.page_size))
 
 
-def _default_memory(config: EngineConfig) -> int:
-    """1 GiB on a CPU; on a GPU most of what is free once the weights are there."""
+def _memory_for_kv(config: EngineConfig, models: Models) -> int:
+    """1 GiB on a CPU; on a GPU the share that the process may use, less what weights and passes take."""
     if config.device == "cpu":
         return _GIB
-    free, _ = torch.cuda.mem_get_info(config.device)
-    # what an earlier engine's cache gave back stays reserved by the process, and is as good as free
-    reusable = torch.cuda.memory_reserved(config.device) - torch.cuda.memory_allocated(config.device)
-    return int((free + reusable) * 0.8)
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(config.device)
+    # what earlier engines gave back but the process still holds is as good as free
+    free += torch.cuda.memory_reserved(config.device) - torch.cuda.memory_allocated(config.device)
+    not_ours = int(total * (1 - config.gpu_memory_utilization))
+    # once for passes that the host launches, and once for those in graphs, which keep their memory
+    return free - not_ours - 2 * _largest_pass(config, models)
+
+
+def _largest_pass(config: EngineConfig, models: Models) -> int:
+    """Bytes that the largest prefill and a decode step of the whole batch take beside weights and KV, by trial."""
+    count = min(config.max_batch_size, config.max_prefill_tokens)
+    length = min(config.max_prefill_tokens // count, models.target.config.max_positions - 1)
+    sampling = SamplingParams(
+        max_tokens=2, temperature=1.0, top_p=0.9, ignore_eos=True
+    )  # what takes the most
+    requests = (
+        Request(id=f"trial {i}", prompt_token_ids=(0,) * length, sampling=sampling) for i in range(count)
+    )
+    pages = count * -(-(length + 2 * config.num_spec_tokens + 4) // config.page_size)
+    engine = _engine(config, models, pages, Eager(), lambda event: None)
+    before = torch.cuda.memory_allocated(config.device)
+    torch.cuda.reset_peak_memory_stats(config.device)
+    for _ in engine.generate(requests):
+        pass
+    return torch.cuda.max_memory_allocated(config.device) - before
+
+
+def _engine(
+    config: EngineConfig, models: Models, num_pages: int, runner: Runner, record: Callable[[Event], None]
+) -> Engine:
+    backend = _BACKENDS[config.attention]()
+    allocator = PageAllocator(num_pages, config.page_size)
+    target, step_rows = models.target, config.num_spec_tokens + 1
+    # the last steps of a text may run past its end, and past the pages it has
+    longest = min(target.config.max_positions, num_pages * config.page_size) + 3 * step_rows
+    return Engine(
+        config=target.config,
+        steps=Steps(
+            target=target,
+            cache=_cache(config, target.config, allocator, target.device),
+            backend=backend,
+            drafter=_drafter(config, models, backend, allocator),
+            runner=runner,
+        ),
+        batch=RunningBatch(
+            max_rows=runner.num_rows(config.max_batch_size),
+            table_width=allocator.pages_for(longest),
+            hidden_size=models.head.config.hidden_size if models.head and config.num_spec_tokens else 0,
+            dtype=target.dtype,
+            device=target.device,
+        ),
+        scheduler=Scheduler(
+            allocator=allocator,
+            max_batch_size=config.max_batch_size,
+            max_prefill_tokens=config.max_prefill_tokens,
+            num_spec_tokens=config.num_spec_tokens,
+        ),
+        num_spec_tokens=config.num_spec_tokens,
+        lookahead=0 if backend.capabilities.needs_host_lens else 1,
+        device=target.device,
+        stop_finder=lambda stops: StopStrings(models.tokenizer, stops),
+        record=record,
+    )
 
 
 def _cache(
@@ -141,7 +197,7 @@ def _cache(
 ) -> KVCache:
     return KVCache(
         num_layers=model.num_layers,
-        num_pages=allocator.num_pages,
+        num_pages=allocator.num_pages + 1,  # page 0 belongs to nobody
         page_size=allocator.page_size,
         num_kv_heads=model.num_kv_heads,
         head_dim=model.head_dim,
@@ -154,11 +210,12 @@ def _drafter(config: EngineConfig, models: Models, backend: Backend, allocator: 
     if config.num_spec_tokens == 0:
         return NoDrafter()
     assert models.head is not None
+    non_padded = NonPaddedBatch() if backend.capabilities.needs_host_lens else PackedBatch()
     return Eagle3Drafter(
         head=models.head,
         cache=_cache(config, models.head.config, allocator, models.target.device),
         backend=backend,
-        batch=_BATCHES[config.drafter_batch](),
+        batch=PaddedBatch() if config.drafter_batch == "padded" else non_padded,
         choice=GreedyDrafts() if config.draft_sampling == "greedy" else SampledDrafts(),
         num_spec_tokens=config.num_spec_tokens,
         target_vocab_size=models.target.config.vocab_size,

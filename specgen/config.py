@@ -55,6 +55,8 @@ class EngineConfig:
     device: str = "auto"
     dtype: str = "auto"
     attention: str = "auto"
+    cuda_graphs: str = "auto"
+    gpu_memory_utilization: float = 0.9
 
     def __post_init__(self) -> None:
         require(
@@ -64,6 +66,10 @@ class EngineConfig:
         require(self.max_batch_size >= 1, f"max-batch-size is {self.max_batch_size}: use at least 1")
         require(
             self.max_prefill_tokens >= 1, f"max-prefill-tokens is {self.max_prefill_tokens}: use at least 1"
+        )
+        require(
+            0 < self.gpu_memory_utilization <= 1,
+            f"gpu-memory-utilization is {self.gpu_memory_utilization}: use a share in (0, 1]",
         )
         require(self.page_size >= 1, f"page-size is {self.page_size}: use at least 1")
         require(

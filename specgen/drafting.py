@@ -4,7 +4,6 @@ Prefill and verify end in the same ``Outcome``, so drafting has one entry. Rows 
 ids are shifted left by one and positions are not: the feature at p and the token at p + 1 predict the token at p + 2.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -36,19 +35,9 @@ class Seed:
     positions: Tensor  # [B] its position
     hidden: Tensor  # [B, hidden_size] the head's state before it; [B, 0] without a head
 
-    @staticmethod
-    def cat(seeds: Sequence["Seed"]) -> "Seed":
-        """The rows of all ``seeds``, in order."""
-        return Seed(
-            tokens=torch.cat([seed.tokens for seed in seeds]),
-            positions=torch.cat([seed.positions for seed in seeds]),
-            hidden=torch.cat([seed.hidden for seed in seeds]),
-        )
-
-    def take(self, rows: Sequence[int]) -> "Seed":
-        """The sequences at ``rows``, in that order."""
-        index = torch.tensor(rows, dtype=torch.int64, device=self.tokens.device)
-        return Seed(tokens=self.tokens[index], positions=self.positions[index], hidden=self.hidden[index])
+    def take(self, rows: Tensor | slice) -> "Seed":
+        """The sequences at ``rows``, in that order; a slice gives views."""
+        return Seed(tokens=self.tokens[rows], positions=self.positions[rows], hidden=self.hidden[rows])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,17 +80,34 @@ class PaddedBatch:
 
 
 class NonPaddedBatch:
-    """The confirmed rows alone: ragged, and the least compute."""
+    """The confirmed rows alone: ragged, and the least compute; the host waits for their number."""
 
     def prepare(self, outcome: Outcome) -> DraftInput:
         """See ``DrafterBatch.prepare``."""
-        rows, layout = outcome.layout.leading(outcome.keep, int(outcome.keep.sum()))
-        return DraftInput(
-            features=outcome.features[rows],
-            tokens=outcome.next_tokens[rows],
-            layout=layout,
-            last=layout.last_rows,
-        )
+        return _leading(outcome, int(outcome.keep.sum()))
+
+
+class PackedBatch:
+    """The confirmed rows side by side, in a pass as large as ``PaddedBatch``'s: ragged, and nobody waits.
+
+    The attention of rejected rows is saved; nobody's rows at the end still go through the matrices.
+    """
+
+    def prepare(self, outcome: Outcome) -> DraftInput:
+        """See ``DrafterBatch.prepare``."""
+        return _leading(outcome, outcome.layout.num_rows)
+
+
+def _leading(outcome: Outcome, num_rows: int) -> DraftInput:
+    if outcome.keep is outcome.layout.query_lens:  # a prefill: nothing was rejected
+        return PaddedBatch().prepare(outcome)
+    rows, layout = outcome.layout.leading(outcome.keep, num_rows)
+    return DraftInput(
+        features=outcome.features[rows],
+        tokens=outcome.next_tokens[rows],
+        layout=layout,
+        last=layout.ends - 1,
+    )
 
 
 class Drafter(Protocol):

@@ -1,22 +1,34 @@
-"""The order of one step: admit and prefill, propose, verify, observe, commit."""
+"""The order of work: admit and prefill, launch a step, read what an earlier one found, commit, retire."""
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from specgen.attention import Attend, Backend
+from specgen.batch import RunningBatch
 from specgen.config import SamplingParams
-from specgen.drafting import Drafter, Drafts, Outcome, Seed
-from specgen.events import Event, Finished, Preempted, Prefilled, Stepped, Submitted, Verified
-from specgen.kv_cache import KVCache
+from specgen.events import (
+    Captured,
+    Event,
+    Finished,
+    OutOfMemory,
+    Preempted,
+    Prefilled,
+    Stepped,
+    Submitted,
+    Verified,
+)
 from specgen.layout import Layout
-from specgen.models.llama import Llama
-from specgen.sampling import ACCEPT, EMIT, SamplingBatch, request_seed, target_probs, uniform
+from specgen.models.config import TargetConfig
+from specgen.sampling import SamplingBatch, request_seed
 from specgen.scheduler import Chunk, Scheduler
 from specgen.sequence import Completion, Request, Sequence, StopFinder
-from specgen.verify import accept_greedy, accept_sampled
+from specgen.step import StepResult, Steps
+from specgen.transfer import HostCopy, on_device
 
 
 def no_follow_up(completion: Completion) -> Request | None:
@@ -24,34 +36,52 @@ def no_follow_up(completion: Completion) -> Request | None:
     return None
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Pass:
+    """A pass that was launched and whose numbers are not read yet."""
+
+    kind: Literal["prefill", "decode"]
+    sequences: list[tuple[Sequence, int | None]]  # and the row of the numbers that holds tokens for it
+    num_sequences: int
+    result: StepResult
+    numbers: HostCopy
+    launched: float
+
+
 class Engine:
     """Generates for many requests at once; made by ``build.build_engine``.
 
-    ``stop_finder`` makes the detector of one request's stop strings; ``record`` takes every event as it happens.
+    ``lookahead`` is how many decode steps the host may launch before it reads what an earlier one found. With 1 the
+    device never waits for the host, and a sequence that has ended is found one step late: what that step gave it is
+    dropped. ``stop_finder`` makes the detector of one request's stop strings; ``record`` takes every event.
     """
 
     def __init__(
         self,
         *,
-        target: Llama,
-        cache: KVCache,
-        backend: Backend,
-        drafter: Drafter,
+        config: TargetConfig,
+        steps: Steps,
+        batch: RunningBatch,
         scheduler: Scheduler,
+        num_spec_tokens: int,
+        lookahead: int,
+        device: torch.device,
         stop_finder: Callable[[tuple[str, ...]], StopFinder],
         record: Callable[[Event], None],
     ) -> None:
-        self._target = target
-        self._cache = cache
-        self._backend = backend
-        self._drafter = drafter
+        self._config = config
+        self._steps = steps
+        self._batch = batch
         self._scheduler = scheduler
+        self._num_spec_tokens = num_spec_tokens
+        self._lookahead = lookahead
+        self._device = device
         self._stop_finder = stop_finder
         self._record = record
         self._began = time.perf_counter()
-        self._device = target.device
-        self._seed: Seed | None = None  # one row for each of scheduler.running
-        self._sampling: SamplingBatch | None = None  # the same rows; None when they have changed
+        self._read_at = 0.0  # when the last numbers were read
+        self._in_flight: deque[_Pass] = deque()
+        self._completions: list[Completion] = []  # finished and not yet handed out
 
     # --- requests ---------------------------------------------------------------------------------
 
@@ -75,7 +105,7 @@ class Engine:
                     if refused is None:
                         break
                     yield (completion := refused)
-            if not finished and self._scheduler.idle:
+            if not finished and self._scheduler.idle and not self._in_flight:
                 return
 
     def warm_up(self) -> None:
@@ -86,7 +116,7 @@ class Engine:
             Request(id=f"warm-up {i}", prompt_token_ids=(0,) * 16, sampling=sampling) for i in range(2)
         ):
             pass
-        self._record, self._began = record, time.perf_counter()
+        self._record, self._began, self._read_at = record, time.perf_counter(), 0.0
 
     def _draw_requests(self, source: Iterator[Request]) -> Iterator[Completion]:
         while self._scheduler.has_place:
@@ -118,23 +148,23 @@ class Engine:
 
     def _new_sequence(self, request: Request) -> Sequence:
         sampling, prompt = request.sampling, list(request.prompt_token_ids)
-        eos = () if sampling.ignore_eos else self._target.config.eos_token_ids
+        eos = () if sampling.ignore_eos else self._config.eos_token_ids
         return Sequence(
             request=request,
             tokens=prompt,
-            max_length=min(len(prompt) + sampling.max_tokens, self._target.config.max_positions),
+            max_length=min(len(prompt) + sampling.max_tokens, self._config.max_positions),
             seed=request_seed(sampling.seed, request.id),
             eos_token_ids=frozenset(eos),
             stop=self._stop_finder(sampling.stop) if sampling.stop else None,
         )
 
     def _refusal(self, sequence: Sequence) -> str | None:
-        num_prompt, limit = len(sequence.tokens), self._target.config.max_positions
+        num_prompt, limit = len(sequence.tokens), self._config.max_positions
         if num_prompt == 0:
             return "the prompt is empty: give at least one token"
-        outside = [t for t in sequence.tokens if not 0 <= t < self._target.config.vocab_size]
+        outside = [t for t in sequence.tokens if not 0 <= t < self._config.vocab_size]
         if outside:
-            return f"token id {outside[0]} is not in the vocabulary of {self._target.config.vocab_size}"
+            return f"token id {outside[0]} is not in the vocabulary of {self._config.vocab_size}"
         if num_prompt >= limit:
             return (
                 f"the prompt has {num_prompt} tokens and the model's context is {limit}: shorten the prompt"
@@ -145,76 +175,127 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> list[Completion]:
-        """One prefill pass, if prompts wait and fit, and one decode step of all that run."""
-        return [*self._prefill(), *self._decode()]
+        """Launch one prefill pass, if prompts wait and fit, and one decode step of all that run; read older ones."""
+        prefilled = self._attempt(self._prefill, self._smaller_prefill)
+        decoded = self._attempt(self._decode, self._smaller_batch)
+        while len(self._in_flight) > (self._lookahead if prefilled or decoded else 0):
+            self._read()
+        finished, self._completions = self._completions, []
+        return finished
 
-    def _prefill(self) -> list[Completion]:
-        began = self._now()
-        chunks = self._scheduler.next_chunks()
+    def _prefill(self) -> bool:
+        began, chunks = self._now(), self._scheduler.next_chunks()
         if not chunks:
-            return []
-        layout = self._prefill_layout(chunks)
-        hidden, features = self._forward(self._rows(chunks, shift=0), layout)
-        last = layout.last_rows
-        fresh = [i for i, chunk in enumerate(chunks) if chunk.last and not chunk.sequence.num_output_tokens]
-        next_tokens = self._rows(chunks, shift=1)
-        first = self._first_tokens([chunks[i].sequence for i in fresh], hidden[last[fresh]])
-        next_tokens[last[fresh]] = first
-        outcome = Outcome(features=features, next_tokens=next_tokens, layout=layout, keep=layout.query_lens)
-        seed, first_pass_rows = self._drafter.observe(outcome)
-        self._join(chunks, seed, dict(zip(fresh, first.tolist(), strict=True)))
-        self._record_step("prefill", began, layout, first_pass_rows, first_pass_rows, 0)
-        return self._retire()
+            return False
+        sampling = SamplingBatch.of(
+            [chunk.sequence.request.sampling for chunk in chunks],
+            [chunk.sequence.seed for chunk in chunks],
+            self._device,
+        )
+        complete = [i for i, chunk in enumerate(chunks) if chunk.last]
+        fresh = [chunk.last and not chunk.sequence.num_output_tokens for chunk in chunks]
+        seed, result = self._steps.prefill(
+            self._prefill_layout(chunks),
+            self._rows(chunks, shift=0),
+            self._rows(chunks, shift=1),
+            on_device(fresh, self._device, torch.bool),
+            sampling,
+        )
+        rows = on_device(complete, self._device)
+        self._batch.arrange(self._scheduler.running)
+        self._batch.join([chunks[i].sequence for i in complete], seed.take(rows), sampling.take(rows))
+        for chunk in chunks:
+            chunk.sequence.num_computed += chunk.num_rows
+        for i in complete:
+            self._scheduler.start(chunks[i].sequence)
+        sequences = [(chunks[i].sequence, i if fresh[i] else None) for i in complete]
+        self._launch("prefill", sequences, len(chunks), result, began)
+        return True
 
-    def _decode(self) -> list[Completion]:
+    def _decode(self) -> bool:
         began = self._now()
+        for sequence in [sequence for sequence in self._scheduler.running if sequence.surely_ends]:
+            self._scheduler.leave(sequence)
         self._reserve()
         running = self._scheduler.running
         if not running:
-            return []
-        assert self._seed is not None
-        seed, sampling = self._seed, self._running_sampling()
-        tables = self._block_tables(running)
-        drafts = self._drafter.propose(seed, tables, sampling)
-        layout = Layout.uniform(tables, seed.positions, drafts.tokens.shape[1] + 1, self._cache.page_size)
-        rows = torch.cat([seed.tokens[:, None], drafts.tokens], 1)
-        hidden, features = self._forward(rows.flatten(), layout)
-        logits = self._target.logits(hidden).view(*rows.shape, -1)
-        accepted, tokens = self._accept(drafts, logits, seed.positions, sampling)
-        outcome = Outcome(features=features, next_tokens=tokens.flatten(), layout=layout, keep=accepted + 1)
-        self._seed, first_pass_rows = self._drafter.observe(outcome)
-        num_kept = self._commit(drafts.tokens, accepted, tokens)
-        loop_rows = len(running) * max(drafts.tokens.shape[1] - 1, 0)
-        self._record_step("decode", began, layout, first_pass_rows, min(num_kept, first_pass_rows), loop_rows)
-        return self._retire()
+            return False
+        self._batch.arrange(running)
+        result = self._steps.decode(self._batch.columns(self._steps.runner.num_rows(len(running))))
+        rows: list[tuple[Sequence, int | None]] = [(sequence, row) for row, sequence in enumerate(running)]
+        self._launch("decode", rows, len(running), result, began)
+        return True
 
-    def _forward(self, token_ids: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
-        attend = Attend(self._backend, self._cache, layout, self._target.rope)
-        return self._target.forward(token_ids, attend, self._drafter.aux_layers)
+    def _reserve(self) -> None:
+        """Make sure that the next step's KV has pages, at the cost of the youngest sequences if need be."""
+        while not self._scheduler.reserve():
+            if (
+                self._in_flight
+            ):  # what has ended gives its pages back
+                self._read()
+            else:
+                self._preempt()
 
-    def _accept(
-        self, drafts: Drafts, logits: Tensor, positions: Tensor, sampling: SamplingBatch
-    ) -> tuple[Tensor, Tensor]:
-        """Drafts against logits ``[B, K+1, V]`` of the rows from ``positions`` ``[B]`` on."""
-        if sampling.greedy:
-            return accept_greedy(drafts.tokens, logits)
-        decided = positions[:, None] + 1 + torch.arange(logits.shape[1], device=self._device)
-        return accept_sampled(
-            drafts.tokens,
-            drafts.probs,
-            target_probs(logits, sampling),
-            uniform(sampling.seeds, decided[:, :-1], ACCEPT),
-            uniform(sampling.seeds, decided, EMIT),
+    def _preempt(self) -> Sequence:
+        sequence = self._scheduler.preempt()
+        self._record(Preempted(sequence=sequence.request.id, time=self._now()))
+        return sequence
+
+    # --- out of memory ----------------------------------------------------------------------------
+
+    def _attempt(self, launch: Callable[[], bool], lower: Callable[[], None]) -> bool:
+        """Launch a pass; where the device has no memory for it, lower the limits, so that the next attempt is smaller."""
+        try:
+            return launch()
+        except torch.OutOfMemoryError:
+            pass  # leave the handler first: the exception holds on to the tensors of the pass
+        while self._in_flight:
+            self._read()
+        lower()
+        torch.cuda.empty_cache()
+        scheduler = self._scheduler
+        self._record(
+            OutOfMemory(
+                time=self._now(),
+                max_batch_size=scheduler.max_batch_size,
+                max_prefill_tokens=scheduler.max_prefill_tokens,
+            )
+        )
+        return False
+
+    def _smaller_prefill(self) -> None:
+        if self._scheduler.max_prefill_tokens > 1:
+            self._scheduler.max_prefill_tokens //= 2
+        else:
+            self._smaller_batch()
+
+    def _smaller_batch(self) -> None:
+        scheduler = self._scheduler
+        if scheduler.num_admitted <= 1:
+            self._give_up(self._preempt())
+            return
+        scheduler.max_batch_size = scheduler.num_admitted // 2
+        while scheduler.num_admitted > scheduler.max_batch_size:
+            self._preempt()
+
+    def _give_up(self, sequence: Sequence) -> None:
+        """End a preempted sequence that does not fit alone."""
+        self._scheduler.waiting.remove(sequence)
+        sequence.finish_reason = "error"
+        self._retire(
+            sequence, error="the device has no memory for it even alone: lower --gpu-memory-utilization"
         )
 
     # --- prefill ----------------------------------------------------------------------------------
 
     def _prefill_layout(self, chunks: list[Chunk]) -> Layout:
+        width = max(len(chunk.sequence.pages) for chunk in chunks)
+        tables = [chunk.sequence.pages + [0] * (width - len(chunk.sequence.pages)) for chunk in chunks]
         return Layout.ragged(
-            self._block_tables([chunk.sequence for chunk in chunks]),
+            on_device(tables, self._device, torch.int32),
             [chunk.start for chunk in chunks],
             [chunk.num_rows for chunk in chunks],
-            self._cache.page_size,
+            self._scheduler.page_size,
         )
 
     def _rows(self, chunks: list[Chunk], *, shift: int) -> Tensor:
@@ -224,121 +305,117 @@ class Engine:
             start = chunk.start + shift
             known = chunk.sequence.tokens[start : start + chunk.num_rows]
             rows += known + [0] * (chunk.num_rows - len(known))
-        return self._ints(rows)
+        return on_device(rows, self._device)
 
-    def _first_tokens(self, sequences: list[Sequence], hidden: Tensor) -> Tensor:
-        """The token after each prompt, ``[n]``, from the state ``[n, H]`` of its last row: a verify without drafts."""
-        logits = self._target.logits(hidden)[:, None]
-        positions = self._ints([len(sequence.tokens) - 1 for sequence in sequences])
-        drafts = Drafts(tokens=positions.new_empty(len(sequences), 0), probs=None)
-        _, tokens = self._accept(drafts, logits, positions, self._sampling_of(sequences))
-        return tokens[:, 0]
+    # --- what passes have found -------------------------------------------------------------------
 
-    def _join(self, chunks: list[Chunk], seed: Seed, first_tokens: dict[int, int]) -> None:
-        """Move the completed prompts into the running batch, with the first token where it is new."""
-        complete = [i for i, chunk in enumerate(chunks) if chunk.last]
-        for i, chunk in enumerate(chunks):
-            sequence = chunk.sequence
-            sequence.num_computed += chunk.num_rows
-            if not chunk.last:
+    def _launch(
+        self,
+        kind: Literal["prefill", "decode"],
+        sequences: list[tuple[Sequence, int | None]],
+        num_sequences: int,
+        result: StepResult,
+        began: float,
+    ) -> None:
+        """Note that a pass is on its way, and fetch what it finds."""
+        at_most = 1 if kind == "prefill" else self._num_spec_tokens + 1
+        for sequence, row in sequences:
+            if row is not None:
+                sequence.launch(1, at_most)
+        self._in_flight.append(
+            _Pass(
+                kind=kind,
+                sequences=sequences,
+                num_sequences=num_sequences,
+                result=result,
+                numbers=HostCopy(result.numbers),
+                launched=began,
+            )
+        )
+        self._record_captures()
+
+    def _read(self) -> None:
+        """Wait for the oldest pass in flight and hand out its tokens; a sequence that ended before gets none."""
+        done = self._in_flight.popleft()
+        numbers, num_kept = done.numbers.read(), 0
+        for sequence, row in done.sequences:
+            if sequence.finish_reason is not None:
                 continue
-            self._scheduler.start(sequence)
-            emitted = sequence.append([first_tokens[i]]) if i in first_tokens else 0
-            self._record(Prefilled(sequence=sequence.request.id, time=self._now(), emitted=emitted))
-        joined = seed.take(complete)
-        self._seed = joined if self._seed is None else Seed.cat([self._seed, joined])
-        self._sampling = None
+            if done.kind == "prefill":
+                self._commit_first(sequence, None if row is None else numbers[row])
+            else:
+                assert row is not None
+                num_kept += self._commit(sequence, numbers[row])
+            if sequence.finish_reason is not None:
+                self._retire(sequence)
+        self._record_pass(done, num_kept)
 
-    # --- the running batch ------------------------------------------------------------------------
+    def _commit_first(self, sequence: Sequence, tokens: list[int] | None) -> None:
+        """A prompt is in the cache, with the first token of the text unless that was known."""
+        emitted = 0
+        if tokens is not None:
+            sequence.land(1, 1)
+            emitted = sequence.append(tokens)
+        self._record(Prefilled(sequence=sequence.request.id, time=self._now(), emitted=emitted))
 
-    def _reserve(self) -> None:
-        """Make sure that the next step's KV has pages, at the cost of the youngest sequences if need be."""
-        before = list(self._scheduler.running)
-        for sequence in self._scheduler.reserve():
-            self._record(Preempted(sequence=sequence.request.id, time=self._now()))
-        self._keep([i for i, sequence in enumerate(before) if sequence.pages])
-
-    def _commit(self, drafts: Tensor, accepted: Tensor, tokens: Tensor) -> int:
-        """Give every running sequence its tokens; returns how many rows the target confirmed in all."""
-        columns = zip(
-            self._scheduler.running, drafts.tolist(), accepted.tolist(), tokens.tolist(), strict=True
-        )
-        num_kept, now = 0, self._now()
-        for sequence, proposed, num_accepted, emitted in columns:
-            kept = sequence.append(emitted[: num_accepted + 1])
-            num_kept += num_accepted + 1
-            self._record(
-                Verified(
-                    sequence=sequence.request.id,
-                    time=now,
-                    drafts=tuple(proposed),
-                    accepted=num_accepted,
-                    emitted=kept,
-                )
+    def _commit(self, sequence: Sequence, row: list[int]) -> int:
+        """What a decode step found for ``sequence``; returns how many of its rows the target confirmed."""
+        k = self._num_spec_tokens
+        drafts, accepted, tokens = row[:k], row[k], row[k + 1 :]
+        sequence.land(1, k + 1)
+        emitted = sequence.append(tokens[: accepted + 1])
+        self._record(
+            Verified(
+                sequence=sequence.request.id,
+                time=self._now(),
+                drafts=tuple(drafts),
+                accepted=accepted,
+                emitted=emitted,
             )
-        return num_kept
+        )
+        return accepted + 1
 
-    def _retire(self) -> list[Completion]:
-        running = list(self._scheduler.running)
-        finished = [sequence for sequence in running if sequence.finish_reason is not None]
-        self._keep([i for i, sequence in enumerate(running) if sequence.finish_reason is None])
-        for sequence in finished:
-            self._scheduler.retire(sequence)
+    def _retire(self, sequence: Sequence, error: str | None = None) -> None:
+        self._scheduler.retire(sequence)
+        self._record(
+            Finished(
+                sequence=sequence.request.id,
+                time=self._now(),
+                reason=str(sequence.finish_reason),
+                num_output_tokens=sequence.num_output_tokens,
+            )
+        )
+        self._completions.append(sequence.completion(error))
+
+    def _record_pass(self, done: _Pass, num_kept: int) -> None:
+        """Passes overlap on the host, so the time of one counts from when the one before was read."""
+        now, rows = self._now(), done.result.first_pass_rows
+        self._record(
+            Stepped(
+                kind=done.kind,
+                time=now,
+                seconds=now - max(done.launched, self._read_at),
+                num_sequences=done.num_sequences,
+                target_rows=done.result.target_rows,
+                first_pass_rows=rows,
+                first_pass_kept=rows if done.kind == "prefill" else min(num_kept, rows),
+                loop_rows=done.result.loop_rows,
+            )
+        )
+        self._read_at = now
+
+    def _record_captures(self) -> None:
+        for capture in self._steps.runner.take_captures():
+            what, num_rows, _ = capture.key
             self._record(
-                Finished(
-                    sequence=sequence.request.id,
+                Captured(
                     time=self._now(),
-                    reason=str(sequence.finish_reason),
-                    num_output_tokens=sequence.num_output_tokens,
+                    what=what,
+                    num_sequences=num_rows,
+                    seconds=capture.seconds,
+                    fits=capture.fits,
                 )
             )
-        return [sequence.completion() for sequence in finished]
-
-    def _keep(self, rows: list[int]) -> None:
-        """Drop all other rows of the running batch."""
-        if self._seed is not None and len(rows) < len(self._seed.tokens):
-            self._seed = self._seed.take(rows)
-            self._sampling = None
-
-    def _running_sampling(self) -> SamplingBatch:
-        if self._sampling is None:
-            self._sampling = self._sampling_of(self._scheduler.running)
-        return self._sampling
-
-    def _sampling_of(self, sequences: list[Sequence]) -> SamplingBatch:
-        return SamplingBatch.of(
-            [sequence.request.sampling for sequence in sequences],
-            [sequence.seed for sequence in sequences],
-            self._device,
-        )
-
-    def _block_tables(self, sequences: list[Sequence]) -> Tensor:
-        width = max(len(sequence.pages) for sequence in sequences)
-        return torch.tensor(
-            [sequence.pages + [0] * (width - len(sequence.pages)) for sequence in sequences],
-            dtype=torch.int32,
-            device=self._device,
-        )
-
-    def _ints(self, values: list[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=self._device)
 
     def _now(self) -> float:
         return time.perf_counter() - self._began
-
-    def _record_step(
-        self, kind: str, began: float, layout: Layout, first_pass_rows: int, kept: int, loop_rows: int
-    ) -> None:
-        now = self._now()
-        self._record(
-            Stepped(
-                kind=kind,
-                time=now,
-                seconds=now - began,
-                num_sequences=layout.num_sequences,
-                target_rows=layout.num_rows,
-                first_pass_rows=first_pass_rows,
-                first_pass_kept=kept,
-                loop_rows=loop_rows,
-            )
-        )

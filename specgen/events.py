@@ -80,7 +80,27 @@ class Stepped:
     loop_rows: int
 
 
-Event = Submitted | Prefilled | Verified | Preempted | Finished | Stepped
+@dataclass(frozen=True, kw_only=True)
+class Captured:
+    """A CUDA graph was captured: later steps of ``num_sequences`` are replayed; not ``fits``: no memory for it."""
+
+    time: float
+    what: str  # "step", or the pass of one
+    num_sequences: int
+    seconds: float
+    fits: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutOfMemory:
+    """The device had no memory for a pass; the run goes on within these limits."""
+
+    time: float
+    max_batch_size: int
+    max_prefill_tokens: int
+
+
+Event = Submitted | Prefilled | Verified | Preempted | Finished | Stepped | Captured | OutOfMemory
 _TYPES: dict[str, type[Event]] = {
     "submitted": Submitted,
     "prefilled": Prefilled,
@@ -88,6 +108,8 @@ _TYPES: dict[str, type[Event]] = {
     "preempted": Preempted,
     "finished": Finished,
     "stepped": Stepped,
+    "captured": Captured,
+    "out_of_memory": OutOfMemory,
 }
 _NAMES = {event_type: name for name, event_type in _TYPES.items()}
 

@@ -7,6 +7,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from specgen.transfer import on_device
+
 
 @dataclass(frozen=True, kw_only=True)
 class HostLens:
@@ -27,11 +29,11 @@ class Layout:
 
     block_tables: Tensor  # [B, max_pages] int32: page of each page_size positions; page 0 where there is none
     starts: Tensor  # [B] int64: position of the sequence's first row
-    query_lens: Tensor  # [B] int64: rows of the sequence
     num_rows: int  # of the whole pass
     max_query_len: int  # no sequence has more rows
     page_size: int
     uniform_q: int | None
+    ragged_lens: Tensor | None = None  # [B] int64: rows of the sequence where uniform_q is None
     host: HostLens | None = None
 
     @staticmethod
@@ -40,7 +42,6 @@ class Layout:
         return Layout(
             block_tables=block_tables,
             starts=starts,
-            query_lens=torch.full_like(starts, query_len),
             num_rows=len(starts) * query_len,
             max_query_len=query_len,
             page_size=page_size,
@@ -56,7 +57,7 @@ class Layout:
         return Layout(
             block_tables=block_tables,
             starts=columns[0],
-            query_lens=columns[1],
+            ragged_lens=columns[1],
             num_rows=sum(query_lens),
             max_query_len=max(query_lens),
             page_size=page_size,
@@ -70,19 +71,27 @@ class Layout:
         return self.starts.shape[0]
 
     @cached_property
-    def first_rows(self) -> Tensor:
-        """Index of each sequence's first row, ``[B]``."""
-        return self.query_lens.cumsum(0) - self.query_lens
+    def query_lens(self) -> Tensor:
+        """Rows of each sequence, ``[B]`` int64."""
+        if self.ragged_lens is not None:
+            return self.ragged_lens
+        assert self.uniform_q is not None
+        return torch.full_like(self.starts, self.uniform_q)
 
     @cached_property
-    def last_rows(self) -> Tensor:
-        """Index of each sequence's last row, ``[B]``."""
-        return self.query_lens.cumsum(0) - 1
+    def ends(self) -> Tensor:
+        """Index behind each sequence's last row, ``[B]``."""
+        return self.query_lens.cumsum(0)
+
+    @cached_property
+    def first_rows(self) -> Tensor:
+        """Index of each sequence's first row, ``[B]``."""
+        return self.ends - self.query_lens
 
     @cached_property
     def kv_lens(self) -> Tensor:
         """Positions that each sequence's last row attends to, itself included, ``[B]``."""
-        return self.starts + self.query_lens
+        return self.starts + (self.uniform_q or self.query_lens)
 
     @cached_property
     def sequences(self) -> Tensor:
@@ -90,9 +99,7 @@ class Layout:
         rows = torch.arange(self.num_rows, device=self.starts.device)
         if self.uniform_q is not None:
             return rows // self.uniform_q
-        return torch.searchsorted(self.query_lens.cumsum(0), rows, right=True).clamp_(
-            max=len(self.starts) - 1
-        )
+        return torch.searchsorted(self.ends, rows, right=True).clamp_(max=len(self.starts) - 1)
 
     @cached_property
     def positions(self) -> Tensor:
@@ -117,7 +124,7 @@ class Layout:
         kept = Layout(
             block_tables=self.block_tables,
             starts=self.starts,
-            query_lens=keep,
+            ragged_lens=keep,
             num_rows=num_rows,
             max_query_len=self.max_query_len,
             page_size=self.page_size,
@@ -125,10 +132,3 @@ class Layout:
         )
         rows = kept.positions - self.starts[kept.sequences] + self.first_rows[kept.sequences]
         return rows.clamp(max=self.num_rows - 1), kept
-
-
-def on_device(values: Sequence[Sequence[int]] | Sequence[int], device: torch.device) -> Tensor:
-    """``values`` as int64 on ``device``, without waiting for what the device is doing."""
-    if device.type == "cpu":
-        return torch.tensor(values, dtype=torch.int64)
-    return torch.tensor(values, dtype=torch.int64, pin_memory=True).to(device, non_blocking=True)

@@ -2,12 +2,12 @@
 
 
 class PageAllocator:
-    """Hands out page numbers ``0 .. num_pages - 1``."""
+    """Hands out page numbers ``1 .. num_pages``; page 0 is where rows that belong to nobody write."""
 
     def __init__(self, num_pages: int, page_size: int) -> None:
         self.num_pages = num_pages
         self.page_size = page_size
-        self._free = list(range(num_pages - 1, -1, -1))
+        self._free = list(range(num_pages, 0, -1))
 
     @property
     def num_free(self) -> int:

@@ -5,16 +5,31 @@ decides, and what it is for, so a text does not depend on which other requests r
 """
 
 import hashlib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from specgen.config import SamplingParams
+from specgen.transfer import on_device
 
 # What a random number is for. Draws of different purposes at one position are independent.
 ACCEPT, EMIT, DRAFT = 1, 2, 3
+
+
+# What a batch asks for: argmax alone, a plain draw, or a draw from filtered distributions. The host knows it,
+# so that no pass has to look at the columns to decide what to compute.
+SamplingKind = Literal["greedy", "plain", "filtered"]
+
+
+def kind_of(params: Iterable[SamplingParams]) -> SamplingKind:
+    """The least that serves every one of ``params``."""
+    sampled = [p for p in params if p.temperature > 0]
+    if not sampled:
+        return "greedy"
+    return "filtered" if any(p.top_k or p.top_p < 1 or p.min_p for p in sampled) else "plain"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,18 +41,31 @@ class SamplingBatch:
     top_k: Tensor  # [B] int64, 0: off
     min_p: Tensor  # [B] float32
     seeds: Tensor  # [B] int64
-    greedy: bool  # every sequence is
+    kind: SamplingKind
 
     @staticmethod
     def of(params: Sequence[SamplingParams], seeds: Sequence[int], device: torch.device) -> "SamplingBatch":
         """Columns of ``params``, with one derived seed a sequence (see ``request_seed``)."""
+        floats = on_device([[p.temperature, p.top_p, p.min_p] for p in params], device, torch.float32)
+        ints = on_device([[p.top_k, seed] for p, seed in zip(params, seeds, strict=True)], device)
         return SamplingBatch(
-            temperature=torch.tensor([p.temperature for p in params], dtype=torch.float32, device=device),
-            top_p=torch.tensor([p.top_p for p in params], dtype=torch.float32, device=device),
-            top_k=torch.tensor([p.top_k for p in params], dtype=torch.int64, device=device),
-            min_p=torch.tensor([p.min_p for p in params], dtype=torch.float32, device=device),
-            seeds=torch.tensor(list(seeds), dtype=torch.int64, device=device),
-            greedy=all(p.temperature == 0 for p in params),
+            temperature=floats[:, 0],
+            top_p=floats[:, 1],
+            min_p=floats[:, 2],
+            top_k=ints[:, 0],
+            seeds=ints[:, 1],
+            kind=kind_of(params),
+        )
+
+    def take(self, rows: Tensor | slice) -> "SamplingBatch":
+        """The sequences at ``rows``, in that order; a slice gives views."""
+        return replace(
+            self,
+            temperature=self.temperature[rows],
+            top_p=self.top_p[rows],
+            top_k=self.top_k[rows],
+            min_p=self.min_p[rows],
+            seeds=self.seeds[rows],
         )
 
 
@@ -70,11 +98,9 @@ def target_probs(logits: Tensor, batch: SamplingBatch) -> Tensor:
     Temperature, then min-p, top-k and top-p, in vLLM's order. Rows at temperature 0 are one-hot at the first maximum.
     """
     probs = draft_probs(logits, batch)
-    if bool((batch.min_p > 0).any()):
+    if batch.kind == "filtered":
         floor = batch.min_p[:, None, None] * probs.amax(-1, keepdim=True)
-        probs = probs.masked_fill(probs < floor, 0)
-    if bool((batch.top_k > 0).any()) or bool((batch.top_p < 1).any()):
-        probs = _keep_top(probs, batch)
+        probs = _keep_top(probs.masked_fill(probs < floor, 0), batch)
     return probs / probs.sum(-1, keepdim=True)
 
 

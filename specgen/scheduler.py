@@ -26,19 +26,29 @@ class Scheduler:
 
     A sequence is admitted when pages for all it holds and one step ahead are free. When a running one cannot grow,
     the one admitted last gives its pages back and is computed again later; the oldest always can go on, because
-    a request that would not fit alone is refused (``refusal``).
+    a request that would not fit alone is refused (``refusal``). Both limits may be lowered while it runs.
     """
 
     def __init__(
         self, *, allocator: PageAllocator, max_batch_size: int, max_prefill_tokens: int, num_spec_tokens: int
     ) -> None:
         self._allocator = allocator
-        self._max_batch_size = max_batch_size
-        self._max_prefill_tokens = max_prefill_tokens
+        self.max_batch_size = max_batch_size
+        self.max_prefill_tokens = max_prefill_tokens
         self._step_rows = num_spec_tokens + 1
         self.waiting: deque[Sequence] = deque()
         self.prefilling: list[Sequence] = []
         self.running: list[Sequence] = []
+
+    @property
+    def page_size(self) -> int:
+        """Positions of a page."""
+        return self._allocator.page_size
+
+    @property
+    def num_admitted(self) -> int:
+        """Sequences that hold pages and a place."""
+        return len(self.prefilling) + len(self.running)
 
     @property
     def idle(self) -> bool:
@@ -48,7 +58,7 @@ class Scheduler:
     @property
     def has_place(self) -> bool:
         """Whether the batch has room for one more request than are in hand."""
-        return len(self.waiting) + len(self.prefilling) + len(self.running) < self._max_batch_size
+        return len(self.waiting) + self.num_admitted < self.max_batch_size
 
     def refusal(self, sequence: Sequence) -> str | None:
         """Why ``sequence`` could never finish, or None."""
@@ -67,7 +77,7 @@ class Scheduler:
 
     def next_chunks(self) -> list[Chunk]:
         """Prompts, or pieces of them, for one prefill pass of at most ``max_prefill_tokens`` rows."""
-        budget = self._max_prefill_tokens
+        budget = self.max_prefill_tokens
         chunks: list[Chunk] = []
         for sequence in self.prefilling:
             if budget:
@@ -79,7 +89,7 @@ class Scheduler:
         return chunks
 
     def _admit(self, sequence: Sequence) -> bool:
-        if len(self.prefilling) + len(self.running) >= self._max_batch_size:
+        if self.num_admitted >= self.max_batch_size:
             return False
         return self._allocator.grow(sequence.pages, len(sequence.tokens) + self._step_rows)
 
@@ -95,19 +105,20 @@ class Scheduler:
         self.prefilling.remove(sequence)
         self.running.append(sequence)
 
-    def reserve(self) -> list[Sequence]:
-        """Give every running sequence pages for the next step; returns those that were preempted for it."""
-        preempted: list[Sequence] = []
-        index = 0
-        while index < len(self.running):
-            sequence = self.running[index]
-            if self._allocator.grow(sequence.pages, len(sequence.tokens) + self._step_rows):
-                index += 1
-            else:
-                preempted.append(self._preempt())
-        return preempted
+    def reserve(self) -> bool:
+        """Give every running sequence pages for the next step; False if there are too few, and some may have theirs.
 
-    def _preempt(self) -> Sequence:
+        A step in flight may add tokens first, but none behind the step that ends the text is ever looked at.
+        """
+        return all(
+            self._allocator.grow(
+                sequence.pages,
+                min(len(sequence.tokens) + sequence.in_flight_max, sequence.max_length) + self._step_rows,
+            )
+            for sequence in self.running
+        )
+
+    def preempt(self) -> Sequence:
         """Send the youngest sequence back to the head of the queue; those still prefilling are the youngest."""
         victim = (self.prefilling or self.running).pop()
         self._allocator.release(victim.pages)
@@ -115,7 +126,12 @@ class Scheduler:
         self.waiting.appendleft(victim)
         return victim
 
-    def retire(self, sequence: Sequence) -> None:
-        """Take a finished sequence out of the batch and free its pages."""
+    def leave(self, sequence: Sequence) -> None:
+        """Take a sequence out of the batch that passes in flight will end; its pages stay until it retires."""
         self.running.remove(sequence)
+
+    def retire(self, sequence: Sequence) -> None:
+        """Take a finished sequence out of the batch, if it is still in it, and free its pages."""
+        if sequence in self.running:
+            self.running.remove(sequence)
         self._allocator.release(sequence.pages)

@@ -49,6 +49,8 @@ class Sequence:
     stop: StopFinder | None = None
     pages: list[int] = field(default_factory=list)
     num_computed: int = 0  # positions in the cache, while prefilling
+    in_flight_min: int = 0  # tokens that passes whose results are not read yet will add at least ...
+    in_flight_max: int = 0  # ... and at most
     finish_reason: FinishReason | None = None
 
     @property
@@ -60,6 +62,20 @@ class Sequence:
     def num_prefill_tokens(self) -> int:
         """Positions that a prefill computes: the prompt, or after a preemption all but the newest token."""
         return len(self.tokens) - (1 if self.num_output_tokens else 0)
+
+    @property
+    def surely_ends(self) -> bool:
+        """Whether passes that already run will end it, whatever they find."""
+        return len(self.tokens) + self.in_flight_min >= self.max_length
+
+    def launch(self, at_least: int, at_most: int) -> None:
+        """A pass that adds so many tokens is on its way."""
+        self.in_flight_min += at_least
+        self.in_flight_max += at_most
+
+    def land(self, at_least: int, at_most: int) -> None:
+        """The results of such a pass are here."""
+        self.launch(-at_least, -at_most)
 
     def append(self, tokens: list[int]) -> int:
         """Take ``tokens`` up to the first that ends the text; returns how many were taken."""
@@ -76,8 +92,10 @@ class Sequence:
         self.finish_reason = ends
         return kept
 
-    def completion(self) -> Completion:
-        """The finished sequence as an answer."""
+    def completion(self, error: str | None = None) -> Completion:
+        """The finished sequence as an answer; ``error`` says why it could not go on."""
         assert self.finish_reason is not None
         output = tuple(self.tokens[len(self.request.prompt_token_ids) :])
-        return Completion(request=self.request, token_ids=output, finish_reason=self.finish_reason)
+        return Completion(
+            request=self.request, token_ids=output, finish_reason=self.finish_reason, error=error
+        )

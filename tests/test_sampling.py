@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from specgen import engine as engine_module
+from specgen import step as step_module
 from specgen.config import SamplingParams
 from specgen.sampling import SamplingBatch, draw, request_seed, target_probs, uniform
 from specgen.sequence import Request
@@ -108,7 +108,7 @@ def test_a_residual_that_forgets_the_drafter_is_caught(
         bonus = draw(probs, u_emit).gather(1, accepted[:, None])
         return accepted, tokens.scatter(1, accepted[:, None], bonus)
 
-    monkeypatch.setattr(engine_module, "accept_sampled", planted)
+    monkeypatch.setattr(step_module, "accept_sampled", planted)
     values, _ = p_values(small_pair, FILTERS["plain"], draft_sampling)
     assert min(values) < 1e-6
 

@@ -74,12 +74,38 @@ def test_the_youngest_gives_way_and_comes_back_first() -> None:
     oldest, _, youngest = sched.running
     sched.submit(sequence("d", 4))
     oldest.tokens.append(1)  # its next step needs a third page, and all six are taken
-    assert sched.reserve() == [youngest]
+    assert not sched.reserve()
+    assert sched.preempt() is youngest
+    assert sched.reserve()
     assert youngest.pages == []
     assert [s.request.id for s in sched.waiting] == ["c", "d"]
     assert prefill(sched) == []
     sched.retire(oldest)
     assert prefill(sched) == [("c", 0, 4), ("d", 0, 4)]
+
+
+def test_a_step_in_flight_needs_room_too_but_not_behind_the_end() -> None:
+    sched = scheduler(num_pages=5)
+    sched.submit(sequence("a", 4, max_tokens=8))
+    prefill(sched)
+    (only,) = sched.running
+    assert (sched.reserve(), len(only.pages)) == (True, 2)
+    only.launch(1, 4)
+    assert (sched.reserve(), len(only.pages)) == (True, 3)
+    only.tokens += [1] * 7
+    only.launch(1, 4)
+    assert (sched.reserve(), len(only.pages)) == (True, 4)  # 12 tokens at the end and a step
+
+
+def test_a_sequence_surely_ends_when_the_least_that_is_in_flight_fills_it() -> None:
+    seq = sequence("a", 2, max_tokens=3)
+    seq.launch(1, 4)
+    seq.launch(1, 4)
+    assert not seq.surely_ends
+    seq.launch(1, 4)
+    assert seq.surely_ends
+    seq.land(1, 4)
+    assert not seq.surely_ends
 
 
 def test_a_preempted_sequence_is_computed_up_to_its_newest_token() -> None:
@@ -96,7 +122,7 @@ def test_all_pages_come_back() -> None:
     assert allocator.grow(first, 17)
     assert allocator.grow(second, 20)
     assert not allocator.grow(first, 21)
-    assert sorted(first + second) == list(range(10))
+    assert sorted(first + second) == list(range(1, 11))
     allocator.release(first)
     allocator.release(second)
     assert allocator.num_free == 10

@@ -1,0 +1,118 @@
+"""The running batch on the device: a row a sequence, at addresses that stay, so that a captured step finds them."""
+
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from specgen.drafting import Seed
+from specgen.sampling import SamplingBatch, kind_of
+from specgen.sequence import Sequence
+from specgen.transfer import on_device
+
+
+@dataclass(frozen=True, kw_only=True)
+class Columns:
+    """What a step reads, and where it leaves the next step's seed. Padding rows stay as they are."""
+
+    seed: Seed
+    block_tables: Tensor  # [B, max_pages] int32; page 0 where a sequence has none
+    sampling: SamplingBatch
+    active: Tensor  # [B] bool; False in padding rows
+
+    @property
+    def num_rows(self) -> int:
+        """B."""
+        return self.active.shape[0]
+
+    def advance(self, seed: Seed) -> None:
+        """Put ``seed`` in place of the old one, on the device alone."""
+        old = self.seed
+        old.tokens.copy_(torch.where(self.active, seed.tokens, old.tokens))
+        old.positions.copy_(torch.where(self.active, seed.positions, old.positions))
+        old.hidden.copy_(torch.where(self.active[:, None], seed.hidden, old.hidden))
+
+
+class RunningBatch:
+    """Rows of up to ``max_rows`` sequences. A free row is a padding row: position 0 of a sequence on page 0."""
+
+    def __init__(
+        self, *, max_rows: int, table_width: int, hidden_size: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        def column(dtype: torch.dtype, *shape: int) -> Tensor:
+            return torch.zeros(max_rows, *shape, dtype=dtype, device=device)
+
+        self.sequences: list[Sequence] = []
+        self._num_uploaded: list[int] = []  # of each row's pages, how many are in its block table
+        self._device = device
+        self._seed = Seed(
+            tokens=column(torch.int64), positions=column(torch.int64), hidden=column(dtype, hidden_size)
+        )
+        self._tables = column(torch.int32, table_width)
+        self._active = column(torch.bool)
+        self._sampling = SamplingBatch(
+            temperature=column(torch.float32),
+            top_p=column(torch.float32).fill_(1),  # 0 would leave a padding row nothing to draw from
+            top_k=column(torch.int64),
+            min_p=column(torch.float32),
+            seeds=column(torch.int64),
+            kind="greedy",
+        )
+
+    def join(self, sequences: Items[Sequence], seed: Seed, sampling: SamplingBatch) -> None:
+        """Add rows for ``sequences``, whose seeds and sampling parameters come in the same order."""
+        first = len(self.sequences)
+        rows = slice(first, first + len(sequences))
+        self.sequences += sequences
+        self._num_uploaded += [0] * len(sequences)
+        for mine, theirs in zip(self._row_values(), (*_tensors(seed), *_tensors(sampling)), strict=True):
+            mine[rows] = theirs
+        self._active[rows] = True
+
+    def arrange(self, sequences: list[Sequence]) -> None:
+        """Keep the rows of ``sequences`` alone, which are in the batch and in its order."""
+        if len(sequences) == len(self.sequences):
+            return
+        row_of = {id(sequence): row for row, sequence in enumerate(self.sequences)}
+        rows = [row_of[id(sequence)] for sequence in sequences]
+        kept, before = len(rows), len(self.sequences)
+        index = on_device(rows, self._device)
+        for column in (*self._row_values(), self._tables):
+            if rows != list(range(kept)):
+                column[:kept] = column[index]
+        self.sequences = list(sequences)
+        self._num_uploaded = [self._num_uploaded[row] for row in rows]
+        for column in (*self._row_values(), self._tables, self._active):
+            column[kept:before] = 0
+        self._sampling.top_p[kept:before] = 1
+
+    def columns(self, num_rows: int) -> Columns:
+        """The first ``num_rows`` rows, padding rows among them, with the block tables brought up to date."""
+        self._upload_pages()
+        rows, kind = slice(num_rows), kind_of(sequence.request.sampling for sequence in self.sequences)
+        return Columns(
+            seed=self._seed.take(rows),
+            block_tables=self._tables[rows],
+            sampling=replace(self._sampling.take(rows), kind=kind),
+            active=self._active[rows],
+        )
+
+    def _upload_pages(self) -> None:
+        new = [
+            (row, place, sequence.pages[place])
+            for row, sequence in enumerate(self.sequences)
+            for place in range(self._num_uploaded[row], len(sequence.pages))
+        ]
+        if new:
+            rows, places, pages = on_device(new, self._device).unbind(1)
+            self._tables[rows, places] = pages.to(torch.int32)
+            self._num_uploaded = [len(sequence.pages) for sequence in self.sequences]
+
+    def _row_values(self) -> tuple[Tensor, ...]:
+        return (*_tensors(self._seed), *_tensors(self._sampling))
+
+
+def _tensors(columns: Seed | SamplingBatch) -> tuple[Tensor, ...]:
+    """The columns of either, in the order of their fields."""
+    return tuple(value for value in vars(columns).values() if isinstance(value, Tensor))

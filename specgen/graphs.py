@@ -1,0 +1,144 @@
+"""CUDA graphs: how a decode step, or each of its forward passes, is captured once and replayed."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+T = TypeVar("T")
+Key = tuple[str, int, str]  # all that the host decides about a computation: its name, rows, kind of sampling
+
+
+@dataclass(frozen=True, kw_only=True)
+class Capture:
+    """One capture: of what, how long it took, and whether there was memory for it."""
+
+    key: Key
+    seconds: float
+    fits: bool
+
+
+class Runner(Protocol):
+    """How computations run. Each reads and writes tensors at addresses that stay, and returns tensors."""
+
+    def num_rows(self, num_sequences: int) -> int:
+        """Rows to compute for so many sequences; those beyond are padding."""
+        ...
+
+    def step(self, key: Key, function: Callable[[], T]) -> T:
+        """Run a whole decode step."""
+        ...
+
+    def piece(self, key: Key, function: Callable[..., T], *inputs: Tensor) -> T:
+        """Run one forward pass within a step; ``inputs`` are what the step has computed since the last one."""
+        ...
+
+    def take_captures(self) -> list[Capture]:
+        """The captures since this was last asked."""
+        ...
+
+
+class Eager:
+    """Every kernel is launched by the host."""
+
+    def num_rows(self, num_sequences: int) -> int:
+        """See ``Runner.num_rows``; no padding."""
+        return num_sequences
+
+    def step(self, key: Key, function: Callable[[], T]) -> T:
+        """See ``Runner.step``."""
+        return function()
+
+    def piece(self, key: Key, function: Callable[..., T], *inputs: Tensor) -> T:
+        """See ``Runner.piece``."""
+        return function(*inputs)
+
+    def take_captures(self) -> list[Capture]:
+        """See ``Runner.take_captures``."""
+        return []
+
+
+class StepGraphs:
+    """A whole step is one graph for each bucket of rows."""
+
+    def __init__(self) -> None:
+        self._captures: list[Capture] = []
+        self._graphs: dict[Key, _Graph | None] = {}
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def num_rows(self, num_sequences: int) -> int:
+        """See ``Runner.num_rows``."""
+        return bucket(num_sequences)
+
+    def step(self, key: Key, function: Callable[[], T]) -> T:
+        """See ``Runner.step``."""
+        return self._run(key, function, ())
+
+    def piece(self, key: Key, function: Callable[..., T], *inputs: Tensor) -> T:
+        """See ``Runner.piece``."""
+        return function(*inputs)
+
+    def take_captures(self) -> list[Capture]:
+        """See ``Runner.take_captures``."""
+        taken, self._captures = self._captures, []
+        return taken
+
+    def _run(self, key: Key, function: Callable[..., T], inputs: tuple[Tensor, ...]) -> T:
+        """Replay; the first time, run without a graph, which also loads and compiles, and capture for the next."""
+        graph = self._graphs.get(key)
+        if graph is not None:
+            result: T = graph.replay(inputs)
+            return result
+        result = function(*inputs)
+        if key not in self._graphs:
+            began = time.perf_counter()
+            self._graphs[key] = graph = _capture(function, inputs, self._pool)
+            seconds = time.perf_counter() - began
+            self._captures.append(Capture(key=key, seconds=seconds, fits=graph is not None))
+        return result
+
+
+class PassGraphs(StepGraphs):
+    """Each forward pass of a step is a graph of its own; the host launches what lies between."""
+
+    def step(self, key: Key, function: Callable[[], T]) -> T:
+        """See ``Runner.step``."""
+        return function()
+
+    def piece(self, key: Key, function: Callable[..., T], *inputs: Tensor) -> T:
+        """See ``Runner.piece``."""
+        return self._run(key, function, inputs)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Graph:
+    graph: torch.cuda.CUDAGraph
+    inputs: tuple[Tensor, ...]
+    result: Any
+
+    def replay(self, inputs: tuple[Tensor, ...]) -> Any:
+        for mine, given in zip(self.inputs, inputs, strict=True):
+            mine.copy_(given)
+        self.graph.replay()
+        return self.result
+
+
+def _capture(function: Callable[..., Any], inputs: tuple[Tensor, ...], pool: Any) -> _Graph | None:
+    """A graph of ``function`` over copies of ``inputs``; None where memory is short. Nothing is executed."""
+    graph = torch.cuda.CUDAGraph()
+    try:
+        copies = tuple(given.clone() for given in inputs)
+        with torch.cuda.graph(graph, pool=pool):
+            result = function(*copies)
+    except torch.OutOfMemoryError:
+        return None
+    return _Graph(graph=graph, inputs=copies, result=result)
+
+
+def bucket(num_rows: int) -> int:
+    """The size that ``num_rows`` is padded to: in quarters of powers of two, at most 16 apart."""
+    apart = min(max((1 << (num_rows - 1).bit_length()) // 4, 1), 16)
+    return -(-num_rows // apart) * apart

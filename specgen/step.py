@@ -1,0 +1,122 @@
+"""The two passes of the engine as functions of device tensors: a prefill, and a decode step.
+
+Nothing in them asks the device, so the host may be ahead of it, and a decode step can be captured.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from specgen.attention import Attend, Backend
+from specgen.batch import Columns
+from specgen.drafting import Drafter, Drafts, Outcome, Seed
+from specgen.graphs import Runner
+from specgen.kv_cache import KVCache
+from specgen.layout import Layout
+from specgen.models.llama import Llama
+from specgen.sampling import ACCEPT, EMIT, SamplingBatch, target_probs, uniform
+from specgen.verify import accept_greedy, accept_sampled
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepResult:
+    """What a pass found, a row a sequence, and the rows that it computed."""
+
+    numbers: Tensor  # [B, n] int64: a prefill's first tokens, or drafts, accepted and tokens (see ``verify``)
+    target_rows: int
+    first_pass_rows: int
+    loop_rows: int
+
+
+class Steps:
+    """Target, drafter and their caches at work."""
+
+    def __init__(
+        self, *, target: Llama, cache: KVCache, backend: Backend, drafter: Drafter, runner: Runner
+    ) -> None:
+        self._target = target
+        self._cache = cache
+        self._backend = backend
+        self._drafter = drafter
+        self.runner = runner
+
+    def prefill(
+        self, layout: Layout, token_ids: Tensor, next_tokens: Tensor, fresh: Tensor, sampling: SamplingBatch
+    ) -> tuple[Seed, StepResult]:
+        """Put the rows of a ragged ``layout`` into the caches.
+
+        ``next_tokens`` ``[rows]`` follow ``token_ids``; those behind the last rows of ``fresh`` ``[B]`` bool sequences
+        are not known and chosen here: a verify without drafts.
+        """
+        hidden, features = self._forward(token_ids, layout)
+        last = layout.ends - 1
+        none = Drafts(tokens=last.new_empty(len(last), 0), probs=None)
+        _, chosen = self._accept(
+            none, self._target.logits(hidden[last])[:, None], layout.kv_lens - 1, sampling
+        )
+        next_tokens[last] = torch.where(fresh, chosen[:, 0], next_tokens[last])
+        seed, first_pass_rows = self._drafter.observe(
+            Outcome(features=features, next_tokens=next_tokens, layout=layout, keep=layout.query_lens)
+        )
+        return seed, StepResult(
+            numbers=chosen, target_rows=layout.num_rows, first_pass_rows=first_pass_rows, loop_rows=0
+        )
+
+    def decode(self, columns: Columns) -> StepResult:
+        """One step of every row of ``columns``, in which it leaves the next step's seed."""
+        key = ("step", columns.num_rows, columns.sampling.kind)
+        return self.runner.step(key, lambda: self._decode(columns))
+
+    def _decode(self, columns: Columns) -> StepResult:
+        seed, tables, sampling, num_rows = (
+            columns.seed,
+            columns.block_tables,
+            columns.sampling,
+            columns.num_rows,
+        )
+        k = self._drafter.num_spec_tokens
+
+        def layout() -> Layout:  # anew in each piece, which must not use what another one has computed
+            return Layout.uniform(tables, seed.positions, k + 1, self._cache.page_size)
+
+        def verify(drafts: Tensor) -> tuple[Tensor, Tensor]:
+            rows = torch.cat([seed.tokens[:, None], drafts], 1)
+            hidden, features = self._forward(rows.flatten(), layout())
+            return self._target.logits(hidden).view(*rows.shape, -1), features
+
+        def observe(features: Tensor, tokens: Tensor, keep: Tensor) -> tuple[Seed, int]:
+            outcome = Outcome(features=features, next_tokens=tokens.flatten(), layout=layout(), keep=keep)
+            return self._drafter.observe(outcome)
+
+        piece, what = self.runner.piece, (num_rows, sampling.kind)
+        drafts = piece(("propose", *what), lambda: self._drafter.propose(seed, tables, sampling))
+        logits, features = piece(("verify", *what), verify, drafts.tokens)
+        accepted, tokens = self._accept(drafts, logits, seed.positions, sampling)
+        next_seed, first_pass_rows = piece(("observe", *what), observe, features, tokens, accepted + 1)
+        columns.advance(next_seed)
+        return StepResult(
+            numbers=torch.cat([drafts.tokens, accepted[:, None], tokens], 1),
+            target_rows=num_rows * (k + 1),
+            first_pass_rows=first_pass_rows,
+            loop_rows=num_rows * max(k - 1, 0),
+        )
+
+    def _forward(self, token_ids: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
+        attend = Attend(self._backend, self._cache, layout, self._target.rope)
+        return self._target.forward(token_ids, attend, self._drafter.aux_layers)
+
+    def _accept(
+        self, drafts: Drafts, logits: Tensor, positions: Tensor, sampling: SamplingBatch
+    ) -> tuple[Tensor, Tensor]:
+        """Drafts against logits ``[B, K+1, V]`` of the rows from ``positions`` ``[B]`` on."""
+        if sampling.kind == "greedy":
+            return accept_greedy(drafts.tokens, logits)
+        decided = positions[:, None] + 1 + torch.arange(logits.shape[1], device=logits.device)
+        return accept_sampled(
+            drafts.tokens,
+            drafts.probs,
+            target_probs(logits, sampling),
+            uniform(sampling.seeds, decided[:, :-1], ACCEPT),
+            uniform(sampling.seeds, decided, EMIT),
+        )

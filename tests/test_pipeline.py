@@ -1,0 +1,194 @@
+"""The host ahead of the device, padding rows, and a device short of memory: none of it changes a text or a step."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from specgen import build
+from specgen.config import SamplingParams
+from specgen.events import OutOfMemory, Stepped
+from specgen.graphs import Eager, bucket
+from specgen.pages import PageAllocator
+from specgen.sequence import Request
+from specgen.step import Steps
+from tests.engines import Outputs, Pair, bundled_requests, generate, random_requests
+
+GREEDY = SamplingParams(max_tokens=40)
+SAMPLED = SamplingParams(max_tokens=24, temperature=0.8, top_p=0.9)
+STEP_BYTES = 4 * (12 + 1) * 2 * 2 * 64 * 4  # a page of the bundled pair
+
+
+class Padded(Eager):
+    """Runs eagerly on the rows that a graph would have."""
+
+    def num_rows(self, num_sequences: int) -> int:
+        return bucket(num_sequences) + 2
+
+
+@pytest.fixture
+def device_like(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """From its call on, engines run as they do on a GPU: a step ahead, with padding rows and packed drafter rows."""
+
+    def switch() -> None:
+        engine = build.Engine
+
+        def ahead(**parts: Any) -> Any:
+            return engine(**parts | {"lookahead": 1})
+
+        monkeypatch.setattr(build, "Engine", ahead)
+        monkeypatch.setitem(build._RUNNERS, "off", Padded)
+        monkeypatch.setattr(build, "NonPaddedBatch", build.PackedBatch)
+
+    return switch
+
+
+def mixed_requests(sampling: SamplingParams) -> list[Request]:
+    """Texts of 1 to 40 tokens, so that sequences leave and join at nearly every step."""
+    requests = bundled_requests(16, sampling)
+    return [
+        Request(
+            id=request.id,
+            prompt_token_ids=request.prompt_token_ids,
+            sampling=SamplingParams(
+                max_tokens=1 + 7 * index % sampling.max_tokens,
+                temperature=sampling.temperature,
+                top_p=sampling.top_p,
+            ),
+        )
+        for index, request in enumerate(requests)
+    ]
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("batch", ["padded", "non-padded"])
+@pytest.mark.parametrize("k", [0, 1, 4])
+@pytest.mark.parametrize("max_batch_size", [1, 6])
+def test_a_step_ahead_changes_no_text_and_no_step(
+    demo_pair: Pair,
+    device_like: Callable[[], None],
+    sampling: SamplingParams,
+    batch: str,
+    k: int,
+    max_batch_size: int,
+) -> None:
+    def run() -> Outputs:
+        return generate(
+            demo_pair,
+            mixed_requests(sampling),
+            num_spec_tokens=k,
+            drafter_batch=batch,
+            max_batch_size=max_batch_size,
+        )
+
+    plain = run()
+    device_like()
+    ahead = run()
+    assert ahead.texts == plain.texts
+    assert ahead.verified == plain.verified
+    if sampling is SAMPLED and k:
+        assert {step[1] for steps in plain.verified.values() for step in steps} >= {0, 1}
+
+
+@pytest.mark.parametrize("batch", ["padded", "non-padded"])
+def test_preemption_a_step_ahead(demo_pair: Pair, device_like: Callable[[], None], batch: str) -> None:
+    requests = bundled_requests(12, SamplingParams(max_tokens=48))
+    roomy = generate(demo_pair, requests, num_spec_tokens=4, drafter_batch=batch)
+    device_like()
+    tight = generate(demo_pair, requests, num_spec_tokens=4, drafter_batch=batch, kv_memory=60 * STEP_BYTES)
+    assert tight.num_preempted > 3
+    assert tight.texts == roomy.texts
+    assert tight.verified == roomy.verified
+
+
+def test_no_page_is_lost_and_page_0_is_nobodys(
+    random_pair: Pair, device_like: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[PageAllocator] = []
+    monkeypatch.setattr(build, "PageAllocator", lambda *sizes: made.append(PageAllocator(*sizes)) or made[-1])
+    device_like()
+    requests = random_requests(40, 128, SamplingParams(max_tokens=30), lengths=(1, 40))
+    generate(random_pair, requests, max_batch_size=7, kv_memory=60_000 * 16)
+    (allocator,) = made
+    assert allocator.num_free == allocator.num_pages
+    taken: list[int] = []
+    allocator.grow(taken, allocator.num_pages * allocator.page_size)
+    assert sorted(taken) == list(range(1, allocator.num_pages + 1))
+
+
+def test_texts_reach_the_end_of_the_context_a_step_ahead(
+    random_pair: Pair, device_like: Callable[[], None]
+) -> None:
+    limit = random_pair.models.target.config.max_positions
+    requests = [
+        Request(id=f"r{n}", prompt_token_ids=(5,) * (limit - n), sampling=SamplingParams(max_tokens=99))
+        for n in (1, 2, 3, 9)
+    ]
+    plain = generate(random_pair, requests, num_spec_tokens=4)
+    device_like()
+    ahead = generate(random_pair, requests, num_spec_tokens=4)
+    assert ahead.texts == plain.texts
+    assert [len(text) for text in ahead.texts.values()] == [1, 2, 3, 9]
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("where", ["prefill", "decode"])
+def test_out_of_memory_lowers_the_limits_and_changes_no_text(
+    demo_pair: Pair,
+    device_like: Callable[[], None],
+    monkeypatch: pytest.MonkeyPatch,
+    where: str,
+    ahead: bool,
+) -> None:
+    requests = bundled_requests(10, GREEDY)
+    plain = generate(demo_pair, requests, num_spec_tokens=4, max_batch_size=8)
+    if ahead:
+        device_like()
+    work = getattr(Steps, where)
+
+    def too_large(self: Steps, first: Any, *rest: Any) -> Any:
+        size = first.num_rows  # of a prefill's layout, or of a step's columns
+        if size > (60 if where == "prefill" else 4):
+            raise torch.OutOfMemoryError("planted")
+        return work(self, first, *rest)
+
+    monkeypatch.setattr(Steps, where, too_large)
+    short = generate(demo_pair, requests, num_spec_tokens=4, max_batch_size=8, max_prefill_tokens=256)
+    assert short.texts == plain.texts
+    lowered = [event for event in short.events if isinstance(event, OutOfMemory)]
+    assert lowered
+    assert lowered[-1].max_batch_size == (8 if where == "prefill" else 4 if not ahead else 2)
+    assert lowered[-1].max_prefill_tokens == (32 if where == "prefill" else 256)
+
+
+def test_what_does_not_fit_alone_fails_alone(demo_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    decode = Steps.decode
+
+    def fails_for_long_texts(self: Steps, columns: Any) -> Any:
+        if int(columns.seed.positions.max()) > 120:
+            raise torch.OutOfMemoryError("planted")
+        return decode(self, columns)
+
+    monkeypatch.setattr(Steps, "decode", fails_for_long_texts)
+    requests = [
+        Request(id=f"{n}", prompt_token_ids=(9,) * n, sampling=SamplingParams(max_tokens=5, ignore_eos=True))
+        for n in (30, 119, 31)
+    ]
+    outputs = generate(demo_pair, requests, num_spec_tokens=0)
+    reasons = {name: completion.finish_reason for name, completion in outputs.completions.items()}
+    assert reasons == {"30": "length", "119": "error", "31": "length"}
+    assert "even alone" in (outputs.completions["119"].error or "")
+
+
+def test_times_of_passes_add_up_to_the_run(demo_pair: Pair, device_like: Callable[[], None]) -> None:
+    device_like()
+    passes = [e for e in generate(demo_pair, bundled_requests(6, GREEDY)).events if isinstance(e, Stepped)]
+    assert sum(e.seconds for e in passes) <= passes[-1].time * 1.001
+
+
+def test_buckets_waste_at_most_a_third() -> None:
+    assert [bucket(n) for n in (1, 2, 3, 4, 5, 8, 9, 16, 17, 33, 65, 128)] == [
+        1, 2, 3, 4, 6, 8, 12, 16, 24, 48, 80, 128,
+    ]  # fmt: skip
+    assert all(n <= bucket(n) < 1.5 * n for n in range(2, 1000))
