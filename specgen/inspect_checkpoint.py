@@ -21,7 +21,7 @@ from specgen.models.config import Eagle3Config, TargetConfig, kv_bytes_per_token
 from specgen.models.eagle3 import Eagle3Head, TensorPrefixes
 from specgen.models.fit import misfits
 from specgen.models.llama import Llama
-from specgen.ops import torch_ops
+from specgen.ops.reference import torch_ops
 
 _META = torch.device("meta")
 _NORMS = {

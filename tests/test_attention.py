@@ -8,7 +8,7 @@ from specgen.attention import Attend, Backend
 from specgen.attention.sdpa import SdpaBackend
 from specgen.kv_cache import KVCache
 from specgen.layout import Layout
-from specgen.ops import torch_ops
+from specgen.ops.reference import torch_ops
 
 HEAD_DIM = 16
 SHAPES = {

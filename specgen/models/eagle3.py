@@ -5,13 +5,12 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from specgen.config import require
 from specgen.models.config import Eagle3Config
 from specgen.models.layers import MLP, Attend, Attention, inverse_frequencies
 from specgen.models.weights import Take
-from specgen.ops import Map, Ops, Rope
+from specgen.ops import Map, Norm, Ops, Pair, Rope
 
 # Carried by some checkpoints and needed by nobody here; d2t and t2d are read apart, in the vocabulary map.
 IGNORED_TENSORS = frozenset(
@@ -53,15 +52,14 @@ class Eagle3Head:
 
     config: Eagle3Config
     embedding: Tensor  # [V, H]; the target's unless the checkpoint has its own
-    feature_norm: Map | None  # over [rows, parts, N]
+    feature_norm: Norm | None  # over [rows, parts, N]
     feature_parts: int  # how many norms the features fall into
     fc: Map  # [rows, aux layers * Ht] -> [rows, H]
-    input_norm: Map  # of the embeddings
-    hidden_norm: Map
+    inputs: Pair  # ids [rows] and hidden [rows, H] -> both normed, side by side [rows, 2 * H]
     attention: Attention
-    post_norm: Map
+    post_norm: Norm
     mlp: MLP
-    norm: Map
+    norm: Norm
     lm_head: Map  # [n, H] -> [n, Vd]
     draft_to_target: Tensor  # [Vd] int64: the target's id of each draft id
     rope: Rope
@@ -77,27 +75,30 @@ class Eagle3Head:
         ops: Ops,
     ) -> "Eagle3Head":
         """Take every tensor of the head; the embedding is ``target_embedding`` unless the head has its own."""
-        root, layer, hidden = prefixes.root, prefixes.layer, config.hidden_size
-        own = config.own_embedding
+        root, layer, hidden, eps = prefixes.root, prefixes.layer, config.hidden_size, config.rms_norm_eps
         width = config.num_features * config.target_hidden_size
+        table = (
+            take(root + "embed_tokens.weight", (config.vocab_size, hidden))
+            if config.own_embedding
+            else target_embedding
+        )
 
-        def norm(name: str) -> Map:
-            return ops.rms_norm(take(name, (hidden,)), config.rms_norm_eps)
+        def vector(name: str) -> Tensor:
+            return take(name, (hidden,))
 
         return cls(
             config=config,
-            embedding=take(root + "embed_tokens.weight", (config.vocab_size, hidden))
-            if own
-            else target_embedding,
+            embedding=table,
             feature_norm=_feature_norm(config, root, take, ops),
             feature_parts=config.num_features if config.fc_norm else 1,
             fc=ops.linear(take(root + "fc.weight", (hidden, width))),
-            input_norm=norm(layer + "input_layernorm.weight"),
-            hidden_norm=norm(layer + "hidden_norm.weight"),
+            inputs=ops.embed_beside(
+                table, vector(layer + "input_layernorm.weight"), vector(layer + "hidden_norm.weight"), eps
+            ),
             attention=Attention.build(config, 2 * hidden, layer, take, ops),
-            post_norm=norm(layer + "post_attention_layernorm.weight"),
+            post_norm=ops.rms_norm(vector(layer + "post_attention_layernorm.weight"), eps),
             mlp=MLP.build(config, layer, take, ops),
-            norm=norm(root + "norm.weight"),
+            norm=ops.rms_norm(vector(root + "norm.weight"), eps),
             lm_head=ops.linear(take("lm_head.weight", (config.draft_vocab_size, hidden))),
             draft_to_target=draft_to_target,
             rope=ops.rope(inverse_frequencies(config.rope, config.head_dim, draft_to_target.device)),
@@ -115,17 +116,15 @@ class Eagle3Head:
 
         Returns the hidden states that ``logits`` reads and that the next pass is fed, [rows, H].
         """
-        embedded = self.input_norm(F.embedding(token_ids, self.embedding))
-        normed = self.hidden_norm(hidden)
-        stream = normed if self.config.norm_before_residual else hidden
-        stream = stream + self.attention(torch.cat((embedded, normed), -1), 0, attend)
-        stream = stream + self.mlp(self.post_norm(stream))
-        return self.norm(stream) if self.config.norm_output else stream
+        inputs = self.inputs(token_ids, hidden)
+        stream = inputs[:, self.config.hidden_size :] if self.config.norm_before_residual else hidden
+        stream, normed = self.post_norm.add(stream, self.attention(inputs, 0, attend))
+        stream, normed = self.norm.add(stream, self.mlp(normed))
+        return normed if self.config.norm_output else stream
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Logits over the draft vocabulary, [n, Vd] in float32, from the result of ``forward``, [n, H]."""
-        normed = hidden if self.config.norm_output else self.norm(hidden)
-        return self.lm_head(normed).float()
+        """Logits over the draft vocabulary, [n, Vd] in the model's dtype, from the result of ``forward``, [n, H]."""
+        return self.lm_head(hidden if self.config.norm_output else self.norm(hidden))
 
 
 def vocabulary_map(config: Eagle3Config, d2t: Tensor | None, t2d: Tensor | None) -> Tensor:
@@ -166,7 +165,7 @@ def vocabulary_map(config: Eagle3Config, d2t: Tensor | None, t2d: Tensor | None)
     return ids
 
 
-def _feature_norm(config: Eagle3Config, root: str, take: Take, ops: Ops) -> Map | None:
+def _feature_norm(config: Eagle3Config, root: str, take: Take, ops: Ops) -> Norm | None:
     count, width = config.num_features, config.target_hidden_size
     if config.norm_before_fc:
         return ops.rms_norm(take(root + "input_norm.weight", (count * width,)), config.rms_norm_eps)

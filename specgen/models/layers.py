@@ -9,7 +9,7 @@ from torch import Tensor
 
 from specgen.models.config import Eagle3Config, Llama3Scaling, RopeConfig, TargetConfig
 from specgen.models.weights import Take
-from specgen.ops import Map, Ops
+from specgen.ops import Map, Norm, Ops
 
 
 class Attend(Protocol):
@@ -28,7 +28,7 @@ class Attention:
 
     qkv: Map  # [rows, width] -> [rows, (Hq + 2 * Hkv) * D]
     out: Map  # [rows, Hq * D] -> [rows, H]
-    qk_norm: Map | None  # over [rows, Hq + Hkv, D]
+    qk_norm: Norm | None  # over [rows, Hq + Hkv, D]
     num_heads: int
     num_kv_heads: int
 
@@ -63,9 +63,8 @@ class Attention:
 class MLP:
     """The gated feed-forward block; gate and up are one matrix."""
 
-    gate_up: Map  # [rows, H] -> [rows, 2 * I]
+    gated: Map  # [rows, H] -> [rows, I]
     down: Map  # [rows, I] -> [rows, H]
-    ops: Ops
 
     @classmethod
     def build(cls, config: TargetConfig | Eagle3Config, prefix: str, take: Take, ops: Ops) -> "MLP":
@@ -73,11 +72,11 @@ class MLP:
         hidden, inner = config.hidden_size, config.intermediate_size
         gate_up = [take(f"{prefix}mlp.{name}.weight", (inner, hidden)) for name in ("gate_proj", "up_proj")]
         down = take(f"{prefix}mlp.down_proj.weight", (hidden, inner))
-        return cls(gate_up=ops.linear(torch.cat(gate_up)), down=ops.linear(down), ops=ops)
+        return cls(gated=ops.gated_linear(torch.cat(gate_up)), down=ops.linear(down))
 
     def __call__(self, x: Tensor) -> Tensor:
         """[rows, H] -> [rows, H]."""
-        return self.down(self.ops.silu_and_mul(self.gate_up(x)))
+        return self.down(self.gated(x))
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int, device: torch.device) -> Tensor:
@@ -89,7 +88,7 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int, device: torch.device) -
     return frequencies.to(device)
 
 
-def _qk_norm(config: TargetConfig | Eagle3Config, prefix: str, take: Take, ops: Ops) -> Map:
+def _qk_norm(config: TargetConfig | Eagle3Config, prefix: str, take: Take, ops: Ops) -> Norm:
     q_norm = take(f"{prefix}q_norm.weight", (config.head_dim,))
     k_norm = take(f"{prefix}k_norm.weight", (config.head_dim,))
     by_head = torch.stack([q_norm] * config.num_heads + [k_norm] * config.num_kv_heads)

@@ -9,16 +9,16 @@ from torch.nn import functional as F
 from specgen.models.config import TargetConfig
 from specgen.models.layers import MLP, Attend, Attention, inverse_frequencies
 from specgen.models.weights import Take
-from specgen.ops import Map, Ops, Rope
+from specgen.ops import Map, Norm, Ops, Rope
 
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderLayer:
     """One pre-norm transformer layer."""
 
-    input_norm: Map
+    input_norm: Norm
     attention: Attention
-    post_norm: Map
+    post_norm: Norm
     mlp: MLP
 
     @classmethod
@@ -40,7 +40,7 @@ class Llama:
     config: TargetConfig
     embedding: Tensor  # [V, H]
     layers: tuple[DecoderLayer, ...]
-    norm: Map
+    norm: Norm
     lm_head: Map  # [n, H] -> [n, V]; the embedding's own weight where they are tied
     rope: Rope
 
@@ -72,23 +72,23 @@ class Llama:
     ) -> tuple[Tensor, Tensor]:
         """One pass over ``token_ids`` [rows]; where they stand is known to ``attend``.
 
-        Returns the hidden states before the final norm, [rows, H], and the residual stream at the inputs of
+        Returns the hidden states behind the final norm, [rows, H], and the residual stream at the inputs of
         ``aux_layers`` side by side in the order given, [rows, len(aux_layers) * H].
         """
         stream = F.embedding(token_ids, self.embedding)
-        inputs = {}
-        for index, layer in enumerate(self.layers):
-            if index in aux_layers:
-                inputs[index] = stream
-            stream = stream + layer.attention(layer.input_norm(stream), index, attend)
-            stream = stream + layer.mlp(layer.post_norm(stream))
-        inputs[len(self.layers)] = stream
+        normed = self.layers[0].input_norm(stream)
+        inputs = [stream]
+        next_norms = [layer.input_norm for layer in self.layers[1:]] + [self.norm]
+        for index, (layer, next_norm) in enumerate(zip(self.layers, next_norms, strict=True)):
+            stream, normed = layer.post_norm.add(stream, layer.attention(normed, index, attend))
+            stream, normed = next_norm.add(stream, layer.mlp(normed))
+            inputs.append(stream)
         features = [inputs[index] for index in aux_layers]
-        return stream, torch.cat(features, -1) if features else stream[:, :0]
+        return normed, torch.cat(features, -1) if features else stream[:, :0]
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Next-token logits [n, V] in float32 from hidden states [n, H] before the final norm."""
-        return self.lm_head(self.norm(hidden)).float()
+        """Next-token logits [n, V] in the model's dtype, from hidden states [n, H] that ``forward`` returned."""
+        return self.lm_head(hidden)
 
 
 def ignored_tensors(config: TargetConfig) -> frozenset[str]:

@@ -1,0 +1,59 @@
+"""Faster kernels for CPUs with oneDNN in float32."""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from specgen.ops import Map, Ops
+from specgen.ops.reference import silu_and_mul, torch_ops
+
+
+def cpu_float32_ops() -> Ops:
+    """Weights in oneDNN's blocked order, and a norm of four small kernels instead of six.
+
+    Measured on two cores against ``torch_ops``: one row through a [2048, 2048] weight 0.15 ms instead of
+    0.33 ms, five rows 0.24 ms instead of 1.4 ms; a norm of one row of 256 takes 5 us instead of 10 us. Only
+    where a weight stays in the core's own cache is a plain call faster (by 8 us), and a model's weights do not.
+    """
+    return replace(torch_ops(), linear=_PackedLinear.pack, gated_linear=_gated, rms_norm=_FusedNorm.prepare)
+
+
+def _gated(weight: Tensor) -> Map:
+    gate_up = _PackedLinear.pack(weight)
+    return lambda x: silu_and_mul(gate_up(x))
+
+
+@dataclass(frozen=True)
+class _PackedLinear:
+    packed: Tensor
+
+    @classmethod
+    def pack(cls, weight: Tensor) -> "_PackedLinear":
+        # 64 rows is a hint; a weight packed for one row is slow for more, and not the other way round.
+        return cls(torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), 64))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        y: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, None, "none", [], "")
+        return y
+
+
+@dataclass(frozen=True, kw_only=True)
+class _FusedNorm:
+    weight: Tensor  # times sqrt(N)
+    floor: Tensor  # sqrt(N * eps)
+
+    @classmethod
+    def prepare(cls, weight: Tensor, eps: float) -> "_FusedNorm":
+        size = weight.shape[-1]
+        return cls(weight=weight * size**0.5, floor=torch.tensor((size * eps) ** 0.5))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        # sqrt(|x|^2 + N eps) is the hypotenuse of |x| and sqrt(N eps): one kernel for add and root.
+        length = torch.hypot(torch.linalg.vector_norm(x, dim=-1, keepdim=True), self.floor)
+        return (x / length).mul_(self.weight)
+
+    def add(self, stream: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
+        """See ``Norm.add``."""
+        total = stream + delta
+        return total, self(total)

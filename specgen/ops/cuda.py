@@ -1,0 +1,88 @@
+"""Kernels for NVIDIA GPUs of compute capability 9.0 and later."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from specgen.ops import Ops
+from specgen.ops.reference import Linear
+from specgen.ops.rope import TritonRope
+from specgen.ops.rows import TritonEmbedBeside, TritonNorm, silu_and_mul
+from specgen.ops.skinny import Tile, skinny_gated_linear, skinny_linear
+
+# By rising number of rows; more rows than the last one's go to cuBLAS.
+_TILES = (
+    Tile(rows=16, block_out=32, block_in=256, stages=4, warps=4, ahead=2048),
+    Tile(rows=64, block_out=64, block_in=128, stages=4, warps=4, ahead=2048),
+)
+_GATED_TILES = (
+    Tile(rows=16, block_out=16, block_in=256, stages=4, warps=4, ahead=2048),
+    Tile(rows=64, block_out=32, block_in=128, stages=4, warps=4, ahead=2048),
+)
+
+
+def cuda_ops(dtype: torch.dtype) -> Ops:
+    """Triton kernels, and cuBLAS for matrices; in float32 all matrices are cuBLAS's, in full precision."""
+    half = dtype in (torch.bfloat16, torch.float16)
+    return Ops(
+        linear=_SkinnyLinear.prepare if half else Linear,
+        gated_linear=_SkinnyGatedLinear.prepare if half else _GatedLinear,
+        rms_norm=TritonNorm,
+        embed_beside=TritonEmbedBeside,
+        rope=TritonRope,
+    )
+
+
+@dataclass(frozen=True)
+class _GatedLinear:
+    """See ``Ops.gated_linear``."""
+
+    weight: Tensor
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return silu_and_mul(F.linear(x, self.weight))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _SkinnyLinear:
+    """See ``Ops.linear``."""
+
+    weight: Tensor
+    tiles: tuple[Tile, ...]
+
+    @classmethod
+    def prepare(cls, weight: Tensor) -> "_SkinnyLinear":
+        return cls(weight=weight, tiles=_fitting(_TILES, *weight.shape))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        tile = _tile(self.tiles, x.shape[0])
+        return F.linear(x, self.weight) if tile is None else skinny_linear(x, self.weight, tile)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _SkinnyGatedLinear:
+    """See ``Ops.gated_linear``."""
+
+    weight: Tensor
+    tiles: tuple[Tile, ...]
+
+    @classmethod
+    def prepare(cls, weight: Tensor) -> "_SkinnyGatedLinear":
+        return cls(weight=weight, tiles=_fitting(_GATED_TILES, weight.shape[0] // 2, weight.shape[1]))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        tile = _tile(self.tiles, x.shape[0])
+        if tile is None:
+            return silu_and_mul(F.linear(x, self.weight))
+        return skinny_gated_linear(x, self.weight, tile)
+
+
+def _fitting(tiles: tuple[Tile, ...], num_out: int, width: int) -> tuple[Tile, ...]:
+    """Those whose blocks a matrix [num_out, width] is a multiple of."""
+    return tuple(t for t in tiles if num_out % t.block_out == 0 and width % t.block_in == 0)
+
+
+def _tile(tiles: tuple[Tile, ...], num_rows: int) -> Tile | None:
+    return next((tile for tile in tiles if 0 < num_rows <= tile.rows), None)

@@ -1,0 +1,116 @@
+"""The reference kernels in plain torch, for any device and dtype."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from specgen.layout import Layout
+from specgen.ops import Ops, Store
+
+
+def torch_ops() -> Ops:
+    """What the other implementations are tested against."""
+    return Ops(
+        linear=Linear, gated_linear=GatedLinear, rms_norm=RmsNorm, embed_beside=EmbedBeside, rope=TorchRope
+    )
+
+
+@dataclass(frozen=True)
+class Linear:
+    """See ``Ops.linear``."""
+
+    weight: Tensor
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight)
+
+
+@dataclass(frozen=True)
+class GatedLinear:
+    """See ``Ops.gated_linear``."""
+
+    weight: Tensor
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return silu_and_mul(F.linear(x, self.weight))
+
+
+@dataclass(frozen=True)
+class RmsNorm:
+    """See ``Norm``."""
+
+    weight: Tensor
+    eps: float
+
+    def __call__(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        return scaled.to(x.dtype) * self.weight
+
+    def add(self, stream: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
+        """See ``Norm.add``."""
+        total = stream + delta
+        return total, self(total)
+
+
+@dataclass(frozen=True)
+class EmbedBeside:
+    """See ``Ops.embed_beside``."""
+
+    table: Tensor
+    embed_weight: Tensor
+    weight: Tensor
+    eps: float
+
+    def __call__(self, token_ids: Tensor, x: Tensor) -> Tensor:
+        embedded = RmsNorm(self.embed_weight, self.eps)(F.embedding(token_ids, self.table))
+        return torch.cat((embedded, RmsNorm(self.weight, self.eps)(x)), -1)
+
+
+def silu_and_mul(gate_up: Tensor) -> Tensor:
+    """[rows, 2 * I] -> [rows, I]; the gate is the first half."""
+    gate, up = gate_up.chunk(2, -1)
+    return F.silu(gate).mul_(up)
+
+
+@dataclass(frozen=True)
+class TorchRope:
+    """See ``Ops.rope``."""
+
+    frequencies: Tensor  # [D / 2]
+
+    def __call__(self, layout: Layout) -> Store:
+        angles = layout.positions[:, None, None] * self.frequencies
+        cos, sin = angles.cos(), angles.sin()
+        return _TorchStore(cos=torch.cat((cos, cos), -1), sin=torch.cat((-sin, sin), -1), slots=layout.slots)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _TorchStore:
+    cos: Tensor  # [rows, 1, D] float32
+    sin: Tensor  # [rows, 1, D] float32; its first half carries the minus sign of the rotation
+    slots: Tensor  # [rows]
+
+    def __call__(self, qkv: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        num_kv_heads = keys.shape[2]
+        qk, v = qkv[:, :-num_kv_heads], qkv[:, -num_kv_heads:]
+        qk = rotate(qk, self.cos.to(qkv.dtype), self.sin.to(qkv.dtype))
+        for pages, rows in ((keys, qk[:, -num_kv_heads:]), (values, v)):
+            pages.flatten(0, 1).index_copy_(0, self.slots, _saturated(rows, pages.dtype))
+        return qk[:, :-num_kv_heads]
+
+
+def _saturated(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """``x`` in ``dtype``; what an eight-bit one cannot hold becomes its largest value instead of NaN."""
+    if dtype.itemsize > 1:
+        return x.to(dtype)
+    largest = torch.finfo(dtype).max
+    return x.clamp(-largest, largest).to(dtype)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate half-split pairs of ``x`` [rows, heads, D] by tables [rows, 1, D]; see ``_TorchStore``."""
+    # Rolling by half a head swaps the two halves.
+    return x * cos + x.roll(x.shape[-1] // 2, -1) * sin

@@ -1,0 +1,154 @@
+# mypy: allow-untyped-decorators
+"""A Triton kernel that rotates a layer's queries and keys and puts keys and values into the cache."""
+
+from dataclasses import dataclass
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from specgen.layout import Layout
+from specgen.ops import Store
+from specgen.ops.launch import PDL
+
+_HEADS = 8  # a program
+
+
+@triton.jit
+def _place(
+    row: tl.tensor,
+    where: tl.tensor,
+    tables: tl.tensor,
+    table_stride: int,
+    table_width: int,
+    page_size: int,
+    QUERY_LEN: tl.constexpr,  # noqa: N803
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """Position, page and offset in it of a row of ``Layout``; see there for what goes to page 0."""
+    if QUERY_LEN:  # where: starts [B]
+        sequence = row // QUERY_LEN
+        position = tl.load(where + sequence) + row % QUERY_LEN
+        place = position // page_size
+        page = tl.load(tables + sequence * table_stride + place, place < table_width, 0).to(tl.int64)
+        offset = position % page_size
+    else:
+        position = tl.load(where + row)  # positions [rows]
+        slot = tl.load(tables + row).to(tl.int64)  # slots [rows]
+        page = slot // page_size
+        offset = slot % page_size
+    return position, page, offset
+
+
+@triton.jit
+def _rotated(x: tl.tensor, other: tl.tensor, cos: tl.tensor, signed_sin: tl.tensor) -> tl.tensor:
+    """x * cos + other * sin, each product rounded to the dtype of x as ``transformers`` does it."""
+    kept = (x.to(tl.float32) * cos).to(x.dtype).to(tl.float32)
+    turned = (other.to(tl.float32) * signed_sin).to(x.dtype).to(tl.float32)
+    return (kept + turned).to(x.dtype)
+
+
+@triton.jit
+def _into(x: tl.tensor, pages: tl.tensor) -> tl.tensor:
+    """``x`` in the dtype of ``pages``; an eight-bit one saturates at its largest value."""
+    if pages.dtype.element_ty == tl.float8e4nv:
+        x = tl.clamp(x.to(tl.float32), -448.0, 448.0)
+    return x.to(pages.dtype.element_ty)
+
+
+@triton.jit
+def _rope_store_kernel(
+    qkv: tl.tensor,
+    frequencies: tl.tensor,
+    where: tl.tensor,
+    tables: tl.tensor,
+    q: tl.tensor,
+    keys: tl.tensor,
+    values: tl.tensor,
+    page_stride: int,
+    slot_stride: int,
+    head_stride: int,
+    table_stride: int,
+    table_width: int,
+    page_size: int,
+    num_heads: int,
+    num_kv_heads: int,
+    QUERY_LEN: tl.constexpr,  # noqa: N803
+    HALF: tl.constexpr,  # noqa: N803
+    BLOCK: tl.constexpr,  # noqa: N803
+    HEADS: tl.constexpr,  # noqa: N803
+) -> None:
+    gdc_launch_dependents()
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
+    pair = tl.arange(0, BLOCK)
+    inside = (head < num_heads + 2 * num_kv_heads) & (pair < HALF)[None, :]
+    frequency = tl.load(frequencies + pair, pair < HALF, 0)
+    gdc_wait()
+    position, page, offset = _place(row, where, tables, table_stride, table_width, page_size, QUERY_LEN)
+    angle = position.to(tl.float32) * frequency
+    cos = tl.cos(angle).to(qkv.dtype.element_ty).to(tl.float32)[None, :]
+    sin = tl.sin(angle).to(qkv.dtype.element_ty).to(tl.float32)[None, :]
+
+    source = qkv + (row * (num_heads + 2 * num_kv_heads) + head) * 2 * HALF + pair[None, :]
+    low, high = tl.load(source, inside, 0), tl.load(source + HALF, inside, 0)
+    is_q, is_v = head < num_heads, head >= num_heads + num_kv_heads
+    new_low = tl.where(is_v, low, _rotated(low, high, cos, -sin))
+    new_high = tl.where(is_v, high, _rotated(high, low, cos, sin))
+
+    to_q = q + (row * num_heads + head) * 2 * HALF + pair[None, :]
+    tl.store(to_q, new_low, inside & is_q)
+    tl.store(to_q + HALF, new_high, inside & is_q)
+    kv_head = tl.where(is_v, head - num_heads - num_kv_heads, head - num_heads)
+    there = page * page_stride + offset * slot_stride + kv_head * head_stride + pair[None, :]
+    is_k = inside & (head >= num_heads) & (head < num_heads + num_kv_heads)
+    tl.store(keys + there, _into(new_low, keys), is_k)
+    tl.store(keys + there + HALF, _into(new_high, keys), is_k)
+    tl.store(values + there, _into(new_low, values), inside & is_v)
+    tl.store(values + there + HALF, _into(new_high, values), inside & is_v)
+
+
+@dataclass(frozen=True)
+class TritonRope:
+    """See ``Ops.rope``. Where a row of a uniform layout stands is computed in the kernel, once a layer."""
+
+    frequencies: Tensor  # [D / 2] float32
+
+    def __call__(self, layout: Layout) -> Store:
+        uniform = layout.uniform_q is not None
+        return _TritonStore(
+            frequencies=self.frequencies,
+            where=layout.starts if uniform else layout.positions,
+            tables=layout.block_tables if uniform else layout.slots,
+            query_len=layout.uniform_q or 0,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _TritonStore:
+    frequencies: Tensor
+    where: Tensor  # starts [B] of a uniform layout, positions [rows] of a ragged one
+    tables: Tensor  # block tables [B, max_pages] of a uniform layout, slots [rows] of a ragged one
+    query_len: int  # 0: ragged
+
+    def __call__(self, qkv: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        rows, num_all, head_dim = qkv.shape
+        num_kv_heads = keys.shape[2]
+        num_heads = num_all - 2 * num_kv_heads
+        assert qkv.is_contiguous(), "rows must lie one after the other"
+        assert keys.stride() == values.stride(), "keys and values must be laid out alike"
+        q = qkv.new_empty(rows, num_heads, head_dim)
+        if rows:
+            half = head_dim // 2
+            _rope_store_kernel[(rows, triton.cdiv(num_all, _HEADS))](
+                *(qkv, self.frequencies, self.where, self.tables, q, keys, values),
+                *keys.stride()[:3],
+                *(self.tables.stride(0), self.tables.shape[-1], keys.shape[1], num_heads, num_kv_heads),
+                QUERY_LEN=self.query_len,
+                HALF=half,
+                BLOCK=triton.next_power_of_2(half),
+                HEADS=_HEADS,
+                num_warps=2,
+                **PDL,
+            )
+        return q

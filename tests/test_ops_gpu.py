@@ -1,0 +1,168 @@
+"""On an NVIDIA GPU: the kernels there give what the reference gives, bit for bit where the arithmetic is the same."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from specgen.layout import Layout
+from specgen.ops import Ops, bind_ops
+from specgen.ops.reference import torch_ops
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
+CUDA = torch.device("cuda")
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+ROWS = [0, 1, 5, 16, 17, 40, 64, 65, 200, 8192]
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
+def random(*shape: int, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
+    return (torch.randn(shape, device=CUDA) * scale).to(dtype)
+
+
+def fast(dtype: torch.dtype) -> Ops:
+    return bind_ops(CUDA, dtype)
+
+
+def assert_rounded_alike(got: Tensor, expected: Tensor) -> None:
+    """Equal but for a last bit here and there, where a sum in another order falls on the other side of a border."""
+    torch.testing.assert_close(got, expected, rtol=0.016 if got.dtype == torch.bfloat16 else 2e-3, atol=1e-5)
+    allowed = 1 if got.dtype == torch.float32 else 0.01
+    assert (got != expected).float().mean() <= allowed
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("size", [64, 4096, 12288])
+def test_norms(rows: int, size: int, dtype: torch.dtype) -> None:
+    rows = min(rows, 300) if size > 4096 else rows
+    weight, stream = random(size, dtype=dtype), random(rows, size, dtype=dtype, scale=3)
+    delta, wide = random(rows, size, dtype=dtype), random(rows, 2 * size, dtype=dtype)
+    mine, plain = fast(dtype).rms_norm(weight, 1e-5), torch_ops().rms_norm(weight, 1e-5)
+    assert_rounded_alike(mine(stream), plain(stream))
+    kept = stream.clone()
+    for x in (stream, wide[:, size:]):  # also rows that lie apart
+        got, expected = mine.add(x, delta), plain.add(x, delta)
+        assert torch.equal(got[0], expected[0])
+        assert_rounded_alike(got[1], expected[1])
+    assert torch.equal(stream, kept)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_norms_of_parts_of_a_row(dtype: torch.dtype) -> None:
+    weight, qkv = random(40, 128, dtype=dtype), random(7, 48, 128, dtype=dtype)
+    heads = qkv[:, :40]
+    assert_rounded_alike(fast(dtype).rms_norm(weight, 1e-6)(heads), torch_ops().rms_norm(weight, 1e-6)(heads))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rows", [0, 1, 5, 300])
+def test_embeddings_beside_hidden_states(rows: int, dtype: torch.dtype) -> None:
+    table, weights = random(999, 4096, dtype=dtype), random(2, 4096, dtype=dtype)
+    ids, hidden = torch.randint(999, (rows,), device=CUDA), random(rows, 4096, dtype=dtype, scale=9)
+    got, expected = (
+        ops.embed_beside(table, weights[0], weights[1], 1e-5)(ids, hidden)
+        for ops in (fast(dtype), torch_ops())
+    )
+    assert_rounded_alike(got, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("shape", [(6144, 4096), (4096, 14336), (96, 64), (32000, 512)], ids=str)
+def test_matrices(rows: int, shape: tuple[int, int], dtype: torch.dtype) -> None:
+    rows = min(rows, 200) if shape[0] > 10_000 else rows
+    weight, x = random(*shape, dtype=dtype, scale=shape[1] ** -0.5), random(rows, shape[1], dtype=dtype)
+    exact = x.double() @ weight.double().T
+    gate, up = exact.chunk(2, -1)
+    tolerance = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-5}[dtype]
+    for got, expected in (
+        (fast(dtype).linear(weight)(x), exact),
+        (fast(dtype).gated_linear(weight)(x), torch.nn.functional.silu(gate) * up),
+    ):
+        assert got.shape == expected.shape
+        assert (got - expected).norm() <= tolerance * expected.norm()
+        if rows:  # every row and column of its own, not in the mean alone
+            assert (got - expected).abs().max() <= 8 * tolerance * expected.std()
+
+
+def layouts(page_size: int) -> dict[str, Layout]:
+    tables = torch.randperm(60, device=CUDA, dtype=torch.int32).view(6, 10)
+    starts = torch.tensor([0, 3, 17, 9 * page_size, 10 * page_size - 2, 100], device=CUDA)
+    lens = torch.tensor([2, 1, 5, 3, 1, 4], device=CUDA)
+    ragged = Layout.ragged(tables, starts.tolist(), lens.tolist(), page_size)
+    return {
+        "one": Layout.uniform(tables, starts, 1, page_size),
+        "past the last page": Layout.uniform(tables, starts, 5, page_size),
+        "columns of a wider table": Layout.uniform(tables[:, :9], starts, 3, page_size),
+        "ragged": ragged,
+        "packed": ragged.leading(lens.clamp(max=3), 30)[1],
+    }
+
+
+@pytest.mark.parametrize(
+    "kind", ["one", "past the last page", "columns of a wider table", "ragged", "packed"]
+)
+@pytest.mark.parametrize("heads", [(32, 8, 128), (4, 4, 64), (6, 1, 96)], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "kv_dtype"),
+    [*((dtype, dtype) for dtype in DTYPES), (torch.bfloat16, torch.float8_e4m3fn)],
+    ids=str,
+)
+def test_rotation_and_storage(
+    kind: str, heads: tuple[int, int, int], dtype: torch.dtype, kv_dtype: torch.dtype
+) -> None:
+    num_heads, num_kv_heads, head_dim = heads
+    layout = layouts(16)[kind]
+    qkv = random(layout.num_rows, num_heads + 2 * num_kv_heads, head_dim, dtype=dtype, scale=200)
+    frequencies = 500_000.0 ** -(torch.arange(head_dim // 2, device=CUDA) / (head_dim // 2))
+    found = []
+    for ops in (fast(dtype), torch_ops()):
+        storage = torch.zeros(2, 60, 16, num_kv_heads, head_dim, dtype=kv_dtype, device=CUDA)
+        q = ops.rope(frequencies)(layout)(qkv, storage[0], storage[1])
+        pages = storage.flatten(1, 2)[:, layout.slots.unique()].float()
+        written = layout.slots.unique(return_counts=True)[1] == 1  # where two rows meet, either may win
+        found.append((q.float(), pages[:, written]))
+        untouched = storage.flatten(1, 2).float()
+        untouched[:, layout.slots] = 0
+        assert not untouched.any()
+    tolerance = 1e-3 if dtype == torch.float32 else 0  # sums of two products may be fused there
+    for got, expected in zip(*found, strict=True):
+        torch.testing.assert_close(got, expected, rtol=0, atol=tolerance)
+
+
+def test_a_captured_chain_sees_new_inputs() -> None:
+    """Kernels start before the one in front of them ends: each must wait before it reads what that one writes."""
+    dtype = torch.bfloat16
+    ops, plain = fast(dtype), torch_ops()
+    size, inner = 4096, 14336
+    norm, gate, down = (
+        random(size, dtype=dtype),
+        random(2 * inner, size, dtype=dtype, scale=size**-0.5),
+        random(size, inner, dtype=dtype, scale=inner**-0.5),
+    )
+
+    def chain(ops: Ops, x: Tensor) -> Tensor:
+        first, gated, last = ops.rms_norm(norm, 1e-5), ops.gated_linear(gate), ops.linear(down)
+        normed = first(x)
+        for _ in range(4):
+            x, normed = first.add(x, last(gated(normed)))
+        return normed
+
+    x = random(5, size, dtype=dtype)
+    chain(ops, x)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = chain(ops, x)
+    for _ in range(20):
+        x.copy_(random(5, size, dtype=dtype))
+        out.fill_(float("nan"))
+        graph.replay()
+        expected = chain(plain, x)
+        assert (out - expected).float().norm() <= 0.02 * expected.float().norm()
