@@ -85,12 +85,16 @@ class Bench:
     def header(self, pair: Path) -> str:
         """What runs where, and the titles of the table."""
         config = self.config
-        return (
-            ", ".join(f"{name} {value}" for name, value in environment(config).items())
-            + f"\n{pair.name}: synthetic weights, accept {self.cycle.accept:g}, {config.dtype}, attention "
-            f"{config.attention}, K = {config.num_spec_tokens}, {self.new_tokens} new tokens, "
-            f"median of {self.repeats}\ncopy bandwidth {self.bandwidth / 1e12:.3f} TB/s, bounds by it in ms; "
-            f"x vLLM: {VLLM['source']}\n\n{head(self.expected)}"
+        return "\n".join(
+            [
+                ", ".join(f"{name} {value}" for name, value in environment(config).items()),
+                f"{pair.name}: synthetic weights, accept {self.cycle.accept:g}, {config.dtype}, K = "
+                f"{config.num_spec_tokens}, {self.new_tokens} new tokens, median of {self.repeats}; "
+                f"attention {config.attention}, CUDA graphs {config.cuda_graphs}",
+                f"copy bandwidth {self.bandwidth / 1e12:.3f} TB/s, bounds by it in ms; x vLLM: {VLLM['source']}",
+                "",
+                head(self.expected),
+            ]
         )
 
     def document(self, rows: list[Row], failures: list[str]) -> str:
@@ -145,6 +149,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--new-tokens", type=int, default=256)
     parser.add_argument("--attention", default="auto")
+    parser.add_argument("--cuda-graphs", default="auto")
+    parser.add_argument("--gpu-memory-utilization", type=float, default=0.9)
     parser.add_argument("--json", type=Path, help="also keep the JSON document here, row by row")
     arguments = parser.parse_args()
     arguments.batches = [int(batch) for batch in arguments.batches.split(",")]
@@ -162,6 +168,8 @@ def prepare(arguments: argparse.Namespace) -> Bench:
             model=str(arguments.pair / "target"),
             drafter=str(arguments.pair / "drafter"),
             attention=arguments.attention,
+            cuda_graphs=arguments.cuda_graphs,
+            gpu_memory_utilization=arguments.gpu_memory_utilization,
             max_prefill_tokens=8192,
         )
     )

@@ -55,7 +55,7 @@ class Window:
         self._skipped = skipped
         self._num_steps = num_steps
         self._seen = 0
-        self._profiler = profile(activities=[ProfilerActivity.CUDA])
+        self._profiler = profile(activities=[ProfilerActivity.CUDA], acc_events=True)
 
     def see(self, event: Event) -> None:
         """Count a step."""

@@ -15,7 +15,7 @@ from calibrated_cycle import Cycle
 from specgen.build import Models, build_engine
 from specgen.config import EngineConfig
 from specgen.engine import Engine
-from specgen.events import Event, Stepped, Verified
+from specgen.events import Captured, Event, Stepped, Verified
 from specgen.sequence import Completion
 
 
@@ -45,6 +45,7 @@ class Figures:
     num_steps: int  # that ``ms_per_step`` is the mean of
     acceptance: tuple[float, ...]  # joint, at each draft position
     num_drafts: int  # steps with drafts
+    num_captures: int  # graphs that were captured within the measured time, where there should be none
     profile: Profile | None
 
     def to_json(self) -> dict[str, Any]:
@@ -144,6 +145,7 @@ def _figures(
         num_steps=len(steps),
         acceptance=joint_acceptance(accepted, config.num_spec_tokens),
         num_drafts=len(accepted),
+        num_captures=sum(isinstance(event, Captured) for event in events),
         profile=profile,
     )
 

@@ -60,7 +60,7 @@ def head(acceptance: Sequence[float]) -> str:
 
 def line(row: Row) -> str:
     """A row of the table."""
-    figures = row.figures
+    figures, late = row.figures, row.figures.num_captures
     return LINE.format(
         row.batch,
         row.mode,
@@ -71,7 +71,7 @@ def line(row: Row) -> str:
         _shown(row.bound_ms),
         _shown(row.times_bound),
         figures.num_wrong,
-        _shares(figures.acceptance),
+        _shares(figures.acceptance) + (f"  {late} graphs captured in the measured time" if late else ""),
     )
 
 

@@ -90,6 +90,7 @@ class Shape:
             "bos_token_id": self.bos_token_id,
             "eos_token_id": list(self.eos_token_ids),
             "torch_dtype": "bfloat16",
+            "transformers_version": "4.57.1",  # whose keys these are; without it a tokenizer is taken for Mistral's
         }
 
 
