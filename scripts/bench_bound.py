@@ -5,7 +5,7 @@ import time
 from dataclasses import dataclass
 
 import torch
-from bench_runs import settle
+from bench_profile import settle
 
 from specgen.build import Models
 from specgen.checkpoint import Checkpoint

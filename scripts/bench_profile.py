@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
@@ -63,8 +64,10 @@ class Window:
             return
         self._seen += 1
         if self._seen == self._skipped:
+            settle()  # starting takes a while, and nothing that is in flight may stand before that gap
             self._profiler.start()
         if self._seen == self._skipped + self._num_steps:
+            settle()
             self._profiler.stop()
 
     def result(self, num_kernels: int = 10) -> Profile | None:
@@ -77,6 +80,12 @@ class Window:
             if event.device_type == DeviceType.CUDA
         ]
         return summarize(spans, self._num_steps, num_kernels)
+
+
+def settle() -> None:
+    """Wait until a GPU, where there is one, has nothing left to do."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
 
 
 def warm_up() -> None:

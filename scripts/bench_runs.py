@@ -7,8 +7,7 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any
 
-import torch
-from bench_profile import Profile, Window, warm_up
+from bench_profile import Profile, Window, settle, warm_up
 from bench_workload import Workload, num_wrong
 from calibrated_cycle import Cycle
 
@@ -98,12 +97,6 @@ def run(engine: Engine, groups: Iterable[Iterable[Any]]) -> Run:
     if refused:
         raise ValueError(f"{len(refused)} requests were refused, the first because {refused[0]}")
     return Run(seconds=seconds, completions=completions)
-
-
-def settle() -> None:
-    """Wait until a GPU, where there is one, has nothing left to do."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
 
 
 def step_seconds(events: Iterable[Event], batch: int) -> list[float]:
