@@ -5,10 +5,19 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from specgen.attention import Backend
-from specgen.attention.sdpa import SdpaBackend
+from specgen.attention import Backend, Heads
+from specgen.attention.flashinfer_paged import FlashInferBackend
+from specgen.attention.sdpa import SdpaBackend, StaticSdpaBackend
+from specgen.attention.trtllm import TrtllmBackend
 from specgen.batch import RunningBatch
-from specgen.checkpoint import Checkpoint, load_drafter, load_target, open_checkpoint
+from specgen.checkpoint import (
+    Checkpoint,
+    drafter_config,
+    load_drafter,
+    load_target,
+    open_checkpoint,
+    target_config,
+)
 from specgen.config import EngineConfig, SamplingParams, require
 from specgen.drafting import (
     Drafter,
@@ -33,7 +42,13 @@ from specgen.sequence import Request
 from specgen.step import Steps
 from specgen.tokenizer import StopStrings, Tokenizer, load_tokenizer
 
-_BACKENDS: dict[str, type[Backend]] = {"sdpa": SdpaBackend}
+_BACKENDS: dict[str, type[Backend]] = {
+    "trtllm": TrtllmBackend,
+    "flashinfer": FlashInferBackend,
+    "sdpa": SdpaBackend,
+    "sdpa-static": StaticSdpaBackend,
+}
+_AUTO = {"cpu": ("sdpa",), "cuda": ("trtllm", "flashinfer", "sdpa")}  # the first that runs the model
 _RUNNERS: dict[str, type[Runner]] = {"step": StepGraphs, "pass": PassGraphs, "off": Eager}
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _GIB = 1 << 30
@@ -64,13 +79,8 @@ def resolve(config: EngineConfig) -> EngineConfig:
     if dtype == "auto":
         dtype = "float32" if kind == "cpu" else "bfloat16"
     require(dtype in _DTYPES, f"dtype is {dtype!r}: use one of {', '.join(_DTYPES)}")
-    attention = "sdpa" if config.attention == "auto" else config.attention
-    require(attention in _BACKENDS, f"attention is {attention!r}: use one of {', '.join(_BACKENDS)}")
+    attention, _ = choose_attention(replace(config, device=device, dtype=dtype))
     capabilities = _BACKENDS[attention].capabilities
-    require(
-        kind in capabilities.devices,
-        f"attention {attention!r} does not run on {kind!r}: use --attention auto",
-    )
     graphs = config.cuda_graphs
     if graphs == "auto":
         graphs = "step" if kind == "cuda" and capabilities.graphs else "off"
@@ -78,9 +88,52 @@ def resolve(config: EngineConfig) -> EngineConfig:
     require(
         graphs == "off" or (kind == "cuda" and capabilities.graphs),
         f"cuda-graphs is {graphs!r} but attention {attention!r} on {kind!r} cannot be captured: "
-        "use --cuda-graphs off, or --attention trtllm on a GPU",
+        "use --cuda-graphs off, or on a GPU --attention trtllm, or in float32 sdpa-static",
     )
     return replace(config, device=device, dtype=dtype, attention=attention, cuda_graphs=graphs)
+
+
+def choose_attention(config: EngineConfig) -> tuple[str, str]:
+    """The backend that ``config``, whose device and dtype are resolved, runs on, and why that one."""
+    names = _AUTO[config.device.partition(":")[0]] if config.attention == "auto" else (config.attention,)
+    require(
+        names[0] in _BACKENDS,
+        f"attention is {config.attention!r}: use one of auto, {', '.join(_BACKENDS)}",
+    )
+    heads, device = _heads(config), torch.device(config.device)
+    passed_over: list[str] = []
+    for name in names:
+        backend = _BACKENDS[name]
+        refusals = (backend.capabilities.refusal(device, each) for each in heads)
+        reason = next((reason for reason in refusals if reason), None)
+        if reason is None:
+            if config.attention != "auto":
+                return name, "as asked"
+            return name, "; ".join([*passed_over, backend.merit])
+        passed_over.append(f"{name} {reason.partition(':')[0]}")
+        if config.attention != "auto":
+            raise ValueError(f"attention {name!r} {reason}")
+    raise AssertionError("the last choice runs everything")
+
+
+def _heads(config: EngineConfig) -> list[Heads]:
+    """What target and head ask of attention."""
+    models: list[TargetConfig | Eagle3Config] = [target_config(open_checkpoint(config.model))]
+    if config.num_spec_tokens and config.drafter is not None:
+        models.append(drafter_config(open_checkpoint(config.drafter), None))
+    dtype = _DTYPES[config.dtype]
+    return [
+        Heads(
+            num_heads=model.num_heads,
+            num_kv_heads=model.num_kv_heads,
+            head_dim=model.head_dim,
+            dtype=dtype,
+            kv_dtype=dtype,
+            page_size=config.page_size,
+            max_query_len=config.num_spec_tokens + 1,
+        )
+        for model in models
+    ]
 
 
 def load_models(config: EngineConfig) -> Models:
@@ -157,7 +210,7 @@ def _largest_pass(config: EngineConfig, models: Models) -> int:
 def _engine(
     config: EngineConfig, models: Models, num_pages: int, runner: Runner, record: Callable[[Event], None]
 ) -> Engine:
-    backend = _BACKENDS[config.attention]()
+    backend = _BACKENDS[config.attention](models.target.device)
     allocator = PageAllocator(num_pages, config.page_size)
     target, step_rows = models.target, config.num_spec_tokens + 1
     # the last steps of a text may run past its end, and past the pages it has

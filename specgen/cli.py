@@ -62,6 +62,8 @@ def generate(
     device: opt.DeviceOption = "auto",
     dtype: opt.DtypeOption = opt.Dtype.auto,
     attention: opt.AttentionOption = opt.Attention.auto,
+    cuda_graphs: opt.CudaGraphsOption = opt.CudaGraphs.auto,
+    gpu_memory_utilization: opt.GpuMemoryUtilizationOption = 0.9,
     output: opt.OutputOption = None,
     baseline: opt.BaselineOption = False,
     as_json: opt.AsJsonOption = False,
@@ -83,6 +85,8 @@ def generate(
         device=device,
         dtype=dtype.value,
         attention=attention.value,
+        cuda_graphs=cuda_graphs.value,
+        gpu_memory_utilization=gpu_memory_utilization,
     )
     sampling = SamplingParams(
         max_tokens=max_new_tokens,
@@ -217,7 +221,7 @@ class _Bar:
 
     def see(self, event: "Event") -> None:
         """See ``run.Progress``."""
-        from specgen.events import Finished, Prefilled, Stepped, Verified
+        from specgen.events import Captured, Finished, OutOfMemory, Prefilled, Stepped, Verified
 
         match event:
             case Prefilled(emitted=emitted):
@@ -233,6 +237,16 @@ class _Bar:
                 )
             case Finished():
                 self._bar.update()
+            case Captured(what=what, num_sequences=number, seconds=seconds, fits=fits):
+                done = (
+                    f"captured in {seconds:.1f} s" if fits else "no memory to capture it, so it runs without"
+                )
+                self._bar.write(f"CUDA graph of a {what} of {number} sequences: {done}", file=sys.stderr)
+            case OutOfMemory(max_batch_size=batch, max_prefill_tokens=tokens):
+                self._bar.write(
+                    f"out of GPU memory: going on with a batch of {batch} and {tokens} prefill tokens",
+                    file=sys.stderr,
+                )
             case _:
                 pass
 

@@ -177,9 +177,10 @@ class Engine:
     def step(self) -> list[Completion]:
         """Launch one prefill pass, if prompts wait and fit, and one decode step of all that run; read older ones."""
         prefilled = self._attempt(self._prefill, self._smaller_prefill)
+        if self._lookahead == 0:
+            self._read_all_but(0)  # so that no step is spent on a text that its first token ended
         decoded = self._attempt(self._decode, self._smaller_batch)
-        while len(self._in_flight) > (self._lookahead if prefilled or decoded else 0):
-            self._read()
+        self._read_all_but(self._lookahead if prefilled or decoded else 0)
         finished, self._completions = self._completions, []
         return finished
 
@@ -229,9 +230,7 @@ class Engine:
     def _reserve(self) -> None:
         """Make sure that the next step's KV has pages, at the cost of the youngest sequences if need be."""
         while not self._scheduler.reserve():
-            if (
-                self._in_flight
-            ):  # what has ended gives its pages back
+            if self._in_flight:  # what has ended gives its pages back
                 self._read()
             else:
                 self._preempt()
@@ -249,8 +248,7 @@ class Engine:
             return launch()
         except torch.OutOfMemoryError:
             pass  # leave the handler first: the exception holds on to the tensors of the pass
-        while self._in_flight:
-            self._read()
+        self._read_all_but(0)
         lower()
         torch.cuda.empty_cache()
         scheduler = self._scheduler
@@ -333,6 +331,10 @@ class Engine:
             )
         )
         self._record_captures()
+
+    def _read_all_but(self, num_newest: int) -> None:
+        while len(self._in_flight) > num_newest:
+            self._read()
 
     def _read(self) -> None:
         """Wait for the oldest pass in flight and hand out its tokens; a sequence that ended before gets none."""

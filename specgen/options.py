@@ -29,7 +29,19 @@ class Attention(StrEnum):
     """Attention backends."""
 
     auto = "auto"
+    trtllm = "trtllm"
+    flashinfer = "flashinfer"
     sdpa = "sdpa"
+    sdpa_static = "sdpa-static"
+
+
+class CudaGraphs(StrEnum):
+    """What is captured."""
+
+    auto = "auto"
+    step = "step"
+    passes = "pass"
+    off = "off"
 
 
 class Dtype(StrEnum):
@@ -130,14 +142,35 @@ KvMemoryOption = Annotated[
     typer.Option(
         help="Memory for the KV cache, such as 512MiB or 2GiB.",
         rich_help_panel=RUNNING,
-        show_default="what the batch can need, at most 1GiB on a CPU and 80 % of free memory on a GPU",
+        show_default="what the batch can need, at most 1GiB on a CPU and what --gpu-memory-utilization leaves on a GPU",
+    ),
+]
+GpuMemoryUtilizationOption = Annotated[
+    float,
+    typer.Option(
+        help="Share of the GPU's memory to use, weights and graphs included.", rich_help_panel=RUNNING
+    ),
+]
+CudaGraphsOption = Annotated[
+    CudaGraphs,
+    typer.Option(
+        help="step: a decode step is one CUDA graph; pass: each forward pass is; off: none. auto: step where the "
+        "attention backend can.",
+        rich_help_panel=RUNNING,
     ),
 ]
 DeviceOption = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.", rich_help_panel=RUNNING)]
 DtypeOption = Annotated[
     Dtype, typer.Option(help="auto: float32 on a CPU, bfloat16 on a GPU.", rich_help_panel=RUNNING)
 ]
-AttentionOption = Annotated[Attention, typer.Option(help="Attention backend.", rich_help_panel=RUNNING)]
+AttentionOption = Annotated[
+    Attention,
+    typer.Option(
+        help="trtllm: TensorRT-LLM's decode kernels; flashinfer: its paged wrappers; sdpa: PyTorch's, and sdpa-static, "
+        "which can be captured. auto picks and says why.",
+        rich_help_panel=RUNNING,
+    ),
+]
 OutputOption = Annotated[
     Path | None,
     typer.Option(

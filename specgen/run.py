@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from specgen import report_html
-from specgen.build import Models, build_engine, load_models, resolve
+from specgen.build import Models, build_engine, choose_attention, load_models, resolve
 from specgen.checkpoint import fingerprint
 from specgen.config import EngineConfig, SamplingParams
 from specgen.conversations import Conversations, rejected_row
@@ -188,7 +188,9 @@ def _settings(job: Job, config: EngineConfig, models: Models, num_prompts: int) 
         **({} if plain else {"drafter batch": config.drafter_batch}),
         "data": f"{job.dataset}, {num_prompts} prompts",
         "sampling": f"{how}, at most {sampling.max_tokens} new tokens, seed {sampling.seed}",
-        "runs on": f"{config.device}, {config.dtype}, attention {config.attention}",
+        "runs on": f"{config.device}, {config.dtype}",
+        "attention": f"{config.attention}: {choose_attention(replace(config, attention=job.engine.attention))[1]}",
+        **({} if config.device == "cpu" else {"CUDA graphs": config.cuda_graphs}),
         "batch": f"at most {config.max_batch_size}",
     }
 

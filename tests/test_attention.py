@@ -1,11 +1,13 @@
 """Every backend equals attention written down directly, over pages in any order."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
 
 from specgen.attention import Attend, Backend
-from specgen.attention.sdpa import SdpaBackend
+from specgen.attention.sdpa import SdpaBackend, StaticSdpaBackend
 from specgen.kv_cache import KVCache
 from specgen.layout import Layout
 from specgen.ops.reference import torch_ops
@@ -34,14 +36,15 @@ def expected(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.einsum("hqk,khd->qhd", weights, v).flatten(1)
 
 
-@pytest.mark.parametrize("backend", [SdpaBackend()], ids=lambda backend: backend.name)
+@pytest.mark.parametrize("backend", [SdpaBackend, StaticSdpaBackend], ids=lambda backend: backend.name)
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 4])
 @pytest.mark.parametrize("page_size", [4, 16])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_backend_equals_dense_attention(
-    backend: Backend, num_kv_heads: int, page_size: int, shape: str
+    backend: type[Backend], num_kv_heads: int, page_size: int, shape: str
 ) -> None:
     torch.manual_seed(0)
+    made = backend(torch.device("cpu"))
     kv_lens, query_lens = SHAPES[shape]
     width = -(-max(kv_lens) // page_size)
     num_pages = width * len(kv_lens)
@@ -61,10 +64,10 @@ def test_backend_equals_dense_attention(
         if start:
             before = Layout.uniform(tables[row : row + 1], torch.tensor([0]), start, page_size)
             qkv = torch.cat([torch.zeros(start, 4, HEAD_DIM), ks[row][:start], vs[row][:start]], 1)
-            Attend(backend, cache, before, unrotated)(1, qkv)
-    layout = Layout.ragged(tables, starts, query_lens, page_size)
+            Attend(made, cache, before, unrotated)(1, qkv)
+    layout = replace(Layout.ragged(tables, starts, query_lens, page_size), host=None)
     q = torch.randn(sum(query_lens), 4, HEAD_DIM)
     new_k, new_v = (torch.cat([x[start:] for x, start in zip(xs, starts, strict=True)]) for xs in (ks, vs))
-    out = Attend(backend, cache, layout, unrotated)(1, torch.cat([q, new_k, new_v], 1))
+    out = Attend(made, cache, layout, unrotated)(1, torch.cat([q, new_k, new_v], 1))
     parts = [expected(*each) for each in zip(q.split(query_lens), ks, vs, strict=True)]
     torch.testing.assert_close(out, torch.cat(parts), atol=1e-5, rtol=1e-5)

@@ -1,12 +1,17 @@
-"""On an NVIDIA GPU: the reference backend gives there what it gives on the CPU."""
+"""On an NVIDIA GPU: texts and steps are those of the CPU, in graphs and without, whatever the host is doing."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from specgen.build import build_engine
 from specgen.config import SamplingParams
-from tests.engines import Pair, bundled_requests, generate, load_pair
+from specgen.engine import Engine
+from specgen.events import Captured, OutOfMemory
+from specgen.sequence import Request
+from tests.engines import Outputs, Pair, bundled_requests, config_of, generate, load_pair
 
 pytestmark = [
     pytest.mark.gpu,
@@ -56,3 +61,146 @@ def test_half_precision_drafts_as_well(demo_path: Path, gpu_pair: Pair, dtype: t
         return 1 + sum(accepted for _, accepted, _ in steps) / len(steps)
 
     assert length(half, name) == pytest.approx(length(gpu_pair, "float32"), rel=0.1)
+
+
+EXACT = {**FLOAT32, "attention": "sdpa-static", "page_size": 16}
+FAST = {"device": "cuda", "dtype": "bfloat16", "attention": "trtllm", "page_size": 16}
+MODES = ("step", "pass", "off")
+
+
+def mixed(sampling: SamplingParams, count: int = 24) -> list[Request]:
+    """Texts of 1 to 60 tokens: sequences join and leave at nearly every step and cross buckets and pages."""
+    return [
+        Request(
+            id=request.id,
+            prompt_token_ids=request.prompt_token_ids,
+            sampling=SamplingParams(
+                max_tokens=1 + 13 * index % 60,
+                temperature=sampling.temperature,
+                top_p=sampling.top_p,
+                top_k=sampling.top_k,
+            ),
+        )
+        for index, request in enumerate(bundled_requests(count, sampling))
+    ]
+
+
+def captured(outputs: Outputs) -> set[str]:
+    return {event.what for event in outputs.events if isinstance(event, Captured) and event.fits}
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED, SamplingParams(temperature=0.9, top_k=20, top_p=0.9)])
+@pytest.mark.parametrize("batch", ["padded", "non-padded"])
+@pytest.mark.parametrize("k", [0, 4])
+def test_graphs_change_no_text_and_no_step(
+    gpu_pair: Pair, k: int, batch: str, sampling: SamplingParams
+) -> None:
+    runs = {
+        mode: generate(
+            gpu_pair,
+            mixed(sampling),
+            num_spec_tokens=k,
+            drafter_batch=batch,
+            max_batch_size=7,
+            draft_sampling="probabilistic",
+            cuda_graphs=mode,
+            **EXACT,
+        )
+        for mode in MODES
+    }
+    assert {mode: captured(run) for mode, run in runs.items()} == {
+        "step": {"step"},
+        "pass": {"propose", "verify", "observe"},
+        "off": set(),
+    }
+    assert sum(map(len, runs["off"].texts.values())) > 500
+    for mode in ("step", "pass"):
+        assert runs[mode].texts == runs["off"].texts
+        assert runs[mode].verified == runs["off"].verified
+
+
+@pytest.fixture(scope="module")
+def bfloat16_pair(demo_path: Path) -> Pair:
+    return load_pair(demo_path, torch.bfloat16, "cuda")
+
+
+@pytest.mark.parametrize("batch", ["padded", "non-padded"])
+@pytest.mark.parametrize("k", [0, 1, 4, 8])
+@pytest.mark.parametrize("mode", MODES)
+def test_trtllm_kernels_give_the_texts_of_the_reference(
+    bfloat16_pair: Pair, k: int, batch: str, mode: str
+) -> None:
+    settings: dict[str, Any] = {"num_spec_tokens": k, "drafter_batch": batch, "max_batch_size": 7}
+    reference = generate(bfloat16_pair, mixed(GREEDY), **settings, **FAST | {"attention": "sdpa"})
+    outputs = generate(bfloat16_pair, mixed(GREEDY), cuda_graphs=mode, **settings, **FAST)
+    same = sum(outputs.texts[name] == text for name, text in reference.texts.items())
+    assert same >= len(reference.texts) - 4  # bfloat16 rounds differently by batch and kernel
+
+
+def running_engine(pair: Pair, **settings: Any) -> Engine:
+    """An engine whose graphs are captured and whose batch decodes on."""
+    engine = build_engine(config_of(pair, **settings), pair.models, lambda event: None)
+    sampling = SamplingParams(max_tokens=200, ignore_eos=True)
+    for request in bundled_requests(8, sampling):
+        engine.submit(request)
+    for _ in range(4):
+        engine.step()
+    return engine
+
+
+@pytest.mark.parametrize("mode", ["step", "pass", "off"])
+@pytest.mark.parametrize("batch", ["padded", "non-padded"])
+def test_a_step_never_waits_for_the_device(bfloat16_pair: Pair, batch: str, mode: str) -> None:
+    engine = running_engine(bfloat16_pair, drafter_batch=batch, cuda_graphs=mode, num_spec_tokens=4, **FAST)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(8):
+            engine.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_the_check_above_sees_a_wait(bfloat16_pair: Pair) -> None:
+    engine = running_engine(bfloat16_pair, num_spec_tokens=4, **FAST | {"attention": "sdpa"})
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with pytest.raises(RuntimeError, match="synchroniz"):
+            engine.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_texts_reach_the_end_of_the_context(bfloat16_pair: Pair, mode: str) -> None:
+    limit = bfloat16_pair.models.target.config.max_positions
+    requests = [
+        Request(
+            id=f"r{n}",
+            prompt_token_ids=(5,) * (limit - n),
+            sampling=SamplingParams(max_tokens=999, ignore_eos=True),
+        )
+        for n in (1, 2, 3, 9, 40)
+    ]
+    outputs = generate(bfloat16_pair, requests, num_spec_tokens=4, cuda_graphs=mode, **FAST)
+    torch.cuda.synchronize()
+    assert [len(text) for text in outputs.texts.values()] == [1, 2, 3, 9, 40]
+
+
+def test_a_gpu_short_of_memory_lowers_the_batch_and_goes_on(gpu_pair: Pair) -> None:
+    def run() -> Outputs:
+        return generate(
+            gpu_pair, bundled_requests(COUNT, GREEDY), max_batch_size=16, kv_memory=64 << 20, **EXACT
+        )
+
+    plain = run()
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info()
+    held = total - free
+    # room for the caches and little else
+    torch.cuda.set_per_process_memory_fraction((held + (80 << 20)) / total)
+    try:
+        short = run()
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert any(isinstance(event, OutOfMemory) for event in short.events)
+    assert short.texts == plain.texts

@@ -226,6 +226,8 @@ def test_the_options_are_a_decision() -> None:
             "device",
             "dtype",
             "attention",
+            "cuda_graphs",
+            "gpu_memory_utilization",
             "output",
             "baseline",
             "as_json",

@@ -81,7 +81,10 @@ class Backend(Protocol):
     """A way to compute attention over the paged cache."""
 
     name: str
+    merit: str  # why one would choose it
     capabilities: Capabilities
+
+    def __init__(self, device: torch.device) -> None: ...
 
     def plan(self, layout: Layout) -> Kernel:
         """Whatever depends on the layout alone, once a pass instead of once a layer."""

@@ -32,6 +32,7 @@ class FlashInferBackend:
     """
 
     name = "flashinfer"
+    merit = "paged kernels for any mix of lengths"
     capabilities = Capabilities(
         devices=("cuda",),
         ragged_q=True,

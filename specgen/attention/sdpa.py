@@ -46,11 +46,12 @@ class SdpaBackend:
     """Groups sequences of like shape, gathers their pages and calls ``scaled_dot_product_attention`` on each group."""
 
     name = "sdpa"
+    merit = "PyTorch's own attention runs everywhere"
     capabilities = Capabilities(
         devices=("cpu", "cuda"), ragged_q=True, uniform_q_max=None, needs_host_lens=True, graphs=False
     )
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
         # cuDNN plans anew for every new shape, and here nearly every step has one: a run took 6 times as long
         torch.backends.cuda.enable_cudnn_sdp(False)
 
@@ -67,6 +68,34 @@ class SdpaBackend:
             return out
 
         return attend
+
+
+class StaticSdpaBackend:
+    """Every row over its sequence's whole block table, masked: shapes depend on no length, so the device never waits.
+
+    What a captured step is held against in float32. Time and memory grow with the table, so only for short contexts.
+    """
+
+    name = "sdpa-static"
+    merit = "exact, and captured in graphs"
+    capabilities = Capabilities(
+        devices=("cpu", "cuda"), ragged_q=True, uniform_q_max=None, needs_host_lens=False, graphs=True
+    )
+
+    def __init__(self, device: torch.device) -> None:
+        self._prefill = SdpaBackend(device)
+
+    def plan(self, layout: Layout) -> Kernel:
+        """See ``Backend.plan``."""
+        if layout.host is not None:
+            return self._prefill.plan(layout)
+        tables = layout.block_tables[layout.sequences]
+        num_rows, num_positions = layout.num_rows, tables.shape[1] * layout.page_size
+        behind = torch.arange(num_positions, device=tables.device) > layout.positions[:, None]
+        mask = torch.zeros(behind.shape, device=tables.device).masked_fill_(behind, float("-inf"))
+        return _Group(
+            rows=slice(None), pages=tables.flatten(), mask=mask.view(num_rows, 1, 1, -1), size=num_rows
+        ).attend
 
 
 def _group(layout: Layout) -> list[_Group]:

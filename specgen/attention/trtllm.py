@@ -26,6 +26,7 @@ class TrtllmBackend:
     """
 
     name = "trtllm"
+    merit = "decode kernels that need no plan on the host, so a step is one CUDA graph"
     capabilities = Capabilities(
         devices=("cuda",),
         ragged_q=True,
