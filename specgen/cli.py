@@ -212,6 +212,13 @@ def _indented(text: str) -> str:
 class _Bar:
     """Progress on stderr: requests done, output tokens a second, acceptance length so far."""
 
+    def prepare(self, what: str) -> None:
+        """See ``run.Progress``."""
+        note = (
+            "getting ready; kernels that this machine has not run before are compiled first, a minute or two"
+        )
+        print(f"{what}: {note}", file=sys.stderr)
+
     def start(self, what: str, num_requests: int) -> None:
         """See ``run.Progress``."""
         from tqdm import tqdm

@@ -243,7 +243,7 @@ class Engine:
     # --- out of memory ----------------------------------------------------------------------------
 
     def _attempt(self, launch: Callable[[], bool], lower: Callable[[], None]) -> bool:
-        """Launch a pass; where the device has no memory for it, lower the limits, so that the next attempt is smaller."""
+        """Launch a pass; where the device has no memory for it, lower the limits for the next attempt."""
         try:
             return launch()
         except torch.OutOfMemoryError:

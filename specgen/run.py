@@ -45,6 +45,10 @@ class Result:
 class Progress(Protocol):
     """Follows a run while it goes."""
 
+    def prepare(self, what: str) -> None:
+        """``what`` is being made ready: kernels are loaded, or compiled where this machine has not run them before."""
+        ...
+
     def start(self, what: str, num_requests: int) -> None:
         """``what`` begins, with so many requests."""
         ...
@@ -119,12 +123,15 @@ def _generate(
         record(Finished(sequence=row.id, time=0.0, reason="error", num_output_tokens=0))
         directory.add_completion(rejected_row(row))
 
+    name = "plain decoding" if config.num_spec_tokens == 0 else "EAGLE3"
+    if config.device != "cpu":
+        progress.prepare(name)
     engine = build_engine(config, models, record)
     engine.warm_up()
     conversations = Conversations(prompts, models.tokenizer, sampling, reject)
     ids = conversations.ids
     directory = RunDirectory(path)
-    progress.start("plain decoding" if config.num_spec_tokens == 0 else "EAGLE3", len(ids) + len(rejected))
+    progress.start(name, len(ids) + len(rejected))
     for row in rejected:
         reject(row)
     for completion in engine.generate(conversations.first_turns(), conversations.follow_up):

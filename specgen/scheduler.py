@@ -7,6 +7,10 @@ from specgen.pages import PageAllocator
 from specgen.sequence import Sequence
 
 
+# A prefill of fewer rows than this takes hardly less time: reading the weights is what it waits for.
+_FULL_PASS = 512
+
+
 @dataclass(frozen=True, kw_only=True)
 class Chunk:
     """A piece of one prompt for the next prefill pass."""
@@ -82,11 +86,19 @@ class Scheduler:
         for sequence in self.prefilling:
             if budget:
                 budget -= self._add_chunk(chunks, sequence, budget)
+        if not chunks and not self._worth_a_pass():
+            return []
         while budget and self.waiting and self._admit(self.waiting[0]):
             sequence = self.waiting.popleft()
             self.prefilling.append(sequence)
             budget -= self._add_chunk(chunks, sequence, budget)
         return chunks
+
+    def _worth_a_pass(self) -> bool:
+        """Whether prompts should stop the decoding of others now, or wait for company, as a few free places cost less."""
+        free = self.max_batch_size - self.num_admitted
+        rows = sum(sequence.num_prefill_tokens for sequence in self.waiting)
+        return not self.running or free >= self.max_batch_size // 8 or rows >= _FULL_PASS
 
     def _admit(self, sequence: Sequence) -> bool:
         if self.num_admitted >= self.max_batch_size:

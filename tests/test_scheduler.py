@@ -57,6 +57,27 @@ def test_no_more_run_than_have_a_place() -> None:
     assert prefill(sched) == [("c", 0, 1)]
 
 
+def test_a_short_prompt_waits_for_company_while_nearly_all_places_decode() -> None:
+    def places_free_at(length: int) -> int:
+        sched = scheduler(num_pages=1000, max_batch_size=16, max_prefill_tokens=2000)
+        for index in range(16):
+            sched.submit(sequence(str(index), 1))
+        prefill(sched)
+        sched.submit(sequence("late", length))
+        while not prefill(sched):
+            sched.retire(sched.running[0])
+        return 16 - len(sched.running) + 1
+
+    assert places_free_at(5) == 2  # an eighth of the places
+    assert places_free_at(600) == 1  # worth a pass of its own
+
+
+def test_a_prompt_does_not_wait_where_nothing_decodes() -> None:
+    sched = scheduler(max_batch_size=64)
+    sched.submit(sequence("a", 3))
+    assert prefill(sched) == [("a", 0, 3)]
+
+
 def test_admission_waits_for_pages_and_keeps_the_order() -> None:
     sched = scheduler(num_pages=5)
     for name, length in (("a", 8), ("b", 9), ("c", 1)):
