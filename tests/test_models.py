@@ -168,10 +168,10 @@ def test_cpu_kernels_equal_the_reference(rows: int) -> None:
         torch.testing.assert_close(gated, expected, rtol=1e-4, atol=1e-4)
     x, weight = x * torch.logspace(-6, 3, rows)[:, None], torch.randn(64)  # also rows where eps counts
     torch.testing.assert_close(fast.rms_norm(weight, 1e-5)(x), plain.rms_norm(weight, 1e-5)(x))
-    delta = torch.randn(rows, 64)
+    delta = torch.randn(1, rows, 64)
     sums, expected = (ops.rms_norm(weight, 1e-5).add(x, delta) for ops in (fast, plain))
     torch.testing.assert_close(sums, expected)
-    assert torch.equal(sums[0], x + delta)
+    assert torch.equal(sums[0], x + delta[0])
     by_head = torch.randn(4, 16)
     heads = x.view(rows, 4, 16)
     torch.testing.assert_close(fast.rms_norm(by_head, 1e-6)(heads), plain.rms_norm(by_head, 1e-6)(heads))
@@ -218,7 +218,7 @@ def test_heads_equal_the_dense_reference(tmp_path: Path, written: Written, setti
     rows = 12
     torch.manual_seed(5)
     features = torch.randn(rows, head.config.num_features * written.config.hidden_size) * 4
-    token_ids, positions = torch.randint(0, written.config.vocab_size, (rows,)), torch.arange(rows)
+    token_ids = torch.randint(0, written.config.vocab_size, (rows,))
 
     hidden, expected = head.fuse(features), reference.fuse(features)
     torch.testing.assert_close(hidden, expected, atol=1e-4, rtol=1e-4)

@@ -27,7 +27,7 @@ class Attention:
     """The projections of one layer; q, k and v are one matrix, and the q and k norms one norm."""
 
     qkv: Map  # [rows, width] -> [rows, (Hq + 2 * Hkv) * D]
-    out: Map  # [rows, Hq * D] -> [rows, H]
+    out: Map  # [rows, Hq * D] -> [parts, rows, H]
     qk_norm: Norm | None  # over [rows, Hq + Hkv, D]
     num_heads: int
     num_kv_heads: int
@@ -44,14 +44,14 @@ class Attention:
             qkv=ops.linear(
                 torch.cat([take(f"{prefix}{name}.weight", (n, width)) for name, n in rows.items()])
             ),
-            out=ops.linear(take(f"{prefix}o_proj.weight", (config.hidden_size, q_rows))),
+            out=ops.linear_parts(take(f"{prefix}o_proj.weight", (config.hidden_size, q_rows))),
             qk_norm=_qk_norm(config, prefix, take, ops) if config.qk_norm else None,
             num_heads=config.num_heads,
             num_kv_heads=config.num_kv_heads,
         )
 
     def __call__(self, x: Tensor, layer: int, attend: Attend) -> Tensor:
-        """Project, attend, project back: [rows, width] -> [rows, H]."""
+        """Project, attend, project back: [rows, width] -> [parts, rows, H]; see ``Ops.linear_parts``."""
         num_qk = self.num_heads + self.num_kv_heads
         heads = self.qkv(x).view(x.shape[0], num_qk + self.num_kv_heads, -1)
         if self.qk_norm is not None:
@@ -64,7 +64,7 @@ class MLP:
     """The gated feed-forward block; gate and up are one matrix."""
 
     gated: Map  # [rows, H] -> [rows, I]
-    down: Map  # [rows, I] -> [rows, H]
+    down: Map  # [rows, I] -> [parts, rows, H]
 
     @classmethod
     def build(cls, config: TargetConfig | Eagle3Config, prefix: str, take: Take, ops: Ops) -> "MLP":
@@ -72,10 +72,10 @@ class MLP:
         hidden, inner = config.hidden_size, config.intermediate_size
         gate_up = [take(f"{prefix}mlp.{name}.weight", (inner, hidden)) for name in ("gate_proj", "up_proj")]
         down = take(f"{prefix}mlp.down_proj.weight", (hidden, inner))
-        return cls(gated=ops.gated_linear(torch.cat(gate_up)), down=ops.linear(down))
+        return cls(gated=ops.gated_linear(torch.cat(gate_up)), down=ops.linear_parts(down))
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[rows, H] -> [rows, H]."""
+        """[rows, H] -> [parts, rows, H]; see ``Ops.linear_parts``."""
         return self.down(self.gated(x))
 
 

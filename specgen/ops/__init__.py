@@ -19,12 +19,14 @@ Rope = Callable[[Layout], Store]  # planned once a pass
 
 
 class Norm(Protocol):
-    """RMSNorm over the last dimension, statistics in float32; both methods take and give [rows, ..., N]."""
+    """RMSNorm over the last dimension, statistics in float32."""
 
-    def __call__(self, x: Tensor) -> Tensor: ...
+    def __call__(self, x: Tensor) -> Tensor:
+        """[rows, ..., N] -> the same shape."""
+        ...
 
-    def add(self, stream: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
-        """``stream + delta``, and the norm of it; neither input is changed."""
+    def add(self, stream: Tensor, parts: Tensor) -> tuple[Tensor, Tensor]:
+        """``stream`` [rows, N] plus ``parts`` [n, rows, N] (see ``Ops.linear_parts``), and the norm of it."""
         ...
 
 
@@ -36,6 +38,7 @@ class Ops:
     """
 
     linear: Callable[[Tensor], Map]  # weight [out, in]: [rows, in] -> [rows, out]
+    linear_parts: Callable[[Tensor], Map]  # the same as terms [n, rows, out], which Norm.add adds up
     gated_linear: Callable[[Tensor], Map]  # gate and up [2 * I, in]: [rows, in] -> silu(gate) * up [rows, I]
     rms_norm: Callable[[Tensor, float], Norm]  # weight [..., N] and eps
     # Table [V, N], two weights [N] and eps: token ids [rows] and x [rows, N] -> the normed embeddings and the

@@ -7,19 +7,20 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from specgen.ops import Ops
-from specgen.ops.reference import Linear
+from specgen.ops.reference import Linear, one_part
 from specgen.ops.rope import TritonRope
 from specgen.ops.rows import TritonEmbedBeside, TritonNorm, silu_and_mul
 from specgen.ops.skinny import Tile, skinny_gated_linear, skinny_linear
 
 # By rising number of rows; more rows than the last one's go to cuBLAS.
 _TILES = (
-    Tile(rows=16, block_out=32, block_in=256, stages=4, warps=4, ahead=2048),
-    Tile(rows=64, block_out=64, block_in=128, stages=4, warps=4, ahead=2048),
+    Tile(rows=16, block_out=16, block_in=512, stages=3, warps=4, ahead=1024),
+    Tile(rows=64, block_out=64, block_in=128, stages=4, warps=4, ahead=1024),
 )
+_PARTS_TILES = (Tile(rows=16, block_out=64, block_in=128, stages=4, warps=4, ahead=2048, parts=4),)
 _GATED_TILES = (
-    Tile(rows=16, block_out=16, block_in=256, stages=4, warps=4, ahead=2048),
-    Tile(rows=64, block_out=32, block_in=128, stages=4, warps=4, ahead=2048),
+    Tile(rows=16, block_out=64, block_in=128, stages=4, warps=4, ahead=1024),
+    Tile(rows=64, block_out=64, block_in=128, stages=4, warps=4, ahead=1024),
 )
 
 
@@ -28,6 +29,7 @@ def cuda_ops(dtype: torch.dtype) -> Ops:
     half = dtype in (torch.bfloat16, torch.float16)
     return Ops(
         linear=_SkinnyLinear.prepare if half else Linear,
+        linear_parts=_LinearParts.prepare if half else (lambda weight: one_part(Linear(weight))),
         gated_linear=_SkinnyGatedLinear.prepare if half else _GatedLinear,
         rms_norm=TritonNorm,
         embed_beside=TritonEmbedBeside,
@@ -58,7 +60,23 @@ class _SkinnyLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         tile = _tile(self.tiles, x.shape[0])
-        return F.linear(x, self.weight) if tile is None else skinny_linear(x, self.weight, tile)
+        return F.linear(x, self.weight) if tile is None else skinny_linear(x, self.weight, tile)[0]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _LinearParts:
+    """See ``Ops.linear_parts``."""
+
+    weight: Tensor
+    tiles: tuple[Tile, ...]
+
+    @classmethod
+    def prepare(cls, weight: Tensor) -> "_LinearParts":
+        return cls(weight=weight, tiles=_fitting(_PARTS_TILES, *weight.shape))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        tile = _tile(self.tiles, x.shape[0])
+        return F.linear(x, self.weight)[None] if tile is None else skinny_linear(x, self.weight, tile)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,8 +98,7 @@ class _SkinnyGatedLinear:
 
 
 def _fitting(tiles: tuple[Tile, ...], num_out: int, width: int) -> tuple[Tile, ...]:
-    """Those whose blocks a matrix [num_out, width] is a multiple of."""
-    return tuple(t for t in tiles if num_out % t.block_out == 0 and width % t.block_in == 0)
+    return tuple(tile for tile in tiles if tile.fits(num_out, width))
 
 
 def _tile(tiles: tuple[Tile, ...], num_rows: int) -> Tile | None:

@@ -7,14 +7,24 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from specgen.layout import Layout
-from specgen.ops import Ops, Store
+from specgen.ops import Map, Ops, Store
 
 
 def torch_ops() -> Ops:
     """What the other implementations are tested against."""
     return Ops(
-        linear=Linear, gated_linear=GatedLinear, rms_norm=RmsNorm, embed_beside=EmbedBeside, rope=TorchRope
+        linear=Linear,
+        linear_parts=lambda weight: one_part(Linear(weight)),
+        gated_linear=GatedLinear,
+        rms_norm=RmsNorm,
+        embed_beside=EmbedBeside,
+        rope=TorchRope,
     )
+
+
+def one_part(linear: Map) -> Map:
+    """``linear`` in the form of ``Ops.linear_parts``."""
+    return lambda x: linear(x)[None]
 
 
 @dataclass(frozen=True)
@@ -49,9 +59,9 @@ class RmsNorm:
         scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
         return scaled.to(x.dtype) * self.weight
 
-    def add(self, stream: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
-        """See ``Norm.add``."""
-        total = stream + delta
+    def add(self, stream: Tensor, parts: Tensor) -> tuple[Tensor, Tensor]:
+        """See ``Norm.add``; of one part."""
+        total = stream + parts.squeeze(0)
         return total, self(total)
 
 

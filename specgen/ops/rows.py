@@ -45,13 +45,14 @@ def _norm_kernel(
 @triton.jit
 def _add_norm_kernel(
     stream: tl.tensor,
-    delta: tl.tensor,
+    parts: tl.tensor,
     weight: tl.tensor,
     total: tl.tensor,
     out: tl.tensor,
     size: int,
     eps: float,
     stride: int,
+    PARTS: tl.constexpr,  # noqa: N803
     BLOCK: tl.constexpr,  # noqa: N803
 ) -> None:
     gdc_launch_dependents()
@@ -60,9 +61,12 @@ def _add_norm_kernel(
     inside = columns < size
     w = tl.load(weight + columns, inside, 0)
     gdc_wait()
-    added = tl.load(stream + row * stride + columns, inside, 0) + tl.load(
-        delta + row * size + columns, inside, 0
-    )
+    before = tl.load(stream + row * stride + columns, inside, 0)
+    delta = tl.zeros((BLOCK,), tl.float32)
+    for part in tl.static_range(PARTS):
+        start = (part * tl.num_programs(0) + row) * size
+        delta += tl.load(parts + start + columns, inside, 0).to(tl.float32)
+    added = before + delta.to(before.dtype)
     tl.store(total + row * size + columns, added, inside)
     tl.store(out + row * size + columns, _normed(added, w, size, eps), inside)
 
@@ -132,13 +136,13 @@ class TritonNorm:
             _norm_kernel[(x.numel() // size,)](*args, **_block(size), **PDL)
         return out
 
-    def add(self, stream: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
-        """See ``Norm.add``; x is [rows, N]."""
-        size = self.weight.shape[-1]
-        total, out = torch.empty_like(delta), torch.empty_like(delta)
-        if len(delta):
-            args = (stream, delta, self.weight, total, out, size, self.eps, stream.stride(0))
-            _add_norm_kernel[(len(delta),)](*args, **_block(size), **PDL)
+    def add(self, stream: Tensor, parts: Tensor) -> tuple[Tensor, Tensor]:
+        """See ``Norm.add``."""
+        rows, size = stream.shape
+        total, out = stream.new_empty(2, rows, size).unbind()
+        if rows:
+            args = (stream, parts, self.weight, total, out, size, self.eps, stream.stride(0))
+            _add_norm_kernel[(rows,)](*args, PARTS=len(parts), **_block(size), **PDL)
         return total, out
 
 

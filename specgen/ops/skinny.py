@@ -3,6 +3,7 @@
 
 from dataclasses import dataclass
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -14,7 +15,7 @@ from specgen.ops.rows import silu_mul
 
 @dataclass(frozen=True, kw_only=True)
 class Tile:
-    """How a matrix is cut: a program computes ``block_out`` outputs of up to ``rows`` rows."""
+    """How a matrix is cut: a program computes ``block_out`` outputs of at most ``rows`` rows, or a part of them."""
 
     rows: int
     block_out: int
@@ -22,6 +23,11 @@ class Tile:
     stages: int  # blocks of the weight in flight
     warps: int
     ahead: int  # bytes of each weight row that are fetched before the inputs are there
+    parts: int = 1  # that the inputs are split into
+
+    def fits(self, num_out: int, width: int) -> bool:
+        """Whether a matrix [num_out, width] consists of whole blocks."""
+        return num_out % self.block_out == 0 and width % (self.parts * self.block_in) == 0
 
 
 @triton.jit
@@ -47,6 +53,7 @@ def _skinny_kernel(
     num_rows: int,
     num_out: int,
     width: int,
+    part_width: int,
     ahead: int,
     GATED: tl.constexpr,  # noqa: N803
     ROWS: tl.constexpr,  # noqa: N803
@@ -55,8 +62,8 @@ def _skinny_kernel(
     STAGES: tl.constexpr,  # noqa: N803
     PIECES: tl.constexpr,  # noqa: N803
 ) -> None:
-    gdc_launch_dependents()
-    first = tl.program_id(0) * BLOCK_OUT
+    first, part = tl.program_id(0) * BLOCK_OUT, tl.program_id(1)
+    weight += part * part_width
     if ahead > 0:
         _fetch_rows(weight, first, width, ahead, BLOCK_OUT, PIECES)
         if GATED:
@@ -64,38 +71,50 @@ def _skinny_kernel(
     out, row, inner = first + tl.arange(0, BLOCK_OUT), tl.arange(0, ROWS), tl.arange(0, BLOCK_IN)
     w_start = weight + out[:, None].to(tl.int64) * width + inner[None, :]
     up_start = weight + (num_out + out)[:, None].to(tl.int64) * width + inner[None, :]
-    x_start = x + row[None, :] * width + inner[:, None]
+    x_start = x + row[None, :] * width + part * part_width + inner[:, None]
     gdc_wait()
     acc = tl.zeros((BLOCK_OUT, ROWS), tl.float32)
     up_acc = tl.zeros((BLOCK_OUT, ROWS), tl.float32)
-    for start in tl.range(0, width, BLOCK_IN, num_stages=STAGES):
+    for start in tl.range(0, part_width, BLOCK_IN, num_stages=STAGES):
         columns = tl.load(x_start + start, row[None, :] < num_rows, 0)
         acc = tl.dot(tl.load(w_start + start), columns, acc)
         if GATED:
             up_acc = tl.dot(tl.load(up_start + start), columns, up_acc)
+    # Not before: programs of the successor would crowd on the processors that are free first.
+    gdc_launch_dependents()
     result = acc.to(y.dtype.element_ty)
     if GATED:
         result = silu_mul(result, up_acc.to(y.dtype.element_ty))
-    tl.store(y + row[None, :].to(tl.int64) * num_out + out[:, None], result, row[None, :] < num_rows)
+    y += (part * num_rows + row[None, :]).to(tl.int64) * num_out
+    tl.store(y + out[:, None], result, row[None, :] < num_rows)
 
 
 def skinny_linear(x: Tensor, weight: Tensor, tile: Tile) -> Tensor:
-    """``x [rows, in]`` through ``weight [out, in]``, both contiguous, with float32 sums.
+    """``x [rows, in]`` through ``weight [out, in]``, both contiguous: ``[parts, rows, out]``, summed in float32.
 
-    There are at most ``tile.rows`` rows; ``in`` and ``out`` are multiples of the tile's blocks.
+    One part is rounded to the dtype of ``x``; more are left in float32 for whoever adds them up. The tile must fit.
     """
-    return _launch(x, weight, weight.shape[0], tile, gated=False)
+    dtype = x.dtype if tile.parts == 1 else torch.float32
+    y = torch.empty(tile.parts, x.shape[0], weight.shape[0], dtype=dtype, device=x.device)
+    _launch(x, weight, y, tile, gated=False)
+    return y
 
 
 def skinny_gated_linear(x: Tensor, weight: Tensor, tile: Tile) -> Tensor:
     """``silu(gate) * up [rows, I]``; ``weight [2 * I, in]`` holds gate and up. See ``skinny_linear``."""
-    return _launch(x, weight, weight.shape[0] // 2, tile, gated=True)
+    assert tile.parts == 1, "parts cannot go through silu"
+    y = x.new_empty(x.shape[0], weight.shape[0] // 2)
+    _launch(x, weight, y, tile, gated=True)
+    return y
 
 
-def _launch(x: Tensor, weight: Tensor, num_out: int, tile: Tile, *, gated: bool) -> Tensor:
-    y = x.new_empty(x.shape[0], num_out)
-    _skinny_kernel[(num_out // tile.block_out,)](
-        *(x, weight, y, x.shape[0], num_out, x.shape[1], tile.ahead),
+def _launch(x: Tensor, weight: Tensor, y: Tensor, tile: Tile, *, gated: bool) -> None:
+    (num_rows, width), num_out = x.shape, y.shape[-1]
+    assert num_rows <= tile.rows, (num_rows, tile)
+    assert tile.fits(num_out, width), (weight.shape, tile)
+    _skinny_kernel[(num_out // tile.block_out, tile.parts)](
+        *(x, weight, y, num_rows, num_out, width, width // tile.parts),
+        min(tile.ahead, width // tile.parts * x.element_size()),
         GATED=gated,
         ROWS=tile.rows,
         BLOCK_OUT=tile.block_out,
@@ -105,4 +124,3 @@ def _launch(x: Tensor, weight: Tensor, num_out: int, tile: Tile, *, gated: bool)
         num_warps=tile.warps,
         **PDL,
     )
-    return y
