@@ -160,7 +160,7 @@ class World:
 
     def reference(self) -> Tensor:
         keys, values = (cache.float().nan_to_num() for cache in (self.keys, self.values))
-        return SdpaBackend().plan(self.prefill())(self.q.float(), keys, values)
+        return SdpaBackend(torch.device("cuda")).plan(self.prefill())(self.q.float(), keys, values)
 
 
 def attend(backend: Backend, world: World, layout: Layout) -> Tensor:
@@ -198,6 +198,11 @@ def _compiled() -> None:
         types = (case.dtype, case.kv_dtype or case.dtype, case.dtype, torch.int32)
         spec = gen_batch_prefill_module("fa2", *types, case.head_dim, case.head_dim, 0, False, False, False)
         specs[spec.name] = spec
+    if torch.cuda.get_device_capability()[0] == 9:
+        spec = gen_batch_prefill_module(
+            "fa3", BF16, BF16, BF16, torch.int32, 128, 128, 0, False, False, False
+        )
+        specs[spec.name] = spec
     build_jit_specs(list(specs.values()))
 
 
@@ -224,7 +229,13 @@ def test_decode_passes_of_mixed_lengths(trtllm: TrtllmBackend, case: Case) -> No
 
 
 @pytest.mark.parametrize("case", PREFILL, ids=str)
-def test_prefill(trtllm: TrtllmBackend, case: Case) -> None:
+def test_prefill(flashinfer: FlashInferBackend, case: Case) -> None:
+    world = World(case)
+    assert error(attend(flashinfer, world, world.prefill()), world.reference(), case) < case.tolerance
+
+
+@pytest.mark.parametrize("case", [c for c in PREFILL if (c.dtype, c.head_dim) == (BF16, 128)], ids=str)
+def test_prefill_on_the_kernel_of_the_device(trtllm: TrtllmBackend, case: Case) -> None:
     world = World(case)
     assert error(attend(trtllm, world, world.prefill()), world.reference(), case) < case.tolerance
 
@@ -304,7 +315,8 @@ def test_prefill_between_replays_of_the_longest_context(trtllm: TrtllmBackend) -
     """8 x 32,768 positions: decode graph and prefill kernel in one process, each with its own scratch memory."""
     world = World(Case(query_lens=(5,) * 8, kv_lens=(32_768,) * 8, page_size=64))
     chunk = World(Case(query_lens=(512,) * 8, kv_lens=(8192,) * 8, page_size=64))
-    graph, q, out = capture(trtllm, world.uniform(), world)
+    layout = world.uniform()  # the graph reads its tensors
+    graph, q, out = capture(trtllm, layout, world)
     q.copy_(world.q)
     for _ in range(4):
         graph.replay()

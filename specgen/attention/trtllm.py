@@ -20,7 +20,8 @@ class TrtllmBackend:
     A layout whose lengths the host knows is a prefill; any other is a decode pass of up to 32 rows a sequence, whose
     call stays right when it is replayed after lengths, block tables and ragged offsets have changed on the device.
     What is built at first use (kernels, masks) cannot be built while a graph is captured: run a pass of the same
-    batch and query length before. Calls of one object must not run at once on two streams.
+    batch and query length before. A graph keeps neither this object nor the layout's tensors alive, and reads both:
+    replayed after they are gone it reads whatever took their place. Calls must not run at once on two streams.
 
     XQA is tested on an H100; the calls for trtllm-gen follow its documentation and have not been run.
     """
@@ -42,11 +43,12 @@ class TrtllmBackend:
     )
 
     def __init__(self, device: torch.device) -> None:
-        self._xqa = torch.cuda.get_device_capability(device)[0] != 10
+        major = torch.cuda.get_device_capability(device)[0]
+        self._xqa = major != 10
         self._workspace = decode_workspace(
             device, max_group=_MAX_GROUP, max_rows=_MAX_QUERY, max_head_dim=max(_HEAD_DIMS)
         )
-        self._prefill = FlashInferBackend(device)
+        self._prefill = FlashInferBackend(device, "fa3" if major == 9 else "fa2")
         self._masks: dict[tuple[int, int], Tensor] = {}
 
     def plan(self, layout: Layout) -> Kernel:
