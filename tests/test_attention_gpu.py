@@ -252,7 +252,7 @@ def test_a_wrong_mask_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
         return torch.full((len(offsets), 1), -1, dtype=torch.int32, device="cuda").view(torch.uint16)
 
     monkeypatch.setattr("specgen.attention.trtllm.causal_mask", all_visible)
-    for case, world in ((case, World(case)) for case in (UNIFORM[1], RAGGED[3])):
+    for case, world in ((case, World(case)) for case in (UNIFORM[4], RAGGED[3])):
         layout = world.uniform() if case in UNIFORM else world.packed()
         out = attend(TrtllmBackend(torch.device("cuda")), world, layout)
         assert error(out, world.reference(), case) > 2 * case.tolerance
@@ -272,6 +272,7 @@ def capture(backend: Backend, layout: Layout, world: World) -> tuple[torch.cuda.
 
 REPLAYED = {
     "uniform": [(5,) * 8] * 4,
+    "unsplit": [(5,) * 8] * 4,
     "packed": [(5, 1, 3, 5, 2, 1, 1, 4), (1,) * 8, (5,) * 8, (2, 1, 1, 1, 4, 5, 3, 1)],
 }
 
@@ -282,8 +283,9 @@ def test_one_graph_serves_other_lengths_tables_and_offsets(
     trtllm: TrtllmBackend, mode: str, num_padding: int
 ) -> None:
     """Captured once at 8 sequences of up to 32,768 positions; padding sequences stand on the dummy page."""
-    longest = 32_768
-    first = World(Case(query_lens=(5,) * 8, kv_lens=(longest,) * 8, page_size=64))
+    longest = 4096 if mode == "unsplit" else 32_768
+    num_kv_heads = 20 if mode == "unsplit" else 2  # 160 blocks without splitting a sequence
+    first = World(Case(query_lens=(5,) * 8, kv_lens=(longest,) * 8, page_size=64, num_kv_heads=num_kv_heads))
     tables = torch.zeros(8, longest // 64, dtype=torch.int32, device="cuda")
     starts, query_lens = (torch.ones(8, dtype=torch.int64, device="cuda") for _ in range(2))
     layout = Layout.uniform(tables, starts, 5, 64)
@@ -292,7 +294,8 @@ def test_one_graph_serves_other_lengths_tables_and_offsets(
     graph, q, out = capture(trtllm, layout, first)
     for turn, lens_of_turn in enumerate(REPLAYED[mode]):
         num_real = 8 - num_padding
-        case = ragged(lens_of_turn[:num_real], [longest - 7, 40, 3000, longest - 7][turn], page_size=64)
+        top = [longest - 7, 40, 3000, longest - 7][turn]
+        case = ragged(lens_of_turn[:num_real], top, page_size=64, num_kv_heads=num_kv_heads)
         world = World(case)
         tables.zero_(), starts.zero_(), query_lens.fill_(1)
         width = min(world.tables.shape[1], tables.shape[1])
