@@ -90,7 +90,14 @@ def resolve(config: EngineConfig) -> EngineConfig:
         f"cuda-graphs is {graphs!r} but attention {attention!r} on {kind!r} cannot be captured: "
         "use --cuda-graphs off, or on a GPU --attention trtllm, or in float32 sdpa-static",
     )
-    return replace(config, device=device, dtype=dtype, attention=attention, cuda_graphs=graphs)
+    return replace(
+        config,
+        device=device,
+        dtype=dtype,
+        attention=attention,
+        cuda_graphs=graphs,
+        page_size=config.page_size or capabilities.page_size,
+    )
 
 
 def choose_attention(config: EngineConfig) -> tuple[str, str]:
@@ -100,11 +107,11 @@ def choose_attention(config: EngineConfig) -> tuple[str, str]:
         names[0] in _BACKENDS,
         f"attention is {config.attention!r}: use one of auto, {', '.join(_BACKENDS)}",
     )
-    heads, device = _heads(config), torch.device(config.device)
-    passed_over: list[str] = []
+    device, passed_over = torch.device(config.device), list[str]()
     for name in names:
         backend = _BACKENDS[name]
-        refusals = (backend.capabilities.refusal(device, each) for each in heads)
+        page_size = config.page_size or backend.capabilities.page_size
+        refusals = (backend.capabilities.refusal(device, each) for each in _heads(config, page_size))
         reason = next((reason for reason in refusals if reason), None)
         if reason is None:
             if config.attention != "auto":
@@ -116,7 +123,7 @@ def choose_attention(config: EngineConfig) -> tuple[str, str]:
     raise AssertionError("the last choice runs everything")
 
 
-def _heads(config: EngineConfig) -> list[Heads]:
+def _heads(config: EngineConfig, page_size: int) -> list[Heads]:
     """What target and head ask of attention."""
     models: list[TargetConfig | Eagle3Config] = [target_config(open_checkpoint(config.model))]
     if config.num_spec_tokens and config.drafter is not None:
@@ -129,7 +136,7 @@ def _heads(config: EngineConfig) -> list[Heads]:
             head_dim=model.head_dim,
             dtype=dtype,
             kv_dtype=dtype,
-            page_size=config.page_size,
+            page_size=page_size,
             max_query_len=config.num_spec_tokens + 1,
         )
         for model in models

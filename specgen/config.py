@@ -50,7 +50,7 @@ class EngineConfig:
     draft_sampling: DraftSampling = "greedy"
     max_batch_size: int = 32
     max_prefill_tokens: int = 2048
-    page_size: int = 16
+    page_size: int = 0  # positions; 0: what suits the attention backend
     kv_memory: int | None = None  # bytes; None: as much as the batch can need and the device can give
     device: str = "auto"
     dtype: str = "auto"
@@ -71,7 +71,7 @@ class EngineConfig:
             0 < self.gpu_memory_utilization <= 1,
             f"gpu-memory-utilization is {self.gpu_memory_utilization}: use a share in (0, 1]",
         )
-        require(self.page_size >= 1, f"page-size is {self.page_size}: use at least 1")
+        require(self.page_size >= 0, f"page-size is {self.page_size}: use at least 1")
         require(
             self.num_spec_tokens == 0 or self.drafter is not None,
             f"num-spec-tokens is {self.num_spec_tokens} but no drafter is given: "

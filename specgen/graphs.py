@@ -1,6 +1,7 @@
 """CUDA graphs: how a decode step, or each of its forward passes, is captured once and replayed."""
 
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
@@ -131,7 +132,9 @@ def _capture(function: Callable[..., Any], inputs: tuple[Tensor, ...], pool: Any
     graph = torch.cuda.CUDAGraph()
     try:
         copies = tuple(given.clone() for given in inputs)
-        with torch.cuda.graph(graph, pool=pool):
+        with warnings.catch_warnings(), torch.cuda.graph(graph, pool=pool):
+            # plain decoding has nothing to propose
+            warnings.filterwarnings("ignore", "The CUDA Graph is empty")
             result = function(*copies)
     except torch.OutOfMemoryError:
         return None

@@ -33,6 +33,7 @@ class Capabilities:
     uniform_q_max: int | None  # longest query of a decode pass
     needs_host_lens: bool  # reads lengths on the host, so every pass waits for the device
     graphs: bool  # a captured call stays right when lengths change on the device
+    page_size: int = 16  # that suits it best
     compute_majors: tuple[int, ...] | None = None  # NVIDIA's compute capability, before the dot
     dtypes: tuple[torch.dtype, ...] | None = None
     kv_dtypes: tuple[torch.dtype, ...] | None = None
@@ -49,7 +50,7 @@ class Capabilities:
             (major, self.compute_majors, "GPUs of compute capability {}.x", "--attention sdpa"),
             (heads.dtype, self.dtypes, "a model in {}", "--dtype bfloat16 or --attention sdpa"),
             (heads.kv_dtype, self.kv_dtypes, "a KV cache in {}", "the model's dtype for it"),
-            (heads.page_size, self.page_sizes, "pages of {} positions", "--page-size 16, 32 or 64"),
+            (heads.page_size, self.page_sizes, "pages of {} positions", "pages of 16, 32 or 64"),
             (heads.head_dim, self.head_dims, "heads of {} elements", "--attention sdpa"),
         )
         for value, allowed, what, remedy in checks:

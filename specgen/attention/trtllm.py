@@ -39,6 +39,7 @@ class TrtllmBackend:
         uniform_q_max=_MAX_QUERY,
         needs_host_lens=False,
         graphs=True,
+        page_size=64,  # XQA at 1 x 300 positions, 5 rows: 15.4 us a layer, and 19.2 us with pages of 16
         compute_majors=(9, 10, 12),
         dtypes=(torch.bfloat16, torch.float16),
         kv_dtypes=(torch.bfloat16, torch.float16, torch.float8_e4m3fn),
