@@ -62,6 +62,7 @@ class Eagle3Head:
     norm: Norm
     lm_head: Map  # [n, H] -> [n, Vd]
     draft_to_target: Tensor  # [Vd] int64: the target's id of each draft id
+    argmax: Map  # of logits [..., Vd] -> [...]
     rope: Rope
 
     @classmethod
@@ -101,6 +102,7 @@ class Eagle3Head:
             norm=ops.rms_norm(vector(root + "norm.weight"), eps),
             lm_head=ops.linear(take("lm_head.weight", (config.draft_vocab_size, hidden))),
             draft_to_target=draft_to_target,
+            argmax=ops.argmax,
             rope=ops.rope(inverse_frequencies(config.rope, config.head_dim, draft_to_target.device)),
         )
 

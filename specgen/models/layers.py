@@ -40,11 +40,11 @@ class Attention:
         prefix += "self_attn."
         q_rows, kv_rows = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         rows = {"q_proj": q_rows, "k_proj": kv_rows, "v_proj": kv_rows}
+        qkv = torch.cat([take(f"{prefix}{name}.weight", (n, width)) for name, n in rows.items()])
+        out = take(f"{prefix}o_proj.weight", (config.hidden_size, q_rows))
         return cls(
-            qkv=ops.linear(
-                torch.cat([take(f"{prefix}{name}.weight", (n, width)) for name, n in rows.items()])
-            ),
-            out=ops.linear_parts(take(f"{prefix}o_proj.weight", (config.hidden_size, q_rows))),
+            qkv=ops.linear_before(qkv, out),
+            out=ops.linear_parts(out),
             qk_norm=_qk_norm(config, prefix, take, ops) if config.qk_norm else None,
             num_heads=config.num_heads,
             num_kv_heads=config.num_kv_heads,

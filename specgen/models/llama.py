@@ -42,6 +42,7 @@ class Llama:
     layers: tuple[DecoderLayer, ...]
     norm: Norm
     lm_head: Map  # [n, H] -> [n, V]; the embedding's own weight where they are tied
+    argmax: Map  # of logits [..., V] -> [...]
     rope: Rope
 
     @classmethod
@@ -56,6 +57,7 @@ class Llama:
             layers=tuple(DecoderLayer.build(config, index, take, ops) for index in range(config.num_layers)),
             norm=ops.rms_norm(take("model.norm.weight", (config.hidden_size,)), config.rms_norm_eps),
             lm_head=ops.linear(lm_head),
+            argmax=ops.argmax,
             rope=ops.rope(inverse_frequencies(config.rope, config.head_dim, embedding.device)),
         )
 

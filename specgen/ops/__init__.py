@@ -38,12 +38,14 @@ class Ops:
     """
 
     linear: Callable[[Tensor], Map]  # weight [out, in]: [rows, in] -> [rows, out]
+    linear_before: Callable[[Tensor, Tensor], Map]  # as linear; the second weight is what is read soon after
     linear_parts: Callable[[Tensor], Map]  # the same as terms [n, rows, out], which Norm.add adds up
     gated_linear: Callable[[Tensor], Map]  # gate and up [2 * I, in]: [rows, in] -> silu(gate) * up [rows, I]
     rms_norm: Callable[[Tensor, float], Norm]  # weight [..., N] and eps
     # Table [V, N], two weights [N] and eps: token ids [rows] and x [rows, N] -> the normed embeddings and the
     # normed x side by side, [rows, 2 * N].
     embed_beside: Callable[[Tensor, Tensor, Tensor, float], Pair]
+    argmax: Map  # [..., V] -> [...] int64: the first maximum
     rope: Callable[[Tensor], Rope]  # radians a position [D / 2], for half-split pairs; see Store
 
 

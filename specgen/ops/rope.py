@@ -56,7 +56,7 @@ def _into(x: tl.tensor, pages: tl.tensor) -> tl.tensor:
     return x.to(pages.dtype.element_ty)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride", "table_width"])
 def _rope_store_kernel(
     qkv: tl.tensor,
     frequencies: tl.tensor,
