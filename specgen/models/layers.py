@@ -43,7 +43,7 @@ class Attention:
         qkv = torch.cat([take(f"{prefix}{name}.weight", (n, width)) for name, n in rows.items()])
         out = take(f"{prefix}o_proj.weight", (config.hidden_size, q_rows))
         return cls(
-            qkv=ops.linear_before(qkv, out),
+            qkv=ops.linear(qkv),
             out=ops.linear_parts(out),
             qk_norm=_qk_norm(config, prefix, take, ops) if config.qk_norm else None,
             num_heads=config.num_heads,

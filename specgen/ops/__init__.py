@@ -38,7 +38,6 @@ class Ops:
     """
 
     linear: Callable[[Tensor], Map]  # weight [out, in]: [rows, in] -> [rows, out]
-    linear_before: Callable[[Tensor, Tensor], Map]  # as linear; the second weight is what is read soon after
     linear_parts: Callable[[Tensor], Map]  # the same as terms [n, rows, out], which Norm.add adds up
     gated_linear: Callable[[Tensor], Map]  # gate and up [2 * I, in]: [rows, in] -> silu(gate) * up [rows, I]
     rms_norm: Callable[[Tensor, float], Norm]  # weight [..., N] and eps

@@ -19,7 +19,6 @@ def cpu_float32_ops() -> Ops:
     return replace(
         torch_ops(),
         linear=_PackedLinear.pack,
-        linear_before=lambda weight, _: _PackedLinear.pack(weight),
         linear_parts=lambda weight: one_part(_PackedLinear.pack(weight)),
         gated_linear=_gated,
         rms_norm=_FusedNorm.prepare,

@@ -15,11 +15,11 @@ from specgen.ops.skinny import Tile, skinny_gated_linear, skinny_linear
 
 # By rising number of rows; more rows than the last one's go to cuBLAS. Measured at Llama-3.1-8B's shapes on an H100.
 _TILES = (
-    Tile(rows=16, block_out=64, block_in=128, stages=6, warps=4, ahead=1024),
+    Tile(rows=16, block_out=64, block_in=128, stages=6, warps=4, ahead=2048),
     Tile(rows=64, block_out=64, block_in=128, stages=4, warps=8, ahead=512),
 )
 _PARTS_TILES = (
-    Tile(rows=16, block_out=64, block_in=128, stages=6, warps=4, ahead=1024, parts=2),
+    Tile(rows=16, block_out=64, block_in=128, stages=6, warps=4, ahead=0, parts=2),
     Tile(rows=64, block_out=64, block_in=128, stages=4, warps=8, ahead=512, parts=2),
 )
 _GATED_TILES = (
@@ -34,7 +34,6 @@ def cuda_ops(dtype: torch.dtype) -> Ops:
     half = dtype in (torch.bfloat16, torch.float16)
     return Ops(
         linear=_SkinnyLinear.prepare if half else Linear,
-        linear_before=_SkinnyLinear.prepare if half else (lambda weight, _: Linear(weight)),
         linear_parts=_LinearParts.prepare if half else (lambda weight: one_part(Linear(weight))),
         gated_linear=_SkinnyGatedLinear.prepare if half else _GatedLinear,
         rms_norm=TritonNorm,
@@ -56,21 +55,18 @@ class _GatedLinear:
 
 @dataclass(frozen=True, kw_only=True)
 class _SkinnyLinear:
-    """See ``Ops.linear`` and ``Ops.linear_before``."""
+    """See ``Ops.linear``."""
 
     weight: Tensor
-    next_weight: Tensor | None
     tiles: tuple[Tile, ...]
 
     @classmethod
-    def prepare(cls, weight: Tensor, next_weight: Tensor | None = None) -> "_SkinnyLinear":
-        return cls(weight=weight, next_weight=next_weight, tiles=_fitting(_TILES, *weight.shape))
+    def prepare(cls, weight: Tensor) -> "_SkinnyLinear":
+        return cls(weight=weight, tiles=_fitting(_TILES, *weight.shape))
 
     def __call__(self, x: Tensor) -> Tensor:
         tile = _tile(self.tiles, x.shape[0])
-        if tile is None:
-            return F.linear(x, self.weight)
-        return skinny_linear(x, self.weight, tile, self.next_weight)[0]
+        return F.linear(x, self.weight) if tile is None else skinny_linear(x, self.weight, tile)[0]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,6 @@ def torch_ops() -> Ops:
     """What the other implementations are tested against."""
     return Ops(
         linear=Linear,
-        linear_before=lambda weight, _: Linear(weight),
         linear_parts=lambda weight: one_part(Linear(weight)),
         gated_linear=GatedLinear,
         rms_norm=RmsNorm,

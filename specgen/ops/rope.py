@@ -149,6 +149,7 @@ class _TritonStore:
                 BLOCK=triton.next_power_of_2(half),
                 HEADS=_HEADS,
                 num_warps=2,
+                enable_fp_fusion=False,  # a fused product would not be rounded
                 **PDL,
             )
         return q

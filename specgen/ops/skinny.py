@@ -12,8 +12,6 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from specgen.ops.launch import PDL, fetch_ahead
 from specgen.ops.rows import silu_mul
 
-_CHUNK_BYTES = 2048  # that a thread fetches at once of the matrix that is read next
-
 
 @dataclass(frozen=True, kw_only=True)
 class Tile:
@@ -47,28 +45,11 @@ def _fetch_rows(
     fetch_ahead(weight + start, ahead // PIECES)
 
 
-@triton.jit
-def _fetch_share(
-    matrix: tl.tensor,
-    num_chunks: int,
-    CHUNK: tl.constexpr,  # noqa: N803
-    THREADS: tl.constexpr,  # noqa: N803
-) -> None:
-    """This program's share of ``num_chunks`` chunks of CHUNK elements of two bytes."""
-    program = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
-    step = tl.num_programs(0) * tl.num_programs(1) * THREADS
-    for first in range(program * THREADS, num_chunks, step):
-        chunk = tl.minimum(first + tl.arange(0, THREADS), num_chunks - 1)
-        fetch_ahead(matrix + chunk.to(tl.int64) * CHUNK, CHUNK * 2)
-
-
-@triton.jit(do_not_specialize=["num_rows", "ahead", "next_chunks"])
+@triton.jit(do_not_specialize=["num_rows", "ahead"])
 def _skinny_kernel(
     x: tl.tensor,
     weight: tl.tensor,
     y: tl.tensor,
-    next_weight: tl.tensor,
-    next_chunks: int,
     num_rows: int,
     num_out: int,
     width: int,
@@ -80,8 +61,6 @@ def _skinny_kernel(
     BLOCK_IN: tl.constexpr,  # noqa: N803
     STAGES: tl.constexpr,  # noqa: N803
     PIECES: tl.constexpr,  # noqa: N803
-    CHUNK: tl.constexpr,  # noqa: N803
-    THREADS: tl.constexpr,  # noqa: N803
 ) -> None:
     first, part = tl.program_id(0) * BLOCK_OUT, tl.program_id(1)
     weight += part * part_width
@@ -103,7 +82,6 @@ def _skinny_kernel(
             up_acc = tl.dot(tl.load(up_start + start), columns, up_acc)
     # Not before: programs of the successor would crowd on the processors that are free first.
     gdc_launch_dependents()
-    _fetch_share(next_weight, next_chunks, CHUNK, THREADS)
     result = acc.to(y.dtype.element_ty)
     if GATED:
         result = silu_mul(result, up_acc.to(y.dtype.element_ty))
@@ -111,15 +89,14 @@ def _skinny_kernel(
     tl.store(y + out[:, None], result, row[None, :] < num_rows)
 
 
-def skinny_linear(x: Tensor, weight: Tensor, tile: Tile, next_weight: Tensor | None = None) -> Tensor:
+def skinny_linear(x: Tensor, weight: Tensor, tile: Tile) -> Tensor:
     """``x [rows, in]`` through ``weight [out, in]``, both contiguous: ``[parts, rows, out]``, summed in float32.
 
     One part is rounded to the dtype of ``x``; more are left in float32 for whoever adds them up. The tile must fit.
-    ``next_weight``, read soon after, is fetched into the cache: what comes between leaves the memory idle.
     """
     dtype = x.dtype if tile.parts == 1 else torch.float32
     y = torch.empty(tile.parts, x.shape[0], weight.shape[0], dtype=dtype, device=x.device)
-    _launch(x, weight, y, tile, next_weight, gated=False)
+    _launch(x, weight, y, tile, gated=False)
     return y
 
 
@@ -127,30 +104,24 @@ def skinny_gated_linear(x: Tensor, weight: Tensor, tile: Tile) -> Tensor:
     """``silu(gate) * up [rows, I]``; ``weight [2 * I, in]`` holds gate and up. See ``skinny_linear``."""
     assert tile.parts == 1, "parts cannot go through silu"
     y = x.new_empty(x.shape[0], weight.shape[0] // 2)
-    _launch(x, weight, y, tile, None, gated=True)
+    _launch(x, weight, y, tile, gated=True)
     return y
 
 
-def _launch(
-    x: Tensor, weight: Tensor, y: Tensor, tile: Tile, next_weight: Tensor | None, *, gated: bool
-) -> None:
+def _launch(x: Tensor, weight: Tensor, y: Tensor, tile: Tile, *, gated: bool) -> None:
     (num_rows, width), num_out = x.shape, y.shape[-1]
     assert num_rows <= tile.rows, (num_rows, tile)
     assert tile.fits(num_out, width), (weight.shape, tile)
-    size, threads = x.element_size(), tile.warps * 32
-    next_chunks = 0 if next_weight is None else next_weight.numel() * size // _CHUNK_BYTES
+    part_width = width // tile.parts
     _skinny_kernel[(num_out // tile.block_out, tile.parts)](
-        *(x, weight, y, weight if next_weight is None else next_weight, next_chunks),
-        *(num_rows, num_out, width, width // tile.parts),
-        min(tile.ahead, width // tile.parts * size),
+        *(x, weight, y, num_rows, num_out, width, part_width),
+        min(tile.ahead, part_width * x.element_size()),
         GATED=gated,
         ROWS=tile.rows,
         BLOCK_OUT=tile.block_out,
         BLOCK_IN=tile.block_in,
         STAGES=tile.stages,
-        PIECES=max(threads // tile.block_out, 1),  # every thread asks for one
-        CHUNK=_CHUNK_BYTES // size,
-        THREADS=threads,
+        PIECES=max(tile.warps * 32 // tile.block_out, 1),  # every thread asks for one
         num_warps=tile.warps,
         **PDL,
     )
