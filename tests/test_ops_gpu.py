@@ -131,10 +131,10 @@ def test_rotation_and_storage(
     for ops in (fast(dtype), torch_ops()):
         storage = torch.zeros(2, 60, 16, num_kv_heads, head_dim, dtype=kv_dtype, device=CUDA)
         q = ops.rope(frequencies)(layout)(qkv, storage[0], storage[1])
-        pages = storage.flatten(1, 2)[:, layout.slots.unique()].float()
+        pages = storage.float().flatten(1, 2)[:, layout.slots.unique()]
         written = layout.slots.unique(return_counts=True)[1] == 1  # where two rows meet, either may win
         found.append((q.float(), pages[:, written]))
-        untouched = storage.flatten(1, 2).float()
+        untouched = storage.float().flatten(1, 2)
         untouched[:, layout.slots] = 0
         assert not untouched.any()
     tolerance = 1e-3 if dtype == torch.float32 else 0  # sums of two products may be fused there

@@ -13,7 +13,8 @@ Map = Callable[[Tensor], Tensor]  # rows to rows
 Pair = Callable[[Tensor, Tensor], Tensor]
 
 # Takes one layer's projections [rows, Hq + 2 * Hkv, D] and its pages, keys and values, each
-# [num_pages, page_size, Hkv, D]; stores the rotated keys and the values in them, returns the rotated q [rows, Hq, D].
+# [num_pages, page_size, Hkv, D]; stores the rotated keys and the values in them, returns the rotated q [rows, Hq, D],
+# contiguous because not every attention kernel looks at strides.
 Store = Callable[[Tensor, Tensor, Tensor], Tensor]
 Rope = Callable[[Layout], Store]  # planned once a pass
 

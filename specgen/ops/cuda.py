@@ -15,15 +15,15 @@ from specgen.ops.skinny import Tile, skinny_gated_linear, skinny_linear
 
 # By rising number of rows; more rows than the last one's go to cuBLAS. Measured at Llama-3.1-8B's shapes on an H100.
 _TILES = (
-    Tile(rows=16, block_out=64, block_in=128, stages=6, warps=4, ahead=2048),
+    Tile(rows=16, block_out=64, block_in=128, stages=6, warps=4, ahead=1024),
     Tile(rows=64, block_out=64, block_in=128, stages=4, warps=8, ahead=512),
 )
 _PARTS_TILES = (
-    Tile(rows=16, block_out=64, block_in=128, stages=6, warps=4, ahead=0, parts=2),
+    Tile(rows=16, block_out=64, block_in=128, stages=6, warps=4, ahead=512, parts=2),
     Tile(rows=64, block_out=64, block_in=128, stages=4, warps=8, ahead=512, parts=2),
 )
 _GATED_TILES = (
-    Tile(rows=16, block_out=64, block_in=128, stages=4, warps=4, ahead=512),
+    Tile(rows=16, block_out=128, block_in=128, stages=3, warps=8, ahead=512),
     Tile(rows=64, block_out=64, block_in=128, stages=4, warps=4, ahead=512),
     Tile(rows=128, block_out=64, block_in=128, stages=3, warps=8, ahead=0),
 )

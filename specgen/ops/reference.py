@@ -109,16 +109,17 @@ class _TorchStore:
         qk, v = qkv[:, :-num_kv_heads], qkv[:, -num_kv_heads:]
         qk = rotate(qk, self.cos.to(qkv.dtype), self.sin.to(qkv.dtype))
         for pages, rows in ((keys, qk[:, -num_kv_heads:]), (values, v)):
-            pages.flatten(0, 1).index_copy_(0, self.slots, _saturated(rows, pages.dtype))
-        return qk[:, :-num_kv_heads]
+            _put(pages.flatten(0, 1), self.slots, rows)
+        return qk[:, :-num_kv_heads].contiguous()
 
 
-def _saturated(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """``x`` in ``dtype``; what an eight-bit one cannot hold becomes its largest value instead of NaN."""
-    if dtype.itemsize > 1:
-        return x.to(dtype)
-    largest = torch.finfo(dtype).max
-    return x.clamp(-largest, largest).to(dtype)
+def _put(pages: Tensor, slots: Tensor, rows: Tensor) -> None:
+    """``rows`` into ``pages`` at ``slots``; what an eight-bit page cannot hold becomes its largest value, not NaN."""
+    if pages.dtype.itemsize == 1:  # torch copies them as bytes alone
+        largest = torch.finfo(pages.dtype).max
+        rows = rows.clamp(-largest, largest).to(pages.dtype).view(torch.uint8)
+        pages = pages.view(torch.uint8)
+    pages.index_copy_(0, slots, rows.to(pages.dtype))
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-# mypy: allow-untyped-decorators, allow-any-expr
+# mypy: allow-untyped-decorators
 """Triton kernels that work on one row at a time: RMSNorm and what is fused with it, and the gate's activation."""
 
 from dataclasses import dataclass
