@@ -4,7 +4,8 @@
     python scripts/bench_gpu.py PAIR --data-path ShareGPT.json
 
 Greedy, K = 4; wall time of ``generate``, prefill included; loading, capturing graphs and one run of the same workload
-come before. Medians over the repeats are printed; the last line is one JSON document. It also runs on a CPU.
+come before. Every repeat has its own prompts, so that the luck of six texts decides nothing. Medians over the repeats
+are printed; the last line is one JSON document. It also runs on a CPU.
 """
 
 import argparse
@@ -48,17 +49,21 @@ class Bench:
     def row(self, batch: int, mode: str, plain_speed: float | None) -> Row:
         """Measure ``batch`` in ``mode``; ``plain_speed`` is what plain decoding gave, in tokens a second."""
         config = replace(self.config, max_batch_size=batch, **MODES[mode])
-        workload = Workload.draw(batch, self.cycle, self.lengths, self.new_tokens, seed=0)
+        workloads = [
+            Workload.draw(batch, self.cycle, self.lengths, self.new_tokens, seed=seed)
+            for seed in range(self.repeats)
+        ]
+        mean_context = sum(workload.mean_context for workload in workloads) / self.repeats
         profiled = batch in PROFILED and config.device != "cpu"
-        figures = measure(config, self.models, workload, self.cycle, self.repeats, profiled=profiled)
+        figures = measure(config, self.models, workloads, self.cycle, profiled=profiled)
         sizes = StepBytes.of(self.models, self.models.target.dtype.itemsize)
-        step_bytes = sizes.step(config.num_spec_tokens, batch, workload.mean_context)
+        step_bytes = sizes.step(config.num_spec_tokens, batch, mean_context)
         speed = figures.output_tokens_per_second
         return Row(
             batch=batch,
             mode=mode,
             figures=figures,
-            mean_context=workload.mean_context,
+            mean_context=mean_context,
             bound_ms=1e3 * step_bytes / self.bandwidth,
             times_plain=speed / plain_speed if plain_speed else None,
             times_vllm=times_vllm(speed, batch, mode, self.conditions),

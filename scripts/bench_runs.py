@@ -67,23 +67,23 @@ class Tape:
 
 
 def measure(
-    config: EngineConfig, models: Models, workload: Workload, cycle: Cycle, repeats: int, *, profiled: bool
+    config: EngineConfig, models: Models, workloads: Sequence[Workload], cycle: Cycle, *, profiled: bool
 ) -> Figures:
-    """Run ``workload`` through an engine of a resolved ``config``: once unmeasured, then ``repeats`` times.
+    """Run ``workloads`` of one batch, each once, through an engine of a resolved ``config``.
 
-    Where it is to be ``profiled``, a batch of it runs once more under the profiler.
+    The first runs once unmeasured before; where it is to be ``profiled``, a batch of it runs once more at the end.
     """
     if profiled:
         warm_up()
     tape = Tape()
     engine = build_engine(config, models, tape.record)
     engine.warm_up()
-    run(engine, workload.groups)
+    run(engine, workloads[0].groups)
     tape.events.clear()
-    runs = [run(engine, workload.groups) for _ in range(repeats)]
+    runs = [run(engine, workload.groups) for workload in workloads]
     events = list(tape.events)
-    profile = _profile(engine, tape, workload) if profiled else None
-    return _figures(config, workload.batch, cycle, runs, events, profile)
+    profile = _profile(engine, tape, workloads[0]) if profiled else None
+    return _figures(config, workloads[0].batch, cycle, runs, events, profile)
 
 
 def run(engine: Engine, groups: Iterable[Iterable[Any]]) -> Run:

@@ -199,9 +199,7 @@ def _largest_pass(config: EngineConfig, models: Models) -> int:
     """Bytes that the largest prefill and a decode step of the whole batch take beside weights and KV, by trial."""
     count = min(config.max_batch_size, config.max_prefill_tokens)
     length = min(config.max_prefill_tokens // count, models.target.config.max_positions - 1)
-    sampling = SamplingParams(
-        max_tokens=2, temperature=1.0, top_p=0.9, ignore_eos=True
-    )  # what takes the most
+    sampling = SamplingParams(max_tokens=2, temperature=1.0, ignore_eos=True)  # takes more than greedy
     requests = (
         Request(id=f"trial {i}", prompt_token_ids=(0,) * length, sampling=sampling) for i in range(count)
     )
@@ -276,7 +274,7 @@ def _drafter(config: EngineConfig, models: Models, backend: Backend, allocator: 
         cache=_cache(config, models.head.config, allocator, models.target.device),
         backend=backend,
         batch=PaddedBatch() if config.drafter_batch == "padded" else non_padded,
-        choice=GreedyDrafts() if config.draft_sampling == "greedy" else SampledDrafts(),
+        choice=GreedyDrafts(models.head.argmax) if config.draft_sampling == "greedy" else SampledDrafts(),
         num_spec_tokens=config.num_spec_tokens,
         target_vocab_size=models.target.config.vocab_size,
     )

@@ -4,6 +4,7 @@ Prefill and verify end in the same ``Outcome``, so drafting has one entry. Rows 
 ids are shifted left by one and positions are not: the feature at p and the token at p + 1 predict the token at p + 2.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -151,14 +152,17 @@ class DraftChoice(Protocol):
         ...
 
 
+@dataclass(frozen=True)
 class GreedyDrafts:
-    """The likeliest token."""
+    """The likeliest token; ``argmax`` is the head's, ``[B, Vd] -> [B]``."""
+
+    argmax: Callable[[Tensor], Tensor]
 
     def choose(
         self, logits: Tensor, positions: Tensor, sampling: SamplingBatch
     ) -> tuple[Tensor, Tensor | None]:
         """See ``DraftChoice.choose``."""
-        return logits.argmax(-1), None
+        return self.argmax(logits), None
 
 
 class SampledDrafts:

@@ -215,6 +215,8 @@ class Engine:
 
     def _decode(self) -> bool:
         began = self._now()
+        if all(sequence.may_end for sequence in self._scheduler.running):
+            self._read_all_but(0)  # a short wait costs less than a step that perhaps nobody needs
         for sequence in [sequence for sequence in self._scheduler.running if sequence.surely_ends]:
             self._scheduler.leave(sequence)
         self._reserve()

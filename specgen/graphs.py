@@ -4,12 +4,13 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 T = TypeVar("T")
+Pool = Any  # what torch.cuda.graph_pool_handle() gives
 Key = tuple[str, int, str]  # all that the host decides about a computation: its name, rows, kind of sampling
 
 
@@ -91,8 +92,7 @@ class StepGraphs:
         """Replay; the first time, run without a graph, which also loads and compiles, and capture for the next."""
         graph = self._graphs.get(key)
         if graph is not None:
-            result: T = graph.replay(inputs)
-            return result
+            return cast(T, graph.replay(inputs))
         result = function(*inputs)
         if key not in self._graphs:
             began = time.perf_counter()
@@ -118,16 +118,16 @@ class PassGraphs(StepGraphs):
 class _Graph:
     graph: torch.cuda.CUDAGraph
     inputs: tuple[Tensor, ...]
-    result: Any
+    result: object
 
-    def replay(self, inputs: tuple[Tensor, ...]) -> Any:
+    def replay(self, inputs: tuple[Tensor, ...]) -> object:
         for mine, given in zip(self.inputs, inputs, strict=True):
             mine.copy_(given)
         self.graph.replay()
         return self.result
 
 
-def _capture(function: Callable[..., Any], inputs: tuple[Tensor, ...], pool: Any) -> _Graph | None:
+def _capture(function: Callable[..., object], inputs: tuple[Tensor, ...], pool: Pool) -> _Graph | None:
     """A graph of ``function`` over copies of ``inputs``; None where memory is short. Nothing is executed."""
     graph = torch.cuda.CUDAGraph()
     try:

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from specgen.pages import PageAllocator
 from specgen.sequence import Sequence
 
-
 # A prefill of fewer rows than this takes hardly less time: reading the weights is what it waits for.
 _FULL_PASS = 512
 
@@ -95,7 +94,7 @@ class Scheduler:
         return chunks
 
     def _worth_a_pass(self) -> bool:
-        """Whether prompts should stop the decoding of others now, or wait for company, as a few free places cost less."""
+        """Whether prompts should stop the decoding now, or wait for company: a few free places cost less."""
         free = self.max_batch_size - self.num_admitted
         rows = sum(sequence.num_prefill_tokens for sequence in self.waiting)
         return not self.running or free >= self.max_batch_size // 8 or rows >= _FULL_PASS

@@ -68,6 +68,11 @@ class Sequence:
         """Whether passes that already run will end it, whatever they find."""
         return len(self.tokens) + self.in_flight_min >= self.max_length
 
+    @property
+    def may_end(self) -> bool:
+        """Whether passes that already run could fill it."""
+        return len(self.tokens) + self.in_flight_max >= self.max_length
+
     def launch(self, at_least: int, at_most: int) -> None:
         """A pass that adds so many tokens is on its way."""
         self.in_flight_min += at_least

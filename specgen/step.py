@@ -111,7 +111,7 @@ class Steps:
     ) -> tuple[Tensor, Tensor]:
         """Drafts against logits ``[B, K+1, V]`` of the rows from ``positions`` ``[B]`` on."""
         if sampling.kind == "greedy":
-            return accept_greedy(drafts.tokens, logits)
+            return accept_greedy(drafts.tokens, self._target.argmax(logits))
         decided = positions[:, None] + 1 + torch.arange(logits.shape[1], device=logits.device)
         return accept_sampled(
             drafts.tokens,

@@ -10,14 +10,13 @@ from torch import Tensor
 from specgen.sampling import draw
 
 
-def accept_greedy(drafts: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Drafts ``[B, K]`` are confirmed as long as they are the target's argmax; logits ``[B, K+1, V]``.
+def accept_greedy(drafts: Tensor, likeliest: Tensor) -> tuple[Tensor, Tensor]:
+    """Drafts ``[B, K]`` are confirmed as long as they are the target's own choice, ``likeliest`` ``[B, K+1]``.
 
     Returns accepted ``[B]`` and tokens ``[B, K+1]``, the plain greedy continuation.
     """
-    tokens = logits.argmax(-1)
-    accepted = (drafts == tokens[:, :-1]).long().cumprod(1).sum(1)
-    return accepted, tokens
+    accepted = (drafts == likeliest[:, :-1]).long().cumprod(1).sum(1)
+    return accepted, likeliest
 
 
 def accept_sampled(

@@ -76,6 +76,7 @@ class TrtllmBackend:
         unsplit = self._unsplit.plan(layout)
 
         def kernel(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+            assert q.is_contiguous(), "XQA would misread it and say nothing"
             if mask is not None and self._fills_gpu(layout.num_sequences, query_len, q, keys):
                 return unsplit(q, keys, values)
             out = decode(
@@ -109,6 +110,7 @@ class TrtllmBackend:
         outs: list[Tensor] = []
 
         def kernel(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+            assert q.is_contiguous(), "XQA would misread it and say nothing"
             if not outs:  # nobody's rows are not written: zeros, once a pass, keep them from becoming NaN
                 outs.append(torch.zeros_like(q))
             decode(

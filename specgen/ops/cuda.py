@@ -1,5 +1,6 @@
 """Kernels for NVIDIA GPUs of compute capability 9.0 and later."""
 
+import warnings
 from dataclasses import dataclass
 
 import torch
@@ -31,6 +32,7 @@ _GATED_TILES = (
 
 def cuda_ops(dtype: torch.dtype) -> Ops:
     """Triton kernels, and cuBLAS for matrices; in float32 all matrices are cuBLAS's, in full precision."""
+    _prefer_cublaslt()
     half = dtype in (torch.bfloat16, torch.float16)
     return Ops(
         linear=_SkinnyLinear.prepare if half else Linear,
@@ -41,6 +43,13 @@ def cuda_ops(dtype: torch.dtype) -> Ops:
         argmax=argmax,
         rope=TritonRope,
     )
+
+
+def _prefer_cublaslt() -> None:
+    """For the whole process: its choice of kernels is 2 to 3 % faster at 128 to 160 rows and no worse elsewhere."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that the setting is experimental
+        torch.backends.cuda.preferred_blas_library("cublaslt")
 
 
 @dataclass(frozen=True)
