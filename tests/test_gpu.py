@@ -10,6 +10,7 @@ from specgen.build import build_engine
 from specgen.config import SamplingParams
 from specgen.engine import Engine
 from specgen.events import Captured, OutOfMemory
+from specgen.sampling import SamplingBatch, target_probs
 from specgen.sequence import Request
 from tests.engines import Outputs, Pair, bundled_requests, config_of, generate, load_pair
 
@@ -204,3 +205,20 @@ def test_a_gpu_short_of_memory_lowers_the_batch_and_goes_on(gpu_pair: Pair) -> N
         torch.cuda.set_per_process_memory_fraction(1.0)
     assert any(isinstance(event, OutOfMemory) for event in short.events)
     assert short.texts == plain.texts
+
+
+@pytest.mark.parametrize("vocab_size", [1000, 32000])
+def test_filters_keep_what_they_keep_on_the_cpu(vocab_size: int) -> None:
+    params = [
+        SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+        for temperature in (0.0, 0.7, 1.3)
+        for top_k in (0, 1, 20)
+        for top_p in (0.1, 0.9, 1.0)
+        for min_p in (0.0, 0.05)
+    ]
+    seeds = list(range(len(params)))
+    logits = 3 * torch.randn(len(params), 3, vocab_size, generator=torch.Generator().manual_seed(0))
+    here = target_probs(logits, SamplingBatch.of(params, seeds, torch.device("cpu")))
+    there = target_probs(logits.cuda(), SamplingBatch.of(params, seeds, torch.device("cuda"))).cpu()
+    torch.testing.assert_close(there, here, atol=1e-5, rtol=1e-3)
+    assert ((there > 0) == (here > 0)).float().mean() > 0.9999
