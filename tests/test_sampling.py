@@ -10,7 +10,15 @@ from torch import Tensor
 
 from specgen import step as step_module
 from specgen.config import SamplingParams
-from specgen.sampling import SamplingBatch, draw, request_seed, target_probs, uniform
+from specgen.sampling import (
+    SamplingBatch,
+    _keep_top,
+    _keep_top_on_gpu,
+    draw,
+    request_seed,
+    target_probs,
+    uniform,
+)
 from specgen.sequence import Request
 from specgen.verify import accept_sampled
 from tests.engines import Pair, generate, load_pair, random_requests
@@ -173,3 +181,27 @@ def test_probabilities_of_the_filters() -> None:
     assert probs(top_p=0.7) == [0.6667, 0.3333, 0, 0]
     assert probs(top_p=0.76) == [0.5556, 0.2778, 0.1667, 0]
     assert probs(min_p=0.25) == [0.5556, 0.2778, 0.1667, 0]
+
+
+def test_the_gpu_filters_mean_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With stand-ins for FlashInfer's kernels, which need a GPU: what is asked of them, row by row."""
+
+    def top_k(rows: Tensor, places: Tensor) -> Tensor:
+        least = torch.stack([row.topk(int(n)).values[-1] for row, n in zip(rows, places, strict=True)])
+        kept = rows.masked_fill(rows < least[:, None], 0)
+        return kept / kept.sum(-1, keepdim=True)
+
+    def top_p(rows: Tensor, share: Tensor) -> Tensor:
+        ordered, order = rows.sort(dim=-1, descending=True)
+        kept = ordered.masked_fill(ordered.cumsum(-1) - ordered >= share[:, None], 0)
+        kept = torch.zeros_like(rows).scatter_(-1, order, kept)
+        return kept / kept.sum(-1, keepdim=True)
+
+    monkeypatch.setattr("flashinfer.sampling.top_k_renorm_probs", top_k)
+    monkeypatch.setattr("flashinfer.sampling.top_p_renorm_probs", top_p)
+    params = [SamplingParams(temperature=1, top_k=k, top_p=p) for k in (0, 1, 5, 99) for p in (0.3, 0.9, 1.0)]
+    batch = SamplingBatch.of(params, list(range(len(params))), torch.device("cpu"))
+    probs = torch.rand(len(params), 3, 50, generator=torch.Generator().manual_seed(1)).softmax(-1)
+    expected = _keep_top(probs, batch)
+    got = _keep_top_on_gpu(probs, batch)
+    torch.testing.assert_close(got, expected / expected.sum(-1, keepdim=True))
