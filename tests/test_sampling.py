@@ -1,8 +1,10 @@
 """Sampling is exact with speculation, and one seed is one text whatever runs beside it."""
 
+import sys
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -197,8 +199,9 @@ def test_the_gpu_filters_mean_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
         kept = torch.zeros_like(rows).scatter_(-1, order, kept)
         return kept / kept.sum(-1, keepdim=True)
 
-    monkeypatch.setattr("flashinfer.sampling.top_k_renorm_probs", top_k)
-    monkeypatch.setattr("flashinfer.sampling.top_p_renorm_probs", top_p)
+    kernels = SimpleNamespace(top_k_renorm_probs=top_k, top_p_renorm_probs=top_p)
+    monkeypatch.setitem(sys.modules, "flashinfer", SimpleNamespace(sampling=kernels))
+    monkeypatch.setitem(sys.modules, "flashinfer.sampling", kernels)
     params = [SamplingParams(temperature=1, top_k=k, top_p=p) for k in (0, 1, 5, 99) for p in (0.3, 0.9, 1.0)]
     batch = SamplingBatch.of(params, list(range(len(params))), torch.device("cpu"))
     probs = torch.rand(len(params), 3, 50, generator=torch.Generator().manual_seed(1)).softmax(-1)
