@@ -75,7 +75,7 @@ def test_a_shape_beyond_the_scratch_memory_is_refused(monkeypatch: pytest.Monkey
         ({"kv_dtype": torch.float8_e4m3fn}, ""),
         ({"dtype": torch.float32, "kv_dtype": torch.float32}, "a model in float32.*--dtype bfloat16"),
         ({"kv_dtype": torch.float8_e5m2}, "a KV cache in float8_e5m2"),
-        ({"page_size": 8}, "pages of 8 positions: use --page-size 16, 32 or 64"),
+        ({"page_size": 8}, "pages of 8 positions: use pages of 16, 32 or 64"),
         ({"head_dim": 80}, "heads of 80 elements: use --attention sdpa"),
         ({"num_heads": 136}, "supports 16 heads a KV head, not 17: use"),
         ({"max_query_len": 33}, "31 drafts a step, not 32: use --num-spec-tokens 31"),
