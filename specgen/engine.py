@@ -271,7 +271,9 @@ class Engine:
 
     def _smaller_batch(self) -> None:
         scheduler = self._scheduler
-        if scheduler.num_admitted <= 1:
+        if scheduler.num_admitted == 0:
+            return  # what was still in flight has ended them all
+        if scheduler.num_admitted == 1:
             self._give_up(self._preempt())
             return
         scheduler.max_batch_size = scheduler.num_admitted // 2

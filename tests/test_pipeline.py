@@ -1,6 +1,7 @@
 """The host ahead of the device, padding rows, and a device short of memory: none of it changes a text or a step."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,10 +9,11 @@ import torch
 
 from specgen import build
 from specgen.config import SamplingParams
+from specgen.engine import Engine
 from specgen.events import OutOfMemory, Stepped
 from specgen.graphs import Eager, bucket
 from specgen.pages import PageAllocator
-from specgen.sequence import Request
+from specgen.sequence import Request, Sequence
 from specgen.step import Steps
 from tests.engines import Outputs, Pair, bundled_requests, generate, random_requests
 
@@ -179,6 +181,34 @@ def test_what_does_not_fit_alone_fails_alone(demo_pair: Pair, monkeypatch: pytes
     reasons = {name: completion.finish_reason for name, completion in outputs.completions.items()}
     assert reasons == {"30": "length", "119": "error", "31": "length"}
     assert "even alone" in (outputs.completions["119"].error or "")
+
+
+def test_memory_may_run_out_as_the_last_text_ends(
+    demo_pair: Pair, device_like: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = bundled_requests(1, SamplingParams(max_tokens=40))[0]
+    text = generate(demo_pair, [request], num_spec_tokens=0).texts[request.id]
+    eos = frozenset([text[5]])
+    end = len(request.prompt_token_ids) + text.index(text[5])  # where the surplus step stands
+    new_sequence, decode = Engine._new_sequence, Steps.decode
+
+    def ends_early(self: Engine, request: Request) -> Sequence:
+        sequence = new_sequence(self, request)
+        sequence.eos_token_ids = eos
+        return sequence
+
+    def fails_behind_the_end(self: Steps, columns: Any) -> Any:
+        if int(columns.seed.positions.max()) >= end:
+            raise torch.OutOfMemoryError("planted")
+        return decode(self, columns)
+
+    monkeypatch.setattr(Engine, "_new_sequence", ends_early)
+    monkeypatch.setattr(Steps, "decode", fails_behind_the_end)
+    device_like()
+    requests = [replace(request, id=name) for name in "ab"]
+    outputs = generate(demo_pair, requests, num_spec_tokens=0, max_batch_size=1)
+    assert outputs.texts == dict.fromkeys("ab", text[: text.index(text[5]) + 1])
+    assert any(isinstance(event, OutOfMemory) for event in outputs.events)
 
 
 def test_times_of_passes_add_up_to_the_run(demo_pair: Pair, device_like: Callable[[], None]) -> None:
