@@ -159,4 +159,6 @@ def write_prompts(path: Path, *, count: int, seed: int) -> None:
 
 
 if __name__ == "__main__":
-    write_prompts(Path(__file__).parents[1] / "data/prompts/gsm8k.jsonl", count=100, seed=2)
+    root = Path(__file__).parents[1]
+    write_prompts(root / "data/prompts/gsm8k.jsonl", count=100, seed=2)
+    write_prompts(root / "eval/tasks/word_problems.jsonl", count=250, seed=3)

@@ -33,7 +33,8 @@ def wheel(tmp_path_factory) -> zipfile.ZipFile:
 
 def test_all_data_and_code_are_inside(wheel):
     names = set(wheel.namelist())
-    assert names >= {f"specgen/{file.relative_to(ROOT)}" for file in files(ROOT / "data")}
+    bundled = [*files(ROOT / "data"), *files(ROOT / "eval")]
+    assert names >= {f"specgen/{file.relative_to(ROOT)}" for file in bundled}
     assert names >= {str(file.relative_to(ROOT)) for file in files(ROOT / "specgen") if file.suffix == ".py"}
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
 
@@ -49,13 +50,16 @@ def test_the_data_are_found_from_any_directory(wheel, tmp_path):
     elsewhere.mkdir()
     code = (
         "from specgen.bundled import data_directory\n"
+        "from specgen.evaluation.tasks import word_problems_task\n"
         "from specgen.prompts import load_prompts\n"
         "print(data_directory(), len(load_prompts('bundled', data_path=None, num_prompts=3)[0]))\n"
+        "print(word_problems_task()['dataset_kwargs']['data_files']['test'])\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(site)}
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, check=True, capture_output=True, text=True, cwd=elsewhere, env=environment)
-    assert done.stdout.split() == [f"{site}/specgen/data", "3"]
+    problems = f"{site}/specgen/eval/tasks/word_problems.jsonl"
+    assert done.stdout.split() == [f"{site}/specgen/data", "3", problems]
 
 
 def files(directory: Path) -> list[Path]:

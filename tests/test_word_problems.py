@@ -71,11 +71,15 @@ def test_the_hash_splits_the_questions():
     assert 0.02 < share < 0.045
 
 
-def test_bundled_problems_are_held_out_and_as_generated(tmp_path):
-    bundled = ROOT / "data/prompts/gsm8k.jsonl"
+@pytest.mark.parametrize(
+    ("path", "count", "seed"),
+    [("data/prompts/gsm8k.jsonl", 100, 2), ("eval/tasks/word_problems.jsonl", 250, 3)],
+)
+def test_bundled_problems_are_held_out_and_as_generated(tmp_path, path, count, seed):
+    bundled = ROOT / path
     rows = [json.loads(line) for line in bundled.read_text(encoding="utf-8").splitlines()]
-    assert len({row["question"] for row in rows}) == 100
+    assert len({row["question"] for row in rows}) == count
     assert all(is_held_out(row["question"]) for row in rows)
     assert all(re.search(r"\n#### \d+$", row["answer"]) for row in rows)
-    write_prompts(tmp_path / "gsm8k.jsonl", count=100, seed=2)
-    assert (tmp_path / "gsm8k.jsonl").read_text(encoding="utf-8") == bundled.read_text(encoding="utf-8")
+    write_prompts(tmp_path / "again.jsonl", count=count, seed=seed)
+    assert (tmp_path / "again.jsonl").read_text(encoding="utf-8") == bundled.read_text(encoding="utf-8")
