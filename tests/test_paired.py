@@ -1,0 +1,163 @@
+"""Paired statistics: against scipy, against their definitions by brute force, and by how often they hold."""
+
+import math
+
+import numpy as np
+import pytest
+
+from specgen.evaluation.paired import detectable_share, mcnemar, mean_interval, paired, student_p, tango
+from specgen.intervals import wilson
+
+CELLS = [(0, 0, 20), (0, 1, 44), (6, 0, 50), (9, 2, 30), (150, 86, 1_600), (3, 40, 43), (7, 7, 1_319)]
+
+
+@pytest.mark.parametrize(("higher", "lower"), [(0, 1), (6, 0), (9, 2), (7, 7), (150, 86), (1_700, 1_500)])
+def test_mcnemar_is_the_binomial_test_of_scipy(higher, lower):
+    from scipy import stats
+
+    assert mcnemar(higher, lower) == pytest.approx(stats.binomtest(higher, higher + lower).pvalue, rel=1e-9)
+
+
+def test_without_discordant_pairs_there_is_no_difference():
+    assert mcnemar(0, 0) == 1
+
+
+@pytest.mark.parametrize(("higher", "lower", "num"), CELLS)
+def test_the_ends_of_the_interval_are_where_the_score_test_rejects(higher, lower, num):
+    low, high = tango(higher, lower, num)
+    for end in (low, high):
+        assert abs(score_by_search(end, higher, lower, num)) == pytest.approx(1.959964, rel=1e-3)
+    assert -1 < low < (higher - lower) / num < high < 1
+
+
+@pytest.mark.parametrize(("higher", "lower"), [(9, 2), (12, 2), (30, 15), (5, 17)])
+def test_zero_is_inside_where_the_chi_square_does_not_reject(higher, lower):
+    from scipy import stats
+
+    low, high = tango(higher, lower, 200)
+    p = stats.chi2.sf((higher - lower) ** 2 / (higher + lower), 1)
+    assert (low <= 0 <= high) == (p >= 0.05)
+
+
+def test_swapped_arms_mirror_the_interval():
+    low, high = tango(12, 5, 60)
+    assert tango(5, 12, 60) == pytest.approx((-high, -low))
+
+
+@pytest.mark.parametrize(("higher", "lower"), [(12, 0), (0, 12)])
+def test_the_interval_of_opposite_arms_ends_at_the_bound(higher, lower):
+    low, high = tango(higher, lower, 12)
+    assert max(-low, high) == pytest.approx(1)
+    assert high - low < 0.6
+
+
+@pytest.mark.parametrize("shares", [(0.02, 0.02), (0.10, 0.04), (0.003, 0.001), (0.3, 0.2)])
+@pytest.mark.parametrize("num", [60, 500])
+def test_the_interval_covers_the_truth(shares, num):
+    random = np.random.default_rng(num)
+    cells = random.multinomial(num, [*shares, 1 - sum(shares)], 2_000)
+    seen, many = np.unique(cells, axis=0, return_counts=True)
+    truth = shares[0] - shares[1]
+    covered = sum(
+        times
+        for (higher, lower, _), times in zip(seen.tolist(), many, strict=True)
+        if inside(truth, tango(higher, lower, num))
+    )
+    assert 0.93 <= covered / 2_000 <= (0.97 if num * min(shares) > 5 else 1)
+
+
+@pytest.mark.parametrize(
+    ("num", "discordance", "level"),
+    [(1_319, 0.1, 0.05), (1_319, 0.1, 0.01), (500, 0.02, 0.05), (200, 0.0, 0.05), (2_000, 0.4, 0.05)],
+)
+def test_the_difference_that_could_be_seen_is_seen_four_times_in_five(num, discordance, level):
+    difference = detectable_share(round(discordance * num), num, level)
+    share = max(discordance, difference)
+    chances = [(share + difference) / 2, (share - difference) / 2, 1 - share]
+    cells = np.random.default_rng(num).multinomial(num, chances, 1_000)
+    found = np.mean([mcnemar(higher, lower) < level for higher, lower, _ in cells.tolist()])
+    assert 0.77 <= found <= 0.94
+
+
+def test_more_samples_see_less_and_a_handful_nothing():
+    seen = [detectable_share(num // 10, num, 0.05) for num in (100, 1_000, 10_000)]
+    assert seen == sorted(seen, reverse=True)
+    assert detectable_share(0, 5, 0.05) is None
+
+
+@pytest.mark.parametrize("freedom", [1, 2, 3, 4, 9, 30, 999])
+@pytest.mark.parametrize("t", [0, 0.3, -1.7, 2.5, 40])
+def test_student_p_is_that_of_scipy(t, freedom):
+    from scipy import stats
+
+    assert student_p(t, freedom) == pytest.approx(2 * stats.t.sf(abs(t), freedom), abs=1e-12)
+
+
+def test_scores_between_take_the_paired_t_test():
+    from scipy import stats
+
+    random = np.random.default_rng(3)
+    scores, others = random.uniform(0, 1, (2, 40))
+    result = paired(scores.tolist(), others.tolist())
+    expected = stats.ttest_rel(scores, others)
+    assert result.p == pytest.approx(expected.pvalue)
+    assert result.interval == pytest.approx(expected.confidence_interval(0.95), rel=1e-4)
+    error = np.std(scores - others, ddof=1) / math.sqrt(40)
+    assert result.detectable == pytest.approx(2.8016 * error, rel=1e-4)
+
+
+def test_scores_of_0_and_1_take_mcnemar():
+    result = paired([1, 1, 0, 1, 0, 1], [0, 1, 0, 0, 1, 1])
+    assert (result.higher, result.lower, result.num_samples) == (2, 1, 6)
+    assert (result.mean, result.other_mean, result.difference) == pytest.approx((4 / 6, 3 / 6, 1 / 6))
+    assert (result.p, result.interval, result.detectable) == (
+        1,
+        tango(2, 1, 6),
+        pytest.approx(0.993, abs=1e-3),
+    )
+
+
+def test_a_stricter_level_sees_less():
+    scores, others = [1, 0] * 200, [1, 0] * 190 + [0, 1] * 10
+    strict = paired(scores, others, level=0.01)
+    assert strict.detectable > paired(scores, others).detectable
+
+
+@pytest.mark.parametrize(("scores", "p"), [([0.5], None), ([0.5, 0.5], 1.0), ([0.7, 0.7], 0.0)])
+def test_differences_that_are_all_alike_have_no_interval(scores, p):
+    result = paired(scores, [0.5] * len(scores))
+    assert (result.p, result.interval, result.detectable) == (p, None, None)
+
+
+def test_the_interval_of_one_arm():
+    from scipy import stats
+
+    scores = [0.2, 0.9, 0.4, 0.4, 1.0]
+    assert mean_interval([1, 1, 0, 1]) == wilson(0.75, 4)
+    expected = stats.ttest_1samp(scores, 0).confidence_interval(0.95)
+    assert mean_interval(scores) == pytest.approx(expected, rel=5e-3)
+
+
+def inside(value, interval):
+    return interval[0] <= value <= interval[1]
+
+
+def score_by_search(difference, higher, lower, num):
+    """Tango's statistic with the likeliest discordant share found by search instead of its closed form."""
+    from scipy import optimize
+
+    least = max(0.0, -difference)
+    most = (1 - difference) / 2
+
+    def unlikely(share):
+        same = max(num - higher - lower, 0)
+        chances = (share + difference, share, 1 - 2 * share - difference)
+        return -sum(
+            n * math.log(max(c, 1e-300)) for n, c in zip((higher, lower, same), chances, strict=True) if n
+        )
+
+    found = optimize.minimize_scalar(
+        unlikely, bounds=(least, most), method="bounded", options={"xatol": 1e-12}
+    )
+    share = min((found.x, least, most), key=unlikely)
+    return (higher - lower - num * difference) / math.sqrt(num * (2 * share + difference - difference**2))
