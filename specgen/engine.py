@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from torch import Tensor
 
 from specgen.batch import RunningBatch
 from specgen.config import SamplingParams
@@ -22,10 +21,11 @@ from specgen.events import (
     Submitted,
     Verified,
 )
-from specgen.layout import Layout
 from specgen.models.config import TargetConfig
+from specgen.packing import chunk_layout, chunk_tokens
 from specgen.sampling import SamplingBatch, request_seed
-from specgen.scheduler import Chunk, Scheduler
+from specgen.scheduler import Scheduler
+from specgen.scoring import Scored, Scorer, ScoreRequest
 from specgen.sequence import Completion, Request, Sequence, StopFinder
 from specgen.step import StepResult, Steps
 from specgen.transfer import HostCopy, on_device
@@ -107,6 +107,18 @@ class Engine:
                     yield (completion := refused)
             if not finished and self._scheduler.idle and not self._in_flight:
                 return
+
+    def score(self, requests: Iterable[ScoreRequest]) -> Iterator[Scored]:
+        """Yield the scores of given texts as they are found, in no fixed order; nothing is drafted or recorded.
+
+        A text is drawn from ``requests`` when the batch has a place for it. ``ValueError`` for one that cannot run.
+        """
+        assert self._scheduler.idle, "texts are scored between runs"
+        assert not self._in_flight
+        scorer = Scorer(
+            config=self._config, steps=self._steps, scheduler=self._scheduler, device=self._device
+        )
+        yield from scorer.score(requests)
 
     def warm_up(self) -> None:
         """Generate a little and record nothing: first calls load, allocate and compile, which no run should measure."""
@@ -196,9 +208,9 @@ class Engine:
         complete = [i for i, chunk in enumerate(chunks) if chunk.last]
         fresh = [chunk.last and not chunk.sequence.num_output_tokens for chunk in chunks]
         seed, result = self._steps.prefill(
-            self._prefill_layout(chunks),
-            self._rows(chunks, shift=0),
-            self._rows(chunks, shift=1),
+            chunk_layout(chunks, self._scheduler.page_size, self._device),
+            chunk_tokens(chunks, self._device, shift=0),
+            chunk_tokens(chunks, self._device, shift=1),
             on_device(fresh, self._device, torch.bool),
             sampling,
         )
@@ -287,27 +299,6 @@ class Engine:
         self._retire(
             sequence, error="the device has no memory for it even alone: lower --gpu-memory-utilization"
         )
-
-    # --- prefill ----------------------------------------------------------------------------------
-
-    def _prefill_layout(self, chunks: list[Chunk]) -> Layout:
-        width = max(len(chunk.sequence.pages) for chunk in chunks)
-        tables = [chunk.sequence.pages + [0] * (width - len(chunk.sequence.pages)) for chunk in chunks]
-        return Layout.ragged(
-            on_device(tables, self._device, torch.int32),
-            [chunk.start for chunk in chunks],
-            [chunk.num_rows for chunk in chunks],
-            self._scheduler.page_size,
-        )
-
-    def _rows(self, chunks: list[Chunk], *, shift: int) -> Tensor:
-        """The chunks' tokens ``shift`` places on; 0 stands for one that is not known yet."""
-        rows: list[int] = []
-        for chunk in chunks:
-            start = chunk.start + shift
-            known = chunk.sequence.tokens[start : start + chunk.num_rows]
-            rows += known + [0] * (chunk.num_rows - len(known))
-        return on_device(rows, self._device)
 
     # --- what passes have found -------------------------------------------------------------------
 

@@ -18,6 +18,8 @@ from specgen.models.llama import Llama
 from specgen.sampling import ACCEPT, EMIT, SamplingBatch, target_probs, uniform
 from specgen.verify import accept_greedy, accept_sampled
 
+_SCORED_TOGETHER = 256  # rows: a float32 row of 128k logits takes half a MiB
+
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
@@ -101,6 +103,25 @@ class Steps:
             first_pass_rows=first_pass_rows,
             loop_rows=num_rows * max(k - 1, 0),
         )
+
+    def score(
+        self, layout: Layout, token_ids: Tensor, rows: Tensor, targets: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Put a ragged ``layout`` into the target's cache and look at what it expects behind ``rows`` ``[n]``.
+
+        Returns the log-probabilities of ``targets`` there, ``[n]`` float32, and whether each is the argmax, ``[n]``.
+        """
+        attend = Attend(self._backend, self._cache, layout, self._target.rope)
+        hidden, _ = self._target.forward(token_ids, attend)
+        log_probs = [hidden.new_empty(0, dtype=torch.float32)]
+        greedy = [targets.new_empty(0, dtype=torch.bool)]
+        for start in range(0, len(rows), _SCORED_TOGETHER):
+            some = slice(start, start + _SCORED_TOGETHER)
+            logits = self._target.logits(hidden[rows[some]])
+            every = logits.log_softmax(-1, dtype=torch.float32)
+            log_probs.append(every.gather(-1, targets[some, None])[:, 0])
+            greedy.append(self._target.argmax(logits) == targets[some])
+        return torch.cat(log_probs), torch.cat(greedy)
 
     def _forward(self, token_ids: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
         attend = Attend(self._backend, self._cache, layout, self._target.rope)

@@ -1,0 +1,143 @@
+"""How likely the model finds given texts: packed prefill passes that look at every token instead of choosing one."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+
+from specgen.config import SamplingParams, require
+from specgen.models.config import TargetConfig
+from specgen.packing import chunk_layout, chunk_tokens
+from specgen.scheduler import Chunk, Scheduler
+from specgen.sequence import Request, Sequence
+from specgen.step import Steps
+from specgen.transfer import on_device
+
+_UNUSED = SamplingParams(max_tokens=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoreRequest:
+    """A text whose tokens from ``num_context`` on are to be scored; the last of them needs no place in the cache."""
+
+    id: str
+    token_ids: tuple[int, ...]
+    num_context: int  # at least 1: the first token follows nothing
+
+    def __post_init__(self) -> None:
+        require(
+            1 <= self.num_context < len(self.token_ids),
+            f"{self.id}: {self.num_context} of {len(self.token_ids)} tokens are context: "
+            "leave at least one on either side",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scored:
+    """The answer: a value for each of ``request.token_ids[request.num_context:]``."""
+
+    request: ScoreRequest
+    log_probs: tuple[float, ...]  # natural, given all tokens before
+    greedy: tuple[bool, ...]  # whether no token was likelier
+
+
+@dataclass(kw_only=True)
+class _Tally:
+    request: ScoreRequest
+    log_probs: list[float] = field(default_factory=list)
+    greedy: list[bool] = field(default_factory=list)
+
+    def wanted(self, chunk: Chunk) -> range:
+        """The positions in ``chunk`` whose next tokens are asked for."""
+        end = chunk.start + chunk.num_rows
+        return range(min(max(chunk.start, self.request.num_context - 1), end), end)
+
+    def scored(self) -> Scored:
+        return Scored(request=self.request, log_probs=tuple(self.log_probs), greedy=tuple(self.greedy))
+
+
+class Scorer:
+    """Runs texts through the target alone, in the cache and within the limits that ``scheduler`` keeps."""
+
+    def __init__(
+        self, *, config: TargetConfig, steps: Steps, scheduler: Scheduler, device: torch.device
+    ) -> None:
+        self._config = config
+        self._steps = steps
+        self._scheduler = scheduler
+        self._device = device
+
+    def score(self, requests: Iterable[ScoreRequest]) -> Iterator[Scored]:
+        """Yield every request's scores as its last token is seen. ``ValueError`` for a text that cannot be scored."""
+        source, tallies = iter(requests), dict[Sequence, _Tally]()
+        try:
+            while True:
+                self._draw(source, tallies)
+                chunks = self._scheduler.next_chunks()
+                if not chunks:
+                    return
+                self._run(chunks, tallies)
+                for chunk in chunks:
+                    if chunk.last:
+                        self._scheduler.start(chunk.sequence)
+                        self._scheduler.retire(chunk.sequence)
+                        yield tallies.pop(chunk.sequence).scored()
+        finally:  # also where the caller has seen enough
+            while self._scheduler.num_admitted:
+                self._scheduler.preempt()
+            self._scheduler.waiting.clear()
+
+    def _draw(self, source: Iterator[ScoreRequest], tallies: dict[Sequence, _Tally]) -> None:
+        while self._scheduler.has_place and (request := next(source, None)) is not None:
+            sequence = self._sequence(request)
+            tallies[sequence] = _Tally(request=request)
+            self._scheduler.submit(sequence)
+
+    def _sequence(self, request: ScoreRequest) -> Sequence:
+        inputs, limit = request.token_ids[:-1], self._config.max_positions
+        require(
+            len(inputs) <= limit,
+            f"{request.id}: {len(inputs)} tokens come before the last and the model's context is {limit}: "
+            "cut them from the left",
+        )
+        outside = [token for token in request.token_ids if not 0 <= token < self._config.vocab_size]
+        if outside:
+            raise ValueError(
+                f"{request.id}: token id {outside[0]} is not in the vocabulary of {self._config.vocab_size}: "
+                "use the tokenizer of this model"
+            )
+        sequence = Sequence(
+            request=Request(id=request.id, prompt_token_ids=inputs, sampling=_UNUSED),
+            tokens=list(inputs),
+            max_length=len(inputs),
+            seed=0,
+            eos_token_ids=frozenset(),
+        )
+        reason = self._scheduler.refusal(sequence)
+        require(reason is None, f"{request.id}: {reason}")
+        return sequence
+
+    @torch.inference_mode()
+    def _run(self, chunks: list[Chunk], tallies: dict[Sequence, _Tally]) -> None:
+        """One pass; what it finds goes into ``tallies``."""
+        rows, targets, first = list[int](), list[int](), 0
+        for chunk in chunks:
+            tally = tallies[chunk.sequence]
+            for position in tally.wanted(chunk):
+                rows.append(first + position - chunk.start)
+                targets.append(tally.request.token_ids[position + 1])
+            first += chunk.num_rows
+        log_probs, greedy = self._steps.score(
+            chunk_layout(chunks, self._scheduler.page_size, self._device),
+            chunk_tokens(chunks, self._device, shift=0),
+            on_device(rows, self._device, torch.int64),
+            on_device(targets, self._device, torch.int64),
+        )
+        found = iter(zip(log_probs.tolist(), greedy.tolist(), strict=True))
+        for chunk in chunks:
+            tally = tallies[chunk.sequence]
+            for _ in tally.wanted(chunk):
+                log_prob, is_greedy = next(found)
+                tally.log_probs.append(log_prob)
+                tally.greedy.append(is_greedy)
+            chunk.sequence.num_computed += chunk.num_rows
