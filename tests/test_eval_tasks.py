@@ -115,8 +115,9 @@ def test_word_problems_score_as_gsm8k_does():
 def test_gsm8k_from_files_is_gsm8k(load, tmp_path, monkeypatch, files):
     for split, file in zip(ROWS, files, strict=True):
         write(tmp_path / "local" / file, split)
-    ours = load(local_gsm8k(Path("local")))
+    config = local_gsm8k(Path("local"))
     monkeypatch.chdir("/")  # what was found stays found
+    ours = load(config)
     hub = datasets.DatasetDict({split: datasets.Dataset.from_list(rows) for split, rows in ROWS.items()})
     monkeypatch.setattr(datasets, "load_dataset", lambda path, name: hub)
     own = load(yaml.safe_load(OWN_GSM8K.read_text()))
