@@ -1,4 +1,4 @@
-"""Numbers as people read them; a dash stands for None, which is a number that nothing was seen for."""
+"""Numbers and tables as people read them; a dash stands for None, which is a number that nothing was seen for."""
 
 from collections.abc import Callable, Sequence
 
@@ -56,3 +56,12 @@ def same_texts(identical: float, num_compared: int) -> str:
 def clip(text: str, width: int) -> str:
     """``text`` in at most ``width`` characters."""
     return text if len(text) <= width else text[: width - 1] + "…"
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines with columns two spaces apart, the first one to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    return [
+        "  ".join([cells[0].ljust(widths[0]), *map(str.rjust, cells[1:], widths[1:])]).rstrip()
+        for cells in (header, *rows)
+    ]

@@ -16,6 +16,7 @@ from specgen.display import (
     ratio,
     same_texts,
     seconds,
+    table,
 )
 from specgen.report import DEFINITIONS, verdict
 
@@ -42,7 +43,7 @@ def render(report: Mapping[str, Any], settings: Mapping[str, str]) -> str:
         sections += [_pairs(_speed(report)), _definitions()]
     else:
         sections += [_pairs(_speed(report))]
-    return _joined(sections)
+    return joined(sections)
 
 
 def compare(runs: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
@@ -56,7 +57,7 @@ def compare(runs: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
     sentences = [
         textwrap.wrap(f"{name}: {verdict(report)}", _WIDTH) for name, report in runs if verdict(report)
     ]
-    return _joined([legend, *blocks, *sentences, _definitions()])
+    return joined([legend, *blocks, *sentences, _definitions()])
 
 
 # --- one run --------------------------------------------------------------------------------------
@@ -96,14 +97,14 @@ def _acceptance(report: Mapping[str, Any]) -> list[str]:
         )
         for row in report["acceptance"]
     ]
-    return _with_bars(_table(header, rows), [row["rate"] or 0.0 for row in report["acceptance"]])
+    return _with_bars(table(header, rows), [row["rate"] or 0.0 for row in report["acceptance"]])
 
 
 def _histogram(report: Mapping[str, Any]) -> list[str]:
     steps = report["acceptance_histogram"]
     shares = [number / report["num_drafts"] for number in steps]
     rows = [(f"{j} accepted", count(number), percent(shares[j])) for j, number in enumerate(steps)]
-    return _with_bars(_table(("step with", "steps", "share"), rows), shares)
+    return _with_bars(table(("step with", "steps", "share"), rows), shares)
 
 
 def _breakdown(kind: str, groups: Mapping[str, Mapping[str, Any]]) -> list[str]:
@@ -119,7 +120,7 @@ def _breakdown(kind: str, groups: Mapping[str, Mapping[str, Any]]) -> list[str]:
         )
         rates = [percent(group["acceptance"][i]["rate"]) for i in positions]
         rows.append((clip(label, _LABEL), *counts, *length, *rates))
-    return _table((kind, "requests", "drafts", "length", "95 %", *(f"token {i}" for i in positions)), rows)
+    return table((kind, "requests", "drafts", "length", "95 %", *(f"token {i}" for i in positions)), rows)
 
 
 def _speed(report: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -191,7 +192,7 @@ def _side_by_side(runs: Sequence[tuple[str, Mapping[str, Any]]]) -> list[str]:
     accepted = [(f"acceptance at token {i}", ("acceptance", i, "rate"), percent) for i in positions]
     rows = [_metric_row(metric, reports) for metric in (*_COUNTED, *accepted, *_TIMED)]
     header = ["", first, *(cell for name, _ in others for cell in (name, "ratio"))]
-    return _table(header, [row for row in rows if set(row[1:]) - {DASH, ""}])
+    return table(header, [row for row in rows if set(row[1:]) - {DASH, ""}])
 
 
 def _metric_row(metric: _Metric, reports: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -221,18 +222,9 @@ def _at(report: Mapping[str, Any], path: Sequence[str | int]) -> object:
 # --- layout ---------------------------------------------------------------------------------------
 
 
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Columns two spaces apart, the first one to the left, the others to the right."""
-    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-    return [
-        "  ".join([cells[0].ljust(widths[0]), *map(str.rjust, cells[1:], widths[1:])]).rstrip()
-        for cells in (header, *rows)
-    ]
-
-
-def _with_bars(table: Sequence[str], shares: Sequence[float]) -> list[str]:
-    """``table`` with a bar in eighths of a character to the right of each row under the header."""
-    header, *rows = table
+def _with_bars(lines: Sequence[str], shares: Sequence[float]) -> list[str]:
+    """``lines`` of a table with a bar in eighths of a character to the right of each row under the header."""
+    header, *rows = lines
     width = max(map(len, rows))
     bars = []
     for share in shares:
@@ -254,5 +246,6 @@ def _definitions() -> list[str]:
     ]
 
 
-def _joined(sections: Sequence[Sequence[str]]) -> str:
+def joined(sections: Sequence[Sequence[str]]) -> str:
+    """Sections of lines with an empty line between them; ends with a line break."""
     return "\n\n".join("\n".join(lines) for lines in sections if lines) + "\n"
