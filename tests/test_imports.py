@@ -45,6 +45,8 @@ ONLY: Imports = {  # these import what is listed here and LEAVES, and nothing el
     "pages": set(),
     **dict.fromkeys(FOLDS, FOLDS),
     **dict.fromkeys(VIEWS, VIEWS | FOLDS),
+    "references": {"bundled"},
+    "against": {"display", "references"},
 }
 HEAVY = ("torch", "transformers", "datasets", "flashinfer", "lm_eval")
 LIGHT = (
@@ -54,6 +56,7 @@ LIGHT = (
     "report",
     "tables",
     "report_html",
+    "against",
     "results",
     "scheduler",
     "bundled",

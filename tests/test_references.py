@@ -1,0 +1,116 @@
+"""Published figures are checked as they are read, and a run is compared with them figure by figure."""
+
+import json
+from typing import Any
+
+import pytest
+
+from specgen.against import render
+from specgen.bundled import evaluation_directory
+from specgen.references import compare, load_reference, read_reference
+from specgen.report import fold
+from tests.streams import request
+
+NAMES = sorted(path.stem for path in (evaluation_directory() / "reference").glob("*.json"))
+GOOD: dict[str, Any] = {
+    "source": "https://example.org/figures",
+    "model": "a target",
+    "drafter": "a head",
+    "setting": "some prompts",
+    "num_spec_tokens": 2,
+    "mean_acceptance_length": 1.9,
+    "acceptance": [0.6, 0.3],
+    "accuracy": [{"measure": "gsm8k exact_match,strict-match", "value": 0.7, "stderr": 0.02}],
+}
+
+
+def read(tmp_path, **changes):
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps(GOOD | changes))
+    return read_reference(path)
+
+
+def report(num_spec_tokens, *accepted):
+    """The ``report.json`` of requests whose steps accepted these numbers of drafts."""
+    events = [
+        event
+        for number, steps in enumerate(accepted)
+        for event in request(f"r{number}", [(num_spec_tokens, many) for many in steps])
+    ]
+    return json.loads(json.dumps(fold(events, num_spec_tokens=num_spec_tokens).to_json()))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_bundled_is_right(name):
+    reference = load_reference(name)
+    assert reference.name == name
+    assert reference.acceptance or reference.accuracy
+    if reference.acceptance:  # the published mean is rounded to hundredths
+        assert 1 + sum(reference.acceptance) == pytest.approx(reference.mean_acceptance_length, abs=0.01)
+
+
+def test_the_anchors_are_there():
+    assert {"vllm-ci-llama-3.1-8b", "vllm-ci-qwen3-8b", "vllm-ci-gpt-oss-20b"} < set(NAMES)
+    llama = load_reference("vllm-ci-llama-3.1-8b")
+    assert (llama.mean_acceptance_length, llama.acceptance) == (2.60, (0.7296, 0.5208, 0.3545))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"acceptance": [0.6]}, "1 figures: write one for each of 2 drafts"),
+        ({"acceptance": [0.3, 0.6]}, "shares that never rise"),
+        ({"acceptance": [60, 30]}, "shares that never rise"),
+        ({"mean_acceptance_length": 3.1}, "a step yields 1 to 3 tokens"),
+        ({"num_spec_tokens": 0}, "at least 1"),
+        ({"source": "a friend"}, "write the address"),
+        ({"accuracy": [{"measure": "m", "value": 79.6, "stderr": 1.8}]}, "share in"),
+        ({"accuracy": [{"measure": "m", "value": 0.796}]}, "stderr is missing"),
+        ({"speed": 12}, "speed is not known"),
+        ({"acceptance": None}, "is no reference"),
+    ],
+)
+def test_what_cannot_be_is_refused(tmp_path, changes, message):
+    with pytest.raises(ValueError, match=message) as refused:
+        read(tmp_path, **changes)
+    assert "mine.json is no reference" in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_file_that_is_not_json_or_lacks_a_key(tmp_path):
+    (tmp_path / "mine.json").write_text("[1]")
+    with pytest.raises(ValueError, match="not a JSON object"):
+        read_reference(tmp_path / "mine.json")
+    (tmp_path / "mine.json").write_text("{")
+    with pytest.raises(ValueError, match=r"mine\.json is no reference"):
+        read_reference(tmp_path / "mine.json")
+
+
+def test_a_run_beside_a_reference(tmp_path):
+    run = report(2, [2, 1, 0], [1, 1, 0], [2, 0, 0], [1, 2, 1])
+    length, first, second, accuracy = compare(run, read(tmp_path, acceptance=[0.6, 0.9 * 0.1]))
+    assert (length.ours, length.theirs, length.inside) == (pytest.approx(23 / 12), 1.9, True)
+    assert length.ci95 == tuple(run["mean_acceptance_length_ci95"])
+    assert (first.ours, first.inside) == (pytest.approx(8 / 12), True)
+    assert second.ours == pytest.approx(3 / 12)
+    assert (accuracy.ours, accuracy.inside, accuracy.theirs) == (None, None, 0.7)
+
+
+def test_outside_is_said(tmp_path):
+    run = report(2, *[[2, 2, 2, 1, 2]] * 40)
+    reference = read(tmp_path)
+    lines = compare(run, reference)
+    assert [line.inside for line in lines[1:]] == [False, False, None]
+    text = render("runs/a", 2, reference, lines)
+    assert "Outside the run's intervals: acceptance at token 0, acceptance at token 1 (2 of 2" in text
+    assert all(len(line) <= 100 for line in text.splitlines())
+
+
+def test_other_draft_lengths_and_plain_decoding(tmp_path):
+    reference = read(tmp_path)
+    length, first, second, _ = compare(report(1, [1, 0], [0, 1]), reference)
+    assert (length.ours, length.inside) == (None, None)
+    assert first.ours == 0.5
+    assert (second.ours, second.inside) == (None, None)
+    plain = compare(report(0, [0, 0]), reference)
+    assert "no figure to compare" in render("plain", 0, reference, plain)
