@@ -2,12 +2,13 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
 from specgen.bundled import evaluation_directory
 from specgen.config import require
+from specgen.json_fields import check_fields
 
 LENGTH = "mean acceptance length"
 
@@ -62,11 +63,10 @@ class Reference:
     @classmethod
     def from_json(cls, name: str, value: Mapping[str, Any]) -> Self:
         """The reference that a file called ``name`` holds; ``ValueError`` for a key too few or too many."""
-        _check_keys(value, {field.name for field in fields(cls)} - {"name"})
-        for entry in value["accuracy"]:
-            _check_keys(entry, {field.name for field in fields(Accuracy)})
-        accuracy = tuple(Accuracy(**entry) for entry in value["accuracy"])
-        return cls(**{**value, "name": name, "acceptance": tuple(value["acceptance"]), "accuracy": accuracy})
+        require(isinstance(value, Mapping), f"{value!r} is not a JSON object")
+        known = check_fields({**value, "name": name}, cls)
+        accuracy = tuple(Accuracy(**check_fields(entry, Accuracy)) for entry in known["accuracy"])
+        return cls(**{**known, "acceptance": tuple(known["acceptance"]), "accuracy": accuracy})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,10 +133,3 @@ def compare(report: Mapping[str, Any], reference: Reference) -> tuple[Beside, ..
 
 def _interval(ends: Sequence[float] | None) -> tuple[float, float] | None:
     return None if ends is None else (ends[0], ends[1])
-
-
-def _check_keys(value: Mapping[str, Any], expected: set[str]) -> None:
-    require(isinstance(value, Mapping), f"{value!r} is not a JSON object")
-    missing, unknown = sorted(expected - set(value)), sorted(set(value) - expected)
-    require(not missing, f"{', '.join(missing)} is missing")
-    require(not unknown, f"{', '.join(unknown)} is not known")

@@ -45,7 +45,8 @@ ONLY: Imports = {  # these import what is listed here and LEAVES, and nothing el
     "pages": set(),
     **dict.fromkeys(FOLDS, FOLDS),
     **dict.fromkeys(VIEWS, VIEWS | FOLDS),
-    "references": {"bundled"},
+    "json_fields": set(),
+    "references": {"bundled", "json_fields"},
     "against": {"display", "references"},
 }
 HEAVY = ("torch", "transformers", "datasets", "flashinfer", "lm_eval")

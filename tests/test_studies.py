@@ -1,0 +1,92 @@
+"""Study files say what is run, and a wrong one is refused before anything is loaded."""
+
+import json
+
+import pytest
+
+from specgen.config import EngineConfig
+from specgen.evaluation.studies import Arm, load_study
+
+ENGINE = EngineConfig(
+    model="target", drafter="head", num_spec_tokens=3, drafter_batch="non-padded", dtype="float32"
+)
+GOOD = {"source": "here", "tasks": ["word_problems"], "arms": [{"name": "padded"}]}
+
+
+def load(tmp_path, **changes):
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps(GOOD | changes))
+    return load_study(str(path))
+
+
+def test_the_four_arms_of_the_source():
+    study = load_study("vllm-25196")
+    assert (study.tasks, study.limit, study.num_fewshot, study.max_batch_size) == (("gsm8k",), 500, 5, 128)
+    engines = {arm.name: arm.configure(ENGINE) for arm in study.arms}
+    assert {
+        name: (engine.num_spec_tokens, engine.drafter_batch, engine.attention)
+        for name, engine in engines.items()
+    } == {
+        "padded": (4, "padded", "auto"),
+        "non-padded": (4, "non-padded", "auto"),
+        "baseline": (0, "non-padded", "auto"),
+        "baseline-sdpa": (0, "non-padded", "sdpa"),
+    }
+    assert {(engine.model, engine.drafter, engine.dtype) for engine in engines.values()} == {
+        ("target", "head", "float32")
+    }
+
+
+def test_an_arm_changes_what_it_names_and_nothing_else():
+    assert Arm(name="as it is").configure(ENGINE) == ENGINE
+    arm = Arm(
+        name="all",
+        drafter_batch="padded",
+        num_spec_tokens=1,
+        attention="sdpa",
+        cuda_graphs="off",
+        dtype="float16",
+    )
+    changed = arm.configure(ENGINE)
+    assert (changed.drafter_batch, changed.num_spec_tokens, changed.attention) == ("padded", 1, "sdpa")
+    assert (changed.cuda_graphs, changed.dtype) == ("off", "float16")
+
+
+def test_a_file_of_ones_own(tmp_path):
+    study = load(tmp_path, limit=10)
+    assert (study.name, study.limit, study.num_fewshot) == ("mine", 10, None)
+    assert study.arms == (Arm(name="padded"),)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"tasks": []}, "tasks is empty"),
+        ({"arms": []}, "arms is empty"),
+        ({"arms": [{"name": "a"}, {"name": "a"}]}, "give each its own name"),
+        ({"arms": [{"name": ""}]}, "empty name"),
+        ({"arms": ["padded"]}, "not a JSON object"),
+        ({"arms": [{"name": "a", "drafter_batch": "nonpadded"}]}, "use one of padded, non-padded"),
+        ({"arms": [{"name": "a", "attention": "flash"}]}, "use one of auto, trtllm"),
+        ({"arms": [{"name": "a", "cuda_graphs": "on"}]}, "use one of auto, step"),
+        ({"arms": [{"name": "a", "dtype": "fp8"}]}, "use one of auto, float32"),
+        ({"arms": [{"name": "a", "num_spec_tokens": 17}]}, "num-spec-tokens is 17"),
+        ({"arms": [{"name": "a", "temperature": -1}]}, "use 0 .greedy. or more"),
+        ({"arms": [{"name": "a", "draft_batch": "padded"}]}, "draft_batch is not known"),
+        ({"arms": [{"num_spec_tokens": 2}]}, "name is missing"),
+        ({"limit": 0}, "limit is 0: use at least 1"),
+        ({"num_fewshot": -1}, "num_fewshot is -1: use at least 0"),
+        ({"max_batch_size": 0}, "max_batch_size is 0"),
+        ({"limit": "all"}, "is no study"),
+    ],
+)
+def test_what_cannot_be_run_is_refused(tmp_path, changes, message):
+    with pytest.raises(ValueError, match=message) as refused:
+        load(tmp_path, **changes)
+    assert "mine.json is no study" in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_an_unknown_name_lists_the_bundled_ones():
+    with pytest.raises(ValueError, match=r"study is 'mine': name a JSON file, or one of vllm-25196$"):
+        load_study("mine")
