@@ -1,0 +1,279 @@
+"""The arms of a study beside their reference: accuracy, texts, acceptance and speed, and what the data show."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from specgen.acceptance import Position
+from specgen.config import require
+from specgen.display import count, hundredths, same_texts
+from specgen.evaluation.arms import ArmRun, Sample
+from specgen.evaluation.paired import LEVEL, Paired, mean_interval, paired
+from specgen.intervals import Interval
+
+REFERENCE = "baseline"  # the arm of this name is the reference
+
+
+@dataclass(frozen=True, kw_only=True)
+class Accuracy:
+    """The mean score of an arm on one metric of a task."""
+
+    task: str
+    metric: str
+    num_samples: int
+    mean: float
+    interval: Interval | None  # 95 %
+
+
+@dataclass(frozen=True, kw_only=True)
+class ArmSummary:
+    """One arm by itself; ``ratio`` is its output tokens/s over those of the reference."""
+
+    name: str
+    seconds: float
+    num_output_tokens: int
+    output_tokens_per_second: float | None
+    ratio: float | None
+    mean_acceptance_length: float | None
+    mean_acceptance_length_ci95: Interval | None
+    acceptance: tuple[Position, ...]  # [K]
+    accuracies: tuple[Accuracy, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Divergence:
+    """A sample with another text than in the reference; ``position`` counts its equal first tokens.
+
+    A token is None where that text has ended, both where the texts differ in no token: a stop string cut one.
+    """
+
+    task: str
+    doc_id: int
+    question: str
+    position: int
+    token: int | None
+    reference_token: int | None
+    text: str
+    reference_text: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """The scores of an arm less those of the reference, on one metric of a task."""
+
+    task: str
+    metric: str
+    paired: Paired
+
+
+@dataclass(frozen=True, kw_only=True)
+class Against:
+    """One arm against the reference."""
+
+    name: str
+    changes: tuple[Change, ...]
+    num_compared: int  # texts
+    num_identical: int
+    divergences: tuple[Divergence, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """All arms in the order given, those other than the reference against it, and the conclusion."""
+
+    reference: str
+    arms: tuple[ArmSummary, ...]
+    against: tuple[Against, ...]
+    sentence: str
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields under their names; shares and seconds, None where nothing was seen."""
+        return asdict(self)
+
+
+def compare(arms: Sequence[ArmRun]) -> Comparison:
+    """``arms`` against the one named baseline, or the first where none is, sample by sample.
+
+    Samples pair by task, document and metric. ``ValueError`` for no arm, two of one name, and arms that
+    scored different samples.
+    """
+    require(len(arms) > 0, "there are no arms to compare: name one or more")
+    reference = next((arm for arm in arms if arm.name == REFERENCE), arms[0])
+    names = [arm.name for arm in arms]
+    for name in names:
+        require(names.count(name) == 1, f"two arms are named {name!r}: give every arm its own name")
+    others = [arm for arm in arms if arm is not reference]
+    level = LEVEL / max(1, len(others) * len(_scores(reference)))
+    against = tuple(_against(arm, reference, level) for arm in others)
+    return Comparison(
+        reference=reference.name,
+        arms=tuple(_summary(arm, reference) for arm in arms),
+        against=against,
+        sentence=conclusion(reference.name, against),
+    )
+
+
+_Scores = dict[tuple[str, str], dict[int, float]]  # (task, metric): document: score
+
+
+def _scores(arm: ArmRun) -> _Scores:
+    scores: _Scores = {}
+    for sample in arm.samples:
+        documents = scores.setdefault((sample.task, sample.metric), {})
+        require(
+            sample.doc_id not in documents,
+            f"arm {arm.name!r} has document {sample.doc_id} of {sample.task} twice under {sample.metric}: "
+            "score every document once",
+        )
+        documents[sample.doc_id] = sample.score
+    return scores
+
+
+def _summary(arm: ArmRun, reference: ArmRun) -> ArmSummary:
+    speculation, speed = arm.report.speculation, arm.report.output_tokens_per_second
+    base = reference.report.output_tokens_per_second
+    return ArmSummary(
+        name=arm.name,
+        seconds=arm.seconds,
+        num_output_tokens=speculation.total_num_output_tokens,
+        output_tokens_per_second=speed,
+        ratio=speed / base if speed is not None and base else None,
+        mean_acceptance_length=speculation.mean_acceptance_length,
+        mean_acceptance_length_ci95=speculation.mean_acceptance_length_ci95,
+        acceptance=speculation.acceptance,
+        accuracies=tuple(
+            Accuracy(
+                task=task,
+                metric=metric,
+                num_samples=len(scores),
+                mean=sum(scores.values()) / len(scores),
+                interval=mean_interval(list(scores.values())),
+            )
+            for (task, metric), scores in _scores(arm).items()
+        ),
+    )
+
+
+def _against(arm: ArmRun, reference: ArmRun, level: float) -> Against:
+    scores, base = _scores(arm), _scores(reference)
+    alone = _keys(scores) ^ _keys(base)
+    require(
+        not alone,
+        f"arms {arm.name!r} and {reference.name!r} differ in {len(alone)} samples, the first of them "
+        f"{' '.join(map(str, min(alone, default=())))}: evaluate all arms on the same documents",
+    )
+    changes = [
+        Change(
+            task=task,
+            metric=metric,
+            paired=paired(
+                [scores[task, metric][i] for i in documents], list(documents.values()), level=level
+            ),
+        )
+        for (task, metric), documents in base.items()
+    ]
+    texts, base_texts = _texts(arm), _texts(reference)
+    differing = [
+        _divergence(texts[key], other) for key, other in base_texts.items() if texts[key].text != other.text
+    ]
+    return Against(
+        name=arm.name,
+        changes=tuple(changes),
+        num_compared=len(base_texts),
+        num_identical=len(base_texts) - len(differing),
+        divergences=tuple(differing),
+    )
+
+
+def _keys(scores: _Scores) -> set[tuple[str, str, int]]:
+    return {(task, metric, doc_id) for (task, metric), documents in scores.items() for doc_id in documents}
+
+
+def _texts(arm: ArmRun) -> Mapping[tuple[str, int], Sample]:
+    """One sample for each document: its text is the same under every metric."""
+    return {(sample.task, sample.doc_id): sample for sample in arm.samples}
+
+
+def _divergence(sample: Sample, other: Sample) -> Divergence:
+    ours, theirs = sample.token_ids, other.token_ids
+    shared = min(len(ours), len(theirs))
+    position = next((i for i in range(shared) if ours[i] != theirs[i]), shared)
+    return Divergence(
+        task=sample.task,
+        doc_id=sample.doc_id,
+        question=sample.question,
+        position=position,
+        token=ours[position] if position < len(ours) else None,
+        reference_token=theirs[position] if position < len(theirs) else None,
+        text=sample.text,
+        reference_text=other.text,
+    )
+
+
+# --- what the data show ---------------------------------------------------------------------------
+
+
+def conclusion(reference: str, against: Sequence[Against]) -> str:
+    """One sentence: whether the data show a difference in accuracy, and how small a one they could have seen.
+
+    All tests together keep the 5 % level, by the method of Holm (Scandinavian Journal of Statistics 6, 1979).
+    """
+    tests = [(arm.name, change) for arm in against for change in arm.changes]
+    if not tests:
+        return "There is one arm only, or no sample, so there is nothing to compare."
+    shown = _holm(tests)
+    if shown:
+        found = ", and ".join(_finding(name, change) for name, change in shown)
+        return f"The data show a difference in accuracy from {reference}: {found}; {_power(tests)}."
+    least = min((change.paired.p for _, change in tests if change.paired.p is not None), default=None)
+    smallest = "too few samples for a test" if least is None else f"smallest p {p_value(least)}"
+    many = f" of {count(len(tests))} tests" if len(tests) > 1 and least is not None else ""
+    compared = sum(arm.num_compared for arm in against)
+    texts = same_texts(sum(arm.num_identical for arm in against) / compared, compared)
+    return (
+        f"The data show no difference in accuracy from {reference} ({smallest}{many}, {texts}); "
+        f"{_power(tests)}."
+    )
+
+
+def _holm(tests: Sequence[tuple[str, Change]]) -> list[tuple[str, Change]]:
+    """The tests that reject, the smallest p first; each step tests at 5 % over the tests that are left."""
+    known = [(change.paired.p, name, change) for name, change in tests if change.paired.p is not None]
+    shown = []
+    for rank, (p, name, change) in enumerate(sorted(known, key=lambda test: test[0])):
+        if p >= LEVEL / (len(known) - rank):
+            break
+        shown.append((name, change))
+    return shown
+
+
+def _finding(name: str, change: Change) -> str:
+    result = change.paired
+    side = "higher" if result.difference > 0 else "lower"
+    interval = ""
+    if result.interval is not None:
+        low, high = (f"{100 * end:+.1f}" for end in result.interval)
+        interval = f", 95 % {low} to {high}"
+    assert result.p is not None
+    points = hundredths(abs(result.difference))
+    return (
+        f"{name} is {points} points {side} on {change.task} {change.metric} (p {p_value(result.p)}{interval})"
+    )
+
+
+def _power(tests: Sequence[tuple[str, Change]]) -> str:
+    """How small a difference every one of the tests could have seen."""
+    seen = [change.paired.detectable for _, change in tests]
+    known = [difference for difference in seen if difference is not None]
+    if len(known) < len(seen):
+        return "these samples are too few, or too much alike, to see even a large one"
+    fewest = min(change.paired.num_samples for _, change in tests)
+    points = hundredths(max(known))
+    return f"{count(fewest)} samples find a difference of {points} points or more in 4 cases of 5"
+
+
+def p_value(p: float) -> str:
+    """``0.31``, ``0.004``, ``< 0.001``"""
+    if p < 0.001:
+        return "< 0.001"
+    return f"{p:.2f}" if p >= 0.1 else f"{p:.3f}"

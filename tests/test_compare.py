@@ -1,0 +1,178 @@
+"""A comparison pairs the right samples, finds what differs, and says no more than the data show."""
+
+import itertools
+import json
+from dataclasses import replace
+
+import pytest
+
+from specgen.evaluation.arms import ArmRun, Sample
+from specgen.evaluation.compare import compare, p_value
+from specgen.evaluation.paired import mcnemar, tango
+from specgen.report import fold
+from tests.streams import request
+
+STRICT, FLEXIBLE = "exact_match,strict-match", "exact_match,flexible-extract"
+
+
+def sample(doc_id, score, text="a b", token_ids=(1, 2), metric=STRICT, task="sums"):
+    return Sample(
+        task=task,
+        doc_id=doc_id,
+        metric=metric,
+        score=score,
+        text=text,
+        token_ids=token_ids,
+        question=f"question {doc_id}?",
+    )
+
+
+def arm(name, scores, accepted=0, seconds=2.0):
+    """An arm whose every verify step accepts ``accepted`` of 3 drafts; none drafts where that is 0."""
+    drafts = 3 if accepted else 0
+    events = itertools.chain(*(request(f"r{i}", [(drafts, accepted)] * 12) for i in range(3)))
+    return ArmRun(
+        name=name,
+        seconds=seconds,
+        report=fold(events, num_spec_tokens=drafts),
+        samples=tuple(sample(i, score) for i, score in enumerate(scores)),
+    )
+
+
+def with_samples(run, *samples):
+    return replace(run, samples=samples)
+
+
+@pytest.mark.parametrize(
+    ("names", "reference"), [(("a", "baseline", "b"), "baseline"), (("a", "b"), "a"), (("a",), "a")]
+)
+def test_the_reference_is_the_baseline_or_the_first(names, reference):
+    comparison = compare([arm(name, [1, 0]) for name in names])
+    assert comparison.reference == reference
+    assert [one.name for one in comparison.arms] == list(names)
+    assert [one.name for one in comparison.against] == [name for name in names if name != reference]
+
+
+def test_scores_pair_by_document_whatever_their_order():
+    padded = arm("padded", [1, 0, 0, 1])
+    padded = with_samples(padded, *reversed(padded.samples))
+    (against,) = compare([padded, arm("baseline", [1, 1, 1, 1])]).against
+    (change,) = against.changes
+    assert (change.paired.higher, change.paired.lower, change.paired.difference) == (0, 2, -0.5)
+    assert change.paired.p == mcnemar(0, 2)
+    assert change.paired.interval == tango(0, 2, 4)
+
+
+def test_every_metric_of_every_task_is_compared():
+    def samples(score):
+        return [sample(0, 1), sample(0, score, metric=FLEXIBLE), sample(0, score, task="other")]
+
+    runs = [with_samples(arm(name, []), *samples(score)) for name, score in (("padded", 0), ("baseline", 1))]
+    comparison = compare(runs)
+    found = {(c.task, c.metric): c.paired.difference for c in comparison.against[0].changes}
+    assert found == {("sums", STRICT): 0, ("sums", FLEXIBLE): -1, ("other", STRICT): -1}
+    assert [accuracy.mean for accuracy in comparison.arms[0].accuracies] == [1, 0, 0]
+    assert comparison.against[0].num_compared == 2
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "position", "token", "reference_token"),
+    [((1, 9, 3), 1, 9, 2), ((1, 2), 2, None, 3), ((1, 2, 3, 4), 3, 4, None), ((1, 2, 3), 3, None, None)],
+)
+def test_the_first_divergence_is_found(token_ids, position, token, reference_token):
+    runs = [
+        with_samples(arm("padded", []), sample(0, 1), sample(7, 1, "other", token_ids)),
+        with_samples(arm("baseline", []), sample(0, 1), sample(7, 1, "text", (1, 2, 3))),
+    ]
+    (against,) = compare(runs).against
+    (divergence,) = against.divergences
+    assert (against.num_compared, against.num_identical) == (2, 1)
+    assert (divergence.doc_id, divergence.position) == (7, position)
+    assert (divergence.token, divergence.reference_token) == (token, reference_token)
+    assert (divergence.text, divergence.reference_text) == ("other", "text")
+    assert divergence.question == "question 7?"
+
+
+def test_speed_and_acceptance_come_from_the_reports():
+    fast, slow = arm("padded", [1], accepted=2), arm("baseline", [1], seconds=7.0)
+    padded, baseline = compare([fast, slow]).arms
+    expected = fast.report.output_tokens_per_second / slow.report.output_tokens_per_second
+    assert padded.ratio == pytest.approx(expected)
+    assert (baseline.ratio, baseline.seconds) == (1, 7.0)
+    assert padded.acceptance == fast.report.speculation.acceptance
+    assert padded.mean_acceptance_length == 3
+    assert baseline.acceptance == ()
+
+
+def test_no_difference_says_how_small_a_one_could_be_seen():
+    comparison = compare([arm("padded", [1, 0] * 200), arm("baseline", [1, 0] * 200)])
+    detectable = comparison.against[0].changes[0].paired.detectable
+    assert comparison.sentence == (
+        "The data show no difference in accuracy from baseline (smallest p 1.00, 400 of 400 texts identical); "
+        f"400 samples find a difference of {100 * detectable:.1f} points or more in 4 cases of 5."
+    )
+
+
+def test_a_planted_loss_is_named():
+    sentence = compare([arm("padded", [0] * 20 + [1] * 180), arm("baseline", [1] * 200)]).sentence
+    assert sentence.startswith(
+        "The data show a difference in accuracy from baseline: padded is 10.0 points lower on sums "
+        f"{STRICT} (p < 0.001, 95 % -14."
+    )
+
+
+def test_many_tests_together_keep_the_level():
+    """A p of 0.031 is a difference alone and none among two."""
+    losing, same, baseline = arm("a", [0] * 6 + [1] * 50), arm("b", [1] * 56), arm("baseline", [1] * 56)
+    assert mcnemar(0, 6) == pytest.approx(0.031, abs=1e-3)
+    alone, among = compare([losing, baseline]), compare([losing, same, baseline])
+    assert "show a difference" in alone.sentence
+    assert "no difference in accuracy from baseline (smallest p 0.031 of 2 tests" in among.sentence
+    first, second = (c.against[0].changes[0].paired.detectable for c in (alone, among))
+    assert second > first
+
+
+def test_after_the_first_rejection_fewer_tests_share_the_level():
+    runs = [arm("a", [0] * 20 + [1] * 36), arm("b", [0] * 6 + [1] * 50), arm("baseline", [1] * 56)]
+    sentence = compare(runs).sentence
+    assert "a is 35.7 points lower" in sentence
+    assert ", and b is 10.7 points lower" in sentence
+
+
+@pytest.mark.parametrize(
+    ("arms", "expected"),
+    [
+        ([arm("a", [1, 0])], "nothing to compare"),
+        ([arm("a", []), arm("b", [])], "nothing to compare"),
+        ([arm("a", [1, 0]), arm("b", [1, 0])], "too few, or too much alike"),
+        ([arm("a", [0.5]), arm("b", [0.25])], "too few samples for a test"),
+    ],
+)
+def test_data_that_show_nothing_say_so(arms, expected):
+    assert expected in compare(arms).sentence
+
+
+@pytest.mark.parametrize(
+    ("arms", "message"),
+    [
+        ([], "no arms"),
+        ([arm("a", [1]), arm("a", [1])], "two arms are named 'a'"),
+        ([arm("a", [1, 1]), arm("b", [1])], "differ in 1 samples, the first of them sums .* 1: evaluate all"),
+        ([with_samples(arm("a", []), sample(3, 1), sample(3, 0))], "document 3 of sums twice"),
+    ],
+)
+def test_arms_that_cannot_be_compared_are_refused(arms, message):
+    with pytest.raises(ValueError, match=message):
+        compare(arms)
+
+
+def test_a_comparison_is_json():
+    comparison = compare([arm("padded", [1, 0], accepted=1), arm("baseline", [1, 1])])
+    assert json.loads(json.dumps(comparison.to_json()))["reference"] == "baseline"
+
+
+@pytest.mark.parametrize(
+    ("p", "text"), [(1.0, "1.00"), (0.314, "0.31"), (0.0312, "0.031"), (1e-9, "< 0.001")]
+)
+def test_p_values_are_short(p, text):
+    assert p_value(p) == text
