@@ -75,6 +75,23 @@ class Tokenizer:
         token_id: int | None = self._pretrained.eos_token_id
         return token_id
 
+    @property
+    def bos_token_id(self) -> int | None:
+        """The id that begins a text, where the tokenizer names one."""
+        token_id: int | None = self._pretrained.bos_token_id
+        return token_id
+
+    @property
+    def chat_template(self) -> str | None:
+        """The source of the chat template, where there is one."""
+        template: str | None = self._pretrained.chat_template
+        return template
+
+    def special_token_id(self, text: str) -> int | None:
+        """The id of the special token that is written ``text``, or None."""
+        token_id: int | None = self._backend.token_to_id(text)
+        return token_id if token_id in self._special else None
+
     def encode_text(self, text: str) -> list[int]:
         """The ids of raw text, with the special tokens (a BOS, say) that the tokenizer itself adds."""
         ids: list[int] = self._backend.encode(text).ids
@@ -101,16 +118,24 @@ class Tokenizer:
 
         ``ValueError`` where the tokenizer has no template, or the template refuses the messages.
         """
+        return self._render(messages, add_generation_prompt=True)
+
+    def render_open_chat(self, messages: Sequence[Message]) -> str:
+        """As ``render_chat``, but the last message is what the answer begins with, and is left open."""
+        return self._render(messages, add_generation_prompt=False)
+
+    def _render(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> str:
         from jinja2 import TemplateError
 
-        require(
-            bool(self._pretrained.chat_template),
-            "the tokenizer has no chat template: use rows with a raw `prompt`, "
-            "or add a chat_template.jinja to the model",
-        )
+        self.require_chat_template()
         chat = [{"role": message.role, "content": message.content} for message in messages]
         try:
-            text: str = self._pretrained.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+            text: str = self._pretrained.apply_chat_template(
+                chat,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=not add_generation_prompt,
+            )
         except TemplateError as error:
             raise ValueError(
                 f"the chat template refuses these messages ({error}): change their roles or their order"
