@@ -1,11 +1,12 @@
 """The composition root: a configuration becomes an engine, and ``auto`` is resolved, here and nowhere else."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
-from specgen.attention import Backend, Heads
+from specgen.attention import Attend, Backend, Heads
 from specgen.attention.flashinfer_paged import FlashInferBackend
 from specgen.attention.sdpa import SdpaBackend, StaticSdpaBackend
 from specgen.attention.trtllm import TrtllmBackend
@@ -33,6 +34,7 @@ from specgen.engine import Engine
 from specgen.events import Event
 from specgen.graphs import Eager, PassGraphs, Runner, StepGraphs
 from specgen.kv_cache import KVCache
+from specgen.layout import Layout
 from specgen.models.config import Eagle3Config, TargetConfig, kv_bytes_per_token
 from specgen.models.eagle3 import Eagle3Head
 from specgen.models.llama import Llama
@@ -159,6 +161,26 @@ def load_models(config: EngineConfig) -> Models:
 def build_engine(config: EngineConfig, models: Models, record: Callable[[Event], None]) -> Engine:
     """An engine of a resolved ``config`` over loaded ``models``; events go to ``record``."""
     return _engine(config, models, num_pages(config, models), _RUNNERS[config.cuda_graphs](), record)
+
+
+def prefill_logits(config: EngineConfig, models: Models) -> Callable[[Sequence[int]], Tensor]:
+    """A function from token ids to the target's next-token logits behind them, ``[V]`` float32.
+
+    It is one pass over all of them, through the attention of a resolved ``config`` and a cache of its own.
+    """
+    target, backend = models.target, _BACKENDS[config.attention](models.target.device)
+
+    @torch.inference_mode()
+    def logits(token_ids: Sequence[int]) -> Tensor:
+        pages = PageAllocator(-(-len(token_ids) // config.page_size), config.page_size)
+        cache = _cache(config, target.config, pages, target.device)
+        table = torch.arange(1, pages.num_pages + 1, dtype=torch.int32, device=target.device)
+        layout = Layout.ragged(table[None], [0], [len(token_ids)], config.page_size)
+        rows = torch.tensor(token_ids, device=target.device)
+        hidden, _ = target.forward(rows, Attend(backend, cache, layout, target.rope))
+        return target.logits(hidden[-1:])[0].float()
+
+    return logits
 
 
 def num_pages(config: EngineConfig, models: Models) -> int:

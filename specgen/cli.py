@@ -138,6 +138,64 @@ def report(
 
 
 @app.command()
+def verify(
+    model: opt.ModelOption = None,
+    drafter: opt.DrafterOption = None,
+    dataset: opt.DatasetOption = "bundled",
+    data_path: opt.DataPathOption = None,
+    num_prompts: opt.NumPromptsOption = None,
+    num_spec_tokens: opt.NumSpecTokensOption = 4,
+    max_new_tokens: opt.MaxNewTokensOption = 128,
+    batch_sizes: opt.BatchSizesOption = "1,8,32",
+    device: opt.DeviceOption = "auto",
+    dtype: opt.DtypeOption = opt.Dtype.auto,
+    attention: opt.AttentionOption = opt.Attention.auto,
+    cuda_graphs: opt.CudaGraphsOption = opt.CudaGraphs.auto,
+    output: opt.AuditOutputOption = None,
+    as_json: opt.AsJsonOption = False,
+) -> None:
+    """Show that speculation changes no greedy text: every arm against plain decoding, place by place.
+
+    Exit code 1 if texts part where the rounding of the number format cannot explain it.
+    """
+    target, head = _pair(model, drafter, num_spec_tokens)
+    engine = EngineConfig(
+        model=target,
+        drafter=head,
+        num_spec_tokens=num_spec_tokens,
+        device=device,
+        dtype=dtype.value,
+        attention=attention.value,
+        cuda_graphs=cuda_graphs.value,
+    )
+    sizes = _batch_sizes(batch_sizes)
+    require(
+        output is None or not output.exists(),
+        f"output {str(output)!r} exists: name a new file, or remove it first",
+    )
+    from specgen import audit_table
+    from specgen.audit import AuditJob, audit  # imports torch
+    from specgen.results import write_json
+
+    job = AuditJob(
+        engine=engine,
+        sampling=SamplingParams(max_tokens=max_new_tokens),
+        dataset=dataset,
+        data_path=data_path,
+        num_prompts=num_prompts,
+        batch_sizes=sizes,
+    )
+    found = audit(job, _Bar()).to_json()
+    if output is not None:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        write_json(output, found)
+    print(json.dumps(found) if as_json else audit_table.render(found), end="\n" if as_json else "")
+    _print_failures(found["failures"], "--json and --output have all")
+    if found["num_unexplained"]:
+        raise typer.Exit(1)
+
+
+@app.command()
 def inspect(
     path: Annotated[str, typer.Argument(help="Checkpoint: a directory or hub id.", show_default=False)],
     other: Annotated[
@@ -184,6 +242,16 @@ def _bytes(text: str) -> int:
     return int(float(number) * units[unit])
 
 
+def _batch_sizes(text: str) -> tuple[int, ...]:
+    """Numbers from ``1,8,32``."""
+    parts = [part.strip() for part in text.split(",")]
+    require(
+        all(part.isdecimal() and int(part) >= 1 for part in parts),
+        f"batch-sizes is {text!r}: write numbers of at least 1 with commas between, such as 1,8,32",
+    )
+    return tuple(int(part) for part in parts)
+
+
 def _print(result: "Result") -> None:
     """Some of the text, then the report."""
     from specgen import tables
@@ -195,12 +263,17 @@ def _print(result: "Result") -> None:
 
 def _print_notes(result: "Result", output: Path | None) -> None:
     """What is no part of the report, on stderr: what was not run, and where the files are."""
-    for failure in result.failures[:_FAILURES_SHOWN]:
-        print(f"specgen: not run: {failure}", file=sys.stderr)
-    if (more := len(result.failures) - _FAILURES_SHOWN) > 0:
-        print(f"specgen: and {more} more; completions.jsonl of --output has them all", file=sys.stderr)
+    _print_failures(result.failures, "completions.jsonl of --output has them all")
     if output is not None:
         print(f"Files are in {output}; open {output / 'report.html'} in a browser.", file=sys.stderr)
+
+
+def _print_failures(failures: list[str], where_all_are: str) -> None:
+    """The first requests that were not run, on stderr."""
+    for failure in failures[:_FAILURES_SHOWN]:
+        print(f"specgen: not run: {failure}", file=sys.stderr)
+    if (more := len(failures) - _FAILURES_SHOWN) > 0:
+        print(f"specgen: and {more} more; {where_all_are}", file=sys.stderr)
 
 
 def _indented(text: str) -> str:

@@ -159,6 +159,14 @@ CudaGraphsOption = Annotated[
         rich_help_panel=RUNNING,
     ),
 ]
+BatchSizesOption = Annotated[
+    str,
+    typer.Option(
+        help="Numbers of sequences that decode together, each tried; plain decoding at the smallest is what all "
+        "are compared with.",
+        rich_help_panel=RUNNING,
+    ),
+]
 DeviceOption = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.", rich_help_panel=RUNNING)]
 DtypeOption = Annotated[
     Dtype, typer.Option(help="auto: float32 on a CPU, bfloat16 on a GPU.", rich_help_panel=RUNNING)
@@ -190,4 +198,10 @@ BaselineOption = Annotated[
 AsJsonOption = Annotated[
     bool,
     typer.Option("--json", help="Print the report as one JSON document.", rich_help_panel=RESULTS),
+]
+AuditOutputOption = Annotated[
+    Path | None,
+    typer.Option(
+        help="New file for the same as one JSON document.", rich_help_panel=RESULTS, show_default=False
+    ),
 ]

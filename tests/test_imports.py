@@ -16,7 +16,7 @@ Imports = dict[str, set[str]]  # module or package directly in specgen/: the oth
 # Nobody imports, directly or through others, from a line above or from the same line.
 LAYERS = (
     {"cli"},
-    {"evaluation"},
+    {"evaluation", "audit"},
     {"run"},
     {"build"},
     {"engine"},
@@ -28,13 +28,14 @@ LAYERS = (
     {"ops"},
 )
 FOLDS = {"report", "acceptance", "intervals", "timings"}  # events -> numbers
-VIEWS = {"tables", "report_html", "charts", "page", "display"}  # numbers -> text, HTML
+VIEWS = {"tables", "audit_table", "report_html", "charts", "page", "display"}  # numbers -> text, HTML
 LEAVES = {"config", "events"}  # free for all; they import nothing
 ONLY: Imports = {  # these import what is listed here and LEAVES, and nothing else
     "ops": {"layout"},
     "models": {"ops"},
     "attention": {"kv_cache", "layout", "ops"},
     "kv_cache": set(),
+    "divergence": set(),
     "layout": {"transfer"},
     "transfer": set(),
     "graphs": set(),
@@ -56,6 +57,7 @@ LIGHT = (
     "events",
     "report",
     "tables",
+    "audit_table",
     "report_html",
     "against",
     "results",

@@ -1,0 +1,233 @@
+"""The losslessness audit: the same prompts, greedy, with and without speculation, and every place where texts part."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from torch import Tensor
+
+from specgen.build import Models, build_engine, load_models, prefill_logits, resolve
+from specgen.checkpoint import fingerprint
+from specgen.config import EngineConfig, SamplingParams, require
+from specgen.conversations import Conversations
+from specgen.divergence import Divergence, first_difference, gap, rounding
+from specgen.events import Event
+from specgen.prompts import Rejected, load_prompts
+from specgen.provenance import manifest
+from specgen.report import fold
+from specgen.run import Progress
+from specgen.sequence import Completion, Request
+from specgen.tokenizer import Tokenizer
+
+ArmName = Literal["plain", "padded", "non-padded"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AuditJob:
+    """One run of ``specgen verify``: ``engine`` as it speculates, at each of ``batch_sizes``."""
+
+    engine: EngineConfig
+    sampling: SamplingParams
+    dataset: str
+    data_path: Path | None
+    num_prompts: int | None
+    batch_sizes: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        require(
+            self.engine.num_spec_tokens > 0,
+            "num-spec-tokens is 0, which leaves no speculation to verify: use 1 to 16",
+        )
+        assert self.batch_sizes
+        assert self.sampling.temperature == 0, "only greedy texts can be compared"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arm:
+    """One way to decode."""
+
+    name: ArmName
+    batch_size: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ArmResult:
+    """How the texts of an arm compare with the reference's."""
+
+    arm: Arm
+    num_requests: int
+    divergences: tuple[Divergence, ...]
+    mean_acceptance_length: float | None  # None without drafts
+
+    @property
+    def num_identical(self) -> int:
+        """Requests with the tokens of the reference."""
+        return self.num_requests - len(self.divergences)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Audit:
+    """What the audit found; ``failures`` are requests that were not run and why, ``manifest`` where it came from."""
+
+    reference: Arm
+    dtype: str
+    arms: tuple[ArmResult, ...]
+    failures: tuple[str, ...]
+    manifest: dict[str, Any]
+
+    @property
+    def num_unexplained(self) -> int:
+        """Divergences that rounding cannot explain."""
+        return sum(not divergence.explained for arm in self.arms for divergence in arm.divergences)
+
+    def to_json(self) -> dict[str, Any]:
+        """One JSON document; arms and their divergences are flat rows."""
+        arms = [
+            asdict(result.arm)
+            | {
+                "num_requests": result.num_requests,
+                "num_identical": result.num_identical,
+                "identical": result.num_identical / result.num_requests,
+                "mean_acceptance_length": result.mean_acceptance_length,
+                "divergences": [asdict(each) | {"explained": each.explained} for each in result.divergences],
+            }
+            for result in self.arms
+        ]
+        return {
+            "reference": asdict(self.reference),
+            "dtype": self.dtype,
+            "num_unexplained": self.num_unexplained,
+            "arms": arms,
+            "failures": list(self.failures),
+            "manifest": self.manifest,
+        }
+
+
+def audit(job: AuditJob, progress: Progress) -> Audit:
+    """Decode the first turns in every arm and compare with plain decoding at the smallest batch size.
+
+    All arms share one set of weights. ``ValueError`` for what cannot run, and where no prompt can.
+    """
+    config = resolve(job.engine)
+    prompts, rejected = load_prompts(job.dataset, data_path=job.data_path, num_prompts=job.num_prompts)
+    models = load_models(config)
+    if any(prompt.messages for prompt in prompts):
+        models.tokenizer.require_chat_template()
+    requests = list(Conversations(prompts, models.tokenizer, job.sampling, rejected.append).first_turns())
+    runs = _Runs(config=config, models=models, requests=requests, progress=progress)
+    first, *others = _arms(job.batch_sizes)
+    reference, _ = runs.decode(first)
+    failures = [*_reasons(rejected), *(f"{c.request.id}: {c.error}" for c in reference.values() if c.error)]
+    answered = {name: completion for name, completion in reference.items() if completion.error is None}
+    require(
+        bool(answered), f"none of the prompts of {job.dataset} can be run: {(failures or ['no prompt'])[0]}"
+    )
+    return Audit(
+        reference=first,
+        dtype=config.dtype,
+        arms=tuple(runs.compare(arm, answered) for arm in others),
+        failures=tuple(failures),
+        manifest=_manifest(job, config, models),
+    )
+
+
+def _arms(batch_sizes: Sequence[int]) -> list[Arm]:
+    """Plain decoding first, and the smallest batch first."""
+    names: tuple[ArmName, ...] = ("plain", "padded", "non-padded")
+    return [Arm(name=name, batch_size=size) for name in names for size in sorted(set(batch_sizes))]
+
+
+def _reasons(rejected: Sequence[Rejected]) -> list[str]:
+    return [f"{row.id}: {row.reason}" for row in rejected]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Runs:
+    """The same requests through one engine after the other."""
+
+    config: EngineConfig
+    models: Models
+    requests: list[Request]
+    progress: Progress
+
+    def decode(self, arm: Arm) -> tuple[dict[str, Completion], float | None]:
+        """The completions of ``arm`` by request, and its mean acceptance length."""
+        config = _config(self.config, arm)
+        events: list[Event] = []
+
+        def record(event: Event) -> None:
+            events.append(event)
+            self.progress.see(event)
+
+        what = f"{arm.name}, batch {arm.batch_size}"
+        if config.device != "cpu":
+            self.progress.prepare(what)
+        engine = build_engine(config, self.models, record)
+        engine.warm_up()
+        self.progress.start(what, len(self.requests))
+        completions = {completion.request.id: completion for completion in engine.generate(self.requests)}
+        self.progress.finish()
+        speculation = fold(events, num_spec_tokens=config.num_spec_tokens).speculation
+        return completions, speculation.mean_acceptance_length
+
+    def compare(self, arm: Arm, reference: dict[str, Completion]) -> ArmResult:
+        """Run ``arm`` and look at every text that is not the reference's."""
+        completions, acceptance_length = self.decode(arm)
+        logits = prefill_logits(self.config, self.models)
+        pairs = [(ours, completions[name]) for name, ours in reference.items()]
+        found = (_diverge(*pair, logits, self.models) for pair in pairs)
+        return ArmResult(
+            arm=arm,
+            num_requests=len(pairs),
+            divergences=tuple(divergence for divergence in found if divergence is not None),
+            mean_acceptance_length=acceptance_length,
+        )
+
+
+def _config(config: EngineConfig, arm: Arm) -> EngineConfig:
+    config = replace(config, max_batch_size=arm.batch_size)
+    if arm.name == "plain":
+        return replace(config, num_spec_tokens=0, drafter=None)
+    return replace(config, drafter_batch=arm.name)
+
+
+def _diverge(
+    reference: Completion,
+    completion: Completion,
+    logits_behind: Callable[[Sequence[int]], Tensor],
+    models: Models,
+) -> Divergence | None:
+    """The first place where ``completion`` leaves ``reference``, if it does."""
+    ours, theirs = reference.token_ids, completion.token_ids
+    at = first_difference(ours, theirs)
+    if at is None:
+        return None
+    logits = logits_behind([*reference.request.prompt_token_ids, *ours[:at]])
+    left, right = (tokens[at] if at < len(tokens) else None for tokens in (ours, theirs))
+    return Divergence(
+        request=reference.request.id,
+        position=at,
+        reference_token=left,
+        token=right,
+        reference_text=_text(models.tokenizer, left),
+        text=_text(models.tokenizer, right),
+        reference_logit=None if left is None else float(logits[left]),
+        logit=None if right is None else float(logits[right]),
+        gap=None if left is None or right is None else gap(logits, left, right),
+        rounding=rounding(logits, models.target.dtype),
+    )
+
+
+def _text(tokenizer: Tokenizer, token: int | None) -> str:
+    return "" if token is None else tokenizer.decode_with_special([token])
+
+
+def _manifest(job: AuditJob, config: EngineConfig, models: Models) -> dict[str, Any]:
+    data = {
+        "dataset": job.dataset,
+        "data_path": str(job.data_path) if job.data_path else None,
+        "num_prompts": job.num_prompts,
+    }
+    fingerprints = {name: fingerprint(checkpoint) for name, checkpoint in models.checkpoints.items()}
+    return manifest(engine=config, sampling=job.sampling, data=data, fingerprints=fingerprints)

@@ -1,0 +1,222 @@
+"""The losslessness audit: silent where nothing changed, and it names the place where something did."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from typer.testing import CliRunner, Result
+
+from specgen import cli, step
+from specgen.audit_table import render, verdict
+from specgen.build import prefill_logits
+from specgen.divergence import Divergence, first_difference, gap, rounding
+from specgen.verify import accept_greedy
+from tests.engines import Pair, config_of
+from tests.reference_drafts import ReferenceDrafter
+
+SHORT = ("--num-prompts", "6", "--max-new-tokens", "40", "--batch-sizes", "1,6", "--device", "cpu")
+
+
+def verify(*arguments: object) -> Result:
+    """``specgen verify`` on the bundled pair."""
+    return CliRunner().invoke(cli.app, ["verify", *map(str, arguments)])
+
+
+def plant(monkeypatch: pytest.MonkeyPatch, every: int, wrong: int) -> None:
+    """Each ``every``-th verify step gives ``wrong`` for the bonus token of its first sequence."""
+    num_steps = 0
+
+    def accept(drafts: Tensor, likeliest: Tensor) -> tuple[Tensor, Tensor]:
+        nonlocal num_steps
+        accepted, tokens = accept_greedy(drafts, likeliest)
+        num_steps += drafts.shape[1] > 0
+        if drafts.shape[1] and num_steps % every == 0:
+            tokens = tokens.clone()
+            tokens[0, accepted[0]] = wrong
+        return accepted, tokens
+
+    monkeypatch.setattr(step, "accept_greedy", accept)
+
+
+def test_nothing_changes_in_float32(tmp_path: Path) -> None:
+    out = tmp_path / "new" / "audit.json"
+    result = verify(*SHORT, "--dtype", "float32", "--output", out)
+    assert result.exit_code == 0, result.output
+    assert "all 30 texts are those of the reference" in result.output
+    found = json.loads(out.read_text())
+    assert found["reference"] == {"name": "plain", "batch_size": 1}
+    assert [(arm["name"], arm["batch_size"], arm["num_identical"]) for arm in found["arms"]] == [
+        ("plain", 6, 6),
+        ("padded", 1, 6),
+        ("padded", 6, 6),
+        ("non-padded", 1, 6),
+        ("non-padded", 6, 6),
+    ]
+    lengths = [arm["mean_acceptance_length"] for arm in found["arms"]]
+    assert lengths[0] is None  # plain decoding drafts nothing
+    assert all(1.5 < length < 5 for length in lengths[1:])  # drafts were accepted, and not always
+
+
+def test_a_wrong_bonus_token_in_one_step_of_a_hundred_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch, every=100, wrong=77)
+    result = verify(
+        "--num-prompts", 12, "--batch-sizes", 1, "--dtype", "float32", "--device", "cpu", "--json"
+    )
+    assert result.exit_code == 1
+    found = json.loads(result.stdout)
+    divergences = [each for arm in found["arms"] for each in arm["divergences"]]
+    assert divergences
+    assert found["num_unexplained"] == len(divergences)
+    for each in divergences:
+        assert each["token"] == 77
+        assert each["gap"] == pytest.approx(each["reference_logit"] - each["logit"], abs=1e-4)
+        assert each["gap"] > 100 * each["rounding"]
+    text = render(found)
+    assert text.count("WRONG") == len(divergences)
+    assert divergences[0]["request"] in text
+    assert "cannot explain" in text.splitlines()[-1]
+
+
+def test_in_bfloat16_what_differs_is_a_near_tie() -> None:
+    result = verify(*SHORT, "--dtype", "bfloat16", "--json")
+    found = json.loads(result.stdout)
+    assert found["dtype"] == "bfloat16"
+    assert result.exit_code == 0, render(found)
+    for arm in found["arms"]:
+        assert arm["num_identical"] + len(arm["divergences"]) == arm["num_requests"] == 6
+        assert all(each["gap"] <= each["rounding"] < 2.1 for each in arm["divergences"])
+
+
+@pytest.mark.parametrize(
+    ("reference", "tokens", "at"),
+    [((1, 2), (1, 2), None), ((), (), None), ((1, 2, 3), (1, 5, 3), 1), ((1, 2), (1,), 1), ((), (4,), 0)],
+)
+def test_the_first_difference(reference: tuple[int, ...], tokens: tuple[int, ...], at: int | None) -> None:
+    assert first_difference(reference, tokens) == at
+
+
+def divergence(**changes: Any) -> Divergence:
+    fields = {
+        "request": "a",
+        "position": 3,
+        "reference_token": 1,
+        "token": 2,
+        "reference_text": "x",
+        "text": "y",
+        "reference_logit": 20.0,
+        "logit": 19.5,
+        "gap": 0.5,
+        "rounding": 1.0,
+    }
+    return Divergence(**(fields | changes))
+
+
+def test_only_a_gap_within_the_rounding_is_explained() -> None:
+    assert divergence().explained
+    assert divergence(gap=1.0).explained
+    assert not divergence(gap=1.001).explained
+    assert not divergence(token=None, logit=None, gap=None).explained
+
+
+def test_the_gap_counts_from_the_likeliest_of_all() -> None:
+    """Two equal tokens that are both far behind are no tie that greedy decoding could break."""
+    logits = torch.tensor([20.0, 5.0, 5.0, 19.0])
+    assert gap(logits, 1, 2) == 15.0
+    assert gap(logits, 0, 3) == gap(logits, 3, 0) == 1.0
+    assert gap(logits, 0, 0) == 0.0
+
+
+@pytest.mark.parametrize("largest", [0.3, 1.0, 20.0, -31.9, 32.0])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_rounding_is_in_steps_of_the_number_format(dtype: torch.dtype, largest: float) -> None:
+    """The steps that ``torch`` itself takes between neighbouring numbers."""
+
+    def spacing(dtype: torch.dtype) -> float:
+        at = torch.tensor(abs(largest)).to(dtype)
+        return float(torch.nextafter(at, torch.tensor(torch.inf, dtype=dtype)) - at)
+
+    logits = torch.tensor([0.1, largest, -0.2])
+    assert rounding(logits, dtype) == pytest.approx(8 * spacing(dtype) + 48 * spacing(torch.float32))
+
+
+def test_logits_behind_a_prefix_are_those_of_transformers(
+    random_pair: Pair, random_reference: ReferenceDrafter
+) -> None:
+    prompt = (5, 9, 33, 71, 8, 8, 120, 4, 17)
+    logits = prefill_logits(config_of(random_pair), random_pair.models)
+    text = list(random_reference.greedy(prompt, 8))
+    assert [int(logits([*prompt, *text[:at]]).argmax()) for at in range(8)] == text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--num-spec-tokens", 0), "num-spec-tokens is 0"),
+        (("--batch-sizes", "1,x"), "batch-sizes is '1,x'"),
+        (("--batch-sizes", "0"), "batch-sizes is '0'"),
+        (("--output", __file__), "exists"),
+        (("--dataset", "nowhere"), "nowhere"),
+    ],
+)
+def test_bad_input_is_refused_in_one_line(arguments: tuple[object, ...], message: str) -> None:
+    result = verify(*SHORT, *arguments)
+    assert isinstance(result.exception, ValueError)
+    assert message in str(result.exception)
+    assert "\n" not in str(result.exception)
+
+
+def test_prompts_that_cannot_be_run_are_named_and_not_compared(tmp_path: Path) -> None:
+    own = tmp_path / "own.jsonl"
+    rows = [
+        {"id": "a", "prompt": "Tom has 5"},
+        {"id": "b", "prompt": ""},
+        {"id": "c", "prompt": "word " * 5000},
+    ]
+    own.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    result = verify(*SHORT, "--dataset", own, "--json")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert {arm["num_requests"] for arm in found["arms"]} == {1}
+    assert "2 prompts could not be run" in render(found)
+    assert sorted(failure.partition(":")[0] for failure in found["failures"]) == ["b", "c"]
+    own.write_text(json.dumps(rows[1]) + "\n")
+    assert "can be run" in str(verify(*SHORT, "--dataset", own).exception)
+
+
+def test_a_text_that_ends_early_is_shown_so() -> None:
+    early = divergence(token=None, text="", logit=None, gap=None)
+    arm = {"name": "padded", "batch_size": 8, "num_requests": 2, "num_identical": 1, "identical": 0.5}
+    arm |= {"mean_acceptance_length": 2.5, "divergences": [asdict(early) | {"explained": early.explained}]}
+    engine = dict.fromkeys(("model", "drafter", "num_spec_tokens", "device", "dtype", "attention"), "x")
+    found = {"reference": {"name": "plain", "batch_size": 1}, "dtype": "float32", "num_unexplained": 1}
+    found |= {"failures": ["b: the prompt is empty"]}
+    line = next(
+        line
+        for line in render(found | {"arms": [arm], "manifest": {"engine": engine}}).splitlines()
+        if line.startswith("a ")
+    )
+    assert "(ended)" in line
+    assert line.endswith("WRONG")
+
+
+def test_the_verdict_is_one_sentence() -> None:
+    arms = [{"num_requests": 6, "num_identical": 5}]
+    same = {"arms": [{"num_requests": 6, "num_identical": 6}], "dtype": "bfloat16", "num_unexplained": 0}
+    assert verdict(same).startswith("Nothing changed: all 6")
+    assert "so close" in verdict({"arms": arms, "dtype": "bfloat16", "num_unexplained": 0})
+    assert "cannot explain" in verdict({"arms": arms, "dtype": "bfloat16", "num_unexplained": 1})
+
+
+def test_the_options_are_a_decision() -> None:
+    """A new option is added here as well."""
+    names = (
+        "model drafter dataset data_path num_prompts num_spec_tokens max_new_tokens batch_sizes device dtype"
+    )
+    assert list(cli.verify.__annotations__) == [
+        *names.split(),
+        *("attention", "cuda_graphs", "output", "as_json", "return"),
+    ]
