@@ -2,12 +2,14 @@
 
 import itertools
 import json
+import re
 from dataclasses import replace
 
 import pytest
 
 from specgen.evaluation.arms import ArmRun, Sample
 from specgen.evaluation.compare import compare, p_value
+from specgen.evaluation.comparison_tables import render as tables
 from specgen.evaluation.paired import mcnemar, tango
 from specgen.report import fold
 from tests.streams import request
@@ -54,9 +56,9 @@ def test_the_reference_is_the_baseline_or_the_first(names, reference):
 
 
 def test_scores_pair_by_document_whatever_their_order():
-    padded = arm("padded", [1, 0, 0, 1])
+    padded = arm("padded", [1, 0, 0, 0])
     padded = with_samples(padded, *reversed(padded.samples))
-    (against,) = compare([padded, arm("baseline", [1, 1, 1, 1])]).against
+    (against,) = compare([padded, arm("baseline", [1, 1, 1, 0])]).against
     (change,) = against.changes
     assert (change.paired.higher, change.paired.lower, change.paired.difference) == (0, 2, -0.5)
     assert change.paired.p == mcnemar(0, 2)
@@ -176,3 +178,35 @@ def test_a_comparison_is_json():
 )
 def test_p_values_are_short(p, text):
     assert p_value(p) == text
+
+
+def a_study(name="padded"):
+    texts = ["same", "same", "other"]
+    padded = with_samples(arm(name, [], 2), *(sample(i, int(i < 2), texts[i], (i, 5)) for i in range(3)))
+    return [padded, with_samples(arm("baseline", []), *(sample(i, 1, "same", (i,)) for i in range(3)))]
+
+
+def test_the_tables_show_the_numbers():
+    comparison = compare(a_study())
+    text = tables(comparison)
+    lines = [re.split(r"  +", line) for line in text.splitlines()]
+    change = comparison.against[0].changes[0].paired
+    low, high = (f"{100 * end:.1f}" for end in change.interval)
+    assert f"sums {STRICT}, 3 samples" in text
+    assert ["padded", "66.7 %", "[20.8, 93.9]", "-33.3", f"[{low}, {high}]", "1.00", "-"] in lines
+    assert ["padded", "2 of 3", "66.7 %", "1", "1"] in lines
+    assert ["sums 2", "padded", "1", "5", "end"] in lines
+    assert ["padded", "3.00", "-", "100.0 %", "100.0 %", "0.0 %"] in lines
+    speed = comparison.arms[0]
+    fast = ["padded", f"{speed.output_tokens_per_second:.1f}", f"{speed.ratio:.2f}x"]
+    assert fast in [line[:3] for line in lines]
+    assert " ".join(text.split()).endswith(comparison.sentence)
+
+
+@pytest.mark.parametrize(
+    "arms", [a_study("a name " * 20), [arm("alone", [1, 0])], [arm("a", []), arm("b", [])], [arm("a", [0.5])]]
+)
+def test_odd_studies_fit_the_terminal(arms):
+    text = tables(compare(arms))
+    assert max(map(len, text.splitlines())) <= 100
+    assert not {"None", "nan"} & set(text.split())

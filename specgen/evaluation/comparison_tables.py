@@ -1,0 +1,153 @@
+"""The comparison of a study's arms as plain text for a terminal."""
+
+import textwrap
+from statistics import median_low
+
+from specgen.acceptance import Position
+from specgen.display import (
+    DASH,
+    between,
+    clip,
+    count,
+    hundredths,
+    percent,
+    plain,
+    rate,
+    ratio,
+    seconds,
+    table,
+)
+from specgen.evaluation.compare import Accuracy, Comparison, p_value
+
+_WIDTH = 100  # columns
+_NAME = 24  # of an arm
+_POSITIONS = 6  # shown of an acceptance curve; the JSON has all
+_DIVERGENCES = 3  # shown of an arm; the page has more
+NOTES = (
+    (
+        "score",
+        "mean over samples; interval of Wilson, or of t where scores are not all 0 or 1",
+    ),
+    (
+        "difference",
+        "score less the reference's, in points; interval of Tango, or paired t",
+    ),
+    (
+        "p",
+        "McNemar's exact test, or paired t; more cautious than an interval that just leaves out 0",
+    ),
+    ("seen", "smallest true difference that a test of these samples finds in 4 cases of 5"),
+)
+
+
+def render(comparison: Comparison) -> str:
+    """``comparison`` at 100 columns: accuracy, texts, acceptance, speed, conclusion; ends with a line break."""
+    sections = [
+        *(_accuracy(comparison, index) for index in range(len(comparison.arms[0].accuracies))),
+        _notes() if comparison.against else [],
+        _texts(comparison),
+        _divergences(comparison),
+        _acceptance(comparison),
+        _speed(comparison),
+        textwrap.wrap(comparison.sentence, _WIDTH),
+    ]
+    return "\n\n".join("\n".join(lines) for lines in sections if lines) + "\n"
+
+
+def _accuracy(comparison: Comparison, index: int) -> list[str]:
+    """The arms on the task and metric that stand at ``index`` in the first one."""
+    wanted = comparison.arms[0].accuracies[index]
+    changes = {
+        arm.name: next(c.paired for c in arm.changes if (c.task, c.metric) == (wanted.task, wanted.metric))
+        for arm in comparison.against
+    }
+    rows = []
+    for arm in comparison.arms:
+        accuracy = next(a for a in arm.accuracies if _same(a, wanted))
+        row = [clip(arm.name, _NAME), percent(accuracy.mean), between(accuracy.interval, hundredths)]
+        if change := changes.get(arm.name):
+            low_high = between(change.interval, hundredths)
+            p = DASH if change.p is None else p_value(change.p)
+            row += [f"{100 * change.difference:+.1f}", low_high, p, hundredths(change.detectable)]
+        else:
+            row += ["", "", "", ""]
+        rows.append(row)
+    heading = f"{wanted.task} {wanted.metric}, {count(wanted.num_samples)} samples"
+    header = ("arm", "score", "95 %", "difference", "95 %", "p", "seen")
+    return [heading, *table(header, rows)]
+
+
+def _notes() -> list[str]:
+    lines = (textwrap.wrap(f"{term} = {text}", _WIDTH, subsequent_indent="  ") for term, text in NOTES)
+    return [line for wrapped in lines for line in wrapped]
+
+
+def _same(accuracy: Accuracy, other: Accuracy) -> bool:
+    return (accuracy.task, accuracy.metric) == (other.task, other.metric)
+
+
+def _texts(comparison: Comparison) -> list[str]:
+    rows = []
+    for arm in comparison.against:
+        where = [divergence.position for divergence in arm.divergences]
+        share = percent(arm.num_identical / arm.num_compared if arm.num_compared else None)
+        first, middle = (count(min(where)), count(median_low(where))) if where else (DASH, DASH)
+        same = f"{count(arm.num_identical)} of {count(arm.num_compared)}"
+        rows.append((clip(arm.name, _NAME), same, share, first, middle))
+    header = ("arm", "texts as the reference", "share", "earliest divergence", "median")
+    return table(header, rows) if rows else []
+
+
+def _divergences(comparison: Comparison) -> list[str]:
+    """The first few samples of each arm that differ, with the first token that does."""
+    rows = [
+        (
+            f"{clip(divergence.task, _NAME)} {divergence.doc_id}",
+            clip(arm.name, _NAME),
+            count(divergence.position),
+            _token(divergence.token),
+            _token(divergence.reference_token),
+        )
+        for arm in comparison.against
+        for divergence in arm.divergences[:_DIVERGENCES]
+    ]
+    header = (f"first {_DIVERGENCES} that differ", "arm", "at token", "its id", "the reference's")
+    return table(header, rows) if rows else []
+
+
+def _token(token: int | None) -> str:
+    return "end" if token is None else str(token)
+
+
+def _acceptance(comparison: Comparison) -> list[str]:
+    drafting = [arm for arm in comparison.arms if arm.acceptance]
+    positions = range(min(_POSITIONS, max((len(arm.acceptance) for arm in drafting), default=0)))
+    rows = [
+        (
+            clip(arm.name, _NAME),
+            plain(arm.mean_acceptance_length),
+            between(arm.mean_acceptance_length_ci95, plain),
+            *(_rate(arm.acceptance, i) for i in positions),
+        )
+        for arm in drafting
+    ]
+    header = ("arm", "acceptance length", "95 %", *(f"token {i}" for i in positions))
+    return table(header, rows) if rows else []
+
+
+def _rate(acceptance: tuple[Position, ...], index: int) -> str:
+    return percent(acceptance[index].rate) if index < len(acceptance) else DASH
+
+
+def _speed(comparison: Comparison) -> list[str]:
+    rows = [
+        (
+            clip(arm.name, _NAME),
+            rate(arm.output_tokens_per_second),
+            ratio(arm.ratio),
+            count(arm.num_output_tokens),
+            seconds(arm.seconds),
+        )
+        for arm in comparison.arms
+    ]
+    return table(("arm", "output tokens/s", "ratio", "output tokens", "time"), rows)
