@@ -2,8 +2,9 @@
 
 import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -121,14 +122,25 @@ def report(
     directories: Annotated[
         list[Path], typer.Argument(help="Run directories; several are compared.", show_default=False)
     ],
+    against: Annotated[
+        str | None,
+        typer.Option(
+            help="Published figures to set one run beside; a name that is not there lists them.",
+            show_default=False,
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
-    """Print the report of a run again, or compare runs side by side."""
+    """Print the report of a run again, compare runs side by side, or set one beside published figures."""
     from specgen import tables
     from specgen.report import load
 
     runs = [(str(directory), *load(directory)) for directory in directories]
-    if as_json:
+    if against is not None:
+        require(len(runs) == 1, f"against is {against!r} for {len(runs)} runs: give one directory")
+        document, text = _beside(runs[0][0], runs[0][1], against)
+        print(json.dumps(document) if as_json else text)
+    elif as_json:
         reports = {name: numbers for name, numbers, _ in runs}
         print(json.dumps(reports if len(runs) > 1 else runs[0][1]))
     elif len(runs) == 1:
@@ -210,6 +222,17 @@ def inspect(
     print(json.dumps(description.to_json()) if as_json else description.to_text())
     if description.misfits:
         raise typer.Exit(1)
+
+
+def _beside(run: str, report: dict[str, Any], name: str) -> tuple[dict[str, Any], str]:
+    """The report of ``run`` beside the published figures ``name``, as JSON and as text."""
+    from specgen.against import render
+    from specgen.references import compare, load_reference
+
+    reference = load_reference(name)
+    lines = compare(report, reference)
+    beside = {"reference": asdict(reference), "figures": [line.to_json() for line in lines]}
+    return {**report, "against": beside}, render(run, report["num_spec_tokens"], reference, lines).rstrip()
 
 
 def _pair(model: str | None, drafter: str | None, num_spec_tokens: int) -> tuple[str, str | None]:

@@ -125,10 +125,10 @@ def compare(report: Mapping[str, Any], reference: Reference) -> tuple[Beside, ..
         row = seen.get(position, {"rate": None, "ci95": None})
         figure = f"acceptance at token {position}"
         lines.append(Beside(figure=figure, ours=row["rate"], ci95=_interval(row["ci95"]), theirs=rate))
-    return (
-        *lines,
-        *(Beside(figure=a.measure, ours=None, ci95=None, theirs=a.value) for a in reference.accuracy),
-    )
+    for accuracy in reference.accuracy:
+        figure = f"{accuracy.measure}, stderr {100 * accuracy.stderr:.1f} %"
+        lines.append(Beside(figure=figure, ours=None, ci95=None, theirs=accuracy.value))
+    return tuple(lines)
 
 
 def _interval(ends: Sequence[float] | None) -> tuple[float, float] | None:

@@ -1,10 +1,13 @@
 """Published figures are checked as they are read, and a run is compared with them figure by figure."""
 
 import json
+import re
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from specgen import cli
 from specgen.against import render
 from specgen.bundled import evaluation_directory
 from specgen.references import compare, load_reference, read_reference
@@ -94,6 +97,7 @@ def test_a_run_beside_a_reference(tmp_path):
     assert (first.ours, first.inside) == (pytest.approx(8 / 12), True)
     assert second.ours == pytest.approx(3 / 12)
     assert (accuracy.ours, accuracy.inside, accuracy.theirs) == (None, None, 0.7)
+    assert accuracy.figure == "gsm8k exact_match,strict-match, stderr 2.0 %"
 
 
 def test_outside_is_said(tmp_path):
@@ -114,3 +118,38 @@ def test_other_draft_lengths_and_plain_decoding(tmp_path):
     assert (second.ours, second.inside) == (None, None)
     plain = compare(report(0, [0, 0]), reference)
     assert "no figure to compare" in render("plain", 0, reference, plain)
+
+
+@pytest.fixture
+def run_directory(tmp_path):
+    (tmp_path / "report.json").write_text(json.dumps(report(3, [3, 1, 0], [1, 2, 0], [2, 3, 1])))
+    (tmp_path / "manifest.json").write_text("{}")
+    return tmp_path
+
+
+def invoke(*arguments):
+    return CliRunner().invoke(cli.app, ["report", *map(str, arguments)])
+
+
+def test_the_command_prints_it(run_directory):
+    result = invoke(run_directory, "--against", "vllm-ci-qwen3-8b")
+    assert result.exit_code == 0
+    assert re.search(r"^acceptance at token 2 +22\.2 % +\[.*\] +20\.2 % +yes$", result.stdout, re.MULTILINE)
+    assert "tests/v1/spec_decode/test_acceptance_length.py" in result.stdout
+    document = json.loads(invoke(run_directory, "--against", "vllm-ci-qwen3-8b", "--json").stdout)
+    assert document["num_drafts"] == 9
+    assert [line["theirs"] for line in document["against"]["figures"]] == [2.26, 0.6541, 0.3993, 0.202]
+
+
+def test_the_command_refuses_in_one_line(run_directory, monkeypatch, capsys):
+    for arguments, message in (
+        (["--against", "llama"], f"use one of {', '.join(NAMES)}"),
+        ([str(run_directory), "--against", NAMES[0]], "give one directory"),
+    ):
+        monkeypatch.setattr("sys.argv", ["specgen", "report", str(run_directory), *arguments])
+        with pytest.raises(SystemExit) as exited:
+            cli.main()
+        assert exited.value.code == 2
+        error = capsys.readouterr().err
+        assert message in error
+        assert error.count("\n") == 1
