@@ -1,23 +1,28 @@
-"""The charts of a report as inline SVG: acceptance by position, accepted drafts by step, lengths by group."""
+"""The charts of a report or a study as inline SVG: acceptance curves, accepted drafts by step, bars by group."""
 
 from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from specgen.display import between, clip, hundredths, percent, plain
+from specgen.display import Show, between, clip, hundredths, percent, plain
+from specgen.intervals import Interval
+
+ARM_STYLES = ("first", "second", "third", "fourth")  # of the arms in a chart, over again from the fifth on
+Bar = tuple[str, float | None, Interval | None]  # its label, how long it is, and a whisker on it
 
 _WIDTH = 400  # of the view box; the page scales it to 0.8 to 1.4 of that, so text stays readable
 _LEFT, _RIGHT, _TOP, _BOTTOM = 48, 12, 14, 40  # margins of a plot
 _HEIGHT = 250
 _GROUP_LEFT, _GROUP_ROW, _GROUP_NAME = 132, 26, 17
+_BAR_ROW = 36
 _MANY = 9  # columns from which on labels lose their decimal
 
 
 def acceptance_chart(positions: Sequence[Mapping[str, Any]]) -> str:
     """Joint and conditional acceptance over the position of the draft, each rate with its 95 % interval."""
     curves = [
-        _curve("second", positions, "conditional", "conditional_ci95", 4),
-        _curve("first", positions, "rate", "ci95", -4),
+        _curve("second", positions, "conditional", "conditional_ci95", 4, len(positions)),
+        _curve("first", positions, "rate", "ci95", -4, len(positions)),
     ]
     ticks = [_column_label(_column(i, len(positions)), str(i)) for i in range(len(positions))]
     description = "; ".join(f"token {row['position']}: joint {percent(row['rate'])}" for row in positions)
@@ -57,13 +62,47 @@ def length_chart(kind: str, groups: Mapping[str, Mapping[str, Any]]) -> str:
     return _svg(f"by-{kind}", f"Mean acceptance length by {kind}", description, bottom + 38, body)
 
 
+def arms_chart(curves: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
+    """The joint acceptance of each arm over the position of the draft, one curve over the other."""
+    columns = max(map(len, curves.values()))
+    body = [_percent_grid(1.0), _axis_label("position of the draft (token i)")]
+    body += [_column_label(_column(i, columns), str(i)) for i in range(columns)]
+    for index, positions in enumerate(curves.values()):
+        style = ARM_STYLES[index % len(ARM_STYLES)]
+        shift = 5 * (index - (len(curves) - 1) / 2)
+        body.append(_curve(style, positions, "rate", "ci95", shift, columns))
+    description = "; ".join(
+        f"{name}: {', '.join(percent(row['rate']) for row in positions)}"
+        for name, positions in curves.items()
+    )
+    return _svg("arms", "Acceptance by draft position and arm", description, _HEIGHT, body)
+
+
+def bars_chart(name: str, title: str, bars: Sequence[Bar], show: Show) -> str:
+    """One bar from 0 for each of ``bars``, its number by ``show`` beneath its name; ``name`` is its id."""
+    most = max([1e-9, *(max(value or 0.0, *(interval or (0.0,))) for _, value, interval in bars)])
+    bottom = len(bars) * _BAR_ROW
+    body: list[str] = []
+    for row, (label, value, interval) in enumerate(bars):
+        body += _bar(label, value, interval, show, scale=(_WIDTH - _GROUP_LEFT - _RIGHT) / most, row=row)
+    description = "; ".join(f"{label}: {show(value)}" for label, value, _ in bars)
+    return _svg(name, title, description, bottom, body)
+
+
 # --- marks ----------------------------------------------------------------------------------------
 
 
-def _curve(style: str, positions: Sequence[Mapping[str, Any]], rate: str, interval: str, shift: float) -> str:
+def _curve(
+    style: str,
+    positions: Sequence[Mapping[str, Any]],
+    rate: str,
+    interval: str,
+    shift: float,
+    columns: int,
+) -> str:
     """A line through the rates that exist, with whiskers; ``shift`` keeps two curves' whiskers apart."""
     seen = [row for row in positions if row[rate] is not None]
-    points = [(_column(row["position"], len(positions)) + shift, _height(row[rate])) for row in seen]
+    points = [(_column(row["position"], columns) + shift, _height(row[rate])) for row in seen]
     marks = [f'<polyline points="{" ".join(f"{x:.1f},{y:.1f}" for x, y in points)}"/>']
     for (x, y), row in zip(points, seen, strict=True):
         low, high = (_height(end) for end in row[interval])
@@ -73,6 +112,27 @@ def _curve(style: str, positions: Sequence[Mapping[str, Any]], rate: str, interv
             f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4"><title>{text}</title></circle>'
         )
     return f'<g class="{style}">{"".join(marks)}</g>'
+
+
+def _bar(
+    label: str, value: float | None, interval: Interval | None, show: Show, *, scale: float, row: int
+) -> list[str]:
+    middle = (row + 0.5) * _BAR_ROW
+    text = f"{show(value)} {between(interval, show)}" if interval else show(value)
+    short = escape(clip(label, _GROUP_NAME))
+    marks = [
+        f'<text class="name" text-anchor="end" x="{_GROUP_LEFT - 8}" y="{middle - 2}">{short}</text>'
+        f'<text text-anchor="end" x="{_GROUP_LEFT - 8}" y="{middle + 12}">{text}</text>'
+    ]
+    if value is not None:
+        marks.append(
+            f'<rect class="fill" x="{_GROUP_LEFT}" y="{middle - 8}" width="{value * scale:.1f}" height="16">'
+            f"<title>{escape(label)}: {text}</title></rect>"
+        )
+    if interval is not None:
+        low, high = (_GROUP_LEFT + end * scale for end in interval)
+        marks.append(f'<path class="whisker" d="M{low:.1f} {middle}H{high:.1f}"/>')
+    return marks
 
 
 def _length_bar(label: str, group: Mapping[str, Any], most: int, top: int) -> list[str]:

@@ -7,9 +7,11 @@ Cell = str | tuple[str, str]  # a number; with a second text, that stands beside
 
 _STYLE = """
 :root { color-scheme: light dark; --paper: #f7f7f4; --card: #fff; --ink: #1b1e23; --soft: #5a626d;
-  --line: #e2e2dc; --first: #2358c9; --second: #b35309; --fill: #7ea0e6; --alert: #fdf0e3 }
+  --line: #e2e2dc; --first: #2358c9; --second: #b35309; --third: #1f7a4d; --fourth: #8a3fb0;
+  --fill: #7ea0e6; --alert: #fdf0e3 }
 @media (prefers-color-scheme: dark) { :root { --paper: #111316; --card: #191c20; --ink: #e9ebee;
-  --soft: #9ea7b1; --line: #2d3238; --first: #86adff; --second: #f0a45f; --fill: #4469b5; --alert: #33261a } }
+  --soft: #9ea7b1; --line: #2d3238; --first: #86adff; --second: #f0a45f;
+  --third: #63c795; --fourth: #cf94ea; --fill: #4469b5; --alert: #33261a } }
 * { box-sizing: border-box }
 body { margin: 0; background: var(--paper); color: var(--ink);
   font: 15px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, sans-serif }
@@ -25,6 +27,7 @@ small, dt, th { color: var(--soft) }
 .alert { background: var(--alert); border-left: 4px solid var(--second); border-radius: 4px;
   padding: 10px 14px; margin: 0 0 20px }
 .card { background: var(--card); border: 1px solid var(--line); border-radius: 10px; padding: 16px }
+main > .card + .card { margin: 12px 0 0 }
 .tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(160px, 1fr)); gap: 12px }
 .tiles b { display: block; font-size: 1.7rem; line-height: 1.25; font-variant-numeric: tabular-nums }
 .tiles small { display: block; text-wrap: balance }
@@ -43,10 +46,23 @@ polyline { fill: none; stroke-width: 2 }
 .second polyline, .second .whisker { stroke: var(--second) }
 .second polyline { stroke-dasharray: 5 4 }
 .second circle { fill: var(--card); stroke: var(--second); stroke-width: 2 }
+.third polyline, .third .whisker { stroke: var(--third) }
+.third polyline { stroke-dasharray: 2 3 }
+.third circle { fill: var(--third) }
+.fourth polyline, .fourth .whisker { stroke: var(--fourth) }
+.fourth polyline { stroke-dasharray: 9 3 }
+.fourth circle { fill: var(--card); stroke: var(--fourth); stroke-width: 2 }
 .key { display: inline-block; width: 10px; height: 10px; margin: 0 5px 0 0; border: 2px solid;
   border-radius: 50% }
 .key.first { color: var(--first); background: var(--first) }
 .key.second { color: var(--second); margin-left: 12px }
+.key.third { color: var(--third); background: var(--third); margin-left: 12px }
+.key.fourth { color: var(--fourth); margin-left: 12px }
+.texts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(max(260px, 40%), 100%), 1fr)); gap: 4px 16px;
+  border-top: 1px solid var(--line); padding: 10px 0; margin: 10px 0 0 }
+.texts p { white-space: pre-wrap; overflow-wrap: anywhere; font-size: .85rem }
+.texts .question { grid-column: 1 / -1; color: var(--soft); max-height: 9em; overflow-y: auto }
+.texts mark { background: var(--alert); color: inherit }
 .wide { overflow-x: auto }
 .wide + .wide { margin: 14px 0 0 }
 table { border-collapse: collapse; width: 100%; font-size: .85rem; font-variant-numeric: tabular-nums }

@@ -7,12 +7,16 @@ from dataclasses import replace
 
 import pytest
 
+from specgen.charts import ARM_STYLES, arms_chart, bars_chart
+from specgen.display import plain
 from specgen.evaluation.arms import ArmRun, Sample
 from specgen.evaluation.compare import compare, p_value
 from specgen.evaluation.comparison_tables import render as tables
 from specgen.evaluation.paired import mcnemar, tango
+from specgen.evaluation.study_html import render as page
 from specgen.report import fold
 from tests.streams import request
+from tests.test_report_html import SVG, Page, svg
 
 STRICT, FLEXIBLE = "exact_match,strict-match", "exact_match,flexible-extract"
 
@@ -210,3 +214,78 @@ def test_odd_studies_fit_the_terminal(arms):
     text = tables(compare(arms))
     assert max(map(len, text.splitlines())) <= 100
     assert not {"None", "nan"} & set(text.split())
+
+
+def test_the_page_shows_the_numbers_and_both_texts():
+    comparison = compare(a_study())
+    words = Page(page(comparison, {"model": "a target"}, "A study")).text
+    low, high = comparison.against[0].changes[0].paired.interval
+    for expected in ("A study", "a target", comparison.sentence, f"sums {STRICT}", "Texts of padded"):
+        assert expected in words
+    assert f"[{100 * low:.1f}, {100 * high:.1f}]" in words
+    assert "2 of 3 texts are those of baseline" in words
+    assert [word for word in words if word in ("other", "same")] == ["other", "same"]
+    assert "sums 2, at token 1\nquestion 2?" in words
+
+
+def test_texts_are_marked_from_where_they_part():
+    runs = [
+        with_samples(arm(name, []), sample(0, 1, text))
+        for name, text in (("a", "one two"), ("b", "one three"))
+    ]
+    text = page(compare(runs), {}, "A study")
+    assert "<p>one t<mark>wo</mark></p>" in text
+    assert "<p>one t<mark>hree</mark></p>" in text
+
+
+@pytest.mark.parametrize(
+    "arms",
+    [
+        a_study("a name " * 20),
+        [arm("alone", [1, 0])],
+        [arm("a", []), arm("b", [])],
+        [arm("a", [0.5], 1), arm("b", [0.1])],
+        [arm(f"arm {i}", [1, 0], 1 + i % 3) for i in range(6)],
+    ],
+)
+def test_odd_studies_make_a_page_that_needs_nothing_else(arms):
+    text = page(compare(arms), {}, "A study")
+    found = Page(text)
+    ids = [value for name, value in found.attributes if name == "id"]
+    assert len(ids) == len(set(ids)) == 2 * found.tags.count("svg")
+    assert not {"None", "nan"} & set(" ".join(found.text).split())
+    assert not {"script", "link", "img"} & set(found.tags)
+    assert "http" not in text
+
+
+def test_what_models_write_is_escaped():
+    bad = "<script>alert(1)</script>&"
+    runs = [
+        with_samples(arm(bad, [], 1), replace(sample(0, 1, bad), question=bad)),
+        with_samples(arm("b", []), sample(0, 1)),
+    ]
+    text = page(compare(runs), {bad: bad}, bad)
+    assert "script" not in Page(text).tags
+    assert "<script" not in text
+
+
+def test_each_arm_has_its_curve_at_its_rates():
+    curves = {f"arm {i}": compare([arm("a", [1], i)]).to_json()["arms"][0]["acceptance"] for i in (1, 3)}
+    chart = svg(arms_chart(curves))
+    height = {text.text: float(text.get("y")) - 4 for text in chart.iter(f"{SVG}text") if "%" in text.text}
+    groups = [group for group in chart.iter(f"{SVG}g") if group.get("class") in ARM_STYLES]
+    found = [[float(mark.get("cy")) for mark in group.iter(f"{SVG}circle")] for group in groups]
+    full, zero = height["100 %"], height["0 %"]
+    assert found == [pytest.approx([full, zero, zero], abs=0.06), pytest.approx([full] * 3, abs=0.06)]
+
+
+def test_bars_are_as_long_as_their_numbers():
+    chart = svg(
+        bars_chart("speed", "Speed", [("a", 2.0, (1.0, 4.0)), ("b", 1.0, None), ("c", None, None)], plain)
+    )
+    first, second = (float(bar.get("width")) for bar in chart.iter(f"{SVG}rect"))
+    start = float(next(chart.iter(f"{SVG}rect")).get("x"))
+    (whisker,) = (path.get("d") for path in chart.iter(f"{SVG}path"))
+    low, high = (float(end) for end in re.findall(r"[MH]([\d.]+)", whisker))
+    assert (first, low - start, high - start) == pytest.approx((2 * second, second, 4 * second), abs=0.2)
+    assert high <= 400

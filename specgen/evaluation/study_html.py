@@ -1,0 +1,117 @@
+"""A study as one HTML page: accuracy, acceptance and speed by arm, and the samples that differ side by side."""
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from html import escape
+
+from specgen.charts import ARM_STYLES, arms_chart, bars_chart
+from specgen.display import DASH, between, count, hundredths, plain, rate, ratio, seconds
+from specgen.evaluation.compare import Accuracy, Against, Comparison, Divergence, p_value
+from specgen.evaluation.comparison_tables import NOTES
+from specgen.page import Cell, card, document, pairs, table
+
+_DIVERGENCES = 20  # shown of an arm
+_POSITIONS = 4  # in the table under the curves, so that it fits a phone
+
+
+def render(comparison: Comparison, settings: Mapping[str, str], title: str) -> str:
+    """The page of ``comparison`` under ``title`` and ``settings``; it opens without a network."""
+    accuracies = comparison.arms[0].accuracies
+    cards = [_accuracy(comparison, accuracy, index) for index, accuracy in enumerate(accuracies)]
+    return document(
+        title,
+        [
+            f"<h1>{escape(title)}</h1>",
+            pairs("settings", settings),
+            f'<p class="alert">{escape(comparison.sentence)}</p>',
+            f'<div class="columns">{"".join([*cards, _acceptance(comparison), _speed(comparison)])}</div>',
+            pairs("notes card", dict(NOTES)),
+            *(_differing(arm, comparison.reference) for arm in comparison.against),
+        ],
+    )
+
+
+def _accuracy(comparison: Comparison, wanted: Accuracy, index: int) -> str:
+    """The arms on the task and metric of ``wanted``; ``index`` tells its chart from the others."""
+    key = (wanted.task, wanted.metric)
+    found = [(arm.name, a) for arm in comparison.arms for a in arm.accuracies if (a.task, a.metric) == key]
+    name = f"{wanted.task} {wanted.metric}"
+    bars = bars_chart(
+        f"accuracy-{index}", name, [(arm, score.mean, score.interval) for arm, score in found], hundredths
+    )
+    rows: list[tuple[Cell, ...]] = []
+    for arm in comparison.against:
+        result = next(c.paired for c in arm.changes if (c.task, c.metric) == key)
+        difference = (f"{100 * result.difference:+.1f}", between(result.interval, hundredths))
+        p = DASH if result.p is None else p_value(result.p)
+        rows.append((arm.name, difference, p, hundredths(result.detectable)))
+    numbers = table(name, (f"from {comparison.reference}", "difference", "p", "seen"), rows)
+    note = f"% of {count(wanted.num_samples)} samples, with 95 % intervals; differences are in points"
+    return card(name, note, body=bars + numbers)
+
+
+def _acceptance(comparison: Comparison) -> str:
+    drafting = [arm for arm in comparison.arms if arm.acceptance]
+    if not drafting:
+        return ""
+    chart = arms_chart({arm.name: [asdict(position) for position in arm.acceptance] for arm in drafting})
+    key = " ".join(
+        f'<i class="key {ARM_STYLES[index % len(ARM_STYLES)]}"></i>{escape(arm.name)}'
+        for index, arm in enumerate(drafting)
+    )
+    rows: list[tuple[Cell, ...]] = [
+        (
+            arm.name,
+            plain(arm.mean_acceptance_length),
+            *(hundredths(position.rate) for position in arm.acceptance[:_POSITIONS]),
+        )
+        for arm in drafting
+    ]
+    columns = max(map(len, rows))
+    filled = [(*row, *[DASH] * (columns - len(row))) for row in rows]
+    header = ("arm", "length", *(f"token {i}" for i in range(columns - 2)))
+    return card(
+        "Acceptance by position",
+        f"{key} · % of the verify steps, with 95 % intervals",
+        body=chart + table("Acceptance by arm", header, filled),
+    )
+
+
+def _speed(comparison: Comparison) -> str:
+    arms = comparison.arms
+    bars = [(arm.name, arm.output_tokens_per_second, None) for arm in arms]
+    chart = bars_chart("speed", "Output tokens a second", bars, rate)
+    rows = [(arm.name, ratio(arm.ratio), count(arm.num_output_tokens), seconds(arm.seconds)) for arm in arms]
+    header = ("arm", f"of {comparison.reference}", "output tokens", "time")
+    return card("Speed", "output tokens a second", body=chart + table("Speed by arm", header, rows))
+
+
+# --- samples that differ --------------------------------------------------------------------------
+
+
+def _differing(arm: Against, reference: str) -> str:
+    if not arm.num_compared:
+        return ""
+    differing = arm.divergences
+    same = f"{count(arm.num_identical)} of {count(arm.num_compared)} texts are those of {reference}"
+    shown = f"; the first {_DIVERGENCES} that differ" if len(differing) > _DIVERGENCES else ""
+    body = "".join(_side_by_side(divergence, arm.name, reference) for divergence in differing[:_DIVERGENCES])
+    return card(f"Texts of {arm.name}", escape(same + shown), body=body)
+
+
+def _side_by_side(divergence: Divergence, name: str, reference: str) -> str:
+    """Both texts of a sample, marked from the first character that differs."""
+    text, other = divergence.text, divergence.reference_text
+    alike = (ours == theirs for ours, theirs in zip(text, other, strict=False))
+    same = next((i for i, equal in enumerate(alike) if not equal), min(len(text), len(other)))
+    ours = _text(name, divergence.token, text, same)
+    theirs = _text(reference, divergence.reference_token, other, same)
+    where = f"{divergence.task} {divergence.doc_id}, at token {count(divergence.position)}"
+    question = f'<p class="question">{escape(where)}\n{escape(divergence.question)}</p>'
+    return f'<div class="texts">{question}{ours}{theirs}</div>'
+
+
+def _text(name: str, token: int | None, text: str, same: int) -> str:
+    first = "ends here" if token is None else f"token {token}"
+    marked = f"{escape(text[:same])}<mark>{escape(text[same:])}</mark>"
+    return f"<div><small>{escape(name)}: {first}</small><p>{marked}</p></div>"
