@@ -7,6 +7,10 @@ from specgen.display import DASH, clip, count, percent, plain, table
 from specgen.tables import joined
 
 _SHOWN = 20  # divergences; the JSON document has all
+_COLUMNS = (
+    *("request", "arm", "batch", "at", "reference", "logit", "instead", "logit"),
+    *("gap", "rounding", ""),
+)
 
 
 def render(audit: Mapping[str, Any]) -> str:
@@ -61,8 +65,7 @@ def _divergences(audit: Mapping[str, Any]) -> list[str]:
     found.sort(key=lambda pair: pair[1]["explained"])
     if not found:
         return []
-    header = ("request", "arm", "batch", "at", "reference", "logit", "text", "logit", "gap", "rounding", "")
-    lines = table(header, [_row(arm, each) for arm, each in found[:_SHOWN]])
+    lines = table(_COLUMNS, [_row(arm, each) for arm, each in found[:_SHOWN]])
     more = len(found) - _SHOWN
     return [*lines, f"and {count(more)} more; --json and --output have all"] if more > 0 else lines
 
