@@ -223,6 +223,7 @@ def test_the_page_shows_the_numbers_and_both_texts():
     for expected in ("A study", "a target", comparison.sentence, f"sums {STRICT}", "Texts of padded"):
         assert expected in words
     assert f"[{100 * low:.1f}, {100 * high:.1f}]" in words
+    assert "-33.3" in words
     assert "2 of 3 texts are those of baseline" in words
     assert [word for word in words if word in ("other", "same")] == ["other", "same"]
     assert "sums 2, at token 1\nquestion 2?" in words
@@ -261,8 +262,8 @@ def test_odd_studies_make_a_page_that_needs_nothing_else(arms):
 def test_what_models_write_is_escaped():
     bad = "<script>alert(1)</script>&"
     runs = [
-        with_samples(arm(bad, [], 1), replace(sample(0, 1, bad), question=bad)),
-        with_samples(arm("b", []), sample(0, 1)),
+        with_samples(arm(bad, [], 1), replace(sample(0, 1, f"{bad} {bad}"), question=bad)),
+        with_samples(arm("b", []), sample(0, 1, f"{bad} b")),
     ]
     text = page(compare(runs), {bad: bad}, bad)
     assert "script" not in Page(text).tags
