@@ -263,7 +263,7 @@ def test_what_models_write_is_escaped():
     bad = "<script>alert(1)</script>&"
     runs = [
         with_samples(arm(bad, [], 1), replace(sample(0, 1, f"{bad} {bad}"), question=bad)),
-        with_samples(arm("b", []), sample(0, 1, f"{bad} b")),
+        with_samples(arm("b", []), replace(sample(0, 1, f"{bad} b"), question=bad)),
     ]
     text = page(compare(runs), {bad: bad}, bad)
     assert "script" not in Page(text).tags
