@@ -2,7 +2,7 @@
 
 import json
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,6 +13,8 @@ from specgen.bundled import data_directory
 from specgen.config import EngineConfig, SamplingParams, require
 
 if TYPE_CHECKING:
+    from specgen.evaluation.studies import Study
+    from specgen.evaluation.study import StudyJob
     from specgen.events import Event
     from specgen.run import Result
 
@@ -207,6 +209,61 @@ def verify(
         raise typer.Exit(1)
 
 
+@app.command(name="eval")
+def evaluate(
+    tasks: opt.TasksArgument = None,
+    study: opt.StudyOption = None,
+    arms: opt.ArmsOption = None,
+    limit: opt.LimitOption = None,
+    num_fewshot: opt.NumFewshotOption = None,
+    apply_chat_template: opt.ApplyChatTemplateOption = False,
+    data_path: opt.TaskDataPathOption = None,
+    model: opt.ModelOption = None,
+    drafter: opt.DrafterOption = None,
+    num_spec_tokens: opt.NumSpecTokensOption = 4,
+    draft_sampling: opt.DraftSamplingOption = opt.DraftSampling.greedy,
+    seed: opt.SeedOption = 0,
+    max_batch_size: opt.StudyBatchSizeOption = None,
+    max_prefill_tokens: opt.MaxPrefillTokensOption = 2048,
+    kv_memory: opt.KvMemoryOption = None,
+    device: opt.DeviceOption = "auto",
+    dtype: opt.DtypeOption = opt.Dtype.auto,
+    attention: opt.AttentionOption = opt.Attention.auto,
+    cuda_graphs: opt.CudaGraphsOption = opt.CudaGraphs.auto,
+    gpu_memory_utilization: opt.GpuMemoryUtilizationOption = 0.9,
+    log_samples: opt.LogSamplesOption = False,
+    output: opt.StudyOutputOption = None,
+) -> None:
+    """Did speculation change the answers, and what did it give: lm-eval's tasks, arm by arm, and their comparison."""
+    chosen = _study(tasks, study, arms)
+    changes: dict[str, Any] = {"limit": limit, "num_fewshot": num_fewshot, "max_batch_size": max_batch_size}
+    chosen = replace(chosen, **{name: value for name, value in changes.items() if value is not None})
+    target, head = _pair(model, drafter, num_spec_tokens)
+    engine = EngineConfig(
+        model=target,
+        drafter=head,
+        num_spec_tokens=num_spec_tokens,
+        draft_sampling=draft_sampling.value,
+        max_batch_size=chosen.max_batch_size or 32,
+        max_prefill_tokens=max_prefill_tokens,
+        kv_memory=None if kv_memory is None else _bytes(kv_memory),
+        device=device,
+        dtype=dtype.value,
+        attention=attention.value,
+        cuda_graphs=cuda_graphs.value,
+        gpu_memory_utilization=gpu_memory_utilization,
+    )
+    require(
+        output is not None or not log_samples, "log-samples has nowhere to go: name a directory with --output"
+    )
+    from specgen.evaluation.study import StudyJob  # imports torch and lm-eval
+
+    job = StudyJob(
+        study=chosen, engine=engine, apply_chat_template=apply_chat_template, data_path=data_path, seed=seed
+    )
+    _evaluate(job, output, output if log_samples else None)
+
+
 @app.command()
 def inspect(
     path: Annotated[str, typer.Argument(help="Checkpoint: a directory or hub id.", show_default=False)],
@@ -249,6 +306,45 @@ def _pair(model: str | None, drafter: str | None, num_spec_tokens: int) -> tuple
         f"model {model!r} has no drafter: name one with --drafter, or use --num-spec-tokens 0",
     )
     return model, drafter
+
+
+def _study(tasks: str | None, study: str | None, arms: str | None) -> "Study":
+    """The study of a file, or the named arms on ``tasks``; what is given beside a file takes its place."""
+    from specgen.evaluation.arms import ALL_NAMED, named_arms
+    from specgen.evaluation.studies import Study, load_study
+
+    require(tasks is not None or study is not None, "no task is named: try word_problems, or use --study")
+    names = None if tasks is None else tuple(name.strip() for name in tasks.split(","))
+    if study is None:
+        assert names is not None
+        return Study(name=str(tasks), source="", tasks=names, arms=named_arms(arms or ALL_NAMED))
+    loaded = load_study(study)
+    return replace(
+        loaded, tasks=names or loaded.tasks, arms=loaded.arms if arms is None else named_arms(arms)
+    )
+
+
+def _evaluate(job: "StudyJob", output: Path | None, samples: Path | None) -> None:
+    """Run the arms, print what each gives as it comes, then what they show together."""
+    from specgen.evaluation import comparison_tables, study
+    from specgen.evaluation.compare import compare
+    from specgen.results import require_free, write_json
+
+    if output is not None:
+        require_free(output)
+    runs = []
+    for result in study.run(job):
+        runs.append(result.run)
+        print(f"{result.run.name}\n{result.table}")
+        if output is not None:
+            study.write_arm(result, output / result.run.name)
+        if samples is not None:
+            study.write_samples(result, samples / result.run.name)
+    comparison = compare(runs)
+    print(comparison_tables.render(comparison), end="")
+    if output is not None:
+        write_json(output / "comparison.json", comparison.to_json())
+        print(f"Files are in {output}.", file=sys.stderr)
 
 
 def _bytes(text: str) -> int:

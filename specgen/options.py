@@ -8,7 +8,7 @@ import typer
 
 # The groups of --help
 MODELS, DATA, DRAFTING = "Models", "Prompts", "Speculation"
-SAMPLING, RUNNING, RESULTS = "Sampling", "Running", "Results"
+SAMPLING, RUNNING, RESULTS, STUDY = "Sampling", "Running", "Results", "Study"
 
 
 class DrafterBatch(StrEnum):
@@ -203,5 +203,71 @@ AuditOutputOption = Annotated[
     Path | None,
     typer.Option(
         help="New file for the same as one JSON document.", rich_help_panel=RESULTS, show_default=False
+    ),
+]
+TasksArgument = Annotated[
+    str | None,
+    typer.Argument(
+        help="Tasks of lm-eval with commas between; word_problems is bundled.",
+        show_default="those of --study",
+    ),
+]
+StudyOption = Annotated[
+    str | None,
+    typer.Option(
+        help="A bundled study (vllm-25196) or a JSON file: tasks, arms, limit, shots and batch in one.",
+        rich_help_panel=STUDY,
+        show_default=False,
+    ),
+]
+ArmsOption = Annotated[
+    str | None,
+    typer.Option(
+        help="Which of padded, non-padded and baseline (plain decoding), with commas between.",
+        rich_help_panel=STUDY,
+        show_default="all three, or those of --study",
+    ),
+]
+LimitOption = Annotated[
+    int | None,
+    typer.Option(help="Only the first N documents of each task.", rich_help_panel=STUDY, show_default="all"),
+]
+NumFewshotOption = Annotated[
+    int | None,
+    typer.Option(help="Examples before each question.", rich_help_panel=STUDY, show_default="the task's"),
+]
+ApplyChatTemplateOption = Annotated[
+    bool,
+    typer.Option(
+        "--apply-chat-template", help="Ask as a chat, examples as earlier turns.", rich_help_panel=STUDY
+    ),
+]
+TaskDataPathOption = Annotated[
+    Path | None,
+    typer.Option(
+        help="Directory with the train and test files of gsm8k, instead of the hub.",
+        rich_help_panel=STUDY,
+        show_default=False,
+    ),
+]
+StudyBatchSizeOption = Annotated[
+    int | None,
+    typer.Option(
+        help="Sequences that decode together.", rich_help_panel=RUNNING, show_default="32, or that of --study"
+    ),
+]
+LogSamplesOption = Annotated[
+    bool,
+    typer.Option(
+        "--log-samples", help="Leave every question and answer in --output too.", rich_help_panel=RESULTS
+    ),
+]
+StudyOutputOption = Annotated[
+    Path | None,
+    typer.Option(
+        help="New directory for comparison.json, and a directory an arm: lm-eval's results.json, and what "
+        "`specgen report` reads.",
+        rich_help_panel=RESULTS,
+        show_default=False,
     ),
 ]

@@ -1,8 +1,25 @@
-"""An arm of a study: what its run gave, as the comparison reads it."""
+"""Arms of a study: those with a name on the command line, and what the run of one gave."""
 
 from dataclasses import dataclass
 
+from specgen.config import require
+from specgen.evaluation.studies import Arm
 from specgen.report import Report
+
+_NAMED = {
+    "padded": Arm(name="padded", drafter_batch="padded"),
+    "non-padded": Arm(name="non-padded", drafter_batch="non-padded"),
+    "baseline": Arm(name="baseline", num_spec_tokens=0),
+}
+ALL_NAMED = ",".join(_NAMED)
+
+
+def named_arms(text: str) -> tuple[Arm, ...]:
+    """The arms that ``text`` names with commas between; ``ValueError`` for an unknown name."""
+    names = [name.strip() for name in text.split(",")]
+    for name in names:
+        require(name in _NAMED, f"arm {name!r} is unknown: use {', '.join(_NAMED)}, or --study for others")
+    return tuple(_NAMED[name] for name in names)
 
 
 @dataclass(frozen=True, kw_only=True)

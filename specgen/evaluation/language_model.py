@@ -1,5 +1,6 @@
 """The engine as lm-eval sees a language model: text in, text and log-likelihoods out."""
 
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -37,6 +38,7 @@ class SpecgenLM(TemplateLM):  # type: ignore[misc]
         self._text = models.tokenizer
         self._sampling = sampling
         self._num_asked = 0  # names requests, so that each has its own random draws
+        self.seconds = 0.0  # that the engine has worked
         self.token_ids: dict[tuple[str, int], tuple[int, ...]] = {}
 
     # --- what lm-eval asks about the model --------------------------------------------------------
@@ -92,13 +94,14 @@ class SpecgenLM(TemplateLM):  # type: ignore[misc]
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """The texts in the order of ``requests``, which the engine is given all at once."""
         asked = {request.id: (at, request) for at, request in enumerate(map(self._request, requests))}
-        texts = [""] * len(requests)
+        texts, began = [""] * len(requests), time.perf_counter()
         with tqdm(total=len(requests), desc="generating", unit="req", disable=disable_tqdm) as bar:
             for completion in self._engine.generate(request for _, request in asked.values()):
                 at, _ = asked[completion.request.id]
                 texts[at] = self._answer(requests[at], completion)
                 self.cache_hook.add_partial("generate_until", requests[at].args, texts[at])
                 bar.update()
+        self.seconds += time.perf_counter() - began
         return texts
 
     def _request(self, instance: Instance) -> Request:
@@ -152,7 +155,7 @@ class SpecgenLM(TemplateLM):  # type: ignore[misc]
         self, requests: list[_Scorable], disable_tqdm: bool = False
     ) -> list[tuple[float, bool]]:
         """Sum of log-probabilities of every continuation, and whether greedy decoding would write it."""
-        answers = [(0.0, True)] * len(requests)
+        answers, began = [(0.0, True)] * len(requests), time.perf_counter()
         with tqdm(total=len(requests), desc="scoring", unit="req", disable=disable_tqdm) as bar:
             for scored in self._engine.score(self._score_requests(requests)):
                 at = int(scored.request.id)
@@ -160,6 +163,7 @@ class SpecgenLM(TemplateLM):  # type: ignore[misc]
                 if requests[at][0] is not None:
                     self.cache_hook.add_partial("loglikelihood", requests[at][0], answers[at])
                 bar.update()
+        self.seconds += time.perf_counter() - began
         return answers
 
     def _score_requests(self, requests: list[_Scorable]) -> Iterator[ScoreRequest]:

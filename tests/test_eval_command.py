@@ -1,0 +1,122 @@
+"""``specgen eval``: the arms that run, what is printed and left behind, and what is refused before anything runs."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from specgen import cli
+from specgen.bundled import data_directory
+from specgen.config import EngineConfig
+from specgen.evaluation.studies import Arm, Study
+from specgen.report import load
+
+SMALL = ("word_problems", "--apply-chat-template", "--limit", 6, "--num-spec-tokens", 2)
+
+
+def call(*arguments: object) -> str:
+    """What ``specgen eval`` prints; a ``ValueError`` comes through."""
+    result = CliRunner().invoke(
+        cli.app, ["eval", *(str(argument) for argument in arguments)], catch_exceptions=False
+    )
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def study_job(*arms: Arm, tasks: tuple[str, ...] = ("word_problems",), limit: int = 4) -> Any:
+    from specgen.evaluation.study import StudyJob
+
+    demo = data_directory() / "demo"
+    return StudyJob(
+        study=Study(name="test", source="", tasks=tasks, arms=arms, limit=limit),
+        engine=EngineConfig(model=str(demo / "target"), drafter=str(demo / "drafter"), device="cpu"),
+        apply_chat_template=True,
+    )
+
+
+def test_three_arms_answer_alike_and_leave_their_numbers(tmp_path: Path) -> None:
+    printed = call(*SMALL, "--output", tmp_path / "out", "--log-samples")
+    assert [line for line in printed.splitlines() if line in ("padded", "non-padded", "baseline")] == [
+        "padded",
+        "non-padded",
+        "baseline",
+    ]
+    assert printed.count("|Version|     Filter     |n-shot|") == 3
+    assert "The data show no difference in accuracy from baseline" in printed
+    comparison = json.loads((tmp_path / "out" / "comparison.json").read_text())
+    assert [each["num_identical"] for each in comparison["against"]] == [6, 6]
+    for arm, k in (("padded", 2), ("non-padded", 2), ("baseline", 0)):
+        files = tmp_path / "out" / arm
+        report, _ = load(files)
+        assert report["num_spec_tokens"] == k
+        assert report["num_requests"] == 6
+        results = json.loads((files / "results.json").read_text())["results"]["word_problems"]
+        samples = json.loads((files / "samples_word_problems.json").read_text())
+        strict = [row["exact_match"] for row in samples if row["filter"] == "strict-match"]
+        assert len(strict) == 6
+        assert results["exact_match,strict-match"] == sum(strict) / 6
+        assert results["exact_match,strict-match"] >= 5 / 6, "the bundled pair knows these problems"
+
+
+def test_gsm8k_runs_from_local_files(tmp_path: Path) -> None:
+    row = {"question": "Tom has 3 apples and buys 4. How many?", "answer": "3 + 4 = 7\n#### 7"}
+    for split in ("train", "test"):
+        (tmp_path / f"{split}.jsonl").write_text((json.dumps(row) + "\n") * 4)
+    arguments = ("--data-path", tmp_path, "--num-fewshot", 1, "--limit", 2, "--arms", "padded")
+    assert "|gsm8k|      3|flexible-extract|     1|exact_match|" in call("gsm8k", *arguments)
+
+
+def test_an_arm_may_draw_and_a_study_file_names_it(tmp_path: Path) -> None:
+    arms = [{"name": "hot", "temperature": 2.0}, {"name": "cold"}]
+    file = tmp_path / "own.json"
+    file.write_text(json.dumps({"source": "here", "tasks": ["word_problems"], "limit": 6, "arms": arms}))
+    call("--study", file, "--apply-chat-template", "--output", tmp_path / "out")
+    (hot,) = json.loads((tmp_path / "out" / "comparison.json").read_text())["against"]
+    assert hot["name"] == "cold", "the first arm is the reference where none is named baseline"
+    assert hot["num_compared"] == 6
+    assert hot["num_identical"] < 6
+
+
+def test_choices_are_compared_by_the_likeliest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from specgen.evaluation import study
+    from tests.test_evaluation import choices, pages
+
+    tasks = [choices(tmp_path, "choices"), pages(tmp_path)]
+    monkeypatch.setattr(study, "_tasks", lambda names, data_path: tasks)
+    (result,) = study.run(study_job(Arm(name="baseline", num_spec_tokens=0)))
+    assert {sample.metric for sample in result.run.samples} == {"acc,none", "acc_norm,none"}
+    for sample, row in zip(result.run.samples[::2], result.results["samples"]["choices"], strict=True):
+        likelihoods = [response[0][0] for response in row["resps"]]
+        assert sample.text == f"choice {likelihoods.index(max(likelihoods))}"
+        assert sample.score == (sample.text == f"choice {row['doc']['answer']}")
+        assert sample.question == row["doc"]["question"]
+    assert result.run.seconds > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ((), "no task is named"),
+        (("no_such_task",), "task 'no_such_task' is not one of lm-eval's"),
+        (
+            ("word_problems", "--arms", "padded,fast"),
+            "arm 'fast' is unknown: use padded, non-padded, baseline",
+        ),
+        (("word_problems", "--arms", "padded,padded"), "give each its own name"),
+        (("word_problems", "--limit", 0), "limit is 0"),
+        (("word_problems", "--log-samples"), "log-samples has nowhere to go"),
+        (("word_problems", "--data-path", "."), "only gsm8k is read from there"),
+        (("--study", "nothing"), "name a JSON file, or one of vllm-25196"),
+    ],
+)
+def test_what_cannot_run_is_refused(arguments: tuple[object, ...], reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        call(*arguments)
+
+
+def test_an_output_that_holds_something_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match="is not empty"):
+        call(*SMALL, "--output", tmp_path)
