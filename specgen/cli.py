@@ -328,7 +328,7 @@ def _evaluate(job: "StudyJob", output: Path | None, samples: Path | None) -> Non
     """Run the arms, print what each gives as it comes, then what they show together."""
     from specgen.evaluation import comparison_tables, study
     from specgen.evaluation.compare import compare
-    from specgen.results import require_free, write_json
+    from specgen.results import require_free
 
     if output is not None:
         require_free(output)
@@ -343,8 +343,8 @@ def _evaluate(job: "StudyJob", output: Path | None, samples: Path | None) -> Non
     comparison = compare(runs)
     print(comparison_tables.render(comparison), end="")
     if output is not None:
-        write_json(output / "comparison.json", comparison.to_json())
-        print(f"Files are in {output}.", file=sys.stderr)
+        study.write_comparison(job, comparison, output)
+        print(f"Files are in {output}; open {output / 'report.html'} in a browser.", file=sys.stderr)
 
 
 def _bytes(text: str) -> int:

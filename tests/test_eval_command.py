@@ -47,6 +47,8 @@ def test_three_arms_answer_alike_and_leave_their_numbers(tmp_path: Path) -> None
     assert "The data show no difference in accuracy from baseline" in printed
     comparison = json.loads((tmp_path / "out" / "comparison.json").read_text())
     assert [each["num_identical"] for each in comparison["against"]] == [6, 6]
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert all(arm in page for arm in ("padded", "non-padded", "baseline", "word_problems"))
     for arm, k in (("padded", 2), ("non-padded", 2), ("baseline", 0)):
         files = tmp_path / "out" / arm
         report, _ = load(files)

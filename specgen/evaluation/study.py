@@ -15,7 +15,9 @@ from specgen import events
 from specgen.build import Models, build_engine, load_models, resolve
 from specgen.checkpoint import fingerprint
 from specgen.config import EngineConfig, SamplingParams, require
+from specgen.evaluation import study_html
 from specgen.evaluation.arms import ArmRun, Sample
+from specgen.evaluation.compare import Comparison
 from specgen.evaluation.language_model import SpecgenLM
 from specgen.evaluation.studies import Study
 from specgen.evaluation.tasks import local_gsm8k, word_problems_task
@@ -130,6 +132,21 @@ def write_arm(result: ArmResult, path: Path) -> None:
     write_json(path / "manifest.json", result.manifest)
     write_json(path / "report.json", result.run.report.to_json())
     events.write(path / "events.jsonl", result.events)
+
+
+def write_comparison(job: StudyJob, comparison: Comparison, path: Path) -> None:
+    """Leave what the arms show together in ``path``, as data and as a page."""
+    study = job.study
+    settings = {
+        "model": job.engine.model,
+        "drafter": str(job.engine.drafter),
+        "tasks": ", ".join(study.tasks),
+        "arms": ", ".join(arm.name for arm in study.arms),
+        "samples of a task": "all" if study.limit is None else f"the first {study.limit}",
+    }
+    title = f"{Path(job.engine.model).name} on {settings['tasks']}"
+    write_json(path / "comparison.json", comparison.to_json())
+    write_text(path / "report.html", study_html.render(comparison, settings, title))
 
 
 def write_samples(result: ArmResult, path: Path) -> None:
