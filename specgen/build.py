@@ -109,11 +109,13 @@ def choose_attention(config: EngineConfig) -> tuple[str, str]:
         names[0] in _BACKENDS,
         f"attention is {config.attention!r}: use one of auto, {', '.join(_BACKENDS)}",
     )
-    device, passed_over = torch.device(config.device), list[str]()
+    device, heads, passed_over = torch.device(config.device), _heads(config), list[str]()
     for name in names:
         backend = _BACKENDS[name]
         page_size = config.page_size or backend.capabilities.page_size
-        refusals = (backend.capabilities.refusal(device, each) for each in _heads(config, page_size))
+        refusals = (
+            backend.capabilities.refusal(device, replace(each, page_size=page_size)) for each in heads
+        )
         reason = next((reason for reason in refusals if reason), None)
         if reason is None:
             if config.attention != "auto":
@@ -125,8 +127,8 @@ def choose_attention(config: EngineConfig) -> tuple[str, str]:
     raise AssertionError("the last choice runs everything")
 
 
-def _heads(config: EngineConfig, page_size: int) -> list[Heads]:
-    """What target and head ask of attention."""
+def _heads(config: EngineConfig) -> list[Heads]:
+    """What target and head ask of attention, from their checkpoints' headers."""
     models: list[TargetConfig | Eagle3Config] = [target_config(open_checkpoint(config.model))]
     if config.num_spec_tokens and config.drafter is not None:
         models.append(drafter_config(open_checkpoint(config.drafter), None))
@@ -138,7 +140,7 @@ def _heads(config: EngineConfig, page_size: int) -> list[Heads]:
             head_dim=model.head_dim,
             dtype=dtype,
             kv_dtype=dtype,
-            page_size=page_size,
+            page_size=config.page_size,
             max_query_len=config.num_spec_tokens + 1,
         )
         for model in models
