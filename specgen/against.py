@@ -1,49 +1,107 @@
-"""A run beside published figures, as plain text for a terminal."""
+"""A run beside published figures, one by one: what each gives, and whether the run's interval holds it."""
 
-import textwrap
-from collections.abc import Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
 
-from specgen.display import DASH, Show, between, percent, plain, table
-from specgen.references import LENGTH, Beside, Reference
+from specgen.config import require
+from specgen.intervals import Interval, wilson
+from specgen.references import Accuracy, Reference
 
-_WIDTH = 100  # columns
+LENGTH = "mean acceptance length"
 
 
-def render(run: str, num_spec_tokens: int, reference: Reference, lines: Sequence[Beside]) -> str:
-    """``lines`` of ``references.compare`` for the run called ``run`` with its K; ends with a line break."""
-    about = (
-        f"{run} against {reference.name}: {reference.model} with {reference.drafter}, "
-        f"K {reference.num_spec_tokens}; {reference.setting}"
+@dataclass(frozen=True, kw_only=True)
+class Beside:
+    """One figure of a run and the published one; the run's are None where it has none to compare."""
+
+    figure: str
+    ours: float | None
+    ci95: Interval | None
+    theirs: float
+    stderr: float | None = None  # of the published figure, where it came with one
+
+    @property
+    def inside(self) -> bool | None:
+        """Whether the published figure lies in the run's interval; None without an interval."""
+        return None if self.ci95 is None else self.ci95[0] <= self.theirs <= self.ci95[1]
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields, and ``inside``."""
+        return {**asdict(self), "inside": self.inside}
+
+
+def load_results(directory: Path) -> dict[str, Any]:
+    """lm-eval's ``results.json`` in a run's directory; empty where there is none: nothing was evaluated.
+
+    ``ValueError`` for a file that holds no metrics or no numbers of samples.
+    """
+    path = directory / "results.json"
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON ({error}): run `specgen eval` again") from error
+    require(
+        isinstance(value, dict) and all(isinstance(value.get(key), dict) for key in ("results", "n-samples")),
+        f"{path} holds no results of lm-eval: run `specgen eval` again",
     )
-    header = ("", "this run", "95 %", "reference", "inside")
-    sections = [
-        [*textwrap.wrap(about, _WIDTH, break_on_hyphens=False), reference.source],
-        table(header, [_row(line) for line in lines]),
-        textwrap.wrap(verdict(num_spec_tokens, reference, lines), _WIDTH),
-    ]
-    return "\n\n".join("\n".join(section) for section in sections) + "\n"
+    return dict(value)
 
 
-def verdict(num_spec_tokens: int, reference: Reference, lines: Sequence[Beside]) -> str:
-    """Which published figures the run's intervals leave out, and what could not be compared."""
-    compared = [line for line in lines if line.inside is not None]
-    outside = [line.figure for line in compared if not line.inside]
-    if not compared:
-        sentences = ["This run has no figure to compare with the reference."]
-    elif outside:
-        sentences = [
-            f"Outside the run's intervals: {', '.join(outside)} ({len(outside)} of {len(compared)} figures)."
-        ]
-    else:
-        sentences = [f"The run's intervals hold every figure compared ({len(compared)})."]
-    if num_spec_tokens != reference.num_spec_tokens and reference.mean_acceptance_length is not None:
-        sentences += ["Mean lengths of different draft lengths are not compared."]
-    if reference.accuracy:
-        sentences += ["The report of a run holds no accuracy."]
-    return " ".join(sentences)
+def compare(
+    report: Mapping[str, Any], results: Mapping[str, Any], reference: Reference
+) -> tuple[Beside, ...]:
+    """A run's ``report.json`` beside ``reference``, and its ``results.json`` as ``load_results`` gives it.
+
+    Mean lengths of different draft lengths are not compared; the joint rate at a position is, as it does not
+    depend on the drafts after it.
+    """
+    return (
+        *_length(report, reference),
+        *_acceptance(report, reference),
+        *(_accuracy(results, accuracy) for accuracy in reference.accuracy),
+    )
 
 
-def _row(line: Beside) -> tuple[str, ...]:
-    show: Show = plain if line.figure == LENGTH else percent
-    inside = {None: DASH, True: "yes", False: "no"}[line.inside]
-    return line.figure, show(line.ours), between(line.ci95, show), show(line.theirs), inside
+def _length(report: Mapping[str, Any], reference: Reference) -> tuple[Beside, ...]:
+    if reference.mean_acceptance_length is None:
+        return ()
+    same = report["num_spec_tokens"] == reference.num_spec_tokens
+    line = Beside(
+        figure=LENGTH,
+        ours=report["mean_acceptance_length"] if same else None,
+        ci95=_interval(report["mean_acceptance_length_ci95"]) if same else None,
+        theirs=reference.mean_acceptance_length,
+    )
+    return (line,)
+
+
+def _acceptance(report: Mapping[str, Any], reference: Reference) -> Iterator[Beside]:
+    seen = {row["position"]: row for row in report["acceptance"]}
+    for position, rate in enumerate(reference.acceptance):
+        row = seen.get(position, {"rate": None, "ci95": None})
+        figure = f"acceptance at token {position}"
+        yield Beside(figure=figure, ours=row["rate"], ci95=_interval(row["ci95"]), theirs=rate)
+
+
+def _accuracy(results: Mapping[str, Any], accuracy: Accuracy) -> Beside:
+    """Wilson's interval over the samples: right for scores of 0 and 1, too wide for those between."""
+    task, metric = accuracy.measure.split(" ")
+    ours = results.get("results", {}).get(task, {}).get(metric)
+    samples = results.get("n-samples", {}).get(task)
+    require(
+        ours is None or 0 <= ours <= 1,
+        f"{accuracy.measure} of the run is {ours}, not a share in [0, 1]: run `specgen eval` again",
+    )
+    ci95 = wilson(ours, samples["effective"]) if ours is not None and samples is not None else None
+    return Beside(
+        figure=accuracy.measure, ours=ours, ci95=ci95, theirs=accuracy.value, stderr=accuracy.stderr
+    )
+
+
+def _interval(ends: Sequence[float] | None) -> Interval | None:
+    return None if ends is None else (ends[0], ends[1])

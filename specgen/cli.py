@@ -283,11 +283,12 @@ def inspect(
 
 def _beside(run: str, report: dict[str, Any], name: str) -> tuple[dict[str, Any], str]:
     """The report of ``run`` beside the published figures ``name``, as JSON and as text."""
-    from specgen.against import render
-    from specgen.references import compare, load_reference
+    from specgen.against import compare, load_results
+    from specgen.against_table import render
+    from specgen.references import load_reference
 
     reference = load_reference(name)
-    lines = compare(report, reference)
+    lines = compare(report, load_results(Path(run)), reference)
     beside = {"reference": asdict(reference), "figures": [line.to_json() for line in lines]}
     return {**report, "against": beside}, render(run, report["num_spec_tokens"], reference, lines).rstrip()
 

@@ -8,6 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from specgen import cli
+from specgen.against import load_results
 from specgen.bundled import data_directory
 from specgen.config import EngineConfig
 from specgen.evaluation.studies import Arm, Study
@@ -60,6 +61,7 @@ def test_three_arms_answer_alike_and_leave_their_numbers(tmp_path: Path) -> None
         assert len(strict) == 6
         assert results["exact_match,strict-match"] == sum(strict) / 6
         assert results["exact_match,strict-match"] >= 5 / 6, "the bundled pair knows these problems"
+        assert load_results(files)["n-samples"]["word_problems"]["effective"] == 6
 
 
 def test_gsm8k_runs_from_local_files(tmp_path: Path) -> None:

@@ -48,7 +48,8 @@ ONLY: Imports = {  # these import what is listed here and LEAVES, and nothing el
     **dict.fromkeys(VIEWS, VIEWS | FOLDS),
     "json_fields": set(),
     "references": {"bundled", "json_fields"},
-    "against": {"display", "references"},
+    "against": {"intervals", "references"},
+    "against_table": {"against", "display", "references"},
 }
 HEAVY = ("torch", "transformers", "datasets", "flashinfer", "lm_eval")
 LIGHT = (
@@ -60,6 +61,7 @@ LIGHT = (
     "audit_table",
     "report_html",
     "against",
+    "against_table",
     "results",
     "scheduler",
     "bundled",

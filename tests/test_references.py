@@ -8,9 +8,11 @@ import pytest
 from typer.testing import CliRunner
 
 from specgen import cli
-from specgen.against import render
+from specgen.against import compare, load_results
+from specgen.against_table import render
 from specgen.bundled import evaluation_directory
-from specgen.references import compare, load_reference, read_reference
+from specgen.intervals import wilson
+from specgen.references import load_reference, read_reference
 from specgen.report import fold
 from tests.streams import request
 
@@ -69,6 +71,7 @@ def test_the_anchors_are_there():
         ({"source": "a friend"}, "write the address"),
         ({"accuracy": [{"measure": "m", "value": 79.6, "stderr": 1.8}]}, "share in"),
         ({"accuracy": [{"measure": "m", "value": 0.796}]}, "stderr is missing"),
+        ({"accuracy": [{"measure": "gsm8k", "value": 0.7, "stderr": 0}]}, "the task, a space and the metric"),
         ({"speed": 12}, "speed is not known"),
         ({"acceptance": None}, "is no reference"),
     ],
@@ -91,19 +94,23 @@ def test_a_file_that_is_not_json_or_lacks_a_key(tmp_path):
 
 def test_a_run_beside_a_reference(tmp_path):
     run = report(2, [2, 1, 0], [1, 1, 0], [2, 0, 0], [1, 2, 1])
-    length, first, second, accuracy = compare(run, read(tmp_path, acceptance=[0.6, 0.9 * 0.1]))
+    length, first, second, accuracy = compare(run, {}, read(tmp_path, acceptance=[0.6, 0.9 * 0.1]))
     assert (length.ours, length.theirs, length.inside) == (pytest.approx(23 / 12), 1.9, True)
     assert length.ci95 == tuple(run["mean_acceptance_length_ci95"])
     assert (first.ours, first.inside) == (pytest.approx(8 / 12), True)
     assert second.ours == pytest.approx(3 / 12)
-    assert (accuracy.ours, accuracy.inside, accuracy.theirs) == (None, None, 0.7)
-    assert accuracy.figure == "gsm8k exact_match,strict-match, stderr 2.0 %"
+    assert (accuracy.ours, accuracy.inside) == (None, None)
+    assert (accuracy.figure, accuracy.theirs, accuracy.stderr) == (
+        "gsm8k exact_match,strict-match",
+        0.7,
+        0.02,
+    )
 
 
 def test_outside_is_said(tmp_path):
     run = report(2, *[[2, 2, 2, 1, 2]] * 40)
     reference = read(tmp_path)
-    lines = compare(run, reference)
+    lines = compare(run, {}, reference)
     assert [line.inside for line in lines[1:]] == [False, False, None]
     text = render("runs/a", 2, reference, lines)
     assert "Outside the run's intervals: acceptance at token 0, acceptance at token 1 (2 of 2" in text
@@ -112,12 +119,75 @@ def test_outside_is_said(tmp_path):
 
 def test_other_draft_lengths_and_plain_decoding(tmp_path):
     reference = read(tmp_path)
-    length, first, second, _ = compare(report(1, [1, 0], [0, 1]), reference)
+    length, first, second, _ = compare(report(1, [1, 0], [0, 1]), {}, reference)
     assert (length.ours, length.inside) == (None, None)
     assert first.ours == 0.5
     assert (second.ours, second.inside) == (None, None)
-    plain = compare(report(0, [0, 0]), reference)
+    plain = compare(report(0, [0, 0]), {}, reference)
     assert "no figure to compare" in render("plain", 0, reference, plain)
+
+
+def results(**tasks):
+    """lm-eval's document for tasks that each have a number of right answers of 500, by both filters of GSM8K."""
+    return {
+        "results": {
+            task: {
+                "alias": task,
+                "exact_match,strict-match": right / 500,
+                "exact_match_stderr,strict-match": 0.02,
+                "exact_match,flexible-extract": (right + 20) / 500,
+                "exact_match_stderr,flexible-extract": 0.02,
+            }
+            for task, right in tasks.items()
+        },
+        "n-samples": {task: {"original": 1319, "effective": 500} for task in tasks},
+    }
+
+
+@pytest.mark.parametrize(("right", "inside"), [(350, True), (300, False), (367, True), (372, False)])
+def test_accuracy_is_compared_over_the_samples(tmp_path, right, inside):
+    *_, accuracy = compare(report(2, [2, 1]), results(gsm8k=right), read(tmp_path))
+    assert (accuracy.ours, accuracy.ci95) == (right / 500, wilson(right / 500, 500))
+    assert accuracy.inside is inside
+
+
+def test_the_accuracy_of_another_task_is_not_taken_for_it(tmp_path):
+    reference = read(tmp_path)
+    lines = compare(report(2, [2, 1, 0], [1, 1, 2]), results(word_problems=350), reference)
+    assert lines[-1].ours is None
+    text = render("runs/a", 2, reference, lines)
+    assert re.search(
+        r"^gsm8k exact_match,strict-match +- +- +70\.0 % ± 2\.0  not compared$", text, re.MULTILINE
+    )
+    assert "Not measured by this run: gsm8k exact_match,strict-match; `specgen eval` measures" in " ".join(
+        text.split()
+    )
+
+
+def test_accuracy_that_is_there_is_not_called_missing(tmp_path):
+    reference = read(tmp_path)
+    lines = compare(report(2, [2, 1, 0], [1, 1, 2]), results(gsm8k=250), reference)
+    text = render("runs/a", 2, reference, lines)
+    assert re.search(r"strict-match +50\.0 %  \[45\.6 %, 54\.4 %\]  70\.0 % ± 2\.0 +no$", text, re.MULTILINE)
+    assert "Not measured" not in text
+    assert "Outside the run's intervals: gsm8k exact_match,strict-match (1 of 4" in text
+
+
+def test_an_accuracy_that_is_no_share_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"gsm8k exact_match,strict-match of the run is 1\.2, not a share"):
+        compare(report(2, [2, 1]), results(gsm8k=600), read(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("{", "is not JSON"), ("[]", "holds no results"), ('{"results": {}}', "holds no results")],
+)
+def test_results_that_are_not_lm_evals_are_refused(tmp_path, text, message):
+    assert load_results(tmp_path) == {}
+    (tmp_path / "results.json").write_text(text)
+    with pytest.raises(ValueError, match=message) as refused:
+        load_results(tmp_path)
+    assert "\n" not in str(refused.value)
 
 
 @pytest.fixture
@@ -139,6 +209,15 @@ def test_the_command_prints_it(run_directory):
     document = json.loads(invoke(run_directory, "--against", "vllm-ci-qwen3-8b", "--json").stdout)
     assert document["num_drafts"] == 9
     assert [line["theirs"] for line in document["against"]["figures"]] == [2.26, 0.6541, 0.3993, 0.202]
+
+
+def test_the_command_finds_the_accuracy_of_an_arm(run_directory):
+    padded = ("--against", "vllm-25196-padded")
+    assert "Not measured by this run: gsm8k" in invoke(run_directory, *padded).stdout
+    (run_directory / "results.json").write_text(json.dumps(results(gsm8k=387)))
+    printed = invoke(run_directory, *padded).stdout
+    assert "The run's intervals hold every figure compared (2)." in printed
+    assert re.search(r"strict-match +77\.4 % .* 77\.4 % ± 1\.9 +yes$", printed, re.MULTILINE)
 
 
 def test_the_command_refuses_in_one_line(run_directory, monkeypatch, capsys):
