@@ -1,4 +1,4 @@
-"""Intervals: against scipy where it has them, and by how often they cover the truth."""
+"""Intervals: against scipy and statsmodels where they have them, and by how often they cover the truth."""
 
 import numpy as np
 import pytest
@@ -9,11 +9,14 @@ from specgen.intervals import Ratio, student_t, wilson
 @pytest.mark.parametrize(
     ("hits", "trials"), [(0, 12), (1, 12), (6, 12), (12, 12), (731, 1_000), (3, 100_000)]
 )
-def test_wilson_is_that_of_scipy(hits, trials):
+def test_wilson_is_that_of_scipy_and_statsmodels(hits, trials):
     from scipy import stats
+    from statsmodels.stats.proportion import proportion_confint
 
+    found = wilson(hits / trials, trials)
     expected = stats.binomtest(hits, trials).proportion_ci(0.95, method="wilson")
-    assert wilson(hits / trials, trials) == pytest.approx((expected.low, expected.high), abs=1e-12)
+    assert found == pytest.approx((expected.low, expected.high), abs=1e-12)
+    assert found == pytest.approx(proportion_confint(hits, trials, method="wilson"), abs=1e-12)
 
 
 @pytest.mark.parametrize(("freedom", "error"), [(1, 0.12), (2, 0.01), (3, 2e-3), (10, 1e-4), (500, 1e-6)])
@@ -29,6 +32,18 @@ def test_the_variance_is_that_of_the_ratio_estimator():
     residuals = hits - hits.sum() / trials.sum() * trials
     assert ratio.rate == pytest.approx(26 / 44)
     assert ratio.variance() == pytest.approx(4 / 3 * (residuals**2).sum() / trials.sum() ** 2)
+
+
+def test_the_variance_is_the_robust_one_of_a_weighted_mean_in_statsmodels():
+    from statsmodels.api import WLS
+
+    random = np.random.default_rng(8)
+    trials = random.integers(1, 60, 40)
+    hits = random.binomial(trials, random.beta(4, 2, 40))
+    ratio = added(hits, trials)
+    mean = WLS(hits / trials, np.ones(40), weights=trials).fit(cov_type="HC1")
+    assert ratio.rate == pytest.approx(mean.params[0])
+    assert ratio.variance() == pytest.approx(mean.cov_params()[0, 0])
 
 
 def test_one_group_gives_the_plain_wilson_interval_and_none_for_a_mean():

@@ -1,4 +1,4 @@
-"""Paired statistics: against scipy, against their definitions by brute force, and by how often they hold."""
+"""Paired statistics: against scipy and statsmodels, against definitions by brute force, and by how often they hold."""
 
 import math
 
@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from specgen.evaluation.paired import detectable_share, mcnemar, mean_interval, paired, student_p, tango
-from specgen.intervals import wilson
 
 CELLS = [(0, 0, 20), (0, 1, 44), (6, 0, 50), (9, 2, 30), (150, 86, 1_600), (3, 40, 43), (7, 7, 1_319)]
 
@@ -16,6 +15,13 @@ def test_mcnemar_is_the_binomial_test_of_scipy(higher, lower):
     from scipy import stats
 
     assert mcnemar(higher, lower) == pytest.approx(stats.binomtest(higher, higher + lower).pvalue, rel=1e-9)
+
+
+@pytest.mark.parametrize("cells", CELLS)
+def test_mcnemar_is_that_of_statsmodels(cells):
+    from statsmodels.stats.contingency_tables import mcnemar as theirs
+
+    assert mcnemar(*cells[:2]) == pytest.approx(theirs(square(*cells), exact=True).pvalue, rel=1e-9)
 
 
 def test_without_discordant_pairs_there_is_no_difference():
@@ -30,13 +36,13 @@ def test_the_ends_of_the_interval_are_where_the_score_test_rejects(higher, lower
     assert -1 < low < (higher - lower) / num < high < 1
 
 
-@pytest.mark.parametrize(("higher", "lower"), [(9, 2), (12, 2), (30, 15), (5, 17)])
-def test_zero_is_inside_where_the_chi_square_does_not_reject(higher, lower):
-    from scipy import stats
+@pytest.mark.parametrize(("higher", "lower"), [(9, 2), (12, 2), (30, 15), (5, 17), (14, 5), (13, 5)])
+def test_zero_is_inside_where_the_chi_square_of_statsmodels_does_not_reject(higher, lower):
+    from statsmodels.stats.contingency_tables import mcnemar as theirs
 
     low, high = tango(higher, lower, 200)
-    p = stats.chi2.sf((higher - lower) ** 2 / (higher + lower), 1)
-    assert (low <= 0 <= high) == (p >= 0.05)
+    score_test = theirs(square(higher, lower, 200), exact=False, correction=False)
+    assert (low <= 0 <= high) == (score_test.pvalue >= 0.05)
 
 
 def test_swapped_arms_mirror_the_interval():
@@ -79,6 +85,24 @@ def test_the_difference_that_could_be_seen_is_seen_four_times_in_five(num, disco
     assert 0.77 <= found <= 0.94
 
 
+@pytest.mark.parametrize("level", [0.05, 0.01])
+@pytest.mark.parametrize(("discordant", "num"), [(132, 1_319), (10, 500), (800, 2_000), (0, 200)])
+def test_the_power_at_that_difference_is_that_of_statsmodels(discordant, num, level):
+    from statsmodels.stats.power import normal_power_het
+
+    difference = detectable_share(discordant, num, level)
+    share = max(discordant / num, difference)
+    power = normal_power_het(
+        difference - 1 / num,  # the continuity correction
+        num,
+        level / 2,
+        std_null=math.sqrt(share),
+        std_alternative=math.sqrt(share - difference**2),
+        alternative="larger",
+    )
+    assert power == pytest.approx(0.8, abs=1e-6)
+
+
 def test_more_samples_see_less_and_a_handful_nothing():
     seen = [detectable_share(num // 10, num, 0.05) for num in (100, 1_000, 10_000)]
     assert seen == sorted(seen, reverse=True)
@@ -95,15 +119,20 @@ def test_student_p_is_that_of_scipy(t, freedom):
 
 def test_scores_between_take_the_paired_t_test():
     from scipy import stats
+    from statsmodels.stats.power import TTestPower
+    from statsmodels.stats.weightstats import DescrStatsW
 
     random = np.random.default_rng(3)
-    scores, others = random.uniform(0, 1, (2, 40))
+    scores, others = random.uniform(0, 1, (2, 400))
     result = paired(scores.tolist(), others.tolist())
     expected = stats.ttest_rel(scores, others)
+    differences = DescrStatsW(scores - others)
     assert result.p == pytest.approx(expected.pvalue)
+    assert result.p == pytest.approx(differences.ttest_mean(0)[1])
     assert result.interval == pytest.approx(expected.confidence_interval(0.95), rel=1e-4)
-    error = np.std(scores - others, ddof=1) / math.sqrt(40)
-    assert result.detectable == pytest.approx(2.8016 * error, rel=1e-4)
+    assert result.interval == pytest.approx(differences.tconfint_mean(), rel=1e-4)
+    effect = result.detectable / np.std(scores - others, ddof=1)
+    assert TTestPower().power(effect, 400, 0.05) == pytest.approx(0.8, abs=0.003)
 
 
 def test_scores_of_0_and_1_take_mcnemar():
@@ -131,11 +160,17 @@ def test_differences_that_are_all_alike_have_no_interval(scores, p):
 
 def test_the_interval_of_one_arm():
     from scipy import stats
+    from statsmodels.stats.proportion import proportion_confint
 
     scores = [0.2, 0.9, 0.4, 0.4, 1.0]
-    assert mean_interval([1, 1, 0, 1]) == wilson(0.75, 4)
+    assert mean_interval([1, 1, 0, 1]) == pytest.approx(proportion_confint(3, 4, method="wilson"))
     expected = stats.ttest_1samp(scores, 0).confidence_interval(0.95)
     assert mean_interval(scores) == pytest.approx(expected, rel=5e-3)
+
+
+def square(higher, lower, num):
+    """The two arms' right and wrong answers against each other; pairs that agree are counted right."""
+    return [[num - higher - lower, higher], [lower, 0]]
 
 
 def inside(value, interval):
