@@ -54,16 +54,29 @@ def prompts(task, *, limit: int) -> list[tuple[object, ...]]:
     return [instance.args for instance in task.instances]
 
 
-def scores(task, text: str) -> dict[str, float]:
-    """The score of ``text`` as the answer to the first document, by filter."""
+def extracted(task, text: str) -> dict[str, str]:
+    """What each filter takes from ``text`` as the answer to the first document."""
     task.build_all_requests(limit=1, rank=0, world_size=1)
     (instance,) = task.instances
     instance.resps = [text]
     task.apply_filters()
+    return instance.filtered_resps
+
+
+def scores(task, text: str, answer: str) -> dict[str, float]:
+    """The score of ``text`` by filter, where the first document's answer is ``answer``."""
     return {
-        name: task.process_results(instance.doc, [answer])["exact_match"]
-        for name, answer in instance.filtered_resps.items()
+        name: task.process_results({"answer": answer}, [taken])["exact_match"]
+        for name, taken in extracted(task, text).items()
     }
+
+
+@pytest.fixture(params=["word_problems", "gsm8k"])
+def scored(request, load, tmp_path):
+    """Both tasks that are scored as GSM8K is."""
+    for split in ROWS:
+        write(tmp_path / f"{split}.jsonl", split)
+    return load(word_problems_task() if request.param == "word_problems" else local_gsm8k(tmp_path))
 
 
 def test_word_problems_are_asked_as_in_training(load):
@@ -76,26 +89,56 @@ def test_word_problems_are_asked_as_in_training(load):
     assert settings["do_sample"] is False
 
 
+NONE = "[invalid]"
+
+
 @pytest.mark.parametrize(
-    ("answer", "strict", "flexible"),
+    ("text", "strict", "flexible"),
     [
-        ("They hold 12 * 3 = <<12*3=36>>36 eggs.\n#### {}", 1, 1),
-        ("The answer is {}.", 0, 1),
-        ("The answer is ${}", 0, 1),
-        ("#### {}\nThat is more than 5", 1, 0),
-        ("#### 1{}", 0, 0),
-        ("I do not know", 0, 0),
-        ("", 0, 0),
+        ("They hold 12 * 3 = <<12*3=36>>36 eggs.\n#### 36", "36", "36"),
+        ("So 12 - 30 = -18.\n#### -18", "-18", "-18"),
+        ("#### 1,234.50", "1,234.50", "1,234.50"),
+        ("#### 36.", "36.", "36."),
+        ("#### 4\n#### 5", "4", "5"),
+        ("#### 36\nThat is more than 5", "36", "5"),
+        ("####36", NONE, "36"),
+        ("####  36", NONE, "36"),
+        ("#### $36", NONE, "$36"),
+        ("#### thirty-six", NONE, NONE),
+        ("## 36", NONE, "36"),
+        ("<<12*3=36>>36 eggs and 7", NONE, "7"),
+        ("The total is $1,000.00!", NONE, "$1,000.00"),
+        ("It costs 36, which is a lot", NONE, "36,"),
+        ("There are 36 of them...", NONE, "..."),
+        ("I do not know", NONE, NONE),
+        ("", NONE, NONE),
     ],
 )
-@pytest.mark.parametrize("name", ["word_problems", "gsm8k"])
-def test_the_two_filters(load, tmp_path, name, answer, strict, flexible):
-    for split in ROWS:
-        write(tmp_path / f"{split}.jsonl", split)
-    task = load(word_problems_task() if name == "word_problems" else local_gsm8k(tmp_path))
-    right = task.eval_docs[0]["answer"].split("#### ")[1]
-    found = scores(task, answer.format(right))
-    assert found == {"strict-match": strict, "flexible-extract": flexible}
+def test_the_two_filters_take_what_lm_eval_says(scored, text, strict, flexible):
+    assert extracted(scored, text) == {"strict-match": strict, "flexible-extract": flexible}
+
+
+@pytest.mark.parametrize(
+    ("text", "answer", "strict", "flexible"),
+    [
+        ("12 * 3 = <<12*3=36>>36 eggs.\n#### 36", "36", 1, 1),
+        ("The answer is 36.", "36", 0, 1),
+        ("The answer is $36", "36", 0, 1),
+        ("#### 36\nThat is more than 5", "36", 1, 0),
+        ("#### 136", "36", 0, 0),
+        ("#### 36.00", "36", 0, 0),
+        ("#### 36.", "36", 1, 1),
+        ("#### 1,234", "1234", 1, 1),
+        ("#### 1234", "1,234", 1, 1),
+        ("#### -5", "-5", 1, 1),
+        ("#### 5", "-5", 0, 0),
+        ("I do not know", "36", 0, 0),
+        ("", "36", 0, 0),
+    ],
+)
+def test_known_answers_score(scored, text, answer, strict, flexible):
+    solution = f"First 99 * 2 = <<99*2=198>>198.\n#### {answer}"
+    assert scores(scored, text, solution) == {"strict-match": strict, "flexible-extract": flexible}
 
 
 def test_word_problems_score_as_gsm8k_does():
