@@ -109,6 +109,7 @@ NONE = "[invalid]"
         ("<<12*3=36>>36 eggs and 7", NONE, "7"),
         ("The total is $1,000.00!", NONE, "$1,000.00"),
         ("It costs 36, which is a lot", NONE, "36,"),
+        ("There are 36 of them.", NONE, "36"),
         ("There are 36 of them...", NONE, "..."),
         ("I do not know", NONE, NONE),
         ("", NONE, NONE),
