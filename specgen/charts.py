@@ -13,8 +13,8 @@ Bar = tuple[str, float | None, Interval | None]  # its label, how long it is, an
 _WIDTH = 400  # of the view box; the page scales it to 0.8 to 1.4 of that, so text stays readable
 _LEFT, _RIGHT, _TOP, _BOTTOM = 48, 12, 14, 40  # margins of a plot
 _HEIGHT = 250
-_GROUP_LEFT, _GROUP_ROW, _GROUP_NAME = 132, 26, 17
-_BAR_ROW = 36
+_GROUP_LEFT, _GROUP_ROW, _GROUP_NAME = 132, 26, 16
+_BAR_ROW, _BAR_NAME = 38, 30
 _MANY = 9  # columns from which on labels lose their decimal
 
 
@@ -67,9 +67,10 @@ def arms_chart(curves: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
     columns = max(map(len, curves.values()))
     body = [_percent_grid(1.0), _axis_label("position of the draft (token i)")]
     body += [_column_label(_column(i, columns), str(i)) for i in range(columns)]
+    apart = min(9, 0.7 * _span() / columns / len(curves))  # equal rates stand side by side
     for index, positions in enumerate(curves.values()):
         style = ARM_STYLES[index % len(ARM_STYLES)]
-        shift = 5 * (index - (len(curves) - 1) / 2)
+        shift = apart * (index - (len(curves) - 1) / 2)
         body.append(_curve(style, positions, "rate", "ci95", shift, columns))
     description = "; ".join(
         f"{name}: {', '.join(percent(row['rate']) for row in positions)}"
@@ -79,12 +80,12 @@ def arms_chart(curves: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
 
 
 def bars_chart(name: str, title: str, bars: Sequence[Bar], show: Show) -> str:
-    """One bar from 0 for each of ``bars``, its number by ``show`` beneath its name; ``name`` is its id."""
+    """One bar from 0 for each of ``bars``, under its name and its number by ``show``; ``name`` is its id."""
     most = max([1e-9, *(max(value or 0.0, *(interval or (0.0,))) for _, value, interval in bars)])
     bottom = len(bars) * _BAR_ROW
     body: list[str] = []
     for row, (label, value, interval) in enumerate(bars):
-        body += _bar(label, value, interval, show, scale=(_WIDTH - _GROUP_LEFT - _RIGHT) / most, row=row)
+        body += _bar(label, value, interval, show, scale=_WIDTH / most, top=row * _BAR_ROW)
     description = "; ".join(f"{label}: {show(value)}" for label, value, _ in bars)
     return _svg(name, title, description, bottom, body)
 
@@ -115,23 +116,21 @@ def _curve(
 
 
 def _bar(
-    label: str, value: float | None, interval: Interval | None, show: Show, *, scale: float, row: int
+    label: str, value: float | None, interval: Interval | None, show: Show, *, scale: float, top: int
 ) -> list[str]:
-    middle = (row + 0.5) * _BAR_ROW
     text = f"{show(value)} {between(interval, show)}" if interval else show(value)
-    short = escape(clip(label, _GROUP_NAME))
     marks = [
-        f'<text class="name" text-anchor="end" x="{_GROUP_LEFT - 8}" y="{middle - 2}">{short}</text>'
-        f'<text text-anchor="end" x="{_GROUP_LEFT - 8}" y="{middle + 12}">{text}</text>'
+        f'<text class="name" x="0" y="{top + 13}">{escape(clip(label, _BAR_NAME))}</text>'
+        f'<text text-anchor="end" x="{_WIDTH}" y="{top + 13}">{text}</text>'
     ]
     if value is not None:
         marks.append(
-            f'<rect class="fill" x="{_GROUP_LEFT}" y="{middle - 8}" width="{value * scale:.1f}" height="16">'
+            f'<rect class="fill" x="0" y="{top + 19}" width="{value * scale:.1f}" height="12">'
             f"<title>{escape(label)}: {text}</title></rect>"
         )
     if interval is not None:
-        low, high = (_GROUP_LEFT + end * scale for end in interval)
-        marks.append(f'<path class="whisker" d="M{low:.1f} {middle}H{high:.1f}"/>')
+        low, high = (end * scale for end in interval)
+        marks.append(f'<path class="whisker" d="M{low:.1f} {top + 25}H{high:.1f}"/>')
     return marks
 
 

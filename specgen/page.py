@@ -8,10 +8,10 @@ Cell = str | tuple[str, str]  # a number; with a second text, that stands beside
 _STYLE = """
 :root { color-scheme: light dark; --paper: #f7f7f4; --card: #fff; --ink: #1b1e23; --soft: #5a626d;
   --line: #e2e2dc; --first: #2358c9; --second: #b35309; --third: #1f7a4d; --fourth: #8a3fb0;
-  --fill: #7ea0e6; --alert: #fdf0e3 }
+  --fill: #7ea0e6; --alert: #fdf0e3; --mark: #fbe0c0 }
 @media (prefers-color-scheme: dark) { :root { --paper: #111316; --card: #191c20; --ink: #e9ebee;
   --soft: #9ea7b1; --line: #2d3238; --first: #86adff; --second: #f0a45f;
-  --third: #63c795; --fourth: #cf94ea; --fill: #4469b5; --alert: #33261a } }
+  --third: #63c795; --fourth: #cf94ea; --fill: #4469b5; --alert: #33261a; --mark: #533c20 } }
 * { box-sizing: border-box }
 body { margin: 0; background: var(--paper); color: var(--ink);
   font: 15px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, sans-serif }
@@ -58,11 +58,11 @@ polyline { fill: none; stroke-width: 2 }
 .key.second { color: var(--second); margin-left: 12px }
 .key.third { color: var(--third); background: var(--third); margin-left: 12px }
 .key.fourth { color: var(--fourth); margin-left: 12px }
-.texts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(max(260px, 40%), 100%), 1fr)); gap: 4px 16px;
+.texts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(max(260px, 40%), 100%), 1fr)); gap: 8px 16px;
   border-top: 1px solid var(--line); padding: 10px 0; margin: 10px 0 0 }
 .texts p { white-space: pre-wrap; overflow-wrap: anywhere; font-size: .85rem }
 .texts .question { grid-column: 1 / -1; color: var(--soft); max-height: 9em; overflow-y: auto }
-.texts mark { background: var(--alert); color: inherit }
+.texts mark { background: var(--mark); color: inherit }
 .wide { overflow-x: auto }
 .wide + .wide { margin: 14px 0 0 }
 table { border-collapse: collapse; width: 100%; font-size: .85rem; font-variant-numeric: tabular-nums }
@@ -70,8 +70,9 @@ th, td { padding: 5px 0 5px 12px; text-align: right; vertical-align: top; border
 th { font-weight: 500; vertical-align: bottom }
 th:first-child { text-align: left; padding-left: 0 }
 thead th { border-top: 0 }
+td { white-space: nowrap }
 tbody th { color: var(--ink); font-weight: 400; vertical-align: top }
-td small { display: inline-block; margin-left: 6px; font-size: .93em; white-space: nowrap }
+td small { display: inline-block; margin-left: 6px; font-size: .93em }
 .notes { columns: 2 440px; margin: 12px 0 0; font-size: .875rem }
 .notes div { break-inside: avoid }
 .notes dt { font-weight: 600; color: var(--ink) }
@@ -133,4 +134,4 @@ def _row(row: Sequence[Cell]) -> str:
 def _cell(cell: Cell) -> str:
     if isinstance(cell, str):
         return escape(cell)
-    return f"{escape(cell[0])}<small>{escape(cell[1])}</small>"
+    return f"{escape(cell[0])}<wbr><small>{escape(cell[1])}</small>"

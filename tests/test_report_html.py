@@ -8,12 +8,13 @@ from xml.etree import ElementTree
 
 import pytest
 
-from specgen.charts import acceptance_chart, histogram_chart, length_chart
+from specgen.charts import acceptance_chart, arms_chart, bars_chart, histogram_chart, length_chart
+from specgen.display import hundredths
 from specgen.report import fold
 from specgen.report_html import render
 from tests.streams import refusal, request
 
-VOID = {"meta", "br"}
+VOID = {"meta", "wbr"}
 SVG = "{http://www.w3.org/2000/svg}"
 
 
@@ -182,6 +183,30 @@ def test_bars_of_groups_start_at_plain_decoding():
         assert width == pytest.approx((group["mean_acceptance_length"] - 1) * unit, abs=0.1)
 
 
+@pytest.mark.parametrize("chart", ["bars", "lengths"])
+def test_long_names_are_cut_before_they_meet_a_number_or_the_edge(chart):
+    name, letter = "a name that goes on and on " * 4, 13 * 0.58  # of 13 px, the largest; wide letters
+    if chart == "bars":
+        drawn = svg(bars_chart("score", "Score", [(name, 1.0, (0.941, 1.0))], hundredths))
+        label, number = (text.text for text in drawn.iter(f"{SVG}text"))
+        assert letter * (len(label) + 1 + len(number)) <= 400
+    else:
+        drawn = svg(length_chart("category", {name: a_run()["categories"]["math"]}))
+        label = next(text for text in drawn.iter(f"{SVG}text") if text.get("class") == "name")
+        assert float(label.get("x")) - letter * len(label.text) >= 0
+
+
+@pytest.mark.parametrize(("arms", "columns", "least"), [(3, 4, 8), (6, 8, 4), (2, 16, 7)])
+def test_the_marks_of_arms_with_equal_rates_stand_side_by_side(arms, columns, least):
+    positions = a_run(num_spec_tokens=columns)["acceptance"]
+    chart = svg(arms_chart({f"arm {i}": positions for i in range(arms)}))
+    at = sorted({float(mark.get("cx")) for mark in chart.iter(f"{SVG}circle")})
+    assert len(at) == arms * columns
+    gaps = [right - left for left, right in itertools.pairwise(at)]
+    assert least < min(gaps)
+    assert all(max(gaps) - gap < 0.2 for gap in gaps[arms - 1 :: arms]), "a position's marks stay together"
+
+
 @pytest.mark.parametrize("num_spec_tokens", [1, 4, 16])
 def test_nothing_is_drawn_outside_the_charts(num_spec_tokens):
     report = a_run(num_spec_tokens=num_spec_tokens)
@@ -189,6 +214,10 @@ def test_nothing_is_drawn_outside_the_charts(num_spec_tokens):
         acceptance_chart(report["acceptance"]),
         histogram_chart(report["acceptance_histogram"]),
         length_chart("category", report["categories"]),
+        arms_chart({"a": report["acceptance"], "b": report["acceptance"]}),
+        bars_chart(
+            "score", "Score", [("a", 1.0, (0.9, 1.0)), ("b", 0.2, None), ("c", None, None)], hundredths
+        ),
     )
     for chart in map(svg, charts):
         *_, width, height = map(float, chart.get("viewBox").split())
