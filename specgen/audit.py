@@ -1,24 +1,21 @@
 """The losslessness audit: the same prompts, greedy, with and without speculation, and every place where texts part."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from torch import Tensor
-
-from specgen.build import Models, build_engine, load_models, prefill_logits, resolve
+from specgen.build import Models, build_engine, judge, load_models, resolve
 from specgen.checkpoint import fingerprint
 from specgen.config import EngineConfig, SamplingParams, require
 from specgen.conversations import Conversations
-from specgen.divergence import Divergence, first_difference, gap, rounding
+from specgen.divergence import Divergence
 from specgen.events import Event
 from specgen.prompts import Rejected, load_prompts
 from specgen.provenance import manifest
 from specgen.report import fold
 from specgen.run import Progress
 from specgen.sequence import Completion, Request
-from specgen.tokenizer import Tokenizer
 
 ArmName = Literal["plain", "padded", "non-padded"]
 
@@ -174,12 +171,14 @@ class _Runs:
     def compare(self, arm: Arm, reference: dict[str, Completion]) -> ArmResult:
         """Run ``arm`` and look at every text that is not the reference's."""
         completions, acceptance_length = self.decode(arm)
-        logits = prefill_logits(self.config, self.models)
-        pairs = [(ours, completions[name]) for name, ours in reference.items()]
-        found = (_diverge(*pair, logits, self.models) for pair in pairs)
+        target = judge(self.config, self.models)
+        found = (
+            target.part(name, ours.request.prompt_token_ids, ours.token_ids, completions[name].token_ids)
+            for name, ours in reference.items()
+        )
         return ArmResult(
             arm=arm,
-            num_requests=len(pairs),
+            num_requests=len(reference),
             divergences=tuple(divergence for divergence in found if divergence is not None),
             mean_acceptance_length=acceptance_length,
         )
@@ -190,37 +189,6 @@ def _config(config: EngineConfig, arm: Arm) -> EngineConfig:
     if arm.name == "plain":
         return replace(config, num_spec_tokens=0, drafter=None)
     return replace(config, drafter_batch=arm.name)
-
-
-def _diverge(
-    reference: Completion,
-    completion: Completion,
-    logits_behind: Callable[[Sequence[int]], Tensor],
-    models: Models,
-) -> Divergence | None:
-    """The first place where ``completion`` leaves ``reference``, if it does."""
-    ours, theirs = reference.token_ids, completion.token_ids
-    at = first_difference(ours, theirs)
-    if at is None:
-        return None
-    logits = logits_behind([*reference.request.prompt_token_ids, *ours[:at]])
-    left, right = (tokens[at] if at < len(tokens) else None for tokens in (ours, theirs))
-    return Divergence(
-        request=reference.request.id,
-        position=at,
-        reference_token=left,
-        token=right,
-        reference_text=_text(models.tokenizer, left),
-        text=_text(models.tokenizer, right),
-        reference_logit=None if left is None else float(logits[left]),
-        logit=None if right is None else float(logits[right]),
-        gap=None if left is None or right is None else gap(logits, left, right),
-        rounding=rounding(logits, models.target.dtype),
-    )
-
-
-def _text(tokenizer: Tokenizer, token: int | None) -> str:
-    return "" if token is None else tokenizer.decode_with_special([token])
 
 
 def _manifest(job: AuditJob, config: EngineConfig, models: Models) -> dict[str, Any]:

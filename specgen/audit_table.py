@@ -76,9 +76,9 @@ def _row(arm: Mapping[str, Any], divergence: Mapping[str, Any]) -> tuple[str, ..
         arm["name"],
         count(arm["batch_size"]),
         count(divergence["position"]),
-        _token(divergence["reference_token"], divergence["reference_text"]),
+        shown_token(divergence["reference_token"], divergence["reference_text"]),
         _number(divergence["reference_logit"]),
-        _token(divergence["token"], divergence["text"]),
+        shown_token(divergence["token"], divergence["text"]),
         _number(divergence["logit"]),
         _number(divergence["gap"]),
         _number(divergence["rounding"]),
@@ -86,7 +86,8 @@ def _row(arm: Mapping[str, Any], divergence: Mapping[str, Any]) -> tuple[str, ..
     )
 
 
-def _token(token: int | None, text: str) -> str:
+def shown_token(token: int | None, text: str) -> str:
+    """A token and its text, or that the text has ended."""
     return "(ended)" if token is None else f"{token} {clip(repr(text), 12)}"
 
 

@@ -20,6 +20,7 @@ from specgen.checkpoint import (
     target_config,
 )
 from specgen.config import EngineConfig, SamplingParams, require
+from specgen.divergence import Target
 from specgen.drafting import (
     Drafter,
     Eagle3Drafter,
@@ -183,6 +184,15 @@ def prefill_logits(config: EngineConfig, models: Models) -> Callable[[Sequence[i
         return target.logits(hidden[-1:])[0].float()
 
     return logits
+
+
+def judge(config: EngineConfig, models: Models) -> Target:
+    """The target of a resolved ``config`` as the judge of where its greedy texts part."""
+    return Target(
+        logits_behind=prefill_logits(config, models),
+        dtype=models.target.dtype,
+        token_text=lambda token: models.tokenizer.decode_with_special([token]),
+    )
 
 
 def num_pages(config: EngineConfig, models: Models) -> int:

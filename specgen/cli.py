@@ -328,24 +328,21 @@ def _study(tasks: str | None, study: str | None, arms: str | None) -> "Study":
 def _evaluate(job: "StudyJob", output: Path | None, samples: Path | None) -> None:
     """Run the arms, print what each gives as it comes, then what they show together."""
     from specgen.evaluation import comparison_tables, study
-    from specgen.evaluation.compare import compare
-    from specgen.results import require_free
+    from specgen.results import directory
 
-    if output is not None:
-        require_free(output)
-    runs = []
-    for result in study.run(job):
-        runs.append(result.run)
-        print(f"{result.run.name}\n{result.table}")
-        if output is not None:
-            study.write_arm(result, output / result.run.name)
-        if samples is not None:
-            study.write_samples(result, samples / result.run.name)
-    comparison = compare(runs)
+    with directory(output) as path:
+        run, results = study.StudyRun(job, path), []
+        for result in run.arms():
+            results.append(result)
+            print(f"{result.run.name}\n{result.table}")
+            if samples is not None:
+                study.write_samples(result, samples / result.run.name)
+        comparison = run.compare(results)
     print(comparison_tables.render(comparison), end="")
     if output is not None:
-        study.write_comparison(job, comparison, output)
         print(f"Files are in {output}; open {output / 'report.html'} in a browser.", file=sys.stderr)
+    if comparison.num_unexplained:
+        raise typer.Exit(1)
 
 
 def _bytes(text: str) -> int:

@@ -1,7 +1,7 @@
 """Where two greedy texts of one prompt part, and whether the rounding of the number format explains it."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -37,6 +37,40 @@ class Divergence:
     def explained(self) -> bool:
         """Whether rounding explains it; nothing explains a text that ends early."""
         return self.gap is not None and self.gap <= self.rounding
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """What decides where texts part: the target's next-token logits ``[V]`` behind any tokens, and how it rounds."""
+
+    logits_behind: Callable[[Sequence[int]], Tensor]
+    dtype: torch.dtype
+    token_text: Callable[[int], str]
+
+    def part(
+        self, request: str, prompt: Sequence[int], reference: Sequence[int], tokens: Sequence[int]
+    ) -> Divergence | None:
+        """The first place where the answer ``tokens`` leaves ``reference``; None if it does not."""
+        at = first_difference(reference, tokens)
+        if at is None:
+            return None
+        logits = self.logits_behind([*prompt, *reference[:at]])
+        left, right = (ids[at] if at < len(ids) else None for ids in (reference, tokens))
+        return Divergence(
+            request=request,
+            position=at,
+            reference_token=left,
+            token=right,
+            reference_text=self._text(left),
+            text=self._text(right),
+            reference_logit=None if left is None else float(logits[left]),
+            logit=None if right is None else float(logits[right]),
+            gap=None if left is None or right is None else gap(logits, left, right),
+            rounding=rounding(logits, self.dtype),
+        )
+
+    def _text(self, token: int | None) -> str:
+        return "" if token is None else self.token_text(token)
 
 
 def first_difference(reference: Sequence[int], tokens: Sequence[int]) -> int | None:

@@ -5,7 +5,7 @@ engine was warm (a monotonic clock); ``sequence`` is the request's id.
 """
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -100,7 +100,14 @@ class OutOfMemory:
     max_prefill_tokens: int
 
 
-Event = Submitted | Prefilled | Verified | Preempted | Finished | Stepped | Captured | OutOfMemory
+@dataclass(frozen=True, kw_only=True)
+class Resumed:
+    """A run that was killed goes on: what had not finished begins again, and times count from here."""
+
+    time: float
+
+
+Event = Submitted | Prefilled | Verified | Preempted | Finished | Stepped | Captured | OutOfMemory | Resumed
 _TYPES: dict[str, type[Event]] = {
     "submitted": Submitted,
     "prefilled": Prefilled,
@@ -110,6 +117,7 @@ _TYPES: dict[str, type[Event]] = {
     "stepped": Stepped,
     "captured": Captured,
     "out_of_memory": OutOfMemory,
+    "resumed": Resumed,
 }
 _NAMES = {event_type: name for name, event_type in _TYPES.items()}
 
@@ -135,9 +143,3 @@ def read(path: Path) -> Iterator[Event]:
     with path.open(encoding="utf-8") as lines:
         for line in lines:
             yield from_line(line)
-
-
-def write(path: Path, events: Iterable[Event]) -> None:
-    """Write ``events`` as an ``events.jsonl``."""
-    with path.open("w", encoding="utf-8") as file:
-        file.writelines(to_line(event) + "\n" for event in events)

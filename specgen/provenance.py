@@ -2,6 +2,7 @@
 
 import platform
 import sys
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -9,6 +10,7 @@ from typing import Any
 
 from specgen.config import EngineConfig, SamplingParams
 
+_FREE = ("created", "argv")  # of a manifest; nothing in a run depends on them
 _PACKAGES = ("specgen", "torch", "flashinfer-python", "transformers", "tokenizers", "datasets", "lm-eval")
 
 
@@ -26,6 +28,24 @@ def manifest(
         "device": device(engine.device),
         "fingerprints": fingerprints,
     }
+
+
+def differences(earlier: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """The fields in which the manifests of two runs differ, each as ``engine.dtype (float32, now bfloat16)``."""
+    left, right = (dict(_flat({k: v for k, v in each.items() if k not in _FREE})) for each in (earlier, now))
+    return [
+        f"{name} ({left.get(name)}, now {right.get(name)})"
+        for name in {**left, **right}
+        if left.get(name) != right.get(name)
+    ]
+
+
+def _flat(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, inner in value.items():
+        if isinstance(inner, Mapping):
+            yield from _flat(inner, f"{prefix}{name}.")
+        else:
+            yield prefix + name, inner
 
 
 def versions() -> dict[str, str]:

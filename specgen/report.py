@@ -9,7 +9,7 @@ from typing import Any, Self
 
 from specgen.acceptance import RequestMetrics, RequestSum, Speculation, StepCounts, fold_request
 from specgen.config import require
-from specgen.events import Event, Finished, Preempted, Prefilled, Stepped, Submitted, Verified
+from specgen.events import Event, Finished, Preempted, Prefilled, Resumed, Stepped, Submitted, Verified
 from specgen.timings import Spread, Steps, StepSum, spread
 
 __all__ = ["DEFINITIONS", "Baseline", "Report", "RequestMetrics", "fold", "fold_request", "load", "verdict"]
@@ -55,7 +55,7 @@ class Report:
     finish_reasons: Mapping[str, int]
     num_unfinished: int
     num_preemptions: int
-    wall_seconds: float  # from the first event to the last
+    wall_seconds: float  # from the first event to the last; of a run that was killed and resumed the sum
     ttft_seconds: Spread | None
     tpot_seconds: Spread | None
     steps: Mapping[str, Steps]  # by kind
@@ -127,6 +127,7 @@ class _Fold:
         self.num_prompt_tokens = 0
         self.num_preemptions = 0
         self.reasons: Counter[str] = Counter()
+        self.wall_seconds = 0.0  # up to the last time that the run was resumed
         self.begin: float | None = None
         self.end = 0.0
         self.ttft: list[float] = []
@@ -134,6 +135,10 @@ class _Fold:
         self.steps: dict[str, StepSum] = {}
 
     def take(self, event: Event) -> None:
+        if isinstance(event, Resumed):
+            self.wall_seconds, self.begin, self.end = self.seconds(), None, 0.0
+            self.open.clear()
+            return
         self.begin = event.time if self.begin is None else min(self.begin, event.time)
         self.end = max(self.end, event.time)
         match event:
@@ -152,6 +157,10 @@ class _Fold:
             case Stepped():
                 self.steps.setdefault(event.kind, StepSum()).add(event)
 
+    def seconds(self) -> float:
+        """Time up to now."""
+        return self.wall_seconds + (self.end - self.begin if self.begin is not None else 0.0)
+
     def request(self, sequence: str) -> _Request:
         require(
             sequence in self.open,
@@ -164,7 +173,6 @@ class _Fold:
             event.sequence not in self.open,
             f"{event.sequence!r} is submitted twice: give every prompt its own id",
         )
-        self.num_prompt_tokens += event.num_prompt_tokens
         self.open[event.sequence] = _Request(submitted=event, counts=StepCounts(self.num_spec_tokens))
 
     def finish(self, event: Finished) -> None:
@@ -178,6 +186,7 @@ class _Fold:
 
     def close(self, request: _Request, num_tokens: int) -> None:
         submitted = self.open.pop(request.submitted.sequence).submitted
+        self.num_prompt_tokens += submitted.num_prompt_tokens
         category = "(none)" if submitted.category is None else submitted.category
         for groups, label in ((self.categories, category), (self.turns, str(submitted.turn))):
             if label not in groups:
@@ -198,7 +207,7 @@ class _Fold:
             finish_reasons=dict(sorted(self.reasons.items())),
             num_unfinished=len(unfinished),
             num_preemptions=self.num_preemptions,
-            wall_seconds=self.end - self.begin if self.begin is not None else 0.0,
+            wall_seconds=self.seconds(),
             ttft_seconds=spread(self.ttft),
             tpot_seconds=spread(self.tpot),
             steps={kind: steps.result() for kind, steps in sorted(self.steps.items())},

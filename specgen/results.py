@@ -2,12 +2,15 @@
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from specgen.config import require
 from specgen.events import Event, read, to_line
+from specgen.resume import read_rows, recover
 
 
 def require_free(path: Path) -> None:
@@ -19,27 +22,39 @@ def require_free(path: Path) -> None:
     )
 
 
+@contextmanager
+def directory(output: Path | None) -> Iterator[Path]:
+    """``output``, or for None a directory that is gone afterwards."""
+    if output is not None:
+        yield output
+        return
+    with tempfile.TemporaryDirectory(prefix="specgen-") as path:
+        yield Path(path)
+
+
 class RunDirectory:
-    """Writes one run's files into ``path``, a new or empty directory."""
+    """Writes one run's files into ``path``, and goes on with what a killed run has left there."""
 
     def __init__(self, path: Path) -> None:
-        require_free(path)
         path.mkdir(parents=True, exist_ok=True)
         self.path = path
-        self._completions = (path / "completions.jsonl").open("w", encoding="utf-8")
-        self._events = (path / "events.jsonl").open("w", encoding="utf-8")
+        completions, events = path / "completions.jsonl", path / "events.jsonl"
+        recover(completions, events)
+        self._completions = completions.open("a", encoding="utf-8")
+        self._events = events.open("a", encoding="utf-8")
 
     def add_event(self, event: Event) -> None:
         """Append to ``events.jsonl``."""
         self._events.write(to_line(event) + "\n")
 
     def add_completion(self, row: dict[str, Any]) -> None:
-        """Append to ``completions.jsonl``, where it is on disk before the next one is taken."""
+        """Append to ``completions.jsonl``; it is there, after its events, before the next one is taken."""
+        self._events.flush()
         self._completions.write(json.dumps(row, ensure_ascii=False) + "\n")
         self._completions.flush()
 
-    def close(self, ids: Sequence[str]) -> None:
-        """Close both files and bring the completions into the order of ``ids``."""
+    def close(self, ids: Iterable[str] = ()) -> None:
+        """Close both files and bring the completions into the order of ``ids``; others follow as they came."""
         self._events.close()
         self._completions.close()
         place = {request_id: index for index, request_id in enumerate(ids)}
@@ -54,10 +69,8 @@ class RunDirectory:
         return read(self.path / "events.jsonl")
 
     def completions(self) -> Iterator[dict[str, Any]]:
-        """The rows of a closed run."""
-        with (self.path / "completions.jsonl").open(encoding="utf-8") as lines:
-            for line in lines:
-                yield json.loads(line)
+        """The rows of ``completions.jsonl``."""
+        return read_rows(self.path / "completions.jsonl")
 
 
 def write_json(path: Path, value: object) -> None:

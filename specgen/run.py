@@ -1,9 +1,6 @@
 """The main job: prompts through an engine into a run directory, and the report of it."""
 
-import tempfile
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,7 +14,7 @@ from specgen.events import Event, Finished, Submitted, Verified
 from specgen.prompts import Prompt, Rejected, load_prompts
 from specgen.provenance import manifest
 from specgen.report import Report, fold, fold_request
-from specgen.results import RunDirectory, require_free, write_json, write_text
+from specgen.results import RunDirectory, directory, require_free, write_json, write_text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +73,7 @@ def run(job: Job, output: Path | None, progress: Progress) -> Result:
     if any(prompt.messages for prompt in prompts):
         models.tokenizer.require_chat_template()
     settings = _settings(job, config, models, len(prompts))
-    with _directory(output) as path:
+    with directory(output) as path:
         main = _generate(config, job.sampling, models, prompts, rejected, path, progress)
         report = fold(main.events(), num_spec_tokens=config.num_spec_tokens)
         if job.baseline:
@@ -91,16 +88,6 @@ def run(job: Job, output: Path | None, progress: Progress) -> Result:
         return Result(report=report, settings=settings, samples=_samples(rows, prompts), failures=failures)
 
 
-@contextmanager
-def _directory(output: Path | None) -> Iterator[Path]:
-    """``output``, or a directory that is gone afterwards."""
-    if output is not None:
-        yield output
-        return
-    with tempfile.TemporaryDirectory(prefix="specgen-") as path:
-        yield Path(path)
-
-
 def _generate(
     config: EngineConfig,
     sampling: SamplingParams,
@@ -113,7 +100,7 @@ def _generate(
     steps: dict[str, list[Verified]] = defaultdict(list)
 
     def record(event: Event) -> None:
-        directory.add_event(event)
+        files.add_event(event)
         progress.see(event)
         if isinstance(event, Verified):
             steps[event.sequence].append(event)
@@ -121,7 +108,7 @@ def _generate(
     def reject(row: Rejected) -> None:
         record(Submitted(sequence=row.id, time=0.0, num_prompt_tokens=0))
         record(Finished(sequence=row.id, time=0.0, reason="error", num_output_tokens=0))
-        directory.add_completion(rejected_row(row))
+        files.add_completion(rejected_row(row))
 
     name = "plain decoding" if config.num_spec_tokens == 0 else "EAGLE3"
     if config.device != "cpu":
@@ -130,16 +117,16 @@ def _generate(
     engine.warm_up()
     conversations = Conversations(prompts, models.tokenizer, sampling, reject)
     ids = conversations.ids
-    directory = RunDirectory(path)
+    files = RunDirectory(path)
     progress.start(name, len(ids) + len(rejected))
     for row in rejected:
         reject(row)
     for completion in engine.generate(conversations.first_turns(), conversations.follow_up):
         metrics = fold_request(steps.pop(completion.request.id, []), config.num_spec_tokens)
-        directory.add_completion(conversations.answer(completion) | {"metrics": metrics.to_json()})
-    directory.close(ids)
+        files.add_completion(conversations.answer(completion) | {"metrics": metrics.to_json()})
+    files.close(ids)
     progress.finish()
-    return directory
+    return files
 
 
 def _samples(rows: list[dict[str, Any]], prompts: list[Prompt], count: int = 2) -> list[tuple[str, str]]:

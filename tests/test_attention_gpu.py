@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 import pytest
@@ -182,8 +183,10 @@ def error(out: Tensor, expected: Tensor, case: Case) -> float:
 
 @pytest.fixture(scope="module", autouse=True)
 def _compiled() -> None:
-    """Every kernel of this file, compiled side by side: one after the other they take many minutes."""
-    from flashinfer.jit import build_jit_specs
+    """Every kernel of this file, compiled side by side: one after the other they take many minutes.
+
+    Each in its own directory: what FlashInfer's ``build_jit_specs`` has built is built again at first use.
+    """
     from flashinfer.jit.attention.modules import gen_batch_prefill_module
     from flashinfer.jit.xqa import gen_xqa_module
 
@@ -203,7 +206,8 @@ def _compiled() -> None:
             "fa3", BF16, BF16, BF16, torch.int32, 128, 128, 0, False, False, False
         )
         specs[spec.name] = spec
-    build_jit_specs(list(specs.values()))
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(lambda spec: spec.build_and_load(), specs.values()))
 
 
 @pytest.fixture(scope="module")

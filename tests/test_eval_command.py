@@ -1,18 +1,24 @@
 """``specgen eval``: the arms that run, what is printed and left behind, and what is refused before anything runs."""
 
 import json
+import random
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import Tensor
 from typer.testing import CliRunner
 
-from specgen import cli
+from specgen import cli, step
 from specgen.against import load_results
 from specgen.bundled import data_directory
 from specgen.config import EngineConfig
 from specgen.evaluation.studies import Arm, Study
+from specgen.events import Resumed, Submitted, from_line
 from specgen.report import load
+from specgen.resume import read_rows
+from specgen.verify import accept_greedy
 
 SMALL = ("word_problems", "--apply-chat-template", "--limit", 6, "--num-spec-tokens", 2)
 
@@ -84,12 +90,15 @@ def test_an_arm_may_draw_and_a_study_file_names_it(tmp_path: Path) -> None:
 
 
 def test_choices_are_compared_by_the_likeliest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from lm_eval.tasks import TaskManager
+
     from specgen.evaluation import study
+    from specgen.evaluation.tasks import Tasks
     from tests.test_evaluation import choices, pages
 
-    tasks = [choices(tmp_path, "choices"), pages(tmp_path)]
-    monkeypatch.setattr(study, "_tasks", lambda names, data_path: tasks)
-    (result,) = study.run(study_job(Arm(name="baseline", num_spec_tokens=0)))
+    tasks = Tasks(manager=TaskManager(), configs=[choices(tmp_path, "choices"), pages(tmp_path)])
+    monkeypatch.setattr(study, "find_tasks", lambda names, data_path: tasks)
+    (result,) = study.StudyRun(study_job(Arm(name="baseline", num_spec_tokens=0)), tmp_path / "out").arms()
     assert {sample.metric for sample in result.run.samples} == {"acc,none", "acc_norm,none"}
     for sample, row in zip(result.run.samples[::2], result.results["samples"]["choices"], strict=True):
         likelihoods = [response[0][0] for response in row["resps"]]
@@ -118,6 +127,91 @@ def test_choices_are_compared_by_the_likeliest(tmp_path: Path, monkeypatch: pyte
 def test_what_cannot_run_is_refused(arguments: tuple[object, ...], reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         call(*arguments)
+
+
+def cut_after(number: int, path: Path) -> None:
+    """Leave of an arm's files what a kill within the writing of a line would leave."""
+    rows = (path / "completions.jsonl").read_text().splitlines(keepends=True)
+    (path / "completions.jsonl").write_text("".join([*rows[:number], rows[number][:-9]]))
+    (path / "report.json").unlink()
+
+
+def test_a_killed_evaluation_goes_on_where_it_was(tmp_path: Path) -> None:
+    arguments = (*SMALL, "--arms", "padded,baseline", "--output")
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    call(*arguments, whole)
+    shutil.copytree(whole, killed)
+    cut_after(2, killed / "padded")
+    shutil.rmtree(killed / "baseline")
+    printed = call(*arguments, killed)
+    assert "The data show no difference" in printed
+    for arm in ("padded", "baseline"):
+        ours, theirs = (load(path / arm)[0] for path in (killed, whole))
+        for timed in (
+            "wall_seconds",
+            "ttft_seconds",
+            "tpot_seconds",
+            "steps",
+            "rows",
+            "output_tokens_per_second",
+        ):
+            del ours[timed], theirs[timed]
+        assert ours == theirs
+        rows = [
+            sorted(map(without_time, read_rows(path / arm / "completions.jsonl")), key=str)
+            for path in (killed, whole)
+        ]
+        assert rows[0] == rows[1]
+    events = [from_line(line) for line in (killed / "padded" / "events.jsonl").read_text().splitlines()]
+    assert sum(isinstance(event, Resumed) for event in events) == 1
+    first = [row["id"] for row in read_rows(killed / "padded" / "completions.jsonl")][:2]
+    after = events[[isinstance(event, Resumed) for event in events].index(True) :]
+    assert not {event.sequence for event in after if isinstance(event, Submitted)} & set(first)
+
+
+def without_time(row: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in row.items() if key != "seconds"}
+
+
+def test_only_the_same_evaluation_goes_on(tmp_path: Path) -> None:
+    call(*SMALL, "--arms", "baseline", "--output", tmp_path)
+    with pytest.raises(ValueError, match=r"differs in study\.limit \(6, now 5\): name a new directory"):
+        call(*SMALL, "--arms", "baseline", "--limit", 5, "--output", tmp_path)
+    manifest = tmp_path / "baseline" / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"torch": "', '"torch": "older than '))
+    with pytest.raises(ValueError, match=r"differs in versions\.torch \(older than"):
+        call(*SMALL, "--arms", "baseline", "--output", tmp_path)
+
+
+def plant(monkeypatch: pytest.MonkeyPatch, share: float) -> None:
+    """A wrong bonus token in this share of the verify steps that have drafts."""
+    draw = random.Random(0)
+
+    def accept(drafts: Tensor, likeliest: Tensor) -> tuple[Tensor, Tensor]:
+        accepted, tokens = accept_greedy(drafts, likeliest)
+        if drafts.shape[1]:
+            for row in range(len(tokens)):
+                if draw.random() < share:
+                    tokens[row, accepted[row]] = 100 + draw.randrange(400)
+        return accepted, tokens
+
+    monkeypatch.setattr(step, "accept_greedy", accept)
+
+
+def test_a_wrong_bonus_token_in_a_hundred_steps_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant(monkeypatch, 0.01)
+    arguments = ("word_problems", "--apply-chat-template", "--arms", "padded,baseline", "--output", tmp_path)
+    result = CliRunner().invoke(cli.app, ["eval", *map(str, arguments)])
+    assert result.exit_code == 1, result.output
+    assert "decoding is wrong there" in result.stdout
+    assert "The data show a difference in accuracy from baseline: padded is" in result.stdout
+    found = json.loads((tmp_path / "comparison.json").read_text())
+    (against,) = found["against"]
+    differing = against["num_compared"] - against["num_identical"]
+    assert found["num_unexplained"] == differing > 10
+    assert all(each["first"]["gap"] > each["first"]["rounding"] for each in against["differences"])
 
 
 def test_an_output_that_holds_something_is_refused(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 
 from specgen.build import Models, build_engine, load_models, resolve
 from specgen.config import EngineConfig, SamplingParams
+from specgen.results import RunDirectory
 from tests.tiny_checkpoints import write_head, write_target
 from tests.tiny_tokenizers import write_byte_level
 
@@ -49,16 +51,18 @@ def models(config: EngineConfig) -> Models:
     return load_models(config)
 
 
-def new_lm(config: EngineConfig, models: Models) -> Any:
+def new_lm(config: EngineConfig, models: Models, path: Path) -> Any:
+    """The language model with its answers in ``path``."""
     from specgen.evaluation.language_model import SpecgenLM
 
-    engine = build_engine(config, models, lambda event: None)
-    return SpecgenLM(engine=engine, models=models, sampling=SHORT)
+    files = RunDirectory(path)
+    start = partial(build_engine, config, models, files.add_event)
+    return SpecgenLM(start=start, models=models, sampling=SHORT, files=files)
 
 
 @pytest.fixture
-def lm(config: EngineConfig, models: Models) -> Any:
-    return new_lm(config, models)
+def lm(config: EngineConfig, models: Models, tmp_path: Path) -> Any:
+    return new_lm(config, models, tmp_path / "files")
 
 
 @pytest.fixture(scope="module")
@@ -167,7 +171,7 @@ def test_texts_are_those_of_the_hf_model(lm: Any, hf: Any, tmp_path: Path) -> No
     ]
     expected, found = answers(evaluate(hf, *tasks)), answers(evaluate(lm, *tasks))
     assert found == expected
-    lengths = {name: len(ids) for name, ids in lm.token_ids.items()}
+    lengths = {name: len(written.token_ids) for name, written in lm.written.items()}
     assert lengths.keys() == expected.keys()
     assert len(set(lengths.values())) > 3, "texts end for several reasons"
 
@@ -187,23 +191,31 @@ def test_chats_are_those_of_the_hf_model(lm: Any, hf: Any, tmp_path: Path) -> No
     assert opened.endswith("He has")
 
 
-def test_a_killed_run_goes_on_where_it_was(
-    lm: Any, config: EngineConfig, models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    generate = lm._engine.generate
-
-    def dies_after_two(requests: Any) -> Iterator[Any]:
-        yield from islice(generate(requests), 2)
+def dies_after(number: int, work: Any) -> Any:
+    def dying(requests: Any) -> Iterator[Any]:
+        yield from islice(work(requests), number)
         raise KeyboardInterrupt
 
-    tasks, cache = written(tmp_path, "killed", until=[], max_gen_toks=8), str(tmp_path / "answers")
-    whole = answers(evaluate(new_lm(config, models), tasks))
-    monkeypatch.setattr(lm._engine, "generate", dies_after_two)
-    with pytest.raises(KeyboardInterrupt):
-        evaluate(lm, tasks, use_cache=cache)
-    again = new_lm(config, models)
-    assert answers(evaluate(again, tasks, use_cache=cache)) == whole
-    assert len(again.token_ids) == 1, "the third request alone was asked again"
+    return dying
+
+
+@pytest.mark.parametrize("cache", ["lm-eval's", "ours"])
+def test_a_killed_run_goes_on_where_it_was(
+    config: EngineConfig, models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache: str
+) -> None:
+    tasks = [written(tmp_path, "killed", until=[], max_gen_toks=8), choices(tmp_path, "scored")]
+    theirs = cache == "lm-eval's"
+    options = {"use_cache": str(tmp_path / "answers")} if theirs else {}
+    whole = answers(evaluate(new_lm(config, models, tmp_path / "whole"), *tasks))
+    for work, number in (("generate", 2), ("score", 4)):
+        lm = new_lm(config, models, tmp_path / (f"files {work}" if theirs else "files"))
+        monkeypatch.setattr(lm._engine, work, dies_after(number, getattr(lm._engine, work)))
+        with pytest.raises(KeyboardInterrupt):
+            evaluate(lm, *tasks, **options)
+    last = new_lm(config, models, tmp_path / ("new files" if theirs else "files"))
+    known = len(last._answers)
+    assert answers(evaluate(last, *tasks, **options)) == whole
+    assert len(last._answers) - known == 9 - 4, "three texts and four scores were known"
 
 
 def test_generation_arguments_become_sampling_parameters(lm: Any) -> None:

@@ -8,13 +8,13 @@ from specgen.events import (
     Finished,
     Preempted,
     Prefilled,
+    Resumed,
     Stepped,
     Submitted,
     Verified,
     from_line,
     read,
     to_line,
-    write,
 )
 
 EVENTS = (
@@ -34,6 +34,7 @@ EVENTS = (
         loop_rows=4,
     ),
     Finished(sequence="a", time=1.5, reason="stop", num_output_tokens=5),
+    Resumed(time=0.0),
 )
 
 
@@ -57,7 +58,7 @@ def test_a_line_names_its_type_and_fields():
 
 def test_a_file_gives_back_its_events_in_order(tmp_path):
     path = tmp_path / "events.jsonl"
-    write(path, EVENTS)
+    path.write_text("".join(to_line(event) + "\n" for event in EVENTS))
     assert tuple(read(path)) == EVENTS
     assert len(path.read_text(encoding="utf-8").splitlines()) == len(EVENTS)
 

@@ -23,6 +23,15 @@ def named_arms(text: str) -> tuple[Arm, ...]:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Written:
+    """What the engine generated for a document; ``greedy``, or drawn."""
+
+    prompt_token_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    greedy: bool
+
+
+@dataclass(frozen=True, kw_only=True)
 class Sample:
     """One answer to one document of a task, scored by one of the task's metrics."""
 
@@ -31,7 +40,7 @@ class Sample:
     metric: str  # with its filter, as lm-eval names it: "exact_match,strict-match"
     score: float  # in [0, 1]
     text: str
-    token_ids: tuple[int, ...]
+    written: Written | None  # None for choices, and for answers from lm-eval's own cache
     question: str
 
 
@@ -40,6 +49,7 @@ class ArmRun:
     """One arm after its run: every sample in the order of the documents, and the report of its events."""
 
     name: str
-    seconds: float
+    dtype: str
+    seconds: float  # that the engine has worked
     report: Report
     samples: tuple[Sample, ...]

@@ -7,6 +7,7 @@ from typing import Any
 from specgen.acceptance import Position
 from specgen.config import require
 from specgen.display import count, hundredths, same_texts
+from specgen.divergence import Divergence, Target
 from specgen.evaluation.arms import ArmRun, Sample
 from specgen.evaluation.paired import LEVEL, Paired, mean_interval, paired
 from specgen.intervals import Interval
@@ -41,20 +42,19 @@ class ArmSummary:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Divergence:
-    """A sample with another text than in the reference; ``position`` counts its equal first tokens.
+class Difference:
+    """A sample with another text than in the reference.
 
-    A token is None where that text has ended, both where the texts differ in no token: a stop string cut one.
+    ``first`` is where its tokens part. It is None where the texts may well differ: drawn ones, and those of arms in
+    other number formats; where lm-eval's own cache knew the text alone; and where a stop string cut equal tokens.
     """
 
     task: str
     doc_id: int
     question: str
-    position: int
-    token: int | None
-    reference_token: int | None
     text: str
     reference_text: str
+    first: Divergence | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,16 +74,25 @@ class Against:
     changes: tuple[Change, ...]
     num_compared: int  # texts
     num_identical: int
-    divergences: tuple[Divergence, ...]
+    differences: tuple[Difference, ...]
+
+    @property
+    def divergences(self) -> tuple[Divergence, ...]:
+        """Where tokens part that should not."""
+        return tuple(each.first for each in self.differences if each.first is not None)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """All arms in the order given, those other than the reference against it, and the conclusion."""
+    """All arms in the order given, those other than the reference against it, and the conclusion.
+
+    ``num_unexplained`` counts the greedy texts that part from the reference's where rounding cannot explain it.
+    """
 
     reference: str
     arms: tuple[ArmSummary, ...]
     against: tuple[Against, ...]
+    num_unexplained: int
     sentence: str
 
     def to_json(self) -> dict[str, Any]:
@@ -91,25 +100,32 @@ class Comparison:
         return asdict(self)
 
 
-def compare(arms: Sequence[ArmRun]) -> Comparison:
-    """``arms`` against the one named baseline, or the first where none is, sample by sample.
+def reference_of(arms: Sequence[ArmRun]) -> ArmRun:
+    """The arm named baseline, or the first where none is; ``ValueError`` for no arm at all."""
+    require(len(arms) > 0, "there are no arms to compare: name one or more")
+    return next((arm for arm in arms if arm.name == REFERENCE), arms[0])
+
+
+def compare(arms: Sequence[ArmRun], target: Target) -> Comparison:
+    """``arms`` against the reference, sample by sample; ``target`` is the reference's, to judge where texts part.
 
     Samples pair by task, document and metric. ``ValueError`` for no arm, two of one name, and arms that
     scored different samples.
     """
-    require(len(arms) > 0, "there are no arms to compare: name one or more")
-    reference = next((arm for arm in arms if arm.name == REFERENCE), arms[0])
+    reference = reference_of(arms)
     names = [arm.name for arm in arms]
     for name in names:
         require(names.count(name) == 1, f"two arms are named {name!r}: give every arm its own name")
     others = [arm for arm in arms if arm is not reference]
     level = LEVEL / max(1, len(others) * len(_scores(reference)))
-    against = tuple(_against(arm, reference, level) for arm in others)
+    against = tuple(_against(arm, reference, level, target) for arm in others)
+    wrong = sum(not each.explained for arm in against for each in arm.divergences)
     return Comparison(
         reference=reference.name,
         arms=tuple(_summary(arm, reference) for arm in arms),
         against=against,
-        sentence=conclusion(reference.name, against),
+        num_unexplained=wrong,
+        sentence=conclusion(reference.name, against) + _alarm(wrong, reference.dtype),
     )
 
 
@@ -154,7 +170,7 @@ def _summary(arm: ArmRun, reference: ArmRun) -> ArmSummary:
     )
 
 
-def _against(arm: ArmRun, reference: ArmRun, level: float) -> Against:
+def _against(arm: ArmRun, reference: ArmRun, level: float, target: Target) -> Against:
     scores, base = _scores(arm), _scores(reference)
     alone = _keys(scores) ^ _keys(base)
     require(
@@ -172,16 +188,18 @@ def _against(arm: ArmRun, reference: ArmRun, level: float) -> Against:
         )
         for (task, metric), documents in base.items()
     ]
+    judge = target if arm.dtype == reference.dtype else None
     texts, base_texts = _texts(arm), _texts(reference)
-    differing = [
-        _divergence(texts[key], other) for key, other in base_texts.items() if texts[key].text != other.text
-    ]
     return Against(
         name=arm.name,
         changes=tuple(changes),
         num_compared=len(base_texts),
-        num_identical=len(base_texts) - len(differing),
-        divergences=tuple(differing),
+        num_identical=sum(texts[key].text == other.text for key, other in base_texts.items()),
+        differences=tuple(
+            _difference(texts[key], other, judge)
+            for key, other in base_texts.items()
+            if texts[key].text != other.text
+        ),
     )
 
 
@@ -194,19 +212,18 @@ def _texts(arm: ArmRun) -> Mapping[tuple[str, int], Sample]:
     return {(sample.task, sample.doc_id): sample for sample in arm.samples}
 
 
-def _divergence(sample: Sample, other: Sample) -> Divergence:
-    ours, theirs = sample.token_ids, other.token_ids
-    shared = min(len(ours), len(theirs))
-    position = next((i for i in range(shared) if ours[i] != theirs[i]), shared)
-    return Divergence(
+def _difference(sample: Sample, other: Sample, target: Target | None) -> Difference:
+    ours, theirs, first = sample.written, other.written, None
+    if target is not None and ours and theirs and ours.greedy and theirs.greedy:
+        name = f"{sample.task} {sample.doc_id}"
+        first = target.part(name, theirs.prompt_token_ids, theirs.token_ids, ours.token_ids)
+    return Difference(
         task=sample.task,
         doc_id=sample.doc_id,
         question=sample.question,
-        position=position,
-        token=ours[position] if position < len(ours) else None,
-        reference_token=theirs[position] if position < len(theirs) else None,
         text=sample.text,
         reference_text=other.text,
+        first=first,
     )
 
 
@@ -233,6 +250,17 @@ def conclusion(reference: str, against: Sequence[Against]) -> str:
     return (
         f"The data show no difference in accuracy from {reference} ({smallest}{many}, {texts}); "
         f"{_power(tests)}."
+    )
+
+
+def _alarm(num_unexplained: int, dtype: str) -> str:
+    """What stands behind the conclusion where decoding itself is wrong."""
+    if num_unexplained == 0:
+        return ""
+    texts = "text parts" if num_unexplained == 1 else "texts part"
+    return (
+        f" {count(num_unexplained)} {texts} from the reference where rounding to {dtype} cannot explain it: "
+        "decoding is wrong there."
     )
 
 

@@ -4,6 +4,7 @@ import textwrap
 from statistics import median_low
 
 from specgen.acceptance import Position
+from specgen.audit_table import shown_token
 from specgen.display import (
     DASH,
     between,
@@ -17,10 +18,12 @@ from specgen.display import (
     seconds,
     table,
 )
-from specgen.evaluation.compare import Accuracy, Comparison, p_value
+from specgen.divergence import Divergence
+from specgen.evaluation.compare import Accuracy, Against, Comparison, p_value
 
 _WIDTH = 100  # columns
 _NAME = 24  # of an arm
+_SHORT_NAME = 14
 _POSITIONS = 6  # shown of an acceptance curve; the JSON has all
 _DIVERGENCES = 3  # shown of an arm; the page has more
 NOTES = (
@@ -89,34 +92,48 @@ def _same(accuracy: Accuracy, other: Accuracy) -> bool:
 def _texts(comparison: Comparison) -> list[str]:
     rows = []
     for arm in comparison.against:
-        where = [divergence.position for divergence in arm.divergences]
+        where = [each.position for each in arm.divergences]
         share = percent(arm.num_identical / arm.num_compared if arm.num_compared else None)
         first, middle = (count(min(where)), count(median_low(where))) if where else (DASH, DASH)
         same = f"{count(arm.num_identical)} of {count(arm.num_compared)}"
-        rows.append((clip(arm.name, _NAME), same, share, first, middle))
-    header = ("arm", "texts as the reference", "share", "earliest divergence", "median")
+        widest = plain(max((each.gap for each in arm.divergences if each.gap is not None), default=None))
+        wrong = count(sum(not each.explained for each in arm.divergences))
+        rows.append((clip(arm.name, _NAME), same, share, first, middle, widest, wrong))
+    header = (
+        *("arm", "same texts", "share", "first part at", "median", "widest gap"),
+        "unexplained",
+    )
     return table(header, rows) if rows else []
 
 
 def _divergences(comparison: Comparison) -> list[str]:
-    """The first few samples of each arm that differ, with the first token that does."""
+    """A few places of each arm where texts part."""
     rows = [
         (
-            f"{clip(divergence.task, _NAME)} {divergence.doc_id}",
-            clip(arm.name, _NAME),
-            count(divergence.position),
-            _token(divergence.token),
-            _token(divergence.reference_token),
+            f"{clip(task, _SHORT_NAME)} {doc_id}",
+            clip(arm.name, _SHORT_NAME),
+            count(first.position),
+            shown_token(first.reference_token, first.reference_text),
+            shown_token(first.token, first.text),
+            _short(first.gap),
+            _short(first.rounding),
+            "rounding" if first.explained else "WRONG",
         )
         for arm in comparison.against
-        for divergence in arm.divergences[:_DIVERGENCES]
+        for task, doc_id, first in _worst(arm)
     ]
-    header = (f"first {_DIVERGENCES} that differ", "arm", "at token", "its id", "the reference's")
+    header = ("texts part in", "arm", "at", "reference", "instead", "gap", "bound", "")
     return table(header, rows) if rows else []
 
 
-def _token(token: int | None) -> str:
-    return "end" if token is None else str(token)
+def _worst(arm: Against) -> list[tuple[str, int, Divergence]]:
+    """The first divergences of ``arm``; those that nothing explains before all others."""
+    found = [(each.task, each.doc_id, each.first) for each in arm.differences if each.first is not None]
+    return sorted(found, key=lambda each: each[2].explained)[:_DIVERGENCES]
+
+
+def _short(number: float | None) -> str:
+    return DASH if number is None else f"{number:.2g}"
 
 
 def _acceptance(comparison: Comparison) -> list[str]:

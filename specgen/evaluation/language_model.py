@@ -1,8 +1,12 @@
 """The engine as lm-eval sees a language model: text in, text and log-likelihoods out."""
 
+import hashlib
+import json
 import time
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -15,31 +19,70 @@ from tqdm import tqdm
 from specgen.build import Models
 from specgen.config import SamplingParams, require
 from specgen.engine import Engine
+from specgen.evaluation.arms import Written
+from specgen.results import RunDirectory
 from specgen.scoring import ScoreRequest
 from specgen.sequence import Completion, Request
 from specgen.tokenizer import Message, StopStrings
 
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed")  # generation arguments that are fields of ours
 _NEUTRAL = {"num_beams": 1, "num_return_sequences": 1, "repetition_penalty": 1.0}  # harmless at these values
+_Row = dict[str, Any]  # an answer
 _Scorable = tuple[Any, list[int], list[int]]  # key of the cache or None, context, continuation
 
 
 class SpecgenLM(TemplateLM):  # type: ignore[misc]
     """lm-eval's ``LM`` over an engine; prompts are encoded and cut as its ``hf`` model does it.
 
-    ``sampling`` holds what a task's generation arguments leave open. After a run ``token_ids`` has what was generated
-    for a task's document, by the task's name and the document's number; an answer from lm-eval's cache has none.
+    ``sampling`` holds what a task's generation arguments leave open. Every answer is a row in ``files`` as soon as it
+    is there, under a hash of what was asked; what has one already is not asked again, and ``start`` makes the engine
+    when there is something to ask. After a run ``written`` has what was generated first for a task's document, by the
+    task's name and the document's number.
     """
 
-    def __init__(self, *, engine: Engine, models: Models, sampling: SamplingParams) -> None:
+    def __init__(
+        self, *, start: Callable[[], Engine], models: Models, sampling: SamplingParams, files: RunDirectory
+    ) -> None:
         super().__init__()
-        self._engine = engine
+        self._start = start
         self._models = models
         self._text = models.tokenizer
         self._sampling = sampling
-        self._num_asked = 0  # names requests, so that each has its own random draws
-        self.seconds = 0.0  # that the engine has worked
-        self.token_ids: dict[tuple[str, int], tuple[int, ...]] = {}
+        self._files = files
+        self._answers = {row["id"]: row for row in files.completions()}
+        self.written: dict[tuple[str, int], Written] = {}
+
+    @cached_property
+    def _engine(self) -> Engine:
+        return self._start()
+
+    @property
+    def seconds(self) -> float:
+        """That engines have worked for the answers."""
+        return float(sum(row["seconds"] for row in self._answers.values()))
+
+    def _answer(
+        self,
+        ids: Iterable[str],
+        ask: Callable[[Engine], Iterator[tuple[str, _Row]]],
+        disable_tqdm: bool,
+    ) -> Iterator[tuple[str, _Row]]:
+        """The answers to ``ids``: those of an earlier run, then what ``ask`` yields, kept as it comes."""
+        wanted = set(ids)
+        known = wanted & self._answers.keys()
+        with tqdm(total=len(wanted), initial=len(known), unit="req", disable=disable_tqdm) as bar:
+            yield from ((name, self._answers[name]) for name in known)
+            if known == wanted:
+                return
+            engine = self._engine  # its start is no part of the answers' time
+            last = time.perf_counter()
+            for name, row in ask(engine):
+                now = time.perf_counter()
+                self._answers[name] = {"id": name, **row, "seconds": now - last}
+                self._files.add_completion(self._answers[name])
+                last = now
+                bar.update()
+                yield name, row
 
     # --- what lm-eval asks about the model --------------------------------------------------------
 
@@ -93,18 +136,33 @@ class SpecgenLM(TemplateLM):  # type: ignore[misc]
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """The texts in the order of ``requests``, which the engine is given all at once."""
-        asked = {request.id: (at, request) for at, request in enumerate(map(self._request, requests))}
-        texts, began = [""] * len(requests), time.perf_counter()
-        with tqdm(total=len(requests), desc="generating", unit="req", disable=disable_tqdm) as bar:
-            for completion in self._engine.generate(request for _, request in asked.values()):
-                at, _ = asked[completion.request.id]
-                texts[at] = self._answer(requests[at], completion)
-                self.cache_hook.add_partial("generate_until", requests[at].args, texts[at])
-                bar.update()
-        self.seconds += time.perf_counter() - began
+        asked = self._requests(requests)
+        places = {request.id: at for at, request in enumerate(asked)}
+
+        def ask(engine: Engine) -> Iterator[tuple[str, _Row]]:
+            todo = (request for request in asked if request.id not in self._answers)
+            for completion in engine.generate(todo):
+                yield completion.request.id, self._row(completion)
+
+        texts = [""] * len(requests)
+        for name, row in self._answer(places, ask, disable_tqdm):
+            at = places[name]
+            texts[at], instance = row["text"], requests[at]
+            self.cache_hook.add_partial("generate_until", instance.args, texts[at])
+            self.written.setdefault((instance.task_name, instance.doc_id), _written(asked[at], row))
         return texts
 
-    def _request(self, instance: Instance) -> Request:
+    def _requests(self, instances: list[Instance]) -> list[Request]:
+        """Requests with ids that name what is asked, and for how manieth time: each has its own random draws."""
+        times: Counter[str] = Counter()
+        asked = []
+        for instance in instances:
+            name = _name("generate_until", *instance.args)
+            times[name] += 1
+            asked.append(self._request(f"{name}-{times[name]}", instance))
+        return asked
+
+    def _request(self, name: str, instance: Instance) -> Request:
         context, arguments = instance.args
         sampling = self._sampling_of(arguments)
         room = self.max_length - sampling.max_tokens
@@ -113,9 +171,8 @@ class SpecgenLM(TemplateLM):  # type: ignore[misc]
             f"max_gen_toks is {sampling.max_tokens} and the model's context is {self.max_length}: "
             "lower it, so that a prompt has room",
         )
-        self._num_asked += 1
         return Request(
-            id=str(self._num_asked),
+            id=name,
             prompt_token_ids=tuple(self.tok_encode(context)[-room:]),
             sampling=sampling,
             category=instance.task_name,
@@ -139,15 +196,15 @@ class SpecgenLM(TemplateLM):  # type: ignore[misc]
             self._sampling, **{**given, "temperature": temperature}, max_tokens=max_tokens, stop=stop
         )
 
-    def _answer(self, instance: Instance, completion: Completion) -> str:
-        """The text before the first stop string or special token that ends it."""
-        require(completion.error is None, f"{instance.task_name}, {instance.doc_id}: {completion.error}")
-        stops = completion.request.sampling.stop
+    def _row(self, completion: Completion) -> _Row:
+        """All tokens, and the text before the first stop string or special token that ends it."""
+        request = completion.request
+        require(completion.error is None, f"a prompt of {request.category} cannot be run: {completion.error}")
+        stops = request.sampling.stop
         ends = {self.eot_token_id, *(self._text.special_token_id(stop) for stop in stops)}
         ids = completion.token_ids
         end = next((at for at, token in enumerate(ids) if token in ends), len(ids))
-        self.token_ids[instance.task_name, instance.doc_id] = ids[:end]
-        return StopStrings(self._text, stops).text(ids[:end])
+        return {"text": StopStrings(self._text, stops).text(ids[:end]), "token_ids": ids}
 
     # --- scores -----------------------------------------------------------------------------------
 
@@ -155,28 +212,31 @@ class SpecgenLM(TemplateLM):  # type: ignore[misc]
         self, requests: list[_Scorable], disable_tqdm: bool = False
     ) -> list[tuple[float, bool]]:
         """Sum of log-probabilities of every continuation, and whether greedy decoding would write it."""
-        answers, began = [(0.0, True)] * len(requests), time.perf_counter()
-        with tqdm(total=len(requests), desc="scoring", unit="req", disable=disable_tqdm) as bar:
-            for scored in self._engine.score(self._score_requests(requests)):
-                at = int(scored.request.id)
-                answers[at] = (sum(scored.log_probs), all(scored.greedy))
-                if requests[at][0] is not None:
-                    self.cache_hook.add_partial("loglikelihood", requests[at][0], answers[at])
-                bar.update()
-        self.seconds += time.perf_counter() - began
-        return answers
+        names = [_name("loglikelihood", context, continuation) for _, context, continuation in requests]
+        asked = dict(zip(names, requests, strict=True))
 
-    def _score_requests(self, requests: list[_Scorable]) -> Iterator[ScoreRequest]:
-        for at, (_, context, continuation) in enumerate(requests):
-            tokens = (context + continuation)[-(self.max_length + 1) :]  # the last one needs no position
-            require(
-                0 < len(continuation) < len(tokens),
-                f"a continuation of {len(continuation)} tokens cannot be scored in a context of {self.max_length}: "
-                "it needs one token or more, and room for itself",
-            )
-            yield ScoreRequest(
-                id=str(at), token_ids=tuple(tokens), num_context=len(tokens) - len(continuation)
-            )
+        def ask(engine: Engine) -> Iterator[tuple[str, _Row]]:
+            todo = {name: request for name, request in asked.items() if name not in self._answers}
+            for scored in engine.score(self._score_request(*each) for each in todo.items()):
+                row = {"log_prob": sum(scored.log_probs), "greedy": all(scored.greedy)}
+                yield scored.request.id, row
+
+        found: dict[str, tuple[float, bool]] = {}
+        for name, row in self._answer(asked, ask, disable_tqdm):
+            found[name] = (row["log_prob"], row["greedy"])
+            if (key := asked[name][0]) is not None:
+                self.cache_hook.add_partial("loglikelihood", key, found[name])
+        return [found[name] for name in names]
+
+    def _score_request(self, name: str, request: _Scorable) -> ScoreRequest:
+        _, context, continuation = request
+        tokens = (context + continuation)[-(self.max_length + 1) :]  # the last one needs no position
+        require(
+            0 < len(continuation) < len(tokens),
+            f"a continuation of {len(continuation)} tokens cannot be scored in a context of {self.max_length}: "
+            "it needs one token or more, and room for itself",
+        )
+        return ScoreRequest(id=name, token_ids=tuple(tokens), num_context=len(tokens) - len(continuation))
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
         """The log-likelihood of whole texts, each token given all that fits before it."""
@@ -197,3 +257,16 @@ class SpecgenLM(TemplateLM):  # type: ignore[misc]
             context_len=1,
         )
         return [(None, *make_disjoint_window(pair)) for pair in pairs]
+
+
+def _name(*asked: object) -> str:
+    """A name for what is asked, the same in every run."""
+    return hashlib.sha256(json.dumps(asked, sort_keys=True, default=str).encode()).hexdigest()[:20]
+
+
+def _written(request: Request, row: _Row) -> Written:
+    return Written(
+        prompt_token_ids=request.prompt_token_ids,
+        token_ids=tuple(row["token_ids"]),
+        greedy=request.sampling.temperature == 0,
+    )

@@ -6,11 +6,12 @@ from html import escape
 
 from specgen.charts import ARM_STYLES, arms_chart, bars_chart
 from specgen.display import DASH, between, count, hundredths, plain, rate, ratio, seconds
-from specgen.evaluation.compare import Accuracy, Against, Comparison, Divergence, p_value
+from specgen.divergence import Divergence
+from specgen.evaluation.compare import Accuracy, Against, Comparison, Difference, p_value
 from specgen.evaluation.comparison_tables import NOTES
 from specgen.page import Cell, card, document, pairs, table
 
-_DIVERGENCES = 20  # shown of an arm
+_DIFFERENCES = 20  # shown of an arm
 _POSITIONS = 4  # in the table under the curves, so that it fits a phone
 
 
@@ -92,26 +93,35 @@ def _speed(comparison: Comparison) -> str:
 def _differing(arm: Against, reference: str) -> str:
     if not arm.num_compared:
         return ""
-    differing = arm.divergences
+    differing = arm.differences
     same = f"{count(arm.num_identical)} of {count(arm.num_compared)} texts are those of {reference}"
-    shown = f"; the first {_DIVERGENCES} that differ" if len(differing) > _DIVERGENCES else ""
-    body = "".join(_side_by_side(divergence, arm.name, reference) for divergence in differing[:_DIVERGENCES])
+    shown = f"; the first {_DIFFERENCES} that differ" if len(differing) > _DIFFERENCES else ""
+    body = "".join(_side_by_side(each, arm.name, reference) for each in differing[:_DIFFERENCES])
     return card(f"Texts of {arm.name}", escape(same + shown), body=body)
 
 
-def _side_by_side(divergence: Divergence, name: str, reference: str) -> str:
+def _side_by_side(difference: Difference, name: str, reference: str) -> str:
     """Both texts of a sample, marked from the first character that differs."""
-    text, other = divergence.text, divergence.reference_text
+    text, other = difference.text, difference.reference_text
     alike = (ours == theirs for ours, theirs in zip(text, other, strict=False))
     same = next((i for i, equal in enumerate(alike) if not equal), min(len(text), len(other)))
-    ours = _text(name, divergence.token, text, same)
-    theirs = _text(reference, divergence.reference_token, other, same)
-    where = f"{divergence.task} {divergence.doc_id}, at token {count(divergence.position)}"
-    question = f'<p class="question">{escape(where)}\n{escape(divergence.question)}</p>'
-    return f'<div class="texts">{question}{ours}{theirs}</div>'
+    where = f"{difference.task} {difference.doc_id}{_place(difference.first)}"
+    question = f'<p class="question">{escape(where)}\n{escape(difference.question)}</p>'
+    return f'<div class="texts">{question}{_text(name, text, same)}{_text(reference, other, same)}</div>'
 
 
-def _text(name: str, token: int | None, text: str, same: int) -> str:
-    first = "ends here" if token is None else f"token {token}"
+def _place(first: Divergence | None) -> str:
+    """Where the tokens part, how close the choice was there, and whether rounding explains it."""
+    if first is None:
+        return ""
+    ours, theirs = ("the end" if each is None else str(each) for each in (first.token, first.reference_token))
+    gap = "" if first.gap is None else f", gap {first.gap:.4g}"
+    why = "explained by rounding" if first.explained else "WRONG: more than rounding"
+    return (
+        f", at token {count(first.position)}: {ours} instead of {theirs}{gap} ({why}, {first.rounding:.4g})"
+    )
+
+
+def _text(name: str, text: str, same: int) -> str:
     marked = f"{escape(text[:same])}<mark>{escape(text[same:])}</mark>"
-    return f"<div><small>{escape(name)}: {first}</small><p>{marked}</p></div>"
+    return f"<div><small>{escape(name)}</small><p>{marked}</p></div>"

@@ -1,12 +1,61 @@
-"""Tasks of lm-eval over local files: the bundled word problems, and GSM8K without the hub."""
+"""Tasks for lm-eval: its own by name, and over local files the bundled word problems and GSM8K without the hub."""
 
-from importlib.util import find_spec
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import lm_eval.tasks
+import yaml
+from lm_eval.tasks import TaskManager
+
 from specgen.bundled import evaluation_directory
+from specgen.config import require
 
 _FORMATS = {".jsonl": "json", ".parquet": "parquet"}  # suffix: the name of the builder in ``datasets``
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tasks:
+    """What ``simple_evaluate`` is given: lm-eval's names, or whole configurations where the data is on this machine."""
+
+    manager: TaskManager
+    configs: list[str | dict[str, Any]]
+
+
+def find_tasks(names: Sequence[str], data_path: Path | None) -> Tasks:
+    """The tasks of these names, GSM8K from ``data_path`` unless None; every one is loaded once.
+
+    ``ValueError`` for a name that lm-eval does not know and for data that is not there, before any model is loaded.
+    """
+    require(
+        data_path is None or "gsm8k" in names,
+        f"data-path is {str(data_path)!r} but only gsm8k is read from there: leave it out, or name that task",
+    )
+    local: dict[str, dict[str, Any]] = {}
+    if "word_problems" in names:
+        local["word_problems"] = word_problems_task()
+    if data_path is not None:
+        local["gsm8k"] = local_gsm8k(data_path)
+    tasks = Tasks(manager=TaskManager(), configs=[local.get(name, name) for name in names])
+    for task in tasks.configs:
+        _require_loads(tasks.manager, task)
+    return tasks
+
+
+def _require_loads(manager: TaskManager, task: str | dict[str, Any]) -> None:
+    name = task if isinstance(task, str) else task["task"]
+    require(
+        not isinstance(task, str) or task in manager.all_tasks,
+        f"task {name!r} is not one of lm-eval's: `lm-eval ls tasks` lists them",
+    )
+    try:
+        manager.load([task])
+    except Exception as error:  # data sets and their hub raise what they like
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ValueError(
+            f"task {name!r} has no data here ({reason}): connect to the hub, or for gsm8k use --data-path"
+        ) from error
 
 
 def word_problems_task() -> dict[str, Any]:
@@ -30,7 +79,7 @@ def local_gsm8k(path: Path) -> dict[str, Any]:
     repository, in ``path`` or in ``path/main``. ``ValueError`` where they are not there.
     """
     format_name, files = _splits(path)
-    config = _read_yaml(_installed_tasks() / "gsm8k" / "gsm8k.yaml")
+    config = _read_yaml(Path(lm_eval.tasks.__file__).parent / "gsm8k" / "gsm8k.yaml")
     del config["dataset_name"]  # the hub's configuration; a local file has none
     return {**config, "dataset_path": format_name, "dataset_kwargs": {"data_files": files}}
 
@@ -55,17 +104,7 @@ def _files(directory: Path, split: str, suffix: str) -> list[str]:
     return [str(file.resolve()) for file in ([whole] if whole.is_file() else shards)]
 
 
-def _installed_tasks() -> Path:
-    """Where lm-eval keeps its task definitions; found without importing it, which takes seconds."""
-    found = find_spec("lm_eval")
-    assert found, "lm-eval is a dependency"
-    assert found.origin
-    return Path(found.origin).parent / "tasks"
-
-
 def _read_yaml(path: Path) -> dict[str, Any]:
-    import yaml
-
     config = yaml.safe_load(path.read_text(encoding="utf-8"))
     assert isinstance(config, dict)
     return config
