@@ -1,18 +1,10 @@
 """The least time that a decode step can take: the bytes it must read over the bandwidth of the memory."""
 
-import statistics
-import time
 from dataclasses import dataclass
-
-import torch
-from bench_profile import settle
 
 from specgen.build import Models
 from specgen.checkpoint import Checkpoint
 from specgen.models.config import kv_bytes_per_token
-
-COPIED_BYTES = {"cuda": 2 << 30, "cpu": 64 << 20}  # far more than any cache holds
-COPIES = 15
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,21 +43,6 @@ class StepBytes:
             return plain
         weights = self.head_first + (num_spec_tokens - 1) * self.head_later
         return plain + weights + num_spec_tokens * positions * self.head_kv
-
-
-def copy_bandwidth(device: str) -> float:
-    """Bytes a second, read and written, of a large copy within the memory of ``device``; median of several."""
-    kind = torch.device(device).type
-    source = torch.randint(0, 255, (COPIED_BYTES[kind],), dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    seconds = []
-    for _ in range(COPIES):
-        settle()
-        began = time.perf_counter()
-        target.copy_(source)
-        settle()
-        seconds.append(time.perf_counter() - began)
-    return 2 * source.numel() / statistics.median(seconds)
 
 
 def _read_whole(checkpoint: Checkpoint) -> int:

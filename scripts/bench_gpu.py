@@ -9,20 +9,19 @@ are printed; the last line is one JSON document. It also runs on a CPU.
 """
 
 import argparse
-import gc
 import json
-import platform
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-from bench_bound import StepBytes, copy_bandwidth
+from bench_bound import StepBytes
 from bench_runs import measure
 from bench_table import VLLM, Row, head, line, profile_lines, times_vllm
 from bench_workload import Workload, prompt_lengths
 from calibrated_cycle import Cycle
 
+from specgen.bench.bandwidth import copy_bandwidth
+from specgen.bench.environment import device_name, environment, free_memory
 from specgen.build import Models, load_models, resolve
 from specgen.config import EngineConfig
 
@@ -78,7 +77,7 @@ class Bench:
     def conditions(self) -> dict[str, Any]:
         """What must be alike for figures to be compared."""
         return {
-            "device": device_name(self.config),
+            "device": device_name(self.config.device),
             "num_layers": self.models.target.config.num_layers,
             "hidden_size": self.models.target.config.hidden_size,
             "dtype": self.config.dtype,
@@ -92,7 +91,7 @@ class Bench:
         config = self.config
         return "\n".join(
             [
-                ", ".join(f"{name} {value}" for name, value in environment(config).items()),
+                ", ".join(f"{name} {value}" for name, value in environment(config.device).items()),
                 f"{pair.name}: synthetic weights, accept {self.cycle.accept:g}, {config.dtype}, K = "
                 f"{config.num_spec_tokens}, {self.new_tokens} new tokens, median of {self.repeats}; "
                 f"attention {config.attention}, CUDA graphs {config.cuda_graphs}",
@@ -106,7 +105,7 @@ class Bench:
         """Everything, as one line of JSON."""
         return json.dumps(
             {
-                "environment": environment(self.config),
+                "environment": environment(self.config.device),
                 "synthetic_weights": True,
                 "copy_bytes_per_second": self.bandwidth,
                 "expected_acceptance": self.expected,
@@ -116,32 +115,6 @@ class Bench:
                 "vllm": VLLM,
             }
         )
-
-
-def device_name(config: EngineConfig) -> str:
-    """The GPU's name, or the CPU's kind."""
-    return platform.machine() if config.device == "cpu" else torch.cuda.get_device_name(config.device)
-
-
-def environment(config: EngineConfig) -> dict[str, str]:
-    """The device and the versions of what runs on it."""
-    found = {
-        "device": device_name(config),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-    }
-    if config.device == "cpu":
-        return found
-    import flashinfer
-
-    return found | {"cuda": str(torch.version.cuda), "flashinfer": flashinfer.__version__}
-
-
-def free_memory() -> None:
-    """Give the memory of an engine that nothing refers to any more back to the device."""
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
 
 
 def parse() -> argparse.Namespace:

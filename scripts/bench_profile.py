@@ -5,10 +5,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
+from specgen.bench.environment import settle
 from specgen.events import Event, Stepped
 
 
@@ -80,12 +80,6 @@ class Window:
             if event.device_type == DeviceType.CUDA
         ]
         return summarize(spans, self._num_steps, num_kernels)
-
-
-def settle() -> None:
-    """Wait until a GPU, where there is one, has nothing left to do."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
 
 
 def warm_up() -> None:

@@ -7,10 +7,11 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any
 
-from bench_profile import Profile, Window, settle, warm_up
+from bench_profile import Profile, Window, warm_up
 from bench_workload import Workload, num_wrong
 from calibrated_cycle import Cycle
 
+from specgen.bench.environment import settle
 from specgen.build import Models, build_engine
 from specgen.config import EngineConfig
 from specgen.engine import Engine

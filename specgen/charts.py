@@ -1,5 +1,6 @@
-"""The charts of a report or a study as inline SVG: acceptance curves, accepted drafts by step, bars by group."""
+"""The charts of a report, a study or a bench as inline SVG: acceptance curves, accepted drafts, bars, lines."""
 
+import math
 from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
@@ -9,12 +10,15 @@ from specgen.intervals import Interval
 
 ARM_STYLES = ("first", "second", "third", "fourth")  # of the arms in a chart, over again from the fifth on
 Bar = tuple[str, float | None, Interval | None]  # its label, how long it is, and a whisker on it
+Lines = Mapping[str, Sequence[tuple[str, float]]]  # the name of each line: its points, at a column each
 
 _WIDTH = 400  # of the view box; the page scales it to 0.8 to 1.4 of that, so text stays readable
 _LEFT, _RIGHT, _TOP, _BOTTOM = 48, 12, 14, 40  # margins of a plot
 _HEIGHT = 250
 _GROUP_LEFT, _GROUP_ROW, _GROUP_NAME = 132, 26, 16
 _BAR_ROW, _BAR_NAME = 38, 30
+_NAMES = 52  # margin for the names at the ends of lines
+_NAME_ROW = 12
 _MANY = 9  # columns from which on labels lose their decimal
 
 
@@ -90,6 +94,23 @@ def bars_chart(name: str, title: str, bars: Sequence[Bar], show: Show) -> str:
     return _svg(name, title, description, bottom, body)
 
 
+def lines_chart(name: str, title: str, x_label: str, y_label: str, lines: Lines, show: Show) -> str:
+    """``lines`` from 0 on, each with its name at its end; what their points stand at is a column each, in order."""
+    columns = list(dict.fromkeys(x for points in lines.values() for x, _ in points))
+    top = _round_number(max(y for points in lines.values() for _, y in points))
+    places = {x: _LEFT + (i + 0.5) * (_span() - _NAMES) / len(columns) for i, x in enumerate(columns)}
+    body = [_number_grid(top), _axis_label(escape(f"{y_label} over {x_label}"))]
+    body += [_column_label(places[x], escape(x)) for x in columns]
+    ends = _apart([_height(points[-1][1] / top) for points in lines.values()])
+    for index, (label, points) in enumerate(lines.items()):
+        style = ARM_STYLES[index % len(ARM_STYLES)]
+        body.append(_line(style, label, [(places[x], y) for x, y in points], top, ends[index], show))
+    description = "; ".join(
+        f"{label}: {', '.join(f'{x} {show(y)}' for x, y in points)}" for label, points in lines.items()
+    )
+    return _svg(name, title, description, _HEIGHT, body)
+
+
 # --- marks ----------------------------------------------------------------------------------------
 
 
@@ -112,6 +133,21 @@ def _curve(
             f'<path class="whisker" d="M{x:.1f} {low:.1f}V{high:.1f}"/>'
             f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4"><title>{text}</title></circle>'
         )
+    return f'<g class="{style}">{"".join(marks)}</g>'
+
+
+def _line(
+    style: str, label: str, points: Sequence[tuple[float, float]], top: float, end: float, show: Show
+) -> str:
+    """A line through ``points`` (place, number); its name stands to its right, at height ``end``."""
+    short = escape(label)
+    placed = [(x, _height(y / top), show(y)) for x, y in points]
+    marks = [f'<polyline points="{" ".join(f"{x:.1f},{y:.1f}" for x, y, _ in placed)}"/>']
+    marks += [
+        f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3"><title>{short}: {text}</title></circle>'
+        for x, y, text in placed
+    ]
+    marks.append(f'<text x="{placed[-1][0] + 8:.1f}" y="{end + 4:.1f}">{short}</text>')
     return f'<g class="{style}">{"".join(marks)}</g>'
 
 
@@ -174,6 +210,18 @@ def _percent_grid(top: float) -> str:
     return "".join(lines)
 
 
+def _number_grid(top: float) -> str:
+    """Five lines from 0 to ``top`` with their numbers."""
+    lines = []
+    for share in (0, 0.25, 0.5, 0.75, 1):
+        y = _height(share)
+        lines.append(
+            f'<path class="grid" d="M{_LEFT} {y:.1f}H{_WIDTH - _RIGHT}"/>'
+            f'<text text-anchor="end" x="{_LEFT - 6}" y="{y + 4:.1f}">{top * share:g}</text>'
+        )
+    return "".join(lines)
+
+
 def _length_grid(most: int, bottom: float) -> str:
     step = -(-most // 9)
     lines = [
@@ -213,3 +261,21 @@ def _along(length: float, most: int) -> float:
 def _round_up(share: float) -> float:
     """The next of 20 %, 40 %, ... 100 %, so that grid lines fall on whole percentages."""
     return next(top / 5 for top in range(1, 6) if share <= top / 5)
+
+
+def _round_number(number: float) -> float:
+    """The next of 1, 2, 4, 6, 8, 10 times a power of ten, so that a quarter of it is a short number."""
+    if number <= 0:
+        return 1.0
+    power = 10.0 ** math.floor(math.log10(number))
+    return next(step * power for step in (1, 2, 4, 6, 8, 10) if number <= step * power * (1 + 1e-9))
+
+
+def _apart(heights: Sequence[float]) -> list[float]:
+    """``heights`` moved down until each is a row of text from the next; lines that end high come first."""
+    order = sorted(range(len(heights)), key=lambda i: heights[i])
+    moved, least = list(heights), float("-inf")
+    for i in order:
+        moved[i] = max(heights[i], least)
+        least = moved[i] + _NAME_ROW
+    return moved

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import bench_gpu
 import pytest
-from bench_bound import StepBytes, copy_bandwidth
+from bench_bound import StepBytes
 from bench_profile import Span, Window, busy, summarize
 from bench_runs import joint_acceptance, step_seconds
 from bench_table import VLLM, times_vllm
@@ -16,6 +16,7 @@ from calibrated_shapes import SHAPES
 from calibrated_weights import Source
 from make_calibrated_pair import write_pair
 
+from specgen.bench.bandwidth import copy_bandwidth
 from specgen.build import load_models
 from specgen.events import Event, Finished, Stepped
 from specgen.sequence import Completion
