@@ -16,7 +16,7 @@ Imports = dict[str, set[str]]  # module or package directly in specgen/: the oth
 # Nobody imports, directly or through others, from a line above or from the same line.
 LAYERS = (
     {"cli"},
-    {"evaluation", "audit"},
+    {"evaluation", "audit", "bench"},
     {"run"},
     {"build"},
     {"engine"},
@@ -60,6 +60,7 @@ LIGHT = (
     "tables",
     "audit_table",
     "report_html",
+    "bench.output",
     "against",
     "against_table",
     "results",
