@@ -40,6 +40,7 @@ from specgen.models.config import Eagle3Config, TargetConfig, kv_bytes_per_token
 from specgen.models.eagle3 import Eagle3Head
 from specgen.models.llama import Llama
 from specgen.pages import PageAllocator
+from specgen.prefix_cache import PrefixCache
 from specgen.scheduler import Scheduler
 from specgen.sequence import Request
 from specgen.step import Steps
@@ -238,7 +239,8 @@ def _largest_pass(config: EngineConfig, models: Models) -> int:
         Request(id=f"trial {i}", prompt_token_ids=(0,) * length, sampling=sampling) for i in range(count)
     )
     pages = count * -(-(length + 2 * config.num_spec_tokens + 4) // config.page_size)
-    engine = _engine(config, models, pages, Eager(), lambda event: None)
+    alone = replace(config, prefix_cache=False)  # the prompts are alike, and all rows are to be computed
+    engine = _engine(alone, models, pages, Eager(), lambda event: None)
     before = torch.cuda.memory_allocated(config.device)
     torch.cuda.reset_peak_memory_stats(config.device)
     for _ in engine.generate(requests):
@@ -250,7 +252,7 @@ def _engine(
     config: EngineConfig, models: Models, num_pages: int, runner: Runner, record: Callable[[Event], None]
 ) -> Engine:
     backend = _BACKENDS[config.attention](models.target.device)
-    allocator = PageAllocator(num_pages, config.page_size)
+    allocator = (PrefixCache if config.prefix_cache else PageAllocator)(num_pages, config.page_size)
     target, step_rows = models.target, config.num_spec_tokens + 1
     # the last steps of a text may run past its end, and past the pages it has
     longest = min(target.config.max_positions, num_pages * config.page_size) + 3 * step_rows

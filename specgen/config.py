@@ -57,6 +57,7 @@ class EngineConfig:
     attention: str = "auto"
     cuda_graphs: str = "auto"
     gpu_memory_utilization: float = 0.9
+    prefix_cache: bool = True  # prompts that begin alike are computed once
 
     def __post_init__(self) -> None:
         require(

@@ -263,6 +263,7 @@ class Engine:
         except torch.OutOfMemoryError:
             pass  # leave the handler first: the exception holds on to the tensors of the pass
         self._read_all_but(0)
+        self._scheduler.forget()
         lower()
         torch.cuda.empty_cache()
         scheduler = self._scheduler
@@ -353,7 +354,14 @@ class Engine:
         if tokens is not None:
             sequence.land(1, 1)
             emitted = sequence.append(tokens)
-        self._record(Prefilled(sequence=sequence.request.id, time=self._now(), emitted=emitted))
+        self._record(
+            Prefilled(
+                sequence=sequence.request.id,
+                time=self._now(),
+                emitted=emitted,
+                num_cached=sequence.num_cached,
+            )
+        )
 
     def _commit(self, sequence: Sequence, row: list[int]) -> int:
         """What a decode step found for ``sequence``; returns how many of its rows the target confirmed."""

@@ -23,11 +23,15 @@ class Submitted:
 
 @dataclass(frozen=True, kw_only=True)
 class Prefilled:
-    """A prompt is in the cache. ``emitted`` is 1 with its first token, 0 after a preemption."""
+    """A prompt is in the cache, ``num_cached`` positions of which were there before.
+
+    ``emitted`` is 1 with its first token, 0 after a preemption.
+    """
 
     sequence: str
     time: float
     emitted: int
+    num_cached: int
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,8 +1,13 @@
-"""Which pages of the KV cache are free; knows nothing of what is in them, nor of torch."""
+"""Which pages of the KV cache are free; knows nothing of torch."""
+
+from collections.abc import Sequence
 
 
 class PageAllocator:
-    """Hands out page numbers ``1 .. num_pages``; page 0 is where rows that belong to nobody write."""
+    """Hands out page numbers ``1 .. num_pages``; page 0 is where rows that belong to nobody write.
+
+    This one forgets what is in them; ``prefix_cache.PrefixCache`` does not.
+    """
 
     def __init__(self, num_pages: int, page_size: int) -> None:
         self.num_pages = num_pages
@@ -21,12 +26,32 @@ class PageAllocator:
     def grow(self, pages: list[int], num_tokens: int) -> bool:
         """Extend ``pages`` until they hold ``num_tokens`` positions; False, and nothing taken, if too few are free."""
         missing = self.pages_for(num_tokens) - len(pages)
-        if missing > len(self._free):
+        if missing > self.num_free:
             return False
-        pages.extend(self._free.pop() for _ in range(missing))
+        pages.extend(self._take() for _ in range(missing))
         return True
 
     def release(self, pages: list[int]) -> None:
         """Take ``pages`` back and empty the list."""
-        self._free.extend(reversed(pages))
-        pages.clear()
+        while pages:
+            self._give_back(pages.pop())
+
+    def num_known(self, digests: Sequence[bytes]) -> int:
+        """How many of the first pages of a text, by ``prefix_cache.extend_digests``, somebody has computed."""
+        return 0
+
+    def reuse(self, pages: list[int], digests: Sequence[bytes]) -> int:
+        """Extend the empty ``pages`` by those pages; returns how many they are."""
+        return 0
+
+    def keep(self, pages: Sequence[int], digests: Sequence[bytes]) -> None:
+        """Remember that ``pages`` hold, or will before the next pass, what ``digests`` name; as far as both go."""
+
+    def forget(self) -> None:
+        """Give no page to anybody else any more: what was to be computed may not be there."""
+
+    def _take(self) -> int:
+        return self._free.pop()
+
+    def _give_back(self, page: int) -> None:
+        self._free.append(page)

@@ -4,6 +4,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from specgen.pages import PageAllocator
+from specgen.prefix_cache import extend_digests
 from specgen.sequence import Sequence
 
 # A prefill of fewer rows than this takes hardly less time: reading the weights is what it waits for.
@@ -96,20 +97,35 @@ class Scheduler:
     def _worth_a_pass(self) -> bool:
         """Whether prompts should stop the decoding now, or wait for company: a few free places cost less."""
         free = self.max_batch_size - self.num_admitted
-        rows = sum(sequence.num_prefill_tokens for sequence in self.waiting)
+        rows = sum(self._rows_to_compute(sequence) for sequence in self.waiting)
         return not self.running or free >= self.max_batch_size // 8 or rows >= _FULL_PASS
 
     def _admit(self, sequence: Sequence) -> bool:
         if self.num_admitted >= self.max_batch_size:
             return False
-        return self._allocator.grow(sequence.pages, len(sequence.tokens) + self._step_rows)
+        cached = self._allocator.reuse(sequence.pages, self._digests(sequence, sequence.num_reusable))
+        if not self._allocator.grow(sequence.pages, len(sequence.tokens) + self._step_rows):
+            self._allocator.release(sequence.pages)
+            return False
+        sequence.num_computed = sequence.num_cached = cached * self.page_size
+        return True
 
-    @staticmethod
-    def _add_chunk(chunks: list[Chunk], sequence: Sequence, budget: int) -> int:
+    def _add_chunk(self, chunks: list[Chunk], sequence: Sequence, budget: int) -> int:
+        """A piece of ``sequence``; those that come after it, in this pass even, find its pages in the cache."""
         start = sequence.num_computed
         num_rows = min(budget, sequence.num_prefill_tokens - start)
         chunks.append(Chunk(sequence=sequence, start=start, num_rows=num_rows))
+        self._allocator.keep(sequence.pages, self._digests(sequence, start + num_rows))
         return num_rows
+
+    def _rows_to_compute(self, sequence: Sequence) -> int:
+        known = self._allocator.num_known(self._digests(sequence, sequence.num_reusable))
+        return sequence.num_prefill_tokens - known * self.page_size
+
+    def _digests(self, sequence: Sequence, num_positions: int) -> list[bytes]:
+        """What names the pages that the first ``num_positions`` fill."""
+        extend_digests(sequence.digests, sequence.tokens, self.page_size, sequence.prefix_root)
+        return sequence.digests[: num_positions // self.page_size]
 
     def start(self, sequence: Sequence) -> None:
         """Move a prefilled sequence to the end of the running batch."""
@@ -131,8 +147,9 @@ class Scheduler:
 
     def preempt(self) -> Sequence:
         """Send the youngest sequence back to the head of the queue; those still prefilling are the youngest."""
+        running = not self.prefilling
         victim = (self.prefilling or self.running).pop()
-        self._allocator.release(victim.pages)
+        self._release(victim, len(victim.tokens) - 1 if running else victim.num_computed)
         victim.num_computed = 0
         self.waiting.appendleft(victim)
         return victim
@@ -145,4 +162,13 @@ class Scheduler:
         """Take a finished sequence out of the batch, if it is still in it, and free its pages."""
         if sequence in self.running:
             self.running.remove(sequence)
+        self._release(sequence, len(sequence.tokens) - 1)
+
+    def forget(self) -> None:
+        """A pass has failed: share no pages that it was to compute. Those who wait for them are behind its owner."""
+        self._allocator.forget()
+
+    def _release(self, sequence: Sequence, num_positions: int) -> None:
+        """Give pages back, and tell what the first ``num_positions`` hold; passes in flight write behind them."""
+        self._allocator.keep(sequence.pages, self._digests(sequence, num_positions))
         self._allocator.release(sequence.pages)

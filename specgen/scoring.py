@@ -83,6 +83,8 @@ class Scorer:
                         self._scheduler.retire(chunk.sequence)
                         yield tallies.pop(chunk.sequence).scored()
         finally:  # also where the caller has seen enough
+            if self._scheduler.num_admitted:  # and perhaps its last pass has failed
+                self._scheduler.forget()
             while self._scheduler.num_admitted:
                 self._scheduler.preempt()
             self._scheduler.waiting.clear()
@@ -112,6 +114,8 @@ class Scorer:
             max_length=len(inputs),
             seed=0,
             eos_token_ids=frozenset(),
+            prefix_root=b"target",  # the head's cache is left as it is
+            looked_at=request.num_context - 1,
         )
         reason = self._scheduler.refusal(sequence)
         require(reason is None, f"{request.id}: {reason}")

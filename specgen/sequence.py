@@ -48,6 +48,10 @@ class Sequence:
     eos_token_ids: frozenset[int]  # empty with ignore_eos
     stop: StopFinder | None = None
     pages: list[int] = field(default_factory=list)
+    digests: list[bytes] = field(default_factory=list)  # of its pages, see ``prefix_cache``
+    prefix_root: bytes = b""  # sequences share pages only with those of the same
+    looked_at: int | None = None  # the first position whose result is asked for; None: the last of the prefill
+    num_cached: int = 0  # positions that another sequence had computed
     num_computed: int = 0  # positions in the cache, while prefilling
     in_flight_min: int = 0  # tokens that passes whose results are not read yet will add at least ...
     in_flight_max: int = 0  # ... and at most
@@ -62,6 +66,11 @@ class Sequence:
     def num_prefill_tokens(self) -> int:
         """Positions that a prefill computes: the prompt, or after a preemption all but the newest token."""
         return len(self.tokens) - (1 if self.num_output_tokens else 0)
+
+    @property
+    def num_reusable(self) -> int:
+        """Leading positions that need not be computed if the cache has them."""
+        return self.num_prefill_tokens - 1 if self.looked_at is None else self.looked_at
 
     @property
     def surely_ends(self) -> bool:

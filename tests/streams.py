@@ -16,7 +16,7 @@ def request(
 ) -> Iterator[Event]:
     """One request that verifies ``(drafted, accepted)`` a second and drops that many tokens of the last step."""
     yield Submitted(sequence=name, time=begin, num_prompt_tokens=5, category=category, turn=turn)
-    yield Prefilled(sequence=name, time=begin + 1, emitted=1)
+    yield Prefilled(sequence=name, time=begin + 1, emitted=1, num_cached=0)
     num_tokens, now = 1, begin + 1
     for number, (drafted, accepted) in enumerate(steps, start=1):
         now += 1

@@ -19,7 +19,7 @@ from specgen.events import (
 
 EVENTS = (
     Submitted(sequence="a", time=0.0, num_prompt_tokens=7, category="métier", turn=2),
-    Prefilled(sequence="a", time=0.25, emitted=1),
+    Prefilled(sequence="a", time=0.25, emitted=1, num_cached=0),
     Verified(sequence="a", time=0.5, drafts=(3, 1, 2), accepted=2, emitted=3),
     Verified(sequence="a", time=0.75, drafts=(), accepted=0, emitted=1),
     Preempted(sequence="a", time=1.0),

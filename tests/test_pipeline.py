@@ -13,6 +13,7 @@ from specgen.engine import Engine
 from specgen.events import OutOfMemory, Stepped
 from specgen.graphs import Eager, bucket
 from specgen.pages import PageAllocator
+from specgen.prefix_cache import PrefixCache
 from specgen.sequence import Request, Sequence
 from specgen.step import Steps
 from tests.engines import Outputs, Pair, bundled_requests, generate, random_requests
@@ -108,7 +109,7 @@ def test_no_page_is_lost_and_page_0_is_nobodys(
     random_pair: Pair, device_like: Callable[[], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[PageAllocator] = []
-    monkeypatch.setattr(build, "PageAllocator", lambda *sizes: made.append(PageAllocator(*sizes)) or made[-1])
+    monkeypatch.setattr(build, "PrefixCache", lambda *sizes: made.append(PrefixCache(*sizes)) or made[-1])
     device_like()
     requests = random_requests(40, 128, SamplingParams(max_tokens=30), lengths=(1, 40))
     generate(random_pair, requests, max_batch_size=7, kv_memory=60_000 * 16)

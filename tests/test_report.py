@@ -120,9 +120,9 @@ def test_a_request_of_one_token_has_no_time_per_token():
 def test_the_first_token_is_not_the_one_after_a_preemption():
     events = [
         Submitted(sequence="a", time=0.0, num_prompt_tokens=5),
-        Prefilled(sequence="a", time=1.0, emitted=1),
+        Prefilled(sequence="a", time=1.0, emitted=1, num_cached=0),
         Preempted(sequence="a", time=2.0),
-        Prefilled(sequence="a", time=5.0, emitted=0),
+        Prefilled(sequence="a", time=5.0, emitted=0, num_cached=0),
         Verified(sequence="a", time=6.0, drafts=(1, 2, 3), accepted=2, emitted=3),
         Finished(sequence="a", time=6.0, reason="length", num_output_tokens=4),
     ]
@@ -185,7 +185,9 @@ def test_plain_decoding():
 
 def test_a_request_cut_off_counts_what_it_emitted():
     cut = list(request("a", [(3, 2), (3, 2)]))[:-1]
-    report = as_json([*cut, Preempted(sequence="a", time=9.0), Prefilled(sequence="a", time=9.5, emitted=0)])
+    report = as_json(
+        [*cut, Preempted(sequence="a", time=9.0), Prefilled(sequence="a", time=9.5, emitted=0, num_cached=0)]
+    )
     assert report["num_unfinished"] == 1
     assert report["total_num_output_tokens"] == 7
     assert report["num_drafts"] == 2

@@ -1,0 +1,239 @@
+"""Prompts that begin alike are computed once, and nothing else about a run changes."""
+
+import random
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch
+
+from specgen import scheduler
+from specgen.build import build_engine
+from specgen.config import SamplingParams
+from specgen.events import Event, Prefilled, Stepped
+from specgen.prefix_cache import PrefixCache, extend_digests
+from specgen.scoring import ScoreRequest
+from specgen.sequence import Request
+from specgen.step import Steps
+from tests.engines import Outputs, Pair, bundled_requests, config_of, generate, random_requests
+
+GREEDY = SamplingParams(max_tokens=20)
+
+
+def digests(tokens: Iterable[int], page_size: int = 4, root: bytes = b"") -> list[bytes]:
+    found: list[bytes] = []
+    extend_digests(found, list(tokens), page_size, root)
+    return found
+
+
+def shots(pair: Pair, count: int, sampling: SamplingParams, prefix: int = 50) -> list[Request]:
+    """Requests of which every two share at least ``prefix`` tokens, a few of them all but the last ones."""
+    prompts = [r.prompt_token_ids for r in random_requests(count, 128, sampling, lengths=(1, 30), seed=3)]
+    (start,) = random_requests(1, 128, sampling, lengths=(prefix, prefix), seed=9)
+    prompts += [(*prompts[0], 7), (*prompts[0][:9], 8, 9), prompts[1]]
+    return [
+        Request(id=f"s{i}", prompt_token_ids=(*start.prompt_token_ids, *prompt), sampling=sampling)
+        for i, prompt in enumerate(prompts)
+    ]
+
+
+def rows_of(outputs: Outputs) -> int:
+    """Rows that prefills computed."""
+    steps = (event for event in outputs.events if isinstance(event, Stepped))
+    return sum(event.target_rows for event in steps if event.kind == "prefill")
+
+
+def num_cached(outputs: Outputs) -> int:
+    return sum(event.num_cached for event in outputs.events if isinstance(event, Prefilled))
+
+
+def test_a_digest_names_all_tokens_up_to_the_one_behind_its_page() -> None:
+    whole = digests(range(13))
+    assert len(whole) == len(set(whole)) == 3
+    assert len(digests(range(12))) == 2, "the token behind the third page is not known"
+    for at in range(13):
+        changed = digests([*range(at), 99, *range(at + 1, 13)])
+        same = [page for page in range(3) if changed[page] == whole[page]]
+        assert same == [page for page in range(3) if 4 * (page + 1) < at]
+    assert not set(digests(range(13), root=b"other")) & set(whole)
+    grown = digests(range(6))
+    extend_digests(grown, list(range(13)), 4, b"")
+    assert grown == whole
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_pages_are_shared_kept_and_forgotten_like_in_a_simple_model(seed: int) -> None:
+    """Against a model that holds every page's content; a page in use never changes hands."""
+    draw, cache = random.Random(seed), PrefixCache(12, 4)
+    content: dict[int, bytes] = {}
+    held: list[tuple[list[int], list[bytes]]] = []
+    for _ in range(400):
+        if draw.random() < 0.05:
+            cache.forget()
+            assert cache.num_known(digests(range(13))) == 0
+        if held and draw.random() < 0.5:
+            pages, _ = held.pop(draw.randrange(len(held)))
+            cache.release(pages)
+            continue
+        names = digests([draw.randrange(2) for _ in range(draw.randrange(1, 30))])
+        pages: list[int] = []
+        reused = cache.reuse(pages, names)
+        assert [content[page] for page in pages] == names[:reused]
+        in_use = {page for other, _ in held for page in other} | set(pages)
+        if not cache.grow(pages, 4 * (len(names) + 1)):
+            cache.release(pages)
+            continue
+        assert not in_use & set(pages[reused:])
+        content.update(zip(pages[reused:], [*names[reused:], b""], strict=True))
+        cache.keep(pages, names)
+        held.append((pages, names))
+        assert cache.num_free == 12 - len({page for other, _ in held for page in other})
+
+
+def test_the_longest_unused_goes_first_and_a_text_from_its_end() -> None:
+    cache, names = PrefixCache(4, 4), [digests(range(start, start + 9)) for start in (0, 100)]
+    for text in names:
+        pages: list[int] = []
+        cache.grow(pages, 8)
+        cache.keep(pages, text)
+        cache.release(pages)
+    taken: list[int] = []
+    assert cache.grow(taken, 4)
+    assert [cache.num_known(text) for text in names] == [1, 2]
+    cache.release(taken)
+    cache.reuse(taken, names[0])
+    cache.release(taken)
+    assert cache.grow(taken, 8)
+    assert [cache.num_known(text) for text in names] == [1, 1]
+
+
+@pytest.mark.parametrize("drafter_batch", ["padded", "non-padded"])
+@pytest.mark.parametrize("num_spec_tokens", [0, 3])
+@pytest.mark.parametrize("sampling", [GREEDY, SamplingParams(max_tokens=20, temperature=1.0, seed=5)])
+@pytest.mark.parametrize("max_prefill_tokens", [2048, 33])
+def test_texts_drafts_and_acceptance_are_those_without_it(
+    random_pair: Pair,
+    num_spec_tokens: int,
+    drafter_batch: str,
+    sampling: SamplingParams,
+    max_prefill_tokens: int,
+) -> None:
+    settings: dict[str, Any] = {
+        "num_spec_tokens": num_spec_tokens,
+        "drafter_batch": drafter_batch,
+        "max_prefill_tokens": max_prefill_tokens,
+    }
+    requests = shots(random_pair, 12, sampling)
+    plain = generate(random_pair, requests, **settings, prefix_cache=False)
+    shared = generate(random_pair, requests, **settings)
+    assert shared.texts == plain.texts
+    assert shared.verified == plain.verified
+    assert num_cached(plain) == 0
+    assert num_cached(shared) >= 14 * 48
+    assert rows_of(plain) - rows_of(shared) == num_cached(shared)
+
+
+def test_the_trained_pair_drafts_as_well_from_shared_pages(demo_pair: Pair) -> None:
+    """Its acceptance would fall if the head's states at the border were not those of the text."""
+    some = bundled_requests(8, GREEDY)
+    prompts = [(*some[0].prompt_token_ids * 3, *request.prompt_token_ids) for request in some]
+    requests = [Request(id=f"r{i}", prompt_token_ids=ids, sampling=GREEDY) for i, ids in enumerate(prompts)]
+    plain = generate(demo_pair, requests, num_spec_tokens=4, prefix_cache=False)
+    shared = generate(demo_pair, requests, num_spec_tokens=4)
+    assert num_cached(shared) > 100
+    assert shared.verified == plain.verified
+
+
+@pytest.mark.parametrize("kv_memory", [60_000 * 16, 30_000 * 16])
+def test_preempted_and_answered_texts_are_found_again(random_pair: Pair, kv_memory: int) -> None:
+    requests = shots(random_pair, 30, GREEDY)
+    plain = generate(random_pair, requests, prefix_cache=False)
+    tight = generate(random_pair, requests, kv_memory=kv_memory)
+    assert tight.texts == plain.texts
+    assert tight.verified == plain.verified
+
+
+def test_an_answer_is_a_prefix_of_the_next_turn(random_pair: Pair) -> None:
+    (first,) = random_requests(1, 128, GREEDY, lengths=(30, 30))
+
+    def next_turn(completion: Any) -> Request | None:
+        if completion.request.turn == 2:
+            return None
+        prompt = (*completion.request.prompt_token_ids, *completion.token_ids, 5, 6, 7)
+        return Request(id="next", prompt_token_ids=prompt, sampling=GREEDY, turn=2)
+
+    found = []
+    for prefix_cache in (False, True):
+        events: list[Event] = []
+        config = config_of(random_pair, prefix_cache=prefix_cache)
+        engine = build_engine(config, random_pair.models, events.append)
+        texts = {c.request.id: c.token_ids for c in engine.generate([first], next_turn)}
+        found.append((texts, Outputs(completions={}, events=events)))
+    (plain, _), (shared, outputs) = found
+    assert shared == plain
+    assert num_cached(outputs) >= (30 + len(shared[first.id]) - 1) // 4 * 4
+
+
+def test_scores_share_contexts_and_leave_texts_alone(random_pair: Pair) -> None:
+    """What scoring computes has no head states, so generating must not take it."""
+    requests = shots(random_pair, 8, GREEDY)
+    scored = [
+        ScoreRequest(
+            id=f"{r.id} {n}", token_ids=(*r.prompt_token_ids, 3, n), num_context=len(r.prompt_token_ids)
+        )
+        for r in requests
+        for n in range(4)
+    ]
+    passes: list[int] = []
+    answers = []
+    for prefix_cache in (False, True):
+        events: list[Event] = []
+        config = config_of(random_pair, prefix_cache=prefix_cache)
+        engine = build_engine(config, random_pair.models, events.append)
+        steps, score = engine._steps, engine._steps.score
+        steps.score = lambda layout, *rest, score=score: (
+            passes.append(layout.num_rows),
+            score(layout, *rest),
+        )[1]  # type: ignore[method-assign]
+        found = {each.request.id: each for each in engine.score(scored)}
+        texts = {c.request.id: c.token_ids for c in engine.generate(requests)}
+        outputs = Outputs(completions={}, events=events)
+        answers.append((found, texts, sum(passes), num_cached(outputs)))
+        passes.clear()
+    (plain, plain_texts, plain_rows, _), (shared, shared_texts, shared_rows, cached) = answers
+    for name, one in plain.items():
+        assert shared[name].log_probs == pytest.approx(one.log_probs, abs=1e-4)
+        assert shared[name].greedy == one.greedy
+    assert shared_texts == plain_texts
+    assert shared_rows < plain_rows / 5
+    assert cached == num_cached(generate(random_pair, requests))
+
+
+def test_a_failed_pass_is_nobodys_prefix(random_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    requests = shots(random_pair, 12, GREEDY)
+    plain = generate(random_pair, requests, prefix_cache=False)
+    prefill, calls = Steps.prefill, []
+
+    def fails_at_first(self: Steps, *inputs: Any) -> Any:
+        calls.append(1)
+        if len(calls) <= 3:
+            raise torch.OutOfMemoryError("planted")
+        return prefill(self, *inputs)
+
+    monkeypatch.setattr(Steps, "prefill", fails_at_first)
+    assert generate(random_pair, requests, max_prefill_tokens=400).texts == plain.texts
+
+
+def test_a_page_taken_by_its_own_tokens_alone_would_be_noticed(
+    random_pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The token behind a page is part of its name: without it the head drafts from another text's state."""
+
+    def without_the_next(digests: list[bytes], tokens: list[int], page_size: int, root: bytes) -> None:
+        ends = range(page_size, len(tokens), page_size)
+        digests[:] = [repr((root, tokens[:end])).encode() for end in ends]
+
+    requests = shots(random_pair, 40, GREEDY, prefix=48)
+    plain = generate(random_pair, requests, prefix_cache=False)
+    monkeypatch.setattr(scheduler, "extend_digests", without_the_next)
+    assert generate(random_pair, requests).verified != plain.verified
