@@ -401,6 +401,7 @@ class Engine:
                 time=now,
                 seconds=now - max(done.launched, self._read_at),
                 num_sequences=done.num_sequences,
+                num_spec_tokens=self._num_spec_tokens if done.kind == "decode" else 0,
                 target_rows=done.result.target_rows,
                 first_pass_rows=rows,
                 first_pass_kept=rows if done.kind == "prefill" else min(num_kept, rows),

@@ -70,7 +70,7 @@ class Finished:
 class Stepped:
     """One pass of the engine's loop and the rows it computed.
 
-    ``first_pass_rows`` are the rows of the drafter's first pass and ``first_pass_kept`` those of them that held
+    ``num_spec_tokens`` are the drafts of a sequence in it (K; 0 in a prefill). ``first_pass_rows`` are the rows of the drafter's first pass and ``first_pass_kept`` those of them that held
     confirmed tokens (the rest is what a padded drafter batch wastes); ``loop_rows`` the rows of its later passes.
     """
 
@@ -78,6 +78,7 @@ class Stepped:
     time: float  # at the end of the step
     seconds: float
     num_sequences: int
+    num_spec_tokens: int
     target_rows: int
     first_pass_rows: int
     first_pass_kept: int

@@ -144,6 +144,7 @@ def stepped(time: float, kind: str = "decode", num_sequences: int = 4) -> Steppe
         time=time,
         seconds=0.0,
         num_sequences=num_sequences,
+        num_spec_tokens=0,
         target_rows=0,
         first_pass_rows=0,
         first_pass_kept=0,

@@ -28,6 +28,7 @@ EVENTS = (
         time=1.25,
         seconds=0.125,
         num_sequences=2,
+        num_spec_tokens=3,
         target_rows=8,
         first_pass_rows=8,
         first_pass_kept=5,

@@ -136,9 +136,9 @@ def test_the_first_token_is_not_the_one_after_a_preemption():
 def test_rows_and_steps():
     rows = {"num_sequences": 2, "first_pass_rows": 8, "first_pass_kept": 5, "loop_rows": 4}
     events = [
-        Stepped(kind="prefill", time=1.0, seconds=1.0, target_rows=50, **rows | {"first_pass_rows": 50}),
-        Stepped(kind="decode", time=1.5, seconds=0.5, target_rows=8, **rows),
-        Stepped(kind="decode", time=1.7, seconds=0.2, target_rows=8, **rows),
+        Stepped(kind="prefill", time=1.0, seconds=1.0, num_spec_tokens=0, target_rows=50, **rows | {"first_pass_rows": 50}),
+        Stepped(kind="decode", time=1.5, seconds=0.5, num_spec_tokens=3, target_rows=8, **rows),
+        Stepped(kind="decode", time=1.7, seconds=0.2, num_spec_tokens=3, target_rows=8, **rows),
         *request("a", [(3, 1), (3, 3)]),
     ]
     report = as_json(events)
