@@ -187,7 +187,7 @@ class _Runs:
 def _config(config: EngineConfig, arm: Arm) -> EngineConfig:
     config = replace(config, max_batch_size=arm.batch_size)
     if arm.name == "plain":
-        return replace(config, num_spec_tokens=0, drafter=None)
+        return config.plain()
     return replace(config, drafter_batch=arm.name)
 
 

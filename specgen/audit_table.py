@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from specgen.display import DASH, clip, count, percent, plain, table
+from specgen.display import DASH, clip, count, draft_length, percent, plain, table
 from specgen.tables import joined
 
 _SHOWN = 20  # divergences; the JSON document has all
@@ -35,9 +35,10 @@ def verdict(audit: Mapping[str, Any]) -> str:
 
 def _heading(audit: Mapping[str, Any]) -> list[str]:
     engine, reference, failures = audit["manifest"]["engine"], audit["reference"], audit["failures"]
+    drafts = draft_length(engine["num_spec_tokens"], engine["spec_length"])
     return [
         f"model {engine['model']}",
-        f"drafter {engine['drafter']}, draft tokens (K) {engine['num_spec_tokens']}",
+        f"drafter {engine['drafter']}, draft tokens (K) {drafts}",
         f"runs on {engine['device']}, {engine['dtype']}, attention {engine['attention']}",
         f"compared with {reference['name']} decoding, batch {reference['batch_size']}, greedy",
         *([f"{count(len(failures))} prompts could not be run and are not compared"] if failures else []),

@@ -10,7 +10,7 @@ import typer
 
 from specgen import options as opt
 from specgen.bundled import data_directory
-from specgen.config import EngineConfig, SamplingParams, require
+from specgen.config import EngineConfig, SamplingParams, require, spec_tokens
 
 if TYPE_CHECKING:
     from specgen.evaluation.studies import Study
@@ -48,7 +48,7 @@ def generate(
     dataset: opt.DatasetOption = "bundled",
     data_path: opt.DataPathOption = None,
     num_prompts: opt.NumPromptsOption = None,
-    num_spec_tokens: opt.NumSpecTokensOption = 4,
+    num_spec_tokens: opt.NumSpecTokensOption = "4",
     drafter_batch: opt.DrafterBatchOption = opt.DrafterBatch.padded,
     draft_sampling: opt.DraftSamplingOption = opt.DraftSampling.greedy,
     max_new_tokens: opt.MaxNewTokensOption = 128,
@@ -75,11 +75,13 @@ def generate(
 
     Without options: the bundled model pair on the bundled prompts.
     """
-    target, head = _pair(model, drafter, num_spec_tokens)
+    most, spec_length = spec_tokens(num_spec_tokens)
+    target, head = _pair(model, drafter, most)
     engine = EngineConfig(
         model=target,
         drafter=head,
-        num_spec_tokens=num_spec_tokens,
+        num_spec_tokens=most,
+        spec_length=spec_length,
         drafter_batch=drafter_batch.value,
         draft_sampling=draft_sampling.value,
         max_batch_size=max_batch_size,
@@ -158,7 +160,7 @@ def verify(
     dataset: opt.DatasetOption = "bundled",
     data_path: opt.DataPathOption = None,
     num_prompts: opt.NumPromptsOption = None,
-    num_spec_tokens: opt.NumSpecTokensOption = 4,
+    num_spec_tokens: opt.NumSpecTokensOption = "4",
     max_new_tokens: opt.MaxNewTokensOption = 128,
     batch_sizes: opt.BatchSizesOption = "1,8,32",
     device: opt.DeviceOption = "auto",
@@ -172,11 +174,13 @@ def verify(
 
     Exit code 1 if texts part where the rounding of the number format cannot explain it.
     """
-    target, head = _pair(model, drafter, num_spec_tokens)
+    most, spec_length = spec_tokens(num_spec_tokens)
+    target, head = _pair(model, drafter, most)
     engine = EngineConfig(
         model=target,
         drafter=head,
-        num_spec_tokens=num_spec_tokens,
+        num_spec_tokens=most,
+        spec_length=spec_length,
         device=device,
         dtype=dtype.value,
         attention=attention.value,
@@ -220,7 +224,7 @@ def evaluate(
     data_path: opt.TaskDataPathOption = None,
     model: opt.ModelOption = None,
     drafter: opt.DrafterOption = None,
-    num_spec_tokens: opt.NumSpecTokensOption = 4,
+    num_spec_tokens: opt.NumSpecTokensOption = "4",
     draft_sampling: opt.DraftSamplingOption = opt.DraftSampling.greedy,
     seed: opt.SeedOption = 0,
     max_batch_size: opt.StudyBatchSizeOption = None,
@@ -238,11 +242,13 @@ def evaluate(
     chosen = _study(tasks, study, arms)
     changes: dict[str, Any] = {"limit": limit, "num_fewshot": num_fewshot, "max_batch_size": max_batch_size}
     chosen = replace(chosen, **{name: value for name, value in changes.items() if value is not None})
-    target, head = _pair(model, drafter, num_spec_tokens)
+    most, spec_length = spec_tokens(num_spec_tokens)
+    target, head = _pair(model, drafter, most)
     engine = EngineConfig(
         model=target,
         drafter=head,
-        num_spec_tokens=num_spec_tokens,
+        num_spec_tokens=most,
+        spec_length=spec_length,
         draft_sampling=draft_sampling.value,
         max_batch_size=chosen.max_batch_size or 32,
         max_prefill_tokens=max_prefill_tokens,

@@ -1,16 +1,27 @@
 """What a user can choose: frozen values that check themselves and name what is wrong."""
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Literal, Self
 
 DrafterBatchName = Literal["padded", "non-padded"]
 DraftSampling = Literal["greedy", "probabilistic"]
+SpecLengthName = Literal["fixed", "auto"]
+
+_MOST_AUTO = 7  # drafts in a step
 
 
 def require(condition: bool, message: str) -> None:
     """Raise ``ValueError(message)`` unless ``condition`` holds."""
     if not condition:
         raise ValueError(message)
+
+
+def spec_tokens(asked: int | str) -> tuple[int, SpecLengthName]:
+    """``num_spec_tokens`` and ``spec_length`` of an ``EngineConfig`` for a number of drafts, or for ``auto``."""
+    if asked == "auto":
+        return _MOST_AUTO, "auto"
+    require(str(asked).isdecimal(), f"num-spec-tokens is {asked}: use 1 to 16, 0 for plain decoding, or auto")
+    return int(asked), "fixed"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +57,7 @@ class EngineConfig:
     model: str
     drafter: str | None
     num_spec_tokens: int = 4
+    spec_length: SpecLengthName = "fixed"  # auto: what pays best at every step, at most num_spec_tokens
     drafter_batch: DrafterBatchName = "padded"
     draft_sampling: DraftSampling = "greedy"
     max_batch_size: int = 32
@@ -78,3 +90,11 @@ class EngineConfig:
             f"num-spec-tokens is {self.num_spec_tokens} but no drafter is given: "
             "name one with --drafter, or use --num-spec-tokens 0",
         )
+        require(
+            self.spec_length == "fixed" or self.num_spec_tokens >= 1,
+            "spec-length is auto and num-spec-tokens is 0, which leaves nothing to choose from: use 1 to 16",
+        )
+
+    def plain(self) -> Self:
+        """The same without speculation."""
+        return replace(self, num_spec_tokens=0, spec_length="fixed", drafter=None)

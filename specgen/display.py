@@ -53,6 +53,11 @@ def same_texts(identical: float, num_compared: int) -> str:
     return f"{count(round(identical * num_compared))} of {count(num_compared)} texts identical"
 
 
+def draft_length(most: int, spec_length: str) -> str:
+    """``4``, or ``auto, up to 7``"""
+    return f"auto, up to {most}" if spec_length == "auto" else str(most)
+
+
 def clip(text: str, width: int) -> str:
     """``text`` in at most ``width`` characters."""
     return text if len(text) <= width else text[: width - 1] + "…"

@@ -88,7 +88,13 @@ NumPromptsOption = Annotated[
     typer.Option(help="Use only the first N prompts.", rich_help_panel=DATA, show_default="all"),
 ]
 NumSpecTokensOption = Annotated[
-    int, typer.Option(help="Draft tokens a step, K; 0 is plain decoding.", rich_help_panel=DRAFTING)
+    str,
+    typer.Option(
+        help="Draft tokens a step, K; 0 is plain decoding; auto: at every step what pays best for the batch, by the "
+        "measured cost of a step and the acceptance so far, up to 7.",
+        metavar="INTEGER|auto",
+        rich_help_panel=DRAFTING,
+    ),
 ]
 DrafterBatchOption = Annotated[
     DrafterBatch,

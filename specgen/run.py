@@ -10,6 +10,7 @@ from specgen.build import Models, build_engine, choose_attention, load_models, r
 from specgen.checkpoint import fingerprint
 from specgen.config import EngineConfig, SamplingParams
 from specgen.conversations import Conversations, rejected_row
+from specgen.display import draft_length
 from specgen.events import Event, Finished, Submitted, Verified
 from specgen.prompts import Prompt, Rejected, load_prompts
 from specgen.provenance import manifest
@@ -77,8 +78,9 @@ def run(job: Job, output: Path | None, progress: Progress) -> Result:
         main = _generate(config, job.sampling, models, prompts, rejected, path, progress)
         report = fold(main.events(), num_spec_tokens=config.num_spec_tokens)
         if job.baseline:
-            plain = replace(config, num_spec_tokens=0, drafter=None)
-            base = _generate(plain, job.sampling, models, prompts, rejected, path / "baseline", progress)
+            base = _generate(
+                config.plain(), job.sampling, models, prompts, rejected, path / "baseline", progress
+            )
             identical, compared = _identical(main, base)
             report = report.with_baseline(fold(base.events(), num_spec_tokens=0), identical, compared)
         if output is not None:
@@ -178,7 +180,7 @@ def _settings(job: Job, config: EngineConfig, models: Models, num_prompts: int) 
     return {
         "model": _shown(config.model) + (" (synthetic weights)" if synthetic else ""),
         "drafter": "none (plain decoding)" if plain else _shown(str(config.drafter)),
-        "draft tokens (K)": str(config.num_spec_tokens),
+        "draft tokens (K)": draft_length(config.num_spec_tokens, config.spec_length),
         **({} if plain else {"drafter batch": config.drafter_batch}),
         "data": f"{job.dataset}, {num_prompts} prompts",
         "sampling": f"{how}, at most {sampling.max_tokens} new tokens, seed {sampling.seed}",

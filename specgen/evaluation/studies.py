@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal, Self, get_args
 
 from specgen.bundled import evaluation_directory
-from specgen.config import DrafterBatchName, EngineConfig, require
+from specgen.config import DrafterBatchName, EngineConfig, require, spec_tokens
 from specgen.json_fields import check_fields
 
 AttentionName = Literal["auto", "trtllm", "flashinfer", "sdpa", "sdpa-static"]
@@ -17,11 +17,14 @@ DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 
 @dataclass(frozen=True, kw_only=True)
 class Arm:
-    """What one arm changes; None leaves what the command line says. ``num_spec_tokens`` 0 is plain decoding."""
+    """What one arm changes; None leaves what the command line says.
+
+    ``num_spec_tokens`` is a number, 0 for plain decoding, or ``auto``.
+    """
 
     name: str
     drafter_batch: DrafterBatchName | None = None
-    num_spec_tokens: int | None = None
+    num_spec_tokens: int | str | None = None
     attention: AttentionName | None = None
     cuda_graphs: GraphsName | None = None
     dtype: DtypeName | None = None
@@ -50,11 +53,12 @@ class Arm:
         """``engine`` with this arm's changes; the temperature is the requests' and is not in it."""
         changes: dict[str, Any] = {
             "drafter_batch": self.drafter_batch,
-            "num_spec_tokens": self.num_spec_tokens,
             "attention": self.attention,
             "cuda_graphs": self.cuda_graphs,
             "dtype": self.dtype,
         }
+        if self.num_spec_tokens is not None:
+            changes["num_spec_tokens"], changes["spec_length"] = spec_tokens(self.num_spec_tokens)
         return replace(engine, **{key: value for key, value in changes.items() if value is not None})
 
 
