@@ -54,7 +54,7 @@ _BACKENDS: dict[str, type[Backend]] = {
 }
 _AUTO = {"cpu": ("sdpa",), "cuda": ("trtllm", "flashinfer", "sdpa")}  # the first that runs the model
 _RUNNERS: dict[str, type[Runner]] = {"step": StepGraphs, "pass": PassGraphs, "off": Eager}
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _GIB = 1 << 30
 
 
@@ -70,20 +70,9 @@ class Models:
 
 def resolve(config: EngineConfig) -> EngineConfig:
     """``config`` with every ``auto`` replaced by what will run; ``ValueError`` for what cannot run here."""
-    device = config.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    kind = device.partition(":")[0]
-    require(kind in ("cpu", "cuda"), f"device is {device!r}: use cpu, cuda or cuda:N")
-    require(
-        kind == "cpu" or torch.cuda.is_available(),
-        f"device is {device!r} but torch {torch.__version__} finds no GPU: use --device cpu",
-    )
-    dtype = config.dtype
-    if dtype == "auto":
-        dtype = "float32" if kind == "cpu" else "bfloat16"
-    require(dtype in _DTYPES, f"dtype is {dtype!r}: use one of {', '.join(_DTYPES)}")
-    attention, _ = choose_attention(replace(config, device=device, dtype=dtype))
+    device = choose_device(config.device)
+    kind, dtype = device.type, choose_dtype(config.dtype, device)
+    attention, _ = choose_attention(replace(config, device=str(device), dtype=dtype))
     capabilities = _BACKENDS[attention].capabilities
     graphs = config.cuda_graphs
     if graphs == "auto":
@@ -96,7 +85,7 @@ def resolve(config: EngineConfig) -> EngineConfig:
     )
     return replace(
         config,
-        device=device,
+        device=str(device),
         dtype=dtype,
         attention=attention,
         cuda_graphs=graphs,
@@ -106,6 +95,27 @@ def resolve(config: EngineConfig) -> EngineConfig:
 
 def choose_attention(config: EngineConfig) -> tuple[str, str]:
     """The backend that ``config``, whose device and dtype are resolved, runs on, and why that one."""
+def choose_device(name: str) -> torch.device:
+    """The device ``name`` stands for; ``ValueError`` for one that is not here."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    kind = name.partition(":")[0]
+    require(kind in ("cpu", "cuda"), f"device is {name!r}: use cpu, cuda or cuda:N")
+    require(
+        kind == "cpu" or torch.cuda.is_available(),
+        f"device is {name!r} but torch {torch.__version__} finds no GPU: use --device cpu",
+    )
+    return torch.device(name)
+
+
+def choose_dtype(name: str, device: torch.device) -> str:
+    """The number format ``name`` stands for on ``device``; ``ValueError`` for one that is not known."""
+    if name == "auto":
+        name = "float32" if device.type == "cpu" else "bfloat16"
+    require(name in DTYPES, f"dtype is {name!r}: use one of {', '.join(DTYPES)}")
+    return name
+
+
     names = _AUTO[config.device.partition(":")[0]] if config.attention == "auto" else (config.attention,)
     require(
         names[0] in _BACKENDS,
@@ -134,7 +144,7 @@ def _heads(config: EngineConfig) -> list[Heads]:
     models: list[TargetConfig | Eagle3Config] = [target_config(open_checkpoint(config.model))]
     if config.num_spec_tokens and config.drafter is not None:
         models.append(drafter_config(open_checkpoint(config.drafter), None))
-    dtype = _DTYPES[config.dtype]
+    dtype = DTYPES[config.dtype]
     return [
         Heads(
             num_heads=model.num_heads,
@@ -151,7 +161,7 @@ def _heads(config: EngineConfig) -> list[Heads]:
 
 def load_models(config: EngineConfig) -> Models:
     """Read target, head (if any drafts are asked for) and tokenizer of a resolved ``config``."""
-    device, dtype = torch.device(config.device), _DTYPES[config.dtype]
+    device, dtype = torch.device(config.device), DTYPES[config.dtype]
     checkpoints = {"model": open_checkpoint(config.model)}
     target, head = load_target(checkpoints["model"], dtype, device), None
     if config.num_spec_tokens:
@@ -201,7 +211,7 @@ def num_pages(config: EngineConfig, models: Models) -> int:
 
     ``ValueError`` if ``kv_memory``, or what ``gpu_memory_utilization`` leaves, does not hold a single page.
     """
-    width = _DTYPES[config.dtype].itemsize
+    width = DTYPES[config.dtype].itemsize
     token_bytes = kv_bytes_per_token(models.target.config, width)
     if config.num_spec_tokens and models.head is not None:
         token_bytes += kv_bytes_per_token(models.head.config, width)
@@ -295,7 +305,7 @@ def _cache(
         page_size=allocator.page_size,
         num_kv_heads=model.num_kv_heads,
         head_dim=model.head_dim,
-        dtype=_DTYPES[config.dtype],
+        dtype=DTYPES[config.dtype],
         device=device,
     )
 
