@@ -14,13 +14,13 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from bench_bound import StepBytes
 from bench_runs import measure
 from bench_table import VLLM, Row, head, line, profile_lines, times_vllm
 from bench_workload import Workload, prompt_lengths
 from calibrated_cycle import Cycle
 
 from specgen.bench.bandwidth import copy_bandwidth
+from specgen.bench.bound import StepBytes
 from specgen.bench.environment import device_name, environment, free_memory
 from specgen.build import Models, load_models, resolve
 from specgen.config import EngineConfig
@@ -149,6 +149,7 @@ def prepare(arguments: argparse.Namespace) -> Bench:
             cuda_graphs=arguments.cuda_graphs,
             gpu_memory_utilization=arguments.gpu_memory_utilization,
             max_prefill_tokens=8192,
+            prefix_cache=False,  # every run computes its prompts, those of the warm-up again too
         )
     )
     bandwidth = copy_bandwidth(config.device)

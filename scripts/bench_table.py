@@ -6,8 +6,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from bench_profile import Profile
 from bench_runs import Figures
+
+from specgen.bench.profile import Profile
 
 VLLM = json.loads((Path(__file__).parent / "vllm_h100.json").read_text(encoding="utf-8"))
 COLUMNS = (

@@ -6,9 +6,6 @@ from pathlib import Path
 
 import bench_gpu
 import pytest
-from bench_bound import StepBytes
-from bench_profile import Span, Window, busy, summarize
-from bench_runs import joint_acceptance, step_seconds
 from bench_table import VLLM, times_vllm
 from bench_workload import Workload, group_sizes, num_wrong, prompt_lengths
 from calibrated_cycle import Cycle
@@ -17,10 +14,7 @@ from calibrated_weights import Source
 from make_calibrated_pair import write_pair
 
 from specgen.bench.bandwidth import copy_bandwidth
-from specgen.build import load_models
-from specgen.events import Event, Finished, Stepped
 from specgen.sequence import Completion
-from tests.engines import config_of, load_pair
 
 CYCLE = Cycle.draw(100, 60, 0.75, seed=0)
 
@@ -75,13 +69,6 @@ def test_wrong_missing_and_surplus_tokens_are_counted() -> None:
     assert wrong(text[1], *text[1:]) == 2
 
 
-def test_a_step_reads_weights_once_a_pass_and_the_cache_of_every_sequence() -> None:
-    sizes = StepBytes(target=1000, head_first=100, head_later=60, target_kv=3, head_kv=1)
-    assert sizes.step(0, batch=2, context=10.5) == 1000 + 2 * 10.5 * 3
-    assert sizes.step(1, batch=2, context=10.5) == 1000 + 2 * 10.5 * (3 + 1) + 100
-    assert sizes.step(4, batch=2, context=10.5) == 1000 + 2 * 10.5 * (3 + 4) + 100 + 3 * 60
-
-
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path, shape = tmp_path_factory.mktemp("tiny"), SHAPES["tiny"]
@@ -90,111 +77,8 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_the_bytes_of_a_pair_are_its_matrices(tiny: Path) -> None:
-    shape = SHAPES["tiny"]
-    sizes = StepBytes.of(load_models(config_of(load_pair(tiny))), 2)
-    hidden, inner, norms = shape.hidden_size, shape.intermediate_size, 2 * shape.hidden_size
-    attention = 2 * hidden * shape.q_size + 2 * hidden * shape.kv_size
-    layer = attention + 3 * hidden * inner + norms
-    assert sizes.target == 2 * (shape.num_layers * layer + hidden + shape.vocab_size * hidden)
-    wide = attention + hidden * (shape.q_size + 2 * shape.kv_size)  # q, k and v read two states
-    head = wide + 3 * hidden * inner + norms + hidden + hidden + shape.draft_vocab_size * hidden
-    assert sizes.head_later == 2 * head
-    assert sizes.head_first == 2 * (head + 3 * hidden * hidden)
-    assert sizes.target_kv == 2 * 2 * shape.num_layers * shape.kv_size
-    assert sizes.head_kv == 2 * 2 * shape.kv_size
-
-
 def test_copy_bandwidth_is_that_of_memory() -> None:
     assert 1e8 < copy_bandwidth("cpu") < 1e13
-
-
-def span(start: float, end: float, name: str = "a") -> Span:
-    return Span(name=name, start=start, end=end)
-
-
-@pytest.mark.parametrize(
-    ("spans", "time"),
-    [
-        ([span(0, 2), span(3, 5)], 4),
-        ([span(3, 5), span(0, 2)], 4),
-        ([span(0, 2), span(1, 3)], 3),
-        ([span(0, 9), span(1, 3), span(4, 5)], 9),
-        ([span(0, 2), span(2, 3)], 3),
-        ([], 0),
-    ],
-)
-def test_busy_time_counts_overlaps_once(spans: list[Span], time: float) -> None:
-    assert busy(spans) == time
-
-
-def test_a_profile_has_the_idle_share_and_the_longest_kernels_first() -> None:
-    spans = [span(10, 20, "gemm"), span(20, 21, "norm"), span(25, 34, "gemm"), span(34, 35, "norm")]
-    profile = summarize(spans, num_steps=2, num_kernels=1)
-    assert profile.idle_share == pytest.approx(4 / 25)
-    assert profile.ms_per_step == pytest.approx(0.0125)
-    (kernel,) = profile.kernels
-    assert (kernel.name, kernel.launches_per_step, kernel.us_per_step) == ("gemm", 1, 9.5)
-    assert kernel.share == pytest.approx(19 / 21)
-
-
-def stepped(time: float, kind: str = "decode", num_sequences: int = 4) -> Stepped:
-    return Stepped(
-        kind=kind,
-        time=time,
-        seconds=0.0,
-        num_sequences=num_sequences,
-        num_spec_tokens=0,
-        target_rows=0,
-        first_pass_rows=0,
-        first_pass_kept=0,
-        loop_rows=0,
-    )
-
-
-def test_only_time_between_neighbouring_full_decode_steps_counts() -> None:
-    events: list[Event] = [
-        stepped(0, "prefill"),
-        stepped(1),
-        stepped(3),
-        Finished(sequence="a", time=3, reason="length", num_output_tokens=1),
-        stepped(6),
-        stepped(10, "prefill"),
-        stepped(11),
-        stepped(12, num_sequences=3),
-        stepped(13, num_sequences=3),
-    ]
-    assert step_seconds(events, batch=4) == [2, 3]
-
-
-def test_a_window_sees_full_decode_steps_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    window, seen = Window(4, skipped=2, num_steps=3), []
-
-    class Profiler:
-        def start(self) -> None:
-            seen.append("start")
-
-        def stop(self) -> None:
-            seen.append("stop")
-
-        def events(self) -> list[object]:
-            return []
-
-    monkeypatch.setattr(window, "_profiler", Profiler())
-    for time in range(4):
-        window.see(stepped(time, "prefill"))
-        window.see(stepped(time, num_sequences=3))
-        window.see(stepped(time))
-    assert seen == ["start"]
-    assert window.result() is None
-    window.see(stepped(9))
-    window.see(stepped(10))
-    assert seen == ["start", "stop"]
-
-
-def test_joint_acceptance_is_the_share_that_accepted_more() -> None:
-    assert joint_acceptance([0, 1, 1, 3], 3) == (0.75, 0.25, 0.25)
-    assert joint_acceptance([], 2) == (0, 0)
 
 
 def test_vllm_is_compared_under_its_own_conditions_only() -> None:

@@ -1,11 +1,10 @@
-"""What the GPU does inside steady decoding, by torch's profiler: how long it idles, and which kernels take the time."""
+"""What a device does inside steady decoding: a window of full decode steps, and the kernels that run in it."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Protocol
 
-from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from specgen.bench.environment import settle
@@ -45,50 +44,76 @@ class Profile:
         return asdict(self)
 
 
-class Window:
-    """Profiles ``num_steps`` decode steps of ``batch`` sequences, after ``skipped`` of them.
+class Recorder(Protocol):
+    """Notes the spans of work between start and stop."""
 
-    It is fed every event of an engine, and starts and stops the profiler between two steps.
+    def start(self) -> None:
+        """Begin to note."""
+        ...
+
+    def stop(self) -> None:
+        """Note no more."""
+        ...
+
+
+class KernelTrace:
+    """The kernels that run on a GPU, by torch's profiler; those of a replayed graph too, one by one."""
+
+    def __init__(self) -> None:
+        # the first start takes seconds, and graphs captured before it may not be seen
+        with profile(activities=[ProfilerActivity.CUDA]):
+            pass
+        self._profiler = profile(activities=[ProfilerActivity.CUDA], acc_events=True)
+
+    def start(self) -> None:
+        """See ``Recorder.start``."""
+        self._profiler.start()
+
+    def stop(self) -> None:
+        """See ``Recorder.stop``."""
+        self._profiler.stop()
+
+    def spans(self) -> list[Span]:
+        """The kernels and copies that ran, in no fixed order."""
+        return [
+            Span(name=event.name, start=event.time_range.start, end=event.time_range.end)
+            for event in self._profiler.events()  # type: ignore[no-untyped-call]
+            if event.device_type.name == "CUDA"
+        ]
+
+
+class Window:
+    """Opens ``recorder`` for ``num_steps`` decode steps of ``batch`` sequences, after ``skipped`` of them.
+
+    It is fed every event of an engine, and starts and stops the recorder between two steps.
     """
 
-    def __init__(self, batch: int, *, skipped: int = 8, num_steps: int = 32) -> None:
+    def __init__(self, batch: int, recorder: Recorder, *, skipped: int = 8, num_steps: int = 32) -> None:
+        self.skipped = skipped
+        self.num_steps = num_steps
         self._batch = batch
-        self._skipped = skipped
-        self._num_steps = num_steps
+        self._recorder = recorder
         self._seen = 0
-        self._profiler = profile(activities=[ProfilerActivity.CUDA], acc_events=True)
+
+    @property
+    def complete(self) -> bool:
+        """Whether all steps were seen."""
+        return self._seen >= self.skipped + self.num_steps
 
     def see(self, event: Event) -> None:
         """Count a step."""
         if not isinstance(event, Stepped) or event.kind != "decode" or event.num_sequences < self._batch:
             return
         self._seen += 1
-        if self._seen == self._skipped:
+        if self._seen == self.skipped:
             settle()  # starting takes a while, and nothing that is in flight may stand before that gap
-            self._profiler.start()
-        if self._seen == self._skipped + self._num_steps:
+            self._recorder.start()
+        if self._seen == self.skipped + self.num_steps:
             settle()
-            self._profiler.stop()
-
-    def result(self, num_kernels: int = 10) -> Profile | None:
-        """What was seen; None if the steps were too few."""
-        if self._seen < self._skipped + self._num_steps:
-            return None
-        spans = [
-            Span(name=event.name, start=event.time_range.start, end=event.time_range.end)
-            for event in self._profiler.events()
-            if event.device_type == DeviceType.CUDA
-        ]
-        return summarize(spans, self._num_steps, num_kernels)
+            self._recorder.stop()
 
 
-def warm_up() -> None:
-    """Start the profiler once: the first start takes seconds, and graphs captured before it may not be seen."""
-    with profile(activities=[ProfilerActivity.CUDA]):
-        pass
-
-
-def summarize(spans: Sequence[Span], num_steps: int, num_kernels: int) -> Profile:
+def summarize(spans: Sequence[Span], num_steps: int, num_kernels: int = 10) -> Profile:
     """The profile of ``spans``, one or more, that ``num_steps`` steps gave."""
     length = max(span.end for span in spans) - min(span.start for span in spans)
     return Profile(

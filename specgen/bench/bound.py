@@ -1,0 +1,134 @@
+"""The least time that a decode step and its parts can take: bytes to read over bandwidth, products over arithmetic."""
+
+import statistics
+import time
+from dataclasses import dataclass
+
+import torch
+
+from specgen.bench.environment import settle
+from specgen.build import Models
+from specgen.checkpoint import Checkpoint
+from specgen.models.config import kv_bytes_per_token
+
+_SQUARES = {"cuda": 8192, "cpu": 512}  # sides of the matrices whose product shows how fast a device computes
+_PRODUCTS = 9
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepBytes:
+    """What the passes of a decode step must read at least, in bytes.
+
+    Rows gathered from embeddings and what is written are left out: they are thousands of times smaller.
+    """
+
+    target: int  # weights of one pass
+    head_first: int  # weights of the head's first pass, which fuses the target's features
+    head_later: int  # weights of each further one
+    head_logits: int  # of these, what turns a state into logits
+    target_kv: int  # for each position
+    head_kv: int  # for each position and pass
+
+    @classmethod
+    def of(cls, models: Models, bytes_per_value: int) -> "StepBytes":
+        """Of a loaded pair whose weights and cache take ``bytes_per_value``."""
+        assert models.head is not None
+        target, head = models.target.config, models.head.config
+        tied = target.vocab_size * target.hidden_size if target.tied_embeddings else 0
+        first = _read_whole(models.checkpoints["drafter"]) * bytes_per_value
+        fused = head.num_features * head.target_hidden_size * head.hidden_size * bytes_per_value
+        return cls(
+            target=(_read_whole(models.checkpoints["model"]) + tied) * bytes_per_value,
+            head_first=first,
+            head_later=first - fused,
+            head_logits=head.draft_vocab_size * head.hidden_size * bytes_per_value,
+            target_kv=kv_bytes_per_token(target, bytes_per_value),
+            head_kv=kv_bytes_per_token(head, bytes_per_value),
+        )
+
+    def step(self, num_spec_tokens: int, batch: int, context: float) -> float:
+        """Of a step of ``batch`` sequences at ``context`` positions each; ``num_spec_tokens`` passes are the head's."""
+        positions = batch * context
+        plain = self.target + positions * self.target_kv
+        if num_spec_tokens == 0:
+            return plain
+        weights = self.head_first + (num_spec_tokens - 1) * self.head_later
+        return plain + weights + num_spec_tokens * positions * self.head_kv
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """How fast a device is at best, as measured on it."""
+
+    bytes_per_second: float
+    flops_per_second: float  # of a large product of matrices in the model's dtype
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """What a part of a step must do at least."""
+
+    num_bytes: float
+    flops: float  # of the matrices; attention's own are left out
+
+    def seconds(self, device: Device) -> float:
+        """Reading and computing go on at the same time, so the longer of both counts."""
+        return max(self.num_bytes / device.bytes_per_second, self.flops / device.flops_per_second)
+
+
+def part_works(
+    sizes: StepBytes,
+    *,
+    num_spec_tokens: int,
+    batch: int,
+    context: float,
+    vocab_size: int,
+    bytes_per_value: int,
+) -> dict[str, Work]:
+    """The work of each part of a decode step of ``batch`` sequences at ``context`` positions each.
+
+    The bytes of all but ``accept``, which reads the logits ``[rows, vocab_size]``, add up to ``StepBytes.step``.
+    """
+    k, rows, positions = num_spec_tokens, batch * (num_spec_tokens + 1), batch * context
+
+    def work(weights: float, cache: float, rows_each: int) -> Work:
+        return Work(num_bytes=weights + cache, flops=2 * weights / bytes_per_value * rows_each)
+
+    parts = {
+        "verify": work(sizes.target, positions * sizes.target_kv, rows),
+        "accept": Work(num_bytes=rows * vocab_size * bytes_per_value, flops=0.0),
+    }
+    if k == 0:
+        return parts
+    layer = sizes.head_later - sizes.head_logits
+    first = sizes.head_first - sizes.head_logits
+    return parts | {
+        "first pass": work(first, positions * sizes.head_kv, rows),
+        "draft loop": work(
+            k * sizes.head_logits + (k - 1) * layer, (k - 1) * positions * sizes.head_kv, batch
+        ),
+    }
+
+
+def matrix_flops(device: str, dtype: torch.dtype) -> float:
+    """Floating-point operations a second of a product of large square matrices; median of several."""
+    side = _SQUARES[torch.device(device).type]
+    left, right = (torch.randn(side, side, device=device, dtype=dtype) for _ in range(2))
+    seconds = []
+    for _ in range(_PRODUCTS):
+        settle()
+        began = time.perf_counter()
+        left @ right
+        settle()
+        seconds.append(time.perf_counter() - began)
+    return 2 * side**3 / statistics.median(seconds)
+
+
+def _read_whole(checkpoint: Checkpoint) -> int:
+    """How many weights a pass reads: all but embeddings, tables of ids, and what no pass uses."""
+    skipped = ("embed_tokens.weight", "d2t", "t2d", "inv_freq")
+    return sum(
+        info.numel
+        for name, info in checkpoint.tensors.items()
+        if not name.endswith(skipped) and not name.startswith("verifier_")
+    )

@@ -1,0 +1,176 @@
+"""What benches of the engine share: runs, latencies, profiles of a window of steps, and bounds."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from calibrated_cycle import Cycle
+from calibrated_shapes import SHAPES
+from calibrated_weights import Source
+from make_calibrated_pair import write_pair
+
+from specgen.bench.bound import Device, StepBytes, Work, matrix_flops, part_works
+from specgen.bench.profile import Span, Window, busy, summarize
+from specgen.bench.runs import inter_token_seconds, joint_acceptance, step_seconds
+from specgen.build import load_models
+from specgen.events import Event, Finished, Prefilled, Stepped, Submitted, Verified
+from tests.engines import config_of, load_pair
+
+SIZES = StepBytes(target=1000, head_first=100, head_later=60, head_logits=40, target_kv=3, head_kv=1)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path, shape = tmp_path_factory.mktemp("tiny"), SHAPES["tiny"]
+    cycle = Cycle.draw(shape.num_plain_tokens, shape.draft_vocab_size, 0.75, seed=0)
+    write_pair(path, shape, cycle, Source("cpu", 0))
+    return path
+
+
+def test_a_step_reads_weights_once_a_pass_and_the_cache_of_every_sequence() -> None:
+    assert SIZES.step(0, batch=2, context=10.5) == 1000 + 2 * 10.5 * 3
+    assert SIZES.step(1, batch=2, context=10.5) == 1000 + 2 * 10.5 * (3 + 1) + 100
+    assert SIZES.step(4, batch=2, context=10.5) == 1000 + 2 * 10.5 * (3 + 4) + 100 + 3 * 60
+
+
+def test_the_bytes_of_a_pair_are_its_matrices(tiny: Path) -> None:
+    shape = SHAPES["tiny"]
+    sizes = StepBytes.of(load_models(config_of(load_pair(tiny))), 2)
+    hidden, inner, norms = shape.hidden_size, shape.intermediate_size, 2 * shape.hidden_size
+    attention = 2 * hidden * shape.q_size + 2 * hidden * shape.kv_size
+    layer = attention + 3 * hidden * inner + norms
+    assert sizes.target == 2 * (shape.num_layers * layer + hidden + shape.vocab_size * hidden)
+    wide = attention + hidden * (shape.q_size + 2 * shape.kv_size)  # q, k and v read two states
+    head = wide + 3 * hidden * inner + norms + hidden + hidden + shape.draft_vocab_size * hidden
+    assert sizes.head_later == 2 * head
+    assert sizes.head_logits == 2 * hidden * shape.draft_vocab_size
+    assert sizes.head_first == 2 * (head + 3 * hidden * hidden)
+    assert sizes.target_kv == 2 * 2 * shape.num_layers * shape.kv_size
+    assert sizes.head_kv == 2 * 2 * shape.kv_size
+
+
+def span(start: float, end: float, name: str = "a") -> Span:
+    return Span(name=name, start=start, end=end)
+
+
+@pytest.mark.parametrize(
+    ("spans", "time"),
+    [
+        ([span(0, 2), span(3, 5)], 4),
+        ([span(3, 5), span(0, 2)], 4),
+        ([span(0, 2), span(1, 3)], 3),
+        ([span(0, 9), span(1, 3), span(4, 5)], 9),
+        ([span(0, 2), span(2, 3)], 3),
+        ([], 0),
+    ],
+)
+def test_busy_time_counts_overlaps_once(spans: list[Span], time: float) -> None:
+    assert busy(spans) == time
+
+
+def test_a_profile_has_the_idle_share_and_the_longest_kernels_first() -> None:
+    spans = [span(10, 20, "gemm"), span(20, 21, "norm"), span(25, 34, "gemm"), span(34, 35, "norm")]
+    profile = summarize(spans, num_steps=2, num_kernels=1)
+    assert profile.idle_share == pytest.approx(4 / 25)
+    assert profile.ms_per_step == pytest.approx(0.0125)
+    (kernel,) = profile.kernels
+    assert (kernel.name, kernel.launches_per_step, kernel.us_per_step) == ("gemm", 1, 9.5)
+    assert kernel.share == pytest.approx(19 / 21)
+
+
+def stepped(time: float, kind: str = "decode", num_sequences: int = 4) -> Stepped:
+    return Stepped(
+        kind=kind,
+        time=time,
+        seconds=0.0,
+        num_sequences=num_sequences,
+        num_spec_tokens=0,
+        target_rows=0,
+        first_pass_rows=0,
+        first_pass_kept=0,
+        loop_rows=0,
+    )
+
+
+def test_only_time_between_neighbouring_full_decode_steps_counts() -> None:
+    events: list[Event] = [
+        stepped(0, "prefill"),
+        stepped(1),
+        stepped(3),
+        Finished(sequence="a", time=3, reason="length", num_output_tokens=1),
+        stepped(6),
+        stepped(10, "prefill"),
+        stepped(11),
+        stepped(12, num_sequences=3),
+        stepped(13, num_sequences=3),
+    ]
+    assert step_seconds(events, batch=4) == [2, 3]
+
+
+def test_a_window_sees_full_decode_steps_only() -> None:
+    seen: list[str] = []
+
+    class Recorder:
+        def start(self) -> None:
+            seen.append("start")
+
+        def stop(self) -> None:
+            seen.append("stop")
+
+    window = Window(4, Recorder(), skipped=2, num_steps=3)
+    for time in range(4):
+        window.see(stepped(time, "prefill"))
+        window.see(stepped(time, num_sequences=3))
+        window.see(stepped(time))
+    assert seen == ["start"]
+    assert not window.complete
+    window.see(stepped(9))
+    assert window.complete
+    window.see(stepped(10))
+    assert seen == ["start", "stop"]
+
+
+def test_joint_acceptance_is_the_share_that_accepted_more() -> None:
+    assert joint_acceptance([0, 1, 1, 3], 3) == (0.75, 0.25, 0.25)
+    assert joint_acceptance([], 2) == (0, 0)
+
+
+def test_parts_do_together_what_the_step_does() -> None:
+    for k in (0, 1, 4):
+        parts = part_works(SIZES, num_spec_tokens=k, batch=2, context=10.5, vocab_size=7, bytes_per_value=2)
+        assert list(parts) == ["verify", "accept", "first pass", "draft loop"][: 4 if k else 2]
+        assert parts.pop("accept") == Work(num_bytes=2 * (k + 1) * 7 * 2, flops=0)
+        assert sum(work.num_bytes for work in parts.values()) == SIZES.step(k, batch=2, context=10.5)
+    assert parts["verify"].flops == 2 * (1000 / 2) * 2 * 5
+    assert parts["first pass"].flops == 2 * (60 / 2) * 2 * 5  # fc and the layer, for all rows of the verify
+    assert parts["draft loop"].flops == 2 * ((4 * 40 + 3 * 20) / 2) * 2
+
+
+def test_the_longer_of_reading_and_computing_is_the_bound() -> None:
+    work = Work(num_bytes=30.0, flops=100.0)
+    assert work.seconds(Device(bytes_per_second=10.0, flops_per_second=100.0)) == 3.0
+    assert work.seconds(Device(bytes_per_second=100.0, flops_per_second=10.0)) == 10.0
+
+
+def test_products_of_matrices_are_timed() -> None:
+    assert 1e8 < matrix_flops("cpu", torch.float32) < 1e14
+
+
+def test_a_step_is_one_gap_however_many_tokens_it_emits() -> None:
+    def verified(sequence: str, time: float, emitted: int) -> Verified:
+        return Verified(sequence=sequence, time=time, drafts=(1, 2), accepted=emitted, emitted=emitted)
+
+    events: Sequence[Event] = [
+        Submitted(sequence="a", time=0.0, num_prompt_tokens=3),
+        Prefilled(sequence="a", time=1.0, emitted=1, num_cached=0),
+        verified("a", 1.5, 3),
+        Prefilled(sequence="b", time=2.0, emitted=1, num_cached=0),
+        verified("a", 3.0, 1),
+        verified("b", 3.0, 2),
+        Finished(sequence="a", time=3.0, reason="length", num_output_tokens=5),
+        Prefilled(sequence="b", time=5.0, emitted=0, num_cached=0),  # after a preemption: a gap goes on
+        verified("b", 6.0, 1),
+        Prefilled(sequence="a", time=7.0, emitted=1, num_cached=0),  # another request of that name
+    ]
+    assert list(inter_token_seconds(events)) == [0.5, 1.5, 1.0, 3.0]
