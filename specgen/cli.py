@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from specgen import options as opt
+from specgen.bench.commands import app as bench
 from specgen.bundled import data_directory
 from specgen.config import EngineConfig, SamplingParams, require, spec_tokens
 
@@ -25,6 +26,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.add_typer(bench)
 
 _FAILURES_SHOWN = 3
 
@@ -186,7 +188,7 @@ def verify(
         attention=attention.value,
         cuda_graphs=cuda_graphs.value,
     )
-    sizes = _batch_sizes(batch_sizes)
+    sizes = opt.numbers("batch-sizes", batch_sizes)
     require(
         output is None or not output.exists(),
         f"output {str(output)!r} exists: name a new file, or remove it first",
@@ -363,16 +365,6 @@ def _bytes(text: str) -> int:
         f"kv-memory is {text!r}: write a size such as 512MiB or 2GiB",
     )
     return int(float(number) * units[unit])
-
-
-def _batch_sizes(text: str) -> tuple[int, ...]:
-    """Numbers from ``1,8,32``."""
-    parts = [part.strip() for part in text.split(",")]
-    require(
-        all(part.isdecimal() and int(part) >= 1 for part in parts),
-        f"batch-sizes is {text!r}: write numbers of at least 1 with commas between, such as 1,8,32",
-    )
-    return tuple(int(part) for part in parts)
 
 
 def _print(result: "Result") -> None:

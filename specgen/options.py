@@ -6,6 +6,8 @@ from typing import Annotated
 
 import typer
 
+from specgen.config import require
+
 # The groups of --help
 MODELS, DATA, DRAFTING = "Models", "Prompts", "Speculation"
 SAMPLING, RUNNING, RESULTS, STUDY = "Sampling", "Running", "Results", "Study"
@@ -277,3 +279,13 @@ StudyOutputOption = Annotated[
         show_default=False,
     ),
 ]
+
+
+def numbers(name: str, text: str) -> tuple[int, ...]:
+    """The numbers of the option ``name`` from ``1,8,32``; ``ValueError`` for anything else."""
+    parts = [part.strip() for part in text.split(",")]
+    require(
+        all(part.isdecimal() and int(part) >= 1 for part in parts),
+        f"{name} is {text!r}: write numbers of at least 1 with commas between, such as 1,8,32",
+    )
+    return tuple(int(part) for part in parts)

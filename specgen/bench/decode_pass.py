@@ -1,0 +1,125 @@
+"""A decode pass of random sequences over random pages: what a kernel is timed on."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from random import Random
+
+import torch
+from torch import Tensor
+
+from specgen.attention import Heads
+from specgen.bench.timing import num_layers
+from specgen.kv_cache import KVCache
+from specgen.layout import Layout
+from specgen.transfer import on_device
+
+
+@dataclass(frozen=True, kw_only=True)
+class Query:
+    """The rows of each sequence in a pass: all have ``longest``, or it is drawn who has how many."""
+
+    name: str
+    shortest: int
+    longest: int
+
+    def layout(self, cell: "Cell", tables: Tensor) -> Layout:
+        """The geometry of a pass over the sequences of ``cell``; the host knows no length, as when decoding."""
+        rng = Random(f"{self.name} {cell.num_seqs}")
+        lens = [rng.randint(self.shortest, self.longest) for _ in cell.kv_lens]
+        starts = [end - length for end, length in zip(cell.kv_lens, lens, strict=True)]
+        first = on_device(starts, tables.device)
+        if self.shortest == self.longest:
+            return Layout.uniform(tables, first, self.longest, cell.heads.page_size)
+        return Layout(
+            block_tables=tables,
+            starts=first,
+            ragged_lens=on_device(lens, tables.device),
+            num_rows=sum(lens),
+            max_query_len=self.longest,
+            page_size=cell.heads.page_size,
+            uniform_q=None,
+        )
+
+
+def queries(num_spec_tokens: int) -> Iterator[Query]:
+    """Plain decoding, and with drafts a verify pass (padded) and the accepted rows alone (ragged)."""
+    yield Query(name="1", shortest=1, longest=1)
+    if longest := num_spec_tokens and num_spec_tokens + 1:
+        yield Query(name=f"{longest} padded", shortest=longest, longest=longest)
+        yield Query(name=f"1-{longest} ragged", shortest=1, longest=longest)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """``num_seqs`` sequences of up to ``max_seq_len`` positions: the last one has them all, the others any number."""
+
+    num_seqs: int
+    max_seq_len: int
+    heads: Heads
+    device: torch.device
+
+    @cached_property
+    def kv_lens(self) -> tuple[int, ...]:
+        """Positions of each sequence, the rows of the pass included; the same every time."""
+        rng = Random(f"{self.num_seqs} {self.max_seq_len}")
+        least = self.heads.max_query_len
+        drawn = (rng.randint(least, self.max_seq_len) for _ in range(self.num_seqs - 1))
+        return (*drawn, self.max_seq_len)
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes of KV that one call must read."""
+        return sum(self.kv_lens) * self._bytes_per_position
+
+    @property
+    def num_layers(self) -> int:
+        """Layers that the calls go over."""
+        return num_layers(self.bytes_read, self.device)
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of all sequences."""
+        return sum(self._page_counts)
+
+    @property
+    def bytes_stored(self) -> int:
+        """Bytes of the caches of all layers."""
+        return self.num_layers * (self.num_pages + 1) * self.heads.page_size * self._bytes_per_position
+
+    def block_tables(self) -> Tensor:
+        """Each sequence's pages, which lie anywhere: int32 ``[num_seqs, most pages]``, 0 where there is none."""
+        pages = list(range(1, self.num_pages + 1))
+        Random(self.num_pages).shuffle(pages)
+        width = max(self._page_counts)
+        rows = [[pages.pop() for _ in range(count)] + [0] * (width - count) for count in self._page_counts]
+        return on_device(rows, self.device, torch.int32)
+
+    def cache(self) -> KVCache:
+        """Pages full of normal random numbers."""
+        cache = KVCache(
+            num_layers=self.num_layers,
+            num_pages=self.num_pages + 1,
+            page_size=self.heads.page_size,
+            num_kv_heads=self.heads.num_kv_heads,
+            head_dim=self.heads.head_dim,
+            dtype=self.heads.kv_dtype,
+            device=self.device,
+        )
+        for layer in range(self.num_layers):
+            for values in cache.pages(layer):
+                values.normal_()
+        return cache
+
+    def rows(self, layout: Layout) -> Tensor:
+        """A query for each row: ``[rows, num_heads, head_dim]``, normal random numbers."""
+        shape = (layout.num_rows, self.heads.num_heads, self.heads.head_dim)
+        return torch.randn(shape, dtype=self.heads.dtype, device=self.device)
+
+    @property
+    def _bytes_per_position(self) -> int:
+        return 2 * self.heads.num_kv_heads * self.heads.head_dim * self.heads.kv_dtype.itemsize
+
+    @property
+    def _page_counts(self) -> list[int]:
+        return [-(-length // self.heads.page_size) for length in self.kv_lens]

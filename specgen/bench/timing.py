@@ -1,0 +1,81 @@
+"""How long one layer of a pass takes on a device, when it finds nothing of what it reads in a cache."""
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+SPREAD = {"cuda": 256 << 20, "cpu": 16 << 20}  # bytes that all layers together read: more than a cache holds
+MOST_LAYERS = 64
+_WARM_UPS = 3
+
+Call = Callable[[int], Tensor]  # the work of one layer, by its number
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timing:
+    """Seconds a call: mean and standard deviation over repeats, each of which calls every layer once."""
+
+    mean: float
+    std: float
+    output: Tensor  # of the last layer's call, in the last repeat
+
+
+def num_layers(bytes_per_layer: int, device: torch.device) -> int:
+    """How many layers, of which each reads ``bytes_per_layer``, no cache holds."""
+    return max(1, min(MOST_LAYERS, -(-SPREAD[device.type] // bytes_per_layer)))
+
+
+def time_layers(call: Call, layers: int, repeats: int, device: torch.device) -> Timing:
+    """Call ``call(0)``, ``call(1)`` … in turn, ``repeats`` times.
+
+    On a GPU the calls are one CUDA graph, timed between two events, and a large buffer is overwritten before each
+    repeat: no launch and no cached data is in the times. ``call`` must stay right when it is replayed.
+    """
+    call(0)  # loads, compiles and plans
+    if device.type == "cpu":
+        return _timing(*_on_cpu(call, layers, repeats), layers)
+    graph, output = _capture(call, layers)
+    return _timing(_on_gpu(graph, repeats, device), output.clone(), layers)
+
+
+def _timing(seconds: list[float], output: Tensor, layers: int) -> Timing:
+    each = [passed / layers for passed in seconds]
+    return Timing(mean=statistics.mean(each), std=statistics.stdev(each), output=output)
+
+
+def _on_cpu(call: Call, layers: int, repeats: int) -> tuple[list[float], Tensor]:
+    seconds = []
+    for _ in range(repeats):
+        began = time.perf_counter()
+        for layer in range(layers):
+            output = call(layer)
+        seconds.append(time.perf_counter() - began)
+    return seconds, output
+
+
+def _capture(call: Call, layers: int) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+    """A graph of all calls, and where the last one writes."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for layer in range(layers):
+            output = call(layer)
+    return graph, output
+
+
+def _on_gpu(graph: torch.cuda.CUDAGraph, repeats: int, device: torch.device) -> list[float]:
+    """Seconds of each replay. Nothing is waited for in between, so the host stays ahead of the device."""
+    other = torch.empty(SPREAD["cuda"], dtype=torch.uint8, device=device)
+    marks = []
+    for _ in range(_WARM_UPS + repeats):
+        other.zero_()
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        begin.record()
+        graph.replay()
+        end.record()
+        marks.append((begin, end))
+    torch.cuda.synchronize(device)
+    return [begin.elapsed_time(end) / 1e3 for begin, end in marks[_WARM_UPS:]]
