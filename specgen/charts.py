@@ -103,8 +103,8 @@ def lines_chart(name: str, title: str, x_label: str, y_label: str, lines: Lines,
     body += [_column_label(places[x], escape(x)) for x in columns]
     ends = _apart([_height(points[-1][1] / top) for points in lines.values()])
     for index, (label, points) in enumerate(lines.items()):
-        style = ARM_STYLES[index % len(ARM_STYLES)]
-        body.append(_line(style, label, [(places[x], y) for x, y in points], top, ends[index], show))
+        hue = 220 - 260 * index / max(len(lines) - 1, 1)  # from blue through green and red
+        body.append(_line(hue, label, [(places[x], y) for x, y in points], top, ends[index], show))
     description = "; ".join(
         f"{label}: {', '.join(f'{x} {show(y)}' for x, y in points)}" for label, points in lines.items()
     )
@@ -137,9 +137,9 @@ def _curve(
 
 
 def _line(
-    style: str, label: str, points: Sequence[tuple[float, float]], top: float, end: float, show: Show
+    hue: float, label: str, points: Sequence[tuple[float, float]], top: float, end: float, show: Show
 ) -> str:
-    """A line through ``points`` (place, number); its name stands to its right, at height ``end``."""
+    """A line through ``points`` (place, number); its name stands at the right margin, at height ``end``."""
     short = escape(label)
     placed = [(x, _height(y / top), show(y)) for x, y in points]
     marks = [f'<polyline points="{" ".join(f"{x:.1f},{y:.1f}" for x, y, _ in placed)}"/>']
@@ -147,8 +147,8 @@ def _line(
         f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3"><title>{short}: {text}</title></circle>'
         for x, y, text in placed
     ]
-    marks.append(f'<text x="{placed[-1][0] + 8:.1f}" y="{end + 4:.1f}">{short}</text>')
-    return f'<g class="{style}">{"".join(marks)}</g>'
+    marks.append(f'<text x="{_WIDTH - _RIGHT - _NAMES + 4}" y="{end + 4:.1f}">{short}</text>')
+    return f'<g class="line" style="color: hsl({hue:.0f} 65% 48%)">{"".join(marks)}</g>'
 
 
 def _bar(
@@ -216,7 +216,7 @@ def _number_grid(top: float) -> str:
     for share in (0, 0.25, 0.5, 0.75, 1):
         y = _height(share)
         lines.append(
-            f'<path class="grid" d="M{_LEFT} {y:.1f}H{_WIDTH - _RIGHT}"/>'
+            f'<path class="grid" d="M{_LEFT} {y:.1f}H{_WIDTH - _RIGHT - _NAMES}"/>'
             f'<text text-anchor="end" x="{_LEFT - 6}" y="{y + 4:.1f}">{top * share:g}</text>'
         )
     return "".join(lines)
@@ -264,18 +264,25 @@ def _round_up(share: float) -> float:
 
 
 def _round_number(number: float) -> float:
-    """The next of 1, 2, 4, 6, 8, 10 times a power of ten, so that a quarter of it is a short number."""
+    """A number a little above with a power of ten as its unit, so that a quarter of it is short."""
     if number <= 0:
         return 1.0
     power = 10.0 ** math.floor(math.log10(number))
-    return next(step * power for step in (1, 2, 4, 6, 8, 10) if number <= step * power * (1 + 1e-9))
+    return next(
+        step * power
+        for step in (1, 1.2, 1.6, 2, 2.4, 3.2, 4, 6, 8, 10)
+        if number <= step * power * (1 + 1e-9)
+    )
 
 
 def _apart(heights: Sequence[float]) -> list[float]:
-    """``heights`` moved down until each is a row of text from the next; lines that end high come first."""
+    """``heights`` moved until each is a row of text from the next and none is below the plot; their order stays."""
     order = sorted(range(len(heights)), key=lambda i: heights[i])
-    moved, least = list(heights), float("-inf")
+    moved, least, most = list(heights), float("-inf"), _height(0)
     for i in order:
         moved[i] = max(heights[i], least)
         least = moved[i] + _NAME_ROW
+    for i in reversed(order):
+        moved[i] = min(moved[i], most)
+        most = moved[i] - _NAME_ROW
     return moved

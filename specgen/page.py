@@ -52,6 +52,8 @@ polyline { fill: none; stroke-width: 2 }
 .fourth polyline, .fourth .whisker { stroke: var(--fourth) }
 .fourth polyline { stroke-dasharray: 9 3 }
 .fourth circle { fill: var(--card); stroke: var(--fourth); stroke-width: 2 }
+.line polyline { stroke: currentColor }
+.line circle, svg .line text { fill: currentColor }
 .key { display: inline-block; width: 10px; height: 10px; margin: 0 5px 0 0; border: 2px solid;
   border-radius: 50% }
 .key.first { color: var(--first); background: var(--first) }

@@ -45,12 +45,12 @@ def _columns(names: Sequence[str]) -> tuple[Column, ...]:
 
 def _plots(names: Sequence[str], num_spec_tokens: int) -> Iterator[Plot]:
     """For each kind of query the speedup where there is one, and how far the first backend is from its bound."""
-    shown = {f"{names[0]}_over_bound": f"{names[0]} over the bound of the memory"}
+    shown = {f"{names[0]}_over_bound": f"{names[0]} over the memory's bound"}
     if len(names) == 2:
         shown = {"speedup": f"{names[0]} against {names[1]}"} | shown
     for y, what in shown.items():
         for query in queries(num_spec_tokens):
-            title = f"{what}: rows a sequence {query.name}"
+            title = f"{what}, query {query.name}"
             yield Plot(title=title, x="num_seqs", y=y, series="max_seq_len", where={"query": query.name})
 
 

@@ -1,0 +1,181 @@
+"""The kernel table: what is timed, that it is checked, and all of it on a CPU."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from specgen.attention import Heads
+from specgen.attention.sdpa import SdpaBackend
+from specgen.bench import bandwidth, kernels
+from specgen.bench.decode_pass import Cell, queries
+from specgen.bench.kernels import KernelJob, measure, relative_error
+from specgen.bench.timing import MOST_LAYERS, SPREAD, num_layers, time_layers
+from specgen.cli import app
+from specgen.layout import Layout
+
+CPU = torch.device("cpu")
+HEADS = Heads(
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    dtype=torch.float32,
+    kv_dtype=torch.float32,
+    page_size=4,
+    max_query_len=4,
+)
+CELL = Cell(num_seqs=5, max_seq_len=30, heads=HEADS, device=CPU)
+JOB = KernelJob(heads=HEADS, num_seqs=(1, 3), max_seq_lens=(16, 9), num_spec_tokens=3, repeats=2, device=CPU)
+
+
+@pytest.fixture(autouse=True)
+def small_copies(monkeypatch) -> None:
+    monkeypatch.setitem(bandwidth.COPIED_BYTES, "cpu", 1 << 20)
+
+
+def test_lengths_are_random_up_to_the_longest_which_is_there() -> None:
+    many = replace(CELL, num_seqs=200)
+    assert many.kv_lens[-1] == max(many.kv_lens) == 30
+    assert set(many.kv_lens) == set(range(4, 31))
+    assert many.kv_lens == replace(CELL, num_seqs=200).kv_lens
+    assert many.bytes_read == sum(many.kv_lens) * 2 * 2 * 8 * 4
+
+
+def test_no_page_is_shared_and_pages_lie_anywhere() -> None:
+    tables = CELL.block_tables()
+    pages = tables[tables > 0].tolist()
+    assert sorted(pages) == list(range(1, CELL.num_pages + 1))
+    assert pages != sorted(pages)
+    assert [(row > 0).sum().item() for row in tables] == [-(-length // 4) for length in CELL.kv_lens]
+    cache = CELL.cache()
+    keys, values = cache.pages(CELL.num_layers - 1)
+    assert keys.shape == (CELL.num_pages + 1, 4, 2, 8)
+    assert values.std().item() == pytest.approx(1, abs=0.1)
+
+
+def test_passes_end_where_the_context_does() -> None:
+    plain, padded, ragged = (query.layout(CELL, CELL.block_tables()) for query in queries(3))
+    for layout in (plain, padded, ragged):
+        assert layout.kv_lens.tolist() == list(CELL.kv_lens)
+        assert layout.host is None  # as when decoding: no kernel may be told
+    assert (plain.uniform_q, padded.uniform_q, ragged.uniform_q) == (1, 4, None)
+    lens = next(query for query in queries(3) if "ragged" in query.name).layout(
+        many := replace(CELL, num_seqs=200), many.block_tables()
+    )
+    assert set(lens.query_lens.tolist()) == {1, 2, 3, 4}
+    assert [query.name for query in queries(0)] == ["1"]
+
+
+def test_small_contexts_are_spread_over_many_layers() -> None:
+    assert num_layers(1, CPU) == MOST_LAYERS
+    assert num_layers(SPREAD["cpu"] // 4 - 1, CPU) == 5
+    assert num_layers(SPREAD["cpu"] * 3, CPU) == 1
+
+
+def test_every_repeat_calls_each_layer_once() -> None:
+    called: list[int] = []
+
+    def call(layer: int) -> torch.Tensor:
+        called.append(layer)
+        return torch.tensor(float(layer))
+
+    timing = time_layers(call, 3, 2, CPU)
+    assert called == [0, 0, 1, 2, 0, 1, 2]
+    assert timing.output.item() == 2
+    assert timing.mean > 0
+
+
+def test_an_error_is_relative_to_its_row() -> None:
+    expected = torch.tensor([[3.0, 4.0], [100.0, 0.0]])
+    assert relative_error(expected + torch.tensor([[0.5, 0.0], [0.0, 1.0]]), expected) == pytest.approx(0.1)
+
+
+def test_the_table_has_every_combination_in_order_and_grows() -> None:
+    tables = list(measure(JOB))
+    assert [len(table.rows) for table in tables] == [3, 6, 9, 12]
+    cells = [(1, 9), (3, 9), (1, 16), (3, 16)]
+    assert [(row["query"], row["num_seqs"], row["max_seq_len"]) for row in tables[-1].rows] == [
+        (query, *cell) for query in ("1", "4 padded", "1-4 ragged") for cell in cells
+    ]
+    for row in tables[-1].rows:
+        assert row["sdpa_over_bound"] == pytest.approx(row["sdpa_mean"] / row["bound"])
+        assert row["difference"] < 1e-5
+    assert "speedup" not in tables[-1].by_name
+    assert all(plot.lines(tables[-1].rows) for plot in tables[-1].plots)
+
+
+class Shortsighted(SdpaBackend):
+    """Sees one position too few."""
+
+    name = "sdpa"
+
+    def plan(self, layout: Layout):
+        return super().plan(replace(layout, starts=layout.starts - (layout.starts > 0).long()))
+
+
+def test_a_wrong_result_is_not_in_the_table(monkeypatch) -> None:
+    monkeypatch.setitem(kernels._TIMED, "cpu", (Shortsighted,))
+    *_, table = measure(JOB)
+    assert not table.rows
+    assert len(table.notes) == 12
+    assert "results differ by" in table.notes[0]
+
+
+def test_two_backends_are_checked_and_compared_with_each_other(monkeypatch) -> None:
+    monkeypatch.setitem(kernels._TIMED, "cpu", (SdpaBackend, kernels.StaticSdpaBackend))
+    monkeypatch.setitem(kernels._KERNELS, "sdpa-static", "")
+    *_, table = measure(JOB)
+    row = table.rows[-1]
+    assert row["speedup"] == pytest.approx(row["sdpa-static_mean"] / row["sdpa_mean"])
+    assert table.head["difference"].endswith("sdpa-static against sdpa")
+    assert {plot.y for plot in table.plots} == {"speedup", "sdpa_over_bound"}
+
+
+def test_what_does_not_fit_is_left_out_and_named() -> None:
+    *_, table = measure(replace(JOB, max_seq_lens=(9, 1 << 25), num_seqs=(1,)))
+    assert {row["max_seq_len"] for row in table.rows} == {9}
+    assert table.notes == (
+        "not measured: 1 sequences of up to 33554432 take 4.00 GiB of KV, and there is room for 0.25",
+    )
+
+
+def test_where_no_kernel_runs_the_reasons_are_named(monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    with pytest.raises(
+        ValueError, match=r"trtllm does not support GPUs.* 7.x.*; flashinfer does not"
+    ) as raised:
+        next(measure(replace(JOB, device=torch.device("cuda"))))
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"repeats": 1}, "repeats is 1"),
+        ({"max_seq_lens": (16, 3)}, "max-seq-lens has 3, too short for 4 rows"),
+        ({"heads": replace(HEADS, num_heads=3)}, "num-heads is 3 for 2 KV heads"),
+        ({"num_spec_tokens": -1}, "num-spec-tokens is -1"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(changes, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        replace(JOB, **changes)
+
+
+def test_the_command_leaves_table_document_and_files(tmp_path) -> None:
+    sizes = ["--num-seqs", "2", "--max-seq-lens", "16", "--num-spec-tokens", "1", "--page-size", "4"]
+    heads = ["--num-heads", "2", "--num-kv-heads", "1", "--head-dim", "8"]
+    options = ["--device", "cpu", "--repeats", "2", "--output", str(tmp_path / "out")]
+    done = CliRunner().invoke(app, ["bench", "kernels", *sizes, *heads, *options])
+    assert done.exit_code == 0, done.output
+    document = json.loads(done.stdout.splitlines()[-1])
+    assert [row["query"] for row in document["rows"]] == ["1", "2 padded", "1-2 ragged"]
+    assert document["head"]["repeats"] == 2
+    assert "2 heads, 1 KV heads of 8, float32, pages of 4" in document["head"]["shape"]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        "kernels.csv",
+        "kernels.html",
+        "kernels.json",
+    ]

@@ -1,0 +1,122 @@
+"""What every bench's table is: text, CSV, JSON and a page, from the same rows."""
+
+import csv
+import json
+import re
+import xml.etree.ElementTree as ET
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+
+from specgen import display
+from specgen.bench.commands import publish
+from specgen.bench.output import Column, Plot, Table
+from specgen.charts import lines_chart
+
+COLUMNS = (
+    Column(name="batch"),
+    Column(name="mode"),
+    Column(name="speed", unit="tokens/s", show=display.rate),
+    Column(name="ratio", show=display.ratio),
+)
+VALUES = [(1, "<a>", 1234.56, None), (8, "<a>", 2000.0, 1.5), (1, "b, c", 0.25, 2.0), (8, "b, c", None, 3.0)]
+NAMES = [column.name for column in COLUMNS]
+TABLE = Table(
+    name="speeds",
+    title="Speed & batch",
+    head={"device": "a GPU", "weights": "synthetic", "repeats": 3},
+    columns=COLUMNS,
+    rows=tuple(dict(zip(NAMES, row, strict=True)) for row in VALUES),
+    plots=(
+        Plot(title="Speeds", x="batch", y="speed", series="mode"),
+        Plot(title="Those of <a>", x="batch", y="ratio", series="mode", where={"mode": "<a>"}),
+    ),
+    notes=("batch 64 was not run: no memory",),
+)
+
+
+def test_text_has_the_head_units_dashes_and_notes() -> None:
+    lines = TABLE.to_text().splitlines()
+    assert lines[:5] == ["Speed & batch", "device: a GPU", "weights: synthetic", "repeats: 3", ""]
+    assert lines[5].split() == ["batch", "mode", "speed", "[tokens/s]", "ratio"]
+    assert lines[6].split() == ["1", "<a>", "1,234.6", "-"]
+    assert lines[-2].split() == ["8", "b,", "c", "-", "3.00x"]
+    assert lines[-1] == "batch 64 was not run: no memory"
+
+
+def test_csv_gives_the_values_back_in_full() -> None:
+    rows = list(csv.DictReader(TABLE.to_csv().splitlines()))
+    assert [row["speed"] for row in rows] == ["1234.56", "2000.0", "0.25", ""]
+    assert [row["mode"] for row in rows] == ["<a>", "<a>", "b, c", "b, c"]
+
+
+def test_json_is_the_whole_table() -> None:
+    document = json.loads(json.dumps(TABLE.to_json()))
+    assert document["rows"] == [dict(row) for row in TABLE.rows]
+    assert document["columns"][2] == {"name": "speed", "unit": "tokens/s"}
+    assert (document["head"], document["notes"]) == (dict(TABLE.head), list(TABLE.notes))
+
+
+def test_a_plot_takes_the_rows_it_names_and_leaves_out_what_was_not_measured() -> None:
+    everything, some = TABLE.plots
+    assert everything.lines(TABLE.rows) == {"<a>": [("1", 1234.56), ("8", 2000.0)], "b, c": [("1", 0.25)]}
+    assert some.lines(TABLE.rows) == {"<a>": [("8", 1.5)]}
+
+
+def test_the_page_is_whole_without_a_network_and_escapes_names() -> None:
+    page = TABLE.to_html()
+    assert not re.search(r"https?:|src=|@import|url\(", page)
+    assert "<a>" not in page
+    assert page.count("<svg") == 2
+    assert "batch 64 was not run" in page
+    empty = replace(TABLE, rows=(), plots=TABLE.plots[:1]).to_html()
+    assert "<svg" not in empty
+
+
+def test_rows_and_plots_must_name_the_columns() -> None:
+    with pytest.raises(AssertionError):
+        replace(TABLE, rows=({"batch": 1},))
+    with pytest.raises(AssertionError):
+        replace(TABLE, plots=(Plot(title="", x="batch", y="length", series="mode"),))
+
+
+def _marks(chart: str, tag: str) -> list[ET.Element]:
+    return ET.fromstring(chart).findall(f".//{tag}")
+
+
+def test_lines_stand_at_their_numbers() -> None:
+    lines = {"one": [("1", 0.0), ("2", 4.0), ("4", 2.0)], "two": [("2", 1.0)]}
+    chart = lines_chart("id", "title", "x", "y", lines, display.plain)
+    (zero, four, two), (one,) = ([*group.iter("circle")] for group in _marks(chart, "g"))
+    places = [[float(mark.get(side, "")) for side in ("cx", "cy")] for mark in (zero, four, two, one)]
+    assert places[0][0] < places[1][0] < places[2][0]
+    assert places[3][0] == places[1][0]  # both at 2
+    bottom, top = places[0][1], places[1][1]  # the axis ends at 4
+    assert places[2][1] == pytest.approx((bottom + top) / 2)
+    assert places[3][1] == pytest.approx(bottom + (top - bottom) / 4)
+    assert [text.text for text in _marks(chart, "text")][:5] == ["0", "1", "2", "3", "4"]
+
+
+@pytest.mark.parametrize("end", [0.0, 0.5, 1.0])
+def test_names_of_lines_that_end_at_one_height_stand_apart(end) -> None:
+    lines = {"high": [("0", 1.0)]} | {f"line {i}": [("0", 1.0), ("1", end)] for i in range(5)}
+    chart = lines_chart("id", "title", "x", "y", lines, display.plain)
+    heights = [float(text.get("y", "")) for text in _marks(chart, "text") if "line" in (text.text or "")]
+    assert all(after - before == pytest.approx(12, abs=0.2) for before, after in pairwise(heights))
+    assert max(heights) < 220  # where the labels below the plot begin
+
+
+def test_files_are_there_after_every_row_and_stdout_ends_with_the_document(tmp_path, capsys) -> None:
+    def growing():
+        yield replace(TABLE, rows=TABLE.rows[:1])
+        assert len((tmp_path / "out" / "speeds.csv").read_text().splitlines()) == 2
+        yield TABLE
+
+    publish(growing(), tmp_path / "out")
+    assert json.loads(capsys.readouterr().out.splitlines()[-1]) == TABLE.to_json()
+    assert json.loads((tmp_path / "out" / "speeds.json").read_text()) == TABLE.to_json()
+    assert (tmp_path / "out" / "speeds.html").read_text() == TABLE.to_html()
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match="name a directory"):
+        publish(growing(), tmp_path / "file")
