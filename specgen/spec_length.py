@@ -5,11 +5,13 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from math import exp
 from typing import Protocol
 
-_PRIOR = 0.7  # conditional acceptance before anything is seen, and how many verify steps it counts for
-_PRIOR_WEIGHT = 8.0
-_MEMORY = 400.0  # verify steps with drafts after which one counts for 1/e
+_PRIOR = 0.7  # acceptance of the first draft before anything is seen
+_WEIGHT = 8.0  # verify steps that count as much as what is only supposed
+_MEMORY = 100.0  # verify steps of a sequence after which one counts for 1/e,
+_LEAST_MEMORY = 48.0  # and steps of the batch that it takes at least
 _MARGIN = 0.01  # by which another length must be better,
 _PATIENCE = 12  # and for how many steps running
 _PROBE_SHARE = 0.004  # of the time may go into steps that are longer than what pays best
@@ -84,14 +86,15 @@ class FixedLength:
 class RunningAcceptance:
     """The share of drafts accepted of late at each position, among the steps that accepted all before it.
 
-    A verify step counts the less the more came after it. What little is known of a position is filled up with the
-    estimate of the one before it, and of the first position with a prior.
+    What was seen counts the less the more verify steps came after it, but what a large batch gives is not forgotten
+    in a few steps. What little is known of a position is filled up with the estimate of the one before it.
     """
 
     def __init__(self, most: int) -> None:
-        self._reached = [0.0] * most
-        self._accepted = [0.0] * most
+        self._reached = [_WEIGHT, *[0.0] * (most - 1)]
+        self._accepted = [_WEIGHT * _PRIOR, *[0.0] * (most - 1)]
         self._fresh: Counter[tuple[int, int]] = Counter()  # by drafted and accepted: not in the sums yet
+        self._num_steps = 0  # since the sums were last added to
 
     def see(self, drafted: int, accepted: int) -> None:
         """Count one verify step of one sequence; without drafts it tells nothing."""
@@ -99,19 +102,20 @@ class RunningAcceptance:
             self._fresh[drafted, accepted] += 1
 
     def expected_tokens(self) -> list[float]:
-        """Tokens that a step with 0, 1, ... drafts is expected to give; ``[most + 1]``."""
-        self._take_fresh()
-        tokens, all_accepted, estimate = [1.0], 1.0, _PRIOR
+        """Tokens that a step with 0, 1, ... drafts is expected to give; ``[most + 1]``. Asked once a step."""
+        self._num_steps += 1
+        if self._fresh:
+            self._add_fresh()
+        tokens, all_accepted = [1.0], 1.0
+        estimate = self._accepted[0] / self._reached[0]
         for reached, accepted in zip(self._reached, self._accepted, strict=True):
-            estimate = (accepted + _PRIOR_WEIGHT * estimate) / (reached + _PRIOR_WEIGHT)
+            estimate = (accepted + _WEIGHT * estimate) / (reached + _WEIGHT)
             all_accepted *= estimate
             tokens.append(tokens[-1] + all_accepted)
         return tokens
 
-    def _take_fresh(self) -> None:
-        if not self._fresh:
-            return
-        kept = (1 - 1 / _MEMORY) ** self._fresh.total()
+    def _add_fresh(self) -> None:
+        kept = exp(-min(self._fresh.total() / _MEMORY, self._num_steps / _LEAST_MEMORY))
         for sums in (self._reached, self._accepted):
             sums[:] = [kept * number for number in sums]
         for (drafted, accepted), times in self._fresh.items():
@@ -119,6 +123,7 @@ class RunningAcceptance:
                 self._reached[position] += times
                 self._accepted[position] += times * (position < accepted)
         self._fresh.clear()
+        self._num_steps = 0
 
 
 class CheapestLength:

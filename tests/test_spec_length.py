@@ -1,0 +1,207 @@
+"""The choice of K: near the best fixed one at every batch size and acceptance, and steady where two are alike."""
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from specgen.spec_length import CheapestLength, FixedLength, RunningAcceptance, StepCosts
+
+MOST = 7
+SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 192, 256)
+STEPS = 2000
+Curve = Sequence[float]  # conditional acceptance by position
+
+
+def cost(num_sequences: int, k: int) -> float:
+    """Seconds of a step, shaped like an 8B on an H100: bound by weights in a small batch, by compute in a large one."""
+    rows = num_sequences * (k + 1)
+    return ((5.8**3 + (0.0336 * rows) ** 3) ** (1 / 3) + 0.02 * num_sequences + 0.35 * k) / 1000
+
+
+COSTS = StepCosts(seconds={(size, k): cost(size, k) for size in SIZES for k in range(MOST + 1)})
+
+
+def flat(rate: float) -> Curve:
+    return (rate,) * MOST
+
+
+def speed(num_sequences: int, k: int, curve: Curve) -> float:
+    """Tokens a second that ``k`` drafts give in the long run."""
+    return num_sequences * tokens(k, curve) / cost(num_sequences, k)
+
+
+def tokens(k: int, curve: Curve) -> float:
+    return 1 + float(np.cumprod(curve[:k]).sum())
+
+
+def best(num_sequences: int, curve: Curve) -> float:
+    return max(speed(num_sequences, k, curve) for k in range(MOST + 1))
+
+
+class Decoding:
+    """Steps under a policy; the engine reads what a step found after it has launched the next one."""
+
+    def __init__(self, policy: CheapestLength, seed: int = 0) -> None:
+        self.policy = policy
+        self.lengths: list[int] = []
+        self._random = np.random.default_rng(seed)
+        self._unread: list[tuple[int, int]] = []
+
+    def run(self, num_steps: int, num_sequences: int, curve: Curve) -> float:
+        """Tokens a second over ``num_steps``, with the tokens that the chosen lengths give in the mean."""
+        seconds = emitted = 0.0
+        for _ in range(num_steps):
+            k = self.policy.choose(num_sequences)
+            for drafted, accepted in self._unread:
+                self.policy.see(drafted, accepted)
+            right = self._random.random((num_sequences, k)) < np.array(curve[:k])
+            self._unread = [(k, int(many)) for many in np.cumprod(right, 1).sum(1)]
+            self.lengths.append(k)
+            seconds += cost(num_sequences, k)
+            emitted += num_sequences * tokens(k, curve)
+        return emitted / seconds
+
+    @property
+    def num_changes(self) -> int:
+        """Changes to a length that lasted: single steps of another one are probes."""
+        lasting = [a for a, b in pairwise(self.lengths) if a == b]
+        return sum(a != b for a, b in pairwise(lasting))
+
+
+# --- costs ----------------------------------------------------------------------------------------
+
+
+def test_costs_are_linear_between_the_measured_sizes():
+    costs = StepCosts(seconds={(8, 0): 3.0, (2, 0): 1.0, (4, 0): 1.5, (2, 3): 5.0, (4, 3): 4.0})
+    assert costs.lengths == (0, 3)
+    assert [costs.at(size, 0) for size in (1, 2, 3, 4, 6, 8)] == [1.0, 1.0, 1.25, 1.5, 2.25, 3.0]
+    assert costs.at(10, 0) == 3.75  # on as before
+    assert costs.at(10, 3) == 4.0  # but never down
+    assert StepCosts(seconds={(2, 1): 1.0}).at(7, 1) == 1.0
+
+
+# --- acceptance -----------------------------------------------------------------------------------
+
+
+def test_what_was_seen_outweighs_what_was_supposed():
+    acceptance = RunningAcceptance(3)
+    for _ in range(100):
+        for accepted in (0, 0, 1, 1, 1, 1, 3, 3, 3, 3):
+            acceptance.see(3, accepted)
+    a = acceptance.expected_tokens()
+    assert a == pytest.approx([1, 1.8, 2.2, 2.6], rel=0.02)
+    assert [acceptance.expected_tokens() for _ in range(3)] == [a] * 3  # nothing new, nothing forgotten
+
+
+def test_what_was_not_drafted_is_like_the_draft_before_it():
+    acceptance = RunningAcceptance(4)
+    for number in range(1000):
+        acceptance.see(1, number % 2)
+    assert acceptance.expected_tokens() == pytest.approx([1, 1.5, 1.75, 1.875, 1.9375], rel=0.01)
+
+
+def test_steps_without_drafts_tell_nothing():
+    seen, other = RunningAcceptance(2), RunningAcceptance(2)
+    for _ in range(100):
+        seen.see(0, 0)
+    assert seen.expected_tokens() == other.expected_tokens()
+
+
+def test_a_large_batch_is_not_forgotten_in_one_step():
+    acceptance = RunningAcceptance(1)
+    for _ in range(10):
+        for _ in range(256):
+            acceptance.see(1, 1)
+        acceptance.expected_tokens()
+    for _ in range(256):
+        acceptance.see(1, 0)
+    assert acceptance.expected_tokens()[1] > 1.8
+
+
+# --- the choice -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_sequences", [1, 8, 32, 128, 256])
+@pytest.mark.parametrize("rate", [0.02, 0.3, 0.6, 0.75, 0.9])
+def test_it_is_near_the_best_fixed_length_and_steady(rate, num_sequences):
+    curve, decoding = flat(rate), Decoding(CheapestLength(COSTS))
+    found = decoding.run(STEPS, num_sequences, curve)
+    assert found >= 0.97 * best(num_sequences, curve)
+    assert found >= 0.98 * speed(num_sequences, 0, curve)
+    assert decoding.num_changes <= 12
+
+
+@pytest.mark.parametrize("num_sequences", [1, 8, 32, 64, 128, 256])
+@pytest.mark.parametrize("curve", [(0.5, 0.6, 0.65, 0.7, 0.7, 0.7, 0.7), (0.8, 0.4, 0.2, 0.1, 0.1, 0.1, 0.1)])
+def test_acceptance_may_rise_and_fall_with_the_position(curve, num_sequences):
+    decoding = Decoding(CheapestLength(COSTS))
+    assert decoding.run(STEPS, num_sequences, curve) >= 0.97 * best(num_sequences, curve)
+    assert decoding.num_changes <= 30
+
+
+@pytest.mark.parametrize("num_sequences", [1, 8, 32, 128, 256])
+@pytest.mark.parametrize(("before", "after"), [(0.9, 0.3), (0.3, 0.9), (0.9, 0.02), (0.02, 0.9)])
+def test_it_follows_the_acceptance(before, after, num_sequences):
+    decoding = Decoding(CheapestLength(COSTS))
+    decoding.run(STEPS // 2, num_sequences, flat(before))
+    decoding.run(STEPS // 4, num_sequences, flat(after))  # it has so long to find out
+    assert decoding.run(STEPS // 4, num_sequences, flat(after)) >= 0.97 * best(num_sequences, flat(after))
+
+
+@pytest.mark.parametrize("rate", [0.3, 0.6, 0.75, 0.9])
+def test_it_follows_a_batch_that_drains(rate):
+    curve, decoding, ideal, taken = flat(rate), Decoding(CheapestLength(COSTS)), 0.0, 0.0
+    for num_sequences in range(256, 0, -1):
+        taken += num_sequences / decoding.run(8, num_sequences, curve)
+        ideal += num_sequences / best(num_sequences, curve)
+    assert ideal >= 0.97 * taken
+    assert decoding.num_changes <= MOST + 5
+    assert decoding.lengths[-1] > decoding.lengths[100]
+
+
+@pytest.mark.parametrize("num_sequences", [1, 32, 256])
+def test_looking_further_takes_less_than_half_a_per_cent_of_the_time(num_sequences):
+    """Of a drafter that gives nothing, where each probe is lost in full."""
+    decoding = Decoding(CheapestLength(COSTS))
+    decoding.run(500, num_sequences, flat(0.0))
+    decoding.lengths.clear()
+    decoding.run(STEPS, num_sequences, flat(0.0))
+    plain, seconds = cost(num_sequences, 0), sum(cost(num_sequences, k) for k in decoding.lengths)
+    assert STEPS * plain < seconds <= 1.005 * STEPS * plain
+
+
+@pytest.mark.parametrize("change", [lambda k: 0.0, lambda k: 0.0002 * (k == 3)])
+def test_two_lengths_that_are_alike_do_not_alternate(change: Callable[[int], float]):
+    """Each length takes in proportion to what it gives, so that chance decides."""
+    curve = flat(0.7)
+    seconds = {(size, k): tokens(k, curve) + change(k) for size in (1, 256) for k in range(MOST + 1)}
+    decoding = Decoding(CheapestLength(StepCosts(seconds=seconds)))
+    decoding.run(STEPS, 64, curve)
+    assert decoding.num_changes <= 20
+
+
+def test_only_lengths_that_were_measured_are_chosen():
+    seconds = {(size, k): cost(size, k) for size in SIZES for k in (0, 1, 3, 6)}
+    policy = CheapestLength(StepCosts(seconds=seconds))
+    assert policy.most == 6
+    decoding = Decoding(policy)
+    for num_sequences in (1, 64, 256):
+        decoding.run(200, num_sequences, flat(0.8))
+    assert set(decoding.lengths) <= {0, 1, 3, 6}
+    assert len(set(decoding.lengths)) > 1
+
+
+def test_the_same_run_chooses_the_same():
+    one, two = Decoding(CheapestLength(COSTS), seed=1), Decoding(CheapestLength(COSTS), seed=1)
+    for decoding in (one, two):
+        decoding.run(300, 16, flat(0.6))
+    assert one.lengths == two.lengths
+
+
+def test_a_fixed_length_stays():
+    fixed = FixedLength(4)
+    fixed.see(4, 0)
+    assert [fixed.choose(size) for size in (1, 256)] == [4, 4]
+    assert fixed.most == 4
