@@ -111,7 +111,7 @@ def test_steps_without_drafts_tell_nothing():
 
 def test_a_large_batch_is_not_forgotten_in_one_step():
     acceptance = RunningAcceptance(1)
-    for _ in range(10):
+    for _ in range(100):
         for _ in range(256):
             acceptance.see(1, 1)
         acceptance.expected_tokens()
@@ -180,6 +180,15 @@ def test_two_lengths_that_are_alike_do_not_alternate(change: Callable[[int], flo
     decoding = Decoding(CheapestLength(StepCosts(seconds=seconds)))
     decoding.run(STEPS, 64, curve)
     assert decoding.num_changes <= 20
+
+
+def test_a_batch_that_is_large_for_a_step_changes_nothing():
+    decoding = Decoding(CheapestLength(COSTS))
+    decoding.run(100, 1, flat(0.95))
+    for _ in range(20):
+        decoding.run(3, 256, flat(0.95))
+        decoding.run(3, 1, flat(0.95))
+    assert decoding.lengths[100:] == [MOST] * 120
 
 
 def test_only_lengths_that_were_measured_are_chosen():
