@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+from specgen.config import require
+
 _PACKAGE = Path(__file__).resolve().parent
 
 
@@ -13,6 +15,25 @@ def data_directory() -> Path:
 def evaluation_directory() -> Path:
     """The directory with ``tasks/`` and ``studies/`` of ``specgen eval`` and ``reference/`` (published figures)."""
     return _directory("eval")
+
+
+def pair(model: str | None, drafter: str | None, num_spec_tokens: int) -> tuple[str, str | None]:
+    """Target and head as given, or the bundled ones; the bundled head goes with the bundled target alone.
+
+    ``ValueError`` where one of them is missing.
+    """
+    if model is None:
+        require(
+            drafter is None,
+            f"drafter {drafter!r} is given without a model: name its target with --model",
+        )
+        demo = data_directory() / "demo"
+        return str(demo / "target"), str(demo / "drafter")
+    require(
+        drafter is not None or num_spec_tokens == 0,
+        f"model {model!r} has no drafter: name one with --drafter, or use --num-spec-tokens 0",
+    )
+    return model, drafter
 
 
 def _directory(name: str) -> Path:

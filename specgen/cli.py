@@ -10,7 +10,7 @@ import typer
 
 from specgen import options as opt
 from specgen.bench.commands import app as bench
-from specgen.bundled import data_directory
+from specgen.bundled import pair
 from specgen.config import EngineConfig, SamplingParams, require, spec_tokens
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ def generate(
     Without options: the bundled model pair on the bundled prompts.
     """
     most, spec_length = spec_tokens(num_spec_tokens)
-    target, head = _pair(model, drafter, most)
+    target, head = pair(model, drafter, most)
     engine = EngineConfig(
         model=target,
         drafter=head,
@@ -177,7 +177,7 @@ def verify(
     Exit code 1 if texts part where the rounding of the number format cannot explain it.
     """
     most, spec_length = spec_tokens(num_spec_tokens)
-    target, head = _pair(model, drafter, most)
+    target, head = pair(model, drafter, most)
     engine = EngineConfig(
         model=target,
         drafter=head,
@@ -245,7 +245,7 @@ def evaluate(
     changes: dict[str, Any] = {"limit": limit, "num_fewshot": num_fewshot, "max_batch_size": max_batch_size}
     chosen = replace(chosen, **{name: value for name, value in changes.items() if value is not None})
     most, spec_length = spec_tokens(num_spec_tokens)
-    target, head = _pair(model, drafter, most)
+    target, head = pair(model, drafter, most)
     engine = EngineConfig(
         model=target,
         drafter=head,
@@ -299,22 +299,6 @@ def _beside(run: str, report: dict[str, Any], name: str) -> tuple[dict[str, Any]
     lines = compare(report, load_results(Path(run)), reference)
     beside = {"reference": asdict(reference), "figures": [line.to_json() for line in lines]}
     return {**report, "against": beside}, render(run, report["num_spec_tokens"], reference, lines).rstrip()
-
-
-def _pair(model: str | None, drafter: str | None, num_spec_tokens: int) -> tuple[str, str | None]:
-    """Target and head; the bundled head goes with the bundled target alone."""
-    if model is None:
-        require(
-            drafter is None,
-            f"drafter {drafter!r} is given without a model: name its target with --model",
-        )
-        demo = data_directory() / "demo"
-        return str(demo / "target"), str(demo / "drafter")
-    require(
-        drafter is not None or num_spec_tokens == 0,
-        f"model {model!r} has no drafter: name one with --drafter, or use --num-spec-tokens 0",
-    )
-    return model, drafter
 
 
 def _study(tasks: str | None, study: str | None, arms: str | None) -> "Study":

@@ -3,13 +3,15 @@
 import json
 import sys
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from specgen import options as opt
-from specgen.config import require
+from specgen.bundled import pair
+from specgen.config import EngineConfig, require, spec_tokens
 
 if TYPE_CHECKING:
     from specgen.bench.output import Table
@@ -55,6 +57,52 @@ VerifiedOption = Annotated[
     int,
     typer.Option(
         "--num-spec-tokens", help="Drafts, K: passes of K+1 rows are timed too.", rich_help_panel=TABLE
+    ),
+]
+MatrixOption = Annotated[
+    str,
+    typer.Option(
+        help="Which arms, over which prompts: vllm-25196, vllm-19825, vllm-21477 or batch-and-k.",
+        rich_help_panel=TABLE,
+    ),
+]
+AxisOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="Other values on an axis of the matrix, such as batch=8,32, K=0,4,auto, attention=sdpa, "
+        "cuda_graphs=off, decoding=plain,padded; may be repeated.",
+        rich_help_panel=TABLE,
+        show_default=False,
+    ),
+]
+WorkloadDatasetOption = Annotated[
+    str | None,
+    typer.Option(
+        help="As for generate, or random: tokens that are drawn.",
+        rich_help_panel=opt.DATA,
+        show_default="the matrix's",
+    ),
+]
+WorkloadPromptsOption = Annotated[
+    int | None,
+    typer.Option(
+        help="Prompts of a run; over again where the data set has fewer.",
+        rich_help_panel=opt.DATA,
+        show_default="the matrix's",
+    ),
+]
+PromptTokensOption = Annotated[
+    int | None,
+    typer.Option(help="Tokens of each random prompt.", rich_help_panel=opt.DATA, show_default="the matrix's"),
+]
+WorkloadTokensOption = Annotated[
+    int | None,
+    typer.Option(help="Longest answer in tokens.", rich_help_panel=opt.SAMPLING, show_default="the matrix's"),
+]
+WorkloadBatchOption = Annotated[
+    int | None,
+    typer.Option(
+        help="Sequences that decode together.", rich_help_panel=opt.RUNNING, show_default="the matrix's"
     ),
 ]
 
@@ -106,6 +154,63 @@ def kernels(
         device=place,
     )
     publish(measure(job), output)
+
+
+@app.command()
+def throughput(
+    matrix: MatrixOption,
+    axis: AxisOption = None,
+    model: opt.ModelOption = None,
+    drafter: opt.DrafterOption = None,
+    dataset: WorkloadDatasetOption = None,
+    data_path: opt.DataPathOption = None,
+    num_prompts: WorkloadPromptsOption = None,
+    prompt_tokens: PromptTokensOption = None,
+    num_spec_tokens: opt.NumSpecTokensOption = "4",
+    max_new_tokens: WorkloadTokensOption = None,
+    max_batch_size: WorkloadBatchOption = None,
+    max_prefill_tokens: opt.MaxPrefillTokensOption = 8192,
+    device: opt.DeviceOption = "auto",
+    dtype: opt.DtypeOption = opt.Dtype.auto,
+    attention: opt.AttentionOption = opt.Attention.auto,
+    cuda_graphs: opt.CudaGraphsOption = opt.CudaGraphs.auto,
+    gpu_memory_utilization: opt.GpuMemoryUtilizationOption = 0.9,
+    repeats: RepeatsOption = 3,
+    output: BenchOutputOption = None,
+) -> None:
+    """Output tokens a second, ratios and latencies: the tables of vLLM's pull requests, and batch against K."""
+    from specgen.bench.matrices import find_matrix
+
+    chosen = find_matrix(matrix).with_values(axis or ())
+    given = {
+        "dataset": dataset,
+        "num_prompts": num_prompts,
+        "prompt_tokens": prompt_tokens,
+        "max_new_tokens": max_new_tokens,
+        "max_batch_size": max_batch_size,
+    }
+    changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    workload = replace(chosen.workload, **changes)
+    most, spec_length = spec_tokens(num_spec_tokens)
+    target, head = pair(model, drafter, most)
+    engine = EngineConfig(
+        model=target,
+        drafter=head,
+        num_spec_tokens=most,
+        spec_length=spec_length,
+        max_batch_size=workload.max_batch_size,
+        max_prefill_tokens=max_prefill_tokens,
+        device=device,
+        dtype=dtype.value,
+        attention=attention.value,
+        cuda_graphs=cuda_graphs.value,
+        gpu_memory_utilization=gpu_memory_utilization,
+        prefix_cache=False,
+    )
+    from specgen.bench.throughput import ThroughputJob, throughput  # imports torch
+
+    job = ThroughputJob(matrix=chosen, workload=workload, engine=engine, data_path=data_path, repeats=repeats)
+    publish(throughput(job), output)
 
 
 def publish(tables: Iterable["Table"], output: Path | None) -> None:

@@ -1,0 +1,179 @@
+"""The matrices of ``specgen bench throughput`` as data: axes, whose every combination is an arm, and a workload."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any, Self
+
+from specgen.config import EngineConfig, require, spec_tokens
+
+Labels = Mapping[str, str | int]  # the name of each axis: an arm's value on it
+_DECODING: dict[str, dict[str, Any]] = {
+    "plain": {"num_spec_tokens": 0, "spec_length": "fixed"},
+    "padded": {"drafter_batch": "padded"},
+    "non-padded": {"drafter_batch": "non-padded"},
+}
+RANDOM = "random"  # the data set of prompts that are drawn
+
+
+@dataclass(frozen=True, kw_only=True)
+class Axis:
+    """One thing that arms differ in, and its values: attention, decoding, cuda_graphs, batch or K."""
+
+    name: str
+    values: tuple[str, ...]
+
+    @property
+    def labels(self) -> list[str | int]:
+        """The values, numbers as numbers."""
+        return [int(value) if value.isdecimal() else value for value in self.values]
+
+    def changes(self, value: str) -> dict[str, Any]:
+        """The fields of ``EngineConfig`` that ``value`` sets; ``ValueError`` for one that this axis cannot have."""
+        match self.name:
+            case "decoding":
+                known = ", ".join(_DECODING)
+                require(value in _DECODING, f"axis decoding has {value!r}: use some of {known}")
+                return _DECODING[value]
+            case "batch":
+                require(value.isdecimal(), f"axis batch has {value!r}: use whole numbers")
+                return {"max_batch_size": int(value)}
+            case "K":
+                num_spec_tokens, spec_length = spec_tokens(value)
+                return {"num_spec_tokens": num_spec_tokens, "spec_length": spec_length}
+            case _:
+                return {self.name: value}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arm:
+    """One way to run the workload: its value on every axis, and what they change in the configuration."""
+
+    labels: Labels
+    changes: Mapping[str, Any]
+
+    @property
+    def name(self) -> str:
+        """``attention trtllm, decoding padded``"""
+        return ", ".join(f"{axis} {value}" for axis, value in self.labels.items())
+
+    def configure(self, engine: EngineConfig) -> EngineConfig:
+        """``engine`` with this arm's changes."""
+        return replace(engine, **self.changes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """The prompts and how far each goes. ``num_prompts`` None: two for each place in the batch, at least four."""
+
+    dataset: str
+    num_prompts: int | None = None
+    prompt_tokens: int = 100  # of each prompt that is drawn
+    max_new_tokens: int = 256
+    max_batch_size: int = 128  # where it is no axis
+
+    def __post_init__(self) -> None:
+        for field in ("num_prompts", "prompt_tokens", "max_new_tokens", "max_batch_size"):
+            value = getattr(self, field)
+            require(value is None or value >= 1, f"{field.replace('_', '-')} is {value}: use at least 1")
+
+    def count(self, batch: int) -> int:
+        """Prompts for a batch of that size."""
+        return self.num_prompts or max(2 * batch, 4)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Matrix:
+    """Arms on two axes over one workload; plots are over the first, with a line for each value of the second.
+
+    ``ratios`` compares each arm with the one that has these labels in place of its own.
+    """
+
+    name: str
+    title: str
+    axes: tuple[Axis, Axis]
+    ratios: Mapping[str, Labels]  # the name of a column: whom it compares with
+    workload: Workload
+    latencies: bool = False  # whether the table has them
+
+    @property
+    def arms(self) -> list[Arm]:
+        """Every combination of the axes' values, the last axis changing fastest."""
+        return [
+            Arm(
+                labels=dict(zip([axis.name for axis in self.axes], labels, strict=True)),
+                changes={
+                    field: setting
+                    for axis, label in zip(self.axes, labels, strict=True)
+                    for field, setting in axis.changes(str(label)).items()
+                },
+            )
+            for labels in product(*(axis.labels for axis in self.axes))
+        ]
+
+    def with_values(self, texts: Iterable[str]) -> Self:
+        """With other values on some axes, each given as ``batch=8,32``; ``ValueError`` for an axis it does not have."""
+        axes = {axis.name: axis for axis in self.axes}
+        for text in texts:
+            name, _, values = text.partition("=")
+            require(
+                name in axes and bool(values),
+                f"axis is {text!r}: write NAME=VALUE,VALUE with one of {', '.join(axes)}",
+            )
+            axes[name] = Axis(name=name, values=tuple(value.strip() for value in values.split(",")))
+        first, second = axes.values()
+        return replace(self, axes=(first, second))
+
+
+MATRICES = {
+    matrix.name: matrix
+    for matrix in (
+        Matrix(
+            name="vllm-25196",
+            title="Padded and non-padded drafter batches, as in vLLM's PR 25196",
+            axes=(
+                Axis(name="attention", values=("trtllm", "flashinfer")),
+                Axis(name="decoding", values=("plain", "padded", "non-padded")),
+            ),
+            ratios={"x_plain": {"decoding": "plain"}, "x_non_padded": {"decoding": "non-padded"}},
+            workload=Workload(dataset="sharegpt", num_prompts=200),
+        ),
+        Matrix(
+            name="vllm-19825",
+            title="TensorRT-LLM's decode kernels against FlashInfer's wrapper, as in vLLM's PR 19825",
+            axes=(
+                Axis(name="attention", values=("trtllm", "flashinfer")),
+                Axis(name="decoding", values=("plain", "padded")),
+            ),
+            ratios={"x_flashinfer": {"attention": "flashinfer"}, "x_plain": {"decoding": "plain"}},
+            workload=Workload(dataset=RANDOM, num_prompts=500, prompt_tokens=100, max_new_tokens=1000),
+        ),
+        Matrix(
+            name="vllm-21477",
+            title="What CUDA graphs give to a step, as in vLLM's PR 21477",
+            axes=(
+                Axis(name="cuda_graphs", values=("off", "pass", "step")),
+                Axis(name="decoding", values=("padded",)),
+            ),
+            ratios={"x_off": {"cuda_graphs": "off"}},
+            workload=Workload(dataset="mt-bench", num_prompts=80, max_batch_size=2),
+            latencies=True,
+        ),
+        Matrix(
+            name="batch-and-k",
+            title="Where speculation stops paying, and the best K at each batch",
+            axes=(
+                Axis(name="batch", values=("1", "8", "32", "64", "128", "256")),
+                Axis(name="K", values=(*map(str, range(8)), "auto")),
+            ),
+            ratios={"x_plain": {"K": 0}},
+            workload=Workload(dataset="sharegpt", max_new_tokens=128),
+        ),
+    )
+}
+
+
+def find_matrix(name: str) -> Matrix:
+    """The matrix of that name; ``ValueError`` lists those that there are."""
+    require(name in MATRICES, f"matrix is {name!r}: use one of {', '.join(MATRICES)}")
+    return MATRICES[name]

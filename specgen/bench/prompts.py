@@ -1,0 +1,92 @@
+"""The requests of a throughput bench: first turns of a data set, or random tokens; the same every time."""
+
+import itertools
+import random
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from specgen.bench.matrices import RANDOM, Workload
+from specgen.build import Models
+from specgen.config import SamplingParams, require
+from specgen.conversations import Conversations
+from specgen.prompts import load_prompts
+from specgen.sequence import Request
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompts:
+    """Token ids of every prompt, how they were made, and what was left out."""
+
+    requests: tuple[Request, ...]
+    description: str
+    notes: tuple[str, ...]
+
+
+def synthetic_weights(models: Models) -> bool:
+    """Whether the target says that its weights were made for measurements and not trained."""
+    return bool(models.checkpoints["model"].config.get("synthetic_weights", False))
+
+
+def make_prompts(workload: Workload, models: Models, data_path: Path | None, count: int) -> Prompts:
+    """``count`` greedy requests, over again where the data set has fewer; ``ValueError`` where none can run.
+
+    Synthetic weights know no text: their prompts are as long as those of the data set, and their tokens are drawn.
+    What is drawn are tokens that the head can draft, so that it is asked for nothing that it cannot say; such texts go
+    on to ``max_new_tokens``, others end where they end.
+    """
+    if workload.dataset == RANDOM:
+        require(data_path is None, f"data-path is {data_path} but prompts are drawn: name a data set")
+        return Prompts(
+            requests=_drawn([workload.prompt_tokens] * count, models, workload),
+            description=f"{count} of {workload.prompt_tokens} random tokens",
+            notes=(),
+        )
+    sampling = SamplingParams(max_tokens=workload.max_new_tokens)
+    prompts, rejected = load_prompts(workload.dataset, data_path=data_path, num_prompts=count)
+    if any(prompt.messages for prompt in prompts):
+        models.tokenizer.require_chat_template()
+    asked = list(Conversations(prompts, models.tokenizer, sampling, rejected.append).first_turns())
+    requests, notes = _fitting(asked, models, workload)
+    notes += tuple(f"left out: {row.id}: {row.reason}" for row in rejected)
+    require(bool(requests), f"no prompt of {workload.dataset} can run: {'; '.join(notes[:3])}")
+    description = f"{count} of {len(requests)} first turns of {workload.dataset}"
+    requests = _filled(requests, count)
+    if synthetic_weights(models):
+        lengths = [len(request.prompt_token_ids) for request in requests]
+        requests, description = _drawn(lengths, models, workload), f"random tokens, as long as {description}"
+    return Prompts(requests=requests, description=description, notes=notes)
+
+
+def _fitting(
+    requests: list[Request], models: Models, workload: Workload
+) -> tuple[tuple[Request, ...], tuple[str, ...]]:
+    """Those whose text, at its longest, is within the model's context, and a note on the others."""
+    limit = models.target.config.max_positions
+    fitting = tuple(r for r in requests if len(r.prompt_token_ids) + workload.max_new_tokens <= limit)
+    missing = len(requests) - len(fitting)
+    note = f"left out: {missing} prompts that with {workload.max_new_tokens} new tokens exceed a context of {limit}"
+    return fitting, (note,) if missing else ()
+
+
+def _filled(requests: tuple[Request, ...], count: int) -> tuple[Request, ...]:
+    """``count`` requests, the first ones over again with ids of their own where they are too few."""
+    rounds = ((number, request) for number in itertools.count() for request in requests)
+    return tuple(
+        replace(request, id=f"{request.id} again {number}") if number else request
+        for number, request in itertools.islice(rounds, count)
+    )
+
+
+def _drawn(lengths: list[int], models: Models, workload: Workload) -> tuple[Request, ...]:
+    assert models.head is not None
+    vocabulary = models.head.draft_to_target.tolist()
+    rng = random.Random(0)
+    sampling = SamplingParams(max_tokens=workload.max_new_tokens, ignore_eos=True)
+    return tuple(
+        Request(
+            id=f"random {index}",
+            prompt_token_ids=tuple(rng.choices(vocabulary, k=length)),
+            sampling=sampling,
+        )
+        for index, length in enumerate(lengths)
+    )

@@ -1,0 +1,209 @@
+"""The throughput bench: the arms of a matrix over one workload, in one process, repeat by repeat.
+
+Outside the times: loading, kernels, CUDA graphs, and one run of the workload by every engine. Inside: prefill, of which
+nothing is found in a prefix cache. Every repeat has the same prompts, so repeats differ by their time alone.
+
+Arms take turns within a repeat (a b c, a b c), as far as the caches of their engines fit side by side into half of the
+memory that the weights leave, the other half being for what passes and graphs take; neighbours go together. An arm that
+does not fit with others makes all its repeats before the next begins, because building an engine again for every
+repeat, graphs and all, would take longer than what is measured. The tables say who took turns.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from specgen.bench.environment import environment, free_memory
+from specgen.bench.matrices import Arm, Matrix, Workload
+from specgen.bench.output import Row, Table
+from specgen.bench.prompts import Prompts, make_prompts, synthetic_weights
+from specgen.bench.repeats import Repeat, Repeats
+from specgen.bench.runs import Run, Tape, run
+from specgen.bench.throughput_table import Result, table
+from specgen.build import Models, build_engine, load_models, resolve
+from specgen.config import EngineConfig, require
+from specgen.models.config import kv_bytes_per_token
+from specgen.sequence import Request
+
+_CPU_BYTES = 1 << 30  # for the caches of engines that take turns
+_LEAST = (
+    192  # positions of a sequence: an engine also runs something of its own to warm up and to time its steps
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ThroughputJob:
+    """What is to be measured; ``engine`` is what arms change, and has a head."""
+
+    matrix: Matrix
+    workload: Workload
+    engine: EngineConfig
+    data_path: Path | None
+    repeats: int
+
+    def __post_init__(self) -> None:
+        require(self.repeats >= 1, f"repeats is {self.repeats}: use at least 1")
+        require(
+            self.engine.num_spec_tokens >= 1,
+            "num-spec-tokens is 0, but plain decoding is an arm of its own: use 1 to 16",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """An arm that can run here, and the bytes of KV that its requests need at once."""
+
+    arm: Arm
+    config: EngineConfig  # resolved
+    requests: tuple[Request, ...]
+    kv_bytes: int
+
+
+class _Contestant:
+    """The engine of one arm at work."""
+
+    def __init__(self, plan: Plan, models: Models) -> None:
+        self.plan = plan
+        self._tape = Tape()
+        self._engine = build_engine(plan.config, models, self._tape.record)
+        self._engine.warm_up()
+        self._run()
+
+    def repeat(self) -> Repeat:
+        """Run the workload once more."""
+        done = self._run()
+        return Repeat.of(done, self._tape.events, self.plan.config.num_spec_tokens)
+
+    def _run(self) -> Run:
+        self._tape.events.clear()
+        return run(self._engine, [self.plan.requests])
+
+
+def throughput(job: ThroughputJob) -> Iterator[Table]:
+    """The table as it grows, one after each repeat of each group of arms; the last is whole.
+
+    An arm that cannot run, or breaks, is a note and no end. ``ValueError`` where nothing can run.
+    """
+    base = resolve(job.engine)
+    models = load_models(base)
+    counts = [job.workload.count(arm.configure(base).max_batch_size) for arm in job.matrix.arms]
+    prompts = make_prompts(job.workload, models, job.data_path, max(counts))
+    plans, notes = _plans(job, models, prompts)
+    notes = [*prompts.notes, *notes]
+    groups = side_by_side(plans, _room(base))
+    head, results = _head(job, base, models, prompts, groups), list[Result]()
+    if not groups:
+        yield table(job.matrix, head, results, notes)
+    for group in groups:
+        for measured, broken in _measure(group, models, job.repeats):
+            yield table(job.matrix, head, [*results, *measured], [*notes, *broken])
+        results += measured
+        notes += broken
+        free_memory()
+
+
+def _plans(job: ThroughputJob, models: Models, prompts: Prompts) -> tuple[list[Plan], list[str]]:
+    """The arms that can run, and why others cannot."""
+    plans, notes = [], []
+    for arm in job.matrix.arms:
+        try:
+            config = resolve(arm.configure(job.engine))
+        except ValueError as error:
+            notes.append(f"not run: {arm.name}: {error}")
+            continue
+        requests = prompts.requests[: job.workload.count(config.max_batch_size)]
+        need = kv_bytes(config, models, requests)
+        plans.append(Plan(arm=arm, config=config, requests=requests, kv_bytes=need))
+    return plans, notes
+
+
+def kv_bytes(config: EngineConfig, models: Models, requests: Sequence[Request]) -> int:
+    """What the longest requests that can be in the batch together take, all of their pages."""
+    width, page = models.target.dtype.itemsize, config.page_size
+    token_bytes = kv_bytes_per_token(models.target.config, width)
+    if config.num_spec_tokens and models.head is not None:
+        token_bytes += kv_bytes_per_token(models.head.config, width)
+    lengths = sorted(
+        (max(len(r.prompt_token_ids) + r.sampling.max_tokens, _LEAST) for r in requests), reverse=True
+    )
+    pages = [-(-(length + config.num_spec_tokens + 1) // page) for length in lengths[: config.max_batch_size]]
+    return sum(pages) * page * token_bytes
+
+
+def side_by_side(plans: Iterable[Plan], room: int) -> list[list[Plan]]:
+    """Groups of neighbours whose caches fit into ``room`` bytes; one that needs more than that is alone.
+
+    An engine whose cache fits has what its requests need, and any other what its configuration says.
+    """
+    groups: list[list[Plan]] = []
+    left = 0
+    for plan in plans:
+        fits = plan.kv_bytes <= room
+        given = replace(plan, config=replace(plan.config, kv_memory=plan.kv_bytes)) if fits else plan
+        if groups and plan.kv_bytes <= left:
+            groups[-1].append(given)
+            left -= plan.kv_bytes
+        else:
+            groups.append([given])
+            left = room - plan.kv_bytes
+    return groups
+
+
+def _room(config: EngineConfig) -> int:
+    """Bytes for the caches of engines that take turns, with the weights loaded."""
+    if config.device == "cpu":
+        return _CPU_BYTES
+    free_memory()
+    free, total = torch.cuda.mem_get_info(config.device)
+    return (free - int(total * (1 - config.gpu_memory_utilization))) // 2
+
+
+def _measure(plans: Sequence[Plan], models: Models, repeats: int) -> Iterator[tuple[list[Result], list[str]]]:
+    """All arms so far and what broke some, after each repeat, in which one arm comes after the other."""
+    contestants: dict[str, _Contestant] = {}
+    each: dict[str, list[Repeat]] = {plan.arm.name: [] for plan in plans}
+    broken: dict[str, str] = {}
+    for number in range(repeats + 1):
+        for plan in plans:
+            name = plan.arm.name
+            try:
+                if number == 0:
+                    contestants[name] = _Contestant(plan, models)
+                elif name not in broken:
+                    each[name].append(contestants[name].repeat())
+            except Exception as error:  # whatever breaks one arm must not cost the others
+                broken[name] = f"broke off: {name}: {type(error).__name__}: {error}"
+                contestants.pop(name, None)
+        if number:
+            whole = [plan.arm for plan in plans if plan.arm.name not in broken]
+            results = [Result(arm=arm, repeats=Repeats(each=tuple(each[arm.name]))) for arm in whole]
+            yield results, list(broken.values())
+
+
+def _head(
+    job: ThroughputJob, config: EngineConfig, models: Models, prompts: Prompts, groups: list[list[Plan]]
+) -> Row:
+    weights = "synthetic" if synthetic_weights(models) else "as trained"
+    each = "" if job.workload.num_prompts else " (two for each place in the batch, at least four)"
+    fixed = {axis.name for axis in job.matrix.axes}
+    return {
+        **environment(config.device),
+        "model": f"{_short(config.model)}, {config.dtype}, weights {weights}",
+        "drafter": _short(str(config.drafter)),
+        **({} if "K" in fixed else {"draft tokens (K)": config.num_spec_tokens}),
+        **({} if "batch" in fixed else {"batch": f"at most {config.max_batch_size}"}),
+        **({} if "attention" in fixed else {"attention": config.attention}),
+        **({} if "cuda_graphs" in fixed else {"CUDA graphs": config.cuda_graphs}),
+        "prompts": f"{prompts.description}{each}, greedy, at most {job.workload.max_new_tokens} new tokens",
+        "time": "of generate, prefill included; no prefix cache; one run of the workload before",
+        "repeats": f"{job.repeats}, the median, with the lowest and the highest; ratios are of the same repeat",
+        "arms that took turns": "; ".join(str(len(group)) for group in groups),
+        "same_texts": "share of the texts that are equal to those of the first row with the same prompts",
+    }
+
+
+def _short(checkpoint: str) -> str:
+    """``demo/target`` of a path; a hub id as it is."""
+    return "/".join(Path(checkpoint).parts[-2:])

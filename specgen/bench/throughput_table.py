@@ -1,0 +1,143 @@
+"""What the throughput bench shows: its columns, its rows, its plots, and the best K of each batch."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from specgen import display
+from specgen.bench.matrices import Arm, Matrix
+from specgen.bench.output import Column, Plot, Row, Table, Value
+from specgen.bench.repeats import Middle, Repeat, Repeats
+from specgen.timings import Spread
+
+_SPREADS: Mapping[str, Callable[[Repeat], Spread | None]] = {
+    "ttft": lambda repeat: repeat.report.ttft_seconds,
+    "tpot": lambda repeat: repeat.report.tpot_seconds,
+    "itl": lambda repeat: repeat.itl_seconds,
+}
+_PARTS: Mapping[str, Callable[[Spread], float]] = {
+    "mean": lambda found: found.mean,
+    "median": lambda found: found.median,
+    "p99": lambda found: found.p99,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """An arm and its repeats."""
+
+    arm: Arm
+    repeats: Repeats
+
+
+def table(matrix: Matrix, head: Row, results: Sequence[Result], notes: Sequence[str]) -> Table:
+    """The table of ``results``; ``notes`` say what is missing."""
+    rows = tuple(_row(matrix, result, results) for result in results)
+    disturbed = [f"{r.arm.name}: {text}" for r in results for text in r.repeats.disturbances]
+    return Table(
+        name=f"throughput-{matrix.name}",
+        title=matrix.title,
+        head=head,
+        columns=tuple(_columns(matrix)),
+        rows=rows,
+        plots=tuple(_plots(matrix)),
+        notes=(*best_lengths(rows), *disturbed, *notes),
+    )
+
+
+def _columns(matrix: Matrix) -> Iterator[Column]:
+    """The columns of ``_row``."""
+    yield from (Column(name=axis.name) for axis in matrix.axes)
+    yield from (
+        Column(name=name, unit="tokens/s", show=display.rate) for name in ("speed", "lowest", "highest")
+    )
+    for ratio in matrix.ratios:
+        yield from (Column(name=f"{ratio}{end}", show=display.ratio) for end in ("", "_lowest", "_highest"))
+    yield Column(name="repeats")
+    yield Column(name="acceptance_length")
+    yield Column(name="step", unit="ms")
+    yield Column(name="same_texts", show=display.percent)
+    if matrix.latencies:
+        yield from (Column(name=f"{name}_{part}", unit="ms") for name in _SPREADS for part in _PARTS)
+
+
+def _row(matrix: Matrix, result: Result, results: Sequence[Result]) -> Row:
+    arm, repeats = result.arm, result.repeats
+    row: dict[str, Value] = {**arm.labels, **_range(("speed", "lowest", "highest"), repeats.speed)}
+    for ratio, labels in matrix.ratios.items():
+        base = next((r for r in results if r.arm.labels == {**arm.labels, **labels}), None)
+        times = None if base is None or base is result else repeats.times(base.repeats)
+        row |= _range((ratio, f"{ratio}_lowest", f"{ratio}_highest"), times)
+    row["repeats"] = len(repeats.each)
+    row["acceptance_length"] = repeats.acceptance_length
+    row["step"] = _ms(repeats.median(_decode_seconds))
+    row["same_texts"] = repeats.same_texts(next(r.repeats for r in results if r.repeats.ids == repeats.ids))
+    if matrix.latencies:
+        row |= {
+            f"{name}_{part}": _ms(repeats.median(_figure(find, take)))
+            for name, find in _SPREADS.items()
+            for part, take in _PARTS.items()
+        }
+    return row
+
+
+def _range(names: tuple[str, str, str], found: Middle | None) -> dict[str, Value]:
+    """The median, the lowest and the highest under ``names``."""
+    if found is None:
+        return dict.fromkeys(names)
+    return dict(zip(names, (found.median, found.lowest, found.highest), strict=True))
+
+
+def _figure(
+    find: Callable[[Repeat], Spread | None], take: Callable[[Spread], float]
+) -> Callable[[Repeat], float | None]:
+    def figure(repeat: Repeat) -> float | None:
+        found = find(repeat)
+        return None if found is None else take(found)
+
+    return figure
+
+
+def _decode_seconds(repeat: Repeat) -> float | None:
+    steps = repeat.report.steps.get("decode")
+    return steps.mean_seconds if steps else None
+
+
+def _ms(seconds: float | None) -> float | None:
+    return None if seconds is None else 1e3 * seconds
+
+
+def _plots(matrix: Matrix) -> Iterator[Plot]:
+    """Speed, ratios and latencies over the first axis, a line for each value of the second."""
+    x, series = (axis.name for axis in matrix.axes)
+    shown = {"speed": "Output tokens a second"}
+    shown |= {ratio: f"Speed, {ratio.replace('_', ' ')}" for ratio in matrix.ratios}
+    shown |= {f"{name}_median": f"Median {name.upper()}" for name in (_SPREADS if matrix.latencies else ())}
+    for y, title in shown.items():
+        yield Plot(title=title, x=x, y=y, series=series)
+
+
+def best_lengths(rows: Sequence[Row]) -> Iterator[str]:
+    """For each batch the K that was fastest, and what it was worth; nothing where these are no columns."""
+    if not rows or not {"batch", "K"} <= rows[0].keys():
+        return
+    for batch in dict.fromkeys(row["batch"] for row in rows):
+        mine = [row for row in rows if row["batch"] == batch]
+        fixed = [row for row in mine if row["K"] != "auto"]
+        if not fixed:
+            continue
+        best = max(fixed, key=_speed)
+        text = f"batch {batch}: K {best['K']} is best, {display.count(_speed(best))} tokens/s"
+        if isinstance(best["x_plain"], float):
+            text += f", {display.ratio(best['x_plain'])} plain decoding"
+        auto = [
+            f"; auto has {display.percent(_speed(row) / _speed(best))} of it"
+            for row in mine
+            if row not in fixed
+        ]
+        yield text + "".join(auto)
+
+
+def _speed(row: Row) -> float:
+    speed = row["speed"]
+    assert isinstance(speed, float)
+    return speed

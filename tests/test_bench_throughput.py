@@ -1,0 +1,288 @@
+"""The throughput bench: its matrices as data, its prompts, who takes turns, and all of it on a CPU."""
+
+import json
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from calibrated_cycle import Cycle
+from calibrated_shapes import SHAPES
+from calibrated_weights import Source
+from make_calibrated_pair import write_pair
+from typer.testing import CliRunner
+
+from specgen.bench import throughput as bench
+from specgen.bench.matrices import MATRICES, Axis, Matrix, Workload, find_matrix
+from specgen.bench.prompts import make_prompts
+from specgen.bench.repeats import Middle
+from specgen.bench.throughput import Plan, ThroughputJob, kv_bytes, side_by_side, throughput
+from specgen.bench.throughput_table import best_lengths
+from specgen.build import Models, load_models, resolve
+from specgen.cli import app
+from specgen.config import EngineConfig, SamplingParams
+from specgen.engine import Engine
+from specgen.sequence import Request
+
+SHAPE = SHAPES["tiny"]
+CYCLE = Cycle.draw(SHAPE.num_plain_tokens, SHAPE.draft_vocab_size, 0.75, seed=0)
+SMALL = Workload(dataset="random", num_prompts=3, prompt_tokens=9, max_new_tokens=12, max_batch_size=2)
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("pair")
+    write_pair(path, SHAPE, CYCLE, Source("cpu", 0))
+    config = path / "target" / "config.json"
+    assert json.loads(config.read_text())["synthetic_weights"]
+    return path
+
+
+def engine_of(pair: Path, **changes) -> EngineConfig:
+    settings = {"page_size": 4, "device": "cpu", "prefix_cache": False} | changes
+    return EngineConfig(model=str(pair / "target"), drafter=str(pair / "drafter"), **settings)
+
+
+@pytest.fixture(scope="module")
+def models(pair: Path) -> Models:
+    return load_models(resolve(engine_of(pair)))
+
+
+def job_of(
+    pair: Path, name: str, *values: str, workload: Workload = SMALL, repeats: int = 2
+) -> ThroughputJob:
+    matrix = find_matrix(name).with_values(values)
+    engine = engine_of(pair, max_batch_size=workload.max_batch_size)
+    return ThroughputJob(matrix=matrix, workload=workload, engine=engine, data_path=None, repeats=repeats)
+
+
+# --- matrices -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("matrix", MATRICES.values(), ids=list(MATRICES))
+def test_every_arm_is_a_configuration_of_its_own(matrix: Matrix) -> None:
+    engine = EngineConfig(model="target", drafter="head")
+    configs = [arm.configure(engine) for arm in matrix.arms]
+    assert len(set(configs)) == len({arm.name for arm in matrix.arms}) == len(configs)
+    names = {axis.name for axis in matrix.axes}
+    assert all(labels.keys() <= names for labels in matrix.ratios.values())
+
+
+def test_the_arms_of_the_sources() -> None:
+    arms = {name: [arm.name for arm in matrix.arms] for name, matrix in MATRICES.items()}
+    assert arms["vllm-25196"] == [
+        f"attention {attention}, decoding {decoding}"
+        for attention in ("trtllm", "flashinfer")
+        for decoding in ("plain", "padded", "non-padded")
+    ]
+    assert arms["vllm-21477"] == [
+        f"cuda_graphs {graphs}, decoding padded" for graphs in ("off", "pass", "step")
+    ]
+    assert len(arms["batch-and-k"]) == 6 * 9
+    last = MATRICES["batch-and-k"].arms[-1].configure(EngineConfig(model="target", drafter="head"))
+    assert (last.max_batch_size, last.num_spec_tokens, last.spec_length) == (256, 7, "auto")
+    source = MATRICES["vllm-19825"].workload
+    assert (source.prompt_tokens, source.max_new_tokens, source.num_prompts) == (100, 1000, 500)
+
+
+def test_other_values_on_an_axis() -> None:
+    matrix = find_matrix("batch-and-k").with_values(["K=0, 3", "batch=16"])
+    assert [arm.labels for arm in matrix.arms] == [{"batch": 16, "K": 0}, {"batch": 16, "K": 3}]
+    assert find_matrix("batch-and-k").axes[1].values[-1] == "auto"
+    for wrong, reason in (
+        ("k=3", "axis is 'k=3': write NAME=VALUE,VALUE with one of batch, K"),
+        ("batch", "axis is 'batch'"),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            matrix.with_values([wrong])
+    with pytest.raises(ValueError, match="axis decoding has 'fast': use some of plain, padded, non-padded"):
+        _ = find_matrix("vllm-25196").with_values(["decoding=fast"]).arms
+    with pytest.raises(ValueError, match="axis batch has 'x': use whole numbers"):
+        Axis(name="batch", values=("x",)).changes("x")
+    with pytest.raises(ValueError, match="matrix is 'x': use one of vllm-25196, "):
+        find_matrix("x")
+    with pytest.raises(ValueError, match="num-prompts is 0: use at least 1"):
+        replace(SMALL, num_prompts=0)
+
+
+# --- prompts --------------------------------------------------------------------------------------
+
+
+def test_random_prompts_are_of_the_draft_vocabulary(models: Models) -> None:
+    prompts = make_prompts(SMALL, models, None, 40)
+    assert [len(request.prompt_token_ids) for request in prompts.requests] == [9] * 40
+    drawn = {token for request in prompts.requests for token in request.prompt_token_ids}
+    assert drawn <= set(CYCLE.tokens)
+    assert len(drawn) > 20
+    assert len({request.prompt_token_ids for request in prompts.requests}) == 40
+    assert make_prompts(SMALL, models, None, 40) == prompts
+    assert prompts.requests[0].sampling == SamplingParams(max_tokens=12, ignore_eos=True)
+
+
+def test_synthetic_weights_get_random_tokens_as_long_as_the_texts(models: Models, tmp_path: Path) -> None:
+    rows = [
+        {"id": str(i), "prompt": " ".join(["a"] * length)}
+        for i, length in enumerate((3, 7, SHAPE.max_positions - 100))
+    ]
+    data = tmp_path / "own.jsonl"
+    data.write_text("\n".join(map(json.dumps, rows)))
+    prompts = make_prompts(replace(SMALL, dataset=str(data), max_new_tokens=200), models, None, 5)
+    assert [len(request.prompt_token_ids) for request in prompts.requests] == [3, 7, 3, 7, 3]
+    assert len({request.prompt_token_ids for request in prompts.requests}) == 5
+    limit = SHAPE.max_positions
+    assert prompts.notes == (f"left out: 1 prompts that with 200 new tokens exceed a context of {limit}",)
+    assert prompts.description == f"random tokens, as long as 5 of 2 first turns of {data}"
+    with pytest.raises(ValueError, match=r"no prompt of .* can run: left out: 3 prompts"):
+        make_prompts(replace(SMALL, dataset=str(data), max_new_tokens=limit), models, None, 5)
+
+
+# --- turns ----------------------------------------------------------------------------------------
+
+
+def plan(name: str, need: int) -> Plan:
+    config = EngineConfig(model="target", drafter="head")
+    arm = replace(find_matrix("vllm-25196").arms[0], labels={"arm": name})
+    return Plan(arm=arm, config=config, requests=(), kv_bytes=need)
+
+
+@pytest.mark.parametrize(
+    ("needs", "groups"),
+    [
+        ([4, 4, 2], [[4, 4, 2]]),
+        ([4, 4, 3, 7], [[4, 4], [3, 7]]),
+        ([11, 1, 9], [[11], [1, 9]]),
+        ([10, 1], [[10], [1]]),
+        ([], []),
+    ],
+)
+def test_neighbours_take_turns_as_far_as_their_caches_fit(needs: list[int], groups: list[list[int]]) -> None:
+    found = side_by_side([plan(str(i), need) for i, need in enumerate(needs)], 10)
+    assert [[each.kv_bytes for each in group] for group in found] == groups
+    for each in (each for group in found for each in group):
+        assert each.config.kv_memory == (each.kv_bytes if each.kv_bytes <= 10 else None)
+
+
+def test_the_cache_is_as_large_as_the_requests_need(pair: Path, models: Models, monkeypatch) -> None:
+    monkeypatch.setattr(bench, "_LEAST", 1)
+    config = resolve(engine_of(pair, max_batch_size=2, num_spec_tokens=3))
+    sampling = SamplingParams(max_tokens=6)
+    lengths = (5, 30, 1)
+    requests = [
+        Request(id=str(i), prompt_token_ids=(0,) * length, sampling=sampling)
+        for i, length in enumerate(lengths)
+    ]
+    token_bytes = 2 * SHAPE.kv_size * 4 * (SHAPE.num_layers + 1)
+    pages = 10 + 4  # of four positions: 30 and 5 prompt tokens, 6 new ones, 4 rows of a step
+    assert kv_bytes(config, models, requests) == pages * 4 * token_bytes
+
+
+def test_arms_take_turns_within_a_repeat(pair: Path, monkeypatch) -> None:
+    order: list[tuple[int, bool]] = []
+    generate = Engine.generate
+
+    def watched(self: Engine, requests, *rest):
+        given = list(requests)
+        if not given[0].id.startswith("warm-up"):
+            order.append(id(self))
+        return generate(self, given, *rest)
+
+    monkeypatch.setattr(Engine, "generate", watched)
+    job = job_of(pair, "batch-and-k", "batch=2", "K=0,2")
+    tables = list(throughput(job))
+    assert [[row["repeats"] for row in table.rows] for table in tables] == [[1, 1], [2, 2]]
+    assert len(order) == 2 * 3
+    assert all(one != other for one, other in pairwise(order))
+    order.clear()
+    monkeypatch.setattr(bench, "_CPU_BYTES", 0)
+    apart = list(throughput(job))
+    assert apart[-1].head["arms that took turns"] == "1; 1"
+    assert [len(set(order[:3])), len(set(order[3:]))] == [1, 1]
+
+
+# --- the table ------------------------------------------------------------------------------------
+
+
+def test_a_range_is_that_of_the_repeats() -> None:
+    assert Middle.of([3.0, 1.0, 2.5]) == Middle(median=2.5, lowest=1.0, highest=3.0)
+
+
+def test_batch_and_k(pair: Path) -> None:
+    workload = replace(SMALL, num_prompts=None, max_new_tokens=16)
+    job = job_of(pair, "batch-and-k", "batch=1,3", "K=0,2,4", workload=workload, repeats=1)
+    table = list(throughput(job))[-1]
+    assert [(row["batch"], row["K"]) for row in table.rows] == [(b, k) for b in (1, 3) for k in (0, 2, 4)]
+    rows = {(row["batch"], row["K"]): row for row in table.rows}
+    for (_, k), row in rows.items():
+        assert row["lowest"] <= row["speed"] <= row["highest"]
+        assert row["same_texts"] == 1
+        assert (row["x_plain"] is None) == (row["acceptance_length"] is None) == (k == 0)
+        if k:
+            assert row["x_plain_lowest"] <= row["x_plain"] <= row["x_plain_highest"]
+            assert 1 < row["acceptance_length"] <= k + 1
+    assert rows[1, 2]["acceptance_length"] < rows[1, 4]["acceptance_length"]
+    assert [note.split(":")[0] for note in table.notes] == ["batch 1", "batch 3"]
+    assert "weights synthetic" in table.head["model"]
+    assert "6 of 9 random tokens" in table.head["prompts"]
+    assert "Output tokens a second" in table.to_html()
+
+
+def test_the_best_length_of_a_batch() -> None:
+    def row(batch: int, k: int | str, speed: float, ratio: float | None) -> dict[str, object]:
+        return {"batch": batch, "K": k, "speed": speed, "x_plain": ratio}
+
+    rows = [row(1, 0, 100.0, None), row(1, 3, 250.0, 2.5), row(1, 5, 200.0, 2.0), row(1, "auto", 240.0, 2.4)]
+    rows += [row(64, 0, 900.0, None), row(64, 3, 800.0, 0.9), row(8, "auto", 5.0, None)]
+    assert list(best_lengths(rows)) == [
+        "batch 1: K 3 is best, 250 tokens/s, 2.50x plain decoding; auto has 96.0 % of it",
+        "batch 64: K 0 is best, 900 tokens/s",
+    ]
+    assert list(best_lengths([{"attention": "sdpa"}])) == []
+
+
+def test_what_cannot_run_or_breaks_is_a_note(pair: Path, monkeypatch) -> None:
+    build = bench.build_engine
+
+    def broken(config: EngineConfig, *rest):
+        if config.drafter_batch == "non-padded":
+            raise RuntimeError("no kernel")
+        return build(config, *rest)
+
+    monkeypatch.setattr(bench, "build_engine", broken)
+    table = list(throughput(job_of(pair, "vllm-25196", "attention=trtllm,sdpa", repeats=1)))[-1]
+    assert [(row["attention"], row["decoding"]) for row in table.rows] == [
+        ("sdpa", "plain"),
+        ("sdpa", "padded"),
+    ]
+    assert [note.split(":")[0] for note in table.notes] == ["not run"] * 3 + ["broke off"]
+    assert table.notes[-1] == "broke off: attention sdpa, decoding non-padded: RuntimeError: no kernel"
+    assert table.rows[1]["x_plain"] is not None
+    assert table.rows[1]["x_non_padded"] is None
+    nothing = list(throughput(job_of(pair, "vllm-25196")))
+    assert [len(table.rows) for table in nothing] == [0]
+    assert len(nothing[0].notes) == 6
+
+
+def test_the_command_writes_its_files(pair: Path, tmp_path: Path) -> None:
+    arguments = [
+        "bench",
+        "throughput",
+        "--matrix",
+        "vllm-21477",
+        "--model",
+        str(pair / "target"),
+        "--device",
+        "cpu",
+    ]
+    arguments += ["--drafter", str(pair / "drafter"), "--dataset", "random", "--prompt-tokens", "5"]
+    arguments += ["--num-prompts", "3", "--max-new-tokens", "20", "--repeats", "1", "--output", str(tmp_path)]
+    done = CliRunner().invoke(app, arguments)
+    assert done.exit_code == 0, done.output
+    document = json.loads(done.stdout.splitlines()[-1])
+    assert document == json.loads((tmp_path / "throughput-vllm-21477.json").read_text())
+    (row,) = document["rows"]
+    assert row["cuda_graphs"] == "off"
+    assert 0 < row["ttft_median"] <= row["ttft_p99"]
+    # a step emits several tokens at once
+    assert 0 < row["tpot_mean"] < row["itl_mean"]
+    assert [note.split(":")[0] for note in document["notes"]] == ["not run", "not run"]
+    assert len((tmp_path / "throughput-vllm-21477.csv").read_text().splitlines()) == 2
