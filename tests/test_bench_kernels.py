@@ -182,3 +182,32 @@ def test_the_command_leaves_table_document_and_files(tmp_path) -> None:
         "kernels.html",
         "kernels.json",
     ]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+def test_on_a_gpu_two_backends_agree_and_neither_beats_the_memory() -> None:
+    heads = Heads(
+        num_heads=32,
+        num_kv_heads=8,
+        head_dim=128,
+        dtype=torch.bfloat16,
+        kv_dtype=torch.bfloat16,
+        page_size=64,
+        max_query_len=5,
+    )
+    job = KernelJob(
+        heads=heads,
+        num_seqs=(1, 32),
+        max_seq_lens=(1024, 4096),
+        num_spec_tokens=4,
+        repeats=5,
+        device=torch.device("cuda"),
+    )
+    *_, table = measure(job)
+    assert table.notes == ()
+    assert len(table.rows) == 12
+    for row in table.rows:
+        assert 0.8 < row["trtllm_over_bound"] < 100
+        assert 0.2 < row["speedup"] < 20
+        assert row["trtllm_std"] < 0.3 * row["trtllm_mean"]
