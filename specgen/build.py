@@ -172,9 +172,18 @@ def load_models(config: EngineConfig) -> Models:
     return Models(target=target, head=head, tokenizer=tokenizer, checkpoints=checkpoints)
 
 
-def build_engine(config: EngineConfig, models: Models, record: Callable[[Event], None]) -> Engine:
-    """An engine of a resolved ``config`` over loaded ``models``; events go to ``record``."""
-    return _engine(config, models, num_pages(config, models), _RUNNERS[config.cuda_graphs](), record)
+def build_engine(
+    config: EngineConfig,
+    models: Models,
+    record: Callable[[Event], None],
+    around: Callable[[Runner], Runner] = lambda runner: runner,
+) -> Engine:
+    """An engine of a resolved ``config`` over loaded ``models``; events go to ``record``.
+
+    ``around`` may put a runner of its own around the one that ``config`` names, to watch the pieces of a step.
+    """
+    runner = around(_RUNNERS[config.cuda_graphs]())
+    return _engine(config, models, num_pages(config, models), runner, record)
 
 
 def prefill_logits(config: EngineConfig, models: Models) -> Callable[[Sequence[int]], Tensor]:

@@ -12,7 +12,17 @@ from specgen.config import require
 from specgen.events import Event, Finished, Preempted, Prefilled, Resumed, Stepped, Submitted, Verified
 from specgen.timings import Spread, Steps, StepSum, spread
 
-__all__ = ["DEFINITIONS", "Baseline", "Report", "RequestMetrics", "fold", "fold_request", "load", "verdict"]
+__all__ = [
+    "DEFINITIONS",
+    "Baseline",
+    "Report",
+    "RequestMetrics",
+    "draft_lengths",
+    "fold",
+    "fold_request",
+    "load",
+    "verdict",
+]
 
 DEAD_LENGTH = 1.05  # tokens a verify step; 1 is what plain decoding gives
 DEFINITIONS = (
@@ -243,6 +253,12 @@ def verdict(report: Mapping[str, Any]) -> str:
             "and gains nothing. `specgen inspect` says whether it fits the target and how it was read."
         )
     return ""
+
+
+def draft_lengths(report: Mapping[str, Any]) -> dict[str, int]:
+    """How many decode steps of a ``report.json`` had which K, the most frequent first; empty where all had the same."""
+    lengths = report["steps"].get("decode", {}).get("by_num_spec_tokens", {})
+    return dict(lengths) if len(lengths) > 1 else {}
 
 
 def load(directory: Path) -> tuple[dict[str, Any], dict[str, Any]]:

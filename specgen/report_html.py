@@ -7,7 +7,7 @@ from typing import Any
 from specgen.charts import acceptance_chart, histogram_chart, length_chart
 from specgen.display import Show, between, count, hundredths, percent, plain, rate, ratio, same_texts, seconds
 from specgen.page import Cell, card, document, pairs, table, tile
-from specgen.report import DEFINITIONS, verdict
+from specgen.report import DEFINITIONS, draft_lengths, verdict
 
 _COUNTERS = (
     "num_requests",
@@ -133,8 +133,10 @@ def _times(report: Mapping[str, Any]) -> str:
     ]
     by_request = table("Times by request", ("by request", "mean", "median", "p99"), requests)
     by_step = table("Times by step", ("by step", "steps", "sequences", "mean", "max"), steps)
+    lengths = [(f"K = {k}", count(number)) for k, number in draft_lengths(report).items()]
+    by_length = table("Decode steps by draft length", ("by draft length", "decode steps"), lengths)
     note = "from submission to the first token; (end - first token) / (tokens - 1)"
-    return card("Times", note, body=by_request + by_step) if by_request + by_step else ""
+    return card("Times", note, body=by_request + by_step + by_length) if by_request + by_step else ""
 
 
 def _counts(report: Mapping[str, Any]) -> str:

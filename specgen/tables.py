@@ -18,13 +18,14 @@ from specgen.display import (
     seconds,
     table,
 )
-from specgen.report import DEFINITIONS, verdict
+from specgen.report import DEFINITIONS, draft_lengths, verdict
 
 _WIDTH = 100  # columns
 _BAR = 20
 _LABEL = 18  # of a category
 _NAME = 12  # of a run in a comparison: with it, four runs fit
 _POSITIONS = 4  # shown by category; report.json has all
+_LENGTHS = 4  # shown of those that ran
 _COUNTERS = (
     "num_requests",
     "total_num_output_tokens",
@@ -55,7 +56,10 @@ def compare(runs: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
         runs = [(f"run {i}", report) for i, (_, report) in enumerate(runs, start=1)]
     blocks = [_side_by_side([runs[0], *runs[i : i + 3]]) for i in range(1, max(len(runs), 2), 3)]
     sentences = [
-        textwrap.wrap(f"{name}: {verdict(report)}", _WIDTH) for name, report in runs if verdict(report)
+        textwrap.wrap(f"{name}: {sentence}", _WIDTH)
+        for name, report in runs
+        for sentence in (f"K by step: {_lengths(report)}" if draft_lengths(report) else "", verdict(report))
+        if sentence
     ]
     return joined([legend, *blocks, *sentences, _definitions()])
 
@@ -133,6 +137,8 @@ def _speed(report: Mapping[str, Any]) -> list[tuple[str, str]]:
         times = f"mean {seconds(steps['mean_seconds'])}, max {seconds(steps['max_seconds'])}"
         many = f"{count(steps['num_steps'])} with {rate(steps['mean_sequences'])} sequences"
         pairs += [(f"{kind} steps", f"{many}, {times}")]
+    if draft_lengths(report):
+        pairs += [("K by step", _lengths(report))]
     if report["num_drafts"]:
         pairs += _rows(report["rows"])
     if baseline := report["baseline"]:
@@ -193,6 +199,14 @@ def _side_by_side(runs: Sequence[tuple[str, Mapping[str, Any]]]) -> list[str]:
     rows = [_metric_row(metric, reports) for metric in (*_COUNTED, *accepted, *_TIMED)]
     header = ["", first, *(cell for name, _ in others for cell in (name, "ratio"))]
     return table(header, [row for row in rows if set(row[1:]) - {DASH, ""}])
+
+
+def _lengths(report: Mapping[str, Any]) -> str:
+    """``4 in 300, 2 in 25 steps``: the most frequent ones, and the rest as one."""
+    lengths = list(draft_lengths(report).items())
+    parts = [f"{k} in {count(number)}" for k, number in lengths[:_LENGTHS]]
+    rest = [f"others in {count(sum(number for _, number in lengths[_LENGTHS:]))}"]
+    return f"{', '.join(parts + rest * (len(lengths) > _LENGTHS))} steps"
 
 
 def _metric_row(metric: _Metric, reports: Sequence[Mapping[str, Any]]) -> list[str]:

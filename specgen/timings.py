@@ -1,6 +1,7 @@
 """How long requests and engine steps took, and the rows that the steps computed."""
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from specgen.events import Stepped
@@ -35,7 +36,8 @@ def spread(times: Sequence[float]) -> Spread | None:
 class Steps:
     """Passes of the engine's loop of one kind: times in seconds and rows computed.
 
-    ``first_pass_wasted`` are the rows of the drafter's first pass that held no confirmed token.
+    ``first_pass_wasted`` are the rows of the drafter's first pass that held no confirmed token;
+    ``by_num_spec_tokens`` says how many steps had so many drafts a sequence (K), the most frequent first.
     """
 
     num_steps: int
@@ -47,6 +49,7 @@ class Steps:
     first_pass_rows: int
     first_pass_wasted: int
     loop_rows: int
+    by_num_spec_tokens: Mapping[str, int]
 
 
 class StepSum:
@@ -56,6 +59,7 @@ class StepSum:
         self._num_steps = self._num_sequences = 0
         self._seconds = self._max_seconds = 0.0
         self._target_rows = self._first_pass_rows = self._first_pass_kept = self._loop_rows = 0
+        self._by_num_spec_tokens: Counter[int] = Counter()
 
     def add(self, step: Stepped) -> None:
         """Count one step."""
@@ -67,6 +71,7 @@ class StepSum:
         self._first_pass_rows += step.first_pass_rows
         self._first_pass_kept += step.first_pass_kept
         self._loop_rows += step.loop_rows
+        self._by_num_spec_tokens[step.num_spec_tokens] += 1
 
     def result(self) -> Steps:
         """The sums and means of one step or more."""
@@ -80,4 +85,5 @@ class StepSum:
             first_pass_rows=self._first_pass_rows,
             first_pass_wasted=self._first_pass_rows - self._first_pass_kept,
             loop_rows=self._loop_rows,
+            by_num_spec_tokens={str(k): steps for k, steps in self._by_num_spec_tokens.most_common()},
         )

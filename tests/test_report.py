@@ -157,6 +157,31 @@ def test_rows_and_steps():
     assert report["steps"]["prefill"]["target_rows"] == 50
 
 
+def test_steps_of_several_draft_lengths():
+    lengths = (0, 2, 2, 4, 2, 0)
+    events = list(request("a", [(k, min(k, 1)) for k in lengths]))
+    events += [
+        stepped("prefill", 0),
+        *(stepped("decode", k) for k in lengths),
+    ]
+    report = as_json(events, 4)
+    assert report["steps"]["decode"]["by_num_spec_tokens"] == {"2": 3, "0": 2, "4": 1}
+    assert list(draft_lengths(report)) == ["2", "0", "4"]
+    assert [row["drafted"] for row in report["acceptance"]] == [4, 4, 1, 1]
+    assert [row["reached"] for row in report["acceptance"]] == [4, 4, 0, 0]
+    assert [row["rate"] for row in report["acceptance"]] == [1, 0, 0, 0]
+    assert report["num_drafts"] == 4
+    assert report["num_draft_tokens"] == 10
+    assert report["mean_acceptance_length"] == 2
+    assert report["acceptance_histogram"] == [0, 4, 0, 0, 0]
+
+
+def test_one_draft_length_is_no_news():
+    events = [stepped("prefill", 0), stepped("decode", 3), stepped("decode", 3), *request("a", [(3, 1)] * 2)]
+    assert draft_lengths(as_json(events)) == {}
+    assert draft_lengths(as_json([])) == {}
+
+
 def test_nothing_at_all():
     report = as_json([])
     assert report["num_requests"] == report["num_drafts"] == report["wall_seconds"] == 0
