@@ -63,6 +63,7 @@ LIGHT = (
     "audit_table",
     "bench.output",
     "report_html",
+    "bench.commands",
     "against",
     "against_table",
     "results",
