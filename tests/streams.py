@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
-from specgen.events import Event, Finished, Prefilled, Submitted, Verified
+from specgen.events import Event, Finished, Prefilled, Stepped, Submitted, Verified
 
 
 def request(
@@ -25,6 +25,22 @@ def request(
         drafts = tuple(range(drafted))
         yield Verified(sequence=name, time=now, drafts=drafts, accepted=accepted, emitted=emitted)
     yield Finished(sequence=name, time=now, reason="stop", num_output_tokens=num_tokens)
+
+
+def decode_steps(*lengths: int) -> Iterator[Event]:
+    """A decode step of one sequence for each draft length."""
+    for k in lengths:
+        yield Stepped(
+            kind="decode",
+            time=1.0,
+            seconds=0.1,
+            num_sequences=1,
+            num_spec_tokens=k,
+            target_rows=k + 1,
+            first_pass_rows=k + 1,
+            first_pass_kept=1,
+            loop_rows=max(k - 1, 0),
+        )
 
 
 def refusal(name: str, *, time: float = 0.0) -> Iterator[Event]:

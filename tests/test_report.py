@@ -10,8 +10,8 @@ import pytest
 
 from specgen.events import Event, Finished, Preempted, Prefilled, Stepped, Submitted, Verified
 from specgen.intervals import wilson
-from specgen.report import fold, fold_request, load, verdict
-from tests.streams import refusal, request
+from specgen.report import draft_lengths, fold, fold_request, load, verdict
+from tests.streams import decode_steps, refusal, request
 
 
 def as_json(events, num_spec_tokens=3):
@@ -136,7 +136,14 @@ def test_the_first_token_is_not_the_one_after_a_preemption():
 def test_rows_and_steps():
     rows = {"num_sequences": 2, "first_pass_rows": 8, "first_pass_kept": 5, "loop_rows": 4}
     events = [
-        Stepped(kind="prefill", time=1.0, seconds=1.0, num_spec_tokens=0, target_rows=50, **rows | {"first_pass_rows": 50}),
+        Stepped(
+            kind="prefill",
+            time=1.0,
+            seconds=1.0,
+            num_spec_tokens=0,
+            target_rows=50,
+            **rows | {"first_pass_rows": 50},
+        ),
         Stepped(kind="decode", time=1.5, seconds=0.5, num_spec_tokens=3, target_rows=8, **rows),
         Stepped(kind="decode", time=1.7, seconds=0.2, num_spec_tokens=3, target_rows=8, **rows),
         *request("a", [(3, 1), (3, 3)]),
@@ -159,12 +166,7 @@ def test_rows_and_steps():
 
 def test_steps_of_several_draft_lengths():
     lengths = (0, 2, 2, 4, 2, 0)
-    events = list(request("a", [(k, min(k, 1)) for k in lengths]))
-    events += [
-        stepped("prefill", 0),
-        *(stepped("decode", k) for k in lengths),
-    ]
-    report = as_json(events, 4)
+    report = as_json([*request("a", [(k, min(k, 1)) for k in lengths]), *decode_steps(*lengths)], 4)
     assert report["steps"]["decode"]["by_num_spec_tokens"] == {"2": 3, "0": 2, "4": 1}
     assert list(draft_lengths(report)) == ["2", "0", "4"]
     assert [row["drafted"] for row in report["acceptance"]] == [4, 4, 1, 1]
@@ -177,8 +179,7 @@ def test_steps_of_several_draft_lengths():
 
 
 def test_one_draft_length_is_no_news():
-    events = [stepped("prefill", 0), stepped("decode", 3), stepped("decode", 3), *request("a", [(3, 1)] * 2)]
-    assert draft_lengths(as_json(events)) == {}
+    assert draft_lengths(as_json([*request("a", [(3, 1)] * 2), *decode_steps(3, 3)])) == {}
     assert draft_lengths(as_json([])) == {}
 
 

@@ -12,7 +12,7 @@ from specgen.charts import acceptance_chart, arms_chart, bars_chart, histogram_c
 from specgen.display import hundredths
 from specgen.report import fold
 from specgen.report_html import render
-from tests.streams import refusal, request
+from tests.streams import decode_steps, refusal, request
 
 VOID = {"meta", "wbr"}
 SVG = "{http://www.w3.org/2000/svg}"
@@ -30,6 +30,11 @@ def a_run(categories=("math", "chat"), num_spec_tokens=4):
         ),
         num_spec_tokens,
     )
+
+
+def of_several_lengths(*lengths):
+    """A run of up to 7 drafts a step."""
+    return as_json([*request("a", [(k, min(k, 2)) for k in lengths]), *decode_steps(*lengths)], 7)
 
 
 class Page(HTMLParser):
@@ -122,6 +127,15 @@ def test_odd_runs_make_a_page(report, expected):
     page = Page(render(report, {}, "A run"))
     assert expected in " ".join(page.text)
     assert not {"None", "nan"} & set(" ".join(page.text).split())
+
+
+def test_the_draft_lengths_that_ran_are_shown():
+    page = Page(render(of_several_lengths(4, 4, 2, 0), {}, "A run"))
+    words = [word for word in page.text if word.strip()]
+    start = words.index("by draft length")
+    assert words[start + 1 : start + 8] == ["decode steps", "K = 4", "2", "K = 2", "1", "K = 0", "1"]
+    assert not {"None", "nan"} & set(" ".join(page.text).split())  # of the last positions nothing was drafted
+    assert "by draft length" not in Page(render(of_several_lengths(4, 4), {}, "A run")).text
 
 
 def test_plain_decoding_beside_plain_groups_draws_no_chart():

@@ -7,7 +7,7 @@ import pytest
 
 from specgen.report import fold
 from specgen.tables import compare, render
-from tests.streams import refusal, request
+from tests.streams import decode_steps, refusal, request
 
 
 def as_json(events, num_spec_tokens=3):
@@ -78,6 +78,35 @@ def test_plain_decoding_shows_no_acceptance():
     assert "token 0" not in text
     assert "acceptance length" not in text
     assert cells(text, "output tokens/s")[0] == "1.0"
+
+
+def of_several_lengths(*lengths):
+    """A run of up to 7 drafts a step."""
+    return as_json([*request("a", [(k, min(k, 2)) for k in lengths]), *decode_steps(*lengths)], 7)
+
+
+def test_the_draft_lengths_that_ran_are_shown():
+    text = render(of_several_lengths(*[4] * 1500, 2, 2), {})
+    assert " ".join(cells(text, "K by step")) == "4 in 1,500, 2 in 2 steps"
+    assert cells(text, "token 3")[:2] == ["1,500", "0"]
+    assert cells(text, "token 5")[:3] == ["0", "0", "-"]
+    many = render(of_several_lengths(*(k for k in range(8) for _ in range(k + 1))), {})
+    assert " ".join(cells(many, "K by step")) == "7 in 8, 6 in 7, 5 in 6, 4 in 5, others in 10 steps"
+    assert "K by step" not in render(of_several_lengths(4, 4), {})
+
+
+def test_runs_of_several_lengths_compare_with_others():
+    runs = [("k3", a_run()), ("auto", of_several_lengths(3, 3, 5)), ("plain", a_run(0))]
+    text = compare(runs)
+    assert "auto: K by step: 3 in 2, 5 in 1 steps" in text
+    assert text.count("K by step") == 1
+    assert cells(text, "acceptance at token 4")[:3] == ["-", "0.0", "%"]
+
+
+def test_a_report_from_before_draft_lengths_is_shown():
+    report = of_several_lengths(3, 5)
+    del report["steps"]["decode"]["by_num_spec_tokens"]
+    assert "K by step" not in render(report, {})
 
 
 def test_a_dead_drafter_is_called_so():
