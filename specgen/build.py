@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from specgen import step_costs
 from specgen.attention import Attend, Backend, Heads
 from specgen.attention.flashinfer_paged import FlashInferBackend
 from specgen.attention.sdpa import SdpaBackend, StaticSdpaBackend
@@ -43,6 +44,7 @@ from specgen.pages import PageAllocator
 from specgen.prefix_cache import PrefixCache
 from specgen.scheduler import Scheduler
 from specgen.sequence import Request
+from specgen.spec_length import CheapestLength, FixedLength
 from specgen.step import Steps
 from specgen.tokenizer import StopStrings, Tokenizer, load_tokenizer
 
@@ -93,8 +95,6 @@ def resolve(config: EngineConfig) -> EngineConfig:
     )
 
 
-def choose_attention(config: EngineConfig) -> tuple[str, str]:
-    """The backend that ``config``, whose device and dtype are resolved, runs on, and why that one."""
 def choose_device(name: str) -> torch.device:
     """The device ``name`` stands for; ``ValueError`` for one that is not here."""
     if name == "auto":
@@ -116,6 +116,8 @@ def choose_dtype(name: str, device: torch.device) -> str:
     return name
 
 
+def choose_attention(config: EngineConfig) -> tuple[str, str]:
+    """The backend that ``config``, whose device and dtype are resolved, runs on, and why that one."""
     names = _AUTO[config.device.partition(":")[0]] if config.attention == "auto" else (config.attention,)
     require(
         names[0] in _BACKENDS,
@@ -183,7 +185,11 @@ def build_engine(
     ``around`` may put a runner of its own around the one that ``config`` names, to watch the pieces of a step.
     """
     runner = around(_RUNNERS[config.cuda_graphs]())
-    return _engine(config, models, num_pages(config, models), runner, record)
+    engine = _engine(config, models, num_pages(config, models), runner, record)
+    if config.spec_length == "auto":
+        sizes = step_costs.batch_sizes(config.max_batch_size)
+        engine.spec_length = CheapestLength(step_costs.measure(engine, sizes, config.num_spec_tokens))
+    return engine
 
 
 def prefill_logits(config: EngineConfig, models: Models) -> Callable[[Sequence[int]], Tensor]:
@@ -297,7 +303,7 @@ def _engine(
             max_prefill_tokens=config.max_prefill_tokens,
             num_spec_tokens=config.num_spec_tokens,
         ),
-        num_spec_tokens=config.num_spec_tokens,
+        spec_length=FixedLength(config.num_spec_tokens),
         lookahead=0 if backend.capabilities.needs_host_lens else 1,
         device=target.device,
         stop_finder=lambda stops: StopStrings(models.tokenizer, stops),
@@ -330,6 +336,5 @@ def _drafter(config: EngineConfig, models: Models, backend: Backend, allocator: 
         backend=backend,
         batch=PaddedBatch() if config.drafter_batch == "padded" else non_padded,
         choice=GreedyDrafts(models.head.argmax) if config.draft_sampling == "greedy" else SampledDrafts(),
-        num_spec_tokens=config.num_spec_tokens,
         target_vocab_size=models.target.config.vocab_size,
     )

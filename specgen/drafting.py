@@ -49,6 +49,11 @@ class Drafts:
     probs: Tensor | None  # [B, K, V]
 
 
+def no_drafts(seed: Seed) -> Drafts:
+    """What a step of plain decoding verifies."""
+    return Drafts(tokens=seed.tokens.new_empty(len(seed.tokens), 0), probs=None)
+
+
 @dataclass(frozen=True, kw_only=True)
 class DraftInput:
     """The rows of the head's first pass."""
@@ -114,22 +119,20 @@ def _leading(outcome: Outcome, num_rows: int) -> DraftInput:
 class Drafter(Protocol):
     """What the engine needs of a drafter."""
 
-    num_spec_tokens: int
     aux_layers: tuple[int, ...]  # whose inputs make the target's features
 
     def observe(self, outcome: Outcome) -> tuple[Seed, int]:
         """Take in what the target confirmed; also says how many rows that computed."""
         ...
 
-    def propose(self, seed: Seed, block_tables: Tensor, sampling: SamplingBatch) -> Drafts:
-        """K drafts a sequence; may write KV at ``seed.positions`` and K - 2 positions behind."""
+    def propose(self, seed: Seed, num_drafts: int, block_tables: Tensor, sampling: SamplingBatch) -> Drafts:
+        """``num_drafts`` (K) drafts a sequence; may write KV at ``seed.positions`` and K - 2 positions behind."""
         ...
 
 
 class NoDrafter:
     """Plain decoding: no drafts, and nothing to remember but the newest token."""
 
-    num_spec_tokens = 0
     aux_layers: tuple[int, ...] = ()
 
     def observe(self, outcome: Outcome) -> tuple[Seed, int]:
@@ -137,9 +140,10 @@ class NoDrafter:
         given = PaddedBatch().prepare(outcome)
         return _seed(given, given.features), 0
 
-    def propose(self, seed: Seed, block_tables: Tensor, sampling: SamplingBatch) -> Drafts:
+    def propose(self, seed: Seed, num_drafts: int, block_tables: Tensor, sampling: SamplingBatch) -> Drafts:
         """See ``Drafter.propose``."""
-        return Drafts(tokens=seed.tokens.new_empty(len(seed.tokens), 0), probs=None)
+        assert num_drafts == 0
+        return no_drafts(seed)
 
 
 class DraftChoice(Protocol):
@@ -187,10 +191,8 @@ class Eagle3Drafter:
         backend: Backend,
         batch: DrafterBatch,
         choice: DraftChoice,
-        num_spec_tokens: int,
         target_vocab_size: int,
     ) -> None:
-        self.num_spec_tokens = num_spec_tokens
         self.aux_layers = head.config.aux_layers
         self._head = head
         self._cache = cache
@@ -206,12 +208,14 @@ class Eagle3Drafter:
         hidden = self._head.forward(given.tokens, self._head.fuse(given.features), attend)
         return _seed(given, hidden), given.layout.num_rows
 
-    def propose(self, seed: Seed, block_tables: Tensor, sampling: SamplingBatch) -> Drafts:
+    def propose(self, seed: Seed, num_drafts: int, block_tables: Tensor, sampling: SamplingBatch) -> Drafts:
         """K - 1 passes of one row a sequence, each fed the head's own state. See ``Drafter.propose``."""
+        if num_drafts == 0:
+            return no_drafts(seed)
         hidden, positions = seed.hidden, seed.positions
         ids, probs = self._choose(hidden, positions + 1, sampling)
         steps = [(ids, probs)]
-        for _ in range(self.num_spec_tokens - 1):
+        for _ in range(num_drafts - 1):
             layout = Layout.uniform(block_tables, positions, 1, self._cache.page_size)
             attend = Attend(self._backend, self._cache, layout, self._head.rope)
             hidden = self._head.forward(ids, hidden, attend)

@@ -27,6 +27,7 @@ from specgen.sampling import SamplingBatch, request_seed
 from specgen.scheduler import Scheduler
 from specgen.scoring import Scored, Scorer, ScoreRequest
 from specgen.sequence import Completion, Request, Sequence, StopFinder
+from specgen.spec_length import SpecLength
 from specgen.step import StepResult, Steps
 from specgen.transfer import HostCopy, on_device
 
@@ -43,6 +44,7 @@ class _Pass:
     kind: Literal["prefill", "decode"]
     sequences: list[tuple[Sequence, int | None]]  # and the row of the numbers that holds tokens for it
     num_sequences: int
+    num_drafts: int  # of each sequence
     result: StepResult
     numbers: HostCopy
     launched: float
@@ -53,7 +55,8 @@ class Engine:
 
     ``lookahead`` is how many decode steps the host may launch before it reads what an earlier one found. With 1 the
     device never waits for the host, and a sequence that has ended is found one step late: what that step gave it is
-    dropped. ``stop_finder`` makes the detector of one request's stop strings; ``record`` takes every event.
+    dropped. ``spec_length`` says how many drafts a step has; ``stop_finder`` makes the detector of one request's stop
+    strings; ``record`` takes every event.
     """
 
     def __init__(
@@ -63,7 +66,7 @@ class Engine:
         steps: Steps,
         batch: RunningBatch,
         scheduler: Scheduler,
-        num_spec_tokens: int,
+        spec_length: SpecLength,
         lookahead: int,
         device: torch.device,
         stop_finder: Callable[[tuple[str, ...]], StopFinder],
@@ -73,11 +76,11 @@ class Engine:
         self._steps = steps
         self._batch = batch
         self._scheduler = scheduler
-        self._num_spec_tokens = num_spec_tokens
+        self.spec_length = spec_length
         self._lookahead = lookahead
         self._device = device
         self._stop_finder = stop_finder
-        self._record = record
+        self.record = record
         self._began = time.perf_counter()
         self._read_at = 0.0  # when the last numbers were read
         self._in_flight: deque[_Pass] = deque()
@@ -122,13 +125,21 @@ class Engine:
 
     def warm_up(self) -> None:
         """Generate a little and record nothing: first calls load, allocate and compile, which no run should measure."""
-        record, self._record = self._record, lambda event: None
+        record, self.record = self.record, lambda event: None
         sampling = SamplingParams(max_tokens=16, ignore_eos=True)
         for _ in self.generate(
             Request(id=f"warm-up {i}", prompt_token_ids=(0,) * 16, sampling=sampling) for i in range(2)
         ):
             pass
-        self._record, self._began, self._read_at = record, time.perf_counter(), 0.0
+        self.record, self._began, self._read_at = record, time.perf_counter(), 0.0
+
+    def abandon(self) -> None:
+        """Drop all requests in hand without an answer."""
+        self._read_all_but(0)
+        while self._scheduler.num_admitted:
+            self._scheduler.preempt()
+        self._scheduler.waiting.clear()
+        self._completions.clear()
 
     def _draw_requests(self, source: Iterator[Request]) -> Iterator[Completion]:
         while self._scheduler.has_place:
@@ -142,7 +153,7 @@ class Engine:
     def submit(self, request: Request) -> Completion | None:
         """Queue ``request``; a completion with the reason comes back at once if it can never run."""
         sequence = self._new_sequence(request)
-        self._record(
+        self.record(
             Submitted(
                 sequence=request.id,
                 time=self._now(),
@@ -155,7 +166,7 @@ class Engine:
         if reason is None:
             self._scheduler.submit(sequence)
             return None
-        self._record(Finished(sequence=request.id, time=self._now(), reason="error", num_output_tokens=0))
+        self.record(Finished(sequence=request.id, time=self._now(), reason="error", num_output_tokens=0))
         return Completion(request=request, token_ids=(), finish_reason="error", error=reason)
 
     def _new_sequence(self, request: Request) -> Sequence:
@@ -222,7 +233,7 @@ class Engine:
         for i in complete:
             self._scheduler.start(chunks[i].sequence)
         sequences = [(chunks[i].sequence, i if fresh[i] else None) for i in complete]
-        self._launch("prefill", sequences, len(chunks), result, began)
+        self._launch("prefill", sequences, 0, len(chunks), result, began)
         return True
 
     def _decode(self) -> bool:
@@ -236,9 +247,11 @@ class Engine:
         if not running:
             return False
         self._batch.arrange(running)
-        result = self._steps.decode(self._batch.columns(self._steps.runner.num_rows(len(running))))
+        num_drafts = self.spec_length.choose(len(running))
+        columns = self._batch.columns(self._steps.runner.num_rows(len(running)))
+        result = self._steps.decode(columns, num_drafts)
         rows: list[tuple[Sequence, int | None]] = [(sequence, row) for row, sequence in enumerate(running)]
-        self._launch("decode", rows, len(running), result, began)
+        self._launch("decode", rows, num_drafts, len(running), result, began)
         return True
 
     def _reserve(self) -> None:
@@ -251,7 +264,7 @@ class Engine:
 
     def _preempt(self) -> Sequence:
         sequence = self._scheduler.preempt()
-        self._record(Preempted(sequence=sequence.request.id, time=self._now()))
+        self.record(Preempted(sequence=sequence.request.id, time=self._now()))
         return sequence
 
     # --- out of memory ----------------------------------------------------------------------------
@@ -267,7 +280,7 @@ class Engine:
         lower()
         torch.cuda.empty_cache()
         scheduler = self._scheduler
-        self._record(
+        self.record(
             OutOfMemory(
                 time=self._now(),
                 max_batch_size=scheduler.max_batch_size,
@@ -307,20 +320,21 @@ class Engine:
         self,
         kind: Literal["prefill", "decode"],
         sequences: list[tuple[Sequence, int | None]],
+        num_drafts: int,
         num_sequences: int,
         result: StepResult,
         began: float,
     ) -> None:
         """Note that a pass is on its way, and fetch what it finds."""
-        at_most = 1 if kind == "prefill" else self._num_spec_tokens + 1
         for sequence, row in sequences:
             if row is not None:
-                sequence.launch(1, at_most)
+                sequence.launch(1, num_drafts + 1)
         self._in_flight.append(
             _Pass(
                 kind=kind,
                 sequences=sequences,
                 num_sequences=num_sequences,
+                num_drafts=num_drafts,
                 result=result,
                 numbers=HostCopy(result.numbers),
                 launched=began,
@@ -343,7 +357,7 @@ class Engine:
                 self._commit_first(sequence, None if row is None else numbers[row])
             else:
                 assert row is not None
-                num_kept += self._commit(sequence, numbers[row])
+                num_kept += self._commit(sequence, numbers[row], done.num_drafts)
             if sequence.finish_reason is not None:
                 self._retire(sequence)
         self._record_pass(done, num_kept)
@@ -354,7 +368,7 @@ class Engine:
         if tokens is not None:
             sequence.land(1, 1)
             emitted = sequence.append(tokens)
-        self._record(
+        self.record(
             Prefilled(
                 sequence=sequence.request.id,
                 time=self._now(),
@@ -363,13 +377,13 @@ class Engine:
             )
         )
 
-    def _commit(self, sequence: Sequence, row: list[int]) -> int:
-        """What a decode step found for ``sequence``; returns how many of its rows the target confirmed."""
-        k = self._num_spec_tokens
+    def _commit(self, sequence: Sequence, row: list[int], k: int) -> int:
+        """What a step with ``k`` drafts found for ``sequence``; returns how many of its rows the target confirmed."""
         drafts, accepted, tokens = row[:k], row[k], row[k + 1 :]
         sequence.land(1, k + 1)
         emitted = sequence.append(tokens[: accepted + 1])
-        self._record(
+        self.spec_length.see(k, accepted)
+        self.record(
             Verified(
                 sequence=sequence.request.id,
                 time=self._now(),
@@ -382,7 +396,7 @@ class Engine:
 
     def _retire(self, sequence: Sequence, error: str | None = None) -> None:
         self._scheduler.retire(sequence)
-        self._record(
+        self.record(
             Finished(
                 sequence=sequence.request.id,
                 time=self._now(),
@@ -395,13 +409,13 @@ class Engine:
     def _record_pass(self, done: _Pass, num_kept: int) -> None:
         """Passes overlap on the host, so the time of one counts from when the one before was read."""
         now, rows = self._now(), done.result.first_pass_rows
-        self._record(
+        self.record(
             Stepped(
                 kind=done.kind,
                 time=now,
                 seconds=now - max(done.launched, self._read_at),
                 num_sequences=done.num_sequences,
-                num_spec_tokens=self._num_spec_tokens if done.kind == "decode" else 0,
+                num_spec_tokens=done.num_drafts,
                 target_rows=done.result.target_rows,
                 first_pass_rows=rows,
                 first_pass_kept=rows if done.kind == "prefill" else min(num_kept, rows),
@@ -412,8 +426,8 @@ class Engine:
 
     def _record_captures(self) -> None:
         for capture in self._steps.runner.take_captures():
-            what, num_rows, _ = capture.key
-            self._record(
+            what, num_rows, *_ = capture.key
+            self.record(
                 Captured(
                     time=self._now(),
                     what=what,

@@ -65,19 +65,21 @@ class Steps:
             numbers=chosen, target_rows=layout.num_rows, first_pass_rows=first_pass_rows, loop_rows=0
         )
 
-    def decode(self, columns: Columns) -> StepResult:
-        """One step of every row of ``columns``, in which it leaves the next step's seed."""
-        key = ("step", columns.num_rows, columns.sampling.kind)
-        return self.runner.step(key, lambda: self._decode(columns))
+    def decode(self, columns: Columns, num_drafts: int) -> StepResult:
+        """One step of every row of ``columns``, with ``num_drafts`` (K) drafts each; leaves the next step's seed there.
 
-    def _decode(self, columns: Columns) -> StepResult:
+        Without drafts the head still takes in what the target confirms, so that a later step can draft again.
+        """
+        key = ("step", columns.num_rows, num_drafts, columns.sampling.kind)
+        return self.runner.step(key, lambda: self._decode(columns, num_drafts))
+
+    def _decode(self, columns: Columns, k: int) -> StepResult:
         seed, tables, sampling, num_rows = (
             columns.seed,
             columns.block_tables,
             columns.sampling,
             columns.num_rows,
         )
-        k = self._drafter.num_spec_tokens
 
         def layout() -> Layout:  # anew in each piece, which must not use what another one has computed
             return Layout.uniform(tables, seed.positions, k + 1, self._cache.page_size)
@@ -91,8 +93,8 @@ class Steps:
             outcome = Outcome(features=features, next_tokens=tokens.flatten(), layout=layout(), keep=keep)
             return self._drafter.observe(outcome)
 
-        piece, what = self.runner.piece, (num_rows, sampling.kind)
-        drafts = piece(("propose", *what), lambda: self._drafter.propose(seed, tables, sampling))
+        piece, what = self.runner.piece, (num_rows, k, sampling.kind)
+        drafts = piece(("propose", *what), lambda: self._drafter.propose(seed, k, tables, sampling))
         logits, features = piece(("verify", *what), verify, drafts.tokens)
         accepted, tokens = self._accept(drafts, logits, seed.positions, sampling)
         next_seed, first_pass_rows = piece(("observe", *what), observe, features, tokens, accepted + 1)

@@ -168,10 +168,10 @@ def test_out_of_memory_lowers_the_limits_and_changes_no_text(
 def test_what_does_not_fit_alone_fails_alone(demo_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     decode = Steps.decode
 
-    def fails_for_long_texts(self: Steps, columns: Any) -> Any:
+    def fails_for_long_texts(self: Steps, columns: Any, num_drafts: int) -> Any:
         if int(columns.seed.positions.max()) > 120:
             raise torch.OutOfMemoryError("planted")
-        return decode(self, columns)
+        return decode(self, columns, num_drafts)
 
     monkeypatch.setattr(Steps, "decode", fails_for_long_texts)
     requests = [
@@ -198,10 +198,10 @@ def test_memory_may_run_out_as_the_last_text_ends(
         sequence.eos_token_ids = eos
         return sequence
 
-    def fails_behind_the_end(self: Steps, columns: Any) -> Any:
+    def fails_behind_the_end(self: Steps, columns: Any, num_drafts: int) -> Any:
         if int(columns.seed.positions.max()) >= end:
             raise torch.OutOfMemoryError("planted")
-        return decode(self, columns)
+        return decode(self, columns, num_drafts)
 
     monkeypatch.setattr(Engine, "_new_sequence", ends_early)
     monkeypatch.setattr(Steps, "decode", fails_behind_the_end)

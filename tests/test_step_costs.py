@@ -1,0 +1,137 @@
+"""K may change at every step: texts stay, steps are timed before the run, and none of the timing is left behind."""
+
+import random
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from specgen.build import build_engine, load_models, resolve
+from specgen.bundled import data_directory
+from specgen.config import EngineConfig, SamplingParams
+from specgen.engine import Engine
+from specgen.events import Event, Stepped, Verified
+from specgen.report import fold
+from specgen.sequence import Request
+from specgen.spec_length import CheapestLength, StepCosts
+from specgen.step_costs import batch_sizes, measure
+from tests.engines import Pair, bundled_requests, config_of, generate, random_requests
+from tests.test_pipeline import device_like, mixed_requests
+
+__all__ = ["device_like"]
+GREEDY = SamplingParams(max_tokens=40)
+
+
+class AnyLength:
+    """Another number of drafts at every step."""
+
+    def __init__(self, most: int) -> None:
+        self.most, self._draw = most, random.Random(3)
+        self.chosen: list[int] = []
+        self.seen: list[int] = []
+
+    def choose(self, num_sequences: int) -> int:
+        self.chosen.append(self._draw.randrange(self.most + 1))
+        return self.chosen[-1]
+
+    def see(self, drafted: int, accepted: int) -> None:
+        self.seen.append(drafted)
+
+
+def run(engine: Engine, requests: Iterable[Request]) -> dict[str, tuple[int, ...]]:
+    return {completion.request.id: completion.token_ids for completion in engine.generate(requests)}
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("batch", ["padded", "non-padded"])
+def test_any_number_of_drafts_at_any_step_gives_the_same_texts(
+    demo_pair: Pair, device_like: Callable[[], None], batch: str, ahead: bool
+) -> None:
+    plain = generate(demo_pair, mixed_requests(GREEDY), num_spec_tokens=0)
+    fixed = generate(demo_pair, mixed_requests(GREEDY), num_spec_tokens=5, drafter_batch=batch)
+    if ahead:
+        device_like()
+    events: list[Event] = []
+    config = config_of(demo_pair, num_spec_tokens=5, drafter_batch=batch, max_batch_size=6)
+    engine = build_engine(config, demo_pair.models, events.append)
+    engine.spec_length = length = AnyLength(5)
+    assert run(engine, mixed_requests(GREEDY)) == plain.texts
+    drafted = [len(event.drafts) for event in events if isinstance(event, Verified)]
+    steps = [event for event in events if isinstance(event, Stepped) and event.kind == "decode"]
+    assert length.seen == drafted
+    assert set(drafted) == set(range(6))
+    assert [step.num_spec_tokens for step in steps] == length.chosen[: len(steps)]
+    assert all(step.target_rows >= step.num_sequences * (step.num_spec_tokens + 1) for step in steps)
+    for position, found in enumerate(fold(events, num_spec_tokens=5).speculation.acceptance):
+        assert found.drafted == sum(number > position for number in drafted)
+    mixed, usual = drafts_by_place(events), drafts_by_place(fixed.events)
+    both = mixed.keys() & usual.keys()
+    assert sum(bool(mixed[place]) for place in both) > 25
+    for place in both:
+        assert usual[place][: len(mixed[place])] == mixed[place], (
+            "a head that missed a step would draft otherwise"
+        )
+
+
+def drafts_by_place(events: Iterable[Event]) -> dict[tuple[str, int], tuple[int, ...]]:
+    """What was drafted for a sequence behind so many tokens."""
+    lengths, drafts = Counter[str](), {}
+    for event in events:
+        if isinstance(event, Verified):
+            drafts[event.sequence, lengths[event.sequence]] = event.drafts
+            lengths[event.sequence] += event.emitted
+    return drafts
+
+
+def test_steps_are_timed_and_nothing_is_left_of_it(random_pair: Pair) -> None:
+    events: list[Event] = []
+    config = config_of(random_pair, num_spec_tokens=2, max_batch_size=6)
+    engine = build_engine(config, random_pair.models, events.append)
+    record, length = engine.record, engine.spec_length
+    costs = measure(engine, batch_sizes(6), 2)
+    assert set(costs.seconds) == {(size, k) for size in (1, 2, 4, 6) for k in range(3)}
+    assert all(0 < seconds < 5 for seconds in costs.seconds.values())
+    assert (engine.record, engine.spec_length, events) == (record, length, [])
+    requests = random_requests(20, 128, GREEDY)
+    fresh = generate(random_pair, requests, num_spec_tokens=2, max_batch_size=6)
+    assert run(engine, requests) == fresh.texts
+
+
+def test_what_has_no_room_is_not_timed(random_pair: Pair) -> None:
+    config = config_of(random_pair, num_spec_tokens=2, max_batch_size=8, kv_memory=40_000 * 4)
+    engine = build_engine(config, random_pair.models, lambda event: None)
+    sizes = {size for size, _ in measure(engine, batch_sizes(8), 2).seconds}
+    assert {1, 2} <= sizes
+    assert 8 not in sizes
+    tight = build_engine(replace(config, kv_memory=10_000), random_pair.models, lambda event: None)
+    with pytest.raises(ValueError, match="too short to time 2 drafts: name a number"):
+        measure(tight, [1], 2)
+
+
+def test_auto_drafts_what_pays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With costs at which drafts are free it takes all, and with costs at which they are dear none."""
+    demo = data_directory() / "demo"
+    config = resolve(
+        EngineConfig(
+            model=str(demo / "target"),
+            drafter=str(demo / "drafter"),
+            num_spec_tokens=4,
+            spec_length="auto",
+            max_batch_size=4,
+            device="cpu",
+        )
+    )
+    models, requests = load_models(config), bundled_requests(8, GREEDY)
+    texts = []
+    for price, expected in ((0.0, 4), (10.0, 0)):
+        costs = StepCosts(seconds={(n, k): 1 + price * k for n in (1, 4) for k in range(5)})
+        monkeypatch.setattr("specgen.step_costs.measure", lambda *asked, costs=costs: costs)
+        events: list[Event] = []
+        engine = build_engine(config, models, events.append)
+        assert isinstance(engine.spec_length, CheapestLength)
+        texts.append(run(engine, requests))
+        steps: list[Any] = [e for e in events if isinstance(e, Stepped) and e.kind == "decode"]
+        assert sum(step.num_spec_tokens == expected for step in steps) > 0.9 * len(steps)
+    assert texts[0] == texts[1]
