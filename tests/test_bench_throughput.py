@@ -12,11 +12,13 @@ from calibrated_weights import Source
 from make_calibrated_pair import write_pair
 from typer.testing import CliRunner
 
+from specgen.bench import cache_size
 from specgen.bench import throughput as bench
+from specgen.bench.cache_size import kv_bytes
 from specgen.bench.matrices import MATRICES, Axis, Matrix, Workload, find_matrix
 from specgen.bench.prompts import make_prompts
 from specgen.bench.repeats import Middle
-from specgen.bench.throughput import Plan, ThroughputJob, kv_bytes, side_by_side, throughput
+from specgen.bench.throughput import Plan, ThroughputJob, side_by_side, throughput
 from specgen.bench.throughput_table import best_lengths
 from specgen.build import Models, load_models, resolve
 from specgen.cli import app
@@ -163,7 +165,7 @@ def test_neighbours_take_turns_as_far_as_their_caches_fit(needs: list[int], grou
 
 
 def test_the_cache_is_as_large_as_the_requests_need(pair: Path, models: Models, monkeypatch) -> None:
-    monkeypatch.setattr(bench, "_LEAST", 1)
+    monkeypatch.setattr(cache_size, "LEAST", 1)
     config = resolve(engine_of(pair, max_batch_size=2, num_spec_tokens=3))
     sampling = SamplingParams(max_tokens=6)
     lengths = (5, 30, 1)

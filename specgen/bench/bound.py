@@ -75,6 +75,11 @@ class Work:
         """Reading and computing go on at the same time, so the longer of both counts."""
         return max(self.num_bytes / device.bytes_per_second, self.flops / device.flops_per_second)
 
+    def limit(self, device: Device) -> str:
+        """Which of the two that is: ``memory`` or ``arithmetic``."""
+        reading = self.num_bytes / device.bytes_per_second
+        return "memory" if reading >= self.flops / device.flops_per_second else "arithmetic"
+
 
 def part_works(
     sizes: StepBytes,

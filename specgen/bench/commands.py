@@ -105,6 +105,13 @@ WorkloadBatchOption = Annotated[
         help="Sequences that decode together.", rich_help_panel=opt.RUNNING, show_default="the matrix's"
     ),
 ]
+ExplainedSizesOption = Annotated[
+    str,
+    typer.Option(help="Numbers of sequences that decode together, each explained.", rich_help_panel=TABLE),
+]
+ExplainedTokensOption = Annotated[
+    int, typer.Option(help="Random tokens of each prompt.", rich_help_panel=TABLE)
+]
 
 _SIZES = {
     "cuda": ("1,4,8,16,32,64,128,256", "1024,2048,4096,8192,16384,32768,65536,131072"),
@@ -211,6 +218,43 @@ def throughput(
 
     job = ThroughputJob(matrix=chosen, workload=workload, engine=engine, data_path=data_path, repeats=repeats)
     publish(throughput(job), output)
+
+
+@app.command()
+def step(
+    batch_sizes: ExplainedSizesOption = "1,8,32",
+    prompt_tokens: ExplainedTokensOption = 256,
+    model: opt.ModelOption = None,
+    drafter: opt.DrafterOption = None,
+    num_spec_tokens: opt.NumSpecTokensOption = "4",
+    drafter_batch: opt.DrafterBatchOption = opt.DrafterBatch.padded,
+    max_prefill_tokens: opt.MaxPrefillTokensOption = 8192,
+    device: opt.DeviceOption = "auto",
+    dtype: opt.DtypeOption = opt.Dtype.auto,
+    attention: opt.AttentionOption = opt.Attention.auto,
+    cuda_graphs: opt.CudaGraphsOption = opt.CudaGraphs.auto,
+    output: BenchOutputOption = None,
+) -> None:
+    """Explain a decode step: milliseconds by part (draft loop, verify, accept, first pass, idle) and their bounds."""
+    most, spec_length = spec_tokens(num_spec_tokens)
+    target, head = pair(model, drafter, most)
+    engine = EngineConfig(
+        model=target,
+        drafter=head,
+        num_spec_tokens=most,
+        spec_length=spec_length,
+        drafter_batch=drafter_batch.value,
+        max_prefill_tokens=max_prefill_tokens,
+        device=device,
+        dtype=dtype.value,
+        attention=attention.value,
+        cuda_graphs=cuda_graphs.value,
+        prefix_cache=False,
+    )
+    from specgen.bench.explain import StepJob, explain  # imports torch
+
+    sizes = opt.numbers("batch-sizes", batch_sizes)
+    publish(explain(StepJob(engine=engine, batch_sizes=sizes, prompt_tokens=prompt_tokens)), output)
 
 
 def publish(tables: Iterable["Table"], output: Path | None) -> None:

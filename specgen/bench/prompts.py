@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from specgen.bench.matrices import RANDOM, Workload
+from specgen.bench.pair_head import synthetic_weights
 from specgen.build import Models
 from specgen.config import SamplingParams, require
 from specgen.conversations import Conversations
@@ -20,11 +21,6 @@ class Prompts:
     requests: tuple[Request, ...]
     description: str
     notes: tuple[str, ...]
-
-
-def synthetic_weights(models: Models) -> bool:
-    """Whether the target says that its weights were made for measurements and not trained."""
-    return bool(models.checkpoints["model"].config.get("synthetic_weights", False))
 
 
 def make_prompts(workload: Workload, models: Models, data_path: Path | None, count: int) -> Prompts:

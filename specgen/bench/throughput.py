@@ -15,22 +15,20 @@ from pathlib import Path
 
 import torch
 
+from specgen.bench.cache_size import kv_bytes
 from specgen.bench.environment import environment, free_memory
 from specgen.bench.matrices import Arm, Matrix, Workload
 from specgen.bench.output import Row, Table
-from specgen.bench.prompts import Prompts, make_prompts, synthetic_weights
+from specgen.bench.pair_head import pair_head
+from specgen.bench.prompts import Prompts, make_prompts
 from specgen.bench.repeats import Repeat, Repeats
 from specgen.bench.runs import Run, Tape, run
 from specgen.bench.throughput_table import Result, table
 from specgen.build import Models, build_engine, load_models, resolve
 from specgen.config import EngineConfig, require
-from specgen.models.config import kv_bytes_per_token
 from specgen.sequence import Request
 
 _CPU_BYTES = 1 << 30  # for the caches of engines that take turns
-_LEAST = (
-    192  # positions of a sequence: an engine also runs something of its own to warm up and to time its steps
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,19 +117,6 @@ def _plans(job: ThroughputJob, models: Models, prompts: Prompts) -> tuple[list[P
     return plans, notes
 
 
-def kv_bytes(config: EngineConfig, models: Models, requests: Sequence[Request]) -> int:
-    """What the longest requests that can be in the batch together take, all of their pages."""
-    width, page = models.target.dtype.itemsize, config.page_size
-    token_bytes = kv_bytes_per_token(models.target.config, width)
-    if config.num_spec_tokens and models.head is not None:
-        token_bytes += kv_bytes_per_token(models.head.config, width)
-    lengths = sorted(
-        (max(len(r.prompt_token_ids) + r.sampling.max_tokens, _LEAST) for r in requests), reverse=True
-    )
-    pages = [-(-(length + config.num_spec_tokens + 1) // page) for length in lengths[: config.max_batch_size]]
-    return sum(pages) * page * token_bytes
-
-
 def side_by_side(plans: Iterable[Plan], room: int) -> list[list[Plan]]:
     """Groups of neighbours whose caches fit into ``room`` bytes; one that needs more than that is alone.
 
@@ -185,13 +170,11 @@ def _measure(plans: Sequence[Plan], models: Models, repeats: int) -> Iterator[tu
 def _head(
     job: ThroughputJob, config: EngineConfig, models: Models, prompts: Prompts, groups: list[list[Plan]]
 ) -> Row:
-    weights = "synthetic" if synthetic_weights(models) else "as trained"
     each = "" if job.workload.num_prompts else " (two for each place in the batch, at least four)"
     fixed = {axis.name for axis in job.matrix.axes}
     return {
         **environment(config.device),
-        "model": f"{_short(config.model)}, {config.dtype}, weights {weights}",
-        "drafter": _short(str(config.drafter)),
+        **pair_head(config, models),
         **({} if "K" in fixed else {"draft tokens (K)": config.num_spec_tokens}),
         **({} if "batch" in fixed else {"batch": f"at most {config.max_batch_size}"}),
         **({} if "attention" in fixed else {"attention": config.attention}),
@@ -202,8 +185,3 @@ def _head(
         "arms that took turns": "; ".join(str(len(group)) for group in groups),
         "same_texts": "share of the texts that are equal to those of the first row with the same prompts",
     }
-
-
-def _short(checkpoint: str) -> str:
-    """``demo/target`` of a path; a hub id as it is."""
-    return "/".join(Path(checkpoint).parts[-2:])

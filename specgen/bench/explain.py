@@ -1,0 +1,160 @@
+"""Explains a decode step: milliseconds by part, against the least that each part can take."""
+
+import statistics
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+
+from specgen.bench.bandwidth import copy_bandwidth
+from specgen.bench.bound import Device, StepBytes, Work, matrix_flops, part_works
+from specgen.bench.cache_size import kv_bytes
+from specgen.bench.environment import environment, free_memory
+from specgen.bench.matrices import RANDOM, Workload
+from specgen.bench.output import Row, Table
+from specgen.bench.pair_head import pair_head
+from specgen.bench.parts import DeviceMarker, HostMarker, Marked, Marker, StepTime, split
+from specgen.bench.profile import Window
+from specgen.bench.prompts import make_prompts
+from specgen.bench.runs import Tape, run, step_seconds
+from specgen.bench.step_table import empty_table, step_rows
+from specgen.build import Models, build_engine, load_models, resolve
+from specgen.config import EngineConfig, require
+from specgen.events import Event, Prefilled, Stepped, Submitted, Verified
+
+_SKIPPED, _STEPS = 8, 32  # decode steps before the window, and in it
+_MORE = 4  # steps that the texts go on behind it
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepJob:
+    """What is to be explained: steps of ``engine``, which speculates, at each of ``batch_sizes``."""
+
+    engine: EngineConfig
+    batch_sizes: tuple[int, ...]
+    prompt_tokens: int
+
+    def __post_init__(self) -> None:
+        require(
+            self.engine.num_spec_tokens >= 1 and self.engine.spec_length == "fixed",
+            "num-spec-tokens is 0 or auto: a step is explained for a number from 1 to 16",
+        )
+
+    @property
+    def workload(self) -> Workload:
+        """Texts that are long enough for every step to be of the whole batch, even if all drafts are accepted."""
+        steps = _SKIPPED + _STEPS + _MORE
+        return Workload(
+            dataset=RANDOM,
+            prompt_tokens=self.prompt_tokens,
+            max_new_tokens=steps * (self.engine.num_spec_tokens + 1),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Explained:
+    """The steps of one batch size."""
+
+    batch: int
+    time: StepTime
+    unobserved: float  # seconds of a step, the median, when nothing is recorded
+    context: float  # positions of a sequence in the middle of the window, on average
+
+
+def explain(job: StepJob) -> Iterator[Table]:
+    """The table as it grows, batch by batch; a batch that cannot run is a note. ``ValueError`` where nothing can."""
+    config = resolve(job.engine)
+    bandwidth = copy_bandwidth(config.device)
+    free_memory()
+    models = load_models(config)
+    limit = models.target.config.max_positions
+    longest = job.prompt_tokens + job.workload.max_new_tokens
+    require(longest <= limit, f"prompt-tokens is {job.prompt_tokens}: with {longest - limit} less, texts fit")
+    device = Device(
+        bytes_per_second=bandwidth, flops_per_second=matrix_flops(config.device, models.target.dtype)
+    )
+    table = empty_table(_head(job, config, models, device), config.num_spec_tokens)
+    for batch in job.batch_sizes:
+        try:
+            found = _explain(job, replace(config, max_batch_size=batch), models)
+        except Exception as error:  # whatever breaks one batch must not cost the others
+            note = f"batch {batch} is not explained: {type(error).__name__}: {error}"
+            table = replace(table, notes=(*table.notes, note))
+        else:
+            note = (
+                f"batch {batch}: {1e3 * found.time.total:.3f} ms a step while it is observed, "
+                f"{1e3 * found.unobserved:.3f} before, at {found.context:,.0f} positions a sequence"
+            )
+            rows = step_rows(batch, found.time, _works(found, config, models), device)
+            table = replace(table, rows=(*table.rows, *rows), notes=(*table.notes, note))
+        free_memory()
+        yield table
+
+
+def _explain(job: StepJob, config: EngineConfig, models: Models) -> Explained:
+    batch = config.max_batch_size
+    requests = make_prompts(job.workload, models, None, batch).requests
+    config = replace(config, kv_memory=kv_bytes(config, models, requests))
+    marker: Marker = HostMarker() if config.device == "cpu" else DeviceMarker()
+    tape = Tape()
+    engine = build_engine(config, models, tape.record, lambda runner: Marked(runner, marker))
+    engine.warm_up()
+    run(engine, [requests])
+    tape.events.clear()
+    run(engine, [requests])
+    unobserved = step_seconds(tape.events, batch)
+    tape.events.clear()
+    tape.window = window = Window(batch, marker, skipped=_SKIPPED, num_steps=_STEPS)
+    run(engine, [requests])
+    require(window.complete, "the batch was never whole: use a smaller one, or shorter prompts")
+    return Explained(
+        batch=batch,
+        time=split(marker.spans(), _STEPS),
+        unobserved=statistics.median(unobserved),
+        context=context_at(tape.events, batch, _SKIPPED + _STEPS // 2),
+    )
+
+
+def context_at(events: Iterable[Event], batch: int, step: int) -> float:
+    """Positions that a sequence has on average when all ``batch`` of them have made so many decode steps together."""
+    positions = seen = 0
+    for event in events:
+        match event:
+            case Submitted():
+                positions += event.num_prompt_tokens
+            case Prefilled() | Verified():
+                positions += event.emitted
+            case Stepped(kind="decode", num_sequences=number) if number == batch:
+                seen += 1
+        if seen == step:
+            break
+    return positions / batch
+
+
+def _works(found: Explained, config: EngineConfig, models: Models) -> dict[str, Work]:
+    width = models.target.dtype.itemsize
+    return part_works(
+        StepBytes.of(models, width),
+        num_spec_tokens=config.num_spec_tokens,
+        batch=found.batch,
+        context=found.context,
+        vocab_size=models.target.config.vocab_size,
+        bytes_per_value=width,
+    )
+
+
+def _head(job: StepJob, config: EngineConfig, models: Models, device: Device) -> Row:
+    where = (
+        "the host's clock; engine is the host's work between steps"
+        if config.device == "cpu"
+        else "kernels by torch's profiler; six empty ones tell the parts apart, and their time is in idle"
+    )
+    return {
+        **environment(config.device),
+        **pair_head(config, models),
+        "drafter batch": config.drafter_batch,
+        "attention": config.attention,
+        "CUDA graphs": config.cuda_graphs,
+        "prompts": f"{job.prompt_tokens} random tokens each, greedy",
+        "time": f"mean of {_STEPS} steps of the whole batch, after {_SKIPPED}; {where}",
+        "bound": f"bytes to read over {device.bytes_per_second / 1e12:.3g} TB/s of a copy, or products over "
+        f"{device.flops_per_second / 1e12:.3g} TFLOP/s of a large one, whichever takes longer",
+    }

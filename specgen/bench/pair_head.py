@@ -1,0 +1,26 @@
+"""What the head of a bench's table says about the pair that ran."""
+
+from pathlib import Path
+
+from specgen.bench.output import Row
+from specgen.build import Models
+from specgen.config import EngineConfig
+
+
+def pair_head(config: EngineConfig, models: Models) -> Row:
+    """Target and head, the number format, and whether the weights were trained."""
+    weights = "synthetic" if synthetic_weights(models) else "as trained"
+    return {
+        "model": f"{_short(config.model)}, {config.dtype}, weights {weights}",
+        "drafter": _short(str(config.drafter)),
+    }
+
+
+def synthetic_weights(models: Models) -> bool:
+    """Whether the target says that its weights were made for measurements and not trained."""
+    return bool(models.checkpoints["model"].config.get("synthetic_weights", False))
+
+
+def _short(checkpoint: str) -> str:
+    """``demo/target`` of a path; a hub id as it is."""
+    return "/".join(Path(checkpoint).parts[-2:])

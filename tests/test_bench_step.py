@@ -1,0 +1,227 @@
+"""The explanation of a step: marks tell its parts apart, the parts add up, and a slow part is found."""
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from specgen import step as step_module
+from specgen.batch import Columns
+from specgen.bench import explain, parts
+from specgen.bench.bound import Device, Work
+from specgen.bench.explain import StepJob, context_at
+from specgen.bench.parts import PARTS, HostMarker, Marked, StepTime, split
+from specgen.bench.profile import Span
+from specgen.bench.step_table import step_rows
+from specgen.cli import app
+from specgen.config import EngineConfig
+from specgen.drafting import Eagle3Drafter
+from specgen.events import Event, Prefilled, Stepped, Submitted, Verified
+from specgen.graphs import Eager
+from specgen.models.llama import Llama
+
+
+@pytest.fixture(autouse=True)
+def few_steps(monkeypatch) -> None:
+    monkeypatch.setattr(explain, "_SKIPPED", 2)
+    monkeypatch.setattr(explain, "_STEPS", 4)
+    monkeypatch.setattr(explain, "copy_bandwidth", lambda device: 1e10)
+
+
+def spans_of_a_step(at: float) -> list[Span]:
+    """Six marks of 1 us, and 10, 0, 20, 3, 5 and 2 us of work behind them, 1 us after each."""
+    spans = []
+    for work in (10, 0, 20, 3, 5, 2):
+        spans.append(Span(name="mark", start=at, end=at + 1))
+        if work:
+            spans.append(Span(name=f"kernel {work}", start=at + 2, end=at + 2 + work))
+        at += 3 + work
+    return spans
+
+
+def test_work_belongs_to_the_mark_before_it_and_the_rest_is_idle() -> None:
+    spans = [*spans_of_a_step(100.0), *spans_of_a_step(200.0)]
+    found = split(list(reversed(spans)), 2)
+    assert found.parts == pytest.approx(
+        {"draft loop": 10e-6, "verify": 20e-6, "accept": 3e-6, "first pass": 5e-6, "engine": 2e-6}
+    )
+    length = max(span.end for span in spans) - 100.0
+    assert found.total == pytest.approx(length / 2 * 1e-6)
+    assert found.idle == pytest.approx(found.total - 40e-6)
+
+
+def test_work_before_the_first_mark_is_the_engines_and_overlaps_count_once() -> None:
+    spans = spans_of_a_step(100.0)
+    spans.append(Span(name="copy", start=96.0, end=99.0))
+    spans.append(Span(name="beside", start=104.0, end=113.5))  # begins in the first part, which ends at 112
+    found = split(spans, 1)
+    assert found.parts["engine"] == pytest.approx(5e-6)
+    assert found.parts["draft loop"] == pytest.approx(11.5e-6)
+    assert found.total == pytest.approx((max(span.end for span in spans) - 96.0) * 1e-6)
+
+
+def test_a_picture_with_a_mark_missing_is_refused() -> None:
+    with pytest.raises(ValueError, match="the profiler saw 5 of 6 marks"):
+        split(spans_of_a_step(0.0)[1:], 1)
+
+
+def test_the_hosts_clock_leaves_nothing_idle(monkeypatch) -> None:
+    moments = iter([1.0, 1.5, 2.0, 4.0, 4.25, 5.0, 6.0, 8.0])
+    monkeypatch.setattr(parts.time, "perf_counter", lambda: next(moments))
+    marker = HostMarker()
+    runner = Marked(Eager(), marker)
+
+    def step() -> int:
+        names = ("propose", "verify", "observe")
+        assert [runner.piece((name, 1, 1, "greedy"), lambda: 3) for name in names] == [3, 3, 3]
+        return 7
+
+    assert runner.step(("step", 1, 1, "greedy"), step) == 7  # before it is open, nothing is noted
+    marker.start()
+    runner.step(("step", 1, 1, "greedy"), step)
+    marker.stop()
+    found = split(marker.spans(), 1)
+    assert found == StepTime(
+        parts=pytest.approx(
+            {"draft loop": 0.5, "verify": 0.25, "accept": 0.75, "first pass": 1.0, "engine": 4.5}
+        ),
+        idle=pytest.approx(0),
+    )
+    assert found.total == pytest.approx(7.0)
+
+
+def test_rows_add_up_to_the_step() -> None:
+    found = StepTime(parts={part: 0.001 * (i + 1) for i, part in enumerate(PARTS)}, idle=0.005)
+    works = {"verify": Work(num_bytes=10.0, flops=0.0), "first pass": Work(num_bytes=0.0, flops=3.0)}
+    rows = step_rows(8, found, works, Device(bytes_per_second=1e4, flops_per_second=1e3))
+    assert [row["part"] for row in rows] == [*PARTS, "idle", "step"]
+    times = [row["time"] for row in rows]
+    assert sum(times[:-1]) == pytest.approx(times[-1]) == pytest.approx(20.0)
+    assert sum(row["share"] for row in rows[:-1]) == pytest.approx(1)
+    verify, first = rows[1], rows[3]
+    assert (verify["bound"], verify["over_bound"], verify["bound_by"]) == pytest.approx((1.0, 2.0, "memory"))
+    assert (first["bound"], first["bound_by"]) == (3.0, "arithmetic")
+    assert rows[0]["bound"] is rows[0]["over_bound"] is None
+    assert rows[-1]["bound"] == pytest.approx(4.0)
+
+
+def test_the_context_is_that_after_so_many_whole_steps() -> None:
+    def stepped(num_sequences: int) -> Stepped:
+        return Stepped(
+            kind="decode",
+            time=0.0,
+            seconds=0.0,
+            num_sequences=num_sequences,
+            num_spec_tokens=2,
+            target_rows=0,
+            first_pass_rows=0,
+            first_pass_kept=0,
+            loop_rows=0,
+        )
+
+    def verified(sequence: str, emitted: int) -> Verified:
+        return Verified(sequence=sequence, time=0.0, drafts=(1, 2), accepted=emitted - 1, emitted=emitted)
+
+    events: list[Event] = [
+        *(Submitted(sequence=name, time=0.0, num_prompt_tokens=10) for name in "ab"),
+        Prefilled(sequence="a", time=0.0, emitted=1, num_cached=0),
+        verified("a", 2),
+        stepped(1),
+        Prefilled(sequence="b", time=0.0, emitted=1, num_cached=0),
+        verified("a", 3),
+        verified("b", 1),
+        stepped(2),
+        verified("a", 3),
+        verified("b", 3),
+        stepped(2),
+    ]
+    assert context_at(events, 2, 1) == (20 + 2 + 6) / 2
+    assert context_at(events, 2, 2) == (20 + 2 + 12) / 2
+
+
+def slowed(function: Callable[..., Any]) -> Callable[..., Any]:
+    def slow(*arguments: Any) -> Any:
+        time.sleep(0.03)
+        return function(*arguments)
+
+    return slow
+
+
+@pytest.mark.parametrize(
+    ("part", "owner", "name"),
+    [
+        ("draft loop", Eagle3Drafter, "propose"),
+        ("verify", Llama, "forward"),
+        ("accept", step_module, "accept_greedy"),
+        ("first pass", Eagle3Drafter, "observe"),
+        ("engine", Columns, "advance"),
+    ],
+)
+def test_a_slow_part_is_found(demo_path: Path, monkeypatch, part: str, owner: object, name: str) -> None:
+    monkeypatch.setattr(owner, name, slowed(getattr(owner, name)))
+    engine = EngineConfig(
+        model=str(demo_path / "target"),
+        drafter=str(demo_path / "drafter"),
+        num_spec_tokens=2,
+        device="cpu",
+        prefix_cache=False,
+    )
+    (table,) = explain.explain(StepJob(engine=engine, batch_sizes=(2,), prompt_tokens=5))
+    rows = {str(row["part"]): row for row in table.rows}
+    slowest = max(PARTS, key=lambda each: rows[each]["time"])
+    assert slowest == part
+    assert rows[part]["time"] > 30
+    assert rows["idle"]["time"] == pytest.approx(0, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--num-spec-tokens", "0"], "num-spec-tokens is 0 or auto"),
+        (["--num-spec-tokens", "auto"], "num-spec-tokens is 0 or auto"),
+        (["--prompt-tokens", "2048"], "prompt-tokens is 2048: with "),
+        (["--batch-sizes", "0"], "batch-sizes is '0'"),
+    ],
+)
+def test_what_cannot_be_explained_is_said(arguments: list[str], message: str) -> None:
+    done = CliRunner().invoke(app, ["bench", "step", "--device", "cpu", *arguments])
+    assert isinstance(done.exception, ValueError)
+    assert message in str(done.exception)
+
+
+def test_a_batch_that_breaks_is_a_note(tmp_path: Path, monkeypatch) -> None:
+    explained = explain._explain
+
+    def broken(job: StepJob, config: EngineConfig, models: Any) -> Any:
+        if config.max_batch_size == 2:
+            raise RuntimeError("no kernel")
+        return explained(job, config, models)
+
+    monkeypatch.setattr(explain, "_explain", broken)
+    arguments = ["--batch-sizes", "1,2", "--prompt-tokens", "4", "--output", str(tmp_path)]
+    done = CliRunner().invoke(app, ["bench", "step", "--device", "cpu", *arguments])
+    assert done.exit_code == 0, done.output
+    document = json.loads(done.stdout.splitlines()[-1])
+    assert document == json.loads((tmp_path / "step.json").read_text())
+    assert {row["batch"] for row in document["rows"]} == {1}
+    assert document["notes"][1] == "batch 2 is not explained: RuntimeError: no kernel"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("graphs", ["step", "pass", "off"])
+def test_parts_are_told_apart_on_a_gpu(graphs: str) -> None:
+    arguments = ["--batch-sizes", "1,4", "--cuda-graphs", graphs, "--num-spec-tokens", "3"]
+    done = CliRunner().invoke(app, ["bench", "step", "--device", "cuda", *arguments])
+    assert done.exit_code == 0, done.output
+    document = json.loads(done.stdout.splitlines()[-1])
+    for batch in (1, 4):
+        times = {row["part"]: row["time"] for row in document["rows"] if row["batch"] == batch}
+        assert sum(times.values()) == pytest.approx(2 * times["step"])
+        assert all(times[part] > 0 for part in PARTS)
+        assert times["verify"] > times["first pass"]
