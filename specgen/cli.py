@@ -69,6 +69,7 @@ def generate(
     attention: opt.AttentionOption = opt.Attention.auto,
     cuda_graphs: opt.CudaGraphsOption = opt.CudaGraphs.auto,
     gpu_memory_utilization: opt.GpuMemoryUtilizationOption = 0.9,
+    prefix_cache: opt.PrefixCacheOption = True,
     output: opt.OutputOption = None,
     baseline: opt.BaselineOption = False,
     as_json: opt.AsJsonOption = False,
@@ -94,6 +95,7 @@ def generate(
         attention=attention.value,
         cuda_graphs=cuda_graphs.value,
         gpu_memory_utilization=gpu_memory_utilization,
+        prefix_cache=prefix_cache,
     )
     sampling = SamplingParams(
         max_tokens=max_new_tokens,
@@ -237,6 +239,7 @@ def evaluate(
     attention: opt.AttentionOption = opt.Attention.auto,
     cuda_graphs: opt.CudaGraphsOption = opt.CudaGraphs.auto,
     gpu_memory_utilization: opt.GpuMemoryUtilizationOption = 0.9,
+    prefix_cache: opt.PrefixCacheOption = True,
     log_samples: opt.LogSamplesOption = False,
     output: opt.StudyOutputOption = None,
 ) -> None:
@@ -260,6 +263,7 @@ def evaluate(
         attention=attention.value,
         cuda_graphs=cuda_graphs.value,
         gpu_memory_utilization=gpu_memory_utilization,
+        prefix_cache=prefix_cache,
     )
     require(
         output is not None or not log_samples, "log-samples has nowhere to go: name a directory with --output"

@@ -159,6 +159,14 @@ GpuMemoryUtilizationOption = Annotated[
         help="Share of the GPU's memory to use, weights and graphs included.", rich_help_panel=RUNNING
     ),
 ]
+PrefixCacheOption = Annotated[
+    bool,
+    typer.Option(
+        "--prefix-cache/--no-prefix-cache",
+        help="Compute what prompts have in common at their beginning once. Leave it out to compare with other tables.",
+        rich_help_panel=RUNNING,
+    ),
+]
 CudaGraphsOption = Annotated[
     CudaGraphs,
     typer.Option(

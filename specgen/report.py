@@ -62,6 +62,7 @@ class Report:
     categories: Mapping[str, Speculation]
     turns: Mapping[str, Speculation]
     num_prompt_tokens: int
+    num_cached_tokens: int  # of those, the ones that the prefix cache had
     finish_reasons: Mapping[str, int]
     num_unfinished: int
     num_preemptions: int
@@ -135,6 +136,7 @@ class _Fold:
         self.categories: dict[str, RequestSum] = {}
         self.turns: dict[str, RequestSum] = {}
         self.num_prompt_tokens = 0
+        self.num_cached_tokens = 0
         self.num_preemptions = 0
         self.reasons: Counter[str] = Counter()
         self.wall_seconds = 0.0  # up to the last time that the run was resumed
@@ -156,6 +158,7 @@ class _Fold:
                 self.submit(event)
             case Prefilled():
                 self.request(event.sequence).emit(event.emitted, event.time)
+                self.num_cached_tokens += event.num_cached if event.emitted else 0
             case Verified():
                 request = self.request(event.sequence)
                 request.counts.add(event)
@@ -214,6 +217,7 @@ class _Fold:
             categories=_breakdown(self.categories),
             turns=_breakdown(self.turns),
             num_prompt_tokens=self.num_prompt_tokens,
+            num_cached_tokens=self.num_cached_tokens,
             finish_reasons=dict(sorted(self.reasons.items())),
             num_unfinished=len(unfinished),
             num_preemptions=self.num_preemptions,

@@ -12,6 +12,7 @@ from specgen.report import DEFINITIONS, draft_lengths, verdict
 _COUNTERS = (
     "num_requests",
     "num_prompt_tokens",
+    "num_cached_tokens",
     "total_num_output_tokens",
     "num_drafts",
     "num_draft_tokens",

@@ -137,6 +137,14 @@ def _speed(report: Mapping[str, Any]) -> list[tuple[str, str]]:
         times = f"mean {seconds(steps['mean_seconds'])}, max {seconds(steps['max_seconds'])}"
         many = f"{count(steps['num_steps'])} with {rate(steps['mean_sequences'])} sequences"
         pairs += [(f"{kind} steps", f"{many}, {times}")]
+    if cached := report["num_cached_tokens"]:
+        share = percent(cached / report["num_prompt_tokens"])
+        pairs += [
+            (
+                "prefix cache",
+                f"{count(cached)} of {count(report['num_prompt_tokens'])} prompt tokens ({share})",
+            )
+        ]
     if draft_lengths(report):
         pairs += [("K by step", _lengths(report))]
     if report["num_drafts"]:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from specgen import tables
 from specgen.events import Event, Finished, Preempted, Prefilled, Stepped, Submitted, Verified
 from specgen.intervals import wilson
 from specgen.report import draft_lengths, fold, fold_request, load, verdict
@@ -120,14 +121,16 @@ def test_a_request_of_one_token_has_no_time_per_token():
 def test_the_first_token_is_not_the_one_after_a_preemption():
     events = [
         Submitted(sequence="a", time=0.0, num_prompt_tokens=5),
-        Prefilled(sequence="a", time=1.0, emitted=1, num_cached=0),
+        Prefilled(sequence="a", time=1.0, emitted=1, num_cached=2),
         Preempted(sequence="a", time=2.0),
-        Prefilled(sequence="a", time=5.0, emitted=0, num_cached=0),
+        Prefilled(sequence="a", time=5.0, emitted=0, num_cached=4),
         Verified(sequence="a", time=6.0, drafts=(1, 2, 3), accepted=2, emitted=3),
         Finished(sequence="a", time=6.0, reason="length", num_output_tokens=4),
     ]
     report = as_json(events)
     assert report["num_preemptions"] == 1
+    assert report["num_cached_tokens"] == 2, "what it had computed itself does not count"
+    assert "2 of 5 prompt tokens (40.0 %)" in tables.render(report, {})
     assert report["ttft_seconds"]["mean"] == 1.0
     assert report["tpot_seconds"]["mean"] == pytest.approx(5 / 3)
     assert report["total_num_output_tokens"] == 4

@@ -150,6 +150,32 @@ def test_reports_of_runs_are_compared(pair: Path, data: Path, tmp_path: Path) ->
     assert padded["rows"]["first_pass_wasted"] > non_padded["rows"]["first_pass_wasted"] == 0
 
 
+def test_the_draft_length_may_be_chosen_by_cost(pair: Path, data: Path, tmp_path: Path) -> None:
+    for k in ("auto", "2"):
+        arguments = ("--dataset", "mt-bench", "--data-path", data, "--num-spec-tokens", k)
+        result = run(pair, *arguments, "--output", tmp_path / k)
+        assert result.exit_code == 0, result.output
+        assert ("draft tokens (K) auto, up to 7" in result.stdout) == (k == "auto")
+    auto, fixed = (
+        {row["id"]: row["token_ids"] for row in rows(tmp_path / k / "completions.jsonl")}
+        for k in ("auto", "2")
+    )
+    assert auto == fixed
+    report = json.loads((tmp_path / "auto" / "report.json").read_text())
+    decode = report["steps"]["decode"]
+    assert sum(decode["by_num_spec_tokens"].values()) == decode["num_steps"]
+    assert {int(k) for k in decode["by_num_spec_tokens"]} <= set(range(8))
+    drafted = [
+        len(event.drafts)
+        for event in events.read(tmp_path / "auto" / "events.jsonl")
+        if isinstance(event, events.Verified)
+    ]
+    assert [row["drafted"] for row in report["acceptance"]] == [
+        sum(many > i for many in drafted) for i in range(7)
+    ]
+    assert call("report", tmp_path / "auto", tmp_path / "2").exit_code == 0
+
+
 def test_plain_decoding_needs_no_drafter(pair: Path, data: Path) -> None:
     arguments = ("--model", pair / "target", "--num-spec-tokens", 0, "--max-new-tokens", 4, "--json")
     result = call("generate", *arguments, "--dataset", "mt-bench", "--data-path", data)
@@ -163,6 +189,7 @@ def test_plain_decoding_needs_no_drafter(pair: Path, data: Path) -> None:
         (["--temperature", "-1"], ["temperature is -1"]),
         (["--top-p", "0"], ["top-p is 0"]),
         (["--num-spec-tokens", "99"], ["num-spec-tokens is 99"]),
+        (["--num-spec-tokens", "some"], ["num-spec-tokens is some", "or auto"]),
         (["--kv-memory", "lots"], ["'lots'", "512MiB"]),
         (["--kv-memory", "1KiB"], ["1024 bytes", "raise"]),
         (["--num-prompts", "0"], ["num-prompts is 0"]),
@@ -228,6 +255,7 @@ def test_the_options_are_a_decision() -> None:
             "attention",
             "cuda_graphs",
             "gpu_memory_utilization",
+            "prefix_cache",
             "output",
             "baseline",
             "as_json",
