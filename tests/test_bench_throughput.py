@@ -6,6 +6,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import torch
 from calibrated_cycle import Cycle
 from calibrated_shapes import SHAPES
 from calibrated_weights import Source
@@ -141,10 +142,10 @@ def test_synthetic_weights_get_random_tokens_as_long_as_the_texts(models: Models
 # --- turns ----------------------------------------------------------------------------------------
 
 
-def plan(name: str, need: int) -> Plan:
+def plan(name: str, need: int, beside: int = 0) -> Plan:
     config = EngineConfig(model="target", drafter="head")
     arm = replace(find_matrix("vllm-25196").arms[0], labels={"arm": name})
-    return Plan(arm=arm, config=config, requests=(), kv_bytes=need)
+    return Plan(arm=arm, config=config, requests=(), kv_bytes=need, beside=beside)
 
 
 @pytest.mark.parametrize(
@@ -162,6 +163,14 @@ def test_neighbours_take_turns_as_far_as_their_caches_fit(needs: list[int], grou
     assert [[each.kv_bytes for each in group] for group in found] == groups
     for each in (each for group in found for each in group):
         assert each.config.kv_memory == (each.kv_bytes if each.kv_bytes <= 10 else None)
+
+
+def test_what_an_engine_adds_counts() -> None:
+    found = side_by_side([plan(str(i), 3, beside=2) for i in range(3)], 10)
+    assert [len(group) for group in found] == [2, 1]
+    assert {each.config.kv_memory for group in found for each in group} == {3}
+    (alone,) = side_by_side([plan("0", 9, beside=2)], 10)
+    assert alone[0].config.kv_memory is None
 
 
 def test_the_cache_is_as_large_as_the_requests_need(pair: Path, models: Models, monkeypatch) -> None:
@@ -288,3 +297,26 @@ def test_the_command_writes_its_files(pair: Path, tmp_path: Path) -> None:
     assert 0 < row["tpot_mean"] < row["itl_mean"]
     assert [note.split(":")[0] for note in document["notes"]] == ["not run", "not run"]
     assert len((tmp_path / "throughput-vllm-21477.csv").read_text().splitlines()) == 2
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+def test_graphs_change_speed_alone() -> None:
+    arguments = [
+        "bench",
+        "throughput",
+        "--matrix",
+        "vllm-21477",
+        "--dataset",
+        "bundled",
+        "--num-prompts",
+        "8",
+    ]
+    arguments += ["--device", "cuda", "--dtype", "float32", "--attention", "sdpa-static", "--repeats", "1"]
+    done = CliRunner().invoke(app, arguments)
+    assert done.exit_code == 0, done.output
+    rows = json.loads(done.stdout.splitlines()[-1])["rows"]
+    assert [row["cuda_graphs"] for row in rows] == ["off", "pass", "step"]
+    assert {row["same_texts"] for row in rows} == {1}
+    assert len({row["acceptance_length"] for row in rows}) == 1
+    assert rows[2]["x_off"] > 1

@@ -3,8 +3,8 @@
 Outside the times: loading, kernels, CUDA graphs, and one run of the workload by every engine. Inside: prefill, of which
 nothing is found in a prefix cache. Every repeat has the same prompts, so repeats differ by their time alone.
 
-Arms take turns within a repeat (a b c, a b c), as far as the caches of their engines fit side by side into half of the
-memory that the weights leave, the other half being for what passes and graphs take; neighbours go together. An arm that
+Arms take turns within a repeat (a b c, a b c), as far as their engines fit side by side into half of the memory that
+the weights leave, the other half being for what passes and captures take; neighbours go together. An arm that
 does not fit with others makes all its repeats before the next begins, because building an engine again for every
 repeat, graphs and all, would take longer than what is measured. The tables say who took turns.
 """
@@ -28,7 +28,8 @@ from specgen.build import Models, build_engine, load_models, resolve
 from specgen.config import EngineConfig, require
 from specgen.sequence import Request
 
-_CPU_BYTES = 1 << 30  # for the caches of engines that take turns
+_CPU_BYTES = 1 << 30  # for engines that take turns
+_BESIDE = {"cpu": 0, "cuda": 1 << 30}  # bytes that an engine holds beside its cache: scratch memory, graphs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,12 +52,13 @@ class ThroughputJob:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """An arm that can run here, and the bytes of KV that its requests need at once."""
+    """An arm that can run here, and the bytes of KV that its requests need at once and of what its engine adds."""
 
     arm: Arm
     config: EngineConfig  # resolved
     requests: tuple[Request, ...]
     kv_bytes: int
+    beside: int
 
 
 class _Contestant:
@@ -112,32 +114,32 @@ def _plans(job: ThroughputJob, models: Models, prompts: Prompts) -> tuple[list[P
             notes.append(f"not run: {arm.name}: {error}")
             continue
         requests = prompts.requests[: job.workload.count(config.max_batch_size)]
-        need = kv_bytes(config, models, requests)
-        plans.append(Plan(arm=arm, config=config, requests=requests, kv_bytes=need))
+        need, beside = kv_bytes(config, models, requests), _BESIDE[torch.device(config.device).type]
+        plans.append(Plan(arm=arm, config=config, requests=requests, kv_bytes=need, beside=beside))
     return plans, notes
 
 
 def side_by_side(plans: Iterable[Plan], room: int) -> list[list[Plan]]:
-    """Groups of neighbours whose caches fit into ``room`` bytes; one that needs more than that is alone.
+    """Groups of neighbours whose engines fit into ``room`` bytes; one that needs more than that is alone.
 
-    An engine whose cache fits has what its requests need, and any other what its configuration says.
+    An engine that fits has the cache that its requests need, and any other what its configuration says.
     """
     groups: list[list[Plan]] = []
     left = 0
     for plan in plans:
-        fits = plan.kv_bytes <= room
+        need = plan.kv_bytes + plan.beside
+        fits = need <= room
         given = replace(plan, config=replace(plan.config, kv_memory=plan.kv_bytes)) if fits else plan
-        if groups and plan.kv_bytes <= left:
-            groups[-1].append(given)
-            left -= plan.kv_bytes
-        else:
-            groups.append([given])
-            left = room - plan.kv_bytes
+        if not groups or need > left:
+            groups.append([])
+            left = room
+        groups[-1].append(given)
+        left -= need
     return groups
 
 
 def _room(config: EngineConfig) -> int:
-    """Bytes for the caches of engines that take turns, with the weights loaded."""
+    """Bytes for engines that take turns, with the weights loaded."""
     if config.device == "cpu":
         return _CPU_BYTES
     free_memory()
