@@ -52,6 +52,17 @@ def test_an_arm_changes_what_it_names_and_nothing_else():
     assert (changed.cuda_graphs, changed.dtype) == ("off", "float16")
 
 
+def test_an_arm_may_choose_its_draft_length_by_cost():
+    chosen = Arm(name="auto", num_spec_tokens="auto").configure(ENGINE)
+    assert (chosen.num_spec_tokens, chosen.spec_length) == (7, "auto")
+    for k in (0, 3):
+        fixed = Arm(name="fixed", num_spec_tokens=k).configure(chosen)
+        assert (fixed.num_spec_tokens, fixed.spec_length) == (k, "fixed")
+    assert Arm(name="as it is").configure(chosen) == chosen
+    plain = chosen.plain()
+    assert (plain.num_spec_tokens, plain.spec_length, plain.drafter) == (0, "fixed", None)
+
+
 def test_a_file_of_ones_own(tmp_path):
     study = load(tmp_path, limit=10)
     assert (study.name, study.limit, study.num_fewshot) == ("mine", 10, None)
@@ -71,6 +82,11 @@ def test_a_file_of_ones_own(tmp_path):
         ({"arms": [{"name": "a", "cuda_graphs": "on"}]}, "use one of auto, step"),
         ({"arms": [{"name": "a", "dtype": "fp8"}]}, "use one of auto, float32"),
         ({"arms": [{"name": "a", "num_spec_tokens": 17}]}, "num-spec-tokens is 17"),
+        (
+            {"arms": [{"name": "a", "num_spec_tokens": "many"}]},
+            "num-spec-tokens is many: use 1 to 16, 0 .* or auto",
+        ),
+        ({"arms": [{"name": "a", "num_spec_tokens": -1}]}, "num-spec-tokens is -1"),
         ({"arms": [{"name": "a", "temperature": -1}]}, "use 0 .greedy. or more"),
         ({"arms": [{"name": "a", "draft_batch": "padded"}]}, "draft_batch is not known"),
         ({"arms": [{"num_spec_tokens": 2}]}, "name is missing"),
