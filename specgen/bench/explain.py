@@ -21,7 +21,7 @@ from specgen.config import EngineConfig, require
 from specgen.events import Event, Prefilled, Stepped, Submitted, Verified
 
 _SKIPPED, _STEPS = 8, 32  # decode steps before the window, and in it
-_MORE = 4  # steps that the texts go on behind it
+_MORE = 12  # steps that the texts go on behind it; those that are prefilled first are ahead of the others
 
 
 @dataclass(frozen=True, kw_only=True)
