@@ -1,6 +1,7 @@
-"""Numbers and tables as people read them; a dash stands for None, which is a number that nothing was seen for."""
+"""Numbers, paths and tables as people read them; a dash stands for None, a number that nothing was seen for."""
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 DASH = "-"
 Show = Callable[[float | None], str]
@@ -51,6 +52,12 @@ def between(interval: Sequence[float] | None, show: Show) -> str:
 def same_texts(identical: float, num_compared: int) -> str:
     """``63 of 64 texts identical``"""
     return f"{count(round(identical * num_compared))} of {count(num_compared)} texts identical"
+
+
+def from_here(path: str) -> str:
+    """``path`` as seen from the working directory where it is below that; anything else as it is."""
+    place, here = Path(path), Path.cwd()
+    return str(place.relative_to(here)) if place.is_relative_to(here) else path
 
 
 def clip(text: str, width: int) -> str:

@@ -14,6 +14,7 @@ from lm_eval.utils import handle_non_serializable, make_table
 from specgen.build import Models, build_engine, judge, load_models, resolve
 from specgen.checkpoint import fingerprint
 from specgen.config import EngineConfig, SamplingParams, require
+from specgen.display import from_here
 from specgen.engine import Engine
 from specgen.evaluation import study_html
 from specgen.evaluation.arms import ArmRun
@@ -175,10 +176,10 @@ def _settings(job: StudyJob) -> dict[str, str]:
     """What ran, in the words that head a page."""
     study = job.study
     return {
-        "model": job.engine.model,
-        "drafter": str(job.engine.drafter),
+        "model": from_here(job.engine.model),
+        "drafter": from_here(job.engine.drafter or "none"),
         "tasks": ", ".join(study.tasks),
-        "arms": ", ".join(arm.name for arm in study.arms),
+        "arms": " · ".join(arm.name for arm in study.arms),
         "samples of a task": "all" if study.limit is None else f"the first {study.limit}",
     }
 
