@@ -175,9 +175,8 @@ def _settings(job: Job, config: EngineConfig, models: Models, num_prompts: int) 
     sampling = job.sampling
     how = "greedy" if sampling.temperature == 0 else f"temperature {sampling.temperature:g}"
     plain = config.num_spec_tokens == 0
-    synthetic = models.checkpoints["model"].config.get("synthetic_weights", False)
     return {
-        "model": from_here(config.model) + (" (synthetic weights)" if synthetic else ""),
+        "model": models.described(config.model),
         "drafter": "none (plain decoding)" if plain else from_here(str(config.drafter)),
         "draft tokens (K)": str(config.num_spec_tokens),
         **({} if plain else {"drafter batch": config.drafter_batch}),

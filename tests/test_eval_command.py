@@ -71,17 +71,19 @@ def test_three_arms_answer_alike_and_leave_their_numbers(tmp_path: Path) -> None
         assert load_results(files)["n-samples"]["word_problems"]["effective"] == 6
 
 
-def test_the_page_names_models_as_seen_from_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from specgen.evaluation.study import _settings
+def test_the_reports_name_what_ran_as_seen_from_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from specgen.evaluation.study import StudyRun
 
-    job = study_job(Arm(name="a, b"), Arm(name="c"))
     monkeypatch.chdir(data_directory())
-    settings = _settings(job)
+    run = StudyRun(study_job(Arm(name="a, b", num_spec_tokens=2), Arm(name="c"), limit=1), tmp_path)
+    run.compare([*run.arms()])
+    settings = run.settings()
     assert settings["model"] == str(Path("demo") / "target")
     assert settings["drafter"] == str(Path("demo") / "drafter")
-    assert settings["arms"] == "a, b · c"
-    monkeypatch.chdir(tmp_path)
-    assert _settings(job)["model"] == job.engine.model
+    assert (settings["arms"], settings["draft tokens (K)"]) == ("a, b · c", "2 or 4")
+    assert settings["runs on"] == "cpu, float32"
+    assert settings["samples"] == "the first 1 of a task"
+    assert "demo/target" in (tmp_path / "report.html").read_text()
 
 
 def test_gsm8k_runs_from_local_files(tmp_path: Path) -> None:

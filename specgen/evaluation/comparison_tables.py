@@ -1,6 +1,7 @@
 """The comparison of a study's arms as plain text for a terminal."""
 
 import textwrap
+from collections.abc import Mapping
 from statistics import median_low
 
 from specgen.acceptance import Position
@@ -20,6 +21,7 @@ from specgen.display import (
 )
 from specgen.divergence import Divergence
 from specgen.evaluation.compare import Accuracy, Against, Comparison, p_value
+from specgen.tables import heading, joined
 
 _WIDTH = 100  # columns
 _NAME = 24  # of an arm
@@ -43,9 +45,10 @@ NOTES = (
 )
 
 
-def render(comparison: Comparison) -> str:
-    """``comparison`` at 100 columns: accuracy, texts, acceptance, speed, conclusion; ends with a line break."""
+def render(comparison: Comparison, settings: Mapping[str, str]) -> str:
+    """``comparison`` at 100 columns under its ``settings``, the conclusion at the end; ends with a line break."""
     sections = [
+        heading(settings),
         *(_accuracy(comparison, index) for index in range(len(comparison.arms[0].accuracies))),
         _notes() if comparison.against else [],
         _texts(comparison),
@@ -54,7 +57,7 @@ def render(comparison: Comparison) -> str:
         _speed(comparison),
         textwrap.wrap(comparison.sentence, _WIDTH),
     ]
-    return "\n\n".join("\n".join(lines) for lines in sections if lines) + "\n"
+    return joined(sections)
 
 
 def _accuracy(comparison: Comparison, index: int) -> list[str]:

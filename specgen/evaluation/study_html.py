@@ -10,7 +10,6 @@ from specgen.display import DASH, between, count, hundredths, plain, rate, ratio
 from specgen.divergence import Divergence
 from specgen.evaluation.compare import Accuracy, Against, Comparison, Difference, p_value
 from specgen.evaluation.comparison_tables import NOTES, text_numbers
-from specgen.evaluation.paired import LEVEL
 from specgen.page import Cell, card, document, legend, pairs, table
 
 _DIFFERENCES = 20  # shown of an arm
@@ -26,7 +25,7 @@ def render(comparison: Comparison, settings: Mapping[str, str], title: str) -> s
         _acceptance(comparison),
         _speed(comparison),
     ]
-    style = "alert" if _is_alarming(comparison) else "finding"
+    style = "alert" if comparison.alarming else "finding"
     return document(
         title,
         [
@@ -38,12 +37,6 @@ def render(comparison: Comparison, settings: Mapping[str, str], title: str) -> s
             *(_differing(arm, comparison.reference) for arm in comparison.against),
         ],
     )
-
-
-def _is_alarming(comparison: Comparison) -> bool:
-    """Whether decoding is wrong, or accuracy differs: Holm's method rejects some test where Bonferroni's does."""
-    known = [c.paired.p for arm in comparison.against for c in arm.changes if c.paired.p is not None]
-    return comparison.num_unexplained > 0 or any(p < LEVEL / len(known) for p in known)
 
 
 def _accuracy(comparison: Comparison, wanted: Accuracy, index: int) -> str:
