@@ -21,6 +21,7 @@ from specgen.checkpoint import (
     target_config,
 )
 from specgen.config import EngineConfig, SamplingParams, require
+from specgen.display import from_here
 from specgen.divergence import Target
 from specgen.drafting import (
     Drafter,
@@ -68,6 +69,11 @@ class Models:
     head: Eagle3Head | None
     tokenizer: Tokenizer
     checkpoints: Mapping[str, Checkpoint]  # "model" and, with a head, "drafter"
+
+    def described(self, model: str) -> str:
+        """``model`` as a report names it: whether its weights were only written to be timed belongs to it."""
+        synthetic = self.checkpoints["model"].config.get("synthetic_weights", False)
+        return from_here(model) + (" (synthetic weights)" if synthetic else "")
 
 
 def resolve(config: EngineConfig) -> EngineConfig:

@@ -334,7 +334,7 @@ def _evaluate(job: "StudyJob", output: Path | None, samples: Path | None) -> Non
             if samples is not None:
                 study.write_samples(result, samples / result.run.name)
         comparison = run.compare(results)
-    print(comparison_tables.render(comparison), end="")
+    print(comparison_tables.render(comparison, run.settings()), end="")
     if output is not None:
         print(f"Files are in {output}; open {output / 'report.html'} in a browser.", file=sys.stderr)
     if comparison.num_unexplained:

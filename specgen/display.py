@@ -1,6 +1,7 @@
-"""Numbers and tables as people read them; a dash stands for None, which is a number that nothing was seen for."""
+"""Numbers, paths and tables as people read them; a dash stands for None, a number that nothing was seen for."""
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 DASH = "-"
 Show = Callable[[float | None], str]
@@ -56,6 +57,12 @@ def same_texts(identical: float, num_compared: int) -> str:
 def draft_length(most: int, spec_length: str) -> str:
     """``4``, or ``auto, up to 7``"""
     return f"auto, up to {most}" if spec_length == "auto" else str(most)
+
+
+def from_here(path: str) -> str:
+    """``path`` as seen from the working directory where it is below that; anything else as it is."""
+    place, here = Path(path), Path.cwd()
+    return str(place.relative_to(here)) if place.is_relative_to(here) else path
 
 
 def clip(text: str, width: int) -> str:

@@ -11,7 +11,9 @@ from torch import Tensor
 
 T = TypeVar("T")
 Pool = Any  # what torch.cuda.graph_pool_handle() gives
-Key = tuple[str, int, int, str]  # all that the host decides: a name, sequences, drafts of each, kind of sampling
+Key = tuple[
+    str, int, int, str
+]  # all that the host decides: a name, sequences, drafts of each, kind of sampling
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,8 +24,9 @@ small, dt, th { color: var(--soft) }
 .settings { display: flex; flex-wrap: wrap; gap: 2px 18px; margin: 0 0 20px; font-size: .875rem }
 .settings div { overflow-wrap: anywhere; min-width: 0 }
 .settings dt, .settings dd { display: inline; margin: 0 }
-.alert { background: var(--alert); border-left: 4px solid var(--second); border-radius: 4px;
-  padding: 10px 14px; margin: 0 0 20px }
+.finding, .alert { border-left: 4px solid; border-radius: 4px; padding: 10px 14px; margin: 0 0 20px }
+.finding { background: var(--card); border-color: var(--line) }
+.alert { background: var(--alert); border-color: var(--second) }
 .card { background: var(--card); border: 1px solid var(--line); border-radius: 10px; padding: 16px }
 main > .card + .card { margin: 12px 0 0 }
 .tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(160px, 1fr)); gap: 12px }
@@ -54,12 +55,13 @@ polyline { fill: none; stroke-width: 2 }
 .fourth circle { fill: var(--card); stroke: var(--fourth); stroke-width: 2 }
 .line polyline { stroke: currentColor }
 .line circle, svg .line text { fill: currentColor }
+.entry { display: inline-block; margin-right: 12px }
 .key { display: inline-block; width: 10px; height: 10px; margin: 0 5px 0 0; border: 2px solid;
   border-radius: 50% }
 .key.first { color: var(--first); background: var(--first) }
-.key.second { color: var(--second); margin-left: 12px }
-.key.third { color: var(--third); background: var(--third); margin-left: 12px }
-.key.fourth { color: var(--fourth); margin-left: 12px }
+.key.second { color: var(--second) }
+.key.third { color: var(--third); background: var(--third) }
+.key.fourth { color: var(--fourth) }
 .texts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(max(260px, 40%), 100%), 1fr)); gap: 8px 16px;
   border-top: 1px solid var(--line); padding: 10px 0; margin: 10px 0 0 }
 .texts p { white-space: pre-wrap; overflow-wrap: anywhere; font-size: .85rem }
@@ -67,6 +69,7 @@ polyline { fill: none; stroke-width: 2 }
 .texts mark { background: var(--mark); color: inherit }
 .wide { overflow-x: auto }
 .wide + .wide { margin: 14px 0 0 }
+.card > p + .wide { margin: 8px 0 0 }
 table { border-collapse: collapse; width: 100%; font-size: .85rem; font-variant-numeric: tabular-nums }
 th, td { padding: 5px 0 5px 12px; text-align: right; vertical-align: top; border-top: 1px solid var(--line) }
 th { font-weight: 500; vertical-align: bottom }
@@ -114,6 +117,15 @@ def card(heading: str, note: str, *, body: str) -> str:
     """A box under ``heading``; ``note`` and ``body`` are markup."""
     head = f"<h2>{escape(heading)}</h2><p><small>{note}</small></p>"
     return f'<section class="card">{head}{body}</section>'
+
+
+def legend(styles: Mapping[str, str], note: str) -> str:
+    """What the curves of a chart are, by name and class, with ``note`` below, as a card's markup."""
+    entries = [
+        f'<span class="entry"><i class="key {style}"></i>{escape(name)}</span>'
+        for name, style in styles.items()
+    ]
+    return f"{' '.join(entries)}<br>{escape(note)}"
 
 
 def table(name: str, header: Sequence[str], rows: Sequence[Sequence[Cell]]) -> str:

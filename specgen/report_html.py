@@ -6,7 +6,7 @@ from typing import Any
 
 from specgen.charts import acceptance_chart, histogram_chart, length_chart
 from specgen.display import Show, between, count, hundredths, percent, plain, rate, ratio, same_texts, seconds
-from specgen.page import Cell, card, document, pairs, table, tile
+from specgen.page import Cell, card, document, legend, pairs, table, tile
 from specgen.report import DEFINITIONS, draft_lengths, verdict
 
 _COUNTERS = (
@@ -79,7 +79,7 @@ def _acceptance(report: Mapping[str, Any]) -> str:
         for row in report["acceptance"]
     ]
     numbers = table("Acceptance by position", ("token", "drafted", "accepted", "joint", "conditional"), rows)
-    key = '<i class="key first"></i>joint <i class="key second"></i>conditional, with 95 % intervals'
+    key = legend({"joint": "first", "conditional": "second"}, "with 95 % intervals")
     return card("Acceptance by position", key, body=acceptance_chart(report["acceptance"]) + numbers)
 
 

@@ -10,7 +10,7 @@ from specgen.build import Models, build_engine, choose_attention, load_models, r
 from specgen.checkpoint import fingerprint
 from specgen.config import EngineConfig, SamplingParams
 from specgen.conversations import Conversations, rejected_row
-from specgen.display import draft_length
+from specgen.display import draft_length, from_here
 from specgen.events import Event, Finished, Submitted, Verified
 from specgen.prompts import Prompt, Rejected, load_prompts
 from specgen.provenance import manifest
@@ -176,10 +176,9 @@ def _settings(job: Job, config: EngineConfig, models: Models, num_prompts: int) 
     sampling = job.sampling
     how = "greedy" if sampling.temperature == 0 else f"temperature {sampling.temperature:g}"
     plain = config.num_spec_tokens == 0
-    synthetic = models.checkpoints["model"].config.get("synthetic_weights", False)
     return {
-        "model": _shown(config.model) + (" (synthetic weights)" if synthetic else ""),
-        "drafter": "none (plain decoding)" if plain else _shown(str(config.drafter)),
+        "model": models.described(config.model),
+        "drafter": "none (plain decoding)" if plain else from_here(str(config.drafter)),
         "draft tokens (K)": draft_length(config.num_spec_tokens, config.spec_length),
         **({} if plain else {"drafter batch": config.drafter_batch}),
         "data": f"{job.dataset}, {num_prompts} prompts",
@@ -189,9 +188,3 @@ def _settings(job: Job, config: EngineConfig, models: Models, num_prompts: int) 
         **({} if config.device == "cpu" else {"CUDA graphs": config.cuda_graphs}),
         "batch": f"at most {config.max_batch_size}",
     }
-
-
-def _shown(checkpoint: str) -> str:
-    """A path below the working directory as seen from there; anything else as it is."""
-    path, here = Path(checkpoint), Path.cwd()
-    return str(path.relative_to(here)) if path.is_relative_to(here) else checkpoint

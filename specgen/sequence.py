@@ -50,7 +50,9 @@ class Sequence:
     pages: list[int] = field(default_factory=list)
     digests: list[bytes] = field(default_factory=list)  # of its pages, see ``prefix_cache``
     prefix_root: bytes = b""  # sequences share pages only with those of the same
-    looked_at: int | None = None  # the first position whose result is asked for; None: the last of the prefill
+    looked_at: int | None = (
+        None  # the first position whose result is asked for; None: the last of the prefill
+    )
     num_cached: int = 0  # positions that another sequence had computed
     num_computed: int = 0  # positions in the cache, while prefilling
     in_flight_min: int = 0  # tokens that passes whose results are not read yet will add at least ...

@@ -12,9 +12,9 @@ _PRIOR = 0.7  # acceptance of the first draft before anything is seen
 _WEIGHT = 8.0  # verify steps that count as much as what is only supposed
 _MEMORY = 100.0  # verify steps of a sequence after which one counts for 1/e,
 _LEAST_MEMORY = 48.0  # and steps of the batch that it takes at least
-_MARGIN = 0.01  # by which another length must be better,
-_PATIENCE = 12  # and for how many steps running
-_PROBE_SHARE = 0.004  # of the time may go into steps that are longer than what pays best
+_MARGIN = 0.01  # by which another length must be better for steps running,
+_PATIENCE = 0.25  # until it would have saved so many steps
+_PROBE_SHARE = 0.004  # of the time may go into looking one length further
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,9 +129,10 @@ class RunningAcceptance:
 class CheapestLength:
     """What gives most tokens a second: expected by the running acceptance, over the ``costs`` of a step.
 
-    It changes only for what was better by a margin for several steps running, so that two lengths that are alike do
-    not alternate. Beyond the present length nothing is seen, and at 0 nothing at all: so now and then one step has
-    the next longer one. These steps, had they given no token more, would take ``_PROBE_SHARE`` of the time.
+    It changes at once for what is far better, and for a little more only where that lasts, so that two lengths that
+    are alike do not alternate. Beyond the present length nothing is seen, and at 0 nothing at all: so now and then
+    one step has the next longer one. These steps, had they given no token more, would take ``_PROBE_SHARE`` of the
+    time.
     """
 
     def __init__(self, costs: StepCosts) -> None:
@@ -139,7 +140,7 @@ class CheapestLength:
         self._costs = costs
         self._acceptance = RunningAcceptance(self.most)
         self._present: int | None = None
-        self._steps_better = 0  # in a row, of another length than the present one
+        self._missed = 0.0  # steps' worth of time that another length would have saved, in steps running
         self._saved = 0.0  # seconds, for the next probe
 
     def choose(self, num_sequences: int) -> int:
@@ -149,10 +150,10 @@ class CheapestLength:
         best = max(rates, key=rates.__getitem__)
         if self._present is None:
             self._present = best
-        better = rates[best] > (1 + _MARGIN) * rates[self._present]
-        self._steps_better = self._steps_better + 1 if better else 0
-        if self._steps_better >= _PATIENCE:
-            self._present, self._steps_better = best, 0
+        gain = rates[best] / rates[self._present] - 1
+        self._missed = self._missed + gain if gain > _MARGIN else 0.0
+        if self._missed >= _PATIENCE:
+            self._present, self._missed = best, 0.0
         return self._probe(num_sequences, self._present)
 
     def see(self, drafted: int, accepted: int) -> None:

@@ -37,7 +37,7 @@ _COUNTERS = (
 
 def render(report: Mapping[str, Any], settings: Mapping[str, str]) -> str:
     """One ``report.json`` at 100 columns, under its ``settings``; ends with a line break."""
-    sections = [_heading(settings), _pairs(_counters(report)), textwrap.wrap(verdict(report), _WIDTH)]
+    sections = [heading(settings), _pairs(_counters(report)), textwrap.wrap(verdict(report), _WIDTH)]
     if report["num_drafts"]:
         sections += [_acceptance(report), _histogram(report)]
         sections += [_breakdown("category", report["categories"]), _breakdown("turn", report["turns"])]
@@ -67,7 +67,8 @@ def compare(runs: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
 # --- one run --------------------------------------------------------------------------------------
 
 
-def _heading(settings: Mapping[str, str]) -> list[str]:
+def heading(settings: Mapping[str, str]) -> list[str]:
+    """What ran, as lines that break between settings."""
     solid = [f"{key} {value}".replace(" ", "\N{NO-BREAK SPACE}") for key, value in settings.items()]
     lines = textwrap.wrap("\N{NO-BREAK SPACE}· ".join(solid), _WIDTH, break_on_hyphens=False)
     return [line.replace("\N{NO-BREAK SPACE}", " ").removesuffix(" ·") for line in lines]

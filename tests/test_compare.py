@@ -12,9 +12,9 @@ from specgen.charts import ARM_STYLES, arms_chart, bars_chart
 from specgen.display import plain
 from specgen.divergence import Target
 from specgen.evaluation import compare as comparing
+from specgen.evaluation import comparison_tables
 from specgen.evaluation.arms import ArmRun, Sample, Written
 from specgen.evaluation.compare import p_value
-from specgen.evaluation.comparison_tables import render as tables
 from specgen.evaluation.paired import mcnemar, tango
 from specgen.evaluation.study_html import render as page
 from specgen.report import fold
@@ -58,6 +58,10 @@ def logits_behind(token_ids):
 
 
 TARGET = Target(logits_behind=logits_behind, dtype=torch.float32, token_text=str)
+
+
+def tables(comparison):
+    return comparison_tables.render(comparison, {"model": "a target", "runs on": "cpu"})
 
 
 def compare(arms):
@@ -280,9 +284,61 @@ def test_the_page_shows_the_numbers_and_both_texts():
         assert expected in words
     assert f"[{100 * low:.1f}, {100 * high:.1f}]" in words
     assert "-33.3" in words
-    assert "2 of 3 texts are those of baseline" in words
+    assert "2 of 3" in words
+    assert "1 of 3 differ from baseline" in words
     assert [word for word in words if word in ("other", "same")] == ["other", "same"]
-    assert any(word.startswith("sums 2, at token 1: 5 instead of the end") for word in words)
+    assert any(word.startswith("sums 2, at token 1: 5 '5' instead of (ended)") for word in words)
+
+
+def test_only_arms_that_differ_have_texts_of_their_own():
+    same, other = arm("same", [1, 1]), with_samples(arm("other", []), sample(0, 1), sample(1, 1, "x", (1, 9)))
+    found = Page(page(compare([same, other, arm("baseline", [1, 1])]), {}, ""))
+    assert [word for word in found.text if word.startswith("Texts")] == ["Texts", "Texts of other"]
+    rows = " ".join(found.text)
+    assert "same 2 of 2 - - 0" in rows
+    assert "other 1 of 2 1 1.00 1" in rows
+
+
+def test_wrong_texts_are_shown_before_all_others():
+    """Behind ``(7, 8, 1)`` the target could as well take 3 as 2, but not 4."""
+    tokens = [(1, 3)] * 30 + [(1, 4)]
+    runs = [
+        with_samples(arm("padded", []), *(sample(i, 1, f"text {i}", ids) for i, ids in enumerate(tokens))),
+        with_samples(arm("baseline", []), *(sample(i, 1) for i in range(31))),
+    ]
+    comparison = compare(runs)
+    words = Page(page(comparison, {}, "")).text
+    assert "31 of 31 differ from baseline; 20 of them are shown" in words
+    places = [(i, word) for i, word in enumerate(words) if word.startswith("sums ") and " instead " in word]
+    assert [word.strip() for _, word in places[:2]] == [
+        "sums 30, at token 1: 4 '4' instead of 2 '2'",
+        "sums 0, at token 1: 3 '3' instead of 2 '2'",
+    ]
+    bound = f"bound {comparison.against[0].divergences[0].rounding:.4g}"
+    assert [words[i + 1] for i, _ in places[:2]] == [
+        f"gap 1 · {bound} · WRONG: more than rounding",
+        f"gap 0 · {bound} · explained by rounding",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arms", "style"),
+    [
+        ([arm("alone", [1, 0])], "finding"),
+        ([arm("a", []), arm("b", [])], "finding"),
+        ([arm("a", [1, 0] * 200), arm("baseline", [1, 0] * 200)], "finding"),
+        ([arm("a", [0] * 20 + [1] * 180), arm("baseline", [1] * 200)], "alert"),
+        ([arm("a", [0] * 6 + [1] * 50), arm("baseline", [1] * 56)], "alert"),
+        ([arm("a", [0] * 6 + [1] * 50), arm("b", [1] * 56), arm("baseline", [1] * 56)], "finding"),
+        ([with_samples(arm("a", []), sample(0, 1, "x", (1, 4))), arm("baseline", [1])], "alert"),
+        ([with_samples(arm("a", []), sample(0, 1, "x", (1, 3))), arm("baseline", [1])], "finding"),
+    ],
+)
+def test_the_sentence_alarms_only_where_something_is_shown(arms, style):
+    comparison = compare(arms)
+    shown = "The data show a difference" in comparison.sentence or "wrong there" in comparison.sentence
+    assert shown == (style == "alert")
+    assert f'<p class="{style}">The' in page(comparison, {}, "")
 
 
 def test_texts_are_marked_from_where_they_part():

@@ -55,7 +55,8 @@ def test_three_arms_answer_alike_and_leave_their_numbers(tmp_path: Path) -> None
     comparison = json.loads((tmp_path / "out" / "comparison.json").read_text())
     assert [each["num_identical"] for each in comparison["against"]] == [6, 6]
     page = (tmp_path / "out" / "report.html").read_text()
-    assert all(arm in page for arm in ("padded", "non-padded", "baseline", "word_problems"))
+    assert "<dt>arms</dt> <dd>padded · non-padded · baseline</dd>" in page
+    assert "<h1>target on word_problems</h1>" in page
     for arm, k in (("padded", 2), ("non-padded", 2), ("baseline", 0)):
         files = tmp_path / "out" / arm
         report, _ = load(files)
@@ -68,6 +69,21 @@ def test_three_arms_answer_alike_and_leave_their_numbers(tmp_path: Path) -> None
         assert results["exact_match,strict-match"] == sum(strict) / 6
         assert results["exact_match,strict-match"] >= 5 / 6, "the bundled pair knows these problems"
         assert load_results(files)["n-samples"]["word_problems"]["effective"] == 6
+
+
+def test_the_reports_name_what_ran_as_seen_from_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from specgen.evaluation.study import StudyRun
+
+    monkeypatch.chdir(data_directory())
+    run = StudyRun(study_job(Arm(name="a, b", num_spec_tokens=2), Arm(name="c"), limit=1), tmp_path)
+    run.compare([*run.arms()])
+    settings = run.settings()
+    assert settings["model"] == str(Path("demo") / "target")
+    assert settings["drafter"] == str(Path("demo") / "drafter")
+    assert (settings["arms"], settings["draft tokens (K)"]) == ("a, b · c", "2 or 4")
+    assert settings["runs on"] == "cpu, float32"
+    assert settings["samples"] == "the first 1 of a task"
+    assert "demo/target" in (tmp_path / "report.html").read_text()
 
 
 def test_gsm8k_runs_from_local_files(tmp_path: Path) -> None:

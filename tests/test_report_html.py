@@ -10,11 +10,12 @@ import pytest
 
 from specgen.charts import acceptance_chart, arms_chart, bars_chart, histogram_chart, length_chart
 from specgen.display import hundredths
+from specgen.page import legend
 from specgen.report import fold
 from specgen.report_html import render
 from tests.streams import decode_steps, refusal, request
 
-VOID = {"meta", "wbr"}
+VOID = {"br", "meta", "wbr"}
 SVG = "{http://www.w3.org/2000/svg}"
 
 
@@ -75,6 +76,13 @@ def test_the_page_shows_the_numbers():
     rate = f"{100 * report['acceptance'][2]['rate']:.1f} %"
     for expected in ("A run", "a target", "math", "chat", "total_num_output_tokens", length, rate):
         assert expected in words
+
+
+def test_the_legend_names_the_curves_and_its_note_stands_below():
+    text = legend({"a, <b>": "first", "c": "second"}, "in %")
+    assert [word for word in Page(text).text if word.strip()] == ["a, <b>", "c", "in %"]
+    assert text.count('<span class="entry"><i class="key ') == 2
+    assert text.endswith("</span><br>in %")
 
 
 def test_the_page_needs_nothing_else():

@@ -191,6 +191,22 @@ def test_a_batch_that_is_large_for_a_step_changes_nothing():
     assert decoding.lengths[100:] == [MOST] * 120
 
 
+def test_what_is_far_better_is_taken_at_once():
+    decoding = Decoding(CheapestLength(COSTS))
+    decoding.run(200, 1, flat(0.6))
+    decoding.run(5, 256, flat(0.6))
+    assert min(decoding.lengths[100:200]) > 2 >= max(decoding.lengths[200:])
+
+
+def test_half_a_per_cent_is_not_worth_a_change():
+    seconds = {(1, k): 1.0 if k == 2 else 10.0 for k in range(4)}
+    seconds |= {(2, 0): 9.0, (2, 1): 9.0, (2, 2): 3.0, (2, 3): 4.0 / 1.005}  # where every draft is right
+    decoding = Decoding(CheapestLength(StepCosts(seconds=seconds)))
+    decoding.run(100, 1, flat(1.0))
+    decoding.run(STEPS, 2, flat(1.0))
+    assert decoding.lengths.count(3) < 0.02 * STEPS
+
+
 def test_only_lengths_that_were_measured_are_chosen():
     seconds = {(size, k): cost(size, k) for size in SIZES for k in (0, 1, 3, 6)}
     policy = CheapestLength(StepCosts(seconds=seconds))

@@ -93,6 +93,7 @@ class Comparison:
     arms: tuple[ArmSummary, ...]
     against: tuple[Against, ...]
     num_unexplained: int
+    alarming: bool  # whether the sentence tells of a difference in accuracy, or of wrong decoding
     sentence: str
 
     def to_json(self) -> dict[str, Any]:
@@ -125,6 +126,7 @@ def compare(arms: Sequence[ArmRun], target: Target) -> Comparison:
         arms=tuple(_summary(arm, reference) for arm in arms),
         against=against,
         num_unexplained=wrong,
+        alarming=wrong > 0 or bool(_holm(_tests(against))),
         sentence=conclusion(reference.name, against) + _alarm(wrong, reference.dtype),
     )
 
@@ -235,7 +237,7 @@ def conclusion(reference: str, against: Sequence[Against]) -> str:
 
     All tests together keep the 5 % level, by the method of Holm (Scandinavian Journal of Statistics 6, 1979).
     """
-    tests = [(arm.name, change) for arm in against for change in arm.changes]
+    tests = _tests(against)
     if not tests:
         return "There is one arm only, or no sample, so there is nothing to compare."
     shown = _holm(tests)
@@ -251,6 +253,10 @@ def conclusion(reference: str, against: Sequence[Against]) -> str:
         f"The data show no difference in accuracy from {reference} ({smallest}{many}, {texts}); "
         f"{_power(tests)}."
     )
+
+
+def _tests(against: Sequence[Against]) -> list[tuple[str, Change]]:
+    return [(arm.name, change) for arm in against for change in arm.changes]
 
 
 def _alarm(num_unexplained: int, dtype: str) -> str:

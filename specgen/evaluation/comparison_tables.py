@@ -1,6 +1,7 @@
 """The comparison of a study's arms as plain text for a terminal."""
 
 import textwrap
+from collections.abc import Mapping
 from statistics import median_low
 
 from specgen.acceptance import Position
@@ -20,6 +21,7 @@ from specgen.display import (
 )
 from specgen.divergence import Divergence
 from specgen.evaluation.compare import Accuracy, Against, Comparison, p_value
+from specgen.tables import heading, joined
 
 _WIDTH = 100  # columns
 _NAME = 24  # of an arm
@@ -39,13 +41,14 @@ NOTES = (
         "p",
         "McNemar's exact test, or paired t; more cautious than an interval that just leaves out 0",
     ),
-    ("seen", "smallest true difference that a test of these samples finds in 4 cases of 5"),
+    ("could see", "smallest true difference that a test of these samples finds in 4 cases of 5"),
 )
 
 
-def render(comparison: Comparison) -> str:
-    """``comparison`` at 100 columns: accuracy, texts, acceptance, speed, conclusion; ends with a line break."""
+def render(comparison: Comparison, settings: Mapping[str, str]) -> str:
+    """``comparison`` at 100 columns under its ``settings``, the conclusion at the end; ends with a line break."""
     sections = [
+        heading(settings),
         *(_accuracy(comparison, index) for index in range(len(comparison.arms[0].accuracies))),
         _notes() if comparison.against else [],
         _texts(comparison),
@@ -54,7 +57,7 @@ def render(comparison: Comparison) -> str:
         _speed(comparison),
         textwrap.wrap(comparison.sentence, _WIDTH),
     ]
-    return "\n\n".join("\n".join(lines) for lines in sections if lines) + "\n"
+    return joined(sections)
 
 
 def _accuracy(comparison: Comparison, index: int) -> list[str]:
@@ -76,7 +79,7 @@ def _accuracy(comparison: Comparison, index: int) -> list[str]:
             row += ["", "", "", ""]
         rows.append(row)
     heading = f"{wanted.task} {wanted.metric}, {count(wanted.num_samples)} samples"
-    header = ("arm", "score", "95 %", "difference", "95 %", "p", "seen")
+    header = ("arm", "score", "95 %", "difference", "95 %", "p", "could see")
     return [heading, *table(header, rows)]
 
 
@@ -90,20 +93,27 @@ def _same(accuracy: Accuracy, other: Accuracy) -> bool:
 
 
 def _texts(comparison: Comparison) -> list[str]:
-    rows = []
-    for arm in comparison.against:
-        where = [each.position for each in arm.divergences]
-        share = percent(arm.num_identical / arm.num_compared if arm.num_compared else None)
-        first, middle = (count(min(where)), count(median_low(where))) if where else (DASH, DASH)
-        same = f"{count(arm.num_identical)} of {count(arm.num_compared)}"
-        widest = plain(max((each.gap for each in arm.divergences if each.gap is not None), default=None))
-        wrong = count(sum(not each.explained for each in arm.divergences))
-        rows.append((clip(arm.name, _NAME), same, share, first, middle, widest, wrong))
+    rows = [(clip(arm.name, _NAME), *text_numbers(arm)) for arm in comparison.against]
     header = (
         *("arm", "same texts", "share", "first part at", "median", "widest gap"),
         "unexplained",
     )
     return table(header, rows) if rows else []
+
+
+def text_numbers(arm: Against) -> tuple[str, str, str, str, str, str]:
+    """The same texts and their share, the first and the median place of parting, the widest gap, and how many
+    places nothing explains."""
+    where = [each.position for each in arm.divergences]
+    first, middle = (min(where), median_low(where)) if where else (None, None)
+    return (
+        f"{count(arm.num_identical)} of {count(arm.num_compared)}",
+        percent(arm.num_identical / arm.num_compared if arm.num_compared else None),
+        count(first),
+        count(middle),
+        plain(max((each.gap for each in arm.divergences if each.gap is not None), default=None)),
+        count(sum(not each.explained for each in arm.divergences)),
+    )
 
 
 def _divergences(comparison: Comparison) -> list[str]:

@@ -1,7 +1,7 @@
 """A study at work: every arm of it runs lm-eval's tasks on an engine of its own over the same models."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -14,6 +14,7 @@ from lm_eval.utils import handle_non_serializable, make_table
 from specgen.build import Models, build_engine, judge, load_models, resolve
 from specgen.checkpoint import fingerprint
 from specgen.config import EngineConfig, SamplingParams, require
+from specgen.display import draft_length, from_here
 from specgen.engine import Engine
 from specgen.evaluation import study_html
 from specgen.evaluation.arms import ArmRun
@@ -88,11 +89,32 @@ class StudyRun:
         runs = [result.run for result in results]
         config = self._configs[reference_of(runs).name]
         comparison = compare(runs, judge(config, self._models(config)))
-        settings = _settings(self._job)
-        title = f"{Path(self._job.engine.model).name} on {settings['tasks']}"
+        title = f"{Path(config.model).name} on {', '.join(self._job.study.tasks)}"
         write_json(self._path / "comparison.json", comparison.to_json())
-        write_text(self._path / "report.html", study_html.render(comparison, settings, title))
+        write_text(self._path / "report.html", study_html.render(comparison, self.settings(), title))
         return comparison
+
+    def settings(self) -> dict[str, str]:
+        """What has run, in the words that head a report."""
+        job, study, configs = self._job, self._job.study, self._configs.values()
+        few, limit = study.num_fewshot, study.limit
+        return {
+            "model": next(iter(self._loaded.values())).described(job.engine.model),
+            "drafter": from_here(job.engine.drafter or "none"),
+            "draft tokens (K)": _every(
+                draft_length(config.num_spec_tokens, config.spec_length)
+                for config in configs
+                if config.num_spec_tokens
+            ),
+            "tasks": ", ".join(study.tasks),
+            "prompts": "as a chat" if job.apply_chat_template else "as raw text",
+            "shots": "as the task says" if few is None else str(few),
+            "samples": "all of a task" if limit is None else f"the first {limit} of a task",
+            "runs on": _every(f"{config.device}, {config.dtype}" for config in configs),
+            "attention": _every(config.attention for config in configs),
+            "batch": f"at most {job.engine.max_batch_size}",
+            "arms": " · ".join(arm.name for arm in study.arms),
+        }
 
     def _models(self, config: EngineConfig) -> Models:
         """The weights in the number format of ``config``; of one format at a time."""
@@ -147,6 +169,11 @@ class StudyRun:
         return manifest(engine=config, sampling=sampling, data=data, fingerprints=self._fingerprints)
 
 
+def _every(values: Iterable[object]) -> str:
+    """What the arms have, once where they agree."""
+    return " or ".join(dict.fromkeys(map(str, values))) or "none"
+
+
 def _start(config: EngineConfig, models: Models, files: RunDirectory) -> Engine:
     engine = build_engine(config, models, files.add_event)
     engine.warm_up()
@@ -169,18 +196,6 @@ def _require_same(path: Path, asked: dict[str, Any]) -> None:
         f"output {str(path.parent)!r} holds an evaluation that differs in {', '.join(other)}: "
         "name a new directory, or ask for the same",
     )
-
-
-def _settings(job: StudyJob) -> dict[str, str]:
-    """What ran, in the words that head a page."""
-    study = job.study
-    return {
-        "model": job.engine.model,
-        "drafter": str(job.engine.drafter),
-        "tasks": ", ".join(study.tasks),
-        "arms": ", ".join(arm.name for arm in study.arms),
-        "samples of a task": "all" if study.limit is None else f"the first {study.limit}",
-    }
 
 
 def write_samples(result: ArmResult, path: Path) -> None:

@@ -4,12 +4,13 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from html import escape
 
+from specgen.audit_table import shown_token
 from specgen.charts import ARM_STYLES, arms_chart, bars_chart
 from specgen.display import DASH, between, count, hundredths, plain, rate, ratio, seconds
 from specgen.divergence import Divergence
 from specgen.evaluation.compare import Accuracy, Against, Comparison, Difference, p_value
-from specgen.evaluation.comparison_tables import NOTES
-from specgen.page import Cell, card, document, pairs, table
+from specgen.evaluation.comparison_tables import NOTES, text_numbers
+from specgen.page import Cell, card, document, legend, pairs, table
 
 _DIFFERENCES = 20  # shown of an arm
 _POSITIONS = 4  # in the table under the curves, so that it fits a phone
@@ -18,14 +19,20 @@ _POSITIONS = 4  # in the table under the curves, so that it fits a phone
 def render(comparison: Comparison, settings: Mapping[str, str], title: str) -> str:
     """The page of ``comparison`` under ``title`` and ``settings``; it opens without a network."""
     accuracies = comparison.arms[0].accuracies
-    cards = [_accuracy(comparison, accuracy, index) for index, accuracy in enumerate(accuracies)]
+    cards = [
+        *(_accuracy(comparison, accuracy, index) for index, accuracy in enumerate(accuracies)),
+        _texts(comparison),
+        _acceptance(comparison),
+        _speed(comparison),
+    ]
+    style = "alert" if comparison.alarming else "finding"
     return document(
         title,
         [
             f"<h1>{escape(title)}</h1>",
             pairs("settings", settings),
-            f'<p class="alert">{escape(comparison.sentence)}</p>',
-            f'<div class="columns">{"".join([*cards, _acceptance(comparison), _speed(comparison)])}</div>',
+            f'<p class="{style}">{escape(comparison.sentence)}</p>',
+            f'<div class="columns">{"".join(cards)}</div>',
             pairs("notes card", dict(NOTES)),
             *(_differing(arm, comparison.reference) for arm in comparison.against),
         ],
@@ -46,7 +53,7 @@ def _accuracy(comparison: Comparison, wanted: Accuracy, index: int) -> str:
         difference = (f"{100 * result.difference:+.1f}", between(result.interval, hundredths))
         p = DASH if result.p is None else p_value(result.p)
         rows.append((arm.name, difference, p, hundredths(result.detectable)))
-    numbers = table(name, (f"from {comparison.reference}", "difference", "p", "seen"), rows)
+    numbers = table(name, (f"from {comparison.reference}", "difference", "p", "could see"), rows)
     note = f"% of {count(wanted.num_samples)} samples, with 95 % intervals; differences are in points"
     return card(name, note, body=bars + numbers)
 
@@ -56,10 +63,8 @@ def _acceptance(comparison: Comparison) -> str:
     if not drafting:
         return ""
     chart = arms_chart({arm.name: [asdict(position) for position in arm.acceptance] for arm in drafting})
-    key = " ".join(
-        f'<i class="key {ARM_STYLES[index % len(ARM_STYLES)]}"></i>{escape(arm.name)}'
-        for index, arm in enumerate(drafting)
-    )
+    styles = {arm.name: ARM_STYLES[index % len(ARM_STYLES)] for index, arm in enumerate(drafting)}
+    note = "% of the verify steps, with 95 % intervals; in the table length, then % by token"
     rows: list[tuple[Cell, ...]] = [
         (
             arm.name,
@@ -70,12 +75,9 @@ def _acceptance(comparison: Comparison) -> str:
     ]
     columns = max(map(len, rows))
     filled = [(*row, *[DASH] * (columns - len(row))) for row in rows]
-    header = ("arm", "length", *(f"token {i}" for i in range(columns - 2)))
-    return card(
-        "Acceptance by position",
-        f"{key} · % of the verify steps, with 95 % intervals",
-        body=chart + table("Acceptance by arm", header, filled),
-    )
+    header = ("arm", "length", *map(str, range(columns - 2)))
+    numbers = table("Acceptance by arm", header, filled)
+    return card("Acceptance by position", legend(styles, note), body=chart + numbers)
 
 
 def _speed(comparison: Comparison) -> str:
@@ -83,21 +85,35 @@ def _speed(comparison: Comparison) -> str:
     bars = [(arm.name, arm.output_tokens_per_second, None) for arm in arms]
     chart = bars_chart("speed", "Output tokens a second", bars, rate)
     rows = [(arm.name, ratio(arm.ratio), count(arm.num_output_tokens), seconds(arm.seconds)) for arm in arms]
-    header = ("arm", f"of {comparison.reference}", "output tokens", "time")
-    return card("Speed", "output tokens a second", body=chart + table("Speed by arm", header, rows))
+    numbers = table("Speed by arm", ("arm", "ratio", "tokens", "time"), rows)
+    note = f"output tokens a second, and their ratio to {comparison.reference}"
+    return card("Speed", escape(note), body=chart + numbers)
 
 
-# --- samples that differ --------------------------------------------------------------------------
+# --- texts ----------------------------------------------------------------------------------------
+
+
+def _texts(comparison: Comparison) -> str:
+    rows: list[tuple[Cell, ...]] = []
+    for arm in comparison.against:
+        same, _, first, _, widest, wrong = text_numbers(arm)
+        rows.append((arm.name, same, first, widest, wrong))
+    if not rows:
+        return ""
+    numbers = table("Texts by arm", ("arm", "same texts", "first part at", "widest gap", "unexplained"), rows)
+    note = f"against {comparison.reference}; places are counted in tokens, gaps are in logits"
+    return card("Texts", escape(note), body=numbers)
 
 
 def _differing(arm: Against, reference: str) -> str:
-    if not arm.num_compared:
+    """The texts of ``arm`` that differ, those that nothing explains first."""
+    if not arm.differences:
         return ""
-    differing = arm.differences
-    same = f"{count(arm.num_identical)} of {count(arm.num_compared)} texts are those of {reference}"
-    shown = f"; the first {_DIFFERENCES} that differ" if len(differing) > _DIFFERENCES else ""
-    body = "".join(_side_by_side(each, arm.name, reference) for each in differing[:_DIFFERENCES])
-    return card(f"Texts of {arm.name}", escape(same + shown), body=body)
+    ordered = sorted(arm.differences, key=lambda each: each.first is None or each.first.explained)
+    note = f"{count(len(ordered))} of {count(arm.num_compared)} differ from {reference}"
+    shown = f"; {_DIFFERENCES} of them are shown" if len(ordered) > _DIFFERENCES else ""
+    body = "".join(_side_by_side(each, arm.name, reference) for each in ordered[:_DIFFERENCES])
+    return card(f"Texts of {arm.name}", escape(note + shown), body=body)
 
 
 def _side_by_side(difference: Difference, name: str, reference: str) -> str:
@@ -105,8 +121,8 @@ def _side_by_side(difference: Difference, name: str, reference: str) -> str:
     text, other = difference.text, difference.reference_text
     alike = (ours == theirs for ours, theirs in zip(text, other, strict=False))
     same = next((i for i, equal in enumerate(alike) if not equal), min(len(text), len(other)))
-    where = f"{difference.task} {difference.doc_id}{_place(difference.first)}"
-    question = f'<p class="question">{escape(where)}\n{escape(difference.question)}</p>'
+    where = f"{escape(f'{difference.task} {difference.doc_id}')}{_place(difference.first)}"
+    question = f'<p class="question">{where}\n{escape(difference.question)}</p>'
     return f'<div class="texts">{question}{_text(name, text, same)}{_text(reference, other, same)}</div>'
 
 
@@ -114,12 +130,12 @@ def _place(first: Divergence | None) -> str:
     """Where the tokens part, how close the choice was there, and whether rounding explains it."""
     if first is None:
         return ""
-    ours, theirs = ("the end" if each is None else str(each) for each in (first.token, first.reference_token))
-    gap = "" if first.gap is None else f", gap {first.gap:.4g}"
+    ours = shown_token(first.token, first.text)
+    theirs = shown_token(first.reference_token, first.reference_text)
+    gap = DASH if first.gap is None else f"{first.gap:.4g}"
     why = "explained by rounding" if first.explained else "WRONG: more than rounding"
-    return (
-        f", at token {count(first.position)}: {ours} instead of {theirs}{gap} ({why}, {first.rounding:.4g})"
-    )
+    place = f", at token {count(first.position)}: {ours} instead of {theirs}"
+    return f"{escape(place)}\n<small>gap {gap} · bound {first.rounding:.4g} · {why}</small>"
 
 
 def _text(name: str, text: str, same: int) -> str:
