@@ -43,6 +43,7 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.prefilling: list[Sequence] = []
         self.running: list[Sequence] = []
+        self._places_wasted = 0  # free places, summed over the steps in which prompts waited for company
 
     @property
     def page_size(self) -> int:
@@ -61,8 +62,12 @@ class Scheduler:
 
     @property
     def has_place(self) -> bool:
-        """Whether the batch has room for one more request than are in hand."""
-        return len(self.waiting) + self.num_admitted < self.max_batch_size
+        """Whether to draw a request: one more than there are places, so that the last ones are known as such."""
+        return self._num_in_hand <= self.max_batch_size
+
+    @property
+    def _num_in_hand(self) -> int:
+        return len(self.waiting) + self.num_admitted
 
     def refusal(self, sequence: Sequence) -> str | None:
         """Why ``sequence`` could never finish, or None."""
@@ -92,13 +97,21 @@ class Scheduler:
             sequence = self.waiting.popleft()
             self.prefilling.append(sequence)
             budget -= self._add_chunk(chunks, sequence, budget)
+            self._places_wasted = 0
         return chunks
 
     def _worth_a_pass(self) -> bool:
-        """Whether prompts should stop the decoding now, or wait for company: a few free places cost less."""
-        free = self.max_batch_size - self.num_admitted
+        """Whether prompts should stop the decoding now, or wait for company.
+
+        A pass for a few prompts takes most of a step's time. So places stay free until what that has cost, in places
+        times steps, comes near it. The last prompts have nobody to wait for.
+        """
+        self._places_wasted += min(self.max_batch_size - self.num_admitted, len(self.waiting))
         rows = sum(self._rows_to_compute(sequence) for sequence in self.waiting)
-        return not self.running or free >= self.max_batch_size // 8 or rows >= _FULL_PASS
+        last = self._num_in_hand <= self.max_batch_size
+        return (
+            not self.running or last or rows >= _FULL_PASS or 2 * self._places_wasted >= self.max_batch_size
+        )
 
     def _admit(self, sequence: Sequence) -> bool:
         if self.num_admitted >= self.max_batch_size:

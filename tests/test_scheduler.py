@@ -1,5 +1,7 @@
 """Who runs: places, pages, budget, preemption."""
 
+import pytest
+
 from specgen.config import SamplingParams
 from specgen.pages import PageAllocator
 from specgen.scheduler import Scheduler
@@ -57,19 +59,33 @@ def test_no_more_run_than_have_a_place() -> None:
     assert prefill(sched) == [("c", 0, 1)]
 
 
-def test_a_short_prompt_waits_for_company_while_nearly_all_places_decode() -> None:
-    def places_free_at(length: int) -> int:
-        sched = scheduler(num_pages=1000, max_batch_size=16, max_prefill_tokens=2000)
-        for index in range(16):
-            sched.submit(sequence(str(index), 1))
-        prefill(sched)
-        sched.submit(sequence("late", length))
-        while not prefill(sched):
-            sched.retire(sched.running[0])
-        return 16 - len(sched.running) + 1
-
-    assert places_free_at(5) == 2  # an eighth of the places
-    assert places_free_at(600) == 1  # worth a pass of its own
+@pytest.mark.parametrize(
+    ("free", "waiting", "length", "calls"),
+    [
+        (1, 9, 5, 8),  # a place that was free for half as many steps as there are places
+        (2, 9, 5, 4),
+        (4, 9, 5, 2),
+        (1, 1, 5, 1),  # nobody comes after it
+        (3, 2, 5, 1),
+        (1, 9, 600, 1),  # worth a pass of its own
+    ],
+)
+def test_a_prompt_waits_for_company_as_long_as_that_costs_less(
+    free: int, waiting: int, length: int, calls: int
+) -> None:
+    sched = scheduler(num_pages=1000, max_batch_size=16, max_prefill_tokens=2000)
+    for index in range(16):
+        sched.submit(sequence(str(index), 1))
+    assert len(prefill(sched)) == 16
+    for _ in range(free):
+        sched.retire(sched.running[0])
+    for index in range(waiting):
+        sched.submit(sequence(f"late {index}", length))
+    assert [bool(prefill(sched)) for _ in range(calls)] == [False] * (calls - 1) + [True]
+    if waiting > free:
+        sched.retire(sched.running[0])
+        again = [bool(prefill(sched)) for _ in range(8 if length < 512 else 1)]
+        assert again == [False] * (len(again) - 1) + [True], "the count begins anew"
 
 
 def test_a_prompt_does_not_wait_where_nothing_decodes() -> None:
