@@ -193,8 +193,8 @@ def build_engine(
     runner = around(_RUNNERS[config.cuda_graphs]())
     engine = _engine(config, models, num_pages(config, models), runner, record)
     if config.spec_length == "auto":
-        sizes = step_costs.batch_sizes(config.max_batch_size)
-        engine.spec_length = CheapestLength(step_costs.measure(engine, sizes, config.num_spec_tokens))
+        costs = step_costs.measure(engine, config.max_batch_size, config.num_spec_tokens)
+        engine.spec_length = CheapestLength(costs)
     return engine
 
 

@@ -133,6 +133,10 @@ class Engine:
             pass
         self.record, self._began, self._read_at = record, time.perf_counter(), 0.0
 
+    def sizes(self, max_sequences: int) -> list[int]:
+        """See ``graphs.Runner.sizes``."""
+        return self._steps.runner.sizes(max_sequences)
+
     def abandon(self) -> None:
         """Drop all requests in hand without an answer."""
         self._read_all_but(0)

@@ -32,6 +32,10 @@ class Runner(Protocol):
         """Rows to compute for so many sequences; those beyond are padding."""
         ...
 
+    def sizes(self, max_sequences: int) -> list[int]:
+        """Where it keeps what it has run: the largest of the numbers of sequences that are computed alike."""
+        ...
+
     def step(self, key: Key, function: Callable[[], T]) -> T:
         """Run a whole decode step."""
         ...
@@ -51,6 +55,10 @@ class Eager:
     def num_rows(self, num_sequences: int) -> int:
         """See ``Runner.num_rows``; no padding."""
         return num_sequences
+
+    def sizes(self, max_sequences: int) -> list[int]:
+        """See ``Runner.sizes``."""
+        return []
 
     def step(self, key: Key, function: Callable[[], T]) -> T:
         """See ``Runner.step``."""
@@ -76,6 +84,10 @@ class StepGraphs:
     def num_rows(self, num_sequences: int) -> int:
         """See ``Runner.num_rows``."""
         return bucket(num_sequences)
+
+    def sizes(self, max_sequences: int) -> list[int]:
+        """See ``Runner.sizes``."""
+        return sorted({min(bucket(number), max_sequences) for number in range(1, max_sequences + 1)})
 
     def step(self, key: Key, function: Callable[[], T]) -> T:
         """See ``Runner.step``."""

@@ -13,10 +13,11 @@ from specgen.bundled import data_directory
 from specgen.config import EngineConfig, SamplingParams
 from specgen.engine import Engine
 from specgen.events import Event, Stepped, Verified
+from specgen.graphs import StepGraphs
 from specgen.report import fold
 from specgen.sequence import Request
 from specgen.spec_length import CheapestLength, StepCosts
-from specgen.step_costs import batch_sizes, measure
+from specgen.step_costs import measure
 from tests.engines import Pair, bundled_requests, config_of, generate, random_requests
 from tests.test_pipeline import device_like, mixed_requests
 
@@ -90,7 +91,7 @@ def test_steps_are_timed_and_nothing_is_left_of_it(random_pair: Pair) -> None:
     config = config_of(random_pair, num_spec_tokens=2, max_batch_size=6)
     engine = build_engine(config, random_pair.models, events.append)
     record, length = engine.record, engine.spec_length
-    costs = measure(engine, batch_sizes(6), 2)
+    costs = measure(engine, 6, 2)
     assert set(costs.seconds) == {(size, k) for size in (1, 2, 4, 6) for k in range(3)}
     assert all(0 < seconds < 5 for seconds in costs.seconds.values())
     assert (engine.record, engine.spec_length, events) == (record, length, [])
@@ -99,15 +100,33 @@ def test_steps_are_timed_and_nothing_is_left_of_it(random_pair: Pair) -> None:
     assert run(engine, requests) == fresh.texts
 
 
-def test_what_has_no_room_is_not_timed(random_pair: Pair) -> None:
-    config = config_of(random_pair, num_spec_tokens=2, max_batch_size=8, kv_memory=40_000 * 4)
+def test_a_run_captures_nothing_that_could_be_captured_before(
+    random_pair: Pair, device_like: Callable[[], None]
+) -> None:
+    device_like()
+    config = config_of(random_pair, num_spec_tokens=2, max_batch_size=11)
     engine = build_engine(config, random_pair.models, lambda event: None)
-    sizes = {size for size, _ in measure(engine, batch_sizes(8), 2).seconds}
+    keys: set[tuple[Any, ...]] = set()
+    runner = engine._steps.runner
+    runner.sizes = StepGraphs.sizes.__get__(runner)  # type: ignore[method-assign]
+    runner.step = lambda key, function: (keys.add(key), function())[1]  # type: ignore[method-assign]
+    measure(engine, 11, 2)
+    before = set(keys)
+    engine.spec_length = AnyLength(2)
+    run(engine, random_requests(40, 128, GREEDY))
+    assert len(before) >= 3 * len(StepGraphs.sizes(runner, 11))  # type: ignore[arg-type]
+    assert keys == before
+
+
+def test_what_has_no_room_is_not_timed(random_pair: Pair) -> None:
+    config = config_of(random_pair, num_spec_tokens=2, max_batch_size=8, kv_memory=480_000)
+    engine = build_engine(config, random_pair.models, lambda event: None)
+    sizes = {size for size, _ in measure(engine, 8, 2).seconds}
     assert {1, 2} <= sizes
     assert 8 not in sizes
     tight = build_engine(replace(config, kv_memory=10_000), random_pair.models, lambda event: None)
     with pytest.raises(ValueError, match="too short to time 2 drafts: name a number"):
-        measure(tight, [1], 2)
+        measure(tight, 1, 2)
 
 
 def test_auto_drafts_what_pays(monkeypatch: pytest.MonkeyPatch) -> None:

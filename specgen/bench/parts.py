@@ -107,6 +107,10 @@ class Marked:
         """See ``Runner.num_rows``."""
         return self._runner.num_rows(num_sequences)
 
+    def sizes(self, max_sequences: int) -> list[int]:
+        """See ``Runner.sizes``."""
+        return self._runner.sizes(max_sequences)
+
     def step(self, key: Key, function: Callable[[], T]) -> T:
         """See ``Runner.step``."""
         return self._runner.step(key, function)
