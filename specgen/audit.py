@@ -187,7 +187,9 @@ class _Runs:
 def _config(config: EngineConfig, arm: Arm) -> EngineConfig:
     config = replace(config, max_batch_size=arm.batch_size)
     if arm.name == "plain":
-        return config.plain()
+        return replace(
+            config.plain(), prefix_cache=False
+        )  # what is wrong in the cache must not be wrong here too
     return replace(config, drafter_batch=arm.name)
 
 

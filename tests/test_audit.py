@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from typer.testing import CliRunner, Result
 
-from specgen import cli, step
+from specgen import cli, scheduler, step
 from specgen.audit_table import render, verdict
 from specgen.build import prefill_logits
 from specgen.divergence import Divergence, first_difference, gap, rounding
@@ -150,6 +150,18 @@ def test_logits_behind_a_prefix_are_those_of_transformers(
     logits = prefill_logits(config_of(random_pair), random_pair.models)
     text = list(random_reference.greedy(prompt, 8))
     assert [int(logits([*prompt, *text[:at]]).argmax()) for at in range(8)] == text
+
+
+def test_a_prefix_cache_that_mixes_texts_up_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each page by its own place alone: plain decoding, which all is compared with, must not share them."""
+
+    def by_place(digests: list[bytes], tokens: list[int], page_size: int, root: bytes) -> None:
+        digests[:] = [str(page).encode() for page in range((len(tokens) - 1) // page_size)]
+
+    monkeypatch.setattr(scheduler, "extend_digests", by_place)
+    result = verify(*SHORT)
+    assert result.exit_code == 1, result.output
+    assert "decoding is wrong there" in result.output
 
 
 @pytest.mark.parametrize(

@@ -112,7 +112,7 @@ class Table:
             page.pairs("settings", {name: str(value) for name, value in self.head.items()}),
             f'<div class="columns">{"".join(self._cards())}</div>',
             page.card("Every row", "", body=page.table(self.title, self._titles(), self._cells())),
-            *(f'<p class="alert">{escape(note)}</p>' for note in self.notes),
+            *(f'<p class="finding">{escape(note)}</p>' for note in self.notes),
         ]
         return page.document(self.title, body)
 
