@@ -140,8 +140,8 @@ class SpecgenLM(TemplateLM):  # type: ignore[misc]
         places = {request.id: at for at, request in enumerate(asked)}
 
         def ask(engine: Engine) -> Iterator[tuple[str, _Row]]:
-            todo = (request for request in asked if request.id not in self._answers)
-            for completion in engine.generate(todo):
+            unanswered = (request for request in asked if request.id not in self._answers)
+            for completion in engine.generate(unanswered):
                 yield completion.request.id, self._row(completion)
 
         texts = [""] * len(requests)
@@ -216,8 +216,8 @@ class SpecgenLM(TemplateLM):  # type: ignore[misc]
         asked = dict(zip(names, requests, strict=True))
 
         def ask(engine: Engine) -> Iterator[tuple[str, _Row]]:
-            todo = {name: request for name, request in asked.items() if name not in self._answers}
-            for scored in engine.score(self._score_request(*each) for each in todo.items()):
+            unanswered = {name: request for name, request in asked.items() if name not in self._answers}
+            for scored in engine.score(self._score_request(*each) for each in unanswered.items()):
                 row = {"log_prob": sum(scored.log_probs), "greedy": all(scored.greedy)}
                 yield scored.request.id, row
 
