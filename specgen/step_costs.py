@@ -37,6 +37,16 @@ def measure(engine: Engine, max_batch_size: int, most: int) -> StepCosts:
     return StepCosts(seconds=seconds)
 
 
+def positions(most: int) -> int:
+    """How long a sequence may become while steps with 0 to ``most`` drafts are timed."""
+    return _PROMPT + _new_tokens(most, _UNTIMED + _TIMED)
+
+
+def _new_tokens(most: int, enough: int) -> int:
+    """What ``enough`` steps of each number of drafts may give, and as many as may be in flight."""
+    return (enough + 2) * (most + 1) * (most + 2) // 2
+
+
 def _step_times(engine: Engine, size: int, most: int, enough: int) -> list[list[float]]:
     """Seconds of ``enough`` steps of ``size`` sequences for each number of drafts; none where so many have no room."""
     times: list[list[float]] = [[] for _ in range(most + 1)]
@@ -46,7 +56,7 @@ def _step_times(engine: Engine, size: int, most: int, enough: int) -> list[list[
             times[event.num_spec_tokens].append(event.seconds)
 
     engine.record = record
-    sampling = SamplingParams(max_tokens=(enough + 2) * (most + 1) * (most + 2), ignore_eos=True)
+    sampling = SamplingParams(max_tokens=_new_tokens(most, enough), ignore_eos=True)
     prompts = [
         Request(id=f"timed {i}", prompt_token_ids=(0,) * _PROMPT, sampling=sampling) for i in range(size)
     ]

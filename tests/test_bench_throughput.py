@@ -13,6 +13,7 @@ from calibrated_weights import Source
 from make_calibrated_pair import write_pair
 from typer.testing import CliRunner
 
+from specgen import step_costs
 from specgen.bench import cache_size
 from specgen.bench import throughput as bench
 from specgen.bench.cache_size import kv_bytes
@@ -21,7 +22,7 @@ from specgen.bench.prompts import make_prompts
 from specgen.bench.repeats import Middle
 from specgen.bench.throughput import Plan, ThroughputJob, side_by_side, throughput
 from specgen.bench.throughput_table import best_lengths
-from specgen.build import Models, load_models, resolve
+from specgen.build import Models, build_engine, load_models, resolve
 from specgen.cli import app
 from specgen.config import EngineConfig, SamplingParams
 from specgen.engine import Engine
@@ -174,7 +175,7 @@ def test_what_an_engine_adds_counts() -> None:
 
 
 def test_the_cache_is_as_large_as_the_requests_need(pair: Path, models: Models, monkeypatch) -> None:
-    monkeypatch.setattr(cache_size, "LEAST", 1)
+    monkeypatch.setattr(cache_size, "_WARM_UP", 1)
     config = resolve(engine_of(pair, max_batch_size=2, num_spec_tokens=3))
     sampling = SamplingParams(max_tokens=6)
     lengths = (5, 30, 1)
@@ -185,6 +186,11 @@ def test_the_cache_is_as_large_as_the_requests_need(pair: Path, models: Models, 
     token_bytes = 2 * SHAPE.kv_size * 4 * (SHAPE.num_layers + 1)
     pages = 10 + 4  # of four positions: 30 and 5 prompt tokens, 6 new ones, 4 rows of a step
     assert kv_bytes(config, models, requests) == pages * 4 * token_bytes
+    auto = replace(config, num_spec_tokens=7, spec_length="auto", max_batch_size=1)
+    need = kv_bytes(auto, models, requests)
+    engine = build_engine(replace(auto, kv_memory=need, spec_length="fixed"), models, lambda event: None)
+    costs = step_costs.measure(engine, 1, 7)
+    assert costs.lengths == tuple(range(8)), "short requests leave room to time the steps"
 
 
 def test_arms_take_turns_within_a_repeat(pair: Path, monkeypatch) -> None:

@@ -2,14 +2,13 @@
 
 from collections.abc import Sequence
 
+from specgen import step_costs
 from specgen.build import Models
 from specgen.config import EngineConfig
 from specgen.models.config import kv_bytes_per_token
 from specgen.sequence import Request
 
-LEAST = (
-    192  # positions of a sequence: an engine also runs something of its own to warm up and to time its steps
-)
+_WARM_UP = 192  # positions of a sequence while an engine warms up
 
 
 def kv_bytes(config: EngineConfig, models: Models, requests: Sequence[Request]) -> int:
@@ -18,8 +17,9 @@ def kv_bytes(config: EngineConfig, models: Models, requests: Sequence[Request]) 
     token_bytes = kv_bytes_per_token(models.target.config, width)
     if config.num_spec_tokens and models.head is not None:
         token_bytes += kv_bytes_per_token(models.head.config, width)
+    least = step_costs.positions(config.num_spec_tokens) if config.spec_length == "auto" else _WARM_UP
     lengths = sorted(
-        (max(len(r.prompt_token_ids) + r.sampling.max_tokens, LEAST) for r in requests), reverse=True
+        (max(len(r.prompt_token_ids) + r.sampling.max_tokens, least) for r in requests), reverse=True
     )
     pages = [-(-(length + config.num_spec_tokens + 1) // page) for length in lengths[: config.max_batch_size]]
     return sum(pages) * page * token_bytes
