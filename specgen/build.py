@@ -72,8 +72,12 @@ class Models:
 
     def described(self, model: str) -> str:
         """``model`` as a report names it: whether its weights were only written to be timed belongs to it."""
-        synthetic = self.checkpoints["model"].config.get("synthetic_weights", False)
-        return from_here(model) + (" (synthetic weights)" if synthetic else "")
+        return from_here(model) + (" (synthetic weights)" if self.synthetic else "")
+
+    @property
+    def synthetic(self) -> bool:
+        """Whether the target says that its weights were made for measurements and not trained."""
+        return bool(self.checkpoints["model"].config.get("synthetic_weights", False))
 
 
 def resolve(config: EngineConfig) -> EngineConfig:

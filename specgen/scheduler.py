@@ -106,7 +106,10 @@ class Scheduler:
         A pass for a few prompts takes most of a step's time. So places stay free until what that has cost, in places
         times steps, comes near it. The last prompts have nobody to wait for.
         """
-        self._places_wasted += min(self.max_batch_size - self.num_admitted, len(self.waiting))
+        free = self.max_batch_size - self.num_admitted
+        if free <= 0:
+            return False
+        self._places_wasted += min(free, len(self.waiting))
         rows = sum(self._rows_to_compute(sequence) for sequence in self.waiting)
         last = self._num_in_hand <= self.max_batch_size
         return (

@@ -9,16 +9,11 @@ from specgen.config import EngineConfig
 
 def pair_head(config: EngineConfig, models: Models) -> Row:
     """Target and head, the number format, and whether the weights were trained."""
-    weights = "synthetic" if synthetic_weights(models) else "as trained"
+    weights = "synthetic" if models.synthetic else "as trained"
     return {
         "model": f"{_short(config.model)}, {config.dtype}, weights {weights}",
         "drafter": _short(str(config.drafter)),
     }
-
-
-def synthetic_weights(models: Models) -> bool:
-    """Whether the target says that its weights were made for measurements and not trained."""
-    return bool(models.checkpoints["model"].config.get("synthetic_weights", False))
 
 
 def _short(checkpoint: str) -> str:

@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from specgen.bench.matrices import RANDOM, Workload
-from specgen.bench.pair_head import synthetic_weights
 from specgen.build import Models
 from specgen.config import SamplingParams, require
 from specgen.conversations import Conversations
@@ -47,7 +46,7 @@ def make_prompts(workload: Workload, models: Models, data_path: Path | None, cou
     require(bool(requests), f"no prompt of {workload.dataset} can run: {'; '.join(notes[:3])}")
     description = f"{count} of {len(requests)} first turns of {workload.dataset}"
     requests = _filled(requests, count)
-    if synthetic_weights(models):
+    if models.synthetic:
         lengths = [len(request.prompt_token_ids) for request in requests]
         requests, description = _drawn(lengths, models, workload), f"random tokens, as long as {description}"
     return Prompts(requests=requests, description=description, notes=notes)
