@@ -12,7 +12,7 @@ from specgen.bench.profile import KernelTrace, Profile, Window, summarize
 from specgen.bench.runs import Run, Tape, joint_acceptance, run, step_seconds
 from specgen.build import Models, build_engine
 from specgen.config import EngineConfig
-from specgen.engine import Engine
+from specgen.engine_core import EngineCore
 from specgen.events import Captured, Event, Verified
 
 
@@ -82,7 +82,7 @@ def _figures(
     )
 
 
-def _profile(engine: Engine, tape: Tape, workload: Workload, trace: KernelTrace) -> Profile | None:
+def _profile(engine: EngineCore, tape: Tape, workload: Workload, trace: KernelTrace) -> Profile | None:
     tape.window = window = Window(workload.batch, trace)
     run(engine, [workload.requests[: workload.batch]])
     return summarize(trace.spans(), window.num_steps) if window.complete else None

@@ -33,7 +33,7 @@ from specgen.drafting import (
     PaddedBatch,
     SampledDrafts,
 )
-from specgen.engine import Engine
+from specgen.engine_core import EngineCore
 from specgen.events import Event
 from specgen.graphs import Eager, PassGraphs, Runner, StepGraphs
 from specgen.kv_cache import KVCache
@@ -189,7 +189,7 @@ def build_engine(
     models: Models,
     record: Callable[[Event], None],
     around: Callable[[Runner], Runner] = lambda runner: runner,
-) -> Engine:
+) -> EngineCore:
     """An engine of a resolved ``config`` over loaded ``models``; events go to ``record``.
 
     ``around`` may put a runner of its own around the one that ``config`` names, to watch the pieces of a step.
@@ -285,13 +285,13 @@ def _largest_pass(config: EngineConfig, models: Models) -> int:
 
 def _engine(
     config: EngineConfig, models: Models, num_pages: int, runner: Runner, record: Callable[[Event], None]
-) -> Engine:
+) -> EngineCore:
     backend = _BACKENDS[config.attention](models.target.device)
     allocator = (PrefixCache if config.prefix_cache else PageAllocator)(num_pages, config.page_size)
     target, step_rows = models.target, config.num_spec_tokens + 1
     # the last steps of a text may run past its end, and past the pages it has
     longest = min(target.config.max_positions, num_pages * config.page_size) + 3 * step_rows
-    return Engine(
+    return EngineCore(
         config=target.config,
         steps=Steps(
             target=target,

@@ -3,7 +3,7 @@
 from statistics import median
 
 from specgen.config import SamplingParams, require
-from specgen.engine import Engine
+from specgen.engine_core import EngineCore
 from specgen.events import Event, Stepped
 from specgen.sequence import Request
 from specgen.spec_length import FixedLength, StepCosts
@@ -13,7 +13,7 @@ _TIMED = 6
 _PROMPT = 16  # tokens: what a longer context adds is much the same for any number of drafts
 
 
-def measure(engine: Engine, max_batch_size: int, most: int) -> StepCosts:
+def measure(engine: EngineCore, max_batch_size: int, most: int) -> StepCosts:
     """The costs of steps with 0 to ``most`` drafts, for powers of two and ``max_batch_size`` sequences.
 
     Sizes between them, which are not timed, have their graphs captured as well, so that a run captures none. Leaves
@@ -47,7 +47,7 @@ def _new_tokens(most: int, enough: int) -> int:
     return (enough + 2) * (most + 1) * (most + 2) // 2
 
 
-def _step_times(engine: Engine, size: int, most: int, enough: int) -> list[list[float]]:
+def _step_times(engine: EngineCore, size: int, most: int, enough: int) -> list[list[float]]:
     """Seconds of ``enough`` steps of ``size`` sequences for each number of drafts; none where so many have no room."""
     times: list[list[float]] = [[] for _ in range(most + 1)]
 

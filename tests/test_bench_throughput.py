@@ -25,7 +25,7 @@ from specgen.bench.throughput_table import best_lengths
 from specgen.build import Models, build_engine, load_models, resolve
 from specgen.cli import app
 from specgen.config import EngineConfig, SamplingParams
-from specgen.engine import Engine
+from specgen.engine_core import EngineCore
 from specgen.sequence import Request
 
 SHAPE = SHAPES["tiny"]
@@ -195,15 +195,15 @@ def test_the_cache_is_as_large_as_the_requests_need(pair: Path, models: Models, 
 
 def test_arms_take_turns_within_a_repeat(pair: Path, monkeypatch) -> None:
     order: list[tuple[int, bool]] = []
-    generate = Engine.generate
+    generate = EngineCore.generate
 
-    def watched(self: Engine, requests, *rest):
+    def watched(self: EngineCore, requests, *rest):
         given = list(requests)
         if not given[0].id.startswith("warm-up"):
             order.append(id(self))
         return generate(self, given, *rest)
 
-    monkeypatch.setattr(Engine, "generate", watched)
+    monkeypatch.setattr(EngineCore, "generate", watched)
     job = job_of(pair, "batch-and-k", "batch=2", "K=0,2")
     tables = list(throughput(job))
     assert [[row["repeats"] for row in table.rows] for table in tables] == [[1, 1], [2, 2]]

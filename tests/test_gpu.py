@@ -8,7 +8,7 @@ import torch
 
 from specgen.build import build_engine
 from specgen.config import SamplingParams
-from specgen.engine import Engine
+from specgen.engine_core import EngineCore
 from specgen.events import Captured, OutOfMemory
 from specgen.sampling import SamplingBatch, target_probs
 from specgen.sequence import Request
@@ -138,7 +138,7 @@ def test_trtllm_kernels_give_the_texts_of_the_reference(
     assert same >= len(reference.texts) - 4  # bfloat16 rounds differently by batch and kernel
 
 
-def running_engine(pair: Pair, **settings: Any) -> Engine:
+def running_engine(pair: Pair, **settings: Any) -> EngineCore:
     """An engine whose graphs are captured and whose batch decodes on."""
     engine = build_engine(config_of(pair, **settings), pair.models, lambda event: None)
     sampling = SamplingParams(max_tokens=200, ignore_eos=True)

@@ -20,7 +20,7 @@ LAYERS = (
     {"run"},
     {"build"},
     {"step_costs"},
-    {"engine"},
+    {"engine_core"},
     {"scoring"},
     {"step"},
     {"batch", "graphs", "packing"},
@@ -134,7 +134,7 @@ def test_no_import_goes_in_a_circle():
         ("models/llama.py", "import specgen.attention.sdpa", "models -> attention"),
         ("models/llama.py", "from specgen.kv_cache import KVCache", "models -> kv_cache"),
         ("attention/sdpa.py", "def f():\n    from specgen import sequence", "attention -> sequence"),
-        ("verify.py", "from specgen.engine import Engine", "verify -> engine"),
+        ("verify.py", "from specgen.engine_core import EngineCore", "verify -> engine"),
         ("report.py", "from specgen.results import RunDirectory", "report -> results"),
         ("events.py", "from specgen import config", "events -> config"),
         ("scheduler.py", "import specgen.drafting", "scheduler -> drafting"),
@@ -144,7 +144,7 @@ def test_no_import_goes_in_a_circle():
 def test_a_wrong_arrow_is_found(tmp_path, path, line, arrow):
     (tmp_path / path).parent.mkdir(exist_ok=True)
     (tmp_path / path).write_text(line)
-    (tmp_path / "helper.py").write_text("from specgen.engine import Engine")
+    (tmp_path / "helper.py").write_text("from specgen.engine_core import EngineCore")
     assert any(found.startswith(arrow) for found in wrong_arrows(read_imports(tmp_path)))
 
 

@@ -9,7 +9,7 @@ import torch
 
 from specgen import build
 from specgen.config import SamplingParams
-from specgen.engine import Engine
+from specgen.engine_core import EngineCore
 from specgen.events import OutOfMemory, Stepped
 from specgen.graphs import Eager, bucket
 from specgen.pages import PageAllocator
@@ -35,12 +35,12 @@ def device_like(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """From its call on, engines run as they do on a GPU: a step ahead, with padding rows and packed drafter rows."""
 
     def switch() -> None:
-        engine = build.Engine
+        engine = build.EngineCore
 
         def ahead(**parts: Any) -> Any:
             return engine(**parts | {"lookahead": 1})
 
-        monkeypatch.setattr(build, "Engine", ahead)
+        monkeypatch.setattr(build, "EngineCore", ahead)
         monkeypatch.setitem(build._RUNNERS, "off", Padded)
         monkeypatch.setattr(build, "NonPaddedBatch", build.PackedBatch)
 
@@ -191,9 +191,9 @@ def test_memory_may_run_out_as_the_last_text_ends(
     text = generate(demo_pair, [request], num_spec_tokens=0).texts[request.id]
     eos = frozenset([text[5]])
     end = len(request.prompt_token_ids) + text.index(text[5])  # where the surplus step stands
-    new_sequence, decode = Engine._new_sequence, Steps.decode
+    new_sequence, decode = EngineCore._new_sequence, Steps.decode
 
-    def ends_early(self: Engine, request: Request) -> Sequence:
+    def ends_early(self: EngineCore, request: Request) -> Sequence:
         sequence = new_sequence(self, request)
         sequence.eos_token_ids = eos
         return sequence
@@ -203,7 +203,7 @@ def test_memory_may_run_out_as_the_last_text_ends(
             raise torch.OutOfMemoryError("planted")
         return decode(self, columns, num_drafts)
 
-    monkeypatch.setattr(Engine, "_new_sequence", ends_early)
+    monkeypatch.setattr(EngineCore, "_new_sequence", ends_early)
     monkeypatch.setattr(Steps, "decode", fails_behind_the_end)
     device_like()
     requests = [replace(request, id=name) for name in "ab"]

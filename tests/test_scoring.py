@@ -7,7 +7,7 @@ import torch
 
 from specgen.build import build_engine
 from specgen.config import SamplingParams
-from specgen.engine import Engine
+from specgen.engine_core import EngineCore
 from specgen.scoring import ScoreRequest
 from tests.engines import Pair, config_of, random_requests
 
@@ -24,7 +24,7 @@ def texts(pair: Pair, count: int, lengths: tuple[int, int] = (2, 60)) -> list[Sc
     ]
 
 
-def engine_of(pair: Pair, **changes: object) -> Engine:
+def engine_of(pair: Pair, **changes: object) -> EngineCore:
     return build_engine(config_of(pair, **changes), pair.models, lambda event: None)
 
 

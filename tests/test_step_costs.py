@@ -11,7 +11,7 @@ import pytest
 from specgen.build import build_engine, load_models, resolve
 from specgen.bundled import data_directory
 from specgen.config import EngineConfig, SamplingParams
-from specgen.engine import Engine
+from specgen.engine_core import EngineCore
 from specgen.events import Event, Stepped, Verified
 from specgen.graphs import StepGraphs
 from specgen.report import fold
@@ -41,7 +41,7 @@ class AnyLength:
         self.seen.append(drafted)
 
 
-def run(engine: Engine, requests: Iterable[Request]) -> dict[str, tuple[int, ...]]:
+def run(engine: EngineCore, requests: Iterable[Request]) -> dict[str, tuple[int, ...]]:
     return {completion.request.id: completion.token_ids for completion in engine.generate(requests)}
 
 

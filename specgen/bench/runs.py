@@ -7,7 +7,7 @@ from itertools import pairwise
 
 from specgen.bench.environment import settle
 from specgen.bench.profile import Window
-from specgen.engine import Engine
+from specgen.engine_core import EngineCore
 from specgen.events import Event, Finished, Prefilled, Stepped, Verified
 from specgen.sequence import Completion, Request
 
@@ -44,7 +44,7 @@ class Tape:
             self.window.see(event)
 
 
-def run(engine: Engine, groups: Iterable[Iterable[Request]]) -> Run:
+def run(engine: EngineCore, groups: Iterable[Iterable[Request]]) -> Run:
     """Generate for one group of requests after the other. ``ValueError`` if the engine refuses one."""
     settle()
     began = time.perf_counter()

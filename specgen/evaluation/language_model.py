@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from specgen.build import Models
 from specgen.config import SamplingParams, require
-from specgen.engine import Engine
+from specgen.engine_core import EngineCore
 from specgen.evaluation.arms import Written
 from specgen.results import RunDirectory
 from specgen.scoring import ScoreRequest
@@ -41,7 +41,12 @@ class SpecgenLM(TemplateLM):  # type: ignore[misc]
     """
 
     def __init__(
-        self, *, start: Callable[[], Engine], models: Models, sampling: SamplingParams, files: RunDirectory
+        self,
+        *,
+        start: Callable[[], EngineCore],
+        models: Models,
+        sampling: SamplingParams,
+        files: RunDirectory,
     ) -> None:
         super().__init__()
         self._start = start
@@ -53,7 +58,7 @@ class SpecgenLM(TemplateLM):  # type: ignore[misc]
         self.written: dict[tuple[str, int], Written] = {}
 
     @cached_property
-    def _engine(self) -> Engine:
+    def _engine(self) -> EngineCore:
         return self._start()
 
     @property
@@ -64,7 +69,7 @@ class SpecgenLM(TemplateLM):  # type: ignore[misc]
     def _answer(
         self,
         ids: Iterable[str],
-        ask: Callable[[Engine], Iterator[tuple[str, _Row]]],
+        ask: Callable[[EngineCore], Iterator[tuple[str, _Row]]],
         disable_tqdm: bool,
     ) -> Iterator[tuple[str, _Row]]:
         """The answers to ``ids``: those of an earlier run, then what ``ask`` yields, kept as it comes."""
@@ -139,7 +144,7 @@ class SpecgenLM(TemplateLM):  # type: ignore[misc]
         asked = self._requests(requests)
         places = {request.id: at for at, request in enumerate(asked)}
 
-        def ask(engine: Engine) -> Iterator[tuple[str, _Row]]:
+        def ask(engine: EngineCore) -> Iterator[tuple[str, _Row]]:
             unanswered = (request for request in asked if request.id not in self._answers)
             for completion in engine.generate(unanswered):
                 yield completion.request.id, self._row(completion)
@@ -215,7 +220,7 @@ class SpecgenLM(TemplateLM):  # type: ignore[misc]
         names = [_name("loglikelihood", context, continuation) for _, context, continuation in requests]
         asked = dict(zip(names, requests, strict=True))
 
-        def ask(engine: Engine) -> Iterator[tuple[str, _Row]]:
+        def ask(engine: EngineCore) -> Iterator[tuple[str, _Row]]:
             unanswered = {name: request for name, request in asked.items() if name not in self._answers}
             for scored in engine.score(self._score_request(*each) for each in unanswered.items()):
                 row = {"log_prob": sum(scored.log_probs), "greedy": all(scored.greedy)}

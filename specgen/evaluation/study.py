@@ -15,7 +15,7 @@ from specgen.build import Models, build_engine, judge, load_models, resolve
 from specgen.checkpoint import fingerprint
 from specgen.config import EngineConfig, SamplingParams, require
 from specgen.display import draft_length, from_here
-from specgen.engine import Engine
+from specgen.engine_core import EngineCore
 from specgen.evaluation import study_html
 from specgen.evaluation.arms import ArmRun
 from specgen.evaluation.compare import Comparison, compare, reference_of
@@ -174,7 +174,7 @@ def _every(values: Iterable[object]) -> str:
     return " or ".join(dict.fromkeys(map(str, values))) or "none"
 
 
-def _start(config: EngineConfig, models: Models, files: RunDirectory) -> Engine:
+def _start(config: EngineConfig, models: Models, files: RunDirectory) -> EngineCore:
     engine = build_engine(config, models, files.add_event)
     engine.warm_up()
     return engine

@@ -50,7 +50,7 @@ class _Pass:
     launched: float
 
 
-class Engine:
+class EngineCore:
     """Generates for many requests at once; made by ``build.build_engine``.
 
     ``lookahead`` is how many decode steps the host may launch before it reads what an earlier one found. With 1 the
