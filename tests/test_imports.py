@@ -134,11 +134,11 @@ def test_no_import_goes_in_a_circle():
         ("models/llama.py", "import specgen.attention.sdpa", "models -> attention"),
         ("models/llama.py", "from specgen.kv_cache import KVCache", "models -> kv_cache"),
         ("attention/sdpa.py", "def f():\n    from specgen import sequence", "attention -> sequence"),
-        ("verify.py", "from specgen.engine_core import EngineCore", "verify -> engine"),
+        ("verify.py", "from specgen.engine_core import EngineCore", "verify -> engine_core"),
         ("report.py", "from specgen.results import RunDirectory", "report -> results"),
         ("events.py", "from specgen import config", "events -> config"),
         ("scheduler.py", "import specgen.drafting", "scheduler -> drafting"),
-        ("drafting.py", "import specgen.helper", "drafting -> engine (or through others)"),
+        ("drafting.py", "import specgen.helper", "drafting -> engine_core (or through others)"),
     ],
 )
 def test_a_wrong_arrow_is_found(tmp_path, path, line, arrow):
