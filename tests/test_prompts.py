@@ -128,7 +128,7 @@ def test_a_directory_is_read_by_the_names_of_its_files(tmp_path):
     (tmp_path / "README.md").write_text("not data")
     prompts, rejected = load(tmp_path)
     assert [prompt.id for prompt in prompts] == ["1", "a", "2"]
-    assert rejected[0].id == "a"
+    assert rejected[0].id == "b.jsonl line 2"
     assert rejected[0].reason.startswith("b.jsonl line 2: an earlier row has the same id")
 
 
@@ -163,7 +163,7 @@ BAD = [  # row, id, reason
     ({"id": "", "prompt": "x"}, "line 2", "id is empty"),
     ({"id": 1.5, "prompt": "x"}, "line 2", "id is 1.5: use a string or a whole number"),
     ({"id": True, "prompt": "x"}, "line 2", "id is True"),
-    (OWN, "a", "an earlier row has the same id"),
+    (OWN, "line 2", "an earlier row has the same id"),
     ({"id": "x"}, "x", "no prompt: a row takes one of prompt, messages, prompt_token_ids"),
     ({"id": "x", "prompt": "x", "messages": []}, "x", "prompt and messages: a row takes one of"),
     ({"id": "x", "prompt": 3}, "x", "prompt is not a string"),

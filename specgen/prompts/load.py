@@ -1,8 +1,10 @@
-"""From the name of a data set to its prompts, with the rows that cannot be run set aside."""
+"""From the name of a data set to its prompts, as often as they are asked for, with the rows that cannot be run."""
 
 import hashlib
 import json
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -12,37 +14,70 @@ from specgen.prompts.formats import DATASETS, OWN, TURNS, Format, checked_text
 from specgen.prompts.prompt import Prompt, Rejected
 from specgen.prompts.rows import Row, read_hub, read_path
 
+_LONGEST_REASON = 300  # characters: a row of megabytes is not repeated in the words about it
+_LONGEST_ID = 512
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptSet:
+    """The prompts of a data set in its order, to be iterated any number of times; nothing is held between rows.
+
+    Every pass reads the data set anew and gives ``Prompt | Rejected``, up to the first ``num_prompts`` prompts
+    (None: all). The ids of one pass, those of later turns and of rejected rows among them, are all different:
+    of rows with the same id the first counts. A pass raises ``ValueError`` where the data cannot be read on, or
+    has no rows.
+    """
+
+    name: str
+    row_format: Format
+    read: Callable[[], Iterable[Row]]
+    num_prompts: int | None
+
+    def __iter__(self) -> Iterator[Prompt | Rejected]:
+        ids, num_rows, num_prompts = _Ids(), 0, 0
+        for row in self.read():
+            result = _judge(row, self.row_format, ids)
+            num_rows += 1
+            num_prompts += isinstance(result, Prompt)
+            yield result
+            if num_prompts == self.num_prompts:
+                break
+        require(num_rows > 0, f"{self.name} has no rows: name a file with at least one")
+
+
+def open_prompts(dataset: str, *, data_path: Path | None, num_prompts: int | None) -> PromptSet:
+    """The first ``num_prompts`` prompts of a data set (None: all), and the rows met that cannot be run.
+
+    ``dataset`` is ``bundled``, a name in ``DATASETS``, or a path to own rows. ``data_path`` reads a named
+    data set from a local file or directory instead of the hub. ``ValueError`` where the data set is unknown
+    or cannot be reached.
+    """
+    require(num_prompts is None or num_prompts >= 1, f"num-prompts is {num_prompts}: use at least 1")
+    row_format, read = _open(dataset, data_path)
+    return PromptSet(
+        name=str(data_path or dataset), row_format=row_format, read=read, num_prompts=num_prompts
+    )
+
 
 def load_prompts(
     dataset: str, *, data_path: Path | None, num_prompts: int | None
 ) -> tuple[list[Prompt], list[Rejected]]:
-    """The first ``num_prompts`` prompts of a data set (None: all), and the rows met that cannot be run.
-
-    ``dataset`` is ``bundled``, a name in ``DATASETS``, or a path to own rows. ``data_path`` reads a named
-    data set from a local file or directory instead of the hub. Of rows with the same id the first counts.
-    ``ValueError`` where the data set is unknown, cannot be reached, or has no rows.
-    """
-    require(num_prompts is None or num_prompts >= 1, f"num-prompts is {num_prompts}: use at least 1")
-    row_format, rows = _open(dataset, data_path)
-    prompts: dict[str, Prompt] = {}
+    """``open_prompts`` in two lists, for those who need all prompts at once."""
+    prompts: list[Prompt] = []
     rejected: list[Rejected] = []
-    for row in rows:
-        result = _to_prompt(row, row_format, prompts)
+    for result in open_prompts(dataset, data_path=data_path, num_prompts=num_prompts):
         if isinstance(result, Prompt):
-            prompts[result.id] = result
+            prompts.append(result)
         else:
             rejected.append(result)
-        if len(prompts) == num_prompts:
-            break
-    require(bool(prompts or rejected), f"{data_path or dataset} has no rows: name a file with at least one")
-    return list(prompts.values()), rejected
+    return prompts, rejected
 
 
-def _open(dataset: str, data_path: Path | None) -> tuple[Format, Iterator[Row]]:
+def _open(dataset: str, data_path: Path | None) -> tuple[Format, Callable[[], Iterable[Row]]]:
     names = ", ".join(DATASETS)
     if known := DATASETS.get(dataset):
-        rows = read_path(data_path, preferred=known.files) if data_path else read_hub(dataset, known.hub)
-        return known.format, rows
+        read = read_path(data_path, preferred=known.files) if data_path else read_hub(dataset, known.hub)
+        return known.format, read
     require(
         data_path is None,
         f"data-path is {data_path} but dataset is {dataset!r}: name the format of that path, one of {names}, "
@@ -57,16 +92,39 @@ def _open(dataset: str, data_path: Path | None) -> tuple[Format, Iterator[Row]]:
     return OWN, read_path(Path(dataset))
 
 
-def _to_prompt(row: Row, row_format: Format, earlier: Container[str]) -> Prompt | Rejected:
-    row_id = row.where
+class _Ids:
+    """The ids that are taken, kept as digests: a million of any length are about 120 MB."""
+
+    def __init__(self) -> None:
+        self._taken: set[bytes] = set()
+
+    def take(self, ids: Iterable[str]) -> bool:
+        """Take ``ids``, if all of them are free."""
+        digests = {hashlib.blake2b(row_id.encode(), digest_size=16).digest() for row_id in ids}
+        free = self._taken.isdisjoint(digests)
+        if free:
+            self._taken |= digests
+        return free
+
+    def take_place(self, where: str) -> str:
+        """``where`` as an id, with a number behind it if a row calls itself so."""
+        names = (where if number == 1 else f"{where} ({number})" for number in count(1))
+        return next(name for name in names if self.take([name]))
+
+
+def _judge(row: Row, row_format: Format, ids: _Ids) -> Prompt | Rejected:
+    row_id = None
     try:
         require(row.error is None, str(row.error))
         require(isinstance(row.value, dict), "not a JSON object")
         row_id = _row_id(row.value, row_format)
-        require(row_id not in earlier, "an earlier row has the same id, or the same content and no id")
-        return row_format.parse(row_id, row.value)
+        prompt = row_format.parse(row_id, row.value)
+        require(ids.take(prompt.turn_ids), "an earlier row has the same id, or the same content and no id")
+        return replace(prompt, where=row.where)
     except (ValueError, RecursionError) as error:
-        return Rejected(id=row_id, reason=f"{row.where}: {error}")
+        own = row_id is not None and ids.take([row_id])
+        reason = f"{row.where}: {error}"[:_LONGEST_REASON]
+        return Rejected(id=row_id if own and row_id else ids.take_place(row.where), reason=reason)
 
 
 def _row_id(row: Mapping[str, Any], row_format: Format) -> str:

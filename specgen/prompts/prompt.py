@@ -1,7 +1,8 @@
 """One prompt of a data set, and the token ids of each of its turns."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 from specgen.config import require
 from specgen.tokenizer import Message, Tokenizer
@@ -17,6 +18,19 @@ class Prompt:
     token_ids: tuple[int, ...] = ()  # already tokenized
     follow_ups: tuple[str, ...] = ()  # later user turns, each asked with the answers before it in context
     category: str | None = None
+    endpoint: str | None = None  # of an OpenAI batch row: its ``url``
+    sampling: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # fields of SamplingParams that differ from the run's
+    where: str = field(
+        default="", compare=False, repr=False
+    )  # the row's place, for messages: no part of the prompt
+
+    @property
+    def turn_ids(self) -> tuple[str, ...]:
+        """The ids of the requests of its turns: its own, and from the second turn on with the turn behind it."""
+        later = range(2, len(self.follow_ups) + 2)
+        return self.id, *(f"{self.id}/turn-{turn}" for turn in later)
 
     @property
     def last_words(self) -> str:
@@ -28,10 +42,10 @@ class Prompt:
 
 @dataclass(frozen=True, kw_only=True)
 class Rejected:
-    """A row that cannot be run. ``id`` is the row's own, or its place (``line 7``) where it has none."""
+    """A row that cannot be run. ``id`` is the row's own, or its place (``line 7``) if it has none or another row's."""
 
     id: str
-    reason: str  # begins with the row's place
+    reason: str  # one short line that begins with the row's place
 
 
 def prompt_ids(prompt: Prompt, tokenizer: Tokenizer, answers: Sequence[str]) -> tuple[str, list[int]]:

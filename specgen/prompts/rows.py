@@ -4,8 +4,9 @@ import gzip
 import json
 import re
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from io import BufferedIOBase
 from itertools import count
 from pathlib import Path
@@ -41,8 +42,8 @@ class HubSource:
         return self.data_files if self.data_files and "://" in self.data_files else self.path
 
 
-def read_hub(dataset: str, source: HubSource) -> Iterator[Row]:
-    """The rows of the public data set that is known as ``dataset``; ``datasets`` keeps them in its cache."""
+def read_hub(dataset: str, source: HubSource) -> Callable[[], Iterator[Row]]:
+    """Reads the rows of the public data set that is known as ``dataset``; ``datasets`` keeps them in its cache."""
     from datasets import load_dataset
 
     try:
@@ -52,11 +53,11 @@ def read_hub(dataset: str, source: HubSource) -> Iterator[Row]:
             f"dataset is {dataset!r}, but {source.address} could not be loaded ({_first_line(error)}): "
             "download it elsewhere and name the file or the directory with --data-path"
         ) from error
-    return (Row(where=f"row {number}", value=value) for number, value in enumerate(values, start=1))
+    return lambda: (Row(where=f"row {number}", value=value) for number, value in enumerate(values, start=1))
 
 
-def read_path(path: Path, *, preferred: Sequence[str] = ()) -> Iterator[Row]:
-    """The rows of a file, or of the data files of a directory in the order of their names.
+def read_path(path: Path, *, preferred: Sequence[str] = ()) -> Callable[[], Iterator[Row]]:
+    """Reads the rows of a file, or of the data files of a directory in the order of their names.
 
     Files are JSON lines, a JSON array (both also gzipped) or Parquet. In a directory the first pattern of
     ``preferred`` that matches chooses the files; where none does, all are read. ``ValueError`` for a path
@@ -64,11 +65,11 @@ def read_path(path: Path, *, preferred: Sequence[str] = ()) -> Iterator[Row]:
     """
     require(path.exists(), f"{path} does not exist: name a file or a directory with prompts")
     if not path.is_dir():
-        return _read_file(path)
+        return partial(_read_file, path)
     files = [file for file in sorted(path.rglob("*")) if file.is_file() and file.name.endswith(_SUFFIXES)]
     require(bool(files), f"{path} has no data file in it: use {', '.join(_SUFFIXES)}")
     choices = ([file for file in files if file.match(pattern)] for pattern in preferred)
-    return _read_files(next((choice for choice in choices if choice), files))
+    return partial(_read_files, next((choice for choice in choices if choice), files))
 
 
 def _read_files(files: Sequence[Path]) -> Iterator[Row]:
