@@ -37,6 +37,11 @@ def no_follow_up(completion: Completion) -> Request | None:
     return None
 
 
+def until_done() -> bool:
+    """Nothing ends the run before its last request."""
+    return False
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Pass:
     """A pass that was launched and whose numbers are not read yet."""
@@ -92,14 +97,16 @@ class EngineCore:
         self,
         requests: Iterable[Request],
         follow_up: Callable[[Completion], Request | None] = no_follow_up,
+        until: Callable[[], bool] = until_done,
     ) -> Iterator[Completion]:
         """Yield completions as they finish, in no fixed order.
 
         A request is drawn from ``requests`` when the batch has a place for it. ``follow_up`` may answer a completion
-        with the next request of the same conversation.
+        with the next request of the same conversation. Once ``until``, which is asked between steps, is true, what
+        the passes in flight have finished is yielded, and the other requests are dropped.
         """
         source = iter(requests)
-        while True:
+        while not until():
             finished = [*self._draw_requests(source), *self.step()]
             for completion in finished:
                 yield completion
@@ -110,6 +117,9 @@ class EngineCore:
                     yield (completion := refused)
             if not finished and self._scheduler.idle and not self._in_flight:
                 return
+        self._read_all_but(0)
+        yield from self._take_completions()
+        self.abandon()
 
     def score(self, requests: Iterable[ScoreRequest]) -> Iterator[Scored]:
         """Yield the scores of given texts as they are found, in no fixed order; nothing is drafted or recorded.
@@ -208,6 +218,9 @@ class EngineCore:
             self._read_all_but(0)  # so that no step is spent on a text that its first token ended
         decoded = self._attempt(self._decode, self._smaller_batch)
         self._read_all_but(self._lookahead if prefilled or decoded else 0)
+        return self._take_completions()
+
+    def _take_completions(self) -> list[Completion]:
         finished, self._completions = self._completions, []
         return finished
 
