@@ -2,7 +2,8 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
@@ -10,10 +11,13 @@ from typing import Any
 
 from specgen import bundled
 from specgen.config import require
-from specgen.prompts.formats import DATASETS, OWN, TURNS, Format, checked_text
+from specgen.prompts.fields import checked_text, shown
+from specgen.prompts.formats import DATASETS, TURNS, USERS, Format
+from specgen.prompts.json_rows import Row
 from specgen.prompts.prompt import Prompt, Rejected
-from specgen.prompts.rows import Row, read_hub, read_path
+from specgen.prompts.rows import read_hub, read_path, read_stream
 
+STDIN = "-"
 _LONGEST_REASON = 300  # characters: a row of megabytes is not repeated in the words about it
 _LONGEST_ID = 512
 
@@ -48,15 +52,15 @@ class PromptSet:
 def open_prompts(dataset: str, *, data_path: Path | None, num_prompts: int | None) -> PromptSet:
     """The first ``num_prompts`` prompts of a data set (None: all), and the rows met that cannot be run.
 
-    ``dataset`` is ``bundled``, a name in ``DATASETS``, or a path to own rows. ``data_path`` reads a named
-    data set from a local file or directory instead of the hub. ``ValueError`` where the data set is unknown
+    ``dataset`` is ``bundled``, a name in ``DATASETS``, a path to a user's rows (``formats.parse_users``), or ``-``
+    for such rows as JSON lines from standard input. ``data_path`` reads a named data set from a local file or
+    directory instead of the hub. ``ValueError`` where the data set is unknown
     or cannot be reached.
     """
     require(num_prompts is None or num_prompts >= 1, f"num-prompts is {num_prompts}: use at least 1")
     row_format, read = _open(dataset, data_path)
-    return PromptSet(
-        name=str(data_path or dataset), row_format=row_format, read=read, num_prompts=num_prompts
-    )
+    name = "standard input" if dataset == STDIN else str(data_path or dataset)
+    return PromptSet(name=name, row_format=row_format, read=read, num_prompts=num_prompts)
 
 
 def load_prompts(
@@ -85,11 +89,14 @@ def _open(dataset: str, data_path: Path | None) -> tuple[Format, Callable[[], It
     )
     if dataset == "bundled":
         return TURNS, read_path(bundled.data_directory() / "prompts" / "mt_bench.jsonl")
+    if dataset == STDIN:
+        return USERS, read_stream(sys.stdin.buffer)
     require(
         Path(dataset).exists(),
-        f"dataset is {dataset!r}, neither a known name nor a file: use bundled, {names}, or a JSONL file",
+        f"dataset is {dataset!r}, neither a known name nor a file: use bundled, {names}, a JSONL file, or - for "
+        "standard input",
     )
-    return OWN, read_path(Path(dataset))
+    return USERS, read_path(Path(dataset))
 
 
 class _Ids:
@@ -117,7 +124,7 @@ def _judge(row: Row, row_format: Format, ids: _Ids) -> Prompt | Rejected:
     try:
         require(row.error is None, str(row.error))
         require(isinstance(row.value, dict), "not a JSON object")
-        row_id = _row_id(row.value, row_format)
+        row_id = _row_id(row.value, row_format.id_keys)
         prompt = row_format.parse(row_id, row.value)
         require(ids.take(prompt.turn_ids), "an earlier row has the same id, or the same content and no id")
         return replace(prompt, where=row.where)
@@ -127,15 +134,17 @@ def _judge(row: Row, row_format: Format, ids: _Ids) -> Prompt | Rejected:
         return Rejected(id=row_id if own and row_id else ids.take_place(row.where), reason=reason)
 
 
-def _row_id(row: Mapping[str, Any], row_format: Format) -> str:
+def _row_id(row: Mapping[str, Any], id_keys: Sequence[str]) -> str:
     """The row's own id, or where it has none a hash of its content, which is the same in every run."""
-    key = row_format.id_key
-    value = row.get(key)
-    if value is None:
-        require(not row_format.id_required, f"no {key}")
+    key = next((key for key in id_keys if row.get(key) is not None), None)
+    if key is None:
         # A field without a value is the same as no field: tables of `datasets` fill the gaps.
         content = {name: field for name, field in row.items() if field is not None}
         digest = hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode())
         return digest.hexdigest()[:16]
-    require(type(value) in (str, int), f"{key} is {value!r}: use a string or a whole number")
-    return checked_text(str(value), key)
+    value = row[key]
+    require(type(value) in (str, int), f"{key} is {shown(value)}: use a string or a whole number")
+    row_id = checked_text(str(value), key)
+    require(len(row_id) <= _LONGEST_ID, f"{key} has {len(row_id):,} characters: use at most {_LONGEST_ID}")
+    require(row_id.isprintable(), f"{key} is {shown(row_id)}: use characters that can be printed")
+    return row_id

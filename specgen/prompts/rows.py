@@ -1,30 +1,20 @@
-"""Rows of a data set, from files or from the Hugging Face hub; a broken row does not stop the rest."""
+"""Where the rows of a data set come from: files, directories, standard input, the Hugging Face hub."""
 
 import gzip
-import json
-import re
+import shutil
+import tempfile
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from io import BufferedIOBase
-from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import BinaryIO
 
 from specgen.config import require
+from specgen.prompts.json_rows import Row, first_line, read_json
 
 _SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".parquet")
-_BETWEEN_ROWS = re.compile(r"[ \t\r\n,]*")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Row:
-    """One row: its JSON value, or the ``error`` that kept it from being read; ``where`` as in ``line 12``."""
-
-    where: str
-    value: Any = None
-    error: str | None = None
+_GZIP = b"\x1f\x8b"  # how such a file begins, whatever its name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +40,7 @@ def read_hub(dataset: str, source: HubSource) -> Callable[[], Iterator[Row]]:
         values = load_dataset(source.path, source.name, data_files=source.data_files, split=source.split)
     except Exception as error:  # the library raises whatever its builders and its network raise
         raise ValueError(
-            f"dataset is {dataset!r}, but {source.address} could not be loaded ({_first_line(error)}): "
+            f"dataset is {dataset!r}, but {source.address} could not be loaded ({first_line(error)}): "
             "download it elsewhere and name the file or the directory with --data-path"
         ) from error
     return lambda: (Row(where=f"row {number}", value=value) for number, value in enumerate(values, start=1))
@@ -72,6 +62,20 @@ def read_path(path: Path, *, preferred: Sequence[str] = ()) -> Callable[[], Iter
     return partial(_read_files, next((choice for choice in choices if choice), files))
 
 
+def read_stream(stream: BinaryIO) -> Callable[[], Iterator[Row]]:
+    """Reads JSON lines that come only once, as often as needed: a temporary file keeps them as long as the reader."""
+    try:
+        copy = tempfile.NamedTemporaryFile(prefix="specgen-", suffix=".jsonl")  # noqa: SIM115  # lives with the reader
+        shutil.copyfileobj(stream, copy)
+        copy.flush()
+    except OSError as error:
+        raise ValueError(
+            f"standard input cannot be kept in {tempfile.gettempdir()} ({first_line(error)}): "
+            "write it to a file, and name that"
+        ) from error
+    return lambda: _read_file(Path(copy.name))
+
+
 def _read_files(files: Sequence[Path]) -> Iterator[Row]:
     for file in files:
         for row in _read_file(file):
@@ -83,56 +87,20 @@ def _read_file(path: Path) -> Iterator[Row]:
         if path.suffix == ".parquet":
             yield from _read_parquet(path)
             return
-        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
-            is_lines = path.name.removesuffix(".gz").endswith(".jsonl") or _first_character(file) != b"["
-            yield from _read_lines(file) if is_lines else _read_array(file.read())
+        with path.open("rb") as file:
+            is_gzip = file.peek(2)[:2] == _GZIP
+            lines = path.name.removesuffix(".gz").endswith(".jsonl")
+            yield from read_json(gzip.GzipFile(fileobj=file) if is_gzip else file, lines=lines)
     except (OSError, EOFError, ValueError, zlib.error) as error:
-        raise ValueError(f"{path} cannot be read ({_first_line(error)}): check that it is whole") from error
+        raise ValueError(f"{path} cannot be read ({first_line(error)}): check that it is whole") from error
 
 
 def _read_parquet(path: Path) -> Iterator[Row]:
     from datasets import load_dataset
 
-    values = load_dataset("parquet", data_files=str(path), split="train", streaming=True)
-    for number, value in enumerate(values, start=1):
-        yield Row(where=f"row {number}", value=value)
-
-
-def _read_lines(lines: Iterable[bytes]) -> Iterator[Row]:
-    for number, line in enumerate(lines, start=1):
-        try:
-            text = line.decode("utf-8-sig").strip()
-            if text:
-                yield Row(where=f"line {number}", value=json.loads(text))
-        except (ValueError, RecursionError) as error:
-            yield Row(where=f"line {number}", error=f"not valid JSON ({_first_line(error)})")
-
-
-def _read_array(content: bytes) -> Iterator[Row]:
-    """The elements one by one, so that the first prompts of a large file do not wait for the last."""
-    decoder = json.JSONDecoder()
-    text = content.decode("utf-8-sig")
-    end = text.index("[") + 1
-    for number in count(1):
-        start = _BETWEEN_ROWS.match(text, end).end()  # type: ignore[union-attr]  # matches the empty string too
-        if text[start : start + 1] == "]":
-            return
-        try:
-            value, end = decoder.raw_decode(text, start)
-        except (ValueError, RecursionError) as error:
-            yield Row(
-                where=f"row {number}", error=f"not valid JSON ({_first_line(error)}); no row after it is read"
-            )
-            return
-        yield Row(where=f"row {number}", value=value)
-
-
-def _first_character(file: BufferedIOBase) -> bytes:
-    """The first byte that is no white space; the file stays at its start."""
-    head = file.read(1024).removeprefix(b"\xef\xbb\xbf").lstrip()
-    file.seek(0)
-    return head[:1]
-
-
-def _first_line(error: BaseException) -> str:
-    return next(iter(str(error).splitlines()), type(error).__name__)
+    try:
+        values = load_dataset("parquet", data_files=str(path), split="train", streaming=True)
+        for number, value in enumerate(values, start=1):
+            yield Row(where=f"row {number}", value=value)
+    except Exception as error:  # the library raises whatever its decoders raise
+        raise ValueError(first_line(error)) from error

@@ -1,0 +1,98 @@
+"""Rows in the format of OpenAI's Batch API, as its users and vLLM's ``run-batch`` write them."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from specgen.config import require
+from specgen.prompts.fields import flag, shown
+from specgen.prompts.own import parse_own
+from specgen.prompts.prompt import Prompt
+from specgen.prompts.sampling import SAMPLING_FIELDS
+
+# What changes no answer here. The model is the one that was loaded, whatever a row calls it.
+_IGNORED = {
+    *("model", "user", "metadata", "store", "service_tier", "safety_identifier", "parallel_tool_calls"),
+    *("prompt_cache_key", "prompt_cache_retention"),
+}
+_NEUTRAL: dict[str, Any] = {  # what is not built, with the one value that asks for nothing
+    "n": 1,
+    "best_of": 1,
+    "echo": False,
+    "stream": False,
+    "presence_penalty": 0,
+    "frequency_penalty": 0,
+    "repetition_penalty": 1,
+    "response_format": {"type": "text"},
+    "modalities": ["text"],
+    "tools": [],
+    "tool_choice": "none",
+}
+
+
+def is_batch(row: Mapping[str, Any]) -> bool:
+    """Whether ``row`` is a request of the Batch API, complete or not."""
+    return "body" in row and ("custom_id" in row or "url" in row)
+
+
+def parse_batch(row_id: str, row: Mapping[str, Any]) -> Prompt:
+    """``{"custom_id", "method": "POST", "url", "body"}``, the url ``/v1/chat/completions`` or ``/v1/completions``.
+
+    The body has the parameters of that endpoint (OpenAI's API reference, "The request input object"): ``messages``
+    or ``prompt`` (a string or a list of token ids), ``max_completion_tokens`` or ``max_tokens``, ``temperature``,
+    ``top_p``, ``seed``, ``stop``, ``logit_bias``, ``logprobs`` and ``top_logprobs``, and of vLLM's ``top_k``,
+    ``min_p`` and ``ignore_eos``. What a body does not give is as the run has it, ``temperature`` and ``max_tokens``
+    too. What would change the answer and is not built (``n`` 2, penalties, tools, ...) is a ``ValueError``; what
+    changes none (``user``, ``metadata``, ``model``, ...) is ignored.
+    """
+    require(row.get("custom_id") is not None, "no custom_id: give each request its own")
+    method, url, body = row.get("method"), row.get("url"), row["body"]
+    require(method in (None, "POST"), f"method is {shown(method)}: use POST")
+    read = _ENDPOINTS.get(url) if isinstance(url, str) else None
+    if read is None:
+        raise ValueError(f"url is {shown(url)}: use {' or '.join(_ENDPOINTS)}")
+    require(isinstance(body, dict), f"body is {shown(body)}: use an object")
+    return replace(parse_own(row_id, read(_without_gaps(body))), endpoint=url)
+
+
+def _without_gaps(body: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in body.items() if value is not None}
+
+
+def _chat(body: dict[str, Any]) -> dict[str, Any]:
+    """The body of a chat request as an own row; its ``logprobs`` is a switch, and ``top_logprobs`` their number."""
+    asked, number = flag(body.pop("logprobs", False), "logprobs"), body.pop("top_logprobs", None)
+    require(asked or number is None, f"top_logprobs is {shown(number)} but logprobs is not true: set both")
+    if asked:
+        body["logprobs"] = 0 if number is None else number
+    return _own_row(body, "messages")
+
+
+def _completion(body: dict[str, Any]) -> dict[str, Any]:
+    """The body of a completion request as an own row; its ``prompt`` may be text or token ids."""
+    row = _own_row(body, "prompt")
+    if isinstance(row.get("prompt"), list):
+        row["prompt_token_ids"] = row.pop("prompt")
+    return row
+
+
+def _own_row(body: dict[str, Any], content: str) -> dict[str, Any]:
+    if "max_completion_tokens" in body:
+        body["max_tokens"] = body.pop("max_completion_tokens")
+    require(content in body, f"no {content}: the body of this endpoint has them")
+    known = {content, *SAMPLING_FIELDS}
+    for name in sorted(body.keys() - known - _IGNORED):
+        _require_neutral(name, body[name])
+    return {name: value for name, value in body.items() if name in known}
+
+
+def _require_neutral(name: str, value: object) -> None:
+    require(name in _NEUTRAL, f"{shown(name)} is not known here, and might change the answer: remove it")
+    neutral = _NEUTRAL[name]
+    require(value == neutral, f"{name} is {shown(value)}, which is not built: use {neutral!r}, or remove it")
+
+
+_ENDPOINTS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
+    "/v1/chat/completions": _chat,
+    "/v1/completions": _completion,
+}

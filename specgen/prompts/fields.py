@@ -1,0 +1,105 @@
+"""The values of a row's fields: each is checked, or named in a ``ValueError`` of bounded length."""
+
+import reprlib
+from typing import Any
+
+from specgen.config import require
+from specgen.tokenizer import Message
+
+_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}  # theirs: ours
+_MOST = 2**63  # of what one number of a row may be: beyond it no request means anything
+
+_short = reprlib.Repr()
+_short.maxstring = _short.maxlong = _short.maxother = 60
+
+
+def shown(value: object) -> str:
+    """``value`` in at most a few hundred characters of one line, whatever a row holds."""
+    return _short.repr(value)
+
+
+def character_string(value: object, what: str) -> str:
+    """``value`` if it is a string that can be encoded; ``what`` names it in the ``ValueError``."""
+    if not isinstance(value, str):
+        raise ValueError(f"{what} is {shown(value)}, not a string")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{what} holds half of a surrogate pair, which is no character") from error
+    return value
+
+
+def checked_text(value: object, what: str) -> str:
+    """``value`` if it is a ``character_string`` that is not blank."""
+    text = character_string(value, what)
+    require(bool(text.strip()), f"{what} is empty")
+    return text
+
+
+def checked_list(value: object, what: str) -> list[Any]:
+    """``value`` if it is a list that is not empty."""
+    if not isinstance(value, list) or not value:
+        raise ValueError(f"{what} is not a list with at least one element")
+    return value
+
+
+def number(value: object, what: str) -> float:
+    """``value`` if it is a finite number; a string of digits is none."""
+    if type(value) not in (int, float) or not abs(value) < _MOST:  # type: ignore[arg-type]  # not for NaN either
+        raise ValueError(f"{what} is {shown(value)}: use a number")
+    return value  # type: ignore[return-value]
+
+
+def whole(value: object, what: str) -> int:
+    """``value`` if it is an integer of 64 bits."""
+    if type(value) is not int or not abs(value) < _MOST:
+        raise ValueError(f"{what} is {shown(value)}: use a whole number")
+    return value
+
+
+def flag(value: object, what: str) -> bool:
+    """``value`` if it is true or false."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{what} is {shown(value)}: use true or false")
+    return value
+
+
+def token_ids(value: object, what: str) -> tuple[int, ...]:
+    """``value`` if it is a list of token ids; the vocabulary is not known here."""
+    ids = tuple(checked_list(value, what))
+    valid = all(type(item) is int and 0 <= item < _MOST for item in ids)
+    require(valid, f"{what} are not all integers from 0")
+    return ids
+
+
+def chat(value: object) -> tuple[Message, ...]:
+    """The messages of a chat, of which the last is the user's.
+
+    ``content`` is a string or a list of text parts, which are joined by line breaks as vLLM does for templates that
+    take strings. The role ``developer`` is the newer name of ``system``.
+    """
+    messages = tuple(_message(item) for item in checked_list(value, "messages"))
+    require(messages[-1].role == "user", f"the last message is from {messages[-1].role}: end with the user")
+    return messages
+
+
+def _message(value: object) -> Message:
+    if not isinstance(value, dict):
+        raise ValueError("a message is not an object with role and content")
+    role, content = value.get("role"), value.get("content")
+    known = _ROLES.get(role) if isinstance(role, str) else None
+    if known is None:
+        raise ValueError(f"unknown role {shown(role)}: use system, user, assistant")
+    require(
+        not value.get("tool_calls"), "a message holds tool_calls, which are not run here: give its text alone"
+    )
+    if isinstance(content, list):
+        content = "\n".join(_part(item) for item in content)
+    return Message(role=known, content=checked_text(content, f"the content of a {role} message"))
+
+
+def _part(value: object) -> str:
+    kind = value.get("type") if isinstance(value, dict) else None
+    if not isinstance(value, dict) or kind != "text":
+        raise ValueError(f"a part of a message is of type {shown(kind)}: use text")
+    return checked_text(value.get("text"), "the text of a part")

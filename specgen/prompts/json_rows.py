@@ -1,0 +1,119 @@
+"""Rows of JSON text, one at a time and in bounded memory: a broken or endless one does not stop the rest."""
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from gzip import GzipFile
+from io import BufferedReader, TextIOWrapper
+from itertools import count
+from typing import Any
+
+_LONGEST = 64 * 2**20  # bytes of a line, characters of an element: more is no prompt, and might be a bomb
+_CHUNK = 2**20
+_BETWEEN_ROWS = re.compile(r"[ \t\r\n,]*")
+Source = BufferedReader | GzipFile
+_DECODER = json.JSONDecoder()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One row: its JSON value, or the ``error`` that kept it from being read; ``where`` as in ``line 12``."""
+
+    where: str
+    value: Any = None
+    error: str | None = None
+
+
+def read_json(file: Source, *, lines: bool) -> Iterator[Row]:
+    """The rows of JSON lines, or of an array where the text begins with ``[`` and need not be ``lines``."""
+    return _read_lines(file) if lines or _first_character(file) != b"[" else _read_array(file)
+
+
+def first_line(error: BaseException) -> str:
+    """What went wrong, in one line."""
+    return next(iter(str(error).splitlines()), type(error).__name__)
+
+
+def _read_lines(file: Source) -> Iterator[Row]:
+    for number in count(1):
+        line = file.readline(_LONGEST + 1)
+        if not line:
+            return
+        try:
+            if len(line) > _LONGEST:
+                _skip_line(file, line)
+                raise ValueError(f"longer than {_LONGEST:,} bytes")
+            text = line.decode("utf-8-sig").strip()
+            if text:
+                yield Row(where=f"line {number}", value=json.loads(text))
+        except (ValueError, RecursionError) as error:
+            yield Row(where=f"line {number}", error=f"not valid JSON ({first_line(error)})")
+
+
+def _skip_line(file: Source, part: bytes) -> None:
+    while part and not part.endswith(b"\n"):
+        part = file.readline(_CHUNK)
+
+
+def _read_array(file: Source) -> Iterator[Row]:
+    elements = _Elements(file)
+    for number in count(1):
+        try:
+            value = elements.take()
+        except StopIteration:
+            return
+        except (ValueError, RecursionError) as error:
+            yield Row(
+                where=f"row {number}", error=f"not valid JSON ({first_line(error)}); no row after it is read"
+            )
+            return
+        yield Row(where=f"row {number}", value=value)
+
+
+class _Elements:
+    """The elements of a JSON array, decoded from a window on its text that grows to hold the next one."""
+
+    def __init__(self, file: Source) -> None:
+        # A byte that is no UTF-8 becomes half of a surrogate pair, which spoils the row that uses it alone.
+        self._file = TextIOWrapper(file, encoding="utf-8-sig", errors="surrogateescape")
+        self._window = self._file.read(_CHUNK).lstrip().removeprefix("[")
+        self._start = 0
+
+    def take(self) -> object:
+        """The next element; ``StopIteration`` behind the last, ``ValueError`` where no element can be read."""
+        while True:
+            self._start = _BETWEEN_ROWS.match(self._window, self._start).end()  # type: ignore[union-attr]
+            if self._window.startswith("]", self._start):
+                raise StopIteration
+            value, end, problem = self._decode()
+            # What ends with the window might go on behind it.
+            if end < len(self._window) or not self._grow():
+                if problem is not None:
+                    raise ValueError(problem)
+                self._start = min(end, len(self._window))
+                return value
+
+    def _decode(self) -> tuple[Any, int, str | None]:
+        """The element, where it ends, and what is wrong; for one that is cut off the end of the window."""
+        try:
+            value, end = _DECODER.raw_decode(self._window, self._start)
+            return value, end, None
+        except json.JSONDecodeError as error:
+            cut_off = error.msg.startswith("Unterminated string") or error.pos > len(self._window) - 16
+            return None, len(self._window) if cut_off else error.pos, error.msg
+
+    def _grow(self) -> bool:
+        self._window, self._start = self._window[self._start :], 0
+        if len(self._window) > _LONGEST:
+            raise ValueError(f"longer than {_LONGEST:,} characters")
+        more = self._file.read(max(_CHUNK, len(self._window)))
+        self._window += more
+        return bool(more)
+
+
+def _first_character(file: Source) -> bytes:
+    """The first byte that is no white space; the file stays at its start."""
+    head = file.read(1024).removeprefix(b"\xef\xbb\xbf").lstrip()
+    file.seek(0)
+    return head[:1]

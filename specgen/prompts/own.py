@@ -1,0 +1,34 @@
+"""Rows in the format of this program, as users write them."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from specgen.config import require
+from specgen.prompts.fields import chat, checked_text, token_ids
+from specgen.prompts.prompt import Prompt
+from specgen.prompts.sampling import read_sampling
+
+CONTENT_FIELDS = ("prompt", "messages", "prompt_token_ids")
+
+
+def parse_own(row_id: str, row: Mapping[str, Any]) -> Prompt:
+    """Own rows: ``prompt`` (raw text), ``messages`` (a chat, the user last) or ``prompt_token_ids``.
+
+    Beside it a row may give a ``category``, and any field of ``SamplingParams`` under its own name, for itself alone:
+    ``{"id": "a", "prompt": "Once", "temperature": 0.7, "max_tokens": 50}``. Other fields are not looked at.
+    """
+    given = [key for key in CONTENT_FIELDS if row.get(key) is not None]
+    require(
+        len(given) == 1,
+        f"{' and '.join(given) or 'no prompt'}: a row takes one of {', '.join(CONTENT_FIELDS)} "
+        "(for the format of a known data set: --dataset NAME --data-path FILE)",
+    )
+    content, category = row[given[0]], row.get("category")
+    return Prompt(
+        id=row_id,
+        text=checked_text(content, "prompt") if "prompt" in given else None,
+        messages=chat(content) if "messages" in given else (),
+        token_ids=token_ids(content, "prompt_token_ids") if "prompt_token_ids" in given else (),
+        category=None if category is None else checked_text(category, "category"),
+        sampling=read_sampling(row),
+    )

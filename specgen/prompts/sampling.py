@@ -1,0 +1,59 @@
+"""How one row wants to be decoded: the fields of ``SamplingParams`` that it gives."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from typing import Any
+
+from specgen.config import SamplingParams, require
+from specgen.prompts.fields import character_string, checked_list, flag, number, shown, whole
+
+SAMPLING_FIELDS = tuple(field.name for field in fields(SamplingParams))
+
+
+def read_sampling(row: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of ``SamplingParams`` that ``row`` gives under their names; the run's hold for all others.
+
+    A field without a value is the same as no field. ``stop`` is a string or a list of strings, ``logit_bias`` an
+    object from token id to bias, ``top_k`` -1 is vLLM's other word for 0. ``ValueError`` for a value that cannot be.
+    """
+    given = {name: row[name] for name in SAMPLING_FIELDS if row.get(name) is not None}
+    sampling = {name: _READERS[name](value, name) for name, value in given.items()}
+    SamplingParams(**sampling)  # checks itself
+    return sampling
+
+
+def _top_k(value: object, what: str) -> int:
+    asked = whole(value, what)
+    return 0 if asked == -1 else asked
+
+
+def _stop(value: object, what: str) -> tuple[str, ...]:
+    strings = [value] if isinstance(value, str) else checked_list(value, what)
+    return tuple(character_string(item, what) for item in strings)
+
+
+def _logit_bias(value: object, what: str) -> tuple[tuple[int, float], ...]:
+    if not isinstance(value, dict):
+        raise ValueError(f"{what} is {shown(value)}: use an object from token id to bias")
+    given = {key: bias for key, bias in value.items() if bias is not None}
+    return tuple(sorted((_token_id(key, what), number(bias, what)) for key, bias in given.items()))
+
+
+def _token_id(key: object, what: str) -> int:
+    valid = isinstance(key, str) and key.isascii() and key.isdigit() and len(key) < 19
+    require(valid and str(int(str(key))) == key, f"{what} has the key {shown(key)}: use a token id")
+    return int(str(key))
+
+
+_READERS: dict[str, Callable[[object, str], Any]] = {
+    "max_tokens": whole,
+    "temperature": number,
+    "top_p": number,
+    "top_k": _top_k,
+    "min_p": number,
+    "seed": whole,
+    "stop": _stop,
+    "ignore_eos": flag,
+    "logit_bias": _logit_bias,
+    "logprobs": whole,
+}
