@@ -35,7 +35,7 @@ class Columns:
 
 
 class RunningBatch:
-    """Rows of up to ``max_rows`` sequences. A free row is a padding row: position 0 of a sequence on page 0."""
+    """Rows of up to ``max_rows`` sequences. A free row is a padding row: position 1 of a sequence on page 0."""
 
     def __init__(
         self, *, max_rows: int, table_width: int, hidden_size: int, dtype: torch.dtype, device: torch.device
@@ -47,7 +47,9 @@ class RunningBatch:
         self._num_uploaded: list[int] = []  # of each row's pages, how many are in its block table
         self._device = device
         self._seed = Seed(
-            tokens=column(torch.int64), positions=column(torch.int64), hidden=column(dtype, hidden_size)
+            tokens=column(torch.int64),
+            positions=column(torch.int64).fill_(1),  # the head begins at the position before
+            hidden=column(dtype, hidden_size),
         )
         self._tables = column(torch.int32, table_width)
         self._active = column(torch.bool)
@@ -85,6 +87,7 @@ class RunningBatch:
         self._num_uploaded = [self._num_uploaded[row] for row in rows]
         for column in (*self._row_values(), self._tables, self._active):
             column[kept:before] = 0
+        self._seed.positions[kept:before] = 1
         self._sampling.top_p[kept:before] = 1
 
     def columns(self, num_rows: int) -> Columns:

@@ -2,6 +2,8 @@
 
 Prefill and verify end in the same ``Outcome``, so drafting has one entry. Rows follow EAGLE3 (Li et al., 2025):
 ids are shifted left by one and positions are not: the feature at p and the token at p + 1 predict the token at p + 2.
+The head has one layer, so of what was confirmed it takes in the keys and values alone; the newest row's own pass is
+the first of the K that draft, and without drafts there is none.
 """
 
 from collections.abc import Callable
@@ -11,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from specgen.attention import Attend, Backend
+from specgen.attention import Attend, Backend, Keep
 from specgen.kv_cache import KVCache
 from specgen.layout import Layout
 from specgen.models.eagle3 import Eagle3Head
@@ -34,7 +36,7 @@ class Seed:
 
     tokens: Tensor  # [B] the newest token, not yet in the target's cache
     positions: Tensor  # [B] its position
-    hidden: Tensor  # [B, hidden_size] the head's state before it; [B, 0] without a head
+    hidden: Tensor  # [B, hidden_size] the fused feature before it; [B, 0] without a head
 
     def take(self, rows: Tensor | slice) -> "Seed":
         """The sequences at ``rows``, in that order; a slice gives views."""
@@ -56,7 +58,7 @@ def no_drafts(seed: Seed) -> Drafts:
 
 @dataclass(frozen=True, kw_only=True)
 class DraftInput:
-    """The rows of the head's first pass."""
+    """The rows that the head takes in."""
 
     features: Tensor  # [rows, num_aux * hidden_size]
     tokens: Tensor  # [rows]
@@ -65,7 +67,7 @@ class DraftInput:
 
 
 class DrafterBatch(Protocol):
-    """Which of an outcome's rows the head's first pass computes."""
+    """Which of an outcome's rows the head takes in."""
 
     def prepare(self, outcome: Outcome) -> DraftInput:
         """Both kinds give the head the same confirmed rows, so both lead to the same drafts."""
@@ -94,9 +96,9 @@ class NonPaddedBatch:
 
 
 class PackedBatch:
-    """The confirmed rows side by side, in a pass as large as ``PaddedBatch``'s: ragged, and nobody waits.
+    """The confirmed rows side by side, in as many rows as ``PaddedBatch`` has: nobody waits, and nothing is saved.
 
-    The attention of rejected rows is saved; nobody's rows at the end still go through the matrices.
+    Nobody's rows at the end still go through the matrices.
     """
 
     def prepare(self, outcome: Outcome) -> DraftInput:
@@ -122,7 +124,7 @@ class Drafter(Protocol):
     aux_layers: tuple[int, ...]  # whose inputs make the target's features
 
     def observe(self, outcome: Outcome) -> tuple[Seed, int]:
-        """Take in what the target confirmed; also says how many rows that computed."""
+        """Take in what the target confirmed; also says how many rows that took."""
         ...
 
     def propose(self, seed: Seed, num_drafts: int, block_tables: Tensor, sampling: SamplingBatch) -> Drafts:
@@ -202,20 +204,19 @@ class Eagle3Drafter:
         self._target_vocab_size = target_vocab_size
 
     def observe(self, outcome: Outcome) -> tuple[Seed, int]:
-        """The head's first pass. See ``Drafter.observe``."""
+        """Keys and values of the confirmed rows into the cache. See ``Drafter.observe``."""
         given = self._batch.prepare(outcome)
-        attend = Attend(self._backend, self._cache, given.layout, self._head.rope)
-        hidden = self._head.forward(given.tokens, self._head.fuse(given.features), attend)
+        hidden = self._head.fuse(given.features)
+        self._head.remember(given.tokens, hidden, Keep(self._cache, given.layout, self._head.rope))
         return _seed(given, hidden), given.layout.num_rows
 
     def propose(self, seed: Seed, num_drafts: int, block_tables: Tensor, sampling: SamplingBatch) -> Drafts:
-        """K - 1 passes of one row a sequence, each fed the head's own state. See ``Drafter.propose``."""
+        """K passes of one row a sequence, all but the first fed the head's own state. See ``Drafter.propose``."""
         if num_drafts == 0:
             return no_drafts(seed)
-        hidden, positions = seed.hidden, seed.positions
-        ids, probs = self._choose(hidden, positions + 1, sampling)
-        steps = [(ids, probs)]
-        for _ in range(num_drafts - 1):
+        ids, hidden, positions = seed.tokens, seed.hidden, seed.positions - 1
+        steps = []
+        for _ in range(num_drafts):
             layout = Layout.uniform(block_tables, positions, 1, self._cache.page_size)
             attend = Attend(self._backend, self._cache, layout, self._head.rope)
             hidden = self._head.forward(ids, hidden, attend)

@@ -71,8 +71,8 @@ class Stepped:
     """One pass of the engine's loop and the rows it computed.
 
     ``num_spec_tokens`` are the drafts that a sequence had in it (K; 0 in a prefill). ``first_pass_rows`` are the rows
-    of the drafter's first pass and ``first_pass_kept`` those of them that held confirmed tokens (the rest is what a
-    padded drafter batch wastes); ``loop_rows`` the rows of its later passes.
+    that the drafter takes in and ``first_pass_kept`` those of them that held confirmed tokens (the rest is what a
+    padded drafter batch wastes); ``loop_rows`` the rows of the passes that draft.
     """
 
     kind: str  # "prefill" or "decode"

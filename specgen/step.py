@@ -68,7 +68,7 @@ class Steps:
     def decode(self, columns: Columns, num_drafts: int) -> StepResult:
         """One step of every row of ``columns``, with ``num_drafts`` (K) drafts each; leaves the next step's seed there.
 
-        Without drafts the head still takes in what the target confirms, so that a later step can draft again.
+        Without drafts the head still takes in what the target confirms, so that any later step can draft.
         """
         key = ("step", columns.num_rows, num_drafts, columns.sampling.kind)
         return self.runner.step(key, lambda: self._decode(columns, num_drafts))
@@ -103,7 +103,7 @@ class Steps:
             numbers=torch.cat([drafts.tokens, accepted[:, None], tokens], 1),
             target_rows=num_rows * (k + 1),
             first_pass_rows=first_pass_rows,
-            loop_rows=num_rows * max(k - 1, 0),
+            loop_rows=num_rows * k,
         )
 
     def score(

@@ -36,7 +36,7 @@ def spread(times: Sequence[float]) -> Spread | None:
 class Steps:
     """Passes of the engine's loop of one kind: times in seconds and rows computed.
 
-    ``first_pass_wasted`` are the rows of the drafter's first pass that held no confirmed token;
+    ``first_pass_wasted`` are the rows that the drafter took in and that held no confirmed token;
     ``by_num_spec_tokens`` says how many steps had so many drafts a sequence (K), the most frequent first.
     """
 

@@ -17,7 +17,7 @@ from specgen.build import load_models
 from specgen.events import Event, Finished, Prefilled, Stepped, Submitted, Verified
 from tests.engines import config_of, load_pair
 
-SIZES = StepBytes(target=1000, head_first=100, head_later=60, head_logits=40, target_kv=3, head_kv=1)
+SIZES = StepBytes(target=1000, head_first=100, head_pass=60, target_kv=3, head_kv=1)
 
 
 @pytest.fixture(scope="module")
@@ -30,8 +30,8 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_step_reads_weights_once_a_pass_and_the_cache_of_every_sequence() -> None:
     assert SIZES.step(0, batch=2, context=10.5) == 1000 + 2 * 10.5 * 3
-    assert SIZES.step(1, batch=2, context=10.5) == 1000 + 2 * 10.5 * (3 + 1) + 100
-    assert SIZES.step(4, batch=2, context=10.5) == 1000 + 2 * 10.5 * (3 + 4) + 100 + 3 * 60
+    assert SIZES.step(1, batch=2, context=10.5) == 1000 + 2 * 10.5 * (3 + 1) + 100 + 60
+    assert SIZES.step(4, batch=2, context=10.5) == 1000 + 2 * 10.5 * (3 + 4) + 100 + 4 * 60
 
 
 def test_the_bytes_of_a_pair_are_its_matrices(tiny: Path) -> None:
@@ -43,9 +43,8 @@ def test_the_bytes_of_a_pair_are_its_matrices(tiny: Path) -> None:
     assert sizes.target == 2 * (shape.num_layers * layer + hidden + shape.vocab_size * hidden)
     wide = attention + hidden * (shape.q_size + 2 * shape.kv_size)  # q, k and v read two states
     head = wide + 3 * hidden * inner + norms + hidden + hidden + shape.draft_vocab_size * hidden
-    assert sizes.head_later == 2 * head
-    assert sizes.head_logits == 2 * hidden * shape.draft_vocab_size
-    assert sizes.head_first == 2 * (head + 3 * hidden * hidden)
+    assert sizes.head_pass == 2 * head
+    assert sizes.head_first == 2 * (3 * hidden * hidden + 2 * shape.kv_size * 2 * hidden)
     assert sizes.target_kv == 2 * 2 * shape.num_layers * shape.kv_size
     assert sizes.head_kv == 2 * 2 * shape.kv_size
 
@@ -143,8 +142,8 @@ def test_parts_do_together_what_the_step_does() -> None:
         assert parts.pop("accept") == Work(num_bytes=2 * (k + 1) * 7 * 2, flops=0)
         assert sum(work.num_bytes for work in parts.values()) == SIZES.step(k, batch=2, context=10.5)
     assert parts["verify"].flops == 2 * (1000 / 2) * 2 * 5
-    assert parts["first pass"].flops == 2 * (60 / 2) * 2 * 5  # fc and the layer, for all rows of the verify
-    assert parts["draft loop"].flops == 2 * ((4 * 40 + 3 * 20) / 2) * 2
+    assert parts["first pass"].flops == 2 * (100 / 2) * 2 * 5  # for all rows of the verify
+    assert parts["draft loop"].flops == 2 * (4 * 60 / 2) * 2
 
 
 def test_the_longer_of_reading_and_computing_is_the_bound() -> None:

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from specgen.attention import Attend
 from specgen.config import SamplingParams
-from specgen.drafting import DraftInput, Eagle3Drafter, Outcome, PaddedBatch
+from specgen.drafting import DraftInput, Outcome, PaddedBatch
+from specgen.events import Stepped
 from specgen.layout import Layout
 from specgen.models.eagle3 import Eagle3Head
 from specgen.ops import Store
@@ -58,28 +58,33 @@ def test_drafts_equal_the_reference_where_some_are_accepted(
     assert wrong_drafts(outputs, demo_reference) == 0
 
 
-def plant(monkeypatch: pytest.MonkeyPatch, phase: str, bug: Callable[..., Tensor]) -> None:
-    """Let ``bug(forward, ids, hidden)`` stand for the head's forward pass within one phase."""
-    method, forward = getattr(Eagle3Drafter, phase), Eagle3Head.forward
+def plant(monkeypatch: pytest.MonkeyPatch, name: str, bug: Callable[..., Any]) -> None:
+    """Let ``bug(method, ids, hidden)`` stand for a method of the head."""
+    method = getattr(Eagle3Head, name)
 
-    def broken_forward(self: Eagle3Head, ids: Tensor, hidden: Tensor, attend: Attend) -> Tensor:
-        return bug(lambda *inputs: forward(self, *inputs, attend), ids, hidden)
+    def broken(self: Eagle3Head, ids: Tensor, hidden: Tensor, attend: Any) -> Any:
+        return bug(lambda *inputs: method(self, *inputs, attend), ids, hidden)
 
-    def broken_phase(self: Eagle3Drafter, *inputs: Any) -> Any:
-        with monkeypatch.context() as patch:
-            patch.setattr(Eagle3Head, "forward", broken_forward)
-            return method(self, *inputs)
-
-    monkeypatch.setattr(Eagle3Drafter, phase, broken_phase)
+    monkeypatch.setattr(Eagle3Head, name, broken)
 
 
-BUGS: dict[str, tuple[str, Callable[..., Tensor]]] = {
-    "nothing": ("observe", lambda f, ids, hidden: f(ids, hidden)),
-    "wrong last row": ("observe", lambda f, ids, hidden: f(ids, hidden).roll(1, 0)),
-    "ids not shifted": ("observe", lambda f, ids, hidden: f(ids.roll(1), hidden)),
-    "loop fed another state": ("propose", lambda f, ids, hidden: f(ids, hidden.roll(1, 1))),
-    "loop fed another token": ("propose", lambda f, ids, hidden: f(ids.roll(1), hidden)),
+BUGS: dict[str, tuple[str, Callable[..., Any]]] = {
+    "nothing": ("remember", lambda f, ids, hidden: f(ids, hidden)),
+    "nothing kept": ("remember", lambda f, ids, hidden: None),
+    "features of other rows": ("remember", lambda f, ids, hidden: f(ids, hidden.roll(1, 0))),
+    "ids not shifted": ("remember", lambda f, ids, hidden: f(ids.roll(1), hidden)),
+    "fed another state": ("forward", lambda f, ids, hidden: f(ids, hidden.roll(1, 1))),
+    "fed another token": ("forward", lambda f, ids, hidden: f(ids.roll(1), hidden)),
 }
+
+
+def test_without_drafts_the_head_makes_no_pass(random_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only a step that drafts pays for passes of the head, K of them."""
+    rows: list[int] = []
+    plant(monkeypatch, "forward", lambda f, ids, hidden: (rows.append(len(ids)), f(ids, hidden))[1])
+    run = generate(random_pair, REQUESTS, num_spec_tokens=3)
+    assert len(rows) == 3 * sum(isinstance(e, Stepped) and e.kind == "decode" for e in run.events)
+    assert sum(rows) == sum(e.loop_rows for e in run.events if isinstance(e, Stepped))
 
 
 @pytest.mark.parametrize("name", BUGS)

@@ -92,15 +92,26 @@ class Backend(Protocol):
         ...
 
 
+class Keep:
+    """Cache and layout of a pass that looks at nothing: rotates the rows' keys and writes their KV."""
+
+    def __init__(self, cache: KVCache, layout: Layout, rope: Rope) -> None:
+        self._cache = cache
+        self._store = rope(layout)
+
+    def __call__(self, layer: int, heads: Tensor) -> Tensor:
+        """Heads of k and v, or of q before them, ``[rows, n, head_dim]``; returns the rotated q, if any."""
+        return self._store(heads, *self._cache.pages(layer))
+
+
 class Attend:
     """Backend, cache and layout of one pass: rotates, writes the rows' KV, then attends."""
 
     def __init__(self, backend: Backend, cache: KVCache, layout: Layout, rope: Rope) -> None:
         self._kernel = backend.plan(layout)
         self._cache = cache
-        self._store = rope(layout)
+        self._keep = Keep(cache, layout, rope)
 
     def __call__(self, layer: int, qkv: Tensor) -> Tensor:
         """Heads of q, k and v ``[rows, num_heads + 2 * num_kv_heads, head_dim]``; see ``Kernel``."""
-        keys, values = self._cache.pages(layer)
-        return self._kernel(self._store(qkv, keys, values), keys, values)
+        return self._kernel(self._keep(layer, qkv), *self._cache.pages(layer))

@@ -23,9 +23,8 @@ class StepBytes:
     """
 
     target: int  # weights of one pass
-    head_first: int  # weights of the head's first pass, which fuses the target's features
-    head_later: int  # weights of each further one
-    head_logits: int  # of these, what turns a state into logits
+    head_first: int  # weights that the head takes in what was confirmed with: features fused, keys and values
+    head_pass: int  # weights of each pass that drafts
     target_kv: int  # for each position
     head_kv: int  # for each position and pass
 
@@ -35,13 +34,12 @@ class StepBytes:
         assert models.head is not None
         target, head = models.target.config, models.head.config
         tied = target.vocab_size * target.hidden_size if target.tied_embeddings else 0
-        first = _read_whole(models.checkpoints["drafter"]) * bytes_per_value
-        fused = head.num_features * head.target_hidden_size * head.hidden_size * bytes_per_value
+        fused = head.num_features * head.target_hidden_size * head.hidden_size
+        keys_values = 2 * head.num_kv_heads * head.head_dim * 2 * head.hidden_size
         return cls(
             target=(_read_whole(models.checkpoints["model"]) + tied) * bytes_per_value,
-            head_first=first,
-            head_later=first - fused,
-            head_logits=head.draft_vocab_size * head.hidden_size * bytes_per_value,
+            head_first=(fused + keys_values) * bytes_per_value,
+            head_pass=(_read_whole(models.checkpoints["drafter"]) - fused) * bytes_per_value,
             target_kv=kv_bytes_per_token(target, bytes_per_value),
             head_kv=kv_bytes_per_token(head, bytes_per_value),
         )
@@ -52,7 +50,7 @@ class StepBytes:
         plain = self.target + positions * self.target_kv
         if num_spec_tokens == 0:
             return plain
-        weights = self.head_first + (num_spec_tokens - 1) * self.head_later
+        weights = self.head_first + num_spec_tokens * self.head_pass
         return plain + weights + num_spec_tokens * positions * self.head_kv
 
 
@@ -105,13 +103,9 @@ def part_works(
     }
     if k == 0:
         return parts
-    layer = sizes.head_later - sizes.head_logits
-    first = sizes.head_first - sizes.head_logits
     return parts | {
-        "first pass": work(first, positions * sizes.head_kv, rows),
-        "draft loop": work(
-            k * sizes.head_logits + (k - 1) * layer, (k - 1) * positions * sizes.head_kv, batch
-        ),
+        "first pass": work(sizes.head_first, 0, rows),
+        "draft loop": work(k * sizes.head_pass, k * positions * sizes.head_kv, batch),
     }
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from specgen.config import require
 from specgen.models.config import Eagle3Config
-from specgen.models.layers import MLP, Attend, Attention, inverse_frequencies
+from specgen.models.layers import MLP, Attend, Attention, Keep, KeysValues, inverse_frequencies
 from specgen.models.weights import Take
 from specgen.ops import Map, Norm, Ops, Pair, Rope
 
@@ -57,6 +57,7 @@ class Eagle3Head:
     fc: Map  # [rows, aux layers * Ht] -> [rows, H]
     inputs: Pair  # ids [rows] and hidden [rows, H] -> both normed, side by side [rows, 2 * H]
     attention: Attention
+    keys_values: KeysValues  # of the same attention
     post_norm: Norm
     mlp: MLP
     norm: Norm
@@ -97,6 +98,7 @@ class Eagle3Head:
                 table, vector(layer + "input_layernorm.weight"), vector(layer + "hidden_norm.weight"), eps
             ),
             attention=Attention.build(config, 2 * hidden, layer, take, ops),
+            keys_values=KeysValues.build(config, 2 * hidden, layer, take, ops),
             post_norm=ops.rms_norm(vector(layer + "post_attention_layernorm.weight"), eps),
             mlp=MLP.build(config, layer, take, ops),
             norm=ops.rms_norm(vector(root + "norm.weight"), eps),
@@ -107,11 +109,18 @@ class Eagle3Head:
         )
 
     def fuse(self, features: Tensor) -> Tensor:
-        """The target's features [rows, aux layers * Ht] as the hidden state of the first pass, [rows, H]."""
+        """The target's features [rows, aux layers * Ht] as hidden states that a pass can be fed, [rows, H]."""
         if self.feature_norm is not None:
             parts = features.view(features.shape[0], self.feature_parts, -1)
             features = self.feature_norm(parts).flatten(1)
         return self.fc(features)
+
+    def remember(self, token_ids: Tensor, hidden: Tensor, keep: Keep) -> None:
+        """Keep what later rows look at of rows that ``forward`` could be given: their keys and values.
+
+        With one layer nothing else of a row reaches another one, so this is all that a confirmed row must leave.
+        """
+        self.keys_values(self.inputs(token_ids, hidden), 0, keep)
 
     def forward(self, token_ids: Tensor, hidden: Tensor, attend: Attend) -> Tensor:
         """One pass over ``token_ids`` [rows] with ``hidden`` [rows, H], the states of the tokens before them.

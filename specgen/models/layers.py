@@ -22,6 +22,15 @@ class Attend(Protocol):
     def __call__(self, layer: int, qkv: Tensor) -> Tensor: ...
 
 
+class Keep(Protocol):
+    """Stores keys and values of the rows of one pass, the keys rotated: what ``Attend`` does without a look at them.
+
+    ``kv`` is [rows, 2 * Hkv, D], the heads of k and v in that order.
+    """
+
+    def __call__(self, layer: int, kv: Tensor) -> object: ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class Attention:
     """The projections of one layer; q, k and v are one matrix, and the q and k norms one norm."""
@@ -57,6 +66,35 @@ class Attention:
         if self.qk_norm is not None:
             heads = torch.cat((self.qk_norm(heads[:, :num_qk]), heads[:, num_qk:]), 1)
         return self.out(attend(layer, heads))
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeysValues:
+    """The part of an attention layer that later rows look at, for rows whose own result nobody reads."""
+
+    kv: Map  # [rows, width] -> [rows, 2 * Hkv * D]
+    k_norm: Norm | None  # over [rows, Hkv, D]
+    num_kv_heads: int
+
+    @classmethod
+    def build(cls, config: Eagle3Config, width: int, prefix: str, take: Take, ops: Ops) -> "KeysValues":
+        """Take the k and v of ``{prefix}self_attn.*``, which read rows that are ``width`` wide."""
+        prefix += "self_attn."
+        rows = config.num_kv_heads * config.head_dim
+        kv = torch.cat([take(f"{prefix}{name}.weight", (rows, width)) for name in ("k_proj", "v_proj")])
+        norm = None
+        if config.qk_norm:
+            k_norm = take(f"{prefix}k_norm.weight", (config.head_dim,))
+            norm = ops.rms_norm(k_norm.repeat(config.num_kv_heads, 1), config.rms_norm_eps)
+        return cls(kv=ops.linear(kv), k_norm=norm, num_kv_heads=config.num_kv_heads)
+
+    def __call__(self, x: Tensor, layer: int, keep: Keep) -> None:
+        """Project [rows, width] and keep what comes of it."""
+        heads = self.kv(x).view(x.shape[0], 2 * self.num_kv_heads, -1)
+        if self.k_norm is not None:
+            keys, values = heads.chunk(2, 1)
+            heads = torch.cat((self.k_norm(keys), values), 1)
+        keep(layer, heads)
 
 
 @dataclass(frozen=True, kw_only=True)
