@@ -25,10 +25,10 @@ class Attend(Protocol):
 class Keep(Protocol):
     """Stores keys and values of the rows of one pass, the keys rotated: what ``Attend`` does without a look at them.
 
-    ``kv`` is [rows, 2 * Hkv, D], the heads of k and v in that order.
+    ``heads`` are [rows, 2 * Hkv, D], those of k and v in that order.
     """
 
-    def __call__(self, layer: int, kv: Tensor) -> object: ...
+    def __call__(self, layer: int, heads: Tensor) -> object: ...
 
 
 @dataclass(frozen=True, kw_only=True)
