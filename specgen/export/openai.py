@@ -1,0 +1,111 @@
+"""Rows of a run as the output and error files of OpenAI's Batch API."""
+
+import hashlib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+from specgen.export.whole import write_lines
+
+_CHAT = "/v1/chat/completions"  # also of rows that came from no batch
+_LEAST = -9999.0  # stands for minus infinity, which JSON has no number for; so does vLLM
+
+
+@dataclass(frozen=True, kw_only=True)
+class Served:
+    """What all responses of a run have in common."""
+
+    model: str
+    created: int  # seconds since 1970: when the run began, so that an export can be made again
+    token_text: Callable[[int], str]  # of one token id, for log-probabilities
+
+
+def export_openai(
+    completions: Iterable[Mapping[str, Any]],
+    errors: Iterable[Mapping[str, Any]],
+    *,
+    output: Path,
+    error_output: Path,
+    served: Served,
+) -> None:
+    """Write the rows of ``completions.jsonl`` and ``errors.jsonl`` as a batch's two files, in their order.
+
+    The lines are those of "The request output object" in OpenAI's API reference and of vLLM's ``run-batch``:
+    ``custom_id`` is the id of the row, a chat or text completion is in ``response.body``, and a request that failed
+    has no response but an ``error``. Each body has the request's speculation as vLLM's
+    ``--per-request-spec-decode-metrics detailed`` gives it, in ``metrics.speculative_decoding``. The ids that a server
+    draws are hashes of ``custom_id`` here: the same rows make the same files. A file whose name ends in ``.gz`` is
+    gzipped; each replaces an earlier one when it is complete.
+    """
+    write_lines(output, (_answered(row, served) for row in completions))
+    write_lines(error_output, (_failed(row) for row in errors))
+
+
+def _answered(row: Mapping[str, Any], served: Served) -> dict[str, Any]:
+    name = _digest(row["id"])
+    response = {"status_code": 200, "request_id": f"req_{name}", "body": _body(row, name, served)}
+    return {"id": f"batch_req_{name}", "custom_id": row["id"], "response": response, "error": None}
+
+
+def _failed(row: Mapping[str, Any]) -> dict[str, Any]:
+    error = {"code": "request_failed", "message": row["error"]}
+    return {"id": f"batch_req_{_digest(row['id'])}", "custom_id": row["id"], "response": None, "error": error}
+
+
+def _digest(row_id: str) -> str:
+    return hashlib.sha256(row_id.encode()).hexdigest()[:32]
+
+
+def _body(row: Mapping[str, Any], name: str, served: Served) -> dict[str, Any]:
+    is_chat = row.get("endpoint", _CHAT) == _CHAT
+    num_prompt, num_output = row["num_prompt_tokens"], len(row["token_ids"])
+    body = {
+        "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{name}",
+        "object": "chat.completion" if is_chat else "text_completion",
+        "created": served.created,
+        "model": served.model,
+        "choices": [(_chat_choice if is_chat else _text_choice)(row, served.token_text)],
+        "usage": {
+            "prompt_tokens": num_prompt,
+            "completion_tokens": num_output,
+            "total_tokens": num_prompt + num_output,
+        },
+    }
+    if row["metrics"]["num_spec_tokens"]:
+        body["metrics"] = {"speculative_decoding": row["metrics"]}
+    return body
+
+
+def _chat_choice(row: Mapping[str, Any], token_text: Callable[[int], str]) -> dict[str, Any]:
+    message = {"role": "assistant", "content": row["text"], "refusal": None}
+    logprobs = None
+    if "logprobs" in row:
+        content = [
+            _token(token_text(token), each["chosen"])
+            | {"top_logprobs": [_token(token_text(other), logprob) for other, logprob in each["top"]]}
+            for token, each in zip(row["token_ids"], row["logprobs"], strict=True)
+        ]
+        logprobs = {"content": content, "refusal": None}
+    return {"index": 0, "message": message, "logprobs": logprobs, "finish_reason": row["finish_reason"]}
+
+
+def _token(text: str, logprob: float) -> dict[str, Any]:
+    # A part of a character has no text of its own, and which bytes it stands for is lost.
+    spelled = None if "\N{REPLACEMENT CHARACTER}" in text else list(text.encode())
+    return {"token": text, "logprob": max(logprob, _LEAST), "bytes": spelled}
+
+
+def _text_choice(row: Mapping[str, Any], token_text: Callable[[int], str]) -> dict[str, Any]:
+    logprobs = None
+    if "logprobs" in row:
+        tokens = [token_text(token) for token in row["token_ids"]]
+        chosen = [max(each["chosen"], _LEAST) for each in row["logprobs"]]
+        top = [
+            {token_text(other): max(value, _LEAST) for other, value in each["top"]} | {token: logprob}
+            for each, token, logprob in zip(row["logprobs"], tokens, chosen, strict=True)
+        ]
+        offsets = list(accumulate((len(token) for token in tokens), initial=0))[:-1]
+        logprobs = {"tokens": tokens, "token_logprobs": chosen, "top_logprobs": top, "text_offset": offsets}
+    return {"index": 0, "text": row["text"], "logprobs": logprobs, "finish_reason": row["finish_reason"]}

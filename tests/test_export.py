@@ -1,0 +1,159 @@
+"""A run's rows as a Batch API's files and as a Parquet table."""
+
+import gzip
+import json
+import os
+
+import pytest
+
+from specgen.acceptance import RequestMetrics, fold_request
+from specgen.events import Verified
+from specgen.export import export_openai, export_parquet
+from specgen.export.openai import Served
+
+TEXTS = {1: "Hi", 2: " you", 3: "\N{REPLACEMENT CHARACTER}"}
+SERVED = Served(model="m", created=1_700_000_000, token_text=TEXTS.__getitem__)
+STEPS = [Verified(sequence="a", time=0.0, drafts=(1, 2), accepted=n, emitted=(1,)) for n in (2, 0)]
+
+
+def row(row_id: str, *, metrics: RequestMetrics | None = None, **more) -> dict:
+    return {
+        "id": row_id,
+        "prompt": "?",
+        "text": "Hi you",
+        "token_ids": [1, 2],
+        "finish_reason": "length",
+        "turn": 1,
+        "num_prompt_tokens": 5,
+        "metrics": json.loads(json.dumps((metrics or fold_request(STEPS, 2)).to_json())),
+        **more,
+    }
+
+
+LOGPROBS = [{"chosen": -0.5, "top": [[1, -0.5], [3, -2.0]]}, {"chosen": -3.0, "top": [[1, -float("inf")]]}]
+
+
+def export(path, rows, errors=(), suffix=""):
+    files = (path / f"batch_output.jsonl{suffix}", path / f"batch_errors.jsonl{suffix}")
+    export_openai(iter(rows), iter(errors), output=files[0], error_output=files[1], served=SERVED)
+    return files
+
+
+def lines(path) -> list[dict]:
+    return [json.loads(line) for line in path.read_bytes().splitlines()]
+
+
+def test_a_chat_completion_with_its_speculation(tmp_path):
+    output, errors = export(tmp_path, [row("a", endpoint="/v1/chat/completions")])
+    (line,) = lines(output)
+    assert lines(errors) == []
+    assert (line["custom_id"], line["error"], line["response"]["status_code"]) == ("a", None, 200)
+    body = line["response"]["body"]
+    assert (body["object"], body["model"], body["created"]) == ("chat.completion", "m", 1_700_000_000)
+    message = {"role": "assistant", "content": "Hi you", "refusal": None}
+    assert body["choices"] == [
+        {"index": 0, "message": message, "logprobs": None, "finish_reason": "length"},
+    ]
+    assert body["usage"] == {"prompt_tokens": 5, "completion_tokens": 2, "total_tokens": 7}
+    assert body["metrics"]["speculative_decoding"] == {
+        "mean_acceptance_length": 2.0,
+        "draft_acceptance_rate": 0.5,
+        "acceptance_histogram": [1, 0, 1],
+        "num_spec_steps": 2,
+        "num_accepted_draft_tokens": 2,
+        "num_draft_tokens": 4,
+        "num_spec_tokens": 2,
+        "per_step_accepted": [2, 0],
+    }
+
+
+def test_a_text_completion_without_speculation(tmp_path):
+    plain = row("a", endpoint="/v1/completions", metrics=fold_request([], 0))
+    body = lines(export(tmp_path, [plain])[0])[0]["response"]["body"]
+    assert body["object"] == "text_completion"
+    assert body["choices"] == [{"index": 0, "text": "Hi you", "logprobs": None, "finish_reason": "length"}]
+    assert "metrics" not in body
+
+
+def test_log_probabilities_in_the_form_of_each_endpoint(tmp_path):
+    rows = [row("a", logprobs=LOGPROBS), row("b", logprobs=LOGPROBS, endpoint="/v1/completions")]
+    chat, text = (
+        line["response"]["body"]["choices"][0]["logprobs"] for line in lines(export(tmp_path, rows)[0])
+    )
+    hi = {"token": "Hi", "logprob": -0.5, "bytes": [72, 105]}
+    broken = {"token": "\N{REPLACEMENT CHARACTER}", "logprob": -2.0, "bytes": None}
+    assert chat["content"][0] == hi | {"top_logprobs": [hi, broken]}
+    assert chat["content"][1]["top_logprobs"] == [hi | {"logprob": -9999.0}]
+    assert text == {
+        "tokens": ["Hi", " you"],
+        "token_logprobs": [-0.5, -3.0],
+        "top_logprobs": [{"Hi": -0.5, "\N{REPLACEMENT CHARACTER}": -2.0}, {"Hi": -9999.0, " you": -3.0}],
+        "text_offset": [0, 2],
+    }
+
+
+def test_what_failed_is_in_a_file_of_its_own(tmp_path):
+    output, errors = export(tmp_path, [], [{"id": "line 3", "error": "line 3: not valid JSON"}])
+    (line,) = lines(errors)
+    assert output.read_bytes() == b""
+    assert (line["custom_id"], line["response"]) == ("line 3", None)
+    assert line["error"] == {"code": "request_failed", "message": "line 3: not valid JSON"}
+
+
+def test_the_same_rows_make_the_same_bytes_gzipped_or_not(tmp_path):
+    rows, errors = [row("a"), row("b")], [{"id": "c", "error": "no"}]
+    (tmp_path / "again").mkdir()
+    for suffix in ("", ".gz"):
+        first, second = (export(path, rows, errors, suffix) for path in (tmp_path, tmp_path / "again"))
+        assert [file.read_bytes() for file in first] == [file.read_bytes() for file in second]
+    assert (
+        gzip.decompress((tmp_path / "batch_output.jsonl.gz").read_bytes())
+        == (tmp_path / "batch_output.jsonl").read_bytes()
+    )
+    names = [(line["id"], line["response"]["request_id"]) for line in lines(tmp_path / "batch_output.jsonl")]
+    assert len({name for pair in names for name in pair}) == 4
+
+
+def write_batch(rows, path):
+    export_openai(rows, [], output=path, error_output=path.with_name("errors.jsonl"), served=SERVED)
+
+
+@pytest.mark.parametrize("write", [write_batch, export_parquet])
+def test_an_export_that_fails_leaves_what_was_there(tmp_path, write):
+    def broken():
+        yield row("a")
+        raise OSError("no space left")
+
+    path = tmp_path / "completions"
+    path.write_text("earlier")
+    with pytest.raises(OSError, match="no space left"):
+        write(broken(), path)
+    assert path.read_text() == "earlier"
+    assert os.listdir(tmp_path) == [path.name]
+
+
+def test_a_table_is_read_by_datasets_as_it_was_written(tmp_path):
+    from datasets import load_dataset
+
+    path = tmp_path / "completions.parquet"
+    rows = [row("a", category="math"), row("b", logprobs=LOGPROBS), *(row(str(n)) for n in range(600))]
+    export_parquet(iter(rows), path)
+    table = load_dataset("parquet", data_files=str(path), split="train", cache_dir=str(tmp_path / "cache"))
+    assert table["id"][:3] == ["a", "b", "0"]
+    assert len(table) == 602
+    expected = {"endpoint": None, "logprobs": None, "category": None} | rows[0]
+    assert table[0] == expected
+    assert table[1]["logprobs"][0] == {
+        "chosen": -0.5,
+        "top": [{"token_id": 1, "logprob": -0.5}, {"token_id": 3, "logprob": -2.0}],
+    }
+
+
+def test_a_table_is_written_in_groups_and_may_be_empty(tmp_path):
+    from pyarrow import parquet
+
+    path = tmp_path / "completions.parquet"
+    export_parquet([], path)
+    assert parquet.ParquetFile(path).metadata.num_rows == 0
+    export_parquet((row(str(n)) for n in range(1100)), path)
+    assert parquet.ParquetFile(path).metadata.num_row_groups == 3
