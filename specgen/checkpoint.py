@@ -1,6 +1,7 @@
 """Checkpoints: a directory or hub id becomes configs and tensors by name, and those become a model, strictly."""
 
 import hashlib
+import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specgen.config import require
+from specgen.config import first_line, require, shown
 from specgen.models import llama
 from specgen.models.config import Eagle3Config, TargetConfig
 from specgen.models.eagle3 import IGNORED_TENSORS, Eagle3Head, TensorPrefixes, vocabulary_map
@@ -20,6 +21,7 @@ from specgen.ops import bind_ops
 from specgen.weight_files import TensorInfo, read_json, read_tensor, tensor_infos
 
 _FLOATS = ("float32", "bfloat16", "float16", "float64")
+_TABLES = ("int64", "int32", "bool")  # of d2t and t2d
 _NEEDED = ("*.json", "*.jinja", "*.model", "merges.txt")  # besides the weights; tokenizers among them
 
 
@@ -50,7 +52,7 @@ def open_checkpoint(path_or_hub_id: str) -> Checkpoint:
     ``ValueError`` when it is neither, or when its files are missing, broken or unsafe.
     """
     path = Path(path_or_hub_id)
-    if not path.is_dir():
+    if not os.path.isdir(path):  # false also for names that no file can have
         path = _download(path_or_hub_id)
     generation = path / "generation_config.json"
     return Checkpoint(
@@ -76,6 +78,13 @@ def drafter_config(checkpoint: Checkpoint, num_target_layers: int | None) -> Eag
 
 def draft_to_target(checkpoint: Checkpoint, config: Eagle3Config) -> Tensor:
     """The target's id of each draft id of a head, [Vd] int64, checked."""
+    for name in ("d2t", "t2d"):
+        info = checkpoint.tensors.get(name)
+        known = info is None or info.dtype in _TABLES
+        require(
+            known,
+            f"{checkpoint.name}: {name} is stored as {info and info.dtype}: use one of {', '.join(_TABLES)}",
+        )
     return vocabulary_map(config, checkpoint.read("d2t"), checkpoint.read("t2d"))
 
 
@@ -133,7 +142,7 @@ class TensorReader:
             raise ValueError(f"{self.checkpoint.name} has no tensor {name!r}: the checkpoint is incomplete")
         require(
             info.shape == shape,
-            f"{self.checkpoint.name}: {name} has shape {list(info.shape)}, but config.json asks for "
+            f"{self.checkpoint.name}: {name} has shape {shown(list(info.shape))}, but config.json asks for "
             f"{list(shape)}: they are of different models, download both again",
         )
         require(
@@ -148,9 +157,10 @@ class TensorReader:
     def finish(self, ignored: Iterable[str]) -> None:
         """``ValueError`` if there is a tensor that was neither taken nor is in ``ignored``."""
         unknown = sorted(set(self.checkpoint.tensors) - self.taken - set(ignored))
+        names = ", ".join(shown(name) for name in unknown[:2])
         require(
             not unknown,
-            f"{self.checkpoint.name} has {len(unknown)} unknown tensors, such as {', '.join(unknown[:2])}: "
+            f"{self.checkpoint.name} has {len(unknown)} unknown tensors, such as {names}: "
             "it is of an architecture or variant that is not supported",
         )
 
@@ -158,7 +168,7 @@ class TensorReader:
 def _download(hub_id: str) -> Path:
     require(
         re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", hub_id) is not None,
-        f"{hub_id!r} is neither a directory nor a hub id of the form owner/name: check the path",
+        f"{shown(hub_id)} is neither a directory nor a hub id of the form owner/name: check the path",
     )
     from huggingface_hub import snapshot_download
 
@@ -170,7 +180,7 @@ def _download(hub_id: str) -> Path:
         path = fetch("*.safetensors")
         return path if any(path.glob("*.safetensors")) else fetch("pytorch_model*.bin")
     except (OSError, ValueError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ValueError(
-            f"{hub_id!r} is not a directory here and could not be downloaded ({reason}): check the name and the network"
+            f"{hub_id!r} is not a directory here and could not be downloaded ({first_line(error)}): "
+            "check the name and the network"
         ) from error

@@ -1,5 +1,6 @@
 """What a user can choose: frozen values that check themselves and name what is wrong."""
 
+import reprlib
 from dataclasses import dataclass, replace
 from typing import Literal, Self
 
@@ -8,12 +9,27 @@ DraftSampling = Literal["greedy", "probabilistic"]
 SpecLengthName = Literal["fixed", "auto"]
 
 _MOST_AUTO = 7  # drafts in a step
+_LONGEST_REASON = 200  # characters
+
+_short = reprlib.Repr()
+_short.maxstring = _short.maxlong = _short.maxother = 100
 
 
 def require(condition: bool, message: str) -> None:
     """Raise ``ValueError(message)`` unless ``condition`` holds."""
     if not condition:
         raise ValueError(message)
+
+
+def shown(value: object) -> str:
+    """``value`` on one short line, however large it is: what a file holds is not known before."""
+    return _short.repr(value)
+
+
+def first_line(error: BaseException) -> str:
+    """What went wrong in another library, in one short line."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return next(iter(lines), type(error).__name__)[:_LONGEST_REASON]
 
 
 def spec_tokens(asked: int | str) -> tuple[int, SpecLengthName]:

@@ -17,7 +17,7 @@ from specgen.checkpoint import (
     target_config,
 )
 from specgen.models import eagle3, llama
-from specgen.models.config import Eagle3Config, TargetConfig, kv_bytes_per_token
+from specgen.models.config import Eagle3Config, TargetConfig, architectures, kv_bytes_per_token
 from specgen.models.eagle3 import Eagle3Head, TensorPrefixes
 from specgen.models.fit import misfits
 from specgen.models.llama import Llama
@@ -137,7 +137,7 @@ def describe(path: str, other: str | None = None) -> Description:
 
 
 def _is_head(checkpoint: Checkpoint) -> bool:
-    names = " ".join(map(str, checkpoint.config.get("architectures") or ()))
+    names = " ".join(architectures(checkpoint.config))
     return "eagle3" in names.lower() or any(
         name.endswith("hidden_norm.weight") for name in checkpoint.tensors
     )

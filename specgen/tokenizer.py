@@ -1,12 +1,13 @@
 """Text to token ids and back: the tokenizer of a checkpoint, its chat template, and stop strings."""
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from specgen.config import require
+from specgen.config import first_line, require
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -28,18 +29,33 @@ def load_tokenizer(path_or_hub_id: str) -> "Tokenizer":
     """The tokenizer of a checkpoint: a directory with a ``tokenizer.json``, or a Hugging Face hub id.
 
     ``ValueError`` where there is none. ``tokenizer.json`` is read as it is: ``AutoTokenizer`` would rebuild
-    some families from their vocabulary, and takes two seconds longer to import.
+    some families from their vocabulary, might be asked to run code, and takes two seconds longer to import.
     """
     from transformers import PreTrainedTokenizerFast
 
+    with _in_library(
+        f"no tokenizer could be loaded from {path_or_hub_id!r}",
+        "give a directory with a tokenizer.json, or a hub id that can be reached",
+    ):
+        directory = Path(_directory(path_or_hub_id))
+        own = directory / "tokenizer.json"
+        # Named here, because tokenizer_config.json could name a file elsewhere.
+        file = {"tokenizer_file": str(own)} if own.is_file() else {}
+        return Tokenizer(PreTrainedTokenizerFast.from_pretrained(directory, **file))
+
+
+@contextmanager
+def _in_library(failure: str, remedy: str) -> Iterator[None]:
+    """Makes a ``ValueError`` of whatever the library raises: a checkpoint decides what it is fed with.
+
+    What is no ``Exception`` is a panic of its Rust parts, which they print too.
+    """
     try:
-        return Tokenizer(PreTrainedTokenizerFast.from_pretrained(_directory(path_or_hub_id)))
-    except Exception as error:  # the library raises whatever its parsers and its network raise
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ValueError(
-            f"no tokenizer could be loaded from {path_or_hub_id!r} ({reason}): "
-            "give a directory with a tokenizer.json, or a hub id that can be reached"
-        ) from error
+        yield
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:
+        raise ValueError(f"{failure} ({first_line(error)}): {remedy}") from error
 
 
 def _directory(path_or_hub_id: str) -> str:
@@ -94,8 +110,7 @@ class Tokenizer:
 
     def encode_text(self, text: str) -> list[int]:
         """The ids of raw text, with the special tokens (a BOS, say) that the tokenizer itself adds."""
-        ids: list[int] = self._backend.encode(text).ids
-        return ids
+        return self._encode(text, add_special_tokens=True)
 
     def encode_chat(self, messages: Sequence[Message]) -> list[int]:
         """The ids of a chat through the chat template, up to where the assistant answers."""
@@ -103,8 +118,7 @@ class Tokenizer:
 
     def encode_rendered(self, text: str) -> list[int]:
         """The ids of what ``render_chat`` gave: the template has written the special tokens already."""
-        ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
-        return ids
+        return self._encode(text, add_special_tokens=False)
 
     def require_chat_template(self) -> None:
         """``ValueError`` where there is no template to render chats with."""
@@ -116,7 +130,8 @@ class Tokenizer:
     def render_chat(self, messages: Sequence[Message]) -> str:
         """The text that the chat template makes of ``messages``, up to where the assistant answers.
 
-        ``ValueError`` where the tokenizer has no template, or the template refuses the messages.
+        ``ValueError`` where the tokenizer has no template, or the template fails on the messages. A template is a
+        program: the sandbox keeps it from files and from Python, but not from taking time and memory.
         """
         return self._render(messages, add_generation_prompt=True)
 
@@ -125,32 +140,37 @@ class Tokenizer:
         return self._render(messages, add_generation_prompt=False)
 
     def _render(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> str:
-        from jinja2 import TemplateError
-
         self.require_chat_template()
         chat = [{"role": message.role, "content": message.content} for message in messages]
-        try:
+        with _in_library(
+            "the chat template refuses these messages",
+            "change their roles or their order, or mend the template",
+        ):
             text: str = self._pretrained.apply_chat_template(
                 chat,
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=not add_generation_prompt,
             )
-        except TemplateError as error:
-            raise ValueError(
-                f"the chat template refuses these messages ({error}): change their roles or their order"
-            ) from error
+        return text
+
+    def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        with _in_library("the tokenizer cannot encode this text", "its tokenizer.json is broken"):
+            ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        return ids
+
+    def _decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        with _in_library("the tokenizer cannot decode these tokens", "its tokenizer.json is broken"):
+            text: str = self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
         return text
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of ``token_ids`` without special tokens; ids outside the vocabulary give no text."""
-        text: str = self._backend.decode(token_ids, skip_special_tokens=True)
-        return text
+        return self._decode(token_ids, skip_special_tokens=True)
 
     def decode_with_special(self, token_ids: Sequence[int]) -> str:
         """The text of ``token_ids`` with special tokens written out."""
-        text: str = self._backend.decode(token_ids, skip_special_tokens=False)
-        return text
+        return self._decode(token_ids, skip_special_tokens=False)
 
     def has_text(self, token_id: int) -> bool:
         """Whether ``decode`` gives text for this id: it is in the vocabulary and not special."""

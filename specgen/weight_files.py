@@ -1,18 +1,18 @@
 """Weight files on disk: safetensors and torch pickles, single or sharded; headers first, tensors on demand."""
 
 import json
-import pickle
-import zipfile
+import os
+import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from specgen.config import require
+from specgen.config import first_line, require, shown
+from specgen.pickle_files import read_pickle
 
 _STEMS = (("model", ".safetensors"), ("pytorch_model", ".bin"))  # the first that is there is read
 _SAFETENSORS_DTYPES = {
@@ -24,6 +24,7 @@ _SAFETENSORS_DTYPES = {
     "I32": "int32",
     "BOOL": "bool",
 }
+_LARGEST_JSON = 16 << 20  # bytes; the index of a thousand shards has two
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,9 +52,8 @@ def tensor_infos(directory: Path) -> dict[str, TensorInfo]:
     infos: dict[str, TensorInfo] = {}
     for file in _weight_files(directory):
         for name, info in _infos(file):
-            require(
-                name not in infos, f"{name!r} is in two weight files of {directory}: remove the stale one"
-            )
+            known = name in infos
+            require(not known, f"{shown(name)} is in two weight files of {directory}: remove the stale one")
             infos[name] = info
     return infos
 
@@ -64,19 +64,26 @@ def read_tensor(name: str, info: TensorInfo) -> Tensor:
         with _safetensors(info.file) as handle:
             tensor: Tensor = handle.get_tensor(name)
             return tensor
-    return _torch_file(info.file, "cpu")[name]
+    return read_pickle(info.file)[name]
 
 
 def read_json(file: Path) -> dict[str, Any]:
     """The object in a JSON file; ``ValueError`` when it cannot be read or is none."""
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        status = file.stat()
+        # Reading a pipe or a device would not end.
+        require(stat.S_ISREG(status.st_mode), f"{file} is no file that can be read: download it again")
+        too_large = f"{file} has {status.st_size} bytes, more than any such file needs: download it again"
+        require(status.st_size <= _LARGEST_JSON, too_large)
+        text = file.read_bytes()
     except OSError as error:
         raise ValueError(
             f"{file} cannot be read ({error.strerror}): give a checkpoint's directory"
         ) from error
-    except ValueError as error:
-        raise ValueError(f"{file} is not valid JSON ({error}): download it again") from error
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{file} is not valid JSON ({first_line(error)}): download it again") from error
     require(isinstance(content, dict), f"{file} holds no JSON object: download it again")
     return dict(content)
 
@@ -85,15 +92,16 @@ def _weight_files(directory: Path) -> list[Path]:
     for stem, suffix in _STEMS:
         index, single = directory / f"{stem}{suffix}.index.json", directory / f"{stem}{suffix}"
         if index.exists():
-            return _sharded(directory, index)
+            return _sharded(directory, index, suffix)
         if single.exists():
+            require(single.is_file(), f"{single} is no file that can be read: download it again")
             return [single]
     raise ValueError(
         f"{directory} has no weights: add model.safetensors or pytorch_model.bin, or their shards and index"
     )
 
 
-def _sharded(directory: Path, index: Path) -> list[Path]:
+def _sharded(directory: Path, index: Path, suffix: str) -> list[Path]:
     weight_map = read_json(index).get("weight_map")
     require(
         isinstance(weight_map, Mapping) and bool(weight_map), f"{index} has no weight_map: download it again"
@@ -101,9 +109,11 @@ def _sharded(directory: Path, index: Path) -> list[Path]:
     assert isinstance(weight_map, Mapping)
     files = []
     for name in sorted({str(value) for value in weight_map.values()}):
-        # An index is downloaded data: it must not make us read what lies elsewhere.
-        require(name == Path(name).name, f"{index} names {name!r}: only files beside the index are read")
-        require((directory / name).is_file(), f"{index} names {name!r}, which is missing: download it")
+        # An index is downloaded data: it must not make us read what lies elsewhere, or is no weights.
+        beside = name == Path(name).name and name.endswith(suffix)
+        require(beside, f"{index} names {shown(name)}: only {suffix} files beside the index are read")
+        there = os.path.isfile(directory / name)  # false also for names that no file can have
+        require(there, f"{index} names {shown(name)}, which is missing: download it")
         files.append(directory / name)
     return files
 
@@ -116,31 +126,19 @@ def _infos(file: Path) -> Iterator[tuple[str, TensorInfo]]:
                 dtype = _SAFETENSORS_DTYPES.get(part.get_dtype(), part.get_dtype())
                 yield name, TensorInfo(file=file, shape=tuple(part.get_shape()), dtype=dtype)
         return
-    for name, tensor in _torch_file(file, "meta").items():
+    for name, tensor in read_pickle(file).items():
         dtype = str(tensor.dtype).removeprefix("torch.")
         yield name, TensorInfo(file=file, shape=tuple(tensor.shape), dtype=dtype)
 
 
 @contextmanager
 def _safetensors(file: Path) -> Iterator[Any]:
-    from safetensors import SafetensorError, safe_open
+    from safetensors import safe_open
 
     try:
         with safe_open(file, framework="pt") as handle:
             yield handle
-    except (SafetensorError, OSError) as error:
-        raise ValueError(f"{file} cannot be read as safetensors ({error}): download it again") from error
-
-
-def _torch_file(file: Path, device: str) -> dict[str, Tensor]:
-    """The tensors of a pickle, mapped into memory where the format allows it."""
-    try:
-        # weights_only: a pickle that holds anything but tensors is refused, not run.
-        mapped = zipfile.is_zipfile(file)
-        tensors = torch.load(file, map_location=device, weights_only=True, mmap=mapped)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, OSError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ValueError(f"{file} cannot be read as tensors ({reason}): use a safetensors version") from error
-    plain = isinstance(tensors, dict) and all(isinstance(value, Tensor) for value in tensors.values())
-    require(plain, f"{file} holds other things than named tensors: use a safetensors version")
-    return dict(tensors)
+    except Exception as error:  # the library raises whatever its parsers stumble over
+        raise ValueError(
+            f"{file} cannot be read as safetensors ({first_line(error)}): download it again"
+        ) from error

@@ -131,7 +131,7 @@ def test_every_reason_of_a_misfit_is_given(tmp_path: Path, target_path: Path, co
     )
     description = describe(str(target_path), str(tmp_path))
     assert _json(description)["fit"] is False
-    for reason in ("unknown tensors, such as odd.weight", "d2t maps to", "129 tokens", "input of layer 7"):
+    for reason in ("unknown tensors, such as 'odd.weight", "d2t maps to", "129 tokens", "input of layer 7"):
         assert any(reason in misfit for misfit in description.misfits), reason
         assert reason in description.to_text()
 

@@ -4,10 +4,12 @@ from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from specgen.config import require
+from specgen.config import require, shown
 
 _FAMILIES = {"LlamaForCausalLM": False, "Qwen3ForCausalLM": True}  # architecture -> has q/k norms
 _AUX_KEY = "eagle_aux_hidden_state_layer_ids"
+_LARGEST_COUNT = 1 << 24  # of layers, tokens, positions, ...: no model comes near
+_LARGEST_NUMBER = 1e18
 
 Raw = Mapping[str, Any]
 
@@ -38,12 +40,15 @@ class RopeConfig:
         kind = "by layer" if by_layer else kind
         require(
             kind in ("default", "llama3"),
-            f"rope type {kind!r} is not supported: use a checkpoint with 'default' or 'llama3' rotary positions",
+            f"rope type {shown(kind)} is not supported: use a checkpoint with 'default' or 'llama3' rotary positions",
         )
         partial = parameters.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
-        require(partial == 1.0, f"partial_rotary_factor is {partial}: only fully rotary heads are supported")
+        require(
+            partial == 1.0,
+            f"partial_rotary_factor is {shown(partial)}: only fully rotary heads are supported",
+        )
         return cls(
-            theta=float(parameters.get("rope_theta") or config.get("rope_theta") or 10_000.0),
+            theta=_number({**config, **parameters}, "rope_theta", 10_000.0),
             llama3=_llama3(parameters) if kind == "llama3" else None,
         )
 
@@ -71,16 +76,16 @@ class TargetConfig:
     @classmethod
     def from_hf(cls, config: Raw) -> "TargetConfig":
         """Read a ``config.json``; ``ValueError`` names the first thing in it that is not supported."""
-        architecture = str((config.get("architectures") or ["none"])[0])
+        architecture = next(iter(architectures(config)), "none")
         require(
             architecture in _FAMILIES,
-            f"architecture {architecture!r} is not supported: use one of {', '.join(_FAMILIES)}",
+            f"architecture {shown(architecture)} is not supported: use one of {', '.join(_FAMILIES)}",
         )
         return cls(
             architecture=architecture,
             num_layers=_count(config, "num_hidden_layers"),
             max_positions=_count(config, "max_position_embeddings"),
-            tied_embeddings=bool(config.get("tie_word_embeddings", False)),
+            tied_embeddings=_flag(config, "tie_word_embeddings"),
             qk_norm=_FAMILIES[architecture],
             dtype=_dtype(config),
             eos_token_ids=_eos_token_ids(config),
@@ -142,11 +147,11 @@ class Eagle3Config:
         the default aux layers depend on ``num_target_layers``.
         """
         kind = config.get("speculators_model_type", "eagle3")
-        require(kind == "eagle3", f"the head is of type {kind!r}: only 'eagle3' is supported")
+        require(kind == "eagle3", f"the head is of type {shown(kind)}: only 'eagle3' is supported")
         layer = _section(config, "transformer_layer_config") or config
         nested = _section(config, "eagle_config")
         require(
-            nested.get("use_aux_hidden_state", True),
+            _flag(nested, "use_aux_hidden_state", True),
             "use_aux_hidden_state is false: a head that reads the last hidden state only is not EAGLE3",
         )
         flags = {**nested, **config}
@@ -163,15 +168,20 @@ class Eagle3Config:
             num_layers=_count(layer, "num_hidden_layers"),
             aux_layers=aux_layers,
             aux_rule=aux_rule,
-            norm_before_residual=bool(flags.get("norm_before_residual", False)),
-            norm_before_fc=bool(flags.get("norm_before_fc", False)),
-            fc_norm=bool(flags.get("fc_norm", False)),
-            norm_output=bool(flags.get("norm_output", False)),
+            norm_before_residual=_flag(flags, "norm_before_residual"),
+            norm_before_fc=_flag(flags, "norm_before_fc"),
+            fc_norm=_flag(flags, "fc_norm"),
+            norm_output=_flag(flags, "norm_output"),
             qk_norm=any(name.endswith("self_attn.q_norm.weight") for name in tensors),
             own_embedding=any(name.endswith("embed_tokens.weight") for name in tensors),
             dtype=_dtype(config),
             **_layer_settings(layer),
         )
+
+
+def architectures(config: Raw) -> tuple[str, ...]:
+    """The classes that the config names for the model; none where it has no such list."""
+    return tuple(map(str, _items(config, "architectures")))
 
 
 def kv_bytes_per_token(config: TargetConfig | Eagle3Config, bytes_per_value: int) -> int:
@@ -203,7 +213,7 @@ def _aux_layers(top: object, nested: object, num_layers: int | None) -> tuple[tu
 
 def _ids(value: object) -> tuple[int, ...]:
     plain = isinstance(value, list) and all(type(i) is int for i in value)
-    require(plain, f"{_AUX_KEY} is {value!r}: it must be a list of layer numbers")
+    require(plain, f"{_AUX_KEY} is {shown(value)}: it must be a list of layer numbers")
     assert isinstance(value, list)
     return tuple(value)
 
@@ -213,18 +223,20 @@ def _layer_settings(config: Raw) -> dict[str, Any]:
     _refuse_unsupported(config)
     hidden_size, num_heads = _count(config, "hidden_size"), _count(config, "num_attention_heads")
     num_kv_heads = _count(config, "num_key_value_heads", num_heads)
+    head_dim = _count(config, "head_dim", hidden_size // num_heads)
     require(
         num_heads % num_kv_heads == 0,
         f"{num_heads} attention heads cannot share {num_kv_heads} KV heads: config.json is wrong",
     )
+    require(head_dim % 2 == 0, f"head_dim is {head_dim}: rotary positions need an even one")
     return {
         "vocab_size": _count(config, "vocab_size"),
         "hidden_size": hidden_size,
         "intermediate_size": _count(config, "intermediate_size"),
         "num_heads": num_heads,
         "num_kv_heads": num_kv_heads,
-        "head_dim": _count(config, "head_dim", hidden_size // num_heads),
-        "rms_norm_eps": float(config.get("rms_norm_eps", 1e-6)),
+        "head_dim": head_dim,
+        "rms_norm_eps": _number(config, "rms_norm_eps", 1e-6),
         "rope": RopeConfig.from_hf(config),
     }
 
@@ -235,19 +247,20 @@ def _refuse_unsupported(config: Raw) -> None:
     for name in ("quantization_config", "compression_config"):
         require(not config.get(name), f"{name} is set: quantized weights are not supported, use plain ones")
     window, used = config.get("sliding_window"), config.get("use_sliding_window", True)
-    sliding = (window and used) or "sliding_attention" in (config.get("layer_types") or ())
-    require(not sliding, f"sliding_window is {window} and in use: only full attention is supported")
+    sliding = (window and used) or "sliding_attention" in _items(config, "layer_types")
+    require(not sliding, f"sliding_window is {shown(window)} and in use: only full attention is supported")
     activation = config.get("hidden_act", "silu")
-    require(activation == "silu", f"hidden_act is {activation!r}: only 'silu' is supported")
+    require(activation == "silu", f"hidden_act is {shown(activation)}: only 'silu' is supported")
 
 
 def _llama3(parameters: Raw) -> Llama3Scaling:
-    names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-    missing = [name for name in names if not isinstance(parameters.get(name), int | float)]
-    require(not missing, f"llama3 rope scaling has no {', '.join(missing)}: config.json is incomplete")
-    factor, low, high, original = (parameters[name] for name in names)
+    factor, low, high = (_number(parameters, f"{name}factor") for name in ("", "low_freq_", "high_freq_"))
+    require(low < high, f"low_freq_factor is {low} and high_freq_factor {high}: config.json is wrong")
     return Llama3Scaling(
-        factor=factor, low_freq_factor=low, high_freq_factor=high, original_max_positions=int(original)
+        factor=factor,
+        low_freq_factor=low,
+        high_freq_factor=high,
+        original_max_positions=_count(parameters, "original_max_position_embeddings"),
     )
 
 
@@ -256,22 +269,54 @@ def _dtype(config: Raw) -> str:
 
 
 def _eos_token_ids(config: Raw) -> tuple[int, ...]:
-    ids = config.get("eos_token_id")
-    if ids is None:
-        return ()
-    return tuple(ids) if isinstance(ids, list) else (int(ids),)
+    value = config.get("eos_token_id")
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    plain = all(type(i) is int and 0 <= i < _LARGEST_COUNT for i in ids)
+    require(plain, f"eos_token_id is {shown(value)}: it must be a token id, or a list of them")
+    return tuple(ids)
 
 
 def _section(config: Raw, name: str) -> Raw:
     value = config.get(name) or {}
-    require(isinstance(value, Mapping), f"{name} is {value!r}: config.json is wrong")
+    require(isinstance(value, Mapping), f"{name} is {shown(value)}: config.json is wrong")
     assert isinstance(value, Mapping)
     return value
 
 
+def _items(config: Raw, name: str) -> list[Any]:
+    value = config.get(name) or []
+    require(isinstance(value, list), f"{name} is {shown(value)}: it must be a list")
+    assert isinstance(value, list)
+    return value
+
+
+def _flag(config: Raw, name: str, default: bool = False) -> bool:
+    value = _given(config, name, default)
+    require(isinstance(value, bool), f"{name} is {shown(value)}: it must be true or false")
+    return bool(value)
+
+
 def _count(config: Raw, name: str, default: int | None = None) -> int:
-    value = default if config.get(name) is None else config[name]
-    require(value is not None, f"config.json has no {name}: it is not a checkpoint of a supported family")
-    require(type(value) is int and value > 0, f"{name} is {value!r}: config.json is wrong")
+    value = _given(config, name, default)
+    fits = type(value) is int and 0 < value <= _LARGEST_COUNT
+    require(fits, f"{name} is {shown(value)}: it must be a whole number above 0, at most {_LARGEST_COUNT}")
     assert isinstance(value, int)
+    return value
+
+
+def _number(config: Raw, name: str, default: float | None = None) -> float:
+    value = _given(config, name, default)
+    # false also for NaN
+    fits = isinstance(value, int | float) and value is not True and 0 < value < _LARGEST_NUMBER
+    require(fits, f"{name} is {shown(value)}: it must be a number above 0, below {_LARGEST_NUMBER:g}")
+    assert isinstance(value, int | float)
+    return float(value)
+
+
+def _given(config: Raw, name: str, default: object) -> object:
+    value = default if config.get(name) is None else config[name]
+    require(
+        value is not None,
+        f"config.json has no {name}: it is incomplete, or of a family that is not supported",
+    )
     return value
