@@ -1,17 +1,20 @@
 """Every data set format, every row that cannot be run, and the token ids of every turn."""
 
+import gc
 import gzip
+import io
 import json
 import os
 import subprocess
 import sys
+import tracemalloc
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from specgen.bundled import data_directory
-from specgen.prompts import DATASETS, Message, Prompt, load_prompts, prompt_ids
+from specgen.prompts import DATASETS, Message, Prompt, Rejected, load_prompts, open_prompts, prompt_ids
 from specgen.tokenizer import load_tokenizer
 from tests.tiny_tokenizers import write_byte_level
 
@@ -20,6 +23,7 @@ public = pytest.mark.skipif(not PUBLIC.is_dir(), reason=f"no public data sets at
 
 CATEGORIES = ("writing", "roleplay", "reasoning", "coding", "extraction", "stem", "humanities")
 OWN = {"id": "a", "prompt": "Once upon a time"}
+EXPECTED_OWN = Prompt(id="a", text="Once upon a time")
 ROWS = {  # data set: one row as its public file has it
     "mt-bench": {
         "question_id": 81,
@@ -122,6 +126,55 @@ def test_num_prompts_counts_prompts_that_can_run_and_reads_no_further(tmp_path):
     assert [row.id for row in rejected] == ["line 1"]
 
 
+def test_a_set_is_read_anew_in_every_pass_and_only_as_far_as_asked(tmp_path):
+    path = write_lines(tmp_path / "own.jsonl", OWN, "{", {**OWN, "id": "b"})
+    prompts = open_prompts(str(path), data_path=None, num_prompts=None)
+    first = list(prompts)
+    assert list(prompts) == first
+    assert [type(result) for result in first] == [Prompt, Rejected, Prompt]
+    passes = iter(prompts), iter(prompts)
+    assert next(passes[0]) == next(passes[1]) == first[0]
+    write_lines(path, {**OWN, "id": "new"})
+    assert [result.id for result in prompts] == ["new"]
+
+
+def test_standard_input_is_kept_for_every_pass_and_removed_afterwards(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    content = gzip.compress((json.dumps(OWN) + "\n{\n").encode())
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(content)))
+    prompts = open_prompts("-", data_path=None, num_prompts=None)
+    assert [result.id for result in prompts] == [result.id for result in prompts] == ["a", "line 2"]
+    del prompts
+    gc.collect()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_standard_input_that_cannot_be_kept(monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("shutil.copyfileobj", full)
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"{}")))
+    with pytest.raises(ValueError, match=r"^standard input cannot be kept in .* write it to a file"):
+        load("-")
+
+
+def test_gzip_is_known_by_its_content(tmp_path):
+    (tmp_path / "own.jsonl").write_bytes(gzip.compress(json.dumps(OWN).encode()))
+    write_lines(tmp_path / "plain.jsonl.gz", OWN)
+    assert load(tmp_path / "own.jsonl") == load(tmp_path / "plain.jsonl.gz") == ([EXPECTED_OWN], [])
+
+
+def test_an_array_is_read_through_a_small_window(tmp_path, monkeypatch):
+    monkeypatch.setattr("specgen.prompts.json_rows._CHUNK", 7)
+    rows = [{"id": number, "prompt": "é" * number + "x", "n": [number] * 5} for number in range(40)]
+    for text in (json.dumps(rows), json.dumps(rows, indent=3, ensure_ascii=False)):
+        (tmp_path / "own.json").write_text(text)
+        prompts, rejected = load(tmp_path / "own.json")
+        assert [(prompt.id, prompt.text) for prompt in prompts] == [(str(r["id"]), r["prompt"]) for r in rows]
+        assert rejected == []
+
+
 def test_a_directory_is_read_by_the_names_of_its_files(tmp_path):
     write_lines(tmp_path / "b.jsonl", {**OWN, "id": "2"}, OWN)
     write_lines(tmp_path / "a.jsonl", {**OWN, "id": "1"}, OWN)
@@ -150,6 +203,42 @@ def test_rows_without_an_id_get_the_same_one_in_every_file(tmp_path):
     assert [row.reason for row in rejected] == [
         "line 3: an earlier row has the same id, or the same content and no id"
     ]
+
+
+def test_own_rows_need_no_id(tmp_path):
+    prompts, rejected = load(
+        write_lines(tmp_path / "own.jsonl", {"prompt": "x"}, {"prompt": "x", "id": None})
+    )
+    assert len(prompts) == 1
+    assert rejected[0].reason.endswith("an earlier row has the same id, or the same content and no id")
+
+
+# --- ids --------------------------------------------------------------------------------------------------
+
+
+def test_no_two_ids_are_alike_whatever_rows_call_themselves(tmp_path):
+    rows = [
+        {**OWN, "id": "line 2"},
+        "{",  # would be "line 2"
+        {**OWN, "id": "bad", "prompt": 3},
+        {**OWN, "id": "bad"},  # the id is in the errors already
+        {**OWN, "id": "line 2 (2)"},
+        {**OWN, "id": "fine"},
+    ]
+    prompts, rejected = load(write_lines(tmp_path / "own.jsonl", *rows))
+    assert [prompt.id for prompt in prompts] == ["line 2", "fine"]
+    assert [row.id for row in rejected] == ["line 2 (2)", "bad", "line 4", "line 5"]
+
+
+def test_later_turns_take_their_ids_too(tmp_path):
+    rows = [
+        {"question_id": 1, "turns": ["x", "y"]},
+        {"question_id": "1/turn-2", "turns": ["x"]},
+        {"question_id": "1/turn-3", "turns": ["x"]},
+    ]
+    prompts, rejected = load("mt-bench", write_lines(tmp_path / "rows.jsonl", *rows))
+    assert [prompt.turn_ids for prompt in prompts] == [("1", "1/turn-2"), ("1/turn-3",)]
+    assert [row.id for row in rejected] == ["line 2"]
 
 
 # --- rows that cannot be run ------------------------------------------------------------------------------
@@ -241,6 +330,47 @@ def test_bytes_that_are_not_utf8_spoil_their_line_only(tmp_path):
     prompts, rejected = load(path)
     assert [prompt.id for prompt in prompts] == ["a"]
     assert rejected[0].reason.startswith("line 1: not valid JSON ('utf-8' codec")
+
+
+def test_bytes_that_are_not_utf8_spoil_their_element_only(tmp_path):
+    path = tmp_path / "own.json"
+    path.write_bytes(b'[{"id": "x", "prompt": "\xff"}, ' + json.dumps(OWN).encode() + b"]")
+    assert load(path)[0] == [EXPECTED_OWN]
+    assert load(path)[1][0].reason.startswith("row 1: prompt holds half of a surrogate pair")
+
+
+@pytest.mark.parametrize("name", ["own.jsonl", "own.json"])
+def test_a_row_without_end_is_passed_over_in_little_memory(tmp_path, monkeypatch, name):
+    monkeypatch.setattr("specgen.prompts.json_rows._LONGEST", 2**20)
+    path = tmp_path / name
+    lines = [
+        json.dumps(OWN),
+        json.dumps({**OWN, "id": "b", "prompt": "x" * 2**26}),
+        json.dumps({**OWN, "id": "c"}),
+    ]
+    text = "\n".join(lines) if name.endswith("l") else f"[{', '.join(lines)}]"
+    path.write_bytes(gzip.compress(text.encode(), 1))
+    del text, lines
+    tracemalloc.start()
+    prompts, rejected = load(path)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 2**24
+    assert [prompt.id for prompt in prompts] == (["a", "c"] if name.endswith("l") else ["a"])
+    assert "longer than 1,048,576" in rejected[0].reason
+
+
+def test_a_reason_never_repeats_megabytes(tmp_path):
+    big = "x" * 10**7
+    rows = [
+        {**OWN, "id": "1", "messages": big},
+        {**OWN, "id": big},
+        {"id": "3", "messages": [{"role": big}]},
+        big,
+    ]
+    rejected = load(write_lines(tmp_path / "own.jsonl", *rows, {big: 1, "id": "5"}))[1]
+    assert [row.id for row in rejected] == ["1", "line 2", "3", "line 4", "5"]
+    assert max(len(row.reason) for row in rejected) <= 300
 
 
 def test_a_broken_array_keeps_the_rows_before_the_break(tmp_path):

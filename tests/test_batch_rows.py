@@ -1,0 +1,156 @@
+"""Rows of OpenAI's Batch API, and how each row says it wants to be decoded."""
+
+import json
+
+import pytest
+
+from specgen.config import SamplingParams
+from specgen.prompts import Message, Prompt, Rejected, load_prompts
+from specgen.prompts.sampling import _READERS, SAMPLING_FIELDS
+
+HI = [{"role": "user", "content": "Hi"}]
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+
+
+def read(tmp_path, *rows: object) -> list[Prompt | Rejected]:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    prompts, rejected = load_prompts(str(path), data_path=None, num_prompts=None)
+    return [*prompts, *rejected]
+
+
+def batch(body: object, url: object = CHAT, **more: object) -> dict:
+    return {"custom_id": "r", "method": "POST", "url": url, "body": body, **more}
+
+
+def chat(**parameters: object) -> dict:
+    return batch({"model": "any", "messages": HI, **parameters})
+
+
+def text(**parameters: object) -> dict:
+    return batch({"model": "any", "prompt": "Once", **parameters}, TEXT)
+
+
+def test_a_chat_request(tmp_path):
+    parts = [{"type": "text", "text": "One."}, {"type": "text", "text": "Two."}]
+    messages = [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": parts}]
+    (prompt,) = read(tmp_path, batch({"messages": messages}))
+    said = (Message(role="system", content="Be brief."), Message(role="user", content="One.\nTwo."))
+    assert prompt == Prompt(id="r", messages=said, endpoint=CHAT)
+    assert prompt.where == "line 1"
+
+
+def test_text_requests_with_text_and_with_token_ids(tmp_path):
+    first, second = read(tmp_path, text(), text(prompt=[3, 1]) | {"custom_id": "s"})
+    assert first == Prompt(id="r", text="Once", endpoint=TEXT)
+    assert second == Prompt(id="s", token_ids=(3, 1), endpoint=TEXT)
+
+
+@pytest.mark.parametrize(
+    ("row", "sampling"),
+    [
+        (chat(max_tokens=5, max_completion_tokens=7), {"max_tokens": 7}),
+        (chat(max_tokens=5, max_completion_tokens=None), {"max_tokens": 5}),
+        (
+            chat(temperature=0.5, top_p=1, seed=-3, stop="\n"),
+            {"temperature": 0.5, "top_p": 1, "seed": -3, "stop": ("\n",)},
+        ),
+        (text(stop=["a", "b"], top_k=-1, min_p=0.1), {"stop": ("a", "b"), "top_k": 0, "min_p": 0.1}),
+        (text(ignore_eos=True), {"ignore_eos": True}),
+        (
+            chat(
+                user="me", metadata={"a": "b"}, store=True, n=1, stream=False, presence_penalty=0.0, tools=[]
+            ),
+            {},
+        ),
+        (
+            {"id": "r", "prompt": "x", "temperature": 0, "max_tokens": 3, "else": []},
+            {"temperature": 0, "max_tokens": 3},
+        ),
+    ],
+)
+def test_sampling_by_row(tmp_path, row, sampling):
+    (prompt,) = read(tmp_path, row)
+    assert prompt.sampling == sampling
+
+
+@pytest.mark.skipif("logit_bias" not in SAMPLING_FIELDS, reason="the engine has none")
+@pytest.mark.parametrize(
+    ("row", "sampling"),
+    [
+        (chat(logprobs=True, top_logprobs=3), {"logprobs": 3}),
+        (chat(logprobs=True), {"logprobs": 0}),
+        (chat(logprobs=False), {}),
+        (text(logprobs=0), {"logprobs": 0}),
+        (text(logprobs=5), {"logprobs": 5}),
+        (chat(logit_bias={"50": -100, "7": 1.5, "9": None}), {"logit_bias": ((7, 1.5), (50, -100))}),
+    ],
+)
+def test_log_probabilities_and_biases_by_row(tmp_path, row, sampling):
+    (prompt,) = read(tmp_path, row)
+    assert prompt.sampling == sampling
+
+
+BAD = [
+    (batch({"messages": HI}, custom_id=None), "no custom_id"),
+    (batch({"messages": HI}, method="GET"), "method is 'GET': use POST"),
+    (batch({"messages": HI}, "/v1/embeddings"), "url is '/v1/embeddings': use /v1/chat/completions or /v1"),
+    (batch({"messages": HI}, [CHAT]), "url is ['/v1/chat/completions']: use"),
+    ({"custom_id": "r", "body": {"messages": HI}}, "url is None: use"),
+    (batch([]), "body is []: use an object"),
+    (batch({"prompt": "x"}), "no messages"),
+    (batch({"messages": HI}, TEXT), "no prompt"),
+    (text(prompt=["a", "b"]), "prompt_token_ids are not all integers"),
+    (chat(n=2), "n is 2, which is not built: use 1, or remove it"),
+    (chat(stream=True), "stream is True"),
+    (chat(presence_penalty=0.5), "presence_penalty is 0.5, which is not built: use 0"),
+    (chat(response_format={"type": "json_object"}), "response_format is {'type': 'json_object'}"),
+    (chat(tools=[{"type": "function"}]), "tools is [{'type': 'function'}]"),
+    (chat(temprature=1), "'temprature' is not known here"),
+    (chat(**{"x" * 10_000: 1}), "'xxxxx"),
+    (chat(max_tokens="5"), "max_tokens is '5': use a whole number"),
+    (chat(max_tokens=5.0), "max_tokens is 5.0: use a whole number"),
+    (chat(max_tokens=10**30), "max_tokens is 1000000000"),
+    (chat(max_tokens=0), "max-new-tokens is 0"),
+    (chat(temperature=-1), "temperature is -1: use 0 (greedy) or more"),
+    (chat(temperature=True), "temperature is True: use a number"),
+    (chat(temperature=float("nan")), "temperature is nan: use a number"),
+    (chat(temperature=float("inf")), "temperature is inf: use a number"),
+    (chat(stop=[3]), "stop is 3, not a string"),
+    (chat(stop=""), "an empty stop string"),
+    (chat(ignore_eos="yes"), "ignore_eos is 'yes': use true or false"),
+    (chat(top_logprobs=3), "top_logprobs is 3 but logprobs is not true"),
+    (chat(logprobs=1), "logprobs is 1: use true or false"),
+    (
+        batch({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}),
+        "a part of a message is of type 'image_url': use text",
+    ),
+    (
+        batch({"messages": [{"role": "assistant", "content": "", "tool_calls": [{}]}, *HI]}),
+        "a message holds tool_calls",
+    ),
+]
+NEW = [
+    (chat(logprobs=True, top_logprobs=200), "logprobs is 200"),
+    (text(logprobs=True), "logprobs is True: use a whole number"),
+    (chat(logit_bias=[1]), "logit_bias is [1]: use an object"),
+    (chat(logit_bias={"x": 1}), "logit_bias has the key 'x': use a token id"),
+    (chat(logit_bias={"01": 1}), "logit_bias has the key '01': use a token id"),
+    (chat(logit_bias={"1" * 5000: 1}), "logit_bias has the key '111"),
+    (chat(logit_bias={"1": "a"}), "logit_bias is 'a': use a number"),
+    (chat(logit_bias={"1": 200}), "logit-bias of token 1 is 200"),
+]
+
+
+@pytest.mark.parametrize(("row", "reason"), BAD + (NEW if "logit_bias" in SAMPLING_FIELDS else []))
+def test_what_cannot_be_done_is_named_and_the_rest_runs(tmp_path, row, reason):
+    prompt, rejected = read(tmp_path, row, chat(max_tokens=1) | {"custom_id": "last"})
+    assert prompt.id == "last"
+    assert rejected.reason.startswith(f"line 1: {reason}")
+    assert len(rejected.reason) <= 300
+
+
+def test_every_field_of_the_sampling_has_a_reader():
+    assert set(_READERS) >= set(SAMPLING_FIELDS)
+    assert set(_READERS) - {"logit_bias", "logprobs"} <= set(SAMPLING_FIELDS)
+    assert SamplingParams().stop == ()
