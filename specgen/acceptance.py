@@ -1,5 +1,6 @@
 """Acceptance of drafts, of one request and of many added up, by draft position."""
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -133,7 +134,9 @@ class RequestSum:
     def __init__(self, num_spec_tokens: int) -> None:
         self._num_requests = 0
         self._num_tokens = 0
-        self._sum_of_means = 0.0
+        self._accepted_in: Counter[int] = (
+            Counter()
+        )  # by the number of steps of a request; so no order of sums shows
         self._length = Ratio()  # accepted drafts by step
         self._joint = [Ratio() for _ in range(num_spec_tokens)]
         self._conditional = [Ratio() for _ in range(num_spec_tokens)]
@@ -144,7 +147,7 @@ class RequestSum:
         steps, accepted = counts.num_steps, sum(counts.accepted)
         self._num_requests += 1
         self._num_tokens += num_tokens
-        self._sum_of_means += 1 + accepted / steps if steps else 0.0
+        self._accepted_in[steps] += accepted
         self._length.add(accepted, steps)
         for position, hits in enumerate(counts.accepted):
             self._joint[position].add(hits, counts.drafted[position])
@@ -162,11 +165,16 @@ class RequestSum:
             num_accepted_tokens=length.hits,
             mean_acceptance_length=None if length.rate is None else 1 + length.rate,
             mean_acceptance_length_ci95=self._length_interval(),
-            mean_acceptance_length_per_request=self._sum_of_means / length.groups if length.groups else None,
+            mean_acceptance_length_per_request=self._mean_over_requests(),
             draft_acceptance_rate=length.hits / drafted if drafted else None,
             acceptance=tuple(self._position(position) for position in range(len(self._joint))),
             acceptance_histogram=tuple(self._histogram),
         )
+
+    def _mean_over_requests(self) -> float | None:
+        sums = sorted((steps, accepted) for steps, accepted in self._accepted_in.items() if steps)
+        groups = self._length.groups
+        return 1 + sum(accepted / steps for steps, accepted in sums) / groups if groups else None
 
     def _length_interval(self) -> Interval | None:
         interval = self._length.mean_interval()

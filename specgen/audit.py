@@ -11,7 +11,8 @@ from specgen.config import EngineConfig, SamplingParams, require
 from specgen.conversations import Conversations
 from specgen.divergence import Divergence
 from specgen.events import Event
-from specgen.prompts import Rejected, load_prompts
+from specgen.output import RequestOutput
+from specgen.prompts import load_prompts
 from specgen.provenance import manifest
 from specgen.report import fold
 from specgen.run import Progress
@@ -111,11 +112,14 @@ def audit(job: AuditJob, progress: Progress) -> Audit:
     models = load_models(config)
     if any(prompt.messages for prompt in prompts):
         models.tokenizer.require_chat_template()
-    requests = list(Conversations(prompts, models.tokenizer, job.sampling, rejected.append).first_turns())
+    refused: list[RequestOutput] = []
+    requests = list(Conversations(prompts, models.tokenizer, job.sampling, refused.append).first_turns())
     runs = _Runs(config=config, models=models, requests=requests, progress=progress)
     first, *others = _arms(job.batch_sizes)
     reference, _ = runs.decode(first)
-    failures = [*_reasons(rejected), *(f"{c.request.id}: {c.error}" for c in reference.values() if c.error)]
+    failures = [f"{row.id}: {row.reason}" for row in rejected]
+    failures += [f"{output.id}: {output.error}" for output in refused]
+    failures += [f"{c.request.id}: {c.error}" for c in reference.values() if c.error]
     answered = {name: completion for name, completion in reference.items() if completion.error is None}
     require(
         bool(answered), f"none of the prompts of {job.dataset} can be run: {(failures or ['no prompt'])[0]}"
@@ -133,10 +137,6 @@ def _arms(batch_sizes: Sequence[int]) -> list[Arm]:
     """Plain decoding first, and the smallest batch first."""
     names: tuple[ArmName, ...] = ("plain", "padded", "non-padded")
     return [Arm(name=name, batch_size=size) for name in names for size in sorted(set(batch_sizes))]
-
-
-def _reasons(rejected: Sequence[Rejected]) -> list[str]:
-    return [f"{row.id}: {row.reason}" for row in rejected]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,7 +163,10 @@ class _Runs:
         engine = build_engine(config, self.models, record)
         engine.warm_up()
         self.progress.start(what, len(self.requests))
-        completions = {completion.request.id: completion for completion in engine.generate(self.requests)}
+        completions = {}
+        for completion in engine.generate(self.requests):
+            completions[completion.request.id] = completion
+            self.progress.advance()
         self.progress.finish()
         speculation = fold(events, num_spec_tokens=config.num_spec_tokens).speculation
         return completions, speculation.mean_acceptance_length

@@ -72,12 +72,21 @@ class Models:
 
     def described(self, model: str) -> str:
         """``model`` as a report names it: whether its weights were only written to be timed belongs to it."""
-        return from_here(model) + (" (synthetic weights)" if self.synthetic else "")
+        return described(model, self.checkpoints["model"])
 
     @property
     def synthetic(self) -> bool:
         """Whether the target says that its weights were made for measurements and not trained."""
-        return bool(self.checkpoints["model"].config.get("synthetic_weights", False))
+        return _is_synthetic(self.checkpoints["model"])
+
+
+def described(model: str, checkpoint: Checkpoint) -> str:
+    """See ``Models.described``."""
+    return from_here(model) + (" (synthetic weights)" if _is_synthetic(checkpoint) else "")
+
+
+def _is_synthetic(checkpoint: Checkpoint) -> bool:
+    return bool(checkpoint.config.get("synthetic_weights", False))
 
 
 def resolve(config: EngineConfig) -> EngineConfig:
@@ -171,14 +180,18 @@ def _heads(config: EngineConfig) -> list[Heads]:
     ]
 
 
+def open_checkpoints(config: EngineConfig) -> dict[str, Checkpoint]:
+    """The checkpoints of ``config`` under "model" and, if any drafts are asked for, "drafter"; headers only."""
+    names = {"model": config.model, "drafter": config.drafter if config.num_spec_tokens else None}
+    return {role: open_checkpoint(name) for role, name in names.items() if name is not None}
+
+
 def load_models(config: EngineConfig) -> Models:
     """Read target, head (if any drafts are asked for) and tokenizer of a resolved ``config``."""
     device, dtype = torch.device(config.device), DTYPES[config.dtype]
-    checkpoints = {"model": open_checkpoint(config.model)}
+    checkpoints = open_checkpoints(config)
     target, head = load_target(checkpoints["model"], dtype, device), None
     if config.num_spec_tokens:
-        assert config.drafter is not None
-        checkpoints["drafter"] = open_checkpoint(config.drafter)
         head = load_drafter(checkpoints["drafter"], target, dtype, device)
     tokenizer = load_tokenizer(str(checkpoints["model"].path))
     return Models(target=target, head=head, tokenizer=tokenizer, checkpoints=checkpoints)

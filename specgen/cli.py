@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from specgen.evaluation.studies import Study
     from specgen.evaluation.study import StudyJob
     from specgen.events import Event
-    from specgen.run import Result
+    from specgen.run import Job, Result
 
 app = typer.Typer(
     name="specgen",
@@ -71,12 +71,15 @@ def generate(
     gpu_memory_utilization: opt.GpuMemoryUtilizationOption = 0.9,
     prefix_cache: opt.PrefixCacheOption = True,
     output: opt.OutputOption = None,
+    restart: opt.RestartOption = False,
+    max_failures: opt.MaxFailuresOption = None,
     baseline: opt.BaselineOption = False,
     as_json: opt.AsJsonOption = False,
 ) -> None:
     """Generate for a whole prompt set and report what the speculation was worth.
 
-    Without options: the bundled model pair on the bundled prompts.
+    Without options: the bundled model pair on the bundled prompts. With --output what was stopped or killed goes on
+    when the command is given again. Exit code 3 if a request failed.
     """
     most, spec_length = spec_tokens(num_spec_tokens)
     target, head = pair(model, drafter, most)
@@ -107,7 +110,7 @@ def generate(
         stop=tuple(stop or ()),
         ignore_eos=ignore_eos,
     )
-    from specgen.run import Job, run  # imports torch
+    from specgen.run import Job  # imports torch
 
     job = Job(
         engine=engine,
@@ -116,13 +119,17 @@ def generate(
         data_path=data_path,
         num_prompts=num_prompts,
         baseline=baseline,
+        restart=restart,
+        max_failures=max_failures,
     )
-    result = run(job, output, _Bar())
+    result = _run(job, output)
     if as_json:
-        print(json.dumps(result.report.to_json()))
+        print(json.dumps(result.report))
     else:
         _print(result)
     _print_notes(result, output)
+    if result.report["num_errors"]:
+        raise typer.Exit(3)
 
 
 @app.command()
@@ -196,8 +203,8 @@ def verify(
         f"output {str(output)!r} exists: name a new file, or remove it first",
     )
     from specgen import audit_table
+    from specgen.atomic import write_json
     from specgen.audit import AuditJob, audit  # imports torch
-    from specgen.results import write_json
 
     job = AuditJob(
         engine=engine,
@@ -212,7 +219,8 @@ def verify(
         output.parent.mkdir(parents=True, exist_ok=True)
         write_json(output, found)
     print(json.dumps(found) if as_json else audit_table.render(found), end="\n" if as_json else "")
-    _print_failures(found["failures"], "--json and --output have all")
+    failures = found["failures"]
+    _print_failures(failures[:_FAILURES_SHOWN], len(failures), "--json and --output have all")
     if found["num_unexplained"]:
         raise typer.Exit(1)
 
@@ -326,7 +334,7 @@ def _evaluate(job: "StudyJob", output: Path | None, samples: Path | None) -> Non
     from specgen.evaluation import comparison_tables, study
     from specgen.results import directory
 
-    with directory(output) as path:
+    with directory(output, "study.json") as path:
         run, results = study.StudyRun(job, path), []
         for result in run.arms():
             results.append(result)
@@ -355,27 +363,44 @@ def _bytes(text: str) -> int:
     return int(float(number) * units[unit])
 
 
+def _run(job: "Job", output: Path | None) -> "Result":
+    """Run ``job``; where it is ended before its end, say so and exit."""
+    from specgen.interrupt import StoppedError, interruptible
+    from specgen.run import TooManyFailuresError, run
+
+    remedy = "nothing is kept without --output" if output is None else "the same command goes on from there"
+    with interruptible() as interrupt:
+        try:
+            return run(job, output, _Bar(), interrupt)
+        except StoppedError as ended:
+            print(f"specgen: {ended}; {remedy}", file=sys.stderr)
+            raise typer.Exit(interrupt.exit_code) from None
+        except TooManyFailuresError as ended:
+            print(f"specgen: {ended}; {remedy}", file=sys.stderr)
+            raise typer.Exit(3) from None
+
+
 def _print(result: "Result") -> None:
     """Some of the text, then the report."""
     from specgen import tables
 
     for asked, answered in result.samples:
         print(f"Prompt:\n{_indented(asked)}\nAnswer:\n{_indented(answered)}\n")
-    print(tables.render(result.report.to_json(), result.settings), end="")
+    print(tables.render(result.report, result.settings), end="")
 
 
 def _print_notes(result: "Result", output: Path | None) -> None:
     """What is no part of the report, on stderr: what was not run, and where the files are."""
-    _print_failures(result.failures, "completions.jsonl of --output has them all")
+    _print_failures(result.failures, result.report["num_errors"], "errors.jsonl of --output has them all")
     if output is not None:
         print(f"Files are in {output}; open {output / 'report.html'} in a browser.", file=sys.stderr)
 
 
-def _print_failures(failures: list[str], where_all_are: str) -> None:
-    """The first requests that were not run, on stderr."""
-    for failure in failures[:_FAILURES_SHOWN]:
-        print(f"specgen: not run: {failure}", file=sys.stderr)
-    if (more := len(failures) - _FAILURES_SHOWN) > 0:
+def _print_failures(first: list[str], num_failures: int, where_all_are: str) -> None:
+    """The ``first`` requests that failed, on stderr."""
+    for failure in first:
+        print(f"specgen: failed: {failure}", file=sys.stderr)
+    if (more := num_failures - len(first)) > 0:
         print(f"specgen: and {more} more; {where_all_are}", file=sys.stderr)
 
 
@@ -395,31 +420,25 @@ class _Bar:
         )
         print(f"{what}: {note}", file=sys.stderr)
 
-    def start(self, what: str, num_requests: int) -> None:
+    def start(self, what: str, num_requests: int, num_done: int = 0) -> None:
         """See ``run.Progress``."""
         from tqdm import tqdm
 
-        self._bar = tqdm(total=num_requests, desc=what, unit="req", dynamic_ncols=True)
-        self._tokens = self._steps = self._accepted = 0
+        from specgen.tally import Tally
+
+        self._bar = tqdm(total=num_requests, initial=num_done, desc=what, unit="req", dynamic_ncols=True)
+        self._tally = Tally()
 
     def see(self, event: "Event") -> None:
         """See ``run.Progress``."""
-        from specgen.events import Captured, Finished, OutOfMemory, Prefilled, Stepped, Verified
+        from specgen.events import Captured, OutOfMemory, Stepped
 
+        self._tally.see(event)
         match event:
-            case Prefilled(emitted=emitted):
-                self._tokens += emitted
-            case Verified(accepted=accepted, emitted=emitted):
-                self._tokens += emitted
-                self._steps += 1
-                self._accepted += accepted
-            case Stepped(time=time):
-                length = 1 + self._accepted / max(self._steps, 1)
-                self._bar.set_postfix_str(
-                    f"{self._tokens / time:.0f} tok/s, acceptance length {length:.2f}", refresh=False
-                )
-            case Finished():
-                self._bar.update()
+            case Stepped():
+                speed = f"{self._tally.tokens_per_second or 0:.0f} tok/s"
+                length = f"acceptance length {self._tally.acceptance_length or 1:.2f}"
+                self._bar.set_postfix_str(f"{speed}, {length}", refresh=False)
             case Captured(what=what, num_sequences=number, seconds=seconds, fits=fits):
                 done = (
                     f"captured in {seconds:.1f} s" if fits else "no memory to capture it, so it runs without"
@@ -432,6 +451,10 @@ class _Bar:
                 )
             case _:
                 pass
+
+    def advance(self) -> None:
+        """See ``run.Progress``."""
+        self._bar.update()
 
     def finish(self) -> None:
         """See ``run.Progress``."""

@@ -1,13 +1,16 @@
-"""Prompts become requests, answers become the context of the next turn, and both become rows of the results."""
+"""Prompts become requests, and answers become the context of the next turn."""
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 
-from specgen.config import SamplingParams
+from specgen.acceptance import RequestMetrics
+from specgen.config import SamplingParams, require
+from specgen.output import RequestOutput
 from specgen.prompts import Prompt, Rejected, prompt_ids
 from specgen.sequence import Completion, Request
 from specgen.tokenizer import StopStrings, Tokenizer
+
+_NONE: Mapping[str, str] = {}
 
 
 @dataclass(kw_only=True, eq=False)
@@ -18,94 +21,115 @@ class _Conversation:
 
 
 class Conversations:
-    """All prompts of a run; the engine is asked turn by turn. ``reject`` is told of turns that cannot be asked."""
+    """All prompts of a run; the engine is asked turn by turn. ``fail`` takes the outputs of turns that cannot be asked.
+
+    ``earlier`` has the texts of turns, by id, that were answered before: they are not asked again and are the
+    context of the turns behind them. ``sampling`` holds what a prompt leaves open.
+    """
 
     def __init__(
         self,
-        prompts: Sequence[Prompt],
+        prompts: Iterable[Prompt | Rejected],
         tokenizer: Tokenizer,
         sampling: SamplingParams,
-        reject: Callable[[Rejected], None],
+        fail: Callable[[RequestOutput], None],
+        earlier: Mapping[str, str] = _NONE,
     ) -> None:
         self._prompts = prompts
         self._tokenizer = tokenizer
         self._sampling = sampling
-        self._reject = reject
+        self._fail = fail
+        self._earlier = earlier
         self._open: dict[str, _Conversation] = {}
 
-    @property
-    def ids(self) -> list[str]:
-        """Ids of all requests, in the order of the input."""
-        return [
-            turn_id(prompt, turn) for prompt in self._prompts for turn in range(1, len(prompt.follow_ups) + 2)
-        ]
-
     def first_turns(self) -> Iterator[Request]:
-        """A request for every prompt that can be asked."""
+        """A request for every prompt that has one left and can be asked."""
         for prompt in self._prompts:
-            request = self._ask(_Conversation(prompt=prompt))
-            if request is not None:
+            if isinstance(prompt, Rejected):
+                self._fail(RequestOutput(id=prompt.id, finish_reason="error", error=prompt.reason))
+            elif (request := self._ask(_Conversation(prompt=prompt))) is not None:
                 yield request
 
     def follow_up(self, completion: Completion) -> Request | None:
         """The next turn of the conversation that ``answer`` has just taken a completion for, if it has one."""
         conversation = self._open.pop(completion.request.id)
-        over = len(conversation.answers) > len(conversation.prompt.follow_ups)
-        if over or completion.finish_reason == "error":
+        if completion.error is not None:
+            self._fail_behind(conversation)
             return None
         return self._ask(conversation)
 
-    def answer(self, completion: Completion) -> dict[str, Any]:
-        """Take in a completion; returns its row of ``completions.jsonl``."""
+    def answer(self, completion: Completion, metrics: RequestMetrics) -> RequestOutput:
+        """Take in a completion."""
         request = completion.request
         conversation = self._open[request.id]
         text = StopStrings(self._tokenizer, request.sampling.stop).text(completion.token_ids)
-        conversation.answers.append(text)
-        row: dict[str, Any] = {
-            "id": request.id,
-            "prompt": conversation.asked,
-            "text": text,
-            "token_ids": list(completion.token_ids),
-            "finish_reason": completion.finish_reason,
-            "turn": request.turn,
-            "num_prompt_tokens": len(request.prompt_token_ids),
-        }
-        if request.category is not None:
-            row["category"] = request.category
-        if completion.error is not None:
-            row["error"] = completion.error
-        return row
+        if completion.error is None:
+            conversation.answers.append(text)
+        return RequestOutput(
+            id=request.id,
+            prompt=conversation.asked,
+            text=text,
+            token_ids=completion.token_ids,
+            finish_reason=completion.finish_reason,
+            turn=request.turn,
+            num_prompt_tokens=len(request.prompt_token_ids),
+            category=request.category,
+            endpoint=conversation.prompt.endpoint,
+            error=None if completion.error is None else _placed(conversation.prompt, completion.error),
+            metrics=metrics,
+        )
 
     def _ask(self, conversation: _Conversation) -> Request | None:
-        prompt, turn = conversation.prompt, len(conversation.answers) + 1
-        try:
-            conversation.asked, token_ids = prompt_ids(prompt, self._tokenizer, conversation.answers)
-        except ValueError as error:
-            self._reject(Rejected(id=turn_id(prompt, turn), reason=str(error)))
+        """The request of the first turn without an answer."""
+        prompt, answers = conversation.prompt, conversation.answers
+        unanswered = prompt.turn_ids[len(answers) :]
+        while unanswered and unanswered[0] in self._earlier:
+            answers.append(
+                self._earlier[unanswered[0]] if len(unanswered) > 1 else ""
+            )  # nobody asks behind it
+            unanswered = unanswered[1:]
+        if not unanswered:
             return None
-        request = Request(
-            id=turn_id(prompt, turn),
-            prompt_token_ids=tuple(token_ids),
-            sampling=self._sampling,
-            category=prompt.category,
-            turn=turn,
-        )
+        try:
+            request = self._request(conversation, unanswered[0])
+        except ValueError as error:
+            self._fail(self._failed(prompt, len(answers) + 1, str(error)))
+            self._fail_behind(conversation)
+            return None
         self._open[request.id] = conversation
         return request
 
+    def _request(self, conversation: _Conversation, request_id: str) -> Request:
+        prompt = conversation.prompt
+        require(
+            request_id not in self._open, f"id {request_id!r} is being answered: give every prompt its own"
+        )
+        conversation.asked, token_ids = prompt_ids(prompt, self._tokenizer, conversation.answers)
+        return Request(
+            id=request_id,
+            prompt_token_ids=tuple(token_ids),
+            sampling=replace(self._sampling, **prompt.sampling),
+            category=prompt.category,
+            turn=len(conversation.answers) + 1,
+        )
 
-def turn_id(prompt: Prompt, turn: int) -> str:
-    """The id of one turn's request: the prompt's own, and from the second turn on with the turn behind it."""
-    return prompt.id if turn == 1 else f"{prompt.id}/turn-{turn}"
+    def _fail_behind(self, conversation: _Conversation) -> None:
+        """The turns behind one that failed cannot be asked."""
+        prompt, failed = conversation.prompt, len(conversation.answers) + 1
+        for turn in range(failed + 1, len(prompt.turn_ids) + 1):
+            self._fail(self._failed(prompt, turn, f"turn {failed} before it has no answer"))
+
+    def _failed(self, prompt: Prompt, turn: int, reason: str) -> RequestOutput:
+        return RequestOutput(
+            id=prompt.turn_ids[turn - 1],
+            finish_reason="error",
+            turn=turn,
+            category=prompt.category,
+            endpoint=prompt.endpoint,
+            error=_placed(prompt, reason),
+        )
 
 
-def rejected_row(rejected: Rejected) -> dict[str, Any]:
-    """The row of ``completions.jsonl`` for a row of the input that cannot be run."""
-    return {
-        "id": rejected.id,
-        "prompt": "",
-        "text": "",
-        "token_ids": [],
-        "finish_reason": "error",
-        "error": rejected.reason,
-    }
+def _placed(prompt: Prompt, reason: str) -> str:
+    """``reason`` behind the prompt's place in its file, where it comes from one."""
+    return f"{prompt.where}: {reason}" if prompt.where else reason

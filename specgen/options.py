@@ -198,9 +198,26 @@ AttentionOption = Annotated[
 OutputOption = Annotated[
     Path | None,
     typer.Option(
-        help="New directory for completions.jsonl, events.jsonl, report.json, report.html, manifest.json.",
+        help="Directory for completions.jsonl, errors.jsonl, events.jsonl, status.json, report.json, report.html and "
+        "manifest.json. What an earlier run of the same command left there goes on.",
         rich_help_panel=RESULTS,
         show_default=False,
+    ),
+]
+RestartOption = Annotated[
+    bool,
+    typer.Option(
+        "--restart",
+        help="Begin anew; the directory as it was is kept beside --output, with .1 behind its name.",
+        rich_help_panel=RESULTS,
+    ),
+]
+MaxFailuresOption = Annotated[
+    int | None,
+    typer.Option(
+        help="End the run when more requests than this have failed.",
+        rich_help_panel=RESULTS,
+        show_default="no limit",
     ),
 ]
 BaselineOption = Annotated[

@@ -2,7 +2,7 @@
 
 import platform
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import asdict
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -10,7 +10,24 @@ from typing import Any
 
 from specgen.config import EngineConfig, SamplingParams
 
-_FREE = ("created", "argv")  # of a manifest; nothing in a run depends on them
+_FREE = ("created", "argv", "settings")  # of a manifest; nothing in a run depends on them
+FREE_IN_A_RUN = (  # what changes no text and no definition: the checkpoints count by content, the device by name
+    "engine.model",
+    "engine.drafter",
+    "engine.device",
+    "engine.max_batch_size",
+    "engine.max_prefill_tokens",
+    "engine.kv_memory",
+    "engine.gpu_memory_utilization",
+    "engine.prefix_cache",
+    "engine.cuda_graphs",
+    "device.threads",
+    "device.memory_bytes",
+    "data.data_path",
+    "versions.python",
+    "versions.datasets",
+    "versions.lm-eval",
+)
 _PACKAGES = ("specgen", "torch", "flashinfer-python", "transformers", "tokenizers", "datasets", "lm-eval")
 
 
@@ -30,13 +47,16 @@ def manifest(
     }
 
 
-def differences(earlier: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """The fields in which the manifests of two runs differ, each as ``engine.dtype (float32, now bfloat16)``."""
+def differences(earlier: Mapping[str, Any], now: Mapping[str, Any], free: Container[str] = ()) -> list[str]:
+    """The fields in which the manifests of two runs differ, each as ``engine.dtype (float32, now bfloat16)``.
+
+    ``free`` names fields, as they are named here, that may.
+    """
     left, right = (dict(_flat({k: v for k, v in each.items() if k not in _FREE})) for each in (earlier, now))
     return [
         f"{name} ({left.get(name)}, now {right.get(name)})"
         for name in {**left, **right}
-        if left.get(name) != right.get(name)
+        if left.get(name) != right.get(name) and name not in free
     ]
 
 

@@ -64,6 +64,7 @@ class Report:
     num_prompt_tokens: int
     num_cached_tokens: int  # of those, the ones that the prefix cache had
     finish_reasons: Mapping[str, int]
+    num_errors: int  # failed requests, which count in nothing else
     num_unfinished: int
     num_preemptions: int
     wall_seconds: float  # from the first event to the last; of a run that was killed and resumed the sum
@@ -105,7 +106,6 @@ class Report:
         return {
             **fields.pop("speculation"),
             **fields,
-            "num_errors": self.finish_reasons.get("error", 0),
             "output_tokens_per_second": self.output_tokens_per_second,
             "rows": self.rows(),
         }
@@ -118,6 +118,7 @@ class _Request:
     submitted: Submitted
     counts: StepCounts
     num_tokens: int = 0
+    num_cached: int = 0  # prompt tokens that the prefix cache had
     first_token: float | None = None
 
     def emit(self, num_tokens: int, time: float) -> None:
@@ -127,11 +128,12 @@ class _Request:
 
 
 class _Fold:
-    """The state between two events: open requests, and sums over the ended ones."""
+    """The state between two events: open requests, failed ones, and sums over the ended ones."""
 
     def __init__(self, num_spec_tokens: int) -> None:
         self.num_spec_tokens = num_spec_tokens
         self.open: dict[str, _Request] = {}
+        self.failed: set[str] = set()
         self.all = RequestSum(num_spec_tokens)
         self.categories: dict[str, RequestSum] = {}
         self.turns: dict[str, RequestSum] = {}
@@ -157,8 +159,9 @@ class _Fold:
             case Submitted():
                 self.submit(event)
             case Prefilled():
-                self.request(event.sequence).emit(event.emitted, event.time)
-                self.num_cached_tokens += event.num_cached if event.emitted else 0
+                request = self.request(event.sequence)
+                request.emit(event.emitted, event.time)
+                request.num_cached += event.num_cached if event.emitted else 0
             case Verified():
                 request = self.request(event.sequence)
                 request.counts.add(event)
@@ -186,10 +189,15 @@ class _Fold:
             event.sequence not in self.open,
             f"{event.sequence!r} is submitted twice: give every prompt its own id",
         )
+        self.failed.discard(event.sequence)  # it is tried again
         self.open[event.sequence] = _Request(submitted=event, counts=StepCounts(self.num_spec_tokens))
 
     def finish(self, event: Finished) -> None:
         request = self.request(event.sequence)
+        if event.reason == "error":
+            del self.open[event.sequence]
+            self.failed.add(event.sequence)
+            return
         self.reasons[event.reason] += 1
         if request.first_token is not None:
             self.ttft.append(request.first_token - request.submitted.time)
@@ -200,6 +208,7 @@ class _Fold:
     def close(self, request: _Request, num_tokens: int) -> None:
         submitted = self.open.pop(request.submitted.sequence).submitted
         self.num_prompt_tokens += submitted.num_prompt_tokens
+        self.num_cached_tokens += request.num_cached
         category = "(none)" if submitted.category is None else submitted.category
         for groups, label in ((self.categories, category), (self.turns, str(submitted.turn))):
             if label not in groups:
@@ -219,6 +228,7 @@ class _Fold:
             num_prompt_tokens=self.num_prompt_tokens,
             num_cached_tokens=self.num_cached_tokens,
             finish_reasons=dict(sorted(self.reasons.items())),
+            num_errors=len(self.failed),
             num_unfinished=len(unfinished),
             num_preemptions=self.num_preemptions,
             wall_seconds=self.seconds(),
@@ -236,7 +246,8 @@ def _breakdown(groups: Mapping[str, RequestSum]) -> dict[str, Speculation]:
 def fold(events: Iterable[Event], *, num_spec_tokens: int) -> Report:
     """The report of a run, in one pass over its events; unfinished requests count with what they emitted.
 
-    Memory grows with the requests (two times each) and the draft length, not with the steps.
+    A failed request, one whose last ``Finished`` is an error, counts in ``num_errors`` alone; what is submitted again
+    begins anew. Memory grows with the requests (two times each) and the draft length, not with the steps.
     ``num_spec_tokens`` is the run's K. ``ValueError`` for events that cannot be of one run.
     """
     state = _Fold(num_spec_tokens)

@@ -143,6 +143,7 @@ def _times(report: Mapping[str, Any]) -> str:
 def _counts(report: Mapping[str, Any]) -> str:
     cells: list[tuple[str, Cell]] = [(name, count(report[name])) for name in _COUNTERS]
     cells += [(f"ended by {reason}", count(number)) for reason, number in report["finish_reasons"].items()]
+    cells += [("failed", count(report["num_errors"]))] if report["num_errors"] else []
     if report["num_drafts"]:
         rows = {name: count(number) for name, number in report["rows"].items()}
         cells += [

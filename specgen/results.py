@@ -1,85 +1,159 @@
-"""The run directory: completions and events as they happen, reports and manifest at the end."""
+"""The run directory: completions, errors and events as they happen, each request on disk before it is counted."""
 
 import json
 import os
 import tempfile
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Container, Iterable, Iterator, Mapping
+from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
+from specgen.atomic import write_json
 from specgen.config import require
 from specgen.events import Event, read, to_line
-from specgen.resume import read_rows, recover
+from specgen.locking import LOCK, locked
+from specgen.provenance import differences
+from specgen.resume import recover
+from specgen.row_file import RowFile
 
-
-def require_free(path: Path) -> None:
-    """``ValueError`` if ``path`` already holds something: results are never overwritten."""
-    require(not path.exists() or path.is_dir(), f"output {str(path)!r} is a file: name a directory")
-    require(
-        not path.exists() or not any(path.iterdir()),
-        f"output {str(path)!r} is not empty: name a new directory, or remove it first",
-    )
+_SYNC_INTERVAL = 1.0  # seconds of work that a power failure may cost
+_BEFORE_MANIFEST = {LOCK, "manifest.json.partial"}
 
 
 @contextmanager
-def directory(output: Path | None) -> Iterator[Path]:
-    """``output``, or for None a directory that is gone afterwards."""
-    if output is not None:
-        yield output
+def directory(output: Path | None, marker: str) -> Iterator[Path]:
+    """``output``, made and held alone, or for None a directory that is gone afterwards.
+
+    ``ValueError`` where it holds something, and not the file ``marker`` that begins what goes on there, where another
+    process is at work in it, and for what the file system refuses meanwhile.
+    """
+    if output is None:
+        with tempfile.TemporaryDirectory(prefix="specgen-") as path:
+            yield Path(path)
         return
-    with tempfile.TemporaryDirectory(prefix="specgen-") as path:
-        yield Path(path)
+    try:
+        _require_ours(output, marker)
+        with locked(output):
+            yield output
+    except OSError as error:
+        raise ValueError(
+            f"output {str(output)!r} cannot be written ({error.strerror or error}): what is done is kept; "
+            "mend that and give the same command again"
+        ) from error
+
+
+def set_aside(path: Path, marker: str) -> None:
+    """Rename ``path``, if there is one, to the first free of ``path.1``, ``path.2``, ...; see ``directory``."""
+    if not path.exists():
+        return
+    with directory(path, marker):
+        number = 1
+        while (free := path.with_name(f"{path.name}.{number}")).exists():
+            number += 1
+        path.rename(free)
+
+
+def require_same(path: Path, asked: Mapping[str, Any], *, free: Container[str], remedy: str) -> None:
+    """Leave what is ``asked`` in ``path``; ``ValueError`` where an earlier run left something else there.
+
+    ``free`` names fields that may differ.
+    """
+    if not path.exists():
+        write_json(path, asked)
+        return
+    earlier = json.loads(path.read_text(encoding="utf-8"))
+    other = differences(earlier, json.loads(json.dumps(asked)), free)
+    require(
+        not other, f"output {str(path.parent)!r} holds a run that differs in {', '.join(other)}: {remedy}"
+    )
+
+
+def _require_ours(path: Path, marker: str) -> None:
+    require(not path.exists() or path.is_dir(), f"output {str(path)!r} is a file: name a directory")
+    held = {inner.name for inner in path.iterdir()} if path.exists() else set()
+    require(
+        marker in held or held <= _BEFORE_MANIFEST | {f"{marker}.partial"},
+        f"output {str(path)!r} is not empty and holds no run: name a new directory, or remove it first",
+    )
 
 
 class RunDirectory:
-    """Writes one run's files into ``path``, and goes on with what a killed run has left there."""
+    """One run's files in ``path``; goes on with what an earlier run has left there. Failures begin anew."""
 
     def __init__(self, path: Path) -> None:
         path.mkdir(parents=True, exist_ok=True)
         self.path = path
-        completions, events = path / "completions.jsonl", path / "events.jsonl"
-        recover(completions, events)
-        self._completions = completions.open("a", encoding="utf-8")
-        self._events = events.open("a", encoding="utf-8")
+        self.completions = RowFile(path / "completions.jsonl")
+        self.errors = RowFile(path / "errors.jsonl")
+        self.errors.clear()
+        recover(path / "events.jsonl", self.completions)
+        self._events = (path / "events.jsonl").open("a", encoding="utf-8")
+        self._synced = time.monotonic()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
     def add_event(self, event: Event) -> None:
         """Append to ``events.jsonl``."""
         self._events.write(to_line(event) + "\n")
 
-    def add_completion(self, row: dict[str, Any]) -> None:
+    def add_completion(self, row: Mapping[str, Any]) -> None:
         """Append to ``completions.jsonl``; it is there, after its events, before the next one is taken."""
         self._events.flush()
-        self._completions.write(json.dumps(row, ensure_ascii=False) + "\n")
-        self._completions.flush()
+        self.completions.add(row)
+        if time.monotonic() - self._synced >= _SYNC_INTERVAL:
+            self._sync()
 
-    def close(self, ids: Iterable[str] = ()) -> None:
-        """Close both files and bring the completions into the order of ``ids``; others follow as they came."""
-        self._events.close()
-        self._completions.close()
-        place = {request_id: index for index, request_id in enumerate(ids)}
-        rows = sorted(self.completions(), key=lambda row: place.get(row["id"], len(place)))
-        write_text(
-            self.path / "completions.jsonl",
-            "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows),
-        )
+    def add_error(self, row: Mapping[str, Any]) -> None:
+        """Append to ``errors.jsonl``."""
+        self.errors.add(row)
+
+    def close(self) -> None:
+        """Write no more."""
+        if self._events.closed:
+            return
+        with closing(self.errors), closing(self.completions), self._events:  # all, whichever fails
+            self._events.flush()
+            self._sync()
+
+    def arrange(self, ids: Iterable[str]) -> None:
+        """Bring the rows of a closed run into the order of ``ids``."""
+        for rows in (self.completions, self.errors):
+            rows.arrange(ids)
 
     def events(self) -> Iterator[Event]:
         """The events of a closed run."""
         return read(self.path / "events.jsonl")
 
-    def completions(self) -> Iterator[dict[str, Any]]:
-        """The rows of ``completions.jsonl``."""
-        return read_rows(self.path / "completions.jsonl")
+    @property
+    def texts(self) -> Mapping[str, str]:
+        """The texts of all completions by id."""
+        return _Texts(self.completions)
+
+    def _sync(self) -> None:
+        os.fsync(self._events.fileno())
+        self.completions.sync()
+        self._synced = time.monotonic()
 
 
-def write_json(path: Path, value: object) -> None:
-    """Write ``value`` as indented JSON, whole or not at all."""
-    write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+class _Texts(Mapping[str, str]):
+    """Texts that are read when they are asked for."""
 
+    def __init__(self, rows: RowFile) -> None:
+        self._rows = rows
 
-def write_text(path: Path, text: str) -> None:
-    """Write ``text``, whole or not at all."""
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(text, encoding="utf-8")
-    os.replace(partial, path)
+    def __getitem__(self, row_id: str) -> str:
+        return str(self._rows[row_id]["text"])
+
+    def __contains__(self, row_id: object) -> bool:
+        return row_id in self._rows
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._rows)
+
+    def __len__(self) -> int:
+        return len(self._rows)

@@ -2,48 +2,28 @@
 
 import json
 import mmap
-from collections.abc import Container, Iterator
+from collections.abc import Container
 from pathlib import Path
-from typing import Any
 
 from specgen.events import Resumed, to_line
+from specgen.row_file import cut_torn_line
 
 _FINISHED = b'{"event":"finished",'  # begins a line of ``events.to_line``; within one its quotes were escaped
 
 
-def recover(completions: Path, events: Path) -> None:
-    """Make two files of a killed run agree: a torn last line goes, and every finished request has its completion.
+def recover(events: Path, done: Container[str]) -> None:
+    """Make the events of a killed run agree with its completions, whose ids are ``done``.
 
     The events of a request are on disk before its completion, and both in the order in which requests finished. So
-    the first ``Finished`` without a completion, if there is one, tells where what follows has to be done again.
+    the first ``Finished`` without a completion, if there is one, tells where what follows has to be done again; one
+    of a failed request needs none.
     """
-    for path in (completions, events):
-        path.touch()
-        _truncate(path, _end_of_lines(path))
-    _truncate(events, _end_of_done(events, {row["id"] for row in read_rows(completions)}))
-    if events.stat().st_size:
-        with events.open("a", encoding="utf-8") as file:
-            file.write(to_line(Resumed(time=0.0)) + "\n")
-
-
-def read_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """The JSON objects of a file that has one in every line."""
-    with path.open(encoding="utf-8") as lines:
-        for line in lines:
-            yield json.loads(line)
-
-
-def _truncate(path: Path, size: int) -> None:
-    with path.open("r+b") as file:
-        file.truncate(size)
-
-
-def _end_of_lines(path: Path) -> int:
-    """Where the last whole line ends."""
-    if not path.stat().st_size:
-        return 0
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-        return content.rfind(b"\n") + 1
+    events.touch()
+    cut_torn_line(events)
+    with events.open("r+b") as file:
+        file.truncate(_end_of_done(events, done))
+        if file.seek(0, 2):
+            file.write(to_line(Resumed(time=0.0)).encode() + b"\n")
 
 
 def _end_of_done(events: Path, done: Container[str]) -> int:
@@ -55,7 +35,8 @@ def _end_of_done(events: Path, done: Container[str]) -> int:
         start = 0
         while (start := content.find(_FINISHED, start)) >= 0:
             end = content.find(b"\n", start)
-            if json.loads(content[start:end])["sequence"] not in done:
+            finished = json.loads(content[start:end])
+            if finished["reason"] != "error" and finished["sequence"] not in done:
                 return start
             start = end
     return size

@@ -1,26 +1,42 @@
-"""The main job: prompts through an engine into a run directory, and the report of it."""
+"""The main job: prompts through an engine into a run directory, and the report of it; what was begun goes on."""
 
-from collections import defaultdict
+import json
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
 
 from specgen import report_html
-from specgen.build import Models, build_engine, choose_attention, load_models, resolve
+from specgen.atomic import write_json, write_text
+from specgen.build import Models, choose_attention, described, open_checkpoints, resolve
 from specgen.checkpoint import fingerprint
-from specgen.config import EngineConfig, SamplingParams
-from specgen.conversations import Conversations, rejected_row
+from specgen.config import EngineConfig, SamplingParams, require
 from specgen.display import draft_length, from_here
-from specgen.events import Event, Finished, Submitted, Verified
-from specgen.prompts import Prompt, Rejected, load_prompts
-from specgen.provenance import manifest
-from specgen.report import Report, fold, fold_request
-from specgen.results import RunDirectory, directory, require_free, write_json, write_text
+from specgen.engine import Engine
+from specgen.engine_core import until_done
+from specgen.events import Event
+from specgen.interrupt import StoppedError
+from specgen.output import RequestOutput
+from specgen.prompts import PromptSet, open_prompts
+from specgen.provenance import FREE_IN_A_RUN, manifest
+from specgen.report import Report, fold
+from specgen.results import RunDirectory, directory, require_same, set_aside
+from specgen.row_file import RowFile
+from specgen.status import Status, kept_status
+from specgen.survey import Survey, survey
+
+_FAILURES_SHOWN = 3
+_REMEDY = "name another directory, or begin anew with --restart, which keeps the old one"
+
+
+class TooManyFailuresError(Exception):
+    """More requests failed than the user lets pass; the text is one line for the user."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One run of ``specgen generate``."""
+    """One run of ``specgen generate``. More than ``max_failures`` failed requests end it; None: none do."""
 
     engine: EngineConfig
     sampling: SamplingParams
@@ -28,16 +44,24 @@ class Job:
     data_path: Path | None
     num_prompts: int | None
     baseline: bool
+    restart: bool = False  # what the output holds is set aside
+    max_failures: int | None = None
+
+    def __post_init__(self) -> None:
+        require(
+            self.max_failures is None or self.max_failures >= 0,
+            f"max-failures is {self.max_failures}: use 0 or more",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
     """What a run gave, for printing."""
 
-    report: Report
-    settings: dict[str, str]
+    report: Mapping[str, Any]  # as in report.json
+    settings: Mapping[str, str]
     samples: list[tuple[str, str]]  # what was asked and answered first, to show
-    failures: list[str]  # what could not be run, and why
+    failures: list[str]  # the first of what could not be run, and why
 
 
 class Progress(Protocol):
@@ -47,12 +71,16 @@ class Progress(Protocol):
         """``what`` is being made ready: kernels are loaded, or compiled where this machine has not run them before."""
         ...
 
-    def start(self, what: str, num_requests: int) -> None:
-        """``what`` begins, with so many requests."""
+    def start(self, what: str, num_requests: int, num_done: int = 0) -> None:
+        """``what`` begins, with so many requests, ``num_done`` of which an earlier run has answered."""
         ...
 
     def see(self, event: Event) -> None:
         """Something happened."""
+        ...
+
+    def advance(self) -> None:
+        """One more request has ended, and what it gave is kept."""
         ...
 
     def finish(self) -> None:
@@ -60,124 +88,179 @@ class Progress(Protocol):
         ...
 
 
-def run(job: Job, output: Path | None, progress: Progress) -> Result:
-    """Run ``job`` and leave its files in ``output``, or nowhere if None. ``ValueError`` for what cannot run."""
+def run(job: Job, output: Path | None, progress: Progress, until: Callable[[], bool] = until_done) -> Result:
+    """Run ``job``, or what an earlier run has left of it, and leave its files in ``output``, or nowhere if None.
+
+    ``until`` is asked between steps; once it is true the run ends with ``StoppedError``, and beyond
+    ``job.max_failures`` with ``TooManyFailuresError``: what is done by then is kept, and the same job goes on.
+    ``ValueError`` for what cannot run, and for an ``output`` that holds something else, is in use, or cannot be
+    written.
+    """
     config = resolve(job.engine)
-    if output is not None:
-        require_free(output)
-    prompts, rejected = load_prompts(job.dataset, data_path=job.data_path, num_prompts=job.num_prompts)
-    if not prompts:
-        raise ValueError(
-            f"none of the {len(rejected)} rows of {job.dataset} can be run: {rejected[0].reason}"
-        )
-    models = load_models(config)
-    if any(prompt.messages for prompt in prompts):
-        models.tokenizer.require_chat_template()
-    settings = _settings(job, config, models, len(prompts))
-    with directory(output) as path:
-        main = _generate(config, job.sampling, models, prompts, rejected, path, progress)
+    prompts = open_prompts(job.dataset, data_path=job.data_path, num_prompts=job.num_prompts)
+    found = survey(job.dataset, prompts)
+    if output is not None and job.restart:
+        set_aside(output, "manifest.json")
+    with directory(output, "manifest.json") as path:
+        asked = _manifest(job, config, found, with_fingerprints=output is not None)
+        require_same(path / "manifest.json", asked, free=FREE_IN_A_RUN, remedy=_REMEDY)
+        if not _is_finished(path, job):
+            with kept_status(path / "status.json") as status:
+                work = _Work(
+                    job=job, prompts=prompts, survey=found, progress=progress, status=status, until=until
+                )
+                _write_report(path, job, work.report(config, path))
+        return _result(path, found)
+
+
+@dataclass(kw_only=True)
+class _Work:
+    """What is done for a job: the same prompts through an engine, and for a baseline through another."""
+
+    job: Job
+    prompts: PromptSet
+    survey: Survey
+    progress: Progress
+    status: Status
+    until: Callable[[], bool]
+    models: Models | None = None  # once an engine has loaded them
+
+    def report(self, config: EngineConfig, path: Path) -> Report:
+        """Answer everything and fold what happened."""
+        main = self._answer(config, path)
         report = fold(main.events(), num_spec_tokens=config.num_spec_tokens)
-        if job.baseline:
-            base = _generate(
-                config.plain(), job.sampling, models, prompts, rejected, path / "baseline", progress
+        report = replace(report, num_errors=len(main.errors))  # rows that were never a request among them
+        if not self.job.baseline:
+            return report
+        base = self._answer(config.plain(), path / "baseline")
+        return report.with_baseline(fold(base.events(), num_spec_tokens=0), *_identical(main, base))
+
+    def _answer(self, config: EngineConfig, path: Path) -> RunDirectory:
+        with RunDirectory(path) as files:
+            if len(files.completions) < len(self.survey.ids):
+                self._generate(config, files)
+        files.arrange(self.survey.ids)
+        return files
+
+    def _generate(self, config: EngineConfig, files: RunDirectory) -> None:
+        def record(event: Event) -> None:
+            files.add_event(event)
+            self.progress.see(event)
+            self.status.see(event)
+
+        name = "plain decoding" if config.num_spec_tokens == 0 else "EAGLE3"
+        if config.device != "cpu":
+            self.progress.prepare(name)
+        engine = Engine(config, record=record, models=self.models)
+        self.models = engine.models
+        if self.survey.has_chats:
+            self.models.tokenizer.require_chat_template()
+        total, done = len(self.survey.ids), len(files.completions)
+        self.status.begin(total=total, done=done)
+        self.progress.start(name, total, done)
+        outputs = engine.generate(
+            self.prompts,
+            self.job.sampling,
+            earlier=files.texts,
+            until=lambda: self.until() or self._too_many(files),
+        )
+        try:
+            for output in outputs:
+                self._keep(output, files)
+        finally:
+            self.progress.finish()
+        self._require_all(files)
+
+    def _keep(self, output: RequestOutput, files: RunDirectory) -> None:
+        if output.error is None:
+            files.add_completion(output.to_row())
+        else:
+            files.add_error(output.to_row())
+        self.status.count(done=len(files.completions), failed=len(files.errors))
+        self.progress.advance()
+
+    def _too_many(self, files: RunDirectory) -> bool:
+        return self.job.max_failures is not None and len(files.errors) > self.job.max_failures
+
+    def _require_all(self, files: RunDirectory) -> None:
+        """Every request is done or failed, unless the run was ended before."""
+        done, failed, total = len(files.completions), len(files.errors), len(self.survey.ids)
+        if self._too_many(files):
+            raise TooManyFailuresError(
+                f"{failed} requests failed, more than max-failures {self.job.max_failures}; "
+                f"{done} of {total} are done"
             )
-            identical, compared = _identical(main, base)
-            report = report.with_baseline(fold(base.events(), num_spec_tokens=0), identical, compared)
-        if output is not None:
-            _write_reports(path, job, config, models, report, settings)
-        rows = list(main.completions())
-        failures = [f"{row['id']}: {row['error']}" for row in rows if "error" in row]
-        return Result(report=report, settings=settings, samples=_samples(rows, prompts), failures=failures)
-
-
-def _generate(
-    config: EngineConfig,
-    sampling: SamplingParams,
-    models: Models,
-    prompts: list[Prompt],
-    rejected: list[Rejected],
-    path: Path,
-    progress: Progress,
-) -> RunDirectory:
-    steps: dict[str, list[Verified]] = defaultdict(list)
-
-    def record(event: Event) -> None:
-        files.add_event(event)
-        progress.see(event)
-        if isinstance(event, Verified):
-            steps[event.sequence].append(event)
-
-    def reject(row: Rejected) -> None:
-        record(Submitted(sequence=row.id, time=0.0, num_prompt_tokens=0))
-        record(Finished(sequence=row.id, time=0.0, reason="error", num_output_tokens=0))
-        files.add_completion(rejected_row(row))
-
-    name = "plain decoding" if config.num_spec_tokens == 0 else "EAGLE3"
-    if config.device != "cpu":
-        progress.prepare(name)
-    engine = build_engine(config, models, record)
-    engine.warm_up()
-    conversations = Conversations(prompts, models.tokenizer, sampling, reject)
-    ids = conversations.ids
-    files = RunDirectory(path)
-    progress.start(name, len(ids) + len(rejected))
-    for row in rejected:
-        reject(row)
-    for completion in engine.generate(conversations.first_turns(), conversations.follow_up):
-        metrics = fold_request(steps.pop(completion.request.id, []), config.num_spec_tokens)
-        files.add_completion(conversations.answer(completion) | {"metrics": metrics.to_json()})
-    files.close(ids)
-    progress.finish()
-    return files
-
-
-def _samples(rows: list[dict[str, Any]], prompts: list[Prompt], count: int = 2) -> list[tuple[str, str]]:
-    """The first prompts and their answers, or why there is none."""
-    answers = {row["id"]: row.get("error") or row["text"] for row in rows}
-    return [(prompt.last_words, answers[prompt.id]) for prompt in prompts[:count]]
+        if done + failed < total:
+            raise StoppedError(f"interrupted with {done} of {total} requests done")
 
 
 def _identical(main: RunDirectory, base: RunDirectory) -> tuple[float, int]:
     """Share of requests with the same tokens in both runs, and how many were compared."""
-    ours, theirs = (
-        {row["id"]: row["token_ids"] for row in run.completions() if "error" not in row}
-        for run in (main, base)
+    both = [name for name in main.completions if name in base.completions]
+    same = sum(main.completions[name]["token_ids"] == base.completions[name]["token_ids"] for name in both)
+    return (same / len(both) if both else 0.0), len(both)
+
+
+def _is_finished(path: Path, job: Job) -> bool:
+    """Whether an earlier run has left nothing to do, no failed request either."""
+    if not (path / "report.json").exists() or _read(path / "status.json")["state"] != "finished":
+        return False
+    report = _read(path / "report.json")
+    return report["num_errors"] == 0 and (report["baseline"] is not None or not job.baseline)
+
+
+def _result(path: Path, found: Survey) -> Result:
+    """What the files of a finished run say."""
+    completions, errors = RowFile(path / "completions.jsonl"), RowFile(path / "errors.jsonl")
+    answers = [
+        completions[prompt.id]["text"] if prompt.id in completions else errors[prompt.id]["error"]
+        for prompt in found.first
+    ]
+    return Result(
+        report=_read(path / "report.json"),
+        settings=_read(path / "manifest.json")["settings"],
+        samples=[(prompt.last_words, answer) for prompt, answer in zip(found.first, answers, strict=True)],
+        failures=[f"{name}: {errors[name]['error']}" for name in islice(errors, _FAILURES_SHOWN)],
     )
-    pairs = [(tokens, theirs[name]) for name, tokens in ours.items() if name in theirs]
-    same = sum(left == right for left, right in pairs)
-    return (same / len(pairs) if pairs else 0.0), len(pairs)
 
 
-def _write_reports(
-    path: Path, job: Job, config: EngineConfig, models: Models, report: Report, settings: dict[str, str]
-) -> None:
+def _read(path: Path) -> dict[str, Any]:
+    document: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return document
+
+
+def _write_report(path: Path, job: Job, report: Report) -> None:
+    document, settings = report.to_json(), _read(path / "manifest.json")["settings"]
+    title = f"{Path(job.engine.model).name} on {job.dataset}"
+    write_text(path / "report.html", report_html.render(document, settings, title))
+    write_json(path / "report.json", document)
+
+
+def _manifest(job: Job, config: EngineConfig, found: Survey, *, with_fingerprints: bool) -> dict[str, Any]:
+    checkpoints = open_checkpoints(config)
     data = {
         "dataset": job.dataset,
         "data_path": str(job.data_path) if job.data_path else None,
         "num_prompts": job.num_prompts,
+        "sha256": found.digest,
     }
-    write_json(
-        path / "manifest.json",
-        manifest(
-            engine=config,
-            sampling=job.sampling,
-            data=data,
-            fingerprints={name: fingerprint(checkpoint) for name, checkpoint in models.checkpoints.items()},
-        )
-        | {"settings": settings},
-    )
-    write_json(path / "report.json", report.to_json())
-    title = f"{Path(config.model).name} on {job.dataset}"
-    write_text(path / "report.html", report_html.render(report.to_json(), settings, title))
+    return manifest(
+        engine=config,
+        sampling=job.sampling,
+        data=data,
+        fingerprints={name: fingerprint(checkpoint) for name, checkpoint in checkpoints.items()}
+        if with_fingerprints
+        else {},  # reading all weights takes a while
+    ) | {"settings": _settings(job, config, described(config.model, checkpoints["model"]), found.num_prompts)}
 
 
-def _settings(job: Job, config: EngineConfig, models: Models, num_prompts: int) -> dict[str, str]:
-    """What ran, in the words that head a report."""
+def _settings(job: Job, config: EngineConfig, model: str, num_prompts: int) -> dict[str, str]:
+    """What runs, in the words that head a report."""
     sampling = job.sampling
     how = "greedy" if sampling.temperature == 0 else f"temperature {sampling.temperature:g}"
     plain = config.num_spec_tokens == 0
     return {
-        "model": models.described(config.model),
+        "model": model,
         "drafter": "none (plain decoding)" if plain else from_here(str(config.drafter)),
         "draft tokens (K)": draft_length(config.num_spec_tokens, config.spec_length),
         **({} if plain else {"drafter batch": config.drafter_batch}),

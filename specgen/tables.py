@@ -83,7 +83,7 @@ def _counters(report: Mapping[str, Any]) -> list[tuple[str, str]]:
         pairs += [("mean acceptance length", length)]
         pairs += [("draft acceptance rate", percent(report["draft_acceptance_rate"]))]
     ends = [f"{count(number)} {reason}" for reason, number in report["finish_reasons"].items()]
-    for name in ("unfinished", "preemptions"):
+    for name in ("errors", "unfinished", "preemptions"):
         ends += [f"{count(report['num_' + name])} {name}"] if report["num_" + name] else []
     return [*pairs, ("ended by", ", ".join(ends) or DASH)]
 

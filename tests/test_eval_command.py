@@ -17,7 +17,7 @@ from specgen.config import EngineConfig
 from specgen.evaluation.studies import Arm, Study
 from specgen.events import Resumed, Submitted, from_line
 from specgen.report import load
-from specgen.resume import read_rows
+from specgen.row_file import RowFile
 from specgen.verify import accept_greedy
 
 SMALL = ("word_problems", "--apply-chat-template", "--limit", 6, "--num-spec-tokens", 2)
@@ -174,13 +174,13 @@ def test_a_killed_evaluation_goes_on_where_it_was(tmp_path: Path) -> None:
             del ours[timed], theirs[timed]
         assert ours == theirs
         rows = [
-            sorted(map(without_time, read_rows(path / arm / "completions.jsonl")), key=str)
+            sorted(map(without_time, RowFile(path / arm / "completions.jsonl").values()), key=str)
             for path in (killed, whole)
         ]
         assert rows[0] == rows[1]
     events = [from_line(line) for line in (killed / "padded" / "events.jsonl").read_text().splitlines()]
     assert sum(isinstance(event, Resumed) for event in events) == 1
-    first = [row["id"] for row in read_rows(killed / "padded" / "completions.jsonl")][:2]
+    first = [row["id"] for row in RowFile(killed / "padded" / "completions.jsonl").values()][:2]
     after = events[[isinstance(event, Resumed) for event in events].index(True) :]
     assert not {event.sequence for event in after if isinstance(event, Submitted)} & set(first)
 

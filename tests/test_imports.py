@@ -18,6 +18,7 @@ LAYERS = (
     {"cli"},
     {"evaluation", "audit", "bench"},
     {"run"},
+    {"engine"},
     {"build"},
     {"step_costs"},
     {"engine_core"},

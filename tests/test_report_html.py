@@ -123,7 +123,7 @@ def test_what_comes_from_outside_is_escaped():
     ("report", "expected"),
     [
         (as_json([]), "No verify step had drafts"),
-        (as_json(refusal("a")), "ended by error"),
+        (as_json(refusal("a")), "failed"),
         (as_json(request("a", [(0, 0)] * 3), 0), "Plain decoding"),
         (as_json(request("a", [(4, 0)] * 30)), "The drafter is dead"),
         (a_run(categories=("alone",)), "over all steps"),

@@ -1,13 +1,15 @@
 """What a kill leaves is cut to what is whole: torn lines go, and events end where completions do."""
 
+import json
 from pathlib import Path
 
 import pytest
 
 from specgen.events import Finished, Resumed, read, to_line
 from specgen.report import fold
-from specgen.resume import read_rows, recover
-from tests.streams import request
+from specgen.resume import recover
+from specgen.row_file import RowFile
+from tests.streams import refusal, request
 
 EVENTS = [
     *request("a", [(2, 1), (2, 2)]),
@@ -15,19 +17,19 @@ EVENTS = [
     *request("c", [(2, 2)]),
 ]
 LINES = [to_line(event) + "\n" for event in EVENTS]
-ROWS = ['{"id":"a"}\n', '{"id":"{\\"event\\":\\"finished\\",\\"sequence\\":\\"x\\""}\n', '{"id":"c"}\n']
+ROWS = [json.dumps({"id": event.sequence}) + "\n" for event in EVENTS if isinstance(event, Finished)]
 ENDS = [at + 1 for at, event in enumerate(EVENTS) if isinstance(event, Finished)]
 
 
 def left(path: Path, completions: str, events: str) -> tuple[list[str], list[str]]:
     """What is in the files when a run goes on: ids, and the lines of events before the mark."""
-    files = path / "completions.jsonl", path / "events.jsonl"
-    for file, text in zip(files, (completions, events), strict=True):
-        file.write_text(text)
-    recover(*files)
-    *lines, mark = files[1].read_text().splitlines(keepends=True) or [""]
+    (path / "completions.jsonl").write_text(completions)
+    (path / "events.jsonl").write_text(events)
+    rows = RowFile(path / "completions.jsonl")
+    recover(path / "events.jsonl", rows)
+    *lines, mark = (path / "events.jsonl").read_text().splitlines(keepends=True) or [""]
     assert mark == (to_line(Resumed(time=0.0)) + "\n" if lines else "")
-    return [row["id"] for row in read_rows(files[0])], lines
+    return [row["id"] for row in rows.values()], lines
 
 
 @pytest.mark.parametrize("done", range(4))
@@ -46,14 +48,48 @@ def test_a_torn_line_goes_wherever_it_is_torn(tmp_path: Path, cut: int) -> None:
 
 
 def test_a_run_that_goes_on_reports_what_one_without_a_kill_does(tmp_path: Path) -> None:
-    files = tmp_path / "completions.jsonl", tmp_path / "events.jsonl"
-    files[0].write_text("".join(ROWS[:1]))
-    files[1].write_text("".join(LINES[:-3]))
-    recover(*files)
-    with files[1].open("a") as file:
+    left(tmp_path, ROWS[0], "".join(LINES[:-3]))
+    events = tmp_path / "events.jsonl"
+    with events.open("a") as file:
         file.writelines(LINES[ENDS[0] :])
-    whole, resumed = fold(EVENTS, num_spec_tokens=2), fold(read(files[1]), num_spec_tokens=2)
+    whole, resumed = fold(EVENTS, num_spec_tokens=2), fold(read(events), num_spec_tokens=2)
     assert resumed.speculation == whole.speculation
     assert resumed.finish_reasons == whole.finish_reasons
     assert (resumed.num_prompt_tokens, resumed.num_unfinished) == (15, 0)
     assert resumed.wall_seconds > whole.wall_seconds, "what was done twice took its time twice"
+
+
+def test_a_failed_request_has_no_completion_and_cuts_nothing(tmp_path: Path) -> None:
+    lines = [*LINES[: ENDS[0]], *(to_line(event) + "\n" for event in refusal("b")), *LINES[ENDS[0] :]]
+    assert left(tmp_path, "".join(ROWS), "".join(lines))[1] == lines
+
+
+def test_rows_are_found_by_id_and_brought_into_order(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    rows = RowFile(path)
+    ids = ["a", 'with "quotes" and \\', "ünï", "line\nbreak", "a}", ""]
+    for number, row_id in enumerate(ids):
+        rows.add({"id": row_id, "number": number})
+    rows.add({"id": "a", "number": 9})
+    for found in (rows, RowFile(path)):
+        assert {row_id: found[row_id]["number"] for row_id in found} == dict(
+            zip(ids, (9, 1, 2, 3, 4, 5), strict=True)
+        )
+    rows.close()
+    rows.arrange([*reversed(ids), "unknown"])
+    assert [row["number"] for row in map(json.loads, path.read_text().splitlines())] == [5, 4, 3, 2, 1, 9]
+    assert rows["ünï"]["number"] == 2
+    rows = RowFile(path)
+    rows.clear()
+    rows.add({"id": "new"})
+    assert rows["new"] == {"id": "new"}
+    assert path.read_text() == '{"id": "new"}\n'
+
+
+def test_a_line_that_is_no_row_is_not_done(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b'{"id": "a"}\n\0\0\0\n{"id": "b", "te\n{"id": "c"}\n{"id": "d"')
+    rows = RowFile(path)
+    assert list(rows) == ["a", "c"]
+    rows.add({"id": "d"})
+    assert path.read_bytes().endswith(b'{"id": "c"}\n{"id": "d"}\n')

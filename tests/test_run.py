@@ -1,6 +1,7 @@
 """The whole job through the command line, on a random pair with a tokenizer: files, numbers, refusals."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -106,15 +107,14 @@ def test_a_bad_row_is_a_record_and_the_rest_runs(pair: Path, tmp_path: Path) -> 
     )
     out = tmp_path / "run"
     result = run(pair, "--dataset", own, "--output", out, "--json")
-    assert result.exit_code == 0, result.output
+    assert result.exit_code == 3, result.output
     assert json.loads(result.stdout)["num_errors"] == 3
-    assert result.stderr.count("specgen: not run: ") == 3
-    reasons = {row["id"]: row.get("error", "") for row in rows(out / "completions.jsonl")}
-    assert set(reasons) == set("abcde")
-    assert not reasons["a"]
-    assert not reasons["e"]
-    assert "prompt" in reasons["b"]
-    assert "400" in reasons["c"]
+    assert result.stderr.count("specgen: failed: ") == 3
+    assert [row["id"] for row in rows(out / "completions.jsonl")] == ["a", "e"]
+    reasons = {row["id"]: row["error"] for row in rows(out / "errors.jsonl")}
+    assert list(reasons) == ["b", "c", "d"]
+    assert reasons["b"].startswith("line 2: no prompt")
+    assert reasons["c"].startswith("line 3: token id 400")
     assert "256" in reasons["d"]
 
 
@@ -191,7 +191,6 @@ def test_plain_decoding_needs_no_drafter(pair: Path, data: Path) -> None:
         (["--num-spec-tokens", "99"], ["num-spec-tokens is 99"]),
         (["--num-spec-tokens", "some"], ["num-spec-tokens is some", "or auto"]),
         (["--kv-memory", "lots"], ["'lots'", "512MiB"]),
-        (["--kv-memory", "1KiB"], ["1024 bytes", "raise"]),
         (["--num-prompts", "0"], ["num-prompts is 0"]),
         (["--dataset", "nothing-here"], ["nothing-here", "mt-bench"]),
         (["--device", "tpu"], ["'tpu'", "cpu"]),
@@ -206,6 +205,17 @@ def test_bad_input_is_one_line(pair: Path, tmp_path: Path, arguments: list[str],
     assert "\n" not in message
     assert all(word in message for word in words), message
     assert not out.exists()
+
+
+def test_what_fails_while_it_gets_ready_goes_on_when_that_is_mended(
+    pair: Path, data: Path, tmp_path: Path
+) -> None:
+    arguments = ("--dataset", "mt-bench", "--data-path", data, "--output", tmp_path / "run")
+    result = run(pair, *arguments, "--kv-memory", "1KiB")
+    assert isinstance(result.exception, ValueError)
+    assert re.search("1024 bytes.*raise", str(result.exception))
+    assert json.loads((tmp_path / "run" / "status.json").read_text())["state"] == "failed"
+    assert run(pair, *arguments, "--kv-memory", "1MiB").exit_code == 0
 
 
 def test_an_old_run_is_never_overwritten(pair: Path, data: Path, tmp_path: Path) -> None:
@@ -257,6 +267,8 @@ def test_the_options_are_a_decision() -> None:
             "gpu_memory_utilization",
             "prefix_cache",
             "output",
+            "restart",
+            "max_failures",
             "baseline",
             "as_json",
             "return",
@@ -269,6 +281,6 @@ def test_only_what_ran_is_compared_with_the_baseline(pair: Path, tmp_path: Path)
     own.write_text(
         '{"id": "a", "prompt": "Tom has"}\n{"id": "a", "prompt": "Tom has 5"}\n{"id": "b", "prompt": ""}\n'
     )
-    assert run(pair, "--dataset", own, "--output", out, "--baseline").exit_code == 0
+    assert run(pair, "--dataset", own, "--output", out, "--baseline").exit_code == 3
     baseline = json.loads((out / "report.json").read_text())["baseline"]
     assert (baseline["identical"], baseline["num_compared"]) == (1.0, 1)

@@ -43,7 +43,7 @@ def test_a_run_is_told_in_full():
     assert cells(text, "token 1")[:4] == ["13", "6", "46.2", "%"]
     assert cells(text, "2 accepted")[:3] == ["3", "23.1", "%"]
     assert cells(text, "math")[:3] == ["1", "5", "2.20"]
-    assert cells(text, "ended by") == ["1", "error,", "2", "stop"]
+    assert cells(text, "ended by") == ["2", "stop,", "1", "errors"]
     assert cells(text, "target rows")[-5:] == ["21", "(-)", "held", "rejected", "drafts"]
     assert "acceptance at token i = steps that accepted more than i drafts" in text
     assert "against plain decoding" not in text

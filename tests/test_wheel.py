@@ -36,6 +36,7 @@ def test_all_data_and_code_are_inside(wheel):
     bundled = [*files(ROOT / "data"), *files(ROOT / "eval")]
     assert names >= {f"specgen/{file.relative_to(ROOT)}" for file in bundled}
     assert names >= {str(file.relative_to(ROOT)) for file in files(ROOT / "specgen") if file.suffix == ".py"}
+    assert "specgen/py.typed" in names
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
 
 

@@ -9,6 +9,7 @@ from specgen.bench.matrices import RANDOM, Workload
 from specgen.build import Models
 from specgen.config import SamplingParams, require
 from specgen.conversations import Conversations
+from specgen.output import RequestOutput
 from specgen.prompts import load_prompts
 from specgen.sequence import Request
 
@@ -40,9 +41,11 @@ def make_prompts(workload: Workload, models: Models, data_path: Path | None, cou
     prompts, rejected = load_prompts(workload.dataset, data_path=data_path, num_prompts=count)
     if any(prompt.messages for prompt in prompts):
         models.tokenizer.require_chat_template()
-    asked = list(Conversations(prompts, models.tokenizer, sampling, rejected.append).first_turns())
+    refused: list[RequestOutput] = []
+    asked = list(Conversations(prompts, models.tokenizer, sampling, refused.append).first_turns())
     requests, notes = _fitting(asked, models, workload)
     notes += tuple(f"left out: {row.id}: {row.reason}" for row in rejected)
+    notes += tuple(f"left out: {output.id}: {output.error}" for output in refused)
     require(bool(requests), f"no prompt of {workload.dataset} can run: {'; '.join(notes[:3])}")
     description = f"{count} of {len(requests)} first turns of {workload.dataset}"
     requests = _filled(requests, count)

@@ -54,7 +54,7 @@ class SpecgenLM(TemplateLM):  # type: ignore[misc]
         self._text = models.tokenizer
         self._sampling = sampling
         self._files = files
-        self._answers = {row["id"]: row for row in files.completions()}
+        self._answers = dict(files.completions)
         self.written: dict[tuple[str, int], Written] = {}
 
     @cached_property

@@ -11,9 +11,10 @@ from typing import Any
 from lm_eval import simple_evaluate
 from lm_eval.utils import handle_non_serializable, make_table
 
+from specgen.atomic import write_json, write_text
 from specgen.build import Models, build_engine, judge, load_models, resolve
 from specgen.checkpoint import fingerprint
-from specgen.config import EngineConfig, SamplingParams, require
+from specgen.config import EngineConfig, SamplingParams
 from specgen.display import draft_length, from_here
 from specgen.engine_core import EngineCore
 from specgen.evaluation import study_html
@@ -23,10 +24,11 @@ from specgen.evaluation.language_model import SpecgenLM
 from specgen.evaluation.samples import samples
 from specgen.evaluation.studies import Arm, Study
 from specgen.evaluation.tasks import find_tasks
-from specgen.provenance import differences, manifest
+from specgen.provenance import manifest
 from specgen.report import fold
-from specgen.results import RunDirectory, require_free, write_json, write_text
+from specgen.results import RunDirectory, require_same
 
+_REMEDY = "name a new directory, or ask for the same"
 _MAX_TOKENS = 256  # of an answer whose task names no limit, as in lm-eval
 
 
@@ -64,7 +66,7 @@ class StudyRun:
 
     Each arm has its directory in ``path``, in which answers are kept as they come; with what is there a killed
     evaluation goes on. ``ValueError``, before anything runs, for a task or an arm that cannot, and for a directory
-    that holds something else.
+    that holds another study.
     """
 
     def __init__(self, job: StudyJob, path: Path) -> None:
@@ -72,10 +74,8 @@ class StudyRun:
         self._path = path
         self._configs = {arm.name: resolve(arm.configure(job.engine)) for arm in job.study.arms}
         self._tasks = find_tasks(job.study.tasks, job.data_path)
-        if not (path / "study.json").exists():
-            require_free(path)
         path.mkdir(parents=True, exist_ok=True)
-        _require_same(path / "study.json", json.loads(json.dumps(job.to_json())))
+        require_same(path / "study.json", job.to_json(), free=(), remedy=_REMEDY)
         self._loaded: dict[str, Models] = {}  # by number format
         self._fingerprints: dict[str, str] = {}
 
@@ -130,7 +130,8 @@ class StudyRun:
         if job.apply_chat_template:
             models.tokenizer.require_chat_template()
         path.mkdir(parents=True, exist_ok=True)
-        _require_same(path / "manifest.json", self._manifest(config, models, sampling))
+        asked = self._manifest(config, models, sampling)
+        require_same(path / "manifest.json", asked, free=(), remedy=_REMEDY)
         files = RunDirectory(path)
         start = partial(_start, config, models, files)
         lm = SpecgenLM(start=start, models=models, sampling=sampling, files=files)
@@ -183,19 +184,6 @@ def _start(config: EngineConfig, models: Models, files: RunDirectory) -> EngineC
 def _drawn(temperature: float) -> dict[str, Any]:
     """An arm's temperature as generation arguments, which come before those of the task."""
     return {"do_sample": temperature > 0, "temperature": temperature}
-
-
-def _require_same(path: Path, asked: dict[str, Any]) -> None:
-    """Leave what is ``asked`` in ``path``; ``ValueError`` where an earlier run left something else there."""
-    if not path.exists():
-        write_json(path, asked)
-        return
-    other = differences(json.loads(path.read_text(encoding="utf-8")), json.loads(json.dumps(asked)))
-    require(
-        not other,
-        f"output {str(path.parent)!r} holds an evaluation that differs in {', '.join(other)}: "
-        "name a new directory, or ask for the same",
-    )
 
 
 def write_samples(result: ArmResult, path: Path) -> None:

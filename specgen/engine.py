@@ -1,0 +1,101 @@
+"""The engine as a program calls it: prompts in, their texts out as they finish."""
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+
+from specgen.acceptance import fold_request
+from specgen.build import Models, build_engine, load_models, resolve
+from specgen.config import EngineConfig, SamplingParams, require
+from specgen.conversations import Conversations
+from specgen.engine_core import until_done
+from specgen.events import Event, Submitted, Verified
+from specgen.output import RequestOutput
+from specgen.prompts import Prompt, Rejected
+from specgen.sequence import Completion
+
+_NONE: Mapping[str, str] = {}
+
+
+def _unrecorded(event: Event) -> None:
+    """Nobody wants to know."""
+
+
+class Engine:
+    """A model pair, loaded and warm. ``ValueError`` for what cannot run here.
+
+    ``record`` takes every event of what is generated (see ``events``). ``models`` are weights that another engine of
+    the same model and number format has loaded (its ``models``); without them they are read.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        record: Callable[[Event], None] = _unrecorded,
+        models: Models | None = None,
+    ) -> None:
+        self.config = resolve(config)
+        self.models = load_models(self.config) if models is None else models
+        self._record = record
+        self._steps: dict[str, list[Verified]] = defaultdict(list)
+        self._generating = False
+        self._core = build_engine(self.config, self.models, self._see)
+        self._core.warm_up()
+
+    def generate(
+        self,
+        prompts: Iterable[str | Prompt | Rejected],
+        sampling: SamplingParams | None = None,
+        *,
+        earlier: Mapping[str, str] = _NONE,
+        until: Callable[[], bool] = until_done,
+    ) -> Iterator[RequestOutput]:
+        """Yield an output for every turn of every prompt as they finish, in no fixed order.
+
+        A string is raw text without a chat template; its id is its place among ``prompts`` ("0", "1", ...). Prompts
+        are drawn as the batch has places, so they may be a stream. One that cannot be run comes as an output with
+        ``error``. ``sampling`` holds what a prompt does not say itself. ``earlier`` has the texts of turns, by id,
+        that were answered before: they are not asked again. ``until`` is asked between steps; once it is true, what
+        the steps in flight have finished is yielded and the rest is dropped. ``ValueError`` while the engine is at
+        work for another caller.
+        """
+        require(
+            not self._generating, "the engine is generating already: exhaust or close that iterator first"
+        )
+        failed: deque[RequestOutput] = deque()
+        conversations = Conversations(
+            _named(prompts), self.models.tokenizer, sampling or SamplingParams(), failed.append, earlier
+        )
+        self._generating = True
+        try:
+            for completion in self._core.generate(
+                conversations.first_turns(), conversations.follow_up, until
+            ):
+                yield from _drained(failed)
+                yield self._output(conversations, completion)
+            yield from _drained(failed)
+        finally:
+            self._core.abandon()
+            self._steps.clear()
+            self._generating = False
+
+    def _see(self, event: Event) -> None:
+        if isinstance(event, Submitted):
+            self._steps.pop(event.sequence, None)  # of a first attempt that failed
+        elif isinstance(event, Verified):
+            self._steps[event.sequence].append(event)
+        self._record(event)
+
+    def _output(self, conversations: Conversations, completion: Completion) -> RequestOutput:
+        steps = self._steps.pop(completion.request.id, [])
+        return conversations.answer(completion, fold_request(steps, self.config.num_spec_tokens))
+
+
+def _named(prompts: Iterable[str | Prompt | Rejected]) -> Iterator[Prompt | Rejected]:
+    for place, prompt in enumerate(prompts):
+        yield Prompt(id=str(place), text=prompt) if isinstance(prompt, str) else prompt
+
+
+def _drained(outputs: deque[RequestOutput]) -> Iterator[RequestOutput]:
+    while outputs:
+        yield outputs.popleft()

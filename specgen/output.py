@@ -1,0 +1,46 @@
+"""What one request gave, and the rows that keep it."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from specgen.acceptance import RequestMetrics
+from specgen.sequence import FinishReason
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestOutput:
+    """The answer to one turn of a prompt, or in ``error`` why there is none (``finish_reason`` is then ``error``).
+
+    ``metrics`` says what the speculation was worth for this request; a failed one has none.
+    """
+
+    id: str
+    prompt: str = ""  # as the model saw it, the chat template around it
+    text: str = ""
+    token_ids: tuple[int, ...] = ()
+    finish_reason: FinishReason
+    turn: int = 1  # 1 for the first user turn
+    num_prompt_tokens: int = 0
+    category: str | None = None
+    endpoint: str | None = None
+    error: str | None = None
+    metrics: RequestMetrics | None = None
+
+    def to_row(self) -> dict[str, Any]:
+        """The row of ``completions.jsonl``; of a failed request that of ``errors.jsonl``. The id comes first."""
+        labels = {"category": self.category, "endpoint": self.endpoint}
+        given = {name: label for name, label in labels.items() if label is not None}
+        if self.error is not None:
+            return {"id": self.id, "error": self.error, "turn": self.turn, **given}
+        assert self.metrics is not None
+        return {
+            "id": self.id,
+            "prompt": self.prompt,
+            "text": self.text,
+            "token_ids": list(self.token_ids),
+            "finish_reason": self.finish_reason,
+            "turn": self.turn,
+            "num_prompt_tokens": self.num_prompt_tokens,
+            **given,
+            "metrics": self.metrics.to_json(),
+        }

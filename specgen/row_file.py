@@ -1,0 +1,99 @@
+"""A file of JSON rows that grows: found by id, whole after a kill, brought into order at the end."""
+
+import json
+import mmap
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import IO, Any
+
+from specgen.atomic import replacement
+
+_ID = re.compile(rb'\{"id": ("(?:[^"\\]|\\.)*")')  # begins a row as ``add`` writes it
+
+
+class RowFile(Mapping[str, dict[str, Any]]):
+    """The rows of ``path`` by their ids, each read from the file when it is asked for; a later row of an id counts.
+
+    What a kill left of a last line is cut. Opening takes one pass that parses nothing but ids, and memory is that of
+    the ids. ``OSError`` where the file cannot be written.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        path.touch()
+        cut_torn_line(path)
+        self._open()
+
+    def _open(self) -> None:
+        self._file = self.path.open("ab")
+        self._reader = self.path.open("rb")
+        self._offsets = dict(_offsets(self._reader))
+
+    def __getitem__(self, row_id: str) -> dict[str, Any]:
+        row: dict[str, Any] = json.loads(self._line(row_id))
+        return row
+
+    def __contains__(self, row_id: object) -> bool:
+        return row_id in self._offsets
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._offsets)
+
+    def __len__(self) -> int:
+        return len(self._offsets)
+
+    def add(self, row: Mapping[str, Any]) -> None:
+        """Append ``row``, whose first key is ``id``; a kill of the process cannot take it back."""
+        offset = self._file.tell()
+        self._file.write(json.dumps(row, ensure_ascii=False).encode() + b"\n")
+        self._file.flush()
+        self._offsets[row["id"]] = offset
+
+    def sync(self) -> None:
+        """Wait until the device has it, so that not even a power failure takes it back."""
+        os.fsync(self._file.fileno())
+
+    def clear(self) -> None:
+        """Remove all rows."""
+        self._file.truncate(0)
+        self._file.seek(0)
+        self._offsets.clear()
+
+    def close(self) -> None:
+        """Write no more; rows can still be read."""
+        self._file.close()
+
+    def arrange(self, ids: Iterable[str]) -> None:
+        """Bring the closed file's rows into the order of ``ids``, whole or not at all; others go."""
+        with replacement(self.path) as file:
+            for row_id in ids:
+                if row_id in self._offsets:
+                    file.write(self._line(row_id))
+        self._reader.close()
+        self._open()
+        self._file.close()
+
+    def _line(self, row_id: str) -> bytes:
+        self._reader.seek(self._offsets[row_id])
+        return self._reader.readline()
+
+
+def cut_torn_line(path: Path) -> None:
+    """Remove what follows the last line break of ``path``."""
+    with path.open("r+b") as file:
+        if os.fstat(file.fileno()).st_size:
+            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+                end = content.rfind(b"\n") + 1
+            file.truncate(end)
+
+
+def _offsets(lines: IO[bytes]) -> Iterator[tuple[str, int]]:
+    """The id and the place of every row; a line that is no whole row, as a power failure leaves it, has neither."""
+    offset = 0
+    for line in lines:
+        found = _ID.match(line)
+        if found is not None and line.endswith(b"}\n"):
+            yield json.loads(found[1]), offset
+        offset += len(line)

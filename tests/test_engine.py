@@ -1,0 +1,140 @@
+"""The engine as a program calls it: strings and prompts in, outputs as they finish, failures among them."""
+
+import subprocess
+import sys
+from itertools import islice
+from pathlib import Path
+
+import pytest
+
+import specgen
+from specgen import Engine, EngineConfig, Message, Prompt, RequestOutput, SamplingParams
+from specgen.events import Event, Finished, Submitted
+from specgen.prompts import Rejected
+from tests.tiny_checkpoints import write_head, write_target
+from tests.tiny_tokenizers import write_byte_level
+
+SHORT = SamplingParams(max_tokens=8, ignore_eos=True)
+CHAT = Prompt(
+    id="chat", messages=(Message(role="user", content="Tom has 12"),), follow_ups=("And now?", "Stop here")
+)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("pair")
+    write_head(path / "drafter", write_target(path / "target", vocab_size=352), draft_vocab_size=100)
+    write_byte_level(path / "target")
+    return path
+
+
+@pytest.fixture(scope="module")
+def events() -> list[Event]:
+    return []
+
+
+@pytest.fixture(scope="module")
+def engine(path: Path, events: list[Event]) -> Engine:
+    config = EngineConfig(model=str(path / "target"), drafter=str(path / "drafter"), device="cpu")
+    return Engine(config, record=events.append)
+
+
+def by_id(outputs: list[RequestOutput]) -> dict[str, RequestOutput]:
+    assert len({output.id for output in outputs}) == len(outputs)
+    return {output.id: output for output in outputs}
+
+
+def test_strings_are_known_by_their_place(engine: Engine) -> None:
+    outputs = by_id(list(engine.generate(["Tom has", "Stop", "5 bags"], SHORT)))
+    assert set(outputs) == {"0", "1", "2"}
+    assert outputs["1"].prompt == "Stop"
+    assert {(len(output.token_ids), output.finish_reason) for output in outputs.values()} == {(8, "length")}
+    metrics = outputs["0"].metrics
+    assert metrics is not None
+    assert metrics.num_spec_steps + metrics.num_accepted_draft_tokens >= 7
+    assert list(outputs["0"].to_row())[:3] == ["id", "prompt", "text"]
+
+
+def test_what_cannot_be_run_comes_as_an_output(engine: Engine) -> None:
+    prompts = [
+        Prompt(id="ids", token_ids=(400,), where="line 3"),
+        "Tom",
+        Rejected(id="line 4", reason="line 4: no prompt"),
+        Prompt(id="long", text="Tom " * 300, where="line 5"),
+    ]
+    outputs = by_id(list(engine.generate(prompts, SHORT)))
+    assert outputs["1"].error is None
+    reasons = {name: str(output.error) for name, output in outputs.items() if output.error}
+    assert reasons["line 4"] == "line 4: no prompt"
+    assert reasons["ids"].startswith("line 3: token id 400")
+    assert reasons["long"].startswith("line 5: the prompt has")
+    assert outputs["long"].to_row() == {"id": "long", "error": reasons["long"], "turn": 1}
+
+
+def test_the_turns_behind_a_failed_one_fail_too(engine: Engine) -> None:
+    words = Message(role="user", content="Tom " * 300)
+    outputs = by_id(list(engine.generate([Prompt(id="a", messages=(words,), follow_ups=("Why?",))], SHORT)))
+    assert outputs["a/turn-2"].error == "turn 1 before it has no answer"
+    assert outputs["a/turn-2"].turn == 2
+
+
+def test_earlier_answers_are_context_and_not_asked_again(engine: Engine, events: list[Event]) -> None:
+    whole = by_id(list(engine.generate([CHAT], SHORT)))
+    assert list(whole) == ["chat", "chat/turn-2", "chat/turn-3"]
+    events.clear()
+    earlier = {name: whole[name].text for name in ("chat", "chat/turn-2")}
+    rest = by_id(list(engine.generate([CHAT], SHORT, earlier=earlier)))
+    assert rest == {"chat/turn-3": whole["chat/turn-3"]}
+    assert [event.sequence for event in events if isinstance(event, Submitted)] == ["chat/turn-3"]
+    assert list(engine.generate([CHAT], SHORT, earlier=earlier | {"chat/turn-3": "x"})) == []
+
+
+def test_a_prompt_has_parameters_of_its_own(engine: Engine) -> None:
+    prompts = [Prompt(id="a", text="Tom", sampling={"max_tokens": 3}), Prompt(id="b", text="Tom")]
+    outputs = by_id(list(engine.generate(prompts, SHORT)))
+    assert (len(outputs["a"].token_ids), len(outputs["b"].token_ids)) == (3, 8)
+
+
+def test_a_run_that_is_to_end_yields_what_is_done_and_drops_the_rest(
+    engine: Engine, events: list[Event]
+) -> None:
+    events.clear()
+    prompts = [Prompt(id=str(n), text="Tom", sampling={"max_tokens": n}) for n in (2, 200)]
+    outputs = list(engine.generate(prompts, SHORT, until=lambda: any_finished(events)))
+    assert [output.id for output in outputs] == ["2"]
+    assert len(list(engine.generate(["Tom"], SHORT))) == 1, "and the engine is free again"
+
+
+def any_finished(events: list[Event]) -> bool:
+    return any(isinstance(event, Finished) for event in events)
+
+
+def test_one_caller_at_a_time(engine: Engine) -> None:
+    first = engine.generate(["Tom", "Stop", "a", "b"], SHORT)
+    next(first)
+    with pytest.raises(ValueError, match="generating already"):
+        next(engine.generate(["Tom"]))
+    first.close()
+    assert len(list(islice(engine.generate(["Tom", "Stop"], SHORT), 1))) == 1
+    assert len(list(engine.generate(["Tom", "Stop"], SHORT))) == 2
+
+
+def test_two_running_prompts_of_one_id(engine: Engine) -> None:
+    outputs = list(engine.generate([Prompt(id="a", text="Tom"), Prompt(id="a", text="Stop")], SHORT))
+    assert sorted(str(output.error)[:20] for output in outputs) == ["None", "id 'a' is being answ"]
+
+
+def test_engines_share_weights(engine: Engine) -> None:
+    plain = Engine(engine.config.plain(), models=engine.models)
+    ours, theirs = (by_id(list(each.generate(["Tom has"], SHORT))) for each in (engine, plain))
+    assert ours["0"].token_ids == theirs["0"].token_ids
+    assert plain.models is engine.models
+
+
+def test_the_package_has_its_public_names_and_loads_none_before() -> None:
+    assert {getattr(specgen, name).__name__ for name in specgen.__all__} == set(specgen.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'engin'"):
+        specgen.engin  # noqa: B018
+    code = "import sys, specgen; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert done.stdout.strip() == "False"
