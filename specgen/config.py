@@ -9,10 +9,10 @@ DraftSampling = Literal["greedy", "probabilistic"]
 SpecLengthName = Literal["fixed", "auto"]
 
 _MOST_AUTO = 7  # drafts in a step
-_LONGEST_REASON = 200  # characters
+_LONGEST_SHOWN = 200  # characters
 
 _short = reprlib.Repr()
-_short.maxstring = _short.maxlong = _short.maxother = 100
+_short.maxstring = 100  # a tensor's name is whole
 
 
 def require(condition: bool, message: str) -> None:
@@ -23,13 +23,14 @@ def require(condition: bool, message: str) -> None:
 
 def shown(value: object) -> str:
     """``value`` on one short line, however large it is: what a file holds is not known before."""
-    return _short.repr(value)
+    text = _short.repr(value)
+    return text if len(text) <= _LONGEST_SHOWN else text[:_LONGEST_SHOWN] + "..."
 
 
 def first_line(error: BaseException) -> str:
     """What went wrong in another library, in one short line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return next(iter(lines), type(error).__name__)[:_LONGEST_REASON]
+    return next(iter(lines), type(error).__name__)[:_LONGEST_SHOWN]
 
 
 def spec_tokens(asked: int | str) -> tuple[int, SpecLengthName]:

@@ -136,6 +136,7 @@ def _safetensors(file: Path) -> Iterator[Any]:
     from safetensors import safe_open
 
     try:
+        file.open("rb").close()  # it says why not; the library calls every such file missing
         with safe_open(file, framework="pt") as handle:
             yield handle
     except Exception as error:  # the library raises whatever its parsers stumble over

@@ -1,0 +1,104 @@
+"""A pair on disk that a test may damage, and the command line on it in a forked process, bounded in time and memory."""
+
+import json
+import os
+import resource
+import signal
+import sys
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+
+from specgen import cli
+from specgen.tokenizer import Message, load_tokenizer
+from tests.tiny_checkpoints import write_head, write_target
+from tests.tiny_tokenizers import write_byte_level
+
+_MIB = 1 << 20
+
+
+def write_pair(path: Path) -> Path:
+    """Write ``target`` with a tokenizer, ``head``, and ``prompts.jsonl`` with a raw prompt and a chat."""
+    config = write_target(path / "target", vocab_size=320, hidden_size=32)
+    write_byte_level(path / "target")
+    write_head(path / "head", config)
+    rows = [{"prompt": "Tom has"}, {"messages": [{"role": "user", "content": "Hi"}]}]
+    (path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    # imports what forked processes would import each for itself
+    load_tokenizer(str(path / "target")).encode_chat([Message(role="user", content="x")])
+    return path
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ended:
+    """How a command ended; ``code`` is negative where a signal ended it."""
+
+    code: int
+    out: str
+    err: str
+    grown: int  # MiB of memory that it had at its peak beyond what it began with
+
+
+def inspect_pair(path: Path) -> Ended:
+    """``specgen inspect`` on the pair in ``path``, without as much memory as a test's files could claim."""
+    return run_cli(["inspect", "target", "head"], path, seconds=20, more_mib=1024)
+
+
+def generate_with_pair(path: Path) -> Ended:
+    """``specgen generate`` with the pair in ``path``, on its two prompts, into the directory ``run`` beside it."""
+    files = ["--model", "target", "--drafter", "head", "--dataset", "prompts.jsonl", "--output", "run"]
+    limits = ["--max-new-tokens", "2", "--num-spec-tokens", "2", "--device", "cpu", "--kv-memory", "1MiB"]
+    return run_cli(["generate", *files, *limits], path, seconds=30, more_mib=1024)
+
+
+def run_cli(arguments: list[str], directory: Path, *, seconds: int, more_mib: int) -> Ended:
+    """Run ``specgen`` with ``arguments`` in ``directory``; it is killed after ``seconds``.
+
+    It can map ``more_mib`` beyond what this process has. Nothing is imported anew, so that this takes no time.
+    """
+    files = [directory / name for name in ("stdout", "stderr", "grown")]
+    child = os.fork()
+    if child == 0:
+        code = 70
+        try:
+            code = _command(arguments, directory, files, seconds, more_mib)
+        finally:
+            os._exit(code)
+    _, status = os.waitpid(child, 0)
+    out, err, grown = (file.read_text(errors="replace") if file.exists() else "" for file in files)
+    for file in files:
+        file.unlink(missing_ok=True)
+    return Ended(code=os.waitstatus_to_exitcode(status), out=out, err=err, grown=int(grown or 0))
+
+
+def _command(arguments: list[str], directory: Path, files: list[Path], seconds: int, more_mib: int) -> int:
+    for number, file in enumerate(files[:2], start=1):
+        os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+    sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
+    os.chdir(directory)
+    os.environ["TOKENIZERS_PARALLELISM"] = (
+        "false"  # their threads are gone in a forked process, and they say so
+    )
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.alarm(seconds)
+    before, mapped = _resident_mib(), int(Path("/proc/self/statm").read_text().split()[0])
+    limit = mapped * resource.getpagesize() + more_mib * _MIB
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    sys.argv = ["specgen", *arguments]
+    code: object = 0
+    try:
+        cli.main()
+    except SystemExit as ended:
+        code = ended.code
+    except BaseException:  # what a user would see as a traceback
+        traceback.print_exc()
+        code = 71
+    sys.stdout.flush()
+    sys.stderr.flush()
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
+    files[2].write_text(str(max(0, peak - before)))
+    return code if isinstance(code, int) else 0
+
+
+def _resident_mib() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() // _MIB
