@@ -1,0 +1,253 @@
+"""A run that is killed, again and again and at any moment, ends with the files of one that was left alone."""
+
+import json
+import os
+import random
+import signal
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specgen import atomic, engine, results, resume, row_file
+from specgen.build import load_models, resolve
+from specgen.config import EngineConfig, SamplingParams
+from specgen.events import Event, to_line
+from specgen.results import RunDirectory
+from specgen.row_file import RowFile
+from specgen.run import Job, run
+
+NUM_KILLS = 50
+SAMPLED = {"temperature": 0.8, "seed": 7}
+# How the passes went, which a kill changes; everything else in a report has to be the same.
+HOW_IT_WENT = (
+    "wall_seconds",
+    "ttft_seconds",
+    "tpot_seconds",
+    "output_tokens_per_second",
+    "steps",
+    "rows",
+    "num_cached_tokens",
+)
+
+
+class Silent:
+    """Nobody follows."""
+
+    def prepare(self, what: str) -> None: ...
+    def start(self, what: str, num_requests: int, num_done: int = 0) -> None: ...
+    def see(self, event: Event) -> None: ...
+    def advance(self) -> None: ...
+    def finish(self) -> None: ...
+
+
+@pytest.fixture(scope="module")
+def job(demo_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Job:
+    """Conversations of two turns with the bundled pair, a broken row, and one whose second turn is too long."""
+    path = tmp_path_factory.mktemp("killed")
+    turns = [[f"Tom has {n} apples and buys {2 * n} more.", "And " * n + "now?"] for n in range(1, 8)]
+    rows = [{"question_id": f"q{n}", "category": "ab"[n % 2], "turns": each} for n, each in enumerate(turns)]
+    rows[3:3] = [{"question_id": "broken"}, {"question_id": "long", "turns": ["Stop", "Tom has " * 2000]}]
+    (path / "question.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return Job(
+        engine=EngineConfig(
+            model=str(demo_path / "target"),
+            drafter=str(demo_path / "drafter"),
+            num_spec_tokens=3,
+            max_batch_size=4,
+            device="cpu",
+        ),
+        sampling=SamplingParams(max_tokens=14),
+        dataset="mt-bench",
+        data_path=path / "question.jsonl",
+        num_prompts=None,
+        baseline=False,
+    )
+
+
+@pytest.fixture(autouse=True)
+def _loaded(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Children find the weights in memory."""
+    models = load_models(resolve(job.engine))
+    monkeypatch.setattr(engine, "load_models", lambda config: models)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kill:
+    """The moment at which a child dies: after ``number`` visits to ``where``, or so many seconds."""
+
+    where: str
+    number: float
+
+    def plant(self) -> None:
+        """Make this process die there."""
+        left = int(self.number)
+
+        def visit(torn: Callable[[], object] = lambda: None) -> None:
+            nonlocal left
+            left -= 1
+            if left < 0:
+                torn()
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        def add(file: RowFile, row: dict[str, Any]) -> None:
+            if file.path.stem == self.where:
+                visit(lambda: _tear(file._file, json.dumps(row)))
+
+        _before(RowFile, "add", add)
+        if self.where == "event":
+            _before(RunDirectory, "add_event", lambda self, e: visit(lambda: _tear(self._events, to_line(e))))
+        elif self.where == "final file":
+            _before(RowFile, "_line", lambda self, row_id: visit())
+        elif self.where == "replace":
+            _before(atomic.os, "replace", lambda *paths: visit())
+        elif self.where == "cut":
+            _before(resume, "_end_of_done", lambda *arguments: visit())
+
+
+def _before(owner: Any, name: str, visit: Callable[..., None]) -> None:
+    original = getattr(owner, name)
+
+    def visited(*arguments: Any) -> Any:
+        visit(*arguments)
+        return original(*arguments)
+
+    setattr(owner, name, visited)
+
+
+def _tear(file: Any, line: str) -> None:
+    """Leave half a line."""
+    half = line[: len(line) // 2]
+    file.write(half if "b" not in file.mode else half.encode())
+    file.flush()
+
+
+def work(job: Job, out: Path, kill: Kill | None = None) -> bool:
+    """Run ``job`` in a child; whether it was killed. What else goes wrong there is raised here."""
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            if kill is not None:
+                kill.plant()
+            run(job, out, Silent())
+            code = 0
+        except BaseException:
+            out.with_suffix(".traceback").write_text(traceback.format_exc())
+        finally:
+            os._exit(code)
+    if kill is not None and kill.where == "time":
+        time.sleep(kill.number)
+        os.kill(child, signal.SIGKILL)
+    _, status = os.waitpid(child, 0)
+    if os.WIFSIGNALED(status):
+        assert os.WTERMSIG(status) == signal.SIGKILL
+        return True
+    assert os.WEXITSTATUS(status) == 0, out.with_suffix(".traceback").read_text()
+    return False
+
+
+def files(out: Path) -> dict[str, Any]:
+    """What a run left, without times."""
+    found: dict[str, Any] = {path.name: None for path in out.iterdir()}
+    for name in ("completions.jsonl", "errors.jsonl"):
+        found[name] = (out / name).read_bytes()
+    for name, untold in {
+        "report.json": HOW_IT_WENT,
+        "manifest.json": ("created", "argv"),
+        "status.json": (
+            "pid",
+            "started",
+            "updated",
+            "output_tokens",
+            "output_tokens_per_second",
+            "acceptance_length",
+        ),
+    }.items():
+        document = json.loads((out / name).read_text())
+        found[name] = {key: value for key, value in document.items() if key not in untold}
+    return found
+
+
+def moments(seconds: float) -> Iterator[Kill]:
+    """Random ones, of every kind; a whole run takes ``seconds``."""
+    rng = random.Random(6)
+    visits = {"completions": 14, "errors": 2, "event": 110, "final file": 20, "replace": 8, "cut": 1}
+    while True:
+        yield Kill(where="time", number=rng.uniform(0, seconds))
+        where = rng.choice(list(visits))
+        yield Kill(where=where, number=rng.randrange(visits[where]))
+
+
+@pytest.mark.parametrize("sampling", [{}, SAMPLED], ids=["greedy", "sampled"])
+def test_a_run_killed_at_any_moment_ends_as_if_it_had_not_been(
+    job: Job, tmp_path: Path, sampling: dict[str, Any]
+) -> None:
+    job = replace(job, sampling=replace(job.sampling, **sampling))
+    began = time.monotonic()
+    assert not work(job, tmp_path / "whole")
+    whole, kills = files(tmp_path / "whole"), moments(time.monotonic() - began)
+    assert len(whole["completions.jsonl"].splitlines()) == 15
+    assert all(whole["report.json"]["acceptance_histogram"]), "drafts are accepted, and not, at every place"
+    assert [json.loads(row)["id"] for row in whole["errors.jsonl"].splitlines()] == ["broken", "long/turn-2"]
+    num_kills = num_runs = 0
+    while num_kills < NUM_KILLS // 2:
+        out = tmp_path / f"run {num_runs}"
+        killed = [work(job, out, next(kills)) for _ in range(3)]
+        work(job, out)
+        assert files(out) == whole
+        num_kills, num_runs = num_kills + sum(killed), num_runs + 1
+
+
+def unflushed(self: RunDirectory, row: dict[str, Any]) -> None:
+    self.completions.add(row)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "bug", "kill"),
+    [
+        (row_file, "cut_torn_line", lambda path: None, Kill(where="completions", number=5)),
+        (resume, "cut_torn_line", lambda path: None, Kill(where="event", number=60)),
+        (
+            resume,
+            "_end_of_done",
+            lambda events, done: events.stat().st_size,
+            Kill(where="completions", number=5),
+        ),
+        (RunDirectory, "add_completion", unflushed, Kill(where="completions", number=5)),
+        (RunDirectory, "texts", {}, Kill(where="completions", number=5)),
+        (RowFile, "arrange", lambda self, ids: None, Kill(where="completions", number=5)),
+        (results, "recover", lambda events, done: events.touch(), Kill(where="event", number=60)),
+    ],
+    ids=[
+        "torn completion",
+        "torn event",
+        "extra events",
+        "lost events",
+        "asked again",
+        "order",
+        "no recovery",
+    ],
+)
+def test_what_this_file_finds(
+    job: Job,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    owner: Any,
+    name: str,
+    bug: Any,
+    kill: Kill,
+) -> None:
+    """Planted bugs are seen: in the files, or because the run does not go on."""
+    kills = (kill, Kill(where="completions", number=1), None)
+    assert not work(job, tmp_path / "whole")
+    monkeypatch.setattr(owner, name, bug)
+    try:
+        assert [work(job, tmp_path / "killed", each) for each in kills] == [True, True, False]
+    except AssertionError:
+        return
+    assert files(tmp_path / "killed") != files(tmp_path / "whole")
