@@ -109,6 +109,7 @@ BAD = [
     (chat(temprature=1), "'temprature' is not known here"),
     (chat(**{"x" * 10_000: 1}), "'xxxxx"),
     (chat(max_tokens="5"), "max_tokens is '5': use a whole number"),
+    (chat(max_tokens=True), "max_tokens is True: use a whole number"),
     (chat(max_tokens=5.0), "max_tokens is 5.0: use a whole number"),
     (chat(max_tokens=10**30), "max_tokens is 1000000000"),
     (chat(max_tokens=0), "max-new-tokens is 0"),

@@ -357,6 +357,7 @@ def test_a_row_without_end_is_passed_over_in_little_memory(tmp_path, monkeypatch
     tracemalloc.stop()
     assert peak < 2**24
     assert [prompt.id for prompt in prompts] == (["a", "c"] if name.endswith("l") else ["a"])
+    assert len(rejected) == 1
     assert "longer than 1,048,576" in rejected[0].reason
 
 
@@ -370,6 +371,7 @@ def test_a_reason_never_repeats_megabytes(tmp_path):
     ]
     rejected = load(write_lines(tmp_path / "own.jsonl", *rows, {big: 1, "id": "5"}))[1]
     assert [row.id for row in rejected] == ["1", "line 2", "3", "line 4", "5"]
+    assert rejected[2].reason.endswith("x': use system, user, assistant")
     assert max(len(row.reason) for row in rejected) <= 300
 
 

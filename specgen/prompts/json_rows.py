@@ -91,7 +91,7 @@ class _Elements:
             if end < len(self._window) or not self._grow():
                 if problem is not None:
                     raise ValueError(problem)
-                self._start = min(end, len(self._window))
+                self._start = end  # which may lie behind a window that was the last
                 return value
 
     def _decode(self) -> tuple[Any, int, str | None]:
