@@ -7,7 +7,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from specgen.export.whole import write_lines
+from specgen.export.json_lines import write_json_lines
 
 _CHAT = "/v1/chat/completions"  # also of rows that came from no batch
 _LEAST = -9999.0  # stands for minus infinity, which JSON has no number for; so does vLLM
@@ -39,8 +39,8 @@ def export_openai(
     draws are hashes of ``custom_id`` here: the same rows make the same files. A file whose name ends in ``.gz`` is
     gzipped; each replaces an earlier one when it is complete.
     """
-    write_lines(output, (_answered(row, served) for row in completions))
-    write_lines(error_output, (_failed(row) for row in errors))
+    write_json_lines(output, (_answered(row, served) for row in completions))
+    write_json_lines(error_output, (_failed(row) for row in errors))
 
 
 def _answered(row: Mapping[str, Any], served: Served) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specgen.export.whole import whole
+from specgen.atomic import replacement
 
 if TYPE_CHECKING:
     import pyarrow
@@ -23,7 +23,7 @@ def export_parquet(rows: Iterable[Mapping[str, Any]], path: Path) -> None:
     from pyarrow import Table, parquet
 
     schema, remaining = _schema(), iter(rows)
-    with whole(path) as partial, parquet.ParquetWriter(partial, schema) as writer:
+    with replacement(path) as file, parquet.ParquetWriter(file, schema) as writer:
         while group := [_table_row(row) for row in islice(remaining, _ROW_GROUP)]:
             writer.write_table(Table.from_pylist(group, schema=schema))
 
