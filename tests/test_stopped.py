@@ -1,0 +1,207 @@
+"""What stops a run from outside: signals, a full disk, a disk that is read-only, another run; the command goes on."""
+
+import json
+import os
+import re
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specgen import cli, engine
+from specgen.build import load_models, resolve
+from specgen.bundled import pair
+from specgen.config import EngineConfig
+from specgen.interrupt import interruptible
+from specgen.locking import locked
+from specgen.step import Steps
+
+NUM_PROMPTS = 24
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("stopped") / "prompts.jsonl"
+    rows = ({"id": f"p{n}", "prompt": f"Tom has {n} apples."} for n in range(NUM_PROMPTS))
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture(autouse=True)
+def _loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Children find the weights in memory."""
+    target, head = pair(None, None, 4)
+    models = load_models(resolve(EngineConfig(model=target, drafter=head, device="cpu")))
+    monkeypatch.setattr(engine, "load_models", lambda config: models)
+
+
+class Command:
+    """``specgen generate`` in a child of this process."""
+
+    def __init__(self, prompts: Path, output: Path, *arguments: object, file_size: int | None = None) -> None:
+        self.log = prompts.with_name(f"stderr {time.monotonic_ns()}")
+        self.log.touch()
+        options = ["--device", "cpu", "--max-batch-size", 2, "--max-new-tokens", 24, "--ignore-eos"]
+        given = ["generate", "--dataset", prompts, "--output", output, *options, *arguments]
+        self.pid = os.fork()
+        if self.pid == 0:
+            os.dup2(os.open(self.log, os.O_WRONLY), 2)
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+            sys.argv = ["specgen", *map(str, given)]
+            if file_size is not None:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (file_size, resource.RLIM_INFINITY))
+            self._run()
+
+    def _run(self) -> None:
+        sys.stderr = os.fdopen(2, "w", buffering=1)
+        code: Any = 70
+        try:
+            cli.main()
+        except SystemExit as ended:
+            code = ended.code or 0
+        finally:
+            os._exit(code)
+
+    def end(self) -> int:
+        """Wait for it; its exit code, or that of the signal that ended it below 0."""
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+
+    @property
+    def last_words(self) -> str:
+        """The last line of stderr."""
+        return self.log.read_text().splitlines()[-1]
+
+
+def rows(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def wait_for_rows(output: Path, number: int) -> None:
+    deadline = time.monotonic() + 60
+    path = output / "completions.jsonl"
+    while not path.exists() or path.read_bytes().count(b"\n") < number:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_the_run_and_the_same_command_goes_on(
+    prompts: Path, tmp_path: Path, number: int, code: int
+) -> None:
+    whole, output = tmp_path / "whole", tmp_path / "run"
+    assert Command(prompts, whole).end() == 0
+    command = Command(prompts, output)
+    wait_for_rows(output, 3)
+    os.kill(command.pid, number)
+    assert command.end() == code
+    done = len(rows(output / "completions.jsonl"))
+    assert 3 <= done < NUM_PROMPTS
+    expected = f"interrupted with {done} of {NUM_PROMPTS} requests done; the same command goes on from there"
+    assert command.last_words == f"specgen: {expected}"
+    status = json.loads((output / "status.json").read_text())
+    assert (status["state"], status["done"], status["total"]) == ("interrupted", done, NUM_PROMPTS)
+    assert Command(prompts, output).end() == 0
+    assert (output / "completions.jsonl").read_bytes() == (whole / "completions.jsonl").read_bytes()
+
+
+def test_a_second_signal_ends_it_at_once(
+    prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def slow(self: Steps, *arguments: Any) -> None:
+        (tmp_path / "here").touch()
+        time.sleep(60)
+
+    monkeypatch.setattr(Steps, "decode", slow)
+    monkeypatch.setattr("specgen.engine_core.EngineCore.warm_up", lambda self: None)
+    command = Command(prompts, tmp_path / "run")
+    while not (tmp_path / "here").exists():
+        time.sleep(0.01)
+    os.kill(command.pid, signal.SIGTERM)
+    time.sleep(0.2)
+    os.kill(command.pid, signal.SIGTERM)
+    assert command.end() == -signal.SIGTERM
+
+
+def test_handlers_are_as_before_behind_it() -> None:
+    before = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
+    with interruptible() as interrupt:
+        assert not interrupt()
+        signal.raise_signal(signal.SIGTERM)
+        assert interrupt()
+        assert interrupt.exit_code == 143
+    assert [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)] == before
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path | None]:
+    """A file system of 64 KiB, or None where none may be mounted."""
+    path = tmp_path / "disk"
+    path.mkdir()
+    mounted = mount(path, "size=64k", "-t", "tmpfs", "tmpfs")
+    yield path if mounted else None
+    if mounted:
+        subprocess.run(["umount", path], check=True)
+
+
+def mount(path: Path, options: str, *what: str) -> bool:
+    try:
+        return subprocess.run(["mount", "-o", options, *what, path], capture_output=True).returncode == 0
+    except FileNotFoundError:
+        return False
+
+
+def test_a_full_disk_loses_nothing(prompts: Path, tmp_path: Path, disk: Path | None) -> None:
+    whole = tmp_path / "whole"
+    assert Command(prompts, whole).end() == 0
+    output = (disk or tmp_path) / "run"
+    command = Command(prompts, output, file_size=None if disk else 20_000)
+    assert command.end() == 2
+    reason = "No space left on device" if disk else "File too large"
+    assert f"run' cannot be written ({reason}): what is done is kept" in command.last_words
+    assert command.log.read_text().count("Error") == 0, "and no traceback"
+    kept = (output / "completions.jsonl").read_bytes().rpartition(b"\n")[0].splitlines()
+    assert 0 < len(kept) < NUM_PROMPTS
+    if disk:
+        assert mount(disk, "remount,size=8m", "-t", "tmpfs", "tmpfs")
+    assert Command(prompts, output).end() == 0
+    assert (output / "completions.jsonl").read_bytes() == (whole / "completions.jsonl").read_bytes()
+    assert set(kept) <= set((whole / "completions.jsonl").read_bytes().splitlines())
+
+
+def test_a_read_only_directory_is_one_line(prompts: Path, tmp_path: Path, disk: Path | None) -> None:
+    parent = disk or tmp_path
+    if disk:
+        assert mount(disk, "remount,ro", "-t", "tmpfs", "tmpfs")
+    elif os.geteuid() == 0:  # whom no mode bits stop
+        parent = Path("/sys/kernel")
+    else:
+        parent.chmod(0o555)
+    command = Command(prompts, parent / "run")
+    assert command.end() == 2
+    reason = "(Read-only file system|Permission denied|Operation not permitted)"
+    assert re.search(rf"run' cannot be written \({reason}\)", command.last_words)
+
+
+def test_two_runs_in_one_directory(prompts: Path, tmp_path: Path) -> None:
+    first = Command(prompts, tmp_path / "run")
+    wait_for_rows(tmp_path / "run", 1)
+    second = Command(prompts, tmp_path / "run", "--restart")
+    assert second.end() == 2
+    assert f"is in use by process {first.pid} on {os.uname().nodename}: wait for it" in second.last_words
+    assert first.end() == 0
+    assert len(rows(tmp_path / "run" / "completions.jsonl")) == NUM_PROMPTS
+
+
+def test_a_lock_follows_no_directory_that_is_moved_away(tmp_path: Path) -> None:
+    with locked(tmp_path / "run"):
+        (tmp_path / "run").rename(tmp_path / "run.1")
+        with locked(tmp_path / "run"), pytest.raises(ValueError, match="in use"), locked(tmp_path / "run.1"):
+            pass
+    with locked(tmp_path / "run.1"):
+        pass
