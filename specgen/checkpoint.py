@@ -114,9 +114,10 @@ def load_drafter(
 
 
 def fingerprint(checkpoint: Checkpoint) -> str:
-    """SHA-256 over the contents of config.json and of the weight files."""
+    """SHA-256 over the contents of the weight files, the configs and the tokenizer's files."""
     total = hashlib.sha256()
-    for file in (checkpoint.path / "config.json", *checkpoint.files):
+    others = {file for pattern in _NEEDED for file in checkpoint.path.glob(pattern) if file.is_file()}
+    for file in sorted(others.union(checkpoint.files)):
         with file.open("rb") as content:
             digest = hashlib.file_digest(content, "sha256").hexdigest()
         total.update(f"{file.name} {digest}\n".encode())

@@ -1,0 +1,321 @@
+"""A run directory that is used again: what goes on, what is tried again, what is refused, what is kept."""
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specgen import engine, run
+from specgen.build import load_models, resolve
+from specgen.config import EngineConfig, SamplingParams
+from specgen.events import Event, Finished, Submitted, read
+from specgen.interrupt import StoppedError
+from specgen.locking import LOCK
+from specgen.results import RunDirectory
+from specgen.run import Job, TooManyFailuresError
+from specgen.scheduler import Scheduler
+from specgen.sequence import Sequence
+from tests.tiny_checkpoints import write_head, write_target
+from tests.tiny_tokenizers import write_byte_level
+
+NAMES = [f"p{n}" for n in range(8)]
+
+
+class Follower:
+    """Notes what it is told, and does ``act`` at every request that ends."""
+
+    def __init__(self, act: Callable[[int], None] = lambda count: None) -> None:
+        self.act = act
+        self.count = 0
+        self.started: list[tuple[str, int, int]] = []
+
+    def prepare(self, what: str) -> None: ...
+    def see(self, event: Event) -> None: ...
+    def finish(self) -> None: ...
+
+    def start(self, what: str, num_requests: int, num_done: int = 0) -> None:
+        self.started.append((what, num_requests, num_done))
+
+    def advance(self) -> None:
+        self.count += 1
+        self.act(self.count)
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Job:
+    path = tmp_path_factory.mktemp("pair")
+    write_head(path / "drafter", write_target(path / "target", vocab_size=352), draft_vocab_size=100)
+    write_byte_level(path / "target")
+    write_prompts(path / "own.jsonl")
+    return Job(
+        engine=EngineConfig(
+            model=str(path / "target"), drafter=str(path / "drafter"), max_batch_size=2, device="cpu"
+        ),
+        sampling=SamplingParams(max_tokens=6, ignore_eos=True),
+        dataset=str(path / "own.jsonl"),
+        data_path=None,
+        num_prompts=None,
+        baseline=False,
+    )
+
+
+def write_prompts(path: Path, **changed: str) -> None:
+    rows = ({"id": name, "prompt": changed.get(name, f"Tom has {name}")} for name in NAMES)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def ids(path: Path) -> list[str]:
+    return [json.loads(line)["id"] for line in path.read_text().splitlines()]
+
+
+def content(path: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in path.iterdir() if file.name != LOCK}
+
+
+def stopped(job: Job, out: Path, number: int) -> None:
+    """A run that is stopped after so many requests."""
+    follower = Follower()
+    with pytest.raises(StoppedError, match="interrupted with"):
+        run.run(job, out, follower, lambda: follower.count >= number)
+
+
+@pytest.fixture
+def refusing(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """The ids in it fail in the engine."""
+    names: set[str] = set()
+    refusal = Scheduler.refusal
+
+    def planted(self: Scheduler, sequence: Sequence) -> str | None:
+        return "planted" if sequence.request.id in names else refusal(self, sequence)
+
+    monkeypatch.setattr(Scheduler, "refusal", planted)
+    return names
+
+
+def test_a_finished_run_prints_its_report_again_and_does_nothing(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = run.run(job, tmp_path / "run", Follower())
+    before = content(tmp_path / "run")
+    monkeypatch.setattr(run, "Engine", None)
+    again = run.run(job, tmp_path / "run", Follower())
+    assert again == replace(first, report=json.loads(json.dumps(first.report)))
+    assert content(tmp_path / "run") == before
+
+
+def test_what_is_done_is_not_asked_again(job: Job, tmp_path: Path) -> None:
+    stopped(job, tmp_path, 3)
+    done = ids(tmp_path / "completions.jsonl")
+    assert 3 <= len(done) < 8
+    follower = Follower()
+    run.run(job, tmp_path, follower)
+    assert follower.started == [("EAGLE3", 8, len(done))]
+    assert follower.count == 8 - len(done)
+    assert ids(tmp_path / "completions.jsonl") == NAMES
+    finished = [event.sequence for event in read(tmp_path / "events.jsonl") if isinstance(event, Finished)]
+    assert sorted(finished) == NAMES
+
+
+def test_failed_requests_are_tried_again(job: Job, tmp_path: Path, refusing: set[str]) -> None:
+    clean = run.run(job, tmp_path / "clean", Follower()).report
+    out = tmp_path / "run"
+    refusing |= {"p1", "p5"}
+    result = run.run(job, out, Follower())
+    assert result.report["num_errors"] == 2
+    assert result.failures == ["p1: line 2: planted", "p5: line 6: planted"]
+    assert ids(out / "errors.jsonl") == ["p1", "p5"]
+    assert ids(out / "completions.jsonl") == [name for name in NAMES if name not in refusing]
+    refusing.remove("p1")
+    assert run.run(job, out, Follower()).report["num_errors"] == 1
+    assert (ids(out / "errors.jsonl"), len(ids(out / "completions.jsonl"))) == (["p5"], 7)
+    refusing.clear()
+    report = run.run(job, out, Follower()).report
+    assert (ids(out / "errors.jsonl"), ids(out / "completions.jsonl")) == ([], NAMES)
+    for name in (
+        "num_errors",
+        "num_requests",
+        "num_drafts",
+        "acceptance",
+        "finish_reasons",
+        "num_prompt_tokens",
+    ):
+        assert report[name] == clean[name]
+
+
+def test_too_many_failures_end_the_run(job: Job, tmp_path: Path, refusing: set[str]) -> None:
+    refusing |= {"p1", "p2"}
+    assert run.run(replace(job, max_failures=2), tmp_path / "two", Follower()).report["num_errors"] == 2
+    with pytest.raises(
+        TooManyFailuresError, match=r"2 requests failed, more than max-failures 1; . of 8 are done"
+    ):
+        run.run(replace(job, max_failures=1), tmp_path / "run", Follower())
+    assert json.loads((tmp_path / "run" / "status.json").read_text())["state"] == "failed"
+    refusing.clear()
+    run.run(replace(job, max_failures=1), tmp_path / "run", Follower())
+    assert ids(tmp_path / "run" / "completions.jsonl") == NAMES
+
+
+@pytest.mark.parametrize("number", [3, 11])
+def test_a_baseline_goes_on_too(job: Job, tmp_path: Path, number: int) -> None:
+    job = replace(job, baseline=True)
+    stopped(job, tmp_path, number)
+    report = run.run(job, tmp_path, Follower()).report
+    assert (report["baseline"]["identical"], report["baseline"]["num_compared"]) == (1.0, 8)
+    assert ids(tmp_path / "baseline" / "completions.jsonl") == NAMES
+    submitted = [e.sequence for e in read(tmp_path / "events.jsonl") if isinstance(e, Submitted)]
+    assert len(submitted) == 8 or number == 3
+
+
+def test_a_baseline_may_be_asked_for_later(job: Job, tmp_path: Path) -> None:
+    before = run.run(job, tmp_path, Follower()).report
+    follower = Follower()
+    report = run.run(replace(job, baseline=True), tmp_path, follower).report
+    assert follower.started == [("plain decoding", 8, 0)]
+    assert report["baseline"]["num_compared"] == 8
+    assert report["acceptance"] == before["acceptance"]
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"sampling": {"max_tokens": 7}}, r"sampling\.max_tokens \(6, now 7\)"),
+        ({"sampling": {"seed": 3}}, r"sampling\.seed \(0, now 3\)"),
+        ({"engine": {"num_spec_tokens": 2}}, r"engine\.num_spec_tokens \(4, now 2\)"),
+        ({"engine": {"drafter_batch": "non-padded"}}, r"engine\.drafter_batch \(padded, now non-padded\)"),
+        ({"num_prompts": 7}, r"data\.num_prompts \(None, now 7\), data\.sha256"),
+    ],
+)
+def test_another_run_is_refused(job: Job, tmp_path: Path, changed: dict[str, Any], words: str) -> None:
+    stopped(job, tmp_path, 1)
+    before = content(tmp_path)
+    with pytest.raises(ValueError, match=f"holds a run that differs in {words}.* --restart"):
+        run.run(with_changes(job, changed), tmp_path, Follower())
+    assert content(tmp_path) == before
+
+
+def with_changes(job: Job, changed: dict[str, Any]) -> Job:
+    return replace(
+        job,
+        **{
+            name: replace(getattr(job, name), **value) if isinstance(value, dict) else value
+            for name, value in changed.items()
+        },
+    )
+
+
+def test_what_changes_no_text_may_differ(job: Job, tmp_path: Path) -> None:
+    stopped(job, tmp_path / "run", 1)
+    models = tmp_path / "elsewhere"
+    shutil.copytree(Path(job.engine.model).parent, models)
+    changed = {
+        "model": str(models / "target"),
+        "drafter": str(models / "drafter"),
+        "max_batch_size": 3,
+        "max_prefill_tokens": 64,
+        "kv_memory": 1 << 20,
+        "prefix_cache": False,
+    }
+    run.run(with_changes(job, {"engine": changed}), tmp_path / "run", Follower())
+    assert ids(tmp_path / "run" / "completions.jsonl") == NAMES
+
+
+@pytest.mark.parametrize("file", ["target/model.safetensors", "drafter/config.json", "target/tokenizer.json"])
+def test_another_checkpoint_of_the_same_name_is_refused(job: Job, tmp_path: Path, file: str) -> None:
+    models = tmp_path / "pair"
+    shutil.copytree(Path(job.engine.model).parent, models)
+    job = with_changes(job, {"engine": {"model": str(models / "target"), "drafter": str(models / "drafter")}})
+    stopped(job, tmp_path / "run", 1)
+    content = bytearray((models / file).read_bytes())
+    content[-4:] = content[-4:].swapcase() if file.endswith("json") else b"\0\0\0\0"
+    (models / file).write_bytes(content + (b" " if file.endswith("json") else b""))
+    with pytest.raises(ValueError, match=r"differs in fingerprints\.(model|drafter) \("):
+        run.run(job, tmp_path / "run", Follower())
+
+
+def test_changed_prompts_are_refused(job: Job, tmp_path: Path) -> None:
+    own = tmp_path / "own.jsonl"
+    write_prompts(own)
+    job = replace(job, dataset=str(own))
+    stopped(job, tmp_path / "run", 1)
+    write_prompts(own, p7="Stop")
+    with pytest.raises(ValueError, match=r"differs in data\.sha256"):
+        run.run(job, tmp_path / "run", Follower())
+
+
+def test_a_restart_keeps_the_old_directory(job: Job, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    stopped(job, out, 1)
+    old = content(out)
+    job = with_changes(job, {"sampling": {"max_tokens": 3}, "restart": True})
+    for _ in range(2):
+        report = run.run(job, out, Follower()).report
+        assert report["total_num_output_tokens"] == 8 * 3
+    assert content(tmp_path / "run.1") == old
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "run.1", "run.2"]
+
+
+def test_a_strangers_directory_is_left_alone(job: Job, tmp_path: Path) -> None:
+    (tmp_path / "mine.txt").write_text("mine")
+    for each in (job, replace(job, restart=True)):
+        with pytest.raises(ValueError, match="is not empty and holds no run"):
+            run.run(each, tmp_path, Follower())
+    assert os.listdir(tmp_path) == ["mine.txt"]
+
+
+def test_a_directory_that_vanishes_is_one_line(job: Job, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    with pytest.raises(ValueError, match=r"run' cannot be written \(No such file or directory\)"):
+        run.run(job, out, Follower(lambda count: shutil.rmtree(out, ignore_errors=True)))
+
+
+def test_the_status_tells_how_far_it_is(job: Job, tmp_path: Path, refusing: set[str]) -> None:
+    seen = []
+
+    def look(count: int) -> None:
+        time.sleep(0.3)
+        seen.append(json.loads((tmp_path / "status.json").read_text()))
+
+    refusing |= {"p1"}
+    run.run(job, tmp_path, Follower(look))
+    assert {(status["state"], status["total"], status["pid"]) for status in seen} == {
+        ("running", 8, os.getpid())
+    }
+    assert sorted(status["done"] for status in seen) == [status["done"] for status in seen]
+    middle = next(status for status in seen if status["done"] >= 3)
+    assert middle["failed"] == 1
+    assert middle["output_tokens"] >= 6 * middle["done"]
+    assert middle["acceptance_length"] >= 1
+    assert 0 < middle["eta_seconds"] < 60
+    last = json.loads((tmp_path / "status.json").read_text())
+    assert (last["state"], last["done"], last["failed"], last["eta_seconds"]) == ("finished", 7, 1, None)
+
+
+def test_a_start_takes_less_than_two_seconds_for_a_hundred_thousand_done(tmp_path: Path) -> None:
+    """Linear: a tenth of the rows, with the events of 50 verify steps each, in a tenth of the time."""
+    number = 10_000
+    row = {"prompt": "Some words " * 40, "text": "more words " * 60, "token_ids": list(range(150, 300))}
+    step = (
+        '{"event":"verified","sequence":"request-%06d","time":12.3456789,"drafts":[1,2,3,4],"accepted":2}\n'
+        * 50
+    )
+    end = '{"event":"finished","sequence":"request-%06d","time":12.3456789,"reason":"stop","num_output_tokens":150}\n'
+    with (tmp_path / "completions.jsonl").open("w") as rows, (tmp_path / "events.jsonl").open("w") as events:
+        for n in range(number):
+            rows.write(json.dumps({"id": f"request-{n:06d}", **row}) + "\n")
+            events.write((step + end) % ((n,) * 51))
+    began = time.process_time()
+    with RunDirectory(tmp_path) as files:
+        assert len(files.completions) == number
+    assert time.process_time() - began < 0.2
+
+
+@pytest.fixture(autouse=True)
+def _loaded(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    models = load_models(resolve(job.engine))
+    monkeypatch.setattr(engine, "load_models", lambda config: models)
