@@ -133,17 +133,20 @@ FILES = {
 known = st.sampled_from([None, *DATASETS])
 
 
+@settings(deadline=None)
 @given(content=st.binary(max_size=200), name=st.sampled_from(list(FILES)), dataset=known)
 def test_any_bytes(content, name, dataset):
     check(name, content, dataset)
     check(name, gzip.compress(content), dataset)
 
 
+@settings(deadline=None)
 @given(data=st.data(), name=st.sampled_from(list(FILES)), dataset=known)
 def test_a_good_file_with_some_bytes_changed(data, name, dataset):
     check(name, data.draw(mutated(FILES[name])), dataset)
 
 
+@settings(max_examples=50, deadline=None)
 @given(values=st.lists(rows(), min_size=1, max_size=6), name=st.sampled_from(list(FILES)), dataset=known)
 def test_any_values_as_rows(values, name, dataset):
     content = lines(values) if name.startswith("rows.jsonl") else json.dumps(values).encode()

@@ -4,8 +4,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from specgen.config import require
-from specgen.prompts.fields import flag, shown
+from specgen.config import require, shown
+from specgen.prompts.fields import flag
 from specgen.prompts.own import parse_own
 from specgen.prompts.prompt import Prompt
 from specgen.prompts.sampling import SAMPLING_FIELDS

@@ -1,21 +1,12 @@
 """The values of a row's fields: each is checked, or named in a ``ValueError`` of bounded length."""
 
-import reprlib
 from typing import Any
 
-from specgen.config import require
+from specgen.config import require, shown
 from specgen.tokenizer import Message
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}  # theirs: ours
 _MOST = 2**63  # of what one number of a row may be: beyond it no request means anything
-
-_short = reprlib.Repr()
-_short.maxstring = _short.maxlong = _short.maxother = 60
-
-
-def shown(value: object) -> str:
-    """``value`` in at most a few hundred characters of one line, whatever a row holds."""
-    return _short.repr(value)
 
 
 def character_string(value: object, what: str) -> str:

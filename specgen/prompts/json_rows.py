@@ -9,6 +9,8 @@ from io import BufferedReader, TextIOWrapper
 from itertools import count
 from typing import Any
 
+from specgen.config import first_line
+
 _LONGEST = 64 * 2**20  # bytes of a line, characters of an element: more is no prompt, and might be a bomb
 _CHUNK = 2**20
 _BETWEEN_ROWS = re.compile(r"[ \t\r\n,]*")
@@ -28,11 +30,6 @@ class Row:
 def read_json(file: Source, *, lines: bool) -> Iterator[Row]:
     """The rows of JSON lines, or of an array where the text begins with ``[`` and need not be ``lines``."""
     return _read_lines(file) if lines or _first_character(file) != b"[" else _read_array(file)
-
-
-def first_line(error: BaseException) -> str:
-    """What went wrong, in one line."""
-    return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 def _read_lines(file: Source) -> Iterator[Row]:

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from specgen import bundled
-from specgen.config import require
-from specgen.prompts.fields import checked_text, shown
+from specgen.config import require, shown
+from specgen.prompts.fields import checked_text
 from specgen.prompts.formats import DATASETS, TURNS, USERS, Format
 from specgen.prompts.json_rows import Row
 from specgen.prompts.prompt import Prompt, Rejected

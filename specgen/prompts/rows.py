@@ -10,8 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
-from specgen.config import require
-from specgen.prompts.json_rows import Row, first_line, read_json
+from specgen.config import first_line, require
+from specgen.prompts.json_rows import Row, read_json
 
 _SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".parquet")
 _GZIP = b"\x1f\x8b"  # how such a file begins, whatever its name

@@ -4,8 +4,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Any
 
-from specgen.config import SamplingParams, require
-from specgen.prompts.fields import character_string, checked_list, flag, number, shown, whole
+from specgen.config import SamplingParams, require, shown
+from specgen.prompts.fields import character_string, checked_list, flag, number, whole
 
 SAMPLING_FIELDS = tuple(field.name for field in fields(SamplingParams))
 
