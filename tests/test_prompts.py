@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import tracemalloc
 from collections import Counter
 from pathlib import Path
@@ -149,13 +150,21 @@ def test_standard_input_is_kept_for_every_pass_and_removed_afterwards(tmp_path, 
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_pipe_is_kept_for_every_pass(tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    threading.Thread(target=write_lines, args=(pipe, OWN), daemon=True).start()
+    prompts = open_prompts(str(pipe), data_path=None, num_prompts=None)
+    assert list(prompts) == list(prompts) == [EXPECTED_OWN]
+
+
 def test_standard_input_that_cannot_be_kept(monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("shutil.copyfileobj", full)
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"{}")))
-    with pytest.raises(ValueError, match=r"^standard input cannot be kept in .* write it to a file"):
+    with pytest.raises(ValueError, match=r"^what is piped in cannot be kept in .* write it to a file"):
         load("-")
 
 

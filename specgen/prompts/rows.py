@@ -49,13 +49,16 @@ def read_hub(dataset: str, source: HubSource) -> Callable[[], Iterator[Row]]:
 def read_path(path: Path, *, preferred: Sequence[str] = ()) -> Callable[[], Iterator[Row]]:
     """Reads the rows of a file, or of the data files of a directory in the order of their names.
 
-    Files are JSON lines, a JSON array (both also gzipped) or Parquet. In a directory the first pattern of
-    ``preferred`` that matches chooses the files; where none does, all are read. ``ValueError`` for a path
-    without data, and for a file that cannot be read at all.
+    Files are JSON lines, a JSON array (both also gzipped), Parquet, or a pipe of JSON lines. In a directory the
+    first pattern of ``preferred`` that matches chooses the files; where none does, all are read. ``ValueError``
+    for a path without data, and for a file that cannot be read at all.
     """
     require(path.exists(), f"{path} does not exist: name a file or a directory with prompts")
-    if not path.is_dir():
+    if path.is_file():
         return partial(_read_file, path)
+    if not path.is_dir():  # a pipe gives its content once
+        with path.open("rb") as stream:
+            return read_stream(stream)
     files = [file for file in sorted(path.rglob("*")) if file.is_file() and file.name.endswith(_SUFFIXES)]
     require(bool(files), f"{path} has no data file in it: use {', '.join(_SUFFIXES)}")
     choices = ([file for file in files if file.match(pattern)] for pattern in preferred)
@@ -70,7 +73,7 @@ def read_stream(stream: BinaryIO) -> Callable[[], Iterator[Row]]:
         copy.flush()
     except OSError as error:
         raise ValueError(
-            f"standard input cannot be kept in {tempfile.gettempdir()} ({first_line(error)}): "
+            f"what is piped in cannot be kept in {tempfile.gettempdir()} ({first_line(error)}): "
             "write it to a file, and name that"
         ) from error
     return lambda: _read_file(Path(copy.name))
