@@ -1,14 +1,15 @@
 """What a killed run left behind, cut to what is whole, so that the next run can go on from there."""
 
-import json
 import mmap
+import re
 from collections.abc import Container
 from pathlib import Path
 
 from specgen.events import Resumed, to_line
-from specgen.row_file import cut_torn_line
+from specgen.row_file import cut_torn_line, unquoted
 
 _FINISHED = b'{"event":"finished",'  # begins a line of ``events.to_line``; within one its quotes were escaped
+_FIELDS = re.compile(re.escape(_FINISHED) + rb'"sequence":("(?:[^"\\]|\\.)*"),"time":[^,]*,"reason":"(\w+)"')
 
 
 def recover(events: Path, done: Container[str]) -> None:
@@ -34,9 +35,8 @@ def _end_of_done(events: Path, done: Container[str]) -> int:
     with events.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
         start = 0
         while (start := content.find(_FINISHED, start)) >= 0:
-            end = content.find(b"\n", start)
-            finished = json.loads(content[start:end])
-            if finished["reason"] != "error" and finished["sequence"] not in done:
+            found = _FIELDS.match(content, start)
+            if found is None or (found[2] != b"error" and unquoted(found[1]) not in done):
                 return start
-            start = end
+            start = found.end()
     return size

