@@ -143,8 +143,10 @@ def _row_id(row: Mapping[str, Any], id_keys: Sequence[str]) -> str:
         digest = hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode())
         return digest.hexdigest()[:16]
     value = row[key]
-    require(type(value) in (str, int), f"{key} is {shown(value)}: use a string or a whole number")
+    if type(value) not in (str, int):  # words for a row that needs none would be most of what a pass costs
+        raise ValueError(f"{key} is {shown(value)}: use a string or a whole number")
     row_id = checked_text(str(value), key)
     require(len(row_id) <= _LONGEST_ID, f"{key} has {len(row_id):,} characters: use at most {_LONGEST_ID}")
-    require(row_id.isprintable(), f"{key} is {shown(row_id)}: use characters that can be printed")
+    if not row_id.isprintable():
+        raise ValueError(f"{key} is {shown(row_id)}: use characters that can be printed")
     return row_id

@@ -8,6 +8,7 @@ from specgen.config import SamplingParams, require, shown
 from specgen.prompts.fields import character_string, checked_list, flag, number, whole
 
 SAMPLING_FIELDS = tuple(field.name for field in fields(SamplingParams))
+_NAMES = frozenset(SAMPLING_FIELDS)
 
 
 def read_sampling(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -16,6 +17,8 @@ def read_sampling(row: Mapping[str, Any]) -> dict[str, Any]:
     A field without a value is the same as no field. ``stop`` is a string or a list of strings, ``logit_bias`` an
     object from token id to bias, ``top_k`` -1 is vLLM's other word for 0. ``ValueError`` for a value that cannot be.
     """
+    if _NAMES.isdisjoint(row):
+        return {}
     given = {name: row[name] for name in SAMPLING_FIELDS if row.get(name) is not None}
     sampling = {name: _READERS[name](value, name) for name, value in given.items()}
     SamplingParams(**sampling)  # checks itself
