@@ -118,8 +118,11 @@ def fingerprint(checkpoint: Checkpoint) -> str:
     total = hashlib.sha256()
     others = {file for pattern in _NEEDED for file in checkpoint.path.glob(pattern) if file.is_file()}
     for file in sorted(others.union(checkpoint.files)):
-        with file.open("rb") as content:
-            digest = hashlib.file_digest(content, "sha256").hexdigest()
+        try:
+            with file.open("rb") as content:
+                digest = hashlib.file_digest(content, "sha256").hexdigest()
+        except OSError as error:
+            raise ValueError(f"{file} cannot be read ({error.strerror}): give it read permission") from error
         total.update(f"{file.name} {digest}\n".encode())
     return total.hexdigest()
 
