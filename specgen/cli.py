@@ -4,7 +4,7 @@ import json
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 
@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from specgen.evaluation.studies import Study
     from specgen.evaluation.study import StudyJob
     from specgen.events import Event
-    from specgen.run import Job, Result
+    from specgen.job import Job
+    from specgen.run_output import Result
 
 app = typer.Typer(
     name="specgen",
@@ -29,6 +30,7 @@ app = typer.Typer(
 app.add_typer(bench)
 
 _FAILURES_SHOWN = 3
+_GOES_ON = "the same command goes on from there"
 
 
 def main() -> None:
@@ -72,6 +74,7 @@ def generate(
     prefix_cache: opt.PrefixCacheOption = True,
     output: opt.OutputOption = None,
     restart: opt.RestartOption = False,
+    format: opt.FormatOption = opt.Format.jsonl,
     max_failures: opt.MaxFailuresOption = None,
     baseline: opt.BaselineOption = False,
     as_json: opt.AsJsonOption = False,
@@ -110,7 +113,7 @@ def generate(
         stop=tuple(stop or ()),
         ignore_eos=ignore_eos,
     )
-    from specgen.run import Job  # imports torch
+    from specgen.job import Job  # imports torch
 
     job = Job(
         engine=engine,
@@ -121,12 +124,13 @@ def generate(
         baseline=baseline,
         restart=restart,
         max_failures=max_failures,
+        format=format.value,
     )
-    result = _run(job, output)
-    if as_json:
-        print(json.dumps(result.report))
+    if output == Path("-"):
+        result = _run_into_stdout(job, as_json)
     else:
-        _print(result)
+        result = _run(job, output, "nothing is kept without --output" if output is None else _GOES_ON)
+        _print(result, as_json, sys.stdout)
     _print_notes(result, output)
     if result.report["num_errors"]:
         raise typer.Exit(3)
@@ -363,12 +367,11 @@ def _bytes(text: str) -> int:
     return int(float(number) * units[unit])
 
 
-def _run(job: "Job", output: Path | None) -> "Result":
+def _run(job: "Job", output: Path | None, remedy: str) -> "Result":
     """Run ``job``; where it is ended before its end, say so and exit."""
     from specgen.interrupt import StoppedError, interruptible
     from specgen.run import TooManyFailuresError, run
 
-    remedy = "nothing is kept without --output" if output is None else "the same command goes on from there"
     with interruptible() as interrupt:
         try:
             return run(job, output, _Bar(), interrupt)
@@ -380,19 +383,37 @@ def _run(job: "Job", output: Path | None) -> "Result":
             raise typer.Exit(3) from None
 
 
-def _print(result: "Result") -> None:
-    """Some of the text, then the report."""
+def _run_into_stdout(job: "Job", as_json: bool) -> "Result":
+    """Run ``job`` somewhere and leave its rows on stdout and its report on stderr."""
+    import shutil
+    import tempfile
+
+    from specgen.run_output import MAIN_FILES
+
+    with tempfile.TemporaryDirectory(prefix="specgen-") as path:
+        result = _run(job, Path(path), "nothing is kept with --output -")
+        with (Path(path) / MAIN_FILES[job.format]).open("rb") as rows:
+            shutil.copyfileobj(rows, sys.stdout.buffer)
+    _print(result, as_json, sys.stderr)
+    return result
+
+
+def _print(result: "Result", as_json: bool, file: TextIO) -> None:
+    """The report; before its tables some of the text."""
     from specgen import tables
 
+    if as_json:
+        print(json.dumps(result.report), file=file)
+        return
     for asked, answered in result.samples:
-        print(f"Prompt:\n{_indented(asked)}\nAnswer:\n{_indented(answered)}\n")
-    print(tables.render(result.report, result.settings), end="")
+        print(f"Prompt:\n{_indented(asked)}\nAnswer:\n{_indented(answered)}\n", file=file)
+    print(tables.render(result.report, result.settings), end="", file=file)
 
 
 def _print_notes(result: "Result", output: Path | None) -> None:
     """What is no part of the report, on stderr: what was not run, and where the files are."""
     _print_failures(result.failures, result.report["num_errors"], "errors.jsonl of --output has them all")
-    if output is not None:
+    if output is not None and output != Path("-"):
         print(f"Files are in {output}; open {output / 'report.html'} in a browser.", file=sys.stderr)
 
 

@@ -55,6 +55,14 @@ class Dtype(StrEnum):
     float16 = "float16"
 
 
+class Format(StrEnum):
+    """How the rows of a run are written."""
+
+    jsonl = "jsonl"
+    openai = "openai"
+    parquet = "parquet"
+
+
 ModelOption = Annotated[
     str | None,
     typer.Option(
@@ -199,7 +207,7 @@ OutputOption = Annotated[
     Path | None,
     typer.Option(
         help="Directory for completions.jsonl, errors.jsonl, events.jsonl, status.json, report.json, report.html and "
-        "manifest.json. What an earlier run of the same command left there goes on.",
+        "manifest.json. What an earlier run of the same command left there goes on. - for stdout: the rows alone.",
         rich_help_panel=RESULTS,
         show_default=False,
     ),
@@ -209,6 +217,14 @@ RestartOption = Annotated[
     typer.Option(
         "--restart",
         help="Begin anew; the directory as it was is kept beside --output, with .1 behind its name.",
+        rich_help_panel=RESULTS,
+    ),
+]
+FormatOption = Annotated[
+    Format,
+    typer.Option(
+        help="Beside completions.jsonl: openai for batch_output.jsonl and batch_errors.jsonl as OpenAI's Batch API "
+        "writes them, parquet for completions.parquet.",
         rich_help_panel=RESULTS,
     ),
 ]

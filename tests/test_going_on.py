@@ -16,9 +16,10 @@ from specgen.build import load_models, resolve
 from specgen.config import EngineConfig, SamplingParams
 from specgen.events import Event, Finished, Submitted, read
 from specgen.interrupt import StoppedError
+from specgen.job import Job
 from specgen.locking import LOCK
 from specgen.results import RunDirectory
-from specgen.run import Job, TooManyFailuresError
+from specgen.run import TooManyFailuresError
 from specgen.scheduler import Scheduler
 from specgen.sequence import Sequence
 from tests.tiny_checkpoints import write_head, write_target

@@ -18,6 +18,8 @@ LAYERS = (
     {"cli"},
     {"evaluation", "audit", "bench"},
     {"run"},
+    {"run_output"},
+    {"job"},
     {"engine"},
     {"build"},
     {"step_costs"},

@@ -17,9 +17,10 @@ from specgen import atomic, engine, results, resume, row_file
 from specgen.build import load_models, resolve
 from specgen.config import EngineConfig, SamplingParams
 from specgen.events import Event, to_line
+from specgen.job import Job
 from specgen.results import RunDirectory
 from specgen.row_file import RowFile
-from specgen.run import Job, run
+from specgen.run import run
 
 NUM_KILLS = 50
 SAMPLED = {"temperature": 0.8, "seed": 7}

@@ -118,6 +118,37 @@ def test_a_bad_row_is_a_record_and_the_rest_runs(pair: Path, tmp_path: Path) -> 
     assert "256" in reasons["d"]
 
 
+BATCH = (
+    '{"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "Tom", "max_tokens": 3}}\n'
+    '{"custom_id": "b", "method": "POST", "url": "/v1/completions", "body": {"prompt": 7}}\n'
+)
+
+
+def test_a_batch_comes_back_as_a_batch(pair: Path, tmp_path: Path) -> None:
+    own, out = tmp_path / "own.jsonl", tmp_path / "run"
+    own.write_text(BATCH)
+    assert run(pair, "--dataset", own, "--output", out, "--format", "openai", "--ignore-eos").exit_code == 3
+    (answer,), (error,) = rows(out / "batch_output.jsonl"), rows(out / "batch_errors.jsonl")
+    assert (answer["custom_id"], answer["response"]["body"]["usage"]["completion_tokens"]) == ("a", 3)
+    assert (error["custom_id"], error["response"]) == ("b", None)
+    assert run(pair, "--dataset", own, "--output", out, "--format", "parquet", "--ignore-eos").exit_code == 3
+    from pyarrow import parquet
+
+    assert parquet.read_table(out / "completions.parquet").column("id").to_pylist() == ["a"]
+    assert "no file is kept" in str(run(pair, "--dataset", own, "--format", "openai").exception)
+
+
+def test_rows_alone_go_to_stdout(pair: Path, tmp_path: Path) -> None:
+    own, out = tmp_path / "own.jsonl", tmp_path / "run"
+    own.write_text('{"id": "a", "prompt": "Tom"}\n{"id": "b", "prompt": "Stop"}\n')
+    assert run(pair, "--dataset", own, "--output", out).exit_code == 0
+    result = run(pair, "--dataset", own, "--output", "-")
+    assert result.exit_code == 0, result.output
+    assert result.stdout == (out / "completions.jsonl").read_text()
+    assert "acceptance at token" in result.stderr
+    assert not Path("-").exists()
+
+
 def test_nothing_to_run_is_an_error(pair: Path, data: Path, tmp_path: Path) -> None:
     result = run(pair, "--dataset", "gsm8k", "--data-path", data, "--output", tmp_path / "run")
     assert "none of the 3 rows of gsm8k can be run" in str(result.exception)
@@ -268,6 +299,7 @@ def test_the_options_are_a_decision() -> None:
             "prefix_cache",
             "output",
             "restart",
+            "format",
             "max_failures",
             "baseline",
             "as_json",

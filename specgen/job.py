@@ -1,0 +1,76 @@
+"""What ``specgen generate`` is asked for, and the record of it that a run directory begins with."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from specgen.build import choose_attention, described, open_checkpoints
+from specgen.checkpoint import fingerprint
+from specgen.config import EngineConfig, SamplingParams, require
+from specgen.display import draft_length, from_here
+from specgen.provenance import manifest
+from specgen.survey import Survey
+
+FormatName = Literal["jsonl", "openai", "parquet"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One run of ``specgen generate``. More than ``max_failures`` failed requests end it; None: none do.
+
+    With a ``format`` other than ``jsonl`` its output is there in that format too.
+    """
+
+    engine: EngineConfig
+    sampling: SamplingParams
+    dataset: str
+    data_path: Path | None
+    num_prompts: int | None
+    baseline: bool
+    restart: bool = False  # what the output holds is set aside
+    max_failures: int | None = None
+    format: FormatName = "jsonl"
+
+    def __post_init__(self) -> None:
+        require(
+            self.max_failures is None or self.max_failures >= 0,
+            f"max-failures is {self.max_failures}: use 0 or more",
+        )
+
+
+def job_manifest(job: Job, config: EngineConfig, found: Survey, *, with_fingerprints: bool) -> dict[str, Any]:
+    """What ``manifest.json`` holds; ``config`` is the job's engine, resolved. Fingerprints read all weights."""
+    checkpoints = open_checkpoints(config)
+    data = {
+        "dataset": job.dataset,
+        "data_path": str(job.data_path) if job.data_path else None,
+        "num_prompts": job.num_prompts,
+        "sha256": found.digest,
+    }
+    return manifest(
+        engine=config,
+        sampling=job.sampling,
+        data=data,
+        fingerprints={
+            name: fingerprint(checkpoint) for name, checkpoint in checkpoints.items() if with_fingerprints
+        },
+    ) | {"settings": _settings(job, config, described(config.model, checkpoints["model"]), found.num_prompts)}
+
+
+def _settings(job: Job, config: EngineConfig, model: str, num_prompts: int) -> dict[str, str]:
+    """What runs, in the words that head a report."""
+    sampling = job.sampling
+    how = "greedy" if sampling.temperature == 0 else f"temperature {sampling.temperature:g}"
+    plain = config.num_spec_tokens == 0
+    return {
+        "model": model,
+        "drafter": "none (plain decoding)" if plain else from_here(str(config.drafter)),
+        "draft tokens (K)": draft_length(config.num_spec_tokens, config.spec_length),
+        **({} if plain else {"drafter batch": config.drafter_batch}),
+        "data": f"{job.dataset}, {num_prompts} prompts",
+        "sampling": f"{how}, at most {sampling.max_tokens} new tokens, seed {sampling.seed}",
+        "runs on": f"{config.device}, {config.dtype}",
+        "attention": f"{config.attention}: {choose_attention(replace(config, attention=job.engine.attention))[1]}",
+        **({} if config.device == "cpu" else {"CUDA graphs": config.cuda_graphs}),
+        "batch": f"at most {config.max_batch_size}",
+    }
