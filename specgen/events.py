@@ -113,7 +113,26 @@ class Resumed:
     time: float
 
 
-Event = Submitted | Prefilled | Verified | Preempted | Finished | Stepped | Captured | OutOfMemory | Resumed
+@dataclass(frozen=True, kw_only=True)
+class Sharded:
+    """The events of another shard follow: it ran beside those before, in a process whose times count from here."""
+
+    time: float
+    shard: str  # as in ``1/4``
+
+
+Event = (
+    Submitted
+    | Prefilled
+    | Verified
+    | Preempted
+    | Finished
+    | Stepped
+    | Captured
+    | OutOfMemory
+    | Resumed
+    | Sharded
+)
 _TYPES: dict[str, type[Event]] = {
     "submitted": Submitted,
     "prefilled": Prefilled,
@@ -124,6 +143,7 @@ _TYPES: dict[str, type[Event]] = {
     "captured": Captured,
     "out_of_memory": OutOfMemory,
     "resumed": Resumed,
+    "sharded": Sharded,
 }
 _NAMES = {event_type: name for name, event_type in _TYPES.items()}
 

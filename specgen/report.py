@@ -9,8 +9,18 @@ from typing import Any, Self
 
 from specgen.acceptance import RequestMetrics, RequestSum, Speculation, StepCounts, fold_request
 from specgen.config import require
-from specgen.events import Event, Finished, Preempted, Prefilled, Resumed, Stepped, Submitted, Verified
-from specgen.timings import Spread, Steps, StepSum, spread
+from specgen.events import (
+    Event,
+    Finished,
+    Preempted,
+    Prefilled,
+    Resumed,
+    Sharded,
+    Stepped,
+    Submitted,
+    Verified,
+)
+from specgen.timings import Spread, Steps, StepSum, WallClock, spread
 
 __all__ = [
     "DEFINITIONS",
@@ -67,7 +77,7 @@ class Report:
     num_errors: int  # failed requests, which count in nothing else
     num_unfinished: int
     num_preemptions: int
-    wall_seconds: float  # from the first event to the last; of a run that was killed and resumed the sum
+    wall_seconds: float  # first event to last; resumed: the sum; merged shards: the slowest one's
     ttft_seconds: Spread | None
     tpot_seconds: Spread | None
     steps: Mapping[str, Steps]  # by kind
@@ -141,20 +151,23 @@ class _Fold:
         self.num_cached_tokens = 0
         self.num_preemptions = 0
         self.reasons: Counter[str] = Counter()
-        self.wall_seconds = 0.0  # up to the last time that the run was resumed
-        self.begin: float | None = None
-        self.end = 0.0
+        self.clock = WallClock()
         self.ttft: list[float] = []
         self.tpot: list[float] = []
         self.steps: dict[str, StepSum] = {}
 
     def take(self, event: Event) -> None:
-        if isinstance(event, Resumed):
-            self.wall_seconds, self.begin, self.end = self.seconds(), None, 0.0
-            self.open.clear()
-            return
-        self.begin = event.time if self.begin is None else min(self.begin, event.time)
-        self.end = max(self.end, event.time)
+        match event:
+            case Resumed():
+                self.clock.resume()
+                self.open.clear()
+            case Sharded():
+                self.clock.shard()
+            case _:
+                self.clock.see(event.time)
+                self.count(event)
+
+    def count(self, event: Event) -> None:
         match event:
             case Submitted():
                 self.submit(event)
@@ -172,10 +185,6 @@ class _Fold:
                 self.finish(event)
             case Stepped():
                 self.steps.setdefault(event.kind, StepSum()).add(event)
-
-    def seconds(self) -> float:
-        """Time up to now."""
-        return self.wall_seconds + (self.end - self.begin if self.begin is not None else 0.0)
 
     def request(self, sequence: str) -> _Request:
         require(
@@ -231,7 +240,7 @@ class _Fold:
             num_errors=len(self.failed),
             num_unfinished=len(unfinished),
             num_preemptions=self.num_preemptions,
-            wall_seconds=self.seconds(),
+            wall_seconds=self.clock.seconds,
             ttft_seconds=spread(self.ttft),
             tpot_seconds=spread(self.tpot),
             steps={kind: steps.result() for kind, steps in sorted(self.steps.items())},

@@ -1,7 +1,7 @@
 """The main job: prompts through an engine into a run directory, and the report of it; what was begun goes on."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -15,7 +15,6 @@ from specgen.job import Job, job_manifest
 from specgen.output import RequestOutput
 from specgen.prompts import PromptSet, open_prompts
 from specgen.provenance import FREE_IN_A_RUN
-from specgen.report import Report, fold
 from specgen.results import RunDirectory, directory, require_same, set_aside
 from specgen.run_output import Result, export, is_finished, read_result, write_report
 from specgen.status import Status, kept_status
@@ -77,9 +76,9 @@ def run(job: Job, output: Path | None, progress: Progress, until: Callable[[], b
                 work = _Work(
                     job=job, prompts=prompts, survey=found, progress=progress, status=status, until=until
                 )
-                write_report(path, job, work.report(config, path))
+                write_report(path, work.answer(config, path))
         export(path, job.format)
-        return read_result(path, found)
+        return read_result(path, found.first)
 
 
 @dataclass(kw_only=True)
@@ -94,22 +93,19 @@ class _Work:
     until: Callable[[], bool]
     models: Models | None = None  # once an engine has loaded them
 
-    def report(self, config: EngineConfig, path: Path) -> Report:
-        """Answer everything and fold what happened."""
-        main = self._answer(config, path)
-        report = fold(main.events(), num_spec_tokens=config.num_spec_tokens)
-        report = replace(report, num_errors=len(main.errors))  # rows that were never a request among them
+    def answer(self, config: EngineConfig, path: Path) -> Path | None:
+        """Answer everything in ``path``; give the directory of the baseline, where one is asked for."""
+        self._answer(config, path)
         if not self.job.baseline:
-            return report
-        base = self._answer(config.plain(), path / "baseline")
-        return report.with_baseline(fold(base.events(), num_spec_tokens=0), *_identical(main, base))
+            return None
+        self._answer(config.plain(), path / "baseline")
+        return path / "baseline"
 
-    def _answer(self, config: EngineConfig, path: Path) -> RunDirectory:
+    def _answer(self, config: EngineConfig, path: Path) -> None:
         with RunDirectory(path) as files:
             if len(files.completions) < len(self.survey.ids):
                 self._generate(config, files)
         files.arrange(self.survey.ids)
-        return files
 
     def _generate(self, config: EngineConfig, files: RunDirectory) -> None:
         def record(event: Event) -> None:
@@ -161,10 +157,3 @@ class _Work:
             )
         if done + failed < total:
             raise StoppedError(f"interrupted with {done} of {total} requests done")
-
-
-def _identical(main: RunDirectory, base: RunDirectory) -> tuple[float, int]:
-    """Share of requests with the same tokens in both runs, and how many were compared."""
-    both = [name for name in main.completions if name in base.completions]
-    same = sum(main.completions[name]["token_ids"] == base.completions[name]["token_ids"] for name in both)
-    return (same / len(both) if both else 0.0), len(both)

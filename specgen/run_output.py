@@ -1,8 +1,8 @@
 """What a run leaves when every request has ended: its report, and its rows in the formats of others."""
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import datetime
 from itertools import islice
 from pathlib import Path
@@ -10,12 +10,13 @@ from typing import Any
 
 from specgen import report_html
 from specgen.atomic import write_json, write_text
+from specgen.events import read
 from specgen.export import export_openai, export_parquet
 from specgen.export.openai import Served
 from specgen.job import FormatName, Job
-from specgen.report import Report
+from specgen.prompts import Prompt
+from specgen.report import Report, fold
 from specgen.row_file import RowFile
-from specgen.survey import Survey
 from specgen.tokenizer import load_tokenizer
 
 MAIN_FILES: Mapping[FormatName, str] = {
@@ -38,38 +39,60 @@ class Result:
 
 def is_finished(path: Path, job: Job) -> bool:
     """Whether an earlier run has left nothing to do, no failed request either."""
-    if not (path / "report.json").exists() or _read(path / "status.json")["state"] != "finished":
+    if not (path / "report.json").exists() or read_json(path / "status.json")["state"] != "finished":
         return False
-    report = _read(path / "report.json")
+    report = read_json(path / "report.json")
     return report["num_errors"] == 0 and (report["baseline"] is not None or not job.baseline)
 
 
-def read_result(path: Path, found: Survey) -> Result:
-    """What the files of a finished run say."""
+def read_result(path: Path, first: Sequence[Prompt] = ()) -> Result:
+    """What the files of a finished run say; the prompts that come ``first`` are shown with their answers."""
     completions, errors = RowFile(path / "completions.jsonl"), RowFile(path / "errors.jsonl")
     answers = [
         completions[prompt.id]["text"] if prompt.id in completions else errors[prompt.id]["error"]
-        for prompt in found.first
+        for prompt in first
     ]
     return Result(
-        report=_read(path / "report.json"),
-        settings=_read(path / "manifest.json")["settings"],
-        samples=[(prompt.last_words, answer) for prompt, answer in zip(found.first, answers, strict=True)],
+        report=read_json(path / "report.json"),
+        settings=read_json(path / "manifest.json")["settings"],
+        samples=[(prompt.last_words, answer) for prompt, answer in zip(first, answers, strict=True)],
         failures=[f"{name}: {errors[name]['error']}" for name in islice(errors, _FAILURES_SHOWN)],
     )
 
 
-def _read(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a file that a run has written."""
     document: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return document
 
 
-def write_report(path: Path, job: Job, report: Report) -> None:
-    """Leave ``report`` in the run directory ``path``, as data and as a page."""
-    document, settings = report.to_json(), _read(path / "manifest.json")["settings"]
-    title = f"{Path(job.engine.model).name} on {job.dataset}"
-    write_text(path / "report.html", report_html.render(document, settings, title))
+def write_report(path: Path, baseline: Path | None) -> None:
+    """Leave the report of the run in ``path`` there, as data and as a page; ``baseline`` has the plain run."""
+    record = read_json(path / "manifest.json")
+    report = _folded(path, record["engine"]["num_spec_tokens"])
+    if baseline is not None:
+        report = report.with_baseline(_folded(baseline, 0), *_identical(path, baseline))
+    document, title = (
+        report.to_json(),
+        f"{Path(record['engine']['model']).name} on {record['data']['dataset']}",
+    )
+    write_text(path / "report.html", report_html.render(document, record["settings"], title))
     write_json(path / "report.json", document)
+
+
+def _folded(path: Path, num_spec_tokens: int) -> Report:
+    report = fold(read(path / "events.jsonl"), num_spec_tokens=num_spec_tokens)
+    return replace(
+        report, num_errors=len(RowFile(path / "errors.jsonl"))
+    )  # rows that were never a request too
+
+
+def _identical(main: Path, base: Path) -> tuple[float, int]:
+    """Share of requests with the same tokens in both runs, and how many were compared."""
+    ours, theirs = RowFile(main / "completions.jsonl"), RowFile(base / "completions.jsonl")
+    both = [name for name in ours if name in theirs]
+    same = sum(ours[name]["token_ids"] == theirs[name]["token_ids"] for name in both)
+    return (same / len(both) if both else 0.0), len(both)
 
 
 def export(path: Path, format_name: FormatName) -> None:
@@ -86,7 +109,7 @@ def export(path: Path, format_name: FormatName) -> None:
 
 
 def _served(path: Path) -> Served:
-    record = _read(path / "manifest.json")
+    record = read_json(path / "manifest.json")
     model = record["engine"]["model"]
     tokenizer = load_tokenizer(model)
     return Served(

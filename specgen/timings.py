@@ -32,6 +32,35 @@ def spread(times: Sequence[float]) -> Spread | None:
     return Spread(mean=sum(times) / len(times), median=quantile(ordered, 0.5), p99=quantile(ordered, 0.99))
 
 
+class WallClock:
+    """Seconds that a run took, from its first event to its last, whether in one piece or in several."""
+
+    def __init__(self) -> None:
+        self._earlier = 0.0  # before the run was resumed
+        self._slowest = 0.0  # of the shards before
+        self._begin: float | None = None
+        self._end = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Up to now."""
+        running = self._end - self._begin if self._begin is not None else 0.0
+        return max(self._slowest, self._earlier + running)
+
+    def see(self, time: float) -> None:
+        """Something happened at ``time``; events may come a little out of order."""
+        self._begin = time if self._begin is None else min(self._begin, time)
+        self._end = max(self._end, time)
+
+    def resume(self) -> None:
+        """What follows ran after what came before, by another clock."""
+        self._earlier, self._slowest, self._begin, self._end = self.seconds, 0.0, None, 0.0
+
+    def shard(self) -> None:
+        """What follows ran beside what came before, by another clock."""
+        self._earlier, self._slowest, self._begin, self._end = 0.0, self.seconds, None, 0.0
+
+
 @dataclass(frozen=True, kw_only=True)
 class Steps:
     """Passes of the engine's loop of one kind: times in seconds and rows computed.
