@@ -52,6 +52,7 @@ def generate(
     dataset: opt.DatasetOption = "bundled",
     data_path: opt.DataPathOption = None,
     num_prompts: opt.NumPromptsOption = None,
+    shard: opt.ShardOption = "0/1",
     num_spec_tokens: opt.NumSpecTokensOption = "4",
     drafter_batch: opt.DrafterBatchOption = opt.DrafterBatch.padded,
     draft_sampling: opt.DraftSamplingOption = opt.DraftSampling.greedy,
@@ -114,6 +115,7 @@ def generate(
         ignore_eos=ignore_eos,
     )
     from specgen.job import Job  # imports torch
+    from specgen.shard import parse_shard
 
     job = Job(
         engine=engine,
@@ -122,6 +124,7 @@ def generate(
         data_path=data_path,
         num_prompts=num_prompts,
         baseline=baseline,
+        shard=parse_shard(shard),
         restart=restart,
         max_failures=max_failures,
         format=format.value,
@@ -166,6 +169,30 @@ def report(
         print(tables.render(runs[0][1], runs[0][2].get("settings", {})), end="")
     else:
         print(tables.compare([(name, numbers) for name, numbers, _ in runs]), end="")
+
+
+@app.command()
+def merge(
+    output: Annotated[Path, typer.Argument(help="New directory for the whole run.", show_default=False)],
+    directories: Annotated[
+        list[Path], typer.Argument(help="Run directories of all shards, in any order.", show_default=False)
+    ],
+    format: opt.FormatOption = opt.Format.jsonl,
+    as_json: opt.AsJsonOption = False,
+) -> None:
+    """Bring the shards of a run together: rows in the order of the prompts, and one report.
+
+    Exit code 3 if a request failed.
+    """
+    from specgen.merge import merge  # imports torch
+    from specgen.run_output import read_result
+
+    merge(output, directories, format.value)
+    result = read_result(output)
+    _print(result, as_json, sys.stdout)
+    _print_notes(result, output)
+    if result.report["num_errors"]:
+        raise typer.Exit(3)
 
 
 @app.command()

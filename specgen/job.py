@@ -9,6 +9,7 @@ from specgen.checkpoint import fingerprint
 from specgen.config import EngineConfig, SamplingParams, require
 from specgen.display import draft_length, from_here
 from specgen.provenance import manifest
+from specgen.shard import WHOLE, Shard
 from specgen.survey import Survey
 
 FormatName = Literal["jsonl", "openai", "parquet"]
@@ -18,7 +19,8 @@ FormatName = Literal["jsonl", "openai", "parquet"]
 class Job:
     """One run of ``specgen generate``. More than ``max_failures`` failed requests end it; None: none do.
 
-    With a ``format`` other than ``jsonl`` its output is there in that format too.
+    With a ``format`` other than ``jsonl`` its output is there in that format too. Of the first ``num_prompts`` prompts
+    (None: all) those of ``shard`` are run.
     """
 
     engine: EngineConfig
@@ -27,6 +29,7 @@ class Job:
     data_path: Path | None
     num_prompts: int | None
     baseline: bool
+    shard: Shard = WHOLE
     restart: bool = False  # what the output holds is set aside
     max_failures: int | None = None
     format: FormatName = "jsonl"
@@ -46,6 +49,7 @@ def job_manifest(job: Job, config: EngineConfig, found: Survey, *, with_fingerpr
         "data_path": str(job.data_path) if job.data_path else None,
         "num_prompts": job.num_prompts,
         "sha256": found.digest,
+        "shard": str(job.shard),
     }
     return manifest(
         engine=config,
@@ -68,6 +72,7 @@ def _settings(job: Job, config: EngineConfig, model: str, num_prompts: int) -> d
         "draft tokens (K)": draft_length(config.num_spec_tokens, config.spec_length),
         **({} if plain else {"drafter batch": config.drafter_batch}),
         "data": f"{job.dataset}, {num_prompts} prompts",
+        **({} if job.shard == WHOLE else {"shard": str(job.shard)}),
         "sampling": f"{how}, at most {sampling.max_tokens} new tokens, seed {sampling.seed}",
         "runs on": f"{config.device}, {config.dtype}",
         "attention": f"{config.attention}: {choose_attention(replace(config, attention=job.engine.attention))[1]}",

@@ -97,6 +97,16 @@ NumPromptsOption = Annotated[
     int | None,
     typer.Option(help="Use only the first N prompts.", rich_help_panel=DATA, show_default="all"),
 ]
+ShardOption = Annotated[
+    str,
+    typer.Option(
+        help="Run one of N shards of the prompts, counted from 0: every N-th prompt, such as 0/4; on another machine "
+        "1/4. `specgen merge` brings the directories together.",
+        metavar="I/N",
+        rich_help_panel=DATA,
+        show_default="all",
+    ),
+]
 NumSpecTokensOption = Annotated[
     str,
     typer.Option(

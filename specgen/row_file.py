@@ -94,11 +94,17 @@ def unquoted(string: bytes) -> str:
     return str(json.loads(string)) if b"\\" in string else string[1:-1].decode()
 
 
+def id_of(line: bytes) -> str | None:
+    """The id of a row by its line; None for a line that is no whole row, as a power failure leaves it."""
+    found = _ID.match(line)
+    return unquoted(found[1]) if found is not None and line.endswith(b"}\n") else None
+
+
 def _offsets(lines: IO[bytes]) -> Iterator[tuple[str, int]]:
-    """The id and the place of every row; a line that is no whole row, as a power failure leaves it, has neither."""
+    """The id and the place of every row."""
     offset = 0
     for line in lines:
-        found = _ID.match(line)
-        if found is not None and line.endswith(b"}\n"):
-            yield unquoted(found[1]), offset
+        row_id = id_of(line)
+        if row_id is not None:
+            yield row_id, offset
         offset += len(line)

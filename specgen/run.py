@@ -17,6 +17,7 @@ from specgen.prompts import PromptSet, open_prompts
 from specgen.provenance import FREE_IN_A_RUN
 from specgen.results import RunDirectory, directory, require_same, set_aside
 from specgen.run_output import Result, export, is_finished, read_result, write_report
+from specgen.shard import REQUESTS, write_requests
 from specgen.status import Status, kept_status
 from specgen.survey import Survey, survey
 
@@ -65,12 +66,14 @@ def run(job: Job, output: Path | None, progress: Progress, until: Callable[[], b
     )
     config = resolve(job.engine)
     prompts = open_prompts(job.dataset, data_path=job.data_path, num_prompts=job.num_prompts)
-    found = survey(job.dataset, prompts)
+    found = survey(job.dataset, prompts, job.shard)
     if output is not None and job.restart:
         set_aside(output, "manifest.json")
     with directory(output, "manifest.json") as path:
         asked = job_manifest(job, config, found, with_fingerprints=output is not None)
         require_same(path / "manifest.json", asked, free=FREE_IN_A_RUN, remedy=_REMEDY)
+        if job.shard.count > 1:
+            write_requests(path / REQUESTS, job.shard.of(prompts))
         if not is_finished(path, job):
             with kept_status(path / "status.json") as status:
                 work = _Work(
@@ -124,7 +127,7 @@ class _Work:
         self.status.begin(total=total, done=done)
         self.progress.start(name, total, done)
         outputs = engine.generate(
-            self.prompts,
+            self.job.shard.of(self.prompts),
             self.job.sampling,
             earlier=files.texts,
             until=lambda: self.until() or self._too_many(files),

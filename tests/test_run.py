@@ -277,6 +277,7 @@ def test_the_options_are_a_decision() -> None:
             "dataset",
             "data_path",
             "num_prompts",
+            "shard",
             "num_spec_tokens",
             "drafter_batch",
             "draft_sampling",

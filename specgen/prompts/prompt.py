@@ -47,6 +47,11 @@ class Rejected:
     id: str
     reason: str  # one short line that begins with the row's place
 
+    @property
+    def turn_ids(self) -> tuple[str, ...]:
+        """Its id, under which it fails."""
+        return (self.id,)
+
 
 def prompt_ids(prompt: Prompt, tokenizer: Tokenizer, answers: Sequence[str]) -> tuple[str, list[int]]:
     """The text for the record and the token ids of turn ``len(answers) + 1``, the answers in context.
