@@ -2,6 +2,7 @@
 
 import reprlib
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from typing import Literal, Self
 
 DrafterBatchName = Literal["padded", "non-padded"]
@@ -115,3 +116,18 @@ class EngineConfig:
     def plain(self) -> Self:
         """The same without speculation."""
         return replace(self, num_spec_tokens=0, spec_length="fixed", drafter=None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """A Ray cluster with a model pair on each of its ``num_workers``; without an ``address`` one on this machine."""
+
+    num_workers: int = 1
+    address: str | None = None  # as ``ray.init`` takes it
+
+    def __post_init__(self) -> None:
+        require(self.num_workers >= 1, f"num-workers is {self.num_workers}: use at least 1")
+        require(
+            find_spec("ray") is not None,
+            "executor is ray, which is not installed: pip install 'specgen[ray]'",
+        )
