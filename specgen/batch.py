@@ -1,13 +1,14 @@
 """The running batch on the device: a row a sequence, at addresses that stay, so that a captured step finds them."""
 
 from collections.abc import Sequence as Items
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from specgen.config import MAX_LOGIT_BIASES
 from specgen.drafting import Seed
-from specgen.sampling import SamplingBatch, kind_of
+from specgen.sampling import SamplingBatch, SamplingForm
 from specgen.sequence import Sequence
 from specgen.transfer import on_device
 
@@ -45,6 +46,7 @@ class RunningBatch:
 
         self.sequences: list[Sequence] = []
         self._num_uploaded: list[int] = []  # of each row's pages, how many are in its block table
+        self._form = SamplingForm.of(())
         self._device = device
         self._seed = Seed(
             tokens=column(torch.int64),
@@ -59,7 +61,9 @@ class RunningBatch:
             top_k=column(torch.int64),
             min_p=column(torch.float32),
             seeds=column(torch.int64),
-            kind="greedy",
+            biased_ids=column(torch.int64, MAX_LOGIT_BIASES),
+            biases=column(torch.float32, MAX_LOGIT_BIASES),
+            form=self._form,
         )
 
     def join(self, sequences: Items[Sequence], seed: Seed, sampling: SamplingBatch) -> None:
@@ -68,9 +72,11 @@ class RunningBatch:
         rows = slice(first, first + len(sequences))
         self.sequences += sequences
         self._num_uploaded += [0] * len(sequences)
-        for mine, theirs in zip(self._row_values(), (*_tensors(seed), *_tensors(sampling)), strict=True):
+        joining = (*_tensors(seed), *_tensors(sampling))
+        for mine, theirs in zip(self._row_values(sampling.form), joining, strict=True):
             mine[rows] = theirs
         self._active[rows] = True
+        self._form = self._form_of_all()
 
     def arrange(self, sequences: list[Sequence]) -> None:
         """Keep the rows of ``sequences`` alone, which are in the batch and in its order."""
@@ -80,24 +86,26 @@ class RunningBatch:
         rows = [row_of[id(sequence)] for sequence in sequences]
         kept, before = len(rows), len(self.sequences)
         index = on_device(rows, self._device)
-        for column in (*self._row_values(), self._tables):
+        values = self._row_values(self._form)
+        for column in (*values, self._tables):
             if rows != list(range(kept)):
                 column[:kept] = column[index]
         self.sequences = list(sequences)
         self._num_uploaded = [self._num_uploaded[row] for row in rows]
-        for column in (*self._row_values(), self._tables, self._active):
+        for column in (*values, self._tables, self._active):
             column[kept:before] = 0
         self._seed.positions[kept:before] = 1
         self._sampling.top_p[kept:before] = 1
+        self._form = self._form_of_all()
 
     def columns(self, num_rows: int) -> Columns:
         """The first ``num_rows`` rows, padding rows among them, with the block tables brought up to date."""
         self._upload_pages()
-        rows, kind = slice(num_rows), kind_of(sequence.request.sampling for sequence in self.sequences)
+        rows = slice(num_rows)
         return Columns(
             seed=self._seed.take(rows),
             block_tables=self._tables[rows],
-            sampling=replace(self._sampling.take(rows), kind=kind),
+            sampling=self._sampling.take(rows).shaped(self._form),
             active=self._active[rows],
         )
 
@@ -112,8 +120,12 @@ class RunningBatch:
             self._tables[rows, places] = pages.to(torch.int32)
             self._num_uploaded = [len(sequence.pages) for sequence in self.sequences]
 
-    def _row_values(self) -> tuple[Tensor, ...]:
-        return (*_tensors(self._seed), *_tensors(self._sampling))
+    def _row_values(self, form: SamplingForm) -> tuple[Tensor, ...]:
+        """What rows of ``form`` hold; behind it they have zeros."""
+        return (*_tensors(self._seed), *_tensors(self._sampling.shaped(form)))
+
+    def _form_of_all(self) -> SamplingForm:
+        return SamplingForm.of(sequence.request.sampling for sequence in self.sequences)
 
 
 def _tensors(columns: Seed | SamplingBatch) -> tuple[Tensor, ...]:

@@ -10,6 +10,8 @@ DraftSampling = Literal["greedy", "probabilistic"]
 SpecLengthName = Literal["fixed", "auto"]
 
 _MOST_AUTO = 7  # drafts in a step
+MAX_LOGIT_BIASES = 1024  # of one request
+MAX_LOGPROBS = 20  # of one token
 _LONGEST_SHOWN = 200  # characters
 
 _short = reprlib.Repr()
@@ -47,7 +49,10 @@ class SamplingParams:
     """How one request is decoded; names and meanings as in vLLM's ``SamplingParams``.
 
     ``temperature`` 0 is greedy. ``top_k`` 0 and ``top_p`` 1 and ``min_p`` 0 switch the filter off.
-    ``seed`` and the request's id together fix every random draw of the request.
+    ``seed`` and the request's id together fix every random draw of the request. ``logit_bias`` has pairs of token id
+    and what is added to its logit before anything else. ``logprobs`` asks for the log-probability of every output
+    token, and of so many of the likeliest in its place; they are the model's own (vLLM's default, ``raw_logprobs``):
+    of its logits before bias, temperature and filters.
     """
 
     max_tokens: int = 128
@@ -58,6 +63,8 @@ class SamplingParams:
     seed: int = 0
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    logprobs: int | None = None
 
     def __post_init__(self) -> None:
         require(self.max_tokens >= 1, f"max-new-tokens is {self.max_tokens}: ask for at least 1")
@@ -66,6 +73,21 @@ class SamplingParams:
         require(self.top_k >= 0, f"top-k is {self.top_k}: use 0 (off) or a number of tokens")
         require(0 <= self.min_p <= 1, f"min-p is {self.min_p}: use a share in [0, 1]; 0 switches it off")
         require(all(self.stop), "an empty stop string would end every text at once: remove it")
+        require(
+            self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS,
+            f"logprobs is {self.logprobs}: use 0 (the chosen token's alone) to {MAX_LOGPROBS}",
+        )
+        self._check_logit_bias()
+
+    def _check_logit_bias(self) -> None:
+        ids = [token_id for token_id, _ in self.logit_bias]
+        require(
+            len(ids) <= MAX_LOGIT_BIASES,
+            f"logit-bias names {len(ids)} tokens: use at most {MAX_LOGIT_BIASES}",
+        )
+        require(len(set(ids)) == len(ids), "logit-bias names a token twice: give every token one bias")
+        for token_id, bias in self.logit_bias:
+            require(-100 <= bias <= 100, f"logit-bias of token {token_id} is {bias}: use -100 to 100")
 
 
 @dataclass(frozen=True, kw_only=True)

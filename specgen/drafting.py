@@ -131,6 +131,10 @@ class Drafter(Protocol):
         """``num_drafts`` (K) drafts a sequence; may write KV at ``seed.positions`` and K - 2 positions behind."""
         ...
 
+    def clear(self, pages: Tensor) -> None:
+        """Make ``pages`` ``[n]`` of its cache zero."""
+        ...
+
 
 class NoDrafter:
     """Plain decoding: no drafts, and nothing to remember but the newest token."""
@@ -146,6 +150,9 @@ class NoDrafter:
         """See ``Drafter.propose``."""
         assert num_drafts == 0
         return no_drafts(seed)
+
+    def clear(self, pages: Tensor) -> None:
+        """See ``Drafter.clear``; there is none."""
 
 
 class DraftChoice(Protocol):
@@ -178,7 +185,7 @@ class SampledDrafts:
         self, logits: Tensor, positions: Tensor, sampling: SamplingBatch
     ) -> tuple[Tensor, Tensor | None]:
         """See ``DraftChoice.choose``."""
-        probs = draft_probs(logits[:, None], sampling).squeeze(1)
+        probs = draft_probs(logits[:, None], logits.argmax(-1)[:, None], sampling).squeeze(1)
         return draw(probs, uniform(sampling.seeds, positions, DRAFT)), probs
 
 
@@ -226,6 +233,10 @@ class Eagle3Drafter:
         tokens = torch.stack([ids for ids, _ in steps], 1)
         sampled = [self._to_target(probs) for _, probs in steps if probs is not None]
         return Drafts(tokens=tokens, probs=torch.stack(sampled, 1) if sampled else None)
+
+    def clear(self, pages: Tensor) -> None:
+        """See ``Drafter.clear``."""
+        self._cache.clear(pages)
 
     def _choose(
         self, hidden: Tensor, positions: Tensor, sampling: SamplingBatch

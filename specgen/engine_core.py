@@ -3,13 +3,14 @@
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 
 from specgen.batch import RunningBatch
-from specgen.config import SamplingParams
+from specgen.config import SamplingParams, first_line
 from specgen.events import (
     Captured,
     Event,
@@ -42,6 +43,10 @@ def until_done() -> bool:
     return False
 
 
+class DeviceLost(RuntimeError):  # noqa: N818
+    """The device answers nothing any more, and only a new process gets it back; what has finished is not touched."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Pass:
     """A pass that was launched and whose numbers are not read yet."""
@@ -52,6 +57,7 @@ class _Pass:
     num_drafts: int  # of each sequence
     result: StepResult
     numbers: HostCopy
+    logprobs: HostCopy | None
     launched: float
 
 
@@ -115,7 +121,7 @@ class EngineCore:
                     if refused is None:
                         break
                     yield (completion := refused)
-            if not finished and self._scheduler.idle and not self._in_flight:
+            if not finished and not self._has_work:
                 return
         self._read_all_but(0)
         yield from self._take_completions()
@@ -137,10 +143,11 @@ class EngineCore:
         """Generate a little and record nothing: first calls load, allocate and compile, which no run should measure."""
         record, self.record = self.record, lambda event: None
         sampling = SamplingParams(max_tokens=16, ignore_eos=True)
-        for _ in self.generate(
-            Request(id=f"warm-up {i}", prompt_token_ids=(0,) * 16, sampling=sampling) for i in range(2)
-        ):
-            pass
+        for i in range(2):
+            self.submit(Request(id=f"warm-up {i}", prompt_token_ids=(0,) * 16, sampling=sampling))
+        while self._has_work:
+            self._advance()  # an error here is one of the start, and not of a request
+        self._completions.clear()
         self.record, self._began, self._read_at = record, time.perf_counter(), 0.0
 
     def sizes(self, max_sequences: int) -> list[int]:
@@ -167,6 +174,19 @@ class EngineCore:
     def submit(self, request: Request) -> Completion | None:
         """Queue ``request``; a completion with the reason comes back at once if it can never run."""
         sequence = self._new_sequence(request)
+        reason = self._refusal(sequence)
+        if reason is None:
+            self._scheduler.submit(sequence)
+            return None
+        self.record(Finished(sequence=request.id, time=self._now(), reason="error", num_output_tokens=0))
+        return Completion(request=request, token_ids=(), finish_reason="error", error=reason)
+
+    @property
+    def _has_work(self) -> bool:
+        return not self._scheduler.idle or bool(self._in_flight)
+
+    def _new_sequence(self, request: Request) -> Sequence:
+        """The state of ``request``, which enters the queue."""
         self.record(
             Submitted(
                 sequence=request.id,
@@ -176,14 +196,6 @@ class EngineCore:
                 turn=request.turn,
             )
         )
-        reason = self._refusal(sequence)
-        if reason is None:
-            self._scheduler.submit(sequence)
-            return None
-        self.record(Finished(sequence=request.id, time=self._now(), reason="error", num_output_tokens=0))
-        return Completion(request=request, token_ids=(), finish_reason="error", error=reason)
-
-    def _new_sequence(self, request: Request) -> Sequence:
         sampling, prompt = request.sampling, list(request.prompt_token_ids)
         eos = () if sampling.ignore_eos else self._config.eos_token_ids
         return Sequence(
@@ -199,9 +211,13 @@ class EngineCore:
         num_prompt, limit = len(sequence.tokens), self._config.max_positions
         if num_prompt == 0:
             return "the prompt is empty: give at least one token"
-        outside = [t for t in sequence.tokens if not 0 <= t < self._config.vocab_size]
+        vocab_size = self._config.vocab_size
+        outside = [t for t in sequence.tokens if not 0 <= t < vocab_size]
         if outside:
-            return f"token id {outside[0]} is not in the vocabulary of {self._config.vocab_size}"
+            return f"token id {outside[0]} is not in the vocabulary of {vocab_size}"
+        biased = [t for t, _ in sequence.request.sampling.logit_bias if not 0 <= t < vocab_size]
+        if biased:
+            return f"logit-bias names token {biased[0]}, which is not in the vocabulary of {vocab_size}"
         if num_prompt >= limit:
             return (
                 f"the prompt has {num_prompt} tokens and the model's context is {limit}: shorten the prompt"
@@ -210,15 +226,27 @@ class EngineCore:
 
     # --- one step ---------------------------------------------------------------------------------
 
-    @torch.inference_mode()
     def step(self) -> list[Completion]:
-        """Launch one prefill pass, if prompts wait and fit, and one decode step of all that run; read older ones."""
+        """Launch one prefill pass, if prompts wait and fit, and one decode step of all that run; read older ones.
+
+        What fails ends the requests that it concerns and nothing else. ``DeviceLost`` where no pass can run any more.
+        """
+        failure = None
+        try:
+            self._advance()
+        except RuntimeError as error:
+            failure = first_line(error)  # alone: the exception holds on to the tensors of the pass
+        if failure is not None:
+            self._fail_all(failure)
+        return self._take_completions()
+
+    @torch.inference_mode()
+    def _advance(self) -> None:
         prefilled = self._attempt(self._prefill, self._smaller_prefill)
         if self._lookahead == 0:
             self._read_all_but(0)  # so that no step is spent on a text that its first token ended
         decoded = self._attempt(self._decode, self._smaller_batch)
         self._read_all_but(self._lookahead if prefilled or decoded else 0)
-        return self._take_completions()
 
     def _take_completions(self) -> list[Completion]:
         finished, self._completions = self._completions, []
@@ -331,6 +359,39 @@ class EngineCore:
             sequence, error="the device has no memory for it even alone: lower --gpu-memory-utilization"
         )
 
+    # --- failures ---------------------------------------------------------------------------------
+
+    def _fail_all(self, reason: str) -> None:
+        """A pass has failed: so have those who were in it or in one that is not read yet."""
+        self._require_device()
+        hit = [*self._scheduler.prefilling, *self._scheduler.running]
+        hit += [sequence for done in self._in_flight for sequence, _ in done.sequences]
+        self._in_flight.clear()
+        if not hit:
+            raise RuntimeError(reason)  # nobody could be told
+        for sequence in hit:
+            if sequence.finish_reason is None:
+                self._fail(sequence, f"the device failed: {reason}")
+
+    def _require_device(self) -> None:
+        """``DeviceLost`` if the device does not even finish what was launched."""
+        try:
+            if self._device.type == "cuda":
+                torch.cuda.synchronize(self._device)
+        except RuntimeError as error:
+            raise DeviceLost(f"the device is lost ({first_line(error)}): go on in a new process") from error
+
+    def _fail(self, sequence: Sequence, reason: str) -> None:
+        """End ``sequence``; the first time it begins again, with nobody beside it."""
+        sequence.finish_reason = "error"
+        pages = self._scheduler.discard(sequence)
+        self._steps.clear(on_device([0, *pages], self._device))  # and page 0, where nobody's rows are written
+        self._record_end(sequence)
+        if sequence.alone:
+            self._completions.append(sequence.completion(f"{reason}, and again when tried alone"))
+        else:
+            self._scheduler.retry(self._new_sequence(sequence.request))
+
     # --- what passes have found -------------------------------------------------------------------
 
     def _launch(
@@ -354,6 +415,7 @@ class EngineCore:
                 num_drafts=num_drafts,
                 result=result,
                 numbers=HostCopy(result.numbers),
+                logprobs=None if result.logprobs is None else HostCopy(result.logprobs),
                 launched=began,
             )
         )
@@ -365,26 +427,32 @@ class EngineCore:
 
     def _read(self) -> None:
         """Wait for the oldest pass in flight and hand out its tokens; a sequence that ended before gets none."""
-        done = self._in_flight.popleft()
-        numbers, num_kept = done.numbers.read(), 0
+        done, num_kept = self._in_flight[0], 0
+        numbers = done.numbers.read()
+        logprobs = done.logprobs.read() if done.logprobs is not None else [()] * len(numbers)
         for sequence, row in done.sequences:
             if sequence.finish_reason is not None:
                 continue
-            if done.kind == "prefill":
-                self._commit_first(sequence, None if row is None else numbers[row])
+            if row is None:
+                self._commit_first(sequence, [], ())
+            elif done.kind == "prefill":
+                self._commit_first(sequence, numbers[row], logprobs[row])
             else:
-                assert row is not None
-                num_kept += self._commit(sequence, numbers[row], done.num_drafts)
-            if sequence.finish_reason is not None:
+                num_kept += self._commit(sequence, numbers[row], logprobs[row], done.num_drafts)
+            if sequence.finish_reason == "error":
+                at = sequence.num_output_tokens + 1
+                self._fail(sequence, f"the model's logits were not finite (NaN) at output token {at}")
+            elif sequence.finish_reason is not None:
                 self._retire(sequence)
         self._record_pass(done, num_kept)
+        self._in_flight.popleft()  # not before: whoever is in it fails with it
 
-    def _commit_first(self, sequence: Sequence, tokens: list[int] | None) -> None:
+    def _commit_first(self, sequence: Sequence, tokens: list[int], logprobs: Items[Items[float]]) -> None:
         """A prompt is in the cache, with the first token of the text unless that was known."""
         emitted = 0
-        if tokens is not None:
+        if tokens:
             sequence.land(1, 1)
-            emitted = sequence.append(tokens)
+            emitted = sequence.append(tokens, logprobs)
         self.record(
             Prefilled(
                 sequence=sequence.request.id,
@@ -394,11 +462,11 @@ class EngineCore:
             )
         )
 
-    def _commit(self, sequence: Sequence, row: list[int], k: int) -> int:
+    def _commit(self, sequence: Sequence, row: list[int], logprobs: Items[Items[float]], k: int) -> int:
         """What a step with ``k`` drafts found for ``sequence``; returns how many of its rows the target confirmed."""
         drafts, accepted, tokens = row[:k], row[k], row[k + 1 :]
         sequence.land(1, k + 1)
-        emitted = sequence.append(tokens[: accepted + 1])
+        emitted = sequence.append(tokens[: accepted + 1], logprobs)
         self.spec_length.see(k, accepted)
         self.record(
             Verified(
@@ -413,6 +481,10 @@ class EngineCore:
 
     def _retire(self, sequence: Sequence, error: str | None = None) -> None:
         self._scheduler.retire(sequence)
+        self._record_end(sequence)
+        self._completions.append(sequence.completion(error))
+
+    def _record_end(self, sequence: Sequence) -> None:
         self.record(
             Finished(
                 sequence=sequence.request.id,
@@ -421,7 +493,6 @@ class EngineCore:
                 num_output_tokens=sequence.num_output_tokens,
             )
         )
-        self._completions.append(sequence.completion(error))
 
     def _record_pass(self, done: _Pass, num_kept: int) -> None:
         """Passes overlap on the host, so the time of one counts from when the one before was read."""

@@ -2,7 +2,7 @@
 
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar, cast
 
@@ -11,9 +11,7 @@ from torch import Tensor
 
 T = TypeVar("T")
 Pool = Any  # what torch.cuda.graph_pool_handle() gives
-Key = tuple[
-    str, int, int, str
-]  # all that the host decides: a name, sequences, drafts of each, kind of sampling
+Key = tuple[str, int, int, Hashable]  # all that the host decides: a name, sequences, drafts of each, sampling
 
 
 @dataclass(frozen=True, kw_only=True)

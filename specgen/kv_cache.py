@@ -34,6 +34,10 @@ class KVCache:
         """Keys and values of one layer, each ``[num_pages, page_size, num_kv_heads, head_dim]``."""
         return self._layers[layer]
 
+    def clear(self, pages: Tensor) -> None:
+        """Make ``pages`` ``[n]`` int64 zero in all layers."""
+        self._storage.view(torch.uint8).index_fill_(2, pages, 0)
+
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Zeros: rows past a sequence's end are masked, but what was NaN there would leak through the mask.

@@ -31,10 +31,10 @@ class PageAllocator:
         pages.extend(self._take() for _ in range(missing))
         return True
 
-    def release(self, pages: list[int]) -> None:
-        """Take ``pages`` back and empty the list."""
-        while pages:
-            self._give_back(pages.pop())
+    def release(self, pages: list[int]) -> list[int]:
+        """Take ``pages`` back and empty the list; returns those that nobody has any more."""
+        given = [pages.pop() for _ in range(len(pages))]
+        return [page for page in given if self._give_back(page)]
 
     def num_known(self, digests: Sequence[bytes]) -> int:
         """How many of the first pages of a text, by ``prefix_cache.extend_digests``, somebody has computed."""
@@ -53,5 +53,7 @@ class PageAllocator:
     def _take(self) -> int:
         return self._free.pop()
 
-    def _give_back(self, page: int) -> None:
+    def _give_back(self, page: int) -> bool:
+        """Whether nobody has ``page`` now."""
         self._free.append(page)
+        return True

@@ -74,11 +74,11 @@ class PrefixCache(PageAllocator):
         self._num_users[page] = 1
         return page
 
-    def _give_back(self, page: int) -> None:
+    def _give_back(self, page: int) -> bool:
         self._num_users[page] -= 1
         if self._num_users[page]:
-            return
-        if page in self._digest_of:
-            self._unused[page] = None
-        else:
-            super()._give_back(page)
+            return False
+        if page not in self._digest_of:
+            return super()._give_back(page)
+        self._unused[page] = None
+        return True

@@ -1,4 +1,4 @@
-"""From logits to tokens: temperature and the filters, the draw, and the random numbers behind it.
+"""From logits to tokens: bias, temperature and the filters, the draw, and the random numbers behind it.
 
 Greedy is temperature 0. A random number is a pure function of the request's seed, the position of the token it
 decides, and what it is for, so a text does not depend on which other requests ran beside it.
@@ -12,24 +12,46 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from specgen.config import SamplingParams
+from specgen.config import MAX_LOGIT_BIASES, MAX_LOGPROBS, SamplingParams
 from specgen.transfer import on_device
 
 # What a random number is for. Draws of different purposes at one position are independent.
 ACCEPT, EMIT, DRAFT = 1, 2, 3
 
 
-# What a batch asks for: argmax alone, a plain draw, or a draw from filtered distributions. The host knows it,
-# so that no pass has to look at the columns to decide what to compute.
+# Argmax alone, a plain draw, or a draw from filtered distributions.
 SamplingKind = Literal["greedy", "plain", "filtered"]
 
+# Few sizes, because a captured step is one for each.
+_BIAS_WIDTHS = (0, 16, 128, MAX_LOGIT_BIASES)
+_LOGPROB_WIDTHS = (0, MAX_LOGPROBS)
 
-def kind_of(params: Iterable[SamplingParams]) -> SamplingKind:
-    """The least that serves every one of ``params``."""
-    sampled = [p for p in params if p.temperature > 0]
-    if not sampled:
-        return "greedy"
-    return "filtered" if any(p.top_k or p.top_p < 1 or p.min_p for p in sampled) else "plain"
+
+@dataclass(frozen=True)
+class SamplingForm:
+    """What a batch asks for. The host knows it, so that no pass looks at the columns to decide what to compute."""
+
+    kind: SamplingKind
+    num_biases: int  # columns of biased tokens
+    num_logprobs: int | None  # of the likeliest tokens; None: nobody asks
+
+    @staticmethod
+    def of(params: Iterable[SamplingParams]) -> "SamplingForm":
+        """The least that serves every one of ``params``."""
+        params = list(params)
+        sampled = [p for p in params if p.temperature > 0]
+        filtered = any(p.top_k or p.top_p < 1 or p.min_p for p in sampled)
+        biases = max((len(p.logit_bias) for p in params), default=0)
+        logprobs = max((p.logprobs for p in params if p.logprobs is not None), default=None)
+        return SamplingForm(
+            kind="filtered" if filtered else "plain" if sampled else "greedy",
+            num_biases=_fitting(_BIAS_WIDTHS, biases),
+            num_logprobs=None if logprobs is None else _fitting(_LOGPROB_WIDTHS, logprobs),
+        )
+
+
+def _fitting(widths: tuple[int, ...], needed: int) -> int:
+    return next(width for width in widths if width >= needed)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,20 +63,26 @@ class SamplingBatch:
     top_k: Tensor  # [B] int64, 0: off
     min_p: Tensor  # [B] float32
     seeds: Tensor  # [B] int64
-    kind: SamplingKind
+    biased_ids: Tensor  # [B, form.num_biases] int64; token 0 with a bias of 0 where a sequence has fewer
+    biases: Tensor  # [B, form.num_biases] float32
+    form: SamplingForm
 
     @staticmethod
     def of(params: Sequence[SamplingParams], seeds: Sequence[int], device: torch.device) -> "SamplingBatch":
         """Columns of ``params``, with one derived seed a sequence (see ``request_seed``)."""
+        form = SamplingForm.of(params)
         floats = on_device([[p.temperature, p.top_p, p.min_p] for p in params], device, torch.float32)
         ints = on_device([[p.top_k, seed] for p, seed in zip(params, seeds, strict=True)], device)
+        filled = [p.logit_bias + ((0, 0.0),) * (form.num_biases - len(p.logit_bias)) for p in params]
         return SamplingBatch(
             temperature=floats[:, 0],
             top_p=floats[:, 1],
             min_p=floats[:, 2],
             top_k=ints[:, 0],
             seeds=ints[:, 1],
-            kind=kind_of(params),
+            biased_ids=on_device([[token_id for token_id, _ in pairs] for pairs in filled], device),
+            biases=on_device([[bias for _, bias in pairs] for pairs in filled], device, torch.float32),
+            form=form,
         )
 
     def take(self, rows: Tensor | slice) -> "SamplingBatch":
@@ -66,7 +94,14 @@ class SamplingBatch:
             top_k=self.top_k[rows],
             min_p=self.min_p[rows],
             seeds=self.seeds[rows],
+            biased_ids=self.biased_ids[rows],
+            biases=self.biases[rows],
         )
+
+    def shaped(self, form: SamplingForm) -> "SamplingBatch":
+        """Views of the columns that ``form`` needs."""
+        width = form.num_biases
+        return replace(self, biased_ids=self.biased_ids[:, :width], biases=self.biases[:, :width], form=form)
 
 
 def request_seed(seed: int, request_id: str) -> int:
@@ -92,25 +127,56 @@ def _mix(x: Tensor) -> Tensor:
     return x ^ (x >> 31 & (1 << 33) - 1)
 
 
-def target_probs(logits: Tensor, batch: SamplingBatch) -> Tensor:
+def biased(logits: Tensor, batch: SamplingBatch) -> Tensor:
+    """Logits ``[B, n, V]`` with every sequence's biases added, float32; the same tensor where nobody has any."""
+    if batch.form.num_biases == 0:
+        return logits
+    shape = (-1, logits.shape[1], -1)
+    ids, biases = (column[:, None].expand(shape) for column in (batch.biased_ids, batch.biases))
+    return logits.to(torch.float32, copy=True).scatter_add_(-1, ids, biases)
+
+
+def are_finite(logits: Tensor, likeliest: Tensor) -> Tensor:
+    """Whether rows ``[..., V]`` can be decided on, ``[...]`` bool; what is wrong with one shows at its argmax."""
+    return logits.gather(-1, likeliest[..., None]).squeeze(-1).abs() < float("inf")
+
+
+def token_logprobs(logits: Tensor, tokens: Tensor, num_likeliest: int) -> Tensor:
+    """What the model thought of ``tokens`` ``[B, n]``, from its logits ``[B, n, V]``: ``[B, n, 1 + 2 m]`` float64.
+
+    The token's log-probability, the ids of the m likeliest tokens, and their log-probabilities; m is
+    ``num_likeliest``, or V where that is less.
+    """
+    every = logits.log_softmax(-1, dtype=torch.float32)
+    top = every.topk(min(num_likeliest, every.shape[-1]))
+    chosen = every.gather(-1, tokens[..., None])
+    return torch.cat([chosen.double(), top.indices.double(), top.values.double()], -1)
+
+
+def target_probs(logits: Tensor, likeliest: Tensor, batch: SamplingBatch) -> Tensor:
     """The distribution that is sampled, ``[B, n, V]`` from logits ``[B, n, V]``, each row normalised.
 
-    Temperature, then min-p, top-k and top-p, in vLLM's order. Rows at temperature 0 are one-hot at the first maximum.
+    Temperature, then min-p, top-k and top-p, in vLLM's order. ``likeliest`` ``[B, n]`` is the argmax; see
+    ``draft_probs`` for the rows that are one-hot there.
     """
-    probs = draft_probs(logits, batch)
-    if batch.kind == "filtered":
+    probs = draft_probs(logits, likeliest, batch)
+    if batch.form.kind == "filtered":
         floor = batch.min_p[:, None, None] * probs.amax(-1, keepdim=True)
         keep_top = _keep_top_on_gpu if probs.is_cuda else _keep_top
         probs = keep_top(probs.masked_fill(probs < floor, 0), batch)
     return probs / probs.sum(-1, keepdim=True)
 
 
-def draft_probs(logits: Tensor, batch: SamplingBatch) -> Tensor:
-    """Softmax at each sequence's temperature, ``[B, n, V]``; one-hot at temperature 0."""
+def draft_probs(logits: Tensor, likeliest: Tensor, batch: SamplingBatch) -> Tensor:
+    """Softmax at each sequence's temperature, ``[B, n, V]``; one-hot at ``likeliest`` ``[B, n]`` at temperature 0.
+
+    Rows that are not numbers are one-hot too: whoever draws from them gets a token, and nobody else waits for one.
+    """
     temperature = batch.temperature[:, None, None]
     probs = (logits / temperature.clamp(min=1e-6)).softmax(-1)
-    one_hot = torch.zeros_like(probs).scatter_(-1, logits.argmax(-1, keepdim=True), 1)
-    return torch.where(temperature == 0, one_hot, probs)
+    one_hot = torch.zeros_like(probs).scatter_(-1, likeliest[..., None], 1)
+    settled = (temperature == 0) | ~are_finite(logits, likeliest)[..., None]
+    return torch.where(settled, one_hot, probs)
 
 
 def _keep_top(probs: Tensor, batch: SamplingBatch) -> Tensor:

@@ -30,7 +30,8 @@ class Scheduler:
 
     A sequence is admitted when pages for all it holds and one step ahead are free. When a running one cannot grow,
     the one admitted last gives its pages back and is computed again later; the oldest always can go on, because
-    a request that would not fit alone is refused (``refusal``). Both limits may be lowered while it runs.
+    a request that would not fit alone is refused (``refusal``). Both limits may be lowered while it runs. One that is
+    to run alone (``retry``) waits until all others have left, and they wait for it.
     """
 
     def __init__(
@@ -84,6 +85,11 @@ class Scheduler:
         """Queue ``sequence`` last."""
         self.waiting.append(sequence)
 
+    def retry(self, sequence: Sequence) -> None:
+        """Queue ``sequence`` first, to run with nobody beside it."""
+        sequence.alone = True
+        self.waiting.appendleft(sequence)
+
     def next_chunks(self) -> list[Chunk]:
         """Prompts, or pieces of them, for one prefill pass of at most ``max_prefill_tokens`` rows."""
         budget = self.max_prefill_tokens
@@ -117,7 +123,8 @@ class Scheduler:
         )
 
     def _admit(self, sequence: Sequence) -> bool:
-        if self.num_admitted >= self.max_batch_size:
+        alone = any(each.alone for each in (sequence, *self.prefilling, *self.running))
+        if self.num_admitted >= (1 if alone else self.max_batch_size):
             return False
         cached = self._allocator.reuse(sequence.pages, self._digests(sequence, sequence.num_reusable))
         if not self._allocator.grow(sequence.pages, len(sequence.tokens) + self._step_rows):
@@ -179,6 +186,17 @@ class Scheduler:
         if sequence in self.running:
             self.running.remove(sequence)
         self._release(sequence, len(sequence.tokens) - 1)
+
+    def discard(self, sequence: Sequence) -> list[int]:
+        """Take a failed sequence out, wherever it is, and share nothing that it may have spoilt.
+
+        Returns the pages that it had and nobody else has.
+        """
+        for queue in (self.prefilling, self.running):
+            if sequence in queue:
+                queue.remove(sequence)
+        self._allocator.forget()
+        return self._allocator.release(sequence.pages)
 
     def forget(self) -> None:
         """A pass has failed: share no pages that it was to compute. Those who wait for them are behind its owner."""

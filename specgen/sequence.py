@@ -1,11 +1,13 @@
 """One request on its way through the engine: its tokens, its pages, how far it is, how it ended."""
 
+from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from specgen.config import SamplingParams
 
 FinishReason = Literal["stop", "length", "error"]
+NOT_FINITE = -1  # in place of a token that the model's logits could not decide
 
 
 class StopFinder(Protocol):
@@ -27,14 +29,30 @@ class Request:
     turn: int = 1
 
 
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """How likely the model found one output token, and which it found likeliest in its place."""
+
+    chosen: float  # natural log-probability
+    top: tuple[tuple[int, float], ...]  # token ids and theirs, the likeliest first
+
+    @staticmethod
+    def of(row: Items[float], num_top: int) -> "TokenLogprobs":
+        """From a row of ``sampling.token_logprobs``, which may have more of the likeliest than are asked for."""
+        found = len(row) // 2
+        top = zip(map(int, row[1 : 1 + found]), row[1 + found :], strict=True)
+        return TokenLogprobs(chosen=row[0], top=tuple(top)[:num_top])
+
+
 @dataclass(frozen=True, kw_only=True)
 class Completion:
-    """What the engine answers. ``error`` says why a request was refused (``finish_reason`` is then ``error``)."""
+    """What the engine answers. ``error`` says why a request was refused or failed (``finish_reason`` ``error``)."""
 
     request: Request
     token_ids: tuple[int, ...]
     finish_reason: FinishReason
     error: str | None = None
+    logprobs: tuple[TokenLogprobs, ...] | None = None  # of each token id, where they were asked for
 
 
 @dataclass(kw_only=True, eq=False)
@@ -57,6 +75,8 @@ class Sequence:
     num_computed: int = 0  # positions in the cache, while prefilling
     in_flight_min: int = 0  # tokens that passes whose results are not read yet will add at least ...
     in_flight_max: int = 0  # ... and at most
+    alone: bool = False  # has failed once, and is tried again with nobody beside it
+    logprobs: list[TokenLogprobs] = field(default_factory=list)  # of its output, where they are asked for
     finish_reason: FinishReason | None = None
 
     @property
@@ -93,11 +113,15 @@ class Sequence:
         """The results of such a pass are here."""
         self.launch(-at_least, -at_most)
 
-    def append(self, tokens: list[int]) -> int:
-        """Take ``tokens`` up to the first that ends the text; returns how many were taken."""
+    def append(self, tokens: list[int], logprobs: Items[Items[float]] = ()) -> int:
+        """Take ``tokens`` up to the first that ends the text or is NOT_FINITE; returns how many were taken.
+
+        ``logprobs`` has a row a token where they are asked for, see ``TokenLogprobs.of``.
+        """
         room = self.max_length - len(self.tokens)
-        kept = min(len(tokens), room)
-        ends: FinishReason | None = "length" if kept == room else None
+        known = tokens.index(NOT_FINITE) if NOT_FINITE in tokens else len(tokens)
+        kept = min(known, room)
+        ends: FinishReason | None = "length" if kept == room else "error" if known < len(tokens) else None
         for index, token in enumerate(tokens[:kept]):
             if token in self.eos_token_ids:
                 kept, ends = index + 1, "stop"
@@ -105,13 +129,18 @@ class Sequence:
         if self.stop is not None and (found := self.stop.feed(tokens[:kept])) is not None:
             kept, ends = found, "stop"
         self.tokens.extend(tokens[:kept])
+        if (num_top := self.request.sampling.logprobs) is not None:
+            self.logprobs.extend(TokenLogprobs.of(row, num_top) for row in logprobs[:kept])
         self.finish_reason = ends
         return kept
 
     def completion(self, error: str | None = None) -> Completion:
         """The finished sequence as an answer; ``error`` says why it could not go on."""
         assert self.finish_reason is not None
-        output = tuple(self.tokens[len(self.request.prompt_token_ids) :])
         return Completion(
-            request=self.request, token_ids=output, finish_reason=self.finish_reason, error=error
+            request=self.request,
+            token_ids=tuple(self.tokens[len(self.request.prompt_token_ids) :]),
+            finish_reason=self.finish_reason,
+            error=error,
+            logprobs=None if self.request.sampling.logprobs is None else tuple(self.logprobs),
         )

@@ -15,17 +15,39 @@ from specgen.graphs import Runner
 from specgen.kv_cache import KVCache
 from specgen.layout import Layout
 from specgen.models.llama import Llama
-from specgen.sampling import ACCEPT, EMIT, SamplingBatch, target_probs, uniform
+from specgen.sampling import (
+    ACCEPT,
+    EMIT,
+    SamplingBatch,
+    are_finite,
+    biased,
+    target_probs,
+    token_logprobs,
+    uniform,
+)
+from specgen.sequence import NOT_FINITE
 from specgen.verify import accept_greedy, accept_sampled
 
 _SCORED_TOGETHER = 256  # rows: a float32 row of 128k logits takes half a MiB
 
 
 @dataclass(frozen=True, kw_only=True)
+class _Verdict:
+    """What the target says to drafts."""
+
+    accepted: Tensor  # [B]
+    tokens: Tensor  # [B, K+1]
+    shown: Tensor  # [B, K+1] the same as the host shall see them: NOT_FINITE where there is none
+    logprobs: Tensor | None  # [B, K+1, n], see StepResult
+
+
+@dataclass(frozen=True, kw_only=True)
 class StepResult:
     """What a pass found, a row a sequence, and the rows that it computed."""
 
-    numbers: Tensor  # [B, n] int64: a prefill's first tokens, or drafts, accepted and tokens (see ``verify``)
+    # [B, n] int64: a prefill's first tokens, or drafts, accepted and tokens (see ``verify``, and NOT_FINITE)
+    numbers: Tensor
+    logprobs: Tensor | None  # of the tokens (see ``token_logprobs``), where somebody asks
     target_rows: int
     first_pass_rows: int
     loop_rows: int
@@ -54,15 +76,18 @@ class Steps:
         hidden, features = self._forward(token_ids, layout)
         last = layout.ends - 1
         none = Drafts(tokens=last.new_empty(len(last), 0), probs=None)
-        _, chosen = self._accept(
-            none, self._target.logits(hidden[last])[:, None], layout.kv_lens - 1, sampling
-        )
-        next_tokens[last] = torch.where(fresh, chosen[:, 0], next_tokens[last])
+        logits = self._target.logits(hidden[last])[:, None]
+        chosen = self._accept(none, logits, layout.kv_lens - 1, sampling)
+        next_tokens[last] = torch.where(fresh, chosen.tokens[:, 0], next_tokens[last])
         seed, first_pass_rows = self._drafter.observe(
             Outcome(features=features, next_tokens=next_tokens, layout=layout, keep=layout.query_lens)
         )
         return seed, StepResult(
-            numbers=chosen, target_rows=layout.num_rows, first_pass_rows=first_pass_rows, loop_rows=0
+            numbers=chosen.shown,
+            logprobs=chosen.logprobs,
+            target_rows=layout.num_rows,
+            first_pass_rows=first_pass_rows,
+            loop_rows=0,
         )
 
     def decode(self, columns: Columns, num_drafts: int) -> StepResult:
@@ -70,7 +95,7 @@ class Steps:
 
         Without drafts the head still takes in what the target confirms, so that any later step can draft.
         """
-        key = ("step", columns.num_rows, num_drafts, columns.sampling.kind)
+        key = ("step", columns.num_rows, num_drafts, columns.sampling.form)
         return self.runner.step(key, lambda: self._decode(columns, num_drafts))
 
     def _decode(self, columns: Columns, k: int) -> StepResult:
@@ -93,18 +118,26 @@ class Steps:
             outcome = Outcome(features=features, next_tokens=tokens.flatten(), layout=layout(), keep=keep)
             return self._drafter.observe(outcome)
 
-        piece, what = self.runner.piece, (num_rows, k, sampling.kind)
+        piece, what = self.runner.piece, (num_rows, k, sampling.form)
         drafts = piece(("propose", *what), lambda: self._drafter.propose(seed, k, tables, sampling))
         logits, features = piece(("verify", *what), verify, drafts.tokens)
-        accepted, tokens = self._accept(drafts, logits, seed.positions, sampling)
-        next_seed, first_pass_rows = piece(("observe", *what), observe, features, tokens, accepted + 1)
+        found = self._accept(drafts, logits, seed.positions, sampling)
+        next_seed, first_pass_rows = piece(
+            ("observe", *what), observe, features, found.tokens, found.accepted + 1
+        )
         columns.advance(next_seed)
         return StepResult(
-            numbers=torch.cat([drafts.tokens, accepted[:, None], tokens], 1),
+            numbers=torch.cat([drafts.tokens, found.accepted[:, None], found.shown], 1),
+            logprobs=found.logprobs,
             target_rows=num_rows * (k + 1),
             first_pass_rows=first_pass_rows,
             loop_rows=num_rows * k,
         )
+
+    def clear(self, pages: Tensor) -> None:
+        """Make ``pages`` ``[n]`` of both caches zero: what is not a number there would reach those who get them."""
+        self._cache.clear(pages)
+        self._drafter.clear(pages)
 
     def score(
         self, layout: Layout, token_ids: Tensor, rows: Tensor, targets: Tensor
@@ -129,17 +162,25 @@ class Steps:
         attend = Attend(self._backend, self._cache, layout, self._target.rope)
         return self._target.forward(token_ids, attend, self._drafter.aux_layers)
 
-    def _accept(
-        self, drafts: Drafts, logits: Tensor, positions: Tensor, sampling: SamplingBatch
-    ) -> tuple[Tensor, Tensor]:
+    def _accept(self, drafts: Drafts, logits: Tensor, positions: Tensor, sampling: SamplingBatch) -> _Verdict:
         """Drafts against logits ``[B, K+1, V]`` of the rows from ``positions`` ``[B]`` on."""
-        if sampling.kind == "greedy":
-            return accept_greedy(drafts.tokens, self._target.argmax(logits))
-        decided = positions[:, None] + 1 + torch.arange(logits.shape[1], device=logits.device)
-        return accept_sampled(
-            drafts.tokens,
-            drafts.probs,
-            target_probs(logits, sampling),
-            uniform(sampling.seeds, decided[:, :-1], ACCEPT),
-            uniform(sampling.seeds, decided, EMIT),
+        decisive = biased(logits, sampling)
+        likeliest = self._target.argmax(decisive)
+        if sampling.form.kind == "greedy":
+            accepted, tokens = accept_greedy(drafts.tokens, likeliest)
+        else:
+            decided = positions[:, None] + 1 + torch.arange(logits.shape[1], device=logits.device)
+            accepted, tokens = accept_sampled(
+                drafts.tokens,
+                drafts.probs,
+                target_probs(decisive, likeliest, sampling),
+                uniform(sampling.seeds, decided[:, :-1], ACCEPT),
+                uniform(sampling.seeds, decided, EMIT),
+            )
+        num_likeliest = sampling.form.num_logprobs
+        return _Verdict(
+            accepted=accepted,
+            tokens=tokens,
+            shown=torch.where(are_finite(decisive, likeliest), tokens, NOT_FINITE),
+            logprobs=None if num_likeliest is None else token_logprobs(logits, tokens, num_likeliest),
         )

@@ -1,14 +1,42 @@
 """Pairs that many tests share."""
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from specgen import build
 from specgen.bundled import data_directory
+from specgen.graphs import Eager, bucket
 from tests.engines import Pair, load_pair
 from tests.reference_drafts import ReferenceDrafter
 from tests.tiny_checkpoints import write_head, write_target
+
+
+class Padded(Eager):
+    """Runs eagerly on the rows that a graph would have."""
+
+    def num_rows(self, num_sequences: int) -> int:
+        return bucket(num_sequences) + 2
+
+
+@pytest.fixture
+def device_like(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """From its call on, engines run as they do on a GPU: a step ahead, with padding rows and packed drafter rows."""
+
+    def switch() -> None:
+        engine = build.EngineCore
+
+        def ahead(**parts: Any) -> Any:
+            return engine(**parts | {"lookahead": 1})
+
+        monkeypatch.setattr(build, "EngineCore", ahead)
+        monkeypatch.setitem(build._RUNNERS, "off", Padded)
+        monkeypatch.setattr(build, "NonPaddedBatch", build.PackedBatch)
+
+    return switch
 
 
 @pytest.fixture(scope="session", autouse=True)

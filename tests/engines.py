@@ -1,7 +1,7 @@
 """Engines over small pairs for the tests: build one, run requests through it, give back what came out."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -62,6 +62,14 @@ def load_pair(path: Path, dtype: torch.dtype = torch.float32, device: str = "cpu
     no_tokenizer: Any = None
     models = Models(target=target, head=head, tokenizer=no_tokenizer, checkpoints=checkpoints)
     return Pair(path=path, models=models)
+
+
+def bad_at(pair: Pair, token: int) -> Pair:
+    """``pair`` with a target whose answers behind ``token`` are not numbers."""
+    embedding = pair.models.target.embedding.clone()
+    embedding[token] = float("nan")
+    target = replace(pair.models.target, embedding=embedding)
+    return replace(pair, models=replace(pair.models, target=target))
 
 
 def config_of(pair: Pair, **changes: Any) -> EngineConfig:

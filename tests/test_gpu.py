@@ -1,5 +1,8 @@
 """On an NVIDIA GPU: texts and steps are those of the CPU, in graphs and without, whatever the host is doing."""
 
+import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +15,9 @@ from specgen.engine_core import EngineCore
 from specgen.events import Captured, OutOfMemory
 from specgen.sampling import SamplingBatch, target_probs
 from specgen.sequence import Request
-from tests.engines import Outputs, Pair, bundled_requests, config_of, generate, load_pair
+from specgen.step import Steps
+from tests.engines import Outputs, Pair, bad_at, bundled_requests, config_of, generate, load_pair
+from tests.test_per_request import all_different, answers
 
 pytestmark = [
     pytest.mark.gpu,
@@ -120,6 +125,117 @@ def test_graphs_change_no_text_and_no_step(
         assert runs[mode].verified == runs["off"].verified
 
 
+@pytest.mark.parametrize("batch", ["padded", "non-padded"])
+@pytest.mark.parametrize("k", [0, 4])
+@pytest.mark.parametrize("mode", MODES)
+def test_each_request_gets_what_it_asks_for(gpu_pair: Pair, k: int, batch: str, mode: str) -> None:
+    """Biases and log-probabilities of all widths, in graphs that are captured as the batch comes to need them."""
+    requests = [
+        replace(r, sampling=replace(r.sampling, stop=()))  # these pairs have no tokenizer
+        for r in all_different(bundled_requests(24, GREEDY))
+    ]
+    settings: dict[str, Any] = {"num_spec_tokens": k, "drafter_batch": batch, **EXACT}
+    alone = answers(generate(gpu_pair, requests, cuda_graphs="off", max_batch_size=1, **settings))
+    together = answers(generate(gpu_pair, requests, cuda_graphs=mode, max_batch_size=7, **settings))
+    for name, (text, end, logprobs) in alone.items():
+        assert together[name][:2] == (text, end)
+        assert together[name][2] == (logprobs and pytest.approx(logprobs, abs=2e-3))
+
+
+def fails_behind(requests: list[Request], outputs: Outputs) -> tuple[int, set[str]]:
+    """A token that some texts go on behind, and the requests that have it; others have and draft it nowhere."""
+    for token in range(3, 3072):
+        inside = {r.id for r in requests if token in outputs.texts[r.id][:-1]}
+        hit = inside | {r.id for r in requests if token in r.prompt_token_ids}
+        drafted = {name for name, steps in outputs.verified.items() if any(token in s[0] for s in steps)}
+        last = {name for name, text in outputs.texts.items() if token in text[-1:]}
+        if inside and len(hit) > 1 and drafted | last <= hit:
+            return token, hit
+    raise AssertionError("no token will do")
+
+
+@pytest.mark.parametrize("batch", ["padded", "non-padded"])
+@pytest.mark.parametrize("k", [0, 4])
+@pytest.mark.parametrize("mode", MODES)
+def test_logits_that_are_no_numbers_fail_their_request_and_no_other(
+    gpu_pair: Pair, k: int, batch: str, mode: str
+) -> None:
+    requests = mixed(GREEDY)
+    settings: dict[str, Any] = {"num_spec_tokens": k, "drafter_batch": batch, "max_batch_size": 7, **EXACT}
+    right = generate(gpu_pair, requests, cuda_graphs=mode, **settings)
+    token, hit = fails_behind(requests, right)
+    outputs = generate(bad_at(gpu_pair, token), requests, cuda_graphs=mode, **settings)
+    errors = {name: completion.error for name, completion in outputs.completions.items()}
+    assert {name for name, error in errors.items() if error is not None} == hit
+    assert all("not finite" in (errors[name] or "") for name in hit)
+    assert {name: outputs.texts[name] for name in right.texts.keys() - hit} == {
+        name: text for name, text in right.texts.items() if name not in hit
+    }
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED, SamplingParams(temperature=0.9, top_k=20, top_p=0.9)])
+def test_prompts_that_are_no_numbers_harm_nobody(bfloat16_pair: Pair, sampling: SamplingParams) -> None:
+    """The kernels of attention and sampling, which know nothing of it, over NaN in the pages beside theirs."""
+    sampling = replace(sampling, max_tokens=24)
+    good = bundled_requests(16, sampling)
+    token = next(t for t in range(3, 3072) if not any(t in r.prompt_token_ids for r in good))
+    bad = [replace(r, id=f"bad {r.id}", prompt_token_ids=(*r.prompt_token_ids[:4], token)) for r in good[:6]]
+    requests = [request for pair in zip(good, [*bad, *good[6:]], strict=True) for request in pair]
+    requests = list(dict.fromkeys(requests))
+    outputs = generate(bad_at(bfloat16_pair, token), requests, max_batch_size=5, num_spec_tokens=4, **FAST)
+    failed = {name for name, completion in outputs.completions.items() if completion.error}
+    written = {name for name, text in outputs.texts.items() if token in text}
+    assert {r.id for r in bad} <= failed <= {r.id for r in bad} | written
+    assert len(outputs.completions) == len(requests)
+
+
+def test_an_error_while_graphs_run_changes_no_text(gpu_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = generate(gpu_pair, mixed(GREEDY), max_batch_size=7, **EXACT).texts
+    decode, calls = Steps.decode, [0]
+
+    def fails_once(self: Steps, columns: Any, num_drafts: int) -> Any:
+        calls[0] += 1
+        result = decode(self, columns, num_drafts)
+        if calls[0] == 5:
+            raise RuntimeError("planted")
+        return result
+
+    monkeypatch.setattr(Steps, "decode", fails_once)
+    assert generate(gpu_pair, mixed(GREEDY), max_batch_size=7, **EXACT).texts == right
+
+
+_LOSES_THE_DEVICE = """
+import sys, pathlib, torch
+from specgen.build import build_engine
+from specgen.engine_core import DeviceLost
+from specgen.step import Steps
+from tests.engines import bundled_requests, config_of, load_pair
+from specgen.config import SamplingParams
+
+pair = load_pair(pathlib.Path(sys.argv[1]), torch.bfloat16, "cuda")
+engine = build_engine(config_of(pair, device="cuda", dtype="bfloat16"), pair.models, lambda event: None)
+engine.warm_up()
+decode = Steps.decode
+
+def breaks(self, columns, num_drafts):
+    torch.zeros(1, device="cuda")[torch.full((1,), 5, device="cuda")]
+    return decode(self, columns, num_drafts)
+
+Steps.decode = breaks
+try:
+    list(engine.generate(bundled_requests(4, SamplingParams(max_tokens=8))))
+except DeviceLost as error:
+    print(error)
+"""
+
+
+def test_a_device_that_is_lost_is_named(demo_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _LOSES_THE_DEVICE, str(demo_path)], capture_output=True, text=True, timeout=300
+    )
+    assert done.stdout.startswith("the device is lost ("), done.stderr[-2000:]
+
+
 @pytest.fixture(scope="module")
 def bfloat16_pair(demo_path: Path) -> Pair:
     return load_pair(demo_path, torch.bfloat16, "cuda")
@@ -138,10 +254,12 @@ def test_trtllm_kernels_give_the_texts_of_the_reference(
     assert same >= len(reference.texts) - 4  # bfloat16 rounds differently by batch and kernel
 
 
-def running_engine(pair: Pair, **settings: Any) -> EngineCore:
+LONG = SamplingParams(max_tokens=200, ignore_eos=True)
+
+
+def running_engine(pair: Pair, sampling: SamplingParams = LONG, **settings: Any) -> EngineCore:
     """An engine whose graphs are captured and whose batch decodes on."""
     engine = build_engine(config_of(pair, **settings), pair.models, lambda event: None)
-    sampling = SamplingParams(max_tokens=200, ignore_eos=True)
     for request in bundled_requests(8, sampling):
         engine.submit(request)
     for _ in range(4):
@@ -151,12 +269,21 @@ def running_engine(pair: Pair, **settings: Any) -> EngineCore:
 
 @pytest.mark.parametrize("mode", ["step", "pass", "off"])
 @pytest.mark.parametrize("batch", ["padded", "non-padded"])
-def test_a_step_never_waits_for_the_device(bfloat16_pair: Pair, batch: str, mode: str) -> None:
-    engine = running_engine(bfloat16_pair, drafter_batch=batch, cuda_graphs=mode, num_spec_tokens=4, **FAST)
+@pytest.mark.parametrize(
+    "sampling",
+    [LONG, replace(LONG, logit_bias=((5, 1.0), (9, -100.0)), logprobs=5)],
+    ids=["plain", "biased"],
+)
+def test_a_step_never_waits_for_the_device(
+    bfloat16_pair: Pair, batch: str, mode: str, sampling: SamplingParams
+) -> None:
+    engine = running_engine(
+        bfloat16_pair, sampling, drafter_batch=batch, cuda_graphs=mode, num_spec_tokens=4, **FAST
+    )
     torch.cuda.set_sync_debug_mode("error")
     try:
         for _ in range(8):
-            engine.step()
+            engine._advance()  # where an error is not taken for one of the device
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
@@ -166,7 +293,7 @@ def test_the_check_above_sees_a_wait(bfloat16_pair: Pair) -> None:
     torch.cuda.set_sync_debug_mode("error")
     try:
         with pytest.raises(RuntimeError, match="synchroniz"):
-            engine.step()
+            engine._advance()
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
@@ -218,7 +345,9 @@ def test_filters_keep_what_they_keep_on_the_cpu(vocab_size: int) -> None:
     ]
     seeds = list(range(len(params)))
     logits = 3 * torch.randn(len(params), 3, vocab_size, generator=torch.Generator().manual_seed(0))
-    here = target_probs(logits, SamplingBatch.of(params, seeds, torch.device("cpu")))
-    there = target_probs(logits.cuda(), SamplingBatch.of(params, seeds, torch.device("cuda"))).cpu()
+    likeliest = logits.argmax(-1)
+    here = target_probs(logits, likeliest, SamplingBatch.of(params, seeds, torch.device("cpu")))
+    on_gpu = SamplingBatch.of(params, seeds, torch.device("cuda"))
+    there = target_probs(logits.cuda(), likeliest.cuda(), on_gpu).cpu()
     torch.testing.assert_close(there, here, atol=1e-5, rtol=1e-3)
     assert ((there > 0) == (here > 0)).float().mean() > 0.9999

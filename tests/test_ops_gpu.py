@@ -149,6 +149,17 @@ def test_argmax_is_the_first_maximum(shape: tuple[int, ...], dtype: torch.dtype)
     assert torch.equal(fast(dtype).argmax(x), x.argmax(-1))
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_argmax_finds_what_is_no_number(dtype: torch.dtype) -> None:
+    x = random(4, 32000, dtype=dtype)
+    x[1, 20000] = float("nan")
+    x[2] = float("nan")
+    x[3] = float("-inf")
+    found = fast(dtype).argmax(x)
+    assert found[1:].tolist() == [20000, 0, 0]
+    assert found[0] == x[0].argmax()
+
+
 def test_a_captured_chain_sees_new_inputs() -> None:
     """Kernels start before the one in front of them ends: each must wait before it reads what that one writes."""
     dtype = torch.bfloat16

@@ -11,7 +11,7 @@ from specgen import build
 from specgen.config import SamplingParams
 from specgen.engine_core import EngineCore
 from specgen.events import OutOfMemory, Stepped
-from specgen.graphs import Eager, bucket
+from specgen.graphs import bucket
 from specgen.pages import PageAllocator
 from specgen.prefix_cache import PrefixCache
 from specgen.sequence import Request, Sequence
@@ -21,30 +21,6 @@ from tests.engines import Outputs, Pair, bundled_requests, generate, random_requ
 GREEDY = SamplingParams(max_tokens=40)
 SAMPLED = SamplingParams(max_tokens=24, temperature=0.8, top_p=0.9)
 STEP_BYTES = 4 * (12 + 1) * 2 * 2 * 64 * 4  # a page of the bundled pair
-
-
-class Padded(Eager):
-    """Runs eagerly on the rows that a graph would have."""
-
-    def num_rows(self, num_sequences: int) -> int:
-        return bucket(num_sequences) + 2
-
-
-@pytest.fixture
-def device_like(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """From its call on, engines run as they do on a GPU: a step ahead, with padding rows and packed drafter rows."""
-
-    def switch() -> None:
-        engine = build.EngineCore
-
-        def ahead(**parts: Any) -> Any:
-            return engine(**parts | {"lookahead": 1})
-
-        monkeypatch.setattr(build, "EngineCore", ahead)
-        monkeypatch.setitem(build._RUNNERS, "off", Padded)
-        monkeypatch.setattr(build, "NonPaddedBatch", build.PackedBatch)
-
-    return switch
 
 
 def mixed_requests(sampling: SamplingParams) -> list[Request]:

@@ -34,6 +34,7 @@ FILTERS = {
     "top-k": SamplingParams(temperature=1.1, top_k=4),
     "min-p": SamplingParams(temperature=1.0, min_p=0.15),
     "all": SamplingParams(temperature=1.2, top_p=0.9, top_k=6, min_p=0.05),
+    "biased": SamplingParams(temperature=1.1, min_p=0.05, logit_bias=((2, -0.5), (5, -100.0), (8, 0.7))),
 }
 
 
@@ -66,6 +67,9 @@ def expected_marginals(path: Path, sampling: SamplingParams) -> Tensor:
 
 def filtered(logits: Tensor, sampling: SamplingParams) -> Tensor:
     """The filters one token at a time, in plain words."""
+    logits = logits.clone()
+    for token, bias in sampling.logit_bias:
+        logits[token] += bias
     probs = (logits / sampling.temperature).softmax(-1)
     probs = torch.where(probs < sampling.min_p * probs.max(), 0, probs)
     kept, share, total = torch.zeros_like(probs), 0.0, 0.0
@@ -175,7 +179,7 @@ def test_probabilities_of_the_filters() -> None:
     def probs(**settings: float) -> list[float]:
         params = SamplingParams(**({"temperature": 1.0} | settings))
         batch = SamplingBatch.of([params], [0], torch.device("cpu"))
-        return [round(p, 4) for p in target_probs(logits, batch).flatten().tolist()]
+        return [round(p, 4) for p in target_probs(logits, logits.argmax(-1), batch).flatten().tolist()]
 
     assert probs() == [0.5, 0.25, 0.15, 0.1]
     assert probs(temperature=0) == [1, 0, 0, 0]

@@ -50,6 +50,25 @@ def test_prompts_are_cut_to_the_budget() -> None:
     assert prefill(sched) == []
 
 
+def test_what_runs_alone_waits_for_all_and_all_wait_for_it() -> None:
+    sched = scheduler(max_batch_size=3)
+    for name in "abcd":
+        sched.submit(sequence(name, 1))
+    prefill(sched)
+    failed = sched.running[1]
+    assert sched.discard(failed)
+    sched.retry(sequence("b", 1))
+    for _ in range(2):
+        assert prefill(sched) == []
+        sched.retire(sched.running[0])
+    assert prefill(sched) == [("b", 0, 1)]
+    assert prefill(sched) == []
+    assert sched.preempt().request.id == "b"
+    assert prefill(sched) == [("b", 0, 1)], "a preemption changes nothing about it"
+    sched.retire(sched.running[0])
+    assert prefill(sched) == [("d", 0, 1)]
+
+
 def test_no_more_run_than_have_a_place() -> None:
     sched = scheduler(max_batch_size=2)
     for name in "abc":

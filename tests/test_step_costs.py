@@ -19,9 +19,8 @@ from specgen.sequence import Request
 from specgen.spec_length import CheapestLength, StepCosts
 from specgen.step_costs import measure
 from tests.engines import Pair, bundled_requests, config_of, generate, random_requests
-from tests.test_pipeline import device_like, mixed_requests
+from tests.test_pipeline import mixed_requests
 
-__all__ = ["device_like"]
 GREEDY = SamplingParams(max_tokens=40)
 
 

@@ -25,6 +25,9 @@ def _chunk_kernel(
     columns = chunk * CHUNK + tl.arange(0, CHUNK)
     gdc_wait()
     values = tl.load(x + row * size + columns, columns < size, float("-inf")).to(tl.float32)
+    values = tl.where(
+        values != values, float("inf"), values
+    )  # a NaN is found, and no index is outside the row
     largest, index = tl.max(values, 0, return_indices=True)
     place = row * tl.num_programs(1) + chunk
     tl.store(best + place, largest)
@@ -49,7 +52,7 @@ def _row_kernel(
 
 
 def argmax(x: Tensor) -> Tensor:
-    """Index of the first maximum of each row, ``[...]`` int64, of ``x [..., V]``, contiguous and without NaN."""
+    """Index of the first maximum of each row, ``[...]`` int64, of contiguous ``x [..., V]``; NaN counts as infinite."""
     size = x.shape[-1]
     out = torch.empty(x.shape[:-1], dtype=torch.int64, device=x.device)
     rows, num_chunks = out.numel(), triton.cdiv(size, _CHUNK)

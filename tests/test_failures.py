@@ -1,0 +1,261 @@
+"""What fails, fails for the requests that it concerns: they are tried once more, alone, and all others go on."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from specgen import build
+from specgen.build import build_engine
+from specgen.config import SamplingParams
+from specgen.engine_core import DeviceLost
+from specgen.events import Event, Finished, Prefilled, Stepped, Submitted
+from specgen.kv_cache import KVCache
+from specgen.layout import Layout
+from specgen.prefix_cache import PrefixCache
+from specgen.sequence import Request
+from specgen.step import Steps
+from tests.engines import Outputs, Pair, bad_at, bundled_requests, config_of, generate, random_requests
+
+GREEDY = SamplingParams(max_tokens=24)
+SAMPLED = SamplingParams(max_tokens=24, temperature=0.8, top_p=0.9)
+BAD = 10  # a token that occurs in prompts and texts, and that the head cannot draft
+REQUESTS = random_requests(16, 128, GREEDY, lengths=(1, 12))
+
+
+def fails_at(request: Request, text: tuple[int, ...], token: int) -> int | None:
+    """The output token that is the first behind ``token`` where ``text`` is the right one."""
+    if token in request.prompt_token_ids:
+        return 1
+    return text.index(token) + 2 if token in text[:-1] else None
+
+
+def history(outputs: Outputs, name: str) -> list[str]:
+    """How often a request began and ended."""
+    return [
+        event.reason if isinstance(event, Finished) else "submitted"
+        for event in outputs.events
+        if isinstance(event, Submitted | Finished) and event.sequence == name
+    ]
+
+
+def company(events: list[Event], name: str) -> set[int]:
+    """Sequences in each decode step from the last time that the request is prefilled to its end."""
+    begin = max(i for i, e in enumerate(events) if isinstance(e, Prefilled) and e.sequence == name)
+    end = max(i for i, e in enumerate(events) if isinstance(e, Finished) and e.sequence == name)
+    return {e.num_sequences for e in events[begin:end] if isinstance(e, Stepped) and e.kind == "decode"}
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("batch", ["padded", "non-padded"])
+@pytest.mark.parametrize(
+    ("k", "sampling"),
+    [(0, GREEDY), (1, GREEDY), (4, GREEDY), (4, SAMPLED)],
+    ids=["0-greedy", "1-greedy", "4-greedy", "4-sampled"],
+)
+def test_logits_that_are_no_numbers_fail_their_request_and_no_other(
+    random_pair: Pair,
+    device_like: Callable[[], None],
+    k: int,
+    batch: str,
+    ahead: bool,
+    sampling: SamplingParams,
+) -> None:
+    requests = [replace(request, sampling=sampling) for request in REQUESTS]
+    settings: dict[str, Any] = {"num_spec_tokens": k, "drafter_batch": batch, "max_batch_size": 5}
+    right = generate(random_pair, requests, **settings).texts
+    if ahead:
+        device_like()
+    outputs = generate(bad_at(random_pair, BAD), requests, **settings)
+    expected = {r.id: fails_at(r, right[r.id], BAD) for r in requests}
+    assert {1, None} < set(expected.values()), "some fail at once, some later, some never"
+    for name, at in expected.items():
+        completion = outputs.completions[name]
+        if at is None:
+            assert completion.token_ids == right[name]
+            assert completion.error is None
+        else:
+            assert completion.token_ids == right[name][: at - 1]
+            assert completion.error == (
+                f"the model's logits were not finite (NaN) at output token {at}, and again when tried alone"
+            )
+            assert history(outputs, name) == ["submitted", "error"] * 2
+            assert company(outputs.events, name) <= {1}
+
+
+def unused(pair: Pair, requests: Iterable[Request], texts: dict[str, tuple[int, ...]]) -> int:
+    """A token that occurs in no prompt and no text, and that the head cannot draft."""
+    head = pair.models.head
+    assert head is not None
+    seen = {token for request in requests for token in (*request.prompt_token_ids, *texts[request.id])}
+    return min(set(range(len(pair.models.target.embedding))) - seen - set(head.draft_to_target.tolist()))
+
+
+def mistaken_once(monkeypatch: pytest.MonkeyPatch, number: int, token: int, place: int = 0) -> None:
+    """The target's pass of that number takes every token of the sequence at ``place`` for ``token``."""
+    forward, count = Steps._forward, [0]
+
+    def planted(self: Steps, token_ids: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
+        count[0] += 1
+        if count[0] == number:
+            token_ids = token_ids.masked_fill(layout.sequences == place % layout.num_sequences, token)
+        return forward(self, token_ids, layout)
+
+    monkeypatch.setattr(Steps, "_forward", planted)
+
+
+@pytest.fixture
+def caches(monkeypatch: pytest.MonkeyPatch) -> list[KVCache]:
+    """The caches of all engines that are built."""
+    made: list[KVCache] = []
+
+    def make(**sizes: Any) -> KVCache:
+        made.append(KVCache(**sizes))
+        return made[-1]
+
+    monkeypatch.setattr(build, "KVCache", make)
+    return made
+
+
+@pytest.mark.parametrize("number", [1, 5])
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("batch", ["padded", "non-padded"])
+def test_what_fails_once_is_right_the_second_time(
+    demo_pair: Pair,
+    device_like: Callable[[], None],
+    caches: list[KVCache],
+    monkeypatch: pytest.MonkeyPatch,
+    batch: str,
+    ahead: bool,
+    number: int,
+) -> None:
+    requests = bundled_requests(10, GREEDY)
+    settings: dict[str, Any] = {"num_spec_tokens": 4, "drafter_batch": batch, "max_batch_size": 6}
+    right = generate(demo_pair, requests, **settings)
+    token = unused(demo_pair, requests, right.texts)
+    if ahead:
+        device_like()
+    monkeypatch.setattr(
+        build, "NonPaddedBatch", build.PackedBatch
+    )  # nobody's rows are like the last sequence's
+    mistaken_once(monkeypatch, number, token, place=0 if ahead else -1)
+    outputs = generate(bad_at(demo_pair, token), requests, **settings)
+    assert outputs.texts == right.texts
+    (failed,) = [name for name in right.texts if "error" in history(outputs, name)]
+    assert history(outputs, failed)[:3] == ["submitted", "error", "submitted"]
+    assert company(outputs.events, failed) == {1}
+    again = outputs.verified[failed][-len(right.verified[failed]) :]
+    assert outputs.verified | {failed: again} == right.verified
+    assert all(bool(cache._storage.isfinite().all()) for cache in caches), (
+        "what is not a number stays in a page"
+    )
+
+
+def test_pages_of_a_failed_sequence_are_shared_with_nobody(
+    random_pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Many begin alike, and the first, whose pages the others are to take, fails in the pass that computes them."""
+    prefix = random_requests(1, 128, GREEDY, lengths=(30, 30))[0].prompt_token_ids
+    requests = [Request(id=f"{n}", prompt_token_ids=(*prefix, n + 3), sampling=GREEDY) for n in range(8)]
+    right = generate(random_pair, requests).texts
+    token = unused(random_pair, requests, right)
+    made: list[PrefixCache] = []
+    monkeypatch.setattr(build, "PrefixCache", lambda *sizes: made.append(PrefixCache(*sizes)) or made[-1])
+    mistaken_once(monkeypatch, 1, token)
+    outputs = generate(bad_at(random_pair, token), requests)
+    assert outputs.texts == right
+    assert all(completion.error is None for completion in outputs.completions.values())
+    (allocator,) = made
+    assert allocator.num_free == allocator.num_pages
+
+
+class Broken:
+    """Stands in for a method of ``Steps``: an error of the device where ``fails`` says so."""
+
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, where: str, fails: Callable[[int, Any], bool]
+    ) -> None:
+        work, self.calls = getattr(Steps, where), 0
+
+        def planted(steps: Steps, first: Any, *rest: Any) -> Any:
+            self.calls += 1
+            result = work(steps, first, *rest)
+            if fails(self.calls, first):
+                raise RuntimeError("planted\nand more")
+            return result
+
+        monkeypatch.setattr(Steps, where, planted)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize(("where", "number"), [("prefill", 1), ("prefill", 2), ("decode", 1), ("decode", 6)])
+def test_an_error_of_the_device_changes_no_text(
+    demo_pair: Pair,
+    device_like: Callable[[], None],
+    monkeypatch: pytest.MonkeyPatch,
+    where: str,
+    number: int,
+    ahead: bool,
+) -> None:
+    requests = bundled_requests(9, GREEDY)
+    right = generate(demo_pair, requests, num_spec_tokens=3, max_batch_size=4).texts
+    if ahead:
+        device_like()
+    Broken(monkeypatch, where, lambda calls, first: calls == number)
+    outputs = generate(demo_pair, requests, num_spec_tokens=3, max_batch_size=4)
+    assert outputs.texts == right
+    failed = [name for name in right if "error" in history(outputs, name)]
+    assert 1 <= len(failed) <= 4
+    assert all(company(outputs.events, name) <= {1} for name in failed)
+    others = [company(outputs.events, name) for name in right if name not in failed]
+    assert max(max(sizes, default=0) for sizes in others) > 1
+
+
+def test_a_request_that_breaks_every_pass_it_is_in_fails_alone(
+    demo_pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Broken(monkeypatch, "decode", lambda calls, columns: int(columns.seed.positions.max()) > 120)
+    requests = [
+        Request(id=f"{n}", prompt_token_ids=(9,) * n, sampling=SamplingParams(max_tokens=5, ignore_eos=True))
+        for n in (30, 119, 31)
+    ]
+    outputs = generate(demo_pair, requests, num_spec_tokens=0)
+    errors = {name: completion.error for name, completion in outputs.completions.items()}
+    assert errors == {"30": None, "119": "the device failed: planted, and again when tried alone", "31": None}
+
+
+def test_a_device_that_always_fails_ends_every_request_and_the_run(
+    random_pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken = Broken(monkeypatch, "prefill", lambda calls, first: True)
+    outputs = generate(random_pair, REQUESTS[:6], max_batch_size=3)
+    assert {completion.finish_reason for completion in outputs.completions.values()} == {"error"}
+    assert all(history(outputs, r.id) == ["submitted", "error"] * 2 for r in REQUESTS[:6])
+    assert broken.calls == 2 + 6, "two passes of three, and everybody alone"
+
+
+def test_an_error_of_the_start_is_no_request_s(random_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = build_engine(config_of(random_pair), random_pair.models, lambda event: None)
+    Broken(monkeypatch, "decode", lambda calls, first: True)
+    with pytest.raises(RuntimeError, match="planted"):
+        engine.warm_up()
+
+
+def test_a_lost_device_ends_the_run(random_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    def lost(device: torch.device) -> None:
+        raise RuntimeError("an illegal memory access was encountered\nand much more")
+
+    engine = build_engine(config_of(random_pair), random_pair.models, lambda event: None)
+    for request in REQUESTS[:3]:
+        engine.submit(request)
+    engine.step()
+    monkeypatch.setattr(torch.cuda, "synchronize", lost)
+    Broken(monkeypatch, "decode", lambda calls, first: True)
+    engine._device = torch.device("cuda")
+    with pytest.raises(
+        DeviceLost, match=r"^the device is lost \(an illegal memory access was encountered\): "
+    ):
+        engine.step()

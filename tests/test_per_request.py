@@ -1,0 +1,303 @@
+"""What each request asks for by itself, exact with speculation: biased logits, log-probabilities, its own sampling."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from specgen.build import build_engine
+from specgen.config import SamplingParams
+from specgen.sampling import SamplingForm, token_logprobs
+from specgen.sequence import Completion, Request, TokenLogprobs
+from specgen.tokenizer import load_tokenizer
+from tests.engines import Outputs, Pair, bundled_requests, config_of, generate, random_requests
+from tests.reference_drafts import ReferenceDrafter
+
+LENGTH = 20
+
+
+def bias_of(count: int, seed: int, vocab_size: int) -> tuple[tuple[int, float], ...]:
+    """Biases of ``count`` tokens, some of which ban a token and some of which change little."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randperm(vocab_size, generator=generator)[:count].tolist()
+    biases = (3 * torch.randn(count, generator=generator)).tolist()
+    return tuple(
+        (token, -100.0 if i % 5 == 4 else bias)
+        for i, (token, bias) in enumerate(zip(ids, biases, strict=True))
+    )
+
+
+def with_biases(requests: Iterable[Request], vocab_size: int) -> list[Request]:
+    """No, few, many biases in turn: rows of all widths join, leave and move up."""
+    counts = (0, 3, 40, 16, 128 if vocab_size == 128 else 300)
+    return [
+        replace(
+            request,
+            sampling=replace(
+                request.sampling,
+                max_tokens=4 + 7 * i % LENGTH,
+                logit_bias=bias_of(counts[i % len(counts)], i, vocab_size),
+            ),
+        )
+        for i, request in enumerate(requests)
+    ]
+
+
+def biased_greedy(reference: ReferenceDrafter, request: Request) -> tuple[int, ...]:
+    """The text in plain words: whole passes of ``transformers``, the bias added to the last logits."""
+    tokens, sampling = list(request.prompt_token_ids), request.sampling
+    eos = reference.target.generation_config.eos_token_id
+    for _ in range(sampling.max_tokens):
+        with torch.inference_mode():
+            logits = reference.target(torch.tensor([tokens])).logits[0, -1]
+            for token, bias in sampling.logit_bias:
+                logits[token] += bias
+        tokens.append(int(logits.argmax()))
+        if tokens[-1] == eos:
+            break
+    return tuple(tokens[len(request.prompt_token_ids) :])
+
+
+@pytest.fixture(scope="module")
+def biased_requests() -> list[Request]:
+    return with_biases(random_requests(20, 128, SamplingParams(), lengths=(1, 20)), 128)
+
+
+@pytest.fixture(scope="module")
+def biased_texts(
+    random_reference: ReferenceDrafter, biased_requests: list[Request]
+) -> dict[str, tuple[int, ...]]:
+    return {request.id: biased_greedy(random_reference, request) for request in biased_requests}
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("batch", ["padded", "non-padded"])
+@pytest.mark.parametrize("k", [0, 1, 4])
+def test_a_biased_greedy_text_is_that_of_biased_plain_decoding(
+    random_pair: Pair,
+    device_like: Callable[[], None],
+    biased_requests: list[Request],
+    biased_texts: dict[str, tuple[int, ...]],
+    k: int,
+    batch: str,
+    ahead: bool,
+) -> None:
+    if ahead:
+        device_like()
+    outputs = generate(random_pair, biased_requests, num_spec_tokens=k, drafter_batch=batch, max_batch_size=6)
+    assert outputs.texts == biased_texts
+
+
+@pytest.mark.parametrize("batch", ["padded", "non-padded"])
+def test_biases_with_mixed_acceptance(demo_pair: Pair, demo_reference: ReferenceDrafter, batch: str) -> None:
+    vocab_size = len(demo_pair.models.target.embedding)
+    requests = with_biases(bundled_requests(10, SamplingParams()), vocab_size)
+    outputs = generate(demo_pair, requests, num_spec_tokens=4, drafter_batch=batch, max_batch_size=4)
+    assert outputs.texts == {request.id: biased_greedy(demo_reference, request) for request in requests}
+    assert {step[1] for steps in outputs.verified.values() for step in steps} >= {0, 1, 2}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_the_largest_bias_forces_a_token_and_the_least_bans_it(random_pair: Pair, temperature: float) -> None:
+    sampling = SamplingParams(max_tokens=12, temperature=temperature, ignore_eos=True)
+    requests = random_requests(6, 128, sampling)
+    free = generate(random_pair, requests).texts
+    forced = [replace(r, sampling=replace(sampling, logit_bias=((9, 100.0),))) for r in requests]
+    assert set(generate(random_pair, forced).texts.values()) == {(9,) * 12}
+    banned = [
+        replace(r, sampling=replace(sampling, logit_bias=tuple((t, -100.0) for t in set(free[r.id]))))
+        for r in requests
+    ]
+    without = generate(random_pair, banned).texts
+    assert not any(set(without[r.id]) & set(free[r.id]) for r in requests)
+
+
+# --- log-probabilities ----------------------------------------------------------------------------
+
+
+def expected_logprobs(reference: ReferenceDrafter, request: Request, text: tuple[int, ...]) -> torch.Tensor:
+    """``[len(text), V]`` from one pass of ``transformers`` over the whole text."""
+    num_prompt = len(request.prompt_token_ids)
+    with torch.inference_mode():
+        logits = reference.target(torch.tensor([(*request.prompt_token_ids, *text)])).logits[0]
+    return logits[num_prompt - 1 : -1].log_softmax(-1)
+
+
+def check_logprobs(reference: ReferenceDrafter, completion: Completion) -> None:
+    request, found = completion.request, completion.logprobs
+    asked = request.sampling.logprobs
+    if asked is None:
+        assert found is None
+        return
+    assert found is not None
+    assert len(found) == len(completion.token_ids)
+    expected = expected_logprobs(reference, request, completion.token_ids)
+    for token, each, row in zip(completion.token_ids, found, expected, strict=True):
+        assert each.chosen == pytest.approx(float(row[token]), abs=1e-4)
+        assert len(each.top) == asked
+        assert [value for _, value in each.top] == pytest.approx(row.topk(asked).values.tolist(), abs=1e-4)
+        assert [value for _, value in each.top] == pytest.approx(
+            [float(row[token]) for token, _ in each.top], abs=1e-4
+        )
+
+
+def asking(requests: Iterable[Request], sampling: SamplingParams) -> list[Request]:
+    """Requests for no, 0, 1, 5 and 20 log-probabilities in turn, of texts of several lengths."""
+    asked = (None, 0, 1, 5, 20)
+    return [
+        replace(
+            request, sampling=replace(sampling, max_tokens=1 + 5 * i % 24, logprobs=asked[i % len(asked)])
+        )
+        for i, request in enumerate(requests)
+    ]
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        SamplingParams(),
+        SamplingParams(temperature=0.8, top_k=20),
+        SamplingParams(logit_bias=((40, 5.0), (41, -100.0))),
+    ],
+    ids=["greedy", "sampled", "biased"],
+)
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("batch", ["padded", "non-padded"])
+@pytest.mark.parametrize("k", [0, 1, 4])
+def test_log_probabilities_are_the_model_s_own(
+    demo_pair: Pair,
+    demo_reference: ReferenceDrafter,
+    device_like: Callable[[], None],
+    k: int,
+    batch: str,
+    ahead: bool,
+    sampling: SamplingParams,
+) -> None:
+    requests = asking(bundled_requests(12, SamplingParams()), sampling)
+    if ahead:
+        device_like()
+    outputs = generate(demo_pair, requests, num_spec_tokens=k, drafter_batch=batch, max_batch_size=5)
+    for completion in outputs.completions.values():
+        check_logprobs(demo_reference, completion)
+    if k == 4 and not sampling.temperature:
+        assert {step[1] for steps in outputs.verified.values() for step in steps} >= {1, 2, 3}
+
+
+def test_log_probabilities_after_preemption(demo_pair: Pair, demo_reference: ReferenceDrafter) -> None:
+    page = 4 * (12 + 1) * 2 * 2 * 64 * 4  # positions, layers of target and head, k and v, heads, dim, bytes
+    requests = bundled_requests(12, SamplingParams(max_tokens=48, logprobs=2))
+    outputs = generate(demo_pair, requests, num_spec_tokens=4, kv_memory=60 * page)
+    assert outputs.num_preempted > 3
+    for completion in outputs.completions.values():
+        check_logprobs(demo_reference, completion)
+
+
+def test_log_probabilities_end_with_their_text(demo_pair: Pair, demo_reference: ReferenceDrafter) -> None:
+    """A stop string inside accepted drafts."""
+    models = replace(
+        demo_pair.models, tokenizer=load_tokenizer(str(demo_pair.models.checkpoints["model"].path))
+    )
+    pair, inside = replace(demo_pair, models=models), 0
+    requests = bundled_requests(8, SamplingParams(max_tokens=40, logprobs=3, stop=("e", "\n")))
+    outputs = generate(pair, requests, num_spec_tokens=4)
+    for name, completion in outputs.completions.items():
+        check_logprobs(demo_reference, completion)
+        inside += any(emitted <= accepted for _, accepted, emitted in outputs.verified[name])
+    assert inside > 0
+
+
+def test_a_row_of_log_probabilities() -> None:
+    logits = torch.tensor([[[0.5, 0.25, 0.15, 0.1]]]).log()
+    (row,) = token_logprobs(logits, torch.tensor([[2]]), 20)[0].exp().tolist()
+    assert row[0] == pytest.approx(0.15)
+    found = TokenLogprobs.of(token_logprobs(logits, torch.tensor([[2]]), 20)[0, 0].tolist(), 2)
+    assert [token for token, _ in found.top] == [0, 1]
+    assert found.top[1][1] == pytest.approx(float(logits[0, 0, 1]))
+
+
+# --- all together ---------------------------------------------------------------------------------
+
+
+def all_different(requests: Iterable[Request]) -> list[Request]:
+    """No two ask for the same."""
+    asked = []
+    for i, request in enumerate(requests):
+        sampling = SamplingParams(
+            max_tokens=6 + 5 * i % 17,
+            temperature=(0.0, 0.7, 1.2)[i % 3],
+            top_p=(1.0, 0.8)[i % 2],
+            top_k=(0, 0, 12, 3)[i % 4],
+            min_p=(0.0, 0.05, 0.2)[i // 2 % 3],
+            seed=i,
+            stop=((), ("a",), ("the", "\n"))[i // 3 % 3],
+            ignore_eos=i % 2 == 1,
+            logit_bias=bias_of((0, 5, 60)[i // 2 % 3], i, 3072),
+            logprobs=(None, 0, 4)[i % 3],
+        )
+        asked.append(replace(request, sampling=sampling))
+    return asked
+
+
+def answers(outputs: Outputs) -> dict[str, Any]:
+    """Text, end and, rounded, log-probabilities of every request."""
+    return {
+        name: (c.token_ids, c.finish_reason, c.logprobs and [round(each.chosen, 3) for each in c.logprobs])
+        for name, c in outputs.completions.items()
+    }
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("k", [0, 4])
+def test_each_request_gets_in_company_what_it_gets_alone(
+    demo_pair: Pair, device_like: Callable[[], None], k: int, ahead: bool
+) -> None:
+    tokenizer = load_tokenizer(str(demo_pair.models.checkpoints["model"].path))
+    pair = replace(demo_pair, models=replace(demo_pair.models, tokenizer=tokenizer))
+    requests = all_different(bundled_requests(18, SamplingParams()))
+    alone: dict[str, Any] = {}
+    for request in requests:
+        alone |= answers(generate(pair, [request], num_spec_tokens=k, max_batch_size=1))
+    if ahead:
+        device_like()
+    together = answers(generate(pair, requests, num_spec_tokens=k, max_batch_size=7))
+    assert together == alone
+    assert {end for _, end, _ in alone.values()} == {"stop", "length"}
+
+
+def test_nobody_pays_for_what_nobody_asks() -> None:
+    assert SamplingForm.of([]) == SamplingForm("greedy", 0, None)
+    assert SamplingForm.of([SamplingParams(min_p=0.5)]) == SamplingForm("greedy", 0, None)
+    few = SamplingParams(temperature=1.0, logit_bias=bias_of(3, 0, 99), logprobs=0)
+    assert SamplingForm.of([SamplingParams(), few]) == SamplingForm("plain", 16, 0)
+    many = SamplingParams(logit_bias=bias_of(17, 0, 99), logprobs=2)
+    assert SamplingForm.of([many, few]) == SamplingForm("plain", 128, 20)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"logit_bias": ((3, 101.0),)}, "logit-bias of token 3 is 101.0: use -100 to 100"),
+        ({"logit_bias": ((3, float("nan")),)}, "logit-bias of token 3 is nan: use -100 to 100"),
+        ({"logit_bias": ((3, 1.0), (3, 2.0))}, "logit-bias names a token twice"),
+        (
+            {"logit_bias": tuple((i, 1.0) for i in range(1025))},
+            "logit-bias names 1025 tokens: use at most 1024",
+        ),
+        ({"logprobs": 21}, "logprobs is 21: use 0 "),
+        ({"logprobs": -1}, "logprobs is -1: use 0 "),
+    ],
+)
+def test_what_cannot_be_asked_for(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        SamplingParams(**wrong)
+
+
+@pytest.mark.parametrize("token", [-1, 128])
+def test_a_bias_outside_the_vocabulary_refuses_the_request(random_pair: Pair, token: int) -> None:
+    engine = build_engine(config_of(random_pair), random_pair.models, lambda event: None)
+    sampling = SamplingParams(logit_bias=((5, 1.0), (token, 1.0)))
+    refused = engine.submit(Request(id="a", prompt_token_ids=(5,), sampling=sampling))
+    assert refused is not None
+    assert refused.error == f"logit-bias names token {token}, which is not in the vocabulary of 128"
