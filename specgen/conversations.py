@@ -77,6 +77,7 @@ class Conversations:
             endpoint=conversation.prompt.endpoint,
             error=None if completion.error is None else _placed(conversation.prompt, completion.error),
             metrics=metrics,
+            logprobs=completion.logprobs,
         )
 
     def _ask(self, conversation: _Conversation) -> Request | None:

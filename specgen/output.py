@@ -1,10 +1,10 @@
 """What one request gave, and the rows that keep it."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from specgen.acceptance import RequestMetrics
-from specgen.sequence import FinishReason
+from specgen.sequence import FinishReason, TokenLogprobs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +25,7 @@ class RequestOutput:
     endpoint: str | None = None
     error: str | None = None
     metrics: RequestMetrics | None = None
+    logprobs: tuple[TokenLogprobs, ...] | None = None  # of each token id, where they were asked for
 
     def to_row(self) -> dict[str, Any]:
         """The row of ``completions.jsonl``; of a failed request that of ``errors.jsonl``. The id comes first."""
@@ -42,5 +43,6 @@ class RequestOutput:
             "turn": self.turn,
             "num_prompt_tokens": self.num_prompt_tokens,
             **given,
+            **({} if self.logprobs is None else {"logprobs": [asdict(each) for each in self.logprobs]}),
             "metrics": self.metrics.to_json(),
         }

@@ -1,5 +1,6 @@
 """The engine as a program calls it: strings and prompts in, outputs as they finish, failures among them."""
 
+import json
 import subprocess
 import sys
 from itertools import islice
@@ -93,6 +94,17 @@ def test_a_prompt_has_parameters_of_its_own(engine: Engine) -> None:
     prompts = [Prompt(id="a", text="Tom", sampling={"max_tokens": 3}), Prompt(id="b", text="Tom")]
     outputs = by_id(list(engine.generate(prompts, SHORT)))
     assert (len(outputs["a"].token_ids), len(outputs["b"].token_ids)) == (3, 8)
+
+
+def test_logprobs_are_in_the_row(engine: Engine) -> None:
+    prompts = [Prompt(id="a", text="Tom", sampling={"logprobs": 2}), Prompt(id="b", text="Tom")]
+    outputs = by_id(list(engine.generate(prompts, SHORT)))
+    row = outputs["a"].to_row()
+    assert len(row["logprobs"]) == len(row["token_ids"]) == 8
+    first = json.loads(json.dumps(row["logprobs"][0]))
+    assert first["top"][0] == [row["token_ids"][0], pytest.approx(first["chosen"])]
+    assert outputs["a"].token_ids == outputs["b"].token_ids
+    assert "logprobs" not in outputs["b"].to_row()
 
 
 def test_a_run_that_is_to_end_yields_what_is_done_and_drops_the_rest(
