@@ -396,6 +396,7 @@ def _bytes(text: str) -> int:
 
 def _run(job: "Job", output: Path | None, remedy: str) -> "Result":
     """Run ``job``; where it is ended before its end, say so and exit."""
+    from specgen.engine_core import DeviceLost
     from specgen.interrupt import StoppedError, interruptible
     from specgen.run import TooManyFailuresError, run
 
@@ -408,6 +409,9 @@ def _run(job: "Job", output: Path | None, remedy: str) -> "Result":
         except TooManyFailuresError as ended:
             print(f"specgen: {ended}; {remedy}", file=sys.stderr)
             raise typer.Exit(3) from None
+        except DeviceLost as lost:
+            print(f"specgen: {lost}; {remedy}", file=sys.stderr)
+            raise typer.Exit(1) from None
 
 
 def _run_into_stdout(job: "Job", as_json: bool) -> "Result":
