@@ -11,7 +11,7 @@ import typer
 from specgen import options as opt
 from specgen.bench.commands import app as bench
 from specgen.bundled import pair
-from specgen.config import EngineConfig, SamplingParams, require, spec_tokens
+from specgen.config import Cluster, EngineConfig, SamplingParams, require, spec_tokens
 
 if TYPE_CHECKING:
     from specgen.evaluation.studies import Study
@@ -73,6 +73,9 @@ def generate(
     cuda_graphs: opt.CudaGraphsOption = opt.CudaGraphs.auto,
     gpu_memory_utilization: opt.GpuMemoryUtilizationOption = 0.9,
     prefix_cache: opt.PrefixCacheOption = True,
+    executor: opt.ExecutorOption = opt.Executor.local,
+    num_workers: opt.NumWorkersOption = None,
+    address: opt.AddressOption = None,
     output: opt.OutputOption = None,
     restart: opt.RestartOption = False,
     format: opt.FormatOption = opt.Format.jsonl,
@@ -125,6 +128,7 @@ def generate(
         num_prompts=num_prompts,
         baseline=baseline,
         shard=parse_shard(shard),
+        cluster=_cluster(executor, num_workers, address),
         restart=restart,
         max_failures=max_failures,
         format=format.value,
@@ -392,6 +396,14 @@ def _bytes(text: str) -> int:
         f"kv-memory is {text!r}: write a size such as 512MiB or 2GiB",
     )
     return int(float(number) * units[unit])
+
+
+def _cluster(executor: opt.Executor, num_workers: int | None, address: str | None) -> Cluster | None:
+    """The workers that are asked for, if any."""
+    if executor is opt.Executor.ray:
+        return Cluster(num_workers=1 if num_workers is None else num_workers, address=address)
+    require(num_workers is None and address is None, "num-workers and address are Ray's: add --executor ray")
+    return None
 
 
 def _run(job: "Job", output: Path | None, remedy: str) -> "Result":

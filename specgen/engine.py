@@ -12,6 +12,7 @@ from specgen.events import Event, Submitted, Verified
 from specgen.output import RequestOutput
 from specgen.prompts import Prompt, Rejected
 from specgen.sequence import Completion
+from specgen.tokenizer import Tokenizer
 
 _NONE: Mapping[str, str] = {}
 
@@ -41,6 +42,11 @@ class Engine:
         self._generating = False
         self._core = build_engine(self.config, self.models, self._see)
         self._core.warm_up()
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Of the target."""
+        return self.models.tokenizer
 
     def generate(
         self,

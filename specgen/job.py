@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from specgen.build import choose_attention, described, open_checkpoints
 from specgen.checkpoint import fingerprint
-from specgen.config import EngineConfig, SamplingParams, require
+from specgen.config import Cluster, EngineConfig, SamplingParams, require
 from specgen.display import draft_length, from_here
 from specgen.provenance import manifest
 from specgen.shard import WHOLE, Shard
@@ -20,7 +20,7 @@ class Job:
     """One run of ``specgen generate``. More than ``max_failures`` failed requests end it; None: none do.
 
     With a ``format`` other than ``jsonl`` its output is there in that format too. Of the first ``num_prompts`` prompts
-    (None: all) those of ``shard`` are run.
+    (None: all) those of ``shard`` are run, in this process or on the workers of a ``cluster``.
     """
 
     engine: EngineConfig
@@ -30,6 +30,7 @@ class Job:
     num_prompts: int | None
     baseline: bool
     shard: Shard = WHOLE
+    cluster: Cluster | None = None
     restart: bool = False  # what the output holds is set aside
     max_failures: int | None = None
     format: FormatName = "jsonl"

@@ -55,6 +55,13 @@ class Dtype(StrEnum):
     float16 = "float16"
 
 
+class Executor(StrEnum):
+    """Where the engines are."""
+
+    local = "local"
+    ray = "ray"
+
+
 class Format(StrEnum):
     """How the rows of a run are written."""
 
@@ -211,6 +218,25 @@ AttentionOption = Annotated[
         help="trtllm: TensorRT-LLM's decode kernels; flashinfer: its paged wrappers; sdpa: PyTorch's, and sdpa-static, "
         "which can be captured. auto picks and says why.",
         rich_help_panel=RUNNING,
+    ),
+]
+ExecutorOption = Annotated[
+    Executor,
+    typer.Option(
+        help="local: this process; ray: the workers of a Ray cluster, each with an engine and a GPU of its own.",
+        rich_help_panel=RUNNING,
+    ),
+]
+NumWorkersOption = Annotated[
+    int | None,
+    typer.Option(help="Workers of --executor ray.", rich_help_panel=RUNNING, show_default="1"),
+]
+AddressOption = Annotated[
+    str | None,
+    typer.Option(
+        help="A Ray cluster that runs already, as ray.init takes it: auto, or HOST:PORT.",
+        rich_help_panel=RUNNING,
+        show_default="a new one on this machine",
     ),
 ]
 OutputOption = Annotated[

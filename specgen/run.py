@@ -15,6 +15,7 @@ from specgen.job import Job, job_manifest
 from specgen.output import RequestOutput
 from specgen.prompts import PromptSet, open_prompts
 from specgen.provenance import FREE_IN_A_RUN
+from specgen.ray_engine import RayEngine
 from specgen.results import RunDirectory, directory, require_same, set_aside
 from specgen.run_output import Result, export, is_finished, read_result, write_report
 from specgen.shard import REQUESTS, write_requests
@@ -119,10 +120,9 @@ class _Work:
         name = "plain decoding" if config.num_spec_tokens == 0 else "EAGLE3"
         if config.device != "cpu":
             self.progress.prepare(name)
-        engine = Engine(config, record=record, models=self.models)
-        self.models = engine.models
+        engine = self._engine(config, record)
         if self.survey.has_chats:
-            self.models.tokenizer.require_chat_template()
+            engine.tokenizer.require_chat_template()
         total, done = len(self.survey.ids), len(files.completions)
         self.status.begin(total=total, done=done)
         self.progress.start(name, total, done)
@@ -138,6 +138,13 @@ class _Work:
         finally:
             self.progress.finish()
         self._require_all(files)
+
+    def _engine(self, config: EngineConfig, record: Callable[[Event], None]) -> Engine | RayEngine:
+        if self.job.cluster is not None:
+            return RayEngine(config, self.job.cluster, record=record)
+        engine = Engine(config, record=record, models=self.models)
+        self.models = engine.models
+        return engine
 
     def _keep(self, output: RequestOutput, files: RunDirectory) -> None:
         if output.error is None:
