@@ -18,6 +18,7 @@ from specgen import cli, engine
 from specgen.build import load_models, resolve
 from specgen.bundled import pair
 from specgen.config import EngineConfig
+from specgen.engine_core import DeviceLost, EngineCore
 from specgen.interrupt import interruptible
 from specgen.locking import locked
 from specgen.step import Steps
@@ -118,7 +119,7 @@ def test_a_second_signal_ends_it_at_once(
         time.sleep(60)
 
     monkeypatch.setattr(Steps, "decode", slow)
-    monkeypatch.setattr("specgen.engine_core.EngineCore.warm_up", lambda self: None)
+    monkeypatch.setattr(EngineCore, "warm_up", lambda self: None)
     command = Command(prompts, tmp_path / "run")
     while not (tmp_path / "here").exists():
         time.sleep(0.01)
@@ -126,6 +127,17 @@ def test_a_second_signal_ends_it_at_once(
     time.sleep(0.2)
     os.kill(command.pid, signal.SIGTERM)
     assert command.end() == -signal.SIGTERM
+
+
+def test_a_lost_device_is_one_line(prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def lost(self: EngineCore) -> None:
+        raise DeviceLost("the device is lost (planted): go on in a new process")
+
+    monkeypatch.setattr(EngineCore, "step", lost)
+    monkeypatch.setattr(EngineCore, "warm_up", lambda self: None)
+    command = Command(prompts, tmp_path / "run")
+    assert command.end() == 1
+    assert command.last_words.endswith("go on in a new process; the same command goes on from there")
 
 
 def test_handlers_are_as_before_behind_it() -> None:
