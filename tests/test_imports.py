@@ -17,9 +17,10 @@ Imports = dict[str, set[str]]  # module or package directly in specgen/: the oth
 LAYERS = (
     {"cli"},
     {"evaluation", "audit", "bench"},
-    {"run"},
+    {"run", "merge"},
     {"run_output"},
     {"job"},
+    {"ray_engine"},
     {"engine"},
     {"build"},
     {"step_costs"},
@@ -57,7 +58,7 @@ ONLY: Imports = {  # these import what is listed here and LEAVES, and nothing el
     "against": {"intervals", "references"},
     "against_table": {"against", "display", "references"},
 }
-HEAVY = ("torch", "transformers", "datasets", "flashinfer", "lm_eval")
+HEAVY = ("torch", "ray", "transformers", "datasets", "flashinfer", "lm_eval")
 LIGHT = (
     "cli",
     "config",
