@@ -1,0 +1,196 @@
+"""Shards of a run, merged, are the run that one process would have made; nothing else is merged."""
+
+import json
+import os
+import re
+import shutil
+import signal
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specgen import atomic, engine
+from specgen.build import load_models, resolve
+from specgen.config import EngineConfig, SamplingParams
+from specgen.events import Event, Resumed, Sharded
+from specgen.job import Job
+from specgen.merge import merge
+from specgen.report import fold
+from specgen.run import run
+from specgen.shard import Shard, parse_shard
+from tests.streams import request
+from tests.test_killed import Silent, files
+
+COUNT = 3
+
+
+@pytest.fixture(scope="module")
+def job(demo_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Job:
+    """Conversations of two turns, broken rows, all of one shard among them, and a second turn that is too long."""
+    path = tmp_path_factory.mktemp("shards")
+    turns = [[f"Tom has {n} apples and buys {2 * n} more.", "And now?"] for n in range(1, 5)]
+    rows = [{"question_id": f"q{n}", "category": "ab"[n % 2], "turns": each} for n, each in enumerate(turns)]
+    rows[1:1] = [{"question_id": "broken"}, {"question_id": "long", "turns": ["Stop", "Tom has " * 2000]}]
+    rows[4:4] = [{}]
+    (path / "question.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return Job(
+        engine=EngineConfig(
+            model=str(demo_path / "target"),
+            drafter=str(demo_path / "drafter"),
+            num_spec_tokens=3,
+            max_batch_size=4,
+            device="cpu",
+        ),
+        sampling=SamplingParams(max_tokens=14),
+        dataset="mt-bench",
+        data_path=path / "question.jsonl",
+        num_prompts=None,
+        baseline=True,
+    )
+
+
+@pytest.fixture(autouse=True)
+def _loaded(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    models = load_models(resolve(job.engine))
+    monkeypatch.setattr(engine, "load_models", lambda config: models)
+
+
+def run_shards(job: Job, path: Path) -> list[Path]:
+    """The directories of all shards, the last one first."""
+    directories = [path / f"shard {index}" for index in range(COUNT)]
+    for index, directory in enumerate(directories):
+        run(replace(job, shard=Shard(index=index, count=COUNT)), directory, Silent())
+    return directories[::-1]
+
+
+def outcome(directory: Path) -> dict[str, Any]:
+    """What there is to compare: the header of the report says that there were shards."""
+    found = files(directory)
+    found["manifest.json"]["settings"].pop("shards", None)
+    baseline = found["report.json"].pop("baseline")
+    kept = found["manifest.json"], found["report.json"], baseline["identical"], baseline["num_compared"]
+    rows = [(directory / name / "completions.jsonl").read_bytes() for name in ("", "baseline")]
+    names = {path.relative_to(directory) for path in directory.rglob("*")}
+    counts = {name: found["status.json"][name] for name in ("state", "total", "done", "failed")}
+    return {"kept": kept, "rows": rows, "errors": found["errors.jsonl"], "names": names, "counts": counts}
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.8, "seed": 7}], ids=["greedy", "sampled"])
+def test_merged_shards_are_the_run_of_one_process(job: Job, tmp_path: Path, sampling: dict[str, Any]) -> None:
+    job = replace(job, sampling=replace(job.sampling, **sampling))
+    run(job, tmp_path / "whole", Silent())
+    whole, shards = outcome(tmp_path / "whole"), run_shards(job, tmp_path)
+    report = whole["kept"][1]
+    assert all(report["acceptance_histogram"]), "drafts are accepted, and not, at every place"
+    assert whole["counts"] == {"state": "finished", "total": 12, "done": 9, "failed": 3}
+    failed = [json.loads(line)["id"] for line in whole["errors"].splitlines()]
+    assert failed[:2] == ["broken", "long/turn-2"]
+    assert json.loads((shards[-2] / "report.json").read_text())["num_requests"] == 0, "a shard of broken rows"
+    merge(tmp_path / "merged", shards, "jsonl")
+    assert outcome(tmp_path / "merged") == whole
+    slowest = max(json.loads((shard / "report.json").read_text())["wall_seconds"] for shard in shards)
+    assert json.loads((tmp_path / "merged" / "report.json").read_text())["wall_seconds"] == slowest
+    run(job, tmp_path / "merged", Silent())  # tries what has failed again, like any run
+    assert outcome(tmp_path / "merged") == whole
+
+
+def test_a_merge_that_is_killed_leaves_nothing_half(job: Job, tmp_path: Path) -> None:
+    shards = run_shards(job, tmp_path)
+    merge(tmp_path / "whole", shards, "jsonl")
+    whole = outcome(tmp_path / "whole")
+    for number in range(20):
+        child = os.fork()
+        if child == 0:
+            kill_at(number)
+            merge(tmp_path / "merged", shards, "jsonl")
+            os._exit(0)
+        _, status = os.waitpid(child, 0)
+        if not os.WIFSIGNALED(status):
+            break
+        assert not (tmp_path / "merged").exists()
+    assert number > 8, "it was killed before each of its files"
+    assert outcome(tmp_path / "merged") == whole
+
+
+def kill_at(number: int) -> None:
+    """Let this process die in place of replacing a file for the ``number``-th time."""
+    visits, original = iter(range(number, -1, -1)), atomic.os.replace
+
+    def visited(*paths: Any) -> None:
+        if next(visits) == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        original(*paths)
+
+    atomic.os.replace = visited  # type: ignore[assignment]
+
+
+def edit(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    document = json.loads(path.read_text())
+    change(document)
+    path.write_text(json.dumps(document))
+
+
+@pytest.fixture(scope="module")
+def finished(job: Job, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The shards, and a whole run beside them."""
+    path = tmp_path_factory.mktemp("finished")
+    job = replace(job, baseline=False)
+    run_shards(job, path)
+    run(job, path / "whole", Silent())
+    return path
+
+
+@pytest.mark.parametrize(
+    ("names", "damage", "words"),
+    [
+        ("0", None, "shard 1/3, 2/3 is missing: give the directories of all shards"),
+        ("0 1 2 1", None, "are both shard 1/3: give it once"),
+        ("0 1 2 whole", None, "differ in shards (3, now 1)"),
+        ("whole", None, "is no shard but a whole run"),
+        ("0 1 2 3", None, "report.json cannot be read"),
+        ("0 1 2", lambda p: edit(p / "manifest.json", lambda m: m["sampling"].update(seed=5)), "sampling.seed"),
+        ("0 1 2", lambda p: edit(p / "manifest.json", lambda m: m["data"].update(sha256="x")), "data.sha256"),
+        ("0 1 2", lambda p: edit(p / "status.json", lambda s: s.update(state="running")), "is running: finish it"),
+        ("0 1 2", lambda p: edit(p / "report.json", lambda r: r.update(baseline={})), "baseline (False, now True)"),
+        ("0 1 2", lambda p: (p / "completions.jsonl").write_text(""), "rows for 12 requests"),
+    ],
+)  # fmt: skip
+def test_what_is_not_merged(finished: Path, tmp_path: Path, names: str, damage: Any, words: str) -> None:
+    shards = [finished / (name if name == "whole" else f"shard {name}") for name in names.split()]
+    if damage is not None:
+        shards[2] = Path(shutil.copytree(shards[2], tmp_path / "damaged"))
+        damage(shards[2])
+    with pytest.raises(ValueError, match=re.escape(words)) as refused:
+        merge(tmp_path / "merged", shards, "jsonl")
+    assert "\n" not in str(refused.value)
+    assert not (tmp_path / "merged").exists()
+
+
+def test_what_is_there_is_not_merged_over(finished: Path) -> None:
+    with pytest.raises(ValueError, match="exists: name a new directory"):
+        merge(finished / "whole", [finished / f"shard {index}" for index in range(COUNT)], "jsonl")
+
+
+@pytest.mark.parametrize("text", ["4/4", "0/0", "-1/4", "1", "a/b", "1/2/3", "1.0/2", ""])
+def test_a_shard_that_is_none(text: str) -> None:
+    with pytest.raises(ValueError, match="shard is "):
+        parse_shard(text)
+
+
+def test_shards_share_every_row() -> None:
+    parts = [list(parse_shard(f"{index}/3").of("abcdefg")) for index in range(3)]
+    assert parts == [list("adg"), list("be"), list("cf")]
+
+
+def test_time_is_that_of_the_slowest_shard() -> None:
+    def shard(name: str, num_steps: int) -> list[Event]:
+        return [Sharded(time=0.0, shard=name), *request(name, [(2, 1)] * num_steps)]
+
+    resumed = [*shard("0/3", 2), Resumed(time=0.0), *request("more", [(2, 1)])]  # 3 and 2 seconds
+    events = [*resumed, *shard("1/3", 6), *shard("2/3", 1)]
+    assert fold(resumed, num_spec_tokens=2).wall_seconds == 5
+    assert fold(events, num_spec_tokens=2).wall_seconds == 7
+    assert fold([*events, Resumed(time=0.0), *request("last", [(2, 1)])], num_spec_tokens=2).wall_seconds == 9
