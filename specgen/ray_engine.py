@@ -4,6 +4,7 @@ import logging
 import os
 import pickle
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -103,8 +104,8 @@ class RayEngine:
             compute=ray.data.ActorPoolStrategy(size=self._cluster.num_workers),
             **_share(self._cluster, self._config.device),
         )
-        for row in answers.iter_rows():
-            yield pickle.loads(row["pickled"])
+        for table in answers.iter_batches(batch_size=None, batch_format="pyarrow"):
+            yield from _values(table)
 
 
 class _Worker:
@@ -119,11 +120,10 @@ class _Worker:
         self._late = time.time() - began  # the clock of the engine starts now, that of the run has run since
 
     def __call__(self, table: "pyarrow.Table") -> "pyarrow.Table":
-        (pickled,) = table["pickled"].to_pylist()
-        block: _Block = pickle.loads(pickled)
-        self._records.clear()  # of a block that failed
-        for output in self._engine.generate(block.prompts, self._sampling, earlier=block.earlier):
-            self._records.append(output)
+        self._records.clear()
+        for block in _values(table):
+            for output in self._engine.generate(block.prompts, self._sampling, earlier=block.earlier):
+                self._records.append(output)
         return _table(self._records)
 
     def _note(self, event: Event) -> None:
@@ -158,6 +158,11 @@ def _table(value: object) -> "pyarrow.Table":
     import pyarrow
 
     return pyarrow.table({"pickled": pyarrow.array([pickle.dumps(value)], pyarrow.large_binary())})
+
+
+def _values(table: "pyarrow.Table") -> Iterator[Any]:
+    """What ``_table`` was made of."""
+    yield from map(pickle.loads, table["pickled"].to_pylist())
 
 
 def _portable(config: EngineConfig) -> EngineConfig:
@@ -222,6 +227,7 @@ def _start(cluster: Cluster) -> None:
     num_cpus = max(cluster.num_workers, os.cpu_count() or 1)
     own: dict[str, Any] = {} if cluster.address else {"num_cpus": num_cpus, "include_dashboard": False}
     try:
+        _require_listening(cluster.address)
         ray.init(
             address=cluster.address or "local", log_to_driver=False, logging_level=logging.CRITICAL, **own
         )
@@ -229,6 +235,13 @@ def _start(cluster: Cluster) -> None:
         where = f"at address {cluster.address!r}" if cluster.address else "on this machine"
         raise ValueError(f"no Ray cluster {where}: {_last_line(error)}") from error
     signal.signal(signal.SIGTERM, on_terminate)  # Ray's would end the process at once
+
+
+def _require_listening(address: str | None) -> None:
+    """``OSError`` where nobody listens at a HOST:PORT, which Ray would try for minutes."""
+    host, _, port = (address or "").rpartition(":")
+    if port.isdecimal() and "//" not in host:
+        socket.create_connection((host, int(port)), timeout=5).close()
 
 
 def _last_line(error: BaseException) -> str:

@@ -1,0 +1,227 @@
+"""A run on two Ray workers whose driver is killed, and then one of them, is the run of one process."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
+from dataclasses import replace
+from itertools import count
+from pathlib import Path
+from threading import Event as Flag
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from specgen import cli, config, ray_engine
+from specgen.build import resolve
+from specgen.config import Cluster, EngineConfig, SamplingParams
+from specgen.engine import Engine
+from specgen.events import Event, Finished
+from specgen.job import Job
+from specgen.prompts import Message, Prompt, Rejected
+from specgen.ray_engine import RayEngine
+from specgen.run import run
+from tests.test_killed import Silent, files
+
+NUM_PROMPTS, MAX_TOKENS = 240, 24
+
+
+@pytest.fixture(scope="module")
+def pair(demo_path: Path) -> EngineConfig:
+    target, head = str(demo_path / "target"), str(demo_path / "drafter")
+    return resolve(EngineConfig(model=target, drafter=head, max_batch_size=2, device="cpu"))
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Every other row is sampled, and one is broken."""
+    path = tmp_path_factory.mktemp("ray") / "prompts.jsonl"
+    with path.open("w") as file:
+        for n in range(NUM_PROMPTS):
+            chat = [{"role": "user", "content": f"Tom has {n} apples and buys {2 * n} more."}]
+            row = {"id": f"q{n}", "messages": chat, "temperature": 0.8 * (n % 2)}
+            file.write("{broken\n" * (n == 9) + json.dumps(row) + "\n")
+    return path
+
+
+class Driver:
+    """``specgen generate --executor ray`` in a process of its own."""
+
+    def __init__(self, data: Path, out: Path) -> None:
+        self.completions = out / "completions.jsonl"
+        command = [
+            sys.executable,
+            "-c",
+            "from specgen.cli import main; main()",
+            "generate",
+            "--device",
+            "cpu",
+        ]
+        options = {"dataset": data, "output": out, "max-new-tokens": MAX_TOKENS, "max-batch-size": 2}
+        ray = {"executor": "ray", "num-workers": 2}
+        flags = [str(part) for name, value in (options | ray).items() for part in (f"--{name}", value)]
+        self.log = out.with_suffix(".log").open("w")
+        self.process = subprocess.Popen(
+            [*command, *flags],
+            stdout=subprocess.PIPE,
+            stderr=self.log,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},  # as in this process
+        )
+
+    def wait_for(self, found: Callable[[], Any]) -> Any:
+        """What is ``found`` at last."""
+        for _ in range(1200):
+            if it := found():
+                return it
+            assert self.process.poll() is None, Path(self.log.name).read_text()
+            time.sleep(0.05)
+        raise AssertionError(f"nothing came: {Path(self.log.name).read_text()}")
+
+    @property
+    def num_done(self) -> int:
+        return self.completions.read_bytes().count(b"\n") if self.completions.exists() else 0
+
+    def workers(self) -> list[int]:
+        """The processes with engines."""
+        names = {pid: Path(f"/proc/{pid}/cmdline") for pid in _below(self.process.pid)}
+        return [pid for pid, name in names.items() if name.exists() and b"_Worker" in name.read_bytes()]
+
+
+def _below(pid: int) -> Iterator[int]:
+    """All children, and theirs."""
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parent = int(stat.read_text().rpartition(")")[2].split()[1])
+        except OSError:  # it has ended
+            continue
+        if parent == pid:
+            yield int(stat.parent.name)
+            yield from _below(int(stat.parent.name))
+
+
+def test_the_driver_and_a_worker_may_be_killed(pair: EngineConfig, data: Path, tmp_path: Path) -> None:
+    driver = Driver(data, tmp_path / "ray")
+    driver.wait_for(lambda: driver.num_done)
+    os.kill(driver.process.pid, signal.SIGKILL)
+    driver.process.wait()
+    done = driver.num_done
+    driver = Driver(data, tmp_path / "ray")
+    driver.wait_for(lambda: driver.num_done > done)
+    assert driver.num_done < NUM_PROMPTS
+    workers = driver.workers()
+    os.kill(workers[0], signal.SIGKILL)
+    stdout, _ = driver.process.communicate(timeout=120)
+    assert len(workers) == 2
+    assert driver.process.returncode == 3, "the broken row"
+    assert stdout.startswith("Prompt:"), "what Ray has to say is not on stdout"
+    job = Job(
+        engine=replace(pair, attention="auto"),
+        sampling=SamplingParams(max_tokens=MAX_TOKENS),
+        dataset=str(data),
+        data_path=None,
+        num_prompts=None,
+        baseline=False,
+    )
+    run(job, tmp_path / "whole", Silent())
+    assert files(tmp_path / "ray") == files(tmp_path / "whole")
+
+
+class InProcess(RayEngine):
+    """Blocks are answered here, by a worker without Ray."""
+
+    def _answered(self, blocks: Iterable[Any], sampling: SamplingParams) -> Iterator[list[Any]]:
+        worker = ray_engine._Worker(self._config, sampling, time.time() - 100)
+        for block in blocks:
+            yield from ray_engine._values(worker(ray_engine._table(block)))
+
+
+def test_blocks_give_what_one_engine_gives(pair: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Conversations too, also those that an earlier run has answered in part; events come before their output."""
+    monkeypatch.setattr(ray_engine, "_connected", lambda cluster: nullcontext())
+    chats = [[Message(role="user", content=f"Tom has {n} apples.")] for n in range(21)]
+    prompts: list[Prompt | Rejected] = [
+        Prompt(id=str(n), messages=tuple(chat), follow_ups=("And now?",)) for n, chat in enumerate(chats)
+    ]
+    prompts[5:5] = [Rejected(id="line 6", reason="line 6: broken")]
+    sampling, finished = SamplingParams(max_tokens=8), list[str]()
+
+    def record(event: Event) -> None:
+        assert event.time > 100, "the run began before the worker"
+        if isinstance(event, Finished):
+            finished.append(event.sequence)
+
+    whole = {output.id: output for output in Engine(pair).generate(prompts, sampling)}
+    earlier = {name: whole[name].text for name in ("0", "1", "1/turn-2", "20")}
+    blocks = InProcess(pair, Cluster(num_workers=2), record=record)
+    outputs = blocks.generate(prompts, sampling, earlier=earlier, until=lambda: False)
+    seen = []
+    for output in outputs:
+        seen.append(output.id)
+        assert output == whole[output.id]
+        assert output.id in [*finished, "line 6"]
+    assert sorted(seen) == sorted(whole.keys() - earlier.keys())
+
+
+@pytest.mark.parametrize(
+    ("num_prompts", "sizes"), [(0, []), (1, [1]), (2, [1, 1]), (5, [3, 2]), (8, [4, 4]), (11, [4, 4, 2, 1])]
+)
+def test_blocks_are_full_and_the_last_ones_even(num_prompts: int, sizes: list[int]) -> None:
+    prompts = iter([Prompt(id=str(n), text="x") for n in range(num_prompts)])
+    blocks = list(ray_engine._blocks(prompts, {"3": "three", "9": "nine"}, 4, 2))
+    assert [len(block.prompts) for block in blocks] == sizes
+    assert [prompt.id for block in blocks for prompt in block.prompts] == [str(n) for n in range(num_prompts)]
+    for block in blocks:
+        assert block.earlier.keys() == {"3", "9"} & {prompt.id for prompt in block.prompts}
+
+
+def test_a_wait_for_a_block_can_be_ended() -> None:
+    never, asked = Flag(), count()
+
+    def values() -> Iterator[list[Any]]:
+        yield [1]
+        never.wait()
+
+    began = time.monotonic()
+    assert list(ray_engine._until(lambda: next(asked) > 2, values())) == [[1]]
+    assert time.monotonic() - began < 5
+    never.set()
+
+
+def test_what_fails_while_blocks_are_drawn_is_raised() -> None:
+    with pytest.raises(ZeroDivisionError):
+        list(ray_engine._until(lambda: False, ([1 // n] for n in (1, 0))))
+
+
+def test_without_the_extra_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(config, "find_spec", lambda name: None)
+    result = CliRunner().invoke(cli.app, ["generate", "--executor", "ray"])
+    assert str(result.exception) == "executor is ray, which is not installed: pip install 'specgen[ray]'"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--num-workers", "2"], "add --executor ray"),
+        (["--address", "auto"], "add --executor ray"),
+        (["--executor", "ray", "--num-workers", "0"], "num-workers is 0: use at least 1"),
+        (["--executor", "ray", "--address", "127.0.0.1:1"], "no Ray cluster at address '127.0.0.1:1': "),
+    ],
+)
+def test_clusters_that_cannot_be(arguments: list[str], words: str) -> None:
+    result = CliRunner().invoke(cli.app, ["generate", "--device", "cpu", *arguments])
+    assert isinstance(result.exception, ValueError)
+    assert words in str(result.exception)
+
+
+def test_every_worker_needs_a_gpu_of_its_own(pair: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    on_gpu = replace(pair, device="cuda")
+    RayEngine(on_gpu, Cluster(num_workers=1), record=lambda event: None)
+    with pytest.raises(ValueError, match="num-workers is 2 and this machine has 1 GPUs"):
+        RayEngine(on_gpu, Cluster(num_workers=2), record=lambda event: None)
