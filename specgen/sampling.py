@@ -196,7 +196,8 @@ def _keep_top_on_gpu(probs: Tensor, batch: SamplingBatch) -> Tensor:
     from flashinfer.sampling import top_k_renorm_probs, top_p_renorm_probs
 
     def by_row(column: Tensor) -> Tensor:
-        return column[:, None].expand(probs.shape[:-1]).flatten()
+        # the kernels read on without a look at strides, and a prefill's columns lie side by side
+        return column[:, None].expand(probs.shape[:-1]).flatten().contiguous()
 
     rows = probs.flatten(0, -2)
     top_k, top_p = by_row(batch.top_k), by_row(batch.top_p)

@@ -334,8 +334,9 @@ def test_a_gpu_short_of_memory_lowers_the_batch_and_goes_on(gpu_pair: Pair) -> N
     assert short.texts == plain.texts
 
 
+@pytest.mark.parametrize("num_rows", [1, 3])  # of a prefill, and of a verify
 @pytest.mark.parametrize("vocab_size", [1000, 32000])
-def test_filters_keep_what_they_keep_on_the_cpu(vocab_size: int) -> None:
+def test_filters_keep_what_they_keep_on_the_cpu(vocab_size: int, num_rows: int) -> None:
     params = [
         SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
         for temperature in (0.0, 0.7, 1.3)
@@ -344,7 +345,7 @@ def test_filters_keep_what_they_keep_on_the_cpu(vocab_size: int) -> None:
         for min_p in (0.0, 0.05)
     ]
     seeds = list(range(len(params)))
-    logits = 3 * torch.randn(len(params), 3, vocab_size, generator=torch.Generator().manual_seed(0))
+    logits = 3 * torch.randn(len(params), num_rows, vocab_size, generator=torch.Generator().manual_seed(0))
     likeliest = logits.argmax(-1)
     here = target_probs(logits, likeliest, SamplingBatch.of(params, seeds, torch.device("cpu")))
     on_gpu = SamplingBatch.of(params, seeds, torch.device("cuda"))

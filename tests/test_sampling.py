@@ -189,15 +189,18 @@ def test_probabilities_of_the_filters() -> None:
     assert probs(min_p=0.25) == [0.5556, 0.2778, 0.1667, 0]
 
 
-def test_the_gpu_filters_mean_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("num_rows", [1, 3])  # of a prefill, and of a verify
+def test_the_gpu_filters_mean_the_same(monkeypatch: pytest.MonkeyPatch, num_rows: int) -> None:
     """With stand-ins for FlashInfer's kernels, which need a GPU: what is asked of them, row by row."""
 
     def top_k(rows: Tensor, places: Tensor) -> Tensor:
+        assert places.is_contiguous(), "the kernels look at no strides"
         least = torch.stack([row.topk(int(n)).values[-1] for row, n in zip(rows, places, strict=True)])
         kept = rows.masked_fill(rows < least[:, None], 0)
         return kept / kept.sum(-1, keepdim=True)
 
     def top_p(rows: Tensor, share: Tensor) -> Tensor:
+        assert share.is_contiguous(), "the kernels look at no strides"
         ordered, order = rows.sort(dim=-1, descending=True)
         kept = ordered.masked_fill(ordered.cumsum(-1) - ordered >= share[:, None], 0)
         kept = torch.zeros_like(rows).scatter_(-1, order, kept)
@@ -208,7 +211,7 @@ def test_the_gpu_filters_mean_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "flashinfer.sampling", kernels)
     params = [SamplingParams(temperature=1, top_k=k, top_p=p) for k in (0, 1, 5, 99) for p in (0.3, 0.9, 1.0)]
     batch = SamplingBatch.of(params, list(range(len(params))), torch.device("cpu"))
-    probs = torch.rand(len(params), 3, 50, generator=torch.Generator().manual_seed(1)).softmax(-1)
+    probs = torch.rand(len(params), num_rows, 50, generator=torch.Generator().manual_seed(1)).softmax(-1)
     expected = _keep_top(probs, batch)
     got = _keep_top_on_gpu(probs, batch)
     torch.testing.assert_close(got, expected / expected.sum(-1, keepdim=True))
