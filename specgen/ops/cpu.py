@@ -1,5 +1,6 @@
 """Faster kernels for CPUs with oneDNN in float32."""
 
+import os
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,6 +17,7 @@ def cpu_float32_ops() -> Ops:
     0.33 ms, five rows 0.24 ms instead of 1.4 ms; a norm of one row of 256 takes 5 us instead of 10 us. Only
     where a weight stays in the core's own cache is a plain call faster (by 8 us), and a model's weights do not.
     """
+    _bound_caches()
     return replace(
         torch_ops(),
         linear=_PackedLinear.pack,
@@ -23,6 +25,16 @@ def cpu_float32_ops() -> Ops:
         gated_linear=_gated,
         rms_norm=_FusedNorm.prepare,
     )
+
+
+def _bound_caches() -> None:
+    """For the whole process, unless a library was told otherwise: kernels are kept for the last shapes alone.
+
+    oneDNN compiles a product anew for every number of rows, and batches and prompts have many: the 1024 products that
+    it and torch would keep are half a gigabyte of a long run. 64 are those of the last five or so, and no slower.
+    """
+    for library in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
+        os.environ.setdefault(library, "64")
 
 
 def _gated(weight: Tensor) -> Map:
