@@ -14,7 +14,7 @@ SAMPLING, RUNNING, RESULTS, STUDY = "Sampling", "Running", "Results", "Study"
 
 
 class DrafterBatch(StrEnum):
-    """Which rows the drafter's first pass computes."""
+    """Which rows of a verify the drafter takes in."""
 
     padded = "padded"
     non_padded = "non-padded"
@@ -87,8 +87,8 @@ DrafterOption = Annotated[
 DatasetOption = Annotated[
     str,
     typer.Option(
-        help="bundled, mt-bench, sharegpt, gsm8k, spec-bench, humaneval, or a JSONL file with id and "
-        "prompt, messages or prompt_token_ids.",
+        help="bundled, mt-bench, sharegpt, gsm8k, spec-bench, humaneval, or a file of rows with prompt, messages or "
+        "prompt_token_ids, or of an OpenAI batch: JSON lines, gzipped or not, or Parquet. - is standard input.",
         rich_help_panel=DATA,
     ),
 ]
@@ -126,7 +126,7 @@ NumSpecTokensOption = Annotated[
 DrafterBatchOption = Annotated[
     DrafterBatch,
     typer.Option(
-        help="Drafter's first pass over all verified rows, or over the accepted ones alone.",
+        help="The drafter takes in all verified rows, or the accepted ones alone.",
         rich_help_panel=DRAFTING,
     ),
 ]
