@@ -77,6 +77,7 @@ def _settings(job: Job, config: EngineConfig, model: str, num_prompts: int) -> d
         "sampling": f"{how}, at most {sampling.max_tokens} new tokens, seed {sampling.seed}",
         "runs on": f"{config.device}, {config.dtype}",
         "attention": f"{config.attention}: {choose_attention(replace(config, attention=job.engine.attention))[1]}",
+        **({} if job.cluster is None else {"workers": f"{job.cluster.num_workers} on Ray, at once"}),
         **({} if config.device == "cpu" else {"CUDA graphs": config.cuda_graphs}),
         "batch": f"at most {config.max_batch_size}",
     }

@@ -28,7 +28,9 @@ from specgen.ray_engine import RayEngine
 from specgen.run import run
 from tests.test_killed import Silent, files
 
-NUM_PROMPTS, MAX_TOKENS = 240, 24
+NUM_PROMPTS, MAX_TOKENS = 160, 24
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:ray")  # at its own fields
 
 
 @pytest.fixture(scope="module")
@@ -129,15 +131,20 @@ def test_the_driver_and_a_worker_may_be_killed(pair: EngineConfig, data: Path, t
         baseline=False,
     )
     run(job, tmp_path / "whole", Silent())
-    assert files(tmp_path / "ray") == files(tmp_path / "whole")
+    on_ray = files(tmp_path / "ray")
+    assert on_ray["manifest.json"]["settings"].pop("workers") == "2 on Ray, at once"
+    assert on_ray == files(tmp_path / "whole")
 
 
 class InProcess(RayEngine):
     """Blocks are answered here, by a worker without Ray."""
 
+    asked: tuple[str, ...] = ()
+
     def _answered(self, blocks: Iterable[Any], sampling: SamplingParams) -> Iterator[list[Any]]:
         worker = ray_engine._Worker(self._config, sampling, time.time() - 100)
         for block in blocks:
+            self.asked += tuple(prompt.id for prompt in block.prompts)
             yield from ray_engine._values(worker(ray_engine._table(block)))
 
 
@@ -166,6 +173,7 @@ def test_blocks_give_what_one_engine_gives(pair: EngineConfig, monkeypatch: pyte
         assert output == whole[output.id]
         assert output.id in [*finished, "line 6"]
     assert sorted(seen) == sorted(whole.keys() - earlier.keys())
+    assert blocks.asked == tuple(prompt.id for prompt in prompts if prompt.id != "1"), "which is answered"
 
 
 @pytest.mark.parametrize(
