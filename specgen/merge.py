@@ -18,6 +18,8 @@ from specgen.row_file import id_of
 from specgen.run_output import export, read_json, write_report
 from specgen.shard import REQUESTS, WHOLE, Shard, parse_shard, read_requests
 
+_NEEDED = ("completions.jsonl", "errors.jsonl", "events.jsonl", "status.json", REQUESTS)
+_SHOWN = 5  # of the shards that are missing
 _FREE = (*FREE_IN_A_RUN, "data.shard")
 
 
@@ -55,16 +57,22 @@ def merge(output: Path, directories: Sequence[Path], format_name: FormatName) ->
 
 def _open(path: Path) -> _Part:
     report, manifest = load(path)
-    state = read_json(path / "status.json")
+    shard = parse_shard(manifest.get("data", {}).get("shard", str(WHOLE)))
     require(
-        state["state"] == "finished",
-        f"the run in {str(path)!r} is {state['state']}: finish it with its `specgen generate` before merging",
+        shard.count > 1, f"{str(path)!r} is no shard but a whole run: give what `generate --shard` has left"
+    )
+    missing = [name for name in _NEEDED if not (path / name).exists()]
+    require(not missing, f"{str(path)!r} has no {', '.join(missing)}: copy the directory as it was left")
+    status = read_json(path / "status.json")
+    require(
+        status["state"] == "finished",
+        f"the run in {str(path)!r} is {status['state']}: finish it with its `specgen generate` before merging",
     )
     return _Part(
         path=path,
-        shard=parse_shard(manifest["data"].get("shard", str(WHOLE))),
+        shard=shard,
         manifest=manifest,
-        status=state,
+        status=status,
         has_baseline=report["baseline"] is not None,
     )
 
@@ -72,9 +80,6 @@ def _open(path: Path) -> _Part:
 def _all_of_one_run(parts: Sequence[_Part]) -> list[_Part]:
     """All shards of a run in their order."""
     first, by_index = parts[0], dict[int, _Part]()
-    require(
-        first.shard.count > 1, f"{str(first.path)!r} is no shard but a whole run: there is nothing to merge"
-    )
     for part in parts:
         _require_same_run(first, part)
         twin = by_index.setdefault(part.shard.index, part)
@@ -82,10 +87,13 @@ def _all_of_one_run(parts: Sequence[_Part]) -> list[_Part]:
             twin is part,
             f"{str(twin.path)!r} and {str(part.path)!r} are both shard {part.shard}: give it once",
         )
-    missing = [Shard(index=i, count=first.shard.count) for i in range(first.shard.count) if i not in by_index]
-    require(
-        not missing, f"shard {', '.join(map(str, missing))} is missing: give the directories of all shards"
+    missing = [
+        str(Shard(index=i, count=first.shard.count)) for i in range(first.shard.count) if i not in by_index
+    ]
+    named = ", ".join(missing[:_SHOWN]) + (
+        f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
     )
+    require(not missing, f"shard {named} is missing: give the directories of all {first.shard.count}")
     return [by_index[index] for index in sorted(by_index)]
 
 

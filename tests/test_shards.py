@@ -146,15 +146,17 @@ def finished(job: Job, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("names", "damage", "words"),
     [
-        ("0", None, "shard 1/3, 2/3 is missing: give the directories of all shards"),
+        ("0", None, "shard 1/3, 2/3 is missing: give the directories of all 3"),
         ("0 1 2 1", None, "are both shard 1/3: give it once"),
-        ("0 1 2 whole", None, "differ in shards (3, now 1)"),
+        ("0 1 2 whole", None, "is no shard but a whole run"),
         ("whole", None, "is no shard but a whole run"),
         ("0 1 2 3", None, "report.json cannot be read"),
         ("0 1 2", lambda p: edit(p / "manifest.json", lambda m: m["sampling"].update(seed=5)), "sampling.seed"),
         ("0 1 2", lambda p: edit(p / "manifest.json", lambda m: m["data"].update(sha256="x")), "data.sha256"),
         ("0 1 2", lambda p: edit(p / "status.json", lambda s: s.update(state="running")), "is running: finish it"),
         ("0 1 2", lambda p: edit(p / "report.json", lambda r: r.update(baseline={})), "baseline (False, now True)"),
+        ("0 1 2", lambda p: edit(p / "manifest.json", lambda m: m["data"].update(shard="2/4")), "shards (3, now 4)"),
+        ("0 1 2", lambda p: (p / "requests.jsonl").unlink(), "has no requests.jsonl: copy the directory"),
         ("0 1 2", lambda p: (p / "completions.jsonl").write_text(""), "rows for 12 requests"),
     ],
 )  # fmt: skip
