@@ -74,7 +74,7 @@ def run(job: Job, output: Path | None, progress: Progress, until: Callable[[], b
         asked = job_manifest(job, config, found, with_fingerprints=output is not None)
         require_same(path / "manifest.json", asked, free=FREE_IN_A_RUN, remedy=_REMEDY)
         if job.shard.count > 1:
-            write_requests(path / REQUESTS, job.shard.of(prompts))
+            write_requests(path / REQUESTS, filter(None, found.rows))
         if not is_finished(path, job):
             with kept_status(path / "status.json") as status:
                 work = _Work(
@@ -107,7 +107,7 @@ class _Work:
 
     def _answer(self, config: EngineConfig, path: Path) -> None:
         with RunDirectory(path) as files:
-            if len(files.completions) < len(self.survey.ids):
+            if len(files.completions) < self.survey.num_requests:
                 self._generate(config, files)
         files.arrange(self.survey.ids)
 
@@ -123,11 +123,11 @@ class _Work:
         engine = self._engine(config, record)
         if self.survey.has_chats:
             engine.tokenizer.require_chat_template()
-        total, done = len(self.survey.ids), len(files.completions)
+        total, done = self.survey.num_requests, len(files.completions)
         self.status.begin(total=total, done=done)
         self.progress.start(name, total, done)
         outputs = engine.generate(
-            self.job.shard.of(self.prompts),
+            self.prompts.those(self.survey.open_rows(files.completions)),
             self.job.sampling,
             earlier=files.texts,
             until=lambda: self.until() or self._too_many(files),
@@ -159,7 +159,7 @@ class _Work:
 
     def _require_all(self, files: RunDirectory) -> None:
         """Every request is done or failed, unless the run was ended before."""
-        done, failed, total = len(files.completions), len(files.errors), len(self.survey.ids)
+        done, failed, total = len(files.completions), len(files.errors), self.survey.num_requests
         if self._too_many(files):
             raise TooManyFailuresError(
                 f"{failed} requests failed, more than max-failures {self.job.max_failures}; "

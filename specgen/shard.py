@@ -1,18 +1,14 @@
 """A share of an input, so that machines that know nothing of each other can do one job."""
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
-from typing import TypeVar
 
 from specgen.atomic import replacement
 from specgen.config import require
-from specgen.prompts import Prompt, Rejected
 
 REQUESTS = "requests.jsonl"  # in the directory of a shard: a row of the input a line, as the ids of its turns
-_Row = TypeVar("_Row")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,10 +33,6 @@ class Shard:
         """Whether the row at ``place``, counted from 0, belongs to it."""
         return place % self.count == self.index
 
-    def of(self, rows: Iterable[_Row]) -> Iterator[_Row]:
-        """Those of ``rows`` that belong to it."""
-        return islice(rows, self.index, None, self.count)
-
 
 WHOLE = Shard()
 
@@ -55,11 +47,11 @@ def parse_shard(text: str) -> Shard:
     return Shard(index=int(index), count=int(count))
 
 
-def write_requests(path: Path, rows: Iterable[Prompt | Rejected]) -> None:
-    """Write the ids of the ``rows`` of a shard: without the input, nothing else tells their order."""
+def write_requests(path: Path, rows: Iterable[Sequence[str]]) -> None:
+    """Write the ids of each of the ``rows`` of a shard: without the input, nothing else tells their order."""
     with replacement(path) as file:
         for row in rows:
-            file.write(json.dumps(row.turn_ids).encode() + b"\n")
+            file.write(json.dumps(row).encode() + b"\n")
 
 
 def read_requests(path: Path) -> Iterator[list[str]]:

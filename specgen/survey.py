@@ -1,8 +1,9 @@
 """One pass over the prompts before a run: which requests there will be, and a digest that knows them again."""
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 
 from specgen.config import require
 from specgen.prompts import Prompt, Rejected
@@ -15,11 +16,21 @@ _FIRST = 2  # prompts to show
 class Survey:
     """What a pass over the prompts has found."""
 
-    ids: tuple[str, ...]  # of all turns and of rejected rows of the shard, in the order of the input
+    rows: tuple[tuple[str, ...], ...]  # of the input: the ids of each one's turns, and none beside the shard
+    num_requests: int  # of the shard, those of rejected rows too
     num_prompts: int  # of the input, that can be run
     digest: str  # SHA-256 over prompts and rejected rows of the input in their order
     first: tuple[Prompt, ...]  # of the shard
     has_chats: bool
+
+    @property
+    def ids(self) -> tuple[str, ...]:
+        """Of the requests of the shard, in the order of the input."""
+        return tuple(chain.from_iterable(self.rows))
+
+    def open_rows(self, done: Container[str]) -> Iterator[bool]:
+        """For each row of the input whether it belongs to the shard and has a turn that is not ``done``."""
+        return (any(turn not in done for turn in turns) for turns in self.rows)
 
 
 def survey(name: str, prompts: Iterable[Prompt | Rejected], shard: Shard) -> Survey:
@@ -27,13 +38,12 @@ def survey(name: str, prompts: Iterable[Prompt | Rejected], shard: Shard) -> Sur
 
     What is no matter of ``shard`` alone is told of the whole input, so that all shards agree on it.
     """
-    digest, ids, first = hashlib.sha256(), list[str](), list[Prompt]()
+    digest, rows, first = hashlib.sha256(), list[tuple[str, ...]](), list[Prompt]()
     num_rows, num_prompts, has_chats, reason = 0, 0, False, ""
     for num_rows, prompt in enumerate(prompts, start=1):
         ours = shard.holds(num_rows - 1)
         digest.update(repr(prompt).encode())
-        if ours:
-            ids.extend(prompt.turn_ids)
+        rows.append(prompt.turn_ids if ours else ())
         if isinstance(prompt, Rejected):
             reason = reason or prompt.reason
             continue
@@ -43,7 +53,8 @@ def survey(name: str, prompts: Iterable[Prompt | Rejected], shard: Shard) -> Sur
             first.append(prompt)
     require(num_prompts > 0, f"none of the {num_rows} rows of {name} can be run: {reason}")
     return Survey(
-        ids=tuple(ids),
+        rows=tuple(rows),
+        num_requests=sum(map(len, rows)),
         num_prompts=num_prompts,
         digest=digest.hexdigest(),
         first=tuple(first),

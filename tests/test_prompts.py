@@ -139,6 +139,21 @@ def test_a_set_is_read_anew_in_every_pass_and_only_as_far_as_asked(tmp_path):
     assert [result.id for result in prompts] == ["new"]
 
 
+def test_rows_that_are_not_wanted_are_not_parsed_and_keep_their_ids(tmp_path, monkeypatch):
+    named = [{**OWN, "id": name} for name in ("line 5", "line 4", "c")]
+    rows = OWN, "", named[0], "{", OWN, *named[1:], "never read"
+    prompts = open_prompts(str(write_lines(tmp_path / "own.jsonl", *rows)), data_path=None, num_prompts=3)
+    whole = list(prompts)
+    assert [result.id for result in whole] == ["a", "line 5", "line 4", "line 5 (2)", "line 6", "c"]
+    parse = json.loads
+    parsed = []
+    monkeypatch.setattr("json.loads", lambda text: parsed.append(text) or parse(text))
+    assert list(prompts.those([False, False, True, True, True, False])) == whole[2:5]
+    assert parsed == ["{", json.dumps(OWN), json.dumps(named[1])]
+    (last,) = prompts.those([False, True, False])
+    assert (last, last.where) == (whole[1], "line 3")
+
+
 def test_standard_input_is_kept_for_every_pass_and_removed_afterwards(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     content = gzip.compress((json.dumps(OWN) + "\n{\n").encode())

@@ -2,17 +2,19 @@
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from gzip import GzipFile
 from io import BufferedReader, TextIOWrapper
 from itertools import count
-from typing import Any
+from typing import Any, NoReturn
 
 from specgen.config import first_line
 
 _LONGEST = 64 * 2**20  # bytes of a line, characters of an element: more is no prompt, and might be a bomb
 _CHUNK = 2**20
+_BOM = b"\xef\xbb\xbf"
 _BETWEEN_ROWS = re.compile(r"[ \t\r\n,]*")
 Source = BufferedReader | GzipFile
 _DECODER = json.JSONDecoder()
@@ -20,11 +22,24 @@ _DECODER = json.JSONDecoder()
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One row: its JSON value, or the ``error`` that kept it from being read; ``where`` as in ``line 12``."""
+    """One row; ``where`` as in ``line 12``. A line is parsed when its value is asked for: some rows are only passed."""
 
     where: str
-    value: Any = None
-    error: str | None = None
+    value: Callable[[], Any]  # its JSON value; ``ValueError`` or ``RecursionError`` where that cannot be read
+
+
+def parsed(where: str, value: object) -> Row:
+    """A row whose value is known."""
+    return Row(where=where, value=lambda: value)
+
+
+def broken(where: str, reason: str) -> Row:
+    """A row that has no value."""
+
+    def refuse() -> NoReturn:
+        raise ValueError(reason)
+
+    return Row(where=where, value=refuse)
 
 
 def read_json(file: Source, *, lines: bool) -> Iterator[Row]:
@@ -37,15 +52,18 @@ def _read_lines(file: Source) -> Iterator[Row]:
         line = file.readline(_LONGEST + 1)
         if not line:
             return
-        try:
-            if len(line) > _LONGEST:
-                _skip_line(file, line)
-                raise ValueError(f"longer than {_LONGEST:,} bytes")
-            text = line.decode("utf-8-sig").strip()
-            if text:
-                yield Row(where=f"line {number}", value=json.loads(text))
-        except (ValueError, RecursionError) as error:
-            yield Row(where=f"line {number}", error=f"not valid JSON ({first_line(error)})")
+        if len(line) > _LONGEST:
+            _skip_line(file, line)
+            yield broken(f"line {number}", f"not valid JSON (longer than {_LONGEST:,} bytes)")
+        elif text := line.removeprefix(_BOM).strip():
+            yield Row(where=f"line {number}", value=partial(_value, text))
+
+
+def _value(text: bytes) -> object:
+    try:
+        return json.loads(text.decode())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"not valid JSON ({first_line(error)})") from error
 
 
 def _skip_line(file: Source, part: bytes) -> None:
@@ -61,11 +79,9 @@ def _read_array(file: Source) -> Iterator[Row]:
         except StopIteration:
             return
         except (ValueError, RecursionError) as error:
-            yield Row(
-                where=f"row {number}", error=f"not valid JSON ({first_line(error)}); no row after it is read"
-            )
+            yield broken(f"row {number}", f"not valid JSON ({first_line(error)}); no row after it is read")
             return
-        yield Row(where=f"row {number}", value=value)
+        yield parsed(f"row {number}", value)
 
 
 class _Elements:
@@ -111,6 +127,6 @@ class _Elements:
 
 def _first_character(file: Source) -> bytes:
     """The first byte that is no white space; the file stays at its start."""
-    head = file.read(1024).removeprefix(b"\xef\xbb\xbf").lstrip()
+    head = file.read(1024).removeprefix(_BOM).lstrip()
     file.seek(0)
     return head[:1]

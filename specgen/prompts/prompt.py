@@ -29,8 +29,7 @@ class Prompt:
     @property
     def turn_ids(self) -> tuple[str, ...]:
         """The ids of the requests of its turns: its own, and from the second turn on with the turn behind it."""
-        later = range(2, len(self.follow_ups) + 2)
-        return self.id, *(f"{self.id}/turn-{turn}" for turn in later)
+        return self.id, *[f"{self.id}/turn-{turn}" for turn in range(2, len(self.follow_ups) + 2)]
 
     @property
     def last_words(self) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from specgen.config import first_line, require
-from specgen.prompts.json_rows import Row, read_json
+from specgen.prompts.json_rows import Row, parsed, read_json
 
 _SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".parquet")
 _GZIP = b"\x1f\x8b"  # how such a file begins, whatever its name
@@ -43,7 +43,7 @@ def read_hub(dataset: str, source: HubSource) -> Callable[[], Iterator[Row]]:
             f"dataset is {dataset!r}, but {source.address} could not be loaded ({first_line(error)}): "
             "download it elsewhere and name the file or the directory with --data-path"
         ) from error
-    return lambda: (Row(where=f"row {number}", value=value) for number, value in enumerate(values, start=1))
+    return lambda: (parsed(f"row {number}", value) for number, value in enumerate(values, start=1))
 
 
 def read_path(path: Path, *, preferred: Sequence[str] = ()) -> Callable[[], Iterator[Row]]:
@@ -104,6 +104,6 @@ def _read_parquet(path: Path) -> Iterator[Row]:
     try:
         values = load_dataset("parquet", data_files=str(path), split="train", streaming=True)
         for number, value in enumerate(values, start=1):
-            yield Row(where=f"row {number}", value=value)
+            yield parsed(f"row {number}", value)
     except Exception as error:  # the library raises whatever its decoders raise
         raise ValueError(first_line(error)) from error
