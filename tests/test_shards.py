@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
-from specgen import atomic, engine
+from specgen import atomic, cli, engine
 from specgen.build import load_models, resolve
 from specgen.config import EngineConfig, SamplingParams
 from specgen.events import Event, Resumed, Sharded
@@ -169,6 +170,15 @@ def test_what_is_not_merged(finished: Path, tmp_path: Path, names: str, damage: 
         merge(tmp_path / "merged", shards, "jsonl")
     assert "\n" not in str(refused.value)
     assert not (tmp_path / "merged").exists()
+
+
+def test_the_command_prints_the_report_and_says_what_failed(finished: Path, tmp_path: Path) -> None:
+    shards = [str(finished / f"shard {index}") for index in range(COUNT)]
+    result = CliRunner().invoke(cli.app, ["merge", str(tmp_path / "all"), *shards, "--format", "parquet"])
+    assert result.exit_code == 3
+    assert "shards 3, each in a process of its own; the time is the slowest one's" in result.stdout
+    assert result.stderr.count("specgen: failed: ") == 3
+    assert (tmp_path / "all" / "completions.parquet").exists()
 
 
 def test_what_is_there_is_not_merged_over(finished: Path) -> None:
