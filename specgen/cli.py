@@ -1,10 +1,11 @@
 """The commands: the only file that prints; their options are in ``options.py``."""
 
 import json
+import os
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TextIO
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TextIO
 
 import typer
 
@@ -14,6 +15,7 @@ from specgen.bundled import pair
 from specgen.config import Cluster, EngineConfig, SamplingParams, require, spec_tokens
 
 if TYPE_CHECKING:
+    from specgen.engine_core import DeviceLost
     from specgen.evaluation.studies import Study
     from specgen.evaluation.study import StudyJob
     from specgen.events import Event
@@ -117,7 +119,8 @@ def generate(
         stop=tuple(stop or ()),
         ignore_eos=ignore_eos,
     )
-    from specgen.job import Job  # imports torch
+    from specgen.engine_core import DeviceLost  # imports torch
+    from specgen.job import Job
     from specgen.shard import parse_shard
 
     job = Job(
@@ -133,11 +136,14 @@ def generate(
         max_failures=max_failures,
         format=format.value,
     )
-    if output == Path("-"):
-        result = _run_into_stdout(job, as_json)
-    else:
-        result = _run(job, output, "nothing is kept without --output" if output is None else _GOES_ON)
-        _print(result, as_json, sys.stdout)
+    try:
+        if output == Path("-"):
+            result = _run_into_stdout(job, as_json)
+        else:
+            result = _run(job, output, "nothing is kept without --output" if output is None else _GOES_ON)
+            _print(result, as_json, sys.stdout)
+    except DeviceLost as lost:
+        _go_on(lost, job, output)
     _print_notes(result, output)
     if result.report["num_errors"]:
         raise typer.Exit(3)
@@ -408,7 +414,6 @@ def _cluster(executor: opt.Executor, num_workers: int | None, address: str | Non
 
 def _run(job: "Job", output: Path | None, remedy: str) -> "Result":
     """Run ``job``; where it is ended before its end, say so and exit."""
-    from specgen.engine_core import DeviceLost
     from specgen.interrupt import StoppedError, interruptible
     from specgen.run import TooManyFailuresError, run
 
@@ -421,9 +426,22 @@ def _run(job: "Job", output: Path | None, remedy: str) -> "Result":
         except TooManyFailuresError as ended:
             print(f"specgen: {ended}; {remedy}", file=sys.stderr)
             raise typer.Exit(3) from None
-        except DeviceLost as lost:
-            print(f"specgen: {lost}; {remedy}", file=sys.stderr)
-            raise typer.Exit(1) from None
+
+
+def _go_on(lost: "DeviceLost", job: "Job", output: Path | None) -> NoReturn:
+    """The same command in place of this process, with whose end alone the device takes back its memory.
+
+    Exit code 1 where that would not go on from here, or where nothing was running that could be done otherwise.
+    """
+    kept = output is not None and output != Path("-")
+    if not (kept and job.is_repeatable and lost.requests):
+        print(f"specgen: {lost}; {_GOES_ON if kept else 'nothing is kept'}", file=sys.stderr)
+        raise typer.Exit(1) from None
+    print(f"specgen: the device is lost ({lost.reason}): going on in a new process", file=sys.stderr)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    arguments = [argument for argument in sys.orig_argv[1:] if argument != "--restart"]
+    os.execv(sys.executable, [sys.executable, *arguments])
 
 
 def _run_into_stdout(job: "Job", as_json: bool) -> "Result":

@@ -1,6 +1,6 @@
 """Prompts become requests, and answers become the context of the next turn."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from specgen.acceptance import RequestMetrics
@@ -24,7 +24,8 @@ class Conversations:
     """All prompts of a run; the engine is asked turn by turn. ``fail`` takes the outputs of turns that cannot be asked.
 
     ``earlier`` has the texts of turns, by id, that were answered before: they are not asked again and are the
-    context of the turns behind them. ``sampling`` holds what a prompt leaves open.
+    context of the turns behind them. ``lost`` has why the device was lost while a turn ran, by id and once for each
+    time: the second time it runs alone, and there is no third. ``sampling`` holds what a prompt leaves open.
     """
 
     def __init__(
@@ -34,12 +35,14 @@ class Conversations:
         sampling: SamplingParams,
         fail: Callable[[RequestOutput], None],
         earlier: Mapping[str, str] = _NONE,
+        lost: Mapping[str, Sequence[str]] = _NONE,
     ) -> None:
         self._prompts = prompts
         self._tokenizer = tokenizer
         self._sampling = sampling
         self._fail = fail
         self._earlier = earlier
+        self._lost = lost
         self._open: dict[str, _Conversation] = {}
 
     def first_turns(self) -> Iterator[Request]:
@@ -105,6 +108,9 @@ class Conversations:
         require(
             request_id not in self._open, f"id {request_id!r} is being answered: give every prompt its own"
         )
+        lost = self._lost.get(request_id, ())
+        if len(lost) > 1:
+            raise ValueError(f"the device was lost while it ran alone: {lost[-1]}")
         conversation.asked, token_ids = prompt_ids(prompt, self._tokenizer, conversation.answers)
         return Request(
             id=request_id,
@@ -112,6 +118,7 @@ class Conversations:
             sampling=replace(self._sampling, **prompt.sampling),
             category=prompt.category,
             turn=len(conversation.answers) + 1,
+            alone=bool(lost),
         )
 
     def _fail_behind(self, conversation: _Conversation) -> None:

@@ -1,7 +1,7 @@
 """The engine as a program calls it: prompts in, their texts out as they finish."""
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from specgen.acceptance import fold_request
 from specgen.build import Models, build_engine, load_models, resolve
@@ -54,6 +54,7 @@ class Engine:
         sampling: SamplingParams | None = None,
         *,
         earlier: Mapping[str, str] = _NONE,
+        lost: Mapping[str, Sequence[str]] = _NONE,
         until: Callable[[], bool] = until_done,
     ) -> Iterator[RequestOutput]:
         """Yield an output for every turn of every prompt as they finish, in no fixed order.
@@ -61,16 +62,18 @@ class Engine:
         A string is raw text without a chat template; its id is its place among ``prompts`` ("0", "1", ...). Prompts
         are drawn as the batch has places, so they may be a stream. One that cannot be run comes as an output with
         ``error``. ``sampling`` holds what a prompt does not say itself. ``earlier`` has the texts of turns, by id,
-        that were answered before: they are not asked again. ``until`` is asked between steps; once it is true, what
-        the steps in flight have finished is yielded and the rest is dropped. ``ValueError`` while the engine is at
-        work for another caller.
+        that were answered before: they are not asked again. ``lost`` has why the device was lost while a turn ran
+        (see ``DeviceLost``), by id and once for each time: a turn that it was lost with once runs alone, one that it
+        was lost with twice has failed. ``until`` is asked between steps; once it is true, what the steps in flight
+        have finished is yielded and the rest is dropped. ``ValueError`` while the engine is at work for another
+        caller; ``DeviceLost`` where only a new process can go on.
         """
         require(
             not self._generating, "the engine is generating already: exhaust or close that iterator first"
         )
         failed: deque[RequestOutput] = deque()
         conversations = Conversations(
-            _named(prompts), self.models.tokenizer, sampling or SamplingParams(), failed.append, earlier
+            _named(prompts), self.models.tokenizer, sampling or SamplingParams(), failed.append, earlier, lost
         )
         self._generating = True
         try:

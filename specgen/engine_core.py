@@ -44,7 +44,19 @@ def until_done() -> bool:
 
 
 class DeviceLost(RuntimeError):  # noqa: N818
-    """The device answers nothing any more, and only a new process gets it back; what has finished is not touched."""
+    """The device answers nothing any more, and only a new process gets it back; what has finished is not touched.
+
+    ``reason`` is what the device said, and ``requests`` has the ids of all that were in flight, one of which may be
+    to blame.
+    """
+
+    def __init__(self, reason: str, requests: tuple[str, ...]) -> None:
+        super().__init__(reason, requests)
+        self.reason = reason
+        self.requests = requests
+
+    def __str__(self) -> str:
+        return f"the device is lost ({self.reason}): go on in a new process"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +135,7 @@ class EngineCore:
                     yield (completion := refused)
             if not finished and not self._has_work:
                 return
-        self._read_all_but(0)
+        self._guard(lambda: self._read_all_but(0))
         yield from self._take_completions()
         self.abandon()
 
@@ -203,6 +215,7 @@ class EngineCore:
             tokens=prompt,
             max_length=min(len(prompt) + sampling.max_tokens, self._config.max_positions),
             seed=request_seed(sampling.seed, request.id),
+            alone=request.alone,
             eos_token_ids=frozenset(eos),
             stop=self._stop_finder(sampling.stop) if sampling.stop else None,
         )
@@ -231,14 +244,18 @@ class EngineCore:
 
         What fails ends the requests that it concerns and nothing else. ``DeviceLost`` where no pass can run any more.
         """
+        self._guard(self._advance)
+        return self._take_completions()
+
+    def _guard(self, work: Callable[[], None]) -> None:
+        """Do ``work``; those in flight fail with it."""
         failure = None
         try:
-            self._advance()
+            work()
         except RuntimeError as error:
             failure = first_line(error)  # alone: the exception holds on to the tensors of the pass
         if failure is not None:
             self._fail_all(failure)
-        return self._take_completions()
 
     @torch.inference_mode()
     def _advance(self) -> None:
@@ -256,6 +273,8 @@ class EngineCore:
         began, chunks = self._now(), self._scheduler.next_chunks()
         if not chunks:
             return False
+        if chunks[0].sequence.alone:
+            self._read_all_but(0)  # so that nobody else can be to blame for what fails
         sampling = SamplingBatch.of(
             [chunk.sequence.request.sampling for chunk in chunks],
             [chunk.sequence.seed for chunk in chunks],
@@ -363,23 +382,23 @@ class EngineCore:
 
     def _fail_all(self, reason: str) -> None:
         """A pass has failed: so have those who were in it or in one that is not read yet."""
-        self._require_device()
         hit = [*self._scheduler.prefilling, *self._scheduler.running]
         hit += [sequence for done in self._in_flight for sequence, _ in done.sequences]
         self._in_flight.clear()
+        failed = {sequence.request.id: sequence for sequence in hit if sequence.finish_reason is None}
+        self._require_device(tuple(failed))
         if not hit:
             raise RuntimeError(reason)  # nobody could be told
-        for sequence in hit:
-            if sequence.finish_reason is None:
-                self._fail(sequence, f"the device failed: {reason}")
+        for sequence in failed.values():
+            self._fail(sequence, f"the device failed: {reason}")
 
-    def _require_device(self) -> None:
-        """``DeviceLost`` if the device does not even finish what was launched."""
+    def _require_device(self, requests: tuple[str, ...]) -> None:
+        """``DeviceLost`` with those in flight if the device does not even finish what was launched."""
         try:
             if self._device.type == "cuda":
                 torch.cuda.synchronize(self._device)
         except RuntimeError as error:
-            raise DeviceLost(f"the device is lost ({first_line(error)}): go on in a new process") from error
+            raise DeviceLost(first_line(error), requests) from error
 
     def _fail(self, sequence: Sequence, reason: str) -> None:
         """End ``sequence``; the first time it begins again, with nobody beside it."""

@@ -8,6 +8,7 @@ from specgen.build import choose_attention, described, open_checkpoints
 from specgen.checkpoint import fingerprint
 from specgen.config import Cluster, EngineConfig, SamplingParams, require
 from specgen.display import draft_length, from_here
+from specgen.prompts.load import STDIN
 from specgen.provenance import manifest
 from specgen.shard import WHOLE, Shard
 from specgen.survey import Survey
@@ -40,6 +41,12 @@ class Job:
             self.max_failures is None or self.max_failures >= 0,
             f"max-failures is {self.max_failures}: use 0 or more",
         )
+
+    @property
+    def is_repeatable(self) -> bool:
+        """Whether another process finds the same prompts: a pipe gives its content once."""
+        path = self.data_path or Path(self.dataset)
+        return self.dataset != STDIN and (path.is_file() or path.is_dir() or not path.exists())
 
 
 def job_manifest(job: Job, config: EngineConfig, found: Survey, *, with_fingerprints: bool) -> dict[str, Any]:

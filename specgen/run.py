@@ -8,10 +8,11 @@ from typing import Protocol
 from specgen.build import Models, resolve
 from specgen.config import EngineConfig, require
 from specgen.engine import Engine
-from specgen.engine_core import until_done
+from specgen.engine_core import DeviceLost, until_done
 from specgen.events import Event
 from specgen.interrupt import StoppedError
 from specgen.job import Job, job_manifest
+from specgen.lost import kept_while_lost, note_lost, read_lost
 from specgen.output import RequestOutput
 from specgen.prompts import PromptSet, open_prompts
 from specgen.provenance import FREE_IN_A_RUN
@@ -58,8 +59,8 @@ def run(job: Job, output: Path | None, progress: Progress, until: Callable[[], b
 
     ``until`` is asked between steps; once it is true the run ends with ``StoppedError``, and beyond
     ``job.max_failures`` with ``TooManyFailuresError``: what is done by then is kept, and the same job goes on.
-    ``ValueError`` for what cannot run, and for an ``output`` that holds something else, is in use, or cannot be
-    written.
+    So it does in a new process after ``DeviceLost``. ``ValueError`` for what cannot run, and for an ``output`` that
+    holds something else, is in use, or cannot be written.
     """
     require(
         output is not None or job.format == "jsonl",
@@ -76,7 +77,7 @@ def run(job: Job, output: Path | None, progress: Progress, until: Callable[[], b
         if job.shard.count > 1:
             write_requests(path / REQUESTS, filter(None, found.rows))
         if not is_finished(path, job):
-            with kept_status(path / "status.json") as status:
+            with kept_while_lost(path), kept_status(path / "status.json") as status:
                 work = _Work(
                     job=job, prompts=prompts, survey=found, progress=progress, status=status, until=until
                 )
@@ -130,11 +131,16 @@ class _Work:
             self.prompts.those(self.survey.open_rows(files.completions)),
             self.job.sampling,
             earlier=files.texts,
+            lost=read_lost(files.path),
             until=lambda: self.until() or self._too_many(files),
         )
         try:
             for output in outputs:
                 self._keep(output, files)
+        except DeviceLost as lost:
+            note_lost(files.path, lost)
+            if not self.until():
+                raise
         finally:
             self.progress.finish()
         self._require_all(files)

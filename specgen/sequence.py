@@ -20,13 +20,17 @@ class StopFinder(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What the engine is asked for. ``category`` and ``turn`` only label it in reports."""
+    """What the engine is asked for. ``category`` and ``turn`` only label it in reports.
+
+    ``alone`` is for one that may have failed before: it runs with nobody beside it, and is not tried again.
+    """
 
     id: str
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
     category: str | None = None
     turn: int = 1
+    alone: bool = False
 
 
 @dataclass(frozen=True)

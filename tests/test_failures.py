@@ -1,5 +1,6 @@
 """What fails, fails for the requests that it concerns: they are tried once more, alone, and all others go on."""
 
+import pickle
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
@@ -11,13 +12,14 @@ from torch import Tensor
 from specgen import build
 from specgen.build import build_engine
 from specgen.config import SamplingParams
-from specgen.engine_core import DeviceLost
+from specgen.engine_core import DeviceLost, EngineCore
 from specgen.events import Event, Finished, Prefilled, Stepped, Submitted
 from specgen.kv_cache import KVCache
 from specgen.layout import Layout
 from specgen.prefix_cache import PrefixCache
 from specgen.sequence import Request
 from specgen.step import Steps
+from specgen.transfer import HostCopy
 from tests.engines import Outputs, Pair, bad_at, bundled_requests, config_of, generate, random_requests
 
 GREEDY = SamplingParams(max_tokens=24)
@@ -244,18 +246,50 @@ def test_an_error_of_the_start_is_no_request_s(random_pair: Pair, monkeypatch: p
         engine.warm_up()
 
 
-def test_a_lost_device_ends_the_run(random_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lost_device_ends_the_run_and_names_who_was_in_flight(
+    random_pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def lost(device: torch.device) -> None:
         raise RuntimeError("an illegal memory access was encountered\nand much more")
 
     engine = build_engine(config_of(random_pair), random_pair.models, lambda event: None)
+    engine._lookahead = 1
     for request in REQUESTS[:3]:
         engine.submit(request)
     engine.step()
+    assert engine._in_flight, "with numbers that nobody can read any more"
     monkeypatch.setattr(torch.cuda, "synchronize", lost)
+    monkeypatch.setattr(HostCopy, "read", lost)
     Broken(monkeypatch, "decode", lambda calls, first: True)
     engine._device = torch.device("cuda")
-    with pytest.raises(
-        DeviceLost, match=r"^the device is lost \(an illegal memory access was encountered\): "
-    ):
+    with pytest.raises(DeviceLost) as raised:
         engine.step()
+    error = pickle.loads(pickle.dumps(raised.value))  # as processes hand it to each other
+    expected = "the device is lost (an illegal memory access was encountered): go on in a new process"
+    assert str(error) == expected
+    assert error.requests == tuple(request.id for request in REQUESTS[:3])
+    engine.abandon()
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_nobody_else_is_in_flight_with_one_that_runs_alone(
+    random_pair: Pair, device_like: Callable[[], None], monkeypatch: pytest.MonkeyPatch, ahead: bool
+) -> None:
+    right = generate(random_pair, REQUESTS).texts
+    launch, num_passes = EngineCore._launch, [0, 0]
+
+    def watched(self: EngineCore, *arguments: Any) -> None:
+        launch(self, *arguments)
+        admitted = {each.request.id for each in (*self._scheduler.prefilling, *self._scheduler.running)}
+        in_flight = {each.request.id for launched in self._in_flight for each, _ in launched.sequences}
+        alone = not suspects.isdisjoint(admitted)
+        num_passes[alone] += 1
+        assert not alone or admitted == in_flight | admitted == {min(admitted)}
+
+    monkeypatch.setattr(EngineCore, "_launch", watched)
+    if ahead:
+        device_like()
+    suspects = {request.id for request in REQUESTS[5:]}
+    requests = [replace(request, alone=request.id in suspects) for request in REQUESTS]
+    assert generate(random_pair, requests, max_batch_size=4).texts == right
+    assert min(num_passes) > 10

@@ -1,0 +1,230 @@
+"""A device that is lost, again and again: a new process goes on, and only what is to blame has no answer."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from specgen import cli, engine
+from specgen.build import load_models, resolve
+from specgen.config import EngineConfig, SamplingParams
+from specgen.engine_core import DeviceLost, EngineCore
+from specgen.events import read
+from specgen.interrupt import StoppedError
+from specgen.job import Job
+from specgen.run import run
+from specgen.step import Steps
+from tests.test_failures import company
+from tests.test_killed import HOW_IT_WENT, Silent
+
+LONG = 120  # positions; the device is lost with a sequence that is longer
+POISON = "q4/turn-2"
+WORDS = "the device was lost while it ran alone: planted"
+
+
+def lose_the_device(patch: pytest.MonkeyPatch) -> None:
+    """Plant it."""
+    decode = Steps.decode
+
+    def planted(self: Steps, columns: Any, num_drafts: int) -> Any:
+        if int(columns.seed.positions.max()) > LONG:
+            raise RuntimeError("what every pass says from then on")
+        return decode(self, columns, num_drafts)
+
+    def lost(self: EngineCore, requests: tuple[str, ...]) -> None:
+        raise DeviceLost("planted", requests)
+
+    patch.setattr(Steps, "decode", planted)
+    patch.setattr(EngineCore, "_require_device", lost)
+
+
+@pytest.fixture(scope="module")
+def job(demo_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Job:
+    """Conversations with the bundled pair; the second turn of one is long."""
+    path = tmp_path_factory.mktemp("lost") / "question.jsonl"
+    turns = [[f"Tom has {n} apples.", "And " * 100 if n == 4 else "And now?", "Why?"] for n in range(10)]
+    rows = ({"question_id": f"q{n}", "turns": each} for n, each in enumerate(turns))
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return Job(
+        engine=EngineConfig(
+            model=str(demo_path / "target"),
+            drafter=str(demo_path / "drafter"),
+            num_spec_tokens=3,
+            max_batch_size=4,
+            device="cpu",
+        ),
+        sampling=SamplingParams(max_tokens=14),
+        dataset="mt-bench",
+        data_path=path,
+        num_prompts=None,
+        baseline=False,
+    )
+
+
+@pytest.fixture(autouse=True)
+def _loaded(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    models = load_models(resolve(job.engine))
+    monkeypatch.setattr(engine, "load_models", lambda config: models)
+
+
+def work(job: Job, out: Path) -> int:
+    """Run ``job`` as often as the device is lost; how often it was begun."""
+    for number in count(1):
+        try:
+            run(job, out, Silent())
+            return number
+        except DeviceLost as lost:
+            assert len(lost.requests) <= job.engine.max_batch_size + 1  # noqa: PT017
+    raise AssertionError
+
+
+def rows(path: Path) -> dict[str, dict[str, Any]]:
+    return {row["id"]: row for row in map(json.loads, path.read_text().splitlines())}
+
+
+def numbers(out: Path) -> dict[str, Any]:
+    report = json.loads((out / "report.json").read_text())
+    return {name: number for name, number in report.items() if name not in HOW_IT_WENT}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_all_others_are_answered_as_if_nothing_had_happened(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, temperature: float
+) -> None:
+    job = replace(job, sampling=replace(job.sampling, temperature=temperature))
+    run(job, tmp_path / "whole", Silent())
+    whole = rows(tmp_path / "whole" / "completions.jsonl")
+    lengths = {name: row["num_prompt_tokens"] for name, row in whole.items() if row["num_prompt_tokens"] > 80}
+    assert POISON in lengths, lengths
+    out = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        lose_the_device(patch)
+        assert work(job, out) == 3, "all together, the one alone, and without it"
+    blamed = [POISON, "q4/turn-3"]
+    assert rows(out / "completions.jsonl") == {n: row for n, row in whole.items() if n not in blamed}
+    errors = {name: row["error"] for name, row in rows(out / "errors.jsonl").items()}
+    assert errors == {POISON: f"line 5: {WORDS}", blamed[1]: "line 5: turn 2 before it has no answer"}
+    assert numbers(out)["num_errors"] == 2
+    assert not (out / "lost.jsonl").exists()
+    run(job, out, Silent())
+    for name in ("completions.jsonl", "errors.jsonl"):
+        assert (out / name).read_bytes() == (tmp_path / "whole" / name).read_bytes(), (
+            "what failed is tried again"
+        )
+    assert numbers(out) == numbers(tmp_path / "whole")
+
+
+def test_who_was_in_flight_runs_alone(job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lose_the_device(monkeypatch)
+    with pytest.raises(DeviceLost) as first:
+        run(job, tmp_path / "run", Silent())
+    suspects = first.value.requests
+    assert POISON in suspects
+    assert 2 <= len(suspects) <= 4
+    with pytest.raises(DeviceLost) as second:
+        run(job, tmp_path / "run", Silent())
+    assert second.value.requests == (POISON,)
+    run(job, tmp_path / "run", Silent())
+    completions, errors = (rows(tmp_path / "run" / f"{name}.jsonl") for name in ("completions", "errors"))
+    assert len(completions) + len(errors) == 30
+    events = list(read(tmp_path / "run" / "events.jsonl"))
+    for name in set(suspects) - {POISON}:
+        assert company(events, name) == {1}
+    assert max(max(company(events, name), default=0) for name in completions) > 1
+
+
+def test_an_arm_and_its_baseline_each_find_out_for_themselves(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lose_the_device(monkeypatch)
+    work(replace(job, baseline=True), tmp_path / "run")
+    for path in (tmp_path / "run", tmp_path / "run" / "baseline"):
+        assert len(rows(path / "completions.jsonl")) == 28
+        assert rows(path / "errors.jsonl")[POISON]["error"] == f"line 5: {WORDS}"
+        assert not (path / "lost.jsonl").exists()
+
+
+def test_who_asks_for_the_end_gets_it(job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A signal that comes in the step that loses the device is not forgotten with the process."""
+    lose_the_device(monkeypatch)
+    asked = list[bool]()
+    fail = EngineCore._require_device
+
+    def signalled(self: EngineCore, requests: tuple[str, ...]) -> None:
+        asked.append(True)
+        fail(self, requests)
+
+    monkeypatch.setattr(EngineCore, "_require_device", signalled)
+    with pytest.raises(StoppedError, match="interrupted with"):
+        run(job, tmp_path / "run", Silent(), lambda: bool(asked))
+    assert not (tmp_path / "run" / "lost.jsonl").exists()
+
+
+COMMAND = """
+import pytest
+from specgen import cli
+from tests.test_lost import lose_the_device
+
+lose_the_device(pytest.MonkeyPatch())
+cli.main()
+"""
+
+
+def test_the_command_goes_on_by_itself(job: Job, tmp_path: Path) -> None:
+    """In new processes that take each other's place: one command to whoever waits for it."""
+    out = tmp_path / "run"
+    out.mkdir()
+    (out / "manifest.json").write_text("{}")
+    options = ["--dataset", job.dataset, "--data-path", str(job.data_path), "--output", str(out), "--restart"]
+    limits = ["--max-new-tokens", "14", "--max-batch-size", "4", "--device", "cpu"]
+    arguments = [sys.executable, "-c", COMMAND, "generate", *options, *limits]
+    with subprocess.Popen(arguments, stderr=subprocess.PIPE, text=True) as command:
+        try:
+            said = command.communicate(timeout=240)[1]
+        finally:
+            command.kill()
+    assert command.returncode == 3, said
+    assert said.count("specgen: the device is lost (planted): going on in a new process\n") == 2
+    assert said.count(f"specgen: failed: {POISON}: line 5: {WORDS}\n") == 1
+    assert len(rows(out / "completions.jsonl")) == 28
+    status = json.loads((out / "status.json").read_text())
+    assert (status["state"], status["pid"]) == ("finished", command.pid)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "run.1"], "set aside once"
+
+
+@pytest.mark.parametrize(
+    ("output", "dataset", "requests", "words"),
+    [
+        (None, "bundled", ("a",), "nothing is kept"),
+        ("-", "bundled", ("a",), "nothing is kept"),
+        ("run", "-", ("a",), "the same command goes on from there"),
+        ("run", "pipe", ("a",), "the same command goes on from there"),
+        ("run", "bundled", (), "the same command goes on from there"),
+    ],
+)
+def test_what_cannot_go_on_by_itself_is_one_line(
+    job: Job,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    output: str | None,
+    dataset: str,
+    requests: tuple[str, ...],
+    words: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    os.mkfifo("pipe")
+    monkeypatch.setattr(os, "execv", lambda *arguments: pytest.fail("this would not go on"))
+    job = replace(job, dataset=dataset, data_path=None)
+    with pytest.raises(typer.Exit) as ended:
+        cli._go_on(DeviceLost("planted", requests), job, None if output is None else Path(output))
+    assert ended.value.exit_code == 1
+    line = f"specgen: the device is lost (planted): go on in a new process; {words}\n"
+    assert capsys.readouterr().err == line
