@@ -138,6 +138,36 @@ def test_a_batch_comes_back_as_a_batch(pair: Path, tmp_path: Path) -> None:
     assert "no file is kept" in str(run(pair, "--dataset", own, "--format", "openai").exception)
 
 
+def test_log_probabilities_come_back_in_the_form_of_their_endpoint(pair: Path, tmp_path: Path) -> None:
+    chat = {"messages": [{"role": "user", "content": "Hi"}], "logprobs": True, "top_logprobs": 2}
+    asked = {"/v1/chat/completions": chat, "/v1/completions": {"prompt": "Tom has", "logprobs": 2}}
+    batch = [{"custom_id": url, "url": url, "body": body} for url, body in asked.items()]
+    own, out = tmp_path / "own.jsonl", tmp_path / "run"
+    own.write_text("".join(json.dumps(row) + "\n" for row in [*batch, {"id": "none", "prompt": "Tom"}]))
+    assert run(pair, "--dataset", own, "--output", out, "--format", "openai", "--ignore-eos").exit_code == 0
+    chat_row, text_row, unasked = rows(out / "completions.jsonl")
+    of_chat, of_text, nothing = (
+        line["response"]["body"]["choices"][0]["logprobs"] for line in rows(out / "batch_output.jsonl")
+    )
+    assert ("logprobs" in unasked, nothing) == (False, None)
+    by_token = [(each["logprob"], each["top_logprobs"]) for each in of_chat["content"]]
+    assert [(chosen, [each["logprob"] for each in top]) for chosen, top in by_token] == likeliest(chat_row)
+    assert of_text["token_logprobs"] == [chosen for chosen, _ in likeliest(text_row)]
+    # Two parts of characters have no text that tells them apart, and stand there as one.
+    for by_name, (_, top) in zip(of_text["top_logprobs"], likeliest(text_row), strict=True):
+        assert list(by_name.values()) == top[: len(by_name)]
+    assert max(map(len, of_text["top_logprobs"])) == 2
+
+
+def likeliest(row: dict[str, Any]) -> list[tuple[float, list[float]]]:
+    """The log-probability of each greedy token of a row of ``completions.jsonl``, and of the two likeliest there."""
+    found = [(each["chosen"], [value for _, value in each["top"]]) for each in row["logprobs"]]
+    assert len(found) == len(row["token_ids"]) == 12
+    assert all(chosen == top[0] >= top[1] and len(top) == 2 for chosen, top in found)
+    assert [each["top"][0][0] for each in row["logprobs"]] == row["token_ids"]
+    return found
+
+
 def test_rows_alone_go_to_stdout(pair: Path, tmp_path: Path) -> None:
     own, out = tmp_path / "own.jsonl", tmp_path / "run"
     own.write_text('{"id": "a", "prompt": "Tom"}\n{"id": "b", "prompt": "Stop"}\n')
