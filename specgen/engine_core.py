@@ -157,8 +157,12 @@ class EngineCore:
         sampling = SamplingParams(max_tokens=16, ignore_eos=True)
         for i in range(2):
             self.submit(Request(id=f"warm-up {i}", prompt_token_ids=(0,) * 16, sampling=sampling))
-        while self._has_work:
-            self._advance()  # an error here is one of the start, and not of a request
+        try:
+            while self._has_work:
+                self._advance()
+        except RuntimeError:  # one of the start, and of no request
+            self._require_device(())
+            raise
         self._completions.clear()
         self.record, self._began, self._read_at = record, time.perf_counter(), 0.0
 

@@ -246,6 +246,24 @@ def test_an_error_of_the_start_is_no_request_s(random_pair: Pair, monkeypatch: p
         engine.warm_up()
 
 
+def test_a_device_that_is_lost_at_the_start_is_no_request_s(
+    random_pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lost(device: torch.device) -> None:
+        raise RuntimeError("no answer")
+
+    def fails(calls: int, columns: Any) -> bool:
+        monkeypatch.setattr(engine, "_device", torch.device("cuda"))
+        return True
+
+    engine = build_engine(config_of(random_pair), random_pair.models, lambda event: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lost)
+    Broken(monkeypatch, "decode", fails)
+    with pytest.raises(DeviceLost) as raised:
+        engine.warm_up()
+    assert raised.value.requests == ()
+
+
 def test_a_lost_device_ends_the_run_and_names_who_was_in_flight(
     random_pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,5 +1,6 @@
 """On an NVIDIA GPU: texts and steps are those of the CPU, in graphs and without, whatever the host is doing."""
 
+import json
 import subprocess
 import sys
 from dataclasses import replace
@@ -234,6 +235,50 @@ def test_a_device_that_is_lost_is_named(demo_path: Path) -> None:
         [sys.executable, "-c", _LOSES_THE_DEVICE, str(demo_path)], capture_output=True, text=True, timeout=300
     )
     assert done.stdout.startswith("the device is lost ("), done.stderr[-2000:]
+
+
+_LOSES_THE_DEVICE_WITH_ONE = """
+import torch
+from specgen import cli
+from specgen.step import Steps
+
+decode = Steps.decode
+
+def breaks(self, columns, num_drafts):
+    too_long = columns.seed.positions.max(0, keepdim=True).values > 120
+    torch.zeros(1, device="cuda")[too_long.long() * 5]
+    return decode(self, columns, num_drafts)
+
+Steps.decode = breaks
+cli.main()
+"""
+
+
+def _answered(code: str, prompts: Path, output: Path) -> tuple[int, str, dict[str, str]]:
+    """The exit code, stderr and the texts by id of ``code``, which calls the command line."""
+    options = ["--dtype", "float32", "--max-new-tokens", "16", "--max-batch-size", "4", "--ignore-eos"]
+    done = subprocess.run(
+        [sys.executable, "-c", code, "generate", "--dataset", prompts, "--output", output, *options],
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    rows = map(json.loads, (output / "completions.jsonl").read_text().splitlines())
+    return done.returncode, done.stderr, {row["id"]: row["text"] for row in rows}
+
+
+def test_a_run_goes_on_without_the_request_that_loses_the_device(tmp_path: Path) -> None:
+    prompts = {f"p{n}": f"Tom has {n} apples." if n != 5 else "And " * 200 for n in range(12)}
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps({"id": n, "prompt": text}) + "\n" for n, text in prompts.items()))
+    code, said, right = _answered("from specgen import cli; cli.main()", path, tmp_path / "whole")
+    assert code == 0, said
+    assert right.pop("p5")
+    code, said, texts = _answered(_LOSES_THE_DEVICE_WITH_ONE, path, tmp_path / "run")
+    assert code == 3, said
+    assert said.count("going on in a new process") == 2
+    assert "specgen: failed: p5: line 6: the device was lost while it ran alone: " in said
+    assert texts == right
 
 
 @pytest.fixture(scope="module")
