@@ -3,6 +3,8 @@
 import json
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TextIO
@@ -33,6 +35,7 @@ app.add_typer(bench)
 
 _FAILURES_SHOWN = 3
 _GOES_ON = "the same command goes on from there"
+_KEPT_NOWHERE = "nothing is kept without --output"
 
 
 def main() -> None:
@@ -140,7 +143,7 @@ def generate(
         if output == Path("-"):
             result = _run_into_stdout(job, as_json)
         else:
-            result = _run(job, output, "nothing is kept without --output" if output is None else _GOES_ON)
+            result = _run(job, output, _KEPT_NOWHERE if output is None else _GOES_ON)
             _print(result, as_json, sys.stdout)
     except DeviceLost as lost:
         _go_on(lost, job, output)
@@ -322,7 +325,8 @@ def evaluate(
     job = StudyJob(
         study=chosen, engine=engine, apply_chat_template=apply_chat_template, data_path=data_path, seed=seed
     )
-    _evaluate(job, output, output if log_samples else None)
+    with _breakable(_KEPT_NOWHERE if output is None else _GOES_ON):
+        _evaluate(job, output, output if log_samples else None)
 
 
 @app.command()
@@ -388,6 +392,19 @@ def _evaluate(job: "StudyJob", output: Path | None, samples: Path | None) -> Non
         print(f"Files are in {output}; open {output / 'report.html'} in a browser.", file=sys.stderr)
     if comparison.num_unexplained:
         raise typer.Exit(1)
+
+
+@contextmanager
+def _breakable(remedy: str) -> Iterator[None]:
+    """Where a signal breaks off what runs within, say so and exit."""
+    from specgen.interrupt import breakable
+
+    with breakable() as interrupt:
+        try:
+            yield
+        except KeyboardInterrupt:
+            print(f"specgen: interrupted; {remedy}", file=sys.stderr)
+            raise typer.Exit(interrupt.exit_code) from None
 
 
 def _bytes(text: str) -> int:

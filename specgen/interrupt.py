@@ -1,7 +1,7 @@
-"""SIGINT and SIGTERM as a question that a run asks between its steps."""
+"""SIGINT and SIGTERM as a question that a run asks between its steps, or as an exception where nobody asks."""
 
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
@@ -38,9 +38,28 @@ class Interrupt:
 def interruptible() -> Iterator[Interrupt]:
     """Signals are noted in what is yielded, and taken as before behind it."""
     interrupt = Interrupt()
-    before = {each: signal.signal(each, interrupt.take) for each in _SIGNALS}
-    try:
+    with _handled(interrupt.take):
         yield interrupt
+
+
+@contextmanager
+def breakable() -> Iterator[Interrupt]:
+    """As ``interruptible``, around work that asks nobody: a signal raises ``KeyboardInterrupt`` in it, SIGTERM too."""
+    interrupt = Interrupt()
+
+    def break_off(number: int, frame: FrameType | None) -> None:
+        interrupt.take(number, frame)
+        raise KeyboardInterrupt
+
+    with _handled(break_off):
+        yield interrupt
+
+
+@contextmanager
+def _handled(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    before = {each: signal.signal(each, handler) for each in _SIGNALS}
+    try:
+        yield
     finally:
-        for each, handler in before.items():
-            signal.signal(each, handler)
+        for each, earlier in before.items():
+            signal.signal(each, earlier)

@@ -3,6 +3,7 @@
 import json
 import random
 import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from specgen.config import EngineConfig
 from specgen.evaluation.studies import Arm, Study
 from specgen.events import Resumed, Submitted, from_line
 from specgen.report import load
+from specgen.results import RunDirectory
 from specgen.row_file import RowFile
 from specgen.verify import accept_greedy
 
@@ -187,6 +189,26 @@ def test_a_killed_evaluation_goes_on_where_it_was(tmp_path: Path) -> None:
 
 def without_time(row: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in row.items() if key != "seconds"}
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_it_in_one_line_and_what_is_answered_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, code: int
+) -> None:
+    def add_completion(self: RunDirectory, row: dict[str, Any]) -> None:
+        add(self, row)
+        if len(self.completions) == 3:
+            signal.raise_signal(number)
+
+    before, add = signal.getsignal(number), RunDirectory.add_completion
+    monkeypatch.setattr(RunDirectory, "add_completion", add_completion)
+    result = CliRunner().invoke(cli.app, ["eval", *map(str, SMALL), "--output", str(tmp_path)])
+    assert result.exit_code == code
+    assert result.stderr.splitlines()[-1] == "specgen: interrupted; the same command goes on from there"
+    assert len(RowFile(tmp_path / "padded" / "completions.jsonl")) == 3
+    assert signal.getsignal(number) == before
+    monkeypatch.setattr(RunDirectory, "add_completion", add)
+    assert "6 of 6" in call(*SMALL, "--output", tmp_path)
 
 
 def test_only_the_same_evaluation_goes_on(tmp_path: Path) -> None:
