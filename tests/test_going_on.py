@@ -301,7 +301,7 @@ def test_the_status_tells_how_far_it_is(job: Job, tmp_path: Path, refusing: set[
 
 
 def test_a_start_parses_little_of_what_is_there(tmp_path: Path) -> None:
-    """What going on adds to a start takes 0.9 s for 100,000 rows with 50 verify steps each: a tenth takes 0.1 s."""
+    """What going on adds to a start takes 1 s for 100,000 rows with 50 verify steps each: a tenth takes 0.1 s."""
     number = 10_000
     row = {"prompt": "Some words " * 40, "text": "more words " * 60, "token_ids": list(range(150, 300))}
     step = (
