@@ -7,7 +7,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -33,16 +33,17 @@ _ENVIRONMENT = {  # what Ray takes from nowhere else
     "RAY_ENABLE_AUTO_CONNECT": "0",  # a thread that still draws when Ray is shut down would start another one
 }
 _POLL = 0.2  # seconds between two looks at whether the run is to end
-_Record = Event | RequestOutput
+_Record = Event | RequestOutput | Exception
 _Rows = Iterable[Prompt | Rejected]
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Block:
-    """Prompts that one worker answers in one go, with what was answered of them before."""
+    """Prompts that one worker answers in one go, with what is known of them; see ``Engine.generate``."""
 
     prompts: list[Prompt | Rejected]
     earlier: Mapping[str, str]
+    lost: Mapping[str, Sequence[str]]
 
 
 class RayEngine:
@@ -73,6 +74,7 @@ class RayEngine:
         sampling: SamplingParams,
         *,
         earlier: Mapping[str, str],
+        lost: Mapping[str, Sequence[str]],
         until: Callable[[], bool],
     ) -> Iterator[RequestOutput]:
         """See ``Engine.generate``; outputs come when their block is done, each after its events.
@@ -80,14 +82,17 @@ class RayEngine:
         A block whose worker was lost is answered by another one, and what the lost one did of it is forgotten.
         """
         size = _BATCHES * self._config.max_batch_size
-        blocks = _blocks(_unanswered(prompts, earlier), earlier, size, self._cluster.num_workers)
+        blocks = _blocks(iter(prompts), earlier, lost, size, self._cluster.num_workers)
         with _connected(self._cluster):
             for records in _until(until, self._answered(blocks, sampling)):
                 for record in records:
-                    if isinstance(record, RequestOutput):
-                        yield record
-                    else:
-                        self._record(record)
+                    match record:
+                        case RequestOutput():
+                            yield record
+                        case Exception():
+                            raise record
+                        case _:
+                            self._record(record)
 
     def _answered(self, blocks: Iterable[_Block], sampling: SamplingParams) -> Iterator[list[_Record]]:
         """What each of the blocks gave, in the order in which they are done."""
@@ -121,21 +126,26 @@ class _Worker:
 
     def __call__(self, table: "pyarrow.Table") -> "pyarrow.Table":
         self._records.clear()
-        for block in _values(table):
-            for output in self._engine.generate(block.prompts, self._sampling, earlier=block.earlier):
-                self._records.append(output)
+        try:
+            for block in _values(table):
+                for output in self._engine.generate(
+                    block.prompts, self._sampling, earlier=block.earlier, lost=block.lost
+                ):
+                    self._records.append(output)
+        except Exception as error:
+            self._records.append(error)  # raised by the driver: Ray's own has neither its type nor its fields
         return _table(self._records)
 
     def _note(self, event: Event) -> None:
         self._records.append(replace(event, time=event.time + self._late))
 
 
-def _unanswered(prompts: _Rows, earlier: Mapping[str, str]) -> Iterator[Prompt | Rejected]:
-    return (prompt for prompt in prompts if not all(turn in earlier for turn in prompt.turn_ids))
-
-
 def _blocks(
-    prompts: Iterator[Prompt | Rejected], earlier: Mapping[str, str], most: int, num_workers: int
+    prompts: Iterator[Prompt | Rejected],
+    earlier: Mapping[str, str],
+    lost: Mapping[str, Sequence[str]],
+    most: int,
+    num_workers: int,
 ) -> Iterator[_Block]:
     """Blocks of ``most`` prompts; the last ones are smaller where that gives every worker one."""
     while some := list(islice(prompts, num_workers * most)):
@@ -143,7 +153,8 @@ def _blocks(
         for first in range(0, len(some), size):
             block = some[first : first + size]
             turns = (turn for prompt in block for turn in prompt.turn_ids)
-            yield _Block(prompts=block, earlier={turn: earlier[turn] for turn in turns if turn in earlier})
+            texts = {turn: earlier[turn] for turn in turns if turn in earlier}
+            yield _Block(prompts=block, earlier=texts, lost=lost)
 
 
 def _share(cluster: Cluster, device: str) -> dict[str, int]:

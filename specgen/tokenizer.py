@@ -42,7 +42,8 @@ def load_tokenizer(path_or_hub_id: str) -> "Tokenizer":
         # Named here, because tokenizer_config.json could name a file elsewhere.
         file = {"tokenizer_file": str(own)} if own.is_file() else {}
         tokenizer = Tokenizer(PreTrainedTokenizerFast.from_pretrained(directory, **file))
-        tokenizer.decode(tokenizer.encode_text("a"))  # one that cannot work is refused here, not at every prompt
+        # one that cannot work is refused here, not at every prompt
+        tokenizer.decode(tokenizer.encode_text("a"))
         return tokenizer
 
 

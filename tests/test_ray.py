@@ -21,8 +21,10 @@ from specgen import cli, config, ray_engine
 from specgen.build import resolve
 from specgen.config import Cluster, EngineConfig, SamplingParams
 from specgen.engine import Engine
+from specgen.engine_core import DeviceLost
 from specgen.events import Event, Finished
 from specgen.job import Job
+from specgen.output import RequestOutput
 from specgen.prompts import Message, Prompt, Rejected
 from specgen.ray_engine import RayEngine
 from specgen.run import run
@@ -139,12 +141,9 @@ def test_the_driver_and_a_worker_may_be_killed(pair: EngineConfig, data: Path, t
 class InProcess(RayEngine):
     """Blocks are answered here, by a worker without Ray."""
 
-    asked: tuple[str, ...] = ()
-
     def _answered(self, blocks: Iterable[Any], sampling: SamplingParams) -> Iterator[list[Any]]:
         worker = ray_engine._Worker(self._config, sampling, time.time() - 100)
         for block in blocks:
-            self.asked += tuple(prompt.id for prompt in block.prompts)
             yield from ray_engine._values(worker(ray_engine._table(block)))
 
 
@@ -166,14 +165,32 @@ def test_blocks_give_what_one_engine_gives(pair: EngineConfig, monkeypatch: pyte
     whole = {output.id: output for output in Engine(pair).generate(prompts, sampling)}
     earlier = {name: whole[name].text for name in ("0", "1", "1/turn-2", "20")}
     blocks = InProcess(pair, Cluster(num_workers=2), record=record)
-    outputs = blocks.generate(prompts, sampling, earlier=earlier, until=lambda: False)
+    outputs = blocks.generate(prompts, sampling, earlier=earlier, lost={}, until=lambda: False)
     seen = []
     for output in outputs:
         seen.append(output.id)
         assert output == whole[output.id]
         assert output.id in [*finished, "line 6"]
     assert sorted(seen) == sorted(whole.keys() - earlier.keys())
-    assert blocks.asked == tuple(prompt.id for prompt in prompts if prompt.id != "1"), "which is answered"
+
+
+def test_what_a_worker_raises_is_raised_here(pair: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With its type and fields, behind what the worker did before."""
+    monkeypatch.setattr(ray_engine, "_connected", lambda cluster: nullcontext())
+    generate = Engine.generate
+
+    def lose_the_device(*arguments: Any, **named: Any) -> Iterator[RequestOutput]:
+        yield next(generate(*arguments, **named))
+        raise DeviceLost("no answer", ("b",))
+
+    monkeypatch.setattr(Engine, "generate", lose_the_device)
+    blocks = InProcess(pair, Cluster(num_workers=1), record=lambda event: None)
+    prompts = [Prompt(id="a", text="Tom has 2 apples."), Prompt(id="b", text="Tom has 3 apples.")]
+    outputs = blocks.generate(prompts, SamplingParams(max_tokens=1), earlier={}, lost={}, until=lambda: False)
+    assert next(outputs).id in ("a", "b")
+    with pytest.raises(DeviceLost) as lost:
+        next(outputs)
+    assert (lost.value.reason, lost.value.requests) == ("no answer", ("b",))
 
 
 @pytest.mark.parametrize(
@@ -181,7 +198,7 @@ def test_blocks_give_what_one_engine_gives(pair: EngineConfig, monkeypatch: pyte
 )
 def test_blocks_are_full_and_the_last_ones_even(num_prompts: int, sizes: list[int]) -> None:
     prompts = iter([Prompt(id=str(n), text="x") for n in range(num_prompts)])
-    blocks = list(ray_engine._blocks(prompts, {"3": "three", "9": "nine"}, 4, 2))
+    blocks = list(ray_engine._blocks(prompts, {"3": "three", "9": "nine"}, {}, 4, 2))
     assert [len(block.prompts) for block in blocks] == sizes
     assert [prompt.id for block in blocks for prompt in block.prompts] == [str(n) for n in range(num_prompts)]
     for block in blocks:
