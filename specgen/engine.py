@@ -7,7 +7,7 @@ from specgen.acceptance import fold_request
 from specgen.build import Models, build_engine, load_models, resolve
 from specgen.config import EngineConfig, SamplingParams, require
 from specgen.conversations import Conversations
-from specgen.engine_core import until_done
+from specgen.engine_core import DeviceLost, until_done
 from specgen.events import Event, Submitted, Verified
 from specgen.output import RequestOutput
 from specgen.prompts import Prompt, Rejected
@@ -40,8 +40,11 @@ class Engine:
         self._record = record
         self._steps: dict[str, list[Verified]] = defaultdict(list)
         self._generating = False
-        self._core = build_engine(self.config, self.models, self._see)
-        self._core.warm_up()
+        try:
+            self._core = build_engine(self.config, self.models, self._see)
+            self._core.warm_up()
+        except DeviceLost as lost:
+            raise DeviceLost(lost.reason, ()) from lost  # what was tried meanwhile is nobody's request
 
     @property
     def tokenizer(self) -> Tokenizer:
