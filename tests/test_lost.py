@@ -167,6 +167,21 @@ def test_who_asks_for_the_end_gets_it(job: Job, tmp_path: Path, monkeypatch: pyt
     assert not (tmp_path / "run" / "lost.jsonl").exists()
 
 
+def test_what_is_tried_at_the_start_is_nobodys_request(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A device that is lost before the first request is lost again in a new process, and so on without end."""
+
+    def tried(*settings: object) -> EngineCore:
+        raise DeviceLost("planted", ("trial 0",))
+
+    monkeypatch.setattr(engine, "build_engine", tried)
+    with pytest.raises(DeviceLost) as lost:
+        run(job, tmp_path / "run", Silent())
+    assert lost.value.requests == ()
+    assert not (tmp_path / "run" / "lost.jsonl").exists()
+
+
 COMMAND = """
 import pytest
 from specgen import cli
