@@ -257,7 +257,7 @@ cli.main()
 def _answered(code: str, prompts: Path, output: Path) -> tuple[int, str, dict[str, str]]:
     """The exit code, stderr and the texts by id of ``code``, which calls the command line."""
     options = ["--dtype", "float32", "--max-new-tokens", "16", "--max-batch-size", "4", "--ignore-eos"]
-    options += ["--max-prefill-tokens", "256"]  # the largest pass that is tried at the start has no long prompt
+    options += ["--max-prefill-tokens", "256"]  # so that no prompt that is tried at the start is long
     done = subprocess.run(
         [sys.executable, "-c", code, "generate", "--dataset", prompts, "--output", output, *options],
         capture_output=True,
