@@ -128,7 +128,7 @@ class Drafter(Protocol):
         ...
 
     def propose(self, seed: Seed, num_drafts: int, block_tables: Tensor, sampling: SamplingBatch) -> Drafts:
-        """``num_drafts`` (K) drafts a sequence; may write KV at ``seed.positions`` and K - 2 positions behind."""
+        """``num_drafts`` (K) drafts a sequence; may write KV at the K positions from ``seed.positions - 1`` on."""
         ...
 
     def clear(self, pages: Tensor) -> None:
