@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import transformers
 
-from specgen.build import Models, build_engine, load_models, resolve
+from specgen.build import Models, build_engine, load_models, open_checkpoints, resolve
 from specgen.bundled import data_directory
 from specgen.config import EngineConfig, SamplingParams
 from specgen.events import Event, Verified
@@ -143,19 +143,15 @@ def main() -> None:
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[4, 8, 16, 32], help="of transformers")
     arguments = parser.parse_args()
 
-    def config(batch_size: int, k: int) -> EngineConfig:
-        demo = data_directory() / "demo"
-        return resolve(
-            EngineConfig(
-                model=str(demo / "target"),
-                drafter=str(demo / "drafter"),
-                num_spec_tokens=k,
-                max_batch_size=batch_size,
-                device="cpu",
-            )
-        )
+    demo = data_directory() / "demo"
+    names = {"model": str(demo / "target"), "drafter": str(demo / "drafter")}
+    checkpoints = open_checkpoints(EngineConfig(**names))
 
-    models = load_models(config(1, 4))
+    def config(batch_size: int, k: int) -> EngineConfig:
+        asked = EngineConfig(**names, num_spec_tokens=k, max_batch_size=batch_size, device="cpu")
+        return resolve(asked, checkpoints)
+
+    models = load_models(config(1, 4), checkpoints)
     full = SamplingParams(max_tokens=arguments.max_new_tokens, ignore_eos=True)
     batch = requests(models, arguments.data_path, arguments.num_prompts, full)
     reference = transformers.AutoModelForCausalLM.from_pretrained(config(1, 4).model, dtype=torch.float32)

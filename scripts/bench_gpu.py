@@ -22,7 +22,7 @@ from calibrated_cycle import Cycle
 from specgen.bench.bandwidth import copy_bandwidth
 from specgen.bench.bound import StepBytes
 from specgen.bench.environment import device_name, environment, free_memory
-from specgen.build import Models, load_models, resolve
+from specgen.build import Models, load_models, open_checkpoints, resolve
 from specgen.config import EngineConfig
 
 MODES: dict[str, dict[str, Any]] = {
@@ -141,22 +141,22 @@ def parse() -> argparse.Namespace:
 def prepare(arguments: argparse.Namespace) -> Bench:
     """Load the pair; the bandwidth is measured first, while the memory is free."""
     cycle, lengths = Cycle.read(arguments.pair), prompt_lengths(arguments.data_path)
-    config = resolve(
-        EngineConfig(
-            model=str(arguments.pair / "target"),
-            drafter=str(arguments.pair / "drafter"),
-            attention=arguments.attention,
-            cuda_graphs=arguments.cuda_graphs,
-            gpu_memory_utilization=arguments.gpu_memory_utilization,
-            max_prefill_tokens=8192,
-            prefix_cache=False,  # every run computes its prompts, those of the warm-up again too
-        )
+    asked = EngineConfig(
+        model=str(arguments.pair / "target"),
+        drafter=str(arguments.pair / "drafter"),
+        attention=arguments.attention,
+        cuda_graphs=arguments.cuda_graphs,
+        gpu_memory_utilization=arguments.gpu_memory_utilization,
+        max_prefill_tokens=8192,
+        prefix_cache=False,  # every run computes its prompts, those of the warm-up again too
     )
+    checkpoints = open_checkpoints(asked)
+    config = resolve(asked, checkpoints)
     bandwidth = copy_bandwidth(config.device)
     free_memory()
     return Bench(
         config=config,
-        models=load_models(config),
+        models=load_models(config, checkpoints),
         cycle=cycle,
         lengths=lengths,
         bandwidth=bandwidth,

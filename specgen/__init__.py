@@ -1,17 +1,23 @@
 """specgen: offline batch generation with EAGLE3 speculative decoding."""
 
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from specgen.config import EngineConfig, SamplingParams
+    from specgen.config import EngineConfig, SamplingParams, UserError
     from specgen.engine import Engine
     from specgen.output import RequestOutput
     from specgen.prompts import Prompt
     from specgen.tokenizer import Message
 
+# GNU OpenMP reads it when torch loads. By default threads spin for milliseconds where they wait, on cores that another
+# run needs: two at once had a tenth of their speed. So short a spin costs a run that is alone nothing.
+if "OMP_WAIT_POLICY" not in os.environ:
+    os.environ.setdefault("GOMP_SPINCOUNT", "3000")
+
 __version__ = "0.1.0"
-__all__ = ["Engine", "EngineConfig", "Message", "Prompt", "RequestOutput", "SamplingParams"]
+__all__ = ["Engine", "EngineConfig", "Message", "Prompt", "RequestOutput", "SamplingParams", "UserError"]
 _HOMES = {
     "Engine": "engine",
     "EngineConfig": "config",
@@ -19,6 +25,7 @@ _HOMES = {
     "Prompt": "prompts",
     "RequestOutput": "output",
     "SamplingParams": "config",
+    "UserError": "config",
 }
 
 

@@ -83,7 +83,7 @@ class StepCounts:
         self.histogram = [0] * (num_spec_tokens + 1)
 
     def add(self, step: Verified) -> None:
-        """Count one step; ``ValueError`` for one that cannot be of this run."""
+        """Count one step; ``UserError`` for one that cannot be of this run."""
         drafted, most = len(step.drafts), len(self.drafted)
         require(
             drafted <= most,
@@ -108,7 +108,7 @@ class StepCounts:
 
 
 def fold_request(verified: Iterable[Verified], num_spec_tokens: int) -> RequestMetrics:
-    """The metrics of one request from its steps; ``ValueError`` for one that drafted more than asked for."""
+    """The metrics of one request from its steps; ``UserError`` for one that drafted more than asked for."""
     counts = StepCounts(num_spec_tokens)
     per_step = []
     for step in verified:

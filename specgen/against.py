@@ -1,6 +1,5 @@
 """A run beside published figures, one by one: what each gives, and whether the run's interval holds it."""
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -8,6 +7,7 @@ from typing import Any
 
 from specgen.config import require
 from specgen.intervals import Interval, wilson
+from specgen.json_fields import load_json
 from specgen.references import Accuracy, Reference
 
 LENGTH = "mean acceptance length"
@@ -36,20 +36,17 @@ class Beside:
 def load_results(directory: Path) -> dict[str, Any]:
     """lm-eval's ``results.json`` in a run's directory; empty where there is none: nothing was evaluated.
 
-    ``ValueError`` for a file that holds no metrics or no numbers of samples.
+    ``UserError`` for a file that holds no metrics or no numbers of samples.
     """
     path = directory / "results.json"
     if not path.is_file():
         return {}
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON ({error}): run `specgen eval` again") from error
+    value = load_json(path, "run `specgen eval` again")
     require(
-        isinstance(value, dict) and all(isinstance(value.get(key), dict) for key in ("results", "n-samples")),
+        all(isinstance(value.get(key), dict) for key in ("results", "n-samples")),
         f"{path} holds no results of lm-eval: run `specgen eval` again",
     )
-    return dict(value)
+    return value
 
 
 def compare(

@@ -1,22 +1,76 @@
-"""Files that are there whole or not at all, whenever the writer is killed."""
+"""Files that are there whole or not at all, whenever the writer is killed, and whose errors say which they are."""
 
+import io
 import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
+from typing import IO, TYPE_CHECKING
+
+from specgen.config import UserError
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
+
+
+@contextmanager
+def naming(path: object) -> Iterator[None]:
+    """Puts ``path`` into an ``OSError``: the system names what it cannot open, and not what it cannot fill."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = str(path)
+        raise
+
+
+@contextmanager
+def writable(output: Path, remedy: str = "mend that and give the same command again") -> Iterator[None]:
+    """Makes a ``UserError`` of what the file system refuses at or in ``output``, and of no other ``OSError``."""
+    try:
+        yield
+    except OSError as error:
+        named = Path(error.filename) if isinstance(error.filename, str) else None
+        if named is None or not any(named.is_relative_to(path) for path in (output, _partial(output))):
+            raise
+        raise UserError(
+            f"output {str(output)!r} cannot be written ({error.strerror or error}): {remedy}"
+        ) from error
+
+
+class _Named(io.FileIO):
+    def write(self, content: "ReadableBuffer", /) -> int:
+        with naming(self.name):
+            return super().write(content)
+
+
+def open_output(path: Path, mode: str) -> IO[bytes]:
+    """Open ``path`` to write (``w``) or to append (``a``); a flush that fails names it."""
+    return io.BufferedWriter(_Named(str(path), mode))
+
+
+def sync(file: IO[bytes]) -> None:
+    """Wait until the device has what was written, so that not even a power failure takes it back."""
+    file.flush()
+    with naming(file.name):
+        os.fsync(file.fileno())
+
+
+@contextmanager
+def swapped(path: Path) -> Iterator[IO[bytes]]:
+    """A file to write that takes the place of ``path`` at the end, in one step; a power failure may empty it."""
+    partial = _partial(path)
+    with open_output(partial, "w") as file:
+        yield file
+    os.replace(partial, path)
 
 
 @contextmanager
 def replacement(path: Path) -> Iterator[IO[bytes]]:
-    """A file to write that takes the place of ``path`` at the end, in one step and for good."""
-    partial = path.with_name(path.name + ".partial")
-    with partial.open("wb") as file:
+    """As ``swapped``, and for good: it takes as long as the device takes to have it."""
+    with swapped(path) as file:
         yield file
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial, path)
+        sync(file)
 
 
 def write_text(path: Path, text: str) -> None:
@@ -27,4 +81,13 @@ def write_text(path: Path, text: str) -> None:
 
 def write_json(path: Path, value: object) -> None:
     """Write ``value`` as indented JSON, whole or not at all."""
-    write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+    write_text(path, as_json(value))
+
+
+def as_json(value: object) -> str:
+    """``value`` as the text of a file that people read."""
+    return json.dumps(value, indent=2, ensure_ascii=False) + "\n"
+
+
+def _partial(path: Path) -> Path:
+    return path.with_name(path.name + ".partial")

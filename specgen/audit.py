@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from specgen.build import Models, build_engine, judge, load_models, resolve
+from specgen.build import Models, build_engine, judge, load_models, open_checkpoints, resolve
 from specgen.checkpoint import fingerprint
 from specgen.config import EngineConfig, SamplingParams, require
 from specgen.conversations import Conversations
@@ -16,6 +16,7 @@ from specgen.prompts import load_prompts
 from specgen.provenance import manifest
 from specgen.report import fold
 from specgen.run import Progress
+from specgen.sampling import most_demanding
 from specgen.sequence import Completion, Request
 
 ArmName = Literal["plain", "padded", "non-padded"]
@@ -105,11 +106,12 @@ class Audit:
 def audit(job: AuditJob, progress: Progress) -> Audit:
     """Decode the first turns in every arm and compare with plain decoding at the smallest batch size.
 
-    All arms share one set of weights. ``ValueError`` for what cannot run, and where no prompt can.
+    All arms share one set of weights. ``UserError`` for what cannot run, and where no prompt can.
     """
-    config = resolve(job.engine)
+    checkpoints = open_checkpoints(job.engine)
+    config = resolve(job.engine, checkpoints)
     prompts, rejected = load_prompts(job.dataset, data_path=job.data_path, num_prompts=job.num_prompts)
-    models = load_models(config)
+    models = load_models(config, checkpoints)
     if any(prompt.messages for prompt in prompts):
         models.tokenizer.require_chat_template()
     refused: list[RequestOutput] = []
@@ -160,7 +162,9 @@ class _Runs:
         what = f"{arm.name}, batch {arm.batch_size}"
         if config.device != "cpu":
             self.progress.prepare(what)
-        engine = build_engine(config, self.models, record)
+        engine = build_engine(
+            config, self.models, record, expected=most_demanding(r.sampling for r in self.requests)
+        )
         engine.warm_up()
         self.progress.start(what, len(self.requests))
         completions = {}

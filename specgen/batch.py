@@ -29,14 +29,21 @@ class Columns:
 
     def advance(self, seed: Seed) -> None:
         """Put ``seed`` in place of the old one, on the device alone."""
-        old = self.seed
-        old.tokens.copy_(torch.where(self.active, seed.tokens, old.tokens))
-        old.positions.copy_(torch.where(self.active, seed.positions, old.positions))
-        old.hidden.copy_(torch.where(self.active[:, None], seed.hidden, old.hidden))
+        old, active = self.seed, self.active
+        new = Seed(
+            tokens=torch.where(active, seed.tokens, old.tokens),
+            positions=torch.where(active, seed.positions, old.positions),
+            hidden=torch.where(active[:, None], seed.hidden, old.hidden),
+        )  # all of it before the first is overwritten: memory may be short
+        for mine, theirs in zip(_tensors(old), _tensors(new), strict=True):
+            mine.copy_(theirs)
 
 
 class RunningBatch:
-    """Rows of up to ``max_rows`` sequences. A free row is a padding row: position 1 of a sequence on page 0."""
+    """Rows of up to ``max_rows`` sequences. A free row is a padding row: position 1 of a sequence on page 0.
+
+    What raises in the middle leaves rows of which nothing is known: ``reset``, and let all join again.
+    """
 
     def __init__(
         self, *, max_rows: int, table_width: int, hidden_size: int, dtype: torch.dtype, device: torch.device
@@ -49,15 +56,13 @@ class RunningBatch:
         self._form = SamplingForm.of(())
         self._device = device
         self._seed = Seed(
-            tokens=column(torch.int64),
-            positions=column(torch.int64).fill_(1),  # the head begins at the position before
-            hidden=column(dtype, hidden_size),
+            tokens=column(torch.int64), positions=column(torch.int64), hidden=column(dtype, hidden_size)
         )
         self._tables = column(torch.int32, table_width)
         self._active = column(torch.bool)
         self._sampling = SamplingBatch(
             temperature=column(torch.float32),
-            top_p=column(torch.float32).fill_(1),  # 0 would leave a padding row nothing to draw from
+            top_p=column(torch.float32),
             top_k=column(torch.int64),
             min_p=column(torch.float32),
             seeds=column(torch.int64),
@@ -65,6 +70,12 @@ class RunningBatch:
             biases=column(torch.float32, MAX_LOGIT_BIASES),
             form=self._form,
         )
+        self._num_used = max_rows  # the rows behind them are padding rows
+
+    def reset(self) -> None:
+        """Drop all rows, because none may be as it should be; the next ``arrange`` tells the device."""
+        self.sequences, self._num_uploaded = [], []
+        self._num_used = len(self._active)
 
     def join(self, sequences: Items[Sequence], seed: Seed, sampling: SamplingBatch) -> None:
         """Add rows for ``sequences``, whose seeds and sampling parameters come in the same order."""
@@ -77,26 +88,24 @@ class RunningBatch:
             mine[rows] = theirs
         self._active[rows] = True
         self._form = self._form_of_all()
+        self._num_used = len(self.sequences)
 
     def arrange(self, sequences: list[Sequence]) -> None:
         """Keep the rows of ``sequences`` alone, which are in the batch and in its order."""
-        if len(sequences) == len(self.sequences):
+        if len(sequences) == self._num_used:
             return
         row_of = {id(sequence): row for row, sequence in enumerate(self.sequences)}
         rows = [row_of[id(sequence)] for sequence in sequences]
-        kept, before = len(rows), len(self.sequences)
+        kept = len(rows)
         index = on_device(rows, self._device)
-        values = self._row_values(self._form)
-        for column in (*values, self._tables):
+        for column in (*self._row_values(self._form), self._tables):
             if rows != list(range(kept)):
                 column[:kept] = column[index]
         self.sequences = list(sequences)
         self._num_uploaded = [self._num_uploaded[row] for row in rows]
-        for column in (*values, self._tables, self._active):
-            column[kept:before] = 0
-        self._seed.positions[kept:before] = 1
-        self._sampling.top_p[kept:before] = 1
+        self._make_padding(slice(kept, self._num_used))
         self._form = self._form_of_all()
+        self._num_used = kept
 
     def columns(self, num_rows: int) -> Columns:
         """The first ``num_rows`` rows, padding rows among them, with the block tables brought up to date."""
@@ -108,6 +117,12 @@ class RunningBatch:
             sampling=self._sampling.take(rows).shaped(self._form),
             active=self._active[rows],
         )
+
+    def _make_padding(self, rows: slice) -> None:
+        for column in (*_tensors(self._seed), *_tensors(self._sampling), self._tables, self._active):
+            column[rows] = 0
+        self._seed.positions[rows] = 1  # the head begins at the position before
+        self._sampling.top_p[rows] = 1  # 0 would leave nothing to draw from
 
     def _upload_pages(self) -> None:
         new = [

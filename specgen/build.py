@@ -20,7 +20,7 @@ from specgen.checkpoint import (
     open_checkpoint,
     target_config,
 )
-from specgen.config import EngineConfig, SamplingParams, require
+from specgen.config import EngineConfig, SamplingParams, UserError, require
 from specgen.display import from_here
 from specgen.divergence import Target
 from specgen.drafting import (
@@ -38,6 +38,7 @@ from specgen.events import Event
 from specgen.graphs import Eager, PassGraphs, Runner, StepGraphs
 from specgen.kv_cache import KVCache
 from specgen.layout import Layout
+from specgen.limits import Limits
 from specgen.models.config import Eagle3Config, TargetConfig, kv_bytes_per_token
 from specgen.models.eagle3 import Eagle3Head
 from specgen.models.llama import Llama
@@ -48,6 +49,7 @@ from specgen.sequence import Request
 from specgen.spec_length import CheapestLength, FixedLength
 from specgen.step import Steps
 from specgen.tokenizer import StopStrings, Tokenizer, load_tokenizer
+from specgen.transfer import use
 
 _BACKENDS: dict[str, type[Backend]] = {
     "trtllm": TrtllmBackend,
@@ -59,6 +61,8 @@ _AUTO = {"cpu": ("sdpa",), "cuda": ("trtllm", "flashinfer", "sdpa")}  # the firs
 _RUNNERS: dict[str, type[Runner]] = {"step": StepGraphs, "pass": PassGraphs, "off": Eager}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _GIB = 1 << 30
+Checkpoints = Mapping[str, Checkpoint]  # "model" and, where any drafts are asked for, "drafter"
+DRAWN = SamplingParams(temperature=1.0)  # what an engine makes ready for where nobody says what will be asked
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +72,7 @@ class Models:
     target: Llama
     head: Eagle3Head | None
     tokenizer: Tokenizer
-    checkpoints: Mapping[str, Checkpoint]  # "model" and, with a head, "drafter"
+    checkpoints: Checkpoints
 
     def described(self, model: str) -> str:
         """``model`` as a report names it: whether its weights were only written to be timed belongs to it."""
@@ -89,11 +93,11 @@ def _is_synthetic(checkpoint: Checkpoint) -> bool:
     return bool(checkpoint.config.get("synthetic_weights", False))
 
 
-def resolve(config: EngineConfig) -> EngineConfig:
-    """``config`` with every ``auto`` replaced by what will run; ``ValueError`` for what cannot run here."""
+def resolve(config: EngineConfig, checkpoints: Checkpoints) -> EngineConfig:
+    """``config`` with every ``auto`` replaced by what will run; ``UserError`` for what cannot run here."""
     device = choose_device(config.device)
     kind, dtype = device.type, choose_dtype(config.dtype, device)
-    attention, _ = choose_attention(replace(config, device=str(device), dtype=dtype))
+    attention, _ = choose_attention(replace(config, device=str(device), dtype=dtype), checkpoints)
     capabilities = _BACKENDS[attention].capabilities
     graphs = config.cuda_graphs
     if graphs == "auto":
@@ -115,34 +119,42 @@ def resolve(config: EngineConfig) -> EngineConfig:
 
 
 def choose_device(name: str) -> torch.device:
-    """The device ``name`` stands for; ``ValueError`` for one that is not here."""
+    """The device ``name`` stands for, ``cpu`` or ``cuda:N``; ``UserError`` for one that is not here."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    kind = name.partition(":")[0]
-    require(kind in ("cpu", "cuda"), f"device is {name!r}: use cpu, cuda or cuda:N")
+    if name == "cpu":
+        return torch.device("cpu")
+    kind, _, number = name.partition(":")
     require(
-        kind == "cpu" or torch.cuda.is_available(),
+        kind == "cuda" and (name == "cuda" or number.isdecimal()),
+        f"device is {name!r}: use cpu, cuda or cuda:N",
+    )
+    require(
+        torch.cuda.is_available(),
         f"device is {name!r} but torch {torch.__version__} finds no GPU: use --device cpu",
     )
-    return torch.device(name)
+    index, count = int(number) if number else torch.cuda.current_device(), torch.cuda.device_count()
+    require(index < count, f"device is {name!r} and there are {count} GPUs: use cuda:0 to cuda:{count - 1}")
+    return torch.device("cuda", index)
 
 
 def choose_dtype(name: str, device: torch.device) -> str:
-    """The number format ``name`` stands for on ``device``; ``ValueError`` for one that is not known."""
+    """The number format ``name`` stands for on ``device``; ``UserError`` for one that is not known."""
     if name == "auto":
         name = "float32" if device.type == "cpu" else "bfloat16"
     require(name in DTYPES, f"dtype is {name!r}: use one of {', '.join(DTYPES)}")
     return name
 
 
-def choose_attention(config: EngineConfig) -> tuple[str, str]:
+def choose_attention(config: EngineConfig, checkpoints: Checkpoints) -> tuple[str, str]:
     """The backend that ``config``, whose device and dtype are resolved, runs on, and why that one."""
-    names = _AUTO[config.device.partition(":")[0]] if config.attention == "auto" else (config.attention,)
+    device = torch.device(config.device)
+    names = _AUTO[device.type] if config.attention == "auto" else (config.attention,)
     require(
         names[0] in _BACKENDS,
         f"attention is {config.attention!r}: use one of auto, {', '.join(_BACKENDS)}",
     )
-    device, heads, passed_over = torch.device(config.device), _heads(config), list[str]()
+    heads, passed_over = _heads(config, checkpoints), list[str]()
     for name in names:
         backend = _BACKENDS[name]
         page_size = config.page_size or backend.capabilities.page_size
@@ -156,15 +168,15 @@ def choose_attention(config: EngineConfig) -> tuple[str, str]:
             return name, "; ".join([*passed_over, backend.merit])
         passed_over.append(f"{name} {reason.partition(':')[0]}")
         if config.attention != "auto":
-            raise ValueError(f"attention {name!r} {reason}")
+            raise UserError(f"attention {name!r} {reason}")
     raise AssertionError("the last choice runs everything")
 
 
-def _heads(config: EngineConfig) -> list[Heads]:
+def _heads(config: EngineConfig, checkpoints: Checkpoints) -> list[Heads]:
     """What target and head ask of attention, from their checkpoints' headers."""
-    models: list[TargetConfig | Eagle3Config] = [target_config(open_checkpoint(config.model))]
-    if config.num_spec_tokens and config.drafter is not None:
-        models.append(drafter_config(open_checkpoint(config.drafter), None))
+    models: list[TargetConfig | Eagle3Config] = [target_config(checkpoints["model"])]
+    if config.num_spec_tokens:
+        models.append(drafter_config(checkpoints["drafter"], None))
     dtype = DTYPES[config.dtype]
     return [
         Heads(
@@ -180,16 +192,16 @@ def _heads(config: EngineConfig) -> list[Heads]:
     ]
 
 
-def open_checkpoints(config: EngineConfig) -> dict[str, Checkpoint]:
-    """The checkpoints of ``config`` under "model" and, if any drafts are asked for, "drafter"; headers only."""
+def open_checkpoints(config: EngineConfig) -> Checkpoints:
+    """The checkpoints of ``config``, headers only; of a hub id, what is downloaded. Once in a command is enough."""
     names = {"model": config.model, "drafter": config.drafter if config.num_spec_tokens else None}
     return {role: open_checkpoint(name) for role, name in names.items() if name is not None}
 
 
-def load_models(config: EngineConfig) -> Models:
+def load_models(config: EngineConfig, checkpoints: Checkpoints) -> Models:
     """Read target, head (if any drafts are asked for) and tokenizer of a resolved ``config``."""
     device, dtype = torch.device(config.device), DTYPES[config.dtype]
-    checkpoints = open_checkpoints(config)
+    use(device)
     target, head = load_target(checkpoints["model"], dtype, device), None
     if config.num_spec_tokens:
         head = load_drafter(checkpoints["drafter"], target, dtype, device)
@@ -202,13 +214,17 @@ def build_engine(
     models: Models,
     record: Callable[[Event], None],
     around: Callable[[Runner], Runner] = lambda runner: runner,
+    expected: SamplingParams = DRAWN,
 ) -> EngineCore:
     """An engine of a resolved ``config`` over loaded ``models``; events go to ``record``.
 
     ``around`` may put a runner of its own around the one that ``config`` names, to watch the pieces of a step.
+    ``expected`` asks for as much as any request will (see ``sampling.most_demanding``): that leaves the cache on a GPU
+    all the memory that passes do not need.
     """
+    use(models.target.device)
     runner = around(_RUNNERS[config.cuda_graphs]())
-    engine = _engine(config, models, num_pages(config, models), runner, record)
+    engine = _engine(config, models, num_pages(config, models, expected), runner, record)
     if config.spec_length == "auto":
         costs = step_costs.measure(engine, config.max_batch_size, config.num_spec_tokens)
         engine.spec_length = CheapestLength(costs)
@@ -244,17 +260,19 @@ def judge(config: EngineConfig, models: Models) -> Target:
     )
 
 
-def num_pages(config: EngineConfig, models: Models) -> int:
+def num_pages(config: EngineConfig, models: Models, expected: SamplingParams = DRAWN) -> int:
     """Pages of the KV cache: what ``max_batch_size`` sequences of full length need, as far as the memory goes.
 
-    ``ValueError`` if ``kv_memory``, or what ``gpu_memory_utilization`` leaves, does not hold a single page.
+    See ``build_engine`` for ``expected``.
+
+    ``UserError`` if ``kv_memory``, or what ``gpu_memory_utilization`` leaves, does not hold a single page.
     """
     width = DTYPES[config.dtype].itemsize
     token_bytes = kv_bytes_per_token(models.target.config, width)
     if config.num_spec_tokens and models.head is not None:
         token_bytes += kv_bytes_per_token(models.head.config, width)
     page_bytes = config.page_size * token_bytes
-    memory = config.kv_memory if config.kv_memory is not None else _memory_for_kv(config, models)
+    memory = config.kv_memory if config.kv_memory is not None else _memory_for_kv(config, models, expected)
     affordable = memory // page_bytes
     require(
         affordable >= 1,
@@ -265,7 +283,7 @@ def num_pages(config: EngineConfig, models: Models) -> int:
     return min(affordable, config.max_batch_size * -(-longest // config.page_size))
 
 
-def _memory_for_kv(config: EngineConfig, models: Models) -> int:
+def _memory_for_kv(config: EngineConfig, models: Models, expected: SamplingParams) -> int:
     """1 GiB on a CPU; on a GPU the share that the process may use, less what weights and passes take."""
     if config.device == "cpu":
         return _GIB
@@ -275,14 +293,17 @@ def _memory_for_kv(config: EngineConfig, models: Models) -> int:
     free += torch.cuda.memory_reserved(config.device) - torch.cuda.memory_allocated(config.device)
     not_ours = int(total * (1 - config.gpu_memory_utilization))
     # once for passes that the host launches, and once for those in graphs, which keep their memory
-    return free - not_ours - 2 * _largest_pass(config, models)
+    return free - not_ours - 2 * _largest_pass(config, models, expected)
 
 
-def _largest_pass(config: EngineConfig, models: Models) -> int:
+def _largest_pass(config: EngineConfig, models: Models, expected: SamplingParams) -> int:
     """Bytes that the largest prefill and a decode step of the whole batch take beside weights and KV, by trial."""
     count = min(config.max_batch_size, config.max_prefill_tokens)
-    length = min(config.max_prefill_tokens // count, models.target.config.max_positions - 1)
-    sampling = SamplingParams(max_tokens=2, temperature=1.0, ignore_eos=True)  # takes more than greedy
+    length = min(config.max_prefill_tokens // count, models.target.config.max_positions - 2)
+    biases = expected.logit_bias[: models.target.config.vocab_size]
+    sampling = replace(
+        expected, max_tokens=2, ignore_eos=True, stop=(), logit_bias=biases
+    )  # a first and a decode step
     requests = (
         Request(id=f"trial {i}", prompt_token_ids=(0,) * length, sampling=sampling) for i in range(count)
     )
@@ -322,8 +343,7 @@ def _engine(
         ),
         scheduler=Scheduler(
             allocator=allocator,
-            max_batch_size=config.max_batch_size,
-            max_prefill_tokens=config.max_prefill_tokens,
+            limits=Limits(max_batch_size=config.max_batch_size, max_prefill_tokens=config.max_prefill_tokens),
             num_spec_tokens=config.num_spec_tokens,
         ),
         spec_length=FixedLength(config.num_spec_tokens),

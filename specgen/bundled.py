@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from specgen.config import require
+from specgen.config import UserError, require
 
 _PACKAGE = Path(__file__).resolve().parent
 
@@ -20,7 +20,7 @@ def evaluation_directory() -> Path:
 def pair(model: str | None, drafter: str | None, num_spec_tokens: int) -> tuple[str, str | None]:
     """Target and head as given, or the bundled ones; the bundled head goes with the bundled target alone.
 
-    ``ValueError`` where one of them is missing.
+    ``UserError`` where one of them is missing.
     """
     if model is None:
         require(
@@ -40,4 +40,4 @@ def _directory(name: str) -> Path:
     for directory in (_PACKAGE / name, _PACKAGE.parent / name):
         if directory.is_dir():
             return directory
-    raise ValueError(f"the bundled {name}/ is not in {_PACKAGE} or beside it: install specgen again")
+    raise UserError(f"the bundled {name}/ is not in {_PACKAGE} or beside it: install specgen again")

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specgen.config import first_line, require, shown
+from specgen.config import UserError, first_line, require, shown
 from specgen.models import llama
 from specgen.models.config import Eagle3Config, TargetConfig
 from specgen.models.eagle3 import IGNORED_TENSORS, Eagle3Head, TensorPrefixes, vocabulary_map
@@ -49,7 +49,7 @@ class Checkpoint:
 def open_checkpoint(path_or_hub_id: str) -> Checkpoint:
     """A local directory, or a Hugging Face hub id (downloaded, or found in its cache); headers only.
 
-    ``ValueError`` when it is neither, or when its files are missing, broken or unsafe.
+    ``UserError`` when it is neither, or when its files are missing, broken or unsafe.
     """
     path = Path(path_or_hub_id)
     if not os.path.isdir(path):  # false also for names that no file can have
@@ -89,7 +89,7 @@ def draft_to_target(checkpoint: Checkpoint, config: Eagle3Config) -> Tensor:
 
 
 def load_target(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> Llama:
-    """The target with weights of ``dtype`` on ``device``; ``ValueError`` unless every tensor is as its config says."""
+    """The target with weights of ``dtype`` on ``device``; ``UserError`` unless every tensor is as its config says."""
     config = target_config(checkpoint)
     reader = TensorReader(checkpoint=checkpoint, dtype=dtype, device=device)
     model = Llama.build(config, reader.take, bind_ops(device, dtype))
@@ -100,11 +100,11 @@ def load_target(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device
 def load_drafter(
     checkpoint: Checkpoint, target: Llama, dtype: torch.dtype, device: torch.device
 ) -> Eagle3Head:
-    """The head with weights of ``dtype`` on ``device``; ``ValueError`` also where it does not fit ``target``."""
+    """The head with weights of ``dtype`` on ``device``; ``UserError`` also where it does not fit ``target``."""
     prefixes = TensorPrefixes.of(checkpoint.tensors.keys())
     config = drafter_config(checkpoint, target.config.num_layers)
     for reason in misfits(target.config, config):
-        raise ValueError(f"{checkpoint.name} cannot draft for this target: {reason}")
+        raise UserError(f"{checkpoint.name} cannot draft for this target: {reason}")
     ids = draft_to_target(checkpoint, config).to(device)
     reader = TensorReader(checkpoint=checkpoint, dtype=dtype, device=device)
     embedding = target.embedding.to(device, dtype)  # the very same tensor where nothing changes
@@ -122,7 +122,7 @@ def fingerprint(checkpoint: Checkpoint) -> str:
             with file.open("rb") as content:
                 digest = hashlib.file_digest(content, "sha256").hexdigest()
         except OSError as error:
-            raise ValueError(f"{file} cannot be read ({error.strerror}): give it read permission") from error
+            raise UserError(f"{file} cannot be read ({error.strerror}): give it read permission") from error
         total.update(f"{file.name} {digest}\n".encode())
     return total.hexdigest()
 
@@ -143,7 +143,7 @@ class TensorReader:
         """The weight ``name`` of ``shape``; see ``models.weights.Take``."""
         info = self.checkpoint.tensors.get(name)
         if info is None:
-            raise ValueError(f"{self.checkpoint.name} has no tensor {name!r}: the checkpoint is incomplete")
+            raise UserError(f"{self.checkpoint.name} has no tensor {name!r}: the checkpoint is incomplete")
         require(
             info.shape == shape,
             f"{self.checkpoint.name}: {name} has shape {shown(list(info.shape))}, but config.json asks for "
@@ -159,7 +159,7 @@ class TensorReader:
         return read_tensor(name, info).to(self.device, self.dtype)
 
     def finish(self, ignored: Iterable[str]) -> None:
-        """``ValueError`` if there is a tensor that was neither taken nor is in ``ignored``."""
+        """``UserError`` if there is a tensor that was neither taken nor is in ``ignored``."""
         unknown = sorted(set(self.checkpoint.tensors) - self.taken - set(ignored))
         names = ", ".join(shown(name) for name in unknown[:2])
         require(
@@ -184,7 +184,7 @@ def _download(hub_id: str) -> Path:
         path = fetch("*.safetensors")
         return path if any(path.glob("*.safetensors")) else fetch("pytorch_model*.bin")
     except (OSError, ValueError) as error:
-        raise ValueError(
+        raise UserError(
             f"{hub_id!r} is not a directory here and could not be downloaded ({first_line(error)}): "
             "check the name and the network"
         ) from error

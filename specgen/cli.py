@@ -2,7 +2,10 @@
 
 import json
 import os
+import select
+import signal
 import sys
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -10,11 +13,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TextIO
 
 import typer
+from typer.core import TyperGroup
 
+from specgen import __version__
 from specgen import options as opt
 from specgen.bench.commands import app as bench
 from specgen.bundled import pair
-from specgen.config import Cluster, EngineConfig, SamplingParams, require, spec_tokens
+from specgen.config import Cluster, EngineConfig, SamplingParams, UserError, require, spec_tokens
 
 if TYPE_CHECKING:
     from specgen.engine_core import DeviceLost
@@ -24,7 +29,33 @@ if TYPE_CHECKING:
     from specgen.job import Job
     from specgen.run_output import Result
 
+
+class _Commands(TyperGroup):
+    """Ends a command quietly once nobody reads its output any more, as ``head`` does when it has seen enough."""
+
+    def invoke(self, ctx: typer.Context) -> object:  # type: ignore[override]  # its own type is private
+        """Run the command that was named."""
+        try:
+            try:
+                return super().invoke(ctx)
+            finally:
+                sys.stdout.flush()
+        except BrokenPipeError as error:
+            if not _is_unread(sys.stdout):  # typer would take it for that of stdout, and exit without a word
+                raise RuntimeError("a pipe that is not stdout is broken") from error
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is flushed at the exit
+            raise typer.Exit(128 + signal.SIGPIPE) from None
+
+
+def _is_unread(file: TextIO) -> bool:
+    """Whether ``file`` is a pipe whose reader is gone."""
+    poll = select.poll()
+    poll.register(file, 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
+
+
 app = typer.Typer(
+    cls=_Commands,
     name="specgen",
     help="Offline batch generation with EAGLE3 speculative decoding, and what the speculation was worth.",
     no_args_is_help=True,
@@ -35,19 +66,36 @@ app.add_typer(bench)
 
 _FAILURES_SHOWN = 3
 _GOES_ON = "the same command goes on from there"
+_BUG = (
+    f"this is a bug in specgen {__version__}: report it with the traceback above, the command, "
+    "and for a run directory its manifest.json"
+)
 _KEPT_NOWHERE = "nothing is kept without --output"
 
 
 def main() -> None:
-    """Run the command line; a ``ValueError`` is the user's to mend: one line and exit code 2."""
+    """Run the command line; a ``UserError`` is the user's to mend: one line and exit code 2. The rest is ours."""
     try:
         app()
-    except ValueError as error:
+    except UserError as error:
         print(f"specgen: {error}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         print("specgen: interrupted", file=sys.stderr)
         sys.exit(130)
+    except Exception as error:
+        if _is_of_the_device(error):
+            print(f"specgen: {error}", file=sys.stderr)
+        else:
+            traceback.print_exc()
+            print(f"specgen: {_BUG}", file=sys.stderr)
+        sys.exit(1)
+
+
+def _is_of_the_device(error: Exception) -> bool:
+    """Whether it is ``DeviceLost``, whose module loads torch: where it is not loaded nobody has raised it."""
+    core = sys.modules.get("specgen.engine_core")
+    return core is not None and isinstance(error, core.DeviceLost)
 
 
 @app.command()
@@ -247,7 +295,7 @@ def verify(
         f"output {str(output)!r} exists: name a new file, or remove it first",
     )
     from specgen import audit_table
-    from specgen.atomic import write_json
+    from specgen.atomic import naming, writable, write_json
     from specgen.audit import AuditJob, audit  # imports torch
 
     job = AuditJob(
@@ -260,8 +308,10 @@ def verify(
     )
     found = audit(job, _Bar()).to_json()
     if output is not None:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        write_json(output, found)
+        with writable(output):
+            with naming(output):
+                output.parent.mkdir(parents=True, exist_ok=True)
+            write_json(output, found)
     print(json.dumps(found) if as_json else audit_table.render(found), end="\n" if as_json else "")
     failures = found["failures"]
     _print_failures(failures[:_FAILURES_SHOWN], len(failures), "--json and --output have all")
@@ -415,7 +465,7 @@ def _bytes(text: str) -> int:
     number = text.rstrip("KMGTIBkmgtib ")
     unit = text[len(number) :].strip().upper()
     require(
-        unit in units and number.replace(".", "", 1).isdigit(),
+        unit in units and number.replace(".", "", 1).isdecimal(),
         f"kv-memory is {text!r}: write a size such as 512MiB or 2GiB",
     )
     return int(float(number) * units[unit])

@@ -18,10 +18,14 @@ _short = reprlib.Repr()
 _short.maxstring = 100  # a tensor's name is whole
 
 
+class UserError(ValueError):
+    """What the user can mend; the text is one line that says what is wrong, and what to do."""
+
+
 def require(condition: bool, message: str) -> None:
-    """Raise ``ValueError(message)`` unless ``condition`` holds."""
+    """Raise ``UserError(message)`` unless ``condition`` holds."""
     if not condition:
-        raise ValueError(message)
+        raise UserError(message)
 
 
 def shown(value: object) -> str:
@@ -151,5 +155,5 @@ class Cluster:
         require(self.num_workers >= 1, f"num-workers is {self.num_workers}: use at least 1")
         require(
             find_spec("ray") is not None,
-            "executor is ray, which is not installed: pip install 'specgen[ray]'",
+            "executor is ray, which is not installed: pip install '.[ray]'",
         )

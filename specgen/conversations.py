@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from specgen.acceptance import RequestMetrics
-from specgen.config import SamplingParams, require
+from specgen.config import SamplingParams, UserError, require
 from specgen.output import RequestOutput
 from specgen.prompts import Prompt, Rejected, prompt_ids
 from specgen.sequence import Completion, Request
@@ -96,7 +96,7 @@ class Conversations:
             return None
         try:
             request = self._request(conversation, unanswered[0])
-        except ValueError as error:
+        except UserError as error:
             self._fail(self._failed(prompt, len(answers) + 1, str(error)))
             self._fail_behind(conversation)
             return None
@@ -110,7 +110,7 @@ class Conversations:
         )
         lost = self._lost.get(request_id, ())
         if len(lost) > 1:
-            raise ValueError(f"the device was lost while it ran alone: {lost[-1]}")
+            raise UserError(f"the device was lost while it ran alone: {lost[-1]}")
         conversation.asked, token_ids = prompt_ids(prompt, self._tokenizer, conversation.answers)
         return Request(
             id=request_id,

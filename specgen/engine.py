@@ -2,9 +2,10 @@
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 
 from specgen.acceptance import fold_request
-from specgen.build import Models, build_engine, load_models, resolve
+from specgen.build import DRAWN, Models, build_engine, load_models, open_checkpoints, resolve
 from specgen.config import EngineConfig, SamplingParams, require
 from specgen.conversations import Conversations
 from specgen.engine_core import DeviceLost, until_done
@@ -22,10 +23,11 @@ def _unrecorded(event: Event) -> None:
 
 
 class Engine:
-    """A model pair, loaded and warm. ``ValueError`` for what cannot run here.
+    """A model pair, loaded and warm. ``UserError`` for what cannot run here.
 
     ``record`` takes every event of what is generated (see ``events``). ``models`` are weights that another engine of
-    the same model and number format has loaded (its ``models``); without them they are read.
+    the same model and number format has loaded (its ``models``); without them they are read. ``expected`` asks for as
+    much as any request will: on a GPU, passes of greedy decoding alone leave more memory to the KV cache.
     """
 
     def __init__(
@@ -34,14 +36,16 @@ class Engine:
         *,
         record: Callable[[Event], None] = _unrecorded,
         models: Models | None = None,
+        expected: SamplingParams = DRAWN,
     ) -> None:
-        self.config = resolve(config)
-        self.models = load_models(self.config) if models is None else models
+        checkpoints = open_checkpoints(config) if models is None else models.checkpoints
+        self.config = resolve(config, checkpoints)
+        self.models = load_models(self.config, checkpoints) if models is None else models
         self._record = record
         self._steps: dict[str, list[Verified]] = defaultdict(list)
         self._generating = False
         try:
-            self._core = build_engine(self.config, self.models, self._see)
+            self._core = build_engine(self.config, self.models, self._see, expected=expected)
             self._core.warm_up()
         except DeviceLost as lost:
             raise DeviceLost(lost.reason, ()) from lost  # what was tried meanwhile is nobody's request
@@ -68,7 +72,7 @@ class Engine:
         that were answered before: they are not asked again. ``lost`` has why the device was lost while a turn ran
         (see ``DeviceLost``), by id and once for each time: a turn that it was lost with once runs alone, one that it
         was lost with twice has failed. ``until`` is asked between steps; once it is true, what the steps in flight
-        have finished is yielded and the rest is dropped. ``ValueError`` while the engine is at work for another
+        have finished is yielded and the rest is dropped. ``UserError`` while the engine is at work for another
         caller; ``DeviceLost`` where only a new process can go on.
         """
         require(
@@ -79,15 +83,14 @@ class Engine:
             _named(prompts), self.models.tokenizer, sampling or SamplingParams(), failed.append, earlier, lost
         )
         self._generating = True
+        completions = self._core.generate(conversations.first_turns(), conversations.follow_up, until)
         try:
-            for completion in self._core.generate(
-                conversations.first_turns(), conversations.follow_up, until
-            ):
-                yield from _drained(failed)
-                yield self._output(conversations, completion)
+            with closing(completions):
+                for completion in completions:
+                    yield from _drained(failed)
+                    yield self._output(conversations, completion)
             yield from _drained(failed)
         finally:
-            self._core.abandon()
             self._steps.clear()
             self._generating = False
 

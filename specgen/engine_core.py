@@ -2,7 +2,7 @@
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from typing import Literal
@@ -25,12 +25,14 @@ from specgen.events import (
 from specgen.models.config import TargetConfig
 from specgen.packing import chunk_layout, chunk_tokens
 from specgen.sampling import SamplingBatch, request_seed
-from specgen.scheduler import Scheduler
+from specgen.scheduler import Chunk, Scheduler
 from specgen.scoring import Scored, Scorer, ScoreRequest
 from specgen.sequence import Completion, Request, Sequence, StopFinder
 from specgen.spec_length import SpecLength
 from specgen.step import StepResult, Steps
-from specgen.transfer import HostCopy, on_device
+from specgen.transfer import HostCopy, on_device, use
+
+_MAX_SHORTAGES = 3  # of a sequence that is alone: a shortage may be another program's, and pass
 
 
 def no_follow_up(completion: Completion) -> Request | None:
@@ -71,6 +73,27 @@ class _Pass:
     numbers: HostCopy
     logprobs: HostCopy | None
     launched: float
+
+    @staticmethod
+    def of(
+        kind: Literal["prefill", "decode"],
+        sequences: list[tuple[Sequence, int | None]],
+        num_drafts: int,
+        num_sequences: int,
+        result: StepResult,
+        launched: float,
+    ) -> "_Pass":
+        """The pass that has ``result``, which is fetched."""
+        return _Pass(
+            kind=kind,
+            sequences=sequences,
+            num_sequences=num_sequences,
+            num_drafts=num_drafts,
+            result=result,
+            numbers=HostCopy(result.numbers),
+            logprobs=None if result.logprobs is None else HostCopy(result.logprobs),
+            launched=launched,
+        )
 
 
 class EngineCore:
@@ -116,7 +139,7 @@ class EngineCore:
         requests: Iterable[Request],
         follow_up: Callable[[Completion], Request | None] = no_follow_up,
         until: Callable[[], bool] = until_done,
-    ) -> Iterator[Completion]:
+    ) -> Generator[Completion, None, None]:
         """Yield completions as they finish, in no fixed order.
 
         A request is drawn from ``requests`` when the batch has a place for it. ``follow_up`` may answer a completion
@@ -124,32 +147,39 @@ class EngineCore:
         the passes in flight have finished is yielded, and the other requests are dropped.
         """
         source = iter(requests)
-        while not until():
-            finished = [*self._draw_requests(source), *self.step()]
-            for completion in finished:
-                yield completion
-                while (request := follow_up(completion)) is not None:
-                    refused = self.submit(request)
-                    if refused is None:
-                        break
-                    yield (completion := refused)
-            if not finished and not self._has_work:
-                return
-        self._guard(lambda: self._read_all_but(0))
-        yield from self._take_completions()
-        self.abandon()
+        try:
+            while not until():
+                finished = [*self._draw_requests(source), *self.step()]
+                for completion in finished:
+                    yield completion
+                    while (request := follow_up(completion)) is not None:
+                        refused = self.submit(request)
+                        if refused is None:
+                            break
+                        yield (completion := refused)
+                if not finished and not self._has_work:
+                    return
+            self._guard(lambda: self._read_all_but(0))
+            yield from self._take_completions()
+        finally:  # also where the caller has seen enough, or something failed
+            self.abandon()
 
     def score(self, requests: Iterable[ScoreRequest]) -> Iterator[Scored]:
         """Yield the scores of given texts as they are found, in no fixed order; nothing is drafted or recorded.
 
-        A text is drawn from ``requests`` when the batch has a place for it. ``ValueError`` for one that cannot run.
+        A text is drawn from ``requests`` when the batch has a place for it. ``UserError`` for one that cannot run;
+        ``RuntimeError`` where one fails twice, or ``DeviceLost``.
         """
         assert self._scheduler.idle, "texts are scored between runs"
         assert not self._in_flight
         scorer = Scorer(
             config=self._config, steps=self._steps, scheduler=self._scheduler, device=self._device
         )
-        yield from scorer.score(requests)
+        try:
+            yield from scorer.score(requests)
+        except RuntimeError:
+            self._require_device(())
+            raise
 
     def warm_up(self) -> None:
         """Generate a little and record nothing: first calls load, allocate and compile, which no run should measure."""
@@ -171,11 +201,10 @@ class EngineCore:
         return self._steps.runner.sizes(max_sequences)
 
     def abandon(self) -> None:
-        """Drop all requests in hand without an answer."""
-        self._read_all_but(0)
-        while self._scheduler.num_admitted:
-            self._scheduler.preempt()
-        self._scheduler.waiting.clear()
+        """Drop all requests in hand without an answer. Asks nothing of the device, which may be the reason."""
+        self._in_flight.clear()
+        self._scheduler.clear()
+        self._batch.reset()
         self._completions.clear()
 
     def _draw_requests(self, source: Iterator[Request]) -> Iterator[Completion]:
@@ -263,10 +292,11 @@ class EngineCore:
 
     @torch.inference_mode()
     def _advance(self) -> None:
-        prefilled = self._attempt(self._prefill, self._smaller_prefill)
+        use(self._device)  # another engine of this process may be on another
+        prefilled = self._prefill()
         if self._lookahead == 0:
             self._read_all_but(0)  # so that no step is spent on a text that its first token ended
-        decoded = self._attempt(self._decode, self._smaller_batch)
+        decoded = self._decode()
         self._read_all_but(self._lookahead if prefilled or decoded else 0)
 
     def _take_completions(self) -> list[Completion]:
@@ -274,11 +304,21 @@ class EngineCore:
         return finished
 
     def _prefill(self) -> bool:
+        """Whether a prefill is on its way."""
         began, chunks = self._now(), self._scheduler.next_chunks()
         if not chunks:
             return False
         if chunks[0].sequence.alone:
             self._read_all_but(0)  # so that nobody else can be to blame for what fails
+        launched = self._attempt(lambda: self._launch_prefill(chunks, began))
+        if launched is None:
+            self._recover(self._fewer_rows)
+            return False
+        self._scheduler.launched(chunks)
+        self._take_off(launched)
+        return True
+
+    def _launch_prefill(self, chunks: list[Chunk], began: float) -> _Pass:
         sampling = SamplingBatch.of(
             [chunk.sequence.request.sampling for chunk in chunks],
             [chunk.sequence.seed for chunk in chunks],
@@ -296,31 +336,33 @@ class EngineCore:
         rows = on_device(complete, self._device)
         self._batch.arrange(self._scheduler.running)
         self._batch.join([chunks[i].sequence for i in complete], seed.take(rows), sampling.take(rows))
-        for chunk in chunks:
-            chunk.sequence.num_computed += chunk.num_rows
-        for i in complete:
-            self._scheduler.start(chunks[i].sequence)
         sequences = [(chunks[i].sequence, i if fresh[i] else None) for i in complete]
-        self._launch("prefill", sequences, 0, len(chunks), result, began)
-        return True
+        return _Pass.of("prefill", sequences, 0, len(chunks), result, began)
 
     def _decode(self) -> bool:
+        """Whether a decode step is on its way."""
         began = self._now()
         if all(sequence.may_end for sequence in self._scheduler.running):
             self._read_all_but(0)  # a short wait costs less than a step that perhaps nobody needs
         for sequence in [sequence for sequence in self._scheduler.running if sequence.surely_ends]:
             self._scheduler.leave(sequence)
         self._reserve()
-        running = self._scheduler.running
-        if not running:
+        if not self._scheduler.running:
             return False
+        launched = self._attempt(lambda: self._launch_decode(self._scheduler.running, began))
+        if launched is None:
+            self._recover(self._fewer_sequences)
+            return False
+        self._take_off(launched)
+        return True
+
+    def _launch_decode(self, running: list[Sequence], began: float) -> _Pass:
         self._batch.arrange(running)
         num_drafts = self.spec_length.choose(len(running))
         columns = self._batch.columns(self._steps.runner.num_rows(len(running)))
         result = self._steps.decode(columns, num_drafts)
         rows: list[tuple[Sequence, int | None]] = [(sequence, row) for row, sequence in enumerate(running)]
-        self._launch("decode", rows, num_drafts, len(running), result, began)
-        return True
+        return _Pass.of("decode", rows, num_drafts, len(running), result, began)
 
     def _reserve(self) -> None:
         """Make sure that the next step's KV has pages, at the cost of the youngest sequences if need be."""
@@ -328,54 +370,67 @@ class EngineCore:
             if self._in_flight:  # what has ended gives its pages back
                 self._read()
             else:
-                self._preempt()
+                self._record_preempted(self._scheduler.preempt())
 
-    def _preempt(self) -> Sequence:
-        sequence = self._scheduler.preempt()
+    def _record_preempted(self, sequence: Sequence) -> None:
         self.record(Preempted(sequence=sequence.request.id, time=self._now()))
-        return sequence
+
+    def _take_off(self, launched: _Pass) -> None:
+        """Note that a pass is on its way; nothing in here can fail, so the host's state agrees with the device's."""
+        for sequence, row in launched.sequences:
+            if row is not None:
+                sequence.launch(1, launched.num_drafts + 1)
+        self._in_flight.append(launched)
+        self._scheduler.limits.see_pass()
+        self._record_captures()
 
     # --- out of memory ----------------------------------------------------------------------------
 
-    def _attempt(self, launch: Callable[[], bool], lower: Callable[[], None]) -> bool:
-        """Launch a pass; where the device has no memory for it, lower the limits for the next attempt."""
+    def _attempt(self, launch: Callable[[], _Pass]) -> _Pass | None:
+        """Launch a pass; None where the device has no memory for it."""
         try:
             return launch()
         except torch.OutOfMemoryError:
-            pass  # leave the handler first: the exception holds on to the tensors of the pass
+            return None  # and let go of the exception, which holds on to the tensors of the pass
+
+    def _recover(self, lower: Callable[[int], None]) -> None:
+        """Go on behind a pass that found no memory, within lower limits.
+
+        How far it came nobody knows, so nothing of the running batch on the device is used again: what the passes
+        before it have found is read, and everybody is computed again from there (the prefix cache has most of it).
+        """
         self._read_all_but(0)
-        self._scheduler.forget()
-        lower()
+        num_admitted = self._scheduler.num_admitted
+        for sequence in self._scheduler.send_all_back():
+            self._record_preempted(sequence)
+        self._batch.reset()
+        lower(num_admitted)
         torch.cuda.empty_cache()
-        scheduler = self._scheduler
+        limits = self._scheduler.limits
         self.record(
             OutOfMemory(
                 time=self._now(),
-                max_batch_size=scheduler.max_batch_size,
-                max_prefill_tokens=scheduler.max_prefill_tokens,
+                max_batch_size=limits.max_batch_size,
+                max_prefill_tokens=limits.max_prefill_tokens,
             )
         )
-        return False
 
-    def _smaller_prefill(self) -> None:
-        if self._scheduler.max_prefill_tokens > 1:
-            self._scheduler.max_prefill_tokens //= 2
-        else:
-            self._smaller_batch()
+    def _fewer_rows(self, num_admitted: int) -> None:
+        if not self._scheduler.limits.lower_prefill():
+            self._fewer_sequences(num_admitted)
 
-    def _smaller_batch(self) -> None:
-        scheduler = self._scheduler
-        if scheduler.num_admitted == 0:
-            return  # what was still in flight has ended them all
-        if scheduler.num_admitted == 1:
-            self._give_up(self._preempt())
-            return
-        scheduler.max_batch_size = scheduler.num_admitted // 2
-        while scheduler.num_admitted > scheduler.max_batch_size:
-            self._preempt()
+    def _fewer_sequences(self, num_admitted: int) -> None:
+        """Lower the limit of the batch; of a sequence that was alone there is nothing to lower."""
+        if num_admitted > 1:
+            self._scheduler.limits.lower_batch(num_admitted)
+        elif num_admitted == 1:
+            sequence = self._scheduler.waiting[0]
+            sequence.num_shortages += 1
+            if sequence.num_shortages >= _MAX_SHORTAGES:
+                self._give_up(sequence)
 
     def _give_up(self, sequence: Sequence) -> None:
-        """End a preempted sequence that does not fit alone."""
+        """End a waiting sequence that does not fit alone."""
         self._scheduler.waiting.remove(sequence)
         sequence.finish_reason = "error"
         self._retire(
@@ -386,14 +441,13 @@ class EngineCore:
 
     def _fail_all(self, reason: str) -> None:
         """A pass has failed: so have those who were in it or in one that is not read yet."""
-        hit = [*self._scheduler.prefilling, *self._scheduler.running]
-        hit += [sequence for done in self._in_flight for sequence, _ in done.sequences]
+        hit, in_flight = self._scheduler.in_hand, bool(self._in_flight)
         self._in_flight.clear()
-        failed = {sequence.request.id: sequence for sequence in hit if sequence.finish_reason is None}
-        self._require_device(tuple(failed))
-        if not hit:
+        self._batch.reset()
+        self._require_device(tuple(sequence.request.id for sequence in hit))
+        if not hit and not in_flight:
             raise RuntimeError(reason)  # nobody could be told
-        for sequence in failed.values():
+        for sequence in hit:
             self._fail(sequence, f"the device failed: {reason}")
 
     def _require_device(self, requests: tuple[str, ...]) -> None:
@@ -408,7 +462,7 @@ class EngineCore:
         """End ``sequence``; the first time it begins again, with nobody beside it."""
         sequence.finish_reason = "error"
         pages = self._scheduler.discard(sequence)
-        self._steps.clear(on_device([0, *pages], self._device))  # and page 0, where nobody's rows are written
+        self._steps.clear([0, *pages])  # and page 0, where padding rows are written
         self._record_end(sequence)
         if sequence.alone:
             self._completions.append(sequence.completion(f"{reason}, and again when tried alone"))
@@ -416,33 +470,6 @@ class EngineCore:
             self._scheduler.retry(self._new_sequence(sequence.request))
 
     # --- what passes have found -------------------------------------------------------------------
-
-    def _launch(
-        self,
-        kind: Literal["prefill", "decode"],
-        sequences: list[tuple[Sequence, int | None]],
-        num_drafts: int,
-        num_sequences: int,
-        result: StepResult,
-        began: float,
-    ) -> None:
-        """Note that a pass is on its way, and fetch what it finds."""
-        for sequence, row in sequences:
-            if row is not None:
-                sequence.launch(1, num_drafts + 1)
-        self._in_flight.append(
-            _Pass(
-                kind=kind,
-                sequences=sequences,
-                num_sequences=num_sequences,
-                num_drafts=num_drafts,
-                result=result,
-                numbers=HostCopy(result.numbers),
-                logprobs=None if result.logprobs is None else HostCopy(result.logprobs),
-                launched=began,
-            )
-        )
-        self._record_captures()
 
     def _read_all_but(self, num_newest: int) -> None:
         while len(self._in_flight) > num_newest:

@@ -6,8 +6,10 @@ engine was warm (a monotonic clock); ``sequence`` is the request's id.
 
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
+
+from specgen.config import UserError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,6 +123,13 @@ class Sharded:
     shard: str  # as in ``1/4``
 
 
+@dataclass(frozen=True, kw_only=True)
+class Merged:
+    """All shards have been brought together: what follows ran after every one of them."""
+
+    time: float
+
+
 Event = (
     Submitted
     | Prefilled
@@ -132,6 +141,7 @@ Event = (
     | OutOfMemory
     | Resumed
     | Sharded
+    | Merged
 )
 _TYPES: dict[str, type[Event]] = {
     "submitted": Submitted,
@@ -144,24 +154,26 @@ _TYPES: dict[str, type[Event]] = {
     "out_of_memory": OutOfMemory,
     "resumed": Resumed,
     "sharded": Sharded,
+    "merged": Merged,
 }
 _NAMES = {event_type: name for name, event_type in _TYPES.items()}
+_encode = json.JSONEncoder(separators=(",", ":")).encode
 
 
 def to_line(event: Event) -> str:
     """One JSON object with the event's type under ``event``; no line break."""
-    return json.dumps({"event": _NAMES[type(event)], **asdict(event)}, separators=(",", ":"))
+    return _encode({"event": _NAMES[type(event)], **vars(event)})  # asdict takes three times as long
 
 
 def from_line(line: str) -> Event:
-    """The inverse of ``to_line``; ``ValueError`` for a line that is no event."""
+    """The inverse of ``to_line``; ``UserError`` for a line that is no event."""
     try:
         fields = json.loads(line)
         if "drafts" in fields:
             fields["drafts"] = tuple(fields["drafts"])
         return _TYPES[fields.pop("event")](**fields)
     except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise ValueError(f"not an event: {line[:80]!r} ({error})") from error
+        raise UserError(f"not an event: {line[:80]!r} ({error})") from error
 
 
 def read(path: Path) -> Iterator[Event]:

@@ -78,6 +78,8 @@ class StepGraphs:
         self._captures: list[Capture] = []
         self._graphs: dict[Key, _Graph | None] = {}
         self._pool = torch.cuda.graph_pool_handle()
+        # torch's own for captures stays on the first device of a process
+        self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
     def num_rows(self, num_sequences: int) -> int:
         """See ``Runner.num_rows``."""
@@ -108,7 +110,7 @@ class StepGraphs:
         result = function(*inputs)
         if key not in self._graphs:
             began = time.perf_counter()
-            self._graphs[key] = graph = _capture(function, inputs, self._pool)
+            self._graphs[key] = graph = _capture(function, inputs, self._pool, self._stream)
             seconds = time.perf_counter() - began
             self._captures.append(Capture(key=key, seconds=seconds, fits=graph is not None))
         return result
@@ -139,12 +141,14 @@ class _Graph:
         return self.result
 
 
-def _capture(function: Callable[..., object], inputs: tuple[Tensor, ...], pool: Pool) -> _Graph | None:
+def _capture(
+    function: Callable[..., object], inputs: tuple[Tensor, ...], pool: Pool, stream: torch.cuda.Stream
+) -> _Graph | None:
     """A graph of ``function`` over copies of ``inputs``; None where memory is short. Nothing is executed."""
     graph = torch.cuda.CUDAGraph()
     try:
         copies = tuple(given.clone() for given in inputs)
-        with warnings.catch_warnings(), torch.cuda.graph(graph, pool=pool):
+        with warnings.catch_warnings(), torch.cuda.graph(graph, pool=pool, stream=stream):
             # plain decoding has nothing to propose
             warnings.filterwarnings("ignore", "The CUDA Graph is empty")
             result = function(*copies)

@@ -16,6 +16,7 @@ from specgen.checkpoint import (
     open_checkpoint,
     target_config,
 )
+from specgen.config import UserError
 from specgen.models import eagle3, llama
 from specgen.models.config import Eagle3Config, TargetConfig, architectures, kv_bytes_per_token
 from specgen.models.eagle3 import Eagle3Head, TensorPrefixes
@@ -123,7 +124,7 @@ class Description:
 def describe(path: str, other: str | None = None) -> Description:
     """Describe one checkpoint (directory or hub id), or a target and a head in either order.
 
-    Reads headers and the vocabulary map, no weights. ``ValueError`` for what is no checkpoint of a known family.
+    Reads headers and the vocabulary map, no weights. ``UserError`` for what is no checkpoint of a known family.
     """
     checkpoints = [open_checkpoint(name) for name in (path, other) if name is not None]
     targets = [_target(checkpoint) for checkpoint in checkpoints if not _is_head(checkpoint)]
@@ -174,7 +175,7 @@ def _collected(problems: list[str]) -> Iterator[None]:
     """Puts a refusal among ``problems`` instead of ending the description."""
     try:
         yield
-    except ValueError as error:
+    except UserError as error:
         problems.append(str(error))
 
 

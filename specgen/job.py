@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from specgen.build import choose_attention, described, open_checkpoints
+from specgen.build import Checkpoints, choose_attention, described
 from specgen.checkpoint import fingerprint
 from specgen.config import Cluster, EngineConfig, SamplingParams, require
 from specgen.display import draft_length, from_here
@@ -49,9 +49,10 @@ class Job:
         return self.dataset != STDIN and (path.is_file() or path.is_dir() or not path.exists())
 
 
-def job_manifest(job: Job, config: EngineConfig, found: Survey, *, with_fingerprints: bool) -> dict[str, Any]:
+def job_manifest(
+    job: Job, config: EngineConfig, checkpoints: Checkpoints, found: Survey, *, with_fingerprints: bool
+) -> dict[str, Any]:
     """What ``manifest.json`` holds; ``config`` is the job's engine, resolved. Fingerprints read all weights."""
-    checkpoints = open_checkpoints(config)
     data = {
         "dataset": job.dataset,
         "data_path": str(job.data_path) if job.data_path else None,
@@ -66,16 +67,17 @@ def job_manifest(job: Job, config: EngineConfig, found: Survey, *, with_fingerpr
         fingerprints={
             name: fingerprint(checkpoint) for name, checkpoint in checkpoints.items() if with_fingerprints
         },
-    ) | {"settings": _settings(job, config, described(config.model, checkpoints["model"]), found.num_prompts)}
+    ) | {"settings": _settings(job, config, checkpoints, found.num_prompts)}
 
 
-def _settings(job: Job, config: EngineConfig, model: str, num_prompts: int) -> dict[str, str]:
+def _settings(job: Job, config: EngineConfig, checkpoints: Checkpoints, num_prompts: int) -> dict[str, str]:
     """What runs, in the words that head a report."""
+    _, why = choose_attention(replace(config, attention=job.engine.attention), checkpoints)
     sampling = job.sampling
     how = "greedy" if sampling.temperature == 0 else f"temperature {sampling.temperature:g}"
     plain = config.num_spec_tokens == 0
     return {
-        "model": model,
+        "model": described(config.model, checkpoints["model"]),
         "drafter": "none (plain decoding)" if plain else from_here(str(config.drafter)),
         "draft tokens (K)": draft_length(config.num_spec_tokens, config.spec_length),
         **({} if plain else {"drafter batch": config.drafter_batch}),
@@ -83,7 +85,7 @@ def _settings(job: Job, config: EngineConfig, model: str, num_prompts: int) -> d
         **({} if job.shard == WHOLE else {"shard": str(job.shard)}),
         "sampling": f"{how}, at most {sampling.max_tokens} new tokens, seed {sampling.seed}",
         "runs on": f"{config.device}, {config.dtype}",
-        "attention": f"{config.attention}: {choose_attention(replace(config, attention=job.engine.attention))[1]}",
+        "attention": f"{config.attention}: {why}",
         **({} if job.cluster is None else {"workers": f"{job.cluster.num_workers} on Ray, at once"}),
         **({} if config.device == "cpu" else {"CUDA graphs": config.cuda_graphs}),
         "batch": f"at most {config.max_batch_size}",

@@ -1,14 +1,28 @@
-"""JSON objects that stand for a dataclass: neither a field too few nor a key too many."""
+"""JSON files, and objects in them that stand for a dataclass: neither a field too few nor a key too many."""
 
+import json
 from collections.abc import Mapping
 from dataclasses import MISSING, fields
+from pathlib import Path
 from typing import Any
 
-from specgen.config import require, shown
+from specgen.config import UserError, first_line, require, shown
+
+
+def load_json(path: Path, remedy: str) -> dict[str, Any]:
+    """The object in a JSON file; ``UserError`` that ends with ``remedy`` where it cannot be read or is none."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror}): {remedy}") from error
+    except ValueError as error:
+        raise UserError(f"{path} is not JSON ({first_line(error)}): {remedy}") from error
+    require(isinstance(value, dict), f"{path} holds no JSON object: {remedy}")
+    return dict(value)
 
 
 def check_fields(value: object, cls: type[Any]) -> dict[str, Any]:
-    """``value`` as the arguments of the dataclass ``cls``; ``ValueError`` names a key that is missing or unknown."""
+    """``value`` as the arguments of the dataclass ``cls``; ``UserError`` names a key that is missing or unknown."""
     require(isinstance(value, Mapping), f"{shown(value)} is not a JSON object")
     assert isinstance(value, Mapping)
     needed = {field.name for field in fields(cls) if field.default is MISSING}

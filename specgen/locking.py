@@ -8,19 +8,24 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
+from specgen.atomic import naming
+from specgen.config import UserError
+
 LOCK = ".lock"
 
 
 @contextmanager
 def locked(directory: Path) -> Iterator[None]:
-    """Make ``directory`` if need be and hold it alone; ``ValueError`` naming the process that holds it already.
+    """Make ``directory`` if need be and hold it alone; ``UserError`` naming the process that holds it already.
 
     The lock is the kernel's, on a file that stays: it ends with the process, however that ends.
     """
-    with _hold(directory) as file:
-        file.truncate(0)
-        file.write(f"{os.getpid()} {socket.gethostname()}")
-        file.flush()
+    with naming(directory):
+        file = _hold(directory)
+    with file:
+        with naming(directory):
+            os.ftruncate(file.fileno(), 0)
+            os.write(file.fileno(), f"{os.getpid()} {socket.gethostname()}".encode())
         yield
 
 
@@ -35,7 +40,7 @@ def _hold(directory: Path) -> IO[str]:
         except FileNotFoundError:
             pass  # the directory was moved away in between, with the file that is locked now
         except BlockingIOError as error:
-            raise ValueError(
+            raise UserError(
                 f"output {str(directory)!r} is in use by {_holder(file)}: wait for it, or name another directory"
             ) from error
         file.close()

@@ -9,7 +9,7 @@ from typing import Any
 
 from specgen.atomic import replacement, write_json
 from specgen.config import require
-from specgen.events import Sharded, to_line
+from specgen.events import Merged, Sharded, to_line
 from specgen.job import FormatName
 from specgen.provenance import FREE_IN_A_RUN, differences
 from specgen.report import load
@@ -17,6 +17,7 @@ from specgen.results import directory
 from specgen.row_file import id_of
 from specgen.run_output import export, read_json, write_report
 from specgen.shard import REQUESTS, WHOLE, Shard, parse_shard, read_requests
+from specgen.status import figures
 
 _NEEDED = ("completions.jsonl", "errors.jsonl", "events.jsonl", "status.json", REQUESTS)
 _SHOWN = 5  # of the shards that are missing
@@ -37,7 +38,7 @@ class _Part:
 def merge(output: Path, directories: Sequence[Path], format_name: FormatName) -> None:
     """Leave in ``output`` what one process would have left for the shards in ``directories``, in any order.
 
-    Rows pass through one at a time. ``output`` is there whole or not at all, and in ``format_name`` too. ``ValueError``
+    Rows pass through one at a time. ``output`` is there whole or not at all, and in ``format_name`` too. ``UserError``
     where it exists already, and for shards that are not all of one run, or not finished.
     """
     require(not output.exists(), f"output {str(output)!r} exists: name a new directory, or remove it first")
@@ -49,8 +50,8 @@ def merge(output: Path, directories: Sequence[Path], format_name: FormatName) ->
         for into in (path, baseline):
             if into is not None:
                 _join(into, [part.path / into.relative_to(path) for part in parts], parts)
-        write_report(path, baseline)
-        write_json(path / "status.json", _status(path, parts))
+        report = write_report(path, baseline)
+        write_json(path / "status.json", {**parts[0].status, **figures(report)})
         export(path, format_name)
         path.rename(output)
 
@@ -130,6 +131,7 @@ def _join(into: Path, sources: Sequence[Path], parts: Sequence[_Part]) -> None:
             file.write(to_line(Sharded(time=0.0, shard=str(part.shard))).encode() + b"\n")
             with (source / "events.jsonl").open("rb") as events:
                 shutil.copyfileobj(events, file)
+        file.write(to_line(Merged(time=0.0)).encode() + b"\n")
 
 
 def _by_row(path: Path, requests: Path) -> Iterator[list[bytes]]:
@@ -156,17 +158,3 @@ def _manifest(parts: Sequence[_Part]) -> dict[str, Any]:
     settings = {name: text for name, text in manifest["settings"].items() if name != "shard"}
     settings["shards"] = f"{len(parts)}, each in a process of its own; the time is the slowest one's"
     return {**manifest, "data": {**manifest["data"], "shard": str(WHOLE)}, "settings": settings}
-
-
-def _status(path: Path, parts: Sequence[_Part]) -> dict[str, Any]:
-    report = read_json(path / "report.json")
-    done, failed = report["num_requests"], report["num_errors"]
-    return {
-        **parts[0].status,
-        "total": done + failed,
-        "done": done,
-        "failed": failed,
-        "output_tokens": report["total_num_output_tokens"],
-        "output_tokens_per_second": report["output_tokens_per_second"],
-        "acceptance_length": report["mean_acceptance_length"],
-    }

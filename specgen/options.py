@@ -359,7 +359,7 @@ StudyOutputOption = Annotated[
 
 
 def numbers(name: str, text: str) -> tuple[int, ...]:
-    """The numbers of the option ``name`` from ``1,8,32``; ``ValueError`` for anything else."""
+    """The numbers of the option ``name`` from ``1,8,32``; ``UserError`` for anything else."""
     parts = [part.strip() for part in text.split(",")]
     require(
         all(part.isdecimal() and int(part) >= 1 for part in parts),

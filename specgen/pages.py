@@ -45,10 +45,19 @@ class PageAllocator:
         return 0
 
     def keep(self, pages: Sequence[int], digests: Sequence[bytes]) -> None:
-        """Remember that ``pages`` hold, or will before the next pass, what ``digests`` name; as far as both go."""
+        """Remember that ``pages`` hold what ``digests`` name; as far as both go."""
+
+    def expect(self, pages: Sequence[int], digests: Sequence[bytes]) -> None:
+        """The same of what the next pass computes, for those who are in it; it ends in one of the next two."""
+
+    def confirm(self) -> None:
+        """That pass is on its way: those behind it may have its pages too."""
+
+    def drop_expected(self) -> None:
+        """That pass has failed."""
 
     def forget(self) -> None:
-        """Give no page to anybody else any more: what was to be computed may not be there."""
+        """Give no page to anybody else any more: what is in them may be spoilt."""
 
     def _take(self) -> int:
         return self._free.pop()

@@ -9,7 +9,7 @@ from typing import IO
 import torch
 from torch import Tensor
 
-from specgen.config import first_line, require, shown
+from specgen.config import UserError, first_line, require, shown
 
 _ZIP = b"PK\x03\x04"
 _PLAIN = {  # what tensors are made of; the unpickler knows more, such as byte arrays of any size
@@ -25,7 +25,7 @@ _LEGACY_PICKLES = 4  # magic number, version, system, tensors
 def read_pickle(file: Path) -> dict[str, Tensor]:
     """The tensors of a file by name, on the CPU, mapped into memory where the format (torch 1.6 and later) allows it.
 
-    ``ValueError`` where it is broken, holds anything but tensors by name, or claims more than it holds.
+    ``UserError`` where it is broken, holds anything but tensors by name, or claims more than it holds.
     """
     try:
         zipped = _is_zipped(file)
@@ -39,7 +39,7 @@ def read_pickle(file: Path) -> dict[str, Tensor]:
         # A view may repeat a value without end. Twice: tied tensors share their values.
         require(claimed <= 2 * held, f"its tensors claim {claimed} bytes, and it has {held}")
     except Exception as error:  # the library raises whatever its parsers stumble over
-        raise ValueError(
+        raise UserError(
             f"{file} cannot be read as tensors ({first_line(error)}): use a safetensors version"
         ) from error
     return dict(tensors)

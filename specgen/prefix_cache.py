@@ -31,6 +31,7 @@ class PrefixCache(PageAllocator):
         super().__init__(num_pages, page_size)
         self._num_users = [0] * (num_pages + 1)
         self._page_of: dict[bytes, int] = {}
+        self._expected: dict[bytes, int] = {}  # pages that the pass in the making computes
         self._digest_of: dict[int, bytes] = {}
         self._unused: dict[int, None] = {}  # known pages without users, the longest unused first
 
@@ -41,11 +42,11 @@ class PrefixCache(PageAllocator):
 
     def num_known(self, digests: Sequence[bytes]) -> int:
         """See ``PageAllocator.num_known``."""
-        return next((i for i, digest in enumerate(digests) if digest not in self._page_of), len(digests))
+        return len(self._known(digests))
 
     def reuse(self, pages: list[int], digests: Sequence[bytes]) -> int:
         """See ``PageAllocator.reuse``."""
-        known = [self._page_of[digest] for digest in digests[: self.num_known(digests)]]
+        known = self._known(digests)
         for page in known:
             self._num_users[page] += 1
             self._unused.pop(page, None)
@@ -59,11 +60,35 @@ class PrefixCache(PageAllocator):
                 self._page_of[digest] = page
                 self._digest_of[page] = digest
 
+    def expect(self, pages: Sequence[int], digests: Sequence[bytes]) -> None:
+        """See ``PageAllocator.expect``."""
+        for page, digest in zip(pages, digests, strict=False):
+            self._expected.setdefault(digest, page)
+
+    def confirm(self) -> None:
+        """See ``PageAllocator.confirm``."""
+        self.keep(list(self._expected.values()), list(self._expected))
+        self._expected.clear()
+
+    def drop_expected(self) -> None:
+        """See ``PageAllocator.drop_expected``."""
+        self._expected.clear()
+
     def forget(self) -> None:
         """See ``PageAllocator.forget``."""
         self._free.extend(self._unused)
-        for known in (self._page_of, self._digest_of, self._unused):
+        for known in (self._page_of, self._expected, self._digest_of, self._unused):
             known.clear()
+
+    def _known(self, digests: Sequence[bytes]) -> list[int]:
+        """The pages of the first ``digests``, as far as all are known."""
+        known: list[int] = []
+        for digest in digests:
+            page = self._page_of.get(digest) or self._expected.get(digest)
+            if page is None:
+                break
+            known.append(page)
+        return known
 
     def _take(self) -> int:
         if not self._free:

@@ -14,11 +14,13 @@ from itertools import islice
 from pathlib import Path
 from queue import Empty, Queue
 from threading import Thread
+from traceback import format_exception
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from specgen.config import Cluster, EngineConfig, SamplingParams, require
+from specgen.build import DRAWN
+from specgen.config import Cluster, EngineConfig, SamplingParams, UserError, require
 from specgen.events import Event
 from specgen.output import RequestOutput
 from specgen.prompts import Prompt, Rejected
@@ -50,10 +52,18 @@ class RayEngine:
     """The engines of ``cluster``, each with a resolved ``config`` in a process of its own, and a GPU if it needs one.
 
     ``record`` takes every event of what they generate, block by block; times count from the call of ``generate``.
-    ``ValueError`` where this machine has too few GPUs, later where there is no cluster or a worker cannot start.
+    ``expected`` is that of ``Engine``.
+    ``UserError`` where this machine has too few GPUs, later where there is no cluster or a worker cannot start.
     """
 
-    def __init__(self, config: EngineConfig, cluster: Cluster, *, record: Callable[[Event], None]) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        cluster: Cluster,
+        *,
+        record: Callable[[Event], None],
+        expected: SamplingParams = DRAWN,
+    ) -> None:
         num_gpus = torch.cuda.device_count()
         require(
             config.device == "cpu" or cluster.address is not None or num_gpus >= cluster.num_workers,
@@ -62,6 +72,7 @@ class RayEngine:
         self._config = config
         self._cluster = cluster
         self._record = record
+        self._expected = expected
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -84,7 +95,7 @@ class RayEngine:
         size = _BATCHES * self._config.max_batch_size
         blocks = _blocks(iter(prompts), earlier, lost, size, self._cluster.num_workers)
         with _connected(self._cluster):
-            for records in _until(until, self._answered(blocks, sampling)):
+            for records in _on_stderr(_until(until, self._answered(blocks, sampling))):
                 for record in records:
                     match record:
                         case RequestOutput():
@@ -103,7 +114,7 @@ class RayEngine:
             return
         answers = ray.data.from_arrow_refs(tables).map_batches(
             _Worker,
-            fn_constructor_args=(_portable(self._config), sampling, time.time()),
+            fn_constructor_args=(_portable(self._config), self._expected, sampling, time.time()),
             batch_size=None,
             batch_format="pyarrow",
             compute=ray.data.ActorPoolStrategy(size=self._cluster.num_workers),
@@ -116,23 +127,32 @@ class RayEngine:
 class _Worker:
     """An engine that answers blocks, in a process that Ray Data starts and calls."""
 
-    def __init__(self, config: EngineConfig, sampling: SamplingParams, began: float) -> None:
+    def __init__(
+        self, config: EngineConfig, expected: SamplingParams, sampling: SamplingParams, began: float
+    ) -> None:
         from specgen.engine import Engine
 
         self._sampling = sampling
         self._records: list[_Record] = []
-        self._engine = Engine(config, record=self._note)
+        self._failed: Exception | None = None
+        try:
+            self._engine = Engine(config, record=self._note, expected=expected)
+        except Exception as error:
+            self._failed = error
         self._late = time.time() - began  # the clock of the engine starts now, that of the run has run since
 
     def __call__(self, table: "pyarrow.Table") -> "pyarrow.Table":
         self._records.clear()
         try:
+            if self._failed is not None:
+                raise self._failed
             for block in _values(table):
                 for output in self._engine.generate(
                     block.prompts, self._sampling, earlier=block.earlier, lost=block.lost
                 ):
                     self._records.append(output)
         except Exception as error:
+            error.add_note("".join(format_exception(error)))  # which does not cross to another process
             self._records.append(error)  # raised by the driver: Ray's own has neither its type nor its fields
         return _table(self._records)
 
@@ -211,6 +231,16 @@ def _draw(values: Iterator[list[_Record]], into: "Queue[list[_Record] | Exceptio
         into.put(error)
 
 
+def _on_stderr(values: Iterator[list[_Record]]) -> Iterator[list[_Record]]:
+    """``values``, with what is printed while one is waited for on stderr; stdout is of whoever takes them."""
+    while True:
+        with redirect_stdout(sys.stderr):
+            value = next(values, None)
+        if value is None:
+            return
+        yield value
+
+
 @contextmanager
 def _connected(cluster: Cluster) -> Iterator[None]:
     """Ray at the cluster's address, or one on this machine: without telemetry, and with what it says on stderr."""
@@ -223,11 +253,14 @@ def _connected(cluster: Cluster) -> Iterator[None]:
     context.enable_progress_bars = context.print_on_execution_start = False
     with redirect_stdout(sys.stderr):
         _start(cluster)
-        try:
-            yield
-        except ray.exceptions.RayError as error:
-            raise ValueError(f"a worker cannot go on: {_last_line(error)}") from error
-        finally:
+    try:
+        yield
+    except ray.exceptions.RayTaskError:
+        raise  # what a worker does not expect is a bug
+    except ray.exceptions.RayError as error:
+        raise UserError(f"a worker cannot go on: {_last_line(error)}") from error
+    finally:
+        with redirect_stdout(sys.stderr):
             ray.shutdown()
 
 
@@ -244,7 +277,7 @@ def _start(cluster: Cluster) -> None:
         )
     except (OSError, RuntimeError, ValueError) as error:
         where = f"at address {cluster.address!r}" if cluster.address else "on this machine"
-        raise ValueError(f"no Ray cluster {where}: {_last_line(error)}") from error
+        raise UserError(f"no Ray cluster {where}: {_last_line(error)}") from error
     signal.signal(signal.SIGTERM, on_terminate)  # Ray's would end the process at once
 
 
@@ -257,4 +290,4 @@ def _require_listening(address: str | None) -> None:
 
 def _last_line(error: BaseException) -> str:
     """Where Ray puts the reason, behind the traceback of another process."""
-    return str(error).strip().splitlines()[-1].removeprefix("ValueError: ")
+    return str(error).strip().splitlines()[-1]

@@ -1,14 +1,13 @@
 """Published figures, from ``eval/reference/``, each with the address where it stands."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
 from specgen.bundled import evaluation_directory
-from specgen.config import require
-from specgen.json_fields import check_fields
+from specgen.config import UserError, require
+from specgen.json_fields import check_fields, load_json
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,23 +63,23 @@ class Reference:
 
     @classmethod
     def from_json(cls, name: str, value: Mapping[str, Any]) -> Self:
-        """The reference that a file called ``name`` holds; ``ValueError`` for a key too few or too many."""
-        require(isinstance(value, Mapping), f"{value!r} is not a JSON object")
+        """The reference that a file called ``name`` holds; ``UserError`` for a key too few or too many."""
         known = check_fields({**value, "name": name}, cls)
         accuracy = tuple(Accuracy(**check_fields(entry, Accuracy)) for entry in known["accuracy"])
         return cls(**{**known, "acceptance": tuple(known["acceptance"]), "accuracy": accuracy})
 
 
 def load_reference(name: str) -> Reference:
-    """The bundled reference ``name``; ``ValueError`` with the names that exist for any other."""
+    """The bundled reference ``name``; ``UserError`` with the names that exist for any other."""
     files = {path.stem: path for path in sorted((evaluation_directory() / "reference").glob("*.json"))}
     require(name in files, f"against is {name!r}, which is no reference: use one of {', '.join(files)}")
     return read_reference(files[name])
 
 
 def read_reference(path: Path) -> Reference:
-    """The reference in ``path``; ``ValueError``, with the path, for one that does not hold what it must."""
+    """The reference in ``path``; ``UserError``, with the path, for one that does not hold what it must."""
+    value = load_json(path, "mend it")
     try:
-        return Reference.from_json(path.stem, json.loads(path.read_text(encoding="utf-8")))
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"{path} is no reference: {error}") from error
+        return Reference.from_json(path.stem, value)
+    except (UserError, TypeError) as error:
+        raise UserError(f"{path} is no reference: {error}") from error

@@ -1,6 +1,5 @@
 """What a run was worth: a pure fold over its events into frozen numbers, and those as JSON."""
 
-import json
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -12,6 +11,7 @@ from specgen.config import require
 from specgen.events import (
     Event,
     Finished,
+    Merged,
     Preempted,
     Prefilled,
     Resumed,
@@ -20,6 +20,7 @@ from specgen.events import (
     Submitted,
     Verified,
 )
+from specgen.json_fields import load_json
 from specgen.timings import Spread, Steps, StepSum, WallClock, spread
 
 __all__ = [
@@ -93,7 +94,7 @@ class Report:
         decode = self.steps.get("decode")
         return {
             "target": decode.target_rows if decode else 0,
-            "target_rejected": self.speculation.num_draft_tokens - self.speculation.num_accepted_tokens,
+            "target_rejected": decode.target_rejected if decode else 0,
             "first_pass": decode.first_pass_rows if decode else 0,
             "first_pass_wasted": decode.first_pass_wasted if decode else 0,
             "loop": sum(steps.loop_rows for steps in self.steps.values()),
@@ -155,14 +156,18 @@ class _Fold:
         self.ttft: list[float] = []
         self.tpot: list[float] = []
         self.steps: dict[str, StepSum] = {}
+        self.num_rejected = 0  # drafts of the step whose end is to come
 
     def take(self, event: Event) -> None:
         match event:
             case Resumed():
                 self.clock.resume()
                 self.open.clear()
+                self.num_rejected = 0
             case Sharded():
                 self.clock.shard()
+            case Merged():
+                self.clock.merge()
             case _:
                 self.clock.see(event.time)
                 self.count(event)
@@ -179,12 +184,14 @@ class _Fold:
                 request = self.request(event.sequence)
                 request.counts.add(event)
                 request.emit(event.emitted, event.time)
+                self.num_rejected += len(event.drafts) - event.accepted
             case Preempted():
                 self.num_preemptions += 1
             case Finished():
                 self.finish(event)
             case Stepped():
-                self.steps.setdefault(event.kind, StepSum()).add(event)
+                self.steps.setdefault(event.kind, StepSum()).add(event, self.num_rejected)
+                self.num_rejected = 0
 
     def request(self, sequence: str) -> _Request:
         require(
@@ -257,7 +264,7 @@ def fold(events: Iterable[Event], *, num_spec_tokens: int) -> Report:
 
     A failed request, one whose last ``Finished`` is an error, counts in ``num_errors`` alone; what is submitted again
     begins anew. Memory grows with the requests (two times each) and the draft length, not with the steps.
-    ``num_spec_tokens`` is the run's K. ``ValueError`` for events that cannot be of one run.
+    ``num_spec_tokens`` is the run's K. ``UserError`` for events that cannot be of one run.
     """
     state = _Fold(num_spec_tokens)
     for event in events:
@@ -286,22 +293,11 @@ def draft_lengths(report: Mapping[str, Any]) -> dict[str, int]:
 
 
 def load(directory: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """``report.json`` and ``manifest.json`` of a run's directory; ``ValueError`` where one is not right."""
-    report = _read_object(directory / "report.json")
+    """``report.json`` and ``manifest.json`` of a run's directory; ``UserError`` where one is not right."""
+    remedy = "give a directory that `specgen generate --output` has finished"
+    report = load_json(directory / "report.json", remedy)
     require(
         "acceptance" in report,
         f"{directory / 'report.json'} is no report of a run: generate into a new directory",
     )
-    return report, _read_object(directory / "manifest.json")
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    remedy = "give a directory that `specgen generate --output` has finished"
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read ({error.strerror}): {remedy}") from error
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON ({error}): {remedy}") from error
-    require(isinstance(value, dict), f"{path} holds no JSON object: {remedy}")
-    return dict(value)
+    return report, load_json(directory / "manifest.json", remedy)

@@ -1,7 +1,6 @@
 """The run directory: completions, errors and events as they happen, each request on disk before it is counted."""
 
 import json
-import os
 import tempfile
 import time
 from collections.abc import Container, Iterable, Iterator, Mapping
@@ -9,15 +8,18 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, Self
 
-from specgen.atomic import write_json
+from specgen.atomic import open_output, sync, writable, write_json
 from specgen.config import require
 from specgen.events import Event, read, to_line
+from specgen.json_fields import load_json
 from specgen.locking import LOCK, locked
 from specgen.provenance import differences
 from specgen.resume import recover
 from specgen.row_file import RowFile
 
 _SYNC_INTERVAL = 1.0  # seconds of work that a power failure may cost
+_KEPT = "what is done is kept; mend that and give the same command again"
+_NO_ROOM = "name a directory elsewhere with --output, or in TMPDIR"
 _BEFORE_MANIFEST = {LOCK, "manifest.json.partial"}
 
 
@@ -25,22 +27,18 @@ _BEFORE_MANIFEST = {LOCK, "manifest.json.partial"}
 def directory(output: Path | None, marker: str) -> Iterator[Path]:
     """``output``, made and held alone, or for None a directory that is gone afterwards.
 
-    ``ValueError`` where it holds something, and not the file ``marker`` that begins what goes on there, where another
-    process is at work in it, and for what the file system refuses meanwhile.
+    ``UserError`` where it holds something, and not the file ``marker`` that begins what goes on there, where another
+    process is at work in it, and for what the file system refuses in it meanwhile.
     """
     if output is None:
-        with tempfile.TemporaryDirectory(prefix="specgen-") as path:
+        with tempfile.TemporaryDirectory(prefix="specgen-") as path, writable(Path(path), _NO_ROOM):
             yield Path(path)
         return
-    try:
+    output = output.absolute()  # so that no name of anything else, such as that of a program, lies in it
+    with writable(output, _KEPT):
         _require_ours(output, marker)
         with locked(output):
             yield output
-    except OSError as error:
-        raise ValueError(
-            f"output {str(output)!r} cannot be written ({error.strerror or error}): what is done is kept; "
-            "mend that and give the same command again"
-        ) from error
 
 
 def set_aside(path: Path, marker: str) -> None:
@@ -55,14 +53,14 @@ def set_aside(path: Path, marker: str) -> None:
 
 
 def require_same(path: Path, asked: Mapping[str, Any], *, free: Container[str], remedy: str) -> None:
-    """Leave what is ``asked`` in ``path``; ``ValueError`` where an earlier run left something else there.
+    """Leave what is ``asked`` in ``path``; ``UserError`` where an earlier run left something else there.
 
     ``free`` names fields that may differ.
     """
     if not path.exists():
         write_json(path, asked)
         return
-    earlier = json.loads(path.read_text(encoding="utf-8"))
+    earlier = load_json(path, remedy)
     other = differences(earlier, json.loads(json.dumps(asked)), free)
     require(
         not other, f"output {str(path.parent)!r} holds a run that differs in {', '.join(other)}: {remedy}"
@@ -88,7 +86,7 @@ class RunDirectory:
         self.errors = RowFile(path / "errors.jsonl")
         self.errors.clear()
         recover(path / "events.jsonl", self.completions)
-        self._events = (path / "events.jsonl").open("a", encoding="utf-8")
+        self._events = open_output(path / "events.jsonl", "a")
         self._synced = time.monotonic()
 
     def __enter__(self) -> Self:
@@ -99,7 +97,7 @@ class RunDirectory:
 
     def add_event(self, event: Event) -> None:
         """Append to ``events.jsonl``."""
-        self._events.write(to_line(event) + "\n")
+        self._events.write(to_line(event).encode() + b"\n")
 
     def add_completion(self, row: Mapping[str, Any]) -> None:
         """Append to ``completions.jsonl``; it is there, after its events, before the next one is taken."""
@@ -117,7 +115,6 @@ class RunDirectory:
         if self._events.closed:
             return
         with closing(self.errors), closing(self.completions), self._events:  # all, whichever fails
-            self._events.flush()
             self._sync()
 
     def arrange(self, ids: Iterable[str]) -> None:
@@ -135,7 +132,7 @@ class RunDirectory:
         return _Texts(self.completions)
 
     def _sync(self) -> None:
-        os.fsync(self._events.fileno())
+        sync(self._events)
         self.completions.sync()
         self._synced = time.monotonic()
 

@@ -5,6 +5,7 @@ import re
 from collections.abc import Container
 from pathlib import Path
 
+from specgen.atomic import naming
 from specgen.events import Resumed, to_line
 from specgen.row_file import cut_torn_line, unquoted
 
@@ -21,7 +22,7 @@ def recover(events: Path, done: Container[str]) -> None:
     """
     events.touch()
     cut_torn_line(events)
-    with events.open("r+b") as file:
+    with naming(events), events.open("r+b") as file:
         file.truncate(_end_of_done(events, done))
         if file.seek(0, 2):
             file.write(to_line(Resumed(time=0.0)).encode() + b"\n")

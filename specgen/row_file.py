@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
-from specgen.atomic import replacement
+from specgen.atomic import naming, open_output, replacement, sync
 
 _ID = re.compile(rb'\{"id": ("(?:[^"\\]|\\.)*")')  # begins a row as ``add`` writes it
 
@@ -27,7 +27,7 @@ class RowFile(Mapping[str, dict[str, Any]]):
         self._open()
 
     def _open(self) -> None:
-        self._file = self.path.open("ab")
+        self._file = open_output(self.path, "a")
         self._reader = self.path.open("rb")
         self._offsets = dict(_offsets(self._reader))
 
@@ -53,7 +53,7 @@ class RowFile(Mapping[str, dict[str, Any]]):
 
     def sync(self) -> None:
         """Wait until the device has it, so that not even a power failure takes it back."""
-        os.fsync(self._file.fileno())
+        sync(self._file)
 
     def clear(self) -> None:
         """Remove all rows."""
@@ -82,7 +82,7 @@ class RowFile(Mapping[str, dict[str, Any]]):
 
 def cut_torn_line(path: Path) -> None:
     """Remove what follows the last line break of ``path``."""
-    with path.open("r+b") as file:
+    with naming(path), path.open("r+b") as file:
         if os.fstat(file.fileno()).st_size:
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
                 end = content.rfind(b"\n") + 1

@@ -1,11 +1,11 @@
 """The main job: prompts through an engine into a run directory, and the report of it; what was begun goes on."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
-from specgen.build import Models, resolve
+from specgen.build import Checkpoints, Models, load_models, open_checkpoints, resolve
 from specgen.config import EngineConfig, require
 from specgen.engine import Engine
 from specgen.engine_core import DeviceLost, until_done
@@ -19,6 +19,7 @@ from specgen.provenance import FREE_IN_A_RUN
 from specgen.ray_engine import RayEngine
 from specgen.results import RunDirectory, directory, require_same, set_aside
 from specgen.run_output import Result, export, is_finished, read_result, write_report
+from specgen.sampling import most_demanding
 from specgen.shard import REQUESTS, write_requests
 from specgen.status import Status, kept_status
 from specgen.survey import Survey, survey
@@ -59,29 +60,36 @@ def run(job: Job, output: Path | None, progress: Progress, until: Callable[[], b
 
     ``until`` is asked between steps; once it is true the run ends with ``StoppedError``, and beyond
     ``job.max_failures`` with ``TooManyFailuresError``: what is done by then is kept, and the same job goes on.
-    So it does in a new process after ``DeviceLost``. ``ValueError`` for what cannot run, and for an ``output`` that
+    So it does in a new process after ``DeviceLost``. ``UserError`` for what cannot run, and for an ``output`` that
     holds something else, is in use, or cannot be written.
     """
     require(
         output is not None or job.format == "jsonl",
         f"format is {job.format!r} and no file is kept: name a directory with --output, or - for stdout",
     )
-    config = resolve(job.engine)
+    checkpoints = open_checkpoints(job.engine)
+    config = resolve(job.engine, checkpoints)
     prompts = open_prompts(job.dataset, data_path=job.data_path, num_prompts=job.num_prompts)
     found = survey(job.dataset, prompts, job.shard)
     if output is not None and job.restart:
         set_aside(output, "manifest.json")
     with directory(output, "manifest.json") as path:
-        asked = job_manifest(job, config, found, with_fingerprints=output is not None)
+        asked = job_manifest(job, config, checkpoints, found, with_fingerprints=output is not None)
         require_same(path / "manifest.json", asked, free=FREE_IN_A_RUN, remedy=_REMEDY)
         if job.shard.count > 1:
             write_requests(path / REQUESTS, filter(None, found.rows))
         if not is_finished(path, job):
             with kept_while_lost(path), kept_status(path / "status.json") as status:
                 work = _Work(
-                    job=job, prompts=prompts, survey=found, progress=progress, status=status, until=until
+                    job=job,
+                    checkpoints=checkpoints,
+                    prompts=prompts,
+                    survey=found,
+                    progress=progress,
+                    status=status,
+                    until=until,
                 )
-                write_report(path, work.answer(config, path))
+                status.finish(write_report(path, work.answer(config, path)))
         export(path, job.format)
         return read_result(path, found.first)
 
@@ -91,6 +99,7 @@ class _Work:
     """What is done for a job: the same prompts through an engine, and for a baseline through another."""
 
     job: Job
+    checkpoints: Checkpoints
     prompts: PromptSet
     survey: Survey
     progress: Progress
@@ -146,11 +155,13 @@ class _Work:
         self._require_all(files)
 
     def _engine(self, config: EngineConfig, record: Callable[[Event], None]) -> Engine | RayEngine:
+        sampling = self.job.sampling
+        expected = most_demanding([sampling, *(replace(sampling, **row) for row in self.survey.sampling)])
         if self.job.cluster is not None:
-            return RayEngine(config, self.job.cluster, record=record)
-        engine = Engine(config, record=record, models=self.models)
-        self.models = engine.models
-        return engine
+            return RayEngine(config, self.job.cluster, record=record, expected=expected)
+        if self.models is None:
+            self.models = load_models(config, self.checkpoints)
+        return Engine(config, record=record, models=self.models, expected=expected)
 
     def _keep(self, output: RequestOutput, files: RunDirectory) -> None:
         if output.error is None:

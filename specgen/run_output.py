@@ -1,6 +1,5 @@
 """What a run leaves when every request has ended: its report, and its rows in the formats of others."""
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -14,6 +13,7 @@ from specgen.events import read
 from specgen.export import export_openai, export_parquet
 from specgen.export.openai import Served
 from specgen.job import FormatName, Job
+from specgen.json_fields import load_json
 from specgen.prompts import Prompt
 from specgen.report import Report, fold
 from specgen.row_file import RowFile
@@ -39,10 +39,17 @@ class Result:
 
 def is_finished(path: Path, job: Job) -> bool:
     """Whether an earlier run has left nothing to do, no failed request either."""
-    if not (path / "report.json").exists() or read_json(path / "status.json")["state"] != "finished":
+    if not (path / "report.json").exists() or _state(path) != "finished":
         return False
     report = read_json(path / "report.json")
     return report["num_errors"] == 0 and (report["baseline"] is not None or not job.baseline)
+
+
+def _state(path: Path) -> str:
+    try:
+        return str(read_json(path / "status.json")["state"])
+    except ValueError:
+        return "lost"  # in a power failure, which leaves the file empty while a run goes on
 
 
 def read_result(path: Path, first: Sequence[Prompt] = ()) -> Result:
@@ -62,12 +69,14 @@ def read_result(path: Path, first: Sequence[Prompt] = ()) -> Result:
 
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a file that a run has written."""
-    document: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return document
+    return load_json(path, "generate into another directory")
 
 
-def write_report(path: Path, baseline: Path | None) -> None:
-    """Leave the report of the run in ``path`` there, as data and as a page; ``baseline`` has the plain run."""
+def write_report(path: Path, baseline: Path | None) -> Mapping[str, Any]:
+    """Leave the report of the run in ``path`` there, as data, which is returned, and as a page.
+
+    ``baseline`` has the plain run.
+    """
     record = read_json(path / "manifest.json")
     report = _folded(path, record["engine"]["num_spec_tokens"])
     if baseline is not None:
@@ -78,6 +87,7 @@ def write_report(path: Path, baseline: Path | None) -> None:
     )
     write_text(path / "report.html", report_html.render(document, record["settings"], title))
     write_json(path / "report.json", document)
+    return document
 
 
 def _folded(path: Path, num_spec_tokens: int) -> Report:

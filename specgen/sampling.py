@@ -7,6 +7,7 @@ decides, and what it is for, so a text does not depend on which other requests r
 import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from typing import Literal
 
 import torch
@@ -25,6 +26,7 @@ SamplingKind = Literal["greedy", "plain", "filtered"]
 # Few sizes, because a captured step is one for each.
 _BIAS_WIDTHS = (0, 16, 128, MAX_LOGIT_BIASES)
 _LOGPROB_WIDTHS = (0, MAX_LOGPROBS)
+_HAS_FLASHINFER = find_spec("flashinfer") is not None
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,17 @@ class SamplingForm:
             num_biases=_fitting(_BIAS_WIDTHS, biases),
             num_logprobs=None if logprobs is None else _fitting(_LOGPROB_WIDTHS, logprobs),
         )
+
+
+def most_demanding(params: Iterable[SamplingParams]) -> SamplingParams:
+    """Parameters that make a pass compute all that any of ``params`` asks for."""
+    form = SamplingForm.of(params)
+    return SamplingParams(
+        temperature=0.0 if form.kind == "greedy" else 1.0,
+        top_p=0.9 if form.kind == "filtered" else 1.0,
+        logit_bias=tuple((token, 0.0) for token in range(form.num_biases)),
+        logprobs=form.num_logprobs,
+    )
 
 
 def _fitting(widths: tuple[int, ...], needed: int) -> int:
@@ -162,7 +175,7 @@ def target_probs(logits: Tensor, likeliest: Tensor, batch: SamplingBatch) -> Ten
     probs = draft_probs(logits, likeliest, batch)
     if batch.form.kind == "filtered":
         floor = batch.min_p[:, None, None] * probs.amax(-1, keepdim=True)
-        keep_top = _keep_top_on_gpu if probs.is_cuda else _keep_top
+        keep_top = _keep_top_on_gpu if probs.is_cuda and _HAS_FLASHINFER else _keep_top
         probs = keep_top(probs.masked_fill(probs < floor, 0), batch)
     return probs / probs.sum(-1, keepdim=True)
 
@@ -174,9 +187,11 @@ def draft_probs(logits: Tensor, likeliest: Tensor, batch: SamplingBatch) -> Tens
     """
     temperature = batch.temperature[:, None, None]
     probs = (logits / temperature.clamp(min=1e-6)).softmax(-1)
-    one_hot = torch.zeros_like(probs).scatter_(-1, likeliest[..., None], 1)
+    chosen = likeliest[..., None]
     settled = (temperature == 0) | ~are_finite(logits, likeliest)[..., None]
-    return torch.where(settled, one_hot, probs)
+    # in place: probabilities of a large batch and vocabulary are what a step needs most memory for
+    at_chosen = torch.where(settled, 1, probs.gather(-1, chosen))
+    return probs.masked_fill_(settled, 0).scatter_(-1, chosen, at_chosen)
 
 
 def _keep_top(probs: Tensor, batch: SamplingBatch) -> Tensor:

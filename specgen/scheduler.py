@@ -3,6 +3,7 @@
 from collections import deque
 from dataclasses import dataclass
 
+from specgen.limits import Limits
 from specgen.pages import PageAllocator
 from specgen.prefix_cache import extend_digests
 from specgen.sequence import Sequence
@@ -30,20 +31,21 @@ class Scheduler:
 
     A sequence is admitted when pages for all it holds and one step ahead are free. When a running one cannot grow,
     the one admitted last gives its pages back and is computed again later; the oldest always can go on, because
-    a request that would not fit alone is refused (``refusal``). Both limits may be lowered while it runs. One that is
+    a request that would not fit alone is refused (``refusal``). The limits may change while it runs. One that is
     to run alone (``retry``) waits until all others have left, and they wait for it.
+
+    A prefill pass is begun by ``next_chunks`` and ends in ``launched`` or ``send_all_back``; until then its pages are
+    known to nobody outside it.
     """
 
-    def __init__(
-        self, *, allocator: PageAllocator, max_batch_size: int, max_prefill_tokens: int, num_spec_tokens: int
-    ) -> None:
+    def __init__(self, *, allocator: PageAllocator, limits: Limits, num_spec_tokens: int) -> None:
         self._allocator = allocator
-        self.max_batch_size = max_batch_size
-        self.max_prefill_tokens = max_prefill_tokens
+        self.limits = limits
         self._step_rows = num_spec_tokens + 1
         self.waiting: deque[Sequence] = deque()
         self.prefilling: list[Sequence] = []
         self.running: list[Sequence] = []
+        self.leaving: list[Sequence] = []  # out of the batch; passes in flight will end them
         self._places_wasted = 0  # free places, summed over the steps in which prompts waited for company
 
     @property
@@ -62,9 +64,14 @@ class Scheduler:
         return not (self.waiting or self.prefilling or self.running)
 
     @property
+    def in_hand(self) -> list[Sequence]:
+        """All that hold pages."""
+        return [*self.prefilling, *self.running, *self.leaving]
+
+    @property
     def has_place(self) -> bool:
         """Whether to draw a request: one more than there are places, so that the last ones are known as such."""
-        return self._num_in_hand <= self.max_batch_size
+        return self._num_in_hand <= self.limits.max_batch_size
 
     @property
     def _num_in_hand(self) -> int:
@@ -91,8 +98,8 @@ class Scheduler:
         self.waiting.appendleft(sequence)
 
     def next_chunks(self) -> list[Chunk]:
-        """Prompts, or pieces of them, for one prefill pass of at most ``max_prefill_tokens`` rows."""
-        budget = self.max_prefill_tokens
+        """Prompts, or pieces of them, for one prefill pass of at most ``limits.max_prefill_tokens`` rows."""
+        budget = self.limits.max_prefill_tokens
         chunks: list[Chunk] = []
         for sequence in self.prefilling:
             if budget:
@@ -112,19 +119,22 @@ class Scheduler:
         A pass for a few prompts takes most of a step's time. So places stay free until what that has cost, in places
         times steps, comes near it. The last prompts have nobody to wait for.
         """
-        free = self.max_batch_size - self.num_admitted
+        free = self.limits.max_batch_size - self.num_admitted
         if free <= 0:
             return False
         self._places_wasted += min(free, len(self.waiting))
         rows = sum(self._rows_to_compute(sequence) for sequence in self.waiting)
-        last = self._num_in_hand <= self.max_batch_size
+        last = self._num_in_hand <= self.limits.max_batch_size
         return (
-            not self.running or last or rows >= _FULL_PASS or 2 * self._places_wasted >= self.max_batch_size
+            not self.running
+            or last
+            or rows >= _FULL_PASS
+            or 2 * self._places_wasted >= self.limits.max_batch_size
         )
 
     def _admit(self, sequence: Sequence) -> bool:
         alone = any(each.alone for each in (sequence, *self.prefilling, *self.running))
-        if self.num_admitted >= (1 if alone else self.max_batch_size):
+        if self.num_admitted >= (1 if alone else self.limits.max_batch_size):
             return False
         cached = self._allocator.reuse(sequence.pages, self._digests(sequence, sequence.num_reusable))
         if not self._allocator.grow(sequence.pages, len(sequence.tokens) + self._step_rows):
@@ -134,11 +144,11 @@ class Scheduler:
         return True
 
     def _add_chunk(self, chunks: list[Chunk], sequence: Sequence, budget: int) -> int:
-        """A piece of ``sequence``; those that come after it, in this pass even, find its pages in the cache."""
+        """A piece of ``sequence``; those that come after it, in this pass even, take its pages."""
         start = sequence.num_computed
         num_rows = min(budget, sequence.num_prefill_tokens - start)
         chunks.append(Chunk(sequence=sequence, start=start, num_rows=num_rows))
-        self._allocator.keep(sequence.pages, self._digests(sequence, start + num_rows))
+        self._allocator.expect(sequence.pages, self._digests(sequence, start + num_rows))
         return num_rows
 
     def _rows_to_compute(self, sequence: Sequence) -> int:
@@ -150,10 +160,14 @@ class Scheduler:
         extend_digests(sequence.digests, sequence.tokens, self.page_size, sequence.prefix_root)
         return sequence.digests[: num_positions // self.page_size]
 
-    def start(self, sequence: Sequence) -> None:
-        """Move a prefilled sequence to the end of the running batch."""
-        self.prefilling.remove(sequence)
-        self.running.append(sequence)
+    def launched(self, chunks: list[Chunk]) -> None:
+        """The pass over ``chunks`` is on its way: its pages may be shared, and whose prompt is complete now runs."""
+        self._allocator.confirm()
+        for chunk in chunks:
+            chunk.sequence.num_computed += chunk.num_rows
+            if chunk.last:
+                self.prefilling.remove(chunk.sequence)
+                self.running.append(chunk.sequence)
 
     def reserve(self) -> bool:
         """Give every running sequence pages for the next step; False if there are too few, and some may have theirs.
@@ -170,39 +184,61 @@ class Scheduler:
 
     def preempt(self) -> Sequence:
         """Send the youngest sequence back to the head of the queue; those still prefilling are the youngest."""
-        running = not self.prefilling
-        victim = (self.prefilling or self.running).pop()
-        self._release(victim, len(victim.tokens) - 1 if running else victim.num_computed)
+        if self.prefilling:
+            victim = self.prefilling.pop()
+            self._allocator.release(victim.pages)  # ``launched`` has told what its passes have computed
+        else:
+            victim = self.running.pop()
+            self._release(victim)
         victim.num_computed = 0
         self.waiting.appendleft(victim)
         return victim
 
+    def send_all_back(self) -> list[Sequence]:
+        """A pass has failed or is not wanted: those who prefill or run are computed again, from the oldest on.
+
+        What it was to compute is known to nobody. Returns them, the youngest first.
+        """
+        self._allocator.drop_expected()
+        return [self.preempt() for _ in range(self.num_admitted)]
+
+    def clear(self) -> None:
+        """Drop all requests; what passes in flight will find is for nobody."""
+        self.send_all_back()
+        for sequence in self.leaving:
+            self._release(sequence)
+        self.leaving.clear()
+        self.waiting.clear()
+
     def leave(self, sequence: Sequence) -> None:
         """Take a sequence out of the batch that passes in flight will end; its pages stay until it retires."""
         self.running.remove(sequence)
+        self.leaving.append(sequence)
 
     def retire(self, sequence: Sequence) -> None:
-        """Take a finished sequence out of the batch, if it is still in it, and free its pages."""
-        if sequence in self.running:
-            self.running.remove(sequence)
-        self._release(sequence, len(sequence.tokens) - 1)
+        """Take a finished sequence out, wherever it is, and free its pages."""
+        self._remove(sequence)
+        self._release(sequence)
 
     def discard(self, sequence: Sequence) -> list[int]:
         """Take a failed sequence out, wherever it is, and share nothing that it may have spoilt.
 
         Returns the pages that it had and nobody else has.
         """
-        for queue in (self.prefilling, self.running):
-            if sequence in queue:
-                queue.remove(sequence)
-        self._allocator.forget()
+        self._remove(sequence)
+        self.forget()
         return self._allocator.release(sequence.pages)
 
     def forget(self) -> None:
-        """A pass has failed: share no pages that it was to compute. Those who wait for them are behind its owner."""
+        """Share no page that was computed before: what was to be there may not be."""
         self._allocator.forget()
 
-    def _release(self, sequence: Sequence, num_positions: int) -> None:
-        """Give pages back, and tell what the first ``num_positions`` hold; passes in flight write behind them."""
-        self._allocator.keep(sequence.pages, self._digests(sequence, num_positions))
+    def _remove(self, sequence: Sequence) -> None:
+        for queue in (self.prefilling, self.running, self.leaving):
+            if sequence in queue:
+                queue.remove(sequence)
+
+    def _release(self, sequence: Sequence) -> None:
+        """Give back the pages of one that ran, and tell what they hold; passes in flight write behind that."""
+        self._allocator.keep(sequence.pages, self._digests(sequence, len(sequence.tokens) - 1))
         self._allocator.release(sequence.pages)

@@ -5,13 +5,13 @@ from dataclasses import dataclass, field
 
 import torch
 
-from specgen.config import SamplingParams, require
+from specgen.config import SamplingParams, UserError, first_line, require
 from specgen.models.config import TargetConfig
 from specgen.packing import chunk_layout, chunk_tokens
 from specgen.scheduler import Chunk, Scheduler
 from specgen.sequence import Request, Sequence
 from specgen.step import Steps
-from specgen.transfer import on_device
+from specgen.transfer import on_device, use
 
 _UNUSED = SamplingParams(max_tokens=1)
 
@@ -68,7 +68,7 @@ class Scorer:
         self._device = device
 
     def score(self, requests: Iterable[ScoreRequest]) -> Iterator[Scored]:
-        """Yield every request's scores as its last token is seen. ``ValueError`` for a text that cannot be scored."""
+        """Yield every request's scores as its last token is seen. ``UserError`` for a text that cannot be scored."""
         source, tallies = iter(requests), dict[Sequence, _Tally]()
         try:
             while True:
@@ -76,18 +76,48 @@ class Scorer:
                 chunks = self._scheduler.next_chunks()
                 if not chunks:
                     return
-                self._run(chunks, tallies)
+                if not self._attempt(chunks, tallies):
+                    continue
+                self._scheduler.launched(chunks)
                 for chunk in chunks:
                     if chunk.last:
-                        self._scheduler.start(chunk.sequence)
                         self._scheduler.retire(chunk.sequence)
                         yield tallies.pop(chunk.sequence).scored()
         finally:  # also where the caller has seen enough
-            if self._scheduler.num_admitted:  # and perhaps its last pass has failed
-                self._scheduler.forget()
-            while self._scheduler.num_admitted:
-                self._scheduler.preempt()
-            self._scheduler.waiting.clear()
+            self._scheduler.clear()
+
+    def _attempt(self, chunks: list[Chunk], tallies: dict[Sequence, _Tally]) -> bool:
+        """One pass, which fails as those of ``EngineCore`` do: within lower limits, or alone, it is tried again.
+
+        ``RuntimeError`` where that has failed.
+        """
+        short = False
+        try:
+            self._run(chunks, tallies)
+            self._scheduler.limits.see_pass()
+            return True
+        except torch.OutOfMemoryError:
+            short = self._scheduler.limits.lower_prefill()
+            reason = "the device has no memory for it even alone: lower --gpu-memory-utilization"
+        except RuntimeError as error:
+            reason = first_line(error)
+        # outside of the handlers: the exception holds on to the tensors of the pass
+        for sequence in self._scheduler.send_all_back():
+            tallies[sequence] = _Tally(request=tallies[sequence].request)
+        torch.cuda.empty_cache()
+        if not short:
+            self._scheduler.forget()
+            self._isolate([chunk.sequence for chunk in chunks], reason)
+        return False
+
+    def _isolate(self, sequences: list[Sequence], reason: str) -> None:
+        """Let ``sequences``, one of which may be to blame, run alone; ``RuntimeError`` for one that did."""
+        for sequence in sequences:
+            if sequence.alone:
+                raise RuntimeError(
+                    f"{sequence.request.id} could not be scored ({reason}), and not alone either"
+                )
+            sequence.alone = True
 
     def _draw(self, source: Iterator[ScoreRequest], tallies: dict[Sequence, _Tally]) -> None:
         while self._scheduler.has_place and (request := next(source, None)) is not None:
@@ -104,7 +134,7 @@ class Scorer:
         )
         outside = [token for token in request.token_ids if not 0 <= token < self._config.vocab_size]
         if outside:
-            raise ValueError(
+            raise UserError(
                 f"{request.id}: token id {outside[0]} is not in the vocabulary of {self._config.vocab_size}: "
                 "use the tokenizer of this model"
             )
@@ -124,6 +154,7 @@ class Scorer:
     @torch.inference_mode()
     def _run(self, chunks: list[Chunk], tallies: dict[Sequence, _Tally]) -> None:
         """One pass; what it finds goes into ``tallies``."""
+        use(self._device)
         rows, targets, first = list[int](), list[int](), 0
         for chunk in chunks:
             tally = tallies[chunk.sequence]
@@ -144,4 +175,3 @@ class Scorer:
                 log_prob, is_greedy = next(found)
                 tally.log_probs.append(log_prob)
                 tally.greedy.append(is_greedy)
-            chunk.sequence.num_computed += chunk.num_rows

@@ -80,6 +80,7 @@ class Sequence:
     in_flight_min: int = 0  # tokens that passes whose results are not read yet will add at least ...
     in_flight_max: int = 0  # ... and at most
     alone: bool = False  # has failed once, and is tried again with nobody beside it
+    num_shortages: int = 0  # how often the device had no memory for it alone
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # of its output, where they are asked for
     finish_reason: FinishReason | None = None
 

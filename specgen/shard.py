@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from specgen.atomic import replacement
-from specgen.config import require
+from specgen.config import UserError, first_line, require
 
 REQUESTS = "requests.jsonl"  # in the directory of a shard: a row of the input a line, as the ids of its turns
 
@@ -38,7 +38,7 @@ WHOLE = Shard()
 
 
 def parse_shard(text: str) -> Shard:
-    """The shard called ``0/4``; ``ValueError`` for anything else."""
+    """The shard called ``0/4``; ``UserError`` for anything else."""
     index, _, count = text.partition("/")
     require(
         index.isdecimal() and count.isdecimal(),
@@ -55,6 +55,12 @@ def write_requests(path: Path, rows: Iterable[Sequence[str]]) -> None:
 
 
 def read_requests(path: Path) -> Iterator[list[str]]:
-    """What ``write_requests`` has written."""
+    """What ``write_requests`` has written; ``UserError`` where it was changed."""
     with path.open("rb") as lines:
-        yield from map(json.loads, lines)
+        try:
+            yield from map(json.loads, lines)
+        except ValueError as error:
+            reason = first_line(error)
+            raise UserError(
+                f"{path} is not JSON lines ({reason}): copy the directory as it was left"
+            ) from error

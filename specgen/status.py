@@ -3,13 +3,13 @@
 import os
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
-from specgen.atomic import write_json
+from specgen.atomic import as_json, swapped, write_json
 from specgen.events import Event, Stepped
 from specgen.interrupt import StoppedError
 from specgen.tally import Tally
@@ -19,7 +19,7 @@ _INTERVAL = 1.0  # seconds between two writes
 
 
 class Status:
-    """Keeps ``path`` up to date, at most once a second; rates are those of the engine that runs."""
+    """Keeps ``path`` up to date, at most once a second: what an engine has done, in the end the whole run."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -46,9 +46,14 @@ class Status:
         self._done, self._failed = done, failed
 
     def write(self, state: State) -> None:
-        """Write the file; ``OSError`` where that is not possible."""
+        """Write the file, while the engine waits; ``OSError`` where that is not possible."""
         self._written = time.monotonic()
-        write_json(self._path, self._to_json(state))
+        with swapped(self._path) as file:
+            file.write(as_json(self._to_json(state)).encode())
+
+    def finish(self, report: Mapping[str, Any]) -> None:
+        """Everything is done: what the run asked for gave in all is in its ``report.json``."""
+        write_json(self._path, self._to_json("finished") | figures(report))
 
     def _to_json(self, state: State) -> dict[str, Any]:
         return {
@@ -73,9 +78,22 @@ class Status:
         return left * (time.monotonic() - self._begun) / ended if ended else None
 
 
+def figures(report: Mapping[str, Any]) -> dict[str, Any]:
+    """What the status of a finished run takes from its ``report.json``."""
+    done, failed = report["num_requests"], report["num_errors"]
+    return {
+        "total": done + failed,
+        "done": done,
+        "failed": failed,
+        "output_tokens": report["total_num_output_tokens"],
+        "output_tokens_per_second": report["output_tokens_per_second"],
+        "acceptance_length": report["mean_acceptance_length"],
+    }
+
+
 @contextmanager
 def kept_status(path: Path) -> Iterator[Status]:
-    """The status of a run that begins here; how the run ends is written at the end."""
+    """The status of a run that begins here; if it does not ``finish``, why is written at the end."""
     status = Status(path)
     try:
         yield status
@@ -83,7 +101,6 @@ def kept_status(path: Path) -> Iterator[Status]:
         with suppress(OSError):  # a full disk is what the user has to hear of
             status.write("interrupted" if isinstance(error, StoppedError) else "failed")
         raise
-    status.write("finished")
 
 
 def _now() -> str:

@@ -3,6 +3,7 @@
 Nothing in them asks the device, so the host may be ahead of it, and a decode step can be captured.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -26,6 +27,7 @@ from specgen.sampling import (
     uniform,
 )
 from specgen.sequence import NOT_FINITE
+from specgen.transfer import on_device
 from specgen.verify import accept_greedy, accept_sampled
 
 _SCORED_TOGETHER = 256  # rows: a float32 row of 128k logits takes half a MiB
@@ -64,6 +66,7 @@ class Steps:
         self._backend = backend
         self._drafter = drafter
         self.runner = runner
+        self._spoilt: set[int] = set()  # pages that are to be cleared
 
     def prefill(
         self, layout: Layout, token_ids: Tensor, next_tokens: Tensor, fresh: Tensor, sampling: SamplingBatch
@@ -73,6 +76,7 @@ class Steps:
         ``next_tokens`` ``[rows]`` follow ``token_ids``; those behind the last rows of ``fresh`` ``[B]`` bool sequences
         are not known and chosen here: a verify without drafts.
         """
+        self._clear_spoilt()
         hidden, features = self._forward(token_ids, layout)
         last = layout.ends - 1
         none = Drafts(tokens=last.new_empty(len(last), 0), probs=None)
@@ -95,6 +99,7 @@ class Steps:
 
         Without drafts the head still takes in what the target confirms, so that any later step can draft.
         """
+        self._clear_spoilt()
         key = ("step", columns.num_rows, num_drafts, columns.sampling.form)
         return self.runner.step(key, lambda: self._decode(columns, num_drafts))
 
@@ -125,19 +130,26 @@ class Steps:
         next_seed, first_pass_rows = piece(
             ("observe", *what), observe, features, found.tokens, found.accepted + 1
         )
-        columns.advance(next_seed)
-        return StepResult(
+        result = StepResult(
             numbers=torch.cat([drafts.tokens, found.accepted[:, None], found.shown], 1),
             logprobs=found.logprobs,
             target_rows=num_rows * (k + 1),
             first_pass_rows=first_pass_rows,
             loop_rows=num_rows * k,
         )
+        columns.advance(next_seed)  # last: a step whose numbers do not exist has not been made
+        return result
 
-    def clear(self, pages: Tensor) -> None:
-        """Make ``pages`` ``[n]`` of both caches zero: what is not a number there would reach those who get them."""
-        self._cache.clear(pages)
-        self._drafter.clear(pages)
+    def clear(self, pages: Iterable[int]) -> None:
+        """Make ``pages`` of both caches zero before the next pass: what is not a number there would reach its rows."""
+        self._spoilt.update(pages)
+
+    def _clear_spoilt(self) -> None:
+        if self._spoilt:
+            pages = on_device(sorted(self._spoilt), self._target.device)
+            self._cache.clear(pages)
+            self._drafter.clear(pages)
+            self._spoilt.clear()  # not before: a pass that fails here has cleared nothing
 
     def score(
         self, layout: Layout, token_ids: Tensor, rows: Tensor, targets: Tensor
@@ -146,6 +158,7 @@ class Steps:
 
         Returns the log-probabilities of ``targets`` there, ``[n]`` float32, and whether each is the argmax, ``[n]``.
         """
+        self._clear_spoilt()
         attend = Attend(self._backend, self._cache, layout, self._target.rope)
         hidden, _ = self._target.forward(token_ids, attend)
         log_probs = [hidden.new_empty(0, dtype=torch.float32)]

@@ -17,7 +17,7 @@ def measure(engine: EngineCore, max_batch_size: int, most: int) -> StepCosts:
     """The costs of steps with 0 to ``most`` drafts, for powers of two and ``max_batch_size`` sequences.
 
     Sizes between them, which are not timed, have their graphs captured as well, so that a run captures none. Leaves
-    the engine idle. Sizes for which the cache has no room are left out; ``ValueError`` where not even one sequence has.
+    the engine idle. Sizes for which the cache has no room are left out; ``UserError`` where not even one sequence has.
     """
     record, length = engine.record, engine.spec_length
     powers = {1 << power for power in range(max_batch_size.bit_length())} | {max_batch_size}

@@ -1,15 +1,24 @@
 """One pass over the prompts before a run: which requests there will be, and a digest that knows them again."""
 
 import hashlib
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
+from typing import Any
 
 from specgen.config import require
 from specgen.prompts import Prompt, Rejected
 from specgen.shard import Shard
 
 _FIRST = 2  # prompts to show
+_KINDS: Mapping[str, Callable[[Any], Hashable]] = {
+    "temperature": bool,
+    "top_p": lambda top_p: top_p < 1,
+    "top_k": bool,
+    "min_p": bool,
+    "logit_bias": len,
+    "logprobs": int,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +31,7 @@ class Survey:
     digest: str  # SHA-256 over prompts and rejected rows of the input in their order
     first: tuple[Prompt, ...]  # of the shard
     has_chats: bool
+    sampling: tuple[Mapping[str, Any], ...]  # rows' own parameters, one of each kind
 
     @property
     def ids(self) -> tuple[str, ...]:
@@ -34,11 +44,12 @@ class Survey:
 
 
 def survey(name: str, prompts: Iterable[Prompt | Rejected], shard: Shard) -> Survey:
-    """Look at every prompt of the data set ``name`` once; ``ValueError`` where none can be run.
+    """Look at every prompt of the data set ``name`` once; ``UserError`` where none can be run.
 
     What is no matter of ``shard`` alone is told of the whole input, so that all shards agree on it.
     """
     digest, rows, first = hashlib.sha256(), list[tuple[str, ...]](), list[Prompt]()
+    sampling: dict[Hashable, Mapping[str, Any]] = {}
     num_rows, num_prompts, has_chats, reason = 0, 0, False, ""
     for num_rows, prompt in enumerate(prompts, start=1):
         ours = shard.holds(num_rows - 1)
@@ -49,6 +60,8 @@ def survey(name: str, prompts: Iterable[Prompt | Rejected], shard: Shard) -> Sur
             continue
         num_prompts += 1
         has_chats = has_chats or bool(prompt.messages)
+        if prompt.sampling:
+            sampling.setdefault(_kind(prompt.sampling), prompt.sampling)
         if ours and len(first) < _FIRST:
             first.append(prompt)
     require(num_prompts > 0, f"none of the {num_rows} rows of {name} can be run: {reason}")
@@ -59,4 +72,10 @@ def survey(name: str, prompts: Iterable[Prompt | Rejected], shard: Shard) -> Sur
         digest=digest.hexdigest(),
         first=tuple(first),
         has_chats=has_chats,
+        sampling=tuple(sampling.values()),
     )
+
+
+def _kind(sampling: Mapping[str, Any]) -> Hashable:
+    """What of a row's own parameters decides how much is computed for it; any data set has few of them."""
+    return frozenset((name, kind(sampling[name])) for name, kind in _KINDS.items() if name in sampling)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from specgen.config import first_line, require
+from specgen.config import UserError, first_line, require
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -28,7 +28,7 @@ class Message:
 def load_tokenizer(path_or_hub_id: str) -> "Tokenizer":
     """The tokenizer of a checkpoint: a directory with a ``tokenizer.json``, or a Hugging Face hub id.
 
-    ``ValueError`` where there is none. ``tokenizer.json`` is read as it is: ``AutoTokenizer`` would rebuild
+    ``UserError`` where there is none. ``tokenizer.json`` is read as it is: ``AutoTokenizer`` would rebuild
     some families from their vocabulary, might be asked to run code, and takes two seconds longer to import.
     """
     from transformers import PreTrainedTokenizerFast
@@ -49,7 +49,7 @@ def load_tokenizer(path_or_hub_id: str) -> "Tokenizer":
 
 @contextmanager
 def _in_library(failure: str, remedy: str) -> Iterator[None]:
-    """Makes a ``ValueError`` of whatever the library raises: a checkpoint decides what it is fed with.
+    """Makes a ``UserError`` of whatever the library raises: a checkpoint decides what it is fed with.
 
     What is no ``Exception`` is a panic of its Rust parts, which they print too.
     """
@@ -58,7 +58,7 @@ def _in_library(failure: str, remedy: str) -> Iterator[None]:
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:
-        raise ValueError(f"{failure} ({first_line(error)}): {remedy}") from error
+        raise UserError(f"{failure} ({first_line(error)}): {remedy}") from error
 
 
 def _directory(path_or_hub_id: str) -> str:
@@ -82,6 +82,7 @@ class Tokenizer:
         self._special = {
             token_id for token_id, token in self._backend.get_added_tokens_decoder().items() if token.special
         }
+        self._pieces: dict[int, str] = {}
 
     @property
     def vocab_size(self) -> int:
@@ -124,7 +125,7 @@ class Tokenizer:
         return self._encode(text, add_special_tokens=False)
 
     def require_chat_template(self) -> None:
-        """``ValueError`` where there is no template to render chats with."""
+        """``UserError`` where there is no template to render chats with."""
         require(
             bool(self._pretrained.chat_template),
             "the tokenizer has no chat template: use rows with a raw `prompt`, or add chat_template.jinja to the model",
@@ -133,7 +134,7 @@ class Tokenizer:
     def render_chat(self, messages: Sequence[Message]) -> str:
         """The text that the chat template makes of ``messages``, up to where the assistant answers.
 
-        ``ValueError`` where the tokenizer has no template, or the template fails on the messages. A template is a
+        ``UserError`` where the tokenizer has no template, or the template fails on the messages. A template is a
         program: the sandbox keeps it from files and from Python, but not from taking time and memory.
         """
         return self._render(messages, add_generation_prompt=True)
@@ -179,13 +180,22 @@ class Tokenizer:
         """Whether ``decode`` gives text for this id: it is in the vocabulary and not special."""
         return token_id not in self._special and self._backend.id_to_token(token_id) is not None
 
+    def piece(self, token_id: int) -> str:
+        """What ``decode`` shows of this id twice within a text: all its characters, and U+FFFD for a part of one."""
+        if token_id not in self._pieces:
+            # twice, because a decoder of SentencePiece drops the space that a text begins with
+            self._pieces[token_id] = self.decode([token_id, token_id])
+        return self._pieces[token_id]
+
 
 class StopStrings:
     """Finds the first stop string in the text of one sequence, token by token as it is generated.
 
     The search is in the text of ``Tokenizer.decode``, so a special token is never part of a stop string.
     A token with text holds at least one byte of it, so a match lies in the last ``bytes(stop)`` tokens: only
-    these are decoded, however long the text is.
+    these are decoded, however long the text is. And only a token that brings a stop's last character, or a part of any,
+    can complete one: behind the others nothing is decoded. That is no rule for stops that hold U+FFFD, which a later
+    token may make of an earlier one.
     """
 
     def __init__(self, tokenizer: Tokenizer, stops: Sequence[str]) -> None:
@@ -194,6 +204,8 @@ class StopStrings:
         longest = max((len(stop.encode()) for stop in stops), default=0)
         # One token more than the match: a decoder of SentencePiece drops the space that a text begins with.
         self._tail: deque[int] = deque(maxlen=longest + 1)
+        self._ends = {_UNFINISHED, *(stop[-1] for stop in stops)}
+        self._any_token = any(_UNFINISHED in stop for stop in stops)
 
     def feed(self, new_token_ids: Sequence[int]) -> int | None:
         """How many of the new tokens to keep: up to the one that completes a stop string, inclusive.
@@ -205,7 +217,7 @@ class StopStrings:
         for count, token_id in enumerate(new_token_ids, start=1):
             if self._tokenizer.has_text(token_id):
                 self._tail.append(token_id)
-                if self._is_complete():
+                if self._may_complete(token_id) and self._is_complete():
                     return count
         return None
 
@@ -213,6 +225,9 @@ class StopStrings:
         """The text of all tokens of the sequence, cut before the first stop string."""
         text = self._tokenizer.decode(token_ids)
         return text[: min((at for stop in self._stops if (at := text.find(stop)) >= 0), default=len(text))]
+
+    def _may_complete(self, token_id: int) -> bool:
+        return self._any_token or not self._ends.isdisjoint(self._tokenizer.piece(token_id))
 
     def _is_complete(self) -> bool:
         window = list(self._tail)

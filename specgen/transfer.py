@@ -17,6 +17,12 @@ def on_device(values: Sequence[Any], device: torch.device, dtype: torch.dtype = 
     return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
 
 
+def use(device: torch.device) -> None:
+    """Make ``device`` the current one, by which streams, events, graphs and Triton's launches go."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+
+
 class HostCopy:
     """The numbers of a device tensor on their way to the host; the tensor may be overwritten at once."""
 

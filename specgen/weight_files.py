@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from specgen.config import first_line, require, shown
+from specgen.config import UserError, first_line, require, shown
 from specgen.pickle_files import read_pickle
 
 _STEMS = (("model", ".safetensors"), ("pytorch_model", ".bin"))  # the first that is there is read
@@ -47,7 +47,7 @@ class TensorInfo:
 def tensor_infos(directory: Path) -> dict[str, TensorInfo]:
     """Every tensor of a checkpoint directory by name.
 
-    ``ValueError`` when there are no weights, or a file is missing, broken, outside the directory or unsafe.
+    ``UserError`` when there are no weights, or a file is missing, broken, outside the directory or unsafe.
     """
     infos: dict[str, TensorInfo] = {}
     for file in _weight_files(directory):
@@ -68,7 +68,7 @@ def read_tensor(name: str, info: TensorInfo) -> Tensor:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """The object in a JSON file; ``ValueError`` when it cannot be read or is none."""
+    """The object in a JSON file; ``UserError`` when it cannot be read or is none."""
     try:
         status = file.stat()
         # Reading a pipe or a device would not end.
@@ -77,13 +77,11 @@ def read_json(file: Path) -> dict[str, Any]:
         require(status.st_size <= _LARGEST_JSON, too_large)
         text = file.read_bytes()
     except OSError as error:
-        raise ValueError(
-            f"{file} cannot be read ({error.strerror}): give a checkpoint's directory"
-        ) from error
+        raise UserError(f"{file} cannot be read ({error.strerror}): give a checkpoint's directory") from error
     try:
         content = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{file} is not valid JSON ({first_line(error)}): download it again") from error
+        raise UserError(f"{file} is not valid JSON ({first_line(error)}): download it again") from error
     require(isinstance(content, dict), f"{file} holds no JSON object: download it again")
     return dict(content)
 
@@ -96,7 +94,7 @@ def _weight_files(directory: Path) -> list[Path]:
         if single.exists():
             require(single.is_file(), f"{single} is no file that can be read: download it again")
             return [single]
-    raise ValueError(
+    raise UserError(
         f"{directory} has no weights: add model.safetensors or pytorch_model.bin, or their shards and index"
     )
 
@@ -140,6 +138,6 @@ def _safetensors(file: Path) -> Iterator[Any]:
         with safe_open(file, framework="pt") as handle:
             yield handle
     except Exception as error:  # the library raises whatever its parsers stumble over
-        raise ValueError(
+        raise UserError(
             f"{file} cannot be read as safetensors ({first_line(error)}): download it again"
         ) from error

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from specgen.build import Models, build_engine, resolve
+from specgen.build import Models, build_engine, load_models, open_checkpoints, resolve
 from specgen.bundled import data_directory
 from specgen.checkpoint import load_drafter, load_target, open_checkpoint
 from specgen.config import EngineConfig, SamplingParams
@@ -75,9 +75,19 @@ def bad_at(pair: Pair, token: int) -> Pair:
 def config_of(pair: Pair, **changes: Any) -> EngineConfig:
     """A configuration with small pages, so that texts cross their borders."""
     settings = {"page_size": 4, "num_spec_tokens": 3, "max_batch_size": 8, "device": "cpu"} | changes
-    return resolve(
-        EngineConfig(model=str(pair.path / "target"), drafter=str(pair.path / "drafter"), **settings)
-    )
+    config = EngineConfig(model=str(pair.path / "target"), drafter=str(pair.path / "drafter"), **settings)
+    return resolve(config, pair.models.checkpoints)
+
+
+def resolved(config: EngineConfig) -> EngineConfig:
+    """``config`` as it runs here."""
+    return resolve(config, open_checkpoints(config))
+
+
+def loaded(config: EngineConfig) -> Models:
+    """The models of ``config``."""
+    checkpoints = open_checkpoints(config)
+    return load_models(resolve(config, checkpoints), checkpoints)
 
 
 def generate(pair: Pair, requests: Iterable[Request], **changes: Any) -> Outputs:

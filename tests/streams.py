@@ -27,6 +27,37 @@ def request(
     yield Finished(sequence=name, time=now, reason="stop", num_output_tokens=num_tokens)
 
 
+def begun(*names: str) -> Iterator[Event]:
+    """Requests that have their first token."""
+    for name in names:
+        yield Submitted(sequence=name, time=0.0, num_prompt_tokens=5)
+        yield Prefilled(sequence=name, time=0.5, emitted=1, num_cached=0)
+
+
+def ended(*names: str, reason: str = "length") -> Iterator[Event]:
+    """Requests that end, whatever they have by then."""
+    for name in names:
+        yield Finished(sequence=name, time=2.0, reason=reason, num_output_tokens=9)
+
+
+def padded_step(k: int, **accepted: int) -> Iterator[Event]:
+    """A decode step of a padded drafter batch: how many of K drafts of each sequence were accepted."""
+    for name, number in accepted.items():
+        yield Verified(sequence=name, time=1.0, drafts=(7,) * k, accepted=number, emitted=number + 1)
+    rows = len(accepted) * (k + 1)
+    yield Stepped(
+        kind="decode",
+        time=1.0,
+        seconds=0.1,
+        num_sequences=len(accepted),
+        num_spec_tokens=k,
+        target_rows=rows,
+        first_pass_rows=rows,
+        first_pass_kept=sum(accepted.values()) + len(accepted),
+        loop_rows=len(accepted) * k,
+    )
+
+
 def decode_steps(*lengths: int) -> Iterator[Event]:
     """A decode step of one sequence for each draft length."""
     for k in lengths:

@@ -1,6 +1,7 @@
 """What the GPU backends prepare on the host: masks, page lists, sizes, and refusals."""
 
 import re
+import sys
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from specgen.attention.pass_lens import PassLens
 from specgen.attention.sdpa import SdpaBackend
 from specgen.attention.trtllm import TrtllmBackend, causal_mask
 from specgen.attention.workspaces import MIB, decode_workspace, prefill_bytes, xqa_bytes
+from specgen.config import UserError
 from specgen.layout import Layout
 
 LLAMA = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "dtype": torch.bfloat16}
@@ -64,7 +66,7 @@ def test_a_shape_beyond_the_scratch_memory_is_refused(monkeypatch: pytest.Monkey
         decode_workspace(torch.device("cpu"), max_group=16, max_rows=32, max_head_dim=256).count_nonzero()
         == 0
     )
-    with pytest.raises(ValueError, match=r"needs 771 MiB .* takes 128: use --attention flashinfer"):
+    with pytest.raises(UserError, match=r"needs 771 MiB .* takes 128: use --attention flashinfer"):
         decode_workspace(torch.device("cpu"), max_group=128, max_rows=32, max_head_dim=256)
 
 
@@ -99,3 +101,13 @@ def test_old_gpus_and_cpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         "does not run on cpu: use --attention auto"
     )
     assert SdpaBackend.capabilities.refusal(torch.device("cpu"), heads(dtype=torch.float32)) is None
+
+
+def test_without_its_package_a_backend_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setitem(sys.modules, "flashinfer", None)
+    for backend in (TrtllmBackend, FlashInferBackend):
+        assert backend.capabilities.refusal(GPU, heads()) == (
+            "needs flashinfer, which is not installed: pip install flashinfer-python, or use --attention sdpa"
+        )
+    assert SdpaBackend.capabilities.refusal(GPU, heads()) is None

@@ -13,6 +13,7 @@ from typer.testing import CliRunner, Result
 from specgen import cli, scheduler, step
 from specgen.audit_table import render, verdict
 from specgen.build import prefill_logits
+from specgen.config import UserError
 from specgen.divergence import Divergence, first_difference, gap, rounding
 from specgen.verify import accept_greedy
 from tests.engines import Pair, config_of
@@ -176,7 +177,7 @@ def test_a_prefix_cache_that_mixes_texts_up_is_found(monkeypatch: pytest.MonkeyP
 )
 def test_bad_input_is_refused_in_one_line(arguments: tuple[object, ...], message: str) -> None:
     result = verify(*SHORT, *arguments)
-    assert isinstance(result.exception, ValueError)
+    assert isinstance(result.exception, UserError)
     assert message in str(result.exception)
     assert "\n" not in str(result.exception)
 

@@ -126,4 +126,4 @@ def test_a_row_that_breaks_does_not_cost_the_others(tiny: Path, tmp_path: Path, 
     assert ended.value.code == 1
     document = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert [row["mode"] for row in document["rows"]] == ["padded", "non-padded"]
-    assert document["failures"][0].startswith("batch 2, plain: ValueError: ")
+    assert document["failures"][0].startswith("batch 2, plain: UserError: ")

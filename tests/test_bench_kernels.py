@@ -15,6 +15,7 @@ from specgen.bench.decode_pass import Cell, queries
 from specgen.bench.kernels import KernelJob, measure, relative_error
 from specgen.bench.timing import MOST_LAYERS, SPREAD, num_layers, time_layers
 from specgen.cli import app
+from specgen.config import UserError
 from specgen.layout import Layout
 
 CPU = torch.device("cpu")
@@ -147,7 +148,7 @@ def test_what_does_not_fit_is_left_out_and_named() -> None:
 def test_where_no_kernel_runs_the_reasons_are_named(monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     with pytest.raises(
-        ValueError, match=r"trtllm does not support GPUs.* 7.x.*; flashinfer does not"
+        UserError, match=r"trtllm does not support GPUs.* 7.x.*; flashinfer does not"
     ) as raised:
         next(measure(replace(JOB, device=torch.device("cuda"))))
     assert "\n" not in str(raised.value)
@@ -163,7 +164,7 @@ def test_where_no_kernel_runs_the_reasons_are_named(monkeypatch) -> None:
     ],
 )
 def test_what_makes_no_sense_is_refused(changes, message) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(UserError, match=message):
         replace(JOB, **changes)
 
 

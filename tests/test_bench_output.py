@@ -13,6 +13,7 @@ from specgen import display
 from specgen.bench.commands import publish
 from specgen.bench.output import Column, Plot, Table
 from specgen.charts import lines_chart
+from specgen.config import UserError
 
 COLUMNS = (
     Column(name="batch"),
@@ -118,5 +119,5 @@ def test_files_are_there_after_every_row_and_stdout_ends_with_the_document(tmp_p
     assert json.loads((tmp_path / "out" / "speeds.json").read_text()) == TABLE.to_json()
     assert (tmp_path / "out" / "speeds.html").read_text() == TABLE.to_html()
     (tmp_path / "file").touch()
-    with pytest.raises(ValueError, match="name a directory"):
+    with pytest.raises(UserError, match="name a directory"):
         publish(growing(), tmp_path / "file")

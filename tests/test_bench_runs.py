@@ -13,9 +13,8 @@ from make_calibrated_pair import write_pair
 from specgen.bench.bound import Device, StepBytes, Work, matrix_flops, part_works
 from specgen.bench.profile import Span, Window, busy, summarize
 from specgen.bench.runs import inter_token_seconds, joint_acceptance, step_seconds
-from specgen.build import load_models
 from specgen.events import Event, Finished, Prefilled, Stepped, Submitted, Verified
-from tests.engines import config_of, load_pair
+from tests.engines import config_of, load_pair, loaded
 
 SIZES = StepBytes(target=1000, head_first=100, head_pass=60, target_kv=3, head_kv=1)
 
@@ -36,7 +35,7 @@ def test_a_step_reads_weights_once_a_pass_and_the_cache_of_every_sequence() -> N
 
 def test_the_bytes_of_a_pair_are_its_matrices(tiny: Path) -> None:
     shape = SHAPES["tiny"]
-    sizes = StepBytes.of(load_models(config_of(load_pair(tiny))), 2)
+    sizes = StepBytes.of(loaded(config_of(load_pair(tiny))), 2)
     hidden, inner, norms = shape.hidden_size, shape.intermediate_size, 2 * shape.hidden_size
     attention = 2 * hidden * shape.q_size + 2 * hidden * shape.kv_size
     layer = attention + 3 * hidden * inner + norms

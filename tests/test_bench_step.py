@@ -19,7 +19,7 @@ from specgen.bench.parts import PARTS, HostMarker, Marked, StepTime, split
 from specgen.bench.profile import Span
 from specgen.bench.step_table import step_rows
 from specgen.cli import app
-from specgen.config import EngineConfig
+from specgen.config import EngineConfig, UserError
 from specgen.drafting import Eagle3Drafter
 from specgen.events import Event, Prefilled, Stepped, Submitted, Verified
 from specgen.graphs import Eager
@@ -66,7 +66,7 @@ def test_work_before_the_first_mark_is_the_engines_and_overlaps_count_once() -> 
 
 
 def test_a_picture_with_a_mark_missing_is_refused() -> None:
-    with pytest.raises(ValueError, match="the profiler saw 5 of 6 marks"):
+    with pytest.raises(RuntimeError, match="the profiler saw 5 of 6 marks"):
         split(spans_of_a_step(0.0)[1:], 1)
 
 
@@ -190,7 +190,7 @@ def test_a_slow_part_is_found(demo_path: Path, monkeypatch, part: str, owner: ob
 )
 def test_what_cannot_be_explained_is_said(arguments: list[str], message: str) -> None:
     done = CliRunner().invoke(app, ["bench", "step", "--device", "cpu", *arguments])
-    assert isinstance(done.exception, ValueError)
+    assert isinstance(done.exception, UserError)
     assert message in str(done.exception)
 
 

@@ -22,11 +22,12 @@ from specgen.bench.prompts import make_prompts
 from specgen.bench.repeats import Middle
 from specgen.bench.throughput import Plan, ThroughputJob, side_by_side, throughput
 from specgen.bench.throughput_table import best_lengths
-from specgen.build import Models, build_engine, load_models, resolve
+from specgen.build import Models, build_engine
 from specgen.cli import app
-from specgen.config import EngineConfig, SamplingParams
+from specgen.config import EngineConfig, SamplingParams, UserError
 from specgen.engine_core import EngineCore
 from specgen.sequence import Request
+from tests.engines import loaded, resolved
 
 SHAPE = SHAPES["tiny"]
 CYCLE = Cycle.draw(SHAPE.num_plain_tokens, SHAPE.draft_vocab_size, 0.75, seed=0)
@@ -49,7 +50,7 @@ def engine_of(pair: Path, **changes) -> EngineConfig:
 
 @pytest.fixture(scope="module")
 def models(pair: Path) -> Models:
-    return load_models(resolve(engine_of(pair)))
+    return loaded(engine_of(pair))
 
 
 def job_of(
@@ -97,15 +98,15 @@ def test_other_values_on_an_axis() -> None:
         ("k=3", "axis is 'k=3': write NAME=VALUE,VALUE with one of batch, K"),
         ("batch", "axis is 'batch'"),
     ):
-        with pytest.raises(ValueError, match=reason):
+        with pytest.raises(UserError, match=reason):
             matrix.with_values([wrong])
-    with pytest.raises(ValueError, match="axis decoding has 'fast': use some of plain, padded, non-padded"):
+    with pytest.raises(UserError, match="axis decoding has 'fast': use some of plain, padded, non-padded"):
         _ = find_matrix("vllm-25196").with_values(["decoding=fast"]).arms
-    with pytest.raises(ValueError, match="axis batch has 'x': use whole numbers"):
+    with pytest.raises(UserError, match="axis batch has 'x': use whole numbers"):
         Axis(name="batch", values=("x",)).changes("x")
-    with pytest.raises(ValueError, match="matrix is 'x': use one of vllm-25196, "):
+    with pytest.raises(UserError, match="matrix is 'x': use one of vllm-25196, "):
         find_matrix("x")
-    with pytest.raises(ValueError, match="num-prompts is 0: use at least 1"):
+    with pytest.raises(UserError, match="num-prompts is 0: use at least 1"):
         replace(SMALL, num_prompts=0)
 
 
@@ -136,7 +137,7 @@ def test_synthetic_weights_get_random_tokens_as_long_as_the_texts(models: Models
     limit = SHAPE.max_positions
     assert prompts.notes == (f"left out: 1 prompts that with 200 new tokens exceed a context of {limit}",)
     assert prompts.description == f"random tokens, as long as 5 of 2 first turns of {data}"
-    with pytest.raises(ValueError, match=r"no prompt of .* can run: left out: 3 prompts"):
+    with pytest.raises(UserError, match=r"no prompt of .* can run: left out: 3 prompts"):
         make_prompts(replace(SMALL, dataset=str(data), max_new_tokens=limit), models, None, 5)
 
 
@@ -176,7 +177,7 @@ def test_what_an_engine_adds_counts() -> None:
 
 def test_the_cache_is_as_large_as_the_requests_need(pair: Path, models: Models, monkeypatch) -> None:
     monkeypatch.setattr(cache_size, "_WARM_UP", 1)
-    config = resolve(engine_of(pair, max_batch_size=2, num_spec_tokens=3))
+    config = resolved(engine_of(pair, max_batch_size=2, num_spec_tokens=3))
     sampling = SamplingParams(max_tokens=6)
     lengths = (5, 30, 1)
     requests = [

@@ -1,6 +1,22 @@
 """What a configuration becomes."""
 
-from specgen.build import num_pages
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from specgen.batch import Columns
+from specgen.build import _largest_pass, choose_device, num_pages
+from specgen.checkpoint import Checkpoint, open_checkpoint
+from specgen.cli import app
+from specgen.config import MAX_LOGPROBS, SamplingParams
+from specgen.prompts import Prompt
+from specgen.sampling import SamplingForm, most_demanding
+from specgen.shard import WHOLE
+from specgen.step import Steps
+from specgen.survey import survey
 from tests.engines import Pair, config_of
 
 
@@ -18,3 +34,86 @@ def test_no_more_pages_than_the_batch_can_need(random_pair: Pair) -> None:
     longest = random_pair.models.target.config.max_positions + 3 + 1
     config = config_of(random_pair, max_batch_size=2, kv_memory=1 << 30)
     assert num_pages(config, random_pair.models) == 2 * longest // config.page_size
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("cpu", "device is 'cpu'"),
+        ("cpu:0", "device is 'cpu:0': use cpu, cuda or cuda:N"),
+        ("cuda:x", "device is 'cuda:x': use cpu, cuda or cuda:N"),
+        ("cuda:", "device is 'cuda:': use cpu, cuda or cuda:N"),
+        ("cuda:2", "device is 'cuda:2' and there are 2 GPUs: use cuda:0 to cuda:1"),
+    ],
+)
+def test_a_device_has_one_name(monkeypatch: pytest.MonkeyPatch, name: str, expected: str) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    assert str(choose_device("cuda:0")) == "cuda:0"
+    assert str(choose_device("cuda")) == str(choose_device("auto")) == "cuda:1"
+    if name == "cpu":
+        assert str(choose_device(name)) == "cpu"
+        return
+    with pytest.raises(ValueError, match=r"^device is") as raised:
+        choose_device(name)
+    assert str(raised.value) == expected
+
+
+def test_the_trial_asks_for_what_the_job_will_ask(random_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU the memory of passes is measured with the forms of the job: greedy takes the least."""
+    for name in ("memory_allocated", "max_memory_allocated"):
+        monkeypatch.setattr(torch.cuda, name, lambda device: 0)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
+    forms: list[SamplingForm] = []
+    decode = Steps.decode
+
+    def seen(self: Steps, columns: Columns, num_drafts: int) -> object:
+        forms.append(columns.sampling.form)
+        return decode(self, columns, num_drafts)
+
+    monkeypatch.setattr(Steps, "decode", seen)
+    base = SamplingParams(max_tokens=5, stop=("x",))
+    for rows, form in (
+        ([], SamplingForm("greedy", 0, None)),
+        ([{"temperature": 0.1}], SamplingForm("plain", 0, None)),
+        ([{"logprobs": 3}, {"temperature": 2.0, "min_p": 0.5}], SamplingForm("filtered", 0, MAX_LOGPROBS)),
+        ([{"logit_bias": tuple((n, 1.0) for n in range(300))}], SamplingForm("greedy", 128, None)),
+    ):
+        forms.clear()
+        every = [base, *(replace(base, **row) for row in rows)]
+        _largest_pass(config_of(random_pair), random_pair.models, most_demanding(every))
+        assert set(forms) == {form}
+
+
+def test_a_survey_keeps_one_row_of_each_kind() -> None:
+    rows: list[dict[str, object]] = [{"temperature": 0.1 * n, "seed": n} for n in range(9)]
+    rows += [{"logit_bias": ((n, 1.0),)} for n in range(9)] + [{"top_p": 1.0}, {"top_p": 0.3}, {}]
+    prompts = [Prompt(id=str(n), text="a", sampling=row) for n, row in enumerate(rows)]
+    assert survey("own", prompts, WHOLE).sampling == (rows[0], rows[1], rows[9], rows[18], rows[19])
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["generate", "--baseline", "--output", "out", "--num-prompts", "2", "--max-new-tokens", "3"],
+        ["verify", "--num-prompts", "2", "--max-new-tokens", "3", "--batch-sizes", "1"],
+        ["bench", "step", "--batch-sizes", "1", "--prompt-tokens", "8"],
+        ["eval", "word_problems", "--limit", "1", "--apply-chat-template", "--arms", "baseline,padded"],
+    ],
+    ids=lambda command: command[0],
+)
+def test_a_command_opens_each_checkpoint_once(
+    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[str] = []
+
+    def counted(name: str) -> Checkpoint:
+        opened.append(name)
+        return open_checkpoint(name)
+
+    monkeypatch.setattr("specgen.build.open_checkpoint", counted)
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(app, command, catch_exceptions=False)
+    assert result.exit_code == 0
+    assert [Path(name).name for name in opened] == ["target", "drafter"]

@@ -21,6 +21,7 @@ from specgen.checkpoint import (
     open_checkpoint,
     target_config,
 )
+from specgen.config import UserError
 from specgen.models.config import Eagle3Config, TargetConfig
 from specgen.models.llama import Llama
 from tests.tiny_checkpoints import LLAMA3_SCALING, write_head, write_target
@@ -103,7 +104,7 @@ def test_a_pickle_with_code_is_refused_and_not_run(
     (path / "model.safetensors").unlink()
     for save in (torch.save, lambda value, file: file.write_bytes(pickle.dumps(value))):
         save({"model.norm.weight": _Evil()}, path / "pytorch_model.bin")
-        with pytest.raises(ValueError, match="cannot be read as tensors"):
+        with pytest.raises(UserError, match="cannot be read as tensors"):
             open_checkpoint(str(path))
     assert not (tmp_path / "evil").exists()
 
@@ -152,14 +153,14 @@ def test_broken_directories_are_refused_in_one_line(
 ) -> None:
     path = _copy(target_path, tmp_path)
     damage(path)
-    with pytest.raises(ValueError, match=message) as caught:
+    with pytest.raises(UserError, match=message) as caught:
         open_checkpoint(str(path))
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("name", ["nowhere", "./no/where", "/no/where", "a/b/c", "owner/", "../x"])
 def test_what_is_neither_directory_nor_hub_id_is_refused(name: str) -> None:
-    with pytest.raises(ValueError, match="neither a directory nor a hub id"):
+    with pytest.raises(UserError, match="neither a directory nor a hub id"):
         open_checkpoint(name)
 
 
@@ -203,9 +204,7 @@ def test_a_hub_that_cannot_be_reached_is_named_in_one_line(monkeypatch: pytest.M
         raise huggingface_hub.errors.LocalEntryNotFoundError("no connection\nand much more")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
-    with pytest.raises(
-        ValueError, match=r"'owner/model' is not a directory .*no connection.*check"
-    ) as caught:
+    with pytest.raises(UserError, match=r"'owner/model' is not a directory .*no connection.*check") as caught:
         open_checkpoint("owner/model")
     assert "\n" not in str(caught.value)
 
@@ -305,7 +304,7 @@ UNSUPPORTED: dict[str, tuple[dict[str, Any], str]] = {
 def test_unsupported_targets_are_refused_by_name(
     tmp_path: Path, target_path: Path, changes: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(ValueError, match=message) as caught:
+    with pytest.raises(UserError, match=message) as caught:
         _load(_copy(target_path, tmp_path, **changes))
     assert "\n" not in str(caught.value)
 
@@ -336,26 +335,26 @@ def _change(path: Path, **tensors: Tensor | None) -> Path:
 
 def test_target_tensors_are_strict_both_ways(tmp_path: Path, target_path: Path) -> None:
     missing = _change(_copy(target_path, tmp_path / "a"), model__layers__3__mlp__up_proj__weight=None)
-    with pytest.raises(ValueError, match=r"has no tensor 'model.layers.3.mlp.up_proj.weight'"):
+    with pytest.raises(UserError, match=r"has no tensor 'model.layers.3.mlp.up_proj.weight'"):
         _load(missing)
     unknown = _change(_copy(target_path, tmp_path / "b"), model__layers__0__self_attn__sinks=torch.ones(4))
-    with pytest.raises(ValueError, match=r"1 unknown tensors, such as 'model.layers.0.self_attn.sinks"):
+    with pytest.raises(UserError, match=r"1 unknown tensors, such as 'model.layers.0.self_attn.sinks"):
         _load(unknown)
     bias = _change(
         _copy(target_path, tmp_path / "c"), model__layers__0__self_attn__q_proj__bias=torch.ones(4)
     )
-    with pytest.raises(ValueError, match="unknown tensors"):
+    with pytest.raises(UserError, match="unknown tensors"):
         _load(bias)
     fewer = _copy(target_path, tmp_path / "d", num_hidden_layers=11)
-    with pytest.raises(ValueError, match=r"9 unknown tensors, such as 'model.layers.11"):
+    with pytest.raises(UserError, match=r"9 unknown tensors, such as 'model.layers.11"):
         _load(fewer)
     shape = _copy(target_path, tmp_path / "e", intermediate_size=65)
-    with pytest.raises(ValueError, match=r"has shape \[64, 32\], but config.json asks for \[65, 32\]"):
+    with pytest.raises(UserError, match=r"has shape \[64, 32\], but config.json asks for \[65, 32\]"):
         _load(shape)
     quantized = _change(
         _copy(target_path, tmp_path / "f"), model__norm__weight=torch.ones(32, dtype=torch.int8)
     )
-    with pytest.raises(ValueError, match="quantized weights are not supported"):
+    with pytest.raises(UserError, match="quantized weights are not supported"):
         _load(quantized)
 
 
@@ -504,16 +503,16 @@ def test_heads_that_would_draft_badly_are_refused(
     tmp_path: Path, target: Llama, settings: dict[str, Any], message: str
 ) -> None:
     write_head(tmp_path, target.config, **settings)
-    with pytest.raises(ValueError, match=message) as caught:
+    with pytest.raises(UserError, match=message) as caught:
         _load_head(tmp_path, target)
     assert "\n" not in str(caught.value)
 
 
 def test_a_target_is_no_head_and_a_head_no_target(tmp_path: Path, target: Llama, target_path: Path) -> None:
-    with pytest.raises(ValueError, match="the checkpoint is no EAGLE3 head"):
+    with pytest.raises(UserError, match="the checkpoint is no EAGLE3 head"):
         _load_head(target_path, target)
     write_head(tmp_path, target.config)
-    with pytest.raises(ValueError, match="'LlamaForCausalLMEagle3' is not supported"):
+    with pytest.raises(UserError, match="'LlamaForCausalLMEagle3' is not supported"):
         _load(tmp_path)
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from specgen.charts import ARM_STYLES, arms_chart, bars_chart
+from specgen.config import UserError
 from specgen.display import plain
 from specgen.divergence import Target
 from specgen.evaluation import compare as comparing
@@ -228,7 +229,7 @@ def test_data_that_show_nothing_say_so(arms, expected):
     ],
 )
 def test_arms_that_cannot_be_compared_are_refused(arms, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(UserError, match=message):
         compare(arms)
 
 

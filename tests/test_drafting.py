@@ -10,7 +10,7 @@ from torch import Tensor
 
 from specgen.config import SamplingParams
 from specgen.drafting import DraftInput, Outcome, PaddedBatch
-from specgen.events import Stepped
+from specgen.events import Prefilled, Stepped, Verified
 from specgen.layout import Layout
 from specgen.models.eagle3 import Eagle3Head
 from specgen.ops import Store
@@ -154,3 +154,24 @@ def test_a_rejected_row_leaves_no_trace(random_pair: Pair, monkeypatch: pytest.M
 
     monkeypatch.setattr(PaddedBatch, "prepare", poisoned)
     assert generate(random_pair, REQUESTS).verified == clean.verified
+
+
+@pytest.mark.parametrize("batch", ["padded", "non-padded"])
+@pytest.mark.parametrize("k", [0, 3])
+def test_a_step_says_which_rows_it_computed(demo_pair: Pair, k: int, batch: str) -> None:
+    requests = bundled_requests(6, SamplingParams(max_tokens=16))
+    kept: list[int] = []  # rows that held confirmed tokens, of each sequence in the step
+    lens = {r.id: len(r.prompt_token_ids) for r in requests}
+    for event in generate(demo_pair, requests, num_spec_tokens=k, drafter_batch=batch).events:
+        if isinstance(event, Verified):
+            kept.append(event.accepted + 1)
+        elif isinstance(event, Prefilled):
+            kept.append(lens[event.sequence] - event.num_cached)
+        elif isinstance(event, Stepped):
+            rows = len(kept) * (k + 1) if event.kind == "decode" else sum(kept)
+            first_pass = rows if batch == "padded" else sum(kept)
+            assert (event.num_sequences, event.target_rows) == (len(kept), rows)
+            assert event.first_pass_rows == (first_pass if k else 0)
+            assert event.first_pass_kept == (sum(kept) if k else 0)
+            assert event.loop_rows == (len(kept) * k if event.kind == "decode" else 0)
+            kept.clear()

@@ -10,6 +10,7 @@ import pytest
 
 import specgen
 from specgen import Engine, EngineConfig, Message, Prompt, RequestOutput, SamplingParams
+from specgen.config import UserError
 from specgen.events import Event, Finished, Submitted
 from specgen.prompts import Rejected
 from tests.tiny_checkpoints import write_head, write_target
@@ -124,7 +125,7 @@ def any_finished(events: list[Event]) -> bool:
 def test_one_caller_at_a_time(engine: Engine) -> None:
     first = engine.generate(["Tom", "Stop", "a", "b"], SHORT)
     next(first)
-    with pytest.raises(ValueError, match="generating already"):
+    with pytest.raises(UserError, match="generating already"):
         next(engine.generate(["Tom"]))
     first.close()
     assert len(list(islice(engine.generate(["Tom", "Stop"], SHORT), 1))) == 1

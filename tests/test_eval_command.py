@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from specgen import cli, step
 from specgen.against import load_results
 from specgen.bundled import data_directory
-from specgen.config import EngineConfig
+from specgen.config import EngineConfig, UserError
 from specgen.evaluation.studies import Arm, Study
 from specgen.events import Resumed, Submitted, from_line
 from specgen.report import load
@@ -26,7 +26,7 @@ SMALL = ("word_problems", "--apply-chat-template", "--limit", 6, "--num-spec-tok
 
 
 def call(*arguments: object) -> str:
-    """What ``specgen eval`` prints; a ``ValueError`` comes through."""
+    """What ``specgen eval`` prints; a ``UserError`` comes through."""
     result = CliRunner().invoke(
         cli.app, ["eval", *(str(argument) for argument in arguments)], catch_exceptions=False
     )
@@ -88,6 +88,20 @@ def test_the_reports_name_what_ran_as_seen_from_here(monkeypatch: pytest.MonkeyP
     assert "demo/target" in (tmp_path / "report.html").read_text()
 
 
+def test_an_arm_that_fails_leaves_its_files_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from specgen.evaluation import study
+
+    def fails(model: Any, **options: Any) -> None:
+        model._files.add_event(Submitted(sequence="a", time=0.0, num_prompt_tokens=5))
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(study, "simple_evaluate", fails)
+    with pytest.raises(ZeroDivisionError) as failed:
+        next(study.StudyRun(study_job(Arm(name="a")), tmp_path).arms())
+    assert failed, "and holds on to all that was open"
+    assert (tmp_path / "a" / "events.jsonl").read_text().startswith('{"event":"submitted"')
+
+
 def test_gsm8k_runs_from_local_files(tmp_path: Path) -> None:
     row = {"question": "Tom has 3 apples and buys 4. How many?", "answer": "3 + 4 = 7\n#### 7"}
     for split in ("train", "test"):
@@ -143,7 +157,7 @@ def test_choices_are_compared_by_the_likeliest(tmp_path: Path, monkeypatch: pyte
     ],
 )
 def test_what_cannot_run_is_refused(arguments: tuple[object, ...], reason: str) -> None:
-    with pytest.raises(ValueError, match=reason):
+    with pytest.raises(UserError, match=reason):
         call(*arguments)
 
 
@@ -213,11 +227,11 @@ def test_a_signal_ends_it_in_one_line_and_what_is_answered_is_kept(
 
 def test_only_the_same_evaluation_goes_on(tmp_path: Path) -> None:
     call(*SMALL, "--arms", "baseline", "--output", tmp_path)
-    with pytest.raises(ValueError, match=r"differs in study\.limit \(6, now 5\): name a new directory"):
+    with pytest.raises(UserError, match=r"differs in study\.limit \(6, now 5\): name a new directory"):
         call(*SMALL, "--arms", "baseline", "--limit", 5, "--output", tmp_path)
     manifest = tmp_path / "baseline" / "manifest.json"
     manifest.write_text(manifest.read_text().replace('"torch": "', '"torch": "older than '))
-    with pytest.raises(ValueError, match=r"differs in versions\.torch \(older than"):
+    with pytest.raises(UserError, match=r"differs in versions\.torch \(older than"):
         call(*SMALL, "--arms", "baseline", "--output", tmp_path)
 
 
@@ -254,5 +268,5 @@ def test_a_wrong_bonus_token_in_a_hundred_steps_is_found(
 
 def test_an_output_that_holds_something_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(ValueError, match="is not empty"):
+    with pytest.raises(UserError, match="is not empty"):
         call(*SMALL, "--output", tmp_path)

@@ -2,7 +2,10 @@
 
 import json
 import os
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import datasets
 import lm_eval.tasks
@@ -10,7 +13,9 @@ import pytest
 import yaml
 
 from specgen.bundled import evaluation_directory
-from specgen.evaluation.tasks import local_gsm8k, word_problems_task
+from specgen.config import UserError
+from specgen.evaluation import tasks
+from specgen.evaluation.tasks import find_tasks, local_gsm8k, word_problems_task
 
 SHARED = Path(os.environ.get("SPECGEN_DATASETS", Path(__file__).parents[2] / "shared" / "datasets"))
 OWN_GSM8K = Path(lm_eval.tasks.__file__).parent / "gsm8k" / "gsm8k.yaml"
@@ -172,7 +177,7 @@ def test_gsm8k_from_files_is_gsm8k(load, tmp_path, monkeypatch, files):
 
 def test_gsm8k_that_is_not_there(tmp_path):
     write(tmp_path / "train.jsonl", "train")
-    with pytest.raises(ValueError, match=r"no train and test files of GSM8K: name the directory"):
+    with pytest.raises(UserError, match=r"no train and test files of GSM8K: name the directory"):
         local_gsm8k(tmp_path)
 
 
@@ -184,3 +189,40 @@ def test_the_public_files(load, monkeypatch):
     monkeypatch.setattr(datasets, "load_dataset", lambda path, name: hub)
     own = load(yaml.safe_load(OWN_GSM8K.read_text()))
     assert prompts(ours, limit=8) == prompts(own, limit=8)
+
+
+@pytest.mark.parametrize(
+    ("names", "is_local"),
+    [(["word_problems"], True), (["gsm8k", "word_problems"], True), (["word_problems", "nothing"], False)],
+)
+def test_tasks_of_ours_need_no_index_of_lm_evals(names, is_local, tmp_path, monkeypatch):
+    made = []
+
+    def index(include_defaults=True):
+        made.append(include_defaults)
+        return lm_eval.tasks.TaskManager(include_defaults=False)
+
+    monkeypatch.setattr(tasks, "TaskManager", index)
+    for split in ROWS:
+        write(tmp_path / f"{split}.jsonl", split)
+    unknown = pytest.raises(ValueError, match="task 'nothing' is not one of lm-eval's")
+    with nullcontext() if is_local else unknown:
+        find_tasks(names, tmp_path if "gsm8k" in names else None)
+    assert made == [not is_local]
+
+
+@pytest.mark.parametrize(
+    ("flag", "words"),
+    [("UNSAFE_CODE", "runs code that a model has written"), ("MULTIMODAL", "shows pictures")],
+)
+def test_a_task_of_more_than_text_is_refused(flag: str, words: str) -> None:
+    class Manager:
+        all_tasks = ("mine",)
+
+        def load(self, names: list[str]) -> dict[str, Any]:
+            return {"tasks": {name: SimpleNamespace(**{flag: True}) for name in names}}
+
+    with pytest.raises(
+        UserError, match=f"task 'mine' {words}, which is not done here: use one of text alone"
+    ):
+        tasks._require_loads(Manager(), "mine")

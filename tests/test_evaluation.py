@@ -3,15 +3,17 @@
 import json
 from collections.abc import Iterator
 from functools import partial
+from inspect import GEN_CLOSED, getgeneratorstate
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from specgen.build import Models, build_engine, load_models, resolve
-from specgen.config import EngineConfig, SamplingParams
+from specgen.build import Models, build_engine
+from specgen.config import EngineConfig, SamplingParams, UserError
 from specgen.results import RunDirectory
+from tests.engines import loaded, resolved
 from tests.tiny_checkpoints import write_head, write_target
 from tests.tiny_tokenizers import write_byte_level
 
@@ -34,7 +36,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def config(path: Path) -> EngineConfig:
-    return resolve(
+    return resolved(
         EngineConfig(
             model=str(path / "target"),
             drafter=str(path / "drafter"),
@@ -48,7 +50,7 @@ def config(path: Path) -> EngineConfig:
 
 @pytest.fixture(scope="module")
 def models(config: EngineConfig) -> Models:
-    return load_models(config)
+    return loaded(config)
 
 
 def new_lm(config: EngineConfig, models: Models, path: Path) -> Any:
@@ -199,6 +201,29 @@ def dies_after(number: int, work: Any) -> Any:
     return dying
 
 
+@pytest.mark.parametrize("work", ["generate", "score"])
+def test_the_engine_is_told_that_nobody_asks_any_more(
+    lm: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, work: str
+) -> None:
+    """Whoever else holds on to what it was at."""
+    lm._engine = lm._start()
+    made, original = [], getattr(lm._engine, work)
+
+    def held(requests: Any) -> Iterator[Any]:
+        made.append(original(requests))
+        return made[-1]
+
+    def fail(*answer: Any) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(lm._engine, work, held)
+    monkeypatch.setattr(lm.cache_hook, "add_partial", fail)
+    asked = written(tmp_path, "texts", max_gen_toks=4) if work == "generate" else choices(tmp_path, "choices")
+    with pytest.raises(ZeroDivisionError):
+        evaluate(lm, asked)
+    assert [getgeneratorstate(each) for each in made] == [GEN_CLOSED]
+
+
 @pytest.mark.parametrize("cache", ["lm-eval's", "ours"])
 def test_a_killed_run_goes_on_where_it_was(
     config: EngineConfig, models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache: str
@@ -209,6 +234,7 @@ def test_a_killed_run_goes_on_where_it_was(
     whole = answers(evaluate(new_lm(config, models, tmp_path / "whole"), *tasks))
     for work, number in (("generate", 2), ("score", 4)):
         lm = new_lm(config, models, tmp_path / (f"files {work}" if theirs else "files"))
+        lm._engine = lm._start()
         monkeypatch.setattr(lm._engine, work, dies_after(number, getattr(lm._engine, work)))
         with pytest.raises(KeyboardInterrupt):
             evaluate(lm, *tasks, **options)
@@ -222,10 +248,10 @@ def test_generation_arguments_become_sampling_parameters(lm: Any) -> None:
     sampled = {"do_sample": True, "temperature": 0.7, "top_p": 0.9, "until": ["a", ""], "num_beams": 1}
     assert lm._sampling_of(sampled) == SamplingParams(max_tokens=12, temperature=0.7, top_p=0.9, stop=("a",))
     assert lm._sampling_of({"do_sample": False, "temperature": 0.7, "max_gen_toks": 5}).temperature == 0
-    with pytest.raises(ValueError, match=r"generation argument repetition_penalty is 1\.1"):
+    with pytest.raises(UserError, match=r"generation argument repetition_penalty is 1\.1"):
         lm._sampling_of({"repetition_penalty": 1.1})
 
 
 def test_a_context_without_room_for_a_prompt_is_refused(lm: Any, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="max_gen_toks is 256 and the model's context is 256"):
+    with pytest.raises(UserError, match="max_gen_toks is 256 and the model's context is 256"):
         evaluate(lm, written(tmp_path, "full", max_gen_toks=256))

@@ -279,6 +279,7 @@ def test_a_lost_device_ends_the_run_and_names_who_was_in_flight(
     monkeypatch.setattr(torch.cuda, "synchronize", lost)
     monkeypatch.setattr(HostCopy, "read", lost)
     Broken(monkeypatch, "decode", lambda calls, first: True)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     engine._device = torch.device("cuda")
     with pytest.raises(DeviceLost) as raised:
         engine.step()
@@ -294,17 +295,17 @@ def test_nobody_else_is_in_flight_with_one_that_runs_alone(
     random_pair: Pair, device_like: Callable[[], None], monkeypatch: pytest.MonkeyPatch, ahead: bool
 ) -> None:
     right = generate(random_pair, REQUESTS).texts
-    launch, num_passes = EngineCore._launch, [0, 0]
+    take_off, num_passes = EngineCore._take_off, [0, 0]
 
     def watched(self: EngineCore, *arguments: Any) -> None:
-        launch(self, *arguments)
+        take_off(self, *arguments)
         admitted = {each.request.id for each in (*self._scheduler.prefilling, *self._scheduler.running)}
         in_flight = {each.request.id for launched in self._in_flight for each, _ in launched.sequences}
         alone = not suspects.isdisjoint(admitted)
         num_passes[alone] += 1
         assert not alone or admitted == in_flight | admitted == {min(admitted)}
 
-    monkeypatch.setattr(EngineCore, "_launch", watched)
+    monkeypatch.setattr(EngineCore, "_take_off", watched)
     if ahead:
         device_like()
     suspects = {request.id for request in REQUESTS[5:]}

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from specgen.checkpoint import load_drafter, load_target, open_checkpoint
+from specgen.config import UserError
 from specgen.inspect_checkpoint import describe
 from specgen.models.llama import Llama
 from specgen.tokenizer import Message, load_tokenizer
@@ -84,22 +85,22 @@ def _pickled(files: Files, *, zipped: bool) -> Files:
 
 
 def _try(files: Files, use: Callable[[Path], object]) -> None:
-    """Put ``files`` into a directory of their own and use them: all goes well, or the ``ValueError`` is short."""
+    """Put ``files`` into a directory of their own and use them: all goes well, or the ``UserError`` is short."""
     error = _error(files, use)
     if error is not None:
-        assert type(error) is ValueError
+        assert type(error) is UserError
         assert len(str(error).splitlines()) == 1
         assert len(str(error)) < LONGEST_LINE
         assert ": " in str(error)
 
 
-def _error(files: Files, use: Callable[[Path], object]) -> ValueError | None:
+def _error(files: Files, use: Callable[[Path], object]) -> UserError | None:
     with tempfile.TemporaryDirectory() as directory:
         for name, data in files.items():
             (Path(directory) / name).write_bytes(data)
         try:
             use(Path(directory))
-        except ValueError as error:
+        except UserError as error:
             return error
         return None
 
@@ -157,7 +158,7 @@ def test_any_config_of_a_target(target: Files, changes: dict[str, Any]) -> None:
 @given(changes=st.dictionaries(st.sampled_from(CONFIG_KEYS + HEAD_KEYS), values, min_size=1, max_size=3))
 def test_any_config_of_a_head(head: Files, model: Llama, changes: dict[str, Any]) -> None:
     def use(path: Path) -> None:
-        with suppress(ValueError):  # the same reason, or one more
+        with suppress(UserError):  # the same reason, or one more
             describe(str(path))
         load_drafter(open_checkpoint(str(path)), model, torch.float32, CPU)
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from specgen.config import SamplingParams
+from specgen.config import SamplingParams, UserError
 from specgen.prompts import DATASETS, Prompt, Rejected, open_prompts
 
 CHAT = [{"role": "user", "content": "Hi"}]
@@ -92,7 +92,7 @@ def check(name: str, content: bytes, dataset: str | None = None) -> None:
         prompts = open_prompts(dataset or str(path), data_path=path if dataset else None, num_prompts=None)
         try:
             results = list(prompts)
-        except ValueError as error:
+        except UserError as error:
             reason = str(error)
             results = []
         else:

@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 
-from specgen import engine, run
-from specgen.build import load_models, resolve
-from specgen.config import EngineConfig, SamplingParams
+from specgen import run
+from specgen.config import EngineConfig, SamplingParams, UserError
 from specgen.events import Event, Finished, Submitted, read
 from specgen.interrupt import StoppedError
 from specgen.job import Job
@@ -24,7 +23,9 @@ from specgen.run import TooManyFailuresError
 from specgen.scheduler import Scheduler
 from specgen.sequence import Sequence
 from specgen.shard import WHOLE
+from specgen.status import Status
 from specgen.survey import survey
+from tests.engines import loaded
 from tests.tiny_checkpoints import write_head, write_target
 from tests.tiny_tokenizers import write_byte_level
 
@@ -198,7 +199,7 @@ def test_a_baseline_may_be_asked_for_later(job: Job, tmp_path: Path) -> None:
 def test_another_run_is_refused(job: Job, tmp_path: Path, changed: dict[str, Any], words: str) -> None:
     stopped(job, tmp_path, 1)
     before = content(tmp_path)
-    with pytest.raises(ValueError, match=f"holds a run that differs in {words}.* --restart"):
+    with pytest.raises(UserError, match=f"holds a run that differs in {words}.* --restart"):
         run.run(with_changes(job, changed), tmp_path, Follower())
     assert content(tmp_path) == before
 
@@ -238,7 +239,7 @@ def test_another_checkpoint_of_the_same_name_is_refused(job: Job, tmp_path: Path
     content = bytearray((models / file).read_bytes())
     content[-4:] = content[-4:].swapcase() if file.endswith("json") else b"\0\0\0\0"
     (models / file).write_bytes(content + (b" " if file.endswith("json") else b""))
-    with pytest.raises(ValueError, match=r"differs in fingerprints\.(model|drafter) \("):
+    with pytest.raises(UserError, match=r"differs in fingerprints\.(model|drafter) \("):
         run.run(job, tmp_path / "run", Follower())
 
 
@@ -248,7 +249,7 @@ def test_changed_prompts_are_refused(job: Job, tmp_path: Path) -> None:
     job = replace(job, dataset=str(own))
     stopped(job, tmp_path / "run", 1)
     write_prompts(own, p7="Stop")
-    with pytest.raises(ValueError, match=r"differs in data\.sha256"):
+    with pytest.raises(UserError, match=r"differs in data\.sha256"):
         run.run(job, tmp_path / "run", Follower())
 
 
@@ -267,14 +268,14 @@ def test_a_restart_keeps_the_old_directory(job: Job, tmp_path: Path) -> None:
 def test_a_strangers_directory_is_left_alone(job: Job, tmp_path: Path) -> None:
     (tmp_path / "mine.txt").write_text("mine")
     for each in (job, replace(job, restart=True)):
-        with pytest.raises(ValueError, match="is not empty and holds no run"):
+        with pytest.raises(UserError, match="is not empty and holds no run"):
             run.run(each, tmp_path, Follower())
     assert os.listdir(tmp_path) == ["mine.txt"]
 
 
 def test_a_directory_that_vanishes_is_one_line(job: Job, tmp_path: Path) -> None:
     out = tmp_path / "run"
-    with pytest.raises(ValueError, match=r"run' cannot be written \(No such file or directory\)"):
+    with pytest.raises(UserError, match=r"run' cannot be written \(No such file or directory\)"):
         run.run(job, out, Follower(lambda count: shutil.rmtree(out, ignore_errors=True)))
 
 
@@ -298,6 +299,22 @@ def test_the_status_tells_how_far_it_is(job: Job, tmp_path: Path, refusing: set[
     assert 0 < middle["eta_seconds"] < 60
     last = json.loads((tmp_path / "status.json").read_text())
     assert (last["state"], last["done"], last["failed"], last["eta_seconds"]) == ("finished", 7, 1, None)
+
+
+def test_a_status_costs_no_wait_for_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[int] = []
+    monkeypatch.setattr(os, "fsync", synced.append)
+    status = Status(tmp_path / "status.json")
+    status.begin(total=1, done=0)
+    assert json.loads((tmp_path / "status.json").read_text())["state"] == "running"
+    assert not synced
+
+
+def test_a_status_that_a_power_failure_emptied_is_no_finished_run(job: Job, tmp_path: Path) -> None:
+    run.run(job, tmp_path, Follower())
+    (tmp_path / "status.json").write_text("")
+    run.run(job, tmp_path, Follower())
+    assert json.loads((tmp_path / "status.json").read_text())["state"] == "finished"
 
 
 def test_a_start_parses_little_of_what_is_there(tmp_path: Path) -> None:
@@ -326,5 +343,5 @@ def test_a_start_parses_little_of_what_is_there(tmp_path: Path) -> None:
 
 @pytest.fixture(autouse=True)
 def _loaded(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    models = load_models(resolve(job.engine))
-    monkeypatch.setattr(engine, "load_models", lambda config: models)
+    models = loaded(job.engine)
+    monkeypatch.setattr("specgen.run.load_models", lambda *asked: models)

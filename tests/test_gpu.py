@@ -10,14 +10,16 @@ from typing import Any
 import pytest
 import torch
 
-from specgen.build import build_engine
-from specgen.config import SamplingParams
+from specgen.attention.trtllm import TrtllmBackend
+from specgen.build import _memory_for_kv, build_engine
+from specgen.config import SamplingParams, UserError
 from specgen.engine_core import EngineCore
 from specgen.events import Captured, OutOfMemory
 from specgen.sampling import SamplingBatch, target_probs
 from specgen.sequence import Request
 from specgen.step import Steps
 from tests.engines import Outputs, Pair, bad_at, bundled_requests, config_of, generate, load_pair
+from tests.test_faults import Setting, require_nothing_changes
 from tests.test_per_request import all_different, answers
 
 pytestmark = [
@@ -203,6 +205,78 @@ def test_an_error_while_graphs_run_changes_no_text(gpu_pair: Pair, monkeypatch: 
 
     monkeypatch.setattr(Steps, "decode", fails_once)
     assert generate(gpu_pair, mixed(GREEDY), max_batch_size=7, **EXACT).texts == right
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, RuntimeError])
+@pytest.mark.parametrize("prefix_cache", [True, False])
+@pytest.mark.parametrize("k", [0, 4])
+@pytest.mark.parametrize("kind", ["greedy", "sampled"])
+@pytest.mark.parametrize("mode", ["step", "off"])
+def test_an_error_at_any_point_changes_nothing(
+    gpu_pair: Pair, mode: str, kind: str, k: int, prefix_cache: bool, error: type[RuntimeError]
+) -> None:
+    """Also where a graph is captured, and where one is replayed."""
+    require_nothing_changes(Setting(gpu_pair, kind, k, prefix_cache, EXACT | {"cuda_graphs": mode}), error)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_a_second_gpu_gives_the_texts_of_the_first(demo_path: Path) -> None:
+    """Each by itself, and both in one process in turns."""
+    engines, texts = [], []
+    for device in ("cuda:0", "cuda:1"):
+        pair = load_pair(demo_path, torch.float32, device)
+        config = config_of(pair, **EXACT | {"device": device}, num_spec_tokens=4, max_batch_size=7)
+        engines.append(build_engine(config, pair.models, lambda event: None))
+    for engine in engines:
+        texts.append({c.request.id: c.token_ids for c in engine.generate(mixed(GREEDY))})
+    turns = [engine.generate(mixed(GREEDY)) for engine in reversed(engines)]
+    texts += [{}, {}]
+    for pair_of in zip(*turns, strict=True):
+        for found, completion in zip(texts[2:], pair_of, strict=True):
+            found[completion.request.id] = completion.token_ids
+    assert all(found == texts[0] for found in texts)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_a_run_on_a_second_gpu_gives_the_texts_of_one_on_the_first(tmp_path: Path) -> None:
+    """With the kernels of a real run, of which a process can have those of one GPU."""
+    rows = []
+    for device in ("cuda:0", "cuda:1"):
+        output = tmp_path / device
+        options = ["--device", device, "--max-batch-size", "7", "--output", str(output)]
+        code = "from specgen import cli; cli.main()"
+        done = subprocess.run(
+            [sys.executable, "-c", code, "generate", *options], capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+        assert f"{device}, bfloat16" in done.stdout
+        rows.append([json.loads(row) for row in (output / "completions.jsonl").open()])
+    assert [row["token_ids"] for row in rows[0]] == [row["token_ids"] for row in rows[1]]
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_a_second_gpu_of_a_process_is_refused_where_kernels_are_the_first_ones(demo_path: Path) -> None:
+    TrtllmBackend(torch.device("cuda:0"))
+    with pytest.raises(UserError, match="runs on one GPU of a process and cuda:1 is the second"):
+        TrtllmBackend(torch.device("cuda:1"))
+
+
+def test_the_cache_gets_what_the_job_leaves(gpu_pair: Pair) -> None:
+    # prefills of one token each, so that a decode step is what takes most
+    config = config_of(gpu_pair, **EXACT, num_spec_tokens=4, max_batch_size=64, max_prefill_tokens=64)
+    greedy = SamplingParams()
+    left = [
+        _memory_for_kv(config, gpu_pair.models, expected)
+        for expected in (
+            greedy,
+            replace(greedy, temperature=1.0),
+            replace(greedy, temperature=1.0, top_p=0.9, logprobs=20),
+        )
+    ]
+    # one float32 distribution of the batch's rows is what greedy decoding never makes
+    distribution = 64 * 5 * gpu_pair.models.target.config.vocab_size * 4
+    assert left[0] >= left[1] + 2 * distribution
+    assert left[1] > left[2]
 
 
 _LOSES_THE_DEVICE = """

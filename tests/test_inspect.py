@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from specgen.config import UserError
 from specgen.inspect_checkpoint import Description, describe
 from specgen.models.config import TargetConfig
 from tests.tiny_checkpoints import LLAMA3_SCALING, write_head, write_target
@@ -164,8 +165,8 @@ def test_no_weights_are_read(
 
 def test_what_is_no_known_checkpoint_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["BertModel"]}))
-    with pytest.raises(ValueError, match="has no weights"):
+    with pytest.raises(UserError, match="has no weights"):
         describe(str(tmp_path))
     torch.save({"a": torch.ones(1)}, tmp_path / "pytorch_model.bin")
-    with pytest.raises(ValueError, match="'BertModel' is not supported"):
+    with pytest.raises(UserError, match="'BertModel' is not supported"):
         describe(str(tmp_path))

@@ -1,5 +1,8 @@
 """Intervals: against scipy and statsmodels where they have them, and by how often they cover the truth."""
 
+from operator import mul
+from statistics import NormalDist
+
 import numpy as np
 import pytest
 
@@ -26,6 +29,18 @@ def test_student_t_is_as_near_as_it_says(freedom, error):
     assert student_t(freedom) == pytest.approx(stats.t.ppf(0.975, freedom), rel=error)
 
 
+def test_student_t_has_the_published_terms():
+    """Abramowitz and Stegun, 26.7.5, read once more: at one degree of freedom they are summed as they stand."""
+    terms = {4: (1, 1), 96: (3, 16, 5), 384: (-15, 17, 19, 3), 92160: (-945, -1920, 1482, 776, 79)}
+    odd = [NormalDist().inv_cdf(0.975) ** power for power in (1, 3, 5, 7, 9)]
+    by_hand = odd[0] + sum(sum(map(mul, factors, odd)) / divisor for divisor, factors in terms.items())
+    assert student_t(1) == pytest.approx(by_hand, rel=1e-12)
+
+
+def test_no_rounding_takes_a_share_out_of_its_bounds():
+    assert all(wilson(1.0, trials)[1] <= 1 and wilson(0.0, trials)[0] >= 0 for trials in range(1, 200))
+
+
 def test_the_variance_is_that_of_the_ratio_estimator():
     hits, trials = np.array([3, 9, 0, 14]), np.array([10, 12, 2, 20])
     ratio = added(hits, trials)
@@ -50,6 +65,18 @@ def test_one_group_gives_the_plain_wilson_interval_and_none_for_a_mean():
     ratio = added([7], [10])
     assert ratio.share_interval() == wilson(0.7, 10)
     assert ratio.mean_interval() is None
+
+
+def test_intervals_have_a_degree_of_freedom_less_than_groups():
+    from scipy import stats
+
+    ratio = added([3, 9, 1, 14, 6, 2, 11, 7, 5, 12], [10, 12, 4, 20, 9, 8, 15, 11, 12, 14])
+    t, error = stats.t.ppf(0.975, 9), np.sqrt(ratio.variance())
+    assert ratio.mean_interval() == pytest.approx((ratio.rate - t * error, ratio.rate + t * error), rel=1e-3)
+    trials = ratio.rate * (1 - ratio.rate) / error**2
+    assert trials < ratio.trials
+    effective = trials * (stats.norm.ppf(0.975) / t) ** 2
+    assert ratio.share_interval() == pytest.approx(wilson(ratio.rate, effective), rel=1e-3)
 
 
 def test_groups_that_do_not_differ_say_nothing_of_how_a_mean_varies():

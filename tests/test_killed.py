@@ -13,14 +13,14 @@ from typing import Any
 
 import pytest
 
-from specgen import atomic, engine, results, resume, row_file
-from specgen.build import load_models, resolve
+from specgen import atomic, results, resume, row_file
 from specgen.config import EngineConfig, SamplingParams
 from specgen.events import Event, to_line
 from specgen.job import Job
 from specgen.results import RunDirectory
 from specgen.row_file import RowFile
 from specgen.run import run
+from tests.engines import loaded
 
 NUM_KILLS = 50
 SAMPLED = {"temperature": 0.8, "seed": 7}
@@ -73,8 +73,8 @@ def job(demo_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Job:
 @pytest.fixture(autouse=True)
 def _loaded(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     """Children find the weights in memory."""
-    models = load_models(resolve(job.engine))
-    monkeypatch.setattr(engine, "load_models", lambda config: models)
+    models = loaded(job.engine)
+    monkeypatch.setattr("specgen.run.load_models", lambda *asked: models)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,9 +164,7 @@ def files(out: Path) -> dict[str, Any]:
             "pid",
             "started",
             "updated",
-            "output_tokens",
             "output_tokens_per_second",
-            "acceptance_length",
         ),
     }.items():
         document = json.loads((out / name).read_text())
@@ -201,6 +199,8 @@ def test_a_run_killed_at_any_moment_ends_as_if_it_had_not_been(
         killed = [work(job, out, next(kills)) for _ in range(3)]
         work(job, out)
         assert files(out) == whole
+        rows = json.loads((out / "report.json").read_text())["rows"]
+        assert rows["target_rejected"] == rows["first_pass_wasted"], "counted over the same steps"
         num_kills, num_runs = num_kills + sum(killed), num_runs + 1
 
 

@@ -13,7 +13,6 @@ import pytest
 import typer
 
 from specgen import cli, engine
-from specgen.build import load_models, resolve
 from specgen.config import EngineConfig, SamplingParams
 from specgen.engine_core import DeviceLost, EngineCore
 from specgen.events import read
@@ -21,6 +20,7 @@ from specgen.interrupt import StoppedError
 from specgen.job import Job
 from specgen.run import run
 from specgen.step import Steps
+from tests.engines import loaded
 from tests.test_failures import company
 from tests.test_killed import HOW_IT_WENT, Silent
 
@@ -70,8 +70,8 @@ def job(demo_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Job:
 
 @pytest.fixture(autouse=True)
 def _loaded(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    models = load_models(resolve(job.engine))
-    monkeypatch.setattr(engine, "load_models", lambda config: models)
+    models = loaded(job.engine)
+    monkeypatch.setattr("specgen.run.load_models", lambda *asked: models)
 
 
 def work(job: Job, out: Path) -> int:
@@ -172,7 +172,7 @@ def test_what_is_tried_at_the_start_is_nobodys_request(
 ) -> None:
     """A device that is lost before the first request is lost again in a new process, and so on without end."""
 
-    def tried(*settings: object) -> EngineCore:
+    def tried(*settings: object, expected: SamplingParams) -> EngineCore:
         raise DeviceLost("planted", ("trial 0",))
 
     monkeypatch.setattr(engine, "build_engine", tried)

@@ -21,6 +21,7 @@ from torch import Tensor
 import specgen
 from specgen import pickle_files
 from specgen.checkpoint import fingerprint, load_target, open_checkpoint
+from specgen.config import UserError
 from tests.forked import Ended, generate_with_pair, inspect_pair, write_pair
 
 CPU = torch.device("cpu")
@@ -412,7 +413,7 @@ def test_the_unpickler_runs_no_code_either(
     monkeypatch.setattr(pickle_files, "_require_plain", lambda file, zipped: None)
     monkeypatch.chdir(copied)
     _pickled(write, evil=EVIL)(copied / "target")
-    with pytest.raises(ValueError, match="cannot be read as tensors"):
+    with pytest.raises(UserError, match="cannot be read as tensors"):
         open_checkpoint("target")
     assert not (copied / "evil").exists()
 
@@ -428,7 +429,7 @@ def test_the_links_of_a_hub_cache_are_followed(copied: Path) -> None:
 
 
 def test_a_name_too_long_for_a_directory_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="is neither a directory nor a hub id") as caught:
+    with pytest.raises(UserError, match="is neither a directory nor a hub id") as caught:
         open_checkpoint("x" * 10_000)
     assert len(str(caught.value)) < LONGEST_LINE
 
@@ -451,7 +452,7 @@ def test_what_may_not_be_read_is_refused(pair: Path, name: str) -> None:
         Path(directory).chmod(0o755)
         path = Path(shutil.copytree(pair / "target", Path(directory) / "target"))
         (path / name).chmod(0)
-        with _as_nobody(), pytest.raises(ValueError, match="cannot be read") as caught:
+        with _as_nobody(), pytest.raises(UserError, match="cannot be read") as caught:
             fingerprint(open_checkpoint(str(path)))
         path.chmod(0o755)
     assert "ermission denied" in str(caught.value)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from specgen.config import UserError
 from specgen.tokenizer import Message, Tokenizer, load_tokenizer
 from tests.forked import generate_with_pair, write_pair
 from tests.tiny_tokenizers import write_byte_level
@@ -35,7 +36,7 @@ def _change(file: Path, change: Change) -> None:
     file.write_text(json.dumps(content))
 
 
-def _one_line(error: ValueError) -> None:
+def _one_line(error: UserError) -> None:
     assert len(str(error).splitlines()) == 1
     assert len(str(error)) < LONGEST_LINE
 
@@ -90,7 +91,7 @@ def test_a_tokenizer_that_cannot_work_is_refused_when_it_is_loaded(
     path: Path, damage: Callable[[Path], object]
 ) -> None:
     damage(path)
-    with pytest.raises(ValueError, match="no tokenizer could be loaded") as caught:
+    with pytest.raises(UserError, match="no tokenizer could be loaded") as caught:
         load_tokenizer(str(path))
     _one_line(caught.value)
 
@@ -113,7 +114,7 @@ def test_a_pattern_that_backtracks_without_end_is_given_up(path: Path) -> None:
     tokenizer = load_tokenizer(str(path))
     try:
         assert tokenizer.encode_text("a" * 2000)
-    except ValueError as error:
+    except UserError as error:
         _one_line(error)
 
 
@@ -156,7 +157,7 @@ def test_a_template_that_fails_is_the_failure_of_its_prompt(
     (path / TEMPLATE).write_text(template)
     monkeypatch.chdir(path)
     tokenizer = load_tokenizer(str(path))
-    with pytest.raises(ValueError, match=r"refuses these messages|cannot encode this text") as caught:
+    with pytest.raises(UserError, match=r"refuses these messages|cannot encode this text") as caught:
         tokenizer.encode_chat(CHAT)
     _one_line(caught.value)
     assert not (path / "evil").exists()
@@ -167,6 +168,6 @@ def test_a_template_that_fails_is_the_failure_of_its_prompt(
 def test_a_template_that_is_none_is_refused(path: Path, template: object) -> None:
     (path / TEMPLATE).unlink()
     _change(path / CONFIG, lambda content: content.update(chat_template=template))
-    with pytest.raises(ValueError, match=r"tokenizer could be loaded|refuses these messages") as caught:
+    with pytest.raises(UserError, match=r"tokenizer could be loaded|refuses these messages") as caught:
         load_tokenizer(str(path)).encode_chat(CHAT)
     _one_line(caught.value)

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
@@ -116,6 +117,28 @@ def test_the_stream_behind_the_last_layer_is_a_feature_before_the_final_norm(wri
 
 
 @torch.inference_mode()
+def test_a_pass_keeps_the_streams_of_the_aux_layers_alone(
+    written: Written, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of them, kept to the end, take as much memory as two caches of their own."""
+    kind = type(written.model.norm)
+    add, made, alive = kind.add, list[Any](), list[int]()
+
+    def counted(self: Any, stream: Tensor, parts: Tensor) -> tuple[Tensor, Tensor]:
+        total, normed = add(self, stream, parts)
+        made.append(ref(total))
+        alive.append(sum(each() is not None for each in made))
+        return total, normed
+
+    monkeypatch.setattr(kind, "add", counted)
+    ids = _ids(written.config)
+    for aux_layers in ((), (1, 3), (0, 2, 4)):
+        made.clear()
+        alive.clear()
+        written.model.forward(ids, DenseAttend(written.model), aux_layers)
+        assert max(alive) <= len(aux_layers) + 2, "those, the one before and the newest"
+
+
 def test_no_aux_layers_give_empty_features(written: Written) -> None:
     ids = _ids(written.config)
     hidden, features = written.model.forward(ids, DenseAttend(written.model))

@@ -28,7 +28,7 @@ def test_without_discordant_pairs_there_is_no_difference():
     assert mcnemar(0, 0) == 1
 
 
-@pytest.mark.parametrize(("higher", "lower", "num"), CELLS)
+@pytest.mark.parametrize(("higher", "lower", "num"), [*CELLS, (0, 0, 1), (1, 0, 2), (1, 1, 3), (0, 11, 30)])
 def test_the_ends_of_the_interval_are_where_the_score_test_rejects(higher, lower, num):
     low, high = tango(higher, lower, num)
     for end in (low, high):
@@ -144,6 +144,19 @@ def test_scores_of_0_and_1_take_mcnemar():
         tango(2, 1, 6),
         pytest.approx(0.993, abs=1e-3),
     )
+
+
+def test_what_could_have_been_seen_is_by_all_pairs_that_differ():
+    result = paired([1] * 20 + [0] * 30, [0] * 10 + [1] * 20 + [0] * 20, level=0.02)
+    assert (result.higher, result.lower) == (10, 10)
+    assert result.detectable == detectable_share(20, 50, 0.02)
+
+
+def test_one_score_between_is_enough_for_the_paired_t_test():
+    from scipy import stats
+
+    scores, others = [1, 0, 1, 1, 0.5, 0], [0, 0, 1, 0, 1, 0]
+    assert paired(scores, others).p == pytest.approx(stats.ttest_rel(scores, others).pvalue)
 
 
 def test_a_stricter_level_sees_less():

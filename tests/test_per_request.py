@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from specgen.build import build_engine
-from specgen.config import SamplingParams
+from specgen.config import SamplingParams, UserError
 from specgen.sampling import SamplingForm, token_logprobs
 from specgen.sequence import Completion, Request, TokenLogprobs
 from specgen.tokenizer import load_tokenizer
@@ -290,7 +290,7 @@ def test_nobody_pays_for_what_nobody_asks() -> None:
     ],
 )
 def test_what_cannot_be_asked_for(wrong: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(UserError, match=message):
         SamplingParams(**wrong)
 
 

@@ -158,6 +158,8 @@ def test_what_does_not_fit_alone_fails_alone(demo_pair: Pair, monkeypatch: pytes
     reasons = {name: completion.finish_reason for name, completion in outputs.completions.items()}
     assert reasons == {"30": "length", "119": "error", "31": "length"}
     assert "even alone" in (outputs.completions["119"].error or "")
+    shortages = sum(isinstance(event, OutOfMemory) for event in outputs.events)
+    assert shortages - 1 == 3, "one in company, and three alone"
 
 
 def test_memory_may_run_out_as_the_last_text_ends(

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from specgen.bundled import data_directory
+from specgen.config import UserError
 from specgen.prompts import DATASETS, Message, Prompt, Rejected, load_prompts, open_prompts, prompt_ids
 from specgen.tokenizer import load_tokenizer
 from tests.tiny_tokenizers import write_byte_level
@@ -179,7 +180,7 @@ def test_standard_input_that_cannot_be_kept(monkeypatch):
 
     monkeypatch.setattr("shutil.copyfileobj", full)
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"{}")))
-    with pytest.raises(ValueError, match=r"^what is piped in cannot be kept in .* write it to a file"):
+    with pytest.raises(UserError, match=r"^what is piped in cannot be kept in .* write it to a file"):
         load("-")
 
 
@@ -413,34 +414,34 @@ def test_a_broken_array_keeps_the_rows_before_the_break(tmp_path):
 
 @pytest.mark.parametrize("num_prompts", [0, -1])
 def test_num_prompts_below_one(num_prompts):
-    with pytest.raises(ValueError, match=f"num-prompts is {num_prompts}: use at least 1"):
+    with pytest.raises(UserError, match=f"num-prompts is {num_prompts}: use at least 1"):
         load("bundled", num_prompts=num_prompts)
 
 
 def test_an_unknown_name_lists_the_known_ones():
     with pytest.raises(
-        ValueError, match=r"'gsm9k', neither a known name nor a file: use bundled, mt-bench, shareg"
+        UserError, match=r"'gsm9k', neither a known name nor a file: use bundled, mt-bench, shareg"
     ):
         load("gsm9k")
 
 
 @pytest.mark.parametrize(("dataset", "name"), [("mt-bench", "gone.jsonl"), ("gsm8k", "gone/")])
 def test_a_missing_data_path(tmp_path, dataset, name):
-    with pytest.raises(ValueError, match=r"gone does not exist|gone.jsonl does not exist"):
+    with pytest.raises(UserError, match=r"gone does not exist|gone.jsonl does not exist"):
         load(dataset, tmp_path / name)
 
 
 @pytest.mark.parametrize("dataset", ["bundled", "own.jsonl"])
 def test_a_data_path_needs_the_name_of_its_format(tmp_path, dataset):
-    with pytest.raises(ValueError, match="name the format of that path, one of mt-bench, sharegpt"):
+    with pytest.raises(UserError, match="name the format of that path, one of mt-bench, sharegpt"):
         load(dataset, tmp_path)
 
 
 def test_a_directory_or_file_without_rows(tmp_path):
-    with pytest.raises(ValueError, match=r"has no data file in it: use \.jsonl"):
+    with pytest.raises(UserError, match=r"has no data file in it: use \.jsonl"):
         load("gsm8k", tmp_path)
     (tmp_path / "rows.jsonl").write_text("\n")
-    with pytest.raises(ValueError, match=r"has no rows: name a file with at least one"):
+    with pytest.raises(UserError, match=r"has no rows: name a file with at least one"):
         load("gsm8k", tmp_path)
 
 
@@ -448,7 +449,7 @@ def test_a_directory_or_file_without_rows(tmp_path):
 def test_a_file_that_is_not_whole(tmp_path, name):
     path = tmp_path / name
     path.write_bytes(gzip.compress(json.dumps(OWN).encode())[:-9] if name.endswith(".gz") else b"PAR1")
-    with pytest.raises(ValueError, match=r"cannot be read .*: check that it is whole") as caught:
+    with pytest.raises(UserError, match=r"cannot be read .*: check that it is whole") as caught:
         load("gsm8k", path)
     assert "\n" not in str(caught.value)
 
@@ -484,7 +485,7 @@ def test_without_the_network_the_error_is_one_line_with_the_remedy(monkeypatch, 
         raise ConnectionError(f"Couldn't reach {path!r} on the Hub\n(a traceback)")
 
     monkeypatch.setattr("datasets.load_dataset", load_dataset)
-    with pytest.raises(ValueError, match=rf"^dataset is '{name}', but .*with --data-path$") as caught:
+    with pytest.raises(UserError, match=rf"^dataset is '{name}', but .*with --data-path$") as caught:
         load(name)
     assert "\n" not in str(caught.value)
     assert DATASETS[name].hub.address in str(caught.value)
@@ -579,5 +580,5 @@ def test_raw_text_and_token_ids_are_taken_as_they_are(tokenizer):
 def test_a_token_id_outside_the_vocabulary(tokenizer):
     size = tokenizer.vocab_size
     assert prompt_ids(Prompt(id="a", token_ids=(size - 1,)), tokenizer, [])[1] == [size - 1]
-    with pytest.raises(ValueError, match=rf"token id {size} is outside the vocabulary of {size}"):
+    with pytest.raises(UserError, match=rf"token id {size} is outside the vocabulary of {size}"):
         prompt_ids(Prompt(id="a", token_ids=(1, size)), tokenizer, [])

@@ -18,8 +18,7 @@ import pytest
 from typer.testing import CliRunner
 
 from specgen import cli, config, ray_engine
-from specgen.build import resolve
-from specgen.config import Cluster, EngineConfig, SamplingParams
+from specgen.config import Cluster, EngineConfig, SamplingParams, UserError
 from specgen.engine import Engine
 from specgen.engine_core import DeviceLost
 from specgen.events import Event, Finished
@@ -28,6 +27,7 @@ from specgen.output import RequestOutput
 from specgen.prompts import Message, Prompt, Rejected
 from specgen.ray_engine import RayEngine
 from specgen.run import run
+from tests.engines import resolved
 from tests.test_killed import Silent, files
 
 NUM_PROMPTS, MAX_TOKENS = 160, 24
@@ -38,7 +38,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:ray")  # at 
 @pytest.fixture(scope="module")
 def pair(demo_path: Path) -> EngineConfig:
     target, head = str(demo_path / "target"), str(demo_path / "drafter")
-    return resolve(EngineConfig(model=target, drafter=head, max_batch_size=2, device="cpu"))
+    return resolved(EngineConfig(model=target, drafter=head, max_batch_size=2, device="cpu"))
 
 
 @pytest.fixture(scope="module")
@@ -142,7 +142,7 @@ class InProcess(RayEngine):
     """Blocks are answered here, by a worker without Ray."""
 
     def _answered(self, blocks: Iterable[Any], sampling: SamplingParams) -> Iterator[list[Any]]:
-        worker = ray_engine._Worker(self._config, sampling, time.time() - 100)
+        worker = ray_engine._Worker(self._config, sampling, sampling, time.time() - 100)
         for block in blocks:
             yield from ray_engine._values(worker(ray_engine._table(block)))
 
@@ -205,6 +205,24 @@ def test_blocks_are_full_and_the_last_ones_even(num_prompts: int, sizes: list[in
         assert block.earlier.keys() == {"3", "9"} & {prompt.id for prompt in block.prompts}
 
 
+def test_stdout_is_of_who_takes_the_outputs(
+    pair: EngineConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import ray
+
+    def answered(self: RayEngine, blocks: Iterable[Any], sampling: SamplingParams) -> Iterator[list[Any]]:
+        print("Ray works")
+        yield [RequestOutput(id="a", finish_reason="stop"), RequestOutput(id="b", finish_reason="stop")]
+
+    monkeypatch.setattr(ray_engine, "_start", lambda cluster: print("Ray starts"))
+    monkeypatch.setattr(ray, "shutdown", lambda: print("Ray ends"))
+    monkeypatch.setattr(RayEngine, "_answered", answered)
+    engine = RayEngine(pair, Cluster(num_workers=1), record=lambda event: None)
+    for output in engine.generate([], SamplingParams(), earlier={}, lost={}, until=lambda: False):
+        print(output.id)
+    assert capsys.readouterr() == ("a\nb\n", "Ray starts\nRay works\nRay ends\n")
+
+
 def test_a_wait_for_a_block_can_be_ended() -> None:
     never, asked = Flag(), count()
 
@@ -226,7 +244,7 @@ def test_what_fails_while_blocks_are_drawn_is_raised() -> None:
 def test_without_the_extra_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(config, "find_spec", lambda name: None)
     result = CliRunner().invoke(cli.app, ["generate", "--executor", "ray"])
-    assert str(result.exception) == "executor is ray, which is not installed: pip install 'specgen[ray]'"
+    assert str(result.exception) == "executor is ray, which is not installed: pip install '.[ray]'"
 
 
 @pytest.mark.parametrize(
@@ -240,7 +258,7 @@ def test_without_the_extra_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_clusters_that_cannot_be(arguments: list[str], words: str) -> None:
     result = CliRunner().invoke(cli.app, ["generate", "--device", "cpu", *arguments])
-    assert isinstance(result.exception, ValueError)
+    assert isinstance(result.exception, UserError)
     assert words in str(result.exception)
 
 
@@ -248,5 +266,18 @@ def test_every_worker_needs_a_gpu_of_its_own(pair: EngineConfig, monkeypatch: py
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     on_gpu = replace(pair, device="cuda")
     RayEngine(on_gpu, Cluster(num_workers=1), record=lambda event: None)
-    with pytest.raises(ValueError, match="num-workers is 2 and this machine has 1 GPUs"):
+    with pytest.raises(UserError, match="num-workers is 2 and this machine has 1 GPUs"):
         RayEngine(on_gpu, Cluster(num_workers=2), record=lambda event: None)
+
+
+def test_what_a_worker_cannot_begin_with_is_raised_here(
+    pair: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With its type, and with the traceback that another process has left behind."""
+    monkeypatch.setattr(ray_engine, "_connected", lambda cluster: nullcontext())
+    blocks = InProcess(replace(pair, kv_memory=1), Cluster(num_workers=1), record=lambda event: None)
+    asked = [Prompt(id="a", text="Tom has 2 apples.")]
+    with pytest.raises(UserError, match="1 bytes are left for the KV cache") as refused:
+        next(blocks.generate(asked, SamplingParams(), earlier={}, lost={}, until=lambda: False))
+    (note,) = refused.value.__notes__
+    assert "in num_pages" in note

@@ -11,6 +11,7 @@ from specgen import cli
 from specgen.against import compare, load_results
 from specgen.against_table import render
 from specgen.bundled import evaluation_directory
+from specgen.config import UserError
 from specgen.intervals import wilson
 from specgen.references import load_reference, read_reference
 from specgen.report import fold
@@ -77,7 +78,7 @@ def test_the_anchors_are_there():
     ],
 )
 def test_what_cannot_be_is_refused(tmp_path, changes, message):
-    with pytest.raises(ValueError, match=message) as refused:
+    with pytest.raises(UserError, match=message) as refused:
         read(tmp_path, **changes)
     assert "mine.json is no reference" in str(refused.value)
     assert "\n" not in str(refused.value)
@@ -85,10 +86,10 @@ def test_what_cannot_be_is_refused(tmp_path, changes, message):
 
 def test_a_file_that_is_not_json_or_lacks_a_key(tmp_path):
     (tmp_path / "mine.json").write_text("[1]")
-    with pytest.raises(ValueError, match="not a JSON object"):
+    with pytest.raises(UserError, match="holds no JSON object: mend it"):
         read_reference(tmp_path / "mine.json")
     (tmp_path / "mine.json").write_text("{")
-    with pytest.raises(ValueError, match=r"mine\.json is no reference"):
+    with pytest.raises(UserError, match=r"mine\.json is not JSON .*: mend it"):
         read_reference(tmp_path / "mine.json")
 
 
@@ -174,18 +175,18 @@ def test_accuracy_that_is_there_is_not_called_missing(tmp_path):
 
 
 def test_an_accuracy_that_is_no_share_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"gsm8k exact_match,strict-match of the run is 1\.2, not a share"):
+    with pytest.raises(UserError, match=r"gsm8k exact_match,strict-match of the run is 1\.2, not a share"):
         compare(report(2, [2, 1]), results(gsm8k=600), read(tmp_path))
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("{", "is not JSON"), ("[]", "holds no results"), ('{"results": {}}', "holds no results")],
+    [("{", "is not JSON"), ("[]", "holds no JSON object"), ('{"results": {}}', "holds no results")],
 )
 def test_results_that_are_not_lm_evals_are_refused(tmp_path, text, message):
     assert load_results(tmp_path) == {}
     (tmp_path / "results.json").write_text(text)
-    with pytest.raises(ValueError, match=message) as refused:
+    with pytest.raises(UserError, match=message) as refused:
         load_results(tmp_path)
     assert "\n" not in str(refused.value)
 

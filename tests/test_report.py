@@ -9,10 +9,11 @@ from collections.abc import Iterator
 import pytest
 
 from specgen import tables
-from specgen.events import Event, Finished, Preempted, Prefilled, Stepped, Submitted, Verified
-from specgen.intervals import wilson
+from specgen.config import UserError
+from specgen.events import Event, Finished, Preempted, Prefilled, Resumed, Stepped, Submitted, Verified
+from specgen.intervals import Ratio, wilson
 from specgen.report import draft_lengths, fold, fold_request, load, verdict
-from tests.streams import decode_steps, refusal, request
+from tests.streams import begun, decode_steps, ended, padded_step, refusal, request
 
 
 def as_json(events, num_spec_tokens=3):
@@ -83,6 +84,16 @@ def test_the_interval_of_the_length_stays_possible():
     assert 1 <= low < report["mean_acceptance_length"] < high <= 4
 
 
+def test_the_interval_of_a_short_length_is_that_of_its_requests():
+    ratio = Ratio()
+    for accepted in (1, 0, 1, 1, 0, 1):
+        ratio.add(accepted, 2)
+    events = [event for n in range(6) for event in request(str(n), [(3, int(n not in (1, 4))), (3, 0)])]
+    low, high = ratio.mean_interval()
+    assert 0 < low < high < 1
+    assert as_json(events)["mean_acceptance_length_ci95"] == pytest.approx((1 + low, 1 + high))
+
+
 def test_categories_and_turns_only_where_there_are_several():
     events = [
         *request("a", [(3, 3)], category="math"),
@@ -147,9 +158,11 @@ def test_rows_and_steps():
             target_rows=50,
             **rows | {"first_pass_rows": 50},
         ),
+        *begun("a"),
+        Verified(sequence="a", time=1.5, drafts=(1, 2, 3), accepted=1, emitted=2),
         Stepped(kind="decode", time=1.5, seconds=0.5, num_spec_tokens=3, target_rows=8, **rows),
+        Verified(sequence="a", time=1.7, drafts=(1, 2, 3), accepted=3, emitted=4),
         Stepped(kind="decode", time=1.7, seconds=0.2, num_spec_tokens=3, target_rows=8, **rows),
-        *request("a", [(3, 1), (3, 3)]),
     ]
     report = as_json(events)
     assert report["rows"] == {
@@ -165,6 +178,48 @@ def test_rows_and_steps():
     assert decode["max_seconds"] == 0.5
     assert decode["mean_sequences"] == 2
     assert report["steps"]["prefill"]["target_rows"] == 50
+
+
+TORN = list(padded_step(3, a=1, b=1))[:-1]  # killed before the step was over
+STREAMS = {
+    "uninterrupted": [
+        *begun("a", "b"),
+        *padded_step(3, a=3, b=1),
+        *padded_step(3, a=0, b=2),
+        *ended("a", "b"),
+    ],
+    "resumed": [
+        *begun("a", "b"),
+        *padded_step(3, a=0, b=1),
+        *TORN,
+        Resumed(time=0.0),
+        *begun("a", "b"),
+        *padded_step(3, a=0, b=1),
+        *ended("a", "b"),
+    ],
+    "preempted, failed and tried again": [
+        *begun("a", "b"),
+        *padded_step(3, a=2, b=0),
+        Preempted(sequence="b", time=1.0),
+        *padded_step(3, a=2),
+        Prefilled(sequence="b", time=1.0, emitted=0, num_cached=0),
+        *padded_step(3, a=0, b=1),
+        *ended("a", "b", reason="error"),
+        *begun("a"),
+        *padded_step(3, a=2),
+        *ended("a"),
+        *begun("b"),
+        *padded_step(3, b=0),
+        *ended("b", reason="error"),
+    ],
+}
+
+
+@pytest.mark.parametrize("events", STREAMS.values(), ids=STREAMS)
+def test_rows_computed_and_rows_wasted_are_of_the_same_steps(events):
+    rows = as_json(events)["rows"]
+    assert rows["target"] == rows["first_pass"]
+    assert rows["target_rejected"] == rows["first_pass_wasted"] > 0
 
 
 def test_steps_of_several_draft_lengths():
@@ -287,7 +342,7 @@ def test_a_baseline_stands_beside():
     ],
 )
 def test_events_of_no_run_are_refused(events, reason):
-    with pytest.raises(ValueError, match=reason):
+    with pytest.raises(UserError, match=reason):
         fold(events, num_spec_tokens=3)
 
 
@@ -362,6 +417,6 @@ def test_load_says_what_is_wrong_and_what_to_do(tmp_path, report, manifest, reas
     for name, text in (("report.json", report), ("manifest.json", manifest)):
         if text is not None:
             (tmp_path / name).write_text(text)
-    with pytest.raises(ValueError, match=reason) as caught:
+    with pytest.raises(UserError, match=reason) as caught:
         load(tmp_path)
     assert "\n" not in str(caught.value)

@@ -1,12 +1,15 @@
 """What a kill leaves is cut to what is whole: torn lines go, and events end where completions do."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 
+from specgen import results
 from specgen.events import Finished, Resumed, read, to_line
 from specgen.report import fold
+from specgen.results import RunDirectory
 from specgen.resume import recover
 from specgen.row_file import RowFile
 from tests.streams import refusal, request
@@ -64,6 +67,20 @@ def test_a_failed_request_has_no_completion_and_cuts_nothing(tmp_path: Path) -> 
     assert left(tmp_path, "".join(ROWS), "".join(lines))[1] == lines
 
 
+def test_the_first_line_may_be_where_it_ends(tmp_path: Path) -> None:
+    assert left(tmp_path, "", LINES[ENDS[0] - 1] + LINES[0]) == ([], [])
+
+
+def test_a_power_failure_costs_a_second_at_most(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now, synced = [8.0], list[float]()
+    monkeypatch.setattr(results.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(os, "fsync", lambda file: synced.append(now[0]))
+    with RunDirectory(tmp_path) as run:
+        for now[0] in (8.25, 8.75, 9.0, 9.75, 10.0, 10.5):
+            run.add_completion({"id": str(now[0])})
+    assert synced == [9.0, 9.0, 10.0, 10.0, 10.5, 10.5], "events and completions, and both at the end"
+
+
 def test_rows_are_found_by_id_and_brought_into_order(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     rows = RowFile(path)
@@ -75,12 +92,16 @@ def test_rows_are_found_by_id_and_brought_into_order(tmp_path: Path) -> None:
         assert {row_id: found[row_id]["number"] for row_id in found} == dict(
             zip(ids, (9, 1, 2, 3, 4, 5), strict=True)
         )
-    rows.close()
-    rows.arrange([*reversed(ids), "unknown"])
+    assert '"ünï"' in path.read_text(encoding="utf-8"), "as people read it"
+    for end in (rows.close, lambda: rows.arrange([*reversed(ids), "unknown"])):
+        end()
+        with pytest.raises(ValueError, match="closed"):
+            rows.add({"id": "late"})
     assert [row["number"] for row in map(json.loads, path.read_text().splitlines())] == [5, 4, 3, 2, 1, 9]
     assert rows["ünï"]["number"] == 2
     rows = RowFile(path)
     rows.clear()
+    assert not rows
     rows.add({"id": "new"})
     assert rows["new"] == {"id": "new"}
     assert path.read_text() == '{"id": "new"}\n'

@@ -9,6 +9,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from specgen import cli, events
+from specgen.config import UserError
 from specgen.report import fold
 from tests.tiny_checkpoints import write_head, write_target
 from tests.tiny_tokenizers import write_byte_level
@@ -42,7 +43,7 @@ def run(pair: Path, *arguments: object) -> Result:
 
 
 def call(*arguments: object) -> Result:
-    """The command line as a user calls it: a ``ValueError`` becomes exit code 2 and one line."""
+    """The command line as a user calls it: a ``UserError`` becomes exit code 2 and one line."""
     return CliRunner().invoke(cli.app, [str(argument) for argument in arguments])
 
 
@@ -72,6 +73,10 @@ def test_a_run_leaves_its_files_and_its_numbers_agree(pair: Path, data: Path, tm
     assert set(report["turns"]) == {"1", "2"}
     assert report["baseline"]["identical"] == 1.0
     assert report["baseline"]["num_compared"] == 6
+    status = json.loads((out / "status.json").read_text())
+    assert (status["state"], status["done"], status["output_tokens"]) == ("finished", 6, 72)
+    assert status["output_tokens_per_second"] == report["output_tokens_per_second"], "not the baseline's"
+    assert status["acceptance_length"] == report["mean_acceptance_length"]
     recorded = list(events.read(out / "events.jsonl"))
     submitted = [event.sequence for event in recorded if isinstance(event, events.Submitted)]
     assert sorted(submitted) == [row["id"] for row in completions]  # each once, and nothing of the warm-up
@@ -252,6 +257,7 @@ def test_plain_decoding_needs_no_drafter(pair: Path, data: Path) -> None:
         (["--num-spec-tokens", "99"], ["num-spec-tokens is 99"]),
         (["--num-spec-tokens", "some"], ["num-spec-tokens is some", "or auto"]),
         (["--kv-memory", "lots"], ["'lots'", "512MiB"]),
+        (["--kv-memory", "²MiB"], ["'²MiB'", "512MiB"]),
         (["--num-prompts", "0"], ["num-prompts is 0"]),
         (["--dataset", "nothing-here"], ["nothing-here", "mt-bench"]),
         (["--device", "tpu"], ["'tpu'", "cpu"]),
@@ -261,7 +267,7 @@ def test_plain_decoding_needs_no_drafter(pair: Path, data: Path) -> None:
 def test_bad_input_is_one_line(pair: Path, tmp_path: Path, arguments: list[str], words: list[str]) -> None:
     out = tmp_path / "run"
     result = run(pair, *arguments, "--output", out)
-    assert isinstance(result.exception, ValueError)
+    assert isinstance(result.exception, UserError)
     message = str(result.exception)
     assert "\n" not in message
     assert all(word in message for word in words), message
@@ -273,7 +279,7 @@ def test_what_fails_while_it_gets_ready_goes_on_when_that_is_mended(
 ) -> None:
     arguments = ("--dataset", "mt-bench", "--data-path", data, "--output", tmp_path / "run")
     result = run(pair, *arguments, "--kv-memory", "1KiB")
-    assert isinstance(result.exception, ValueError)
+    assert isinstance(result.exception, UserError)
     assert re.search("1024 bytes.*raise", str(result.exception))
     assert json.loads((tmp_path / "run" / "status.json").read_text())["state"] == "failed"
     assert run(pair, *arguments, "--kv-memory", "1MiB").exit_code == 0

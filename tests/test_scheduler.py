@@ -3,7 +3,9 @@
 import pytest
 
 from specgen.config import SamplingParams
+from specgen.limits import Limits
 from specgen.pages import PageAllocator
+from specgen.prefix_cache import PrefixCache
 from specgen.scheduler import Scheduler
 from specgen.sequence import Request, Sequence
 
@@ -24,8 +26,7 @@ def sequence(name: str, num_prompt: int, max_tokens: int = 8) -> Sequence:
 def scheduler(num_pages: int = 100, max_batch_size: int = 4, max_prefill_tokens: int = 10) -> Scheduler:
     return Scheduler(
         allocator=PageAllocator(num_pages, 4),
-        max_batch_size=max_batch_size,
-        max_prefill_tokens=max_prefill_tokens,
+        limits=Limits(max_batch_size=max_batch_size, max_prefill_tokens=max_prefill_tokens),
         num_spec_tokens=3,
     )
 
@@ -33,10 +34,7 @@ def scheduler(num_pages: int = 100, max_batch_size: int = 4, max_prefill_tokens:
 def prefill(sched: Scheduler) -> list[tuple[str, int, int]]:
     """One prefill pass as the engine does it."""
     chunks = sched.next_chunks()
-    for chunk in chunks:
-        chunk.sequence.num_computed += chunk.num_rows
-        if chunk.last:
-            sched.start(chunk.sequence)
+    sched.launched(chunks)
     return [(chunk.sequence.request.id, chunk.start, chunk.num_rows) for chunk in chunks]
 
 
@@ -105,6 +103,21 @@ def test_a_prompt_waits_for_company_as_long_as_that_costs_less(
         sched.retire(sched.running[0])
         again = [bool(prefill(sched)) for _ in range(8 if length < 512 else 1)]
         assert again == [False] * (len(again) - 1) + [True], "the count begins anew"
+
+
+def test_what_the_cache_knows_is_no_reason_for_a_pass() -> None:
+    sched = Scheduler(
+        allocator=PrefixCache(2000, 4),
+        limits=Limits(max_batch_size=16, max_prefill_tokens=2000),
+        num_spec_tokens=3,
+    )
+    for index in range(16):
+        sched.submit(sequence(str(index), 601))  # prompts that are all alike
+    assert [len(prefill(sched)) for _ in range(2)] == [16, 0]
+    sched.retire(sched.running[0])
+    for index in range(9):
+        sched.submit(sequence(f"late {index}", 601))
+    assert [bool(prefill(sched)) for _ in range(8)] == [False] * 7 + [True]
 
 
 def test_a_prompt_does_not_wait_where_nothing_decodes() -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from specgen.build import build_engine
-from specgen.config import SamplingParams
+from specgen.config import SamplingParams, UserError
 from specgen.engine_core import EngineCore
 from specgen.scoring import ScoreRequest
 from tests.engines import Pair, config_of, random_requests
@@ -75,15 +75,15 @@ def test_a_full_context_is_scored_and_one_token_more_is_refused(random_pair: Pai
     engine = engine_of(random_pair)
     assert [len(scored.log_probs) for scored in engine.score([full])] == [limit]
     longer = ScoreRequest(id="longer", token_ids=(5,) * (limit + 2), num_context=1)
-    with pytest.raises(ValueError, match="longer: 257 tokens come before the last"):
+    with pytest.raises(UserError, match="longer: 257 tokens come before the last"):
         list(engine.score([longer]))
-    with pytest.raises(ValueError, match="token id 128 is not in the vocabulary"):
+    with pytest.raises(UserError, match="token id 128 is not in the vocabulary"):
         list(engine.score([ScoreRequest(id="odd", token_ids=(5, 128), num_context=1)]))
 
 
 @pytest.mark.parametrize("num_context", [0, 3])
 def test_a_text_needs_context_and_something_to_score(num_context: int) -> None:
-    with pytest.raises(ValueError, match="leave at least one on either side"):
+    with pytest.raises(UserError, match="leave at least one on either side"):
         ScoreRequest(id="t", token_ids=(1, 2, 3), num_context=num_context)
 
 

@@ -13,15 +13,15 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from specgen import atomic, cli, engine
-from specgen.build import load_models, resolve
-from specgen.config import EngineConfig, SamplingParams
-from specgen.events import Event, Resumed, Sharded
+from specgen import atomic, cli
+from specgen.config import EngineConfig, SamplingParams, UserError
+from specgen.events import Event, Merged, Resumed, Sharded
 from specgen.job import Job
 from specgen.merge import merge
 from specgen.report import fold
 from specgen.run import run
 from specgen.shard import Shard, parse_shard
+from tests.engines import loaded
 from tests.streams import request
 from tests.test_killed import Silent, files
 
@@ -55,8 +55,8 @@ def job(demo_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Job:
 
 @pytest.fixture(autouse=True)
 def _loaded(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    models = load_models(resolve(job.engine))
-    monkeypatch.setattr(engine, "load_models", lambda config: models)
+    models = loaded(job.engine)
+    monkeypatch.setattr("specgen.run.load_models", lambda *asked: models)
 
 
 def run_shards(job: Job, path: Path) -> list[Path]:
@@ -95,6 +95,7 @@ def test_merged_shards_are_the_run_of_one_process(job: Job, tmp_path: Path, samp
     slowest = max(json.loads((shard / "report.json").read_text())["wall_seconds"] for shard in shards)
     assert json.loads((tmp_path / "merged" / "report.json").read_text())["wall_seconds"] == slowest
     run(job, tmp_path / "merged", Silent())  # tries what has failed again, like any run
+    assert json.loads((tmp_path / "merged" / "report.json").read_text())["wall_seconds"] > slowest
     assert outcome(tmp_path / "merged") == whole
 
 
@@ -158,6 +159,7 @@ def finished(job: Job, tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("0 1 2", lambda p: edit(p / "report.json", lambda r: r.update(baseline={})), "baseline (False, now True)"),
         ("0 1 2", lambda p: edit(p / "manifest.json", lambda m: m["data"].update(shard="2/4")), "shards (3, now 4)"),
         ("0 1 2", lambda p: (p / "requests.jsonl").unlink(), "has no requests.jsonl: copy the directory"),
+        ("0 1 2", lambda p: (p / "requests.jsonl").write_text("{"), "is not JSON lines (Expecting"),
         ("0 1 2", lambda p: (p / "completions.jsonl").write_text(""), "rows for 12 requests"),
     ],
 )  # fmt: skip
@@ -166,10 +168,31 @@ def test_what_is_not_merged(finished: Path, tmp_path: Path, names: str, damage: 
     if damage is not None:
         shards[2] = Path(shutil.copytree(shards[2], tmp_path / "damaged"))
         damage(shards[2])
-    with pytest.raises(ValueError, match=re.escape(words)) as refused:
+    with pytest.raises(UserError, match=re.escape(words)) as refused:
         merge(tmp_path / "merged", shards, "jsonl")
     assert "\n" not in str(refused.value)
     assert not (tmp_path / "merged").exists()
+
+
+def test_of_many_that_are_missing_some_are_named(finished: Path, tmp_path: Path) -> None:
+    shard = Path(shutil.copytree(finished / "shard 0", tmp_path / "shard"))
+    for count, words in (
+        (9, "5/9 and 3 more is missing: "),
+        (6, "shard 1/6, 2/6, 3/6, 4/6, 5/6 is missing: "),
+    ):
+        edit(shard / "manifest.json", lambda m, count=count: m["data"].update(shard=f"0/{count}"))
+        with pytest.raises(ValueError, match=re.escape(words)):
+            merge(tmp_path / "merged", [shard], "jsonl")
+
+
+def test_a_baseline_that_a_killed_merge_of_others_left_goes(finished: Path, tmp_path: Path) -> None:
+    left = tmp_path / "merged.partial" / "baseline" / "events.jsonl"
+    left.parent.mkdir(parents=True)
+    left.touch()
+    (left.parents[1] / "manifest.json").write_text("{}")
+    merge(tmp_path / "merged", [finished / f"shard {index}" for index in range(COUNT)], "jsonl")
+    assert (tmp_path / "merged" / "report.json").exists()
+    assert not (tmp_path / "merged" / "baseline").exists()
 
 
 def test_the_command_prints_the_report_and_says_what_failed(finished: Path, tmp_path: Path) -> None:
@@ -182,13 +205,13 @@ def test_the_command_prints_the_report_and_says_what_failed(finished: Path, tmp_
 
 
 def test_what_is_there_is_not_merged_over(finished: Path) -> None:
-    with pytest.raises(ValueError, match="exists: name a new directory"):
+    with pytest.raises(UserError, match="exists: name a new directory"):
         merge(finished / "whole", [finished / f"shard {index}" for index in range(COUNT)], "jsonl")
 
 
 @pytest.mark.parametrize("text", ["4/4", "0/0", "-1/4", "1", "a/b", "1/2/3", "1.0/2", ""])
 def test_a_shard_that_is_none(text: str) -> None:
-    with pytest.raises(ValueError, match="shard is "):
+    with pytest.raises(UserError, match="shard is "):
         parse_shard(text)
 
 
@@ -205,4 +228,15 @@ def test_time_is_that_of_the_slowest_shard() -> None:
     events = [*resumed, *shard("1/3", 6), *shard("2/3", 1)]
     assert fold(resumed, num_spec_tokens=2).wall_seconds == 5
     assert fold(events, num_spec_tokens=2).wall_seconds == 7
-    assert fold([*events, Resumed(time=0.0), *request("last", [(2, 1)])], num_spec_tokens=2).wall_seconds == 9
+    goes_on = [Merged(time=0.0), Resumed(time=0.0), *request("last", [(2, 1)])]
+    assert fold([*events, *goes_on], num_spec_tokens=2).wall_seconds == 9, "after all shards"
+
+
+def test_a_shard_that_was_resumed_ran_beside_the_others_too() -> None:
+    def piece(name: str, seconds: int) -> list[Event]:
+        return list(request(name, [(2, 1)] * (seconds - 1)))
+
+    first = [Sharded(time=0.0, shard="0/2"), *piece("a", 100)]
+    second = [Sharded(time=0.0, shard="1/2"), *piece("b", 10), Resumed(time=0.0), *piece("c", 20)]
+    assert fold([*first, *second], num_spec_tokens=2).wall_seconds == 100
+    assert fold([*second, *first], num_spec_tokens=2).wall_seconds == 100

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from specgen.build import build_engine, load_models, resolve
+from specgen.build import build_engine
 from specgen.bundled import data_directory
-from specgen.config import EngineConfig, SamplingParams
+from specgen.config import EngineConfig, SamplingParams, UserError
 from specgen.engine_core import EngineCore
 from specgen.events import Event, Stepped, Verified
 from specgen.graphs import StepGraphs
@@ -18,7 +18,7 @@ from specgen.report import fold
 from specgen.sequence import Request
 from specgen.spec_length import CheapestLength, StepCosts
 from specgen.step_costs import measure
-from tests.engines import Pair, bundled_requests, config_of, generate, random_requests
+from tests.engines import Pair, bundled_requests, config_of, generate, loaded, random_requests, resolved
 from tests.test_pipeline import mixed_requests
 
 GREEDY = SamplingParams(max_tokens=40)
@@ -124,14 +124,14 @@ def test_what_has_no_room_is_not_timed(random_pair: Pair) -> None:
     assert {1, 2} <= sizes
     assert 8 not in sizes
     tight = build_engine(replace(config, kv_memory=10_000), random_pair.models, lambda event: None)
-    with pytest.raises(ValueError, match="too short to time 2 drafts: name a number"):
+    with pytest.raises(UserError, match="too short to time 2 drafts: name a number"):
         measure(tight, 1, 2)
 
 
 def test_auto_drafts_what_pays(monkeypatch: pytest.MonkeyPatch) -> None:
     """With costs at which drafts are free it takes all, and with costs at which they are dear none."""
     demo = data_directory() / "demo"
-    config = resolve(
+    config = resolved(
         EngineConfig(
             model=str(demo / "target"),
             drafter=str(demo / "drafter"),
@@ -141,7 +141,7 @@ def test_auto_drafts_what_pays(monkeypatch: pytest.MonkeyPatch) -> None:
             device="cpu",
         )
     )
-    models, requests = load_models(config), bundled_requests(8, GREEDY)
+    models, requests = loaded(config), bundled_requests(8, GREEDY)
     texts = []
     for price, expected in ((0.0, 4), (10.0, 0)):
         costs = StepCosts(seconds={(n, k): 1 + price * k for n in (1, 4) for k in range(5)})

@@ -14,14 +14,14 @@ from typing import Any
 
 import pytest
 
-from specgen import cli, engine
-from specgen.build import load_models, resolve
+from specgen import cli
 from specgen.bundled import pair
-from specgen.config import EngineConfig
+from specgen.config import EngineConfig, UserError
 from specgen.engine_core import DeviceLost, EngineCore
 from specgen.interrupt import interruptible
 from specgen.locking import locked
 from specgen.step import Steps
+from tests.engines import loaded
 
 NUM_PROMPTS = 24
 
@@ -38,8 +38,8 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Children find the weights in memory."""
     target, head = pair(None, None, 4)
-    models = load_models(resolve(EngineConfig(model=target, drafter=head, device="cpu")))
-    monkeypatch.setattr(engine, "load_models", lambda config: models)
+    models = loaded(EngineConfig(model=target, drafter=head, device="cpu"))
+    monkeypatch.setattr("specgen.run.load_models", lambda *asked: models)
 
 
 class Command:
@@ -213,7 +213,7 @@ def test_two_runs_in_one_directory(prompts: Path, tmp_path: Path) -> None:
 def test_a_lock_follows_no_directory_that_is_moved_away(tmp_path: Path) -> None:
     with locked(tmp_path / "run"):
         (tmp_path / "run").rename(tmp_path / "run.1")
-        with locked(tmp_path / "run"), pytest.raises(ValueError, match="in use"), locked(tmp_path / "run.1"):
+        with locked(tmp_path / "run"), pytest.raises(UserError, match="in use"), locked(tmp_path / "run.1"):
             pass
     with locked(tmp_path / "run.1"):
         pass

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from specgen.config import EngineConfig
+from specgen.config import EngineConfig, UserError
 from specgen.evaluation.studies import Arm, load_study
 
 ENGINE = EngineConfig(
@@ -97,12 +97,12 @@ def test_a_file_of_ones_own(tmp_path):
     ],
 )
 def test_what_cannot_be_run_is_refused(tmp_path, changes, message):
-    with pytest.raises(ValueError, match=message) as refused:
+    with pytest.raises(UserError, match=message) as refused:
         load(tmp_path, **changes)
     assert "mine.json is no study" in str(refused.value)
     assert "\n" not in str(refused.value)
 
 
 def test_an_unknown_name_lists_the_bundled_ones():
-    with pytest.raises(ValueError, match=r"study is 'mine': name a JSON file, or one of vllm-25196$"):
+    with pytest.raises(UserError, match=r"study is 'mine': name a JSON file, or one of vllm-25196$"):
         load_study("mine")

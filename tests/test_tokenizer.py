@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from specgen.config import UserError
 from specgen.tokenizer import Message, StopStrings, Tokenizer, load_tokenizer
 from tests.tiny_tokenizers import TEXT, write_byte_fallback, write_byte_level
 
@@ -94,7 +95,7 @@ def test_truncation_and_padding_of_the_file_are_ignored(tmp_path):
 
 def test_a_missing_chat_template_names_the_remedy(tmp_path):
     tokenizer = load_tokenizer(str(write_byte_level(tmp_path, chat_template=None)))
-    with pytest.raises(ValueError, match="no chat template: use rows with a raw `prompt`"):
+    with pytest.raises(UserError, match="no chat template: use rows with a raw `prompt`"):
         tokenizer.encode_chat(CHAT)
 
 
@@ -102,15 +103,13 @@ def test_a_template_that_refuses_the_messages_is_one_line(tmp_path):
     template = "{{ raise_exception('no system messages') }}"
     tokenizer = load_tokenizer(str(write_byte_level(tmp_path, chat_template=template)))
     with pytest.raises(
-        ValueError, match=r"^the chat template refuses these messages \(no system messages\).*$"
+        UserError, match=r"^the chat template refuses these messages \(no system messages\).*$"
     ):
         tokenizer.encode_chat(CHAT)
 
 
 def test_a_directory_without_a_tokenizer_is_one_line(tmp_path):
-    with pytest.raises(
-        ValueError, match=r"^no tokenizer could be loaded from .*: give a directory"
-    ) as caught:
+    with pytest.raises(UserError, match=r"^no tokenizer could be loaded from .*: give a directory") as caught:
         load_tokenizer(str(tmp_path))
     assert "\n" not in str(caught.value)
 
@@ -137,7 +136,7 @@ def test_a_hub_id_out_of_reach_is_one_line(monkeypatch, hub_id):
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
     with pytest.raises(
-        ValueError, match=r"^no tokenizer could be loaded from .* \(no network\): give"
+        UserError, match=r"^no tokenizer could be loaded from .* \(no network\): give"
     ) as caught:
         load_tokenizer(hub_id)
     assert "\n" not in str(caught.value)
@@ -240,8 +239,11 @@ def test_without_stops_nothing_is_decoded(byte_level, monkeypatch):
     assert StopStrings(byte_level, []).feed([1, 2, 300]) is None
 
 
-def test_the_work_per_token_does_not_grow_with_the_text(byte_level, monkeypatch):
-    lengths = []
+def test_the_work_per_token_does_not_grow_with_the_text(byte_level_path, monkeypatch):
+    lengths, byte_level = (
+        [],
+        load_tokenizer(str(byte_level_path)),
+    )  # what it knows of tokens is not true elsewhere
 
     def decode(token_ids):
         lengths.append(len(token_ids))
@@ -250,4 +252,20 @@ def test_the_work_per_token_does_not_grow_with_the_text(byte_level, monkeypatch)
     monkeypatch.setattr(byte_level, "decode", decode)
     assert StopStrings(byte_level, ["12345678"]).feed(list(range(6, 300))) is None
     assert max(lengths) <= 8 + 1
-    assert len(lengths) <= 4 * 294
+    assert len(lengths) <= (4 + 1) * 294, "the window, and each token once by itself"
+
+
+def test_nothing_is_decoded_behind_a_token_that_ends_no_stop(tokenizer, monkeypatch):
+    token_ids = tokenizer.encode_text(TEXT[0])[1:]
+    stops = ["Question:", "</s>", "<|im_end|>"]
+    assert StopStrings(tokenizer, stops).feed(token_ids) is None
+    monkeypatch.setattr(Tokenizer, "decode", lambda *_: pytest.fail("decoded"))
+    assert StopStrings(tokenizer, stops).feed(token_ids) is None
+
+
+def test_a_stop_of_broken_bytes_may_end_with_a_whole_one(byte_fallback):
+    """A decoder with byte fallback shows no byte of a run that is no text, also those that were shown before."""
+    token_ids = [byte_fallback.encode_text("€")[2], byte_fallback.encode_text("\n")[-1]]
+    stops = ["\N{REPLACEMENT CHARACTER}" * 2]
+    assert kept_by_brute_force(byte_fallback, stops, token_ids) == 2
+    assert StopStrings(byte_fallback, stops).feed(token_ids) == 2

@@ -7,6 +7,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[1]
 
@@ -43,6 +44,20 @@ def test_all_data_and_code_are_inside(wheel):
 def test_nothing_else_is_inside(wheel):
     tops = {name.split("/")[0] for name in wheel.namelist()}
     assert {top for top in tops if not top.endswith(".dist-info")} == {"specgen"}
+
+
+def test_flashinfer_is_for_linux_alone_and_below_the_version_that_may_break_it(wheel):
+    """Its own requirements have nothing for a Mac; see attention/unsplit.py for the bound."""
+    (metadata,) = (name for name in wheel.namelist() if name.endswith(".dist-info/METADATA"))
+    lines = wheel.read(metadata).decode().splitlines()
+    requirements = [
+        Requirement(line.removeprefix("Requires-Dist: ")) for line in lines if "Requires-Dist" in line
+    ]
+    (flashinfer,) = (each for each in requirements if each.name == "flashinfer-python")
+    platforms = {name: flashinfer.marker.evaluate({"sys_platform": name}) for name in ("linux", "darwin")}
+    assert platforms == {"linux": True, "darwin": False}
+    versions = ("0.6.17", "0.6.18.post1", "0.6.30", "0.7.0")
+    assert [flashinfer.specifier.contains(each) for each in versions] == [False, True, True, False]
 
 
 def test_the_data_are_found_from_any_directory(wheel, tmp_path):

@@ -1,6 +1,7 @@
 """The attention seam: what a backend is, what it can do, and the one callable that a model sees of it."""
 
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Protocol
 
 import torch
@@ -29,6 +30,7 @@ class Capabilities:
     """What a backend can do; ``build.py`` checks it once, at start. None: no bound."""
 
     devices: tuple[str, ...]  # torch device types
+    package: str | None = None  # that is imported when it is used
     ragged_q: bool  # sequences of different query lengths in one pass
     uniform_q_max: int | None  # longest query of a decode pass
     needs_host_lens: bool  # reads lengths on the host, so every pass waits for the device
@@ -45,6 +47,9 @@ class Capabilities:
         """Why this cannot run ``heads`` on ``device`` and what to use instead, to follow its name; None if it can."""
         if device.type not in self.devices:
             return f"does not run on {device.type}: use --attention auto"
+        if self.package is not None and find_spec(self.package) is None:
+            install = f"pip install {self.package}-python"
+            return f"needs {self.package}, which is not installed: {install}, or use --attention sdpa"
         major = torch.cuda.get_device_capability(device)[0] if self.compute_majors is not None else 0
         checks: tuple[tuple[object, tuple[object, ...] | None, str, str], ...] = (
             (major, self.compute_majors, "GPUs of compute capability {}.x", "--attention sdpa"),

@@ -40,6 +40,7 @@ class FlashInferBackend:
     merit = "paged kernels for any mix of lengths"
     capabilities = Capabilities(
         devices=("cuda",),
+        package="flashinfer",
         ragged_q=True,
         uniform_q_max=None,
         needs_host_lens=True,

@@ -8,11 +8,26 @@ from specgen.attention import Capabilities, Kernel
 from specgen.attention.flashinfer_paged import FlashInferBackend
 from specgen.attention.unsplit import UnsplitDecode
 from specgen.attention.workspaces import decode_workspace, num_sms
+from specgen.config import require
 from specgen.layout import Layout
 
 _MAX_GROUP = 16  # heads a KV head
 _MAX_QUERY = 32  # rows a sequence: their mask is one word
 _HEAD_DIMS = (64, 128, 256)
+
+
+_claimed: set[int] = set()  # the GPU of this process; what FlashInfer keeps of it cannot be asked for
+
+
+def _claim(device: torch.device) -> None:
+    """``UserError`` for a second GPU of one process: XQA prepares its kernels on the first one that calls it."""
+    index = torch.cuda.current_device() if device.index is None else device.index
+    require(
+        _claimed <= {index},
+        f"attention 'trtllm' runs on one GPU of a process and {device} is the second: "
+        "use a process for each, or --attention flashinfer",
+    )
+    _claimed.add(index)
 
 
 class TrtllmBackend:
@@ -35,6 +50,7 @@ class TrtllmBackend:
     merit = "decode kernels that need no plan on the host, so a step is one CUDA graph"
     capabilities = Capabilities(
         devices=("cuda",),
+        package="flashinfer",
         ragged_q=True,
         uniform_q_max=_MAX_QUERY,
         needs_host_lens=False,
@@ -49,6 +65,7 @@ class TrtllmBackend:
     )
 
     def __init__(self, device: torch.device) -> None:
+        _claim(device)
         major = torch.cuda.get_device_capability(device)[0]
         self._xqa = major != 10
         self._workspace = decode_workspace(

@@ -28,6 +28,7 @@ class UnsplitDecode:
 
     The work list then is one entry a sequence, whatever the lengths. Every sequence is given its whole row of the
     block table as pages, and a length of the last page that brings the sum down to its length: it may be negative.
+    FlashInfer does not promise to take that, so pyproject.toml keeps to versions that do.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from specgen.config import UserError
+
 MIB = 1 << 20
 # XQA counts its finished blocks in the first 8 MiB, trtllm-gen asks for 128 MiB in all
 _COUNTERS = 8 * MIB
@@ -12,11 +14,11 @@ _DECODE = 128 * MIB
 def decode_workspace(device: torch.device, *, max_group: int, max_rows: int, max_head_dim: int) -> Tensor:
     """Zeros for the TensorRT-LLM decode kernels on ``device``, which leave the counters at zero after every call.
 
-    Two calls that run at once must not share it. ``ValueError`` if kernels of that shape need more than there is.
+    Two calls that run at once must not share it. ``UserError`` if kernels of that shape need more than there is.
     """
     need = xqa_bytes(num_sms(device), rows=max_group * max_rows, head_dim=max_head_dim)
     if need > _DECODE:
-        raise ValueError(
+        raise UserError(
             f"attention 'trtllm' needs {need // MIB} MiB of scratch memory on this GPU and takes {_DECODE // MIB}: "
             "use --attention flashinfer"
         )

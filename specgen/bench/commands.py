@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from specgen import options as opt
+from specgen.atomic import writable
 from specgen.bundled import pair
 from specgen.config import EngineConfig, require, spec_tokens
 
@@ -266,7 +267,8 @@ def publish(tables: Iterable["Table"], output: Path | None) -> None:
     for table in tables:
         print(f"{table.name}: {len(table.rows)} rows", end="\r", file=sys.stderr, flush=True)
         if output is not None:
-            table.write(output)
+            with writable(output):
+                table.write(output)
     print(file=sys.stderr)
     print(table.to_text())
     if output is not None:

@@ -5,6 +5,8 @@ import platform
 
 import torch
 
+from specgen.provenance import versions
+
 
 def device_name(device: str) -> str:
     """The GPU's name, or the CPU's kind."""
@@ -20,9 +22,7 @@ def environment(device: str) -> dict[str, str]:
     }
     if device == "cpu":
         return found
-    import flashinfer
-
-    return found | {"cuda": str(torch.version.cuda), "flashinfer": flashinfer.__version__}
+    return found | {"cuda": str(torch.version.cuda), "flashinfer": versions()["flashinfer-python"]}
 
 
 def settle() -> None:

@@ -16,7 +16,7 @@ from specgen.bench.profile import Window
 from specgen.bench.prompts import make_prompts
 from specgen.bench.runs import Tape, run, step_seconds
 from specgen.bench.step_table import empty_table, step_rows
-from specgen.build import Models, build_engine, load_models, resolve
+from specgen.build import Models, build_engine, load_models, open_checkpoints, resolve
 from specgen.config import EngineConfig, require
 from specgen.events import Event, Prefilled, Stepped, Submitted, Verified
 
@@ -60,11 +60,12 @@ class Explained:
 
 
 def explain(job: StepJob) -> Iterator[Table]:
-    """The table as it grows, batch by batch; a batch that cannot run is a note. ``ValueError`` where nothing can."""
-    config = resolve(job.engine)
+    """The table as it grows, batch by batch; a batch that cannot run is a note. ``UserError`` where nothing can."""
+    checkpoints = open_checkpoints(job.engine)
+    config = resolve(job.engine, checkpoints)
     bandwidth = copy_bandwidth(config.device)
     free_memory()
-    models = load_models(config)
+    models = load_models(config, checkpoints)
     limit = models.target.config.max_positions
     longest = job.prompt_tokens + job.workload.max_new_tokens
     require(longest <= limit, f"prompt-tokens is {job.prompt_tokens}: with {longest - limit} less, texts fit")

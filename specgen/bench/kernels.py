@@ -44,7 +44,7 @@ _GIB = 1 << 30
 
 @dataclass(frozen=True, kw_only=True)
 class KernelJob:
-    """What is to be timed; ``ValueError`` for what makes no sense."""
+    """What is to be timed; ``UserError`` for what makes no sense."""
 
     heads: Heads
     num_seqs: tuple[int, ...]
@@ -86,7 +86,7 @@ class Contest:
 
 
 def measure(job: KernelJob) -> Iterator[Table]:
-    """The table as it grows: one for each combination, the last one whole. ``ValueError`` if no backend can run."""
+    """The table as it grows: one for each combination, the last one whole. ``UserError`` if no backend can run."""
     if job.device.index:
         torch.cuda.set_device(job.device)  # for kernels that run on whatever is the current one
     contest, notes = _contest(job)

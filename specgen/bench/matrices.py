@@ -29,7 +29,7 @@ class Axis:
         return [int(value) if value.isdecimal() else value for value in self.values]
 
     def changes(self, value: str) -> dict[str, Any]:
-        """The fields of ``EngineConfig`` that ``value`` sets; ``ValueError`` for one that this axis cannot have."""
+        """The fields of ``EngineConfig`` that ``value`` sets; ``UserError`` for one that this axis cannot have."""
         match self.name:
             case "decoding":
                 known = ", ".join(_DECODING)
@@ -112,7 +112,7 @@ class Matrix:
         ]
 
     def with_values(self, texts: Iterable[str]) -> Self:
-        """With other values on some axes, each given as ``batch=8,32``; ``ValueError`` for an axis it does not have."""
+        """With other values on some axes, each given as ``batch=8,32``; ``UserError`` for an axis it does not have."""
         axes = {axis.name: axis for axis in self.axes}
         for text in texts:
             name, _, values = text.partition("=")
@@ -174,6 +174,6 @@ MATRICES = {
 
 
 def find_matrix(name: str) -> Matrix:
-    """The matrix of that name; ``ValueError`` lists those that there are."""
+    """The matrix of that name; ``UserError`` lists those that there are."""
     require(name in MATRICES, f"matrix is {name!r}: use one of {', '.join(MATRICES)}")
     return MATRICES[name]

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from specgen import charts, display, page
+from specgen.atomic import write_text
 from specgen.display import Show
 
 Value = str | int | float | bool | None
@@ -121,7 +122,7 @@ class Table:
         directory.mkdir(parents=True, exist_ok=True)
         contents = {"csv": self.to_csv(), "json": json.dumps(self.to_json()) + "\n", "html": self.to_html()}
         for suffix, content in contents.items():
-            (directory / f"{self.name}.{suffix}").write_text(content, encoding="utf-8")
+            write_text(directory / f"{self.name}.{suffix}", content)
 
     def _titles(self) -> list[str]:
         return [column.title for column in self.columns]

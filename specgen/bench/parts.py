@@ -141,14 +141,14 @@ class StepTime:
 
 
 def split(spans: Sequence[Span], num_steps: int) -> StepTime:
-    """The time of ``num_steps`` steps by part. ``ValueError`` if their marks are not all there.
+    """The time of ``num_steps`` steps by part. ``RuntimeError`` if their marks are not all there.
 
     Work that overlaps counts once, for what began first; marks count as idle, as nothing else runs in them.
     """
     num_marks = sum(span.name == _MARK for span in spans)
     expected = num_steps * len(AFTER_MARKS)
     if num_marks != expected:
-        raise ValueError(
+        raise RuntimeError(
             f"the profiler saw {num_marks} of {expected} marks: its picture of a step is not whole"
         )
     parts = dict.fromkeys(PARTS, 0.0)

@@ -24,7 +24,7 @@ class Prompts:
 
 
 def make_prompts(workload: Workload, models: Models, data_path: Path | None, count: int) -> Prompts:
-    """``count`` greedy requests, over again where the data set has fewer; ``ValueError`` where none can run.
+    """``count`` greedy requests, over again where the data set has fewer; ``UserError`` where none can run.
 
     Synthetic weights know no text: their prompts are as long as those of the data set, and their tokens are drawn.
     What is drawn are tokens that the head can draft, so that it is asked for nothing that it cannot say; such texts go

@@ -7,6 +7,7 @@ from itertools import pairwise
 
 from specgen.bench.environment import settle
 from specgen.bench.profile import Window
+from specgen.config import UserError
 from specgen.engine_core import EngineCore
 from specgen.events import Event, Finished, Prefilled, Stepped, Verified
 from specgen.sequence import Completion, Request
@@ -45,7 +46,7 @@ class Tape:
 
 
 def run(engine: EngineCore, groups: Iterable[Iterable[Request]]) -> Run:
-    """Generate for one group of requests after the other. ``ValueError`` if the engine refuses one."""
+    """Generate for one group of requests after the other. ``UserError`` if the engine refuses one."""
     settle()
     began = time.perf_counter()
     completions = [completion for group in groups for completion in engine.generate(group)]
@@ -53,7 +54,7 @@ def run(engine: EngineCore, groups: Iterable[Iterable[Request]]) -> Run:
     seconds = time.perf_counter() - began
     refused = [completion.error for completion in completions if completion.error]
     if refused:
-        raise ValueError(f"{len(refused)} requests were refused, the first because {refused[0]}")
+        raise UserError(f"{len(refused)} requests were refused, the first because {refused[0]}")
     return Run(seconds=seconds, completions=completions)
 
 

@@ -24,8 +24,8 @@ from specgen.bench.prompts import Prompts, make_prompts
 from specgen.bench.repeats import Repeat, Repeats
 from specgen.bench.runs import Run, Tape, run
 from specgen.bench.throughput_table import Result, table
-from specgen.build import Models, build_engine, load_models, resolve
-from specgen.config import EngineConfig, require
+from specgen.build import Models, build_engine, load_models, open_checkpoints, resolve
+from specgen.config import EngineConfig, UserError, require
 from specgen.sequence import Request
 
 _CPU_BYTES = 1 << 30  # for engines that take turns
@@ -84,10 +84,11 @@ class _Contestant:
 def throughput(job: ThroughputJob) -> Iterator[Table]:
     """The table as it grows, one after each repeat of each group of arms; the last is whole.
 
-    An arm that cannot run, or breaks, is a note and no end. ``ValueError`` where nothing can run.
+    An arm that cannot run, or breaks, is a note and no end. ``UserError`` where nothing can run.
     """
-    base = resolve(job.engine)
-    models = load_models(base)
+    checkpoints = open_checkpoints(job.engine)
+    base = resolve(job.engine, checkpoints)
+    models = load_models(base, checkpoints)
     counts = [job.workload.count(arm.configure(base).max_batch_size) for arm in job.matrix.arms]
     prompts = make_prompts(job.workload, models, job.data_path, max(counts))
     plans, notes = _plans(job, models, prompts)
@@ -109,8 +110,8 @@ def _plans(job: ThroughputJob, models: Models, prompts: Prompts) -> tuple[list[P
     plans, notes = [], []
     for arm in job.matrix.arms:
         try:
-            config = resolve(arm.configure(job.engine))
-        except ValueError as error:
+            config = resolve(arm.configure(job.engine), models.checkpoints)
+        except UserError as error:
             notes.append(f"not run: {arm.name}: {error}")
             continue
         requests = prompts.requests[: job.workload.count(config.max_batch_size)]

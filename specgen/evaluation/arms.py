@@ -15,7 +15,7 @@ ALL_NAMED = ",".join(_NAMED)
 
 
 def named_arms(text: str) -> tuple[Arm, ...]:
-    """The arms that ``text`` names with commas between; ``ValueError`` for an unknown name."""
+    """The arms that ``text`` names with commas between; ``UserError`` for an unknown name."""
     names = [name.strip() for name in text.split(",")]
     for name in names:
         require(name in _NAMED, f"arm {name!r} is unknown: use {', '.join(_NAMED)}, or --study for others")

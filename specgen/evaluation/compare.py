@@ -102,7 +102,7 @@ class Comparison:
 
 
 def reference_of(arms: Sequence[ArmRun]) -> ArmRun:
-    """The arm named baseline, or the first where none is; ``ValueError`` for no arm at all."""
+    """The arm named baseline, or the first where none is; ``UserError`` for no arm at all."""
     require(len(arms) > 0, "there are no arms to compare: name one or more")
     return next((arm for arm in arms if arm.name == REFERENCE), arms[0])
 
@@ -110,7 +110,7 @@ def reference_of(arms: Sequence[ArmRun]) -> ArmRun:
 def compare(arms: Sequence[ArmRun], target: Target) -> Comparison:
     """``arms`` against the reference, sample by sample; ``target`` is the reference's, to judge where texts part.
 
-    Samples pair by task, document and metric. ``ValueError`` for no arm, two of one name, and arms that
+    Samples pair by task, document and metric. ``UserError`` for no arm, two of one name, and arms that
     scored different samples.
     """
     reference = reference_of(arms)

@@ -4,11 +4,11 @@ import hashlib
 import json
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from contextlib import closing
 from dataclasses import replace
-from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
@@ -17,17 +17,19 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
 from specgen.build import Models
-from specgen.config import SamplingParams, require
+from specgen.config import SamplingParams, UserError, require
 from specgen.engine_core import EngineCore
 from specgen.evaluation.arms import Written
 from specgen.results import RunDirectory
-from specgen.scoring import ScoreRequest
+from specgen.sampling import most_demanding
+from specgen.scoring import Scored, ScoreRequest
 from specgen.sequence import Completion, Request
 from specgen.tokenizer import Message, StopStrings
 
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed")  # generation arguments that are fields of ours
 _NEUTRAL = {"num_beams": 1, "num_return_sequences": 1, "repetition_penalty": 1.0}  # harmless at these values
 _Row = dict[str, Any]  # an answer
+_Found = TypeVar("_Found")  # what an engine finds
 _Scorable = tuple[Any, list[int], list[int]]  # key of the cache or None, context, continuation
 
 
@@ -43,23 +45,20 @@ class SpecgenLM(TemplateLM):  # type: ignore[misc]
     def __init__(
         self,
         *,
-        start: Callable[[], EngineCore],
+        start: Callable[..., EngineCore],
         models: Models,
         sampling: SamplingParams,
         files: RunDirectory,
     ) -> None:
         super().__init__()
         self._start = start
+        self._engine: EngineCore | None = None
         self._models = models
         self._text = models.tokenizer
         self._sampling = sampling
         self._files = files
         self._answers = dict(files.completions)
         self.written: dict[tuple[str, int], Written] = {}
-
-    @cached_property
-    def _engine(self) -> EngineCore:
-        return self._start()
 
     @property
     def seconds(self) -> float:
@@ -69,25 +68,33 @@ class SpecgenLM(TemplateLM):  # type: ignore[misc]
     def _answer(
         self,
         ids: Iterable[str],
-        ask: Callable[[EngineCore], Iterator[tuple[str, _Row]]],
+        ask: Callable[[EngineCore], Iterator[_Found]],
+        row_of: Callable[[_Found], tuple[str, _Row]],
         disable_tqdm: bool,
+        expected: SamplingParams,
     ) -> Iterator[tuple[str, _Row]]:
-        """The answers to ``ids``: those of an earlier run, then what ``ask`` yields, kept as it comes."""
+        """The answers to ``ids``: those of an earlier run, then the rows of what ``ask`` yields, kept as they come.
+
+        An engine that is not there yet is made for what ``expected`` asks (see ``build_engine``).
+        """
         wanted = set(ids)
         known = wanted & self._answers.keys()
         with tqdm(total=len(wanted), initial=len(known), unit="req", disable=disable_tqdm) as bar:
             yield from ((name, self._answers[name]) for name in known)
             if known == wanted:
                 return
-            engine = self._engine  # its start is no part of the answers' time
+            if self._engine is None:  # its start is no part of the answers' time
+                self._engine = self._start(expected=expected)
+            engine = self._engine
             last = time.perf_counter()
-            for name, row in ask(engine):
-                now = time.perf_counter()
-                self._answers[name] = {"id": name, **row, "seconds": now - last}
-                self._files.add_completion(self._answers[name])
-                last = now
-                bar.update()
-                yield name, row
+            with closing(cast("Generator[_Found]", ask(engine))) as found:
+                for name, row in map(row_of, found):
+                    now = time.perf_counter()
+                    self._answers[name] = {"id": name, **row, "seconds": now - last}
+                    self._files.add_completion(self._answers[name])
+                    last = now
+                    bar.update()
+                    yield name, row
 
     # --- what lm-eval asks about the model --------------------------------------------------------
 
@@ -126,7 +133,7 @@ class SpecgenLM(TemplateLM):  # type: ignore[misc]
         rest = [message for message in messages if message.role != "system"]
         try:
             return render(messages)
-        except ValueError:
+        except UserError:
             if len(rest) == len(messages):
                 raise
             return render(rest)
@@ -144,13 +151,12 @@ class SpecgenLM(TemplateLM):  # type: ignore[misc]
         asked = self._requests(requests)
         places = {request.id: at for at, request in enumerate(asked)}
 
-        def ask(engine: EngineCore) -> Iterator[tuple[str, _Row]]:
-            unanswered = (request for request in asked if request.id not in self._answers)
-            for completion in engine.generate(unanswered):
-                yield completion.request.id, self._row(completion)
+        def ask(engine: EngineCore) -> Iterator[Completion]:
+            return engine.generate(request for request in asked if request.id not in self._answers)
 
         texts = [""] * len(requests)
-        for name, row in self._answer(places, ask, disable_tqdm):
+        expected = most_demanding(request.sampling for request in asked)
+        for name, row in self._answer(places, ask, self._row, disable_tqdm, expected):
             at = places[name]
             texts[at], instance = row["text"], requests[at]
             self.cache_hook.add_partial("generate_until", instance.args, texts[at])
@@ -184,7 +190,7 @@ class SpecgenLM(TemplateLM):  # type: ignore[misc]
         )
 
     def _sampling_of(self, arguments: Mapping[str, Any]) -> SamplingParams:
-        """Our parameters for a task's generation arguments; ``ValueError`` for one that the engine cannot follow."""
+        """Our parameters for a task's generation arguments; ``UserError`` for one that the engine cannot follow."""
         known = normalize_gen_kwargs(dict(arguments), self._sampling.max_tokens)
         max_tokens, sample = known.pop("max_gen_toks"), known.pop("do_sample")
         stops = handle_stop_sequences(known.pop("until"), eos=None)
@@ -201,15 +207,15 @@ class SpecgenLM(TemplateLM):  # type: ignore[misc]
             self._sampling, **{**given, "temperature": temperature}, max_tokens=max_tokens, stop=stop
         )
 
-    def _row(self, completion: Completion) -> _Row:
-        """All tokens, and the text before the first stop string or special token that ends it."""
+    def _row(self, completion: Completion) -> tuple[str, _Row]:
+        """Under its name all tokens, and the text before the first stop string or special token that ends it."""
         request = completion.request
         require(completion.error is None, f"a prompt of {request.category} cannot be run: {completion.error}")
         stops = request.sampling.stop
         ends = {self.eot_token_id, *(self._text.special_token_id(stop) for stop in stops)}
         ids = completion.token_ids
         end = next((at for at, token in enumerate(ids) if token in ends), len(ids))
-        return {"text": StopStrings(self._text, stops).text(ids[:end]), "token_ids": ids}
+        return request.id, {"text": StopStrings(self._text, stops).text(ids[:end]), "token_ids": ids}
 
     # --- scores -----------------------------------------------------------------------------------
 
@@ -220,14 +226,12 @@ class SpecgenLM(TemplateLM):  # type: ignore[misc]
         names = [_name("loglikelihood", context, continuation) for _, context, continuation in requests]
         asked = dict(zip(names, requests, strict=True))
 
-        def ask(engine: EngineCore) -> Iterator[tuple[str, _Row]]:
+        def ask(engine: EngineCore) -> Iterator[Scored]:
             unanswered = {name: request for name, request in asked.items() if name not in self._answers}
-            for scored in engine.score(self._score_request(*each) for each in unanswered.items()):
-                row = {"log_prob": sum(scored.log_probs), "greedy": all(scored.greedy)}
-                yield scored.request.id, row
+            return engine.score(self._score_request(*each) for each in unanswered.items())
 
         found: dict[str, tuple[float, bool]] = {}
-        for name, row in self._answer(asked, ask, disable_tqdm):
+        for name, row in self._answer(asked, ask, _score, disable_tqdm, SamplingParams()):
             found[name] = (row["log_prob"], row["greedy"])
             if (key := asked[name][0]) is not None:
                 self.cache_hook.add_partial("loglikelihood", key, found[name])
@@ -267,6 +271,10 @@ class SpecgenLM(TemplateLM):  # type: ignore[misc]
 def _name(*asked: object) -> str:
     """A name for what is asked, the same in every run."""
     return hashlib.sha256(json.dumps(asked, sort_keys=True, default=str).encode()).hexdigest()[:20]
+
+
+def _score(scored: Scored) -> tuple[str, _Row]:
+    return scored.request.id, {"log_prob": sum(scored.log_probs), "greedy": all(scored.greedy)}
 
 
 def _written(request: Request, row: _Row) -> Written:

@@ -1,14 +1,13 @@
 """Studies as data: which tasks, how many questions, and the arms that are compared over them."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Self, get_args
 
 from specgen.bundled import evaluation_directory
-from specgen.config import DrafterBatchName, EngineConfig, require, spec_tokens
-from specgen.json_fields import check_fields
+from specgen.config import DrafterBatchName, EngineConfig, UserError, require, spec_tokens
+from specgen.json_fields import check_fields, load_json
 
 AttentionName = Literal["auto", "trtllm", "flashinfer", "sdpa", "sdpa-static"]
 GraphsName = Literal["auto", "step", "pass", "off"]
@@ -85,19 +84,19 @@ class Study:
 
     @classmethod
     def from_json(cls, name: str, value: Mapping[str, Any]) -> Self:
-        """The study that a file called ``name`` holds; ``ValueError`` for one that cannot be run."""
-        require(isinstance(value, Mapping), f"{value!r} is not a JSON object")
+        """The study that a file called ``name`` holds; ``UserError`` for one that cannot be run."""
         known = check_fields({**value, "name": name}, cls)
         arms = tuple(Arm(**check_fields(arm, Arm)) for arm in known["arms"])
         return cls(**{**known, "tasks": tuple(known["tasks"]), "arms": arms})
 
 
 def load_study(name: str) -> Study:
-    """A bundled study by its name, or one from a JSON file by its path; ``ValueError`` lists the bundled ones."""
+    """A bundled study by its name, or one from a JSON file by its path; ``UserError`` lists the bundled ones."""
     files = {path.stem: path for path in sorted((evaluation_directory() / "studies").glob("*.json"))}
     path = files.get(name, Path(name))
     require(path.is_file(), f"study is {name!r}: name a JSON file, or one of {', '.join(files)}")
+    value = load_json(path, "mend it")
     try:
-        return Study.from_json(path.stem, json.loads(path.read_text(encoding="utf-8")))
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"{path} is no study: {error}") from error
+        return Study.from_json(path.stem, value)
+    except (UserError, TypeError) as error:
+        raise UserError(f"{path} is no study: {error}") from error

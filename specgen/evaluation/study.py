@@ -12,7 +12,7 @@ from lm_eval import simple_evaluate
 from lm_eval.utils import handle_non_serializable, make_table
 
 from specgen.atomic import write_json, write_text
-from specgen.build import Models, build_engine, judge, load_models, resolve
+from specgen.build import Models, build_engine, judge, load_models, open_checkpoints, resolve
 from specgen.checkpoint import fingerprint
 from specgen.config import EngineConfig, SamplingParams
 from specgen.display import draft_length, from_here
@@ -65,14 +65,16 @@ class StudyRun:
     """The arms of a study, with the weights that they share.
 
     Each arm has its directory in ``path``, in which answers are kept as they come; with what is there a killed
-    evaluation goes on. ``ValueError``, before anything runs, for a task or an arm that cannot, and for a directory
+    evaluation goes on. ``UserError``, before anything runs, for a task or an arm that cannot, and for a directory
     that holds another study.
     """
 
     def __init__(self, job: StudyJob, path: Path) -> None:
         self._job = job
         self._path = path
-        self._configs = {arm.name: resolve(arm.configure(job.engine)) for arm in job.study.arms}
+        arms = {arm.name: arm.configure(job.engine) for arm in job.study.arms}
+        self._checkpoints = open_checkpoints(max(arms.values(), key=lambda config: config.num_spec_tokens))
+        self._configs = {name: resolve(config, self._checkpoints) for name, config in arms.items()}
         self._tasks = find_tasks(job.study.tasks, job.data_path)
         path.mkdir(parents=True, exist_ok=True)
         require_same(path / "study.json", job.to_json(), free=(), remedy=_REMEDY)
@@ -121,7 +123,8 @@ class StudyRun:
         if config.dtype not in self._loaded:
             self._loaded.clear()
             most = max(other.num_spec_tokens for other in self._configs.values())
-            self._loaded[config.dtype] = load_models(replace(config, num_spec_tokens=most))
+            asked = replace(config, num_spec_tokens=most)
+            self._loaded[config.dtype] = load_models(asked, self._checkpoints)
         return self._loaded[config.dtype]
 
     def _run(self, arm: Arm) -> ArmResult:
@@ -132,20 +135,19 @@ class StudyRun:
         path.mkdir(parents=True, exist_ok=True)
         asked = self._manifest(config, models, sampling)
         require_same(path / "manifest.json", asked, free=(), remedy=_REMEDY)
-        files = RunDirectory(path)
-        start = partial(_start, config, models, files)
-        lm = SpecgenLM(start=start, models=models, sampling=sampling, files=files)
-        results = simple_evaluate(
-            model=lm,
-            tasks=deepcopy(self._tasks.configs),  # an arm's generation arguments are written into them
-            task_manager=self._tasks.manager,
-            num_fewshot=job.study.num_fewshot,
-            limit=job.study.limit,
-            apply_chat_template=job.apply_chat_template,
-            gen_kwargs=None if arm.temperature is None else _drawn(arm.temperature),
-        )
+        with RunDirectory(path) as files:
+            start = partial(_start, config, models, files)
+            lm = SpecgenLM(start=start, models=models, sampling=sampling, files=files)
+            results = simple_evaluate(
+                model=lm,
+                tasks=deepcopy(self._tasks.configs),  # an arm's generation arguments are written into them
+                task_manager=self._tasks.manager,
+                num_fewshot=job.study.num_fewshot,
+                limit=job.study.limit,
+                apply_chat_template=job.apply_chat_template,
+                gen_kwargs=None if arm.temperature is None else _drawn(arm.temperature),
+            )
         assert results is not None, "only other ranks than the first get None"
-        files.close()
         run = ArmRun(
             name=arm.name,
             dtype=config.dtype,
@@ -175,8 +177,10 @@ def _every(values: Iterable[object]) -> str:
     return " or ".join(dict.fromkeys(map(str, values))) or "none"
 
 
-def _start(config: EngineConfig, models: Models, files: RunDirectory) -> EngineCore:
-    engine = build_engine(config, models, files.add_event)
+def _start(
+    config: EngineConfig, models: Models, files: RunDirectory, *, expected: SamplingParams
+) -> EngineCore:
+    engine = build_engine(config, models, files.add_event, expected=expected)
     engine.warm_up()
     return engine
 

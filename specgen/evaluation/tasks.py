@@ -10,7 +10,7 @@ import yaml
 from lm_eval.tasks import TaskManager
 
 from specgen.bundled import evaluation_directory
-from specgen.config import require
+from specgen.config import UserError, require
 
 _FORMATS = {".jsonl": "json", ".parquet": "parquet"}  # suffix: the name of the builder in ``datasets``
 
@@ -26,7 +26,7 @@ class Tasks:
 def find_tasks(names: Sequence[str], data_path: Path | None) -> Tasks:
     """The tasks of these names, GSM8K from ``data_path`` unless None; every one is loaded once.
 
-    ``ValueError`` for a name that lm-eval does not know and for data that is not there, before any model is loaded.
+    ``UserError`` for a name that lm-eval does not know and for data that is not there, before any model is loaded.
     """
     require(
         data_path is None or "gsm8k" in names,
@@ -37,7 +37,9 @@ def find_tasks(names: Sequence[str], data_path: Path | None) -> Tasks:
         local["word_problems"] = word_problems_task()
     if data_path is not None:
         local["gsm8k"] = local_gsm8k(data_path)
-    tasks = Tasks(manager=TaskManager(), configs=[local.get(name, name) for name in names])
+    # the index of lm-eval's own tasks is thousands of files, read at every start
+    manager = TaskManager(include_defaults=not local.keys() >= set(names))
+    tasks = Tasks(manager=manager, configs=[local.get(name, name) for name in names])
     for task in tasks.configs:
         _require_loads(tasks.manager, task)
     return tasks
@@ -50,12 +52,18 @@ def _require_loads(manager: TaskManager, task: str | dict[str, Any]) -> None:
         f"task {name!r} is not one of lm-eval's: `lm-eval ls tasks` lists them",
     )
     try:
-        manager.load([task])
+        loaded = manager.load([task])["tasks"]
     except Exception as error:  # data sets and their hub raise what they like
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ValueError(
+        raise UserError(
             f"task {name!r} has no data here ({reason}): connect to the hub, or for gsm8k use --data-path"
         ) from error
+    for flag, what in (
+        ("UNSAFE_CODE", "runs code that a model has written"),
+        ("MULTIMODAL", "shows pictures"),
+    ):
+        unfit = any(getattr(each, flag, False) for each in loaded.values())
+        require(not unfit, f"task {name!r} {what}, which is not done here: use one of text alone")
 
 
 def word_problems_task() -> dict[str, Any]:
@@ -76,7 +84,7 @@ def local_gsm8k(path: Path) -> dict[str, Any]:
     """lm-eval's own ``gsm8k``, reading train and test from the directory ``path`` instead of the hub.
 
     The files are ``train.jsonl`` and ``test.jsonl`` (openai/grade-school-math) or the Parquet files of the hub's
-    repository, in ``path`` or in ``path/main``. ``ValueError`` where they are not there.
+    repository, in ``path`` or in ``path/main``. ``UserError`` where they are not there.
     """
     format_name, files = _splits(path)
     config = _read_yaml(Path(lm_eval.tasks.__file__).parent / "gsm8k" / "gsm8k.yaml")
@@ -91,7 +99,7 @@ def _splits(path: Path) -> tuple[str, dict[str, list[str]]]:
             files = {split: _files(directory, split, suffix) for split in ("train", "test")}
             if all(files.values()):
                 return format_name, files
-    raise ValueError(
+    raise UserError(
         f"data-path is {str(path)!r}, which has no train and test files of GSM8K: "
         "name the directory with train.jsonl and test.jsonl, or with the hub's Parquet files"
     )

@@ -75,7 +75,7 @@ class TargetConfig:
 
     @classmethod
     def from_hf(cls, config: Raw) -> "TargetConfig":
-        """Read a ``config.json``; ``ValueError`` names the first thing in it that is not supported."""
+        """Read a ``config.json``; ``UserError`` names the first thing in it that is not supported."""
         architecture = next(iter(architectures(config)), "none")
         require(
             architecture in _FAMILIES,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from specgen.config import require
+from specgen.config import UserError, require
 from specgen.models.config import Eagle3Config
 from specgen.models.layers import MLP, Attend, Attention, Keep, KeysValues, inverse_frequencies
 from specgen.models.weights import Take
@@ -41,7 +41,7 @@ class TensorPrefixes:
             for layer in ("midlayer.", "layers.0."):
                 if f"{root}{layer}hidden_norm.weight" in tensors:
                     return cls(root=root, layer=root + layer)
-        raise ValueError(
+        raise UserError(
             "no midlayer.hidden_norm.weight or layers.0.hidden_norm.weight: the checkpoint is no EAGLE3 head"
         )
 
@@ -141,7 +141,7 @@ class Eagle3Head:
 def vocabulary_map(config: Eagle3Config, d2t: Tensor | None, t2d: Tensor | None) -> Tensor:
     """The target's id of each draft id, [Vd] int64, from the offsets ``d2t`` [Vd] and the mask ``t2d`` [V].
 
-    ``ValueError`` where they cannot be of one vocabulary: such a head would draft the wrong tokens.
+    ``UserError`` where they cannot be of one vocabulary: such a head would draft the wrong tokens.
     """
     drafted, vocab = config.draft_vocab_size, config.vocab_size
     require(

@@ -79,12 +79,13 @@ class Llama:
         """
         stream = F.embedding(token_ids, self.embedding)
         normed = self.layers[0].input_norm(stream)
-        inputs = [stream]
+        inputs = {0: stream} if 0 in aux_layers else {}  # no other stream outlives its layer
         next_norms = [layer.input_norm for layer in self.layers[1:]] + [self.norm]
         for index, (layer, next_norm) in enumerate(zip(self.layers, next_norms, strict=True)):
             stream, normed = layer.post_norm.add(stream, layer.attention(normed, index, attend))
             stream, normed = next_norm.add(stream, layer.mlp(normed))
-            inputs.append(stream)
+            if index + 1 in aux_layers:
+                inputs[index + 1] = stream
         features = [inputs[index] for index in aux_layers]
         return normed, torch.cat(features, -1) if features else stream[:, :0]
 

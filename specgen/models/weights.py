@@ -4,5 +4,5 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-# (name, shape) -> the tensor in the model's dtype on its device; ValueError if it is missing or of another shape.
+# (name, shape) -> the tensor in the model's dtype on its device; UserError if it is missing or of another shape.
 Take = Callable[[str, tuple[int, ...]], Tensor]

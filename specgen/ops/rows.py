@@ -139,7 +139,7 @@ class TritonNorm:
     def add(self, stream: Tensor, parts: Tensor) -> tuple[Tensor, Tensor]:
         """See ``Norm.add``."""
         rows, size = stream.shape
-        total, out = stream.new_empty(2, rows, size).unbind()
+        total, out = stream.new_empty(rows, size), stream.new_empty(rows, size)  # one may outlive the other
         if rows:
             args = (stream, parts, self.weight, total, out, size, self.eps, stream.stride(0))
             _add_norm_kernel[(rows,)](*args, PARTS=len(parts), **_block(size), **PDL)

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from specgen.config import require, shown
+from specgen.config import UserError, require, shown
 from specgen.prompts.fields import flag
 from specgen.prompts.own import parse_own
 from specgen.prompts.prompt import Prompt
@@ -42,7 +42,7 @@ def parse_batch(row_id: str, row: Mapping[str, Any]) -> Prompt:
     or ``prompt`` (a string or a list of token ids), ``max_completion_tokens`` or ``max_tokens``, ``temperature``,
     ``top_p``, ``seed``, ``stop``, ``logit_bias``, ``logprobs`` and ``top_logprobs``, and of vLLM's ``top_k``,
     ``min_p`` and ``ignore_eos``. What a body does not give is as the run has it, ``temperature`` and ``max_tokens``
-    too. What would change the answer and is not built (``n`` 2, penalties, tools, ...) is a ``ValueError``; what
+    too. What would change the answer and is not built (``n`` 2, penalties, tools, ...) is a ``UserError``; what
     changes none (``user``, ``metadata``, ``model``, ...) is ignored.
     """
     require(row.get("custom_id") is not None, "no custom_id: give each request its own")
@@ -50,7 +50,7 @@ def parse_batch(row_id: str, row: Mapping[str, Any]) -> Prompt:
     require(method in (None, "POST"), f"method is {shown(method)}: use POST")
     read = _ENDPOINTS.get(url) if isinstance(url, str) else None
     if read is None:
-        raise ValueError(f"url is {shown(url)}: use {' or '.join(_ENDPOINTS)}")
+        raise UserError(f"url is {shown(url)}: use {' or '.join(_ENDPOINTS)}")
     require(isinstance(body, dict), f"body is {shown(body)}: use an object")
     return replace(parse_own(row_id, read(_without_gaps(body))), endpoint=url)
 

@@ -1,8 +1,8 @@
-"""The values of a row's fields: each is checked, or named in a ``ValueError`` of bounded length."""
+"""The values of a row's fields: each is checked, or named in a ``UserError`` of bounded length."""
 
 from typing import Any
 
-from specgen.config import require, shown
+from specgen.config import UserError, require, shown
 from specgen.tokenizer import Message
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}  # theirs: ours
@@ -10,13 +10,13 @@ _MOST = 2**63  # of what one number of a row may be: beyond it no request means 
 
 
 def character_string(value: object, what: str) -> str:
-    """``value`` if it is a string that can be encoded; ``what`` names it in the ``ValueError``."""
+    """``value`` if it is a string that can be encoded; ``what`` names it in the ``UserError``."""
     if not isinstance(value, str):
-        raise ValueError(f"{what} is {shown(value)}, not a string")
+        raise UserError(f"{what} is {shown(value)}, not a string")
     try:
         value.encode()
     except UnicodeEncodeError as error:
-        raise ValueError(f"{what} holds half of a surrogate pair, which is no character") from error
+        raise UserError(f"{what} holds half of a surrogate pair, which is no character") from error
     return value
 
 
@@ -30,28 +30,28 @@ def checked_text(value: object, what: str) -> str:
 def checked_list(value: object, what: str) -> list[Any]:
     """``value`` if it is a list that is not empty."""
     if not isinstance(value, list) or not value:
-        raise ValueError(f"{what} is not a list with at least one element")
+        raise UserError(f"{what} is not a list with at least one element")
     return value
 
 
 def number(value: object, what: str) -> float:
     """``value`` if it is a finite number; a string of digits is none."""
     if type(value) not in (int, float) or not abs(value) < _MOST:  # type: ignore[arg-type]  # not for NaN either
-        raise ValueError(f"{what} is {shown(value)}: use a number")
+        raise UserError(f"{what} is {shown(value)}: use a number")
     return value  # type: ignore[return-value]
 
 
 def whole(value: object, what: str) -> int:
     """``value`` if it is an integer of 64 bits."""
     if type(value) is not int or not abs(value) < _MOST:
-        raise ValueError(f"{what} is {shown(value)}: use a whole number")
+        raise UserError(f"{what} is {shown(value)}: use a whole number")
     return value
 
 
 def flag(value: object, what: str) -> bool:
     """``value`` if it is true or false."""
     if not isinstance(value, bool):
-        raise ValueError(f"{what} is {shown(value)}: use true or false")
+        raise UserError(f"{what} is {shown(value)}: use true or false")
     return value
 
 
@@ -76,11 +76,11 @@ def chat(value: object) -> tuple[Message, ...]:
 
 def _message(value: object) -> Message:
     if not isinstance(value, dict):
-        raise ValueError("a message is not an object with role and content")
+        raise UserError("a message is not an object with role and content")
     role, content = value.get("role"), value.get("content")
     known = _ROLES.get(role) if isinstance(role, str) else None
     if known is None:
-        raise ValueError(f"unknown role {shown(role)}: use system, user, assistant")
+        raise UserError(f"unknown role {shown(role)}: use system, user, assistant")
     require(
         not value.get("tool_calls"), "a message holds tool_calls, which are not run here: give its text alone"
     )
@@ -92,5 +92,5 @@ def _message(value: object) -> Message:
 def _part(value: object) -> str:
     kind = value.get("type") if isinstance(value, dict) else None
     if not isinstance(value, dict) or kind != "text":
-        raise ValueError(f"a part of a message is of type {shown(kind)}: use text")
+        raise UserError(f"a part of a message is of type {shown(kind)}: use text")
     return checked_text(value.get("text"), "the text of a part")

@@ -1,6 +1,6 @@
 """The row formats of the known data sets: how a row becomes a prompt, and where the public rows are.
 
-A parser takes the id and the JSON object of a row, and raises ``ValueError`` with what is wrong with the row.
+A parser takes the id and the JSON object of a row, and raises ``UserError`` with what is wrong with the row.
 """
 
 from collections.abc import Callable, Mapping

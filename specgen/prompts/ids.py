@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import count
 from typing import Any
 
-from specgen.config import require, shown
+from specgen.config import UserError, require, shown
 from specgen.prompts.fields import checked_text
 
 _LONGEST = 512
@@ -42,9 +42,9 @@ def id_of(row: Mapping[str, Any], id_keys: Sequence[str]) -> str:
         return digest.hexdigest()[:16]
     value = row[key]
     if type(value) not in (str, int):  # words for a row that needs none would be most of what a pass costs
-        raise ValueError(f"{key} is {shown(value)}: use a string or a whole number")
+        raise UserError(f"{key} is {shown(value)}: use a string or a whole number")
     row_id = checked_text(str(value), key)
     require(len(row_id) <= _LONGEST, f"{key} has {len(row_id):,} characters: use at most {_LONGEST}")
     if not row_id.isprintable():
-        raise ValueError(f"{key} is {shown(row_id)}: use characters that can be printed")
+        raise UserError(f"{key} is {shown(row_id)}: use characters that can be printed")
     return row_id

@@ -10,7 +10,7 @@ from io import BufferedReader, TextIOWrapper
 from itertools import count
 from typing import Any, NoReturn
 
-from specgen.config import first_line
+from specgen.config import UserError, first_line
 
 _LONGEST = 64 * 2**20  # bytes of a line, characters of an element: more is no prompt, and might be a bomb
 _CHUNK = 2**20
@@ -25,7 +25,7 @@ class Row:
     """One row; ``where`` as in ``line 12``. A line is parsed when its value is asked for: some rows are only passed."""
 
     where: str
-    value: Callable[[], Any]  # its JSON value; ``ValueError`` or ``RecursionError`` where that cannot be read
+    value: Callable[[], Any]  # its JSON value; ``UserError`` where that cannot be read
 
 
 def parsed(where: str, value: object) -> Row:
@@ -37,7 +37,7 @@ def broken(where: str, reason: str) -> Row:
     """A row that has no value."""
 
     def refuse() -> NoReturn:
-        raise ValueError(reason)
+        raise UserError(reason)
 
     return Row(where=where, value=refuse)
 
@@ -63,7 +63,7 @@ def _value(text: bytes) -> object:
     try:
         return json.loads(text.decode())
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"not valid JSON ({first_line(error)})") from error
+        raise UserError(f"not valid JSON ({first_line(error)})") from error
 
 
 def _skip_line(file: Source, part: bytes) -> None:
@@ -78,8 +78,8 @@ def _read_array(file: Source) -> Iterator[Row]:
             value = elements.take()
         except StopIteration:
             return
-        except (ValueError, RecursionError) as error:
-            yield broken(f"row {number}", f"not valid JSON ({first_line(error)}); no row after it is read")
+        except UserError as error:
+            yield broken(f"row {number}", f"not valid JSON ({error}); no row after it is read")
             return
         yield parsed(f"row {number}", value)
 
@@ -94,7 +94,7 @@ class _Elements:
         self._start = 0
 
     def take(self) -> object:
-        """The next element; ``StopIteration`` behind the last, ``ValueError`` where no element can be read."""
+        """The next element; ``StopIteration`` behind the last, ``UserError`` where no element can be read."""
         while True:
             self._start = _BETWEEN_ROWS.match(self._window, self._start).end()  # type: ignore[union-attr]
             if self._window.startswith("]", self._start):
@@ -103,7 +103,7 @@ class _Elements:
             # What ends with the window might go on behind it.
             if end < len(self._window) or not self._grow():
                 if problem is not None:
-                    raise ValueError(problem)
+                    raise UserError(problem)
                 self._start = end  # which may lie behind a window that was the last
                 return value
 
@@ -115,11 +115,13 @@ class _Elements:
         except json.JSONDecodeError as error:
             cut_off = error.msg.startswith("Unterminated string") or error.pos > len(self._window) - 16
             return None, len(self._window) if cut_off else error.pos, error.msg
+        except (ValueError, RecursionError) as error:  # too many digits, or brackets in brackets
+            return None, self._start, first_line(error)
 
     def _grow(self) -> bool:
         self._window, self._start = self._window[self._start :], 0
         if len(self._window) > _LONGEST:
-            raise ValueError(f"longer than {_LONGEST:,} characters")
+            raise UserError(f"longer than {_LONGEST:,} characters")
         more = self._file.read(max(_CHUNK, len(self._window)))
         self._window += more
         return bool(more)

@@ -7,7 +7,7 @@ from itertools import compress
 from pathlib import Path
 
 from specgen import bundled
-from specgen.config import require
+from specgen.config import UserError, require
 from specgen.prompts.formats import DATASETS, TURNS, USERS, Format
 from specgen.prompts.ids import Ids, id_of
 from specgen.prompts.json_rows import Row
@@ -24,7 +24,7 @@ class PromptSet:
 
     Every pass reads the data set anew and gives ``Prompt | Rejected``, up to the first ``num_prompts`` prompts
     (None: all). The ids of one pass, those of later turns and of rejected rows among them, are all different:
-    of rows with the same id the first counts. A pass raises ``ValueError`` where the data cannot be read on, or
+    of rows with the same id the first counts. A pass raises ``UserError`` where the data cannot be read on, or
     has no rows.
     """
 
@@ -64,7 +64,7 @@ class PromptSet:
                 "an earlier row has the same id, or the same content and no id",
             )
             return Prompt(**vars(prompt) | {"where": row.where})  # ``replace`` takes five times as long
-        except (ValueError, RecursionError) as error:
+        except (UserError, RecursionError) as error:
             own = row_id is not None and self._ids.take([row_id], number)
             reason = f"{row.where}: {error}"[:_LONGEST_REASON]
             return Rejected(
@@ -77,7 +77,7 @@ def open_prompts(dataset: str, *, data_path: Path | None, num_prompts: int | Non
 
     ``dataset`` is ``bundled``, a name in ``DATASETS``, a path to a user's rows (``formats.parse_users``), or ``-``
     for such rows as JSON lines from standard input. ``data_path`` reads a named data set from a local file or
-    directory instead of the hub. ``ValueError`` where the data set is unknown
+    directory instead of the hub. ``UserError`` where the data set is unknown
     or cannot be reached.
     """
     require(num_prompts is None or num_prompts >= 1, f"num-prompts is {num_prompts}: use at least 1")

@@ -55,7 +55,7 @@ class Rejected:
 def prompt_ids(prompt: Prompt, tokenizer: Tokenizer, answers: Sequence[str]) -> tuple[str, list[int]]:
     """The text for the record and the token ids of turn ``len(answers) + 1``, the answers in context.
 
-    ``ValueError`` where the tokenizer cannot take this prompt; other prompts are not concerned.
+    ``UserError`` where the tokenizer cannot take this prompt; other prompts are not concerned.
     """
     assert len(answers) <= len(prompt.follow_ups), "there is no user turn after the last answer"
     if prompt.messages:
@@ -64,7 +64,7 @@ def prompt_ids(prompt: Prompt, tokenizer: Tokenizer, answers: Sequence[str]) -> 
     elif prompt.text is not None:
         text, ids = prompt.text, tokenizer.encode_text(prompt.text)
     else:
-        largest, size = max(prompt.token_ids), tokenizer.vocab_size
+        largest, size = max(prompt.token_ids, default=0), tokenizer.vocab_size
         require(
             largest < size, f"token id {largest} is outside the vocabulary of {size}: tokenize for this model"
         )

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
-from specgen.config import first_line, require
+from specgen.config import UserError, first_line, require
 from specgen.prompts.json_rows import Row, parsed, read_json
 
 _SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".parquet")
@@ -39,7 +39,7 @@ def read_hub(dataset: str, source: HubSource) -> Callable[[], Iterator[Row]]:
     try:
         values = load_dataset(source.path, source.name, data_files=source.data_files, split=source.split)
     except Exception as error:  # the library raises whatever its builders and its network raise
-        raise ValueError(
+        raise UserError(
             f"dataset is {dataset!r}, but {source.address} could not be loaded ({first_line(error)}): "
             "download it elsewhere and name the file or the directory with --data-path"
         ) from error
@@ -50,7 +50,7 @@ def read_path(path: Path, *, preferred: Sequence[str] = ()) -> Callable[[], Iter
     """Reads the rows of a file, or of the data files of a directory in the order of their names.
 
     Files are JSON lines, a JSON array (both also gzipped), Parquet, or a pipe of JSON lines. In a directory the
-    first pattern of ``preferred`` that matches chooses the files; where none does, all are read. ``ValueError``
+    first pattern of ``preferred`` that matches chooses the files; where none does, all are read. ``UserError``
     for a path without data, and for a file that cannot be read at all.
     """
     require(path.exists(), f"{path} does not exist: name a file or a directory with prompts")
@@ -72,7 +72,7 @@ def read_stream(stream: BinaryIO) -> Callable[[], Iterator[Row]]:
         shutil.copyfileobj(stream, copy)
         copy.flush()
     except OSError as error:
-        raise ValueError(
+        raise UserError(
             f"what is piped in cannot be kept in {tempfile.gettempdir()} ({first_line(error)}): "
             "write it to a file, and name that"
         ) from error
@@ -94,8 +94,8 @@ def _read_file(path: Path) -> Iterator[Row]:
             is_gzip = file.peek(2)[:2] == _GZIP
             lines = path.name.removesuffix(".gz").endswith(".jsonl")
             yield from read_json(gzip.GzipFile(fileobj=file) if is_gzip else file, lines=lines)
-    except (OSError, EOFError, ValueError, zlib.error) as error:
-        raise ValueError(f"{path} cannot be read ({first_line(error)}): check that it is whole") from error
+    except (OSError, EOFError, UserError, zlib.error) as error:
+        raise UserError(f"{path} cannot be read ({first_line(error)}): check that it is whole") from error
 
 
 def _read_parquet(path: Path) -> Iterator[Row]:
@@ -106,4 +106,4 @@ def _read_parquet(path: Path) -> Iterator[Row]:
         for number, value in enumerate(values, start=1):
             yield parsed(f"row {number}", value)
     except Exception as error:  # the library raises whatever its decoders raise
-        raise ValueError(first_line(error)) from error
+        raise UserError(first_line(error)) from error

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Any
 
-from specgen.config import SamplingParams, require, shown
+from specgen.config import SamplingParams, UserError, require, shown
 from specgen.prompts.fields import character_string, checked_list, flag, number, whole
 
 SAMPLING_FIELDS = tuple(field.name for field in fields(SamplingParams))
@@ -15,7 +15,7 @@ def read_sampling(row: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of ``SamplingParams`` that ``row`` gives under their names; the run's hold for all others.
 
     A field without a value is the same as no field. ``stop`` is a string or a list of strings, ``logit_bias`` an
-    object from token id to bias, ``top_k`` -1 is vLLM's other word for 0. ``ValueError`` for a value that cannot be.
+    object from token id to bias, ``top_k`` -1 is vLLM's other word for 0. ``UserError`` for a value that cannot be.
     """
     if _NAMES.isdisjoint(row):
         return {}
@@ -37,7 +37,7 @@ def _stop(value: object, what: str) -> tuple[str, ...]:
 
 def _logit_bias(value: object, what: str) -> tuple[tuple[int, float], ...]:
     if not isinstance(value, dict):
-        raise ValueError(f"{what} is {shown(value)}: use an object from token id to bias")
+        raise UserError(f"{what} is {shown(value)}: use an object from token id to bias")
     given = {key: bias for key, bias in value.items() if bias is not None}
     return tuple(sorted((_token_id(key, what), number(bias, what)) for key, bias in given.items()))
 

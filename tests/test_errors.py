@@ -1,0 +1,274 @@
+"""Who is told what went wrong: the user in one line what to mend, and of a bug what to report."""
+
+import errno
+import json
+import os
+import resource
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specgen import __version__, audit_table, prompts
+from specgen.atomic import naming, open_output, sync, writable, write_text
+from specgen.bench.output import Table
+from specgen.config import EngineConfig, UserError
+from specgen.conversations import Conversations
+from specgen.engine import Engine
+from specgen.engine_core import DeviceLost, EngineCore
+from specgen.json_fields import load_json
+from specgen.prompts import Prompt
+from specgen.prompts.load import PromptSet
+from specgen.results import RunDirectory, directory
+from tests.forked import Ended, generate_with_pair, run_cli, write_pair
+
+BUG = f"specgen: this is a bug in specgen {__version__}: report it with the traceback above, the command, "
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_pair(tmp_path_factory.mktemp("errors"))
+
+
+@pytest.fixture
+def path(pair: Path, tmp_path: Path) -> Path:
+    """A directory with the pair."""
+    for inner in pair.iterdir():
+        (tmp_path / inner.name).symlink_to(inner)
+    return tmp_path
+
+
+def misfit(*arguments: Any, **named: Any) -> None:
+    """What a bug of ours may look like."""
+    list(zip((1, 2), (1,), strict=True))
+
+
+def raises(error: BaseException) -> Callable[..., None]:
+    def planted(*arguments: Any, **named: Any) -> None:
+        raise error
+
+    return planted
+
+
+def check_bug(ended: Ended, words: str) -> None:
+    """Exit code 1, the traceback, and what to report."""
+    assert ended.code == 1, ended
+    assert "Traceback (most recent call last)" in ended.err
+    assert words in ended.err
+    asked = ended.err.splitlines()[-1]
+    assert asked.startswith(BUG)
+    assert "manifest.json" in asked
+    assert "cannot be written" not in ended.err
+
+
+@pytest.mark.parametrize("place", [(EngineCore, "step"), (PromptSet, "__iter__"), (RunDirectory, "arrange")])
+def test_a_bug_shows_its_traceback_and_what_to_report(
+    path: Path, monkeypatch: pytest.MonkeyPatch, place: tuple[type, str]
+) -> None:
+    monkeypatch.setattr(*place, misfit)
+    check_bug(generate_with_pair(path), "ValueError: zip() argument 2 is shorter than argument 1")
+
+
+def test_a_lost_device_is_no_bug(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a command that does not go on by itself."""
+    monkeypatch.setattr(EngineCore, "generate", raises(DeviceLost("an illegal memory access", ("a",))))
+    arguments = ["verify", "--model", "target", "--drafter", "head", "--dataset", "prompts.jsonl"]
+    ended = run_cli([*arguments, "--device", "cpu"], path, seconds=30, more_mib=1024)
+    assert ended.code == 1
+    assert ended.err.endswith(
+        "specgen: the device is lost (an illegal memory access): go on in a new process\n"
+    )
+    assert "Traceback" not in ended.err
+
+
+def test_a_bug_while_a_prompt_is_asked_is_no_failed_request(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Conversations, "_request", misfit)
+    check_bug(generate_with_pair(path), "zip()")
+    assert not (path / "run" / "errors.jsonl").read_text()
+
+
+def test_a_bug_while_a_row_is_read_is_no_rejected_row(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prompts.load, "id_of", misfit)
+    check_bug(generate_with_pair(path), "zip()")
+
+
+def test_a_bug_while_a_checkpoint_is_described_is_no_misfit(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("specgen.inspect_checkpoint.draft_to_target", misfit)
+    check_bug(run_cli(["inspect", "target", "head"], path, seconds=20, more_mib=1024), "zip()")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        FileNotFoundError(errno.ENOENT, "No such file or directory", "ninja"),
+        ConnectionError("Couldn't reach 'openai/gsm8k' on the Hub"),
+        BrokenPipeError(errno.EPIPE, "Broken pipe"),
+        PermissionError(errno.EACCES, "Permission denied", "target/model.safetensors"),
+        OSError(errno.ENOSPC, "No space left on device"),  # while a kernel is compiled
+    ],
+    ids=["ninja", "hub", "pipe", "input", "elsewhere"],
+)
+def test_what_the_system_refuses_elsewhere_says_its_own_name(
+    path: Path, monkeypatch: pytest.MonkeyPatch, error: OSError
+) -> None:
+    monkeypatch.setattr(EngineCore, "step", raises(error))
+    check_bug(generate_with_pair(path), f"{type(error).__name__}: {error}")
+
+
+def test_nothing_else_lies_in_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(FileNotFoundError), directory(Path(), "manifest.json"):
+        raise FileNotFoundError(errno.ENOENT, "No such file or directory", "ninja")
+
+
+def test_a_users_error_stays_one_line_wherever_it_is_met(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(EngineCore, "step", raises(UserError("no room: make some")))
+    ended = generate_with_pair(path)
+    assert (ended.code, ended.err.splitlines()[-1]) == (2, "specgen: no room: make some")
+    assert "Traceback" not in ended.err
+
+
+# ---- outputs that cannot be written
+
+
+@pytest.fixture
+def small_files() -> Iterator[None]:
+    """A file cannot have more than 64 KiB."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_an_error_names_the_file_that_cannot_be_filled(tmp_path: Path, small_files: None) -> None:
+    file = open_output(tmp_path / "a", "a")
+    file.write(bytes(100))
+    os.truncate(tmp_path / "a", 1 << 16)
+    with pytest.raises(OSError, match="File too large") as refused:
+        sync(file)
+    assert refused.value.filename == str(tmp_path / "a")
+    with pytest.raises(OSError, match="File too large") as refused:
+        write_text(tmp_path / "b", "b" * 70_000)
+    assert refused.value.filename == str(tmp_path / "b.partial")
+
+
+def test_a_table_that_cannot_be_written_is_one_line(tmp_path: Path, small_files: None) -> None:
+    table = Table(name="t", title="x" * 70_000, head={}, columns=(), rows=())
+    with (
+        pytest.raises(UserError, match=r"out' cannot be written \(File too large\): mend that"),
+        writable(tmp_path / "out"),
+    ):
+        table.write(tmp_path / "out")
+
+
+def test_parquet_that_cannot_be_written_is_one_line(tmp_path: Path, small_files: None) -> None:
+    from specgen.export import export_parquet
+
+    rows = [{"id": str(n), "prompt": os.urandom(999).hex(), "text": "", "metrics": {}} for n in range(99)]
+    with (
+        pytest.raises(UserError, match=r"File too large"),
+        directory(tmp_path / "run", "manifest.json") as path,
+    ):
+        export_parquet(rows, path / "completions.parquet")
+
+
+@pytest.mark.parametrize(
+    ("named", "is_ours"),
+    [("run/a/b", True), ("run", True), ("run.partial", True), ("run2/a", False), ("x", False), (3, False)],
+)
+def test_what_lies_in_an_output(named: object, is_ours: bool) -> None:
+    error = OSError(errno.EIO, "Input/output error", named)
+    with pytest.raises(UserError if is_ours else OSError), writable(Path("run")):
+        raise error
+
+
+def test_what_is_above_an_output_and_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    output = tmp_path / "file" / "new" / "run"
+    with (
+        pytest.raises(UserError, match=r"run' cannot be written \(Not a directory\): what is done is kept"),
+        directory(output, "manifest.json"),
+    ):
+        pass
+    with pytest.raises(NotADirectoryError) as refused, naming(output):
+        output.mkdir(parents=True)
+    assert refused.value.filename == str(output)
+
+
+def test_a_run_that_keeps_nothing_needs_room_too() -> None:
+    with (
+        pytest.raises(UserError, match=r"No space left on device\): .* TMPDIR"),
+        directory(None, "manifest.json") as path,
+        naming(path / "completions.jsonl"),
+    ):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_an_audit_that_cannot_be_written_is_one_line(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Found:
+        def to_json(self) -> dict[str, Any]:
+            return {"num_unexplained": 0, "failures": []}
+
+    monkeypatch.setattr("specgen.audit.audit", lambda job, progress: Found())
+    monkeypatch.setattr(audit_table, "render", str)
+    (path / "file").touch()
+    ended = run_cli(["verify", "--output", "file/audit.json"], path, seconds=30, more_mib=4096)
+    assert ended.code == 2, ended
+    assert ended.err.startswith("specgen: output 'file/audit.json' cannot be written (")
+
+
+# ---- files that are no such files
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [("{", "is not JSON"), ("[]", "holds no JSON object"), ("\xff", "is not JSON"), (None, "cannot be read")],
+)
+def test_a_file_that_is_no_object(tmp_path: Path, text: str | None, words: str) -> None:
+    if text is not None:
+        (tmp_path / "a.json").write_bytes(text.encode("latin-1"))
+    with pytest.raises(UserError, match=rf"a\.json {words}.*: mend it$"):
+        load_json(tmp_path / "a.json", "mend it")
+
+
+def test_a_manifest_that_is_none_is_one_line(path: Path) -> None:
+    (path / "run").mkdir()
+    (path / "run" / "manifest.json").write_text("mine")
+    ended = generate_with_pair(path)
+    assert ended.code == 2, ended
+    assert "manifest.json is not JSON" in ended.err.splitlines()[-1]
+
+
+def test_a_prompt_of_nothing_fails_alone(pair: Path) -> None:
+    files = {"model": str(pair / "target"), "drafter": str(pair / "head")}
+    engine = Engine(EngineConfig(**files, num_spec_tokens=2, device="cpu"))
+    outputs = {each.id: each for each in engine.generate([Prompt(id="a"), Prompt(id="b", text="Tom")])}
+    assert "makes no token of the prompt" in str(outputs["a"].error)
+    assert outputs["b"].error is None
+
+
+# ---- pipes
+
+
+def specgen(*arguments: object, into: str) -> subprocess.CompletedProcess[str]:
+    """``specgen`` in a process of its own, with its stdout in a pipe into the command ``into``; its own exit code."""
+    command = [sys.executable, "-c", "from specgen.cli import main; main()", *map(str, arguments)]
+    script = f'set -o pipefail; "$@" | {into}'
+    return subprocess.run(["bash", "-c", script, "bash", *command], capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("number", [3, 3000], ids=["short", "long"])
+def test_a_reader_that_has_seen_enough_is_no_error(tmp_path: Path, number: int) -> None:
+    """As with ``head``, whether the text breaks off while it is printed or at the end."""
+    row = {"name": "x" * 50, "acceptance": [], "num_spec_tokens": 0}
+    (tmp_path / "report.json").write_text(json.dumps({"acceptance": [row] * number}))
+    (tmp_path / "manifest.json").write_text("{}")
+    done = specgen("report", tmp_path, "--json", into="(exec <&-; sleep 2)")
+    assert (done.returncode, done.stderr) == (141, "")

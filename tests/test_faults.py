@@ -1,0 +1,368 @@
+"""An error at any place where the engine touches the device changes no text, no log-probability, no draft, no page."""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from specgen.batch import Columns, RunningBatch
+from specgen.build import build_engine
+from specgen.config import SamplingParams
+from specgen.drafting import Eagle3Drafter
+from specgen.engine_core import EngineCore
+from specgen.events import Event, OutOfMemory, Submitted, Verified
+from specgen.models.llama import Llama
+from specgen.prefix_cache import PrefixCache
+from specgen.scoring import ScoreRequest
+from specgen.sequence import Completion, Request, Sequence
+from specgen.step import Steps
+from specgen.transfer import HostCopy
+from tests.engines import Pair, bundled_requests, config_of
+
+POINTS: dict[str, tuple[type, str]] = {
+    "a prefill": (Steps, "prefill"),
+    "a decode step": (Steps, "decode"),
+    "a forward pass": (Llama, "forward"),
+    "logits": (Llama, "logits"),
+    "the verdict": (Steps, "_accept"),
+    "what the head takes in": (Eagle3Drafter, "observe"),
+    "drafting": (Eagle3Drafter, "propose"),
+    "advancing": (Columns, "advance"),
+    "joining": (RunningBatch, "join"),
+    "arranging": (RunningBatch, "arrange"),
+    "padding rows": (RunningBatch, "_make_padding"),
+    "uploading pages": (RunningBatch, "_upload_pages"),
+    "copying to the host": (HostCopy, "__init__"),
+    "reading": (HostCopy, "read"),
+    "appending": (Sequence, "append"),
+}
+WHENS = ("before", "inside", "after")
+WHICH: tuple[Callable[[int], list[int]], ...] = (  # of so many calls
+    lambda calls: [1],
+    lambda calls: [(calls + 1) // 2],
+    lambda calls: [calls],
+    lambda calls: [(calls + 2) // 3, (calls + 2) // 3 + 1],  # two in a row
+    lambda calls: [1, 2],
+)
+ERRORS = (torch.OutOfMemoryError, RuntimeError)
+CONFIGS = list(product(("greedy", "sampled"), (0, 4), (True, False), (False, True)))
+
+
+class AtOp(TorchDispatchMode):
+    """Raises at the operation of that number, counted from 1; ``count`` is how many there were."""
+
+    def __init__(self, number: int, error: type[RuntimeError]) -> None:
+        super().__init__()
+        self.count, self._number, self._error = 0, number, error
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        if self.count == self._number:
+            raise self._error("planted")
+        return func(*args, **kwargs or {})
+
+
+@dataclass
+class Planted:
+    """An error in the calls of those ``numbers`` of a point: before, after or in the middle of it."""
+
+    numbers: list[int]
+    when: str
+    error: type[RuntimeError]
+    calls: int = 0
+    raised: int = 0
+
+    def around(self, work: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self.calls += 1
+            if self.calls not in self.numbers:
+                return work(*args, **kwargs)
+            self.raised += 1
+            if self.when == "inside":
+                with AtOp(2, self.error):
+                    work(*args, **kwargs)
+            elif self.when == "after":
+                work(*args, **kwargs)
+            raise self.error("planted")
+
+        return call
+
+
+@contextmanager
+def planted(point: str, fault: Planted) -> Iterator[Planted]:
+    owner, name = POINTS[point]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owner, name, fault.around(getattr(owner, name)))
+        yield fault
+
+
+@dataclass
+class Run:
+    """Texts, log-probabilities and steps by request, of its last attempt alone."""
+
+    completions: dict[str, Completion] = field(default_factory=dict)
+    steps: dict[str, list[tuple[Any, ...]]] = field(default_factory=dict)
+
+    def see(self, event: Event) -> None:
+        if isinstance(event, Submitted):
+            self.steps[event.sequence] = []
+        elif isinstance(event, Verified):
+            self.steps[event.sequence].append((event.drafts, event.accepted, event.emitted))
+
+    def differences(self, other: "Run") -> list[str]:
+        """In which requests ``other`` is not as this one; those that say that they failed aside."""
+        found = [] if self.completions.keys() == other.completions.keys() else ["other requests"]
+        for name, theirs in other.completions.items():
+            mine = self.completions[name]
+            if theirs.error is None and (
+                mine.token_ids != theirs.token_ids
+                or self.steps[name] != other.steps[name]
+                or not _same_logprobs(mine, theirs)
+            ):
+                found.append(name)
+        return found
+
+    @property
+    def errors(self) -> list[str]:
+        return [each.error for each in self.completions.values() if each.error is not None]
+
+
+def _same_logprobs(mine: Completion, theirs: Completion) -> bool:
+    if mine.logprobs is None or theirs.logprobs is None:
+        return mine.logprobs is theirs.logprobs
+    pairs = zip(mine.logprobs, theirs.logprobs, strict=True)
+    return all(abs(a.chosen - b.chosen) < 1e-3 and len(a.top) == len(b.top) for a, b in pairs)
+
+
+@dataclass
+class Setting:
+    """An engine as a parameter of the tests describes it, and what is asked of it."""
+
+    pair: Pair
+    kind: str
+    k: int
+    prefix_cache: bool
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    def requests(self) -> list[Request]:
+        """All begin alike; texts of several lengths, one of them with log-probabilities."""
+        temperature = 0.0 if self.kind == "greedy" else 0.8
+        sampling = SamplingParams(max_tokens=9, temperature=temperature, seed=3)
+        start, *some = bundled_requests(5, sampling)
+        prefix = start.prompt_token_ids[:9]
+        return [
+            replace(
+                request,
+                prompt_token_ids=(*prefix, *request.prompt_token_ids),
+                sampling=replace(sampling, max_tokens=9 - 2 * n, logprobs=2 if n == 1 else None),
+            )
+            for n, request in enumerate(some)
+        ]
+
+    def engine(self, record: Callable[[Event], None]) -> EngineCore:
+        changes: dict[str, Any] = {
+            "num_spec_tokens": self.k,
+            "prefix_cache": self.prefix_cache,
+            "max_batch_size": 3,
+            "max_prefill_tokens": 48,  # some prompts come in two pieces
+        } | self.settings
+        return build_engine(config_of(self.pair, **changes), self.pair.models, record)
+
+
+def run(engine: EngineCore, setting: Setting, result: Run, *, close_at: int | None = None) -> Run:
+    """Generate; no page is lost by it. With ``close_at`` after so many completions the caller has seen enough."""
+    completions = engine.generate(setting.requests())
+    for completion in completions:
+        result.completions[completion.request.id] = completion
+        if len(result.completions) == close_at:
+            completions.close()
+    assert no_page_is_lost(engine)
+    return result
+
+
+def no_page_is_lost(engine: EngineCore) -> bool:
+    allocator = engine._scheduler._allocator
+    users = allocator._num_users if isinstance(allocator, PrefixCache) else [0]
+    return allocator.num_free == allocator.num_pages and not any(users)
+
+
+def record_into(results: list[Run]) -> Callable[[Event], None]:
+    return lambda event: results[-1].see(event)
+
+
+def attempt(setting: Setting, *, close_at: int | None = None) -> list[Run]:
+    """Two runs of one engine, so that what the first has left in the caches is seen; or the second of a closed one."""
+    results = [Run()]
+    engine = setting.engine(record_into(results))
+    run(engine, setting, results[0], close_at=close_at)
+    results.append(Run())
+    run(engine, setting, results[1])
+    return results if close_at is None else results[1:]
+
+
+def _name(config: tuple[str, int, bool, bool]) -> str:
+    kind, k, prefix_cache, ahead = config
+    return f"{kind}-K{k}-{'cache' if prefix_cache else 'none'}-{'ahead' if ahead else 'now'}"
+
+
+@pytest.fixture(params=CONFIGS, ids=_name)
+def setting(request: pytest.FixtureRequest, demo_pair: Pair, device_like: Callable[[], None]) -> Setting:
+    kind, k, prefix_cache, ahead = request.param
+    if ahead:
+        device_like()
+    return Setting(demo_pair, kind, k, prefix_cache)
+
+
+def count_calls(setting: Setting) -> tuple[list[Run], Counter[str]]:
+    """Two runs without a fault, and how often each point was passed in the first."""
+    calls: Counter[str] = Counter()
+    with pytest.MonkeyPatch.context() as patch:
+        for point, (owner, name) in POINTS.items():
+
+            def counted(point: str, work: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+                calls[point] += 1
+                return work(*args, **kwargs)
+
+            wrapped = partial(counted, point, getattr(owner, name))
+            patch.setattr(owner, name, lambda *args, _wrapped=wrapped, **kwargs: _wrapped(*args, **kwargs))
+        results = [Run()]
+        engine = setting.engine(record_into(results))
+        run(engine, setting, results[0])
+        first = calls.copy()
+    results.append(Run())
+    run(engine, setting, results[1])
+    return results, first
+
+
+@pytest.mark.parametrize("error", ERRORS)
+def test_an_error_at_any_point_changes_nothing(setting: Setting, error: type[RuntimeError]) -> None:
+    require_nothing_changes(setting, error)
+
+
+def require_nothing_changes(setting: Setting, error: type[RuntimeError]) -> None:
+    """With ``error`` at each point in turn, at another call and moment of it in each setting."""
+    right, calls = count_calls(setting)
+    assert not right[0].errors
+    index = CONFIGS.index((setting.kind, setting.k, setting.prefix_cache, False)) + ERRORS.index(error)
+    for place, (point, num_calls) in enumerate(calls.items()):
+        when = WHENS[(index + place) % len(WHENS)]
+        numbers = WHICH[(index // 2 + place) % len(WHICH)](num_calls)
+        what = f"{error.__name__} {when} {point} {numbers} of {num_calls}"
+        with planted(point, Planted(numbers, when, error)) as fault:
+            found = attempt(setting)
+        assert fault.raised == len(numbers), what
+        for mine, theirs in zip(right, found, strict=True):
+            assert mine.differences(theirs) == [], what
+        assert len(found[0].errors) + len(found[1].errors) <= len(numbers) - 1, what
+
+
+@pytest.mark.parametrize("error", ERRORS)
+def test_an_error_at_any_operation_changes_nothing(setting: Setting, error: type[RuntimeError]) -> None:
+    """Of the several thousand operations of a run some, others in each setting."""
+    right = attempt(setting)
+    with AtOp(0, error) as none:
+        results = [Run()]
+        run(setting.engine(record_into(results)), setting, results[0])
+    index = CONFIGS.index((setting.kind, setting.k, setting.prefix_cache, False)) + ERRORS.index(error)
+    for number in range(1 + 37 * index, none.count, none.count // 3):
+        results = [Run()]
+        engine = setting.engine(record_into(results))
+        with AtOp(number, error):
+            run(engine, setting, results[0])
+        results.append(Run())
+        run(engine, setting, results[1])
+        for mine, theirs in zip(right, results, strict=True):
+            assert mine.differences(theirs) == [], f"operation {number} of {none.count}"
+            assert not theirs.errors
+
+
+@pytest.mark.parametrize("error", ERRORS)
+def test_an_error_and_a_caller_who_has_seen_enough(setting: Setting, error: type[RuntimeError]) -> None:
+    """What is asked again of the same engine is right, also where the error came just before."""
+    right, calls = count_calls(setting)
+    (again,) = attempt(setting, close_at=1)  # without one: what was in flight is for nobody
+    assert right[0].differences(again) == []
+    index = CONFIGS.index((setting.kind, setting.k, setting.prefix_cache, False))
+    for place, (point, num_calls) in list(enumerate(calls.items()))[index // 2 % 3 :: 3]:
+        number = 1 + place % num_calls
+        with planted(point, Planted([number], WHENS[place % 3], error)):
+            (again,) = attempt(setting, close_at=1)
+        assert right[0].differences(again) == [], f"{error.__name__} in call {number} of {point}"
+
+
+def test_a_page_is_shared_when_its_pass_is_known_to_run(demo_pair: Pair) -> None:
+    """The first prefill and the step behind it find no memory: nobody may take the pages that it was to fill."""
+    setting = Setting(demo_pair, "greedy", 4, True)
+    right = attempt(setting)
+    fault = Planted([1], "before", torch.OutOfMemoryError)
+    with (
+        planted("a prefill", fault),
+        planted("a decode step", Planted([1], "before", torch.OutOfMemoryError)),
+    ):
+        found = attempt(setting)
+    assert fault.raised == 1
+    for mine, theirs in zip(right, found, strict=True):
+        assert mine.differences(theirs) == []
+
+
+def scored(pair: Pair, engine: EngineCore | None = None) -> tuple[EngineCore, dict[str, list[float]]]:
+    """Log-probabilities of texts that begin alike, some in several pieces."""
+    setting = Setting(pair, "greedy", 0, True)
+    engine = engine or setting.engine(lambda event: None)
+    texts = [
+        ScoreRequest(id=r.id, token_ids=r.prompt_token_ids * 2, num_context=12 + n)
+        for n, r in enumerate(setting.requests())
+    ]
+    found = {each.request.id: list(each.log_probs) for each in engine.score(texts)}
+    return engine, found
+
+
+fails_alone = partial(pytest.raises, RuntimeError, match="not alone either")
+
+
+@pytest.mark.parametrize("error", ERRORS)
+@pytest.mark.parametrize(
+    "point", [(Steps, "score"), (Llama, "forward"), (Llama, "logits")], ids=lambda p: p[1]
+)
+@pytest.mark.parametrize("when", WHENS)
+def test_an_error_while_texts_are_scored_changes_no_log_probability(
+    demo_pair: Pair, point: tuple[type, str], when: str, error: type[RuntimeError]
+) -> None:
+    _, right = scored(demo_pair)
+    for numbers in ([1], [2], [3], [1, 2], [2, 3]):
+        engine = Setting(demo_pair, "greedy", 0, True).engine(lambda event: None)
+        with pytest.MonkeyPatch.context() as patch:
+            fault = Planted(numbers, when, error)
+            patch.setattr(*point, fault.around(getattr(*point)))
+            # a text that fails again when it is alone ends it
+            twice = fails_alone if len(numbers) == 2 and error is RuntimeError else nullcontext
+            found: dict[str, list[float]] = {}
+            with twice():
+                found = scored(demo_pair, engine)[1]
+        assert fault.raised == len(numbers)
+        again = scored(demo_pair, engine)[1]
+        assert len(found) == (0 if twice is fails_alone else len(right))
+        for name in right:
+            assert found.get(name, right[name]) == pytest.approx(right[name], abs=1e-4)
+            assert again[name] == pytest.approx(right[name], abs=1e-4)
+        assert no_page_is_lost(engine)
+
+
+def test_limits_rise_again(demo_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After one shortage in the first step the batch is as large as before when memory has been there for a while."""
+    monkeypatch.setattr("specgen.limits._QUIET", 6)
+    setting, results = Setting(demo_pair, "greedy", 0, True), [Run()]
+    lowered: list[OutOfMemory] = []
+    engine = setting.engine(lambda e: lowered.append(e) if isinstance(e, OutOfMemory) else None)
+    with planted("a decode step", Planted([1], "before", torch.OutOfMemoryError)):
+        run(engine, setting, results[0])
+    limits = engine._scheduler.limits
+    assert [event.max_batch_size for event in lowered] == [1]
+    assert limits.max_batch_size == 3

@@ -1,0 +1,46 @@
+"""Limits fall at a shortage and rise by and by, later where that was too early."""
+
+from specgen.limits import _QUIET, Limits
+
+
+def passes(limits: Limits, count: int) -> None:
+    for _ in range(count):
+        limits.see_pass()
+
+
+def test_a_shortage_halves_one_of_them() -> None:
+    limits = Limits(max_batch_size=100, max_prefill_tokens=5)
+    limits.lower_batch(31)
+    assert (limits.max_batch_size, limits.max_prefill_tokens) == (15, 5)
+    assert limits.lower_prefill()
+    assert limits.lower_prefill()
+    assert (limits.max_batch_size, limits.max_prefill_tokens) == (15, 1)
+    assert not limits.lower_prefill()
+    limits.lower_batch(1)
+    assert limits.max_batch_size == 1
+
+
+def test_quiet_passes_double_them_up_to_what_was_asked() -> None:
+    limits = Limits(max_batch_size=8, max_prefill_tokens=100)
+    limits.lower_batch(6)
+    limits.lower_prefill()
+    passes(limits, _QUIET - 1)
+    assert (limits.max_batch_size, limits.max_prefill_tokens) == (3, 50)
+    passes(limits, 1)
+    assert (limits.max_batch_size, limits.max_prefill_tokens) == (6, 100)
+    passes(limits, _QUIET)
+    assert (limits.max_batch_size, limits.max_prefill_tokens) == (8, 100)
+
+
+def test_what_was_tried_too_early_is_tried_later() -> None:
+    limits = Limits(max_batch_size=8, max_prefill_tokens=100)
+    limits.lower_batch(8)
+    passes(limits, _QUIET)
+    assert limits.max_batch_size == 8
+    limits.lower_batch(8)
+    limits.lower_batch(4)  # the same shortage
+    assert limits.max_batch_size == 2
+    passes(limits, 2 * _QUIET - 1)
+    assert limits.max_batch_size == 2
+    passes(limits, 1)
+    assert limits.max_batch_size == 4

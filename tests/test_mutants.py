@@ -1,0 +1,198 @@
+"""Mutants: every operator changes what it says and nothing else, and a planted one is caught by a test that sees it."""
+
+import ast
+import json
+from pathlib import Path
+
+import pytest
+from mutant_tests import Trial, run_trials
+from mutants import TESTS, draw, earlier, key, summary
+from mutations import mutations
+
+
+@pytest.mark.parametrize(
+    ("source", "operator", "changed"),
+    [
+        ("a < b <= c", "comparison", ["(a <= b <= c)", "(a < b < c)"]),
+        ("a == b", "comparison", ["(a != b)"]),
+        ("a not in b", "comparison", ["(a in b)"]),
+        ("a is None", "comparison", ["(a is not None)"]),
+        ("f(2, -1)", "constant", ["f(3, -1)", "f(2, -2)"]),
+        ("f(0.5, True, 'a', None)", "constant", ["f(1.5, True, 'a', None)", "f(0.5, False, 'a', None)"]),
+        ("a[0]", "index", ["a[1]"]),
+        ("a[-1]", "index", ["a[-2]"]),
+        ("a[:, None, 1]", "index", ["a[:, None, 2]"]),
+        ("a[:n]", "index", ["a[:]", "a[:n + 1]"]),
+        ("a[1:]", "index", ["a[:]", "a[2:]"]),
+        ("a - b", "arithmetic", ["(a + b)"]),
+        ("a //= b", "arithmetic", ["a *= b"]),
+        ("min(a, b)", "arithmetic", ["max(a, b)"]),
+        ("a and b or c", "condition", ["((a and b) and c)", "(a or b) or c"]),
+        ("not a", "condition", ["(a)"]),
+        ("b if a else c", "condition", ["b if (not a) else c"]),
+        ("[a for a in b if a]", "condition", ["[a for a in b if (not a)]"]),
+        ("a.f(b)", "call", ["pass"]),
+        ("require(a < b, f'{c + 1}' + 'x')", "comparison", ["require((a <= b), f'{c + 1}' + 'x')"]),
+    ],
+)  # fmt: skip
+def test_what_an_operator_makes(source: str, operator: str, changed: list[str]) -> None:
+    found = [change for change in mutations(source) if change.operator == operator]
+    assert sorted(change.apply(source) for change in found) == sorted(changed)
+    assert {change.shown(source) for change in found} == {(source, text) for text in changed}
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        '"""Text with 1 < 2."""',
+        "import a",
+        "a: tuple[int, Literal[1]]",
+        "a = Literal[1, 2]",
+        "A = B | C",
+        "__all__ = ['a'] + [1]",
+        "assert a < 1",
+        "c = zip(a, b, strict=True)",
+        "raise ValueError(a[0] + 1)",
+        "a = f'{b + 1}' + c",
+        "if TYPE_CHECKING:\n    a = 1",
+        "@dataclass(frozen=True)\nclass A(B[1]):\n    pass",
+        "def f(a: Literal[1]) -> Literal[2]: ...",
+    ],
+)
+def test_what_decides_nothing_stays(source: str) -> None:
+    assert mutations(source) == []
+
+
+def test_places_are_right_behind_other_letters_and_over_lines() -> None:
+    source = 'x = "ä€😀"; a = [\n    "é", b <\n    c\n]\nd = 1\n'
+    (first, second) = mutations(source)
+    assert (first.line, first.shown(source)) == (2, ('"é", b < c', '"é", (b <= c)'))
+    assert (second.line, second.shown(source)) == (5, ("d = 1", "d = 2"))
+    assert first.apply(source) == 'x = "ä€😀"; a = [\n    "é", (b <= c)\n]\nd = 1\n'
+
+
+def test_a_draw_is_the_same_again_and_takes_from_every_module() -> None:
+    drawn = draw(150, seed=0)
+    names = [key(mutant.to_json()) for mutant in drawn]
+    assert len(set(names)) == 150
+    assert names == [key(mutant.to_json()) for mutant in draw(150, seed=0)]
+    assert names != [key(mutant.to_json()) for mutant in draw(150, seed=1)]
+    assert len({mutant.module for mutant in drawn}) >= len(TESTS) - 2  # one of two places may get none
+    for mutant in drawn:
+        ast.parse(mutant.mutation.apply(mutant.source))
+
+
+def test_every_module_has_tests_that_are_there() -> None:
+    root = Path(__file__).parent
+    assert all(TESTS.values())
+    assert [
+        test for tests in TESTS.values() for test in tests if not (root / test.partition("::")[0]).exists()
+    ] == []
+
+
+@pytest.fixture
+def package(tmp_path: Path) -> Path:
+    """A package of one module, and tests that see one of its two lines."""
+    (tmp_path / "planted").mkdir()
+    (tmp_path / "planted/__init__.py").touch()
+    (tmp_path / "planted/sums.py").write_text(SOURCE)
+    (tmp_path / "test_planted.py").write_text(
+        "from planted.sums import larger, tail\n"
+        "def test_first(): assert larger(1, 2) == 2 == larger(2, 1)\n"
+        "def test_second(): assert tail([1, 2, 3]) == [2, 3]\n"
+    )
+    return tmp_path
+
+
+SOURCE = """
+def larger(a, b):
+    return a if a > b else b
+
+def tail(items):
+    while len(items) > 2:
+        items = items[1:]
+    return items
+"""
+
+
+def test_planted_mutants(package: Path) -> None:
+    changes = {change.apply(SOURCE): change.shown(SOURCE)[1] for change in mutations(SOURCE)}
+    trials = [
+        Trial(
+            path=package / "planted/sums.py",
+            source=source,
+            tests=("test_planted.py",),
+            seconds=3
+            if changes.get(source) == "items = items[:]"
+            else 60,  # it never ends; the others on a busy machine do
+            root=package,
+        )
+        for source in (SOURCE, *changes)
+    ]
+    found = dict(run_trials(trials, workers=2))
+    became = {
+        text: (found[n].outcome, found[n].test) for n, text in enumerate(["as it is", *changes.values()])
+    }
+    second = "test_planted.py::test_second"
+    assert became == {
+        "as it is": ("survived", ""),
+        "return a if (a >= b) else b": ("survived", ""),  # the same function
+        "while (len(items) >= 2):": ("caught", second),
+        "while len(items) > 3:": ("caught", second),
+        "items = items[:]": ("timeout", ""),
+        "items = items[2:]": ("caught", second),
+    }
+    assert set(found[0].durations) == {"test_planted.py::test_first", second}
+
+
+def test_a_module_that_no_test_imports_is_no_catch(package: Path) -> None:
+    (package / "planted/other.py").write_text("a = 1\n")
+    trial = Trial(
+        path=package / "planted/other.py",
+        source="a = 2\n",
+        tests=("test_planted.py",),
+        seconds=9,
+        root=package,
+    )
+    ((_, result),) = run_trials([trial], workers=1)
+    assert result.outcome == "survived"
+    assert "no test has imported planted.other" in result.output
+
+
+def test_a_file_of_rows_goes_on_and_is_summed_up(tmp_path: Path) -> None:
+    rows = [
+        {
+            "module": "a",
+            "line": 3,
+            "operator": "call",
+            "before": "f()",
+            "after": "pass",
+            "outcome": "survived",
+        },
+        {
+            "module": "a",
+            "line": 4,
+            "operator": "index",
+            "before": "b[0]",
+            "after": "b[1]",
+            "outcome": "caught",
+        },
+        {
+            "module": "c",
+            "line": 5,
+            "operator": "index",
+            "before": "d[0]",
+            "after": "d[1]",
+            "outcome": "timeout",
+        },
+    ]
+    output = tmp_path / "mutants.jsonl"
+    assert earlier(output, again=False) == {}
+    output.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert list(earlier(output, again=False).values()) == rows
+    assert list(earlier(output, again=True).values()) == rows[1:]
+    lines = [line.split() for line in summary(rows).splitlines()]
+    assert ["a", "1", "2", "50%"] in lines
+    assert ["index", "2", "2", "100%"] in lines
+    assert ["all", "2", "3", "67%"] in lines
+    assert summary(rows).endswith("1 survived:\na.py:3 (call)\n  - f()\n  + pass")

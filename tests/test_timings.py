@@ -1,0 +1,64 @@
+"""Times over requests and of runs in several pieces, where every piece has a clock of its own."""
+
+from random import Random
+
+import numpy as np
+import pytest
+
+from specgen.timings import Spread, WallClock, quantile, spread
+
+
+@pytest.mark.parametrize("share", [0.0, 0.2, 0.5, 0.9, 0.99, 1.0])
+@pytest.mark.parametrize("num", [1, 2, 3, 10, 101])
+def test_a_quantile_is_that_of_numpy(num, share):
+    random = Random(num)
+    times = sorted(random.expovariate(1.0) for _ in range(num))
+    assert quantile(times, share) == pytest.approx(np.quantile(times, share))
+
+
+def test_the_spread_of_times_in_any_order():
+    assert spread([]) is None
+    times = [5.0, 1.0, 2.0, 3.0, 100.0]
+    assert spread(times) == Spread(mean=22.2, median=3.0, p99=pytest.approx(np.quantile(times, 0.99)))
+
+
+def clock(*times, seconds=None):
+    """A clock that has seen events at ``times``."""
+    made = WallClock() if seconds is None else seconds
+    for time in times:
+        made.see(time)
+    return made
+
+
+def test_a_clock_runs_from_the_first_event_to_the_last_whatever_their_order():
+    assert clock().seconds == 0
+    assert clock(0.5).seconds == 0
+    assert clock(0.25, 0.75, 0.5, 0.125).seconds == 0.625
+
+
+def test_what_was_resumed_adds_up():
+    run = clock(0.25, 0.75)
+    run.resume()
+    assert run.seconds == 0.5
+    assert clock(0.125, 0.375, seconds=run).seconds == 0.75
+    run.resume()
+    run.resume()  # before anything happened
+    assert clock(3.0, 3.5, seconds=run).seconds == 1.25
+
+
+def test_of_shards_the_slowest_counts():
+    run = clock(0.25, 0.75)
+    for times, slowest in (((0.125, 0.25), 0.5), ((0.0, 0.875), 0.875), ((2.0, 2.25), 0.875)):
+        run.shard()
+        assert clock(*times, seconds=run).seconds == slowest
+
+
+def test_a_shard_may_be_resumed_and_a_merged_run_too():
+    run = clock(0.0, 0.5)
+    run.shard()
+    clock(0.0, 0.25, seconds=run).resume()
+    assert clock(0.0, 0.5, seconds=run).seconds == 0.75
+    run.shard()
+    assert clock(0.0, 0.625, seconds=run).seconds == 0.75
+    run.merge()
+    assert clock(0.0, 0.125, seconds=run).seconds == 0.875
