@@ -5,17 +5,18 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from specgen.build import Models, build_engine, judge, load_models, open_checkpoints, resolve
+from specgen.build import Models, build_engine, load_models, open_checkpoints, resolve
 from specgen.checkpoint import fingerprint
 from specgen.config import EngineConfig, SamplingParams, require
 from specgen.conversations import Conversations
 from specgen.divergence import Divergence
+from specgen.evaluation.judge import judge
 from specgen.events import Event
 from specgen.output import RequestOutput
+from specgen.progress import Progress
 from specgen.prompts import load_prompts
 from specgen.provenance import manifest
 from specgen.report import fold
-from specgen.run import Progress
 from specgen.sampling import most_demanding
 from specgen.sequence import Completion, Request
 

@@ -1,13 +1,12 @@
 """The composition root: a configuration becomes an engine, and ``auto`` is resolved, here and nowhere else."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
 
 from specgen import step_costs
-from specgen.attention import Attend, Backend, Heads
+from specgen.attention import Backend, Heads
 from specgen.attention.flashinfer_paged import FlashInferBackend
 from specgen.attention.sdpa import SdpaBackend, StaticSdpaBackend
 from specgen.attention.trtllm import TrtllmBackend
@@ -22,7 +21,6 @@ from specgen.checkpoint import (
 )
 from specgen.config import EngineConfig, SamplingParams, UserError, require
 from specgen.display import from_here
-from specgen.divergence import Target
 from specgen.drafting import (
     Drafter,
     Eagle3Drafter,
@@ -37,7 +35,6 @@ from specgen.engine_core import EngineCore
 from specgen.events import Event
 from specgen.graphs import Eager, PassGraphs, Runner, StepGraphs
 from specgen.kv_cache import KVCache
-from specgen.layout import Layout
 from specgen.limits import Limits
 from specgen.models.config import Eagle3Config, TargetConfig, kv_bytes_per_token
 from specgen.models.eagle3 import Eagle3Head
@@ -51,7 +48,7 @@ from specgen.step import Steps
 from specgen.tokenizer import StopStrings, Tokenizer, load_tokenizer
 from specgen.transfer import use
 
-_BACKENDS: dict[str, type[Backend]] = {
+BACKENDS: dict[str, type[Backend]] = {
     "trtllm": TrtllmBackend,
     "flashinfer": FlashInferBackend,
     "sdpa": SdpaBackend,
@@ -98,7 +95,7 @@ def resolve(config: EngineConfig, checkpoints: Checkpoints) -> EngineConfig:
     device = choose_device(config.device)
     kind, dtype = device.type, choose_dtype(config.dtype, device)
     attention, _ = choose_attention(replace(config, device=str(device), dtype=dtype), checkpoints)
-    capabilities = _BACKENDS[attention].capabilities
+    capabilities = BACKENDS[attention].capabilities
     graphs = config.cuda_graphs
     if graphs == "auto":
         graphs = "step" if kind == "cuda" and capabilities.graphs else "off"
@@ -151,12 +148,12 @@ def choose_attention(config: EngineConfig, checkpoints: Checkpoints) -> tuple[st
     device = torch.device(config.device)
     names = _AUTO[device.type] if config.attention == "auto" else (config.attention,)
     require(
-        names[0] in _BACKENDS,
-        f"attention is {config.attention!r}: use one of auto, {', '.join(_BACKENDS)}",
+        names[0] in BACKENDS,
+        f"attention is {config.attention!r}: use one of auto, {', '.join(BACKENDS)}",
     )
     heads, passed_over = _heads(config, checkpoints), list[str]()
     for name in names:
-        backend = _BACKENDS[name]
+        backend = BACKENDS[name]
         page_size = config.page_size or backend.capabilities.page_size
         refusals = (
             backend.capabilities.refusal(device, replace(each, page_size=page_size)) for each in heads
@@ -231,35 +228,6 @@ def build_engine(
     return engine
 
 
-def prefill_logits(config: EngineConfig, models: Models) -> Callable[[Sequence[int]], Tensor]:
-    """A function from token ids to the target's next-token logits behind them, ``[V]`` float32.
-
-    It is one pass over all of them, through the attention of a resolved ``config`` and a cache of its own.
-    """
-    target, backend = models.target, _BACKENDS[config.attention](models.target.device)
-
-    @torch.inference_mode()
-    def logits(token_ids: Sequence[int]) -> Tensor:
-        pages = PageAllocator(-(-len(token_ids) // config.page_size), config.page_size)
-        cache = _cache(config, target.config, pages, target.device)
-        table = torch.arange(1, pages.num_pages + 1, dtype=torch.int32, device=target.device)
-        layout = Layout.ragged(table[None], [0], [len(token_ids)], config.page_size)
-        rows = torch.tensor(token_ids, device=target.device)
-        hidden, _ = target.forward(rows, Attend(backend, cache, layout, target.rope))
-        return target.logits(hidden[-1:])[0].float()
-
-    return logits
-
-
-def judge(config: EngineConfig, models: Models) -> Target:
-    """The target of a resolved ``config`` as the judge of where its greedy texts part."""
-    return Target(
-        logits_behind=prefill_logits(config, models),
-        dtype=models.target.dtype,
-        token_text=lambda token: models.tokenizer.decode_with_special([token]),
-    )
-
-
 def num_pages(config: EngineConfig, models: Models, expected: SamplingParams = DRAWN) -> int:
     """Pages of the KV cache: what ``max_batch_size`` sequences of full length need, as far as the memory goes.
 
@@ -320,7 +288,7 @@ def _largest_pass(config: EngineConfig, models: Models, expected: SamplingParams
 def _engine(
     config: EngineConfig, models: Models, num_pages: int, runner: Runner, record: Callable[[Event], None]
 ) -> EngineCore:
-    backend = _BACKENDS[config.attention](models.target.device)
+    backend = BACKENDS[config.attention](models.target.device)
     allocator = (PrefixCache if config.prefix_cache else PageAllocator)(num_pages, config.page_size)
     target, step_rows = models.target, config.num_spec_tokens + 1
     # the last steps of a text may run past its end, and past the pages it has
@@ -329,7 +297,7 @@ def _engine(
         config=target.config,
         steps=Steps(
             target=target,
-            cache=_cache(config, target.config, allocator, target.device),
+            cache=new_cache(config, target.config, allocator, target.device),
             backend=backend,
             drafter=_drafter(config, models, backend, allocator),
             runner=runner,
@@ -354,9 +322,10 @@ def _engine(
     )
 
 
-def _cache(
+def new_cache(
     config: EngineConfig, model: TargetConfig | Eagle3Config, allocator: PageAllocator, device: torch.device
 ) -> KVCache:
+    """A cache for ``model`` with as many pages as ``allocator`` gives out."""
     return KVCache(
         num_layers=model.num_layers,
         num_pages=allocator.num_pages + 1,  # page 0 belongs to nobody
@@ -375,7 +344,7 @@ def _drafter(config: EngineConfig, models: Models, backend: Backend, allocator: 
     non_padded = NonPaddedBatch() if backend.capabilities.needs_host_lens else PackedBatch()
     return Eagle3Drafter(
         head=models.head,
-        cache=_cache(config, models.head.config, allocator, models.target.device),
+        cache=new_cache(config, models.head.config, allocator, models.target.device),
         backend=backend,
         batch=PaddedBatch() if config.drafter_batch == "padded" else non_padded,
         choice=GreedyDrafts(models.head.argmax) if config.draft_sampling == "greedy" else SampledDrafts(),

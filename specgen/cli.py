@@ -563,14 +563,14 @@ class _Bar:
     """Progress on stderr: requests done, output tokens a second, acceptance length so far."""
 
     def prepare(self, what: str) -> None:
-        """See ``run.Progress``."""
+        """See ``progress.Progress``."""
         note = (
             "getting ready; kernels that this machine has not run before are compiled first, a minute or two"
         )
         print(f"{what}: {note}", file=sys.stderr)
 
     def start(self, what: str, num_requests: int, num_done: int = 0) -> None:
-        """See ``run.Progress``."""
+        """See ``progress.Progress``."""
         from tqdm import tqdm
 
         from specgen.tally import Tally
@@ -579,7 +579,7 @@ class _Bar:
         self._tally = Tally()
 
     def see(self, event: "Event") -> None:
-        """See ``run.Progress``."""
+        """See ``progress.Progress``."""
         from specgen.events import Captured, OutOfMemory, Stepped
 
         self._tally.see(event)
@@ -602,9 +602,9 @@ class _Bar:
                 pass
 
     def advance(self) -> None:
-        """See ``run.Progress``."""
+        """See ``progress.Progress``."""
         self._bar.update()
 
     def finish(self) -> None:
-        """See ``run.Progress``."""
+        """See ``progress.Progress``."""
         self._bar.close()

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
 
 from specgen.build import Checkpoints, Models, load_models, open_checkpoints, resolve
 from specgen.config import EngineConfig, require
@@ -14,6 +13,7 @@ from specgen.interrupt import StoppedError
 from specgen.job import Job, job_manifest
 from specgen.lost import kept_while_lost, note_lost, read_lost
 from specgen.output import RequestOutput
+from specgen.progress import Progress
 from specgen.prompts import PromptSet, open_prompts
 from specgen.provenance import FREE_IN_A_RUN
 from specgen.ray_engine import RayEngine
@@ -29,30 +29,6 @@ _REMEDY = "name another directory, or begin anew with --restart, which keeps the
 
 class TooManyFailuresError(Exception):
     """More requests failed than the user lets pass; the text is one line for the user."""
-
-
-class Progress(Protocol):
-    """Follows a run while it goes."""
-
-    def prepare(self, what: str) -> None:
-        """``what`` is being made ready: kernels are loaded, or compiled where this machine has not run them before."""
-        ...
-
-    def start(self, what: str, num_requests: int, num_done: int = 0) -> None:
-        """``what`` begins, with so many requests, ``num_done`` of which an earlier run has answered."""
-        ...
-
-    def see(self, event: Event) -> None:
-        """Something happened."""
-        ...
-
-    def advance(self) -> None:
-        """One more request has ended, and what it gave is kept."""
-        ...
-
-    def finish(self) -> None:
-        """What was started is over."""
-        ...
 
 
 def run(job: Job, output: Path | None, progress: Progress, until: Callable[[], bool] = until_done) -> Result:

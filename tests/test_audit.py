@@ -12,9 +12,9 @@ from typer.testing import CliRunner, Result
 
 from specgen import cli, scheduler, step
 from specgen.audit_table import render, verdict
-from specgen.build import prefill_logits
 from specgen.config import UserError
 from specgen.divergence import Divergence, first_difference, gap, rounding
+from specgen.evaluation.judge import prefill_logits
 from specgen.verify import accept_greedy
 from tests.engines import Pair, config_of
 from tests.reference_drafts import ReferenceDrafter

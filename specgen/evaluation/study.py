@@ -12,7 +12,7 @@ from lm_eval import simple_evaluate
 from lm_eval.utils import handle_non_serializable, make_table
 
 from specgen.atomic import write_json, write_text
-from specgen.build import Models, build_engine, judge, load_models, open_checkpoints, resolve
+from specgen.build import Models, build_engine, load_models, open_checkpoints, resolve
 from specgen.checkpoint import fingerprint
 from specgen.config import EngineConfig, SamplingParams
 from specgen.display import draft_length, from_here
@@ -20,6 +20,7 @@ from specgen.engine_core import EngineCore
 from specgen.evaluation import study_html
 from specgen.evaluation.arms import ArmRun
 from specgen.evaluation.compare import Comparison, compare, reference_of
+from specgen.evaluation.judge import judge
 from specgen.evaluation.language_model import SpecgenLM
 from specgen.evaluation.samples import samples
 from specgen.evaluation.studies import Arm, Study

@@ -1,0 +1,42 @@
+"""The target as the judge of where its greedy texts part."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from specgen.attention import Attend
+from specgen.build import BACKENDS, Models, new_cache
+from specgen.config import EngineConfig
+from specgen.divergence import Target
+from specgen.layout import Layout
+from specgen.pages import PageAllocator
+
+
+def judge(config: EngineConfig, models: Models) -> Target:
+    """The target of a resolved ``config`` as the judge of where its greedy texts part."""
+    return Target(
+        logits_behind=prefill_logits(config, models),
+        dtype=models.target.dtype,
+        token_text=lambda token: models.tokenizer.decode_with_special([token]),
+    )
+
+
+def prefill_logits(config: EngineConfig, models: Models) -> Callable[[Sequence[int]], Tensor]:
+    """A function from token ids to the target's next-token logits behind them, ``[V]`` float32.
+
+    It is one pass over all of them, through the attention of a resolved ``config`` and a cache of its own.
+    """
+    target, backend = models.target, BACKENDS[config.attention](models.target.device)
+
+    @torch.inference_mode()
+    def logits(token_ids: Sequence[int]) -> Tensor:
+        pages = PageAllocator(-(-len(token_ids) // config.page_size), config.page_size)
+        cache = new_cache(config, target.config, pages, target.device)
+        table = torch.arange(1, pages.num_pages + 1, dtype=torch.int32, device=target.device)
+        layout = Layout.ragged(table[None], [0], [len(token_ids)], config.page_size)
+        rows = torch.tensor(token_ids, device=target.device)
+        hidden, _ = target.forward(rows, Attend(backend, cache, layout, target.rope))
+        return target.logits(hidden[-1:])[0].float()
+
+    return logits
