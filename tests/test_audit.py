@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 from typer.testing import CliRunner, Result
 
-from specgen import cli, scheduler, step
+from specgen import scheduler, step
 from specgen.audit_table import render, verdict
+from specgen.cli import main as cli
 from specgen.config import UserError
 from specgen.divergence import Divergence, first_difference, gap, rounding
 from specgen.evaluation.judge import prefill_logits

@@ -14,7 +14,7 @@ from specgen.bench import bandwidth, kernels, timing
 from specgen.bench.decode_pass import Cell, queries
 from specgen.bench.kernels import KernelJob, measure, relative_error
 from specgen.bench.timing import MOST_LAYERS, SPREAD, num_layers, time_layers
-from specgen.cli import app
+from specgen.cli.main import app
 from specgen.config import UserError
 from specgen.layout import Layout
 

@@ -10,9 +10,9 @@ from itertools import pairwise
 import pytest
 
 from specgen import display
-from specgen.bench.commands import publish
 from specgen.bench.output import Column, Plot, Table
 from specgen.charts import lines_chart
+from specgen.cli.bench import publish
 from specgen.config import UserError
 
 COLUMNS = (

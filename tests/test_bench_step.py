@@ -18,7 +18,7 @@ from specgen.bench.explain import StepJob, context_at
 from specgen.bench.parts import PARTS, HostMarker, Marked, StepTime, split
 from specgen.bench.profile import Span
 from specgen.bench.step_table import step_rows
-from specgen.cli import app
+from specgen.cli.main import app
 from specgen.config import EngineConfig, UserError
 from specgen.drafting import Eagle3Drafter
 from specgen.events import Event, Prefilled, Stepped, Submitted, Verified

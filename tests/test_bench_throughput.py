@@ -23,7 +23,7 @@ from specgen.bench.repeats import Middle
 from specgen.bench.throughput import Plan, ThroughputJob, side_by_side, throughput
 from specgen.bench.throughput_table import best_lengths
 from specgen.build import Models, build_engine
-from specgen.cli import app
+from specgen.cli.main import app
 from specgen.config import EngineConfig, SamplingParams, UserError
 from specgen.engine_core import EngineCore
 from specgen.sequence import Request

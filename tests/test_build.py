@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from specgen.batch import Columns
 from specgen.build import _largest_pass, choose_device, num_pages
 from specgen.checkpoint import Checkpoint, open_checkpoint
-from specgen.cli import app
+from specgen.cli.main import app
 from specgen.config import MAX_LOGPROBS, SamplingParams
 from specgen.prompts import Prompt
 from specgen.sampling import SamplingForm, most_demanding

@@ -13,7 +13,7 @@ from calibrated_weights import Source, head_tensors, target_tensors
 from make_calibrated_pair import write_pair, write_tensors
 from typer.testing import CliRunner
 
-from specgen import cli
+from specgen.cli import main as cli
 from specgen.config import SamplingParams
 from specgen.events import Verified
 from specgen.intervals import wilson

@@ -259,7 +259,7 @@ def test_a_prompt_of_nothing_fails_alone(pair: Path) -> None:
 
 def specgen(*arguments: object, into: str) -> subprocess.CompletedProcess[str]:
     """``specgen`` in a process of its own, with its stdout in a pipe into the command ``into``; its own exit code."""
-    command = [sys.executable, "-c", "from specgen.cli import main; main()", *map(str, arguments)]
+    command = [sys.executable, "-c", "from specgen.cli.main import main; main()", *map(str, arguments)]
     script = f'set -o pipefail; "$@" | {into}'
     return subprocess.run(["bash", "-c", script, "bash", *command], capture_output=True, text=True)
 

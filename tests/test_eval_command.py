@@ -11,9 +11,10 @@ import pytest
 from torch import Tensor
 from typer.testing import CliRunner
 
-from specgen import cli, step
+from specgen import step
 from specgen.against import load_results
 from specgen.bundled import data_directory
+from specgen.cli import main as cli
 from specgen.config import EngineConfig, UserError
 from specgen.evaluation.studies import Arm, Study
 from specgen.events import Resumed, Submitted, from_line

@@ -313,7 +313,7 @@ def test_a_device_that_is_lost_is_named(demo_path: Path) -> None:
 
 _LOSES_THE_DEVICE_WITH_ONE = """
 import torch
-from specgen import cli
+from specgen.cli import main as cli
 from specgen.step import Steps
 
 decode = Steps.decode

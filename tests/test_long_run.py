@@ -38,7 +38,7 @@ def looks(tmp_path_factory: pytest.TempPathFactory) -> list[Look]:
         for n in range(NUM_REQUESTS):
             text = f"Tom has {n} apples and buys {n % 7 + 2} bags{' of apples' * (n % 5)}."
             prompts.write(json.dumps({"id": f"p{n}", "prompt": text}) + "\n")
-    command = [sys.executable, "-c", "from specgen.cli import main; main()", "generate", *OPTIONS]
+    command = [sys.executable, "-c", "from specgen.cli.main import main; main()", "generate", *OPTIONS]
     given = ["--dataset", str(path / "prompts.jsonl"), "--output", str(path / "run")]
     with subprocess.Popen(
         [*command, *given], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL

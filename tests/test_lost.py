@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import typer
 
-from specgen import cli, engine
+from specgen import engine
+from specgen.cli import main as cli
 from specgen.config import EngineConfig, SamplingParams
 from specgen.engine_core import DeviceLost, EngineCore
 from specgen.events import read
@@ -184,7 +185,7 @@ def test_what_is_tried_at_the_start_is_nobodys_request(
 
 COMMAND = """
 import pytest
-from specgen import cli
+from specgen.cli import main as cli
 from tests.test_lost import lose_the_device
 
 lose_the_device(pytest.MonkeyPatch())

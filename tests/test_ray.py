@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from specgen import cli, config, ray_engine
+from specgen import config, ray_engine
+from specgen.cli import main as cli
 from specgen.config import Cluster, EngineConfig, SamplingParams, UserError
 from specgen.engine import Engine
 from specgen.engine_core import DeviceLost
@@ -61,7 +62,7 @@ class Driver:
         command = [
             sys.executable,
             "-c",
-            "from specgen.cli import main; main()",
+            "from specgen.cli.main import main; main()",
             "generate",
             "--device",
             "cpu",

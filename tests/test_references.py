@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from specgen import cli
 from specgen.against import compare, load_results
 from specgen.against_table import render
 from specgen.bundled import evaluation_directory
+from specgen.cli import main as cli
 from specgen.config import UserError
 from specgen.intervals import wilson
 from specgen.references import load_reference, read_reference

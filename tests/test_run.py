@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from specgen import cli, events
+from specgen import events
+from specgen.cli import main as cli
 from specgen.config import UserError
 from specgen.report import fold
 from tests.tiny_checkpoints import write_head, write_target

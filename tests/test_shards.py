@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from specgen import atomic, cli
+from specgen import atomic
+from specgen.cli import main as cli
 from specgen.config import EngineConfig, SamplingParams, UserError
 from specgen.events import Event, Merged, Resumed, Sharded
 from specgen.job import Job

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from specgen import cli
 from specgen.bundled import pair
+from specgen.cli import main as cli
 from specgen.config import EngineConfig, UserError
 from specgen.engine_core import DeviceLost, EngineCore
 from specgen.interrupt import interruptible

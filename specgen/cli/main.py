@@ -16,9 +16,9 @@ import typer
 from typer.core import TyperGroup
 
 from specgen import __version__
-from specgen import options as opt
-from specgen.bench.commands import app as bench
 from specgen.bundled import pair
+from specgen.cli import options as opt
+from specgen.cli.bench import app as bench
 from specgen.config import Cluster, EngineConfig, SamplingParams, UserError, require, spec_tokens
 
 if TYPE_CHECKING:

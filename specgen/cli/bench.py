@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from specgen import options as opt
 from specgen.atomic import writable
 from specgen.bundled import pair
+from specgen.cli import options as opt
 from specgen.config import EngineConfig, require, spec_tokens
 
 if TYPE_CHECKING:
