@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from specgen.config import MAX_LOGIT_BIASES
+from specgen.device import on_device
 from specgen.drafting import Seed
 from specgen.sampling import SamplingBatch, SamplingForm
 from specgen.sequence import Sequence
-from specgen.transfer import on_device
 
 
 @dataclass(frozen=True, kw_only=True)

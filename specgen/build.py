@@ -20,6 +20,7 @@ from specgen.checkpoint import (
     target_config,
 )
 from specgen.config import EngineConfig, SamplingParams, UserError, require
+from specgen.device import use
 from specgen.display import from_here
 from specgen.drafting import (
     Drafter,
@@ -46,7 +47,6 @@ from specgen.sequence import Request
 from specgen.spec_length import CheapestLength, FixedLength
 from specgen.step import Steps
 from specgen.tokenizer import StopStrings, Tokenizer, load_tokenizer
-from specgen.transfer import use
 
 BACKENDS: dict[str, type[Backend]] = {
     "trtllm": TrtllmBackend,

@@ -11,6 +11,7 @@ import torch
 
 from specgen.batch import RunningBatch
 from specgen.config import SamplingParams, first_line
+from specgen.device import HostCopy, on_device, use
 from specgen.events import (
     Captured,
     Event,
@@ -30,7 +31,6 @@ from specgen.scoring import Scored, Scorer, ScoreRequest
 from specgen.sequence import Completion, Request, Sequence, StopFinder
 from specgen.spec_length import SpecLength
 from specgen.step import StepResult, Steps
-from specgen.transfer import HostCopy, on_device, use
 
 _MAX_SHORTAGES = 3  # of a sequence that is alone: a shortage may be another program's, and pass
 

@@ -7,7 +7,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from specgen.transfer import on_device
+from specgen.device import on_device
 
 
 @dataclass(frozen=True, kw_only=True)

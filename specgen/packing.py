@@ -5,9 +5,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from specgen.device import on_device
 from specgen.layout import Layout
 from specgen.scheduler import Chunk
-from specgen.transfer import on_device
 
 
 def chunk_layout(chunks: Sequence[Chunk], page_size: int, device: torch.device) -> Layout:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from specgen.config import MAX_LOGIT_BIASES, MAX_LOGPROBS, SamplingParams
-from specgen.transfer import on_device
+from specgen.device import on_device
 
 # What a random number is for. Draws of different purposes at one position are independent.
 ACCEPT, EMIT, DRAFT = 1, 2, 3

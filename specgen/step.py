@@ -11,6 +11,7 @@ from torch import Tensor
 
 from specgen.attention import Attend, Backend
 from specgen.batch import Columns
+from specgen.device import on_device
 from specgen.drafting import Drafter, Drafts, Outcome, Seed
 from specgen.graphs import Runner
 from specgen.kv_cache import KVCache
@@ -27,7 +28,6 @@ from specgen.sampling import (
     uniform,
 )
 from specgen.sequence import NOT_FINITE
-from specgen.transfer import on_device
 from specgen.verify import accept_greedy, accept_sampled
 
 _SCORED_TOGETHER = 256  # rows: a float32 row of 128k logits takes half a MiB

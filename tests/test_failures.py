@@ -12,6 +12,7 @@ from torch import Tensor
 from specgen import build
 from specgen.build import build_engine
 from specgen.config import SamplingParams
+from specgen.device import HostCopy
 from specgen.engine_core import DeviceLost, EngineCore
 from specgen.events import Event, Finished, Prefilled, Stepped, Submitted
 from specgen.kv_cache import KVCache
@@ -19,7 +20,6 @@ from specgen.layout import Layout
 from specgen.prefix_cache import PrefixCache
 from specgen.sequence import Request
 from specgen.step import Steps
-from specgen.transfer import HostCopy
 from tests.engines import Outputs, Pair, bad_at, bundled_requests, config_of, generate, random_requests
 
 GREEDY = SamplingParams(max_tokens=24)

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from specgen.batch import Columns, RunningBatch
 from specgen.build import build_engine
 from specgen.config import SamplingParams
+from specgen.device import HostCopy
 from specgen.drafting import Eagle3Drafter
 from specgen.engine_core import EngineCore
 from specgen.events import Event, OutOfMemory, Submitted, Verified
@@ -23,7 +24,6 @@ from specgen.prefix_cache import PrefixCache
 from specgen.scoring import ScoreRequest
 from specgen.sequence import Completion, Request, Sequence
 from specgen.step import Steps
-from specgen.transfer import HostCopy
 from tests.engines import Pair, bundled_requests, config_of
 
 POINTS: dict[str, tuple[type, str]] = {

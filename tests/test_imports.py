@@ -104,7 +104,6 @@ FLAT: dict[str, str] = {
     "tally": "rundir",
     "timings": "report",
     "tokenizer": "text",
-    "transfer": "leaves",
     "verify": "decoding",
     "weight_files": "checkpoints",
     "export": "jobs",

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from specgen.attention import Heads
 from specgen.bench.timing import num_layers
+from specgen.device import on_device
 from specgen.kv_cache import KVCache
 from specgen.layout import Layout
-from specgen.transfer import on_device
 
 
 @dataclass(frozen=True, kw_only=True)
