@@ -35,13 +35,13 @@ from specgen.drafting import (
 from specgen.engine_core import EngineCore
 from specgen.events import Event
 from specgen.graphs import Eager, PassGraphs, Runner, StepGraphs
-from specgen.kv_cache import KVCache
+from specgen.kv.kv_cache import KVCache
+from specgen.kv.pages import PageAllocator
+from specgen.kv.prefix_cache import PrefixCache
 from specgen.limits import Limits
 from specgen.models.config import Eagle3Config, TargetConfig, kv_bytes_per_token
 from specgen.models.eagle3 import Eagle3Head
 from specgen.models.llama import Llama
-from specgen.pages import PageAllocator
-from specgen.prefix_cache import PrefixCache
 from specgen.scheduler import Scheduler
 from specgen.sequence import Request
 from specgen.spec_length import CheapestLength, FixedLength

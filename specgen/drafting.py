@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from specgen.attention import Attend, Backend, Keep
-from specgen.kv_cache import KVCache
-from specgen.layout import Layout
+from specgen.kv.kv_cache import KVCache
+from specgen.kv.layout import Layout
 from specgen.models.eagle3 import Eagle3Head
 from specgen.sampling import DRAFT, SamplingBatch, draft_probs, draw, uniform
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from specgen.device import on_device
-from specgen.layout import Layout
+from specgen.kv.layout import Layout
 from specgen.scheduler import Chunk
 
 

@@ -3,9 +3,9 @@
 from collections import deque
 from dataclasses import dataclass
 
+from specgen.kv.pages import PageAllocator
+from specgen.kv.prefix_cache import extend_digests
 from specgen.limits import Limits
-from specgen.pages import PageAllocator
-from specgen.prefix_cache import extend_digests
 from specgen.sequence import Sequence
 
 # A prefill of fewer rows than this takes hardly less time: reading the weights is what it waits for.

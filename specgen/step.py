@@ -14,8 +14,8 @@ from specgen.batch import Columns
 from specgen.device import on_device
 from specgen.drafting import Drafter, Drafts, Outcome, Seed
 from specgen.graphs import Runner
-from specgen.kv_cache import KVCache
-from specgen.layout import Layout
+from specgen.kv.kv_cache import KVCache
+from specgen.kv.layout import Layout
 from specgen.models.llama import Llama
 from specgen.sampling import (
     ACCEPT,

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from specgen.layout import Layout
+from specgen.kv.layout import Layout
 from specgen.models.eagle3 import Eagle3Head
 from specgen.models.llama import Llama
 

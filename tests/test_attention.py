@@ -8,8 +8,8 @@ from torch import Tensor
 
 from specgen.attention import Attend, Backend
 from specgen.attention.sdpa import SdpaBackend, StaticSdpaBackend
-from specgen.kv_cache import KVCache
-from specgen.layout import Layout
+from specgen.kv.kv_cache import KVCache
+from specgen.kv.layout import Layout
 from specgen.ops.reference import torch_ops
 
 HEAD_DIM = 16

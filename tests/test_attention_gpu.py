@@ -13,7 +13,7 @@ from specgen.attention import Backend
 from specgen.attention.flashinfer_paged import FlashInferBackend
 from specgen.attention.sdpa import SdpaBackend
 from specgen.attention.trtllm import TrtllmBackend
-from specgen.layout import HostLens, Layout
+from specgen.kv.layout import HostLens, Layout
 
 pytestmark = [
     pytest.mark.gpu,

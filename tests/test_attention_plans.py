@@ -13,7 +13,7 @@ from specgen.attention.sdpa import SdpaBackend
 from specgen.attention.trtllm import TrtllmBackend, causal_mask
 from specgen.attention.workspaces import MIB, decode_workspace, prefill_bytes, xqa_bytes
 from specgen.config import UserError
-from specgen.layout import Layout
+from specgen.kv.layout import Layout
 
 LLAMA = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "dtype": torch.bfloat16}
 GPU = torch.device("cuda")

@@ -16,7 +16,7 @@ from specgen.bench.kernels import KernelJob, measure, relative_error
 from specgen.bench.timing import MOST_LAYERS, SPREAD, num_layers, time_layers
 from specgen.cli.main import app
 from specgen.config import UserError
-from specgen.layout import Layout
+from specgen.kv.layout import Layout
 
 CPU = torch.device("cpu")
 HEADS = Heads(

@@ -11,7 +11,7 @@ from torch import Tensor
 from specgen.config import SamplingParams
 from specgen.drafting import DraftInput, Outcome, PaddedBatch
 from specgen.events import Prefilled, Stepped, Verified
-from specgen.layout import Layout
+from specgen.kv.layout import Layout
 from specgen.models.eagle3 import Eagle3Head
 from specgen.ops import Store
 from tests.engines import Outputs, Pair, bundled_requests, generate, random_requests

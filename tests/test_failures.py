@@ -15,9 +15,9 @@ from specgen.config import SamplingParams
 from specgen.device import HostCopy
 from specgen.engine_core import DeviceLost, EngineCore
 from specgen.events import Event, Finished, Prefilled, Stepped, Submitted
-from specgen.kv_cache import KVCache
-from specgen.layout import Layout
-from specgen.prefix_cache import PrefixCache
+from specgen.kv.kv_cache import KVCache
+from specgen.kv.layout import Layout
+from specgen.kv.prefix_cache import PrefixCache
 from specgen.sequence import Request
 from specgen.step import Steps
 from tests.engines import Outputs, Pair, bad_at, bundled_requests, config_of, generate, random_requests

@@ -19,8 +19,8 @@ from specgen.device import HostCopy
 from specgen.drafting import Eagle3Drafter
 from specgen.engine_core import EngineCore
 from specgen.events import Event, OutOfMemory, Submitted, Verified
+from specgen.kv.prefix_cache import PrefixCache
 from specgen.models.llama import Llama
-from specgen.prefix_cache import PrefixCache
 from specgen.scoring import ScoreRequest
 from specgen.sequence import Completion, Request, Sequence
 from specgen.step import Steps

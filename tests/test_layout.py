@@ -2,7 +2,7 @@
 
 import torch
 
-from specgen.layout import Layout
+from specgen.kv.layout import Layout
 
 TABLES = torch.tensor([[3, 1, 7], [5, 2, 9]], dtype=torch.int32)
 

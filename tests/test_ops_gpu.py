@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from specgen.layout import Layout
+from specgen.kv.layout import Layout
 from specgen.ops import Ops, bind_ops
 from specgen.ops.reference import torch_ops
 

@@ -12,8 +12,8 @@ from specgen.config import SamplingParams
 from specgen.engine_core import EngineCore
 from specgen.events import OutOfMemory, Stepped
 from specgen.graphs import bucket
-from specgen.pages import PageAllocator
-from specgen.prefix_cache import PrefixCache
+from specgen.kv.pages import PageAllocator
+from specgen.kv.prefix_cache import PrefixCache
 from specgen.sequence import Request, Sequence
 from specgen.step import Steps
 from tests.engines import Outputs, Pair, bundled_requests, generate, random_requests

@@ -11,7 +11,7 @@ from specgen import scheduler
 from specgen.build import build_engine
 from specgen.config import SamplingParams
 from specgen.events import Event, Prefilled, Stepped
-from specgen.prefix_cache import PrefixCache, extend_digests
+from specgen.kv.prefix_cache import PrefixCache, extend_digests
 from specgen.scoring import ScoreRequest
 from specgen.sequence import Request
 from specgen.step import Steps

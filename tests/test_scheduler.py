@@ -3,9 +3,9 @@
 import pytest
 
 from specgen.config import SamplingParams
+from specgen.kv.pages import PageAllocator
+from specgen.kv.prefix_cache import PrefixCache
 from specgen.limits import Limits
-from specgen.pages import PageAllocator
-from specgen.prefix_cache import PrefixCache
 from specgen.scheduler import Scheduler
 from specgen.sequence import Request, Sequence
 

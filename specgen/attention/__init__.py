@@ -7,8 +7,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from specgen.kv_cache import KVCache
-from specgen.layout import Layout
+from specgen.kv.kv_cache import KVCache
+from specgen.kv.layout import Layout
 from specgen.ops import Rope
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from specgen.attention import Capabilities, Kernel
 from specgen.attention.pass_lens import PassLens
 from specgen.attention.workspaces import num_sms, prefill_bytes
-from specgen.layout import Layout
+from specgen.kv.layout import Layout
 
 Kernels = Literal["fa2", "fa3"]
 

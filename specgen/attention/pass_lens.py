@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specgen.layout import Layout
+from specgen.kv.layout import Layout
 
 
 class PassLens:

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specgen.attention import Capabilities, Kernel
-from specgen.layout import Layout
+from specgen.kv.layout import Layout
 
 # Sequences share a dense call while padding them to the longest adds no more than this factor ...
 _PADDING = 1.25

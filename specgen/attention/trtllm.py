@@ -9,7 +9,7 @@ from specgen.attention.flashinfer_paged import FlashInferBackend
 from specgen.attention.unsplit import UnsplitDecode
 from specgen.attention.workspaces import decode_workspace, num_sms
 from specgen.config import require
-from specgen.layout import Layout
+from specgen.kv.layout import Layout
 
 _MAX_GROUP = 16  # heads a KV head
 _MAX_QUERY = 32  # rows a sequence: their mask is one word

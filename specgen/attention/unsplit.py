@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from specgen.attention import Kernel
-from specgen.layout import Layout
+from specgen.kv.layout import Layout
 
 # FlashInfer takes 8 MiB for a work list, of which one entry a sequence needs 16 bytes
 _WORK_LIST = 1 << 18

@@ -11,8 +11,8 @@ from torch import Tensor
 from specgen.attention import Heads
 from specgen.bench.timing import num_layers
 from specgen.device import on_device
-from specgen.kv_cache import KVCache
-from specgen.layout import Layout
+from specgen.kv.kv_cache import KVCache
+from specgen.kv.layout import Layout
 
 
 @dataclass(frozen=True, kw_only=True)

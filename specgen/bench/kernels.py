@@ -24,7 +24,7 @@ from specgen.bench.kernel_table import empty_table, measured_row, ordered
 from specgen.bench.output import Row, Table
 from specgen.bench.timing import MOST_LAYERS, SPREAD, Call, Timing, time_layers
 from specgen.config import require
-from specgen.kv_cache import KVCache
+from specgen.kv.kv_cache import KVCache
 
 _TIMED: dict[str, tuple[type[Backend], ...]] = {
     "cuda": (TrtllmBackend, FlashInferBackend),

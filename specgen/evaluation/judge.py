@@ -9,8 +9,8 @@ from specgen.attention import Attend
 from specgen.build import BACKENDS, Models, new_cache
 from specgen.config import EngineConfig
 from specgen.divergence import Target
-from specgen.layout import Layout
-from specgen.pages import PageAllocator
+from specgen.kv.layout import Layout
+from specgen.kv.pages import PageAllocator
 
 
 def judge(config: EngineConfig, models: Models) -> Target:

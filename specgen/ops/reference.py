@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from specgen.layout import Layout
+from specgen.kv.layout import Layout
 from specgen.ops import Map, Ops, Store
 
 

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from specgen.layout import Layout
+from specgen.kv.layout import Layout
 from specgen.ops import Store
 from specgen.ops.launch import PDL
 

@@ -4,7 +4,7 @@ import hashlib
 from array import array
 from collections.abc import Sequence
 
-from specgen.pages import PageAllocator
+from specgen.kv.pages import PageAllocator
 
 
 def extend_digests(digests: list[bytes], tokens: Sequence[int], page_size: int, root: bytes) -> None:
