@@ -99,9 +99,9 @@ _FOLDS = ("test_report.py", "test_events.py", "test_resume.py")
 # Of every module the tests that decide on it, as arguments of pytest below tests/, the quickest to find a bug first.
 # What they start in processes of their own imports specgen as it is, so such tests find nothing.
 TESTS: dict[str, tuple[str, ...]] = {
-    "verify": ("test_engine.py", *_DRAWS, "test_lossless.py::test_with_mixed_acceptance[3]"),
-    "sampling": ("test_engine.py", *_DRAWS, *_BY_REQUEST),
-    "drafting": (*_TEXTS, *_DRAWS, *_AHEAD),
+    "decoding/verify": ("test_engine.py", *_DRAWS, "test_lossless.py::test_with_mixed_acceptance[3]"),
+    "decoding/sampling": ("test_engine.py", *_DRAWS, *_BY_REQUEST),
+    "decoding/drafting": (*_TEXTS, *_DRAWS, *_AHEAD),
     "step": (*_TEXTS, "test_scoring.py", *_DRAWS, *_BY_REQUEST),
     "batch": (*_TEXTS, *_BY_REQUEST, *_AHEAD, *_FAULTS),
     "limits": ("test_limits.py",),

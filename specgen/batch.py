@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from specgen.config import MAX_LOGIT_BIASES
+from specgen.decoding.drafting import Seed
+from specgen.decoding.sampling import SamplingBatch, SamplingForm
 from specgen.device import on_device
-from specgen.drafting import Seed
-from specgen.sampling import SamplingBatch, SamplingForm
 from specgen.sequence import Sequence
 
 

@@ -20,9 +20,7 @@ from specgen.checkpoint import (
     target_config,
 )
 from specgen.config import EngineConfig, SamplingParams, UserError, require
-from specgen.device import use
-from specgen.display import from_here
-from specgen.drafting import (
+from specgen.decoding.drafting import (
     Drafter,
     Eagle3Drafter,
     GreedyDrafts,
@@ -32,6 +30,8 @@ from specgen.drafting import (
     PaddedBatch,
     SampledDrafts,
 )
+from specgen.device import use
+from specgen.display import from_here
 from specgen.engine_core import EngineCore
 from specgen.events import Event
 from specgen.graphs import Eager, PassGraphs, Runner, StepGraphs

@@ -11,6 +11,7 @@ import torch
 
 from specgen.batch import RunningBatch
 from specgen.config import SamplingParams, first_line
+from specgen.decoding.sampling import SamplingBatch, request_seed
 from specgen.device import HostCopy, on_device, use
 from specgen.events import (
     Captured,
@@ -25,7 +26,6 @@ from specgen.events import (
 )
 from specgen.models.config import TargetConfig
 from specgen.packing import chunk_layout, chunk_tokens
-from specgen.sampling import SamplingBatch, request_seed
 from specgen.scheduler import Chunk, Scheduler
 from specgen.scoring import Scored, Scorer, ScoreRequest
 from specgen.sequence import Completion, Request, Sequence, StopFinder

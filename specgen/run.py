@@ -6,6 +6,7 @@ from pathlib import Path
 
 from specgen.build import Checkpoints, Models, load_models, open_checkpoints, resolve
 from specgen.config import EngineConfig, require
+from specgen.decoding.sampling import most_demanding
 from specgen.engine import Engine
 from specgen.engine_core import DeviceLost, until_done
 from specgen.events import Event
@@ -19,7 +20,6 @@ from specgen.provenance import FREE_IN_A_RUN
 from specgen.ray_engine import RayEngine
 from specgen.results import RunDirectory, directory, require_same, set_aside
 from specgen.run_output import Result, export, is_finished, read_result, write_report
-from specgen.sampling import most_demanding
 from specgen.shard import REQUESTS, write_requests
 from specgen.status import Status, kept_status
 from specgen.survey import Survey, survey

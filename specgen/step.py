@@ -11,13 +11,8 @@ from torch import Tensor
 
 from specgen.attention import Attend, Backend
 from specgen.batch import Columns
-from specgen.device import on_device
-from specgen.drafting import Drafter, Drafts, Outcome, Seed
-from specgen.graphs import Runner
-from specgen.kv.kv_cache import KVCache
-from specgen.kv.layout import Layout
-from specgen.models.llama import Llama
-from specgen.sampling import (
+from specgen.decoding.drafting import Drafter, Drafts, Outcome, Seed
+from specgen.decoding.sampling import (
     ACCEPT,
     EMIT,
     SamplingBatch,
@@ -27,8 +22,13 @@ from specgen.sampling import (
     token_logprobs,
     uniform,
 )
+from specgen.decoding.verify import accept_greedy, accept_sampled
+from specgen.device import on_device
+from specgen.graphs import Runner
+from specgen.kv.kv_cache import KVCache
+from specgen.kv.layout import Layout
+from specgen.models.llama import Llama
 from specgen.sequence import NOT_FINITE
-from specgen.verify import accept_greedy, accept_sampled
 
 _SCORED_TOGETHER = 256  # rows: a float32 row of 128k logits takes half a MiB
 

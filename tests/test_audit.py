@@ -14,9 +14,9 @@ from specgen import scheduler, step
 from specgen.audit_table import render, verdict
 from specgen.cli import main as cli
 from specgen.config import UserError
+from specgen.decoding.verify import accept_greedy
 from specgen.divergence import Divergence, first_difference, gap, rounding
 from specgen.evaluation.judge import prefill_logits
-from specgen.verify import accept_greedy
 from tests.engines import Pair, config_of
 from tests.reference_drafts import ReferenceDrafter
 

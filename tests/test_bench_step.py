@@ -20,7 +20,7 @@ from specgen.bench.profile import Span
 from specgen.bench.step_table import step_rows
 from specgen.cli.main import app
 from specgen.config import EngineConfig, UserError
-from specgen.drafting import Eagle3Drafter
+from specgen.decoding.drafting import Eagle3Drafter
 from specgen.events import Event, Prefilled, Stepped, Submitted, Verified
 from specgen.graphs import Eager
 from specgen.models.llama import Llama

@@ -12,8 +12,8 @@ from specgen.build import _largest_pass, choose_device, num_pages
 from specgen.checkpoint import Checkpoint, open_checkpoint
 from specgen.cli.main import app
 from specgen.config import MAX_LOGPROBS, SamplingParams
+from specgen.decoding.sampling import SamplingForm, most_demanding
 from specgen.prompts import Prompt
-from specgen.sampling import SamplingForm, most_demanding
 from specgen.shard import WHOLE
 from specgen.step import Steps
 from specgen.survey import survey

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from specgen.config import SamplingParams
-from specgen.drafting import DraftInput, Outcome, PaddedBatch
+from specgen.decoding.drafting import DraftInput, Outcome, PaddedBatch
 from specgen.events import Prefilled, Stepped, Verified
 from specgen.kv.layout import Layout
 from specgen.models.eagle3 import Eagle3Head

@@ -16,12 +16,12 @@ from specgen.against import load_results
 from specgen.bundled import data_directory
 from specgen.cli import main as cli
 from specgen.config import EngineConfig, UserError
+from specgen.decoding.verify import accept_greedy
 from specgen.evaluation.studies import Arm, Study
 from specgen.events import Resumed, Submitted, from_line
 from specgen.report import load
 from specgen.results import RunDirectory
 from specgen.row_file import RowFile
-from specgen.verify import accept_greedy
 
 SMALL = ("word_problems", "--apply-chat-template", "--limit", 6, "--num-spec-tokens", 2)
 

@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from specgen.batch import Columns, RunningBatch
 from specgen.build import build_engine
 from specgen.config import SamplingParams
+from specgen.decoding.drafting import Eagle3Drafter
 from specgen.device import HostCopy
-from specgen.drafting import Eagle3Drafter
 from specgen.engine_core import EngineCore
 from specgen.events import Event, OutOfMemory, Submitted, Verified
 from specgen.kv.prefix_cache import PrefixCache

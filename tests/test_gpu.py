@@ -13,9 +13,9 @@ import torch
 from specgen.attention.trtllm import TrtllmBackend
 from specgen.build import _memory_for_kv, build_engine
 from specgen.config import SamplingParams, UserError
+from specgen.decoding.sampling import SamplingBatch, target_probs
 from specgen.engine_core import EngineCore
 from specgen.events import Captured, OutOfMemory
-from specgen.sampling import SamplingBatch, target_probs
 from specgen.sequence import Request
 from specgen.step import Steps
 from tests.engines import Outputs, Pair, bad_at, bundled_requests, config_of, generate, load_pair

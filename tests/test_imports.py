@@ -59,7 +59,6 @@ FLAT: dict[str, str] = {
     "checkpoint": "checkpoints",
     "conversations": "engine",
     "divergence": "evaluation",
-    "drafting": "decoding",
     "engine": "engine",
     "engine_core": "core",
     "graphs": "core",
@@ -86,7 +85,6 @@ FLAT: dict[str, str] = {
     "row_file": "rundir",
     "run": "jobs",
     "run_output": "jobs",
-    "sampling": "decoding",
     "scheduler": "core",
     "scoring": "core",
     "sequence": "core",
@@ -100,7 +98,6 @@ FLAT: dict[str, str] = {
     "tally": "rundir",
     "timings": "report",
     "tokenizer": "text",
-    "verify": "decoding",
     "weight_files": "checkpoints",
     "export": "jobs",
 }

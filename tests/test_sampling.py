@@ -12,7 +12,7 @@ from torch import Tensor
 
 from specgen import step as step_module
 from specgen.config import SamplingParams
-from specgen.sampling import (
+from specgen.decoding.sampling import (
     ACCEPT,
     DRAFT,
     EMIT,
@@ -24,8 +24,8 @@ from specgen.sampling import (
     target_probs,
     uniform,
 )
+from specgen.decoding.verify import accept_sampled
 from specgen.sequence import Request
-from specgen.verify import accept_sampled
 from tests.engines import Pair, generate, load_pair, random_requests
 from tests.tiny_checkpoints import write_head, write_target
 

@@ -18,10 +18,10 @@ from tqdm import tqdm
 
 from specgen.build import Models
 from specgen.config import SamplingParams, UserError, require
+from specgen.decoding.sampling import most_demanding
 from specgen.engine_core import EngineCore
 from specgen.evaluation.arms import Written
 from specgen.results import RunDirectory
-from specgen.sampling import most_demanding
 from specgen.scoring import Scored, ScoreRequest
 from specgen.sequence import Completion, Request
 from specgen.tokenizer import Message, StopStrings

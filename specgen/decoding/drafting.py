@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from specgen.attention import Attend, Backend, Keep
+from specgen.decoding.sampling import DRAFT, SamplingBatch, draft_probs, draw, uniform
 from specgen.kv.kv_cache import KVCache
 from specgen.kv.layout import Layout
 from specgen.models.eagle3 import Eagle3Head
-from specgen.sampling import DRAFT, SamplingBatch, draft_probs, draw, uniform
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ the target's own; what lies behind it means nothing.
 import torch
 from torch import Tensor
 
-from specgen.sampling import draw
+from specgen.decoding.sampling import draw
 
 
 def accept_greedy(drafts: Tensor, likeliest: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,1 @@
+"""Speculative decoding itself: drafting, verification, sampling. Imports models, attention, ops, kv."""
