@@ -23,11 +23,11 @@ import transformers
 from specgen.build import Models, build_engine, load_models, open_checkpoints, resolve
 from specgen.bundled import data_directory
 from specgen.config import EngineConfig, SamplingParams
+from specgen.core.sequence import Request
 from specgen.events import Event, Verified
 from specgen.models.eagle3 import Eagle3Head
 from specgen.models.llama import Llama
 from specgen.prompts import load_prompts, prompt_ids
-from specgen.sequence import Request
 
 Run = Callable[[], int]  # generates everything, returns the number of output tokens
 

@@ -12,7 +12,7 @@ from specgen.bench.profile import KernelTrace, Profile, Window, summarize
 from specgen.bench.runs import Run, Tape, joint_acceptance, run, step_seconds
 from specgen.build import Models, build_engine
 from specgen.config import EngineConfig
-from specgen.engine_core import EngineCore
+from specgen.core.engine_core import EngineCore
 from specgen.events import Captured, Event, Verified
 
 

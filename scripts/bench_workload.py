@@ -10,7 +10,7 @@ from pathlib import Path
 from calibrated_cycle import Cycle
 
 from specgen.config import SamplingParams
-from specgen.sequence import Completion, Request
+from specgen.core.sequence import Completion, Request
 
 SHORTEST, LONGEST = 4, 1024  # tokens of a prompt
 CHARACTERS_PER_TOKEN = 4

@@ -9,6 +9,7 @@ from specgen.build import Models, build_engine, load_models, open_checkpoints, r
 from specgen.checkpoint import fingerprint
 from specgen.config import EngineConfig, SamplingParams, require
 from specgen.conversations import Conversations
+from specgen.core.sequence import Completion, Request
 from specgen.decoding.sampling import most_demanding
 from specgen.divergence import Divergence
 from specgen.evaluation.judge import judge
@@ -18,7 +19,6 @@ from specgen.progress import Progress
 from specgen.prompts import load_prompts
 from specgen.provenance import manifest
 from specgen.report import fold
-from specgen.sequence import Completion, Request
 
 ArmName = Literal["plain", "padded", "non-padded"]
 

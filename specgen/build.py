@@ -5,12 +5,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from specgen import step_costs
 from specgen.attention import Backend, Heads
 from specgen.attention.flashinfer_paged import FlashInferBackend
 from specgen.attention.sdpa import SdpaBackend, StaticSdpaBackend
 from specgen.attention.trtllm import TrtllmBackend
-from specgen.batch import RunningBatch
 from specgen.checkpoint import (
     Checkpoint,
     drafter_config,
@@ -20,6 +18,15 @@ from specgen.checkpoint import (
     target_config,
 )
 from specgen.config import EngineConfig, SamplingParams, UserError, require
+from specgen.core import step_costs
+from specgen.core.engine_core import EngineCore
+from specgen.core.graphs import Eager, PassGraphs, Runner, StepGraphs
+from specgen.core.limits import Limits
+from specgen.core.running_batch import RunningBatch
+from specgen.core.scheduler import Scheduler
+from specgen.core.sequence import Request
+from specgen.core.spec_length import CheapestLength, FixedLength
+from specgen.core.step import Steps
 from specgen.decoding.drafting import (
     Drafter,
     Eagle3Drafter,
@@ -32,20 +39,13 @@ from specgen.decoding.drafting import (
 )
 from specgen.device import use
 from specgen.display import from_here
-from specgen.engine_core import EngineCore
 from specgen.events import Event
-from specgen.graphs import Eager, PassGraphs, Runner, StepGraphs
 from specgen.kv.kv_cache import KVCache
 from specgen.kv.pages import PageAllocator
 from specgen.kv.prefix_cache import PrefixCache
-from specgen.limits import Limits
 from specgen.models.config import Eagle3Config, TargetConfig, kv_bytes_per_token
 from specgen.models.eagle3 import Eagle3Head
 from specgen.models.llama import Llama
-from specgen.scheduler import Scheduler
-from specgen.sequence import Request
-from specgen.spec_length import CheapestLength, FixedLength
-from specgen.step import Steps
 from specgen.tokenizer import StopStrings, Tokenizer, load_tokenizer
 
 BACKENDS: dict[str, type[Backend]] = {

@@ -5,9 +5,9 @@ from dataclasses import dataclass, field, replace
 
 from specgen.acceptance import RequestMetrics
 from specgen.config import SamplingParams, UserError, require
+from specgen.core.sequence import Completion, Request
 from specgen.output import RequestOutput
 from specgen.prompts import Prompt, Rejected, prompt_ids
-from specgen.sequence import Completion, Request
 from specgen.tokenizer import StopStrings, Tokenizer
 
 _NONE: Mapping[str, str] = {}

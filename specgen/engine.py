@@ -8,11 +8,11 @@ from specgen.acceptance import fold_request
 from specgen.build import DRAWN, Models, build_engine, load_models, open_checkpoints, resolve
 from specgen.config import EngineConfig, SamplingParams, require
 from specgen.conversations import Conversations
-from specgen.engine_core import DeviceLost, until_done
+from specgen.core.engine_core import DeviceLost, until_done
+from specgen.core.sequence import Completion
 from specgen.events import Event, Submitted, Verified
 from specgen.output import RequestOutput
 from specgen.prompts import Prompt, Rejected
-from specgen.sequence import Completion
 from specgen.tokenizer import Tokenizer
 
 _NONE: Mapping[str, str] = {}

@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from specgen.atomic import write_text
-from specgen.engine_core import DeviceLost
+from specgen.core.engine_core import DeviceLost
 
 _NAME = "lost.jsonl"
 

@@ -4,7 +4,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from specgen.acceptance import RequestMetrics
-from specgen.sequence import FinishReason, TokenLogprobs
+from specgen.core.sequence import FinishReason, TokenLogprobs
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,9 +6,9 @@ from pathlib import Path
 
 from specgen.build import Checkpoints, Models, load_models, open_checkpoints, resolve
 from specgen.config import EngineConfig, require
+from specgen.core.engine_core import DeviceLost, until_done
 from specgen.decoding.sampling import most_demanding
 from specgen.engine import Engine
-from specgen.engine_core import DeviceLost, until_done
 from specgen.events import Event
 from specgen.interrupt import StoppedError
 from specgen.job import Job, job_manifest

@@ -12,9 +12,9 @@ from specgen.build import Models, build_engine, load_models, open_checkpoints, r
 from specgen.bundled import data_directory
 from specgen.checkpoint import load_drafter, load_target, open_checkpoint
 from specgen.config import EngineConfig, SamplingParams
+from specgen.core.sequence import Completion, Request
 from specgen.events import Event, Preempted, Verified
 from specgen.prompts import load_prompts, prompt_ids
-from specgen.sequence import Completion, Request
 from specgen.tokenizer import load_tokenizer
 
 

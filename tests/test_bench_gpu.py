@@ -14,7 +14,7 @@ from calibrated_weights import Source
 from make_calibrated_pair import write_pair
 
 from specgen.bench.bandwidth import copy_bandwidth
-from specgen.sequence import Completion
+from specgen.core.sequence import Completion
 
 CYCLE = Cycle.draw(100, 60, 0.75, seed=0)
 

@@ -10,8 +10,6 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from specgen import step as step_module
-from specgen.batch import Columns
 from specgen.bench import explain, parts
 from specgen.bench.bound import Device, Work
 from specgen.bench.explain import StepJob, context_at
@@ -20,9 +18,11 @@ from specgen.bench.profile import Span
 from specgen.bench.step_table import step_rows
 from specgen.cli.main import app
 from specgen.config import EngineConfig, UserError
+from specgen.core import step as step_module
+from specgen.core.graphs import Eager
+from specgen.core.running_batch import Columns
 from specgen.decoding.drafting import Eagle3Drafter
 from specgen.events import Event, Prefilled, Stepped, Submitted, Verified
-from specgen.graphs import Eager
 from specgen.models.llama import Llama
 
 

@@ -13,7 +13,6 @@ from calibrated_weights import Source
 from make_calibrated_pair import write_pair
 from typer.testing import CliRunner
 
-from specgen import step_costs
 from specgen.bench import cache_size
 from specgen.bench import throughput as bench
 from specgen.bench.cache_size import kv_bytes
@@ -25,8 +24,9 @@ from specgen.bench.throughput_table import best_lengths
 from specgen.build import Models, build_engine
 from specgen.cli.main import app
 from specgen.config import EngineConfig, SamplingParams, UserError
-from specgen.engine_core import EngineCore
-from specgen.sequence import Request
+from specgen.core import step_costs
+from specgen.core.engine_core import EngineCore
+from specgen.core.sequence import Request
 from tests.engines import loaded, resolved
 
 SHAPE = SHAPES["tiny"]

@@ -7,15 +7,15 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from specgen.batch import Columns
 from specgen.build import _largest_pass, choose_device, num_pages
 from specgen.checkpoint import Checkpoint, open_checkpoint
 from specgen.cli.main import app
 from specgen.config import MAX_LOGPROBS, SamplingParams
+from specgen.core.running_batch import Columns
+from specgen.core.step import Steps
 from specgen.decoding.sampling import SamplingForm, most_demanding
 from specgen.prompts import Prompt
 from specgen.shard import WHOLE
-from specgen.step import Steps
 from specgen.survey import survey
 from tests.engines import Pair, config_of
 

@@ -15,9 +15,9 @@ from typer.testing import CliRunner
 
 from specgen.cli import main as cli
 from specgen.config import SamplingParams
+from specgen.core.sequence import Request
 from specgen.events import Verified
 from specgen.intervals import wilson
-from specgen.sequence import Request
 from specgen.weight_files import tensor_infos
 from tests.engines import Outputs, Pair, generate, load_pair
 

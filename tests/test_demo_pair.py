@@ -8,9 +8,9 @@ import pytest
 
 from specgen.bundled import data_directory
 from specgen.config import SamplingParams
+from specgen.core.sequence import Request
 from specgen.prompts import load_prompts, prompt_ids
 from specgen.report import fold
-from specgen.sequence import Request
 from specgen.tokenizer import Tokenizer, load_tokenizer
 from tests.engines import Outputs, Pair, generate
 

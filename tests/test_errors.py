@@ -17,8 +17,8 @@ from specgen.atomic import naming, open_output, sync, writable, write_text
 from specgen.bench.output import Table
 from specgen.config import EngineConfig, UserError
 from specgen.conversations import Conversations
+from specgen.core.engine_core import DeviceLost, EngineCore
 from specgen.engine import Engine
-from specgen.engine_core import DeviceLost, EngineCore
 from specgen.json_fields import load_json
 from specgen.prompts import Prompt
 from specgen.prompts.load import PromptSet

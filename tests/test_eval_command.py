@@ -11,11 +11,11 @@ import pytest
 from torch import Tensor
 from typer.testing import CliRunner
 
-from specgen import step
 from specgen.against import load_results
 from specgen.bundled import data_directory
 from specgen.cli import main as cli
 from specgen.config import EngineConfig, UserError
+from specgen.core import step
 from specgen.decoding.verify import accept_greedy
 from specgen.evaluation.studies import Arm, Study
 from specgen.events import Resumed, Submitted, from_line

@@ -12,14 +12,14 @@ from torch import Tensor
 from specgen import build
 from specgen.build import build_engine
 from specgen.config import SamplingParams
+from specgen.core.engine_core import DeviceLost, EngineCore
+from specgen.core.sequence import Request
+from specgen.core.step import Steps
 from specgen.device import HostCopy
-from specgen.engine_core import DeviceLost, EngineCore
 from specgen.events import Event, Finished, Prefilled, Stepped, Submitted
 from specgen.kv.kv_cache import KVCache
 from specgen.kv.layout import Layout
 from specgen.kv.prefix_cache import PrefixCache
-from specgen.sequence import Request
-from specgen.step import Steps
 from tests.engines import Outputs, Pair, bad_at, bundled_requests, config_of, generate, random_requests
 
 GREEDY = SamplingParams(max_tokens=24)

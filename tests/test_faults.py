@@ -12,18 +12,18 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from specgen.batch import Columns, RunningBatch
 from specgen.build import build_engine
 from specgen.config import SamplingParams
+from specgen.core.engine_core import EngineCore
+from specgen.core.running_batch import Columns, RunningBatch
+from specgen.core.scoring import ScoreRequest
+from specgen.core.sequence import Completion, Request, Sequence
+from specgen.core.step import Steps
 from specgen.decoding.drafting import Eagle3Drafter
 from specgen.device import HostCopy
-from specgen.engine_core import EngineCore
 from specgen.events import Event, OutOfMemory, Submitted, Verified
 from specgen.kv.prefix_cache import PrefixCache
 from specgen.models.llama import Llama
-from specgen.scoring import ScoreRequest
-from specgen.sequence import Completion, Request, Sequence
-from specgen.step import Steps
 from tests.engines import Pair, bundled_requests, config_of
 
 POINTS: dict[str, tuple[type, str]] = {
@@ -357,7 +357,7 @@ def test_an_error_while_texts_are_scored_changes_no_log_probability(
 
 def test_limits_rise_again(demo_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """After one shortage in the first step the batch is as large as before when memory has been there for a while."""
-    monkeypatch.setattr("specgen.limits._QUIET", 6)
+    monkeypatch.setattr("specgen.core.limits._QUIET", 6)
     setting, results = Setting(demo_pair, "greedy", 0, True), [Run()]
     lowered: list[OutOfMemory] = []
     engine = setting.engine(lambda e: lowered.append(e) if isinstance(e, OutOfMemory) else None)

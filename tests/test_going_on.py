@@ -13,6 +13,8 @@ import pytest
 
 from specgen import run
 from specgen.config import EngineConfig, SamplingParams, UserError
+from specgen.core.scheduler import Scheduler
+from specgen.core.sequence import Sequence
 from specgen.events import Event, Finished, Submitted, read
 from specgen.interrupt import StoppedError
 from specgen.job import Job
@@ -20,8 +22,6 @@ from specgen.locking import LOCK
 from specgen.prompts import open_prompts
 from specgen.results import RunDirectory
 from specgen.run import TooManyFailuresError
-from specgen.scheduler import Scheduler
-from specgen.sequence import Sequence
 from specgen.shard import WHOLE
 from specgen.status import Status
 from specgen.survey import survey

@@ -13,11 +13,11 @@ import torch
 from specgen.attention.trtllm import TrtllmBackend
 from specgen.build import _memory_for_kv, build_engine
 from specgen.config import SamplingParams, UserError
+from specgen.core.engine_core import EngineCore
+from specgen.core.sequence import Request
+from specgen.core.step import Steps
 from specgen.decoding.sampling import SamplingBatch, target_probs
-from specgen.engine_core import EngineCore
 from specgen.events import Captured, OutOfMemory
-from specgen.sequence import Request
-from specgen.step import Steps
 from tests.engines import Outputs, Pair, bad_at, bundled_requests, config_of, generate, load_pair
 from tests.test_faults import Setting, require_nothing_changes
 from tests.test_per_request import all_different, answers
@@ -282,8 +282,8 @@ def test_the_cache_gets_what_the_job_leaves(gpu_pair: Pair) -> None:
 _LOSES_THE_DEVICE = """
 import sys, pathlib, torch
 from specgen.build import build_engine
-from specgen.engine_core import DeviceLost
-from specgen.step import Steps
+from specgen.core.engine_core import DeviceLost
+from specgen.core.step import Steps
 from tests.engines import bundled_requests, config_of, load_pair
 from specgen.config import SamplingParams
 
@@ -314,7 +314,7 @@ def test_a_device_that_is_lost_is_named(demo_path: Path) -> None:
 _LOSES_THE_DEVICE_WITH_ONE = """
 import torch
 from specgen.cli import main as cli
-from specgen.step import Steps
+from specgen.core.step import Steps
 
 decode = Steps.decode
 

@@ -1,6 +1,6 @@
 """Limits fall at a shortage and rise by and by, later where that was too early."""
 
-from specgen.limits import _QUIET, Limits
+from specgen.core.limits import _QUIET, Limits
 
 
 def passes(limits: Limits, count: int) -> None:

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from specgen.config import SamplingParams
-from specgen.sequence import Request
+from specgen.core.sequence import Request
 from tests.engines import Pair, bundled_requests, generate, random_requests
 from tests.reference_drafts import ReferenceDrafter
 

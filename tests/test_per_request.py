@@ -9,8 +9,8 @@ import torch
 
 from specgen.build import build_engine
 from specgen.config import SamplingParams, UserError
+from specgen.core.sequence import Completion, Request, TokenLogprobs
 from specgen.decoding.sampling import SamplingForm, token_logprobs
-from specgen.sequence import Completion, Request, TokenLogprobs
 from specgen.tokenizer import load_tokenizer
 from tests.engines import Outputs, Pair, bundled_requests, config_of, generate, random_requests
 from tests.reference_drafts import ReferenceDrafter

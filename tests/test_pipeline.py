@@ -9,13 +9,13 @@ import torch
 
 from specgen import build
 from specgen.config import SamplingParams
-from specgen.engine_core import EngineCore
+from specgen.core.engine_core import EngineCore
+from specgen.core.graphs import bucket
+from specgen.core.sequence import Request, Sequence
+from specgen.core.step import Steps
 from specgen.events import OutOfMemory, Stepped
-from specgen.graphs import bucket
 from specgen.kv.pages import PageAllocator
 from specgen.kv.prefix_cache import PrefixCache
-from specgen.sequence import Request, Sequence
-from specgen.step import Steps
 from tests.engines import Outputs, Pair, bundled_requests, generate, random_requests
 
 GREEDY = SamplingParams(max_tokens=40)

@@ -20,8 +20,8 @@ from typer.testing import CliRunner
 from specgen import config, ray_engine
 from specgen.cli import main as cli
 from specgen.config import Cluster, EngineConfig, SamplingParams, UserError
+from specgen.core.engine_core import DeviceLost
 from specgen.engine import Engine
-from specgen.engine_core import DeviceLost
 from specgen.events import Event, Finished
 from specgen.job import Job
 from specgen.output import RequestOutput

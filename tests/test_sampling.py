@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from specgen import step as step_module
 from specgen.config import SamplingParams
+from specgen.core import step as step_module
+from specgen.core.sequence import Request
 from specgen.decoding.sampling import (
     ACCEPT,
     DRAFT,
@@ -25,7 +26,6 @@ from specgen.decoding.sampling import (
     uniform,
 )
 from specgen.decoding.verify import accept_sampled
-from specgen.sequence import Request
 from tests.engines import Pair, generate, load_pair, random_requests
 from tests.tiny_checkpoints import write_head, write_target
 

@@ -3,11 +3,11 @@
 import pytest
 
 from specgen.config import SamplingParams
+from specgen.core.limits import Limits
+from specgen.core.scheduler import Scheduler
+from specgen.core.sequence import Request, Sequence
 from specgen.kv.pages import PageAllocator
 from specgen.kv.prefix_cache import PrefixCache
-from specgen.limits import Limits
-from specgen.scheduler import Scheduler
-from specgen.sequence import Request, Sequence
 
 
 def sequence(name: str, num_prompt: int, max_tokens: int = 8) -> Sequence:

@@ -7,8 +7,8 @@ import torch
 
 from specgen.build import build_engine
 from specgen.config import SamplingParams, UserError
-from specgen.engine_core import EngineCore
-from specgen.scoring import ScoreRequest
+from specgen.core.engine_core import EngineCore
+from specgen.core.scoring import ScoreRequest
 from tests.engines import Pair, config_of, random_requests
 
 GREEDY = SamplingParams(max_tokens=6, ignore_eos=True)

@@ -6,7 +6,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from specgen.spec_length import CheapestLength, FixedLength, RunningAcceptance, StepCosts
+from specgen.core.spec_length import CheapestLength, FixedLength, RunningAcceptance, StepCosts
 
 MOST = 7
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 192, 256)

@@ -11,13 +11,13 @@ import pytest
 from specgen.build import build_engine
 from specgen.bundled import data_directory
 from specgen.config import EngineConfig, SamplingParams, UserError
-from specgen.engine_core import EngineCore
+from specgen.core.engine_core import EngineCore
+from specgen.core.graphs import StepGraphs
+from specgen.core.sequence import Request
+from specgen.core.spec_length import CheapestLength, StepCosts
+from specgen.core.step_costs import measure
 from specgen.events import Event, Stepped, Verified
-from specgen.graphs import StepGraphs
 from specgen.report import fold
-from specgen.sequence import Request
-from specgen.spec_length import CheapestLength, StepCosts
-from specgen.step_costs import measure
 from tests.engines import Pair, bundled_requests, config_of, generate, loaded, random_requests, resolved
 from tests.test_pipeline import mixed_requests
 
@@ -145,7 +145,7 @@ def test_auto_drafts_what_pays(monkeypatch: pytest.MonkeyPatch) -> None:
     texts = []
     for price, expected in ((0.0, 4), (10.0, 0)):
         costs = StepCosts(seconds={(n, k): 1 + price * k for n in (1, 4) for k in range(5)})
-        monkeypatch.setattr("specgen.step_costs.measure", lambda *asked, costs=costs: costs)
+        monkeypatch.setattr("specgen.core.step_costs.measure", lambda *asked, costs=costs: costs)
         events: list[Event] = []
         engine = build_engine(config, models, events.append)
         assert isinstance(engine.spec_length, CheapestLength)

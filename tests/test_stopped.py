@@ -17,10 +17,10 @@ import pytest
 from specgen.bundled import pair
 from specgen.cli import main as cli
 from specgen.config import EngineConfig, UserError
-from specgen.engine_core import DeviceLost, EngineCore
+from specgen.core.engine_core import DeviceLost, EngineCore
+from specgen.core.step import Steps
 from specgen.interrupt import interruptible
 from specgen.locking import locked
-from specgen.step import Steps
 from tests.engines import loaded
 
 NUM_PROMPTS = 24

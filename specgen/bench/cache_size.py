@@ -2,11 +2,11 @@
 
 from collections.abc import Sequence
 
-from specgen import step_costs
 from specgen.build import Models
 from specgen.config import EngineConfig
+from specgen.core import step_costs
+from specgen.core.sequence import Request
 from specgen.models.config import kv_bytes_per_token
-from specgen.sequence import Request
 
 _WARM_UP = 192  # positions of a sequence while an engine warms up
 

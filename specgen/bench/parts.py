@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from specgen.bench.profile import KernelTrace, Recorder, Span
-from specgen.graphs import Capture, Key, Runner
+from specgen.core.graphs import Capture, Key, Runner
 
 T = TypeVar("T")
 AFTER_MARKS = (

@@ -9,9 +9,9 @@ from specgen.bench.matrices import RANDOM, Workload
 from specgen.build import Models
 from specgen.config import SamplingParams, require
 from specgen.conversations import Conversations
+from specgen.core.sequence import Request
 from specgen.output import RequestOutput
 from specgen.prompts import load_prompts
-from specgen.sequence import Request
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,9 +8,9 @@ from itertools import pairwise
 from specgen.bench.environment import settle
 from specgen.bench.profile import Window
 from specgen.config import UserError
-from specgen.engine_core import EngineCore
+from specgen.core.engine_core import EngineCore
+from specgen.core.sequence import Completion, Request
 from specgen.events import Event, Finished, Prefilled, Stepped, Verified
-from specgen.sequence import Completion, Request
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,12 +18,12 @@ from tqdm import tqdm
 
 from specgen.build import Models
 from specgen.config import SamplingParams, UserError, require
+from specgen.core.engine_core import EngineCore
+from specgen.core.scoring import Scored, ScoreRequest
+from specgen.core.sequence import Completion, Request
 from specgen.decoding.sampling import most_demanding
-from specgen.engine_core import EngineCore
 from specgen.evaluation.arms import Written
 from specgen.results import RunDirectory
-from specgen.scoring import Scored, ScoreRequest
-from specgen.sequence import Completion, Request
 from specgen.tokenizer import Message, StopStrings
 
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed")  # generation arguments that are fields of ours

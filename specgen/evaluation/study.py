@@ -15,8 +15,8 @@ from specgen.atomic import write_json, write_text
 from specgen.build import Models, build_engine, load_models, open_checkpoints, resolve
 from specgen.checkpoint import fingerprint
 from specgen.config import EngineConfig, SamplingParams
+from specgen.core.engine_core import EngineCore
 from specgen.display import draft_length, from_here
-from specgen.engine_core import EngineCore
 from specgen.evaluation import study_html
 from specgen.evaluation.arms import ArmRun
 from specgen.evaluation.compare import Comparison, compare, reference_of

@@ -3,10 +3,10 @@
 from statistics import median
 
 from specgen.config import SamplingParams, require
-from specgen.engine_core import EngineCore
+from specgen.core.engine_core import EngineCore
+from specgen.core.sequence import Request
+from specgen.core.spec_length import FixedLength, StepCosts
 from specgen.events import Event, Stepped
-from specgen.sequence import Request
-from specgen.spec_length import FixedLength, StepCosts
 
 _UNTIMED = 3  # steps: the first compiles and captures, and the host is a step ahead
 _TIMED = 6

@@ -9,8 +9,14 @@ from typing import Literal
 
 import torch
 
-from specgen.batch import RunningBatch
 from specgen.config import SamplingParams, first_line
+from specgen.core.packing import chunk_layout, chunk_tokens
+from specgen.core.running_batch import RunningBatch
+from specgen.core.scheduler import Chunk, Scheduler
+from specgen.core.scoring import Scored, Scorer, ScoreRequest
+from specgen.core.sequence import Completion, Request, Sequence, StopFinder
+from specgen.core.spec_length import SpecLength
+from specgen.core.step import StepResult, Steps
 from specgen.decoding.sampling import SamplingBatch, request_seed
 from specgen.device import HostCopy, on_device, use
 from specgen.events import (
@@ -25,12 +31,6 @@ from specgen.events import (
     Verified,
 )
 from specgen.models.config import TargetConfig
-from specgen.packing import chunk_layout, chunk_tokens
-from specgen.scheduler import Chunk, Scheduler
-from specgen.scoring import Scored, Scorer, ScoreRequest
-from specgen.sequence import Completion, Request, Sequence, StopFinder
-from specgen.spec_length import SpecLength
-from specgen.step import StepResult, Steps
 
 _MAX_SHORTAGES = 3  # of a sequence that is alone: a shortage may be another program's, and pass
 

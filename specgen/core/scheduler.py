@@ -3,10 +3,10 @@
 from collections import deque
 from dataclasses import dataclass
 
+from specgen.core.limits import Limits
+from specgen.core.sequence import Sequence
 from specgen.kv.pages import PageAllocator
 from specgen.kv.prefix_cache import extend_digests
-from specgen.limits import Limits
-from specgen.sequence import Sequence
 
 # A prefill of fewer rows than this takes hardly less time: reading the weights is what it waits for.
 _FULL_PASS = 512

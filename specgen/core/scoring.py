@@ -6,12 +6,12 @@ from dataclasses import dataclass, field
 import torch
 
 from specgen.config import SamplingParams, UserError, first_line, require
+from specgen.core.packing import chunk_layout, chunk_tokens
+from specgen.core.scheduler import Chunk, Scheduler
+from specgen.core.sequence import Request, Sequence
+from specgen.core.step import Steps
 from specgen.device import on_device, use
 from specgen.models.config import TargetConfig
-from specgen.packing import chunk_layout, chunk_tokens
-from specgen.scheduler import Chunk, Scheduler
-from specgen.sequence import Request, Sequence
-from specgen.step import Steps
 
 _UNUSED = SamplingParams(max_tokens=1)
 

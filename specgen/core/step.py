@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from specgen.attention import Attend, Backend
-from specgen.batch import Columns
+from specgen.core.graphs import Runner
+from specgen.core.running_batch import Columns
+from specgen.core.sequence import NOT_FINITE
 from specgen.decoding.drafting import Drafter, Drafts, Outcome, Seed
 from specgen.decoding.sampling import (
     ACCEPT,
@@ -24,11 +26,9 @@ from specgen.decoding.sampling import (
 )
 from specgen.decoding.verify import accept_greedy, accept_sampled
 from specgen.device import on_device
-from specgen.graphs import Runner
 from specgen.kv.kv_cache import KVCache
 from specgen.kv.layout import Layout
 from specgen.models.llama import Llama
-from specgen.sequence import NOT_FINITE
 
 _SCORED_TOGETHER = 256  # rows: a float32 row of 128k logits takes half a MiB
 

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from specgen.config import MAX_LOGIT_BIASES
+from specgen.core.sequence import Sequence
 from specgen.decoding.drafting import Seed
 from specgen.decoding.sampling import SamplingBatch, SamplingForm
 from specgen.device import on_device
-from specgen.sequence import Sequence
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from specgen.core.scheduler import Chunk
 from specgen.device import on_device
 from specgen.kv.layout import Layout
-from specgen.scheduler import Chunk
 
 
 def chunk_layout(chunks: Sequence[Chunk], page_size: int, device: torch.device) -> Layout:
