@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from specgen.engine import Engine
     from specgen.output import RequestOutput
     from specgen.prompts import Prompt
-    from specgen.tokenizer import Message
+    from specgen.text.tokenizer import Message
 
 # GNU OpenMP reads it when torch loads. By default threads spin for milliseconds where they wait, on cores that another
 # run needs: two at once had a tenth of their speed. So short a spin costs a run that is alone nothing.
@@ -21,7 +21,7 @@ __all__ = ["Engine", "EngineConfig", "Message", "Prompt", "RequestOutput", "Samp
 _HOMES = {
     "Engine": "engine",
     "EngineConfig": "config",
-    "Message": "tokenizer",
+    "Message": "text.tokenizer",
     "Prompt": "prompts",
     "RequestOutput": "output",
     "SamplingParams": "config",

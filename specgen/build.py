@@ -46,7 +46,7 @@ from specgen.kv.prefix_cache import PrefixCache
 from specgen.models.config import Eagle3Config, TargetConfig, kv_bytes_per_token
 from specgen.models.eagle3 import Eagle3Head
 from specgen.models.llama import Llama
-from specgen.tokenizer import StopStrings, Tokenizer, load_tokenizer
+from specgen.text.tokenizer import StopStrings, Tokenizer, load_tokenizer
 
 BACKENDS: dict[str, type[Backend]] = {
     "trtllm": TrtllmBackend,

@@ -8,7 +8,7 @@ from specgen.config import SamplingParams, UserError, require
 from specgen.core.sequence import Completion, Request
 from specgen.output import RequestOutput
 from specgen.prompts import Prompt, Rejected, prompt_ids
-from specgen.tokenizer import StopStrings, Tokenizer
+from specgen.text.tokenizer import StopStrings, Tokenizer
 
 _NONE: Mapping[str, str] = {}
 

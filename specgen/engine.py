@@ -13,7 +13,7 @@ from specgen.core.sequence import Completion
 from specgen.events import Event, Submitted, Verified
 from specgen.output import RequestOutput
 from specgen.prompts import Prompt, Rejected
-from specgen.tokenizer import Tokenizer
+from specgen.text.tokenizer import Tokenizer
 
 _NONE: Mapping[str, str] = {}
 

@@ -24,7 +24,7 @@ from specgen.config import Cluster, EngineConfig, SamplingParams, UserError, req
 from specgen.events import Event
 from specgen.output import RequestOutput
 from specgen.prompts import Prompt, Rejected
-from specgen.tokenizer import Tokenizer, load_tokenizer
+from specgen.text.tokenizer import Tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
     import pyarrow

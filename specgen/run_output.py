@@ -17,7 +17,7 @@ from specgen.json_fields import load_json
 from specgen.prompts import Prompt
 from specgen.report import Report, fold
 from specgen.row_file import RowFile
-from specgen.tokenizer import load_tokenizer
+from specgen.text.tokenizer import load_tokenizer
 
 MAIN_FILES: Mapping[FormatName, str] = {
     "jsonl": "completions.jsonl",

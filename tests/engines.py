@@ -15,7 +15,7 @@ from specgen.config import EngineConfig, SamplingParams
 from specgen.core.sequence import Completion, Request
 from specgen.events import Event, Preempted, Verified
 from specgen.prompts import load_prompts, prompt_ids
-from specgen.tokenizer import load_tokenizer
+from specgen.text.tokenizer import load_tokenizer
 
 
 @dataclass(frozen=True, kw_only=True)

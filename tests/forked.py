@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from specgen.cli import main as cli
-from specgen.tokenizer import Message, load_tokenizer
+from specgen.text.tokenizer import Message, load_tokenizer
 from tests.tiny_checkpoints import write_head, write_target
 from tests.tiny_tokenizers import write_byte_level
 

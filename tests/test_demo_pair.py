@@ -11,7 +11,7 @@ from specgen.config import SamplingParams
 from specgen.core.sequence import Request
 from specgen.prompts import load_prompts, prompt_ids
 from specgen.report import fold
-from specgen.tokenizer import Tokenizer, load_tokenizer
+from specgen.text.tokenizer import Tokenizer, load_tokenizer
 from tests.engines import Outputs, Pair, generate
 
 FILES = {"mt_bench.jsonl": "mt-bench", "gsm8k.jsonl": "gsm8k"}

@@ -18,7 +18,7 @@ from specgen.checkpoint import load_drafter, load_target, open_checkpoint
 from specgen.config import UserError
 from specgen.inspect_checkpoint import describe
 from specgen.models.llama import Llama
-from specgen.tokenizer import Message, load_tokenizer
+from specgen.text.tokenizer import Message, load_tokenizer
 from tests.forked import write_pair
 
 WEIGHTS, PICKLE, INDEX = "model.safetensors", "pytorch_model.bin", "model.safetensors.index.json"

@@ -86,7 +86,6 @@ FLAT: dict[str, str] = {
     "tables": "report",
     "tally": "rundir",
     "timings": "report",
-    "tokenizer": "text",
     "weight_files": "checkpoints",
     "export": "jobs",
 }

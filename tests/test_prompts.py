@@ -17,7 +17,7 @@ import pytest
 from specgen.bundled import data_directory
 from specgen.config import UserError
 from specgen.prompts import DATASETS, Message, Prompt, Rejected, load_prompts, open_prompts, prompt_ids
-from specgen.tokenizer import load_tokenizer
+from specgen.text.tokenizer import load_tokenizer
 from tests.tiny_tokenizers import write_byte_level
 
 PUBLIC = Path(os.environ.get("SPECGEN_DATASETS", Path(__file__).parents[2] / "shared" / "datasets"))

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specgen.config import UserError
-from specgen.tokenizer import Message, StopStrings, Tokenizer, load_tokenizer
+from specgen.text.tokenizer import Message, StopStrings, Tokenizer, load_tokenizer
 from tests.tiny_tokenizers import TEXT, write_byte_fallback, write_byte_level
 
 CHAT = [
@@ -143,9 +143,7 @@ def test_a_hub_id_out_of_reach_is_one_line(monkeypatch, hub_id):
 
 
 def test_loading_the_tokenizer_does_not_load_torch(byte_level_path):
-    code = (
-        f"import sys; from specgen.tokenizer import load_tokenizer; load_tokenizer({str(byte_level_path)!r})"
-    )
+    code = f"import sys; from specgen.text.tokenizer import load_tokenizer; load_tokenizer({str(byte_level_path)!r})"
     code += "; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
 

@@ -24,7 +24,7 @@ from specgen.core.sequence import Completion, Request
 from specgen.decoding.sampling import most_demanding
 from specgen.evaluation.arms import Written
 from specgen.results import RunDirectory
-from specgen.tokenizer import Message, StopStrings
+from specgen.text.tokenizer import Message, StopStrings
 
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed")  # generation arguments that are fields of ours
 _NEUTRAL = {"num_beams": 1, "num_return_sequences": 1, "repetition_penalty": 1.0}  # harmless at these values

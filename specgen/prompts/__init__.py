@@ -3,7 +3,7 @@
 from specgen.prompts.formats import DATASETS
 from specgen.prompts.load import PromptSet, load_prompts, open_prompts
 from specgen.prompts.prompt import Prompt, Rejected, prompt_ids
-from specgen.tokenizer import Message
+from specgen.text.tokenizer import Message
 
 __all__ = [
     "DATASETS",

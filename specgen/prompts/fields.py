@@ -3,7 +3,7 @@
 from typing import Any
 
 from specgen.config import UserError, require, shown
-from specgen.tokenizer import Message
+from specgen.text.tokenizer import Message
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}  # theirs: ours
 _MOST = 2**63  # of what one number of a row may be: beyond it no request means anything

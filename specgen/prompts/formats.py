@@ -13,7 +13,7 @@ from specgen.prompts.fields import checked_list, checked_text
 from specgen.prompts.own import parse_own
 from specgen.prompts.prompt import Prompt
 from specgen.prompts.rows import HubSource
-from specgen.tokenizer import Message
+from specgen.text.tokenizer import Message
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from specgen.config import require
-from specgen.tokenizer import Message, Tokenizer
+from specgen.text.tokenizer import Message, Tokenizer
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,1 @@
+"""Tokens and text: the tokenizer, chat templates, stop strings. Imports leaves alone."""
