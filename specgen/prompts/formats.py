@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from specgen.config import require, shown
-from specgen.prompts.batch import is_batch, parse_batch
 from specgen.prompts.fields import checked_list, checked_text
+from specgen.prompts.openai_batch import is_batch, parse_batch
 from specgen.prompts.own import parse_own
 from specgen.prompts.prompt import Prompt
 from specgen.prompts.rows import HubSource

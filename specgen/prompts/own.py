@@ -6,7 +6,7 @@ from typing import Any
 from specgen.config import require
 from specgen.prompts.fields import chat, checked_text, token_ids
 from specgen.prompts.prompt import Prompt
-from specgen.prompts.sampling import read_sampling
+from specgen.prompts.row_sampling import read_sampling
 
 CONTENT_FIELDS = ("prompt", "messages", "prompt_token_ids")
 

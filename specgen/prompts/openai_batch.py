@@ -8,7 +8,7 @@ from specgen.config import UserError, require, shown
 from specgen.prompts.fields import flag
 from specgen.prompts.own import parse_own
 from specgen.prompts.prompt import Prompt
-from specgen.prompts.sampling import SAMPLING_FIELDS
+from specgen.prompts.row_sampling import SAMPLING_FIELDS
 
 # What changes no answer here. The model is the one that was loaded, whatever a row calls it.
 _IGNORED = {
