@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from specgen.build import Models, build_engine, load_models, open_checkpoints, resolve
-from specgen.checkpoint import fingerprint
+from specgen.checkpoints.checkpoint import fingerprint
 from specgen.config import EngineConfig, SamplingParams, require
 from specgen.conversations import Conversations
 from specgen.core.sequence import Completion, Request

@@ -9,7 +9,7 @@ from specgen.attention import Backend, Heads
 from specgen.attention.flashinfer_paged import FlashInferBackend
 from specgen.attention.sdpa import SdpaBackend, StaticSdpaBackend
 from specgen.attention.trtllm import TrtllmBackend
-from specgen.checkpoint import (
+from specgen.checkpoints.checkpoint import (
     Checkpoint,
     drafter_config,
     load_drafter,

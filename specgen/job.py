@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from specgen.build import Checkpoints, choose_attention, described
-from specgen.checkpoint import fingerprint
+from specgen.checkpoints.checkpoint import fingerprint
 from specgen.config import Cluster, EngineConfig, SamplingParams, require
 from specgen.display import draft_length, from_here
 from specgen.prompts.load import STDIN

@@ -10,7 +10,7 @@ import torch
 
 from specgen.build import Models, build_engine, load_models, open_checkpoints, resolve
 from specgen.bundled import data_directory
-from specgen.checkpoint import load_drafter, load_target, open_checkpoint
+from specgen.checkpoints.checkpoint import load_drafter, load_target, open_checkpoint
 from specgen.config import EngineConfig, SamplingParams
 from specgen.core.sequence import Completion, Request
 from specgen.events import Event, Preempted, Verified

@@ -8,7 +8,7 @@ import torch
 from typer.testing import CliRunner
 
 from specgen.build import _largest_pass, choose_device, num_pages
-from specgen.checkpoint import Checkpoint, open_checkpoint
+from specgen.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from specgen.cli.main import app
 from specgen.config import MAX_LOGPROBS, SamplingParams
 from specgen.core.running_batch import Columns

@@ -13,12 +13,12 @@ from calibrated_weights import Source, head_tensors, target_tensors
 from make_calibrated_pair import write_pair, write_tensors
 from typer.testing import CliRunner
 
+from specgen.checkpoints.weight_files import tensor_infos
 from specgen.cli import main as cli
 from specgen.config import SamplingParams
 from specgen.core.sequence import Request
 from specgen.events import Verified
 from specgen.intervals import wilson
-from specgen.weight_files import tensor_infos
 from tests.engines import Outputs, Pair, generate, load_pair
 
 TINY = SHAPES["tiny"]

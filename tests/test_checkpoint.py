@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from specgen.checkpoint import (
+from specgen.checkpoints.checkpoint import (
     draft_to_target,
     drafter_config,
     fingerprint,

@@ -100,7 +100,7 @@ def test_a_bug_while_a_row_is_read_is_no_rejected_row(path: Path, monkeypatch: p
 def test_a_bug_while_a_checkpoint_is_described_is_no_misfit(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("specgen.inspect_checkpoint.draft_to_target", misfit)
+    monkeypatch.setattr("specgen.checkpoints.inspect_checkpoint.draft_to_target", misfit)
     check_bug(run_cli(["inspect", "target", "head"], path, seconds=20, more_mib=1024), "zip()")
 
 

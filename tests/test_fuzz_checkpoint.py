@@ -14,9 +14,9 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from specgen.checkpoint import load_drafter, load_target, open_checkpoint
+from specgen.checkpoints.checkpoint import load_drafter, load_target, open_checkpoint
+from specgen.checkpoints.inspect_checkpoint import describe
 from specgen.config import UserError
-from specgen.inspect_checkpoint import describe
 from specgen.models.llama import Llama
 from specgen.text.tokenizer import Message, load_tokenizer
 from tests.forked import write_pair

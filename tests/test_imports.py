@@ -55,11 +55,9 @@ FLAT: dict[str, str] = {
     "audit_table": "evaluation",
     "build": "engine",
     "charts": "report",
-    "checkpoint": "checkpoints",
     "conversations": "engine",
     "divergence": "evaluation",
     "engine": "engine",
-    "inspect_checkpoint": "checkpoints",
     "interrupt": "rundir",
     "intervals": "report",
     "job": "jobs",
@@ -68,7 +66,6 @@ FLAT: dict[str, str] = {
     "merge": "jobs",
     "output": "engine",
     "page": "report",
-    "pickle_files": "checkpoints",
     "progress": "rundir",
     "provenance": "rundir",
     "ray_engine": "jobs",
@@ -86,7 +83,6 @@ FLAT: dict[str, str] = {
     "tables": "report",
     "tally": "rundir",
     "timings": "report",
-    "weight_files": "checkpoints",
     "export": "jobs",
 }
 HEAVY = ("torch", "ray", "transformers", "datasets", "flashinfer", "lm_eval")

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from specgen.checkpoints.inspect_checkpoint import Description, describe
 from specgen.config import UserError
-from specgen.inspect_checkpoint import Description, describe
 from specgen.models.config import TargetConfig
 from tests.tiny_checkpoints import LLAMA3_SCALING, write_head, write_target
 
@@ -155,7 +155,7 @@ def test_no_weights_are_read(
         names.append(name)
         return read(name, info)
 
-    from specgen import checkpoint
+    from specgen.checkpoints import checkpoint
 
     read = checkpoint.read_tensor
     monkeypatch.setattr(checkpoint, "read_tensor", spy)

@@ -19,8 +19,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import specgen
-from specgen import pickle_files
-from specgen.checkpoint import fingerprint, load_target, open_checkpoint
+from specgen.checkpoints import pickle_files
+from specgen.checkpoints.checkpoint import fingerprint, load_target, open_checkpoint
 from specgen.config import UserError
 from tests.forked import Ended, generate_with_pair, inspect_pair, write_pair
 

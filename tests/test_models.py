@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from specgen.checkpoint import Checkpoint, load_drafter, load_target, open_checkpoint
+from specgen.checkpoints.checkpoint import Checkpoint, load_drafter, load_target, open_checkpoint
 from specgen.models.config import Llama3Scaling, RopeConfig, TargetConfig
 from specgen.models.layers import inverse_frequencies
 from specgen.models.llama import Llama
@@ -79,7 +79,7 @@ def test_logits_equal_transformers(tmp_path: Path, settings: dict[str, Any]) -> 
 
 
 def test_reference_kernels_give_the_same_logits(written: Written, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("specgen.checkpoint.bind_ops", lambda device, dtype: torch_ops())
+    monkeypatch.setattr("specgen.checkpoints.checkpoint.bind_ops", lambda device, dtype: torch_ops())
     plain = load_target(open_checkpoint(str(written.path)), torch.float32, CPU)
     ids = _ids(written.config)
     torch.testing.assert_close(_logits(plain, ids), _logits(written.model, ids), atol=1e-5, rtol=0)

@@ -388,7 +388,7 @@ def inspect(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
     """Say what a checkpoint is, how it is understood, and whether target and head fit."""
-    from specgen.inspect_checkpoint import describe
+    from specgen.checkpoints.inspect_checkpoint import describe
 
     description = describe(path, other)
     print(json.dumps(description.to_json()) if as_json else description.to_text())

@@ -13,7 +13,7 @@ from lm_eval.utils import handle_non_serializable, make_table
 
 from specgen.atomic import write_json, write_text
 from specgen.build import Models, build_engine, load_models, open_checkpoints, resolve
-from specgen.checkpoint import fingerprint
+from specgen.checkpoints.checkpoint import fingerprint
 from specgen.config import EngineConfig, SamplingParams
 from specgen.core.engine_core import EngineCore
 from specgen.display import draft_length, from_here

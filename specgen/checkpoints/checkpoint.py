@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specgen.checkpoints.weight_files import TensorInfo, read_json, read_tensor, tensor_infos
 from specgen.config import UserError, first_line, require, shown
 from specgen.models import llama
 from specgen.models.config import Eagle3Config, TargetConfig
@@ -18,7 +19,6 @@ from specgen.models.eagle3 import IGNORED_TENSORS, Eagle3Head, TensorPrefixes, v
 from specgen.models.fit import misfits
 from specgen.models.llama import Llama
 from specgen.ops import bind_ops
-from specgen.weight_files import TensorInfo, read_json, read_tensor, tensor_infos
 
 _FLOATS = ("float32", "bfloat16", "float16", "float64")
 _TABLES = ("int64", "int32", "bool")  # of d2t and t2d

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from specgen.checkpoint import (
+from specgen.checkpoints.checkpoint import (
     Checkpoint,
     TensorReader,
     draft_to_target,

@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import Tensor
 
+from specgen.checkpoints.pickle_files import read_pickle
 from specgen.config import UserError, first_line, require, shown
-from specgen.pickle_files import read_pickle
 
 _STEMS = (("model", ".safetensors"), ("pytorch_model", ".bin"))  # the first that is there is read
 _SAFETENSORS_DTYPES = {
