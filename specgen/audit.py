@@ -18,7 +18,7 @@ from specgen.output import RequestOutput
 from specgen.progress import Progress
 from specgen.prompts import load_prompts
 from specgen.provenance import manifest
-from specgen.report import fold
+from specgen.report.report import fold
 
 ArmName = Literal["plain", "padded", "non-padded"]
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from specgen.display import DASH, clip, count, draft_length, percent, plain, table
-from specgen.tables import joined
+from specgen.report.tables import joined
 
 _SHOWN = 20  # divergences; the JSON document has all
 _COLUMNS = (

@@ -3,11 +3,11 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from specgen.acceptance import RequestMetrics
 from specgen.config import SamplingParams, UserError, require
 from specgen.core.sequence import Completion, Request
 from specgen.output import RequestOutput
 from specgen.prompts import Prompt, Rejected, prompt_ids
+from specgen.report.acceptance import RequestMetrics
 from specgen.text.tokenizer import StopStrings, Tokenizer
 
 _NONE: Mapping[str, str] = {}

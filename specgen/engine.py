@@ -4,7 +4,6 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 
-from specgen.acceptance import fold_request
 from specgen.build import DRAWN, Models, build_engine, load_models, open_checkpoints, resolve
 from specgen.config import EngineConfig, SamplingParams, require
 from specgen.conversations import Conversations
@@ -13,6 +12,7 @@ from specgen.core.sequence import Completion
 from specgen.events import Event, Submitted, Verified
 from specgen.output import RequestOutput
 from specgen.prompts import Prompt, Rejected
+from specgen.report.acceptance import fold_request
 from specgen.text.tokenizer import Tokenizer
 
 _NONE: Mapping[str, str] = {}

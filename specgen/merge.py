@@ -12,7 +12,7 @@ from specgen.config import require
 from specgen.events import Merged, Sharded, to_line
 from specgen.job import FormatName
 from specgen.provenance import FREE_IN_A_RUN, differences
-from specgen.report import load
+from specgen.report.report import load
 from specgen.results import directory
 from specgen.row_file import id_of
 from specgen.run_output import export, read_json, write_report

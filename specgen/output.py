@@ -3,8 +3,8 @@
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from specgen.acceptance import RequestMetrics
 from specgen.core.sequence import FinishReason, TokenLogprobs
+from specgen.report.acceptance import RequestMetrics
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,9 +11,9 @@ import pytest
 
 from specgen import display
 from specgen.bench.output import Column, Plot, Table
-from specgen.charts import lines_chart
 from specgen.cli.bench import publish
 from specgen.config import UserError
+from specgen.report.charts import lines_chart
 
 COLUMNS = (
     Column(name="batch"),

@@ -18,7 +18,7 @@ from specgen.cli import main as cli
 from specgen.config import SamplingParams
 from specgen.core.sequence import Request
 from specgen.events import Verified
-from specgen.intervals import wilson
+from specgen.report.intervals import wilson
 from tests.engines import Outputs, Pair, generate, load_pair
 
 TINY = SHAPES["tiny"]

@@ -8,7 +8,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from specgen.charts import ARM_STYLES, arms_chart, bars_chart
 from specgen.config import UserError
 from specgen.display import plain
 from specgen.divergence import Target
@@ -18,7 +17,8 @@ from specgen.evaluation.arms import ArmRun, Sample, Written
 from specgen.evaluation.compare import p_value
 from specgen.evaluation.paired import mcnemar, tango
 from specgen.evaluation.study_html import render as page
-from specgen.report import fold
+from specgen.report.charts import ARM_STYLES, arms_chart, bars_chart
+from specgen.report.report import fold
 from tests.streams import request
 from tests.test_report_html import SVG, Page, svg
 

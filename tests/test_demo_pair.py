@@ -10,7 +10,7 @@ from specgen.bundled import data_directory
 from specgen.config import SamplingParams
 from specgen.core.sequence import Request
 from specgen.prompts import load_prompts, prompt_ids
-from specgen.report import fold
+from specgen.report.report import fold
 from specgen.text.tokenizer import Tokenizer, load_tokenizer
 from tests.engines import Outputs, Pair, generate
 

@@ -11,7 +11,6 @@ import pytest
 from torch import Tensor
 from typer.testing import CliRunner
 
-from specgen.against import load_results
 from specgen.bundled import data_directory
 from specgen.cli import main as cli
 from specgen.config import EngineConfig, UserError
@@ -19,7 +18,8 @@ from specgen.core import step
 from specgen.decoding.verify import accept_greedy
 from specgen.evaluation.studies import Arm, Study
 from specgen.events import Resumed, Submitted, from_line
-from specgen.report import load
+from specgen.report.against import load_results
+from specgen.report.report import load
 from specgen.results import RunDirectory
 from specgen.row_file import RowFile
 

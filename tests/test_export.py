@@ -5,10 +5,10 @@ import json
 
 import pytest
 
-from specgen.acceptance import RequestMetrics, fold_request
 from specgen.events import Verified
 from specgen.export import export_openai, export_parquet
 from specgen.export.openai import Served
+from specgen.report.acceptance import RequestMetrics, fold_request
 
 TEXTS = {1: "Hi", 2: " you", 3: "\N{REPLACEMENT CHARACTER}"}
 SERVED = Served(model="m", created=1_700_000_000, token_text=TEXTS.__getitem__)

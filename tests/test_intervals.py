@@ -6,7 +6,7 @@ from statistics import NormalDist
 import numpy as np
 import pytest
 
-from specgen.intervals import Ratio, student_t, wilson
+from specgen.report.intervals import Ratio, student_t, wilson
 
 
 @pytest.mark.parametrize(

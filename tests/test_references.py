@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from specgen.against import compare, load_results
-from specgen.against_table import render
 from specgen.bundled import evaluation_directory
 from specgen.cli import main as cli
 from specgen.config import UserError
-from specgen.intervals import wilson
-from specgen.references import load_reference, read_reference
-from specgen.report import fold
+from specgen.report.against import compare, load_results
+from specgen.report.against_table import render
+from specgen.report.intervals import wilson
+from specgen.report.references import load_reference, read_reference
+from specgen.report.report import fold
 from tests.streams import request
 
 NAMES = sorted(path.stem for path in (evaluation_directory() / "reference").glob("*.json"))

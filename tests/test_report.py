@@ -8,11 +8,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from specgen import tables
 from specgen.config import UserError
 from specgen.events import Event, Finished, Preempted, Prefilled, Resumed, Stepped, Submitted, Verified
-from specgen.intervals import Ratio, wilson
-from specgen.report import draft_lengths, fold, fold_request, load, verdict
+from specgen.report import tables
+from specgen.report.intervals import Ratio, wilson
+from specgen.report.report import draft_lengths, fold, fold_request, load, verdict
 from tests.streams import begun, decode_steps, ended, padded_step, refusal, request
 
 

@@ -8,11 +8,11 @@ from xml.etree import ElementTree
 
 import pytest
 
-from specgen.charts import acceptance_chart, arms_chart, bars_chart, histogram_chart, length_chart
 from specgen.display import hundredths
-from specgen.page import legend
-from specgen.report import fold
-from specgen.report_html import render
+from specgen.report.charts import acceptance_chart, arms_chart, bars_chart, histogram_chart, length_chart
+from specgen.report.page import legend
+from specgen.report.report import fold
+from specgen.report.report_html import render
 from tests.streams import decode_steps, refusal, request
 
 VOID = {"br", "meta", "wbr"}

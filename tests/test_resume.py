@@ -8,7 +8,7 @@ import pytest
 
 from specgen import results
 from specgen.events import Finished, Resumed, read, to_line
-from specgen.report import fold
+from specgen.report.report import fold
 from specgen.results import RunDirectory
 from specgen.resume import recover
 from specgen.row_file import RowFile

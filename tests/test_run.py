@@ -11,7 +11,7 @@ from typer.testing import CliRunner, Result
 from specgen import events
 from specgen.cli import main as cli
 from specgen.config import UserError
-from specgen.report import fold
+from specgen.report.report import fold
 from tests.tiny_checkpoints import write_head, write_target
 from tests.tiny_tokenizers import write_byte_level
 

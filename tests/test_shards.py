@@ -19,7 +19,7 @@ from specgen.config import EngineConfig, SamplingParams, UserError
 from specgen.events import Event, Merged, Resumed, Sharded
 from specgen.job import Job
 from specgen.merge import merge
-from specgen.report import fold
+from specgen.report.report import fold
 from specgen.run import run
 from specgen.shard import Shard, parse_shard
 from tests.engines import loaded

@@ -17,7 +17,7 @@ from specgen.core.sequence import Request
 from specgen.core.spec_length import CheapestLength, StepCosts
 from specgen.core.step_costs import measure
 from specgen.events import Event, Stepped, Verified
-from specgen.report import fold
+from specgen.report.report import fold
 from tests.engines import Pair, bundled_requests, config_of, generate, loaded, random_requests, resolved
 from tests.test_pipeline import mixed_requests
 

@@ -5,8 +5,8 @@ import json
 
 import pytest
 
-from specgen.report import fold
-from specgen.tables import compare, render
+from specgen.report.report import fold
+from specgen.report.tables import compare, render
 from tests.streams import decode_steps, refusal, request
 
 

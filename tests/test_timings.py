@@ -5,7 +5,7 @@ from random import Random
 import numpy as np
 import pytest
 
-from specgen.timings import Spread, WallClock, quantile, spread
+from specgen.report.timings import Spread, WallClock, quantile, spread
 
 
 @pytest.mark.parametrize("share", [0.0, 0.2, 0.5, 0.9, 0.99, 1.0])

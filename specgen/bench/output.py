@@ -10,9 +10,10 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from specgen import charts, display, page
+from specgen import display
 from specgen.atomic import write_text
 from specgen.display import Show
+from specgen.report import charts, page
 
 Value = str | int | float | bool | None
 Row = Mapping[str, Value]  # the name of each column: its value; None where nothing was measured

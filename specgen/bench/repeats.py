@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from specgen.bench.runs import Run, inter_token_seconds
 from specgen.events import Captured, Event, OutOfMemory
-from specgen.report import Report, fold
-from specgen.timings import Spread, spread
+from specgen.report.report import Report, fold
+from specgen.report.timings import Spread, spread
 
 
 @dataclass(frozen=True, kw_only=True)

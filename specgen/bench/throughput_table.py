@@ -7,7 +7,7 @@ from specgen import display
 from specgen.bench.matrices import Arm, Matrix
 from specgen.bench.output import Column, Plot, Row, Table, Value
 from specgen.bench.repeats import Middle, Repeat, Repeats
-from specgen.timings import Spread
+from specgen.report.timings import Spread
 
 _SPREADS: Mapping[str, Callable[[Repeat], Spread | None]] = {
     "ttft": lambda repeat: repeat.report.ttft_seconds,

@@ -215,8 +215,8 @@ def report(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
     """Print the report of a run again, compare runs side by side, or set one beside published figures."""
-    from specgen import tables
-    from specgen.report import load
+    from specgen.report import tables
+    from specgen.report.report import load
 
     runs = [(str(directory), *load(directory)) for directory in directories]
     if against is not None:
@@ -398,9 +398,9 @@ def inspect(
 
 def _beside(run: str, report: dict[str, Any], name: str) -> tuple[dict[str, Any], str]:
     """The report of ``run`` beside the published figures ``name``, as JSON and as text."""
-    from specgen.against import compare, load_results
-    from specgen.against_table import render
-    from specgen.references import load_reference
+    from specgen.report.against import compare, load_results
+    from specgen.report.against_table import render
+    from specgen.report.references import load_reference
 
     reference = load_reference(name)
     lines = compare(report, load_results(Path(run)), reference)
@@ -528,7 +528,7 @@ def _run_into_stdout(job: "Job", as_json: bool) -> "Result":
 
 def _print(result: "Result", as_json: bool, file: TextIO) -> None:
     """The report; before its tables some of the text."""
-    from specgen import tables
+    from specgen.report import tables
 
     if as_json:
         print(json.dumps(result.report), file=file)

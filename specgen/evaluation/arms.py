@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from specgen.config import require
 from specgen.evaluation.studies import Arm
-from specgen.report import Report
+from specgen.report.report import Report
 
 _NAMED = {
     "padded": Arm(name="padded", drafter_batch="padded"),

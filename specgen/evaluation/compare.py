@@ -4,13 +4,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from specgen.acceptance import Position
 from specgen.config import require
 from specgen.display import count, hundredths, same_texts
 from specgen.divergence import Divergence, Target
 from specgen.evaluation.arms import ArmRun, Sample
 from specgen.evaluation.paired import LEVEL, Paired, mean_interval, paired
-from specgen.intervals import Interval
+from specgen.report.acceptance import Position
+from specgen.report.intervals import Interval
 
 REFERENCE = "baseline"  # the arm of this name is the reference
 

@@ -4,7 +4,6 @@ import textwrap
 from collections.abc import Mapping
 from statistics import median_low
 
-from specgen.acceptance import Position
 from specgen.audit_table import shown_token
 from specgen.display import (
     DASH,
@@ -21,7 +20,8 @@ from specgen.display import (
 )
 from specgen.divergence import Divergence
 from specgen.evaluation.compare import Accuracy, Against, Comparison, p_value
-from specgen.tables import heading, joined
+from specgen.report.acceptance import Position
+from specgen.report.tables import heading, joined
 
 _WIDTH = 100  # columns
 _NAME = 24  # of an arm

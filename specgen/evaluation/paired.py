@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist, fmean, variance
 
-from specgen.intervals import Interval, Z, student_t, wilson
+from specgen.report.intervals import Interval, Z, student_t, wilson
 
 LEVEL = 0.05  # of a two-sided test
 POWER = 0.8

@@ -26,7 +26,7 @@ from specgen.evaluation.samples import samples
 from specgen.evaluation.studies import Arm, Study
 from specgen.evaluation.tasks import find_tasks
 from specgen.provenance import manifest
-from specgen.report import fold
+from specgen.report.report import fold
 from specgen.results import RunDirectory, require_same
 
 _REMEDY = "name a new directory, or ask for the same"

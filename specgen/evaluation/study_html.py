@@ -5,12 +5,12 @@ from dataclasses import asdict
 from html import escape
 
 from specgen.audit_table import shown_token
-from specgen.charts import ARM_STYLES, arms_chart, bars_chart
 from specgen.display import DASH, between, count, hundredths, plain, rate, ratio, seconds
 from specgen.divergence import Divergence
 from specgen.evaluation.compare import Accuracy, Against, Comparison, Difference, p_value
 from specgen.evaluation.comparison_tables import NOTES, text_numbers
-from specgen.page import Cell, card, document, legend, pairs, table
+from specgen.report.charts import ARM_STYLES, arms_chart, bars_chart
+from specgen.report.page import Cell, card, document, legend, pairs, table
 
 _DIFFERENCES = 20  # shown of an arm
 _POSITIONS = 4  # in the table under the curves, so that it fits a phone

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from specgen.config import require
-from specgen.intervals import Interval, wilson
 from specgen.json_fields import load_json
-from specgen.references import Accuracy, Reference
+from specgen.report.intervals import Interval, wilson
+from specgen.report.references import Accuracy, Reference
 
 LENGTH = "mean acceptance length"
 

@@ -6,7 +6,7 @@ from html import escape
 from typing import Any
 
 from specgen.display import Show, between, clip, hundredths, percent, plain
-from specgen.intervals import Interval
+from specgen.report.intervals import Interval
 
 ARM_STYLES = ("first", "second", "third", "fourth")  # of the arms in a chart, over again from the fifth on
 Bar = tuple[str, float | None, Interval | None]  # its label, how long it is, and a whisker on it

@@ -18,7 +18,7 @@ from specgen.display import (
     seconds,
     table,
 )
-from specgen.report import DEFINITIONS, draft_lengths, verdict
+from specgen.report.report import DEFINITIONS, draft_lengths, verdict
 
 _WIDTH = 100  # columns
 _BAR = 20

@@ -3,9 +3,9 @@
 import textwrap
 from collections.abc import Sequence
 
-from specgen.against import LENGTH, Beside
 from specgen.display import DASH, Show, between, hundredths, percent, plain, table
-from specgen.references import Reference
+from specgen.report.against import LENGTH, Beside
+from specgen.report.references import Reference
 
 _WIDTH = 100  # columns
 

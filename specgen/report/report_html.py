@@ -4,10 +4,10 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from specgen.charts import acceptance_chart, histogram_chart, length_chart
 from specgen.display import Show, between, count, hundredths, percent, plain, rate, ratio, same_texts, seconds
-from specgen.page import Cell, card, document, legend, pairs, table, tile
-from specgen.report import DEFINITIONS, draft_lengths, verdict
+from specgen.report.charts import acceptance_chart, histogram_chart, length_chart
+from specgen.report.page import Cell, card, document, legend, pairs, table, tile
+from specgen.report.report import DEFINITIONS, draft_lengths, verdict
 
 _COUNTERS = (
     "num_requests",

@@ -7,7 +7,7 @@ from typing import Any
 
 from specgen.config import require
 from specgen.events import Verified
-from specgen.intervals import Interval, Ratio
+from specgen.report.intervals import Interval, Ratio
 
 
 @dataclass(frozen=True, kw_only=True)

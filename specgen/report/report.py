@@ -6,7 +6,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
-from specgen.acceptance import RequestMetrics, RequestSum, Speculation, StepCounts, fold_request
 from specgen.config import require
 from specgen.events import (
     Event,
@@ -21,7 +20,8 @@ from specgen.events import (
     Verified,
 )
 from specgen.json_fields import load_json
-from specgen.timings import Spread, Steps, StepSum, WallClock, spread
+from specgen.report.acceptance import RequestMetrics, RequestSum, Speculation, StepCounts, fold_request
+from specgen.report.timings import Spread, Steps, StepSum, WallClock, spread
 
 __all__ = [
     "DEFINITIONS",

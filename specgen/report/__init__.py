@@ -1,0 +1,1 @@
+"""Events to numbers, numbers to text and pages. Imports leaves alone."""
