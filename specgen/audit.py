@@ -15,10 +15,10 @@ from specgen.divergence import Divergence
 from specgen.evaluation.judge import judge
 from specgen.events import Event
 from specgen.output import RequestOutput
-from specgen.progress import Progress
 from specgen.prompts import load_prompts
-from specgen.provenance import manifest
 from specgen.report.report import fold
+from specgen.rundir.progress import Progress
+from specgen.rundir.provenance import manifest
 
 ArmName = Literal["plain", "padded", "non-padded"]
 

@@ -9,7 +9,7 @@ from specgen.checkpoints.checkpoint import fingerprint
 from specgen.config import Cluster, EngineConfig, SamplingParams, require
 from specgen.display import draft_length, from_here
 from specgen.prompts.load import STDIN
-from specgen.provenance import manifest
+from specgen.rundir.provenance import manifest
 from specgen.shard import WHOLE, Shard
 from specgen.survey import Survey
 

@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 
-from specgen.atomic import write_text
 from specgen.core.engine_core import DeviceLost
+from specgen.rundir.atomic import write_text
 
 _NAME = "lost.jsonl"
 

@@ -10,18 +10,18 @@ from specgen.core.engine_core import DeviceLost, until_done
 from specgen.decoding.sampling import most_demanding
 from specgen.engine import Engine
 from specgen.events import Event
-from specgen.interrupt import StoppedError
 from specgen.job import Job, job_manifest
 from specgen.lost import kept_while_lost, note_lost, read_lost
 from specgen.output import RequestOutput
-from specgen.progress import Progress
 from specgen.prompts import PromptSet, open_prompts
-from specgen.provenance import FREE_IN_A_RUN
 from specgen.ray_engine import RayEngine
-from specgen.results import RunDirectory, directory, require_same, set_aside
 from specgen.run_output import Result, export, is_finished, read_result, write_report
+from specgen.rundir.interrupt import StoppedError
+from specgen.rundir.progress import Progress
+from specgen.rundir.provenance import FREE_IN_A_RUN
+from specgen.rundir.results import RunDirectory, directory, require_same, set_aside
+from specgen.rundir.status import Status, kept_status
 from specgen.shard import REQUESTS, write_requests
-from specgen.status import Status, kept_status
 from specgen.survey import Survey, survey
 
 _REMEDY = "name another directory, or begin anew with --restart, which keeps the old one"

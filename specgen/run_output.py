@@ -7,7 +7,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from specgen.atomic import write_json, write_text
 from specgen.events import read
 from specgen.export import export_openai, export_parquet
 from specgen.export.openai import Served
@@ -16,7 +15,8 @@ from specgen.json_fields import load_json
 from specgen.prompts import Prompt
 from specgen.report import report_html
 from specgen.report.report import Report, fold
-from specgen.row_file import RowFile
+from specgen.rundir.atomic import write_json, write_text
+from specgen.rundir.row_file import RowFile
 from specgen.text.tokenizer import load_tokenizer
 
 MAIN_FILES: Mapping[FormatName, str] = {

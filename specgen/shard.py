@@ -5,8 +5,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from specgen.atomic import replacement
 from specgen.config import UserError, first_line, require
+from specgen.rundir.atomic import replacement
 
 REQUESTS = "requests.jsonl"  # in the directory of a shard: a row of the input a line, as the ids of its turns
 

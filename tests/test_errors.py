@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from specgen import __version__, audit_table, prompts
-from specgen.atomic import naming, open_output, sync, writable, write_text
 from specgen.bench.output import Table
 from specgen.config import EngineConfig, UserError
 from specgen.conversations import Conversations
@@ -22,7 +21,8 @@ from specgen.engine import Engine
 from specgen.json_fields import load_json
 from specgen.prompts import Prompt
 from specgen.prompts.load import PromptSet
-from specgen.results import RunDirectory, directory
+from specgen.rundir.atomic import naming, open_output, sync, writable, write_text
+from specgen.rundir.results import RunDirectory, directory
 from tests.forked import Ended, generate_with_pair, run_cli, write_pair
 
 BUG = f"specgen: this is a bug in specgen {__version__}: report it with the traceback above, the command, "

@@ -20,8 +20,8 @@ from specgen.evaluation.studies import Arm, Study
 from specgen.events import Resumed, Submitted, from_line
 from specgen.report.against import load_results
 from specgen.report.report import load
-from specgen.results import RunDirectory
-from specgen.row_file import RowFile
+from specgen.rundir.results import RunDirectory
+from specgen.rundir.row_file import RowFile
 
 SMALL = ("word_problems", "--apply-chat-template", "--limit", 6, "--num-spec-tokens", 2)
 

@@ -12,7 +12,7 @@ import pytest
 
 from specgen.build import Models, build_engine
 from specgen.config import EngineConfig, SamplingParams, UserError
-from specgen.results import RunDirectory
+from specgen.rundir.results import RunDirectory
 from tests.engines import loaded, resolved
 from tests.tiny_checkpoints import write_head, write_target
 from tests.tiny_tokenizers import write_byte_level

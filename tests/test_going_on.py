@@ -16,14 +16,14 @@ from specgen.config import EngineConfig, SamplingParams, UserError
 from specgen.core.scheduler import Scheduler
 from specgen.core.sequence import Sequence
 from specgen.events import Event, Finished, Submitted, read
-from specgen.interrupt import StoppedError
 from specgen.job import Job
-from specgen.locking import LOCK
 from specgen.prompts import open_prompts
-from specgen.results import RunDirectory
 from specgen.run import TooManyFailuresError
+from specgen.rundir.interrupt import StoppedError
+from specgen.rundir.locking import LOCK
+from specgen.rundir.results import RunDirectory
+from specgen.rundir.status import Status
 from specgen.shard import WHOLE
-from specgen.status import Status
 from specgen.survey import survey
 from tests.engines import loaded
 from tests.tiny_checkpoints import write_head, write_target

@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 
-from specgen import atomic, results, resume, row_file
 from specgen.config import EngineConfig, SamplingParams
 from specgen.events import Event, to_line
 from specgen.job import Job
-from specgen.results import RunDirectory
-from specgen.row_file import RowFile
 from specgen.run import run
+from specgen.rundir import atomic, results, resume, row_file
+from specgen.rundir.results import RunDirectory
+from specgen.rundir.row_file import RowFile
 from tests.engines import loaded
 
 NUM_KILLS = 50

@@ -18,9 +18,9 @@ from specgen.config import EngineConfig, SamplingParams
 from specgen.core.engine_core import DeviceLost, EngineCore
 from specgen.core.step import Steps
 from specgen.events import read
-from specgen.interrupt import StoppedError
 from specgen.job import Job
 from specgen.run import run
+from specgen.rundir.interrupt import StoppedError
 from tests.engines import loaded
 from tests.test_failures import company
 from tests.test_killed import HOW_IT_WENT, Silent

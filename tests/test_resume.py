@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from specgen import results
 from specgen.events import Finished, Resumed, read, to_line
 from specgen.report.report import fold
-from specgen.results import RunDirectory
-from specgen.resume import recover
-from specgen.row_file import RowFile
+from specgen.rundir import results
+from specgen.rundir.results import RunDirectory
+from specgen.rundir.resume import recover
+from specgen.rundir.row_file import RowFile
 from tests.streams import refusal, request
 
 EVENTS = [

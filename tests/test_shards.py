@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from specgen import atomic
 from specgen.cli import main as cli
 from specgen.config import EngineConfig, SamplingParams, UserError
 from specgen.events import Event, Merged, Resumed, Sharded
@@ -21,6 +20,7 @@ from specgen.job import Job
 from specgen.merge import merge
 from specgen.report.report import fold
 from specgen.run import run
+from specgen.rundir import atomic
 from specgen.shard import Shard, parse_shard
 from tests.engines import loaded
 from tests.streams import request

@@ -19,8 +19,8 @@ from specgen.cli import main as cli
 from specgen.config import EngineConfig, UserError
 from specgen.core.engine_core import DeviceLost, EngineCore
 from specgen.core.step import Steps
-from specgen.interrupt import interruptible
-from specgen.locking import locked
+from specgen.rundir.interrupt import interruptible
+from specgen.rundir.locking import locked
 from tests.engines import loaded
 
 NUM_PROMPTS = 24

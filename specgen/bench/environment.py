@@ -5,7 +5,7 @@ import platform
 
 import torch
 
-from specgen.provenance import versions
+from specgen.rundir.provenance import versions
 
 
 def device_name(device: str) -> str:

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from specgen import display
-from specgen.atomic import write_text
 from specgen.display import Show
 from specgen.report import charts, page
+from specgen.rundir.atomic import write_text
 
 Value = str | int | float | bool | None
 Row = Mapping[str, Value]  # the name of each column: its value; None where nothing was measured

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from specgen.atomic import writable
 from specgen.bundled import pair
 from specgen.cli import options as opt
 from specgen.config import EngineConfig, require, spec_tokens
+from specgen.rundir.atomic import writable
 
 if TYPE_CHECKING:
     from specgen.bench.output import Table

@@ -295,8 +295,8 @@ def verify(
         f"output {str(output)!r} exists: name a new file, or remove it first",
     )
     from specgen import audit_table
-    from specgen.atomic import naming, writable, write_json
     from specgen.audit import AuditJob, audit  # imports torch
+    from specgen.rundir.atomic import naming, writable, write_json
 
     job = AuditJob(
         engine=engine,
@@ -427,7 +427,7 @@ def _study(tasks: str | None, study: str | None, arms: str | None) -> "Study":
 def _evaluate(job: "StudyJob", output: Path | None, samples: Path | None) -> None:
     """Run the arms, print what each gives as it comes, then what they show together."""
     from specgen.evaluation import comparison_tables, study
-    from specgen.results import directory
+    from specgen.rundir.results import directory
 
     with directory(output, "study.json") as path:
         run, results = study.StudyRun(job, path), []
@@ -447,7 +447,7 @@ def _evaluate(job: "StudyJob", output: Path | None, samples: Path | None) -> Non
 @contextmanager
 def _breakable(remedy: str) -> Iterator[None]:
     """Where a signal breaks off what runs within, say so and exit."""
-    from specgen.interrupt import breakable
+    from specgen.rundir.interrupt import breakable
 
     with breakable() as interrupt:
         try:
@@ -481,8 +481,8 @@ def _cluster(executor: opt.Executor, num_workers: int | None, address: str | Non
 
 def _run(job: "Job", output: Path | None, remedy: str) -> "Result":
     """Run ``job``; where it is ended before its end, say so and exit."""
-    from specgen.interrupt import StoppedError, interruptible
     from specgen.run import TooManyFailuresError, run
+    from specgen.rundir.interrupt import StoppedError, interruptible
 
     with interruptible() as interrupt:
         try:
@@ -573,7 +573,7 @@ class _Bar:
         """See ``progress.Progress``."""
         from tqdm import tqdm
 
-        from specgen.tally import Tally
+        from specgen.rundir.tally import Tally
 
         self._bar = tqdm(total=num_requests, initial=num_done, desc=what, unit="req", dynamic_ncols=True)
         self._tally = Tally()

@@ -23,7 +23,7 @@ from specgen.core.scoring import Scored, ScoreRequest
 from specgen.core.sequence import Completion, Request
 from specgen.decoding.sampling import most_demanding
 from specgen.evaluation.arms import Written
-from specgen.results import RunDirectory
+from specgen.rundir.results import RunDirectory
 from specgen.text.tokenizer import Message, StopStrings
 
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed")  # generation arguments that are fields of ours

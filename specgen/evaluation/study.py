@@ -11,7 +11,6 @@ from typing import Any
 from lm_eval import simple_evaluate
 from lm_eval.utils import handle_non_serializable, make_table
 
-from specgen.atomic import write_json, write_text
 from specgen.build import Models, build_engine, load_models, open_checkpoints, resolve
 from specgen.checkpoints.checkpoint import fingerprint
 from specgen.config import EngineConfig, SamplingParams
@@ -25,9 +24,10 @@ from specgen.evaluation.language_model import SpecgenLM
 from specgen.evaluation.samples import samples
 from specgen.evaluation.studies import Arm, Study
 from specgen.evaluation.tasks import find_tasks
-from specgen.provenance import manifest
 from specgen.report.report import fold
-from specgen.results import RunDirectory, require_same
+from specgen.rundir.atomic import write_json, write_text
+from specgen.rundir.provenance import manifest
+from specgen.rundir.results import RunDirectory, require_same
 
 _REMEDY = "name a new directory, or ask for the same"
 _MAX_TOKENS = 256  # of an answer whose task names no limit, as in lm-eval

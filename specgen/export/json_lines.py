@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from specgen.atomic import replacement
+from specgen.rundir.atomic import replacement
 
 
 def write_json_lines(path: Path, values: Iterable[Mapping[str, Any]]) -> None:

@@ -5,7 +5,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specgen.atomic import replacement
+from specgen.rundir.atomic import replacement
 
 if TYPE_CHECKING:
     import pyarrow

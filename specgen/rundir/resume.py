@@ -5,9 +5,9 @@ import re
 from collections.abc import Container
 from pathlib import Path
 
-from specgen.atomic import naming
 from specgen.events import Resumed, to_line
-from specgen.row_file import cut_torn_line, unquoted
+from specgen.rundir.atomic import naming
+from specgen.rundir.row_file import cut_torn_line, unquoted
 
 _FINISHED = b'{"event":"finished",'  # begins a line of ``events.to_line``; within one its quotes were escaped
 _FIELDS = re.compile(re.escape(_FINISHED) + rb'"sequence":("(?:[^"\\]|\\.)*"),"time":[^,]*,"reason":"(\w+)"')

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
-from specgen.atomic import naming, open_output, replacement, sync
+from specgen.rundir.atomic import naming, open_output, replacement, sync
 
 _ID = re.compile(rb'\{"id": ("(?:[^"\\]|\\.)*")')  # begins a row as ``add`` writes it
 

@@ -9,10 +9,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
-from specgen.atomic import as_json, swapped, write_json
 from specgen.events import Event, Stepped
-from specgen.interrupt import StoppedError
-from specgen.tally import Tally
+from specgen.rundir.atomic import as_json, swapped, write_json
+from specgen.rundir.interrupt import StoppedError
+from specgen.rundir.tally import Tally
 
 State = Literal["preparing", "running", "finished", "interrupted", "failed"]
 _INTERVAL = 1.0  # seconds between two writes

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
-from specgen.atomic import naming
 from specgen.config import UserError
+from specgen.rundir.atomic import naming
 
 LOCK = ".lock"
 

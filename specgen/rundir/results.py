@@ -8,14 +8,14 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, Self
 
-from specgen.atomic import open_output, sync, writable, write_json
 from specgen.config import require
 from specgen.events import Event, read, to_line
 from specgen.json_fields import load_json
-from specgen.locking import LOCK, locked
-from specgen.provenance import differences
-from specgen.resume import recover
-from specgen.row_file import RowFile
+from specgen.rundir.atomic import open_output, sync, writable, write_json
+from specgen.rundir.locking import LOCK, locked
+from specgen.rundir.provenance import differences
+from specgen.rundir.resume import recover
+from specgen.rundir.row_file import RowFile
 
 _SYNC_INTERVAL = 1.0  # seconds of work that a power failure may cost
 _KEPT = "what is done is kept; mend that and give the same command again"
