@@ -20,10 +20,10 @@ from typing import Any
 import torch
 import transformers
 
-from specgen.build import Models, build_engine, load_models, open_checkpoints, resolve
 from specgen.bundled import data_directory
 from specgen.config import EngineConfig, SamplingParams
 from specgen.core.sequence import Request
+from specgen.engine.build import Models, build_engine, load_models, open_checkpoints, resolve
 from specgen.events import Event, Verified
 from specgen.models.eagle3 import Eagle3Head
 from specgen.models.llama import Llama

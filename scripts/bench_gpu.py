@@ -22,8 +22,8 @@ from calibrated_cycle import Cycle
 from specgen.bench.bandwidth import copy_bandwidth
 from specgen.bench.bound import StepBytes
 from specgen.bench.environment import device_name, environment, free_memory
-from specgen.build import Models, load_models, open_checkpoints, resolve
 from specgen.config import EngineConfig
+from specgen.engine.build import Models, load_models, open_checkpoints, resolve
 
 MODES: dict[str, dict[str, Any]] = {
     "plain": {"num_spec_tokens": 0},

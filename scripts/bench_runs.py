@@ -10,9 +10,9 @@ from calibrated_cycle import Cycle
 
 from specgen.bench.profile import KernelTrace, Profile, Window, summarize
 from specgen.bench.runs import Run, Tape, joint_acceptance, run, step_seconds
-from specgen.build import Models, build_engine
 from specgen.config import EngineConfig
 from specgen.core.engine_core import EngineCore
+from specgen.engine.build import Models, build_engine
 from specgen.events import Captured, Event, Verified
 
 

@@ -132,7 +132,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "models/llama": ("test_models.py", "test_checkpoint.py"),
     "models/layers": ("test_models.py", "test_checkpoint.py"),
     "evaluation/paired": ("test_paired.py",),
-    "conversations": ("test_engine.py", *_RUNS),
+    "engine/conversations": ("test_engine.py", *_RUNS),
 }
 _SLACK = 20.0  # seconds that a trial may take,
 _TIMES = 3.0  # beyond so many times what its tests take on the code as it is

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from specgen.config import EngineConfig, SamplingParams, UserError
-    from specgen.engine import Engine
-    from specgen.output import RequestOutput
+    from specgen.engine.engine import Engine
+    from specgen.engine.request_output import RequestOutput
     from specgen.prompts import Prompt
     from specgen.text.tokenizer import Message
 
@@ -19,11 +19,11 @@ if "OMP_WAIT_POLICY" not in os.environ:
 __version__ = "0.1.0"
 __all__ = ["Engine", "EngineConfig", "Message", "Prompt", "RequestOutput", "SamplingParams", "UserError"]
 _HOMES = {
-    "Engine": "engine",
+    "Engine": "engine.engine",
     "EngineConfig": "config",
     "Message": "text.tokenizer",
     "Prompt": "prompts",
-    "RequestOutput": "output",
+    "RequestOutput": "engine.request_output",
     "SamplingParams": "config",
     "UserError": "config",
 }

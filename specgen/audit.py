@@ -5,16 +5,16 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from specgen.build import Models, build_engine, load_models, open_checkpoints, resolve
 from specgen.checkpoints.checkpoint import fingerprint
 from specgen.config import EngineConfig, SamplingParams, require
-from specgen.conversations import Conversations
 from specgen.core.sequence import Completion, Request
 from specgen.decoding.sampling import most_demanding
 from specgen.divergence import Divergence
+from specgen.engine.build import Models, build_engine, load_models, open_checkpoints, resolve
+from specgen.engine.conversations import Conversations
+from specgen.engine.request_output import RequestOutput
 from specgen.evaluation.judge import judge
 from specgen.events import Event
-from specgen.output import RequestOutput
 from specgen.prompts import load_prompts
 from specgen.report.report import fold
 from specgen.rundir.progress import Progress

@@ -4,10 +4,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from specgen.build import Checkpoints, choose_attention, described
 from specgen.checkpoints.checkpoint import fingerprint
 from specgen.config import Cluster, EngineConfig, SamplingParams, require
 from specgen.display import draft_length, from_here
+from specgen.engine.build import Checkpoints, choose_attention, described
 from specgen.prompts.load import STDIN
 from specgen.rundir.provenance import manifest
 from specgen.shard import WHOLE, Shard

@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from specgen.build import DRAWN
 from specgen.config import Cluster, EngineConfig, SamplingParams, UserError, require
+from specgen.engine.build import DRAWN
+from specgen.engine.request_output import RequestOutput
 from specgen.events import Event
-from specgen.output import RequestOutput
 from specgen.prompts import Prompt, Rejected
 from specgen.text.tokenizer import Tokenizer, load_tokenizer
 
@@ -130,7 +130,7 @@ class _Worker:
     def __init__(
         self, config: EngineConfig, expected: SamplingParams, sampling: SamplingParams, began: float
     ) -> None:
-        from specgen.engine import Engine
+        from specgen.engine.engine import Engine
 
         self._sampling = sampling
         self._records: list[_Record] = []

@@ -4,15 +4,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from specgen.build import Checkpoints, Models, load_models, open_checkpoints, resolve
 from specgen.config import EngineConfig, require
 from specgen.core.engine_core import DeviceLost, until_done
 from specgen.decoding.sampling import most_demanding
-from specgen.engine import Engine
+from specgen.engine.build import Checkpoints, Models, load_models, open_checkpoints, resolve
+from specgen.engine.engine import Engine
+from specgen.engine.request_output import RequestOutput
 from specgen.events import Event
 from specgen.job import Job, job_manifest
 from specgen.lost import kept_while_lost, note_lost, read_lost
-from specgen.output import RequestOutput
 from specgen.prompts import PromptSet, open_prompts
 from specgen.ray_engine import RayEngine
 from specgen.run_output import Result, export, is_finished, read_result, write_report

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from specgen import build
 from specgen.bundled import data_directory
 from specgen.core.graphs import Eager, bucket
+from specgen.engine import build
 from tests.engines import Pair, load_pair
 from tests.reference_drafts import ReferenceDrafter
 from tests.tiny_checkpoints import write_head, write_target

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from specgen.build import Models, build_engine, load_models, open_checkpoints, resolve
 from specgen.bundled import data_directory
 from specgen.checkpoints.checkpoint import load_drafter, load_target, open_checkpoint
 from specgen.config import EngineConfig, SamplingParams
 from specgen.core.sequence import Completion, Request
+from specgen.engine.build import Models, build_engine, load_models, open_checkpoints, resolve
 from specgen.events import Event, Preempted, Verified
 from specgen.prompts import load_prompts, prompt_ids
 from specgen.text.tokenizer import load_tokenizer

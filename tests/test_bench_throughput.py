@@ -21,12 +21,12 @@ from specgen.bench.prompts import make_prompts
 from specgen.bench.repeats import Middle
 from specgen.bench.throughput import Plan, ThroughputJob, side_by_side, throughput
 from specgen.bench.throughput_table import best_lengths
-from specgen.build import Models, build_engine
 from specgen.cli.main import app
 from specgen.config import EngineConfig, SamplingParams, UserError
 from specgen.core import step_costs
 from specgen.core.engine_core import EngineCore
 from specgen.core.sequence import Request
+from specgen.engine.build import Models, build_engine
 from tests.engines import loaded, resolved
 
 SHAPE = SHAPES["tiny"]

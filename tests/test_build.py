@@ -7,13 +7,13 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from specgen.build import _largest_pass, choose_device, num_pages
 from specgen.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from specgen.cli.main import app
 from specgen.config import MAX_LOGPROBS, SamplingParams
 from specgen.core.running_batch import Columns
 from specgen.core.step import Steps
 from specgen.decoding.sampling import SamplingForm, most_demanding
+from specgen.engine.build import _largest_pass, choose_device, num_pages
 from specgen.prompts import Prompt
 from specgen.shard import WHOLE
 from specgen.survey import survey
@@ -112,7 +112,7 @@ def test_a_command_opens_each_checkpoint_once(
         opened.append(name)
         return open_checkpoint(name)
 
-    monkeypatch.setattr("specgen.build.open_checkpoint", counted)
+    monkeypatch.setattr("specgen.engine.build.open_checkpoint", counted)
     monkeypatch.chdir(tmp_path)
     result = CliRunner().invoke(app, command, catch_exceptions=False)
     assert result.exit_code == 0

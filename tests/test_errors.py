@@ -15,9 +15,9 @@ import pytest
 from specgen import __version__, audit_table, prompts
 from specgen.bench.output import Table
 from specgen.config import EngineConfig, UserError
-from specgen.conversations import Conversations
 from specgen.core.engine_core import DeviceLost, EngineCore
-from specgen.engine import Engine
+from specgen.engine.conversations import Conversations
+from specgen.engine.engine import Engine
 from specgen.json_fields import load_json
 from specgen.prompts import Prompt
 from specgen.prompts.load import PromptSet

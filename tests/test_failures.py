@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from specgen import build
-from specgen.build import build_engine
 from specgen.config import SamplingParams
 from specgen.core.engine_core import DeviceLost, EngineCore
 from specgen.core.sequence import Request
 from specgen.core.step import Steps
 from specgen.device import HostCopy
+from specgen.engine import build
+from specgen.engine.build import build_engine
 from specgen.events import Event, Finished, Prefilled, Stepped, Submitted
 from specgen.kv.kv_cache import KVCache
 from specgen.kv.layout import Layout

@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from specgen.build import build_engine
 from specgen.config import SamplingParams
 from specgen.core.engine_core import EngineCore
 from specgen.core.running_batch import Columns, RunningBatch
@@ -21,6 +20,7 @@ from specgen.core.sequence import Completion, Request, Sequence
 from specgen.core.step import Steps
 from specgen.decoding.drafting import Eagle3Drafter
 from specgen.device import HostCopy
+from specgen.engine.build import build_engine
 from specgen.events import Event, OutOfMemory, Submitted, Verified
 from specgen.kv.prefix_cache import PrefixCache
 from specgen.models.llama import Llama

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import typer
 
-from specgen import engine
 from specgen.cli import main as cli
 from specgen.config import EngineConfig, SamplingParams
 from specgen.core.engine_core import DeviceLost, EngineCore
 from specgen.core.step import Steps
+from specgen.engine import engine
 from specgen.events import read
 from specgen.job import Job
 from specgen.run import run

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from specgen.build import build_engine
 from specgen.config import SamplingParams, UserError
 from specgen.core.sequence import Completion, Request, TokenLogprobs
 from specgen.decoding.sampling import SamplingForm, token_logprobs
+from specgen.engine.build import build_engine
 from specgen.text.tokenizer import load_tokenizer
 from tests.engines import Outputs, Pair, bundled_requests, config_of, generate, random_requests
 from tests.reference_drafts import ReferenceDrafter

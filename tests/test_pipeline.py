@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from specgen import build
 from specgen.config import SamplingParams
 from specgen.core.engine_core import EngineCore
 from specgen.core.graphs import bucket
 from specgen.core.sequence import Request, Sequence
 from specgen.core.step import Steps
+from specgen.engine import build
 from specgen.events import OutOfMemory, Stepped
 from specgen.kv.pages import PageAllocator
 from specgen.kv.prefix_cache import PrefixCache

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from specgen.build import build_engine
 from specgen.config import SamplingParams
 from specgen.core import scheduler
 from specgen.core.scoring import ScoreRequest
 from specgen.core.sequence import Request
 from specgen.core.step import Steps
+from specgen.engine.build import build_engine
 from specgen.events import Event, Prefilled, Stepped
 from specgen.kv.prefix_cache import PrefixCache, extend_digests
 from tests.engines import Outputs, Pair, bundled_requests, config_of, generate, random_requests

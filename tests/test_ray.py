@@ -21,10 +21,10 @@ from specgen import config, ray_engine
 from specgen.cli import main as cli
 from specgen.config import Cluster, EngineConfig, SamplingParams, UserError
 from specgen.core.engine_core import DeviceLost
-from specgen.engine import Engine
+from specgen.engine.engine import Engine
+from specgen.engine.request_output import RequestOutput
 from specgen.events import Event, Finished
 from specgen.job import Job
-from specgen.output import RequestOutput
 from specgen.prompts import Message, Prompt, Rejected
 from specgen.ray_engine import RayEngine
 from specgen.run import run

@@ -5,10 +5,10 @@ from itertools import islice
 import pytest
 import torch
 
-from specgen.build import build_engine
 from specgen.config import SamplingParams, UserError
 from specgen.core.engine_core import EngineCore
 from specgen.core.scoring import ScoreRequest
+from specgen.engine.build import build_engine
 from tests.engines import Pair, config_of, random_requests
 
 GREEDY = SamplingParams(max_tokens=6, ignore_eos=True)

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from specgen.build import build_engine
 from specgen.bundled import data_directory
 from specgen.config import EngineConfig, SamplingParams, UserError
 from specgen.core.engine_core import EngineCore
@@ -16,6 +15,7 @@ from specgen.core.graphs import StepGraphs
 from specgen.core.sequence import Request
 from specgen.core.spec_length import CheapestLength, StepCosts
 from specgen.core.step_costs import measure
+from specgen.engine.build import build_engine
 from specgen.events import Event, Stepped, Verified
 from specgen.report.report import fold
 from tests.engines import Pair, bundled_requests, config_of, generate, loaded, random_requests, resolved

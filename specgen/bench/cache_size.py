@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 
-from specgen.build import Models
 from specgen.config import EngineConfig
 from specgen.core import step_costs
 from specgen.core.sequence import Request
+from specgen.engine.build import Models
 from specgen.models.config import kv_bytes_per_token
 
 _WARM_UP = 192  # positions of a sequence while an engine warms up

@@ -16,8 +16,8 @@ from specgen.bench.profile import Window
 from specgen.bench.prompts import make_prompts
 from specgen.bench.runs import Tape, run, step_seconds
 from specgen.bench.step_table import empty_table, step_rows
-from specgen.build import Models, build_engine, load_models, open_checkpoints, resolve
 from specgen.config import EngineConfig, require
+from specgen.engine.build import Models, build_engine, load_models, open_checkpoints, resolve
 from specgen.events import Event, Prefilled, Stepped, Submitted, Verified
 
 _SKIPPED, _STEPS = 8, 32  # decode steps before the window, and in it

@@ -3,8 +3,8 @@
 from pathlib import Path
 
 from specgen.bench.output import Row
-from specgen.build import Models
 from specgen.config import EngineConfig
+from specgen.engine.build import Models
 
 
 def pair_head(config: EngineConfig, models: Models) -> Row:

@@ -6,11 +6,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from specgen.bench.matrices import RANDOM, Workload
-from specgen.build import Models
 from specgen.config import SamplingParams, require
-from specgen.conversations import Conversations
 from specgen.core.sequence import Request
-from specgen.output import RequestOutput
+from specgen.engine.build import Models
+from specgen.engine.conversations import Conversations
+from specgen.engine.request_output import RequestOutput
 from specgen.prompts import load_prompts
 
 

@@ -24,9 +24,9 @@ from specgen.bench.prompts import Prompts, make_prompts
 from specgen.bench.repeats import Repeat, Repeats
 from specgen.bench.runs import Run, Tape, run
 from specgen.bench.throughput_table import Result, table
-from specgen.build import Models, build_engine, load_models, open_checkpoints, resolve
 from specgen.config import EngineConfig, UserError, require
 from specgen.core.sequence import Request
+from specgen.engine.build import Models, build_engine, load_models, open_checkpoints, resolve
 
 _CPU_BYTES = 1 << 30  # for engines that take turns
 _BESIDE = {"cpu": 0, "cuda": 1 << 30}  # bytes that an engine holds beside its cache: scratch memory, graphs

@@ -140,7 +140,7 @@ def kernels(
     """
     from specgen.attention import Heads  # imports torch
     from specgen.bench.kernels import KernelJob, measure
-    from specgen.build import DTYPES, choose_device, choose_dtype
+    from specgen.engine.build import DTYPES, choose_device, choose_dtype
 
     place = choose_device(device)
     number_format = DTYPES[choose_dtype(dtype.value, place)]

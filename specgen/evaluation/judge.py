@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from specgen.attention import Attend
-from specgen.build import BACKENDS, Models, new_cache
 from specgen.config import EngineConfig
 from specgen.divergence import Target
+from specgen.engine.build import BACKENDS, Models, new_cache
 from specgen.kv.layout import Layout
 from specgen.kv.pages import PageAllocator
 

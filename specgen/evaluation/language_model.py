@@ -16,12 +16,12 @@ from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
-from specgen.build import Models
 from specgen.config import SamplingParams, UserError, require
 from specgen.core.engine_core import EngineCore
 from specgen.core.scoring import Scored, ScoreRequest
 from specgen.core.sequence import Completion, Request
 from specgen.decoding.sampling import most_demanding
+from specgen.engine.build import Models
 from specgen.evaluation.arms import Written
 from specgen.rundir.results import RunDirectory
 from specgen.text.tokenizer import Message, StopStrings

@@ -11,11 +11,11 @@ from typing import Any
 from lm_eval import simple_evaluate
 from lm_eval.utils import handle_non_serializable, make_table
 
-from specgen.build import Models, build_engine, load_models, open_checkpoints, resolve
 from specgen.checkpoints.checkpoint import fingerprint
 from specgen.config import EngineConfig, SamplingParams
 from specgen.core.engine_core import EngineCore
 from specgen.display import draft_length, from_here
+from specgen.engine.build import Models, build_engine, load_models, open_checkpoints, resolve
 from specgen.evaluation import study_html
 from specgen.evaluation.arms import ArmRun
 from specgen.evaluation.compare import Comparison, compare, reference_of

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 
 from specgen.config import SamplingParams, UserError, require
 from specgen.core.sequence import Completion, Request
-from specgen.output import RequestOutput
+from specgen.engine.request_output import RequestOutput
 from specgen.prompts import Prompt, Rejected, prompt_ids
 from specgen.report.acceptance import RequestMetrics
 from specgen.text.tokenizer import StopStrings, Tokenizer

@@ -4,13 +4,13 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 
-from specgen.build import DRAWN, Models, build_engine, load_models, open_checkpoints, resolve
 from specgen.config import EngineConfig, SamplingParams, require
-from specgen.conversations import Conversations
 from specgen.core.engine_core import DeviceLost, until_done
 from specgen.core.sequence import Completion
+from specgen.engine.build import DRAWN, Models, build_engine, load_models, open_checkpoints, resolve
+from specgen.engine.conversations import Conversations
+from specgen.engine.request_output import RequestOutput
 from specgen.events import Event, Submitted, Verified
-from specgen.output import RequestOutput
 from specgen.prompts import Prompt, Rejected
 from specgen.report.acceptance import fold_request
 from specgen.text.tokenizer import Tokenizer
