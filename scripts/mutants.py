@@ -127,7 +127,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "rundir/resume": ("test_resume.py", "test_going_on.py"),
     "rundir/row_file": ("test_resume.py", "test_going_on.py"),
     "rundir/results": _RUNS,
-    "merge": ("test_shards.py",),
+    "jobs/merge": ("test_shards.py",),
     "models/eagle3": ("test_models.py", "test_checkpoint.py", "test_drafting.py"),
     "models/llama": ("test_models.py", "test_checkpoint.py"),
     "models/layers": ("test_models.py", "test_checkpoint.py"),

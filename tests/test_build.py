@@ -14,9 +14,9 @@ from specgen.core.running_batch import Columns
 from specgen.core.step import Steps
 from specgen.decoding.sampling import SamplingForm, most_demanding
 from specgen.engine.build import _largest_pass, choose_device, num_pages
+from specgen.jobs.shard import WHOLE
+from specgen.jobs.survey import survey
 from specgen.prompts import Prompt
-from specgen.shard import WHOLE
-from specgen.survey import survey
 from tests.engines import Pair, config_of
 
 

@@ -6,8 +6,8 @@ import json
 import pytest
 
 from specgen.events import Verified
-from specgen.export import export_openai, export_parquet
-from specgen.export.openai import Served
+from specgen.jobs.export import export_openai, export_parquet
+from specgen.jobs.export.openai import Served
 from specgen.report.acceptance import RequestMetrics, fold_request
 
 TEXTS = {1: "Hi", 2: " you", 3: "\N{REPLACEMENT CHARACTER}"}

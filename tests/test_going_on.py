@@ -11,20 +11,20 @@ from typing import Any
 
 import pytest
 
-from specgen import run
 from specgen.config import EngineConfig, SamplingParams, UserError
 from specgen.core.scheduler import Scheduler
 from specgen.core.sequence import Sequence
 from specgen.events import Event, Finished, Submitted, read
-from specgen.job import Job
+from specgen.jobs import run
+from specgen.jobs.job import Job
+from specgen.jobs.run import TooManyFailuresError
+from specgen.jobs.shard import WHOLE
+from specgen.jobs.survey import survey
 from specgen.prompts import open_prompts
-from specgen.run import TooManyFailuresError
 from specgen.rundir.interrupt import StoppedError
 from specgen.rundir.locking import LOCK
 from specgen.rundir.results import RunDirectory
 from specgen.rundir.status import Status
-from specgen.shard import WHOLE
-from specgen.survey import survey
 from tests.engines import loaded
 from tests.tiny_checkpoints import write_head, write_target
 from tests.tiny_tokenizers import write_byte_level
@@ -344,4 +344,4 @@ def test_a_start_parses_little_of_what_is_there(tmp_path: Path) -> None:
 @pytest.fixture(autouse=True)
 def _loaded(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     models = loaded(job.engine)
-    monkeypatch.setattr("specgen.run.load_models", lambda *asked: models)
+    monkeypatch.setattr("specgen.jobs.run.load_models", lambda *asked: models)

@@ -46,20 +46,7 @@ ONLY: Imports = {
     "report": {"leaves"},
     "rundir": {"leaves"},
 }
-FLAT: dict[str, str] = {
-    "audit": "evaluation",
-    "audit_table": "evaluation",
-    "divergence": "evaluation",
-    "job": "jobs",
-    "lost": "jobs",
-    "merge": "jobs",
-    "ray_engine": "jobs",
-    "run": "jobs",
-    "run_output": "jobs",
-    "shard": "jobs",
-    "survey": "jobs",
-    "export": "jobs",
-}
+FLAT: dict[str, str] = {"audit": "evaluation", "audit_table": "evaluation", "divergence": "evaluation"}
 HEAVY = ("torch", "ray", "transformers", "datasets", "flashinfer", "lm_eval")
 LIGHT = (
     "cli",

@@ -15,8 +15,8 @@ import pytest
 
 from specgen.config import EngineConfig, SamplingParams
 from specgen.events import Event, to_line
-from specgen.job import Job
-from specgen.run import run
+from specgen.jobs.job import Job
+from specgen.jobs.run import run
 from specgen.rundir import atomic, results, resume, row_file
 from specgen.rundir.results import RunDirectory
 from specgen.rundir.row_file import RowFile
@@ -74,7 +74,7 @@ def job(demo_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Job:
 def _loaded(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     """Children find the weights in memory."""
     models = loaded(job.engine)
-    monkeypatch.setattr("specgen.run.load_models", lambda *asked: models)
+    monkeypatch.setattr("specgen.jobs.run.load_models", lambda *asked: models)
 
 
 @dataclass(frozen=True, kw_only=True)

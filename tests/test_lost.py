@@ -18,8 +18,8 @@ from specgen.core.engine_core import DeviceLost, EngineCore
 from specgen.core.step import Steps
 from specgen.engine import engine
 from specgen.events import read
-from specgen.job import Job
-from specgen.run import run
+from specgen.jobs.job import Job
+from specgen.jobs.run import run
 from specgen.rundir.interrupt import StoppedError
 from tests.engines import loaded
 from tests.test_failures import company
@@ -72,7 +72,7 @@ def job(demo_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Job:
 @pytest.fixture(autouse=True)
 def _loaded(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     models = loaded(job.engine)
-    monkeypatch.setattr("specgen.run.load_models", lambda *asked: models)
+    monkeypatch.setattr("specgen.jobs.run.load_models", lambda *asked: models)
 
 
 def work(job: Job, out: Path) -> int:

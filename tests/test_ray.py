@@ -17,17 +17,18 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from specgen import config, ray_engine
+from specgen import config
 from specgen.cli import main as cli
 from specgen.config import Cluster, EngineConfig, SamplingParams, UserError
 from specgen.core.engine_core import DeviceLost
 from specgen.engine.engine import Engine
 from specgen.engine.request_output import RequestOutput
 from specgen.events import Event, Finished
-from specgen.job import Job
+from specgen.jobs import ray_engine
+from specgen.jobs.job import Job
+from specgen.jobs.ray_engine import RayEngine
+from specgen.jobs.run import run
 from specgen.prompts import Message, Prompt, Rejected
-from specgen.ray_engine import RayEngine
-from specgen.run import run
 from tests.engines import resolved
 from tests.test_killed import Silent, files
 

@@ -16,12 +16,12 @@ from typer.testing import CliRunner
 from specgen.cli import main as cli
 from specgen.config import EngineConfig, SamplingParams, UserError
 from specgen.events import Event, Merged, Resumed, Sharded
-from specgen.job import Job
-from specgen.merge import merge
+from specgen.jobs.job import Job
+from specgen.jobs.merge import merge
+from specgen.jobs.run import run
+from specgen.jobs.shard import Shard, parse_shard
 from specgen.report.report import fold
-from specgen.run import run
 from specgen.rundir import atomic
-from specgen.shard import Shard, parse_shard
 from tests.engines import loaded
 from tests.streams import request
 from tests.test_killed import Silent, files
@@ -57,7 +57,7 @@ def job(demo_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Job:
 @pytest.fixture(autouse=True)
 def _loaded(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     models = loaded(job.engine)
-    monkeypatch.setattr("specgen.run.load_models", lambda *asked: models)
+    monkeypatch.setattr("specgen.jobs.run.load_models", lambda *asked: models)
 
 
 def run_shards(job: Job, path: Path) -> list[Path]:

@@ -39,7 +39,7 @@ def _loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Children find the weights in memory."""
     target, head = pair(None, None, 4)
     models = loaded(EngineConfig(model=target, drafter=head, device="cpu"))
-    monkeypatch.setattr("specgen.run.load_models", lambda *asked: models)
+    monkeypatch.setattr("specgen.jobs.run.load_models", lambda *asked: models)
 
 
 class Command:

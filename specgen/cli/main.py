@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from specgen.evaluation.studies import Study
     from specgen.evaluation.study import StudyJob
     from specgen.events import Event
-    from specgen.job import Job
-    from specgen.run_output import Result
+    from specgen.jobs.job import Job
+    from specgen.jobs.run_output import Result
 
 
 class _Commands(TyperGroup):
@@ -171,8 +171,8 @@ def generate(
         ignore_eos=ignore_eos,
     )
     from specgen.core.engine_core import DeviceLost  # imports torch
-    from specgen.job import Job
-    from specgen.shard import parse_shard
+    from specgen.jobs.job import Job
+    from specgen.jobs.shard import parse_shard
 
     job = Job(
         engine=engine,
@@ -245,8 +245,8 @@ def merge(
 
     Exit code 3 if a request failed.
     """
-    from specgen.merge import merge  # imports torch
-    from specgen.run_output import read_result
+    from specgen.jobs.merge import merge  # imports torch
+    from specgen.jobs.run_output import read_result
 
     merge(output, directories, format.value)
     result = read_result(output)
@@ -481,7 +481,7 @@ def _cluster(executor: opt.Executor, num_workers: int | None, address: str | Non
 
 def _run(job: "Job", output: Path | None, remedy: str) -> "Result":
     """Run ``job``; where it is ended before its end, say so and exit."""
-    from specgen.run import TooManyFailuresError, run
+    from specgen.jobs.run import TooManyFailuresError, run
     from specgen.rundir.interrupt import StoppedError, interruptible
 
     with interruptible() as interrupt:
@@ -516,7 +516,7 @@ def _run_into_stdout(job: "Job", as_json: bool) -> "Result":
     import shutil
     import tempfile
 
-    from specgen.run_output import MAIN_FILES
+    from specgen.jobs.run_output import MAIN_FILES
 
     with tempfile.TemporaryDirectory(prefix="specgen-") as path:
         result = _run(job, Path(path), "nothing is kept with --output -")

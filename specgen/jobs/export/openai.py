@@ -7,7 +7,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from specgen.export.json_lines import write_json_lines
+from specgen.jobs.export.json_lines import write_json_lines
 
 _CHAT = "/v1/chat/completions"  # also of rows that came from no batch
 _LEAST = -9999.0  # stands for minus infinity, which JSON has no number for; so does vLLM

@@ -8,10 +8,10 @@ from specgen.checkpoints.checkpoint import fingerprint
 from specgen.config import Cluster, EngineConfig, SamplingParams, require
 from specgen.display import draft_length, from_here
 from specgen.engine.build import Checkpoints, choose_attention, described
+from specgen.jobs.shard import WHOLE, Shard
+from specgen.jobs.survey import Survey
 from specgen.prompts.load import STDIN
 from specgen.rundir.provenance import manifest
-from specgen.shard import WHOLE, Shard
-from specgen.survey import Survey
 
 FormatName = Literal["jsonl", "openai", "parquet"]
 

@@ -9,15 +9,15 @@ from typing import Any
 
 from specgen.config import require
 from specgen.events import Merged, Sharded, to_line
-from specgen.job import FormatName
+from specgen.jobs.job import FormatName
+from specgen.jobs.run_output import export, read_json, write_report
+from specgen.jobs.shard import REQUESTS, WHOLE, Shard, parse_shard, read_requests
 from specgen.report.report import load
-from specgen.run_output import export, read_json, write_report
 from specgen.rundir.atomic import replacement, write_json
 from specgen.rundir.provenance import FREE_IN_A_RUN, differences
 from specgen.rundir.results import directory
 from specgen.rundir.row_file import id_of
 from specgen.rundir.status import figures
-from specgen.shard import REQUESTS, WHOLE, Shard, parse_shard, read_requests
 
 _NEEDED = ("completions.jsonl", "errors.jsonl", "events.jsonl", "status.json", REQUESTS)
 _SHOWN = 5  # of the shards that are missing

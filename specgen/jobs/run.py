@@ -11,18 +11,18 @@ from specgen.engine.build import Checkpoints, Models, load_models, open_checkpoi
 from specgen.engine.engine import Engine
 from specgen.engine.request_output import RequestOutput
 from specgen.events import Event
-from specgen.job import Job, job_manifest
-from specgen.lost import kept_while_lost, note_lost, read_lost
+from specgen.jobs.job import Job, job_manifest
+from specgen.jobs.lost import kept_while_lost, note_lost, read_lost
+from specgen.jobs.ray_engine import RayEngine
+from specgen.jobs.run_output import Result, export, is_finished, read_result, write_report
+from specgen.jobs.shard import REQUESTS, write_requests
+from specgen.jobs.survey import Survey, survey
 from specgen.prompts import PromptSet, open_prompts
-from specgen.ray_engine import RayEngine
-from specgen.run_output import Result, export, is_finished, read_result, write_report
 from specgen.rundir.interrupt import StoppedError
 from specgen.rundir.progress import Progress
 from specgen.rundir.provenance import FREE_IN_A_RUN
 from specgen.rundir.results import RunDirectory, directory, require_same, set_aside
 from specgen.rundir.status import Status, kept_status
-from specgen.shard import REQUESTS, write_requests
-from specgen.survey import Survey, survey
 
 _REMEDY = "name another directory, or begin anew with --restart, which keeps the old one"
 

@@ -7,8 +7,8 @@ from itertools import chain
 from typing import Any
 
 from specgen.config import require
+from specgen.jobs.shard import Shard
 from specgen.prompts import Prompt, Rejected
-from specgen.shard import Shard
 
 _FIRST = 2  # prompts to show
 _KINDS: Mapping[str, Callable[[Any], Hashable]] = {

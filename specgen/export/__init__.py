@@ -1,6 +1,0 @@
-"""The rows of a run in the formats of others."""
-
-from specgen.export.openai import export_openai
-from specgen.export.parquet import export_parquet
-
-__all__ = ["export_openai", "export_parquet"]
