@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 from typer.testing import CliRunner, Result
 
-from specgen.audit_table import render, verdict
 from specgen.cli import main as cli
 from specgen.config import UserError
 from specgen.core import scheduler, step
 from specgen.decoding.verify import accept_greedy
-from specgen.divergence import Divergence, first_difference, gap, rounding
+from specgen.evaluation.audit_table import render, verdict
+from specgen.evaluation.divergence import Divergence, first_difference, gap, rounding
 from specgen.evaluation.judge import prefill_logits
 from tests.engines import Pair, config_of
 from tests.reference_drafts import ReferenceDrafter

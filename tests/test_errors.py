@@ -12,12 +12,13 @@ from typing import Any
 
 import pytest
 
-from specgen import __version__, audit_table, prompts
+from specgen import __version__, prompts
 from specgen.bench.output import Table
 from specgen.config import EngineConfig, UserError
 from specgen.core.engine_core import DeviceLost, EngineCore
 from specgen.engine.conversations import Conversations
 from specgen.engine.engine import Engine
+from specgen.evaluation import audit_table
 from specgen.json_fields import load_json
 from specgen.prompts import Prompt
 from specgen.prompts.load import PromptSet
@@ -216,7 +217,7 @@ def test_an_audit_that_cannot_be_written_is_one_line(path: Path, monkeypatch: py
         def to_json(self) -> dict[str, Any]:
             return {"num_unexplained": 0, "failures": []}
 
-    monkeypatch.setattr("specgen.audit.audit", lambda job, progress: Found())
+    monkeypatch.setattr("specgen.evaluation.audit.audit", lambda job, progress: Found())
     monkeypatch.setattr(audit_table, "render", str)
     (path / "file").touch()
     ended = run_cli(["verify", "--output", "file/audit.json"], path, seconds=30, more_mib=4096)

@@ -46,7 +46,7 @@ ONLY: Imports = {
     "report": {"leaves"},
     "rundir": {"leaves"},
 }
-FLAT: dict[str, str] = {"audit": "evaluation", "audit_table": "evaluation", "divergence": "evaluation"}
+FLAT: dict[str, str] = {}
 HEAVY = ("torch", "ray", "transformers", "datasets", "flashinfer", "lm_eval")
 LIGHT = (
     "cli",

@@ -294,8 +294,8 @@ def verify(
         output is None or not output.exists(),
         f"output {str(output)!r} exists: name a new file, or remove it first",
     )
-    from specgen import audit_table
-    from specgen.audit import AuditJob, audit  # imports torch
+    from specgen.evaluation import audit_table
+    from specgen.evaluation.audit import AuditJob, audit  # imports torch
     from specgen.rundir.atomic import naming, writable, write_json
 
     job = AuditJob(

@@ -4,7 +4,6 @@ import textwrap
 from collections.abc import Mapping
 from statistics import median_low
 
-from specgen.audit_table import shown_token
 from specgen.display import (
     DASH,
     between,
@@ -18,8 +17,9 @@ from specgen.display import (
     seconds,
     table,
 )
-from specgen.divergence import Divergence
+from specgen.evaluation.audit_table import shown_token
 from specgen.evaluation.compare import Accuracy, Against, Comparison, p_value
+from specgen.evaluation.divergence import Divergence
 from specgen.report.acceptance import Position
 from specgen.report.tables import heading, joined
 

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from specgen.attention import Attend
 from specgen.config import EngineConfig
-from specgen.divergence import Target
 from specgen.engine.build import BACKENDS, Models, new_cache
+from specgen.evaluation.divergence import Target
 from specgen.kv.layout import Layout
 from specgen.kv.pages import PageAllocator
 

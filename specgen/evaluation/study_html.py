@@ -4,11 +4,11 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from html import escape
 
-from specgen.audit_table import shown_token
 from specgen.display import DASH, between, count, hundredths, plain, rate, ratio, seconds
-from specgen.divergence import Divergence
+from specgen.evaluation.audit_table import shown_token
 from specgen.evaluation.compare import Accuracy, Against, Comparison, Difference, p_value
 from specgen.evaluation.comparison_tables import NOTES, text_numbers
+from specgen.evaluation.divergence import Divergence
 from specgen.report.charts import ARM_STYLES, arms_chart, bars_chart
 from specgen.report.page import Cell, card, document, legend, pairs, table
 
