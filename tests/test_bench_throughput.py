@@ -17,10 +17,10 @@ from specgen.bench import cache_size
 from specgen.bench import throughput as bench
 from specgen.bench.cache_size import kv_bytes
 from specgen.bench.matrices import MATRICES, Axis, Matrix, Workload, find_matrix
-from specgen.bench.prompts import make_prompts
 from specgen.bench.repeats import Middle
 from specgen.bench.throughput import Plan, ThroughputJob, side_by_side, throughput
 from specgen.bench.throughput_table import best_lengths
+from specgen.bench.workload import make_prompts
 from specgen.cli.main import app
 from specgen.config import EngineConfig, SamplingParams, UserError
 from specgen.core import step_costs

@@ -22,8 +22,8 @@ from specgen.checkpoints.checkpoint import (
     target_config,
 )
 from specgen.config import UserError
-from specgen.models.config import Eagle3Config, TargetConfig
 from specgen.models.llama import Llama
+from specgen.models.model_config import Eagle3Config, TargetConfig
 from tests.tiny_checkpoints import LLAMA3_SCALING, write_head, write_target
 
 CPU = torch.device("cpu")

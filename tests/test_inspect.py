@@ -9,7 +9,7 @@ import torch
 
 from specgen.checkpoints.inspect_checkpoint import Description, describe
 from specgen.config import UserError
-from specgen.models.config import TargetConfig
+from specgen.models.model_config import TargetConfig
 from tests.tiny_checkpoints import LLAMA3_SCALING, write_head, write_target
 
 

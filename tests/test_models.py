@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from specgen.checkpoints.checkpoint import Checkpoint, load_drafter, load_target, open_checkpoint
-from specgen.models.config import Llama3Scaling, RopeConfig, TargetConfig
 from specgen.models.layers import inverse_frequencies
 from specgen.models.llama import Llama
+from specgen.models.model_config import Llama3Scaling, RopeConfig, TargetConfig
 from specgen.ops.cpu import cpu_float32_ops
 from specgen.ops.reference import rotate, silu_and_mul, torch_ops
 from tests.dense import DenseAttend

@@ -7,7 +7,7 @@ from typing import Any, Literal
 import torch
 from safetensors.torch import save_file
 
-from specgen.models.config import TargetConfig
+from specgen.models.model_config import TargetConfig
 
 LLAMA3_SCALING = {
     "rope_type": "llama3",

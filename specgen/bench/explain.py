@@ -13,9 +13,9 @@ from specgen.bench.output import Row, Table
 from specgen.bench.pair_head import pair_head
 from specgen.bench.parts import DeviceMarker, HostMarker, Marked, Marker, StepTime, split
 from specgen.bench.profile import Window
-from specgen.bench.prompts import make_prompts
 from specgen.bench.runs import Tape, run, step_seconds
 from specgen.bench.step_table import empty_table, step_rows
+from specgen.bench.workload import make_prompts
 from specgen.config import EngineConfig, require
 from specgen.engine.build import Models, build_engine, load_models, open_checkpoints, resolve
 from specgen.events import Event, Prefilled, Stepped, Submitted, Verified

@@ -20,10 +20,10 @@ from specgen.bench.environment import environment, free_memory
 from specgen.bench.matrices import Arm, Matrix, Workload
 from specgen.bench.output import Row, Table
 from specgen.bench.pair_head import pair_head
-from specgen.bench.prompts import Prompts, make_prompts
 from specgen.bench.repeats import Repeat, Repeats
 from specgen.bench.runs import Run, Tape, run
 from specgen.bench.throughput_table import Result, table
+from specgen.bench.workload import Prompts, make_prompts
 from specgen.config import EngineConfig, UserError, require
 from specgen.core.sequence import Request
 from specgen.engine.build import Models, build_engine, load_models, open_checkpoints, resolve

@@ -14,10 +14,10 @@ from torch import Tensor
 from specgen.checkpoints.weight_files import TensorInfo, read_json, read_tensor, tensor_infos
 from specgen.config import UserError, first_line, require, shown
 from specgen.models import llama
-from specgen.models.config import Eagle3Config, TargetConfig
 from specgen.models.eagle3 import IGNORED_TENSORS, Eagle3Head, TensorPrefixes, vocabulary_map
 from specgen.models.fit import misfits
 from specgen.models.llama import Llama
+from specgen.models.model_config import Eagle3Config, TargetConfig
 from specgen.ops import bind_ops
 
 _FLOATS = ("float32", "bfloat16", "float16", "float64")

@@ -18,10 +18,10 @@ from specgen.checkpoints.checkpoint import (
 )
 from specgen.config import UserError
 from specgen.models import eagle3, llama
-from specgen.models.config import Eagle3Config, TargetConfig, architectures, kv_bytes_per_token
 from specgen.models.eagle3 import Eagle3Head, TensorPrefixes
 from specgen.models.fit import misfits
 from specgen.models.llama import Llama
+from specgen.models.model_config import Eagle3Config, TargetConfig, architectures, kv_bytes_per_token
 from specgen.ops.reference import torch_ops
 
 _META = torch.device("meta")

@@ -30,7 +30,7 @@ from specgen.events import (
     Submitted,
     Verified,
 )
-from specgen.models.config import TargetConfig
+from specgen.models.model_config import TargetConfig
 
 _MAX_SHORTAGES = 3  # of a sequence that is alone: a shortage may be another program's, and pass
 

@@ -11,7 +11,7 @@ from specgen.core.scheduler import Chunk, Scheduler
 from specgen.core.sequence import Request, Sequence
 from specgen.core.step import Steps
 from specgen.device import on_device, use
-from specgen.models.config import TargetConfig
+from specgen.models.model_config import TargetConfig
 
 _UNUSED = SamplingParams(max_tokens=1)
 

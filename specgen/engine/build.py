@@ -43,9 +43,9 @@ from specgen.events import Event
 from specgen.kv.kv_cache import KVCache
 from specgen.kv.pages import PageAllocator
 from specgen.kv.prefix_cache import PrefixCache
-from specgen.models.config import Eagle3Config, TargetConfig, kv_bytes_per_token
 from specgen.models.eagle3 import Eagle3Head
 from specgen.models.llama import Llama
+from specgen.models.model_config import Eagle3Config, TargetConfig, kv_bytes_per_token
 from specgen.text.tokenizer import StopStrings, Tokenizer, load_tokenizer
 
 BACKENDS: dict[str, type[Backend]] = {

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from specgen.config import UserError, require
-from specgen.models.config import Eagle3Config
 from specgen.models.layers import MLP, Attend, Attention, Keep, KeysValues, inverse_frequencies
+from specgen.models.model_config import Eagle3Config
 from specgen.models.weights import Take
 from specgen.ops import Map, Norm, Ops, Pair, Rope
 

@@ -1,6 +1,6 @@
 """Whether a head and a target belong together: every mismatch that would load and then draft badly; no torch."""
 
-from specgen.models.config import Eagle3Config, TargetConfig
+from specgen.models.model_config import Eagle3Config, TargetConfig
 
 
 def misfits(target: TargetConfig, head: Eagle3Config) -> tuple[str, ...]:

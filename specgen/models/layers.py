@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from specgen.models.config import Eagle3Config, Llama3Scaling, RopeConfig, TargetConfig
+from specgen.models.model_config import Eagle3Config, Llama3Scaling, RopeConfig, TargetConfig
 from specgen.models.weights import Take
 from specgen.ops import Map, Norm, Ops
 

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from specgen.models.config import TargetConfig
 from specgen.models.layers import MLP, Attend, Attention, inverse_frequencies
+from specgen.models.model_config import TargetConfig
 from specgen.models.weights import Take
 from specgen.ops import Map, Norm, Ops, Rope
 

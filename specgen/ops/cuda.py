@@ -11,7 +11,7 @@ from specgen.ops import Ops
 from specgen.ops.argmax import argmax
 from specgen.ops.reference import Linear, one_part
 from specgen.ops.rope import TritonRope
-from specgen.ops.rows import TritonEmbedBeside, TritonNorm, silu_and_mul
+from specgen.ops.row_kernels import TritonEmbedBeside, TritonNorm, silu_and_mul
 from specgen.ops.skinny import Tile, skinny_gated_linear, skinny_linear
 
 # By rising number of rows; more rows than the last one's go to cuBLAS. Measured at Llama-3.1-8B's shapes on an H100.

@@ -10,7 +10,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from specgen.ops.launch import PDL, fetch_ahead
-from specgen.ops.rows import silu_mul
+from specgen.ops.row_kernels import silu_mul
 
 
 @dataclass(frozen=True, kw_only=True)
