@@ -8,8 +8,11 @@ from specgen.config import EngineConfig, SamplingParams, require
 from specgen.core.endings import DeviceLost
 from specgen.core.engine_core import never_stop
 from specgen.core.sequence import Completion
-from specgen.engine.build import DRAWN, Models, build_engine, load_models, open_checkpoints, resolve
+from specgen.engine.build import build_engine
+from specgen.engine.choices import resolve
 from specgen.engine.conversations import Conversations
+from specgen.engine.loading import Models, load_models, open_checkpoints
+from specgen.engine.memory import DRAWN
 from specgen.engine.request_output import RequestOutput
 from specgen.events import Event, Submitted, Verified
 from specgen.prompts import Prompt, Rejected
