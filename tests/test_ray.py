@@ -30,11 +30,14 @@ from specgen.jobs.ray_engine import RayEngine
 from specgen.jobs.run import run
 from specgen.prompts import Message, Prompt, Rejected
 from tests.engines import resolved
-from tests.test_killed import Silent, files
+from tests.jobs import Silent, files
 
 NUM_PROMPTS, MAX_TOKENS = 160, 24
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:ray")  # at its own fields
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning:ray"),  # at its own fields
+    pytest.mark.xdist_group("ray"),  # no two clusters at once
+]
 
 
 @pytest.fixture(scope="module")
@@ -111,6 +114,7 @@ def _below(pid: int) -> Iterator[int]:
             yield from _below(int(stat.parent.name))
 
 
+@pytest.mark.slow
 def test_the_driver_and_a_worker_may_be_killed(pair: EngineConfig, data: Path, tmp_path: Path) -> None:
     driver = Driver(data, tmp_path / "ray")
     driver.wait_for(lambda: driver.num_done)

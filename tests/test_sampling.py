@@ -105,7 +105,9 @@ def p_values(pair: Pair, sampling: SamplingParams, draft_sampling: str) -> tuple
 
 
 @pytest.mark.parametrize("draft_sampling", ["greedy", "probabilistic"])
-@pytest.mark.parametrize("name", FILTERS)
+@pytest.mark.parametrize(
+    "name", [name if name == "all" else pytest.param(name, marks=pytest.mark.slow) for name in FILTERS]
+)
 def test_every_place_has_the_distribution_of_plain_sampling(
     small_pair: Pair, name: str, draft_sampling: str
 ) -> None:
