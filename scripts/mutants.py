@@ -103,7 +103,6 @@ TESTS: dict[str, tuple[str, ...]] = {
     "decoding/sampling": ("test_engine.py", *_DRAWS, *_BY_REQUEST),
     "decoding/drafting": (*_TEXTS, *_DRAWS, *_AHEAD),
     "decoding/drafter_batch": (*_TEXTS, *_DRAWS, *_AHEAD),
-    "decoding/draft_state": (*_TEXTS, *_DRAWS, *_AHEAD),
     "core/step": (*_TEXTS, "test_scoring.py", *_DRAWS, *_BY_REQUEST),
     "core/running_batch": (*_TEXTS, *_BY_REQUEST, *_AHEAD, *_FAULTS),
     "core/limits": ("test_limits.py",),
