@@ -150,7 +150,7 @@ def biased(logits: Tensor, batch: SamplingBatch) -> Tensor:
 
 
 def are_finite(logits: Tensor, likeliest: Tensor) -> Tensor:
-    """Whether rows ``[..., V]`` are finite, ``[...]`` bool: one with NaN or inf has a non-finite value at its argmax."""
+    """Whether rows ``[..., V]`` are finite, ``[...]`` bool: NaN or inf shows as a non-finite value at the argmax."""
     return logits.gather(-1, likeliest[..., None]).squeeze(-1).abs() < float("inf")
 
 
@@ -207,7 +207,7 @@ def _keep_top(probs: Tensor, batch: SamplingBatch) -> Tensor:
 
 
 def _keep_top_on_gpu(probs: Tensor, batch: SamplingBatch) -> Tensor:
-    """The same through FlashInfer, without a sort: a fifth of the time at 640 x 128k. Ties at the last rank all stay."""
+    """The same through FlashInfer, without a sort: a fifth of the time at 640 x 128k; ties at the last rank stay."""
     from flashinfer.sampling import top_k_renorm_probs, top_p_renorm_probs
 
     def by_row(column: Tensor) -> Tensor:
