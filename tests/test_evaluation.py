@@ -147,6 +147,7 @@ def answers(results: dict[str, Any]) -> dict[tuple[str, int], Any]:
     }
 
 
+@pytest.mark.slow
 def test_scores_are_those_of_the_hf_model(lm: Any, hf: Any, tmp_path: Path) -> None:
     tasks = [
         choices(tmp_path, "delimited"),
@@ -227,7 +228,7 @@ def test_the_engine_is_told_that_nobody_asks_any_more(
     assert [getgeneratorstate(each) for each in made] == [GEN_CLOSED]
 
 
-@pytest.mark.parametrize("cache", ["lm-eval's", "ours"])
+@pytest.mark.parametrize("cache", [pytest.param("lm-eval's", marks=pytest.mark.slow), "ours"])
 def test_a_killed_run_goes_on_where_it_was(
     config: EngineConfig, models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache: str
 ) -> None:

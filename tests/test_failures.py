@@ -128,7 +128,7 @@ def caches(monkeypatch: pytest.MonkeyPatch) -> list[KVCache]:
     return made
 
 
-@pytest.mark.parametrize("number", [1, 5])
+@pytest.mark.parametrize("number", [pytest.param(1, marks=pytest.mark.slow), 5])
 @pytest.mark.parametrize("ahead", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("batch", ["padded", "non-padded"])
 def test_what_fails_once_is_right_the_second_time(

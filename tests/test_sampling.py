@@ -132,7 +132,7 @@ def test_a_residual_that_forgets_the_drafter_is_caught(
     assert min(values) < 1e-6
 
 
-@pytest.mark.parametrize("draft_sampling", ["greedy", "probabilistic"])
+@pytest.mark.parametrize("draft_sampling", [pytest.param("greedy", marks=pytest.mark.slow), "probabilistic"])
 def test_one_seed_is_one_text_in_any_company(random_pair: Pair, draft_sampling: str) -> None:
     sampling = SamplingParams(max_tokens=16, temperature=0.8, top_p=0.95, seed=7)
     requests = random_requests(9, 128, sampling)
