@@ -85,7 +85,7 @@ class Driver:
 
     def wait_for(self, found: Callable[[], Any]) -> Any:
         """What is ``found`` at last."""
-        for _ in range(1200):
+        for _ in range(2400):
             if it := found():
                 return it
             assert self.process.poll() is None, Path(self.log.name).read_text()
@@ -126,7 +126,7 @@ def test_the_driver_and_a_worker_may_be_killed(pair: EngineConfig, data: Path, t
     assert driver.num_done < NUM_PROMPTS
     workers = driver.workers()
     os.kill(workers[0], signal.SIGKILL)
-    stdout, _ = driver.process.communicate(timeout=120)
+    stdout, _ = driver.process.communicate(timeout=300)
     assert len(workers) == 2
     assert driver.process.returncode == 3, "the broken row"
     assert stdout.startswith("Prompt:"), "what Ray has to say is not on stdout"
