@@ -63,6 +63,7 @@ def test_nothing_changes_in_float32(tmp_path: Path) -> None:
     assert all(1.5 < length < 5 for length in lengths[1:])  # drafts were accepted, and not always
 
 
+@pytest.mark.slow
 def test_a_wrong_bonus_token_in_one_step_of_a_hundred_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch, every=100, wrong=77)
     result = verify(

@@ -89,6 +89,7 @@ def test_vllm_is_compared_under_its_own_conditions_only() -> None:
     assert times_vllm(302.0, 1, "plain", same | {"device": "another"}) is None
 
 
+@pytest.mark.slow
 def test_the_whole_command_on_a_cpu(tiny: Path, tmp_path: Path, monkeypatch, capsys) -> None:
     data = _written(tmp_path, [{"conversations": [{"value": "a" * length}]} for length in (20, 100)])
     arguments = [tiny, "--data-path", data, "--batches", "1,2", "--repeats", "1", "--new-tokens", "24"]

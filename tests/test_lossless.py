@@ -10,6 +10,8 @@ from specgen.core.sequence import Request
 from tests.engines import Pair, bundled_requests, generate, random_requests
 from tests.reference_drafts import ReferenceDrafter
 
+pytestmark = pytest.mark.xdist_group("lossless")  # what transformers writes is computed once
+
 GREEDY = SamplingParams(max_tokens=24)
 RANDOM = random_requests(32, 128, GREEDY, lengths=(1, 30))
 

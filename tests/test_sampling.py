@@ -116,6 +116,7 @@ def test_every_place_has_the_distribution_of_plain_sampling(
     assert accepted == {0, 1, 2, 3}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("draft_sampling", ["greedy", "probabilistic"])
 def test_a_residual_that_forgets_the_drafter_is_caught(
     small_pair: Pair, monkeypatch: pytest.MonkeyPatch, draft_sampling: str

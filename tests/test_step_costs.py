@@ -85,6 +85,7 @@ def drafts_by_place(events: Iterable[Event]) -> dict[tuple[str, int], tuple[int,
     return drafts
 
 
+@pytest.mark.slow
 def test_steps_are_timed_and_nothing_is_left_of_it(random_pair: Pair) -> None:
     events: list[Event] = []
     config = config_of(random_pair, num_spec_tokens=2, max_batch_size=6)

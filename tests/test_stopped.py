@@ -25,6 +25,8 @@ from specgen.rundir.interrupt import interruptible
 from specgen.rundir.locking import locked
 from tests.jobs import keep_in_memory
 
+pytestmark = pytest.mark.xdist_group("stopped")  # one run that nothing stops for all
+
 NUM_PROMPTS = 24
 
 
@@ -214,6 +216,7 @@ def test_a_read_only_directory_is_one_line(prompts: Path, tmp_path: Path, disk: 
     assert re.search(rf"run' cannot be written \({reason}\)", command.last_words)
 
 
+@pytest.mark.slow
 def test_two_runs_in_one_directory(prompts: Path, tmp_path: Path) -> None:
     first = Command(prompts, tmp_path / "run")
     wait_for_rows(tmp_path / "run", 1)
