@@ -1,13 +1,21 @@
 """What a user can choose: frozen values that check themselves and name what is wrong."""
 
 import reprlib
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass, replace
 from importlib.util import find_spec
-from typing import Literal, Self
+from typing import Annotated, Any, Literal, Self, get_args, get_origin, get_type_hints
 
 DrafterBatchName = Literal["padded", "non-padded"]
-DraftSampling = Literal["greedy", "probabilistic"]
+DraftSamplingName = Literal["greedy", "probabilistic"]
 SpecLengthName = Literal["fixed", "auto"]
+DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
+AttentionName = Literal["auto", "trtllm", "flashinfer", "sdpa", "sdpa-static"]
+GraphsName = Literal["auto", "step", "pass", "off"]
+FormatName = Literal["jsonl", "openai", "parquet"]
+ExecutorName = Literal["local", "ray"]
+# The groups of --help, in their order
+Group = Literal["Study", "Table", "Models", "Prompts", "Speculation", "Sampling", "Running", "Results"]
 
 _MOST_AUTO = 7  # drafts in a step
 MAX_LOGIT_BIASES = 1024  # of one request
@@ -48,6 +56,40 @@ def spec_tokens(asked: int | str) -> tuple[int, SpecLengthName]:
     return int(asked), "fixed"
 
 
+def choices(config: type) -> dict[str, tuple[str, ...]]:
+    """The values of every field of ``config`` whose type lists them."""
+    hints = get_type_hints(config)
+    return {field: get_args(hint) for field, hint in hints.items() if get_origin(hint) is Literal}
+
+
+def parse_bytes(text: str) -> int:
+    """The bytes of a ``kv_memory`` such as ``1073741824``, ``512MiB`` or ``2GB``."""
+    units = {"": 1, "B": 1}
+    for power, letter in enumerate("KMGT", start=1):
+        units |= {letter: 1 << 10 * power, f"{letter}IB": 1 << 10 * power, f"{letter}B": 1000**power}
+    number = text.rstrip("KMGTIBkmgtib ")
+    unit = text[len(number) :].strip().upper()
+    require(
+        unit in units and number.replace(".", "", 1).isdecimal(),
+        f"kv-memory is {text!r}: write a size such as 512MiB or 2GiB",
+    )
+    return int(float(number) * units[unit])
+
+
+@dataclass(frozen=True)
+class Help:
+    """What ``--help`` says of a field or parameter, which makes it an option of a command."""
+
+    text: str
+    group: Group
+    _: KW_ONLY
+    name: str | None = None  # of the option, where it is not the field's
+    default: str | bool = True  # what is shown as the default; False: nothing
+    metavar: str | None = None
+    least: int | None = None
+    parse: Callable[[str], Any] | None = None  # the field's value from what is written on the command line
+
+
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """How one request is decoded; names and meanings as in vLLM's ``SamplingParams``.
@@ -59,14 +101,19 @@ class SamplingParams:
     of its logits before bias, temperature and filters.
     """
 
-    max_tokens: int = 128
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    seed: int = 0
-    stop: tuple[str, ...] = ()
-    ignore_eos: bool = False
+    max_tokens: Annotated[int, Help("Longest answer in tokens.", "Sampling", name="max_new_tokens")] = 128
+    temperature: Annotated[float, Help("0 is greedy.", "Sampling")] = 0.0
+    top_p: Annotated[float, Help("Nucleus; 1 is off.", "Sampling")] = 1.0
+    top_k: Annotated[int, Help("Sample from the K likeliest tokens; 0 is off.", "Sampling")] = 0
+    min_p: Annotated[
+        float, Help("Drop tokens below this share of the likeliest one; 0 is off.", "Sampling")
+    ] = 0.0
+    seed: Annotated[int, Help("With the request's id it fixes every random draw.", "Sampling")] = 0
+    stop: Annotated[
+        tuple[str, ...],
+        Help("End a text before this string; may be repeated.", "Sampling", default=False),
+    ] = ()
+    ignore_eos: Annotated[bool, Help("Go on to the full length.", "Sampling")] = False
     logit_bias: tuple[tuple[int, float], ...] = ()
     logprobs: int | None = None
 
@@ -98,22 +145,72 @@ class SamplingParams:
 class EngineConfig:
     """What is loaded and how it runs. ``auto`` is resolved in ``build.py`` and nowhere else."""
 
-    model: str
-    drafter: str | None
-    num_spec_tokens: int = 4
+    model: Annotated[str, Help("Target: a directory or hub id.", "Models", default="the bundled target")]
+    drafter: Annotated[
+        str | None, Help("EAGLE3 head: a directory or hub id.", "Models", default="the bundled head")
+    ]
+    num_spec_tokens: Annotated[
+        int,
+        Help(
+            "Draft tokens a step, K; 0 is plain decoding; auto: at every step what pays best for the batch, by the "
+            f"measured cost of a step and the acceptance so far, up to {_MOST_AUTO}.",
+            "Speculation",
+            metavar="INTEGER|auto",
+            parse=spec_tokens,
+        ),
+    ] = 4
     spec_length: SpecLengthName = "fixed"  # auto: what pays best at every step, at most num_spec_tokens
-    drafter_batch: DrafterBatchName = "padded"
-    draft_sampling: DraftSampling = "greedy"
-    max_batch_size: int = 32
-    max_prefill_tokens: int = 2048
+    drafter_batch: Annotated[
+        DrafterBatchName,
+        Help("The drafter takes in all verified rows, or the accepted ones alone.", "Speculation"),
+    ] = "padded"
+    draft_sampling: Annotated[
+        DraftSamplingName,
+        Help(
+            "Choose drafts by argmax or draw them at the temperature; text is distributed alike.",
+            "Speculation",
+        ),
+    ] = "greedy"
+    max_batch_size: Annotated[int, Help("Sequences that decode together.", "Running")] = 32
+    max_prefill_tokens: Annotated[int, Help("Prompt tokens in one prefill pass.", "Running")] = 2048
     page_size: int = 0  # positions; 0: what suits the attention backend
-    kv_memory: int | None = None  # bytes; None: as much as the batch can need and the device can give
-    device: str = "auto"
-    dtype: str = "auto"
-    attention: str = "auto"
-    cuda_graphs: str = "auto"
-    gpu_memory_utilization: float = 0.9
-    prefix_cache: bool = True  # prompts that begin alike are computed once
+    kv_memory: Annotated[  # bytes; None: as much as the batch can need and the device can give
+        int | None,
+        Help(
+            "Memory for the KV cache, such as 512MiB or 2GiB.",
+            "Running",
+            default="what the batch can need, at most 1GiB on a CPU and what --gpu-memory-utilization leaves on a GPU",
+            parse=parse_bytes,
+        ),
+    ] = None
+    device: Annotated[str, Help("auto, cpu, cuda or cuda:N.", "Running")] = "auto"
+    dtype: Annotated[DtypeName, Help("auto: float32 on a CPU, bfloat16 on a GPU.", "Running")] = "auto"
+    attention: Annotated[
+        AttentionName,
+        Help(
+            "trtllm: TensorRT-LLM's decode kernels; flashinfer: its paged wrappers; sdpa: PyTorch's, and "
+            "sdpa-static, which can be captured. auto picks and says why.",
+            "Running",
+        ),
+    ] = "auto"
+    cuda_graphs: Annotated[
+        GraphsName,
+        Help(
+            "step: a decode step is one CUDA graph; pass: each forward pass is; off: none. auto: step where the "
+            "attention backend can.",
+            "Running",
+        ),
+    ] = "auto"
+    gpu_memory_utilization: Annotated[
+        float, Help("Share of the GPU's memory to use, weights and graphs included.", "Running")
+    ] = 0.9
+    prefix_cache: Annotated[
+        bool,
+        Help(
+            "Compute what prompts have in common at their beginning once. Leave it out to compare with other tables.",
+            "Running",
+        ),
+    ] = True
 
     def __post_init__(self) -> None:
         require(
@@ -138,6 +235,9 @@ class EngineConfig:
             self.spec_length == "fixed" or self.num_spec_tokens >= 1,
             "spec-length is auto and num-spec-tokens is 0, which leaves nothing to choose from: use 1 to 16",
         )
+        for field, known in choices(EngineConfig).items():
+            value = getattr(self, field)
+            require(value in known, f"{field.replace('_', '-')} is {value!r}: use one of {', '.join(known)}")
 
     def plain(self) -> Self:
         """The same without speculation."""

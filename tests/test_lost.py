@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import typer
 
-from specgen.cli import main as cli
+from specgen.cli import generating
 from specgen.config import EngineConfig, SamplingParams
 from specgen.core.engine_core import DeviceLost, EngineCore
 from specgen.core.step import Steps
@@ -240,7 +240,7 @@ def test_what_cannot_go_on_by_itself_is_one_line(
     monkeypatch.setattr(os, "execv", lambda *arguments: pytest.fail("this would not go on"))
     job = replace(job, dataset=dataset, data_path=None)
     with pytest.raises(typer.Exit) as ended:
-        cli._go_on(DeviceLost("planted", requests), job, None if output is None else Path(output))
+        generating.go_on(DeviceLost("planted", requests), job, None if output is None else Path(output))
     assert ended.value.exit_code == 1
     line = f"specgen: the device is lost (planted): go on in a new process; {words}\n"
     assert capsys.readouterr().err == line

@@ -17,7 +17,15 @@ from specgen.checkpoints.checkpoint import (
     open_checkpoint,
     target_config,
 )
-from specgen.config import EngineConfig, SamplingParams, UserError, require
+from specgen.config import (
+    AttentionName,
+    DtypeName,
+    EngineConfig,
+    GraphsName,
+    SamplingParams,
+    UserError,
+    require,
+)
 from specgen.core import step_costs
 from specgen.core.engine_core import EngineCore
 from specgen.core.graphs import Eager, PassGraphs, Runner, StepGraphs
@@ -48,14 +56,17 @@ from specgen.models.llama import Llama
 from specgen.models.model_config import Eagle3Config, TargetConfig, kv_bytes_per_token
 from specgen.text.tokenizer import StopStrings, Tokenizer, load_tokenizer
 
-BACKENDS: dict[str, type[Backend]] = {
+BACKENDS: dict[AttentionName, type[Backend]] = {
     "trtllm": TrtllmBackend,
     "flashinfer": FlashInferBackend,
     "sdpa": SdpaBackend,
     "sdpa-static": StaticSdpaBackend,
 }
-_AUTO = {"cpu": ("sdpa",), "cuda": ("trtllm", "flashinfer", "sdpa")}  # the first that runs the model
-_RUNNERS: dict[str, type[Runner]] = {"step": StepGraphs, "pass": PassGraphs, "off": Eager}
+_AUTO: dict[str, tuple[AttentionName, ...]] = {  # the first that runs the model
+    "cpu": ("sdpa",),
+    "cuda": ("trtllm", "flashinfer", "sdpa"),
+}
+_RUNNERS: dict[GraphsName, type[Runner]] = {"step": StepGraphs, "pass": PassGraphs, "off": Eager}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _GIB = 1 << 30
 Checkpoints = Mapping[str, Checkpoint]  # "model" and, where any drafts are asked for, "drafter"
@@ -99,7 +110,6 @@ def resolve(config: EngineConfig, checkpoints: Checkpoints) -> EngineConfig:
     graphs = config.cuda_graphs
     if graphs == "auto":
         graphs = "step" if kind == "cuda" and capabilities.graphs else "off"
-    require(graphs in _RUNNERS, f"cuda-graphs is {graphs!r}: use one of {', '.join(_RUNNERS)}")
     require(
         graphs == "off" or (kind == "cuda" and capabilities.graphs),
         f"cuda-graphs is {graphs!r} but attention {attention!r} on {kind!r} cannot be captured: "
@@ -135,22 +145,17 @@ def choose_device(name: str) -> torch.device:
     return torch.device("cuda", index)
 
 
-def choose_dtype(name: str, device: torch.device) -> str:
-    """The number format ``name`` stands for on ``device``; ``UserError`` for one that is not known."""
+def choose_dtype(name: DtypeName, device: torch.device) -> DtypeName:
+    """The number format ``name`` stands for on ``device``."""
     if name == "auto":
-        name = "float32" if device.type == "cpu" else "bfloat16"
-    require(name in DTYPES, f"dtype is {name!r}: use one of {', '.join(DTYPES)}")
+        return "float32" if device.type == "cpu" else "bfloat16"
     return name
 
 
-def choose_attention(config: EngineConfig, checkpoints: Checkpoints) -> tuple[str, str]:
+def choose_attention(config: EngineConfig, checkpoints: Checkpoints) -> tuple[AttentionName, str]:
     """The backend that ``config``, whose device and dtype are resolved, runs on, and why that one."""
     device = torch.device(config.device)
     names = _AUTO[device.type] if config.attention == "auto" else (config.attention,)
-    require(
-        names[0] in BACKENDS,
-        f"attention is {config.attention!r}: use one of auto, {', '.join(BACKENDS)}",
-    )
     heads, passed_over = _heads(config, checkpoints), list[str]()
     for name in names:
         backend = BACKENDS[name]

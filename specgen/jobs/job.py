@@ -2,18 +2,16 @@
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from specgen.checkpoints.checkpoint import fingerprint
-from specgen.config import Cluster, EngineConfig, SamplingParams, require
+from specgen.config import Cluster, EngineConfig, FormatName, SamplingParams, require
 from specgen.display import draft_length, from_here
 from specgen.engine.build import Checkpoints, choose_attention, described
 from specgen.jobs.shard import WHOLE, Shard
 from specgen.jobs.survey import Survey
 from specgen.prompts.load import STDIN
 from specgen.rundir.provenance import manifest
-
-FormatName = Literal["jsonl", "openai", "parquet"]
 
 
 @dataclass(frozen=True, kw_only=True)
