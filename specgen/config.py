@@ -143,7 +143,7 @@ class SamplingParams:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """What is loaded and how it runs. ``auto`` is resolved in ``build.py`` and nowhere else."""
+    """What is loaded and how it runs. ``auto`` is resolved in ``engine/choices.py`` and nowhere else."""
 
     model: Annotated[str, Help("Target: a directory or hub id.", "Models", default="the bundled target")]
     drafter: Annotated[

@@ -27,7 +27,7 @@ class Heads:
 
 @dataclass(frozen=True, kw_only=True)
 class Capabilities:
-    """What a backend can do; ``build.py`` checks it once, at start. None: no bound."""
+    """What a backend can do; the engine checks it once, at start. None: no bound."""
 
     devices: tuple[str, ...]  # torch device types
     package: str | None = None  # that is imported when it is used

@@ -8,7 +8,7 @@ import torch
 
 from specgen.bench.environment import settle
 from specgen.checkpoints.checkpoint import Checkpoint
-from specgen.engine.build import Models
+from specgen.engine.loading import Models
 from specgen.models.model_config import kv_bytes_per_token
 
 _SQUARES = {"cuda": 8192, "cpu": 512}  # sides of the matrices whose product shows how fast a device computes

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from specgen.config import EngineConfig
 from specgen.core import step_costs
 from specgen.core.sequence import Request
-from specgen.engine.build import Models
+from specgen.engine.loading import Models
 from specgen.models.model_config import kv_bytes_per_token
 
 _WARM_UP = 192  # positions of a sequence while an engine warms up

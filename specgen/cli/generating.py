@@ -13,7 +13,7 @@ from specgen.cli.progress_bar import ProgressBar
 from specgen.config import Cluster, EngineConfig, ExecutorName, Help, SamplingParams, require
 
 if TYPE_CHECKING:
-    from specgen.core.engine_core import DeviceLost
+    from specgen.core.endings import DeviceLost
     from specgen.jobs.job import Job
     from specgen.jobs.run_output import Result
 
@@ -106,7 +106,7 @@ def generate(
 
 def run_and_print(job: "Job", output: Path | None, as_json: bool) -> None:
     """Run ``job`` and print its report and notes; exit code 3 if a request failed."""
-    from specgen.core.engine_core import DeviceLost
+    from specgen.core.endings import DeviceLost
 
     try:
         if output == Path("-"):

@@ -84,5 +84,5 @@ def main() -> None:
 
 def _is_of_the_device(error: Exception) -> bool:
     """Whether it is ``DeviceLost``, whose module loads torch: where it is not loaded nobody has raised it."""
-    core = sys.modules.get("specgen.core.engine_core")
+    core = sys.modules.get("specgen.core.endings")
     return core is not None and isinstance(error, core.DeviceLost)
