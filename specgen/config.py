@@ -2,13 +2,12 @@
 
 import reprlib
 from collections.abc import Callable
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import KW_ONLY, asdict, dataclass, replace
 from importlib.util import find_spec
 from typing import Annotated, Any, Literal, Self, get_args, get_origin, get_type_hints
 
 DrafterBatchName = Literal["padded", "non-padded"]
 DraftSamplingName = Literal["greedy", "probabilistic"]
-SpecLengthName = Literal["fixed", "auto"]
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 AttentionName = Literal["auto", "trtllm", "flashinfer", "sdpa", "sdpa-static"]
 GraphsName = Literal["auto", "step", "pass", "off"]
@@ -48,12 +47,34 @@ def first_line(error: BaseException) -> str:
     return next(iter(lines), type(error).__name__)[:_LONGEST_SHOWN]
 
 
-def spec_tokens(asked: int | str) -> tuple[int, SpecLengthName]:
-    """``num_spec_tokens`` and ``spec_length`` of an ``EngineConfig`` for a number of drafts, or for ``auto``."""
-    if asked == "auto":
-        return _MOST_AUTO, "auto"
-    require(str(asked).isdecimal(), f"num-spec-tokens is {asked}: use 1 to 16, 0 for plain decoding, or auto")
-    return int(asked), "fixed"
+@dataclass(frozen=True, kw_only=True)
+class DraftLength:
+    """K, the drafts in a step: ``most``, or with ``auto`` what pays best at every step, at most ``most``."""
+
+    most: int
+    auto: bool = False
+
+    def __post_init__(self) -> None:
+        require(0 <= self.most <= 16, f"num-spec-tokens is {self.most}: use 1 to 16, or 0 for plain decoding")
+        require(
+            not self.auto or self.most >= 1,
+            "num-spec-tokens is auto and at most 0, which leaves nothing to choose from: use 1 to 16",
+        )
+
+    @classmethod
+    def of(cls, asked: "DraftLength | int | str") -> "DraftLength":
+        """What ``asked`` stands for: a number, also as text, or ``auto``."""
+        if isinstance(asked, DraftLength):
+            return asked
+        if asked == "auto":
+            return cls(most=_MOST_AUTO, auto=True)
+        require(
+            str(asked).isdecimal(), f"num-spec-tokens is {asked}: use 1 to 16, 0 for plain decoding, or auto"
+        )
+        return cls(most=int(asked))
+
+    def __str__(self) -> str:
+        return f"auto, up to {self.most}" if self.auto else str(self.most)
 
 
 def choices(config: type) -> dict[str, tuple[str, ...]]:
@@ -150,16 +171,15 @@ class EngineConfig:
         str | None, Help("EAGLE3 head: a directory or hub id.", "Models", default="the bundled head")
     ]
     num_spec_tokens: Annotated[
-        int,
+        int | Literal["auto"] | DraftLength,
         Help(
             "Draft tokens a step, K; 0 is plain decoding; auto: at every step what pays best for the batch, by the "
             f"measured cost of a step and the acceptance so far, up to {_MOST_AUTO}.",
             "Speculation",
             metavar="INTEGER|auto",
-            parse=spec_tokens,
+            parse=DraftLength.of,
         ),
     ] = 4
-    spec_length: SpecLengthName = "fixed"  # auto: what pays best at every step, at most num_spec_tokens
     drafter_batch: Annotated[
         DrafterBatchName,
         Help("The drafter takes in all verified rows, or the accepted ones alone.", "Speculation"),
@@ -213,10 +233,6 @@ class EngineConfig:
     ] = True
 
     def __post_init__(self) -> None:
-        require(
-            0 <= self.num_spec_tokens <= 16,
-            f"num-spec-tokens is {self.num_spec_tokens}: use 1 to 16, or 0 for plain decoding",
-        )
         require(self.max_batch_size >= 1, f"max-batch-size is {self.max_batch_size}: use at least 1")
         require(
             self.max_prefill_tokens >= 1, f"max-prefill-tokens is {self.max_prefill_tokens}: use at least 1"
@@ -227,21 +243,28 @@ class EngineConfig:
         )
         require(self.page_size >= 0, f"page-size is {self.page_size}: use at least 1")
         require(
-            self.num_spec_tokens == 0 or self.drafter is not None,
-            f"num-spec-tokens is {self.num_spec_tokens} but no drafter is given: "
+            self.draft_length.most == 0 or self.drafter is not None,
+            f"num-spec-tokens is {self.draft_length.most} but no drafter is given: "
             "name one with --drafter, or use --num-spec-tokens 0",
-        )
-        require(
-            self.spec_length == "fixed" or self.num_spec_tokens >= 1,
-            "spec-length is auto and num-spec-tokens is 0, which leaves nothing to choose from: use 1 to 16",
         )
         for field, known in choices(EngineConfig).items():
             value = getattr(self, field)
             require(value in known, f"{field.replace('_', '-')} is {value!r}: use one of {', '.join(known)}")
 
+    @property
+    def draft_length(self) -> DraftLength:
+        """What ``num_spec_tokens`` stands for."""
+        return DraftLength.of(self.num_spec_tokens)
+
     def plain(self) -> Self:
         """The same without speculation."""
-        return replace(self, num_spec_tokens=0, spec_length="fixed", drafter=None)
+        return replace(self, num_spec_tokens=0, drafter=None)
+
+    def to_json(self) -> dict[str, Any]:
+        """As a manifest has it, the draft length in two fields."""
+        length = self.draft_length
+        auto = {"num_spec_tokens": length.most, "spec_length": "auto" if length.auto else "fixed"}
+        return asdict(self) | auto
 
 
 @dataclass(frozen=True, kw_only=True)

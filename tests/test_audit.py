@@ -205,9 +205,8 @@ def test_a_text_that_ends_early_is_shown_so() -> None:
     early = divergence(token=None, text="", logit=None, gap=None)
     arm = {"name": "padded", "batch_size": 8, "num_requests": 2, "num_identical": 1, "identical": 0.5}
     arm |= {"mean_acceptance_length": 2.5, "divergences": [asdict(early) | {"explained": early.explained}]}
-    engine = dict.fromkeys(
-        ("model", "drafter", "num_spec_tokens", "spec_length", "device", "dtype", "attention"), "x"
-    )
+    engine = dict.fromkeys(("model", "drafter", "device", "dtype", "attention"), "x")
+    engine |= {"num_spec_tokens": 4, "spec_length": "fixed"}
     found = {"reference": {"name": "plain", "batch_size": 1}, "dtype": "float32", "num_unexplained": 1}
     found |= {"failures": ["b: the prompt is empty"]}
     line = next(

@@ -10,7 +10,7 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 import typer
 
 from specgen.bundled import pair
-from specgen.config import EngineConfig, FormatName, Group, Help, require
+from specgen.config import DraftLength, EngineConfig, FormatName, Group, Help, require
 
 Dataset = Annotated[
     str,
@@ -120,9 +120,8 @@ def _configuration(config: type, given: dict[str, Any]) -> Any:  # noqa: ANN401
         elif isinstance(value, list):
             given[name] = tuple(value)
     if config is EngineConfig:
-        most, length = given.get("num_spec_tokens", (config.num_spec_tokens, config.spec_length))
-        model, drafter = pair(given.get("model"), given.get("drafter"), most)
-        given |= {"model": model, "drafter": drafter, "num_spec_tokens": most, "spec_length": length}
+        length = DraftLength.of(given.get("num_spec_tokens", EngineConfig.num_spec_tokens))
+        given["model"], given["drafter"] = pair(given.get("model"), given.get("drafter"), length)
     return config(**given)
 
 

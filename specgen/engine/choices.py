@@ -84,7 +84,7 @@ def choose_attention(config: EngineConfig, checkpoints: Checkpoints) -> tuple[At
 def _heads(config: EngineConfig, checkpoints: Checkpoints) -> list[Heads]:
     """What target and head ask of attention, from their checkpoints' headers."""
     models: list[TargetConfig | Eagle3Config] = [target_config(checkpoints["model"])]
-    if config.num_spec_tokens:
+    if config.draft_length.most:
         models.append(drafter_config(checkpoints["drafter"], None))
     dtype = DTYPES[config.dtype]
     return [
@@ -95,7 +95,7 @@ def _heads(config: EngineConfig, checkpoints: Checkpoints) -> list[Heads]:
             dtype=dtype,
             kv_dtype=dtype,
             page_size=config.page_size,
-            max_query_len=config.num_spec_tokens + 1,
+            max_query_len=config.draft_length.most + 1,
         )
         for model in models
     ]

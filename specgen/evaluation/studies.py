@@ -9,13 +9,13 @@ from specgen.bundled import evaluation_directory
 from specgen.config import (
     AttentionName,
     DrafterBatchName,
+    DraftLength,
     DtypeName,
     EngineConfig,
     GraphsName,
     UserError,
     choices,
     require,
-    spec_tokens,
 )
 from specgen.json_fields import check_fields, load_json
 
@@ -58,7 +58,7 @@ class Arm:
             "dtype": self.dtype,
         }
         if self.num_spec_tokens is not None:
-            changes["num_spec_tokens"], changes["spec_length"] = spec_tokens(self.num_spec_tokens)
+            changes["num_spec_tokens"] = DraftLength.of(self.num_spec_tokens)
         return replace(engine, **{key: value for key, value in changes.items() if value is not None})
 
 
