@@ -220,7 +220,7 @@ def test_an_error_of_the_device_changes_no_text(
 def test_a_request_that_breaks_every_pass_it_is_in_fails_alone(
     demo_pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    Broken(monkeypatch, "decode", lambda calls, columns: int(columns.seed.positions.max()) > 120)
+    Broken(monkeypatch, "decode", lambda calls, columns: int(columns.state.positions.max()) > 120)
     requests = [
         Request(id=f"{n}", prompt_token_ids=(9,) * n, sampling=SamplingParams(max_tokens=5, ignore_eos=True))
         for n in (30, 119, 31)

@@ -320,7 +320,7 @@ from specgen.core.step import Steps
 decode = Steps.decode
 
 def breaks(self, columns, num_drafts):
-    too_long = columns.seed.positions.max(0, keepdim=True).values > 120
+    too_long = columns.state.positions.max(0, keepdim=True).values > 120
     torch.zeros(1, device="cuda")[too_long.long() * 5]
     return decode(self, columns, num_drafts)
 

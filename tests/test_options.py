@@ -9,7 +9,6 @@ from typer.testing import CliRunner
 from specgen.cli.options import Only, numbers, with_options
 from specgen.config import DraftLength, EngineConfig, Help, SamplingParams, UserError, parse_bytes
 
-
 SEEN: dict[str, object] = {}
 
 

@@ -145,7 +145,7 @@ def test_what_does_not_fit_alone_fails_alone(demo_pair: Pair, monkeypatch: pytes
     decode = Steps.decode
 
     def fails_for_long_texts(self: Steps, columns: Any, num_drafts: int) -> Any:
-        if int(columns.seed.positions.max()) > 120:
+        if int(columns.state.positions.max()) > 120:
             raise torch.OutOfMemoryError("planted")
         return decode(self, columns, num_drafts)
 
@@ -177,7 +177,7 @@ def test_memory_may_run_out_as_the_last_text_ends(
         return sequence
 
     def fails_behind_the_end(self: Steps, columns: Any, num_drafts: int) -> Any:
-        if int(columns.seed.positions.max()) >= end:
+        if int(columns.state.positions.max()) >= end:
             raise torch.OutOfMemoryError("planted")
         return decode(self, columns, num_drafts)
 

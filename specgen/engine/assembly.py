@@ -13,14 +13,12 @@ from specgen.core.running_batch import RunningBatch
 from specgen.core.scheduler import Scheduler
 from specgen.core.spec_length import FixedLength
 from specgen.core.step import Steps
+from specgen.decoding.drafter_batch import NonPaddedBatch, PackedBatch, PaddedBatch
 from specgen.decoding.drafting import (
     Drafter,
-    Eagle3Drafter,
     GreedyDrafts,
+    HeadDrafter,
     NoDrafter,
-    NonPaddedBatch,
-    PackedBatch,
-    PaddedBatch,
     SampledDrafts,
 )
 from specgen.engine.choices import BACKENDS
@@ -42,20 +40,20 @@ def assemble(
     target, step_rows = models.target, config.draft_length.most + 1
     # the last steps of a text may run past its end, and past the pages it has
     longest = min(target.config.max_positions, num_pages * config.page_size) + 3 * step_rows
+    drafter = _drafter(config, models, backend, allocator)
     return EngineCore(
         config=target.config,
         steps=Steps(
             target=target,
             cache=new_cache(config, target.config, allocator, target.device),
             backend=backend,
-            drafter=_drafter(config, models, backend, allocator),
+            drafter=drafter,
             runner=runner,
         ),
         batch=RunningBatch(
             max_rows=runner.num_rows(config.max_batch_size),
             table_width=allocator.pages_for(longest),
-            hidden_size=models.head.config.hidden_size if models.head and config.draft_length.most else 0,
-            dtype=target.dtype,
+            state_columns=drafter.state_columns,
             device=target.device,
         ),
         scheduler=Scheduler(
@@ -76,11 +74,9 @@ def new_cache(
 ) -> KVCache:
     """A cache for ``model`` with as many pages as ``allocator`` gives out."""
     return KVCache(
-        num_layers=model.num_layers,
-        num_pages=allocator.num_pages + 1,  # page 0 belongs to nobody
+        spec=model.kv_spec,
+        num_pages=allocator.num_pages + 1,  # page 0 is for padding rows
         page_size=allocator.page_size,
-        num_kv_heads=model.num_kv_heads,
-        head_dim=model.head_dim,
         dtype=DTYPES[config.dtype],
         device=device,
     )
@@ -91,11 +87,12 @@ def _drafter(config: EngineConfig, models: Models, backend: Backend, allocator: 
         return NoDrafter()
     assert models.head is not None
     non_padded = NonPaddedBatch() if backend.capabilities.needs_host_lens else PackedBatch()
-    return Eagle3Drafter(
+    return HeadDrafter(
         head=models.head,
         cache=new_cache(config, models.head.config, allocator, models.target.device),
         backend=backend,
         batch=PaddedBatch() if config.drafter_batch == "padded" else non_padded,
         choice=GreedyDrafts(models.head.argmax) if config.draft_sampling == "greedy" else SampledDrafts(),
         target_vocab_size=models.target.config.vocab_size,
+        dtype=models.target.dtype,
     )

@@ -74,7 +74,7 @@ def choose_attention(config: EngineConfig, checkpoints: Checkpoints) -> tuple[At
         if reason is None:
             if config.attention != "auto":
                 return name, "as asked"
-            return name, "; ".join([*passed_over, backend.merit])
+            return name, "; ".join([*passed_over, backend.summary])
         passed_over.append(f"{name} {reason.partition(':')[0]}")
         if config.attention != "auto":
             raise UserError(f"attention {name!r} {reason}")

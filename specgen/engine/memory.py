@@ -9,9 +9,8 @@ from specgen.core.graphs import Eager
 from specgen.core.sequence import Request
 from specgen.engine.assembly import assemble
 from specgen.engine.loading import DTYPES, Models
-from specgen.models.model_config import kv_bytes_per_token
 
-DRAWN = SamplingParams(temperature=1.0)  # what an engine makes ready for where nobody says what will be asked
+DRAWN = SamplingParams(temperature=1.0)  # what an engine prepares for by default
 _GIB = 1 << 30
 
 
@@ -23,9 +22,9 @@ def num_pages(config: EngineConfig, models: Models, expected: SamplingParams = D
     ``UserError`` if ``kv_memory``, or what ``gpu_memory_utilization`` leaves, does not hold a single page.
     """
     width = DTYPES[config.dtype].itemsize
-    token_bytes = kv_bytes_per_token(models.target.config, width)
+    token_bytes = models.target.config.kv_spec.bytes_per_token(width)
     if config.draft_length.most and models.head is not None:
-        token_bytes += kv_bytes_per_token(models.head.config, width)
+        token_bytes += models.head.config.kv_spec.bytes_per_token(width)
     page_bytes = config.page_size * token_bytes
     memory = config.kv_memory if config.kv_memory is not None else _memory_for_kv(config, models, expected)
     affordable = memory // page_bytes
