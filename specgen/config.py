@@ -2,9 +2,9 @@
 
 import reprlib
 from collections.abc import Callable
-from dataclasses import KW_ONLY, asdict, dataclass, replace
+from dataclasses import MISSING, asdict, dataclass, field, replace
 from importlib.util import find_spec
-from typing import Annotated, Any, Literal, Self, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Self, get_args, get_origin, get_type_hints
 
 DrafterBatchName = Literal["padded", "non-padded"]
 DraftSamplingName = Literal["greedy", "probabilistic"]
@@ -80,7 +80,7 @@ class DraftLength:
 def choices(config: type) -> dict[str, tuple[str, ...]]:
     """The values of every field of ``config`` whose type lists them."""
     hints = get_type_hints(config)
-    return {field: get_args(hint) for field, hint in hints.items() if get_origin(hint) is Literal}
+    return {name: get_args(hint) for name, hint in hints.items() if get_origin(hint) is Literal}
 
 
 def parse_bytes(text: str) -> int:
@@ -97,18 +97,24 @@ def parse_bytes(text: str) -> int:
     return int(float(number) * units[unit])
 
 
-@dataclass(frozen=True)
-class Help:
-    """What ``--help`` says of a field or parameter, which makes it an option of a command."""
+def option(
+    default: object,
+    group: Group,
+    text: str,
+    *,
+    name: str | None = None,
+    shown: str | None = None,
+    metavar: str | None = None,
+    least: int | None = None,
+    parse: Callable[[str], object] | None = None,
+) -> Any:  # noqa: ANN401
+    """A field that commands have as an option, or a parameter that is one; ``text`` is what ``--help`` says of it.
 
-    text: str
-    group: Group
-    _: KW_ONLY
-    name: str | None = None  # of the option, where it is not the field's
-    default: str | bool = True  # what is shown as the default; False: nothing
-    metavar: str | None = None
-    least: int | None = None
-    parse: Callable[[str], Any] | None = None  # the field's value from what is written on the command line
+    ``name`` is the option's where it is not the field's, ``shown`` stands for the default in ``--help``, and ``parse``
+    makes the value of what is written on the command line.
+    """
+    help = {"group": group, "text": text, "name": name, "shown": shown, "metavar": metavar, "least": least}
+    return field(default=default, metadata=help | {"parse": parse})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,19 +128,14 @@ class SamplingParams:
     of its logits before bias, temperature and filters.
     """
 
-    max_tokens: Annotated[int, Help("Longest answer in tokens.", "Sampling", name="max_new_tokens")] = 128
-    temperature: Annotated[float, Help("0 is greedy.", "Sampling")] = 0.0
-    top_p: Annotated[float, Help("Nucleus; 1 is off.", "Sampling")] = 1.0
-    top_k: Annotated[int, Help("Sample from the K likeliest tokens; 0 is off.", "Sampling")] = 0
-    min_p: Annotated[
-        float, Help("Drop tokens below this share of the likeliest one; 0 is off.", "Sampling")
-    ] = 0.0
-    seed: Annotated[int, Help("With the request's id it fixes every random draw.", "Sampling")] = 0
-    stop: Annotated[
-        tuple[str, ...],
-        Help("End a text before this string; may be repeated.", "Sampling", default=False),
-    ] = ()
-    ignore_eos: Annotated[bool, Help("Go on to the full length.", "Sampling")] = False
+    max_tokens: int = option(128, "Sampling", "Longest answer in tokens.", name="max_new_tokens")
+    temperature: float = option(0.0, "Sampling", "0 is greedy.")
+    top_p: float = option(1.0, "Sampling", "Nucleus; 1 is off.")
+    top_k: int = option(0, "Sampling", "Sample from the K likeliest tokens; 0 is off.")
+    min_p: float = option(0.0, "Sampling", "Drop tokens below this share of the likeliest one; 0 is off.")
+    seed: int = option(0, "Sampling", "With the request's id it fixes every random draw.")
+    stop: tuple[str, ...] = option((), "Sampling", "End a text before this string; may be repeated.")
+    ignore_eos: bool = option(False, "Sampling", "Go on to the full length.")
     logit_bias: tuple[tuple[int, float], ...] = ()
     logprobs: int | None = None
 
@@ -166,71 +167,58 @@ class SamplingParams:
 class EngineConfig:
     """What is loaded and how it runs. ``auto`` is resolved in ``engine/choices.py`` and nowhere else."""
 
-    model: Annotated[str, Help("Target: a directory or hub id.", "Models", default="the bundled target")]
-    drafter: Annotated[
-        str | None, Help("EAGLE3 head: a directory or hub id.", "Models", default="the bundled head")
-    ]
-    num_spec_tokens: Annotated[
-        int | Literal["auto"] | DraftLength,
-        Help(
-            "Draft tokens a step, K; 0 is plain decoding; auto: at every step what pays best for the batch, by the "
-            f"measured cost of a step and the acceptance so far, up to {_MOST_AUTO}.",
-            "Speculation",
-            metavar="INTEGER|auto",
-            parse=DraftLength.of,
-        ),
-    ] = 4
-    drafter_batch: Annotated[
-        DrafterBatchName,
-        Help("The drafter takes in all verified rows, or the accepted ones alone.", "Speculation"),
-    ] = "padded"
-    draft_sampling: Annotated[
-        DraftSamplingName,
-        Help(
-            "Choose drafts by argmax or draw them at the temperature; text is distributed alike.",
-            "Speculation",
-        ),
-    ] = "greedy"
-    max_batch_size: Annotated[int, Help("Sequences that decode together.", "Running")] = 32
-    max_prefill_tokens: Annotated[int, Help("Prompt tokens in one prefill pass.", "Running")] = 2048
+    model: str = option(MISSING, "Models", "Target: a directory or hub id.", shown="the bundled target")
+    drafter: str | None = option(
+        MISSING, "Models", "EAGLE3 head: a directory or hub id.", shown="the bundled head"
+    )
+    num_spec_tokens: int | Literal["auto"] | DraftLength = option(
+        4,
+        "Speculation",
+        "Draft tokens a step, K; 0 is plain decoding; auto: at every step what pays best for the batch, by the "
+        f"measured cost of a step and the acceptance so far, up to {_MOST_AUTO}.",
+        metavar="INTEGER|auto",
+        parse=DraftLength.of,
+    )
+    drafter_batch: DrafterBatchName = option(
+        "padded", "Speculation", "The drafter takes in all verified rows, or the accepted ones alone."
+    )
+    draft_sampling: DraftSamplingName = option(
+        "greedy",
+        "Speculation",
+        "Choose drafts by argmax or draw them at the temperature; text is distributed alike.",
+    )
+    max_batch_size: int = option(32, "Running", "Sequences that decode together.")
+    max_prefill_tokens: int = option(2048, "Running", "Prompt tokens in one prefill pass.")
     page_size: int = 0  # positions; 0: what suits the attention backend
-    kv_memory: Annotated[  # bytes; None: as much as the batch can need and the device can give
-        int | None,
-        Help(
-            "Memory for the KV cache, such as 512MiB or 2GiB.",
-            "Running",
-            default="what the batch can need, at most 1GiB on a CPU and what --gpu-memory-utilization leaves on a GPU",
-            parse=parse_bytes,
-        ),
-    ] = None
-    device: Annotated[str, Help("auto, cpu, cuda or cuda:N.", "Running")] = "auto"
-    dtype: Annotated[DtypeName, Help("auto: float32 on a CPU, bfloat16 on a GPU.", "Running")] = "auto"
-    attention: Annotated[
-        AttentionName,
-        Help(
-            "trtllm: TensorRT-LLM's decode kernels; flashinfer: its paged wrappers; sdpa: PyTorch's, and "
-            "sdpa-static, which can be captured. auto picks and says why.",
-            "Running",
-        ),
-    ] = "auto"
-    cuda_graphs: Annotated[
-        GraphsName,
-        Help(
-            "step: a decode step is one CUDA graph; pass: each forward pass is; off: none. auto: step where the "
-            "attention backend can.",
-            "Running",
-        ),
-    ] = "auto"
-    gpu_memory_utilization: Annotated[
-        float, Help("Share of the GPU's memory to use, weights and graphs included.", "Running")
-    ] = 0.9
-    prefix_cache: Annotated[
-        bool,
-        Help(
-            "Compute what prompts have in common at their beginning once. Leave it out to compare with other tables.",
-            "Running",
-        ),
-    ] = True
+    kv_memory: int | None = option(
+        None,
+        "Running",
+        "Memory for the KV cache, such as 512MiB or 2GiB.",
+        shown="what the batch can need, at most 1GiB on a CPU and what --gpu-memory-utilization leaves on a GPU",
+        parse=parse_bytes,
+    )
+    device: str = option("auto", "Running", "auto, cpu, cuda or cuda:N.")
+    dtype: DtypeName = option("auto", "Running", "auto: float32 on a CPU, bfloat16 on a GPU.")
+    attention: AttentionName = option(
+        "auto",
+        "Running",
+        "trtllm: TensorRT-LLM's decode kernels; flashinfer: its paged wrappers; sdpa: PyTorch's, and "
+        "sdpa-static, which can be captured. auto picks and says why.",
+    )
+    cuda_graphs: GraphsName = option(
+        "auto",
+        "Running",
+        "step: a decode step is one CUDA graph; pass: each forward pass is; off: none. auto: step where the "
+        "attention backend can.",
+    )
+    gpu_memory_utilization: float = option(
+        0.9, "Running", "Share of the GPU's memory to use, weights and graphs included."
+    )
+    prefix_cache: bool = option(
+        True,
+        "Running",
+        "Compute what prompts have in common at their beginning once. Leave it out to compare with other tables.",
+    )
 
     def __post_init__(self) -> None:
         require(self.max_batch_size >= 1, f"max-batch-size is {self.max_batch_size}: use at least 1")
@@ -247,9 +235,9 @@ class EngineConfig:
             f"num-spec-tokens is {self.draft_length.most} but no drafter is given: "
             "name one with --drafter, or use --num-spec-tokens 0",
         )
-        for field, known in choices(EngineConfig).items():
-            value = getattr(self, field)
-            require(value in known, f"{field.replace('_', '-')} is {value!r}: use one of {', '.join(known)}")
+        for name, known in choices(EngineConfig).items():
+            value = getattr(self, name)
+            require(value in known, f"{name.replace('_', '-')} is {value!r}: use one of {', '.join(known)}")
 
     @property
     def draft_length(self) -> DraftLength:

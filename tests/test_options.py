@@ -7,7 +7,7 @@ import typer
 from typer.testing import CliRunner
 
 from specgen.cli.options import Only, numbers, with_options
-from specgen.config import DraftLength, EngineConfig, Help, SamplingParams, UserError, parse_bytes
+from specgen.config import DraftLength, EngineConfig, SamplingParams, UserError, option, parse_bytes
 
 SEEN: dict[str, object] = {}
 
@@ -61,7 +61,7 @@ def test_every_field_arrives():
 def test_a_command_may_have_some_fields_and_defaults_of_its_own():
     def some(
         *,
-        batch: Annotated[int | None, Help("Its own.", "Running", name="max-batch-size")] = None,
+        batch: int | None = option(None, "Running", "Its own.", name="max-batch-size"),
         engine: Annotated[EngineConfig, Only("max_prefill_tokens dtype", {"max_prefill_tokens": 99})],
     ):
         SEEN.update(engine=engine, batch=batch)
@@ -76,9 +76,9 @@ def test_a_command_may_have_some_fields_and_defaults_of_its_own():
 def test_options_are_in_the_order_of_their_groups():
     def mixed(
         *,
-        output: Annotated[str, Help("", "Results")] = "",
+        output: str = option("", "Results", ""),
         sampling: Annotated[SamplingParams, Only("seed")],
-        size: Annotated[int, Help("", "Table")] = 1,
+        size: int = option(1, "Table", ""),
         engine: Annotated[EngineConfig, Only("device model")],
     ):
         pass

@@ -3,15 +3,15 @@
 import json
 import sys
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import MISSING, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from specgen.cli.options import DataPath, Only, numbers, with_options
+from specgen.cli.options import DATA_PATH, Only, numbers, with_options
 from specgen.cli.printing import print_files
-from specgen.config import EngineConfig, Help, require
+from specgen.config import EngineConfig, option, require
 from specgen.rundir.atomic import writable
 
 if TYPE_CHECKING:
@@ -23,15 +23,10 @@ app = typer.Typer(
     no_args_is_help=True,
 )
 
-_Output = Annotated[
-    Path | None,
-    Help(
-        "Directory for the table as NAME.csv and NAME.json, and with its plots as NAME.html.",
-        "Results",
-        default=False,
-    ),
-]
-_Repeats = Annotated[int, Help("Measurements of each number.", "Table")]
+_OUTPUT = option(
+    None, "Results", "Directory for the table as NAME.csv and NAME.json, and with its plots as NAME.html."
+)
+_REPEATS = "Measurements of each number."
 
 _SIZES = {
     "cuda": ("1,4,8,16,32,64,128,256", "1024,2048,4096,8192,16384,32768,65536,131072"),
@@ -44,26 +39,23 @@ _PREFILL = {"max_prefill_tokens": 8192}  # passes as a server has them
 @with_options
 def kernels(
     *,
-    num_seqs: Annotated[
-        str | None,
-        Help("Sequences of a pass, each tried.", "Table", default="1,4,8,16,32,64,128,256; on a CPU 1,4"),
-    ] = None,
-    max_seq_lens: Annotated[
-        str | None,
-        Help(
-            "Longest contexts, each tried; those that do not fit the memory are left out.",
-            "Table",
-            default="1024 to 131072 in powers of two; on a CPU 128,256",
-        ),
-    ] = None,
-    num_heads: Annotated[int, Help("Heads of a query.", "Table", least=1)] = 32,
-    num_kv_heads: Annotated[int, Help("Heads of keys and values.", "Table", least=1)] = 8,
-    head_dim: Annotated[int, Help("Elements of a head.", "Table", least=1)] = 128,
-    num_spec_tokens: Annotated[int, Help("Drafts, K: passes of K+1 rows are timed too.", "Table")] = 4,
-    page_size: Annotated[int, Help("Positions of a page.", "Table", least=1)] = 64,
+    num_seqs: str | None = option(
+        None, "Table", "Sequences of a pass, each tried.", shown="1,4,8,16,32,64,128,256; on a CPU 1,4"
+    ),
+    max_seq_lens: str | None = option(
+        None,
+        "Table",
+        "Longest contexts, each tried; those that do not fit the memory are left out.",
+        shown="1024 to 131072 in powers of two; on a CPU 128,256",
+    ),
+    num_heads: int = option(32, "Table", "Heads of a query.", least=1),
+    num_kv_heads: int = option(8, "Table", "Heads of keys and values.", least=1),
+    head_dim: int = option(128, "Table", "Elements of a head.", least=1),
+    num_spec_tokens: int = option(4, "Table", "Drafts, K: passes of K+1 rows are timed too."),
+    page_size: int = option(64, "Table", "Positions of a page.", least=1),
     engine: Annotated[EngineConfig, Only("dtype device")],
-    repeats: _Repeats = 20,
-    output: _Output = None,
+    repeats: int = option(20, "Table", _REPEATS),
+    output: Path | None = _OUTPUT,
 ) -> None:
     """Time attention alone: trtllm against FlashInfer's wrapper, by sequences, context and rows a sequence.
 
@@ -101,37 +93,29 @@ def kernels(
 @with_options
 def throughput(
     *,
-    matrix: Annotated[
-        str,
-        Help("Which arms, over which prompts: vllm-25196, vllm-19825, vllm-21477 or batch-and-k.", "Table"),
-    ],
-    axis: Annotated[
-        list[str] | None,
-        Help(
-            "Other values on an axis of the matrix, such as batch=8,32, K=0,4,auto, attention=sdpa, "
-            "cuda_graphs=off, decoding=plain,padded; may be repeated.",
-            "Table",
-            default=False,
-        ),
-    ] = None,
-    dataset: Annotated[
-        str | None,
-        Help("As for generate, or random: tokens that are drawn.", "Prompts", default="the matrix's"),
-    ] = None,
-    data_path: DataPath = None,
-    num_prompts: Annotated[
-        int | None,
-        Help("Prompts of a run; over again where the data set has fewer.", "Prompts", default="the matrix's"),
-    ] = None,
-    prompt_tokens: Annotated[
-        int | None, Help("Tokens of each random prompt.", "Prompts", default="the matrix's")
-    ] = None,
-    max_new_tokens: Annotated[
-        int | None, Help("Longest answer in tokens.", "Sampling", default="the matrix's")
-    ] = None,
-    max_batch_size: Annotated[
-        int | None, Help("Sequences that decode together.", "Running", default="the matrix's")
-    ] = None,
+    matrix: str = option(
+        MISSING, "Table", "Which arms, over which prompts: vllm-25196, vllm-19825, vllm-21477 or batch-and-k."
+    ),
+    axis: list[str] | None = option(
+        None,
+        "Table",
+        "Other values on an axis of the matrix, such as batch=8,32, K=0,4,auto, attention=sdpa, "
+        "cuda_graphs=off, decoding=plain,padded; may be repeated.",
+    ),
+    dataset: str | None = option(
+        None, "Prompts", "As for generate, or random: tokens that are drawn.", shown="the matrix's"
+    ),
+    data_path: Path | None = DATA_PATH,
+    num_prompts: int | None = option(
+        None, "Prompts", "Prompts of a run; over again where the data set has fewer.", shown="the matrix's"
+    ),
+    prompt_tokens: int | None = option(
+        None, "Prompts", "Tokens of each random prompt.", shown="the matrix's"
+    ),
+    max_new_tokens: int | None = option(None, "Sampling", "Longest answer in tokens.", shown="the matrix's"),
+    max_batch_size: int | None = option(
+        None, "Running", "Sequences that decode together.", shown="the matrix's"
+    ),
     engine: Annotated[
         EngineConfig,
         Only(
@@ -140,8 +124,8 @@ def throughput(
             _PREFILL,
         ),
     ],
-    repeats: _Repeats = 3,
-    output: _Output = None,
+    repeats: int = option(3, "Table", _REPEATS),
+    output: Path | None = _OUTPUT,
 ) -> None:
     """Output tokens a second, ratios and latencies: the tables of vLLM's pull requests, and batch against K."""
     from specgen.bench.matrices import find_matrix
@@ -167,10 +151,10 @@ def throughput(
 @with_options
 def step(
     *,
-    batch_sizes: Annotated[
-        str, Help("Numbers of sequences that decode together, each explained.", "Table")
-    ] = "1,8,32",
-    prompt_tokens: Annotated[int, Help("Random tokens of each prompt.", "Table")] = 256,
+    batch_sizes: str = option(
+        "1,8,32", "Table", "Numbers of sequences that decode together, each explained."
+    ),
+    prompt_tokens: int = option(256, "Table", "Random tokens of each prompt."),
     engine: Annotated[
         EngineConfig,
         Only(
@@ -178,7 +162,7 @@ def step(
             _PREFILL,
         ),
     ],
-    output: _Output = None,
+    output: Path | None = _OUTPUT,
 ) -> None:
     """Explain a decode step: milliseconds by part (draft loop, verify, accept, first pass, idle) and their bounds."""
     from specgen.bench.explain import StepJob, explain  # imports torch

@@ -10,7 +10,7 @@ import typer
 from specgen.cli.generating import GOES_ON, KEPT_NOWHERE
 from specgen.cli.options import Only, with_options
 from specgen.cli.printing import print_files
-from specgen.config import EngineConfig, Help, SamplingParams, require
+from specgen.config import EngineConfig, SamplingParams, option, require
 
 if TYPE_CHECKING:
     from specgen.evaluation.studies import Study
@@ -27,37 +27,27 @@ def evaluate(
             show_default="those of --study",
         ),
     ] = None,
-    study: Annotated[
-        str | None,
-        Help(
-            "A bundled study (vllm-25196) or a JSON file: tasks, arms, limit, shots and batch in one.",
-            "Study",
-            default=False,
-        ),
-    ] = None,
-    arms: Annotated[
-        str | None,
-        Help(
-            "Which of padded, non-padded and baseline (plain decoding), with commas between.",
-            "Study",
-            default="all three, or those of --study",
-        ),
-    ] = None,
-    limit: Annotated[
-        int | None, Help("Only the first N documents of each task.", "Study", default="all")
-    ] = None,
-    num_fewshot: Annotated[
-        int | None, Help("Examples before each question.", "Study", default="the task's")
-    ] = None,
-    apply_chat_template: Annotated[bool, Help("Ask as a chat, examples as earlier turns.", "Study")] = False,
-    data_path: Annotated[
-        Path | None,
-        Help("Directory with the train and test files of gsm8k, instead of the hub.", "Study", default=False),
-    ] = None,
+    study: str | None = option(
+        None,
+        "Study",
+        "A bundled study (vllm-25196) or a JSON file: tasks, arms, limit, shots and batch in one.",
+    ),
+    arms: str | None = option(
+        None,
+        "Study",
+        "Which of padded, non-padded and baseline (plain decoding), with commas between.",
+        shown="all three, or those of --study",
+    ),
+    limit: int | None = option(None, "Study", "Only the first N documents of each task.", shown="all"),
+    num_fewshot: int | None = option(None, "Study", "Examples before each question.", shown="the task's"),
+    apply_chat_template: bool = option(False, "Study", "Ask as a chat, examples as earlier turns."),
+    data_path: Path | None = option(
+        None, "Study", "Directory with the train and test files of gsm8k, instead of the hub."
+    ),
     sampling: Annotated[SamplingParams, Only("seed")],
-    max_batch_size: Annotated[
-        int | None, Help("Sequences that decode together.", "Running", default="32, or that of --study")
-    ] = None,
+    max_batch_size: int | None = option(
+        None, "Running", "Sequences that decode together.", shown="32, or that of --study"
+    ),
     engine: Annotated[
         EngineConfig,
         Only(
@@ -65,16 +55,13 @@ def evaluate(
             "cuda_graphs gpu_memory_utilization prefix_cache"
         ),
     ],
-    log_samples: Annotated[bool, Help("Leave every question and answer in --output too.", "Results")] = False,
-    output: Annotated[
-        Path | None,
-        Help(
-            "New directory for comparison.json, and a directory an arm: lm-eval's results.json, and what "
-            "`specgen report` reads.",
-            "Results",
-            default=False,
-        ),
-    ] = None,
+    log_samples: bool = option(False, "Results", "Leave every question and answer in --output too."),
+    output: Path | None = option(
+        None,
+        "Results",
+        "New directory for comparison.json, and a directory an arm: lm-eval's results.json, and what "
+        "`specgen report` reads.",
+    ),
 ) -> None:
     """Did speculation change the answers, and what did it give: lm-eval's tasks, arm by arm, and their comparison."""
     changes: dict[str, Any] = {"limit": limit, "num_fewshot": num_fewshot, "max_batch_size": max_batch_size}

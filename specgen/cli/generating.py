@@ -3,14 +3,14 @@
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import typer
 
-from specgen.cli.options import AsJson, DataPath, Dataset, Format, NumPrompts, with_options
+from specgen.cli.options import AS_JSON, DATA_PATH, DATASET, FORMAT, NUM_PROMPTS, with_options
 from specgen.cli.printing import print_notes, print_result
 from specgen.cli.progress_bar import ProgressBar
-from specgen.config import Cluster, EngineConfig, ExecutorName, Help, SamplingParams, require
+from specgen.config import Cluster, EngineConfig, ExecutorName, FormatName, SamplingParams, option, require
 
 if TYPE_CHECKING:
     from specgen.core.endings import DeviceLost
@@ -26,59 +26,46 @@ def generate(
     *,
     engine: EngineConfig,
     sampling: SamplingParams,
-    dataset: Dataset = "bundled",
-    data_path: DataPath = None,
-    num_prompts: NumPrompts = None,
-    shard: Annotated[
-        str,
-        Help(
-            "Run one of N shards of the prompts, counted from 0: every N-th prompt, such as 0/4; on another machine "
-            "1/4. `specgen merge` brings the directories together.",
-            "Prompts",
-            metavar="I/N",
-            default="all",
-        ),
-    ] = "0/1",
-    executor: Annotated[
-        ExecutorName,
-        Help(
-            "local: this process; ray: the workers of a Ray cluster, each with an engine and a GPU of its own.",
-            "Running",
-        ),
-    ] = "local",
-    num_workers: Annotated[int | None, Help("Workers of --executor ray.", "Running", default="1")] = None,
-    address: Annotated[
-        str | None,
-        Help(
-            "A Ray cluster that runs already, as ray.init takes it: auto, or HOST:PORT.",
-            "Running",
-            default="a new one on this machine",
-        ),
-    ] = None,
-    output: Annotated[
-        Path | None,
-        Help(
-            "Directory for completions.jsonl, errors.jsonl, events.jsonl, status.json, report.json, report.html and "
-            "manifest.json. What an earlier run of the same command left there goes on. - for stdout: the rows alone.",
-            "Results",
-            default=False,
-        ),
-    ] = None,
-    restart: Annotated[
-        bool,
-        Help(
-            "Begin anew; the directory as it was is kept beside --output, with .1 behind its name.", "Results"
-        ),
-    ] = False,
-    format: Format = "jsonl",
-    max_failures: Annotated[
-        int | None,
-        Help("End the run when more requests than this have failed.", "Results", default="no limit"),
-    ] = None,
-    baseline: Annotated[
-        bool, Help("Run plain decoding on the same prompts too and compare.", "Results")
-    ] = False,
-    as_json: AsJson = False,
+    dataset: str = DATASET,
+    data_path: Path | None = DATA_PATH,
+    num_prompts: int | None = NUM_PROMPTS,
+    shard: str = option(
+        "0/1",
+        "Prompts",
+        "Run one of N shards of the prompts, counted from 0: every N-th prompt, such as 0/4; on another machine "
+        "1/4. `specgen merge` brings the directories together.",
+        metavar="I/N",
+        shown="all",
+    ),
+    executor: ExecutorName = option(
+        "local",
+        "Running",
+        "local: this process; ray: the workers of a Ray cluster, each with an engine and a GPU of its own.",
+    ),
+    num_workers: int | None = option(None, "Running", "Workers of --executor ray.", shown="1"),
+    address: str | None = option(
+        None,
+        "Running",
+        "A Ray cluster that runs already, as ray.init takes it: auto, or HOST:PORT.",
+        shown="a new one on this machine",
+    ),
+    output: Path | None = option(
+        None,
+        "Results",
+        "Directory for completions.jsonl, errors.jsonl, events.jsonl, status.json, report.json, report.html and "
+        "manifest.json. What an earlier run of the same command left there goes on. - for stdout: the rows alone.",
+    ),
+    restart: bool = option(
+        False,
+        "Results",
+        "Begin anew; the directory as it was is kept beside --output, with .1 behind its name.",
+    ),
+    format: FormatName = FORMAT,
+    max_failures: int | None = option(
+        None, "Results", "End the run when more requests than this have failed.", shown="no limit"
+    ),
+    baseline: bool = option(False, "Results", "Run plain decoding on the same prompts too and compare."),
+    as_json: bool = AS_JSON,
 ) -> None:
     """Generate for a whole prompt set and report what the speculation was worth.
 

@@ -1,44 +1,36 @@
-"""The options of a command: the ``Help`` of its parameters and of its configurations' fields, as typer takes them."""
+"""The options of a command, as typer takes them: its parameters, and the fields of its configurations."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, is_dataclass
+from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from functools import wraps
 from inspect import Parameter, Signature, signature
-from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
 
 from specgen.bundled import pair
-from specgen.config import DraftLength, EngineConfig, FormatName, Group, Help, require
+from specgen.config import DraftLength, EngineConfig, Group, option, require
 
-Dataset = Annotated[
-    str,
-    Help(
-        "bundled, mt-bench, sharegpt, gsm8k, spec-bench, humaneval, or a file of rows with prompt, messages or "
-        "prompt_token_ids, or of an OpenAI batch: JSON lines, gzipped or not, or Parquet. - is standard input.",
-        "Prompts",
-    ),
-]
-DataPath = Annotated[
-    Path | None,
-    Help("Read the named data set from this file or directory instead of the hub.", "Prompts", default=False),
-]
-NumPrompts = Annotated[int | None, Help("Use only the first N prompts.", "Prompts", default="all")]
-Format = Annotated[
-    FormatName,
-    Help(
-        "Beside completions.jsonl: openai for batch_output.jsonl and batch_errors.jsonl as OpenAI's Batch API "
-        "writes them, parquet for completions.parquet.",
-        "Results",
-    ),
-]
-AsJson = Annotated[bool, Help("Print the report as one JSON document.", "Results", name="json")]
+DATASET = option(
+    "bundled",
+    "Prompts",
+    "bundled, mt-bench, sharegpt, gsm8k, spec-bench, humaneval, or a file of rows with prompt, messages or "
+    "prompt_token_ids, or of an OpenAI batch: JSON lines, gzipped or not, or Parquet. - is standard input.",
+)
+DATA_PATH = option(None, "Prompts", "Read the named data set from this file or directory instead of the hub.")
+NUM_PROMPTS = option(None, "Prompts", "Use only the first N prompts.", shown="all")
+FORMAT = option(
+    "jsonl",
+    "Results",
+    "Beside completions.jsonl: openai for batch_output.jsonl and batch_errors.jsonl as OpenAI's Batch API "
+    "writes them, parquet for completions.parquet.",
+)
+AS_JSON = option(False, "Results", "Print the report as one JSON document.", name="json")
 
 
 @dataclass(frozen=True)
 class Only:
-    """The fields of a configuration that a command has as options; without it, all that have a ``Help``."""
+    """The fields of a configuration that a command has as options; without it, all that can be one."""
 
     names: str
     defaults: Mapping[str, Any] = field(
@@ -55,14 +47,18 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
     configs: dict[str, tuple[type, dict[str, str]]] = {}  # parameter: its type, and the option of each field
     hints = get_type_hints(command, include_extras=True)
     for name, parameter in signature(command).parameters.items():
-        config, *notes = get_args(hints[name]) if get_origin(hints[name]) is Annotated else (hints[name],)
-        if is_dataclass(config):
-            assert isinstance(config, type)
-            options = _field_options(config, *notes)
-            configs[name] = config, {field: option.name for field, option in options.items()}
+        kind, *notes = get_args(hints[name]) if get_origin(hints[name]) is Annotated else (hints[name],)
+        if is_dataclass(kind):
+            assert isinstance(kind, type)
+            options = _field_options(kind, *notes)
+            configs[name] = kind, {field: each.name for field, each in options.items()}
             parameters += options.values()
+        elif isinstance(parameter.default, Field):
+            default = parameter.default.default
+            default = Parameter.empty if default is MISSING else default
+            parameters.append(_option(name, kind, default, parameter.default.metadata))
         else:
-            parameters.append(_option(name, hints[name], parameter.default))
+            parameters.append(parameter)  # an argument
 
     @wraps(command)
     def run(**given: Any) -> None:  # noqa: ANN401
@@ -78,47 +74,46 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _field_options(config: type, only: Only | None = None) -> dict[str, Parameter]:
-    """The option of each field of ``config`` that has a ``Help`` and that ``only``, if there is one, names."""
-    hints = get_type_hints(config, include_extras=True)
-    names = [name for name, hint in hints.items() if get_origin(hint) is Annotated]
-    defaults = {name: getattr(config, name, None) for name in names} | dict(only.defaults if only else {})
-    return {
-        name: _option(hints[name].__metadata__[0].name or name, hints[name], defaults[name])
-        for name in (only.names.split() if only else names)
-    }
+    """The option of each field of ``config`` that can be one and that ``only``, if there is one, names."""
+    hints = get_type_hints(config)
+    known = {each.name: each for each in fields(config) if each.metadata}
+    options = {}
+    for name in only.names.split() if only else known:
+        each, kind = known[name], hints[name]
+        default = (only.defaults if only else {}).get(name, each.default)
+        if default is MISSING:  # what is not given is None here, and found elsewhere
+            kind, default = kind | None, None
+        options[name] = _option(each.metadata["name"] or name, kind, default, each.metadata)
+    return options
 
 
-def _option(name: str, hint: Any, default: Any) -> Parameter:  # noqa: ANN401
-    """The parameter ``name`` with an option or argument of typer's in its annotation."""
-    kind, help = get_args(hint)
-    if isinstance(help, Help):
-        if help.parse is not None:
-            kind, default = (str | None, None) if default is None else (str, str(default))
-        elif get_origin(kind) is tuple:
-            kind, default = list[str], list(default)
-        elif default is None:
-            kind = kind | None  # a command without it has another in its place
-        switch = f"--{(help.name or name).replace('_', '-')}"
-        option = typer.Option(
-            *((switch,) if default is not True else ()),  # typer's own are a pair, --it and --no-it
-            help=help.text,
-            rich_help_panel=help.group,
-            show_default=help.default,
-            metavar=help.metavar,
-            min=help.least,
-        )
-        hint = Annotated[kind, option]
-    return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=hint)
+def _option(name: str, kind: Any, default: Any, help: Mapping[str, Any]) -> Parameter:  # noqa: ANN401
+    """The parameter ``name`` of a command, an option of which ``config.option`` said ``help``."""
+    if help["parse"] is not None:
+        kind, default = (str | None, None) if default is None else (str, str(default))
+    elif get_origin(kind) is tuple:
+        kind, default = list[str], list(default)
+    info = typer.Option(
+        *(
+            () if default is True else (f"--{(help['name'] or name).replace('_', '-')}",)
+        ),  # True: --it and --no-it
+        help=help["text"],
+        rich_help_panel=help["group"],
+        show_default=help["shown"] or True,
+        metavar=help["metavar"],
+        min=help["least"],
+    )
+    return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, info])
 
 
 def _configuration(config: type, given: dict[str, Any]) -> Any:  # noqa: ANN401
     """A ``config`` of what the command line gave; without --model an engine has the bundled pair."""
-    hints = get_type_hints(config, include_extras=True)
-    for name, value in given.items():
-        if (parse := hints[name].__metadata__[0].parse) is not None and value is not None:
-            given[name] = parse(value)
-        elif isinstance(value, list):
-            given[name] = tuple(value)
+    for each in fields(config):
+        value = given.get(each.name)
+        if isinstance(value, list):
+            given[each.name] = tuple(value)
+        elif value is not None and each.metadata["parse"] is not None:
+            given[each.name] = each.metadata["parse"](value)
     if config is EngineConfig:
         length = DraftLength.of(given.get("num_spec_tokens", EngineConfig.num_spec_tokens))
         given["model"], given["drafter"] = pair(given.get("model"), given.get("drafter"), length)

@@ -8,9 +8,9 @@ from typing import Annotated, Any
 
 import typer
 
-from specgen.cli.options import AsJson, Format, with_options
+from specgen.cli.options import AS_JSON, FORMAT, with_options
 from specgen.cli.printing import print_notes, print_result
-from specgen.config import require
+from specgen.config import FormatName, require
 from specgen.report import tables
 
 _Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
@@ -64,8 +64,8 @@ def merge(
     directories: Annotated[
         list[Path], typer.Argument(help="Run directories of all shards, in any order.", show_default=False)
     ],
-    format: Format = "jsonl",
-    as_json: AsJson = False,
+    format: FormatName = FORMAT,
+    as_json: bool = AS_JSON,
 ) -> None:
     """Bring the shards of a run together: rows in the order of the prompts, and one report.
 

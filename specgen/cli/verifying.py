@@ -6,10 +6,10 @@ from typing import Annotated
 
 import typer
 
-from specgen.cli.options import AsJson, DataPath, Dataset, NumPrompts, Only, numbers, with_options
+from specgen.cli.options import AS_JSON, DATA_PATH, DATASET, NUM_PROMPTS, Only, numbers, with_options
 from specgen.cli.printing import print_failures
 from specgen.cli.progress_bar import ProgressBar
-from specgen.config import EngineConfig, Help, SamplingParams, require
+from specgen.config import EngineConfig, SamplingParams, option, require
 
 _FAILURES_SHOWN = 3
 
@@ -17,23 +17,19 @@ _FAILURES_SHOWN = 3
 @with_options
 def verify(
     *,
-    dataset: Dataset = "bundled",
-    data_path: DataPath = None,
-    num_prompts: NumPrompts = None,
+    dataset: str = DATASET,
+    data_path: Path | None = DATA_PATH,
+    num_prompts: int | None = NUM_PROMPTS,
     sampling: Annotated[SamplingParams, Only("max_tokens")],
-    batch_sizes: Annotated[
-        str,
-        Help(
-            "Numbers of sequences that decode together, each tried; plain decoding at the smallest is what all "
-            "are compared with.",
-            "Running",
-        ),
-    ] = "1,8,32",
+    batch_sizes: str = option(
+        "1,8,32",
+        "Running",
+        "Numbers of sequences that decode together, each tried; plain decoding at the smallest is what all "
+        "are compared with.",
+    ),
     engine: Annotated[EngineConfig, Only("model drafter num_spec_tokens device dtype attention cuda_graphs")],
-    output: Annotated[
-        Path | None, Help("New file for the same as one JSON document.", "Results", default=False)
-    ] = None,
-    as_json: AsJson = False,
+    output: Path | None = option(None, "Results", "New file for the same as one JSON document."),
+    as_json: bool = AS_JSON,
 ) -> None:
     """Show that speculation changes no greedy text: every arm against plain decoding, place by place.
 
