@@ -224,14 +224,3 @@ def test_the_verdict_is_one_sentence() -> None:
     assert verdict(same).startswith("Nothing changed: all 6")
     assert "so close" in verdict({"arms": arms, "dtype": "bfloat16", "num_unexplained": 0})
     assert "cannot explain" in verdict({"arms": arms, "dtype": "bfloat16", "num_unexplained": 1})
-
-
-def test_the_options_are_a_decision() -> None:
-    """A new option is added here as well."""
-    names = (
-        "model drafter dataset data_path num_prompts num_spec_tokens max_new_tokens batch_sizes device dtype"
-    )
-    assert list(cli.verify.__annotations__) == [
-        *names.split(),
-        *("attention", "cuda_graphs", "output", "as_json", "return"),
-    ]

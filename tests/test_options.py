@@ -6,7 +6,10 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from specgen.cli import bench
+from specgen.cli.evaluating import evaluate
 from specgen.cli.options import Only, numbers, with_options
+from specgen.cli.verifying import verify
 from specgen.config import DraftLength, EngineConfig, SamplingParams, UserError, option, parse_bytes
 
 SEEN: dict[str, object] = {}
@@ -131,3 +134,24 @@ def test_sizes_and_lists_of_numbers():
     for text in ("", "1,", "0", "a"):
         with pytest.raises(UserError, match="write numbers of at least 1"):
             numbers("n", text)
+
+
+NAMES = {
+    verify: "model drafter dataset data_path num_prompts num_spec_tokens max_new_tokens batch_sizes device dtype "
+    "attention cuda_graphs output as_json",
+    evaluate: "tasks study arms limit num_fewshot apply_chat_template data_path model drafter num_spec_tokens "
+    "draft_sampling seed max_batch_size max_prefill_tokens kv_memory device dtype attention cuda_graphs "
+    "gpu_memory_utilization prefix_cache log_samples output",
+    bench.kernels: "num_seqs max_seq_lens num_heads num_kv_heads head_dim num_spec_tokens page_size repeats dtype "
+    "device output",
+    bench.throughput: "matrix axis repeats model drafter dataset data_path num_prompts prompt_tokens num_spec_tokens "
+    "max_new_tokens max_batch_size max_prefill_tokens device dtype attention cuda_graphs gpu_memory_utilization output",
+    bench.step: "batch_sizes prompt_tokens model drafter num_spec_tokens drafter_batch max_prefill_tokens device "
+    "dtype attention cuda_graphs output",
+}
+
+
+@pytest.mark.parametrize("command", NAMES, ids=lambda command: command.__name__)
+def test_the_options_are_a_decision(command):
+    """A new option is added here as well; those of ``generate`` are in test_run.py."""
+    assert [name for name in command.__annotations__ if name != "return"] == NAMES[command].split()

@@ -16,17 +16,19 @@ if TYPE_CHECKING:
     from specgen.evaluation.studies import Study
     from specgen.evaluation.study import StudyJob
 
+_TASKS = typer.Argument(
+    help="Tasks of lm-eval with commas between; word_problems is bundled.", show_default="those of --study"
+)
+_ENGINE = Only(
+    "model drafter num_spec_tokens draft_sampling max_prefill_tokens kv_memory device dtype attention cuda_graphs "
+    "gpu_memory_utilization prefix_cache"
+)
+
 
 @with_options
 def evaluate(
     *,
-    tasks: Annotated[
-        str | None,
-        typer.Argument(
-            help="Tasks of lm-eval with commas between; word_problems is bundled.",
-            show_default="those of --study",
-        ),
-    ] = None,
+    tasks: Annotated[str | None, _TASKS] = None,
     study: str | None = option(
         None,
         "Study",
@@ -48,13 +50,7 @@ def evaluate(
     max_batch_size: int | None = option(
         None, "Running", "Sequences that decode together.", shown="32, or that of --study"
     ),
-    engine: Annotated[
-        EngineConfig,
-        Only(
-            "model drafter num_spec_tokens draft_sampling max_prefill_tokens kv_memory device dtype attention "
-            "cuda_graphs gpu_memory_utilization prefix_cache"
-        ),
-    ],
+    engine: Annotated[EngineConfig, _ENGINE],
     log_samples: bool = option(False, "Results", "Leave every question and answer in --output too."),
     output: Path | None = option(
         None,

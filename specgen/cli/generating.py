@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NoReturn
 import typer
 
 from specgen.cli.options import AS_JSON, DATA_PATH, DATASET, FORMAT, NUM_PROMPTS, with_options
-from specgen.cli.printing import print_notes, print_result
+from specgen.cli.printing import print_notes_and_exit, print_result
 from specgen.cli.progress_bar import ProgressBar
 from specgen.config import Cluster, EngineConfig, ExecutorName, FormatName, SamplingParams, option, require
 
@@ -19,6 +19,20 @@ if TYPE_CHECKING:
 
 GOES_ON = "the same command goes on from there"
 KEPT_NOWHERE = "nothing is kept without --output"
+_SHARD = option(
+    "0/1",
+    "Prompts",
+    "Run one of N shards of the prompts, counted from 0: every N-th prompt, such as 0/4; on another machine "
+    "1/4. `specgen merge` brings the directories together.",
+    metavar="I/N",
+    shown="all",
+)
+_OUTPUT = option(
+    None,
+    "Results",
+    "Directory for completions.jsonl, errors.jsonl, events.jsonl, status.json, report.json, report.html and "
+    "manifest.json. What an earlier run of the same command left there goes on. - for stdout: the rows alone.",
+)
 
 
 @with_options
@@ -29,14 +43,7 @@ def generate(
     dataset: str = DATASET,
     data_path: Path | None = DATA_PATH,
     num_prompts: int | None = NUM_PROMPTS,
-    shard: str = option(
-        "0/1",
-        "Prompts",
-        "Run one of N shards of the prompts, counted from 0: every N-th prompt, such as 0/4; on another machine "
-        "1/4. `specgen merge` brings the directories together.",
-        metavar="I/N",
-        shown="all",
-    ),
+    shard: str = _SHARD,
     executor: ExecutorName = option(
         "local",
         "Running",
@@ -49,12 +56,7 @@ def generate(
         "A Ray cluster that runs already, as ray.init takes it: auto, or HOST:PORT.",
         shown="a new one on this machine",
     ),
-    output: Path | None = option(
-        None,
-        "Results",
-        "Directory for completions.jsonl, errors.jsonl, events.jsonl, status.json, report.json, report.html and "
-        "manifest.json. What an earlier run of the same command left there goes on. - for stdout: the rows alone.",
-    ),
+    output: Path | None = _OUTPUT,
     restart: bool = option(
         False,
         "Results",
@@ -88,10 +90,10 @@ def generate(
         max_failures=max_failures,
         format=format,
     )
-    run_and_print(job, output, as_json)
+    _run_and_print(job, output, as_json)
 
 
-def run_and_print(job: "Job", output: Path | None, as_json: bool) -> None:
+def _run_and_print(job: "Job", output: Path | None, as_json: bool) -> None:
     """Run ``job`` and print its report and notes; exit code 3 if a request failed."""
     from specgen.core.endings import DeviceLost
 
@@ -103,9 +105,7 @@ def run_and_print(job: "Job", output: Path | None, as_json: bool) -> None:
             print_result(result, as_json, sys.stdout)
     except DeviceLost as lost:
         go_on(lost, job, output)
-    print_notes(result, output)
-    if result.report["num_errors"]:
-        raise typer.Exit(3)
+    print_notes_and_exit(result, output)
 
 
 def _cluster(executor: ExecutorName, num_workers: int | None, address: str | None) -> Cluster | None:
@@ -124,12 +124,10 @@ def _run(job: "Job", output: Path | None, remedy: str) -> "Result":
     with interruptible() as interrupt:
         try:
             return run(job, output, ProgressBar(), interrupt)
-        except StoppedError as ended:
+        except (StoppedError, TooManyFailuresError) as ended:
             print(f"specgen: {ended}; {remedy}", file=sys.stderr)
-            raise typer.Exit(interrupt.exit_code) from None
-        except TooManyFailuresError as ended:
-            print(f"specgen: {ended}; {remedy}", file=sys.stderr)
-            raise typer.Exit(3) from None
+            code = interrupt.exit_code if isinstance(ended, StoppedError) else 3
+            raise typer.Exit(code) from None
 
 
 def _run_into_stdout(job: "Job", as_json: bool) -> "Result":

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
+import typer
+
 from specgen.report import tables
 
 if TYPE_CHECKING:
@@ -22,11 +24,13 @@ def print_result(result: "Result", as_json: bool, file: TextIO) -> None:
     print(tables.render(result.report, result.settings), end="", file=file)
 
 
-def print_notes(result: "Result", output: Path | None) -> None:
-    """What is no part of the report, on stderr: what was not run, and where the files are."""
+def print_notes_and_exit(result: "Result", output: Path | None) -> None:
+    """What was not run, and where the files are, on stderr; exit code 3 if a request failed."""
     print_failures(result.failures, result.report["num_errors"], "errors.jsonl of --output has them all")
     if output is not None and output != Path("-"):
         print_files(output, "report.html")
+    if result.report["num_errors"]:
+        raise typer.Exit(3)
 
 
 def print_files(output: Path, page: str) -> None:

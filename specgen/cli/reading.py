@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from specgen.cli.options import AS_JSON, FORMAT, with_options
-from specgen.cli.printing import print_notes, print_result
+from specgen.cli.printing import print_notes_and_exit, print_result
 from specgen.config import FormatName, require
 from specgen.report import tables
 
@@ -77,9 +77,7 @@ def merge(
     merge(output, directories, format)
     result = read_result(output)
     print_result(result, as_json, sys.stdout)
-    print_notes(result, output)
-    if result.report["num_errors"]:
-        raise typer.Exit(3)
+    print_notes_and_exit(result, output)
 
 
 def inspect(
