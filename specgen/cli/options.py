@@ -54,9 +54,7 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
             configs[name] = kind, {field: each.name for field, each in options.items()}
             parameters += options.values()
         elif isinstance(parameter.default, Field):
-            default = parameter.default.default
-            default = Parameter.empty if default is MISSING else default
-            parameters.append(_option(name, kind, default, parameter.default.metadata))
+            parameters.append(_option(name, kind, parameter.default.default, parameter.default.metadata))
         else:
             parameters.append(parameter)  # an argument
 
@@ -77,13 +75,12 @@ def _field_options(config: type, only: Only | None = None) -> dict[str, Paramete
     """The option of each field of ``config`` that can be one and that ``only``, if there is one, names."""
     hints = get_type_hints(config)
     known = {each.name: each for each in fields(config) if each.metadata}
-    options = {}
-    for name in only.names.split() if only else known:
-        each, kind = known[name], hints[name]
-        default = (only.defaults if only else {}).get(name, each.default)
-        if default is MISSING:  # what is not given is None here, and found elsewhere
+    only, options = only or Only(" ".join(known)), {}
+    for name in only.names.split():
+        kind, default, help = hints[name], only.defaults.get(name, known[name].default), known[name].metadata
+        if default is MISSING:  # it may be left out, and ``_configuration`` finds another
             kind, default = kind | None, None
-        options[name] = _option(each.metadata["name"] or name, kind, default, each.metadata)
+        options[name] = _option(help["name"] or name, kind, default, help)
     return options
 
 
@@ -93,10 +90,13 @@ def _option(name: str, kind: Any, default: Any, help: Mapping[str, Any]) -> Para
         kind, default = (str | None, None) if default is None else (str, str(default))
     elif get_origin(kind) is tuple:
         kind, default = list[str], list(default)
+    switch = f"--{help['name'] or name}".replace("_", "-")
+    if default is True:
+        switch += "/--no-" + switch.removeprefix("--")
+    elif default is MISSING:
+        default = Parameter.empty
     info = typer.Option(
-        *(
-            () if default is True else (f"--{(help['name'] or name).replace('_', '-')}",)
-        ),  # True: --it and --no-it
+        switch,
         help=help["text"],
         rich_help_panel=help["group"],
         show_default=help["shown"] or True,
