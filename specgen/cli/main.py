@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from specgen.events import Event
     from specgen.jobs.job import Job
     from specgen.jobs.run_output import Result
+    from specgen.rundir.tally import Tally
 
 
 class _Commands(TyperGroup):
@@ -569,20 +570,17 @@ class _Bar:
         )
         print(f"{what}: {note}", file=sys.stderr)
 
-    def start(self, what: str, num_requests: int, num_done: int = 0) -> None:
+    def start(self, what: str, tally: "Tally", num_requests: int, num_done: int = 0) -> None:
         """See ``progress.Progress``."""
         from tqdm import tqdm
 
-        from specgen.rundir.tally import Tally
-
         self._bar = tqdm(total=num_requests, initial=num_done, desc=what, unit="req", dynamic_ncols=True)
-        self._tally = Tally()
+        self._tally = tally
 
     def see(self, event: "Event") -> None:
         """See ``progress.Progress``."""
         from specgen.events import Captured, OutOfMemory, Stepped
 
-        self._tally.see(event)
         match event:
             case Stepped():
                 speed = f"{self._tally.tokens_per_second or 0:.0f} tok/s"

@@ -518,15 +518,15 @@ class EngineCore:
         sequence.land(1, k + 1)
         emitted = sequence.append(tokens[: accepted + 1], logprobs)
         self.spec_length.see(k, accepted)
-        self.record(
-            Verified(
-                sequence=sequence.request.id,
-                time=self._now(),
-                drafts=tuple(drafts),
-                accepted=accepted,
-                emitted=emitted,
-            )
+        step = Verified(
+            sequence=sequence.request.id,
+            time=self._now(),
+            drafts=tuple(drafts),
+            accepted=accepted,
+            emitted=emitted,
         )
+        sequence.steps.append(step)
+        self.record(step)
         return accepted + 1
 
     def _retire(self, sequence: Sequence, error: str | None = None) -> None:
