@@ -108,6 +108,12 @@ TESTS: dict[str, tuple[str, ...]] = {
     "core/scheduler": ("test_scheduler.py", *_TEXTS, *_PREFIXES, *_AHEAD, *_FAULTS),
     "core/sequence": ("test_scheduler.py", *_TEXTS, *_BY_REQUEST, *_AHEAD),
     "core/engine_core": (*_TEXTS, *_AHEAD, *_SHORT_OF_MEMORY, *_FAULTS, *_FAILURES),
+    "core/passes": (*_TEXTS, *_AHEAD, *_SHORT_OF_MEMORY, *_FAULTS, *_FAILURES),
+    "core/in_flight": (*_TEXTS, *_AHEAD, *_SHORT_OF_MEMORY, *_FAULTS, *_FAILURES),
+    "core/endings": (*_TEXTS, *_AHEAD, *_SHORT_OF_MEMORY, *_FAULTS, *_FAILURES),
+    "core/shortages": (*_TEXTS, *_AHEAD, *_SHORT_OF_MEMORY, *_FAULTS, *_FAILURES),
+    "core/intake": (*_TEXTS, "test_engine.py", *_BY_REQUEST),
+    "core/journal": (*_TEXTS, *_FOLDS),
     "core/packing": (*_TEXTS, "test_lossless.py::test_chunks_of_prefill_change_no_text"),
     "core/scoring": (
         "test_scoring.py",

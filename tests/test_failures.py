@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from specgen.config import SamplingParams
-from specgen.core.engine_core import DeviceLost, EngineCore
+from specgen.core.endings import DeviceLost
+from specgen.core.engine_core import EngineCore
 from specgen.core.sequence import Request
 from specgen.core.step import Steps
 from specgen.device import HostCopy
@@ -295,17 +296,19 @@ def test_nobody_else_is_in_flight_with_one_that_runs_alone(
     random_pair: Pair, device_like: Callable[[], None], monkeypatch: pytest.MonkeyPatch, ahead: bool
 ) -> None:
     right = generate(random_pair, REQUESTS).texts
-    take_off, num_passes = EngineCore._take_off, [0, 0]
+    add, num_passes = EngineCore._add, [0, 0]
 
     def watched(self: EngineCore, *arguments: Any) -> None:
-        take_off(self, *arguments)
+        add(self, *arguments)
         admitted = {each.request.id for each in (*self._scheduler.prefilling, *self._scheduler.running)}
-        in_flight = {each.request.id for launched in self._in_flight for each, _ in launched.sequences}
+        in_flight = {
+            each.request.id for launched in self._in_flight._passes for each, _ in launched.sequences
+        }
         alone = not suspects.isdisjoint(admitted)
         num_passes[alone] += 1
         assert not alone or admitted == in_flight | admitted == {min(admitted)}
 
-    monkeypatch.setattr(EngineCore, "_take_off", watched)
+    monkeypatch.setattr(EngineCore, "_add", watched)
     if ahead:
         device_like()
     suspects = {request.id for request in REQUESTS[5:]}

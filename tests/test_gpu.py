@@ -282,7 +282,7 @@ def test_the_cache_gets_what_the_job_leaves(gpu_pair: Pair) -> None:
 _LOSES_THE_DEVICE = """
 import sys, pathlib, torch
 from specgen.engine.build import build_engine
-from specgen.core.engine_core import DeviceLost
+from specgen.core.endings import DeviceLost
 from specgen.core.step import Steps
 from tests.engines import bundled_requests, config_of, load_pair
 from specgen.config import SamplingParams

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from specgen.config import SamplingParams
-from specgen.core.engine_core import EngineCore
 from specgen.core.graphs import bucket
+from specgen.core.intake import Intake
 from specgen.core.sequence import Request, Sequence
 from specgen.core.step import Steps
 from specgen.engine import build
@@ -169,9 +169,9 @@ def test_memory_may_run_out_as_the_last_text_ends(
     text = generate(demo_pair, [request], num_spec_tokens=0).texts[request.id]
     eos = frozenset([text[5]])
     end = len(request.prompt_token_ids) + text.index(text[5])  # where the surplus step stands
-    new_sequence, decode = EngineCore._new_sequence, Steps.decode
+    new_sequence, decode = Intake.sequence, Steps.decode
 
-    def ends_early(self: EngineCore, request: Request) -> Sequence:
+    def ends_early(self: Intake, request: Request) -> Sequence:
         sequence = new_sequence(self, request)
         sequence.eos_token_ids = eos
         return sequence
@@ -181,7 +181,7 @@ def test_memory_may_run_out_as_the_last_text_ends(
             raise torch.OutOfMemoryError("planted")
         return decode(self, columns, num_drafts)
 
-    monkeypatch.setattr(EngineCore, "_new_sequence", ends_early)
+    monkeypatch.setattr(Intake, "sequence", ends_early)
     monkeypatch.setattr(Steps, "decode", fails_behind_the_end)
     device_like()
     requests = [replace(request, id=name) for name in "ab"]

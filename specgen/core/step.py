@@ -51,7 +51,7 @@ class StepResult:
     numbers: Tensor
     logprobs: Tensor | None  # of the tokens (see ``token_logprobs``), where somebody asks
     target_rows: int
-    first_pass_rows: int
+    fill_rows: int
     loop_rows: int
 
 
@@ -83,14 +83,14 @@ class Steps:
         logits = self._target.logits(hidden[last])[:, None]
         chosen = self._accept(none, logits, layout.kv_lens - 1, sampling)
         next_tokens[last] = torch.where(fresh, chosen.tokens[:, 0], next_tokens[last])
-        seed, first_pass_rows = self._drafter.observe(
+        seed, fill_rows = self._drafter.observe(
             Outcome(features=features, next_tokens=next_tokens, layout=layout, keep=layout.query_lens)
         )
         return seed, StepResult(
             numbers=chosen.shown,
             logprobs=chosen.logprobs,
             target_rows=layout.num_rows,
-            first_pass_rows=first_pass_rows,
+            fill_rows=fill_rows,
             loop_rows=0,
         )
 
@@ -127,14 +127,12 @@ class Steps:
         drafts = piece(("propose", *what), lambda: self._drafter.propose(seed, k, tables, sampling))
         logits, features = piece(("verify", *what), verify, drafts.tokens)
         found = self._accept(drafts, logits, seed.positions, sampling)
-        next_seed, first_pass_rows = piece(
-            ("observe", *what), observe, features, found.tokens, found.accepted + 1
-        )
+        next_seed, fill_rows = piece(("observe", *what), observe, features, found.tokens, found.accepted + 1)
         result = StepResult(
             numbers=torch.cat([drafts.tokens, found.accepted[:, None], found.shown], 1),
             logprobs=found.logprobs,
             target_rows=num_rows * (k + 1),
-            first_pass_rows=first_pass_rows,
+            fill_rows=fill_rows,
             loop_rows=num_rows * k,
         )
         columns.advance(next_seed)  # last: a step whose numbers do not exist has not been made
