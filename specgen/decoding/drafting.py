@@ -81,7 +81,6 @@ class PaddedBatch:
     """
 
     def prepare(self, outcome: Outcome) -> DraftInput:
-        """See ``DrafterBatch.prepare``."""
         layout = outcome.layout
         last = layout.first_rows + outcome.keep - 1
         return DraftInput(features=outcome.features, tokens=outcome.next_tokens, layout=layout, last=last)
@@ -91,7 +90,6 @@ class NonPaddedBatch:
     """The confirmed rows alone: ragged, and the least compute; the host waits for their number."""
 
     def prepare(self, outcome: Outcome) -> DraftInput:
-        """See ``DrafterBatch.prepare``."""
         return _leading(outcome, int(outcome.keep.sum()))
 
 
@@ -102,7 +100,6 @@ class PackedBatch:
     """
 
     def prepare(self, outcome: Outcome) -> DraftInput:
-        """See ``DrafterBatch.prepare``."""
         return _leading(outcome, outcome.layout.num_rows)
 
 
@@ -142,17 +139,15 @@ class NoDrafter:
     aux_layers: tuple[int, ...] = ()
 
     def observe(self, outcome: Outcome) -> tuple[Seed, int]:
-        """See ``Drafter.observe``."""
         given = PaddedBatch().prepare(outcome)
         return _seed(given, given.features), 0
 
     def propose(self, seed: Seed, num_drafts: int, block_tables: Tensor, sampling: SamplingBatch) -> Drafts:
-        """See ``Drafter.propose``."""
         assert num_drafts == 0
         return no_drafts(seed)
 
     def clear(self, pages: Tensor) -> None:
-        """See ``Drafter.clear``; there is none."""
+        """There is no cache."""
 
 
 class DraftChoice(Protocol):
@@ -174,7 +169,6 @@ class GreedyDrafts:
     def choose(
         self, logits: Tensor, positions: Tensor, sampling: SamplingBatch
     ) -> tuple[Tensor, Tensor | None]:
-        """See ``DraftChoice.choose``."""
         return self.argmax(logits), None
 
 
@@ -184,7 +178,6 @@ class SampledDrafts:
     def choose(
         self, logits: Tensor, positions: Tensor, sampling: SamplingBatch
     ) -> tuple[Tensor, Tensor | None]:
-        """See ``DraftChoice.choose``."""
         probs = draft_probs(logits[:, None], logits.argmax(-1)[:, None], sampling).squeeze(1)
         return draw(probs, uniform(sampling.seeds, positions, DRAFT)), probs
 
@@ -211,14 +204,14 @@ class Eagle3Drafter:
         self._target_vocab_size = target_vocab_size
 
     def observe(self, outcome: Outcome) -> tuple[Seed, int]:
-        """Keys and values of the confirmed rows into the cache. See ``Drafter.observe``."""
+        """Keys and values of the confirmed rows into the cache."""
         given = self._batch.prepare(outcome)
         hidden = self._head.fuse(given.features)
         self._head.remember(given.tokens, hidden, Keep(self._cache, given.layout, self._head.rope))
         return _seed(given, hidden), given.layout.num_rows
 
     def propose(self, seed: Seed, num_drafts: int, block_tables: Tensor, sampling: SamplingBatch) -> Drafts:
-        """K passes of one row a sequence, all but the first fed the head's own state. See ``Drafter.propose``."""
+        """K passes of one row a sequence, all but the first fed the head's own state."""
         if num_drafts == 0:
             return no_drafts(seed)
         ids, hidden, positions = seed.tokens, seed.hidden, seed.positions - 1
@@ -235,7 +228,6 @@ class Eagle3Drafter:
         return Drafts(tokens=tokens, probs=torch.stack(sampled, 1) if sampled else None)
 
     def clear(self, pages: Tensor) -> None:
-        """See ``Drafter.clear``."""
         self._cache.clear(pages)
 
     def _choose(

@@ -20,7 +20,7 @@ from specgen.checkpoints.checkpoint import (
 from specgen.config import EngineConfig, SamplingParams, UserError, require
 from specgen.core import step_costs
 from specgen.core.engine_core import EngineCore
-from specgen.core.graphs import Eager, PassGraphs, Runner, StepGraphs
+from specgen.core.graphs import PassGraphs, Runner, StepGraphs
 from specgen.core.limits import Limits
 from specgen.core.running_batch import RunningBatch
 from specgen.core.scheduler import Scheduler
@@ -55,7 +55,7 @@ BACKENDS: dict[str, type[Backend]] = {
     "sdpa-static": StaticSdpaBackend,
 }
 _AUTO = {"cpu": ("sdpa",), "cuda": ("trtllm", "flashinfer", "sdpa")}  # the first that runs the model
-_RUNNERS: dict[str, type[Runner]] = {"step": StepGraphs, "pass": PassGraphs, "off": Eager}
+_RUNNERS: dict[str, type[Runner]] = {"step": StepGraphs, "pass": PassGraphs, "off": Runner}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _GIB = 1 << 30
 Checkpoints = Mapping[str, Checkpoint]  # "model" and, where any drafts are asked for, "drafter"
@@ -277,7 +277,7 @@ def _largest_pass(config: EngineConfig, models: Models, expected: SamplingParams
     )
     pages = count * -(-(length + 2 * config.num_spec_tokens + 4) // config.page_size)
     alone = replace(config, prefix_cache=False)  # the prompts are alike, and all rows are to be computed
-    engine = _engine(alone, models, pages, Eager(), lambda event: None)
+    engine = _engine(alone, models, pages, Runner(), lambda event: None)
     before = torch.cuda.memory_allocated(config.device)
     torch.cuda.reset_peak_memory_stats(config.device)
     for _ in engine.generate(requests):
