@@ -15,7 +15,7 @@ from specgen.checkpoints.checkpoint import fingerprint
 from specgen.config import EngineConfig, SamplingParams
 from specgen.core.engine_core import EngineCore
 from specgen.display import draft_length, from_here
-from specgen.engine.build import Models, build_engine, load_models, open_checkpoints, resolve
+from specgen.engine.build import Models, build_engine, described, load_models, open_checkpoints, resolve
 from specgen.evaluation import study_html
 from specgen.evaluation.arms import ArmRun
 from specgen.evaluation.compare import Comparison, compare, reference_of
@@ -102,7 +102,7 @@ class StudyRun:
         job, study, configs = self._job, self._job.study, self._configs.values()
         few, limit = study.num_fewshot, study.limit
         return {
-            "model": next(iter(self._loaded.values())).described(job.engine.model),
+            "model": described(job.engine.model, self._checkpoints["model"]),
             "drafter": from_here(job.engine.drafter or "none"),
             "draft tokens (K)": _every(
                 draft_length(config.num_spec_tokens, config.spec_length)

@@ -82,9 +82,8 @@ class Tokenizer:
         added = self._backend.get_added_tokens_decoder()
         self._special = {token_id for token_id, token in added.items() if token.special}
         self._pieces: dict[int, str] = {}
-        self.vocab_size = len(
-            pretrained
-        )  # added tokens included; a model's embedding may be padded beyond it
+        # added tokens included; a model's embedding may be padded beyond it
+        self.vocab_size = len(pretrained)
         # None where the checkpoint names none
         self.eos_token_id: int | None = pretrained.eos_token_id
         self.bos_token_id: int | None = pretrained.bos_token_id
