@@ -39,16 +39,12 @@ def kept_while_lost(directory: Path) -> Iterator[None]:
 
     So a command that is given again tries again what has failed.
     """
+    is_lost = False
     try:
         yield
     except DeviceLost:
+        is_lost = True
         raise
-    except BaseException:
-        _forget(directory)
-        raise
-    _forget(directory)
-
-
-def _forget(directory: Path) -> None:
-    for path in directory.rglob(_NAME):
-        path.unlink()
+    finally:
+        for path in () if is_lost else directory.rglob(_NAME):
+            path.unlink()
