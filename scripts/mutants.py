@@ -102,6 +102,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "decoding/verify": ("test_engine.py", *_DRAWS, "test_lossless.py::test_with_mixed_acceptance[3]"),
     "decoding/sampling": ("test_engine.py", *_DRAWS, *_BY_REQUEST),
     "decoding/drafting": (*_TEXTS, *_DRAWS, *_AHEAD),
+    "decoding/drafter_batch": (*_TEXTS, *_DRAWS, *_AHEAD),
     "core/step": (*_TEXTS, "test_scoring.py", *_DRAWS, *_BY_REQUEST),
     "core/running_batch": (*_TEXTS, *_BY_REQUEST, *_AHEAD, *_FAULTS),
     "core/limits": ("test_limits.py",),

@@ -38,7 +38,7 @@ def lose_the_device(patch: pytest.MonkeyPatch) -> None:
     decode = Steps.decode
 
     def planted(self: Steps, columns: Any, num_drafts: int) -> Any:
-        if int(columns.seed.positions.max()) > LONG:
+        if int(columns.state.positions.max()) > LONG:
             raise RuntimeError("what every pass says from then on")
         return decode(self, columns, num_drafts)
 

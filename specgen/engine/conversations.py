@@ -87,7 +87,7 @@ class Conversations:
         """The request of the first turn without an answer."""
         prompt, answers = conversation.prompt, conversation.answers
         while (unanswered := prompt.turn_ids[len(answers) :]) and unanswered[0] in self._earlier:
-            # of the last turn, behind which nothing is asked, no text is read
+            # no later turn asks for the text of the last
             answers.append(self._earlier[unanswered[0]] if len(unanswered) > 1 else "")
         if not unanswered:
             return None
@@ -136,5 +136,5 @@ class Conversations:
 
 
 def _placed(prompt: Prompt, reason: str) -> str:
-    """``reason`` behind the prompt's place in its file, where it comes from one."""
+    """``reason`` after the prompt's line in its file, where it comes from one."""
     return f"{prompt.where}: {reason}" if prompt.where else reason

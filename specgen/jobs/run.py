@@ -8,8 +8,9 @@ from specgen.config import EngineConfig, require
 from specgen.core.endings import DeviceLost
 from specgen.core.engine_core import never_stop
 from specgen.decoding.sampling import most_demanding
-from specgen.engine.build import Checkpoints, Models, load_models, open_checkpoints, resolve
+from specgen.engine.choices import resolve
 from specgen.engine.engine import Engine
+from specgen.engine.loading import Checkpoints, Models, load_models, open_checkpoints
 from specgen.engine.request_output import RequestOutput
 from specgen.events import Event
 from specgen.jobs.job import Job, job_manifest
