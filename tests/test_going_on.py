@@ -337,7 +337,7 @@ def test_a_start_parses_little_of_what_is_there(tmp_path: Path) -> None:
     began = time.process_time()
     with RunDirectory(tmp_path) as files:
         assert len(files.completions) == number - 1
-        (last,) = prompts.those(found.open_rows(files.completions))
+        (last,) = prompts.select(found.pending_rows(files.completions))
     assert time.process_time() - began < 0.4
     assert last.id == f"request-{number - 1:06d}"
 

@@ -162,9 +162,9 @@ def test_rows_that_are_not_wanted_are_not_parsed_and_keep_their_ids(tmp_path, mo
     parse = json.loads
     parsed = []
     monkeypatch.setattr("json.loads", lambda text: parsed.append(text) or parse(text))
-    assert list(prompts.those([False, False, True, True, True, False])) == whole[2:5]
+    assert list(prompts.select([False, False, True, True, True, False])) == whole[2:5]
     assert parsed == ["{", json.dumps(OWN), json.dumps(named[1])]
-    (last,) = prompts.those([False, True, False])
+    (last,) = prompts.select([False, True, False])
     assert (last, last.where) == (whole[1], "line 3")
 
 

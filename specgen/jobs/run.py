@@ -119,7 +119,7 @@ class _Work:
         self.status.begin(tally, total=total, done=done)
         self.progress.start(name, tally, total, done)
         outputs = engine.generate(
-            self.prompts.those(self.survey.open_rows(files.completions)),
+            self.prompts.select(self.survey.pending_rows(files.completions)),
             self.job.sampling,
             earlier=files.texts,
             lost=read_lost(files.path),
