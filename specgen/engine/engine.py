@@ -89,7 +89,7 @@ class Engine:
             with closing(completions):
                 for completion in completions:
                     yield from _drained(failed)
-                    metrics = fold_request(completion.steps, self.config.num_spec_tokens)
+                    metrics = fold_request(completion.steps, self.config.draft_length.most)
                     yield conversations.answer(completion, metrics)
             yield from _drained(failed)
         finally:
