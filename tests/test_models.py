@@ -16,6 +16,7 @@ from specgen.models.llama import Llama
 from specgen.models.model_config import Llama3Scaling, RopeConfig, TargetConfig
 from specgen.ops.cpu import cpu_float32_ops
 from specgen.ops.reference import rotate, silu_and_mul, torch_ops
+from specgen.ops.weight import Weight
 from tests.dense import DenseAttend
 from tests.tiny_checkpoints import LLAMA3_SCALING, write_head, write_target
 
@@ -185,9 +186,9 @@ def test_cpu_kernels_equal_the_reference(rows: int) -> None:
     fast, plain = cpu_float32_ops(), torch_ops()
     x = torch.randn(rows, 64)
     for shape in ((48, 64), (1100, 64), (9000, 64)):
-        weight = torch.randn(shape)
-        torch.testing.assert_close(fast.linear(weight)(x), plain.linear(weight)(x), rtol=1e-5, atol=1e-5)
-        gated, expected = fast.gated_linear(weight)(x), plain.gated_linear(weight)(x)
+        matrix = Weight(data=torch.randn(shape))
+        torch.testing.assert_close(fast.linear(matrix)(x), plain.linear(matrix)(x), rtol=1e-5, atol=1e-5)
+        gated, expected = fast.gated_linear(matrix)(x), plain.gated_linear(matrix)(x)
         torch.testing.assert_close(gated, expected, rtol=1e-4, atol=1e-4)
     x, weight = x * torch.logspace(-6, 3, rows)[:, None], torch.randn(64)  # also rows where eps counts
     torch.testing.assert_close(fast.rms_norm(weight, 1e-5)(x), plain.rms_norm(weight, 1e-5)(x))
@@ -198,6 +199,26 @@ def test_cpu_kernels_equal_the_reference(rows: int) -> None:
     by_head = torch.randn(4, 16)
     heads = x.view(rows, 4, 16)
     torch.testing.assert_close(fast.rms_norm(by_head, 1e-6)(heads), plain.rms_norm(by_head, 1e-6)(heads))
+
+
+def test_weights_are_joined_below_each_other_and_one_alone_is_not_copied() -> None:
+    q, k = Weight(data=torch.randn(6, 4)), Weight(data=torch.randn(2, 4).bfloat16())
+    assert Weight.joined([q]) is q
+    joined = Weight.joined([q, k])
+    assert torch.equal(joined.matrix, torch.cat((q.data, k.data)))
+    assert (q.num_bytes, k.num_bytes) == (6 * 4 * 4, 2 * 4 * 2)
+
+
+def test_a_kernel_takes_no_weight_in_a_format_that_it_does_not_know() -> None:
+    unknown: Any = {"data": torch.zeros(2, 2), "scale": torch.ones(2), "format": "fp8"}
+    weight = Weight(**unknown)
+    assert weight.num_bytes == 4 * 4 + 2 * 4
+    for use in (torch_ops().linear(weight), torch_ops().gated_linear(weight)):
+        with pytest.raises(AssertionError, match="fp8"):
+            use(torch.zeros(1, 2))
+    for prepare in (cpu_float32_ops().linear, lambda weight: Weight.joined([weight, weight])):
+        with pytest.raises(AssertionError, match="fp8"):
+            prepare(weight)
 
 
 @pytest.mark.parametrize("original", [8192, 64])

@@ -19,6 +19,7 @@ from specgen.models.fit import misfits
 from specgen.models.llama import Llama
 from specgen.models.model_config import Eagle3Config, TargetConfig
 from specgen.ops import bind_ops
+from specgen.ops.weight import Weight
 
 _FLOATS = ("float32", "bfloat16", "float16", "float64")
 _TABLES = ("int64", "int32", "bool")  # of d2t and t2d
@@ -92,7 +93,7 @@ def load_target(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device
     """The target with weights of ``dtype`` on ``device``; ``UserError`` unless every tensor is as its config says."""
     config = target_config(checkpoint)
     reader = TensorReader(checkpoint=checkpoint, dtype=dtype, device=device)
-    model = Llama.build(config, reader.take, bind_ops(device, dtype))
+    model = Llama.build(config, reader, bind_ops(device, dtype))
     reader.finish(llama.ignored_tensors(config))
     return model
 
@@ -108,7 +109,7 @@ def load_drafter(
     ids = draft_to_target(checkpoint, config).to(device)
     reader = TensorReader(checkpoint=checkpoint, dtype=dtype, device=device)
     embedding = target.embedding.to(device, dtype)  # the very same tensor where nothing changes
-    head = Eagle3Head.build(config, prefixes, reader.take, embedding, ids, bind_ops(device, dtype))
+    head = Eagle3Head.build(config, prefixes, reader, embedding, ids, bind_ops(device, dtype))
     reader.finish(IGNORED_TENSORS)
     return head
 
@@ -129,7 +130,7 @@ def fingerprint(checkpoint: Checkpoint) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class TensorReader:
-    """Hands weights out by name, and says at the end which ones nobody asked for.
+    """The ``Take`` of a checkpoint, which says at the end what nobody asked for.
 
     On the ``meta`` device it checks names and shapes and reads nothing.
     """
@@ -137,10 +138,18 @@ class TensorReader:
     checkpoint: Checkpoint
     dtype: torch.dtype
     device: torch.device
-    taken: set[str] = field(default_factory=set)
+    taken: dict[str, int] = field(default_factory=dict)  # bytes on the device by name
 
-    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """The weight ``name`` of ``shape``; see ``models.weights.Take``."""
+    def __call__(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        return self._weight(name, shape).matrix
+
+    def linear(self, num_out: Mapping[str, int], num_in: int) -> Weight:
+        return Weight.joined([self._weight(f"{name}.weight", (n, num_in)) for name, n in num_out.items()])
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.checkpoint.tensors
+
+    def _weight(self, name: str, shape: tuple[int, ...]) -> Weight:
         info = self.checkpoint.tensors.get(name)
         if info is None:
             raise UserError(f"{self.checkpoint.name} has no tensor {name!r}: the checkpoint is incomplete")
@@ -153,14 +162,17 @@ class TensorReader:
             info.dtype in _FLOATS,
             f"{self.checkpoint.name}: {name} is stored as {info.dtype}: quantized weights are not supported",
         )
-        self.taken.add(name)
         if self.device.type == "meta":
-            return torch.empty(shape, dtype=self.dtype, device=self.device)
-        return read_tensor(name, info).to(self.device, self.dtype)
+            data = torch.empty(shape, dtype=self.dtype, device=self.device)
+        else:
+            data = read_tensor(name, info).to(self.device, self.dtype)
+        weight = Weight(data=data)
+        self.taken[name] = weight.num_bytes
+        return weight
 
     def finish(self, ignored: Iterable[str]) -> None:
         """``UserError`` if there is a tensor that was neither taken nor is in ``ignored``."""
-        unknown = sorted(set(self.checkpoint.tensors) - self.taken - set(ignored))
+        unknown = sorted(set(self.checkpoint.tensors) - set(self.taken) - set(ignored))
         names = ", ".join(shown(name) for name in unknown[:2])
         require(
             not unknown,

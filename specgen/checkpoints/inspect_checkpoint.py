@@ -149,7 +149,7 @@ def _target(checkpoint: Checkpoint) -> Part:
     problems: list[str] = []
     with _collected(problems):
         reader = TensorReader(checkpoint=checkpoint, dtype=torch.float32, device=_META)
-        Llama.build(config, reader.take, torch_ops())
+        Llama.build(config, reader, torch_ops())
         reader.finish(llama.ignored_tensors(config))
     weights = Weights.of(checkpoint, config)
     return Part(name=checkpoint.name, config=config, weights=weights, problems=tuple(problems))
@@ -162,7 +162,7 @@ def _head(checkpoint: Checkpoint, num_target_layers: int | None) -> Part:
         reader = TensorReader(checkpoint=checkpoint, dtype=torch.float32, device=_META)
         prefixes = TensorPrefixes.of(checkpoint.tensors.keys())
         nothing = torch.empty(0, device=_META)
-        Eagle3Head.build(config, prefixes, reader.take, nothing, nothing, torch_ops())
+        Eagle3Head.build(config, prefixes, reader, nothing, nothing, torch_ops())
         reader.finish(eagle3.IGNORED_TENSORS)
     with _collected(problems):
         draft_to_target(checkpoint, config)

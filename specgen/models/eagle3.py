@@ -93,7 +93,7 @@ class Eagle3Head:
             embedding=table,
             feature_norm=_feature_norm(config, root, take, ops),
             feature_parts=config.num_features if config.fc_norm else 1,
-            fc=ops.linear(take(root + "fc.weight", (hidden, width))),
+            fc=ops.linear(take.linear({root + "fc": hidden}, width)),
             inputs=ops.embed_beside(
                 table, vector(layer + "input_layernorm.weight"), vector(layer + "hidden_norm.weight"), eps
             ),
@@ -102,7 +102,7 @@ class Eagle3Head:
             post_norm=ops.rms_norm(vector(layer + "post_attention_layernorm.weight"), eps),
             mlp=MLP.build(config, layer, take, ops),
             norm=ops.rms_norm(vector(root + "norm.weight"), eps),
-            lm_head=ops.linear(take("lm_head.weight", (config.draft_vocab_size, hidden))),
+            lm_head=ops.linear(take.linear({"lm_head": config.draft_vocab_size}, hidden)),
             draft_to_target=draft_to_target,
             argmax=ops.argmax,
             rope=ops.rope(inverse_frequencies(config.rope, config.head_dim, draft_to_target.device)),

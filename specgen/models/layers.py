@@ -48,12 +48,10 @@ class Attention:
         """Take ``{prefix}self_attn.*``, whose q, k and v read rows that are ``width`` wide."""
         prefix += "self_attn."
         q_rows, kv_rows = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        rows = {"q_proj": q_rows, "k_proj": kv_rows, "v_proj": kv_rows}
-        qkv = torch.cat([take(f"{prefix}{name}.weight", (n, width)) for name, n in rows.items()])
-        out = take(f"{prefix}o_proj.weight", (config.hidden_size, q_rows))
+        qkv = {prefix + "q_proj": q_rows, prefix + "k_proj": kv_rows, prefix + "v_proj": kv_rows}
         return cls(
-            qkv=ops.linear(qkv),
-            out=ops.linear_parts(out),
+            qkv=ops.linear(take.linear(qkv, width)),
+            out=ops.linear_parts(take.linear({prefix + "o_proj": config.hidden_size}, q_rows)),
             qk_norm=_qk_norm(config, prefix, take, ops) if config.qk_norm else None,
             num_heads=config.num_heads,
             num_kv_heads=config.num_kv_heads,
@@ -80,13 +78,13 @@ class KeysValues:
     def build(cls, config: Eagle3Config, width: int, prefix: str, take: Take, ops: Ops) -> "KeysValues":
         """Take the k and v of ``{prefix}self_attn.*``, which read rows that are ``width`` wide."""
         prefix += "self_attn."
-        rows = config.num_kv_heads * config.head_dim
-        kv = torch.cat([take(f"{prefix}{name}.weight", (rows, width)) for name in ("k_proj", "v_proj")])
-        norm = None
+        kv_rows, norm = config.num_kv_heads * config.head_dim, None
+        kv = {prefix + "k_proj": kv_rows, prefix + "v_proj": kv_rows}
+        projection = ops.linear(take.linear(kv, width))
         if config.qk_norm:
             k_norm = take(f"{prefix}k_norm.weight", (config.head_dim,))
             norm = ops.rms_norm(k_norm.repeat(config.num_kv_heads, 1), config.rms_norm_eps)
-        return cls(kv=ops.linear(kv), k_norm=norm, num_kv_heads=config.num_kv_heads)
+        return cls(kv=projection, k_norm=norm, num_kv_heads=config.num_kv_heads)
 
     def __call__(self, x: Tensor, layer: int, keep: Keep) -> None:
         """Project [rows, width] and keep what comes of it."""
@@ -95,6 +93,14 @@ class KeysValues:
             keys, values = heads.chunk(2, 1)
             heads = torch.cat((self.k_norm(keys), values), 1)
         keep(layer, heads)
+
+
+class FeedForward(Protocol):
+    """What comes behind attention in a layer."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[rows, H] -> [parts, rows, H]; see ``Ops.linear_parts``."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,12 +114,16 @@ class MLP:
     def build(cls, config: TargetConfig | Eagle3Config, prefix: str, take: Take, ops: Ops) -> "MLP":
         """Take ``{prefix}mlp.*``."""
         hidden, inner = config.hidden_size, config.intermediate_size
-        gate_up = [take(f"{prefix}mlp.{name}.weight", (inner, hidden)) for name in ("gate_proj", "up_proj")]
-        down = take(f"{prefix}mlp.down_proj.weight", (hidden, inner))
-        return cls(gated=ops.gated_linear(torch.cat(gate_up)), down=ops.linear_parts(down))
+        prefix += "mlp."
+        return cls(
+            gated=ops.gated_linear(
+                take.linear({prefix + "gate_proj": inner, prefix + "up_proj": inner}, hidden)
+            ),
+            down=ops.linear_parts(take.linear({prefix + "down_proj": hidden}, inner)),
+        )
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[rows, H] -> [parts, rows, H]; see ``Ops.linear_parts``."""
+        """Gate, then project back. See ``FeedForward``."""
         return self.down(self.gated(x))
 
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from specgen.ops import Map, Ops
 from specgen.ops.reference import one_part, silu_and_mul, torch_ops
+from specgen.ops.weight import Weight
 
 
 def cpu_float32_ops() -> Ops:
@@ -37,7 +38,7 @@ def _bound_caches() -> None:
         os.environ.setdefault(library, "64")
 
 
-def _gated(weight: Tensor) -> Map:
+def _gated(weight: Weight) -> Map:
     gate_up = _PackedLinear.pack(weight)
     return lambda x: silu_and_mul(gate_up(x))
 
@@ -47,9 +48,9 @@ class _PackedLinear:
     packed: Tensor
 
     @classmethod
-    def pack(cls, weight: Tensor) -> "_PackedLinear":
+    def pack(cls, weight: Weight) -> "_PackedLinear":
         # 64 rows is a hint; a weight packed for one row is slow for more, and not the other way round.
-        return cls(torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), 64))
+        return cls(torch.ops.mkldnn._reorder_linear_weight(weight.matrix.contiguous(), 64))
 
     def __call__(self, x: Tensor) -> Tensor:
         y: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, None, "none", [], "")

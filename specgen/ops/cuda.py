@@ -13,6 +13,7 @@ from specgen.ops.reference import Linear, one_part
 from specgen.ops.rope import TritonRope
 from specgen.ops.row_kernels import TritonEmbedBeside, TritonNorm, silu_and_mul
 from specgen.ops.skinny import Tile, skinny_gated_linear, skinny_linear
+from specgen.ops.weight import Weight
 
 # By rising number of rows; more rows than the last one's go to cuBLAS. Measured at Llama-3.1-8B's shapes on an H100.
 _TILES = (
@@ -56,10 +57,10 @@ def _prefer_cublaslt() -> None:
 class _GatedLinear:
     """See ``Ops.gated_linear``."""
 
-    weight: Tensor
+    weight: Weight
 
     def __call__(self, x: Tensor) -> Tensor:
-        return silu_and_mul(F.linear(x, self.weight))
+        return silu_and_mul(F.linear(x, self.weight.matrix))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,8 +71,8 @@ class _SkinnyLinear:
     tiles: tuple[Tile, ...]
 
     @classmethod
-    def prepare(cls, weight: Tensor) -> "_SkinnyLinear":
-        return cls(weight=weight, tiles=_fitting(_TILES, *weight.shape))
+    def prepare(cls, weight: Weight) -> "_SkinnyLinear":
+        return cls(weight=weight.matrix, tiles=_fitting(_TILES, *weight.matrix.shape))
 
     def __call__(self, x: Tensor) -> Tensor:
         tile = _tile(self.tiles, x.shape[0])
@@ -86,8 +87,8 @@ class _LinearParts:
     tiles: tuple[Tile, ...]
 
     @classmethod
-    def prepare(cls, weight: Tensor) -> "_LinearParts":
-        return cls(weight=weight, tiles=_fitting(_PARTS_TILES, *weight.shape))
+    def prepare(cls, weight: Weight) -> "_LinearParts":
+        return cls(weight=weight.matrix, tiles=_fitting(_PARTS_TILES, *weight.matrix.shape))
 
     def __call__(self, x: Tensor) -> Tensor:
         tile = _tile(self.tiles, x.shape[0])
@@ -102,8 +103,9 @@ class _SkinnyGatedLinear:
     tiles: tuple[Tile, ...]
 
     @classmethod
-    def prepare(cls, weight: Tensor) -> "_SkinnyGatedLinear":
-        return cls(weight=weight, tiles=_fitting(_GATED_TILES, weight.shape[0] // 2, weight.shape[1]))
+    def prepare(cls, weight: Weight) -> "_SkinnyGatedLinear":
+        num_out, width = weight.matrix.shape
+        return cls(weight=weight.matrix, tiles=_fitting(_GATED_TILES, num_out // 2, width))
 
     def __call__(self, x: Tensor) -> Tensor:
         tile = _tile(self.tiles, x.shape[0])

@@ -8,6 +8,7 @@ from torch.nn import functional as F
 
 from specgen.kv.layout import Layout
 from specgen.ops import Map, Ops, Store
+from specgen.ops.weight import Weight
 
 
 def torch_ops() -> Ops:
@@ -32,20 +33,20 @@ def one_part(linear: Map) -> Map:
 class Linear:
     """See ``Ops.linear``."""
 
-    weight: Tensor
+    weight: Weight
 
     def __call__(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight)
+        return F.linear(x, self.weight.matrix)
 
 
 @dataclass(frozen=True)
 class GatedLinear:
     """See ``Ops.gated_linear``."""
 
-    weight: Tensor
+    weight: Weight
 
     def __call__(self, x: Tensor) -> Tensor:
-        return silu_and_mul(F.linear(x, self.weight))
+        return silu_and_mul(F.linear(x, self.weight.matrix))
 
 
 @dataclass(frozen=True)
