@@ -13,7 +13,8 @@ from torch.nn import functional as F
 from specgen.checkpoints.checkpoint import Checkpoint, load_drafter, load_target, open_checkpoint
 from specgen.models.layers import inverse_frequencies
 from specgen.models.llama import Llama
-from specgen.models.model_config import Llama3Scaling, RopeConfig, TargetConfig
+from specgen.models.model_config import TargetConfig
+from specgen.models.rope_config import Llama3Scaling, RopeConfig
 from specgen.ops.cpu import cpu_float32_ops
 from specgen.ops.reference import rotate, silu_and_mul, torch_ops
 from specgen.ops.weight import Weight
@@ -257,7 +258,7 @@ HEADS: dict[str, dict[str, Any]] = {
 def test_heads_equal_the_dense_reference(tmp_path: Path, written: Written, settings: dict[str, Any]) -> None:
     write_head(tmp_path, written.config, **settings)
     checkpoint = open_checkpoint(str(tmp_path))
-    head = load_drafter(checkpoint, written.model, torch.float32, CPU)
+    head = load_drafter(checkpoint, written.model)
     reference = _DenseHead(checkpoint, written.model.embedding)
     rows = 12
     torch.manual_seed(5)
@@ -283,7 +284,7 @@ def test_every_head_setting_changes_what_is_drafted(tmp_path: Path, written: Wri
     for index, flag in enumerate((None, *flags)):
         path = tmp_path / str(index)
         write_head(path, written.config, **({flag: True} if flag else {}))
-        head = load_drafter(open_checkpoint(str(path)), written.model, torch.float32, CPU)
+        head = load_drafter(open_checkpoint(str(path)), written.model)
         torch.manual_seed(5)
         hidden, ids = head.fuse(torch.randn(6, 3 * written.config.hidden_size) * 4), torch.arange(6)
         for _ in range(2):
@@ -302,8 +303,7 @@ def test_tensors_below_model_are_the_same_head(tmp_path: Path, written: Written)
     gone = dict.fromkeys(name for name in plain.tensors if name not in apart)
     write_head(tmp_path / "moved", written.config, fc_norm=True, own_embedding=True, changed=gone | moved)
     heads = [
-        load_drafter(open_checkpoint(str(tmp_path / name)), written.model, torch.float32, CPU)
-        for name in ("plain", "moved")
+        load_drafter(open_checkpoint(str(tmp_path / name)), written.model) for name in ("plain", "moved")
     ]
     features = torch.randn(4, 3 * written.config.hidden_size)
     assert torch.equal(heads[0].fuse(features), heads[1].fuse(features))

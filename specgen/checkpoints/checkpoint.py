@@ -13,11 +13,11 @@ from torch import Tensor
 
 from specgen.checkpoints.weight_files import TensorInfo, read_json, read_tensor, tensor_infos
 from specgen.config import UserError, first_line, require, shown
-from specgen.models import llama
-from specgen.models.eagle3 import IGNORED_TENSORS, Eagle3Head, TensorPrefixes, vocabulary_map
+from specgen.models.draft_vocabulary import vocabulary_map
+from specgen.models.families import HeadFamily, family_of, head_family_of
 from specgen.models.fit import misfits
-from specgen.models.llama import Llama
-from specgen.models.model_config import Eagle3Config, TargetConfig
+from specgen.models.model_config import HeadConfig, TargetConfig
+from specgen.models.protocols import Head, Shared, Target
 from specgen.ops import bind_ops
 from specgen.ops.weight import Weight
 
@@ -69,15 +69,21 @@ def target_config(checkpoint: Checkpoint) -> TargetConfig:
     """The config of a target; the ids that end a text are generation_config.json's where it has some."""
     eos = checkpoint.generation.get("eos_token_id")
     overrides = {} if eos is None else {"eos_token_id": eos}
-    return TargetConfig.from_hf({**checkpoint.config, **overrides})
+    return family_of(checkpoint.config).config({**checkpoint.config, **overrides})
 
 
-def drafter_config(checkpoint: Checkpoint, num_target_layers: int | None) -> Eagle3Config:
+def drafter_config(checkpoint: Checkpoint, num_target_layers: int | None) -> HeadConfig:
     """The config of a head for a target of ``num_target_layers``, or of a target that is not known."""
-    return Eagle3Config.from_hf(checkpoint.config, checkpoint.tensors.keys(), num_target_layers)
+    family = head_family(checkpoint)
+    return family.config(checkpoint.config, checkpoint.tensors.keys(), num_target_layers)
 
 
-def draft_to_target(checkpoint: Checkpoint, config: Eagle3Config) -> Tensor:
+def head_family(checkpoint: Checkpoint) -> HeadFamily:
+    """What kind of head a checkpoint is; ``UserError`` where it is none."""
+    return head_family_of(checkpoint.config, checkpoint.tensors.keys())
+
+
+def draft_to_target(checkpoint: Checkpoint, config: HeadConfig) -> Tensor:
     """The target's id of each draft id of a head, [Vd] int64, checked."""
     for name in ("d2t", "t2d"):
         info = checkpoint.tensors.get(name)
@@ -89,28 +95,35 @@ def draft_to_target(checkpoint: Checkpoint, config: Eagle3Config) -> Tensor:
     return vocabulary_map(config, checkpoint.read("d2t"), checkpoint.read("t2d"))
 
 
-def load_target(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> Llama:
+def load_target(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> Target:
     """The target with weights of ``dtype`` on ``device``; ``UserError`` unless every tensor is as its config says."""
-    config = target_config(checkpoint)
     reader = TensorReader(checkpoint=checkpoint, dtype=dtype, device=device)
-    model = Llama.build(config, reader, bind_ops(device, dtype))
-    reader.finish(llama.ignored_tensors(config))
-    return model
+    return build_target(target_config(checkpoint), reader)
 
 
-def load_drafter(
-    checkpoint: Checkpoint, target: Llama, dtype: torch.dtype, device: torch.device
-) -> Eagle3Head:
-    """The head with weights of ``dtype`` on ``device``; ``UserError`` also where it does not fit ``target``."""
-    prefixes = TensorPrefixes.of(checkpoint.tensors.keys())
+def load_drafter(checkpoint: Checkpoint, target: Target) -> Head:
+    """The head on the device and in the dtype of its target; ``UserError`` also where the two do not fit."""
     config = drafter_config(checkpoint, target.config.num_layers)
     for reason in misfits(target.config, config):
         raise UserError(f"{checkpoint.name} cannot draft for this target: {reason}")
-    ids = draft_to_target(checkpoint, config).to(device)
-    reader = TensorReader(checkpoint=checkpoint, dtype=dtype, device=device)
-    embedding = target.embedding.to(device, dtype)  # the very same tensor where nothing changes
-    head = Eagle3Head.build(config, prefixes, reader, embedding, ids, bind_ops(device, dtype))
-    reader.finish(IGNORED_TENSORS)
+    ids = draft_to_target(checkpoint, config).to(target.device)
+    reader = TensorReader(checkpoint=checkpoint, dtype=target.dtype, device=target.device)
+    return build_head(config, reader, target, ids)
+
+
+def build_target(config: TargetConfig, reader: "TensorReader") -> Target:
+    """The target of ``config`` from the tensors of ``reader``, of which none may be left."""
+    family = family_of(reader.checkpoint.config)
+    target = family.build(config, reader, bind_ops(reader.device, reader.dtype))
+    reader.finish(family.ignored(config))
+    return target
+
+
+def build_head(config: HeadConfig, reader: "TensorReader", target: Shared, draft_to_target: Tensor) -> Head:
+    """The head of ``config`` from the tensors of ``reader``, of which none may be left."""
+    family = head_family(reader.checkpoint)
+    head = family.build(config, reader, target, draft_to_target, bind_ops(reader.device, reader.dtype))
+    reader.finish(family.ignored)
     return head
 
 

@@ -17,7 +17,7 @@ from specgen.attention import Attend, Backend, Keep
 from specgen.decoding.sampling import DRAFT, SamplingBatch, draft_probs, draw, uniform
 from specgen.kv.kv_cache import KVCache
 from specgen.kv.layout import Layout
-from specgen.models.eagle3 import Eagle3Head
+from specgen.models.protocols import Head
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,7 +195,7 @@ class Eagle3Drafter:
     def __init__(
         self,
         *,
-        head: Eagle3Head,
+        head: Head,
         cache: KVCache,
         backend: Backend,
         batch: DrafterBatch,

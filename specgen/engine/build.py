@@ -43,9 +43,8 @@ from specgen.events import Event
 from specgen.kv.kv_cache import KVCache
 from specgen.kv.pages import PageAllocator
 from specgen.kv.prefix_cache import PrefixCache
-from specgen.models.eagle3 import Eagle3Head
-from specgen.models.llama import Llama
-from specgen.models.model_config import Eagle3Config, TargetConfig, kv_bytes_per_token
+from specgen.models.model_config import LayerConfig, kv_bytes_per_token
+from specgen.models.protocols import Head, Target
 from specgen.text.tokenizer import StopStrings, Tokenizer, load_tokenizer
 
 BACKENDS: dict[str, type[Backend]] = {
@@ -66,8 +65,8 @@ DRAWN = SamplingParams(temperature=1.0)  # what an engine makes ready for where 
 class Models:
     """Weights and tokenizer: what engines over the same pair share, and the checkpoints they came from."""
 
-    target: Llama
-    head: Eagle3Head | None
+    target: Target
+    head: Head | None
     tokenizer: Tokenizer
     checkpoints: Checkpoints
 
@@ -171,7 +170,7 @@ def choose_attention(config: EngineConfig, checkpoints: Checkpoints) -> tuple[st
 
 def _heads(config: EngineConfig, checkpoints: Checkpoints) -> list[Heads]:
     """What target and head ask of attention, from their checkpoints' headers."""
-    models: list[TargetConfig | Eagle3Config] = [target_config(checkpoints["model"])]
+    models: list[LayerConfig] = [target_config(checkpoints["model"])]
     if config.num_spec_tokens:
         models.append(drafter_config(checkpoints["drafter"], None))
     dtype = DTYPES[config.dtype]
@@ -201,7 +200,7 @@ def load_models(config: EngineConfig, checkpoints: Checkpoints) -> Models:
     use(device)
     target, head = load_target(checkpoints["model"], dtype, device), None
     if config.num_spec_tokens:
-        head = load_drafter(checkpoints["drafter"], target, dtype, device)
+        head = load_drafter(checkpoints["drafter"], target)
     tokenizer = load_tokenizer(str(checkpoints["model"].path))
     return Models(target=target, head=head, tokenizer=tokenizer, checkpoints=checkpoints)
 
@@ -323,7 +322,7 @@ def _engine(
 
 
 def new_cache(
-    config: EngineConfig, model: TargetConfig | Eagle3Config, allocator: PageAllocator, device: torch.device
+    config: EngineConfig, model: LayerConfig, allocator: PageAllocator, device: torch.device
 ) -> KVCache:
     """A cache for ``model`` with as many pages as ``allocator`` gives out."""
     return KVCache(

@@ -1,49 +1,15 @@
-"""The EAGLE3 head: fuses the target's features and drafts a token a pass; its tensors' names in a checkpoint."""
+"""The EAGLE3 head: fuses the target's features and drafts a token per pass."""
 
-from collections.abc import Set
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from specgen.config import UserError, require
+from specgen.models.eagle3_config import Eagle3Config, TensorPrefixes
 from specgen.models.layers import MLP, Attend, Attention, Keep, KeysValues, inverse_frequencies
-from specgen.models.model_config import Eagle3Config
+from specgen.models.protocols import Shared
 from specgen.models.weights import Take
 from specgen.ops import Map, Norm, Ops, Pair, Rope
-
-# Carried by some checkpoints and needed by nobody here; d2t and t2d are read apart, in the vocabulary map.
-IGNORED_TENSORS = frozenset(
-    {
-        "d2t",
-        "t2d",
-        "midlayer.self_attn.rotary_emb.inv_freq",
-        "layers.0.self_attn.rotary_emb.inv_freq",
-        "rotary_emb.inv_freq",
-        "verifier_lm_head.weight",
-        "verifier_norm.weight",
-    }
-)
-
-
-@dataclass(frozen=True, kw_only=True)
-class TensorPrefixes:
-    """How a checkpoint names its parts: ``midlayer.*`` (EAGLE, SpecForge) or ``layers.0.*`` (speculators),
-    either below ``model.`` or not."""
-
-    root: str
-    layer: str
-
-    @classmethod
-    def of(cls, tensors: Set[str]) -> "TensorPrefixes":
-        """Found by the one tensor that every head has and nothing else does."""
-        for root in ("", "model."):
-            for layer in ("midlayer.", "layers.0."):
-                if f"{root}{layer}hidden_norm.weight" in tensors:
-                    return cls(root=root, layer=root + layer)
-        raise UserError(
-            "no midlayer.hidden_norm.weight or layers.0.hidden_norm.weight: the checkpoint is no EAGLE3 head"
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,19 +36,19 @@ class Eagle3Head:
     def build(
         cls,
         config: Eagle3Config,
-        prefixes: TensorPrefixes,
         take: Take,
-        target_embedding: Tensor,
+        target: Shared,
         draft_to_target: Tensor,
         ops: Ops,
     ) -> "Eagle3Head":
-        """Take every tensor of the head; the embedding is ``target_embedding`` unless the head has its own."""
+        """Take every tensor of the head; the embedding is the target's unless the head has its own."""
+        prefixes = TensorPrefixes.of(take)
         root, layer, hidden, eps = prefixes.root, prefixes.layer, config.hidden_size, config.rms_norm_eps
         width = config.num_features * config.target_hidden_size
         table = (
             take(root + "embed_tokens.weight", (config.vocab_size, hidden))
             if config.own_embedding
-            else target_embedding
+            else target.embedding
         )
 
         def vector(name: str) -> Tensor:
@@ -109,24 +75,16 @@ class Eagle3Head:
         )
 
     def fuse(self, features: Tensor) -> Tensor:
-        """The target's features [rows, aux layers * Ht] as hidden states that a pass can be fed, [rows, H]."""
         if self.feature_norm is not None:
             parts = features.view(features.shape[0], self.feature_parts, -1)
             features = self.feature_norm(parts).flatten(1)
         return self.fc(features)
 
     def remember(self, token_ids: Tensor, hidden: Tensor, keep: Keep) -> None:
-        """Keep what later rows look at of rows that ``forward`` could be given: their keys and values.
-
-        With one layer nothing else of a row reaches another one, so this is all that a confirmed row must leave.
-        """
+        # With one layer nothing else of a row reaches another one, so this is all that an accepted row must leave.
         self.keys_values(self.inputs(token_ids, hidden), 0, keep)
 
     def forward(self, token_ids: Tensor, hidden: Tensor, attend: Attend) -> Tensor:
-        """One pass over ``token_ids`` [rows] with ``hidden`` [rows, H], the states of the tokens before them.
-
-        Returns the hidden states that ``logits`` reads and that the next pass is fed, [rows, H].
-        """
         inputs = self.inputs(token_ids, hidden)
         stream = inputs[:, self.config.hidden_size :] if self.config.norm_before_residual else hidden
         stream, normed = self.post_norm.add(stream, self.attention(inputs, 0, attend))
@@ -134,46 +92,7 @@ class Eagle3Head:
         return normed if self.config.norm_output else stream
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Logits over the draft vocabulary, [n, Vd] in the model's dtype, from the result of ``forward``, [n, H]."""
         return self.lm_head(hidden if self.config.norm_output else self.norm(hidden))
-
-
-def vocabulary_map(config: Eagle3Config, d2t: Tensor | None, t2d: Tensor | None) -> Tensor:
-    """The target's id of each draft id, [Vd] int64, from the offsets ``d2t`` [Vd] and the mask ``t2d`` [V].
-
-    ``UserError`` where they cannot be of one vocabulary: such a head would draft the wrong tokens.
-    """
-    drafted, vocab = config.draft_vocab_size, config.vocab_size
-    require(
-        drafted <= vocab, f"draft_vocab_size is {drafted}, more than the vocabulary of {vocab}: wrong config"
-    )
-    ids = torch.arange(drafted)
-    if d2t is None:
-        require(
-            drafted == vocab,
-            f"the head drafts {drafted} of {vocab} tokens but has no d2t: add the tensor that maps them",
-        )
-        return ids
-    require(
-        d2t.shape == ids.shape and not d2t.is_floating_point(),
-        f"d2t is {list(d2t.shape)} of {d2t.dtype}: it must hold {drafted} integers, one for each draft token",
-    )
-    ids = ids + d2t.cpu()
-    low, high = int(ids.min()), int(ids.max())
-    require(
-        low >= 0 and high < vocab,
-        f"d2t maps to token ids {low} to {high}, outside the vocabulary of {vocab}: "
-        "it must hold offsets (target id minus draft id)",
-    )
-    require(len(set(ids.tolist())) == drafted, "d2t maps two draft tokens to one target token: it is wrong")
-    if t2d is not None:
-        marked = t2d.cpu().nonzero().flatten()
-        require(
-            t2d.shape == (vocab,) and torch.equal(marked, ids.sort().values),
-            f"t2d marks {marked.numel()} of {t2d.numel()} tokens, other ones than the {drafted} of d2t: "
-            "the checkpoint mixes two vocabularies, export it again",
-        )
-    return ids
 
 
 def _feature_norm(config: Eagle3Config, root: str, take: Take, ops: Ops) -> Norm | None:

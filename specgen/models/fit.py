@@ -1,9 +1,9 @@
 """Whether a head and a target belong together: every mismatch that would load and then draft badly; no torch."""
 
-from specgen.models.model_config import Eagle3Config, TargetConfig
+from specgen.models.model_config import HeadConfig, TargetConfig
 
 
-def misfits(target: TargetConfig, head: Eagle3Config) -> tuple[str, ...]:
+def misfits(target: TargetConfig, head: HeadConfig) -> tuple[str, ...]:
     """Each reason why ``head`` cannot draft for ``target``, with the remedy; empty where they fit."""
     reasons = []
     if head.target_hidden_size != target.hidden_size:

@@ -7,7 +7,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from specgen.models.model_config import Eagle3Config, Llama3Scaling, RopeConfig, TargetConfig
+from specgen.models.model_config import LayerConfig
+from specgen.models.rope_config import Llama3Scaling, RopeConfig
 from specgen.models.weights import Take
 from specgen.ops import Map, Norm, Ops
 
@@ -42,9 +43,7 @@ class Attention:
     num_kv_heads: int
 
     @classmethod
-    def build(
-        cls, config: TargetConfig | Eagle3Config, width: int, prefix: str, take: Take, ops: Ops
-    ) -> "Attention":
+    def build(cls, config: LayerConfig, width: int, prefix: str, take: Take, ops: Ops) -> "Attention":
         """Take ``{prefix}self_attn.*``, whose q, k and v read rows that are ``width`` wide."""
         prefix += "self_attn."
         q_rows, kv_rows = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
@@ -75,7 +74,7 @@ class KeysValues:
     num_kv_heads: int
 
     @classmethod
-    def build(cls, config: Eagle3Config, width: int, prefix: str, take: Take, ops: Ops) -> "KeysValues":
+    def build(cls, config: LayerConfig, width: int, prefix: str, take: Take, ops: Ops) -> "KeysValues":
         """Take the k and v of ``{prefix}self_attn.*``, which read rows that are ``width`` wide."""
         prefix += "self_attn."
         kv_rows, norm = config.num_kv_heads * config.head_dim, None
@@ -111,7 +110,7 @@ class MLP:
     down: Map  # [rows, I] -> [parts, rows, H]
 
     @classmethod
-    def build(cls, config: TargetConfig | Eagle3Config, prefix: str, take: Take, ops: Ops) -> "MLP":
+    def build(cls, config: LayerConfig, prefix: str, take: Take, ops: Ops) -> "MLP":
         """Take ``{prefix}mlp.*``."""
         hidden, inner = config.hidden_size, config.intermediate_size
         prefix += "mlp."
@@ -136,7 +135,7 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int, device: torch.device) -
     return frequencies.to(device)
 
 
-def _qk_norm(config: TargetConfig | Eagle3Config, prefix: str, take: Take, ops: Ops) -> Norm:
+def _qk_norm(config: LayerConfig, prefix: str, take: Take, ops: Ops) -> Norm:
     q_norm = take(f"{prefix}q_norm.weight", (config.head_dim,))
     k_norm = take(f"{prefix}k_norm.weight", (config.head_dim,))
     by_head = torch.stack([q_norm] * config.num_heads + [k_norm] * config.num_kv_heads)

@@ -1,4 +1,4 @@
-"""The target: a Llama or Qwen3 decoder over packed rows, and the names of its tensors in a checkpoint."""
+"""The Llama and Qwen3 decoder over packed rows, and the names of its tensors in a checkpoint."""
 
 from dataclasses import dataclass
 
@@ -74,11 +74,6 @@ class Llama:
     def forward(
         self, token_ids: Tensor, attend: Attend, aux_layers: tuple[int, ...] = ()
     ) -> tuple[Tensor, Tensor]:
-        """One pass over ``token_ids`` [rows]; where they stand is known to ``attend``.
-
-        Returns the hidden states behind the final norm, [rows, H], and the residual stream at the inputs of
-        ``aux_layers`` side by side in the order given, [rows, len(aux_layers) * H].
-        """
         stream = F.embedding(token_ids, self.embedding)
         normed = self.layers[0].input_norm(stream)
         inputs = {0: stream} if 0 in aux_layers else {}  # no other stream outlives its layer
@@ -92,7 +87,6 @@ class Llama:
         return normed, torch.cat(features, -1) if features else stream[:, :0]
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Next-token logits [n, V] in the model's dtype, from hidden states [n, H] that ``forward`` returned."""
         return self.lm_head(hidden)
 
 
