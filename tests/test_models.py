@@ -214,10 +214,9 @@ def test_a_kernel_takes_no_weight_in_a_format_that_it_does_not_know() -> None:
     unknown: Any = {"data": torch.zeros(2, 2), "scale": torch.ones(2), "format": "fp8"}
     weight = Weight(**unknown)
     assert weight.num_bytes == 4 * 4 + 2 * 4
-    for use in (torch_ops().linear(weight), torch_ops().gated_linear(weight)):
-        with pytest.raises(AssertionError, match="fp8"):
-            use(torch.zeros(1, 2))
-    for prepare in (cpu_float32_ops().linear, lambda weight: Weight.joined([weight, weight])):
+    bundles, names = (torch_ops(), cpu_float32_ops()), ("linear", "linear_parts", "gated_linear")
+    prepared = [getattr(ops, name) for ops in bundles for name in names]
+    for prepare in (*prepared, lambda weight: Weight.joined([weight, weight])):
         with pytest.raises(AssertionError, match="fp8"):
             prepare(weight)
 

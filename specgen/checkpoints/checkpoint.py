@@ -13,11 +13,10 @@ from torch import Tensor
 
 from specgen.checkpoints.weight_files import TensorInfo, read_json, read_tensor, tensor_infos
 from specgen.config import UserError, first_line, require, shown
-from specgen.models.draft_vocabulary import vocabulary_map
-from specgen.models.families import HeadFamily, family_of, head_family_of
-from specgen.models.fit import misfits
+from specgen.models.families import FAMILIES, HEAD_FAMILIES, family_of, head_family_of
+from specgen.models.fit import misfits, vocabulary_map
 from specgen.models.model_config import HeadConfig, TargetConfig
-from specgen.models.protocols import Head, Shared, Target
+from specgen.models.protocols import Head, Target
 from specgen.ops import bind_ops
 from specgen.ops.weight import Weight
 
@@ -74,13 +73,8 @@ def target_config(checkpoint: Checkpoint) -> TargetConfig:
 
 def drafter_config(checkpoint: Checkpoint, num_target_layers: int | None) -> HeadConfig:
     """The config of a head for a target of ``num_target_layers``, or of a target that is not known."""
-    family = head_family(checkpoint)
-    return family.config(checkpoint.config, checkpoint.tensors.keys(), num_target_layers)
-
-
-def head_family(checkpoint: Checkpoint) -> HeadFamily:
-    """What kind of head a checkpoint is; ``UserError`` where it is none."""
-    return head_family_of(checkpoint.config, checkpoint.tensors.keys())
+    names = checkpoint.tensors.keys()
+    return head_family_of(checkpoint.config, names).config(checkpoint.config, names, num_target_layers)
 
 
 def draft_to_target(checkpoint: Checkpoint, config: HeadConfig) -> Tensor:
@@ -113,15 +107,15 @@ def load_drafter(checkpoint: Checkpoint, target: Target) -> Head:
 
 def build_target(config: TargetConfig, reader: "TensorReader") -> Target:
     """The target of ``config`` from the tensors of ``reader``, of which none may be left."""
-    family = family_of(reader.checkpoint.config)
+    family = FAMILIES[config.architecture]
     target = family.build(config, reader, bind_ops(reader.device, reader.dtype))
     reader.finish(family.ignored(config))
     return target
 
 
-def build_head(config: HeadConfig, reader: "TensorReader", target: Shared, draft_to_target: Tensor) -> Head:
+def build_head(config: HeadConfig, reader: "TensorReader", target: Target, draft_to_target: Tensor) -> Head:
     """The head of ``config`` from the tensors of ``reader``, of which none may be left."""
-    family = head_family(reader.checkpoint)
+    family = HEAD_FAMILIES[config.family]
     head = family.build(config, reader, target, draft_to_target, bind_ops(reader.device, reader.dtype))
     reader.finish(family.ignored)
     return head

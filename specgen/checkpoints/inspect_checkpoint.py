@@ -1,13 +1,13 @@
 """What ``specgen inspect`` knows: what a checkpoint is, how it is understood, and whether target and head fit."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from itertools import starmap
 from textwrap import fill
-from typing import Any, Literal
+from types import SimpleNamespace
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from specgen.checkpoints.checkpoint import (
     Checkpoint,
@@ -16,7 +16,6 @@ from specgen.checkpoints.checkpoint import (
     build_target,
     draft_to_target,
     drafter_config,
-    head_family,
     open_checkpoint,
     target_config,
 )
@@ -24,8 +23,6 @@ from specgen.config import UserError
 from specgen.models.families import is_head
 from specgen.models.fit import misfits
 from specgen.models.model_config import HeadConfig, LayerConfig, TargetConfig, kv_bytes_per_token
-
-Facts = tuple[tuple[str, str], ...]  # labels and texts
 
 _META = torch.device("meta")  # reads no weights
 
@@ -63,12 +60,19 @@ class Part:
     """One checkpoint: how its config is understood, its size, and what is wrong with it."""
 
     name: str
-    kind: Literal["target", "head"]
-    title: str  # what it is, with its article
-    config: LayerConfig
-    facts: Facts  # what the config says beyond its layers
+    config: TargetConfig | HeadConfig
     weights: Weights
     problems: tuple[str, ...]
+
+    @property
+    def kind(self) -> str:
+        """``target`` or ``head``."""
+        return "target" if isinstance(self.config, TargetConfig) else "head"
+
+    def facts(self) -> dict[str, str]:
+        """For a terminal, as texts by label."""
+        kv_cache = f"{self.weights.kv_bytes_per_token:,} bytes a token"
+        return {**self.config.facts(), "weights": _size(self.weights), "KV cache": kv_cache}
 
     def to_json(self) -> dict[str, Any]:
         """Everything, under the names of the fields."""
@@ -103,8 +107,8 @@ class Description:
         """For a terminal."""
         lines = []
         for part in self.parts:
-            facts = (*part.facts, *_layer_facts(part.config, part.weights))
-            lines += [f"{part.name}: {part.title}", *(_line(label, value) for label, value in facts), ""]
+            kind = f"an {part.config.family} head" if isinstance(part.config, HeadConfig) else "a target"
+            lines += [f"{part.name}: {kind}", *starmap(_line, part.facts().items()), ""]
         if self.misfits:
             lines += ["This cannot run:", *(f"  - {reason}" for reason in self.misfits)]
         elif len(self.parts) == 2:
@@ -136,35 +140,17 @@ def _is_head(checkpoint: Checkpoint) -> bool:
 
 def _target(checkpoint: Checkpoint) -> Part:
     config = target_config(checkpoint)
-    problems: list[str] = []
-    with _collected(problems):
-        build_target(config, _reader(checkpoint))
-    return Part(
-        name=checkpoint.name,
-        kind="target",
-        title="a target",
-        config=config,
-        facts=_target_facts(config),
-        weights=Weights.of(checkpoint, config),
-        problems=tuple(problems),
-    )
+    return _part(checkpoint, config, lambda: build_target(config, _reader(checkpoint)))
 
 
 def _head(checkpoint: Checkpoint, num_target_layers: int | None) -> Part:
-    family, config = head_family(checkpoint), drafter_config(checkpoint, num_target_layers)
-    problems: list[str] = []
-    with _collected(problems):
-        build_head(config, _reader(checkpoint), _NoTarget(), torch.empty(0, device=_META))
-    with _collected(problems):
-        draft_to_target(checkpoint, config)
-    return Part(
-        name=checkpoint.name,
-        kind="head",
-        title=f"an {family.name} head",
-        config=config,
-        facts=(*family.facts(config), *_head_facts(config)),
-        weights=Weights.of(checkpoint, config),
-        problems=tuple(problems),
+    config, nothing = drafter_config(checkpoint, num_target_layers), torch.empty(0, device=_META)
+    target: Any = SimpleNamespace(embedding=nothing)  # the head's own tensors alone are checked
+    return _part(
+        checkpoint,
+        config,
+        lambda: build_head(config, _reader(checkpoint), target, nothing),
+        lambda: draft_to_target(checkpoint, config),
     )
 
 
@@ -172,22 +158,16 @@ def _reader(checkpoint: Checkpoint) -> TensorReader:
     return TensorReader(checkpoint=checkpoint, dtype=torch.float32, device=_META)
 
 
-class _NoTarget:
-    """Stands for the target of a head whose own tensors alone are checked."""
-
-    embedding = torch.empty(0, device=_META)
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        return hidden
-
-
-@contextmanager
-def _collected(problems: list[str]) -> Iterator[None]:
-    """Puts a refusal among ``problems`` instead of ending the description."""
-    try:
-        yield
-    except UserError as error:
-        problems.append(str(error))
+def _part(checkpoint: Checkpoint, config: TargetConfig | HeadConfig, *checks: Callable[[], object]) -> Part:
+    """All ``checks`` are made; what they refuse are problems, and end no description."""
+    problems = []
+    for check in checks:
+        try:
+            check()
+        except UserError as error:
+            problems.append(str(error))
+    weights = Weights.of(checkpoint, config)
+    return Part(name=checkpoint.name, config=config, weights=weights, problems=tuple(problems))
 
 
 def _pair_misfits(targets: list[Part], heads: list[Part]) -> tuple[str, ...]:
@@ -201,43 +181,6 @@ def _pair_misfits(targets: list[Part], heads: list[Part]) -> tuple[str, ...]:
 
 def _line(label: str, value: str) -> str:
     return fill(value, 100, initial_indent=f"  {label:<12}", subsequent_indent=" " * 14)
-
-
-def _layer_facts(config: LayerConfig, weights: Weights) -> Facts:
-    return (
-        ("layers", f"{config.num_layers}, {config.hidden_size} wide, MLP {config.intermediate_size} wide"),
-        (
-            "attention",
-            f"{config.num_heads} heads, {config.num_kv_heads} KV heads, {config.head_dim} wide each",
-        ),
-        ("rotary", _rotary(config)),
-        ("weights", _size(weights)),
-        ("KV cache", f"{weights.kv_bytes_per_token:,} bytes a token"),
-    )
-
-
-def _target_facts(config: TargetConfig) -> Facts:
-    tied = "tied to" if config.tied_embeddings else "apart from"
-    return (
-        ("family", config.architecture + (", q and k normed" if config.qk_norm else "")),
-        ("vocabulary", f"{config.vocab_size:,} tokens; output weights {tied} the embedding"),
-        ("context", f"{config.max_positions:,} tokens"),
-        ("ends texts", ", ".join(map(str, config.eos_token_ids)) or "no token does"),
-    )
-
-
-def _head_facts(config: HeadConfig) -> Facts:
-    share = config.draft_vocab_size / config.vocab_size
-    return (
-        ("vocabulary", f"drafts {config.draft_vocab_size:,} of {config.vocab_size:,} tokens ({share:.1%})"),
-        ("embedding", "its own" if config.own_embedding else "the target's"),
-        ("target", f"{config.target_hidden_size} wide"),
-    )
-
-
-def _rotary(config: LayerConfig) -> str:
-    scaling = config.rope.llama3
-    return f"base {config.rope.theta:,.0f}" + (f", llama3 scaling by {scaling.factor:g}" if scaling else "")
 
 
 def _size(weights: Weights) -> str:

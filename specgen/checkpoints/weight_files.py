@@ -1,6 +1,7 @@
 """Weight files on disk: safetensors and torch pickles, single or sharded; headers first, tensors on demand."""
 
 import json
+import math
 import os
 import stat
 from collections.abc import Iterator, Mapping
@@ -38,10 +39,7 @@ class TensorInfo:
     @property
     def numel(self) -> int:
         """The number of its values."""
-        size = 1
-        for dim in self.shape:
-            size *= dim
-        return size
+        return math.prod(self.shape)
 
 
 def tensor_infos(directory: Path) -> dict[str, TensorInfo]:

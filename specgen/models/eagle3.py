@@ -5,10 +5,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from specgen.models.eagle3_config import Eagle3Config, TensorPrefixes
-from specgen.models.layers import MLP, Attend, Attention, Keep, KeysValues, inverse_frequencies
-from specgen.models.protocols import Shared
-from specgen.models.weights import Take
+from specgen.models.eagle3_config import Eagle3Config, tensor_prefixes
+from specgen.models.layers import MLP, Attention, Projection, inverse_frequencies
+from specgen.models.protocols import Attend, Keep, Take, Target
 from specgen.ops import Map, Norm, Ops, Pair, Rope
 
 
@@ -23,7 +22,7 @@ class Eagle3Head:
     fc: Map  # [rows, aux layers * Ht] -> [rows, H]
     inputs: Pair  # ids [rows] and hidden [rows, H] -> both normed, side by side [rows, 2 * H]
     attention: Attention
-    keys_values: KeysValues  # of the same attention
+    keys_values: Projection  # of the same attention
     post_norm: Norm
     mlp: MLP
     norm: Norm
@@ -34,22 +33,14 @@ class Eagle3Head:
 
     @classmethod
     def build(
-        cls,
-        config: Eagle3Config,
-        take: Take,
-        target: Shared,
-        draft_to_target: Tensor,
-        ops: Ops,
+        cls, config: Eagle3Config, take: Take, target: Target, draft_to_target: Tensor, ops: Ops
     ) -> "Eagle3Head":
         """Take every tensor of the head; the embedding is the target's unless the head has its own."""
-        prefixes = TensorPrefixes.of(take)
-        root, layer, hidden, eps = prefixes.root, prefixes.layer, config.hidden_size, config.rms_norm_eps
-        width = config.num_features * config.target_hidden_size
-        table = (
-            take(root + "embed_tokens.weight", (config.vocab_size, hidden))
-            if config.own_embedding
-            else target.embedding
-        )
+        root, layer = tensor_prefixes(take)
+        hidden, eps, kv_heads = config.hidden_size, config.rms_norm_eps, config.num_kv_heads
+        num_features, table = config.num_features * config.target_hidden_size, target.embedding
+        if config.own_embedding:
+            table = take(root + "embed_tokens.weight", (config.vocab_size, hidden))
 
         def vector(name: str) -> Tensor:
             return take(name, (hidden,))
@@ -59,12 +50,14 @@ class Eagle3Head:
             embedding=table,
             feature_norm=_feature_norm(config, root, take, ops),
             feature_parts=config.num_features if config.fc_norm else 1,
-            fc=ops.linear(take.linear({root + "fc": hidden}, width)),
+            fc=ops.linear(take.linear({root + "fc": hidden}, num_features)),
             inputs=ops.embed_beside(
                 table, vector(layer + "input_layernorm.weight"), vector(layer + "hidden_norm.weight"), eps
             ),
             attention=Attention.build(config, 2 * hidden, layer, take, ops),
-            keys_values=KeysValues.build(config, 2 * hidden, layer, take, ops),
+            keys_values=Projection.build(
+                config, {"k": kv_heads, "v": kv_heads}, 2 * hidden, layer, take, ops
+            ),
             post_norm=ops.rms_norm(vector(layer + "post_attention_layernorm.weight"), eps),
             mlp=MLP.build(config, layer, take, ops),
             norm=ops.rms_norm(vector(root + "norm.weight"), eps),
@@ -75,16 +68,24 @@ class Eagle3Head:
         )
 
     def fuse(self, features: Tensor) -> Tensor:
+        """The target's features [rows, aux layers * Ht] as hidden states that a pass can be fed, [rows, H]."""
         if self.feature_norm is not None:
             parts = features.view(features.shape[0], self.feature_parts, -1)
             features = self.feature_norm(parts).flatten(1)
         return self.fc(features)
 
     def remember(self, token_ids: Tensor, hidden: Tensor, keep: Keep) -> None:
-        # With one layer nothing else of a row reaches another one, so this is all that an accepted row must leave.
-        self.keys_values(self.inputs(token_ids, hidden), 0, keep)
+        """Keep what later rows look at of rows that ``forward`` could be given: their keys and values.
+
+        With one layer nothing else of a row reaches another one, so this is all that a confirmed row must leave.
+        """
+        keep(0, self.keys_values(self.inputs(token_ids, hidden)))
 
     def forward(self, token_ids: Tensor, hidden: Tensor, attend: Attend) -> Tensor:
+        """One pass over ``token_ids`` [rows] with ``hidden`` [rows, H], the states of the tokens before them.
+
+        Returns the hidden states that ``logits`` reads and that the next pass is fed, [rows, H].
+        """
         inputs = self.inputs(token_ids, hidden)
         stream = inputs[:, self.config.hidden_size :] if self.config.norm_before_residual else hidden
         stream, normed = self.post_norm.add(stream, self.attention(inputs, 0, attend))
@@ -92,6 +93,7 @@ class Eagle3Head:
         return normed if self.config.norm_output else stream
 
     def logits(self, hidden: Tensor) -> Tensor:
+        """Logits over the draft vocabulary, [n, Vd] in the model's dtype, from the result of ``forward``, [n, H]."""
         return self.lm_head(hidden if self.config.norm_output else self.norm(hidden))
 
 

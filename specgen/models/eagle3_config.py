@@ -2,25 +2,16 @@
 
 from collections.abc import Container, Set
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from specgen.config import UserError, require, shown
 from specgen.models.config_fields import Raw, count, flag, section
 from specgen.models.model_config import HeadConfig, architectures, dtype_name, layer_settings
 
 NOT_EAGLE3 = "no midlayer.hidden_norm.weight or layers.0.hidden_norm.weight: the checkpoint is no EAGLE3 head"
+_ROTARY = [f"{prefix}rotary_emb.inv_freq" for prefix in ("", "midlayer.self_attn.", "layers.0.self_attn.")]
 # Carried by some checkpoints and needed by no pass; d2t and t2d are read apart, in the vocabulary map.
-IGNORED_TENSORS = frozenset(
-    {
-        "d2t",
-        "t2d",
-        "midlayer.self_attn.rotary_emb.inv_freq",
-        "layers.0.self_attn.rotary_emb.inv_freq",
-        "rotary_emb.inv_freq",
-        "verifier_lm_head.weight",
-        "verifier_norm.weight",
-    }
-)
+IGNORED_TENSORS = frozenset({"d2t", "t2d", "verifier_lm_head.weight", "verifier_norm.weight", *_ROTARY})
 _AUX_KEY = "eagle_aux_hidden_state_layer_ids"
 _NORMS = {
     "norm_before_fc": "one over the features side by side",
@@ -37,28 +28,23 @@ def is_eagle3(config: Raw, tensors: Set[str]) -> bool:
     return named or any(name.endswith("hidden_norm.weight") for name in tensors)
 
 
-@dataclass(frozen=True, kw_only=True)
-class TensorPrefixes:
-    """How a checkpoint names its parts: ``midlayer.*`` (EAGLE, SpecForge) or ``layers.0.*`` (speculators),
-    either below ``model.`` or not."""
+def tensor_prefixes(tensors: Container[str]) -> tuple[str, str]:
+    """What stands before all names of a checkpoint and before those of its layer.
 
-    root: str
-    layer: str
-
-    @classmethod
-    def of(cls, tensors: Container[str]) -> "TensorPrefixes":
-        """Those of the layer's ``hidden_norm``; ``UserError`` where there is none."""
-        for root in ("", "model."):
-            for layer in ("midlayer.", "layers.0."):
-                if f"{root}{layer}hidden_norm.weight" in tensors:
-                    return cls(root=root, layer=root + layer)
-        raise UserError(NOT_EAGLE3)
+    ``midlayer.*`` (EAGLE, SpecForge) or ``layers.0.*`` (speculators), either below ``model.`` or not.
+    """
+    for root in ("", "model."):
+        for layer in ("midlayer.", "layers.0."):
+            if f"{root}{layer}hidden_norm.weight" in tensors:
+                return root, root + layer
+    raise UserError(NOT_EAGLE3)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Eagle3Config(HeadConfig):
     """An EAGLE3 head of one decoder layer."""
 
+    family: ClassVar[str] = "EAGLE3"
     dialect: Literal["eagle", "speculators"]
     norm_before_residual: bool  # the residual is taken behind hidden_norm
     norm_before_fc: bool  # one norm over the features side by side
@@ -119,16 +105,16 @@ class Eagle3Config(HeadConfig):
             **layer_settings(layer),
         )
 
-    def facts(self) -> list[tuple[str, str]]:
-        """How the head was understood, as labels and texts."""
+    def facts(self) -> dict[str, str]:
         inputs = ", ".join(map(str, self.aux_layers)) or "2, L//2, L-3"
         norms = [f"{name} ({meaning})" for name, meaning in _NORMS.items() if getattr(self, name)]
-        return [
-            ("dialect", "EAGLE, SpecForge" if self.dialect == "eagle" else "speculators"),
-            ("reads", f"the target's residual stream at the inputs of layers {inputs}"),
-            ("rule", self.aux_rule),
-            ("norms", ", ".join(norms) or "the plain ones of EAGLE3"),
-        ]
+        return {
+            "dialect": "EAGLE, SpecForge" if self.dialect == "eagle" else "speculators",
+            "reads": f"the target's residual stream at the inputs of layers {inputs}",
+            "rule": self.aux_rule,
+            "norms": ", ".join(norms) or "the plain ones of EAGLE3",
+            **super().facts(),
+        }
 
 
 def _aux_layers(top: object, nested: object, num_layers: int | None) -> tuple[tuple[int, ...], str]:

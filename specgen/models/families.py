@@ -13,8 +13,7 @@ from specgen.models.config_fields import Raw
 from specgen.models.eagle3 import Eagle3Head
 from specgen.models.eagle3_config import Eagle3Config
 from specgen.models.model_config import HeadConfig, TargetConfig, architectures
-from specgen.models.protocols import Head, Shared, Target
-from specgen.models.weights import Take
+from specgen.models.protocols import Head, Take, Target
 from specgen.ops import Ops
 
 
@@ -29,44 +28,31 @@ class Family:
 
 @dataclass(frozen=True, kw_only=True)
 class HeadFamily:
-    """Draft heads of one kind, in all formats that they are published in."""
+    """Draft heads of one kind, in all formats that they are published in; its name is its configs' ``family``."""
 
-    name: str
     recognize: Callable[[Raw, Set[str]], bool]  # by a config.json and the names of the tensors
-    missing: str  # what is said of a checkpoint that is none
-    config: Callable[[Raw, Set[str], int | None], HeadConfig]  # of those, for a target of so many layers
-    build: Callable[
-        [Any, Take, Shared, Tensor, Ops], Head
-    ]  # from that config and the target's id of each draft id
+    otherwise: str  # what is said of a checkpoint that none recognizes
+    config: Callable[
+        [Raw, Set[str], int | None], HeadConfig
+    ]  # from the same, and the target's number of layers
+    build: Callable[[Any, Take, Target, Tensor, Ops], Head]  # from that config; the tensor is draft_to_target
     ignored: Set[str]
-    facts: Callable[
-        [Any], list[tuple[str, str]]
-    ]  # what its config says beyond that of any head: labels and texts
 
 
+_llama = partial(Family, build=llama.Llama.build, ignored=llama.ignored_tensors)
 FAMILIES: Mapping[str, Family] = {
-    "LlamaForCausalLM": Family(
-        config=partial(TargetConfig.from_hf, qk_norm=False),
-        build=llama.Llama.build,
-        ignored=llama.ignored_tensors,
-    ),
-    "Qwen3ForCausalLM": Family(
-        config=partial(TargetConfig.from_hf, qk_norm=True),
-        build=llama.Llama.build,
-        ignored=llama.ignored_tensors,
-    ),
+    "LlamaForCausalLM": _llama(config=partial(TargetConfig.from_hf, qk_norm=False)),
+    "Qwen3ForCausalLM": _llama(config=partial(TargetConfig.from_hf, qk_norm=True)),
 }
-HEAD_FAMILIES = (
-    HeadFamily(
-        name="EAGLE3",
+HEAD_FAMILIES: Mapping[str, HeadFamily] = {
+    "EAGLE3": HeadFamily(
         recognize=eagle3_config.is_eagle3,
-        missing=eagle3_config.NOT_EAGLE3,
+        otherwise=eagle3_config.NOT_EAGLE3,
         config=Eagle3Config.from_hf,
         build=Eagle3Head.build,
         ignored=eagle3_config.IGNORED_TENSORS,
-        facts=Eagle3Config.facts,
     ),
-)
+}
 
 
 def family_of(config: Raw) -> Family:
@@ -80,13 +66,13 @@ def family_of(config: Raw) -> Family:
 
 
 def is_head(config: Raw, tensors: Set[str]) -> bool:
-    """Whether a checkpoint is a draft head of any family."""
-    return any(family.recognize(config, tensors) for family in HEAD_FAMILIES)
+    """Whether the checkpoint with this ``config.json`` and these tensors is a draft head of any family."""
+    return any(family.recognize(config, tensors) for family in HEAD_FAMILIES.values())
 
 
 def head_family_of(config: Raw, tensors: Set[str]) -> HeadFamily:
-    """The first family that recognizes a head; ``UserError`` where none does."""
-    for family in HEAD_FAMILIES:
+    """The first family that recognizes the head; ``UserError`` where none does."""
+    for family in HEAD_FAMILIES.values():
         if family.recognize(config, tensors):
             return family
-    raise UserError("; ".join(family.missing for family in HEAD_FAMILIES))
+    raise UserError("; ".join(family.otherwise for family in HEAD_FAMILIES.values()))

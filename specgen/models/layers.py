@@ -1,105 +1,72 @@
 """What a target's layer and a head's layer share: rotary frequencies, attention projections, the gated MLP."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from specgen.models.model_config import LayerConfig
+from specgen.models.protocols import Attend, Take
 from specgen.models.rope_config import Llama3Scaling, RopeConfig
-from specgen.models.weights import Take
 from specgen.ops import Map, Norm, Ops
 
 
-class Attend(Protocol):
-    """Attention over the sequences of one pass: rotates q and k, stores k and v, attends to all that is stored.
+@dataclass(frozen=True, kw_only=True)
+class Projection:
+    """What one layer's attention reads of its rows: heads of q, k and v, or of k and v alone, by one matrix."""
 
-    ``qkv`` is [rows, Hq + 2 * Hkv, D], the heads of q, k and v in that order; the result is [rows, Hq * D].
-    All that a model sees of positions, attention, cache and batching.
-    """
+    linear: Map  # [rows, width] -> [rows, num_heads * D]
+    norm: Norm | None  # of q and k, as one over [rows, num_normed, D]
+    num_normed: int
+    num_heads: int
 
-    def __call__(self, layer: int, qkv: Tensor) -> Tensor: ...
+    @classmethod
+    def build(
+        cls, config: LayerConfig, heads: Mapping[str, int], width: int, prefix: str, take: Take, ops: Ops
+    ) -> "Projection":
+        """Take ``{prefix}self_attn.*`` of ``heads``, as many of q, k and v; their rows are ``width`` wide."""
+        prefix += "self_attn."
+        rows = {f"{prefix}{name}_proj": count * config.head_dim for name, count in heads.items()}
+        normed = {name: count for name, count in heads.items() if name != "v"}
+        linear, norm = ops.linear(take.linear(rows, width)), None
+        if config.qk_norm:
+            weights = [
+                take(f"{prefix}{name}_norm.weight", (config.head_dim,)).repeat(count, 1)
+                for name, count in normed.items()
+            ]
+            norm = ops.rms_norm(torch.cat(weights), config.rms_norm_eps)
+        return cls(linear=linear, norm=norm, num_normed=sum(normed.values()), num_heads=sum(heads.values()))
 
-
-class Keep(Protocol):
-    """Stores keys and values of the rows of one pass, the keys rotated: what ``Attend`` does without a look at them.
-
-    ``heads`` are [rows, 2 * Hkv, D], those of k and v in that order.
-    """
-
-    def __call__(self, layer: int, heads: Tensor) -> object: ...
+    def __call__(self, x: Tensor) -> Tensor:
+        """[rows, width] -> [rows, num_heads, D]."""
+        heads = self.linear(x).view(x.shape[0], self.num_heads, -1)
+        if self.norm is None:
+            return heads
+        return torch.cat((self.norm(heads[:, : self.num_normed]), heads[:, self.num_normed :]), 1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Attention:
-    """The projections of one layer; q, k and v are one matrix, and the q and k norms one norm."""
+    """Attention of one layer but for what ``Attend`` does."""
 
-    qkv: Map  # [rows, width] -> [rows, (Hq + 2 * Hkv) * D]
+    qkv: Projection
     out: Map  # [rows, Hq * D] -> [parts, rows, H]
-    qk_norm: Norm | None  # over [rows, Hq + Hkv, D]
-    num_heads: int
-    num_kv_heads: int
 
     @classmethod
     def build(cls, config: LayerConfig, width: int, prefix: str, take: Take, ops: Ops) -> "Attention":
         """Take ``{prefix}self_attn.*``, whose q, k and v read rows that are ``width`` wide."""
-        prefix += "self_attn."
-        q_rows, kv_rows = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        qkv = {prefix + "q_proj": q_rows, prefix + "k_proj": kv_rows, prefix + "v_proj": kv_rows}
+        heads = {"q": config.num_heads, "k": config.num_kv_heads, "v": config.num_kv_heads}
+        out, q_rows = f"{prefix}self_attn.o_proj", config.num_heads * config.head_dim
         return cls(
-            qkv=ops.linear(take.linear(qkv, width)),
-            out=ops.linear_parts(take.linear({prefix + "o_proj": config.hidden_size}, q_rows)),
-            qk_norm=_qk_norm(config, prefix, take, ops) if config.qk_norm else None,
-            num_heads=config.num_heads,
-            num_kv_heads=config.num_kv_heads,
+            qkv=Projection.build(config, heads, width, prefix, take, ops),
+            out=ops.linear_parts(take.linear({out: config.hidden_size}, q_rows)),
         )
 
     def __call__(self, x: Tensor, layer: int, attend: Attend) -> Tensor:
         """Project, attend, project back: [rows, width] -> [parts, rows, H]; see ``Ops.linear_parts``."""
-        num_qk = self.num_heads + self.num_kv_heads
-        heads = self.qkv(x).view(x.shape[0], num_qk + self.num_kv_heads, -1)
-        if self.qk_norm is not None:
-            heads = torch.cat((self.qk_norm(heads[:, :num_qk]), heads[:, num_qk:]), 1)
-        return self.out(attend(layer, heads))
-
-
-@dataclass(frozen=True, kw_only=True)
-class KeysValues:
-    """The part of an attention layer that later rows look at, for rows whose own result nobody reads."""
-
-    kv: Map  # [rows, width] -> [rows, 2 * Hkv * D]
-    k_norm: Norm | None  # over [rows, Hkv, D]
-    num_kv_heads: int
-
-    @classmethod
-    def build(cls, config: LayerConfig, width: int, prefix: str, take: Take, ops: Ops) -> "KeysValues":
-        """Take the k and v of ``{prefix}self_attn.*``, which read rows that are ``width`` wide."""
-        prefix += "self_attn."
-        kv_rows, norm = config.num_kv_heads * config.head_dim, None
-        kv = {prefix + "k_proj": kv_rows, prefix + "v_proj": kv_rows}
-        projection = ops.linear(take.linear(kv, width))
-        if config.qk_norm:
-            k_norm = take(f"{prefix}k_norm.weight", (config.head_dim,))
-            norm = ops.rms_norm(k_norm.repeat(config.num_kv_heads, 1), config.rms_norm_eps)
-        return cls(kv=projection, k_norm=norm, num_kv_heads=config.num_kv_heads)
-
-    def __call__(self, x: Tensor, layer: int, keep: Keep) -> None:
-        """Project [rows, width] and keep what comes of it."""
-        heads = self.kv(x).view(x.shape[0], 2 * self.num_kv_heads, -1)
-        if self.k_norm is not None:
-            keys, values = heads.chunk(2, 1)
-            heads = torch.cat((self.k_norm(keys), values), 1)
-        keep(layer, heads)
-
-
-class FeedForward(Protocol):
-    """What comes behind attention in a layer."""
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """[rows, H] -> [parts, rows, H]; see ``Ops.linear_parts``."""
-        ...
+        return self.out(attend(layer, self.qkv(x)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,7 +89,7 @@ class MLP:
         )
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Gate, then project back. See ``FeedForward``."""
+        """[rows, H] -> [parts, rows, H]; see ``Ops.linear_parts``."""
         return self.down(self.gated(x))
 
 
@@ -133,13 +100,6 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int, device: torch.device) -
     if rope.llama3 is not None:
         frequencies = _stretch(frequencies, rope.llama3)
     return frequencies.to(device)
-
-
-def _qk_norm(config: LayerConfig, prefix: str, take: Take, ops: Ops) -> Norm:
-    q_norm = take(f"{prefix}q_norm.weight", (config.head_dim,))
-    k_norm = take(f"{prefix}k_norm.weight", (config.head_dim,))
-    by_head = torch.stack([q_norm] * config.num_heads + [k_norm] * config.num_kv_heads)
-    return ops.rms_norm(by_head, config.rms_norm_eps)
 
 
 def _stretch(frequencies: Tensor, scaling: Llama3Scaling) -> Tensor:

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from specgen.models.layers import MLP, Attend, Attention, FeedForward, inverse_frequencies
+from specgen.models.layers import MLP, Attention, inverse_frequencies
 from specgen.models.model_config import TargetConfig
-from specgen.models.weights import Take
+from specgen.models.protocols import Attend, FeedForward, Take
 from specgen.ops import Map, Norm, Ops, Rope
 from specgen.ops.weight import Weight
 
@@ -74,6 +74,11 @@ class Llama:
     def forward(
         self, token_ids: Tensor, attend: Attend, aux_layers: tuple[int, ...] = ()
     ) -> tuple[Tensor, Tensor]:
+        """One pass over ``token_ids`` [rows]; where they stand is known to ``attend``.
+
+        Returns the hidden states behind the final norm, [rows, H], and the residual stream at the inputs of
+        ``aux_layers`` side by side in the order given, [rows, len(aux_layers) * H].
+        """
         stream = F.embedding(token_ids, self.embedding)
         normed = self.layers[0].input_norm(stream)
         inputs = {0: stream} if 0 in aux_layers else {}  # no other stream outlives its layer
@@ -87,6 +92,7 @@ class Llama:
         return normed, torch.cat(features, -1) if features else stream[:, :0]
 
     def logits(self, hidden: Tensor) -> Tensor:
+        """Next-token logits [n, V] in the model's dtype, from hidden states [n, H] that ``forward`` returned."""
         return self.lm_head(hidden)
 
 

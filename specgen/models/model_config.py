@@ -1,7 +1,7 @@
 """What a ``config.json`` says about a target or a head, checked and under one set of names; no torch."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from specgen.config import require, shown
 from specgen.models.config_fields import LARGEST_COUNT, Raw, count, flag, items, number
@@ -23,6 +23,16 @@ class LayerConfig:
     rope: RopeConfig
     qk_norm: bool
     dtype: str  # that the config names for the weights
+
+    def facts(self) -> dict[str, str]:
+        """How the config was understood, as texts by label for a reader."""
+        scaling = self.rope.llama3
+        stretched = f", llama3 scaling by {scaling.factor:g}" if scaling else ""
+        return {
+            "layers": f"{self.num_layers}, {self.hidden_size} wide, MLP {self.intermediate_size} wide",
+            "attention": f"{self.num_heads} heads, {self.num_kv_heads} KV heads, {self.head_dim} wide each",
+            "rotary": f"base {self.rope.theta:,.0f}{stretched}",
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +61,16 @@ class TargetConfig(LayerConfig):
             **layer_settings(config),
         )
 
+    def facts(self) -> dict[str, str]:
+        tied = "tied to" if self.tied_embeddings else "apart from"
+        return {
+            "family": self.architecture + (", q and k normed" if self.qk_norm else ""),
+            "vocabulary": f"{self.vocab_size:,} tokens; output weights {tied} the embedding",
+            "context": f"{self.max_positions:,} tokens",
+            "ends texts": ", ".join(map(str, self.eos_token_ids)) or "no token does",
+            **super().facts(),
+        }
+
 
 @dataclass(frozen=True, kw_only=True)
 class HeadConfig(LayerConfig):
@@ -61,11 +81,21 @@ class HeadConfig(LayerConfig):
     the head leaves them to the default. ``aux_rule`` says how they were understood.
     """
 
+    family: ClassVar[str]
     draft_vocab_size: int
     target_hidden_size: int
     aux_layers: tuple[int, ...]
     aux_rule: str
     own_embedding: bool
+
+    def facts(self) -> dict[str, str]:
+        share = self.draft_vocab_size / self.vocab_size
+        return {
+            "vocabulary": f"drafts {self.draft_vocab_size:,} of {self.vocab_size:,} tokens ({share:.1%})",
+            "embedding": "its own" if self.own_embedding else "the target's",
+            "target": f"{self.target_hidden_size} wide",
+            **super().facts(),
+        }
 
 
 def architectures(config: Raw) -> tuple[str, ...]:

@@ -137,7 +137,6 @@ class TritonNorm:
         return out
 
     def add(self, stream: Tensor, parts: Tensor) -> tuple[Tensor, Tensor]:
-        """See ``Norm.add``."""
         rows, size = stream.shape
         total, out = stream.new_empty(rows, size), stream.new_empty(rows, size)  # one may outlive the other
         if rows:
