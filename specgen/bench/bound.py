@@ -8,8 +8,7 @@ import torch
 
 from specgen.bench.environment import settle
 from specgen.checkpoints.checkpoint import TensorReader, build_head, build_target
-from specgen.engine.build import Models
-from specgen.models.model_config import kv_bytes_per_token
+from specgen.engine.loading import Models
 
 _SQUARES = {"cuda": 8192, "cpu": 512}  # sides of the matrices whose product shows how fast a device computes
 _PRODUCTS = 9
@@ -45,8 +44,8 @@ class StepBytes:
             target=_read_whole(readers["model"]) + tied,
             head_first=fused + _bytes(readers["drafter"], "k_proj.weight", "v_proj.weight"),
             head_pass=_read_whole(readers["drafter"]) - fused,
-            target_kv=kv_bytes_per_token(target, width),
-            head_kv=kv_bytes_per_token(head, width),
+            target_kv=target.kv_spec.bytes_per_token(width),
+            head_kv=head.kv_spec.bytes_per_token(width),
         )
 
     def step(self, num_spec_tokens: int, batch: int, context: float) -> float:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from specgen.bench.output import Row
 from specgen.config import EngineConfig
-from specgen.engine.build import Models
+from specgen.engine.loading import Models
 
 
 def pair_head(config: EngineConfig, models: Models) -> Row:

@@ -22,7 +22,7 @@ from specgen.checkpoints.checkpoint import (
 from specgen.config import UserError
 from specgen.models.families import is_head
 from specgen.models.fit import misfits
-from specgen.models.model_config import HeadConfig, LayerConfig, TargetConfig, kv_bytes_per_token
+from specgen.models.model_config import HeadConfig, LayerConfig, TargetConfig
 
 _META = torch.device("meta")  # reads no weights
 
@@ -51,7 +51,7 @@ class Weights:
             num_bytes=sum(count * width[name] for name, count in sizes.items()),
             num_files=len(checkpoint.files),
             dtypes=tuple(dtypes),
-            kv_bytes_per_token=kv_bytes_per_token(config, width[dtypes[0]] if dtypes else 4),
+            kv_bytes_per_token=config.kv_spec.bytes_per_token(width[dtypes[0]] if dtypes else 4),
         )
 
 

@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from specgen.models.eagle3_config import Eagle3Config, tensor_prefixes
-from specgen.models.layers import MLP, Attention, Projection, inverse_frequencies
-from specgen.models.protocols import Attend, Keep, Take, Target
+from specgen.models.layers import MLP, Attend, Attention, Projection, WriteKV, inverse_frequencies
+from specgen.models.protocols import Target
+from specgen.models.weights import Take
 from specgen.ops import Map, Norm, Ops, Pair, Rope
 
 
@@ -54,7 +55,7 @@ class Eagle3Head:
             inputs=ops.embed_beside(
                 table, vector(layer + "input_layernorm.weight"), vector(layer + "hidden_norm.weight"), eps
             ),
-            attention=Attention.build(config, 2 * hidden, layer, take, ops),
+            attention=Attention.build(config, 0, 2 * hidden, layer, take, ops),
             keys_values=Projection.build(
                 config, {"k": kv_heads, "v": kv_heads}, 2 * hidden, layer, take, ops
             ),
@@ -68,32 +69,23 @@ class Eagle3Head:
         )
 
     def fuse(self, features: Tensor) -> Tensor:
-        """The target's features [rows, aux layers * Ht] as hidden states that a pass can be fed, [rows, H]."""
         if self.feature_norm is not None:
             parts = features.view(features.shape[0], self.feature_parts, -1)
             features = self.feature_norm(parts).flatten(1)
         return self.fc(features)
 
-    def remember(self, token_ids: Tensor, hidden: Tensor, keep: Keep) -> None:
-        """Keep what later rows look at of rows that ``forward`` could be given: their keys and values.
-
-        With one layer nothing else of a row reaches another one, so this is all that a confirmed row must leave.
-        """
-        keep(0, self.keys_values(self.inputs(token_ids, hidden)))
+    def write_kv(self, token_ids: Tensor, hidden: Tensor, write_kv: WriteKV) -> None:
+        # With one layer nothing else of a row reaches another one, so this is all that an accepted row must leave.
+        write_kv(self.attention.layer, self.keys_values(self.inputs(token_ids, hidden)))
 
     def forward(self, token_ids: Tensor, hidden: Tensor, attend: Attend) -> Tensor:
-        """One pass over ``token_ids`` [rows] with ``hidden`` [rows, H], the states of the tokens before them.
-
-        Returns the hidden states that ``logits`` reads and that the next pass is fed, [rows, H].
-        """
         inputs = self.inputs(token_ids, hidden)
         stream = inputs[:, self.config.hidden_size :] if self.config.norm_before_residual else hidden
-        stream, normed = self.post_norm.add(stream, self.attention(inputs, 0, attend))
+        stream, normed = self.post_norm.add(stream, self.attention(inputs, attend))
         stream, normed = self.norm.add(stream, self.mlp(normed))
         return normed if self.config.norm_output else stream
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Logits over the draft vocabulary, [n, Vd] in the model's dtype, from the result of ``forward``, [n, H]."""
         return self.lm_head(hidden if self.config.norm_output else self.norm(hidden))
 
 

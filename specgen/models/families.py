@@ -13,7 +13,8 @@ from specgen.models.config_fields import Raw
 from specgen.models.eagle3 import Eagle3Head
 from specgen.models.eagle3_config import Eagle3Config
 from specgen.models.model_config import HeadConfig, TargetConfig, architectures
-from specgen.models.protocols import Head, Take, Target
+from specgen.models.protocols import Head, Target
+from specgen.models.weights import Take
 from specgen.ops import Ops
 
 

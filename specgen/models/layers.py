@@ -3,14 +3,48 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from specgen.models.model_config import LayerConfig
-from specgen.models.protocols import Attend, Take
 from specgen.models.rope_config import Llama3Scaling, RopeConfig
+from specgen.models.weights import Take
 from specgen.ops import Map, Norm, Ops
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerAttention:
+    """What a layer says of its own attention; whoever computes it learns of the layer by nothing else."""
+
+    index: int  # of its keys and values in the model's cache
+    scale: float  # of the products of queries and keys
+
+
+class Attend(Protocol):
+    """Attention over the sequences of one pass: rotates q and k, stores k and v, attends to all that is stored.
+
+    ``qkv`` is [rows, Hq + 2 * Hkv, D], the heads of q, k and v in that order; the result is [rows, Hq * D].
+    All that a model sees of positions, attention, cache and batching.
+    """
+
+    def __call__(self, layer: LayerAttention, qkv: Tensor) -> Tensor: ...
+
+
+class WriteKV(Protocol):
+    """Stores keys and values of the rows of one pass, the keys rotated: ``Attend`` without the attention.
+
+    ``heads`` are [rows, 2 * Hkv, D], those of k and v in that order.
+    """
+
+    def __call__(self, layer: LayerAttention, heads: Tensor) -> object: ...
+
+
+class FeedForward(Protocol):
+    """What comes behind attention in a layer: [rows, H] -> [parts, rows, H]; see ``Ops.linear_parts``."""
+
+    def __call__(self, x: Tensor) -> Tensor: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,20 +87,24 @@ class Attention:
 
     qkv: Projection
     out: Map  # [rows, Hq * D] -> [parts, rows, H]
+    layer: LayerAttention
 
     @classmethod
-    def build(cls, config: LayerConfig, width: int, prefix: str, take: Take, ops: Ops) -> "Attention":
-        """Take ``{prefix}self_attn.*``, whose q, k and v read rows that are ``width`` wide."""
+    def build(
+        cls, config: LayerConfig, index: int, width: int, prefix: str, take: Take, ops: Ops
+    ) -> "Attention":
+        """Take ``{prefix}self_attn.*`` of the ``index``-th layer, whose q, k and v read rows ``width`` wide."""
         heads = {"q": config.num_heads, "k": config.num_kv_heads, "v": config.num_kv_heads}
         out, q_rows = f"{prefix}self_attn.o_proj", config.num_heads * config.head_dim
         return cls(
             qkv=Projection.build(config, heads, width, prefix, take, ops),
             out=ops.linear_parts(take.linear({out: config.hidden_size}, q_rows)),
+            layer=LayerAttention(index=index, scale=config.head_dim**-0.5),
         )
 
-    def __call__(self, x: Tensor, layer: int, attend: Attend) -> Tensor:
+    def __call__(self, x: Tensor, attend: Attend) -> Tensor:
         """Project, attend, project back: [rows, width] -> [parts, rows, H]; see ``Ops.linear_parts``."""
-        return self.out(attend(layer, self.qkv(x)))
+        return self.out(attend(self.layer, self.qkv(x)))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from specgen.config import require, shown
+from specgen.kv.kv_spec import KVSpec
 from specgen.models.config_fields import LARGEST_COUNT, Raw, count, flag, items, number
 from specgen.models.rope_config import RopeConfig
 
@@ -23,6 +24,13 @@ class LayerConfig:
     rope: RopeConfig
     qk_norm: bool
     dtype: str  # that the config names for the weights
+
+    @property
+    def kv_spec(self) -> KVSpec:
+        """What the cache stores: keys and values of grouped-query attention."""
+        return KVSpec(
+            num_layers=self.num_layers, num_planes=2, num_heads=self.num_kv_heads, head_dim=self.head_dim
+        )
 
     def facts(self) -> dict[str, str]:
         """How the config was understood, as texts by label for a reader."""
@@ -101,11 +109,6 @@ class HeadConfig(LayerConfig):
 def architectures(config: Raw) -> tuple[str, ...]:
     """The classes that the config names for the model; none where it has no such list."""
     return tuple(map(str, items(config, "architectures")))
-
-
-def kv_bytes_per_token(config: LayerConfig, bytes_per_value: int) -> int:
-    """Bytes of keys and values that one position takes in the cache."""
-    return 2 * config.num_layers * config.num_kv_heads * config.head_dim * bytes_per_value
 
 
 def layer_settings(config: Raw) -> dict[str, Any]:
