@@ -60,6 +60,41 @@ def test_a_target_alone(target_path: Path) -> None:
     assert max(map(len, text.splitlines()[1:])) <= 100
 
 
+TEXT = """
+{target}: a target
+  family      LlamaForCausalLM
+  vocabulary  128 tokens; output weights apart from the embedding
+  context     256 tokens
+  ends texts  2, 9
+  layers      6, 64 wide, MLP 128 wide
+  attention   4 heads, 2 KV heads, 16 wide each
+  rotary      base 10,000, llama3 scaling by 8
+  weights     238,400 parameters, 0.9 MiB as float32 in 11 files
+  KV cache    1,536 bytes a token
+
+{head}: an EAGLE3 head
+  dialect     EAGLE, SpecForge
+  reads       the target's residual stream at the inputs of layers 2, 3, 3
+  rule        no ids given: the default layer inputs 2, L//2, L-3 of a target of L layers
+  norms       fc_norm (one for each feature), norm_output (of what is fed back)
+  vocabulary  drafts 48 of 128 tokens (37.5%)
+  embedding   its own
+  target      64 wide
+  layers      1, 64 wide, MLP 128 wide
+  attention   4 heads, 2 KV heads, 16 wide each
+  rotary      base 10,000
+  weights     69,056 parameters, 0.3 MiB as float32 in 1 file
+  KV cache    256 bytes a token
+
+Target and head fit; together 1,792 bytes of KV cache a token."""
+
+
+def test_the_whole_text_of_a_pair(tmp_path: Path, target_path: Path, config: TargetConfig) -> None:
+    write_head(tmp_path, config, fc_norm=True, norm_output=True, own_embedding=True)
+    text = describe(str(target_path), str(tmp_path)).to_text()
+    assert text == TEXT.strip().format(target=target_path, head=tmp_path)
+
+
 @pytest.mark.parametrize("swapped", [False, True])
 def test_a_pair_that_fits_in_either_order(
     tmp_path: Path, target_path: Path, config: TargetConfig, swapped: bool
