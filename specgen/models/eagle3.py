@@ -14,7 +14,7 @@ from specgen.ops import Map, Norm, Ops, Pair, Rope
 
 @dataclass(frozen=True, kw_only=True)
 class Eagle3Head:
-    """An EAGLE3 drafter of one layer, in any of its dialects."""
+    """An EAGLE3 head of one layer, in any of its formats."""
 
     config: Eagle3Config
     embedding: Tensor  # [V, H]; the target's unless the checkpoint has its own
@@ -39,7 +39,7 @@ class Eagle3Head:
         """Take every tensor of the head; the embedding is the target's unless the head has its own."""
         root, layer = tensor_prefixes(take)
         hidden, eps, kv_heads = config.hidden_size, config.rms_norm_eps, config.num_kv_heads
-        num_features, table = config.num_features * config.target_hidden_size, target.embedding
+        fc_width, table = config.num_features * config.target_hidden_size, target.embedding
         if config.own_embedding:
             table = take(root + "embed_tokens.weight", (config.vocab_size, hidden))
 
@@ -51,7 +51,7 @@ class Eagle3Head:
             embedding=table,
             feature_norm=_feature_norm(config, root, take, ops),
             feature_parts=config.num_features if config.fc_norm else 1,
-            fc=ops.linear(take.linear({root + "fc": hidden}, num_features)),
+            fc=ops.linear(take.linear({root + "fc": hidden}, fc_width)),
             inputs=ops.embed_beside(
                 table, vector(layer + "input_layernorm.weight"), vector(layer + "hidden_norm.weight"), eps
             ),
@@ -69,16 +69,24 @@ class Eagle3Head:
         )
 
     def fuse(self, features: Tensor) -> Tensor:
+        """The target's features [rows, aux layers * Ht] as hidden states that a pass can be fed, [rows, H]."""
         if self.feature_norm is not None:
             parts = features.view(features.shape[0], self.feature_parts, -1)
             features = self.feature_norm(parts).flatten(1)
         return self.fc(features)
 
     def write_kv(self, token_ids: Tensor, hidden: Tensor, write_kv: WriteKV) -> None:
-        # With one layer nothing else of a row reaches another one, so this is all that an accepted row must leave.
+        """Store the keys and values of rows that ``forward`` could be given, without their attention.
+
+        With one layer nothing else of a row reaches another one, so this is all that an accepted row must leave.
+        """
         write_kv(self.attention.layer, self.keys_values(self.inputs(token_ids, hidden)))
 
     def forward(self, token_ids: Tensor, hidden: Tensor, attend: Attend) -> Tensor:
+        """One pass over ``token_ids`` [rows] with ``hidden`` [rows, H], the states of the tokens before them.
+
+        Returns the hidden states that ``logits`` reads and that the next pass is fed, [rows, H].
+        """
         inputs = self.inputs(token_ids, hidden)
         stream = inputs[:, self.config.hidden_size :] if self.config.norm_before_residual else hidden
         stream, normed = self.post_norm.add(stream, self.attention(inputs, attend))
@@ -86,6 +94,7 @@ class Eagle3Head:
         return normed if self.config.norm_output else stream
 
     def logits(self, hidden: Tensor) -> Tensor:
+        """Logits over the draft vocabulary, [n, Vd] in the model's dtype, from the result of ``forward``, [n, H]."""
         return self.lm_head(hidden if self.config.norm_output else self.norm(hidden))
 
 

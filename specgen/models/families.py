@@ -67,7 +67,7 @@ def family_of(config: Raw) -> Family:
 
 
 def is_head(config: Raw, tensors: Set[str]) -> bool:
-    """Whether the checkpoint with this ``config.json`` and these tensors is a draft head of any family."""
+    """Whether a checkpoint is a draft head of any family, by its ``config.json`` and the names of its tensors."""
     return any(family.recognize(config, tensors) for family in HEAD_FAMILIES.values())
 
 

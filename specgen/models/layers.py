@@ -42,14 +42,14 @@ class WriteKV(Protocol):
 
 
 class FeedForward(Protocol):
-    """What comes behind attention in a layer: [rows, H] -> [parts, rows, H]; see ``Ops.linear_parts``."""
+    """What follows attention in a layer: [rows, H] -> [parts, rows, H]; see ``Ops.linear_parts``."""
 
     def __call__(self, x: Tensor) -> Tensor: ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class Projection:
-    """What one layer's attention reads of its rows: heads of q, k and v, or of k and v alone, by one matrix."""
+    """The input projections of one layer's attention as one matrix: q, k and v, or k and v alone."""
 
     linear: Map  # [rows, width] -> [rows, num_heads * D]
     norm: Norm | None  # of q and k, as one over [rows, num_normed, D]
@@ -60,7 +60,7 @@ class Projection:
     def build(
         cls, config: LayerConfig, heads: Mapping[str, int], width: int, prefix: str, take: Take, ops: Ops
     ) -> "Projection":
-        """Take ``{prefix}self_attn.*`` of ``heads``, as many of q, k and v; their rows are ``width`` wide."""
+        """Take ``{prefix}self_attn.*`` of ``heads``, the numbers of "q", "k" and "v", whose rows are ``width`` wide."""
         prefix += "self_attn."
         rows = {f"{prefix}{name}_proj": count * config.head_dim for name, count in heads.items()}
         normed = {name: count for name, count in heads.items() if name != "v"}
@@ -83,7 +83,7 @@ class Projection:
 
 @dataclass(frozen=True, kw_only=True)
 class Attention:
-    """Attention of one layer but for what ``Attend`` does."""
+    """The projections around ``Attend`` of one layer."""
 
     qkv: Projection
     out: Map  # [rows, Hq * D] -> [parts, rows, H]
