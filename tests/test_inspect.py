@@ -1,14 +1,19 @@
 """What ``specgen inspect`` says: the understanding of a checkpoint, its sizes, and the fit of a pair."""
 
 import json
+import shutil
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from specgen.checkpoints.checkpoint import load_drafter, load_target, open_checkpoint
 from specgen.checkpoints.inspect_checkpoint import Description, describe
 from specgen.config import UserError
+from specgen.models.eagle3_config import Eagle3Config
+from specgen.models.families import FAMILIES, HEAD_FAMILIES
 from specgen.models.model_config import TargetConfig
 from tests.tiny_checkpoints import LLAMA3_SCALING, write_head, write_target
 
@@ -178,6 +183,38 @@ def test_two_of_a_kind_are_no_pair(tmp_path: Path, target_path: Path, config: Ta
     )
     write_head(tmp_path, config)
     assert "both are heads" in describe(str(tmp_path), str(tmp_path)).misfits[0]
+
+
+def test_an_architecture_is_a_row_of_a_table(
+    tmp_path: Path, target_path: Path, config: TargetConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Loading and describing know of families and heads by the tables alone."""
+
+    @dataclass(frozen=True, kw_only=True)
+    class OtherConfig(Eagle3Config):
+        family = "OTHER"
+
+    shutil.copytree(target_path, tmp_path / "target")
+    file = tmp_path / "target" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"architectures": ["OtherForCausalLM"]}))
+    write_head(tmp_path / "head", config)
+    with pytest.raises(UserError, match="'OtherForCausalLM' is not supported"):
+        describe(str(tmp_path / "target"))
+    monkeypatch.setitem(FAMILIES, "OtherForCausalLM", FAMILIES["LlamaForCausalLM"])
+    monkeypatch.setitem(
+        HEAD_FAMILIES,
+        "OTHER",
+        replace(HEAD_FAMILIES["EAGLE3"], config=OtherConfig.from_hf, otherwise="no OTHER"),
+    )
+    monkeypatch.delitem(HEAD_FAMILIES, "EAGLE3")
+    text = describe(str(tmp_path / "target"), str(tmp_path / "head")).to_text()
+    assert "family      OtherForCausalLM\n" in text
+    assert "head: an OTHER head\n" in text
+    assert "Target and head fit" in text
+    target = load_target(open_checkpoint(str(tmp_path / "target")), torch.float32, torch.device("cpu"))
+    assert load_drafter(open_checkpoint(str(tmp_path / "head")), target).config.family == "OTHER"
+    with pytest.raises(UserError, match="no OTHER"):
+        load_drafter(open_checkpoint(str(tmp_path / "target")), target)
 
 
 def test_no_weights_are_read(
