@@ -8,7 +8,7 @@ from torch import Tensor
 from specgen.models.eagle3_config import Eagle3Config, tensor_prefixes
 from specgen.models.layers import MLP, Attend, Attention, Projection, WriteKV, inverse_frequencies
 from specgen.models.protocols import Target
-from specgen.models.weights import Take
+from specgen.models.take import Take
 from specgen.ops import Map, Norm, Ops, Pair, Rope
 
 

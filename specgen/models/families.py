@@ -14,7 +14,7 @@ from specgen.models.eagle3 import Eagle3Head
 from specgen.models.eagle3_config import Eagle3Config
 from specgen.models.model_config import HeadConfig, TargetConfig, architectures
 from specgen.models.protocols import Head, Target
-from specgen.models.weights import Take
+from specgen.models.take import Take
 from specgen.ops import Ops
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from specgen.models.model_config import LayerConfig
 from specgen.models.rope_config import Llama3Scaling, RopeConfig
-from specgen.models.weights import Take
+from specgen.models.take import Take
 from specgen.ops import Map, Norm, Ops
 
 

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from specgen.models.layers import MLP, Attend, Attention, FeedForward, inverse_frequencies
 from specgen.models.model_config import TargetConfig
-from specgen.models.weights import Take
+from specgen.models.take import Take
 from specgen.ops import Map, Norm, Ops, Rope
 from specgen.ops.weight import Weight
 
