@@ -53,7 +53,9 @@ def test_three_arms_answer_alike_and_leave_their_numbers(tmp_path: Path) -> None
         "non-padded",
         "baseline",
     ]
-    assert printed.count("|Version|     Filter     |n-shot|") == 3
+    tables = [line.split() for line in printed.splitlines() if line.startswith("Tasks ")]
+    assert tables == [["Tasks", "Version", "Filter", "n-shot", "Metric", "Value", "Stderr"]] * 3
+    assert max(map(len, printed.splitlines())) <= 100
     assert "The data show no difference in accuracy from baseline" in printed
     comparison = json.loads((tmp_path / "out" / "comparison.json").read_text())
     assert [each["num_identical"] for each in comparison["against"]] == [6, 6]

@@ -5,8 +5,9 @@ from dataclasses import dataclass
 
 from specgen import display
 from specgen.bench.matrices import Arm, Matrix
-from specgen.bench.output import Column, Plot, Row, Table, Value
+from specgen.bench.output import BenchTable, Plot, Value
 from specgen.bench.repeats import Middle, Repeat, Repeats
+from specgen.report.table import Column, Row
 from specgen.report.timings import Spread
 
 _SPREADS: Mapping[str, Callable[[Repeat], Spread | None]] = {
@@ -29,11 +30,11 @@ class Result:
     repeats: Repeats
 
 
-def table(matrix: Matrix, head: Row, results: Sequence[Result], notes: Sequence[str]) -> Table:
+def table(matrix: Matrix, head: Row, results: Sequence[Result], notes: Sequence[str]) -> BenchTable:
     """The table of ``results``; ``notes`` say what is missing."""
     rows = tuple(_row(matrix, result, results) for result in results)
     disturbed = [f"{r.arm.name}: {text}" for r in results for text in r.repeats.disturbances]
-    return Table(
+    return BenchTable(
         name=f"throughput-{matrix.name}",
         title=matrix.title,
         head=head,
@@ -41,6 +42,7 @@ def table(matrix: Matrix, head: Row, results: Sequence[Result], notes: Sequence[
         rows=rows,
         plots=tuple(_plots(matrix)),
         notes=(*best_lengths(rows), *disturbed, *notes),
+        num_keys=2,
     )
 
 
@@ -109,7 +111,7 @@ def _ms(seconds: float | None) -> float | None:
 def _plots(matrix: Matrix) -> Iterator[Plot]:
     """Speed, ratios and latencies over the first axis, a line for each value of the second."""
     x, series = (axis.name for axis in matrix.axes)
-    shown = {"speed": "Output tokens a second"}
+    shown = {"speed": "Output tokens per second"}
     shown |= {ratio: f"Speed, {ratio.replace('_', ' ')}" for ratio in matrix.ratios}
     shown |= {f"{name}_median": f"Median {name.upper()}" for name in (_SPREADS if matrix.latencies else ())}
     for y, title in shown.items():

@@ -15,11 +15,11 @@ from specgen.config import EngineConfig, require, spec_tokens
 from specgen.rundir.atomic import writable
 
 if TYPE_CHECKING:
-    from specgen.bench.output import Table
+    from specgen.bench.output import BenchTable
 
 app = typer.Typer(
     name="bench",
-    help="Measure kernels and the engine: tables on the terminal, one JSON document as the last line.",
+    help="Measure kernels and the engine.",
     no_args_is_help=True,
 )
 
@@ -133,6 +133,7 @@ def kernels(
     device: opt.DeviceOption = "auto",
     repeats: RepeatsOption = 20,
     output: BenchOutputOption = None,
+    as_json: opt.AsJsonOption = False,
 ) -> None:
     """Time attention alone: trtllm against FlashInfer's wrapper, by sequences, context and rows a sequence.
 
@@ -161,7 +162,7 @@ def kernels(
         repeats=repeats,
         device=place,
     )
-    publish(measure(job), output)
+    publish(measure(job), output, as_json)
 
 
 @app.command()
@@ -185,6 +186,7 @@ def throughput(
     gpu_memory_utilization: opt.GpuMemoryUtilizationOption = 0.9,
     repeats: RepeatsOption = 3,
     output: BenchOutputOption = None,
+    as_json: opt.AsJsonOption = False,
 ) -> None:
     """Output tokens a second, ratios and latencies: the tables of vLLM's pull requests, and batch against K."""
     from specgen.bench.matrices import find_matrix
@@ -218,7 +220,7 @@ def throughput(
     from specgen.bench.throughput import ThroughputJob, throughput  # imports torch
 
     job = ThroughputJob(matrix=chosen, workload=workload, engine=engine, data_path=data_path, repeats=repeats)
-    publish(throughput(job), output)
+    publish(throughput(job), output, as_json)
 
 
 @app.command()
@@ -235,6 +237,7 @@ def step(
     attention: opt.AttentionOption = opt.Attention.auto,
     cuda_graphs: opt.CudaGraphsOption = opt.CudaGraphs.auto,
     output: BenchOutputOption = None,
+    as_json: opt.AsJsonOption = False,
 ) -> None:
     """Explain a decode step: milliseconds by part (draft loop, verify, accept, first pass, idle) and their bounds."""
     most, spec_length = spec_tokens(num_spec_tokens)
@@ -255,11 +258,13 @@ def step(
     from specgen.bench.explain import StepJob, explain  # imports torch
 
     sizes = opt.numbers("batch-sizes", batch_sizes)
-    publish(explain(StepJob(engine=engine, batch_sizes=sizes, prompt_tokens=prompt_tokens)), output)
+    publish(explain(StepJob(engine=engine, batch_sizes=sizes, prompt_tokens=prompt_tokens)), output, as_json)
 
 
-def publish(tables: Iterable["Table"], output: Path | None) -> None:
+def publish(tables: Iterable["BenchTable"], output: Path | None, as_json: bool) -> None:
     """Keep the files of a table that grows up to date, so that an end half way costs no row; print the last one."""
+    from specgen.report.terminal import render, width_of
+
     require(
         output is None or not output.is_file(),
         f"output {str(output)!r} is a file: name a directory for tables",
@@ -270,7 +275,6 @@ def publish(tables: Iterable["Table"], output: Path | None) -> None:
             with writable(output):
                 table.write(output)
     print(file=sys.stderr)
-    print(table.to_text())
+    print(json.dumps(table.to_json()) if as_json else render(table.parts(), width_of(sys.stdout)).rstrip())
     if output is not None:
         print(f"Files are in {output}; open {output / table.name}.html in a browser.", file=sys.stderr)
-    print(json.dumps(table.to_json()))

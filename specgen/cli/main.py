@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from specgen.events import Event
     from specgen.jobs.job import Job
     from specgen.jobs.run_output import Result
+    from specgen.report.terminal import Part
 
 
 class _Commands(TyperGroup):
@@ -215,21 +216,24 @@ def report(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
     """Print the report of a run again, compare runs side by side, or set one beside published figures."""
-    from specgen.report import tables
     from specgen.report.report import load
+    from specgen.report.side_by_side import of_runs
+    from specgen.report.tables import of_run
+    from specgen.report.terminal import render, width_of
 
     runs = [(str(directory), *load(directory)) for directory in directories]
     if against is not None:
         require(len(runs) == 1, f"against is {against!r} for {len(runs)} runs: give one directory")
-        document, text = _beside(runs[0][0], runs[0][1], against)
-        print(json.dumps(document) if as_json else text)
+        document, parts = _beside(runs[0][0], runs[0][1], against)
+        print(json.dumps(document) if as_json else render(parts, width_of(sys.stdout)).rstrip())
     elif as_json:
         reports = {name: numbers for name, numbers, _ in runs}
         print(json.dumps(reports if len(runs) > 1 else runs[0][1]))
     elif len(runs) == 1:
-        print(tables.render(runs[0][1], runs[0][2].get("settings", {})), end="")
+        print(render(of_run(runs[0][1], runs[0][2].get("settings", {})), width_of(sys.stdout)), end="")
     else:
-        print(tables.compare([(name, numbers) for name, numbers, _ in runs]), end="")
+        sides = of_runs([(name, numbers) for name, numbers, _ in runs])
+        print(render(sides, width_of(sys.stdout)), end="")
 
 
 @app.command()
@@ -294,8 +298,9 @@ def verify(
         output is None or not output.exists(),
         f"output {str(output)!r} exists: name a new file, or remove it first",
     )
-    from specgen.evaluation import audit_table
     from specgen.evaluation.audit import AuditJob, audit  # imports torch
+    from specgen.evaluation.audit_table import of_audit
+    from specgen.report.terminal import render, width_of
     from specgen.rundir.atomic import naming, writable, write_json
 
     job = AuditJob(
@@ -312,7 +317,7 @@ def verify(
             with naming(output):
                 output.parent.mkdir(parents=True, exist_ok=True)
             write_json(output, found)
-    print(json.dumps(found) if as_json else audit_table.render(found), end="\n" if as_json else "")
+    print(json.dumps(found) if as_json else render(of_audit(found), width_of(sys.stdout)).rstrip())
     failures = found["failures"]
     _print_failures(failures[:_FAILURES_SHOWN], len(failures), "--json and --output have all")
     if found["num_unexplained"]:
@@ -396,16 +401,16 @@ def inspect(
         raise typer.Exit(1)
 
 
-def _beside(run: str, report: dict[str, Any], name: str) -> tuple[dict[str, Any], str]:
-    """The report of ``run`` beside the published figures ``name``, as JSON and as text."""
+def _beside(run: str, report: dict[str, Any], name: str) -> tuple[dict[str, Any], "Iterator[Part]"]:
+    """The report of ``run`` beside the published figures ``name``, as JSON and for a terminal."""
     from specgen.report.against import compare, load_results
-    from specgen.report.against_table import render
+    from specgen.report.against_table import of_figures
     from specgen.report.references import load_reference
 
     reference = load_reference(name)
     lines = compare(report, load_results(Path(run)), reference)
     beside = {"reference": asdict(reference), "figures": [line.to_json() for line in lines]}
-    return {**report, "against": beside}, render(run, report["num_spec_tokens"], reference, lines).rstrip()
+    return {**report, "against": beside}, of_figures(run, report["num_spec_tokens"], reference, lines)
 
 
 def _study(tasks: str | None, study: str | None, arms: str | None) -> "Study":
@@ -426,18 +431,22 @@ def _study(tasks: str | None, study: str | None, arms: str | None) -> "Study":
 
 def _evaluate(job: "StudyJob", output: Path | None, samples: Path | None) -> None:
     """Run the arms, print what each gives as it comes, then what they show together."""
-    from specgen.evaluation import comparison_tables, study
+    from specgen.evaluation import study
+    from specgen.evaluation.comparison_tables import of_comparison
+    from specgen.report.terminal import render, width_of
     from specgen.rundir.results import directory
+
+    width = width_of(sys.stdout)
 
     with directory(output, "study.json") as path:
         run, results = study.StudyRun(job, path), []
         for result in run.arms():
             results.append(result)
-            print(f"{result.run.name}\n{result.table}")
+            print(render([result.run.name, result.table], width))
             if samples is not None:
                 study.write_samples(result, samples / result.run.name)
         comparison = run.compare(results)
-    print(comparison_tables.render(comparison, run.settings()), end="")
+    print(render(of_comparison(comparison, run.settings()), width), end="")
     if output is not None:
         print(f"Files are in {output}; open {output / 'report.html'} in a browser.", file=sys.stderr)
     if comparison.num_unexplained:
@@ -528,14 +537,15 @@ def _run_into_stdout(job: "Job", as_json: bool) -> "Result":
 
 def _print(result: "Result", as_json: bool, file: TextIO) -> None:
     """The report; before its tables some of the text."""
-    from specgen.report import tables
+    from specgen.report.tables import of_run
+    from specgen.report.terminal import render, width_of
 
     if as_json:
         print(json.dumps(result.report), file=file)
         return
     for asked, answered in result.samples:
         print(f"Prompt:\n{_indented(asked)}\nAnswer:\n{_indented(answered)}\n", file=file)
-    print(tables.render(result.report, result.settings), end="", file=file)
+    print(render(of_run(result.report, result.settings), width_of(file)), end="", file=file)
 
 
 def _print_notes(result: "Result", output: Path | None) -> None:

@@ -1,31 +1,19 @@
-"""The comparison of a study's arms as plain text for a terminal."""
+"""The comparison of a study's arms as tables; terminal and page show the same."""
 
-import textwrap
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from statistics import median_low
+from typing import Any
 
-from specgen.display import (
-    DASH,
-    between,
-    clip,
-    count,
-    hundredths,
-    percent,
-    plain,
-    rate,
-    ratio,
-    seconds,
-    table,
-)
+from specgen.display import DASH, between, count, hundredths, percent, rate, ratio, seconds
 from specgen.evaluation.audit_table import shown_token
 from specgen.evaluation.compare import Accuracy, Against, Comparison, p_value
 from specgen.evaluation.divergence import Divergence
-from specgen.report.acceptance import Position
-from specgen.report.tables import heading, joined
+from specgen.report.charts import Bars, Point, number_axis, share_axis
+from specgen.report.table import Column, Row, Table
+from specgen.report.tables import acceptance_lines, curve
+from specgen.report.terminal import Part, definitions, heading
 
-_WIDTH = 100  # columns
-_NAME = 24  # of an arm
-_SHORT_NAME = 14
 _POSITIONS = 6  # shown of an acceptance curve; the JSON has all
 _DIVERGENCES = 3  # shown of an arm; the page has more
 NOTES = (
@@ -45,95 +33,145 @@ NOTES = (
 )
 
 
-def render(comparison: Comparison, settings: Mapping[str, str]) -> str:
-    """``comparison`` at 100 columns under its ``settings``, the conclusion at the end; ends with a line break."""
-    sections = [
-        heading(settings),
-        *(_accuracy(comparison, index) for index in range(len(comparison.arms[0].accuracies))),
-        _notes() if comparison.against else [],
-        _texts(comparison),
-        _divergences(comparison),
-        _acceptance(comparison),
-        _speed(comparison),
-        textwrap.wrap(comparison.sentence, _WIDTH),
-    ]
-    return joined(sections)
+def _points(share: float | None) -> str:
+    return DASH if share is None else f"{100 * share:+.1f}"
 
 
-def _accuracy(comparison: Comparison, index: int) -> list[str]:
-    """The arms on the task and metric that stand at ``index`` in the first one."""
-    wanted = comparison.arms[0].accuracies[index]
-    changes = {
-        arm.name: next(c.paired for c in arm.changes if (c.task, c.metric) == (wanted.task, wanted.metric))
-        for arm in comparison.against
+def _two_digits(number: float | None) -> str:
+    return DASH if number is None else f"{number:.2g}"
+
+
+_ARM = Column(name="name", title="arm")
+_ACCURACY = (
+    _ARM,
+    Column(name="mean", title="score", show=percent, interval="interval"),
+    Column(name="difference", show=_points),
+    Column(name="ends", title="95 %"),
+    Column(name="p"),
+    Column(name="detectable", title="could see", show=hundredths),
+)
+_TEXTS = (
+    _ARM,
+    Column(name="same", title="same texts"),
+    Column(name="share", show=percent),
+    Column(name="first", title="first part at"),
+    Column(name="median"),
+    Column(name="widest", title="widest gap"),
+    Column(name="unexplained"),
+)
+_PLACES = (
+    Column(name="sample", title="texts part in"),
+    Column(name="name", title="arm", wraps=True),
+    Column(name="position", title="at"),
+    Column(name="reference"),
+    Column(name="instead"),
+    Column(name="gap", show=_two_digits),
+    Column(name="rounding", title="bound", show=_two_digits),
+    Column(name="why", title=""),
+)
+_SPEED = (
+    _ARM,
+    Column(name="output_tokens_per_second", title="output tokens/s", show=rate),
+    Column(name="ratio", show=ratio),
+    Column(name="num_output_tokens", title="output tokens"),
+    Column(name="seconds", title="time", show=seconds),
+)
+
+
+def of_comparison(comparison: Comparison, settings: Mapping[str, str]) -> Iterator[Part]:
+    """What a terminal shows of ``comparison`` under its ``settings``, the conclusion at the end."""
+    yield heading(settings)
+    for accuracy in comparison.arms[0].accuracies:
+        table = _accuracy(comparison, accuracy)
+        yield f"{table.title}, {count(accuracy.num_samples)} samples"
+        yield table
+    if comparison.against:
+        yield definitions(NOTES)
+    texts, *others = _of_texts(comparison)
+    yield texts
+    yield Table(title="Texts part in", columns=_PLACES, rows=tuple(_places(comparison)), num_keys=2)
+    yield from others
+    yield comparison.sentence
+
+
+def all_tables(comparison: Comparison) -> Iterator[Table]:
+    """What a page shows."""
+    for accuracy in comparison.arms[0].accuracies:
+        yield _accuracy(comparison, accuracy)
+    yield from _of_texts(comparison)
+
+
+def _of_texts(comparison: Comparison) -> tuple[Table, Table, Table]:
+    return _texts(comparison), _acceptance(comparison), _speed(comparison)
+
+
+def _accuracy(comparison: Comparison, wanted: Accuracy) -> Table:
+    """The arms on the task and metric of ``wanted``."""
+    key = (wanted.task, wanted.metric)
+    found = {arm.name: a for arm in comparison.arms for a in arm.accuracies if (a.task, a.metric) == key}
+    paired = {
+        arm.name: c.paired for arm in comparison.against for c in arm.changes if (c.task, c.metric) == key
     }
     rows = []
-    for arm in comparison.arms:
-        accuracy = next(a for a in arm.accuracies if _same(a, wanted))
-        row = [clip(arm.name, _NAME), percent(accuracy.mean), between(accuracy.interval, hundredths)]
-        if change := changes.get(arm.name):
-            low_high = between(change.interval, hundredths)
-            p = DASH if change.p is None else p_value(change.p)
-            row += [f"{100 * change.difference:+.1f}", low_high, p, hundredths(change.detectable)]
-        else:
-            row += ["", "", "", ""]
+    for name, accuracy in found.items():
+        row: dict[str, Any] = {"name": name, "mean": accuracy.mean, "interval": accuracy.interval}
+        row |= dict.fromkeys(("difference", "ends", "p", "detectable"), "")
+        if change := paired.get(name):
+            row |= {"difference": change.difference, "ends": between(change.interval, hundredths)}
+            row |= {"p": DASH if change.p is None else p_value(change.p), "detectable": change.detectable}
         rows.append(row)
-    heading = f"{wanted.task} {wanted.metric}, {count(wanted.num_samples)} samples"
-    header = ("arm", "score", "95 %", "difference", "95 %", "p", "could see")
-    return [heading, *table(header, rows)]
-
-
-def _notes() -> list[str]:
-    lines = (textwrap.wrap(f"{term} = {text}", _WIDTH, subsequent_indent="  ") for term, text in NOTES)
-    return [line for wrapped in lines for line in wrapped]
-
-
-def _same(accuracy: Accuracy, other: Accuracy) -> bool:
-    return (accuracy.task, accuracy.metric) == (other.task, other.metric)
-
-
-def _texts(comparison: Comparison) -> list[str]:
-    rows = [(clip(arm.name, _NAME), *text_numbers(arm)) for arm in comparison.against]
-    header = (
-        *("arm", "same texts", "share", "first part at", "median", "widest gap"),
-        "unexplained",
+    return Table(
+        title=f"{wanted.task} {wanted.metric}",
+        note=f"{count(wanted.num_samples)} samples, with 95 % intervals; differences from {comparison.reference}, "
+        "in points",
+        columns=_ACCURACY,
+        rows=tuple(rows),
+        chart=Bars(
+            title=f"{wanted.task} {wanted.metric}",
+            label="score",
+            axis=share_axis(),
+            show=percent,
+            points=[Point(name=name, number=a.mean, interval=a.interval) for name, a in found.items()],
+        ),
     )
-    return table(header, rows) if rows else []
 
 
-def text_numbers(arm: Against) -> tuple[str, str, str, str, str, str]:
-    """The same texts and their share, the first and the median place of parting, the widest gap, and how many
-    places nothing explains."""
+def _texts(comparison: Comparison) -> Table:
+    return Table(
+        title="Texts",
+        note=f"against {comparison.reference}; places are counted in tokens, gaps are in logits",
+        columns=_TEXTS,
+        rows=tuple(map(_text_row, comparison.against)),
+    )
+
+
+def _text_row(arm: Against) -> Row:
     where = [each.position for each in arm.divergences]
-    first, middle = (min(where), median_low(where)) if where else (None, None)
-    return (
-        f"{count(arm.num_identical)} of {count(arm.num_compared)}",
-        percent(arm.num_identical / arm.num_compared if arm.num_compared else None),
-        count(first),
-        count(middle),
-        plain(max((each.gap for each in arm.divergences if each.gap is not None), default=None)),
-        count(sum(not each.explained for each in arm.divergences)),
-    )
+    return {
+        "name": arm.name,
+        "same": f"{count(arm.num_identical)} of {count(arm.num_compared)}",
+        "share": arm.num_identical / arm.num_compared if arm.num_compared else None,
+        "first": min(where, default=None),
+        "median": median_low(where) if where else None,
+        "widest": max((each.gap for each in arm.divergences if each.gap is not None), default=None),
+        "unexplained": sum(not each.explained for each in arm.divergences),
+    }
 
 
-def _divergences(comparison: Comparison) -> list[str]:
+def _places(comparison: Comparison) -> Iterator[Row]:
     """A few places of each arm where texts part."""
-    rows = [
-        (
-            f"{clip(task, _SHORT_NAME)} {doc_id}",
-            clip(arm.name, _SHORT_NAME),
-            count(first.position),
-            shown_token(first.reference_token, first.reference_text),
-            shown_token(first.token, first.text),
-            _short(first.gap),
-            _short(first.rounding),
-            "rounding" if first.explained else "WRONG",
-        )
-        for arm in comparison.against
-        for task, doc_id, first in _worst(arm)
-    ]
-    header = ("texts part in", "arm", "at", "reference", "instead", "gap", "bound", "")
-    return table(header, rows) if rows else []
+    for arm in comparison.against:
+        for task, doc_id, first in _worst(arm):
+            yield {
+                "sample": f"{task} {doc_id}",
+                "name": arm.name,
+                "position": first.position,
+                "reference": shown_token(first.reference_token, first.reference_text),
+                "instead": shown_token(first.token, first.text),
+                "gap": first.gap,
+                "rounding": first.rounding,
+                "why": "rounding" if first.explained else "WRONG",
+            }
 
 
 def _worst(arm: Against) -> list[tuple[str, int, Divergence]]:
@@ -142,39 +180,39 @@ def _worst(arm: Against) -> list[tuple[str, int, Divergence]]:
     return sorted(found, key=lambda each: each[2].explained)[:_DIVERGENCES]
 
 
-def _short(number: float | None) -> str:
-    return DASH if number is None else f"{number:.2g}"
-
-
-def _acceptance(comparison: Comparison) -> list[str]:
+def _acceptance(comparison: Comparison) -> Table:
     drafting = [arm for arm in comparison.arms if arm.acceptance]
-    positions = range(min(_POSITIONS, max((len(arm.acceptance) for arm in drafting), default=0)))
-    rows = [
-        (
-            clip(arm.name, _NAME),
-            plain(arm.mean_acceptance_length),
-            between(arm.mean_acceptance_length_ci95, plain),
-            *(_rate(arm.acceptance, i) for i in positions),
-        )
-        for arm in drafting
-    ]
-    header = ("arm", "acceptance length", "95 %", *(f"token {i}" for i in positions))
-    return table(header, rows) if rows else []
+    most = max((len(arm.acceptance) for arm in drafting), default=0)
+    shown = [f"token {i}" for i in range(min(_POSITIONS, most))]
+    rows = []
+    for arm in drafting:
+        rates = [position.rate for position in arm.acceptance] + [None] * most
+        rows.append({**asdict(arm), **dict(zip(shown, rates, strict=False))})
+    lines = {arm.name: curve([asdict(p) for p in arm.acceptance], "rate", "ci95") for arm in drafting}
+    length = Column(
+        name="mean_acceptance_length", title="acceptance length", interval="mean_acceptance_length_ci95"
+    )
+    return Table(
+        title="Acceptance by position",
+        note="% of the verify steps, with 95 % intervals",
+        columns=(_ARM, length, *(Column(name=name, show=percent) for name in shown)),
+        rows=tuple(rows),
+        chart=acceptance_lines("Acceptance by draft position and arm", lines) if lines else None,
+    )
 
 
-def _rate(acceptance: tuple[Position, ...], index: int) -> str:
-    return percent(acceptance[index].rate) if index < len(acceptance) else DASH
-
-
-def _speed(comparison: Comparison) -> list[str]:
-    rows = [
-        (
-            clip(arm.name, _NAME),
-            rate(arm.output_tokens_per_second),
-            ratio(arm.ratio),
-            count(arm.num_output_tokens),
-            seconds(arm.seconds),
-        )
-        for arm in comparison.arms
-    ]
-    return table(("arm", "output tokens/s", "ratio", "output tokens", "time"), rows)
+def _speed(comparison: Comparison) -> Table:
+    speeds = [Point(name=arm.name, number=arm.output_tokens_per_second) for arm in comparison.arms]
+    return Table(
+        title="Speed",
+        note=f"output tokens per second, and their ratio to {comparison.reference}",
+        columns=_SPEED,
+        rows=tuple(asdict(arm) for arm in comparison.arms),
+        chart=Bars(
+            title="Output tokens per second",
+            label="output tokens per second",
+            axis=number_axis(max(point.number or 0.0 for point in speeds)),
+            show=rate,
+            points=speeds,
+        ),
+    )

@@ -1,28 +1,33 @@
-"""A run beside published figures, as plain text for a terminal."""
+"""A run beside published figures, for a terminal."""
 
-import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
-from specgen.display import DASH, Show, between, hundredths, percent, plain, table
+from specgen.display import DASH, ends, hundredths, percent, plain
 from specgen.report.against import LENGTH, Beside
 from specgen.report.references import Reference
+from specgen.report.table import Column, Row, Table
+from specgen.report.terminal import Part
 
-_WIDTH = 100  # columns
+_COLUMNS = (
+    Column(name="figure", title=""),
+    Column(name="ours", title="this run"),
+    Column(name="ci95", title="95 %"),
+    Column(name="theirs", title="reference"),
+    Column(name="inside"),
+)
 
 
-def render(run: str, num_spec_tokens: int, reference: Reference, lines: Sequence[Beside]) -> str:
-    """``lines`` of ``against.compare`` for the run called ``run`` with its K; ends with a line break."""
-    about = (
+def of_figures(
+    run: str, num_spec_tokens: int, reference: Reference, lines: Sequence[Beside]
+) -> Iterator[Part]:
+    """``lines`` of ``against.compare`` for the run called ``run`` with its K."""
+    yield (
         f"{run} against {reference.name}: {reference.model} with {reference.drafter}, "
         f"K {reference.num_spec_tokens}; {reference.setting}"
     )
-    header = ("", "this run", "95 %", "reference", "inside")
-    sections = [
-        [*textwrap.wrap(about, _WIDTH, break_on_hyphens=False), reference.source],
-        table(header, [_row(line) for line in lines]),
-        textwrap.wrap(verdict(num_spec_tokens, reference, lines), _WIDTH),
-    ]
-    return "\n\n".join("\n".join(section) for section in sections) + "\n"
+    yield reference.source
+    yield Table(title=reference.name, columns=_COLUMNS, rows=tuple(map(_row, lines)))
+    yield verdict(num_spec_tokens, reference, lines)
 
 
 def verdict(num_spec_tokens: int, reference: Reference, lines: Sequence[Beside]) -> str:
@@ -46,9 +51,14 @@ def verdict(num_spec_tokens: int, reference: Reference, lines: Sequence[Beside])
     return " ".join(sentences)
 
 
-def _row(line: Beside) -> tuple[str, ...]:
-    show: Show = plain if line.figure == LENGTH else percent
+def _row(line: Beside) -> Row:
+    show = plain if line.figure == LENGTH else percent
     error = "" if line.stderr is None else f" ± {hundredths(line.stderr)}"
     unknown = "not compared" if line.ours is None else DASH
-    inside = {None: unknown, True: "yes", False: "no"}[line.inside]
-    return line.figure, show(line.ours), between(line.ci95, show), show(line.theirs) + error, inside
+    return {
+        "figure": line.figure,
+        "ours": show(line.ours),
+        "ci95": ends(line.ci95, show),
+        "theirs": show(line.theirs) + error,
+        "inside": {None: unknown, True: "yes", False: "no"}[line.inside],
+    }

@@ -1,274 +1,243 @@
-"""Reports as plain text for a terminal: one run, or runs side by side."""
+"""The tables of one run, and of runs side by side; terminal and page show the same."""
 
-import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from specgen.display import (
     DASH,
     between,
-    clip,
     count,
-    hundredths,
     percent,
     plain,
     rate,
     ratio,
     same_texts,
     seconds,
-    table,
 )
+from specgen.report.charts import Bars, Lines, Point, length_axis, share_axis
+from specgen.report.page import Page, Tile
 from specgen.report.report import DEFINITIONS, draft_lengths, verdict
+from specgen.report.table import Column, Row, Table, pairs
+from specgen.report.terminal import Part, definitions, heading
 
-_WIDTH = 100  # columns
-_BAR = 20
-_LABEL = 18  # of a category
-_NAME = 12  # of a run in a comparison: with it, four runs fit
 _POSITIONS = 4  # shown by category; report.json has all
-_LENGTHS = 4  # shown of those that ran
 _COUNTERS = (
-    "num_requests",
-    "total_num_output_tokens",
-    "num_drafts",
-    "num_draft_tokens",
-    "num_accepted_tokens",
+    *("num_requests", "num_prompt_tokens", "num_cached_tokens", "total_num_output_tokens", "num_drafts"),
+    *("num_draft_tokens", "num_accepted_tokens", "num_preemptions", "num_unfinished"),
 )
+_ACCEPTANCE = (
+    Column(name="position", title="acceptance", show=lambda position: f"token {position}"),
+    Column(name="drafted"),
+    Column(name="accepted"),
+    Column(name="rate", title="joint", show=percent, interval="ci95"),
+    Column(name="conditional", show=percent, interval="conditional_ci95"),
+)
+_HISTOGRAM = (
+    Column(name="accepted", title="step with"),
+    Column(name="steps"),
+    Column(name="share", show=percent),
+)
+_TIMES = (
+    Column(name="time", title="by request"),
+    *(Column(name=name, show=seconds) for name in ("mean", "median", "p99")),
+)
+_STEPS = (
+    Column(name="kind", title="by step"),
+    Column(name="num_steps", title="steps"),
+    Column(name="mean_sequences", title="sequences", show=rate),
+    Column(name="mean_seconds", title="mean", show=seconds),
+    Column(name="max_seconds", title="max", show=seconds),
+)
+_LENGTHS = (Column(name="k", title="by draft length"), Column(name="steps", title="decode steps"))
 
 
-def render(report: Mapping[str, Any], settings: Mapping[str, str]) -> str:
-    """One ``report.json`` at 100 columns, under its ``settings``; ends with a line break."""
-    sections = [heading(settings), _pairs(_counters(report)), textwrap.wrap(verdict(report), _WIDTH)]
+def of_run(report: Mapping[str, Any], settings: Mapping[str, str]) -> Iterator[Part]:
+    """What a terminal shows of a ``report.json`` that ran under ``settings``."""
+    yield heading(settings)
+    yield _counts(report)
+    yield verdict(report)
+    yield from _acceptance(report)
+    yield from _times(report)
+    yield _speed(report)
     if report["num_drafts"]:
-        sections += [_acceptance(report), _histogram(report)]
-        sections += [_breakdown("category", report["categories"]), _breakdown("turn", report["turns"])]
-        sections += [_pairs(_speed(report)), _definitions()]
-    else:
-        sections += [_pairs(_speed(report))]
-    return joined(sections)
+        yield definitions(DEFINITIONS)
 
 
-def compare(runs: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
-    """Runs ``(name, report.json)`` in columns with their ratio to the first; ends with a line break."""
-    assert runs
-    legend: list[str] = []
-    if any(len(name) > _NAME for name, _ in runs):
-        legend = [f"run {i}  {name}" for i, (name, _) in enumerate(runs, start=1)]
-        runs = [(f"run {i}", report) for i, (_, report) in enumerate(runs, start=1)]
-    blocks = [_side_by_side([runs[0], *runs[i : i + 3]]) for i in range(1, max(len(runs), 2), 3)]
-    sentences = [
-        textwrap.wrap(f"{name}: {sentence}", _WIDTH)
-        for name, report in runs
-        for sentence in (f"K by step: {_lengths(report)}" if draft_lengths(report) else "", verdict(report))
-        if sentence
-    ]
-    return joined([legend, *blocks, *sentences, _definitions()])
+def page(report: Mapping[str, Any], settings: Mapping[str, str], title: str) -> str:
+    """The same as a page."""
+    return Page(
+        title=title,
+        settings=settings,
+        sentence=verdict(report),
+        alarming=True,
+        tiles=list(_tiles(report)),
+        tables=[*_acceptance(report), *_times(report), _counts(report), _speed(report)],
+        notes=dict(DEFINITIONS) if report["num_drafts"] else {},
+    ).to_html()
 
 
-# --- one run --------------------------------------------------------------------------------------
+def _tiles(report: Mapping[str, Any]) -> Iterator[Tile]:
+    if report["num_drafts"]:
+        length = f"{plain(report['mean_acceptance_length'])}"
+        ends = report["mean_acceptance_length_ci95"]
+        interval = f"95 % {between(ends, plain)}" if ends else "over all steps"
+        yield Tile(name="mean acceptance length", number=length, note=interval)
+        accepted = f"{count(report['num_accepted_tokens'])} of {count(report['num_draft_tokens'])} drafts"
+        number = percent(report["draft_acceptance_rate"])
+        yield Tile(name="draft acceptance rate", number=number, note=accepted)
+    speed = rate(report["output_tokens_per_second"])
+    yield Tile(name="output tokens/s", number=speed, note=_tokens_and_time(report))
+    if baseline := report["baseline"]:
+        same = same_texts(baseline["identical"], baseline["num_compared"])
+        yield Tile(name="against plain decoding", number=ratio(baseline["ratio"]), note=same)
 
 
-def heading(settings: Mapping[str, str]) -> list[str]:
-    """What ran, as lines that break between settings."""
-    solid = [f"{key} {value}".replace(" ", "\N{NO-BREAK SPACE}") for key, value in settings.items()]
-    lines = textwrap.wrap("\N{NO-BREAK SPACE}· ".join(solid), _WIDTH, break_on_hyphens=False)
-    return [line.replace("\N{NO-BREAK SPACE}", " ").removesuffix(" ·") for line in lines]
+def _tokens_and_time(report: Mapping[str, Any]) -> str:
+    return f"{count(report['total_num_output_tokens'])} tokens in {seconds(report['wall_seconds'])}"
 
 
-def _counters(report: Mapping[str, Any]) -> list[tuple[str, str]]:
-    pairs = [(name, count(report[name])) for name in _COUNTERS]
+def _counts(report: Mapping[str, Any]) -> Table:
+    items = [(name, count(report[name])) for name in _COUNTERS]
     if report["num_drafts"]:
         interval = between(report["mean_acceptance_length_ci95"], plain)
         by_request = plain(report["mean_acceptance_length_per_request"])
         length = f"{plain(report['mean_acceptance_length'])} {interval}, mean over requests {by_request}"
-        pairs += [("mean acceptance length", length)]
-        pairs += [("draft acceptance rate", percent(report["draft_acceptance_rate"]))]
+        items += [("mean acceptance length", length)]
+        items += [("draft acceptance rate", percent(report["draft_acceptance_rate"]))]
     ends = [f"{count(number)} {reason}" for reason, number in report["finish_reasons"].items()]
     for name in ("errors", "unfinished", "preemptions"):
         ends += [f"{count(report['num_' + name])} {name}"] if report["num_" + name] else []
-    return [*pairs, ("ended by", ", ".join(ends) or DASH)]
+    return pairs("Counts", [*items, ("ended by", ", ".join(ends) or DASH)])
 
 
-def _acceptance(report: Mapping[str, Any]) -> list[str]:
-    header = ("acceptance", "drafted", "accepted", "joint", "95 %", "conditional", "95 %")
-    rows = [
-        (
-            f"token {row['position']}",
-            count(row["drafted"]),
-            count(row["accepted"]),
-            percent(row["rate"]),
-            between(row["ci95"], hundredths),
-            percent(row["conditional"]),
-            between(row["conditional_ci95"], hundredths),
-        )
-        for row in report["acceptance"]
-    ]
-    return _with_bars(table(header, rows), [row["rate"] or 0.0 for row in report["acceptance"]])
+# --- acceptance -----------------------------------------------------------------------------------
 
 
-def _histogram(report: Mapping[str, Any]) -> list[str]:
-    steps = report["acceptance_histogram"]
-    shares = [number / report["num_drafts"] for number in steps]
-    rows = [(f"{j} accepted", count(number), percent(shares[j])) for j, number in enumerate(steps)]
-    return _with_bars(table(("step with", "steps", "share"), rows), shares)
+def curve(positions: Sequence[Row], number: str, interval: str) -> list[Point]:
+    """The rates at draft positions, with their intervals."""
+    return [Point(name=str(row["position"]), number=row[number], interval=row[interval]) for row in positions]
 
 
-def _breakdown(kind: str, groups: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    if not groups:
-        return []
-    positions = range(min(_POSITIONS, len(next(iter(groups.values()))["acceptance"])))
-    rows = []
-    for label, group in groups.items():
-        counts = (count(group["num_requests"]), count(group["num_drafts"]))
-        length = (
-            plain(group["mean_acceptance_length"]),
-            between(group["mean_acceptance_length_ci95"], plain),
-        )
-        rates = [percent(group["acceptance"][i]["rate"]) for i in positions]
-        rows.append((clip(label, _LABEL), *counts, *length, *rates))
-    return table((kind, "requests", "drafts", "length", "95 %", *(f"token {i}" for i in positions)), rows)
+def acceptance_lines(title: str, lines: Mapping[str, Sequence[Point]]) -> Lines:
+    """Curves of acceptance over the position of the draft."""
+    label = "position of the draft (token i)"
+    return Lines(title=title, label=label, axis=share_axis(), show=percent, lines=lines)
 
 
-def _speed(report: Mapping[str, Any]) -> list[tuple[str, str]]:
-    tokens, wall = count(report["total_num_output_tokens"]), seconds(report["wall_seconds"])
-    pairs = [("output tokens/s", f"{rate(report['output_tokens_per_second'])} ({tokens} tokens in {wall})")]
-    for label, key in (("time to first token", "ttft_seconds"), ("time per output token", "tpot_seconds")):
-        if report[key]:
-            pairs += [(label, ", ".join(f"{name} {seconds(time)}" for name, time in report[key].items()))]
-    for kind, steps in report["steps"].items():
-        times = f"mean {seconds(steps['mean_seconds'])}, max {seconds(steps['max_seconds'])}"
-        many = f"{count(steps['num_steps'])} with {rate(steps['mean_sequences'])} sequences"
-        pairs += [(f"{kind} steps", f"{many}, {times}")]
+def _acceptance(report: Mapping[str, Any]) -> Iterator[Table]:
+    if not report["num_drafts"]:
+        return
+    positions = report["acceptance"]
+    lines = {
+        "joint": curve(positions, "rate", "ci95"),
+        "conditional": curve(positions, "conditional", "conditional_ci95"),
+    }
+    yield Table(
+        title="Acceptance by position",
+        note="with 95 % intervals",
+        columns=_ACCEPTANCE,
+        rows=tuple(positions),
+        chart=acceptance_lines("Acceptance by draft position", lines),
+        bars="rate",
+    )
+    yield _histogram(report["acceptance_histogram"], report["num_drafts"])
+    for kind, groups in (("category", report["categories"]), ("turn", report["turns"])):
+        if groups:
+            yield _breakdown(kind, groups)
+
+
+def _histogram(steps: Sequence[int], num_drafts: int) -> Table:
+    shares = [number / num_drafts for number in steps]
+    points = [Point(name=f"{j} accepted", number=share) for j, share in enumerate(shares)]
+    return Table(
+        title="Accepted drafts per step",
+        note="share of the verify steps",
+        columns=_HISTOGRAM,
+        rows=tuple(
+            {"accepted": point.name, "steps": number, "share": point.number}
+            for point, number in zip(points, steps, strict=True)
+        ),
+        chart=Bars(
+            title="Verify steps by accepted drafts",
+            label="share of the verify steps",
+            axis=share_axis(max(shares)),
+            show=percent,
+            points=points,
+        ),
+        bars="share",
+    )
+
+
+def _breakdown(kind: str, groups: Mapping[str, Mapping[str, Any]]) -> Table:
+    num_spec_tokens = len(next(iter(groups.values()))["acceptance"])
+    shown = range(min(_POSITIONS, num_spec_tokens))
+    length, ends = "mean_acceptance_length", "mean_acceptance_length_ci95"
+    return Table(
+        title=f"By {kind}",
+        note="mean acceptance length; 1 is plain decoding, with 95 % intervals",
+        columns=(
+            Column(name=kind),
+            Column(name="num_requests", title="requests"),
+            Column(name="num_drafts", title="drafts"),
+            Column(name=length, title="length", interval=ends),
+            Column(name="draft_acceptance_rate", title="drafts accepted", show=percent),
+            *(Column(name=f"token {i}", show=percent) for i in shown),
+        ),
+        rows=tuple(
+            {kind: label, **group, **{f"token {i}": group["acceptance"][i]["rate"] for i in shown}}
+            for label, group in groups.items()
+        ),
+        chart=Bars(
+            title=f"Mean acceptance length by {kind}",
+            label="tokens per verify step",
+            axis=length_axis(num_spec_tokens),
+            show=plain,
+            points=[
+                Point(name=label, number=group[length], interval=group[ends])
+                for label, group in groups.items()
+            ],
+        ),
+    )
+
+
+# --- times ----------------------------------------------------------------------------------------
+
+
+def _times(report: Mapping[str, Any]) -> Iterator[Table]:
+    spreads = {"time to first token": report["ttft_seconds"], "time per output token": report["tpot_seconds"]}
+    lengths = draft_lengths(report)
+    yield Table(
+        title="Times by request",
+        note="from submission to the first token; (end - first token) / (tokens - 1)",
+        columns=_TIMES,
+        rows=tuple({"time": label, **times} for label, times in spreads.items() if times),
+    )
+    steps = tuple({"kind": f"{kind} steps", **step} for kind, step in report["steps"].items())
+    yield Table(title="Times by step", columns=_STEPS, rows=steps)
+    by_length = tuple({"k": f"K = {k}", "steps": number} for k, number in lengths.items())
+    yield Table(title="Decode steps by draft length", columns=_LENGTHS, rows=by_length)
+
+
+def _speed(report: Mapping[str, Any]) -> Table:
+    speed = f"{rate(report['output_tokens_per_second'])} ({_tokens_and_time(report)})"
+    items = [("output tokens/s", speed)]
     if cached := report["num_cached_tokens"]:
-        share = percent(cached / report["num_prompt_tokens"])
-        pairs += [
-            (
-                "prefix cache",
-                f"{count(cached)} of {count(report['num_prompt_tokens'])} prompt tokens ({share})",
-            )
-        ]
-    if draft_lengths(report):
-        pairs += [("K by step", _lengths(report))]
+        prompt = report["num_prompt_tokens"]
+        share = percent(cached / prompt)
+        items += [("prefix cache", f"{count(cached)} of {count(prompt)} prompt tokens ({share})")]
     if report["num_drafts"]:
-        pairs += _rows(report["rows"])
+        rows = report["rows"]
+        rejected = f"{_part(rows, 'target', 'target_rejected')} held rejected drafts"
+        padding = f"{_part(rows, 'first_pass', 'first_pass_wasted')} were padding"
+        items += [("target rows", rejected)]
+        items += [("drafter rows", f"first pass {padding}; loop {count(rows['loop'])}")]
     if baseline := report["baseline"]:
         speed = f"{ratio(baseline['ratio'])} of {rate(baseline['output_tokens_per_second'])} tokens/s"
-        pairs += [
-            (
-                "against plain decoding",
-                f"{speed}, {same_texts(baseline['identical'], baseline['num_compared'])}",
-            )
-        ]
-    return pairs
+        same = same_texts(baseline["identical"], baseline["num_compared"])
+        items += [("against plain decoding", f"{speed}, {same}")]
+    return pairs("Speed and rows", items)
 
 
-def _rows(rows: Mapping[str, int]) -> list[tuple[str, str]]:
-    def part(name: str, wasted: str) -> str:
-        share = percent(rows[wasted] / rows[name] if rows[name] else None)
-        return f"{count(rows[name])}, of which {count(rows[wasted])} ({share})"
-
-    return [
-        ("target rows", f"{part('target', 'target_rejected')} held rejected drafts"),
-        (
-            "drafter rows",
-            f"first pass {part('first_pass', 'first_pass_wasted')} were padding; loop {count(rows['loop'])}",
-        ),
-    ]
-
-
-# --- runs side by side ----------------------------------------------------------------------------
-
-_Metric = tuple[
-    str, tuple[str | int, ...], Callable[[Any], str]
-]  # label, path in report.json, how to show it
-_COUNTED: tuple[_Metric, ...] = (
-    *((name, (name,), count) for name in _COUNTERS),
-    ("mean acceptance length", ("mean_acceptance_length",), plain),
-    ("  95 %", ("mean_acceptance_length_ci95",), lambda interval: between(interval, plain)),
-    ("  mean over requests", ("mean_acceptance_length_per_request",), plain),
-)
-_TIMED: tuple[_Metric, ...] = (
-    ("output tokens/s", ("output_tokens_per_second",), rate),
-    ("time to first token", ("ttft_seconds", "mean"), seconds),
-    ("time per output token", ("tpot_seconds", "mean"), seconds),
-    ("decode step", ("steps", "decode", "mean_seconds"), seconds),
-    ("target rows", ("rows", "target"), count),
-    ("  rejected drafts", ("rows", "target_rejected"), count),
-    ("drafter first pass", ("rows", "first_pass"), count),
-    ("  padding", ("rows", "first_pass_wasted"), count),
-    ("drafter loop rows", ("rows", "loop"), count),
-    ("against plain decoding", ("baseline", "ratio"), ratio),
-)
-
-
-def _side_by_side(runs: Sequence[tuple[str, Mapping[str, Any]]]) -> list[str]:
-    (first, _), *others = runs
-    reports = [report for _, report in runs]
-    positions = range(max(len(report["acceptance"]) for report in reports))
-    accepted = [(f"acceptance at token {i}", ("acceptance", i, "rate"), percent) for i in positions]
-    rows = [_metric_row(metric, reports) for metric in (*_COUNTED, *accepted, *_TIMED)]
-    header = ["", first, *(cell for name, _ in others for cell in (name, "ratio"))]
-    return table(header, [row for row in rows if set(row[1:]) - {DASH, ""}])
-
-
-def _lengths(report: Mapping[str, Any]) -> str:
-    """``4 in 300, 2 in 25 steps``: the most frequent ones, and the rest as one."""
-    lengths = list(draft_lengths(report).items())
-    parts = [f"{k} in {count(number)}" for k, number in lengths[:_LENGTHS]]
-    rest = [f"others in {count(sum(number for _, number in lengths[_LENGTHS:]))}"]
-    return f"{', '.join(parts + rest * (len(lengths) > _LENGTHS))} steps"
-
-
-def _metric_row(metric: _Metric, reports: Sequence[Mapping[str, Any]]) -> list[str]:
-    label, path, show = metric
-    first, *others = (_at(report, path) for report in reports)
-    return [label, show(first), *(cell for value in others for cell in (show(value), _ratio(value, first)))]
-
-
-def _ratio(value: object, first: object) -> str:
-    """Empty where either is no number or the first is 0."""
-    if isinstance(value, int | float) and isinstance(first, int | float) and first:
-        return ratio(value / first)
-    return ""
-
-
-def _at(report: Mapping[str, Any], path: Sequence[str | int]) -> object:
-    """What lies at ``path``; None where the path ends early, as it does for what a run has not seen."""
-    value: Any = report
-    try:
-        for key in path:
-            value = value[key]
-    except (KeyError, IndexError, TypeError):
-        return None
-    return value
-
-
-# --- layout ---------------------------------------------------------------------------------------
-
-
-def _with_bars(lines: Sequence[str], shares: Sequence[float]) -> list[str]:
-    """``lines`` of a table with a bar in eighths of a character to the right of each row under the header."""
-    header, *rows = lines
-    width = max(map(len, rows))
-    bars = []
-    for share in shares:
-        whole, eighths = divmod(round(share * _BAR * 8), 8)
-        bars.append("█" * whole + " ▏▎▍▌▋▊▉"[eighths].strip())
-    return [header, *(f"{row:<{width}}  {bar}".rstrip() for row, bar in zip(rows, bars, strict=True))]
-
-
-def _pairs(pairs: Sequence[tuple[str, str]]) -> list[str]:
-    width = max(len(label) for label, _ in pairs)
-    return [f"{label:<{width}}  {value}" for label, value in pairs]
-
-
-def _definitions() -> list[str]:
-    return [
-        line
-        for term, text in DEFINITIONS
-        for line in textwrap.wrap(f"{term} = {text}", _WIDTH, subsequent_indent="  ")
-    ]
-
-
-def joined(sections: Sequence[Sequence[str]]) -> str:
-    """Sections of lines with an empty line between them; ends with a line break."""
-    return "\n\n".join("\n".join(lines) for lines in sections if lines) + "\n"
+def _part(rows: Mapping[str, int], name: str, wasted: str) -> str:
+    share = percent(rows[wasted] / rows[name] if rows[name] else None)
+    return f"{count(rows[name])}, of which {count(rows[wasted])} ({share})"
