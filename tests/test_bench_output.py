@@ -13,7 +13,7 @@ from specgen import display
 from specgen.bench.output import BenchTable, Plot
 from specgen.cli.bench import publish
 from specgen.config import UserError
-from specgen.report.charts import STYLES, Lines, Point, number_axis, svg
+from specgen.report.charts import STYLES, Lines, Point, quarters, svg
 from specgen.report.table import Column
 from specgen.report.terminal import render
 
@@ -66,7 +66,7 @@ def test_a_plot_takes_the_rows_it_names_and_leaves_out_what_was_not_measured() -
     everything, some = TABLE.plots
 
     def found(plot: Plot) -> dict[str, list[tuple[str, float | None]]]:
-        lines = plot.lines(TABLE.rows)
+        lines = plot.points(TABLE.rows)
         return {name: [(point.name, point.number) for point in points] for name, points in lines.items()}
 
     assert found(everything) == {"<a>": [("1", 1234.56), ("8", 2000.0)], "b, c": [("1", 0.25)]}
@@ -77,7 +77,7 @@ def test_a_line_has_one_style_in_all_plots() -> None:
     """Also where another before it has no points, as K = 0 has no speed against itself."""
     points = [Point(name="1", number=1.0)]
     chart = Lines(
-        title="", label="", axis=number_axis(1), show=display.plain, lines={"a": [], "b": points}, named=True
+        title="", label="", ticks=quarters(1), show=display.plain, lines={"a": [], "b": points}, named=True
     )
     assert [group.get("class") for group in _marks(str(svg(chart)), "g")] == [STYLES[1]]
 
@@ -134,7 +134,7 @@ def _chart(lines: dict[str, list[tuple[str, float]]]) -> str:
             Lines(
                 title="title",
                 label="y over x",
-                axis=number_axis(most),
+                ticks=quarters(most),
                 show=display.plain,
                 lines=points,
                 named=True,

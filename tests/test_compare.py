@@ -13,14 +13,13 @@ from specgen.display import plain
 from specgen.evaluation import compare as comparing
 from specgen.evaluation.arms import ArmRun, Sample, Written
 from specgen.evaluation.compare import p_value
-from specgen.evaluation.comparison_tables import all_tables, of_comparison
+from specgen.evaluation.comparison_tables import of_comparison, page
 from specgen.evaluation.divergence import Target
 from specgen.evaluation.paired import mcnemar, tango
-from specgen.evaluation.study_html import page
-from specgen.report.charts import STYLES, Bars, Point, number_axis
+from specgen.report.charts import STYLES, Bars, Point, quarters
 from specgen.report.report import fold
 from specgen.report.table import Table
-from specgen.report.tables import acceptance_lines, curve
+from specgen.report.tables import curve, curves
 from specgen.report.terminal import render
 from tests.streams import request
 from tests.test_report_html import SVG, Page, drawn
@@ -261,9 +260,10 @@ def test_the_tables_show_the_numbers():
     change = comparison.against[0].changes[0].paired
     low, high = (f"{100 * end:.1f}" for end in change.interval)
     assert f"sums {STRICT}, 3 samples" in text
-    assert ["padded", "66.7 %", "[20.8, 93.9]", "-33.3", f"[{low}, {high}]", "1.00", "-"] in lines
+    accuracy = ["padded", "66.7 %", "[20.8, 93.9]", "-33.3", f"[{low}, {high}]", "1.00", "-"]
+    assert accuracy in [line[:7] for line in lines]
     assert ["padded", "2 of 3", "66.7 %", "1", "1", "-", "1"] in lines
-    assert ["sums 2", "padded", "1", "(ended)", "5 '5'", "-"] in [line[:6] for line in lines]
+    assert ["sums 2", "padded", "1", "(ended)", "-", "5 '5'"] in [line[:6] for line in lines]
     assert ["padded", "3.00", "-", "100.0 %", "100.0 %", "0.0 %"] in lines
     speed = comparison.arms[0]
     fast = ["padded", f"{speed.output_tokens_per_second:.1f}", f"{speed.ratio:.2f}x"]
@@ -300,7 +300,8 @@ def test_page_and_terminal_show_the_same_cells():
     words, lines = set(Page(page(comparison, {}, "")).text), tables(comparison, 300)
     shown = [
         text
-        for table in all_tables(comparison)
+        for table in of_comparison(comparison, {})
+        if isinstance(table, Table) and table.title != "Divergences"
         for row in table.rows
         for column in table.columns
         for text in (column.text(row), column.ends(row))
@@ -308,7 +309,6 @@ def test_page_and_terminal_show_the_same_cells():
     assert len(shown) > 40
     assert {text for text in shown if text not in ("", "-")} <= words
     assert all(text in lines for text in shown)
-    assert all(isinstance(part, Table | str) for part in of_comparison(comparison, {}))
 
 
 def test_only_arms_that_differ_have_texts_of_their_own():
@@ -404,9 +404,9 @@ def test_what_models_write_is_escaped():
 
 
 def test_each_arm_has_its_curve_at_its_rates():
-    curves = {f"arm {i}": compare([arm("a", [1], i)]).to_json()["arms"][0]["acceptance"] for i in (1, 3)}
-    lines = {name: curve(positions, "rate", "ci95") for name, positions in curves.items()}
-    chart = drawn(acceptance_lines("Arms", lines))
+    rates = {f"arm {i}": compare([arm("a", [1], i)]).to_json()["arms"][0]["acceptance"] for i in (1, 3)}
+    lines = {name: curve(positions, "rate", "ci95") for name, positions in rates.items()}
+    chart = drawn(curves("Arms", lines))
     height = {text.text: float(text.get("y")) - 4 for text in chart.iter(f"{SVG}text") if "%" in text.text}
     groups = [group for group in chart.iter(f"{SVG}g") if group.get("class") in STYLES]
     found = [[float(mark.get("cy")) for mark in group.iter(f"{SVG}circle")] for group in groups]
@@ -420,7 +420,7 @@ def test_bars_are_as_long_as_their_numbers():
         Point(name="b", number=1.0),
         Point(name="c", number=None),
     ]
-    chart = drawn(Bars(title="Speed", label="", axis=number_axis(4.0), show=plain, points=points))
+    chart = drawn(Bars(title="Speed", ticks=quarters(4.0), show=plain, points=points))
     first, second = (float(bar.get("width")) for bar in chart.iter(f"{SVG}rect"))
     start = float(next(chart.iter(f"{SVG}rect")).get("x"))
     (whisker,) = (path.get("d") for path in chart.iter(f"{SVG}path") if path.get("class") == "whisker")

@@ -9,12 +9,12 @@ from xml.etree import ElementTree
 import pytest
 
 from specgen.display import percent, plain
-from specgen.report.charts import Bars, Lines, Point, length_axis, number_axis, share_axis, svg
+from specgen.report.charts import Bars, Lines, Point, lengths, quarters, svg
 from specgen.report.page import Page as Content
-from specgen.report.page import TextCard, Texts, Tile
+from specgen.report.page import TextCard, Texts
 from specgen.report.report import fold
 from specgen.report.table import Column, Table
-from specgen.report.tables import acceptance_lines, curve, of_run
+from specgen.report.tables import curve, curves, of_run
 from specgen.report.tables import page as render
 from specgen.report.terminal import render as in_terminal
 from tests.streams import decode_steps, refusal, request
@@ -79,7 +79,7 @@ def acceptance(positions):
     """The curves of a report."""
     joint, conditional = ("rate", "ci95"), ("conditional", "conditional_ci95")
     lines = {"joint": curve(positions, *joint), "conditional": curve(positions, *conditional)}
-    return acceptance_lines("Acceptance", lines)
+    return curves("Acceptance", lines)
 
 
 def charts_of(report):
@@ -116,8 +116,8 @@ def test_page_and_terminal_show_the_same_cells():
 
 def test_the_legend_names_the_curves_and_its_note_stands_below():
     point = [Point(name="0", number=0.5)]
-    chart = acceptance_lines("Curves", {"a, <b>": point, "c": point})
-    table = Table(title="Acceptance", note="in %", columns=(), rows=(), chart=chart)
+    chart = curves("Curves", {"a, <b>": point, "c": point})
+    table = Table(title="Acceptance", note="in %", columns=(), rows=(), lines=chart)
     text = Content(title="", settings={}, tables=[table]).to_html()
     words = [word.strip() for word in Page(text).text if word.strip()]
     assert words[words.index("Acceptance") + 1 :][:3] == ["a, <b>", "c", "in %"]
@@ -150,9 +150,9 @@ def test_charts_have_names_for_those_who_do_not_see_them():
     assert len(labels) == len(set(labels))
     for start in (
         r"Acceptance by draft position: joint: 0 [\d.]+ % \[.*conditional: 0 ",
-        r"Verify steps by accepted drafts: 0 accepted ",
-        r"Mean acceptance length by category: chat [\d.]+.*; math [\d.]+",
-        r"Mean acceptance length by turn: 1 ",
+        r"Accepted drafts per step: 0 accepted ",
+        r"By category: chat [\d.]+.*; math [\d.]+",
+        r"By turn: 1 ",
     ):
         assert any(re.match(start, label) for label in labels), start
 
@@ -204,7 +204,7 @@ def test_a_baseline_has_its_tile():
     report = run.with_baseline(fold(request("a", [(0, 0)] * 8), num_spec_tokens=0), 0.75, 4).to_json()
     words = Page(render(report, {}, "A run")).text
     assert "3.00x" in words
-    assert "3 of 4 texts identical" in words
+    assert any(word.endswith("3 of 4 texts identical") for word in words)
 
 
 def test_the_curve_is_at_the_rates():
@@ -258,7 +258,7 @@ def test_bars_of_groups_start_at_plain_decoding():
 def test_long_names_are_cut_before_they_meet_a_number_or_the_edge():
     name, letter = "a name that goes on and on " * 4, 13 * 0.58  # of 13 px, the largest; wide letters
     bar = Point(name=name, number=1.0, interval=(0.941, 1.0))
-    chart = drawn(Bars(title="", label="", axis=share_axis(), show=percent, points=[bar]))
+    chart = drawn(Bars(title="", ticks=quarters(1), show=percent, points=[bar]))
     label, number = (text for text in chart.iter(f"{SVG}text") if text.get("class") == "value")
     room = float(number.get("x")) - float(label.get("x"))
     assert letter * (len(label.text) + 1 + len(number.text)) <= room
@@ -269,7 +269,7 @@ def test_long_names_are_cut_before_they_meet_a_number_or_the_edge():
 def test_the_marks_of_arms_with_equal_rates_stand_side_by_side(arms, columns, least):
     positions = a_run(num_spec_tokens=columns)["acceptance"]
     points = curve(positions, "rate", "ci95")
-    chart = drawn(acceptance_lines("Arms", {f"arm {i}": points for i in range(arms)}))
+    chart = drawn(curves("Arms", {f"arm {i}": points for i in range(arms)}))
     at = sorted({float(mark.get("cx")) for mark in chart.iter(f"{SVG}circle")})
     assert len(at) == arms * columns
     gaps = [right - left for left, right in itertools.pairwise(at)]
@@ -288,9 +288,9 @@ def test_nothing_is_drawn_outside_the_charts(num_spec_tokens):
     named = {f"K {i}": [Point(name=str(x), number=0.1 * i * x) for x in range(9)] for i in range(9)}
     charts = (
         *charts_of(report).values(),
-        Bars(title="Score", label="", axis=share_axis(), show=percent, points=bars),
-        Bars(title="Length", label="", axis=length_axis(16), show=plain, points=bars[:1]),
-        Lines(title="", label="", axis=number_axis(6.4), show=plain, lines=named, named=True),
+        Bars(title="Score", ticks=quarters(1), show=percent, points=bars),
+        Bars(title="Length", ticks=lengths(16), show=plain, points=bars[:1]),
+        Lines(title="", label="", ticks=quarters(6.4), show=plain, lines=named, named=True),
     )
     assert len(charts) == 7
     for chart in map(drawn, charts):
@@ -303,18 +303,22 @@ def test_nothing_is_drawn_outside_the_charts(num_spec_tokens):
 def test_every_text_of_a_page_is_escaped():
     bad = "<script>alert('x')</script>&\""
     points = [Point(name=bad, number=0.5, interval=(0.4, 0.6))]
-    lines = Lines(title=bad, label=bad, axis=share_axis(), show=percent, lines={bad: points}, named=True)
-    bars = Bars(title=bad, label=bad, axis=share_axis(), show=percent, points=points)
-    columns = (Column(name="a", title=bad, unit=bad), Column(name="b", title=bad, interval="c"))
+    lines = Lines(title=bad, label=bad, ticks=quarters(1), show=percent, lines={bad: points}, named=True)
+    columns = (
+        Column(name="a", title=bad, unit=bad),
+        Column(name="b", title=bad, interval="c"),
+        Column(name="d", show=percent),
+    )
+    row = {"a": bad, "b": bad, "c": bad, "d": 0.5}
     texts = Texts(place=bad, note=bad, question=bad, texts={bad: bad, "": ""})
     content = Content(
         title=bad,
         settings={bad: bad},
         sentence=bad,
-        tiles=[Tile(name=bad, number=bad, note=bad)],
+        tiles=[(bad, bad, bad)],
         tables=[
-            Table(title=bad, note=bad, columns=columns, rows=({"a": bad, "b": bad, "c": bad},), chart=chart)
-            for chart in (lines, bars, acceptance_lines(bad, {bad: points}))
+            Table(title=bad, note=bad, columns=columns, rows=(row,), lines=chart, bars="d")
+            for chart in (lines, None, curves(bad, {bad: points}))
         ],
         notes={bad: bad},
         findings=[bad],

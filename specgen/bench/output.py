@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from specgen.report.charts import Lines, Point, number_axis
+from specgen.report.charts import Lines, Point, quarters
 from specgen.report.page import Page
 from specgen.report.table import Row, Table
 from specgen.report.terminal import Part
@@ -27,7 +27,7 @@ class Plot:
     series: str
     where: Row = field(default_factory=dict)
 
-    def lines(self, rows: tuple[Row, ...]) -> dict[str, list[Point]]:
+    def points(self, rows: tuple[Row, ...]) -> dict[str, list[Point]]:
         """The points of each line, in the order of ``rows``; every plot of the same series has the same lines."""
         lines: dict[str, list[Point]] = {str(row[self.series]): [] for row in rows}
         for row in rows:
@@ -96,17 +96,17 @@ class BenchTable(Table):
     def _plotted(self) -> Iterator[Table]:
         by_name = {column.name: column for column in self.columns}
         for plot in self.plots:
-            lines = plot.lines(self.rows)
+            lines = plot.points(self.rows)
             numbers = [point.number or 0.0 for points in lines.values() for point in points]
             if numbers:
                 x, y = by_name[plot.x], by_name[plot.y]
                 chart = Lines(
                     title=plot.title,
                     label=f"{y.heading} over {x.heading}",
-                    axis=number_axis(max(numbers)),
+                    ticks=quarters(max(numbers)),
                     show=y.show,
                     lines=lines,
                     named=True,
                 )
                 note = f"a line for each {plot.series}"
-                yield Table(title=plot.title, note=note, columns=(), rows=(), chart=chart)
+                yield Table(title=plot.title, note=note, columns=(), rows=(), lines=chart)

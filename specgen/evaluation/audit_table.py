@@ -1,10 +1,10 @@
 """The losslessness audit as tables for a terminal."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from specgen.display import DASH, clip, count, draft_length, percent, plain
-from specgen.report.table import Column, Table
+from specgen.report.table import Column, Row, Table
 from specgen.report.terminal import Part
 
 _SHOWN = 20  # divergences; the JSON document has all
@@ -42,23 +42,31 @@ def of_audit(audit: Mapping[str, Any]) -> Iterator[Part]:
     """What ``Audit.to_json`` gave; ends with one plain sentence."""
     yield _heading(audit)
     yield Table(title="Arms", columns=_ARMS, rows=tuple(audit["arms"]))
-    found = [(arm, each) for arm in audit["arms"] for each in arm["divergences"]]
-    found.sort(key=lambda pair: pair[1]["explained"])  # those that nothing explains first
-    rows = tuple(
-        {
-            **each,
-            "arm": arm["name"],
-            "batch": arm["batch_size"],
-            "reference": shown_token(each["reference_token"], each["reference_text"]),
-            "instead": shown_token(each["token"], each["text"]),
-            "why": "rounding" if each["explained"] else "WRONG",
-        }
-        for arm, each in found[:_SHOWN]
-    )
-    yield Table(title="Divergences", columns=_DIVERGENCES, rows=rows, num_keys=4)
-    if (more := len(found) - _SHOWN) > 0:
+    rows = [
+        {**each, "arm": arm["name"], "batch": arm["batch_size"]}
+        for arm in audit["arms"]
+        for each in arm["divergences"]
+    ]
+    rows.sort(key=lambda row: row["explained"])  # those that nothing explains first
+    yield divergences(rows[:_SHOWN])
+    if (more := len(rows) - _SHOWN) > 0:
         yield f"and {count(more)} more; --json and --output have all"
     yield verdict(audit)
+
+
+def divergences(found: Iterable[Row]) -> Table:
+    """Where texts part: a ``Divergence`` each, whether it is explained, its arm and, if there are several, batch."""
+    rows = [
+        {
+            **row,
+            "reference": shown_token(row["reference_token"], row["reference_text"]),
+            "instead": shown_token(row["token"], row["text"]),
+            "why": "rounding" if row["explained"] else "WRONG",
+        }
+        for row in found
+    ]
+    columns = tuple(column for column in _DIVERGENCES if all(column.name in row for row in rows))
+    return Table(title="Divergences", columns=columns, rows=tuple(rows), num_keys=3)
 
 
 def verdict(audit: Mapping[str, Any]) -> str:

@@ -6,46 +6,30 @@ from statistics import median_low
 from typing import Any
 
 from specgen.display import DASH, between, count, hundredths, percent, rate, ratio, seconds
-from specgen.evaluation.audit_table import shown_token
-from specgen.evaluation.compare import Accuracy, Against, Comparison, p_value
-from specgen.evaluation.divergence import Divergence
-from specgen.report.charts import Bars, Point, number_axis, share_axis
+from specgen.evaluation.audit_table import divergences, four_digits, shown_token
+from specgen.evaluation.compare import Accuracy, Against, Comparison, Difference, p_value
+from specgen.report.charts import quarters
+from specgen.report.page import Page, TextCard, Texts
 from specgen.report.table import Column, Row, Table
-from specgen.report.tables import acceptance_lines, curve
+from specgen.report.tables import curve, curves
 from specgen.report.terminal import Part, definitions, heading
 
 _POSITIONS = 6  # shown of an acceptance curve; the JSON has all
 _DIVERGENCES = 3  # shown of an arm; the page has more
-NOTES = (
-    (
-        "score",
-        "mean over samples; interval of Wilson, or of t where scores are not all 0 or 1",
-    ),
-    (
-        "difference",
-        "score less the reference's, in points; interval of Tango, or paired t",
-    ),
-    (
-        "p",
-        "McNemar's exact test, or paired t; more cautious than an interval that just leaves out 0",
-    ),
-    ("could see", "smallest true difference that a test of these samples finds in 4 cases of 5"),
-)
-
-
-def _points(share: float | None) -> str:
-    return DASH if share is None else f"{100 * share:+.1f}"
-
-
-def _two_digits(number: float | None) -> str:
-    return DASH if number is None else f"{number:.2g}"
+_DIFFERENCES = 20  # texts shown of an arm on a page
+NOTES = {
+    "score": "mean over samples; interval of Wilson, or of t where scores are not all 0 or 1",
+    "difference": "score less the reference's, in points; interval of Tango, or paired t",
+    "p": "McNemar's exact test, or paired t; more cautious than an interval that just leaves out 0",
+    "could see": "smallest true difference that a test of these samples finds in 4 cases of 5",
+}
 
 
 _ARM = Column(name="name", title="arm")
 _ACCURACY = (
     _ARM,
     Column(name="mean", title="score", show=percent, interval="interval"),
-    Column(name="difference", show=_points),
+    Column(name="difference", show=lambda share: f"{100 * share:+.1f}"),
     Column(name="ends", title="95 %"),
     Column(name="p"),
     Column(name="detectable", title="could see", show=hundredths),
@@ -59,15 +43,8 @@ _TEXTS = (
     Column(name="widest", title="widest gap"),
     Column(name="unexplained"),
 )
-_PLACES = (
-    Column(name="sample", title="texts part in"),
-    Column(name="name", title="arm", wraps=True),
-    Column(name="position", title="at"),
-    Column(name="reference"),
-    Column(name="instead"),
-    Column(name="gap", show=_two_digits),
-    Column(name="rounding", title="bound", show=_two_digits),
-    Column(name="why", title=""),
+_LENGTH = Column(
+    name="mean_acceptance_length", title="acceptance length", interval="mean_acceptance_length_ci95"
 )
 _SPEED = (
     _ARM,
@@ -86,23 +63,26 @@ def of_comparison(comparison: Comparison, settings: Mapping[str, str]) -> Iterat
         yield f"{table.title}, {count(accuracy.num_samples)} samples"
         yield table
     if comparison.against:
-        yield definitions(NOTES)
-    texts, *others = _of_texts(comparison)
-    yield texts
-    yield Table(title="Texts part in", columns=_PLACES, rows=tuple(_places(comparison)), num_keys=2)
-    yield from others
+        yield definitions(NOTES.items())
+    yield _texts(comparison)
+    yield divergences(_worst(comparison))
+    yield _acceptance(comparison)
+    yield _speed(comparison)
     yield comparison.sentence
 
 
-def all_tables(comparison: Comparison) -> Iterator[Table]:
-    """What a page shows."""
-    for accuracy in comparison.arms[0].accuracies:
-        yield _accuracy(comparison, accuracy)
-    yield from _of_texts(comparison)
-
-
-def _of_texts(comparison: Comparison) -> tuple[Table, Table, Table]:
-    return _texts(comparison), _acceptance(comparison), _speed(comparison)
+def page(comparison: Comparison, settings: Mapping[str, str], title: str) -> str:
+    """The same as a page, with the samples that differ side by side; it opens without a network."""
+    accuracies = [_accuracy(comparison, accuracy) for accuracy in comparison.arms[0].accuracies]
+    return Page(
+        title=title,
+        settings=settings,
+        sentence=comparison.sentence,
+        alarming=comparison.alarming,
+        tables=[*accuracies, _texts(comparison), _acceptance(comparison), _speed(comparison)],
+        notes=NOTES,
+        cards=[_differing(arm, comparison.reference) for arm in comparison.against if arm.differences],
+    ).to_html()
 
 
 def _accuracy(comparison: Comparison, wanted: Accuracy) -> Table:
@@ -120,19 +100,13 @@ def _accuracy(comparison: Comparison, wanted: Accuracy) -> Table:
             row |= {"difference": change.difference, "ends": between(change.interval, hundredths)}
             row |= {"p": DASH if change.p is None else p_value(change.p), "detectable": change.detectable}
         rows.append(row)
+    differences = f"differences from {comparison.reference}, in points"
     return Table(
         title=f"{wanted.task} {wanted.metric}",
-        note=f"{count(wanted.num_samples)} samples, with 95 % intervals; differences from {comparison.reference}, "
-        "in points",
+        note=f"{count(wanted.num_samples)} samples, with 95 % intervals; {differences}",
         columns=_ACCURACY,
         rows=tuple(rows),
-        chart=Bars(
-            title=f"{wanted.task} {wanted.metric}",
-            label="score",
-            axis=share_axis(),
-            show=percent,
-            points=[Point(name=name, number=a.mean, interval=a.interval) for name, a in found.items()],
-        ),
+        bars="mean",
     )
 
 
@@ -158,61 +132,59 @@ def _text_row(arm: Against) -> Row:
     }
 
 
-def _places(comparison: Comparison) -> Iterator[Row]:
-    """A few places of each arm where texts part."""
+def _worst(comparison: Comparison) -> Iterator[Row]:
+    """The first divergences of each arm; those that nothing explains before all others."""
     for arm in comparison.against:
-        for task, doc_id, first in _worst(arm):
-            yield {
-                "sample": f"{task} {doc_id}",
-                "name": arm.name,
-                "position": first.position,
-                "reference": shown_token(first.reference_token, first.reference_text),
-                "instead": shown_token(first.token, first.text),
-                "gap": first.gap,
-                "rounding": first.rounding,
-                "why": "rounding" if first.explained else "WRONG",
-            }
-
-
-def _worst(arm: Against) -> list[tuple[str, int, Divergence]]:
-    """The first divergences of ``arm``; those that nothing explains before all others."""
-    found = [(each.task, each.doc_id, each.first) for each in arm.differences if each.first is not None]
-    return sorted(found, key=lambda each: each[2].explained)[:_DIVERGENCES]
+        for first in sorted(arm.divergences, key=lambda each: each.explained)[:_DIVERGENCES]:
+            yield {**asdict(first), "arm": arm.name, "explained": first.explained}
 
 
 def _acceptance(comparison: Comparison) -> Table:
     drafting = [arm for arm in comparison.arms if arm.acceptance]
     most = max((len(arm.acceptance) for arm in drafting), default=0)
-    shown = [f"token {i}" for i in range(min(_POSITIONS, most))]
+    tokens = {f"token {i}": i for i in range(min(_POSITIONS, most))}
     rows = []
     for arm in drafting:
         rates = [position.rate for position in arm.acceptance] + [None] * most
-        rows.append({**asdict(arm), **dict(zip(shown, rates, strict=False))})
-    lines = {arm.name: curve([asdict(p) for p in arm.acceptance], "rate", "ci95") for arm in drafting}
-    length = Column(
-        name="mean_acceptance_length", title="acceptance length", interval="mean_acceptance_length_ci95"
-    )
+        rows.append({**asdict(arm), **{token: rates[i] for token, i in tokens.items()}})
+    lines = {row["name"]: curve(row["acceptance"], "rate", "ci95") for row in rows}
     return Table(
         title="Acceptance by position",
         note="% of the verify steps, with 95 % intervals",
-        columns=(_ARM, length, *(Column(name=name, show=percent) for name in shown)),
+        columns=(_ARM, _LENGTH, *(Column(name=token, show=percent) for token in tokens)),
         rows=tuple(rows),
-        chart=acceptance_lines("Acceptance by draft position and arm", lines) if lines else None,
+        lines=curves("Acceptance by draft position and arm", lines) if lines else None,
     )
 
 
 def _speed(comparison: Comparison) -> Table:
-    speeds = [Point(name=arm.name, number=arm.output_tokens_per_second) for arm in comparison.arms]
     return Table(
         title="Speed",
         note=f"output tokens per second, and their ratio to {comparison.reference}",
         columns=_SPEED,
         rows=tuple(asdict(arm) for arm in comparison.arms),
-        chart=Bars(
-            title="Output tokens per second",
-            label="output tokens per second",
-            axis=number_axis(max(point.number or 0.0 for point in speeds)),
-            show=rate,
-            points=speeds,
-        ),
+        bars="output_tokens_per_second",
+        ticks=quarters(max(arm.output_tokens_per_second or 0.0 for arm in comparison.arms)),
     )
+
+
+def _differing(arm: Against, reference: str) -> TextCard:
+    """The texts of ``arm`` that differ, those that nothing explains first."""
+    ordered = sorted(arm.differences, key=lambda each: each.first is None or each.first.explained)
+    note = f"{count(len(ordered))} of {count(arm.num_compared)} differ from {reference}"
+    shown = f"; {_DIFFERENCES} of them are shown" if len(ordered) > _DIFFERENCES else ""
+    texts = [_side_by_side(each, arm.name, reference) for each in ordered[:_DIFFERENCES]]
+    return TextCard(title=f"Texts of {arm.name}", note=note + shown, texts=texts)
+
+
+def _side_by_side(difference: Difference, name: str, reference: str) -> Texts:
+    """Both texts, where their tokens part, how close the choice was there, and whether rounding explains it."""
+    first, place, note = difference.first, f"{difference.task} {difference.doc_id}", ""
+    if first is not None:
+        ours = shown_token(first.token, first.text)
+        theirs = shown_token(first.reference_token, first.reference_text)
+        place += f", at token {count(first.position)}: {ours} instead of {theirs}"
+        why = "explained by rounding" if first.explained else "WRONG: more than rounding"
+        note = f"gap {four_digits(first.gap)} · bound {four_digits(first.rounding)} · {why}"
+    texts = {name: difference.text, reference: difference.reference_text}
+    return Texts(place=place, note=note, question=difference.question, texts=texts)

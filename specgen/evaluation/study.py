@@ -16,7 +16,7 @@ from specgen.config import EngineConfig, SamplingParams
 from specgen.core.engine_core import EngineCore
 from specgen.display import draft_length, from_here
 from specgen.engine.build import Models, build_engine, load_models, open_checkpoints, resolve
-from specgen.evaluation import study_html
+from specgen.evaluation import comparison_tables
 from specgen.evaluation.arms import ArmRun
 from specgen.evaluation.compare import Comparison, compare, reference_of
 from specgen.evaluation.judge import judge
@@ -104,7 +104,7 @@ class StudyRun:
         comparison = compare(runs, judge(config, self._models(config)))
         title = f"{Path(config.model).name} on {', '.join(self._job.study.tasks)}"
         write_json(self._path / "comparison.json", comparison.to_json())
-        write_text(self._path / "report.html", study_html.page(comparison, self.settings(), title))
+        write_text(self._path / "report.html", comparison_tables.page(comparison, self.settings(), title))
         return comparison
 
     def settings(self) -> dict[str, str]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from markupsafe import Markup
 
-from specgen.display import Show, clip, ends
+from specgen.display import Show, clip, ends, percent
 from specgen.report.intervals import Interval
 
 STYLES = (
@@ -31,40 +31,26 @@ _SIDE = 20  # margin of bars
 _BAR_ROW, _BAR_NAME = 38, 25  # height, and characters
 
 
-@dataclass(frozen=True, kw_only=True)
-class Axis:
-    """The numbers at the grid lines, from end to end."""
-
-    ticks: Sequence[float]
-    show: Show
-
-    def place(self, number: float, start: float, end: float) -> float:
-        """Where ``number`` lies between ``start`` and ``end`` of the drawing."""
-        return start + (number - self.ticks[0]) / (self.ticks[-1] - self.ticks[0]) * (end - start)
+Ticks = Sequence[float]  # the numbers at the grid lines, from end to end
 
 
-def share_axis(most: float = 1.0) -> Axis:
-    """From 0 to the next of 20 %, 40 %, ... 100 %, so that grid lines fall on whole percentages."""
-    top = next(top / 5 for top in range(1, 6) if most <= top / 5)
-    return Axis(ticks=_quarters(top), show=lambda share: f"{100 * share:g} %")
-
-
-def number_axis(most: float) -> Axis:
+def quarters(most: float) -> Ticks:
     """From 0 to a number a little above ``most`` with a power of ten as its unit, so that a quarter of it is short."""
     power = 10.0 ** math.floor(math.log10(most)) if most > 0 else 1.0
     steps = (1, 1.2, 1.6, 2, 2.4, 3.2, 4, 6, 8, 10)
     top = next(step * power for step in steps if most <= step * power * (1 + 1e-9))
-    return Axis(ticks=_quarters(top), show=lambda number: f"{number:g}")
+    return [top * share for share in (0, 0.25, 0.5, 0.75, 1)]
 
 
-def length_axis(num_spec_tokens: int) -> Axis:
+def lengths(num_spec_tokens: int) -> Ticks:
     """Acceptance lengths from 1, plain decoding, to all drafts and the bonus token."""
     step = -(-(num_spec_tokens + 1) // 9)
-    return Axis(ticks=range(1, num_spec_tokens + 1 + step, step), show=str)
+    return range(1, num_spec_tokens + 1 + step, step)
 
 
-def _quarters(top: float) -> list[float]:
-    return [top * share for share in (0, 0.25, 0.5, 0.75, 1)]
+def portion(ticks: Ticks, number: float) -> float:
+    """Where ``number`` lies between the ends of ``ticks``: 0 to 1."""
+    return (number - ticks[0]) / (ticks[-1] - ticks[0])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +71,7 @@ class Lines:
 
     title: str
     label: str
-    axis: Axis
+    ticks: Ticks
     show: Show
     lines: Mapping[str, Sequence[Point]]
     named: bool = False
@@ -95,19 +81,13 @@ class Lines:
         """The style of each line."""
         return {name: STYLES[index % len(STYLES)] for index, name in enumerate(self.lines)}
 
-    @property
-    def legend(self) -> dict[str, str]:
-        """The styles, unless the chart itself says which line is which."""
-        return {} if self.named else self.styles
-
 
 @dataclass(frozen=True, kw_only=True)
 class Bars:
-    """A bar from the first tick to each number, under its name; ``label`` stands below."""
+    """A bar from the first tick to each number, under its name."""
 
     title: str
-    label: str
-    axis: Axis
+    ticks: Ticks
     show: Show
     points: Sequence[Point]
 
@@ -123,7 +103,7 @@ def svg(chart: Chart) -> Markup:
             f"{name}: {', '.join(_said(chart, p) for p in points)}" for name, points in chart.lines.items()
         ]
     else:
-        height, marks = len(chart.points) * _BAR_ROW + 38, Markup("").join(_draw_bars(chart))
+        height, marks = len(chart.points) * _BAR_ROW + 20, Markup("").join(_draw_bars(chart))
         said = [_said(chart, point) for point in chart.points]
     frame = Markup('<svg viewBox="0 0 {} {}" role="img" aria-label="{}: {}">{}</svg>')
     return frame.format(_WIDTH, height, chart.title, "; ".join(said), marks)
@@ -132,6 +112,10 @@ def svg(chart: Chart) -> Markup:
 def _said(chart: Chart, point: Point) -> str:
     interval = f" {ends(point.interval, chart.show)}" if point.interval else ""
     return f"{point.name} {chart.show(point.number)}{interval}"
+
+
+def _tick(chart: Chart, number: float) -> str:
+    return f"{100 * number:g} %" if chart.show is percent else f"{number:g}"
 
 
 def _text(x: float, y: float, text: str, anchor: str = "middle", style: str = "") -> Markup:
@@ -145,10 +129,10 @@ def _text(x: float, y: float, text: str, anchor: str = "middle", style: str = ""
 def _draw_lines(chart: Lines) -> Iterator[Markup]:
     columns = list(dict.fromkeys(point.name for points in chart.lines.values() for point in points))
     width = _WIDTH - _LEFT - _RIGHT - (_NAMES if chart.named else 0)
-    for tick in chart.axis.ticks:
+    for tick in chart.ticks:
         y = _height(chart, tick)
         yield Markup('<path class="grid" d="M{} {:.1f}H{}"/>').format(_LEFT, y, _LEFT + width)
-        yield _text(_LEFT - 6, y + 4, chart.axis.show(tick), "end")
+        yield _text(_LEFT - 6, y + 4, _tick(chart, tick), "end")
     middles = {name: _LEFT + (at + 0.5) * width / len(columns) for at, name in enumerate(columns)}
     for name, x in middles.items():
         yield _text(x, _HEIGHT - _BOTTOM + 16, name)
@@ -180,7 +164,7 @@ def _draw_line(chart: Lines, name: str, seen: Sequence[tuple[float, Point]]) -> 
 
 def _height(chart: Lines, number: float | None) -> float:
     assert number is not None
-    return chart.axis.place(number, _HEIGHT - _BOTTOM, _TOP)
+    return _HEIGHT - _BOTTOM - portion(chart.ticks, number) * (_HEIGHT - _BOTTOM - _TOP)
 
 
 def _apart(heights: Sequence[float]) -> list[float]:
@@ -201,12 +185,10 @@ def _apart(heights: Sequence[float]) -> list[float]:
 
 def _draw_bars(chart: Bars) -> Iterator[Markup]:
     bottom = len(chart.points) * _BAR_ROW
-    for tick in chart.axis.ticks:
+    for tick in chart.ticks:
         x = _along(chart, tick)
         yield Markup('<path class="grid" d="M{:.1f} 0V{}"/>').format(x, bottom)
-        yield _text(x, bottom + 14, chart.axis.show(tick))
-    yield _text(_WIDTH / 2, bottom + 32, chart.label)
-    start = _along(chart, chart.axis.ticks[0])
+        yield _text(x, bottom + 14, _tick(chart, tick))
     for row, point in enumerate(chart.points):
         top = row * _BAR_ROW
         said = _said(chart, point)
@@ -216,11 +198,11 @@ def _draw_bars(chart: Bars) -> Iterator[Markup]:
             bar = Markup(
                 '<rect class="fill" x="{:.1f}" y="{}" width="{:.1f}" height="12"><title>{}</title></rect>'
             )
-            yield bar.format(start, top + 19, _along(chart, point.number) - start, said)
+            yield bar.format(_SIDE, top + 19, _along(chart, point.number) - _SIDE, said)
         if point.interval:
             low, high = (_along(chart, end) for end in point.interval)
             yield Markup('<path class="whisker" d="M{:.1f} {}H{:.1f}"/>').format(low, top + 25, high)
 
 
 def _along(chart: Bars, number: float) -> float:
-    return chart.axis.place(number, _SIDE, _WIDTH - _SIDE)
+    return _SIDE + portion(chart.ticks, number) * (_WIDTH - 2 * _SIDE)

@@ -22,15 +22,6 @@ _TEMPLATES = Environment(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tile:
-    """One number in large print, and a note below."""
-
-    name: str
-    number: str
-    note: str
-
-
-@dataclass(frozen=True, kw_only=True)
 class Texts:
     """Two texts of one question, by who wrote them, side by side; they are marked from where they part."""
 
@@ -64,7 +55,7 @@ class Page:
     settings: Mapping[str, str]
     sentence: str = ""
     alarming: bool = False  # the sentence
-    tiles: Sequence[Tile] = ()
+    tiles: Sequence[tuple[str, str, str]] = ()  # name, number in large print, note
     tables: Sequence[Table] = ()
     notes: Mapping[str, str] = field(default_factory=dict)  # what words mean
     findings: Sequence[str] = ()

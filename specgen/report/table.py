@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from specgen.display import Show, ends, value
-from specgen.report.charts import Chart
+from specgen.report.charts import Bars, Chart, Lines, Point, Ticks
 
 Row = Mapping[str, Any]  # the name of each column: its value; None where nothing was measured
 
@@ -42,14 +42,15 @@ class Column:
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """Rows under columns; a page shows ``title``, ``note`` and ``chart`` above them."""
+    """Rows under columns; a page shows ``title``, ``note`` and a chart above them."""
 
     columns: tuple[Column, ...]
     rows: tuple[Row, ...]
     title: str
     note: str = ""
-    chart: Chart | None = None
-    bars: str = ""  # the column of shares that a terminal also draws
+    lines: Lines | None = None  # the chart, if it is not of ``bars``
+    bars: str = ""  # the column that is also drawn as bars between the ends of ``ticks``
+    ticks: Ticks = (0, 0.25, 0.5, 0.75, 1)
     num_keys: int = 1  # columns that say which row it is: repeated where a terminal needs several tables
     group: int = 1  # columns behind those that are kept together
 
@@ -58,11 +59,23 @@ class Table:
         """Whether any column has a heading."""
         return any(column.heading for column in self.columns)
 
+    @property
+    def chart(self) -> Chart | None:
+        """``lines``, or a bar for each row."""
+        if self.lines or not (self.bars and self.rows):
+            return self.lines
+        first, column = self.columns[0], next(each for each in self.columns if each.name == self.bars)
+        points = [
+            Point(name=first.text(row), number=row[self.bars], interval=row.get(column.interval))
+            for row in self.rows
+        ]
+        return Bars(title=self.title, ticks=self.ticks, show=column.show, points=points)
 
-def pairs(title: str, items: Iterable[tuple[str, str]]) -> Table:
-    """Labels, each with its text."""
+
+def pairs(title: str, items: Iterable[tuple[str, str, str]]) -> Table:
+    """Labels, each with a number and what there is to say about it."""
     return Table(
         title=title,
         columns=(Column(name="label", title=""), Column(name="text", title="", wraps=True)),
-        rows=tuple({"label": label, "text": text} for label, text in items),
+        rows=tuple({"label": label, "text": f"{number} {note}".strip()} for label, number, note in items),
     )

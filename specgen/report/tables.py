@@ -1,21 +1,11 @@
-"""The tables of one run, and of runs side by side; terminal and page show the same."""
+"""The tables of one run; terminal and page show the same."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from specgen.display import (
-    DASH,
-    between,
-    count,
-    percent,
-    plain,
-    rate,
-    ratio,
-    same_texts,
-    seconds,
-)
-from specgen.report.charts import Bars, Lines, Point, length_axis, share_axis
-from specgen.report.page import Page, Tile
+from specgen.display import DASH, between, count, percent, plain, rate, ratio, same_texts, seconds
+from specgen.report.charts import Lines, Point, lengths, quarters
+from specgen.report.page import Page
 from specgen.report.report import DEFINITIONS, draft_lengths, verdict
 from specgen.report.table import Column, Row, Table, pairs
 from specgen.report.terminal import Part, definitions, heading
@@ -25,6 +15,8 @@ _COUNTERS = (
     *("num_requests", "num_prompt_tokens", "num_cached_tokens", "total_num_output_tokens", "num_drafts"),
     *("num_draft_tokens", "num_accepted_tokens", "num_preemptions", "num_unfinished"),
 )
+_TILES = ("mean acceptance length", "draft acceptance rate", "output tokens/s", "against plain decoding")
+_Item = tuple[str, str, str]  # label, number, note
 _ACCEPTANCE = (
     Column(name="position", title="acceptance", show=lambda position: f"token {position}"),
     Column(name="drafted"),
@@ -33,9 +25,15 @@ _ACCEPTANCE = (
     Column(name="conditional", show=percent, interval="conditional_ci95"),
 )
 _HISTOGRAM = (
-    Column(name="accepted", title="step with"),
+    Column(name="j", title="step with", show=lambda j: f"{j} accepted"),
     Column(name="steps"),
     Column(name="share", show=percent),
+)
+_GROUP = (
+    Column(name="num_requests", title="requests"),
+    Column(name="num_drafts", title="drafts"),
+    Column(name="mean_acceptance_length", title="length", interval="mean_acceptance_length_ci95"),
+    Column(name="draft_acceptance_rate", title="drafts accepted", show=percent),
 )
 _TIMES = (
     Column(name="time", title="by request"),
@@ -54,11 +52,12 @@ _LENGTHS = (Column(name="k", title="by draft length"), Column(name="steps", titl
 def of_run(report: Mapping[str, Any], settings: Mapping[str, str]) -> Iterator[Part]:
     """What a terminal shows of a ``report.json`` that ran under ``settings``."""
     yield heading(settings)
-    yield _counts(report)
+    counts, speed = _numbers(report)
+    yield counts
     yield verdict(report)
     yield from _acceptance(report)
     yield from _times(report)
-    yield _speed(report)
+    yield speed
     if report["num_drafts"]:
         yield definitions(DEFINITIONS)
 
@@ -70,44 +69,37 @@ def page(report: Mapping[str, Any], settings: Mapping[str, str], title: str) -> 
         settings=settings,
         sentence=verdict(report),
         alarming=True,
-        tiles=list(_tiles(report)),
-        tables=[*_acceptance(report), *_times(report), _counts(report), _speed(report)],
+        tiles=[item for item in (*_counts(report), *_speed(report)) if item[0] in _TILES],
+        tables=[*_acceptance(report), *_times(report), *_numbers(report)],
         notes=dict(DEFINITIONS) if report["num_drafts"] else {},
     ).to_html()
 
 
-def _tiles(report: Mapping[str, Any]) -> Iterator[Tile]:
+def _numbers(report: Mapping[str, Any]) -> tuple[Table, Table]:
+    return pairs("Counts", _counts(report)), pairs("Speed and rows", _speed(report))
+
+
+def _counts(report: Mapping[str, Any]) -> Iterator[_Item]:
+    for name in _COUNTERS:
+        yield name, count(report[name]), ""
     if report["num_drafts"]:
-        length = f"{plain(report['mean_acceptance_length'])}"
-        ends = report["mean_acceptance_length_ci95"]
-        interval = f"95 % {between(ends, plain)}" if ends else "over all steps"
-        yield Tile(name="mean acceptance length", number=length, note=interval)
-        accepted = f"{count(report['num_accepted_tokens'])} of {count(report['num_draft_tokens'])} drafts"
-        number = percent(report["draft_acceptance_rate"])
-        yield Tile(name="draft acceptance rate", number=number, note=accepted)
-    speed = rate(report["output_tokens_per_second"])
-    yield Tile(name="output tokens/s", number=speed, note=_tokens_and_time(report))
-    if baseline := report["baseline"]:
-        same = same_texts(baseline["identical"], baseline["num_compared"])
-        yield Tile(name="against plain decoding", number=ratio(baseline["ratio"]), note=same)
-
-
-def _tokens_and_time(report: Mapping[str, Any]) -> str:
-    return f"{count(report['total_num_output_tokens'])} tokens in {seconds(report['wall_seconds'])}"
-
-
-def _counts(report: Mapping[str, Any]) -> Table:
-    items = [(name, count(report[name])) for name in _COUNTERS]
-    if report["num_drafts"]:
-        interval = between(report["mean_acceptance_length_ci95"], plain)
-        by_request = plain(report["mean_acceptance_length_per_request"])
-        length = f"{plain(report['mean_acceptance_length'])} {interval}, mean over requests {by_request}"
-        items += [("mean acceptance length", length)]
-        items += [("draft acceptance rate", percent(report["draft_acceptance_rate"]))]
-    ends = [f"{count(number)} {reason}" for reason, number in report["finish_reasons"].items()]
-    for name in ("errors", "unfinished", "preemptions"):
-        ends += [f"{count(report['num_' + name])} {name}"] if report["num_" + name] else []
-    return pairs("Counts", [*items, ("ended by", ", ".join(ends) or DASH)])
+        ends, by_request = report["mean_acceptance_length_ci95"], report["mean_acceptance_length_per_request"]
+        interval = between(ends, plain) if ends else "over all steps"
+        length, note = (
+            plain(report["mean_acceptance_length"]),
+            f"{interval}, mean over requests {plain(by_request)}",
+        )
+        yield "mean acceptance length", length, note
+        drafts = f"({count(report['num_accepted_tokens'])} of {count(report['num_draft_tokens'])} drafts)"
+        yield "draft acceptance rate", percent(report["draft_acceptance_rate"]), drafts
+    numbers = report["finish_reasons"] | {
+        n: report[f"num_{n}"] for n in ("errors", "unfinished", "preemptions")
+    }
+    yield (
+        "ended by",
+        ", ".join(f"{count(number)} {name}" for name, number in numbers.items() if number) or DASH,
+        "",
+    )
 
 
 # --- acceptance -----------------------------------------------------------------------------------
@@ -118,85 +110,54 @@ def curve(positions: Sequence[Row], number: str, interval: str) -> list[Point]:
     return [Point(name=str(row["position"]), number=row[number], interval=row[interval]) for row in positions]
 
 
-def acceptance_lines(title: str, lines: Mapping[str, Sequence[Point]]) -> Lines:
-    """Curves of acceptance over the position of the draft."""
+def curves(title: str, lines: Mapping[str, Sequence[Point]]) -> Lines:
+    """Acceptance over the position of the draft."""
     label = "position of the draft (token i)"
-    return Lines(title=title, label=label, axis=share_axis(), show=percent, lines=lines)
+    return Lines(title=title, label=label, ticks=quarters(1), show=percent, lines=lines)
 
 
 def _acceptance(report: Mapping[str, Any]) -> Iterator[Table]:
     if not report["num_drafts"]:
         return
     positions = report["acceptance"]
-    lines = {
-        "joint": curve(positions, "rate", "ci95"),
-        "conditional": curve(positions, "conditional", "conditional_ci95"),
-    }
+    joint = curve(positions, "rate", "ci95")
+    lines = {"joint": joint, "conditional": curve(positions, "conditional", "conditional_ci95")}
     yield Table(
         title="Acceptance by position",
         note="with 95 % intervals",
         columns=_ACCEPTANCE,
         rows=tuple(positions),
-        chart=acceptance_lines("Acceptance by draft position", lines),
+        lines=curves("Acceptance by draft position", lines),
         bars="rate",
     )
-    yield _histogram(report["acceptance_histogram"], report["num_drafts"])
+    steps = report["acceptance_histogram"]
+    shares = [number / report["num_drafts"] for number in steps]
+    yield Table(
+        title="Accepted drafts per step",
+        note="share of the verify steps",
+        columns=_HISTOGRAM,
+        rows=tuple({"j": j, "steps": number, "share": shares[j]} for j, number in enumerate(steps)),
+        bars="share",
+        ticks=quarters(max(shares)),
+    )
     for kind, groups in (("category", report["categories"]), ("turn", report["turns"])):
         if groups:
             yield _breakdown(kind, groups)
 
 
-def _histogram(steps: Sequence[int], num_drafts: int) -> Table:
-    shares = [number / num_drafts for number in steps]
-    points = [Point(name=f"{j} accepted", number=share) for j, share in enumerate(shares)]
-    return Table(
-        title="Accepted drafts per step",
-        note="share of the verify steps",
-        columns=_HISTOGRAM,
-        rows=tuple(
-            {"accepted": point.name, "steps": number, "share": point.number}
-            for point, number in zip(points, steps, strict=True)
-        ),
-        chart=Bars(
-            title="Verify steps by accepted drafts",
-            label="share of the verify steps",
-            axis=share_axis(max(shares)),
-            show=percent,
-            points=points,
-        ),
-        bars="share",
-    )
-
-
 def _breakdown(kind: str, groups: Mapping[str, Mapping[str, Any]]) -> Table:
     num_spec_tokens = len(next(iter(groups.values()))["acceptance"])
-    shown = range(min(_POSITIONS, num_spec_tokens))
-    length, ends = "mean_acceptance_length", "mean_acceptance_length_ci95"
+    tokens = {f"token {i}": i for i in range(min(_POSITIONS, num_spec_tokens))}
     return Table(
         title=f"By {kind}",
         note="mean acceptance length; 1 is plain decoding, with 95 % intervals",
-        columns=(
-            Column(name=kind),
-            Column(name="num_requests", title="requests"),
-            Column(name="num_drafts", title="drafts"),
-            Column(name=length, title="length", interval=ends),
-            Column(name="draft_acceptance_rate", title="drafts accepted", show=percent),
-            *(Column(name=f"token {i}", show=percent) for i in shown),
-        ),
+        columns=(Column(name=kind), *_GROUP, *(Column(name=token, show=percent) for token in tokens)),
         rows=tuple(
-            {kind: label, **group, **{f"token {i}": group["acceptance"][i]["rate"] for i in shown}}
+            {kind: label, **group, **{token: group["acceptance"][i]["rate"] for token, i in tokens.items()}}
             for label, group in groups.items()
         ),
-        chart=Bars(
-            title=f"Mean acceptance length by {kind}",
-            label="tokens per verify step",
-            axis=length_axis(num_spec_tokens),
-            show=plain,
-            points=[
-                Point(name=label, number=group[length], interval=group[ends])
-                for label, group in groups.items()
-            ],
-        ),
+        bars="mean_acceptance_length",
+        ticks=lengths(num_spec_tokens),
     )
 
 
@@ -205,39 +166,35 @@ def _breakdown(kind: str, groups: Mapping[str, Mapping[str, Any]]) -> Table:
 
 def _times(report: Mapping[str, Any]) -> Iterator[Table]:
     spreads = {"time to first token": report["ttft_seconds"], "time per output token": report["tpot_seconds"]}
-    lengths = draft_lengths(report)
-    yield Table(
-        title="Times by request",
-        note="from submission to the first token; (end - first token) / (tokens - 1)",
-        columns=_TIMES,
-        rows=tuple({"time": label, **times} for label, times in spreads.items() if times),
-    )
+    note = "from submission to the first token; (end - first token) / (tokens - 1)"
+    times = tuple({"time": label, **each} for label, each in spreads.items() if each)
+    yield Table(title="Times by request", note=note, columns=_TIMES, rows=times)
     steps = tuple({"kind": f"{kind} steps", **step} for kind, step in report["steps"].items())
     yield Table(title="Times by step", columns=_STEPS, rows=steps)
-    by_length = tuple({"k": f"K = {k}", "steps": number} for k, number in lengths.items())
-    yield Table(title="Decode steps by draft length", columns=_LENGTHS, rows=by_length)
+    lengths = tuple({"k": f"K = {k}", "steps": number} for k, number in draft_lengths(report).items())
+    yield Table(title="Decode steps by draft length", columns=_LENGTHS, rows=lengths)
 
 
-def _speed(report: Mapping[str, Any]) -> Table:
-    speed = f"{rate(report['output_tokens_per_second'])} ({_tokens_and_time(report)})"
-    items = [("output tokens/s", speed)]
+def _speed(report: Mapping[str, Any]) -> Iterator[_Item]:
+    tokens, wall = count(report["total_num_output_tokens"]), seconds(report["wall_seconds"])
+    yield "output tokens/s", rate(report["output_tokens_per_second"]), f"({tokens} tokens in {wall})"
     if cached := report["num_cached_tokens"]:
         prompt = report["num_prompt_tokens"]
-        share = percent(cached / prompt)
-        items += [("prefix cache", f"{count(cached)} of {count(prompt)} prompt tokens ({share})")]
+        yield "prefix cache", count(cached), f"of {count(prompt)} prompt tokens ({percent(cached / prompt)})"
     if report["num_drafts"]:
         rows = report["rows"]
-        rejected = f"{_part(rows, 'target', 'target_rejected')} held rejected drafts"
-        padding = f"{_part(rows, 'first_pass', 'first_pass_wasted')} were padding"
-        items += [("target rows", rejected)]
-        items += [("drafter rows", f"first pass {padding}; loop {count(rows['loop'])}")]
+        rejected, padding = (
+            _share(rows, "target", "target_rejected"),
+            _share(rows, "first_pass", "first_pass_wasted"),
+        )
+        yield "target rows", f"{rejected} held rejected drafts", ""
+        yield "drafter rows", f"first pass {padding} were padding; loop {count(rows['loop'])}", ""
     if baseline := report["baseline"]:
-        speed = f"{ratio(baseline['ratio'])} of {rate(baseline['output_tokens_per_second'])} tokens/s"
         same = same_texts(baseline["identical"], baseline["num_compared"])
-        items += [("against plain decoding", f"{speed}, {same}")]
-    return pairs("Speed and rows", items)
+        speed = rate(baseline["output_tokens_per_second"])
+        yield "against plain decoding", ratio(baseline["ratio"]), f"of {speed} tokens/s, {same}"
 
 
-def _part(rows: Mapping[str, int], name: str, wasted: str) -> str:
+def _share(rows: Mapping[str, int], name: str, wasted: str) -> str:
     share = percent(rows[wasted] / rows[name] if rows[name] else None)
     return f"{count(rows[name])}, of which {count(rows[wasted])} ({share})"

@@ -12,6 +12,7 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 
+from specgen.report.charts import portion
 from specgen.report.table import Column, Table
 
 Part = Table | str
@@ -149,7 +150,7 @@ def _grid(table: Table, strips: Sequence[_Strip], width: int) -> rich_table.Tabl
     if table.bars and room >= _SHORTEST_BAR:
         grid.add_column("", width=room)
         for cells, row in zip(rows, table.rows, strict=True):
-            cells.append(Text(_bar(row[table.bars] or 0.0, room)))
+            cells.append(Text(_bar(portion(table.ticks, row[table.bars] or table.ticks[0]), room)))
     for cells in rows:
         grid.add_row(*cells)
     return grid
