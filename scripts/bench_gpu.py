@@ -23,7 +23,8 @@ from specgen.bench.bandwidth import copy_bandwidth
 from specgen.bench.bound import StepBytes
 from specgen.bench.environment import device_name, environment, free_memory
 from specgen.config import EngineConfig
-from specgen.engine.build import Models, load_models, open_checkpoints, resolve
+from specgen.engine.choices import resolve
+from specgen.engine.loading import Models, load_models, open_checkpoints
 
 MODES: dict[str, dict[str, Any]] = {
     "plain": {"num_spec_tokens": 0},

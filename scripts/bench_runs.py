@@ -12,7 +12,8 @@ from specgen.bench.profile import KernelTrace, Profile, Window, summarize
 from specgen.bench.runs import Run, Tape, joint_acceptance, run, step_seconds
 from specgen.config import EngineConfig
 from specgen.core.engine_core import EngineCore
-from specgen.engine.build import Models, build_engine
+from specgen.engine.build import build_engine
+from specgen.engine.loading import Models
 from specgen.events import Captured, Event, Verified
 
 

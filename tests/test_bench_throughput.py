@@ -26,7 +26,8 @@ from specgen.config import EngineConfig, SamplingParams, UserError
 from specgen.core import step_costs
 from specgen.core.engine_core import EngineCore
 from specgen.core.sequence import Request
-from specgen.engine.build import Models, build_engine
+from specgen.engine.build import build_engine
+from specgen.engine.loading import Models
 from tests.engines import loaded, resolved
 
 SHAPE = SHAPES["tiny"]

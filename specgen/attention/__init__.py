@@ -9,6 +9,7 @@ from torch import Tensor
 
 from specgen.kv.kv_cache import KVCache
 from specgen.kv.layout import Layout
+from specgen.models.layers import LayerAttention
 from specgen.ops import Rope
 
 
@@ -22,12 +23,12 @@ class Heads:
     dtype: torch.dtype
     kv_dtype: torch.dtype  # of the pages
     page_size: int
-    max_query_len: int  # rows a sequence of a decode pass
+    max_query_len: int  # rows per sequence of a decode pass
 
 
 @dataclass(frozen=True, kw_only=True)
 class Capabilities:
-    """What a backend can do; ``build.py`` checks it once, at start. None: no bound."""
+    """What a backend can do; the engine checks it once, at start. None: no bound."""
 
     devices: tuple[str, ...]  # torch device types
     package: str | None = None  # that is imported when it is used
@@ -41,7 +42,7 @@ class Capabilities:
     kv_dtypes: tuple[torch.dtype, ...] | None = None
     page_sizes: tuple[int, ...] | None = None
     head_dims: tuple[int, ...] | None = None
-    max_group: int | None = None  # heads a KV head
+    max_group: int | None = None  # heads per KV head
 
     def refusal(self, device: torch.device, heads: Heads) -> str | None:
         """Why this cannot run ``heads`` on ``device`` and what to use instead, to follow its name; None if it can."""
@@ -63,19 +64,17 @@ class Capabilities:
                 return f"does not support {what.format(str(value).removeprefix('torch.'))}: use {remedy}"
         group = heads.num_heads // heads.num_kv_heads
         if self.max_group is not None and group > self.max_group:
-            return f"supports {self.max_group} heads a KV head, not {group}: use --attention sdpa"
+            return f"supports {self.max_group} heads per KV head, not {group}: use --attention sdpa"
         if self.uniform_q_max is not None and heads.max_query_len > self.uniform_q_max:
             most = self.uniform_q_max - 1
-            return (
-                f"verifies {most} drafts a step, not {heads.max_query_len - 1}: use --num-spec-tokens {most}"
-            )
+            return f"verifies {most} drafts per step, not {heads.max_query_len - 1}: use --num-spec-tokens {most}"
         return None
 
 
 class Kernel(Protocol):
     """Attention of one layer, planned for one layout."""
 
-    def __call__(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    def __call__(self, layer: LayerAttention, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """q ``[rows, num_heads, head_dim]`` over pages ``[num_pages, page_size, num_kv_heads, head_dim]``.
 
         Row r sees the positions of its own sequence up to its own. Returns ``[rows, num_heads * head_dim]``.
@@ -87,26 +86,26 @@ class Backend(Protocol):
     """A way to compute attention over the paged cache."""
 
     name: str
-    merit: str  # why one would choose it
+    summary: str  # why one would choose it
     capabilities: Capabilities
 
     def __init__(self, device: torch.device) -> None: ...
 
     def plan(self, layout: Layout) -> Kernel:
-        """Whatever depends on the layout alone, once a pass instead of once a layer."""
+        """Whatever depends on the layout alone, once per pass instead of once per layer."""
         ...
 
 
-class Keep:
-    """Cache and layout of a pass that looks at nothing: rotates the rows' keys and writes their KV."""
+class WriteKV:
+    """Cache and layout of one pass: rotates the rows' keys and writes their KV, without attention."""
 
     def __init__(self, cache: KVCache, layout: Layout, rope: Rope) -> None:
         self._cache = cache
         self._store = rope(layout)
 
-    def __call__(self, layer: int, heads: Tensor) -> Tensor:
+    def __call__(self, layer: LayerAttention, heads: Tensor) -> Tensor:
         """Heads of k and v, or of q before them, ``[rows, n, head_dim]``; returns the rotated q, if any."""
-        return self._store(heads, *self._cache.pages(layer))
+        return self._store(heads, *self._cache.pages(layer.index))
 
 
 class Attend:
@@ -115,8 +114,8 @@ class Attend:
     def __init__(self, backend: Backend, cache: KVCache, layout: Layout, rope: Rope) -> None:
         self._kernel = backend.plan(layout)
         self._cache = cache
-        self._keep = Keep(cache, layout, rope)
+        self._write_kv = WriteKV(cache, layout, rope)
 
-    def __call__(self, layer: int, qkv: Tensor) -> Tensor:
+    def __call__(self, layer: LayerAttention, qkv: Tensor) -> Tensor:
         """Heads of q, k and v ``[rows, num_heads + 2 * num_kv_heads, head_dim]``; see ``Kernel``."""
-        return self._kernel(self._keep(layer, qkv), *self._cache.pages(layer))
+        return self._kernel(layer, self._write_kv(layer, qkv), *self._cache.pages(layer.index))

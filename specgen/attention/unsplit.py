@@ -1,4 +1,4 @@
-"""FlashInfer's paged kernel with one block a sequence and KV head: a plan that no length changes, so it is captured."""
+"""FlashInfer's paged kernel with one block per sequence and KV head: lengths change no plan, so it is captured."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -8,8 +8,9 @@ from torch import Tensor
 
 from specgen.attention import Kernel
 from specgen.kv.layout import Layout
+from specgen.models.layers import LayerAttention
 
-# FlashInfer takes 8 MiB for a work list, of which one entry a sequence needs 16 bytes
+# FlashInfer takes 8 MiB for a work list, of which one entry per sequence needs 16 bytes
 _WORK_LIST = 1 << 18
 
 
@@ -26,7 +27,7 @@ class _Planned:
 class UnsplitDecode:
     """FA2 for uniform passes that fill the GPU without splitting a sequence.
 
-    The work list then is one entry a sequence, whatever the lengths. Every sequence is given its whole row of the
+    The work list then is one entry per sequence, whatever the lengths. Every sequence is given its whole row of the
     block table as pages, and a length of the last page that brings the sum down to its length: it may be negative.
     FlashInfer does not promise to take that, so pyproject.toml keeps to versions that do.
     """
@@ -40,8 +41,8 @@ class UnsplitDecode:
         this = object()
         spare = (layout.block_tables.shape[1] - 1) * layout.page_size
 
-        def kernel(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-            planned = self._plan_for(layout, q, keys)
+        def kernel(layer: LayerAttention, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+            planned = self._plan_for(layout, layer, q, keys)
             if planned.filled_by is not this:
                 planned.pages.view(layout.block_tables.shape).copy_(layout.block_tables)
                 torch.sub(layout.kv_lens, spare, out=planned.last_page_lens)
@@ -50,17 +51,17 @@ class UnsplitDecode:
 
         return kernel
 
-    def _plan_for(self, layout: Layout, q: Tensor, keys: Tensor) -> _Planned:
+    def _plan_for(self, layout: Layout, layer: LayerAttention, q: Tensor, keys: Tensor) -> _Planned:
         """The plan for passes of that shape, made once and kept: graphs read its buffers."""
-        key = (*layout.block_tables.shape, *q.shape, *keys.shape[1:], q.dtype, keys.dtype)
+        key = (*layout.block_tables.shape, *q.shape, *keys.shape[1:], q.dtype, keys.dtype, layer.scale)
         if key not in self._planned:
             assert not torch.cuda.is_current_stream_capturing(), (
                 "run a pass of this shape before it is captured"
             )
-            self._planned[key] = self._make_plan(layout, q, keys)
+            self._planned[key] = self._make_plan(layout, layer, q, keys)
         return self._planned[key]
 
-    def _make_plan(self, layout: Layout, q: Tensor, keys: Tensor) -> _Planned:
+    def _make_plan(self, layout: Layout, layer: LayerAttention, q: Tensor, keys: Tensor) -> _Planned:
         from flashinfer.prefill import BatchPrefillWithPagedKVCacheWrapper
 
         num_sequences, max_pages = layout.block_tables.shape
@@ -81,6 +82,7 @@ class UnsplitDecode:
             causal=True,
             q_data_type=q.dtype,
             kv_data_type=keys.dtype,
+            sm_scale=layer.scale,
             disable_split_kv=True,
         )
         torch.cuda.current_stream().synchronize()  # the plan's copy, before its pinned buffer can be used again

@@ -8,8 +8,7 @@ import torch
 
 from specgen.bench.environment import settle
 from specgen.checkpoints.checkpoint import Checkpoint
-from specgen.engine.build import Models
-from specgen.models.model_config import kv_bytes_per_token
+from specgen.engine.loading import Models
 
 _SQUARES = {"cuda": 8192, "cpu": 512}  # sides of the matrices whose product shows how fast a device computes
 _PRODUCTS = 9
@@ -40,8 +39,8 @@ class StepBytes:
             target=(_read_whole(models.checkpoints["model"]) + tied) * bytes_per_value,
             head_first=(fused + keys_values) * bytes_per_value,
             head_pass=(_read_whole(models.checkpoints["drafter"]) - fused) * bytes_per_value,
-            target_kv=kv_bytes_per_token(target, bytes_per_value),
-            head_kv=kv_bytes_per_token(head, bytes_per_value),
+            target_kv=target.kv_spec.bytes_per_token(bytes_per_value),
+            head_kv=head.kv_spec.bytes_per_token(bytes_per_value),
         )
 
     def step(self, num_spec_tokens: int, batch: int, context: float) -> float:

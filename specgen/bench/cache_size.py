@@ -5,8 +5,7 @@ from collections.abc import Sequence
 from specgen.config import EngineConfig
 from specgen.core import step_costs
 from specgen.core.sequence import Request
-from specgen.engine.build import Models
-from specgen.models.model_config import kv_bytes_per_token
+from specgen.engine.loading import Models
 
 _WARM_UP = 192  # positions of a sequence while an engine warms up
 
@@ -14,9 +13,9 @@ _WARM_UP = 192  # positions of a sequence while an engine warms up
 def kv_bytes(config: EngineConfig, models: Models, requests: Sequence[Request]) -> int:
     """What the longest requests that can be in the batch together take, all of their pages."""
     width, page = models.target.dtype.itemsize, config.page_size
-    token_bytes = kv_bytes_per_token(models.target.config, width)
+    token_bytes = models.target.config.kv_spec.bytes_per_token(width)
     if config.num_spec_tokens and models.head is not None:
-        token_bytes += kv_bytes_per_token(models.head.config, width)
+        token_bytes += models.head.config.kv_spec.bytes_per_token(width)
     least = step_costs.positions(config.num_spec_tokens) if config.spec_length == "auto" else _WARM_UP
     lengths = sorted(
         (max(len(r.prompt_token_ids) + r.sampling.max_tokens, least) for r in requests), reverse=True

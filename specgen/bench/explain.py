@@ -17,7 +17,9 @@ from specgen.bench.runs import Tape, run, step_seconds
 from specgen.bench.step_table import empty_table, step_rows
 from specgen.bench.workload import make_prompts
 from specgen.config import EngineConfig, require
-from specgen.engine.build import Models, build_engine, load_models, open_checkpoints, resolve
+from specgen.engine.build import build_engine
+from specgen.engine.choices import resolve
+from specgen.engine.loading import Models, load_models, open_checkpoints
 from specgen.events import Event, Prefilled, Stepped, Submitted, Verified
 from specgen.report.table import Row
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from specgen.config import EngineConfig
-from specgen.engine.build import Models
+from specgen.engine.loading import Models
 from specgen.report.table import Row
 
 

@@ -26,7 +26,9 @@ from specgen.bench.throughput_table import Result, table
 from specgen.bench.workload import Prompts, make_prompts
 from specgen.config import EngineConfig, UserError, require
 from specgen.core.sequence import Request
-from specgen.engine.build import Models, build_engine, load_models, open_checkpoints, resolve
+from specgen.engine.build import build_engine
+from specgen.engine.choices import resolve
+from specgen.engine.loading import Models, load_models, open_checkpoints
 from specgen.report.table import Row
 
 _CPU_BYTES = 1 << 30  # for engines that take turns

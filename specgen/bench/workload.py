@@ -8,8 +8,8 @@ from pathlib import Path
 from specgen.bench.matrices import RANDOM, Workload
 from specgen.config import SamplingParams, require
 from specgen.core.sequence import Request
-from specgen.engine.build import Models
 from specgen.engine.conversations import Conversations
+from specgen.engine.loading import Models
 from specgen.engine.request_output import RequestOutput
 from specgen.prompts import load_prompts
 

@@ -9,8 +9,10 @@ from specgen.checkpoints.checkpoint import fingerprint
 from specgen.config import EngineConfig, SamplingParams, require
 from specgen.core.sequence import Completion, Request
 from specgen.decoding.sampling import most_demanding
-from specgen.engine.build import Models, build_engine, load_models, open_checkpoints, resolve
+from specgen.engine.build import build_engine
+from specgen.engine.choices import resolve
 from specgen.engine.conversations import Conversations
+from specgen.engine.loading import Models, load_models, open_checkpoints
 from specgen.engine.request_output import RequestOutput
 from specgen.evaluation.divergence import Divergence
 from specgen.evaluation.judge import judge

@@ -15,7 +15,9 @@ from specgen.checkpoints.checkpoint import fingerprint
 from specgen.config import EngineConfig, SamplingParams
 from specgen.core.engine_core import EngineCore
 from specgen.display import draft_length, from_here
-from specgen.engine.build import Models, build_engine, load_models, open_checkpoints, resolve
+from specgen.engine.build import build_engine
+from specgen.engine.choices import resolve
+from specgen.engine.loading import Models, load_models, open_checkpoints
 from specgen.evaluation import comparison_tables
 from specgen.evaluation.arms import ArmRun
 from specgen.evaluation.compare import Comparison, compare, reference_of
