@@ -24,6 +24,7 @@ from specgen.core.running_batch import Columns
 from specgen.decoding.drafting import HeadDrafter
 from specgen.events import Event, Prefilled, Stepped, Submitted, Verified
 from specgen.models.llama import Llama
+from specgen.report.terminal import render
 
 
 @pytest.fixture(autouse=True)
@@ -172,6 +173,7 @@ def test_a_slow_part_is_found(demo_path: Path, monkeypatch, part: str, owner: ob
         prefix_cache=False,
     )
     (table,) = explain.explain(StepJob(engine=engine, batch_sizes=(2,), prompt_tokens=5))
+    assert max(map(len, render(table.parts(), 80).splitlines())) <= 80
     rows = {str(row["part"]): row for row in table.rows}
     slowest = max(PARTS, key=lambda each: rows[each]["time"])
     assert slowest == part

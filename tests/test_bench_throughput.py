@@ -28,6 +28,7 @@ from specgen.core.engine_core import EngineCore
 from specgen.core.sequence import Request
 from specgen.engine.build import build_engine
 from specgen.engine.loading import Models
+from specgen.report.terminal import render
 from tests.engines import loaded, resolved
 
 SHAPE = SHAPES["tiny"]
@@ -243,6 +244,7 @@ def test_batch_and_k(pair: Path) -> None:
     assert "weights synthetic" in table.head["model"]
     assert "6 of 9 random tokens" in table.head["prompts"]
     assert "Output tokens per second" in table.to_html()
+    assert max(map(len, render(table.parts(), 80).splitlines())) <= 80
 
 
 def test_the_best_length_of_a_batch() -> None:

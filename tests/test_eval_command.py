@@ -29,9 +29,8 @@ SMALL = ("word_problems", "--apply-chat-template", "--limit", 6, "--num-spec-tok
 
 def call(*arguments: object) -> str:
     """What ``specgen eval`` prints; a ``UserError`` comes through."""
-    result = CliRunner().invoke(
-        cli.app, ["eval", *(str(argument) for argument in arguments)], catch_exceptions=False
-    )
+    command = ["eval", *(str(argument) for argument in arguments)]
+    result = CliRunner().invoke(cli.app, command, catch_exceptions=False, env={"COLUMNS": "80"})
     assert result.exit_code == 0, result.output
     return result.stdout
 
@@ -56,7 +55,7 @@ def test_three_arms_answer_alike_and_leave_their_numbers(tmp_path: Path) -> None
     ]
     tables = [line.split() for line in printed.splitlines() if line.startswith("Tasks ")]
     assert tables == [["Tasks", "Version", "Filter", "n-shot", "Metric", "Value", "Stderr"]] * 3
-    assert max(map(len, printed.splitlines())) <= 100
+    assert max(map(len, printed.splitlines())) <= 80
     assert "The data show no difference in accuracy from baseline" in printed
     comparison = json.loads((tmp_path / "out" / "comparison.json").read_text())
     assert [each["num_identical"] for each in comparison["against"]] == [6, 6]

@@ -10,8 +10,7 @@ from typer.testing import CliRunner
 from specgen.bundled import evaluation_directory
 from specgen.cli import main as cli
 from specgen.config import UserError
-from specgen.report.against import compare, load_results
-from specgen.report.against_table import of_figures
+from specgen.report.against import compare, load_results, of_figures
 from specgen.report.intervals import wilson
 from specgen.report.references import load_reference, read_reference
 from specgen.report.report import fold

@@ -15,11 +15,7 @@ _SPREADS: Mapping[str, Callable[[Repeat], Spread | None]] = {
     "tpot": lambda repeat: repeat.report.tpot_seconds,
     "itl": lambda repeat: repeat.itl_seconds,
 }
-_PARTS: Mapping[str, Callable[[Spread], float]] = {
-    "mean": lambda found: found.mean,
-    "median": lambda found: found.median,
-    "p99": lambda found: found.p99,
-}
+_PARTS = ("mean", "median", "p99")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,9 +71,9 @@ def _row(matrix: Matrix, result: Result, results: Sequence[Result]) -> Row:
     row["same_texts"] = repeats.same_texts(next(r.repeats for r in results if r.repeats.ids == repeats.ids))
     if matrix.latencies:
         row |= {
-            f"{name}_{part}": _ms(repeats.median(_figure(find, take)))
+            f"{name}_{part}": _ms(repeats.median(_figure(find, part)))
             for name, find in _SPREADS.items()
-            for part, take in _PARTS.items()
+            for part in _PARTS
         }
     return row
 
@@ -89,14 +85,8 @@ def _range(names: tuple[str, str, str], found: Middle | None) -> dict[str, Value
     return dict(zip(names, (found.median, found.lowest, found.highest), strict=True))
 
 
-def _figure(
-    find: Callable[[Repeat], Spread | None], take: Callable[[Spread], float]
-) -> Callable[[Repeat], float | None]:
-    def figure(repeat: Repeat) -> float | None:
-        found = find(repeat)
-        return None if found is None else take(found)
-
-    return figure
+def _figure(find: Callable[[Repeat], Spread | None], part: str) -> Callable[[Repeat], float | None]:
+    return lambda repeat: getattr(find(repeat), part, None)
 
 
 def _decode_seconds(repeat: Repeat) -> float | None:

@@ -403,8 +403,7 @@ def inspect(
 
 def _beside(run: str, report: dict[str, Any], name: str) -> tuple[dict[str, Any], "Iterator[Part]"]:
     """The report of ``run`` beside the published figures ``name``, as JSON and for a terminal."""
-    from specgen.report.against import compare, load_results
-    from specgen.report.against_table import of_figures
+    from specgen.report.against import compare, load_results, of_figures
     from specgen.report.references import load_reference
 
     reference = load_reference(name)

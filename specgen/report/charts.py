@@ -63,16 +63,22 @@ class Point:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Lines:
+class Chart:
+    """Numbers between the ends of ``ticks``."""
+
+    title: str
+    ticks: Ticks
+    show: Show
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lines(Chart):
     """Lines by name over columns; ``label`` stands below. A line without points keeps its style from the others.
 
     Names stand at the lines' ends where ``named``, else in a legend, and points of equal height side by side.
     """
 
-    title: str
     label: str
-    ticks: Ticks
-    show: Show
     lines: Mapping[str, Sequence[Point]]
     named: bool = False
 
@@ -83,19 +89,13 @@ class Lines:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Bars:
+class Bars(Chart):
     """A bar from the first tick to each number, under its name."""
 
-    title: str
-    ticks: Ticks
-    show: Show
     points: Sequence[Point]
 
 
-Chart = Lines | Bars
-
-
-def svg(chart: Chart) -> Markup:
+def svg(chart: Lines | Bars) -> Markup:
     """``chart`` as markup, with its numbers as text for those who do not see it."""
     if isinstance(chart, Lines):
         height, marks = _HEIGHT, Markup("").join(_draw_lines(chart))

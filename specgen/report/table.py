@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from specgen.display import Show, ends, value
-from specgen.report.charts import Bars, Chart, Lines, Point, Ticks
+from specgen.report.charts import Bars, Lines, Point, Ticks
 
 Row = Mapping[str, Any]  # the name of each column: its value; None where nothing was measured
 
@@ -60,7 +60,7 @@ class Table:
         return any(column.heading for column in self.columns)
 
     @property
-    def chart(self) -> Chart | None:
+    def chart(self) -> Lines | Bars | None:
         """``lines``, or a bar for each row."""
         if self.lines or not (self.bars and self.rows):
             return self.lines
