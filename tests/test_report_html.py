@@ -75,13 +75,6 @@ def drawn(chart):
     )
 
 
-def acceptance(positions):
-    """The curves of a report."""
-    joint, conditional = ("rate", "ci95"), ("conditional", "conditional_ci95")
-    lines = {"joint": curve(positions, *joint), "conditional": curve(positions, *conditional)}
-    return curves("Acceptance", lines)
-
-
 def charts_of(report):
     """Those on its page, by title."""
     tables = [part for part in of_run(report, {}) if isinstance(part, Table) and part.chart]
@@ -207,24 +200,28 @@ def test_a_baseline_has_its_tile():
     assert any(word.endswith("3 of 4 texts identical") for word in words)
 
 
-def test_the_curve_is_at_the_rates():
+@pytest.mark.parametrize(
+    ("style", "rate", "interval"), [("first", "rate", "ci95"), ("second", "conditional", "conditional_ci95")]
+)
+def test_the_curves_are_at_the_rates(style, rate, interval):
     positions = a_run()["acceptance"]
-    chart = drawn(acceptance(positions))
+    assert positions[1]["ci95"] != positions[1]["conditional_ci95"]
+    chart = drawn(charts_of(a_run())["Acceptance by position"])
     height = {text.text: float(text.get("y")) for text in chart.iter(f"{SVG}text") if text.text.endswith("%")}
-    (curve,) = (group for group in chart.iter(f"{SVG}g") if group.get("class") == "first")
+    (curve,) = (group for group in chart.iter(f"{SVG}g") if group.get("class") == style)
     marks = [float(mark.get("cy")) for mark in curve.iter(f"{SVG}circle")]
     zero, full = height["0 %"] - 4, height["100 %"] - 4
-    expected = [zero + (full - zero) * row["rate"] for row in positions]
+    expected = [zero + (full - zero) * row[rate] for row in positions]
     assert marks == pytest.approx(expected, abs=0.06)
     whiskers = [list(map(float, re.findall(r"[\d.]+", w.get("d"))))[1:] for w in curve.iter(f"{SVG}path")]
     ends = [end for whisker in whiskers for end in whisker]
-    intervals = [zero + (full - zero) * end for row in positions for end in row["ci95"]]
+    intervals = [zero + (full - zero) * end for row in positions for end in row[interval]]
     assert ends == pytest.approx(intervals, abs=0.06)
 
 
 def test_a_position_that_no_step_reached_leaves_the_curve():
-    positions = as_json(request("a", [(2, 0), (2, 0)]))["acceptance"]
-    chart = drawn(acceptance(positions))
+    report = as_json(request("a", [(2, 0), (2, 0)]))
+    chart = drawn(charts_of(report)["Acceptance by position"])
     joint, conditional = (
         len(list(group.iter(f"{SVG}circle")))
         for style in ("first", "second")

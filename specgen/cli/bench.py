@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(
     name="bench",
-    help="Measure kernels and the engine.",
+    help="Measure kernels and the engine: tables on the terminal, or one JSON document.",
     no_args_is_help=True,
 )
 

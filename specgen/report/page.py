@@ -5,6 +5,7 @@ The template escapes every text; markup comes from it and from ``charts.svg`` al
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from os.path import commonprefix
 from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
@@ -33,9 +34,7 @@ class Texts:
     @property
     def num_equal(self) -> int:
         """Characters before the first that differs."""
-        ours, theirs = self.texts.values()
-        alike = (one == other for one, other in zip(ours, theirs, strict=False))
-        return next((at for at, equal in enumerate(alike) if not equal), min(len(ours), len(theirs)))
+        return len(commonprefix(list(self.texts.values())))
 
 
 @dataclass(frozen=True, kw_only=True)

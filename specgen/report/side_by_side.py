@@ -12,13 +12,13 @@ _NAME = 12  # characters of a run's name above its column; longer ones are numbe
 _LENGTHS = 4  # draft lengths shown of those that ran
 
 _Metric = tuple[str, tuple[str | int, ...], Show]  # label, path in report.json, how to show it
-_COUNTERS = (
+_COUNTERS = [
     "num_requests",
     "total_num_output_tokens",
     "num_drafts",
     "num_draft_tokens",
     "num_accepted_tokens",
-)
+]
 _COUNTED: tuple[_Metric, ...] = (
     *((name, (name,), count) for name in _COUNTERS),
     ("mean acceptance length", ("mean_acceptance_length",), plain),
