@@ -5,7 +5,7 @@ The template escapes every text; markup comes from it and from ``charts.svg`` al
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from os.path import commonprefix
+from itertools import zip_longest
 from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
@@ -34,7 +34,9 @@ class Texts:
     @property
     def num_equal(self) -> int:
         """Characters before the first that differs."""
-        return len(commonprefix(list(self.texts.values())))
+        ours, theirs = self.texts.values()
+        pairs = enumerate(zip_longest(ours, theirs))
+        return next((at for at, (one, other) in pairs if one != other), len(ours))
 
 
 @dataclass(frozen=True, kw_only=True)
