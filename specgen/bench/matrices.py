@@ -5,11 +5,11 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, Self
 
-from specgen.config import EngineConfig, require, spec_tokens
+from specgen.config import DraftLength, EngineConfig, require
 
 Labels = Mapping[str, str | int]  # the name of each axis: an arm's value on it
 _DECODING: dict[str, dict[str, Any]] = {
-    "plain": {"num_spec_tokens": 0, "spec_length": "fixed"},
+    "plain": {"num_spec_tokens": 0},
     "padded": {"drafter_batch": "padded"},
     "non-padded": {"drafter_batch": "non-padded"},
 }
@@ -39,8 +39,7 @@ class Axis:
                 require(value.isdecimal(), f"axis batch has {value!r}: use whole numbers")
                 return {"max_batch_size": int(value)}
             case "K":
-                num_spec_tokens, spec_length = spec_tokens(value)
-                return {"num_spec_tokens": num_spec_tokens, "spec_length": spec_length}
+                return {"num_spec_tokens": DraftLength.of(value)}
             case _:
                 return {self.name: value}
 

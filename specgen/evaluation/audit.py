@@ -38,7 +38,7 @@ class AuditJob:
 
     def __post_init__(self) -> None:
         require(
-            self.engine.num_spec_tokens > 0,
+            self.engine.draft_length.most > 0,
             "num-spec-tokens is 0, which leaves no speculation to verify: use 1 to 16",
         )
         assert self.batch_sizes
@@ -175,7 +175,7 @@ class _Runs:
             completions[completion.request.id] = completion
             self.progress.advance()
         self.progress.finish()
-        speculation = fold(events, num_spec_tokens=config.num_spec_tokens).speculation
+        speculation = fold(events, num_spec_tokens=config.draft_length.most).speculation
         return completions, speculation.mean_acceptance_length
 
     def compare(self, arm: Arm, reference: dict[str, Completion]) -> ArmResult:

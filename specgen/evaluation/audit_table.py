@@ -3,7 +3,8 @@
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from specgen.display import DASH, clip, count, draft_length, percent, plain
+from specgen.config import DraftLength
+from specgen.display import DASH, clip, count, percent, plain
 from specgen.report.table import Column, Row, Table
 from specgen.report.terminal import Part
 
@@ -86,7 +87,7 @@ def verdict(audit: Mapping[str, Any]) -> str:
 
 def _heading(audit: Mapping[str, Any]) -> str:
     engine, reference, failures = audit["manifest"]["engine"], audit["reference"], audit["failures"]
-    drafts = draft_length(engine["num_spec_tokens"], engine["spec_length"])
+    drafts = DraftLength(most=engine["num_spec_tokens"], auto=engine["spec_length"] == "auto")
     lines = [
         f"model {engine['model']}",
         f"drafter {engine['drafter']}, draft tokens (K) {drafts}",

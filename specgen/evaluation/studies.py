@@ -3,15 +3,21 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, Self, get_args
+from typing import Any, Self
 
 from specgen.bundled import evaluation_directory
-from specgen.config import DrafterBatchName, EngineConfig, UserError, require, spec_tokens
+from specgen.config import (
+    AttentionName,
+    DrafterBatchName,
+    DraftLength,
+    DtypeName,
+    EngineConfig,
+    GraphsName,
+    UserError,
+    choices,
+    require,
+)
 from specgen.json_fields import check_fields, load_json
-
-AttentionName = Literal["auto", "trtllm", "flashinfer", "sdpa", "sdpa-static"]
-GraphsName = Literal["auto", "step", "pass", "off"]
-DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,13 +37,8 @@ class Arm:
 
     def __post_init__(self) -> None:
         require(bool(self.name), "an arm has an empty name: give it one")
-        for field, choices in (
-            ("drafter_batch", DrafterBatchName),
-            ("attention", AttentionName),
-            ("cuda_graphs", GraphsName),
-            ("dtype", DtypeName),
-        ):
-            value, known = getattr(self, field), get_args(choices)
+        for field, known in choices(EngineConfig).items():
+            value = getattr(self, field, None)
             require(
                 value is None or value in known,
                 f"{field} of arm {self.name!r} is {value!r}: use one of {', '.join(known)}",
@@ -57,7 +58,7 @@ class Arm:
             "dtype": self.dtype,
         }
         if self.num_spec_tokens is not None:
-            changes["num_spec_tokens"], changes["spec_length"] = spec_tokens(self.num_spec_tokens)
+            changes["num_spec_tokens"] = DraftLength.of(self.num_spec_tokens)
         return replace(engine, **{key: value for key, value in changes.items() if value is not None})
 
 

@@ -14,7 +14,7 @@ from lm_eval.utils import handle_non_serializable, make_table
 from specgen.checkpoints.checkpoint import fingerprint
 from specgen.config import EngineConfig, SamplingParams
 from specgen.core.engine_core import EngineCore
-from specgen.display import draft_length, from_here
+from specgen.display import from_here
 from specgen.engine.build import build_engine
 from specgen.engine.choices import resolve
 from specgen.engine.loading import Models, load_models, open_checkpoints
@@ -51,7 +51,8 @@ class StudyJob:
 
     def to_json(self) -> dict[str, Any]:
         """What was asked for; an evaluation goes on only where it is the same."""
-        return asdict(self) | {"data_path": str(self.data_path) if self.data_path else None}
+        data_path = str(self.data_path) if self.data_path else None
+        return asdict(self) | {"engine": self.engine.to_json(), "data_path": data_path}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +87,7 @@ class StudyRun:
         self._job = job
         self._path = path
         arms = {arm.name: arm.configure(job.engine) for arm in job.study.arms}
-        self._checkpoints = open_checkpoints(max(arms.values(), key=lambda config: config.num_spec_tokens))
+        self._checkpoints = open_checkpoints(max(arms.values(), key=lambda config: config.draft_length.most))
         self._configs = {name: resolve(config, self._checkpoints) for name, config in arms.items()}
         self._tasks = find_tasks(job.study.tasks, job.data_path)
         path.mkdir(parents=True, exist_ok=True)
@@ -117,9 +118,7 @@ class StudyRun:
             "model": next(iter(self._loaded.values())).described(job.engine.model),
             "drafter": from_here(job.engine.drafter or "none"),
             "draft tokens (K)": _every(
-                draft_length(config.num_spec_tokens, config.spec_length)
-                for config in configs
-                if config.num_spec_tokens
+                str(config.draft_length) for config in configs if config.draft_length.most
             ),
             "tasks": ", ".join(study.tasks),
             "prompts": "as a chat" if job.apply_chat_template else "as raw text",
@@ -135,7 +134,7 @@ class StudyRun:
         """The weights in the number format of ``config``; of one format at a time."""
         if config.dtype not in self._loaded:
             self._loaded.clear()
-            most = max(other.num_spec_tokens for other in self._configs.values())
+            most = max(other.draft_length.most for other in self._configs.values())
             asked = replace(config, num_spec_tokens=most)
             self._loaded[config.dtype] = load_models(asked, self._checkpoints)
         return self._loaded[config.dtype]
@@ -165,7 +164,7 @@ class StudyRun:
             name=arm.name,
             dtype=config.dtype,
             seconds=lm.seconds,
-            report=fold(files.events(), num_spec_tokens=config.num_spec_tokens),
+            report=fold(files.events(), num_spec_tokens=config.draft_length.most),
             samples=tuple(samples(results["samples"], lm.written)),
         )
         summary = {key: value for key, value in results.items() if key != "samples"}
