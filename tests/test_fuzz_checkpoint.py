@@ -220,7 +220,7 @@ def test_any_damage_to_pickles(target: Files, zipped: bool) -> None:
 def _use_tokenizer(path: Path) -> None:
     tokenizer = load_tokenizer(str(path))
     tokenizer.decode(tokenizer.encode_text("Tom has 3 €"))
-    tokenizer.encode_chat([Message(role="user", content="Hi")])
+    tokenizer.encode_rendered(tokenizer.render_chat([Message(role="user", content="Hi")]))
 
 
 TOKENIZER_KEYS = (

@@ -58,22 +58,18 @@ class HostMarker:
         self._times: list[float] = []
 
     def start(self) -> None:
-        """See ``Recorder.start``."""
         self._open = True
         self.mark()
 
     def mark(self) -> None:
-        """See ``Marker.mark``."""
         if self._open:
             self._times.append(1e6 * time.perf_counter())
 
     def stop(self) -> None:
-        """See ``Recorder.stop``."""
         self.mark()
         self._open = False
 
     def spans(self) -> list[Span]:
-        """See ``Marker.spans``."""
         work = [
             Span(name="work", start=start, end=end)
             for start, end in zip(self._times, self._times[1:], strict=False)
@@ -85,18 +81,16 @@ class DeviceMarker(KernelTrace):
     """Marks as kernels that do nothing."""
 
     def mark(self) -> None:
-        """See ``Marker.mark``."""
         torch.cuda._sleep(1)  # type: ignore[no-untyped-call]
 
     def spans(self) -> list[Span]:
-        """See ``Marker.spans``."""
         return [
             Span(name=_MARK if _MARK_KERNEL in span.name else span.name, start=span.start, end=span.end)
             for span in super().spans()
         ]
 
 
-class Marked:
+class Marked(Runner):
     """A runner that sets a mark before and after each pass of a step."""
 
     def __init__(self, runner: Runner, marker: Marker) -> None:
@@ -104,26 +98,21 @@ class Marked:
         self._marker = marker
 
     def num_rows(self, num_sequences: int) -> int:
-        """See ``Runner.num_rows``."""
         return self._runner.num_rows(num_sequences)
 
     def sizes(self, max_sequences: int) -> list[int]:
-        """See ``Runner.sizes``."""
         return self._runner.sizes(max_sequences)
 
     def step(self, key: Key, function: Callable[[], T]) -> T:
-        """See ``Runner.step``."""
         return self._runner.step(key, function)
 
     def piece(self, key: Key, function: Callable[..., T], *inputs: Tensor) -> T:
-        """See ``Runner.piece``."""
         self._marker.mark()
         result = self._runner.piece(key, function, *inputs)
         self._marker.mark()
         return result
 
     def take_captures(self) -> list[Capture]:
-        """See ``Runner.take_captures``."""
         return self._runner.take_captures()
 
 

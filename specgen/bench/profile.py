@@ -66,11 +66,9 @@ class KernelTrace:
         self._profiler = profile(activities=[ProfilerActivity.CUDA], acc_events=True)
 
     def start(self) -> None:
-        """See ``Recorder.start``."""
         self._profiler.start()
 
     def stop(self) -> None:
-        """See ``Recorder.stop``."""
         self._profiler.stop()
 
     def spans(self) -> list[Span]:

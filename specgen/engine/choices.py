@@ -10,7 +10,7 @@ from specgen.attention.sdpa import SdpaBackend, StaticSdpaBackend
 from specgen.attention.trtllm import TrtllmBackend
 from specgen.checkpoints.checkpoint import drafter_config, target_config
 from specgen.config import AttentionName, DtypeName, EngineConfig, GraphsName, UserError, require
-from specgen.core.graphs import Eager, PassGraphs, Runner, StepGraphs
+from specgen.core.graphs import PassGraphs, Runner, StepGraphs
 from specgen.device import choose_device
 from specgen.engine.loading import DTYPES, Checkpoints
 from specgen.models.model_config import Eagle3Config, TargetConfig
@@ -25,7 +25,7 @@ _AUTO: dict[str, tuple[AttentionName, ...]] = {  # the first that runs the model
     "cpu": ("sdpa",),
     "cuda": ("trtllm", "flashinfer", "sdpa"),
 }
-RUNNERS: dict[GraphsName, type[Runner]] = {"step": StepGraphs, "pass": PassGraphs, "off": Eager}
+RUNNERS: dict[GraphsName, type[Runner]] = {"step": StepGraphs, "pass": PassGraphs, "off": Runner}
 
 
 def resolve(config: EngineConfig, checkpoints: Checkpoints) -> EngineConfig:

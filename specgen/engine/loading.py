@@ -26,10 +26,6 @@ class Models:
     tokenizer: Tokenizer
     checkpoints: Checkpoints
 
-    def described(self, model: str) -> str:
-        """``model`` as a report names it: whether its weights were only written to be timed belongs to it."""
-        return described(model, self.checkpoints["model"])
-
     @property
     def synthetic(self) -> bool:
         """Whether the target says that its weights were made for measurements and not trained."""
@@ -37,7 +33,7 @@ class Models:
 
 
 def described(model: str, checkpoint: Checkpoint) -> str:
-    """See ``Models.described``."""
+    """``model`` as a report names it: whether its weights were only written to be timed belongs to it."""
     return from_here(model) + (" (synthetic weights)" if _is_synthetic(checkpoint) else "")
 
 

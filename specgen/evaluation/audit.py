@@ -21,6 +21,7 @@ from specgen.prompts import load_prompts
 from specgen.report.report import fold
 from specgen.rundir.progress import Progress
 from specgen.rundir.provenance import manifest
+from specgen.rundir.tally import Tally
 
 ArmName = Literal["plain", "padded", "non-padded"]
 
@@ -156,10 +157,11 @@ class _Runs:
     def decode(self, arm: Arm) -> tuple[dict[str, Completion], float | None]:
         """The completions of ``arm`` by request, and its mean acceptance length."""
         config = _config(self.config, arm)
-        events: list[Event] = []
+        events, tally = list[Event](), Tally()
 
         def record(event: Event) -> None:
             events.append(event)
+            tally.see(event)
             self.progress.see(event)
 
         what = f"{arm.name}, batch {arm.batch_size}"
@@ -169,7 +171,7 @@ class _Runs:
             config, self.models, record, expected=most_demanding(r.sampling for r in self.requests)
         )
         engine.warm_up()
-        self.progress.start(what, len(self.requests))
+        self.progress.start(what, tally, len(self.requests))
         completions = {}
         for completion in engine.generate(self.requests):
             completions[completion.request.id] = completion

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist, fmean, variance
 
-from specgen.report.intervals import Interval, Z, student_t, wilson
+from specgen.report.intervals import Interval, Z, wilson
 
 LEVEL = 0.05  # of a two-sided test
 POWER = 0.8
@@ -73,13 +73,9 @@ def mcnemar(higher: int, lower: int) -> float:
 
     (McNemar, Psychometrika 12, 1947; the conditional test, which is exact at every count.)
     """
-    num = higher + lower
-    # integers: a float would underflow at some thousand pairs
-    ways, tail = 1, 0
-    for i in range(min(higher, lower) + 1):
-        tail += ways
-        ways = ways * (num - i) // (i + 1)
-    return min(1.0, 2 * tail / (1 << num))
+    from scipy.stats import binomtest
+
+    return float(binomtest(higher, higher + lower).pvalue) if higher + lower else 1.0
 
 
 def tango(higher: int, lower: int, num: int) -> Interval:
@@ -146,20 +142,9 @@ def _by_t(values: Sequence[float], level: float) -> tuple[Interval | None, float
     mean, error = fmean(values), math.sqrt(variance(values) / len(values))
     if error == 0:
         return None, 1.0 if mean == 0 else 0.0, None
-    half = student_t(len(values) - 1) * error
+    from scipy.stats import ttest_1samp
+
+    test = ttest_1samp(values, 0)
+    interval = test.confidence_interval(0.95)
     detectable = (NormalDist().inv_cdf(1 - level / 2) + NormalDist().inv_cdf(POWER)) * error
-    return (mean - half, mean + half), student_p(mean / error, len(values) - 1), detectable
-
-
-def student_p(t: float, freedom: int) -> float:
-    """The two-sided p of Student's t with whole ``freedom`` >= 1: the finite series of Abramowitz and Stegun,
-    26.7.3 and 26.7.4."""
-    angle = math.atan(abs(t) / math.sqrt(freedom))
-    sine, cosine = math.sin(angle), math.cos(angle)
-    odd = freedom % 2
-    term, total = cosine if odd else 1.0, 0.0
-    for i in range(2 + odd, freedom + 1, 2):
-        total += term
-        term *= cosine * cosine * (i - 1) / i
-    inner = 2 / math.pi * (angle + sine * total) if odd else sine * total
-    return min(1.0, max(0.0, 1 - inner))
+    return (float(interval.low), float(interval.high)), float(test.pvalue), detectable

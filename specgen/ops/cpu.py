@@ -72,6 +72,6 @@ class _FusedNorm:
         return (x / length).mul_(self.weight)
 
     def add(self, stream: Tensor, parts: Tensor) -> tuple[Tensor, Tensor]:
-        """See ``Norm.add``; of one part."""
+        """``parts`` has one."""
         total = stream + parts.squeeze(0)
         return total, self(total)

@@ -54,8 +54,6 @@ def _prefer_cublaslt() -> None:
 
 @dataclass(frozen=True)
 class _GatedLinear:
-    """See ``Ops.gated_linear``."""
-
     weight: Tensor
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -64,8 +62,6 @@ class _GatedLinear:
 
 @dataclass(frozen=True, kw_only=True)
 class _SkinnyLinear:
-    """See ``Ops.linear``."""
-
     weight: Tensor
     tiles: tuple[Tile, ...]
 
@@ -80,8 +76,6 @@ class _SkinnyLinear:
 
 @dataclass(frozen=True, kw_only=True)
 class _LinearParts:
-    """See ``Ops.linear_parts``."""
-
     weight: Tensor
     tiles: tuple[Tile, ...]
 
@@ -96,8 +90,6 @@ class _LinearParts:
 
 @dataclass(frozen=True, kw_only=True)
 class _SkinnyGatedLinear:
-    """See ``Ops.gated_linear``."""
-
     weight: Tensor
     tiles: tuple[Tile, ...]
 

@@ -30,8 +30,6 @@ def one_part(linear: Map) -> Map:
 
 @dataclass(frozen=True)
 class Linear:
-    """See ``Ops.linear``."""
-
     weight: Tensor
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -40,8 +38,6 @@ class Linear:
 
 @dataclass(frozen=True)
 class GatedLinear:
-    """See ``Ops.gated_linear``."""
-
     weight: Tensor
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -50,8 +46,6 @@ class GatedLinear:
 
 @dataclass(frozen=True)
 class RmsNorm:
-    """See ``Norm``."""
-
     weight: Tensor
     eps: float
 
@@ -61,15 +55,13 @@ class RmsNorm:
         return scaled.to(x.dtype) * self.weight
 
     def add(self, stream: Tensor, parts: Tensor) -> tuple[Tensor, Tensor]:
-        """See ``Norm.add``; of one part."""
+        """``parts`` has one."""
         total = stream + parts.squeeze(0)
         return total, self(total)
 
 
 @dataclass(frozen=True)
 class EmbedBeside:
-    """See ``Ops.embed_beside``."""
-
     table: Tensor
     embed_weight: Tensor
     weight: Tensor
@@ -88,8 +80,6 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class TorchRope:
-    """See ``Ops.rope``."""
-
     frequencies: Tensor  # [D / 2]
 
     def __call__(self, layout: Layout) -> Store:
