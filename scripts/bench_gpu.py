@@ -56,7 +56,7 @@ class Bench:
         mean_context = sum(workload.mean_context for workload in workloads) / self.repeats
         profiled = batch in PROFILED and config.device != "cpu"
         figures = measure(config, self.models, workloads, self.cycle, profiled=profiled)
-        sizes = StepBytes.of(self.models, self.models.target.dtype.itemsize)
+        sizes = StepBytes.of(self.models)
         step_bytes = sizes.step(config.num_spec_tokens, batch, mean_context)
         speed = figures.output_tokens_per_second
         return Row(

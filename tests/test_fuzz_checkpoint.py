@@ -161,7 +161,7 @@ def test_any_config_of_a_head(head: Files, model: Llama, changes: dict[str, Any]
     def use(path: Path) -> None:
         with suppress(UserError):  # the same reason, or one more
             describe(str(path))
-        load_drafter(open_checkpoint(str(path)), model, torch.float32, CPU)
+        load_drafter(open_checkpoint(str(path)), model)
 
     _try(head | {"config.json": _changed_json(head["config.json"], changes)}, use)
 

@@ -9,7 +9,7 @@ from specgen.bench.bound import Device, StepBytes, Work, matrix_flops, part_work
 from specgen.bench.cache_size import kv_bytes
 from specgen.bench.environment import environment, free_memory
 from specgen.bench.matrices import RANDOM, Workload
-from specgen.bench.output import Row, Table
+from specgen.bench.output import BenchTable
 from specgen.bench.pair_head import pair_head
 from specgen.bench.parts import DeviceMarker, HostMarker, Marked, Marker, StepTime, split
 from specgen.bench.profile import Window
@@ -21,6 +21,7 @@ from specgen.engine.build import build_engine
 from specgen.engine.choices import resolve
 from specgen.engine.loading import Models, load_models, open_checkpoints
 from specgen.events import Event, Prefilled, Stepped, Submitted, Verified
+from specgen.report.table import Row
 
 _SKIPPED, _STEPS = 8, 32  # decode steps before the window, and in it
 _MORE = 12  # steps that the texts go on behind it; those that are prefilled first are ahead of the others
@@ -61,7 +62,7 @@ class Explained:
     context: float  # positions of a sequence in the middle of the window, on average
 
 
-def explain(job: StepJob) -> Iterator[Table]:
+def explain(job: StepJob) -> Iterator[BenchTable]:
     """The table as it grows, batch by batch; a batch that cannot run is a note. ``UserError`` where nothing can."""
     checkpoints = open_checkpoints(job.engine)
     config = resolve(job.engine, checkpoints)
@@ -135,7 +136,7 @@ def context_at(events: Iterable[Event], batch: int, step: int) -> float:
 def _works(found: Explained, config: EngineConfig, models: Models) -> dict[str, Work]:
     width = models.target.dtype.itemsize
     return part_works(
-        StepBytes.of(models, width),
+        StepBytes.of(models),
         num_spec_tokens=config.draft_length.most,
         batch=found.batch,
         context=found.context,

@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from specgen.bench.output import Row
 from specgen.config import EngineConfig
 from specgen.engine.loading import Models
+from specgen.report.table import Row
 
 
 def pair_head(config: EngineConfig, models: Models) -> Row:

@@ -18,7 +18,7 @@ import torch
 from specgen.bench.cache_size import kv_bytes
 from specgen.bench.environment import environment, free_memory
 from specgen.bench.matrices import Arm, Matrix, Workload
-from specgen.bench.output import Row, Table
+from specgen.bench.output import BenchTable
 from specgen.bench.pair_head import pair_head
 from specgen.bench.repeats import Repeat, Repeats
 from specgen.bench.runs import Run, Tape, run
@@ -29,6 +29,7 @@ from specgen.core.sequence import Request
 from specgen.engine.build import build_engine
 from specgen.engine.choices import resolve
 from specgen.engine.loading import Models, load_models, open_checkpoints
+from specgen.report.table import Row
 
 _CPU_BYTES = 1 << 30  # for engines that take turns
 _BESIDE = {"cpu": 0, "cuda": 1 << 30}  # bytes that an engine holds beside its cache: scratch memory, graphs
@@ -83,7 +84,7 @@ class _Contestant:
         return run(self._engine, [self.plan.requests])
 
 
-def throughput(job: ThroughputJob) -> Iterator[Table]:
+def throughput(job: ThroughputJob) -> Iterator[BenchTable]:
     """The table as it grows, one after each repeat of each group of arms; the last is whole.
 
     An arm that cannot run, or breaks, is a note and no end. ``UserError`` where nothing can run.

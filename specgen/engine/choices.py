@@ -13,7 +13,7 @@ from specgen.config import AttentionName, DtypeName, EngineConfig, GraphsName, U
 from specgen.core.graphs import PassGraphs, Runner, StepGraphs
 from specgen.device import choose_device
 from specgen.engine.loading import DTYPES, Checkpoints
-from specgen.models.model_config import Eagle3Config, TargetConfig
+from specgen.models.model_config import LayerConfig
 
 BACKENDS: dict[AttentionName, type[Backend]] = {
     "trtllm": TrtllmBackend,
@@ -83,7 +83,7 @@ def choose_attention(config: EngineConfig, checkpoints: Checkpoints) -> tuple[At
 
 def _heads(config: EngineConfig, checkpoints: Checkpoints) -> list[Heads]:
     """What target and head ask of attention, from their checkpoints' headers."""
-    models: list[TargetConfig | Eagle3Config] = [target_config(checkpoints["model"])]
+    models: list[LayerConfig] = [target_config(checkpoints["model"])]
     if config.draft_length.most:
         models.append(drafter_config(checkpoints["drafter"], None))
     dtype = DTYPES[config.dtype]
