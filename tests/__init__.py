@@ -6,3 +6,4 @@ The models are tiny, and threads that wait for each other are slower; beside ano
 import os
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before anything imports torch
+os.environ.pop("COLUMNS", None)  # what is printed is as wide as where there is no terminal

@@ -1,4 +1,4 @@
-"""Sentences and tables as lines of a terminal, none wider than it is."""
+"""Sentences and tables as lines of a terminal, none wider than it is unless one word is."""
 
 import os
 import re
@@ -52,10 +52,20 @@ def _lines(text: str, console: Console) -> str:
     margin = "  " if len(lines) > 1 else ""
     wrapped = []
     for line in lines:
-        parts = Text(line).wrap(console, console.width - len(margin), overflow="fold")
-        plain = (part.plain.replace(_SOLID, " ").rstrip().removesuffix(" ·") for part in parts)
+        parts = _wrap(line, console.width - len(margin))
+        plain = (part.replace(_SOLID, " ").rstrip().removesuffix(" ·") for part in parts)
         wrapped.append(f"\n{margin}".join(plain))
     return "\n".join(wrapped)
+
+
+def _wrap(line: str, width: int) -> list[str]:
+    """Broken between words alone: a path that is too long stays one, to be copied or searched for."""
+    lines = [line[: len(line) - len(line.lstrip())]]
+    for word in re.findall(r"\S+\s*", line):
+        if lines[-1].strip() and cell_len(lines[-1] + word.rstrip()) > width:
+            lines.append("")
+        lines[-1] += word
+    return [each.rstrip() for each in lines]
 
 
 @dataclass(frozen=True, kw_only=True)
