@@ -11,7 +11,8 @@ import torch
 from typer.testing import CliRunner
 
 from specgen.bench import explain, parts
-from specgen.bench.bound import Device, Work
+from specgen.bench.bound import Work
+from specgen.bench.device_speed import Device
 from specgen.bench.explain import StepJob, context_at
 from specgen.bench.parts import PARTS, HostMarker, Marked, StepTime, split
 from specgen.bench.profile import Span

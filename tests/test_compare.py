@@ -12,10 +12,10 @@ from specgen.config import UserError
 from specgen.display import plain
 from specgen.evaluation import compare as comparing
 from specgen.evaluation import comparison_tables
-from specgen.evaluation.arms import ArmRun, Sample, Written
 from specgen.evaluation.compare import p_value
 from specgen.evaluation.divergence import Target
 from specgen.evaluation.paired import mcnemar, tango
+from specgen.evaluation.samples import ArmRun, Sample, Written
 from specgen.evaluation.study_html import render as page
 from specgen.report.charts import ARM_STYLES, arms_chart, bars_chart
 from specgen.report.report import fold

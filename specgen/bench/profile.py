@@ -1,13 +1,11 @@
-"""What a device does inside steady decoding: a window of full decode steps, and the kernels that run in it."""
+"""What a device does inside steady decoding: a window of full decode steps, and the spans of work in it."""
 
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Protocol
 
 from torch.profiler import ProfilerActivity, profile
 
-from specgen.bench.environment import settle
+from specgen.device import settle
 from specgen.events import Event, Stepped
 
 
@@ -18,30 +16,6 @@ class Span:
     name: str
     start: float
     end: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class Kernel:
-    """All launches of one kernel in the window."""
-
-    name: str
-    share: float  # of the device's busy time, overlaps counted twice
-    launches_per_step: float
-    us_per_step: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class Profile:
-    """A window of decode steps of a full batch."""
-
-    num_steps: int
-    ms_per_step: float  # under the profiler
-    idle_share: float  # of the time between the first start and the last end
-    kernels: tuple[Kernel, ...]  # those with the most time
-
-    def to_json(self) -> dict[str, Any]:
-        """The fields under their names."""
-        return asdict(self)
 
 
 class Recorder(Protocol):
@@ -111,41 +85,3 @@ class Window:
         if self._seen == self.skipped + self.num_steps:
             settle()
             self._recorder.stop()
-
-
-def summarize(spans: Sequence[Span], num_steps: int, num_kernels: int = 10) -> Profile:
-    """The profile of ``spans``, one or more, that ``num_steps`` steps gave."""
-    length = max(span.end for span in spans) - min(span.start for span in spans)
-    return Profile(
-        num_steps=num_steps,
-        ms_per_step=length / num_steps / 1e3,
-        idle_share=1 - busy(spans) / length,
-        kernels=longest(spans, num_steps)[:num_kernels],
-    )
-
-
-def busy(spans: Iterable[Span]) -> float:
-    """Microseconds in which at least one of ``spans`` runs."""
-    total, reached = 0.0, float("-inf")
-    for span in sorted(spans, key=lambda span: span.start):
-        total += max(span.end - max(span.start, reached), 0.0)
-        reached = max(reached, span.end)
-    return total
-
-
-def longest(spans: Sequence[Span], num_steps: int) -> tuple[Kernel, ...]:
-    """The kernels of ``spans``, those with the most time first."""
-    durations: dict[str, list[float]] = defaultdict(list)
-    for span in spans:
-        durations[span.name].append(span.end - span.start)
-    total = sum(map(sum, durations.values()))
-    ordered = sorted(durations.items(), key=lambda item: -sum(item[1]))
-    return tuple(
-        Kernel(
-            name=name,
-            share=sum(times) / total,
-            launches_per_step=len(times) / num_steps,
-            us_per_step=sum(times) / num_steps,
-        )
-        for name, times in ordered
-    )

@@ -9,9 +9,8 @@ from specgen.bench.matrices import RANDOM, Workload
 from specgen.config import SamplingParams, require
 from specgen.core.sequence import Request
 from specgen.engine.build import Models
-from specgen.engine.conversations import Conversations
-from specgen.engine.request_output import RequestOutput
-from specgen.prompts import load_prompts
+from specgen.engine.conversations import first_turns
+from specgen.prompts import open_prompts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,14 +37,10 @@ def make_prompts(workload: Workload, models: Models, data_path: Path | None, cou
             notes=(),
         )
     sampling = SamplingParams(max_tokens=workload.max_new_tokens)
-    prompts, rejected = load_prompts(workload.dataset, data_path=data_path, num_prompts=count)
-    if any(prompt.messages for prompt in prompts):
-        models.tokenizer.require_chat_template()
-    refused: list[RequestOutput] = []
-    asked = list(Conversations(prompts, models.tokenizer, sampling, refused.append).first_turns())
+    prompts = open_prompts(workload.dataset, data_path=data_path, num_prompts=count)
+    asked, failures = first_turns(prompts, models.tokenizer, sampling)
     requests, notes = _fitting(asked, models, workload)
-    notes += tuple(f"left out: {row.id}: {row.reason}" for row in rejected)
-    notes += tuple(f"left out: {output.id}: {output.error}" for output in refused)
+    notes += tuple(f"left out: {failure}" for failure in failures)
     require(bool(requests), f"no prompt of {workload.dataset} can run: {'; '.join(notes[:3])}")
     description = f"{count} of {len(requests)} first turns of {workload.dataset}"
     requests = _filled(requests, count)

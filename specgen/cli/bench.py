@@ -63,7 +63,7 @@ VerifiedOption = Annotated[
 MatrixOption = Annotated[
     str,
     typer.Option(
-        help="Which arms, over which prompts: vllm-25196, vllm-19825, vllm-21477 or batch-and-k.",
+        help="Which arms, over which prompts: vllm-25196, vllm-19825, vllm-21477, batch-and-decoding or batch-and-k.",
         rich_help_panel=TABLE,
     ),
 ]

@@ -231,15 +231,9 @@ def build_engine(
 def num_pages(config: EngineConfig, models: Models, expected: SamplingParams = DRAWN) -> int:
     """Pages of the KV cache: what ``max_batch_size`` sequences of full length need, as far as the memory goes.
 
-    See ``build_engine`` for ``expected``.
-
     ``UserError`` if ``kv_memory``, or what ``gpu_memory_utilization`` leaves, does not hold a single page.
     """
-    width = DTYPES[config.dtype].itemsize
-    token_bytes = kv_bytes_per_token(models.target.config, width)
-    if config.num_spec_tokens and models.head is not None:
-        token_bytes += kv_bytes_per_token(models.head.config, width)
-    page_bytes = config.page_size * token_bytes
+    page_bytes = kv_page_bytes(config, models)
     memory = config.kv_memory if config.kv_memory is not None else _memory_for_kv(config, models, expected)
     affordable = memory // page_bytes
     require(
@@ -249,6 +243,14 @@ def num_pages(config: EngineConfig, models: Models, expected: SamplingParams = D
     )
     longest = models.target.config.max_positions + config.num_spec_tokens + 1
     return min(affordable, config.max_batch_size * -(-longest // config.page_size))
+
+
+def kv_page_bytes(config: EngineConfig, models: Models) -> int:
+    """Bytes of a page in the caches of the target and, where any drafts are asked for, of the head."""
+    configs: list[TargetConfig | Eagle3Config] = [models.target.config]
+    if config.num_spec_tokens and models.head is not None:
+        configs.append(models.head.config)
+    return config.page_size * sum(kv_bytes_per_token(each, DTYPES[config.dtype].itemsize) for each in configs)
 
 
 def _memory_for_kv(config: EngineConfig, models: Models, expected: SamplingParams) -> int:

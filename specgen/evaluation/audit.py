@@ -1,26 +1,23 @@
 """The losslessness audit: the same prompts, greedy, with and without speculation, and every place where texts part."""
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from specgen.checkpoints.checkpoint import fingerprint
 from specgen.config import EngineConfig, SamplingParams, require
 from specgen.core.sequence import Completion, Request
-from specgen.decoding.sampling import most_demanding
-from specgen.engine.build import Models, build_engine, load_models, open_checkpoints, resolve
-from specgen.engine.conversations import Conversations
-from specgen.engine.request_output import RequestOutput
+from specgen.engine.arms import DECODING, Arm
+from specgen.engine.build import Models, load_models, open_checkpoints, resolve
+from specgen.engine.conversations import first_turns
+from specgen.engine.warm_engine import WarmEngine
 from specgen.evaluation.divergence import Divergence
 from specgen.evaluation.judge import judge
-from specgen.events import Event
-from specgen.prompts import load_prompts
+from specgen.prompts import open_prompts
 from specgen.report.report import fold
 from specgen.rundir.progress import Progress
 from specgen.rundir.provenance import manifest
-
-ArmName = Literal["plain", "padded", "non-padded"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,14 +38,6 @@ class AuditJob:
         )
         assert self.batch_sizes
         assert self.sampling.temperature == 0, "only greedy texts can be compared"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Arm:
-    """One way to decode."""
-
-    name: ArmName
-    batch_size: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +73,7 @@ class Audit:
     def to_json(self) -> dict[str, Any]:
         """One JSON document; arms and their divergences are flat rows."""
         arms = [
-            asdict(result.arm)
+            _arm_json(result.arm)
             | {
                 "num_requests": result.num_requests,
                 "num_identical": result.num_identical,
@@ -95,7 +84,7 @@ class Audit:
             for result in self.arms
         ]
         return {
-            "reference": asdict(self.reference),
+            "reference": _arm_json(self.reference),
             "dtype": self.dtype,
             "num_unexplained": self.num_unexplained,
             "arms": arms,
@@ -111,17 +100,12 @@ def audit(job: AuditJob, progress: Progress) -> Audit:
     """
     checkpoints = open_checkpoints(job.engine)
     config = resolve(job.engine, checkpoints)
-    prompts, rejected = load_prompts(job.dataset, data_path=job.data_path, num_prompts=job.num_prompts)
+    prompts = list(open_prompts(job.dataset, data_path=job.data_path, num_prompts=job.num_prompts))
     models = load_models(config, checkpoints)
-    if any(prompt.messages for prompt in prompts):
-        models.tokenizer.require_chat_template()
-    refused: list[RequestOutput] = []
-    requests = list(Conversations(prompts, models.tokenizer, job.sampling, refused.append).first_turns())
+    requests, failures = first_turns(prompts, models.tokenizer, job.sampling)
     runs = _Runs(config=config, models=models, requests=requests, progress=progress)
     first, *others = _arms(job.batch_sizes)
     reference, _ = runs.decode(first)
-    failures = [f"{row.id}: {row.reason}" for row in rejected]
-    failures += [f"{output.id}: {output.error}" for output in refused]
     failures += [f"{c.request.id}: {c.error}" for c in reference.values() if c.error]
     answered = {name: completion for name, completion in reference.items() if completion.error is None}
     require(
@@ -138,8 +122,20 @@ def audit(job: AuditJob, progress: Progress) -> Audit:
 
 def _arms(batch_sizes: Sequence[int]) -> list[Arm]:
     """Plain decoding first, and the smallest batch first."""
-    names: tuple[ArmName, ...] = ("plain", "padded", "non-padded")
-    return [Arm(name=name, batch_size=size) for name in names for size in sorted(set(batch_sizes))]
+    return [
+        Arm(
+            name=f"{decoding}, batch {size}",
+            # what is wrong in the cache must not be wrong in plain decoding too
+            changes={"decoding": decoding, "batch": size}
+            | ({"prefix_cache": False} if decoding == "plain" else {}),
+        )
+        for decoding in DECODING
+        for size in sorted(set(batch_sizes))
+    ]
+
+
+def _arm_json(arm: Arm) -> dict[str, Any]:
+    return {"name": arm.changes["decoding"], "batch_size": arm.changes["batch"]}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,32 +147,19 @@ class _Runs:
     requests: list[Request]
     progress: Progress
 
-    def decode(self, arm: Arm) -> tuple[dict[str, Completion], float | None]:
+    def decode(self, arm: Arm) -> tuple[Mapping[str, Completion], float | None]:
         """The completions of ``arm`` by request, and its mean acceptance length."""
-        config = _config(self.config, arm)
-        events: list[Event] = []
-
-        def record(event: Event) -> None:
-            events.append(event)
-            self.progress.see(event)
-
-        what = f"{arm.name}, batch {arm.batch_size}"
+        config, progress = arm.configure(self.config), self.progress
         if config.device != "cpu":
-            self.progress.prepare(what)
-        engine = build_engine(
-            config, self.models, record, expected=most_demanding(r.sampling for r in self.requests)
-        )
-        engine.warm_up()
-        self.progress.start(what, len(self.requests))
-        completions = {}
-        for completion in engine.generate(self.requests):
-            completions[completion.request.id] = completion
-            self.progress.advance()
-        self.progress.finish()
-        speculation = fold(events, num_spec_tokens=config.num_spec_tokens).speculation
-        return completions, speculation.mean_acceptance_length
+            progress.prepare(arm.name)
+        engine = WarmEngine(config, self.models, self.requests)
+        progress.start(arm.name, len(self.requests))
+        run = engine.run(progress.see, lambda _: progress.advance())
+        progress.finish()
+        speculation = fold(run.events, num_spec_tokens=config.num_spec_tokens).speculation
+        return run.completions, speculation.mean_acceptance_length
 
-    def compare(self, arm: Arm, reference: dict[str, Completion]) -> ArmResult:
+    def compare(self, arm: Arm, reference: Mapping[str, Completion]) -> ArmResult:
         """Run ``arm`` and look at every text that is not the reference's."""
         completions, acceptance_length = self.decode(arm)
         target = judge(self.config, self.models)
@@ -190,15 +173,6 @@ class _Runs:
             divergences=tuple(divergence for divergence in found if divergence is not None),
             mean_acceptance_length=acceptance_length,
         )
-
-
-def _config(config: EngineConfig, arm: Arm) -> EngineConfig:
-    config = replace(config, max_batch_size=arm.batch_size)
-    if arm.name == "plain":
-        return replace(
-            config.plain(), prefix_cache=False
-        )  # what is wrong in the cache must not be wrong here too
-    return replace(config, drafter_batch=arm.name)
 
 
 def _manifest(job: AuditJob, config: EngineConfig, models: Models) -> dict[str, Any]:

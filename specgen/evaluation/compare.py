@@ -6,9 +6,9 @@ from typing import Any
 
 from specgen.config import require
 from specgen.display import count, hundredths, same_texts
-from specgen.evaluation.arms import ArmRun, Sample
 from specgen.evaluation.divergence import Divergence, Target
 from specgen.evaluation.paired import LEVEL, Paired, mean_interval, paired
+from specgen.evaluation.samples import ArmRun, Sample
 from specgen.report.acceptance import Position
 from specgen.report.intervals import Interval
 

@@ -22,7 +22,7 @@ from specgen.core.scoring import Scored, ScoreRequest
 from specgen.core.sequence import Completion, Request
 from specgen.decoding.sampling import most_demanding
 from specgen.engine.build import Models
-from specgen.evaluation.arms import Written
+from specgen.evaluation.samples import Written
 from specgen.rundir.results import RunDirectory
 from specgen.text.tokenizer import Message, StopStrings
 

@@ -15,14 +15,14 @@ from specgen.checkpoints.checkpoint import fingerprint
 from specgen.config import EngineConfig, SamplingParams
 from specgen.core.engine_core import EngineCore
 from specgen.display import draft_length, from_here
+from specgen.engine.arms import Arm
 from specgen.engine.build import Models, build_engine, load_models, open_checkpoints, resolve
 from specgen.evaluation import study_html
-from specgen.evaluation.arms import ArmRun
 from specgen.evaluation.compare import Comparison, compare, reference_of
 from specgen.evaluation.judge import judge
 from specgen.evaluation.language_model import SpecgenLM
-from specgen.evaluation.samples import samples
-from specgen.evaluation.studies import Arm, Study
+from specgen.evaluation.samples import ArmRun, samples
+from specgen.evaluation.studies import Study
 from specgen.evaluation.tasks import find_tasks
 from specgen.report.report import fold
 from specgen.rundir.atomic import write_json, write_text
@@ -45,7 +45,10 @@ class StudyJob:
 
     def to_json(self) -> dict[str, Any]:
         """What was asked for; an evaluation goes on only where it is the same."""
-        return asdict(self) | {"data_path": str(self.data_path) if self.data_path else None}
+        return asdict(self) | {
+            "study": self.study.to_json(),
+            "data_path": str(self.data_path) if self.data_path else None,
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,7 +149,7 @@ class StudyRun:
                 num_fewshot=job.study.num_fewshot,
                 limit=job.study.limit,
                 apply_chat_template=job.apply_chat_template,
-                gen_kwargs=None if arm.temperature is None else _drawn(arm.temperature),
+                gen_kwargs=_drawn(arm.changes.get("temperature")),
             )
         assert results is not None, "only other ranks than the first get None"
         run = ArmRun(
@@ -186,9 +189,9 @@ def _start(
     return engine
 
 
-def _drawn(temperature: float) -> dict[str, Any]:
-    """An arm's temperature as generation arguments, which come before those of the task."""
-    return {"do_sample": temperature > 0, "temperature": temperature}
+def _drawn(temperature: float | None) -> dict[str, Any] | None:
+    """An arm's temperature, where it has one, as generation arguments, which come before those of the task."""
+    return None if temperature is None else {"do_sample": temperature > 0, "temperature": temperature}
 
 
 def write_samples(result: ArmResult, path: Path) -> None:

@@ -1,0 +1,76 @@
+"""Running a list of requests through the engine of one arm: completions, events and wall time."""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Self
+
+from specgen.config import EngineConfig, UserError
+from specgen.core.graphs import Runner
+from specgen.core.sequence import Completion, Request
+from specgen.decoding.sampling import most_demanding
+from specgen.device import settle
+from specgen.engine.build import Models, build_engine
+from specgen.events import Event
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One pass over the requests."""
+
+    completions: Mapping[str, Completion]  # by request
+    events: Sequence[Event]
+    seconds: float  # wall time of ``generate``, prefill included
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Output tokens over the wall time."""
+        return sum(len(each.token_ids) for each in self.completions.values()) / self.seconds
+
+    def whole(self) -> Self:
+        """This run; ``UserError`` if the engine refused a request of it."""
+        refused = [each.error for each in self.completions.values() if each.error]
+        if refused:
+            raise UserError(f"{len(refused)} requests were refused, the first because {refused[0]}")
+        return self
+
+
+def ignore(_: object) -> None:
+    """Discard the event."""
+
+
+class WarmEngine:
+    """An engine of a resolved ``config`` that is ready to run ``requests``, any number of times."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        models: Models,
+        requests: Sequence[Request],
+        around: Callable[[Runner], Runner] = lambda runner: runner,
+    ) -> None:
+        self._requests = requests
+        self._see: Callable[[Event], None] = ignore
+        expected = most_demanding(request.sampling for request in requests)
+        self._engine = build_engine(config, models, lambda event: self._see(event), around, expected)
+        self._engine.warm_up()
+
+    def run(
+        self, see: Callable[[Event], None] = ignore, answered: Callable[[Completion], None] = ignore
+    ) -> Run:
+        """Generate for all requests; ``see`` takes events, ``answered`` completions as they come."""
+        events: list[Event] = []
+        completions: dict[str, Completion] = {}
+
+        def record(event: Event) -> None:
+            events.append(event)
+            see(event)
+
+        self._see = record
+        settle()
+        began = time.perf_counter()
+        for completion in self._engine.generate(self._requests):
+            completions[completion.request.id] = completion
+            answered(completion)
+        settle()
+        return Run(completions=completions, events=events, seconds=time.perf_counter() - began)
