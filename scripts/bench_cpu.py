@@ -23,7 +23,9 @@ import transformers
 from specgen.bundled import data_directory
 from specgen.config import EngineConfig, SamplingParams
 from specgen.core.sequence import Request
-from specgen.engine.build import Models, build_engine, load_models, open_checkpoints, resolve
+from specgen.engine.build import build_engine
+from specgen.engine.choices import resolve
+from specgen.engine.loading import Models, load_models, open_checkpoints
 from specgen.events import Event, Verified
 from specgen.models.eagle3 import Eagle3Head
 from specgen.models.llama import Llama

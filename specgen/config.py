@@ -96,7 +96,7 @@ class SamplingParams:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """What is loaded and how it runs. ``auto`` is resolved in ``build.py`` and nowhere else."""
+    """What is loaded and how it runs. ``auto`` is resolved in ``engine/choices.py`` and nowhere else."""
 
     model: str
     drafter: str | None

@@ -1,10 +1,12 @@
-"""Small things between host and device, without either waiting for the other."""
+"""The device: which one a name means, and non-blocking copies between it and the host."""
 
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from specgen.config import require
 
 
 def on_device(values: Sequence[Any], device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
@@ -48,3 +50,23 @@ class HostCopy:
             self._event.synchronize()
         numbers: list[Any] = self._numbers.tolist()
         return numbers
+
+
+def choose_device(name: str) -> torch.device:
+    """The device ``name`` stands for, ``cpu`` or ``cuda:N``; ``UserError`` for one that is not here."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cpu":
+        return torch.device("cpu")
+    kind, _, number = name.partition(":")
+    require(
+        kind == "cuda" and (name == "cuda" or number.isdecimal()),
+        f"device is {name!r}: use cpu, cuda or cuda:N",
+    )
+    require(
+        torch.cuda.is_available(),
+        f"device is {name!r} but torch {torch.__version__} finds no GPU: use --device cpu",
+    )
+    index, count = int(number) if number else torch.cuda.current_device(), torch.cuda.device_count()
+    require(index < count, f"device is {name!r} and there are {count} GPUs: use cuda:0 to cuda:{count - 1}")
+    return torch.device("cuda", index)

@@ -9,7 +9,7 @@ import torch
 
 from specgen.bundled import data_directory
 from specgen.core.graphs import Eager, bucket
-from specgen.engine import build
+from specgen.engine import assembly, choices
 from tests.engines import Pair, load_pair
 from tests.reference_drafts import ReferenceDrafter
 from tests.tiny_checkpoints import write_head, write_target
@@ -27,14 +27,14 @@ def device_like(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """From its call on, engines run as they do on a GPU: a step ahead, with padding rows and packed drafter rows."""
 
     def switch() -> None:
-        engine = build.EngineCore
+        engine = assembly.EngineCore
 
         def ahead(**parts: Any) -> Any:
             return engine(**parts | {"lookahead": 1})
 
-        monkeypatch.setattr(build, "EngineCore", ahead)
-        monkeypatch.setitem(build._RUNNERS, "off", Padded)
-        monkeypatch.setattr(build, "NonPaddedBatch", build.PackedBatch)
+        monkeypatch.setattr(assembly, "EngineCore", ahead)
+        monkeypatch.setitem(choices.RUNNERS, "off", Padded)
+        monkeypatch.setattr(assembly, "NonPaddedBatch", assembly.PackedBatch)
 
     return switch
 

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from specgen.kv.layout import Layout
 from specgen.models.eagle3 import Eagle3Head
+from specgen.models.layers import LayerAttention
 from specgen.models.llama import Llama
 
 LENGTH = 256  # positions there is room for
@@ -21,18 +22,18 @@ class DenseAttend:
         self.num_kv_heads = model.config.num_kv_heads
         self.kept: dict[int, tuple[Tensor, Tensor, int]] = {}
 
-    def __call__(self, layer: int, qkv: Tensor) -> Tensor:
-        keys, values, start = self.kept.get(layer, (None, None, 0))
+    def __call__(self, layer: LayerAttention, qkv: Tensor) -> Tensor:
+        keys, values, start = self.kept.get(layer.index, (None, None, 0))
         if keys is None or values is None:
             keys, values = qkv.new_zeros(2, 1, LENGTH, self.num_kv_heads, qkv.shape[-1])
         end = start + len(qkv)
         tables = torch.zeros(1, 1, dtype=torch.int32)
         q = self.rope(Layout.uniform(tables, torch.tensor([start]), len(qkv), LENGTH))(qkv, keys, values)
-        self.kept[layer] = (keys, values, end)
-        rows, num_heads, head_dim = q.shape
+        self.kept[layer.index] = (keys, values, end)
+        rows, num_heads, _ = q.shape
         share = num_heads // self.num_kv_heads
         k, v = (pages[0, :end].repeat_interleave(share, 1).transpose(0, 1) for pages in (keys, values))
-        scores = q.transpose(0, 1) @ k.transpose(1, 2) * head_dim**-0.5
+        scores = q.transpose(0, 1) @ k.transpose(1, 2) * layer.scale
         future = torch.ones(rows, end, dtype=torch.bool).triu(end - rows + 1)
         weights = scores.masked_fill(future, float("-inf")).softmax(-1, dtype=torch.float32)
         return (weights.to(q.dtype) @ v).transpose(0, 1).reshape(rows, -1)

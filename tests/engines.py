@@ -12,7 +12,9 @@ from specgen.bundled import data_directory
 from specgen.checkpoints.checkpoint import load_drafter, load_target, open_checkpoint
 from specgen.config import EngineConfig, SamplingParams
 from specgen.core.sequence import Completion, Request
-from specgen.engine.build import Models, build_engine, load_models, open_checkpoints, resolve
+from specgen.engine.build import build_engine
+from specgen.engine.choices import resolve
+from specgen.engine.loading import Models, load_models, open_checkpoints
 from specgen.events import Event, Preempted, Verified
 from specgen.prompts import load_prompts, prompt_ids
 from specgen.text.tokenizer import load_tokenizer

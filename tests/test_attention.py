@@ -9,10 +9,13 @@ from torch import Tensor
 from specgen.attention import Attend, Backend
 from specgen.attention.sdpa import SdpaBackend, StaticSdpaBackend
 from specgen.kv.kv_cache import KVCache
+from specgen.kv.kv_spec import KVSpec
 from specgen.kv.layout import Layout
+from specgen.models.layers import LayerAttention
 from specgen.ops.reference import torch_ops
 
 HEAD_DIM = 16
+LAYER = LayerAttention(index=1, scale=HEAD_DIM**-0.5)
 SHAPES = {
     "decode": ([1, 17, 64, 65], [1, 1, 1, 1]),
     "verify": ([9, 9, 30, 31], [5, 5, 5, 5]),
@@ -49,11 +52,9 @@ def test_backend_equals_dense_attention(
     width = -(-max(kv_lens) // page_size)
     num_pages = width * len(kv_lens)
     cache = KVCache(
-        num_layers=2,
+        spec=KVSpec(num_layers=2, num_planes=2, num_heads=num_kv_heads, head_dim=HEAD_DIM),
         num_pages=num_pages,
         page_size=page_size,
-        num_kv_heads=num_kv_heads,
-        head_dim=HEAD_DIM,
         dtype=torch.float32,
         device=torch.device("cpu"),
     )
@@ -64,10 +65,10 @@ def test_backend_equals_dense_attention(
         if start:
             before = Layout.uniform(tables[row : row + 1], torch.tensor([0]), start, page_size)
             qkv = torch.cat([torch.zeros(start, 4, HEAD_DIM), ks[row][:start], vs[row][:start]], 1)
-            Attend(made, cache, before, unrotated)(1, qkv)
+            Attend(made, cache, before, unrotated)(LAYER, qkv)
     layout = replace(Layout.ragged(tables, starts, query_lens, page_size), host=None)
     q = torch.randn(sum(query_lens), 4, HEAD_DIM)
     new_k, new_v = (torch.cat([x[start:] for x, start in zip(xs, starts, strict=True)]) for xs in (ks, vs))
-    out = Attend(made, cache, layout, unrotated)(1, torch.cat([q, new_k, new_v], 1))
+    out = Attend(made, cache, layout, unrotated)(LAYER, torch.cat([q, new_k, new_v], 1))
     parts = [expected(*each) for each in zip(q.split(query_lens), ks, vs, strict=True)]
     torch.testing.assert_close(out, torch.cat(parts), atol=1e-5, rtol=1e-5)

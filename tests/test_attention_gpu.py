@@ -14,6 +14,7 @@ from specgen.attention.flashinfer_paged import FlashInferBackend
 from specgen.attention.sdpa import SdpaBackend
 from specgen.attention.trtllm import TrtllmBackend
 from specgen.kv.layout import HostLens, Layout
+from specgen.models.layers import LayerAttention
 
 pytestmark = [
     pytest.mark.gpu,
@@ -161,7 +162,13 @@ class World:
 
     def reference(self) -> Tensor:
         keys, values = (cache.float().nan_to_num() for cache in (self.keys, self.values))
-        return SdpaBackend(torch.device("cuda")).plan(self.prefill())(self.q.float(), keys, values)
+        return SdpaBackend(torch.device("cuda")).plan(self.prefill())(
+            one_layer(self.q), self.q.float(), keys, values
+        )
+
+
+def one_layer(q: Tensor) -> LayerAttention:
+    return LayerAttention(index=0, scale=q.shape[-1] ** -0.5)
 
 
 def attend(backend: Backend, world: World, layout: Layout) -> Tensor:
@@ -172,7 +179,7 @@ def attend(backend: Backend, world: World, layout: Layout) -> Tensor:
     kernel = backend.plan(layout)
     poison = [torch.full_like(q, torch.nan) for _ in range(3)]
     del poison  # its memory is what the kernel's output gets
-    return kernel(q, world.keys, world.values)[: len(world.q)]
+    return kernel(one_layer(q), q, world.keys, world.values)[: len(world.q)]
 
 
 def error(out: Tensor, expected: Tensor, case: Case) -> float:
@@ -268,9 +275,9 @@ def capture(backend: Backend, layout: Layout, world: World) -> tuple[torch.cuda.
     q = torch.zeros(layout.num_rows, num_heads, world.case.head_dim, dtype=world.case.dtype, device="cuda")
     graph = torch.cuda.CUDAGraph()
     fresh = replace(layout)  # what a layout has computed before must not stay out of the graph
-    backend.plan(replace(layout))(q, world.keys, world.values)
+    backend.plan(replace(layout))(one_layer(q), q, world.keys, world.values)
     with torch.cuda.graph(graph):
-        out = backend.plan(fresh)(q, world.keys, world.values)
+        out = backend.plan(fresh)(one_layer(q), q, world.keys, world.values)
     return graph, q, out
 
 
@@ -338,7 +345,10 @@ def test_plans_do_not_overwrite_each_other(flashinfer: FlashInferBackend) -> Non
     kernels = [flashinfer.plan(world.prefill()) for world in worlds]
     torch.cuda._sleep(200_000_000)
     turns = [0, 1, 0]
-    outs = [kernels[turn](worlds[turn].q, worlds[turn].keys, worlds[turn].values) for turn in turns]
+    outs = [
+        kernels[turn](one_layer(worlds[turn].q), worlds[turn].q, worlds[turn].keys, worlds[turn].values)
+        for turn in turns
+    ]
     for turn, out in zip(turns, outs, strict=True):
         assert error(out, worlds[turn].reference(), worlds[turn].case) < TOLERANCES[BF16]
 

@@ -22,7 +22,7 @@ from specgen.config import EngineConfig, UserError
 from specgen.core import step as step_module
 from specgen.core.graphs import Eager
 from specgen.core.running_batch import Columns
-from specgen.decoding.drafting import Eagle3Drafter
+from specgen.decoding.drafting import HeadDrafter
 from specgen.events import Event, Prefilled, Stepped, Submitted, Verified
 from specgen.models.llama import Llama
 
@@ -156,10 +156,10 @@ def slowed(function: Callable[..., Any]) -> Callable[..., Any]:
 @pytest.mark.parametrize(
     ("part", "owner", "name"),
     [
-        ("draft loop", Eagle3Drafter, "propose"),
+        ("draft loop", HeadDrafter, "propose"),
         ("verify", Llama, "forward"),
         ("accept", step_module, "accept_greedy"),
-        ("first pass", Eagle3Drafter, "observe"),
+        ("first pass", HeadDrafter, "observe"),
         ("engine", Columns, "advance"),
     ],
 )

@@ -30,7 +30,8 @@ from specgen.core.sequence import Completion, Request
 from specgen.decoding.verify import accept_greedy
 from specgen.engine import warm_engine
 from specgen.engine.arms import Arm
-from specgen.engine.build import Models, build_engine
+from specgen.engine.build import build_engine
+from specgen.engine.loading import Models
 from tests.engines import Pair, loaded, resolved
 
 SHAPE = SHAPES["tiny"]

@@ -13,7 +13,8 @@ from specgen.config import MAX_LOGPROBS, SamplingParams
 from specgen.core.running_batch import Columns
 from specgen.core.step import Steps
 from specgen.decoding.sampling import SamplingForm, most_demanding
-from specgen.engine.build import _largest_pass, choose_device, num_pages
+from specgen.device import choose_device
+from specgen.engine.memory import _largest_pass, num_pages
 from specgen.jobs.shard import WHOLE
 from specgen.jobs.survey import survey
 from specgen.prompts import Prompt
@@ -112,7 +113,7 @@ def test_a_command_opens_each_checkpoint_once(
         opened.append(name)
         return open_checkpoint(name)
 
-    monkeypatch.setattr("specgen.engine.build.open_checkpoint", counted)
+    monkeypatch.setattr("specgen.engine.loading.open_checkpoint", counted)
     monkeypatch.chdir(tmp_path)
     result = CliRunner().invoke(app, command, catch_exceptions=False)
     assert result.exit_code == 0

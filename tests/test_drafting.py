@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from specgen.config import SamplingParams
-from specgen.decoding.drafting import DraftInput, Outcome, PaddedBatch
+from specgen.decoding.draft_state import Outcome
+from specgen.decoding.drafter_batch import DraftInput, PaddedBatch
 from specgen.events import Prefilled, Stepped, Verified
 from specgen.kv.layout import Layout
 from specgen.models.eagle3 import Eagle3Head
@@ -69,10 +70,10 @@ def plant(monkeypatch: pytest.MonkeyPatch, name: str, bug: Callable[..., Any]) -
 
 
 BUGS: dict[str, tuple[str, Callable[..., Any]]] = {
-    "nothing": ("remember", lambda f, ids, hidden: f(ids, hidden)),
-    "nothing kept": ("remember", lambda f, ids, hidden: None),
-    "features of other rows": ("remember", lambda f, ids, hidden: f(ids, hidden.roll(1, 0))),
-    "ids not shifted": ("remember", lambda f, ids, hidden: f(ids.roll(1), hidden)),
+    "nothing": ("write_kv", lambda f, ids, hidden: f(ids, hidden)),
+    "nothing kept": ("write_kv", lambda f, ids, hidden: None),
+    "features of other rows": ("write_kv", lambda f, ids, hidden: f(ids, hidden.roll(1, 0))),
+    "ids not shifted": ("write_kv", lambda f, ids, hidden: f(ids.roll(1), hidden)),
     "fed another state": ("forward", lambda f, ids, hidden: f(ids, hidden.roll(1, 1))),
     "fed another token": ("forward", lambda f, ids, hidden: f(ids.roll(1), hidden)),
 }

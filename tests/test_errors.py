@@ -15,7 +15,8 @@ import pytest
 from specgen import __version__, prompts
 from specgen.bench.output import Table
 from specgen.config import EngineConfig, UserError
-from specgen.core.engine_core import DeviceLost, EngineCore
+from specgen.core.endings import DeviceLost
+from specgen.core.engine_core import EngineCore
 from specgen.engine.conversations import Conversations
 from specgen.engine.engine import Engine
 from specgen.evaluation import audit_table

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from specgen.config import EngineConfig, SamplingParams, UserError
-from specgen.engine.build import Models, build_engine
+from specgen.engine.build import build_engine
+from specgen.engine.loading import Models
 from specgen.rundir.results import RunDirectory
 from tests.engines import loaded, resolved
 from tests.tiny_checkpoints import write_head, write_target

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from specgen.config import SamplingParams
-from specgen.core.engine_core import DeviceLost, EngineCore
+from specgen.core.endings import DeviceLost
+from specgen.core.engine_core import EngineCore
 from specgen.core.sequence import Request
 from specgen.core.step import Steps
 from specgen.device import HostCopy
-from specgen.engine import build
+from specgen.engine import assembly
 from specgen.engine.build import build_engine
 from specgen.events import Event, Finished, Prefilled, Stepped, Submitted
 from specgen.kv.kv_cache import KVCache
@@ -118,7 +119,7 @@ def caches(monkeypatch: pytest.MonkeyPatch) -> list[KVCache]:
         made.append(KVCache(**sizes))
         return made[-1]
 
-    monkeypatch.setattr(build, "KVCache", make)
+    monkeypatch.setattr(assembly, "KVCache", make)
     return made
 
 
@@ -141,7 +142,7 @@ def test_what_fails_once_is_right_the_second_time(
     if ahead:
         device_like()
     monkeypatch.setattr(
-        build, "NonPaddedBatch", build.PackedBatch
+        assembly, "NonPaddedBatch", assembly.PackedBatch
     )  # nobody's rows are like the last sequence's
     mistaken_once(monkeypatch, number, token, place=0 if ahead else -1)
     outputs = generate(bad_at(demo_pair, token), requests, **settings)
@@ -165,7 +166,7 @@ def test_pages_of_a_failed_sequence_are_shared_with_nobody(
     right = generate(random_pair, requests).texts
     token = unused(random_pair, requests, right)
     made: list[PrefixCache] = []
-    monkeypatch.setattr(build, "PrefixCache", lambda *sizes: made.append(PrefixCache(*sizes)) or made[-1])
+    monkeypatch.setattr(assembly, "PrefixCache", lambda *sizes: made.append(PrefixCache(*sizes)) or made[-1])
     mistaken_once(monkeypatch, 1, token)
     outputs = generate(bad_at(random_pair, token), requests)
     assert outputs.texts == right
@@ -219,7 +220,7 @@ def test_an_error_of_the_device_changes_no_text(
 def test_a_request_that_breaks_every_pass_it_is_in_fails_alone(
     demo_pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    Broken(monkeypatch, "decode", lambda calls, columns: int(columns.seed.positions.max()) > 120)
+    Broken(monkeypatch, "decode", lambda calls, columns: int(columns.state.positions.max()) > 120)
     requests = [
         Request(id=f"{n}", prompt_token_ids=(9,) * n, sampling=SamplingParams(max_tokens=5, ignore_eos=True))
         for n in (30, 119, 31)
@@ -295,17 +296,19 @@ def test_nobody_else_is_in_flight_with_one_that_runs_alone(
     random_pair: Pair, device_like: Callable[[], None], monkeypatch: pytest.MonkeyPatch, ahead: bool
 ) -> None:
     right = generate(random_pair, REQUESTS).texts
-    take_off, num_passes = EngineCore._take_off, [0, 0]
+    add, num_passes = EngineCore._add, [0, 0]
 
     def watched(self: EngineCore, *arguments: Any) -> None:
-        take_off(self, *arguments)
+        add(self, *arguments)
         admitted = {each.request.id for each in (*self._scheduler.prefilling, *self._scheduler.running)}
-        in_flight = {each.request.id for launched in self._in_flight for each, _ in launched.sequences}
+        in_flight = {
+            each.request.id for launched in self._in_flight._passes for each, _ in launched.sequences
+        }
         alone = not suspects.isdisjoint(admitted)
         num_passes[alone] += 1
         assert not alone or admitted == in_flight | admitted == {min(admitted)}
 
-    monkeypatch.setattr(EngineCore, "_take_off", watched)
+    monkeypatch.setattr(EngineCore, "_add", watched)
     if ahead:
         device_like()
     suspects = {request.id for request in REQUESTS[5:]}

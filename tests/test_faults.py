@@ -18,7 +18,7 @@ from specgen.core.running_batch import Columns, RunningBatch
 from specgen.core.scoring import ScoreRequest
 from specgen.core.sequence import Completion, Request, Sequence
 from specgen.core.step import Steps
-from specgen.decoding.drafting import Eagle3Drafter
+from specgen.decoding.drafting import HeadDrafter
 from specgen.device import HostCopy
 from specgen.engine.build import build_engine
 from specgen.events import Event, OutOfMemory, Submitted, Verified
@@ -32,8 +32,8 @@ POINTS: dict[str, tuple[type, str]] = {
     "a forward pass": (Llama, "forward"),
     "logits": (Llama, "logits"),
     "the verdict": (Steps, "_accept"),
-    "what the head takes in": (Eagle3Drafter, "observe"),
-    "drafting": (Eagle3Drafter, "propose"),
+    "what the head takes in": (HeadDrafter, "observe"),
+    "drafting": (HeadDrafter, "propose"),
     "advancing": (Columns, "advance"),
     "joining": (RunningBatch, "join"),
     "arranging": (RunningBatch, "arrange"),

@@ -16,7 +16,8 @@ from specgen.core.engine_core import EngineCore
 from specgen.core.sequence import Request
 from specgen.core.step import Steps
 from specgen.decoding.sampling import SamplingBatch, target_probs
-from specgen.engine.build import _memory_for_kv, build_engine
+from specgen.engine.build import build_engine
+from specgen.engine.memory import _memory_for_kv
 from specgen.events import Captured, OutOfMemory
 from tests.engines import Outputs, Pair, bad_at, bundled_requests, config_of, generate, load_pair
 from tests.test_faults import Setting, require_nothing_changes
@@ -282,7 +283,7 @@ def test_the_cache_gets_what_the_job_leaves(gpu_pair: Pair) -> None:
 _LOSES_THE_DEVICE = """
 import sys, pathlib, torch
 from specgen.engine.build import build_engine
-from specgen.core.engine_core import DeviceLost
+from specgen.core.endings import DeviceLost
 from specgen.core.step import Steps
 from tests.engines import bundled_requests, config_of, load_pair
 from specgen.config import SamplingParams
@@ -319,7 +320,7 @@ from specgen.core.step import Steps
 decode = Steps.decode
 
 def breaks(self, columns, num_drafts):
-    too_long = columns.seed.positions.max(0, keepdim=True).values > 120
+    too_long = columns.state.positions.max(0, keepdim=True).values > 120
     torch.zeros(1, device="cuda")[too_long.long() * 5]
     return decode(self, columns, num_drafts)
 

@@ -10,11 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import typer
 
 from specgen.cli import main as cli
 from specgen.config import EngineConfig, SamplingParams
-from specgen.core.engine_core import DeviceLost, EngineCore
+from specgen.core import engine_core
+from specgen.core.endings import DeviceLost
+from specgen.core.engine_core import EngineCore
 from specgen.core.step import Steps
 from specgen.engine import engine
 from specgen.events import read
@@ -35,15 +38,15 @@ def lose_the_device(patch: pytest.MonkeyPatch) -> None:
     decode = Steps.decode
 
     def planted(self: Steps, columns: Any, num_drafts: int) -> Any:
-        if int(columns.seed.positions.max()) > LONG:
+        if int(columns.state.positions.max()) > LONG:
             raise RuntimeError("what every pass says from then on")
         return decode(self, columns, num_drafts)
 
-    def lost(self: EngineCore, requests: tuple[str, ...]) -> None:
+    def lost(device: torch.device, requests: tuple[str, ...] = ()) -> None:
         raise DeviceLost("planted", requests)
 
     patch.setattr(Steps, "decode", planted)
-    patch.setattr(EngineCore, "_require_device", lost)
+    patch.setattr(engine_core, "require_device", lost)
 
 
 @pytest.fixture(scope="module")
@@ -156,13 +159,13 @@ def test_who_asks_for_the_end_gets_it(job: Job, tmp_path: Path, monkeypatch: pyt
     """A signal that comes in the step that loses the device is not forgotten with the process."""
     lose_the_device(monkeypatch)
     asked = list[bool]()
-    fail = EngineCore._require_device
+    fail = engine_core.require_device
 
-    def signalled(self: EngineCore, requests: tuple[str, ...]) -> None:
+    def signalled(device: torch.device, requests: tuple[str, ...] = ()) -> None:
         asked.append(True)
-        fail(self, requests)
+        fail(device, requests)
 
-    monkeypatch.setattr(EngineCore, "_require_device", signalled)
+    monkeypatch.setattr(engine_core, "require_device", signalled)
     with pytest.raises(StoppedError, match="interrupted with"):
         run(job, tmp_path / "run", Silent(), lambda: bool(asked))
     assert not (tmp_path / "run" / "lost.jsonl").exists()

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from specgen.config import SamplingParams
-from specgen.core.engine_core import EngineCore
 from specgen.core.graphs import bucket
+from specgen.core.intake import Intake
 from specgen.core.sequence import Request, Sequence
 from specgen.core.step import Steps
-from specgen.engine import build
+from specgen.engine import assembly
 from specgen.events import OutOfMemory, Stepped
 from specgen.kv.pages import PageAllocator
 from specgen.kv.prefix_cache import PrefixCache
@@ -85,7 +85,7 @@ def test_no_page_is_lost_and_page_0_is_nobodys(
     random_pair: Pair, device_like: Callable[[], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[PageAllocator] = []
-    monkeypatch.setattr(build, "PrefixCache", lambda *sizes: made.append(PrefixCache(*sizes)) or made[-1])
+    monkeypatch.setattr(assembly, "PrefixCache", lambda *sizes: made.append(PrefixCache(*sizes)) or made[-1])
     device_like()
     requests = random_requests(40, 128, SamplingParams(max_tokens=30), lengths=(1, 40))
     generate(random_pair, requests, max_batch_size=7, kv_memory=60_000 * 16)
@@ -145,7 +145,7 @@ def test_what_does_not_fit_alone_fails_alone(demo_pair: Pair, monkeypatch: pytes
     decode = Steps.decode
 
     def fails_for_long_texts(self: Steps, columns: Any, num_drafts: int) -> Any:
-        if int(columns.seed.positions.max()) > 120:
+        if int(columns.state.positions.max()) > 120:
             raise torch.OutOfMemoryError("planted")
         return decode(self, columns, num_drafts)
 
@@ -169,19 +169,19 @@ def test_memory_may_run_out_as_the_last_text_ends(
     text = generate(demo_pair, [request], num_spec_tokens=0).texts[request.id]
     eos = frozenset([text[5]])
     end = len(request.prompt_token_ids) + text.index(text[5])  # where the surplus step stands
-    new_sequence, decode = EngineCore._new_sequence, Steps.decode
+    new_sequence, decode = Intake.sequence, Steps.decode
 
-    def ends_early(self: EngineCore, request: Request) -> Sequence:
+    def ends_early(self: Intake, request: Request) -> Sequence:
         sequence = new_sequence(self, request)
         sequence.eos_token_ids = eos
         return sequence
 
     def fails_behind_the_end(self: Steps, columns: Any, num_drafts: int) -> Any:
-        if int(columns.seed.positions.max()) >= end:
+        if int(columns.state.positions.max()) >= end:
             raise torch.OutOfMemoryError("planted")
         return decode(self, columns, num_drafts)
 
-    monkeypatch.setattr(EngineCore, "_new_sequence", ends_early)
+    monkeypatch.setattr(Intake, "sequence", ends_early)
     monkeypatch.setattr(Steps, "decode", fails_behind_the_end)
     device_like()
     requests = [replace(request, id=name) for name in "ab"]

@@ -190,7 +190,7 @@ def test_scores_share_contexts_and_leave_texts_alone(random_pair: Pair) -> None:
         events: list[Event] = []
         config = config_of(random_pair, prefix_cache=prefix_cache)
         engine = build_engine(config, random_pair.models, events.append)
-        steps, score = engine._steps, engine._steps.score
+        steps, score = engine._passes._steps, engine._passes._steps.score
         steps.score = lambda layout, *rest, score=score: (
             passes.append(layout.num_rows),
             score(layout, *rest),

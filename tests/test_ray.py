@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 from specgen import config
 from specgen.cli import main as cli
 from specgen.config import Cluster, EngineConfig, SamplingParams, UserError
-from specgen.core.engine_core import DeviceLost
+from specgen.core.endings import DeviceLost
 from specgen.engine.engine import Engine
 from specgen.engine.request_output import RequestOutput
 from specgen.events import Event, Finished

@@ -159,22 +159,22 @@ def test_a_step_in_flight_needs_room_too_but_not_behind_the_end() -> None:
     prefill(sched)
     (only,) = sched.running
     assert (sched.reserve(), len(only.pages)) == (True, 2)
-    only.launch(1, 4)
+    only.add_in_flight(1, 4)
     assert (sched.reserve(), len(only.pages)) == (True, 3)
     only.tokens += [1] * 7
-    only.launch(1, 4)
+    only.add_in_flight(1, 4)
     assert (sched.reserve(), len(only.pages)) == (True, 4)  # 12 tokens at the end and a step
 
 
 def test_a_sequence_surely_ends_when_the_least_that_is_in_flight_fills_it() -> None:
     seq = sequence("a", 2, max_tokens=3)
-    seq.launch(1, 4)
-    seq.launch(1, 4)
-    assert not seq.surely_ends
-    seq.launch(1, 4)
-    assert seq.surely_ends
-    seq.land(1, 4)
-    assert not seq.surely_ends
+    seq.add_in_flight(1, 4)
+    seq.add_in_flight(1, 4)
+    assert not seq.will_finish
+    seq.add_in_flight(1, 4)
+    assert seq.will_finish
+    seq.remove_in_flight(1, 4)
+    assert not seq.will_finish
 
 
 def test_a_preempted_sequence_is_computed_up_to_its_newest_token() -> None:

@@ -89,11 +89,11 @@ def test_steps_are_timed_and_nothing_is_left_of_it(random_pair: Pair) -> None:
     events: list[Event] = []
     config = config_of(random_pair, num_spec_tokens=2, max_batch_size=6)
     engine = build_engine(config, random_pair.models, events.append)
-    record, length = engine.record, engine.spec_length
+    record, length = engine._journal.record, engine.spec_length
     costs = measure(engine, 6, 2)
     assert set(costs.seconds) == {(size, k) for size in (1, 2, 4, 6) for k in range(3)}
     assert all(0 < seconds < 5 for seconds in costs.seconds.values())
-    assert (engine.record, engine.spec_length, events) == (record, length, [])
+    assert (engine._journal.record, engine.spec_length, events) == (record, length, [])
     requests = random_requests(20, 128, GREEDY)
     fresh = generate(random_pair, requests, num_spec_tokens=2, max_batch_size=6)
     assert run(engine, requests) == fresh.texts
@@ -106,7 +106,7 @@ def test_a_run_captures_nothing_that_could_be_captured_before(
     config = config_of(random_pair, num_spec_tokens=2, max_batch_size=11)
     engine = build_engine(config, random_pair.models, lambda event: None)
     keys: set[tuple[Any, ...]] = set()
-    runner = engine._steps.runner
+    runner = engine._runner
     runner.sizes = StepGraphs.sizes.__get__(runner)  # type: ignore[method-assign]
     runner.step = lambda key, function: (keys.add(key), function())[1]  # type: ignore[method-assign]
     measure(engine, 11, 2)

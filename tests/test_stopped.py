@@ -17,7 +17,8 @@ import pytest
 from specgen.bundled import pair
 from specgen.cli import main as cli
 from specgen.config import EngineConfig, UserError
-from specgen.core.engine_core import DeviceLost, EngineCore
+from specgen.core.endings import DeviceLost
+from specgen.core.engine_core import EngineCore
 from specgen.core.step import Steps
 from specgen.rundir.interrupt import interruptible
 from specgen.rundir.locking import locked

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from specgen.kv.kv_cache import KVCache
 from specgen.kv.layout import Layout
+from specgen.models.layers import LayerAttention
 from specgen.ops import Rope
 
 
@@ -27,7 +28,7 @@ class Heads:
 
 @dataclass(frozen=True, kw_only=True)
 class Capabilities:
-    """What a backend can do; ``build.py`` checks it once, at start. None: no bound."""
+    """What a backend can do; the engine checks it once, at start. None: no bound."""
 
     devices: tuple[str, ...]  # torch device types
     package: str | None = None  # that is imported when it is used
@@ -75,7 +76,7 @@ class Capabilities:
 class Kernel(Protocol):
     """Attention of one layer, planned for one layout."""
 
-    def __call__(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    def __call__(self, layer: LayerAttention, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """q ``[rows, num_heads, head_dim]`` over pages ``[num_pages, page_size, num_kv_heads, head_dim]``.
 
         Row r sees the positions of its own sequence up to its own. Returns ``[rows, num_heads * head_dim]``.
@@ -87,7 +88,7 @@ class Backend(Protocol):
     """A way to compute attention over the paged cache."""
 
     name: str
-    merit: str  # why one would choose it
+    summary: str  # why one would choose it
     capabilities: Capabilities
 
     def __init__(self, device: torch.device) -> None: ...
@@ -97,16 +98,16 @@ class Backend(Protocol):
         ...
 
 
-class Keep:
-    """Cache and layout of a pass that looks at nothing: rotates the rows' keys and writes their KV."""
+class WriteKV:
+    """Cache and layout of one pass: rotates the rows' keys and writes their KV, without attention."""
 
     def __init__(self, cache: KVCache, layout: Layout, rope: Rope) -> None:
         self._cache = cache
         self._store = rope(layout)
 
-    def __call__(self, layer: int, heads: Tensor) -> Tensor:
+    def __call__(self, layer: LayerAttention, heads: Tensor) -> Tensor:
         """Heads of k and v, or of q before them, ``[rows, n, head_dim]``; returns the rotated q, if any."""
-        return self._store(heads, *self._cache.pages(layer))
+        return self._store(heads, *self._cache.pages(layer.index))
 
 
 class Attend:
@@ -115,8 +116,8 @@ class Attend:
     def __init__(self, backend: Backend, cache: KVCache, layout: Layout, rope: Rope) -> None:
         self._kernel = backend.plan(layout)
         self._cache = cache
-        self._keep = Keep(cache, layout, rope)
+        self._write_kv = WriteKV(cache, layout, rope)
 
-    def __call__(self, layer: int, qkv: Tensor) -> Tensor:
+    def __call__(self, layer: LayerAttention, qkv: Tensor) -> Tensor:
         """Heads of q, k and v ``[rows, num_heads + 2 * num_kv_heads, head_dim]``; see ``Kernel``."""
-        return self._kernel(self._keep(layer, qkv), *self._cache.pages(layer))
+        return self._kernel(layer, self._write_kv(layer, qkv), *self._cache.pages(layer.index))

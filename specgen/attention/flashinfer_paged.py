@@ -10,6 +10,7 @@ from specgen.attention import Capabilities, Kernel
 from specgen.attention.pass_lens import PassLens
 from specgen.attention.workspaces import num_sms, prefill_bytes
 from specgen.kv.layout import Layout
+from specgen.models.layers import LayerAttention
 
 Kernels = Literal["fa2", "fa3"]
 
@@ -23,6 +24,7 @@ class _Heads:
     head_dim: int
     dtype: torch.dtype
     kv_dtype: torch.dtype
+    scale: float
 
 
 class FlashInferBackend:
@@ -37,7 +39,7 @@ class FlashInferBackend:
     """
 
     name = "flashinfer"
-    merit = "paged kernels for any mix of lengths"
+    summary = "paged kernels for any mix of lengths"
     capabilities = Capabilities(
         devices=("cuda",),
         package="flashinfer",
@@ -65,13 +67,14 @@ class FlashInferBackend:
         """See ``Backend.plan``; without ``layout.host`` this waits for the device."""
         lengths = PassLens(layout)
 
-        def kernel(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        def kernel(layer: LayerAttention, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
             heads = _Heads(
                 num_heads=q.shape[1],
                 num_kv_heads=keys.shape[2],
                 head_dim=q.shape[2],
                 dtype=q.dtype,
                 kv_dtype=keys.dtype,
+                scale=layer.scale,
             )
             # target and head may share a layout but not a plan
             if self._planned != (lengths, heads):
@@ -99,6 +102,7 @@ class FlashInferBackend:
             causal=True,
             q_data_type=heads.dtype,
             kv_data_type=heads.kv_dtype,
+            sm_scale=heads.scale,
         )
         self._copied.record()
         self._planned = (lengths, heads)

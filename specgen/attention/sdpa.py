@@ -8,6 +8,7 @@ from torch import Tensor
 
 from specgen.attention import Capabilities, Kernel
 from specgen.kv.layout import Layout
+from specgen.models.layers import LayerAttention
 
 # Sequences share a dense call while padding them to the longest adds no more than this factor ...
 _PADDING = 1.25
@@ -24,7 +25,7 @@ class _Group:
     mask: Tensor  # [g, 1, q, p * page_size], 0 where the row may look, -inf elsewhere
     size: int  # g
 
-    def attend(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    def attend(self, layer: LayerAttention, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """q ``[rows, num_heads, head_dim]`` -> ``[g * q, num_heads * head_dim]``."""
         _, num_heads, head_dim = q.shape
         out = F.scaled_dot_product_attention(
@@ -32,6 +33,7 @@ class _Group:
             self._gather(keys),
             self._gather(values),
             attn_mask=self.mask.to(q.dtype),
+            scale=layer.scale,
             enable_gqa=num_heads != keys.shape[2],
         )
         return out.transpose(1, 2).reshape(-1, num_heads * head_dim)
@@ -46,7 +48,7 @@ class SdpaBackend:
     """Groups sequences of like shape, gathers their pages and calls ``scaled_dot_product_attention`` on each group."""
 
     name = "sdpa"
-    merit = "PyTorch's own attention runs everywhere"
+    summary = "PyTorch's own attention runs everywhere"
     capabilities = Capabilities(
         devices=("cpu", "cuda"), ragged_q=True, uniform_q_max=None, needs_host_lens=True, graphs=False
     )
@@ -61,10 +63,10 @@ class SdpaBackend:
         if len(groups) == 1 and isinstance(groups[0].rows, slice):
             return groups[0].attend
 
-        def attend(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        def attend(layer: LayerAttention, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
             out = q.new_empty(q.shape[0], q.shape[1] * q.shape[2])
             for group in groups:
-                out[group.rows] = group.attend(q, keys, values)
+                out[group.rows] = group.attend(layer, q, keys, values)
             return out
 
         return attend
@@ -77,7 +79,7 @@ class StaticSdpaBackend:
     """
 
     name = "sdpa-static"
-    merit = "exact, and captured in graphs"
+    summary = "exact, and captured in graphs"
     capabilities = Capabilities(
         devices=("cpu", "cuda"), ragged_q=True, uniform_q_max=None, needs_host_lens=False, graphs=True
     )

@@ -10,6 +10,7 @@ from specgen.attention.unsplit import UnsplitDecode
 from specgen.attention.workspaces import decode_workspace, num_sms
 from specgen.config import require
 from specgen.kv.layout import Layout
+from specgen.models.layers import LayerAttention
 
 _MAX_GROUP = 16  # heads a KV head
 _MAX_QUERY = 32  # rows a sequence: their mask is one word
@@ -47,7 +48,7 @@ class TrtllmBackend:
     """
 
     name = "trtllm"
-    merit = "decode kernels that need no plan on the host, so a step is one CUDA graph"
+    summary = "decode kernels that need no plan on the host, so a step is one CUDA graph"
     capabilities = Capabilities(
         devices=("cuda",),
         package="flashinfer",
@@ -92,10 +93,10 @@ class TrtllmBackend:
         mask = self._uniform_mask(layout.num_sequences, query_len) if self._xqa and query_len > 1 else None
         unsplit = self._unsplit.plan(layout)
 
-        def kernel(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        def kernel(layer: LayerAttention, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
             assert q.is_contiguous(), "XQA would misread it and say nothing"
             if mask is not None and self._fills_gpu(layout.num_sequences, query_len, q, keys):
-                return unsplit(q, keys, values)
+                return unsplit(layer, q, keys, values)
             out = decode(
                 q,
                 (keys, values),
@@ -103,7 +104,7 @@ class TrtllmBackend:
                 tables,
                 kv_lens,
                 longest,
-                bmm1_scale=q.shape[-1] ** -0.5,
+                bmm1_scale=layer.scale,
                 kv_layout="NHD",
                 q_len_per_req=query_len,
                 mask=mask,
@@ -126,7 +127,7 @@ class TrtllmBackend:
         mask = causal_mask(layout.positions - layout.starts[layout.sequences])
         outs: list[Tensor] = []
 
-        def kernel(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        def kernel(layer: LayerAttention, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
             assert q.is_contiguous(), "XQA would misread it and say nothing"
             if not outs:  # nobody's rows are not written: zeros, once a pass, keep them from becoming NaN
                 outs.append(torch.zeros_like(q))
@@ -137,7 +138,7 @@ class TrtllmBackend:
                 tables,
                 kv_lens,
                 longest,
-                bmm1_scale=q.shape[-1] ** -0.5,
+                bmm1_scale=layer.scale,
                 out=outs[0],
                 q_len_per_req=layout.max_query_len,
                 mask=mask,
@@ -153,7 +154,7 @@ class TrtllmBackend:
         tables, kv_lens, longest = _lengths(layout)
         first_rows = _offsets(layout)
 
-        def kernel(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        def kernel(layer: LayerAttention, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
             out = decode(
                 q,
                 (keys, values),
@@ -161,7 +162,7 @@ class TrtllmBackend:
                 tables,
                 kv_lens,
                 longest,
-                bmm1_scale=q.shape[-1] ** -0.5,
+                bmm1_scale=layer.scale,
                 kv_layout="NHD",
                 out=torch.zeros_like(q),
                 q_len_per_req=None,

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from specgen.attention import Kernel
 from specgen.kv.layout import Layout
+from specgen.models.layers import LayerAttention
 
 # FlashInfer takes 8 MiB for a work list, of which one entry a sequence needs 16 bytes
 _WORK_LIST = 1 << 18
@@ -40,8 +41,8 @@ class UnsplitDecode:
         this = object()
         spare = (layout.block_tables.shape[1] - 1) * layout.page_size
 
-        def kernel(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-            planned = self._plan_for(layout, q, keys)
+        def kernel(layer: LayerAttention, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+            planned = self._plan_for(layout, layer, q, keys)
             if planned.filled_by is not this:
                 planned.pages.view(layout.block_tables.shape).copy_(layout.block_tables)
                 torch.sub(layout.kv_lens, spare, out=planned.last_page_lens)
@@ -50,17 +51,17 @@ class UnsplitDecode:
 
         return kernel
 
-    def _plan_for(self, layout: Layout, q: Tensor, keys: Tensor) -> _Planned:
+    def _plan_for(self, layout: Layout, layer: LayerAttention, q: Tensor, keys: Tensor) -> _Planned:
         """The plan for passes of that shape, made once and kept: graphs read its buffers."""
-        key = (*layout.block_tables.shape, *q.shape, *keys.shape[1:], q.dtype, keys.dtype)
+        key = (*layout.block_tables.shape, *q.shape, *keys.shape[1:], q.dtype, keys.dtype, layer.scale)
         if key not in self._planned:
             assert not torch.cuda.is_current_stream_capturing(), (
                 "run a pass of this shape before it is captured"
             )
-            self._planned[key] = self._make_plan(layout, q, keys)
+            self._planned[key] = self._make_plan(layout, layer, q, keys)
         return self._planned[key]
 
-    def _make_plan(self, layout: Layout, q: Tensor, keys: Tensor) -> _Planned:
+    def _make_plan(self, layout: Layout, layer: LayerAttention, q: Tensor, keys: Tensor) -> _Planned:
         from flashinfer.prefill import BatchPrefillWithPagedKVCacheWrapper
 
         num_sequences, max_pages = layout.block_tables.shape
@@ -81,6 +82,7 @@ class UnsplitDecode:
             causal=True,
             q_data_type=q.dtype,
             kv_data_type=keys.dtype,
+            sm_scale=layer.scale,
             disable_split_kv=True,
         )
         torch.cuda.current_stream().synchronize()  # the plan's copy, before its pinned buffer can be used again

@@ -5,9 +5,8 @@ from dataclasses import dataclass
 
 from specgen.bench.device_speed import Device
 from specgen.checkpoints.checkpoint import Checkpoint
-from specgen.engine.build import Models
+from specgen.engine.loading import Models
 from specgen.events import Event, Prefilled, Stepped, Submitted, Verified
-from specgen.models.model_config import kv_bytes_per_token
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,8 +34,8 @@ class StepBytes:
             target=(_read_whole(models.checkpoints["model"]) + tied) * bytes_per_value,
             head_first=(fused + keys_values) * bytes_per_value,
             head_pass=(_read_whole(models.checkpoints["drafter"]) - fused) * bytes_per_value,
-            target_kv=kv_bytes_per_token(target, bytes_per_value),
-            head_kv=kv_bytes_per_token(head, bytes_per_value),
+            target_kv=target.kv_spec.bytes_per_token(bytes_per_value),
+            head_kv=head.kv_spec.bytes_per_token(bytes_per_value),
         )
 
     def step(self, num_spec_tokens: int, batch: int, context: float) -> float:

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from specgen.config import EngineConfig
 from specgen.core import step_costs
 from specgen.core.sequence import Request
-from specgen.engine.build import Models, kv_page_bytes
+from specgen.engine.loading import Models
+from specgen.engine.memory import kv_page_bytes
 
 _WARM_UP = 192  # positions of a sequence while an engine warms up
 

@@ -12,6 +12,7 @@ from specgen.attention import Heads
 from specgen.bench.timing import num_layers
 from specgen.device import on_device
 from specgen.kv.kv_cache import KVCache
+from specgen.kv.kv_spec import KVSpec
 from specgen.kv.layout import Layout
 
 
@@ -98,11 +99,9 @@ class Cell:
     def cache(self) -> KVCache:
         """Pages full of normal random numbers."""
         cache = KVCache(
-            num_layers=self.num_layers,
+            spec=self._spec(self.num_layers),
             num_pages=self.num_pages + 1,
             page_size=self.heads.page_size,
-            num_kv_heads=self.heads.num_kv_heads,
-            head_dim=self.heads.head_dim,
             dtype=self.heads.kv_dtype,
             device=self.device,
         )
@@ -118,7 +117,13 @@ class Cell:
 
     @property
     def _bytes_per_position(self) -> int:
-        return 2 * self.heads.num_kv_heads * self.heads.head_dim * self.heads.kv_dtype.itemsize
+        return self._spec(1).bytes_per_token(self.heads.kv_dtype.itemsize)
+
+    def _spec(self, num_layers: int) -> KVSpec:
+        heads = self.heads
+        return KVSpec(
+            num_layers=num_layers, num_planes=2, num_heads=heads.num_kv_heads, head_dim=heads.head_dim
+        )
 
     @property
     def _page_counts(self) -> list[int]:

@@ -8,7 +8,7 @@ import torch
 
 from specgen.bench.output import Row
 from specgen.config import EngineConfig
-from specgen.engine.build import Models
+from specgen.engine.loading import Models
 from specgen.rundir.provenance import versions
 
 

@@ -16,7 +16,8 @@ from specgen.bench.profile import Window
 from specgen.bench.step_table import empty_table, step_rows
 from specgen.bench.workload import make_prompts
 from specgen.config import EngineConfig, require
-from specgen.engine.build import Models, load_models, open_checkpoints, resolve
+from specgen.engine.choices import resolve
+from specgen.engine.loading import Models, load_models, open_checkpoints
 from specgen.engine.warm_engine import WarmEngine
 from specgen.events import Event, Prefilled, Stepped, Submitted, Verified
 

@@ -25,6 +25,7 @@ from specgen.bench.output import Row, Table
 from specgen.bench.timing import MOST_LAYERS, SPREAD, Call, Timing, time_layers
 from specgen.config import require
 from specgen.kv.kv_cache import KVCache
+from specgen.models.layers import LayerAttention
 
 _TIMED: dict[str, tuple[type[Backend], ...]] = {
     "cuda": (TrtllmBackend, FlashInferBackend),
@@ -180,7 +181,12 @@ def _measure_query(
 
     def planned(backend: Backend) -> Call:
         kernel = backend.plan(layout)
-        return lambda layer: kernel(q, *cache.pages(layer))
+
+        def call(index: int) -> Tensor:
+            layer = LayerAttention(index=index, scale=cell.heads.head_dim**-0.5)
+            return kernel(layer, q, *cache.pages(index))
+
+        return call
 
     timings = [
         time_layers(planned(backend), cell.num_layers, job.repeats, job.device) for backend in contest.timed

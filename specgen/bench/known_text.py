@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from itertools import zip_longest
 
 from specgen.core.sequence import Completion
-from specgen.engine.build import Models
+from specgen.engine.loading import Models
 from specgen.json_fields import load_json
 
 

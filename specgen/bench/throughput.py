@@ -28,7 +28,8 @@ from specgen.bench.workload import Prompts, make_prompts
 from specgen.config import EngineConfig, UserError, require
 from specgen.core.sequence import Request
 from specgen.engine.arms import Arm
-from specgen.engine.build import Models, load_models, open_checkpoints, resolve
+from specgen.engine.choices import resolve
+from specgen.engine.loading import Models, load_models, open_checkpoints
 from specgen.engine.warm_engine import WarmEngine
 
 _CPU_BYTES = 1 << 30  # for engines that take turns

@@ -8,8 +8,8 @@ from pathlib import Path
 from specgen.bench.matrices import RANDOM, Workload
 from specgen.config import SamplingParams, require
 from specgen.core.sequence import Request
-from specgen.engine.build import Models
 from specgen.engine.conversations import first_turns
+from specgen.engine.loading import Models
 from specgen.prompts import open_prompts
 
 

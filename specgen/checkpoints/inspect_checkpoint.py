@@ -21,7 +21,7 @@ from specgen.models import eagle3, llama
 from specgen.models.eagle3 import Eagle3Head, TensorPrefixes
 from specgen.models.fit import misfits
 from specgen.models.llama import Llama
-from specgen.models.model_config import Eagle3Config, TargetConfig, architectures, kv_bytes_per_token
+from specgen.models.model_config import Eagle3Config, TargetConfig, architectures
 from specgen.ops.reference import torch_ops
 
 _META = torch.device("meta")
@@ -58,7 +58,7 @@ class Weights:
             num_bytes=sum(count * width[name] for name, count in sizes.items()),
             num_files=len(checkpoint.files),
             dtypes=tuple(dtypes),
-            kv_bytes_per_token=kv_bytes_per_token(config, width[dtypes[0]] if dtypes else 4),
+            kv_bytes_per_token=config.kv_spec.bytes_per_token(width[dtypes[0]] if dtypes else 4),
         )
 
 

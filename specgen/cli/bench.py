@@ -140,7 +140,9 @@ def kernels(
     """
     from specgen.attention import Heads  # imports torch
     from specgen.bench.kernels import KernelJob, measure
-    from specgen.engine.build import DTYPES, choose_device, choose_dtype
+    from specgen.device import choose_device
+    from specgen.engine.choices import choose_dtype
+    from specgen.engine.loading import DTYPES
 
     place = choose_device(device)
     number_format = DTYPES[choose_dtype(dtype.value, place)]

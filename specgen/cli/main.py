@@ -22,7 +22,7 @@ from specgen.cli.bench import app as bench
 from specgen.config import Cluster, EngineConfig, SamplingParams, UserError, require, spec_tokens
 
 if TYPE_CHECKING:
-    from specgen.core.engine_core import DeviceLost
+    from specgen.core.endings import DeviceLost
     from specgen.evaluation.studies import Study
     from specgen.evaluation.study import StudyJob
     from specgen.events import Event
@@ -94,7 +94,7 @@ def main() -> None:
 
 def _is_of_the_device(error: Exception) -> bool:
     """Whether it is ``DeviceLost``, whose module loads torch: where it is not loaded nobody has raised it."""
-    core = sys.modules.get("specgen.core.engine_core")
+    core = sys.modules.get("specgen.core.endings")
     return core is not None and isinstance(error, core.DeviceLost)
 
 
@@ -170,7 +170,7 @@ def generate(
         stop=tuple(stop or ()),
         ignore_eos=ignore_eos,
     )
-    from specgen.core.engine_core import DeviceLost  # imports torch
+    from specgen.core.endings import DeviceLost  # imports torch
     from specgen.jobs.job import Job
     from specgen.jobs.shard import parse_shard
 

@@ -8,16 +8,16 @@ from torch import Tensor
 
 from specgen.config import MAX_LOGIT_BIASES
 from specgen.core.sequence import Sequence
-from specgen.decoding.drafting import Seed
+from specgen.decoding.draft_state import DraftState, StateColumn
 from specgen.decoding.sampling import SamplingBatch, SamplingForm
 from specgen.device import on_device
 
 
 @dataclass(frozen=True, kw_only=True)
 class Columns:
-    """What a step reads, and where it leaves the next step's seed. Padding rows stay as they are."""
+    """What a step reads, and where it leaves the state of the next. Padding rows stay as they are."""
 
-    seed: Seed
+    state: DraftState
     block_tables: Tensor  # [B, max_pages] int32; page 0 where a sequence has none
     sampling: SamplingBatch
     active: Tensor  # [B] bool; False in padding rows
@@ -27,16 +27,13 @@ class Columns:
         """B."""
         return self.active.shape[0]
 
-    def advance(self, seed: Seed) -> None:
-        """Put ``seed`` in place of the old one, on the device alone."""
-        old, active = self.seed, self.active
-        new = Seed(
-            tokens=torch.where(active, seed.tokens, old.tokens),
-            positions=torch.where(active, seed.positions, old.positions),
-            hidden=torch.where(active[:, None], seed.hidden, old.hidden),
-        )  # all of it before the first is overwritten: memory may be short
-        for mine, theirs in zip(_tensors(old), _tensors(new), strict=True):
-            mine.copy_(theirs)
+    def advance(self, state: DraftState) -> None:
+        """Put ``state`` in place of the old one, on the device alone."""
+        both = list(zip(self.state.tensors(), state.tensors(), strict=True))
+        # all of it before the first is overwritten: memory may be short
+        new = [torch.where(self.active.view(-1, *[1] * (old.dim() - 1)), theirs, old) for old, theirs in both]
+        for (old, _), values in zip(both, new, strict=True):
+            old.copy_(values)
 
 
 class RunningBatch:
@@ -46,7 +43,12 @@ class RunningBatch:
     """
 
     def __init__(
-        self, *, max_rows: int, table_width: int, hidden_size: int, dtype: torch.dtype, device: torch.device
+        self,
+        *,
+        max_rows: int,
+        table_width: int,
+        state_columns: tuple[StateColumn, ...],
+        device: torch.device,
     ) -> None:
         def column(dtype: torch.dtype, *shape: int) -> Tensor:
             return torch.zeros(max_rows, *shape, dtype=dtype, device=device)
@@ -55,8 +57,10 @@ class RunningBatch:
         self._num_uploaded: list[int] = []  # of each row's pages, how many are in its block table
         self._form = SamplingForm.of(())
         self._device = device
-        self._seed = Seed(
-            tokens=column(torch.int64), positions=column(torch.int64), hidden=column(dtype, hidden_size)
+        self._state = DraftState(
+            tokens=column(torch.int64),
+            positions=column(torch.int64),
+            columns=tuple(column(each.dtype, *each.shape) for each in state_columns),
         )
         self._tables = column(torch.int32, table_width)
         self._active = column(torch.bool)
@@ -77,13 +81,13 @@ class RunningBatch:
         self.sequences, self._num_uploaded = [], []
         self._num_used = len(self._active)
 
-    def join(self, sequences: Items[Sequence], seed: Seed, sampling: SamplingBatch) -> None:
-        """Add rows for ``sequences``, whose seeds and sampling parameters come in the same order."""
+    def join(self, sequences: Items[Sequence], state: DraftState, sampling: SamplingBatch) -> None:
+        """Add rows for ``sequences``, whose states and sampling parameters come in the same order."""
         first = len(self.sequences)
         rows = slice(first, first + len(sequences))
         self.sequences += sequences
         self._num_uploaded += [0] * len(sequences)
-        joining = (*_tensors(seed), *_tensors(sampling))
+        joining = (*state.tensors(), *_tensors(sampling))
         for mine, theirs in zip(self._row_values(sampling.form), joining, strict=True):
             mine[rows] = theirs
         self._active[rows] = True
@@ -112,16 +116,16 @@ class RunningBatch:
         self._upload_pages()
         rows = slice(num_rows)
         return Columns(
-            seed=self._seed.take(rows),
+            state=self._state.take(rows),
             block_tables=self._tables[rows],
             sampling=self._sampling.take(rows).shaped(self._form),
             active=self._active[rows],
         )
 
     def _make_padding(self, rows: slice) -> None:
-        for column in (*_tensors(self._seed), *_tensors(self._sampling), self._tables, self._active):
+        for column in (*self._state.tensors(), *_tensors(self._sampling), self._tables, self._active):
             column[rows] = 0
-        self._seed.positions[rows] = 1  # the head begins at the position before
+        self._state.positions[rows] = 1  # the head begins at the position before
         self._sampling.top_p[rows] = 1  # 0 would leave nothing to draw from
 
     def _upload_pages(self) -> None:
@@ -137,12 +141,12 @@ class RunningBatch:
 
     def _row_values(self, form: SamplingForm) -> tuple[Tensor, ...]:
         """What rows of ``form`` hold; behind it they have zeros."""
-        return (*_tensors(self._seed), *_tensors(self._sampling.shaped(form)))
+        return (*self._state.tensors(), *_tensors(self._sampling.shaped(form)))
 
     def _form_of_all(self) -> SamplingForm:
         return SamplingForm.of(sequence.request.sampling for sequence in self.sequences)
 
 
-def _tensors(columns: Seed | SamplingBatch) -> tuple[Tensor, ...]:
-    """The columns of either, in the order of their fields."""
+def _tensors(columns: SamplingBatch) -> tuple[Tensor, ...]:
+    """Its columns, in the order of their fields."""
     return tuple(value for value in vars(columns).values() if isinstance(value, Tensor))

@@ -69,8 +69,8 @@ class Scheduler:
         return [*self.prefilling, *self.running, *self.leaving]
 
     @property
-    def has_place(self) -> bool:
-        """Whether to draw a request: one more than there are places, so that the last ones are known as such."""
+    def wants_request(self) -> bool:
+        """Whether to pull a request: one more than the batch holds, to know whether more follow."""
         return self._num_in_hand <= self.limits.max_batch_size
 
     @property

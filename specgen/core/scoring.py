@@ -120,7 +120,7 @@ class Scorer:
             sequence.alone = True
 
     def _draw(self, source: Iterator[ScoreRequest], tallies: dict[Sequence, _Tally]) -> None:
-        while self._scheduler.has_place and (request := next(source, None)) is not None:
+        while self._scheduler.wants_request and (request := next(source, None)) is not None:
             sequence = self._sequence(request)
             tallies[sequence] = _Tally(request=request)
             self._scheduler.submit(sequence)
@@ -145,7 +145,7 @@ class Scorer:
             seed=0,
             eos_token_ids=frozenset(),
             prefix_root=b"target",  # the head's cache is left as it is
-            looked_at=request.num_context - 1,
+            first_scored_position=request.num_context - 1,
         )
         reason = self._scheduler.refusal(sequence)
         require(reason is None, f"{request.id}: {reason}")

@@ -72,9 +72,7 @@ class Sequence:
     pages: list[int] = field(default_factory=list)
     digests: list[bytes] = field(default_factory=list)  # of its pages, see ``prefix_cache``
     prefix_root: bytes = b""  # sequences share pages only with those of the same
-    looked_at: int | None = (
-        None  # the first position whose result is asked for; None: the last of the prefill
-    )
+    first_scored_position: int | None = None  # whose logits are asked for; None: the last of the prefill
     num_cached: int = 0  # positions that another sequence had computed
     num_computed: int = 0  # positions in the cache, while prefilling
     in_flight_min: int = 0  # tokens that passes whose results are not read yet will add at least ...
@@ -97,26 +95,28 @@ class Sequence:
     @property
     def num_reusable(self) -> int:
         """Leading positions that need not be computed if the cache has them."""
-        return self.num_prefill_tokens - 1 if self.looked_at is None else self.looked_at
+        return (
+            self.num_prefill_tokens - 1 if self.first_scored_position is None else self.first_scored_position
+        )
 
     @property
-    def surely_ends(self) -> bool:
-        """Whether passes that already run will end it, whatever they find."""
+    def will_finish(self) -> bool:
+        """Whether passes in flight will finish it, whatever they find."""
         return len(self.tokens) + self.in_flight_min >= self.max_length
 
     @property
-    def may_end(self) -> bool:
-        """Whether passes that already run could fill it."""
+    def may_finish(self) -> bool:
+        """Whether passes in flight could fill it."""
         return len(self.tokens) + self.in_flight_max >= self.max_length
 
-    def launch(self, at_least: int, at_most: int) -> None:
-        """A pass that adds so many tokens is on its way."""
+    def add_in_flight(self, at_least: int, at_most: int) -> None:
+        """A pass that adds so many tokens was launched."""
         self.in_flight_min += at_least
         self.in_flight_max += at_most
 
-    def land(self, at_least: int, at_most: int) -> None:
-        """The results of such a pass are here."""
-        self.launch(-at_least, -at_most)
+    def remove_in_flight(self, at_least: int, at_most: int) -> None:
+        """The results of such a pass were read."""
+        self.add_in_flight(-at_least, -at_most)
 
     def append(self, tokens: list[int], logprobs: Items[Items[float]] = ()) -> int:
         """Take ``tokens`` up to the first that ends the text or is NOT_FINITE; returns how many were taken.

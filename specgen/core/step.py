@@ -13,7 +13,8 @@ from specgen.attention import Attend, Backend
 from specgen.core.graphs import Runner
 from specgen.core.running_batch import Columns
 from specgen.core.sequence import NOT_FINITE
-from specgen.decoding.drafting import Drafter, Drafts, Outcome, Seed
+from specgen.decoding.draft_state import Drafts, DraftState, Outcome
+from specgen.decoding.drafting import Drafter
 from specgen.decoding.sampling import (
     ACCEPT,
     EMIT,
@@ -51,7 +52,7 @@ class StepResult:
     numbers: Tensor
     logprobs: Tensor | None  # of the tokens (see ``token_logprobs``), where somebody asks
     target_rows: int
-    first_pass_rows: int
+    fill_rows: int
     loop_rows: int
 
 
@@ -70,7 +71,7 @@ class Steps:
 
     def prefill(
         self, layout: Layout, token_ids: Tensor, next_tokens: Tensor, fresh: Tensor, sampling: SamplingBatch
-    ) -> tuple[Seed, StepResult]:
+    ) -> tuple[DraftState, StepResult]:
         """Put the rows of a ragged ``layout`` into the caches.
 
         ``next_tokens`` ``[rows]`` follow ``token_ids``; those behind the last rows of ``fresh`` ``[B]`` bool sequences
@@ -83,61 +84,61 @@ class Steps:
         logits = self._target.logits(hidden[last])[:, None]
         chosen = self._accept(none, logits, layout.kv_lens - 1, sampling)
         next_tokens[last] = torch.where(fresh, chosen.tokens[:, 0], next_tokens[last])
-        seed, first_pass_rows = self._drafter.observe(
-            Outcome(features=features, next_tokens=next_tokens, layout=layout, keep=layout.query_lens)
+        state, fill_rows = self._drafter.observe(
+            Outcome(
+                features=features,
+                next_tokens=next_tokens,
+                layout=layout,
+                keep=layout.query_lens,
+                all_kept=True,
+            )
         )
-        return seed, StepResult(
+        return state, StepResult(
             numbers=chosen.shown,
             logprobs=chosen.logprobs,
             target_rows=layout.num_rows,
-            first_pass_rows=first_pass_rows,
+            fill_rows=fill_rows,
             loop_rows=0,
         )
 
     def decode(self, columns: Columns, num_drafts: int) -> StepResult:
-        """One step of every row of ``columns``, with ``num_drafts`` (K) drafts each; leaves the next step's seed there.
+        """One step of every row of ``columns``, with ``num_drafts`` (K) drafts each; leaves the next state there.
 
-        Without drafts the head still takes in what the target confirms, so that any later step can draft.
+        Without drafts the head still takes in what the target accepts, so that any later step can draft.
         """
         self._clear_spoilt()
         key = ("step", columns.num_rows, num_drafts, columns.sampling.form)
         return self.runner.step(key, lambda: self._decode(columns, num_drafts))
 
     def _decode(self, columns: Columns, k: int) -> StepResult:
-        seed, tables, sampling, num_rows = (
-            columns.seed,
-            columns.block_tables,
-            columns.sampling,
-            columns.num_rows,
-        )
+        state, tables, sampling = columns.state, columns.block_tables, columns.sampling
+        num_rows = columns.num_rows
 
         def layout() -> Layout:  # anew in each piece, which must not use what another one has computed
-            return Layout.uniform(tables, seed.positions, k + 1, self._cache.page_size)
+            return Layout.uniform(tables, state.positions, k + 1, self._cache.page_size)
 
         def verify(drafts: Tensor) -> tuple[Tensor, Tensor]:
-            rows = torch.cat([seed.tokens[:, None], drafts], 1)
+            rows = torch.cat([state.tokens[:, None], drafts], 1)
             hidden, features = self._forward(rows.flatten(), layout())
             return self._target.logits(hidden).view(*rows.shape, -1), features
 
-        def observe(features: Tensor, tokens: Tensor, keep: Tensor) -> tuple[Seed, int]:
+        def observe(features: Tensor, tokens: Tensor, keep: Tensor) -> tuple[DraftState, int]:
             outcome = Outcome(features=features, next_tokens=tokens.flatten(), layout=layout(), keep=keep)
             return self._drafter.observe(outcome)
 
         piece, what = self.runner.piece, (num_rows, k, sampling.form)
-        drafts = piece(("propose", *what), lambda: self._drafter.propose(seed, k, tables, sampling))
+        drafts = piece(("propose", *what), lambda: self._drafter.propose(state, k, tables, sampling))
         logits, features = piece(("verify", *what), verify, drafts.tokens)
-        found = self._accept(drafts, logits, seed.positions, sampling)
-        next_seed, first_pass_rows = piece(
-            ("observe", *what), observe, features, found.tokens, found.accepted + 1
-        )
+        found = self._accept(drafts, logits, state.positions, sampling)
+        next_state, fill_rows = piece(("observe", *what), observe, features, found.tokens, found.accepted + 1)
         result = StepResult(
             numbers=torch.cat([drafts.tokens, found.accepted[:, None], found.shown], 1),
             logprobs=found.logprobs,
             target_rows=num_rows * (k + 1),
-            first_pass_rows=first_pass_rows,
+            fill_rows=fill_rows,
             loop_rows=num_rows * k,
         )
-        columns.advance(next_seed)  # last: a step whose numbers do not exist has not been made
+        columns.advance(next_state)  # last: a step whose numbers do not exist has not been made
         return result
 
     def clear(self, pages: Iterable[int]) -> None:

@@ -19,7 +19,6 @@ def measure(engine: EngineCore, max_batch_size: int, most: int) -> StepCosts:
     Sizes between them, which are not timed, have their graphs captured as well, so that a run captures none. Leaves
     the engine idle. Sizes for which the cache has no room are left out; ``UserError`` where not even one sequence has.
     """
-    record, length = engine.record, engine.spec_length
     powers = {1 << power for power in range(max_batch_size.bit_length())} | {max_batch_size}
     seconds: dict[tuple[int, int], float] = {}
     for size in sorted(powers):
@@ -28,7 +27,6 @@ def measure(engine: EngineCore, max_batch_size: int, most: int) -> StepCosts:
     for size in engine.sizes(max_batch_size):
         if size not in powers:
             _step_times(engine, size, most, 1)
-    engine.record, engine.spec_length = record, length
     require(
         bool(seconds),
         f"num-spec-tokens is auto, and the model's context or its cache is too short to time {most} drafts: "
@@ -55,15 +53,14 @@ def _step_times(engine: EngineCore, size: int, most: int, enough: int) -> list[l
         if isinstance(event, Stepped) and event.kind == "decode" and event.num_sequences == size:
             times[event.num_spec_tokens].append(event.seconds)
 
-    engine.record = record
     sampling = SamplingParams(max_tokens=_new_tokens(most, enough), ignore_eos=True)
     prompts = [
         Request(id=f"timed {i}", prompt_token_ids=(0,) * _PROMPT, sampling=sampling) for i in range(size)
     ]
-    finished = [refused for request in prompts if (refused := engine.submit(request)) is not None]
-    for k, found in enumerate(times):
-        engine.spec_length = FixedLength(k)
-        while len(found) < enough and not finished:
-            finished = engine.step()
-    engine.abandon()
+    with engine.rehearsal(record):
+        finished = [refused for request in prompts if (refused := engine.submit(request)) is not None]
+        for k, found in enumerate(times):
+            engine.spec_length = FixedLength(k)
+            while len(found) < enough and not finished:
+                finished = engine.step()
     return [] if finished else times

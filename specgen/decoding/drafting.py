@@ -1,8 +1,8 @@
-"""Drafting with an EAGLE3 head: what the target has confirmed goes in, K drafts a sequence come out.
+"""Drafting with a head: what the target has accepted goes in, K drafts per sequence come out.
 
 Prefill and verify end in the same ``Outcome``, so drafting has one entry. Rows follow EAGLE3 (Li et al., 2025):
 ids are shifted left by one and positions are not: the feature at p and the token at p + 1 predict the token at p + 2.
-The head has one layer, so of what was confirmed it takes in the keys and values alone; the newest row's own pass is
+The head has one layer, so of what was accepted it takes in the keys and values alone; the newest row's own pass is
 the first of the K that draft, and without drafts there is none.
 """
 
@@ -13,122 +13,30 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from specgen.attention import Attend, Backend, Keep
+from specgen.attention import Attend, Backend, WriteKV
+from specgen.decoding.draft_state import Drafts, DraftState, Outcome, StateColumn, no_drafts
+from specgen.decoding.drafter_batch import DrafterBatch, PaddedBatch
 from specgen.decoding.sampling import DRAFT, SamplingBatch, draft_probs, draw, uniform
 from specgen.kv.kv_cache import KVCache
 from specgen.kv.layout import Layout
-from specgen.models.eagle3 import Eagle3Head
-
-
-@dataclass(frozen=True, kw_only=True)
-class Outcome:
-    """What the target has just confirmed; each sequence's first ``keep[b]`` rows hold, the rest were rejected."""
-
-    features: Tensor  # [rows, num_aux * hidden_size]
-    next_tokens: Tensor  # [rows] the token after each row
-    layout: Layout
-    keep: Tensor  # [B] int64, at least 1
-
-
-@dataclass(frozen=True, kw_only=True)
-class Seed:
-    """Where drafting resumes, one row a sequence."""
-
-    tokens: Tensor  # [B] the newest token, not yet in the target's cache
-    positions: Tensor  # [B] its position
-    hidden: Tensor  # [B, hidden_size] the fused feature before it; [B, 0] without a head
-
-    def take(self, rows: Tensor | slice) -> "Seed":
-        """The sequences at ``rows``, in that order; a slice gives views."""
-        return Seed(tokens=self.tokens[rows], positions=self.positions[rows], hidden=self.hidden[rows])
-
-
-@dataclass(frozen=True, kw_only=True)
-class Drafts:
-    """K proposed tokens a sequence and, where they were sampled, the distributions they came from."""
-
-    tokens: Tensor  # [B, K] target token ids
-    probs: Tensor | None  # [B, K, V]
-
-
-def no_drafts(seed: Seed) -> Drafts:
-    """What a step of plain decoding verifies."""
-    return Drafts(tokens=seed.tokens.new_empty(len(seed.tokens), 0), probs=None)
-
-
-@dataclass(frozen=True, kw_only=True)
-class DraftInput:
-    """The rows that the head takes in."""
-
-    features: Tensor  # [rows, num_aux * hidden_size]
-    tokens: Tensor  # [rows]
-    layout: Layout
-    last: Tensor  # [B] each sequence's last confirmed row
-
-
-class DrafterBatch(Protocol):
-    """Which of an outcome's rows the head takes in."""
-
-    def prepare(self, outcome: Outcome) -> DraftInput:
-        """Both kinds give the head the same confirmed rows, so both lead to the same drafts."""
-        ...
-
-
-class PaddedBatch:
-    """All rows: uniform after a verify and never waiting for the device.
-
-    KV of rejected rows lies past the sequence's end, where it is overwritten before anything looks at it.
-    """
-
-    def prepare(self, outcome: Outcome) -> DraftInput:
-        """See ``DrafterBatch.prepare``."""
-        layout = outcome.layout
-        last = layout.first_rows + outcome.keep - 1
-        return DraftInput(features=outcome.features, tokens=outcome.next_tokens, layout=layout, last=last)
-
-
-class NonPaddedBatch:
-    """The confirmed rows alone: ragged, and the least compute; the host waits for their number."""
-
-    def prepare(self, outcome: Outcome) -> DraftInput:
-        """See ``DrafterBatch.prepare``."""
-        return _leading(outcome, int(outcome.keep.sum()))
-
-
-class PackedBatch:
-    """The confirmed rows side by side, in as many rows as ``PaddedBatch`` has: nobody waits, and nothing is saved.
-
-    Nobody's rows at the end still go through the matrices.
-    """
-
-    def prepare(self, outcome: Outcome) -> DraftInput:
-        """See ``DrafterBatch.prepare``."""
-        return _leading(outcome, outcome.layout.num_rows)
-
-
-def _leading(outcome: Outcome, num_rows: int) -> DraftInput:
-    if outcome.keep is outcome.layout.query_lens:  # a prefill: nothing was rejected
-        return PaddedBatch().prepare(outcome)
-    rows, layout = outcome.layout.leading(outcome.keep, num_rows)
-    return DraftInput(
-        features=outcome.features[rows],
-        tokens=outcome.next_tokens[rows],
-        layout=layout,
-        last=layout.ends - 1,
-    )
+from specgen.models import layers
+from specgen.ops import Rope
 
 
 class Drafter(Protocol):
     """What the engine needs of a drafter."""
 
     aux_layers: tuple[int, ...]  # whose inputs make the target's features
+    state_columns: tuple[StateColumn, ...]  # of ``DraftState.columns``
 
-    def observe(self, outcome: Outcome) -> tuple[Seed, int]:
-        """Take in what the target confirmed; also says how many rows that took."""
+    def observe(self, outcome: Outcome) -> tuple[DraftState, int]:
+        """Take in what the target accepted; also says how many rows that took."""
         ...
 
-    def propose(self, seed: Seed, num_drafts: int, block_tables: Tensor, sampling: SamplingBatch) -> Drafts:
-        """``num_drafts`` (K) drafts a sequence; may write KV at the K positions from ``seed.positions - 1`` on."""
+    def propose(
+        self, state: DraftState, num_drafts: int, block_tables: Tensor, sampling: SamplingBatch
+    ) -> Drafts:
+        """``num_drafts`` (K) drafts a sequence; may write KV at the K positions from ``state.positions - 1`` on."""
         ...
 
     def clear(self, pages: Tensor) -> None:
@@ -140,19 +48,19 @@ class NoDrafter:
     """Plain decoding: no drafts, and nothing to remember but the newest token."""
 
     aux_layers: tuple[int, ...] = ()
+    state_columns: tuple[StateColumn, ...] = ()
 
-    def observe(self, outcome: Outcome) -> tuple[Seed, int]:
-        """See ``Drafter.observe``."""
-        given = PaddedBatch().prepare(outcome)
-        return _seed(given, given.features), 0
+    def observe(self, outcome: Outcome) -> tuple[DraftState, int]:
+        return PaddedBatch().prepare(outcome).state(), 0
 
-    def propose(self, seed: Seed, num_drafts: int, block_tables: Tensor, sampling: SamplingBatch) -> Drafts:
-        """See ``Drafter.propose``."""
+    def propose(
+        self, state: DraftState, num_drafts: int, block_tables: Tensor, sampling: SamplingBatch
+    ) -> Drafts:
         assert num_drafts == 0
-        return no_drafts(seed)
+        return no_drafts(state)
 
     def clear(self, pages: Tensor) -> None:
-        """See ``Drafter.clear``; there is none."""
+        pass
 
 
 class DraftChoice(Protocol):
@@ -174,7 +82,6 @@ class GreedyDrafts:
     def choose(
         self, logits: Tensor, positions: Tensor, sampling: SamplingBatch
     ) -> tuple[Tensor, Tensor | None]:
-        """See ``DraftChoice.choose``."""
         return self.argmax(logits), None
 
 
@@ -184,25 +91,64 @@ class SampledDrafts:
     def choose(
         self, logits: Tensor, positions: Tensor, sampling: SamplingBatch
     ) -> tuple[Tensor, Tensor | None]:
-        """See ``DraftChoice.choose``."""
         probs = draft_probs(logits[:, None], logits.argmax(-1)[:, None], sampling).squeeze(1)
         return draw(probs, uniform(sampling.seeds, positions, DRAFT)), probs
 
 
-class Eagle3Drafter:
-    """An EAGLE3 head over its own one-layer cache; pages are shared with the target."""
+class Head(Protocol):
+    """What a drafter needs of a head: ``R`` rows go in as token ids and the hidden states before them."""
+
+    @property
+    def aux_layers(self) -> tuple[int, ...]:
+        """The target's layers whose inputs it fuses."""
+        ...
+
+    @property
+    def hidden_size(self) -> int:
+        """Of its hidden states."""
+        ...
+
+    @property
+    def draft_to_target(self) -> Tensor:
+        """The target's id of each draft id, ``[Vd]`` int64."""
+        ...
+
+    @property
+    def rope(self) -> Rope: ...
+
+    def fuse(self, features: Tensor) -> Tensor:
+        """The target's features ``[R, num_aux * Ht]`` as hidden states ``[R, H]``."""
+        ...
+
+    def write_kv(self, token_ids: Tensor, hidden: Tensor, write_kv: layers.WriteKV) -> None:
+        """Store what later rows attend to of rows that were accepted."""
+        ...
+
+    def forward(self, token_ids: Tensor, hidden: Tensor, attend: layers.Attend) -> Tensor:
+        """One pass; returns the hidden states ``[R, H]`` that ``logits`` reads and the next pass is fed."""
+        ...
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Over the draft vocabulary, ``[R, Vd]``."""
+        ...
+
+
+class HeadDrafter:
+    """A head over a cache of its own; pages are shared with the target. Its state is the fused feature, ``[B, H]``."""
 
     def __init__(
         self,
         *,
-        head: Eagle3Head,
+        head: Head,
         cache: KVCache,
         backend: Backend,
         batch: DrafterBatch,
         choice: DraftChoice,
         target_vocab_size: int,
+        dtype: torch.dtype,
     ) -> None:
-        self.aux_layers = head.config.aux_layers
+        self.aux_layers = head.aux_layers
+        self.state_columns: tuple[StateColumn, ...] = (StateColumn(shape=(head.hidden_size,), dtype=dtype),)
         self._head = head
         self._cache = cache
         self._backend = backend
@@ -210,18 +156,20 @@ class Eagle3Drafter:
         self._choice = choice
         self._target_vocab_size = target_vocab_size
 
-    def observe(self, outcome: Outcome) -> tuple[Seed, int]:
-        """Keys and values of the confirmed rows into the cache. See ``Drafter.observe``."""
+    def observe(self, outcome: Outcome) -> tuple[DraftState, int]:
+        """Keys and values of the accepted rows into the cache."""
         given = self._batch.prepare(outcome)
         hidden = self._head.fuse(given.features)
-        self._head.remember(given.tokens, hidden, Keep(self._cache, given.layout, self._head.rope))
-        return _seed(given, hidden), given.layout.num_rows
+        self._head.write_kv(given.tokens, hidden, WriteKV(self._cache, given.layout, self._head.rope))
+        return given.state(hidden), given.layout.num_rows
 
-    def propose(self, seed: Seed, num_drafts: int, block_tables: Tensor, sampling: SamplingBatch) -> Drafts:
-        """K passes of one row a sequence, all but the first fed the head's own state. See ``Drafter.propose``."""
+    def propose(
+        self, state: DraftState, num_drafts: int, block_tables: Tensor, sampling: SamplingBatch
+    ) -> Drafts:
+        """K passes of one row per sequence, all but the first fed the head's own hidden state."""
         if num_drafts == 0:
-            return no_drafts(seed)
-        ids, hidden, positions = seed.tokens, seed.hidden, seed.positions - 1
+            return no_drafts(state)
+        ids, (hidden,), positions = state.tokens, state.columns, state.positions - 1
         steps = []
         for _ in range(num_drafts):
             layout = Layout.uniform(block_tables, positions, 1, self._cache.page_size)
@@ -235,7 +183,6 @@ class Eagle3Drafter:
         return Drafts(tokens=tokens, probs=torch.stack(sampled, 1) if sampled else None)
 
     def clear(self, pages: Tensor) -> None:
-        """See ``Drafter.clear``."""
         self._cache.clear(pages)
 
     def _choose(
@@ -248,11 +195,3 @@ class Eagle3Drafter:
         """Probabilities over the draft vocabulary ``[B, Vd]``, laid out over the target's ``[B, V]``."""
         full = probs.new_zeros(probs.shape[0], self._target_vocab_size)
         return full.index_copy_(1, self._head.draft_to_target, probs)
-
-
-def _seed(given: DraftInput, hidden: Tensor) -> Seed:
-    return Seed(
-        tokens=given.tokens[given.last],
-        positions=given.layout.positions[given.last] + 1,
-        hidden=hidden[given.last],
-    )

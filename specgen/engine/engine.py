@@ -5,10 +5,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 
 from specgen.config import EngineConfig, SamplingParams, require
-from specgen.core.engine_core import DeviceLost, until_done
+from specgen.core.endings import DeviceLost
+from specgen.core.engine_core import never_stop
 from specgen.core.sequence import Completion
-from specgen.engine.build import DRAWN, Models, build_engine, load_models, open_checkpoints, resolve
+from specgen.engine.build import build_engine
+from specgen.engine.choices import resolve
 from specgen.engine.conversations import Conversations
+from specgen.engine.loading import Models, load_models, open_checkpoints
+from specgen.engine.memory import DRAWN
 from specgen.engine.request_output import RequestOutput
 from specgen.events import Event, Submitted, Verified
 from specgen.prompts import Prompt, Rejected
@@ -62,7 +66,7 @@ class Engine:
         *,
         earlier: Mapping[str, str] = _NONE,
         lost: Mapping[str, Sequence[str]] = _NONE,
-        until: Callable[[], bool] = until_done,
+        until: Callable[[], bool] = never_stop,
     ) -> Iterator[RequestOutput]:
         """Yield an output for every turn of every prompt as they finish, in no fixed order.
 

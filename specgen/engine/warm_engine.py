@@ -10,7 +10,8 @@ from specgen.core.graphs import Runner
 from specgen.core.sequence import Completion, Request
 from specgen.decoding.sampling import most_demanding
 from specgen.device import settle
-from specgen.engine.build import Models, build_engine
+from specgen.engine.build import build_engine
+from specgen.engine.loading import Models
 from specgen.events import Event
 
 

@@ -9,8 +9,9 @@ from specgen.checkpoints.checkpoint import fingerprint
 from specgen.config import EngineConfig, SamplingParams, require
 from specgen.core.sequence import Completion, Request
 from specgen.engine.arms import DECODING, Arm
-from specgen.engine.build import Models, load_models, open_checkpoints, resolve
+from specgen.engine.choices import resolve
 from specgen.engine.conversations import first_turns
+from specgen.engine.loading import Models, load_models, open_checkpoints
 from specgen.engine.warm_engine import WarmEngine
 from specgen.evaluation.divergence import Divergence
 from specgen.evaluation.judge import judge

@@ -7,7 +7,9 @@ from torch import Tensor
 
 from specgen.attention import Attend
 from specgen.config import EngineConfig
-from specgen.engine.build import BACKENDS, Models, new_cache
+from specgen.engine.assembly import new_cache
+from specgen.engine.choices import BACKENDS
+from specgen.engine.loading import Models
 from specgen.evaluation.divergence import Target
 from specgen.kv.layout import Layout
 from specgen.kv.pages import PageAllocator

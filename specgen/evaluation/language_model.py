@@ -21,7 +21,7 @@ from specgen.core.engine_core import EngineCore
 from specgen.core.scoring import Scored, ScoreRequest
 from specgen.core.sequence import Completion, Request
 from specgen.decoding.sampling import most_demanding
-from specgen.engine.build import Models
+from specgen.engine.loading import Models
 from specgen.evaluation.samples import Written
 from specgen.rundir.results import RunDirectory
 from specgen.text.tokenizer import Message, StopStrings

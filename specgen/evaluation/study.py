@@ -16,7 +16,9 @@ from specgen.config import EngineConfig, SamplingParams
 from specgen.core.engine_core import EngineCore
 from specgen.display import draft_length, from_here
 from specgen.engine.arms import Arm
-from specgen.engine.build import Models, build_engine, load_models, open_checkpoints, resolve
+from specgen.engine.build import build_engine
+from specgen.engine.choices import resolve
+from specgen.engine.loading import Models, load_models, open_checkpoints
 from specgen.evaluation import study_html
 from specgen.evaluation.compare import Comparison, compare, reference_of
 from specgen.evaluation.judge import judge

@@ -7,7 +7,8 @@ from typing import Any, Literal
 from specgen.checkpoints.checkpoint import fingerprint
 from specgen.config import Cluster, EngineConfig, SamplingParams, require
 from specgen.display import draft_length, from_here
-from specgen.engine.build import Checkpoints, choose_attention, described
+from specgen.engine.choices import choose_attention
+from specgen.engine.loading import Checkpoints, described
 from specgen.jobs.shard import WHOLE, Shard
 from specgen.jobs.survey import Survey
 from specgen.prompts.load import STDIN

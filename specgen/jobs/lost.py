@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 
-from specgen.core.engine_core import DeviceLost
+from specgen.core.endings import DeviceLost
 from specgen.rundir.atomic import write_text
 
 _NAME = "lost.jsonl"

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from specgen.config import Cluster, EngineConfig, SamplingParams, UserError, require
-from specgen.engine.build import DRAWN
+from specgen.engine.memory import DRAWN
 from specgen.engine.request_output import RequestOutput
 from specgen.events import Event
 from specgen.prompts import Prompt, Rejected

@@ -5,10 +5,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from specgen.config import EngineConfig, require
-from specgen.core.engine_core import DeviceLost, until_done
+from specgen.core.endings import DeviceLost
+from specgen.core.engine_core import never_stop
 from specgen.decoding.sampling import most_demanding
-from specgen.engine.build import Checkpoints, Models, load_models, open_checkpoints, resolve
+from specgen.engine.choices import resolve
 from specgen.engine.engine import Engine
+from specgen.engine.loading import Checkpoints, Models, load_models, open_checkpoints
 from specgen.engine.request_output import RequestOutput
 from specgen.events import Event
 from specgen.jobs.job import Job, job_manifest
@@ -31,7 +33,7 @@ class TooManyFailuresError(Exception):
     """More requests failed than the user lets pass; the text is one line for the user."""
 
 
-def run(job: Job, output: Path | None, progress: Progress, until: Callable[[], bool] = until_done) -> Result:
+def run(job: Job, output: Path | None, progress: Progress, until: Callable[[], bool] = never_stop) -> Result:
     """Run ``job``, or what an earlier run has left of it, and leave its files in ``output``, or nowhere if None.
 
     ``until`` is asked between steps; once it is true the run ends with ``StoppedError``, and beyond

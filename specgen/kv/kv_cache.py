@@ -6,32 +6,32 @@ import mmap
 import torch
 from torch import Tensor
 
+from specgen.kv.kv_spec import KVSpec
+
 
 class KVCache:
-    """Keys and values of ``num_layers`` layers, in pages shared by all of them.
+    """What ``spec`` describes, in ``num_pages`` pages shared by all layers.
 
-    Storage is ``[num_layers, 2, num_pages, page_size, num_kv_heads, head_dim]``. Target and drafter have one each
-    and use the same page numbers, so a sequence has one block table.
+    Storage is ``[num_layers, num_planes, num_pages, page_size, num_heads, head_dim]``. Target and drafter have one
+    each and use the same page numbers, so a sequence has one block table.
     """
 
     def __init__(
         self,
         *,
-        num_layers: int,
+        spec: KVSpec,
         num_pages: int,
         page_size: int,
-        num_kv_heads: int,
-        head_dim: int,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        shape = (num_layers, 2, num_pages, page_size, num_kv_heads, head_dim)
+        shape = (spec.num_layers, spec.num_planes, num_pages, page_size, spec.num_heads, spec.head_dim)
         self.page_size = page_size
         self._storage = _zeros(shape, dtype, device)
-        self._layers = [(layer[0], layer[1]) for layer in self._storage]
+        self._layers = [tuple(layer) for layer in self._storage]
 
-    def pages(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of one layer, each ``[num_pages, page_size, num_kv_heads, head_dim]``."""
+    def pages(self, layer: int) -> tuple[Tensor, ...]:
+        """The planes of one layer, each ``[num_pages, page_size, num_heads, head_dim]``."""
         return self._layers[layer]
 
     def clear(self, pages: Tensor) -> None:

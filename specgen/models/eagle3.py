@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from specgen.config import UserError, require
-from specgen.models.layers import MLP, Attend, Attention, Keep, KeysValues, inverse_frequencies
+from specgen.models.layers import MLP, Attend, Attention, KeysValues, WriteKV, inverse_frequencies
 from specgen.models.model_config import Eagle3Config
 from specgen.models.weights import Take
 from specgen.ops import Map, Norm, Ops, Pair, Rope
@@ -97,7 +97,7 @@ class Eagle3Head:
             inputs=ops.embed_beside(
                 table, vector(layer + "input_layernorm.weight"), vector(layer + "hidden_norm.weight"), eps
             ),
-            attention=Attention.build(config, 2 * hidden, layer, take, ops),
+            attention=Attention.build(config, 0, 2 * hidden, layer, take, ops),
             keys_values=KeysValues.build(config, 2 * hidden, layer, take, ops),
             post_norm=ops.rms_norm(vector(layer + "post_attention_layernorm.weight"), eps),
             mlp=MLP.build(config, layer, take, ops),
@@ -108,6 +108,15 @@ class Eagle3Head:
             rope=ops.rope(inverse_frequencies(config.rope, config.head_dim, draft_to_target.device)),
         )
 
+    @property
+    def aux_layers(self) -> tuple[int, ...]:
+        """The target's layers whose inputs it fuses."""
+        return self.config.aux_layers
+
+    @property
+    def hidden_size(self) -> int:
+        return self.config.hidden_size
+
     def fuse(self, features: Tensor) -> Tensor:
         """The target's features [rows, aux layers * Ht] as hidden states that a pass can be fed, [rows, H]."""
         if self.feature_norm is not None:
@@ -115,12 +124,12 @@ class Eagle3Head:
             features = self.feature_norm(parts).flatten(1)
         return self.fc(features)
 
-    def remember(self, token_ids: Tensor, hidden: Tensor, keep: Keep) -> None:
-        """Keep what later rows look at of rows that ``forward`` could be given: their keys and values.
+    def write_kv(self, token_ids: Tensor, hidden: Tensor, write_kv: WriteKV) -> None:
+        """Store the keys and values of rows that ``forward`` could be given, without their attention.
 
-        With one layer nothing else of a row reaches another one, so this is all that a confirmed row must leave.
+        With one layer nothing else of a row reaches another one, so this is all that an accepted row must leave.
         """
-        self.keys_values(self.inputs(token_ids, hidden), 0, keep)
+        self.keys_values(self.inputs(token_ids, hidden), self.attention.layer, write_kv)
 
     def forward(self, token_ids: Tensor, hidden: Tensor, attend: Attend) -> Tensor:
         """One pass over ``token_ids`` [rows] with ``hidden`` [rows, H], the states of the tokens before them.
@@ -129,7 +138,7 @@ class Eagle3Head:
         """
         inputs = self.inputs(token_ids, hidden)
         stream = inputs[:, self.config.hidden_size :] if self.config.norm_before_residual else hidden
-        stream, normed = self.post_norm.add(stream, self.attention(inputs, 0, attend))
+        stream, normed = self.post_norm.add(stream, self.attention(inputs, attend))
         stream, normed = self.norm.add(stream, self.mlp(normed))
         return normed if self.config.norm_output else stream
 

@@ -12,6 +12,14 @@ from specgen.models.weights import Take
 from specgen.ops import Map, Norm, Ops
 
 
+@dataclass(frozen=True, kw_only=True)
+class LayerAttention:
+    """What a layer says of its own attention; whoever computes it learns of the layer by nothing else."""
+
+    index: int  # of its keys and values in the model's cache
+    scale: float  # of the products of queries and keys
+
+
 class Attend(Protocol):
     """Attention over the sequences of one pass: rotates q and k, stores k and v, attends to all that is stored.
 
@@ -19,16 +27,16 @@ class Attend(Protocol):
     All that a model sees of positions, attention, cache and batching.
     """
 
-    def __call__(self, layer: int, qkv: Tensor) -> Tensor: ...
+    def __call__(self, layer: LayerAttention, qkv: Tensor) -> Tensor: ...
 
 
-class Keep(Protocol):
-    """Stores keys and values of the rows of one pass, the keys rotated: what ``Attend`` does without a look at them.
+class WriteKV(Protocol):
+    """Stores keys and values of the rows of one pass, the keys rotated: ``Attend`` without the attention.
 
     ``heads`` are [rows, 2 * Hkv, D], those of k and v in that order.
     """
 
-    def __call__(self, layer: int, heads: Tensor) -> object: ...
+    def __call__(self, layer: LayerAttention, heads: Tensor) -> object: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,12 +48,13 @@ class Attention:
     qk_norm: Norm | None  # over [rows, Hq + Hkv, D]
     num_heads: int
     num_kv_heads: int
+    layer: LayerAttention
 
     @classmethod
     def build(
-        cls, config: TargetConfig | Eagle3Config, width: int, prefix: str, take: Take, ops: Ops
+        cls, config: TargetConfig | Eagle3Config, index: int, width: int, prefix: str, take: Take, ops: Ops
     ) -> "Attention":
-        """Take ``{prefix}self_attn.*``, whose q, k and v read rows that are ``width`` wide."""
+        """Take ``{prefix}self_attn.*`` of the ``index``-th layer, whose q, k and v read rows ``width`` wide."""
         prefix += "self_attn."
         q_rows, kv_rows = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         rows = {"q_proj": q_rows, "k_proj": kv_rows, "v_proj": kv_rows}
@@ -57,15 +66,16 @@ class Attention:
             qk_norm=_qk_norm(config, prefix, take, ops) if config.qk_norm else None,
             num_heads=config.num_heads,
             num_kv_heads=config.num_kv_heads,
+            layer=LayerAttention(index=index, scale=config.head_dim**-0.5),
         )
 
-    def __call__(self, x: Tensor, layer: int, attend: Attend) -> Tensor:
+    def __call__(self, x: Tensor, attend: Attend) -> Tensor:
         """Project, attend, project back: [rows, width] -> [parts, rows, H]; see ``Ops.linear_parts``."""
         num_qk = self.num_heads + self.num_kv_heads
         heads = self.qkv(x).view(x.shape[0], num_qk + self.num_kv_heads, -1)
         if self.qk_norm is not None:
             heads = torch.cat((self.qk_norm(heads[:, :num_qk]), heads[:, num_qk:]), 1)
-        return self.out(attend(layer, heads))
+        return self.out(attend(self.layer, heads))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,13 +98,13 @@ class KeysValues:
             norm = ops.rms_norm(k_norm.repeat(config.num_kv_heads, 1), config.rms_norm_eps)
         return cls(kv=ops.linear(kv), k_norm=norm, num_kv_heads=config.num_kv_heads)
 
-    def __call__(self, x: Tensor, layer: int, keep: Keep) -> None:
-        """Project [rows, width] and keep what comes of it."""
+    def __call__(self, x: Tensor, layer: LayerAttention, write_kv: WriteKV) -> None:
+        """Project [rows, width] and store the result as the keys and values of ``layer``."""
         heads = self.kv(x).view(x.shape[0], 2 * self.num_kv_heads, -1)
         if self.k_norm is not None:
             keys, values = heads.chunk(2, 1)
             heads = torch.cat((self.k_norm(keys), values), 1)
-        keep(layer, heads)
+        write_kv(layer, heads)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,7 +27,7 @@ class DecoderLayer:
         prefix, hidden, eps = f"model.layers.{index}.", (config.hidden_size,), config.rms_norm_eps
         return cls(
             input_norm=ops.rms_norm(take(prefix + "input_layernorm.weight", hidden), eps),
-            attention=Attention.build(config, config.hidden_size, prefix, take, ops),
+            attention=Attention.build(config, index, config.hidden_size, prefix, take, ops),
             post_norm=ops.rms_norm(take(prefix + "post_attention_layernorm.weight", hidden), eps),
             mlp=MLP.build(config, prefix, take, ops),
         )
@@ -82,7 +82,7 @@ class Llama:
         inputs = {0: stream} if 0 in aux_layers else {}  # no other stream outlives its layer
         next_norms = [layer.input_norm for layer in self.layers[1:]] + [self.norm]
         for index, (layer, next_norm) in enumerate(zip(self.layers, next_norms, strict=True)):
-            stream, normed = layer.post_norm.add(stream, layer.attention(normed, index, attend))
+            stream, normed = layer.post_norm.add(stream, layer.attention(normed, attend))
             stream, normed = next_norm.add(stream, layer.mlp(normed))
             if index + 1 in aux_layers:
                 inputs[index + 1] = stream

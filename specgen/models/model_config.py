@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from specgen.config import require, shown
+from specgen.kv.kv_spec import KVSpec
 
 _FAMILIES = {"LlamaForCausalLM": False, "Qwen3ForCausalLM": True}  # architecture -> has q/k norms
 _AUX_KEY = "eagle_aux_hidden_state_layer_ids"
@@ -73,6 +74,11 @@ class TargetConfig:
     dtype: str  # that the config names for the weights
     eos_token_ids: tuple[int, ...]
 
+    @property
+    def kv_spec(self) -> KVSpec:
+        """What its cache stores."""
+        return _keys_and_values(self)
+
     @classmethod
     def from_hf(cls, config: Raw) -> "TargetConfig":
         """Read a ``config.json``; ``UserError`` names the first thing in it that is not supported."""
@@ -135,6 +141,11 @@ class Eagle3Config:
         )
 
     @property
+    def kv_spec(self) -> KVSpec:
+        """What its cache stores."""
+        return _keys_and_values(self)
+
+    @property
     def num_features(self) -> int:
         """How many of the target's hidden states are fused; three by default."""
         return len(self.aux_layers) or 3
@@ -184,9 +195,11 @@ def architectures(config: Raw) -> tuple[str, ...]:
     return tuple(map(str, _items(config, "architectures")))
 
 
-def kv_bytes_per_token(config: TargetConfig | Eagle3Config, bytes_per_value: int) -> int:
-    """Bytes of keys and values that one position takes in the cache."""
-    return 2 * config.num_layers * config.num_kv_heads * config.head_dim * bytes_per_value
+def _keys_and_values(config: TargetConfig | Eagle3Config) -> KVSpec:
+    """Of grouped-query attention."""
+    return KVSpec(
+        num_layers=config.num_layers, num_planes=2, num_heads=config.num_kv_heads, head_dim=config.head_dim
+    )
 
 
 def _aux_layers(top: object, nested: object, num_layers: int | None) -> tuple[tuple[int, ...], str]:

@@ -1,0 +1,90 @@
+"""The engine's passes: a prefill and a decode step, launched from host state and read later."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from specgen.core.packing import chunk_layout, chunk_tokens
+from specgen.core.running_batch import RunningBatch
+from specgen.core.scheduler import Chunk, Scheduler
+from specgen.core.sequence import Sequence
+from specgen.core.step import StepResult, Steps
+from specgen.decoding.sampling import SamplingBatch
+from specgen.device import HostCopy, on_device
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pass:
+    """A pass that was launched and whose numbers are not read yet."""
+
+    kind: Literal["prefill", "decode"]
+    sequences: list[tuple[Sequence, int | None]]  # and the row of the numbers that holds tokens for it
+    num_sequences: int
+    num_drafts: int  # per sequence
+    result: StepResult
+    numbers: HostCopy
+    logprobs: HostCopy | None
+    launched: float  # seconds, see ``Journal.now``
+
+
+class Passes:
+    """Launches passes over ``batch`` for what ``scheduler`` says; nothing here waits for the device.
+
+    What raises here leaves the running batch in a state that nobody knows: see ``RunningBatch.reset``.
+    """
+
+    def __init__(
+        self, *, steps: Steps, batch: RunningBatch, scheduler: Scheduler, device: torch.device
+    ) -> None:
+        self._steps = steps
+        self._batch = batch
+        self._scheduler = scheduler
+        self._device = device
+
+    def prefill(self, chunks: list[Chunk], launched: float) -> Pass:
+        """Compute ``chunks``; sequences whose prompt is complete join the running batch."""
+        sampling = SamplingBatch.of(
+            [chunk.sequence.request.sampling for chunk in chunks],
+            [chunk.sequence.seed for chunk in chunks],
+            self._device,
+        )
+        complete = [i for i, chunk in enumerate(chunks) if chunk.last]
+        fresh = [chunk.last and not chunk.sequence.num_output_tokens for chunk in chunks]
+        state, result = self._steps.prefill(
+            chunk_layout(chunks, self._scheduler.page_size, self._device),
+            chunk_tokens(chunks, self._device, shift=0),
+            chunk_tokens(chunks, self._device, shift=1),
+            on_device(fresh, self._device, torch.bool),
+            sampling,
+        )
+        rows = on_device(complete, self._device)
+        self._batch.arrange(self._scheduler.running)
+        self._batch.join([chunks[i].sequence for i in complete], state.take(rows), sampling.take(rows))
+        return Pass(
+            kind="prefill",
+            sequences=[(chunks[i].sequence, i if fresh[i] else None) for i in complete],
+            num_sequences=len(chunks),
+            num_drafts=0,
+            result=result,
+            numbers=HostCopy(result.numbers),
+            logprobs=None if result.logprobs is None else HostCopy(result.logprobs),
+            launched=launched,
+        )
+
+    def decode(self, num_drafts: int, launched: float) -> Pass:
+        """One step of all running sequences, with ``num_drafts`` drafts each."""
+        running = self._scheduler.running
+        self._batch.arrange(running)
+        columns = self._batch.columns(self._steps.runner.num_rows(len(running)))
+        result = self._steps.decode(columns, num_drafts)
+        return Pass(
+            kind="decode",
+            sequences=[(sequence, row) for row, sequence in enumerate(running)],
+            num_sequences=len(running),
+            num_drafts=num_drafts,
+            result=result,
+            numbers=HostCopy(result.numbers),
+            logprobs=None if result.logprobs is None else HostCopy(result.logprobs),
+            launched=launched,
+        )

@@ -1,0 +1,98 @@
+"""An engine put together: caches, drafter, running batch and scheduler over loaded models."""
+
+from collections.abc import Callable
+
+import torch
+
+from specgen.attention import Backend
+from specgen.config import EngineConfig
+from specgen.core.engine_core import EngineCore
+from specgen.core.graphs import Runner
+from specgen.core.limits import Limits
+from specgen.core.running_batch import RunningBatch
+from specgen.core.scheduler import Scheduler
+from specgen.core.spec_length import FixedLength
+from specgen.core.step import Steps
+from specgen.decoding.drafter_batch import NonPaddedBatch, PackedBatch, PaddedBatch
+from specgen.decoding.drafting import (
+    Drafter,
+    GreedyDrafts,
+    HeadDrafter,
+    NoDrafter,
+    SampledDrafts,
+)
+from specgen.engine.choices import BACKENDS
+from specgen.engine.loading import DTYPES, Models
+from specgen.events import Event
+from specgen.kv.kv_cache import KVCache
+from specgen.kv.pages import PageAllocator
+from specgen.kv.prefix_cache import PrefixCache
+from specgen.models.model_config import Eagle3Config, TargetConfig
+from specgen.text.tokenizer import StopStrings
+
+
+def assemble(
+    config: EngineConfig, models: Models, num_pages: int, runner: Runner, record: Callable[[Event], None]
+) -> EngineCore:
+    """An engine of a resolved ``config`` whose cache has ``num_pages`` pages; see ``build.build_engine``."""
+    backend = BACKENDS[config.attention](models.target.device)
+    allocator = (PrefixCache if config.prefix_cache else PageAllocator)(num_pages, config.page_size)
+    target, step_rows = models.target, config.num_spec_tokens + 1
+    # the last steps of a text may run past its end, and past the pages it has
+    longest = min(target.config.max_positions, num_pages * config.page_size) + 3 * step_rows
+    drafter = _drafter(config, models, backend, allocator)
+    return EngineCore(
+        config=target.config,
+        steps=Steps(
+            target=target,
+            cache=new_cache(config, target.config, allocator, target.device),
+            backend=backend,
+            drafter=drafter,
+            runner=runner,
+        ),
+        batch=RunningBatch(
+            max_rows=runner.num_rows(config.max_batch_size),
+            table_width=allocator.pages_for(longest),
+            state_columns=drafter.state_columns,
+            device=target.device,
+        ),
+        scheduler=Scheduler(
+            allocator=allocator,
+            limits=Limits(max_batch_size=config.max_batch_size, max_prefill_tokens=config.max_prefill_tokens),
+            num_spec_tokens=config.num_spec_tokens,
+        ),
+        spec_length=FixedLength(config.num_spec_tokens),
+        lookahead=0 if backend.capabilities.needs_host_lens else 1,
+        device=target.device,
+        stop_finder=lambda stops: StopStrings(models.tokenizer, stops),
+        record=record,
+    )
+
+
+def new_cache(
+    config: EngineConfig, model: TargetConfig | Eagle3Config, allocator: PageAllocator, device: torch.device
+) -> KVCache:
+    """A cache for ``model`` with as many pages as ``allocator`` gives out."""
+    return KVCache(
+        spec=model.kv_spec,
+        num_pages=allocator.num_pages + 1,  # page 0 belongs to nobody
+        page_size=allocator.page_size,
+        dtype=DTYPES[config.dtype],
+        device=device,
+    )
+
+
+def _drafter(config: EngineConfig, models: Models, backend: Backend, allocator: PageAllocator) -> Drafter:
+    if config.num_spec_tokens == 0:
+        return NoDrafter()
+    assert models.head is not None
+    non_padded = NonPaddedBatch() if backend.capabilities.needs_host_lens else PackedBatch()
+    return HeadDrafter(
+        head=models.head,
+        cache=new_cache(config, models.head.config, allocator, models.target.device),
+        backend=backend,
+        batch=PaddedBatch() if config.drafter_batch == "padded" else non_padded,
+        choice=GreedyDrafts(models.head.argmax) if config.draft_sampling == "greedy" else SampledDrafts(),
+        target_vocab_size=models.target.config.vocab_size,
+        dtype=models.target.dtype,
+    )

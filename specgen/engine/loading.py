@@ -1,0 +1,62 @@
+"""A model pair in memory: its checkpoints opened once, its weights and tokenizer loaded."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from specgen.checkpoints.checkpoint import Checkpoint, load_drafter, load_target, open_checkpoint
+from specgen.config import EngineConfig
+from specgen.device import use
+from specgen.display import from_here
+from specgen.models.eagle3 import Eagle3Head
+from specgen.models.llama import Llama
+from specgen.text.tokenizer import Tokenizer, load_tokenizer
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+Checkpoints = Mapping[str, Checkpoint]  # "model" and, where any drafts are asked for, "drafter"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Models:
+    """Weights and tokenizer: what engines over the same pair share, and the checkpoints they came from."""
+
+    target: Llama
+    head: Eagle3Head | None
+    tokenizer: Tokenizer
+    checkpoints: Checkpoints
+
+    def described(self, model: str) -> str:
+        """``model`` as a report names it: whether its weights were only written to be timed belongs to it."""
+        return described(model, self.checkpoints["model"])
+
+    @property
+    def synthetic(self) -> bool:
+        """Whether the target says that its weights were made for measurements and not trained."""
+        return _is_synthetic(self.checkpoints["model"])
+
+
+def described(model: str, checkpoint: Checkpoint) -> str:
+    """See ``Models.described``."""
+    return from_here(model) + (" (synthetic weights)" if _is_synthetic(checkpoint) else "")
+
+
+def _is_synthetic(checkpoint: Checkpoint) -> bool:
+    return bool(checkpoint.config.get("synthetic_weights", False))
+
+
+def open_checkpoints(config: EngineConfig) -> Checkpoints:
+    """The checkpoints of ``config``, headers only; of a hub id, what is downloaded. Once in a command is enough."""
+    names = {"model": config.model, "drafter": config.drafter if config.num_spec_tokens else None}
+    return {role: open_checkpoint(name) for role, name in names.items() if name is not None}
+
+
+def load_models(config: EngineConfig, checkpoints: Checkpoints) -> Models:
+    """Read target, head (if any drafts are asked for) and tokenizer of a resolved ``config``."""
+    device, dtype = torch.device(config.device), DTYPES[config.dtype]
+    use(device)
+    target, head = load_target(checkpoints["model"], dtype, device), None
+    if config.num_spec_tokens:
+        head = load_drafter(checkpoints["drafter"], target, dtype, device)
+    tokenizer = load_tokenizer(str(checkpoints["model"].path))
+    return Models(target=target, head=head, tokenizer=tokenizer, checkpoints=checkpoints)

@@ -1,0 +1,75 @@
+"""How large the KV cache is: what the batch can need, as far as the memory goes."""
+
+from dataclasses import replace
+
+import torch
+
+from specgen.config import EngineConfig, SamplingParams, require
+from specgen.core.graphs import Eager
+from specgen.core.sequence import Request
+from specgen.engine.assembly import assemble
+from specgen.engine.loading import DTYPES, Models
+
+DRAWN = SamplingParams(temperature=1.0)  # what an engine makes ready for where nobody says what will be asked
+_GIB = 1 << 30
+
+
+def num_pages(config: EngineConfig, models: Models, expected: SamplingParams = DRAWN) -> int:
+    """Pages of the KV cache: what ``max_batch_size`` sequences of full length need, as far as the memory goes.
+
+    See ``build_engine`` for ``expected``.
+
+    ``UserError`` if ``kv_memory``, or what ``gpu_memory_utilization`` leaves, does not hold a single page.
+    """
+    page_bytes = kv_page_bytes(config, models)
+    memory = config.kv_memory if config.kv_memory is not None else _memory_for_kv(config, models, expected)
+    affordable = memory // page_bytes
+    require(
+        affordable >= 1,
+        f"{max(memory, 0)} bytes are left for the KV cache and one page of {config.page_size} positions takes "
+        f"{page_bytes}: raise --kv-memory or --gpu-memory-utilization, or lower --max-prefill-tokens",
+    )
+    longest = models.target.config.max_positions + config.num_spec_tokens + 1
+    return min(affordable, config.max_batch_size * -(-longest // config.page_size))
+
+
+def kv_page_bytes(config: EngineConfig, models: Models) -> int:
+    """Bytes of a page in the caches of the target and, where any drafts are asked for, of the head."""
+    specs = [models.target.config.kv_spec]
+    if config.num_spec_tokens and models.head is not None:
+        specs.append(models.head.config.kv_spec)
+    return config.page_size * sum(spec.bytes_per_token(DTYPES[config.dtype].itemsize) for spec in specs)
+
+
+def _memory_for_kv(config: EngineConfig, models: Models, expected: SamplingParams) -> int:
+    """1 GiB on a CPU; on a GPU the share that the process may use, less what weights and passes take."""
+    if config.device == "cpu":
+        return _GIB
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(config.device)
+    # what earlier engines gave back but the process still holds is as good as free
+    free += torch.cuda.memory_reserved(config.device) - torch.cuda.memory_allocated(config.device)
+    not_ours = int(total * (1 - config.gpu_memory_utilization))
+    # once for passes that the host launches, and once for those in graphs, which keep their memory
+    return free - not_ours - 2 * _largest_pass(config, models, expected)
+
+
+def _largest_pass(config: EngineConfig, models: Models, expected: SamplingParams) -> int:
+    """Bytes that the largest prefill and a decode step of the whole batch take beside weights and KV, by trial."""
+    count = min(config.max_batch_size, config.max_prefill_tokens)
+    length = min(config.max_prefill_tokens // count, models.target.config.max_positions - 2)
+    biases = expected.logit_bias[: models.target.config.vocab_size]
+    sampling = replace(
+        expected, max_tokens=2, ignore_eos=True, stop=(), logit_bias=biases
+    )  # a first and a decode step
+    requests = (
+        Request(id=f"trial {i}", prompt_token_ids=(0,) * length, sampling=sampling) for i in range(count)
+    )
+    pages = count * -(-(length + 2 * config.num_spec_tokens + 4) // config.page_size)
+    alone = replace(config, prefix_cache=False)  # the prompts are alike, and all rows are to be computed
+    engine = assemble(alone, models, pages, Eager(), lambda event: None)
+    before = torch.cuda.memory_allocated(config.device)
+    torch.cuda.reset_peak_memory_stats(config.device)
+    for _ in engine.generate(requests):
+        pass
+    return torch.cuda.max_memory_allocated(config.device) - before
