@@ -55,7 +55,7 @@ class SamplingParams:
     ``temperature`` 0 is greedy. ``top_k`` 0 and ``top_p`` 1 and ``min_p`` 0 switch the filter off.
     ``seed`` and the request's id together fix every random draw of the request. ``logit_bias`` has pairs of token id
     and what is added to its logit before anything else. ``logprobs`` asks for the log-probability of every output
-    token, and of so many of the likeliest in its place; they are the model's own (vLLM's default, ``raw_logprobs``):
+    token, and of so many of the likeliest beside it; they are the model's own (vLLM's default, ``raw_logprobs``):
     of its logits before bias, temperature and filters.
     """
 

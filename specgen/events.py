@@ -38,7 +38,7 @@ class Prefilled:
 
 @dataclass(frozen=True, kw_only=True)
 class Verified:
-    """One verify step of one sequence: the drafts in order, how many the target confirmed, how many tokens were kept.
+    """One verify step of one sequence: the drafts in order, how many the target accepted, how many tokens were kept.
 
     ``emitted`` is ``accepted + 1`` except where a text ended inside the step. Plain decoding has no drafts.
     """
@@ -73,8 +73,8 @@ class Stepped:
     """One pass of the engine's loop and the rows it computed.
 
     ``num_spec_tokens`` are the drafts that a sequence had in it (K; 0 in a prefill). ``first_pass_rows`` are the rows
-    that the drafter takes in and ``first_pass_kept`` those of them that held confirmed tokens (the rest is what a
-    padded drafter batch wastes); ``loop_rows`` the rows of the passes that draft.
+    that the drafter takes in (its KV fill) and ``first_pass_kept`` those of them that held accepted tokens (the rest is
+    what a padded drafter batch wastes); ``loop_rows`` the rows of the passes that draft.
     """
 
     kind: str  # "prefill" or "decode"

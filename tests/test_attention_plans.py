@@ -79,8 +79,8 @@ def test_a_shape_beyond_the_scratch_memory_is_refused(monkeypatch: pytest.Monkey
         ({"kv_dtype": torch.float8_e5m2}, "a KV cache in float8_e5m2"),
         ({"page_size": 8}, "pages of 8 positions: use pages of 16, 32 or 64"),
         ({"head_dim": 80}, "heads of 80 elements: use --attention sdpa"),
-        ({"num_heads": 136}, "supports 16 heads a KV head, not 17: use"),
-        ({"max_query_len": 33}, "31 drafts a step, not 32: use --num-spec-tokens 31"),
+        ({"num_heads": 136}, "supports 16 heads per KV head, not 17: use"),
+        ({"max_query_len": 33}, "31 drafts per step, not 32: use --num-spec-tokens 31"),
     ],
 )
 def test_what_cannot_run_is_refused_with_a_remedy(

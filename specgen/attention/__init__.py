@@ -23,7 +23,7 @@ class Heads:
     dtype: torch.dtype
     kv_dtype: torch.dtype  # of the pages
     page_size: int
-    max_query_len: int  # rows a sequence of a decode pass
+    max_query_len: int  # rows per sequence of a decode pass
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +42,7 @@ class Capabilities:
     kv_dtypes: tuple[torch.dtype, ...] | None = None
     page_sizes: tuple[int, ...] | None = None
     head_dims: tuple[int, ...] | None = None
-    max_group: int | None = None  # heads a KV head
+    max_group: int | None = None  # heads per KV head
 
     def refusal(self, device: torch.device, heads: Heads) -> str | None:
         """Why this cannot run ``heads`` on ``device`` and what to use instead, to follow its name; None if it can."""
@@ -64,12 +64,10 @@ class Capabilities:
                 return f"does not support {what.format(str(value).removeprefix('torch.'))}: use {remedy}"
         group = heads.num_heads // heads.num_kv_heads
         if self.max_group is not None and group > self.max_group:
-            return f"supports {self.max_group} heads a KV head, not {group}: use --attention sdpa"
+            return f"supports {self.max_group} heads per KV head, not {group}: use --attention sdpa"
         if self.uniform_q_max is not None and heads.max_query_len > self.uniform_q_max:
             most = self.uniform_q_max - 1
-            return (
-                f"verifies {most} drafts a step, not {heads.max_query_len - 1}: use --num-spec-tokens {most}"
-            )
+            return f"verifies {most} drafts per step, not {heads.max_query_len - 1}: use --num-spec-tokens {most}"
         return None
 
 
@@ -94,7 +92,7 @@ class Backend(Protocol):
     def __init__(self, device: torch.device) -> None: ...
 
     def plan(self, layout: Layout) -> Kernel:
-        """Whatever depends on the layout alone, once a pass instead of once a layer."""
+        """Whatever depends on the layout alone, once per pass instead of once per layer."""
         ...
 
 

@@ -30,8 +30,8 @@ class _Heads:
 class FlashInferBackend:
     """FA2's or FA3's prefill kernel over pages; FlashInfer's tensor-core decode is FA2's as well.
 
-    FA3 is for prefill on compute capability 9.0: there up to 1.8 times as fast from 500 rows a sequence on, but 2 to 4
-    times as slow as FA2 where a sequence has few rows. An FP8 cache gets FA2 in any case.
+    FA3 is for prefill on compute capability 9.0: there up to 1.8 times as fast from 500 rows per sequence on, but 2 to
+    4 times as slow as FA2 where a sequence has few rows. An FP8 cache gets FA2 in any case.
 
     The kernel's work list is made on the host from the lengths of the pass, so a captured call is right only for the
     lengths it was planned with: graphs would need the wrapper's own mode for them (fixed buffers, one wrapper a

@@ -12,8 +12,8 @@ from specgen.config import require
 from specgen.kv.layout import Layout
 from specgen.models.layers import LayerAttention
 
-_MAX_GROUP = 16  # heads a KV head
-_MAX_QUERY = 32  # rows a sequence: their mask is one word
+_MAX_GROUP = 16  # heads per KV head
+_MAX_QUERY = 32  # rows per sequence: their mask is one word
 _HEAD_DIMS = (64, 128, 256)
 
 
@@ -34,13 +34,13 @@ def _claim(device: torch.device) -> None:
 class TrtllmBackend:
     """Decoding on XQA (compute capability 9.0, 12.x) or trtllm-gen (10.x), prefill on FlashInfer's paged kernel.
 
-    A layout whose lengths the host knows is a prefill; any other is a decode pass of up to 32 rows a sequence, whose
+    A layout whose lengths the host knows is a prefill; any other is a decode pass of up to 32 rows per sequence, whose
     call stays right when it is replayed after lengths, block tables and ragged offsets have changed on the device.
     What is built at first use (kernels, masks) cannot be built while a graph is captured: run a pass of the same
     batch and query length before. A graph keeps neither this object nor the layout's tensors alive, and reads both:
     replayed after they are gone it reads whatever took their place. Calls must not run at once on two streams.
 
-    Where XQA runs, passes of several rows that fill the GPU with a block a sequence and KV head go to FlashInfer's
+    Where XQA runs, passes of several rows that fill the GPU with a block per sequence and KV head go to FlashInfer's
     FA2 kernel instead: it takes 83 us against 92 for 128 sequences of 5 rows and 300 positions, and 24.5 against
     28.3 for 32 (32 heads, 8 KV heads of 128, bfloat16, H100).
 
@@ -56,7 +56,7 @@ class TrtllmBackend:
         uniform_q_max=_MAX_QUERY,
         needs_host_lens=False,
         graphs=True,
-        page_size=64,  # XQA at 1 x 300 positions, 5 rows: 15.4 us a layer, and 19.2 us with pages of 16
+        page_size=64,  # XQA at 1 x 300 positions, 5 rows: 15.4 us per layer, and 19.2 us with pages of 16
         compute_majors=(9, 10, 12),
         dtypes=(torch.bfloat16, torch.float16),
         kv_dtypes=(torch.bfloat16, torch.float16, torch.float8_e4m3fn),
@@ -129,7 +129,7 @@ class TrtllmBackend:
 
         def kernel(layer: LayerAttention, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
             assert q.is_contiguous(), "XQA would misread it and say nothing"
-            if not outs:  # nobody's rows are not written: zeros, once a pass, keep them from becoming NaN
+            if not outs:  # padding rows are not written: zeros, once per pass, keep them from becoming NaN
                 outs.append(torch.zeros_like(q))
             decode(
                 q,

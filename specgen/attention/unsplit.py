@@ -1,4 +1,4 @@
-"""FlashInfer's paged kernel with one block a sequence and KV head: a plan that no length changes, so it is captured."""
+"""FlashInfer's paged kernel with one block per sequence and KV head: lengths change no plan, so it is captured."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +10,7 @@ from specgen.attention import Kernel
 from specgen.kv.layout import Layout
 from specgen.models.layers import LayerAttention
 
-# FlashInfer takes 8 MiB for a work list, of which one entry a sequence needs 16 bytes
+# FlashInfer takes 8 MiB for a work list, of which one entry per sequence needs 16 bytes
 _WORK_LIST = 1 << 18
 
 
@@ -27,7 +27,7 @@ class _Planned:
 class UnsplitDecode:
     """FA2 for uniform passes that fill the GPU without splitting a sequence.
 
-    The work list then is one entry a sequence, whatever the lengths. Every sequence is given its whole row of the
+    The work list then is one entry per sequence, whatever the lengths. Every sequence is given its whole row of the
     block table as pages, and a length of the last page that brings the sum down to its length: it may be negative.
     FlashInfer does not promise to take that, so pyproject.toml keeps to versions that do.
     """

@@ -26,7 +26,7 @@ def decode_workspace(device: torch.device, *, max_group: int, max_rows: int, max
 
 
 def xqa_bytes(num_sms: int, *, rows: int, head_dim: int) -> int:
-    """What XQA writes at most for ``rows`` query rows of one KV head: query length times heads a KV head.
+    """What XQA writes at most for ``rows`` query rows of one KV head: query length times heads per KV head.
 
     A sequence is split only while all splits of all sequences together have an SM each, so neither the batch nor
     the context matters. A split keeps its rows' output in 2 bytes an element, their maxima and their sums; rows
@@ -37,9 +37,9 @@ def xqa_bytes(num_sms: int, *, rows: int, head_dim: int) -> int:
 
 
 def prefill_bytes(num_sms: int, *, group: int, head_dim: int) -> int:
-    """What FlashInfer's FA2 prefill writes at most for ``group`` heads a KV head.
+    """What FlashInfer's FA2 prefill writes at most for ``group`` heads per KV head.
 
-    It splits a sequence only while there are no more than two blocks an SM; a block keeps the output and the
+    It splits a sequence only while there are no more than two blocks per SM; a block keeps the output and the
     log-sum-exp of up to 128 rows of each of its heads in float32.
     """
     return 2 * num_sms * group * 128 * (head_dim + 1) * 4 + MIB

@@ -68,7 +68,7 @@ class Endings:
         self._completions.append(sequence.completion(error))
 
     def fail(self, sequence: Sequence, reason: str) -> None:
-        """End ``sequence``; the first time it begins again, with nobody beside it."""
+        """End ``sequence``; the first time it begins again, and runs alone."""
         sequence.finish_reason = "error"
         pages = self._scheduler.discard(sequence)
         self._steps.clear([0, *pages])  # and page 0, where padding rows are written

@@ -203,7 +203,7 @@ class EngineCore:
         self._batch.reset()
         require_device(self._device, tuple(sequence.request.id for sequence in hit))
         if not hit and not in_flight:
-            raise RuntimeError(reason)  # nobody could be told
+            raise RuntimeError(reason)  # there is no request to answer with it
         for sequence in hit:
             self._endings.fail(sequence, f"the device failed: {reason}")
 
@@ -222,7 +222,7 @@ class EngineCore:
         if not chunks:
             return False
         if chunks[0].sequence.alone:
-            self._in_flight.read_all_but(0)  # so that nobody else can be to blame for what fails
+            self._in_flight.read_all_but(0)  # so that no other request can be to blame for a failure
         launched = attempt(lambda: self._passes.prefill(chunks, began))
         if launched is None:
             self._in_flight.read_all_but(0)
@@ -236,7 +236,7 @@ class EngineCore:
         """Whether a decode step was launched."""
         began = self._journal.now()
         if all(sequence.may_finish for sequence in self._scheduler.running):
-            self._in_flight.read_all_but(0)  # a short wait costs less than a step that perhaps nobody needs
+            self._in_flight.read_all_but(0)  # a short wait costs less than a step that may not be needed
         for sequence in [sequence for sequence in self._scheduler.running if sequence.will_finish]:
             self._scheduler.leave(sequence)
         self._reserve()

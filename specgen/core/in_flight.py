@@ -35,7 +35,7 @@ class InFlight:
         self._passes.append(launched)
 
     def clear(self) -> None:
-        """Forget all passes; nobody reads what they find."""
+        """Forget all passes without reading them."""
         self._passes.clear()
 
     def read_all_but(self, num_newest: int) -> None:
@@ -63,7 +63,7 @@ class InFlight:
             elif sequence.finish_reason is not None:
                 self._endings.retire(sequence)
         self._journal.stepped(done, num_kept)
-        self._passes.popleft()  # not before: whoever is in it fails with it
+        self._passes.popleft()  # not before: its sequences fail with it
 
     def _commit_first(self, sequence: Sequence, tokens: list[int], logprobs: Items[Items[float]]) -> None:
         """A prompt is in the cache, with the first token of the text unless that was known."""
@@ -74,7 +74,7 @@ class InFlight:
         self._journal.prefilled(sequence, emitted)
 
     def _commit(self, sequence: Sequence, row: list[int], logprobs: Items[Items[float]], k: int) -> int:
-        """What a step with ``k`` drafts found for ``sequence``; returns how many of its rows hold."""
+        """What a step with ``k`` drafts found for ``sequence``; returns how many of its rows were accepted."""
         drafts, accepted, tokens = row[:k], row[k], row[k + 1 :]
         sequence.remove_in_flight(1, k + 1)
         emitted = sequence.append(tokens[: accepted + 1], logprobs)

@@ -23,7 +23,7 @@ def chunk_layout(chunks: Sequence[Chunk], page_size: int, device: torch.device) 
 
 
 def chunk_tokens(chunks: Sequence[Chunk], device: torch.device, *, shift: int) -> Tensor:
-    """The chunks' tokens ``shift`` places on, ``[rows]``; 0 stands for one that is not known yet."""
+    """The chunks' tokens ``shift`` positions on, ``[rows]``; 0 stands for one that is not known yet."""
     rows: list[int] = []
     for chunk in chunks:
         start = chunk.start + shift

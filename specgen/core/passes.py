@@ -31,7 +31,7 @@ class Pass:
 class Passes:
     """Launches passes over ``batch`` for what ``scheduler`` says; nothing here waits for the device.
 
-    What raises here leaves the running batch in a state that nobody knows: see ``RunningBatch.reset``.
+    What raises here leaves the running batch undefined: see ``RunningBatch.reset``.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The running batch on the device: a row a sequence, at addresses that stay, so that a captured step finds them."""
+"""The running batch on the device: one row per sequence, at addresses that stay, so that a captured step finds them."""
 
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
@@ -39,7 +39,7 @@ class Columns:
 class RunningBatch:
     """Rows of up to ``max_rows`` sequences. A free row is a padding row: position 1 of a sequence on page 0.
 
-    What raises in the middle leaves rows of which nothing is known: ``reset``, and let all join again.
+    What raises half way leaves undefined rows: ``reset``, and let all join again.
     """
 
     def __init__(
@@ -130,13 +130,13 @@ class RunningBatch:
 
     def _upload_pages(self) -> None:
         new = [
-            (row, place, sequence.pages[place])
+            (row, column, sequence.pages[column])
             for row, sequence in enumerate(self.sequences)
-            for place in range(self._num_uploaded[row], len(sequence.pages))
+            for column in range(self._num_uploaded[row], len(sequence.pages))
         ]
         if new:
-            rows, places, pages = on_device(new, self._device).unbind(1)
-            self._tables[rows, places] = pages.to(torch.int32)
+            rows, columns, pages = on_device(new, self._device).unbind(1)
+            self._tables[rows, columns] = pages.to(torch.int32)
             self._num_uploaded = [len(sequence.pages) for sequence in self.sequences]
 
     def _row_values(self, form: SamplingForm) -> tuple[Tensor, ...]:

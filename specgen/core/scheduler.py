@@ -35,7 +35,7 @@ class Scheduler:
     to run alone (``retry``) waits until all others have left, and they wait for it.
 
     A prefill pass is begun by ``next_chunks`` and ends in ``launched`` or ``send_all_back``; until then its pages are
-    known to nobody outside it.
+    shared with no other sequence.
     """
 
     def __init__(self, *, allocator: PageAllocator, limits: Limits, num_spec_tokens: int) -> None:
@@ -46,7 +46,9 @@ class Scheduler:
         self.prefilling: list[Sequence] = []
         self.running: list[Sequence] = []
         self.leaving: list[Sequence] = []  # out of the batch; passes in flight will end them
-        self._places_wasted = 0  # free places, summed over the steps in which prompts waited for company
+        self._slots_wasted = (
+            0  # free batch slots, summed over the steps in which prompts waited for more prompts
+        )
 
     @property
     def page_size(self) -> int:
@@ -55,7 +57,7 @@ class Scheduler:
 
     @property
     def num_admitted(self) -> int:
-        """Sequences that hold pages and a place."""
+        """Sequences that hold pages and a batch slot."""
         return len(self.prefilling) + len(self.running)
 
     @property
@@ -93,7 +95,7 @@ class Scheduler:
         self.waiting.append(sequence)
 
     def retry(self, sequence: Sequence) -> None:
-        """Queue ``sequence`` first, to run with nobody beside it."""
+        """Queue ``sequence`` first, to run alone."""
         sequence.alone = True
         self.waiting.appendleft(sequence)
 
@@ -110,26 +112,26 @@ class Scheduler:
             sequence = self.waiting.popleft()
             self.prefilling.append(sequence)
             budget -= self._add_chunk(chunks, sequence, budget)
-            self._places_wasted = 0
+            self._slots_wasted = 0
         return chunks
 
     def _worth_a_pass(self) -> bool:
-        """Whether prompts should stop the decoding now, or wait for company.
+        """Whether prompts should stop the decoding now, or wait for more prompts.
 
-        A pass for a few prompts takes most of a step's time. So places stay free until what that has cost, in places
-        times steps, comes near it. The last prompts have nobody to wait for.
+        A pass for a few prompts takes most of a step's time. So slots stay free until what that has cost, in slots
+        times steps, comes near it. The last prompts have nothing to wait for.
         """
         free = self.limits.max_batch_size - self.num_admitted
         if free <= 0:
             return False
-        self._places_wasted += min(free, len(self.waiting))
+        self._slots_wasted += min(free, len(self.waiting))
         rows = sum(self._rows_to_compute(sequence) for sequence in self.waiting)
         last = self._num_in_hand <= self.limits.max_batch_size
         return (
             not self.running
             or last
             or rows >= _FULL_PASS
-            or 2 * self._places_wasted >= self.limits.max_batch_size
+            or 2 * self._slots_wasted >= self.limits.max_batch_size
         )
 
     def _admit(self, sequence: Sequence) -> bool:
@@ -197,13 +199,13 @@ class Scheduler:
     def send_all_back(self) -> list[Sequence]:
         """A pass has failed or is not wanted: those who prefill or run are computed again, from the oldest on.
 
-        What it was to compute is known to nobody. Returns them, the youngest first.
+        What it was to compute is shared with none. Returns them, the youngest first.
         """
         self._allocator.drop_expected()
         return [self.preempt() for _ in range(self.num_admitted)]
 
     def clear(self) -> None:
-        """Drop all requests; what passes in flight will find is for nobody."""
+        """Drop all requests; what passes in flight will find is dropped."""
         self.send_all_back()
         for sequence in self.leaving:
             self._release(sequence)
@@ -223,7 +225,7 @@ class Scheduler:
     def discard(self, sequence: Sequence) -> list[int]:
         """Take a failed sequence out, wherever it is, and share nothing that it may have spoilt.
 
-        Returns the pages that it had and nobody else has.
+        Returns the pages that it alone had.
         """
         self._remove(sequence)
         self.forget()

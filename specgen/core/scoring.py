@@ -18,7 +18,7 @@ _UNUSED = SamplingParams(max_tokens=1)
 
 @dataclass(frozen=True, kw_only=True)
 class ScoreRequest:
-    """A text whose tokens from ``num_context`` on are to be scored; the last of them needs no place in the cache."""
+    """A text whose tokens from ``num_context`` on are to be scored; the last of them needs no slot in the cache."""
 
     id: str
     token_ids: tuple[int, ...]

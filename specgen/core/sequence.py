@@ -22,7 +22,7 @@ class StopFinder(Protocol):
 class Request:
     """What the engine is asked for. ``category`` and ``turn`` only label it in reports.
 
-    ``alone`` is for one that may have failed before: it runs with nobody beside it, and is not tried again.
+    ``alone`` is for one that may have failed before: it runs alone, and is not tried again.
     """
 
     id: str
@@ -77,7 +77,7 @@ class Sequence:
     num_computed: int = 0  # positions in the cache, while prefilling
     in_flight_min: int = 0  # tokens that passes whose results are not read yet will add at least ...
     in_flight_max: int = 0  # ... and at most
-    alone: bool = False  # has failed once, and is tried again with nobody beside it
+    alone: bool = False  # has failed once, and is tried again alone
     num_shortages: int = 0  # how often the device had no memory for it alone
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # of its output, where they are asked for
     finish_reason: FinishReason | None = None
@@ -121,7 +121,7 @@ class Sequence:
     def append(self, tokens: list[int], logprobs: Items[Items[float]] = ()) -> int:
         """Take ``tokens`` up to the first that ends the text or is NOT_FINITE; returns how many were taken.
 
-        ``logprobs`` has a row a token where they are asked for, see ``TokenLogprobs.of``.
+        ``logprobs`` has a row per token where they are asked for, see ``TokenLogprobs.of``.
         """
         room = self.max_length - len(self.tokens)
         known = tokens.index(NOT_FINITE) if NOT_FINITE in tokens else len(tokens)

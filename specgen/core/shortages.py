@@ -24,7 +24,7 @@ def attempt(launch: Callable[[], Pass]) -> Pass | None:
 class Shortages:
     """Goes on behind a pass that found no memory.
 
-    How far that pass came nobody knows, so nothing of the running batch on the device is used again: every sequence
+    How far that pass came is unknown, so nothing of the running batch on the device is used again: every sequence
     is computed again from what was read (the prefix cache has most of it).
     """
 

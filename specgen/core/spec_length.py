@@ -8,13 +8,13 @@ from functools import cached_property
 from math import exp
 from typing import Protocol
 
-_PRIOR = 0.7  # acceptance of the first draft before anything is seen
-_WEIGHT = 8.0  # verify steps that count as much as what is only supposed
-_MEMORY = 100.0  # verify steps of a sequence after which one counts for 1/e,
-_LEAST_MEMORY = 48.0  # and steps of the batch that it takes at least
-_MARGIN = 0.01  # by which another length must be better for steps running,
-_PATIENCE = 0.25  # until it would have saved so many steps
-_PROBE_SHARE = 0.004  # of the time may go into looking one length further
+_PRIOR = 0.7  # acceptance rate of the first draft before anything is observed
+_WEIGHT = 8.0  # weight of that prior, in verify steps
+_MEMORY = 100.0  # decay time of an observation, in verify steps per sequence
+_LEAST_MEMORY = 48.0  # lower bound of that decay time, in steps of the whole batch
+_MARGIN = 0.01  # relative gain below which another length is not considered better
+_PATIENCE = 0.25  # steps that another length must have saved in sum before it is taken
+_PROBE_SHARE = 0.004  # share of the time that may be spent on trying one length further
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,11 +61,11 @@ class SpecLength(Protocol):
         ...
 
     def choose(self, num_sequences: int) -> int:
-        """K of the next decode step, which is one of ``num_sequences``; asked once a step."""
+        """K of the next decode step, which is one of ``num_sequences``; asked once per step."""
         ...
 
     def see(self, drafted: int, accepted: int) -> None:
-        """One sequence had ``drafted`` drafts in a step, ``accepted`` of which the target confirmed."""
+        """One sequence had ``drafted`` drafts in a step, ``accepted`` of which the target accepted."""
         ...
 
 
@@ -102,7 +102,7 @@ class RunningAcceptance:
             self._fresh[drafted, accepted] += 1
 
     def expected_tokens(self) -> list[float]:
-        """Tokens that a step with 0, 1, ... drafts is expected to give; ``[most + 1]``. Asked once a step."""
+        """Tokens that a step with 0, 1, ... drafts is expected to give; ``[most + 1]``. Asked once per step."""
         self._num_steps += 1
         if self._fresh:
             self._add_fresh()
@@ -127,7 +127,7 @@ class RunningAcceptance:
 
 
 class CheapestLength:
-    """What gives most tokens a second: expected by the running acceptance, over the ``costs`` of a step.
+    """What gives most tokens per second: expected by the running acceptance, over the ``costs`` of a step.
 
     It changes at once for what is far better, and for a little more only where that lasts, so that two lengths that
     are alike do not alternate. Beyond the present length nothing is seen, and at 0 nothing at all: so now and then

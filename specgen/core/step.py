@@ -46,11 +46,11 @@ class _Verdict:
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """What a pass found, a row a sequence, and the rows that it computed."""
+    """What a pass found, one row per sequence, and how many rows it computed."""
 
     # [B, n] int64: a prefill's first tokens, or drafts, accepted and tokens (see ``verify``, and NOT_FINITE)
     numbers: Tensor
-    logprobs: Tensor | None  # of the tokens (see ``token_logprobs``), where somebody asks
+    logprobs: Tensor | None  # of the tokens (see ``token_logprobs``), where they are asked for
     target_rows: int
     fill_rows: int
     loop_rows: int

@@ -36,7 +36,7 @@ class Drafter(Protocol):
     def propose(
         self, state: DraftState, num_drafts: int, block_tables: Tensor, sampling: SamplingBatch
     ) -> Drafts:
-        """``num_drafts`` (K) drafts a sequence; may write KV at the K positions from ``state.positions - 1`` on."""
+        """``num_drafts`` (K) drafts per sequence; may write KV at the K positions from ``state.positions - 1`` on."""
         ...
 
     def clear(self, pages: Tensor) -> None:
@@ -45,7 +45,7 @@ class Drafter(Protocol):
 
 
 class NoDrafter:
-    """Plain decoding: no drafts, and nothing to remember but the newest token."""
+    """Plain decoding: no drafts, and no state but the newest token."""
 
     aux_layers: tuple[int, ...] = ()
     state_columns: tuple[StateColumn, ...] = ()

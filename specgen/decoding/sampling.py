@@ -35,7 +35,7 @@ class SamplingForm:
 
     kind: SamplingKind
     num_biases: int  # columns of biased tokens
-    num_logprobs: int | None  # of the likeliest tokens; None: nobody asks
+    num_logprobs: int | None  # of the likeliest tokens; None: not asked for
 
     @staticmethod
     def of(params: Iterable[SamplingParams]) -> "SamplingForm":
@@ -82,7 +82,7 @@ class SamplingBatch:
 
     @staticmethod
     def of(params: Sequence[SamplingParams], seeds: Sequence[int], device: torch.device) -> "SamplingBatch":
-        """Columns of ``params``, with one derived seed a sequence (see ``request_seed``)."""
+        """Columns of ``params``, with one derived seed per sequence (see ``request_seed``)."""
         form = SamplingForm.of(params)
         floats = on_device([[p.temperature, p.top_p, p.min_p] for p in params], device, torch.float32)
         ints = on_device([[p.top_k, seed] for p, seed in zip(params, seeds, strict=True)], device)
@@ -141,7 +141,7 @@ def _mix(x: Tensor) -> Tensor:
 
 
 def biased(logits: Tensor, batch: SamplingBatch) -> Tensor:
-    """Logits ``[B, n, V]`` with every sequence's biases added, float32; the same tensor where nobody has any."""
+    """Logits ``[B, n, V]`` with every sequence's biases added, float32; the same tensor where there are none."""
     if batch.form.num_biases == 0:
         return logits
     shape = (-1, logits.shape[1], -1)
@@ -150,7 +150,7 @@ def biased(logits: Tensor, batch: SamplingBatch) -> Tensor:
 
 
 def are_finite(logits: Tensor, likeliest: Tensor) -> Tensor:
-    """Whether rows ``[..., V]`` can be decided on, ``[...]`` bool; what is wrong with one shows at its argmax."""
+    """Whether rows ``[..., V]`` are finite, ``[...]`` bool: NaN or inf shows as a non-finite value at the argmax."""
     return logits.gather(-1, likeliest[..., None]).squeeze(-1).abs() < float("inf")
 
 
@@ -183,7 +183,7 @@ def target_probs(logits: Tensor, likeliest: Tensor, batch: SamplingBatch) -> Ten
 def draft_probs(logits: Tensor, likeliest: Tensor, batch: SamplingBatch) -> Tensor:
     """Softmax at each sequence's temperature, ``[B, n, V]``; one-hot at ``likeliest`` ``[B, n]`` at temperature 0.
 
-    Rows that are not numbers are one-hot too: whoever draws from them gets a token, and nobody else waits for one.
+    Rows with NaN or inf are one-hot too, so that a draw from them gives a token and the other rows go on.
     """
     temperature = batch.temperature[:, None, None]
     probs = (logits / temperature.clamp(min=1e-6)).softmax(-1)
@@ -207,7 +207,7 @@ def _keep_top(probs: Tensor, batch: SamplingBatch) -> Tensor:
 
 
 def _keep_top_on_gpu(probs: Tensor, batch: SamplingBatch) -> Tensor:
-    """The same through FlashInfer, without a sort: a fifth of the time at 640 x 128k. All that tie for a place stay."""
+    """The same through FlashInfer, without a sort: a fifth of the time at 640 x 128k; ties at the last rank stay."""
     from flashinfer.sampling import top_k_renorm_probs, top_p_renorm_probs
 
     def by_row(column: Tensor) -> Tensor:
@@ -216,14 +216,14 @@ def _keep_top_on_gpu(probs: Tensor, batch: SamplingBatch) -> Tensor:
 
     rows = probs.flatten(0, -2)
     top_k, top_p = by_row(batch.top_k), by_row(batch.top_p)
-    places = torch.where(top_k > 0, top_k.clamp(max=rows.shape[1]), rows.shape[1]).to(torch.int32)
-    rows = torch.where((top_k > 0)[:, None], top_k_renorm_probs(rows, places), rows)
+    ranks = torch.where(top_k > 0, top_k.clamp(max=rows.shape[1]), rows.shape[1]).to(torch.int32)
+    rows = torch.where((top_k > 0)[:, None], top_k_renorm_probs(rows, ranks), rows)
     rows = rows / rows.sum(-1, keepdim=True)  # a share of what is left
     return torch.where((top_p < 1)[:, None], top_p_renorm_probs(rows, top_p), rows).view(probs.shape)
 
 
 def draw(weights: Tensor, u: Tensor) -> Tensor:
-    """One index a row from unnormalised ``weights`` ``[..., V]``, by inverting their running sum at ``u`` ``[...]``."""
+    """One index per row of unnormalised ``weights`` ``[..., V]``, by inverting their running sum at ``u`` ``[...]``."""
     cumulative = weights.cumsum(-1)
     total = cumulative[..., -1]
     # u * total may round up to total, past the last index: step back below it

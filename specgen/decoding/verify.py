@@ -1,6 +1,6 @@
-"""How many drafts the target confirms, and what it says next: tensors in, (accepted, tokens) out.
+"""How many drafts the target accepts, and what it says next: tensors in, (accepted, tokens) out.
 
-In ``tokens`` ``[B, K+1]`` the first ``accepted[b]`` are the confirmed drafts and the next one is the bonus token,
+In ``tokens`` ``[B, K+1]`` the first ``accepted[b]`` are the accepted drafts and the next one is the bonus token,
 the target's own; what lies behind it means nothing.
 """
 
@@ -11,7 +11,7 @@ from specgen.decoding.sampling import draw
 
 
 def accept_greedy(drafts: Tensor, likeliest: Tensor) -> tuple[Tensor, Tensor]:
-    """Drafts ``[B, K]`` are confirmed as long as they are the target's own choice, ``likeliest`` ``[B, K+1]``.
+    """Drafts ``[B, K]`` are accepted as long as they are the target's own choice, ``likeliest`` ``[B, K+1]``.
 
     Returns accepted ``[B]`` and tokens ``[B, K+1]``, the plain greedy continuation.
     """
@@ -26,7 +26,7 @@ def accept_sampled(
 
     drafts ``[B, K]``; draft_probs ``[B, K, V]`` that they were drawn from, or None where each was chosen outright
     (a one-hot distribution); probs ``[B, K+1, V]`` of the target; u_accept ``[B, K]`` and u_emit ``[B, K+1]``
-    uniform in [0, 1). Draft i is confirmed with probability min(1, p/q); at the first rejection the bonus token is
+    uniform in [0, 1). Draft i is accepted with probability min(1, p/q); at the first rejection the bonus token is
     drawn from max(0, p - q), after the last draft from p. Returns accepted ``[B]`` and tokens ``[B, K+1]``.
     """
     q = torch.zeros_like(probs)  # its last row stays zero: after the last draft nothing is taken from p

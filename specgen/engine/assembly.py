@@ -75,7 +75,7 @@ def new_cache(
     """A cache for ``model`` with as many pages as ``allocator`` gives out."""
     return KVCache(
         spec=model.kv_spec,
-        num_pages=allocator.num_pages + 1,  # page 0 belongs to nobody
+        num_pages=allocator.num_pages + 1,  # page 0 is for padding rows
         page_size=allocator.page_size,
         dtype=DTYPES[config.dtype],
         device=device,

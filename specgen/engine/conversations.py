@@ -90,7 +90,7 @@ class Conversations:
         while unanswered and unanswered[0] in self._earlier:
             answers.append(
                 self._earlier[unanswered[0]] if len(unanswered) > 1 else ""
-            )  # nobody asks behind it
+            )  # no later turn is asked
             unanswered = unanswered[1:]
         if not unanswered:
             return None
@@ -154,5 +154,5 @@ def first_turns(
 
 
 def _placed(prompt: Prompt, reason: str) -> str:
-    """``reason`` behind the prompt's place in its file, where it comes from one."""
+    """``reason`` after the prompt's line in its file, where it comes from one."""
     return f"{prompt.where}: {reason}" if prompt.where else reason

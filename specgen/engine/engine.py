@@ -23,7 +23,7 @@ _NONE: Mapping[str, str] = {}
 
 
 def _unrecorded(event: Event) -> None:
-    """Nobody wants to know."""
+    """Discard the event."""
 
 
 class Engine:
@@ -52,7 +52,7 @@ class Engine:
             self._core = build_engine(self.config, self.models, self._see, expected=expected)
             self._core.warm_up()
         except DeviceLost as lost:
-            raise DeviceLost(lost.reason, ()) from lost  # what was tried meanwhile is nobody's request
+            raise DeviceLost(lost.reason, ()) from lost  # what was tried meanwhile is no caller's request
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -70,8 +70,8 @@ class Engine:
     ) -> Iterator[RequestOutput]:
         """Yield an output for every turn of every prompt as they finish, in no fixed order.
 
-        A string is raw text without a chat template; its id is its place among ``prompts`` ("0", "1", ...). Prompts
-        are drawn as the batch has places, so they may be a stream. One that cannot be run comes as an output with
+        A string is raw text without a chat template; its id is its index among ``prompts`` ("0", "1", ...). Prompts
+        are pulled as the batch has room, so they may be a stream. One that cannot be run comes as an output with
         ``error``. ``sampling`` holds what a prompt does not say itself. ``earlier`` has the texts of turns, by id,
         that were answered before: they are not asked again. ``lost`` has why the device was lost while a turn ran
         (see ``DeviceLost``), by id and once for each time: a turn that it was lost with once runs alone, one that it
@@ -111,8 +111,8 @@ class Engine:
 
 
 def _named(prompts: Iterable[str | Prompt | Rejected]) -> Iterator[Prompt | Rejected]:
-    for place, prompt in enumerate(prompts):
-        yield Prompt(id=str(place), text=prompt) if isinstance(prompt, str) else prompt
+    for index, prompt in enumerate(prompts):
+        yield Prompt(id=str(index), text=prompt) if isinstance(prompt, str) else prompt
 
 
 def _drained(outputs: deque[RequestOutput]) -> Iterator[RequestOutput]:

@@ -10,7 +10,7 @@ from specgen.core.sequence import Request
 from specgen.engine.assembly import assemble
 from specgen.engine.loading import DTYPES, Models
 
-DRAWN = SamplingParams(temperature=1.0)  # what an engine makes ready for where nobody says what will be asked
+DRAWN = SamplingParams(temperature=1.0)  # what an engine prepares for by default
 _GIB = 1 << 30
 
 

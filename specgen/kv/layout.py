@@ -23,8 +23,8 @@ class Layout:
     """Rows of B sequences laid one after the other; a row is one token at one position of one sequence.
 
     Everything is on the device, so that a pass can be laid out, and captured, without asking the host. ``uniform_q``
-    is the number of rows a sequence where all have the same, else None (ragged). Behind the rows of a ragged layout
-    there may be others that belong to nobody; what they compute means nothing.
+    is the number of rows per sequence where all have the same, else None (ragged). Behind the rows of a ragged layout
+    there may be padding rows; what they compute means nothing.
     """
 
     block_tables: Tensor  # [B, max_pages] int32: page of each page_size positions; page 0 where there is none
@@ -95,7 +95,7 @@ class Layout:
 
     @cached_property
     def sequences(self) -> Tensor:
-        """The sequence of each row, ``[rows]``; B - 1 for rows that belong to nobody."""
+        """The sequence of each row, ``[rows]``; B - 1 for padding rows."""
         rows = torch.arange(self.num_rows, device=self.starts.device)
         if self.uniform_q is not None:
             return rows // self.uniform_q
@@ -109,7 +109,7 @@ class Layout:
 
     @cached_property
     def slots(self) -> Tensor:
-        """Where each row's KV is written, ``[rows]`` int64: page * page_size + offset; page 0 for nobody's rows."""
+        """Where each row's KV is written, ``[rows]`` int64: page * page_size + offset; page 0 for padding rows."""
         page, offset = self.positions // self.page_size, self.positions % self.page_size
         last = self.block_tables.shape[1] - 1
         pages = self.block_tables[self.sequences, page.clamp(max=last)]
@@ -119,7 +119,7 @@ class Layout:
     def leading(self, keep: Tensor, num_rows: int) -> tuple[Tensor, "Layout"]:
         """The first ``keep[b]`` rows of every sequence: their indices, and the ragged layout of them alone.
 
-        ``num_rows`` is at least the sum of ``keep``; what is beyond it are nobody's rows.
+        ``num_rows`` is at least the sum of ``keep``; the rows beyond it are padding rows.
         """
         kept = Layout(
             block_tables=self.block_tables,

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 
 class PageAllocator:
-    """Hands out page numbers ``1 .. num_pages``; page 0 is where rows that belong to nobody write.
+    """Hands out page numbers ``1 .. num_pages``; page 0 is where padding rows write.
 
     This one forgets what is in them; ``prefix_cache.PrefixCache`` does not.
     """
@@ -32,7 +32,7 @@ class PageAllocator:
         return True
 
     def release(self, pages: list[int]) -> list[int]:
-        """Take ``pages`` back and empty the list; returns those that nobody has any more."""
+        """Take ``pages`` back and empty the list; returns those that no sequence has any more."""
         given = [pages.pop() for _ in range(len(pages))]
         return [page for page in given if self._give_back(page)]
 
@@ -57,12 +57,12 @@ class PageAllocator:
         """That pass has failed."""
 
     def forget(self) -> None:
-        """Give no page to anybody else any more: what is in them may be spoilt."""
+        """Share no page any more: their contents may be wrong."""
 
     def _take(self) -> int:
         return self._free.pop()
 
     def _give_back(self, page: int) -> bool:
-        """Whether nobody has ``page`` now."""
+        """Whether no sequence has ``page`` now."""
         self._free.append(page)
         return True

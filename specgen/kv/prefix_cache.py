@@ -23,7 +23,7 @@ def extend_digests(digests: list[bytes], tokens: Sequence[int], page_size: int, 
 class PrefixCache(PageAllocator):
     """An allocator that hands pages to all who begin alike.
 
-    A page that nobody uses any more stays known until it is needed for something else; the longest unused go first,
+    A page that is no longer in use stays known until it is needed for something else; the longest unused go first,
     and of one text the last. (Automatic prefix caching of vLLM, whose pages are keyed by their own tokens alone.)
     """
 
