@@ -14,7 +14,7 @@ from make_calibrated_pair import write_pair
 from specgen.bench.bound import StepBytes, Work, mean_step_bytes, part_works
 from specgen.bench.device_speed import Device, copy_bandwidth, matrix_flops
 from specgen.bench.explain import step_seconds
-from specgen.bench.profile import Window
+from specgen.bench.marks import Window
 from specgen.bench.repeats import inter_token_seconds
 from specgen.events import Event, Finished, Prefilled, Stepped, Submitted, Verified
 from tests.engines import config_of, load_pair, loaded

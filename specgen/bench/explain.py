@@ -9,10 +9,10 @@ from specgen.bench.bound import StepBytes, Work, part_works
 from specgen.bench.cache_size import kv_bytes
 from specgen.bench.device_speed import Device, copy_bandwidth, matrix_flops
 from specgen.bench.environment import conditions, free_memory
+from specgen.bench.marks import DeviceMarker, HostMarker, Marker, Window
 from specgen.bench.matrices import RANDOM, Workload
 from specgen.bench.output import Row, Table
-from specgen.bench.parts import DeviceMarker, HostMarker, Marked, Marker, StepTime, split
-from specgen.bench.profile import Window
+from specgen.bench.parts import Marked, StepTime, split
 from specgen.bench.step_table import empty_table, step_rows
 from specgen.bench.workload import make_prompts
 from specgen.config import EngineConfig, require

@@ -5,6 +5,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist, fmean, variance
 
+from scipy import special
+
 from specgen.report.intervals import Interval, Z, student_t, wilson
 
 LEVEL = 0.05  # of a two-sided test
@@ -73,13 +75,7 @@ def mcnemar(higher: int, lower: int) -> float:
 
     (McNemar, Psychometrika 12, 1947; the conditional test, which is exact at every count.)
     """
-    num = higher + lower
-    # integers: a float would underflow at some thousand pairs
-    ways, tail = 1, 0
-    for i in range(min(higher, lower) + 1):
-        tail += ways
-        ways = ways * (num - i) // (i + 1)
-    return min(1.0, 2 * tail / (1 << num))
+    return min(1.0, 2 * float(special.bdtr(min(higher, lower), higher + lower, 0.5)))
 
 
 def tango(higher: int, lower: int, num: int) -> Interval:
@@ -152,14 +148,5 @@ def _by_t(values: Sequence[float], level: float) -> tuple[Interval | None, float
 
 
 def student_p(t: float, freedom: int) -> float:
-    """The two-sided p of Student's t with whole ``freedom`` >= 1: the finite series of Abramowitz and Stegun,
-    26.7.3 and 26.7.4."""
-    angle = math.atan(abs(t) / math.sqrt(freedom))
-    sine, cosine = math.sin(angle), math.cos(angle)
-    odd = freedom % 2
-    term, total = cosine if odd else 1.0, 0.0
-    for i in range(2 + odd, freedom + 1, 2):
-        total += term
-        term *= cosine * cosine * (i - 1) / i
-    inner = 2 / math.pi * (angle + sine * total) if odd else sine * total
-    return min(1.0, max(0.0, 1 - inner))
+    """The two-sided p of Student's t with whole ``freedom`` >= 1."""
+    return 2 * float(special.stdtr(freedom, -abs(t)))
