@@ -9,7 +9,7 @@ from specgen.bench.bound import StepBytes, mean_step_bytes
 from specgen.bench.known_text import KnownText
 from specgen.engine.warm_engine import Run
 from specgen.events import Captured, Event, Finished, OutOfMemory, Prefilled, Verified
-from specgen.report.report import Report, fold
+from specgen.report.report import Report
 from specgen.report.timings import Spread, spread
 
 
@@ -62,13 +62,13 @@ class Repeat:
     disturbances: tuple[str, ...]  # what happened within the measured time and should not
 
     @classmethod
-    def of(cls, run: Run, num_spec_tokens: int, yardstick: Yardstick) -> "Repeat":
+    def of(cls, run: Run, yardstick: Yardstick) -> "Repeat":
         """Of ``run``."""
         completions, events = run.completions.values(), run.events
         step_bytes = mean_step_bytes(events, yardstick.sizes)
         return cls(
             tokens_per_second=run.tokens_per_second,
-            report=fold(events, num_spec_tokens=num_spec_tokens),
+            report=run.report,
             itl_seconds=spread(list(inter_token_seconds(events))),
             step_bound=step_bytes and step_bytes / yardstick.bytes_per_second,
             texts={completion.request.id: completion.token_ids for completion in completions},

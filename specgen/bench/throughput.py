@@ -156,7 +156,7 @@ def _measure(
                     engines[name] = WarmEngine(plan.config, models, plan.requests)
                 run = engines[name].run().whole()
                 if number:
-                    each[name].append(Repeat.of(run, plan.config.num_spec_tokens, yardstick))
+                    each[name].append(Repeat.of(run, yardstick))
             except Exception as error:  # whatever breaks one arm must not cost the others
                 broken[name] = f"broke off: {name}: {type(error).__name__}: {error}"
                 engines.pop(name, None)

@@ -13,6 +13,7 @@ from specgen.device import settle
 from specgen.engine.build import build_engine
 from specgen.engine.loading import Models
 from specgen.events import Event
+from specgen.report.report import Report, fold
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +23,12 @@ class Run:
     completions: Mapping[str, Completion]  # by request
     events: Sequence[Event]
     seconds: float  # wall time of ``generate``, prefill included
+    num_spec_tokens: int
+
+    @property
+    def report(self) -> Report:
+        """What the events say."""
+        return fold(self.events, num_spec_tokens=self.num_spec_tokens)
 
     @property
     def tokens_per_second(self) -> float:
@@ -50,6 +57,7 @@ class WarmEngine:
         requests: Sequence[Request],
         around: Callable[[Runner], Runner] = lambda runner: runner,
     ) -> None:
+        self._num_spec_tokens = config.num_spec_tokens
         self._requests = requests
         self._see: Callable[[Event], None] = ignore
         expected = most_demanding(request.sampling for request in requests)
@@ -74,4 +82,7 @@ class WarmEngine:
             completions[completion.request.id] = completion
             answered(completion)
         settle()
-        return Run(completions=completions, events=events, seconds=time.perf_counter() - began)
+        seconds = time.perf_counter() - began
+        return Run(
+            completions=completions, events=events, seconds=seconds, num_spec_tokens=self._num_spec_tokens
+        )

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,10 @@ from specgen.engine.arms import DECODING, Arm
 from specgen.engine.choices import resolve
 from specgen.engine.conversations import first_turns
 from specgen.engine.loading import Models, load_models, open_checkpoints
-from specgen.engine.warm_engine import WarmEngine
-from specgen.evaluation.divergence import Divergence
+from specgen.engine.warm_engine import Run, WarmEngine
+from specgen.evaluation.divergence import Divergence, Target
 from specgen.evaluation.judge import judge
 from specgen.prompts import open_prompts
-from specgen.report.report import fold
 from specgen.rundir.progress import Progress
 from specgen.rundir.provenance import manifest
 
@@ -104,9 +104,9 @@ def audit(job: AuditJob, progress: Progress) -> Audit:
     prompts = list(open_prompts(job.dataset, data_path=job.data_path, num_prompts=job.num_prompts))
     models = load_models(config, checkpoints)
     requests, failures = first_turns(prompts, models.tokenizer, job.sampling)
-    runs = _Runs(config=config, models=models, requests=requests, progress=progress)
     first, *others = _arms(job.batch_sizes)
-    reference, _ = runs.decode(first)
+    decode = partial(_decode, config=config, models=models, requests=requests, progress=progress)
+    reference, target = decode(first).completions, judge(config, models)
     failures += [f"{c.request.id}: {c.error}" for c in reference.values() if c.error]
     answered = {name: completion for name, completion in reference.items() if completion.error is None}
     require(
@@ -115,7 +115,7 @@ def audit(job: AuditJob, progress: Progress) -> Audit:
     return Audit(
         reference=first,
         dtype=config.dtype,
-        arms=tuple(runs.compare(arm, answered) for arm in others),
+        arms=tuple(_compare(arm, decode(arm), answered, target) for arm in others),
         failures=tuple(failures),
         manifest=_manifest(job, config, models),
     )
@@ -139,41 +139,30 @@ def _arm_json(arm: Arm) -> dict[str, Any]:
     return {"name": arm.changes["decoding"], "batch_size": arm.changes["batch"]}
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Runs:
-    """The same requests through one engine after the other."""
+def _decode(
+    arm: Arm, config: EngineConfig, models: Models, requests: Sequence[Request], progress: Progress
+) -> Run:
+    if config.device != "cpu":
+        progress.prepare(arm.name)
+    engine = WarmEngine(arm.configure(config), models, requests)
+    progress.start(arm.name, len(requests))
+    run = engine.run(progress.see, lambda _: progress.advance())
+    progress.finish()
+    return run
 
-    config: EngineConfig
-    models: Models
-    requests: list[Request]
-    progress: Progress
 
-    def decode(self, arm: Arm) -> tuple[Mapping[str, Completion], float | None]:
-        """The completions of ``arm`` by request, and its mean acceptance length."""
-        config, progress = arm.configure(self.config), self.progress
-        if config.device != "cpu":
-            progress.prepare(arm.name)
-        engine = WarmEngine(config, self.models, self.requests)
-        progress.start(arm.name, len(self.requests))
-        run = engine.run(progress.see, lambda _: progress.advance())
-        progress.finish()
-        speculation = fold(run.events, num_spec_tokens=config.num_spec_tokens).speculation
-        return run.completions, speculation.mean_acceptance_length
-
-    def compare(self, arm: Arm, reference: Mapping[str, Completion]) -> ArmResult:
-        """Run ``arm`` and look at every text that is not the reference's."""
-        completions, acceptance_length = self.decode(arm)
-        target = judge(self.config, self.models)
-        found = (
-            target.part(name, ours.request.prompt_token_ids, ours.token_ids, completions[name].token_ids)
-            for name, ours in reference.items()
-        )
-        return ArmResult(
-            arm=arm,
-            num_requests=len(reference),
-            divergences=tuple(divergence for divergence in found if divergence is not None),
-            mean_acceptance_length=acceptance_length,
-        )
+def _compare(arm: Arm, run: Run, reference: Mapping[str, Completion], target: Target) -> ArmResult:
+    """Look at every text that is not the reference's."""
+    found = (
+        target.part(name, ours.request.prompt_token_ids, ours.token_ids, run.completions[name].token_ids)
+        for name, ours in reference.items()
+    )
+    return ArmResult(
+        arm=arm,
+        num_requests=len(reference),
+        divergences=tuple(divergence for divergence in found if divergence is not None),
+        mean_acceptance_length=run.report.speculation.mean_acceptance_length,
+    )
 
 
 def _manifest(job: AuditJob, config: EngineConfig, models: Models) -> dict[str, Any]:

@@ -192,16 +192,14 @@ def _against(arm: ArmRun, reference: ArmRun, level: float, target: Target) -> Ag
     ]
     judge = target if arm.dtype == reference.dtype else None
     texts, base_texts = _texts(arm), _texts(reference)
+    pairs = ((texts[key], other) for key, other in base_texts.items())
+    differences = tuple(_difference(*pair, judge) for pair in pairs if pair[0].text != pair[1].text)
     return Against(
         name=arm.name,
         changes=tuple(changes),
         num_compared=len(base_texts),
-        num_identical=sum(texts[key].text == other.text for key, other in base_texts.items()),
-        differences=tuple(
-            _difference(texts[key], other, judge)
-            for key, other in base_texts.items()
-            if texts[key].text != other.text
-        ),
+        num_identical=len(base_texts) - len(differences),
+        differences=differences,
     )
 
 

@@ -4,7 +4,6 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +12,8 @@ from lm_eval.utils import handle_non_serializable, make_table
 
 from specgen.checkpoints.checkpoint import fingerprint
 from specgen.config import EngineConfig, SamplingParams
-from specgen.core.engine_core import EngineCore
 from specgen.display import draft_length, from_here
 from specgen.engine.arms import Arm
-from specgen.engine.build import build_engine
 from specgen.engine.choices import resolve
 from specgen.engine.loading import Models, load_models, open_checkpoints
 from specgen.evaluation import study_html
@@ -85,7 +82,8 @@ class StudyRun:
         path.mkdir(parents=True, exist_ok=True)
         require_same(path / "study.json", job.to_json(), free=(), remedy=_REMEDY)
         self._loaded: dict[str, Models] = {}  # by number format
-        self._fingerprints: dict[str, str] = {}
+        # once, as this reads all weights
+        self._fingerprints = {name: fingerprint(each) for name, each in self._checkpoints.items()}
 
     def arms(self) -> Iterator[ArmResult]:
         """Yield the arms as they finish, each with its files in place."""
@@ -139,11 +137,10 @@ class StudyRun:
         if job.apply_chat_template:
             models.tokenizer.require_chat_template()
         path.mkdir(parents=True, exist_ok=True)
-        asked = self._manifest(config, models, sampling)
+        asked = self._manifest(config, sampling)
         require_same(path / "manifest.json", asked, free=(), remedy=_REMEDY)
         with RunDirectory(path) as files:
-            start = partial(_start, config, models, files)
-            lm = SpecgenLM(start=start, models=models, sampling=sampling, files=files)
+            lm = SpecgenLM(config=config, models=models, sampling=sampling, files=files)
             results = simple_evaluate(
                 model=lm,
                 tasks=deepcopy(self._tasks.configs),  # an arm's generation arguments are written into them
@@ -166,29 +163,15 @@ class StudyRun:
         write_json(path / "report.json", run.report.to_json())
         return ArmResult(run=run, results=results)
 
-    def _manifest(self, config: EngineConfig, models: Models, sampling: SamplingParams) -> dict[str, Any]:
-        for name, checkpoint in models.checkpoints.items():
-            if name not in self._fingerprints:  # reading all weights takes a while
-                self._fingerprints[name] = fingerprint(checkpoint)
-        job = self._job
-        data = {
-            "tasks": list(job.study.tasks),
-            "data_path": str(job.data_path) if job.data_path else None,
-        }
+    def _manifest(self, config: EngineConfig, sampling: SamplingParams) -> dict[str, Any]:
+        path = self._job.data_path
+        data = {"tasks": list(self._job.study.tasks), "data_path": str(path) if path else None}
         return manifest(engine=config, sampling=sampling, data=data, fingerprints=self._fingerprints)
 
 
 def _every(values: Iterable[object]) -> str:
     """What the arms have, once where they agree."""
     return " or ".join(dict.fromkeys(map(str, values))) or "none"
-
-
-def _start(
-    config: EngineConfig, models: Models, files: RunDirectory, *, expected: SamplingParams
-) -> EngineCore:
-    engine = build_engine(config, models, files.add_event, expected=expected)
-    engine.warm_up()
-    return engine
 
 
 def _drawn(temperature: float | None) -> dict[str, Any] | None:
