@@ -1,6 +1,8 @@
 """The throughput bench: its matrices as data, its prompts, who takes turns, and all of it on a CPU."""
 
+import gc
 import json
+import weakref
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -32,6 +34,7 @@ from specgen.engine import warm_engine
 from specgen.engine.arms import Arm
 from specgen.engine.build import build_engine
 from specgen.engine.loading import Models
+from specgen.engine.warm_engine import WarmEngine
 from tests.engines import Pair, loaded, resolved
 
 SHAPE = SHAPES["tiny"]
@@ -221,6 +224,20 @@ def test_arms_take_turns_within_a_repeat(pair: Path, monkeypatch) -> None:
     apart = list(throughput(job))
     assert apart[-1].head["arms that took turns"] == "1; 1"
     assert [len(set(order[:3])), len(set(order[3:]))] == [1, 1]
+
+
+def test_an_engine_gives_its_memory_back_at_once(pair: Path, models: Models) -> None:
+    """Also where no collection of garbage comes before the next engine, which takes what is free."""
+    requests = make_prompts(SMALL, models, None, 2).requests
+    gc.disable()
+    try:
+        engine = WarmEngine(resolved(engine_of(pair)), models, requests)
+        core, run = weakref.ref(engine._engine), engine.run()
+        del engine
+        assert core() is None
+    finally:
+        gc.enable()
+    assert len(run.completions) == 2
 
 
 # --- the table ------------------------------------------------------------------------------------

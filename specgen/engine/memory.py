@@ -1,5 +1,6 @@
 """How large the KV cache is: what the batch can need, as far as the memory goes."""
 
+import gc
 from dataclasses import replace
 
 import torch
@@ -45,6 +46,7 @@ def _memory_for_kv(config: EngineConfig, models: Models, expected: SamplingParam
     """1 GiB on a CPU; on a GPU the share that the process may use, less what weights and passes take."""
     if config.device == "cpu":
         return _GIB
+    gc.collect()  # an engine that nothing refers to any more may still be there
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(config.device)
     # what earlier engines gave back but the process still holds is as good as free

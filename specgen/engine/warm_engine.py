@@ -47,6 +47,18 @@ def ignore(_: object) -> None:
     """Discard the event."""
 
 
+class _Tape:
+    """The events of one run. It knows no engine, so that an engine's memory is free as soon as nothing refers to it."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+        self.see: Callable[[Event], None] = ignore
+
+    def record(self, event: Event) -> None:
+        self.events.append(event)
+        self.see(event)
+
+
 class WarmEngine:
     """An engine of a resolved ``config`` that is ready to run ``requests``, any number of times."""
 
@@ -57,32 +69,26 @@ class WarmEngine:
         requests: Sequence[Request],
         around: Callable[[Runner], Runner] = lambda runner: runner,
     ) -> None:
-        self._num_spec_tokens = config.num_spec_tokens
-        self._requests = requests
-        self._see: Callable[[Event], None] = ignore
+        self._config, self._requests, self._tape = config, requests, _Tape()
         expected = most_demanding(request.sampling for request in requests)
-        self._engine = build_engine(config, models, lambda event: self._see(event), around, expected)
+        self._engine = build_engine(config, models, self._tape.record, around, expected)
         self._engine.warm_up()
 
     def run(
         self, see: Callable[[Event], None] = ignore, answered: Callable[[Completion], None] = ignore
     ) -> Run:
         """Generate for all requests; ``see`` takes events, ``answered`` completions as they come."""
-        events: list[Event] = []
+        self._tape.events, self._tape.see = [], see
         completions: dict[str, Completion] = {}
-
-        def record(event: Event) -> None:
-            events.append(event)
-            see(event)
-
-        self._see = record
         settle()
         began = time.perf_counter()
         for completion in self._engine.generate(self._requests):
             completions[completion.request.id] = completion
             answered(completion)
         settle()
-        seconds = time.perf_counter() - began
         return Run(
-            completions=completions, events=events, seconds=seconds, num_spec_tokens=self._num_spec_tokens
+            completions=completions,
+            events=self._tape.events,
+            seconds=time.perf_counter() - began,
+            num_spec_tokens=self._config.num_spec_tokens,
         )
