@@ -15,15 +15,14 @@ from calibrated_weights import Source
 from make_calibrated_pair import write_pair
 from typer.testing import CliRunner
 
-from specgen.bench import cache_size
 from specgen.bench import throughput as bench
-from specgen.bench.cache_size import kv_bytes
+from specgen.bench import workload as workloads
 from specgen.bench.known_text import KnownText
 from specgen.bench.matrices import MATRICES, Axis, Matrix, Workload, find_matrix
 from specgen.bench.repeats import Middle
 from specgen.bench.throughput import Plan, ThroughputJob, side_by_side, throughput
 from specgen.bench.throughput_table import best_lengths
-from specgen.bench.workload import make_prompts
+from specgen.bench.workload import kv_bytes, make_prompts
 from specgen.cli.main import app
 from specgen.config import EngineConfig, SamplingParams, UserError
 from specgen.core import step, step_costs
@@ -185,7 +184,7 @@ def test_what_an_engine_adds_counts() -> None:
 
 
 def test_the_cache_is_as_large_as_the_requests_need(pair: Path, models: Models, monkeypatch) -> None:
-    monkeypatch.setattr(cache_size, "_WARM_UP", 1)
+    monkeypatch.setattr(workloads, "_WARM_UP", 1)
     config = resolved(engine_of(pair, max_batch_size=2, num_spec_tokens=3))
     sampling = SamplingParams(max_tokens=6)
     lengths = (5, 30, 1)

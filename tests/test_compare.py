@@ -13,7 +13,7 @@ from specgen.display import plain
 from specgen.evaluation import compare as comparing
 from specgen.evaluation import comparison_tables
 from specgen.evaluation.compare import p_value
-from specgen.evaluation.divergence import Target
+from specgen.evaluation.divergence import Judge
 from specgen.evaluation.paired import mcnemar, tango
 from specgen.evaluation.samples import ArmRun, Sample, Written
 from specgen.evaluation.study_html import render as page
@@ -58,7 +58,7 @@ def logits_behind(token_ids):
     return logits
 
 
-TARGET = Target(logits_behind=logits_behind, dtype=torch.float32, token_text=str)
+TARGET = Judge(logits_behind=logits_behind, dtype=torch.float32, token_text=str)
 
 
 def tables(comparison):

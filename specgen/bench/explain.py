@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from specgen.bench.bound import StepBytes, Work, part_works
-from specgen.bench.cache_size import kv_bytes
 from specgen.bench.device_speed import Device, copy_bandwidth, matrix_flops
 from specgen.bench.environment import conditions, free_memory
 from specgen.bench.marks import DeviceMarker, HostMarker, Marker, Window
@@ -14,7 +13,7 @@ from specgen.bench.matrices import RANDOM, Workload
 from specgen.bench.output import Row, Table
 from specgen.bench.parts import Marked, StepTime, split
 from specgen.bench.step_table import empty_table, step_rows
-from specgen.bench.workload import make_prompts
+from specgen.bench.workload import kv_bytes, make_prompts
 from specgen.config import EngineConfig, require
 from specgen.engine.choices import resolve
 from specgen.engine.loading import Models, load_models, open_checkpoints

@@ -91,7 +91,7 @@ class Repeats:
 
     @property
     def speed(self) -> Middle:
-        """Output tokens a second."""
+        """Output tokens per second."""
         return Middle.of([repeat.tokens_per_second for repeat in self.each])
 
     def times(self, other: "Repeats") -> Middle:
@@ -106,7 +106,7 @@ class Repeats:
 
     @property
     def acceptance_length(self) -> float | None:
-        """Tokens a verify step with drafts, over all repeats; None without any."""
+        """Tokens per verify step with drafts, over all repeats; None without any."""
         return self.median(lambda repeat: repeat.report.speculation.mean_acceptance_length)
 
     @property

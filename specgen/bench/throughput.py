@@ -16,7 +16,6 @@ from pathlib import Path
 import torch
 
 from specgen.bench.bound import StepBytes
-from specgen.bench.cache_size import kv_bytes
 from specgen.bench.device_speed import copy_bandwidth
 from specgen.bench.environment import conditions, free_memory
 from specgen.bench.known_text import KnownText
@@ -24,7 +23,7 @@ from specgen.bench.matrices import Matrix, Workload
 from specgen.bench.output import Row, Table
 from specgen.bench.repeats import Repeat, Repeats, Yardstick
 from specgen.bench.throughput_table import Result, table
-from specgen.bench.workload import Prompts, make_prompts
+from specgen.bench.workload import Prompts, kv_bytes, make_prompts
 from specgen.config import EngineConfig, UserError, require
 from specgen.core.sequence import Request
 from specgen.engine.arms import Arm

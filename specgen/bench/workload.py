@@ -1,16 +1,21 @@
-"""The requests of a throughput bench: first turns of a data set, or random tokens; the same every time."""
+"""The requests of a bench, the same every time: first turns of a data set, or random tokens; and the cache they need."""
 
 import itertools
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from specgen.bench.matrices import RANDOM, Workload
-from specgen.config import SamplingParams, require
+from specgen.config import EngineConfig, SamplingParams, require
+from specgen.core import step_costs
 from specgen.core.sequence import Request
 from specgen.engine.conversations import first_turns
 from specgen.engine.loading import Models
+from specgen.engine.memory import kv_page_bytes
 from specgen.prompts import open_prompts
+
+_WARM_UP = 192  # positions of a sequence while an engine warms up
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,3 +88,13 @@ def _drawn(lengths: list[int], models: Models, workload: Workload) -> tuple[Requ
         )
         for index, length in enumerate(lengths)
     )
+
+
+def kv_bytes(config: EngineConfig, models: Models, requests: Sequence[Request]) -> int:
+    """What the longest requests that can be in the batch together take, all of their pages."""
+    least = step_costs.positions(config.num_spec_tokens) if config.spec_length == "auto" else _WARM_UP
+    lengths = sorted(
+        (max(len(r.prompt_token_ids) + r.sampling.max_tokens, least) for r in requests), reverse=True
+    )
+    longest = [length + config.num_spec_tokens + 1 for length in lengths[: config.max_batch_size]]
+    return sum(-(-length // config.page_size) for length in longest) * kv_page_bytes(config, models)

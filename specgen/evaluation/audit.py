@@ -14,7 +14,7 @@ from specgen.engine.choices import resolve
 from specgen.engine.conversations import first_turns
 from specgen.engine.loading import Models, load_models, open_checkpoints
 from specgen.engine.warm_engine import Run, WarmEngine
-from specgen.evaluation.divergence import Divergence, Target
+from specgen.evaluation.divergence import Divergence, Judge
 from specgen.evaluation.judge import judge
 from specgen.prompts import open_prompts
 from specgen.rundir.progress import Progress
@@ -151,10 +151,12 @@ def _decode(
     return run
 
 
-def _compare(arm: Arm, run: Run, reference: Mapping[str, Completion], target: Target) -> ArmResult:
+def _compare(arm: Arm, run: Run, reference: Mapping[str, Completion], target: Judge) -> ArmResult:
     """Look at every text that is not the reference's."""
     found = (
-        target.part(name, ours.request.prompt_token_ids, ours.token_ids, run.completions[name].token_ids)
+        target.first_divergence(
+            name, ours.request.prompt_token_ids, ours.token_ids, run.completions[name].token_ids
+        )
         for name, ours in reference.items()
     )
     return ArmResult(
