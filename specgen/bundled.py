@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from specgen.config import UserError, require
+from specgen.config import DraftLength, UserError, require
 
 _PACKAGE = Path(__file__).resolve().parent
 
@@ -17,7 +17,7 @@ def evaluation_directory() -> Path:
     return _directory("eval")
 
 
-def pair(model: str | None, drafter: str | None, num_spec_tokens: int) -> tuple[str, str | None]:
+def pair(model: str | None, drafter: str | None, length: DraftLength) -> tuple[str, str | None]:
     """Target and head as given, or the bundled ones; the bundled head goes with the bundled target alone.
 
     ``UserError`` where one of them is missing.
@@ -30,7 +30,7 @@ def pair(model: str | None, drafter: str | None, num_spec_tokens: int) -> tuple[
         demo = data_directory() / "demo"
         return str(demo / "target"), str(demo / "drafter")
     require(
-        drafter is not None or num_spec_tokens == 0,
+        drafter is not None or length.most == 0,
         f"model {model!r} has no drafter: name one with --drafter, or use --num-spec-tokens 0",
     )
     return model, drafter

@@ -1,13 +1,20 @@
 """What a user can choose: frozen values that check themselves and name what is wrong."""
 
 import reprlib
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import MISSING, asdict, dataclass, field, replace
 from importlib.util import find_spec
-from typing import Literal, Self
+from typing import Any, Literal, Self, get_args, get_origin, get_type_hints
 
 DrafterBatchName = Literal["padded", "non-padded"]
-DraftSampling = Literal["greedy", "probabilistic"]
-SpecLengthName = Literal["fixed", "auto"]
+DraftSamplingName = Literal["greedy", "probabilistic"]
+DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
+AttentionName = Literal["auto", "trtllm", "flashinfer", "sdpa", "sdpa-static"]
+GraphsName = Literal["auto", "step", "pass", "off"]
+FormatName = Literal["jsonl", "openai", "parquet"]
+ExecutorName = Literal["local", "ray"]
+# The groups of --help, in their order
+Group = Literal["Study", "Table", "Models", "Prompts", "Speculation", "Sampling", "Running", "Results"]
 
 _MOST_AUTO = 7  # drafts in a step
 MAX_LOGIT_BIASES = 1024  # of one request
@@ -40,12 +47,74 @@ def first_line(error: BaseException) -> str:
     return next(iter(lines), type(error).__name__)[:_LONGEST_SHOWN]
 
 
-def spec_tokens(asked: int | str) -> tuple[int, SpecLengthName]:
-    """``num_spec_tokens`` and ``spec_length`` of an ``EngineConfig`` for a number of drafts, or for ``auto``."""
-    if asked == "auto":
-        return _MOST_AUTO, "auto"
-    require(str(asked).isdecimal(), f"num-spec-tokens is {asked}: use 1 to 16, 0 for plain decoding, or auto")
-    return int(asked), "fixed"
+@dataclass(frozen=True, kw_only=True)
+class DraftLength:
+    """K, the drafts in a step: ``most``, or with ``auto`` what pays best at every step, at most ``most``."""
+
+    most: int
+    auto: bool = False
+
+    def __post_init__(self) -> None:
+        require(0 <= self.most <= 16, f"num-spec-tokens is {self.most}: use 1 to 16, or 0 for plain decoding")
+        require(
+            not self.auto or self.most >= 1,
+            "num-spec-tokens is auto and at most 0, which leaves nothing to choose from: use 1 to 16",
+        )
+
+    @classmethod
+    def of(cls, asked: "DraftLength | int | str") -> "DraftLength":
+        """What ``asked`` stands for: a number, also as text, or ``auto``."""
+        if isinstance(asked, DraftLength):
+            return asked
+        if asked == "auto":
+            return cls(most=_MOST_AUTO, auto=True)
+        require(
+            str(asked).isdecimal(), f"num-spec-tokens is {asked}: use 1 to 16, 0 for plain decoding, or auto"
+        )
+        return cls(most=int(asked))
+
+    def __str__(self) -> str:
+        return f"auto, up to {self.most}" if self.auto else str(self.most)
+
+
+def choices(config: type) -> dict[str, tuple[str, ...]]:
+    """The values of every field of ``config`` whose type lists them."""
+    hints = get_type_hints(config)
+    return {name: get_args(hint) for name, hint in hints.items() if get_origin(hint) is Literal}
+
+
+def parse_bytes(text: str) -> int:
+    """The bytes of a ``kv_memory`` such as ``1073741824``, ``512MiB`` or ``2GB``."""
+    units = {"": 1, "B": 1}
+    for power, letter in enumerate("KMGT", start=1):
+        units |= {letter: 1 << 10 * power, f"{letter}IB": 1 << 10 * power, f"{letter}B": 1000**power}
+    number = text.rstrip("KMGTIBkmgtib ")
+    unit = text[len(number) :].strip().upper()
+    require(
+        unit in units and number.replace(".", "", 1).isdecimal(),
+        f"kv-memory is {text!r}: write a size such as 512MiB or 2GiB",
+    )
+    return int(float(number) * units[unit])
+
+
+def option(
+    default: object,
+    group: Group,
+    text: str,
+    *,
+    name: str | None = None,
+    shown: str | None = None,
+    metavar: str | None = None,
+    least: int | None = None,
+    parse: Callable[[str], object] | None = None,
+) -> Any:  # noqa: ANN401
+    """A field that commands have as an option, or a parameter that is one; ``text`` is what ``--help`` says of it.
+
+    ``name`` is the option's where it is not the field's, ``shown`` stands for the default in ``--help``, and ``parse``
+    makes the value of what is written on the command line.
+    """
+    help = {"group": group, "text": text, "name": name, "shown": shown, "metavar": metavar, "least": least}
+    return field(default=default, metadata=help | {"parse": parse})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,14 +128,14 @@ class SamplingParams:
     of its logits before bias, temperature and filters.
     """
 
-    max_tokens: int = 128
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    seed: int = 0
-    stop: tuple[str, ...] = ()
-    ignore_eos: bool = False
+    max_tokens: int = option(128, "Sampling", "Longest answer in tokens.", name="max_new_tokens")
+    temperature: float = option(0.0, "Sampling", "0 is greedy.")
+    top_p: float = option(1.0, "Sampling", "Nucleus; 1 is off.")
+    top_k: int = option(0, "Sampling", "Sample from the K likeliest tokens; 0 is off.")
+    min_p: float = option(0.0, "Sampling", "Drop tokens below this share of the likeliest one; 0 is off.")
+    seed: int = option(0, "Sampling", "With the request's id it fixes every random draw.")
+    stop: tuple[str, ...] = option((), "Sampling", "End a text before this string; may be repeated.")
+    ignore_eos: bool = option(False, "Sampling", "Go on to the full length.")
     logit_bias: tuple[tuple[int, float], ...] = ()
     logprobs: int | None = None
 
@@ -98,28 +167,60 @@ class SamplingParams:
 class EngineConfig:
     """What is loaded and how it runs. ``auto`` is resolved in ``engine/choices.py`` and nowhere else."""
 
-    model: str
-    drafter: str | None
-    num_spec_tokens: int = 4
-    spec_length: SpecLengthName = "fixed"  # auto: what pays best at every step, at most num_spec_tokens
-    drafter_batch: DrafterBatchName = "padded"
-    draft_sampling: DraftSampling = "greedy"
-    max_batch_size: int = 32
-    max_prefill_tokens: int = 2048
+    model: str = option(MISSING, "Models", "Target: a directory or hub id.", shown="the bundled target")
+    drafter: str | None = option(
+        MISSING, "Models", "EAGLE3 head: a directory or hub id.", shown="the bundled head"
+    )
+    num_spec_tokens: int | Literal["auto"] | DraftLength = option(
+        4,
+        "Speculation",
+        "Draft tokens a step, K; 0 is plain decoding; auto: at every step what pays best for the batch, by the "
+        f"measured cost of a step and the acceptance so far, up to {_MOST_AUTO}.",
+        metavar="INTEGER|auto",
+        parse=DraftLength.of,
+    )
+    drafter_batch: DrafterBatchName = option(
+        "padded", "Speculation", "The drafter takes in all verified rows, or the accepted ones alone."
+    )
+    draft_sampling: DraftSamplingName = option(
+        "greedy",
+        "Speculation",
+        "Choose drafts by argmax or draw them at the temperature; text is distributed alike.",
+    )
+    max_batch_size: int = option(32, "Running", "Sequences that decode together.")
+    max_prefill_tokens: int = option(2048, "Running", "Prompt tokens in one prefill pass.")
     page_size: int = 0  # positions; 0: what suits the attention backend
-    kv_memory: int | None = None  # bytes; None: as much as the batch can need and the device can give
-    device: str = "auto"
-    dtype: str = "auto"
-    attention: str = "auto"
-    cuda_graphs: str = "auto"
-    gpu_memory_utilization: float = 0.9
-    prefix_cache: bool = True  # prompts that begin alike are computed once
+    kv_memory: int | None = option(
+        None,
+        "Running",
+        "Memory for the KV cache, such as 512MiB or 2GiB.",
+        shown="what the batch can need, at most 1GiB on a CPU and what --gpu-memory-utilization leaves on a GPU",
+        parse=parse_bytes,
+    )
+    device: str = option("auto", "Running", "auto, cpu, cuda or cuda:N.")
+    dtype: DtypeName = option("auto", "Running", "auto: float32 on a CPU, bfloat16 on a GPU.")
+    attention: AttentionName = option(
+        "auto",
+        "Running",
+        "trtllm: TensorRT-LLM's decode kernels; flashinfer: its paged wrappers; sdpa: PyTorch's, and "
+        "sdpa-static, which can be captured. auto picks and says why.",
+    )
+    cuda_graphs: GraphsName = option(
+        "auto",
+        "Running",
+        "step: a decode step is one CUDA graph; pass: each forward pass is; off: none. auto: step where the "
+        "attention backend can.",
+    )
+    gpu_memory_utilization: float = option(
+        0.9, "Running", "Share of the GPU's memory to use, weights and graphs included."
+    )
+    prefix_cache: bool = option(
+        True,
+        "Running",
+        "Compute what prompts have in common at their beginning once. Leave it out to compare with other tables.",
+    )
 
     def __post_init__(self) -> None:
-        require(
-            0 <= self.num_spec_tokens <= 16,
-            f"num-spec-tokens is {self.num_spec_tokens}: use 1 to 16, or 0 for plain decoding",
-        )
         require(self.max_batch_size >= 1, f"max-batch-size is {self.max_batch_size}: use at least 1")
         require(
             self.max_prefill_tokens >= 1, f"max-prefill-tokens is {self.max_prefill_tokens}: use at least 1"
@@ -130,18 +231,28 @@ class EngineConfig:
         )
         require(self.page_size >= 0, f"page-size is {self.page_size}: use at least 1")
         require(
-            self.num_spec_tokens == 0 or self.drafter is not None,
-            f"num-spec-tokens is {self.num_spec_tokens} but no drafter is given: "
+            self.draft_length.most == 0 or self.drafter is not None,
+            f"num-spec-tokens is {self.draft_length.most} but no drafter is given: "
             "name one with --drafter, or use --num-spec-tokens 0",
         )
-        require(
-            self.spec_length == "fixed" or self.num_spec_tokens >= 1,
-            "spec-length is auto and num-spec-tokens is 0, which leaves nothing to choose from: use 1 to 16",
-        )
+        for name, known in choices(EngineConfig).items():
+            value = getattr(self, name)
+            require(value in known, f"{name.replace('_', '-')} is {value!r}: use one of {', '.join(known)}")
+
+    @property
+    def draft_length(self) -> DraftLength:
+        """What ``num_spec_tokens`` stands for."""
+        return DraftLength.of(self.num_spec_tokens)
 
     def plain(self) -> Self:
         """The same without speculation."""
-        return replace(self, num_spec_tokens=0, spec_length="fixed", drafter=None)
+        return replace(self, num_spec_tokens=0, drafter=None)
+
+    def to_json(self) -> dict[str, Any]:
+        """As a manifest has it, the draft length in two fields."""
+        length = self.draft_length
+        auto = {"num_spec_tokens": length.most, "spec_length": "auto" if length.auto else "fixed"}
+        return asdict(self) | auto
 
 
 @dataclass(frozen=True, kw_only=True)

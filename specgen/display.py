@@ -54,11 +54,6 @@ def same_texts(identical: float, num_compared: int) -> str:
     return f"{count(round(identical * num_compared))} of {count(num_compared)} texts identical"
 
 
-def draft_length(most: int, spec_length: str) -> str:
-    """``4``, or ``auto, up to 7``"""
-    return f"auto, up to {most}" if spec_length == "auto" else str(most)
-
-
 def from_here(path: str) -> str:
     """``path`` as seen from the working directory where it is below that; anything else as it is."""
     place, here = Path(path), Path.cwd()

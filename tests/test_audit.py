@@ -205,9 +205,8 @@ def test_a_text_that_ends_early_is_shown_so() -> None:
     early = divergence(token=None, text="", logit=None, gap=None)
     arm = {"name": "padded", "batch_size": 8, "num_requests": 2, "num_identical": 1, "identical": 0.5}
     arm |= {"mean_acceptance_length": 2.5, "divergences": [asdict(early) | {"explained": early.explained}]}
-    engine = dict.fromkeys(
-        ("model", "drafter", "num_spec_tokens", "spec_length", "device", "dtype", "attention"), "x"
-    )
+    engine = dict.fromkeys(("model", "drafter", "device", "dtype", "attention"), "x")
+    engine |= {"num_spec_tokens": 4, "spec_length": "fixed"}
     found = {"reference": {"name": "plain", "batch_size": 1}, "dtype": "float32", "num_unexplained": 1}
     found |= {"failures": ["b: the prompt is empty"]}
     line = next(
@@ -225,14 +224,3 @@ def test_the_verdict_is_one_sentence() -> None:
     assert verdict(same).startswith("Nothing changed: all 6")
     assert "so close" in verdict({"arms": arms, "dtype": "bfloat16", "num_unexplained": 0})
     assert "cannot explain" in verdict({"arms": arms, "dtype": "bfloat16", "num_unexplained": 1})
-
-
-def test_the_options_are_a_decision() -> None:
-    """A new option is added here as well."""
-    names = (
-        "model drafter dataset data_path num_prompts num_spec_tokens max_new_tokens batch_sizes device dtype"
-    )
-    assert list(cli.verify.__annotations__) == [
-        *names.split(),
-        *("attention", "cuda_graphs", "output", "as_json", "return"),
-    ]

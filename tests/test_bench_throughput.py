@@ -24,7 +24,7 @@ from specgen.bench.throughput import Plan, ThroughputJob, side_by_side, throughp
 from specgen.bench.throughput_table import best_lengths
 from specgen.bench.workload import kv_bytes, make_prompts
 from specgen.cli.main import app
-from specgen.config import EngineConfig, SamplingParams, UserError
+from specgen.config import DraftLength, EngineConfig, SamplingParams, UserError
 from specgen.core import step, step_costs
 from specgen.core.engine_core import EngineCore
 from specgen.core.sequence import Completion, Request
@@ -92,7 +92,7 @@ def test_the_arms_of_the_sources() -> None:
     ]
     assert len(arms["batch-and-k"]) == 6 * 9
     last = MATRICES["batch-and-k"].arms[-1].configure(EngineConfig(model="target", drafter="head"))
-    assert (last.max_batch_size, last.num_spec_tokens, last.spec_length) == (256, 7, "auto")
+    assert (last.max_batch_size, last.draft_length) == (256, DraftLength(most=7, auto=True))
     source = MATRICES["vllm-19825"].workload
     assert (source.prompt_tokens, source.max_new_tokens, source.num_prompts) == (100, 1000, 500)
 
@@ -195,9 +195,9 @@ def test_the_cache_is_as_large_as_the_requests_need(pair: Path, models: Models, 
     token_bytes = 2 * SHAPE.kv_size * 4 * (SHAPE.num_layers + 1)
     pages = 10 + 4  # of four positions: 30 and 5 prompt tokens, 6 new ones, 4 rows of a step
     assert kv_bytes(config, models, requests) == pages * 4 * token_bytes
-    auto = replace(config, num_spec_tokens=7, spec_length="auto", max_batch_size=1)
+    auto = replace(config, num_spec_tokens="auto", max_batch_size=1)
     need = kv_bytes(auto, models, requests)
-    engine = build_engine(replace(auto, kv_memory=need, spec_length="fixed"), models, lambda event: None)
+    engine = build_engine(replace(auto, kv_memory=need, num_spec_tokens=7), models, lambda event: None)
     costs = step_costs.measure(engine, 1, 7)
     assert costs.lengths == tuple(range(8)), "short requests leave room to time the steps"
 

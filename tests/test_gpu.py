@@ -245,7 +245,7 @@ def test_a_run_on_a_second_gpu_gives_the_texts_of_one_on_the_first(tmp_path: Pat
     for device in ("cuda:0", "cuda:1"):
         output = tmp_path / device
         options = ["--device", device, "--max-batch-size", "7", "--output", str(output)]
-        code = "from specgen import cli; cli.main()"
+        code = "from specgen.cli.main import main; main()"
         done = subprocess.run(
             [sys.executable, "-c", code, "generate", *options], capture_output=True, text=True
         )
@@ -347,7 +347,7 @@ def test_a_run_goes_on_without_the_request_that_loses_the_device(tmp_path: Path)
     prompts = {f"p{n}": f"Tom has {n} apples." if n != 5 else "And " * 200 for n in range(12)}
     path = tmp_path / "prompts.jsonl"
     path.write_text("".join(json.dumps({"id": n, "prompt": text}) + "\n" for n, text in prompts.items()))
-    code, said, right = _answered("from specgen import cli; cli.main()", path, tmp_path / "whole")
+    code, said, right = _answered("from specgen.cli.main import main; main()", path, tmp_path / "whole")
     assert code == 0, said
     assert right.pop("p5")
     code, said, texts = _answered(_LOSES_THE_DEVICE_WITH_ONE, path, tmp_path / "run")

@@ -13,7 +13,7 @@ import pytest
 import torch
 import typer
 
-from specgen.cli import main as cli
+from specgen.cli import generating
 from specgen.config import EngineConfig, SamplingParams
 from specgen.core import engine_core
 from specgen.core.endings import DeviceLost
@@ -243,7 +243,7 @@ def test_what_cannot_go_on_by_itself_is_one_line(
     monkeypatch.setattr(os, "execv", lambda *arguments: pytest.fail("this would not go on"))
     job = replace(job, dataset=dataset, data_path=None)
     with pytest.raises(typer.Exit) as ended:
-        cli._go_on(DeviceLost("planted", requests), job, None if output is None else Path(output))
+        generating.go_on(DeviceLost("planted", requests), job, None if output is None else Path(output))
     assert ended.value.exit_code == 1
     line = f"specgen: the device is lost (planted): go on in a new process; {words}\n"
     assert capsys.readouterr().err == line

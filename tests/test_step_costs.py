@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from specgen.bundled import data_directory
-from specgen.config import EngineConfig, SamplingParams, UserError
+from specgen.config import DraftLength, EngineConfig, SamplingParams, UserError
 from specgen.core.engine_core import EngineCore
 from specgen.core.graphs import StepGraphs
 from specgen.core.sequence import Request
@@ -135,8 +135,7 @@ def test_auto_drafts_what_pays(monkeypatch: pytest.MonkeyPatch) -> None:
         EngineConfig(
             model=str(demo / "target"),
             drafter=str(demo / "drafter"),
-            num_spec_tokens=4,
-            spec_length="auto",
+            num_spec_tokens=DraftLength(most=4, auto=True),
             max_batch_size=4,
             device="cpu",
         )

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from specgen.config import EngineConfig, UserError
+from specgen.config import DraftLength, EngineConfig, UserError
 from specgen.engine.arms import Arm
 from specgen.evaluation.studies import load_study
 
@@ -25,7 +25,7 @@ def test_the_four_arms_of_the_source():
     assert (study.tasks, study.limit, study.num_fewshot, study.max_batch_size) == (("gsm8k",), 500, 5, 128)
     engines = {arm.name: arm.configure(ENGINE) for arm in study.arms}
     assert {
-        name: (engine.num_spec_tokens, engine.drafter_batch, engine.attention)
+        name: (engine.draft_length.most, engine.drafter_batch, engine.attention)
         for name, engine in engines.items()
     } == {
         "padded": (4, "padded", "auto"),
@@ -49,19 +49,19 @@ def test_an_arm_changes_what_it_names_and_nothing_else():
         "temperature": 0.5,  # the requests'
     }
     changed = Arm(name="all", changes=changes).configure(ENGINE)
-    assert (changed.drafter_batch, changed.num_spec_tokens, changed.attention) == ("padded", 1, "sdpa")
+    assert (changed.drafter_batch, changed.draft_length.most, changed.attention) == ("padded", 1, "sdpa")
     assert (changed.cuda_graphs, changed.dtype) == ("off", "float16")
 
 
 def test_an_arm_may_choose_its_draft_length_by_cost():
     chosen = Arm(name="auto", changes={"num_spec_tokens": "auto"}).configure(ENGINE)
-    assert (chosen.num_spec_tokens, chosen.spec_length) == (7, "auto")
+    assert chosen.draft_length == DraftLength(most=7, auto=True)
     for k in (0, 3):
         fixed = Arm(name="fixed", changes={"num_spec_tokens": k}).configure(chosen)
-        assert (fixed.num_spec_tokens, fixed.spec_length) == (k, "fixed")
+        assert fixed.draft_length == DraftLength(most=k)
     assert Arm(name="as it is").configure(chosen) == chosen
     plain = chosen.plain()
-    assert (plain.num_spec_tokens, plain.spec_length, plain.drafter) == (0, "fixed", None)
+    assert (plain.draft_length, plain.drafter) == (DraftLength(most=0), None)
 
 
 def test_a_file_of_ones_own(tmp_path):

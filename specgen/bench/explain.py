@@ -34,7 +34,7 @@ class StepJob:
 
     def __post_init__(self) -> None:
         require(
-            self.engine.num_spec_tokens >= 1 and self.engine.spec_length == "fixed",
+            self.engine.draft_length.most >= 1 and not self.engine.draft_length.auto,
             "num-spec-tokens is 0 or auto: a step is explained for a number from 1 to 16",
         )
 
@@ -45,7 +45,7 @@ class StepJob:
         return Workload(
             dataset=RANDOM,
             prompt_tokens=self.prompt_tokens,
-            max_new_tokens=steps * (self.engine.num_spec_tokens + 1),
+            max_new_tokens=steps * (self.engine.draft_length.most + 1),
         )
 
 
@@ -72,7 +72,7 @@ def explain(job: StepJob) -> Iterator[Table]:
     device = Device(
         bytes_per_second=bandwidth, flops_per_second=matrix_flops(config.device, models.target.dtype)
     )
-    table = empty_table(_head(job, config, models, device), config.num_spec_tokens)
+    table = empty_table(_head(job, config, models, device), config.draft_length.most)
     for batch in job.batch_sizes:
         try:
             found = _explain(job, replace(config, max_batch_size=batch), models)
@@ -139,7 +139,7 @@ def _works(found: Explained, config: EngineConfig, models: Models) -> dict[str, 
     width = models.target.dtype.itemsize
     return part_works(
         StepBytes.of(models, width),
-        num_spec_tokens=config.num_spec_tokens,
+        num_spec_tokens=config.draft_length.most,
         batch=found.batch,
         context=found.context,
         vocab_size=models.target.config.vocab_size,

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Self
 
-from specgen.config import require, spec_tokens
+from specgen.config import DraftLength, require
 from specgen.engine.arms import DECODING, Arm
 
 Labels = Mapping[str, str | int]  # the name of each axis: what an arm has there
@@ -25,7 +25,7 @@ class Axis:
             require(known, f"axis decoding has {value!r}: use some of {', '.join(DECODING)}")
             require(self.name != "batch" or value.isdecimal(), f"axis batch has {value!r}: use whole numbers")
             if self.name == "K":
-                spec_tokens(value)
+                DraftLength.of(value)
 
     @property
     def labels(self) -> list[str | int]:

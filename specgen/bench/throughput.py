@@ -48,7 +48,7 @@ class ThroughputJob:
     def __post_init__(self) -> None:
         require(self.repeats >= 1, f"repeats is {self.repeats}: use at least 1")
         require(
-            self.engine.num_spec_tokens >= 1,
+            self.engine.draft_length.most >= 1,
             "num-spec-tokens is 0, but plain decoding is an arm of its own: use 1 to 16",
         )
 
@@ -172,7 +172,7 @@ def _head(
     fixed = {axis.name for axis in job.matrix.axes}
     return {
         **conditions(config, models),
-        **({} if "K" in fixed else {"draft tokens (K)": config.num_spec_tokens}),
+        **({} if "K" in fixed else {"draft tokens (K)": config.draft_length.most}),
         **({} if "batch" in fixed else {"batch": f"at most {config.max_batch_size}"}),
         **({} if "attention" in fixed else {"attention": config.attention}),
         **({} if "cuda_graphs" in fixed else {"CUDA graphs": config.cuda_graphs}),

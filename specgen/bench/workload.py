@@ -1,4 +1,4 @@
-"""The requests of a bench, the same every time: first turns of a data set, or random tokens; and the cache they need."""
+"""The requests of a bench, always the same: first turns of a data set, or random tokens; and the cache they need."""
 
 import itertools
 import random
@@ -92,9 +92,9 @@ def _drawn(lengths: list[int], models: Models, workload: Workload) -> tuple[Requ
 
 def kv_bytes(config: EngineConfig, models: Models, requests: Sequence[Request]) -> int:
     """What the longest requests that can be in the batch together take, all of their pages."""
-    least = step_costs.positions(config.num_spec_tokens) if config.spec_length == "auto" else _WARM_UP
+    least = step_costs.positions(config.draft_length.most) if config.draft_length.auto else _WARM_UP
     lengths = sorted(
         (max(len(r.prompt_token_ids) + r.sampling.max_tokens, least) for r in requests), reverse=True
     )
-    longest = [length + config.num_spec_tokens + 1 for length in lengths[: config.max_batch_size]]
+    longest = [length + config.draft_length.most + 1 for length in lengths[: config.max_batch_size]]
     return sum(-(-length // config.page_size) for length in longest) * kv_page_bytes(config, models)

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from specgen.config import EngineConfig, spec_tokens
+from specgen.config import DraftLength, EngineConfig
 
 DECODING: Mapping[str, Mapping[str, Any]] = {
     "plain": {"num_spec_tokens": 0},
@@ -31,5 +31,5 @@ class Arm:
         fields |= DECODING[fields.pop("decoding")] if "decoding" in fields else {}
         fields.pop("temperature", None)
         if "num_spec_tokens" in fields:
-            fields["num_spec_tokens"], fields["spec_length"] = spec_tokens(fields["num_spec_tokens"])
+            fields["num_spec_tokens"] = DraftLength.of(fields["num_spec_tokens"])
         return replace(engine, **fields)

@@ -37,7 +37,7 @@ def assemble(
     """An engine of a resolved ``config`` whose cache has ``num_pages`` pages; see ``build.build_engine``."""
     backend = BACKENDS[config.attention](models.target.device)
     allocator = (PrefixCache if config.prefix_cache else PageAllocator)(num_pages, config.page_size)
-    target, step_rows = models.target, config.num_spec_tokens + 1
+    target, step_rows = models.target, config.draft_length.most + 1
     # the last steps of a text may run past its end, and past the pages it has
     longest = min(target.config.max_positions, num_pages * config.page_size) + 3 * step_rows
     drafter = _drafter(config, models, backend, allocator)
@@ -59,9 +59,9 @@ def assemble(
         scheduler=Scheduler(
             allocator=allocator,
             limits=Limits(max_batch_size=config.max_batch_size, max_prefill_tokens=config.max_prefill_tokens),
-            num_spec_tokens=config.num_spec_tokens,
+            num_spec_tokens=config.draft_length.most,
         ),
-        spec_length=FixedLength(config.num_spec_tokens),
+        spec_length=FixedLength(config.draft_length.most),
         lookahead=0 if backend.capabilities.needs_host_lens else 1,
         device=target.device,
         stop_finder=lambda stops: StopStrings(models.tokenizer, stops),
@@ -83,7 +83,7 @@ def new_cache(
 
 
 def _drafter(config: EngineConfig, models: Models, backend: Backend, allocator: PageAllocator) -> Drafter:
-    if config.num_spec_tokens == 0:
+    if config.draft_length.most == 0:
         return NoDrafter()
     assert models.head is not None
     non_padded = NonPaddedBatch() if backend.capabilities.needs_host_lens else PackedBatch()

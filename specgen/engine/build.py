@@ -31,7 +31,7 @@ def build_engine(
     use(models.target.device)
     runner = around(RUNNERS[config.cuda_graphs]())
     engine = assemble(config, models, num_pages(config, models, expected), runner, record)
-    if config.spec_length == "auto":
-        costs = step_costs.measure(engine, config.max_batch_size, config.num_spec_tokens)
+    if config.draft_length.auto:
+        costs = step_costs.measure(engine, config.max_batch_size, config.draft_length.most)
         engine.spec_length = CheapestLength(costs)
     return engine

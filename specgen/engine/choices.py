@@ -9,20 +9,23 @@ from specgen.attention.flashinfer_paged import FlashInferBackend
 from specgen.attention.sdpa import SdpaBackend, StaticSdpaBackend
 from specgen.attention.trtllm import TrtllmBackend
 from specgen.checkpoints.checkpoint import drafter_config, target_config
-from specgen.config import EngineConfig, UserError, require
+from specgen.config import AttentionName, DtypeName, EngineConfig, GraphsName, UserError, require
 from specgen.core.graphs import Eager, PassGraphs, Runner, StepGraphs
 from specgen.device import choose_device
 from specgen.engine.loading import DTYPES, Checkpoints
 from specgen.models.model_config import Eagle3Config, TargetConfig
 
-BACKENDS: dict[str, type[Backend]] = {
+BACKENDS: dict[AttentionName, type[Backend]] = {
     "trtllm": TrtllmBackend,
     "flashinfer": FlashInferBackend,
     "sdpa": SdpaBackend,
     "sdpa-static": StaticSdpaBackend,
 }
-_AUTO = {"cpu": ("sdpa",), "cuda": ("trtllm", "flashinfer", "sdpa")}  # the first that runs the model
-RUNNERS: dict[str, type[Runner]] = {"step": StepGraphs, "pass": PassGraphs, "off": Eager}
+_AUTO: dict[str, tuple[AttentionName, ...]] = {  # the first that runs the model
+    "cpu": ("sdpa",),
+    "cuda": ("trtllm", "flashinfer", "sdpa"),
+}
+RUNNERS: dict[GraphsName, type[Runner]] = {"step": StepGraphs, "pass": PassGraphs, "off": Eager}
 
 
 def resolve(config: EngineConfig, checkpoints: Checkpoints) -> EngineConfig:
@@ -34,7 +37,6 @@ def resolve(config: EngineConfig, checkpoints: Checkpoints) -> EngineConfig:
     graphs = config.cuda_graphs
     if graphs == "auto":
         graphs = "step" if kind == "cuda" and capabilities.graphs else "off"
-    require(graphs in RUNNERS, f"cuda-graphs is {graphs!r}: use one of {', '.join(RUNNERS)}")
     require(
         graphs == "off" or (kind == "cuda" and capabilities.graphs),
         f"cuda-graphs is {graphs!r} but attention {attention!r} on {kind!r} cannot be captured: "
@@ -50,22 +52,17 @@ def resolve(config: EngineConfig, checkpoints: Checkpoints) -> EngineConfig:
     )
 
 
-def choose_dtype(name: str, device: torch.device) -> str:
-    """The number format ``name`` stands for on ``device``; ``UserError`` for one that is not known."""
+def choose_dtype(name: DtypeName, device: torch.device) -> DtypeName:
+    """The number format ``name`` stands for on ``device``."""
     if name == "auto":
-        name = "float32" if device.type == "cpu" else "bfloat16"
-    require(name in DTYPES, f"dtype is {name!r}: use one of {', '.join(DTYPES)}")
+        return "float32" if device.type == "cpu" else "bfloat16"
     return name
 
 
-def choose_attention(config: EngineConfig, checkpoints: Checkpoints) -> tuple[str, str]:
+def choose_attention(config: EngineConfig, checkpoints: Checkpoints) -> tuple[AttentionName, str]:
     """The backend that ``config``, whose device and dtype are resolved, runs on, and why that one."""
     device = torch.device(config.device)
     names = _AUTO[device.type] if config.attention == "auto" else (config.attention,)
-    require(
-        names[0] in BACKENDS,
-        f"attention is {config.attention!r}: use one of auto, {', '.join(BACKENDS)}",
-    )
     heads, passed_over = _heads(config, checkpoints), list[str]()
     for name in names:
         backend = BACKENDS[name]
@@ -87,7 +84,7 @@ def choose_attention(config: EngineConfig, checkpoints: Checkpoints) -> tuple[st
 def _heads(config: EngineConfig, checkpoints: Checkpoints) -> list[Heads]:
     """What target and head ask of attention, from their checkpoints' headers."""
     models: list[TargetConfig | Eagle3Config] = [target_config(checkpoints["model"])]
-    if config.num_spec_tokens:
+    if config.draft_length.most:
         models.append(drafter_config(checkpoints["drafter"], None))
     dtype = DTYPES[config.dtype]
     return [
@@ -98,7 +95,7 @@ def _heads(config: EngineConfig, checkpoints: Checkpoints) -> list[Heads]:
             dtype=dtype,
             kv_dtype=dtype,
             page_size=config.page_size,
-            max_query_len=config.num_spec_tokens + 1,
+            max_query_len=config.draft_length.most + 1,
         )
         for model in models
     ]

@@ -107,7 +107,7 @@ class Engine:
 
     def _output(self, conversations: Conversations, completion: Completion) -> RequestOutput:
         steps = self._steps.pop(completion.request.id, [])
-        return conversations.answer(completion, fold_request(steps, self.config.num_spec_tokens))
+        return conversations.answer(completion, fold_request(steps, self.config.draft_length.most))
 
 
 def _named(prompts: Iterable[str | Prompt | Rejected]) -> Iterator[Prompt | Rejected]:

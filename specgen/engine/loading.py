@@ -47,7 +47,7 @@ def _is_synthetic(checkpoint: Checkpoint) -> bool:
 
 def open_checkpoints(config: EngineConfig) -> Checkpoints:
     """The checkpoints of ``config``, headers only; of a hub id, what is downloaded. Once in a command is enough."""
-    names = {"model": config.model, "drafter": config.drafter if config.num_spec_tokens else None}
+    names = {"model": config.model, "drafter": config.drafter if config.draft_length.most else None}
     return {role: open_checkpoint(name) for role, name in names.items() if name is not None}
 
 
@@ -56,7 +56,7 @@ def load_models(config: EngineConfig, checkpoints: Checkpoints) -> Models:
     device, dtype = torch.device(config.device), DTYPES[config.dtype]
     use(device)
     target, head = load_target(checkpoints["model"], dtype, device), None
-    if config.num_spec_tokens:
+    if config.draft_length.most:
         head = load_drafter(checkpoints["drafter"], target, dtype, device)
     tokenizer = load_tokenizer(str(checkpoints["model"].path))
     return Models(target=target, head=head, tokenizer=tokenizer, checkpoints=checkpoints)

@@ -30,14 +30,14 @@ def num_pages(config: EngineConfig, models: Models, expected: SamplingParams = D
         f"{max(memory, 0)} bytes are left for the KV cache and one page of {config.page_size} positions takes "
         f"{page_bytes}: raise --kv-memory or --gpu-memory-utilization, or lower --max-prefill-tokens",
     )
-    longest = models.target.config.max_positions + config.num_spec_tokens + 1
+    longest = models.target.config.max_positions + config.draft_length.most + 1
     return min(affordable, config.max_batch_size * -(-longest // config.page_size))
 
 
 def kv_page_bytes(config: EngineConfig, models: Models) -> int:
     """Bytes of a page in the caches of the target and, where any drafts are asked for, of the head."""
     specs = [models.target.config.kv_spec]
-    if config.num_spec_tokens and models.head is not None:
+    if config.draft_length.most and models.head is not None:
         specs.append(models.head.config.kv_spec)
     return config.page_size * sum(spec.bytes_per_token(DTYPES[config.dtype].itemsize) for spec in specs)
 
@@ -67,7 +67,7 @@ def _largest_pass(config: EngineConfig, models: Models, expected: SamplingParams
     requests = (
         Request(id=f"trial {i}", prompt_token_ids=(0,) * length, sampling=sampling) for i in range(count)
     )
-    pages = count * -(-(length + 2 * config.num_spec_tokens + 4) // config.page_size)
+    pages = count * -(-(length + 2 * config.draft_length.most + 4) // config.page_size)
     alone = replace(config, prefix_cache=False)  # the prompts are alike, and all rows are to be computed
     engine = assemble(alone, models, pages, Eager(), lambda event: None)
     before = torch.cuda.memory_allocated(config.device)

@@ -90,5 +90,5 @@ class WarmEngine:
             completions=completions,
             events=self._tape.events,
             seconds=time.perf_counter() - began,
-            num_spec_tokens=self._config.num_spec_tokens,
+            num_spec_tokens=self._config.draft_length.most,
         )

@@ -34,7 +34,7 @@ class AuditJob:
 
     def __post_init__(self) -> None:
         require(
-            self.engine.num_spec_tokens > 0,
+            self.engine.draft_length.most > 0,
             "num-spec-tokens is 0, which leaves no speculation to verify: use 1 to 16",
         )
         assert self.batch_sizes

@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from specgen.display import DASH, clip, count, draft_length, percent, plain, table
+from specgen.config import DraftLength
+from specgen.display import DASH, clip, count, percent, plain, table
 from specgen.report.tables import joined
 
 _SHOWN = 20  # divergences; the JSON document has all
@@ -35,7 +36,7 @@ def verdict(audit: Mapping[str, Any]) -> str:
 
 def _heading(audit: Mapping[str, Any]) -> list[str]:
     engine, reference, failures = audit["manifest"]["engine"], audit["reference"], audit["failures"]
-    drafts = draft_length(engine["num_spec_tokens"], engine["spec_length"])
+    drafts = DraftLength(most=engine["num_spec_tokens"], auto=engine["spec_length"] == "auto")
     return [
         f"model {engine['model']}",
         f"drafter {engine['drafter']}, draft tokens (K) {drafts}",

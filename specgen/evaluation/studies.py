@@ -3,24 +3,13 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Self, get_args
+from typing import Any, Self
 
 from specgen.bundled import evaluation_directory
-from specgen.config import DrafterBatchName, EngineConfig, UserError, require
+from specgen.config import EngineConfig, UserError, choices, require
 from specgen.engine.arms import DECODING, Arm
 from specgen.json_fields import check_fields, check_keys, load_json
 
-AttentionName = Literal["auto", "trtllm", "flashinfer", "sdpa", "sdpa-static"]
-GraphsName = Literal["auto", "step", "pass", "off"]
-DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
-
-
-_CHOICES: dict[str, Any] = {
-    "drafter_batch": DrafterBatchName,
-    "attention": AttentionName,
-    "cuda_graphs": GraphsName,
-    "dtype": DtypeName,
-}
 _SETTINGS = ("drafter_batch", "num_spec_tokens", "attention", "cuda_graphs", "dtype", "temperature")
 _NAMED = {"padded": "padded", "non-padded": "non-padded", "baseline": "plain"}  # name: decoding
 ALL_NAMED = ",".join(_NAMED)
@@ -44,8 +33,8 @@ def arm_of(value: object) -> Arm:
     name = known.pop("name")
     arm = Arm(name=name, changes={key: setting for key, setting in known.items() if setting is not None})
     require(bool(name), "an arm has an empty name: give it one")
-    for field, choices in _CHOICES.items():
-        setting, names = arm.changes.get(field), get_args(choices)
+    for field, names in choices(EngineConfig).items():
+        setting = arm.changes.get(field)
         require(
             setting is None or setting in names,
             f"{field} of arm {name!r} is {setting!r}: use one of {', '.join(names)}",

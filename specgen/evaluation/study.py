@@ -12,7 +12,7 @@ from lm_eval.utils import handle_non_serializable, make_table
 
 from specgen.checkpoints.checkpoint import fingerprint
 from specgen.config import EngineConfig, SamplingParams
-from specgen.display import draft_length, from_here
+from specgen.display import from_here
 from specgen.engine.arms import Arm
 from specgen.engine.choices import resolve
 from specgen.engine.loading import Models, load_models, open_checkpoints
@@ -46,6 +46,7 @@ class StudyJob:
         """What was asked for; an evaluation goes on only where it is the same."""
         return asdict(self) | {
             "study": self.study.to_json(),
+            "engine": self.engine.to_json(),
             "data_path": str(self.data_path) if self.data_path else None,
         }
 
@@ -76,7 +77,7 @@ class StudyRun:
         self._job = job
         self._path = path
         arms = {arm.name: arm.configure(job.engine) for arm in job.study.arms}
-        self._checkpoints = open_checkpoints(max(arms.values(), key=lambda config: config.num_spec_tokens))
+        self._checkpoints = open_checkpoints(max(arms.values(), key=lambda config: config.draft_length.most))
         self._configs = {name: resolve(config, self._checkpoints) for name, config in arms.items()}
         self._tasks = find_tasks(job.study.tasks, job.data_path)
         path.mkdir(parents=True, exist_ok=True)
@@ -108,9 +109,7 @@ class StudyRun:
             "model": next(iter(self._loaded.values())).described(job.engine.model),
             "drafter": from_here(job.engine.drafter or "none"),
             "draft tokens (K)": _every(
-                draft_length(config.num_spec_tokens, config.spec_length)
-                for config in configs
-                if config.num_spec_tokens
+                str(config.draft_length) for config in configs if config.draft_length.most
             ),
             "tasks": ", ".join(study.tasks),
             "prompts": "as a chat" if job.apply_chat_template else "as raw text",
@@ -126,7 +125,7 @@ class StudyRun:
         """The weights in the number format of ``config``; of one format at a time."""
         if config.dtype not in self._loaded:
             self._loaded.clear()
-            most = max(other.num_spec_tokens for other in self._configs.values())
+            most = max(other.draft_length.most for other in self._configs.values())
             asked = replace(config, num_spec_tokens=most)
             self._loaded[config.dtype] = load_models(asked, self._checkpoints)
         return self._loaded[config.dtype]
@@ -155,7 +154,7 @@ class StudyRun:
             name=arm.name,
             dtype=config.dtype,
             seconds=lm.seconds,
-            report=fold(files.events(), num_spec_tokens=config.num_spec_tokens),
+            report=fold(files.events(), num_spec_tokens=config.draft_length.most),
             samples=tuple(samples(results["samples"], lm.written)),
         )
         summary = {key: value for key, value in results.items() if key != "samples"}

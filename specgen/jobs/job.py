@@ -2,19 +2,17 @@
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from specgen.checkpoints.checkpoint import fingerprint
-from specgen.config import Cluster, EngineConfig, SamplingParams, require
-from specgen.display import draft_length, from_here
+from specgen.config import Cluster, EngineConfig, FormatName, SamplingParams, require
+from specgen.display import from_here
 from specgen.engine.choices import choose_attention
 from specgen.engine.loading import Checkpoints, described
 from specgen.jobs.shard import WHOLE, Shard
 from specgen.jobs.survey import Survey
 from specgen.prompts.load import STDIN
 from specgen.rundir.provenance import manifest
-
-FormatName = Literal["jsonl", "openai", "parquet"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,11 +74,11 @@ def _settings(job: Job, config: EngineConfig, checkpoints: Checkpoints, num_prom
     _, why = choose_attention(replace(config, attention=job.engine.attention), checkpoints)
     sampling = job.sampling
     how = "greedy" if sampling.temperature == 0 else f"temperature {sampling.temperature:g}"
-    plain = config.num_spec_tokens == 0
+    plain = config.draft_length.most == 0
     return {
         "model": described(config.model, checkpoints["model"]),
         "drafter": "none (plain decoding)" if plain else from_here(str(config.drafter)),
-        "draft tokens (K)": draft_length(config.num_spec_tokens, config.spec_length),
+        "draft tokens (K)": str(config.draft_length),
         **({} if plain else {"drafter batch": config.drafter_batch}),
         "data": f"{job.dataset}, {num_prompts} prompts",
         **({} if job.shard == WHOLE else {"shard": str(job.shard)}),

@@ -7,9 +7,8 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from specgen.config import require
+from specgen.config import FormatName, require
 from specgen.events import Merged, Sharded, to_line
-from specgen.jobs.job import FormatName
 from specgen.jobs.run_output import export, read_json, write_report
 from specgen.jobs.shard import REQUESTS, WHOLE, Shard, parse_shard, read_requests
 from specgen.report.report import load

@@ -7,10 +7,11 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from specgen.config import FormatName
 from specgen.events import read
 from specgen.jobs.export import export_openai, export_parquet
 from specgen.jobs.export.openai import Served
-from specgen.jobs.job import FormatName, Job
+from specgen.jobs.job import Job
 from specgen.json_fields import load_json
 from specgen.prompts import Prompt
 from specgen.report import report_html

@@ -38,7 +38,7 @@ def manifest(
     return {
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "argv": sys.argv,
-        "engine": asdict(engine),
+        "engine": engine.to_json(),
         "sampling": asdict(sampling),
         "data": data,
         "versions": versions(),

@@ -1,0 +1,120 @@
+"""``specgen eval``: lm-eval's tasks over the arms of a study."""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from specgen.cli.generating import GOES_ON, KEPT_NOWHERE
+from specgen.cli.options import Only, with_options
+from specgen.cli.printing import print_files
+from specgen.config import EngineConfig, SamplingParams, option, require
+
+if TYPE_CHECKING:
+    from specgen.evaluation.studies import Study
+    from specgen.evaluation.study import StudyJob
+
+_TASKS = typer.Argument(
+    help="Tasks of lm-eval with commas between; word_problems is bundled.", show_default="those of --study"
+)
+_ENGINE = Only(
+    "model drafter num_spec_tokens draft_sampling max_prefill_tokens kv_memory device dtype attention cuda_graphs "
+    "gpu_memory_utilization prefix_cache"
+)
+
+
+@with_options
+def evaluate(
+    *,
+    tasks: Annotated[str | None, _TASKS] = None,
+    study: str | None = option(
+        None,
+        "Study",
+        "A bundled study (vllm-25196) or a JSON file: tasks, arms, limit, shots and batch in one.",
+    ),
+    arms: str | None = option(
+        None,
+        "Study",
+        "Which of padded, non-padded and baseline (plain decoding), with commas between.",
+        shown="all three, or those of --study",
+    ),
+    limit: int | None = option(None, "Study", "Only the first N documents of each task.", shown="all"),
+    num_fewshot: int | None = option(None, "Study", "Examples before each question.", shown="the task's"),
+    apply_chat_template: bool = option(False, "Study", "Ask as a chat, examples as earlier turns."),
+    data_path: Path | None = option(
+        None, "Study", "Directory with the train and test files of gsm8k, instead of the hub."
+    ),
+    sampling: Annotated[SamplingParams, Only("seed")],
+    max_batch_size: int | None = option(
+        None, "Running", "Sequences that decode together.", shown="32, or that of --study"
+    ),
+    engine: Annotated[EngineConfig, _ENGINE],
+    log_samples: bool = option(False, "Results", "Leave every question and answer in --output too."),
+    output: Path | None = option(
+        None,
+        "Results",
+        "New directory for comparison.json, and a directory an arm: lm-eval's results.json, and what "
+        "`specgen report` reads.",
+    ),
+) -> None:
+    """Did speculation change the answers, and what did it give: lm-eval's tasks, arm by arm, and their comparison."""
+    changes: dict[str, Any] = {"limit": limit, "num_fewshot": num_fewshot, "max_batch_size": max_batch_size}
+    given = {name: value for name, value in changes.items() if value is not None}
+    chosen = replace(_study(tasks, study, arms), **given)
+    require(
+        output is not None or not log_samples, "log-samples has nowhere to go: name a directory with --output"
+    )
+    from specgen.evaluation.study import StudyJob  # imports torch and lm-eval
+    from specgen.rundir.interrupt import breakable
+
+    job = StudyJob(
+        study=chosen,
+        engine=replace(engine, max_batch_size=chosen.max_batch_size or engine.max_batch_size),
+        apply_chat_template=apply_chat_template,
+        data_path=data_path,
+        seed=sampling.seed,
+    )
+    with breakable() as interrupt:
+        try:
+            _run(job, output, output if log_samples else None)
+        except KeyboardInterrupt:
+            remedy = KEPT_NOWHERE if output is None else GOES_ON
+            print(f"specgen: interrupted; {remedy}", file=sys.stderr)
+            raise typer.Exit(interrupt.exit_code) from None
+
+
+def _study(tasks: str | None, study: str | None, arms: str | None) -> "Study":
+    """The study of a file, or the named arms on ``tasks``; what is given beside a file takes its place."""
+    from specgen.evaluation.studies import ALL_NAMED, Study, load_study, named_arms
+
+    require(tasks is not None or study is not None, "no task is named: try word_problems, or use --study")
+    names = None if tasks is None else tuple(name.strip() for name in tasks.split(","))
+    if study is None:
+        assert names is not None
+        return Study(name=str(tasks), source="", tasks=names, arms=named_arms(arms or ALL_NAMED))
+    loaded = load_study(study)
+    return replace(
+        loaded, tasks=names or loaded.tasks, arms=loaded.arms if arms is None else named_arms(arms)
+    )
+
+
+def _run(job: "StudyJob", output: Path | None, samples: Path | None) -> None:
+    """Run the arms, print what each gives as it comes, then what they show together."""
+    from specgen.evaluation import comparison_tables, study
+    from specgen.rundir.results import directory
+
+    with directory(output, "study.json") as path:
+        run, results = study.StudyRun(job, path), []
+        for result in run.arms():
+            results.append(result)
+            print(f"{result.run.name}\n{result.table}")
+            if samples is not None:
+                study.write_samples(result, samples / result.run.name)
+        comparison = run.compare(results)
+    print(comparison_tables.render(comparison, run.settings()), end="")
+    if output is not None:
+        print_files(output, "report.html")
+    if comparison.num_unexplained:
+        raise typer.Exit(1)

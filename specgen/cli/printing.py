@@ -1,0 +1,52 @@
+"""What the commands print of a run: its report on stdout, notes and failures on stderr."""
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, TextIO
+
+import typer
+
+from specgen.report import tables
+
+if TYPE_CHECKING:
+    from specgen.jobs.run_output import Result
+
+
+def print_result(result: "Result", as_json: bool, file: TextIO) -> None:
+    """The report; before its tables some of the text."""
+    if as_json:
+        print(json.dumps(result.report), file=file)
+        return
+    for asked, answered in result.samples:
+        print(f"Prompt:\n{_indented(asked)}\nAnswer:\n{_indented(answered)}\n", file=file)
+    print(tables.render(result.report, result.settings), end="", file=file)
+
+
+def print_notes_and_exit(result: "Result", output: Path | None) -> None:
+    """What was not run, and where the files are, on stderr; exit code 3 if a request failed."""
+    print_failures(result.failures, result.report["num_errors"], "errors.jsonl of --output has them all")
+    if output is not None and output != Path("-"):
+        print_files(output, "report.html")
+    if result.report["num_errors"]:
+        raise typer.Exit(3)
+
+
+def print_files(output: Path, page: str) -> None:
+    """Where the files are, on stderr."""
+    print(f"Files are in {output}; open {output / page} in a browser.", file=sys.stderr)
+
+
+def print_failures(first: Sequence[str], num_failures: int, where_all_are: str) -> None:
+    """The ``first`` requests that failed, on stderr."""
+    for failure in first:
+        print(f"specgen: failed: {failure}", file=sys.stderr)
+    if (more := num_failures - len(first)) > 0:
+        print(f"specgen: and {more} more; {where_all_are}", file=sys.stderr)
+
+
+def _indented(text: str) -> str:
+    """``text`` with its lines two places in, cut to what fits a screen."""
+    short = text.strip() if len(text) <= 600 else text[:600].strip() + " ..."
+    return "  " + "\n  ".join(short.splitlines())

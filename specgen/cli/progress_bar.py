@@ -1,0 +1,53 @@
+"""The progress bar of a run, on stderr."""
+
+import sys
+
+from specgen.events import Captured, Event, OutOfMemory, Stepped
+from specgen.rundir.tally import Tally
+
+
+class ProgressBar:
+    """A ``Progress`` that shows requests done, output tokens per second and the acceptance length so far."""
+
+    def prepare(self, what: str) -> None:
+        """Say that this takes a while."""
+        note = (
+            "getting ready; kernels that this machine has not run before are compiled first, a minute or two"
+        )
+        print(f"{what}: {note}", file=sys.stderr)
+
+    def start(self, what: str, num_requests: int, num_done: int = 0) -> None:
+        """Show a new bar."""
+        from tqdm import tqdm
+
+        self._bar = tqdm(total=num_requests, initial=num_done, desc=what, unit="req", dynamic_ncols=True)
+        self._tally = Tally()
+
+    def see(self, event: Event) -> None:
+        """Count ``event``; what a user should know of is a line above the bar."""
+        self._tally.see(event)
+        match event:
+            case Stepped():
+                speed = f"{self._tally.tokens_per_second or 0:.0f} tok/s"
+                length = f"acceptance length {self._tally.acceptance_length or 1:.2f}"
+                self._bar.set_postfix_str(f"{speed}, {length}", refresh=False)
+            case Captured(what=what, num_sequences=number, seconds=seconds, fits=fits):
+                done = (
+                    f"captured in {seconds:.1f} s" if fits else "no memory to capture it, so it runs without"
+                )
+                self._bar.write(f"CUDA graph of a {what} of {number} sequences: {done}", file=sys.stderr)
+            case OutOfMemory(max_batch_size=batch, max_prefill_tokens=tokens):
+                self._bar.write(
+                    f"out of GPU memory: going on with a batch of {batch} and {tokens} prefill tokens",
+                    file=sys.stderr,
+                )
+            case _:
+                pass
+
+    def advance(self) -> None:
+        """One more request is done."""
+        self._bar.update()
+
+    def finish(self) -> None:
+        """Close the bar."""
+        self._bar.close()

@@ -1,0 +1,96 @@
+"""Commands that run no model: ``specgen report``, ``merge`` and ``inspect``."""
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from specgen.cli.options import AS_JSON, FORMAT, with_options
+from specgen.cli.printing import print_notes_and_exit, print_result
+from specgen.config import FormatName, require
+from specgen.report import tables
+
+_Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
+
+
+def report(
+    directories: Annotated[
+        list[Path], typer.Argument(help="Run directories; several are compared.", show_default=False)
+    ],
+    against: Annotated[
+        str | None,
+        typer.Option(
+            help="Published figures to set one run beside; a name that is not there lists them.",
+            show_default=False,
+        ),
+    ] = None,
+    as_json: _Json = False,
+) -> None:
+    """Print the report of a run again, compare runs side by side, or set one beside published figures."""
+    from specgen.report.report import load
+
+    runs = [(str(directory), *load(directory)) for directory in directories]
+    if against is not None:
+        require(len(runs) == 1, f"against is {against!r} for {len(runs)} runs: give one directory")
+        document, text = _beside(runs[0][0], runs[0][1], against)
+        print(json.dumps(document) if as_json else text)
+    elif as_json:
+        reports = {name: numbers for name, numbers, _ in runs}
+        print(json.dumps(reports if len(runs) > 1 else runs[0][1]))
+    elif len(runs) == 1:
+        print(tables.render(runs[0][1], runs[0][2].get("settings", {})), end="")
+    else:
+        print(tables.compare([(name, numbers) for name, numbers, _ in runs]), end="")
+
+
+def _beside(run: str, report: dict[str, Any], name: str) -> tuple[dict[str, Any], str]:
+    """The report of ``run`` beside the published figures ``name``, as JSON and as text."""
+    from specgen.report.against import compare, load_results
+    from specgen.report.against_table import render
+    from specgen.report.references import load_reference
+
+    reference = load_reference(name)
+    lines = compare(report, load_results(Path(run)), reference)
+    beside = {"reference": asdict(reference), "figures": [line.to_json() for line in lines]}
+    return {**report, "against": beside}, render(run, report["num_spec_tokens"], reference, lines).rstrip()
+
+
+@with_options
+def merge(
+    output: Annotated[Path, typer.Argument(help="New directory for the whole run.", show_default=False)],
+    directories: Annotated[
+        list[Path], typer.Argument(help="Run directories of all shards, in any order.", show_default=False)
+    ],
+    format: FormatName = FORMAT,
+    as_json: bool = AS_JSON,
+) -> None:
+    """Bring the shards of a run together: rows in the order of the prompts, and one report.
+
+    Exit code 3 if a request failed.
+    """
+    from specgen.jobs.merge import merge  # imports torch
+    from specgen.jobs.run_output import read_result
+
+    merge(output, directories, format)
+    result = read_result(output)
+    print_result(result, as_json, sys.stdout)
+    print_notes_and_exit(result, output)
+
+
+def inspect(
+    path: Annotated[str, typer.Argument(help="Checkpoint: a directory or hub id.", show_default=False)],
+    other: Annotated[
+        str | None, typer.Argument(help="Second checkpoint: do target and head fit?", show_default=False)
+    ] = None,
+    as_json: _Json = False,
+) -> None:
+    """Say what a checkpoint is, how it is understood, and whether target and head fit."""
+    from specgen.checkpoints.inspect_checkpoint import describe
+
+    description = describe(path, other)
+    print(json.dumps(description.to_json()) if as_json else description.to_text())
+    if description.misfits:
+        raise typer.Exit(1)

@@ -1,0 +1,65 @@
+"""``specgen verify``: the losslessness audit."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from specgen.cli.options import AS_JSON, DATA_PATH, DATASET, NUM_PROMPTS, Only, numbers, with_options
+from specgen.cli.printing import print_failures
+from specgen.cli.progress_bar import ProgressBar
+from specgen.config import EngineConfig, SamplingParams, option, require
+
+_FAILURES_SHOWN = 3
+
+
+@with_options
+def verify(
+    *,
+    dataset: str = DATASET,
+    data_path: Path | None = DATA_PATH,
+    num_prompts: int | None = NUM_PROMPTS,
+    sampling: Annotated[SamplingParams, Only("max_tokens")],
+    batch_sizes: str = option(
+        "1,8,32",
+        "Running",
+        "Numbers of sequences that decode together, each tried; plain decoding at the smallest is what all "
+        "are compared with.",
+    ),
+    engine: Annotated[EngineConfig, Only("model drafter num_spec_tokens device dtype attention cuda_graphs")],
+    output: Path | None = option(None, "Results", "New file for the same as one JSON document."),
+    as_json: bool = AS_JSON,
+) -> None:
+    """Show that speculation changes no greedy text: every arm against plain decoding, place by place.
+
+    Exit code 1 if texts part where the rounding of the number format cannot explain it.
+    """
+    sizes = numbers("batch-sizes", batch_sizes)
+    require(
+        output is None or not output.exists(),
+        f"output {str(output)!r} exists: name a new file, or remove it first",
+    )
+    from specgen.evaluation import audit_table
+    from specgen.evaluation.audit import AuditJob, audit  # imports torch
+    from specgen.rundir.atomic import naming, writable, write_json
+
+    job = AuditJob(
+        engine=engine,
+        sampling=sampling,
+        dataset=dataset,
+        data_path=data_path,
+        num_prompts=num_prompts,
+        batch_sizes=sizes,
+    )
+    found = audit(job, ProgressBar()).to_json()
+    if output is not None:
+        with writable(output):
+            with naming(output):
+                output.parent.mkdir(parents=True, exist_ok=True)
+            write_json(output, found)
+    print(json.dumps(found) if as_json else audit_table.render(found), end="\n" if as_json else "")
+    failures = found["failures"]
+    print_failures(failures[:_FAILURES_SHOWN], len(failures), "--json and --output have all")
+    if found["num_unexplained"]:
+        raise typer.Exit(1)

@@ -1,0 +1,157 @@
+"""Options: what a configuration's fields become on the command line, and what the command line becomes."""
+
+from typing import Annotated
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from specgen.cli import bench
+from specgen.cli.evaluating import evaluate
+from specgen.cli.options import Only, numbers, with_options
+from specgen.cli.verifying import verify
+from specgen.config import DraftLength, EngineConfig, SamplingParams, UserError, option, parse_bytes
+
+SEEN: dict[str, object] = {}
+
+
+def given(command, *arguments: str) -> dict[str, object]:
+    """What ``command``, which returns its parameters, is called with."""
+    app = typer.Typer()
+    app.command()(with_options(command))
+    SEEN.clear()
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    return dict(SEEN)
+
+
+def whole(*, engine: EngineConfig, sampling: SamplingParams):
+    SEEN.update(engine=engine, sampling=sampling)
+
+
+def test_without_options_a_configuration_is_its_defaults():
+    made = given(whole)
+    assert made["sampling"] == SamplingParams()
+    engine = made["engine"]
+    default = EngineConfig(model=engine.model, drafter=engine.drafter)
+    assert engine.to_json() == default.to_json()
+    assert engine.model.endswith("demo/target")
+
+
+def test_every_field_arrives():
+    names = {"model": "a", "drafter": "b", "drafter_batch": "non-padded", "draft_sampling": "probabilistic"}
+    names |= {"max_batch_size": 3, "max_prefill_tokens": 5, "device": "cpu", "dtype": "float16"}
+    names |= {"attention": "sdpa", "cuda_graphs": "pass", "gpu_memory_utilization": 0.25}
+    arguments = [f"--{name.replace('_', '-')}={value}" for name, value in names.items()]
+    arguments += ["--num-spec-tokens=auto", "--kv-memory=2KiB", "--no-prefix-cache"]
+    expected = EngineConfig(**names, num_spec_tokens="auto", kv_memory=2048, prefix_cache=False)
+    sampled = SamplingParams(
+        max_tokens=7,
+        temperature=0.5,
+        top_p=0.75,
+        top_k=2,
+        min_p=0.25,
+        seed=9,
+        stop=("x", "y"),
+        ignore_eos=True,
+    )
+    arguments += ["--max-new-tokens=7", "--temperature=0.5", "--top-p=0.75", "--top-k=2", "--min-p=0.25"]
+    made = given(whole, *arguments, "--seed=9", "--stop=x", "--stop=y", "--ignore-eos")
+    assert made["engine"].to_json() == expected.to_json()
+    assert made["sampling"] == sampled
+
+
+def test_a_command_may_have_some_fields_and_defaults_of_its_own():
+    def some(
+        *,
+        batch: int | None = option(None, "Running", "Its own.", name="max-batch-size"),
+        engine: Annotated[EngineConfig, Only("max_prefill_tokens dtype", {"max_prefill_tokens": 99})],
+    ):
+        SEEN.update(engine=engine, batch=batch)
+
+    command = with_options(some)
+    assert list(command.__annotations__) == ["batch", "max_prefill_tokens", "dtype", "return"]
+    made = given(some, "--max-batch-size=4", "--dtype=float16")
+    assert (made["batch"], made["engine"].max_prefill_tokens, made["engine"].dtype) == (4, 99, "float16")
+    assert given(some, "--max-prefill-tokens=7")["engine"].max_prefill_tokens == 7
+
+
+def test_options_are_in_the_order_of_their_groups():
+    def mixed(
+        *,
+        output: str = option("", "Results", ""),
+        sampling: Annotated[SamplingParams, Only("seed")],
+        size: int = option(1, "Table", ""),
+        engine: Annotated[EngineConfig, Only("device model")],
+    ):
+        pass
+
+    assert list(with_options(mixed).__annotations__) == [
+        "size",
+        "model",
+        "seed",
+        "device",
+        "output",
+        "return",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("asked", "length", "shown"),
+    [
+        (0, DraftLength(most=0), "0"),
+        ("16", DraftLength(most=16), "16"),
+        ("auto", DraftLength(most=7, auto=True), "auto, up to 7"),
+        (DraftLength(most=3, auto=True), DraftLength(most=3, auto=True), "auto, up to 3"),
+    ],
+)
+def test_a_draft_length_is_a_number_or_auto(asked, length, shown):
+    config = EngineConfig(model="a", drafter="b", num_spec_tokens=asked)
+    assert config.draft_length == length
+    assert str(length) == shown
+    fields = {"num_spec_tokens": length.most, "spec_length": "auto" if length.auto else "fixed"}
+    assert {name: config.to_json()[name] for name in fields} == fields, "as manifests have always had it"
+
+
+@pytest.mark.parametrize("asked", [17, -1, "many", 1.5, True, ""])
+def test_what_is_no_draft_length_is_refused(asked):
+    with pytest.raises(UserError, match=f"num-spec-tokens is {asked}: use 1 to 16"):
+        EngineConfig(model="a", drafter="b", num_spec_tokens=asked)
+    with pytest.raises(UserError, match="nothing to choose from"):
+        DraftLength(most=0, auto=True)
+
+
+def test_a_value_that_is_no_choice_is_refused():
+    for field in ("drafter_batch", "draft_sampling", "dtype", "attention", "cuda_graphs"):
+        option = field.replace("_", "-")
+        with pytest.raises(UserError, match=rf"^{option} is 'none': use one of \w+, "):
+            EngineConfig(model="a", drafter="b", **{field: "none"})
+
+
+def test_sizes_and_lists_of_numbers():
+    assert [parse_bytes(text) for text in ("12", "1.5KiB", "2 GB")] == [12, 1536, 2 * 10**9]
+    assert numbers("n", "1, 8") == (1, 8)
+    for text in ("", "1,", "0", "a"):
+        with pytest.raises(UserError, match="write numbers of at least 1"):
+            numbers("n", text)
+
+
+NAMES = {
+    verify: "model drafter dataset data_path num_prompts num_spec_tokens max_new_tokens batch_sizes device dtype "
+    "attention cuda_graphs output as_json",
+    evaluate: "tasks study arms limit num_fewshot apply_chat_template data_path model drafter num_spec_tokens "
+    "draft_sampling seed max_batch_size max_prefill_tokens kv_memory device dtype attention cuda_graphs "
+    "gpu_memory_utilization prefix_cache log_samples output",
+    bench.kernels: "num_seqs max_seq_lens num_heads num_kv_heads head_dim num_spec_tokens page_size repeats dtype "
+    "device output",
+    bench.throughput: "matrix axis repeats model drafter dataset data_path num_prompts prompt_tokens num_spec_tokens "
+    "max_new_tokens max_batch_size max_prefill_tokens device dtype attention cuda_graphs gpu_memory_utilization output",
+    bench.step: "batch_sizes prompt_tokens model drafter num_spec_tokens drafter_batch max_prefill_tokens device "
+    "dtype attention cuda_graphs output",
+}
+
+
+@pytest.mark.parametrize("command", NAMES, ids=lambda command: command.__name__)
+def test_the_options_are_a_decision(command):
+    """A new option is added here as well; those of ``generate`` are in test_run.py."""
+    assert [name for name in command.__annotations__ if name != "return"] == NAMES[command].split()
