@@ -34,6 +34,7 @@ from specgen.engine.arms import Arm
 from specgen.engine.build import build_engine
 from specgen.engine.loading import Models
 from specgen.engine.warm_engine import WarmEngine
+from specgen.events import Submitted
 from tests.engines import Pair, loaded, resolved
 
 SHAPE = SHAPES["tiny"]
@@ -231,12 +232,13 @@ def test_an_engine_gives_its_memory_back_at_once(pair: Path, models: Models) -> 
     gc.disable()
     try:
         engine = WarmEngine(resolved(engine_of(pair)), models, requests)
-        core, run = weakref.ref(engine._engine), engine.run()
+        core, runs = weakref.ref(engine._engine), [engine.run(), engine.run()]
         del engine
         assert core() is None
     finally:
         gc.enable()
-    assert len(run.completions) == 2
+    for run in runs:  # each has its own events
+        assert sum(isinstance(event, Submitted) for event in run.events) == len(run.completions) == 2
 
 
 # --- the table ------------------------------------------------------------------------------------
