@@ -135,6 +135,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "rundir/row_file": ("test_resume.py", "test_going_on.py"),
     "rundir/results": _RUNS,
     "jobs/merge": ("test_shards.py",),
+    "models/eagle3_config": ("test_checkpoint.py", "test_inspect.py"),
     "models/eagle3": ("test_models.py", "test_checkpoint.py", "test_drafting.py"),
     "models/llama": ("test_models.py", "test_checkpoint.py"),
     "models/layers": ("test_models.py", "test_checkpoint.py"),

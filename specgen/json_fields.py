@@ -15,8 +15,8 @@ def load_json(path: Path, remedy: str) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror}): {remedy}") from error
-    except ValueError as error:
-        raise UserError(f"{path} is not JSON ({first_line(error)}): {remedy}") from error
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path} is not valid JSON ({first_line(error)}): {remedy}") from error
     require(isinstance(value, dict), f"{path} holds no JSON object: {remedy}")
     return dict(value)
 

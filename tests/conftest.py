@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from specgen.bundled import data_directory
-from specgen.core.graphs import Eager, bucket
+from specgen.core.graphs import Runner, bucket
 from specgen.engine import assembly, choices
 from tests.engines import Pair, load_pair
 from tests.reference_drafts import ReferenceDrafter
 from tests.tiny_checkpoints import write_head, write_target
 
 
-class Padded(Eager):
+class Padded(Runner):
     """Runs eagerly on the rows that a graph would have."""
 
     def num_rows(self, num_sequences: int) -> int:

@@ -60,7 +60,7 @@ def load_pair(path: Path, dtype: torch.dtype = torch.float32, device: str = "cpu
         "drafter": open_checkpoint(str(path / "drafter")),
     }
     target = load_target(checkpoints["model"], dtype, torch.device(device))
-    head = load_drafter(checkpoints["drafter"], target, dtype, torch.device(device))
+    head = load_drafter(checkpoints["drafter"], target)
     no_tokenizer: Any = None
     models = Models(target=target, head=head, tokenizer=no_tokenizer, checkpoints=checkpoints)
     return Pair(path=path, models=models)

@@ -25,7 +25,7 @@ def write_pair(path: Path) -> Path:
     rows = [{"prompt": "Tom has"}, {"messages": [{"role": "user", "content": "Hi"}]}]
     (path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     # imports what forked processes would import each for itself
-    load_tokenizer(str(path / "target")).encode_chat([Message(role="user", content="x")])
+    load_tokenizer(str(path / "target")).render_chat([Message(role="user", content="x")])
     return path
 
 

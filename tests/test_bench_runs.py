@@ -38,7 +38,7 @@ def test_a_step_reads_weights_once_a_pass_and_the_cache_of_every_sequence() -> N
 
 def test_the_bytes_of_a_pair_are_its_matrices(tiny: Path) -> None:
     shape = SHAPES["tiny"]
-    sizes = StepBytes.of(loaded(config_of(load_pair(tiny))), 2)
+    sizes = StepBytes.of(loaded(config_of(load_pair(tiny), dtype="bfloat16")))
     hidden, inner, norms = shape.hidden_size, shape.intermediate_size, 2 * shape.hidden_size
     attention = 2 * hidden * shape.q_size + 2 * hidden * shape.kv_size
     layer = attention + 3 * hidden * inner + norms

@@ -20,7 +20,7 @@ from specgen.bench.step_table import step_rows
 from specgen.cli.main import app
 from specgen.config import EngineConfig, UserError
 from specgen.core import step as step_module
-from specgen.core.graphs import Eager
+from specgen.core.graphs import Runner
 from specgen.core.running_batch import Columns
 from specgen.decoding.drafting import HeadDrafter
 from specgen.events import Event, Prefilled, Stepped, Submitted, Verified
@@ -75,7 +75,7 @@ def test_the_hosts_clock_leaves_nothing_idle(monkeypatch) -> None:
     moments = iter([1.0, 1.5, 2.0, 4.0, 4.25, 5.0, 6.0, 8.0])
     monkeypatch.setattr(marks.time, "perf_counter", lambda: next(moments))
     marker = HostMarker()
-    runner = Marked(Eager(), marker)
+    runner = Marked(Runner(), marker)
 
     def step() -> int:
         names = ("propose", "verify", "observe")

@@ -22,8 +22,9 @@ from specgen.checkpoints.checkpoint import (
     target_config,
 )
 from specgen.config import UserError
+from specgen.models.eagle3_config import Eagle3Config
+from specgen.models.families import family_of
 from specgen.models.llama import Llama
-from specgen.models.model_config import Eagle3Config, TargetConfig
 from tests.tiny_checkpoints import LLAMA3_SCALING, write_head, write_target
 
 CPU = torch.device("cpu")
@@ -46,8 +47,12 @@ def _load(path: Path) -> Llama:
     return load_target(open_checkpoint(str(path)), torch.float32, CPU)
 
 
+def _read(config: dict[str, Any]) -> Any:
+    return family_of(config).config(config)
+
+
 def _load_head(path: Path, target: Llama) -> Any:
-    return load_drafter(open_checkpoint(str(path)), target, torch.float32, CPU)
+    return load_drafter(open_checkpoint(str(path)), target)
 
 
 def _copy(source: Path, path: Path, **changes: Any) -> Path:
@@ -235,12 +240,12 @@ def test_transformers_5_and_4_write_the_same_rope() -> None:
         "max_position_embeddings": 9,
     }
     scaling = {name: value for name, value in LLAMA3_SCALING.items() if name != "rope_theta"}
-    new = TargetConfig.from_hf(common | {"rope_parameters": LLAMA3_SCALING})
-    old = TargetConfig.from_hf(common | {"rope_theta": 10000.0, "rope_scaling": scaling})
+    new = _read(common | {"rope_parameters": LLAMA3_SCALING})
+    old = _read(common | {"rope_theta": 10000.0, "rope_scaling": scaling})
     assert new.rope == old.rope
     assert new.rope.llama3 is not None
     assert new.rope.llama3.factor == 8.0
-    plain = TargetConfig.from_hf(common | {"rope_theta": 5e5, "rope_scaling": None})
+    plain = _read(common | {"rope_theta": 5e5, "rope_scaling": None})
     assert (plain.rope.theta, plain.rope.llama3) == (5e5, None)
     assert (plain.num_kv_heads, plain.head_dim, plain.eos_token_ids) == (2, 4, ())
 

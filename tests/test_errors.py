@@ -231,7 +231,12 @@ def test_an_audit_that_cannot_be_written_is_one_line(path: Path, monkeypatch: py
 
 @pytest.mark.parametrize(
     ("text", "words"),
-    [("{", "is not JSON"), ("[]", "holds no JSON object"), ("\xff", "is not JSON"), (None, "cannot be read")],
+    [
+        ("{", "is not valid JSON"),
+        ("[]", "holds no JSON object"),
+        ("\xff", "is not valid JSON"),
+        (None, "cannot be read"),
+    ],
 )
 def test_a_file_that_is_no_object(tmp_path: Path, text: str | None, words: str) -> None:
     if text is not None:
@@ -245,7 +250,7 @@ def test_a_manifest_that_is_none_is_one_line(path: Path) -> None:
     (path / "run" / "manifest.json").write_text("mine")
     ended = generate_with_pair(path)
     assert ended.code == 2, ended
-    assert "manifest.json is not JSON" in ended.err.splitlines()[-1]
+    assert "manifest.json is not valid JSON" in ended.err.splitlines()[-1]
 
 
 def test_a_prompt_of_nothing_fails_alone(pair: Path) -> None:

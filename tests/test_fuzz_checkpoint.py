@@ -160,7 +160,7 @@ def test_any_config_of_a_head(head: Files, model: Llama, changes: dict[str, Any]
     def use(path: Path) -> None:
         with suppress(UserError):  # the same reason, or one more
             describe(str(path))
-        load_drafter(open_checkpoint(str(path)), model, torch.float32, CPU)
+        load_drafter(open_checkpoint(str(path)), model)
 
     _try(head | {"config.json": _changed_json(head["config.json"], changes)}, use)
 
@@ -220,7 +220,7 @@ def test_any_damage_to_pickles(target: Files, zipped: bool) -> None:
 def _use_tokenizer(path: Path) -> None:
     tokenizer = load_tokenizer(str(path))
     tokenizer.decode(tokenizer.encode_text("Tom has 3 €"))
-    tokenizer.encode_chat([Message(role="user", content="Hi")])
+    tokenizer.encode_rendered(tokenizer.render_chat([Message(role="user", content="Hi")]))
 
 
 TOKENIZER_KEYS = (

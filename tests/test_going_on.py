@@ -25,6 +25,7 @@ from specgen.rundir.interrupt import StoppedError
 from specgen.rundir.locking import LOCK
 from specgen.rundir.results import RunDirectory
 from specgen.rundir.status import Status
+from specgen.rundir.tally import Tally
 from tests.engines import loaded
 from tests.tiny_checkpoints import write_head, write_target
 from tests.tiny_tokenizers import write_byte_level
@@ -44,7 +45,7 @@ class Follower:
     def see(self, event: Event) -> None: ...
     def finish(self) -> None: ...
 
-    def start(self, what: str, num_requests: int, num_done: int = 0) -> None:
+    def start(self, what: str, tally: Tally, num_requests: int, num_done: int = 0) -> None:
         self.started.append((what, num_requests, num_done))
 
     def advance(self) -> None:
@@ -305,7 +306,7 @@ def test_a_status_costs_no_wait_for_the_disk(tmp_path: Path, monkeypatch: pytest
     synced: list[int] = []
     monkeypatch.setattr(os, "fsync", synced.append)
     status = Status(tmp_path / "status.json")
-    status.begin(total=1, done=0)
+    status.begin(Tally(), total=1, done=0)
     assert json.loads((tmp_path / "status.json").read_text())["state"] == "running"
     assert not synced
 
@@ -336,7 +337,7 @@ def test_a_start_parses_little_of_what_is_there(tmp_path: Path) -> None:
     began = time.process_time()
     with RunDirectory(tmp_path) as files:
         assert len(files.completions) == number - 1
-        (last,) = prompts.those(found.open_rows(files.completions))
+        (last,) = prompts.select(found.pending_rows(files.completions))
     assert time.process_time() - began < 0.4
     assert last.id == f"request-{number - 1:06d}"
 

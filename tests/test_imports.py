@@ -46,7 +46,7 @@ ONLY: Imports = {
     "report": {"leaves"},
     "rundir": {"leaves"},
 }
-HEAVY = ("torch", "ray", "transformers", "datasets", "flashinfer", "lm_eval")
+HEAVY = ("torch", "ray", "transformers", "datasets", "flashinfer", "lm_eval", "scipy", "pyarrow")
 LIGHT = (
     "cli.main",
     "config",

@@ -1,14 +1,19 @@
 """What ``specgen inspect`` says: the understanding of a checkpoint, its sizes, and the fit of a pair."""
 
 import json
+import shutil
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from specgen.checkpoints.checkpoint import load_drafter, load_target, open_checkpoint
 from specgen.checkpoints.inspect_checkpoint import Description, describe
 from specgen.config import UserError
+from specgen.models.eagle3_config import Eagle3Config
+from specgen.models.families import FAMILIES, HEAD_FAMILIES
 from specgen.models.model_config import TargetConfig
 from tests.tiny_checkpoints import LLAMA3_SCALING, write_head, write_target
 
@@ -58,6 +63,41 @@ def test_a_target_alone(target_path: Path) -> None:
     assert "llama3 scaling by 8" in text
     assert "Complete and supported." in text
     assert max(map(len, text.splitlines()[1:])) <= 100
+
+
+TEXT = """
+{target}: a target
+  family      LlamaForCausalLM
+  vocabulary  128 tokens; output weights apart from the embedding
+  context     256 tokens
+  ends texts  2, 9
+  layers      6, 64 wide, MLP 128 wide
+  attention   4 heads, 2 KV heads, 16 wide each
+  rotary      base 10,000, llama3 scaling by 8
+  weights     238,400 parameters, 0.9 MiB as float32 in 11 files
+  KV cache    1,536 bytes a token
+
+{head}: an EAGLE3 head
+  dialect     EAGLE, SpecForge
+  reads       the target's residual stream at the inputs of layers 2, 3, 3
+  rule        no ids given: the default layer inputs 2, L//2, L-3 of a target of L layers
+  norms       fc_norm (one for each feature), norm_output (of what is fed back)
+  vocabulary  drafts 48 of 128 tokens (37.5%)
+  embedding   its own
+  target      64 wide
+  layers      1, 64 wide, MLP 128 wide
+  attention   4 heads, 2 KV heads, 16 wide each
+  rotary      base 10,000
+  weights     69,056 parameters, 0.3 MiB as float32 in 1 file
+  KV cache    256 bytes a token
+
+Target and head fit; together 1,792 bytes of KV cache a token."""
+
+
+def test_the_whole_text_of_a_pair(tmp_path: Path, target_path: Path, config: TargetConfig) -> None:
+    write_head(tmp_path, config, fc_norm=True, norm_output=True, own_embedding=True)
+    text = describe(str(target_path), str(tmp_path)).to_text()
+    assert text == TEXT.strip().format(target=target_path, head=tmp_path)
 
 
 @pytest.mark.parametrize("swapped", [False, True])
@@ -143,6 +183,38 @@ def test_two_of_a_kind_are_no_pair(tmp_path: Path, target_path: Path, config: Ta
     )
     write_head(tmp_path, config)
     assert "both are heads" in describe(str(tmp_path), str(tmp_path)).misfits[0]
+
+
+def test_an_architecture_is_a_row_of_a_table(
+    tmp_path: Path, target_path: Path, config: TargetConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Loading and describing know of families and heads by the tables alone."""
+
+    @dataclass(frozen=True, kw_only=True)
+    class OtherConfig(Eagle3Config):
+        family = "OTHER"
+
+    shutil.copytree(target_path, tmp_path / "target")
+    file = tmp_path / "target" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"architectures": ["OtherForCausalLM"]}))
+    write_head(tmp_path / "head", config)
+    with pytest.raises(UserError, match="'OtherForCausalLM' is not supported"):
+        describe(str(tmp_path / "target"))
+    monkeypatch.setitem(FAMILIES, "OtherForCausalLM", FAMILIES["LlamaForCausalLM"])
+    monkeypatch.setitem(
+        HEAD_FAMILIES,
+        "OTHER",
+        replace(HEAD_FAMILIES["EAGLE3"], config=OtherConfig.from_hf, otherwise="no OTHER"),
+    )
+    monkeypatch.delitem(HEAD_FAMILIES, "EAGLE3")
+    text = describe(str(tmp_path / "target"), str(tmp_path / "head")).to_text()
+    assert "family      OtherForCausalLM\n" in text
+    assert "head: an OTHER head\n" in text
+    assert "Target and head fit" in text
+    target = load_target(open_checkpoint(str(tmp_path / "target")), torch.float32, torch.device("cpu"))
+    assert load_drafter(open_checkpoint(str(tmp_path / "head")), target).config.family == "OTHER"
+    with pytest.raises(UserError, match="no OTHER"):
+        load_drafter(open_checkpoint(str(tmp_path / "target")), target)
 
 
 def test_no_weights_are_read(

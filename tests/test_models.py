@@ -13,9 +13,11 @@ from torch.nn import functional as F
 from specgen.checkpoints.checkpoint import Checkpoint, load_drafter, load_target, open_checkpoint
 from specgen.models.layers import inverse_frequencies
 from specgen.models.llama import Llama
-from specgen.models.model_config import Llama3Scaling, RopeConfig, TargetConfig
+from specgen.models.model_config import TargetConfig
+from specgen.models.rope_config import Llama3Scaling, RopeConfig
 from specgen.ops.cpu import cpu_float32_ops
 from specgen.ops.reference import rotate, silu_and_mul, torch_ops
+from specgen.ops.weight import Weight
 from tests.dense import DenseAttend
 from tests.tiny_checkpoints import LLAMA3_SCALING, write_head, write_target
 
@@ -185,9 +187,9 @@ def test_cpu_kernels_equal_the_reference(rows: int) -> None:
     fast, plain = cpu_float32_ops(), torch_ops()
     x = torch.randn(rows, 64)
     for shape in ((48, 64), (1100, 64), (9000, 64)):
-        weight = torch.randn(shape)
-        torch.testing.assert_close(fast.linear(weight)(x), plain.linear(weight)(x), rtol=1e-5, atol=1e-5)
-        gated, expected = fast.gated_linear(weight)(x), plain.gated_linear(weight)(x)
+        matrix = Weight(data=torch.randn(shape))
+        torch.testing.assert_close(fast.linear(matrix)(x), plain.linear(matrix)(x), rtol=1e-5, atol=1e-5)
+        gated, expected = fast.gated_linear(matrix)(x), plain.gated_linear(matrix)(x)
         torch.testing.assert_close(gated, expected, rtol=1e-4, atol=1e-4)
     x, weight = x * torch.logspace(-6, 3, rows)[:, None], torch.randn(64)  # also rows where eps counts
     torch.testing.assert_close(fast.rms_norm(weight, 1e-5)(x), plain.rms_norm(weight, 1e-5)(x))
@@ -198,6 +200,25 @@ def test_cpu_kernels_equal_the_reference(rows: int) -> None:
     by_head = torch.randn(4, 16)
     heads = x.view(rows, 4, 16)
     torch.testing.assert_close(fast.rms_norm(by_head, 1e-6)(heads), plain.rms_norm(by_head, 1e-6)(heads))
+
+
+def test_weights_are_joined_below_each_other_and_one_alone_is_not_copied() -> None:
+    q, k = Weight(data=torch.randn(6, 4)), Weight(data=torch.randn(2, 4).bfloat16())
+    assert Weight.joined([q]) is q
+    joined = Weight.joined([q, k])
+    assert torch.equal(joined.matrix, torch.cat((q.data, k.data)))
+    assert (q.num_bytes, k.num_bytes) == (6 * 4 * 4, 2 * 4 * 2)
+
+
+def test_a_kernel_takes_no_weight_in_a_format_that_it_does_not_know() -> None:
+    unknown: Any = {"data": torch.zeros(2, 2), "scale": torch.ones(2), "format": "fp8"}
+    weight = Weight(**unknown)
+    assert weight.num_bytes == 4 * 4 + 2 * 4
+    bundles, names = (torch_ops(), cpu_float32_ops()), ("linear", "linear_parts", "gated_linear")
+    prepared = [getattr(ops, name) for ops in bundles for name in names]
+    for prepare in (*prepared, lambda weight: Weight.joined([weight, weight])):
+        with pytest.raises(AssertionError, match="fp8"):
+            prepare(weight)
 
 
 @pytest.mark.parametrize("original", [8192, 64])
@@ -236,7 +257,7 @@ HEADS: dict[str, dict[str, Any]] = {
 def test_heads_equal_the_dense_reference(tmp_path: Path, written: Written, settings: dict[str, Any]) -> None:
     write_head(tmp_path, written.config, **settings)
     checkpoint = open_checkpoint(str(tmp_path))
-    head = load_drafter(checkpoint, written.model, torch.float32, CPU)
+    head = load_drafter(checkpoint, written.model)
     reference = _DenseHead(checkpoint, written.model.embedding)
     rows = 12
     torch.manual_seed(5)
@@ -262,7 +283,7 @@ def test_every_head_setting_changes_what_is_drafted(tmp_path: Path, written: Wri
     for index, flag in enumerate((None, *flags)):
         path = tmp_path / str(index)
         write_head(path, written.config, **({flag: True} if flag else {}))
-        head = load_drafter(open_checkpoint(str(path)), written.model, torch.float32, CPU)
+        head = load_drafter(open_checkpoint(str(path)), written.model)
         torch.manual_seed(5)
         hidden, ids = head.fuse(torch.randn(6, 3 * written.config.hidden_size) * 4), torch.arange(6)
         for _ in range(2):
@@ -281,8 +302,7 @@ def test_tensors_below_model_are_the_same_head(tmp_path: Path, written: Written)
     gone = dict.fromkeys(name for name in plain.tensors if name not in apart)
     write_head(tmp_path / "moved", written.config, fc_norm=True, own_embedding=True, changed=gone | moved)
     heads = [
-        load_drafter(open_checkpoint(str(tmp_path / name)), written.model, torch.float32, CPU)
-        for name in ("plain", "moved")
+        load_drafter(open_checkpoint(str(tmp_path / name)), written.model) for name in ("plain", "moved")
     ]
     features = torch.randn(4, 3 * written.config.hidden_size)
     assert torch.equal(heads[0].fuse(features), heads[1].fuse(features))

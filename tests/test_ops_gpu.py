@@ -7,6 +7,7 @@ from torch import Tensor
 from specgen.kv.layout import Layout
 from specgen.ops import Ops, bind_ops
 from specgen.ops.reference import torch_ops
+from specgen.ops.weight import Weight
 
 pytestmark = [
     pytest.mark.gpu,
@@ -82,13 +83,13 @@ def test_embeddings_beside_hidden_states(rows: int, dtype: torch.dtype) -> None:
 def test_matrices(rows: int, shape: tuple[int, int], dtype: torch.dtype) -> None:
     rows = min(rows, 200) if shape[0] > 10_000 else rows
     weight, x = random(*shape, dtype=dtype, scale=shape[1] ** -0.5), random(rows, shape[1], dtype=dtype)
-    exact = x.double() @ weight.double().T
+    exact, stored = x.double() @ weight.double().T, Weight(data=weight)
     gate, up = exact.chunk(2, -1)
     tolerance = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 3e-5}[dtype]
     for got, expected in (
-        (fast(dtype).linear(weight)(x), exact),
-        (fast(dtype).linear_parts(weight)(x).sum(0), exact),
-        (fast(dtype).gated_linear(weight)(x), torch.nn.functional.silu(gate) * up),
+        (fast(dtype).linear(stored)(x), exact),
+        (fast(dtype).linear_parts(stored)(x).sum(0), exact),
+        (fast(dtype).gated_linear(stored)(x), torch.nn.functional.silu(gate) * up),
     ):
         assert got.shape == expected.shape
         assert (got - expected).norm() <= tolerance * expected.norm()
@@ -167,8 +168,8 @@ def test_a_captured_chain_sees_new_inputs() -> None:
     size, inner = 4096, 14336
     norm, gate, down = (
         random(size, dtype=dtype),
-        random(2 * inner, size, dtype=dtype, scale=size**-0.5),
-        random(size, inner, dtype=dtype, scale=inner**-0.5),
+        Weight(data=random(2 * inner, size, dtype=dtype, scale=size**-0.5)),
+        Weight(data=random(size, inner, dtype=dtype, scale=inner**-0.5)),
     )
 
     def chain(ops: Ops, x: Tensor) -> Tensor:

@@ -96,6 +96,19 @@ def test_each_data_set_in_each_kind_of_file(tmp_path, name, kind):
     assert load(name, tmp_path) == ([EXPECTED[name]], [])
 
 
+def test_rows_of_a_table_are_counted_over_its_batches(tmp_path):
+    path = tmp_path / "own.parquet"
+    rows = [{"id": str(number), "prompt": "Hi"} for number in range(1, 2501)]
+    rows[2399]["prompt"] = " "
+    table(rows).to_parquet(path)
+    prompts, rejected = load(str(path))
+    assert [prompt.where for prompt in prompts[1022:1026]] == [
+        f"row {number}" for number in range(1023, 1027)
+    ]
+    assert len(prompts) == 2499
+    assert [(row.id, row.reason) for row in rejected] == [("2400", "row 2400: prompt is empty")]
+
+
 def test_own_rows(tmp_path):
     chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
     path = write_lines(
@@ -149,9 +162,9 @@ def test_rows_that_are_not_wanted_are_not_parsed_and_keep_their_ids(tmp_path, mo
     parse = json.loads
     parsed = []
     monkeypatch.setattr("json.loads", lambda text: parsed.append(text) or parse(text))
-    assert list(prompts.those([False, False, True, True, True, False])) == whole[2:5]
+    assert list(prompts.select([False, False, True, True, True, False])) == whole[2:5]
     assert parsed == ["{", json.dumps(OWN), json.dumps(named[1])]
-    (last,) = prompts.those([False, True, False])
+    (last,) = prompts.select([False, True, False])
     assert (last, last.where) == (whole[1], "line 3")
 
 

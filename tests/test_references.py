@@ -89,7 +89,7 @@ def test_a_file_that_is_not_json_or_lacks_a_key(tmp_path):
     with pytest.raises(UserError, match="holds no JSON object: mend it"):
         read_reference(tmp_path / "mine.json")
     (tmp_path / "mine.json").write_text("{")
-    with pytest.raises(UserError, match=r"mine\.json is not JSON .*: mend it"):
+    with pytest.raises(UserError, match=r"mine\.json is not valid JSON .*: mend it"):
         read_reference(tmp_path / "mine.json")
 
 
@@ -181,7 +181,7 @@ def test_an_accuracy_that_is_no_share_is_refused(tmp_path):
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("{", "is not JSON"), ("[]", "holds no JSON object"), ('{"results": {}}', "holds no results")],
+    [("{", "is not valid JSON"), ("[]", "holds no JSON object"), ('{"results": {}}', "holds no results")],
 )
 def test_results_that_are_not_lm_evals_are_refused(tmp_path, text, message):
     assert load_results(tmp_path) == {}

@@ -408,7 +408,7 @@ def test_load_gives_back_what_was_written(tmp_path):
     [
         (None, "{}", "report.json cannot be read .*--output"),
         ('{"acceptance": []}', None, "manifest.json cannot be read .*--output"),
-        ('{"acceptance": [', "{}", "report.json is not JSON .*--output"),
+        ('{"acceptance": [', "{}", "report.json is not valid JSON .*--output"),
         ("[]", "{}", "report.json holds no JSON object.*--output"),
         ("{}", "{}", "is no report of a run"),
     ],

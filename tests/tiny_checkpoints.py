@@ -7,6 +7,7 @@ from typing import Any, Literal
 import torch
 from safetensors.torch import save_file
 
+from specgen.models.families import family_of
 from specgen.models.model_config import TargetConfig
 
 LLAMA3_SCALING = {
@@ -67,7 +68,8 @@ def write_target(
             if name.endswith("norm.weight"):
                 parameter.normal_(1.0, 0.2)
     model.save_pretrained(path, max_shard_size=max_shard_size)
-    return TargetConfig.from_hf(json.loads((path / "config.json").read_text()))
+    written = json.loads((path / "config.json").read_text())
+    return family_of(written).config(written)
 
 
 def write_head(

@@ -64,7 +64,7 @@ class FlashInferBackend:
         self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
     def plan(self, layout: Layout) -> Kernel:
-        """See ``Backend.plan``; without ``layout.host`` this waits for the device."""
+        """Without ``layout.host`` this waits for the device."""
         lengths = PassLens(layout)
 
         def kernel(layer: LayerAttention, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:

@@ -58,7 +58,6 @@ class SdpaBackend:
         torch.backends.cuda.enable_cudnn_sdp(False)
 
     def plan(self, layout: Layout) -> Kernel:
-        """See ``Backend.plan``."""
         groups = _group(layout)
         if len(groups) == 1 and isinstance(groups[0].rows, slice):
             return groups[0].attend
@@ -88,7 +87,6 @@ class StaticSdpaBackend:
         self._prefill = SdpaBackend(device)
 
     def plan(self, layout: Layout) -> Kernel:
-        """See ``Backend.plan``."""
         if layout.host is not None:
             return self._prefill.plan(layout)
         tables = layout.block_tables[layout.sequences]

@@ -78,7 +78,6 @@ class TrtllmBackend:
         self._masks: dict[tuple[int, int], Tensor] = {}
 
     def plan(self, layout: Layout) -> Kernel:
-        """See ``Backend.plan``."""
         if layout.host is not None:
             return self._prefill.plan(layout)
         assert layout.max_query_len <= _MAX_QUERY, layout.max_query_len

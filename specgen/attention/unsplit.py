@@ -37,7 +37,7 @@ class UnsplitDecode:
         self._planned: dict[tuple[object, ...], _Planned] = {}
 
     def plan(self, layout: Layout) -> Kernel:
-        """See ``Backend.plan``; ``layout`` is uniform, with no more than 64 rows for the heads of a KV head."""
+        """``layout`` is uniform, with no more than 64 rows for the heads of a KV head."""
         this = object()
         spare = (layout.block_tables.shape[1] - 1) * layout.page_size
 

@@ -3,8 +3,10 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import torch
+
 from specgen.bench.device_speed import Device
-from specgen.checkpoints.checkpoint import Checkpoint
+from specgen.checkpoints.checkpoint import TensorReader, build_head, build_target
 from specgen.engine.loading import Models
 from specgen.events import Event, Prefilled, Stepped, Submitted, Verified
 
@@ -23,19 +25,24 @@ class StepBytes:
     head_kv: int  # for each position and pass
 
     @classmethod
-    def of(cls, models: Models, bytes_per_value: int) -> "StepBytes":
-        """Of a loaded pair whose weights and cache take ``bytes_per_value``."""
+    def of(cls, models: Models) -> "StepBytes":
+        """Of a loaded pair, whose cache is in the dtype of its weights."""
         assert models.head is not None
-        target, head = models.target.config, models.head.config
-        tied = target.vocab_size * target.hidden_size if target.tied_embeddings else 0
-        fused = head.num_features * head.target_hidden_size * head.hidden_size
-        keys_values = 2 * head.num_kv_heads * head.head_dim * 2 * head.hidden_size
+        target, head, width = models.target.config, models.head.config, models.target.dtype.itemsize
+        readers = {
+            role: TensorReader(checkpoint=checkpoint, dtype=models.target.dtype, device=torch.device("meta"))
+            for role, checkpoint in models.checkpoints.items()
+        }
+        build_target(target, readers["model"])
+        build_head(head, readers["drafter"], models.target, models.head.draft_to_target)
+        tied = target.vocab_size * target.hidden_size * width if target.tied_embeddings else 0
+        fused = _bytes(readers["drafter"], "fc.weight")
         return cls(
-            target=(_read_whole(models.checkpoints["model"]) + tied) * bytes_per_value,
-            head_first=(fused + keys_values) * bytes_per_value,
-            head_pass=(_read_whole(models.checkpoints["drafter"]) - fused) * bytes_per_value,
-            target_kv=target.kv_spec.bytes_per_token(bytes_per_value),
-            head_kv=head.kv_spec.bytes_per_token(bytes_per_value),
+            target=_read_whole(readers["model"]) + tied,
+            head_first=fused + _bytes(readers["drafter"], "k_proj.weight", "v_proj.weight"),
+            head_pass=_read_whole(readers["drafter"]) - fused,
+            target_kv=target.kv_spec.bytes_per_token(width),
+            head_kv=head.kv_spec.bytes_per_token(width),
         )
 
     def step(self, num_spec_tokens: int, batch: int, context: float) -> float:
@@ -116,11 +123,10 @@ def mean_step_bytes(events: Iterable[Event], sizes: StepBytes) -> float | None:
     return sum(each) / len(each) if each else None
 
 
-def _read_whole(checkpoint: Checkpoint) -> int:
-    """How many weights a pass reads: all but embeddings, tables of ids, and what no pass uses."""
-    skipped = ("embed_tokens.weight", "d2t", "t2d", "inv_freq")
-    return sum(
-        info.numel
-        for name, info in checkpoint.tensors.items()
-        if not name.endswith(skipped) and not name.startswith("verifier_")
-    )
+def _read_whole(reader: TensorReader) -> int:
+    """Bytes of weights that a pass reads: all that a model takes but embeddings, of which it gathers rows."""
+    return sum(reader.taken.values()) - _bytes(reader, "embed_tokens.weight")
+
+
+def _bytes(reader: TensorReader, *names: str) -> int:
+    return sum(num_bytes for name, num_bytes in reader.taken.items() if name.endswith(names))

@@ -138,7 +138,7 @@ def context_at(events: Iterable[Event], batch: int, step: int) -> float:
 def _works(found: Explained, config: EngineConfig, models: Models) -> dict[str, Work]:
     width = models.target.dtype.itemsize
     return part_works(
-        StepBytes.of(models, width),
+        StepBytes.of(models),
         num_spec_tokens=config.draft_length.most,
         batch=found.batch,
         context=found.context,

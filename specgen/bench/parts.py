@@ -21,7 +21,7 @@ AFTER_MARKS = ("draft loop", "engine", "verify", "accept", "first pass", "engine
 PARTS = ("draft loop", "verify", "accept", "first pass", "engine")
 
 
-class Marked:
+class Marked(Runner):
     """A runner that sets a mark before and after each pass of a step."""
 
     def __init__(self, runner: Runner, marker: Marker) -> None:

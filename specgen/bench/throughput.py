@@ -75,7 +75,7 @@ def throughput(job: ThroughputJob) -> Iterator[Table]:
     free_memory()
     models = load_models(base, checkpoints)
     yardstick = Yardstick(
-        sizes=StepBytes.of(models, models.target.dtype.itemsize),
+        sizes=StepBytes.of(models),
         bytes_per_second=bandwidth,
         known=KnownText.of(models),
     )

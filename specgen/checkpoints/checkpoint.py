@@ -13,12 +13,12 @@ from torch import Tensor
 
 from specgen.checkpoints.weight_files import TensorInfo, read_json, read_tensor, tensor_infos
 from specgen.config import UserError, first_line, require, shown
-from specgen.models import llama
-from specgen.models.eagle3 import IGNORED_TENSORS, Eagle3Head, TensorPrefixes, vocabulary_map
-from specgen.models.fit import misfits
-from specgen.models.llama import Llama
-from specgen.models.model_config import Eagle3Config, TargetConfig
+from specgen.models.families import FAMILIES, HEAD_FAMILIES, family_of, head_family_of
+from specgen.models.fit import misfits, vocabulary_map
+from specgen.models.model_config import HeadConfig, TargetConfig
+from specgen.models.protocols import Head, Target
 from specgen.ops import bind_ops
+from specgen.ops.weight import Weight
 
 _FLOATS = ("float32", "bfloat16", "float16", "float64")
 _TABLES = ("int64", "int32", "bool")  # of d2t and t2d
@@ -68,15 +68,16 @@ def target_config(checkpoint: Checkpoint) -> TargetConfig:
     """The config of a target; the ids that end a text are generation_config.json's where it has some."""
     eos = checkpoint.generation.get("eos_token_id")
     overrides = {} if eos is None else {"eos_token_id": eos}
-    return TargetConfig.from_hf({**checkpoint.config, **overrides})
+    return family_of(checkpoint.config).config({**checkpoint.config, **overrides})
 
 
-def drafter_config(checkpoint: Checkpoint, num_target_layers: int | None) -> Eagle3Config:
+def drafter_config(checkpoint: Checkpoint, num_target_layers: int | None) -> HeadConfig:
     """The config of a head for a target of ``num_target_layers``, or of a target that is not known."""
-    return Eagle3Config.from_hf(checkpoint.config, checkpoint.tensors.keys(), num_target_layers)
+    names = checkpoint.tensors.keys()
+    return head_family_of(checkpoint.config, names).config(checkpoint.config, names, num_target_layers)
 
 
-def draft_to_target(checkpoint: Checkpoint, config: Eagle3Config) -> Tensor:
+def draft_to_target(checkpoint: Checkpoint, config: HeadConfig) -> Tensor:
     """The target's id of each draft id of a head, [Vd] int64, checked."""
     for name in ("d2t", "t2d"):
         info = checkpoint.tensors.get(name)
@@ -88,28 +89,35 @@ def draft_to_target(checkpoint: Checkpoint, config: Eagle3Config) -> Tensor:
     return vocabulary_map(config, checkpoint.read("d2t"), checkpoint.read("t2d"))
 
 
-def load_target(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> Llama:
+def load_target(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> Target:
     """The target with weights of ``dtype`` on ``device``; ``UserError`` unless every tensor is as its config says."""
-    config = target_config(checkpoint)
     reader = TensorReader(checkpoint=checkpoint, dtype=dtype, device=device)
-    model = Llama.build(config, reader.take, bind_ops(device, dtype))
-    reader.finish(llama.ignored_tensors(config))
-    return model
+    return build_target(target_config(checkpoint), reader)
 
 
-def load_drafter(
-    checkpoint: Checkpoint, target: Llama, dtype: torch.dtype, device: torch.device
-) -> Eagle3Head:
-    """The head with weights of ``dtype`` on ``device``; ``UserError`` also where it does not fit ``target``."""
-    prefixes = TensorPrefixes.of(checkpoint.tensors.keys())
+def load_drafter(checkpoint: Checkpoint, target: Target) -> Head:
+    """The head on the device and in the dtype of its target; ``UserError`` also where the two do not fit."""
     config = drafter_config(checkpoint, target.config.num_layers)
     for reason in misfits(target.config, config):
         raise UserError(f"{checkpoint.name} cannot draft for this target: {reason}")
-    ids = draft_to_target(checkpoint, config).to(device)
-    reader = TensorReader(checkpoint=checkpoint, dtype=dtype, device=device)
-    embedding = target.embedding.to(device, dtype)  # the very same tensor where nothing changes
-    head = Eagle3Head.build(config, prefixes, reader.take, embedding, ids, bind_ops(device, dtype))
-    reader.finish(IGNORED_TENSORS)
+    ids = draft_to_target(checkpoint, config).to(target.device)
+    reader = TensorReader(checkpoint=checkpoint, dtype=target.dtype, device=target.device)
+    return build_head(config, reader, target, ids)
+
+
+def build_target(config: TargetConfig, reader: "TensorReader") -> Target:
+    """The target of ``config`` from the tensors of ``reader``, of which none may be left."""
+    family = FAMILIES[config.architecture]
+    target = family.build(config, reader, bind_ops(reader.device, reader.dtype))
+    reader.finish(family.ignored(config))
+    return target
+
+
+def build_head(config: HeadConfig, reader: "TensorReader", target: Target, draft_to_target: Tensor) -> Head:
+    """The head of ``config`` from the tensors of ``reader``, of which none may be left."""
+    family = HEAD_FAMILIES[config.family]
+    head = family.build(config, reader, target, draft_to_target, bind_ops(reader.device, reader.dtype))
+    reader.finish(family.ignored)
     return head
 
 
@@ -129,7 +137,7 @@ def fingerprint(checkpoint: Checkpoint) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class TensorReader:
-    """Hands weights out by name, and says at the end which ones nobody asked for.
+    """The ``Take`` of a checkpoint, which says at the end what nobody asked for.
 
     On the ``meta`` device it checks names and shapes and reads nothing.
     """
@@ -137,10 +145,18 @@ class TensorReader:
     checkpoint: Checkpoint
     dtype: torch.dtype
     device: torch.device
-    taken: set[str] = field(default_factory=set)
+    taken: dict[str, int] = field(default_factory=dict)  # bytes on the device by name
 
-    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """The weight ``name`` of ``shape``; see ``models.weights.Take``."""
+    def __call__(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        return self._weight(name, shape).matrix
+
+    def linear(self, num_out: Mapping[str, int], num_in: int) -> Weight:
+        return Weight.joined([self._weight(f"{name}.weight", (n, num_in)) for name, n in num_out.items()])
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.checkpoint.tensors
+
+    def _weight(self, name: str, shape: tuple[int, ...]) -> Weight:
         info = self.checkpoint.tensors.get(name)
         if info is None:
             raise UserError(f"{self.checkpoint.name} has no tensor {name!r}: the checkpoint is incomplete")
@@ -153,14 +169,17 @@ class TensorReader:
             info.dtype in _FLOATS,
             f"{self.checkpoint.name}: {name} is stored as {info.dtype}: quantized weights are not supported",
         )
-        self.taken.add(name)
         if self.device.type == "meta":
-            return torch.empty(shape, dtype=self.dtype, device=self.device)
-        return read_tensor(name, info).to(self.device, self.dtype)
+            data = torch.empty(shape, dtype=self.dtype, device=self.device)
+        else:
+            data = read_tensor(name, info).to(self.device, self.dtype)
+        weight = Weight(data=data)
+        self.taken[name] = weight.num_bytes
+        return weight
 
     def finish(self, ignored: Iterable[str]) -> None:
         """``UserError`` if there is a tensor that was neither taken nor is in ``ignored``."""
-        unknown = sorted(set(self.checkpoint.tensors) - self.taken - set(ignored))
+        unknown = sorted(set(self.checkpoint.tensors) - set(self.taken) - set(ignored))
         names = ", ".join(shown(name) for name in unknown[:2])
         require(
             not unknown,

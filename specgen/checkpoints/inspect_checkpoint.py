@@ -1,9 +1,10 @@
 """What ``specgen inspect`` knows: what a checkpoint is, how it is understood, and whether target and head fit."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from itertools import starmap
 from textwrap import fill
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -11,27 +12,19 @@ import torch
 from specgen.checkpoints.checkpoint import (
     Checkpoint,
     TensorReader,
+    build_head,
+    build_target,
     draft_to_target,
     drafter_config,
     open_checkpoint,
     target_config,
 )
 from specgen.config import UserError
-from specgen.models import eagle3, llama
-from specgen.models.eagle3 import Eagle3Head, TensorPrefixes
+from specgen.models.families import is_head
 from specgen.models.fit import misfits
-from specgen.models.llama import Llama
-from specgen.models.model_config import Eagle3Config, TargetConfig, architectures
-from specgen.ops.reference import torch_ops
+from specgen.models.model_config import HeadConfig, LayerConfig, TargetConfig
 
-_META = torch.device("meta")
-_NORMS = {
-    "norm_before_fc": "one over the features side by side",
-    "fc_norm": "one for each feature",
-    "norm_before_residual": "before the residual",
-    "norm_output": "of what is fed back",
-    "qk_norm": "of q and k",
-}
+_META = torch.device("meta")  # reads no weights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +38,7 @@ class Weights:
     kv_bytes_per_token: int  # in the dtype that most parameters have
 
     @classmethod
-    def of(cls, checkpoint: Checkpoint, config: TargetConfig | Eagle3Config) -> "Weights":
+    def of(cls, checkpoint: Checkpoint, config: LayerConfig) -> "Weights":
         """Counted over the floating point tensors; tables of ids are no parameters."""
         sizes: dict[str, int] = {}
         for info in checkpoint.tensors.values():
@@ -67,7 +60,7 @@ class Part:
     """One checkpoint: how its config is understood, its size, and what is wrong with it."""
 
     name: str
-    config: TargetConfig | Eagle3Config
+    config: TargetConfig | HeadConfig
     weights: Weights
     problems: tuple[str, ...]
 
@@ -76,10 +69,15 @@ class Part:
         """``target`` or ``head``."""
         return "target" if isinstance(self.config, TargetConfig) else "head"
 
+    def facts(self) -> dict[str, str]:
+        """For a terminal, as texts by label."""
+        kv_cache = f"{self.weights.kv_bytes_per_token:,} bytes a token"
+        return {**self.config.facts(), "weights": _size(self.weights), "KV cache": kv_cache}
+
     def to_json(self) -> dict[str, Any]:
         """Everything, under the names of the fields."""
         facts = {**asdict(self.config), **asdict(self.weights), "problems": list(self.problems)}
-        if isinstance(self.config, Eagle3Config):
+        if isinstance(self.config, HeadConfig):
             facts["draft_vocab_share"] = self.config.draft_vocab_size / self.config.vocab_size
         return {"name": self.name, "kind": self.kind, **facts}
 
@@ -109,9 +107,8 @@ class Description:
         """For a terminal."""
         lines = []
         for part in self.parts:
-            is_target = isinstance(part.config, TargetConfig)
-            lines += [f"{part.name}: {'a target' if is_target else 'an EAGLE3 head'}"]
-            lines += [_line(label, value) for label, value in _facts(part)] + [""]
+            kind = f"an {part.config.family} head" if isinstance(part.config, HeadConfig) else "a target"
+            lines += [f"{part.name}: {kind}", *starmap(_line, part.facts().items()), ""]
         if self.misfits:
             lines += ["This cannot run:", *(f"  - {reason}" for reason in self.misfits)]
         elif len(self.parts) == 2:
@@ -138,45 +135,39 @@ def describe(path: str, other: str | None = None) -> Description:
 
 
 def _is_head(checkpoint: Checkpoint) -> bool:
-    names = " ".join(architectures(checkpoint.config))
-    return "eagle3" in names.lower() or any(
-        name.endswith("hidden_norm.weight") for name in checkpoint.tensors
-    )
+    return is_head(checkpoint.config, checkpoint.tensors.keys())
 
 
 def _target(checkpoint: Checkpoint) -> Part:
     config = target_config(checkpoint)
-    problems: list[str] = []
-    with _collected(problems):
-        reader = TensorReader(checkpoint=checkpoint, dtype=torch.float32, device=_META)
-        Llama.build(config, reader.take, torch_ops())
-        reader.finish(llama.ignored_tensors(config))
-    weights = Weights.of(checkpoint, config)
-    return Part(name=checkpoint.name, config=config, weights=weights, problems=tuple(problems))
+    return _part(checkpoint, config, lambda: build_target(config, _reader(checkpoint)))
 
 
 def _head(checkpoint: Checkpoint, num_target_layers: int | None) -> Part:
-    config = drafter_config(checkpoint, num_target_layers)
-    problems: list[str] = []
-    with _collected(problems):
-        reader = TensorReader(checkpoint=checkpoint, dtype=torch.float32, device=_META)
-        prefixes = TensorPrefixes.of(checkpoint.tensors.keys())
-        nothing = torch.empty(0, device=_META)
-        Eagle3Head.build(config, prefixes, reader.take, nothing, nothing, torch_ops())
-        reader.finish(eagle3.IGNORED_TENSORS)
-    with _collected(problems):
-        draft_to_target(checkpoint, config)
+    config, nothing = drafter_config(checkpoint, num_target_layers), torch.empty(0, device=_META)
+    target: Any = SimpleNamespace(embedding=nothing)  # the head's own tensors alone are checked
+    return _part(
+        checkpoint,
+        config,
+        lambda: build_head(config, _reader(checkpoint), target, nothing),
+        lambda: draft_to_target(checkpoint, config),
+    )
+
+
+def _reader(checkpoint: Checkpoint) -> TensorReader:
+    return TensorReader(checkpoint=checkpoint, dtype=torch.float32, device=_META)
+
+
+def _part(checkpoint: Checkpoint, config: TargetConfig | HeadConfig, *checks: Callable[[], object]) -> Part:
+    """All ``checks`` are made; what they refuse are problems, and end no description."""
+    problems = []
+    for check in checks:
+        try:
+            check()
+        except UserError as error:
+            problems.append(str(error))
     weights = Weights.of(checkpoint, config)
     return Part(name=checkpoint.name, config=config, weights=weights, problems=tuple(problems))
-
-
-@contextmanager
-def _collected(problems: list[str]) -> Iterator[None]:
-    """Puts a refusal among ``problems`` instead of ending the description."""
-    try:
-        yield
-    except UserError as error:
-        problems.append(str(error))
 
 
 def _pair_misfits(targets: list[Part], heads: list[Part]) -> tuple[str, ...]:
@@ -184,59 +175,12 @@ def _pair_misfits(targets: list[Part], heads: list[Part]) -> tuple[str, ...]:
         return (f"both are {(targets or heads)[0].kind}s: give one target and one head",)
     target, head = targets[0].config, heads[0].config
     assert isinstance(target, TargetConfig)
-    assert isinstance(head, Eagle3Config)
+    assert isinstance(head, HeadConfig)
     return misfits(target, head)
 
 
 def _line(label: str, value: str) -> str:
     return fill(value, 100, initial_indent=f"  {label:<12}", subsequent_indent=" " * 14)
-
-
-def _facts(part: Part) -> list[tuple[str, str]]:
-    config, weights = part.config, part.weights
-    own = _target_facts(config) if isinstance(config, TargetConfig) else _head_facts(config)
-    return [
-        *own,
-        ("layers", f"{config.num_layers}, {config.hidden_size} wide, MLP {config.intermediate_size} wide"),
-        (
-            "attention",
-            f"{config.num_heads} heads, {config.num_kv_heads} KV heads, {config.head_dim} wide each",
-        ),
-        ("rotary", _rotary(config)),
-        ("weights", _size(weights)),
-        ("KV cache", f"{weights.kv_bytes_per_token:,} bytes a token"),
-    ]
-
-
-def _target_facts(config: TargetConfig) -> list[tuple[str, str]]:
-    tied = "tied to" if config.tied_embeddings else "apart from"
-    return [
-        ("family", config.architecture + (", q and k normed" if config.qk_norm else "")),
-        ("vocabulary", f"{config.vocab_size:,} tokens; output weights {tied} the embedding"),
-        ("context", f"{config.max_positions:,} tokens"),
-        ("ends texts", ", ".join(map(str, config.eos_token_ids)) or "no token does"),
-    ]
-
-
-def _head_facts(config: Eagle3Config) -> list[tuple[str, str]]:
-    inputs = ", ".join(map(str, config.aux_layers)) or "2, L//2, L-3"
-    norms = [f"{name} ({meaning})" for name, meaning in _NORMS.items() if getattr(config, name)]
-    share = config.draft_vocab_size / config.vocab_size
-    embedding = "its own" if config.own_embedding else "the target's"
-    return [
-        ("dialect", "EAGLE, SpecForge" if config.dialect == "eagle" else "speculators"),
-        ("reads", f"the target's residual stream at the inputs of layers {inputs}"),
-        ("rule", config.aux_rule),
-        ("norms", ", ".join(norms) or "the plain ones of EAGLE3"),
-        ("vocabulary", f"drafts {config.draft_vocab_size:,} of {config.vocab_size:,} tokens ({share:.1%})"),
-        ("embedding", embedding),
-        ("target", f"{config.target_hidden_size} wide"),
-    ]
-
-
-def _rotary(config: TargetConfig | Eagle3Config) -> str:
-    scaling = config.rope.llama3
-    return f"base {config.rope.theta:,.0f}" + (f", llama3 scaling by {scaling.factor:g}" if scaling else "")
 
 
 def _size(weights: Weights) -> str:

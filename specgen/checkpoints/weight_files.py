@@ -1,11 +1,10 @@
 """Weight files on disk: safetensors and torch pickles, single or sharded; headers first, tensors on demand."""
 
-import json
 import os
-import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch import Tensor
 
 from specgen.checkpoints.pickle_files import read_pickle
 from specgen.config import UserError, first_line, require, shown
+from specgen.json_fields import load_json
 
 _STEMS = (("model", ".safetensors"), ("pytorch_model", ".bin"))  # the first that is there is read
 _SAFETENSORS_DTYPES = {
@@ -38,10 +38,7 @@ class TensorInfo:
     @property
     def numel(self) -> int:
         """The number of its values."""
-        size = 1
-        for dim in self.shape:
-            size *= dim
-        return size
+        return prod(self.shape)
 
 
 def tensor_infos(directory: Path) -> dict[str, TensorInfo]:
@@ -68,22 +65,14 @@ def read_tensor(name: str, info: TensorInfo) -> Tensor:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """The object in a JSON file; ``UserError`` when it cannot be read or is none."""
-    try:
-        status = file.stat()
+    """The object in a JSON file of a checkpoint; ``UserError`` when it cannot be read or is none."""
+    if os.path.exists(file):
         # Reading a pipe or a device would not end.
-        require(stat.S_ISREG(status.st_mode), f"{file} is no file that can be read: download it again")
-        too_large = f"{file} has {status.st_size} bytes, more than any such file needs: download it again"
-        require(status.st_size <= _LARGEST_JSON, too_large)
-        text = file.read_bytes()
-    except OSError as error:
-        raise UserError(f"{file} cannot be read ({error.strerror}): give a checkpoint's directory") from error
-    try:
-        content = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{file} is not valid JSON ({first_line(error)}): download it again") from error
-    require(isinstance(content, dict), f"{file} holds no JSON object: download it again")
-    return dict(content)
+        require(os.path.isfile(file), f"{file} is no file that can be read: download it again")
+        size = os.path.getsize(file)
+        too_large = f"{file} has {size} bytes, more than any such file needs: download it again"
+        require(size <= _LARGEST_JSON, too_large)
+    return load_json(file, "give the directory of a checkpoint that is whole")
 
 
 def _weight_files(directory: Path) -> list[Path]:

@@ -16,16 +16,15 @@ class ProgressBar:
         )
         print(f"{what}: {note}", file=sys.stderr)
 
-    def start(self, what: str, num_requests: int, num_done: int = 0) -> None:
+    def start(self, what: str, tally: Tally, num_requests: int, num_done: int = 0) -> None:
         """Show a new bar."""
         from tqdm import tqdm
 
         self._bar = tqdm(total=num_requests, initial=num_done, desc=what, unit="req", dynamic_ncols=True)
-        self._tally = Tally()
+        self._tally = tally
 
     def see(self, event: Event) -> None:
-        """Count ``event``; what a user should know of is a line above the bar."""
-        self._tally.see(event)
+        """Show how far it is; what a user should know of is a line above the bar."""
         match event:
             case Stepped():
                 speed = f"{self._tally.tokens_per_second or 0:.0f} tok/s"

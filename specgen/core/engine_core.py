@@ -155,7 +155,6 @@ class EngineCore:
             self.abandon()
 
     def sizes(self, max_sequences: int) -> list[int]:
-        """See ``graphs.Runner.sizes``."""
         return self._runner.sizes(max_sequences)
 
     def submit(self, request: Request) -> Completion | None:

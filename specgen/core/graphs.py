@@ -4,7 +4,7 @@ import time
 import warnings
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -23,55 +23,34 @@ class Capture:
     fits: bool
 
 
-class Runner(Protocol):
-    """How computations run. Each reads and writes tensors at addresses that stay, and returns tensors."""
+class Runner:
+    """How computations run: here every kernel is launched by the host.
+
+    Each computation reads and writes tensors at addresses that stay, and returns tensors.
+    """
 
     def num_rows(self, num_sequences: int) -> int:
         """Rows to compute for so many sequences; those beyond are padding."""
-        ...
-
-    def sizes(self, max_sequences: int) -> list[int]:
-        """Where it keeps what it has run: the largest of the numbers of sequences that are computed alike."""
-        ...
-
-    def step(self, key: Key, function: Callable[[], T]) -> T:
-        """Run a whole decode step."""
-        ...
-
-    def piece(self, key: Key, function: Callable[..., T], *inputs: Tensor) -> T:
-        """Run one forward pass within a step; ``inputs`` are what the step has computed since the last one."""
-        ...
-
-    def take_captures(self) -> list[Capture]:
-        """The captures since this was last asked."""
-        ...
-
-
-class Eager:
-    """Every kernel is launched by the host."""
-
-    def num_rows(self, num_sequences: int) -> int:
-        """See ``Runner.num_rows``; no padding."""
         return num_sequences
 
     def sizes(self, max_sequences: int) -> list[int]:
-        """See ``Runner.sizes``."""
+        """Where it keeps what it has run: the largest of the numbers of sequences that are computed alike."""
         return []
 
     def step(self, key: Key, function: Callable[[], T]) -> T:
-        """See ``Runner.step``."""
+        """Run a whole decode step."""
         return function()
 
     def piece(self, key: Key, function: Callable[..., T], *inputs: Tensor) -> T:
-        """See ``Runner.piece``."""
+        """Run one forward pass within a step; ``inputs`` are what the step has computed since the last one."""
         return function(*inputs)
 
     def take_captures(self) -> list[Capture]:
-        """See ``Runner.take_captures``."""
+        """The captures since this was last asked."""
         return []
 
 
-class StepGraphs:
+class StepGraphs(Runner):
     """A whole step is one graph for each bucket of rows."""
 
     def __init__(self) -> None:
@@ -82,23 +61,15 @@ class StepGraphs:
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
     def num_rows(self, num_sequences: int) -> int:
-        """See ``Runner.num_rows``."""
         return bucket(num_sequences)
 
     def sizes(self, max_sequences: int) -> list[int]:
-        """See ``Runner.sizes``."""
         return sorted({min(bucket(number), max_sequences) for number in range(1, max_sequences + 1)})
 
     def step(self, key: Key, function: Callable[[], T]) -> T:
-        """See ``Runner.step``."""
         return self._run(key, function, ())
 
-    def piece(self, key: Key, function: Callable[..., T], *inputs: Tensor) -> T:
-        """See ``Runner.piece``."""
-        return function(*inputs)
-
     def take_captures(self) -> list[Capture]:
-        """See ``Runner.take_captures``."""
         taken, self._captures = self._captures, []
         return taken
 
@@ -120,11 +91,9 @@ class PassGraphs(StepGraphs):
     """Each forward pass of a step is a graph of its own; the host launches what lies between."""
 
     def step(self, key: Key, function: Callable[[], T]) -> T:
-        """See ``Runner.step``."""
         return function()
 
     def piece(self, key: Key, function: Callable[..., T], *inputs: Tensor) -> T:
-        """See ``Runner.piece``."""
         return self._run(key, function, inputs)
 
 

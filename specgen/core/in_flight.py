@@ -77,5 +77,5 @@ class InFlight:
         sequence.remove_in_flight(1, k + 1)
         emitted = sequence.append(tokens[: accepted + 1], logprobs)
         self.spec_length.see(k, accepted)
-        self._journal.verified(sequence, drafts, accepted, emitted)
+        sequence.steps.append(self._journal.verified(sequence, drafts, accepted, emitted))
         return accepted + 1

@@ -63,17 +63,17 @@ class Journal:
             )
         )
 
-    def verified(self, sequence: Sequence, drafts: list[int], accepted: int, emitted: int) -> None:
-        """The target accepted so many of ``drafts``, and ``emitted`` tokens became output."""
-        self.record(
-            Verified(
-                sequence=sequence.request.id,
-                time=self.now(),
-                drafts=tuple(drafts),
-                accepted=accepted,
-                emitted=emitted,
-            )
+    def verified(self, sequence: Sequence, drafts: list[int], accepted: int, emitted: int) -> Verified:
+        """The target accepted so many of ``drafts``, and ``emitted`` tokens became output; returns the event."""
+        step = Verified(
+            sequence=sequence.request.id,
+            time=self.now(),
+            drafts=tuple(drafts),
+            accepted=accepted,
+            emitted=emitted,
         )
+        self.record(step)
+        return step
 
     def finished(self, sequence: Sequence) -> None:
         """``sequence`` has ended, for the reason that it has."""

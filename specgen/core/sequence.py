@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from specgen.config import SamplingParams
+from specgen.events import Verified
 
 FinishReason = Literal["stop", "length", "error"]
 NOT_FINITE = -1  # in place of a token that the model's logits could not decide
@@ -57,6 +58,7 @@ class Completion:
     finish_reason: FinishReason
     error: str | None = None
     logprobs: tuple[TokenLogprobs, ...] | None = None  # of each token id, where they were asked for
+    steps: tuple[Verified, ...] = ()
 
 
 @dataclass(kw_only=True, eq=False)
@@ -80,6 +82,7 @@ class Sequence:
     alone: bool = False  # has failed once, and is tried again alone
     num_shortages: int = 0  # how often the device had no memory for it alone
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # of its output, where they are asked for
+    steps: list[Verified] = field(default_factory=list)
     finish_reason: FinishReason | None = None
 
     @property
@@ -148,4 +151,5 @@ class Sequence:
             finish_reason=self.finish_reason,
             error=error,
             logprobs=None if self.request.sampling.logprobs is None else tuple(self.logprobs),
+            steps=tuple(self.steps),
         )

@@ -76,11 +76,10 @@ class FixedLength:
     most: int
 
     def choose(self, num_sequences: int) -> int:
-        """See ``SpecLength``."""
         return self.most
 
     def see(self, drafted: int, accepted: int) -> None:
-        """See ``SpecLength``."""
+        pass
 
 
 class RunningAcceptance:
@@ -144,7 +143,6 @@ class CheapestLength:
         self._saved = 0.0  # seconds, for the next probe
 
     def choose(self, num_sequences: int) -> int:
-        """See ``SpecLength``."""
         tokens = self._acceptance.expected_tokens()
         rates = {k: tokens[k] / self._costs.at(num_sequences, k) for k in self._costs.lengths}
         best = max(rates, key=rates.__getitem__)
@@ -157,7 +155,6 @@ class CheapestLength:
         return self._probe(num_sequences, self._present)
 
     def see(self, drafted: int, accepted: int) -> None:
-        """See ``SpecLength``."""
         self._acceptance.see(drafted, accepted)
 
     def _probe(self, num_sequences: int, present: int) -> int:

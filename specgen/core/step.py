@@ -29,7 +29,7 @@ from specgen.decoding.verify import accept_greedy, accept_sampled
 from specgen.device import on_device
 from specgen.kv.kv_cache import KVCache
 from specgen.kv.layout import Layout
-from specgen.models.llama import Llama
+from specgen.models.protocols import Target
 
 _SCORED_TOGETHER = 256  # rows: a float32 row of 128k logits takes half a MiB
 
@@ -60,7 +60,7 @@ class Steps:
     """Target, drafter and their caches at work."""
 
     def __init__(
-        self, *, target: Llama, cache: KVCache, backend: Backend, drafter: Drafter, runner: Runner
+        self, *, target: Target, cache: KVCache, backend: Backend, drafter: Drafter, runner: Runner
     ) -> None:
         self._target = target
         self._cache = cache

@@ -19,8 +19,7 @@ from specgen.decoding.drafter_batch import DrafterBatch, PaddedBatch
 from specgen.decoding.sampling import DRAFT, SamplingBatch, draft_probs, draw, uniform
 from specgen.kv.kv_cache import KVCache
 from specgen.kv.layout import Layout
-from specgen.models import layers
-from specgen.ops import Rope
+from specgen.models.protocols import Head
 
 
 class Drafter(Protocol):
@@ -95,44 +94,6 @@ class SampledDrafts:
         return draw(probs, uniform(sampling.seeds, positions, DRAFT)), probs
 
 
-class Head(Protocol):
-    """What a drafter needs of a head: ``R`` rows go in as token ids and the hidden states before them."""
-
-    @property
-    def aux_layers(self) -> tuple[int, ...]:
-        """The target's layers whose inputs it fuses."""
-        ...
-
-    @property
-    def hidden_size(self) -> int:
-        """Of its hidden states."""
-        ...
-
-    @property
-    def draft_to_target(self) -> Tensor:
-        """The target's id of each draft id, ``[Vd]`` int64."""
-        ...
-
-    @property
-    def rope(self) -> Rope: ...
-
-    def fuse(self, features: Tensor) -> Tensor:
-        """The target's features ``[R, num_aux * Ht]`` as hidden states ``[R, H]``."""
-        ...
-
-    def write_kv(self, token_ids: Tensor, hidden: Tensor, write_kv: layers.WriteKV) -> None:
-        """Store what later rows attend to of rows that were accepted."""
-        ...
-
-    def forward(self, token_ids: Tensor, hidden: Tensor, attend: layers.Attend) -> Tensor:
-        """One pass; returns the hidden states ``[R, H]`` that ``logits`` reads and the next pass is fed."""
-        ...
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Over the draft vocabulary, ``[R, Vd]``."""
-        ...
-
-
 class HeadDrafter:
     """A head over a cache of its own; pages are shared with the target. Its state is the fused feature, ``[B, H]``."""
 
@@ -147,8 +108,9 @@ class HeadDrafter:
         target_vocab_size: int,
         dtype: torch.dtype,
     ) -> None:
-        self.aux_layers = head.aux_layers
-        self.state_columns: tuple[StateColumn, ...] = (StateColumn(shape=(head.hidden_size,), dtype=dtype),)
+        hidden = StateColumn(shape=(head.config.hidden_size,), dtype=dtype)
+        self.aux_layers = head.config.aux_layers
+        self.state_columns: tuple[StateColumn, ...] = (hidden,)
         self._head = head
         self._cache = cache
         self._backend = backend

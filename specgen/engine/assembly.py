@@ -27,7 +27,7 @@ from specgen.events import Event
 from specgen.kv.kv_cache import KVCache
 from specgen.kv.pages import PageAllocator
 from specgen.kv.prefix_cache import PrefixCache
-from specgen.models.model_config import Eagle3Config, TargetConfig
+from specgen.models.model_config import LayerConfig
 from specgen.text.tokenizer import StopStrings
 
 
@@ -70,7 +70,7 @@ def assemble(
 
 
 def new_cache(
-    config: EngineConfig, model: TargetConfig | Eagle3Config, allocator: PageAllocator, device: torch.device
+    config: EngineConfig, model: LayerConfig, allocator: PageAllocator, device: torch.device
 ) -> KVCache:
     """A cache for ``model`` with as many pages as ``allocator`` gives out."""
     return KVCache(

@@ -10,10 +10,10 @@ from specgen.attention.sdpa import SdpaBackend, StaticSdpaBackend
 from specgen.attention.trtllm import TrtllmBackend
 from specgen.checkpoints.checkpoint import drafter_config, target_config
 from specgen.config import AttentionName, DtypeName, EngineConfig, GraphsName, UserError, require
-from specgen.core.graphs import Eager, PassGraphs, Runner, StepGraphs
+from specgen.core.graphs import PassGraphs, Runner, StepGraphs
 from specgen.device import choose_device
 from specgen.engine.loading import DTYPES, Checkpoints
-from specgen.models.model_config import Eagle3Config, TargetConfig
+from specgen.models.model_config import LayerConfig
 
 BACKENDS: dict[AttentionName, type[Backend]] = {
     "trtllm": TrtllmBackend,
@@ -25,7 +25,7 @@ _AUTO: dict[str, tuple[AttentionName, ...]] = {  # the first that runs the model
     "cpu": ("sdpa",),
     "cuda": ("trtllm", "flashinfer", "sdpa"),
 }
-RUNNERS: dict[GraphsName, type[Runner]] = {"step": StepGraphs, "pass": PassGraphs, "off": Eager}
+RUNNERS: dict[GraphsName, type[Runner]] = {"step": StepGraphs, "pass": PassGraphs, "off": Runner}
 
 
 def resolve(config: EngineConfig, checkpoints: Checkpoints) -> EngineConfig:
@@ -83,7 +83,7 @@ def choose_attention(config: EngineConfig, checkpoints: Checkpoints) -> tuple[At
 
 def _heads(config: EngineConfig, checkpoints: Checkpoints) -> list[Heads]:
     """What target and head ask of attention, from their checkpoints' headers."""
-    models: list[TargetConfig | Eagle3Config] = [target_config(checkpoints["model"])]
+    models: list[LayerConfig] = [target_config(checkpoints["model"])]
     if config.draft_length.most:
         models.append(drafter_config(checkpoints["drafter"], None))
     dtype = DTYPES[config.dtype]

@@ -86,12 +86,9 @@ class Conversations:
     def _ask(self, conversation: _Conversation) -> Request | None:
         """The request of the first turn without an answer."""
         prompt, answers = conversation.prompt, conversation.answers
-        unanswered = prompt.turn_ids[len(answers) :]
-        while unanswered and unanswered[0] in self._earlier:
-            answers.append(
-                self._earlier[unanswered[0]] if len(unanswered) > 1 else ""
-            )  # no later turn is asked
-            unanswered = unanswered[1:]
+        while (unanswered := prompt.turn_ids[len(answers) :]) and unanswered[0] in self._earlier:
+            # no later turn asks for the text of the last
+            answers.append(self._earlier[unanswered[0]] if len(unanswered) > 1 else "")
         if not unanswered:
             return None
         try:

@@ -1,20 +1,19 @@
 """The engine as a program calls it: prompts in, their texts out as they finish."""
 
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 
 from specgen.config import EngineConfig, SamplingParams, require
 from specgen.core.endings import DeviceLost
 from specgen.core.engine_core import never_stop
-from specgen.core.sequence import Completion
 from specgen.engine.build import build_engine
 from specgen.engine.choices import resolve
 from specgen.engine.conversations import Conversations
 from specgen.engine.loading import Models, load_models, open_checkpoints
 from specgen.engine.memory import DRAWN
 from specgen.engine.request_output import RequestOutput
-from specgen.events import Event, Submitted, Verified
+from specgen.events import Event
 from specgen.prompts import Prompt, Rejected
 from specgen.report.acceptance import fold_request
 from specgen.text.tokenizer import Tokenizer
@@ -45,11 +44,9 @@ class Engine:
         checkpoints = open_checkpoints(config) if models is None else models.checkpoints
         self.config = resolve(config, checkpoints)
         self.models = load_models(self.config, checkpoints) if models is None else models
-        self._record = record
-        self._steps: dict[str, list[Verified]] = defaultdict(list)
         self._generating = False
         try:
-            self._core = build_engine(self.config, self.models, self._see, expected=expected)
+            self._core = build_engine(self.config, self.models, record, expected=expected)
             self._core.warm_up()
         except DeviceLost as lost:
             raise DeviceLost(lost.reason, ()) from lost  # what was tried meanwhile is no caller's request
@@ -92,22 +89,11 @@ class Engine:
             with closing(completions):
                 for completion in completions:
                     yield from _drained(failed)
-                    yield self._output(conversations, completion)
+                    metrics = fold_request(completion.steps, self.config.draft_length.most)
+                    yield conversations.answer(completion, metrics)
             yield from _drained(failed)
         finally:
-            self._steps.clear()
             self._generating = False
-
-    def _see(self, event: Event) -> None:
-        if isinstance(event, Submitted):
-            self._steps.pop(event.sequence, None)  # of a first attempt that failed
-        elif isinstance(event, Verified):
-            self._steps[event.sequence].append(event)
-        self._record(event)
-
-    def _output(self, conversations: Conversations, completion: Completion) -> RequestOutput:
-        steps = self._steps.pop(completion.request.id, [])
-        return conversations.answer(completion, fold_request(steps, self.config.draft_length.most))
 
 
 def _named(prompts: Iterable[str | Prompt | Rejected]) -> Iterator[Prompt | Rejected]:

@@ -9,8 +9,7 @@ from specgen.checkpoints.checkpoint import Checkpoint, load_drafter, load_target
 from specgen.config import EngineConfig
 from specgen.device import use
 from specgen.display import from_here
-from specgen.models.eagle3 import Eagle3Head
-from specgen.models.llama import Llama
+from specgen.models.protocols import Head, Target
 from specgen.text.tokenizer import Tokenizer, load_tokenizer
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -21,14 +20,10 @@ Checkpoints = Mapping[str, Checkpoint]  # "model" and, where any drafts are aske
 class Models:
     """Weights and tokenizer: what engines over the same pair share, and the checkpoints they came from."""
 
-    target: Llama
-    head: Eagle3Head | None
+    target: Target
+    head: Head | None
     tokenizer: Tokenizer
     checkpoints: Checkpoints
-
-    def described(self, model: str) -> str:
-        """``model`` as a report names it: whether its weights were only written to be timed belongs to it."""
-        return described(model, self.checkpoints["model"])
 
     @property
     def synthetic(self) -> bool:
@@ -37,7 +32,7 @@ class Models:
 
 
 def described(model: str, checkpoint: Checkpoint) -> str:
-    """See ``Models.described``."""
+    """``model`` as a report names it: whether its weights were only written to be timed belongs to it."""
     return from_here(model) + (" (synthetic weights)" if _is_synthetic(checkpoint) else "")
 
 
@@ -57,6 +52,6 @@ def load_models(config: EngineConfig, checkpoints: Checkpoints) -> Models:
     use(device)
     target, head = load_target(checkpoints["model"], dtype, device), None
     if config.draft_length.most:
-        head = load_drafter(checkpoints["drafter"], target, dtype, device)
+        head = load_drafter(checkpoints["drafter"], target)
     tokenizer = load_tokenizer(str(checkpoints["model"].path))
     return Models(target=target, head=head, tokenizer=tokenizer, checkpoints=checkpoints)

@@ -6,7 +6,7 @@ from dataclasses import replace
 import torch
 
 from specgen.config import EngineConfig, SamplingParams, require
-from specgen.core.graphs import Eager
+from specgen.core.graphs import Runner
 from specgen.core.sequence import Request
 from specgen.engine.assembly import assemble
 from specgen.engine.loading import DTYPES, Models
@@ -69,7 +69,7 @@ def _largest_pass(config: EngineConfig, models: Models, expected: SamplingParams
     )
     pages = count * -(-(length + 2 * config.draft_length.most + 4) // config.page_size)
     alone = replace(config, prefix_cache=False)  # the prompts are alike, and all rows are to be computed
-    engine = assemble(alone, models, pages, Eager(), lambda event: None)
+    engine = assemble(alone, models, pages, Runner(), lambda event: None)
     before = torch.cuda.memory_allocated(config.device)
     torch.cuda.reset_peak_memory_stats(config.device)
     for _ in engine.generate(requests):

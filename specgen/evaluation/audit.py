@@ -16,9 +16,11 @@ from specgen.engine.loading import Models, load_models, open_checkpoints
 from specgen.engine.warm_engine import Run, WarmEngine
 from specgen.evaluation.divergence import Divergence, Judge
 from specgen.evaluation.judge import judge
+from specgen.events import Event
 from specgen.prompts import open_prompts
 from specgen.rundir.progress import Progress
 from specgen.rundir.provenance import manifest
+from specgen.rundir.tally import Tally
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,9 +146,14 @@ def _decode(
 ) -> Run:
     if config.device != "cpu":
         progress.prepare(arm.name)
-    engine = WarmEngine(arm.configure(config), models, requests)
-    progress.start(arm.name, len(requests))
-    run = engine.run(progress.see, lambda _: progress.advance())
+    engine, tally = WarmEngine(arm.configure(config), models, requests), Tally()
+
+    def see(event: Event) -> None:
+        tally.see(event)
+        progress.see(event)
+
+    progress.start(arm.name, tally, len(requests))
+    run = engine.run(see, lambda _: progress.advance())
     progress.finish()
     return run
 

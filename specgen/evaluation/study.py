@@ -15,7 +15,7 @@ from specgen.config import EngineConfig, SamplingParams
 from specgen.display import from_here
 from specgen.engine.arms import Arm
 from specgen.engine.choices import resolve
-from specgen.engine.loading import Models, load_models, open_checkpoints
+from specgen.engine.loading import Models, described, load_models, open_checkpoints
 from specgen.evaluation import study_html
 from specgen.evaluation.compare import Comparison, compare, reference_of
 from specgen.evaluation.judge import judge
@@ -106,7 +106,7 @@ class StudyRun:
         job, study, configs = self._job, self._job.study, self._configs.values()
         few, limit = study.num_fewshot, study.limit
         return {
-            "model": next(iter(self._loaded.values())).described(job.engine.model),
+            "model": described(job.engine.model, self._checkpoints["model"]),
             "drafter": from_here(job.engine.drafter or "none"),
             "draft tokens (K)": _every(
                 str(config.draft_length) for config in configs if config.draft_length.most

@@ -8,27 +8,29 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from specgen.core.endings import DeviceLost
-from specgen.rundir.atomic import write_text
+from specgen.rundir.atomic import write_json_lines
 
 _NAME = "lost.jsonl"
 
 
 def note_lost(directory: Path, lost: DeviceLost) -> None:
     """Add a row for every request that was in flight."""
-    path = directory / _NAME
     now = datetime.now(UTC).isoformat(timespec="seconds")
     rows = [{"id": request, "reason": lost.reason, "time": now} for request in lost.requests]
-    before = path.read_text(encoding="utf-8") if path.exists() else ""
-    write_text(path, before + "".join(json.dumps(row) + "\n" for row in rows))
+    write_json_lines(directory / _NAME, [*_rows(directory), *rows])
 
 
 def read_lost(directory: Path) -> dict[str, list[str]]:
     """Why the device was lost with a request in flight, by the ids of requests and once for each time."""
-    reasons, path = defaultdict[str, list[str]](list), directory / _NAME
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
-        row = json.loads(line)
+    reasons = defaultdict[str, list[str]](list)
+    for row in _rows(directory):
         reasons[row["id"]].append(row["reason"])
-    return dict(reasons)
+    return reasons
+
+
+def _rows(directory: Path) -> list[dict[str, str]]:
+    path = directory / _NAME
+    return [json.loads(line) for line in path.read_bytes().splitlines()] if path.exists() else []
 
 
 @contextmanager
@@ -37,16 +39,12 @@ def kept_while_lost(directory: Path) -> Iterator[None]:
 
     So a command that is given again tries again what has failed.
     """
+    is_lost = False
     try:
         yield
     except DeviceLost:
+        is_lost = True
         raise
-    except BaseException:
-        _forget(directory)
-        raise
-    _forget(directory)
-
-
-def _forget(directory: Path) -> None:
-    for path in directory.rglob(_NAME):
-        path.unlink()
+    finally:
+        for path in () if is_lost else directory.rglob(_NAME):
+            path.unlink()

@@ -45,10 +45,10 @@ def merge(output: Path, directories: Sequence[Path], format_name: FormatName) ->
     with directory(output.with_name(f"{output.name}.partial"), "manifest.json") as path:
         write_json(path / "manifest.json", _manifest(parts))
         shutil.rmtree(path / "baseline", ignore_errors=True)  # of a merge that was killed
+        _join(path, [part.path for part in parts], parts)
         baseline = path / "baseline" if parts[0].has_baseline else None
-        for into in (path, baseline):
-            if into is not None:
-                _join(into, [part.path / into.relative_to(path) for part in parts], parts)
+        if baseline is not None:
+            _join(baseline, [part.path / "baseline" for part in parts], parts)
         report = write_report(path, baseline)
         write_json(path / "status.json", {**parts[0].status, **figures(report)})
         export(path, format_name)

@@ -76,7 +76,7 @@ class RayEngine:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """See ``Engine.tokenizer``."""
+        """Of the target."""
         return load_tokenizer(self._config.model)
 
     def generate(
@@ -88,7 +88,7 @@ class RayEngine:
         lost: Mapping[str, Sequence[str]],
         until: Callable[[], bool],
     ) -> Iterator[RequestOutput]:
-        """See ``Engine.generate``; outputs come when their block is done, each after its events.
+        """As ``Engine.generate``; outputs come when their block is done, each after its events.
 
         A block whose worker was lost is answered by another one, and what the lost one did of it is forgotten.
         """

@@ -25,6 +25,7 @@ from specgen.rundir.progress import Progress
 from specgen.rundir.provenance import FREE_IN_A_RUN
 from specgen.rundir.results import RunDirectory, directory, require_same, set_aside
 from specgen.rundir.status import Status, kept_status
+from specgen.rundir.tally import Tally
 
 _REMEDY = "name another directory, or begin anew with --restart, which keeps the old one"
 
@@ -100,8 +101,11 @@ class _Work:
         files.arrange(self.survey.ids)
 
     def _generate(self, config: EngineConfig, files: RunDirectory) -> None:
+        tally = Tally()
+
         def record(event: Event) -> None:
             files.add_event(event)
+            tally.see(event)
             self.progress.see(event)
             self.status.see(event)
 
@@ -112,10 +116,10 @@ class _Work:
         if self.survey.has_chats:
             engine.tokenizer.require_chat_template()
         total, done = self.survey.num_requests, len(files.completions)
-        self.status.begin(total=total, done=done)
-        self.progress.start(name, total, done)
+        self.status.begin(tally, total=total, done=done)
+        self.progress.start(name, tally, total, done)
         outputs = engine.generate(
-            self.prompts.those(self.survey.open_rows(files.completions)),
+            self.prompts.select(self.survey.pending_rows(files.completions)),
             self.job.sampling,
             earlier=files.texts,
             lost=read_lost(files.path),

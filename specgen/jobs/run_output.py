@@ -82,10 +82,8 @@ def write_report(path: Path, baseline: Path | None) -> Mapping[str, Any]:
     report = _folded(path, record["engine"]["num_spec_tokens"])
     if baseline is not None:
         report = report.with_baseline(_folded(baseline, 0), *_identical(path, baseline))
-    document, title = (
-        report.to_json(),
-        f"{Path(record['engine']['model']).name} on {record['data']['dataset']}",
-    )
+    document = report.to_json()
+    title = f"{Path(record['engine']['model']).name} on {record['data']['dataset']}"
     write_text(path / "report.html", report_html.render(document, record["settings"], title))
     write_json(path / "report.json", document)
     return document
@@ -93,9 +91,8 @@ def write_report(path: Path, baseline: Path | None) -> Mapping[str, Any]:
 
 def _folded(path: Path, num_spec_tokens: int) -> Report:
     report = fold(read(path / "events.jsonl"), num_spec_tokens=num_spec_tokens)
-    return replace(
-        report, num_errors=len(RowFile(path / "errors.jsonl"))
-    )  # rows that were never a request too
+    # rows that were never a request have failed too
+    return replace(report, num_errors=len(RowFile(path / "errors.jsonl")))
 
 
 def _identical(main: Path, base: Path) -> tuple[float, int]:
@@ -112,10 +109,10 @@ def export(path: Path, format_name: FormatName) -> None:
     if format_name == "parquet":
         export_parquet(completions.values(), main)
     elif format_name == "openai":
-        errors = RowFile(path / "errors.jsonl").values()
-        error_output = path / "batch_errors.jsonl"
+        errors, error_output = RowFile(path / "errors.jsonl"), path / "batch_errors.jsonl"
+        served = _served(path)
         export_openai(
-            completions.values(), errors, output=main, error_output=error_output, served=_served(path)
+            completions.values(), errors.values(), output=main, error_output=error_output, served=served
         )
 
 

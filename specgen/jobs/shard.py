@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from specgen.config import UserError, first_line, require
-from specgen.rundir.atomic import replacement
+from specgen.rundir.atomic import write_json_lines
 
 REQUESTS = "requests.jsonl"  # in the directory of a shard: a row of the input a line, as the ids of its turns
 
@@ -49,9 +49,7 @@ def parse_shard(text: str) -> Shard:
 
 def write_requests(path: Path, rows: Iterable[Sequence[str]]) -> None:
     """Write the ids of each of the ``rows`` of a shard: without the input, nothing else tells their order."""
-    with replacement(path) as file:
-        for row in rows:
-            file.write(json.dumps(row).encode() + b"\n")
+    write_json_lines(path, rows)
 
 
 def read_requests(path: Path) -> Iterator[list[str]]:

@@ -38,7 +38,7 @@ class Survey:
         """Of the requests of the shard, in the order of the input."""
         return tuple(chain.from_iterable(self.rows))
 
-    def open_rows(self, done: Container[str]) -> Iterator[bool]:
+    def pending_rows(self, done: Container[str]) -> Iterator[bool]:
         """For each row of the input whether it belongs to the shard and has a turn that is not ``done``."""
         return (any(turn not in done for turn in turns) for turns in self.rows)
 

@@ -37,15 +37,12 @@ class PrefixCache(PageAllocator):
 
     @property
     def num_free(self) -> int:
-        """See ``PageAllocator.num_free``."""
         return super().num_free + len(self._unused)
 
     def num_known(self, digests: Sequence[bytes]) -> int:
-        """See ``PageAllocator.num_known``."""
         return len(self._known(digests))
 
     def reuse(self, pages: list[int], digests: Sequence[bytes]) -> int:
-        """See ``PageAllocator.reuse``."""
         known = self._known(digests)
         for page in known:
             self._num_users[page] += 1
@@ -54,28 +51,24 @@ class PrefixCache(PageAllocator):
         return len(known)
 
     def keep(self, pages: Sequence[int], digests: Sequence[bytes]) -> None:
-        """See ``PageAllocator.keep``; what is known already stays where it is."""
+        """What is known already stays where it is."""
         for page, digest in zip(pages, digests, strict=False):
             if digest not in self._page_of and page not in self._digest_of:
                 self._page_of[digest] = page
                 self._digest_of[page] = digest
 
     def expect(self, pages: Sequence[int], digests: Sequence[bytes]) -> None:
-        """See ``PageAllocator.expect``."""
         for page, digest in zip(pages, digests, strict=False):
             self._expected.setdefault(digest, page)
 
     def confirm(self) -> None:
-        """See ``PageAllocator.confirm``."""
         self.keep(list(self._expected.values()), list(self._expected))
         self._expected.clear()
 
     def drop_expected(self) -> None:
-        """See ``PageAllocator.drop_expected``."""
         self._expected.clear()
 
     def forget(self) -> None:
-        """See ``PageAllocator.forget``."""
         self._free.extend(self._unused)
         for known in (self._page_of, self._expected, self._digest_of, self._unused):
             known.clear()

@@ -1,54 +1,20 @@
-"""The EAGLE3 head: fuses the target's features and drafts a token a pass; its tensors' names in a checkpoint."""
+"""The EAGLE3 head: fuses the target's features and drafts a token per pass."""
 
-from collections.abc import Set
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from specgen.config import UserError, require
-from specgen.models.layers import MLP, Attend, Attention, KeysValues, WriteKV, inverse_frequencies
-from specgen.models.model_config import Eagle3Config
-from specgen.models.weights import Take
+from specgen.models.eagle3_config import Eagle3Config, tensor_prefixes
+from specgen.models.layers import MLP, Attend, Attention, Projection, WriteKV, inverse_frequencies
+from specgen.models.protocols import Target
+from specgen.models.take import Take
 from specgen.ops import Map, Norm, Ops, Pair, Rope
-
-# Carried by some checkpoints and needed by nobody here; d2t and t2d are read apart, in the vocabulary map.
-IGNORED_TENSORS = frozenset(
-    {
-        "d2t",
-        "t2d",
-        "midlayer.self_attn.rotary_emb.inv_freq",
-        "layers.0.self_attn.rotary_emb.inv_freq",
-        "rotary_emb.inv_freq",
-        "verifier_lm_head.weight",
-        "verifier_norm.weight",
-    }
-)
-
-
-@dataclass(frozen=True, kw_only=True)
-class TensorPrefixes:
-    """How a checkpoint names its parts: ``midlayer.*`` (EAGLE, SpecForge) or ``layers.0.*`` (speculators),
-    either below ``model.`` or not."""
-
-    root: str
-    layer: str
-
-    @classmethod
-    def of(cls, tensors: Set[str]) -> "TensorPrefixes":
-        """Found by the one tensor that every head has and nothing else does."""
-        for root in ("", "model."):
-            for layer in ("midlayer.", "layers.0."):
-                if f"{root}{layer}hidden_norm.weight" in tensors:
-                    return cls(root=root, layer=root + layer)
-        raise UserError(
-            "no midlayer.hidden_norm.weight or layers.0.hidden_norm.weight: the checkpoint is no EAGLE3 head"
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Eagle3Head:
-    """An EAGLE3 drafter of one layer, in any of its dialects."""
+    """An EAGLE3 head of one layer, in any of its formats."""
 
     config: Eagle3Config
     embedding: Tensor  # [V, H]; the target's unless the checkpoint has its own
@@ -57,7 +23,7 @@ class Eagle3Head:
     fc: Map  # [rows, aux layers * Ht] -> [rows, H]
     inputs: Pair  # ids [rows] and hidden [rows, H] -> both normed, side by side [rows, 2 * H]
     attention: Attention
-    keys_values: KeysValues  # of the same attention
+    keys_values: Projection  # of the same attention
     post_norm: Norm
     mlp: MLP
     norm: Norm
@@ -68,22 +34,14 @@ class Eagle3Head:
 
     @classmethod
     def build(
-        cls,
-        config: Eagle3Config,
-        prefixes: TensorPrefixes,
-        take: Take,
-        target_embedding: Tensor,
-        draft_to_target: Tensor,
-        ops: Ops,
+        cls, config: Eagle3Config, take: Take, target: Target, draft_to_target: Tensor, ops: Ops
     ) -> "Eagle3Head":
-        """Take every tensor of the head; the embedding is ``target_embedding`` unless the head has its own."""
-        root, layer, hidden, eps = prefixes.root, prefixes.layer, config.hidden_size, config.rms_norm_eps
-        width = config.num_features * config.target_hidden_size
-        table = (
-            take(root + "embed_tokens.weight", (config.vocab_size, hidden))
-            if config.own_embedding
-            else target_embedding
-        )
+        """Take every tensor of the head; the embedding is the target's unless the head has its own."""
+        root, layer = tensor_prefixes(take)
+        hidden, eps, kv_heads = config.hidden_size, config.rms_norm_eps, config.num_kv_heads
+        fc_width, table = config.num_features * config.target_hidden_size, target.embedding
+        if config.own_embedding:
+            table = take(root + "embed_tokens.weight", (config.vocab_size, hidden))
 
         def vector(name: str) -> Tensor:
             return take(name, (hidden,))
@@ -93,29 +51,22 @@ class Eagle3Head:
             embedding=table,
             feature_norm=_feature_norm(config, root, take, ops),
             feature_parts=config.num_features if config.fc_norm else 1,
-            fc=ops.linear(take(root + "fc.weight", (hidden, width))),
+            fc=ops.linear(take.linear({root + "fc": hidden}, fc_width)),
             inputs=ops.embed_beside(
                 table, vector(layer + "input_layernorm.weight"), vector(layer + "hidden_norm.weight"), eps
             ),
             attention=Attention.build(config, 0, 2 * hidden, layer, take, ops),
-            keys_values=KeysValues.build(config, 2 * hidden, layer, take, ops),
+            keys_values=Projection.build(
+                config, {"k": kv_heads, "v": kv_heads}, 2 * hidden, layer, take, ops
+            ),
             post_norm=ops.rms_norm(vector(layer + "post_attention_layernorm.weight"), eps),
             mlp=MLP.build(config, layer, take, ops),
             norm=ops.rms_norm(vector(root + "norm.weight"), eps),
-            lm_head=ops.linear(take("lm_head.weight", (config.draft_vocab_size, hidden))),
+            lm_head=ops.linear(take.linear({"lm_head": config.draft_vocab_size}, hidden)),
             draft_to_target=draft_to_target,
             argmax=ops.argmax,
             rope=ops.rope(inverse_frequencies(config.rope, config.head_dim, draft_to_target.device)),
         )
-
-    @property
-    def aux_layers(self) -> tuple[int, ...]:
-        """The target's layers whose inputs it fuses."""
-        return self.config.aux_layers
-
-    @property
-    def hidden_size(self) -> int:
-        return self.config.hidden_size
 
     def fuse(self, features: Tensor) -> Tensor:
         """The target's features [rows, aux layers * Ht] as hidden states that a pass can be fed, [rows, H]."""
@@ -129,7 +80,7 @@ class Eagle3Head:
 
         With one layer nothing else of a row reaches another one, so this is all that an accepted row must leave.
         """
-        self.keys_values(self.inputs(token_ids, hidden), self.attention.layer, write_kv)
+        write_kv(self.attention.layer, self.keys_values(self.inputs(token_ids, hidden)))
 
     def forward(self, token_ids: Tensor, hidden: Tensor, attend: Attend) -> Tensor:
         """One pass over ``token_ids`` [rows] with ``hidden`` [rows, H], the states of the tokens before them.
@@ -145,44 +96,6 @@ class Eagle3Head:
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits over the draft vocabulary, [n, Vd] in the model's dtype, from the result of ``forward``, [n, H]."""
         return self.lm_head(hidden if self.config.norm_output else self.norm(hidden))
-
-
-def vocabulary_map(config: Eagle3Config, d2t: Tensor | None, t2d: Tensor | None) -> Tensor:
-    """The target's id of each draft id, [Vd] int64, from the offsets ``d2t`` [Vd] and the mask ``t2d`` [V].
-
-    ``UserError`` where they cannot be of one vocabulary: such a head would draft the wrong tokens.
-    """
-    drafted, vocab = config.draft_vocab_size, config.vocab_size
-    require(
-        drafted <= vocab, f"draft_vocab_size is {drafted}, more than the vocabulary of {vocab}: wrong config"
-    )
-    ids = torch.arange(drafted)
-    if d2t is None:
-        require(
-            drafted == vocab,
-            f"the head drafts {drafted} of {vocab} tokens but has no d2t: add the tensor that maps them",
-        )
-        return ids
-    require(
-        d2t.shape == ids.shape and not d2t.is_floating_point(),
-        f"d2t is {list(d2t.shape)} of {d2t.dtype}: it must hold {drafted} integers, one for each draft token",
-    )
-    ids = ids + d2t.cpu()
-    low, high = int(ids.min()), int(ids.max())
-    require(
-        low >= 0 and high < vocab,
-        f"d2t maps to token ids {low} to {high}, outside the vocabulary of {vocab}: "
-        "it must hold offsets (target id minus draft id)",
-    )
-    require(len(set(ids.tolist())) == drafted, "d2t maps two draft tokens to one target token: it is wrong")
-    if t2d is not None:
-        marked = t2d.cpu().nonzero().flatten()
-        require(
-            t2d.shape == (vocab,) and torch.equal(marked, ids.sort().values),
-            f"t2d marks {marked.numel()} of {t2d.numel()} tokens, other ones than the {drafted} of d2t: "
-            "the checkpoint mixes two vocabularies, export it again",
-        )
-    return ids
 
 
 def _feature_norm(config: Eagle3Config, root: str, take: Take, ops: Ops) -> Norm | None:

@@ -1,14 +1,16 @@
 """What a target's layer and a head's layer share: rotary frequencies, attention projections, the gated MLP."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from specgen.models.model_config import Eagle3Config, Llama3Scaling, RopeConfig, TargetConfig
-from specgen.models.weights import Take
+from specgen.models.model_config import LayerConfig
+from specgen.models.rope_config import Llama3Scaling, RopeConfig
+from specgen.models.take import Take
 from specgen.ops import Map, Norm, Ops
 
 
@@ -39,72 +41,70 @@ class WriteKV(Protocol):
     def __call__(self, layer: LayerAttention, heads: Tensor) -> object: ...
 
 
+class FeedForward(Protocol):
+    """What follows attention in a layer: [rows, H] -> [parts, rows, H]; see ``Ops.linear_parts``."""
+
+    def __call__(self, x: Tensor) -> Tensor: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Projection:
+    """The input projections of one layer's attention as one matrix: q, k and v, or k and v alone."""
+
+    linear: Map  # [rows, width] -> [rows, num_heads * D]
+    norm: Norm | None  # of q and k, as one over [rows, num_normed, D]
+    num_normed: int
+    num_heads: int
+
+    @classmethod
+    def build(
+        cls, config: LayerConfig, heads: Mapping[str, int], width: int, prefix: str, take: Take, ops: Ops
+    ) -> "Projection":
+        """Take ``{prefix}self_attn.*`` of ``heads``, the numbers of "q", "k" and "v", whose rows are ``width`` wide."""
+        prefix += "self_attn."
+        rows = {f"{prefix}{name}_proj": count * config.head_dim for name, count in heads.items()}
+        normed = {name: count for name, count in heads.items() if name != "v"}
+        linear, norm = ops.linear(take.linear(rows, width)), None
+        if config.qk_norm:
+            weights = [
+                take(f"{prefix}{name}_norm.weight", (config.head_dim,)).repeat(count, 1)
+                for name, count in normed.items()
+            ]
+            norm = ops.rms_norm(torch.cat(weights), config.rms_norm_eps)
+        return cls(linear=linear, norm=norm, num_normed=sum(normed.values()), num_heads=sum(heads.values()))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[rows, width] -> [rows, num_heads, D]."""
+        heads = self.linear(x).view(x.shape[0], self.num_heads, -1)
+        if self.norm is None:
+            return heads
+        return torch.cat((self.norm(heads[:, : self.num_normed]), heads[:, self.num_normed :]), 1)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Attention:
-    """The projections of one layer; q, k and v are one matrix, and the q and k norms one norm."""
+    """The projections around ``Attend`` of one layer."""
 
-    qkv: Map  # [rows, width] -> [rows, (Hq + 2 * Hkv) * D]
+    qkv: Projection
     out: Map  # [rows, Hq * D] -> [parts, rows, H]
-    qk_norm: Norm | None  # over [rows, Hq + Hkv, D]
-    num_heads: int
-    num_kv_heads: int
     layer: LayerAttention
 
     @classmethod
     def build(
-        cls, config: TargetConfig | Eagle3Config, index: int, width: int, prefix: str, take: Take, ops: Ops
+        cls, config: LayerConfig, index: int, width: int, prefix: str, take: Take, ops: Ops
     ) -> "Attention":
         """Take ``{prefix}self_attn.*`` of the ``index``-th layer, whose q, k and v read rows ``width`` wide."""
-        prefix += "self_attn."
-        q_rows, kv_rows = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        rows = {"q_proj": q_rows, "k_proj": kv_rows, "v_proj": kv_rows}
-        qkv = torch.cat([take(f"{prefix}{name}.weight", (n, width)) for name, n in rows.items()])
-        out = take(f"{prefix}o_proj.weight", (config.hidden_size, q_rows))
+        heads = {"q": config.num_heads, "k": config.num_kv_heads, "v": config.num_kv_heads}
+        out, q_rows = f"{prefix}self_attn.o_proj", config.num_heads * config.head_dim
         return cls(
-            qkv=ops.linear(qkv),
-            out=ops.linear_parts(out),
-            qk_norm=_qk_norm(config, prefix, take, ops) if config.qk_norm else None,
-            num_heads=config.num_heads,
-            num_kv_heads=config.num_kv_heads,
+            qkv=Projection.build(config, heads, width, prefix, take, ops),
+            out=ops.linear_parts(take.linear({out: config.hidden_size}, q_rows)),
             layer=LayerAttention(index=index, scale=config.head_dim**-0.5),
         )
 
     def __call__(self, x: Tensor, attend: Attend) -> Tensor:
         """Project, attend, project back: [rows, width] -> [parts, rows, H]; see ``Ops.linear_parts``."""
-        num_qk = self.num_heads + self.num_kv_heads
-        heads = self.qkv(x).view(x.shape[0], num_qk + self.num_kv_heads, -1)
-        if self.qk_norm is not None:
-            heads = torch.cat((self.qk_norm(heads[:, :num_qk]), heads[:, num_qk:]), 1)
-        return self.out(attend(self.layer, heads))
-
-
-@dataclass(frozen=True, kw_only=True)
-class KeysValues:
-    """The part of an attention layer that later rows look at, for rows whose own result nobody reads."""
-
-    kv: Map  # [rows, width] -> [rows, 2 * Hkv * D]
-    k_norm: Norm | None  # over [rows, Hkv, D]
-    num_kv_heads: int
-
-    @classmethod
-    def build(cls, config: Eagle3Config, width: int, prefix: str, take: Take, ops: Ops) -> "KeysValues":
-        """Take the k and v of ``{prefix}self_attn.*``, which read rows that are ``width`` wide."""
-        prefix += "self_attn."
-        rows = config.num_kv_heads * config.head_dim
-        kv = torch.cat([take(f"{prefix}{name}.weight", (rows, width)) for name in ("k_proj", "v_proj")])
-        norm = None
-        if config.qk_norm:
-            k_norm = take(f"{prefix}k_norm.weight", (config.head_dim,))
-            norm = ops.rms_norm(k_norm.repeat(config.num_kv_heads, 1), config.rms_norm_eps)
-        return cls(kv=ops.linear(kv), k_norm=norm, num_kv_heads=config.num_kv_heads)
-
-    def __call__(self, x: Tensor, layer: LayerAttention, write_kv: WriteKV) -> None:
-        """Project [rows, width] and store the result as the keys and values of ``layer``."""
-        heads = self.kv(x).view(x.shape[0], 2 * self.num_kv_heads, -1)
-        if self.k_norm is not None:
-            keys, values = heads.chunk(2, 1)
-            heads = torch.cat((self.k_norm(keys), values), 1)
-        write_kv(layer, heads)
+        return self.out(attend(self.layer, self.qkv(x)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,12 +115,16 @@ class MLP:
     down: Map  # [rows, I] -> [parts, rows, H]
 
     @classmethod
-    def build(cls, config: TargetConfig | Eagle3Config, prefix: str, take: Take, ops: Ops) -> "MLP":
+    def build(cls, config: LayerConfig, prefix: str, take: Take, ops: Ops) -> "MLP":
         """Take ``{prefix}mlp.*``."""
         hidden, inner = config.hidden_size, config.intermediate_size
-        gate_up = [take(f"{prefix}mlp.{name}.weight", (inner, hidden)) for name in ("gate_proj", "up_proj")]
-        down = take(f"{prefix}mlp.down_proj.weight", (hidden, inner))
-        return cls(gated=ops.gated_linear(torch.cat(gate_up)), down=ops.linear_parts(down))
+        prefix += "mlp."
+        return cls(
+            gated=ops.gated_linear(
+                take.linear({prefix + "gate_proj": inner, prefix + "up_proj": inner}, hidden)
+            ),
+            down=ops.linear_parts(take.linear({prefix + "down_proj": hidden}, inner)),
+        )
 
     def __call__(self, x: Tensor) -> Tensor:
         """[rows, H] -> [parts, rows, H]; see ``Ops.linear_parts``."""
@@ -134,13 +138,6 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int, device: torch.device) -
     if rope.llama3 is not None:
         frequencies = _stretch(frequencies, rope.llama3)
     return frequencies.to(device)
-
-
-def _qk_norm(config: TargetConfig | Eagle3Config, prefix: str, take: Take, ops: Ops) -> Norm:
-    q_norm = take(f"{prefix}q_norm.weight", (config.head_dim,))
-    k_norm = take(f"{prefix}k_norm.weight", (config.head_dim,))
-    by_head = torch.stack([q_norm] * config.num_heads + [k_norm] * config.num_kv_heads)
-    return ops.rms_norm(by_head, config.rms_norm_eps)
 
 
 def _stretch(frequencies: Tensor, scaling: Llama3Scaling) -> Tensor:

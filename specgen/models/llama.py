@@ -1,4 +1,4 @@
-"""The target: a Llama or Qwen3 decoder over packed rows, and the names of its tensors in a checkpoint."""
+"""The Llama and Qwen3 decoder over packed rows, and the names of its tensors in a checkpoint."""
 
 from dataclasses import dataclass
 
@@ -6,10 +6,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from specgen.models.layers import MLP, Attend, Attention, inverse_frequencies
+from specgen.models.layers import MLP, Attend, Attention, FeedForward, inverse_frequencies
 from specgen.models.model_config import TargetConfig
-from specgen.models.weights import Take
+from specgen.models.take import Take
 from specgen.ops import Map, Norm, Ops, Rope
+from specgen.ops.weight import Weight
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,7 +20,7 @@ class DecoderLayer:
     input_norm: Norm
     attention: Attention
     post_norm: Norm
-    mlp: MLP
+    mlp: FeedForward
 
     @classmethod
     def build(cls, config: TargetConfig, index: int, take: Take, ops: Ops) -> "DecoderLayer":
@@ -48,14 +49,15 @@ class Llama:
     @classmethod
     def build(cls, config: TargetConfig, take: Take, ops: Ops) -> "Llama":
         """Take every tensor of the model by its name in a Hugging Face checkpoint."""
-        table = (config.vocab_size, config.hidden_size)
-        embedding = take("model.embed_tokens.weight", table)
-        lm_head = embedding if config.tied_embeddings else take("lm_head.weight", table)
+        vocab_size, hidden_size = config.vocab_size, config.hidden_size
+        embedding = take("model.embed_tokens.weight", (vocab_size, hidden_size))
+        tied = config.tied_embeddings
+        lm_head = Weight(data=embedding) if tied else take.linear({"lm_head": vocab_size}, hidden_size)
         return cls(
             config=config,
             embedding=embedding,
             layers=tuple(DecoderLayer.build(config, index, take, ops) for index in range(config.num_layers)),
-            norm=ops.rms_norm(take("model.norm.weight", (config.hidden_size,)), config.rms_norm_eps),
+            norm=ops.rms_norm(take("model.norm.weight", (hidden_size,)), config.rms_norm_eps),
             lm_head=ops.linear(lm_head),
             argmax=ops.argmax,
             rope=ops.rope(inverse_frequencies(config.rope, config.head_dim, embedding.device)),

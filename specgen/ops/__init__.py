@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from specgen.kv.layout import Layout
+from specgen.ops.weight import Weight
 
 Map = Callable[[Tensor], Tensor]  # rows to rows
 Pair = Callable[[Tensor, Tensor], Tensor]
@@ -38,9 +39,9 @@ class Ops:
     Each takes what is known when weights are loaded, prepares it once, and returns what is called in a pass.
     """
 
-    linear: Callable[[Tensor], Map]  # weight [out, in]: [rows, in] -> [rows, out]
-    linear_parts: Callable[[Tensor], Map]  # the same as terms [n, rows, out], which Norm.add adds up
-    gated_linear: Callable[[Tensor], Map]  # gate and up [2 * I, in]: [rows, in] -> silu(gate) * up [rows, I]
+    linear: Callable[[Weight], Map]  # [out, in]: [rows, in] -> [rows, out]
+    linear_parts: Callable[[Weight], Map]  # the same as terms [n, rows, out], which Norm.add adds up
+    gated_linear: Callable[[Weight], Map]  # gate and up [2 * I, in]: [rows, in] -> silu(gate) * up [rows, I]
     rms_norm: Callable[[Tensor, float], Norm]  # weight [..., N] and eps
     # Table [V, N], two weights [N] and eps: token ids [rows] and x [rows, N] -> the normed embeddings and the
     # normed x side by side, [rows, 2 * N].

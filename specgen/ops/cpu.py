@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from specgen.ops import Map, Ops
-from specgen.ops.reference import one_part, silu_and_mul, torch_ops
+from specgen.ops.reference import gated, one_part, silu_and_mul, torch_ops
+from specgen.ops.weight import Weight
 
 
 def cpu_float32_ops() -> Ops:
@@ -20,9 +21,9 @@ def cpu_float32_ops() -> Ops:
     _bound_caches()
     return replace(
         torch_ops(),
-        linear=_PackedLinear.pack,
-        linear_parts=lambda weight: one_part(_PackedLinear.pack(weight)),
-        gated_linear=_gated,
+        linear=_packed,
+        linear_parts=lambda weight: one_part(_packed(weight)),
+        gated_linear=lambda weight: gated(_packed(weight), silu_and_mul),
         rms_norm=_FusedNorm.prepare,
     )
 
@@ -37,23 +38,10 @@ def _bound_caches() -> None:
         os.environ.setdefault(library, "64")
 
 
-def _gated(weight: Tensor) -> Map:
-    gate_up = _PackedLinear.pack(weight)
-    return lambda x: silu_and_mul(gate_up(x))
-
-
-@dataclass(frozen=True)
-class _PackedLinear:
-    packed: Tensor
-
-    @classmethod
-    def pack(cls, weight: Tensor) -> "_PackedLinear":
-        # 64 rows is a hint; a weight packed for one row is slow for more, and not the other way round.
-        return cls(torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), 64))
-
-    def __call__(self, x: Tensor) -> Tensor:
-        y: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, None, "none", [], "")
-        return y
+def _packed(weight: Weight) -> Map:
+    # 64 rows is a hint; a weight packed for one row is slow for more, and not the other way round.
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight.matrix.contiguous(), 64)
+    return lambda x: torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], "")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +60,5 @@ class _FusedNorm:
         return (x / length).mul_(self.weight)
 
     def add(self, stream: Tensor, parts: Tensor) -> tuple[Tensor, Tensor]:
-        """See ``Norm.add``; of one part."""
         total = stream + parts.squeeze(0)
         return total, self(total)

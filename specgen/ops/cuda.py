@@ -1,18 +1,18 @@
 """Kernels for NVIDIA GPUs of compute capability 9.0 and later."""
 
 import warnings
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from specgen.ops import Ops
+from specgen.ops import Map, Ops
 from specgen.ops.argmax import argmax
-from specgen.ops.reference import Linear, one_part
+from specgen.ops.reference import gated, linear, one_part
 from specgen.ops.rope import TritonRope
 from specgen.ops.row_kernels import TritonEmbedBeside, TritonNorm, silu_and_mul
 from specgen.ops.skinny import Tile, skinny_gated_linear, skinny_linear
+from specgen.ops.weight import Weight
 
 # By rising number of rows; more rows than the last one's go to cuBLAS. Measured at Llama-3.1-8B's shapes on an H100.
 _TILES = (
@@ -35,9 +35,9 @@ def cuda_ops(dtype: torch.dtype) -> Ops:
     _prefer_cublaslt()
     half = dtype in (torch.bfloat16, torch.float16)
     return Ops(
-        linear=_SkinnyLinear.prepare if half else Linear,
-        linear_parts=_LinearParts.prepare if half else (lambda weight: one_part(Linear(weight))),
-        gated_linear=_SkinnyGatedLinear.prepare if half else _GatedLinear,
+        linear=_linear if half else linear,
+        linear_parts=_linear_parts if half else (lambda weight: one_part(linear(weight))),
+        gated_linear=_gated_linear if half else (lambda weight: gated(linear(weight), silu_and_mul)),
         rms_norm=TritonNorm,
         embed_beside=TritonEmbedBeside,
         argmax=argmax,
@@ -52,64 +52,39 @@ def _prefer_cublaslt() -> None:
         torch.backends.cuda.preferred_blas_library("cublaslt")
 
 
-@dataclass(frozen=True)
-class _GatedLinear:
-    """See ``Ops.gated_linear``."""
+def _linear(weight: Weight) -> Map:
+    matrix = weight.matrix
+    tiles = _fitting(_TILES, *matrix.shape)
 
-    weight: Tensor
+    def product(x: Tensor) -> Tensor:
+        tile = _tile(tiles, x.shape[0])
+        return F.linear(x, matrix) if tile is None else skinny_linear(x, matrix, tile)[0]
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return silu_and_mul(F.linear(x, self.weight))
-
-
-@dataclass(frozen=True, kw_only=True)
-class _SkinnyLinear:
-    """See ``Ops.linear``."""
-
-    weight: Tensor
-    tiles: tuple[Tile, ...]
-
-    @classmethod
-    def prepare(cls, weight: Tensor) -> "_SkinnyLinear":
-        return cls(weight=weight, tiles=_fitting(_TILES, *weight.shape))
-
-    def __call__(self, x: Tensor) -> Tensor:
-        tile = _tile(self.tiles, x.shape[0])
-        return F.linear(x, self.weight) if tile is None else skinny_linear(x, self.weight, tile)[0]
+    return product
 
 
-@dataclass(frozen=True, kw_only=True)
-class _LinearParts:
-    """See ``Ops.linear_parts``."""
+def _linear_parts(weight: Weight) -> Map:
+    matrix = weight.matrix
+    tiles = _fitting(_PARTS_TILES, *matrix.shape)
 
-    weight: Tensor
-    tiles: tuple[Tile, ...]
+    def product(x: Tensor) -> Tensor:
+        tile = _tile(tiles, x.shape[0])
+        return F.linear(x, matrix)[None] if tile is None else skinny_linear(x, matrix, tile)
 
-    @classmethod
-    def prepare(cls, weight: Tensor) -> "_LinearParts":
-        return cls(weight=weight, tiles=_fitting(_PARTS_TILES, *weight.shape))
-
-    def __call__(self, x: Tensor) -> Tensor:
-        tile = _tile(self.tiles, x.shape[0])
-        return F.linear(x, self.weight)[None] if tile is None else skinny_linear(x, self.weight, tile)
+    return product
 
 
-@dataclass(frozen=True, kw_only=True)
-class _SkinnyGatedLinear:
-    """See ``Ops.gated_linear``."""
+def _gated_linear(weight: Weight) -> Map:
+    matrix = weight.matrix
+    tiles = _fitting(_GATED_TILES, matrix.shape[0] // 2, matrix.shape[1])
 
-    weight: Tensor
-    tiles: tuple[Tile, ...]
-
-    @classmethod
-    def prepare(cls, weight: Tensor) -> "_SkinnyGatedLinear":
-        return cls(weight=weight, tiles=_fitting(_GATED_TILES, weight.shape[0] // 2, weight.shape[1]))
-
-    def __call__(self, x: Tensor) -> Tensor:
-        tile = _tile(self.tiles, x.shape[0])
+    def product(x: Tensor) -> Tensor:
+        tile = _tile(tiles, x.shape[0])
         if tile is None:
-            return silu_and_mul(F.linear(x, self.weight))
-        return skinny_gated_linear(x, self.weight, tile)
+            return silu_and_mul(F.linear(x, matrix))
+        return skinny_gated_linear(x, matrix, tile)
+
+    return product
 
 
 def _fitting(tiles: tuple[Tile, ...], num_out: int, width: int) -> tuple[Tile, ...]:

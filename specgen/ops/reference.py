@@ -8,14 +8,15 @@ from torch.nn import functional as F
 
 from specgen.kv.layout import Layout
 from specgen.ops import Map, Ops, Store
+from specgen.ops.weight import Weight
 
 
 def torch_ops() -> Ops:
     """What the other implementations are tested against."""
     return Ops(
-        linear=Linear,
-        linear_parts=lambda weight: one_part(Linear(weight)),
-        gated_linear=GatedLinear,
+        linear=linear,
+        linear_parts=lambda weight: one_part(linear(weight)),
+        gated_linear=lambda weight: gated(linear(weight), silu_and_mul),
         rms_norm=RmsNorm,
         embed_beside=EmbedBeside,
         argmax=lambda x: x.argmax(-1),
@@ -23,35 +24,24 @@ def torch_ops() -> Ops:
     )
 
 
+def linear(weight: Weight) -> Map:
+    """See ``Ops.linear``."""
+    matrix = weight.matrix
+    return lambda x: F.linear(x, matrix)
+
+
 def one_part(linear: Map) -> Map:
     """``linear`` in the form of ``Ops.linear_parts``."""
     return lambda x: linear(x)[None]
 
 
-@dataclass(frozen=True)
-class Linear:
-    """See ``Ops.linear``."""
-
-    weight: Tensor
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight)
-
-
-@dataclass(frozen=True)
-class GatedLinear:
-    """See ``Ops.gated_linear``."""
-
-    weight: Tensor
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return silu_and_mul(F.linear(x, self.weight))
+def gated(linear: Map, silu_and_mul: Map) -> Map:
+    """``linear`` to gate and up in the form of ``Ops.gated_linear``."""
+    return lambda x: silu_and_mul(linear(x))
 
 
 @dataclass(frozen=True)
 class RmsNorm:
-    """See ``Norm``."""
-
     weight: Tensor
     eps: float
 
@@ -61,15 +51,12 @@ class RmsNorm:
         return scaled.to(x.dtype) * self.weight
 
     def add(self, stream: Tensor, parts: Tensor) -> tuple[Tensor, Tensor]:
-        """See ``Norm.add``; of one part."""
         total = stream + parts.squeeze(0)
         return total, self(total)
 
 
 @dataclass(frozen=True)
 class EmbedBeside:
-    """See ``Ops.embed_beside``."""
-
     table: Tensor
     embed_weight: Tensor
     weight: Tensor
@@ -88,8 +75,6 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class TorchRope:
-    """See ``Ops.rope``."""
-
     frequencies: Tensor  # [D / 2]
 
     def __call__(self, layout: Layout) -> Store:

@@ -110,7 +110,7 @@ def _rope_store_kernel(
 
 @dataclass(frozen=True)
 class TritonRope:
-    """See ``Ops.rope``. Where a row of a uniform layout stands is computed in the kernel, once a layer."""
+    """Where a row of a uniform layout stands is computed in the kernel, once a layer."""
 
     frequencies: Tensor  # [D / 2] float32
 

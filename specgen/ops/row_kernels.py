@@ -122,7 +122,7 @@ def _silu_mul_kernel(gate_up: tl.tensor, out: tl.tensor, size: int, BLOCK: tl.co
 
 @dataclass(frozen=True)
 class TritonNorm:
-    """See ``Norm``; the rows may lie apart, the elements of a row may not."""
+    """The rows may lie apart, the elements of a row may not."""
 
     weight: Tensor  # [..., N]
     eps: float
@@ -137,7 +137,6 @@ class TritonNorm:
         return out
 
     def add(self, stream: Tensor, parts: Tensor) -> tuple[Tensor, Tensor]:
-        """See ``Norm.add``."""
         rows, size = stream.shape
         total, out = stream.new_empty(rows, size), stream.new_empty(rows, size)  # one may outlive the other
         if rows:
@@ -148,8 +147,6 @@ class TritonNorm:
 
 @dataclass(frozen=True)
 class TritonEmbedBeside:
-    """See ``Ops.embed_beside``."""
-
     table: Tensor
     embed_weight: Tensor
     weight: Tensor

@@ -5,6 +5,7 @@ A parser takes the id and the JSON object of a row, and raises ``UserError`` wit
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from specgen.config import require, shown
@@ -54,17 +55,13 @@ def parse_sharegpt(row_id: str, row: Mapping[str, Any]) -> Prompt:
     return Prompt(id=row_id, messages=_question(checked_text(first.get("value"), "the first message")))
 
 
-def parse_gsm8k(row_id: str, row: Mapping[str, Any]) -> Prompt:
-    """GSM8K: the question alone, without examples before it."""
-    return Prompt(id=row_id, messages=_question(checked_text(row.get("question"), "question")))
+def parse_field(name: str, row_id: str, row: Mapping[str, Any]) -> Prompt:
+    """One field is the user's message: the question of GSM8K, without examples before it.
 
-
-def parse_humaneval(row_id: str, row: Mapping[str, Any]) -> Prompt:
-    """HumanEval: the function's head and docstring as the user's message, with no words around it.
-
-    So do the benchmarks of drafters (SpecForge's among them). It measures speed and acceptance, not pass@1.
+    Or HumanEval's function head and docstring, with no words around it, as the benchmarks of drafters ask it
+    (SpecForge's among them): that measures speed and acceptance, not pass@1.
     """
-    return Prompt(id=row_id, messages=_question(checked_text(row.get("prompt"), "prompt")))
+    return Prompt(id=row_id, messages=_question(checked_text(row.get(name), name)))
 
 
 def _question(content: str) -> tuple[Message, ...]:
@@ -92,7 +89,7 @@ DATASETS = {
         files=("ShareGPT_V3_unfiltered_cleaned_split.json",),
     ),
     "gsm8k": Dataset(
-        format=Format(id_keys=("id",), parse=parse_gsm8k),
+        format=Format(id_keys=("id",), parse=partial(parse_field, "question")),
         hub=HubSource(path="openai/gsm8k", name="main", split="test"),
         files=("main/test*", "test*"),
     ),
@@ -106,7 +103,7 @@ DATASETS = {
         files=("question.jsonl",),
     ),
     "humaneval": Dataset(
-        format=Format(id_keys=("task_id",), parse=parse_humaneval),
+        format=Format(id_keys=("task_id",), parse=partial(parse_field, "prompt")),
         hub=HubSource(path="openai/openai_humaneval", split="test"),
         files=("test*",),
     ),

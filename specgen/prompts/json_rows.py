@@ -8,9 +8,9 @@ from functools import partial
 from gzip import GzipFile
 from io import BufferedReader, TextIOWrapper
 from itertools import count
-from typing import Any, NoReturn
+from typing import Any
 
-from specgen.config import UserError, first_line
+from specgen.config import UserError, first_line, require
 
 _LONGEST = 64 * 2**20  # bytes of a line, characters of an element: more is no prompt, and might be a bomb
 _CHUNK = 2**20
@@ -33,13 +33,8 @@ def parsed(where: str, value: object) -> Row:
     return Row(where=where, value=lambda: value)
 
 
-def broken(where: str, reason: str) -> Row:
-    """A row that has no value."""
-
-    def refuse() -> NoReturn:
-        raise UserError(reason)
-
-    return Row(where=where, value=refuse)
+def _broken(where: str, reason: str) -> Row:
+    return Row(where=where, value=partial(require, False, reason))
 
 
 def read_json(file: Source, *, lines: bool) -> Iterator[Row]:
@@ -54,7 +49,7 @@ def _read_lines(file: Source) -> Iterator[Row]:
             return
         if len(line) > _LONGEST:
             _skip_line(file, line)
-            yield broken(f"line {number}", f"not valid JSON (longer than {_LONGEST:,} bytes)")
+            yield _broken(f"line {number}", f"not valid JSON (longer than {_LONGEST:,} bytes)")
         elif text := line.removeprefix(_BOM).strip():
             yield Row(where=f"line {number}", value=partial(_value, text))
 
@@ -79,7 +74,7 @@ def _read_array(file: Source) -> Iterator[Row]:
         except StopIteration:
             return
         except UserError as error:
-            yield broken(f"row {number}", f"not valid JSON ({error}); no row after it is read")
+            yield _broken(f"row {number}", f"not valid JSON ({error}); no row after it is read")
             return
         yield parsed(f"row {number}", value)
 

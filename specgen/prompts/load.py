@@ -44,8 +44,8 @@ class PromptSet:
                 break
         require(num_rows > 0, f"{self.name} has no rows: name a file with at least one")
 
-    def those(self, wanted: Iterable[bool]) -> Iterator[Prompt | Rejected]:
-        """What a pass before gave for the rows that are ``wanted``, a value for each of its rows.
+    def select(self, wanted: Iterable[bool]) -> Iterator[Prompt | Rejected]:
+        """What an earlier pass gave for the rows that are ``wanted``, which has a value per row of that pass.
 
         The others are read and not parsed.
         """

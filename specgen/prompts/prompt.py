@@ -19,12 +19,8 @@ class Prompt:
     follow_ups: tuple[str, ...] = ()  # later user turns, each asked with the answers before it in context
     category: str | None = None
     endpoint: str | None = None  # of an OpenAI batch row: its ``url``
-    sampling: Mapping[str, Any] = field(
-        default_factory=dict
-    )  # fields of SamplingParams that differ from the run's
-    where: str = field(
-        default="", compare=False, repr=False
-    )  # the row's place, for messages: no part of the prompt
+    sampling: Mapping[str, Any] = field(default_factory=dict)  # its own fields of SamplingParams
+    where: str = field(default="", compare=False, repr=False)  # the row's place, for messages alone
 
     @property
     def turn_ids(self) -> tuple[str, ...]:

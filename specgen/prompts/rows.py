@@ -7,6 +7,7 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import BinaryIO
 
@@ -14,6 +15,7 @@ from specgen.config import UserError, first_line, require
 from specgen.prompts.json_rows import Row, parsed, read_json
 
 _SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".parquet")
+_BATCH = 1024  # rows of a Parquet file in memory at a time
 _GZIP = b"\x1f\x8b"  # how such a file begins, whatever its name
 
 
@@ -99,11 +101,13 @@ def _read_file(path: Path) -> Iterator[Row]:
 
 
 def _read_parquet(path: Path) -> Iterator[Row]:
-    from datasets import load_dataset
+    from pyarrow.parquet import ParquetFile
 
     try:
-        values = load_dataset("parquet", data_files=str(path), split="train", streaming=True)
-        for number, value in enumerate(values, start=1):
-            yield parsed(f"row {number}", value)
+        with ParquetFile(path) as file:
+            batches = file.iter_batches(batch_size=_BATCH)
+            values = chain.from_iterable(batch.to_pylist() for batch in batches)
+            for number, value in enumerate(values, start=1):
+                yield parsed(f"row {number}", value)
     except Exception as error:  # the library raises whatever its decoders raise
         raise UserError(first_line(error)) from error

@@ -134,9 +134,8 @@ class RequestSum:
     def __init__(self, num_spec_tokens: int) -> None:
         self._num_requests = 0
         self._num_tokens = 0
-        self._accepted_in: Counter[int] = (
-            Counter()
-        )  # by the number of steps of a request; so no order of sums shows
+        # by the number of steps of a request; so no order of sums shows
+        self._accepted_in = Counter[int]()
         self._length = Ratio()  # accepted drafts by step
         self._joint = [Ratio() for _ in range(num_spec_tokens)]
         self._conditional = [Ratio() for _ in range(num_spec_tokens)]

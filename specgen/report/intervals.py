@@ -8,23 +8,14 @@ Interval = tuple[float, float]
 
 
 def student_t(freedom: float) -> float:
-    """The t quantile that leaves 2.5 % on either side, for ``freedom`` >= 1 degrees of freedom.
+    """The t quantile that leaves 2.5 % on either side, for ``freedom`` >= 1 degrees of freedom."""
+    from scipy.special import stdtrit  # 0.3 s, and not every command prints an interval
 
-    The expansion in 1/freedom of Abramowitz and Stegun, 26.7.5: within 1 % from two degrees on, 11 % low at
-    one.
-    """
-    z = Z
-    terms = (
-        (z**3 + z) / 4,
-        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
-        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
-        (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160,
-    )
-    return z + sum(term / freedom**power for power, term in enumerate(terms, start=1))
+    return float(stdtrit(freedom, 0.975))
 
 
 def wilson(share: float, trials: float) -> Interval:
-    """The score interval of Wilson (JASA 22, 1927) for a share in ``trials`` > 0, whole or not."""
+    """The score interval of Wilson (JASA 22, 1927) for a share in ``trials`` > 0; scipy's takes whole ones alone."""
     weight = Z * Z / trials
     centre = (share + weight / 2) / (1 + weight)
     half = math.sqrt(weight * share * (1 - share) + weight * weight / 4) / (1 + weight)

@@ -3,7 +3,7 @@
 import io
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
@@ -82,6 +82,12 @@ def write_text(path: Path, text: str) -> None:
 def write_json(path: Path, value: object) -> None:
     """Write ``value`` as indented JSON, whole or not at all."""
     write_text(path, as_json(value))
+
+
+def write_json_lines(path: Path, values: Iterable[object]) -> None:
+    """Write ``values`` as JSON, one a line, whole or not at all."""
+    with replacement(path) as file:
+        file.writelines(json.dumps(value, ensure_ascii=False).encode() + b"\n" for value in values)
 
 
 def as_json(value: object) -> str:

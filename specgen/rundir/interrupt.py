@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM as a question that a run asks between its steps, or as an exception where nobody asks."""
+"""SIGINT and SIGTERM as a question that a run asks between its steps, or as an exception in work that never asks."""
 
 import signal
 from collections.abc import Callable, Iterator
@@ -44,7 +44,7 @@ def interruptible() -> Iterator[Interrupt]:
 
 @contextmanager
 def breakable() -> Iterator[Interrupt]:
-    """As ``interruptible``, around work that asks nobody: a signal raises ``KeyboardInterrupt`` in it, SIGTERM too."""
+    """As ``interruptible``, around work that never asks: a signal raises ``KeyboardInterrupt`` in it, SIGTERM too."""
     interrupt = Interrupt()
 
     def break_off(number: int, frame: FrameType | None) -> None:

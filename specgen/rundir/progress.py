@@ -3,6 +3,7 @@
 from typing import Protocol
 
 from specgen.events import Event
+from specgen.rundir.tally import Tally
 
 
 class Progress(Protocol):
@@ -12,8 +13,11 @@ class Progress(Protocol):
         """``what`` is being made ready: kernels are loaded, or compiled where this machine has not run them before."""
         ...
 
-    def start(self, what: str, num_requests: int, num_done: int = 0) -> None:
-        """``what`` begins, with so many requests, ``num_done`` of which an earlier run has answered."""
+    def start(self, what: str, tally: Tally, num_requests: int, num_done: int = 0) -> None:
+        """``what`` begins, with so many requests, ``num_done`` of which an earlier run has answered.
+
+        ``tally`` has counted an event before it is seen.
+        """
         ...
 
     def see(self, event: Event) -> None:

@@ -100,7 +100,7 @@ class RunDirectory:
         self._events.write(to_line(event).encode() + b"\n")
 
     def add_completion(self, row: Mapping[str, Any]) -> None:
-        """Append to ``completions.jsonl``; it is there, after its events, before the next one is taken."""
+        """Append to ``completions.jsonl``; events are flushed first, then the row."""
         self._events.flush()
         self.completions.add(row)
         if time.monotonic() - self._synced >= _SYNC_INTERVAL:

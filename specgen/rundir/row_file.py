@@ -45,7 +45,7 @@ class RowFile(Mapping[str, dict[str, Any]]):
         return len(self._offsets)
 
     def add(self, row: Mapping[str, Any]) -> None:
-        """Append ``row``, whose first key is ``id``; a kill of the process cannot take it back."""
+        """Append ``row``, whose first key is ``id``; it survives a kill, and a power loss only behind ``sync``."""
         offset = self._file.tell()
         self._file.write(json.dumps(row, ensure_ascii=False).encode() + b"\n")
         self._file.flush()

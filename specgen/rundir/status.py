@@ -26,18 +26,17 @@ class Status:
         self._started = _now()
         self._total = self._done = self._failed = self._done_before = 0
         self._begun = time.monotonic()
-        self._tally = Tally()
+        self._tally = Tally()  # of the engine at work
         self.write("preparing")
 
-    def begin(self, *, total: int, done: int) -> None:
-        """An engine sets to work on what is left of ``total`` requests."""
+    def begin(self, tally: Tally, *, total: int, done: int) -> None:
+        """An engine, whose events ``tally`` counts, sets to work on what is left of ``total`` requests."""
         self._total, self._done, self._failed, self._done_before = total, done, 0, done
-        self._begun, self._tally = time.monotonic(), Tally()
+        self._begun, self._tally = time.monotonic(), tally
         self.write("running")
 
     def see(self, event: Event) -> None:
-        """Count what happened."""
-        self._tally.see(event)
+        """Write the file behind a step, where it is time for that."""
         if isinstance(event, Stepped) and time.monotonic() - self._written >= _INTERVAL:
             self.write("running")
 

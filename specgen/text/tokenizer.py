@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -79,33 +79,15 @@ class Tokenizer:
         # Some files keep the truncation and padding of the training run.
         self._backend.no_truncation()
         self._backend.no_padding()
-        self._special = {
-            token_id for token_id, token in self._backend.get_added_tokens_decoder().items() if token.special
-        }
+        added = self._backend.get_added_tokens_decoder()
+        self._special = {token_id for token_id, token in added.items() if token.special}
         self._pieces: dict[int, str] = {}
-
-    @property
-    def vocab_size(self) -> int:
-        """Number of token ids, added tokens included; a model's embedding may be padded beyond it."""
-        return len(self._pretrained)
-
-    @property
-    def eos_token_id(self) -> int | None:
-        """The id that ends a text, where the tokenizer names one."""
-        token_id: int | None = self._pretrained.eos_token_id
-        return token_id
-
-    @property
-    def bos_token_id(self) -> int | None:
-        """The id that begins a text, where the tokenizer names one."""
-        token_id: int | None = self._pretrained.bos_token_id
-        return token_id
-
-    @property
-    def chat_template(self) -> str | None:
-        """The source of the chat template, where there is one."""
-        template: str | None = self._pretrained.chat_template
-        return template
+        # added tokens included; a model's embedding may be padded beyond it
+        self.vocab_size = len(pretrained)
+        # None where the checkpoint names none
+        self.eos_token_id: int | None = pretrained.eos_token_id
+        self.bos_token_id: int | None = pretrained.bos_token_id
+        self.chat_template: str | None = pretrained.chat_template
 
     def special_token_id(self, text: str) -> int | None:
         """The id of the special token that is written ``text``, or None."""
@@ -116,10 +98,6 @@ class Tokenizer:
         """The ids of raw text, with the special tokens (a BOS, say) that the tokenizer itself adds."""
         return self._encode(text, add_special_tokens=True)
 
-    def encode_chat(self, messages: Sequence[Message]) -> list[int]:
-        """The ids of a chat through the chat template, up to where the assistant answers."""
-        return self.encode_rendered(self.render_chat(messages))
-
     def encode_rendered(self, text: str) -> list[int]:
         """The ids of what ``render_chat`` gave: the template has written the special tokens already."""
         return self._encode(text, add_special_tokens=False)
@@ -127,7 +105,7 @@ class Tokenizer:
     def require_chat_template(self) -> None:
         """``UserError`` where there is no template to render chats with."""
         require(
-            bool(self._pretrained.chat_template),
+            bool(self.chat_template),
             "the tokenizer has no chat template: use rows with a raw `prompt`, or add chat_template.jinja to the model",
         )
 
@@ -145,13 +123,12 @@ class Tokenizer:
 
     def _render(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> str:
         self.require_chat_template()
-        chat = [{"role": message.role, "content": message.content} for message in messages]
         with _in_library(
             "the chat template refuses these messages",
             "change their roles or their order, or mend the template",
         ):
             text: str = self._pretrained.apply_chat_template(
-                chat,
+                [asdict(message) for message in messages],
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=not add_generation_prompt,

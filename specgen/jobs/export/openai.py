@@ -7,7 +7,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from specgen.jobs.export.json_lines import write_json_lines
+from specgen.rundir.atomic import write_json_lines
 
 _CHAT = "/v1/chat/completions"  # also of rows that came from no batch
 _LEAST = -9999.0  # stands for minus infinity, which JSON has no number for; so does vLLM
@@ -36,8 +36,8 @@ def export_openai(
     ``custom_id`` is the id of the row, a chat or text completion is in ``response.body``, and a request that failed
     has no response but an ``error``. Each body has the request's speculation as vLLM's
     ``--per-request-spec-decode-metrics detailed`` gives it, in ``metrics.speculative_decoding``. The ids that a server
-    draws are hashes of ``custom_id`` here: the same rows make the same files. A file whose name ends in ``.gz`` is
-    gzipped; each replaces an earlier one when it is complete.
+    draws are hashes of ``custom_id`` here: the same rows make the same files. Each replaces an earlier one when
+    it is complete.
     """
     write_json_lines(output, (_answered(row, served) for row in completions))
     write_json_lines(error_output, (_failed(row) for row in errors))

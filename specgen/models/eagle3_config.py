@@ -1,0 +1,146 @@
+"""The formats in which EAGLE3 heads are published: how each is recognized, read and described; no torch."""
+
+from collections.abc import Container, Set
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from specgen.config import UserError, require, shown
+from specgen.models.config_fields import Raw, count, flag, section
+from specgen.models.model_config import HeadConfig, architectures, dtype_name, layer_settings
+
+NOT_EAGLE3 = "no midlayer.hidden_norm.weight or layers.0.hidden_norm.weight: the checkpoint is no EAGLE3 head"
+_ROTARY = [f"{prefix}rotary_emb.inv_freq" for prefix in ("", "midlayer.self_attn.", "layers.0.self_attn.")]
+# Carried by some checkpoints and needed by no pass; d2t and t2d are read apart, in the vocabulary map.
+IGNORED_TENSORS = frozenset({"d2t", "t2d", "verifier_lm_head.weight", "verifier_norm.weight", *_ROTARY})
+_AUX_KEY = "eagle_aux_hidden_state_layer_ids"
+_NORMS = {
+    "norm_before_fc": "one over the features side by side",
+    "fc_norm": "one for each feature",
+    "norm_before_residual": "before the residual",
+    "norm_output": "of what is fed back",
+    "qk_norm": "of q and k",
+}
+
+
+def is_eagle3(config: Raw, tensors: Set[str]) -> bool:
+    """By the architecture's name, or by the one tensor that every EAGLE3 head has and nothing else does."""
+    named = "eagle3" in " ".join(architectures(config)).lower()
+    return named or any(name.endswith("hidden_norm.weight") for name in tensors)
+
+
+def tensor_prefixes(tensors: Container[str]) -> tuple[str, str]:
+    """What stands before all names of a checkpoint and before those of its layer.
+
+    ``midlayer.*`` (EAGLE, SpecForge) or ``layers.0.*`` (speculators), either below ``model.`` or not.
+    """
+    for root in ("", "model."):
+        for layer in ("midlayer.", "layers.0."):
+            if f"{root}{layer}hidden_norm.weight" in tensors:
+                return root, root + layer
+    raise UserError(NOT_EAGLE3)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Eagle3Config(HeadConfig):
+    """An EAGLE3 head of one decoder layer."""
+
+    family: ClassVar[str] = "EAGLE3"
+    dialect: Literal["eagle", "speculators"]
+    norm_before_residual: bool  # the residual is taken behind hidden_norm
+    norm_before_fc: bool  # one norm over the features side by side
+    fc_norm: bool  # a norm for each feature
+    norm_output: bool  # what is fed back is normed (EAGLE 3.1)
+
+    def __post_init__(self) -> None:
+        require(
+            not (self.norm_before_fc and self.fc_norm),
+            "norm_before_fc and fc_norm are both true: a head has one of them, or none",
+        )
+        require(
+            self.num_layers == 1,
+            f"the head has {self.num_layers} decoder layers: only heads of one layer are supported",
+        )
+
+    @property
+    def num_features(self) -> int:
+        """How many of the target's hidden states are fused; three by default."""
+        return len(self.aux_layers) or 3
+
+    @classmethod
+    def from_hf(cls, config: Raw, tensors: Set[str], num_target_layers: int | None) -> "Eagle3Config":
+        """Read a head's ``config.json``.
+
+        ``tensors``, the names in its checkpoint, alone tell whether it has q/k norms and its own embedding;
+        the default aux layers depend on ``num_target_layers``.
+        """
+        kind = config.get("speculators_model_type", "eagle3")
+        require(kind == "eagle3", f"the head is of type {shown(kind)}: only 'eagle3' is supported")
+        layer = section(config, "transformer_layer_config") or config
+        nested = section(config, "eagle_config")
+        require(
+            flag(nested, "use_aux_hidden_state", True),
+            "use_aux_hidden_state is false: a head that reads the last hidden state only is not EAGLE3",
+        )
+        flags = {**nested, **config}
+        require(
+            layer is config or flags.get("norm_before_residual") is not None,
+            "config.json does not say norm_before_residual, which speculators then takes as false and vLLM as true: "
+            "add it as the head was trained",
+        )
+        aux_layers, aux_rule = _aux_layers(config.get(_AUX_KEY), nested.get(_AUX_KEY), num_target_layers)
+        return cls(
+            dialect="eagle" if layer is config else "speculators",
+            draft_vocab_size=count({**layer, **config}, "draft_vocab_size", count(layer, "vocab_size")),
+            target_hidden_size=count(config, "target_hidden_size", count(layer, "hidden_size")),
+            num_layers=count(layer, "num_hidden_layers"),
+            aux_layers=aux_layers,
+            aux_rule=aux_rule,
+            norm_before_residual=flag(flags, "norm_before_residual"),
+            norm_before_fc=flag(flags, "norm_before_fc"),
+            fc_norm=flag(flags, "fc_norm"),
+            norm_output=flag(flags, "norm_output"),
+            qk_norm=any(name.endswith("self_attn.q_norm.weight") for name in tensors),
+            own_embedding=any(name.endswith("embed_tokens.weight") for name in tensors),
+            dtype=dtype_name(config),
+            **layer_settings(layer),
+        )
+
+    def facts(self) -> dict[str, str]:
+        inputs = ", ".join(map(str, self.aux_layers)) or "2, L//2, L-3"
+        norms = [f"{name} ({meaning})" for name, meaning in _NORMS.items() if getattr(self, name)]
+        return {
+            "dialect": "EAGLE, SpecForge" if self.dialect == "eagle" else "speculators",
+            "reads": f"the target's residual stream at the inputs of layers {inputs}",
+            "rule": self.aux_rule,
+            "norms": ", ".join(norms) or "the plain ones of EAGLE3",
+            **super().facts(),
+        }
+
+
+def _aux_layers(top: object, nested: object, num_layers: int | None) -> tuple[tuple[int, ...], str]:
+    """Layer inputs, and the rule by which they were found.
+
+    Ids at the top level are vLLM's and speculators' (inputs). Ids in ``eagle_config`` are SpecForge's and NVIDIA's
+    (outputs), except that heads exist which write the default inputs there (sgl-project/sglang#25454).
+    """
+    default = () if num_layers is None else (2, num_layers // 2, num_layers - 3)
+    if top:
+        ids = _ids(top)
+        rule = f"{_AUX_KEY} {list(ids)} are layer inputs (the speculators and vLLM format)"
+        if ids == tuple(i - 1 for i in default):
+            rule += "; read as layer outputs they would be the default: if acceptance is poor, add 1 to each"
+        return ids, rule
+    if nested:
+        ids = _ids(nested)
+        if ids == default:
+            return ids, f"eagle_config.{_AUX_KEY} {list(ids)} are the default layer inputs"
+        outputs = f"eagle_config.{_AUX_KEY} {list(ids)} are layer outputs (the SpecForge and NVIDIA format)"
+        return tuple(i + 1 for i in ids), f"{outputs}, so 1 is added"
+    return default, "no ids given: the default layer inputs 2, L//2, L-3 of a target of L layers"
+
+
+def _ids(value: object) -> tuple[int, ...]:
+    plain = isinstance(value, list) and all(type(i) is int for i in value)
+    require(plain, f"{_AUX_KEY} is {shown(value)}: it must be a list of layer numbers")
+    assert isinstance(value, list)
+    return tuple(value)

@@ -1,0 +1,79 @@
+"""Every architecture that can be run, and all that differs by it: a table of targets and one of draft heads."""
+
+from collections.abc import Callable, Mapping, Set
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from specgen.config import UserError, require, shown
+from specgen.models import eagle3_config, llama
+from specgen.models.config_fields import Raw
+from specgen.models.eagle3 import Eagle3Head
+from specgen.models.eagle3_config import Eagle3Config
+from specgen.models.model_config import HeadConfig, TargetConfig, architectures
+from specgen.models.protocols import Head, Target
+from specgen.models.take import Take
+from specgen.ops import Ops
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """The targets of one architecture."""
+
+    config: Callable[[Raw], TargetConfig]  # from a config.json
+    build: Callable[[Any, Take, Ops], Target]  # from that config
+    ignored: Callable[[Any], Set[str]]  # tensors that some checkpoints carry and no pass needs
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadFamily:
+    """Draft heads of one kind, in all formats that they are published in; its name is its configs' ``family``."""
+
+    recognize: Callable[[Raw, Set[str]], bool]  # by a config.json and the names of the tensors
+    otherwise: str  # what is said of a checkpoint that none recognizes
+    config: Callable[
+        [Raw, Set[str], int | None], HeadConfig
+    ]  # from the same, and the target's number of layers
+    build: Callable[[Any, Take, Target, Tensor, Ops], Head]  # from that config; the tensor is draft_to_target
+    ignored: Set[str]
+
+
+_llama = partial(Family, build=llama.Llama.build, ignored=llama.ignored_tensors)
+FAMILIES: Mapping[str, Family] = {
+    "LlamaForCausalLM": _llama(config=partial(TargetConfig.from_hf, qk_norm=False)),
+    "Qwen3ForCausalLM": _llama(config=partial(TargetConfig.from_hf, qk_norm=True)),
+}
+HEAD_FAMILIES: Mapping[str, HeadFamily] = {
+    "EAGLE3": HeadFamily(
+        recognize=eagle3_config.is_eagle3,
+        otherwise=eagle3_config.NOT_EAGLE3,
+        config=Eagle3Config.from_hf,
+        build=Eagle3Head.build,
+        ignored=eagle3_config.IGNORED_TENSORS,
+    ),
+}
+
+
+def family_of(config: Raw) -> Family:
+    """The family of the target with this ``config.json``; ``UserError`` where it is of none."""
+    architecture = next(iter(architectures(config)), "none")
+    require(
+        architecture in FAMILIES,
+        f"architecture {shown(architecture)} is not supported: use one of {', '.join(FAMILIES)}",
+    )
+    return FAMILIES[architecture]
+
+
+def is_head(config: Raw, tensors: Set[str]) -> bool:
+    """Whether a checkpoint is a draft head of any family, by its ``config.json`` and the names of its tensors."""
+    return any(family.recognize(config, tensors) for family in HEAD_FAMILIES.values())
+
+
+def head_family_of(config: Raw, tensors: Set[str]) -> HeadFamily:
+    """The first family that recognizes the head; ``UserError`` where none does."""
+    for family in HEAD_FAMILIES.values():
+        if family.recognize(config, tensors):
+            return family
+    raise UserError("; ".join(family.otherwise for family in HEAD_FAMILIES.values()))

@@ -1,0 +1,20 @@
+"""How a model asks for its tensors: by the names in the checkpoint and the shapes that its config implies."""
+
+from collections.abc import Mapping
+from typing import Protocol
+
+from torch import Tensor
+
+from specgen.ops.weight import Weight
+
+
+class Take(Protocol):
+    """Hands out tensors of a checkpoint on their device; ``UserError`` if one is missing or of another shape.
+
+    A call gives a vector, or a table of rows, in the model's dtype. ``linear`` gives the weights of linear layers
+    [num_out[name], num_in], named without ``.weight``, joined in this order. ``in`` asks whether a name exists.
+    """
+
+    def __call__(self, name: str, shape: tuple[int, ...]) -> Tensor: ...
+    def linear(self, num_out: Mapping[str, int], num_in: int) -> Weight: ...
+    def __contains__(self, name: object) -> bool: ...
