@@ -1,10 +1,11 @@
-"""Numbers, paths and tables as people read them; a dash stands for None, a number that nothing was seen for."""
+"""Numbers and paths as people read them; a dash stands for None, a number that nothing was seen for."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 DASH = "-"
-Show = Callable[[float | None], str]
+Show = Callable[[Any], str]
 
 
 def count(number: float | None) -> str:
@@ -44,9 +45,21 @@ def seconds(number: float | None) -> str:
     return f"{1000 * number:.1f} ms" if number < 1 else f"{number:.2f} s"
 
 
+def value(of_any_kind: float | bool | str | None) -> str:
+    """A whole number as a count, another as ``2.53``, and text as it is."""
+    if isinstance(of_any_kind, str | bool):
+        return str(of_any_kind)
+    return count(of_any_kind) if isinstance(of_any_kind, int) else plain(of_any_kind)
+
+
 def between(interval: Sequence[float] | None, show: Show) -> str:
     """``[low, high]``, each end by ``show``."""
     return DASH if interval is None else f"[{show(interval[0])}, {show(interval[1])}]"
+
+
+def ends(interval: Sequence[float] | None, show: Show) -> str:
+    """The interval of a number shown by ``show``, beside which the unit of a percentage already stands."""
+    return between(interval, hundredths if show is percent else show)
 
 
 def same_texts(identical: float, num_compared: int) -> str:
@@ -63,12 +76,3 @@ def from_here(path: str) -> str:
 def clip(text: str, width: int) -> str:
     """``text`` in at most ``width`` characters."""
     return text if len(text) <= width else text[: width - 1] + "…"
-
-
-def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines with columns two spaces apart, the first one to the left, the others to the right."""
-    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-    return [
-        "  ".join([cells[0].ljust(widths[0]), *map(str.rjust, cells[1:], widths[1:])]).rstrip()
-        for cells in (header, *rows)
-    ]

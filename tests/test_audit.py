@@ -14,9 +14,10 @@ from specgen.cli import main as cli
 from specgen.config import UserError
 from specgen.core import scheduler, step
 from specgen.decoding.verify import accept_greedy
-from specgen.evaluation.audit_table import render, verdict
+from specgen.evaluation.audit_table import of_audit, verdict
 from specgen.evaluation.divergence import Divergence, first_difference, gap, rounding
 from specgen.evaluation.judge import prefill_logits
+from specgen.report.terminal import render as in_terminal
 from tests.engines import Pair, config_of
 from tests.reference_drafts import ReferenceDrafter
 
@@ -26,6 +27,10 @@ SHORT = ("--num-prompts", "6", "--max-new-tokens", "40", "--batch-sizes", "1,6",
 def verify(*arguments: object) -> Result:
     """``specgen verify`` on the bundled pair."""
     return CliRunner().invoke(cli.app, ["verify", *map(str, arguments)])
+
+
+def render(found: dict[str, Any], width: int = 100) -> str:
+    return in_terminal(of_audit(found), width)
 
 
 def plant(monkeypatch: pytest.MonkeyPatch, every: int, wrong: int) -> None:
@@ -80,7 +85,11 @@ def test_a_wrong_bonus_token_in_one_step_of_a_hundred_is_found(monkeypatch: pyte
     text = render(found)
     assert text.count("WRONG") == len(divergences)
     assert divergences[0]["request"] in text
-    assert "cannot explain" in text.splitlines()[-1]
+    assert "cannot explain" in text.split("\n\n")[-1]
+    narrow = render(found, 80)
+    assert max(map(len, narrow.splitlines())) <= 80
+    assert narrow.count("WRONG") == len(divergences)
+    assert all(f"{each[name]:.4g}" in narrow for each in divergences for name in ("gap", "rounding", "logit"))
 
 
 def test_in_bfloat16_what_differs_is_a_near_tie() -> None:

@@ -17,6 +17,7 @@ from specgen.bench.timing import MOST_LAYERS, SPREAD, num_layers, time_layers
 from specgen.cli.main import app
 from specgen.config import UserError
 from specgen.kv.layout import Layout
+from specgen.report.terminal import render
 
 CPU = torch.device("cpu")
 HEADS = Heads(
@@ -106,8 +107,8 @@ def test_the_table_has_every_combination_in_order_and_grows() -> None:
     for row in tables[-1].rows:
         assert row["sdpa_over_bound"] == pytest.approx(row["sdpa_mean"] / row["bound"])
         assert row["difference"] < 1e-5
-    assert "speedup" not in tables[-1].by_name
-    assert all(plot.lines(tables[-1].rows) for plot in tables[-1].plots)
+    assert "speedup" not in {column.name for column in tables[-1].columns}
+    assert all(any(plot.points(tables[-1].rows).values()) for plot in tables[-1].plots)
 
 
 class Shortsighted(SdpaBackend):
@@ -131,6 +132,7 @@ def test_two_backends_are_checked_and_compared_with_each_other(monkeypatch) -> N
     monkeypatch.setitem(kernels._TIMED, "cpu", (SdpaBackend, kernels.StaticSdpaBackend))
     monkeypatch.setitem(kernels._KERNELS, "sdpa-static", "")
     *_, table = measure(JOB)
+    assert max(map(len, render(table.parts(), 80).splitlines())) <= 80
     row = table.rows[-1]
     assert row["speedup"] == pytest.approx(row["sdpa-static_mean"] / row["sdpa_mean"])
     assert table.head["difference"].endswith("sdpa-static against sdpa")
@@ -172,9 +174,9 @@ def test_the_command_leaves_table_document_and_files(tmp_path) -> None:
     sizes = ["--num-seqs", "2", "--max-seq-lens", "16", "--num-spec-tokens", "1", "--page-size", "4"]
     heads = ["--num-heads", "2", "--num-kv-heads", "1", "--head-dim", "8"]
     options = ["--device", "cpu", "--repeats", "2", "--output", str(tmp_path / "out")]
-    done = CliRunner().invoke(app, ["bench", "kernels", *sizes, *heads, *options])
+    done = CliRunner().invoke(app, ["bench", "kernels", *sizes, *heads, *options, "--json"])
     assert done.exit_code == 0, done.output
-    document = json.loads(done.stdout.splitlines()[-1])
+    document = json.loads(done.stdout)
     assert [row["query"] for row in document["rows"]] == ["1", "2 padded", "1-2 ragged"]
     assert document["head"]["repeats"] == 2
     assert "2 heads, 1 KV heads of 8, float32, pages of 4" in document["head"]["shape"]

@@ -10,10 +10,12 @@ from itertools import pairwise
 import pytest
 
 from specgen import display
-from specgen.bench.output import Column, Plot, Table
+from specgen.bench.output import BenchTable, Plot
 from specgen.cli.bench import publish
 from specgen.config import UserError
-from specgen.report.charts import lines_chart
+from specgen.report.charts import STYLES, Lines, Point, quarters, svg
+from specgen.report.table import Column
+from specgen.report.terminal import render
 
 COLUMNS = (
     Column(name="batch"),
@@ -23,7 +25,7 @@ COLUMNS = (
 )
 VALUES = [(1, "<a>", 1234.56, None), (8, "<a>", 2000.0, 1.5), (1, "b, c", 0.25, 2.0), (8, "b, c", None, 3.0)]
 NAMES = [column.name for column in COLUMNS]
-TABLE = Table(
+TABLE = BenchTable(
     name="speeds",
     title="Speed & batch",
     head={"device": "a GPU", "weights": "synthetic", "repeats": 3},
@@ -34,16 +36,17 @@ TABLE = Table(
         Plot(title="Those of <a>", x="batch", y="ratio", series="mode", where={"mode": "<a>"}),
     ),
     notes=("batch 64 was not run: no memory",),
+    num_keys=2,
 )
 
 
 def test_text_has_the_head_units_dashes_and_notes() -> None:
-    lines = TABLE.to_text().splitlines()
+    lines = render(TABLE.parts()).splitlines()
     assert lines[:5] == ["Speed & batch", "device: a GPU", "weights: synthetic", "repeats: 3", ""]
     assert lines[5].split() == ["batch", "mode", "speed", "[tokens/s]", "ratio"]
     assert lines[6].split() == ["1", "<a>", "1,234.6", "-"]
-    assert lines[-2].split() == ["8", "b,", "c", "-", "3.00x"]
-    assert lines[-1] == "batch 64 was not run: no memory"
+    assert lines[-3].split() == ["8", "b,", "c", "-", "3.00x"]
+    assert lines[-2:] == ["", "batch 64 was not run: no memory"]
 
 
 def test_csv_gives_the_values_back_in_full() -> None:
@@ -61,8 +64,45 @@ def test_json_is_the_whole_table() -> None:
 
 def test_a_plot_takes_the_rows_it_names_and_leaves_out_what_was_not_measured() -> None:
     everything, some = TABLE.plots
-    assert everything.lines(TABLE.rows) == {"<a>": [("1", 1234.56), ("8", 2000.0)], "b, c": [("1", 0.25)]}
-    assert some.lines(TABLE.rows) == {"<a>": [("8", 1.5)]}
+
+    def found(plot: Plot) -> dict[str, list[tuple[str, float | None]]]:
+        lines = plot.points(TABLE.rows)
+        return {name: [(point.name, point.number) for point in points] for name, points in lines.items()}
+
+    assert found(everything) == {"<a>": [("1", 1234.56), ("8", 2000.0)], "b, c": [("1", 0.25)]}
+    assert found(some) == {"<a>": [("8", 1.5)], "b, c": []}
+
+
+def test_a_line_has_one_style_in_all_plots() -> None:
+    """Also where another before it has no points, as K = 0 has no speed against itself."""
+    points = [Point(name="1", number=1.0)]
+    chart = Lines(
+        title="", label="", ticks=quarters(1), show=display.plain, lines={"a": [], "b": points}, named=True
+    )
+    assert [group.get("class") for group in _marks(str(svg(chart)), "g")] == [STYLES[1]]
+
+
+@pytest.mark.parametrize("width", [60, 80, 100])
+def test_a_wide_table_is_several_that_begin_alike(width: int) -> None:
+    names = [f"trtllm_over_bound_{i}" for i in range(12)]
+    columns = (
+        Column(name="num_seqs"),
+        Column(name="query"),
+        *(Column(name=name, unit="us") for name in names),
+    )
+    rows = tuple(
+        {"num_seqs": n, "query": "1-2 ragged"} | {name: 12345.678 * n + i for i, name in enumerate(names)}
+        for n in (1, 64)
+    )
+    wide = BenchTable(name="t", title="T", head={}, columns=columns, rows=rows, num_keys=2)
+    text = render(wide.parts(), width)
+    assert max(map(len, text.splitlines())) <= width
+    assert text.count("\n64 ") == text.count("\n1 ") > 1
+    for row in rows:
+        assert all(text.count(display.plain(row[name])) == 1 for name in names)
+    whole = render(wide.parts(), 400)
+    assert whole.count("\n64 ") == 1
+    assert all(f"{name} [us]" in whole for name in names)
 
 
 def test_the_page_is_whole_without_a_network_and_escapes_names() -> None:
@@ -86,9 +126,25 @@ def _marks(chart: str, tag: str) -> list[ET.Element]:
     return ET.fromstring(chart).findall(f".//{tag}")
 
 
+def _chart(lines: dict[str, list[tuple[str, float]]]) -> str:
+    most = max(y for points in lines.values() for _, y in points)
+    points = {name: [Point(name=x, number=y) for x, y in found] for name, found in lines.items()}
+    return str(
+        svg(
+            Lines(
+                title="title",
+                label="y over x",
+                ticks=quarters(most),
+                show=display.plain,
+                lines=points,
+                named=True,
+            )
+        )
+    )
+
+
 def test_lines_stand_at_their_numbers() -> None:
-    lines = {"one": [("1", 0.0), ("2", 4.0), ("4", 2.0)], "two": [("2", 1.0)]}
-    chart = lines_chart("id", "title", "x", "y", lines, display.plain)
+    chart = _chart({"one": [("1", 0.0), ("2", 4.0), ("4", 2.0)], "two": [("2", 1.0)]})
     (zero, four, two), (one,) = ([*group.iter("circle")] for group in _marks(chart, "g"))
     places = [[float(mark.get(side, "")) for side in ("cx", "cy")] for mark in (zero, four, two, one)]
     assert places[0][0] < places[1][0] < places[2][0]
@@ -101,23 +157,24 @@ def test_lines_stand_at_their_numbers() -> None:
 
 @pytest.mark.parametrize("end", [0.0, 0.5, 1.0])
 def test_names_of_lines_that_end_at_one_height_stand_apart(end) -> None:
-    lines = {"high": [("0", 1.0)]} | {f"line {i}": [("0", 1.0), ("1", end)] for i in range(5)}
-    chart = lines_chart("id", "title", "x", "y", lines, display.plain)
+    chart = _chart({"high": [("0", 1.0)]} | {f"line {i}": [("0", 1.0), ("1", end)] for i in range(5)})
     heights = [float(text.get("y", "")) for text in _marks(chart, "text") if "line" in (text.text or "")]
     assert all(after - before == pytest.approx(12, abs=0.2) for before, after in pairwise(heights))
     assert 14 <= min(heights) < max(heights) < 220  # from the highest line to the labels below the plot
 
 
-def test_files_are_there_after_every_row_and_stdout_ends_with_the_document(tmp_path, capsys) -> None:
+def test_files_are_there_after_every_row_and_stdout_has_the_table_or_the_document(tmp_path, capsys) -> None:
     def growing():
         yield replace(TABLE, rows=TABLE.rows[:1])
         assert len((tmp_path / "out" / "speeds.csv").read_text().splitlines()) == 2
         yield TABLE
 
-    publish(growing(), tmp_path / "out")
-    assert json.loads(capsys.readouterr().out.splitlines()[-1]) == TABLE.to_json()
+    publish(growing(), tmp_path / "out", as_json=True)
+    assert json.loads(capsys.readouterr().out) == TABLE.to_json()
+    publish(growing(), tmp_path / "out", as_json=False)
+    assert capsys.readouterr().out == render(TABLE.parts())
     assert json.loads((tmp_path / "out" / "speeds.json").read_text()) == TABLE.to_json()
     assert (tmp_path / "out" / "speeds.html").read_text() == TABLE.to_html()
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match="name a directory"):
-        publish(growing(), tmp_path / "file")
+        publish(growing(), tmp_path / "file", as_json=False)

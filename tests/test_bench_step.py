@@ -25,6 +25,7 @@ from specgen.core.running_batch import Columns
 from specgen.decoding.drafting import HeadDrafter
 from specgen.events import Event, Prefilled, Stepped, Submitted, Verified
 from specgen.models.llama import Llama
+from specgen.report.terminal import render
 
 
 @pytest.fixture(autouse=True)
@@ -173,6 +174,7 @@ def test_a_slow_part_is_found(demo_path: Path, monkeypatch, part: str, owner: ob
         prefix_cache=False,
     )
     (table,) = explain.explain(StepJob(engine=engine, batch_sizes=(2,), prompt_tokens=5))
+    assert max(map(len, render(table.parts(), 80).splitlines())) <= 80
     rows = {str(row["part"]): row for row in table.rows}
     slowest = max(PARTS, key=lambda each: rows[each]["time"])
     assert slowest == part
@@ -204,10 +206,10 @@ def test_a_batch_that_breaks_is_a_note(tmp_path: Path, monkeypatch) -> None:
         return explained(job, config, models)
 
     monkeypatch.setattr(explain, "_explain", broken)
-    arguments = ["--batch-sizes", "1,2", "--prompt-tokens", "4", "--output", str(tmp_path)]
+    arguments = ["--batch-sizes", "1,2", "--prompt-tokens", "4", "--output", str(tmp_path), "--json"]
     done = CliRunner().invoke(app, ["bench", "step", "--device", "cpu", *arguments])
     assert done.exit_code == 0, done.output
-    document = json.loads(done.stdout.splitlines()[-1])
+    document = json.loads(done.stdout)
     assert document == json.loads((tmp_path / "step.json").read_text())
     assert {row["batch"] for row in document["rows"]} == {1}
     assert document["notes"][1] == "batch 2 is not explained: RuntimeError: no kernel"
@@ -217,10 +219,10 @@ def test_a_batch_that_breaks_is_a_note(tmp_path: Path, monkeypatch) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 @pytest.mark.parametrize("graphs", ["step", "pass", "off"])
 def test_parts_are_told_apart_on_a_gpu(graphs: str) -> None:
-    arguments = ["--batch-sizes", "1,4", "--cuda-graphs", graphs, "--num-spec-tokens", "3"]
+    arguments = ["--batch-sizes", "1,4", "--cuda-graphs", graphs, "--num-spec-tokens", "3", "--json"]
     done = CliRunner().invoke(app, ["bench", "step", "--device", "cuda", *arguments])
     assert done.exit_code == 0, done.output
-    document = json.loads(done.stdout.splitlines()[-1])
+    document = json.loads(done.stdout)
     for batch in (1, 4):
         times = {row["part"]: row["time"] for row in document["rows"] if row["batch"] == batch}
         assert sum(times.values()) == pytest.approx(2 * times["step"])

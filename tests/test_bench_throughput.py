@@ -35,6 +35,7 @@ from specgen.engine.build import build_engine
 from specgen.engine.loading import Models
 from specgen.engine.warm_engine import WarmEngine
 from specgen.events import Submitted
+from specgen.report.terminal import render
 from tests.engines import Pair, loaded, resolved
 
 SHAPE = SHAPES["tiny"]
@@ -265,7 +266,8 @@ def test_batch_and_k(pair: Path) -> None:
     assert [note.split(":")[0] for note in table.notes] == ["batch 1", "batch 3"]
     assert "weights synthetic" in table.head["model"]
     assert "6 of 9 random tokens" in table.head["prompts"]
-    assert "Output tokens a second" in table.to_html()
+    assert "Output tokens per second" in table.to_html()
+    assert max(map(len, render(table.parts(), 80).splitlines())) <= 80
 
 
 def test_modes_are_beside_their_bound_and_the_known_text(pair: Path) -> None:
@@ -379,10 +381,20 @@ def test_the_command_writes_its_files(pair: Path, tmp_path: Path) -> None:
         "cpu",
     ]
     arguments += ["--drafter", str(pair / "drafter"), "--dataset", "random", "--prompt-tokens", "5"]
-    arguments += ["--num-prompts", "3", "--max-new-tokens", "20", "--repeats", "1", "--output", str(tmp_path)]
+    arguments += [
+        "--num-prompts",
+        "3",
+        "--max-new-tokens",
+        "20",
+        "--repeats",
+        "1",
+        "--output",
+        str(tmp_path),
+        "--json",
+    ]
     done = CliRunner().invoke(app, arguments)
     assert done.exit_code == 0, done.output
-    document = json.loads(done.stdout.splitlines()[-1])
+    document = json.loads(done.stdout)
     assert document == json.loads((tmp_path / "throughput-vllm-21477.json").read_text())
     (row,) = document["rows"]
     assert row["cuda_graphs"] == "off"
@@ -407,9 +419,10 @@ def test_graphs_change_speed_alone() -> None:
         "8",
     ]
     arguments += ["--device", "cuda", "--dtype", "float32", "--attention", "sdpa-static", "--repeats", "1"]
+    arguments += ["--json"]
     done = CliRunner().invoke(app, arguments)
     assert done.exit_code == 0, done.output
-    rows = json.loads(done.stdout.splitlines()[-1])["rows"]
+    rows = json.loads(done.stdout)["rows"]
     assert [row["cuda_graphs"] for row in rows] == ["off", "pass", "step"]
     assert {row["same_texts"] for row in rows} == {1}
     assert len({row["acceptance_length"] for row in rows}) == 1

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from specgen import __version__, prompts
-from specgen.bench.output import Table
+from specgen.bench.output import BenchTable
 from specgen.config import EngineConfig, UserError
 from specgen.core.endings import DeviceLost
 from specgen.core.engine_core import EngineCore
@@ -162,7 +162,7 @@ def test_an_error_names_the_file_that_cannot_be_filled(tmp_path: Path, small_fil
 
 
 def test_a_table_that_cannot_be_written_is_one_line(tmp_path: Path, small_files: None) -> None:
-    table = Table(name="t", title="x" * 70_000, head={}, columns=(), rows=())
+    table = BenchTable(name="t", title="x" * 70_000, head={}, columns=(), rows=())
     with (
         pytest.raises(UserError, match=r"out' cannot be written \(File too large\): mend that"),
         writable(tmp_path / "out"),
@@ -219,7 +219,7 @@ def test_an_audit_that_cannot_be_written_is_one_line(path: Path, monkeypatch: py
             return {"num_unexplained": 0, "failures": []}
 
     monkeypatch.setattr("specgen.evaluation.audit.audit", lambda job, progress: Found())
-    monkeypatch.setattr(audit_table, "render", str)
+    monkeypatch.setattr(audit_table, "of_audit", lambda found: [])
     (path / "file").touch()
     ended = run_cli(["verify", "--output", "file/audit.json"], path, seconds=30, more_mib=4096)
     assert ended.code == 2, ended

@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import shutil
 import signal
 from pathlib import Path
@@ -29,9 +30,8 @@ SMALL = ("word_problems", "--apply-chat-template", "--limit", 6, "--num-spec-tok
 
 def call(*arguments: object) -> str:
     """What ``specgen eval`` prints; a ``UserError`` comes through."""
-    result = CliRunner().invoke(
-        cli.app, ["eval", *(str(argument) for argument in arguments)], catch_exceptions=False
-    )
+    command = ["eval", *(str(argument) for argument in arguments)]
+    result = CliRunner().invoke(cli.app, command, catch_exceptions=False, env={"COLUMNS": "80"})
     assert result.exit_code == 0, result.output
     return result.stdout
 
@@ -54,7 +54,9 @@ def test_three_arms_answer_alike_and_leave_their_numbers(tmp_path: Path) -> None
         "non-padded",
         "baseline",
     ]
-    assert printed.count("|Version|     Filter     |n-shot|") == 3
+    tables = [line.split() for line in printed.splitlines() if line.startswith("Tasks ")]
+    assert tables == [["Tasks", "Version", "Filter", "n-shot", "Metric", "Value", "Stderr"]] * 3
+    assert max(map(len, printed.splitlines())) <= 80
     assert "The data show no difference in accuracy from baseline" in printed
     comparison = json.loads((tmp_path / "out" / "comparison.json").read_text())
     assert [each["num_identical"] for each in comparison["against"]] == [6, 6]
@@ -111,7 +113,7 @@ def test_gsm8k_runs_from_local_files(tmp_path: Path) -> None:
     for split in ("train", "test"):
         (tmp_path / f"{split}.jsonl").write_text((json.dumps(row) + "\n") * 4)
     arguments = ("--data-path", tmp_path, "--num-fewshot", 1, "--limit", 2, "--arms", "padded")
-    assert "|gsm8k|      3|flexible-extract|     1|exact_match|" in call("gsm8k", *arguments)
+    assert re.search(r"^gsm8k +3 +flexible-extract +1 +exact_match ", call("gsm8k", *arguments), re.MULTILINE)
 
 
 def test_an_arm_may_draw_and_a_study_file_names_it(tmp_path: Path) -> None:

@@ -143,11 +143,12 @@ NAMES = {
     "draft_sampling seed max_batch_size max_prefill_tokens kv_memory device dtype attention cuda_graphs "
     "gpu_memory_utilization prefix_cache log_samples output",
     bench.kernels: "num_seqs max_seq_lens num_heads num_kv_heads head_dim num_spec_tokens page_size repeats dtype "
-    "device output",
+    "device output as_json",
     bench.throughput: "matrix axis repeats model drafter dataset data_path num_prompts prompt_tokens num_spec_tokens "
-    "max_new_tokens max_batch_size max_prefill_tokens device dtype attention cuda_graphs gpu_memory_utilization output",
+    "max_new_tokens max_batch_size max_prefill_tokens device dtype attention cuda_graphs gpu_memory_utilization "
+    "output as_json",
     bench.step: "batch_sizes prompt_tokens model drafter num_spec_tokens drafter_batch max_prefill_tokens device "
-    "dtype attention cuda_graphs output",
+    "dtype attention cuda_graphs output as_json",
 }
 
 

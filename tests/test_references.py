@@ -10,11 +10,11 @@ from typer.testing import CliRunner
 from specgen.bundled import evaluation_directory
 from specgen.cli import main as cli
 from specgen.config import UserError
-from specgen.report.against import compare, load_results
-from specgen.report.against_table import render
+from specgen.report.against import compare, load_results, of_figures
 from specgen.report.intervals import wilson
 from specgen.report.references import load_reference, read_reference
 from specgen.report.report import fold
+from specgen.report.terminal import render as in_terminal
 from tests.streams import request
 
 NAMES = sorted(path.stem for path in (evaluation_directory() / "reference").glob("*.json"))
@@ -34,6 +34,10 @@ def read(tmp_path, **changes):
     path = tmp_path / "mine.json"
     path.write_text(json.dumps(GOOD | changes))
     return read_reference(path)
+
+
+def render(*figures, width=80):
+    return in_terminal(of_figures(*figures), width)
 
 
 def report(num_spec_tokens, *accepted):
@@ -114,8 +118,10 @@ def test_outside_is_said(tmp_path):
     lines = compare(run, {}, reference)
     assert [line.inside for line in lines[1:]] == [False, False, None]
     text = render("runs/a", 2, reference, lines)
-    assert "Outside the run's intervals: acceptance at token 0, acceptance at token 1 (2 of 2" in text
-    assert all(len(line) <= 100 for line in text.splitlines())
+    assert "Outside the run's intervals: acceptance at token 0, acceptance at token 1 (2 of 2" in " ".join(
+        text.split()
+    )
+    assert all(len(line) <= 80 for line in text.splitlines())
 
 
 def test_other_draft_lengths_and_plain_decoding(tmp_path):
@@ -169,9 +175,9 @@ def test_accuracy_that_is_there_is_not_called_missing(tmp_path):
     reference = read(tmp_path)
     lines = compare(report(2, [2, 1, 0], [1, 1, 2]), results(gsm8k=250), reference)
     text = render("runs/a", 2, reference, lines)
-    assert re.search(r"strict-match +50\.0 %  \[45\.6 %, 54\.4 %\]  70\.0 % ± 2\.0 +no$", text, re.MULTILINE)
+    assert re.search(r"strict-match +50\.0 %  \[45\.6, 54\.4\]  70\.0 % ± 2\.0 +no$", text, re.MULTILINE)
     assert "Not measured" not in text
-    assert "Outside the run's intervals: gsm8k exact_match,strict-match (1 of 4" in text
+    assert "Outside the run's intervals: gsm8k exact_match,strict-match (1 of 4" in " ".join(text.split())
 
 
 def test_an_accuracy_that_is_no_share_is_refused(tmp_path):
@@ -206,7 +212,7 @@ def test_the_command_prints_it(run_directory):
     result = invoke(run_directory, "--against", "vllm-ci-qwen3-8b")
     assert result.exit_code == 0
     assert re.search(r"^acceptance at token 2 +22\.2 % +\[.*\] +20\.2 % +yes$", result.stdout, re.MULTILINE)
-    assert "tests/v1/spec_decode/test_acceptance_length.py" in result.stdout
+    assert "tests/v1/spec_decode/test_acceptance_length.py" in "".join(result.stdout.split())
     document = json.loads(invoke(run_directory, "--against", "vllm-ci-qwen3-8b", "--json").stdout)
     assert document["num_drafts"] == 9
     assert [line["theirs"] for line in document["against"]["figures"]] == [2.26, 0.6541, 0.3993, 0.202]

@@ -10,7 +10,7 @@ import pytest
 
 from specgen.config import UserError
 from specgen.events import Event, Finished, Preempted, Prefilled, Resumed, Stepped, Submitted, Verified
-from specgen.report import tables
+from specgen.report import tables, terminal
 from specgen.report.intervals import Ratio, wilson
 from specgen.report.report import draft_lengths, fold, fold_request, load, verdict
 from tests.streams import begun, decode_steps, ended, padded_step, refusal, request
@@ -141,7 +141,7 @@ def test_the_first_token_is_not_the_one_after_a_preemption():
     report = as_json(events)
     assert report["num_preemptions"] == 1
     assert report["num_cached_tokens"] == 2, "what it had computed itself does not count"
-    assert "2 of 5 prompt tokens (40.0 %)" in tables.render(report, {})
+    assert "2 of 5 prompt tokens (40.0 %)" in terminal.render(tables.of_run(report, {}))
     assert report["ttft_seconds"]["mean"] == 1.0
     assert report["tpot_seconds"]["mean"] == pytest.approx(5 / 3)
     assert report["total_num_output_tokens"] == 4

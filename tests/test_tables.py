@@ -1,4 +1,4 @@
-"""The terminal's tables say what the report holds, aligned, within 100 columns."""
+"""The terminal's tables say what the report holds, aligned, and no line is wider than the terminal."""
 
 import itertools
 import json
@@ -6,7 +6,9 @@ import json
 import pytest
 
 from specgen.report.report import fold
-from specgen.report.tables import compare, render
+from specgen.report.side_by_side import of_runs
+from specgen.report.tables import of_run
+from specgen.report.terminal import render as in_terminal
 from tests.streams import decode_steps, refusal, request
 
 
@@ -26,10 +28,26 @@ def a_run(num_spec_tokens=3):
     )
 
 
+def render(report, settings, width=100):
+    return in_terminal(of_run(report, settings), width)
+
+
+def compare(runs, width=100):
+    return in_terminal(of_runs(runs), width)
+
+
 def cells(text, label):
     """The words of the one line that starts with ``label``, after it."""
     (line,) = (line for line in text.splitlines() if line.startswith(label + "  "))
     return line.removeprefix(label).split()
+
+
+def whole_label(text, start):
+    """The words of the first column from the line that starts with ``start`` to the next row."""
+    lines = text.splitlines()
+    at = next(i for i, line in enumerate(lines) if line.startswith(start))
+    width = lines[at].index("  ")
+    return [word for line in lines[at : at + 4] for word in line[:width].split()]
 
 
 def test_a_run_is_told_in_full():
@@ -43,16 +61,18 @@ def test_a_run_is_told_in_full():
     assert cells(text, "token 1")[:4] == ["13", "6", "46.2", "%"]
     assert cells(text, "2 accepted")[:3] == ["3", "23.1", "%"]
     assert cells(text, "math")[:3] == ["1", "5", "2.20"]
+    assert "a category with a name too long for its column" in " ".join(whole_label(text, "a category"))
     assert cells(text, "ended by") == ["2", "stop,", "1", "errors"]
     assert cells(text, "target rows")[-5:] == ["0", "(-)", "held", "rejected", "drafts"]
     assert "acceptance at token i = steps that accepted more than i drafts" in text
     assert "against plain decoding" not in text
 
 
+@pytest.mark.parametrize("width", [80, 100])
 @pytest.mark.parametrize("num_spec_tokens", [1, 3, 16])
-def test_lines_fit_and_columns_align(num_spec_tokens):
-    text = render(a_run(num_spec_tokens), {f"setting {i}": "a value" for i in range(12)})
-    assert max(map(len, text.splitlines())) <= 100
+def test_lines_fit_and_columns_align(num_spec_tokens, width):
+    text = render(a_run(num_spec_tokens), {f"setting {i}": "a value" for i in range(12)}, width)
+    assert max(map(len, text.splitlines())) <= width
     assert all(line == line.rstrip() for line in text.splitlines())
     assert "\x1b" not in text
     rows = [line for line in text.splitlines() if line.startswith("token ")]
@@ -87,12 +107,17 @@ def of_several_lengths(*lengths):
 
 def test_the_draft_lengths_that_ran_are_shown():
     text = render(of_several_lengths(*[4] * 1500, 2, 2), {})
-    assert " ".join(cells(text, "K by step")) == "4 in 1,500, 2 in 2 steps"
+    start = [line.split() for line in text.splitlines()].index(["by", "draft", "length", "decode", "steps"])
+    assert [line.split() for line in text.splitlines()[start + 1 :][:3]] == [
+        ["K", "=", "4", "1,500"],
+        ["K", "=", "2", "2"],
+        [],
+    ]
     assert cells(text, "token 3")[:2] == ["1,500", "0"]
     assert cells(text, "token 5")[:3] == ["0", "0", "-"]
-    many = render(of_several_lengths(*(k for k in range(8) for _ in range(k + 1))), {})
-    assert " ".join(cells(many, "K by step")) == "7 in 8, 6 in 7, 5 in 6, 4 in 5, others in 10 steps"
-    assert "K by step" not in render(of_several_lengths(4, 4), {})
+    many = compare([("many", of_several_lengths(*(k for k in range(8) for _ in range(k + 1))))])
+    assert "many: K by step: 7 in 8, 6 in 7, 5 in 6, 4 in 5, others in 10 steps" in many
+    assert "by draft length" not in render(of_several_lengths(4, 4), {})
 
 
 def test_runs_of_several_lengths_compare_with_others():
@@ -106,7 +131,7 @@ def test_runs_of_several_lengths_compare_with_others():
 def test_a_report_from_before_draft_lengths_is_shown():
     report = of_several_lengths(3, 5)
     del report["steps"]["decode"]["by_num_spec_tokens"]
-    assert "K by step" not in render(report, {})
+    assert "by draft length" not in render(report, {})
 
 
 def test_a_dead_drafter_is_called_so():
@@ -152,6 +177,7 @@ def test_many_runs_wrap_into_blocks_that_repeat_the_first():
     text = compare([(f"run-{i}", a_run()) for i in range(8)])
     headers = [line.split() for line in text.splitlines() if line.startswith(" ") and "run-" in line]
     assert [header[0] for header in headers] == ["run-0"] * 3
+    assert [header.count("ratio") for header in headers] == [3, 3, 1]
     assert sum(header.count("run-7") for header in headers) == 1
     assert max(map(len, text.splitlines())) <= 100
 

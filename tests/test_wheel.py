@@ -36,8 +36,8 @@ def test_all_data_and_code_are_inside(wheel):
     names = set(wheel.namelist())
     bundled = [*files(ROOT / "data"), *files(ROOT / "eval")]
     assert names >= {f"specgen/{file.relative_to(ROOT)}" for file in bundled}
-    assert names >= {str(file.relative_to(ROOT)) for file in files(ROOT / "specgen") if file.suffix == ".py"}
-    assert "specgen/py.typed" in names
+    assert names >= {str(file.relative_to(ROOT)) for file in files(ROOT / "specgen")}
+    assert {"specgen/py.typed", "specgen/report/page.html", "specgen/report/page.css"} <= names
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
 
 
@@ -70,12 +70,16 @@ def test_the_data_are_found_from_any_directory(wheel, tmp_path):
         "from specgen.prompts import load_prompts\n"
         "print(data_directory(), len(load_prompts('bundled', data_path=None, num_prompts=3)[0]))\n"
         "print(word_problems_task()['dataset_kwargs']['data_files']['test'])\n"
+        "from specgen.report import page\n"
+        "html = page.Page(title='a', settings={}).to_html()\n"
+        "print(page.__file__, 'color-scheme: light dark' in html)\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(site)}
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, check=True, capture_output=True, text=True, cwd=elsewhere, env=environment)
     problems = f"{site}/specgen/eval/tasks/word_problems.jsonl"
-    assert done.stdout.split() == [f"{site}/specgen/data", "3", problems]
+    shown = [f"{site}/specgen/report/page.py", "True"]
+    assert done.stdout.split() == [f"{site}/specgen/data", "3", problems, *shown]
 
 
 def files(directory: Path) -> list[Path]:

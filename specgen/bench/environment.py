@@ -6,9 +6,9 @@ from pathlib import Path
 
 import torch
 
-from specgen.bench.output import Row
 from specgen.config import EngineConfig
 from specgen.engine.loading import Models
+from specgen.report.table import Row
 from specgen.rundir.provenance import versions
 
 

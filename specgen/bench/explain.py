@@ -10,7 +10,7 @@ from specgen.bench.device_speed import Device, copy_bandwidth, matrix_flops
 from specgen.bench.environment import conditions, free_memory
 from specgen.bench.marks import DeviceMarker, HostMarker, Marker, Window
 from specgen.bench.matrices import RANDOM, Workload
-from specgen.bench.output import Row, Table
+from specgen.bench.output import BenchTable
 from specgen.bench.parts import Marked, StepTime, split
 from specgen.bench.step_table import empty_table, step_rows
 from specgen.bench.workload import kv_bytes, make_prompts
@@ -19,6 +19,7 @@ from specgen.engine.choices import resolve
 from specgen.engine.loading import Models, load_models, open_checkpoints
 from specgen.engine.warm_engine import WarmEngine
 from specgen.events import Event, Prefilled, Stepped, Submitted, Verified
+from specgen.report.table import Row
 
 _SKIPPED, _STEPS = 8, 32  # decode steps before the window, and in it
 _MORE = 12  # steps that the texts go on behind it; those that are prefilled first are ahead of the others
@@ -59,7 +60,7 @@ class Explained:
     context: float  # positions of a sequence in the middle of the window, on average
 
 
-def explain(job: StepJob) -> Iterator[Table]:
+def explain(job: StepJob) -> Iterator[BenchTable]:
     """The table as it grows, batch by batch; a batch that cannot run is a note. ``UserError`` where nothing can."""
     checkpoints = open_checkpoints(job.engine)
     config = resolve(job.engine, checkpoints)

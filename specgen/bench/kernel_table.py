@@ -4,8 +4,9 @@ from collections.abc import Iterator, Sequence
 
 from specgen import display
 from specgen.bench.decode_pass import Cell, Query, queries
-from specgen.bench.output import Column, Plot, Row, Table, Value
+from specgen.bench.output import BenchTable, Plot, Value
 from specgen.bench.timing import Timing
+from specgen.report.table import Column, Row
 
 
 def measured_row(
@@ -54,15 +55,16 @@ def _plots(names: Sequence[str], num_spec_tokens: int) -> Iterator[Plot]:
             yield Plot(title=title, x="num_seqs", y=y, series="max_seq_len", where={"query": query.name})
 
 
-def empty_table(head: Row, names: Sequence[str], num_spec_tokens: int) -> Table:
+def empty_table(head: Row, names: Sequence[str], num_spec_tokens: int) -> BenchTable:
     """The table of the backends ``names``, without rows."""
-    return Table(
+    return BenchTable(
         name="kernels",
         title="Attention of one layer in a decode pass",
         head=head,
         columns=_columns(names),
         rows=(),
         plots=tuple(_plots(names, num_spec_tokens)),
+        num_keys=3,
     )
 
 

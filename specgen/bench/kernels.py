@@ -21,11 +21,12 @@ from specgen.bench.decode_pass import Cell, Query, queries
 from specgen.bench.device_speed import copy_bandwidth
 from specgen.bench.environment import environment, free_memory
 from specgen.bench.kernel_table import empty_table, measured_row, ordered
-from specgen.bench.output import Row, Table
+from specgen.bench.output import BenchTable
 from specgen.bench.timing import MOST_LAYERS, SPREAD, Call, Timing, time_layers
 from specgen.config import require
 from specgen.kv.kv_cache import KVCache
 from specgen.models.layers import LayerAttention
+from specgen.report.table import Row
 
 _TIMED: dict[str, tuple[type[Backend], ...]] = {
     "cuda": (TrtllmBackend, FlashInferBackend),
@@ -86,7 +87,7 @@ class Contest:
         return tuple(backend.name for backend in self.timed)
 
 
-def measure(job: KernelJob) -> Iterator[Table]:
+def measure(job: KernelJob) -> Iterator[BenchTable]:
     """The table as it grows: one for each combination, the last one whole. ``UserError`` if no backend can run."""
     if job.device.index:
         torch.cuda.set_device(job.device)  # for kernels that run on whatever is the current one

@@ -3,40 +3,18 @@
 import csv
 import io
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
-from html import escape
 from pathlib import Path
 from typing import Any
 
-from specgen import display
-from specgen.display import Show
-from specgen.report import charts, page
+from specgen.report.charts import Lines, Point, quarters
+from specgen.report.page import Page
+from specgen.report.table import Row, Table
+from specgen.report.terminal import Part
 from specgen.rundir.atomic import write_text
 
 Value = str | int | float | bool | None
-Row = Mapping[str, Value]  # the name of each column: its value; None where nothing was measured
-
-
-@dataclass(frozen=True, kw_only=True)
-class Column:
-    """One column; ``show`` is for people, files hold the value itself."""
-
-    name: str  # a key of every row, such as trtllm_mean
-    unit: str = ""  # us, TB/s, tokens/s; empty for names and counts
-    show: Show = display.plain  # for floats; whole numbers are counts
-
-    @property
-    def title(self) -> str:
-        """Name and unit, as a heading."""
-        return f"{self.name} [{self.unit}]" if self.unit else self.name
-
-    def text(self, value: Value) -> str:
-        """``value`` as people read it."""
-        if isinstance(value, str | bool):
-            return str(value)
-        return display.count(value) if isinstance(value, int) else self.show(value)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,25 +27,21 @@ class Plot:
     series: str
     where: Row = field(default_factory=dict)
 
-    def lines(self, rows: Sequence[Row]) -> charts.Lines:
-        """The points of each line, in the order of ``rows``; rows without a number for ``y`` give none."""
-        lines: dict[str, list[tuple[str, float]]] = {}
+    def points(self, rows: tuple[Row, ...]) -> dict[str, list[Point]]:
+        """The points of each line, in the order of ``rows``; every plot of the same series has the same lines."""
+        lines: dict[str, list[Point]] = {str(row[self.series]): [] for row in rows}
         for row in rows:
-            y = row[self.y]
-            if isinstance(y, int | float) and self.where.items() <= row.items():
-                lines.setdefault(str(row[self.series]), []).append((str(row[self.x]), y))
+            if isinstance(row[self.y], int | float) and self.where.items() <= row.items():
+                lines[str(row[self.series])].append(Point(name=str(row[self.x]), number=row[self.y]))
         return lines
 
 
 @dataclass(frozen=True, kw_only=True)
-class Table:
+class BenchTable(Table):
     """What a bench found. ``head`` says under which conditions: device, versions, weights, repeats, what is timed."""
 
     name: str  # of its files
-    title: str
     head: Mapping[str, Value]
-    columns: tuple[Column, ...]
-    rows: tuple[Row, ...]
     plots: tuple[Plot, ...] = ()
     notes: tuple[str, ...] = ()  # what was not measured, and why
 
@@ -77,16 +51,11 @@ class Table:
         for plot in self.plots:
             assert {plot.x, plot.y, plot.series, *plot.where} <= set(names), plot
 
-    @cached_property
-    def by_name(self) -> dict[str, Column]:
-        """The columns under their names."""
-        return {column.name: column for column in self.columns}
-
-    def to_text(self) -> str:
+    def parts(self) -> Iterator[Part]:
         """The title, the head, the table and the notes, for a terminal."""
-        head = [f"{name}: {value}" for name, value in self.head.items()]
-        lines = [self.title, *head, "", *display.table(self._titles(), self._cells()), *self.notes]
-        return "\n".join(lines) + "\n"
+        yield "\n".join([self.title, *(f"{name}: {value}" for name, value in self.head.items())])
+        yield self
+        yield "\n".join(self.notes)
 
     def to_csv(self) -> str:
         """The rows under the columns' names, a comma between."""
@@ -109,14 +78,13 @@ class Table:
 
     def to_html(self) -> str:
         """A page that opens without a network: the head, every plot, the table, the notes."""
-        body = [
-            f"<h1>{escape(self.title)}</h1>",
-            page.pairs("settings", {name: str(value) for name, value in self.head.items()}),
-            f'<div class="columns">{"".join(self._cards())}</div>',
-            page.card("Every row", "", body=page.table(self.title, self._titles(), self._cells())),
-            *(f'<p class="finding">{escape(note)}</p>' for note in self.notes),
-        ]
-        return page.document(self.title, body)
+        every = Table(title="Every row", columns=self.columns, rows=self.rows)
+        return Page(
+            title=self.title,
+            settings={name: str(value) for name, value in self.head.items()},
+            tables=[*self._plotted(), every],
+            findings=self.notes,
+        ).to_html()
 
     def write(self, directory: Path) -> None:
         """``NAME.csv``, ``NAME.json`` and ``NAME.html`` in ``directory``, which is made; such files are replaced."""
@@ -125,16 +93,20 @@ class Table:
         for suffix, content in contents.items():
             write_text(directory / f"{self.name}.{suffix}", content)
 
-    def _titles(self) -> list[str]:
-        return [column.title for column in self.columns]
-
-    def _cells(self) -> list[list[str]]:
-        return [[column.text(row[column.name]) for column in self.columns] for row in self.rows]
-
-    def _cards(self) -> Iterator[str]:
-        for index, plot in enumerate(self.plots):
-            lines = plot.lines(self.rows)
-            if lines:
-                x, y = self.by_name[plot.x], self.by_name[plot.y]
-                chart = charts.lines_chart(f"plot-{index}", plot.title, x.title, y.title, lines, y.show)
-                yield page.card(plot.title, f"a line for each {escape(plot.series)}", body=chart)
+    def _plotted(self) -> Iterator[Table]:
+        by_name = {column.name: column for column in self.columns}
+        for plot in self.plots:
+            lines = plot.points(self.rows)
+            numbers = [point.number or 0.0 for points in lines.values() for point in points]
+            if numbers:
+                x, y = by_name[plot.x], by_name[plot.y]
+                chart = Lines(
+                    title=plot.title,
+                    label=f"{y.heading} over {x.heading}",
+                    ticks=quarters(max(numbers)),
+                    show=y.show,
+                    lines=lines,
+                    named=True,
+                )
+                note = f"a line for each {plot.series}"
+                yield Table(title=plot.title, note=note, columns=(), rows=(), lines=chart)

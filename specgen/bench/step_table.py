@@ -5,8 +5,9 @@ from collections.abc import Mapping
 from specgen import display
 from specgen.bench.bound import Work
 from specgen.bench.device_speed import Device
-from specgen.bench.output import Column, Plot, Row, Table
+from specgen.bench.output import BenchTable, Plot
 from specgen.bench.parts import PARTS, StepTime
+from specgen.report.table import Column, Row
 
 
 def _ms(number: float | None) -> str:
@@ -28,15 +29,16 @@ _PLOTS = (
 )
 
 
-def empty_table(head: Row, num_spec_tokens: int) -> Table:
+def empty_table(head: Row, num_spec_tokens: int) -> BenchTable:
     """The table of steps with so many drafts, without rows."""
-    return Table(
+    return BenchTable(
         name="step",
         title=f"A decode step with {num_spec_tokens} drafts, by part",
         head=head,
         columns=_COLUMNS,
         rows=(),
         plots=_PLOTS,
+        num_keys=2,
     )
 
 

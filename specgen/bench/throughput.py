@@ -20,7 +20,7 @@ from specgen.bench.device_speed import copy_bandwidth
 from specgen.bench.environment import conditions, free_memory
 from specgen.bench.known_text import KnownText
 from specgen.bench.matrices import Matrix, Workload
-from specgen.bench.output import Row, Table
+from specgen.bench.output import BenchTable
 from specgen.bench.repeats import Repeat, Repeats, Yardstick
 from specgen.bench.throughput_table import Result, table
 from specgen.bench.workload import Prompts, kv_bytes, make_prompts
@@ -30,6 +30,7 @@ from specgen.engine.arms import Arm
 from specgen.engine.choices import resolve
 from specgen.engine.loading import Models, load_models, open_checkpoints
 from specgen.engine.warm_engine import WarmEngine
+from specgen.report.table import Row
 
 _CPU_BYTES = 1 << 30  # for engines that take turns
 _BESIDE = {"cpu": 0, "cuda": 1 << 30}  # bytes that an engine holds beside its cache: scratch memory, graphs
@@ -64,7 +65,7 @@ class Plan:
     beside: int
 
 
-def throughput(job: ThroughputJob) -> Iterator[Table]:
+def throughput(job: ThroughputJob) -> Iterator[BenchTable]:
     """The table as it grows, one after each repeat of each group of arms; the last is whole.
 
     An arm that cannot run, or breaks, is a note and no end. ``UserError`` where nothing can run.

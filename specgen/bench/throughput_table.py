@@ -5,9 +5,10 @@ from dataclasses import dataclass
 
 from specgen import display
 from specgen.bench.matrices import Matrix
-from specgen.bench.output import Column, Plot, Row, Table, Value
+from specgen.bench.output import BenchTable, Plot, Value
 from specgen.bench.repeats import Middle, Repeat, Repeats
 from specgen.engine.arms import Arm
+from specgen.report.table import Column, Row
 from specgen.report.timings import Spread
 
 _SPREADS: Mapping[str, Callable[[Repeat], Spread | None]] = {
@@ -15,11 +16,7 @@ _SPREADS: Mapping[str, Callable[[Repeat], Spread | None]] = {
     "tpot": lambda repeat: repeat.report.tpot_seconds,
     "itl": lambda repeat: repeat.itl_seconds,
 }
-_PARTS: Mapping[str, Callable[[Spread], float]] = {
-    "mean": lambda found: found.mean,
-    "median": lambda found: found.median,
-    "p99": lambda found: found.p99,
-}
+_PARTS = ("mean", "median", "p99")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,11 +27,11 @@ class Result:
     repeats: Repeats
 
 
-def table(matrix: Matrix, head: Row, results: Sequence[Result], notes: Sequence[str]) -> Table:
+def table(matrix: Matrix, head: Row, results: Sequence[Result], notes: Sequence[str]) -> BenchTable:
     """The table of ``results``; ``notes`` say what is missing."""
     rows = tuple(_row(matrix, result, results) for result in results)
     disturbed = [f"{r.arm.name}: {text}" for r in results for text in r.repeats.disturbances]
-    return Table(
+    return BenchTable(
         name=f"throughput-{matrix.name}",
         title=matrix.title,
         head=head,
@@ -42,6 +39,7 @@ def table(matrix: Matrix, head: Row, results: Sequence[Result], notes: Sequence[
         rows=rows,
         plots=tuple(_plots(matrix)),
         notes=(*best_lengths(rows), *disturbed, *notes),
+        num_keys=2,
     )
 
 
@@ -82,9 +80,9 @@ def _row(matrix: Matrix, result: Result, results: Sequence[Result]) -> Row:
     row["wrong_tokens"] = repeats.num_wrong
     if matrix.latencies:
         row |= {
-            f"{name}_{part}": _ms(repeats.median(_figure(find, take)))
+            f"{name}_{part}": _ms(repeats.median(_figure(find, part)))
             for name, find in _SPREADS.items()
-            for part, take in _PARTS.items()
+            for part in _PARTS
         }
     return row
 
@@ -96,14 +94,8 @@ def _range(names: tuple[str, str, str], found: Middle | None) -> dict[str, Value
     return dict(zip(names, (found.median, found.lowest, found.highest), strict=True))
 
 
-def _figure(
-    find: Callable[[Repeat], Spread | None], take: Callable[[Spread], float]
-) -> Callable[[Repeat], float | None]:
-    def figure(repeat: Repeat) -> float | None:
-        found = find(repeat)
-        return None if found is None else take(found)
-
-    return figure
+def _figure(find: Callable[[Repeat], Spread | None], part: str) -> Callable[[Repeat], float | None]:
+    return lambda repeat: getattr(find(repeat), part, None)
 
 
 def _ms(seconds: float | None) -> float | None:
@@ -113,7 +105,7 @@ def _ms(seconds: float | None) -> float | None:
 def _plots(matrix: Matrix) -> Iterator[Plot]:
     """Speed, ratios and latencies over the first axis, a line for each value of the second."""
     x, series = (axis.name for axis in matrix.axes)
-    shown = {"speed": "Output tokens a second"}
+    shown = {"speed": "Output tokens per second"}
     shown |= {ratio: f"Speed, {ratio.replace('_', ' ')}" for ratio in matrix.ratios}
     shown |= {f"{name}_median": f"Median {name.upper()}" for name in (_SPREADS if matrix.latencies else ())}
     for y, title in shown.items():

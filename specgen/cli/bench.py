@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from specgen.cli.options import DATA_PATH, Only, numbers, with_options
-from specgen.cli.printing import print_files
+from specgen.cli.options import AS_JSON, DATA_PATH, Only, numbers, with_options
+from specgen.cli.printing import print_files, print_parts
 from specgen.config import EngineConfig, option, require
 from specgen.rundir.atomic import writable
 
 if TYPE_CHECKING:
-    from specgen.bench.output import Table
+    from specgen.bench.output import BenchTable
 
 app = typer.Typer(
     name="bench",
-    help="Measure kernels and the engine: tables on the terminal, one JSON document as the last line.",
+    help="Measure kernels and the engine: tables on the terminal, or one JSON document.",
     no_args_is_help=True,
 )
 
@@ -56,6 +56,7 @@ def kernels(
     engine: Annotated[EngineConfig, Only("dtype device")],
     repeats: int = option(20, "Table", _REPEATS),
     output: Path | None = _OUTPUT,
+    as_json: bool = AS_JSON,
 ) -> None:
     """Time attention alone: trtllm against FlashInfer's wrapper, by sequences, context and rows a sequence.
 
@@ -86,7 +87,7 @@ def kernels(
         repeats=repeats,
         device=device,
     )
-    publish(measure(job), output)
+    publish(measure(job), output, as_json)
 
 
 @app.command()
@@ -129,6 +130,7 @@ def throughput(
     ],
     repeats: int = option(3, "Table", _REPEATS),
     output: Path | None = _OUTPUT,
+    as_json: bool = AS_JSON,
 ) -> None:
     """Output tokens a second, ratios and latencies: the tables of vLLM's pull requests, and batch against K."""
     from specgen.bench.matrices import find_matrix
@@ -147,7 +149,7 @@ def throughput(
     from specgen.bench.throughput import ThroughputJob, throughput  # imports torch
 
     job = ThroughputJob(matrix=chosen, workload=workload, engine=engine, data_path=data_path, repeats=repeats)
-    publish(throughput(job), output)
+    publish(throughput(job), output, as_json)
 
 
 @app.command()
@@ -166,6 +168,7 @@ def step(
         ),
     ],
     output: Path | None = _OUTPUT,
+    as_json: bool = AS_JSON,
 ) -> None:
     """Explain a decode step: milliseconds by part (draft loop, verify, accept, first pass, idle) and their bounds."""
     from specgen.bench.explain import StepJob, explain  # imports torch
@@ -175,10 +178,10 @@ def step(
         batch_sizes=numbers("batch-sizes", batch_sizes),
         prompt_tokens=prompt_tokens,
     )
-    publish(explain(job), output)
+    publish(explain(job), output, as_json)
 
 
-def publish(tables: Iterable["Table"], output: Path | None) -> None:
+def publish(tables: Iterable["BenchTable"], output: Path | None, as_json: bool) -> None:
     """Keep the files of a table that grows up to date, so that an end half way costs no row; print the last one."""
     require(
         output is None or not output.is_file(),
@@ -190,7 +193,9 @@ def publish(tables: Iterable["Table"], output: Path | None) -> None:
             with writable(output):
                 table.write(output)
     print(file=sys.stderr)
-    print(table.to_text())
+    if as_json:
+        print(json.dumps(table.to_json()))
+    else:
+        print_parts(table.parts(), sys.stdout)
     if output is not None:
         print_files(output, f"{table.name}.html")
-    print(json.dumps(table.to_json()))

@@ -9,7 +9,7 @@ import typer
 
 from specgen.cli.generating import GOES_ON, KEPT_NOWHERE
 from specgen.cli.options import Only, with_options
-from specgen.cli.printing import print_files
+from specgen.cli.printing import print_files, print_parts
 from specgen.config import EngineConfig, SamplingParams, option, require
 
 if TYPE_CHECKING:
@@ -102,18 +102,19 @@ def _study(tasks: str | None, study: str | None, arms: str | None) -> "Study":
 
 def _run(job: "StudyJob", output: Path | None, samples: Path | None) -> None:
     """Run the arms, print what each gives as it comes, then what they show together."""
-    from specgen.evaluation import comparison_tables, study
+    from specgen.evaluation import study
+    from specgen.evaluation.comparison_tables import of_comparison
     from specgen.rundir.results import directory
 
     with directory(output, "study.json") as path:
         run, results = study.StudyRun(job, path), []
         for result in run.arms():
             results.append(result)
-            print(f"{result.run.name}\n{result.table}")
+            print_parts([result.run.name, result.table], sys.stdout)
             if samples is not None:
                 study.write_samples(result, samples / result.run.name)
         comparison = run.compare(results)
-    print(comparison_tables.render(comparison, run.settings()), end="")
+    print_parts(of_comparison(comparison, run.settings()), sys.stdout)
     if output is not None:
         print_files(output, "report.html")
     if comparison.num_unexplained:

@@ -1,27 +1,35 @@
-"""What the commands print of a run: its report on stdout, notes and failures on stderr."""
+"""What the commands print: tables and sentences on stdout, notes and failures on stderr."""
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 import typer
 
-from specgen.report import tables
-
 if TYPE_CHECKING:
     from specgen.jobs.run_output import Result
+    from specgen.report.terminal import Part
+
+
+def print_parts(parts: "Iterable[Part]", file: TextIO) -> None:
+    """Tables and sentences, no wider than the terminal."""
+    from specgen.report.terminal import render, width_of  # imports rich
+
+    print(render(parts, width_of(file)), end="", file=file)
 
 
 def print_result(result: "Result", as_json: bool, file: TextIO) -> None:
     """The report; before its tables some of the text."""
+    from specgen.report.tables import of_run
+
     if as_json:
         print(json.dumps(result.report), file=file)
         return
     for asked, answered in result.samples:
         print(f"Prompt:\n{_indented(asked)}\nAnswer:\n{_indented(answered)}\n", file=file)
-    print(tables.render(result.report, result.settings), end="", file=file)
+    print_parts(of_run(result.report, result.settings), file)
 
 
 def print_notes_and_exit(result: "Result", output: Path | None) -> None:

@@ -4,14 +4,18 @@ import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from specgen.cli.options import AS_JSON, FORMAT, with_options
-from specgen.cli.printing import print_notes_and_exit, print_result
+from specgen.cli.printing import print_notes_and_exit, print_parts, print_result
 from specgen.config import FormatName, require
-from specgen.report import tables
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from specgen.report.terminal import Part
 
 _Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 
@@ -31,31 +35,35 @@ def report(
 ) -> None:
     """Print the report of a run again, compare runs side by side, or set one beside published figures."""
     from specgen.report.report import load
+    from specgen.report.side_by_side import of_runs
+    from specgen.report.tables import of_run
 
     runs = [(str(directory), *load(directory)) for directory in directories]
     if against is not None:
         require(len(runs) == 1, f"against is {against!r} for {len(runs)} runs: give one directory")
-        document, text = _beside(runs[0][0], runs[0][1], against)
-        print(json.dumps(document) if as_json else text)
+        document, parts = _beside(runs[0][0], runs[0][1], against)
+        if as_json:
+            print(json.dumps(document))
+        else:
+            print_parts(parts, sys.stdout)
     elif as_json:
         reports = {name: numbers for name, numbers, _ in runs}
         print(json.dumps(reports if len(runs) > 1 else runs[0][1]))
     elif len(runs) == 1:
-        print(tables.render(runs[0][1], runs[0][2].get("settings", {})), end="")
+        print_parts(of_run(runs[0][1], runs[0][2].get("settings", {})), sys.stdout)
     else:
-        print(tables.compare([(name, numbers) for name, numbers, _ in runs]), end="")
+        print_parts(of_runs([(name, numbers) for name, numbers, _ in runs]), sys.stdout)
 
 
-def _beside(run: str, report: dict[str, Any], name: str) -> tuple[dict[str, Any], str]:
-    """The report of ``run`` beside the published figures ``name``, as JSON and as text."""
-    from specgen.report.against import compare, load_results
-    from specgen.report.against_table import render
+def _beside(run: str, report: dict[str, Any], name: str) -> tuple[dict[str, Any], "Iterator[Part]"]:
+    """The report of ``run`` beside the published figures ``name``, as JSON and for a terminal."""
+    from specgen.report.against import compare, load_results, of_figures
     from specgen.report.references import load_reference
 
     reference = load_reference(name)
     lines = compare(report, load_results(Path(run)), reference)
     beside = {"reference": asdict(reference), "figures": [line.to_json() for line in lines]}
-    return {**report, "against": beside}, render(run, report["num_spec_tokens"], reference, lines).rstrip()
+    return {**report, "against": beside}, of_figures(run, report["num_spec_tokens"], reference, lines)
 
 
 @with_options

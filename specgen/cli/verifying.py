@@ -1,13 +1,14 @@
 """``specgen verify``: the losslessness audit."""
 
 import json
+import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from specgen.cli.options import AS_JSON, DATA_PATH, DATASET, NUM_PROMPTS, Only, numbers, with_options
-from specgen.cli.printing import print_failures
+from specgen.cli.printing import print_failures, print_parts
 from specgen.cli.progress_bar import ProgressBar
 from specgen.config import EngineConfig, SamplingParams, option, require
 
@@ -58,7 +59,10 @@ def verify(
             with naming(output):
                 output.parent.mkdir(parents=True, exist_ok=True)
             write_json(output, found)
-    print(json.dumps(found) if as_json else audit_table.render(found), end="\n" if as_json else "")
+    if as_json:
+        print(json.dumps(found))
+    else:
+        print_parts(audit_table.of_audit(found), sys.stdout)
     failures = found["failures"]
     print_failures(failures[:_FAILURES_SHOWN], len(failures), "--json and --output have all")
     if found["num_unexplained"]:

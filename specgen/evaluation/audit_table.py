@@ -1,22 +1,73 @@
-"""The losslessness audit as plain text for a terminal."""
+"""The losslessness audit as tables for a terminal."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from specgen.config import DraftLength
-from specgen.display import DASH, clip, count, percent, plain, table
-from specgen.report.tables import joined
+from specgen.display import DASH, clip, count, percent, plain
+from specgen.report.table import Column, Row, Table
+from specgen.report.terminal import Part
 
 _SHOWN = 20  # divergences; the JSON document has all
-_COLUMNS = (
-    *("request", "arm", "batch", "at", "reference", "logit", "instead", "logit"),
-    *("gap", "rounding", ""),
+
+
+def four_digits(number: float | None) -> str:
+    """``0.01234``"""
+    return DASH if number is None else f"{number:.4g}"
+
+
+_ARMS = (
+    Column(name="name", title="arm"),
+    Column(name="batch_size", title="batch"),
+    Column(name="num_requests", title="requests"),
+    Column(name="num_identical", title="identical"),
+    Column(name="identical", title="share", show=percent),
+    Column(name="mean_acceptance_length", title="acceptance length", show=plain),
+)
+_DIVERGENCES = (
+    Column(name="request"),
+    Column(name="arm", wraps=True),
+    Column(name="batch"),
+    Column(name="position", title="at"),
+    Column(name="reference"),
+    Column(name="reference_logit", title="logit", show=four_digits),
+    Column(name="instead"),
+    Column(name="logit", show=four_digits),
+    Column(name="gap", show=four_digits),
+    Column(name="rounding", show=four_digits),
+    Column(name="why", title=""),
 )
 
 
-def render(audit: Mapping[str, Any]) -> str:
-    """What ``Audit.to_json`` gave; ends with one plain sentence and a line break."""
-    return joined([_heading(audit), _arms(audit), _divergences(audit), [verdict(audit)]])
+def of_audit(audit: Mapping[str, Any]) -> Iterator[Part]:
+    """What ``Audit.to_json`` gave; ends with one plain sentence."""
+    yield _heading(audit)
+    yield Table(title="Arms", columns=_ARMS, rows=tuple(audit["arms"]))
+    rows = [
+        {**each, "arm": arm["name"], "batch": arm["batch_size"]}
+        for arm in audit["arms"]
+        for each in arm["divergences"]
+    ]
+    rows.sort(key=lambda row: row["explained"])  # those that nothing explains first
+    yield divergences(rows[:_SHOWN])
+    if (more := len(rows) - _SHOWN) > 0:
+        yield f"and {count(more)} more; --json and --output have all"
+    yield verdict(audit)
+
+
+def divergences(found: Iterable[Row]) -> Table:
+    """Where texts part: a ``Divergence`` each, whether it is explained, its arm and, if there are several, batch."""
+    rows = [
+        {
+            **row,
+            "reference": shown_token(row["reference_token"], row["reference_text"]),
+            "instead": shown_token(row["token"], row["text"]),
+            "why": "rounding" if row["explained"] else "WRONG",
+        }
+        for row in found
+    ]
+    columns = tuple(column for column in _DIVERGENCES if all(column.name in row for row in rows))
+    return Table(title="Divergences", columns=columns, rows=tuple(rows), num_keys=3)
 
 
 def verdict(audit: Mapping[str, Any]) -> str:
@@ -34,64 +85,19 @@ def verdict(audit: Mapping[str, Any]) -> str:
     )
 
 
-def _heading(audit: Mapping[str, Any]) -> list[str]:
+def _heading(audit: Mapping[str, Any]) -> str:
     engine, reference, failures = audit["manifest"]["engine"], audit["reference"], audit["failures"]
     drafts = DraftLength(most=engine["num_spec_tokens"], auto=engine["spec_length"] == "auto")
-    return [
+    lines = [
         f"model {engine['model']}",
         f"drafter {engine['drafter']}, draft tokens (K) {drafts}",
         f"runs on {engine['device']}, {engine['dtype']}, attention {engine['attention']}",
         f"compared with {reference['name']} decoding, batch {reference['batch_size']}, greedy",
-        *([f"{count(len(failures))} prompts could not be run and are not compared"] if failures else []),
     ]
-
-
-def _arms(audit: Mapping[str, Any]) -> list[str]:
-    rows = [
-        (
-            arm["name"],
-            count(arm["batch_size"]),
-            count(arm["num_requests"]),
-            count(arm["num_identical"]),
-            percent(arm["identical"]),
-            plain(arm["mean_acceptance_length"]),
-        )
-        for arm in audit["arms"]
-    ]
-    return table(("arm", "batch", "requests", "identical", "share", "acceptance length"), rows)
-
-
-def _divergences(audit: Mapping[str, Any]) -> list[str]:
-    """Those that nothing explains first."""
-    found = [(arm, each) for arm in audit["arms"] for each in arm["divergences"]]
-    found.sort(key=lambda pair: pair[1]["explained"])
-    if not found:
-        return []
-    lines = table(_COLUMNS, [_row(arm, each) for arm, each in found[:_SHOWN]])
-    more = len(found) - _SHOWN
-    return [*lines, f"and {count(more)} more; --json and --output have all"] if more > 0 else lines
-
-
-def _row(arm: Mapping[str, Any], divergence: Mapping[str, Any]) -> tuple[str, ...]:
-    return (
-        clip(divergence["request"], 16),
-        arm["name"],
-        count(arm["batch_size"]),
-        count(divergence["position"]),
-        shown_token(divergence["reference_token"], divergence["reference_text"]),
-        _number(divergence["reference_logit"]),
-        shown_token(divergence["token"], divergence["text"]),
-        _number(divergence["logit"]),
-        _number(divergence["gap"]),
-        _number(divergence["rounding"]),
-        "rounding" if divergence["explained"] else "WRONG",
-    )
+    lines += [f"{count(len(failures))} prompts could not be run and are not compared"] if failures else []
+    return "\n".join(lines)
 
 
 def shown_token(token: int | None, text: str) -> str:
     """A token and its text, or that the text has ended."""
     return "(ended)" if token is None else f"{token} {clip(repr(text), 12)}"
-
-
-def _number(number: float | None) -> str:
-    return DASH if number is None else f"{number:.4g}"

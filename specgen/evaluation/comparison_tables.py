@@ -1,180 +1,190 @@
-"""The comparison of a study's arms as plain text for a terminal."""
+"""The comparison of a study's arms as tables; terminal and page show the same."""
 
-import textwrap
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from statistics import median_low
+from typing import Any
 
-from specgen.display import (
-    DASH,
-    between,
-    clip,
-    count,
-    hundredths,
-    percent,
-    plain,
-    rate,
-    ratio,
-    seconds,
-    table,
-)
-from specgen.evaluation.audit_table import shown_token
-from specgen.evaluation.compare import Accuracy, Against, Comparison, p_value
-from specgen.evaluation.divergence import Divergence
-from specgen.report.acceptance import Position
-from specgen.report.tables import heading, joined
+from specgen.display import DASH, between, count, hundredths, percent, rate, ratio, seconds
+from specgen.evaluation.audit_table import divergences, four_digits, shown_token
+from specgen.evaluation.compare import Accuracy, Against, Comparison, Difference, p_value
+from specgen.report.charts import quarters
+from specgen.report.page import Page, TextCard, Texts
+from specgen.report.table import Column, Row, Table
+from specgen.report.tables import curve, curves
+from specgen.report.terminal import Part, definitions, heading
 
-_WIDTH = 100  # columns
-_NAME = 24  # of an arm
-_SHORT_NAME = 14
 _POSITIONS = 6  # shown of an acceptance curve; the JSON has all
 _DIVERGENCES = 3  # shown of an arm; the page has more
-NOTES = (
-    (
-        "score",
-        "mean over samples; interval of Wilson, or of t where scores are not all 0 or 1",
-    ),
-    (
-        "difference",
-        "score less the reference's, in points; interval of Tango, or paired t",
-    ),
-    (
-        "p",
-        "McNemar's exact test, or paired t; more cautious than an interval that just leaves out 0",
-    ),
-    ("could see", "smallest true difference that a test of these samples finds in 4 cases of 5"),
+_DIFFERENCES = 20  # texts shown of an arm on a page
+NOTES = {
+    "score": "mean over samples; interval of Wilson, or of t where scores are not all 0 or 1",
+    "difference": "score less the reference's, in points; interval of Tango, or paired t",
+    "p": "McNemar's exact test, or paired t; more cautious than an interval that just leaves out 0",
+    "could see": "smallest true difference that a test of these samples finds in 4 cases of 5",
+}
+
+
+_ARM = Column(name="name", title="arm")
+_ACCURACY = (
+    _ARM,
+    Column(name="mean", title="score", show=percent, interval="interval"),
+    Column(name="difference", show=lambda share: f"{100 * share:+.1f}"),
+    Column(name="ends", title="95 %"),
+    Column(name="p"),
+    Column(name="detectable", title="could see", show=hundredths),
+)
+_TEXTS = (
+    _ARM,
+    Column(name="same", title="same texts"),
+    Column(name="share", show=percent),
+    Column(name="first", title="first part at"),
+    Column(name="median"),
+    Column(name="widest", title="widest gap"),
+    Column(name="unexplained"),
+)
+_LENGTH = Column(
+    name="mean_acceptance_length", title="acceptance length", interval="mean_acceptance_length_ci95"
+)
+_SPEED = (
+    _ARM,
+    Column(name="output_tokens_per_second", title="output tokens/s", show=rate),
+    Column(name="ratio", show=ratio),
+    Column(name="num_output_tokens", title="output tokens"),
+    Column(name="seconds", title="time", show=seconds),
 )
 
 
-def render(comparison: Comparison, settings: Mapping[str, str]) -> str:
-    """``comparison`` at 100 columns under its ``settings``, the conclusion at the end; ends with a line break."""
-    sections = [
-        heading(settings),
-        *(_accuracy(comparison, index) for index in range(len(comparison.arms[0].accuracies))),
-        _notes() if comparison.against else [],
-        _texts(comparison),
-        _divergences(comparison),
-        _acceptance(comparison),
-        _speed(comparison),
-        textwrap.wrap(comparison.sentence, _WIDTH),
-    ]
-    return joined(sections)
+def of_comparison(comparison: Comparison, settings: Mapping[str, str]) -> Iterator[Part]:
+    """What a terminal shows of ``comparison`` under its ``settings``, the conclusion at the end."""
+    yield heading(settings)
+    for accuracy in comparison.arms[0].accuracies:
+        table = _accuracy(comparison, accuracy)
+        yield f"{table.title}, {count(accuracy.num_samples)} samples"
+        yield table
+    if comparison.against:
+        yield definitions(NOTES.items())
+    yield _texts(comparison)
+    yield divergences(_worst(comparison))
+    yield _acceptance(comparison)
+    yield _speed(comparison)
+    yield comparison.sentence
 
 
-def _accuracy(comparison: Comparison, index: int) -> list[str]:
-    """The arms on the task and metric that stand at ``index`` in the first one."""
-    wanted = comparison.arms[0].accuracies[index]
-    changes = {
-        arm.name: next(c.paired for c in arm.changes if (c.task, c.metric) == (wanted.task, wanted.metric))
-        for arm in comparison.against
+def page(comparison: Comparison, settings: Mapping[str, str], title: str) -> str:
+    """The same as a page, with the samples that differ side by side; it opens without a network."""
+    accuracies = [_accuracy(comparison, accuracy) for accuracy in comparison.arms[0].accuracies]
+    return Page(
+        title=title,
+        settings=settings,
+        sentence=comparison.sentence,
+        alarming=comparison.alarming,
+        tables=[*accuracies, _texts(comparison), _acceptance(comparison), _speed(comparison)],
+        notes=NOTES,
+        cards=[_differing(arm, comparison.reference) for arm in comparison.against if arm.differences],
+    ).to_html()
+
+
+def _accuracy(comparison: Comparison, wanted: Accuracy) -> Table:
+    """The arms on the task and metric of ``wanted``."""
+    key = (wanted.task, wanted.metric)
+    found = {arm.name: a for arm in comparison.arms for a in arm.accuracies if (a.task, a.metric) == key}
+    paired = {
+        arm.name: c.paired for arm in comparison.against for c in arm.changes if (c.task, c.metric) == key
     }
     rows = []
-    for arm in comparison.arms:
-        accuracy = next(a for a in arm.accuracies if _same(a, wanted))
-        row = [clip(arm.name, _NAME), percent(accuracy.mean), between(accuracy.interval, hundredths)]
-        if change := changes.get(arm.name):
-            low_high = between(change.interval, hundredths)
-            p = DASH if change.p is None else p_value(change.p)
-            row += [f"{100 * change.difference:+.1f}", low_high, p, hundredths(change.detectable)]
-        else:
-            row += ["", "", "", ""]
+    for name, accuracy in found.items():
+        row: dict[str, Any] = {"name": name, "mean": accuracy.mean, "interval": accuracy.interval}
+        row |= dict.fromkeys(("difference", "ends", "p", "detectable"), "")
+        if change := paired.get(name):
+            row |= {"difference": change.difference, "ends": between(change.interval, hundredths)}
+            row |= {"p": DASH if change.p is None else p_value(change.p), "detectable": change.detectable}
         rows.append(row)
-    heading = f"{wanted.task} {wanted.metric}, {count(wanted.num_samples)} samples"
-    header = ("arm", "score", "95 %", "difference", "95 %", "p", "could see")
-    return [heading, *table(header, rows)]
-
-
-def _notes() -> list[str]:
-    lines = (textwrap.wrap(f"{term} = {text}", _WIDTH, subsequent_indent="  ") for term, text in NOTES)
-    return [line for wrapped in lines for line in wrapped]
-
-
-def _same(accuracy: Accuracy, other: Accuracy) -> bool:
-    return (accuracy.task, accuracy.metric) == (other.task, other.metric)
-
-
-def _texts(comparison: Comparison) -> list[str]:
-    rows = [(clip(arm.name, _NAME), *text_numbers(arm)) for arm in comparison.against]
-    header = (
-        *("arm", "same texts", "share", "first part at", "median", "widest gap"),
-        "unexplained",
+    differences = f"differences from {comparison.reference}, in points"
+    return Table(
+        title=f"{wanted.task} {wanted.metric}",
+        note=f"{count(wanted.num_samples)} samples, with 95 % intervals; {differences}",
+        columns=_ACCURACY,
+        rows=tuple(rows),
+        bars="mean",
     )
-    return table(header, rows) if rows else []
 
 
-def text_numbers(arm: Against) -> tuple[str, str, str, str, str, str]:
-    """The same texts and their share, the first and the median place of parting, the widest gap, and how many
-    places nothing explains."""
+def _texts(comparison: Comparison) -> Table:
+    return Table(
+        title="Texts",
+        note=f"against {comparison.reference}; places are counted in tokens, gaps are in logits",
+        columns=_TEXTS,
+        rows=tuple(map(_text_row, comparison.against)),
+    )
+
+
+def _text_row(arm: Against) -> Row:
     where = [each.position for each in arm.divergences]
-    first, middle = (min(where), median_low(where)) if where else (None, None)
-    return (
-        f"{count(arm.num_identical)} of {count(arm.num_compared)}",
-        percent(arm.num_identical / arm.num_compared if arm.num_compared else None),
-        count(first),
-        count(middle),
-        plain(max((each.gap for each in arm.divergences if each.gap is not None), default=None)),
-        count(sum(not each.explained for each in arm.divergences)),
+    return {
+        "name": arm.name,
+        "same": f"{count(arm.num_identical)} of {count(arm.num_compared)}",
+        "share": arm.num_identical / arm.num_compared if arm.num_compared else None,
+        "first": min(where, default=None),
+        "median": median_low(where) if where else None,
+        "widest": max((each.gap for each in arm.divergences if each.gap is not None), default=None),
+        "unexplained": sum(not each.explained for each in arm.divergences),
+    }
+
+
+def _worst(comparison: Comparison) -> Iterator[Row]:
+    """The first divergences of each arm; those that nothing explains before all others."""
+    for arm in comparison.against:
+        for first in sorted(arm.divergences, key=lambda each: each.explained)[:_DIVERGENCES]:
+            yield {**asdict(first), "arm": arm.name, "explained": first.explained}
+
+
+def _acceptance(comparison: Comparison) -> Table:
+    drafting = [arm for arm in comparison.arms if arm.acceptance]
+    most = max((len(arm.acceptance) for arm in drafting), default=0)
+    tokens = {f"token {i}": i for i in range(min(_POSITIONS, most))}
+    rows = []
+    for arm in drafting:
+        rates = [position.rate for position in arm.acceptance] + [None] * most
+        rows.append({**asdict(arm), **{token: rates[i] for token, i in tokens.items()}})
+    lines = {row["name"]: curve(row["acceptance"], "rate", "ci95") for row in rows}
+    return Table(
+        title="Acceptance by position",
+        note="% of the verify steps, with 95 % intervals",
+        columns=(_ARM, _LENGTH, *(Column(name=token, show=percent) for token in tokens)),
+        rows=tuple(rows),
+        lines=curves("Acceptance by draft position and arm", lines) if lines else None,
     )
 
 
-def _divergences(comparison: Comparison) -> list[str]:
-    """A few places of each arm where texts part."""
-    rows = [
-        (
-            f"{clip(task, _SHORT_NAME)} {doc_id}",
-            clip(arm.name, _SHORT_NAME),
-            count(first.position),
-            shown_token(first.reference_token, first.reference_text),
-            shown_token(first.token, first.text),
-            _short(first.gap),
-            _short(first.rounding),
-            "rounding" if first.explained else "WRONG",
-        )
-        for arm in comparison.against
-        for task, doc_id, first in _worst(arm)
-    ]
-    header = ("texts part in", "arm", "at", "reference", "instead", "gap", "bound", "")
-    return table(header, rows) if rows else []
+def _speed(comparison: Comparison) -> Table:
+    return Table(
+        title="Speed",
+        note=f"output tokens per second, and their ratio to {comparison.reference}",
+        columns=_SPEED,
+        rows=tuple(asdict(arm) for arm in comparison.arms),
+        bars="output_tokens_per_second",
+        ticks=quarters(max(arm.output_tokens_per_second or 0.0 for arm in comparison.arms)),
+    )
 
 
-def _worst(arm: Against) -> list[tuple[str, int, Divergence]]:
-    """The first divergences of ``arm``; those that nothing explains before all others."""
-    found = [(each.task, each.doc_id, each.first) for each in arm.differences if each.first is not None]
-    return sorted(found, key=lambda each: each[2].explained)[:_DIVERGENCES]
+def _differing(arm: Against, reference: str) -> TextCard:
+    """The texts of ``arm`` that differ, those that nothing explains first."""
+    ordered = sorted(arm.differences, key=lambda each: each.first is None or each.first.explained)
+    note = f"{count(len(ordered))} of {count(arm.num_compared)} differ from {reference}"
+    shown = f"; {_DIFFERENCES} of them are shown" if len(ordered) > _DIFFERENCES else ""
+    texts = [_side_by_side(each, arm.name, reference) for each in ordered[:_DIFFERENCES]]
+    return TextCard(title=f"Texts of {arm.name}", note=note + shown, texts=texts)
 
 
-def _short(number: float | None) -> str:
-    return DASH if number is None else f"{number:.2g}"
-
-
-def _acceptance(comparison: Comparison) -> list[str]:
-    drafting = [arm for arm in comparison.arms if arm.acceptance]
-    positions = range(min(_POSITIONS, max((len(arm.acceptance) for arm in drafting), default=0)))
-    rows = [
-        (
-            clip(arm.name, _NAME),
-            plain(arm.mean_acceptance_length),
-            between(arm.mean_acceptance_length_ci95, plain),
-            *(_rate(arm.acceptance, i) for i in positions),
-        )
-        for arm in drafting
-    ]
-    header = ("arm", "acceptance length", "95 %", *(f"token {i}" for i in positions))
-    return table(header, rows) if rows else []
-
-
-def _rate(acceptance: tuple[Position, ...], index: int) -> str:
-    return percent(acceptance[index].rate) if index < len(acceptance) else DASH
-
-
-def _speed(comparison: Comparison) -> list[str]:
-    rows = [
-        (
-            clip(arm.name, _NAME),
-            rate(arm.output_tokens_per_second),
-            ratio(arm.ratio),
-            count(arm.num_output_tokens),
-            seconds(arm.seconds),
-        )
-        for arm in comparison.arms
-    ]
-    return table(("arm", "output tokens/s", "ratio", "output tokens", "time"), rows)
+def _side_by_side(difference: Difference, name: str, reference: str) -> Texts:
+    """Both texts, where their tokens part, how close the choice was there, and whether rounding explains it."""
+    first, place, note = difference.first, f"{difference.task} {difference.doc_id}", ""
+    if first is not None:
+        ours = shown_token(first.token, first.text)
+        theirs = shown_token(first.reference_token, first.reference_text)
+        place += f", at token {count(first.position)}: {ours} instead of {theirs}"
+        why = "explained by rounding" if first.explained else "WRONG: more than rounding"
+        note = f"gap {four_digits(first.gap)} · bound {four_digits(first.rounding)} · {why}"
+    texts = {name: difference.text, reference: difference.reference_text}
+    return Texts(place=place, note=note, question=difference.question, texts=texts)

@@ -16,7 +16,7 @@ from specgen.display import from_here
 from specgen.engine.arms import Arm
 from specgen.engine.choices import resolve
 from specgen.engine.loading import Models, described, load_models, open_checkpoints
-from specgen.evaluation import study_html
+from specgen.evaluation import comparison_tables
 from specgen.evaluation.compare import Comparison, compare, reference_of
 from specgen.evaluation.judge import judge
 from specgen.evaluation.language_model import SpecgenLM
@@ -24,11 +24,15 @@ from specgen.evaluation.samples import ArmRun, samples
 from specgen.evaluation.studies import Study
 from specgen.evaluation.tasks import find_tasks
 from specgen.report.report import fold
+from specgen.report.table import Column, Table
 from specgen.rundir.atomic import write_json, write_text
 from specgen.rundir.provenance import manifest
 from specgen.rundir.results import RunDirectory, require_same
 
 _REMEDY = "name a new directory, or ask for the same"
+_LM_EVAL = tuple(
+    Column(name=name) for name in ("Tasks", "Version", "Filter", "n-shot", "Metric", "Value", "Stderr")
+)
 _MAX_TOKENS = 256  # of an answer whose task names no limit, as in lm-eval
 
 
@@ -59,10 +63,16 @@ class ArmResult:
     results: Mapping[str, Any]
 
     @property
-    def table(self) -> str:
-        """lm-eval's table."""
-        text: str = make_table(self.results)
-        return text
+    def table(self) -> Table:
+        """lm-eval's own, cell by cell, so that it fits a terminal; its signs go to the cells beside them."""
+        rows = []
+        for line in make_table(self.results).splitlines()[2:]:
+            *names, metric, better, value, sign, error = (
+                cell.rstrip() for cell in line.strip("|").split("|")
+            )
+            cells = (*names, f"{metric} {better}".strip(), value, f"{sign} {error.strip()}".strip())
+            rows.append({column.name: cell for column, cell in zip(_LM_EVAL, cells, strict=True)})
+        return Table(title=self.run.name, columns=_LM_EVAL, rows=tuple(rows))
 
 
 class StudyRun:
@@ -98,7 +108,7 @@ class StudyRun:
         comparison = compare(runs, judge(config, self._models(config)))
         title = f"{Path(config.model).name} on {', '.join(self._job.study.tasks)}"
         write_json(self._path / "comparison.json", comparison.to_json())
-        write_text(self._path / "report.html", study_html.render(comparison, self.settings(), title))
+        write_text(self._path / "report.html", comparison_tables.page(comparison, self.settings(), title))
         return comparison
 
     def settings(self) -> dict[str, str]:

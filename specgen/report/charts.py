@@ -1,284 +1,176 @@
-"""The charts of a report, a study or a bench as inline SVG: acceptance curves, accepted drafts, bars, lines."""
+"""The two charts of a page as inline SVG: lines over columns, and bars. Text is escaped where it enters the markup."""
 
 import math
-from collections.abc import Mapping, Sequence
-from html import escape
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
-from specgen.display import Show, between, clip, hundredths, percent, plain
+from markupsafe import Markup
+
+from specgen.display import Show, clip, ends, percent
 from specgen.report.intervals import Interval
 
-ARM_STYLES = ("first", "second", "third", "fourth")  # of the arms in a chart, over again from the fifth on
-Bar = tuple[str, float | None, Interval | None]  # its label, how long it is, and a whisker on it
-Lines = Mapping[str, Sequence[tuple[str, float]]]  # the name of each line: its points, at a column each
+STYLES = (
+    "first",
+    "second",
+    "third",
+    "fourth",
+    "fifth",
+    "sixth",
+    "seventh",
+    "eighth",
+)  # of lines; and over again
 
-_WIDTH = 400  # of the view box; the page scales it to 0.8 to 1.4 of that, so text stays readable
-_LEFT, _RIGHT, _TOP, _BOTTOM = 48, 12, 14, 40  # margins of a plot
-_HEIGHT = 250
-_GROUP_LEFT, _GROUP_ROW, _GROUP_NAME = 132, 26, 16
-_BAR_ROW, _BAR_NAME = 38, 30
-_NAMES = 52  # margin for the names at the ends of lines
+_WIDTH, _HEIGHT = (
+    400,
+    250,
+)  # of the view box; the page scales it to 0.8 to 1.4 of that, so text stays readable
+_LEFT, _RIGHT, _TOP, _BOTTOM = 48, 12, 14, 40  # margins of lines
+_NAMES = 58  # margin for the names at the ends of lines
 _NAME_ROW = 12
-_MANY = 9  # columns from which on labels lose their decimal
+_SIDE = 20  # margin of bars
+_BAR_ROW, _BAR_NAME = 38, 25  # height, and characters
 
 
-def acceptance_chart(positions: Sequence[Mapping[str, Any]]) -> str:
-    """Joint and conditional acceptance over the position of the draft, each rate with its 95 % interval."""
-    curves = [
-        _curve("second", positions, "conditional", "conditional_ci95", 4, len(positions)),
-        _curve("first", positions, "rate", "ci95", -4, len(positions)),
-    ]
-    ticks = [_column_label(_column(i, len(positions)), str(i)) for i in range(len(positions))]
-    description = "; ".join(f"token {row['position']}: joint {percent(row['rate'])}" for row in positions)
-    body = [_percent_grid(1.0), *ticks, _axis_label("position of the draft (token i)"), *curves]
-    return _svg("acceptance", "Acceptance by draft position", description, _HEIGHT, body)
+Ticks = Sequence[float]  # the numbers at the grid lines, from end to end
 
 
-def histogram_chart(steps: Sequence[int]) -> str:
-    """The share of the verify steps that accepted j drafts, which ``steps[j]`` did."""
-    shares = [number / max(sum(steps), 1) for number in steps]
-    top = _round_up(max(shares))
-    width = 0.62 * _span() / len(shares)
-    body = [_percent_grid(top), _axis_label("drafts accepted in a step")]
-    for j, share in enumerate(shares):
-        x, y = _column(j, len(shares)), _height(share / top)
-        label = hundredths(share) if len(shares) < _MANY else f"{100 * share:.0f}"
-        body += [
-            f'<rect class="fill" x="{x - width / 2:.1f}" y="{y:.1f}" width="{width:.1f}" '
-            f'height="{_height(0) - y:.1f}"><title>{j} accepted: {percent(share)} of steps</title></rect>',
-            f'<text class="value" text-anchor="middle" x="{x:.1f}" y="{y - 4:.1f}">{label}</text>',
-            _column_label(x, str(j)),
+def quarters(most: float) -> Ticks:
+    """From 0 to a number a little above ``most`` with a power of ten as its unit, so that a quarter of it is short."""
+    power = 10.0 ** math.floor(math.log10(most)) if most > 0 else 1.0
+    steps = (1, 1.2, 1.6, 2, 2.4, 3.2, 4, 6, 8, 10)
+    top = next(step * power for step in steps if most <= step * power * (1 + 1e-9))
+    return [top * share for share in (0, 0.25, 0.5, 0.75, 1)]
+
+
+def lengths(num_spec_tokens: int) -> Ticks:
+    """Acceptance lengths from 1, plain decoding, to all drafts and the bonus token."""
+    step = -(-(num_spec_tokens + 1) // 9)
+    return range(1, num_spec_tokens + 1 + step, step)
+
+
+def portion(ticks: Ticks, number: float) -> float:
+    """Where ``number`` lies between the ends of ``ticks``: 0 to 1."""
+    return (number - ticks[0]) / (ticks[-1] - ticks[0])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """A number, None where it is unknown, and its interval; on a line ``name`` is its column."""
+
+    name: str
+    number: float | None
+    interval: Interval | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chart:
+    """Numbers between the ends of ``ticks``."""
+
+    title: str
+    ticks: Ticks
+    show: Show
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lines(Chart):
+    """Lines by name over columns; ``label`` stands below. A line without points keeps its style from the others.
+
+    Names stand at the lines' ends where ``named``, else in a legend, and points of equal height side by side.
+    """
+
+    label: str
+    lines: Mapping[str, Sequence[Point]]
+    named: bool = False
+
+    @property
+    def styles(self) -> dict[str, str]:
+        """The style of each line."""
+        return {name: STYLES[index % len(STYLES)] for index, name in enumerate(self.lines)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bars(Chart):
+    """A bar from the first tick to each number, under its name."""
+
+    points: Sequence[Point]
+
+
+def svg(chart: Lines | Bars) -> Markup:
+    """``chart`` as markup, with its numbers as text for those who do not see it."""
+    if isinstance(chart, Lines):
+        height, marks = _HEIGHT, Markup("").join(_draw_lines(chart))
+        said = [
+            f"{name}: {', '.join(_said(chart, p) for p in points)}" for name, points in chart.lines.items()
         ]
-    description = "; ".join(f"{j} accepted: {percent(share)}" for j, share in enumerate(shares))
-    return _svg("histogram", "Verify steps by accepted drafts", description, _HEIGHT, body)
+    else:
+        height, marks = len(chart.points) * _BAR_ROW + 20, Markup("").join(_draw_bars(chart))
+        said = [_said(chart, point) for point in chart.points]
+    frame = Markup('<svg viewBox="0 0 {} {}" role="img" aria-label="{}: {}">{}</svg>')
+    return frame.format(_WIDTH, height, chart.title, "; ".join(said), marks)
 
 
-def length_chart(kind: str, groups: Mapping[str, Mapping[str, Any]]) -> str:
-    """The mean acceptance length of each group, with its 95 % interval, as a bar from 1: plain decoding."""
-    most = len(next(iter(groups.values()))["acceptance"]) + 1
-    bottom = len(groups) * _GROUP_ROW + 6
-    body = [_length_grid(most, bottom)]
-    for row, (label, group) in enumerate(groups.items()):
-        body += _length_bar(label, group, most, row * _GROUP_ROW + 6)
-    description = "; ".join(
-        f"{label}: {plain(group['mean_acceptance_length'])}" for label, group in groups.items()
-    )
-    return _svg(f"by-{kind}", f"Mean acceptance length by {kind}", description, bottom + 38, body)
+def _said(chart: Chart, point: Point) -> str:
+    interval = f" {ends(point.interval, chart.show)}" if point.interval else ""
+    return f"{point.name} {chart.show(point.number)}{interval}"
 
 
-def arms_chart(curves: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
-    """The joint acceptance of each arm over the position of the draft, one curve over the other."""
-    columns = max(map(len, curves.values()))
-    body = [_percent_grid(1.0), _axis_label("position of the draft (token i)")]
-    body += [_column_label(_column(i, columns), str(i)) for i in range(columns)]
-    apart = min(9, 0.7 * _span() / columns / len(curves))  # equal rates stand side by side
-    for index, positions in enumerate(curves.values()):
-        style = ARM_STYLES[index % len(ARM_STYLES)]
-        shift = apart * (index - (len(curves) - 1) / 2)
-        body.append(_curve(style, positions, "rate", "ci95", shift, columns))
-    description = "; ".join(
-        f"{name}: {', '.join(percent(row['rate']) for row in positions)}"
-        for name, positions in curves.items()
-    )
-    return _svg("arms", "Acceptance by draft position and arm", description, _HEIGHT, body)
+def _tick(chart: Chart, number: float) -> str:
+    return f"{100 * number:g} %" if chart.show is percent else f"{number:g}"
 
 
-def bars_chart(name: str, title: str, bars: Sequence[Bar], show: Show) -> str:
-    """One bar from 0 for each of ``bars``, under its name and its number by ``show``; ``name`` is its id."""
-    most = max([1e-9, *(max(value or 0.0, *(interval or (0.0,))) for _, value, interval in bars)])
-    bottom = len(bars) * _BAR_ROW
-    body: list[str] = []
-    for row, (label, value, interval) in enumerate(bars):
-        body += _bar(label, value, interval, show, scale=_WIDTH / most, top=row * _BAR_ROW)
-    description = "; ".join(f"{label}: {show(value)}" for label, value, _ in bars)
-    return _svg(name, title, description, bottom, body)
+def _text(x: float, y: float, text: str, anchor: str = "middle", style: str = "") -> Markup:
+    frame = Markup('<text class="{}" text-anchor="{}" x="{:.1f}" y="{:.1f}">{}</text>')
+    return frame.format(style, anchor, x, y, text)
 
 
-def lines_chart(name: str, title: str, x_label: str, y_label: str, lines: Lines, show: Show) -> str:
-    """``lines`` from 0 on, each with its name at its end; what their points stand at is a column each, in order."""
-    columns = list(dict.fromkeys(x for points in lines.values() for x, _ in points))
-    top = _round_number(max(y for points in lines.values() for _, y in points))
-    places = {x: _LEFT + (i + 0.5) * (_span() - _NAMES) / len(columns) for i, x in enumerate(columns)}
-    body = [_number_grid(top), _axis_label(escape(f"{y_label} over {x_label}"))]
-    body += [_column_label(places[x], escape(x)) for x in columns]
-    ends = _apart([_height(points[-1][1] / top) for points in lines.values()])
-    for index, (label, points) in enumerate(lines.items()):
-        hue = 220 - 260 * index / max(len(lines) - 1, 1)  # from blue through green and red
-        body.append(_line(hue, label, [(places[x], y) for x, y in points], top, ends[index], show))
-    description = "; ".join(
-        f"{label}: {', '.join(f'{x} {show(y)}' for x, y in points)}" for label, points in lines.items()
-    )
-    return _svg(name, title, description, _HEIGHT, body)
+# --- lines ----------------------------------------------------------------------------------------
 
 
-# --- marks ----------------------------------------------------------------------------------------
+def _draw_lines(chart: Lines) -> Iterator[Markup]:
+    columns = list(dict.fromkeys(point.name for points in chart.lines.values() for point in points))
+    width = _WIDTH - _LEFT - _RIGHT - (_NAMES if chart.named else 0)
+    for tick in chart.ticks:
+        y = _height(chart, tick)
+        yield Markup('<path class="grid" d="M{} {:.1f}H{}"/>').format(_LEFT, y, _LEFT + width)
+        yield _text(_LEFT - 6, y + 4, _tick(chart, tick), "end")
+    middles = {name: _LEFT + (at + 0.5) * width / len(columns) for at, name in enumerate(columns)}
+    for name, x in middles.items():
+        yield _text(x, _HEIGHT - _BOTTOM + 16, name)
+    yield _text((_LEFT + _WIDTH - _RIGHT) / 2, _HEIGHT - 6, chart.label)
+    apart = 0 if chart.named else min(9, 0.7 * width / max(len(columns), 1) / len(chart.lines))
+    ends_at: dict[str, float] = {}
+    for index, (name, points) in enumerate(chart.lines.items()):
+        shift = apart * (index - (len(chart.lines) - 1) / 2)
+        seen = [(middles[point.name] + shift, point) for point in points if point.number is not None]
+        if seen:
+            ends_at[name] = _height(chart, seen[-1][1].number)
+            marks = Markup("").join(_draw_line(chart, name, seen))
+            yield Markup('<g class="{}">{}</g>').format(chart.styles[name], marks)
+    if chart.named:
+        for name, y in zip(ends_at, _apart(list(ends_at.values())), strict=True):
+            yield _text(_LEFT + width + 4, y + 4, name, "start", f"end {chart.styles[name]}")
 
 
-def _curve(
-    style: str,
-    positions: Sequence[Mapping[str, Any]],
-    rate: str,
-    interval: str,
-    shift: float,
-    columns: int,
-) -> str:
-    """A line through the rates that exist, with whiskers; ``shift`` keeps two curves' whiskers apart."""
-    seen = [row for row in positions if row[rate] is not None]
-    points = [(_column(row["position"], columns) + shift, _height(row[rate])) for row in seen]
-    marks = [f'<polyline points="{" ".join(f"{x:.1f},{y:.1f}" for x, y in points)}"/>']
-    for (x, y), row in zip(points, seen, strict=True):
-        low, high = (_height(end) for end in row[interval])
-        text = f"token {row['position']}: {percent(row[rate])} {between(row[interval], hundredths)}"
-        marks.append(
-            f'<path class="whisker" d="M{x:.1f} {low:.1f}V{high:.1f}"/>'
-            f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4"><title>{text}</title></circle>'
-        )
-    return f'<g class="{style}">{"".join(marks)}</g>'
+def _draw_line(chart: Lines, name: str, seen: Sequence[tuple[float, Point]]) -> Iterator[Markup]:
+    places = [f"{x:.1f},{_height(chart, point.number):.1f}" for x, point in seen]
+    yield Markup('<polyline points="{}"/>').format(" ".join(places))
+    for x, point in seen:
+        if point.interval:
+            low, high = (_height(chart, end) for end in point.interval)
+            yield Markup('<path class="whisker" d="M{:.1f} {:.1f}V{:.1f}"/>').format(x, low, high)
+        mark = Markup('<circle cx="{:.1f}" cy="{:.1f}" r="{}"><title>{}, {}</title></circle>')
+        yield mark.format(x, _height(chart, point.number), 3 if chart.named else 4, name, _said(chart, point))
 
 
-def _line(
-    hue: float, label: str, points: Sequence[tuple[float, float]], top: float, end: float, show: Show
-) -> str:
-    """A line through ``points`` (place, number); its name stands at the right margin, at height ``end``."""
-    short = escape(label)
-    placed = [(x, _height(y / top), show(y)) for x, y in points]
-    marks = [f'<polyline points="{" ".join(f"{x:.1f},{y:.1f}" for x, y, _ in placed)}"/>']
-    marks += [
-        f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3"><title>{short}: {text}</title></circle>'
-        for x, y, text in placed
-    ]
-    marks.append(f'<text x="{_WIDTH - _RIGHT - _NAMES + 4}" y="{end + 4:.1f}">{short}</text>')
-    return f'<g class="line" style="color: hsl({hue:.0f} 65% 48%)">{"".join(marks)}</g>'
-
-
-def _bar(
-    label: str, value: float | None, interval: Interval | None, show: Show, *, scale: float, top: int
-) -> list[str]:
-    text = f"{show(value)} {between(interval, show)}" if interval else show(value)
-    marks = [
-        f'<text class="name" x="0" y="{top + 13}">{escape(clip(label, _BAR_NAME))}</text>'
-        f'<text text-anchor="end" x="{_WIDTH}" y="{top + 13}">{text}</text>'
-    ]
-    if value is not None:
-        marks.append(
-            f'<rect class="fill" x="0" y="{top + 19}" width="{value * scale:.1f}" height="12">'
-            f"<title>{escape(label)}: {text}</title></rect>"
-        )
-    if interval is not None:
-        low, high = (end * scale for end in interval)
-        marks.append(f'<path class="whisker" d="M{low:.1f} {top + 25}H{high:.1f}"/>')
-    return marks
-
-
-def _length_bar(label: str, group: Mapping[str, Any], most: int, top: int) -> list[str]:
-    middle = top + _GROUP_ROW / 2
-    short = escape(clip(label, _GROUP_NAME))
-    name = f'<text class="name" text-anchor="end" x="{_GROUP_LEFT - 8}" y="{middle + 4}">{short}</text>'
-    length, interval = group["mean_acceptance_length"], group["mean_acceptance_length_ci95"]
-    if length is None:
-        return [name]
-    start, end = _along(1, most), _along(length, most)
-    bar = (
-        f'<rect class="fill" x="{start:.1f}" y="{middle - 7}" width="{end - start:.1f}" height="14">'
-        f"<title>{escape(label)}: {plain(length)} {between(interval, plain)}</title></rect>"
-    )
-    low, high = interval or (length, length)
-    whisker = f'<path class="whisker" d="M{_along(low, most):.1f} {middle}H{_along(high, most):.1f}"/>'
-    return [name, bar, whisker]
-
-
-# --- frame ----------------------------------------------------------------------------------------
-
-
-def _svg(name: str, title: str, description: str, height: float, body: Sequence[str]) -> str:
-    return (
-        f'<svg viewBox="0 0 {_WIDTH} {height:g}" role="img" aria-labelledby="{name}-title {name}-text">'
-        f'<title id="{name}-title">{escape(title)}</title><desc id="{name}-text">{escape(description)}</desc>'
-        f"{''.join(body)}</svg>"
-    )
-
-
-def _percent_grid(top: float) -> str:
-    """Five lines from 0 to ``top`` with their percentages."""
-    lines = []
-    for share in (0, 0.25, 0.5, 0.75, 1):
-        y = _height(share)
-        lines.append(
-            f'<path class="grid" d="M{_LEFT} {y:.1f}H{_WIDTH - _RIGHT}"/>'
-            f'<text text-anchor="end" x="{_LEFT - 6}" y="{y + 4:.1f}">{100 * top * share:g} %</text>'
-        )
-    return "".join(lines)
-
-
-def _number_grid(top: float) -> str:
-    """Five lines from 0 to ``top`` with their numbers."""
-    lines = []
-    for share in (0, 0.25, 0.5, 0.75, 1):
-        y = _height(share)
-        lines.append(
-            f'<path class="grid" d="M{_LEFT} {y:.1f}H{_WIDTH - _RIGHT - _NAMES}"/>'
-            f'<text text-anchor="end" x="{_LEFT - 6}" y="{y + 4:.1f}">{top * share:g}</text>'
-        )
-    return "".join(lines)
-
-
-def _length_grid(most: int, bottom: float) -> str:
-    step = -(-most // 9)
-    lines = [
-        f'<path class="grid" d="M{_along(length, most):.1f} 0V{bottom}"/>'
-        f'<text text-anchor="middle" x="{_along(length, most):.1f}" y="{bottom + 14}">{length}</text>'
-        for length in range(1, most + 1, step)
-    ]
-    middle = (_GROUP_LEFT + _WIDTH - _RIGHT) / 2
-    label = f'<text text-anchor="middle" x="{middle}" y="{bottom + 32}">tokens a verify step</text>'
-    return "".join(lines) + label
-
-
-def _axis_label(text: str) -> str:
-    return f'<text text-anchor="middle" x="{_LEFT + _span() / 2:g}" y="{_HEIGHT - 6}">{text}</text>'
-
-
-def _column_label(x: float, text: str) -> str:
-    return f'<text text-anchor="middle" x="{x:.1f}" y="{_HEIGHT - _BOTTOM + 16}">{text}</text>'
-
-
-def _span() -> int:
-    return _WIDTH - _LEFT - _RIGHT
-
-
-def _column(index: int, columns: int) -> float:
-    return _LEFT + (index + 0.5) * _span() / columns
-
-
-def _height(share: float) -> float:
-    return _TOP + (1 - share) * (_HEIGHT - _TOP - _BOTTOM)
-
-
-def _along(length: float, most: int) -> float:
-    return _GROUP_LEFT + (length - 1) / (most - 1) * (_WIDTH - _GROUP_LEFT - _RIGHT)
-
-
-def _round_up(share: float) -> float:
-    """The next of 20 %, 40 %, ... 100 %, so that grid lines fall on whole percentages."""
-    return next(top / 5 for top in range(1, 6) if share <= top / 5)
-
-
-def _round_number(number: float) -> float:
-    """A number a little above with a power of ten as its unit, so that a quarter of it is short."""
-    if number <= 0:
-        return 1.0
-    power = 10.0 ** math.floor(math.log10(number))
-    return next(
-        step * power
-        for step in (1, 1.2, 1.6, 2, 2.4, 3.2, 4, 6, 8, 10)
-        if number <= step * power * (1 + 1e-9)
-    )
+def _height(chart: Lines, number: float | None) -> float:
+    assert number is not None
+    return _HEIGHT - _BOTTOM - portion(chart.ticks, number) * (_HEIGHT - _BOTTOM - _TOP)
 
 
 def _apart(heights: Sequence[float]) -> list[float]:
     """``heights`` moved until each is a row of text from the next and none is below the plot; their order stays."""
     order = sorted(range(len(heights)), key=lambda i: heights[i])
-    moved, least, most = list(heights), float("-inf"), _height(0)
+    moved, least, most = list(heights), float("-inf"), float(_HEIGHT - _BOTTOM)
     for i in order:
         moved[i] = max(heights[i], least)
         least = moved[i] + _NAME_ROW
@@ -286,3 +178,31 @@ def _apart(heights: Sequence[float]) -> list[float]:
         moved[i] = min(moved[i], most)
         most = moved[i] - _NAME_ROW
     return moved
+
+
+# --- bars -----------------------------------------------------------------------------------------
+
+
+def _draw_bars(chart: Bars) -> Iterator[Markup]:
+    bottom = len(chart.points) * _BAR_ROW
+    for tick in chart.ticks:
+        x = _along(chart, tick)
+        yield Markup('<path class="grid" d="M{:.1f} 0V{}"/>').format(x, bottom)
+        yield _text(x, bottom + 14, _tick(chart, tick))
+    for row, point in enumerate(chart.points):
+        top = row * _BAR_ROW
+        said = _said(chart, point)
+        yield _text(_SIDE, top + 13, clip(point.name, _BAR_NAME), "start", "value")
+        yield _text(_WIDTH - _SIDE, top + 13, said.removeprefix(point.name).strip(), "end", "value")
+        if point.number is not None:
+            bar = Markup(
+                '<rect class="fill" x="{:.1f}" y="{}" width="{:.1f}" height="12"><title>{}</title></rect>'
+            )
+            yield bar.format(_SIDE, top + 19, _along(chart, point.number) - _SIDE, said)
+        if point.interval:
+            low, high = (_along(chart, end) for end in point.interval)
+            yield Markup('<path class="whisker" d="M{:.1f} {}H{:.1f}"/>').format(low, top + 25, high)
+
+
+def _along(chart: Bars, number: float) -> float:
+    return _SIDE + portion(chart.ticks, number) * (_WIDTH - 2 * _SIDE)

@@ -1,0 +1,162 @@
+"""Sentences and tables as lines of a terminal, none wider than it is."""
+
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TextIO
+
+from rich import table as rich_table
+from rich.cells import cell_len
+from rich.console import Console
+from rich.text import Text
+
+from specgen.report.charts import portion
+from specgen.report.table import Column, Table
+
+Part = Table | str
+_WIDTH = 100  # where the output is no terminal
+_GAP = 2
+_LEAST = 16  # to which a column of words may shrink
+_BAR, _SHORTEST_BAR = 20, 6
+_SOLID = "\ue000"  # a space at which no line breaks
+
+
+def width_of(file: TextIO) -> int:
+    """Columns of the terminal that ``file`` is; COLUMNS, where it is set, or 100 for any other file."""
+    known = file.isatty() or "COLUMNS" in os.environ
+    return Console(file=file, width=None if known else _WIDTH).width
+
+
+def heading(settings: Mapping[str, str]) -> str:
+    """What ran, as a sentence that breaks between settings."""
+    return f"{_SOLID}· ".join(f"{key} {value}".replace(" ", _SOLID) for key, value in settings.items())
+
+
+def definitions(terms: Iterable[tuple[str, str]]) -> str:
+    """What words mean, a line each."""
+    return "\n".join(f"{term} = {text}" for term, text in terms)
+
+
+def render(parts: Iterable[Part], width: int = _WIDTH) -> str:
+    """``parts`` in lines of at most ``width`` columns, an empty line between them; ends with a line break."""
+    console = Console(width=width, color_system=None, legacy_windows=False)
+    blocks = (_lines(part, console) if isinstance(part, str) else _tables(part, console) for part in parts)
+    return "\n\n".join(block for block in blocks if block) + "\n"
+
+
+def _lines(text: str, console: Console) -> str:
+    """Each line of several is told from the next by the margin of what it goes on with."""
+    lines = text.splitlines()
+    margin = "  " if len(lines) > 1 else ""
+    wrapped = []
+    for line in lines:
+        parts = Text(line).wrap(console, console.width - len(margin), overflow="fold")
+        plain = (part.plain.replace(_SOLID, " ").rstrip().removesuffix(" ·") for part in parts)
+        wrapped.append(f"\n{margin}".join(plain))
+    return "\n".join(wrapped)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Strip:
+    """One column of text, and how narrow it may be."""
+
+    heading: str
+    cells: tuple[str, ...]
+    wraps: bool
+
+    @cached_property
+    def natural(self) -> int:
+        return max(map(cell_len, (self.heading, *self.cells)))
+
+    @cached_property
+    def least(self) -> int:
+        """Numbers stay whole, headings break between words; names may be folded."""
+        if self.wraps:
+            return min(self.natural, max(_LEAST, *map(cell_len, _words(self.heading))))
+        return max(map(cell_len, (*self.cells, *_words(self.heading))))
+
+    def folded(self, width: int) -> str:
+        """The heading in lines of at most ``width``."""
+        lines = [""]
+        for word in _words(self.heading):
+            if lines[-1] and cell_len(lines[-1] + word.rstrip()) > width:
+                lines.append("")
+            lines[-1] += word
+        return "\n".join(lines)
+
+
+def _words(heading: str) -> list[str]:
+    """Parts that a heading may break behind."""
+    return re.findall(r"[^\s_-]*[\s_-]?", heading)
+
+
+def _tables(table: Table, console: Console) -> str:
+    """One table, or where it is too wide several that begin with the same columns."""
+    blocks = []
+    for strips in _blocks(table, console.width) if table.rows else ():
+        with console.capture() as captured:
+            console.print(_grid(table, strips, console.width))
+        blocks.append("\n".join(line.rstrip() for line in captured.get().rstrip().split("\n")))
+    return "\n\n".join(blocks)
+
+
+def _blocks(table: Table, width: int) -> list[list[_Strip]]:
+    """As few blocks of columns as ``width`` allows, each of about the same width."""
+    keys = [strip for column in table.columns[: table.num_keys] for strip in _strips(table, column)]
+    chunks = [
+        [strip for column in table.columns[at : at + table.group] for strip in _strips(table, column)]
+        for at in range(table.num_keys, len(table.columns), table.group)
+    ]
+    fewest = len(_fill(keys, chunks, width))
+    fillings = (_fill(keys, chunks, narrower) for narrower in range(1, width + 1))
+    return next(blocks for blocks in fillings if len(blocks) == fewest)
+
+
+def _fill(keys: list[_Strip], chunks: list[list[_Strip]], width: int) -> list[list[_Strip]]:
+    blocks = [keys]
+    for chunk in chunks:
+        if len(blocks[-1]) > len(keys) and _total(strip.least for strip in blocks[-1] + chunk) > width:
+            blocks.append(keys)
+        blocks[-1] = blocks[-1] + chunk
+    return blocks
+
+
+def _strips(table: Table, column: Column) -> Iterator[_Strip]:
+    """The column, and its intervals as another."""
+    texts = tuple(map(column.text, table.rows))
+    yield _Strip(heading=column.heading, cells=texts, wraps=column.wraps or column is table.columns[0])
+    if column.interval:
+        yield _Strip(heading="95 %", cells=tuple(map(column.ends, table.rows)), wraps=False)
+
+
+def _total(widths: Iterable[int]) -> int:
+    return sum(width + _GAP for width in widths) - _GAP
+
+
+def _grid(table: Table, strips: Sequence[_Strip], width: int) -> rich_table.Table:
+    widths = [strip.natural for strip in strips]
+    if _total(widths) > width:
+        widths = [strip.least for strip in strips]
+        for at, strip in enumerate(strips):  # what is left goes to the words
+            widths[at] += min(strip.natural - widths[at], width - _total(widths)) if strip.wraps else 0
+    grid = rich_table.Table(box=None, show_header=table.has_header, pad_edge=False, padding=(0, _GAP, 0, 0))
+    for strip, each in zip(strips, widths, strict=True):
+        header = Text(strip.folded(each))
+        grid.add_column(header, justify="left" if strip.wraps else "right", width=each, overflow="fold")
+    rows = [list(map(Text, cells)) for cells in zip(*(strip.cells for strip in strips), strict=True)]
+    room = min(_BAR, width - _total(widths) - _GAP)
+    if table.bars and room >= _SHORTEST_BAR:
+        grid.add_column("", width=room)
+        for cells, row in zip(rows, table.rows, strict=True):
+            cells.append(Text(_bar(portion(table.ticks, row[table.bars] or table.ticks[0]), room)))
+    for cells in rows:
+        grid.add_row(*cells)
+    return grid
+
+
+def _bar(share: float, width: int) -> str:
+    """A bar in eighths of a character."""
+    whole, eighths = divmod(round(share * width * 8), 8)
+    return "█" * whole + " ▏▎▍▌▋▊▉"[eighths].strip()

@@ -1,0 +1,126 @@
+"""No line is wider than the terminal, and nothing of a text or a number is lost for it."""
+
+import fcntl
+import io
+import os
+import struct
+import termios
+from pathlib import Path
+
+import pytest
+from rich.cells import cell_len
+from typer.testing import CliRunner
+
+from specgen.cli.main import app
+from specgen.display import percent
+from specgen.report.table import Column, Table, pairs
+from specgen.report.terminal import definitions, heading, render, width_of
+
+
+def table_of(label: str, num_columns: int = 3) -> Table:
+    names = [f"token {i}" for i in range(num_columns)]
+    columns = (Column(name="category"), *(Column(name=name, show=percent) for name in names))
+    rows = tuple({"category": text, **dict.fromkeys(names, 0.123)} for text in (label, "math"))
+    return Table(title="By category", columns=columns, rows=rows)
+
+
+def test_a_file_is_as_wide_as_columns_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    assert width_of(io.StringIO()) == 100
+    monkeypatch.setenv("COLUMNS", "80")
+    assert width_of(io.StringIO()) == 80
+
+
+def test_a_terminal_is_as_wide_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    master, slave = os.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 63, 0, 0))
+    monkeypatch.setattr("rich.console._STD_STREAMS", (slave,))
+    with os.fdopen(slave, "w") as terminal:
+        assert width_of(terminal) == 63
+    os.close(master)
+
+
+@pytest.mark.parametrize("width", [40, 60, 80])
+@pytest.mark.parametrize(
+    "label",
+    ["a name of several words that goes on", "x" * 150, "数学の問題" * 12, "[bold]a[/bold] :smile: [red]"],
+    ids=["words", "path", "wide", "markup"],
+)
+def test_labels_wrap_and_stay_whole(label: str, width: int) -> None:
+    text = render([label, pairs("", [(label, label, "")]), table_of(label)], width)
+    assert max(map(cell_len, text.splitlines())) <= width
+    assert "\x1b" not in text
+    sentence = "".join(text.split("\n\n")[0].split())
+    assert sentence == "".join(label.split())
+    lines = text.split("\n\n")[2].splitlines()
+    start, end = (
+        next(i for i, line in enumerate(lines) if line.startswith(each)) for each in ("category", "math")
+    )
+    assert "".join("".join(lines[start + 1 : end]).replace("12.3 %", "").split()) == sentence
+
+
+@pytest.mark.parametrize("num_columns", [3, 16, 40])
+def test_numbers_are_never_cut(num_columns: int) -> None:
+    text = render([table_of("chat", num_columns)], 50)
+    assert max(map(len, text.splitlines())) <= 50
+    assert text.count("12.3 %") == 2 * num_columns
+    blocks = text.rstrip("\n").split("\n\n")
+    assert all(block.splitlines()[-1].startswith("math") for block in blocks)
+    assert len({len(block.splitlines()[-1].split()) for block in blocks}) <= 2  # about as wide as each other
+
+
+def test_a_setting_and_a_definition_are_told_from_the_next() -> None:
+    settings = heading({"model": "a b", "runs on": "cpu, float32"})
+    assert render([settings], 20) == "model a b\nruns on cpu, float32\n"
+    terms = definitions([("p", "a test of some length"), ("q", "another")])
+    assert render([terms], 16) == "p = a test of\n  some length\nq = another\n"
+
+
+def test_what_is_empty_leaves_no_gap() -> None:
+    empty = Table(title="", columns=(Column(name="a"),), rows=())
+    assert render(["", "one", empty, "two"]) == "one\n\ntwo\n"
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Two short runs of the bundled pair, in directories with long names."""
+    paths = [
+        tmp_path_factory.mktemp("runs") / f"a-run-with-a-{name}-drafter-batch"
+        for name in ("padded", "non-padded")
+    ]
+    for path, batch in zip(paths, ("padded", "non-padded"), strict=True):
+        small = ["--num-prompts", "6", "--max-new-tokens", "24", "--device", "cpu", "--num-spec-tokens", "7"]
+        command = ["generate", *small, "--drafter-batch", batch, "--baseline", "--output", str(path)]
+        assert CliRunner().invoke(app, command).exit_code == 0
+    return [str(path) for path in paths]
+
+
+@pytest.mark.parametrize(
+    "against", [(), ("--against", "vllm-ci-llama-3.1-8b"), ("--against", "vllm-25196-padded")]
+)
+@pytest.mark.parametrize("width", [80, 100])
+def test_reports_fit(runs: list[str], against: tuple[str, ...], width: int) -> None:
+    for directories in [runs[:1]] if against else [runs[:1], runs, [*runs, *runs]]:
+        printed = CliRunner().invoke(app, ["report", *directories, *against], env={"COLUMNS": str(width)})
+        assert printed.exit_code == 0, printed.output
+        assert 60 < max(map(len, printed.stdout.splitlines())) <= width
+        assert "…" not in printed.stdout
+
+
+def test_an_audit_fits(tmp_path: Path) -> None:
+    command = [
+        "verify",
+        "--num-prompts",
+        "2",
+        "--max-new-tokens",
+        "16",
+        "--batch-sizes",
+        "1,2",
+        "--device",
+        "cpu",
+    ]
+    printed = CliRunner().invoke(app, command, env={"COLUMNS": "80"})
+    assert printed.exit_code == 0, printed.output
+    assert max(map(len, printed.stdout.splitlines())) <= 80
