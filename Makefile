@@ -3,17 +3,27 @@
 PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
+# One worker per core, each with one thread; `logical` counts what `nproc` counts.
+PYTEST := $(BIN)/pytest -n logical --dist loadgroup
 
-.PHONY: demo test check gpu-test
+.PHONY: demo test test-slow test-all check gpu-test
 
 demo: $(INSTALLED)
 	rm -rf runs/padded runs/non-padded
 	$(BIN)/specgen generate --output runs/padded --baseline
 	$(BIN)/specgen generate --drafter-batch non-padded --output runs/non-padded
 	$(BIN)/specgen report runs/padded runs/non-padded
+	@echo
+	@echo "The padded run as a page: $(CURDIR)/runs/padded/report.html"
 
 test: $(INSTALLED)
-	$(BIN)/pytest
+	$(PYTEST) -m 'not slow and not gpu'
+
+test-slow: $(INSTALLED)
+	$(PYTEST) -m 'slow and not gpu'
+
+test-all: $(INSTALLED)
+	$(PYTEST)
 
 check: $(INSTALLED)
 	$(BIN)/ruff check
@@ -23,8 +33,14 @@ check: $(INSTALLED)
 gpu-test: $(INSTALLED)
 	$(BIN)/pytest -m gpu
 
+# pip says 400 lines and is then silent for minutes: here a line every 10 seconds, and what goes wrong.
 $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.12")'
-	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	@$(PYTHON) -m venv .venv
+	@about=$$(grep -c == constraints.txt); \
+	echo "installing about $$about packages into .venv, 2 to 4 minutes: all are downloaded, then installed"; \
+	(while sleep 10 > /dev/null 2>&1; do \
+		echo "  $$(ls -d .venv/lib/*/site-packages/*.dist-info | wc -l) of about $$about are installed"; \
+	done) & progress=$$!; trap "kill $$progress" EXIT; trap 'exit 1' INT TERM; \
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
 	@touch $@

@@ -41,7 +41,7 @@ def device_like(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _threads() -> None:
-    torch.set_num_threads(1)  # the models are tiny, and threads that wait for each other are slower
+    torch.set_num_threads(1)  # also where torch does not heed the environment that tests/__init__.py sets
 
 
 @pytest.fixture(scope="session")

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -86,8 +86,9 @@ def resolved(config: EngineConfig) -> EngineConfig:
     return resolve(config, open_checkpoints(config))
 
 
+@lru_cache(maxsize=4)
 def loaded(config: EngineConfig) -> Models:
-    """The models of ``config``."""
+    """The models of ``config``, which nobody may change."""
     checkpoints = open_checkpoints(config)
     return load_models(resolve(config, checkpoints), checkpoints)
 

@@ -1,5 +1,6 @@
 """A pair on disk that a test may damage, and the command line on it in a forked process, bounded in time and memory."""
 
+import gc
 import json
 import os
 import resource
@@ -59,6 +60,7 @@ def run_cli(arguments: list[str], directory: Path, *, seconds: int, more_mib: in
     files = [directory / name for name in ("stdout", "stderr", "grown")]
     child = os.fork()
     if child == 0:
+        gc.freeze()  # or the child would look through, and so copy, all that its parent has
         code = 70
         try:
             code = _command(arguments, directory, files, seconds, more_mib)

@@ -68,6 +68,7 @@ def test_nothing_changes_in_float32(tmp_path: Path) -> None:
     assert all(1.5 < length < 5 for length in lengths[1:])  # drafts were accepted, and not always
 
 
+@pytest.mark.slow
 def test_a_wrong_bonus_token_in_one_step_of_a_hundred_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch, every=100, wrong=77)
     result = verify(
@@ -92,6 +93,7 @@ def test_a_wrong_bonus_token_in_one_step_of_a_hundred_is_found(monkeypatch: pyte
     assert all(f"{each[name]:.4g}" in narrow for each in divergences for name in ("gap", "rounding", "logit"))
 
 
+@pytest.mark.slow
 def test_in_bfloat16_what_differs_is_a_near_tie() -> None:
     result = verify(*SHORT, "--dtype", "bfloat16", "--json")
     found = json.loads(result.stdout)
@@ -163,6 +165,7 @@ def test_logits_behind_a_prefix_are_those_of_transformers(
     assert [int(logits([*prompt, *text[:at]]).argmax()) for at in range(8)] == text
 
 
+@pytest.mark.slow
 def test_a_prefix_cache_that_mixes_texts_up_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each page by its own place alone: plain decoding, which all is compared with, must not share them."""
 
@@ -192,6 +195,7 @@ def test_bad_input_is_refused_in_one_line(arguments: tuple[object, ...], message
     assert "\n" not in str(result.exception)
 
 
+@pytest.mark.slow
 def test_prompts_that_cannot_be_run_are_named_and_not_compared(tmp_path: Path) -> None:
     own = tmp_path / "own.jsonl"
     rows = [

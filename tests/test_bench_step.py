@@ -158,10 +158,10 @@ def slowed(function: Callable[..., Any]) -> Callable[..., Any]:
     ("part", "owner", "name"),
     [
         ("draft loop", HeadDrafter, "propose"),
-        ("verify", Llama, "forward"),
-        ("accept", step_module, "accept_greedy"),
-        ("first pass", HeadDrafter, "observe"),
-        ("engine", Columns, "advance"),
+        pytest.param("verify", Llama, "forward", marks=pytest.mark.slow),
+        pytest.param("accept", step_module, "accept_greedy", marks=pytest.mark.slow),
+        pytest.param("first pass", HeadDrafter, "observe", marks=pytest.mark.slow),
+        pytest.param("engine", Columns, "advance", marks=pytest.mark.slow),
     ],
 )
 def test_a_slow_part_is_found(demo_path: Path, monkeypatch, part: str, owner: object, name: str) -> None:

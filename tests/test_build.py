@@ -98,9 +98,15 @@ def test_a_survey_keeps_one_row_of_each_kind() -> None:
     "command",
     [
         ["generate", "--baseline", "--output", "out", "--num-prompts", "2", "--max-new-tokens", "3"],
-        ["verify", "--num-prompts", "2", "--max-new-tokens", "3", "--batch-sizes", "1"],
-        ["bench", "step", "--batch-sizes", "1", "--prompt-tokens", "8"],
-        ["eval", "word_problems", "--limit", "1", "--apply-chat-template", "--arms", "baseline,padded"],
+        pytest.param(
+            ["verify", "--num-prompts", "2", "--max-new-tokens", "3", "--batch-sizes", "1"],
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(["bench", "step", "--batch-sizes", "1", "--prompt-tokens", "8"], marks=pytest.mark.slow),
+        pytest.param(
+            ["eval", "word_problems", "--limit", "1", "--apply-chat-template", "--arms", "baseline,padded"],
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=lambda command: command[0],
 )

@@ -67,7 +67,7 @@ def known_texts(cycle: Cycle, requests: list[Request]) -> dict[str, tuple[int, .
     return {r.id: cycle.after(r.prompt_token_ids[-1], r.sampling.max_tokens) for r in requests}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("changes", [{"num_spec_tokens": 0}, {}, {"drafter_batch": "non-padded"}])
 def test_no_token_of_the_text_is_wrong(load, changes: dict[str, object], dtype: torch.dtype) -> None:
     calibrated = load(0.75, dtype)
@@ -106,7 +106,7 @@ def guesses(cycle: Cycle, token: int) -> tuple[int, ...]:
     return tuple(drafts)
 
 
-@pytest.mark.parametrize("accept", [0.75, 0.5])
+@pytest.mark.parametrize("accept", [0.75, pytest.param(0.5, marks=pytest.mark.slow)])
 def test_acceptance_is_a_power_of_the_share_that_the_head_knows(load, accept: float) -> None:
     calibrated = load(accept)
     events = calibrated.generate(slices(calibrated.cycle, max_tokens=128)).events
@@ -116,6 +116,7 @@ def test_acceptance_is_a_power_of_the_share_that_the_head_knows(load, accept: fl
         assert low <= accept ** (position + 1) <= high
 
 
+@pytest.mark.slow
 def test_transformers_writes_the_same_text(paths: dict[float, Path]) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -25,6 +25,8 @@ from specgen.report.report import load
 from specgen.rundir.results import RunDirectory
 from specgen.rundir.row_file import RowFile
 
+pytestmark = pytest.mark.xdist_group("eval_command")  # one study for all
+
 SMALL = ("word_problems", "--apply-chat-template", "--limit", 6, "--num-spec-tokens", 2)
 
 
@@ -47,8 +49,15 @@ def study_job(*arms: Arm, tasks: tuple[str, ...] = ("word_problems",), limit: in
     )
 
 
-def test_three_arms_answer_alike_and_leave_their_numbers(tmp_path: Path) -> None:
-    printed = call(*SMALL, "--output", tmp_path / "out", "--log-samples")
+@pytest.fixture(scope="module")
+def study(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """Three arms that have run: where their files are, and what was printed. A test that changes them takes a copy."""
+    path = tmp_path_factory.mktemp("study") / "out"
+    return path, call(*SMALL, "--output", path, "--log-samples")
+
+
+def test_three_arms_answer_alike_and_leave_their_numbers(study: tuple[Path, str]) -> None:
+    path, printed = study
     assert [line for line in printed.splitlines() if line in ("padded", "non-padded", "baseline")] == [
         "padded",
         "non-padded",
@@ -58,13 +67,13 @@ def test_three_arms_answer_alike_and_leave_their_numbers(tmp_path: Path) -> None
     assert tables == [["Tasks", "Version", "Filter", "n-shot", "Metric", "Value", "Stderr"]] * 3
     assert max(map(len, printed.splitlines())) <= 80
     assert "The data show no difference in accuracy from baseline" in printed
-    comparison = json.loads((tmp_path / "out" / "comparison.json").read_text())
+    comparison = json.loads((path / "comparison.json").read_text())
     assert [each["num_identical"] for each in comparison["against"]] == [6, 6]
-    page = (tmp_path / "out" / "report.html").read_text()
+    page = (path / "report.html").read_text()
     assert "<dt>arms</dt> <dd>padded · non-padded · baseline</dd>" in page
     assert "<h1>target on word_problems</h1>" in page
     for arm, k in (("padded", 2), ("non-padded", 2), ("baseline", 0)):
-        files = tmp_path / "out" / arm
+        files = path / arm
         report, _ = load(files)
         assert report["num_spec_tokens"] == k
         assert report["num_requests"] == 6
@@ -134,7 +143,9 @@ def test_choices_are_compared_by_the_likeliest(tmp_path: Path, monkeypatch: pyte
     from specgen.evaluation.tasks import Tasks
     from tests.test_evaluation import choices, pages
 
-    tasks = Tasks(manager=TaskManager(), configs=[choices(tmp_path, "choices"), pages(tmp_path)])
+    tasks = Tasks(
+        manager=TaskManager(include_defaults=False), configs=[choices(tmp_path, "choices"), pages(tmp_path)]
+    )
     monkeypatch.setattr(study, "find_tasks", lambda names, data_path: tasks)
     (result,) = study.StudyRun(
         study_job(Arm(name="baseline", changes={"num_spec_tokens": 0})), tmp_path / "out"
@@ -152,7 +163,9 @@ def test_choices_are_compared_by_the_likeliest(tmp_path: Path, monkeypatch: pyte
     ("arguments", "reason"),
     [
         ((), "no task is named"),
-        (("no_such_task",), "task 'no_such_task' is not one of lm-eval's"),
+        pytest.param(
+            ("no_such_task",), "task 'no_such_task' is not one of lm-eval's", marks=pytest.mark.slow
+        ),  # reads the index of lm-eval's own
         (
             ("word_problems", "--arms", "padded,fast"),
             "arm 'fast' is unknown: use padded, non-padded, baseline",
@@ -176,16 +189,14 @@ def cut_after(number: int, path: Path) -> None:
     (path / "report.json").unlink()
 
 
-def test_a_killed_evaluation_goes_on_where_it_was(tmp_path: Path) -> None:
-    arguments = (*SMALL, "--arms", "padded,baseline", "--output")
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    call(*arguments, whole)
+def test_a_killed_evaluation_goes_on_where_it_was(study: tuple[Path, str], tmp_path: Path) -> None:
+    whole, killed = study[0], tmp_path / "killed"
     shutil.copytree(whole, killed)
     cut_after(2, killed / "padded")
     shutil.rmtree(killed / "baseline")
-    printed = call(*arguments, killed)
+    printed = call(*SMALL, "--output", killed)
     assert "The data show no difference" in printed
-    for arm in ("padded", "baseline"):
+    for arm in ("padded", "non-padded", "baseline"):
         ours, theirs = (load(path / arm)[0] for path in (killed, whole))
         for timed in (
             "wall_seconds",
@@ -213,6 +224,7 @@ def without_time(row: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in row.items() if key != "seconds"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_ends_it_in_one_line_and_what_is_answered_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, code: int
@@ -233,14 +245,14 @@ def test_a_signal_ends_it_in_one_line_and_what_is_answered_is_kept(
     assert "6 of 6" in call(*SMALL, "--output", tmp_path)
 
 
-def test_only_the_same_evaluation_goes_on(tmp_path: Path) -> None:
-    call(*SMALL, "--arms", "baseline", "--output", tmp_path)
+def test_only_the_same_evaluation_goes_on(study: tuple[Path, str], tmp_path: Path) -> None:
+    path = Path(shutil.copytree(study[0], tmp_path / "copy"))
     with pytest.raises(UserError, match=r"differs in study\.limit \(6, now 5\): name a new directory"):
-        call(*SMALL, "--arms", "baseline", "--limit", 5, "--output", tmp_path)
-    manifest = tmp_path / "baseline" / "manifest.json"
+        call(*SMALL, "--limit", 5, "--output", path)
+    manifest = path / "padded" / "manifest.json"
     manifest.write_text(manifest.read_text().replace('"torch": "', '"torch": "older than '))
     with pytest.raises(UserError, match=r"differs in versions\.torch \(older than"):
-        call(*SMALL, "--arms", "baseline", "--output", tmp_path)
+        call(*SMALL, "--output", path)
 
 
 def plant(monkeypatch: pytest.MonkeyPatch, share: float) -> None:
@@ -258,6 +270,7 @@ def plant(monkeypatch: pytest.MonkeyPatch, share: float) -> None:
     monkeypatch.setattr(step, "accept_greedy", accept)
 
 
+@pytest.mark.slow
 def test_a_wrong_bonus_token_in_a_hundred_steps_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -128,8 +128,10 @@ def written(tmp_path: Path, name: str, **arguments: Any) -> dict[str, Any]:
 
 def evaluate(lm: Any, *tasks: dict[str, Any], **options: Any) -> dict[str, Any]:
     from lm_eval import simple_evaluate
+    from lm_eval.tasks import TaskManager
 
-    results = simple_evaluate(model=lm, tasks=list(tasks), bootstrap_iters=0, **options)
+    manager = TaskManager(include_defaults=False)  # the index of lm-eval's own tasks takes seconds
+    results = simple_evaluate(model=lm, tasks=list(tasks), task_manager=manager, bootstrap_iters=0, **options)
     assert results is not None
     return results
 
@@ -142,6 +144,7 @@ def answers(results: dict[str, Any]) -> dict[tuple[str, int], Any]:
     }
 
 
+@pytest.mark.slow
 def test_scores_are_those_of_the_hf_model(lm: Any, hf: Any, tmp_path: Path) -> None:
     tasks = [
         choices(tmp_path, "delimited"),
@@ -222,7 +225,7 @@ def test_the_engine_is_told_that_nobody_asks_any_more(
     assert [getgeneratorstate(each) for each in made] == [GEN_CLOSED]
 
 
-@pytest.mark.parametrize("cache", ["lm-eval's", "ours"])
+@pytest.mark.parametrize("cache", [pytest.param("lm-eval's", marks=pytest.mark.slow), "ours"])
 def test_a_killed_run_goes_on_where_it_was(
     config: EngineConfig, models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache: str
 ) -> None:

@@ -52,11 +52,16 @@ def company(events: list[Event], name: str) -> set[int]:
     return {e.num_sequences for e in events[begin:end] if isinstance(e, Stepped) and e.kind == "decode"}
 
 
-@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("ahead", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("batch", ["padded", "non-padded"])
 @pytest.mark.parametrize(
     ("k", "sampling"),
-    [(0, GREEDY), (1, GREEDY), (4, GREEDY), (4, SAMPLED)],
+    [
+        pytest.param(0, GREEDY, marks=pytest.mark.slow),
+        pytest.param(1, GREEDY, marks=pytest.mark.slow),
+        (4, GREEDY),
+        (4, SAMPLED),
+    ],
     ids=["0-greedy", "1-greedy", "4-greedy", "4-sampled"],
 )
 def test_logits_that_are_no_numbers_fail_their_request_and_no_other(
@@ -123,8 +128,8 @@ def caches(monkeypatch: pytest.MonkeyPatch) -> list[KVCache]:
     return made
 
 
-@pytest.mark.parametrize("number", [1, 5])
-@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("number", [pytest.param(1, marks=pytest.mark.slow), 5])
+@pytest.mark.parametrize("ahead", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("batch", ["padded", "non-padded"])
 def test_what_fails_once_is_right_the_second_time(
     demo_pair: Pair,
@@ -193,7 +198,7 @@ class Broken:
         monkeypatch.setattr(Steps, where, planted)
 
 
-@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("ahead", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize(("where", "number"), [("prefill", 1), ("prefill", 2), ("decode", 1), ("decode", 6)])
 def test_an_error_of_the_device_changes_no_text(
     demo_pair: Pair,

@@ -53,6 +53,7 @@ WHICH: tuple[Callable[[int], list[int]], ...] = (  # of so many calls
 )
 ERRORS = (torch.OutOfMemoryError, RuntimeError)
 CONFIGS = list(product(("greedy", "sampled"), (0, 4), (True, False), (False, True)))
+QUICK = [("greedy", 4, True, True), ("sampled", 4, False, False)]
 
 
 class AtOp(TorchDispatchMode):
@@ -149,7 +150,17 @@ class Setting:
     kind: str
     k: int
     prefix_cache: bool
+    ahead: bool = False
     settings: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def config(self) -> tuple[str, int, bool, bool]:
+        return self.kind, self.k, self.prefix_cache, self.ahead
+
+    @property
+    def index(self) -> int:
+        """By which settings differ in where their errors come."""
+        return CONFIGS.index((self.kind, self.k, self.prefix_cache, False))
 
     def requests(self) -> list[Request]:
         """All begin alike; texts of several lengths, one of them with log-probabilities."""
@@ -212,16 +223,38 @@ def _name(config: tuple[str, int, bool, bool]) -> str:
     return f"{kind}-K{k}-{'cache' if prefix_cache else 'none'}-{'ahead' if ahead else 'now'}"
 
 
-@pytest.fixture(params=CONFIGS, ids=_name)
+@pytest.fixture(
+    params=[c if c in QUICK else pytest.param(c, marks=pytest.mark.slow) for c in CONFIGS], ids=_name
+)
 def setting(request: pytest.FixtureRequest, demo_pair: Pair, device_like: Callable[[], None]) -> Setting:
     kind, k, prefix_cache, ahead = request.param
     if ahead:
         device_like()
-    return Setting(demo_pair, kind, k, prefix_cache)
+    return Setting(demo_pair, kind, k, prefix_cache, ahead)
 
 
-def count_calls(setting: Setting) -> tuple[list[Run], Counter[str]]:
-    """Two runs without a fault, and how often each point was passed in the first."""
+@dataclass(frozen=True, kw_only=True)
+class FaultFree:
+    """Two runs of one engine without an error, and how often each point was passed in the first."""
+
+    results: list[Run]
+    calls: Counter[str]
+
+
+@pytest.fixture(scope="module")
+def fault_free_runs() -> dict[tuple[str, int, bool, bool], FaultFree]:
+    return {}
+
+
+@pytest.fixture
+def right(setting: Setting, fault_free_runs: dict[tuple[str, int, bool, bool], FaultFree]) -> FaultFree:
+    """Computed once for all tests of a setting."""
+    if setting.config not in fault_free_runs:
+        fault_free_runs[setting.config] = run_without_fault(setting)
+    return fault_free_runs[setting.config]
+
+
+def run_without_fault(setting: Setting) -> FaultFree:
     calls: Counter[str] = Counter()
     with pytest.MonkeyPatch.context() as patch:
         for point, (owner, name) in POINTS.items():
@@ -238,63 +271,64 @@ def count_calls(setting: Setting) -> tuple[list[Run], Counter[str]]:
         first = calls.copy()
     results.append(Run())
     run(engine, setting, results[1])
-    return results, first
+    assert not any(each.errors for each in results)
+    return FaultFree(results=results, calls=first)
 
 
 @pytest.mark.parametrize("error", ERRORS)
-def test_an_error_at_any_point_changes_nothing(setting: Setting, error: type[RuntimeError]) -> None:
-    require_nothing_changes(setting, error)
+def test_an_error_at_any_point_changes_nothing(
+    setting: Setting, right: FaultFree, error: type[RuntimeError]
+) -> None:
+    require_nothing_changes(setting, right, error)
 
 
-def require_nothing_changes(setting: Setting, error: type[RuntimeError]) -> None:
+def require_nothing_changes(setting: Setting, right: FaultFree, error: type[RuntimeError]) -> None:
     """With ``error`` at each point in turn, at another call and moment of it in each setting."""
-    right, calls = count_calls(setting)
-    assert not right[0].errors
-    index = CONFIGS.index((setting.kind, setting.k, setting.prefix_cache, False)) + ERRORS.index(error)
-    for place, (point, num_calls) in enumerate(calls.items()):
+    index = setting.index + ERRORS.index(error)
+    for place, (point, num_calls) in enumerate(right.calls.items()):
         when = WHENS[(index + place) % len(WHENS)]
         numbers = WHICH[(index // 2 + place) % len(WHICH)](num_calls)
         what = f"{error.__name__} {when} {point} {numbers} of {num_calls}"
         with planted(point, Planted(numbers, when, error)) as fault:
             found = attempt(setting)
         assert fault.raised == len(numbers), what
-        for mine, theirs in zip(right, found, strict=True):
+        for mine, theirs in zip(right.results, found, strict=True):
             assert mine.differences(theirs) == [], what
         assert len(found[0].errors) + len(found[1].errors) <= len(numbers) - 1, what
 
 
 @pytest.mark.parametrize("error", ERRORS)
-def test_an_error_at_any_operation_changes_nothing(setting: Setting, error: type[RuntimeError]) -> None:
+def test_an_error_at_any_operation_changes_nothing(
+    setting: Setting, right: FaultFree, error: type[RuntimeError]
+) -> None:
     """Of the several thousand operations of a run some, others in each setting."""
-    right = attempt(setting)
     with AtOp(0, error) as none:
-        results = [Run()]
-        run(setting.engine(record_into(results)), setting, results[0])
-    index = CONFIGS.index((setting.kind, setting.k, setting.prefix_cache, False)) + ERRORS.index(error)
-    for number in range(1 + 37 * index, none.count, none.count // 3):
+        run(setting.engine(record_into([Run()])), setting, Run())
+    first = 1 + 37 * (setting.index + ERRORS.index(error))
+    for number in range(first, none.count, none.count // 3):
         results = [Run()]
         engine = setting.engine(record_into(results))
         with AtOp(number, error):
             run(engine, setting, results[0])
         results.append(Run())
         run(engine, setting, results[1])
-        for mine, theirs in zip(right, results, strict=True):
+        for mine, theirs in zip(right.results, results, strict=True):
             assert mine.differences(theirs) == [], f"operation {number} of {none.count}"
             assert not theirs.errors
 
 
 @pytest.mark.parametrize("error", ERRORS)
-def test_an_error_and_a_caller_who_has_seen_enough(setting: Setting, error: type[RuntimeError]) -> None:
+def test_an_error_and_a_caller_who_has_seen_enough(
+    setting: Setting, right: FaultFree, error: type[RuntimeError]
+) -> None:
     """What is asked again of the same engine is right, also where the error came just before."""
-    right, calls = count_calls(setting)
     (again,) = attempt(setting, close_at=1)  # without one: what was in flight is for nobody
-    assert right[0].differences(again) == []
-    index = CONFIGS.index((setting.kind, setting.k, setting.prefix_cache, False))
-    for place, (point, num_calls) in list(enumerate(calls.items()))[index // 2 % 3 :: 3]:
+    assert right.results[0].differences(again) == []
+    for place, (point, num_calls) in list(enumerate(right.calls.items()))[setting.index // 2 % 3 :: 3]:
         number = 1 + place % num_calls
         with planted(point, Planted([number], WHENS[place % 3], error)):
             (again,) = attempt(setting, close_at=1)
-        assert right[0].differences(again) == [], f"{error.__name__} in call {number} of {point}"
+        assert right.results[0].differences(again) == [], f"{error.__name__} in call {number} of {point}"
 
 
 def test_a_page_is_shared_when_its_pass_is_known_to_run(demo_pair: Pair) -> None:
@@ -329,7 +363,13 @@ fails_alone = partial(pytest.raises, RuntimeError, match="not alone either")
 
 @pytest.mark.parametrize("error", ERRORS)
 @pytest.mark.parametrize(
-    "point", [(Steps, "score"), (Llama, "forward"), (Llama, "logits")], ids=lambda p: p[1]
+    "point",
+    [
+        (Steps, "score"),
+        pytest.param((Llama, "forward"), marks=pytest.mark.slow),
+        pytest.param((Llama, "logits"), marks=pytest.mark.slow),
+    ],
+    ids=lambda p: p[1],
 )
 @pytest.mark.parametrize("when", WHENS)
 def test_an_error_while_texts_are_scored_changes_no_log_probability(

@@ -148,6 +148,7 @@ HEAD_KEYS = (
 )
 
 
+@pytest.mark.slow
 @fuzz(150)
 @given(changes=st.dictionaries(st.sampled_from(CONFIG_KEYS), values, min_size=1, max_size=3))
 def test_any_config_of_a_target(target: Files, changes: dict[str, Any]) -> None:
@@ -205,6 +206,7 @@ def test_any_entry_of_a_header(target: Files, entry: dict[str, Any]) -> None:
     _try(target | {WEIGHTS: struct.pack("<Q", len(written)) + written + data[end:]}, _use_target)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("zipped", [True, False], ids=["zip", "before-1.6"])
 def test_any_damage_to_pickles(target: Files, zipped: bool) -> None:
     files = _pickled(target, zipped=zipped)

@@ -26,7 +26,7 @@ from specgen.rundir.locking import LOCK
 from specgen.rundir.results import RunDirectory
 from specgen.rundir.status import Status
 from specgen.rundir.tally import Tally
-from tests.engines import loaded
+from tests.jobs import keep_in_memory
 from tests.tiny_checkpoints import write_head, write_target
 from tests.tiny_tokenizers import write_byte_level
 
@@ -344,5 +344,4 @@ def test_a_start_parses_little_of_what_is_there(tmp_path: Path) -> None:
 
 @pytest.fixture(autouse=True)
 def _loaded(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    models = loaded(job.engine)
-    monkeypatch.setattr("specgen.jobs.run.load_models", lambda *asked: models)
+    keep_in_memory(monkeypatch, job.engine)

@@ -20,7 +20,7 @@ from specgen.engine.build import build_engine
 from specgen.engine.memory import _memory_for_kv
 from specgen.events import Captured, OutOfMemory
 from tests.engines import Outputs, Pair, bad_at, bundled_requests, config_of, generate, load_pair
-from tests.test_faults import Setting, require_nothing_changes
+from tests.test_faults import Setting, require_nothing_changes, run_without_fault
 from tests.test_per_request import all_different, answers
 
 pytestmark = [
@@ -217,7 +217,8 @@ def test_an_error_at_any_point_changes_nothing(
     gpu_pair: Pair, mode: str, kind: str, k: int, prefix_cache: bool, error: type[RuntimeError]
 ) -> None:
     """Also where a graph is captured, and where one is replayed."""
-    require_nothing_changes(Setting(gpu_pair, kind, k, prefix_cache, EXACT | {"cuda_graphs": mode}), error)
+    setting = Setting(gpu_pair, kind, k, prefix_cache, settings=EXACT | {"cuda_graphs": mode})
+    require_nothing_changes(setting, run_without_fault(setting), error)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

@@ -184,7 +184,11 @@ def test_all_but_the_kernels_of_gpus_works_without_their_packages():
 
 @pytest.mark.parametrize(
     ("said", "count"),
-    [({}, "3000"), ({"OMP_WAIT_POLICY": "active"}, "30000000000"), ({"GOMP_SPINCOUNT": "7"}, "7")],
+    [
+        ({}, "3000"),
+        pytest.param({"OMP_WAIT_POLICY": "active"}, "30000000000", marks=pytest.mark.slow),
+        pytest.param({"GOMP_SPINCOUNT": "7"}, "7", marks=pytest.mark.slow),
+    ],
     ids=["nothing", "policy", "count"],
 )
 def test_threads_do_not_spin_for_long_unless_the_user_says_so(said: dict[str, str], count: str) -> None:

@@ -1,5 +1,6 @@
 """A run that is killed, again and again and at any moment, ends with the files of one that was left alone."""
 
+import gc
 import json
 import os
 import random
@@ -13,69 +14,30 @@ from typing import Any
 
 import pytest
 
-from specgen.config import EngineConfig, SamplingParams
-from specgen.events import Event, to_line
+from specgen.events import to_line
 from specgen.jobs.job import Job
 from specgen.jobs.run import run
 from specgen.rundir import atomic, results, resume, row_file
 from specgen.rundir.results import RunDirectory
 from specgen.rundir.row_file import RowFile
-from specgen.rundir.tally import Tally
-from tests.engines import loaded
+from tests.jobs import Silent, conversations, files, keep_in_memory
 
-NUM_KILLS = 50
 SAMPLED = {"temperature": 0.8, "seed": 7}
-# How the passes went, which a kill changes; everything else in a report has to be the same.
-HOW_IT_WENT = (
-    "wall_seconds",
-    "ttft_seconds",
-    "tpot_seconds",
-    "output_tokens_per_second",
-    "steps",
-    "rows",
-    "num_cached_tokens",
-)
-
-
-class Silent:
-    """Nobody follows."""
-
-    def prepare(self, what: str) -> None: ...
-    def start(self, what: str, tally: Tally, num_requests: int, num_done: int = 0) -> None: ...
-    def see(self, event: Event) -> None: ...
-    def advance(self) -> None: ...
-    def finish(self) -> None: ...
 
 
 @pytest.fixture(scope="module")
-def job(demo_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Job:
+def job(tmp_path_factory: pytest.TempPathFactory) -> Job:
     """Conversations of two turns with the bundled pair, a broken row, and one whose second turn is too long."""
-    path = tmp_path_factory.mktemp("killed")
     turns = [[f"Tom has {n} apples and buys {2 * n} more.", "And " * n + "now?"] for n in range(1, 8)]
     rows = [{"question_id": f"q{n}", "category": "ab"[n % 2], "turns": each} for n, each in enumerate(turns)]
     rows[3:3] = [{"question_id": "broken"}, {"question_id": "long", "turns": ["Stop", "Tom has " * 2000]}]
-    (path / "question.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return Job(
-        engine=EngineConfig(
-            model=str(demo_path / "target"),
-            drafter=str(demo_path / "drafter"),
-            num_spec_tokens=3,
-            max_batch_size=4,
-            device="cpu",
-        ),
-        sampling=SamplingParams(max_tokens=14),
-        dataset="mt-bench",
-        data_path=path / "question.jsonl",
-        num_prompts=None,
-        baseline=False,
-    )
+    return conversations(tmp_path_factory.mktemp("killed"), rows)
 
 
 @pytest.fixture(autouse=True)
 def _loaded(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     """Children find the weights in memory."""
-    models = loaded(job.engine)
-    monkeypatch.setattr("specgen.jobs.run.load_models", lambda *asked: models)
+    keep_in_memory(monkeypatch, job.engine)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,6 +94,7 @@ def work(job: Job, out: Path, kill: Kill | None = None) -> bool:
     """Run ``job`` in a child; whether it was killed. What else goes wrong there is raised here."""
     child = os.fork()
     if child == 0:
+        gc.freeze()  # or the child would look through, and so copy, all that its parent has
         code = 1
         try:
             if kill is not None:
@@ -153,26 +116,6 @@ def work(job: Job, out: Path, kill: Kill | None = None) -> bool:
     return False
 
 
-def files(out: Path) -> dict[str, Any]:
-    """What a run left, without times."""
-    found: dict[str, Any] = {path.name: None for path in out.iterdir()}
-    for name in ("completions.jsonl", "errors.jsonl"):
-        found[name] = (out / name).read_bytes()
-    for name, untold in {
-        "report.json": HOW_IT_WENT,
-        "manifest.json": ("created", "argv"),
-        "status.json": (
-            "pid",
-            "started",
-            "updated",
-            "output_tokens_per_second",
-        ),
-    }.items():
-        document = json.loads((out / name).read_text())
-        found[name] = {key: value for key, value in document.items() if key not in untold}
-    return found
-
-
 def moments(seconds: float) -> Iterator[Kill]:
     """Random ones, of every kind; a whole run takes ``seconds``."""
     rng = random.Random(6)
@@ -183,9 +126,16 @@ def moments(seconds: float) -> Iterator[Kill]:
         yield Kill(where=where, number=rng.randrange(visits[where]))
 
 
-@pytest.mark.parametrize("sampling", [{}, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(
+    ("sampling", "num_kills"),
+    [
+        pytest.param({}, 6, id="few"),
+        pytest.param({}, 25, id="greedy", marks=pytest.mark.slow),
+        pytest.param(SAMPLED, 25, id="sampled", marks=pytest.mark.slow),
+    ],
+)
 def test_a_run_killed_at_any_moment_ends_as_if_it_had_not_been(
-    job: Job, tmp_path: Path, sampling: dict[str, Any]
+    job: Job, tmp_path: Path, sampling: dict[str, Any], num_kills: int
 ) -> None:
     job = replace(job, sampling=replace(job.sampling, **sampling))
     began = time.monotonic()
@@ -194,21 +144,22 @@ def test_a_run_killed_at_any_moment_ends_as_if_it_had_not_been(
     assert len(whole["completions.jsonl"].splitlines()) == 15
     assert all(whole["report.json"]["acceptance_histogram"]), "drafts are accepted, and not, at every place"
     assert [json.loads(row)["id"] for row in whole["errors.jsonl"].splitlines()] == ["broken", "long/turn-2"]
-    num_kills = num_runs = 0
-    while num_kills < NUM_KILLS // 2:
+    num_killed = num_runs = 0
+    while num_killed < num_kills:
         out = tmp_path / f"run {num_runs}"
         killed = [work(job, out, next(kills)) for _ in range(3)]
         work(job, out)
         assert files(out) == whole
         rows = json.loads((out / "report.json").read_text())["rows"]
         assert rows["target_rejected"] == rows["first_pass_wasted"], "counted over the same steps"
-        num_kills, num_runs = num_kills + sum(killed), num_runs + 1
+        num_killed, num_runs = num_killed + sum(killed), num_runs + 1
 
 
 def unflushed(self: RunDirectory, row: dict[str, Any]) -> None:
     self.completions.add(row)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("owner", "name", "bug", "kill"),
     [

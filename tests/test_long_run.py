@@ -16,7 +16,10 @@ NUM_REQUESTS = 2_000
 OPTIONS = ["--device", "cpu", "--max-new-tokens", "4", "--ignore-eos", "--kv-memory", "8MiB"]
 PAGE = os.sysconf("SC_PAGE_SIZE")
 
-pytestmark = pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs Linux's /proc")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs Linux's /proc"),
+]
 
 
 @dataclass(frozen=True, kw_only=True)

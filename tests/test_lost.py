@@ -14,7 +14,7 @@ import torch
 import typer
 
 from specgen.cli import generating
-from specgen.config import EngineConfig, SamplingParams
+from specgen.config import SamplingParams
 from specgen.core import engine_core
 from specgen.core.endings import DeviceLost
 from specgen.core.engine_core import EngineCore
@@ -24,9 +24,8 @@ from specgen.events import read
 from specgen.jobs.job import Job
 from specgen.jobs.run import run
 from specgen.rundir.interrupt import StoppedError
-from tests.engines import loaded
+from tests.jobs import HOW_IT_WENT, Silent, conversations, keep_in_memory
 from tests.test_failures import company
-from tests.test_killed import HOW_IT_WENT, Silent
 
 LONG = 120  # positions; the device is lost with a sequence that is longer
 POISON = "q4/turn-2"
@@ -50,32 +49,16 @@ def lose_the_device(patch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module")
-def job(demo_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Job:
+def job(tmp_path_factory: pytest.TempPathFactory) -> Job:
     """Conversations with the bundled pair; the second turn of one is long."""
-    path = tmp_path_factory.mktemp("lost") / "question.jsonl"
     turns = [[f"Tom has {n} apples.", "And " * 100 if n == 4 else "And now?", "Why?"] for n in range(10)]
     rows = ({"question_id": f"q{n}", "turns": each} for n, each in enumerate(turns))
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return Job(
-        engine=EngineConfig(
-            model=str(demo_path / "target"),
-            drafter=str(demo_path / "drafter"),
-            num_spec_tokens=3,
-            max_batch_size=4,
-            device="cpu",
-        ),
-        sampling=SamplingParams(max_tokens=14),
-        dataset="mt-bench",
-        data_path=path,
-        num_prompts=None,
-        baseline=False,
-    )
+    return conversations(tmp_path_factory.mktemp("lost"), rows)
 
 
 @pytest.fixture(autouse=True)
 def _loaded(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    models = loaded(job.engine)
-    monkeypatch.setattr("specgen.jobs.run.load_models", lambda *asked: models)
+    keep_in_memory(monkeypatch, job.engine)
 
 
 def work(job: Job, out: Path) -> int:
@@ -98,7 +81,7 @@ def numbers(out: Path) -> dict[str, Any]:
     return {name: number for name, number in report.items() if name not in HOW_IT_WENT}
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("temperature", [0.0, pytest.param(0.8, marks=pytest.mark.slow)])
 def test_all_others_are_answered_as_if_nothing_had_happened(
     job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, temperature: float
 ) -> None:
@@ -144,6 +127,7 @@ def test_who_was_in_flight_runs_alone(job: Job, tmp_path: Path, monkeypatch: pyt
     assert max(max(company(events, name), default=0) for name in completions) > 1
 
 
+@pytest.mark.slow
 def test_an_arm_and_its_baseline_each_find_out_for_themselves(
     job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -196,6 +180,7 @@ cli.main()
 """
 
 
+@pytest.mark.slow
 def test_the_command_goes_on_by_itself(job: Job, tmp_path: Path) -> None:
     """In new processes that take each other's place: one command to whoever waits for it."""
     out = tmp_path / "run"

@@ -320,7 +320,15 @@ REFUSED: dict[str, tuple[Damage, str]] = {
 }
 
 
-@pytest.mark.parametrize(("damage", "reason"), REFUSED.values(), ids=REFUSED)
+def some_quick(damages: dict[str, tuple[Damage, str]]) -> list[Any]:
+    """All as parameters; of every eight one is in the quick set."""
+    return [
+        pytest.param(*each, id=name, marks=[pytest.mark.slow] if number % 8 else [])
+        for number, (name, each) in enumerate(damages.items())
+    ]
+
+
+@pytest.mark.parametrize(("damage", "reason"), some_quick(REFUSED))
 def test_a_target_that_lies_is_refused_in_one_line(copied: Path, damage: Damage, reason: str) -> None:
     damage(copied / "target")
     before = _files(copied)
@@ -370,7 +378,7 @@ HEADS: dict[str, tuple[Damage, str]] = {
 }
 
 
-@pytest.mark.parametrize(("damage", "reason"), HEADS.values(), ids=HEADS)
+@pytest.mark.parametrize(("damage", "reason"), some_quick(HEADS))
 def test_a_head_that_lies_is_refused_in_one_line(copied: Path, damage: Damage, reason: str) -> None:
     damage(copied / "head")
     inspected, generated = inspect_pair(copied), generate_with_pair(copied)

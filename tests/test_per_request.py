@@ -72,9 +72,11 @@ def biased_texts(
     return {request.id: biased_greedy(random_reference, request) for request in biased_requests}
 
 
-@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("ahead", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("batch", ["padded", "non-padded"])
-@pytest.mark.parametrize("k", [0, 1, 4])
+@pytest.mark.parametrize(
+    "k", [pytest.param(0, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.slow), 4]
+)
 def test_a_biased_greedy_text_is_that_of_biased_plain_decoding(
     random_pair: Pair,
     device_like: Callable[[], None],
@@ -163,9 +165,11 @@ def asking(requests: Iterable[Request], sampling: SamplingParams) -> list[Reques
     ],
     ids=["greedy", "sampled", "biased"],
 )
-@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("ahead", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("batch", ["padded", "non-padded"])
-@pytest.mark.parametrize("k", [0, 1, 4])
+@pytest.mark.parametrize(
+    "k", [pytest.param(0, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.slow), 4]
+)
 def test_log_probabilities_are_the_model_s_own(
     demo_pair: Pair,
     demo_reference: ReferenceDrafter,

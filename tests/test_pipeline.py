@@ -42,8 +42,10 @@ def mixed_requests(sampling: SamplingParams) -> list[Request]:
 
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("batch", ["padded", "non-padded"])
-@pytest.mark.parametrize("k", [0, 1, 4])
-@pytest.mark.parametrize("max_batch_size", [1, 6])
+@pytest.mark.parametrize(
+    "k", [pytest.param(0, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.slow), 4]
+)
+@pytest.mark.parametrize("max_batch_size", [pytest.param(1, marks=pytest.mark.slow), 6])
 def test_a_step_ahead_changes_no_text_and_no_step(
     demo_pair: Pair,
     device_like: Callable[[], None],

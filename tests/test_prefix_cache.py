@@ -108,9 +108,9 @@ def test_the_longest_unused_goes_first_and_a_text_from_its_end() -> None:
 
 
 @pytest.mark.parametrize("drafter_batch", ["padded", "non-padded"])
-@pytest.mark.parametrize("num_spec_tokens", [0, 3])
+@pytest.mark.parametrize("num_spec_tokens", [pytest.param(0, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("sampling", [GREEDY, SamplingParams(max_tokens=20, temperature=1.0, seed=5)])
-@pytest.mark.parametrize("max_prefill_tokens", [2048, 33])
+@pytest.mark.parametrize("max_prefill_tokens", [pytest.param(2048, marks=pytest.mark.slow), 33])
 def test_texts_drafts_and_acceptance_are_those_without_it(
     random_pair: Pair,
     num_spec_tokens: int,

@@ -30,11 +30,14 @@ from specgen.jobs.ray_engine import RayEngine
 from specgen.jobs.run import run
 from specgen.prompts import Message, Prompt, Rejected
 from tests.engines import resolved
-from tests.test_killed import Silent, files
+from tests.jobs import Silent, files
 
 NUM_PROMPTS, MAX_TOKENS = 160, 24
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:ray")  # at its own fields
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning:ray"),  # at its own fields
+    pytest.mark.xdist_group("ray"),  # no two clusters at once
+]
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +85,7 @@ class Driver:
 
     def wait_for(self, found: Callable[[], Any]) -> Any:
         """What is ``found`` at last."""
-        for _ in range(1200):
+        for _ in range(2400):
             if it := found():
                 return it
             assert self.process.poll() is None, Path(self.log.name).read_text()
@@ -111,6 +114,7 @@ def _below(pid: int) -> Iterator[int]:
             yield from _below(int(stat.parent.name))
 
 
+@pytest.mark.slow
 def test_the_driver_and_a_worker_may_be_killed(pair: EngineConfig, data: Path, tmp_path: Path) -> None:
     driver = Driver(data, tmp_path / "ray")
     driver.wait_for(lambda: driver.num_done)
@@ -122,7 +126,7 @@ def test_the_driver_and_a_worker_may_be_killed(pair: EngineConfig, data: Path, t
     assert driver.num_done < NUM_PROMPTS
     workers = driver.workers()
     os.kill(workers[0], signal.SIGKILL)
-    stdout, _ = driver.process.communicate(timeout=120)
+    stdout, _ = driver.process.communicate(timeout=300)
     assert len(workers) == 2
     assert driver.process.returncode == 3, "the broken row"
     assert stdout.startswith("Prompt:"), "what Ray has to say is not on stdout"

@@ -217,6 +217,7 @@ def test_reports_of_runs_are_compared(pair: Path, data: Path, tmp_path: Path) ->
     assert padded["rows"]["first_pass_wasted"] > non_padded["rows"]["first_pass_wasted"] == 0
 
 
+@pytest.mark.slow
 def test_the_draft_length_may_be_chosen_by_cost(pair: Path, data: Path, tmp_path: Path) -> None:
     for k in ("auto", "2"):
         arguments = ("--dataset", "mt-bench", "--data-path", data, "--num-spec-tokens", k)

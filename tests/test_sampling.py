@@ -105,7 +105,9 @@ def p_values(pair: Pair, sampling: SamplingParams, draft_sampling: str) -> tuple
 
 
 @pytest.mark.parametrize("draft_sampling", ["greedy", "probabilistic"])
-@pytest.mark.parametrize("name", FILTERS)
+@pytest.mark.parametrize(
+    "name", [name if name == "all" else pytest.param(name, marks=pytest.mark.slow) for name in FILTERS]
+)
 def test_every_place_has_the_distribution_of_plain_sampling(
     small_pair: Pair, name: str, draft_sampling: str
 ) -> None:
@@ -114,6 +116,7 @@ def test_every_place_has_the_distribution_of_plain_sampling(
     assert accepted == {0, 1, 2, 3}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("draft_sampling", ["greedy", "probabilistic"])
 def test_a_residual_that_forgets_the_drafter_is_caught(
     small_pair: Pair, monkeypatch: pytest.MonkeyPatch, draft_sampling: str
@@ -130,7 +133,7 @@ def test_a_residual_that_forgets_the_drafter_is_caught(
     assert min(values) < 1e-6
 
 
-@pytest.mark.parametrize("draft_sampling", ["greedy", "probabilistic"])
+@pytest.mark.parametrize("draft_sampling", [pytest.param("greedy", marks=pytest.mark.slow), "probabilistic"])
 def test_one_seed_is_one_text_in_any_company(random_pair: Pair, draft_sampling: str) -> None:
     sampling = SamplingParams(max_tokens=16, temperature=0.8, top_p=0.95, seed=7)
     requests = random_requests(9, 128, sampling)

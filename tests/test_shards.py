@@ -14,7 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from specgen.cli import main as cli
-from specgen.config import EngineConfig, SamplingParams, UserError
+from specgen.config import UserError
 from specgen.events import Event, Merged, Resumed, Sharded
 from specgen.jobs.job import Job
 from specgen.jobs.merge import merge
@@ -22,42 +22,25 @@ from specgen.jobs.run import run
 from specgen.jobs.shard import Shard, parse_shard
 from specgen.report.report import fold
 from specgen.rundir import atomic
-from tests.engines import loaded
+from tests.jobs import Silent, conversations, files, keep_in_memory
 from tests.streams import request
-from tests.test_killed import Silent, files
 
 COUNT = 3
 
 
 @pytest.fixture(scope="module")
-def job(demo_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Job:
+def job(tmp_path_factory: pytest.TempPathFactory) -> Job:
     """Conversations of two turns, broken rows, all of one shard among them, and a second turn that is too long."""
-    path = tmp_path_factory.mktemp("shards")
     turns = [[f"Tom has {n} apples and buys {2 * n} more.", "And now?"] for n in range(1, 5)]
     rows = [{"question_id": f"q{n}", "category": "ab"[n % 2], "turns": each} for n, each in enumerate(turns)]
     rows[1:1] = [{"question_id": "broken"}, {"question_id": "long", "turns": ["Stop", "Tom has " * 2000]}]
     rows[4:4] = [{}]
-    (path / "question.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return Job(
-        engine=EngineConfig(
-            model=str(demo_path / "target"),
-            drafter=str(demo_path / "drafter"),
-            num_spec_tokens=3,
-            max_batch_size=4,
-            device="cpu",
-        ),
-        sampling=SamplingParams(max_tokens=14),
-        dataset="mt-bench",
-        data_path=path / "question.jsonl",
-        num_prompts=None,
-        baseline=True,
-    )
+    return conversations(tmp_path_factory.mktemp("shards"), rows, baseline=True)
 
 
 @pytest.fixture(autouse=True)
 def _loaded(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    models = loaded(job.engine)
-    monkeypatch.setattr("specgen.jobs.run.load_models", lambda *asked: models)
+    keep_in_memory(monkeypatch, job.engine)
 
 
 def run_shards(job: Job, path: Path) -> list[Path]:
@@ -80,7 +63,11 @@ def outcome(directory: Path) -> dict[str, Any]:
     return {"kept": kept, "rows": rows, "errors": found["errors.jsonl"], "names": names, "counts": counts}
 
 
-@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.8, "seed": 7}], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(
+    "sampling",
+    [{}, pytest.param({"temperature": 0.8, "seed": 7}, marks=pytest.mark.slow)],
+    ids=["greedy", "sampled"],
+)
 def test_merged_shards_are_the_run_of_one_process(job: Job, tmp_path: Path, sampling: dict[str, Any]) -> None:
     job = replace(job, sampling=replace(job.sampling, **sampling))
     run(job, tmp_path / "whole", Silent())
@@ -100,6 +87,7 @@ def test_merged_shards_are_the_run_of_one_process(job: Job, tmp_path: Path, samp
     assert outcome(tmp_path / "merged") == whole
 
 
+@pytest.mark.slow
 def test_a_merge_that_is_killed_leaves_nothing_half(job: Job, tmp_path: Path) -> None:
     shards = run_shards(job, tmp_path)
     merge(tmp_path / "whole", shards, "jsonl")

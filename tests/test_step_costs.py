@@ -44,7 +44,7 @@ def run(engine: EngineCore, requests: Iterable[Request]) -> dict[str, tuple[int,
     return {completion.request.id: completion.token_ids for completion in engine.generate(requests)}
 
 
-@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("ahead", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("batch", ["padded", "non-padded"])
 def test_any_number_of_drafts_at_any_step_gives_the_same_texts(
     demo_pair: Pair, device_like: Callable[[], None], batch: str, ahead: bool
@@ -85,6 +85,7 @@ def drafts_by_place(events: Iterable[Event]) -> dict[tuple[str, int], tuple[int,
     return drafts
 
 
+@pytest.mark.slow
 def test_steps_are_timed_and_nothing_is_left_of_it(random_pair: Pair) -> None:
     events: list[Event] = []
     config = config_of(random_pair, num_spec_tokens=2, max_batch_size=6)

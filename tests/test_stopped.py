@@ -1,5 +1,6 @@
 """What stops a run from outside: signals, a full disk, a disk that is read-only, another run; the command goes on."""
 
+import gc
 import json
 import os
 import re
@@ -22,7 +23,9 @@ from specgen.core.engine_core import EngineCore
 from specgen.core.step import Steps
 from specgen.rundir.interrupt import interruptible
 from specgen.rundir.locking import locked
-from tests.engines import loaded
+from tests.jobs import keep_in_memory
+
+pytestmark = pytest.mark.xdist_group("stopped")  # one run that nothing stops for all
 
 NUM_PROMPTS = 24
 
@@ -35,12 +38,13 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture(autouse=True)
-def _loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(scope="module", autouse=True)
+def _loaded() -> Iterator[None]:
     """Children find the weights in memory."""
     target, head = pair(None, None, 4)
-    models = loaded(EngineConfig(model=target, drafter=head, device="cpu"))
-    monkeypatch.setattr("specgen.jobs.run.load_models", lambda *asked: models)
+    with pytest.MonkeyPatch.context() as patch:
+        keep_in_memory(patch, EngineConfig(model=target, drafter=head, device="cpu"))
+        yield
 
 
 class Command:
@@ -53,6 +57,7 @@ class Command:
         given = ["generate", "--dataset", prompts, "--output", output, *options, *arguments]
         self.pid = os.fork()
         if self.pid == 0:
+            gc.freeze()  # or the child would look through, and so copy, all that its parent has
             os.dup2(os.open(self.log, os.O_WRONLY), 2)
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
             sys.argv = ["specgen", *map(str, given)]
@@ -92,12 +97,21 @@ def wait_for_rows(output: Path, number: int) -> None:
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.fixture(scope="module")
+def completions(prompts: Path) -> bytes:
+    """The rows of a run that nothing stops."""
+    output = prompts.with_name("whole")
+    assert Command(prompts, output).end() == 0
+    return (output / "completions.jsonl").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, 143), pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow)]
+)
 def test_a_signal_ends_the_run_and_the_same_command_goes_on(
-    prompts: Path, tmp_path: Path, number: int, code: int
+    prompts: Path, completions: bytes, tmp_path: Path, number: int, code: int
 ) -> None:
-    whole, output = tmp_path / "whole", tmp_path / "run"
-    assert Command(prompts, whole).end() == 0
+    output = tmp_path / "run"
     command = Command(prompts, output)
     wait_for_rows(output, 3)
     os.kill(command.pid, number)
@@ -109,7 +123,7 @@ def test_a_signal_ends_the_run_and_the_same_command_goes_on(
     status = json.loads((output / "status.json").read_text())
     assert (status["state"], status["done"], status["total"]) == ("interrupted", done, NUM_PROMPTS)
     assert Command(prompts, output).end() == 0
-    assert (output / "completions.jsonl").read_bytes() == (whole / "completions.jsonl").read_bytes()
+    assert (output / "completions.jsonl").read_bytes() == completions
 
 
 def test_a_second_signal_ends_it_at_once(
@@ -169,9 +183,10 @@ def mount(path: Path, options: str, *what: str) -> bool:
         return False
 
 
-def test_a_full_disk_loses_nothing(prompts: Path, tmp_path: Path, disk: Path | None) -> None:
-    whole = tmp_path / "whole"
-    assert Command(prompts, whole).end() == 0
+@pytest.mark.slow
+def test_a_full_disk_loses_nothing(
+    prompts: Path, completions: bytes, tmp_path: Path, disk: Path | None
+) -> None:
     output = (disk or tmp_path) / "run"
     command = Command(prompts, output, file_size=None if disk else 20_000)
     assert command.end() == 2
@@ -183,8 +198,8 @@ def test_a_full_disk_loses_nothing(prompts: Path, tmp_path: Path, disk: Path | N
     if disk:
         assert mount(disk, "remount,size=8m", "-t", "tmpfs", "tmpfs")
     assert Command(prompts, output).end() == 0
-    assert (output / "completions.jsonl").read_bytes() == (whole / "completions.jsonl").read_bytes()
-    assert set(kept) <= set((whole / "completions.jsonl").read_bytes().splitlines())
+    assert (output / "completions.jsonl").read_bytes() == completions
+    assert set(kept) <= set(completions.splitlines())
 
 
 def test_a_read_only_directory_is_one_line(prompts: Path, tmp_path: Path, disk: Path | None) -> None:
@@ -201,6 +216,7 @@ def test_a_read_only_directory_is_one_line(prompts: Path, tmp_path: Path, disk: 
     assert re.search(rf"run' cannot be written \({reason}\)", command.last_words)
 
 
+@pytest.mark.slow
 def test_two_runs_in_one_directory(prompts: Path, tmp_path: Path) -> None:
     first = Command(prompts, tmp_path / "run")
     wait_for_rows(tmp_path / "run", 1)

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+pytestmark = pytest.mark.xdist_group("wheel")  # which is built once
+
 ROOT = Path(__file__).parents[1]
 
 

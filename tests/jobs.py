@@ -1,0 +1,79 @@
+"""Jobs over conversations with the bundled pair, for tests that stop a run and go on; and what a run of one left."""
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specgen.bundled import data_directory
+from specgen.config import EngineConfig, SamplingParams
+from specgen.events import Event
+from specgen.jobs.job import Job
+from specgen.rundir.tally import Tally
+from tests.engines import loaded
+
+# How the passes went, which a kill changes; everything else in a report has to be the same.
+HOW_IT_WENT = (
+    "wall_seconds",
+    "ttft_seconds",
+    "tpot_seconds",
+    "output_tokens_per_second",
+    "steps",
+    "rows",
+    "num_cached_tokens",
+)
+_TIMED = {
+    "report.json": HOW_IT_WENT,
+    "manifest.json": ("created", "argv"),
+    "status.json": ("pid", "started", "updated", "output_tokens_per_second"),
+}
+
+
+class Silent:
+    """Nobody follows."""
+
+    def prepare(self, what: str) -> None: ...
+    def start(self, what: str, tally: Tally, num_requests: int, num_done: int = 0) -> None: ...
+    def see(self, event: Event) -> None: ...
+    def advance(self) -> None: ...
+    def finish(self) -> None: ...
+
+
+def conversations(directory: Path, rows: Iterable[dict[str, Any]], *, baseline: bool = False) -> Job:
+    """A job over ``rows`` in the form of MT-Bench, which are written to ``directory``."""
+    path = directory / "question.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    pair = data_directory() / "demo"
+    return Job(
+        engine=EngineConfig(
+            model=str(pair / "target"),
+            drafter=str(pair / "drafter"),
+            num_spec_tokens=3,
+            max_batch_size=4,
+            device="cpu",
+        ),
+        sampling=SamplingParams(max_tokens=14),
+        dataset="mt-bench",
+        data_path=path,
+        num_prompts=None,
+        baseline=baseline,
+    )
+
+
+def keep_in_memory(patch: pytest.MonkeyPatch, config: EngineConfig) -> None:
+    """Let every run in this process and its children find the models of ``config`` in memory."""
+    models = loaded(config)
+    patch.setattr("specgen.jobs.run.load_models", lambda *asked: models)
+
+
+def files(out: Path) -> dict[str, Any]:
+    """What a run left, without times."""
+    found: dict[str, Any] = {path.name: None for path in out.iterdir()}
+    for name in ("completions.jsonl", "errors.jsonl"):
+        found[name] = (out / name).read_bytes()
+    for name, untold in _TIMED.items():
+        document = json.loads((out / name).read_text())
+        found[name] = {key: value for key, value in document.items() if key not in untold}
+    return found
