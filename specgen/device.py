@@ -25,6 +25,12 @@ def use(device: torch.device) -> None:
         torch.cuda.set_device(device)
 
 
+def settle() -> None:
+    """Wait until a GPU, where there is one, has nothing left to do."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
 class HostCopy:
     """The numbers of a device tensor on their way to the host; the tensor may be overwritten at once."""
 

@@ -23,11 +23,15 @@ def load_json(path: Path, remedy: str) -> dict[str, Any]:
 
 def check_fields(value: object, cls: type[Any]) -> dict[str, Any]:
     """``value`` as the arguments of the dataclass ``cls``; ``UserError`` names a key that is missing or unknown."""
+    needed = {field.name for field in fields(cls) if field.default is MISSING}
+    return check_keys(value, needed=needed, known={field.name for field in fields(cls)})
+
+
+def check_keys(value: object, *, needed: set[str], known: set[str]) -> dict[str, Any]:
+    """The object ``value``; ``UserError`` names a key that is missing or unknown."""
     require(isinstance(value, Mapping), f"{shown(value)} is not a JSON object")
     assert isinstance(value, Mapping)
-    needed = {field.name for field in fields(cls) if field.default is MISSING}
-    missing = sorted(needed - set(value))
-    unknown = sorted(set(value) - {field.name for field in fields(cls)})
+    missing, unknown = sorted(needed - set(value)), sorted(set(value) - known)
     require(not missing, f"{', '.join(missing)} is missing: add it")
     require(not unknown, f"{', '.join(unknown)} is not known: remove it")
     return dict(value)

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from specgen.attention import Heads
 from specgen.attention.sdpa import SdpaBackend
-from specgen.bench import bandwidth, kernels, timing
+from specgen.bench import device_speed, kernels, timing
 from specgen.bench.decode_pass import Cell, queries
 from specgen.bench.kernels import KernelJob, measure, relative_error
 from specgen.bench.timing import MOST_LAYERS, SPREAD, num_layers, time_layers
@@ -35,7 +35,7 @@ JOB = KernelJob(heads=HEADS, num_seqs=(1, 3), max_seq_lens=(16, 9), num_spec_tok
 
 @pytest.fixture(autouse=True)
 def small_copies(monkeypatch) -> None:
-    monkeypatch.setitem(bandwidth.COPIED_BYTES, "cpu", 1 << 20)
+    monkeypatch.setitem(device_speed.COPIED_BYTES, "cpu", 1 << 20)
 
 
 def test_lengths_are_random_up_to_the_longest_which_is_there() -> None:

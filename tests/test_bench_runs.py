@@ -1,6 +1,7 @@
-"""What benches of the engine share: runs, latencies, profiles of a window of steps, and bounds."""
+"""What benches of the engine share: latencies, windows of steps, and bounds."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,9 +11,11 @@ from calibrated_shapes import SHAPES
 from calibrated_weights import Source
 from make_calibrated_pair import write_pair
 
-from specgen.bench.bound import Device, StepBytes, Work, matrix_flops, part_works
-from specgen.bench.profile import Span, Window, busy, summarize
-from specgen.bench.runs import inter_token_seconds, joint_acceptance, step_seconds
+from specgen.bench.bound import StepBytes, Work, mean_step_bytes, part_works
+from specgen.bench.device_speed import Device, copy_bandwidth, matrix_flops
+from specgen.bench.explain import step_seconds
+from specgen.bench.marks import Window
+from specgen.bench.repeats import inter_token_seconds
 from specgen.events import Event, Finished, Prefilled, Stepped, Submitted, Verified
 from tests.engines import config_of, load_pair, loaded
 
@@ -46,35 +49,6 @@ def test_the_bytes_of_a_pair_are_its_matrices(tiny: Path) -> None:
     assert sizes.head_first == 2 * (3 * hidden * hidden + 2 * shape.kv_size * 2 * hidden)
     assert sizes.target_kv == 2 * 2 * shape.num_layers * shape.kv_size
     assert sizes.head_kv == 2 * 2 * shape.kv_size
-
-
-def span(start: float, end: float, name: str = "a") -> Span:
-    return Span(name=name, start=start, end=end)
-
-
-@pytest.mark.parametrize(
-    ("spans", "time"),
-    [
-        ([span(0, 2), span(3, 5)], 4),
-        ([span(3, 5), span(0, 2)], 4),
-        ([span(0, 2), span(1, 3)], 3),
-        ([span(0, 9), span(1, 3), span(4, 5)], 9),
-        ([span(0, 2), span(2, 3)], 3),
-        ([], 0),
-    ],
-)
-def test_busy_time_counts_overlaps_once(spans: list[Span], time: float) -> None:
-    assert busy(spans) == time
-
-
-def test_a_profile_has_the_idle_share_and_the_longest_kernels_first() -> None:
-    spans = [span(10, 20, "gemm"), span(20, 21, "norm"), span(25, 34, "gemm"), span(34, 35, "norm")]
-    profile = summarize(spans, num_steps=2, num_kernels=1)
-    assert profile.idle_share == pytest.approx(4 / 25)
-    assert profile.ms_per_step == pytest.approx(0.0125)
-    (kernel,) = profile.kernels
-    assert (kernel.name, kernel.launches_per_step, kernel.us_per_step) == ("gemm", 1, 9.5)
-    assert kernel.share == pytest.approx(19 / 21)
 
 
 def stepped(time: float, kind: str = "decode", num_sequences: int = 4) -> Stepped:
@@ -129,11 +103,6 @@ def test_a_window_sees_full_decode_steps_only() -> None:
     assert seen == ["start", "stop"]
 
 
-def test_joint_acceptance_is_the_share_that_accepted_more() -> None:
-    assert joint_acceptance([0, 1, 1, 3], 3) == (0.75, 0.25, 0.25)
-    assert joint_acceptance([], 2) == (0, 0)
-
-
 def test_parts_do_together_what_the_step_does() -> None:
     for k in (0, 1, 4):
         parts = part_works(SIZES, num_spec_tokens=k, batch=2, context=10.5, vocab_size=7, bytes_per_value=2)
@@ -151,8 +120,37 @@ def test_the_longer_of_reading_and_computing_is_the_bound() -> None:
     assert work.seconds(Device(bytes_per_second=100.0, flops_per_second=10.0)) == 10.0
 
 
-def test_products_of_matrices_are_timed() -> None:
+def test_copies_and_products_of_matrices_are_timed() -> None:
+    assert 1e8 < copy_bandwidth("cpu") < 1e13
     assert 1e8 < matrix_flops("cpu", torch.float32) < 1e14
+
+
+def test_a_step_reads_the_cache_of_the_sequences_in_it() -> None:
+    """Neither what is prefilled beside it nor what waits or has ended."""
+
+    def verified(sequence: str, emitted: int) -> Verified:
+        return Verified(sequence=sequence, time=0.0, drafts=(), accepted=0, emitted=emitted)
+
+    events: list[Event] = [
+        *(Submitted(sequence=name, time=0.0, num_prompt_tokens=10) for name in "abc"),
+        *(Prefilled(sequence=name, time=0.0, emitted=1, num_cached=0) for name in "ab"),
+        stepped(1, "prefill"),
+        verified("a", 3),
+        verified("b", 1),
+        stepped(2, num_sequences=2),
+        Finished(sequence="b", time=2.0, reason="length", num_output_tokens=2),
+        verified("a", 2),
+        stepped(3, num_sequences=1),
+        Prefilled(sequence="a", time=3.0, emitted=0, num_cached=0),  # after a preemption
+        verified("a", 1),
+        stepped(4, num_sequences=1),
+    ]
+    assert mean_step_bytes(events, SIZES) == sum(SIZES.step(0, 1, context) for context in (22, 14, 16)) / 3
+    drafting = [
+        replace(event, num_spec_tokens=4) if isinstance(event, Stepped) else event for event in events
+    ]
+    assert mean_step_bytes(drafting, SIZES) == pytest.approx(SIZES.step(4, 1, 52 / 3))
+    assert mean_step_bytes(events[:6], SIZES) is None
 
 
 def test_a_step_is_one_gap_however_many_tokens_it_emits() -> None:

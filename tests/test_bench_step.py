@@ -10,11 +10,12 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from specgen.bench import explain, parts
-from specgen.bench.bound import Device, Work
+from specgen.bench import explain, marks
+from specgen.bench.bound import Work
+from specgen.bench.device_speed import Device
 from specgen.bench.explain import StepJob, context_at
-from specgen.bench.parts import PARTS, HostMarker, Marked, StepTime, split
-from specgen.bench.profile import Span
+from specgen.bench.marks import HostMarker, Span
+from specgen.bench.parts import PARTS, Marked, StepTime, split
 from specgen.bench.step_table import step_rows
 from specgen.cli.main import app
 from specgen.config import EngineConfig, UserError
@@ -73,7 +74,7 @@ def test_a_picture_with_a_mark_missing_is_refused() -> None:
 
 def test_the_hosts_clock_leaves_nothing_idle(monkeypatch) -> None:
     moments = iter([1.0, 1.5, 2.0, 4.0, 4.25, 5.0, 6.0, 8.0])
-    monkeypatch.setattr(parts.time, "perf_counter", lambda: next(moments))
+    monkeypatch.setattr(marks.time, "perf_counter", lambda: next(moments))
     marker = HostMarker()
     runner = Marked(Runner(), marker)
 

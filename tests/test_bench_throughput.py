@@ -1,6 +1,8 @@
 """The throughput bench: its matrices as data, its prompts, who takes turns, and all of it on a CPU."""
 
+import gc
 import json
+import weakref
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -13,23 +15,28 @@ from calibrated_weights import Source
 from make_calibrated_pair import write_pair
 from typer.testing import CliRunner
 
-from specgen.bench import cache_size
 from specgen.bench import throughput as bench
-from specgen.bench.cache_size import kv_bytes
+from specgen.bench import workload as workloads
+from specgen.bench.known_text import KnownText
 from specgen.bench.matrices import MATRICES, Axis, Matrix, Workload, find_matrix
 from specgen.bench.repeats import Middle
 from specgen.bench.throughput import Plan, ThroughputJob, side_by_side, throughput
 from specgen.bench.throughput_table import best_lengths
-from specgen.bench.workload import make_prompts
+from specgen.bench.workload import kv_bytes, make_prompts
 from specgen.cli.main import app
 from specgen.config import DraftLength, EngineConfig, SamplingParams, UserError
-from specgen.core import step_costs
+from specgen.core import step, step_costs
 from specgen.core.engine_core import EngineCore
-from specgen.core.sequence import Request
+from specgen.core.sequence import Completion, Request
+from specgen.decoding.verify import accept_greedy
+from specgen.engine import warm_engine
+from specgen.engine.arms import Arm
 from specgen.engine.build import build_engine
 from specgen.engine.loading import Models
+from specgen.engine.warm_engine import WarmEngine
+from specgen.events import Submitted
 from specgen.report.terminal import render
-from tests.engines import loaded, resolved
+from tests.engines import Pair, loaded, resolved
 
 SHAPE = SHAPES["tiny"]
 CYCLE = Cycle.draw(SHAPE.num_plain_tokens, SHAPE.draft_vocab_size, 0.75, seed=0)
@@ -94,7 +101,7 @@ def test_the_arms_of_the_sources() -> None:
 
 def test_other_values_on_an_axis() -> None:
     matrix = find_matrix("batch-and-k").with_values(["K=0, 3", "batch=16"])
-    assert [arm.labels for arm in matrix.arms] == [{"batch": 16, "K": 0}, {"batch": 16, "K": 3}]
+    assert [dict(arm.changes) for arm in matrix.arms] == [{"batch": 16, "K": 0}, {"batch": 16, "K": 3}]
     assert find_matrix("batch-and-k").axes[1].values[-1] == "auto"
     for wrong, reason in (
         ("k=3", "axis is 'k=3': write NAME=VALUE,VALUE with one of batch, K"),
@@ -103,9 +110,11 @@ def test_other_values_on_an_axis() -> None:
         with pytest.raises(UserError, match=reason):
             matrix.with_values([wrong])
     with pytest.raises(UserError, match="axis decoding has 'fast': use some of plain, padded, non-padded"):
-        _ = find_matrix("vllm-25196").with_values(["decoding=fast"]).arms
+        find_matrix("vllm-25196").with_values(["decoding=fast"])
     with pytest.raises(UserError, match="axis batch has 'x': use whole numbers"):
-        Axis(name="batch", values=("x",)).changes("x")
+        Axis(name="batch", values=("x",))
+    with pytest.raises(UserError, match="num-spec-tokens is x: use 1 to 16, 0 for plain decoding, or auto"):
+        find_matrix("batch-and-k").with_values(["K=x"])
     with pytest.raises(UserError, match="matrix is 'x': use one of vllm-25196, "):
         find_matrix("x")
     with pytest.raises(UserError, match="num-prompts is 0: use at least 1"):
@@ -148,8 +157,7 @@ def test_synthetic_weights_get_random_tokens_as_long_as_the_texts(models: Models
 
 def plan(name: str, need: int, beside: int = 0) -> Plan:
     config = EngineConfig(model="target", drafter="head")
-    arm = replace(find_matrix("vllm-25196").arms[0], labels={"arm": name})
-    return Plan(arm=arm, config=config, requests=(), kv_bytes=need, beside=beside)
+    return Plan(arm=Arm(name=name), config=config, requests=(), kv_bytes=need, beside=beside)
 
 
 @pytest.mark.parametrize(
@@ -178,7 +186,7 @@ def test_what_an_engine_adds_counts() -> None:
 
 
 def test_the_cache_is_as_large_as_the_requests_need(pair: Path, models: Models, monkeypatch) -> None:
-    monkeypatch.setattr(cache_size, "_WARM_UP", 1)
+    monkeypatch.setattr(workloads, "_WARM_UP", 1)
     config = resolved(engine_of(pair, max_batch_size=2, num_spec_tokens=3))
     sampling = SamplingParams(max_tokens=6)
     lengths = (5, 30, 1)
@@ -219,6 +227,21 @@ def test_arms_take_turns_within_a_repeat(pair: Path, monkeypatch) -> None:
     assert [len(set(order[:3])), len(set(order[3:]))] == [1, 1]
 
 
+def test_an_engine_gives_its_memory_back_at_once(pair: Path, models: Models) -> None:
+    """Also where no collection of garbage comes before the next engine, which takes what is free."""
+    requests = make_prompts(SMALL, models, None, 2).requests
+    gc.disable()
+    try:
+        engine = WarmEngine(resolved(engine_of(pair)), models, requests)
+        core, runs = weakref.ref(engine._engine), [engine.run(), engine.run()]
+        del engine
+        assert core() is None
+    finally:
+        gc.enable()
+    for run in runs:  # each has its own events
+        assert sum(isinstance(event, Submitted) for event in run.events) == len(run.completions) == 2
+
+
 # --- the table ------------------------------------------------------------------------------------
 
 
@@ -247,6 +270,69 @@ def test_batch_and_k(pair: Path) -> None:
     assert max(map(len, render(table.parts(), 80).splitlines())) <= 80
 
 
+def test_modes_are_beside_their_bound_and_the_known_text(pair: Path) -> None:
+    workload = replace(SMALL, num_prompts=6, max_new_tokens=40)
+    table = list(throughput(job_of(pair, "vllm-25196", "attention=sdpa", workload=workload)))[-1]
+    plain, padded, non_padded = table.rows
+    for row in table.rows:
+        assert row["over_bound"] == pytest.approx(row["step"] / row["bound"])
+        assert row["over_bound"] > 1
+    assert plain["bound"] < padded["bound"] == non_padded["bound"], "the head has weights too"
+    assert plain["acceptance"] is None
+    assert padded["acceptance"] == non_padded["acceptance"]
+    rates = [float(rate) for rate in padded["acceptance"].split()]
+    assert 0.5 < rates[0] < 1
+    assert rates == sorted(rates, reverse=True)
+    assert len(rates) == 4
+    assert [row["wrong_tokens"] for row in table.rows] == [0, 0, 0]
+    assert table.head["wrong_tokens"].endswith("the pair's head knows 75.0 % of it")
+
+
+def test_a_wrong_token_is_counted(pair: Path, monkeypatch) -> None:
+    """One planted in each run, behind which the text goes on as it does behind that token."""
+    planted = CYCLE.tokens[5]
+
+    def wrong(drafts, likeliest):
+        accepted, tokens = accept_greedy(drafts, likeliest)
+        if drafts.shape[1] and len(tokens) == 1:  # the last of three prompts is alone at the end
+            tokens = tokens.clone()
+            tokens[0, accepted[0]] = planted
+        return accepted, tokens
+
+    monkeypatch.setattr(step, "accept_greedy", wrong)
+    table = list(throughput(job_of(pair, "vllm-25196", "attention=sdpa", repeats=1)))[-1]
+    wrong_tokens = [row["wrong_tokens"] for row in table.rows]
+    assert wrong_tokens[0] == 0, "plain decoding has no drafts"
+    assert min(wrong_tokens[1:]) > 0
+    assert {row["same_texts"] for row in table.rows[1:]} == {2 / 3}
+
+
+def test_wrong_missing_and_surplus_tokens_are_counted(models: Models) -> None:
+    known = KnownText.of(models)
+    prompt = CYCLE.slice(7, 4)
+    request = Request(id="a", prompt_token_ids=prompt, sampling=SamplingParams(max_tokens=5))
+    text = CYCLE.after(prompt[-1], 5)
+
+    def num_wrong(*token_ids: int) -> int:
+        done = Completion(request=request, token_ids=token_ids, finish_reason="length")
+        return known.num_wrong([done, done])
+
+    assert known.accept == 0.75
+    assert num_wrong(*text) == 0
+    assert num_wrong(*text[:3]) == 4
+    assert num_wrong(*text, text[0]) == 2
+    assert num_wrong(text[1], *text[1:]) == 2
+    at_the_end = replace(known, max_positions=len(prompt) + 3)
+    done = Completion(request=request, token_ids=text[:3], finish_reason="length")
+    assert at_the_end.num_wrong([done]) == 0, "the context ends the text"
+
+
+def test_a_text_that_is_not_known_is_not_judged(models: Models, demo_pair: Pair) -> None:
+    assert KnownText.of(demo_pair.models) is None
+    other = replace(models, head=demo_pair.models.head)  # drafts tokens outside of the cycle
+    assert KnownText.of(other) is None
+
+
 def test_the_best_length_of_a_batch() -> None:
     def row(batch: int, k: int | str, speed: float, ratio: float | None) -> dict[str, object]:
         return {"batch": batch, "K": k, "speed": speed, "x_plain": ratio}
@@ -261,14 +347,14 @@ def test_the_best_length_of_a_batch() -> None:
 
 
 def test_what_cannot_run_or_breaks_is_a_note(pair: Path, monkeypatch) -> None:
-    build = bench.build_engine
+    build = warm_engine.build_engine
 
     def broken(config: EngineConfig, *rest):
         if config.drafter_batch == "non-padded":
             raise RuntimeError("no kernel")
         return build(config, *rest)
 
-    monkeypatch.setattr(bench, "build_engine", broken)
+    monkeypatch.setattr(warm_engine, "build_engine", broken)
     table = list(throughput(job_of(pair, "vllm-25196", "attention=trtllm,sdpa", repeats=1)))[-1]
     assert [(row["attention"], row["decoding"]) for row in table.rows] == [
         ("sdpa", "plain"),

@@ -11,11 +11,11 @@ import torch
 from specgen.config import UserError
 from specgen.display import plain
 from specgen.evaluation import compare as comparing
-from specgen.evaluation.arms import ArmRun, Sample, Written
 from specgen.evaluation.compare import p_value
 from specgen.evaluation.comparison_tables import of_comparison, page
-from specgen.evaluation.divergence import Target
+from specgen.evaluation.divergence import Judge
 from specgen.evaluation.paired import mcnemar, tango
+from specgen.evaluation.samples import ArmRun, Sample, Written
 from specgen.report.charts import STYLES, Bars, Point, quarters
 from specgen.report.report import fold
 from specgen.report.table import Table
@@ -60,7 +60,7 @@ def logits_behind(token_ids):
     return logits
 
 
-TARGET = Target(logits_behind=logits_behind, dtype=torch.float32, token_text=str)
+TARGET = Judge(logits_behind=logits_behind, dtype=torch.float32, token_text=str)
 
 
 def tables(comparison, width=100):

@@ -17,7 +17,8 @@ from specgen.cli import main as cli
 from specgen.config import EngineConfig, UserError
 from specgen.core import step
 from specgen.decoding.verify import accept_greedy
-from specgen.evaluation.studies import Arm, Study
+from specgen.engine.arms import Arm
+from specgen.evaluation.studies import Study
 from specgen.events import Resumed, Submitted, from_line
 from specgen.report.against import load_results
 from specgen.report.report import load
@@ -89,7 +90,9 @@ def test_the_reports_name_what_ran_as_seen_from_here(monkeypatch: pytest.MonkeyP
     from specgen.evaluation.study import StudyRun
 
     monkeypatch.chdir(data_directory())
-    run = StudyRun(study_job(Arm(name="a, b", num_spec_tokens=2), Arm(name="c"), limit=1), tmp_path)
+    run = StudyRun(
+        study_job(Arm(name="a, b", changes={"num_spec_tokens": 2}), Arm(name="c"), limit=1), tmp_path
+    )
     run.compare([*run.arms()])
     settings = run.settings()
     assert settings["model"] == str(Path("demo") / "target")
@@ -144,7 +147,9 @@ def test_choices_are_compared_by_the_likeliest(tmp_path: Path, monkeypatch: pyte
         manager=TaskManager(include_defaults=False), configs=[choices(tmp_path, "choices"), pages(tmp_path)]
     )
     monkeypatch.setattr(study, "find_tasks", lambda names, data_path: tasks)
-    (result,) = study.StudyRun(study_job(Arm(name="baseline", num_spec_tokens=0)), tmp_path / "out").arms()
+    (result,) = study.StudyRun(
+        study_job(Arm(name="baseline", changes={"num_spec_tokens": 0})), tmp_path / "out"
+    ).arms()
     assert {sample.metric for sample in result.run.samples} == {"acc,none", "acc_norm,none"}
     for sample, row in zip(result.run.samples[::2], result.results["samples"]["choices"], strict=True):
         likelihoods = [response[0][0] for response in row["resps"]]

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Iterator
-from functools import partial
 from inspect import GEN_CLOSED, getgeneratorstate
 from itertools import islice
 from pathlib import Path
@@ -11,7 +10,6 @@ from typing import Any
 import pytest
 
 from specgen.config import EngineConfig, SamplingParams, UserError
-from specgen.engine.build import build_engine
 from specgen.engine.loading import Models
 from specgen.rundir.results import RunDirectory
 from tests.engines import loaded, resolved
@@ -59,8 +57,7 @@ def new_lm(config: EngineConfig, models: Models, path: Path) -> Any:
     from specgen.evaluation.language_model import SpecgenLM
 
     files = RunDirectory(path)
-    start = partial(build_engine, config, models, files.add_event)
-    return SpecgenLM(start=start, models=models, sampling=SHORT, files=files)
+    return SpecgenLM(config=config, models=models, sampling=SHORT, files=files)
 
 
 @pytest.fixture
@@ -210,7 +207,7 @@ def test_the_engine_is_told_that_nobody_asks_any_more(
     lm: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, work: str
 ) -> None:
     """Whoever else holds on to what it was at."""
-    lm._engine = lm._start()
+    lm._engine = lm._start(SHORT)
     made, original = [], getattr(lm._engine, work)
 
     def held(requests: Any) -> Iterator[Any]:
@@ -238,7 +235,7 @@ def test_a_killed_run_goes_on_where_it_was(
     whole = answers(evaluate(new_lm(config, models, tmp_path / "whole"), *tasks))
     for work, number in (("generate", 2), ("score", 4)):
         lm = new_lm(config, models, tmp_path / (f"files {work}" if theirs else "files"))
-        lm._engine = lm._start()
+        lm._engine = lm._start(SHORT)
         monkeypatch.setattr(lm._engine, work, dies_after(number, getattr(lm._engine, work)))
         with pytest.raises(KeyboardInterrupt):
             evaluate(lm, *tasks, **options)

@@ -5,7 +5,8 @@ import json
 import pytest
 
 from specgen.config import DraftLength, EngineConfig, UserError
-from specgen.evaluation.studies import Arm, load_study
+from specgen.engine.arms import Arm
+from specgen.evaluation.studies import load_study
 
 ENGINE = EngineConfig(
     model="target", drafter="head", num_spec_tokens=3, drafter_batch="non-padded", dtype="float32"
@@ -39,24 +40,24 @@ def test_the_four_arms_of_the_source():
 
 def test_an_arm_changes_what_it_names_and_nothing_else():
     assert Arm(name="as it is").configure(ENGINE) == ENGINE
-    arm = Arm(
-        name="all",
-        drafter_batch="padded",
-        num_spec_tokens=1,
-        attention="sdpa",
-        cuda_graphs="off",
-        dtype="float16",
-    )
-    changed = arm.configure(ENGINE)
+    changes = {
+        "drafter_batch": "padded",
+        "num_spec_tokens": 1,
+        "attention": "sdpa",
+        "cuda_graphs": "off",
+        "dtype": "float16",
+        "temperature": 0.5,  # the requests'
+    }
+    changed = Arm(name="all", changes=changes).configure(ENGINE)
     assert (changed.drafter_batch, changed.draft_length.most, changed.attention) == ("padded", 1, "sdpa")
     assert (changed.cuda_graphs, changed.dtype) == ("off", "float16")
 
 
 def test_an_arm_may_choose_its_draft_length_by_cost():
-    chosen = Arm(name="auto", num_spec_tokens="auto").configure(ENGINE)
+    chosen = Arm(name="auto", changes={"num_spec_tokens": "auto"}).configure(ENGINE)
     assert chosen.draft_length == DraftLength(most=7, auto=True)
     for k in (0, 3):
-        fixed = Arm(name="fixed", num_spec_tokens=k).configure(chosen)
+        fixed = Arm(name="fixed", changes={"num_spec_tokens": k}).configure(chosen)
         assert fixed.draft_length == DraftLength(most=k)
     assert Arm(name="as it is").configure(chosen) == chosen
     plain = chosen.plain()
@@ -67,6 +68,22 @@ def test_a_file_of_ones_own(tmp_path):
     study = load(tmp_path, limit=10)
     assert (study.name, study.limit, study.num_fewshot) == ("mine", 10, None)
     assert study.arms == (Arm(name="padded"),)
+
+
+def test_a_study_is_kept_with_every_setting(tmp_path):
+    """``study.json`` says also what an arm leaves open; an evaluation goes on only where it is the same."""
+    arms = [{"name": "a", "num_spec_tokens": "auto", "dtype": None, "temperature": 0.5}, {"name": "b"}]
+    settings = ("drafter_batch", "num_spec_tokens", "attention", "cuda_graphs", "dtype", "temperature")
+    kept = load(tmp_path, arms=arms, limit=3).to_json()
+    assert kept == {
+        "name": "mine",
+        "source": "here",
+        "tasks": ["word_problems"],
+        "limit": 3,
+        "num_fewshot": None,
+        "max_batch_size": None,
+        "arms": [dict.fromkeys(settings) | arm for arm in arms],
+    }
 
 
 @pytest.mark.parametrize(

@@ -1,17 +1,14 @@
 """The least time that a decode step and its parts can take: bytes to read over bandwidth, products over arithmetic."""
 
-import statistics
-import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 
-from specgen.bench.environment import settle
+from specgen.bench.device_speed import Device
 from specgen.checkpoints.checkpoint import TensorReader, build_head, build_target
 from specgen.engine.loading import Models
-
-_SQUARES = {"cuda": 8192, "cpu": 512}  # sides of the matrices whose product shows how fast a device computes
-_PRODUCTS = 9
+from specgen.events import Event, Prefilled, Stepped, Submitted, Verified
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,14 +53,6 @@ class StepBytes:
             return plain
         weights = self.head_first + num_spec_tokens * self.head_pass
         return plain + weights + num_spec_tokens * positions * self.head_kv
-
-
-@dataclass(frozen=True, kw_only=True)
-class Device:
-    """How fast a device is at best, as measured on it."""
-
-    bytes_per_second: float
-    flops_per_second: float  # of a large product of matrices in the model's dtype
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,18 +102,25 @@ def part_works(
     }
 
 
-def matrix_flops(device: str, dtype: torch.dtype) -> float:
-    """Floating-point operations a second of a product of large square matrices; median of several."""
-    side = _SQUARES[torch.device(device).type]
-    left, right = (torch.randn(side, side, device=device, dtype=dtype) for _ in range(2))
-    seconds = []
-    for _ in range(_PRODUCTS):
-        settle()
-        began = time.perf_counter()
-        left @ right
-        settle()
-        seconds.append(time.perf_counter() - began)
-    return 2 * side**3 / statistics.median(seconds)
+def mean_step_bytes(events: Iterable[Event], sizes: StepBytes) -> float | None:
+    """What the decode steps of a run had to read, on average; None without any."""
+    lengths: dict[str, int] = {}  # of texts with their prompts, by request
+    each: list[float] = []
+    positions = 0  # of the sequences in the step whose end is to come
+    for event in events:
+        match event:
+            case Submitted():
+                lengths[event.sequence] = event.num_prompt_tokens
+            case Prefilled():
+                lengths[event.sequence] += event.emitted
+            case Verified():
+                positions += lengths[event.sequence]
+                lengths[event.sequence] += event.emitted
+            case Stepped():
+                if event.kind == "decode":
+                    each.append(sizes.step(event.num_spec_tokens, 1, positions))
+                positions = 0
+    return sum(each) / len(each) if each else None
 
 
 def _read_whole(reader: TensorReader) -> int:

@@ -3,23 +3,21 @@
 import statistics
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
-from specgen.bench.bandwidth import copy_bandwidth
-from specgen.bench.bound import Device, StepBytes, Work, matrix_flops, part_works
-from specgen.bench.cache_size import kv_bytes
-from specgen.bench.environment import environment, free_memory
+from specgen.bench.bound import StepBytes, Work, part_works
+from specgen.bench.device_speed import Device, copy_bandwidth, matrix_flops
+from specgen.bench.environment import conditions, free_memory
+from specgen.bench.marks import DeviceMarker, HostMarker, Marker, Window
 from specgen.bench.matrices import RANDOM, Workload
 from specgen.bench.output import BenchTable
-from specgen.bench.pair_head import pair_head
-from specgen.bench.parts import DeviceMarker, HostMarker, Marked, Marker, StepTime, split
-from specgen.bench.profile import Window
-from specgen.bench.runs import Tape, run, step_seconds
+from specgen.bench.parts import Marked, StepTime, split
 from specgen.bench.step_table import empty_table, step_rows
-from specgen.bench.workload import make_prompts
+from specgen.bench.workload import kv_bytes, make_prompts
 from specgen.config import EngineConfig, require
-from specgen.engine.build import build_engine
 from specgen.engine.choices import resolve
 from specgen.engine.loading import Models, load_models, open_checkpoints
+from specgen.engine.warm_engine import WarmEngine
 from specgen.events import Event, Prefilled, Stepped, Submitted, Verified
 from specgen.report.table import Row
 
@@ -98,23 +96,28 @@ def _explain(job: StepJob, config: EngineConfig, models: Models) -> Explained:
     requests = make_prompts(job.workload, models, None, batch).requests
     config = replace(config, kv_memory=kv_bytes(config, models, requests))
     marker: Marker = HostMarker() if config.device == "cpu" else DeviceMarker()
-    tape = Tape()
-    engine = build_engine(config, models, tape.record, lambda runner: Marked(runner, marker))
-    engine.warm_up()
-    run(engine, [requests])
-    tape.events.clear()
-    run(engine, [requests])
-    unobserved = step_seconds(tape.events, batch)
-    tape.events.clear()
-    tape.window = window = Window(batch, marker, skipped=_SKIPPED, num_steps=_STEPS)
-    run(engine, [requests])
+    engine = WarmEngine(config, models, requests, lambda runner: Marked(runner, marker))
+    engine.run().whole()
+    unobserved = step_seconds(engine.run().whole().events, batch)
+    window = Window(batch, marker, skipped=_SKIPPED, num_steps=_STEPS)
+    observed = engine.run(window.see).whole()
     require(window.complete, "the batch was never whole: use a smaller one, or shorter prompts")
     return Explained(
         batch=batch,
         time=split(marker.spans(), _STEPS),
         unobserved=statistics.median(unobserved),
-        context=context_at(tape.events, batch, _SKIPPED + _STEPS // 2),
+        context=context_at(observed.events, batch, _SKIPPED + _STEPS // 2),
     )
+
+
+def step_seconds(events: Iterable[Event], batch: int) -> list[float]:
+    """Seconds from the end of each decode step of ``batch`` sequences to the end of the next, if that is another."""
+    steps = [event for event in events if isinstance(event, Stepped)]
+    return [
+        after.time - before.time
+        for before, after in pairwise(steps)
+        if before.kind == after.kind == "decode" and before.num_sequences == after.num_sequences == batch
+    ]
 
 
 def context_at(events: Iterable[Event], batch: int, step: int) -> float:
@@ -152,8 +155,7 @@ def _head(job: StepJob, config: EngineConfig, models: Models, device: Device) ->
         else "kernels by torch's profiler; six empty ones tell the parts apart, and their time is in idle"
     )
     return {
-        **environment(config.device),
-        **pair_head(config, models),
+        **conditions(config, models),
         "drafter batch": config.drafter_batch,
         "attention": config.attention,
         "CUDA graphs": config.cuda_graphs,

@@ -17,8 +17,8 @@ from specgen.attention import Backend, Heads
 from specgen.attention.flashinfer_paged import FlashInferBackend
 from specgen.attention.sdpa import SdpaBackend, StaticSdpaBackend
 from specgen.attention.trtllm import TrtllmBackend
-from specgen.bench.bandwidth import copy_bandwidth
 from specgen.bench.decode_pass import Cell, Query, queries
+from specgen.bench.device_speed import copy_bandwidth
 from specgen.bench.environment import environment, free_memory
 from specgen.bench.kernel_table import empty_table, measured_row, ordered
 from specgen.bench.output import BenchTable

@@ -3,16 +3,12 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any, Self
+from typing import Self
 
-from specgen.config import DraftLength, EngineConfig, require
+from specgen.config import DraftLength, require
+from specgen.engine.arms import DECODING, Arm
 
-Labels = Mapping[str, str | int]  # the name of each axis: an arm's value on it
-_DECODING: dict[str, dict[str, Any]] = {
-    "plain": {"num_spec_tokens": 0},
-    "padded": {"drafter_batch": "padded"},
-    "non-padded": {"drafter_batch": "non-padded"},
-}
+Labels = Mapping[str, str | int]  # the name of each axis: what an arm has there
 RANDOM = "random"  # the data set of prompts that are drawn
 
 
@@ -23,42 +19,18 @@ class Axis:
     name: str
     values: tuple[str, ...]
 
+    def __post_init__(self) -> None:
+        for value in self.values:
+            known = self.name != "decoding" or value in DECODING
+            require(known, f"axis decoding has {value!r}: use some of {', '.join(DECODING)}")
+            require(self.name != "batch" or value.isdecimal(), f"axis batch has {value!r}: use whole numbers")
+            if self.name == "K":
+                DraftLength.of(value)
+
     @property
     def labels(self) -> list[str | int]:
         """The values, numbers as numbers."""
         return [int(value) if value.isdecimal() else value for value in self.values]
-
-    def changes(self, value: str) -> dict[str, Any]:
-        """The fields of ``EngineConfig`` that ``value`` sets; ``UserError`` for one that this axis cannot have."""
-        match self.name:
-            case "decoding":
-                known = ", ".join(_DECODING)
-                require(value in _DECODING, f"axis decoding has {value!r}: use some of {known}")
-                return _DECODING[value]
-            case "batch":
-                require(value.isdecimal(), f"axis batch has {value!r}: use whole numbers")
-                return {"max_batch_size": int(value)}
-            case "K":
-                return {"num_spec_tokens": DraftLength.of(value)}
-            case _:
-                return {self.name: value}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Arm:
-    """One way to run the workload: its value on every axis, and what they change in the configuration."""
-
-    labels: Labels
-    changes: Mapping[str, Any]
-
-    @property
-    def name(self) -> str:
-        """``attention trtllm, decoding padded``"""
-        return ", ".join(f"{axis} {value}" for axis, value in self.labels.items())
-
-    def configure(self, engine: EngineConfig) -> EngineConfig:
-        """``engine`` with this arm's changes."""
-        return replace(engine, **self.changes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,15 +69,11 @@ class Matrix:
 
     @property
     def arms(self) -> list[Arm]:
-        """Every combination of the axes' values, the last axis changing fastest."""
+        """Every combination of the axes' values, the last axis changing fastest: ``attention sdpa, decoding plain``."""
         return [
             Arm(
-                labels=dict(zip([axis.name for axis in self.axes], labels, strict=True)),
-                changes={
-                    field: setting
-                    for axis, label in zip(self.axes, labels, strict=True)
-                    for field, setting in axis.changes(str(label)).items()
-                },
+                name=", ".join(f"{axis.name} {label}" for axis, label in zip(self.axes, labels, strict=True)),
+                changes={axis.name: label for axis, label in zip(self.axes, labels, strict=True)},
             )
             for labels in product(*(axis.labels for axis in self.axes))
         ]
@@ -157,6 +125,16 @@ MATRICES = {
             ratios={"x_off": {"cuda_graphs": "off"}},
             workload=Workload(dataset="mt-bench", num_prompts=80, max_batch_size=2),
             latencies=True,
+        ),
+        Matrix(
+            name="batch-and-decoding",
+            title="Plain decoding, padded and non-padded drafter batches at each batch size",
+            axes=(
+                Axis(name="batch", values=("1", "8", "32", "64", "128", "256")),
+                Axis(name="decoding", values=tuple(DECODING)),
+            ),
+            ratios={"x_plain": {"decoding": "plain"}},
+            workload=Workload(dataset="sharegpt"),
         ),
         Matrix(
             name="batch-and-k",

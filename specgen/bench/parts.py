@@ -5,89 +5,20 @@ the passes as a kernel of its own, and the work after it belongs to what comes n
 that decodes, whatever the kernels are called. On a CPU, where a call returns when its work is done, a mark is the time.
 """
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
-import torch
 from torch import Tensor
 
-from specgen.bench.profile import KernelTrace, Recorder, Span
+from specgen.bench.marks import MARK, Marker, Span
 from specgen.core.graphs import Capture, Key, Runner
 
 T = TypeVar("T")
-AFTER_MARKS = (
-    "draft loop",
-    "engine",
-    "verify",
-    "accept",
-    "first pass",
-    "engine",
-)  # each pass has two, around it
-PARTS = (
-    "draft loop",
-    "verify",
-    "accept",
-    "first pass",
-    "engine",
-)  # engine: what lies between steps and passes
-_MARK = "mark"
-_MARK_KERNEL = (
-    "spin_kernel"  # in the name of the kernel that torch.cuda._sleep launches, and nothing else does
-)
-
-
-class Marker(Recorder, Protocol):
-    """Notes marks among the work."""
-
-    def mark(self) -> None:
-        """Note that something else begins."""
-        ...
-
-    def spans(self) -> list[Span]:
-        """The work between start and stop and, as spans named ``mark``, the marks."""
-        ...
-
-
-class HostMarker:
-    """Marks by the host's clock: everything between two marks is work."""
-
-    def __init__(self) -> None:
-        self._open = False
-        self._times: list[float] = []
-
-    def start(self) -> None:
-        self._open = True
-        self.mark()
-
-    def mark(self) -> None:
-        if self._open:
-            self._times.append(1e6 * time.perf_counter())
-
-    def stop(self) -> None:
-        self.mark()
-        self._open = False
-
-    def spans(self) -> list[Span]:
-        work = [
-            Span(name="work", start=start, end=end)
-            for start, end in zip(self._times, self._times[1:], strict=False)
-        ]
-        return work + [Span(name=_MARK, start=moment, end=moment) for moment in self._times[1:-1]]
-
-
-class DeviceMarker(KernelTrace):
-    """Marks as kernels that do nothing."""
-
-    def mark(self) -> None:
-        torch.cuda._sleep(1)  # type: ignore[no-untyped-call]
-
-    def spans(self) -> list[Span]:
-        return [
-            Span(name=_MARK if _MARK_KERNEL in span.name else span.name, start=span.start, end=span.end)
-            for span in super().spans()
-        ]
+# each pass has two marks, around it
+AFTER_MARKS = ("draft loop", "engine", "verify", "accept", "first pass", "engine")
+# engine: what lies between steps and passes
+PARTS = ("draft loop", "verify", "accept", "first pass", "engine")
 
 
 class Marked(Runner):
@@ -134,7 +65,7 @@ def split(spans: Sequence[Span], num_steps: int) -> StepTime:
 
     Work that overlaps counts once, for what began first; marks count as idle, as nothing else runs in them.
     """
-    num_marks = sum(span.name == _MARK for span in spans)
+    num_marks = sum(span.name == MARK for span in spans)
     expected = num_steps * len(AFTER_MARKS)
     if num_marks != expected:
         raise RuntimeError(
@@ -145,8 +76,8 @@ def split(spans: Sequence[Span], num_steps: int) -> StepTime:
     part = "engine"
     after_marks = iter(AFTER_MARKS * num_steps)
     # at the same moment, a mark comes before the work that it is for
-    for span in sorted(spans, key=lambda span: (span.start, span.name != _MARK)):
-        if span.name == _MARK:
+    for span in sorted(spans, key=lambda span: (span.start, span.name != MARK)):
+        if span.name == MARK:
             part = next(after_marks)
         else:
             parts[part] += max(span.end - max(span.start, reached), 0.0)

@@ -1,12 +1,15 @@
 """What the repeats of an arm gave: medians with their range, and ratios of the same repeat."""
 
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from specgen.bench.runs import Run, inter_token_seconds
-from specgen.events import Captured, Event, OutOfMemory
-from specgen.report.report import Report, fold
+from specgen import display
+from specgen.bench.bound import StepBytes, mean_step_bytes
+from specgen.bench.known_text import KnownText
+from specgen.engine.warm_engine import Run
+from specgen.events import Captured, Event, Finished, OutOfMemory, Prefilled, Verified
+from specgen.report.report import Report
 from specgen.report.timings import Spread, spread
 
 
@@ -29,25 +32,55 @@ class Middle:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Yardstick:
+    """What every repeat is compared with: the least time that its steps can take, and the text where that is known."""
+
+    sizes: StepBytes
+    bytes_per_second: float
+    known: KnownText | None
+
+    @property
+    def head(self) -> dict[str, str]:
+        """What a table says of it."""
+        bound = f"bytes that a decode step must read over {self.bytes_per_second / 1e12:.3g} TB/s of a copy"
+        if self.known is None:
+            return {"bound": bound}
+        made_for = f"the pair's head knows {display.percent(self.known.accept)} of it"
+        return {"bound": bound, "wrong_tokens": f"of all repeats, against the pair's known text; {made_for}"}
+
+
+@dataclass(frozen=True, kw_only=True)
 class Repeat:
     """One run of the workload; no text of it is kept but as token ids by request."""
 
     tokens_per_second: float
     report: Report
     itl_seconds: Spread | None
+    step_bound: float | None  # seconds that a decode step takes at least, on average
     texts: Mapping[str, tuple[int, ...]]
+    num_wrong: int | None  # tokens that are not the known text's
     disturbances: tuple[str, ...]  # what happened within the measured time and should not
 
     @classmethod
-    def of(cls, run: Run, events: Sequence[Event], num_spec_tokens: int) -> "Repeat":
-        """Of ``run`` and what was recorded in it."""
+    def of(cls, run: Run, yardstick: Yardstick) -> "Repeat":
+        """Of ``run``."""
+        completions, events = run.completions.values(), run.events
+        step_bytes = mean_step_bytes(events, yardstick.sizes)
         return cls(
             tokens_per_second=run.tokens_per_second,
-            report=fold(events, num_spec_tokens=num_spec_tokens),
+            report=run.report,
             itl_seconds=spread(list(inter_token_seconds(events))),
-            texts={completion.request.id: completion.token_ids for completion in run.completions},
+            step_bound=step_bytes and step_bytes / yardstick.bytes_per_second,
+            texts={completion.request.id: completion.token_ids for completion in completions},
+            num_wrong=None if yardstick.known is None else yardstick.known.num_wrong(completions),
             disturbances=tuple(_disturbances(events)),
         )
+
+    @property
+    def step_seconds(self) -> float | None:
+        """A decode step, on average."""
+        steps = self.report.steps.get("decode")
+        return steps.mean_seconds if steps else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +91,7 @@ class Repeats:
 
     @property
     def speed(self) -> Middle:
-        """Output tokens a second."""
+        """Output tokens per second."""
         return Middle.of([repeat.tokens_per_second for repeat in self.each])
 
     def times(self, other: "Repeats") -> Middle:
@@ -67,14 +100,27 @@ class Repeats:
         return Middle.of([mine.tokens_per_second / theirs.tokens_per_second for mine, theirs in pairs])
 
     def median(self, figure: Callable[[Repeat], float | None]) -> float | None:
-        """The median of ``figure``; None where a repeat has none."""
+        """The median of ``figure`` over the repeats that have one; None where none has."""
         values = [value for repeat in self.each if (value := figure(repeat)) is not None]
         return statistics.median(values) if values else None
 
     @property
     def acceptance_length(self) -> float | None:
-        """Tokens a verify step with drafts, over all repeats; None without any."""
+        """Tokens per verify step with drafts, over all repeats; None without any."""
         return self.median(lambda repeat: repeat.report.speculation.mean_acceptance_length)
+
+    @property
+    def acceptance(self) -> str | None:
+        """The joint rate at each position, ``0.751 0.562``, the mean over all repeats; None without drafts."""
+        curves = [[at.rate for at in repeat.report.speculation.acceptance] for repeat in self.each]
+        rates = [[rate for rate in position if rate is not None] for position in zip(*curves, strict=True)]
+        return " ".join(f"{statistics.fmean(known):.3f}" for known in rates if known) or None
+
+    @property
+    def num_wrong(self) -> int | None:
+        """Of all repeats together; None where no text is known."""
+        known = [repeat.num_wrong for repeat in self.each if repeat.num_wrong is not None]
+        return sum(known) if known else None
 
     @property
     def disturbances(self) -> list[str]:
@@ -90,6 +136,22 @@ class Repeats:
         """The share of the requests whose tokens are equal to those of ``other``, which has the same requests."""
         mine, theirs = self.each[0].texts, other.each[0].texts
         return sum(mine[name] == theirs[name] for name in mine) / len(mine)
+
+
+def inter_token_seconds(events: Iterable[Event]) -> Iterator[float]:
+    """The time between two moments in which a request gets tokens: its inter-token latencies (ITL).
+
+    All tokens of a step come at once, so a step is one gap, however many it emits, and there are no gaps of zero in
+    between. So counts vLLM's serving benchmark too, which takes the time between two chunks of the stream.
+    """
+    latest: dict[str, float] = {}
+    for event in events:
+        if isinstance(event, Finished):
+            latest.pop(event.sequence, None)
+        elif isinstance(event, Prefilled | Verified) and event.emitted:
+            if event.sequence in latest:
+                yield event.time - latest[event.sequence]
+            latest[event.sequence] = event.time
 
 
 def _disturbances(events: Iterable[Event]) -> Iterable[str]:

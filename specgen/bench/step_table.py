@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 
 from specgen import display
-from specgen.bench.bound import Device, Work
+from specgen.bench.bound import Work
+from specgen.bench.device_speed import Device
 from specgen.bench.output import BenchTable, Plot
 from specgen.bench.parts import PARTS, StepTime
 from specgen.report.table import Column, Row

@@ -15,20 +15,21 @@ from pathlib import Path
 
 import torch
 
-from specgen.bench.cache_size import kv_bytes
-from specgen.bench.environment import environment, free_memory
-from specgen.bench.matrices import Arm, Matrix, Workload
+from specgen.bench.bound import StepBytes
+from specgen.bench.device_speed import copy_bandwidth
+from specgen.bench.environment import conditions, free_memory
+from specgen.bench.known_text import KnownText
+from specgen.bench.matrices import Matrix, Workload
 from specgen.bench.output import BenchTable
-from specgen.bench.pair_head import pair_head
-from specgen.bench.repeats import Repeat, Repeats
-from specgen.bench.runs import Run, Tape, run
+from specgen.bench.repeats import Repeat, Repeats, Yardstick
 from specgen.bench.throughput_table import Result, table
-from specgen.bench.workload import Prompts, make_prompts
+from specgen.bench.workload import Prompts, kv_bytes, make_prompts
 from specgen.config import EngineConfig, UserError, require
 from specgen.core.sequence import Request
-from specgen.engine.build import build_engine
+from specgen.engine.arms import Arm
 from specgen.engine.choices import resolve
 from specgen.engine.loading import Models, load_models, open_checkpoints
+from specgen.engine.warm_engine import WarmEngine
 from specgen.report.table import Row
 
 _CPU_BYTES = 1 << 30  # for engines that take turns
@@ -64,26 +65,6 @@ class Plan:
     beside: int
 
 
-class _Contestant:
-    """The engine of one arm at work."""
-
-    def __init__(self, plan: Plan, models: Models) -> None:
-        self.plan = plan
-        self._tape = Tape()
-        self._engine = build_engine(plan.config, models, self._tape.record)
-        self._engine.warm_up()
-        self._run()
-
-    def repeat(self) -> Repeat:
-        """Run the workload once more."""
-        done = self._run()
-        return Repeat.of(done, self._tape.events, self.plan.config.draft_length.most)
-
-    def _run(self) -> Run:
-        self._tape.events.clear()
-        return run(self._engine, [self.plan.requests])
-
-
 def throughput(job: ThroughputJob) -> Iterator[BenchTable]:
     """The table as it grows, one after each repeat of each group of arms; the last is whole.
 
@@ -91,17 +72,24 @@ def throughput(job: ThroughputJob) -> Iterator[BenchTable]:
     """
     checkpoints = open_checkpoints(job.engine)
     base = resolve(job.engine, checkpoints)
+    bandwidth = copy_bandwidth(base.device)
+    free_memory()
     models = load_models(base, checkpoints)
+    yardstick = Yardstick(
+        sizes=StepBytes.of(models),
+        bytes_per_second=bandwidth,
+        known=KnownText.of(models),
+    )
     counts = [job.workload.count(arm.configure(base).max_batch_size) for arm in job.matrix.arms]
     prompts = make_prompts(job.workload, models, job.data_path, max(counts))
     plans, notes = _plans(job, models, prompts)
     notes = [*prompts.notes, *notes]
     groups = side_by_side(plans, _room(base))
-    head, results = _head(job, base, models, prompts, groups), list[Result]()
+    head, results = {**_head(job, base, models, prompts, groups), **yardstick.head}, list[Result]()
     if not groups:
         yield table(job.matrix, head, results, notes)
     for group in groups:
-        for measured, broken in _measure(group, models, job.repeats):
+        for measured, broken in _measure(group, models, job.repeats, yardstick):
             yield table(job.matrix, head, [*results, *measured], [*notes, *broken])
         results += measured
         notes += broken
@@ -151,22 +139,27 @@ def _room(config: EngineConfig) -> int:
     return (free - int(total * (1 - config.gpu_memory_utilization))) // 2
 
 
-def _measure(plans: Sequence[Plan], models: Models, repeats: int) -> Iterator[tuple[list[Result], list[str]]]:
+def _measure(
+    plans: Sequence[Plan], models: Models, repeats: int, yardstick: Yardstick
+) -> Iterator[tuple[list[Result], list[str]]]:
     """All arms so far and what broke some, after each repeat, in which one arm comes after the other."""
-    contestants: dict[str, _Contestant] = {}
+    engines: dict[str, WarmEngine] = {}
     each: dict[str, list[Repeat]] = {plan.arm.name: [] for plan in plans}
     broken: dict[str, str] = {}
     for number in range(repeats + 1):
         for plan in plans:
             name = plan.arm.name
+            if name in broken:
+                continue
             try:
                 if number == 0:
-                    contestants[name] = _Contestant(plan, models)
-                elif name not in broken:
-                    each[name].append(contestants[name].repeat())
+                    engines[name] = WarmEngine(plan.config, models, plan.requests)
+                run = engines[name].run().whole()
+                if number:
+                    each[name].append(Repeat.of(run, yardstick))
             except Exception as error:  # whatever breaks one arm must not cost the others
                 broken[name] = f"broke off: {name}: {type(error).__name__}: {error}"
-                contestants.pop(name, None)
+                engines.pop(name, None)
         if number:
             whole = [plan.arm for plan in plans if plan.arm.name not in broken]
             results = [Result(arm=arm, repeats=Repeats(each=tuple(each[arm.name]))) for arm in whole]
@@ -179,8 +172,7 @@ def _head(
     each = "" if job.workload.num_prompts else " (two for each place in the batch, at least four)"
     fixed = {axis.name for axis in job.matrix.axes}
     return {
-        **environment(config.device),
-        **pair_head(config, models),
+        **conditions(config, models),
         **({} if "K" in fixed else {"draft tokens (K)": config.draft_length.most}),
         **({} if "batch" in fixed else {"batch": f"at most {config.max_batch_size}"}),
         **({} if "attention" in fixed else {"attention": config.attention}),
@@ -190,4 +182,5 @@ def _head(
         "repeats": f"{job.repeats}, the median, with the lowest and the highest; ratios are of the same repeat",
         "arms that took turns": "; ".join(str(len(group)) for group in groups),
         "same_texts": "share of the texts that are equal to those of the first row with the same prompts",
+        "acceptance": "share of the steps that accepted more than 0, 1, ... drafts",
     }

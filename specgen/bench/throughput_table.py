@@ -4,9 +4,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from specgen import display
-from specgen.bench.matrices import Arm, Matrix
+from specgen.bench.matrices import Matrix
 from specgen.bench.output import BenchTable, Plot, Value
 from specgen.bench.repeats import Middle, Repeat, Repeats
+from specgen.engine.arms import Arm
 from specgen.report.table import Column, Row
 from specgen.report.timings import Spread
 
@@ -52,23 +53,31 @@ def _columns(matrix: Matrix) -> Iterator[Column]:
         yield from (Column(name=f"{ratio}{end}", show=display.ratio) for end in ("", "_lowest", "_highest"))
     yield Column(name="repeats")
     yield Column(name="acceptance_length")
+    yield Column(name="acceptance")
     yield Column(name="step", unit="ms")
+    yield Column(name="bound", unit="ms")
+    yield Column(name="over_bound", show=display.ratio)
     yield Column(name="same_texts", show=display.percent)
+    yield Column(name="wrong_tokens")
     if matrix.latencies:
         yield from (Column(name=f"{name}_{part}", unit="ms") for name in _SPREADS for part in _PARTS)
 
 
 def _row(matrix: Matrix, result: Result, results: Sequence[Result]) -> Row:
     arm, repeats = result.arm, result.repeats
-    row: dict[str, Value] = {**arm.labels, **_range(("speed", "lowest", "highest"), repeats.speed)}
+    row: dict[str, Value] = {**arm.changes, **_range(("speed", "lowest", "highest"), repeats.speed)}
     for ratio, labels in matrix.ratios.items():
-        base = next((r for r in results if r.arm.labels == {**arm.labels, **labels}), None)
+        base = next((r for r in results if r.arm.changes == {**arm.changes, **labels}), None)
         times = None if base is None or base is result else repeats.times(base.repeats)
         row |= _range((ratio, f"{ratio}_lowest", f"{ratio}_highest"), times)
     row["repeats"] = len(repeats.each)
     row["acceptance_length"] = repeats.acceptance_length
-    row["step"] = _ms(repeats.median(_decode_seconds))
+    row["acceptance"] = repeats.acceptance
+    step, bound = (repeats.median(figure) for figure in (lambda r: r.step_seconds, lambda r: r.step_bound))
+    row["step"], row["bound"] = _ms(step), _ms(bound)
+    row["over_bound"] = step / bound if step and bound else None
     row["same_texts"] = repeats.same_texts(next(r.repeats for r in results if r.repeats.ids == repeats.ids))
+    row["wrong_tokens"] = repeats.num_wrong
     if matrix.latencies:
         row |= {
             f"{name}_{part}": _ms(repeats.median(_figure(find, part)))
@@ -87,11 +96,6 @@ def _range(names: tuple[str, str, str], found: Middle | None) -> dict[str, Value
 
 def _figure(find: Callable[[Repeat], Spread | None], part: str) -> Callable[[Repeat], float | None]:
     return lambda repeat: getattr(find(repeat), part, None)
-
-
-def _decode_seconds(repeat: Repeat) -> float | None:
-    steps = repeat.report.steps.get("decode")
-    return steps.mean_seconds if steps else None
 
 
 def _ms(seconds: float | None) -> float | None:

@@ -17,7 +17,7 @@ Call = Callable[[int], Tensor]  # the work of one layer, by its number
 
 @dataclass(frozen=True, kw_only=True)
 class Timing:
-    """Seconds a call: mean and standard deviation over repeats, each of which calls every layer once."""
+    """Seconds per call: mean and standard deviation over repeats, each of which calls every layer once."""
 
     mean: float
     std: float
@@ -37,33 +37,21 @@ def time_layers(call: Call, layers: int, repeats: int, device: torch.device) -> 
     """
     call(0)  # loads, compiles and plans
     if device.type == "cpu":
-        return _timing(*_on_cpu(call, layers, repeats), layers)
-    graph, output = _capture(call, layers)
-    return _timing(_on_gpu(graph, repeats, device), output.clone(), layers)
-
-
-def _timing(seconds: list[float], output: Tensor, layers: int) -> Timing:
+        seconds = []
+        for _ in range(repeats):
+            began = time.perf_counter()
+            for layer in range(layers):
+                output = call(layer)
+            seconds.append(time.perf_counter() - began)
+    else:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for layer in range(layers):
+                output = call(layer)
+        seconds = _on_gpu(graph, repeats, device)
+        output = output.clone()
     each = [passed / layers for passed in seconds]
     return Timing(mean=statistics.mean(each), std=statistics.stdev(each), output=output)
-
-
-def _on_cpu(call: Call, layers: int, repeats: int) -> tuple[list[float], Tensor]:
-    seconds = []
-    for _ in range(repeats):
-        began = time.perf_counter()
-        for layer in range(layers):
-            output = call(layer)
-        seconds.append(time.perf_counter() - began)
-    return seconds, output
-
-
-def _capture(call: Call, layers: int) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-    """A graph of all calls, and where the last one writes."""
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for layer in range(layers):
-            output = call(layer)
-    return graph, output
 
 
 def _on_gpu(graph: torch.cuda.CUDAGraph, repeats: int, device: torch.device) -> list[float]:

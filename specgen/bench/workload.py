@@ -1,17 +1,21 @@
-"""The requests of a throughput bench: first turns of a data set, or random tokens; the same every time."""
+"""The requests of a bench, always the same: first turns of a data set, or random tokens; and the cache they need."""
 
 import itertools
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from specgen.bench.matrices import RANDOM, Workload
-from specgen.config import SamplingParams, require
+from specgen.config import EngineConfig, SamplingParams, require
+from specgen.core import step_costs
 from specgen.core.sequence import Request
-from specgen.engine.conversations import Conversations
+from specgen.engine.conversations import first_turns
 from specgen.engine.loading import Models
-from specgen.engine.request_output import RequestOutput
-from specgen.prompts import load_prompts
+from specgen.engine.memory import kv_page_bytes
+from specgen.prompts import open_prompts
+
+_WARM_UP = 192  # positions of a sequence while an engine warms up
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,14 +42,10 @@ def make_prompts(workload: Workload, models: Models, data_path: Path | None, cou
             notes=(),
         )
     sampling = SamplingParams(max_tokens=workload.max_new_tokens)
-    prompts, rejected = load_prompts(workload.dataset, data_path=data_path, num_prompts=count)
-    if any(prompt.messages for prompt in prompts):
-        models.tokenizer.require_chat_template()
-    refused: list[RequestOutput] = []
-    asked = list(Conversations(prompts, models.tokenizer, sampling, refused.append).first_turns())
+    prompts = open_prompts(workload.dataset, data_path=data_path, num_prompts=count)
+    asked, failures = first_turns(prompts, models.tokenizer, sampling)
     requests, notes = _fitting(asked, models, workload)
-    notes += tuple(f"left out: {row.id}: {row.reason}" for row in rejected)
-    notes += tuple(f"left out: {output.id}: {output.error}" for output in refused)
+    notes += tuple(f"left out: {failure}" for failure in failures)
     require(bool(requests), f"no prompt of {workload.dataset} can run: {'; '.join(notes[:3])}")
     description = f"{count} of {len(requests)} first turns of {workload.dataset}"
     requests = _filled(requests, count)
@@ -88,3 +88,13 @@ def _drawn(lengths: list[int], models: Models, workload: Workload) -> tuple[Requ
         )
         for index, length in enumerate(lengths)
     )
+
+
+def kv_bytes(config: EngineConfig, models: Models, requests: Sequence[Request]) -> int:
+    """What the longest requests that can be in the batch together take, all of their pages."""
+    least = step_costs.positions(config.draft_length.most) if config.draft_length.auto else _WARM_UP
+    lengths = sorted(
+        (max(len(r.prompt_token_ids) + r.sampling.max_tokens, least) for r in requests), reverse=True
+    )
+    longest = [length + config.draft_length.most + 1 for length in lengths[: config.max_batch_size]]
+    return sum(-(-length // config.page_size) for length in longest) * kv_page_bytes(config, models)

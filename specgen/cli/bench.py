@@ -95,7 +95,10 @@ def kernels(
 def throughput(
     *,
     matrix: str = option(
-        MISSING, "Table", "Which arms, over which prompts: vllm-25196, vllm-19825, vllm-21477 or batch-and-k."
+        MISSING,
+        "Table",
+        "Which arms, over which prompts: vllm-25196, vllm-19825, vllm-21477, batch-and-decoding or "
+        "batch-and-k.",
     ),
     axis: list[str] | None = option(
         None,

@@ -87,8 +87,7 @@ def evaluate(
 
 def _study(tasks: str | None, study: str | None, arms: str | None) -> "Study":
     """The study of a file, or the named arms on ``tasks``; what is given beside a file takes its place."""
-    from specgen.evaluation.arms import ALL_NAMED, named_arms
-    from specgen.evaluation.studies import Study, load_study
+    from specgen.evaluation.studies import ALL_NAMED, Study, load_study, named_arms
 
     require(tasks is not None or study is not None, "no task is named: try word_problems, or use --study")
     names = None if tasks is None else tuple(name.strip() for name in tasks.split(","))

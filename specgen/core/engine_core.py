@@ -59,7 +59,6 @@ class EngineCore:
         stop_finder: Callable[[tuple[str, ...]], StopFinder],
         record: Callable[[Event], None],
     ) -> None:
-        self.spec_length = spec_length
         self._runner = steps.runner
         self._batch = batch
         self._scheduler = scheduler
@@ -73,11 +72,16 @@ class EngineCore:
             scheduler=scheduler, steps=steps, journal=journal, new_sequence=self._intake.sequence
         )
         self._shortages = Shortages(scheduler=scheduler, batch=batch, journal=journal, endings=endings)
-        self._in_flight = InFlight(
-            journal=journal,
-            endings=endings,
-            see_acceptance=lambda drafts, accepted: self.spec_length.see(drafts, accepted),
-        )
+        self._in_flight = InFlight(journal=journal, endings=endings, spec_length=spec_length)
+
+    @property
+    def spec_length(self) -> SpecLength:
+        """Says how many drafts a step has."""
+        return self._in_flight.spec_length
+
+    @spec_length.setter
+    def spec_length(self, spec_length: SpecLength) -> None:
+        self._in_flight.spec_length = spec_length
 
     def generate(
         self,

@@ -1,27 +1,25 @@
 """Passes in flight: what each has found is read in the order of launch, and handed to its sequences."""
 
 from collections import deque
-from collections.abc import Callable
 from collections.abc import Sequence as Items
 
 from specgen.core.endings import Endings
 from specgen.core.journal import Journal
 from specgen.core.passes import Pass
 from specgen.core.sequence import Sequence
+from specgen.core.spec_length import SpecLength
 
 
 class InFlight:
     """The passes that were launched and not read yet, oldest first.
 
-    ``see_acceptance`` is told drafts and accepted drafts of every verified sequence.
+    ``spec_length`` sees drafts and accepted drafts of every verified sequence.
     """
 
-    def __init__(
-        self, *, journal: Journal, endings: Endings, see_acceptance: Callable[[int, int], None]
-    ) -> None:
+    def __init__(self, *, journal: Journal, endings: Endings, spec_length: SpecLength) -> None:
         self._journal = journal
         self._endings = endings
-        self._see_acceptance = see_acceptance
+        self.spec_length = spec_length
         self._passes: deque[Pass] = deque()
 
     def __len__(self) -> int:
@@ -78,6 +76,6 @@ class InFlight:
         drafts, accepted, tokens = row[:k], row[k], row[k + 1 :]
         sequence.remove_in_flight(1, k + 1)
         emitted = sequence.append(tokens[: accepted + 1], logprobs)
-        self._see_acceptance(k, accepted)
+        self.spec_length.see(k, accepted)
         sequence.steps.append(self._journal.verified(sequence, drafts, accepted, emitted))
         return accepted + 1

@@ -135,6 +135,21 @@ class Conversations:
         )
 
 
+def first_turns(
+    prompts: Iterable[Prompt | Rejected], tokenizer: Tokenizer, sampling: SamplingParams
+) -> tuple[list[Request], list[str]]:
+    """A request for the first turn of every prompt that can be asked, and why the others cannot: ``id: reason``.
+
+    ``UserError`` where there are chats and the tokenizer has no template for them.
+    """
+    prompts = list(prompts)
+    if any(isinstance(prompt, Prompt) and prompt.messages for prompt in prompts):
+        tokenizer.require_chat_template()
+    refused: list[RequestOutput] = []
+    requests = list(Conversations(prompts, tokenizer, sampling, refused.append).first_turns())
+    return requests, [f"{output.id}: {output.error}" for output in refused]
+
+
 def _placed(prompt: Prompt, reason: str) -> str:
     """``reason`` after the prompt's line in its file, where it comes from one."""
     return f"{prompt.where}: {reason}" if prompt.where else reason

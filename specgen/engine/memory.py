@@ -1,5 +1,6 @@
 """How large the KV cache is: what the batch can need, as far as the memory goes."""
 
+import gc
 from dataclasses import replace
 
 import torch
@@ -21,11 +22,7 @@ def num_pages(config: EngineConfig, models: Models, expected: SamplingParams = D
 
     ``UserError`` if ``kv_memory``, or what ``gpu_memory_utilization`` leaves, does not hold a single page.
     """
-    width = DTYPES[config.dtype].itemsize
-    token_bytes = models.target.config.kv_spec.bytes_per_token(width)
-    if config.draft_length.most and models.head is not None:
-        token_bytes += models.head.config.kv_spec.bytes_per_token(width)
-    page_bytes = config.page_size * token_bytes
+    page_bytes = kv_page_bytes(config, models)
     memory = config.kv_memory if config.kv_memory is not None else _memory_for_kv(config, models, expected)
     affordable = memory // page_bytes
     require(
@@ -37,10 +34,19 @@ def num_pages(config: EngineConfig, models: Models, expected: SamplingParams = D
     return min(affordable, config.max_batch_size * -(-longest // config.page_size))
 
 
+def kv_page_bytes(config: EngineConfig, models: Models) -> int:
+    """Bytes of a page in the caches of the target and, where any drafts are asked for, of the head."""
+    specs = [models.target.config.kv_spec]
+    if config.draft_length.most and models.head is not None:
+        specs.append(models.head.config.kv_spec)
+    return config.page_size * sum(spec.bytes_per_token(DTYPES[config.dtype].itemsize) for spec in specs)
+
+
 def _memory_for_kv(config: EngineConfig, models: Models, expected: SamplingParams) -> int:
     """1 GiB on a CPU; on a GPU the share that the process may use, less what weights and passes take."""
     if config.device == "cpu":
         return _GIB
+    gc.collect()  # an engine that nothing refers to any more may still be there
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(config.device)
     # what earlier engines gave back but the process still holds is as good as free

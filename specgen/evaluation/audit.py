@@ -1,29 +1,26 @@
 """The losslessness audit: the same prompts, greedy, with and without speculation, and every place where texts part."""
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from specgen.checkpoints.checkpoint import fingerprint
 from specgen.config import EngineConfig, SamplingParams, require
 from specgen.core.sequence import Completion, Request
-from specgen.decoding.sampling import most_demanding
-from specgen.engine.build import build_engine
+from specgen.engine.arms import DECODING, Arm
 from specgen.engine.choices import resolve
-from specgen.engine.conversations import Conversations
+from specgen.engine.conversations import first_turns
 from specgen.engine.loading import Models, load_models, open_checkpoints
-from specgen.engine.request_output import RequestOutput
-from specgen.evaluation.divergence import Divergence
+from specgen.engine.warm_engine import Run, WarmEngine
+from specgen.evaluation.divergence import Divergence, Judge
 from specgen.evaluation.judge import judge
 from specgen.events import Event
-from specgen.prompts import load_prompts
-from specgen.report.report import fold
+from specgen.prompts import open_prompts
 from specgen.rundir.progress import Progress
 from specgen.rundir.provenance import manifest
 from specgen.rundir.tally import Tally
-
-ArmName = Literal["plain", "padded", "non-padded"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,14 +41,6 @@ class AuditJob:
         )
         assert self.batch_sizes
         assert self.sampling.temperature == 0, "only greedy texts can be compared"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Arm:
-    """One way to decode."""
-
-    name: ArmName
-    batch_size: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +76,7 @@ class Audit:
     def to_json(self) -> dict[str, Any]:
         """One JSON document; arms and their divergences are flat rows."""
         arms = [
-            asdict(result.arm)
+            _arm_json(result.arm)
             | {
                 "num_requests": result.num_requests,
                 "num_identical": result.num_identical,
@@ -98,7 +87,7 @@ class Audit:
             for result in self.arms
         ]
         return {
-            "reference": asdict(self.reference),
+            "reference": _arm_json(self.reference),
             "dtype": self.dtype,
             "num_unexplained": self.num_unexplained,
             "arms": arms,
@@ -114,17 +103,12 @@ def audit(job: AuditJob, progress: Progress) -> Audit:
     """
     checkpoints = open_checkpoints(job.engine)
     config = resolve(job.engine, checkpoints)
-    prompts, rejected = load_prompts(job.dataset, data_path=job.data_path, num_prompts=job.num_prompts)
+    prompts = list(open_prompts(job.dataset, data_path=job.data_path, num_prompts=job.num_prompts))
     models = load_models(config, checkpoints)
-    if any(prompt.messages for prompt in prompts):
-        models.tokenizer.require_chat_template()
-    refused: list[RequestOutput] = []
-    requests = list(Conversations(prompts, models.tokenizer, job.sampling, refused.append).first_turns())
-    runs = _Runs(config=config, models=models, requests=requests, progress=progress)
+    requests, failures = first_turns(prompts, models.tokenizer, job.sampling)
     first, *others = _arms(job.batch_sizes)
-    reference, _ = runs.decode(first)
-    failures = [f"{row.id}: {row.reason}" for row in rejected]
-    failures += [f"{output.id}: {output.error}" for output in refused]
+    decode = partial(_decode, config=config, models=models, requests=requests, progress=progress)
+    reference, target = decode(first).completions, judge(config, models)
     failures += [f"{c.request.id}: {c.error}" for c in reference.values() if c.error]
     answered = {name: completion for name, completion in reference.items() if completion.error is None}
     require(
@@ -133,7 +117,7 @@ def audit(job: AuditJob, progress: Progress) -> Audit:
     return Audit(
         reference=first,
         dtype=config.dtype,
-        arms=tuple(runs.compare(arm, answered) for arm in others),
+        arms=tuple(_compare(arm, decode(arm), answered, target) for arm in others),
         failures=tuple(failures),
         manifest=_manifest(job, config, models),
     )
@@ -141,68 +125,53 @@ def audit(job: AuditJob, progress: Progress) -> Audit:
 
 def _arms(batch_sizes: Sequence[int]) -> list[Arm]:
     """Plain decoding first, and the smallest batch first."""
-    names: tuple[ArmName, ...] = ("plain", "padded", "non-padded")
-    return [Arm(name=name, batch_size=size) for name in names for size in sorted(set(batch_sizes))]
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Runs:
-    """The same requests through one engine after the other."""
-
-    config: EngineConfig
-    models: Models
-    requests: list[Request]
-    progress: Progress
-
-    def decode(self, arm: Arm) -> tuple[dict[str, Completion], float | None]:
-        """The completions of ``arm`` by request, and its mean acceptance length."""
-        config = _config(self.config, arm)
-        events, tally = list[Event](), Tally()
-
-        def record(event: Event) -> None:
-            events.append(event)
-            tally.see(event)
-            self.progress.see(event)
-
-        what = f"{arm.name}, batch {arm.batch_size}"
-        if config.device != "cpu":
-            self.progress.prepare(what)
-        engine = build_engine(
-            config, self.models, record, expected=most_demanding(r.sampling for r in self.requests)
+    return [
+        Arm(
+            name=f"{decoding}, batch {size}",
+            # what is wrong in the cache must not be wrong in plain decoding too
+            changes={"decoding": decoding, "batch": size}
+            | ({"prefix_cache": False} if decoding == "plain" else {}),
         )
-        engine.warm_up()
-        self.progress.start(what, tally, len(self.requests))
-        completions = {}
-        for completion in engine.generate(self.requests):
-            completions[completion.request.id] = completion
-            self.progress.advance()
-        self.progress.finish()
-        speculation = fold(events, num_spec_tokens=config.draft_length.most).speculation
-        return completions, speculation.mean_acceptance_length
+        for decoding in DECODING
+        for size in sorted(set(batch_sizes))
+    ]
 
-    def compare(self, arm: Arm, reference: dict[str, Completion]) -> ArmResult:
-        """Run ``arm`` and look at every text that is not the reference's."""
-        completions, acceptance_length = self.decode(arm)
-        target = judge(self.config, self.models)
-        found = (
-            target.part(name, ours.request.prompt_token_ids, ours.token_ids, completions[name].token_ids)
-            for name, ours in reference.items()
+
+def _arm_json(arm: Arm) -> dict[str, Any]:
+    return {"name": arm.changes["decoding"], "batch_size": arm.changes["batch"]}
+
+
+def _decode(
+    arm: Arm, config: EngineConfig, models: Models, requests: Sequence[Request], progress: Progress
+) -> Run:
+    if config.device != "cpu":
+        progress.prepare(arm.name)
+    engine, tally = WarmEngine(arm.configure(config), models, requests), Tally()
+
+    def see(event: Event) -> None:
+        tally.see(event)
+        progress.see(event)
+
+    progress.start(arm.name, tally, len(requests))
+    run = engine.run(see, lambda _: progress.advance())
+    progress.finish()
+    return run
+
+
+def _compare(arm: Arm, run: Run, reference: Mapping[str, Completion], target: Judge) -> ArmResult:
+    """Look at every text that is not the reference's."""
+    found = (
+        target.first_divergence(
+            name, ours.request.prompt_token_ids, ours.token_ids, run.completions[name].token_ids
         )
-        return ArmResult(
-            arm=arm,
-            num_requests=len(reference),
-            divergences=tuple(divergence for divergence in found if divergence is not None),
-            mean_acceptance_length=acceptance_length,
-        )
-
-
-def _config(config: EngineConfig, arm: Arm) -> EngineConfig:
-    config = replace(config, max_batch_size=arm.batch_size)
-    if arm.name == "plain":
-        return replace(
-            config.plain(), prefix_cache=False
-        )  # what is wrong in the cache must not be wrong here too
-    return replace(config, drafter_batch=arm.name)
+        for name, ours in reference.items()
+    )
+    return ArmResult(
+        arm=arm,
+        num_requests=len(reference),
+        divergences=tuple(divergence for divergence in found if divergence is not None),
+        mean_acceptance_length=run.report.speculation.mean_acceptance_length,
+    )
 
 
 def _manifest(job: AuditJob, config: EngineConfig, models: Models) -> dict[str, Any]:

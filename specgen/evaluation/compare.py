@@ -6,9 +6,9 @@ from typing import Any
 
 from specgen.config import require
 from specgen.display import count, hundredths, same_texts
-from specgen.evaluation.arms import ArmRun, Sample
-from specgen.evaluation.divergence import Divergence, Target
+from specgen.evaluation.divergence import Divergence, Judge
 from specgen.evaluation.paired import LEVEL, Paired, mean_interval, paired
+from specgen.evaluation.samples import ArmRun, Sample
 from specgen.report.acceptance import Position
 from specgen.report.intervals import Interval
 
@@ -107,7 +107,7 @@ def reference_of(arms: Sequence[ArmRun]) -> ArmRun:
     return next((arm for arm in arms if arm.name == REFERENCE), arms[0])
 
 
-def compare(arms: Sequence[ArmRun], target: Target) -> Comparison:
+def compare(arms: Sequence[ArmRun], target: Judge) -> Comparison:
     """``arms`` against the reference, sample by sample; ``target`` is the reference's, to judge where texts part.
 
     Samples pair by task, document and metric. ``UserError`` for no arm, two of one name, and arms that
@@ -172,7 +172,7 @@ def _summary(arm: ArmRun, reference: ArmRun) -> ArmSummary:
     )
 
 
-def _against(arm: ArmRun, reference: ArmRun, level: float, target: Target) -> Against:
+def _against(arm: ArmRun, reference: ArmRun, level: float, target: Judge) -> Against:
     scores, base = _scores(arm), _scores(reference)
     alone = _keys(scores) ^ _keys(base)
     require(
@@ -192,16 +192,14 @@ def _against(arm: ArmRun, reference: ArmRun, level: float, target: Target) -> Ag
     ]
     judge = target if arm.dtype == reference.dtype else None
     texts, base_texts = _texts(arm), _texts(reference)
+    pairs = ((texts[key], other) for key, other in base_texts.items())
+    differences = tuple(_difference(*pair, judge) for pair in pairs if pair[0].text != pair[1].text)
     return Against(
         name=arm.name,
         changes=tuple(changes),
         num_compared=len(base_texts),
-        num_identical=sum(texts[key].text == other.text for key, other in base_texts.items()),
-        differences=tuple(
-            _difference(texts[key], other, judge)
-            for key, other in base_texts.items()
-            if texts[key].text != other.text
-        ),
+        num_identical=len(base_texts) - len(differences),
+        differences=differences,
     )
 
 
@@ -214,11 +212,11 @@ def _texts(arm: ArmRun) -> Mapping[tuple[str, int], Sample]:
     return {(sample.task, sample.doc_id): sample for sample in arm.samples}
 
 
-def _difference(sample: Sample, other: Sample, target: Target | None) -> Difference:
+def _difference(sample: Sample, other: Sample, target: Judge | None) -> Difference:
     ours, theirs, first = sample.written, other.written, None
     if target is not None and ours and theirs and ours.greedy and theirs.greedy:
         name = f"{sample.task} {sample.doc_id}"
-        first = target.part(name, theirs.prompt_token_ids, theirs.token_ids, ours.token_ids)
+        first = target.first_divergence(name, theirs.prompt_token_ids, theirs.token_ids, ours.token_ids)
     return Difference(
         task=sample.task,
         doc_id=sample.doc_id,

@@ -40,14 +40,14 @@ class Divergence:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Target:
+class Judge:
     """What decides where texts part: the target's next-token logits ``[V]`` behind any tokens, and how it rounds."""
 
     logits_behind: Callable[[Sequence[int]], Tensor]
     dtype: torch.dtype
     token_text: Callable[[int], str]
 
-    def part(
+    def first_divergence(
         self, request: str, prompt: Sequence[int], reference: Sequence[int], tokens: Sequence[int]
     ) -> Divergence | None:
         """The first place where the answer ``tokens`` leaves ``reference``; None if it does not."""

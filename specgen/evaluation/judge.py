@@ -10,14 +10,14 @@ from specgen.config import EngineConfig
 from specgen.engine.assembly import new_cache
 from specgen.engine.choices import BACKENDS
 from specgen.engine.loading import Models
-from specgen.evaluation.divergence import Target
+from specgen.evaluation.divergence import Judge
 from specgen.kv.layout import Layout
 from specgen.kv.pages import PageAllocator
 
 
-def judge(config: EngineConfig, models: Models) -> Target:
+def judge(config: EngineConfig, models: Models) -> Judge:
     """The target of a resolved ``config`` as the judge of where its greedy texts part."""
-    return Target(
+    return Judge(
         logits_behind=prefill_logits(config, models),
         dtype=models.target.dtype,
         token_text=lambda token: models.tokenizer.decode_with_special([token]),

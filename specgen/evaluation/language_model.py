@@ -16,13 +16,14 @@ from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
-from specgen.config import SamplingParams, UserError, require
+from specgen.config import EngineConfig, SamplingParams, UserError, require
 from specgen.core.engine_core import EngineCore
 from specgen.core.scoring import Scored, ScoreRequest
 from specgen.core.sequence import Completion, Request
 from specgen.decoding.sampling import most_demanding
+from specgen.engine.build import build_engine
 from specgen.engine.loading import Models
-from specgen.evaluation.arms import Written
+from specgen.evaluation.samples import Written
 from specgen.rundir.results import RunDirectory
 from specgen.text.tokenizer import Message, StopStrings
 
@@ -37,7 +38,7 @@ class SpecgenLM(TemplateLM):  # type: ignore[misc]
     """lm-eval's ``LM`` over an engine; prompts are encoded and cut as its ``hf`` model does it.
 
     ``sampling`` holds what a task's generation arguments leave open. Every answer is a row in ``files`` as soon as it
-    is there, under a hash of what was asked; what has one already is not asked again, and ``start`` makes the engine
+    is there, under a hash of what was asked; what has one already is not asked again, and the engine is made
     when there is something to ask. After a run ``written`` has what was generated first for a task's document, by the
     task's name and the document's number.
     """
@@ -45,13 +46,13 @@ class SpecgenLM(TemplateLM):  # type: ignore[misc]
     def __init__(
         self,
         *,
-        start: Callable[..., EngineCore],
+        config: EngineConfig,
         models: Models,
         sampling: SamplingParams,
         files: RunDirectory,
     ) -> None:
         super().__init__()
-        self._start = start
+        self._config = config
         self._engine: EngineCore | None = None
         self._models = models
         self._text = models.tokenizer
@@ -84,7 +85,7 @@ class SpecgenLM(TemplateLM):  # type: ignore[misc]
             if known == wanted:
                 return
             if self._engine is None:  # its start is no part of the answers' time
-                self._engine = self._start(expected=expected)
+                self._engine = self._start(expected)
             engine = self._engine
             last = time.perf_counter()
             with closing(cast("Generator[_Found]", ask(engine))) as found:
@@ -95,6 +96,11 @@ class SpecgenLM(TemplateLM):  # type: ignore[misc]
                     last = now
                     bar.update()
                     yield name, row
+
+    def _start(self, expected: SamplingParams) -> EngineCore:
+        engine = build_engine(self._config, self._models, self._files.add_event, expected=expected)
+        engine.warm_up()
+        return engine
 
     # --- what lm-eval asks about the model --------------------------------------------------------
 

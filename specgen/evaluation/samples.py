@@ -1,9 +1,43 @@
-"""lm-eval's samples as those of an arm: one for every metric that is a share."""
+"""What the run of an arm gave, and lm-eval's samples as its own: one for every metric that is a share."""
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from specgen.evaluation.arms import Sample, Written
+from specgen.report.report import Report
+
+
+@dataclass(frozen=True, kw_only=True)
+class Written:
+    """What the engine generated for a document; ``greedy``, or drawn."""
+
+    prompt_token_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    greedy: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """One answer to one document of a task, scored by one of the task's metrics."""
+
+    task: str
+    doc_id: int
+    metric: str  # with its filter, as lm-eval names it: "exact_match,strict-match"
+    score: float  # in [0, 1]
+    text: str
+    written: Written | None  # None for choices, and for answers from lm-eval's own cache
+    question: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class ArmRun:
+    """One arm after its run: every sample in the order of the documents, and the report of its events."""
+
+    name: str
+    dtype: str
+    seconds: float  # that the engine has worked
+    report: Report
+    samples: tuple[Sample, ...]
 
 
 def samples(

@@ -1,65 +1,48 @@
 """Studies as data: which tasks, how many questions, and the arms that are compared over them."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
 from specgen.bundled import evaluation_directory
-from specgen.config import (
-    AttentionName,
-    DrafterBatchName,
-    DraftLength,
-    DtypeName,
-    EngineConfig,
-    GraphsName,
-    UserError,
-    choices,
-    require,
-)
-from specgen.json_fields import check_fields, load_json
+from specgen.config import EngineConfig, UserError, choices, require
+from specgen.engine.arms import DECODING, Arm
+from specgen.json_fields import check_fields, check_keys, load_json
+
+_SETTINGS = ("drafter_batch", "num_spec_tokens", "attention", "cuda_graphs", "dtype", "temperature")
+_NAMED = {"padded": "padded", "non-padded": "non-padded", "baseline": "plain"}  # name: decoding
+ALL_NAMED = ",".join(_NAMED)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Arm:
-    """What one arm changes; None leaves what the command line says.
+def named_arms(text: str) -> tuple[Arm, ...]:
+    """The arms that ``text`` names with commas between; ``UserError`` for an unknown name."""
+    names = [name.strip() for name in text.split(",")]
+    for name in names:
+        require(name in _NAMED, f"arm {name!r} is unknown: use {', '.join(_NAMED)}, or --study for others")
+    return tuple(Arm(name=name, changes=DECODING[_NAMED[name]]) for name in names)
 
-    ``num_spec_tokens`` is a number, 0 for plain decoding, or ``auto``.
+
+def arm_of(value: object) -> Arm:
+    """The arm that an object in a study's file stands for; ``UserError`` for what it cannot have.
+
+    What is null or left out is as the command line says. ``num_spec_tokens`` is a number, 0 for plain decoding, or
+    ``auto``.
     """
-
-    name: str
-    drafter_batch: DrafterBatchName | None = None
-    num_spec_tokens: int | str | None = None
-    attention: AttentionName | None = None
-    cuda_graphs: GraphsName | None = None
-    dtype: DtypeName | None = None
-    temperature: float | None = None
-
-    def __post_init__(self) -> None:
-        require(bool(self.name), "an arm has an empty name: give it one")
-        for field, known in choices(EngineConfig).items():
-            value = getattr(self, field, None)
-            require(
-                value is None or value in known,
-                f"{field} of arm {self.name!r} is {value!r}: use one of {', '.join(known)}",
-            )
-        self.configure(EngineConfig(model="", drafter=""))  # the ranges are checked there
+    known = check_keys(value, needed={"name"}, known={"name", *_SETTINGS})
+    name = known.pop("name")
+    arm = Arm(name=name, changes={key: setting for key, setting in known.items() if setting is not None})
+    require(bool(name), "an arm has an empty name: give it one")
+    for field, names in choices(EngineConfig).items():
+        setting = arm.changes.get(field)
         require(
-            self.temperature is None or self.temperature >= 0,
-            f"temperature of arm {self.name!r} is {self.temperature}: use 0 (greedy) or more",
+            setting is None or setting in names,
+            f"{field} of arm {name!r} is {setting!r}: use one of {', '.join(names)}",
         )
-
-    def configure(self, engine: EngineConfig) -> EngineConfig:
-        """``engine`` with this arm's changes; the temperature is the requests' and is not in it."""
-        changes: dict[str, Any] = {
-            "drafter_batch": self.drafter_batch,
-            "attention": self.attention,
-            "cuda_graphs": self.cuda_graphs,
-            "dtype": self.dtype,
-        }
-        if self.num_spec_tokens is not None:
-            changes["num_spec_tokens"] = DraftLength.of(self.num_spec_tokens)
-        return replace(engine, **{key: value for key, value in changes.items() if value is not None})
+    arm.configure(EngineConfig(model="", drafter=""))  # the ranges are checked there
+    temperature = arm.changes.get("temperature", 0)
+    require(temperature >= 0, f"temperature of arm {name!r} is {temperature}: use 0 (greedy) or more")
+    return arm
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,8 +70,13 @@ class Study:
     def from_json(cls, name: str, value: Mapping[str, Any]) -> Self:
         """The study that a file called ``name`` holds; ``UserError`` for one that cannot be run."""
         known = check_fields({**value, "name": name}, cls)
-        arms = tuple(Arm(**check_fields(arm, Arm)) for arm in known["arms"])
+        arms = tuple(map(arm_of, known["arms"]))
         return cls(**{**known, "tasks": tuple(known["tasks"]), "arms": arms})
+
+    def to_json(self) -> dict[str, Any]:
+        """The inverse of ``from_json``, the name among the fields; what an arm leaves open is null."""
+        arms = [{"name": arm.name, **dict.fromkeys(_SETTINGS), **arm.changes} for arm in self.arms]
+        return vars(self) | {"tasks": list(self.tasks), "arms": arms}
 
 
 def load_study(name: str) -> Study:

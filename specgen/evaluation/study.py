@@ -4,7 +4,6 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +12,16 @@ from lm_eval.utils import handle_non_serializable, make_table
 
 from specgen.checkpoints.checkpoint import fingerprint
 from specgen.config import EngineConfig, SamplingParams
-from specgen.core.engine_core import EngineCore
 from specgen.display import from_here
-from specgen.engine.build import build_engine
+from specgen.engine.arms import Arm
 from specgen.engine.choices import resolve
 from specgen.engine.loading import Models, described, load_models, open_checkpoints
 from specgen.evaluation import comparison_tables
-from specgen.evaluation.arms import ArmRun
 from specgen.evaluation.compare import Comparison, compare, reference_of
 from specgen.evaluation.judge import judge
 from specgen.evaluation.language_model import SpecgenLM
-from specgen.evaluation.samples import samples
-from specgen.evaluation.studies import Arm, Study
+from specgen.evaluation.samples import ArmRun, samples
+from specgen.evaluation.studies import Study
 from specgen.evaluation.tasks import find_tasks
 from specgen.report.report import fold
 from specgen.report.table import Column, Table
@@ -51,8 +48,11 @@ class StudyJob:
 
     def to_json(self) -> dict[str, Any]:
         """What was asked for; an evaluation goes on only where it is the same."""
-        data_path = str(self.data_path) if self.data_path else None
-        return asdict(self) | {"engine": self.engine.to_json(), "data_path": data_path}
+        return asdict(self) | {
+            "study": self.study.to_json(),
+            "engine": self.engine.to_json(),
+            "data_path": str(self.data_path) if self.data_path else None,
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +93,8 @@ class StudyRun:
         path.mkdir(parents=True, exist_ok=True)
         require_same(path / "study.json", job.to_json(), free=(), remedy=_REMEDY)
         self._loaded: dict[str, Models] = {}  # by number format
-        self._fingerprints: dict[str, str] = {}
+        # once, as this reads all weights
+        self._fingerprints = {name: fingerprint(each) for name, each in self._checkpoints.items()}
 
     def arms(self) -> Iterator[ArmResult]:
         """Yield the arms as they finish, each with its files in place."""
@@ -145,11 +146,10 @@ class StudyRun:
         if job.apply_chat_template:
             models.tokenizer.require_chat_template()
         path.mkdir(parents=True, exist_ok=True)
-        asked = self._manifest(config, models, sampling)
+        asked = self._manifest(config, sampling)
         require_same(path / "manifest.json", asked, free=(), remedy=_REMEDY)
         with RunDirectory(path) as files:
-            start = partial(_start, config, models, files)
-            lm = SpecgenLM(start=start, models=models, sampling=sampling, files=files)
+            lm = SpecgenLM(config=config, models=models, sampling=sampling, files=files)
             results = simple_evaluate(
                 model=lm,
                 tasks=deepcopy(self._tasks.configs),  # an arm's generation arguments are written into them
@@ -157,7 +157,7 @@ class StudyRun:
                 num_fewshot=job.study.num_fewshot,
                 limit=job.study.limit,
                 apply_chat_template=job.apply_chat_template,
-                gen_kwargs=None if arm.temperature is None else _drawn(arm.temperature),
+                gen_kwargs=_drawn(arm.changes.get("temperature")),
             )
         assert results is not None, "only other ranks than the first get None"
         run = ArmRun(
@@ -172,15 +172,9 @@ class StudyRun:
         write_json(path / "report.json", run.report.to_json())
         return ArmResult(run=run, results=results)
 
-    def _manifest(self, config: EngineConfig, models: Models, sampling: SamplingParams) -> dict[str, Any]:
-        for name, checkpoint in models.checkpoints.items():
-            if name not in self._fingerprints:  # reading all weights takes a while
-                self._fingerprints[name] = fingerprint(checkpoint)
-        job = self._job
-        data = {
-            "tasks": list(job.study.tasks),
-            "data_path": str(job.data_path) if job.data_path else None,
-        }
+    def _manifest(self, config: EngineConfig, sampling: SamplingParams) -> dict[str, Any]:
+        path = self._job.data_path
+        data = {"tasks": list(self._job.study.tasks), "data_path": str(path) if path else None}
         return manifest(engine=config, sampling=sampling, data=data, fingerprints=self._fingerprints)
 
 
@@ -189,17 +183,9 @@ def _every(values: Iterable[object]) -> str:
     return " or ".join(dict.fromkeys(map(str, values))) or "none"
 
 
-def _start(
-    config: EngineConfig, models: Models, files: RunDirectory, *, expected: SamplingParams
-) -> EngineCore:
-    engine = build_engine(config, models, files.add_event, expected=expected)
-    engine.warm_up()
-    return engine
-
-
-def _drawn(temperature: float) -> dict[str, Any]:
-    """An arm's temperature as generation arguments, which come before those of the task."""
-    return {"do_sample": temperature > 0, "temperature": temperature}
+def _drawn(temperature: float | None) -> dict[str, Any] | None:
+    """An arm's temperature, where it has one, as generation arguments, which come before those of the task."""
+    return None if temperature is None else {"do_sample": temperature > 0, "temperature": temperature}
 
 
 def write_samples(result: ArmResult, path: Path) -> None:

@@ -1,0 +1,46 @@
+"""The known text of a calibrated pair (see ``scripts/make_calibrated_pair.py``), and the tokens that differ from it."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from itertools import zip_longest
+
+from specgen.core.sequence import Completion
+from specgen.engine.loading import Models
+from specgen.json_fields import load_json
+
+
+@dataclass(frozen=True, kw_only=True)
+class KnownText:
+    """A cycle of tokens: each one alone decides the next."""
+
+    follower: Mapping[int, int]
+    accept: float  # share of the tokens whose follower the head knows
+    max_positions: int  # of a text with its prompt
+
+    @classmethod
+    def of(cls, models: Models) -> "KnownText | None":
+        """That of ``models``; None for weights that have none, and where the head drafts tokens outside of it."""
+        file = models.checkpoints["model"].path.resolve().parent / "cycle.json"
+        if not (models.synthetic and models.head is not None and file.is_file()):
+            return None
+        cycle = load_json(file, "make the pair again")
+        tokens = cycle["tokens"]
+        if not set(models.head.draft_to_target.tolist()) <= set(tokens):
+            return None
+        return cls(
+            follower=dict(zip(tokens, [*tokens[1:], tokens[0]], strict=True)),
+            accept=cycle["accept"],
+            max_positions=models.target.config.max_positions,
+        )
+
+    def num_wrong(self, completions: Iterable[Completion]) -> int:
+        """Tokens that are not the known text's, missing and surplus ones among them; prompts end in tokens of it."""
+        wrong = 0
+        for completion in completions:
+            prompt, token_ids = completion.request.prompt_token_ids, completion.token_ids
+            length = min(completion.request.sampling.max_tokens, self.max_positions - len(prompt))
+            text = [self.follower[prompt[-1]]]
+            while len(text) < length:
+                text.append(self.follower[text[-1]])
+            wrong += sum(ours != known for ours, known in zip_longest(token_ids, text))
+        return wrong

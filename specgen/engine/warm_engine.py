@@ -1,0 +1,94 @@
+"""Running a list of requests through the engine of one arm: completions, events and wall time."""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Self
+
+from specgen.config import EngineConfig, UserError
+from specgen.core.graphs import Runner
+from specgen.core.sequence import Completion, Request
+from specgen.decoding.sampling import most_demanding
+from specgen.device import settle
+from specgen.engine.build import build_engine
+from specgen.engine.loading import Models
+from specgen.events import Event
+from specgen.report.report import Report, fold
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One pass over the requests."""
+
+    completions: Mapping[str, Completion]  # by request
+    events: Sequence[Event]
+    seconds: float  # wall time of ``generate``, prefill included
+    num_spec_tokens: int
+
+    @property
+    def report(self) -> Report:
+        """What the events say."""
+        return fold(self.events, num_spec_tokens=self.num_spec_tokens)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Output tokens over the wall time."""
+        return sum(len(each.token_ids) for each in self.completions.values()) / self.seconds
+
+    def whole(self) -> Self:
+        """This run; ``UserError`` if the engine refused a request of it."""
+        refused = [each.error for each in self.completions.values() if each.error]
+        if refused:
+            raise UserError(f"{len(refused)} requests were refused, the first because {refused[0]}")
+        return self
+
+
+def ignore(_: object) -> None:
+    """Discard the event."""
+
+
+class _Tape:
+    """The events of one run. It knows no engine, so that an engine's memory is free as soon as nothing refers to it."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+        self.see: Callable[[Event], None] = ignore
+
+    def record(self, event: Event) -> None:
+        self.events.append(event)
+        self.see(event)
+
+
+class WarmEngine:
+    """An engine of a resolved ``config`` that is ready to run ``requests``, any number of times."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        models: Models,
+        requests: Sequence[Request],
+        around: Callable[[Runner], Runner] = lambda runner: runner,
+    ) -> None:
+        self._config, self._requests, self._tape = config, requests, _Tape()
+        expected = most_demanding(request.sampling for request in requests)
+        self._engine = build_engine(config, models, self._tape.record, around, expected)
+        self._engine.warm_up()
+
+    def run(
+        self, see: Callable[[Event], None] = ignore, answered: Callable[[Completion], None] = ignore
+    ) -> Run:
+        """Generate for all requests; ``see`` takes events, ``answered`` completions as they come."""
+        self._tape.events, self._tape.see = [], see
+        completions: dict[str, Completion] = {}
+        settle()
+        began = time.perf_counter()
+        for completion in self._engine.generate(self._requests):
+            completions[completion.request.id] = completion
+            answered(completion)
+        settle()
+        return Run(
+            completions=completions,
+            events=self._tape.events,
+            seconds=time.perf_counter() - began,
+            num_spec_tokens=self._config.draft_length.most,
+        )
