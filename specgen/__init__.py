@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     from specgen.prompts import Prompt
     from specgen.text.tokenizer import Message
 
-# GNU OpenMP reads it when torch loads. By default threads spin for milliseconds where they wait, on cores that another
-# run needs: two at once had a tenth of their speed. So short a spin costs a run that is alone nothing.
+# GNU OpenMP reads it when torch loads. By default waiting threads spin for milliseconds on cores that another run
+# needs: two runs at once had a tenth of their speed. A spin this short costs a single run nothing.
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "3000")
 
@@ -30,7 +30,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> object:
-    """The public names, each loaded when it is asked for: the engine's loads torch (PEP 562)."""
+    """The public names, imported on access (PEP 562): the engine's imports torch."""
     if name not in _HOMES:
         raise AttributeError(f"module 'specgen' has no attribute {name!r}")
     return getattr(import_module(f"specgen.{_HOMES[name]}"), name)

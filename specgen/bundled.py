@@ -1,4 +1,4 @@
-"""Where the bundled data lies: inside the package in a wheel, beside it in a checkout."""
+"""Paths of the bundled data: inside the package in a wheel, next to it in a checkout."""
 
 from pathlib import Path
 
@@ -18,10 +18,7 @@ def evaluation_directory() -> Path:
 
 
 def pair(model: str | None, drafter: str | None, length: DraftLength) -> tuple[str, str | None]:
-    """Target and head as given, or the bundled ones; the bundled head goes with the bundled target alone.
-
-    ``UserError`` where one of them is missing.
-    """
+    """Target and head as given, or the bundled pair if no target is; ``UserError`` if only one is given."""
     if model is None:
         require(
             drafter is None,
@@ -40,4 +37,4 @@ def _directory(name: str) -> Path:
     for directory in (_PACKAGE / name, _PACKAGE.parent / name):
         if directory.is_dir():
             return directory
-    raise UserError(f"the bundled {name}/ is not in {_PACKAGE} or beside it: install specgen again")
+    raise UserError(f"the bundled {name}/ is not in {_PACKAGE} or next to it: install specgen again")

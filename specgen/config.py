@@ -1,4 +1,4 @@
-"""What a user can choose: frozen values that check themselves and name what is wrong."""
+"""Configurations: frozen values that validate themselves."""
 
 import reprlib
 from collections.abc import Callable
@@ -16,17 +16,17 @@ ExecutorName = Literal["local", "ray"]
 # The groups of --help, in their order
 Group = Literal["Study", "Table", "Models", "Prompts", "Speculation", "Sampling", "Running", "Results"]
 
-_MOST_AUTO = 7  # drafts in a step
-MAX_LOGIT_BIASES = 1024  # of one request
-MAX_LOGPROBS = 20  # of one token
+_MAX_AUTO = 7  # drafts per sequence and step
+MAX_LOGIT_BIASES = 1024  # per request
+MAX_LOGPROBS = 20  # per token
 _LONGEST_SHOWN = 200  # characters
 
 _short = reprlib.Repr()
-_short.maxstring = 100  # a tensor's name is whole
+_short.maxstring = 100  # a tensor's name fits
 
 
 class UserError(ValueError):
-    """What the user can mend; the text is one line that says what is wrong, and what to do."""
+    """A mistake of the user; the text is one line with the value, the reason and the remedy."""
 
 
 def require(condition: bool, message: str) -> None:
@@ -36,20 +36,20 @@ def require(condition: bool, message: str) -> None:
 
 
 def shown(value: object) -> str:
-    """``value`` on one short line, however large it is: what a file holds is not known before."""
+    """``value`` on one short line, however large it is."""
     text = _short.repr(value)
     return text if len(text) <= _LONGEST_SHOWN else text[:_LONGEST_SHOWN] + "..."
 
 
 def first_line(error: BaseException) -> str:
-    """What went wrong in another library, in one short line."""
+    """The first line of an error of another library, cut short."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return next(iter(lines), type(error).__name__)[:_LONGEST_SHOWN]
 
 
 @dataclass(frozen=True, kw_only=True)
 class DraftLength:
-    """K, the drafts in a step: ``most``, or with ``auto`` what pays best at every step, at most ``most``."""
+    """K, the drafts per sequence and step: ``most``, or with ``auto`` the fastest at every step, up to ``most``."""
 
     most: int
     auto: bool = False
@@ -58,16 +58,16 @@ class DraftLength:
         require(0 <= self.most <= 16, f"num-spec-tokens is {self.most}: use 1 to 16, or 0 for plain decoding")
         require(
             not self.auto or self.most >= 1,
-            "num-spec-tokens is auto and at most 0, which leaves nothing to choose from: use 1 to 16",
+            "num-spec-tokens is auto and at most 0, which leaves no choice: use 1 to 16",
         )
 
     @classmethod
     def of(cls, asked: "DraftLength | int | str") -> "DraftLength":
-        """What ``asked`` stands for: a number, also as text, or ``auto``."""
+        """The draft length for a number, also as text, or ``auto``."""
         if isinstance(asked, DraftLength):
             return asked
         if asked == "auto":
-            return cls(most=_MOST_AUTO, auto=True)
+            return cls(most=_MAX_AUTO, auto=True)
         require(
             str(asked).isdecimal(), f"num-spec-tokens is {asked}: use 1 to 16, 0 for plain decoding, or auto"
         )
@@ -78,13 +78,13 @@ class DraftLength:
 
 
 def choices(config: type) -> dict[str, tuple[str, ...]]:
-    """The values of every field of ``config`` whose type lists them."""
+    """The values of every field of ``config`` that is a ``Literal``."""
     hints = get_type_hints(config)
     return {name: get_args(hint) for name, hint in hints.items() if get_origin(hint) is Literal}
 
 
 def parse_bytes(text: str) -> int:
-    """The bytes of a ``kv_memory`` such as ``1073741824``, ``512MiB`` or ``2GB``."""
+    """The number of bytes, from text such as ``1073741824``, ``512MiB`` or ``2GB``."""
     units = {"": 1, "B": 1}
     for power, letter in enumerate("KMGT", start=1):
         units |= {letter: 1 << 10 * power, f"{letter}IB": 1 << 10 * power, f"{letter}B": 1000**power}
@@ -108,10 +108,10 @@ def option(
     least: int | None = None,
     parse: Callable[[str], object] | None = None,
 ) -> Any:  # noqa: ANN401
-    """A field that commands have as an option, or a parameter that is one; ``text`` is what ``--help`` says of it.
+    """A field or parameter that is an option of commands; ``text`` is its help.
 
-    ``name`` is the option's where it is not the field's, ``shown`` stands for the default in ``--help``, and ``parse``
-    makes the value of what is written on the command line.
+    ``name`` is the option's where it differs from the field's, ``shown`` the default in ``--help``, and ``parse``
+    converts the text of the command line.
     """
     help = {"group": group, "text": text, "name": name, "shown": shown, "metavar": metavar, "least": least}
     return field(default=default, metadata=help | {"parse": parse})
@@ -119,23 +119,22 @@ def option(
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How one request is decoded; names and meanings as in vLLM's ``SamplingParams``.
+    """Sampling of one request, as vLLM's ``SamplingParams``.
 
-    ``temperature`` 0 is greedy. ``top_k`` 0 and ``top_p`` 1 and ``min_p`` 0 switch the filter off.
-    ``seed`` and the request's id together fix every random draw of the request. ``logit_bias`` has pairs of token id
-    and what is added to its logit before anything else. ``logprobs`` asks for the log-probability of every output
-    token, and of so many of the likeliest beside it; they are the model's own (vLLM's default, ``raw_logprobs``):
-    of its logits before bias, temperature and filters.
+    ``temperature`` 0 is greedy. ``top_k`` 0, ``top_p`` 1 and ``min_p`` 0 switch the filter off. ``seed`` and the
+    request's id determine all its random numbers. ``logit_bias`` has pairs of token id and bias. ``logprobs`` asks
+    for the log-probability of every output token and of that many top tokens, computed from the raw logits before
+    bias, temperature and filters (vLLM's default, ``raw_logprobs``).
     """
 
     max_tokens: int = option(128, "Sampling", "Longest answer in tokens.", name="max_new_tokens")
     temperature: float = option(0.0, "Sampling", "0 is greedy.")
     top_p: float = option(1.0, "Sampling", "Nucleus; 1 is off.")
-    top_k: int = option(0, "Sampling", "Sample from the K likeliest tokens; 0 is off.")
-    min_p: float = option(0.0, "Sampling", "Drop tokens below this share of the likeliest one; 0 is off.")
-    seed: int = option(0, "Sampling", "With the request's id it fixes every random draw.")
+    top_k: int = option(0, "Sampling", "Sample from the K most likely tokens; 0 is off.")
+    min_p: float = option(0.0, "Sampling", "Drop tokens below this share of the most likely one; 0 is off.")
+    seed: int = option(0, "Sampling", "With the request's id it determines all random numbers.")
     stop: tuple[str, ...] = option((), "Sampling", "End a text before this string; may be repeated.")
-    ignore_eos: bool = option(False, "Sampling", "Go on to the full length.")
+    ignore_eos: bool = option(False, "Sampling", "Generate to the full length.")
     logit_bias: tuple[tuple[int, float], ...] = ()
     logprobs: int | None = None
 
@@ -148,7 +147,7 @@ class SamplingParams:
         require(all(self.stop), "an empty stop string would end every text at once: remove it")
         require(
             self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS,
-            f"logprobs is {self.logprobs}: use 0 (the chosen token's alone) to {MAX_LOGPROBS}",
+            f"logprobs is {self.logprobs}: use 0 (only the chosen token's) to {MAX_LOGPROBS}",
         )
         self._check_logit_bias()
 
@@ -165,7 +164,7 @@ class SamplingParams:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """What is loaded and how it runs. ``auto`` is resolved in ``engine/choices.py`` and nowhere else."""
+    """The models and how they run. ``auto`` is resolved only in ``engine/choices.py``."""
 
     model: str = option(MISSING, "Models", "Target: a directory or hub id.", shown="the bundled target")
     drafter: str | None = option(
@@ -174,27 +173,29 @@ class EngineConfig:
     num_spec_tokens: int | Literal["auto"] | DraftLength = option(
         4,
         "Speculation",
-        "Draft tokens a step, K; 0 is plain decoding; auto: at every step what pays best for the batch, by the "
-        f"measured cost of a step and the acceptance so far, up to {_MOST_AUTO}.",
+        "Draft tokens per step, K; 0 is plain decoding; auto: at every step the fastest for the batch, by the "
+        f"measured cost of a step and the acceptance so far, up to {_MAX_AUTO}.",
         metavar="INTEGER|auto",
         parse=DraftLength.of,
     )
     drafter_batch: DrafterBatchName = option(
-        "padded", "Speculation", "The drafter takes in all verified rows, or the accepted ones alone."
+        "padded",
+        "Speculation",
+        "The drafter's input after a verify step: all K+1 rows, or only the accepted ones.",
     )
     draft_sampling: DraftSamplingName = option(
         "greedy",
         "Speculation",
-        "Choose drafts by argmax or draw them at the temperature; text is distributed alike.",
+        "Drafts by argmax, or sampled at the temperature; the distribution of the text is the same.",
     )
-    max_batch_size: int = option(32, "Running", "Sequences that decode together.")
-    max_prefill_tokens: int = option(2048, "Running", "Prompt tokens in one prefill pass.")
-    page_size: int = 0  # positions; 0: what suits the attention backend
+    max_batch_size: int = option(32, "Running", "Sequences per batch.")
+    max_prefill_tokens: int = option(2048, "Running", "Prompt tokens per prefill pass.")
+    page_size: int = 0  # tokens; 0: the default of the attention backend
     kv_memory: int | None = option(
         None,
         "Running",
         "Memory for the KV cache, such as 512MiB or 2GiB.",
-        shown="what the batch can need, at most 1GiB on a CPU and what --gpu-memory-utilization leaves on a GPU",
+        shown="enough for the batch, at most 1GiB on a CPU and what --gpu-memory-utilization leaves on a GPU",
         parse=parse_bytes,
     )
     device: str = option("auto", "Running", "auto, cpu, cuda or cuda:N.")
@@ -217,7 +218,7 @@ class EngineConfig:
     prefix_cache: bool = option(
         True,
         "Running",
-        "Compute what prompts have in common at their beginning once. Leave it out to compare with other tables.",
+        "Compute shared prompt prefixes once. Switch it off to compare with other tables.",
     )
 
     def __post_init__(self) -> None:
@@ -241,7 +242,7 @@ class EngineConfig:
 
     @property
     def draft_length(self) -> DraftLength:
-        """What ``num_spec_tokens`` stands for."""
+        """``num_spec_tokens`` as a ``DraftLength``."""
         return DraftLength.of(self.num_spec_tokens)
 
     def plain(self) -> Self:
@@ -249,7 +250,7 @@ class EngineConfig:
         return replace(self, num_spec_tokens=0, drafter=None)
 
     def to_json(self) -> dict[str, Any]:
-        """As a manifest has it, the draft length in two fields."""
+        """For a manifest, with the draft length in two fields."""
         length = self.draft_length
         auto = {"num_spec_tokens": length.most, "spec_length": "auto" if length.auto else "fixed"}
         return asdict(self) | auto
@@ -257,10 +258,10 @@ class EngineConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """A Ray cluster with a model pair on each of its ``num_workers``; without an ``address`` one on this machine."""
+    """A Ray cluster with an engine on each of ``num_workers``; without an ``address`` it is started on this machine."""
 
     num_workers: int = 1
-    address: str | None = None  # as ``ray.init`` takes it
+    address: str | None = None  # as for ``ray.init``
 
     def __post_init__(self) -> None:
         require(self.num_workers >= 1, f"num-workers is {self.num_workers}: use at least 1")

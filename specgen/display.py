@@ -1,4 +1,4 @@
-"""Numbers and paths as people read them; a dash stands for None, a number that nothing was seen for."""
+"""Formatting of numbers and paths; a dash stands for None."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -46,7 +46,7 @@ def seconds(number: float | None) -> str:
 
 
 def value(of_any_kind: float | bool | str | None) -> str:
-    """A whole number as a count, another as ``2.53``, and text as it is."""
+    """An integer as a count, a float as ``2.53``, anything else as it is."""
     if isinstance(of_any_kind, str | bool):
         return str(of_any_kind)
     return count(of_any_kind) if isinstance(of_any_kind, int) else plain(of_any_kind)
@@ -58,7 +58,7 @@ def between(interval: Sequence[float] | None, show: Show) -> str:
 
 
 def ends(interval: Sequence[float] | None, show: Show) -> str:
-    """The interval of a number shown by ``show``, beside which the unit of a percentage already stands."""
+    """The interval of a number shown by ``show``, without the unit of a percentage."""
     return between(interval, hundredths if show is percent else show)
 
 
@@ -68,9 +68,9 @@ def same_texts(identical: float, num_compared: int) -> str:
 
 
 def from_here(path: str) -> str:
-    """``path`` as seen from the working directory where it is below that; anything else as it is."""
-    place, here = Path(path), Path.cwd()
-    return str(place.relative_to(here)) if place.is_relative_to(here) else path
+    """``path``, relative if it is below the working directory."""
+    full, here = Path(path), Path.cwd()
+    return str(full.relative_to(here)) if full.is_relative_to(here) else path
 
 
 def clip(text: str, width: int) -> str:

@@ -1,7 +1,7 @@
-"""What happened in a run, recorded once: the event types, their JSON lines, and the reader.
+"""The events of a run: types, JSON lines, reader.
 
-Every rate in a report is a fold over these; no decoding code computes one. Times are seconds since the
-engine was warm (a monotonic clock); ``sequence`` is the request's id.
+Every rate in a report is a fold over these; no decoding code computes one. Times are seconds on a monotonic clock
+since the engine was warm; ``sequence`` is the request's id.
 """
 
 import json
@@ -25,7 +25,7 @@ class Submitted:
 
 @dataclass(frozen=True, kw_only=True)
 class Prefilled:
-    """A prompt is in the cache, ``num_cached`` positions of which were there before.
+    """A prompt was prefilled, ``num_cached`` tokens of which came from the prefix cache.
 
     ``emitted`` is 1 with its first token, 0 after a preemption.
     """
@@ -38,9 +38,9 @@ class Prefilled:
 
 @dataclass(frozen=True, kw_only=True)
 class Verified:
-    """One verify step of one sequence: the drafts in order, how many the target accepted, how many tokens were kept.
+    """One verify step of one sequence: its drafts, how many the target accepted, how many tokens were emitted.
 
-    ``emitted`` is ``accepted + 1`` except where a text ended inside the step. Plain decoding has no drafts.
+    ``emitted`` is ``accepted + 1`` unless the text ended within the step. Plain decoding has no drafts.
     """
 
     sequence: str
@@ -52,7 +52,7 @@ class Verified:
 
 @dataclass(frozen=True, kw_only=True)
 class Preempted:
-    """A sequence gave its pages back and will be prefilled again."""
+    """A sequence freed its pages and will be prefilled again."""
 
     sequence: str
     time: float
@@ -70,11 +70,11 @@ class Finished:
 
 @dataclass(frozen=True, kw_only=True)
 class Stepped:
-    """One pass of the engine's loop and the rows it computed.
+    """One step of the engine and the rows it computed.
 
-    ``num_spec_tokens`` are the drafts that a sequence had in it (K; 0 in a prefill). ``first_pass_rows`` are the rows
-    that the drafter takes in (its KV fill) and ``first_pass_kept`` those of them that held accepted tokens (the rest is
-    what a padded drafter batch wastes); ``loop_rows`` the rows of the passes that draft.
+    ``num_spec_tokens`` is K, the drafts per sequence (0 in a prefill). ``first_pass_rows`` are the rows of the drafter
+    KV fill and ``first_pass_kept`` those of accepted tokens (the rest is padding of a padded drafter batch);
+    ``loop_rows`` are the rows of the drafting passes.
     """
 
     kind: str  # "prefill" or "decode"
@@ -90,10 +90,10 @@ class Stepped:
 
 @dataclass(frozen=True, kw_only=True)
 class Captured:
-    """A CUDA graph was captured: later steps of ``num_sequences`` are replayed; not ``fits``: no memory for it."""
+    """A CUDA graph for steps of ``num_sequences`` was captured, or not for lack of memory (not ``fits``)."""
 
     time: float
-    what: str  # "step", or the pass of one
+    what: str  # "step", or the name of a pass
     num_sequences: int
     seconds: float
     fits: bool
@@ -101,7 +101,7 @@ class Captured:
 
 @dataclass(frozen=True, kw_only=True)
 class OutOfMemory:
-    """The device had no memory for a pass; the run goes on within these limits."""
+    """The device had no memory for a pass; the run continues with these limits."""
 
     time: float
     max_batch_size: int
@@ -110,14 +110,14 @@ class OutOfMemory:
 
 @dataclass(frozen=True, kw_only=True)
 class Resumed:
-    """A run that was killed goes on: what had not finished begins again, and times count from here."""
+    """A killed run was resumed: unfinished requests start again, and times count from here."""
 
     time: float
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sharded:
-    """The events of another shard follow: it ran beside those before, in a process whose times count from here."""
+    """The events of another shard follow, which ran in parallel; their times count from here."""
 
     time: float
     shard: str  # as in ``1/4``
@@ -125,7 +125,7 @@ class Sharded:
 
 @dataclass(frozen=True, kw_only=True)
 class Merged:
-    """All shards have been brought together: what follows ran after every one of them."""
+    """All shards are merged: what follows ran after all of them."""
 
     time: float
 
@@ -166,7 +166,7 @@ def to_line(event: Event) -> str:
 
 
 def from_line(line: str) -> Event:
-    """The inverse of ``to_line``; ``UserError`` for a line that is no event."""
+    """The inverse of ``to_line``; ``UserError`` for an invalid line."""
     try:
         fields = json.loads(line)
         if "drafts" in fields:

@@ -1,4 +1,4 @@
-"""JSON files, and objects in them that stand for a dataclass: neither a field too few nor a key too many."""
+"""JSON files, and strict conversion of their objects to dataclasses."""
 
 import json
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from specgen.config import UserError, first_line, require, shown
 
 
 def load_json(path: Path, remedy: str) -> dict[str, Any]:
-    """The object in a JSON file; ``UserError`` that ends with ``remedy`` where it cannot be read or is none."""
+    """The object in a JSON file; ``UserError`` with ``remedy`` for anything else."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:

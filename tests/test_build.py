@@ -15,8 +15,8 @@ from specgen.core.step import Steps
 from specgen.decoding.sampling import SamplingForm, most_demanding
 from specgen.device import choose_device
 from specgen.engine.memory import _largest_pass, num_pages
+from specgen.jobs.prompt_index import index_prompts
 from specgen.jobs.shard import WHOLE
-from specgen.jobs.survey import survey
 from specgen.prompts import Prompt
 from tests.engines import Pair, config_of
 
@@ -91,7 +91,7 @@ def test_a_survey_keeps_one_row_of_each_kind() -> None:
     rows: list[dict[str, object]] = [{"temperature": 0.1 * n, "seed": n} for n in range(9)]
     rows += [{"logit_bias": ((n, 1.0),)} for n in range(9)] + [{"top_p": 1.0}, {"top_p": 0.3}, {}]
     prompts = [Prompt(id=str(n), text="a", sampling=row) for n, row in enumerate(rows)]
-    assert survey("own", prompts, WHOLE).sampling == (rows[0], rows[1], rows[9], rows[18], rows[19])
+    assert index_prompts("own", prompts, WHOLE).sampling == (rows[0], rows[1], rows[9], rows[18], rows[19])
 
 
 @pytest.mark.parametrize(

@@ -164,7 +164,7 @@ def test_an_error_names_the_file_that_cannot_be_filled(tmp_path: Path, small_fil
 def test_a_table_that_cannot_be_written_is_one_line(tmp_path: Path, small_files: None) -> None:
     table = BenchTable(name="t", title="x" * 70_000, head={}, columns=(), rows=())
     with (
-        pytest.raises(UserError, match=r"out' cannot be written \(File too large\): mend that"),
+        pytest.raises(UserError, match=r"out' cannot be written \(File too large\): fix that"),
         writable(tmp_path / "out"),
     ):
         table.write(tmp_path / "out")

@@ -172,7 +172,7 @@ def test_choices_are_compared_by_the_likeliest(tmp_path: Path, monkeypatch: pyte
         ),
         (("word_problems", "--arms", "padded,padded"), "give each its own name"),
         (("word_problems", "--limit", 0), "limit is 0"),
-        (("word_problems", "--log-samples"), "log-samples has nowhere to go"),
+        (("word_problems", "--log-samples"), "log-samples needs a directory"),
         (("word_problems", "--data-path", "."), "only gsm8k is read from there"),
         (("--study", "nothing"), "name a JSON file, or one of vllm-25196"),
     ],
@@ -238,7 +238,7 @@ def test_a_signal_ends_it_in_one_line_and_what_is_answered_is_kept(
     monkeypatch.setattr(RunDirectory, "add_completion", add_completion)
     result = CliRunner().invoke(cli.app, ["eval", *map(str, SMALL), "--output", str(tmp_path)])
     assert result.exit_code == code
-    assert result.stderr.splitlines()[-1] == "specgen: interrupted; the same command goes on from there"
+    assert result.stderr.splitlines()[-1] == "specgen: interrupted; the same command resumes the run"
     assert len(RowFile(tmp_path / "padded" / "completions.jsonl")) == 3
     assert signal.getsignal(number) == before
     monkeypatch.setattr(RunDirectory, "add_completion", add)

@@ -116,7 +116,7 @@ def check_result(result: Prompt | Rejected) -> None:
     assert (len(result.messages) > 0) + (result.text is not None) + (len(result.token_ids) > 0) == 1
     json.dumps(result.sampling, allow_nan=False)
     replace(SamplingParams(), **result.sampling)
-    result.last_words.encode()
+    result.last_message.encode()
 
 
 def lines(values: list[object]) -> bytes:

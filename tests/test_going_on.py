@@ -17,9 +17,9 @@ from specgen.core.sequence import Sequence
 from specgen.events import Event, Finished, Submitted, read
 from specgen.jobs import run
 from specgen.jobs.job import Job
+from specgen.jobs.prompt_index import index_prompts
 from specgen.jobs.run import TooManyFailuresError
 from specgen.jobs.shard import WHOLE
-from specgen.jobs.survey import survey
 from specgen.prompts import open_prompts
 from specgen.rundir.interrupt import StoppedError
 from specgen.rundir.locking import LOCK
@@ -329,7 +329,7 @@ def test_a_start_parses_little_of_what_is_there(tmp_path: Path) -> None:
     end = '{"event":"finished","sequence":"request-%06d","time":12.3456789,"reason":"stop","num_output_tokens":150}\n'
     write_prompts(tmp_path / "own.jsonl", (f"request-{n:06d}" for n in range(number)))
     prompts = open_prompts(str(tmp_path / "own.jsonl"), data_path=None, num_prompts=None)
-    found = survey("own", prompts, WHOLE)
+    found = index_prompts("own", prompts, WHOLE)
     with (tmp_path / "completions.jsonl").open("w") as rows, (tmp_path / "events.jsonl").open("w") as events:
         for n in range(number - 1):
             rows.write(json.dumps({"id": f"request-{n:06d}", **row}) + "\n")
@@ -337,7 +337,7 @@ def test_a_start_parses_little_of_what_is_there(tmp_path: Path) -> None:
     began = time.process_time()
     with RunDirectory(tmp_path) as files:
         assert len(files.completions) == number - 1
-        (last,) = prompts.select(found.pending_rows(files.completions))
+        (last,) = prompts.select(found.pending(files.completions))
     assert time.process_time() - began < 0.4
     assert last.id == f"request-{number - 1:06d}"
 

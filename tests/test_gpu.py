@@ -353,7 +353,7 @@ def test_a_run_goes_on_without_the_request_that_loses_the_device(tmp_path: Path)
     assert right.pop("p5")
     code, said, texts = _answered(_LOSES_THE_DEVICE_WITH_ONE, path, tmp_path / "run")
     assert code == 3, said
-    assert said.count("going on in a new process") == 2
+    assert said.count("continuing in a new process") == 2
     assert "specgen: failed: p5: line 6: the device was lost while it ran alone: " in said
     assert texts == right
 

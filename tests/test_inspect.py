@@ -75,7 +75,7 @@ TEXT = """
   attention   4 heads, 2 KV heads, 16 wide each
   rotary      base 10,000, llama3 scaling by 8
   weights     238,400 parameters, 0.9 MiB as float32 in 11 files
-  KV cache    1,536 bytes a token
+  KV cache    1,536 bytes per token
 
 {head}: an EAGLE3 head
   dialect     EAGLE, SpecForge
@@ -89,9 +89,9 @@ TEXT = """
   attention   4 heads, 2 KV heads, 16 wide each
   rotary      base 10,000
   weights     69,056 parameters, 0.3 MiB as float32 in 1 file
-  KV cache    256 bytes a token
+  KV cache    256 bytes per token
 
-Target and head fit; together 1,792 bytes of KV cache a token."""
+Target and head fit; together 1,792 bytes of KV cache per token."""
 
 
 def test_the_whole_text_of_a_pair(tmp_path: Path, target_path: Path, config: TargetConfig) -> None:

@@ -195,7 +195,7 @@ def test_the_command_goes_on_by_itself(job: Job, tmp_path: Path) -> None:
         finally:
             command.kill()
     assert command.returncode == 3, said
-    assert said.count("specgen: the device is lost (planted): going on in a new process\n") == 2
+    assert said.count("specgen: the device is lost (planted): continuing in a new process\n") == 2
     assert said.count(f"specgen: failed: {POISON}: line 5: {WORDS}\n") == 1
     assert len(rows(out / "completions.jsonl")) == 28
     status = json.loads((out / "status.json").read_text())
@@ -208,9 +208,9 @@ def test_the_command_goes_on_by_itself(job: Job, tmp_path: Path) -> None:
     [
         (None, "bundled", ("a",), "nothing is kept"),
         ("-", "bundled", ("a",), "nothing is kept"),
-        ("run", "-", ("a",), "the same command goes on from there"),
-        ("run", "pipe", ("a",), "the same command goes on from there"),
-        ("run", "bundled", (), "the same command goes on from there"),
+        ("run", "-", ("a",), "the same command resumes the run"),
+        ("run", "pipe", ("a",), "the same command resumes the run"),
+        ("run", "bundled", (), "the same command resumes the run"),
     ],
 )
 def test_what_cannot_go_on_by_itself_is_one_line(
@@ -228,7 +228,9 @@ def test_what_cannot_go_on_by_itself_is_one_line(
     monkeypatch.setattr(os, "execv", lambda *arguments: pytest.fail("this would not go on"))
     job = replace(job, dataset=dataset, data_path=None)
     with pytest.raises(typer.Exit) as ended:
-        generating.go_on(DeviceLost("planted", requests), job, None if output is None else Path(output))
+        generating.restart_process(
+            DeviceLost("planted", requests), job, None if output is None else Path(output)
+        )
     assert ended.value.exit_code == 1
     line = f"specgen: the device is lost (planted): go on in a new process; {words}\n"
     assert capsys.readouterr().err == line

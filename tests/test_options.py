@@ -117,7 +117,7 @@ def test_a_draft_length_is_a_number_or_auto(asked, length, shown):
 def test_what_is_no_draft_length_is_refused(asked):
     with pytest.raises(UserError, match=f"num-spec-tokens is {asked}: use 1 to 16"):
         EngineConfig(model="a", drafter="b", num_spec_tokens=asked)
-    with pytest.raises(UserError, match="nothing to choose from"):
+    with pytest.raises(UserError, match="leaves no choice"):
         DraftLength(most=0, auto=True)
 
 
@@ -132,7 +132,7 @@ def test_sizes_and_lists_of_numbers():
     assert [parse_bytes(text) for text in ("12", "1.5KiB", "2 GB")] == [12, 1536, 2 * 10**9]
     assert numbers("n", "1, 8") == (1, 8)
     for text in ("", "1,", "0", "a"):
-        with pytest.raises(UserError, match="write numbers of at least 1"):
+        with pytest.raises(UserError, match="write comma-separated numbers of at least 1"):
             numbers("n", text)
 
 

@@ -193,7 +193,7 @@ def test_standard_input_that_cannot_be_kept(monkeypatch):
 
     monkeypatch.setattr("shutil.copyfileobj", full)
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"{}")))
-    with pytest.raises(UserError, match=r"^what is piped in cannot be kept in .* write it to a file"):
+    with pytest.raises(UserError, match=r"^standard input cannot be saved in .* write it to a file"):
         load("-")
 
 

@@ -139,8 +139,8 @@ def finished(job: Job, tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         ("0", None, "shard 1/3, 2/3 is missing: give the directories of all 3"),
         ("0 1 2 1", None, "are both shard 1/3: give it once"),
-        ("0 1 2 whole", None, "is no shard but a whole run"),
-        ("whole", None, "is no shard but a whole run"),
+        ("0 1 2 whole", None, "is not a shard but a whole run"),
+        ("whole", None, "is not a shard but a whole run"),
         ("0 1 2 3", None, "report.json cannot be read"),
         ("0 1 2", lambda p: edit(p / "manifest.json", lambda m: m["sampling"].update(seed=5)), "sampling.seed"),
         ("0 1 2", lambda p: edit(p / "manifest.json", lambda m: m["data"].update(sha256="x")), "data.sha256"),

@@ -118,7 +118,7 @@ def test_a_signal_ends_the_run_and_the_same_command_goes_on(
     assert command.end() == code
     done = len(rows(output / "completions.jsonl"))
     assert 3 <= done < NUM_PROMPTS
-    expected = f"interrupted with {done} of {NUM_PROMPTS} requests done; the same command goes on from there"
+    expected = f"interrupted with {done} of {NUM_PROMPTS} requests done; the same command resumes the run"
     assert command.last_words == f"specgen: {expected}"
     status = json.loads((output / "status.json").read_text())
     assert (status["state"], status["done"], status["total"]) == ("interrupted", done, NUM_PROMPTS)
@@ -152,7 +152,7 @@ def test_a_lost_device_is_one_line(prompts: Path, tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(EngineCore, "warm_up", lambda self: None)
     command = Command(prompts, tmp_path / "run")
     assert command.end() == 1
-    assert command.last_words.endswith("go on in a new process; the same command goes on from there")
+    assert command.last_words.endswith("go on in a new process; the same command resumes the run")
 
 
 def test_handlers_are_as_before_behind_it() -> None:

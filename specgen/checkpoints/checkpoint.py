@@ -1,4 +1,4 @@
-"""Checkpoints: a directory or hub id becomes configs and tensors by name, and those become a model, strictly."""
+"""Checkpoints: from a directory or hub id to configs and tensors by name, and from those to a model, strictly."""
 
 import hashlib
 import os
@@ -27,7 +27,7 @@ _NEEDED = ("*.json", "*.jinja", "*.model", "merges.txt")  # besides the weights;
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """A checkpoint directory: its configs, and what its tensors are."""
+    """A checkpoint directory: its configs and the headers of its tensors."""
 
     name: str  # as the user gave it
     path: Path
@@ -41,7 +41,7 @@ class Checkpoint:
         return sorted({info.file for info in self.tensors.values()})
 
     def read(self, name: str) -> Tensor | None:
-        """A tensor as stored, on the CPU; ``None`` where there is none of that name."""
+        """A tensor as stored, on the CPU; None where there is none of that name."""
         info = self.tensors.get(name)
         return None if info is None else read_tensor(name, info)
 
@@ -65,14 +65,14 @@ def open_checkpoint(path_or_hub_id: str) -> Checkpoint:
 
 
 def target_config(checkpoint: Checkpoint) -> TargetConfig:
-    """The config of a target; the ids that end a text are generation_config.json's where it has some."""
+    """The config of a target; EOS ids are generation_config.json's where it has some."""
     eos = checkpoint.generation.get("eos_token_id")
     overrides = {} if eos is None else {"eos_token_id": eos}
     return family_of(checkpoint.config).config({**checkpoint.config, **overrides})
 
 
 def drafter_config(checkpoint: Checkpoint, num_target_layers: int | None) -> HeadConfig:
-    """The config of a head for a target of ``num_target_layers``, or of a target that is not known."""
+    """The config of a head for a target of ``num_target_layers`` (None: unknown)."""
     names = checkpoint.tensors.keys()
     return head_family_of(checkpoint.config, names).config(checkpoint.config, names, num_target_layers)
 
@@ -90,7 +90,7 @@ def draft_to_target(checkpoint: Checkpoint, config: HeadConfig) -> Tensor:
 
 
 def load_target(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> Target:
-    """The target with weights of ``dtype`` on ``device``; ``UserError`` unless every tensor is as its config says."""
+    """The target with weights of ``dtype`` on ``device``; ``UserError`` unless its tensors match its config."""
     reader = TensorReader(checkpoint=checkpoint, dtype=dtype, device=device)
     return build_target(target_config(checkpoint), reader)
 
@@ -106,7 +106,7 @@ def load_drafter(checkpoint: Checkpoint, target: Target) -> Head:
 
 
 def build_target(config: TargetConfig, reader: "TensorReader") -> Target:
-    """The target of ``config`` from the tensors of ``reader``, of which none may be left."""
+    """The target of ``config`` from the tensors of ``reader``; ``UserError`` for unused ones."""
     family = FAMILIES[config.architecture]
     target = family.build(config, reader, bind_ops(reader.device, reader.dtype))
     reader.finish(family.ignored(config))
@@ -114,7 +114,7 @@ def build_target(config: TargetConfig, reader: "TensorReader") -> Target:
 
 
 def build_head(config: HeadConfig, reader: "TensorReader", target: Target, draft_to_target: Tensor) -> Head:
-    """The head of ``config`` from the tensors of ``reader``, of which none may be left."""
+    """The head of ``config`` from the tensors of ``reader``; ``UserError`` for unused ones."""
     family = HEAD_FAMILIES[config.family]
     head = family.build(config, reader, target, draft_to_target, bind_ops(reader.device, reader.dtype))
     reader.finish(family.ignored)
@@ -137,10 +137,7 @@ def fingerprint(checkpoint: Checkpoint) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class TensorReader:
-    """The ``Take`` of a checkpoint, which says at the end what nobody asked for.
-
-    On the ``meta`` device it checks names and shapes and reads nothing.
-    """
+    """The ``Take`` of a checkpoint; on the ``meta`` device it checks names and shapes and reads nothing."""
 
     checkpoint: Checkpoint
     dtype: torch.dtype
@@ -178,13 +175,13 @@ class TensorReader:
         return weight
 
     def finish(self, ignored: Iterable[str]) -> None:
-        """``UserError`` if there is a tensor that was neither taken nor is in ``ignored``."""
+        """``UserError`` if a tensor was neither taken nor is in ``ignored``."""
         unknown = sorted(set(self.checkpoint.tensors) - set(self.taken) - set(ignored))
         names = ", ".join(shown(name) for name in unknown[:2])
         require(
             not unknown,
             f"{self.checkpoint.name} has {len(unknown)} unknown tensors, such as {names}: "
-            "it is of an architecture or variant that is not supported",
+            "its architecture or variant is not supported",
         )
 
 

@@ -1,4 +1,4 @@
-"""What ``specgen inspect`` knows: what a checkpoint is, how it is understood, and whether target and head fit."""
+"""``specgen inspect``: what a checkpoint is, how it is read, and whether target and head fit."""
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -39,7 +39,7 @@ class Weights:
 
     @classmethod
     def of(cls, checkpoint: Checkpoint, config: LayerConfig) -> "Weights":
-        """Counted over the floating point tensors; tables of ids are no parameters."""
+        """Of the floating point tensors; tables of ids are not parameters."""
         sizes: dict[str, int] = {}
         for info in checkpoint.tensors.values():
             if info.dtype in ("float64", "float32", "bfloat16", "float16"):
@@ -56,8 +56,8 @@ class Weights:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
-    """One checkpoint: how its config is understood, its size, and what is wrong with it."""
+class Inspection:
+    """One checkpoint: its config as it is read, its size, and its problems."""
 
     name: str
     config: TargetConfig | HeadConfig
@@ -70,12 +70,12 @@ class Part:
         return "target" if isinstance(self.config, TargetConfig) else "head"
 
     def facts(self) -> dict[str, str]:
-        """For a terminal, as texts by label."""
-        kv_cache = f"{self.weights.kv_bytes_per_token:,} bytes a token"
+        """Texts by label, for a terminal."""
+        kv_cache = f"{self.weights.kv_bytes_per_token:,} bytes per token"
         return {**self.config.facts(), "weights": _size(self.weights), "KV cache": kv_cache}
 
     def to_json(self) -> dict[str, Any]:
-        """Everything, under the names of the fields."""
+        """All fields by name."""
         facts = {**asdict(self.config), **asdict(self.weights), "problems": list(self.problems)}
         if isinstance(self.config, HeadConfig):
             facts["draft_vocab_share"] = self.config.draft_vocab_size / self.config.vocab_size
@@ -84,14 +84,14 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True)
 class Description:
-    """One checkpoint, or two and whether they fit."""
+    """One checkpoint, or a pair and whether it fits."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[Inspection, ...]
     misfits: tuple[str, ...]  # every reason why the checkpoint or the pair cannot run
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Of all parts: target and head share the cache's pages."""
+        """Of target and head, which share the pages of the cache."""
         return sum(part.weights.kv_bytes_per_token for part in self.parts)
 
     def to_json(self) -> dict[str, Any]:
@@ -112,7 +112,9 @@ class Description:
         if self.misfits:
             lines += ["This cannot run:", *(f"  - {reason}" for reason in self.misfits)]
         elif len(self.parts) == 2:
-            lines += [f"Target and head fit; together {self.kv_bytes_per_token:,} bytes of KV cache a token."]
+            lines.append(
+                f"Target and head fit; together {self.kv_bytes_per_token:,} bytes of KV cache per token."
+            )
         else:
             lines += ["Complete and supported."]
         return "\n".join(lines)
@@ -121,7 +123,7 @@ class Description:
 def describe(path: str, other: str | None = None) -> Description:
     """Describe one checkpoint (directory or hub id), or a target and a head in either order.
 
-    Reads headers and the vocabulary map, no weights. ``UserError`` for what is no checkpoint of a known family.
+    Reads headers and the vocabulary map, no weights. ``UserError`` for anything but checkpoints of known families.
     """
     checkpoints = [open_checkpoint(name) for name in (path, other) if name is not None]
     targets = [_target(checkpoint) for checkpoint in checkpoints if not _is_head(checkpoint)]
@@ -138,15 +140,15 @@ def _is_head(checkpoint: Checkpoint) -> bool:
     return is_head(checkpoint.config, checkpoint.tensors.keys())
 
 
-def _target(checkpoint: Checkpoint) -> Part:
+def _target(checkpoint: Checkpoint) -> Inspection:
     config = target_config(checkpoint)
-    return _part(checkpoint, config, lambda: build_target(config, _reader(checkpoint)))
+    return _inspect(checkpoint, config, lambda: build_target(config, _reader(checkpoint)))
 
 
-def _head(checkpoint: Checkpoint, num_target_layers: int | None) -> Part:
+def _head(checkpoint: Checkpoint, num_target_layers: int | None) -> Inspection:
     config, nothing = drafter_config(checkpoint, num_target_layers), torch.empty(0, device=_META)
-    target: Any = SimpleNamespace(embedding=nothing)  # the head's own tensors alone are checked
-    return _part(
+    target: Any = SimpleNamespace(embedding=nothing)  # only the head's own tensors are checked
+    return _inspect(
         checkpoint,
         config,
         lambda: build_head(config, _reader(checkpoint), target, nothing),
@@ -158,8 +160,10 @@ def _reader(checkpoint: Checkpoint) -> TensorReader:
     return TensorReader(checkpoint=checkpoint, dtype=torch.float32, device=_META)
 
 
-def _part(checkpoint: Checkpoint, config: TargetConfig | HeadConfig, *checks: Callable[[], object]) -> Part:
-    """All ``checks`` are made; what they refuse are problems, and end no description."""
+def _inspect(
+    checkpoint: Checkpoint, config: TargetConfig | HeadConfig, *checks: Callable[[], object]
+) -> Inspection:
+    """Run all ``checks``; each ``UserError`` is a problem."""
     problems = []
     for check in checks:
         try:
@@ -167,10 +171,10 @@ def _part(checkpoint: Checkpoint, config: TargetConfig | HeadConfig, *checks: Ca
         except UserError as error:
             problems.append(str(error))
     weights = Weights.of(checkpoint, config)
-    return Part(name=checkpoint.name, config=config, weights=weights, problems=tuple(problems))
+    return Inspection(name=checkpoint.name, config=config, weights=weights, problems=tuple(problems))
 
 
-def _pair_misfits(targets: list[Part], heads: list[Part]) -> tuple[str, ...]:
+def _pair_misfits(targets: list[Inspection], heads: list[Inspection]) -> tuple[str, ...]:
     if not (targets and heads):
         return (f"both are {(targets or heads)[0].kind}s: give one target and one head",)
     target, head = targets[0].config, heads[0].config

@@ -1,4 +1,4 @@
-"""Torch pickles as untrusted data: opened only where they hold plain tensors, and nothing in them is run."""
+"""Torch pickles as untrusted data: loaded only if they contain plain tensors; no code in them is run."""
 
 import zipfile
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from torch import Tensor
 from specgen.config import UserError, first_line, require, shown
 
 _ZIP = b"PK\x03\x04"
-_PLAIN = {  # what tensors are made of; the unpickler knows more, such as byte arrays of any size
+_PLAIN = {  # the parts of tensors; the unpickler allows more, such as byte arrays of any size
     "collections OrderedDict",
     "torch._utils _rebuild_parameter",
     "torch._utils _rebuild_tensor",
@@ -25,7 +25,7 @@ _LEGACY_PICKLES = 4  # magic number, version, system, tensors
 def read_pickle(file: Path) -> dict[str, Tensor]:
     """The tensors of a file by name, on the CPU, mapped into memory where the format (torch 1.6 and later) allows it.
 
-    ``UserError`` where it is broken, holds anything but tensors by name, or claims more than it holds.
+    ``UserError`` where it is corrupt, has anything but tensors by name, or claims more bytes than it has.
     """
     try:
         zipped = _is_zipped(file)
@@ -36,9 +36,9 @@ def read_pickle(file: Path) -> dict[str, Tensor]:
             named = isinstance(name, str) and isinstance(value, Tensor)
             require(named, f"{shown(name)} is {type(value).__name__}, not a named tensor")
         claimed, held = sum(tensor.nbytes for tensor in tensors.values()), file.stat().st_size
-        # A view may repeat a value without end. Twice: tied tensors share their values.
+        # A view may repeat a value without limit. Twice: tied tensors share their values.
         require(claimed <= 2 * held, f"its tensors claim {claimed} bytes, and it has {held}")
-    except Exception as error:  # the library raises whatever its parsers stumble over
+    except Exception as error:  # the library raises whatever its parsers raise
         raise UserError(
             f"{file} cannot be read as tensors ({first_line(error)}): use a safetensors version"
         ) from error
@@ -57,7 +57,7 @@ def _require_plain(file: Path, zipped: bool) -> None:
 
 
 def _imported(file: Path, zipped: bool) -> Iterator[str]:
-    """What the pickles of a file import, as ``module name``, read without running them."""
+    """The imports of the pickles in a file, as ``module name``, read without running them."""
     if not zipped:
         with file.open("rb") as content:
             for _ in range(_LEGACY_PICKLES):
@@ -65,7 +65,7 @@ def _imported(file: Path, zipped: bool) -> Iterator[str]:
         return
     with zipfile.ZipFile(file) as archive:
         for entry in archive.infolist():
-            # Torch stores as is: what is compressed could be a thousand times as large as the file.
+            # Torch does not compress; compressed data could be a thousand times the size of the file.
             require(entry.compress_type == zipfile.ZIP_STORED, f"{shown(entry.filename)} is compressed")
             if entry.filename.endswith("/data.pkl"):
                 with archive.open(entry) as content:

@@ -1,4 +1,4 @@
-"""Weight files on disk: safetensors and torch pickles, single or sharded; headers first, tensors on demand."""
+"""Weight files: safetensors and torch pickles, single or sharded; headers first, tensors on demand."""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -14,7 +14,7 @@ from specgen.checkpoints.pickle_files import read_pickle
 from specgen.config import UserError, first_line, require, shown
 from specgen.json_fields import load_json
 
-_STEMS = (("model", ".safetensors"), ("pytorch_model", ".bin"))  # the first that is there is read
+_STEMS = (("model", ".safetensors"), ("pytorch_model", ".bin"))  # in order of preference
 _SAFETENSORS_DTYPES = {
     "F64": "float64",
     "F32": "float32",
@@ -24,12 +24,12 @@ _SAFETENSORS_DTYPES = {
     "I32": "int32",
     "BOOL": "bool",
 }
-_LARGEST_JSON = 16 << 20  # bytes; the index of a thousand shards has two
+_LARGEST_JSON = 16 << 20  # bytes; the index of a thousand shards has 2 MiB
 
 
 @dataclass(frozen=True, kw_only=True)
 class TensorInfo:
-    """What a tensor is and where it lies, known without reading its data."""
+    """The header of a tensor."""
 
     file: Path
     shape: tuple[int, ...]
@@ -44,7 +44,7 @@ class TensorInfo:
 def tensor_infos(directory: Path) -> dict[str, TensorInfo]:
     """Every tensor of a checkpoint directory by name.
 
-    ``UserError`` when there are no weights, or a file is missing, broken, outside the directory or unsafe.
+    ``UserError`` when there are no weights, or a file is missing, corrupt, outside the directory or unsafe.
     """
     infos: dict[str, TensorInfo] = {}
     for file in _weight_files(directory):
@@ -96,9 +96,9 @@ def _sharded(directory: Path, index: Path, suffix: str) -> list[Path]:
     assert isinstance(weight_map, Mapping)
     files = []
     for name in sorted({str(value) for value in weight_map.values()}):
-        # An index is downloaded data: it must not make us read what lies elsewhere, or is no weights.
-        beside = name == Path(name).name and name.endswith(suffix)
-        require(beside, f"{index} names {shown(name)}: only {suffix} files beside the index are read")
+        # An index is untrusted data: it must not make us read files elsewhere, or other than weights.
+        is_beside = name == Path(name).name and name.endswith(suffix)
+        require(is_beside, f"{index} names {shown(name)}: only {suffix} files beside the index are read")
         there = os.path.isfile(directory / name)  # false also for names that no file can have
         require(there, f"{index} names {shown(name)}, which is missing: download it")
         files.append(directory / name)
@@ -108,7 +108,7 @@ def _sharded(directory: Path, index: Path, suffix: str) -> list[Path]:
 def _infos(file: Path) -> Iterator[tuple[str, TensorInfo]]:
     if file.suffix == ".safetensors":
         with _safetensors(file) as handle:
-            for name in handle.keys():  # noqa: SIM118  the handle is no mapping
+            for name in handle.keys():  # noqa: SIM118  the handle is not a mapping
                 part = handle.get_slice(name)
                 dtype = _SAFETENSORS_DTYPES.get(part.get_dtype(), part.get_dtype())
                 yield name, TensorInfo(file=file, shape=tuple(part.get_shape()), dtype=dtype)
@@ -123,10 +123,10 @@ def _safetensors(file: Path) -> Iterator[Any]:
     from safetensors import safe_open
 
     try:
-        file.open("rb").close()  # it says why not; the library calls every such file missing
+        file.open("rb").close()  # raises the reason; the library calls every unreadable file missing
         with safe_open(file, framework="pt") as handle:
             yield handle
-    except Exception as error:  # the library raises whatever its parsers stumble over
+    except Exception as error:  # the library raises whatever its parsers raise
         raise UserError(
             f"{file} cannot be read as safetensors ({first_line(error)}): download it again"
         ) from error

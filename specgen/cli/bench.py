@@ -1,4 +1,4 @@
-"""``specgen bench``: its commands and their options, and where a table goes."""
+"""``specgen bench``: its commands and the output of their tables."""
 
 import json
 import sys
@@ -23,16 +23,14 @@ app = typer.Typer(
     no_args_is_help=True,
 )
 
-_OUTPUT = option(
-    None, "Results", "Directory for the table as NAME.csv and NAME.json, and with its plots as NAME.html."
-)
-_REPEATS = "Measurements of each number."
+_OUTPUT = option(None, "Results", "Directory for the table: NAME.csv, NAME.json, and NAME.html with plots.")
+_REPEATS = "Measurements per number."
 
 _SIZES = {
     "cuda": ("1,4,8,16,32,64,128,256", "1024,2048,4096,8192,16384,32768,65536,131072"),
     "cpu": ("1,4", "128,256"),
 }
-_PREFILL = {"max_prefill_tokens": 8192}  # passes as a server has them
+_PREFILL = {"max_prefill_tokens": 8192}  # as in a server
 
 
 @app.command()
@@ -40,25 +38,25 @@ _PREFILL = {"max_prefill_tokens": 8192}  # passes as a server has them
 def kernels(
     *,
     num_seqs: str | None = option(
-        None, "Table", "Sequences of a pass, each tried.", shown="1,4,8,16,32,64,128,256; on a CPU 1,4"
+        None, "Table", "Sequences per pass, comma-separated.", shown="1,4,8,16,32,64,128,256; on a CPU 1,4"
     ),
     max_seq_lens: str | None = option(
         None,
         "Table",
-        "Longest contexts, each tried; those that do not fit the memory are left out.",
+        "Longest contexts, comma-separated; those that do not fit in memory are left out.",
         shown="1024 to 131072 in powers of two; on a CPU 128,256",
     ),
-    num_heads: int = option(32, "Table", "Heads of a query.", least=1),
-    num_kv_heads: int = option(8, "Table", "Heads of keys and values.", least=1),
-    head_dim: int = option(128, "Table", "Elements of a head.", least=1),
+    num_heads: int = option(32, "Table", "Query heads.", least=1),
+    num_kv_heads: int = option(8, "Table", "Key and value heads.", least=1),
+    head_dim: int = option(128, "Table", "Elements per head.", least=1),
     num_spec_tokens: int = option(4, "Table", "Drafts, K: passes of K+1 rows are timed too."),
-    page_size: int = option(64, "Table", "Positions of a page.", least=1),
+    page_size: int = option(64, "Table", "Tokens per page.", least=1),
     engine: Annotated[EngineConfig, Only("dtype device")],
     repeats: int = option(20, "Table", _REPEATS),
     output: Path | None = _OUTPUT,
     as_json: bool = AS_JSON,
 ) -> None:
-    """Time attention alone: trtllm against FlashInfer's wrapper, by sequences, context and rows a sequence.
+    """Time attention alone: trtllm against FlashInfer's wrapper, by sequences, context and rows per sequence.
 
     Without options on a GPU: the table of vLLM's PR 19825 for the heads of an 8B model, and for K = 4.
     """
@@ -97,8 +95,7 @@ def throughput(
     matrix: str = option(
         MISSING,
         "Table",
-        "Which arms, over which prompts: vllm-25196, vllm-19825, vllm-21477, batch-and-decoding or "
-        "batch-and-k.",
+        "Arms and prompts: vllm-25196, vllm-19825, vllm-21477, batch-and-decoding or batch-and-k.",
     ),
     axis: list[str] | None = option(
         None,
@@ -107,19 +104,15 @@ def throughput(
         "cuda_graphs=off, decoding=plain,padded; may be repeated.",
     ),
     dataset: str | None = option(
-        None, "Prompts", "As for generate, or random: tokens that are drawn.", shown="the matrix's"
+        None, "Prompts", "As for generate, or random for random tokens.", shown="the matrix's"
     ),
     data_path: Path | None = DATA_PATH,
     num_prompts: int | None = option(
-        None, "Prompts", "Prompts of a run; over again where the data set has fewer.", shown="the matrix's"
+        None, "Prompts", "Prompts per run; repeated where the data set has fewer.", shown="the matrix's"
     ),
-    prompt_tokens: int | None = option(
-        None, "Prompts", "Tokens of each random prompt.", shown="the matrix's"
-    ),
+    prompt_tokens: int | None = option(None, "Prompts", "Tokens per random prompt.", shown="the matrix's"),
     max_new_tokens: int | None = option(None, "Sampling", "Longest answer in tokens.", shown="the matrix's"),
-    max_batch_size: int | None = option(
-        None, "Running", "Sequences that decode together.", shown="the matrix's"
-    ),
+    max_batch_size: int | None = option(None, "Running", "Sequences per batch.", shown="the matrix's"),
     engine: Annotated[
         EngineConfig,
         Only(
@@ -132,7 +125,7 @@ def throughput(
     output: Path | None = _OUTPUT,
     as_json: bool = AS_JSON,
 ) -> None:
-    """Output tokens a second, ratios and latencies: the tables of vLLM's pull requests, and batch against K."""
+    """Output tokens per second, ratios and latencies: the tables of vLLM's pull requests, and batch against K."""
     from specgen.bench.matrices import find_matrix
 
     chosen = find_matrix(matrix).with_values(axis or ())
@@ -156,10 +149,8 @@ def throughput(
 @with_options
 def step(
     *,
-    batch_sizes: str = option(
-        "1,8,32", "Table", "Numbers of sequences that decode together, each explained."
-    ),
-    prompt_tokens: int = option(256, "Table", "Random tokens of each prompt."),
+    batch_sizes: str = option("1,8,32", "Table", "Batch sizes, comma-separated."),
+    prompt_tokens: int = option(256, "Table", "Random tokens per prompt."),
     engine: Annotated[
         EngineConfig,
         Only(
@@ -170,7 +161,7 @@ def step(
     output: Path | None = _OUTPUT,
     as_json: bool = AS_JSON,
 ) -> None:
-    """Explain a decode step: milliseconds by part (draft loop, verify, accept, first pass, idle) and their bounds."""
+    """Explain a decode step: milliseconds by part (draft loop, verify, accept, drafter KV fill, idle) and bounds."""
     from specgen.bench.explain import StepJob, explain  # imports torch
 
     job = StepJob(
@@ -182,7 +173,7 @@ def step(
 
 
 def publish(tables: Iterable["BenchTable"], output: Path | None, as_json: bool) -> None:
-    """Keep the files of a table that grows up to date, so that an end half way costs no row; print the last one."""
+    """Write the files of a growing table after every row, and print the last one."""
     require(
         output is None or not output.is_file(),
         f"output {str(output)!r} is a file: name a directory for tables",

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from specgen.cli.generating import GOES_ON, KEPT_NOWHERE
+from specgen.cli.generating import KEPT_NOWHERE, RESUMES
 from specgen.cli.options import Only, with_options
 from specgen.cli.printing import print_files, print_parts
 from specgen.config import EngineConfig, SamplingParams, option, require
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from specgen.evaluation.study import StudyJob
 
 _TASKS = typer.Argument(
-    help="Tasks of lm-eval with commas between; word_problems is bundled.", show_default="those of --study"
+    help="Tasks of lm-eval, comma-separated; word_problems is bundled.", show_default="those of --study"
 )
 _ENGINE = Only(
     "model drafter num_spec_tokens draft_sampling max_prefill_tokens kv_memory device dtype attention cuda_graphs "
@@ -37,35 +37,35 @@ def evaluate(
     arms: str | None = option(
         None,
         "Study",
-        "Which of padded, non-padded and baseline (plain decoding), with commas between.",
+        "Which of padded, non-padded and baseline (plain decoding), comma-separated.",
         shown="all three, or those of --study",
     ),
     limit: int | None = option(None, "Study", "Only the first N documents of each task.", shown="all"),
     num_fewshot: int | None = option(None, "Study", "Examples before each question.", shown="the task's"),
-    apply_chat_template: bool = option(False, "Study", "Ask as a chat, examples as earlier turns."),
+    apply_chat_template: bool = option(
+        False, "Study", "Render prompts as a chat, examples as earlier turns."
+    ),
     data_path: Path | None = option(
         None, "Study", "Directory with the train and test files of gsm8k, instead of the hub."
     ),
     sampling: Annotated[SamplingParams, Only("seed")],
     max_batch_size: int | None = option(
-        None, "Running", "Sequences that decode together.", shown="32, or that of --study"
+        None, "Running", "Sequences per batch.", shown="32, or that of --study"
     ),
     engine: Annotated[EngineConfig, _ENGINE],
-    log_samples: bool = option(False, "Results", "Leave every question and answer in --output too."),
+    log_samples: bool = option(False, "Results", "Write every question and answer to --output too."),
     output: Path | None = option(
         None,
         "Results",
-        "New directory for comparison.json, and a directory an arm: lm-eval's results.json, and what "
-        "`specgen report` reads.",
+        "New directory for comparison.json, and per arm a directory with lm-eval's results.json and the files "
+        "that `specgen report` reads.",
     ),
 ) -> None:
-    """Did speculation change the answers, and what did it give: lm-eval's tasks, arm by arm, and their comparison."""
+    """Did speculation change the answers, and what did it gain: lm-eval's tasks, arm by arm, and a comparison."""
     changes: dict[str, Any] = {"limit": limit, "num_fewshot": num_fewshot, "max_batch_size": max_batch_size}
     given = {name: value for name, value in changes.items() if value is not None}
     chosen = replace(_study(tasks, study, arms), **given)
-    require(
-        output is not None or not log_samples, "log-samples has nowhere to go: name a directory with --output"
-    )
+    require(output is not None or not log_samples, "log-samples needs a directory: name one with --output")
     from specgen.evaluation.study import StudyJob  # imports torch and lm-eval
     from specgen.rundir.interrupt import breakable
 
@@ -80,16 +80,16 @@ def evaluate(
         try:
             _run(job, output, output if log_samples else None)
         except KeyboardInterrupt:
-            remedy = KEPT_NOWHERE if output is None else GOES_ON
+            remedy = KEPT_NOWHERE if output is None else RESUMES
             print(f"specgen: interrupted; {remedy}", file=sys.stderr)
             raise typer.Exit(interrupt.exit_code) from None
 
 
 def _study(tasks: str | None, study: str | None, arms: str | None) -> "Study":
-    """The study of a file, or the named arms on ``tasks``; what is given beside a file takes its place."""
+    """The study of a file, whose tasks and arms options replace, or the named arms on ``tasks``."""
     from specgen.evaluation.studies import ALL_NAMED, Study, load_study, named_arms
 
-    require(tasks is not None or study is not None, "no task is named: try word_problems, or use --study")
+    require(tasks is not None or study is not None, "no task is given: try word_problems, or use --study")
     names = None if tasks is None else tuple(name.strip() for name in tasks.split(","))
     if study is None:
         assert names is not None
@@ -101,7 +101,7 @@ def _study(tasks: str | None, study: str | None, arms: str | None) -> "Study":
 
 
 def _run(job: "StudyJob", output: Path | None, samples: Path | None) -> None:
-    """Run the arms, print what each gives as it comes, then what they show together."""
+    """Run the arms, print the result of each as it finishes, then their comparison."""
     from specgen.evaluation import study
     from specgen.evaluation.comparison_tables import of_comparison
     from specgen.rundir.results import directory

@@ -1,4 +1,4 @@
-"""``specgen generate``: the job that the options ask for, and how it ends."""
+"""``specgen generate``: its options, and the exit codes of its job."""
 
 import os
 import sys
@@ -15,15 +15,15 @@ from specgen.config import Cluster, EngineConfig, ExecutorName, FormatName, Samp
 if TYPE_CHECKING:
     from specgen.core.endings import DeviceLost
     from specgen.jobs.job import Job
-    from specgen.jobs.run_output import Result
+    from specgen.jobs.run_output import RunResult
 
-GOES_ON = "the same command goes on from there"
+RESUMES = "the same command resumes the run"
 KEPT_NOWHERE = "nothing is kept without --output"
 _SHARD = option(
     "0/1",
     "Prompts",
-    "Run one of N shards of the prompts, counted from 0: every N-th prompt, such as 0/4; on another machine "
-    "1/4. `specgen merge` brings the directories together.",
+    "Run shard I of N, counted from 0: every N-th prompt, such as 0/4 on one machine and 1/4 on another. "
+    "`specgen merge` merges the directories.",
     metavar="I/N",
     shown="all",
 )
@@ -31,7 +31,7 @@ _OUTPUT = option(
     None,
     "Results",
     "Directory for completions.jsonl, errors.jsonl, events.jsonl, status.json, report.json, report.html and "
-    "manifest.json. What an earlier run of the same command left there goes on. - for stdout: the rows alone.",
+    "manifest.json. An earlier run of the same command there is resumed. - for stdout: only the rows.",
 )
 
 
@@ -47,20 +47,20 @@ def generate(
     executor: ExecutorName = option(
         "local",
         "Running",
-        "local: this process; ray: the workers of a Ray cluster, each with an engine and a GPU of its own.",
+        "local: this process; ray: the workers of a Ray cluster, each with its own engine and GPU.",
     ),
     num_workers: int | None = option(None, "Running", "Workers of --executor ray.", shown="1"),
     address: str | None = option(
         None,
         "Running",
-        "A Ray cluster that runs already, as ray.init takes it: auto, or HOST:PORT.",
+        "A running Ray cluster, as for ray.init: auto, or HOST:PORT.",
         shown="a new one on this machine",
     ),
     output: Path | None = _OUTPUT,
     restart: bool = option(
         False,
         "Results",
-        "Begin anew; the directory as it was is kept beside --output, with .1 behind its name.",
+        "Start over; the existing directory is kept, renamed with the suffix .1.",
     ),
     format: FormatName = FORMAT,
     max_failures: int | None = option(
@@ -71,8 +71,8 @@ def generate(
 ) -> None:
     """Generate for a whole prompt set and report what the speculation was worth.
 
-    Without options: the bundled model pair on the bundled prompts. With --output what was stopped or killed goes on
-    when the command is given again. Exit code 3 if a request failed.
+    Without options: the bundled model pair on the bundled prompts. With --output, running a stopped or killed command
+    again resumes it. Exit code 3 if a request failed.
     """
     from specgen.jobs.job import Job  # imports torch
     from specgen.jobs.shard import parse_shard
@@ -101,23 +101,23 @@ def _run_and_print(job: "Job", output: Path | None, as_json: bool) -> None:
         if output == Path("-"):
             result = _run_into_stdout(job, as_json)
         else:
-            result = _run(job, output, KEPT_NOWHERE if output is None else GOES_ON)
+            result = _run(job, output, KEPT_NOWHERE if output is None else RESUMES)
             print_result(result, as_json, sys.stdout)
     except DeviceLost as lost:
-        go_on(lost, job, output)
+        restart_process(lost, job, output)
     print_notes_and_exit(result, output)
 
 
 def _cluster(executor: ExecutorName, num_workers: int | None, address: str | None) -> Cluster | None:
-    """The workers that are asked for, if any."""
+    """The Ray cluster, if asked for."""
     if executor == "ray":
         return Cluster(num_workers=1 if num_workers is None else num_workers, address=address)
     require(num_workers is None and address is None, "num-workers and address are Ray's: add --executor ray")
     return None
 
 
-def _run(job: "Job", output: Path | None, remedy: str) -> "Result":
-    """Run ``job``; where it is ended before its end, say so and exit."""
+def _run(job: "Job", output: Path | None, remedy: str) -> "RunResult":
+    """Run ``job``; if it ends early, say so and exit."""
     from specgen.jobs.run import TooManyFailuresError, run
     from specgen.rundir.interrupt import StoppedError, interruptible
 
@@ -130,8 +130,8 @@ def _run(job: "Job", output: Path | None, remedy: str) -> "Result":
             raise typer.Exit(code) from None
 
 
-def _run_into_stdout(job: "Job", as_json: bool) -> "Result":
-    """Run ``job`` somewhere and leave its rows on stdout and its report on stderr."""
+def _run_into_stdout(job: "Job", as_json: bool) -> "RunResult":
+    """Run ``job`` in a temporary directory; its rows go to stdout and its report to stderr."""
     import shutil
     import tempfile
 
@@ -145,16 +145,16 @@ def _run_into_stdout(job: "Job", as_json: bool) -> "Result":
     return result
 
 
-def go_on(lost: "DeviceLost", job: "Job", output: Path | None) -> NoReturn:
-    """The same command in place of this process, with whose end alone the device takes back its memory.
+def restart_process(lost: "DeviceLost", job: "Job", output: Path | None) -> NoReturn:
+    """Replace this process by the same command, because only a new process gets the device back.
 
-    Exit code 1 where that would not go on from here, or where nothing was running that could be done otherwise.
+    Exit code 1 where that could not resume the run, or where no request was in flight to blame.
     """
     kept = output is not None and output != Path("-")
     if not (kept and job.is_repeatable and lost.requests):
-        print(f"specgen: {lost}; {GOES_ON if kept else 'nothing is kept'}", file=sys.stderr)
+        print(f"specgen: {lost}; {RESUMES if kept else 'nothing is kept'}", file=sys.stderr)
         raise typer.Exit(1) from None
-    print(f"specgen: the device is lost ({lost.reason}): going on in a new process", file=sys.stderr)
+    print(f"specgen: the device is lost ({lost.reason}): continuing in a new process", file=sys.stderr)
     sys.stdout.flush()
     sys.stderr.flush()
     arguments = [argument for argument in sys.orig_argv[1:] if argument != "--restart"]

@@ -1,4 +1,4 @@
-"""The command line ``specgen``: its commands, and what an error becomes."""
+"""The command line ``specgen``: its commands and the handling of errors."""
 
 import os
 import select
@@ -20,19 +20,19 @@ from specgen.config import UserError
 
 
 class _Commands(TyperGroup):
-    """Ends a command quietly once nobody reads its output any more, as ``head`` does when it has seen enough."""
+    """Ends a command quietly when the reader of its output is gone, such as ``head``."""
 
     def invoke(self, ctx: typer.Context) -> object:  # type: ignore[override]  # its own type is private
-        """Run the command that was named."""
+        """Run the command."""
         try:
             try:
                 return super().invoke(ctx)
             finally:
                 sys.stdout.flush()
         except BrokenPipeError as error:
-            if not _is_unread(sys.stdout):  # typer would take it for that of stdout, and exit without a word
+            if not _is_unread(sys.stdout):  # typer would take it for stdout's and exit silently
                 raise RuntimeError("a pipe that is not stdout is broken") from error
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is flushed at the exit
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
             raise typer.Exit(128 + signal.SIGPIPE) from None
 
 
@@ -64,7 +64,7 @@ _BUG = (
 
 
 def main() -> None:
-    """Run the command line; a ``UserError`` is the user's to mend: one line and exit code 2. The rest is ours."""
+    """Run the command line; a ``UserError`` is one line with exit code 2, any other a bug with its traceback."""
     try:
         app()
     except UserError as error:
@@ -83,6 +83,6 @@ def main() -> None:
 
 
 def _is_of_the_device(error: Exception) -> bool:
-    """Whether it is ``DeviceLost``, whose module loads torch: where it is not loaded nobody has raised it."""
+    """Whether it is ``DeviceLost``, without loading torch, which its module imports."""
     core = sys.modules.get("specgen.core.endings")
     return core is not None and isinstance(error, core.DeviceLost)

@@ -1,4 +1,4 @@
-"""The options of a command, as typer takes them: its parameters, and the fields of its configurations."""
+"""Options of a command for typer, from its parameters and the fields of its configurations."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
@@ -22,29 +22,26 @@ NUM_PROMPTS = option(None, "Prompts", "Use only the first N prompts.", shown="al
 FORMAT = option(
     "jsonl",
     "Results",
-    "Beside completions.jsonl: openai for batch_output.jsonl and batch_errors.jsonl as OpenAI's Batch API "
-    "writes them, parquet for completions.parquet.",
+    "Written too: openai for batch_output.jsonl and batch_errors.jsonl in the format of OpenAI's Batch API, "
+    "parquet for completions.parquet.",
 )
 AS_JSON = option(False, "Results", "Print the report as one JSON document.", name="json")
 
 
 @dataclass(frozen=True)
 class Only:
-    """The fields of a configuration that a command has as options; without it, all that can be one."""
+    """The fields of a configuration that are options of a command; without it, all that can be."""
 
     names: str
-    defaults: Mapping[str, Any] = field(
-        default_factory=dict
-    )  # of the command, where they are not the field's
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # of the command, instead of the fields'
 
 
 def with_options(command: Callable[..., None]) -> Callable[..., None]:
-    """``command`` as typer takes it: an option for each parameter, and for each field of a configuration.
-
-    Options are in the order of their groups, those of a group in the order of the parameters.
-    """
+    """``command`` for typer: an option per parameter and per field of a configuration, sorted by group."""
     parameters: list[Parameter] = []
-    configs: dict[str, tuple[type, dict[str, str]]] = {}  # parameter: its type, and the option of each field
+    configs: dict[
+        str, tuple[type, dict[str, str]]
+    ] = {}  # by parameter: its type, and the option of each field
     hints = get_type_hints(command, include_extras=True)
     for name, parameter in signature(command).parameters.items():
         kind, *notes = get_args(hints[name]) if get_origin(hints[name]) is Annotated else (hints[name],)
@@ -72,20 +69,20 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _field_options(config: type, only: Only | None = None) -> dict[str, Parameter]:
-    """The option of each field of ``config`` that can be one and that ``only``, if there is one, names."""
+    """The option of each field of ``config`` that can be one (None: all) or is in ``only``."""
     hints = get_type_hints(config)
     known = {each.name: each for each in fields(config) if each.metadata}
     only, options = only or Only(" ".join(known)), {}
     for name in only.names.split():
         kind, default, help = hints[name], only.defaults.get(name, known[name].default), known[name].metadata
-        if default is MISSING:  # it may be left out, and ``_configuration`` finds another
+        if default is MISSING:  # ``_configuration`` supplies another
             kind, default = kind | None, None
         options[name] = _option(help["name"] or name, kind, default, help)
     return options
 
 
 def _option(name: str, kind: Any, default: Any, help: Mapping[str, Any]) -> Parameter:  # noqa: ANN401
-    """The parameter ``name`` of a command, an option of which ``config.option`` said ``help``."""
+    """The parameter ``name`` of a command as an option; ``help`` is the metadata of ``config.option``."""
     if help["parse"] is not None:
         kind, default = (str | None, None) if default is None else (str, str(default))
     elif get_origin(kind) is tuple:
@@ -107,7 +104,7 @@ def _option(name: str, kind: Any, default: Any, help: Mapping[str, Any]) -> Para
 
 
 def _configuration(config: type, given: dict[str, Any]) -> Any:  # noqa: ANN401
-    """A ``config`` of what the command line gave; without --model an engine has the bundled pair."""
+    """A ``config`` from the values of its options; without --model an engine has the bundled pair."""
     for each in fields(config):
         value = given.get(each.name)
         if isinstance(value, list):
@@ -121,10 +118,10 @@ def _configuration(config: type, given: dict[str, Any]) -> Any:  # noqa: ANN401
 
 
 def numbers(name: str, text: str) -> tuple[int, ...]:
-    """The numbers of the option ``name`` from ``1,8,32``; ``UserError`` for anything else."""
+    """The numbers of option ``name``, such as ``1,8,32``; ``UserError`` for anything else."""
     parts = [part.strip() for part in text.split(",")]
     require(
         all(part.isdecimal() and int(part) >= 1 for part in parts),
-        f"{name} is {text!r}: write numbers of at least 1 with commas between, such as 1,8,32",
+        f"{name} is {text!r}: write comma-separated numbers of at least 1, such as 1,8,32",
     )
     return tuple(int(part) for part in parts)

@@ -1,4 +1,4 @@
-"""What the commands print: tables and sentences on stdout, notes and failures on stderr."""
+"""Printing of tables and sentences on stdout, notes and failures on stderr."""
 
 import json
 import sys
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TextIO
 import typer
 
 if TYPE_CHECKING:
-    from specgen.jobs.run_output import Result
+    from specgen.jobs.run_output import RunResult
     from specgen.report.terminal import Part
 
 
@@ -20,8 +20,8 @@ def print_parts(parts: "Iterable[Part]", file: TextIO) -> None:
     print(render(parts, width_of(file)), end="", file=file)
 
 
-def print_result(result: "Result", as_json: bool, file: TextIO) -> None:
-    """The report; before its tables some of the text."""
+def print_result(result: "RunResult", as_json: bool, file: TextIO) -> None:
+    """Some of the answers, then the report."""
     from specgen.report.tables import of_run
 
     if as_json:
@@ -32,8 +32,8 @@ def print_result(result: "Result", as_json: bool, file: TextIO) -> None:
     print_parts(of_run(result.report, result.settings), file)
 
 
-def print_notes_and_exit(result: "Result", output: Path | None) -> None:
-    """What was not run, and where the files are, on stderr; exit code 3 if a request failed."""
+def print_notes_and_exit(result: "RunResult", output: Path | None) -> None:
+    """Failed requests and the location of the files, on stderr; exit code 3 if a request failed."""
     print_failures(result.failures, result.report["num_errors"], "errors.jsonl of --output has them all")
     if output is not None and output != Path("-"):
         print_files(output, "report.html")
@@ -42,12 +42,12 @@ def print_notes_and_exit(result: "Result", output: Path | None) -> None:
 
 
 def print_files(output: Path, page: str) -> None:
-    """Where the files are, on stderr."""
+    """The location of the files, on stderr."""
     print(f"Files are in {output}; open {output / page} in a browser.", file=sys.stderr)
 
 
 def print_failures(first: Sequence[str], num_failures: int, where_all_are: str) -> None:
-    """The ``first`` requests that failed, on stderr."""
+    """The ``first`` failures and the number of the others, on stderr."""
     for failure in first:
         print(f"specgen: failed: {failure}", file=sys.stderr)
     if (more := num_failures - len(first)) > 0:
@@ -55,6 +55,6 @@ def print_failures(first: Sequence[str], num_failures: int, where_all_are: str) 
 
 
 def _indented(text: str) -> str:
-    """``text`` with its lines two places in, cut to what fits a screen."""
+    """``text`` indented by two spaces and cut to fit a screen."""
     short = text.strip() if len(text) <= 600 else text[:600].strip() + " ..."
     return "  " + "\n  ".join(short.splitlines())

@@ -11,9 +11,7 @@ class ProgressBar:
 
     def prepare(self, what: str) -> None:
         """Say that this takes a while."""
-        note = (
-            "getting ready; kernels that this machine has not run before are compiled first, a minute or two"
-        )
+        note = "loading; kernels that this machine has not run before are compiled, which takes minutes"
         print(f"{what}: {note}", file=sys.stderr)
 
     def start(self, what: str, tally: Tally, num_requests: int, num_done: int = 0) -> None:
@@ -24,20 +22,18 @@ class ProgressBar:
         self._tally = tally
 
     def see(self, event: Event) -> None:
-        """Show how far it is; what a user should know of is a line above the bar."""
+        """Show progress; captures and shortages of memory are lines above the bar."""
         match event:
             case Stepped():
                 speed = f"{self._tally.tokens_per_second or 0:.0f} tok/s"
                 length = f"acceptance length {self._tally.acceptance_length or 1:.2f}"
                 self._bar.set_postfix_str(f"{speed}, {length}", refresh=False)
             case Captured(what=what, num_sequences=number, seconds=seconds, fits=fits):
-                done = (
-                    f"captured in {seconds:.1f} s" if fits else "no memory to capture it, so it runs without"
-                )
+                done = f"captured in {seconds:.1f} s" if fits else "not enough memory, runs without"
                 self._bar.write(f"CUDA graph of a {what} of {number} sequences: {done}", file=sys.stderr)
             case OutOfMemory(max_batch_size=batch, max_prefill_tokens=tokens):
                 self._bar.write(
-                    f"out of GPU memory: going on with a batch of {batch} and {tokens} prefill tokens",
+                    f"out of GPU memory: continuing with a batch of {batch} and {tokens} prefill tokens",
                     file=sys.stderr,
                 )
             case _:

@@ -27,13 +27,13 @@ def report(
     against: Annotated[
         str | None,
         typer.Option(
-            help="Published figures to set one run beside; a name that is not there lists them.",
+            help="Published figures to compare one run with; an unknown name lists them.",
             show_default=False,
         ),
     ] = None,
     as_json: _Json = False,
 ) -> None:
-    """Print the report of a run again, compare runs side by side, or set one beside published figures."""
+    """Print the report of a run again, or compare runs with each other or one with published figures."""
     from specgen.report.report import load
     from specgen.report.side_by_side import of_runs
     from specgen.report.tables import of_run
@@ -41,7 +41,7 @@ def report(
     runs = [(str(directory), *load(directory)) for directory in directories]
     if against is not None:
         require(len(runs) == 1, f"against is {against!r} for {len(runs)} runs: give one directory")
-        document, parts = _beside(runs[0][0], runs[0][1], against)
+        document, parts = _against(runs[0][0], runs[0][1], against)
         if as_json:
             print(json.dumps(document))
         else:
@@ -55,15 +55,15 @@ def report(
         print_parts(of_runs([(name, numbers) for name, numbers, _ in runs]), sys.stdout)
 
 
-def _beside(run: str, report: dict[str, Any], name: str) -> tuple[dict[str, Any], "Iterator[Part]"]:
-    """The report of ``run`` beside the published figures ``name``, as JSON and for a terminal."""
+def _against(run: str, report: dict[str, Any], name: str) -> tuple[dict[str, Any], "Iterator[Part]"]:
+    """The report of ``run`` and the published figures ``name``, as JSON and for a terminal."""
     from specgen.report.against import compare, load_results, of_figures
     from specgen.report.references import load_reference
 
     reference = load_reference(name)
     lines = compare(report, load_results(Path(run)), reference)
-    beside = {"reference": asdict(reference), "figures": [line.to_json() for line in lines]}
-    return {**report, "against": beside}, of_figures(run, report["num_spec_tokens"], reference, lines)
+    against = {"reference": asdict(reference), "figures": [line.to_json() for line in lines]}
+    return {**report, "against": against}, of_figures(run, report["num_spec_tokens"], reference, lines)
 
 
 @with_options
@@ -75,7 +75,7 @@ def merge(
     format: FormatName = FORMAT,
     as_json: bool = AS_JSON,
 ) -> None:
-    """Bring the shards of a run together: rows in the order of the prompts, and one report.
+    """Merge the shards of a run: rows in the order of the prompts, and one report.
 
     Exit code 3 if a request failed.
     """
@@ -95,7 +95,7 @@ def inspect(
     ] = None,
     as_json: _Json = False,
 ) -> None:
-    """Say what a checkpoint is, how it is understood, and whether target and head fit."""
+    """Say what a checkpoint is, how it is read, and whether target and head fit."""
     from specgen.checkpoints.inspect_checkpoint import describe
 
     description = describe(path, other)

@@ -25,16 +25,15 @@ def verify(
     batch_sizes: str = option(
         "1,8,32",
         "Running",
-        "Numbers of sequences that decode together, each tried; plain decoding at the smallest is what all "
-        "are compared with.",
+        "Batch sizes to test; the reference is plain decoding at the smallest.",
     ),
     engine: Annotated[EngineConfig, Only("model drafter num_spec_tokens device dtype attention cuda_graphs")],
-    output: Path | None = option(None, "Results", "New file for the same as one JSON document."),
+    output: Path | None = option(None, "Results", "New file for the report as one JSON document."),
     as_json: bool = AS_JSON,
 ) -> None:
-    """Show that speculation changes no greedy text: every arm against plain decoding, place by place.
+    """Show that speculation changes no greedy text: every arm against plain decoding, token by token.
 
-    Exit code 1 if texts part where the rounding of the number format cannot explain it.
+    Exit code 1 if texts diverge by more than the rounding of the dtype explains.
     """
     sizes = numbers("batch-sizes", batch_sizes)
     require(

@@ -1,1 +1,1 @@
-"""A prompt set to a run directory: one process, shards, Ray, a lost device. Imports engine and what is below it."""
+"""From a prompt set to a run directory: one process, shards, Ray, a lost device. Imports engine and below."""

@@ -1,4 +1,4 @@
-"""What ``specgen generate`` is asked for, and the record of it that a run directory begins with."""
+"""The job that ``specgen generate`` runs, and its manifest."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -9,18 +9,18 @@ from specgen.config import Cluster, EngineConfig, FormatName, SamplingParams, re
 from specgen.display import from_here
 from specgen.engine.choices import choose_attention
 from specgen.engine.loading import Checkpoints, described
+from specgen.jobs.prompt_index import PromptIndex
 from specgen.jobs.shard import WHOLE, Shard
-from specgen.jobs.survey import Survey
 from specgen.prompts.load import STDIN
 from specgen.rundir.provenance import manifest
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One run of ``specgen generate``. More than ``max_failures`` failed requests end it; None: none do.
+    """One run of ``specgen generate``, which more than ``max_failures`` failed requests end (None: no limit).
 
-    With a ``format`` other than ``jsonl`` its output is there in that format too. Of the first ``num_prompts`` prompts
-    (None: all) those of ``shard`` are run, in this process or on the workers of a ``cluster``.
+    A ``format`` other than ``jsonl`` is written as well. Of the first ``num_prompts`` prompts (None: all) those of
+    ``shard`` are run, in this process or on the workers of a ``cluster``.
     """
 
     engine: EngineConfig
@@ -31,7 +31,7 @@ class Job:
     baseline: bool
     shard: Shard = WHOLE
     cluster: Cluster | None = None
-    restart: bool = False  # what the output holds is set aside
+    restart: bool = False  # the existing output is renamed
     max_failures: int | None = None
     format: FormatName = "jsonl"
 
@@ -43,20 +43,20 @@ class Job:
 
     @property
     def is_repeatable(self) -> bool:
-        """Whether another process finds the same prompts: a pipe gives its content once."""
+        """Whether another process can read the same prompts: a pipe can be read only once."""
         path = self.data_path or Path(self.dataset)
         return self.dataset != STDIN and (path.is_file() or path.is_dir() or not path.exists())
 
 
 def job_manifest(
-    job: Job, config: EngineConfig, checkpoints: Checkpoints, found: Survey, *, with_fingerprints: bool
+    job: Job, config: EngineConfig, checkpoints: Checkpoints, index: PromptIndex, *, with_fingerprints: bool
 ) -> dict[str, Any]:
-    """What ``manifest.json`` holds; ``config`` is the job's engine, resolved. Fingerprints read all weights."""
+    """The content of ``manifest.json``; ``config`` is the job's engine, resolved. Fingerprints read all weights."""
     data = {
         "dataset": job.dataset,
         "data_path": str(job.data_path) if job.data_path else None,
         "num_prompts": job.num_prompts,
-        "sha256": found.digest,
+        "sha256": index.digest,
         "shard": str(job.shard),
     }
     return manifest(
@@ -66,11 +66,11 @@ def job_manifest(
         fingerprints={
             name: fingerprint(checkpoint) for name, checkpoint in checkpoints.items() if with_fingerprints
         },
-    ) | {"settings": _settings(job, config, checkpoints, found.num_prompts)}
+    ) | {"settings": _settings(job, config, checkpoints, index.num_prompts)}
 
 
 def _settings(job: Job, config: EngineConfig, checkpoints: Checkpoints, num_prompts: int) -> dict[str, str]:
-    """What runs, in the words that head a report."""
+    """The configuration as a report shows it, by label."""
     _, why = choose_attention(replace(config, attention=job.engine.attention), checkpoints)
     sampling = job.sampling
     how = "greedy" if sampling.temperature == 0 else f"temperature {sampling.temperature:g}"

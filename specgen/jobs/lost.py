@@ -1,4 +1,4 @@
-"""``lost.jsonl``: which requests were in flight when the device was lost, noted for the process that goes on."""
+"""``lost.jsonl``: the requests in flight when the device was lost, for the process that resumes the run."""
 
 import json
 from collections import defaultdict
@@ -14,14 +14,14 @@ _NAME = "lost.jsonl"
 
 
 def note_lost(directory: Path, lost: DeviceLost) -> None:
-    """Add a row for every request that was in flight."""
+    """Append a row per request in flight."""
     now = datetime.now(UTC).isoformat(timespec="seconds")
     rows = [{"id": request, "reason": lost.reason, "time": now} for request in lost.requests]
     write_json_lines(directory / _NAME, [*_rows(directory), *rows])
 
 
 def read_lost(directory: Path) -> dict[str, list[str]]:
-    """Why the device was lost with a request in flight, by the ids of requests and once for each time."""
+    """By request id, the reason of every device loss during which the request was in flight."""
     reasons = defaultdict[str, list[str]](list)
     for row in _rows(directory):
         reasons[row["id"]].append(row["reason"])
@@ -35,9 +35,9 @@ def _rows(directory: Path) -> list[dict[str, str]]:
 
 @contextmanager
 def kept_while_lost(directory: Path) -> Iterator[None]:
-    """What is noted in and below ``directory`` is forgotten at every end but that of the device and of the process.
+    """Removes the notes in and below ``directory`` at the end, unless the device or the process was lost.
 
-    So a command that is given again tries again what has failed.
+    So running the command again retries what failed.
     """
     is_lost = False
     try:

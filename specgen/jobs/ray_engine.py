@@ -1,4 +1,4 @@
-"""Engines on the workers of a Ray cluster, called as if they were one: Ray Data streams blocks of prompts to them."""
+"""Engines on the workers of a Ray cluster behind the interface of one: Ray Data streams blocks of prompts to them."""
 
 import logging
 import os
@@ -29,19 +29,19 @@ from specgen.text.tokenizer import Tokenizer, load_tokenizer
 if TYPE_CHECKING:
     import pyarrow
 
-_BATCHES = 4  # in a block: its last sequences run in a batch that is no longer full
-_ENVIRONMENT = {  # what Ray takes from nowhere else
+_BATCHES = 4  # per block: at its end the batch is no longer full
+_ENVIRONMENT = {  # settings that Ray reads from the environment alone
     "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_ENABLE_AUTO_CONNECT": "0",  # a thread that still draws when Ray is shut down would start another one
+    "RAY_ENABLE_AUTO_CONNECT": "0",  # a thread that still pulls after the shutdown would start Ray again
 }
-_POLL = 0.2  # seconds between two looks at whether the run is to end
+_POLL = 0.2  # seconds between two calls of ``until``
 _Record = Event | RequestOutput | Exception
 _Rows = Iterable[Prompt | Rejected]
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Block:
-    """Prompts that one worker answers in one go, with what is known of them; see ``Engine.generate``."""
+    """The prompts of one call of a worker; ``earlier`` and ``lost`` as in ``Engine.generate``."""
 
     prompts: list[Prompt | Rejected]
     earlier: Mapping[str, str]
@@ -49,11 +49,11 @@ class _Block:
 
 
 class RayEngine:
-    """The engines of ``cluster``, each with a resolved ``config`` in a process of its own, and a GPU if it needs one.
+    """The engines of ``cluster``, each with the resolved ``config`` in its own process, on its own GPU if it needs one.
 
-    ``record`` takes every event of what they generate, block by block; times count from the call of ``generate``.
-    ``expected`` is that of ``Engine``.
-    ``UserError`` where this machine has too few GPUs, later where there is no cluster or a worker cannot start.
+    ``record`` takes their events, block by block; times count from the call of ``generate``. ``expected`` is that of
+    ``Engine``. ``UserError`` where this machine has too few GPUs, later where there is no cluster or a worker cannot
+    start.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class RayEngine:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """Of the target."""
+        """The target's."""
         return load_tokenizer(self._config.model)
 
     def generate(
@@ -90,7 +90,7 @@ class RayEngine:
     ) -> Iterator[RequestOutput]:
         """As ``Engine.generate``; outputs come when their block is done, each after its events.
 
-        A block whose worker was lost is answered by another one, and what the lost one did of it is forgotten.
+        The block of a lost worker is answered again by another one.
         """
         size = _BATCHES * self._config.max_batch_size
         blocks = _blocks(iter(prompts), earlier, lost, size, self._cluster.num_workers)
@@ -106,7 +106,7 @@ class RayEngine:
                             self._record(record)
 
     def _answered(self, blocks: Iterable[_Block], sampling: SamplingParams) -> Iterator[list[_Record]]:
-        """What each of the blocks gave, in the order in which they are done."""
+        """The records of each block, in the order in which they finish."""
         import ray
 
         tables = [ray.put(_table(block)) for block in blocks]  # in the object store, which spills to disk
@@ -118,7 +118,7 @@ class RayEngine:
             batch_size=None,
             batch_format="pyarrow",
             compute=ray.data.ActorPoolStrategy(size=self._cluster.num_workers),
-            **_share(self._cluster, self._config.device),
+            **_resources(self._cluster, self._config.device),
         )
         for table in answers.iter_batches(batch_size=None, batch_format="pyarrow"):
             yield from _values(table)
@@ -139,7 +139,7 @@ class _Worker:
             self._engine = Engine(config, record=self._note, expected=expected)
         except Exception as error:
             self._failed = error
-        self._late = time.time() - began  # the clock of the engine starts now, that of the run has run since
+        self._late = time.time() - began  # the engine's clock starts now, the run's started at ``began``
 
     def __call__(self, table: "pyarrow.Table") -> "pyarrow.Table":
         self._records.clear()
@@ -152,8 +152,10 @@ class _Worker:
                 ):
                     self._records.append(output)
         except Exception as error:
-            error.add_note("".join(format_exception(error)))  # which does not cross to another process
-            self._records.append(error)  # raised by the driver: Ray's own has neither its type nor its fields
+            error.add_note("".join(format_exception(error)))  # pickling loses the traceback
+            self._records.append(
+                error
+            )  # raised by the driver: Ray's error has neither its type nor its fields
         return _table(self._records)
 
     def _note(self, event: Event) -> None:
@@ -164,40 +166,40 @@ def _blocks(
     prompts: Iterator[Prompt | Rejected],
     earlier: Mapping[str, str],
     lost: Mapping[str, Sequence[str]],
-    most: int,
+    largest: int,
     num_workers: int,
 ) -> Iterator[_Block]:
-    """Blocks of ``most`` prompts; the last ones are smaller where that gives every worker one."""
-    while some := list(islice(prompts, num_workers * most)):
-        size = -(-len(some) // num_workers)
-        for first in range(0, len(some), size):
-            block = some[first : first + size]
+    """Blocks of ``largest`` prompts; the last ones are smaller, so that every worker has one."""
+    while round_robin := list(islice(prompts, num_workers * largest)):
+        size = -(-len(round_robin) // num_workers)
+        for first in range(0, len(round_robin), size):
+            block = round_robin[first : first + size]
             turns = (turn for prompt in block for turn in prompt.turn_ids)
             texts = {turn: earlier[turn] for turn in turns if turn in earlier}
             yield _Block(prompts=block, earlier=texts, lost=lost)
 
 
-def _share(cluster: Cluster, device: str) -> dict[str, int]:
-    """What a worker gets: a GPU, or of this machine's cores as many as the others."""
+def _resources(cluster: Cluster, device: str) -> dict[str, int]:
+    """What a worker gets: a GPU, or an equal share of this machine's cores."""
     if device != "cpu":
         return {"num_gpus": 1}
     return {"num_cpus": 1 if cluster.address else max(1, (os.cpu_count() or 1) // cluster.num_workers)}
 
 
 def _table(value: object) -> "pyarrow.Table":
-    """``value`` as a block of Ray Data, which is a table."""
+    """``value`` as a table, which a block of Ray Data is."""
     import pyarrow
 
     return pyarrow.table({"pickled": pyarrow.array([pickle.dumps(value)], pyarrow.large_binary())})
 
 
 def _values(table: "pyarrow.Table") -> Iterator[Any]:
-    """What ``_table`` was made of."""
+    """The inverse of ``_table``."""
     yield from map(pickle.loads, table["pickled"].to_pylist())
 
 
 def _portable(config: EngineConfig) -> EngineConfig:
-    """``config`` for a process that works in another directory and sees only the GPU that it was given."""
+    """``config`` for a process with another working directory that sees only its own GPU."""
     model, drafter = (
         str(Path(name).resolve()) if name is not None and Path(name).exists() else name
         for name in (config.model, config.drafter)
@@ -207,12 +209,12 @@ def _portable(config: EngineConfig) -> EngineConfig:
 
 
 def _until(until: Callable[[], bool], values: Iterator[list[_Record]]) -> Iterator[list[_Record]]:
-    """``values``, drawn in a thread, so that a wait for the next one ends as soon as ``until`` says so."""
-    drawn: Queue[list[_Record] | Exception | None] = Queue(maxsize=1)
-    Thread(target=_draw, args=(values, drawn), daemon=True).start()
+    """``values``, pulled by a thread, so that waiting for the next one ends once ``until`` is true."""
+    pulled: Queue[list[_Record] | Exception | None] = Queue(maxsize=1)
+    Thread(target=_pull, args=(values, pulled), daemon=True).start()
     while not until():
         try:
-            value = drawn.get(timeout=_POLL)
+            value = pulled.get(timeout=_POLL)
         except Empty:
             continue
         if value is None:
@@ -222,17 +224,17 @@ def _until(until: Callable[[], bool], values: Iterator[list[_Record]]) -> Iterat
         yield value
 
 
-def _draw(values: Iterator[list[_Record]], into: "Queue[list[_Record] | Exception | None]") -> None:
+def _pull(values: Iterator[list[_Record]], into: "Queue[list[_Record] | Exception | None]") -> None:
     try:
         for value in values:
             into.put(value)
         into.put(None)
-    except Exception as error:  # raised where it is looked at
+    except Exception as error:  # raised by ``_until``
         into.put(error)
 
 
 def _on_stderr(values: Iterator[list[_Record]]) -> Iterator[list[_Record]]:
-    """``values``, with what is printed while one is waited for on stderr; stdout is of whoever takes them."""
+    """``values``; what is printed while waiting for one goes to stderr, because the consumer owns stdout."""
     while True:
         with redirect_stdout(sys.stderr):
             value = next(values, None)
@@ -243,7 +245,7 @@ def _on_stderr(values: Iterator[list[_Record]]) -> Iterator[list[_Record]]:
 
 @contextmanager
 def _connected(cluster: Cluster) -> Iterator[None]:
-    """Ray at the cluster's address, or one on this machine: without telemetry, and with what it says on stderr."""
+    """Ray at the cluster's address, or started on this machine, without telemetry and with its output on stderr."""
     os.environ |= _ENVIRONMENT
     import ray.data
 
@@ -256,7 +258,7 @@ def _connected(cluster: Cluster) -> Iterator[None]:
     try:
         yield
     except ray.exceptions.RayTaskError:
-        raise  # what a worker does not expect is a bug
+        raise  # an unexpected error in a worker is a bug
     except ray.exceptions.RayError as error:
         raise UserError(f"a worker cannot go on: {_last_line(error)}") from error
     finally:
@@ -278,16 +280,16 @@ def _start(cluster: Cluster) -> None:
     except (OSError, RuntimeError, ValueError) as error:
         where = f"at address {cluster.address!r}" if cluster.address else "on this machine"
         raise UserError(f"no Ray cluster {where}: {_last_line(error)}") from error
-    signal.signal(signal.SIGTERM, on_terminate)  # Ray's would end the process at once
+    signal.signal(signal.SIGTERM, on_terminate)  # Ray's handler would end the process at once
 
 
 def _require_listening(address: str | None) -> None:
-    """``OSError`` where nobody listens at a HOST:PORT, which Ray would try for minutes."""
+    """``OSError`` where nothing listens at a HOST:PORT, which Ray would try for minutes."""
     host, _, port = (address or "").rpartition(":")
     if port.isdecimal() and "//" not in host:
         socket.create_connection((host, int(port)), timeout=5).close()
 
 
 def _last_line(error: BaseException) -> str:
-    """Where Ray puts the reason, behind the traceback of another process."""
+    """The reason, which Ray puts after the traceback of another process."""
     return str(error).strip().splitlines()[-1]

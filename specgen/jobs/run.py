@@ -1,4 +1,4 @@
-"""The main job: prompts through an engine into a run directory, and the report of it; what was begun goes on."""
+"""``specgen generate``: prompts through an engine into a run directory, with its report; resumes an earlier run."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -15,10 +15,10 @@ from specgen.engine.request_output import RequestOutput
 from specgen.events import Event
 from specgen.jobs.job import Job, job_manifest
 from specgen.jobs.lost import kept_while_lost, note_lost, read_lost
+from specgen.jobs.prompt_index import PromptIndex, index_prompts
 from specgen.jobs.ray_engine import RayEngine
-from specgen.jobs.run_output import Result, export, is_finished, read_result, write_report
+from specgen.jobs.run_output import RunResult, export, is_finished, read_result, write_report
 from specgen.jobs.shard import REQUESTS, write_requests
-from specgen.jobs.survey import Survey, survey
 from specgen.prompts import PromptSet, open_prompts
 from specgen.rundir.interrupt import StoppedError
 from specgen.rundir.progress import Progress
@@ -27,19 +27,21 @@ from specgen.rundir.results import RunDirectory, directory, require_same, set_as
 from specgen.rundir.status import Status, kept_status
 from specgen.rundir.tally import Tally
 
-_REMEDY = "name another directory, or begin anew with --restart, which keeps the old one"
+_REMEDY = "name another directory, or start over with --restart, which keeps the old one"
 
 
 class TooManyFailuresError(Exception):
-    """More requests failed than the user lets pass; the text is one line for the user."""
+    """More requests failed than ``max_failures`` allows; the text is one line for the user."""
 
 
-def run(job: Job, output: Path | None, progress: Progress, until: Callable[[], bool] = never_stop) -> Result:
-    """Run ``job``, or what an earlier run has left of it, and leave its files in ``output``, or nowhere if None.
+def run(
+    job: Job, output: Path | None, progress: Progress, until: Callable[[], bool] = never_stop
+) -> RunResult:
+    """Run or resume ``job`` in the directory ``output`` (None: no files are kept).
 
     ``until`` is asked between steps; once it is true the run ends with ``StoppedError``, and beyond
-    ``job.max_failures`` with ``TooManyFailuresError``: what is done by then is kept, and the same job goes on.
-    So it does in a new process after ``DeviceLost``. ``UserError`` for what cannot run, and for an ``output`` that
+    ``job.max_failures`` with ``TooManyFailuresError``. Finished requests are kept, and the same job resumes the run;
+    after ``DeviceLost`` it takes a new process. ``UserError`` for a job that cannot run, and for an ``output`` that
     holds something else, is in use, or cannot be written.
     """
     require(
@@ -49,45 +51,45 @@ def run(job: Job, output: Path | None, progress: Progress, until: Callable[[], b
     checkpoints = open_checkpoints(job.engine)
     config = resolve(job.engine, checkpoints)
     prompts = open_prompts(job.dataset, data_path=job.data_path, num_prompts=job.num_prompts)
-    found = survey(job.dataset, prompts, job.shard)
+    index = index_prompts(job.dataset, prompts, job.shard)
     if output is not None and job.restart:
         set_aside(output, "manifest.json")
     with directory(output, "manifest.json") as path:
-        asked = job_manifest(job, config, checkpoints, found, with_fingerprints=output is not None)
+        asked = job_manifest(job, config, checkpoints, index, with_fingerprints=output is not None)
         require_same(path / "manifest.json", asked, free=FREE_IN_A_RUN, remedy=_REMEDY)
         if job.shard.count > 1:
-            write_requests(path / REQUESTS, filter(None, found.rows))
+            write_requests(path / REQUESTS, filter(None, index.rows))
         if not is_finished(path, job):
             with kept_while_lost(path), kept_status(path / "status.json") as status:
                 work = _Work(
                     job=job,
                     checkpoints=checkpoints,
                     prompts=prompts,
-                    survey=found,
+                    index=index,
                     progress=progress,
                     status=status,
                     until=until,
                 )
                 status.finish(write_report(path, work.answer(config, path)))
         export(path, job.format)
-        return read_result(path, found.first)
+        return read_result(path, index.first)
 
 
 @dataclass(kw_only=True)
 class _Work:
-    """What is done for a job: the same prompts through an engine, and for a baseline through another."""
+    """The generation of a job: its prompts through an engine, and for a baseline through a plain one."""
 
     job: Job
     checkpoints: Checkpoints
     prompts: PromptSet
-    survey: Survey
+    index: PromptIndex
     progress: Progress
     status: Status
     until: Callable[[], bool]
     models: Models | None = None  # once an engine has loaded them
 
     def answer(self, config: EngineConfig, path: Path) -> Path | None:
-        """Answer everything in ``path``; give the directory of the baseline, where one is asked for."""
+        """Answer all requests in ``path``; returns the directory of the baseline, if the job has one."""
         self._answer(config, path)
         if not self.job.baseline:
             return None
@@ -96,9 +98,9 @@ class _Work:
 
     def _answer(self, config: EngineConfig, path: Path) -> None:
         with RunDirectory(path) as files:
-            if len(files.completions) < self.survey.num_requests:
+            if len(files.completions) < self.index.num_requests:
                 self._generate(config, files)
-        files.arrange(self.survey.ids)
+        files.arrange(self.index.ids)
 
     def _generate(self, config: EngineConfig, files: RunDirectory) -> None:
         tally = Tally()
@@ -113,13 +115,13 @@ class _Work:
         if config.device != "cpu":
             self.progress.prepare(name)
         engine = self._engine(config, record)
-        if self.survey.has_chats:
+        if self.index.has_chats:
             engine.tokenizer.require_chat_template()
-        total, done = self.survey.num_requests, len(files.completions)
+        total, done = self.index.num_requests, len(files.completions)
         self.status.begin(tally, total=total, done=done)
         self.progress.start(name, tally, total, done)
         outputs = engine.generate(
-            self.prompts.select(self.survey.pending_rows(files.completions)),
+            self.prompts.select(self.index.pending(files.completions)),
             self.job.sampling,
             earlier=files.texts,
             lost=read_lost(files.path),
@@ -138,7 +140,7 @@ class _Work:
 
     def _engine(self, config: EngineConfig, record: Callable[[Event], None]) -> Engine | RayEngine:
         sampling = self.job.sampling
-        expected = most_demanding([sampling, *(replace(sampling, **row) for row in self.survey.sampling)])
+        expected = most_demanding([sampling, *(replace(sampling, **row) for row in self.index.sampling)])
         if self.job.cluster is not None:
             return RayEngine(config, self.job.cluster, record=record, expected=expected)
         if self.models is None:
@@ -157,8 +159,8 @@ class _Work:
         return self.job.max_failures is not None and len(files.errors) > self.job.max_failures
 
     def _require_all(self, files: RunDirectory) -> None:
-        """Every request is done or failed, unless the run was ended before."""
-        done, failed, total = len(files.completions), len(files.errors), self.survey.num_requests
+        """Raise if the run ended before all requests did."""
+        done, failed, total = len(files.completions), len(files.errors), self.index.num_requests
         if self._too_many(files):
             raise TooManyFailuresError(
                 f"{failed} requests failed, more than max-failures {self.job.max_failures}; "

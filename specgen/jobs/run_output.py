@@ -1,4 +1,4 @@
-"""What a run leaves when every request has ended: its report, and its rows in the formats of others."""
+"""The output of a finished run: its report, and its rows in other formats."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -29,17 +29,17 @@ _FAILURES_SHOWN = 3
 
 
 @dataclass(frozen=True, kw_only=True)
-class Result:
-    """What a run gave, for printing."""
+class RunResult:
+    """The result of a run, for printing."""
 
     report: Mapping[str, Any]  # as in report.json
     settings: Mapping[str, str]
-    samples: list[tuple[str, str]]  # what was asked and answered first, to show
-    failures: list[str]  # the first of what could not be run, and why
+    samples: list[tuple[str, str]]  # prompt and answer, the first ones
+    failures: list[str]  # id and reason, the first ones
 
 
 def is_finished(path: Path, job: Job) -> bool:
-    """Whether an earlier run has left nothing to do, no failed request either."""
+    """Whether an earlier run has answered every request, with no failure."""
     if not (path / "report.json").exists() or _state(path) != "finished":
         return False
     report = read_json(path / "report.json")
@@ -50,33 +50,33 @@ def _state(path: Path) -> str:
     try:
         return str(read_json(path / "status.json")["state"])
     except ValueError:
-        return "lost"  # in a power failure, which leaves the file empty while a run goes on
+        return "lost"  # a power failure may leave the file empty
 
 
-def read_result(path: Path, first: Sequence[Prompt] = ()) -> Result:
-    """What the files of a finished run say; the prompts that come ``first`` are shown with their answers."""
+def read_result(path: Path, first: Sequence[Prompt] = ()) -> RunResult:
+    """The result of the finished run in ``path``; the prompts ``first`` are shown with their answers."""
     completions, errors = RowFile(path / "completions.jsonl"), RowFile(path / "errors.jsonl")
     answers = [
         completions[prompt.id]["text"] if prompt.id in completions else errors[prompt.id]["error"]
         for prompt in first
     ]
-    return Result(
+    return RunResult(
         report=read_json(path / "report.json"),
         settings=read_json(path / "manifest.json")["settings"],
-        samples=[(prompt.last_words, answer) for prompt, answer in zip(first, answers, strict=True)],
+        samples=[(prompt.last_message, answer) for prompt, answer in zip(first, answers, strict=True)],
         failures=[f"{name}: {errors[name]['error']}" for name in islice(errors, _FAILURES_SHOWN)],
     )
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a file that a run has written."""
+    """The object in a JSON file of a run."""
     return load_json(path, "generate into another directory")
 
 
 def write_report(path: Path, baseline: Path | None) -> Mapping[str, Any]:
-    """Leave the report of the run in ``path`` there, as data, which is returned, and as a page.
+    """Write ``report.json``, whose content is returned, and ``report.html`` of the run in ``path``.
 
-    ``baseline`` has the plain run.
+    ``baseline`` is the directory of the plain run.
     """
     record = read_json(path / "manifest.json")
     report = _folded(path, record["engine"]["num_spec_tokens"])
@@ -91,12 +91,12 @@ def write_report(path: Path, baseline: Path | None) -> Mapping[str, Any]:
 
 def _folded(path: Path, num_spec_tokens: int) -> Report:
     report = fold(read(path / "events.jsonl"), num_spec_tokens=num_spec_tokens)
-    # rows that were never a request have failed too
+    # rejected rows, which have no events, have failed too
     return replace(report, num_errors=len(RowFile(path / "errors.jsonl")))
 
 
 def _identical(main: Path, base: Path) -> tuple[float, int]:
-    """Share of requests with the same tokens in both runs, and how many were compared."""
+    """Share of requests with the same tokens in both runs, and the number compared."""
     ours, theirs = RowFile(main / "completions.jsonl"), RowFile(base / "completions.jsonl")
     both = [name for name in ours if name in theirs]
     same = sum(ours[name]["token_ids"] == theirs[name]["token_ids"] for name in both)
@@ -104,7 +104,7 @@ def _identical(main: Path, base: Path) -> tuple[float, int]:
 
 
 def export(path: Path, format_name: FormatName) -> None:
-    """Write the rows of the finished run in ``path`` in another format, beside its own files."""
+    """Write the rows of the finished run in ``path`` in another format too."""
     completions, main = RowFile(path / "completions.jsonl"), path / MAIN_FILES[format_name]
     if format_name == "parquet":
         export_parquet(completions.values(), main)

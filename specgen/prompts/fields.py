@@ -1,12 +1,13 @@
-"""The values of a row's fields: each is checked, or named in a ``UserError`` of bounded length."""
+"""Checks of the values of a row's fields; a ``UserError`` names a wrong one, in bounded length."""
 
 from typing import Any
 
 from specgen.config import UserError, require, shown
 from specgen.text.tokenizer import Message
 
-_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}  # theirs: ours
-_MOST = 2**63  # of what one number of a row may be: beyond it no request means anything
+# Of a row: that of the prompt.
+_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+_LIMIT = 2**63  # of the magnitude of a number in a row
 
 
 def character_string(value: object, what: str) -> str:
@@ -35,15 +36,15 @@ def checked_list(value: object, what: str) -> list[Any]:
 
 
 def number(value: object, what: str) -> float:
-    """``value`` if it is a finite number; a string of digits is none."""
-    if type(value) not in (int, float) or not abs(value) < _MOST:  # type: ignore[arg-type]  # not for NaN either
+    """``value`` if it is a finite number, not a string of digits."""
+    if type(value) not in (int, float) or not abs(value) < _LIMIT:  # type: ignore[arg-type]  # false for NaN
         raise UserError(f"{what} is {shown(value)}: use a number")
     return value  # type: ignore[return-value]
 
 
 def whole(value: object, what: str) -> int:
     """``value`` if it is an integer of 64 bits."""
-    if type(value) is not int or not abs(value) < _MOST:
+    if type(value) is not int or not abs(value) < _LIMIT:
         raise UserError(f"{what} is {shown(value)}: use a whole number")
     return value
 
@@ -56,18 +57,18 @@ def flag(value: object, what: str) -> bool:
 
 
 def token_ids(value: object, what: str) -> tuple[int, ...]:
-    """``value`` if it is a list of token ids; the vocabulary is not known here."""
+    """``value`` if it is a list of token ids; the vocabulary is checked later."""
     ids = tuple(checked_list(value, what))
-    valid = all(type(item) is int and 0 <= item < _MOST for item in ids)
+    valid = all(type(item) is int and 0 <= item < _LIMIT for item in ids)
     require(valid, f"{what} are not all integers from 0")
     return ids
 
 
 def chat(value: object) -> tuple[Message, ...]:
-    """The messages of a chat, of which the last is the user's.
+    """The messages of a chat that ends with the user.
 
-    ``content`` is a string or a list of text parts, which are joined by line breaks as vLLM does for templates that
-    take strings. The role ``developer`` is the newer name of ``system``.
+    ``content`` is a string or a list of text parts, joined by line breaks as in vLLM for templates that take strings.
+    The role ``developer`` is the newer name of ``system``.
     """
     messages = tuple(_message(item) for item in checked_list(value, "messages"))
     require(messages[-1].role == "user", f"the last message is from {messages[-1].role}: end with the user")
@@ -82,7 +83,7 @@ def _message(value: object) -> Message:
     if known is None:
         raise UserError(f"unknown role {shown(role)}: use system, user, assistant")
     require(
-        not value.get("tool_calls"), "a message holds tool_calls, which are not run here: give its text alone"
+        not value.get("tool_calls"), "a message has tool_calls, which are not supported: give only its text"
     )
     if isinstance(content, list):
         content = "\n".join(_part(item) for item in content)

@@ -1,6 +1,6 @@
-"""The row formats of the known data sets: how a row becomes a prompt, and where the public rows are.
+"""The known data sets: the parser of a row, and where the public rows are.
 
-A parser takes the id and the JSON object of a row, and raises ``UserError`` with what is wrong with the row.
+A parser takes the id and the JSON object of a row, and raises ``UserError`` for a row that it cannot parse.
 """
 
 from collections.abc import Callable, Mapping
@@ -19,7 +19,7 @@ from specgen.text.tokenizer import Message
 
 @dataclass(frozen=True, kw_only=True)
 class Format:
-    """How a row becomes a prompt; the first of ``id_keys`` that it has is its id, and it may have none."""
+    """The parser of a row, whose id is in the first of ``id_keys`` that it has, if any."""
 
     id_keys: tuple[str, ...]
     parse: Callable[[str, Mapping[str, Any]], Prompt]
@@ -27,7 +27,7 @@ class Format:
 
 @dataclass(frozen=True, kw_only=True)
 class Dataset:
-    """A data set known by name; ``files`` are patterns that find its file in a directory, the best first."""
+    """A data set known by name; ``files`` are patterns of its file in a directory, the preferred one first."""
 
     format: Format
     hub: HubSource
@@ -35,12 +35,12 @@ class Dataset:
 
 
 def parse_users(row_id: str, row: Mapping[str, Any]) -> Prompt:
-    """A row of a user's file: one of OpenAI's Batch API, or one in the format of this program."""
+    """A row of a user's file: in the format of OpenAI's Batch API or in specgen's."""
     return (parse_batch if is_batch(row) else parse_own)(row_id, row)
 
 
 def parse_turns(row_id: str, row: Mapping[str, Any]) -> Prompt:
-    """MT-Bench and Spec-Bench: ``turns`` are the user's, each asked with the answers before it in context."""
+    """MT-Bench and Spec-Bench: ``turns`` are the user's, each with the previous answers in context."""
     turns = checked_list(row.get("turns"), "turns")
     first, *later = [checked_text(turn, f"turn {number}") for number, turn in enumerate(turns, start=1)]
     return Prompt(id=row_id, messages=_question(first), follow_ups=tuple(later), category=_category(row))
@@ -58,8 +58,8 @@ def parse_sharegpt(row_id: str, row: Mapping[str, Any]) -> Prompt:
 def parse_field(name: str, row_id: str, row: Mapping[str, Any]) -> Prompt:
     """One field is the user's message: the question of GSM8K, without examples before it.
 
-    Or HumanEval's function head and docstring, with no words around it, as the benchmarks of drafters ask it
-    (SpecForge's among them): that measures speed and acceptance, not pass@1.
+    Or HumanEval's function head and docstring without instructions, as in benchmarks of drafters such as SpecForge's,
+    which measures speed and acceptance, not pass@1.
     """
     return Prompt(id=row_id, messages=_question(checked_text(row.get(name), name)))
 

@@ -1,4 +1,4 @@
-"""Rows of JSON text, one at a time and in bounded memory: a broken or endless one does not stop the rest."""
+"""Rows of JSON text, streamed in bounded memory; an invalid or oversized row does not stop the rest."""
 
 import json
 import re
@@ -12,7 +12,7 @@ from typing import Any
 
 from specgen.config import UserError, first_line, require
 
-_LONGEST = 64 * 2**20  # bytes of a line, characters of an element: more is no prompt, and might be a bomb
+_LONGEST = 64 * 2**20  # bytes of a line, characters of an array element
 _CHUNK = 2**20
 _BOM = b"\xef\xbb\xbf"
 _BETWEEN_ROWS = re.compile(r"[ \t\r\n,]*")
@@ -22,14 +22,14 @@ _DECODER = json.JSONDecoder()
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One row; ``where`` as in ``line 12``. A line is parsed when its value is asked for: some rows are only passed."""
+    """One row, parsed only when ``value`` is called; ``where`` as in ``line 12``."""
 
     where: str
-    value: Callable[[], Any]  # its JSON value; ``UserError`` where that cannot be read
+    value: Callable[[], Any]  # ``UserError`` for invalid JSON
 
 
 def parsed(where: str, value: object) -> Row:
-    """A row whose value is known."""
+    """A row with this value."""
     return Row(where=where, value=lambda: value)
 
 
@@ -37,8 +37,8 @@ def _broken(where: str, reason: str) -> Row:
     return Row(where=where, value=partial(require, False, reason))
 
 
-def read_json(file: Source, *, lines: bool) -> Iterator[Row]:
-    """The rows of JSON lines, or of an array where the text begins with ``[`` and need not be ``lines``."""
+def read_rows(file: Source, *, lines: bool) -> Iterator[Row]:
+    """The rows of JSON lines, or of an array if the text starts with ``[`` and may be other than ``lines``."""
     return _read_lines(file) if lines or _first_character(file) != b"[" else _read_array(file)
 
 
@@ -80,37 +80,37 @@ def _read_array(file: Source) -> Iterator[Row]:
 
 
 class _Elements:
-    """The elements of a JSON array, decoded from a window on its text that grows to hold the next one."""
+    """The elements of a JSON array, decoded from a window of text that grows to hold the next one."""
 
     def __init__(self, file: Source) -> None:
-        # A byte that is no UTF-8 becomes half of a surrogate pair, which spoils the row that uses it alone.
+        # An invalid byte becomes a lone surrogate, which invalidates only the row it is in.
         self._file = TextIOWrapper(file, encoding="utf-8-sig", errors="surrogateescape")
         self._window = self._file.read(_CHUNK).lstrip().removeprefix("[")
         self._start = 0
 
     def take(self) -> object:
-        """The next element; ``StopIteration`` behind the last, ``UserError`` where no element can be read."""
+        """The next element; ``StopIteration`` after the last, ``UserError`` for invalid JSON."""
         while True:
             self._start = _BETWEEN_ROWS.match(self._window, self._start).end()  # type: ignore[union-attr]
             if self._window.startswith("]", self._start):
                 raise StopIteration
             value, end, problem = self._decode()
-            # What ends with the window might go on behind it.
+            # An element that ends with the window might continue after it.
             if end < len(self._window) or not self._grow():
                 if problem is not None:
                     raise UserError(problem)
-                self._start = end  # which may lie behind a window that was the last
+                self._start = end  # may be after the last window
                 return value
 
     def _decode(self) -> tuple[Any, int, str | None]:
-        """The element, where it ends, and what is wrong; for one that is cut off the end of the window."""
+        """The element, its end (that of the window if it is cut off), and the error, if any."""
         try:
             value, end = _DECODER.raw_decode(self._window, self._start)
             return value, end, None
         except json.JSONDecodeError as error:
             cut_off = error.msg.startswith("Unterminated string") or error.pos > len(self._window) - 16
             return None, len(self._window) if cut_off else error.pos, error.msg
-        except (ValueError, RecursionError) as error:  # too many digits, or brackets in brackets
+        except (ValueError, RecursionError) as error:  # too many digits, or nested too deeply
             return None, self._start, first_line(error)
 
     def _grow(self) -> bool:
@@ -123,7 +123,7 @@ class _Elements:
 
 
 def _first_character(file: Source) -> bytes:
-    """The first byte that is no white space; the file stays at its start."""
+    """The first byte that is not white space; the file stays at its start."""
     head = file.read(1024).removeprefix(_BOM).lstrip()
     file.seek(0)
     return head[:1]

@@ -1,4 +1,4 @@
-"""From the name of a data set to its prompts, as often as they are asked for, with the rows that cannot be run."""
+"""From the name of a data set to its prompts and rejected rows."""
 
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -15,17 +15,16 @@ from specgen.prompts.prompt import Prompt, Rejected
 from specgen.prompts.rows import read_hub, read_path, read_stream
 
 STDIN = "-"
-_LONGEST_REASON = 300  # characters: a row of megabytes is not repeated in the words about it
+_LONGEST_REASON = 300  # characters, however long the row is
 
 
 @dataclass(frozen=True, kw_only=True)
 class PromptSet:
-    """The prompts of a data set in its order, to be iterated any number of times; nothing is held between rows.
+    """The prompts of a data set in its order, streamed, any number of times.
 
-    Every pass reads the data set anew and gives ``Prompt | Rejected``, up to the first ``num_prompts`` prompts
-    (None: all). The ids of one pass, those of later turns and of rejected rows among them, are all different:
-    of rows with the same id the first counts. A pass raises ``UserError`` where the data cannot be read on, or
-    has no rows.
+    Every pass reads the data set again and yields ``Prompt | Rejected``, up to the first ``num_prompts`` prompts
+    (None: all). All ids, those of later turns and rejected rows included, are different: of rows with the same id
+    the first is run. ``UserError`` where the data cannot be read, or has no rows.
     """
 
     name: str
@@ -37,22 +36,19 @@ class PromptSet:
     def __iter__(self) -> Iterator[Prompt | Rejected]:
         num_rows = num_prompts = 0
         for num_rows, row in enumerate(self.read(), start=1):
-            result = self._judge(num_rows, row)
+            result = self._parse(num_rows, row)
             num_prompts += isinstance(result, Prompt)
             yield result
             if num_prompts == self.num_prompts:
                 break
         require(num_rows > 0, f"{self.name} has no rows: name a file with at least one")
 
-    def select(self, wanted: Iterable[bool]) -> Iterator[Prompt | Rejected]:
-        """What an earlier pass gave for the rows that are ``wanted``, which has a value per row of that pass.
+    def select(self, mask: Iterable[bool]) -> Iterator[Prompt | Rejected]:
+        """The rows where ``mask``, with a value per row, is true; the others are read and not parsed."""
+        for number, row in compress(enumerate(self.read(), start=1), mask):
+            yield self._parse(number, row)
 
-        The others are read and not parsed.
-        """
-        for number, row in compress(enumerate(self.read(), start=1), wanted):
-            yield self._judge(number, row)
-
-    def _judge(self, number: int, row: Row) -> Prompt | Rejected:
+    def _parse(self, number: int, row: Row) -> Prompt | Rejected:
         row_id = None
         try:
             value = row.value()
@@ -60,25 +56,24 @@ class PromptSet:
             row_id = id_of(value, self.row_format.id_keys)
             prompt = self.row_format.parse(row_id, value)
             require(
-                self._ids.take(prompt.turn_ids, number),
+                self._ids.claim(prompt.turn_ids, number),
                 "an earlier row has the same id, or the same content and no id",
             )
             return Prompt(**vars(prompt) | {"where": row.where})  # ``replace`` takes five times as long
         except (UserError, RecursionError) as error:
-            own = row_id is not None and self._ids.take([row_id], number)
+            own = row_id is not None and self._ids.claim([row_id], number)
             reason = f"{row.where}: {error}"[:_LONGEST_REASON]
             return Rejected(
-                id=row_id if own and row_id else self._ids.take_place(row.where, number), reason=reason
+                id=row_id if own and row_id else self._ids.claim_location(row.where, number), reason=reason
             )
 
 
 def open_prompts(dataset: str, *, data_path: Path | None, num_prompts: int | None) -> PromptSet:
-    """The first ``num_prompts`` prompts of a data set (None: all), and the rows met that cannot be run.
+    """The first ``num_prompts`` prompts of a data set (None: all), and the rejected rows among them.
 
     ``dataset`` is ``bundled``, a name in ``DATASETS``, a path to a user's rows (``formats.parse_users``), or ``-``
     for such rows as JSON lines from standard input. ``data_path`` reads a named data set from a local file or
-    directory instead of the hub. ``UserError`` where the data set is unknown
-    or cannot be reached.
+    directory instead of the hub. ``UserError`` where the data set is unknown or cannot be reached.
     """
     require(num_prompts is None or num_prompts >= 1, f"num-prompts is {num_prompts}: use at least 1")
     row_format, read = _open(dataset, data_path)
@@ -89,7 +84,7 @@ def open_prompts(dataset: str, *, data_path: Path | None, num_prompts: int | Non
 def load_prompts(
     dataset: str, *, data_path: Path | None, num_prompts: int | None
 ) -> tuple[list[Prompt], list[Rejected]]:
-    """``open_prompts`` in two lists, for those who need all prompts at once."""
+    """``open_prompts`` read into two lists."""
     prompts: list[Prompt] = []
     rejected: list[Rejected] = []
     for result in open_prompts(dataset, data_path=data_path, num_prompts=num_prompts):

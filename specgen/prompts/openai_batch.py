@@ -1,4 +1,4 @@
-"""Rows in the format of OpenAI's Batch API, as its users and vLLM's ``run-batch`` write them."""
+"""Rows in the format of OpenAI's Batch API and vLLM's ``run-batch``."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -10,12 +10,12 @@ from specgen.prompts.own import parse_own
 from specgen.prompts.prompt import Prompt
 from specgen.prompts.row_sampling import SAMPLING_FIELDS
 
-# What changes no answer here. The model is the one that was loaded, whatever a row calls it.
+# Fields that change no answer. ``model`` is always the loaded one.
 _IGNORED = {
     *("model", "user", "metadata", "store", "service_tier", "safety_identifier", "parallel_tool_calls"),
     *("prompt_cache_key", "prompt_cache_retention"),
 }
-_NEUTRAL: dict[str, Any] = {  # what is not built, with the one value that asks for nothing
+_NEUTRAL: dict[str, Any] = {  # unsupported fields, with the value that has no effect
     "n": 1,
     "best_of": 1,
     "echo": False,
@@ -41,9 +41,9 @@ def parse_batch(row_id: str, row: Mapping[str, Any]) -> Prompt:
     The body has the parameters of that endpoint (OpenAI's API reference, "The request input object"): ``messages``
     or ``prompt`` (a string or a list of token ids), ``max_completion_tokens`` or ``max_tokens``, ``temperature``,
     ``top_p``, ``seed``, ``stop``, ``logit_bias``, ``logprobs`` and ``top_logprobs``, and of vLLM's ``top_k``,
-    ``min_p`` and ``ignore_eos``. What a body does not give is as the run has it, ``temperature`` and ``max_tokens``
-    too. What would change the answer and is not built (``n`` 2, penalties, tools, ...) is a ``UserError``; what
-    changes none (``user``, ``metadata``, ``model``, ...) is ignored.
+    ``min_p`` and ``ignore_eos``. What a body does not set is the run's, ``temperature`` and ``max_tokens`` too.
+    Unsupported fields that would change the answer (``n`` 2, penalties, tools, ...) are a ``UserError``; those that
+    would not (``user``, ``metadata``, ``model``, ...) are ignored.
     """
     require(row.get("custom_id") is not None, "no custom_id: give each request its own")
     method, url, body = row.get("method"), row.get("url"), row["body"]
@@ -60,7 +60,7 @@ def _without_gaps(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _chat(body: dict[str, Any]) -> dict[str, Any]:
-    """The body of a chat request as an own row; its ``logprobs`` is a switch, and ``top_logprobs`` their number."""
+    """The body of a chat request as an own row; ``logprobs`` is a switch, ``top_logprobs`` the number."""
     asked, number = flag(body.pop("logprobs", False), "logprobs"), body.pop("top_logprobs", None)
     require(asked or number is None, f"top_logprobs is {shown(number)} but logprobs is not true: set both")
     if asked:
@@ -87,9 +87,11 @@ def _own_row(body: dict[str, Any], content: str) -> dict[str, Any]:
 
 
 def _require_neutral(name: str, value: object) -> None:
-    require(name in _NEUTRAL, f"{shown(name)} is not known here, and might change the answer: remove it")
+    require(name in _NEUTRAL, f"{shown(name)} is not known and might change the answer: remove it")
     neutral = _NEUTRAL[name]
-    require(value == neutral, f"{name} is {shown(value)}, which is not built: use {neutral!r}, or remove it")
+    require(
+        value == neutral, f"{name} is {shown(value)}, which is not supported: use {neutral!r}, or remove it"
+    )
 
 
 _ENDPOINTS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {

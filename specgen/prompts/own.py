@@ -1,4 +1,4 @@
-"""Rows in the format of this program, as users write them."""
+"""Rows in specgen's own format."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,8 +14,8 @@ CONTENT_FIELDS = ("prompt", "messages", "prompt_token_ids")
 def parse_own(row_id: str, row: Mapping[str, Any]) -> Prompt:
     """Own rows: ``prompt`` (raw text), ``messages`` (a chat, the user last) or ``prompt_token_ids``.
 
-    Beside it a row may give a ``category``, and any field of ``SamplingParams`` under its own name, for itself alone:
-    ``{"id": "a", "prompt": "Once", "temperature": 0.7, "max_tokens": 50}``. Other fields are not looked at.
+    A row may also set a ``category`` and any field of ``SamplingParams``:
+    ``{"id": "a", "prompt": "Once", "temperature": 0.7, "max_tokens": 50}``. Other fields are ignored.
     """
     given = [key for key in CONTENT_FIELDS if row.get(key) is not None]
     require(

@@ -1,4 +1,4 @@
-"""One prompt of a data set, and the token ids of each of its turns."""
+"""A prompt of a data set, and the token ids of its turns."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,26 +10,26 @@ from specgen.text.tokenizer import Message, Tokenizer
 
 @dataclass(frozen=True, kw_only=True)
 class Prompt:
-    """One row of a data set; exactly one of ``messages``, ``text`` and ``token_ids`` is given."""
+    """A row of a data set; exactly one of ``messages``, ``text`` and ``token_ids`` is set."""
 
     id: str
     messages: tuple[Message, ...] = ()  # opening messages; the last is the user's
     text: str | None = None  # raw text, tokenized as it is
     token_ids: tuple[int, ...] = ()  # already tokenized
-    follow_ups: tuple[str, ...] = ()  # later user turns, each asked with the answers before it in context
+    follow_ups: tuple[str, ...] = ()  # later user turns, each with the previous answers in context
     category: str | None = None
-    endpoint: str | None = None  # of an OpenAI batch row: its ``url``
+    endpoint: str | None = None  # ``url`` of an OpenAI batch row
     sampling: Mapping[str, Any] = field(default_factory=dict)  # its own fields of SamplingParams
-    where: str = field(default="", compare=False, repr=False)  # the row's place, for messages alone
+    where: str = field(default="", compare=False, repr=False)  # location of the row, only for messages
 
     @property
     def turn_ids(self) -> tuple[str, ...]:
-        """The ids of the requests of its turns: its own, and from the second turn on with the turn behind it."""
+        """The request ids of its turns: ``ID``, ``ID/turn-2``, ..."""
         return self.id, *[f"{self.id}/turn-{turn}" for turn in range(2, len(self.follow_ups) + 2)]
 
     @property
-    def last_words(self) -> str:
-        """What is asked, to show a person: the newest message, without the template around it."""
+    def last_message(self) -> str:
+        """The last message without the chat template, for printing."""
         if self.messages:
             return self.messages[-1].content
         return self.text if self.text is not None else f"{len(self.token_ids)} token ids"
@@ -37,21 +37,21 @@ class Prompt:
 
 @dataclass(frozen=True, kw_only=True)
 class Rejected:
-    """A row that cannot be run. ``id`` is the row's own, or its place (``line 7``) if it has none or another row's."""
+    """A row that cannot be run. ``id`` is its own, or its location (``line 7``) if that is missing or a duplicate."""
 
     id: str
-    reason: str  # one short line that begins with the row's place
+    reason: str  # one short line that starts with the row's location
 
     @property
     def turn_ids(self) -> tuple[str, ...]:
-        """Its id, under which it fails."""
+        """The id of its error record."""
         return (self.id,)
 
 
 def prompt_ids(prompt: Prompt, tokenizer: Tokenizer, answers: Sequence[str]) -> tuple[str, list[int]]:
-    """The text for the record and the token ids of turn ``len(answers) + 1``, the answers in context.
+    """Text and token ids of turn ``len(answers) + 1``, with the answers in context.
 
-    ``UserError`` where the tokenizer cannot take this prompt; other prompts are not concerned.
+    ``UserError`` where the tokenizer cannot encode this prompt.
     """
     assert len(answers) <= len(prompt.follow_ups), "there is no user turn after the last answer"
     if prompt.messages:

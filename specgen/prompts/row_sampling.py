@@ -1,4 +1,4 @@
-"""How one row wants to be decoded: the fields of ``SamplingParams`` that it gives."""
+"""The sampling parameters of a row."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import fields
@@ -12,10 +12,10 @@ _NAMES = frozenset(SAMPLING_FIELDS)
 
 
 def read_sampling(row: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of ``SamplingParams`` that ``row`` gives under their names; the run's hold for all others.
+    """The fields of ``SamplingParams`` that ``row`` sets; the others are the run's.
 
-    A field without a value is the same as no field. ``stop`` is a string or a list of strings, ``logit_bias`` an
-    object from token id to bias, ``top_k`` -1 is vLLM's other word for 0. ``UserError`` for a value that cannot be.
+    Null is the same as no field. ``stop`` is a string or a list of strings, ``logit_bias`` an object from token id to
+    bias, ``top_k`` -1 the same as 0, as in vLLM. ``UserError`` for an invalid value.
     """
     if _NAMES.isdisjoint(row):
         return {}

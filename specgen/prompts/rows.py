@@ -1,4 +1,4 @@
-"""Where the rows of a data set come from: files, directories, standard input, the Hugging Face hub."""
+"""The sources of rows: files, directories, standard input, the Hugging Face hub."""
 
 import gzip
 import shutil
@@ -12,16 +12,16 @@ from pathlib import Path
 from typing import BinaryIO
 
 from specgen.config import UserError, first_line, require
-from specgen.prompts.json_rows import Row, parsed, read_json
+from specgen.prompts.json_rows import Row, parsed, read_rows
 
 _SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".parquet")
-_BATCH = 1024  # rows of a Parquet file in memory at a time
-_GZIP = b"\x1f\x8b"  # how such a file begins, whatever its name
+_BATCH = 1024  # rows of a Parquet file per read
+_GZIP = b"\x1f\x8b"  # the start of a gzipped file, whatever its name
 
 
 @dataclass(frozen=True, kw_only=True)
 class HubSource:
-    """What ``datasets.load_dataset`` needs to find a public data set."""
+    """Arguments of ``datasets.load_dataset`` for a public data set."""
 
     path: str  # hub id, or the name of a file format
     split: str
@@ -30,12 +30,12 @@ class HubSource:
 
     @property
     def address(self) -> str:
-        """What a person looks for: the hub id, or the URL of a file that is not on the hub."""
+        """The hub id, or the URL of a file that is not on the hub."""
         return self.data_files if self.data_files and "://" in self.data_files else self.path
 
 
 def read_hub(dataset: str, source: HubSource) -> Callable[[], Iterator[Row]]:
-    """Reads the rows of the public data set that is known as ``dataset``; ``datasets`` keeps them in its cache."""
+    """Reads the rows of the public data set ``dataset``; ``datasets`` caches them."""
     from datasets import load_dataset
 
     try:
@@ -52,13 +52,13 @@ def read_path(path: Path, *, preferred: Sequence[str] = ()) -> Callable[[], Iter
     """Reads the rows of a file, or of the data files of a directory in the order of their names.
 
     Files are JSON lines, a JSON array (both also gzipped), Parquet, or a pipe of JSON lines. In a directory the
-    first pattern of ``preferred`` that matches chooses the files; where none does, all are read. ``UserError``
-    for a path without data, and for a file that cannot be read at all.
+    first pattern of ``preferred`` that matches selects the files; where none does, all are read. ``UserError``
+    for a path without data, and for a file that cannot be read.
     """
     require(path.exists(), f"{path} does not exist: name a file or a directory with prompts")
     if path.is_file():
         return partial(_read_file, path)
-    if not path.is_dir():  # a pipe gives its content once
+    if not path.is_dir():  # a pipe can be read only once
         with path.open("rb") as stream:
             return read_stream(stream)
     files = [file for file in sorted(path.rglob("*")) if file.is_file() and file.name.endswith(_SUFFIXES)]
@@ -68,14 +68,14 @@ def read_path(path: Path, *, preferred: Sequence[str] = ()) -> Callable[[], Iter
 
 
 def read_stream(stream: BinaryIO) -> Callable[[], Iterator[Row]]:
-    """Reads JSON lines that come only once, as often as needed: a temporary file keeps them as long as the reader."""
+    """Reads JSON lines of a stream any number of times, from a temporary file that lives as long as the reader."""
     try:
         copy = tempfile.NamedTemporaryFile(prefix="specgen-", suffix=".jsonl")  # noqa: SIM115  # lives with the reader
         shutil.copyfileobj(stream, copy)
         copy.flush()
     except OSError as error:
         raise UserError(
-            f"what is piped in cannot be kept in {tempfile.gettempdir()} ({first_line(error)}): "
+            f"standard input cannot be saved in {tempfile.gettempdir()} ({first_line(error)}): "
             "write it to a file, and name that"
         ) from error
     return lambda: _read_file(Path(copy.name))
@@ -95,7 +95,7 @@ def _read_file(path: Path) -> Iterator[Row]:
         with path.open("rb") as file:
             is_gzip = file.peek(2)[:2] == _GZIP
             lines = path.name.removesuffix(".gz").endswith(".jsonl")
-            yield from read_json(gzip.GzipFile(fileobj=file) if is_gzip else file, lines=lines)
+            yield from read_rows(gzip.GzipFile(fileobj=file) if is_gzip else file, lines=lines)
     except (OSError, EOFError, UserError, zlib.error) as error:
         raise UserError(f"{path} cannot be read ({first_line(error)}): check that it is whole") from error
 

@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all, whenever the writer is killed, and whose errors say which they are."""
+"""Atomic replacement of files, and errors that name the file that cannot be written."""
 
 import io
 import json
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def naming(path: object) -> Iterator[None]:
-    """Puts ``path`` into an ``OSError``: the system names what it cannot open, and not what it cannot fill."""
+    """Puts ``path`` into an ``OSError``: the system names a file for open, but not for write."""
     try:
         yield
     except OSError as error:
@@ -25,8 +25,8 @@ def naming(path: object) -> Iterator[None]:
 
 
 @contextmanager
-def writable(output: Path, remedy: str = "mend that and give the same command again") -> Iterator[None]:
-    """Makes a ``UserError`` of what the file system refuses at or in ``output``, and of no other ``OSError``."""
+def writable(output: Path, remedy: str = "fix that and run the same command again") -> Iterator[None]:
+    """Makes a ``UserError`` of an ``OSError`` at or in ``output``, and of no other."""
     try:
         yield
     except OSError as error:
@@ -50,7 +50,7 @@ def open_output(path: Path, mode: str) -> IO[bytes]:
 
 
 def sync(file: IO[bytes]) -> None:
-    """Wait until the device has what was written, so that not even a power failure takes it back."""
+    """Flush to the disk: survives a power loss."""
     file.flush()
     with naming(file.name):
         os.fsync(file.fileno())
@@ -58,7 +58,7 @@ def sync(file: IO[bytes]) -> None:
 
 @contextmanager
 def swapped(path: Path) -> Iterator[IO[bytes]]:
-    """A file to write that takes the place of ``path`` at the end, in one step; a power failure may empty it."""
+    """A file to write that atomically replaces ``path`` at the end; a power loss may leave it empty."""
     partial = _partial(path)
     with open_output(partial, "w") as file:
         yield file
@@ -67,31 +67,31 @@ def swapped(path: Path) -> Iterator[IO[bytes]]:
 
 @contextmanager
 def replacement(path: Path) -> Iterator[IO[bytes]]:
-    """As ``swapped``, and for good: it takes as long as the device takes to have it."""
+    """As ``swapped``, and survives a power loss: it waits for the disk."""
     with swapped(path) as file:
         yield file
         sync(file)
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write ``text``, whole or not at all."""
+    """Write ``text`` atomically."""
     with replacement(path) as file:
         file.write(text.encode())
 
 
 def write_json(path: Path, value: object) -> None:
-    """Write ``value`` as indented JSON, whole or not at all."""
+    """Write ``value`` as indented JSON, atomically."""
     write_text(path, as_json(value))
 
 
 def write_json_lines(path: Path, values: Iterable[object]) -> None:
-    """Write ``values`` as JSON, one a line, whole or not at all."""
+    """Write ``values`` as JSON lines, atomically."""
     with replacement(path) as file:
         file.writelines(json.dumps(value, ensure_ascii=False).encode() + b"\n" for value in values)
 
 
 def as_json(value: object) -> str:
-    """``value`` as the text of a file that people read."""
+    """``value`` as indented JSON."""
     return json.dumps(value, indent=2, ensure_ascii=False) + "\n"
 
 

@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM as a question that a run asks between its steps, or as an exception in work that never asks."""
+"""SIGINT and SIGTERM: polled by a run between its steps, or raised in work that does not poll."""
 
 import signal
 from collections.abc import Callable, Iterator
@@ -9,11 +9,11 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class StoppedError(Exception):
-    """The run was asked to end before its end; the text is one line for the user."""
+    """A signal ended the run early; the text is one line for the user."""
 
 
 class Interrupt:
-    """Call it: whether a signal has asked the run to end."""
+    """Called, it tells whether a signal has arrived."""
 
     def __init__(self) -> None:
         self._signal: int | None = None
@@ -23,12 +23,12 @@ class Interrupt:
 
     @property
     def exit_code(self) -> int:
-        """128 and the signal's number, as shells have it."""
+        """128 plus the signal's number, as in shells."""
         assert self._signal is not None
         return 128 + self._signal
 
     def take(self, number: int, frame: FrameType | None) -> None:
-        """Note a signal; the next one ends the process at once."""
+        """Handle a signal: note it; the next one ends the process at once."""
         self._signal = number
         for each in _SIGNALS:
             signal.signal(each, signal.SIG_DFL)
@@ -36,7 +36,7 @@ class Interrupt:
 
 @contextmanager
 def interruptible() -> Iterator[Interrupt]:
-    """Signals are noted in what is yielded, and taken as before behind it."""
+    """Notes signals in what is yielded; restores the handlers afterwards."""
     interrupt = Interrupt()
     with _handled(interrupt.take):
         yield interrupt
@@ -44,7 +44,7 @@ def interruptible() -> Iterator[Interrupt]:
 
 @contextmanager
 def breakable() -> Iterator[Interrupt]:
-    """As ``interruptible``, around work that never asks: a signal raises ``KeyboardInterrupt`` in it, SIGTERM too."""
+    """As ``interruptible``, for work that does not poll: a signal, SIGTERM too, raises ``KeyboardInterrupt``."""
     interrupt = Interrupt()
 
     def break_off(number: int, frame: FrameType | None) -> None:

@@ -1,4 +1,4 @@
-"""One process at a time in a directory."""
+"""A lock on a directory: one process at a time."""
 
 import fcntl
 import os
@@ -16,9 +16,9 @@ LOCK = ".lock"
 
 @contextmanager
 def locked(directory: Path) -> Iterator[None]:
-    """Make ``directory`` if need be and hold it alone; ``UserError`` naming the process that holds it already.
+    """Create ``directory`` if needed and lock it; ``UserError`` names the process that holds the lock.
 
-    The lock is the kernel's, on a file that stays: it ends with the process, however that ends.
+    It is the kernel's lock on a file that stays, released when the process ends, however that happens.
     """
     with naming(directory):
         file = _hold(directory)
@@ -38,7 +38,7 @@ def _hold(directory: Path) -> IO[str]:
             if os.path.samestat(os.fstat(file.fileno()), os.stat(directory / LOCK)):
                 return file
         except FileNotFoundError:
-            pass  # the directory was moved away in between, with the file that is locked now
+            pass  # the directory was moved meanwhile, with the file just locked
         except BlockingIOError as error:
             raise UserError(
                 f"output {str(directory)!r} is in use by {_holder(file)}: wait for it, or name another directory"

@@ -1,4 +1,4 @@
-"""What follows a run while it goes."""
+"""The interface of a progress display."""
 
 from typing import Protocol
 
@@ -7,27 +7,19 @@ from specgen.rundir.tally import Tally
 
 
 class Progress(Protocol):
-    """Follows a run while it goes."""
+    """Follows a run."""
 
     def prepare(self, what: str) -> None:
-        """``what`` is being made ready: kernels are loaded, or compiled where this machine has not run them before."""
-        ...
+        """``what`` is starting: kernels are loaded, or compiled where this machine has not run them before."""
 
     def start(self, what: str, tally: Tally, num_requests: int, num_done: int = 0) -> None:
-        """``what`` begins, with so many requests, ``num_done`` of which an earlier run has answered.
-
-        ``tally`` has counted an event before it is seen.
-        """
-        ...
+        """``what`` starts, with ``num_done`` of ``num_requests`` done; ``tally`` counts an event before ``see``."""
 
     def see(self, event: Event) -> None:
-        """Something happened."""
-        ...
+        """An event was recorded."""
 
     def advance(self) -> None:
-        """One more request has ended, and what it gave is kept."""
-        ...
+        """One more request has ended and is on disk."""
 
     def finish(self) -> None:
-        """What was started is over."""
-        ...
+        """What was started has ended."""

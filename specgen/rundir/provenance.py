@@ -1,4 +1,4 @@
-"""Where a run came from: arguments, versions, device, checkpoint fingerprints."""
+"""The manifest of a run: arguments, versions, device, checkpoint fingerprints."""
 
 import platform
 import sys
@@ -10,8 +10,8 @@ from typing import Any
 
 from specgen.config import EngineConfig, SamplingParams
 
-_FREE = ("created", "argv", "settings")  # of a manifest; nothing in a run depends on them
-FREE_IN_A_RUN = (  # what changes no text and no definition: the checkpoints count by content, the device by name
+_FREE = ("created", "argv", "settings")  # fields of a manifest that no run depends on
+FREE_IN_A_RUN = (  # no effect on texts; checkpoints are compared by fingerprint, devices by name
     "engine.model",
     "engine.drafter",
     "engine.device",
@@ -34,7 +34,7 @@ _PACKAGES = ("specgen", "torch", "flashinfer-python", "transformers", "tokenizer
 def manifest(
     *, engine: EngineConfig, sampling: SamplingParams, data: dict[str, Any], fingerprints: dict[str, str]
 ) -> dict[str, Any]:
-    """What ``manifest.json`` holds; ``engine`` is the resolved configuration."""
+    """The content of ``manifest.json``; ``engine`` is the resolved configuration."""
     return {
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "argv": sys.argv,
@@ -48,10 +48,7 @@ def manifest(
 
 
 def differences(earlier: Mapping[str, Any], now: Mapping[str, Any], free: Container[str] = ()) -> list[str]:
-    """The fields in which the manifests of two runs differ, each as ``engine.dtype (float32, now bfloat16)``.
-
-    ``free`` names fields, as they are named here, that may.
-    """
+    """The fields in which two manifests differ, as ``engine.dtype (float32, now bfloat16)``; those in ``free`` may."""
     left, right = (dict(_flat({k: v for k, v in each.items() if k not in _FREE})) for each in (earlier, now))
     return [
         f"{name} ({left.get(name)}, now {right.get(name)})"
@@ -69,12 +66,12 @@ def _flat(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python and of the packages that a result can depend on."""
+    """Versions of Python and of the packages that results can depend on."""
     return {"python": platform.python_version(), **{name: _version(name) for name in _PACKAGES}}
 
 
 def device(name: str) -> dict[str, Any]:
-    """The device a run computes on, as it names itself."""
+    """Name and properties of the device ``name``."""
     import torch
 
     if name == "cpu":

@@ -1,4 +1,4 @@
-"""The run directory: completions, errors and events as they happen, each request on disk before it is counted."""
+"""The run directory: completions, errors and events, each request flushed before it is counted."""
 
 import json
 import tempfile
@@ -17,24 +17,24 @@ from specgen.rundir.provenance import differences
 from specgen.rundir.resume import recover
 from specgen.rundir.row_file import RowFile
 
-_SYNC_INTERVAL = 1.0  # seconds of work that a power failure may cost
-_KEPT = "what is done is kept; mend that and give the same command again"
+_SYNC_INTERVAL = 1.0  # seconds of work that a power loss may cost
+_KEPT = "what is done is kept; fix that and run the same command again"
 _NO_ROOM = "name a directory elsewhere with --output, or in TMPDIR"
 _BEFORE_MANIFEST = {LOCK, "manifest.json.partial"}
 
 
 @contextmanager
 def directory(output: Path | None, marker: str) -> Iterator[Path]:
-    """``output``, made and held alone, or for None a directory that is gone afterwards.
+    """``output``, created and locked, or for None a temporary directory.
 
-    ``UserError`` where it holds something, and not the file ``marker`` that begins what goes on there, where another
-    process is at work in it, and for what the file system refuses in it meanwhile.
+    ``UserError`` where it is not empty and lacks the file ``marker``, where another process holds the lock, and for
+    any error of the file system in it meanwhile.
     """
     if output is None:
         with tempfile.TemporaryDirectory(prefix="specgen-") as path, writable(Path(path), _NO_ROOM):
             yield Path(path)
         return
-    output = output.absolute()  # so that no name of anything else, such as that of a program, lies in it
+    output = output.absolute()  # else an error naming a program, say, might seem to be in it
     with writable(output, _KEPT):
         _require_ours(output, marker)
         with locked(output):
@@ -53,10 +53,7 @@ def set_aside(path: Path, marker: str) -> None:
 
 
 def require_same(path: Path, asked: Mapping[str, Any], *, free: Container[str], remedy: str) -> None:
-    """Leave what is ``asked`` in ``path``; ``UserError`` where an earlier run left something else there.
-
-    ``free`` names fields that may differ.
-    """
+    """Write ``asked`` to ``path``; ``UserError`` where an earlier run's differs in fields other than ``free``."""
     if not path.exists():
         write_json(path, asked)
         return
@@ -77,7 +74,7 @@ def _require_ours(path: Path, marker: str) -> None:
 
 
 class RunDirectory:
-    """One run's files in ``path``; goes on with what an earlier run has left there. Failures begin anew."""
+    """The files of a run in ``path``. Those of an earlier run are resumed, but for its errors, which are removed."""
 
     def __init__(self, path: Path) -> None:
         path.mkdir(parents=True, exist_ok=True)
@@ -111,7 +108,7 @@ class RunDirectory:
         self.errors.add(row)
 
     def close(self) -> None:
-        """Write no more."""
+        """Flush to the disk and close."""
         if self._events.closed:
             return
         with closing(self.errors), closing(self.completions), self._events:  # all, whichever fails
@@ -128,7 +125,7 @@ class RunDirectory:
 
     @property
     def texts(self) -> Mapping[str, str]:
-        """The texts of all completions by id."""
+        """The text of each completion by id, read on access."""
         return _Texts(self.completions)
 
     def _sync(self) -> None:
@@ -138,8 +135,6 @@ class RunDirectory:
 
 
 class _Texts(Mapping[str, str]):
-    """Texts that are read when they are asked for."""
-
     def __init__(self, rows: RowFile) -> None:
         self._rows = rows
 

@@ -1,4 +1,4 @@
-"""What a killed run left behind, cut to what is whole, so that the next run can go on from there."""
+"""Recovery of the events of a killed run, so that the next run can resume it."""
 
 import mmap
 import re
@@ -9,7 +9,9 @@ from specgen.events import Resumed, to_line
 from specgen.rundir.atomic import naming
 from specgen.rundir.row_file import cut_torn_line, unquoted
 
-_FINISHED = b'{"event":"finished",'  # begins a line of ``events.to_line``; within one its quotes were escaped
+_FINISHED = (
+    b'{"event":"finished",'  # the start of a line of ``events.to_line``; inside a line the quotes are escaped
+)
 _FIELDS = re.compile(re.escape(_FINISHED) + rb'"sequence":("(?:[^"\\]|\\.)*"),"time":[^,]*,"reason":"(\w+)"')
 
 
@@ -17,8 +19,7 @@ def recover(events: Path, done: Container[str]) -> None:
     """Make the events of a killed run agree with its completions, whose ids are ``done``.
 
     The events of a request are on disk before its completion, and both in the order in which requests finished. So
-    the first ``Finished`` without a completion, if there is one, tells where what follows has to be done again; one
-    of a failed request needs none.
+    events are cut at the first ``Finished`` without a completion, those of failed requests excepted.
     """
     events.touch()
     cut_torn_line(events)
@@ -29,7 +30,7 @@ def recover(events: Path, done: Container[str]) -> None:
 
 
 def _end_of_done(events: Path, done: Container[str]) -> int:
-    """Where the first request finishes that is not ``done``, or the end."""
+    """Offset of the first ``Finished`` of a request that is not ``done``, or of the end."""
     size = events.stat().st_size
     if not size:
         return 0

@@ -1,4 +1,4 @@
-"""A file of JSON rows that grows: found by id, whole after a kill, brought into order at the end."""
+"""An append-only file of JSON rows: indexed by id, valid after a kill, sorted at the end."""
 
 import json
 import mmap
@@ -10,14 +10,14 @@ from typing import IO, Any
 
 from specgen.rundir.atomic import naming, open_output, replacement, sync
 
-_ID = re.compile(rb'\{"id": ("(?:[^"\\]|\\.)*")')  # begins a row as ``add`` writes it
+_ID = re.compile(rb'\{"id": ("(?:[^"\\]|\\.)*")')  # the start of a row as ``add`` writes it
 
 
 class RowFile(Mapping[str, dict[str, Any]]):
-    """The rows of ``path`` by their ids, each read from the file when it is asked for; a later row of an id counts.
+    """The rows of ``path`` by id, each read from the file on access; of rows with the same id the last counts.
 
-    What a kill left of a last line is cut. Opening takes one pass that parses nothing but ids, and memory is that of
-    the ids. ``OSError`` where the file cannot be written.
+    Opening cuts a torn last line, takes one pass that parses only ids, and keeps only ids in memory. ``OSError`` where
+    the file cannot be written.
     """
 
     def __init__(self, path: Path) -> None:
@@ -45,14 +45,14 @@ class RowFile(Mapping[str, dict[str, Any]]):
         return len(self._offsets)
 
     def add(self, row: Mapping[str, Any]) -> None:
-        """Append ``row``, whose first key is ``id``; it survives a kill, and a power loss only behind ``sync``."""
+        """Append ``row``, whose first key is ``id``, flushed to the OS: survives a kill, not a power loss."""
         offset = self._file.tell()
         self._file.write(json.dumps(row, ensure_ascii=False).encode() + b"\n")
         self._file.flush()
         self._offsets[row["id"]] = offset
 
     def sync(self) -> None:
-        """Wait until the device has it, so that not even a power failure takes it back."""
+        """Flush to the disk: survives a power loss."""
         sync(self._file)
 
     def clear(self) -> None:
@@ -62,11 +62,11 @@ class RowFile(Mapping[str, dict[str, Any]]):
         self._offsets.clear()
 
     def close(self) -> None:
-        """Write no more; rows can still be read."""
+        """Close for writing; rows can still be read."""
         self._file.close()
 
     def arrange(self, ids: Iterable[str]) -> None:
-        """Bring the closed file's rows into the order of ``ids``, whole or not at all; others go."""
+        """Atomically sort the closed file's rows in the order of ``ids``; others are removed."""
         with replacement(self.path) as file:
             for row_id in ids:
                 if row_id in self._offsets:
@@ -81,7 +81,7 @@ class RowFile(Mapping[str, dict[str, Any]]):
 
 
 def cut_torn_line(path: Path) -> None:
-    """Remove what follows the last line break of ``path``."""
+    """Remove everything after the last line break of ``path``."""
     with naming(path), path.open("r+b") as file:
         if os.fstat(file.fileno()).st_size:
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
@@ -90,18 +90,18 @@ def cut_torn_line(path: Path) -> None:
 
 
 def unquoted(string: bytes) -> str:
-    """The text of a JSON string; ten times as fast as ``json`` where nothing in it is escaped."""
+    """The text of a JSON string; ten times as fast as ``json`` without escapes."""
     return str(json.loads(string)) if b"\\" in string else string[1:-1].decode()
 
 
 def id_of(line: bytes) -> str | None:
-    """The id of a row by its line; None for a line that is no whole row, as a power failure leaves it."""
+    """The id of the row in ``line``; None for an incomplete row, as a power loss may leave it."""
     found = _ID.match(line)
     return unquoted(found[1]) if found is not None and line.endswith(b"}\n") else None
 
 
 def _offsets(lines: IO[bytes]) -> Iterator[tuple[str, int]]:
-    """The id and the place of every row."""
+    """The id and the offset of every row."""
     offset = 0
     for line in lines:
         row_id = id_of(line)

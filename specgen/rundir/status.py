@@ -1,4 +1,4 @@
-"""``status.json``: how far a run is, for other processes to read while it goes."""
+"""``status.json``: the progress of a run, for other processes."""
 
 import os
 import socket
@@ -19,39 +19,39 @@ _INTERVAL = 1.0  # seconds between two writes
 
 
 class Status:
-    """Keeps ``path`` up to date, at most once a second: what an engine has done, in the end the whole run."""
+    """Keeps ``path`` up to date, at most once per second: the counts of one engine, at the end those of the run."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._started = _now()
         self._total = self._done = self._failed = self._done_before = 0
         self._begun = time.monotonic()
-        self._tally = Tally()  # of the engine at work
+        self._tally = Tally()  # of the running engine
         self.write("preparing")
 
     def begin(self, tally: Tally, *, total: int, done: int) -> None:
-        """An engine, whose events ``tally`` counts, sets to work on what is left of ``total`` requests."""
+        """An engine, whose events ``tally`` counts, starts; ``done`` of ``total`` requests are done."""
         self._total, self._done, self._failed, self._done_before = total, done, 0, done
         self._begun, self._tally = time.monotonic(), tally
         self.write("running")
 
     def see(self, event: Event) -> None:
-        """Write the file behind a step, where it is time for that."""
+        """After a step, write the file if it is due."""
         if isinstance(event, Stepped) and time.monotonic() - self._written >= _INTERVAL:
             self.write("running")
 
     def count(self, *, done: int, failed: int) -> None:
-        """So many requests are on disk by now, and so many have failed."""
+        """Set the number of requests on disk and of those that failed."""
         self._done, self._failed = done, failed
 
     def write(self, state: State) -> None:
-        """Write the file, while the engine waits; ``OSError`` where that is not possible."""
+        """Write the file, which blocks the engine; ``OSError`` where it cannot be written."""
         self._written = time.monotonic()
         with swapped(self._path) as file:
             file.write(as_json(self._to_json(state)).encode())
 
     def finish(self, report: Mapping[str, Any]) -> None:
-        """Everything is done: what the run asked for gave in all is in its ``report.json``."""
+        """The run has finished; ``report`` is its ``report.json``."""
         write_json(self._path, self._to_json("finished") | figures(report))
 
     def _to_json(self, state: State) -> dict[str, Any]:
@@ -78,7 +78,7 @@ class Status:
 
 
 def figures(report: Mapping[str, Any]) -> dict[str, Any]:
-    """What the status of a finished run takes from its ``report.json``."""
+    """The fields of a finished run's status that are its report's."""
     done, failed = report["num_requests"], report["num_errors"]
     return {
         "total": done + failed,
@@ -92,12 +92,12 @@ def figures(report: Mapping[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def kept_status(path: Path) -> Iterator[Status]:
-    """The status of a run that begins here; if it does not ``finish``, why is written at the end."""
+    """The status of a run, which is ``interrupted`` or ``failed`` at the end unless it was finished."""
     status = Status(path)
     try:
         yield status
     except BaseException as error:
-        with suppress(OSError):  # a full disk is what the user has to hear of
+        with suppress(OSError):  # the user must see ``error``, such as a full disk
             status.write("interrupted" if isinstance(error, StoppedError) else "failed")
         raise
 

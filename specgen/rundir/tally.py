@@ -1,4 +1,4 @@
-"""What a run has done so far, for those who follow it: tokens, seconds, acceptance."""
+"""Live counts of a run: tokens, seconds, acceptance."""
 
 from specgen.events import Event, Prefilled, Stepped, Verified
 

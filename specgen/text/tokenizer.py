@@ -1,4 +1,4 @@
-"""Text to token ids and back: the tokenizer of a checkpoint, its chat template, and stop strings."""
+"""The tokenizer of a checkpoint, its chat template, and stop strings."""
 
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 _FILES = ["tokenizer.json", "*_config.json", "config.json", "*_tokens*.json", "chat_template*"]
-_UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # what a decoder writes for bytes that are no whole character
+_UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # what a decoder writes for an incomplete character
 _LONGEST_CHARACTER = 4  # bytes, in UTF-8
 
 
@@ -39,19 +39,19 @@ def load_tokenizer(path_or_hub_id: str) -> "Tokenizer":
     ):
         directory = Path(_directory(path_or_hub_id))
         own = directory / "tokenizer.json"
-        # Named here, because tokenizer_config.json could name a file elsewhere.
+        # Set explicitly, because tokenizer_config.json could name a file elsewhere.
         file = {"tokenizer_file": str(own)} if own.is_file() else {}
         tokenizer = Tokenizer(PreTrainedTokenizerFast.from_pretrained(directory, **file))
-        # one that cannot work is refused here, not at every prompt
+        # refuse a broken tokenizer here, not at every prompt
         tokenizer.decode(tokenizer.encode_text("a"))
         return tokenizer
 
 
 @contextmanager
 def _in_library(failure: str, remedy: str) -> Iterator[None]:
-    """Makes a ``UserError`` of whatever the library raises: a checkpoint decides what it is fed with.
+    """Makes a ``UserError`` of whatever the library raises, because checkpoints are untrusted data.
 
-    What is no ``Exception`` is a panic of its Rust parts, which they print too.
+    A panic of its Rust code is a ``BaseException``, which it also prints.
     """
     try:
         yield
@@ -62,7 +62,7 @@ def _in_library(failure: str, remedy: str) -> Iterator[None]:
 
 
 def _directory(path_or_hub_id: str) -> str:
-    """The files on this machine, downloaded in one go: asking for each would wait for a lost network each time."""
+    """The local directory, downloaded in one call: one call per file would wait for a lost network each time."""
     if Path(path_or_hub_id).is_dir():
         return path_or_hub_id
     from huggingface_hub import snapshot_download
@@ -76,7 +76,7 @@ class Tokenizer:
     def __init__(self, pretrained: "PreTrainedTokenizerFast") -> None:
         self._pretrained = pretrained
         self._backend = pretrained.backend_tokenizer
-        # Some files keep the truncation and padding of the training run.
+        # Some files contain the truncation and padding of the training run.
         self._backend.no_truncation()
         self._backend.no_padding()
         added = self._backend.get_added_tokens_decoder()
@@ -90,42 +90,42 @@ class Tokenizer:
         self.chat_template: str | None = pretrained.chat_template
 
     def special_token_id(self, text: str) -> int | None:
-        """The id of the special token that is written ``text``, or None."""
+        """The id of the special token ``text``, or None."""
         token_id: int | None = self._backend.token_to_id(text)
         return token_id if token_id in self._special else None
 
     def encode_text(self, text: str) -> list[int]:
-        """The ids of raw text, with the special tokens (a BOS, say) that the tokenizer itself adds."""
+        """The ids of raw text, with the special tokens (such as BOS) that the tokenizer adds."""
         return self._encode(text, add_special_tokens=True)
 
     def encode_rendered(self, text: str) -> list[int]:
-        """The ids of what ``render_chat`` gave: the template has written the special tokens already."""
+        """The ids of the text of ``render_chat``, which has its special tokens already."""
         return self._encode(text, add_special_tokens=False)
 
     def require_chat_template(self) -> None:
-        """``UserError`` where there is no template to render chats with."""
+        """``UserError`` if there is no chat template."""
         require(
             bool(self.chat_template),
             "the tokenizer has no chat template: use rows with a raw `prompt`, or add chat_template.jinja to the model",
         )
 
     def render_chat(self, messages: Sequence[Message]) -> str:
-        """The text that the chat template makes of ``messages``, up to where the assistant answers.
+        """``messages`` rendered by the chat template, up to the generation prompt.
 
         ``UserError`` where the tokenizer has no template, or the template fails on the messages. A template is a
-        program: the sandbox keeps it from files and from Python, but not from taking time and memory.
+        program: the sandbox blocks access to files and Python, but does not limit time and memory.
         """
         return self._render(messages, add_generation_prompt=True)
 
     def render_open_chat(self, messages: Sequence[Message]) -> str:
-        """As ``render_chat``, but the last message is what the answer begins with, and is left open."""
+        """As ``render_chat``, but the last message is the start of the answer, to be continued."""
         return self._render(messages, add_generation_prompt=False)
 
     def _render(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> str:
         self.require_chat_template()
         with _in_library(
             "the chat template refuses these messages",
-            "change their roles or their order, or mend the template",
+            "change their roles or their order, or fix the template",
         ):
             text: str = self._pretrained.apply_chat_template(
                 [asdict(message) for message in messages],
@@ -154,13 +154,13 @@ class Tokenizer:
         return self._decode(token_ids, skip_special_tokens=False)
 
     def has_text(self, token_id: int) -> bool:
-        """Whether ``decode`` gives text for this id: it is in the vocabulary and not special."""
+        """Whether ``decode`` returns text for this id: it is in the vocabulary and not special."""
         return token_id not in self._special and self._backend.id_to_token(token_id) is not None
 
     def piece(self, token_id: int) -> str:
-        """What ``decode`` shows of this id twice within a text: all its characters, and U+FFFD for a part of one."""
+        """The decoded text of this id, repeated; U+FFFD stands for an incomplete character."""
         if token_id not in self._pieces:
-            # twice, because a decoder of SentencePiece drops the space that a text begins with
+            # twice, because a SentencePiece decoder drops the leading space of a text
             self._pieces[token_id] = self.decode([token_id, token_id])
         return self._pieces[token_id]
 
@@ -169,26 +169,23 @@ class StopStrings:
     """Finds the first stop string in the text of one sequence, token by token as it is generated.
 
     The search is in the text of ``Tokenizer.decode``, so a special token is never part of a stop string.
-    A token with text holds at least one byte of it, so a match lies in the last ``bytes(stop)`` tokens: only
-    these are decoded, however long the text is. And only a token that brings a stop's last character, or a part of any,
-    can complete one: behind the others nothing is decoded. That is no rule for stops that hold U+FFFD, which a later
-    token may make of an earlier one.
+    A token with text has at least one byte of it, so a match lies in the last ``bytes(stop)`` tokens: only
+    these are decoded, however long the text is. And only a token with a stop's last character, or an incomplete
+    character, can complete a stop: after any other nothing is decoded. Stops that contain U+FFFD are an exception,
+    because a later token may turn an earlier one into it.
     """
 
     def __init__(self, tokenizer: Tokenizer, stops: Sequence[str]) -> None:
         self._tokenizer = tokenizer
         self._stops = tuple(stops)
         longest = max((len(stop.encode()) for stop in stops), default=0)
-        # One token more than the match: a decoder of SentencePiece drops the space that a text begins with.
+        # One token more than the match: a SentencePiece decoder drops the leading space of a text.
         self._tail: deque[int] = deque(maxlen=longest + 1)
         self._ends = {_UNFINISHED, *(stop[-1] for stop in stops)}
         self._any_token = any(_UNFINISHED in stop for stop in stops)
 
     def feed(self, new_token_ids: Sequence[int]) -> int | None:
-        """How many of the new tokens to keep: up to the one that completes a stop string, inclusive.
-
-        None while there is no stop string; then the next tokens are fed with the next call.
-        """
+        """How many of the new tokens to keep: up to and including the one that completes a stop string, else None."""
         if not self._stops:
             return None
         for count, token_id in enumerate(new_token_ids, start=1):
@@ -208,8 +205,8 @@ class StopStrings:
 
     def _is_complete(self) -> bool:
         window = list(self._tail)
-        # A window that begins inside a character hides, in byte-fallback decoders, the whole run of bytes:
-        # begin later until it decodes.
+        # Where a window starts inside a character, a byte-fallback decoder hides the whole run of bytes: start
+        # later until it decodes.
         for start in range(_LONGEST_CHARACTER):
             text = self._tokenizer.decode(window[start:])
             if any(stop in text for stop in self._stops):

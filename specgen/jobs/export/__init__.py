@@ -1,4 +1,4 @@
-"""The rows of a run in the formats of others."""
+"""The rows of a run in other formats."""
 
 from specgen.jobs.export.openai import export_openai
 from specgen.jobs.export.parquet import export_parquet

@@ -1,4 +1,4 @@
-"""Rows of a run as the output and error files of OpenAI's Batch API."""
+"""The rows of a run as the output and error files of OpenAI's Batch API."""
 
 import hashlib
 from collections.abc import Callable, Iterable, Mapping
@@ -9,16 +9,16 @@ from typing import Any
 
 from specgen.rundir.atomic import write_json_lines
 
-_CHAT = "/v1/chat/completions"  # also of rows that came from no batch
-_LEAST = -9999.0  # stands for minus infinity, which JSON has no number for; so does vLLM
+_CHAT = "/v1/chat/completions"  # the default, for rows that are not of a batch
+_MIN_LOGPROB = -9999.0  # minus infinity, which JSON cannot write, as in vLLM
 
 
 @dataclass(frozen=True, kw_only=True)
 class Served:
-    """What all responses of a run have in common."""
+    """What all responses of a run share."""
 
     model: str
-    created: int  # seconds since 1970: when the run began, so that an export can be made again
+    created: int  # start of the run, seconds since 1970: a second export is identical
     token_text: Callable[[int], str]  # of one token id, for log-probabilities
 
 
@@ -35,9 +35,8 @@ def export_openai(
     The lines are those of "The request output object" in OpenAI's API reference and of vLLM's ``run-batch``:
     ``custom_id`` is the id of the row, a chat or text completion is in ``response.body``, and a request that failed
     has no response but an ``error``. Each body has the request's speculation as vLLM's
-    ``--per-request-spec-decode-metrics detailed`` gives it, in ``metrics.speculative_decoding``. The ids that a server
-    draws are hashes of ``custom_id`` here: the same rows make the same files. Each replaces an earlier one when
-    it is complete.
+    ``--per-request-spec-decode-metrics detailed`` gives it, in ``metrics.speculative_decoding``. Ids that a server
+    makes at random are hashes of ``custom_id``, so the files are reproducible. Each is replaced atomically.
     """
     write_json_lines(output, (_answered(row, served) for row in completions))
     write_json_lines(error_output, (_failed(row) for row in errors))
@@ -92,18 +91,18 @@ def _chat_choice(row: Mapping[str, Any], token_text: Callable[[int], str]) -> di
 
 
 def _token(text: str, logprob: float) -> dict[str, Any]:
-    # A part of a character has no text of its own, and which bytes it stands for is lost.
+    # The bytes of an incomplete character cannot be recovered from its text.
     spelled = None if "\N{REPLACEMENT CHARACTER}" in text else list(text.encode())
-    return {"token": text, "logprob": max(logprob, _LEAST), "bytes": spelled}
+    return {"token": text, "logprob": max(logprob, _MIN_LOGPROB), "bytes": spelled}
 
 
 def _text_choice(row: Mapping[str, Any], token_text: Callable[[int], str]) -> dict[str, Any]:
     logprobs = None
     if "logprobs" in row:
         tokens = [token_text(token) for token in row["token_ids"]]
-        chosen = [max(each["chosen"], _LEAST) for each in row["logprobs"]]
+        chosen = [max(each["chosen"], _MIN_LOGPROB) for each in row["logprobs"]]
         top = [
-            {token_text(other): max(value, _LEAST) for other, value in each["top"]} | {token: logprob}
+            {token_text(other): max(value, _MIN_LOGPROB) for other, value in each["top"]} | {token: logprob}
             for each, token, logprob in zip(row["logprobs"], tokens, chosen, strict=True)
         ]
         offsets = list(accumulate((len(token) for token in tokens), initial=0))[:-1]

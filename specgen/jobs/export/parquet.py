@@ -1,4 +1,4 @@
-"""Rows of a run as a Parquet table."""
+"""The rows of a run as a Parquet table."""
 
 from collections.abc import Iterable, Mapping
 from itertools import islice
@@ -16,9 +16,8 @@ _ROW_GROUP = 512  # rows in memory at a time
 def export_parquet(rows: Iterable[Mapping[str, Any]], path: Path) -> None:
     """Write the rows of ``completions.jsonl`` as ``path``, which ``datasets.load_dataset("parquet")`` reads.
 
-    The columns are always the same, whatever the rows have; ``category``, ``endpoint`` and ``logprobs`` are null where
-    a row has none. Rows are written in groups, so memory does not grow with the table, and the file replaces an
-    earlier one when it is complete.
+    The columns are fixed; ``category``, ``endpoint`` and ``logprobs`` are null where a row has none. Memory is that of
+    one row group, and the file is replaced atomically.
     """
     from pyarrow import Table, parquet
 
@@ -29,7 +28,7 @@ def export_parquet(rows: Iterable[Mapping[str, Any]], path: Path) -> None:
 
 
 def _table_row(row: Mapping[str, Any]) -> dict[str, Any]:
-    """``row`` with its log-probabilities as objects: a column's lists cannot hold ids beside numbers."""
+    """``row`` with log-probabilities as objects: a list of a column cannot mix ids and floats."""
     if "logprobs" not in row:
         return dict(row)
     logprobs = [

@@ -1,4 +1,4 @@
-"""One pass over the prompts before a run: which requests there will be, and a digest that knows them again."""
+"""One pass over the prompts before a run: the ids of all requests, and a digest of the input."""
 
 import hashlib
 from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping
@@ -10,7 +10,7 @@ from specgen.config import require
 from specgen.jobs.shard import Shard
 from specgen.prompts import Prompt, Rejected
 
-_FIRST = 2  # prompts to show
+_NUM_FIRST = 2  # prompts to show
 _KINDS: Mapping[str, Callable[[Any], Hashable]] = {
     "temperature": bool,
     "top_p": lambda top_p: top_p < 1,
@@ -22,31 +22,31 @@ _KINDS: Mapping[str, Callable[[Any], Hashable]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Survey:
-    """What a pass over the prompts has found."""
+class PromptIndex:
+    """The requests of an input."""
 
-    rows: tuple[tuple[str, ...], ...]  # of the input: the ids of each one's turns, and none beside the shard
-    num_requests: int  # of the shard, those of rejected rows too
-    num_prompts: int  # of the input, that can be run
-    digest: str  # SHA-256 over prompts and rejected rows of the input in their order
+    rows: tuple[tuple[str, ...], ...]  # per row of the input the ids of its turns; none outside the shard
+    num_requests: int  # of the shard, rejected rows included
+    num_prompts: int  # valid ones of the input
+    digest: str  # SHA-256 over prompts and rejected rows of the input, in order
     first: tuple[Prompt, ...]  # of the shard
     has_chats: bool
-    sampling: tuple[Mapping[str, Any], ...]  # rows' own parameters, one of each kind
+    sampling: tuple[Mapping[str, Any], ...]  # rows' own parameters, one per kind
 
     @property
     def ids(self) -> tuple[str, ...]:
-        """Of the requests of the shard, in the order of the input."""
+        """The requests of the shard, in the order of the input."""
         return tuple(chain.from_iterable(self.rows))
 
-    def pending_rows(self, done: Container[str]) -> Iterator[bool]:
-        """For each row of the input whether it belongs to the shard and has a turn that is not ``done``."""
+    def pending(self, done: Container[str]) -> Iterator[bool]:
+        """Per row of the input, whether it belongs to the shard and has a turn that is not ``done``."""
         return (any(turn not in done for turn in turns) for turns in self.rows)
 
 
-def survey(name: str, prompts: Iterable[Prompt | Rejected], shard: Shard) -> Survey:
-    """Look at every prompt of the data set ``name`` once; ``UserError`` where none can be run.
+def index_prompts(name: str, prompts: Iterable[Prompt | Rejected], shard: Shard) -> PromptIndex:
+    """Read every prompt of the data set ``name`` once; ``UserError`` if none is valid.
 
-    What is no matter of ``shard`` alone is told of the whole input, so that all shards agree on it.
+    Digest, chats and sampling are those of the whole input, so that all shards agree on them.
     """
     digest, rows, first = hashlib.sha256(), list[tuple[str, ...]](), list[Prompt]()
     sampling: dict[Hashable, Mapping[str, Any]] = {}
@@ -62,10 +62,10 @@ def survey(name: str, prompts: Iterable[Prompt | Rejected], shard: Shard) -> Sur
         has_chats = has_chats or bool(prompt.messages)
         if prompt.sampling:
             sampling.setdefault(_kind(prompt.sampling), prompt.sampling)
-        if ours and len(first) < _FIRST:
+        if ours and len(first) < _NUM_FIRST:
             first.append(prompt)
     require(num_prompts > 0, f"none of the {num_rows} rows of {name} can be run: {reason}")
-    return Survey(
+    return PromptIndex(
         rows=tuple(rows),
         num_requests=sum(map(len, rows)),
         num_prompts=num_prompts,
@@ -77,5 +77,5 @@ def survey(name: str, prompts: Iterable[Prompt | Rejected], shard: Shard) -> Sur
 
 
 def _kind(sampling: Mapping[str, Any]) -> Hashable:
-    """What of a row's own parameters decides how much is computed for it; any data set has few of them."""
+    """The part of a row's parameters that decides how much is computed for it; a data set has few kinds."""
     return frozenset((name, kind(sampling[name])) for name, kind in _KINDS.items() if name in sampling)
