@@ -43,11 +43,11 @@ _DRAWS = (
 )
 _BY_REQUEST = (
     "test_per_request.py::test_a_row_of_log_probabilities",
-    "test_per_request.py::test_nobody_pays_for_what_nobody_asks",
+    "test_per_request.py::test_unused_features_cost_nothing",
     "test_per_request.py::test_log_probabilities_end_with_their_text",
     "test_per_request.py::test_log_probabilities_are_the_model_s_own[4-padded-False-biased]",
     "test_per_request.py::test_a_biased_greedy_text_is_that_of_biased_plain_decoding[4-non-padded-True]",
-    "test_per_request.py::test_each_request_gets_in_company_what_it_gets_alone[4-True]",
+    "test_per_request.py::test_each_request_gets_the_same_output_in_a_batch_as_alone[4-True]",
 )
 _PREFIXES = (
     "test_prefix_cache.py::test_a_digest_names_all_tokens_up_to_the_one_behind_its_page",
@@ -91,7 +91,7 @@ _RUNS = (
     "test_run.py::test_a_stop_string_ends_the_text",
     "test_run.py::test_rows_alone_go_to_stdout",
     "test_run.py::test_bad_input_is_one_line",
-    "test_run.py::test_what_fails_while_it_gets_ready_goes_on_when_that_is_mended",
+    "test_run.py::test_a_run_that_failed_at_the_start_is_resumed",
     "test_run.py::test_an_old_run_is_never_overwritten",
     "test_going_on.py",
 )

@@ -18,7 +18,7 @@ def evaluation_directory() -> Path:
 
 
 def pair(model: str | None, drafter: str | None, length: DraftLength) -> tuple[str, str | None]:
-    """Target and head as given, or the bundled pair if no target is; ``UserError`` if only one is given."""
+    """Target and head as given, or the bundled pair if no target is; ``UserError`` if one is missing."""
     if model is None:
         require(
             drafter is None,

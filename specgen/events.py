@@ -5,9 +5,11 @@ since the engine was warm; ``sequence`` is the request's id.
 """
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import get_args
 
 from specgen.config import UserError
 
@@ -143,20 +145,11 @@ Event = (
     | Sharded
     | Merged
 )
-_TYPES: dict[str, type[Event]] = {
-    "submitted": Submitted,
-    "prefilled": Prefilled,
-    "verified": Verified,
-    "preempted": Preempted,
-    "finished": Finished,
-    "stepped": Stepped,
-    "captured": Captured,
-    "out_of_memory": OutOfMemory,
-    "resumed": Resumed,
-    "sharded": Sharded,
-    "merged": Merged,
+_NAMES: dict[type[Event], str] = {  # in snake case
+    event_type: re.sub("(?<=[a-z])(?=[A-Z])", "_", event_type.__name__).lower()
+    for event_type in get_args(Event)
 }
-_NAMES = {event_type: name for name, event_type in _TYPES.items()}
+_TYPES = {name: event_type for event_type, name in _NAMES.items()}
 _encode = json.JSONEncoder(separators=(",", ":")).encode
 
 

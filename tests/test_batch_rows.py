@@ -140,7 +140,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(("row", "reason"), BAD)
-def test_what_cannot_be_done_is_named_and_the_rest_runs(tmp_path, row, reason):
+def test_unsupported_rows_are_named_and_the_rest_runs(tmp_path, row, reason):
     prompt, rejected = read(tmp_path, row, chat(max_tokens=1) | {"custom_id": "last"})
     assert prompt.id == "last"
     assert rejected.reason.startswith(f"line 1: {reason}")

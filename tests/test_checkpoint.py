@@ -164,7 +164,7 @@ def test_broken_directories_are_refused_in_one_line(
 
 
 @pytest.mark.parametrize("name", ["nowhere", "./no/where", "/no/where", "a/b/c", "owner/", "../x"])
-def test_what_is_neither_directory_nor_hub_id_is_refused(name: str) -> None:
+def test_neither_a_directory_nor_a_hub_id_is_refused(name: str) -> None:
     with pytest.raises(UserError, match="neither a directory nor a hub id"):
         open_checkpoint(name)
 
@@ -314,7 +314,7 @@ def test_unsupported_targets_are_refused_by_name(
     assert "\n" not in str(caught.value)
 
 
-def test_a_window_that_is_not_used_is_no_obstacle(tmp_path: Path, target_path: Path) -> None:
+def test_an_unused_window_is_accepted(tmp_path: Path, target_path: Path) -> None:
     _load(
         _copy(
             target_path,
@@ -363,7 +363,7 @@ def test_target_tensors_are_strict_both_ways(tmp_path: Path, target_path: Path) 
         _load(quantized)
 
 
-def test_harmless_tensors_are_passed_over(tmp_path: Path, target_path: Path) -> None:
+def test_harmless_tensors_are_ignored(tmp_path: Path, target_path: Path) -> None:
     extra = _change(
         _copy(target_path, tmp_path), model__layers__0__self_attn__rotary_emb__inv_freq=torch.ones(8)
     )
@@ -376,7 +376,7 @@ def test_a_tied_target_may_carry_its_head_twice(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_weights_come_in_the_dtype_asked(target_path: Path, dtype: torch.dtype) -> None:
+def test_weights_are_converted_to_the_dtype(target_path: Path, dtype: torch.dtype) -> None:
     assert load_target(open_checkpoint(str(target_path)), dtype, CPU).dtype == dtype
 
 
@@ -396,7 +396,7 @@ def test_weights_come_in_the_dtype_asked(target_path: Path, dtype: torch.dtype) 
         ("eagle", "eagle_config", [2, 6, 9], (2, 6, 9), "are the default layer inputs"),
     ],
 )
-def test_aux_layers_are_understood_by_format(
+def test_aux_layers_are_read_by_format(
     tmp_path: Path, target: Llama, dialect: Any, place: Any, ids: list[int] | None, expected: Any, rule: str
 ) -> None:
     write_head(tmp_path, target.config, dialect, aux_layer_ids=ids, aux_at=place)
@@ -548,7 +548,7 @@ def test_an_own_embedding_is_used_and_otherwise_the_targets(tmp_path: Path, targ
     assert _load_head(tmp_path / "shared", target).embedding is target.embedding
 
 
-def test_a_head_alone_leaves_the_default_layers_open(tmp_path: Path, target: Llama) -> None:
+def test_a_head_alone_has_no_default_layers(tmp_path: Path, target: Llama) -> None:
     write_head(tmp_path, target.config)
     config = drafter_config(open_checkpoint(str(tmp_path)), None)
     assert isinstance(config, Eagle3Config)

@@ -74,7 +74,7 @@ def test_a_bug_shows_its_traceback_and_what_to_report(
     check_bug(generate_with_pair(path), "ValueError: zip() argument 2 is shorter than argument 1")
 
 
-def test_a_lost_device_is_no_bug(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lost_device_is_not_a_bug(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a command that does not go on by itself."""
     monkeypatch.setattr(EngineCore, "generate", raises(DeviceLost("an illegal memory access", ("a",))))
     arguments = ["verify", "--model", "target", "--drafter", "head", "--dataset", "prompts.jsonl"]
@@ -86,7 +86,7 @@ def test_a_lost_device_is_no_bug(path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert "Traceback" not in ended.err
 
 
-def test_a_bug_while_a_prompt_is_asked_is_no_failed_request(
+def test_a_bug_in_asking_a_prompt_is_not_a_failed_request(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Conversations, "_request", misfit)
@@ -94,12 +94,12 @@ def test_a_bug_while_a_prompt_is_asked_is_no_failed_request(
     assert not (path / "run" / "errors.jsonl").read_text()
 
 
-def test_a_bug_while_a_row_is_read_is_no_rejected_row(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bug_in_reading_a_row_is_not_a_rejected_row(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prompts.load, "id_of", misfit)
     check_bug(generate_with_pair(path), "zip()")
 
 
-def test_a_bug_while_a_checkpoint_is_described_is_no_misfit(
+def test_a_bug_in_describing_a_checkpoint_is_not_a_misfit(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("specgen.checkpoints.inspect_checkpoint.draft_to_target", misfit)
@@ -117,20 +117,22 @@ def test_a_bug_while_a_checkpoint_is_described_is_no_misfit(
     ],
     ids=["ninja", "hub", "pipe", "input", "elsewhere"],
 )
-def test_what_the_system_refuses_elsewhere_says_its_own_name(
+def test_an_os_error_elsewhere_is_not_blamed_on_the_output(
     path: Path, monkeypatch: pytest.MonkeyPatch, error: OSError
 ) -> None:
     monkeypatch.setattr(EngineCore, "step", raises(error))
     check_bug(generate_with_pair(path), f"{type(error).__name__}: {error}")
 
 
-def test_nothing_else_lies_in_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_names_are_not_in_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(FileNotFoundError), directory(Path(), "manifest.json"):
         raise FileNotFoundError(errno.ENOENT, "No such file or directory", "ninja")
 
 
-def test_a_users_error_stays_one_line_wherever_it_is_met(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_user_error_is_one_line_wherever_it_is_raised(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(EngineCore, "step", raises(UserError("no room: make some")))
     ended = generate_with_pair(path)
     assert (ended.code, ended.err.splitlines()[-1]) == (2, "specgen: no room: make some")
@@ -149,7 +151,7 @@ def small_files() -> Iterator[None]:
     resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_an_error_names_the_file_that_cannot_be_filled(tmp_path: Path, small_files: None) -> None:
+def test_an_error_names_the_file_that_cannot_be_written(tmp_path: Path, small_files: None) -> None:
     file = open_output(tmp_path / "a", "a")
     file.write(bytes(100))
     os.truncate(tmp_path / "a", 1 << 16)
@@ -171,7 +173,7 @@ def test_a_table_that_cannot_be_written_is_one_line(tmp_path: Path, small_files:
 
 
 def test_parquet_that_cannot_be_written_is_one_line(tmp_path: Path, small_files: None) -> None:
-    from specgen.jobs.export import export_parquet
+    from specgen.jobs.export.parquet import export_parquet
 
     rows = [{"id": str(n), "prompt": os.urandom(999).hex(), "text": "", "metrics": {}} for n in range(99)]
     with (
@@ -185,13 +187,13 @@ def test_parquet_that_cannot_be_written_is_one_line(tmp_path: Path, small_files:
     ("named", "is_ours"),
     [("run/a/b", True), ("run", True), ("run.partial", True), ("run2/a", False), ("x", False), (3, False)],
 )
-def test_what_lies_in_an_output(named: object, is_ours: bool) -> None:
+def test_which_files_are_in_an_output(named: object, is_ours: bool) -> None:
     error = OSError(errno.EIO, "Input/output error", named)
     with pytest.raises(UserError if is_ours else OSError), writable(Path("run")):
         raise error
 
 
-def test_what_is_above_an_output_and_cannot_be_made(tmp_path: Path) -> None:
+def test_a_parent_of_an_output_that_cannot_be_created(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     output = tmp_path / "file" / "new" / "run"
     with (
@@ -204,7 +206,7 @@ def test_what_is_above_an_output_and_cannot_be_made(tmp_path: Path) -> None:
     assert refused.value.filename == str(output)
 
 
-def test_a_run_that_keeps_nothing_needs_room_too() -> None:
+def test_a_run_without_output_needs_disk_space_too() -> None:
     with (
         pytest.raises(UserError, match=r"No space left on device\): .* TMPDIR"),
         directory(None, "manifest.json") as path,
@@ -238,14 +240,14 @@ def test_an_audit_that_cannot_be_written_is_one_line(path: Path, monkeypatch: py
         (None, "cannot be read"),
     ],
 )
-def test_a_file_that_is_no_object(tmp_path: Path, text: str | None, words: str) -> None:
+def test_a_file_that_is_not_an_object(tmp_path: Path, text: str | None, words: str) -> None:
     if text is not None:
         (tmp_path / "a.json").write_bytes(text.encode("latin-1"))
     with pytest.raises(UserError, match=rf"a\.json {words}.*: mend it$"):
         load_json(tmp_path / "a.json", "mend it")
 
 
-def test_a_manifest_that_is_none_is_one_line(path: Path) -> None:
+def test_an_invalid_manifest_is_one_line(path: Path) -> None:
     (path / "run").mkdir()
     (path / "run" / "manifest.json").write_text("mine")
     ended = generate_with_pair(path)
@@ -253,7 +255,7 @@ def test_a_manifest_that_is_none_is_one_line(path: Path) -> None:
     assert "manifest.json is not valid JSON" in ended.err.splitlines()[-1]
 
 
-def test_a_prompt_of_nothing_fails_alone(pair: Path) -> None:
+def test_an_empty_prompt_fails_alone(pair: Path) -> None:
     files = {"model": str(pair / "target"), "drafter": str(pair / "head")}
     engine = Engine(EngineConfig(**files, num_spec_tokens=2, device="cpu"))
     outputs = {each.id: each for each in engine.generate([Prompt(id="a"), Prompt(id="b", text="Tom")])}
@@ -272,7 +274,7 @@ def specgen(*arguments: object, into: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("number", [3, 3000], ids=["short", "long"])
-def test_a_reader_that_has_seen_enough_is_no_error(tmp_path: Path, number: int) -> None:
+def test_a_closed_pipe_is_not_an_error(tmp_path: Path, number: int) -> None:
     """As with ``head``, whether the text breaks off while it is printed or at the end."""
     row = {"name": "x" * 50, "acceptance": [], "num_spec_tokens": 0}
     (tmp_path / "report.json").write_text(json.dumps({"acceptance": [row] * number}))

@@ -7,8 +7,10 @@ import pytest
 
 from specgen.config import UserError
 from specgen.events import (
+    Captured,
     Finished,
     Merged,
+    OutOfMemory,
     Preempted,
     Prefilled,
     Resumed,
@@ -39,6 +41,8 @@ EVENTS = (
         loop_rows=4,
     ),
     Finished(sequence="a", time=1.5, reason="stop", num_output_tokens=5),
+    Captured(time=1.5, what="step", num_sequences=2, seconds=0.5, fits=True),
+    OutOfMemory(time=1.75, max_batch_size=16, max_prefill_tokens=512),
     Resumed(time=0.0),
     Sharded(time=0.0, shard="1/4"),
     Merged(time=0.0),
@@ -46,7 +50,7 @@ EVENTS = (
 
 
 @pytest.mark.parametrize("event", EVENTS, ids=lambda event: type(event).__name__)
-def test_a_line_gives_back_its_event(event):
+def test_a_line_round_trips(event):
     line = to_line(event)
     assert "\n" not in line
     assert from_line(line) == event
@@ -61,6 +65,11 @@ def test_a_line_names_its_type_and_fields():
         "accepted": 2,
         "emitted": 3,
     }
+
+
+def test_the_names_of_the_types_are_a_file_format():
+    names = "submitted prefilled verified preempted stepped finished captured out_of_memory resumed sharded merged"
+    assert list(dict.fromkeys(json.loads(to_line(event))["event"] for event in EVENTS)) == names.split()
 
 
 def test_a_line_costs_little_more_than_its_json():
@@ -78,13 +87,13 @@ def test_a_line_costs_little_more_than_its_json():
     assert min(ours for ours, _ in times) < 2 * min(plain for _, plain in times)
 
 
-def test_a_request_is_of_the_first_turn_where_nobody_says_so():
+def test_the_turn_of_a_request_is_1_by_default():
     assert from_line(
         '{"event": "submitted", "sequence": "a", "time": 0.0, "num_prompt_tokens": 7}'
     ) == Submitted(sequence="a", time=0.0, num_prompt_tokens=7, category=None, turn=1)
 
 
-def test_a_file_gives_back_its_events_in_order(tmp_path):
+def test_a_file_round_trips_in_order(tmp_path):
     path = tmp_path / "events.jsonl"
     path.write_text("".join(to_line(event) + "\n" for event in EVENTS))
     assert tuple(read(path)) == EVENTS
@@ -104,6 +113,6 @@ def test_a_file_gives_back_its_events_in_order(tmp_path):
         '{"sequence": "a", "time": 0.0}',
     ],
 )
-def test_a_line_that_is_no_event_is_refused(line):
+def test_invalid_lines_are_refused(line):
     with pytest.raises(UserError, match=r"^not an event: "):
         from_line(line)

@@ -5,8 +5,8 @@ import json
 import pytest
 
 from specgen.events import Verified
-from specgen.jobs.export import export_openai, export_parquet
-from specgen.jobs.export.openai import Served
+from specgen.jobs.export.openai import Served, export_openai
+from specgen.jobs.export.parquet import export_parquet
 from specgen.report.acceptance import RequestMetrics, fold_request
 
 TEXTS = {1: "Hi", 2: " you", 3: "\N{REPLACEMENT CHARACTER}"}
@@ -90,7 +90,7 @@ def test_log_probabilities_in_the_form_of_each_endpoint(tmp_path):
     }
 
 
-def test_what_failed_is_in_a_file_of_its_own(tmp_path):
+def test_failed_requests_have_their_own_file(tmp_path):
     output, errors = export(tmp_path, [], [{"id": "line 3", "error": "line 3: not valid JSON"}])
     (line,) = lines(errors)
     assert output.read_bytes() == b""
@@ -112,7 +112,7 @@ def write_batch(rows, path):
 
 
 @pytest.mark.parametrize("write", [write_batch, export_parquet])
-def test_an_export_that_fails_leaves_what_was_there(tmp_path, write):
+def test_a_failed_export_keeps_the_old_file(tmp_path, write):
     def broken():
         yield row("a")
         raise OSError("no space left")

@@ -104,7 +104,7 @@ def refusing(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     return names
 
 
-def test_a_finished_run_prints_its_report_again_and_does_nothing(
+def test_a_finished_run_only_prints_its_report_again(
     job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = run.run(job, tmp_path / "run", Follower())
@@ -115,7 +115,7 @@ def test_a_finished_run_prints_its_report_again_and_does_nothing(
     assert content(tmp_path / "run") == before
 
 
-def test_what_is_done_is_not_asked_again(job: Job, tmp_path: Path) -> None:
+def test_finished_requests_are_not_run_again(job: Job, tmp_path: Path) -> None:
     stopped(job, tmp_path, 3)
     done = ids(tmp_path / "completions.jsonl")
     assert 3 <= len(done) < 8
@@ -128,7 +128,7 @@ def test_what_is_done_is_not_asked_again(job: Job, tmp_path: Path) -> None:
     assert sorted(finished) == NAMES
 
 
-def test_failed_requests_are_tried_again(job: Job, tmp_path: Path, refusing: set[str]) -> None:
+def test_failed_requests_are_retried(job: Job, tmp_path: Path, refusing: set[str]) -> None:
     clean = run.run(job, tmp_path / "clean", Follower()).report
     out = tmp_path / "run"
     refusing |= {"p1", "p5"}
@@ -168,7 +168,7 @@ def test_too_many_failures_end_the_run(job: Job, tmp_path: Path, refusing: set[s
 
 
 @pytest.mark.parametrize("number", [3, 11])
-def test_a_baseline_goes_on_too(job: Job, tmp_path: Path, number: int) -> None:
+def test_a_baseline_is_resumed_too(job: Job, tmp_path: Path, number: int) -> None:
     job = replace(job, baseline=True)
     stopped(job, tmp_path, number)
     report = run.run(job, tmp_path, Follower()).report
@@ -266,7 +266,7 @@ def test_a_restart_keeps_the_old_directory(job: Job, tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "run.1", "run.2"]
 
 
-def test_a_strangers_directory_is_left_alone(job: Job, tmp_path: Path) -> None:
+def test_a_directory_without_a_run_is_not_touched(job: Job, tmp_path: Path) -> None:
     (tmp_path / "mine.txt").write_text("mine")
     for each in (job, replace(job, restart=True)):
         with pytest.raises(UserError, match="is not empty and holds no run"):
@@ -280,7 +280,7 @@ def test_a_directory_that_vanishes_is_one_line(job: Job, tmp_path: Path) -> None
         run.run(job, out, Follower(lambda count: shutil.rmtree(out, ignore_errors=True)))
 
 
-def test_the_status_tells_how_far_it_is(job: Job, tmp_path: Path, refusing: set[str]) -> None:
+def test_the_status_has_the_progress(job: Job, tmp_path: Path, refusing: set[str]) -> None:
     seen = []
 
     def look(count: int) -> None:
@@ -302,7 +302,7 @@ def test_the_status_tells_how_far_it_is(job: Job, tmp_path: Path, refusing: set[
     assert (last["state"], last["done"], last["failed"], last["eta_seconds"]) == ("finished", 7, 1, None)
 
 
-def test_a_status_costs_no_wait_for_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_status_does_not_wait_for_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced: list[int] = []
     monkeypatch.setattr(os, "fsync", synced.append)
     status = Status(tmp_path / "status.json")
@@ -311,14 +311,14 @@ def test_a_status_costs_no_wait_for_the_disk(tmp_path: Path, monkeypatch: pytest
     assert not synced
 
 
-def test_a_status_that_a_power_failure_emptied_is_no_finished_run(job: Job, tmp_path: Path) -> None:
+def test_an_empty_status_is_not_a_finished_run(job: Job, tmp_path: Path) -> None:
     run.run(job, tmp_path, Follower())
     (tmp_path / "status.json").write_text("")
     run.run(job, tmp_path, Follower())
     assert json.loads((tmp_path / "status.json").read_text())["state"] == "finished"
 
 
-def test_a_start_parses_little_of_what_is_there(tmp_path: Path) -> None:
+def test_a_resume_parses_few_rows(tmp_path: Path) -> None:
     """What going on adds to a start takes 1 s for 100,000 rows with 50 verify steps each: a tenth takes 0.1 s."""
     number = 10_000
     row = {"prompt": "Some words " * 40, "text": "more words " * 60, "token_ids": list(range(150, 300))}

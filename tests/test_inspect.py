@@ -177,7 +177,7 @@ def test_every_reason_of_a_misfit_is_given(tmp_path: Path, target_path: Path, co
         assert reason in description.to_text()
 
 
-def test_two_of_a_kind_are_no_pair(tmp_path: Path, target_path: Path, config: TargetConfig) -> None:
+def test_two_of_a_kind_are_not_a_pair(tmp_path: Path, target_path: Path, config: TargetConfig) -> None:
     assert describe(str(target_path), str(target_path)).misfits == (
         "both are targets: give one target and one head",
     )
@@ -235,7 +235,7 @@ def test_no_weights_are_read(
     assert sorted(names) == ["d2t", "t2d"]
 
 
-def test_what_is_no_known_checkpoint_is_refused(tmp_path: Path) -> None:
+def test_unknown_checkpoints_are_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["BertModel"]}))
     with pytest.raises(UserError, match="has no weights"):
         describe(str(tmp_path))

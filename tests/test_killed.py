@@ -134,7 +134,7 @@ def moments(seconds: float) -> Iterator[Kill]:
         pytest.param(SAMPLED, 25, id="sampled", marks=pytest.mark.slow),
     ],
 )
-def test_a_run_killed_at_any_moment_ends_as_if_it_had_not_been(
+def test_a_run_killed_at_any_moment_ends_like_an_uninterrupted_one(
     job: Job, tmp_path: Path, sampling: dict[str, Any], num_kills: int
 ) -> None:
     job = replace(job, sampling=replace(job.sampling, **sampling))
@@ -186,7 +186,7 @@ def unflushed(self: RunDirectory, row: dict[str, Any]) -> None:
         "no recovery",
     ],
 )
-def test_what_this_file_finds(
+def test_planted_bugs_are_found(
     job: Job,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

@@ -82,7 +82,7 @@ def numbers(out: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("temperature", [0.0, pytest.param(0.8, marks=pytest.mark.slow)])
-def test_all_others_are_answered_as_if_nothing_had_happened(
+def test_all_other_requests_are_answered_as_without_a_lost_device(
     job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, temperature: float
 ) -> None:
     job = replace(job, sampling=replace(job.sampling, temperature=temperature))
@@ -108,7 +108,9 @@ def test_all_others_are_answered_as_if_nothing_had_happened(
     assert numbers(out) == numbers(tmp_path / "whole")
 
 
-def test_who_was_in_flight_runs_alone(job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_in_flight_are_retried_alone(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     lose_the_device(monkeypatch)
     with pytest.raises(DeviceLost) as first:
         run(job, tmp_path / "run", Silent())
@@ -128,7 +130,7 @@ def test_who_was_in_flight_runs_alone(job: Job, tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.slow
-def test_an_arm_and_its_baseline_each_find_out_for_themselves(
+def test_a_run_and_its_baseline_each_find_the_failing_request(
     job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lose_the_device(monkeypatch)
@@ -139,7 +141,7 @@ def test_an_arm_and_its_baseline_each_find_out_for_themselves(
         assert not (path / "lost.jsonl").exists()
 
 
-def test_who_asks_for_the_end_gets_it(job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_is_asked_to_end_ends(job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A signal that comes in the step that loses the device is not forgotten with the process."""
     lose_the_device(monkeypatch)
     asked = list[bool]()
@@ -155,7 +157,7 @@ def test_who_asks_for_the_end_gets_it(job: Job, tmp_path: Path, monkeypatch: pyt
     assert not (tmp_path / "run" / "lost.jsonl").exists()
 
 
-def test_what_is_tried_at_the_start_is_nobodys_request(
+def test_a_device_lost_at_the_start_is_no_request_s_failure(
     job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A device that is lost before the first request is lost again in a new process, and so on without end."""
@@ -181,7 +183,7 @@ cli.main()
 
 
 @pytest.mark.slow
-def test_the_command_goes_on_by_itself(job: Job, tmp_path: Path) -> None:
+def test_the_command_restarts_itself(job: Job, tmp_path: Path) -> None:
     """In new processes that take each other's place: one command to whoever waits for it."""
     out = tmp_path / "run"
     out.mkdir()
@@ -213,7 +215,7 @@ def test_the_command_goes_on_by_itself(job: Job, tmp_path: Path) -> None:
         ("run", "bundled", (), "the same command resumes the run"),
     ],
 )
-def test_what_cannot_go_on_by_itself_is_one_line(
+def test_a_command_that_cannot_restart_itself_is_one_line(
     job: Job,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

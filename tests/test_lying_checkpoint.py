@@ -455,7 +455,7 @@ def _as_nobody() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json", "."])
-def test_what_may_not_be_read_is_refused(pair: Path, name: str) -> None:
+def test_unreadable_files_are_refused(pair: Path, name: str) -> None:
     with tempfile.TemporaryDirectory() as directory:
         Path(directory).chmod(0o755)
         path = Path(shutil.copytree(pair / "target", Path(directory) / "target"))
@@ -467,7 +467,7 @@ def test_what_may_not_be_read_is_refused(pair: Path, name: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_weights_that_are_no_numbers_are_loaded(copied: Path) -> None:
+def test_nan_weights_are_loaded(copied: Path) -> None:
     """Nobody reads all weights to look for them: the request whose logits they spoil fails."""
     tensors = load_file(copied / "target" / WEIGHTS)
     tensors[NORM].fill_(float("nan"))

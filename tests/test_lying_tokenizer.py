@@ -109,7 +109,7 @@ def test_the_tokenizer_is_the_one_of_the_directory(path: Path) -> None:
     assert not tokenizer.has_text(5000)
 
 
-def test_a_pattern_that_backtracks_without_end_is_given_up(path: Path) -> None:
+def test_a_pattern_with_endless_backtracking_is_given_up(path: Path) -> None:
     _change(path / FILE, _split_at(r"(.*)*\1(.+)+(.+)+Q$"))
     tokenizer = load_tokenizer(str(path))
     try:
@@ -169,7 +169,7 @@ def test_a_template_that_fails_is_the_failure_of_its_prompt(
 
 
 @pytest.mark.parametrize("template", [5, {"a": 1}, [{"name": "a"}]])
-def test_a_template_that_is_none_is_refused(path: Path, template: object) -> None:
+def test_an_invalid_template_is_refused(path: Path, template: object) -> None:
     (path / TEMPLATE).unlink()
     _change(path / CONFIG, lambda content: content.update(chat_template=template))
     with pytest.raises(UserError, match=r"tokenizer could be loaded|refuses these messages") as caught:

@@ -114,14 +114,14 @@ def test_a_draft_length_is_a_number_or_auto(asked, length, shown):
 
 
 @pytest.mark.parametrize("asked", [17, -1, "many", 1.5, True, ""])
-def test_what_is_no_draft_length_is_refused(asked):
+def test_invalid_draft_lengths_are_refused(asked):
     with pytest.raises(UserError, match=f"num-spec-tokens is {asked}: use 1 to 16"):
         EngineConfig(model="a", drafter="b", num_spec_tokens=asked)
     with pytest.raises(UserError, match="leaves no choice"):
         DraftLength(most=0, auto=True)
 
 
-def test_a_value_that_is_no_choice_is_refused():
+def test_invalid_choices_are_refused():
     for field in ("drafter_batch", "draft_sampling", "dtype", "attention", "cuda_graphs"):
         option = field.replace("_", "-")
         with pytest.raises(UserError, match=rf"^{option} is 'none': use one of \w+, "):

@@ -254,7 +254,7 @@ def answers(outputs: Outputs) -> dict[str, Any]:
 
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("k", [0, 4])
-def test_each_request_gets_in_company_what_it_gets_alone(
+def test_each_request_gets_the_same_output_in_a_batch_as_alone(
     demo_pair: Pair, device_like: Callable[[], None], k: int, ahead: bool
 ) -> None:
     tokenizer = load_tokenizer(str(demo_pair.models.checkpoints["model"].path))
@@ -270,7 +270,7 @@ def test_each_request_gets_in_company_what_it_gets_alone(
     assert {end for _, end, _ in alone.values()} == {"stop", "length"}
 
 
-def test_nobody_pays_for_what_nobody_asks() -> None:
+def test_unused_features_cost_nothing() -> None:
     assert SamplingForm.of([]) == SamplingForm("greedy", 0, None)
     assert SamplingForm.of([SamplingParams(min_p=0.5)]) == SamplingForm("greedy", 0, None)
     few = SamplingParams(temperature=1.0, logit_bias=bias_of(3, 0, 99), logprobs=0)
@@ -293,7 +293,7 @@ def test_nobody_pays_for_what_nobody_asks() -> None:
         ({"logprobs": -1}, "logprobs is -1: use 0 "),
     ],
 )
-def test_what_cannot_be_asked_for(wrong: dict[str, Any], message: str) -> None:
+def test_invalid_parameters_are_refused(wrong: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         SamplingParams(**wrong)
 

@@ -128,7 +128,7 @@ def test_own_rows(tmp_path):
 
 
 @pytest.mark.parametrize("text", [f"{json.dumps(OWN)}\n", f"\n {json.dumps([OWN])}"])
-def test_a_json_file_may_hold_lines_or_an_array_behind_a_byte_order_mark(tmp_path, text):
+def test_a_json_file_may_have_lines_or_an_array_after_a_byte_order_mark(tmp_path, text):
     path = tmp_path / "own.json"
     path.write_text(text, encoding="utf-8-sig")
     assert load(path) == ([Prompt(id="a", text="Once upon a time")], [])
@@ -141,7 +141,7 @@ def test_num_prompts_counts_prompts_that_can_run_and_reads_no_further(tmp_path):
     assert [row.id for row in rejected] == ["line 1"]
 
 
-def test_a_set_is_read_anew_in_every_pass_and_only_as_far_as_asked(tmp_path):
+def test_every_pass_reads_the_set_again_and_only_as_far_as_needed(tmp_path):
     path = write_lines(tmp_path / "own.jsonl", OWN, "{", {**OWN, "id": "b"})
     prompts = open_prompts(str(path), data_path=None, num_prompts=None)
     first = list(prompts)
@@ -153,7 +153,7 @@ def test_a_set_is_read_anew_in_every_pass_and_only_as_far_as_asked(tmp_path):
     assert [result.id for result in prompts] == ["new"]
 
 
-def test_rows_that_are_not_wanted_are_not_parsed_and_keep_their_ids(tmp_path, monkeypatch):
+def test_rows_that_are_not_selected_are_not_parsed_and_keep_their_ids(tmp_path, monkeypatch):
     named = [{**OWN, "id": name} for name in ("line 5", "line 4", "c")]
     rows = OWN, "", named[0], "{", OWN, *named[1:], "never read"
     prompts = open_prompts(str(write_lines(tmp_path / "own.jsonl", *rows)), data_path=None, num_prompts=3)
@@ -197,7 +197,7 @@ def test_standard_input_that_cannot_be_kept(monkeypatch):
         load("-")
 
 
-def test_gzip_is_known_by_its_content(tmp_path):
+def test_gzip_is_recognised_by_its_content(tmp_path):
     (tmp_path / "own.jsonl").write_bytes(gzip.compress(json.dumps(OWN).encode()))
     write_lines(tmp_path / "plain.jsonl.gz", OWN)
     assert load(tmp_path / "own.jsonl") == load(tmp_path / "plain.jsonl.gz") == ([EXPECTED_OWN], [])
@@ -254,7 +254,7 @@ def test_own_rows_need_no_id(tmp_path):
 # --- ids --------------------------------------------------------------------------------------------------
 
 
-def test_no_two_ids_are_alike_whatever_rows_call_themselves(tmp_path):
+def test_all_ids_are_different_whatever_the_rows_say(tmp_path):
     rows = [
         {**OWN, "id": "line 2"},
         "{",  # would be "line 2"
@@ -362,7 +362,7 @@ def test_a_bad_row_of_a_known_data_set(tmp_path, name, row, reason):
     assert rejected[0].reason.startswith(f"line 1: {reason}")
 
 
-def test_bytes_that_are_not_utf8_spoil_their_line_only(tmp_path):
+def test_invalid_utf8_invalidates_only_its_line(tmp_path):
     path = tmp_path / "own.jsonl"
     path.write_bytes(b'{"id": "x", "prompt": "\xff"}\n' + json.dumps(OWN).encode())
     prompts, rejected = load(path)
@@ -370,7 +370,7 @@ def test_bytes_that_are_not_utf8_spoil_their_line_only(tmp_path):
     assert rejected[0].reason.startswith("line 1: not valid JSON ('utf-8' codec")
 
 
-def test_bytes_that_are_not_utf8_spoil_their_element_only(tmp_path):
+def test_invalid_utf8_invalidates_only_its_element(tmp_path):
     path = tmp_path / "own.json"
     path.write_bytes(b'[{"id": "x", "prompt": "\xff"}, ' + json.dumps(OWN).encode() + b"]")
     assert load(path)[0] == [EXPECTED_OWN]
@@ -378,7 +378,7 @@ def test_bytes_that_are_not_utf8_spoil_their_element_only(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["own.jsonl", "own.json"])
-def test_a_row_without_end_is_passed_over_in_little_memory(tmp_path, monkeypatch, name):
+def test_an_endless_row_is_skipped_in_little_memory(tmp_path, monkeypatch, name):
     monkeypatch.setattr("specgen.prompts.json_rows._LONGEST", 2**20)
     path = tmp_path / name
     lines = [
@@ -459,7 +459,7 @@ def test_a_directory_or_file_without_rows(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["rows.jsonl.gz", "rows.parquet"])
-def test_a_file_that_is_not_whole(tmp_path, name):
+def test_a_truncated_file_is_refused(tmp_path, name):
     path = tmp_path / name
     path.write_bytes(gzip.compress(json.dumps(OWN).encode())[:-9] if name.endswith(".gz") else b"PAR1")
     with pytest.raises(UserError, match=r"cannot be read .*: check that it is whole") as caught:

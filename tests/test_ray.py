@@ -153,7 +153,7 @@ class InProcess(RayEngine):
             yield from ray_engine._values(worker(ray_engine._table(block)))
 
 
-def test_blocks_give_what_one_engine_gives(pair: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_give_the_output_of_one_engine(pair: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """Conversations too, also those that an earlier run has answered in part; events come before their output."""
     monkeypatch.setattr(ray_engine, "_connected", lambda cluster: nullcontext())
     chats = [[Message(role="user", content=f"Tom has {n} apples.")] for n in range(21)]
@@ -180,7 +180,9 @@ def test_blocks_give_what_one_engine_gives(pair: EngineConfig, monkeypatch: pyte
     assert sorted(seen) == sorted(whole.keys() - earlier.keys())
 
 
-def test_what_a_worker_raises_is_raised_here(pair: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_in_a_worker_is_raised_by_the_driver(
+    pair: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With its type and fields, behind what the worker did before."""
     monkeypatch.setattr(ray_engine, "_connected", lambda cluster: nullcontext())
     generate = Engine.generate
@@ -202,7 +204,7 @@ def test_what_a_worker_raises_is_raised_here(pair: EngineConfig, monkeypatch: py
 @pytest.mark.parametrize(
     ("num_prompts", "sizes"), [(0, []), (1, [1]), (2, [1, 1]), (5, [3, 2]), (8, [4, 4]), (11, [4, 4, 2, 1])]
 )
-def test_blocks_are_full_and_the_last_ones_even(num_prompts: int, sizes: list[int]) -> None:
+def test_blocks_are_full_and_the_last_ones_equal(num_prompts: int, sizes: list[int]) -> None:
     prompts = iter([Prompt(id=str(n), text="x") for n in range(num_prompts)])
     blocks = list(ray_engine._blocks(prompts, {"3": "three", "9": "nine"}, {}, 4, 2))
     assert [len(block.prompts) for block in blocks] == sizes
@@ -211,7 +213,7 @@ def test_blocks_are_full_and_the_last_ones_even(num_prompts: int, sizes: list[in
         assert block.earlier.keys() == {"3", "9"} & {prompt.id for prompt in block.prompts}
 
 
-def test_stdout_is_of_who_takes_the_outputs(
+def test_stdout_belongs_to_the_consumer_of_the_outputs(
     pair: EngineConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     import ray
@@ -229,7 +231,7 @@ def test_stdout_is_of_who_takes_the_outputs(
     assert capsys.readouterr() == ("a\nb\n", "Ray starts\nRay works\nRay ends\n")
 
 
-def test_a_wait_for_a_block_can_be_ended() -> None:
+def test_waiting_for_a_block_can_be_interrupted() -> None:
     never, asked = Flag(), count()
 
     def values() -> Iterator[list[Any]]:
@@ -242,12 +244,12 @@ def test_a_wait_for_a_block_can_be_ended() -> None:
     never.set()
 
 
-def test_what_fails_while_blocks_are_drawn_is_raised() -> None:
+def test_an_error_in_pulling_blocks_is_raised() -> None:
     with pytest.raises(ZeroDivisionError):
         list(ray_engine._until(lambda: False, ([1 // n] for n in (1, 0))))
 
 
-def test_without_the_extra_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_ray_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(config, "find_spec", lambda name: None)
     result = CliRunner().invoke(cli.app, ["generate", "--executor", "ray"])
     assert str(result.exception) == "executor is ray, which is not installed: pip install '.[ray]'"
@@ -262,7 +264,7 @@ def test_without_the_extra_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--executor", "ray", "--address", "127.0.0.1:1"], "no Ray cluster at address '127.0.0.1:1': "),
     ],
 )
-def test_clusters_that_cannot_be(arguments: list[str], words: str) -> None:
+def test_invalid_clusters_are_refused(arguments: list[str], words: str) -> None:
     result = CliRunner().invoke(cli.app, ["generate", "--device", "cpu", *arguments])
     assert isinstance(result.exception, UserError)
     assert words in str(result.exception)
@@ -276,7 +278,7 @@ def test_every_worker_needs_a_gpu_of_its_own(pair: EngineConfig, monkeypatch: py
         RayEngine(on_gpu, Cluster(num_workers=2), record=lambda event: None)
 
 
-def test_what_a_worker_cannot_begin_with_is_raised_here(
+def test_an_error_at_the_start_of_a_worker_is_raised_by_the_driver(
     pair: EngineConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With its type, and with the traceback that another process has left behind."""

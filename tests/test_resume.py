@@ -50,7 +50,7 @@ def test_a_torn_line_goes_wherever_it_is_torn(tmp_path: Path, cut: int) -> None:
     assert len(lines) == min("".join(LINES)[:cut].count("\n"), ENDS[0] - 1)
 
 
-def test_a_run_that_goes_on_reports_what_one_without_a_kill_does(tmp_path: Path) -> None:
+def test_a_resumed_run_reports_the_same_as_an_uninterrupted_one(tmp_path: Path) -> None:
     left(tmp_path, ROWS[0], "".join(LINES[:-3]))
     events = tmp_path / "events.jsonl"
     with events.open("a") as file:
@@ -67,7 +67,7 @@ def test_a_failed_request_has_no_completion_and_cuts_nothing(tmp_path: Path) -> 
     assert left(tmp_path, "".join(ROWS), "".join(lines))[1] == lines
 
 
-def test_the_first_line_may_be_where_it_ends(tmp_path: Path) -> None:
+def test_the_first_line_may_be_the_cut(tmp_path: Path) -> None:
     assert left(tmp_path, "", LINES[ENDS[0] - 1] + LINES[0]) == ([], [])
 
 
@@ -81,7 +81,7 @@ def test_a_power_failure_costs_a_second_at_most(tmp_path: Path, monkeypatch: pyt
     assert synced == [9.0, 9.0, 10.0, 10.0, 10.5, 10.5], "events and completions, and both at the end"
 
 
-def test_rows_are_found_by_id_and_brought_into_order(tmp_path: Path) -> None:
+def test_rows_are_found_by_id_and_sorted(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     rows = RowFile(path)
     ids = ["a", 'with "quotes" and \\', "ünï", "line\nbreak", "a}", ""]
@@ -107,7 +107,7 @@ def test_rows_are_found_by_id_and_brought_into_order(tmp_path: Path) -> None:
     assert path.read_text() == '{"id": "new"}\n'
 
 
-def test_a_line_that_is_no_row_is_not_done(tmp_path: Path) -> None:
+def test_a_line_that_is_not_a_row_is_not_done(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_bytes(b'{"id": "a"}\n\0\0\0\n{"id": "b", "te\n{"id": "c"}\n{"id": "d"')
     rows = RowFile(path)

@@ -276,9 +276,7 @@ def test_bad_input_is_one_line(pair: Path, tmp_path: Path, arguments: list[str],
     assert not out.exists()
 
 
-def test_what_fails_while_it_gets_ready_goes_on_when_that_is_mended(
-    pair: Path, data: Path, tmp_path: Path
-) -> None:
+def test_a_run_that_failed_at_the_start_is_resumed(pair: Path, data: Path, tmp_path: Path) -> None:
     arguments = ("--dataset", "mt-bench", "--data-path", data, "--output", tmp_path / "run")
     result = run(pair, *arguments, "--kv-memory", "1KiB")
     assert isinstance(result.exception, UserError)

@@ -88,7 +88,7 @@ def test_merged_shards_are_the_run_of_one_process(job: Job, tmp_path: Path, samp
 
 
 @pytest.mark.slow
-def test_a_merge_that_is_killed_leaves_nothing_half(job: Job, tmp_path: Path) -> None:
+def test_a_killed_merge_leaves_no_output(job: Job, tmp_path: Path) -> None:
     shards = run_shards(job, tmp_path)
     merge(tmp_path / "whole", shards, "jsonl")
     whole = outcome(tmp_path / "whole")
@@ -152,7 +152,9 @@ def finished(job: Job, tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("0 1 2", lambda p: (p / "completions.jsonl").write_text(""), "rows for 12 requests"),
     ],
 )  # fmt: skip
-def test_what_is_not_merged(finished: Path, tmp_path: Path, names: str, damage: Any, words: str) -> None:
+def test_wrong_sets_of_shards_are_refused(
+    finished: Path, tmp_path: Path, names: str, damage: Any, words: str
+) -> None:
     shards = [finished / (name if name == "whole" else f"shard {name}") for name in names.split()]
     if damage is not None:
         shards[2] = Path(shutil.copytree(shards[2], tmp_path / "damaged"))
@@ -163,7 +165,7 @@ def test_what_is_not_merged(finished: Path, tmp_path: Path, names: str, damage: 
     assert not (tmp_path / "merged").exists()
 
 
-def test_of_many_that_are_missing_some_are_named(finished: Path, tmp_path: Path) -> None:
+def test_some_of_many_missing_shards_are_named(finished: Path, tmp_path: Path) -> None:
     shard = Path(shutil.copytree(finished / "shard 0", tmp_path / "shard"))
     for count, words in (
         (9, "5/9 and 3 more is missing: "),
@@ -174,7 +176,7 @@ def test_of_many_that_are_missing_some_are_named(finished: Path, tmp_path: Path)
             merge(tmp_path / "merged", [shard], "jsonl")
 
 
-def test_a_baseline_that_a_killed_merge_of_others_left_goes(finished: Path, tmp_path: Path) -> None:
+def test_the_baseline_of_another_killed_merge_is_removed(finished: Path, tmp_path: Path) -> None:
     left = tmp_path / "merged.partial" / "baseline" / "events.jsonl"
     left.parent.mkdir(parents=True)
     left.touch()
@@ -188,28 +190,28 @@ def test_the_command_prints_the_report_and_says_what_failed(finished: Path, tmp_
     shards = [str(finished / f"shard {index}") for index in range(COUNT)]
     result = CliRunner().invoke(cli.app, ["merge", str(tmp_path / "all"), *shards, "--format", "parquet"])
     assert result.exit_code == 3
-    assert "shards 3, each in a process of its own; the time is the slowest one's" in result.stdout
+    assert "shards 3, each in its own process; the time is the slowest one's" in result.stdout
     assert result.stderr.count("specgen: failed: ") == 3
     assert (tmp_path / "all" / "completions.parquet").exists()
 
 
-def test_what_is_there_is_not_merged_over(finished: Path) -> None:
+def test_an_existing_output_is_not_overwritten(finished: Path) -> None:
     with pytest.raises(UserError, match="exists: name a new directory"):
         merge(finished / "whole", [finished / f"shard {index}" for index in range(COUNT)], "jsonl")
 
 
 @pytest.mark.parametrize("text", ["4/4", "0/0", "-1/4", "1", "a/b", "1/2/3", "1.0/2", ""])
-def test_a_shard_that_is_none(text: str) -> None:
+def test_invalid_shards_are_refused(text: str) -> None:
     with pytest.raises(UserError, match="shard is "):
         parse_shard(text)
 
 
-def test_shards_share_every_row() -> None:
+def test_every_row_is_in_one_shard() -> None:
     shards = [parse_shard(f"{index}/3") for index in range(3)]
     assert [[n for n in range(7) if shard.holds(n)] for shard in shards] == [[0, 3, 6], [1, 4], [2, 5]]
 
 
-def test_time_is_that_of_the_slowest_shard() -> None:
+def test_the_time_is_the_slowest_shard_s() -> None:
     def shard(name: str, num_steps: int) -> list[Event]:
         return [Sharded(time=0.0, shard=name), *request(name, [(2, 1)] * num_steps)]
 
@@ -221,7 +223,7 @@ def test_time_is_that_of_the_slowest_shard() -> None:
     assert fold([*events, *goes_on], num_spec_tokens=2).wall_seconds == 9, "after all shards"
 
 
-def test_a_shard_that_was_resumed_ran_beside_the_others_too() -> None:
+def test_a_resumed_shard_ran_in_parallel_too() -> None:
     def piece(name: str, seconds: int) -> list[Event]:
         return list(request(name, [(2, 1)] * (seconds - 1)))
 

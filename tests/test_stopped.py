@@ -108,7 +108,7 @@ def completions(prompts: Path) -> bytes:
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGTERM, 143), pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow)]
 )
-def test_a_signal_ends_the_run_and_the_same_command_goes_on(
+def test_a_signal_ends_the_run_and_the_same_command_resumes(
     prompts: Path, completions: bytes, tmp_path: Path, number: int, code: int
 ) -> None:
     output = tmp_path / "run"
@@ -155,7 +155,7 @@ def test_a_lost_device_is_one_line(prompts: Path, tmp_path: Path, monkeypatch: p
     assert command.last_words.endswith("go on in a new process; the same command resumes the run")
 
 
-def test_handlers_are_as_before_behind_it() -> None:
+def test_handlers_are_restored() -> None:
     before = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
     with interruptible() as interrupt:
         assert not interrupt()
@@ -227,7 +227,7 @@ def test_two_runs_in_one_directory(prompts: Path, tmp_path: Path) -> None:
     assert len(rows(tmp_path / "run" / "completions.jsonl")) == NUM_PROMPTS
 
 
-def test_a_lock_follows_no_directory_that_is_moved_away(tmp_path: Path) -> None:
+def test_a_lock_does_not_follow_a_moved_directory(tmp_path: Path) -> None:
     with locked(tmp_path / "run"):
         (tmp_path / "run").rename(tmp_path / "run.1")
         with locked(tmp_path / "run"), pytest.raises(UserError, match="in use"), locked(tmp_path / "run.1"):

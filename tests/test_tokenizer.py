@@ -231,7 +231,7 @@ def test_the_text_is_cut_before_the_first_of_several_stops(byte_level):
     assert stop_strings.text(byte_level.encode_text(TEXT[0])) == "Tom has "
 
 
-def test_a_special_token_is_no_part_of_a_stop_string(byte_level):
+def test_a_special_token_is_never_part_of_a_stop_string(byte_level):
     stop, end = byte_level.encode_text("Stop")[1:], byte_level.eos_token_id
     assert StopStrings(byte_level, ["<|end|>"]).feed([*stop, end]) is None
     spread = [token_id for piece in stop for token_id in (*[end] * 9, piece)]
@@ -259,7 +259,7 @@ def test_the_work_per_token_does_not_grow_with_the_text(byte_level_path, monkeyp
     assert len(lengths) <= (4 + 1) * 294, "the window, and each token once by itself"
 
 
-def test_nothing_is_decoded_behind_a_token_that_ends_no_stop(tokenizer, monkeypatch):
+def test_nothing_is_decoded_after_a_token_that_ends_no_stop(tokenizer, monkeypatch):
     token_ids = tokenizer.encode_text(TEXT[0])[1:]
     stops = ["Question:", "</s>", "<|im_end|>"]
     assert StopStrings(tokenizer, stops).feed(token_ids) is None

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from itertools import starmap
+from math import prod
 from textwrap import fill
 from types import SimpleNamespace
 from typing import Any
@@ -43,7 +44,7 @@ class Weights:
         sizes: dict[str, int] = {}
         for info in checkpoint.tensors.values():
             if info.dtype in ("float64", "float32", "bfloat16", "float16"):
-                sizes[info.dtype] = sizes.get(info.dtype, 0) + info.numel
+                sizes[info.dtype] = sizes.get(info.dtype, 0) + prod(info.shape)
         dtypes = sorted(sizes, key=lambda name: -sizes[name])
         width = {name: int(getattr(torch, name).itemsize) for name in dtypes}
         return cls(
@@ -104,7 +105,6 @@ class Description:
         }
 
     def to_text(self) -> str:
-        """For a terminal."""
         lines = []
         for part in self.parts:
             kind = f"an {part.config.family} head" if isinstance(part.config, HeadConfig) else "a target"

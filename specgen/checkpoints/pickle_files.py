@@ -28,7 +28,8 @@ def read_pickle(file: Path) -> dict[str, Tensor]:
     ``UserError`` where it is corrupt, has anything but tensors by name, or claims more bytes than it has.
     """
     try:
-        zipped = _is_zipped(file)
+        with file.open("rb") as content:
+            zipped = content.read(len(_ZIP)) == _ZIP
         _require_plain(file, zipped)
         tensors = torch.load(file, map_location="cpu", weights_only=True, mmap=zipped)
         require(isinstance(tensors, dict), f"it holds {type(tensors).__name__}, not tensors by name")
@@ -43,11 +44,6 @@ def read_pickle(file: Path) -> dict[str, Tensor]:
             f"{file} cannot be read as tensors ({first_line(error)}): use a safetensors version"
         ) from error
     return dict(tensors)
-
-
-def _is_zipped(file: Path) -> bool:
-    with file.open("rb") as content:
-        return content.read(len(_ZIP)) == _ZIP
 
 
 def _require_plain(file: Path, zipped: bool) -> None:

@@ -4,7 +4,6 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +33,6 @@ class TensorInfo:
     file: Path
     shape: tuple[int, ...]
     dtype: str  # as torch names it: "float32"
-
-    @property
-    def numel(self) -> int:
-        """The number of its values."""
-        return prod(self.shape)
 
 
 def tensor_infos(directory: Path) -> dict[str, TensorInfo]:

@@ -23,7 +23,6 @@ class _Commands(TyperGroup):
     """Ends a command quietly when the reader of its output is gone, such as ``head``."""
 
     def invoke(self, ctx: typer.Context) -> object:  # type: ignore[override]  # its own type is private
-        """Run the command."""
         try:
             try:
                 return super().invoke(ctx)

@@ -10,19 +10,16 @@ class ProgressBar:
     """A ``Progress`` that shows requests done, output tokens per second and the acceptance length so far."""
 
     def prepare(self, what: str) -> None:
-        """Say that this takes a while."""
         note = "loading; kernels that this machine has not run before are compiled, which takes minutes"
         print(f"{what}: {note}", file=sys.stderr)
 
     def start(self, what: str, tally: Tally, num_requests: int, num_done: int = 0) -> None:
-        """Show a new bar."""
         from tqdm import tqdm
 
         self._bar = tqdm(total=num_requests, initial=num_done, desc=what, unit="req", dynamic_ncols=True)
         self._tally = tally
 
     def see(self, event: Event) -> None:
-        """Show progress; captures and shortages of memory are lines above the bar."""
         match event:
             case Stepped():
                 speed = f"{self._tally.tokens_per_second or 0:.0f} tok/s"
@@ -40,9 +37,7 @@ class ProgressBar:
                 pass
 
     def advance(self) -> None:
-        """One more request is done."""
         self._bar.update()
 
     def finish(self) -> None:
-        """Close the bar."""
         self._bar.close()

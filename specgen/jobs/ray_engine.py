@@ -76,7 +76,6 @@ class RayEngine:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The target's."""
         return load_tokenizer(self._config.model)
 
     def generate(

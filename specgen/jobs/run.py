@@ -18,8 +18,9 @@ from specgen.jobs.lost import kept_while_lost, note_lost, read_lost
 from specgen.jobs.prompt_index import PromptIndex, index_prompts
 from specgen.jobs.ray_engine import RayEngine
 from specgen.jobs.run_output import RunResult, export, is_finished, read_result, write_report
-from specgen.jobs.shard import REQUESTS, write_requests
+from specgen.jobs.shard import REQUESTS
 from specgen.prompts import PromptSet, open_prompts
+from specgen.rundir.atomic import write_json_lines
 from specgen.rundir.interrupt import StoppedError
 from specgen.rundir.progress import Progress
 from specgen.rundir.provenance import FREE_IN_A_RUN
@@ -58,7 +59,7 @@ def run(
         asked = job_manifest(job, config, checkpoints, index, with_fingerprints=output is not None)
         require_same(path / "manifest.json", asked, free=FREE_IN_A_RUN, remedy=_REMEDY)
         if job.shard.count > 1:
-            write_requests(path / REQUESTS, filter(None, index.rows))
+            write_json_lines(path / REQUESTS, filter(None, index.rows))
         if not is_finished(path, job):
             with kept_while_lost(path), kept_status(path / "status.json") as status:
                 work = _Work(
@@ -151,7 +152,7 @@ class _Work:
         if output.error is None:
             files.add_completion(output.to_row())
         else:
-            files.add_error(output.to_row())
+            files.errors.add(output.to_row())
         self.status.count(done=len(files.completions), failed=len(files.errors))
         self.progress.advance()
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from specgen.config import FormatName
 from specgen.events import read
-from specgen.jobs.export import export_openai, export_parquet
-from specgen.jobs.export.openai import Served
+from specgen.jobs.export.openai import Served, export_openai
+from specgen.jobs.export.parquet import export_parquet
 from specgen.jobs.job import Job
 from specgen.json_fields import load_json
 from specgen.prompts import Prompt

@@ -1,12 +1,11 @@
 """Shards of the input, for machines that do not communicate with each other."""
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from specgen.config import UserError, first_line, require
-from specgen.rundir.atomic import write_json_lines
 
 REQUESTS = "requests.jsonl"  # of a shard: one line per input row, with the ids of its turns
 
@@ -47,13 +46,8 @@ def parse_shard(text: str) -> Shard:
     return Shard(index=int(index), count=int(count))
 
 
-def write_requests(path: Path, rows: Iterable[Sequence[str]]) -> None:
-    """Write the ids of each row of a shard, by which ``merge`` restores the order of the input."""
-    write_json_lines(path, rows)
-
-
 def read_requests(path: Path) -> Iterator[list[str]]:
-    """The rows of ``write_requests``; ``UserError`` for a corrupt file."""
+    """The rows of a ``REQUESTS`` file, which give ``merge`` the order; ``UserError`` for a corrupt one."""
     with path.open("rb") as lines:
         try:
             yield from map(json.loads, lines)

@@ -1,5 +1,6 @@
 """Checks of the values of a row's fields; a ``UserError`` names a wrong one, in bounded length."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from specgen.config import UserError, require, shown
@@ -62,6 +63,12 @@ def token_ids(value: object, what: str) -> tuple[int, ...]:
     valid = all(type(item) is int and 0 <= item < _LIMIT for item in ids)
     require(valid, f"{what} are not all integers from 0")
     return ids
+
+
+def category(row: Mapping[str, Any]) -> str | None:
+    """The category of ``row``, which may have none."""
+    value = row.get("category")
+    return None if value is None else checked_text(value, "category")
 
 
 def chat(value: object) -> tuple[Message, ...]:

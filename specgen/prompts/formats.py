@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from specgen.config import require, shown
-from specgen.prompts.fields import checked_list, checked_text
+from specgen.prompts.fields import category, checked_list, checked_text
 from specgen.prompts.openai_batch import is_batch, parse_batch
 from specgen.prompts.own import parse_own
 from specgen.prompts.prompt import Prompt
@@ -43,7 +43,7 @@ def parse_turns(row_id: str, row: Mapping[str, Any]) -> Prompt:
     """MT-Bench and Spec-Bench: ``turns`` are the user's, each with the previous answers in context."""
     turns = checked_list(row.get("turns"), "turns")
     first, *later = [checked_text(turn, f"turn {number}") for number, turn in enumerate(turns, start=1)]
-    return Prompt(id=row_id, messages=_question(first), follow_ups=tuple(later), category=_category(row))
+    return Prompt(id=row_id, messages=_question(first), follow_ups=tuple(later), category=category(row))
 
 
 def parse_sharegpt(row_id: str, row: Mapping[str, Any]) -> Prompt:
@@ -66,11 +66,6 @@ def parse_field(name: str, row_id: str, row: Mapping[str, Any]) -> Prompt:
 
 def _question(content: str) -> tuple[Message, ...]:
     return (Message(role="user", content=content),)
-
-
-def _category(row: Mapping[str, Any]) -> str | None:
-    category = row.get("category")
-    return None if category is None else checked_text(category, "category")
 
 
 USERS = Format(id_keys=("custom_id", "id"), parse=parse_users)

@@ -29,7 +29,6 @@ class Row:
 
 
 def parsed(where: str, value: object) -> Row:
-    """A row with this value."""
     return Row(where=where, value=lambda: value)
 
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from specgen.config import require
-from specgen.prompts.fields import chat, checked_text, token_ids
+from specgen.prompts.fields import category, chat, checked_text, token_ids
 from specgen.prompts.prompt import Prompt
 from specgen.prompts.row_sampling import read_sampling
 
@@ -23,12 +23,12 @@ def parse_own(row_id: str, row: Mapping[str, Any]) -> Prompt:
         f"{' and '.join(given) or 'no prompt'}: a row takes one of {', '.join(CONTENT_FIELDS)} "
         "(for the format of a known data set: --dataset NAME --data-path FILE)",
     )
-    content, category = row[given[0]], row.get("category")
+    content = row[given[0]]
     return Prompt(
         id=row_id,
         text=checked_text(content, "prompt") if "prompt" in given else None,
         messages=chat(content) if "messages" in given else (),
         token_ids=token_ids(content, "prompt_token_ids") if "prompt_token_ids" in given else (),
-        category=None if category is None else checked_text(category, "category"),
+        category=category(row),
         sampling=read_sampling(row),
     )

@@ -93,7 +93,6 @@ class RunDirectory:
         self.close()
 
     def add_event(self, event: Event) -> None:
-        """Append to ``events.jsonl``."""
         self._events.write(to_line(event).encode() + b"\n")
 
     def add_completion(self, row: Mapping[str, Any]) -> None:
@@ -102,10 +101,6 @@ class RunDirectory:
         self.completions.add(row)
         if time.monotonic() - self._synced >= _SYNC_INTERVAL:
             self._sync()
-
-    def add_error(self, row: Mapping[str, Any]) -> None:
-        """Append to ``errors.jsonl``."""
-        self.errors.add(row)
 
     def close(self) -> None:
         """Flush to the disk and close."""
@@ -116,8 +111,8 @@ class RunDirectory:
 
     def arrange(self, ids: Iterable[str]) -> None:
         """Bring the rows of a closed run into the order of ``ids``."""
-        for rows in (self.completions, self.errors):
-            rows.arrange(ids)
+        self.completions.arrange(ids)
+        self.errors.arrange(ids)
 
     def events(self) -> Iterator[Event]:
         """The events of a closed run."""

@@ -56,7 +56,6 @@ class RowFile(Mapping[str, dict[str, Any]]):
         sync(self._file)
 
     def clear(self) -> None:
-        """Remove all rows."""
         self._file.truncate(0)
         self._file.seek(0)
         self._offsets.clear()

@@ -13,7 +13,6 @@ class Tally:
         self._num_accepted = 0
 
     def see(self, event: Event) -> None:
-        """Count ``event``."""
         match event:
             case Prefilled(emitted=emitted):
                 self.num_tokens += emitted
