@@ -1,4 +1,7 @@
-"""The attention seam: what a backend is, what it can do, and the one callable that a model sees of it."""
+"""The attention seam: what a backend is, what it can do, and the one callable that a model sees of it.
+
+May import models, ops and kv.
+"""
 
 from dataclasses import dataclass
 from importlib.util import find_spec
