@@ -1,1 +1,1 @@
-"""Checkpoints on disk or on the hub: files, loading, ``specgen inspect``. Imports models and ops."""
+"""Checkpoints on disk or on the hub: files, loading, ``specgen inspect``. May import models and ops."""

@@ -1,1 +1,1 @@
-"""The commands: options, printing, exit codes. Imports everything; nothing imports it."""
+"""The commands: options, printing, exit codes. May import everything; nothing imports it."""

@@ -1,1 +1,1 @@
-"""From a prompt set to a run directory: one process, shards, Ray, a lost device. Imports engine and below."""
+"""From a prompt set to a run directory: one process, shards, Ray, a lost device. May import engine and all below it."""

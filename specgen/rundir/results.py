@@ -136,9 +136,6 @@ class _Texts(Mapping[str, str]):
     def __getitem__(self, row_id: str) -> str:
         return str(self._rows[row_id]["text"])
 
-    def __contains__(self, row_id: object) -> bool:
-        return row_id in self._rows
-
     def __iter__(self) -> Iterator[str]:
         return iter(self._rows)
 

@@ -1,1 +1,1 @@
-"""Tokens and text: the tokenizer, chat templates, stop strings. Imports only leaves."""
+"""Tokens and text: the tokenizer, chat templates, stop strings. May import no other package."""
