@@ -21,8 +21,7 @@ def pair(model: str | None, drafter: str | None, length: DraftLength) -> tuple[s
     """Target and head as given, or the bundled pair if no target is; ``UserError`` if one is missing."""
     if model is None:
         require(
-            drafter is None,
-            f"drafter {drafter!r} is given without a model: name its target with --model",
+            drafter is None, f"drafter {drafter!r} is given without a model: name its target with --model"
         )
         demo = data_directory() / "demo"
         return str(demo / "target"), str(demo / "drafter")

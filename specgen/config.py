@@ -216,9 +216,7 @@ class EngineConfig:
         0.9, "Running", "Share of the GPU's memory to use, weights and graphs included."
     )
     prefix_cache: bool = option(
-        True,
-        "Running",
-        "Compute shared prompt prefixes once. Switch it off to compare with other tables.",
+        True, "Running", "Compute shared prompt prefixes once. Switch it off to compare with other tables."
     )
 
     def __post_init__(self) -> None:
@@ -265,7 +263,4 @@ class Cluster:
 
     def __post_init__(self) -> None:
         require(self.num_workers >= 1, f"num-workers is {self.num_workers}: use at least 1")
-        require(
-            find_spec("ray") is not None,
-            "executor is ray, which is not installed: pip install '.[ray]'",
-        )
+        require(find_spec("ray") is not None, "executor is ray, which is not installed: pip install '.[ray]'")

@@ -1,4 +1,4 @@
-"""Jobs over conversations with the bundled pair, for tests that stop a run and go on; and what a run of one left."""
+"""Jobs over conversations with the bundled pair, for tests that stop and resume a run, and the output of such a run."""
 
 import json
 from collections.abc import Iterable
@@ -32,7 +32,7 @@ _TIMED = {
 
 
 class Silent:
-    """Nobody follows."""
+    """Shows nothing."""
 
     def prepare(self, what: str) -> None: ...
     def start(self, what: str, tally: Tally, num_requests: int, num_done: int = 0) -> None: ...

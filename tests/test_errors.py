@@ -1,4 +1,4 @@
-"""Who is told what went wrong: the user in one line what to mend, and of a bug what to report."""
+"""A mistake of the user is one line with the remedy, a bug a traceback with what to report."""
 
 import errno
 import json
@@ -75,7 +75,7 @@ def test_a_bug_shows_its_traceback_and_what_to_report(
 
 
 def test_a_lost_device_is_not_a_bug(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a command that does not go on by itself."""
+    """Of a command that does not restart itself."""
     monkeypatch.setattr(EngineCore, "generate", raises(DeviceLost("an illegal memory access", ("a",))))
     arguments = ["verify", "--model", "target", "--drafter", "head", "--dataset", "prompts.jsonl"]
     ended = run_cli([*arguments, "--device", "cpu"], path, seconds=30, more_mib=1024)
@@ -243,8 +243,8 @@ def test_an_audit_that_cannot_be_written_is_one_line(path: Path, monkeypatch: py
 def test_a_file_that_is_not_an_object(tmp_path: Path, text: str | None, words: str) -> None:
     if text is not None:
         (tmp_path / "a.json").write_bytes(text.encode("latin-1"))
-    with pytest.raises(UserError, match=rf"a\.json {words}.*: mend it$"):
-        load_json(tmp_path / "a.json", "mend it")
+    with pytest.raises(UserError, match=rf"a\.json {words}.*: fix it$"):
+        load_json(tmp_path / "a.json", "fix it")
 
 
 def test_an_invalid_manifest_is_one_line(path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A run directory that is used again: what goes on, what is tried again, what is refused, what is kept."""
+"""A run directory that is used again: what is resumed, retried, refused and kept."""
 
 import json
 import os
@@ -319,7 +319,7 @@ def test_an_empty_status_is_not_a_finished_run(job: Job, tmp_path: Path) -> None
 
 
 def test_a_resume_parses_few_rows(tmp_path: Path) -> None:
-    """What going on adds to a start takes 1 s for 100,000 rows with 50 verify steps each: a tenth takes 0.1 s."""
+    """What a resume adds to a start takes 1 s for 100,000 rows with 50 verify steps each: a tenth takes 0.1 s."""
     number = 10_000
     row = {"prompt": "Some words " * 40, "text": "more words " * 60, "token_ids": list(range(150, 300))}
     step = (

@@ -195,7 +195,7 @@ def test_planted_bugs_are_found(
     bug: Any,
     kill: Kill,
 ) -> None:
-    """Planted bugs are seen: in the files, or because the run does not go on."""
+    """Planted bugs are seen: in the files, or because the run does not resume."""
     kills = (kill, Kill(where="completions", number=1), None)
     assert not work(job, tmp_path / "whole")
     monkeypatch.setattr(owner, name, bug)

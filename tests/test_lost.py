@@ -1,4 +1,4 @@
-"""A device that is lost, again and again: a new process goes on, and only what is to blame has no answer."""
+"""A device that is lost repeatedly: a new process resumes, and only the request to blame has no answer."""
 
 import json
 import os
@@ -184,7 +184,7 @@ cli.main()
 
 @pytest.mark.slow
 def test_the_command_restarts_itself(job: Job, tmp_path: Path) -> None:
-    """In new processes that take each other's place: one command to whoever waits for it."""
+    """In new processes that replace each other: one command for its caller."""
     out = tmp_path / "run"
     out.mkdir()
     (out / "manifest.json").write_text("{}")
@@ -227,7 +227,7 @@ def test_a_command_that_cannot_restart_itself_is_one_line(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     os.mkfifo("pipe")
-    monkeypatch.setattr(os, "execv", lambda *arguments: pytest.fail("this would not go on"))
+    monkeypatch.setattr(os, "execv", lambda *arguments: pytest.fail("this could not resume"))
     job = replace(job, dataset=dataset, data_path=None)
     with pytest.raises(typer.Exit) as ended:
         generating.restart_process(

@@ -468,7 +468,7 @@ def test_unreadable_files_are_refused(pair: Path, name: str) -> None:
 
 
 def test_nan_weights_are_loaded(copied: Path) -> None:
-    """Nobody reads all weights to look for them: the request whose logits they spoil fails."""
+    """Weights are not searched for NaN: a request with NaN logits fails."""
     tensors = load_file(copied / "target" / WEIGHTS)
     tensors[NORM].fill_(float("nan"))
     save_file(tensors, copied / "target" / WEIGHTS)

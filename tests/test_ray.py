@@ -148,7 +148,7 @@ class InProcess(RayEngine):
     """Blocks are answered here, by a worker without Ray."""
 
     def _answered(self, blocks: Iterable[Any], sampling: SamplingParams) -> Iterator[list[Any]]:
-        worker = ray_engine._Worker(self._config, sampling, sampling, time.time() - 100)
+        worker = ray_engine._Worker(self.config, sampling, sampling, time.time() - 100)
         for block in blocks:
             yield from ray_engine._values(worker(ray_engine._table(block)))
 
@@ -170,7 +170,7 @@ def test_blocks_give_the_output_of_one_engine(pair: EngineConfig, monkeypatch: p
 
     whole = {output.id: output for output in Engine(pair).generate(prompts, sampling)}
     earlier = {name: whole[name].text for name in ("0", "1", "1/turn-2", "20")}
-    blocks = InProcess(pair, Cluster(num_workers=2), record=record)
+    blocks = InProcess(config=pair, cluster=Cluster(num_workers=2), record=record)
     outputs = blocks.generate(prompts, sampling, earlier=earlier, lost={}, until=lambda: False)
     seen = []
     for output in outputs:
@@ -183,7 +183,7 @@ def test_blocks_give_the_output_of_one_engine(pair: EngineConfig, monkeypatch: p
 def test_an_error_in_a_worker_is_raised_by_the_driver(
     pair: EngineConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With its type and fields, behind what the worker did before."""
+    """With its type and fields, after what the worker did before."""
     monkeypatch.setattr(ray_engine, "_connected", lambda cluster: nullcontext())
     generate = Engine.generate
 
@@ -192,7 +192,7 @@ def test_an_error_in_a_worker_is_raised_by_the_driver(
         raise DeviceLost("no answer", ("b",))
 
     monkeypatch.setattr(Engine, "generate", lose_the_device)
-    blocks = InProcess(pair, Cluster(num_workers=1), record=lambda event: None)
+    blocks = InProcess(config=pair, cluster=Cluster(num_workers=1), record=lambda event: None)
     prompts = [Prompt(id="a", text="Tom has 2 apples."), Prompt(id="b", text="Tom has 3 apples.")]
     outputs = blocks.generate(prompts, SamplingParams(max_tokens=1), earlier={}, lost={}, until=lambda: False)
     assert next(outputs).id in ("a", "b")
@@ -225,7 +225,7 @@ def test_stdout_belongs_to_the_consumer_of_the_outputs(
     monkeypatch.setattr(ray_engine, "_start", lambda cluster: print("Ray starts"))
     monkeypatch.setattr(ray, "shutdown", lambda: print("Ray ends"))
     monkeypatch.setattr(RayEngine, "_answered", answered)
-    engine = RayEngine(pair, Cluster(num_workers=1), record=lambda event: None)
+    engine = RayEngine(config=pair, cluster=Cluster(num_workers=1), record=lambda event: None)
     for output in engine.generate([], SamplingParams(), earlier={}, lost={}, until=lambda: False):
         print(output.id)
     assert capsys.readouterr() == ("a\nb\n", "Ray starts\nRay works\nRay ends\n")
@@ -273,17 +273,19 @@ def test_invalid_clusters_are_refused(arguments: list[str], words: str) -> None:
 def test_every_worker_needs_a_gpu_of_its_own(pair: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     on_gpu = replace(pair, device="cuda")
-    RayEngine(on_gpu, Cluster(num_workers=1), record=lambda event: None)
+    RayEngine(config=on_gpu, cluster=Cluster(num_workers=1), record=lambda event: None)
     with pytest.raises(UserError, match="num-workers is 2 and this machine has 1 GPUs"):
-        RayEngine(on_gpu, Cluster(num_workers=2), record=lambda event: None)
+        RayEngine(config=on_gpu, cluster=Cluster(num_workers=2), record=lambda event: None)
 
 
 def test_an_error_at_the_start_of_a_worker_is_raised_by_the_driver(
     pair: EngineConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With its type, and with the traceback that another process has left behind."""
+    """With its type, and with the traceback of another process."""
     monkeypatch.setattr(ray_engine, "_connected", lambda cluster: nullcontext())
-    blocks = InProcess(replace(pair, kv_memory=1), Cluster(num_workers=1), record=lambda event: None)
+    blocks = InProcess(
+        config=replace(pair, kv_memory=1), cluster=Cluster(num_workers=1), record=lambda event: None
+    )
     asked = [Prompt(id="a", text="Tom has 2 apples.")]
     with pytest.raises(UserError, match="1 bytes are left for the KV cache") as refused:
         next(blocks.generate(asked, SamplingParams(), earlier={}, lost={}, until=lambda: False))

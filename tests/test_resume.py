@@ -25,7 +25,7 @@ ENDS = [at + 1 for at, event in enumerate(EVENTS) if isinstance(event, Finished)
 
 
 def left(path: Path, completions: str, events: str) -> tuple[list[str], list[str]]:
-    """What is in the files when a run goes on: ids, and the lines of events before the mark."""
+    """The content of the files when a run resumes: ids, and the lines of events before the mark."""
     (path / "completions.jsonl").write_text(completions)
     (path / "events.jsonl").write_text(events)
     rows = RowFile(path / "completions.jsonl")

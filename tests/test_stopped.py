@@ -1,4 +1,4 @@
-"""What stops a run from outside: signals, a full disk, a disk that is read-only, another run; the command goes on."""
+"""What stops a run from outside: signals, a full or read-only disk, another run; the command resumes it."""
 
 import gc
 import json

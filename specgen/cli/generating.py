@@ -58,9 +58,7 @@ def generate(
     ),
     output: Path | None = _OUTPUT,
     restart: bool = option(
-        False,
-        "Results",
-        "Start over; the existing directory is kept, renamed with the suffix .1.",
+        False, "Results", "Start over; the existing directory is kept, renamed with the suffix .1."
     ),
     format: FormatName = FORMAT,
     max_failures: int | None = option(

@@ -27,8 +27,7 @@ def report(
     against: Annotated[
         str | None,
         typer.Option(
-            help="Published figures to compare one run with; an unknown name lists them.",
-            show_default=False,
+            help="Published figures to compare one run with; an unknown name lists them.", show_default=False
         ),
     ] = None,
     as_json: _Json = False,

@@ -23,9 +23,7 @@ def verify(
     num_prompts: int | None = NUM_PROMPTS,
     sampling: Annotated[SamplingParams, Only("max_tokens")],
     batch_sizes: str = option(
-        "1,8,32",
-        "Running",
-        "Batch sizes to test; the reference is plain decoding at the smallest.",
+        "1,8,32", "Running", "Batch sizes to test; the reference is plain decoding at the smallest."
     ),
     engine: Annotated[EngineConfig, Only("model drafter num_spec_tokens device dtype attention cuda_graphs")],
     output: Path | None = option(None, "Results", "New file for the report as one JSON document."),

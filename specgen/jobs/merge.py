@@ -70,11 +70,7 @@ def _open(path: Path) -> _ShardRun:
         f"the run in {str(path)!r} is {status['state']}: finish it with its `specgen generate` before merging",
     )
     return _ShardRun(
-        path=path,
-        shard=shard,
-        manifest=manifest,
-        status=status,
-        has_baseline=report["baseline"] is not None,
+        path=path, shard=shard, manifest=manifest, status=status, has_baseline=report["baseline"] is not None
     )
 
 
@@ -85,8 +81,7 @@ def _all_of_one_run(runs: Sequence[_ShardRun]) -> list[_ShardRun]:
         _require_same_run(first, run)
         twin = by_index.setdefault(run.shard.index, run)
         require(
-            twin is run,
-            f"{str(twin.path)!r} and {str(run.path)!r} are both shard {run.shard}: give it once",
+            twin is run, f"{str(twin.path)!r} and {str(run.path)!r} are both shard {run.shard}: give it once"
         )
     missing = [
         str(Shard(index=i, count=first.shard.count)) for i in range(first.shard.count) if i not in by_index

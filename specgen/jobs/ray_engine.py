@@ -48,6 +48,7 @@ class _Block:
     lost: Mapping[str, Sequence[str]]
 
 
+@dataclass(frozen=True, kw_only=True)
 class RayEngine:
     """The engines of ``cluster``, each with the resolved ``config`` in its own process, on its own GPU if it needs one.
 
@@ -56,27 +57,21 @@ class RayEngine:
     start.
     """
 
-    def __init__(
-        self,
-        config: EngineConfig,
-        cluster: Cluster,
-        *,
-        record: Callable[[Event], None],
-        expected: SamplingParams = DRAWN,
-    ) -> None:
-        num_gpus = torch.cuda.device_count()
+    config: EngineConfig
+    cluster: Cluster
+    record: Callable[[Event], None]
+    expected: SamplingParams = DRAWN
+
+    def __post_init__(self) -> None:
+        num_gpus, num_workers = torch.cuda.device_count(), self.cluster.num_workers
         require(
-            config.device == "cpu" or cluster.address is not None or num_gpus >= cluster.num_workers,
-            f"num-workers is {cluster.num_workers} and this machine has {num_gpus} GPUs: use one for each",
+            self.config.device == "cpu" or self.cluster.address is not None or num_gpus >= num_workers,
+            f"num-workers is {num_workers} and this machine has {num_gpus} GPUs: use one for each",
         )
-        self._config = config
-        self._cluster = cluster
-        self._record = record
-        self._expected = expected
 
     @property
     def tokenizer(self) -> Tokenizer:
-        return load_tokenizer(self._config.model)
+        return load_tokenizer(self.config.model)
 
     def generate(
         self,
@@ -91,9 +86,9 @@ class RayEngine:
 
         The block of a lost worker is answered again by another one.
         """
-        size = _BATCHES * self._config.max_batch_size
-        blocks = _blocks(iter(prompts), earlier, lost, size, self._cluster.num_workers)
-        with _connected(self._cluster):
+        size = _BATCHES * self.config.max_batch_size
+        blocks = _blocks(iter(prompts), earlier, lost, size, self.cluster.num_workers)
+        with _connected(self.cluster):
             for records in _on_stderr(_until(until, self._answered(blocks, sampling))):
                 for record in records:
                     match record:
@@ -102,7 +97,7 @@ class RayEngine:
                         case Exception():
                             raise record
                         case _:
-                            self._record(record)
+                            self.record(record)
 
     def _answered(self, blocks: Iterable[_Block], sampling: SamplingParams) -> Iterator[list[_Record]]:
         """The records of each block, in the order in which they finish."""
@@ -113,11 +108,11 @@ class RayEngine:
             return
         answers = ray.data.from_arrow_refs(tables).map_batches(
             _Worker,
-            fn_constructor_args=(_portable(self._config), self._expected, sampling, time.time()),
+            fn_constructor_args=(_portable(self.config), self.expected, sampling, time.time()),
             batch_size=None,
             batch_format="pyarrow",
-            compute=ray.data.ActorPoolStrategy(size=self._cluster.num_workers),
-            **_resources(self._cluster, self._config.device),
+            compute=ray.data.ActorPoolStrategy(size=self.cluster.num_workers),
+            **_resources(self.cluster, self.config.device),
         )
         for table in answers.iter_batches(batch_size=None, batch_format="pyarrow"):
             yield from _values(table)

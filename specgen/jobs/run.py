@@ -143,7 +143,7 @@ class _Work:
         sampling = self.job.sampling
         expected = most_demanding([sampling, *(replace(sampling, **row) for row in self.index.sampling)])
         if self.job.cluster is not None:
-            return RayEngine(config, self.job.cluster, record=record, expected=expected)
+            return RayEngine(config=config, cluster=self.job.cluster, record=record, expected=expected)
         if self.models is None:
             self.models = load_models(config, self.checkpoints)
         return Engine(config, record=record, models=self.models, expected=expected)

@@ -90,7 +90,8 @@ class RunDirectory:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.close()
+        with closing(self.errors), closing(self.completions), self._events:  # all, whichever fails
+            self._sync()
 
     def add_event(self, event: Event) -> None:
         self._events.write(to_line(event).encode() + b"\n")
@@ -100,13 +101,6 @@ class RunDirectory:
         self._events.flush()
         self.completions.add(row)
         if time.monotonic() - self._synced >= _SYNC_INTERVAL:
-            self._sync()
-
-    def close(self) -> None:
-        """Flush to the disk and close."""
-        if self._events.closed:
-            return
-        with closing(self.errors), closing(self.completions), self._events:  # all, whichever fails
             self._sync()
 
     def arrange(self, ids: Iterable[str]) -> None:
