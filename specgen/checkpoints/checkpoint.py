@@ -81,11 +81,9 @@ def draft_to_target(checkpoint: Checkpoint, config: HeadConfig) -> Tensor:
     """The target's id of each draft id of a head, [Vd] int64, checked."""
     for name in ("d2t", "t2d"):
         info = checkpoint.tensors.get(name)
-        known = info is None or info.dtype in _TABLES
-        require(
-            known,
-            f"{checkpoint.name}: {name} is stored as {info and info.dtype}: use one of {', '.join(_TABLES)}",
-        )
+        if info is not None and info.dtype not in _TABLES:
+            known = ", ".join(_TABLES)
+            raise UserError(f"{checkpoint.name}: {name} is stored as {info.dtype}: use one of {known}")
     return vocabulary_map(config, checkpoint.read("d2t"), checkpoint.read("t2d"))
 
 

@@ -84,10 +84,8 @@ def _weight_files(directory: Path) -> list[Path]:
 
 def _sharded(directory: Path, index: Path, suffix: str) -> list[Path]:
     weight_map = read_json(index).get("weight_map")
-    require(
-        isinstance(weight_map, Mapping) and bool(weight_map), f"{index} has no weight_map: download it again"
-    )
-    assert isinstance(weight_map, Mapping)
+    if not isinstance(weight_map, Mapping) or not weight_map:
+        raise UserError(f"{index} has no weight_map: download it again")
     files = []
     for name in sorted({str(value) for value in weight_map.values()}):
         # An index is untrusted data: it must not make us read files elsewhere, or other than weights.

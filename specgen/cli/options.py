@@ -39,9 +39,7 @@ class Only:
 def with_options(command: Callable[..., None]) -> Callable[..., None]:
     """``command`` for typer: an option per parameter and per field of a configuration, sorted by group."""
     parameters: list[Parameter] = []
-    configs: dict[
-        str, tuple[type, dict[str, str]]
-    ] = {}  # by parameter: its type, and the option of each field
+    configs: dict[str, tuple[type, dict[str, str]]] = {}  # by parameter: type, and the option of each field
     hints = get_type_hints(command, include_extras=True)
     for name, parameter in signature(command).parameters.items():
         kind, *notes = get_args(hints[name]) if get_origin(hints[name]) is Annotated else (hints[name],)

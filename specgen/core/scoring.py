@@ -42,7 +42,7 @@ class Scored:
 
 
 @dataclass(kw_only=True)
-class _Tally:
+class _PartialScores:
     request: ScoreRequest
     log_probs: list[float] = field(default_factory=list)
     greedy: list[bool] = field(default_factory=list)
@@ -69,31 +69,31 @@ class Scorer:
 
     def score(self, requests: Iterable[ScoreRequest]) -> Iterator[Scored]:
         """Yield every request's scores as its last token is seen. ``UserError`` for a text that cannot be scored."""
-        source, tallies = iter(requests), dict[Sequence, _Tally]()
+        source, partial = iter(requests), dict[Sequence, _PartialScores]()
         try:
             while True:
-                self._draw(source, tallies)
+                self._pull(source, partial)
                 chunks = self._scheduler.next_chunks()
                 if not chunks:
                     return
-                if not self._attempt(chunks, tallies):
+                if not self._attempt(chunks, partial):
                     continue
                 self._scheduler.launched(chunks)
                 for chunk in chunks:
                     if chunk.last:
                         self._scheduler.retire(chunk.sequence)
-                        yield tallies.pop(chunk.sequence).scored()
+                        yield partial.pop(chunk.sequence).scored()
         finally:  # also where the caller has seen enough
             self._scheduler.clear()
 
-    def _attempt(self, chunks: list[Chunk], tallies: dict[Sequence, _Tally]) -> bool:
+    def _attempt(self, chunks: list[Chunk], partial: dict[Sequence, _PartialScores]) -> bool:
         """One pass, which fails as those of ``EngineCore`` do: within lower limits, or alone, it is tried again.
 
         ``RuntimeError`` where that has failed.
         """
         short = False
         try:
-            self._run(chunks, tallies)
+            self._run(chunks, partial)
             self._scheduler.limits.see_pass()
             return True
         except torch.OutOfMemoryError:
@@ -103,7 +103,7 @@ class Scorer:
             reason = first_line(error)
         # outside of the handlers: the exception holds on to the tensors of the pass
         for sequence in self._scheduler.send_all_back():
-            tallies[sequence] = _Tally(request=tallies[sequence].request)
+            partial[sequence] = _PartialScores(request=partial[sequence].request)
         torch.cuda.empty_cache()
         if not short:
             self._scheduler.forget()
@@ -119,10 +119,10 @@ class Scorer:
                 )
             sequence.alone = True
 
-    def _draw(self, source: Iterator[ScoreRequest], tallies: dict[Sequence, _Tally]) -> None:
+    def _pull(self, source: Iterator[ScoreRequest], partial: dict[Sequence, _PartialScores]) -> None:
         while self._scheduler.wants_request and (request := next(source, None)) is not None:
             sequence = self._sequence(request)
-            tallies[sequence] = _Tally(request=request)
+            partial[sequence] = _PartialScores(request=request)
             self._scheduler.submit(sequence)
 
     def _sequence(self, request: ScoreRequest) -> Sequence:
@@ -152,15 +152,15 @@ class Scorer:
         return sequence
 
     @torch.inference_mode()
-    def _run(self, chunks: list[Chunk], tallies: dict[Sequence, _Tally]) -> None:
-        """One pass; what it finds goes into ``tallies``."""
+    def _run(self, chunks: list[Chunk], partial: dict[Sequence, _PartialScores]) -> None:
+        """One pass; what it finds goes into ``partial``."""
         use(self._device)
         rows, targets, first = list[int](), list[int](), 0
         for chunk in chunks:
-            tally = tallies[chunk.sequence]
-            for position in tally.wanted(chunk):
+            scores = partial[chunk.sequence]
+            for position in scores.wanted(chunk):
                 rows.append(first + position - chunk.start)
-                targets.append(tally.request.token_ids[position + 1])
+                targets.append(scores.request.token_ids[position + 1])
             first += chunk.num_rows
         log_probs, greedy = self._steps.score(
             chunk_layout(chunks, self._scheduler.page_size, self._device),
@@ -170,8 +170,8 @@ class Scorer:
         )
         found = iter(zip(log_probs.tolist(), greedy.tolist(), strict=True))
         for chunk in chunks:
-            tally = tallies[chunk.sequence]
-            for _ in tally.wanted(chunk):
+            scores = partial[chunk.sequence]
+            for _ in scores.wanted(chunk):
                 log_prob, is_greedy = next(found)
-                tally.log_probs.append(log_prob)
-                tally.greedy.append(is_greedy)
+                scores.log_probs.append(log_prob)
+                scores.greedy.append(is_greedy)

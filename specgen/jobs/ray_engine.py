@@ -147,9 +147,7 @@ class _Worker:
                     self._records.append(output)
         except Exception as error:
             error.add_note("".join(format_exception(error)))  # pickling loses the traceback
-            self._records.append(
-                error
-            )  # raised by the driver: Ray's error has neither its type nor its fields
+            self._records.append(error)  # raised by the driver: Ray would change type and fields
         return _table(self._records)
 
     def _note(self, event: Event) -> None:

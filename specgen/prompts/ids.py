@@ -41,10 +41,7 @@ def id_of(row: Mapping[str, Any], id_keys: Sequence[str]) -> str:
         digest = hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode())
         return digest.hexdigest()[:16]
     value = row[key]
-    if type(value) not in (
-        str,
-        int,
-    ):  # `require` would format its message for every row, most of the cost of a pass
+    if type(value) not in (str, int):  # not `require`, which would format its message for every row
         raise UserError(f"{key} is {shown(value)}: use a string or a whole number")
     row_id = checked_text(str(value), key)
     require(len(row_id) <= _LONGEST, f"{key} has {len(row_id):,} characters: use at most {_LONGEST}")
