@@ -162,7 +162,7 @@ def test_choices_are_compared_by_the_likeliest(tmp_path: Path, monkeypatch: pyte
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        ((), "no task is named"),
+        ((), "no task is given"),
         pytest.param(
             ("no_such_task",), "task 'no_such_task' is not one of lm-eval's", marks=pytest.mark.slow
         ),  # reads the index of lm-eval's own

@@ -296,7 +296,7 @@ BAD = [  # row, id, reason
     ({"id": "x", "prompt": "x", "messages": []}, "x", "prompt and messages: a row takes one of"),
     ({"id": "x", "prompt": 3}, "x", "prompt is 3, not a string"),
     ({"id": "x", "prompt": " \n"}, "x", "prompt is empty"),
-    ('{"id": "x", "prompt": "\\ud83d"}', "x", "prompt holds half of a surrogate pair"),
+    ('{"id": "x", "prompt": "\\ud83d"}', "x", "prompt holds a lone surrogate"),
     ({"id": "x", "prompt": "x", "category": 3}, "x", "category is 3, not a string"),
     ({"id": "x", "messages": "hi"}, "x", "messages is not a list"),
     ({"id": "x", "messages": []}, "x", "messages is not a list with at least one element"),
@@ -374,7 +374,7 @@ def test_invalid_utf8_invalidates_only_its_element(tmp_path):
     path = tmp_path / "own.json"
     path.write_bytes(b'[{"id": "x", "prompt": "\xff"}, ' + json.dumps(OWN).encode() + b"]")
     assert load(path)[0] == [EXPECTED_OWN]
-    assert load(path)[1][0].reason.startswith("row 1: prompt holds half of a surrogate pair")
+    assert load(path)[1][0].reason.startswith("row 1: prompt holds a lone surrogate")
 
 
 @pytest.mark.parametrize("name", ["own.jsonl", "own.json"])

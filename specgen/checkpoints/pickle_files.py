@@ -49,7 +49,7 @@ def read_pickle(file: Path) -> dict[str, Tensor]:
 def _require_plain(file: Path, zipped: bool) -> None:
     for name in _imported(file, zipped):
         storage = name.startswith("torch ") and name.endswith("Storage")
-        require(storage or name in _PLAIN, f"it asks for {shown(name)}, which is no part of a plain tensor")
+        require(storage or name in _PLAIN, f"it imports {shown(name)}, which is not part of a plain tensor")
 
 
 def _imported(file: Path, zipped: bool) -> Iterator[str]:

@@ -62,7 +62,7 @@ def read_json(file: Path) -> dict[str, Any]:
     """The object in a JSON file of a checkpoint; ``UserError`` when it cannot be read or is none."""
     if os.path.exists(file):
         # Reading a pipe or a device would not end.
-        require(os.path.isfile(file), f"{file} is no file that can be read: download it again")
+        require(os.path.isfile(file), f"{file} is not a regular file: download it again")
         size = os.path.getsize(file)
         too_large = f"{file} has {size} bytes, more than any such file needs: download it again"
         require(size <= _LARGEST_JSON, too_large)
@@ -75,7 +75,7 @@ def _weight_files(directory: Path) -> list[Path]:
         if index.exists():
             return _sharded(directory, index, suffix)
         if single.exists():
-            require(single.is_file(), f"{single} is no file that can be read: download it again")
+            require(single.is_file(), f"{single} is not a regular file: download it again")
             return [single]
     raise UserError(
         f"{directory} has no weights: add model.safetensors or pytorch_model.bin, or their shards and index"

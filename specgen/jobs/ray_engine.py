@@ -252,7 +252,7 @@ def _connected(cluster: Cluster) -> Iterator[None]:
     except ray.exceptions.RayTaskError:
         raise  # an unexpected error in a worker is a bug
     except ray.exceptions.RayError as error:
-        raise UserError(f"a worker cannot go on: {_last_line(error)}") from error
+        raise UserError(f"a worker failed: {_last_line(error)}") from error
     finally:
         with redirect_stdout(sys.stderr):
             ray.shutdown()

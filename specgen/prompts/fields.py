@@ -18,7 +18,7 @@ def character_string(value: object, what: str) -> str:
     try:
         value.encode()
     except UnicodeEncodeError as error:
-        raise UserError(f"{what} holds half of a surrogate pair, which is no character") from error
+        raise UserError(f"{what} holds a lone surrogate, which is not a character") from error
     return value
 
 
