@@ -441,7 +441,10 @@ MISFITS: dict[str, tuple[dict[str, Any], str]] = {
         {"changed": {"d2t": -torch.arange(48), "t2d": None}},
         "two draft tokens to one target token",
     ),
-    "d2t-against-t2d": ({"changed": {"t2d": torch.arange(64) < 48}}, "t2d marks 48 of 64 tokens, other ones"),
+    "d2t-against-t2d": (
+        {"changed": {"t2d": torch.arange(64) < 48}},
+        "t2d marks 48 of 64 tokens, not the 48 of d2t",
+    ),
     "t2d-of-another": ({"changed": {"t2d": torch.arange(65) < 48}}, "mixes two vocabularies"),
     "draft-vocabulary-larger": (
         {"changed_config": {"draft_vocab_size": 65}},
@@ -477,7 +480,7 @@ MISFITS: dict[str, tuple[dict[str, Any], str]] = {
     "no-lm-head": ({"changed": {"lm_head.weight": None}}, "has no tensor 'lm_head.weight'"),
     "no-head-at-all": (
         {"changed": {"midlayer.hidden_norm.weight": None}},
-        "the checkpoint is no EAGLE3 head",
+        "the checkpoint is not an EAGLE3 head",
     ),
     "norm-without-flag": (
         {"changed": {"input_norm.weight": torch.ones(96)}},
@@ -514,7 +517,7 @@ def test_heads_that_would_draft_badly_are_refused(
 
 
 def test_a_target_is_no_head_and_a_head_no_target(tmp_path: Path, target: Llama, target_path: Path) -> None:
-    with pytest.raises(UserError, match="the checkpoint is no EAGLE3 head"):
+    with pytest.raises(UserError, match="the checkpoint is not an EAGLE3 head"):
         _load_head(target_path, target)
     write_head(tmp_path, target.config)
     with pytest.raises(UserError, match="'LlamaForCausalLMEagle3' is not supported"):

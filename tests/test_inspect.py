@@ -59,7 +59,7 @@ def test_a_target_alone(target_path: Path) -> None:
     assert part["rope"]["llama3"]["factor"] == 8.0
     assert _json(description)["fit"] is None
     text = description.to_text()
-    assert "ends texts  2, 9" in text
+    assert "EOS tokens  2, 9" in text
     assert "llama3 scaling by 8" in text
     assert "Complete and supported." in text
     assert max(map(len, text.splitlines()[1:])) <= 100
@@ -68,9 +68,9 @@ def test_a_target_alone(target_path: Path) -> None:
 TEXT = """
 {target}: a target
   family      LlamaForCausalLM
-  vocabulary  128 tokens; output weights apart from the embedding
+  vocabulary  128 tokens; output weights separate from the embedding
   context     256 tokens
-  ends texts  2, 9
+  EOS tokens  2, 9
   layers      6, 64 wide, MLP 128 wide
   attention   4 heads, 2 KV heads, 16 wide each
   rotary      base 10,000, llama3 scaling by 8
@@ -79,9 +79,9 @@ TEXT = """
 
 {head}: an EAGLE3 head
   dialect     EAGLE, SpecForge
-  reads       the target's residual stream at the inputs of layers 2, 3, 3
+  features    the target's residual stream at the inputs of layers 2, 3, 3
   rule        no ids given: the default layer inputs 2, L//2, L-3 of a target of L layers
-  norms       fc_norm (one for each feature), norm_output (of what is fed back)
+  norms       fc_norm (one for each feature), norm_output (of the hidden state fed back)
   vocabulary  drafts 48 of 128 tokens (37.5%)
   embedding   its own
   target      64 wide
@@ -204,7 +204,7 @@ def test_an_architecture_is_a_row_of_a_table(
     monkeypatch.setitem(
         HEAD_FAMILIES,
         "OTHER",
-        replace(HEAD_FAMILIES["EAGLE3"], config=OtherConfig.from_hf, otherwise="no OTHER"),
+        replace(HEAD_FAMILIES["EAGLE3"], config=OtherConfig.from_hf, refusal="no OTHER"),
     )
     monkeypatch.delitem(HEAD_FAMILIES, "EAGLE3")
     text = describe(str(tmp_path / "target"), str(tmp_path / "head")).to_text()

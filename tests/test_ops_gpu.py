@@ -71,7 +71,7 @@ def test_embeddings_beside_hidden_states(rows: int, dtype: torch.dtype) -> None:
     table, weights = random(999, 4096, dtype=dtype), random(2, 4096, dtype=dtype)
     ids, hidden = torch.randint(999, (rows,), device=CUDA), random(rows, 4096, dtype=dtype, scale=9)
     got, expected = (
-        ops.embed_beside(table, weights[0], weights[1], 1e-5)(ids, hidden)
+        ops.embed_norm_concat(table, weights[0], weights[1], 1e-5)(ids, hidden)
         for ops in (fast(dtype), torch_ops())
     )
     assert_rounded_alike(got, expected)

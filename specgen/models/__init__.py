@@ -1,1 +1,1 @@
-"""The networks: target and drafter forward passes over packed rows, free of attention, cache and engine."""
+"""The networks: target and drafter forward passes over packed rows, independent of attention, cache and engine."""

@@ -1,11 +1,11 @@
-"""The fields of a ``config.json``, each checked or refused by name; no torch."""
+"""The fields of a ``config.json``, each validated by name; no torch."""
 
 from collections.abc import Mapping
 from typing import Any
 
 from specgen.config import require, shown
 
-LARGEST_COUNT = 1 << 24  # of layers, tokens, positions, ...: no model comes near
+LARGEST_COUNT = 1 << 24  # of layers, tokens, positions, ...: far beyond any model
 _LARGEST_NUMBER = 1e18
 
 Raw = Mapping[str, Any]
@@ -46,8 +46,7 @@ def count(config: Raw, name: str, default: int | None = None) -> int:
 def number(config: Raw, name: str, default: float | None = None) -> float:
     """A finite number above 0."""
     value = _given(config, name, default)
-    # false also for NaN
-    fits = isinstance(value, int | float) and value is not True and 0 < value < _LARGEST_NUMBER
+    fits = isinstance(value, int | float) and value is not True and 0 < value < _LARGEST_NUMBER  # not NaN
     require(fits, f"{name} is {shown(value)}: it must be a number above 0, below {_LARGEST_NUMBER:g}")
     assert isinstance(value, int | float)
     return float(value)

@@ -12,13 +12,13 @@ from specgen.ops.weight import Weight
 
 
 def torch_ops() -> Ops:
-    """What the other implementations are tested against."""
+    """The implementation that the others are tested against."""
     return Ops(
         linear=linear,
         linear_parts=lambda weight: one_part(linear(weight)),
         gated_linear=lambda weight: gated(linear(weight), silu_and_mul),
         rms_norm=RmsNorm,
-        embed_beside=EmbedBeside,
+        embed_norm_concat=EmbedNormConcat,
         argmax=lambda x: x.argmax(-1),
         rope=TorchRope,
     )
@@ -56,7 +56,7 @@ class RmsNorm:
 
 
 @dataclass(frozen=True)
-class EmbedBeside:
+class EmbedNormConcat:
     table: Tensor
     embed_weight: Tensor
     weight: Tensor
@@ -86,7 +86,7 @@ class TorchRope:
 @dataclass(frozen=True, kw_only=True)
 class _TorchStore:
     cos: Tensor  # [rows, 1, D] float32
-    sin: Tensor  # [rows, 1, D] float32; its first half carries the minus sign of the rotation
+    sin: Tensor  # [rows, 1, D] float32; its first half is negated, for the rotation
     slots: Tensor  # [rows]
 
     def __call__(self, qkv: Tensor, keys: Tensor, values: Tensor) -> Tensor:
@@ -99,8 +99,8 @@ class _TorchStore:
 
 
 def _put(pages: Tensor, slots: Tensor, rows: Tensor) -> None:
-    """``rows`` into ``pages`` at ``slots``; what an eight-bit page cannot hold becomes its largest value, not NaN."""
-    if pages.dtype.itemsize == 1:  # torch copies them as bytes alone
+    """Store ``rows`` in ``pages`` at ``slots``; values beyond the range of an 8-bit page saturate."""
+    if pages.dtype.itemsize == 1:  # torch's index_copy_ has no 8-bit floats
         largest = torch.finfo(pages.dtype).max
         rows = rows.clamp(-largest, largest).to(pages.dtype).view(torch.uint8)
         pages = pages.view(torch.uint8)
