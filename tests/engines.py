@@ -66,7 +66,7 @@ def load_pair(path: Path, dtype: torch.dtype = torch.float32, device: str = "cpu
     return Pair(path=path, models=models)
 
 
-def bad_at(pair: Pair, token: int) -> Pair:
+def nan_at(pair: Pair, token: int) -> Pair:
     """``pair`` with a target whose answers behind ``token`` are not numbers."""
     embedding = pair.models.target.embedding.clone()
     embedding[token] = float("nan")

@@ -228,13 +228,13 @@ def flashinfer() -> FlashInferBackend:
 
 
 @pytest.mark.parametrize("case", UNIFORM, ids=str)
-def test_decode_passes_of_one_length(trtllm: TrtllmBackend, case: Case) -> None:
+def test_uniform_decode_passes(trtllm: TrtllmBackend, case: Case) -> None:
     world = World(case)
     assert error(attend(trtllm, world, world.uniform()), world.reference(), case) < case.tolerance
 
 
 @pytest.mark.parametrize("case", RAGGED, ids=str)
-def test_decode_passes_of_mixed_lengths(trtllm: TrtllmBackend, case: Case) -> None:
+def test_ragged_decode_passes(trtllm: TrtllmBackend, case: Case) -> None:
     world = World(case)
     assert error(attend(trtllm, world, world.packed()), world.reference(), case) < case.tolerance
 
@@ -246,19 +246,19 @@ def test_prefill(flashinfer: FlashInferBackend, case: Case) -> None:
 
 
 @pytest.mark.parametrize("case", [c for c in PREFILL if (c.dtype, c.head_dim) == (BF16, 128)], ids=str)
-def test_prefill_on_the_kernel_of_the_device(trtllm: TrtllmBackend, case: Case) -> None:
+def test_prefill_on_the_device_specific_kernel(trtllm: TrtllmBackend, case: Case) -> None:
     world = World(case)
     assert error(attend(trtllm, world, world.prefill()), world.reference(), case) < case.tolerance
 
 
 @pytest.mark.parametrize("case", FLASHINFER, ids=str)
-def test_wrapper_takes_every_mix(flashinfer: FlashInferBackend, case: Case) -> None:
+def test_flashinfer_wrapper_with_mixed_passes(flashinfer: FlashInferBackend, case: Case) -> None:
     world = World(case)
     for layout in (world.prefill(), world.packed()):
         assert error(attend(flashinfer, world, layout), world.reference(), case) < case.tolerance
 
 
-def test_a_wrong_mask_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_mask_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     def all_visible(offsets: Tensor) -> Tensor:
         return torch.full((len(offsets), 1), -1, dtype=torch.int32, device="cuda").view(torch.uint16)
 
@@ -290,7 +290,7 @@ REPLAYED = {
 
 @pytest.mark.parametrize("mode", REPLAYED)
 @pytest.mark.parametrize("num_padding", [0, 3])
-def test_one_graph_serves_other_lengths_tables_and_offsets(
+def test_a_captured_graph_is_right_for_other_lengths_tables_and_offsets(
     trtllm: TrtllmBackend, mode: str, num_padding: int
 ) -> None:
     """Captured once at 8 sequences of up to 32,768 positions; padding sequences stand on the dummy page."""
@@ -353,7 +353,7 @@ def test_plans_do_not_overwrite_each_other(flashinfer: FlashInferBackend) -> Non
         assert error(out, worlds[turn].reference(), worlds[turn].case) < TOLERANCES[BF16]
 
 
-def test_nothing_waits_for_the_device(trtllm: TrtllmBackend) -> None:
+def test_no_host_sync(trtllm: TrtllmBackend) -> None:
     worlds = [World(UNIFORM[1]), World(RAGGED[1]), World(PREFILL[1])]
     for world, kind in zip(worlds, ("uniform", "packed", "prefill"), strict=True):
         attend(trtllm, world, getattr(world, kind)())

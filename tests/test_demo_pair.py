@@ -46,12 +46,12 @@ def trained(demo_path: Path) -> dict[str, Any]:
     return json.loads((demo_path / "training.json").read_text())["acceptance"]
 
 
-def test_the_pair_is_small(demo_path: Path) -> None:
+def test_the_bundled_pair_is_small(demo_path: Path) -> None:
     assert sum(file.stat().st_size for file in demo_path.rglob("*") if file.is_file()) <= 20_000_000
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_acceptance_bars(outputs: dict[str, Outputs], name: str) -> None:
+def test_acceptance_is_above_its_minimum(outputs: dict[str, Outputs], name: str) -> None:
     report = fold(outputs[name].events, num_spec_tokens=4).to_json()
     rates = [position["rate"] for position in report["acceptance"]]
     assert rates[0] >= 0.70

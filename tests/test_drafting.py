@@ -49,7 +49,7 @@ def test_drafts_equal_the_reference(
 
 
 @pytest.mark.parametrize("batch", ["padded", "non-padded"])
-def test_drafts_equal_the_reference_where_some_are_accepted(
+def test_drafts_equal_the_reference_with_mixed_acceptance(
     demo_pair: Pair, demo_reference: ReferenceDrafter, batch: str
 ) -> None:
     requests = bundled_requests(6, SamplingParams(max_tokens=32))
@@ -79,7 +79,7 @@ BUGS: dict[str, tuple[str, Callable[..., Any]]] = {
 }
 
 
-def test_without_drafts_the_head_makes_no_pass(random_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_k_0_runs_no_head_pass(random_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only a step that drafts pays for passes of the head, K of them."""
     rows: list[int] = []
     plant(monkeypatch, "forward", lambda f, ids, hidden: (rows.append(len(ids)), f(ids, hidden))[1])
@@ -142,7 +142,7 @@ def test_planted_aux_layer_bug_is_caught(
     assert wrong_drafts(generate(pair, REQUESTS), random_reference) > 0
 
 
-def test_a_rejected_row_leaves_no_trace(random_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rejected_rows_do_not_affect_later_drafts(random_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """Padding rows write KV behind the sequence's end; poison there must not reach a draft."""
     prepare = PaddedBatch.prepare
     clean = generate(random_pair, REQUESTS)
@@ -159,7 +159,7 @@ def test_a_rejected_row_leaves_no_trace(random_pair: Pair, monkeypatch: pytest.M
 
 @pytest.mark.parametrize("batch", ["padded", "non-padded"])
 @pytest.mark.parametrize("k", [0, 3])
-def test_a_step_says_which_rows_it_computed(demo_pair: Pair, k: int, batch: str) -> None:
+def test_events_record_the_rows_each_step_computed(demo_pair: Pair, k: int, batch: str) -> None:
     requests = bundled_requests(6, SamplingParams(max_tokens=16))
     kept: list[int] = []  # rows that held confirmed tokens, of each sequence in the step
     lens = {r.id: len(r.prompt_token_ids) for r in requests}

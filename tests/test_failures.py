@@ -21,7 +21,7 @@ from specgen.events import Event, Finished, Prefilled, Stepped, Submitted
 from specgen.kv.kv_cache import KVCache
 from specgen.kv.layout import Layout
 from specgen.kv.prefix_cache import PrefixCache
-from tests.engines import Outputs, Pair, bad_at, bundled_requests, config_of, generate, random_requests
+from tests.engines import Outputs, Pair, bundled_requests, config_of, generate, nan_at, random_requests
 
 GREEDY = SamplingParams(max_tokens=24)
 SAMPLED = SamplingParams(max_tokens=24, temperature=0.8, top_p=0.9)
@@ -64,7 +64,7 @@ def company(events: list[Event], name: str) -> set[int]:
     ],
     ids=["0-greedy", "1-greedy", "4-greedy", "4-sampled"],
 )
-def test_logits_that_are_no_numbers_fail_their_request_and_no_other(
+def test_nan_logits_fail_only_their_request(
     random_pair: Pair,
     device_like: Callable[[], None],
     k: int,
@@ -77,7 +77,7 @@ def test_logits_that_are_no_numbers_fail_their_request_and_no_other(
     right = generate(random_pair, requests, **settings).texts
     if ahead:
         device_like()
-    outputs = generate(bad_at(random_pair, BAD), requests, **settings)
+    outputs = generate(nan_at(random_pair, BAD), requests, **settings)
     expected = {r.id: fails_at(r, right[r.id], BAD) for r in requests}
     assert {1, None} < set(expected.values()), "some fail at once, some later, some never"
     for name, at in expected.items():
@@ -102,7 +102,7 @@ def unused(pair: Pair, requests: Iterable[Request], texts: dict[str, tuple[int, 
     return min(set(range(len(pair.models.target.embedding))) - seen - set(head.draft_to_target.tolist()))
 
 
-def mistaken_once(monkeypatch: pytest.MonkeyPatch, number: int, token: int, place: int = 0) -> None:
+def wrong_token_once(monkeypatch: pytest.MonkeyPatch, number: int, token: int, place: int = 0) -> None:
     """The target's pass of that number takes every token of the sequence at ``place`` for ``token``."""
     forward, count = Steps._forward, [0]
 
@@ -131,7 +131,7 @@ def caches(monkeypatch: pytest.MonkeyPatch) -> list[KVCache]:
 @pytest.mark.parametrize("number", [pytest.param(1, marks=pytest.mark.slow), 5])
 @pytest.mark.parametrize("ahead", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("batch", ["padded", "non-padded"])
-def test_what_fails_once_is_right_the_second_time(
+def test_a_retried_request_gives_the_right_text(
     demo_pair: Pair,
     device_like: Callable[[], None],
     caches: list[KVCache],
@@ -149,8 +149,8 @@ def test_what_fails_once_is_right_the_second_time(
     monkeypatch.setattr(
         assembly, "NonPaddedBatch", assembly.PackedBatch
     )  # nobody's rows are like the last sequence's
-    mistaken_once(monkeypatch, number, token, place=0 if ahead else -1)
-    outputs = generate(bad_at(demo_pair, token), requests, **settings)
+    wrong_token_once(monkeypatch, number, token, place=0 if ahead else -1)
+    outputs = generate(nan_at(demo_pair, token), requests, **settings)
     assert outputs.texts == right.texts
     (failed,) = [name for name in right.texts if "error" in history(outputs, name)]
     assert history(outputs, failed)[:3] == ["submitted", "error", "submitted"]
@@ -162,7 +162,7 @@ def test_what_fails_once_is_right_the_second_time(
     )
 
 
-def test_pages_of_a_failed_sequence_are_shared_with_nobody(
+def test_pages_of_a_failed_sequence_are_not_shared(
     random_pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Many begin alike, and the first, whose pages the others are to take, fails in the pass that computes them."""
@@ -172,8 +172,8 @@ def test_pages_of_a_failed_sequence_are_shared_with_nobody(
     token = unused(random_pair, requests, right)
     made: list[PrefixCache] = []
     monkeypatch.setattr(assembly, "PrefixCache", lambda *sizes: made.append(PrefixCache(*sizes)) or made[-1])
-    mistaken_once(monkeypatch, 1, token)
-    outputs = generate(bad_at(random_pair, token), requests)
+    wrong_token_once(monkeypatch, 1, token)
+    outputs = generate(nan_at(random_pair, token), requests)
     assert outputs.texts == right
     assert all(completion.error is None for completion in outputs.completions.values())
     (allocator,) = made
@@ -200,7 +200,7 @@ class Broken:
 
 @pytest.mark.parametrize("ahead", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize(("where", "number"), [("prefill", 1), ("prefill", 2), ("decode", 1), ("decode", 6)])
-def test_an_error_of_the_device_changes_no_text(
+def test_a_device_error_changes_no_text(
     demo_pair: Pair,
     device_like: Callable[[], None],
     monkeypatch: pytest.MonkeyPatch,
@@ -222,7 +222,7 @@ def test_an_error_of_the_device_changes_no_text(
     assert max(max(sizes, default=0) for sizes in others) > 1
 
 
-def test_a_request_that_breaks_every_pass_it_is_in_fails_alone(
+def test_a_request_that_breaks_every_pass_fails_alone(
     demo_pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Broken(monkeypatch, "decode", lambda calls, columns: int(columns.state.positions.max()) > 120)
@@ -235,7 +235,7 @@ def test_a_request_that_breaks_every_pass_it_is_in_fails_alone(
     assert errors == {"30": None, "119": "the device failed: planted, and again when tried alone", "31": None}
 
 
-def test_a_device_that_always_fails_ends_every_request_and_the_run(
+def test_a_device_that_always_fails_fails_all_requests_and_ends_the_run(
     random_pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     broken = Broken(monkeypatch, "prefill", lambda calls, first: True)
@@ -245,14 +245,14 @@ def test_a_device_that_always_fails_ends_every_request_and_the_run(
     assert broken.calls == 2 + 6, "two passes of three, and everybody alone"
 
 
-def test_an_error_of_the_start_is_no_request_s(random_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_at_start_up_fails_no_request(random_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = build_engine(config_of(random_pair), random_pair.models, lambda event: None)
     Broken(monkeypatch, "decode", lambda calls, first: True)
     with pytest.raises(RuntimeError, match="planted"):
         engine.warm_up()
 
 
-def test_a_device_that_is_lost_at_the_start_is_no_request_s(
+def test_a_device_lost_at_start_up_fails_no_request(
     random_pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def lost(device: torch.device) -> None:
@@ -270,7 +270,7 @@ def test_a_device_that_is_lost_at_the_start_is_no_request_s(
     assert raised.value.requests == ()
 
 
-def test_a_lost_device_ends_the_run_and_names_who_was_in_flight(
+def test_a_lost_device_ends_the_run_and_names_the_requests_in_flight(
     random_pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def lost(device: torch.device) -> None:
@@ -297,7 +297,7 @@ def test_a_lost_device_ends_the_run_and_names_who_was_in_flight(
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-def test_nobody_else_is_in_flight_with_one_that_runs_alone(
+def test_a_request_retried_alone_is_the_only_one_in_flight(
     random_pair: Pair, device_like: Callable[[], None], monkeypatch: pytest.MonkeyPatch, ahead: bool
 ) -> None:
     right = generate(random_pair, REQUESTS).texts

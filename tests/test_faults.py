@@ -194,11 +194,11 @@ def run(engine: EngineCore, setting: Setting, result: Run, *, close_at: int | No
         result.completions[completion.request.id] = completion
         if len(result.completions) == close_at:
             completions.close()
-    assert no_page_is_lost(engine)
+    assert no_page_leaked(engine)
     return result
 
 
-def no_page_is_lost(engine: EngineCore) -> bool:
+def no_page_leaked(engine: EngineCore) -> bool:
     allocator = engine._scheduler._allocator
     users = allocator._num_users if isinstance(allocator, PrefixCache) else [0]
     return allocator.num_free == allocator.num_pages and not any(users)
@@ -276,13 +276,13 @@ def run_without_fault(setting: Setting) -> FaultFree:
 
 
 @pytest.mark.parametrize("error", ERRORS)
-def test_an_error_at_any_point_changes_nothing(
+def test_an_error_at_any_launch_point_changes_no_result(
     setting: Setting, right: FaultFree, error: type[RuntimeError]
 ) -> None:
-    require_nothing_changes(setting, right, error)
+    require_no_change(setting, right, error)
 
 
-def require_nothing_changes(setting: Setting, right: FaultFree, error: type[RuntimeError]) -> None:
+def require_no_change(setting: Setting, right: FaultFree, error: type[RuntimeError]) -> None:
     """With ``error`` at each point in turn, at another call and moment of it in each setting."""
     index = setting.index + ERRORS.index(error)
     for place, (point, num_calls) in enumerate(right.calls.items()):
@@ -298,7 +298,7 @@ def require_nothing_changes(setting: Setting, right: FaultFree, error: type[Runt
 
 
 @pytest.mark.parametrize("error", ERRORS)
-def test_an_error_at_any_operation_changes_nothing(
+def test_an_error_at_any_torch_operation_changes_no_result(
     setting: Setting, right: FaultFree, error: type[RuntimeError]
 ) -> None:
     """Of the several thousand operations of a run some, others in each setting."""
@@ -318,7 +318,7 @@ def test_an_error_at_any_operation_changes_nothing(
 
 
 @pytest.mark.parametrize("error", ERRORS)
-def test_an_error_and_a_caller_who_has_seen_enough(
+def test_an_error_and_a_closed_iterator(
     setting: Setting, right: FaultFree, error: type[RuntimeError]
 ) -> None:
     """What is asked again of the same engine is right, also where the error came just before."""
@@ -331,7 +331,7 @@ def test_an_error_and_a_caller_who_has_seen_enough(
         assert right.results[0].differences(again) == [], f"{error.__name__} in call {number} of {point}"
 
 
-def test_a_page_is_shared_when_its_pass_is_known_to_run(demo_pair: Pair) -> None:
+def test_a_page_is_shared_only_after_its_pass_was_launched(demo_pair: Pair) -> None:
     """The first prefill and the step behind it find no memory: nobody may take the pages that it was to fill."""
     setting = Setting(demo_pair, "greedy", 4, True)
     right = attempt(setting)
@@ -372,7 +372,7 @@ fails_alone = partial(pytest.raises, RuntimeError, match="not alone either")
     ids=lambda p: p[1],
 )
 @pytest.mark.parametrize("when", WHENS)
-def test_an_error_while_texts_are_scored_changes_no_log_probability(
+def test_an_error_while_scoring_changes_no_logprob(
     demo_pair: Pair, point: tuple[type, str], when: str, error: type[RuntimeError]
 ) -> None:
     _, right = scored(demo_pair)
@@ -392,10 +392,10 @@ def test_an_error_while_texts_are_scored_changes_no_log_probability(
         for name in right:
             assert found.get(name, right[name]) == pytest.approx(right[name], abs=1e-4)
             assert again[name] == pytest.approx(right[name], abs=1e-4)
-        assert no_page_is_lost(engine)
+        assert no_page_leaked(engine)
 
 
-def test_limits_rise_again(demo_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_limits_recover_after_an_error(demo_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """After one shortage in the first step the batch is as large as before when memory has been there for a while."""
     monkeypatch.setattr("specgen.core.limits._QUIET", 6)
     setting, results = Setting(demo_pair, "greedy", 0, True), [Run()]

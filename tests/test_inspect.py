@@ -94,14 +94,14 @@ TEXT = """
 Target and head fit; together 1,792 bytes of KV cache a token."""
 
 
-def test_the_whole_text_of_a_pair(tmp_path: Path, target_path: Path, config: TargetConfig) -> None:
+def test_full_text_of_a_pair(tmp_path: Path, target_path: Path, config: TargetConfig) -> None:
     write_head(tmp_path, config, fc_norm=True, norm_output=True, own_embedding=True)
     text = describe(str(target_path), str(tmp_path)).to_text()
     assert text == TEXT.strip().format(target=target_path, head=tmp_path)
 
 
 @pytest.mark.parametrize("swapped", [False, True])
-def test_a_pair_that_fits_in_either_order(
+def test_a_fitting_pair_in_either_order(
     tmp_path: Path, target_path: Path, config: TargetConfig, swapped: bool
 ) -> None:
     write_head(
@@ -130,7 +130,7 @@ def test_a_pair_that_fits_in_either_order(
         assert part in text, part
 
 
-def test_the_default_layers_of_a_head_are_those_of_the_target_beside_it(
+def test_default_aux_layers_come_from_the_target(
     tmp_path: Path, target_path: Path, config: TargetConfig
 ) -> None:
     write_head(tmp_path, config)
@@ -149,7 +149,7 @@ def test_a_head_alone(tmp_path: Path, config: TargetConfig) -> None:
     assert "norm_before_residual" in description.to_text()
 
 
-def test_the_dtype_is_that_of_the_stored_weights(tmp_path: Path, config: TargetConfig) -> None:
+def test_the_dtype_is_the_stored_one(tmp_path: Path, config: TargetConfig) -> None:
     from safetensors.torch import load_file, save_file
 
     write_head(tmp_path, config)
@@ -162,7 +162,7 @@ def test_the_dtype_is_that_of_the_stored_weights(tmp_path: Path, config: TargetC
     assert head["kv_bytes_per_token"] == 2 * 2 * 16 * 2
 
 
-def test_every_reason_of_a_misfit_is_given(tmp_path: Path, target_path: Path, config: TargetConfig) -> None:
+def test_every_misfit_is_listed(tmp_path: Path, target_path: Path, config: TargetConfig) -> None:
     write_head(
         tmp_path,
         config,
@@ -177,7 +177,9 @@ def test_every_reason_of_a_misfit_is_given(tmp_path: Path, target_path: Path, co
         assert reason in description.to_text()
 
 
-def test_two_of_a_kind_are_no_pair(tmp_path: Path, target_path: Path, config: TargetConfig) -> None:
+def test_two_targets_or_two_heads_are_refused(
+    tmp_path: Path, target_path: Path, config: TargetConfig
+) -> None:
     assert describe(str(target_path), str(target_path)).misfits == (
         "both are targets: give one target and one head",
     )
@@ -185,7 +187,7 @@ def test_two_of_a_kind_are_no_pair(tmp_path: Path, target_path: Path, config: Ta
     assert "both are heads" in describe(str(tmp_path), str(tmp_path)).misfits[0]
 
 
-def test_an_architecture_is_a_row_of_a_table(
+def test_a_new_architecture_is_one_table_entry(
     tmp_path: Path, target_path: Path, config: TargetConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Loading and describing know of families and heads by the tables alone."""
@@ -235,7 +237,7 @@ def test_no_weights_are_read(
     assert sorted(names) == ["d2t", "t2d"]
 
 
-def test_what_is_no_known_checkpoint_is_refused(tmp_path: Path) -> None:
+def test_an_unknown_checkpoint_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["BertModel"]}))
     with pytest.raises(UserError, match="has no weights"):
         describe(str(tmp_path))

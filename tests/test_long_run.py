@@ -71,13 +71,13 @@ def quarter(looks: list[Look], number: int) -> list[Look]:
     return [look for look in looks if 4 * look.num_done // NUM_REQUESTS == number]
 
 
-def test_it_stays_at_one_size(looks: list[Look]) -> None:
+def test_memory_stays_constant(looks: list[Look]) -> None:
     """Runs were seen to grow by 0.1 to 0.9 %; 2 % are 8 kB for each of the thousand requests between."""
     warm, late = (median(look.memory for look in quarter(looks, number)) for number in (1, 3))
     assert late < 1.02 * warm
 
 
-def test_its_files_grow_while_it_runs(looks: list[Look]) -> None:
+def test_files_grow_during_the_run(looks: list[Look]) -> None:
     for number in range(3):
         before, after = quarter(looks, number)[0], quarter(looks, number + 1)[0]
         assert after.num_rows - before.num_rows > NUM_REQUESTS // 8
@@ -85,7 +85,7 @@ def test_its_files_grow_while_it_runs(looks: list[Look]) -> None:
     assert all(look.num_rows >= look.num_done for look in looks), "no request is counted before it is kept"
 
 
-def test_it_tells_how_long_it_will_take(looks: list[Look]) -> None:
+def test_status_estimates_the_remaining_time(looks: list[Look]) -> None:
     left = [quarter(looks, number)[0].eta_seconds for number in range(4)]
     assert None not in left
     assert left == sorted(left, reverse=True)

@@ -88,7 +88,7 @@ def test_reference_kernels_give_the_same_logits(written: Written, monkeypatch: p
 
 
 @torch.inference_mode()
-def test_passes_of_any_length_are_one_text(written: Written) -> None:
+def test_logits_do_not_depend_on_how_rows_are_split_into_passes(written: Written) -> None:
     ids, attend, states = _ids(written.config), DenseAttend(written.model), []
     for start, end in ((0, 7), (7, 8), (8, 13), (13, 40)):
         hidden, _ = written.model.forward(ids[start:end], attend)
@@ -99,7 +99,9 @@ def test_passes_of_any_length_are_one_text(written: Written) -> None:
 
 @torch.inference_mode()
 @pytest.mark.parametrize("aux_layers", [(2, 3, 5), (5, 0, 2), (1,), (3, 3, 4)], ids=str)
-def test_features_are_layer_inputs_in_the_order_asked(written: Written, aux_layers: tuple[int, ...]) -> None:
+def test_features_are_layer_inputs_in_the_requested_order(
+    written: Written, aux_layers: tuple[int, ...]
+) -> None:
     ids = _ids(written.config)
     states = written.reference(ids[None], output_hidden_states=True).hidden_states
     expected = torch.cat([states[layer][0] for layer in aux_layers], -1)
@@ -110,7 +112,7 @@ def test_features_are_layer_inputs_in_the_order_asked(written: Written, aux_laye
 
 
 @torch.inference_mode()
-def test_the_stream_behind_the_last_layer_is_a_feature_before_the_final_norm(written: Written) -> None:
+def test_the_last_layers_output_is_a_feature_before_the_final_norm(written: Written) -> None:
     ids, last = _ids(written.config), written.config.num_layers
     hidden, features = written.model.forward(ids, DenseAttend(written.model), (last,))
     normed = written.reference(ids[None], output_hidden_states=True).hidden_states[last][0]
@@ -119,7 +121,7 @@ def test_the_stream_behind_the_last_layer_is_a_feature_before_the_final_norm(wri
 
 
 @torch.inference_mode()
-def test_a_pass_keeps_the_streams_of_the_aux_layers_alone(
+def test_a_pass_keeps_only_the_streams_of_aux_layers(
     written: Written, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All of them, kept to the end, take as much memory as two caches of their own."""
@@ -202,7 +204,7 @@ def test_cpu_kernels_equal_the_reference(rows: int) -> None:
     torch.testing.assert_close(fast.rms_norm(by_head, 1e-6)(heads), plain.rms_norm(by_head, 1e-6)(heads))
 
 
-def test_weights_are_joined_below_each_other_and_one_alone_is_not_copied() -> None:
+def test_joined_weights_are_concatenated_and_a_single_one_is_not_copied() -> None:
     q, k = Weight(data=torch.randn(6, 4)), Weight(data=torch.randn(2, 4).bfloat16())
     assert Weight.joined([q]) is q
     joined = Weight.joined([q, k])
@@ -210,7 +212,7 @@ def test_weights_are_joined_below_each_other_and_one_alone_is_not_copied() -> No
     assert (q.num_bytes, k.num_bytes) == (6 * 4 * 4, 2 * 4 * 2)
 
 
-def test_a_kernel_takes_no_weight_in_a_format_that_it_does_not_know() -> None:
+def test_kernels_refuse_unknown_weight_formats() -> None:
     unknown: Any = {"data": torch.zeros(2, 2), "scale": torch.ones(2), "format": "fp8"}
     weight = Weight(**unknown)
     assert weight.num_bytes == 4 * 4 + 2 * 4
@@ -276,7 +278,7 @@ def test_heads_equal_the_dense_reference(tmp_path: Path, written: Written, setti
 
 
 @torch.inference_mode()
-def test_every_head_setting_changes_what_is_drafted(tmp_path: Path, written: Written) -> None:
+def test_every_head_setting_changes_the_drafts(tmp_path: Path, written: Written) -> None:
     """Otherwise the test above could pass with a setting ignored on both sides."""
     results = []
     flags = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "qk_norm", "own_embedding")
@@ -294,7 +296,7 @@ def test_every_head_setting_changes_what_is_drafted(tmp_path: Path, written: Wri
 
 
 @torch.inference_mode()
-def test_tensors_below_model_are_the_same_head(tmp_path: Path, written: Written) -> None:
+def test_tensor_names_with_model_prefix_are_the_same_head(tmp_path: Path, written: Written) -> None:
     write_head(tmp_path / "plain", written.config, fc_norm=True, own_embedding=True)
     plain = open_checkpoint(str(tmp_path / "plain"))
     apart = ("lm_head.weight", "d2t", "t2d")

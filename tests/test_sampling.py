@@ -108,7 +108,7 @@ def p_values(pair: Pair, sampling: SamplingParams, draft_sampling: str) -> tuple
 @pytest.mark.parametrize(
     "name", [name if name == "all" else pytest.param(name, marks=pytest.mark.slow) for name in FILTERS]
 )
-def test_every_place_has_the_distribution_of_plain_sampling(
+def test_every_position_has_the_distribution_of_plain_sampling(
     small_pair: Pair, name: str, draft_sampling: str
 ) -> None:
     values, accepted = p_values(small_pair, FILTERS[name], draft_sampling)
@@ -118,7 +118,7 @@ def test_every_place_has_the_distribution_of_plain_sampling(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("draft_sampling", ["greedy", "probabilistic"])
-def test_a_residual_that_forgets_the_drafter_is_caught(
+def test_a_residual_without_draft_probabilities_is_caught(
     small_pair: Pair, monkeypatch: pytest.MonkeyPatch, draft_sampling: str
 ) -> None:
     def planted(
@@ -134,7 +134,7 @@ def test_a_residual_that_forgets_the_drafter_is_caught(
 
 
 @pytest.mark.parametrize("draft_sampling", [pytest.param("greedy", marks=pytest.mark.slow), "probabilistic"])
-def test_one_seed_is_one_text_in_any_company(random_pair: Pair, draft_sampling: str) -> None:
+def test_a_seed_gives_the_same_text_in_any_batch(random_pair: Pair, draft_sampling: str) -> None:
     sampling = SamplingParams(max_tokens=16, temperature=0.8, top_p=0.95, seed=7)
     requests = random_requests(9, 128, sampling)
     mixed = [
@@ -149,7 +149,7 @@ def test_one_seed_is_one_text_in_any_company(random_pair: Pair, draft_sampling: 
     assert generate(random_pair, other).texts != generate(random_pair, requests).texts
 
 
-def test_temperature_zero_in_a_sampled_batch_is_greedy(random_pair: Pair) -> None:
+def test_temperature_0_in_a_sampled_batch_is_greedy(random_pair: Pair) -> None:
     greedy = random_requests(4, 128, SamplingParams(max_tokens=12))
     hot = [
         replace(r, id=f"hot{r.id}", sampling=SamplingParams(max_tokens=12, temperature=1.0)) for r in greedy
@@ -173,7 +173,7 @@ def test_uniform_numbers_are_uniform_and_differ_by_purpose() -> None:
     assert (torch.corrcoef(stacked) - torch.eye(3)).abs().max() < 0.03
 
 
-def test_random_numbers_are_those_of_splitmix64() -> None:
+def test_random_numbers_equal_splitmix64() -> None:
     """Worked out with whole numbers of any size: a seed is one text on every machine and in every version."""
 
     def mix(x: int) -> int:
@@ -191,13 +191,13 @@ def test_random_numbers_are_those_of_splitmix64() -> None:
         assert uniform(torch.tensor(seeds), positions, purpose).tolist() == expected
 
 
-def test_draw_never_gives_a_token_without_weight() -> None:
+def test_zero_probability_tokens_are_never_sampled() -> None:
     weights = torch.tensor([0.0, 0.3, 0.0, 0.7, 0.0]).expand(4, 5)
     almost_one = 1 - 2**-24
     assert draw(weights, torch.tensor([0.0, 0.29, 0.31, almost_one])).tolist() == [1, 1, 3, 3]
 
 
-def test_probabilities_of_the_filters() -> None:
+def test_filtered_probabilities() -> None:
     logits = torch.tensor([0.5, 0.25, 0.15, 0.1]).log()[None, None]
 
     def probs(**settings: float) -> list[float]:
@@ -214,7 +214,7 @@ def test_probabilities_of_the_filters() -> None:
 
 
 @pytest.mark.parametrize("num_rows", [1, 3])  # of a prefill, and of a verify
-def test_the_gpu_filters_mean_the_same(monkeypatch: pytest.MonkeyPatch, num_rows: int) -> None:
+def test_gpu_filters_equal_the_reference(monkeypatch: pytest.MonkeyPatch, num_rows: int) -> None:
     """With stand-ins for FlashInfer's kernels, which need a GPU: what is asked of them, row by row."""
 
     def top_k(rows: Tensor, places: Tensor) -> Tensor:

@@ -320,7 +320,7 @@ REFUSED: dict[str, tuple[Damage, str]] = {
 }
 
 
-def some_quick(damages: dict[str, tuple[Damage, str]]) -> list[Any]:
+def quick_and_slow(damages: dict[str, tuple[Damage, str]]) -> list[Any]:
     """All as parameters; of every eight one is in the quick set."""
     return [
         pytest.param(*each, id=name, marks=[pytest.mark.slow] if number % 8 else [])
@@ -328,8 +328,8 @@ def some_quick(damages: dict[str, tuple[Damage, str]]) -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize(("damage", "reason"), some_quick(REFUSED))
-def test_a_target_that_lies_is_refused_in_one_line(copied: Path, damage: Damage, reason: str) -> None:
+@pytest.mark.parametrize(("damage", "reason"), quick_and_slow(REFUSED))
+def test_a_malformed_target_is_refused_in_one_line(copied: Path, damage: Damage, reason: str) -> None:
     damage(copied / "target")
     before = _files(copied)
     inspected, generated = inspect_pair(copied), generate_with_pair(copied)
@@ -378,8 +378,8 @@ HEADS: dict[str, tuple[Damage, str]] = {
 }
 
 
-@pytest.mark.parametrize(("damage", "reason"), some_quick(HEADS))
-def test_a_head_that_lies_is_refused_in_one_line(copied: Path, damage: Damage, reason: str) -> None:
+@pytest.mark.parametrize(("damage", "reason"), quick_and_slow(HEADS))
+def test_a_malformed_head_is_refused_in_one_line(copied: Path, damage: Damage, reason: str) -> None:
     damage(copied / "head")
     inspected, generated = inspect_pair(copied), generate_with_pair(copied)
     assert re.search(reason, inspected.out + inspected.err), inspected
@@ -391,7 +391,7 @@ def test_a_head_that_lies_is_refused_in_one_line(copied: Path, damage: Damage, r
 # ---- what is none of a checkpoint's business, and what is no lie
 
 
-def test_code_beside_a_checkpoint_is_not_run(copied: Path) -> None:
+def test_code_in_a_checkpoint_directory_is_not_run(copied: Path) -> None:
     classes = {
         "AutoConfig": "evil.E",
         "AutoModelForCausalLM": "evil.E",
@@ -408,13 +408,13 @@ def test_code_beside_a_checkpoint_is_not_run(copied: Path) -> None:
     assert _files(copied) == before
 
 
-def test_no_source_trusts_the_code_of_a_checkpoint() -> None:
+def test_no_source_enables_trust_remote_code() -> None:
     for file in Path(specgen.__file__).parent.rglob("*.py"):
         assert "trust_remote" + "_code" not in file.read_text(), file
 
 
 @pytest.mark.parametrize("write", [torch.save, _legacy], ids=["zip", "before-1.6"])
-def test_the_unpickler_runs_no_code_either(
+def test_the_unpickler_runs_no_code(
     copied: Path, write: Callable[[Any, Path], object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Behind the look at what a pickle imports there is the unpickler, which has a list of its own."""
@@ -426,7 +426,7 @@ def test_the_unpickler_runs_no_code_either(
     assert not (copied / "evil").exists()
 
 
-def test_the_links_of_a_hub_cache_are_followed(copied: Path) -> None:
+def test_symlinks_of_a_hub_cache_are_followed(copied: Path) -> None:
     blobs = copied / "blobs"
     blobs.mkdir()
     for file in list((copied / "target").iterdir()):
@@ -443,7 +443,7 @@ def test_a_name_too_long_for_a_directory_is_refused(tmp_path: Path) -> None:
 
 
 @contextmanager
-def _as_nobody() -> Iterator[None]:
+def _as_unprivileged_user() -> Iterator[None]:
     """Root may read everything."""
     user = os.geteuid()
     if user == 0:
@@ -455,19 +455,19 @@ def _as_nobody() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json", "."])
-def test_what_may_not_be_read_is_refused(pair: Path, name: str) -> None:
+def test_unreadable_files_are_refused(pair: Path, name: str) -> None:
     with tempfile.TemporaryDirectory() as directory:
         Path(directory).chmod(0o755)
         path = Path(shutil.copytree(pair / "target", Path(directory) / "target"))
         (path / name).chmod(0)
-        with _as_nobody(), pytest.raises(UserError, match="cannot be read") as caught:
+        with _as_unprivileged_user(), pytest.raises(UserError, match="cannot be read") as caught:
             fingerprint(open_checkpoint(str(path)))
         path.chmod(0o755)
     assert "ermission denied" in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
-def test_weights_that_are_no_numbers_are_loaded(copied: Path) -> None:
+def test_nan_weights_are_loaded(copied: Path) -> None:
     """Nobody reads all weights to look for them: the request whose logits they spoil fails."""
     tensors = load_file(copied / "target" / WEIGHTS)
     tensors[NORM].fill_(float("nan"))
