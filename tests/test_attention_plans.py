@@ -1,4 +1,4 @@
-"""What the GPU backends prepare on the host: masks, page lists, sizes, and refusals."""
+"""Host-side preparation of the GPU backends: masks, page lists, workspace sizes, and refusals."""
 
 import re
 import sys

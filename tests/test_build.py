@@ -1,4 +1,4 @@
-"""What a configuration becomes."""
+"""From a configuration to an engine."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -64,7 +64,7 @@ def test_device_names_are_normalised(monkeypatch: pytest.MonkeyPatch, name: str,
 def test_the_memory_trial_uses_the_sampling_of_the_job(
     random_pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a GPU the memory of passes is measured with the forms of the job: greedy takes the least."""
+    """On a GPU peak memory is measured with the sampling of the job: greedy needs the least."""
     for name in ("memory_allocated", "max_memory_allocated"):
         monkeypatch.setattr(torch.cuda, name, lambda device: 0)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)

@@ -1,4 +1,4 @@
-"""The calibrated pair is what it was made for: known text, drafts and acceptance, in the public formats."""
+"""The calibrated pair has the intended text, drafts and acceptance, in the public formats."""
 
 import json
 from dataclasses import dataclass, replace

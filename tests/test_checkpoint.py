@@ -1,4 +1,4 @@
-"""Opening checkpoints, understanding their configs, and refusing what would load and then work badly."""
+"""Opening checkpoints, reading their configs, and refusing those that would load and then draft badly."""
 
 import json
 import pickle

@@ -1,4 +1,4 @@
-"""The trainer of the bundled pair: its head drafts as an engine would, and its counts and its optimizer are right."""
+"""The trainer of the bundled pair: its drafting equals an engine's, and its counts and its optimizer are right."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ CONFIG = HeadConfig(
 def draft_step_by_step(
     head: Head, features: torch.Tensor, embeds: torch.Tensor, row: int, steps: int
 ) -> list:
-    """Drafts behind ``row`` the plain way: confirmed rows up to it, then one new row a draft, causal attention."""
+    """Drafts after ``row`` step by step: accepted rows up to it, then one new row per draft, causal attention."""
     hidden = head.fc(features[:, : row + 1])
     logits = []
     for _ in range(steps):

@@ -1,4 +1,4 @@
-"""The drafts themselves: equal text proves the verifier alone, so they are held against an independent reference."""
+"""The drafts themselves, against an independent reference: equal text only proves the verifier."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -23,7 +23,7 @@ REQUESTS = random_requests(3, 128, SamplingParams(max_tokens=5), lengths=(2, 12)
 
 
 def wrong_drafts(outputs: Outputs, reference: ReferenceDrafter) -> int:
-    """Steps whose drafts are not those of the reference."""
+    """Number of steps whose drafts differ from the reference's."""
     wrong = 0
     for name, steps in outputs.verified.items():
         completion = outputs.completions[name]
@@ -60,7 +60,7 @@ def test_drafts_equal_the_reference_with_mixed_acceptance(
 
 
 def plant(monkeypatch: pytest.MonkeyPatch, name: str, bug: Callable[..., Any]) -> None:
-    """Let ``bug(method, ids, hidden)`` stand for a method of the head."""
+    """Replace a method of the head by ``bug(method, ids, hidden)``."""
     method = getattr(Eagle3Head, name)
 
     def broken(self: Eagle3Head, ids: Tensor, hidden: Tensor, attend: Any) -> Any:
@@ -80,7 +80,7 @@ BUGS: dict[str, tuple[str, Callable[..., Any]]] = {
 
 
 def test_k_0_runs_no_head_pass(random_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only a step that drafts pays for passes of the head, K of them."""
+    """Only a step that drafts runs the head, K times."""
     rows: list[int] = []
     plant(monkeypatch, "forward", lambda f, ids, hidden: (rows.append(len(ids)), f(ids, hidden))[1])
     run = generate(random_pair, REQUESTS, num_spec_tokens=3)
@@ -143,7 +143,7 @@ def test_planted_aux_layer_bug_is_caught(
 
 
 def test_rejected_rows_do_not_affect_later_drafts(random_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Padding rows write KV behind the sequence's end; poison there must not reach a draft."""
+    """Padding rows write KV beyond the sequence's end; poison there must not reach a draft."""
     prepare = PaddedBatch.prepare
     clean = generate(random_pair, REQUESTS)
 
@@ -161,7 +161,7 @@ def test_rejected_rows_do_not_affect_later_drafts(random_pair: Pair, monkeypatch
 @pytest.mark.parametrize("k", [0, 3])
 def test_events_record_the_rows_each_step_computed(demo_pair: Pair, k: int, batch: str) -> None:
     requests = bundled_requests(6, SamplingParams(max_tokens=16))
-    kept: list[int] = []  # rows that held confirmed tokens, of each sequence in the step
+    kept: list[int] = []  # rows of accepted tokens, of each sequence in the step
     lens = {r.id: len(r.prompt_token_ids) for r in requests}
     for event in generate(demo_pair, requests, num_spec_tokens=k, drafter_batch=batch).events:
         if isinstance(event, Verified):

@@ -1,4 +1,4 @@
-"""The engine as a program calls it: strings and prompts in, outputs as they finish, failures among them."""
+"""The engine's Python API: strings and prompts in, outputs as they finish, including failed ones."""
 
 import json
 import subprocess
@@ -115,7 +115,7 @@ def test_a_stopped_run_yields_finished_outputs_and_drops_the_rest(
     prompts = [Prompt(id=str(n), text="Tom", sampling={"max_tokens": n}) for n in (2, 200)]
     outputs = list(engine.generate(prompts, SHORT, until=lambda: any_finished(events)))
     assert [output.id for output in outputs] == ["2"]
-    assert len(list(engine.generate(["Tom"], SHORT))) == 1, "and the engine is free again"
+    assert len(list(engine.generate(["Tom"], SHORT))) == 1, "the engine is free again"
 
 
 def any_finished(events: list[Event]) -> bool:

@@ -1,4 +1,4 @@
-"""What fails, fails for the requests that it concerns: they are tried once more, alone, and all others go on."""
+"""A failure concerns its own requests only: they are retried once, alone, and all others continue."""
 
 import pickle
 from collections.abc import Callable, Iterable
@@ -30,14 +30,14 @@ REQUESTS = random_requests(16, 128, GREEDY, lengths=(1, 12))
 
 
 def fails_at(request: Request, text: tuple[int, ...], token: int) -> int | None:
-    """The output token that is the first behind ``token`` where ``text`` is the right one."""
+    """Index of the first output token after ``token``, if ``text`` is the right text."""
     if token in request.prompt_token_ids:
         return 1
     return text.index(token) + 2 if token in text[:-1] else None
 
 
 def history(outputs: Outputs, name: str) -> list[str]:
-    """How often a request began and ended."""
+    """The submitted and finished events of a request."""
     return [
         event.reason if isinstance(event, Finished) else "submitted"
         for event in outputs.events
@@ -45,8 +45,8 @@ def history(outputs: Outputs, name: str) -> list[str]:
     ]
 
 
-def company(events: list[Event], name: str) -> set[int]:
-    """Sequences in each decode step from the last time that the request is prefilled to its end."""
+def batch_sizes_of(events: list[Event], name: str) -> set[int]:
+    """Batch sizes of the decode steps from the request's last prefill to its end."""
     begin = max(i for i, e in enumerate(events) if isinstance(e, Prefilled) and e.sequence == name)
     end = max(i for i, e in enumerate(events) if isinstance(e, Finished) and e.sequence == name)
     return {e.num_sequences for e in events[begin:end] if isinstance(e, Stepped) and e.kind == "decode"}
@@ -91,7 +91,7 @@ def test_nan_logits_fail_only_their_request(
                 f"the model's logits were not finite (NaN) at output token {at}, and again when tried alone"
             )
             assert history(outputs, name) == ["submitted", "error"] * 2
-            assert company(outputs.events, name) <= {1}
+            assert batch_sizes_of(outputs.events, name) <= {1}
 
 
 def unused(pair: Pair, requests: Iterable[Request], texts: dict[str, tuple[int, ...]]) -> int:
@@ -103,7 +103,7 @@ def unused(pair: Pair, requests: Iterable[Request], texts: dict[str, tuple[int, 
 
 
 def wrong_token_once(monkeypatch: pytest.MonkeyPatch, number: int, token: int, place: int = 0) -> None:
-    """The target's pass of that number takes every token of the sequence at ``place`` for ``token``."""
+    """The target's pass of that number reads ``token`` for every token of the sequence at ``place``."""
     forward, count = Steps._forward, [0]
 
     def planted(self: Steps, token_ids: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
@@ -148,13 +148,13 @@ def test_a_retried_request_gives_the_right_text(
         device_like()
     monkeypatch.setattr(
         assembly, "NonPaddedBatch", assembly.PackedBatch
-    )  # nobody's rows are like the last sequence's
+    )  # padding rows repeat the last sequence
     wrong_token_once(monkeypatch, number, token, place=0 if ahead else -1)
     outputs = generate(nan_at(demo_pair, token), requests, **settings)
     assert outputs.texts == right.texts
     (failed,) = [name for name in right.texts if "error" in history(outputs, name)]
     assert history(outputs, failed)[:3] == ["submitted", "error", "submitted"]
-    assert company(outputs.events, failed) == {1}
+    assert batch_sizes_of(outputs.events, failed) == {1}
     again = outputs.verified[failed][-len(right.verified[failed]) :]
     assert outputs.verified | {failed: again} == right.verified
     assert all(bool(cache._storage.isfinite().all()) for cache in caches), (
@@ -165,7 +165,7 @@ def test_a_retried_request_gives_the_right_text(
 def test_pages_of_a_failed_sequence_are_not_shared(
     random_pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Many begin alike, and the first, whose pages the others are to take, fails in the pass that computes them."""
+    """Many share a prefix, and the first, whose pages the others would share, fails in the pass that computes them."""
     prefix = random_requests(1, 128, GREEDY, lengths=(30, 30))[0].prompt_token_ids
     requests = [Request(id=f"{n}", prompt_token_ids=(*prefix, n + 3), sampling=GREEDY) for n in range(8)]
     right = generate(random_pair, requests).texts
@@ -181,7 +181,7 @@ def test_pages_of_a_failed_sequence_are_not_shared(
 
 
 class Broken:
-    """Stands in for a method of ``Steps``: an error of the device where ``fails`` says so."""
+    """Replaces a method of ``Steps``: a device error where ``fails`` says so."""
 
     def __init__(
         self, monkeypatch: pytest.MonkeyPatch, where: str, fails: Callable[[int, Any], bool]
@@ -217,8 +217,8 @@ def test_a_device_error_changes_no_text(
     assert outputs.texts == right
     failed = [name for name in right if "error" in history(outputs, name)]
     assert 1 <= len(failed) <= 4
-    assert all(company(outputs.events, name) <= {1} for name in failed)
-    others = [company(outputs.events, name) for name in right if name not in failed]
+    assert all(batch_sizes_of(outputs.events, name) <= {1} for name in failed)
+    others = [batch_sizes_of(outputs.events, name) for name in right if name not in failed]
     assert max(max(sizes, default=0) for sizes in others) > 1
 
 
@@ -281,7 +281,7 @@ def test_a_lost_device_ends_the_run_and_names_the_requests_in_flight(
     for request in REQUESTS[:3]:
         engine.submit(request)
     engine.step()
-    assert engine._in_flight, "with numbers that nobody can read any more"
+    assert engine._in_flight, "with results that can no longer be read"
     monkeypatch.setattr(torch.cuda, "synchronize", lost)
     monkeypatch.setattr(HostCopy, "read", lost)
     Broken(monkeypatch, "decode", lambda calls, first: True)
@@ -289,7 +289,7 @@ def test_a_lost_device_ends_the_run_and_names_the_requests_in_flight(
     engine._device = torch.device("cuda")
     with pytest.raises(DeviceLost) as raised:
         engine.step()
-    error = pickle.loads(pickle.dumps(raised.value))  # as processes hand it to each other
+    error = pickle.loads(pickle.dumps(raised.value))  # as between processes
     expected = "the device is lost (an illegal memory access was encountered): go on in a new process"
     assert str(error) == expected
     assert error.requests == tuple(request.id for request in REQUESTS[:3])

@@ -1,4 +1,4 @@
-"""On an NVIDIA GPU: texts and steps are those of the CPU, in graphs and without, whatever the host is doing."""
+"""On an NVIDIA GPU: texts and steps equal the CPU's, with and without CUDA graphs and lookahead."""
 
 import json
 import subprocess
@@ -58,7 +58,7 @@ def test_a_seed_gives_the_same_text_on_every_device(
     there = generate(gpu_pair, bundled_requests(COUNT, SAMPLED), draft_sampling=draft_sampling, **FLOAT32)
     assert sum(map(len, here.texts.values())) > 300
     same = sum(here.texts[name] == there.texts[name] for name in here.texts)
-    # a draw may fall on the other side of a border that two summations round differently
+    # a random number may fall between two cumulative sums that are rounded differently
     assert same >= COUNT - 1
 
 
@@ -81,7 +81,7 @@ MODES = ("step", "pass", "off")
 
 
 def mixed(sampling: SamplingParams, count: int = 24) -> list[Request]:
-    """Texts of 1 to 60 tokens: sequences join and leave at nearly every step and cross buckets and pages."""
+    """Texts of 1 to 60 tokens: sequences join and leave at nearly every step, across batch-size buckets and pages."""
     return [
         Request(
             id=request.id,
@@ -135,7 +135,7 @@ def test_cuda_graphs_change_no_text_and_no_step(
 @pytest.mark.parametrize("k", [0, 4])
 @pytest.mark.parametrize("mode", MODES)
 def test_per_request_parameters_in_a_mixed_batch(gpu_pair: Pair, k: int, batch: str, mode: str) -> None:
-    """Biases and log-probabilities of all widths, in graphs that are captured as the batch comes to need them."""
+    """Biases and log-probabilities of all widths, in graphs captured when the batch needs them."""
     requests = [
         replace(r, sampling=replace(r.sampling, stop=()))  # these pairs have no tokenizer
         for r in all_different(bundled_requests(24, GREEDY))
@@ -149,7 +149,7 @@ def test_per_request_parameters_in_a_mixed_batch(gpu_pair: Pair, k: int, batch: 
 
 
 def fails_after(requests: list[Request], outputs: Outputs) -> tuple[int, set[str]]:
-    """A token that some texts go on behind, and the requests that have it; others have and draft it nowhere."""
+    """A token after which some texts continue, and their requests; others neither contain nor draft it."""
     for token in range(3, 3072):
         inside = {r.id for r in requests if token in outputs.texts[r.id][:-1]}
         hit = inside | {r.id for r in requests if token in r.prompt_token_ids}
@@ -179,7 +179,7 @@ def test_nan_logits_fail_only_their_request(gpu_pair: Pair, k: int, batch: str, 
 
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED, SamplingParams(temperature=0.9, top_k=20, top_p=0.9)])
 def test_nan_prompts_fail_only_their_requests(bfloat16_pair: Pair, sampling: SamplingParams) -> None:
-    """The kernels of attention and sampling, which know nothing of it, over NaN in the pages beside theirs."""
+    """Attention and sampling kernels read NaN only in the pages and rows of the failing requests."""
     sampling = replace(sampling, max_tokens=24)
     good = bundled_requests(16, sampling)
     token = next(t for t in range(3, 3072) if not any(t in r.prompt_token_ids for r in good))
@@ -225,7 +225,7 @@ def test_an_error_at_any_launch_point_changes_no_result(
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_a_second_gpu_gives_the_same_texts(demo_path: Path) -> None:
-    """Each by itself, and both in one process in turns."""
+    """Each alone, and both alternately in one process."""
     engines, texts = [], []
     for device in ("cuda:0", "cuda:1"):
         pair = load_pair(demo_path, torch.float32, device)
@@ -243,7 +243,7 @@ def test_a_second_gpu_gives_the_same_texts(demo_path: Path) -> None:
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_a_run_on_a_second_gpu_gives_the_same_texts(tmp_path: Path) -> None:
-    """With the kernels of a real run, of which a process can have those of one GPU."""
+    """With the kernels of a real run, which one process can use on one GPU only."""
     rows = []
     for device in ("cuda:0", "cuda:1"):
         output = tmp_path / device
@@ -266,7 +266,7 @@ def test_a_second_gpu_in_one_process_is_refused(demo_path: Path) -> None:
 
 
 def test_the_kv_cache_gets_the_memory_left_by_the_job(gpu_pair: Pair) -> None:
-    # prefills of one token each, so that a decode step is what takes most
+    # prefills of one token each, so that a decode step needs the most memory
     config = config_of(gpu_pair, **EXACT, num_spec_tokens=4, max_batch_size=64, max_prefill_tokens=64)
     greedy = SamplingParams()
     left = [
@@ -277,7 +277,7 @@ def test_the_kv_cache_gets_the_memory_left_by_the_job(gpu_pair: Pair) -> None:
             replace(greedy, temperature=1.0, top_p=0.9, logprobs=20),
         )
     ]
-    # one float32 distribution of the batch's rows is what greedy decoding never makes
+    # the float32 probabilities of the batch's rows, which greedy decoding does not allocate
     distribution = 64 * 5 * gpu_pair.models.target.config.vocab_size * 4
     assert left[0] >= left[1] + 2 * distribution
     assert left[1] > left[2]
@@ -335,7 +335,7 @@ cli.main()
 def _answered(code: str, prompts: Path, output: Path) -> tuple[int, str, dict[str, str]]:
     """The exit code, stderr and the texts by id of ``code``, which calls the command line."""
     options = ["--dtype", "float32", "--max-new-tokens", "16", "--max-batch-size", "4", "--ignore-eos"]
-    options += ["--max-prefill-tokens", "256"]  # so that no prompt that is tried at the start is long
+    options += ["--max-prefill-tokens", "256"]  # so that prompts of the memory trial are short
     done = subprocess.run(
         [sys.executable, "-c", code, "generate", "--dataset", prompts, "--output", output, *options],
         capture_output=True,
@@ -380,7 +380,7 @@ LONG = SamplingParams(max_tokens=200, ignore_eos=True)
 
 
 def running_engine(pair: Pair, sampling: SamplingParams = LONG, **settings: Any) -> EngineCore:
-    """An engine whose graphs are captured and whose batch decodes on."""
+    """An engine in steady-state decoding, with its graphs captured."""
     engine = build_engine(config_of(pair, **settings), pair.models, lambda event: None)
     for request in bundled_requests(8, sampling):
         engine.submit(request)
@@ -405,7 +405,7 @@ def test_a_steady_state_step_has_no_host_sync(
     torch.cuda.set_sync_debug_mode("error")
     try:
         for _ in range(8):
-            engine._advance()  # where an error is not taken for one of the device
+            engine._advance()  # not through the handling of device errors
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
@@ -446,7 +446,7 @@ def test_out_of_memory_on_a_gpu_lowers_the_batch_size(gpu_pair: Pair) -> None:
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info()
     held = total - free
-    # room for the caches and little else
+    # memory for the caches and little else
     torch.cuda.set_per_process_memory_fraction((held + (80 << 20)) / total)
     try:
         short = run()

@@ -1,4 +1,4 @@
-"""What ``specgen inspect`` says: the understanding of a checkpoint, its sizes, and the fit of a pair."""
+"""``specgen inspect``: how a checkpoint is understood, its sizes, and whether a pair fits."""
 
 import json
 import shutil
@@ -33,7 +33,7 @@ def config(target_path: Path) -> TargetConfig:
 
 
 def _json(description: Description) -> dict[str, Any]:
-    """Through JSON and back: everything must be plain."""
+    """Through JSON and back: every value must be serialisable."""
     decoded: dict[str, Any] = json.loads(json.dumps(description.to_json()))
     return decoded
 
@@ -190,7 +190,7 @@ def test_two_targets_or_two_heads_are_refused(
 def test_a_new_architecture_is_one_table_entry(
     tmp_path: Path, target_path: Path, config: TargetConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Loading and describing know of families and heads by the tables alone."""
+    """Loading and describing know families and heads only through the tables."""
 
     @dataclass(frozen=True, kw_only=True)
     class OtherConfig(Eagle3Config):

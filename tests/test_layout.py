@@ -1,4 +1,4 @@
-"""Where rows stand and where their KV goes."""
+"""Positions and KV slots of rows."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Limits fall at a shortage and rise by and by, later where that was too early."""
+"""Limits fall when memory runs out and rise again, later if a raise failed."""
 
 from specgen.core.limits import _QUIET, Limits
 
@@ -38,7 +38,7 @@ def test_a_raise_that_failed_is_retried_later() -> None:
     passes(limits, _QUIET)
     assert limits.max_batch_size == 8
     limits.lower_batch(8)
-    limits.lower_batch(4)  # the same shortage
+    limits.lower_batch(4)  # the same out-of-memory error
     assert limits.max_batch_size == 2
     passes(limits, 2 * _QUIET - 1)
     assert limits.max_batch_size == 2

@@ -10,7 +10,7 @@ from specgen.core.sequence import Request
 from tests.engines import Pair, bundled_requests, generate, random_requests
 from tests.reference_drafts import ReferenceDrafter
 
-pytestmark = pytest.mark.xdist_group("lossless")  # what transformers writes is computed once
+pytestmark = pytest.mark.xdist_group("lossless")  # the texts of transformers are computed once
 
 GREEDY = SamplingParams(max_tokens=24)
 RANDOM = random_requests(32, 128, GREEDY, lengths=(1, 30))
@@ -79,7 +79,7 @@ def test_chunked_prefill_changes_no_text(
 def test_eos_inside_accepted_drafts_ends_the_text(
     demo_pair: Pair, demo_reference: ReferenceDrafter, demo_texts: dict[str, tuple[int, ...]]
 ) -> None:
-    """Every token of a text in turn is made the EOS, so it falls on every place of a step."""
+    """Each token of a text in turn becomes the EOS, so it falls on every position of a step."""
     request = demo_requests()[0]
     text = demo_texts[request.id]
     inside = 0

@@ -1,4 +1,4 @@
-"""Whatever lies in a checkpoint's directory: one short line and exit code 2, in bounded time and memory."""
+"""Malformed checkpoint directories: one short line and exit code 2, in bounded time and memory."""
 
 import json
 import os
@@ -49,7 +49,7 @@ def _changed(file: Path, **changes: Any) -> None:
 
 
 def _files(path: Path) -> dict[str, int]:
-    """What lies in a directory, apart from a run's own."""
+    """The files of a directory, except those of a run."""
     found = (file.relative_to(path) for file in path.rglob("*"))
     return {str(file): (path / file).lstat().st_mtime_ns for file in found if file.parts[0] != "run"}
 
@@ -70,7 +70,7 @@ def _index(name: str) -> Damage:
 
 
 def _replaced(name: str, make: Callable[[Path], object]) -> Damage:
-    """The file ``name`` is gone, and ``make`` puts another thing there."""
+    """``make`` puts something else in place of the file ``name``."""
 
     def damage(path: Path) -> None:
         (path / name).unlink(missing_ok=True)
@@ -80,7 +80,7 @@ def _replaced(name: str, make: Callable[[Path], object]) -> Damage:
 
 
 def _header(**changes: Any) -> Damage:
-    """Another entry for one tensor in the header of the weights."""
+    """A changed entry of one tensor in the header of the weights."""
 
     def damage(path: Path) -> None:
         data = (path / WEIGHTS).read_bytes()
@@ -126,7 +126,7 @@ def _cut(write: Callable[[Any, Path], object], length: int) -> Callable[[Any, Pa
 
 
 def _deflated(padding: int) -> Callable[[Any, Path], object]:
-    """A zip file of 1/1000 of the ``padding`` that its pickle ends with."""
+    """A zip file 1000 times smaller than the ``padding`` at the end of its pickle."""
 
     def write(value: Any, file: Path) -> None:
         torch.save(value, file)
@@ -150,7 +150,7 @@ class _Call:
 
 
 def _repeated(path: Path) -> None:
-    """A vocabulary of 2^24 tokens whose embeddings are one number."""
+    """A vocabulary of 2^24 tokens whose embeddings are one stored number."""
     table = torch.zeros(1, dtype=torch.float16).expand(1 << 24, 32)
     _pickled(torch.save, model__embed_tokens__weight=table, lm_head__weight=table)(path)
     _changed(path / "config.json", vocab_size=1 << 24)
@@ -321,7 +321,7 @@ REFUSED: dict[str, tuple[Damage, str]] = {
 
 
 def quick_and_slow(damages: dict[str, tuple[Damage, str]]) -> list[Any]:
-    """All as parameters; of every eight one is in the quick set."""
+    """All as parameters; one in eight is in the quick set."""
     return [
         pytest.param(*each, id=name, marks=[pytest.mark.slow] if number % 8 else [])
         for number, (name, each) in enumerate(damages.items())
@@ -336,7 +336,7 @@ def test_a_malformed_target_is_refused_in_one_line(copied: Path, damage: Damage,
     _check_refused(inspected, reason)
     _check_refused(generated, reason)
     assert generated.code == 2
-    assert _files(copied) == before  # nothing was run, and nothing is written
+    assert _files(copied) == before  # no code ran and nothing was written
 
 
 def _check_refused(ended: Ended, reason: str) -> None:
@@ -388,7 +388,7 @@ def test_a_malformed_head_is_refused_in_one_line(copied: Path, damage: Damage, r
     _check_refused(generated, reason)
 
 
-# ---- what is none of a checkpoint's business, and what is no lie
+# ---- code, links, permissions, and NaN weights
 
 
 def test_code_in_a_checkpoint_directory_is_not_run(copied: Path) -> None:
@@ -417,7 +417,7 @@ def test_no_source_enables_trust_remote_code() -> None:
 def test_the_unpickler_runs_no_code(
     copied: Path, write: Callable[[Any, Path], object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Behind the look at what a pickle imports there is the unpickler, which has a list of its own."""
+    """After the check of a pickle's imports, the unpickler has an allow list of its own."""
     monkeypatch.setattr(pickle_files, "_require_plain", lambda file, zipped: None)
     monkeypatch.chdir(copied)
     _pickled(write, evil=EVIL)(copied / "target")
@@ -468,7 +468,7 @@ def test_unreadable_files_are_refused(pair: Path, name: str) -> None:
 
 
 def test_nan_weights_are_loaded(copied: Path) -> None:
-    """Nobody reads all weights to look for them: the request whose logits they spoil fails."""
+    """Weights are not scanned for NaN: the request whose logits become NaN fails."""
     tensors = load_file(copied / "target" / WEIGHTS)
     tensors[NORM].fill_(float("nan"))
     save_file(tensors, copied / "target" / WEIGHTS)

@@ -1,4 +1,4 @@
-"""Targets against ``transformers``, heads against a dense reference written here, kernels bit for bit."""
+"""Targets against ``transformers``, heads against the dense reference below, kernels bit for bit."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,7 +36,7 @@ TARGETS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Written:
-    """A target on disk, loaded both ways."""
+    """A target on disk, loaded here and by ``transformers``."""
 
     path: Path
     config: TargetConfig
@@ -124,7 +124,7 @@ def test_the_last_layers_output_is_a_feature_before_the_final_norm(written: Writ
 def test_a_pass_keeps_only_the_streams_of_aux_layers(
     written: Written, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All of them, kept to the end, take as much memory as two caches of their own."""
+    """All streams together would need as much memory as two KV caches."""
     kind = type(written.model.norm)
     add, made, alive = kind.add, list[Any](), list[int]()
 
@@ -161,9 +161,7 @@ def test_half_precision_rounds_where_transformers_rounds(
         expected = written.reference(ids[None]).logits[0].float()
     got = _logits(written.model, ids)
     assert got.dtype == dtype
-    assert ((got - expected).abs() > 1e-5).float().mean() < 0.01, (
-        "a place that rounds otherwise moves most logits"
-    )
+    assert ((got - expected).abs() > 1e-5).float().mean() < 0.01, "different rounding changes most logits"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
@@ -193,7 +191,7 @@ def test_cpu_kernels_equal_the_reference(rows: int) -> None:
         torch.testing.assert_close(fast.linear(matrix)(x), plain.linear(matrix)(x), rtol=1e-5, atol=1e-5)
         gated, expected = fast.gated_linear(matrix)(x), plain.gated_linear(matrix)(x)
         torch.testing.assert_close(gated, expected, rtol=1e-4, atol=1e-4)
-    x, weight = x * torch.logspace(-6, 3, rows)[:, None], torch.randn(64)  # also rows where eps counts
+    x, weight = x * torch.logspace(-6, 3, rows)[:, None], torch.randn(64)  # also rows where eps matters
     torch.testing.assert_close(fast.rms_norm(weight, 1e-5)(x), plain.rms_norm(weight, 1e-5)(x))
     delta = torch.randn(1, rows, 64)
     sums, expected = (ops.rms_norm(weight, 1e-5).add(x, delta) for ops in (fast, plain))
@@ -268,7 +266,7 @@ def test_heads_equal_the_dense_reference(tmp_path: Path, written: Written, setti
 
     hidden, expected = head.fuse(features), reference.fuse(features)
     torch.testing.assert_close(hidden, expected, atol=1e-4, rtol=1e-4)
-    for _ in range(3):  # each pass is fed what the one before gave
+    for _ in range(3):  # each pass takes the output of the previous one
         hidden = head.forward(token_ids, hidden, DenseAttend(head))
         expected, logits = reference.forward(token_ids, expected)
         torch.testing.assert_close(hidden, expected, atol=1e-4, rtol=1e-4)
@@ -312,7 +310,7 @@ def test_tensor_names_with_model_prefix_are_the_same_head(tmp_path: Path, writte
 
 
 class _DenseHead:
-    """An EAGLE3 head of one sequence from position 0, from raw tensors and flags, as its papers draw it."""
+    """An EAGLE3 head of one sequence from position 0, from raw tensors and flags, as in the papers."""
 
     def __init__(self, checkpoint: Checkpoint, target_embedding: Tensor) -> None:
         self.t = {

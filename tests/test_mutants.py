@@ -1,4 +1,4 @@
-"""Mutants: every operator changes what it says and nothing else, and a planted one is caught by a test that sees it."""
+"""Mutants: every operator makes the intended change only, and a planted mutant is caught."""
 
 import ast
 import json
@@ -72,13 +72,15 @@ def test_offsets_after_non_ascii_text_and_across_lines() -> None:
 
 
 def test_a_sample_is_reproducible_and_covers_every_module() -> None:
-    drawn = draw(150, seed=0)
-    names = [key(mutant.to_json()) for mutant in drawn]
+    sampled = draw(150, seed=0)
+    names = [key(mutant.to_json()) for mutant in sampled]
     assert len(set(names)) == 150
     assert names == [key(mutant.to_json()) for mutant in draw(150, seed=0)]
     assert names != [key(mutant.to_json()) for mutant in draw(150, seed=1)]
-    assert len({mutant.module for mutant in drawn}) >= len(TESTS) - 2  # one of two places may get none
-    for mutant in drawn:
+    assert (
+        len({mutant.module for mutant in sampled}) >= len(TESTS) - 2
+    )  # a module with two mutations may get none
+    for mutant in sampled:
         ast.parse(mutant.mutation.apply(mutant.source))
 
 
@@ -92,7 +94,7 @@ def test_listed_tests_exist() -> None:
 
 @pytest.fixture
 def package(tmp_path: Path) -> Path:
-    """A package of one module, and tests that see one of its two lines."""
+    """A package of one module, and tests that cover one of its two functions."""
     (tmp_path / "planted").mkdir()
     (tmp_path / "planted/__init__.py").touch()
     (tmp_path / "planted/sums.py").write_text(SOURCE)
@@ -123,9 +125,7 @@ def test_planted_mutants(package: Path) -> None:
             path=package / "planted/sums.py",
             source=source,
             tests=("test_planted.py",),
-            seconds=3
-            if changes.get(source) == "items = items[:]"
-            else 60,  # it never ends; the others on a busy machine do
+            seconds=3 if changes.get(source) == "items = items[:]" else 60,  # this one never ends
             root=package,
         )
         for source in (SOURCE, *changes)

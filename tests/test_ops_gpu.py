@@ -1,4 +1,4 @@
-"""On an NVIDIA GPU: the kernels there give what the reference gives, bit for bit where the arithmetic is the same."""
+"""On an NVIDIA GPU: the kernels equal the reference, bit for bit where the arithmetic is the same."""
 
 import pytest
 import torch
@@ -32,7 +32,7 @@ def fast(dtype: torch.dtype) -> Ops:
 
 
 def assert_close_to_one_rounding(got: Tensor, expected: Tensor) -> None:
-    """Equal but for a last bit here and there, where a sum in another order falls on the other side of a border."""
+    """Equal except for a last bit here and there, where a sum in another order rounds differently."""
     torch.testing.assert_close(got, expected, rtol=0.016 if got.dtype == torch.bfloat16 else 2e-3, atol=1e-5)
     allowed = 1 if got.dtype == torch.float32 else 0.01
     assert (got != expected).sum() <= allowed * got.numel()
@@ -48,7 +48,7 @@ def test_rms_norm(rows: int, size: int, dtype: torch.dtype) -> None:
     mine, plain = fast(dtype).rms_norm(weight, 1e-5), torch_ops().rms_norm(weight, 1e-5)
     assert_close_to_one_rounding(mine(stream), plain(stream))
     kept = stream.clone()
-    for x in (stream, wide[:, size:]):  # also rows that lie apart
+    for x in (stream, wide[:, size:]):  # also strided rows
         got, expected = mine.add(x, delta), plain.add(x, delta)
         assert torch.equal(got[0], expected[0])
         assert_close_to_one_rounding(got[1], expected[1])
@@ -95,7 +95,7 @@ def test_linear(rows: int, shape: tuple[int, int], dtype: torch.dtype) -> None:
     ):
         assert got.shape == expected.shape
         assert (got - expected).norm() <= tolerance * expected.norm()
-        if rows:  # every row and column of its own, not in the mean alone
+        if rows:  # every element, not only the mean
             least = 4 * tolerance * float(expected.std())
             torch.testing.assert_close(got.double(), expected, rtol=2 * tolerance, atol=least)
 
@@ -135,7 +135,9 @@ def test_rope_and_store(
         storage = torch.zeros(2, 60, 16, num_kv_heads, head_dim, dtype=kv_dtype, device=CUDA)
         q = ops.rope(frequencies)(layout)(qkv, storage[0], storage[1])
         pages = storage.float().flatten(1, 2)[:, layout.slots.unique()]
-        written = layout.slots.unique(return_counts=True)[1] == 1  # where two rows meet, either may win
+        written = (
+            layout.slots.unique(return_counts=True)[1] == 1
+        )  # where two rows share a slot, either may win
         found.append((q.float(), pages[:, written]))
         untouched = storage.float().flatten(1, 2)
         untouched[:, layout.slots] = 0
@@ -148,7 +150,7 @@ def test_rope_and_store(
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(0, 9), (1, 128256), (2, 5, 32000), (300, 4096), (3, 1)], ids=str)
 def test_argmax_is_the_first_maximum(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    x = random(*shape, dtype=dtype).round()  # many are equal
+    x = random(*shape, dtype=dtype).round()  # with many ties
     assert torch.equal(fast(dtype).argmax(x), x.argmax(-1))
 
 
@@ -164,7 +166,7 @@ def test_argmax_finds_nan(dtype: torch.dtype) -> None:
 
 
 def test_captured_kernels_read_new_inputs() -> None:
-    """Kernels start before the one in front of them ends: each must wait before it reads what that one writes."""
+    """A kernel starts before its predecessor ends: it must wait before it reads what the predecessor writes."""
     dtype = torch.bfloat16
     ops, plain = fast(dtype), torch_ops()
     size, inner = 4096, 14336

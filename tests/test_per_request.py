@@ -1,4 +1,4 @@
-"""What each request asks for by itself, exact with speculation: biased logits, log-probabilities, its own sampling."""
+"""Per-request parameters, exact with speculation: logit bias, log-probabilities, sampling."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -30,7 +30,7 @@ def bias_of(count: int, seed: int, vocab_size: int) -> tuple[tuple[int, float], 
 
 
 def with_biases(requests: Iterable[Request], vocab_size: int) -> list[Request]:
-    """No, few, many biases in turn: rows of all widths join, leave and move up."""
+    """No, few, many biases in turn: rows of all widths join, leave and are compacted."""
     counts = (0, 3, 40, 16, 128 if vocab_size == 128 else 300)
     return [
         replace(
@@ -46,7 +46,7 @@ def with_biases(requests: Iterable[Request], vocab_size: int) -> list[Request]:
 
 
 def biased_greedy(reference: ReferenceDrafter, request: Request) -> tuple[int, ...]:
-    """The text in plain words: whole passes of ``transformers``, the bias added to the last logits."""
+    """The text by full passes of ``transformers``, with the bias added to the last logits."""
     tokens, sampling = list(request.prompt_token_ids), request.sampling
     eos = reference.target.generation_config.eos_token_id
     for _ in range(sampling.max_tokens):
@@ -225,11 +225,11 @@ def test_logprobs_of_one_row() -> None:
     assert found.top[1][1] == pytest.approx(float(logits[0, 0, 1]))
 
 
-# --- all together ---------------------------------------------------------------------------------
+# --- mixed batches ---------------------------------------------------------------------------------
 
 
 def all_different(requests: Iterable[Request]) -> list[Request]:
-    """No two ask for the same."""
+    """Requests that all differ in their parameters."""
     asked = []
     for i, request in enumerate(requests):
         sampling = SamplingParams(
@@ -249,7 +249,7 @@ def all_different(requests: Iterable[Request]) -> list[Request]:
 
 
 def answers(outputs: Outputs) -> dict[str, Any]:
-    """Text, end and, rounded, log-probabilities of every request."""
+    """Text, finish reason and rounded log-probabilities of every request."""
     return {
         name: (c.token_ids, c.finish_reason, c.logprobs and [round(each.chosen, 3) for each in c.logprobs])
         for name, c in outputs.completions.items()

@@ -1,4 +1,4 @@
-"""The host ahead of the device, padding rows, and a device short of memory: none of it changes a text or a step."""
+"""Lookahead, padding rows and out-of-memory errors change no text and no step."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -161,7 +161,7 @@ def test_a_request_too_large_for_memory_fails_alone(demo_pair: Pair, monkeypatch
     assert reasons == {"30": "length", "119": "error", "31": "length"}
     assert "even alone" in (outputs.completions["119"].error or "")
     shortages = sum(isinstance(event, OutOfMemory) for event in outputs.events)
-    assert shortages - 1 == 3, "one in company, and three alone"
+    assert shortages - 1 == 3, "one in a batch, and three alone"
 
 
 def test_out_of_memory_at_the_last_step(
@@ -170,7 +170,7 @@ def test_out_of_memory_at_the_last_step(
     request = bundled_requests(1, SamplingParams(max_tokens=40))[0]
     text = generate(demo_pair, [request], num_spec_tokens=0).texts[request.id]
     eos = frozenset([text[5]])
-    end = len(request.prompt_token_ids) + text.index(text[5])  # where the surplus step stands
+    end = len(request.prompt_token_ids) + text.index(text[5])  # position of the surplus step
     new_sequence, decode = Intake.sequence, Steps.decode
 
     def ends_early(self: Intake, request: Request) -> Sequence:

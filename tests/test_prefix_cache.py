@@ -1,4 +1,4 @@
-"""Prompts that begin alike are computed once, and nothing else about a run changes."""
+"""Shared prefixes are computed once, and nothing else about a run changes."""
 
 import random
 from collections.abc import Iterable
@@ -27,7 +27,7 @@ def digests(tokens: Iterable[int], page_size: int = 4, root: bytes = b"") -> lis
 
 
 def few_shot_requests(pair: Pair, count: int, sampling: SamplingParams, prefix: int = 50) -> list[Request]:
-    """Requests of which every two share at least ``prefix`` tokens, a few of them all but the last ones."""
+    """Requests that share at least ``prefix`` tokens, some of them all but the last tokens."""
     prompts = [r.prompt_token_ids for r in random_requests(count, 128, sampling, lengths=(1, 30), seed=3)]
     (start,) = random_requests(1, 128, sampling, lengths=(prefix, prefix), seed=9)
     prompts += [(*prompts[0], 7), (*prompts[0][:9], 8, 9), prompts[1]]
@@ -50,7 +50,7 @@ def num_cached(outputs: Outputs) -> int:
 def test_a_page_digest_covers_all_tokens_up_to_the_one_after_the_page() -> None:
     whole = digests(range(13))
     assert len(whole) == len(set(whole)) == 3
-    assert len(digests(range(12))) == 2, "the token behind the third page is not known"
+    assert len(digests(range(12))) == 2, "the token after the third page is not known"
     for at in range(13):
         changed = digests([*range(at), 99, *range(at + 1, 13)])
         same = [page for page in range(3) if changed[page] == whole[page]]
@@ -63,7 +63,7 @@ def test_a_page_digest_covers_all_tokens_up_to_the_one_after_the_page() -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_page_sharing_and_eviction_equal_a_simple_model(seed: int) -> None:
-    """Against a model that holds every page's content; a page in use never changes hands."""
+    """Against a model that tracks every page's content; a page in use is never reassigned."""
     draw, cache = random.Random(seed), PrefixCache(12, 4)
     content: dict[int, bytes] = {}
     held: list[tuple[list[int], list[bytes]]] = []
@@ -134,7 +134,7 @@ def test_the_prefix_cache_changes_no_text_draft_or_acceptance(
 
 
 def test_shared_pages_keep_the_acceptance_of_the_trained_pair(demo_pair: Pair) -> None:
-    """Its acceptance would fall if the head's states at the border were not those of the text."""
+    """Acceptance would fall if the head's KV at the page boundary were not that of the text."""
     some = bundled_requests(8, GREEDY)
     prompts = [(*some[0].prompt_token_ids * 3, *request.prompt_token_ids) for request in some]
     requests = [Request(id=f"r{i}", prompt_token_ids=ids, sampling=GREEDY) for i, ids in enumerate(prompts)]
@@ -175,7 +175,7 @@ def test_the_next_turn_reuses_the_pages_of_the_answer(random_pair: Pair) -> None
 
 
 def test_scoring_shares_context_pages_and_changes_no_text(random_pair: Pair) -> None:
-    """What scoring computes has no head states, so generating must not take it."""
+    """Pages computed by scoring hold no KV of the head, so generation must not share them."""
     requests = few_shot_requests(random_pair, 8, GREEDY)
     scored = [
         ScoreRequest(
@@ -227,7 +227,7 @@ def test_pages_of_a_failed_pass_are_not_shared(random_pair: Pair, monkeypatch: p
 def test_digests_without_the_next_token_are_caught(
     random_pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The token behind a page is part of its name: without it the head drafts from another text's state."""
+    """The digest of a page includes the next token: without it the head would use KV of another text."""
 
     def without_the_next(digests: list[bytes], tokens: list[int], page_size: int, root: bytes) -> None:
         ends = range(page_size, len(tokens), page_size)

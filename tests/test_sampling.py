@@ -1,4 +1,4 @@
-"""Sampling is exact with speculation, and one seed is one text whatever runs beside it."""
+"""Sampling is exact with speculation, and a seed gives the same text in any batch."""
 
 import sys
 from collections import Counter
@@ -43,7 +43,7 @@ FILTERS = {
 
 @pytest.fixture(scope="module")
 def small_pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    """A random pair on ten tokens, so that every text of four can be counted."""
+    """A random pair with a vocabulary of ten, so that every text of four tokens can be enumerated."""
     path = tmp_path_factory.mktemp("small_pair")
     target = write_target(path / "target", vocab_size=VOCAB, std=0.1)
     write_head(path / "drafter", target, draft_vocab_size=7, std=0.1)
@@ -51,7 +51,7 @@ def small_pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 
 
 def expected_marginals(path: Path, sampling: SamplingParams) -> Tensor:
-    """The distribution of the token at each place, ``[LENGTH, VOCAB]``, over all texts of plain sampling."""
+    """The distribution of the token at each position, ``[LENGTH, VOCAB]``, over all texts of plain sampling."""
     import transformers
 
     model = transformers.AutoModelForCausalLM.from_pretrained(path / "target", dtype=torch.float32)
@@ -69,7 +69,7 @@ def expected_marginals(path: Path, sampling: SamplingParams) -> Tensor:
 
 
 def filtered(logits: Tensor, sampling: SamplingParams) -> Tensor:
-    """The filters one token at a time, in plain words."""
+    """The filters, one token at a time."""
     logits = logits.clone()
     for token, bias in sampling.logit_bias:
         logits[token] += bias
@@ -87,7 +87,7 @@ def filtered(logits: Tensor, sampling: SamplingParams) -> Tensor:
 
 
 def p_values(pair: Pair, sampling: SamplingParams, draft_sampling: str) -> tuple[list[float], set[int]]:
-    """Chi-square p-value of each place of the text, and the numbers of accepted drafts that occurred."""
+    """Chi-square p-value of each position of the text, and the numbers of accepted drafts that occurred."""
     from scipy.stats import chisquare
 
     sampling = replace(sampling, max_tokens=LENGTH, ignore_eos=True)
@@ -95,12 +95,12 @@ def p_values(pair: Pair, sampling: SamplingParams, draft_sampling: str) -> tuple
     outputs = generate(pair, requests, max_batch_size=500, draft_sampling=draft_sampling)
     expected = expected_marginals(pair.path, sampling)
     result = []
-    for place in range(LENGTH):
-        counts = Counter(text[place] for text in outputs.texts.values())
-        possible = expected[place] > 0
+    for position in range(LENGTH):
+        counts = Counter(text[position] for text in outputs.texts.values())
+        possible = expected[position] > 0
         assert set(counts) <= set(possible.nonzero().flatten().tolist())
         observed = torch.tensor([float(counts[token]) for token in range(VOCAB)])[possible]
-        result.append(float(chisquare(observed, (expected[place] * SAMPLES)[possible]).pvalue))
+        result.append(float(chisquare(observed, (expected[position] * SAMPLES)[possible]).pvalue))
     return result, {step[1] for steps in outputs.verified.values() for step in steps}
 
 
@@ -174,7 +174,7 @@ def test_uniform_numbers_are_uniform_and_differ_by_purpose() -> None:
 
 
 def test_random_numbers_equal_splitmix64() -> None:
-    """Worked out with whole numbers of any size: a seed is one text on every machine and in every version."""
+    """Computed with Python integers: a seed gives the same text on every machine and in every version."""
 
     def mix(x: int) -> int:
         for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
@@ -215,16 +215,16 @@ def test_filtered_probabilities() -> None:
 
 @pytest.mark.parametrize("num_rows", [1, 3])  # of a prefill, and of a verify
 def test_gpu_filters_equal_the_reference(monkeypatch: pytest.MonkeyPatch, num_rows: int) -> None:
-    """With stand-ins for FlashInfer's kernels, which need a GPU: what is asked of them, row by row."""
+    """With fakes of FlashInfer's kernels, which need a GPU: their arguments, row by row."""
 
     def top_k(rows: Tensor, places: Tensor) -> Tensor:
-        assert places.is_contiguous(), "the kernels look at no strides"
+        assert places.is_contiguous(), "the kernels ignore strides"
         least = torch.stack([row.topk(int(n)).values[-1] for row, n in zip(rows, places, strict=True)])
         kept = rows.masked_fill(rows < least[:, None], 0)
         return kept / kept.sum(-1, keepdim=True)
 
     def top_p(rows: Tensor, share: Tensor) -> Tensor:
-        assert share.is_contiguous(), "the kernels look at no strides"
+        assert share.is_contiguous(), "the kernels ignore strides"
         ordered, order = rows.sort(dim=-1, descending=True)
         kept = ordered.masked_fill(ordered.cumsum(-1) - ordered >= share[:, None], 0)
         kept = torch.zeros_like(rows).scatter_(-1, order, kept)

@@ -1,4 +1,4 @@
-"""Who runs: places, pages, budget, preemption."""
+"""Scheduling: batch slots, pages, prefill budget, preemption."""
 
 import pytest
 
@@ -32,7 +32,7 @@ def scheduler(num_pages: int = 100, max_batch_size: int = 4, max_prefill_tokens:
 
 
 def prefill(sched: Scheduler) -> list[tuple[str, int, int]]:
-    """One prefill pass as the engine does it."""
+    """One prefill pass, as in the engine."""
     chunks = sched.next_chunks()
     sched.launched(chunks)
     return [(chunk.sequence.request.id, chunk.start, chunk.num_rows) for chunk in chunks]
@@ -62,7 +62,7 @@ def test_a_retried_request_runs_alone() -> None:
     assert prefill(sched) == [("b", 0, 1)]
     assert prefill(sched) == []
     assert sched.preempt().request.id == "b"
-    assert prefill(sched) == [("b", 0, 1)], "a preemption changes nothing about it"
+    assert prefill(sched) == [("b", 0, 1)], "also after a preemption"
     sched.retire(sched.running[0])
     assert prefill(sched) == [("d", 0, 1)]
 
@@ -79,12 +79,12 @@ def test_the_batch_size_limits_running_sequences() -> None:
 @pytest.mark.parametrize(
     ("free", "waiting", "length", "calls"),
     [
-        (1, 9, 5, 8),  # a place that was free for half as many steps as there are places
+        (1, 9, 5, 8),  # a slot that was free for half as many steps as there are slots
         (2, 9, 5, 4),
         (4, 9, 5, 2),
-        (1, 1, 5, 1),  # nobody comes after it
+        (1, 1, 5, 1),  # no request follows
         (3, 2, 5, 1),
-        (1, 9, 600, 1),  # worth a pass of its own
+        (1, 9, 600, 1),  # long enough for its own pass
     ],
 )
 def test_a_prefill_is_delayed_while_batching_it_costs_less(
@@ -102,7 +102,7 @@ def test_a_prefill_is_delayed_while_batching_it_costs_less(
     if waiting > free:
         sched.retire(sched.running[0])
         again = [bool(prefill(sched)) for _ in range(8 if length < 512 else 1)]
-        assert again == [False] * (len(again) - 1) + [True], "the count begins anew"
+        assert again == [False] * (len(again) - 1) + [True], "the count restarts"
 
 
 def test_cached_tokens_do_not_trigger_a_prefill() -> None:
@@ -112,7 +112,7 @@ def test_cached_tokens_do_not_trigger_a_prefill() -> None:
         num_spec_tokens=3,
     )
     for index in range(16):
-        sched.submit(sequence(str(index), 601))  # prompts that are all alike
+        sched.submit(sequence(str(index), 601))  # all prompts are equal
     assert [len(prefill(sched)) for _ in range(2)] == [16, 0]
     sched.retire(sched.running[0])
     for index in range(9):
@@ -130,7 +130,7 @@ def test_admission_waits_for_pages_in_order() -> None:
     sched = scheduler(num_pages=5)
     for name, length in (("a", 8), ("b", 9), ("c", 1)):
         sched.submit(sequence(name, length))
-    assert prefill(sched) == [("a", 0, 8)]  # b does not fit; c would, and does not overtake
+    assert prefill(sched) == [("a", 0, 8)]  # b does not fit; c would, but does not overtake it
     sched.retire(sched.running[0])
     assert [name for name, *_ in prefill(sched)] == ["b"]
 
@@ -142,7 +142,7 @@ def test_the_newest_sequence_is_preempted_and_readmitted_first() -> None:
     prefill(sched)
     oldest, _, youngest = sched.running
     sched.submit(sequence("d", 4))
-    oldest.tokens.append(1)  # its next step needs a third page, and all six are taken
+    oldest.tokens.append(1)  # its next step needs a third page, and all six are in use
     assert not sched.reserve()
     assert sched.preempt() is youngest
     assert sched.reserve()

@@ -1,4 +1,4 @@
-"""The engine's scores are those of transformers, however the texts are cut and packed, and leave nothing behind."""
+"""The engine's scores equal those of transformers for any chunking and packing, and leave no state."""
 
 from itertools import islice
 

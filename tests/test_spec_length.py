@@ -1,4 +1,4 @@
-"""The choice of K: near the best fixed one at every batch size and acceptance, and steady where two are alike."""
+"""The choice of K: near the best fixed K at every batch size and acceptance, and stable between equals."""
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
@@ -15,7 +15,7 @@ Curve = Sequence[float]  # conditional acceptance by position
 
 
 def cost(num_sequences: int, k: int) -> float:
-    """Seconds of a step, shaped like an 8B on an H100: bound by weights in a small batch, by compute in a large one."""
+    """Seconds per step, like an 8B model on an H100: memory-bound in a small batch, compute-bound in a large one."""
     rows = num_sequences * (k + 1)
     return ((5.8**3 + (0.0336 * rows) ** 3) ** (1 / 3) + 0.02 * num_sequences + 0.35 * k) / 1000
 
@@ -28,7 +28,7 @@ def flat(rate: float) -> Curve:
 
 
 def speed(num_sequences: int, k: int, curve: Curve) -> float:
-    """Tokens a second that ``k`` drafts give in the long run."""
+    """Tokens per second with ``k`` drafts in the long run."""
     return num_sequences * tokens(k, curve) / cost(num_sequences, k)
 
 
@@ -41,7 +41,7 @@ def best(num_sequences: int, curve: Curve) -> float:
 
 
 class Decoding:
-    """Steps under a policy; the engine reads what a step found after it has launched the next one."""
+    """Steps under a policy; the results of a step are read after the next one was launched."""
 
     def __init__(self, policy: CheapestLength, seed: int = 0) -> None:
         self.policy = policy
@@ -50,7 +50,7 @@ class Decoding:
         self._unread: list[tuple[int, int]] = []
 
     def run(self, num_steps: int, num_sequences: int, curve: Curve) -> float:
-        """Tokens a second over ``num_steps``, with the tokens that the chosen lengths give in the mean."""
+        """Tokens per second over ``num_steps``, from the expected tokens of the chosen lengths."""
         seconds = emitted = 0.0
         for _ in range(num_steps):
             k = self.policy.choose(num_sequences)
@@ -65,7 +65,7 @@ class Decoding:
 
     @property
     def num_changes(self) -> int:
-        """Changes to a length that lasted: single steps of another one are probes."""
+        """Lasting changes of K: single steps with another K are probes."""
         lasting = [a for a, b in pairwise(self.lengths) if a == b]
         return sum(a != b for a, b in pairwise(lasting))
 
@@ -77,8 +77,8 @@ def test_costs_are_interpolated_between_measured_batch_sizes():
     costs = StepCosts(seconds={(8, 0): 3.0, (2, 0): 1.0, (4, 0): 1.5, (2, 3): 5.0, (4, 3): 4.0})
     assert costs.lengths == (0, 3)
     assert [costs.at(size, 0) for size in (1, 2, 3, 4, 6, 8)] == [1.0, 1.0, 1.25, 1.5, 2.25, 3.0]
-    assert costs.at(10, 0) == 3.75  # on as before
-    assert costs.at(10, 3) == 4.0  # but never down
+    assert costs.at(10, 0) == 3.75  # extrapolated
+    assert costs.at(10, 3) == 4.0  # but never decreasing
     assert StepCosts(seconds={(2, 1): 1.0}).at(7, 1) == 1.0
 
 
@@ -92,7 +92,7 @@ def test_observed_acceptance_outweighs_the_prior():
             acceptance.see(3, accepted)
     a = acceptance.expected_tokens()
     assert a == pytest.approx([1, 1.8, 2.2, 2.6], rel=0.02)
-    assert [acceptance.expected_tokens() for _ in range(3)] == [a] * 3  # nothing new, nothing forgotten
+    assert [acceptance.expected_tokens() for _ in range(3)] == [a] * 3  # no decay without new steps
 
 
 def test_undrafted_positions_take_the_rate_of_the_last_drafted_one():
@@ -146,7 +146,7 @@ def test_acceptance_that_varies_by_position(curve, num_sequences):
 def test_k_follows_a_change_in_acceptance(before, after, num_sequences):
     decoding = Decoding(CheapestLength(COSTS))
     decoding.run(STEPS // 2, num_sequences, flat(before))
-    decoding.run(STEPS // 4, num_sequences, flat(after))  # it has so long to find out
+    decoding.run(STEPS // 4, num_sequences, flat(after))  # time to adapt
     assert decoding.run(STEPS // 4, num_sequences, flat(after)) >= 0.97 * best(num_sequences, flat(after))
 
 
@@ -163,7 +163,7 @@ def test_k_follows_a_shrinking_batch(rate):
 
 @pytest.mark.parametrize("num_sequences", [1, 32, 256])
 def test_exploration_takes_less_than_half_a_percent_of_the_time(num_sequences):
-    """Of a drafter that gives nothing, where each probe is lost in full."""
+    """With a drafter that is never accepted, each probe is a full loss."""
     decoding = Decoding(CheapestLength(COSTS))
     decoding.run(500, num_sequences, flat(0.0))
     decoding.lengths.clear()
@@ -174,7 +174,7 @@ def test_exploration_takes_less_than_half_a_percent_of_the_time(num_sequences):
 
 @pytest.mark.parametrize("change", [lambda k: 0.0, lambda k: 0.0002 * (k == 3)])
 def test_k_does_not_alternate_between_equal_choices(change: Callable[[int], float]):
-    """Each length takes in proportion to what it gives, so that chance decides."""
+    """The cost of each K is proportional to its tokens, so that noise decides."""
     curve = flat(0.7)
     seconds = {(size, k): tokens(k, curve) + change(k) for size in (1, 256) for k in range(MOST + 1)}
     decoding = Decoding(CheapestLength(StepCosts(seconds=seconds)))

@@ -1,4 +1,4 @@
-"""K may change at every step: texts stay, steps are timed before the run, and none of the timing is left behind."""
+"""K may change at every step without changing texts; timing steps before the run leaves no state."""
 
 import random
 from collections import Counter
@@ -25,7 +25,7 @@ GREEDY = SamplingParams(max_tokens=40)
 
 
 class AnyLength:
-    """Another number of drafts at every step."""
+    """A different K at every step."""
 
     def __init__(self, most: int) -> None:
         self.most, self._draw = most, random.Random(3)
@@ -68,15 +68,15 @@ def test_k_may_change_at_every_step_without_changing_texts(
         assert found.drafted == sum(number > position for number in drafted)
     mixed, usual = drafts_by_position(events), drafts_by_position(fixed.events)
     both = mixed.keys() & usual.keys()
-    assert sum(bool(mixed[place]) for place in both) > 25
-    for place in both:
-        assert usual[place][: len(mixed[place])] == mixed[place], (
+    assert sum(bool(mixed[position]) for position in both) > 25
+    for position in both:
+        assert usual[position][: len(mixed[position])] == mixed[position], (
             "a head that missed a step would draft otherwise"
         )
 
 
 def drafts_by_position(events: Iterable[Event]) -> dict[tuple[str, int], tuple[int, ...]]:
-    """What was drafted for a sequence behind so many tokens."""
+    """The drafts of a sequence by the number of tokens before them."""
     lengths, drafts = Counter[str](), {}
     for event in events:
         if isinstance(event, Verified):
@@ -128,7 +128,7 @@ def test_batches_that_do_not_fit_are_not_timed(random_pair: Pair) -> None:
 
 
 def test_auto_picks_the_k_with_the_highest_throughput(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With costs at which drafts are free it takes all, and with costs at which they are dear none."""
+    """Free drafts give the largest K, expensive ones K = 0."""
     demo = data_directory() / "demo"
     config = resolved(
         EngineConfig(

@@ -15,7 +15,7 @@ MARK = re.compile(r"<<(\d+)([-+*/])(\d+)=(\d+)>>(\d+)")
 
 
 def check_sums(text: str) -> None:
-    """Every calculator mark in ``text`` is true, and the number behind it repeats it."""
+    """Every calculator annotation in ``text`` is correct, and the number after it repeats the result."""
     for a, op, b, value, said in MARK.findall(text):
         a, b = Fraction(a), Fraction(b)
         assert (
