@@ -1,7 +1,7 @@
 # ruff: noqa: E501 (a phrase stays on one line)
-"""Writes grade-school word problems with worked answers in the GSM8K format, and says which are held out.
+"""Generates grade-school word problems with worked answers in the GSM8K format, split by hash.
 
-Every text is made here, from the templates below; the calculator marks ``<<12*3=36>>`` and the last line
+Every text is made from the templates below; the calculator annotations ``<<12*3=36>>`` and the last line
 ``#### 36`` are GSM8K's (Cobbe et al., 2021).
 """
 
@@ -48,7 +48,7 @@ _HELD_OUT_SHARE = 8  # of 256 hash values
 
 
 def is_held_out(question: str) -> bool:
-    """Whether ``question`` belongs to the test split: its hash decides, so no split can leak into the other."""
+    """Whether ``question`` belongs to the test split, by its hash, so that splits cannot leak."""
     return hashlib.sha256(question.encode()).digest()[0] < _HELD_OUT_SHARE
 
 
@@ -86,7 +86,7 @@ TEMPLATES: tuple[Callable[[Random], Problem], ...] = (
 
 
 def _worded(rng: Random, steps: tuple[str, ...], answer: int) -> tuple[str, ...]:
-    """The steps with openings, and now and then a closing sentence, so that not every answer runs the same way."""
+    """The steps with varied openings and sometimes a closing sentence."""
     told = []
     for number, step in enumerate(steps):
         opening = phrase(rng, "[So |Now |Next, |This means that |Then |||||]" if number else "[First, ||||]")

@@ -220,7 +220,7 @@ def attempt(setting: Setting, *, close_at: int | None = None) -> list[Run]:
 
 def _name(config: tuple[str, int, bool, bool]) -> str:
     kind, k, prefix_cache, ahead = config
-    return f"{kind}-K{k}-{'cache' if prefix_cache else 'none'}-{'ahead' if ahead else 'now'}"
+    return f"{kind}-K{k}-{'cache' if prefix_cache else 'no-cache'}-{'lookahead' if ahead else 'sync'}"
 
 
 @pytest.fixture(

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from mutant_tests import Trial, run_trials
-from mutants import TESTS, draw, earlier, key, summary
+from mutants import TESTS, key, previous_rows, sample, summary
 from mutations import mutations
 
 
@@ -72,11 +72,11 @@ def test_offsets_after_non_ascii_text_and_across_lines() -> None:
 
 
 def test_a_sample_is_reproducible_and_covers_every_module() -> None:
-    sampled = draw(150, seed=0)
+    sampled = sample(150, seed=0)
     names = [key(mutant.to_json()) for mutant in sampled]
     assert len(set(names)) == 150
-    assert names == [key(mutant.to_json()) for mutant in draw(150, seed=0)]
-    assert names != [key(mutant.to_json()) for mutant in draw(150, seed=1)]
+    assert names == [key(mutant.to_json()) for mutant in sample(150, seed=0)]
+    assert names != [key(mutant.to_json()) for mutant in sample(150, seed=1)]
     assert (
         len({mutant.module for mutant in sampled}) >= len(TESTS) - 2
     )  # a module with two mutations may get none
@@ -188,10 +188,10 @@ def test_results_are_resumed_and_summarised(tmp_path: Path) -> None:
         },
     ]
     output = tmp_path / "mutants.jsonl"
-    assert earlier(output, again=False) == {}
+    assert previous_rows(output, again=False) == {}
     output.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert list(earlier(output, again=False).values()) == rows
-    assert list(earlier(output, again=True).values()) == rows[1:]
+    assert list(previous_rows(output, again=False).values()) == rows
+    assert list(previous_rows(output, again=True).values()) == rows[1:]
     lines = [line.split() for line in summary(rows).splitlines()]
     assert ["a", "1", "2", "50%"] in lines
     assert ["index", "2", "2", "100%"] in lines
