@@ -1,1 +1,1 @@
-"""Measurements of kernels and of the engine, and the one form that all their results have."""
+"""Measurements of kernels and of the engine. May import engine and all below it."""

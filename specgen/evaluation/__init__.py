@@ -1,1 +1,1 @@
-"""Evaluation: lm-eval's tasks on this engine, and arms of one study compared over the same prompts."""
+"""lm-eval's tasks and audits, arm by arm over the same prompts. May import engine and all below it."""

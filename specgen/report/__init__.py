@@ -1,1 +1,1 @@
-"""Events to numbers, numbers to text and pages. Imports leaves alone."""
+"""From events to numbers, from numbers to text and pages. May import no other package."""
