@@ -41,12 +41,6 @@ class WriteKV(Protocol):
     def __call__(self, layer: LayerAttention, heads: Tensor) -> object: ...
 
 
-class FeedForward(Protocol):
-    """The block after a layer's attention: [rows, H] -> [parts, rows, H]; see ``Ops.linear_parts``."""
-
-    def __call__(self, x: Tensor) -> Tensor: ...
-
-
 @dataclass(frozen=True, kw_only=True)
 class Projection:
     """The input projections of one layer's attention as one matrix: q, k and v, or only k and v."""

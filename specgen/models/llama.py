@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from specgen.models.layers import MLP, Attend, Attention, FeedForward, inverse_frequencies
+from specgen.models.layers import MLP, Attend, Attention, inverse_frequencies
 from specgen.models.model_config import TargetConfig
 from specgen.models.take import Take
 from specgen.ops import Map, Norm, Ops, Rope
@@ -20,7 +20,7 @@ class DecoderLayer:
     input_norm: Norm
     attention: Attention
     post_norm: Norm
-    mlp: FeedForward
+    mlp: Map  # [rows, H] -> [parts, rows, H]; see Ops.linear_parts
 
     @classmethod
     def build(cls, config: TargetConfig, index: int, take: Take, ops: Ops) -> "DecoderLayer":
