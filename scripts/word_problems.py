@@ -53,34 +53,10 @@ def is_held_out(question: str) -> bool:
 
 
 TEMPLATES: tuple[Callable[[Random], Problem], ...] = (
-    *(
-        chain,
-        chain,
-        chain,
-        chain,
-        packing,
-        packing,
-        shopping,
-        shopping,
-        price,
-        sharing,
-        boxes_needed,
-        fraction,
-    ),
-    *(
-        comparison,
-        comparison,
-        wages,
-        travel,
-        reading,
-        ages,
-        percent,
-        rectangle,
-        legs,
-        seats,
-        saving,
-        production,
-    ),
+    *(chain, chain, chain, chain, packing, packing, shopping, shopping, price, sharing, boxes_needed),
+    fraction,
+    *(comparison, comparison, wages, travel, reading, ages, percent, rectangle, legs, seats, saving),
+    production,
     *(two_days, two_days, routine, clock, recipe, passengers, garden, group_bill),
 )
 

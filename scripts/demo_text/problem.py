@@ -7,21 +7,7 @@ from random import Random
 from demo_text.phrases import phrase, sentence
 
 _OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.floordiv}
-_SMALL = (
-    "zero",
-    "one",
-    "two",
-    "three",
-    "four",
-    "five",
-    "six",
-    "seven",
-    "eight",
-    "nine",
-    "ten",
-    "eleven",
-    "twelve",
-)
+_SMALL = "zero one two three four five six seven eight nine ten eleven twelve".split()  # noqa: SIM905
 
 
 @dataclass(frozen=True, kw_only=True)
