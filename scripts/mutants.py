@@ -43,11 +43,11 @@ _SAMPLING = (
 )
 _PER_REQUEST = (
     "test_per_request.py::test_logprobs_of_one_row",
-    "test_per_request.py::test_unrequested_features_cost_nothing",
+    "test_per_request.py::test_unused_features_cost_nothing",
     "test_per_request.py::test_logprobs_end_with_the_text",
     "test_per_request.py::test_logprobs_equal_the_reference[4-padded-False-biased]",
     "test_per_request.py::test_biased_greedy_text_equals_biased_plain_decoding[4-non-padded-True]",
-    "test_per_request.py::test_results_do_not_depend_on_the_batch[4-True]",
+    "test_per_request.py::test_each_request_gets_the_same_output_in_a_batch_as_alone[4-True]",
 )
 _PREFIX_CACHE = (
     "test_prefix_cache.py::test_a_page_digest_covers_all_tokens_up_to_the_one_after_the_page",

@@ -131,8 +131,8 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
         "has no weights: add model.safetensors",
     ),
     "no-config": (lambda path: (path / "config.json").unlink(), "config.json cannot be read"),
-    "config-no-json": (lambda path: (path / "config.json").write_text("{"), "not valid JSON"),
-    "config-no-object": (lambda path: (path / "config.json").write_text("[]"), "holds no JSON object"),
+    "config-not-json": (lambda path: (path / "config.json").write_text("{"), "not valid JSON"),
+    "config-not-object": (lambda path: (path / "config.json").write_text("[]"), "holds no JSON object"),
     "truncated": (_truncate, "cannot be read as safetensors"),
     "outside": (lambda path: _index(path, "../other/model.safetensors"), "files beside the index"),
     "absolute": (lambda path: _index(path, "/etc/passwd"), "files beside the index"),
@@ -164,7 +164,7 @@ def test_broken_directories_are_refused_in_one_line(
 
 
 @pytest.mark.parametrize("name", ["nowhere", "./no/where", "/no/where", "a/b/c", "owner/", "../x"])
-def test_neither_directory_nor_hub_id_is_refused(name: str) -> None:
+def test_neither_a_directory_nor_a_hub_id_is_refused(name: str) -> None:
     with pytest.raises(UserError, match="neither a directory nor a hub id"):
         open_checkpoint(name)
 
@@ -312,7 +312,7 @@ def test_unsupported_targets_are_refused_by_name(
     assert "\n" not in str(caught.value)
 
 
-def test_an_unused_sliding_window_is_accepted(tmp_path: Path, target_path: Path) -> None:
+def test_an_unused_window_is_accepted(tmp_path: Path, target_path: Path) -> None:
     _load(
         _copy(
             target_path,
@@ -361,7 +361,7 @@ def test_missing_and_unexpected_target_tensors_are_refused(tmp_path: Path, targe
         _load(quantized)
 
 
-def test_ignored_tensors_are_skipped(tmp_path: Path, target_path: Path) -> None:
+def test_harmless_tensors_are_ignored(tmp_path: Path, target_path: Path) -> None:
     extra = _change(
         _copy(target_path, tmp_path), model__layers__0__self_attn__rotary_emb__inv_freq=torch.ones(8)
     )
@@ -374,7 +374,7 @@ def test_a_tied_target_may_carry_its_head_twice(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_weights_are_loaded_in_the_requested_dtype(target_path: Path, dtype: torch.dtype) -> None:
+def test_weights_are_converted_to_the_dtype(target_path: Path, dtype: torch.dtype) -> None:
     assert load_target(open_checkpoint(str(target_path)), dtype, CPU).dtype == dtype
 
 
@@ -394,7 +394,7 @@ def test_weights_are_loaded_in_the_requested_dtype(target_path: Path, dtype: tor
         ("eagle", "eagle_config", [2, 6, 9], (2, 6, 9), "are the default layer inputs"),
     ],
 )
-def test_aux_layers_are_resolved_by_format(
+def test_aux_layers_are_read_by_format(
     tmp_path: Path, target: Llama, dialect: Any, place: Any, ids: list[int] | None, expected: Any, rule: str
 ) -> None:
     write_head(tmp_path, target.config, dialect, aux_layer_ids=ids, aux_at=place)
@@ -462,7 +462,7 @@ MISFITS: dict[str, tuple[dict[str, Any], str]] = {
     "aux-above": ({"aux_layer_ids": [2, 6, 13]}, "input of layer 13, but the target has layers 0 to 11"),
     "aux-below": ({"aux_layer_ids": [-1, 6, 9]}, "input of layer -1"),
     "aux-output-above": ({"aux_layer_ids": [2, 6, 12], "aux_at": "eagle_config"}, "input of layer 13"),
-    "aux-no-numbers": ({"changed_config": {AUX: ["2", "6", "9"]}}, "must be a list of layer numbers"),
+    "aux-not-numbers": ({"changed_config": {AUX: ["2", "6", "9"]}}, "must be a list of layer numbers"),
     "aux-fewer-than-fc": (
         {"changed_config": {AUX: [2, 6]}},
         r"fc.weight has shape \[32, 96\], but .* \[32, 64\]",
@@ -551,7 +551,7 @@ def test_the_heads_embedding_is_used_if_present_else_the_targets(tmp_path: Path,
     assert _load_head(tmp_path / "shared", target).embedding is target.embedding
 
 
-def test_default_aux_layers_are_unresolved_without_a_target(tmp_path: Path, target: Llama) -> None:
+def test_a_head_alone_has_no_default_layers(tmp_path: Path, target: Llama) -> None:
     write_head(tmp_path, target.config)
     config = drafter_config(open_checkpoint(str(tmp_path)), None)
     assert isinstance(config, Eagle3Config)

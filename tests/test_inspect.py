@@ -177,9 +177,7 @@ def test_every_misfit_is_listed(tmp_path: Path, target_path: Path, config: Targe
         assert reason in description.to_text()
 
 
-def test_two_targets_or_two_heads_are_refused(
-    tmp_path: Path, target_path: Path, config: TargetConfig
-) -> None:
+def test_two_of_a_kind_are_not_a_pair(tmp_path: Path, target_path: Path, config: TargetConfig) -> None:
     assert describe(str(target_path), str(target_path)).misfits == (
         "both are targets: give one target and one head",
     )
@@ -237,7 +235,7 @@ def test_no_weights_are_read(
     assert sorted(names) == ["d2t", "t2d"]
 
 
-def test_an_unknown_checkpoint_is_refused(tmp_path: Path) -> None:
+def test_unknown_checkpoints_are_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["BertModel"]}))
     with pytest.raises(UserError, match="has no weights"):
         describe(str(tmp_path))

@@ -71,7 +71,7 @@ def quarter(looks: list[Look], number: int) -> list[Look]:
     return [look for look in looks if 4 * look.num_done // NUM_REQUESTS == number]
 
 
-def test_memory_stays_constant(looks: list[Look]) -> None:
+def test_memory_does_not_grow(looks: list[Look]) -> None:
     """Measured growth is 0.1 to 0.9 %; 2 % is 8 kB for each of the thousand requests."""
     warm, late = (median(look.memory for look in quarter(looks, number)) for number in (1, 3))
     assert late < 1.02 * warm
@@ -85,7 +85,7 @@ def test_files_grow_during_the_run(looks: list[Look]) -> None:
     assert all(look.num_rows >= look.num_done for look in looks), "no request is counted before it is kept"
 
 
-def test_status_estimates_the_remaining_time(looks: list[Look]) -> None:
+def test_the_status_estimates_the_remaining_time(looks: list[Look]) -> None:
     left = [quarter(looks, number)[0].eta_seconds for number in range(4)]
     assert None not in left
     assert left == sorted(left, reverse=True)

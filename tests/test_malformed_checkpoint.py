@@ -174,14 +174,14 @@ REFUSED: dict[str, tuple[Damage, str]] = {
         _replaced("config.json", lambda file: file.symlink_to("/dev/zero")),
         "is no file that can be read",
     ),
-    "config-link-to-itself": (_replaced("config.json", lambda file: file.symlink_to(file)), "cannot be read"),
+    "config-symlink-loop": (_replaced("config.json", lambda file: file.symlink_to(file)), "cannot be read"),
     "config-same-key-twice": (
         _text("config.json", '{"architectures": ["LlamaForCausalLM"], "architectures": ["Evil"]}'),
         "'Evil' is not supported",
     ),
     "architectures-number": (_config(architectures=7), "architectures is 7: it must be a list"),
     "architecture-escapes": (_config(architectures=["\x1b[2J\n" * 9999]), "is not supported"),
-    "layers-of-what": (_config(layer_types=1.5), "layer_types is 1.5: it must be a list"),
+    "layer-types-number": (_config(layer_types=1.5), "layer_types is 1.5: it must be a list"),
     "vocabulary-huge": (_config(vocab_size=HUGE), "vocab_size is 1099511627776: it must be a whole number"),
     "layers-huge": (_config(num_hidden_layers=10**9), "num_hidden_layers is 1000000000"),
     "layers-many": (_config(num_hidden_layers=10**7), "has no tensor 'model.layers.6."),
@@ -198,7 +198,7 @@ REFUSED: dict[str, tuple[Damage, str]] = {
     "theta-infinite": (_config(rope_parameters={"rope_theta": float("inf")}), "rope_theta is inf"),
     "theta-text": (_config(rope_parameters={"rope_theta": "1e4"}), "rope_theta is '1e4'"),
     "rope-text": (_config(rope_parameters="x"), "rope_parameters is 'x'"),
-    "rope-by-nothing": (
+    "rope-empty-type": (
         _config(
             rope_parameters={
                 "rope_type": "llama3",
@@ -214,7 +214,7 @@ REFUSED: dict[str, tuple[Damage, str]] = {
         _config(tie_word_embeddings="false"),
         "tie_word_embeddings is 'false': it must be true or false",
     ),
-    "end-of-what": (_text("generation_config.json", '{"eos_token_id": {"a": 1}}'), "eos_token_id is"),
+    "eos-object": (_text("generation_config.json", '{"eos_token_id": {"a": 1}}'), "eos_token_id is"),
     "generation-end-infinite": (
         _text("generation_config.json", '{"eos_token_id": 1e400}'),
         "eos_token_id is inf",
@@ -252,7 +252,7 @@ REFUSED: dict[str, tuple[Damage, str]] = {
         _bytes(lambda data: struct.pack("<Q", 90_000_000) + data[8:]),
         "cannot be read as safetensors",
     ),
-    "header-no-json": (_bytes(lambda data: _safetensors(b"hello")), "cannot be read as safetensors"),
+    "header-not-json": (_bytes(lambda data: _safetensors(b"hello")), "cannot be read as safetensors"),
     "header-nested": (
         _bytes(lambda data: _safetensors(b'{"a": ' + NESTED.encode() + b"}")),
         "cannot be read as safetensors",

@@ -258,7 +258,7 @@ def answers(outputs: Outputs) -> dict[str, Any]:
 
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("k", [0, 4])
-def test_results_do_not_depend_on_the_batch(
+def test_each_request_gets_the_same_output_in_a_batch_as_alone(
     demo_pair: Pair, device_like: Callable[[], None], k: int, ahead: bool
 ) -> None:
     tokenizer = load_tokenizer(str(demo_pair.models.checkpoints["model"].path))
@@ -274,7 +274,7 @@ def test_results_do_not_depend_on_the_batch(
     assert {end for _, end, _ in alone.values()} == {"stop", "length"}
 
 
-def test_unrequested_features_cost_nothing() -> None:
+def test_unused_features_cost_nothing() -> None:
     assert SamplingForm.of([]) == SamplingForm("greedy", 0, None)
     assert SamplingForm.of([SamplingParams(min_p=0.5)]) == SamplingForm("greedy", 0, None)
     few = SamplingParams(temperature=1.0, logit_bias=bias_of(3, 0, 99), logprobs=0)
@@ -297,7 +297,7 @@ def test_unrequested_features_cost_nothing() -> None:
         ({"logprobs": -1}, "logprobs is -1: use 0 "),
     ],
 )
-def test_invalid_sampling_params_are_refused(wrong: dict[str, Any], message: str) -> None:
+def test_invalid_parameters_are_refused(wrong: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         SamplingParams(**wrong)
 
