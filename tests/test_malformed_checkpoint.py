@@ -198,7 +198,7 @@ REFUSED: dict[str, tuple[Damage, str]] = {
     "theta-infinite": (_config(rope_parameters={"rope_theta": float("inf")}), "rope_theta is inf"),
     "theta-text": (_config(rope_parameters={"rope_theta": "1e4"}), "rope_theta is '1e4'"),
     "rope-text": (_config(rope_parameters="x"), "rope_parameters is 'x'"),
-    "rope-empty-type": (
+    "rope-equal-factors": (
         _config(
             rope_parameters={
                 "rope_type": "llama3",
