@@ -135,8 +135,8 @@ def test_only_a_gap_within_the_rounding_is_explained() -> None:
     assert not divergence(token=None, logit=None, gap=None).explained
 
 
-def test_the_gap_counts_from_the_likeliest_of_all() -> None:
-    """Two equal tokens that are both far behind are no tie that greedy decoding could break."""
+def test_the_gap_counts_from_the_largest_logit() -> None:
+    """Two equal tokens far below the largest logit are not a tie of greedy decoding."""
     logits = torch.tensor([20.0, 5.0, 5.0, 19.0])
     assert gap(logits, 1, 2) == 15.0
     assert gap(logits, 0, 3) == gap(logits, 3, 0) == 1.0
@@ -145,7 +145,7 @@ def test_the_gap_counts_from_the_likeliest_of_all() -> None:
 
 @pytest.mark.parametrize("largest", [0.3, 1.0, 20.0, -31.9, 32.0])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_rounding_is_in_steps_of_the_number_format(dtype: torch.dtype, largest: float) -> None:
+def test_rounding_is_in_steps_of_the_dtype(dtype: torch.dtype, largest: float) -> None:
     """The steps that ``torch`` itself takes between neighbouring numbers."""
 
     def spacing(dtype: torch.dtype) -> float:
@@ -156,7 +156,7 @@ def test_rounding_is_in_steps_of_the_number_format(dtype: torch.dtype, largest: 
     assert rounding(logits, dtype) == pytest.approx(8 * spacing(dtype) + 48 * spacing(torch.float32))
 
 
-def test_logits_behind_a_prefix_are_those_of_transformers(
+def test_logits_after_a_prefix_are_those_of_transformers(
     random_pair: Pair, random_reference: ReferenceDrafter
 ) -> None:
     prompt = (5, 9, 33, 71, 8, 8, 120, 4, 17)

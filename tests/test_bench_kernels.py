@@ -13,7 +13,7 @@ from specgen.attention.sdpa import SdpaBackend
 from specgen.bench import device_speed, kernels, timing
 from specgen.bench.decode_pass import Cell, queries
 from specgen.bench.kernels import KernelJob, measure, relative_error
-from specgen.bench.timing import MOST_LAYERS, SPREAD, num_layers, time_layers
+from specgen.bench.timing import COLD_BYTES, MOST_LAYERS, num_layers, time_layers
 from specgen.cli.main import app
 from specgen.config import UserError
 from specgen.kv.layout import Layout
@@ -74,8 +74,8 @@ def test_passes_end_where_the_context_does() -> None:
 
 def test_small_contexts_are_spread_over_many_layers() -> None:
     assert num_layers(1, CPU) == MOST_LAYERS
-    assert num_layers(SPREAD["cpu"] // 4 - 1, CPU) == 5
-    assert num_layers(SPREAD["cpu"] * 3, CPU) == 1
+    assert num_layers(COLD_BYTES["cpu"] // 4 - 1, CPU) == 5
+    assert num_layers(COLD_BYTES["cpu"] * 3, CPU) == 1
 
 
 def test_every_repeat_calls_each_layer_once(monkeypatch) -> None:
@@ -165,7 +165,7 @@ def test_where_no_kernel_runs_the_reasons_are_named(monkeypatch) -> None:
         ({"num_spec_tokens": -1}, "num-spec-tokens is -1"),
     ],
 )
-def test_what_makes_no_sense_is_refused(changes, message) -> None:
+def test_invalid_jobs_are_refused(changes, message) -> None:
     with pytest.raises(UserError, match=message):
         replace(JOB, **changes)
 

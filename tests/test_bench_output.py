@@ -40,7 +40,7 @@ TABLE = BenchTable(
 )
 
 
-def test_text_has_the_head_units_dashes_and_notes() -> None:
+def test_text_has_conditions_units_dashes_and_notes() -> None:
     lines = render(TABLE.parts()).splitlines()
     assert lines[:5] == ["Speed & batch", "device: a GPU", "weights: synthetic", "repeats: 3", ""]
     assert lines[5].split() == ["batch", "mode", "speed", "[tokens/s]", "ratio"]
@@ -83,7 +83,7 @@ def test_a_line_has_one_style_in_all_plots() -> None:
 
 
 @pytest.mark.parametrize("width", [60, 80, 100])
-def test_a_wide_table_is_several_that_begin_alike(width: int) -> None:
+def test_a_wide_table_is_split_and_repeats_its_keys(width: int) -> None:
     names = [f"trtllm_over_bound_{i}" for i in range(12)]
     columns = (
         Column(name="num_seqs"),
@@ -105,7 +105,7 @@ def test_a_wide_table_is_several_that_begin_alike(width: int) -> None:
     assert all(f"{name} [us]" in whole for name in names)
 
 
-def test_the_page_is_whole_without_a_network_and_escapes_names() -> None:
+def test_the_page_is_self_contained_and_escapes_names() -> None:
     page = TABLE.to_html()
     assert not re.search(r"https?:|src=|@import|url\(", page)
     assert "<a>" not in page

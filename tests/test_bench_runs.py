@@ -12,14 +12,14 @@ from calibrated_weights import Source
 from make_calibrated_pair import write_pair
 
 from specgen.bench.bound import StepBytes, Work, mean_step_bytes, part_works
-from specgen.bench.device_speed import Device, copy_bandwidth, matrix_flops
+from specgen.bench.device_speed import DeviceSpeed, copy_bandwidth, matrix_flops
 from specgen.bench.explain import step_seconds
 from specgen.bench.marks import Window
 from specgen.bench.repeats import inter_token_seconds
 from specgen.events import Event, Finished, Prefilled, Stepped, Submitted, Verified
 from tests.engines import config_of, load_pair, loaded
 
-SIZES = StepBytes(target=1000, head_first=100, head_pass=60, target_kv=3, head_kv=1)
+SIZES = StepBytes(target=1000, head_fill=100, head_pass=60, target_kv=3, head_kv=1)
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +46,7 @@ def test_the_bytes_of_a_pair_are_its_matrices(tiny: Path) -> None:
     wide = attention + hidden * (shape.q_size + 2 * shape.kv_size)  # q, k and v read two states
     head = wide + 3 * hidden * inner + norms + hidden + hidden + shape.draft_vocab_size * hidden
     assert sizes.head_pass == 2 * head
-    assert sizes.head_first == 2 * (3 * hidden * hidden + 2 * shape.kv_size * 2 * hidden)
+    assert sizes.head_fill == 2 * (3 * hidden * hidden + 2 * shape.kv_size * 2 * hidden)
     assert sizes.target_kv == 2 * 2 * shape.num_layers * shape.kv_size
     assert sizes.head_kv == 2 * 2 * shape.kv_size
 
@@ -116,8 +116,8 @@ def test_parts_do_together_what_the_step_does() -> None:
 
 def test_the_longer_of_reading_and_computing_is_the_bound() -> None:
     work = Work(num_bytes=30.0, flops=100.0)
-    assert work.seconds(Device(bytes_per_second=10.0, flops_per_second=100.0)) == 3.0
-    assert work.seconds(Device(bytes_per_second=100.0, flops_per_second=10.0)) == 10.0
+    assert work.seconds(DeviceSpeed(bytes_per_second=10.0, flops_per_second=100.0)) == 3.0
+    assert work.seconds(DeviceSpeed(bytes_per_second=100.0, flops_per_second=10.0)) == 10.0
 
 
 def test_copies_and_products_of_matrices_are_timed() -> None:

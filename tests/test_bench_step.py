@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from specgen.bench import explain, marks
 from specgen.bench.bound import Work
-from specgen.bench.device_speed import Device
+from specgen.bench.device_speed import DeviceSpeed
 from specgen.bench.explain import StepJob, context_at
 from specgen.bench.marks import HostMarker, Span
 from specgen.bench.parts import PARTS, Marked, StepTime, split
@@ -67,7 +67,7 @@ def test_work_before_the_first_mark_is_the_engines_and_overlaps_count_once() -> 
     assert found.total == pytest.approx((max(span.end for span in spans) - 96.0) * 1e-6)
 
 
-def test_a_picture_with_a_mark_missing_is_refused() -> None:
+def test_a_profile_with_a_missing_mark_is_refused() -> None:
     with pytest.raises(RuntimeError, match="the profiler saw 5 of 6 marks"):
         split(spans_of_a_step(0.0)[1:], 1)
 
@@ -100,7 +100,7 @@ def test_the_hosts_clock_leaves_nothing_idle(monkeypatch) -> None:
 def test_rows_add_up_to_the_step() -> None:
     found = StepTime(parts={part: 0.001 * (i + 1) for i, part in enumerate(PARTS)}, idle=0.005)
     works = {"verify": Work(num_bytes=10.0, flops=0.0), "first pass": Work(num_bytes=0.0, flops=3.0)}
-    rows = step_rows(8, found, works, Device(bytes_per_second=1e4, flops_per_second=1e3))
+    rows = step_rows(8, found, works, DeviceSpeed(bytes_per_second=1e4, flops_per_second=1e3))
     assert [row["part"] for row in rows] == [*PARTS, "idle", "step"]
     times = [row["time"] for row in rows]
     assert sum(times[:-1]) == pytest.approx(times[-1]) == pytest.approx(20.0)
@@ -191,13 +191,13 @@ def test_a_slow_part_is_found(demo_path: Path, monkeypatch, part: str, owner: ob
         (["--batch-sizes", "0"], "batch-sizes is '0'"),
     ],
 )
-def test_what_cannot_be_explained_is_said(arguments: list[str], message: str) -> None:
+def test_jobs_that_cannot_run_are_refused(arguments: list[str], message: str) -> None:
     done = CliRunner().invoke(app, ["bench", "step", "--device", "cpu", *arguments])
     assert isinstance(done.exception, UserError)
     assert message in str(done.exception)
 
 
-def test_a_batch_that_breaks_is_a_note(tmp_path: Path, monkeypatch) -> None:
+def test_a_batch_that_fails_is_a_note(tmp_path: Path, monkeypatch) -> None:
     explained = explain._explain
 
     def broken(job: StepJob, config: EngineConfig, models: Any) -> Any:

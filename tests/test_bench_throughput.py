@@ -19,7 +19,7 @@ from specgen.bench import throughput as bench
 from specgen.bench import workload as workloads
 from specgen.bench.known_text import KnownText
 from specgen.bench.matrices import MATRICES, Axis, Matrix, Workload, find_matrix
-from specgen.bench.repeats import Middle
+from specgen.bench.repeats import MedianRange
 from specgen.bench.throughput import Plan, ThroughputJob, side_by_side, throughput
 from specgen.bench.throughput_table import best_lengths
 from specgen.bench.workload import kv_bytes, make_prompts
@@ -177,7 +177,7 @@ def test_neighbours_take_turns_as_far_as_their_caches_fit(needs: list[int], grou
         assert each.config.kv_memory == (each.kv_bytes if each.kv_bytes <= 10 else None)
 
 
-def test_what_an_engine_adds_counts() -> None:
+def test_memory_beside_the_cache_counts() -> None:
     found = side_by_side([plan(str(i), 3, beside=2) for i in range(3)], 10)
     assert [len(group) for group in found] == [2, 1]
     assert {each.config.kv_memory for group in found for each in group} == {3}
@@ -227,7 +227,7 @@ def test_arms_take_turns_within_a_repeat(pair: Path, monkeypatch) -> None:
     assert [len(set(order[:3])), len(set(order[3:]))] == [1, 1]
 
 
-def test_an_engine_gives_its_memory_back_at_once(pair: Path, models: Models) -> None:
+def test_an_engine_frees_its_memory_at_once(pair: Path, models: Models) -> None:
     """Also where no collection of garbage comes before the next engine, which takes what is free."""
     requests = make_prompts(SMALL, models, None, 2).requests
     gc.disable()
@@ -246,7 +246,7 @@ def test_an_engine_gives_its_memory_back_at_once(pair: Path, models: Models) -> 
 
 
 def test_a_range_is_that_of_the_repeats() -> None:
-    assert Middle.of([3.0, 1.0, 2.5]) == Middle(median=2.5, lowest=1.0, highest=3.0)
+    assert MedianRange.of([3.0, 1.0, 2.5]) == MedianRange(median=2.5, lowest=1.0, highest=3.0)
 
 
 def test_batch_and_k(pair: Path) -> None:
@@ -346,7 +346,7 @@ def test_the_best_length_of_a_batch() -> None:
     assert list(best_lengths([{"attention": "sdpa"}])) == []
 
 
-def test_what_cannot_run_or_breaks_is_a_note(pair: Path, monkeypatch) -> None:
+def test_an_arm_that_cannot_run_or_fails_is_a_note(pair: Path, monkeypatch) -> None:
     build = warm_engine.build_engine
 
     def broken(config: EngineConfig, *rest):

@@ -15,7 +15,7 @@ from specgen.evaluation.compare import p_value
 from specgen.evaluation.comparison_tables import of_comparison, page
 from specgen.evaluation.divergence import Judge
 from specgen.evaluation.paired import mcnemar, tango
-from specgen.evaluation.samples import ArmRun, Sample, Written
+from specgen.evaluation.samples import ArmRun, Generated, Sample
 from specgen.report.charts import STYLES, Bars, Point, quarters
 from specgen.report.report import fold
 from specgen.report.table import Table
@@ -34,7 +34,7 @@ def sample(doc_id, score, text="a b", token_ids=(1, 2), metric=STRICT, task="sum
         metric=metric,
         score=score,
         text=text,
-        written=Written(prompt_token_ids=(7, 8), token_ids=token_ids, greedy=greedy),
+        generated=Generated(prompt_token_ids=(7, 8), token_ids=token_ids, greedy=greedy),
         question=f"question {doc_id}?",
     )
 
@@ -52,15 +52,15 @@ def arm(name, scores, accepted=0, seconds=2.0):
     )
 
 
-def logits_behind(token_ids):
-    """Of ten tokens; 2 and 3 are the likeliest behind ``(7, 8, 1)``."""
+def logits_after(token_ids):
+    """Of ten tokens; 2 and 3 are the most likely after ``(7, 8, 1)``."""
     logits = torch.zeros(10)
     if list(token_ids) == [7, 8, 1]:
         logits[2:4] = 1
     return logits
 
 
-TARGET = Judge(logits_behind=logits_behind, dtype=torch.float32, token_text=str)
+TARGET = Judge(logits_after=logits_after, dtype=torch.float32, token_text=str)
 
 
 def tables(comparison, width=100):
@@ -139,7 +139,7 @@ def test_only_texts_that_should_be_equal_are_judged():
     assert not judged(replace(other, dtype="bfloat16"))
     assert not judged(with_samples(other, sample(0, 1, "other", (1, 9), greedy=False)))
     assert not judged(with_samples(other, sample(0, 1, "cut", (1, 2, 3))))
-    assert not judged(with_samples(other, replace(sample(0, 1, "cached"), written=None)))
+    assert not judged(with_samples(other, replace(sample(0, 1, "cached"), generated=None)))
 
 
 def test_a_divergence_beyond_rounding_is_an_alarm():
@@ -154,7 +154,7 @@ def test_a_divergence_beyond_rounding_is_an_alarm():
     assert [each.gap for each in wrong.divergences] == [1, 1]
     assert comparison.num_unexplained == 2
     assert comparison.sentence.endswith(
-        "2 texts part from the reference where rounding to float32 cannot explain it: decoding is wrong there."
+        "2 texts diverge from the reference where rounding to float32 cannot explain it: decoding is wrong there."
     )
     printed = tables(comparison)
     assert printed.count("WRONG") == 2
@@ -173,12 +173,12 @@ def test_speed_and_acceptance_come_from_the_reports():
     assert baseline.acceptance == ()
 
 
-def test_no_difference_says_how_small_a_one_could_be_seen():
+def test_no_difference_names_the_detectable_one():
     comparison = compare([arm("padded", [1, 0] * 200), arm("baseline", [1, 0] * 200)])
     detectable = comparison.against[0].changes[0].paired.detectable
     assert comparison.sentence == (
         "The data show no difference in accuracy from baseline (smallest p 1.00, 400 of 400 texts identical); "
-        f"400 samples find a difference of {100 * detectable:.1f} points or more in 4 cases of 5."
+        f"400 samples detect a difference of {100 * detectable:.1f} points or more with 80 % power."
     )
 
 
@@ -213,7 +213,7 @@ def test_after_the_first_rejection_fewer_tests_share_the_level():
     [
         ([arm("a", [1, 0])], "nothing to compare"),
         ([arm("a", []), arm("b", [])], "nothing to compare"),
-        ([arm("a", [1, 0]), arm("b", [1, 0])], "too few, or too much alike"),
+        ([arm("a", [1, 0]), arm("b", [1, 0])], "too few or too similar"),
         ([arm("a", [0.5]), arm("b", [0.25])], "too few samples for a test"),
     ],
 )
@@ -362,7 +362,7 @@ def test_the_sentence_alarms_only_where_something_is_shown(arms, style):
     assert f'<p class="{style}">The' in page(comparison, {}, "")
 
 
-def test_texts_are_marked_from_where_they_part():
+def test_texts_are_highlighted_from_the_first_difference():
     runs = [
         with_samples(arm(name, []), sample(0, 1, text))
         for name, text in (("a", "one two"), ("b", "one three"))
@@ -382,7 +382,7 @@ def test_texts_are_marked_from_where_they_part():
         [arm(f"arm {i}", [1, 0], 1 + i % 3) for i in range(6)],
     ],
 )
-def test_odd_studies_make_a_page_that_needs_nothing_else(arms):
+def test_odd_studies_make_a_self_contained_page(arms):
     text = page(compare(arms), {}, "A study")
     found = Page(text)
     labels = [value for name, value in found.attributes if name == "aria-label" and ": " in value]

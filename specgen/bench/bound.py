@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from specgen.bench.device_speed import Device
+from specgen.bench.device_speed import DeviceSpeed
 from specgen.checkpoints.checkpoint import TensorReader, build_head, build_target
 from specgen.engine.loading import Models
 from specgen.events import Event, Prefilled, Stepped, Submitted, Verified
@@ -19,7 +19,7 @@ class StepBytes:
     """
 
     target: int  # weights of one pass
-    head_first: int  # weights that the head takes in what was confirmed with: features fused, keys and values
+    head_fill: int  # weights that the head takes in what was confirmed with: features fused, keys and values
     head_pass: int  # weights of each pass that drafts
     target_kv: int  # for each position
     head_kv: int  # for each position and pass
@@ -39,7 +39,7 @@ class StepBytes:
         fused = _bytes(readers["drafter"], "fc.weight")
         return cls(
             target=_read_whole(readers["model"]) + tied,
-            head_first=fused + _bytes(readers["drafter"], "k_proj.weight", "v_proj.weight"),
+            head_fill=fused + _bytes(readers["drafter"], "k_proj.weight", "v_proj.weight"),
             head_pass=_read_whole(readers["drafter"]) - fused,
             target_kv=target.kv_spec.bytes_per_token(width),
             head_kv=head.kv_spec.bytes_per_token(width),
@@ -51,7 +51,7 @@ class StepBytes:
         plain = self.target + positions * self.target_kv
         if num_spec_tokens == 0:
             return plain
-        weights = self.head_first + num_spec_tokens * self.head_pass
+        weights = self.head_fill + num_spec_tokens * self.head_pass
         return plain + weights + num_spec_tokens * positions * self.head_kv
 
 
@@ -62,11 +62,11 @@ class Work:
     num_bytes: float
     flops: float  # of the matrices; attention's own are left out
 
-    def seconds(self, device: Device) -> float:
+    def seconds(self, device: DeviceSpeed) -> float:
         """Reading and computing go on at the same time, so the longer of both counts."""
         return max(self.num_bytes / device.bytes_per_second, self.flops / device.flops_per_second)
 
-    def limit(self, device: Device) -> str:
+    def limit(self, device: DeviceSpeed) -> str:
         """Which of the two that is: ``memory`` or ``arithmetic``."""
         reading = self.num_bytes / device.bytes_per_second
         return "memory" if reading >= self.flops / device.flops_per_second else "arithmetic"
@@ -97,7 +97,7 @@ def part_works(
     if k == 0:
         return parts
     return parts | {
-        "first pass": work(sizes.head_first, 0, rows),
+        "first pass": work(sizes.head_fill, 0, rows),
         "draft loop": work(k * sizes.head_pass, k * positions * sizes.head_kv, batch),
     }
 

@@ -15,7 +15,7 @@ _REPEATS = 15
 
 
 @dataclass(frozen=True, kw_only=True)
-class Device:
+class DeviceSpeed:
     """Both speeds."""
 
     bytes_per_second: float

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from specgen.bench.bound import StepBytes, Work, part_works
-from specgen.bench.device_speed import Device, copy_bandwidth, matrix_flops
+from specgen.bench.device_speed import DeviceSpeed, copy_bandwidth, matrix_flops
 from specgen.bench.environment import conditions, free_memory
 from specgen.bench.marks import DeviceMarker, HostMarker, Marker, Window
 from specgen.bench.matrices import RANDOM, Workload
@@ -70,7 +70,7 @@ def explain(job: StepJob) -> Iterator[BenchTable]:
     limit = models.target.config.max_positions
     longest = job.prompt_tokens + job.workload.max_new_tokens
     require(longest <= limit, f"prompt-tokens is {job.prompt_tokens}: with {longest - limit} less, texts fit")
-    device = Device(
+    device = DeviceSpeed(
         bytes_per_second=bandwidth, flops_per_second=matrix_flops(config.device, models.target.dtype)
     )
     table = empty_table(_head(job, config, models, device), config.draft_length.most)
@@ -148,7 +148,7 @@ def _works(found: Explained, config: EngineConfig, models: Models) -> dict[str, 
     )
 
 
-def _head(job: StepJob, config: EngineConfig, models: Models, device: Device) -> Row:
+def _head(job: StepJob, config: EngineConfig, models: Models, device: DeviceSpeed) -> Row:
     where = (
         "the host's clock; engine is the host's work between steps"
         if config.device == "cpu"

@@ -22,7 +22,7 @@ from specgen.bench.device_speed import copy_bandwidth
 from specgen.bench.environment import environment, free_memory
 from specgen.bench.kernel_table import empty_table, measured_row, ordered
 from specgen.bench.output import BenchTable
-from specgen.bench.timing import MOST_LAYERS, SPREAD, Call, Timing, time_layers
+from specgen.bench.timing import COLD_BYTES, MOST_LAYERS, Call, Timing, time_layers
 from specgen.config import require
 from specgen.kv.kv_cache import KVCache
 from specgen.models.layers import LayerAttention
@@ -75,7 +75,7 @@ class KernelJob:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Contest:
+class TimedBackends:
     """The backends that are timed against each other, or one and what it is checked against."""
 
     timed: tuple[Backend, ...]
@@ -106,7 +106,7 @@ def measure(job: KernelJob) -> Iterator[BenchTable]:
         yield table
 
 
-def _contest(job: KernelJob) -> tuple[Contest, tuple[str, ...]]:
+def _contest(job: KernelJob) -> tuple[TimedBackends, tuple[str, ...]]:
     """Who can run, and why others cannot."""
     kind = job.device.type
     refusals = {each.name: each.capabilities.refusal(job.device, job.heads) for each in _TIMED[kind]}
@@ -115,7 +115,7 @@ def _contest(job: KernelJob) -> tuple[Contest, tuple[str, ...]]:
     require(bool(able), f"no kernel of the table runs: {'; '.join(reasons)}")
     check = _CHECKS[kind](job.device) if len(able) == 1 else None
     timed = tuple(backend(job.device) for backend in able)
-    return Contest(timed=timed, check=check), tuple(f"not timed: {reason}" for reason in reasons)
+    return TimedBackends(timed=timed, check=check), tuple(f"not timed: {reason}" for reason in reasons)
 
 
 def _room(device: torch.device) -> int:
@@ -130,8 +130,8 @@ def _too_large(cell: Cell, room: int) -> str:
     )
 
 
-def _head(job: KernelJob, contest: Contest, bandwidth: float) -> Row:
-    heads, spread = job.heads, SPREAD[job.device.type] >> 20
+def _head(job: KernelJob, contest: TimedBackends, bandwidth: float) -> Row:
+    heads, spread = job.heads, COLD_BYTES[job.device.type] >> 20
     against = contest.check.name if contest.check else contest.names[0]
     timed = "wall time of calls" if job.device.type == "cpu" else "time on the GPU of calls in one CUDA graph"
     return {
@@ -153,7 +153,7 @@ def _head(job: KernelJob, contest: Contest, bandwidth: float) -> Row:
 
 @torch.inference_mode()
 def _measure_cell(
-    job: KernelJob, contest: Contest, cell: Cell, bandwidth: float
+    job: KernelJob, contest: TimedBackends, cell: Cell, bandwidth: float
 ) -> tuple[list[Row], list[str]]:
     """A row for each kind of query, and what was wrong."""
     cache, tables = cell.cache(), cell.block_tables()
@@ -174,7 +174,7 @@ def _measure_cell(
 
 
 def _measure_query(
-    job: KernelJob, contest: Contest, cell: Cell, query: Query, cache: KVCache, tables: Tensor
+    job: KernelJob, contest: TimedBackends, cell: Cell, query: Query, cache: KVCache, tables: Tensor
 ) -> tuple[list[Timing], float]:
     """The times of each backend, and how far their results are apart."""
     layout = query.layout(cell, tables)

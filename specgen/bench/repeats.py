@@ -10,11 +10,11 @@ from specgen.bench.known_text import KnownText
 from specgen.engine.warm_engine import Run
 from specgen.events import Captured, Event, Finished, OutOfMemory, Prefilled, Verified
 from specgen.report.report import Report
-from specgen.report.timings import Spread, spread
+from specgen.report.timings import LatencyStats, latency_stats
 
 
 @dataclass(frozen=True, kw_only=True)
-class Middle:
+class MedianRange:
     """The median of a figure over repeats, and its range: the lowest and the highest.
 
     Of n repeats the range holds what a repeat gives in the middle with a probability of 1 - 2^(1-n): 75 % of three,
@@ -26,7 +26,7 @@ class Middle:
     highest: float
 
     @classmethod
-    def of(cls, values: Sequence[float]) -> "Middle":
+    def of(cls, values: Sequence[float]) -> "MedianRange":
         """Of one value or more."""
         return cls(median=statistics.median(values), lowest=min(values), highest=max(values))
 
@@ -55,7 +55,7 @@ class Repeat:
 
     tokens_per_second: float
     report: Report
-    itl_seconds: Spread | None
+    itl_seconds: LatencyStats | None
     step_bound: float | None  # seconds that a decode step takes at least, on average
     texts: Mapping[str, tuple[int, ...]]
     num_wrong: int | None  # tokens that are not the known text's
@@ -69,7 +69,7 @@ class Repeat:
         return cls(
             tokens_per_second=run.tokens_per_second,
             report=run.report,
-            itl_seconds=spread(list(inter_token_seconds(events))),
+            itl_seconds=latency_stats(list(inter_token_seconds(events))),
             step_bound=step_bytes and step_bytes / yardstick.bytes_per_second,
             texts={completion.request.id: completion.token_ids for completion in completions},
             num_wrong=None if yardstick.known is None else yardstick.known.num_wrong(completions),
@@ -90,14 +90,14 @@ class Repeats:
     each: tuple[Repeat, ...]
 
     @property
-    def speed(self) -> Middle:
+    def speed(self) -> MedianRange:
         """Output tokens per second."""
-        return Middle.of([repeat.tokens_per_second for repeat in self.each])
+        return MedianRange.of([repeat.tokens_per_second for repeat in self.each])
 
-    def times(self, other: "Repeats") -> Middle:
+    def times(self, other: "Repeats") -> MedianRange:
         """How many times as fast as ``other`` in the same repeat."""
         pairs = zip(self.each, other.each, strict=False)  # one of them may still be at it
-        return Middle.of([mine.tokens_per_second / theirs.tokens_per_second for mine, theirs in pairs])
+        return MedianRange.of([mine.tokens_per_second / theirs.tokens_per_second for mine, theirs in pairs])
 
     def median(self, figure: Callable[[Repeat], float | None]) -> float | None:
         """The median of ``figure`` over the repeats that have one; None where none has."""

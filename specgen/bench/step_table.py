@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from specgen import display
 from specgen.bench.bound import Work
-from specgen.bench.device_speed import Device
+from specgen.bench.device_speed import DeviceSpeed
 from specgen.bench.output import BenchTable, Plot
 from specgen.bench.parts import PARTS, StepTime
 from specgen.report.table import Column, Row
@@ -42,7 +42,7 @@ def empty_table(head: Row, num_spec_tokens: int) -> BenchTable:
     )
 
 
-def step_rows(batch: int, time: StepTime, works: Mapping[str, Work], device: Device) -> list[Row]:
+def step_rows(batch: int, time: StepTime, works: Mapping[str, Work], device: DeviceSpeed) -> list[Row]:
     """A row a part of ``time`` with its work's bound, then the idle time and the sum of all."""
     total = time.total
     bounds = {name: work.seconds(device) for name, work in works.items()}

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from specgen import display
 from specgen.bench.matrices import Matrix
 from specgen.bench.output import BenchTable, Plot, Value
-from specgen.bench.repeats import Middle, Repeat, Repeats
+from specgen.bench.repeats import MedianRange, Repeat, Repeats
 from specgen.engine.arms import Arm
 from specgen.report.table import Column, Row
-from specgen.report.timings import Spread
+from specgen.report.timings import LatencyStats
 
-_SPREADS: Mapping[str, Callable[[Repeat], Spread | None]] = {
+_SPREADS: Mapping[str, Callable[[Repeat], LatencyStats | None]] = {
     "ttft": lambda repeat: repeat.report.ttft_seconds,
     "tpot": lambda repeat: repeat.report.tpot_seconds,
     "itl": lambda repeat: repeat.itl_seconds,
@@ -87,14 +87,14 @@ def _row(matrix: Matrix, result: Result, results: Sequence[Result]) -> Row:
     return row
 
 
-def _range(names: tuple[str, str, str], found: Middle | None) -> dict[str, Value]:
+def _range(names: tuple[str, str, str], found: MedianRange | None) -> dict[str, Value]:
     """The median, the lowest and the highest under ``names``."""
     if found is None:
         return dict.fromkeys(names)
     return dict(zip(names, (found.median, found.lowest, found.highest), strict=True))
 
 
-def _figure(find: Callable[[Repeat], Spread | None], part: str) -> Callable[[Repeat], float | None]:
+def _figure(find: Callable[[Repeat], LatencyStats | None], part: str) -> Callable[[Repeat], float | None]:
     return lambda repeat: getattr(find(repeat), part, None)
 
 

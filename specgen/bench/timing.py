@@ -8,7 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-SPREAD = {"cuda": 256 << 20, "cpu": 16 << 20}  # bytes that all layers together read: more than a cache holds
+COLD_BYTES = {
+    "cuda": 256 << 20,
+    "cpu": 16 << 20,
+}  # bytes that all layers together read: more than a cache holds
 MOST_LAYERS = 64
 _WARM_UPS = 3
 
@@ -26,7 +29,7 @@ class Timing:
 
 def num_layers(bytes_per_layer: int, device: torch.device) -> int:
     """How many layers, of which each reads ``bytes_per_layer``, no cache holds."""
-    return max(1, min(MOST_LAYERS, -(-SPREAD[device.type] // bytes_per_layer)))
+    return max(1, min(MOST_LAYERS, -(-COLD_BYTES[device.type] // bytes_per_layer)))
 
 
 def time_layers(call: Call, layers: int, repeats: int, device: torch.device) -> Timing:
@@ -56,7 +59,7 @@ def time_layers(call: Call, layers: int, repeats: int, device: torch.device) -> 
 
 def _on_gpu(graph: torch.cuda.CUDAGraph, repeats: int, device: torch.device) -> list[float]:
     """Seconds of each replay. Nothing is waited for in between, so the host stays ahead of the device."""
-    other = torch.empty(SPREAD["cuda"], dtype=torch.uint8, device=device)
+    other = torch.empty(COLD_BYTES["cuda"], dtype=torch.uint8, device=device)
     marks = []
     for _ in range(_WARM_UPS + repeats):
         other.zero_()

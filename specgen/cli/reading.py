@@ -57,11 +57,11 @@ def report(
 
 def _beside(run: str, report: dict[str, Any], name: str) -> tuple[dict[str, Any], "Iterator[Part]"]:
     """The report of ``run`` beside the published figures ``name``, as JSON and for a terminal."""
-    from specgen.report.against import compare, load_results, of_figures
+    from specgen.report.against import compare_figures, load_results, of_figures
     from specgen.report.references import load_reference
 
     reference = load_reference(name)
-    lines = compare(report, load_results(Path(run)), reference)
+    lines = compare_figures(report, load_results(Path(run)), reference)
     beside = {"reference": asdict(reference), "figures": [line.to_json() for line in lines]}
     return {**report, "against": beside}, of_figures(run, report["num_spec_tokens"], reference, lines)
 

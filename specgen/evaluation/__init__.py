@@ -1,1 +1,1 @@
-"""Evaluation: lm-eval's tasks on this engine, and arms of one study compared over the same prompts."""
+"""Accuracy and losslessness: lm-eval's tasks on the engine, and arms compared on the same prompts."""

@@ -1,4 +1,4 @@
-"""The target as the judge of where its greedy texts part."""
+"""Builds a ``Judge`` from the target of a configuration."""
 
 from collections.abc import Callable, Sequence
 
@@ -16,18 +16,18 @@ from specgen.kv.pages import PageAllocator
 
 
 def judge(config: EngineConfig, models: Models) -> Judge:
-    """The target of a resolved ``config`` as the judge of where its greedy texts part."""
+    """A judge of greedy texts of the target of a resolved ``config``."""
     return Judge(
-        logits_behind=prefill_logits(config, models),
+        logits_after=prefill_logits(config, models),
         dtype=models.target.dtype,
         token_text=lambda token: models.tokenizer.decode_with_special([token]),
     )
 
 
 def prefill_logits(config: EngineConfig, models: Models) -> Callable[[Sequence[int]], Tensor]:
-    """A function from token ids to the target's next-token logits behind them, ``[V]`` float32.
+    """A function from token ids to the target's next-token logits after them, ``[V]`` float32.
 
-    It is one pass over all of them, through the attention of a resolved ``config`` and a cache of its own.
+    Each call is one prefill through the attention of a resolved ``config``, with its own KV cache.
     """
     target, backend = models.target, BACKENDS[config.attention](models.target.device)
 

@@ -1,1 +1,1 @@
-"""Events to numbers, numbers to text and pages. Imports leaves alone."""
+"""Folds events into statistics and renders them as text and HTML; knows nothing of the engine."""
