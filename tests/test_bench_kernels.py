@@ -135,7 +135,7 @@ def test_two_backends_are_checked_and_compared_with_each_other(monkeypatch) -> N
     assert max(map(len, render(table.parts(), 80).splitlines())) <= 80
     row = table.rows[-1]
     assert row["speedup"] == pytest.approx(row["sdpa-static_mean"] / row["sdpa_mean"])
-    assert table.head["difference"].endswith("sdpa-static against sdpa")
+    assert table.conditions["difference"].endswith("sdpa-static against sdpa")
     assert {plot.y for plot in table.plots} == {"speedup", "sdpa_over_bound"}
 
 

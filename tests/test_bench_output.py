@@ -28,7 +28,7 @@ NAMES = [column.name for column in COLUMNS]
 TABLE = BenchTable(
     name="speeds",
     title="Speed & batch",
-    head={"device": "a GPU", "weights": "synthetic", "repeats": 3},
+    conditions={"device": "a GPU", "weights": "synthetic", "repeats": 3},
     columns=COLUMNS,
     rows=tuple(dict(zip(NAMES, row, strict=True)) for row in VALUES),
     plots=(
@@ -59,7 +59,7 @@ def test_json_is_the_whole_table() -> None:
     document = json.loads(json.dumps(TABLE.to_json()))
     assert document["rows"] == [dict(row) for row in TABLE.rows]
     assert document["columns"][2] == {"name": "speed", "unit": "tokens/s"}
-    assert (document["head"], document["notes"]) == (dict(TABLE.head), list(TABLE.notes))
+    assert (document["head"], document["notes"]) == (dict(TABLE.conditions), list(TABLE.notes))
 
 
 def test_a_plot_takes_the_rows_it_names_and_leaves_out_what_was_not_measured() -> None:
@@ -94,7 +94,7 @@ def test_a_wide_table_is_split_and_repeats_its_keys(width: int) -> None:
         {"num_seqs": n, "query": "1-2 ragged"} | {name: 12345.678 * n + i for i, name in enumerate(names)}
         for n in (1, 64)
     )
-    wide = BenchTable(name="t", title="T", head={}, columns=columns, rows=rows, num_keys=2)
+    wide = BenchTable(name="t", title="T", conditions={}, columns=columns, rows=rows, num_keys=2)
     text = render(wide.parts(), width)
     assert max(map(len, text.splitlines())) <= width
     assert text.count("\n64 ") == text.count("\n1 ") > 1

@@ -106,11 +106,11 @@ def test_a_window_sees_full_decode_steps_only() -> None:
 def test_parts_do_together_what_the_step_does() -> None:
     for k in (0, 1, 4):
         parts = part_works(SIZES, num_spec_tokens=k, batch=2, context=10.5, vocab_size=7, bytes_per_value=2)
-        assert list(parts) == ["verify", "accept", "first pass", "draft loop"][: 4 if k else 2]
+        assert list(parts) == ["verify", "accept", "KV fill", "draft loop"][: 4 if k else 2]
         assert parts.pop("accept") == Work(num_bytes=2 * (k + 1) * 7 * 2, flops=0)
         assert sum(work.num_bytes for work in parts.values()) == SIZES.step(k, batch=2, context=10.5)
     assert parts["verify"].flops == 2 * (1000 / 2) * 2 * 5
-    assert parts["first pass"].flops == 2 * (100 / 2) * 2 * 5  # for all rows of the verify
+    assert parts["KV fill"].flops == 2 * (100 / 2) * 2 * 5  # for all rows of the verify
     assert parts["draft loop"].flops == 2 * (4 * 60 / 2) * 2
 
 

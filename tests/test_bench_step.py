@@ -50,7 +50,7 @@ def test_work_belongs_to_the_mark_before_it_and_the_rest_is_idle() -> None:
     spans = [*spans_of_a_step(100.0), *spans_of_a_step(200.0)]
     found = split(list(reversed(spans)), 2)
     assert found.parts == pytest.approx(
-        {"draft loop": 10e-6, "verify": 20e-6, "accept": 3e-6, "first pass": 5e-6, "engine": 2e-6}
+        {"draft loop": 10e-6, "verify": 20e-6, "accept": 3e-6, "KV fill": 5e-6, "engine": 2e-6}
     )
     length = max(span.end for span in spans) - 100.0
     assert found.total == pytest.approx(length / 2 * 1e-6)
@@ -90,7 +90,7 @@ def test_the_hosts_clock_leaves_nothing_idle(monkeypatch) -> None:
     found = split(marker.spans(), 1)
     assert found == StepTime(
         parts=pytest.approx(
-            {"draft loop": 0.5, "verify": 0.25, "accept": 0.75, "first pass": 1.0, "engine": 4.5}
+            {"draft loop": 0.5, "verify": 0.25, "accept": 0.75, "KV fill": 1.0, "engine": 4.5}
         ),
         idle=pytest.approx(0),
     )
@@ -99,7 +99,7 @@ def test_the_hosts_clock_leaves_nothing_idle(monkeypatch) -> None:
 
 def test_rows_add_up_to_the_step() -> None:
     found = StepTime(parts={part: 0.001 * (i + 1) for i, part in enumerate(PARTS)}, idle=0.005)
-    works = {"verify": Work(num_bytes=10.0, flops=0.0), "first pass": Work(num_bytes=0.0, flops=3.0)}
+    works = {"verify": Work(num_bytes=10.0, flops=0.0), "KV fill": Work(num_bytes=0.0, flops=3.0)}
     rows = step_rows(8, found, works, DeviceSpeed(bytes_per_second=1e4, flops_per_second=1e3))
     assert [row["part"] for row in rows] == [*PARTS, "idle", "step"]
     times = [row["time"] for row in rows]
@@ -160,7 +160,7 @@ def slowed(function: Callable[..., Any]) -> Callable[..., Any]:
         ("draft loop", HeadDrafter, "propose"),
         pytest.param("verify", Llama, "forward", marks=pytest.mark.slow),
         pytest.param("accept", step_module, "accept_greedy", marks=pytest.mark.slow),
-        pytest.param("first pass", HeadDrafter, "observe", marks=pytest.mark.slow),
+        pytest.param("KV fill", HeadDrafter, "observe", marks=pytest.mark.slow),
         pytest.param("engine", Columns, "advance", marks=pytest.mark.slow),
     ],
 )
@@ -227,4 +227,4 @@ def test_parts_are_told_apart_on_a_gpu(graphs: str) -> None:
         times = {row["part"]: row["time"] for row in document["rows"] if row["batch"] == batch}
         assert sum(times.values()) == pytest.approx(2 * times["step"])
         assert all(times[part] > 0 for part in PARTS)
-        assert times["verify"] > times["first pass"]
+        assert times["verify"] > times["KV fill"]

@@ -223,7 +223,7 @@ def test_arms_take_turns_within_a_repeat(pair: Path, monkeypatch) -> None:
     order.clear()
     monkeypatch.setattr(bench, "_CPU_BYTES", 0)
     apart = list(throughput(job))
-    assert apart[-1].head["arms that took turns"] == "1; 1"
+    assert apart[-1].conditions["arms that took turns"] == "1; 1"
     assert [len(set(order[:3])), len(set(order[3:]))] == [1, 1]
 
 
@@ -264,8 +264,8 @@ def test_batch_and_k(pair: Path) -> None:
             assert 1 < row["acceptance_length"] <= k + 1
     assert rows[1, 2]["acceptance_length"] < rows[1, 4]["acceptance_length"]
     assert [note.split(":")[0] for note in table.notes] == ["batch 1", "batch 3"]
-    assert "weights synthetic" in table.head["model"]
-    assert "6 of 9 random tokens" in table.head["prompts"]
+    assert "weights synthetic" in table.conditions["model"]
+    assert "6 of 9 random tokens" in table.conditions["prompts"]
     assert "Output tokens per second" in table.to_html()
     assert max(map(len, render(table.parts(), 80).splitlines())) <= 80
 
@@ -285,7 +285,7 @@ def test_modes_are_beside_their_bound_and_the_known_text(pair: Path) -> None:
     assert rates == sorted(rates, reverse=True)
     assert len(rates) == 4
     assert [row["wrong_tokens"] for row in table.rows] == [0, 0, 0]
-    assert table.head["wrong_tokens"].endswith("the pair's head knows 75.0 % of it")
+    assert table.conditions["wrong_tokens"].endswith("the pair's head knows 75.0 % of it")
 
 
 def test_a_wrong_token_is_counted(pair: Path, monkeypatch) -> None:
@@ -360,8 +360,8 @@ def test_an_arm_that_cannot_run_or_fails_is_a_note(pair: Path, monkeypatch) -> N
         ("sdpa", "plain"),
         ("sdpa", "padded"),
     ]
-    assert [note.split(":")[0] for note in table.notes] == ["not run"] * 3 + ["broke off"]
-    assert table.notes[-1] == "broke off: attention sdpa, decoding non-padded: RuntimeError: no kernel"
+    assert [note.split(":")[0] for note in table.notes] == ["not run"] * 3 + ["failed"]
+    assert table.notes[-1] == "failed: attention sdpa, decoding non-padded: RuntimeError: no kernel"
     assert table.rows[1]["x_plain"] is not None
     assert table.rows[1]["x_non_padded"] is None
     nothing = list(throughput(job_of(pair, "vllm-25196")))

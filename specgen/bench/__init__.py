@@ -1,1 +1,1 @@
-"""Measurements of kernels and of the engine, and the one form that all their results have."""
+"""Benchmarks of kernels and of the engine, with one type of result."""

@@ -1,4 +1,4 @@
-"""The least time that a decode step and its parts can take: bytes to read over bandwidth, products over arithmetic."""
+"""Lower bounds on the time of a decode step and its parts: bytes read over bandwidth, FLOPs over FLOP/s."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -13,20 +13,20 @@ from specgen.events import Event, Prefilled, Stepped, Submitted, Verified
 
 @dataclass(frozen=True, kw_only=True)
 class StepBytes:
-    """What the passes of a decode step must read at least, in bytes.
+    """The least that the passes of a decode step read, in bytes.
 
-    Rows gathered from embeddings and what is written are left out: they are thousands of times smaller.
+    Gathered embedding rows and writes are left out: they are thousands of times smaller.
     """
 
     target: int  # weights of one pass
-    head_fill: int  # weights that the head takes in what was confirmed with: features fused, keys and values
-    head_pass: int  # weights of each pass that drafts
-    target_kv: int  # for each position
-    head_kv: int  # for each position and pass
+    head_fill: int  # weights of the drafter KV fill: fused features, keys and values
+    head_pass: int  # weights per drafting pass
+    target_kv: int  # per position
+    head_kv: int  # per position and pass
 
     @classmethod
     def of(cls, models: Models) -> "StepBytes":
-        """Of a loaded pair, whose cache is in the dtype of its weights."""
+        """Of a loaded pair, with the KV cache in the dtype of the weights."""
         assert models.head is not None
         target, head, width = models.target.config, models.head.config, models.target.dtype.itemsize
         readers = {
@@ -46,7 +46,7 @@ class StepBytes:
         )
 
     def step(self, num_spec_tokens: int, batch: int, context: float) -> float:
-        """Of a step of ``batch`` sequences at ``context`` positions each; ``num_spec_tokens`` passes are the head's."""
+        """Bytes of a step of ``batch`` sequences at ``context`` positions each."""
         positions = batch * context
         plain = self.target + positions * self.target_kv
         if num_spec_tokens == 0:
@@ -57,17 +57,17 @@ class StepBytes:
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """What a part of a step must do at least."""
+    """The least work of a part of a step."""
 
     num_bytes: float
-    flops: float  # of the matrices; attention's own are left out
+    flops: float  # of matrix products, without attention
 
     def seconds(self, device: DeviceSpeed) -> float:
-        """Reading and computing go on at the same time, so the longer of both counts."""
+        """Reading and computing overlap, so the longer one counts."""
         return max(self.num_bytes / device.bytes_per_second, self.flops / device.flops_per_second)
 
     def limit(self, device: DeviceSpeed) -> str:
-        """Which of the two that is: ``memory`` or ``arithmetic``."""
+        """Which one that is: ``memory`` or ``arithmetic``."""
         reading = self.num_bytes / device.bytes_per_second
         return "memory" if reading >= self.flops / device.flops_per_second else "arithmetic"
 
@@ -97,16 +97,16 @@ def part_works(
     if k == 0:
         return parts
     return parts | {
-        "first pass": work(sizes.head_fill, 0, rows),
+        "KV fill": work(sizes.head_fill, 0, rows),
         "draft loop": work(k * sizes.head_pass, k * positions * sizes.head_kv, batch),
     }
 
 
 def mean_step_bytes(events: Iterable[Event], sizes: StepBytes) -> float | None:
-    """What the decode steps of a run had to read, on average; None without any."""
-    lengths: dict[str, int] = {}  # of texts with their prompts, by request
+    """The mean of the least bytes that the decode steps of a run read; None without any."""
+    lengths: dict[str, int] = {}  # positions by sequence
     each: list[float] = []
-    positions = 0  # of the sequences in the step whose end is to come
+    positions = 0  # in the step whose Stepped event follows
     for event in events:
         match event:
             case Submitted():
@@ -124,7 +124,7 @@ def mean_step_bytes(events: Iterable[Event], sizes: StepBytes) -> float | None:
 
 
 def _read_whole(reader: TensorReader) -> int:
-    """Bytes of weights that a pass reads: all that a model takes but embeddings, of which it gathers rows."""
+    """Bytes of weights that a pass reads: all but the embeddings, of which it gathers rows."""
     return sum(reader.taken.values()) - _bytes(reader, "embed_tokens.weight")
 
 

@@ -1,4 +1,4 @@
-"""What the throughput bench shows: its columns, its rows, its plots, and the best K of each batch."""
+"""The table of the throughput bench: columns, rows, plots, and the best K of each batch size."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,14 +27,14 @@ class Result:
     repeats: Repeats
 
 
-def table(matrix: Matrix, head: Row, results: Sequence[Result], notes: Sequence[str]) -> BenchTable:
-    """The table of ``results``; ``notes`` say what is missing."""
+def table(matrix: Matrix, conditions: Row, results: Sequence[Result], notes: Sequence[str]) -> BenchTable:
+    """The table of ``results``; ``notes`` say which arms are missing and why."""
     rows = tuple(_row(matrix, result, results) for result in results)
     disturbed = [f"{r.arm.name}: {text}" for r in results for text in r.repeats.disturbances]
     return BenchTable(
         name=f"throughput-{matrix.name}",
         title=matrix.title,
-        head=head,
+        conditions=conditions,
         columns=tuple(_columns(matrix)),
         rows=rows,
         plots=tuple(_plots(matrix)),
@@ -88,7 +88,7 @@ def _row(matrix: Matrix, result: Result, results: Sequence[Result]) -> Row:
 
 
 def _range(names: tuple[str, str, str], found: MedianRange | None) -> dict[str, Value]:
-    """The median, the lowest and the highest under ``names``."""
+    """Median, lowest and highest under ``names``."""
     if found is None:
         return dict.fromkeys(names)
     return dict(zip(names, (found.median, found.lowest, found.highest), strict=True))
@@ -103,7 +103,7 @@ def _ms(seconds: float | None) -> float | None:
 
 
 def _plots(matrix: Matrix) -> Iterator[Plot]:
-    """Speed, ratios and latencies over the first axis, a line for each value of the second."""
+    """Speed, ratios and latencies over the first axis, one line per value of the second."""
     x, series = (axis.name for axis in matrix.axes)
     shown = {"speed": "Output tokens per second"}
     shown |= {ratio: f"Speed, {ratio.replace('_', ' ')}" for ratio in matrix.ratios}
@@ -113,7 +113,7 @@ def _plots(matrix: Matrix) -> Iterator[Plot]:
 
 
 def best_lengths(rows: Sequence[Row]) -> Iterator[str]:
-    """For each batch the K that was fastest, and what it was worth; nothing where these are no columns."""
+    """The fastest K of each batch size and its speedup; nothing without these columns."""
     if not rows or not {"batch", "K"} <= rows[0].keys():
         return
     for batch in dict.fromkeys(row["batch"] for row in rows):
