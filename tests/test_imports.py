@@ -116,6 +116,13 @@ def test_every_package_is_in_the_list():
     assert {path.stem for path in ROOT.glob("*.py")} == LEAVES | {"__init__"}
 
 
+def test_every_package_says_what_it_may_import():
+    said = {
+        name: ast.get_docstring(ast.parse((ROOT / name / "__init__.py").read_text())) for name in ORDER[1:]
+    }
+    assert [name for name, text in said.items() if text is None or "May import" not in text] == []
+
+
 def test_a_file_name_has_one_meaning():
     names = [path.name for path in ROOT.rglob("*.py") if path.name != "__init__.py"]
     assert sorted(name for name in set(names) if names.count(name) > 1) == []

@@ -1,4 +1,7 @@
-"""The attention seam: what a backend is, what it can do, and the one callable that a model sees of it."""
+"""The attention seam: what a backend is, what it can do, and the one callable that a model sees of it.
+
+May import models, ops and kv.
+"""
 
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -32,7 +35,6 @@ class Capabilities:
 
     devices: tuple[str, ...]  # torch device types
     package: str | None = None  # that is imported when it is used
-    ragged_q: bool  # sequences of different query lengths in one pass
     uniform_q_max: int | None  # longest query of a decode pass
     needs_host_lens: bool  # reads lengths on the host, so every pass waits for the device
     graphs: bool  # a captured call stays right when lengths change on the device

@@ -43,7 +43,6 @@ class FlashInferBackend:
     capabilities = Capabilities(
         devices=("cuda",),
         package="flashinfer",
-        ragged_q=True,
         uniform_q_max=None,
         needs_host_lens=True,
         graphs=False,

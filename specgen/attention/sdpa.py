@@ -50,7 +50,7 @@ class SdpaBackend:
     name = "sdpa"
     summary = "PyTorch's own attention runs everywhere"
     capabilities = Capabilities(
-        devices=("cpu", "cuda"), ragged_q=True, uniform_q_max=None, needs_host_lens=True, graphs=False
+        devices=("cpu", "cuda"), uniform_q_max=None, needs_host_lens=True, graphs=False
     )
 
     def __init__(self, device: torch.device) -> None:
@@ -80,7 +80,7 @@ class StaticSdpaBackend:
     name = "sdpa-static"
     summary = "exact, and captured in graphs"
     capabilities = Capabilities(
-        devices=("cpu", "cuda"), ragged_q=True, uniform_q_max=None, needs_host_lens=False, graphs=True
+        devices=("cpu", "cuda"), uniform_q_max=None, needs_host_lens=False, graphs=True
     )
 
     def __init__(self, device: torch.device) -> None:

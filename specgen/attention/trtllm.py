@@ -52,7 +52,6 @@ class TrtllmBackend:
     capabilities = Capabilities(
         devices=("cuda",),
         package="flashinfer",
-        ragged_q=True,
         uniform_q_max=_MAX_QUERY,
         needs_host_lens=False,
         graphs=True,

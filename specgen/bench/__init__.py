@@ -1,1 +1,1 @@
-"""Benchmarks of kernels and of the engine, with one type of result."""
+"""Measurements of kernels and of the engine. May import engine and all below it."""

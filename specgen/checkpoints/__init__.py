@@ -1,1 +1,1 @@
-"""Checkpoints on disk or a hub: their files, their dialects, what they say. Imports models and ops."""
+"""Checkpoints on disk or a hub: their files, their formats, what they say. May import models and ops."""

@@ -1,1 +1,1 @@
-"""The commands: options, what is printed, exit codes. Imports everything; nothing imports it."""
+"""The commands: options, what is printed, exit codes. May import everything; nothing imports it."""

@@ -1,1 +1,1 @@
-"""The order of work: who runs, what a step is, what happens when one fails. Imports decoding and what is below."""
+"""The order of work: who runs, what a step is, what happens when one fails. May import decoding and all below it."""

@@ -1,1 +1,1 @@
-"""Speculative decoding itself: drafting, verification, sampling. Imports models, attention, ops, kv."""
+"""The algorithm: drafting, verification, sampling. May import attention, models, ops and kv."""

@@ -1,1 +1,1 @@
-"""The engine as programs call it, and how one is put together. Imports everything but the three that use it."""
+"""The engine as programs call it, and how one is put together. May import all but jobs, evaluation, bench and cli."""

@@ -1,1 +1,1 @@
-"""Accuracy and losslessness: lm-eval's tasks on the engine, and arms compared on the same prompts."""
+"""lm-eval's tasks and audits, arm by arm over the same prompts. May import engine and all below it."""

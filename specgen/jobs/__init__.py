@@ -1,1 +1,1 @@
-"""A prompt set to a run directory: one process, shards, Ray, a lost device. Imports engine and what is below it."""
+"""A prompt set to a run directory: one process, shards, Ray, a lost device. May import engine and all below it."""

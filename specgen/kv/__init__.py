@@ -1,1 +1,1 @@
-"""Where keys and values are: the geometry of a pass, pages, the cache, shared prefixes. Imports leaves alone."""
+"""The KV cache and the geometry of a pass: pages, slots, shared prefixes. May import no other package."""

@@ -1,1 +1,4 @@
-"""The networks: target and drafter forward passes over packed rows, free of attention, cache and engine."""
+"""The networks: forward passes of targets and heads over packed rows, and the tables of their families.
+
+May import ops, and of kv what a model says of its cache.
+"""

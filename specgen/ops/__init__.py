@@ -1,4 +1,4 @@
-"""The kernels of a forward pass, as one bundle that is bound once by device and dtype."""
+"""The kernels of a forward pass, as one bundle that is bound once by device and dtype. May import kv."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

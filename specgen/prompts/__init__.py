@@ -1,4 +1,4 @@
-"""Prompts to run: what one is, the data sets they come from, and the rows that cannot be run."""
+"""Prompts to run: what one is, the data sets they come from, and the rows that cannot be run. May import text."""
 
 from specgen.prompts.formats import DATASETS
 from specgen.prompts.load import PromptSet, load_prompts, open_prompts

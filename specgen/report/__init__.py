@@ -1,1 +1,1 @@
-"""Folds events into statistics and renders them as text and HTML; knows nothing of the engine."""
+"""From events to numbers, from numbers to text and pages. May import no other package."""

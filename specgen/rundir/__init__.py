@@ -1,1 +1,1 @@
-"""The run directory: rows that survive a kill, what was asked for, how far it is. Imports leaves alone."""
+"""The run directory: rows that survive a kill, what was asked for, how far it is. May import no other package."""

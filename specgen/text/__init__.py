@@ -1,1 +1,1 @@
-"""Tokens and text: the tokenizer, chat templates, stop strings. Imports leaves alone."""
+"""Tokens and text: the tokenizer, chat templates, stop strings. May import no other package."""
