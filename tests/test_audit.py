@@ -15,8 +15,7 @@ from specgen.config import UserError
 from specgen.core import scheduler, step
 from specgen.decoding.verify import accept_greedy
 from specgen.evaluation.audit_table import of_audit, verdict
-from specgen.evaluation.divergence import Divergence, first_difference, gap, rounding
-from specgen.evaluation.judge import prefill_logits
+from specgen.evaluation.divergence import Divergence, first_difference, gap, prefill_logits, rounding
 from specgen.report.terminal import render as in_terminal
 from tests.engines import Pair, config_of
 from tests.reference_drafts import ReferenceDrafter

@@ -11,7 +11,7 @@ from calibrated_shapes import SHAPES
 from calibrated_weights import Source
 from make_calibrated_pair import write_pair
 
-from specgen.bench.bound import StepBytes, Work, mean_step_bytes, part_works
+from specgen.bench.bound import StepBytes, Work, mean_step_bytes
 from specgen.bench.device_speed import DeviceSpeed, copy_bandwidth, matrix_flops
 from specgen.bench.explain import step_seconds
 from specgen.bench.marks import Window
@@ -19,7 +19,9 @@ from specgen.bench.repeats import inter_token_seconds
 from specgen.events import Event, Finished, Prefilled, Stepped, Submitted, Verified
 from tests.engines import config_of, load_pair, loaded
 
-SIZES = StepBytes(target=1000, head_fill=100, head_pass=60, target_kv=3, head_kv=1)
+SIZES = StepBytes(
+    target=1000, head_fill=100, head_pass=60, target_kv=3, head_kv=1, logits=7 * 2, bytes_per_value=2
+)
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +51,7 @@ def test_the_bytes_of_a_pair_are_its_matrices(tiny: Path) -> None:
     assert sizes.head_fill == 2 * (3 * hidden * hidden + 2 * shape.kv_size * 2 * hidden)
     assert sizes.target_kv == 2 * 2 * shape.num_layers * shape.kv_size
     assert sizes.head_kv == 2 * 2 * shape.kv_size
+    assert (sizes.logits, sizes.bytes_per_value) == (2 * shape.vocab_size, 2)
 
 
 def stepped(time: float, kind: str = "decode", num_sequences: int = 4) -> Stepped:
@@ -105,7 +108,7 @@ def test_a_window_sees_full_decode_steps_only() -> None:
 
 def test_parts_do_together_what_the_step_does() -> None:
     for k in (0, 1, 4):
-        parts = part_works(SIZES, num_spec_tokens=k, batch=2, context=10.5, vocab_size=7, bytes_per_value=2)
+        parts = SIZES.parts(k, batch=2, context=10.5)
         assert list(parts) == ["verify", "accept", "KV fill", "draft loop"][: 4 if k else 2]
         assert parts.pop("accept") == Work(num_bytes=2 * (k + 1) * 7 * 2, flops=0)
         assert sum(work.num_bytes for work in parts.values()) == SIZES.step(k, batch=2, context=10.5)

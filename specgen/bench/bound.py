@@ -12,6 +12,23 @@ from specgen.events import Event, Prefilled, Stepped, Submitted, Verified
 
 
 @dataclass(frozen=True, kw_only=True)
+class Work:
+    """The least work of a part of a step."""
+
+    num_bytes: float
+    flops: float  # of matrix products, without attention
+
+    def seconds(self, device: DeviceSpeed) -> float:
+        """Reading and computing overlap, so the longer one counts."""
+        return max(self.num_bytes / device.bytes_per_second, self.flops / device.flops_per_second)
+
+    def limit(self, device: DeviceSpeed) -> str:
+        """Which one that is: ``memory`` or ``arithmetic``."""
+        reading = self.num_bytes / device.bytes_per_second
+        return "memory" if reading >= self.flops / device.flops_per_second else "arithmetic"
+
+
+@dataclass(frozen=True, kw_only=True)
 class StepBytes:
     """The least that the passes of a decode step read, in bytes.
 
@@ -23,6 +40,8 @@ class StepBytes:
     head_pass: int  # weights per drafting pass
     target_kv: int  # per position
     head_kv: int  # per position and pass
+    logits: int  # per row
+    bytes_per_value: int
 
     @classmethod
     def of(cls, models: Models) -> "StepBytes":
@@ -43,6 +62,8 @@ class StepBytes:
             head_pass=_read_whole(readers["drafter"]) - fused,
             target_kv=target.kv_spec.bytes_per_token(width),
             head_kv=head.kv_spec.bytes_per_token(width),
+            logits=target.vocab_size * width,
+            bytes_per_value=width,
         )
 
     def step(self, num_spec_tokens: int, batch: int, context: float) -> float:
@@ -54,52 +75,26 @@ class StepBytes:
         weights = self.head_fill + num_spec_tokens * self.head_pass
         return plain + weights + num_spec_tokens * positions * self.head_kv
 
+    def parts(self, num_spec_tokens: int, batch: int, context: float) -> dict[str, Work]:
+        """The work of each part of that step.
 
-@dataclass(frozen=True, kw_only=True)
-class Work:
-    """The least work of a part of a step."""
+        The bytes of all but ``accept``, which reads the logits, add up to ``step``.
+        """
+        k, rows, positions = num_spec_tokens, batch * (num_spec_tokens + 1), batch * context
 
-    num_bytes: float
-    flops: float  # of matrix products, without attention
+        def work(weights: float, cache: float, rows_each: int) -> Work:
+            return Work(num_bytes=weights + cache, flops=2 * weights / self.bytes_per_value * rows_each)
 
-    def seconds(self, device: DeviceSpeed) -> float:
-        """Reading and computing overlap, so the longer one counts."""
-        return max(self.num_bytes / device.bytes_per_second, self.flops / device.flops_per_second)
-
-    def limit(self, device: DeviceSpeed) -> str:
-        """Which one that is: ``memory`` or ``arithmetic``."""
-        reading = self.num_bytes / device.bytes_per_second
-        return "memory" if reading >= self.flops / device.flops_per_second else "arithmetic"
-
-
-def part_works(
-    sizes: StepBytes,
-    *,
-    num_spec_tokens: int,
-    batch: int,
-    context: float,
-    vocab_size: int,
-    bytes_per_value: int,
-) -> dict[str, Work]:
-    """The work of each part of a decode step of ``batch`` sequences at ``context`` positions each.
-
-    The bytes of all but ``accept``, which reads the logits ``[rows, vocab_size]``, add up to ``StepBytes.step``.
-    """
-    k, rows, positions = num_spec_tokens, batch * (num_spec_tokens + 1), batch * context
-
-    def work(weights: float, cache: float, rows_each: int) -> Work:
-        return Work(num_bytes=weights + cache, flops=2 * weights / bytes_per_value * rows_each)
-
-    parts = {
-        "verify": work(sizes.target, positions * sizes.target_kv, rows),
-        "accept": Work(num_bytes=rows * vocab_size * bytes_per_value, flops=0.0),
-    }
-    if k == 0:
-        return parts
-    return parts | {
-        "KV fill": work(sizes.head_fill, 0, rows),
-        "draft loop": work(k * sizes.head_pass, k * positions * sizes.head_kv, batch),
-    }
+        parts = {
+            "verify": work(self.target, positions * self.target_kv, rows),
+            "accept": Work(num_bytes=rows * self.logits, flops=0.0),
+        }
+        if k == 0:
+            return parts
+        return parts | {
+            "KV fill": work(self.head_fill, 0, rows),
+            "draft loop": work(k * self.head_pass, k * positions * self.head_kv, batch),
+        }
 
 
 def mean_step_bytes(events: Iterable[Event], sizes: StepBytes) -> float | None:

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from specgen.bench.bound import StepBytes, Work, part_works
+from specgen.bench.bound import StepBytes
 from specgen.bench.device_speed import DeviceSpeed, copy_bandwidth, matrix_flops
 from specgen.bench.environment import conditions, free_memory
 from specgen.bench.marks import DeviceMarker, HostMarker, Marker, Window
@@ -54,7 +54,6 @@ class StepJob:
 class Explained:
     """The steps of one batch size."""
 
-    batch: int
     time: StepTime
     unobserved: float  # median seconds per step without the profiler
     context: float  # mean positions per sequence in the middle of the window
@@ -67,7 +66,7 @@ def explain(job: StepJob) -> Iterator[BenchTable]:
     bandwidth = copy_bandwidth(config.device)
     free_memory()
     models = load_models(config, checkpoints)
-    limit = models.target.config.max_positions
+    limit, sizes = models.target.config.max_positions, StepBytes.of(models)
     longest = job.prompt_tokens + job.workload.max_new_tokens
     require(longest <= limit, f"prompt-tokens is {job.prompt_tokens}: with {longest - limit} less, texts fit")
     device = DeviceSpeed(
@@ -85,7 +84,8 @@ def explain(job: StepJob) -> Iterator[BenchTable]:
                 f"batch {batch}: {1e3 * found.time.total:.3f} ms per step while profiled, "
                 f"{1e3 * found.unobserved:.3f} without, at {found.context:,.0f} positions per sequence"
             )
-            rows = step_rows(batch, found.time, _works(found, config, models), device)
+            works = sizes.parts(config.draft_length.most, batch, found.context)
+            rows = step_rows(batch, found.time, works, device)
             table = replace(table, rows=(*table.rows, *rows), notes=(*table.notes, note))
         free_memory()
         yield table
@@ -103,7 +103,6 @@ def _explain(job: StepJob, config: EngineConfig, models: Models) -> Explained:
     observed = engine.run(window.see).whole()
     require(window.complete, "the batch was never whole: use a smaller one, or shorter prompts")
     return Explained(
-        batch=batch,
         time=split(marker.spans(), _STEPS),
         unobserved=statistics.median(unobserved),
         context=context_at(observed.events, batch, _SKIPPED + _STEPS // 2),
@@ -134,18 +133,6 @@ def context_at(events: Iterable[Event], batch: int, step: int) -> float:
         if seen == step:
             break
     return positions / batch
-
-
-def _works(found: Explained, config: EngineConfig, models: Models) -> dict[str, Work]:
-    width = models.target.dtype.itemsize
-    return part_works(
-        StepBytes.of(models),
-        num_spec_tokens=config.draft_length.most,
-        batch=found.batch,
-        context=found.context,
-        vocab_size=models.target.config.vocab_size,
-        bytes_per_value=width,
-    )
 
 
 def _conditions(job: StepJob, config: EngineConfig, models: Models, device: DeviceSpeed) -> Row:

@@ -8,10 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-COLD_BYTES = {
-    "cuda": 256 << 20,
-    "cpu": 16 << 20,
-}  # bytes read by all layers: more than a cache holds
+COLD_BYTES = {"cuda": 256 << 20, "cpu": 16 << 20}  # bytes read by all layers: more than a cache holds
 MOST_LAYERS = 64
 _WARM_UPS = 3
 

@@ -81,9 +81,7 @@ def _random(lengths: list[int], models: Models, workload: Workload) -> tuple[Req
     sampling = SamplingParams(max_tokens=workload.max_new_tokens, ignore_eos=True)
     return tuple(
         Request(
-            id=f"random {index}",
-            prompt_token_ids=tuple(rng.choices(vocabulary, k=length)),
-            sampling=sampling,
+            id=f"random {index}", prompt_token_ids=tuple(rng.choices(vocabulary, k=length)), sampling=sampling
         )
         for index, length in enumerate(lengths)
     )

@@ -15,7 +15,6 @@ from specgen.engine.conversations import first_turns
 from specgen.engine.loading import Models, load_models, open_checkpoints
 from specgen.engine.warm_engine import Run, WarmEngine
 from specgen.evaluation.divergence import Divergence, Judge
-from specgen.evaluation.judge import judge
 from specgen.events import Event
 from specgen.prompts import open_prompts
 from specgen.rundir.progress import Progress
@@ -107,7 +106,7 @@ def audit(job: AuditJob, progress: Progress) -> Audit:
     requests, failures = first_turns(prompts, models.tokenizer, job.sampling)
     first, *others = _arms(job.batch_sizes)
     decode = partial(_decode, config=config, models=models, requests=requests, progress=progress)
-    reference, target = decode(first).completions, judge(config, models)
+    reference, target = decode(first).completions, Judge.of(config, models)
     failures += [f"{c.request.id}: {c.error}" for c in reference.values() if c.error]
     answered = {name: completion for name, completion in reference.items() if completion.error is None}
     require(

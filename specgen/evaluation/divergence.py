@@ -4,9 +4,18 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
+from typing import Self
 
 import torch
 from torch import Tensor
+
+from specgen.attention import Attend
+from specgen.config import EngineConfig
+from specgen.engine.assembly import new_cache
+from specgen.engine.choices import BACKENDS
+from specgen.engine.loading import Models
+from specgen.kv.layout import Layout
+from specgen.kv.pages import PageAllocator
 
 # How far rounding may move the difference of two logits. Over 1,650 positions of the bundled pair's texts, computed in
 # passes of 1 row, 5 rows and all rows, it moved by at most 4 steps of bfloat16 or float16 at the largest logit and, as
@@ -47,6 +56,15 @@ class Judge:
     logits_after: Callable[[Sequence[int]], Tensor]
     dtype: torch.dtype
     token_text: Callable[[int], str]
+
+    @classmethod
+    def of(cls, config: EngineConfig, models: Models) -> Self:
+        """A judge of greedy texts of the target of a resolved ``config``."""
+        return cls(
+            logits_after=prefill_logits(config, models),
+            dtype=models.target.dtype,
+            token_text=lambda token: models.tokenizer.decode_with_special([token]),
+        )
 
     def first_divergence(
         self, request: str, prompt: Sequence[int], reference: Sequence[int], tokens: Sequence[int]
@@ -94,3 +112,23 @@ def _step(logits: Tensor, dtype: torch.dtype) -> float:
     """The spacing of ``dtype`` at the largest absolute logit."""
     _, exponent = math.frexp(float(logits.abs().max()))
     return math.ldexp(torch.finfo(dtype).eps, exponent - 1)
+
+
+def prefill_logits(config: EngineConfig, models: Models) -> Callable[[Sequence[int]], Tensor]:
+    """A function from token ids to the target's next-token logits after them, ``[V]`` float32.
+
+    Each call is one prefill through the attention of a resolved ``config``, with its own KV cache.
+    """
+    target, backend = models.target, BACKENDS[config.attention](models.target.device)
+
+    @torch.inference_mode()
+    def logits(token_ids: Sequence[int]) -> Tensor:
+        pages = PageAllocator(-(-len(token_ids) // config.page_size), config.page_size)
+        cache = new_cache(config, target.config, pages, target.device)
+        table = torch.arange(1, pages.num_pages + 1, dtype=torch.int32, device=target.device)
+        layout = Layout.ragged(table[None], [0], [len(token_ids)], config.page_size)
+        rows = torch.tensor(token_ids, device=target.device)
+        hidden, _ = target.forward(rows, Attend(backend, cache, layout, target.rope))
+        return target.logits(hidden[-1:])[0].float()
+
+    return logits

@@ -49,12 +49,7 @@ class SpecgenLM(TemplateLM):  # type: ignore[misc]
     """
 
     def __init__(
-        self,
-        *,
-        config: EngineConfig,
-        models: Models,
-        sampling: SamplingParams,
-        files: RunDirectory,
+        self, *, config: EngineConfig, models: Models, sampling: SamplingParams, files: RunDirectory
     ) -> None:
         super().__init__()
         self._config = config

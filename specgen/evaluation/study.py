@@ -18,7 +18,7 @@ from specgen.engine.choices import resolve
 from specgen.engine.loading import Models, described, load_models, open_checkpoints
 from specgen.evaluation import comparison_tables
 from specgen.evaluation.compare import Comparison, compare, reference_of
-from specgen.evaluation.judge import judge
+from specgen.evaluation.divergence import Judge
 from specgen.evaluation.language_model import SpecgenLM
 from specgen.evaluation.samples import ArmRun, samples
 from specgen.evaluation.studies import Study
@@ -105,7 +105,7 @@ class StudyRun:
         """Compare the arms; writes ``comparison.json`` and ``report.html``."""
         runs = [result.run for result in results]
         config = self._configs[reference_of(runs).name]
-        comparison = compare(runs, judge(config, self._models(config)))
+        comparison = compare(runs, Judge.of(config, self._models(config)))
         title = f"{Path(config.model).name} on {', '.join(self._job.study.tasks)}"
         write_json(self._path / "comparison.json", comparison.to_json())
         write_text(self._path / "report.html", comparison_tables.page(comparison, self.settings(), title))

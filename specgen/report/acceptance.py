@@ -106,12 +106,10 @@ class StepCounts:
 
 def fold_request(verified: Iterable[Verified], num_spec_tokens: int) -> RequestMetrics:
     """The metrics of one request from its steps; ``UserError`` for a step with more drafts than K."""
-    counts = StepCounts(num_spec_tokens)
-    per_step = []
-    for step in verified:
+    counts, steps = StepCounts(num_spec_tokens), list(verified)
+    for step in steps:
         counts.add(step)
-        if step.drafts:
-            per_step.append(step.accepted)
+    per_step = tuple(step.accepted for step in steps if step.drafts)
     drafted, accepted = sum(counts.drafted), sum(per_step)
     return RequestMetrics(
         mean_acceptance_length=1 + accepted / len(per_step) if per_step else None,
@@ -121,7 +119,7 @@ def fold_request(verified: Iterable[Verified], num_spec_tokens: int) -> RequestM
         num_accepted_draft_tokens=accepted,
         num_draft_tokens=drafted,
         num_spec_tokens=num_spec_tokens,
-        per_step_accepted=tuple(per_step),
+        per_step_accepted=per_step,
     )
 
 

@@ -69,17 +69,15 @@ def compare_figures(
     )
 
 
-def _length(report: Mapping[str, Any], reference: Reference) -> tuple[FigureComparison, ...]:
-    if reference.mean_acceptance_length is None:
-        return ()
-    same = report["num_spec_tokens"] == reference.num_spec_tokens
-    line = FigureComparison(
-        figure=LENGTH,
-        ours=report["mean_acceptance_length"] if same else None,
-        ci95=_interval(report["mean_acceptance_length_ci95"]) if same else None,
-        theirs=reference.mean_acceptance_length,
-    )
-    return (line,)
+def _length(report: Mapping[str, Any], reference: Reference) -> Iterator[FigureComparison]:
+    if reference.mean_acceptance_length is not None:
+        same = report["num_spec_tokens"] == reference.num_spec_tokens
+        yield FigureComparison(
+            figure=LENGTH,
+            ours=report["mean_acceptance_length"] if same else None,
+            ci95=_interval(report["mean_acceptance_length_ci95"]) if same else None,
+            theirs=reference.mean_acceptance_length,
+        )
 
 
 def _acceptance(report: Mapping[str, Any], reference: Reference) -> Iterator[FigureComparison]:

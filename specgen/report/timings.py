@@ -97,37 +97,34 @@ class StepSum:
     """Sums over steps of one kind."""
 
     def __init__(self) -> None:
-        self._num_steps = self._num_sequences = 0
+        self._counts = Counter[str]()  # by field of StepStats
+        self._num_sequences = 0
         self._seconds = self._max_seconds = 0.0
-        self._target_rows = self._target_rejected = 0
-        self._first_pass_rows = self._first_pass_kept = self._loop_rows = 0
-        self._by_num_spec_tokens: Counter[int] = Counter()
+        self._by_num_spec_tokens = Counter[int]()
 
     def add(self, step: Stepped, num_rejected: int) -> None:
         """Add one step and its number of rejected drafts."""
-        self._num_steps += 1
+        self._counts.update(
+            num_steps=1,
+            target_rows=step.target_rows,
+            target_rejected=num_rejected,
+            first_pass_rows=step.first_pass_rows,
+            first_pass_wasted=step.first_pass_rows - step.first_pass_kept,
+            loop_rows=step.loop_rows,
+        )
         self._num_sequences += step.num_sequences
         self._seconds += step.seconds
         self._max_seconds = max(self._max_seconds, step.seconds)
-        self._target_rows += step.target_rows
-        self._target_rejected += num_rejected
-        self._first_pass_rows += step.first_pass_rows
-        self._first_pass_kept += step.first_pass_kept
-        self._loop_rows += step.loop_rows
         self._by_num_spec_tokens[step.num_spec_tokens] += 1
 
     def result(self) -> StepStats:
         """The sums and means; needs at least one step."""
+        num_steps = self._counts["num_steps"]
         return StepStats(
-            num_steps=self._num_steps,
+            **self._counts,
             seconds=self._seconds,
-            mean_seconds=self._seconds / self._num_steps,
+            mean_seconds=self._seconds / num_steps,
             max_seconds=self._max_seconds,
-            mean_sequences=self._num_sequences / self._num_steps,
-            target_rows=self._target_rows,
-            target_rejected=self._target_rejected,
-            first_pass_rows=self._first_pass_rows,
-            first_pass_wasted=self._first_pass_rows - self._first_pass_kept,
-            loop_rows=self._loop_rows,
+            mean_sequences=self._num_sequences / num_steps,
             by_num_spec_tokens={str(k): steps for k, steps in self._by_num_spec_tokens.most_common()},
         )
