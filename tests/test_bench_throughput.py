@@ -155,9 +155,9 @@ def test_synthetic_weights_get_random_tokens_as_long_as_the_texts(models: Models
 # --- turns ----------------------------------------------------------------------------------------
 
 
-def plan(name: str, need: int, beside: int = 0) -> Plan:
+def plan(name: str, need: int, overhead: int = 0) -> Plan:
     config = EngineConfig(model="target", drafter="head")
-    return Plan(arm=Arm(name=name), config=config, requests=(), kv_bytes=need, beside=beside)
+    return Plan(arm=Arm(name=name), config=config, requests=(), kv_bytes=need, overhead=overhead)
 
 
 @pytest.mark.parametrize(
@@ -178,10 +178,10 @@ def test_neighbours_take_turns_as_far_as_their_caches_fit(needs: list[int], grou
 
 
 def test_memory_beside_the_cache_counts() -> None:
-    found = side_by_side([plan(str(i), 3, beside=2) for i in range(3)], 10)
+    found = side_by_side([plan(str(i), 3, overhead=2) for i in range(3)], 10)
     assert [len(group) for group in found] == [2, 1]
     assert {each.config.kv_memory for group in found for each in group} == {3}
-    (alone,) = side_by_side([plan("0", 9, beside=2)], 10)
+    (alone,) = side_by_side([plan("0", 9, overhead=2)], 10)
     assert alone[0].config.kv_memory is None
 
 

@@ -13,7 +13,7 @@ from specgen.events import Event, Finished, Preempted, Prefilled, Resumed, Stepp
 from specgen.report import tables, terminal
 from specgen.report.acceptance import fold_request
 from specgen.report.intervals import Ratio, wilson
-from specgen.report.report import draft_lengths, fold, load, verdict
+from specgen.report.report import draft_lengths, fold, load, warning
 from tests.streams import begun, decode_steps, ended, padded_step, refusal, request
 
 
@@ -248,7 +248,7 @@ def test_a_run_without_requests():
     assert report["mean_acceptance_length"] is None
     assert report["output_tokens_per_second"] is None
     assert [row["rate"] for row in report["acceptance"]] == [None] * 3
-    assert verdict(report).startswith("No verify step")
+    assert warning(report).startswith("No verify step")
 
 
 def test_only_refusals():
@@ -298,7 +298,7 @@ def test_plain_decoding():
     assert report["num_drafts"] == 0
     assert report["acceptance"] == []
     assert report["acceptance_histogram"] == [0]
-    assert verdict(report).startswith("Plain decoding")
+    assert warning(report).startswith("Plain decoding")
 
 
 def test_a_request_cut_off_counts_what_it_emitted():
@@ -315,8 +315,8 @@ def test_a_request_cut_off_counts_what_it_emitted():
 def test_a_dead_drafter_is_called_so():
     dead = as_json(request("a", [(3, 0)] * 30 + [(3, 1)]))
     alive = as_json(request("a", [(3, 0)] * 10 + [(3, 1)]))
-    assert "dead" in verdict(dead)
-    assert verdict(alive) == ""
+    assert "dead" in warning(dead)
+    assert warning(alive) == ""
 
 
 def test_a_report_with_a_baseline():

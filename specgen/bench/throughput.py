@@ -33,7 +33,7 @@ from specgen.engine.warm_engine import WarmEngine
 from specgen.report.table import Row
 
 _CPU_BYTES = 1 << 30  # for engines that alternate
-_BESIDE = {"cpu": 0, "cuda": 1 << 30}  # bytes of an engine beside its KV cache: workspaces and graphs
+_OVERHEAD = {"cpu": 0, "cuda": 1 << 30}  # bytes of an engine beside its KV cache: workspaces and graphs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +62,7 @@ class Plan:
     config: EngineConfig  # resolved
     requests: tuple[Request, ...]
     kv_bytes: int  # of the requests in the batch
-    beside: int  # bytes of the engine beside its KV cache
+    overhead: int  # bytes of the engine beside its KV cache
 
 
 def throughput(job: ThroughputJob) -> Iterator[BenchTable]:
@@ -104,8 +104,8 @@ def _plans(job: ThroughputJob, models: Models, prompts: Prompts) -> tuple[list[P
             notes.append(f"not run: {arm.name}: {error}")
             continue
         requests = prompts.requests[: job.workload.count(config.max_batch_size)]
-        need, beside = kv_bytes(config, models, requests), _BESIDE[torch.device(config.device).type]
-        plans.append(Plan(arm=arm, config=config, requests=requests, kv_bytes=need, beside=beside))
+        need, overhead = kv_bytes(config, models, requests), _OVERHEAD[torch.device(config.device).type]
+        plans.append(Plan(arm=arm, config=config, requests=requests, kv_bytes=need, overhead=overhead))
     return plans, notes
 
 
@@ -117,7 +117,7 @@ def side_by_side(plans: Iterable[Plan], room: int) -> list[list[Plan]]:
     groups: list[list[Plan]] = []
     left = 0
     for plan in plans:
-        need = plan.kv_bytes + plan.beside
+        need = plan.kv_bytes + plan.overhead
         fits = need <= room
         given = replace(plan, config=replace(plan.config, kv_memory=plan.kv_bytes)) if fits else plan
         if not groups or need > left:

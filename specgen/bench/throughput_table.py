@@ -51,11 +51,8 @@ def _columns(matrix: Matrix) -> Iterator[Column]:
     )
     for ratio in matrix.ratios:
         yield from (Column(name=f"{ratio}{end}", show=display.ratio) for end in ("", "_lowest", "_highest"))
-    yield Column(name="repeats")
-    yield Column(name="acceptance_length")
-    yield Column(name="acceptance")
-    yield Column(name="step", unit="ms")
-    yield Column(name="bound", unit="ms")
+    yield from (Column(name=name) for name in ("repeats", "acceptance_length", "acceptance"))
+    yield from (Column(name=name, unit="ms") for name in ("step", "bound"))
     yield Column(name="over_bound", show=display.ratio)
     yield Column(name="same_texts", show=display.percent)
     yield Column(name="wrong_tokens")
@@ -70,14 +67,17 @@ def _row(matrix: Matrix, result: Result, results: Sequence[Result]) -> Row:
         base = next((r for r in results if r.arm.changes == {**arm.changes, **labels}), None)
         times = None if base is None or base is result else repeats.times(base.repeats)
         row |= _range((ratio, f"{ratio}_lowest", f"{ratio}_highest"), times)
-    row["repeats"] = len(repeats.each)
-    row["acceptance_length"] = repeats.acceptance_length
-    row["acceptance"] = repeats.acceptance
     step, bound = (repeats.median(figure) for figure in (lambda r: r.step_seconds, lambda r: r.step_bound))
-    row["step"], row["bound"] = _ms(step), _ms(bound)
-    row["over_bound"] = step / bound if step and bound else None
-    row["same_texts"] = repeats.same_texts(next(r.repeats for r in results if r.repeats.ids == repeats.ids))
-    row["wrong_tokens"] = repeats.num_wrong
+    row |= {
+        "repeats": len(repeats.each),
+        "acceptance_length": repeats.acceptance_length,
+        "acceptance": repeats.acceptance,
+        "step": _ms(step),
+        "bound": _ms(bound),
+        "over_bound": step / bound if step and bound else None,
+        "same_texts": repeats.same_texts(next(r.repeats for r in results if r.repeats.ids == repeats.ids)),
+        "wrong_tokens": repeats.num_wrong,
+    }
     if matrix.latencies:
         row |= {
             f"{name}_{part}": _ms(repeats.median(_figure(find, part)))

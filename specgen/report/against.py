@@ -117,10 +117,10 @@ def of_figures(
     )
     yield reference.source
     yield Table(title=reference.name, columns=_COLUMNS, rows=tuple(map(_row, lines)))
-    yield verdict(num_spec_tokens, reference, lines)
+    yield _summary(num_spec_tokens, reference, lines)
 
 
-def verdict(num_spec_tokens: int, reference: Reference, lines: Sequence[FigureComparison]) -> str:
+def _summary(num_spec_tokens: int, reference: Reference, lines: Sequence[FigureComparison]) -> str:
     """Which published figures lie outside the run's intervals, and what is not comparable."""
     compared = [line for line in lines if line.inside is not None]
     outside = [line.figure for line in compared if not line.inside]

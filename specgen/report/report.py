@@ -80,13 +80,13 @@ class Report:
     def with_baseline(self, baseline: "Report", identical: float, num_compared: int) -> Self:
         """This report with ``baseline``; ``identical`` is the share of equal texts among ``num_compared``."""
         ours, theirs = self.output_tokens_per_second, baseline.output_tokens_per_second
-        beside = Baseline(
+        comparison = Baseline(
             output_tokens_per_second=theirs,
             ratio=ours / theirs if ours is not None and theirs else None,
             identical=identical,
             num_compared=num_compared,
         )
-        return replace(self, baseline=beside)
+        return replace(self, baseline=comparison)
 
     def to_json(self) -> dict[str, Any]:
         """The content of ``report.json``: counters at the top level, times in seconds, None without data."""
@@ -249,7 +249,7 @@ def fold(events: Iterable[Event], *, num_spec_tokens: int) -> Report:
     return state.report()
 
 
-def verdict(report: Mapping[str, Any]) -> str:
+def warning(report: Mapping[str, Any]) -> str:
     """A warning about the acceptance rates of a ``report.json``; empty if there is none."""
     if report["num_spec_tokens"] == 0:
         return "Plain decoding: there are no drafts, so there is no acceptance to report."

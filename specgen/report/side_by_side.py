@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from specgen.display import DASH, Show, between, count, percent, plain, rate, ratio, seconds
-from specgen.report.report import DEFINITIONS, draft_lengths, verdict
+from specgen.report.report import DEFINITIONS, draft_lengths, warning
 from specgen.report.table import Column, Row, Table
 from specgen.report.terminal import Part, definitions
 
@@ -43,7 +43,7 @@ def of_runs(runs: Sequence[tuple[str, Mapping[str, Any]]]) -> Iterator[Part]:
     for name, report in runs:
         if draft_lengths(report):
             yield f"{name}: K by step: {_lengths(report)}"
-        if sentence := verdict(report):
+        if sentence := warning(report):
             yield f"{name}: {sentence}"
     yield definitions(DEFINITIONS)
 

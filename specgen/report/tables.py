@@ -6,7 +6,7 @@ from typing import Any
 from specgen.display import DASH, between, count, percent, plain, rate, ratio, same_texts, seconds
 from specgen.report.charts import Lines, Point, lengths, quarters
 from specgen.report.page import Page
-from specgen.report.report import DEFINITIONS, draft_lengths, verdict
+from specgen.report.report import DEFINITIONS, draft_lengths, warning
 from specgen.report.table import Column, Row, Table, pairs
 from specgen.report.terminal import Part, definitions, heading
 
@@ -54,7 +54,7 @@ def of_run(report: Mapping[str, Any], settings: Mapping[str, str]) -> Iterator[P
     yield heading(settings)
     counts, speed = _numbers(report)
     yield counts
-    yield verdict(report)
+    yield warning(report)
     yield from _acceptance(report)
     yield from _times(report)
     yield speed
@@ -67,7 +67,7 @@ def page(report: Mapping[str, Any], settings: Mapping[str, str], title: str) -> 
     return Page(
         title=title,
         settings=settings,
-        sentence=verdict(report),
+        sentence=warning(report),
         alarming=True,
         tiles=[item for item in (*_counts(report), *_speed(report)) if item[0] in _TILES],
         tables=[*_acceptance(report), *_times(report), *_numbers(report)],
