@@ -67,19 +67,12 @@ class StepBytes:
         )
 
     def step(self, num_spec_tokens: int, batch: int, context: float) -> float:
-        """Bytes of a step of ``batch`` sequences at ``context`` positions each."""
-        positions = batch * context
-        plain = self.target + positions * self.target_kv
-        if num_spec_tokens == 0:
-            return plain
-        weights = self.head_fill + num_spec_tokens * self.head_pass
-        return plain + weights + num_spec_tokens * positions * self.head_kv
+        """Bytes read by the passes of a step; ``accept``, which reads the logits, is none."""
+        parts = self.parts(num_spec_tokens, batch, context)
+        return sum(work.num_bytes for name, work in parts.items() if name != "accept")
 
     def parts(self, num_spec_tokens: int, batch: int, context: float) -> dict[str, Work]:
-        """The work of each part of that step.
-
-        The bytes of all but ``accept``, which reads the logits, add up to ``step``.
-        """
+        """The work of each part of a step of ``batch`` sequences at ``context`` positions each."""
         k, rows, positions = num_spec_tokens, batch * (num_spec_tokens + 1), batch * context
 
         def work(weights: float, cache: float, rows_each: int) -> Work:
