@@ -52,16 +52,17 @@ def _lines(text: str, console: Console) -> str:
     margin = "  " if len(lines) > 1 else ""
     wrapped = []
     for line in lines:
-        parts = _wrap(line, console.width - len(margin))
+        indent = line[: len(line) - len(line.lstrip())]
+        parts = _fold(re.findall(r"\S+\s*", line), console.width - len(margin), indent)
         plain = (part.replace(_SOLID, " ").rstrip().removesuffix(" ·") for part in parts)
         wrapped.append(f"\n{margin}".join(plain))
     return "\n".join(wrapped)
 
 
-def _wrap(line: str, width: int) -> list[str]:
+def _fold(words: Iterable[str], width: int, indent: str = "") -> list[str]:
     """Breaks between words only: a long path stays whole, so that it can be copied."""
-    lines = [line[: len(line) - len(line.lstrip())]]
-    for word in re.findall(r"\S+\s*", line):
+    lines = [indent]
+    for word in words:
         if lines[-1].strip() and cell_len(lines[-1] + word.rstrip()) > width:
             lines.append("")
         lines[-1] += word
@@ -86,15 +87,6 @@ class _Strip:
         if self.wraps:
             return min(self.natural, max(_LEAST, *map(cell_len, _words(self.heading))))
         return max(map(cell_len, (*self.cells, *_words(self.heading))))
-
-    def folded(self, width: int) -> str:
-        """The heading wrapped to ``width``."""
-        lines = [""]
-        for word in _words(self.heading):
-            if lines[-1] and cell_len(lines[-1] + word.rstrip()) > width:
-                lines.append("")
-            lines[-1] += word
-        return "\n".join(lines)
 
 
 def _words(heading: str) -> list[str]:
@@ -153,7 +145,7 @@ def _grid(table: Table, strips: Sequence[_Strip], width: int) -> rich_table.Tabl
             widths[at] += min(strip.natural - widths[at], width - _total(widths)) if strip.wraps else 0
     grid = rich_table.Table(box=None, show_header=table.has_header, pad_edge=False, padding=(0, _GAP, 0, 0))
     for strip, each in zip(strips, widths, strict=True):
-        header = Text(strip.folded(each))
+        header = Text("\n".join(_fold(_words(strip.heading), each)))
         grid.add_column(header, justify="left" if strip.wraps else "right", width=each, overflow="fold")
     rows = [list(map(Text, cells)) for cells in zip(*(strip.cells for strip in strips), strict=True)]
     room = min(_BAR, width - _total(widths) - _GAP)
