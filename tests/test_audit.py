@@ -1,4 +1,4 @@
-"""The losslessness audit: silent where nothing changed, and it names the place where something did."""
+"""The losslessness audit: it reports nothing if no text changed, else the position of the divergence."""
 
 import json
 from dataclasses import asdict
@@ -145,7 +145,7 @@ def test_the_gap_counts_from_the_largest_logit() -> None:
 @pytest.mark.parametrize("largest", [0.3, 1.0, 20.0, -31.9, 32.0])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_rounding_is_in_steps_of_the_dtype(dtype: torch.dtype, largest: float) -> None:
-    """The steps that ``torch`` itself takes between neighbouring numbers."""
+    """The spacing of numbers as ``torch`` has it."""
 
     def spacing(dtype: torch.dtype) -> float:
         at = torch.tensor(abs(largest)).to(dtype)
@@ -166,7 +166,7 @@ def test_logits_after_a_prefix_are_those_of_transformers(
 
 @pytest.mark.slow
 def test_a_prefix_cache_that_mixes_texts_up_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each page by its own place alone: plain decoding, which all is compared with, must not share them."""
+    """Pages are keyed by position only; plain decoding, the reference, must not share them."""
 
     def by_place(digests: list[bytes], tokens: list[int], page_size: int, root: bytes) -> None:
         digests[:] = [str(page).encode() for page in range((len(tokens) - 1) // page_size)]

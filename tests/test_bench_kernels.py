@@ -1,4 +1,4 @@
-"""The kernel table: what is timed, that it is checked, and all of it on a CPU."""
+"""The kernel bench on a CPU: what is timed, and that results are checked."""
 
 import json
 from dataclasses import replace
@@ -63,7 +63,7 @@ def test_passes_end_where_the_context_does() -> None:
     plain, padded, ragged = (query.layout(CELL, CELL.block_tables()) for query in queries(3))
     for layout in (plain, padded, ragged):
         assert layout.kv_lens.tolist() == list(CELL.kv_lens)
-        assert layout.host is None  # as when decoding: no kernel may be told
+        assert layout.host is None  # as in decoding, lengths are not on the host
     assert (plain.uniform_q, padded.uniform_q, ragged.uniform_q) == (1, 4, None)
     lens = next(query for query in queries(3) if "ragged" in query.name).layout(
         many := replace(CELL, num_seqs=200), many.block_tables()
@@ -79,7 +79,7 @@ def test_small_contexts_are_spread_over_many_layers() -> None:
 
 
 def test_every_repeat_calls_each_layer_once(monkeypatch) -> None:
-    clock = count(0.0, 6.0)  # seconds from one look at it to the next
+    clock = count(0.0, 6.0)  # seconds between two readings
     monkeypatch.setattr(timing.time, "perf_counter", lambda: next(clock))
     called: list[int] = []
 
@@ -112,7 +112,7 @@ def test_the_table_has_every_combination_in_order_and_grows() -> None:
 
 
 class Shortsighted(SdpaBackend):
-    """Sees one position too few."""
+    """Attends to one position too few."""
 
     name = "sdpa"
 

@@ -1,4 +1,4 @@
-"""What every bench's table is: text, CSV, JSON and a page, from the same rows."""
+"""The table of every bench as text, CSV, JSON and HTML, from the same rows."""
 
 import csv
 import json
@@ -74,7 +74,7 @@ def test_a_plot_takes_the_rows_it_names_and_leaves_out_what_was_not_measured() -
 
 
 def test_a_line_has_one_style_in_all_plots() -> None:
-    """Also where another before it has no points, as K = 0 has no speed against itself."""
+    """Even if an earlier line has no points, as K = 0 has no speedup over itself."""
     points = [Point(name="1", number=1.0)]
     chart = Lines(
         title="", label="", ticks=quarters(1), show=display.plain, lines={"a": [], "b": points}, named=True

@@ -1,4 +1,4 @@
-"""The explanation of a step: marks tell its parts apart, the parts add up, and a slow part is found."""
+"""The step bench: marks separate the parts, the parts add up, and a slow part is found."""
 
 import json
 import time
@@ -36,7 +36,7 @@ def few_steps(monkeypatch) -> None:
 
 
 def spans_of_a_step(at: float) -> list[Span]:
-    """Six marks of 1 us, and 10, 0, 20, 3, 5 and 2 us of work behind them, 1 us after each."""
+    """Six marks of 1 us, and 10, 0, 20, 3, 5 and 2 us of work after them, each 1 us later."""
     spans = []
     for work in (10, 0, 20, 3, 5, 2):
         spans.append(Span(name="mark", start=at, end=at + 1))
@@ -83,7 +83,7 @@ def test_the_hosts_clock_leaves_nothing_idle(monkeypatch) -> None:
         assert [runner.piece((name, 1, 1, "greedy"), lambda: 3) for name in names] == [3, 3, 3]
         return 7
 
-    assert runner.step(("step", 1, 1, "greedy"), step) == 7  # before it is open, nothing is noted
+    assert runner.step(("step", 1, 1, "greedy"), step) == 7  # nothing is recorded before start
     marker.start()
     runner.step(("step", 1, 1, "greedy"), step)
     marker.stop()

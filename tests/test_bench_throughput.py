@@ -1,4 +1,4 @@
-"""The throughput bench: its matrices as data, its prompts, who takes turns, and all of it on a CPU."""
+"""The throughput bench on a CPU: its matrices as data, its prompts, and which arms alternate."""
 
 import gc
 import json
@@ -195,7 +195,7 @@ def test_the_cache_is_as_large_as_the_requests_need(pair: Path, models: Models, 
         for i, length in enumerate(lengths)
     ]
     token_bytes = 2 * SHAPE.kv_size * 4 * (SHAPE.num_layers + 1)
-    pages = 10 + 4  # of four positions: 30 and 5 prompt tokens, 6 new ones, 4 rows of a step
+    pages = 10 + 4  # of four positions: 30 and 5 prompt tokens, 6 new ones, 4 rows per step
     assert kv_bytes(config, models, requests) == pages * 4 * token_bytes
     auto = replace(config, num_spec_tokens="auto", max_batch_size=1)
     need = kv_bytes(auto, models, requests)
@@ -228,7 +228,7 @@ def test_arms_take_turns_within_a_repeat(pair: Path, monkeypatch) -> None:
 
 
 def test_an_engine_frees_its_memory_at_once(pair: Path, models: Models) -> None:
-    """Also where no collection of garbage comes before the next engine, which takes what is free."""
+    """Even without garbage collection before the next engine, which takes all free memory."""
     requests = make_prompts(SMALL, models, None, 2).requests
     gc.disable()
     try:
@@ -289,12 +289,12 @@ def test_modes_are_beside_their_bound_and_the_known_text(pair: Path) -> None:
 
 
 def test_a_wrong_token_is_counted(pair: Path, monkeypatch) -> None:
-    """One planted in each run, behind which the text goes on as it does behind that token."""
+    """One wrong token is planted per run; the text continues from it."""
     planted = CYCLE.tokens[5]
 
     def wrong(drafts, likeliest):
         accepted, tokens = accept_greedy(drafts, likeliest)
-        if drafts.shape[1] and len(tokens) == 1:  # the last of three prompts is alone at the end
+        if drafts.shape[1] and len(tokens) == 1:  # the last of three prompts decodes alone at the end
             tokens = tokens.clone()
             tokens[0, accepted[0]] = planted
         return accepted, tokens

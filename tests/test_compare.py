@@ -40,7 +40,7 @@ def sample(doc_id, score, text="a b", token_ids=(1, 2), metric=STRICT, task="sum
 
 
 def arm(name, scores, accepted=0, seconds=2.0):
-    """An arm whose every verify step accepts ``accepted`` of 3 drafts; none drafts where that is 0."""
+    """An arm whose verify steps all accept ``accepted`` of 3 drafts; 0 means no drafts."""
     drafts = 3 if accepted else 0
     events = itertools.chain(*(request(f"r{i}", [(drafts, accepted)] * 12) for i in range(3)))
     return ArmRun(
@@ -127,7 +127,7 @@ def test_the_first_divergence_is_found(token_ids, position, token, reference_tok
 
 
 def test_only_texts_that_should_be_equal_are_judged():
-    """Those are greedy, of one number format, and known as tokens that differ."""
+    """Greedy texts of one dtype whose tokens are known and differ."""
     base = with_samples(arm("baseline", []), sample(0, 1, "text", (1, 2, 3)))
 
     def judged(run):
@@ -143,7 +143,7 @@ def test_only_texts_that_should_be_equal_are_judged():
 
 
 def test_a_divergence_beyond_rounding_is_an_alarm():
-    """Behind the prompt and what the texts share the target wants 2, and could as well take 3, but not 4."""
+    """After the common prefix 2 is the most likely token, 3 is within rounding, 4 is not."""
     runs = [
         with_samples(arm(name, []), sample(0, 1, name, (1, token)), sample(1, 1, name, (1, token)))
         for name, token in (("baseline", 2), ("close", 3), ("wrong", 4))
@@ -191,7 +191,7 @@ def test_a_planted_loss_is_named():
 
 
 def test_many_tests_together_keep_the_level():
-    """A p of 0.031 is a difference alone and none among two."""
+    """p = 0.031 is significant as a single test, not as one of two."""
     losing, same, baseline = arm("a", [0] * 6 + [1] * 50), arm("b", [1] * 56), arm("baseline", [1] * 56)
     assert mcnemar(0, 6) == pytest.approx(0.031, abs=1e-3)
     alone, among = compare([losing, baseline]), compare([losing, same, baseline])
@@ -321,7 +321,7 @@ def test_only_arms_that_differ_have_texts_of_their_own():
 
 
 def test_wrong_texts_are_shown_before_all_others():
-    """Behind ``(7, 8, 1)`` the target could as well take 3 as 2, but not 4."""
+    """After ``(7, 8, 1)`` token 3 is within rounding of 2, token 4 is not."""
     tokens = [(1, 3)] * 30 + [(1, 4)]
     runs = [
         with_samples(arm("padded", []), *(sample(i, 1, f"text {i}", ids) for i, ids in enumerate(tokens))),

@@ -51,7 +51,7 @@ def study_job(*arms: Arm, tasks: tuple[str, ...] = ("word_problems",), limit: in
 
 @pytest.fixture(scope="module")
 def study(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """Three arms that have run: where their files are, and what was printed. A test that changes them takes a copy."""
+    """The directory and output of a run of three arms. A test that changes them takes a copy."""
     path = tmp_path_factory.mktemp("study") / "out"
     return path, call(*SMALL, "--output", path, "--log-samples")
 
@@ -183,7 +183,7 @@ def test_what_cannot_run_is_refused(arguments: tuple[object, ...], reason: str) 
 
 
 def cut_after(number: int, path: Path) -> None:
-    """Leave of an arm's files what a kill within the writing of a line would leave."""
+    """Truncate an arm's files as a kill in the middle of a line does."""
     rows = (path / "completions.jsonl").read_text().splitlines(keepends=True)
     (path / "completions.jsonl").write_text("".join([*rows[:number], rows[number][:-9]]))
     (path / "report.json").unlink()

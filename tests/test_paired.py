@@ -195,7 +195,7 @@ def inside(value, interval):
 
 
 def score_by_search(difference, higher, lower, num):
-    """Tango's statistic with the likeliest discordant share found by search instead of its closed form."""
+    """Tango's statistic with the maximum-likelihood discordant share found by search instead of its closed form."""
     from scipy import optimize
 
     least = max(0.0, -difference)

@@ -1,4 +1,4 @@
-"""Published figures are checked as they are read, and a run is compared with them figure by figure."""
+"""Published figures are validated, and a run is compared with each of them."""
 
 import json
 import re

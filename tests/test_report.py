@@ -1,4 +1,4 @@
-"""Reports are right by hand-made events, in the ordinary case and the odd ones."""
+"""Reports of hand-made events, in ordinary and edge cases."""
 
 import itertools
 import json
@@ -277,7 +277,7 @@ def test_a_failed_request_counts_as_an_error_only_and_may_be_retried():
 
 
 def test_the_order_of_requests_does_not_matter():
-    """Not in the last digit either: a run that is resumed finishes in another order."""
+    """Not even in the last digit, as a resumed run finishes in another order."""
     rng = random.Random(0)
     requests = [
         list(request(str(n), [(3, rng.randrange(4)) for _ in range(rng.randrange(1, 12))])) for n in range(60)

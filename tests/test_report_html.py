@@ -1,4 +1,4 @@
-"""The HTML report is well-formed, carries everything itself, escapes what it is given and draws what it was told."""
+"""The HTML report is well-formed and self-contained, escapes text, and draws the right charts."""
 
 import itertools
 import json

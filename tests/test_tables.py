@@ -1,4 +1,4 @@
-"""The terminal's tables say what the report holds, aligned, and no line is wider than the terminal."""
+"""The terminal's tables show the report, aligned, and no line is wider than the terminal."""
 
 import itertools
 import json

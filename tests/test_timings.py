@@ -1,4 +1,4 @@
-"""Times over requests and of runs in several pieces, where every piece has a clock of its own."""
+"""Latencies over requests, and wall times of resumed and sharded runs."""
 
 from random import Random
 

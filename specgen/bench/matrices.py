@@ -70,13 +70,10 @@ class Matrix:
     @property
     def arms(self) -> list[Arm]:
         """Every combination of the axes' values, the last axis changing fastest."""
-        return [
-            Arm(
-                name=", ".join(f"{axis.name} {label}" for axis, label in zip(self.axes, labels, strict=True)),
-                changes={axis.name: label for axis, label in zip(self.axes, labels, strict=True)},
-            )
-            for labels in product(*(axis.labels for axis in self.axes))
-        ]
+        first, second = self.axes
+        pairs = product(first.labels, second.labels)
+        each = ({first.name: one, second.name: other} for one, other in pairs)
+        return [Arm(name=", ".join(f"{k} {v}" for k, v in labels.items()), changes=labels) for labels in each]
 
     def with_values(self, texts: Iterable[str]) -> Self:
         """This matrix with other values on some axes, as ``batch=8,32``; ``UserError`` for an unknown axis."""
