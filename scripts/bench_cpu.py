@@ -1,9 +1,9 @@
-"""Times the engine on a CPU: against ``transformers.generate``, EAGLE3 against plain decoding, and where a step goes.
+"""CPU benchmark: against ``transformers.generate``, EAGLE3 against plain decoding, and the time of each pass.
 
     python scripts/bench_cpu.py --data-path .../mt_bench/question.jsonl
 
-Everything is measured in this one process, in turn, and medians over the repeats are printed; greedy, float32.
-Prefill is inside every time, loading outside. The last line is one JSON document.
+All runs alternate in one process, greedy in float32; medians over the repeats are printed. Times include prefill, not
+loading. The last line is one JSON document.
 """
 
 import argparse
@@ -35,7 +35,7 @@ Run = Callable[[], int]  # generates everything, returns the number of output to
 
 
 def requests(models: Models, data_path: Path | None, count: int, sampling: SamplingParams) -> list[Request]:
-    """First turns of MT-Bench, or of the bundled prompts where no path is given."""
+    """First turns of MT-Bench, or of the bundled prompts without a path."""
     dataset = "mt-bench" if data_path else "bundled"
     prompts, _ = load_prompts(dataset, data_path=data_path, num_prompts=count)
     return [
@@ -76,7 +76,7 @@ def theirs(model: Any, batch: list[Request], batch_size: int) -> Run:
 
 
 def measure(runs: dict[str, Run], repeats: int) -> dict[str, float]:
-    """Median output tokens a second of each run; the runs take turns, after one round to warm up."""
+    """Median output tokens per second of each run; the runs alternate, after one warm-up round."""
     speeds: dict[str, list[float]] = defaultdict(list)
     for repeat in range(repeats + 1):
         for name, run in runs.items():
@@ -89,7 +89,7 @@ def measure(runs: dict[str, Run], repeats: int) -> dict[str, float]:
 
 @contextmanager
 def timed_passes(seconds: dict[str, float]) -> Iterator[None]:
-    """Add up the time inside the models' passes."""
+    """Accumulate the time spent in the models' passes."""
     methods = [(Llama, "forward"), (Llama, "logits")]
     methods += [(Eagle3Head, name) for name in ("fuse", "forward", "logits")]
     originals = [getattr(owner, name) for owner, name in methods]
@@ -113,7 +113,7 @@ def timed_passes(seconds: dict[str, float]) -> Iterator[None]:
 
 
 def profile(config: EngineConfig, models: Models, batch: list[Request]) -> dict[str, float]:
-    """Share of the time of all steps that each pass takes, and what the engine adds around them."""
+    """Each pass's share of the total time, and the engine's own."""
     engine = build_engine(config, models, lambda event: None)
     seconds: dict[str, float] = defaultdict(float)
     with timed_passes(seconds):
@@ -122,7 +122,7 @@ def profile(config: EngineConfig, models: Models, batch: list[Request]) -> dict[
             pass
         total = time.perf_counter() - began
     shares = {name: value / total for name, value in seconds.items()}
-    return shares | {"engine around them": 1 - sum(shares.values())}
+    return shares | {"engine overhead": 1 - sum(shares.values())}
 
 
 def acceptance_length(config: EngineConfig, models: Models, batch: list[Request]) -> float:

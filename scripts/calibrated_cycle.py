@@ -1,4 +1,4 @@
-"""The known text of a calibrated pair: a cycle of tokens, and those after which its head guesses wrong."""
+"""The known text of a calibrated pair: a cycle of tokens, and those after which its head drafts wrong."""
 
 import json
 import random
@@ -20,9 +20,9 @@ class Cycle:
 
     @classmethod
     def draw(cls, vocab_size: int, size: int, accept: float, seed: int) -> "Cycle":
-        """``size`` of the ids below ``vocab_size`` in random order; ``ValueError`` for a share that cannot be had.
+        """``size`` of the ids below ``vocab_size`` in random order; ``ValueError`` for an impossible share.
 
-        Unknown tokens lie at random too, so whether one draft is right says nothing about the next.
+        Unknown tokens are random too, so that drafts are right independently of each other.
         """
         if not 0 <= accept <= 1:
             raise ValueError(f"accept is {accept}: use a share from 0 to 1")
@@ -35,7 +35,7 @@ class Cycle:
 
     @classmethod
     def read(cls, pair: Path) -> "Cycle":
-        """The cycle of the pair in the directory ``pair``; ``ValueError`` where there is none."""
+        """The cycle of the pair in the directory ``pair``; ``ValueError`` if there is none."""
         file = pair / FILE
         if not file.is_file():
             raise ValueError(f"{pair} has no {FILE}: give a directory that make_calibrated_pair.py wrote")
@@ -43,7 +43,7 @@ class Cycle:
         return cls(tokens=tuple(fields["tokens"]), unknown=tuple(fields["unknown"]), accept=fields["accept"])
 
     def write(self, pair: Path) -> None:
-        """The inverse of ``read``."""
+        """Write ``cycle.json``, as ``read`` expects it."""
         fields = {"accept": self.accept, "tokens": self.tokens, "unknown": self.unknown}
         (pair / FILE).write_text(json.dumps(fields) + "\n", encoding="utf-8")
 
@@ -54,13 +54,13 @@ class Cycle:
 
     @cached_property
     def guess(self) -> Mapping[int, int]:
-        """The head's guess after each token: unknown tokens pass their followers round among themselves."""
+        """The head's draft after each token: the followers of unknown tokens are rotated among them."""
         followers = [self.succ[token] for token in self.unknown]
         wrong = zip(self.unknown, followers[1:] + followers[:1], strict=True)
         return {**self.succ, **dict(wrong)}
 
     def slice(self, start: int, length: int) -> tuple[int, ...]:
-        """``length`` tokens of the text from place ``start``, which may lie beyond the end, round and round."""
+        """``length`` tokens of the cyclic text from position ``start``."""
         size = len(self.tokens)
         return tuple(self.tokens[(start + index) % size] for index in range(length))
 
@@ -73,7 +73,7 @@ class Cycle:
         return tuple(text)
 
     def accepted(self, token: int, drafts: Sequence[int]) -> int:
-        """How many of ``drafts``, proposed behind ``token``, the text confirms."""
+        """How many of ``drafts``, proposed after ``token``, are accepted."""
         text = self.after(token, len(drafts))
         return next(
             (i for i, pair in enumerate(zip(drafts, text, strict=True)) if pair[0] != pair[1]), len(text)

@@ -1,4 +1,4 @@
-"""The sizes of the models that a calibrated pair can have, as the config.json files that say them."""
+"""The model sizes of calibrated pairs, and their config.json files."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """A target's sizes and the size of its head's vocabulary; the head's layer is as large as the target's."""
+    """A target's sizes and its head's vocabulary size; the head's layer has the target's sizes."""
 
     architecture: str
     vocab_size: int
@@ -20,7 +20,7 @@ class Shape:
     draft_vocab_size: int
     bos_token_id: int
     eos_token_ids: tuple[int, ...]
-    num_plain_tokens: int  # ids below are words, ids from here on are special and never in the text
+    num_plain_tokens: int  # ids below are plain tokens, the others are special and never in the text
     rope_theta: float
     rms_norm_eps: float
     rope_scaling: dict[str, Any] | None = None
@@ -28,17 +28,17 @@ class Shape:
 
     @property
     def model_type(self) -> str:
-        """As ``transformers`` names the target's family."""
+        """The target's ``model_type`` in ``transformers``."""
         return "qwen3" if self.qk_norm else "llama"
 
     @property
     def q_size(self) -> int:
-        """Width of all query heads."""
+        """Total width of the query heads."""
         return self.num_heads * self.head_dim
 
     @property
     def kv_size(self) -> int:
-        """Width of all key heads, and of all value heads."""
+        """Total width of the key heads, or of the value heads."""
         return self.num_kv_heads * self.head_dim
 
     def target_config(self) -> dict[str, Any]:
@@ -90,7 +90,7 @@ class Shape:
             "bos_token_id": self.bos_token_id,
             "eos_token_id": list(self.eos_token_ids),
             "torch_dtype": "bfloat16",
-            "transformers_version": "4.57.1",  # whose keys these are; without it a tokenizer is taken for Mistral's
+            "transformers_version": "4.57.1",  # with these keys; without it the tokenizer is taken for Mistral's
         }
 
 
@@ -137,7 +137,7 @@ SHAPES = {
         rms_norm_eps=1e-6,
         qk_norm=True,
     ),
-    "tiny": Shape(  # of Llama 3.1's kind, for a test on a CPU
+    "tiny": Shape(  # a small Llama 3.1, for tests on a CPU
         architecture="LlamaForCausalLM",
         vocab_size=1536,
         hidden_size=256,

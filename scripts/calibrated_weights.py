@@ -1,4 +1,4 @@
-"""Weights that cost what a real pair costs and whose text and drafts are known in advance.
+"""Synthetic weights as slow as real ones, whose text and drafts are known in advance.
 
 Target. All projections are random; those that write to the residual stream are so small that the stream stays the
 embedding e(t) of its own token t. The row of ``lm_head`` for the token after t is e(t), and random embeddings are
@@ -8,10 +8,10 @@ Head. Every stretch of ``head_dim`` numbers of an embedding has the same norm, s
 ``num_kv_heads * head_dim`` of its numbers, c(t), are all that grouped values can carry: the code. Keys and queries
 are c(t) alone, scaled: a token scores ``SELF_SCORE`` with itself, and about SELF_SCORE / sqrt(head_dim) with any other,
 so attention reads its own row. There the value is c(t) minus the code part of the incoming state h, and ``o_proj``
-adds it to the stream h: whatever h held, its code part is now c(t), and the rest is as it was. h is ``fc`` of the
+adds it to the stream h: its code part is now c(t) whatever it was, and the rest is unchanged. h is ``fc`` of the
 features in the first pass (random, of RMS 1) and the head's own state later (of RMS 1 again, as c(t) has RMS 1): one
-matrix cancels both. Without it the second draft would be asked of two codes at once.
-The head's ``lm_head`` reads like the target's, and the rows that unknown tokens would need are passed round among them.
+matrix cancels both. Without it the second draft would depend on two codes.
+The head's ``lm_head`` is like the target's, with the rows that unknown tokens need rotated among them.
 
 So every draft is the guess after the draft before it, and the first i + 1 of them are right with accept^(i+1). What the
 known text cannot show is whether attention to other positions is right: a row's answer depends on its own token alone.
@@ -25,16 +25,16 @@ from calibrated_cycle import Cycle
 from calibrated_shapes import Shape
 from torch import Tensor
 
-SELF_SCORE = 40.0  # of a token with itself, before the softmax; e^-40 of its weight is all that others have
+SELF_SCORE = 40.0  # of a token with itself, before the softmax; others get e^-40 of its weight
 LOGIT = 30.0  # of the right token; the others' are near 0, so sampling at temperature 1 gives the same text
-RESIDUAL = 0.005  # RMS of what a random block adds to the stream, whose RMS is 1
-NOISE = 0.02  # RMS of the random part of what a calibrated matrix gives; multiplying by zeros would be faster
+RESIDUAL = 0.005  # RMS of the output of a random block; the stream has RMS 1
+NOISE = 0.02  # RMS of the random part of a calibrated matrix's output; multiplying zeros would be faster
 DTYPE = torch.bfloat16
 
 
 @dataclass(frozen=True, kw_only=True)
 class Named:
-    """A tensor of a checkpoint, made when it is asked for."""
+    """A tensor of a checkpoint, made on demand."""
 
     name: str
     shape: tuple[int, ...]
@@ -67,7 +67,7 @@ class Source:
     def codes(self, count: int, width: int, stretch: int) -> Tensor:
         """``[count, width]``, each ``stretch`` of a row with the norm sqrt(stretch)."""
         values = self.normal((count, width // stretch, stretch), 1.0)
-        for part in values.split(1 << 14):  # float32 copies of the whole would not fit beside a model
+        for part in values.split(1 << 14):  # a float32 copy of the whole would not fit beside a model
             norm = torch.linalg.vector_norm(part, dim=-1, keepdim=True, dtype=torch.float32)
             part.copy_(part / norm * stretch**0.5)
         return values.view(count, width)
@@ -86,7 +86,7 @@ def target_tensors(shape: Shape, embedding: Tensor, cycle: Cycle, source: Source
 
 
 def target_lm_head(shape: Shape, embedding: Tensor, cycle: Cycle, source: Source) -> Tensor:
-    """``[V, H]``: the row after each token of the cycle is its embedding; the rows that follow nothing are random."""
+    """``[V, H]``: the row of each token's follower in the cycle is the token's embedding; other rows are random."""
     rows = source.codes(shape.vocab_size, shape.hidden_size, shape.head_dim)
     before = torch.tensor(list(cycle.succ.keys()), device=source.device)
     after = torch.tensor(list(cycle.succ.values()), device=source.device)
@@ -122,10 +122,10 @@ def head_tensors(shape: Shape, embedding: Tensor, cycle: Cycle, source: Source) 
 
 
 def head_lm_head(shape: Shape, embedding: Tensor, cycle: Cycle, kept: Tensor) -> Tensor:
-    """``[Vd, H]`` for the target ids ``kept`` [Vd]: each row is the embedding of the token that guesses it."""
+    """``[Vd, H]`` for the target ids ``kept`` [Vd]: each row is the embedding of the token that drafts it."""
     guessed_by = {guess: token for token, guess in cycle.guess.items()}
     tokens = torch.tensor([guessed_by[token] for token in kept.tolist()], device=kept.device)
-    return embedding[tokens] * (LOGIT / shape.kv_size)  # only the code part of a state is the token's
+    return embedding[tokens] * (LOGIT / shape.kv_size)  # only the code part of a state depends on the token
 
 
 def _target_layer(shape: Shape, prefix: str, source: Source) -> Iterator[Named]:
@@ -170,7 +170,7 @@ def _keys(shape: Shape, weight: Tensor) -> None:
 
 
 def _values(shape: Shape, weight: Tensor) -> None:
-    """The code of the token, less what the state holds in its place."""
+    """The code of the token minus the code part of the state."""
     rows = torch.arange(shape.kv_size, device=weight.device)
     weight[rows, rows] += 1.0
     weight[rows, shape.hidden_size + rows] -= 1.0
@@ -183,7 +183,7 @@ def _output(shape: Shape, weight: Tensor) -> None:
 
 
 def _code_of_query(shape: Shape, rows: Tensor) -> Tensor:
-    """The place in the code that belongs to each of the rows of all query heads."""
+    """The index in the code of each of the ``rows`` of the query heads."""
     group = shape.num_heads // shape.num_kv_heads
     return rows // shape.head_dim // group * shape.head_dim + rows % shape.head_dim
 

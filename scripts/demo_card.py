@@ -1,4 +1,4 @@
-"""Writes what was measured beside the bundled pair: ``training.json`` and two model cards."""
+"""Writes the measurements of the bundled pair: ``training.json`` and two model cards."""
 
 import json
 from pathlib import Path

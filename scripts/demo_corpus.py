@@ -1,4 +1,4 @@
-"""Training text of the bundled pair: where it comes from, how it is written as documents, and its tokenizer."""
+"""Training text of the bundled pair: its sources, its documents, and its tokenizer."""
 
 import json
 from collections.abc import Iterable, Iterator
@@ -31,12 +31,12 @@ _SYSTEM_TEXTS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Sources:
-    """Real data beside the generated text, all of it training data."""
+    """Real training data, used beside the generated text."""
 
     problems: list[Chat]  # GSM8K train
     prompts: list[str]  # what users asked Open-Assistant
     texts: list[str]  # all its messages
-    bundled: frozenset[str]  # prompts that the project ships: never trained on
+    bundled: frozenset[str]  # bundled prompts: never trained on
 
 
 def read_gsm8k(path: str | None) -> list[Chat]:
@@ -75,7 +75,7 @@ def read_questions(path: Path) -> list[str]:
 
 
 def read_bundled(folder: Path) -> frozenset[str]:
-    """Every first user turn of the bundled prompt files, so that training can leave them out."""
+    """Every first user turn of the bundled prompt files, to be excluded from training."""
     chats_file = json.loads((folder / "sharegpt.json").read_text(encoding="utf-8"))
     found = [row["conversations"][0]["value"] for row in chats_file]
     return frozenset(
@@ -84,7 +84,7 @@ def read_bundled(folder: Path) -> frozenset[str]:
 
 
 def render(chat: Chat, *, system: str | None = None) -> str:
-    """``chat`` as the chat template writes it; ends open for the assistant where the user spoke last."""
+    """``chat`` as the chat template renders it, with a generation prompt if the user spoke last."""
     roles = (USER, ASSISTANT)
     text = BOS + (f"{SYSTEM}{system}{END}" if system else "")
     text += "".join(f"{roles[n % 2]}{part}{END}" for n, part in enumerate(chat))
@@ -111,7 +111,7 @@ def plain_chat(rng: Random, bundled: frozenset[str]) -> Chat:
 
 
 def training_chat(rng: Random, sources: Sources) -> Chat:
-    """A random chat that may be trained on: generated mostly, real problems and real prompts among them."""
+    """A random training chat: mostly generated, with some real problems and real prompts."""
     kind = rng.random()
     if kind < 0.1:
         return rng.choice(sources.problems)
@@ -131,7 +131,7 @@ def document(rng: Random, sources: Sources) -> str:
 
 
 def open_prompt(rng: Random, sources: Sources) -> str:
-    """A training prompt that ends where the assistant speaks, for the target's own generations."""
+    """A training prompt with a generation prompt, for the target's own generations."""
     chat = training_chat(rng, sources)
     if rng.random() < 0.06:
         shots = [raw(problem_chat(rng)) for _ in range(rng.randint(0, 3))]
@@ -183,7 +183,7 @@ def encode_documents(
 
 
 def pack(documents: Iterable[np.ndarray], row_length: int, pad: int) -> np.ndarray:
-    """Rows ``[N, row_length]`` of whole documents, each put where it fits first; longer documents are cut."""
+    """Rows ``[N, row_length]`` of whole documents, packed first-fit; longer documents are truncated."""
     rows: list[np.ndarray] = []
     open_rows: list[list[int]] = []  # [row, tokens used] of the rows that still take documents
     for ids in documents:

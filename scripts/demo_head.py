@@ -36,7 +36,7 @@ def aux_layers(num_layers: int) -> tuple[int, int, int]:
 
 
 def draft_vocabulary(answered: Answered, size: int) -> Tensor:
-    """The target ids ``[size]``, ascending, that the target writes most often."""
+    """The token ids ``[size]``, ascending, that the target generates most often."""
     counts = Counter(token for _, answer_ids in answered for token in answer_ids)
     ranked = sorted(range(max(size, max(counts) + 1)), key=lambda token: (-counts[token], token))
     return torch.tensor(sorted(ranked[:size]))
@@ -66,7 +66,7 @@ def read_target(target: LlamaForCausalLM, tokens: Tensor, mask: Tensor) -> tuple
 
 
 def pack_answers(recipe: Recipe, answered: Answered, pad: int) -> tuple[np.ndarray, np.ndarray]:
-    """Packed rows of prompts with answers, and which of their tokens the target wrote."""
+    """Packed rows of prompts with answers, and a mask of the generated tokens."""
     fitting = [(p, a) for p, a in answered if len(p) + len(a) <= recipe.head_row_length]
     tokens = pack([np.array(p + a) for p, a in fitting], recipe.head_row_length, pad)
     written = pack([np.array([0] * len(p) + [1] * len(a)) for p, a in fitting], recipe.head_row_length, 0)
@@ -76,7 +76,7 @@ def pack_answers(recipe: Recipe, answered: Answered, pad: int) -> tuple[np.ndarr
 def train_head(
     recipe: Recipe, target: LlamaForCausalLM, answered: Answered, device: str
 ) -> tuple[Head, Tensor]:
-    """A head trained by training-time test on what the target wrote, and its draft vocabulary."""
+    """A head trained by training-time test on the target's generations, and its draft vocabulary."""
     torch.manual_seed(recipe.seed)
     kept = draft_vocabulary(answered, recipe.draft_vocab_size).to(device)
     head = Head(head_config(recipe, target)).to(device)

@@ -15,7 +15,7 @@ def schedule(step: int, steps: int) -> float:
 
 
 def orthogonalize(x: Tensor) -> Tensor:
-    """The nearest (semi-)orthogonal matrices to ``x [N, R, C]``, about: five Newton-Schulz steps in bfloat16.
+    """The nearest (semi-)orthogonal matrices to ``x [N, R, C]``, approximately: five Newton-Schulz steps in bfloat16.
 
     Source: Muon (Jordan et al., 2024), https://kellerjordan.github.io/posts/muon/.
     """
@@ -29,7 +29,7 @@ def orthogonalize(x: Tensor) -> Tensor:
 
 
 class _Muon:
-    """Momentum, made orthogonal; matrices of one shape in one batch, because one by one they leave a GPU idle."""
+    """Orthogonalised momentum; matrices of one shape are batched, because one by one they leave a GPU idle."""
 
     def __init__(self, parameters: list[nn.Parameter]) -> None:
         shapes = sorted({tuple(parameter.shape) for parameter in parameters})
@@ -47,7 +47,7 @@ class _Muon:
 
 
 class Optimizer:
-    """Updates of ``model``; on the bundled target Muon reached in 440 of them what AdamW alone did not in 2,000."""
+    """Updates ``model``; on the bundled target 440 steps of Muon reached a loss that 2,000 of AdamW did not."""
 
     def __init__(self, model: nn.Module, *, learning_rate: float, steps: int) -> None:
         inner, outer = [], []
@@ -61,7 +61,7 @@ class Optimizer:
         )
 
     def step(self, loss: Tensor) -> None:
-        """One update down the gradient of ``loss``."""
+        """One update from the gradient of ``loss``."""
         rate = self._peak * schedule(self._done, self._steps)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self._model.parameters(), 1.0)

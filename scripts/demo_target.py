@@ -18,7 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """Everything that fixes a run. The defaults are the bundled pair's; tests shrink them."""
+    """All hyperparameters of a training run; the defaults are the bundled pair's."""
 
     vocab_size: int = 3072
     hidden_size: int = 256
@@ -32,7 +32,7 @@ class Recipe:
     row_length: int = 1024
     batch_rows: int = 64
     learning_rate: float = 3e-3
-    num_prompts: int = 26_000  # that the target answers for the head
+    num_prompts: int = 26_000  # answered by the target, to train the head
     head_row_length: int = 512
     head_batch_rows: int = 64
     head_epochs: int = 12
@@ -43,7 +43,7 @@ class Recipe:
     seed: int = 7
 
     def target_config(self, tokenizer: Tokenizer) -> LlamaConfig:
-        """The target's configuration as ``transformers`` wants it."""
+        """The target's configuration for ``transformers``."""
         return LlamaConfig(
             vocab_size=self.vocab_size,
             hidden_size=self.hidden_size,
@@ -63,7 +63,7 @@ class Recipe:
 
 
 def language_loss(model: LlamaForCausalLM, tokens: Tensor, bos: int, pad: int) -> Tensor:
-    """Mean next-token cross entropy over packed rows ``tokens [B, T]``, each document seeing only itself."""
+    """Mean next-token cross entropy over packed rows ``tokens [B, T]``, with attention within each document only."""
     documents, mask = document_mask(tokens, bos)
     logits = model(input_ids=tokens, attention_mask=mask, use_cache=False).logits[:, :-1]
     labels = tokens[:, 1:].masked_fill((tokens[:, 1:] == pad) | (documents[:, 1:] != documents[:, :-1]), -100)
@@ -73,7 +73,7 @@ def language_loss(model: LlamaForCausalLM, tokens: Tensor, bos: int, pad: int) -
 
 
 def train_target(recipe: Recipe, tokenizer: Tokenizer, rows: np.ndarray, device: str) -> LlamaForCausalLM:
-    """A target trained for one pass over ``rows [N, row_length]``; weights in float32, work in bfloat16."""
+    """A target trained for one pass over ``rows [N, row_length]``; weights in float32, autocast to bfloat16."""
     torch.manual_seed(recipe.seed)
     model = LlamaForCausalLM(recipe.target_config(tokenizer)).to(device)
     bos, pad = tokenizer.token_to_id(BOS), tokenizer.token_to_id(PAD)
@@ -146,7 +146,7 @@ def write_tokenizer(folder: Path, tokenizer: Tokenizer) -> None:
 
 
 def write_target(folder: Path, model: LlamaForCausalLM) -> None:
-    """The target in bfloat16 as ``transformers`` saves it, with ``rope_theta`` also where older readers look."""
+    """Save the target in bfloat16, with ``rope_theta`` also at the top level, for older readers."""
     model.to(torch.bfloat16).save_pretrained(folder)
     path = folder / "config.json"
     config = json.loads(path.read_text(encoding="utf-8"))

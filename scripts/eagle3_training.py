@@ -1,6 +1,6 @@
 """An EAGLE3 head as its checkpoints define it, trained by training-time test: dense, without a KV cache.
 
-Written apart from the engine on purpose: the acceptance that it measures is a check on the engine's.
+Independent of the engine on purpose: its measured acceptance is a check on the engine's.
 Source: EAGLE-3 (Li et al., 2025), https://arxiv.org/abs/2503.01840.
 """
 
@@ -37,7 +37,7 @@ class _Attention(nn.Module):
         self.o_proj = nn.Linear(width, config.hidden_size, bias=False)
 
     def _rope(self, x: Tensor, positions: Tensor) -> Tensor:
-        """Rotate ``x [B, heads, T, D]`` by ``positions [T]``, halves against halves as Llama does."""
+        """Rotate ``x [B, heads, T, D]`` by ``positions [T]``, with half-split pairs as in Llama."""
         half = self.config.head_dim // 2
         frequencies = self.config.rope_theta ** (
             -torch.arange(half, device=x.device, dtype=torch.float32) / half
@@ -52,8 +52,8 @@ class _Attention(nn.Module):
     ) -> Tensor:
         """Attend from ``x [B, T, 2H]``; appends its keys and values to ``past``.
 
-        ``past[0]`` is the first pass, seen under ``mask [B, 1, T, T]``. Of a later pass a row sees only its own
-        entry: while drafting, the cache holds confirmed rows and this draft's rows, nothing of other drafts.
+        ``past[0]`` is the first pass, attended to under ``mask [B, 1, T, T]``. Of a later pass a row attends to its own
+        entry only: when drafting, the KV cache holds accepted rows and the rows of this draft only.
         """
         batch, length, _ = x.shape
         config = self.config
@@ -115,7 +115,7 @@ class Head(nn.Module):
         return hidden + layer.mlp(layer.post_attention_layernorm(hidden))
 
     def unroll(self, features: Tensor, embeds: Tensor, mask: Tensor, steps: int) -> Iterator[Tensor]:
-        """Logits ``[B, T, draft vocabulary]`` of draft 0, 1, ... for every row as the last confirmed one.
+        """Logits ``[B, T, draft vocabulary]`` of draft 0, 1, ... with every row as the last accepted one.
 
         Row p holds the features ``[B, T, 3H]`` at p; draft j reads token p + 1 + j and predicts p + 2 + j.
         """
@@ -146,7 +146,7 @@ def head_loss(
     """Cross entropy of draft ``j`` against the target's distribution over the draft vocabulary.
 
     ``teacher [B, T, V]`` are the target's logits, ``kept`` the target ids of the draft vocabulary, ``answered``
-    the tokens that the target wrote. Rows whose best token the head cannot write are left out.
+    marks generated tokens. Rows whose best token is outside the draft vocabulary are left out.
     """
     teacher = teacher.roll(-1 - j, dims=1)
     best_kept = torch.zeros(teacher.shape[-1], dtype=torch.bool, device=kept.device).index_fill(0, kept, True)
@@ -163,9 +163,9 @@ def head_loss(
 
 @dataclass(frozen=True, kw_only=True)
 class Acceptance:
-    """Steps counted, and for each draft position the steps in which it and all before it were right.
+    """Number of steps, and of those in which each draft and all before it were accepted.
 
-    As in the engine's reports every step drafts all positions, and drafts behind a text's end are not accepted.
+    As in the engine's reports every step drafts all positions, and drafts beyond a text's end are not accepted.
     """
 
     num_drafts: int
@@ -186,7 +186,7 @@ class Acceptance:
 
 
 def _run(right: Tensor, room: int) -> int:
-    """How many leading drafts of one step ``right [K]`` are confirmed with ``room`` tokens left in the text."""
+    """How many leading drafts of one step ``right [K]`` are accepted with ``room`` tokens left in the text."""
     return int(right[: max(room, 0)].long().cumprod(0).sum())
 
 
@@ -197,16 +197,16 @@ def _count(runs: list[int], num_positions: int) -> Acceptance:
 
 
 def count_rows(right: Tensor, first: int, end: int) -> Acceptance:
-    """Every row of one answer as the last confirmed one.
+    """Counts with every row of one answer as the last accepted one.
 
-    ``right [T, K]``: whether each draft behind each row is the token that follows; ``first``: the prompt's last
+    ``right [T, K]``: whether each draft after each row is right; ``first``: the prompt's last
     row; ``end``: the text's length in tokens.
     """
     return _count([_run(right[row], end - row - 2) for row in range(first, end - 2)], right.shape[1])
 
 
 def count_steps(right: Tensor, first: int, end: int) -> Acceptance:
-    """As ``count_rows``, but only rows where speculative decoding starts a step: behind what the last confirmed."""
+    """As ``count_rows``, but only for rows where speculative decoding would start a step."""
     runs, row = [], first
     while row < end - 2:
         runs.append(_run(right[row], end - row - 2))
@@ -215,6 +215,6 @@ def count_steps(right: Tensor, first: int, end: int) -> Acceptance:
 
 
 def pool(counts: list[Acceptance]) -> Acceptance:
-    """The counts of several answers as one."""
+    """The sum of the counts of several answers."""
     accepted = [sum(column) for column in zip(*(count.accepted for count in counts), strict=True)]
     return Acceptance(num_drafts=sum(count.num_drafts for count in counts), accepted=accepted)

@@ -2,8 +2,8 @@
 
     python scripts/make_calibrated_pair.py OUT --shape llama-3.1-8b --accept 0.75
 
-``OUT/target`` and ``OUT/drafter`` are checkpoints in the public formats, ``OUT/cycle.json`` is the text they write
-(see calibrated_weights.py for how, and calibrated_cycle.py for what). They measure speed, never quality.
+``OUT/target`` and ``OUT/drafter`` are checkpoints in the public formats, ``OUT/cycle.json`` is the text they generate
+(see calibrated_weights.py and calibrated_cycle.py). They are for measuring speed, not quality.
 """
 
 import argparse
@@ -39,7 +39,7 @@ def write_pair(out: Path, shape: Shape, cycle: Cycle, source: Source) -> None:
 
 
 def write_tensors(folder: Path, tensors: list[Named], shard_bytes: int) -> None:
-    """Safetensors files of at most ``shard_bytes`` (or one tensor) each, with their index where they are several."""
+    """Safetensors files of at most ``shard_bytes`` (or one tensor) each, with an index if there are several."""
     shards = list(_shards(tensors, shard_bytes))
     if len(shards) == 1:
         _save(folder / "model.safetensors", shards[0])
@@ -57,7 +57,7 @@ def write_tensors(folder: Path, tensors: list[Named], shard_bytes: int) -> None:
 
 
 def write_tokenizer(folder: Path, shape: Shape, cycle: Cycle) -> None:
-    """A word for each id, ``w17`` for 17; any other word is the text's first, so that all prompts have an answer."""
+    """A word for each id, ``w17`` for 17; any other word is the text's first token, so any prompt works."""
     vocabulary = {f"w{token}": token for token in range(shape.vocab_size)}
     unknown = f"w{cycle.tokens[0]}"
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=unknown))
@@ -88,7 +88,7 @@ def _shards(tensors: Iterable[Named], shard_bytes: int) -> Iterator[list[Named]]
 
 
 def _num_bytes(named: Named) -> int:
-    """In the checkpoint's dtype; the head's tables of ids, which are not, are too small to matter."""
+    """In the checkpoint's dtype; the head's d2t and t2d, which have others, are negligible."""
     return torch.Size(named.shape).numel() * DTYPE.itemsize
 
 

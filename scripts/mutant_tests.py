@@ -1,7 +1,7 @@
-"""Runs tests on changed sources: each in a process of its own that is forked from one which has imported the rest.
+"""Runs tests on changed sources, each trial in a forked process.
 
-To import torch takes longer than most tests, so this process does it once. It never imports specgen: a forked one
-imports that, with the changed source in place of one module's.
+Importing torch takes longer than most tests, so the parent does it once. It never imports specgen: the forked process
+does, with the changed source in place of one module's.
 """
 
 import gc
@@ -40,29 +40,29 @@ _PRELOADED = (
     "transformers.models.llama.modeling_llama",
     "transformers.models.qwen3.modeling_qwen3",
 )
-_MORE_MEMORY = 6 << 30  # bytes that a forked process may map beyond what this one has
+_MORE_MEMORY = 6 << 30  # bytes that a forked process may map beyond this one
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """Tests to run, on a source in place of that of ``path``."""
+    """Tests to run with ``source`` in place of that of ``path``."""
 
-    path: Path | None = None  # of a module below ``root``; None: nothing is changed
+    path: Path | None = None  # of a module below ``root``; None: no change
     source: str = ""
     tests: tuple[str, ...]
-    seconds: float  # that they may take
+    seconds: float  # time limit
     root: Path = ROOT
 
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """What became of a trial."""
+    """The outcome of a trial."""
 
     outcome: Outcome
-    test: str  # the first that failed; empty where none did, or none could
+    test: str  # the first that failed; empty if none did
     seconds: float
     output: str  # of pytest
-    durations: dict[str, float]  # by test: seconds, with its fixtures
+    durations: dict[str, float]  # seconds by test, with its fixtures
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +73,7 @@ class _Running:
     began: float = field(default_factory=time.monotonic)
 
     def result(self, status: int | None) -> Result:
-        """What the process left that ended with ``status``; None: it had to be ended."""
+        """The result of the process that ended with ``status``; None: it was killed at its time limit."""
         path = Path(self.directory.name)
         report = path / "report.json"
         seen = json.loads(report.read_text()) if report.exists() else {"failed": "", "durations": {}}
@@ -90,17 +90,17 @@ class _Running:
 
 
 def preload() -> None:
-    """Import what most tests need, but specgen."""
+    """Import what most tests need, except specgen."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # their threads would be gone in a forked process
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads do not survive a fork
     for name in _PRELOADED:
         importlib.import_module(name)
-    gc.freeze()  # or every forked process would look through all of it
+    gc.freeze()  # or the collector of every forked process would touch all of it
     assert "specgen" not in sys.modules
 
 
 def run_trials(trials: Iterable[Trial], workers: int) -> Iterator[tuple[int, Result]]:
-    """Run ``workers`` of ``trials`` at a time; yields the number of each and what became of it, as they end."""
+    """Run ``workers`` of ``trials`` at a time; yields the index of each and its result as they end."""
     waiting, running = enumerate(trials), dict[int, _Running]()
     try:
         while True:
@@ -117,26 +117,26 @@ def run_trials(trials: Iterable[Trial], workers: int) -> Iterator[tuple[int, Res
             yield done.number, done.result(status)
     finally:
         for pid, left in running.items():
-            _end(pid)
+            _kill(pid)
             left.directory.cleanup()
 
 
 def _wait(running: dict[int, _Running]) -> tuple[int, int | None]:
-    """The process that ended first, and its status; None where it had to be ended."""
+    """The next process that ends, and its status; None if it was killed at its time limit."""
     while True:
         for pid, each in running.items():
             ended, status = os.waitpid(pid, os.WNOHANG)
             if ended:
-                _end(pid, wait=False)  # what it may have left behind
+                _kill(pid, wait=False)  # child processes that it may have left
                 return pid, status
             if time.monotonic() - each.began > each.trial.seconds:
-                _end(pid)
+                _kill(pid)
                 return pid, None
         time.sleep(0.02)
 
 
-def _end(pid: int, *, wait: bool = True) -> None:
-    """End the process group of ``pid``."""
+def _kill(pid: int, *, wait: bool = True) -> None:
+    """Kill the process group of ``pid``."""
     with suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGKILL)
     if wait:
@@ -159,7 +159,7 @@ def _fork(trial: Trial, directory: Path) -> int:
 
 
 def _run(trial: Trial, directory: Path) -> int:
-    """In the forked process: 0 where all tests pass on the changed source."""
+    """In the forked process: 0 if all tests pass on the changed source."""
     output = os.open(directory / "output", os.O_WRONLY)
     for number in (1, 2):
         os.dup2(output, number)
@@ -168,7 +168,7 @@ def _run(trial: Trial, directory: Path) -> int:
     resource.setrlimit(resource.RLIMIT_AS, (mapped + _MORE_MEMORY,) * 2)
     sys.path.insert(0, str(trial.root))
     os.chdir(directory)
-    os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # what is installed beside it takes seconds
+    os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # other plugins take seconds to load
     changed = None if trial.path is None else _Changed(trial.path, trial.source, trial.root)
     if changed is not None:
         sys.meta_path.insert(0, changed)
@@ -185,7 +185,7 @@ def _run(trial: Trial, directory: Path) -> int:
 
 
 class _Changed(MetaPathFinder):
-    """Finds the one module whose source is another one."""
+    """Imports one module from changed source."""
 
     def __init__(self, path: Path, source: str, root: Path) -> None:
         self.name = ".".join(path.relative_to(root).with_suffix("").parts)
@@ -194,7 +194,6 @@ class _Changed(MetaPathFinder):
         self._source = source
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        """See ``MetaPathFinder``."""
         if fullname != self.name:
             return None
         self.imported = True
@@ -203,31 +202,28 @@ class _Changed(MetaPathFinder):
 
 
 class _Loader(SourceFileLoader):
-    """Loads code that is known; the file is asked only for what a traceback shows."""
+    """Loads given code; the file is read only for tracebacks."""
 
     def __init__(self, name: str, path: str, code: CodeType) -> None:
         super().__init__(name, path)
         self._code = code
 
     def get_code(self, fullname: str) -> CodeType:
-        """See ``SourceFileLoader``; nothing is cached."""
         return self._code
 
 
 class _Seen:
-    """A plugin of pytest that notes how long tests took, and the first that failed."""
+    """A pytest plugin that records durations and the first failure."""
 
     def __init__(self) -> None:
         self.failed = ""
         self.durations: dict[str, float] = {}
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """A test was set up, run or torn down."""
         self.durations[report.nodeid] = self.durations.get(report.nodeid, 0.0) + report.duration
         self._note(report)
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        """A file was read."""
         self._note(report)
 
     def _note(self, report: pytest.TestReport | pytest.CollectReport) -> None:

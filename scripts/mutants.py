@@ -1,9 +1,9 @@
-"""Changes the code that decides texts and numbers in one place at a time, and sees whether its tests notice.
+"""Mutation testing of the code that decides texts and numbers: one change at a time, run against its tests.
 
     python scripts/mutants.py --num-mutants 150 --seed 0 --output mutants.jsonl
 
-Each row of the output is one mutant and what became of it, written as it is known; the same command goes on where it
-was stopped. Those that survived are listed at the end: each is a test that is missing, or changes nothing.
+Each row of the output is one mutant and its outcome, written when known; the same command resumes a stopped run.
+Survivors are listed at the end: each is a missing test, or an equivalent mutant.
 """
 
 import json
@@ -17,73 +17,74 @@ import typer
 from mutant_tests import ROOT, Result, Trial, preload, run_trials
 from mutations import Mutation, mutations
 
-_TEXTS = (  # a few that run all of decoding
+_TEXTS = (  # a few tests that run all of decoding
     "test_engine.py",
     "test_drafting.py",
-    "test_lossless.py::test_with_mixed_acceptance[3]",
-    "test_lossless.py::test_length_is_exact",
-    "test_lossless.py::test_eos_ends_a_text_inside_accepted_drafts",
-    "test_lossless.py::test_a_text_may_fill_the_context_and_no_more",
+    "test_lossless.py::test_greedy_text_with_mixed_acceptance[3]",
+    "test_lossless.py::test_max_tokens_is_exact",
+    "test_lossless.py::test_eos_inside_accepted_drafts_ends_the_text",
+    "test_lossless.py::test_a_text_ends_at_the_context_limit",
 )
-_AHEAD = (  # with a step in flight, padding rows, packed drafter rows, and too few pages
-    "test_pipeline.py::test_a_step_ahead_changes_no_text_and_no_step[6-4-padded-sampled]",
-    "test_pipeline.py::test_preemption_a_step_ahead[non-padded]",
-    "test_pipeline.py::test_no_page_is_lost_and_page_0_is_nobodys",
+_LOOKAHEAD = (  # lookahead, padding rows, packed drafter rows, and too few pages
+    "test_pipeline.py::test_lookahead_changes_no_text_and_no_step[6-4-padded-sampled]",
+    "test_pipeline.py::test_preemption_with_lookahead[non-padded]",
+    "test_pipeline.py::test_no_page_leaks_and_page_0_holds_padding_rows",
 )
-_DRAWS = (
-    "test_sampling.py::test_random_numbers_are_those_of_splitmix64",
+_SAMPLING = (
+    "test_sampling.py::test_random_numbers_equal_splitmix64",
     "test_sampling.py::test_uniform_numbers_are_uniform_and_differ_by_purpose",
-    "test_sampling.py::test_draw_never_gives_a_token_without_weight",
-    "test_sampling.py::test_probabilities_of_the_filters",
-    "test_sampling.py::test_the_gpu_filters_mean_the_same",
-    "test_sampling.py::test_temperature_zero_in_a_sampled_batch_is_greedy",
-    "test_sampling.py::test_one_seed_is_one_text_in_any_company",
-    "test_sampling.py::test_every_place_has_the_distribution_of_plain_sampling[all-probabilistic]",
-    "test_sampling.py::test_every_place_has_the_distribution_of_plain_sampling[biased-greedy]",
+    "test_sampling.py::test_zero_probability_tokens_are_never_sampled",
+    "test_sampling.py::test_filtered_probabilities",
+    "test_sampling.py::test_gpu_filters_equal_the_reference",
+    "test_sampling.py::test_temperature_0_in_a_sampled_batch_is_greedy",
+    "test_sampling.py::test_a_seed_gives_the_same_text_in_any_batch",
+    "test_sampling.py::test_every_position_has_the_distribution_of_plain_sampling[all-probabilistic]",
+    "test_sampling.py::test_every_position_has_the_distribution_of_plain_sampling[biased-greedy]",
 )
-_BY_REQUEST = (
-    "test_per_request.py::test_a_row_of_log_probabilities",
-    "test_per_request.py::test_nobody_pays_for_what_nobody_asks",
-    "test_per_request.py::test_log_probabilities_end_with_their_text",
-    "test_per_request.py::test_log_probabilities_are_the_model_s_own[4-padded-False-biased]",
-    "test_per_request.py::test_a_biased_greedy_text_is_that_of_biased_plain_decoding[4-non-padded-True]",
-    "test_per_request.py::test_each_request_gets_in_company_what_it_gets_alone[4-True]",
+_PER_REQUEST = (
+    "test_per_request.py::test_logprobs_of_one_row",
+    "test_per_request.py::test_unused_features_cost_nothing",
+    "test_per_request.py::test_logprobs_end_with_the_text",
+    "test_per_request.py::test_logprobs_equal_the_reference[4-padded-False-biased]",
+    "test_per_request.py::test_biased_greedy_text_equals_biased_plain_decoding[4-non-padded-True]",
+    "test_per_request.py::test_each_request_gets_the_same_output_in_a_batch_as_alone[4-True]",
 )
-_PREFIXES = (
-    "test_prefix_cache.py::test_a_digest_names_all_tokens_up_to_the_one_behind_its_page",
-    "test_prefix_cache.py::test_pages_are_shared_kept_and_forgotten_like_in_a_simple_model",
-    "test_prefix_cache.py::test_the_longest_unused_goes_first_and_a_text_from_its_end",
-    "test_prefix_cache.py::test_an_answer_is_a_prefix_of_the_next_turn",
-    "test_prefix_cache.py::test_texts_drafts_and_acceptance_are_those_without_it[33-sampling0-3-padded]",
-    "test_prefix_cache.py::test_preempted_and_answered_texts_are_found_again",
-    "test_prefix_cache.py::test_scores_share_contexts_and_leave_texts_alone",
-    "test_prefix_cache.py::test_a_failed_pass_is_nobodys_prefix",
+_PREFIX_CACHE = (
+    "test_prefix_cache.py::test_a_page_digest_covers_all_tokens_up_to_the_one_after_the_page",
+    "test_prefix_cache.py::test_page_sharing_and_eviction_equal_a_simple_model",
+    "test_prefix_cache.py::test_eviction_is_lru_and_from_the_end_of_a_text",
+    "test_prefix_cache.py::test_the_next_turn_reuses_the_pages_of_the_answer",
+    "test_prefix_cache.py::test_the_prefix_cache_changes_no_text_draft_or_acceptance[33-sampling0-3-padded]",
+    "test_prefix_cache.py::test_pages_of_preempted_and_finished_texts_are_reused",
+    "test_prefix_cache.py::test_scoring_shares_context_pages_and_changes_no_text",
+    "test_prefix_cache.py::test_pages_of_a_failed_pass_are_not_shared",
 )
-_SHORT_OF_MEMORY = (
+_OUT_OF_MEMORY = (
     "test_pipeline.py::test_out_of_memory_lowers_the_limits_and_changes_no_text",
-    "test_pipeline.py::test_what_does_not_fit_alone_fails_alone",
-    "test_pipeline.py::test_memory_may_run_out_as_the_last_text_ends",
+    "test_pipeline.py::test_a_request_too_large_for_memory_fails_alone",
+    "test_pipeline.py::test_out_of_memory_at_the_last_step",
 )
 _FAILURES = (
-    "test_failures.py::test_logits_that_are_no_numbers_fail_their_request_and_no_other[4-greedy-padded-True]",
-    "test_failures.py::test_what_fails_once_is_right_the_second_time[padded-True-5]",
-    "test_failures.py::test_what_fails_once_is_right_the_second_time[non-padded-False-1]",
-    "test_failures.py::test_pages_of_a_failed_sequence_are_shared_with_nobody",
-    "test_failures.py::test_an_error_of_the_device_changes_no_text[prefill-2-False]",
-    "test_failures.py::test_an_error_of_the_device_changes_no_text[decode-6-True]",
-    "test_failures.py::test_a_request_that_breaks_every_pass_it_is_in_fails_alone",
-    "test_failures.py::test_a_device_that_always_fails_ends_every_request_and_the_run",
-    "test_failures.py::test_an_error_of_the_start_is_no_request_s",
-    "test_failures.py::test_a_device_that_is_lost_at_the_start_is_no_request_s",
-    "test_failures.py::test_a_lost_device_ends_the_run_and_names_who_was_in_flight",
-    "test_failures.py::test_nobody_else_is_in_flight_with_one_that_runs_alone",
+    "test_failures.py::test_nan_logits_fail_only_their_request[4-greedy-padded-True]",
+    "test_failures.py::test_a_retried_request_gives_the_right_text[padded-True-5]",
+    "test_failures.py::test_a_retried_request_gives_the_right_text[non-padded-False-1]",
+    "test_failures.py::test_pages_of_a_failed_sequence_are_not_shared",
+    "test_failures.py::test_a_device_error_changes_no_text[prefill-2-False]",
+    "test_failures.py::test_a_device_error_changes_no_text[decode-6-True]",
+    "test_failures.py::test_a_request_that_breaks_every_pass_fails_alone",
+    "test_failures.py::test_a_device_that_always_fails_fails_all_requests_and_ends_the_run",
+    "test_failures.py::test_an_error_at_start_up_fails_no_request",
+    "test_failures.py::test_a_device_lost_at_start_up_fails_no_request",
+    "test_failures.py::test_a_lost_device_ends_the_run_and_names_the_requests_in_flight",
+    "test_failures.py::test_a_request_retried_alone_is_the_only_one_in_flight",
 )
 _FAULTS = (
-    "test_faults.py::test_an_error_at_any_point_changes_nothing[greedy-K4-cache-ahead-OutOfMemoryError]",
-    "test_faults.py::test_an_error_at_any_point_changes_nothing[sampled-K4-cache-now-RuntimeError]",
-    "test_faults.py::test_limits_rise_again",
-    "test_faults.py::test_an_error_and_a_caller_who_has_seen_enough[greedy-K4-cache-ahead-RuntimeError]",
+    "test_faults.py::test_an_error_at_any_launch_point_changes_no_result[greedy-K4-cache-lookahead-OutOfMemoryError]",
+    "test_faults.py::test_an_error_at_any_launch_point_changes_no_result[sampled-K4-cache-sync-RuntimeError]",
+    "test_faults.py::test_limits_recover_after_an_error",
+    "test_faults.py::test_an_error_and_a_closed_iterator[greedy-K4-cache-lookahead-RuntimeError]",
 )
+_ENGINE_LOOP = (*_TEXTS, *_LOOKAHEAD, *_OUT_OF_MEMORY, *_FAULTS, *_FAILURES)
 _RUNS = (
     "test_run.py::test_a_run_leaves_its_files_and_its_numbers_agree",
     "test_run.py::test_the_second_turn_sees_the_first_answer",
@@ -95,42 +96,46 @@ _RUNS = (
     "test_run.py::test_an_old_run_is_never_overwritten",
     "test_going_on.py",
 )
-_FOLDS = ("test_report.py", "test_events.py", "test_resume.py")
-# Of every module the tests that decide on it, as arguments of pytest below tests/, the quickest to find a bug first.
-# What they start in processes of their own imports specgen as it is, so such tests find nothing.
+_REPORTS = ("test_report.py", "test_events.py", "test_resume.py")
+# The tests of every module, as pytest arguments below tests/, the fastest to find a bug first. Tests that start other
+# processes find nothing: those import the unchanged specgen.
 TESTS: dict[str, tuple[str, ...]] = {
-    "decoding/verify": ("test_engine.py", *_DRAWS, "test_lossless.py::test_with_mixed_acceptance[3]"),
-    "decoding/sampling": ("test_engine.py", *_DRAWS, *_BY_REQUEST),
-    "decoding/drafting": (*_TEXTS, *_DRAWS, *_AHEAD),
-    "decoding/drafter_batch": (*_TEXTS, *_DRAWS, *_AHEAD),
-    "core/step": (*_TEXTS, "test_scoring.py", *_DRAWS, *_BY_REQUEST),
-    "core/running_batch": (*_TEXTS, *_BY_REQUEST, *_AHEAD, *_FAULTS),
+    "decoding/verify": (
+        "test_engine.py",
+        *_SAMPLING,
+        "test_lossless.py::test_greedy_text_with_mixed_acceptance[3]",
+    ),
+    "decoding/sampling": ("test_engine.py", *_SAMPLING, *_PER_REQUEST),
+    "decoding/drafting": (*_TEXTS, *_SAMPLING, *_LOOKAHEAD),
+    "decoding/drafter_batch": (*_TEXTS, *_SAMPLING, *_LOOKAHEAD),
+    "core/step": (*_TEXTS, "test_scoring.py", *_SAMPLING, *_PER_REQUEST),
+    "core/running_batch": (*_TEXTS, *_PER_REQUEST, *_LOOKAHEAD, *_FAULTS),
     "core/limits": ("test_limits.py",),
-    "core/scheduler": ("test_scheduler.py", *_TEXTS, *_PREFIXES, *_AHEAD, *_FAULTS),
-    "core/sequence": ("test_scheduler.py", *_TEXTS, *_BY_REQUEST, *_AHEAD),
-    "core/engine_core": (*_TEXTS, *_AHEAD, *_SHORT_OF_MEMORY, *_FAULTS, *_FAILURES),
-    "core/passes": (*_TEXTS, *_AHEAD, *_SHORT_OF_MEMORY, *_FAULTS, *_FAILURES),
-    "core/in_flight": (*_TEXTS, *_AHEAD, *_SHORT_OF_MEMORY, *_FAULTS, *_FAILURES),
-    "core/endings": (*_TEXTS, *_AHEAD, *_SHORT_OF_MEMORY, *_FAULTS, *_FAILURES),
-    "core/shortages": (*_TEXTS, *_AHEAD, *_SHORT_OF_MEMORY, *_FAULTS, *_FAILURES),
-    "core/intake": (*_TEXTS, "test_engine.py", *_BY_REQUEST),
-    "core/journal": (*_TEXTS, *_FOLDS),
-    "core/packing": (*_TEXTS, "test_lossless.py::test_chunks_of_prefill_change_no_text"),
+    "core/scheduler": ("test_scheduler.py", *_TEXTS, *_PREFIX_CACHE, *_LOOKAHEAD, *_FAULTS),
+    "core/sequence": ("test_scheduler.py", *_TEXTS, *_PER_REQUEST, *_LOOKAHEAD),
+    "core/engine_core": _ENGINE_LOOP,
+    "core/passes": _ENGINE_LOOP,
+    "core/in_flight": _ENGINE_LOOP,
+    "core/endings": _ENGINE_LOOP,
+    "core/shortages": _ENGINE_LOOP,
+    "core/intake": (*_TEXTS, "test_engine.py", *_PER_REQUEST),
+    "core/journal": (*_TEXTS, *_REPORTS),
+    "core/packing": (*_TEXTS, "test_lossless.py::test_chunked_prefill_changes_no_text"),
     "core/scoring": (
         "test_scoring.py",
-        "test_prefix_cache.py::test_scores_share_contexts_and_leave_texts_alone",
-        "test_faults.py::test_an_error_while_texts_are_scored_changes_no_log_probability",
+        "test_prefix_cache.py::test_scoring_shares_context_pages_and_changes_no_text",
+        "test_faults.py::test_an_error_while_scoring_changes_no_logprob",
     ),
-    "kv/layout": ("test_layout.py", "test_attention.py", *_TEXTS, *_AHEAD),
-    "kv/pages": ("test_scheduler.py", *_PREFIXES, *_TEXTS, *_AHEAD),
-    "kv/prefix_cache": (*_PREFIXES, "test_engine.py", *_FAULTS),
+    "kv/layout": ("test_layout.py", "test_attention.py", *_TEXTS, *_LOOKAHEAD),
+    "kv/pages": ("test_scheduler.py", *_PREFIX_CACHE, *_TEXTS, *_LOOKAHEAD),
+    "kv/prefix_cache": (*_PREFIX_CACHE, "test_engine.py", *_FAULTS),
     "kv/kv_cache": ("test_attention.py", "test_engine.py", *_FAILURES),
     "core/spec_length": ("test_spec_length.py", "test_step_costs.py"),
-    "report/acceptance": _FOLDS,
+    "report/acceptance": _REPORTS,
     "report/intervals": ("test_intervals.py", "test_report.py"),
-    "report/report": (*_FOLDS, "test_tables.py", "test_shards.py"),
-    "report/timings": ("test_timings.py", *_FOLDS),
-    "events": _FOLDS,
+    "report/report": (*_REPORTS, "test_tables.py", "test_shards.py"),
+    "report/timings": ("test_timings.py", *_REPORTS),
+    "events": _REPORTS,
     "rundir/resume": ("test_resume.py", "test_going_on.py"),
     "rundir/row_file": ("test_resume.py", "test_going_on.py"),
     "rundir/results": _RUNS,
@@ -142,8 +147,8 @@ TESTS: dict[str, tuple[str, ...]] = {
     "evaluation/paired": ("test_paired.py",),
     "engine/conversations": ("test_engine.py", *_RUNS),
 }
-_SLACK = 20.0  # seconds that a trial may take,
-_TIMES = 3.0  # beyond so many times what its tests take on the code as it is
+_SLACK = 20.0  # time limit of a trial in seconds, plus
+_TIMES = 3.0  # times the duration of its tests on the unchanged code
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,10 +160,10 @@ class Mutant:
     source: str
 
     def to_json(self) -> dict[str, Any]:
-        """What names it in a file of results, as long as its line stays as it is."""
+        """Its identity in a results file, as long as its line is unchanged."""
         before, after = self.mutation.shown(self.source)
-        place = {"module": self.module, "line": self.mutation.line, "operator": self.mutation.operator}
-        return {**place, "before": before, "after": after}
+        where = {"module": self.module, "line": self.mutation.line, "operator": self.mutation.operator}
+        return {**where, "before": before, "after": after}
 
     def trial(self, seconds: float) -> Trial:
         """Its tests, which may take ``seconds``."""
@@ -178,18 +183,18 @@ def _arguments(modules: Iterable[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(f"tests/{test}" for module in modules for test in TESTS[module]))
 
 
-def draw(num_mutants: int, seed: int) -> list[Mutant]:
-    """``num_mutants`` different ones, from every module in proportion to how many it has."""
+def sample(num_mutants: int, seed: int) -> list[Mutant]:
+    """``num_mutants`` different mutants, from each module in proportion to its number of mutations."""
     every = {module: _mutants(module) for module in TESTS}
     total = sum(map(len, every.values()))
     num_mutants = min(num_mutants, total)
     shares = {module: num_mutants * len(mutants) / total for module, mutants in every.items()}
     counts = {module: int(share) for module, share in shares.items()}
-    by_rest = sorted(shares, key=lambda module: counts[module] - shares[module])
-    for module in by_rest[: num_mutants - sum(counts.values())]:
+    by_remainder = sorted(shares, key=lambda module: counts[module] - shares[module])
+    for module in by_remainder[: num_mutants - sum(counts.values())]:
         counts[module] += 1
-    drawn = {module: Random(f"{seed} {module}").sample(every[module], counts[module]) for module in every}
-    return [mutant for mutants in drawn.values() for mutant in mutants]
+    chosen = {module: Random(f"{seed} {module}").sample(every[module], counts[module]) for module in every}
+    return [mutant for mutants in chosen.values() for mutant in mutants]
 
 
 def _mutants(module: str) -> list[Mutant]:
@@ -198,12 +203,12 @@ def _mutants(module: str) -> list[Mutant]:
 
 
 def time_tests(modules: Iterable[str]) -> dict[str, float]:
-    """Seconds that each module's tests take on the code as it is, where they have to pass."""
+    """Seconds that each module's tests take on the unchanged code, where they must pass."""
     modules = list(modules)
     trial = Trial(tests=_arguments(modules), seconds=3600.0)
     ((_, result),) = run_trials([trial], workers=1)
     if result.outcome != "survived":
-        typer.echo(f"the tests fail on the code as it is:\n{result.output[-4000:]}", err=True)
+        typer.echo(f"the tests fail on the unchanged code:\n{result.output[-4000:]}", err=True)
         raise typer.Exit(1)
     return {module: _seconds(_arguments([module]), result.durations) for module in modules}
 
@@ -217,12 +222,12 @@ def _seconds(tests: Iterable[str], durations: Mapping[str, float]) -> float:
 
 
 def key(row: Mapping[str, Any]) -> tuple[Any, ...]:
-    """What two rows of one mutant have in common."""
+    """The fields that identify a mutant."""
     return tuple(row[name] for name in ("module", "line", "before", "after"))
 
 
-def earlier(output: Path, *, again: bool) -> dict[tuple[Any, ...], dict[str, Any]]:
-    """The rows that ``output`` has, without the survivors where they are to run ``again``."""
+def previous_rows(output: Path, *, again: bool) -> dict[tuple[Any, ...], dict[str, Any]]:
+    """The rows in ``output``, without the survivors if they are to run ``again``."""
     if not output.exists():
         return {}
     rows = [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
@@ -230,7 +235,7 @@ def earlier(output: Path, *, again: bool) -> dict[tuple[Any, ...], dict[str, Any
 
 
 def summary(rows: Iterable[Mapping[str, Any]]) -> str:
-    """Caught of all by module and by operator, and what survived."""
+    """Number caught by module and by operator, and the survivors."""
     rows = list(rows)
     lines = []
     for name in ("module", "operator"):
@@ -238,9 +243,9 @@ def summary(rows: Iterable[Mapping[str, Any]]) -> str:
         for label in dict.fromkeys(row[name] for row in rows):
             lines.append(_line(label, [row for row in rows if row[name] == label]))
         lines.append(_line("all", rows))
-    left = [row for row in rows if row["outcome"] == "survived"]
-    lines += ["", f"{len(left)} survived:"]
-    for row in left:
+    survivors = [row for row in rows if row["outcome"] == "survived"]
+    lines += ["", f"{len(survivors)} survived:"]
+    for row in survivors:
         lines += [f"{row['module']}.py:{row['line']} ({row['operator']})"]
         lines += [f"  - {row['before']}", f"  + {row['after']}"]
     return "\n".join(lines[1:])
@@ -252,19 +257,19 @@ def _line(label: str, rows: list[Mapping[str, Any]]) -> str:
 
 
 def main(
-    output: Annotated[Path, typer.Option(help="a row a mutant; what it has already is not run again")],
-    num_mutants: Annotated[int, typer.Option(min=1, help="how many to draw")] = 150,
-    seed: Annotated[int, typer.Option(help="of the draw")] = 0,
-    workers: Annotated[int, typer.Option(min=1, help="mutants that run at once")] = 1,
-    again: Annotated[bool, typer.Option("--again", help="run those again that survived")] = False,
+    output: Annotated[Path, typer.Option(help="JSONL, one row per mutant; mutants in it are not run again")],
+    num_mutants: Annotated[int, typer.Option(min=1, help="number of mutants to sample")] = 150,
+    seed: Annotated[int, typer.Option(help="random seed of the sample")] = 0,
+    workers: Annotated[int, typer.Option(min=1, help="mutants run in parallel")] = 1,
+    again: Annotated[bool, typer.Option("--again", help="run survivors again")] = False,
 ) -> None:
-    """Draw mutants of specgen and run their tests."""
-    drawn = {key(mutant.to_json()): mutant for mutant in draw(num_mutants, seed)}
-    rows = {name: row for name, row in earlier(output, again=again).items() if name in drawn}
-    waiting = [mutant for name, mutant in drawn.items() if name not in rows]
+    """Sample mutants of specgen and run their tests."""
+    chosen = {key(mutant.to_json()): mutant for mutant in sample(num_mutants, seed)}
+    rows = {name: row for name, row in previous_rows(output, again=again).items() if name in chosen}
+    waiting = [mutant for name, mutant in chosen.items() if name not in rows]
     if waiting:
         preload()
-        typer.echo(f"{len(waiting)} mutants to run; first their tests on the code as it is")
+        typer.echo(f"{len(waiting)} mutants to run; first their tests on the unchanged code")
         seconds = time_tests(dict.fromkeys(mutant.module for mutant in waiting))
         for module, each in seconds.items():
             typer.echo(f"  {module}: {each:.0f} s")
@@ -275,9 +280,9 @@ def main(
                 rows[key(row)] = row
                 file.write(json.dumps(row) + "\n")
                 file.flush()
-                place = f"{row['module']}:{row['line']}"
-                typer.echo(f"{result.outcome:9}{result.seconds:5.0f} s  {place}  {row['after']}")
-    typer.echo(summary(rows[name] for name in drawn))
+                where = f"{row['module']}:{row['line']}"
+                typer.echo(f"{result.outcome:9}{result.seconds:5.0f} s  {where}  {row['after']}")
+    typer.echo(summary(rows[name] for name in chosen))
 
 
 def _found(result: Result) -> dict[str, Any]:

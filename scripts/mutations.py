@@ -1,7 +1,7 @@
-"""Small changes of a Python source that its tests should notice: one comparison, constant, index or call each.
+"""Mutation operators for Python source: each mutation changes one comparison, constant, index, condition or call.
 
-What decides nothing is left as it is: annotations, strings, imports, assertions (and ``strict`` of ``zip``), messages
-(what is raised or given to ``require``), decorators and the headers of classes.
+Not mutated: annotations, strings, imports, assertions (and ``strict`` of ``zip``), messages (in ``raise`` and
+``require``), decorators and class headers.
 """
 
 import ast
@@ -38,7 +38,7 @@ _ARITHMETIC: dict[type[ast.operator], type[ast.operator]] = {
     ast.BitXor: ast.BitOr,
 }
 _FUNCTIONS = {"min": "max", "max": "min", "any": "all", "all": "any"}
-_NOTHING = (ast.Import, ast.ImportFrom, ast.Raise, ast.Assert, ast.JoinedStr)
+_SKIPPED = (ast.Import, ast.ImportFrom, ast.Raise, ast.Assert, ast.JoinedStr)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +57,7 @@ class Mutation:
         return (data[: self.start] + self.text.encode() + data[self.end :]).decode()
 
     def shown(self, source: str) -> tuple[str, str]:
-        """The lines that change, each time as one: before and after."""
+        """The changed lines, joined into one: before and after."""
         data = source.encode()
         begin = data.rfind(b"\n", 0, self.start) + 1
         stop = data.find(b"\n", self.end) % (len(data) + 1)
@@ -66,13 +66,13 @@ class Mutation:
 
 
 def mutations(source: str) -> list[Mutation]:
-    """All changes of ``source``, each of them once, in its order."""
+    """All mutations of ``source`` without repeats, in source order."""
     lines = source.encode().split(b"\n")
     begins = [0]
     for line in lines:
         begins.append(begins[-1] + len(line) + 1)
     found: dict[Mutation, None] = {}
-    for node in _deciding(ast.parse(source)):
+    for node in _mutable_nodes(ast.parse(source)):
         for operator, old, new in _changes(node):
             assert isinstance(old, ast.expr | ast.stmt)
             assert old.end_lineno is not None
@@ -88,12 +88,12 @@ def mutations(source: str) -> list[Mutation]:
     return sorted(found, key=lambda change: (change.start, change.end, change.text))
 
 
-def _deciding(node: ast.AST) -> Iterator[ast.AST]:
-    """``node`` and what it is made of, without what decides nothing."""
+def _mutable_nodes(node: ast.AST) -> Iterator[ast.AST]:
+    """``node`` and its descendants, without skipped ones."""
     yield node
     for child in _children(node):
-        if not isinstance(child, _NOTHING):
-            yield from _deciding(child)
+        if not isinstance(child, _SKIPPED):
+            yield from _mutable_nodes(child)
 
 
 def _children(node: ast.AST) -> list[ast.AST]:
@@ -112,7 +112,7 @@ def _children(node: ast.AST) -> list[ast.AST]:
         case ast.Call(func=ast.Name(id="require"), args=[condition, *_]):
             return [condition]
         case ast.UnaryOp(op=ast.USub(), operand=ast.Constant()):
-            return []  # it is changed as a whole
+            return []  # mutated as one number
         case ast.keyword(arg="strict"):
             return []
         case ast.Subscript():
@@ -140,12 +140,12 @@ def _bounds(part: ast.expr) -> list[ast.expr]:
 
 
 def _changes(node: ast.AST) -> Iterator[tuple[Operator, ast.AST, str]]:
-    """The operator, what it changes, and what stands there instead."""
+    """Each operator with the node that it replaces and the new text."""
     match node:
         case ast.Compare():
-            for place, comparison in enumerate(node.ops):
+            for index, comparison in enumerate(node.ops):
                 ops = [*node.ops]
-                ops[place] = _COMPARISONS[type(comparison)]()
+                ops[index] = _COMPARISONS[type(comparison)]()
                 yield "comparison", node, _unparsed(ast.Compare(node.left, ops, node.comparators))
         case ast.Constant() | ast.UnaryOp(op=ast.USub()) if (new := _next(node)) is not None:
             yield "constant", node, new
@@ -177,7 +177,7 @@ def _unparsed(node: ast.expr) -> str:
 
 
 def _number(node: ast.AST) -> int | float | None:
-    """The number that ``node`` is, with its sign; None where it is something else."""
+    """The value of a number literal with its sign; None for other nodes."""
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
         value = _number(node.operand)
         return None if value is None else -value
@@ -185,7 +185,7 @@ def _number(node: ast.AST) -> int | float | None:
 
 
 def _next(node: ast.AST) -> str | None:
-    """What stands for a number or a truth; None for what is neither. Away from 0, so that -1 becomes -2."""
+    """The replacement of a number or a boolean, else None. Away from 0: -1 becomes -2."""
     if isinstance(node, ast.Constant) and isinstance(node.value, bool):
         return str(not node.value)
     value = _number(node)
@@ -205,7 +205,7 @@ def _index_changes(part: ast.expr) -> Iterator[tuple[Operator, ast.AST, str]]:
 
 
 def _is_text(node: ast.BinOp | ast.AugAssign) -> bool:
-    """Whether a string is put together."""
+    """Whether it concatenates or formats strings."""
     sides = (node.left, node.right) if isinstance(node, ast.BinOp) else (node.value,)
     texts = (isinstance(getattr(side, "value", None), str | bytes) for side in sides)
     return any(texts) or any(isinstance(side, ast.JoinedStr) for side in sides)
@@ -219,7 +219,7 @@ def _swapped(node: ast.BinOp | ast.AugAssign) -> str:
 
 
 def _negated(test: ast.expr) -> Iterator[tuple[Operator, ast.AST, str]]:
-    """``test`` the other way round, where nothing in it can be turned round by itself."""
+    """The negation of ``test``, unless a part of it is mutated by itself."""
     if not isinstance(test, ast.Compare | ast.BoolOp) and not (
         isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not)
     ):

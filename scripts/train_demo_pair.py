@@ -1,8 +1,8 @@
-"""Trains the bundled target and EAGLE3 head from scratch and writes them with their measurements.
+"""Trains the bundled target and EAGLE3 head from scratch, and measures them.
 
     python scripts/train_demo_pair.py --gsm8k train.jsonl --oasst en_100_tree.jsonl --output data/demo
 
-Without paths the data comes from the hub. What the output folder already holds is kept and measured again.
+Without paths the data comes from the hub. Models already in the output folder are kept and measured again.
 """
 
 import argparse
@@ -44,7 +44,7 @@ PROMPTS = ROOT / "data/prompts"
 
 
 def make_tokenizer(recipe: Recipe, sources: Sources) -> Tokenizer:
-    """A tokenizer for real and generated text in about equal parts."""
+    """A tokenizer trained on about equal amounts of real and generated text."""
     rng = Random(recipe.seed)
     generated = [render(problem_chat(rng)) for _ in range(6000)]
     generated += [render(plain_chat(rng, sources.bundled)) for _ in range(10000)]
@@ -64,7 +64,7 @@ def make_rows(recipe: Recipe, sources: Sources, tokenizer: Tokenizer) -> np.ndar
 def make_answers(
     recipe: Recipe, sources: Sources, tokenizer: Tokenizer, target: LlamaForCausalLM
 ) -> Answered:
-    """What the target writes to training prompts: greedy, and sampled at two temperatures."""
+    """The target's answers to training prompts: greedy, and sampled at two temperatures."""
     rng = Random(recipe.seed + 1)
     texts = [open_prompt(rng, sources) for _ in range(recipe.num_prompts)]
     encoded = [e.ids for e in tokenizer.encode_batch(texts, add_special_tokens=False)]
@@ -82,7 +82,7 @@ def make_answers(
 
 
 def held_out_prompts(recipe: Recipe, tokenizer: Tokenizer) -> dict[str, list[list[int]]]:
-    """Token ids of prompts that no training saw, by kind: the bundled files' first turns, and generated chats."""
+    """Token ids of held-out prompts by kind: the bundled files' first turns, and generated chats."""
     rng = Random(recipe.seed + 2)
     plain: list[str] = []
     while len(plain) < recipe.num_measured // 4:
@@ -127,7 +127,7 @@ def held_out_loss(recipe: Recipe, tokenizer: Tokenizer, target: LlamaForCausalLM
 def get_target(
     recipe: Recipe, sources: Sources, folder: Path, device: str
 ) -> tuple[Tokenizer, LlamaForCausalLM]:
-    """The target that ``folder`` holds, in float32 from its stored bfloat16; trained first where there is none."""
+    """The target in ``folder``, in float32 from its stored bfloat16; trained first if there is none."""
     if not (folder / "model.safetensors").exists():
         if not (folder / "tokenizer.json").exists():
             write_tokenizer(folder, make_tokenizer(recipe, sources))
@@ -140,7 +140,7 @@ def get_target(
 
 
 def show_samples(tokenizer: Tokenizer, target: LlamaForCausalLM, prompts: dict[str, list[list[int]]]) -> None:
-    """Print some greedy answers to prompts that no training saw."""
+    """Print some greedy answers to held-out prompts."""
     for kind, some in prompts.items():
         for ids, text in zip(
             some[:24], answer(target, some[:24], max_new_tokens=96, temperature=0.0), strict=True
@@ -151,7 +151,7 @@ def show_samples(tokenizer: Tokenizer, target: LlamaForCausalLM, prompts: dict[s
 def measure(
     recipe: Recipe, tokenizer: Tokenizer, target: LlamaForCausalLM, head: Head, kept: Tensor
 ) -> dict[str, object]:
-    """What the pair can do on prompts that no training saw."""
+    """The pair's loss, accuracy and acceptance on held-out prompts."""
     prompts = held_out_prompts(recipe, tokenizer)
     show_samples(tokenizer, target, prompts)
     return {
@@ -167,7 +167,7 @@ def measure(
 
 
 def train(recipe: Recipe, sources: Sources, output: Path, device: str) -> dict[str, object]:
-    """Train what ``output`` lacks of the pair, measure what was stored, write everything; returns the measurements."""
+    """Train the models missing in ``output``, measure the stored pair, write and return the measurements."""
     tokenizer, target = get_target(recipe, sources, output / "target", device)
     target.requires_grad_(False)
     if not (output / "drafter/model.safetensors").exists():

@@ -1,7 +1,7 @@
 # ruff: noqa: E501 (a phrase stays on one line)
-"""Writes grade-school word problems with worked answers in the GSM8K format, and says which are held out.
+"""Generates grade-school word problems with worked answers in the GSM8K format, split by hash.
 
-Every text is made here, from the templates below; the calculator marks ``<<12*3=36>>`` and the last line
+Every text is made from the templates below; the calculator annotations ``<<12*3=36>>`` and the last line
 ``#### 36`` are GSM8K's (Cobbe et al., 2021).
 """
 
@@ -48,45 +48,21 @@ _HELD_OUT_SHARE = 8  # of 256 hash values
 
 
 def is_held_out(question: str) -> bool:
-    """Whether ``question`` belongs to the test split: its hash decides, so no split can leak into the other."""
+    """Whether ``question`` belongs to the test split, by its hash, so that splits cannot leak."""
     return hashlib.sha256(question.encode()).digest()[0] < _HELD_OUT_SHARE
 
 
 TEMPLATES: tuple[Callable[[Random], Problem], ...] = (
-    *(
-        chain,
-        chain,
-        chain,
-        chain,
-        packing,
-        packing,
-        shopping,
-        shopping,
-        price,
-        sharing,
-        boxes_needed,
-        fraction,
-    ),
-    *(
-        comparison,
-        comparison,
-        wages,
-        travel,
-        reading,
-        ages,
-        percent,
-        rectangle,
-        legs,
-        seats,
-        saving,
-        production,
-    ),
+    *(chain, chain, chain, chain, packing, packing, shopping, shopping, price, sharing, boxes_needed),
+    fraction,
+    *(comparison, comparison, wages, travel, reading, ages, percent, rectangle, legs, seats, saving),
+    production,
     *(two_days, two_days, routine, clock, recipe, passengers, garden, group_bill),
 )
 
 
 def _worded(rng: Random, steps: tuple[str, ...], answer: int) -> tuple[str, ...]:
-    """The steps with openings, and now and then a closing sentence, so that not every answer runs the same way."""
+    """The steps with varied openings and sometimes a closing sentence."""
     told = []
     for number, step in enumerate(steps):
         opening = phrase(rng, "[So |Now |Next, |This means that |Then |||||]" if number else "[First, ||||]")

@@ -1,4 +1,4 @@
-"""Pairs that many tests share."""
+"""Shared fixtures: pairs and reference drafters."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +16,7 @@ from tests.tiny_checkpoints import write_head, write_target
 
 
 class Padded(Runner):
-    """Runs eagerly on the rows that a graph would have."""
+    """Runs eagerly with the padding rows of a CUDA graph."""
 
     def num_rows(self, num_sequences: int) -> int:
         return bucket(num_sequences) + 2
@@ -24,7 +24,7 @@ class Padded(Runner):
 
 @pytest.fixture
 def device_like(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """From its call on, engines run as they do on a GPU: a step ahead, with padding rows and packed drafter rows."""
+    """When called, engines run as on a GPU: with lookahead, padding rows and packed drafter rows."""
 
     def switch() -> None:
         engine = assembly.EngineCore
@@ -41,7 +41,7 @@ def device_like(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _threads() -> None:
-    torch.set_num_threads(1)  # also where torch does not heed the environment that tests/__init__.py sets
+    torch.set_num_threads(1)  # also where torch ignores the environment set in tests/__init__.py
 
 
 @pytest.fixture(scope="session")
@@ -66,11 +66,11 @@ def demo_pair(demo_path: Path) -> Pair:
 
 @pytest.fixture(scope="session")
 def random_reference(random_pair: Pair) -> ReferenceDrafter:
-    """The random pair's target and drafts by other means."""
+    """An independent reference of the random pair."""
     return ReferenceDrafter(random_pair.path)
 
 
 @pytest.fixture(scope="session")
 def demo_reference(demo_path: Path) -> ReferenceDrafter:
-    """The bundled pair's target and drafts by other means."""
+    """An independent reference of the bundled pair."""
     return ReferenceDrafter(demo_path)

@@ -1,4 +1,4 @@
-"""Attention over one whole sequence: the simplest Attend there is."""
+"""Dense attention over one sequence: the simplest ``Attend``."""
 
 import torch
 from torch import Tensor
@@ -8,13 +8,13 @@ from specgen.models.eagle3 import Eagle3Head
 from specgen.models.layers import LayerAttention
 from specgen.models.llama import Llama
 
-LENGTH = 256  # positions there is room for
+LENGTH = 256  # capacity in positions
 
 
 class DenseAttend:
-    """Causal attention of one sequence, rounded as ``transformers`` does it eagerly.
+    """Causal attention of one sequence, rounded as eager attention in ``transformers``.
 
-    Keeps K and V, so that a sequence may also come in several passes.
+    Keeps K and V, so that a sequence may be split into several passes.
     """
 
     def __init__(self, model: Llama | Eagle3Head) -> None:

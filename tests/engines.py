@@ -1,4 +1,4 @@
-"""Engines over small pairs for the tests: build one, run requests through it, give back what came out."""
+"""Engines over small pairs: build one, run requests, return completions and events."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -22,7 +22,7 @@ from specgen.text.tokenizer import load_tokenizer
 
 @dataclass(frozen=True, kw_only=True)
 class Pair:
-    """A loaded target and head, and where they lie."""
+    """A loaded target and head, and their directory."""
 
     path: Path
     models: Models
@@ -30,7 +30,7 @@ class Pair:
 
 @dataclass(frozen=True, kw_only=True)
 class Outputs:
-    """What a run gave."""
+    """Completions and events of a run."""
 
     completions: dict[str, Completion]
     events: list[Event]
@@ -66,8 +66,8 @@ def load_pair(path: Path, dtype: torch.dtype = torch.float32, device: str = "cpu
     return Pair(path=path, models=models)
 
 
-def bad_at(pair: Pair, token: int) -> Pair:
-    """``pair`` with a target whose answers behind ``token`` are not numbers."""
+def nan_at(pair: Pair, token: int) -> Pair:
+    """``pair`` with a target whose logits after ``token`` are NaN."""
     embedding = pair.models.target.embedding.clone()
     embedding[token] = float("nan")
     target = replace(pair.models.target, embedding=embedding)
@@ -75,20 +75,20 @@ def bad_at(pair: Pair, token: int) -> Pair:
 
 
 def config_of(pair: Pair, **changes: Any) -> EngineConfig:
-    """A configuration with small pages, so that texts cross their borders."""
+    """A configuration with small pages, so that texts cross page boundaries."""
     settings = {"page_size": 4, "num_spec_tokens": 3, "max_batch_size": 8, "device": "cpu"} | changes
     config = EngineConfig(model=str(pair.path / "target"), drafter=str(pair.path / "drafter"), **settings)
     return resolve(config, pair.models.checkpoints)
 
 
 def resolved(config: EngineConfig) -> EngineConfig:
-    """``config`` as it runs here."""
+    """``config`` with ``auto`` resolved for this machine."""
     return resolve(config, open_checkpoints(config))
 
 
 @lru_cache(maxsize=4)
 def loaded(config: EngineConfig) -> Models:
-    """The models of ``config``, which nobody may change."""
+    """The models of ``config``, shared: do not modify."""
     checkpoints = open_checkpoints(config)
     return load_models(resolve(config, checkpoints), checkpoints)
 

@@ -1,4 +1,4 @@
-"""A pair on disk that a test may damage, and the command line on it in a forked process, bounded in time and memory."""
+"""A pair on disk that a test may damage, and the CLI on it in a forked process, bounded in time and memory."""
 
 import gc
 import json
@@ -25,23 +25,23 @@ def write_pair(path: Path) -> Path:
     write_head(path / "head", config)
     rows = [{"prompt": "Tom has"}, {"messages": [{"role": "user", "content": "Hi"}]}]
     (path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    # imports what forked processes would import each for itself
+    # import here what every forked process would import
     load_tokenizer(str(path / "target")).render_chat([Message(role="user", content="x")])
     return path
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ended:
-    """How a command ended; ``code`` is negative where a signal ended it."""
+    """How a command ended; ``code`` is negative if a signal ended it."""
 
     code: int
     out: str
     err: str
-    grown: int  # MiB of memory that it had at its peak beyond what it began with
+    grown: int  # peak memory minus memory at the start, in MiB
 
 
 def inspect_pair(path: Path) -> Ended:
-    """``specgen inspect`` on the pair in ``path``, without as much memory as a test's files could claim."""
+    """``specgen inspect`` on the pair in ``path``, with less memory than a test's files may claim."""
     return run_cli(["inspect", "target", "head"], path, seconds=20, more_mib=1024)
 
 
@@ -55,12 +55,12 @@ def generate_with_pair(path: Path) -> Ended:
 def run_cli(arguments: list[str], directory: Path, *, seconds: int, more_mib: int) -> Ended:
     """Run ``specgen`` with ``arguments`` in ``directory``; it is killed after ``seconds``.
 
-    It can map ``more_mib`` beyond what this process has. Nothing is imported anew, so that this takes no time.
+    It can map ``more_mib`` more than this process. Modules are already imported, so it starts at once.
     """
     files = [directory / name for name in ("stdout", "stderr", "grown")]
     child = os.fork()
     if child == 0:
-        gc.freeze()  # or the child would look through, and so copy, all that its parent has
+        gc.freeze()  # or the child's collector would touch, and so copy, the parent's memory
         code = 70
         try:
             code = _command(arguments, directory, files, seconds, more_mib)
@@ -78,9 +78,7 @@ def _command(arguments: list[str], directory: Path, files: list[Path], seconds: 
         os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
     sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
     os.chdir(directory)
-    os.environ["TOKENIZERS_PARALLELISM"] = (
-        "false"  # their threads are gone in a forked process, and they say so
-    )
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads do not survive a fork, and it warns
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.alarm(seconds)
     before, mapped = _resident_mib(), int(Path("/proc/self/statm").read_text().split()[0])
@@ -92,7 +90,7 @@ def _command(arguments: list[str], directory: Path, files: list[Path], seconds: 
         cli.main()
     except SystemExit as ended:
         code = ended.code
-    except BaseException:  # what a user would see as a traceback
+    except BaseException:  # a traceback for the user
         traceback.print_exc()
         code = 71
     sys.stdout.flush()

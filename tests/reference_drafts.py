@@ -1,4 +1,4 @@
-"""EAGLE3 drafting written down directly: whole sequences, no cache, raw tensors, the target from ``transformers``."""
+"""A direct implementation of EAGLE3 drafting: no cache, raw tensors, the target from ``transformers``."""
 
 from pathlib import Path
 
@@ -31,7 +31,7 @@ class ReferenceDrafter:
         """K drafts after ``tokens`` (at least two)."""
         ids = torch.tensor(tokens)
         states = self.target(ids[None], output_hidden_states=True).hidden_states
-        # hidden_states[i] is what enters layer i
+        # hidden_states[i] is the input of layer i
         fused = torch.cat([states[i][0] for i in self.aux], -1) @ self.t["fc.weight"].T
         hidden, following, proposed = fused[:-1], ids[1:], []
         for _ in range(k):
@@ -45,7 +45,7 @@ class ReferenceDrafter:
 
     @torch.inference_mode()
     def greedy(self, prompt: tuple[int, ...], max_new_tokens: int) -> tuple[int, ...]:
-        """What ``transformers`` continues ``prompt`` with."""
+        """The greedy continuation of ``prompt`` by ``transformers``."""
         ids = torch.tensor([prompt])
         out = self.target.generate(
             ids,

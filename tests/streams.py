@@ -1,4 +1,4 @@
-"""Event streams made by hand, for tests of what is folded from them."""
+"""Hand-made event streams, for tests of reports."""
 
 from collections.abc import Iterator, Sequence
 
@@ -14,7 +14,7 @@ def request(
     turn: int = 1,
     dropped: int = 0,
 ) -> Iterator[Event]:
-    """One request that verifies ``(drafted, accepted)`` a second and drops that many tokens of the last step."""
+    """One request that verifies ``(drafted, accepted)`` once per second and drops that many tokens of the last step."""
     yield Submitted(sequence=name, time=begin, num_prompt_tokens=5, category=category, turn=turn)
     yield Prefilled(sequence=name, time=begin + 1, emitted=1, num_cached=0)
     num_tokens, now = 1, begin + 1

@@ -1,4 +1,4 @@
-"""Every backend equals attention written down directly, over pages in any order."""
+"""Every backend equals a direct implementation of attention, with pages in any order."""
 
 from dataclasses import replace
 
@@ -61,7 +61,7 @@ def test_backend_equals_dense_attention(
     tables = torch.randperm(num_pages, dtype=torch.int32).view(len(kv_lens), width)
     ks, vs = ([torch.randn(n, num_kv_heads, HEAD_DIM) for n in kv_lens] for _ in "kv")
     starts = [n - q for n, q in zip(kv_lens, query_lens, strict=True)]
-    for row, start in enumerate(starts):  # what came before
+    for row, start in enumerate(starts):  # the earlier positions
         if start:
             before = Layout.uniform(tables[row : row + 1], torch.tensor([0]), start, page_size)
             qkv = torch.cat([torch.zeros(start, 4, HEAD_DIM), ks[row][:start], vs[row][:start]], 1)

@@ -1,4 +1,4 @@
-"""On an NVIDIA GPU: FlashInfer's backends give what the reference gives on the same values in float32."""
+"""On an NVIDIA GPU: FlashInfer's backends equal the float32 reference on the same values."""
 
 import random
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ pytestmark = [
 BF16, FP16, FP8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
 # relative error of a row: kernels round probabilities and outputs to the model's dtype, FP8 ones to FP8 as well
 TOLERANCES = {BF16: 1.5e-2, FP16: 3e-3, FP8: 8e-2}
-STALE = 100.0  # what an earlier sequence may have left behind the end of a last page
+STALE = 100.0  # left by an earlier sequence in the unused slots of a last page
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,11 +53,11 @@ class Case:
 
 
 def lens(batch: int, longest: int, query_len: int) -> tuple[int, ...]:
-    """KV lengths around every border that matters, and random ones; the longest is among them."""
+    """KV lengths around every relevant boundary, random ones, and the longest."""
     borders = [16, 17, 31, 32, 33, 63, 64, 65, 255, 256, 257, 300, 511, 513]
     rng = random.Random(batch * longest + query_len)
-    drawn = [rng.choice([rng.choice(borders), rng.randint(1, longest)]) for _ in range(batch - 1)]
-    return tuple(max(query_len, min(n, longest)) for n in [longest, *drawn])
+    sampled = [rng.choice([rng.choice(borders), rng.randint(1, longest)]) for _ in range(batch - 1)]
+    return tuple(max(query_len, min(n, longest)) for n in [longest, *sampled])
 
 
 def uniform(batch: int, query_len: int, longest: int, **model) -> Case:
@@ -114,7 +114,7 @@ FLASHINFER = [
 
 
 class World:
-    """Random pages and queries for a case, with NaN wherever no sequence may look."""
+    """Random pages and queries for a case, with NaN wherever no sequence may read."""
 
     def __init__(self, case: Case) -> None:
         self.case = case
@@ -150,7 +150,7 @@ class World:
         return Layout.uniform(self.tables, starts, self.case.query_lens[0], self.case.page_size)
 
     def packed(self) -> Layout:
-        """Rows known to the device alone, with room for as many of every sequence."""
+        """A ragged layout known only on the device, with the same capacity for every sequence."""
         longest = max(self.case.query_lens)
         return replace(self.prefill(), host=None, num_rows=longest * len(self.tables), max_query_len=longest)
 
@@ -178,19 +178,19 @@ def attend(backend: Backend, world: World, layout: Layout) -> Tensor:
         q = torch.cat((q, torch.full_like(q[:1], torch.nan).expand(layout.num_rows - len(q), -1, -1)))
     kernel = backend.plan(layout)
     poison = [torch.full_like(q, torch.nan) for _ in range(3)]
-    del poison  # its memory is what the kernel's output gets
+    del poison  # its memory is reused for the kernel's output
     return kernel(one_layer(q), q, world.keys, world.values)[: len(world.q)]
 
 
 def error(out: Tensor, expected: Tensor, case: Case) -> float:
-    """The largest relative error of a row of a head; infinite where something is not a number."""
+    """The largest relative error of a row of a head; infinite for NaN."""
     out, expected = (x.float().view(-1, case.head_dim) for x in (out, expected))
     return ((out - expected).norm(dim=1) / expected.norm(dim=1)).nan_to_num(torch.inf).max().item()
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _compiled() -> None:
-    """Every kernel of this file, compiled side by side: one after the other they take many minutes.
+    """Every kernel of this file, compiled in parallel: one by one they take many minutes.
 
     Each in its own directory: what FlashInfer's ``build_jit_specs`` has built is built again at first use.
     """
@@ -228,13 +228,13 @@ def flashinfer() -> FlashInferBackend:
 
 
 @pytest.mark.parametrize("case", UNIFORM, ids=str)
-def test_decode_passes_of_one_length(trtllm: TrtllmBackend, case: Case) -> None:
+def test_uniform_decode_passes(trtllm: TrtllmBackend, case: Case) -> None:
     world = World(case)
     assert error(attend(trtllm, world, world.uniform()), world.reference(), case) < case.tolerance
 
 
 @pytest.mark.parametrize("case", RAGGED, ids=str)
-def test_decode_passes_of_mixed_lengths(trtllm: TrtllmBackend, case: Case) -> None:
+def test_ragged_decode_passes(trtllm: TrtllmBackend, case: Case) -> None:
     world = World(case)
     assert error(attend(trtllm, world, world.packed()), world.reference(), case) < case.tolerance
 
@@ -246,19 +246,19 @@ def test_prefill(flashinfer: FlashInferBackend, case: Case) -> None:
 
 
 @pytest.mark.parametrize("case", [c for c in PREFILL if (c.dtype, c.head_dim) == (BF16, 128)], ids=str)
-def test_prefill_on_the_kernel_of_the_device(trtllm: TrtllmBackend, case: Case) -> None:
+def test_prefill_on_the_device_specific_kernel(trtllm: TrtllmBackend, case: Case) -> None:
     world = World(case)
     assert error(attend(trtllm, world, world.prefill()), world.reference(), case) < case.tolerance
 
 
 @pytest.mark.parametrize("case", FLASHINFER, ids=str)
-def test_wrapper_takes_every_mix(flashinfer: FlashInferBackend, case: Case) -> None:
+def test_flashinfer_wrapper_with_mixed_passes(flashinfer: FlashInferBackend, case: Case) -> None:
     world = World(case)
     for layout in (world.prefill(), world.packed()):
         assert error(attend(flashinfer, world, layout), world.reference(), case) < case.tolerance
 
 
-def test_a_wrong_mask_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_mask_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     def all_visible(offsets: Tensor) -> Tensor:
         return torch.full((len(offsets), 1), -1, dtype=torch.int32, device="cuda").view(torch.uint16)
 
@@ -274,7 +274,7 @@ def capture(backend: Backend, layout: Layout, world: World) -> tuple[torch.cuda.
     num_heads = world.case.group * world.case.num_kv_heads
     q = torch.zeros(layout.num_rows, num_heads, world.case.head_dim, dtype=world.case.dtype, device="cuda")
     graph = torch.cuda.CUDAGraph()
-    fresh = replace(layout)  # what a layout has computed before must not stay out of the graph
+    fresh = replace(layout)  # cached tensors of the layout must be computed inside the graph
     backend.plan(replace(layout))(one_layer(q), q, world.keys, world.values)
     with torch.cuda.graph(graph):
         out = backend.plan(fresh)(one_layer(q), q, world.keys, world.values)
@@ -290,10 +290,10 @@ REPLAYED = {
 
 @pytest.mark.parametrize("mode", REPLAYED)
 @pytest.mark.parametrize("num_padding", [0, 3])
-def test_one_graph_serves_other_lengths_tables_and_offsets(
+def test_a_captured_graph_is_right_for_other_lengths_tables_and_offsets(
     trtllm: TrtllmBackend, mode: str, num_padding: int
 ) -> None:
-    """Captured once at 8 sequences of up to 32,768 positions; padding sequences stand on the dummy page."""
+    """Captured once at 8 sequences of up to 32,768 positions; padding sequences use page 0."""
     longest = 4096 if mode == "unsplit" else 32_768
     num_kv_heads = 20 if mode == "unsplit" else 2  # 160 blocks without splitting a sequence
     first = World(Case(query_lens=(5,) * 8, kv_lens=(longest,) * 8, page_size=64, num_kv_heads=num_kv_heads))
@@ -326,7 +326,7 @@ def test_one_graph_serves_other_lengths_tables_and_offsets(
 
 
 def test_prefill_between_replays_of_the_longest_context(trtllm: TrtllmBackend) -> None:
-    """8 x 32,768 positions: decode graph and prefill kernel in one process, each with its own scratch memory."""
+    """8 x 32,768 positions: decode graph and prefill kernel in one process, each with its own workspace."""
     world = World(Case(query_lens=(5,) * 8, kv_lens=(32_768,) * 8, page_size=64))
     chunk = World(Case(query_lens=(512,) * 8, kv_lens=(8192,) * 8, page_size=64))
     layout = world.uniform()  # the graph reads its tensors
@@ -340,7 +340,7 @@ def test_prefill_between_replays_of_the_longest_context(trtllm: TrtllmBackend) -
 
 
 def test_plans_do_not_overwrite_each_other(flashinfer: FlashInferBackend) -> None:
-    """Three passes are queued behind a busy device, over two layouts and in turn."""
+    """Three passes are queued behind a busy device, over two layouts alternately."""
     worlds = [World(PREFILL[0]), World(ragged([100, 1, 7, 90, 64], 900))]
     kernels = [flashinfer.plan(world.prefill()) for world in worlds]
     torch.cuda._sleep(200_000_000)
@@ -353,7 +353,7 @@ def test_plans_do_not_overwrite_each_other(flashinfer: FlashInferBackend) -> Non
         assert error(out, worlds[turn].reference(), worlds[turn].case) < TOLERANCES[BF16]
 
 
-def test_nothing_waits_for_the_device(trtllm: TrtllmBackend) -> None:
+def test_no_host_sync(trtllm: TrtllmBackend) -> None:
     worlds = [World(UNIFORM[1]), World(RAGGED[1]), World(PREFILL[1])]
     for world, kind in zip(worlds, ("uniform", "packed", "prefill"), strict=True):
         attend(trtllm, world, getattr(world, kind)())

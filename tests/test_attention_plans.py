@@ -1,4 +1,4 @@
-"""What the GPU backends prepare on the host: masks, page lists, sizes, and refusals."""
+"""Host-side preparation of the GPU backends: masks, page lists, workspace sizes, and refusals."""
 
 import re
 import sys
@@ -24,7 +24,7 @@ def heads(**changes) -> Heads:
 
 
 @pytest.mark.parametrize("query_len", [1, 2, 5, 16, 17, 31, 32])
-def test_bit_j_of_a_row_is_set_up_to_its_own(query_len: int) -> None:
+def test_packed_causal_mask_bits(query_len: int) -> None:
     words = causal_mask(torch.arange(query_len))
     assert words.dtype == torch.uint16
     assert words.shape == (query_len, 2)
@@ -33,14 +33,14 @@ def test_bit_j_of_a_row_is_set_up_to_its_own(query_len: int) -> None:
         assert seen == [int(j <= row) for j in range(32)]
 
 
-def test_masks_of_packed_rows_begin_anew_with_every_sequence() -> None:
+def test_packed_masks_restart_at_each_sequence() -> None:
     tables = torch.zeros(3, 4, dtype=torch.int32)
     layout = Layout.ragged(tables, [7, 0, 3], [2, 1, 4], page_size=16)
     words = causal_mask(layout.positions - layout.starts[layout.sequences])[:, 0]
     assert words.tolist() == [1, 3, 1, 1, 3, 7, 15]
 
 
-def test_pages_follow_the_sequences() -> None:
+def test_page_lists_follow_the_sequences() -> None:
     tables = torch.tensor([[5, 0, 0], [3, 9, 0], [1, 2, 4]], dtype=torch.int32)
     lens = PassLens(Layout.ragged(tables, [0, 15, 40], [16, 2, 1], page_size=16))
     assert lens.pages.tolist() == [5, 3, 9, 1, 2, 4]
@@ -52,7 +52,7 @@ def test_pages_follow_the_sequences() -> None:
     }
 
 
-def test_scratch_memory_is_what_the_kernels_can_touch() -> None:
+def test_workspace_covers_what_the_kernels_can_touch() -> None:
     # XQA at 132 SMs: a split writes 32 rows of 128 elements of 2 bytes, 32 maxima and 32 sums; 5 x 4 rows are one tile
     assert xqa_bytes(132, rows=20, head_dim=128) >= 8 * MIB + 132 * 32 * (256 + 8)
     assert xqa_bytes(132, rows=65, head_dim=128) > xqa_bytes(132, rows=64, head_dim=128)
@@ -60,7 +60,7 @@ def test_scratch_memory_is_what_the_kernels_can_touch() -> None:
     assert prefill_bytes(132, group=4, head_dim=128) >= 264 // 8 * 32 * 128 * 129 * 4
 
 
-def test_a_shape_beyond_the_scratch_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_shape_beyond_the_workspace_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("specgen.attention.workspaces.num_sms", lambda device: 188)
     assert (
         decode_workspace(torch.device("cpu"), max_group=16, max_rows=32, max_head_dim=256).count_nonzero()
@@ -83,7 +83,7 @@ def test_a_shape_beyond_the_scratch_memory_is_refused(monkeypatch: pytest.Monkey
         ({"max_query_len": 33}, "31 drafts per step, not 32: use --num-spec-tokens 31"),
     ],
 )
-def test_what_cannot_run_is_refused_with_a_remedy(
+def test_unsupported_models_are_refused_with_a_remedy(
     monkeypatch: pytest.MonkeyPatch, changes: dict[str, object], message: str
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
@@ -103,7 +103,7 @@ def test_old_gpus_and_cpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert SdpaBackend.capabilities.refusal(torch.device("cpu"), heads(dtype=torch.float32)) is None
 
 
-def test_without_its_package_a_backend_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_backend_without_its_package_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setitem(sys.modules, "flashinfer", None)
     for backend in (TrtllmBackend, FlashInferBackend):

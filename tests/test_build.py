@@ -1,4 +1,4 @@
-"""What a configuration becomes."""
+"""From a configuration to an engine."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +21,7 @@ from specgen.prompts import Prompt
 from tests.engines import Pair, config_of
 
 
-def test_only_a_run_that_drafts_keeps_kv_of_the_head(random_pair: Pair) -> None:
+def test_plain_decoding_allocates_no_drafter_kv(random_pair: Pair) -> None:
     # 6 layers of the target and 1 of the head, k and v, 2 KV heads of 16, 4 bytes, pages of 4 positions
     for k, page in ((0, 6 * 2 * 2 * 16 * 4 * 4), (3, 7 * 2 * 2 * 16 * 4 * 4)):
         ten, nine = (
@@ -31,7 +31,7 @@ def test_only_a_run_that_drafts_keeps_kv_of_the_head(random_pair: Pair) -> None:
         assert num_pages(nine, random_pair.models) == 9
 
 
-def test_no_more_pages_than_the_batch_can_need(random_pair: Pair) -> None:
+def test_num_pages_is_bounded_by_what_the_batch_can_need(random_pair: Pair) -> None:
     longest = random_pair.models.target.config.max_positions + 3 + 1
     config = config_of(random_pair, max_batch_size=2, kv_memory=1 << 30)
     assert num_pages(config, random_pair.models) == 2 * longest // config.page_size
@@ -47,7 +47,7 @@ def test_no_more_pages_than_the_batch_can_need(random_pair: Pair) -> None:
         ("cuda:2", "device is 'cuda:2' and there are 2 GPUs: use cuda:0 to cuda:1"),
     ],
 )
-def test_a_device_has_one_name(monkeypatch: pytest.MonkeyPatch, name: str, expected: str) -> None:
+def test_device_names_are_normalised(monkeypatch: pytest.MonkeyPatch, name: str, expected: str) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
@@ -61,8 +61,10 @@ def test_a_device_has_one_name(monkeypatch: pytest.MonkeyPatch, name: str, expec
     assert str(raised.value) == expected
 
 
-def test_the_trial_asks_for_what_the_job_will_ask(random_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU the memory of passes is measured with the forms of the job: greedy takes the least."""
+def test_the_memory_trial_uses_the_sampling_of_the_job(
+    random_pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU peak memory is measured with the sampling of the job: greedy needs the least."""
     for name in ("memory_allocated", "max_memory_allocated"):
         monkeypatch.setattr(torch.cuda, name, lambda device: 0)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
@@ -87,7 +89,7 @@ def test_the_trial_asks_for_what_the_job_will_ask(random_pair: Pair, monkeypatch
         assert set(forms) == {form}
 
 
-def test_a_survey_keeps_one_row_of_each_kind() -> None:
+def test_the_sampling_survey_keeps_one_row_per_kind() -> None:
     rows: list[dict[str, object]] = [{"temperature": 0.1 * n, "seed": n} for n in range(9)]
     rows += [{"logit_bias": ((n, 1.0),)} for n in range(9)] + [{"top_p": 1.0}, {"top_p": 0.3}, {}]
     prompts = [Prompt(id=str(n), text="a", sampling=row) for n, row in enumerate(rows)]

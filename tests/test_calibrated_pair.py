@@ -1,4 +1,4 @@
-"""The calibrated pair is what it was made for: known text, drafts and acceptance, in the public formats."""
+"""The calibrated pair has the intended text, drafts and acceptance, in the public formats."""
 
 import json
 from dataclasses import dataclass, replace
@@ -69,14 +69,14 @@ def known_texts(cycle: Cycle, requests: list[Request]) -> dict[str, tuple[int, .
 
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("changes", [{"num_spec_tokens": 0}, {}, {"drafter_batch": "non-padded"}])
-def test_no_token_of_the_text_is_wrong(load, changes: dict[str, object], dtype: torch.dtype) -> None:
+def test_generated_tokens_are_the_known_text(load, changes: dict[str, object], dtype: torch.dtype) -> None:
     calibrated = load(0.75, dtype)
     requests = slices(calibrated.cycle)
     outputs = calibrated.generate(requests, dtype=str(dtype).removeprefix("torch."), **changes)
     assert outputs.texts == known_texts(calibrated.cycle, requests)
 
 
-def test_sampling_at_temperature_1_gives_the_known_text_too(load) -> None:
+def test_sampling_at_temperature_1_gives_the_known_text(load) -> None:
     calibrated = load(0.75)
     requests = [
         replace(r, sampling=replace(r.sampling, temperature=1.0)) for r in slices(calibrated.cycle, count=4)
@@ -86,7 +86,7 @@ def test_sampling_at_temperature_1_gives_the_known_text_too(load) -> None:
 
 
 @pytest.mark.parametrize("accept", [0.75, 0.5])
-def test_every_draft_is_the_guess_after_the_one_before(load, accept: float) -> None:
+def test_every_draft_is_the_guess_after_the_previous_draft(load, accept: float) -> None:
     calibrated = load(accept)
     cycle, requests = calibrated.cycle, slices(calibrated.cycle)
     outputs = calibrated.generate(requests)
@@ -107,7 +107,7 @@ def guesses(cycle: Cycle, token: int) -> tuple[int, ...]:
 
 
 @pytest.mark.parametrize("accept", [0.75, pytest.param(0.5, marks=pytest.mark.slow)])
-def test_acceptance_is_a_power_of_the_share_that_the_head_knows(load, accept: float) -> None:
+def test_acceptance_is_a_power_of_the_known_share(load, accept: float) -> None:
     calibrated = load(accept)
     events = calibrated.generate(slices(calibrated.cycle, max_tokens=128)).events
     steps = [event.accepted for event in events if isinstance(event, Verified)]
@@ -117,7 +117,7 @@ def test_acceptance_is_a_power_of_the_share_that_the_head_knows(load, accept: fl
 
 
 @pytest.mark.slow
-def test_transformers_writes_the_same_text(paths: dict[float, Path]) -> None:
+def test_transformers_generates_the_same_text(paths: dict[float, Path]) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     cycle = Cycle.read(paths[0.75])
@@ -130,7 +130,7 @@ def test_transformers_writes_the_same_text(paths: dict[float, Path]) -> None:
     assert text.tolist() == list(cycle.after(prompt[-1], 32))
 
 
-def test_the_command_line_takes_the_pair_and_says_that_it_is_synthetic(paths, tmp_path: Path) -> None:
+def test_the_cli_runs_the_pair_and_reports_synthetic_weights(paths, tmp_path: Path) -> None:
     target, drafter = str(paths[0.75] / "target"), str(paths[0.75] / "drafter")
     inspected = CliRunner().invoke(cli.app, ["inspect", target, drafter])
     assert "Target and head fit" in inspected.output
@@ -146,7 +146,7 @@ def test_the_command_line_takes_the_pair_and_says_that_it_is_synthetic(paths, tm
     )
 
 
-def test_shards_hold_what_one_file_would(tmp_path: Path) -> None:
+def test_sharded_and_single_file_checkpoints_hold_the_same_tensors(tmp_path: Path) -> None:
     cycle = Cycle.draw(TINY.num_plain_tokens, TINY.draft_vocab_size, 0.5, seed=0)
     for name, shard_bytes in (("one", 1 << 40), ("many", 1 << 20)):
         source = Source("cpu", 0)
@@ -160,7 +160,7 @@ def test_shards_hold_what_one_file_would(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_tensors_are_as_the_shape_says(name: str) -> None:
+def test_tensors_have_the_shapes_of_the_config(name: str) -> None:
     shape = SHAPES[name]
     cycle = Cycle.draw(shape.num_plain_tokens, shape.draft_vocab_size, 0.75, seed=0)
     assert not set(cycle.tokens) & {shape.bos_token_id, *shape.eos_token_ids}
@@ -175,7 +175,7 @@ def test_tensors_are_as_the_shape_says(name: str) -> None:
                 assert named.make().shape == named.shape, named.name
 
 
-def test_a_cycle_is_read_as_it_was_written(tmp_path: Path) -> None:
+def test_cycle_round_trip(tmp_path: Path) -> None:
     cycle = Cycle.draw(100, 60, 0.7, seed=1)
     cycle.write(tmp_path)
     assert Cycle.read(tmp_path) == cycle
@@ -188,7 +188,7 @@ def test_a_cycle_is_read_as_it_was_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("accept", "reason"), [(1.1, "from 0 to 1"), (0.99, "leaves one token unknown")])
-def test_a_share_that_cannot_be_had_is_refused(accept: float, reason: str) -> None:
+def test_an_impossible_share_is_refused(accept: float, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         Cycle.draw(200, 100, accept, seed=0)
 

@@ -1,4 +1,4 @@
-"""Opening checkpoints, understanding their configs, and refusing what would load and then work badly."""
+"""Opening checkpoints, reading their configs, and refusing those that would load and then draft badly."""
 
 import json
 import pickle
@@ -131,8 +131,8 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
         "has no weights: add model.safetensors",
     ),
     "no-config": (lambda path: (path / "config.json").unlink(), "config.json cannot be read"),
-    "config-no-json": (lambda path: (path / "config.json").write_text("{"), "not valid JSON"),
-    "config-no-object": (lambda path: (path / "config.json").write_text("[]"), "holds no JSON object"),
+    "config-not-json": (lambda path: (path / "config.json").write_text("{"), "not valid JSON"),
+    "config-not-object": (lambda path: (path / "config.json").write_text("[]"), "holds no JSON object"),
     "truncated": (_truncate, "cannot be read as safetensors"),
     "outside": (lambda path: _index(path, "../other/model.safetensors"), "files beside the index"),
     "absolute": (lambda path: _index(path, "/etc/passwd"), "files beside the index"),
@@ -164,14 +164,12 @@ def test_broken_directories_are_refused_in_one_line(
 
 
 @pytest.mark.parametrize("name", ["nowhere", "./no/where", "/no/where", "a/b/c", "owner/", "../x"])
-def test_what_is_neither_directory_nor_hub_id_is_refused(name: str) -> None:
+def test_neither_a_directory_nor_a_hub_id_is_refused(name: str) -> None:
     with pytest.raises(UserError, match="neither a directory nor a hub id"):
         open_checkpoint(name)
 
 
-def test_a_hub_id_is_downloaded_without_what_is_not_needed(
-    target_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_hub_download_leaves_out_unneeded_files(target_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
 
     def snapshot_download(repo_id: str, **settings: Any) -> str:
@@ -204,7 +202,7 @@ def test_a_hub_id_without_safetensors_is_downloaded_as_pickles(
     assert ["pytorch_model*.bin" in asked for asked in patterns] == [False, True]
 
 
-def test_a_hub_that_cannot_be_reached_is_named_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreachable_hub_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     def snapshot_download(repo_id: str, **settings: Any) -> str:
         raise huggingface_hub.errors.LocalEntryNotFoundError("no connection\nand much more")
 
@@ -214,7 +212,7 @@ def test_a_hub_that_cannot_be_reached_is_named_in_one_line(monkeypatch: pytest.M
     assert "\n" not in str(caught.value)
 
 
-def test_the_fingerprint_is_of_the_contents(tmp_path: Path, target_path: Path) -> None:
+def test_the_fingerprint_depends_on_contents_only(tmp_path: Path, target_path: Path) -> None:
     same, other = _copy(target_path, tmp_path / "same"), _copy(target_path, tmp_path / "other")
     tensors = load_file(other / "model.safetensors")
     tensors["model.norm.weight"][3] += 1
@@ -229,7 +227,7 @@ def test_the_fingerprint_is_of_the_contents(tmp_path: Path, target_path: Path) -
 # ---- targets
 
 
-def test_transformers_5_and_4_write_the_same_rope() -> None:
+def test_rope_configs_of_transformers_4_and_5_are_read_alike() -> None:
     common = {
         "architectures": ["LlamaForCausalLM"],
         "vocab_size": 8,
@@ -261,7 +259,7 @@ def test_transformers_5_and_4_write_the_same_rope() -> None:
         (None, {"top_p": 0.9}, ()),
     ],
 )
-def test_end_tokens_come_from_the_generation_config_first(
+def test_eos_tokens_come_from_the_generation_config_first(
     tmp_path: Path,
     target_path: Path,
     config: Any,
@@ -314,7 +312,7 @@ def test_unsupported_targets_are_refused_by_name(
     assert "\n" not in str(caught.value)
 
 
-def test_a_window_that_is_not_used_is_no_obstacle(tmp_path: Path, target_path: Path) -> None:
+def test_an_unused_window_is_accepted(tmp_path: Path, target_path: Path) -> None:
     _load(
         _copy(
             target_path,
@@ -338,7 +336,7 @@ def _change(path: Path, **tensors: Tensor | None) -> Path:
     return path
 
 
-def test_target_tensors_are_strict_both_ways(tmp_path: Path, target_path: Path) -> None:
+def test_missing_and_unexpected_target_tensors_are_refused(tmp_path: Path, target_path: Path) -> None:
     missing = _change(_copy(target_path, tmp_path / "a"), model__layers__3__mlp__up_proj__weight=None)
     with pytest.raises(UserError, match=r"has no tensor 'model.layers.3.mlp.up_proj.weight'"):
         _load(missing)
@@ -363,7 +361,7 @@ def test_target_tensors_are_strict_both_ways(tmp_path: Path, target_path: Path) 
         _load(quantized)
 
 
-def test_harmless_tensors_are_passed_over(tmp_path: Path, target_path: Path) -> None:
+def test_harmless_tensors_are_ignored(tmp_path: Path, target_path: Path) -> None:
     extra = _change(
         _copy(target_path, tmp_path), model__layers__0__self_attn__rotary_emb__inv_freq=torch.ones(8)
     )
@@ -376,7 +374,7 @@ def test_a_tied_target_may_carry_its_head_twice(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_weights_come_in_the_dtype_asked(target_path: Path, dtype: torch.dtype) -> None:
+def test_weights_are_converted_to_the_dtype(target_path: Path, dtype: torch.dtype) -> None:
     assert load_target(open_checkpoint(str(target_path)), dtype, CPU).dtype == dtype
 
 
@@ -396,7 +394,7 @@ def test_weights_come_in_the_dtype_asked(target_path: Path, dtype: torch.dtype) 
         ("eagle", "eagle_config", [2, 6, 9], (2, 6, 9), "are the default layer inputs"),
     ],
 )
-def test_aux_layers_are_understood_by_format(
+def test_aux_layers_are_read_by_format(
     tmp_path: Path, target: Llama, dialect: Any, place: Any, ids: list[int] | None, expected: Any, rule: str
 ) -> None:
     write_head(tmp_path, target.config, dialect, aux_layer_ids=ids, aux_at=place)
@@ -441,7 +439,10 @@ MISFITS: dict[str, tuple[dict[str, Any], str]] = {
         {"changed": {"d2t": -torch.arange(48), "t2d": None}},
         "two draft tokens to one target token",
     ),
-    "d2t-against-t2d": ({"changed": {"t2d": torch.arange(64) < 48}}, "t2d marks 48 of 64 tokens, other ones"),
+    "d2t-against-t2d": (
+        {"changed": {"t2d": torch.arange(64) < 48}},
+        "t2d marks 48 of 64 tokens, not the 48 of d2t",
+    ),
     "t2d-of-another": ({"changed": {"t2d": torch.arange(65) < 48}}, "mixes two vocabularies"),
     "draft-vocabulary-larger": (
         {"changed_config": {"draft_vocab_size": 65}},
@@ -461,7 +462,7 @@ MISFITS: dict[str, tuple[dict[str, Any], str]] = {
     "aux-above": ({"aux_layer_ids": [2, 6, 13]}, "input of layer 13, but the target has layers 0 to 11"),
     "aux-below": ({"aux_layer_ids": [-1, 6, 9]}, "input of layer -1"),
     "aux-output-above": ({"aux_layer_ids": [2, 6, 12], "aux_at": "eagle_config"}, "input of layer 13"),
-    "aux-no-numbers": ({"changed_config": {AUX: ["2", "6", "9"]}}, "must be a list of layer numbers"),
+    "aux-not-numbers": ({"changed_config": {AUX: ["2", "6", "9"]}}, "must be a list of layer numbers"),
     "aux-fewer-than-fc": (
         {"changed_config": {AUX: [2, 6]}},
         r"fc.weight has shape \[32, 96\], but .* \[32, 64\]",
@@ -477,7 +478,7 @@ MISFITS: dict[str, tuple[dict[str, Any], str]] = {
     "no-lm-head": ({"changed": {"lm_head.weight": None}}, "has no tensor 'lm_head.weight'"),
     "no-head-at-all": (
         {"changed": {"midlayer.hidden_norm.weight": None}},
-        "the checkpoint is no EAGLE3 head",
+        "the checkpoint is not an EAGLE3 head",
     ),
     "norm-without-flag": (
         {"changed": {"input_norm.weight": torch.ones(96)}},
@@ -513,8 +514,10 @@ def test_heads_that_would_draft_badly_are_refused(
     assert "\n" not in str(caught.value)
 
 
-def test_a_target_is_no_head_and_a_head_no_target(tmp_path: Path, target: Llama, target_path: Path) -> None:
-    with pytest.raises(UserError, match="the checkpoint is no EAGLE3 head"):
+def test_a_target_is_refused_as_head_and_a_head_as_target(
+    tmp_path: Path, target: Llama, target_path: Path
+) -> None:
+    with pytest.raises(UserError, match="the checkpoint is not an EAGLE3 head"):
         _load_head(target_path, target)
     write_head(tmp_path, target.config)
     with pytest.raises(UserError, match="'LlamaForCausalLMEagle3' is not supported"):
@@ -539,7 +542,7 @@ def test_a_full_vocabulary_needs_no_map_and_may_carry_the_identity(tmp_path: Pat
         assert torch.equal(_load_head(tmp_path / name, target).draft_to_target, torch.arange(64)), name
 
 
-def test_an_own_embedding_is_used_and_otherwise_the_targets(tmp_path: Path, target: Llama) -> None:
+def test_the_heads_embedding_is_used_if_present_else_the_targets(tmp_path: Path, target: Llama) -> None:
     write_head(tmp_path / "own", target.config, own_embedding=True)
     write_head(tmp_path / "shared", target.config)
     own = open_checkpoint(str(tmp_path / "own")).read("embed_tokens.weight")
@@ -548,7 +551,7 @@ def test_an_own_embedding_is_used_and_otherwise_the_targets(tmp_path: Path, targ
     assert _load_head(tmp_path / "shared", target).embedding is target.embedding
 
 
-def test_a_head_alone_leaves_the_default_layers_open(tmp_path: Path, target: Llama) -> None:
+def test_a_head_alone_has_no_default_layers(tmp_path: Path, target: Llama) -> None:
     write_head(tmp_path, target.config)
     config = drafter_config(open_checkpoint(str(tmp_path)), None)
     assert isinstance(config, Eagle3Config)

@@ -1,4 +1,4 @@
-"""The bundled pair keeps its bars, measured by the engine on prompts that it was not trained on."""
+"""The bundled pair keeps its acceptance and accuracy, measured by the engine on held-out prompts."""
 
 import json
 from pathlib import Path
@@ -24,7 +24,7 @@ def tokenizer(demo_path: Path) -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def outputs(demo_pair: Pair, tokenizer: Tokenizer) -> dict[str, Outputs]:
-    """What the engine gives for the first turns of each file at K = 4, greedy."""
+    """The engine's outputs for the first turns of each file, greedy, K = 4."""
     results = {}
     for name, dataset in FILES.items():
         prompts, _ = load_prompts(dataset, data_path=data_directory() / "prompts" / name, num_prompts=None)
@@ -46,12 +46,12 @@ def trained(demo_path: Path) -> dict[str, Any]:
     return json.loads((demo_path / "training.json").read_text())["acceptance"]
 
 
-def test_the_pair_is_small(demo_path: Path) -> None:
+def test_the_bundled_pair_is_small(demo_path: Path) -> None:
     assert sum(file.stat().st_size for file in demo_path.rglob("*") if file.is_file()) <= 20_000_000
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_acceptance_bars(outputs: dict[str, Outputs], name: str) -> None:
+def test_acceptance_is_above_its_minimum(outputs: dict[str, Outputs], name: str) -> None:
     report = fold(outputs[name].events, num_spec_tokens=4).to_json()
     rates = [position["rate"] for position in report["acceptance"]]
     assert rates[0] >= 0.70
@@ -64,7 +64,7 @@ def test_acceptance_bars(outputs: dict[str, Outputs], name: str) -> None:
 def test_the_engine_accepts_what_the_trainer_computes(
     outputs: dict[str, Outputs], trained: dict[str, Any], name: str
 ) -> None:
-    """Two implementations that share no code: over the same steps they agree, over all rows nearly so."""
+    """Two implementations that share no code agree over the same steps, and nearly so over all rows."""
     report = fold(outputs[name].events, num_spec_tokens=4).to_json()
     rates = [position["rate"] for position in report["acceptance"]]
     assert rates == pytest.approx(trained[name]["simulated"]["joint"], abs=0.01)

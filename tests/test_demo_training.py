@@ -1,4 +1,4 @@
-"""The trainer of the bundled pair: its head drafts as an engine would, and its counts and its optimizer are right."""
+"""The trainer of the bundled pair: its drafting equals an engine's, and its counts and its optimizer are right."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ CONFIG = HeadConfig(
 def draft_step_by_step(
     head: Head, features: torch.Tensor, embeds: torch.Tensor, row: int, steps: int
 ) -> list:
-    """Drafts behind ``row`` the plain way: confirmed rows up to it, then one new row a draft, causal attention."""
+    """Drafts after ``row`` step by step: accepted rows up to it, then one new row per draft, causal attention."""
     hidden = head.fc(features[:, : row + 1])
     logits = []
     for _ in range(steps):
@@ -34,7 +34,7 @@ def draft_step_by_step(
     return logits
 
 
-def test_unrolled_training_sees_what_drafting_sees():
+def test_unrolled_training_equals_step_by_step_drafting():
     torch.manual_seed(0)
     head = Head(CONFIG).double()
     features, embeds = torch.randn(1, 12, 48).double(), torch.randn(1, 12, 16).double()
@@ -45,7 +45,7 @@ def test_unrolled_training_sees_what_drafting_sees():
             torch.testing.assert_close(unrolled[j][:, row], expected)
 
 
-def test_packed_documents_do_not_see_each_other():
+def test_packed_documents_do_not_attend_to_each_other():
     torch.manual_seed(0)
     head = Head(CONFIG).double()
     features, embeds = torch.randn(1, 12, 48).double(), torch.randn(1, 12, 16).double()
@@ -56,7 +56,7 @@ def test_packed_documents_do_not_see_each_other():
         torch.testing.assert_close(together[j][:, 5:9], alone[j][:, :4])
 
 
-def test_acceptance_is_counted_by_hand():
+def test_acceptance_counts_equal_counts_by_hand():
     yes, no = True, False
     right = torch.tensor(
         [[no, no], [yes, yes], [no, yes], [no, no], [yes, no], [yes, yes], [yes, yes], [no, no]]
@@ -71,7 +71,7 @@ def test_acceptance_is_counted_by_hand():
     assert both.summary()["mean_acceptance_length"] == 2.0
 
 
-def test_muon_in_batches_is_muon():
+def test_batched_muon_equals_muon():
     torch.manual_seed(0)
     ours = nn.ModuleList([nn.Linear(8, 16, bias=False), nn.Linear(8, 16, bias=False), nn.Linear(16, 8)])
     theirs = [nn.Parameter(layer.weight.detach().clone()) for layer in ours]
@@ -93,7 +93,7 @@ def test_muon_in_batches_is_muon():
 
 
 @pytest.mark.parametrize("row_length", [8, 10])
-def test_packing_keeps_documents_whole(row_length):
+def test_packing_does_not_split_documents(row_length):
     import numpy as np
 
     documents = [np.array([0, *range(1, n)], dtype=np.uint16) for n in (3, 7, 5, 8, 2, 12)]

@@ -1,7 +1,8 @@
-"""The drafts themselves: equal text proves the verifier alone, so they are held against an independent reference."""
+"""The drafts themselves, against an independent reference: equal text only proves the verifier."""
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -23,7 +24,7 @@ REQUESTS = random_requests(3, 128, SamplingParams(max_tokens=5), lengths=(2, 12)
 
 
 def wrong_drafts(outputs: Outputs, reference: ReferenceDrafter) -> int:
-    """Steps whose drafts are not those of the reference."""
+    """Number of steps whose drafts differ from the reference's."""
     wrong = 0
     for name, steps in outputs.verified.items():
         completion = outputs.completions[name]
@@ -49,7 +50,7 @@ def test_drafts_equal_the_reference(
 
 
 @pytest.mark.parametrize("batch", ["padded", "non-padded"])
-def test_drafts_equal_the_reference_where_some_are_accepted(
+def test_drafts_equal_the_reference_with_mixed_acceptance(
     demo_pair: Pair, demo_reference: ReferenceDrafter, batch: str
 ) -> None:
     requests = bundled_requests(6, SamplingParams(max_tokens=32))
@@ -60,7 +61,7 @@ def test_drafts_equal_the_reference_where_some_are_accepted(
 
 
 def plant(monkeypatch: pytest.MonkeyPatch, name: str, bug: Callable[..., Any]) -> None:
-    """Let ``bug(method, ids, hidden)`` stand for a method of the head."""
+    """Replace a method of the head by ``bug(method, ids, hidden)``."""
     method = getattr(Eagle3Head, name)
 
     def broken(self: Eagle3Head, ids: Tensor, hidden: Tensor, attend: Any) -> Any:
@@ -79,8 +80,8 @@ BUGS: dict[str, tuple[str, Callable[..., Any]]] = {
 }
 
 
-def test_without_drafts_the_head_makes_no_pass(random_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only a step that drafts pays for passes of the head, K of them."""
+def test_k_0_runs_no_head_pass(random_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only a step that drafts runs the head, K times."""
     rows: list[int] = []
     plant(monkeypatch, "forward", lambda f, ids, hidden: (rows.append(len(ids)), f(ids, hidden))[1])
     run = generate(random_pair, REQUESTS, num_spec_tokens=3)
@@ -114,7 +115,7 @@ def test_planted_positions_are_caught(
         loop = layout.uniform_q == 1
         shift = int(loop == (phase == "propose"))
         rotated: Any = rope(replace(layout, starts=layout.starts + shift))
-        return replace(rotated, slots=layout.slots)
+        return partial(rotated, slots=layout.slots)
 
     models = replace(random_pair.models, head=replace(head, rope=late))
     assert wrong_drafts(generate(replace(random_pair, models=models), REQUESTS), random_reference) > 0
@@ -142,8 +143,8 @@ def test_planted_aux_layer_bug_is_caught(
     assert wrong_drafts(generate(pair, REQUESTS), random_reference) > 0
 
 
-def test_a_rejected_row_leaves_no_trace(random_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Padding rows write KV behind the sequence's end; poison there must not reach a draft."""
+def test_rejected_rows_do_not_affect_later_drafts(random_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Padding rows write KV beyond the sequence's end; poison there must not reach a draft."""
     prepare = PaddedBatch.prepare
     clean = generate(random_pair, REQUESTS)
 
@@ -159,9 +160,9 @@ def test_a_rejected_row_leaves_no_trace(random_pair: Pair, monkeypatch: pytest.M
 
 @pytest.mark.parametrize("batch", ["padded", "non-padded"])
 @pytest.mark.parametrize("k", [0, 3])
-def test_a_step_says_which_rows_it_computed(demo_pair: Pair, k: int, batch: str) -> None:
+def test_events_record_the_rows_each_step_computed(demo_pair: Pair, k: int, batch: str) -> None:
     requests = bundled_requests(6, SamplingParams(max_tokens=16))
-    kept: list[int] = []  # rows that held confirmed tokens, of each sequence in the step
+    kept: list[int] = []  # rows of accepted tokens, of each sequence in the step
     lens = {r.id: len(r.prompt_token_ids) for r in requests}
     for event in generate(demo_pair, requests, num_spec_tokens=k, drafter_batch=batch).events:
         if isinstance(event, Verified):

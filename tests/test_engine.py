@@ -1,4 +1,4 @@
-"""The engine as a program calls it: strings and prompts in, outputs as they finish, failures among them."""
+"""The engine's Python API: strings and prompts in, outputs as they finish, including failed ones."""
 
 import json
 import subprocess
@@ -46,7 +46,7 @@ def by_id(outputs: list[RequestOutput]) -> dict[str, RequestOutput]:
     return {output.id: output for output in outputs}
 
 
-def test_strings_are_known_by_their_place(engine: Engine) -> None:
+def test_string_prompts_get_their_index_as_id(engine: Engine) -> None:
     outputs = by_id(list(engine.generate(["Tom has", "Stop", "5 bags"], SHORT)))
     assert set(outputs) == {"0", "1", "2"}
     assert outputs["1"].prompt == "Stop"
@@ -57,7 +57,7 @@ def test_strings_are_known_by_their_place(engine: Engine) -> None:
     assert list(outputs["0"].to_row())[:3] == ["id", "prompt", "text"]
 
 
-def test_what_cannot_be_run_comes_as_an_output(engine: Engine) -> None:
+def test_invalid_prompts_are_returned_as_failed_outputs(engine: Engine) -> None:
     prompts = [
         Prompt(id="ids", token_ids=(400,), where="line 3"),
         "Tom",
@@ -73,14 +73,14 @@ def test_what_cannot_be_run_comes_as_an_output(engine: Engine) -> None:
     assert outputs["long"].to_row() == {"id": "long", "error": reasons["long"], "turn": 1}
 
 
-def test_the_turns_behind_a_failed_one_fail_too(engine: Engine) -> None:
+def test_turns_after_a_failed_turn_fail(engine: Engine) -> None:
     words = Message(role="user", content="Tom " * 300)
     outputs = by_id(list(engine.generate([Prompt(id="a", messages=(words,), follow_ups=("Why?",))], SHORT)))
     assert outputs["a/turn-2"].error == "turn 1 before it has no answer"
     assert outputs["a/turn-2"].turn == 2
 
 
-def test_earlier_answers_are_context_and_not_asked_again(engine: Engine, events: list[Event]) -> None:
+def test_given_answers_are_context_and_not_generated_again(engine: Engine, events: list[Event]) -> None:
     whole = by_id(list(engine.generate([CHAT], SHORT)))
     assert list(whole) == ["chat", "chat/turn-2", "chat/turn-3"]
     events.clear()
@@ -91,7 +91,7 @@ def test_earlier_answers_are_context_and_not_asked_again(engine: Engine, events:
     assert list(engine.generate([CHAT], SHORT, earlier=earlier | {"chat/turn-3": "x"})) == []
 
 
-def test_a_prompt_has_parameters_of_its_own(engine: Engine) -> None:
+def test_per_prompt_sampling_params(engine: Engine) -> None:
     prompts = [Prompt(id="a", text="Tom", sampling={"max_tokens": 3}), Prompt(id="b", text="Tom")]
     outputs = by_id(list(engine.generate(prompts, SHORT)))
     assert (len(outputs["a"].token_ids), len(outputs["b"].token_ids)) == (3, 8)
@@ -108,21 +108,21 @@ def test_logprobs_are_in_the_row(engine: Engine) -> None:
     assert "logprobs" not in outputs["b"].to_row()
 
 
-def test_a_run_that_is_to_end_yields_what_is_done_and_drops_the_rest(
+def test_a_stopped_run_yields_finished_outputs_and_drops_the_rest(
     engine: Engine, events: list[Event]
 ) -> None:
     events.clear()
     prompts = [Prompt(id=str(n), text="Tom", sampling={"max_tokens": n}) for n in (2, 200)]
     outputs = list(engine.generate(prompts, SHORT, until=lambda: any_finished(events)))
     assert [output.id for output in outputs] == ["2"]
-    assert len(list(engine.generate(["Tom"], SHORT))) == 1, "and the engine is free again"
+    assert len(list(engine.generate(["Tom"], SHORT))) == 1, "the engine is free again"
 
 
 def any_finished(events: list[Event]) -> bool:
     return any(isinstance(event, Finished) for event in events)
 
 
-def test_one_caller_at_a_time(engine: Engine) -> None:
+def test_concurrent_generate_calls_are_refused(engine: Engine) -> None:
     first = engine.generate(["Tom", "Stop", "a", "b"], SHORT)
     next(first)
     with pytest.raises(UserError, match="generating already"):
@@ -132,7 +132,7 @@ def test_one_caller_at_a_time(engine: Engine) -> None:
     assert len(list(engine.generate(["Tom", "Stop"], SHORT))) == 2
 
 
-def test_two_running_prompts_of_one_id(engine: Engine) -> None:
+def test_duplicate_ids_in_flight_are_refused(engine: Engine) -> None:
     outputs = list(engine.generate([Prompt(id="a", text="Tom"), Prompt(id="a", text="Stop")], SHORT))
     assert sorted(str(output.error)[:20] for output in outputs) == ["None", "id 'a' is being answ"]
 
@@ -144,7 +144,7 @@ def test_engines_share_weights(engine: Engine) -> None:
     assert plain.models is engine.models
 
 
-def test_the_package_has_its_public_names_and_loads_none_before() -> None:
+def test_public_names_are_imported_lazily() -> None:
     assert {getattr(specgen, name).__name__ for name in specgen.__all__} == set(specgen.__all__)
     with pytest.raises(AttributeError, match="no attribute 'engin'"):
         specgen.engin  # noqa: B018

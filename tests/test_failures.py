@@ -1,4 +1,4 @@
-"""What fails, fails for the requests that it concerns: they are tried once more, alone, and all others go on."""
+"""A failure concerns its own requests only: they are retried once, alone, and all others continue."""
 
 import pickle
 from collections.abc import Callable, Iterable
@@ -21,7 +21,7 @@ from specgen.events import Event, Finished, Prefilled, Stepped, Submitted
 from specgen.kv.kv_cache import KVCache
 from specgen.kv.layout import Layout
 from specgen.kv.prefix_cache import PrefixCache
-from tests.engines import Outputs, Pair, bad_at, bundled_requests, config_of, generate, random_requests
+from tests.engines import Outputs, Pair, bundled_requests, config_of, generate, nan_at, random_requests
 
 GREEDY = SamplingParams(max_tokens=24)
 SAMPLED = SamplingParams(max_tokens=24, temperature=0.8, top_p=0.9)
@@ -30,14 +30,14 @@ REQUESTS = random_requests(16, 128, GREEDY, lengths=(1, 12))
 
 
 def fails_at(request: Request, text: tuple[int, ...], token: int) -> int | None:
-    """The output token that is the first behind ``token`` where ``text`` is the right one."""
+    """Index of the first output token after ``token``, if ``text`` is the right text."""
     if token in request.prompt_token_ids:
         return 1
     return text.index(token) + 2 if token in text[:-1] else None
 
 
 def history(outputs: Outputs, name: str) -> list[str]:
-    """How often a request began and ended."""
+    """The submitted and finished events of a request."""
     return [
         event.reason if isinstance(event, Finished) else "submitted"
         for event in outputs.events
@@ -45,8 +45,8 @@ def history(outputs: Outputs, name: str) -> list[str]:
     ]
 
 
-def company(events: list[Event], name: str) -> set[int]:
-    """Sequences in each decode step from the last time that the request is prefilled to its end."""
+def batch_sizes_of(events: list[Event], name: str) -> set[int]:
+    """Batch sizes of the decode steps from the request's last prefill to its end."""
     begin = max(i for i, e in enumerate(events) if isinstance(e, Prefilled) and e.sequence == name)
     end = max(i for i, e in enumerate(events) if isinstance(e, Finished) and e.sequence == name)
     return {e.num_sequences for e in events[begin:end] if isinstance(e, Stepped) and e.kind == "decode"}
@@ -64,7 +64,7 @@ def company(events: list[Event], name: str) -> set[int]:
     ],
     ids=["0-greedy", "1-greedy", "4-greedy", "4-sampled"],
 )
-def test_logits_that_are_no_numbers_fail_their_request_and_no_other(
+def test_nan_logits_fail_only_their_request(
     random_pair: Pair,
     device_like: Callable[[], None],
     k: int,
@@ -77,7 +77,7 @@ def test_logits_that_are_no_numbers_fail_their_request_and_no_other(
     right = generate(random_pair, requests, **settings).texts
     if ahead:
         device_like()
-    outputs = generate(bad_at(random_pair, BAD), requests, **settings)
+    outputs = generate(nan_at(random_pair, BAD), requests, **settings)
     expected = {r.id: fails_at(r, right[r.id], BAD) for r in requests}
     assert {1, None} < set(expected.values()), "some fail at once, some later, some never"
     for name, at in expected.items():
@@ -91,7 +91,7 @@ def test_logits_that_are_no_numbers_fail_their_request_and_no_other(
                 f"the model's logits were not finite (NaN) at output token {at}, and again when tried alone"
             )
             assert history(outputs, name) == ["submitted", "error"] * 2
-            assert company(outputs.events, name) <= {1}
+            assert batch_sizes_of(outputs.events, name) <= {1}
 
 
 def unused(pair: Pair, requests: Iterable[Request], texts: dict[str, tuple[int, ...]]) -> int:
@@ -102,8 +102,8 @@ def unused(pair: Pair, requests: Iterable[Request], texts: dict[str, tuple[int, 
     return min(set(range(len(pair.models.target.embedding))) - seen - set(head.draft_to_target.tolist()))
 
 
-def mistaken_once(monkeypatch: pytest.MonkeyPatch, number: int, token: int, place: int = 0) -> None:
-    """The target's pass of that number takes every token of the sequence at ``place`` for ``token``."""
+def wrong_token_once(monkeypatch: pytest.MonkeyPatch, number: int, token: int, place: int = 0) -> None:
+    """The target's pass of that number reads ``token`` for every token of the sequence at ``place``."""
     forward, count = Steps._forward, [0]
 
     def planted(self: Steps, token_ids: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
@@ -131,7 +131,7 @@ def caches(monkeypatch: pytest.MonkeyPatch) -> list[KVCache]:
 @pytest.mark.parametrize("number", [pytest.param(1, marks=pytest.mark.slow), 5])
 @pytest.mark.parametrize("ahead", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("batch", ["padded", "non-padded"])
-def test_what_fails_once_is_right_the_second_time(
+def test_a_retried_request_gives_the_right_text(
     demo_pair: Pair,
     device_like: Callable[[], None],
     caches: list[KVCache],
@@ -148,13 +148,13 @@ def test_what_fails_once_is_right_the_second_time(
         device_like()
     monkeypatch.setattr(
         assembly, "NonPaddedBatch", assembly.PackedBatch
-    )  # nobody's rows are like the last sequence's
-    mistaken_once(monkeypatch, number, token, place=0 if ahead else -1)
-    outputs = generate(bad_at(demo_pair, token), requests, **settings)
+    )  # padding rows repeat the last sequence
+    wrong_token_once(monkeypatch, number, token, place=0 if ahead else -1)
+    outputs = generate(nan_at(demo_pair, token), requests, **settings)
     assert outputs.texts == right.texts
     (failed,) = [name for name in right.texts if "error" in history(outputs, name)]
     assert history(outputs, failed)[:3] == ["submitted", "error", "submitted"]
-    assert company(outputs.events, failed) == {1}
+    assert batch_sizes_of(outputs.events, failed) == {1}
     again = outputs.verified[failed][-len(right.verified[failed]) :]
     assert outputs.verified | {failed: again} == right.verified
     assert all(bool(cache._storage.isfinite().all()) for cache in caches), (
@@ -162,18 +162,18 @@ def test_what_fails_once_is_right_the_second_time(
     )
 
 
-def test_pages_of_a_failed_sequence_are_shared_with_nobody(
+def test_pages_of_a_failed_sequence_are_not_shared(
     random_pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Many begin alike, and the first, whose pages the others are to take, fails in the pass that computes them."""
+    """Many share a prefix, and the first, whose pages the others would share, fails in the pass that computes them."""
     prefix = random_requests(1, 128, GREEDY, lengths=(30, 30))[0].prompt_token_ids
     requests = [Request(id=f"{n}", prompt_token_ids=(*prefix, n + 3), sampling=GREEDY) for n in range(8)]
     right = generate(random_pair, requests).texts
     token = unused(random_pair, requests, right)
     made: list[PrefixCache] = []
     monkeypatch.setattr(assembly, "PrefixCache", lambda *sizes: made.append(PrefixCache(*sizes)) or made[-1])
-    mistaken_once(monkeypatch, 1, token)
-    outputs = generate(bad_at(random_pair, token), requests)
+    wrong_token_once(monkeypatch, 1, token)
+    outputs = generate(nan_at(random_pair, token), requests)
     assert outputs.texts == right
     assert all(completion.error is None for completion in outputs.completions.values())
     (allocator,) = made
@@ -181,7 +181,7 @@ def test_pages_of_a_failed_sequence_are_shared_with_nobody(
 
 
 class Broken:
-    """Stands in for a method of ``Steps``: an error of the device where ``fails`` says so."""
+    """Replaces a method of ``Steps``: a device error where ``fails`` says so."""
 
     def __init__(
         self, monkeypatch: pytest.MonkeyPatch, where: str, fails: Callable[[int, Any], bool]
@@ -200,7 +200,7 @@ class Broken:
 
 @pytest.mark.parametrize("ahead", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize(("where", "number"), [("prefill", 1), ("prefill", 2), ("decode", 1), ("decode", 6)])
-def test_an_error_of_the_device_changes_no_text(
+def test_a_device_error_changes_no_text(
     demo_pair: Pair,
     device_like: Callable[[], None],
     monkeypatch: pytest.MonkeyPatch,
@@ -217,12 +217,12 @@ def test_an_error_of_the_device_changes_no_text(
     assert outputs.texts == right
     failed = [name for name in right if "error" in history(outputs, name)]
     assert 1 <= len(failed) <= 4
-    assert all(company(outputs.events, name) <= {1} for name in failed)
-    others = [company(outputs.events, name) for name in right if name not in failed]
+    assert all(batch_sizes_of(outputs.events, name) <= {1} for name in failed)
+    others = [batch_sizes_of(outputs.events, name) for name in right if name not in failed]
     assert max(max(sizes, default=0) for sizes in others) > 1
 
 
-def test_a_request_that_breaks_every_pass_it_is_in_fails_alone(
+def test_a_request_that_breaks_every_pass_fails_alone(
     demo_pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Broken(monkeypatch, "decode", lambda calls, columns: int(columns.state.positions.max()) > 120)
@@ -235,7 +235,7 @@ def test_a_request_that_breaks_every_pass_it_is_in_fails_alone(
     assert errors == {"30": None, "119": "the device failed: planted, and again when tried alone", "31": None}
 
 
-def test_a_device_that_always_fails_ends_every_request_and_the_run(
+def test_a_device_that_always_fails_fails_all_requests_and_ends_the_run(
     random_pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     broken = Broken(monkeypatch, "prefill", lambda calls, first: True)
@@ -245,14 +245,14 @@ def test_a_device_that_always_fails_ends_every_request_and_the_run(
     assert broken.calls == 2 + 6, "two passes of three, and everybody alone"
 
 
-def test_an_error_of_the_start_is_no_request_s(random_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_at_start_up_fails_no_request(random_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = build_engine(config_of(random_pair), random_pair.models, lambda event: None)
     Broken(monkeypatch, "decode", lambda calls, first: True)
     with pytest.raises(RuntimeError, match="planted"):
         engine.warm_up()
 
 
-def test_a_device_that_is_lost_at_the_start_is_no_request_s(
+def test_a_device_lost_at_start_up_fails_no_request(
     random_pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def lost(device: torch.device) -> None:
@@ -270,7 +270,7 @@ def test_a_device_that_is_lost_at_the_start_is_no_request_s(
     assert raised.value.requests == ()
 
 
-def test_a_lost_device_ends_the_run_and_names_who_was_in_flight(
+def test_a_lost_device_ends_the_run_and_names_the_requests_in_flight(
     random_pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def lost(device: torch.device) -> None:
@@ -281,7 +281,7 @@ def test_a_lost_device_ends_the_run_and_names_who_was_in_flight(
     for request in REQUESTS[:3]:
         engine.submit(request)
     engine.step()
-    assert engine._in_flight, "with numbers that nobody can read any more"
+    assert engine._in_flight, "with results that can no longer be read"
     monkeypatch.setattr(torch.cuda, "synchronize", lost)
     monkeypatch.setattr(HostCopy, "read", lost)
     Broken(monkeypatch, "decode", lambda calls, first: True)
@@ -289,7 +289,7 @@ def test_a_lost_device_ends_the_run_and_names_who_was_in_flight(
     engine._device = torch.device("cuda")
     with pytest.raises(DeviceLost) as raised:
         engine.step()
-    error = pickle.loads(pickle.dumps(raised.value))  # as processes hand it to each other
+    error = pickle.loads(pickle.dumps(raised.value))  # as between processes
     expected = "the device is lost (an illegal memory access was encountered): go on in a new process"
     assert str(error) == expected
     assert error.requests == tuple(request.id for request in REQUESTS[:3])
@@ -297,7 +297,7 @@ def test_a_lost_device_ends_the_run_and_names_who_was_in_flight(
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-def test_nobody_else_is_in_flight_with_one_that_runs_alone(
+def test_a_request_retried_alone_is_the_only_one_in_flight(
     random_pair: Pair, device_like: Callable[[], None], monkeypatch: pytest.MonkeyPatch, ahead: bool
 ) -> None:
     right = generate(random_pair, REQUESTS).texts

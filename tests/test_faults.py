@@ -1,4 +1,4 @@
-"""An error at any place where the engine touches the device changes no text, no log-probability, no draft, no page."""
+"""A device error at any launch point changes no text, log-probability or draft and leaks no page."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -44,7 +44,7 @@ POINTS: dict[str, tuple[type, str]] = {
     "appending": (Sequence, "append"),
 }
 WHENS = ("before", "inside", "after")
-WHICH: tuple[Callable[[int], list[int]], ...] = (  # of so many calls
+WHICH: tuple[Callable[[int], list[int]], ...] = (  # the calls to fail, of so many
     lambda calls: [1],
     lambda calls: [(calls + 1) // 2],
     lambda calls: [calls],
@@ -106,7 +106,7 @@ def planted(point: str, fault: Planted) -> Iterator[Planted]:
 
 @dataclass
 class Run:
-    """Texts, log-probabilities and steps by request, of its last attempt alone."""
+    """Texts, log-probabilities and steps by request, of its last attempt."""
 
     completions: dict[str, Completion] = field(default_factory=dict)
     steps: dict[str, list[tuple[Any, ...]]] = field(default_factory=dict)
@@ -118,7 +118,7 @@ class Run:
             self.steps[event.sequence].append((event.drafts, event.accepted, event.emitted))
 
     def differences(self, other: "Run") -> list[str]:
-        """In which requests ``other`` is not as this one; those that say that they failed aside."""
+        """The requests in which ``other`` differs, except those that failed."""
         found = [] if self.completions.keys() == other.completions.keys() else ["other requests"]
         for name, theirs in other.completions.items():
             mine = self.completions[name]
@@ -144,7 +144,7 @@ def _same_logprobs(mine: Completion, theirs: Completion) -> bool:
 
 @dataclass
 class Setting:
-    """An engine as a parameter of the tests describes it, and what is asked of it."""
+    """An engine as a test parameter describes it, and its requests."""
 
     pair: Pair
     kind: str
@@ -159,11 +159,11 @@ class Setting:
 
     @property
     def index(self) -> int:
-        """By which settings differ in where their errors come."""
+        """A seed by setting, so that settings differ in which calls fail."""
         return CONFIGS.index((self.kind, self.k, self.prefix_cache, False))
 
     def requests(self) -> list[Request]:
-        """All begin alike; texts of several lengths, one of them with log-probabilities."""
+        """Requests with a shared prefix and several lengths, one of them with log-probabilities."""
         temperature = 0.0 if self.kind == "greedy" else 0.8
         sampling = SamplingParams(max_tokens=9, temperature=temperature, seed=3)
         start, *some = bundled_requests(5, sampling)
@@ -182,23 +182,23 @@ class Setting:
             "num_spec_tokens": self.k,
             "prefix_cache": self.prefix_cache,
             "max_batch_size": 3,
-            "max_prefill_tokens": 48,  # some prompts come in two pieces
+            "max_prefill_tokens": 48,  # some prompts are prefilled in two chunks
         } | self.settings
         return build_engine(config_of(self.pair, **changes), self.pair.models, record)
 
 
 def run(engine: EngineCore, setting: Setting, result: Run, *, close_at: int | None = None) -> Run:
-    """Generate; no page is lost by it. With ``close_at`` after so many completions the caller has seen enough."""
+    """Generate, and check that no page leaks; the caller closes the iterator after ``close_at`` completions."""
     completions = engine.generate(setting.requests())
     for completion in completions:
         result.completions[completion.request.id] = completion
         if len(result.completions) == close_at:
             completions.close()
-    assert no_page_is_lost(engine)
+    assert no_page_leaked(engine)
     return result
 
 
-def no_page_is_lost(engine: EngineCore) -> bool:
+def no_page_leaked(engine: EngineCore) -> bool:
     allocator = engine._scheduler._allocator
     users = allocator._num_users if isinstance(allocator, PrefixCache) else [0]
     return allocator.num_free == allocator.num_pages and not any(users)
@@ -209,7 +209,7 @@ def record_into(results: list[Run]) -> Callable[[Event], None]:
 
 
 def attempt(setting: Setting, *, close_at: int | None = None) -> list[Run]:
-    """Two runs of one engine, so that what the first has left in the caches is seen; or the second of a closed one."""
+    """Two runs of one engine, so that the second uses the caches of the first; or the run after a closed one."""
     results = [Run()]
     engine = setting.engine(record_into(results))
     run(engine, setting, results[0], close_at=close_at)
@@ -220,7 +220,7 @@ def attempt(setting: Setting, *, close_at: int | None = None) -> list[Run]:
 
 def _name(config: tuple[str, int, bool, bool]) -> str:
     kind, k, prefix_cache, ahead = config
-    return f"{kind}-K{k}-{'cache' if prefix_cache else 'none'}-{'ahead' if ahead else 'now'}"
+    return f"{kind}-K{k}-{'cache' if prefix_cache else 'no-cache'}-{'lookahead' if ahead else 'sync'}"
 
 
 @pytest.fixture(
@@ -235,7 +235,7 @@ def setting(request: pytest.FixtureRequest, demo_pair: Pair, device_like: Callab
 
 @dataclass(frozen=True, kw_only=True)
 class FaultFree:
-    """Two runs of one engine without an error, and how often each point was passed in the first."""
+    """Two runs of one engine without an error, and how often each point was reached in the first."""
 
     results: list[Run]
     calls: Counter[str]
@@ -276,14 +276,14 @@ def run_without_fault(setting: Setting) -> FaultFree:
 
 
 @pytest.mark.parametrize("error", ERRORS)
-def test_an_error_at_any_point_changes_nothing(
+def test_an_error_at_any_launch_point_changes_no_result(
     setting: Setting, right: FaultFree, error: type[RuntimeError]
 ) -> None:
-    require_nothing_changes(setting, right, error)
+    require_no_change(setting, right, error)
 
 
-def require_nothing_changes(setting: Setting, right: FaultFree, error: type[RuntimeError]) -> None:
-    """With ``error`` at each point in turn, at another call and moment of it in each setting."""
+def require_no_change(setting: Setting, right: FaultFree, error: type[RuntimeError]) -> None:
+    """``error`` at each point in turn, at a different call and moment in each setting."""
     index = setting.index + ERRORS.index(error)
     for place, (point, num_calls) in enumerate(right.calls.items()):
         when = WHENS[(index + place) % len(WHENS)]
@@ -298,10 +298,10 @@ def require_nothing_changes(setting: Setting, right: FaultFree, error: type[Runt
 
 
 @pytest.mark.parametrize("error", ERRORS)
-def test_an_error_at_any_operation_changes_nothing(
+def test_an_error_at_any_torch_operation_changes_no_result(
     setting: Setting, right: FaultFree, error: type[RuntimeError]
 ) -> None:
-    """Of the several thousand operations of a run some, others in each setting."""
+    """A sample of the several thousand operations of a run, different in each setting."""
     with AtOp(0, error) as none:
         run(setting.engine(record_into([Run()])), setting, Run())
     first = 1 + 37 * (setting.index + ERRORS.index(error))
@@ -318,11 +318,11 @@ def test_an_error_at_any_operation_changes_nothing(
 
 
 @pytest.mark.parametrize("error", ERRORS)
-def test_an_error_and_a_caller_who_has_seen_enough(
+def test_an_error_and_a_closed_iterator(
     setting: Setting, right: FaultFree, error: type[RuntimeError]
 ) -> None:
-    """What is asked again of the same engine is right, also where the error came just before."""
-    (again,) = attempt(setting, close_at=1)  # without one: what was in flight is for nobody
+    """The same engine is right when used again, also where the error came just before."""
+    (again,) = attempt(setting, close_at=1)  # without an error: results in flight are dropped
     assert right.results[0].differences(again) == []
     for place, (point, num_calls) in list(enumerate(right.calls.items()))[setting.index // 2 % 3 :: 3]:
         number = 1 + place % num_calls
@@ -331,8 +331,8 @@ def test_an_error_and_a_caller_who_has_seen_enough(
         assert right.results[0].differences(again) == [], f"{error.__name__} in call {number} of {point}"
 
 
-def test_a_page_is_shared_when_its_pass_is_known_to_run(demo_pair: Pair) -> None:
-    """The first prefill and the step behind it find no memory: nobody may take the pages that it was to fill."""
+def test_a_page_is_shared_only_after_its_pass_was_launched(demo_pair: Pair) -> None:
+    """The first prefill and the next step run out of memory: pages that were not filled must not be shared."""
     setting = Setting(demo_pair, "greedy", 4, True)
     right = attempt(setting)
     fault = Planted([1], "before", torch.OutOfMemoryError)
@@ -347,7 +347,7 @@ def test_a_page_is_shared_when_its_pass_is_known_to_run(demo_pair: Pair) -> None
 
 
 def scored(pair: Pair, engine: EngineCore | None = None) -> tuple[EngineCore, dict[str, list[float]]]:
-    """Log-probabilities of texts that begin alike, some in several pieces."""
+    """Log-probabilities of texts with a shared prefix, some in several chunks."""
     setting = Setting(pair, "greedy", 0, True)
     engine = engine or setting.engine(lambda event: None)
     texts = [
@@ -372,7 +372,7 @@ fails_alone = partial(pytest.raises, RuntimeError, match="not alone either")
     ids=lambda p: p[1],
 )
 @pytest.mark.parametrize("when", WHENS)
-def test_an_error_while_texts_are_scored_changes_no_log_probability(
+def test_an_error_while_scoring_changes_no_logprob(
     demo_pair: Pair, point: tuple[type, str], when: str, error: type[RuntimeError]
 ) -> None:
     _, right = scored(demo_pair)
@@ -381,7 +381,7 @@ def test_an_error_while_texts_are_scored_changes_no_log_probability(
         with pytest.MonkeyPatch.context() as patch:
             fault = Planted(numbers, when, error)
             patch.setattr(*point, fault.around(getattr(*point)))
-            # a text that fails again when it is alone ends it
+            # a text that fails again alone ends the run
             twice = fails_alone if len(numbers) == 2 and error is RuntimeError else nullcontext
             found: dict[str, list[float]] = {}
             with twice():
@@ -392,11 +392,11 @@ def test_an_error_while_texts_are_scored_changes_no_log_probability(
         for name in right:
             assert found.get(name, right[name]) == pytest.approx(right[name], abs=1e-4)
             assert again[name] == pytest.approx(right[name], abs=1e-4)
-        assert no_page_is_lost(engine)
+        assert no_page_leaked(engine)
 
 
-def test_limits_rise_again(demo_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After one shortage in the first step the batch is as large as before when memory has been there for a while."""
+def test_limits_recover_after_an_error(demo_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After one out-of-memory error in the first step the batch grows back to its size."""
     monkeypatch.setattr("specgen.core.limits._QUIET", 6)
     setting, results = Setting(demo_pair, "greedy", 0, True), [Run()]
     lowered: list[OutOfMemory] = []

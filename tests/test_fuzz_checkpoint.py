@@ -1,4 +1,4 @@
-"""Any bytes and any JSON in the place of a checkpoint's files: a model, or one short line."""
+"""Arbitrary bytes and JSON in place of a checkpoint's files: a model, or one short error line."""
 
 import json
 import struct
@@ -85,7 +85,7 @@ def _pickled(files: Files, *, zipped: bool) -> Files:
 
 
 def _try(files: Files, use: Callable[[Path], object]) -> None:
-    """Put ``files`` into a directory of their own and use them: all goes well, or the ``UserError`` is short."""
+    """Use ``files`` in a directory of their own: success, or a short ``UserError``."""
     error = _error(files, use)
     if error is not None:
         assert type(error) is UserError
@@ -159,7 +159,7 @@ def test_any_config_of_a_target(target: Files, changes: dict[str, Any]) -> None:
 @given(changes=st.dictionaries(st.sampled_from(CONFIG_KEYS + HEAD_KEYS), values, min_size=1, max_size=3))
 def test_any_config_of_a_head(head: Files, model: Llama, changes: dict[str, Any]) -> None:
     def use(path: Path) -> None:
-        with suppress(UserError):  # the same reason, or one more
+        with suppress(UserError):  # the same reason, or another one
             describe(str(path))
         load_drafter(open_checkpoint(str(path)), model)
 

@@ -1,4 +1,4 @@
-"""On an NVIDIA GPU: texts and steps are those of the CPU, in graphs and without, whatever the host is doing."""
+"""On an NVIDIA GPU: texts and steps equal the CPU's, with and without CUDA graphs and lookahead."""
 
 import json
 import subprocess
@@ -19,8 +19,8 @@ from specgen.decoding.sampling import SamplingBatch, target_probs
 from specgen.engine.build import build_engine
 from specgen.engine.memory import _memory_for_kv
 from specgen.events import Captured, OutOfMemory
-from tests.engines import Outputs, Pair, bad_at, bundled_requests, config_of, generate, load_pair
-from tests.test_faults import Setting, require_nothing_changes, run_without_fault
+from tests.engines import Outputs, Pair, bundled_requests, config_of, generate, load_pair, nan_at
+from tests.test_faults import Setting, require_no_change, run_without_fault
 from tests.test_per_request import all_different, answers
 
 pytestmark = [
@@ -40,7 +40,7 @@ def gpu_pair(demo_path: Path) -> Pair:
 
 @pytest.mark.parametrize("batch", ["padded", "non-padded"])
 @pytest.mark.parametrize("k", [0, 1, 4, 8])
-def test_texts_and_steps_are_those_of_the_cpu(demo_pair: Pair, gpu_pair: Pair, k: int, batch: str) -> None:
+def test_texts_and_steps_equal_the_cpus(demo_pair: Pair, gpu_pair: Pair, k: int, batch: str) -> None:
     here = generate(demo_pair, bundled_requests(COUNT, GREEDY), num_spec_tokens=k, drafter_batch=batch)
     there = generate(
         gpu_pair, bundled_requests(COUNT, GREEDY), num_spec_tokens=k, drafter_batch=batch, **FLOAT32
@@ -51,17 +51,19 @@ def test_texts_and_steps_are_those_of_the_cpu(demo_pair: Pair, gpu_pair: Pair, k
 
 
 @pytest.mark.parametrize("draft_sampling", ["greedy", "probabilistic"])
-def test_one_seed_is_one_text_on_every_device(demo_pair: Pair, gpu_pair: Pair, draft_sampling: str) -> None:
+def test_a_seed_gives_the_same_text_on_every_device(
+    demo_pair: Pair, gpu_pair: Pair, draft_sampling: str
+) -> None:
     here = generate(demo_pair, bundled_requests(COUNT, SAMPLED), draft_sampling=draft_sampling)
     there = generate(gpu_pair, bundled_requests(COUNT, SAMPLED), draft_sampling=draft_sampling, **FLOAT32)
     assert sum(map(len, here.texts.values())) > 300
     same = sum(here.texts[name] == there.texts[name] for name in here.texts)
-    # a draw may fall on the other side of a border that two summations round differently
+    # a random number may fall between two cumulative sums that are rounded differently
     assert same >= COUNT - 1
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_drafts_as_well(demo_path: Path, gpu_pair: Pair, dtype: torch.dtype) -> None:
+def test_half_precision_keeps_acceptance(demo_path: Path, gpu_pair: Pair, dtype: torch.dtype) -> None:
     half = load_pair(demo_path, dtype, "cuda")
     name = str(dtype).removeprefix("torch.")
 
@@ -79,7 +81,7 @@ MODES = ("step", "pass", "off")
 
 
 def mixed(sampling: SamplingParams, count: int = 24) -> list[Request]:
-    """Texts of 1 to 60 tokens: sequences join and leave at nearly every step and cross buckets and pages."""
+    """Texts of 1 to 60 tokens: sequences join and leave at nearly every step, across batch-size buckets and pages."""
     return [
         Request(
             id=request.id,
@@ -102,7 +104,7 @@ def captured(outputs: Outputs) -> set[str]:
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED, SamplingParams(temperature=0.9, top_k=20, top_p=0.9)])
 @pytest.mark.parametrize("batch", ["padded", "non-padded"])
 @pytest.mark.parametrize("k", [0, 4])
-def test_graphs_change_no_text_and_no_step(
+def test_cuda_graphs_change_no_text_and_no_step(
     gpu_pair: Pair, k: int, batch: str, sampling: SamplingParams
 ) -> None:
     runs = {
@@ -132,8 +134,8 @@ def test_graphs_change_no_text_and_no_step(
 @pytest.mark.parametrize("batch", ["padded", "non-padded"])
 @pytest.mark.parametrize("k", [0, 4])
 @pytest.mark.parametrize("mode", MODES)
-def test_each_request_gets_what_it_asks_for(gpu_pair: Pair, k: int, batch: str, mode: str) -> None:
-    """Biases and log-probabilities of all widths, in graphs that are captured as the batch comes to need them."""
+def test_per_request_parameters_in_a_mixed_batch(gpu_pair: Pair, k: int, batch: str, mode: str) -> None:
+    """Biases and log-probabilities of all widths, in graphs captured when the batch needs them."""
     requests = [
         replace(r, sampling=replace(r.sampling, stop=()))  # these pairs have no tokenizer
         for r in all_different(bundled_requests(24, GREEDY))
@@ -146,8 +148,8 @@ def test_each_request_gets_what_it_asks_for(gpu_pair: Pair, k: int, batch: str, 
         assert together[name][2] == (logprobs and pytest.approx(logprobs, abs=2e-3))
 
 
-def fails_behind(requests: list[Request], outputs: Outputs) -> tuple[int, set[str]]:
-    """A token that some texts go on behind, and the requests that have it; others have and draft it nowhere."""
+def fails_after(requests: list[Request], outputs: Outputs) -> tuple[int, set[str]]:
+    """A token after which some texts continue, and their requests; others neither contain nor draft it."""
     for token in range(3, 3072):
         inside = {r.id for r in requests if token in outputs.texts[r.id][:-1]}
         hit = inside | {r.id for r in requests if token in r.prompt_token_ids}
@@ -161,14 +163,12 @@ def fails_behind(requests: list[Request], outputs: Outputs) -> tuple[int, set[st
 @pytest.mark.parametrize("batch", ["padded", "non-padded"])
 @pytest.mark.parametrize("k", [0, 4])
 @pytest.mark.parametrize("mode", MODES)
-def test_logits_that_are_no_numbers_fail_their_request_and_no_other(
-    gpu_pair: Pair, k: int, batch: str, mode: str
-) -> None:
+def test_nan_logits_fail_only_their_request(gpu_pair: Pair, k: int, batch: str, mode: str) -> None:
     requests = mixed(GREEDY)
     settings: dict[str, Any] = {"num_spec_tokens": k, "drafter_batch": batch, "max_batch_size": 7, **EXACT}
     right = generate(gpu_pair, requests, cuda_graphs=mode, **settings)
-    token, hit = fails_behind(requests, right)
-    outputs = generate(bad_at(gpu_pair, token), requests, cuda_graphs=mode, **settings)
+    token, hit = fails_after(requests, right)
+    outputs = generate(nan_at(gpu_pair, token), requests, cuda_graphs=mode, **settings)
     errors = {name: completion.error for name, completion in outputs.completions.items()}
     assert {name for name, error in errors.items() if error is not None} == hit
     assert all("not finite" in (errors[name] or "") for name in hit)
@@ -178,22 +178,24 @@ def test_logits_that_are_no_numbers_fail_their_request_and_no_other(
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED, SamplingParams(temperature=0.9, top_k=20, top_p=0.9)])
-def test_prompts_that_are_no_numbers_harm_nobody(bfloat16_pair: Pair, sampling: SamplingParams) -> None:
-    """The kernels of attention and sampling, which know nothing of it, over NaN in the pages beside theirs."""
+def test_nan_prompts_fail_only_their_requests(bfloat16_pair: Pair, sampling: SamplingParams) -> None:
+    """Attention and sampling kernels read NaN only in the pages and rows of the failing requests."""
     sampling = replace(sampling, max_tokens=24)
     good = bundled_requests(16, sampling)
     token = next(t for t in range(3, 3072) if not any(t in r.prompt_token_ids for r in good))
     bad = [replace(r, id=f"bad {r.id}", prompt_token_ids=(*r.prompt_token_ids[:4], token)) for r in good[:6]]
     requests = [request for pair in zip(good, [*bad, *good[6:]], strict=True) for request in pair]
     requests = list(dict.fromkeys(requests))
-    outputs = generate(bad_at(bfloat16_pair, token), requests, max_batch_size=5, num_spec_tokens=4, **FAST)
+    outputs = generate(nan_at(bfloat16_pair, token), requests, max_batch_size=5, num_spec_tokens=4, **FAST)
     failed = {name for name, completion in outputs.completions.items() if completion.error}
     written = {name for name, text in outputs.texts.items() if token in text}
     assert {r.id for r in bad} <= failed <= {r.id for r in bad} | written
     assert len(outputs.completions) == len(requests)
 
 
-def test_an_error_while_graphs_run_changes_no_text(gpu_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_during_graph_replay_changes_no_text(
+    gpu_pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
     right = generate(gpu_pair, mixed(GREEDY), max_batch_size=7, **EXACT).texts
     decode, calls = Steps.decode, [0]
 
@@ -213,17 +215,17 @@ def test_an_error_while_graphs_run_changes_no_text(gpu_pair: Pair, monkeypatch: 
 @pytest.mark.parametrize("k", [0, 4])
 @pytest.mark.parametrize("kind", ["greedy", "sampled"])
 @pytest.mark.parametrize("mode", ["step", "off"])
-def test_an_error_at_any_point_changes_nothing(
+def test_an_error_at_any_launch_point_changes_no_result(
     gpu_pair: Pair, mode: str, kind: str, k: int, prefix_cache: bool, error: type[RuntimeError]
 ) -> None:
     """Also where a graph is captured, and where one is replayed."""
     setting = Setting(gpu_pair, kind, k, prefix_cache, settings=EXACT | {"cuda_graphs": mode})
-    require_nothing_changes(setting, run_without_fault(setting), error)
+    require_no_change(setting, run_without_fault(setting), error)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_a_second_gpu_gives_the_texts_of_the_first(demo_path: Path) -> None:
-    """Each by itself, and both in one process in turns."""
+def test_a_second_gpu_gives_the_same_texts(demo_path: Path) -> None:
+    """Each alone, and both alternately in one process."""
     engines, texts = [], []
     for device in ("cuda:0", "cuda:1"):
         pair = load_pair(demo_path, torch.float32, device)
@@ -240,8 +242,8 @@ def test_a_second_gpu_gives_the_texts_of_the_first(demo_path: Path) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_a_run_on_a_second_gpu_gives_the_texts_of_one_on_the_first(tmp_path: Path) -> None:
-    """With the kernels of a real run, of which a process can have those of one GPU."""
+def test_a_run_on_a_second_gpu_gives_the_same_texts(tmp_path: Path) -> None:
+    """With the kernels of a real run, which one process can use on one GPU only."""
     rows = []
     for device in ("cuda:0", "cuda:1"):
         output = tmp_path / device
@@ -257,14 +259,14 @@ def test_a_run_on_a_second_gpu_gives_the_texts_of_one_on_the_first(tmp_path: Pat
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_a_second_gpu_of_a_process_is_refused_where_kernels_are_the_first_ones(demo_path: Path) -> None:
+def test_a_second_gpu_in_one_process_is_refused(demo_path: Path) -> None:
     TrtllmBackend(torch.device("cuda:0"))
     with pytest.raises(UserError, match="runs on one GPU of a process and cuda:1 is the second"):
         TrtllmBackend(torch.device("cuda:1"))
 
 
-def test_the_cache_gets_what_the_job_leaves(gpu_pair: Pair) -> None:
-    # prefills of one token each, so that a decode step is what takes most
+def test_the_kv_cache_gets_the_memory_left_by_the_job(gpu_pair: Pair) -> None:
+    # prefills of one token each, so that a decode step needs the most memory
     config = config_of(gpu_pair, **EXACT, num_spec_tokens=4, max_batch_size=64, max_prefill_tokens=64)
     greedy = SamplingParams()
     left = [
@@ -275,7 +277,7 @@ def test_the_cache_gets_what_the_job_leaves(gpu_pair: Pair) -> None:
             replace(greedy, temperature=1.0, top_p=0.9, logprobs=20),
         )
     ]
-    # one float32 distribution of the batch's rows is what greedy decoding never makes
+    # the float32 probabilities of the batch's rows, which greedy decoding does not allocate
     distribution = 64 * 5 * gpu_pair.models.target.config.vocab_size * 4
     assert left[0] >= left[1] + 2 * distribution
     assert left[1] > left[2]
@@ -306,7 +308,7 @@ except DeviceLost as error:
 """
 
 
-def test_a_device_that_is_lost_is_named(demo_path: Path) -> None:
+def test_a_lost_device_is_named(demo_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", _LOSES_THE_DEVICE, str(demo_path)], capture_output=True, text=True, timeout=300
     )
@@ -333,7 +335,7 @@ cli.main()
 def _answered(code: str, prompts: Path, output: Path) -> tuple[int, str, dict[str, str]]:
     """The exit code, stderr and the texts by id of ``code``, which calls the command line."""
     options = ["--dtype", "float32", "--max-new-tokens", "16", "--max-batch-size", "4", "--ignore-eos"]
-    options += ["--max-prefill-tokens", "256"]  # so that no prompt that is tried at the start is long
+    options += ["--max-prefill-tokens", "256"]  # so that prompts of the memory trial are short
     done = subprocess.run(
         [sys.executable, "-c", code, "generate", "--dataset", prompts, "--output", output, *options],
         capture_output=True,
@@ -344,7 +346,7 @@ def _answered(code: str, prompts: Path, output: Path) -> tuple[int, str, dict[st
     return done.returncode, done.stderr, {row["id"]: row["text"] for row in rows}
 
 
-def test_a_run_goes_on_without_the_request_that_loses_the_device(tmp_path: Path) -> None:
+def test_a_resumed_run_skips_the_request_that_loses_the_device(tmp_path: Path) -> None:
     prompts = {f"p{n}": f"Tom has {n} apples." if n != 5 else "And " * 200 for n in range(12)}
     path = tmp_path / "prompts.jsonl"
     path.write_text("".join(json.dumps({"id": n, "prompt": text}) + "\n" for n, text in prompts.items()))
@@ -366,9 +368,7 @@ def bfloat16_pair(demo_path: Path) -> Pair:
 @pytest.mark.parametrize("batch", ["padded", "non-padded"])
 @pytest.mark.parametrize("k", [0, 1, 4, 8])
 @pytest.mark.parametrize("mode", MODES)
-def test_trtllm_kernels_give_the_texts_of_the_reference(
-    bfloat16_pair: Pair, k: int, batch: str, mode: str
-) -> None:
+def test_trtllm_kernels_give_the_reference_texts(bfloat16_pair: Pair, k: int, batch: str, mode: str) -> None:
     settings: dict[str, Any] = {"num_spec_tokens": k, "drafter_batch": batch, "max_batch_size": 7}
     reference = generate(bfloat16_pair, mixed(GREEDY), **settings, **FAST | {"attention": "sdpa"})
     outputs = generate(bfloat16_pair, mixed(GREEDY), cuda_graphs=mode, **settings, **FAST)
@@ -380,7 +380,7 @@ LONG = SamplingParams(max_tokens=200, ignore_eos=True)
 
 
 def running_engine(pair: Pair, sampling: SamplingParams = LONG, **settings: Any) -> EngineCore:
-    """An engine whose graphs are captured and whose batch decodes on."""
+    """An engine in steady-state decoding, with its graphs captured."""
     engine = build_engine(config_of(pair, **settings), pair.models, lambda event: None)
     for request in bundled_requests(8, sampling):
         engine.submit(request)
@@ -396,7 +396,7 @@ def running_engine(pair: Pair, sampling: SamplingParams = LONG, **settings: Any)
     [LONG, replace(LONG, logit_bias=((5, 1.0), (9, -100.0)), logprobs=5)],
     ids=["plain", "biased"],
 )
-def test_a_step_never_waits_for_the_device(
+def test_a_steady_state_step_has_no_host_sync(
     bfloat16_pair: Pair, batch: str, mode: str, sampling: SamplingParams
 ) -> None:
     engine = running_engine(
@@ -405,12 +405,12 @@ def test_a_step_never_waits_for_the_device(
     torch.cuda.set_sync_debug_mode("error")
     try:
         for _ in range(8):
-            engine._advance()  # where an error is not taken for one of the device
+            engine._advance()  # not through the handling of device errors
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_the_check_above_sees_a_wait(bfloat16_pair: Pair) -> None:
+def test_the_host_sync_check_detects_a_sync(bfloat16_pair: Pair) -> None:
     engine = running_engine(bfloat16_pair, num_spec_tokens=4, **FAST | {"attention": "sdpa"})
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -421,7 +421,7 @@ def test_the_check_above_sees_a_wait(bfloat16_pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_texts_reach_the_end_of_the_context(bfloat16_pair: Pair, mode: str) -> None:
+def test_texts_reach_the_context_limit(bfloat16_pair: Pair, mode: str) -> None:
     limit = bfloat16_pair.models.target.config.max_positions
     requests = [
         Request(
@@ -436,7 +436,7 @@ def test_texts_reach_the_end_of_the_context(bfloat16_pair: Pair, mode: str) -> N
     assert [len(text) for text in outputs.texts.values()] == [1, 2, 3, 9, 40]
 
 
-def test_a_gpu_short_of_memory_lowers_the_batch_and_goes_on(gpu_pair: Pair) -> None:
+def test_out_of_memory_on_a_gpu_lowers_the_batch_size(gpu_pair: Pair) -> None:
     def run() -> Outputs:
         return generate(
             gpu_pair, bundled_requests(COUNT, GREEDY), max_batch_size=16, kv_memory=64 << 20, **EXACT
@@ -446,7 +446,7 @@ def test_a_gpu_short_of_memory_lowers_the_batch_and_goes_on(gpu_pair: Pair) -> N
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info()
     held = total - free
-    # room for the caches and little else
+    # memory for the caches and little else
     torch.cuda.set_per_process_memory_fraction((held + (80 << 20)) / total)
     try:
         short = run()
@@ -458,7 +458,7 @@ def test_a_gpu_short_of_memory_lowers_the_batch_and_goes_on(gpu_pair: Pair) -> N
 
 @pytest.mark.parametrize("num_rows", [1, 3])  # of a prefill, and of a verify
 @pytest.mark.parametrize("vocab_size", [1000, 32000])
-def test_filters_keep_what_they_keep_on_the_cpu(vocab_size: int, num_rows: int) -> None:
+def test_gpu_filters_keep_the_same_tokens_as_the_cpus(vocab_size: int, num_rows: int) -> None:
     params = [
         SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
         for temperature in (0.0, 0.7, 1.3)

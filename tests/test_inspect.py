@@ -1,4 +1,4 @@
-"""What ``specgen inspect`` says: the understanding of a checkpoint, its sizes, and the fit of a pair."""
+"""``specgen inspect``: how a checkpoint is understood, its sizes, and whether a pair fits."""
 
 import json
 import shutil
@@ -33,7 +33,7 @@ def config(target_path: Path) -> TargetConfig:
 
 
 def _json(description: Description) -> dict[str, Any]:
-    """Through JSON and back: everything must be plain."""
+    """Through JSON and back: every value must be serialisable."""
     decoded: dict[str, Any] = json.loads(json.dumps(description.to_json()))
     return decoded
 
@@ -59,7 +59,7 @@ def test_a_target_alone(target_path: Path) -> None:
     assert part["rope"]["llama3"]["factor"] == 8.0
     assert _json(description)["fit"] is None
     text = description.to_text()
-    assert "ends texts  2, 9" in text
+    assert "EOS tokens  2, 9" in text
     assert "llama3 scaling by 8" in text
     assert "Complete and supported." in text
     assert max(map(len, text.splitlines()[1:])) <= 100
@@ -68,9 +68,9 @@ def test_a_target_alone(target_path: Path) -> None:
 TEXT = """
 {target}: a target
   family      LlamaForCausalLM
-  vocabulary  128 tokens; output weights apart from the embedding
+  vocabulary  128 tokens; output weights separate from the embedding
   context     256 tokens
-  ends texts  2, 9
+  EOS tokens  2, 9
   layers      6, 64 wide, MLP 128 wide
   attention   4 heads, 2 KV heads, 16 wide each
   rotary      base 10,000, llama3 scaling by 8
@@ -79,9 +79,9 @@ TEXT = """
 
 {head}: an EAGLE3 head
   dialect     EAGLE, SpecForge
-  reads       the target's residual stream at the inputs of layers 2, 3, 3
+  features    the target's residual stream at the inputs of layers 2, 3, 3
   rule        no ids given: the default layer inputs 2, L//2, L-3 of a target of L layers
-  norms       fc_norm (one for each feature), norm_output (of what is fed back)
+  norms       fc_norm (one for each feature), norm_output (of the hidden state fed back)
   vocabulary  drafts 48 of 128 tokens (37.5%)
   embedding   its own
   target      64 wide
@@ -94,14 +94,14 @@ TEXT = """
 Target and head fit; together 1,792 bytes of KV cache a token."""
 
 
-def test_the_whole_text_of_a_pair(tmp_path: Path, target_path: Path, config: TargetConfig) -> None:
+def test_full_text_of_a_pair(tmp_path: Path, target_path: Path, config: TargetConfig) -> None:
     write_head(tmp_path, config, fc_norm=True, norm_output=True, own_embedding=True)
     text = describe(str(target_path), str(tmp_path)).to_text()
     assert text == TEXT.strip().format(target=target_path, head=tmp_path)
 
 
 @pytest.mark.parametrize("swapped", [False, True])
-def test_a_pair_that_fits_in_either_order(
+def test_a_fitting_pair_in_either_order(
     tmp_path: Path, target_path: Path, config: TargetConfig, swapped: bool
 ) -> None:
     write_head(
@@ -130,7 +130,7 @@ def test_a_pair_that_fits_in_either_order(
         assert part in text, part
 
 
-def test_the_default_layers_of_a_head_are_those_of_the_target_beside_it(
+def test_default_aux_layers_come_from_the_target(
     tmp_path: Path, target_path: Path, config: TargetConfig
 ) -> None:
     write_head(tmp_path, config)
@@ -149,7 +149,7 @@ def test_a_head_alone(tmp_path: Path, config: TargetConfig) -> None:
     assert "norm_before_residual" in description.to_text()
 
 
-def test_the_dtype_is_that_of_the_stored_weights(tmp_path: Path, config: TargetConfig) -> None:
+def test_the_dtype_is_the_stored_one(tmp_path: Path, config: TargetConfig) -> None:
     from safetensors.torch import load_file, save_file
 
     write_head(tmp_path, config)
@@ -162,7 +162,7 @@ def test_the_dtype_is_that_of_the_stored_weights(tmp_path: Path, config: TargetC
     assert head["kv_bytes_per_token"] == 2 * 2 * 16 * 2
 
 
-def test_every_reason_of_a_misfit_is_given(tmp_path: Path, target_path: Path, config: TargetConfig) -> None:
+def test_every_misfit_is_listed(tmp_path: Path, target_path: Path, config: TargetConfig) -> None:
     write_head(
         tmp_path,
         config,
@@ -177,7 +177,7 @@ def test_every_reason_of_a_misfit_is_given(tmp_path: Path, target_path: Path, co
         assert reason in description.to_text()
 
 
-def test_two_of_a_kind_are_no_pair(tmp_path: Path, target_path: Path, config: TargetConfig) -> None:
+def test_two_of_a_kind_are_not_a_pair(tmp_path: Path, target_path: Path, config: TargetConfig) -> None:
     assert describe(str(target_path), str(target_path)).misfits == (
         "both are targets: give one target and one head",
     )
@@ -185,10 +185,10 @@ def test_two_of_a_kind_are_no_pair(tmp_path: Path, target_path: Path, config: Ta
     assert "both are heads" in describe(str(tmp_path), str(tmp_path)).misfits[0]
 
 
-def test_an_architecture_is_a_row_of_a_table(
+def test_a_new_architecture_is_one_table_entry(
     tmp_path: Path, target_path: Path, config: TargetConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Loading and describing know of families and heads by the tables alone."""
+    """Loading and describing know families and heads only through the tables."""
 
     @dataclass(frozen=True, kw_only=True)
     class OtherConfig(Eagle3Config):
@@ -204,7 +204,7 @@ def test_an_architecture_is_a_row_of_a_table(
     monkeypatch.setitem(
         HEAD_FAMILIES,
         "OTHER",
-        replace(HEAD_FAMILIES["EAGLE3"], config=OtherConfig.from_hf, otherwise="no OTHER"),
+        replace(HEAD_FAMILIES["EAGLE3"], config=OtherConfig.from_hf, refusal="no OTHER"),
     )
     monkeypatch.delitem(HEAD_FAMILIES, "EAGLE3")
     text = describe(str(tmp_path / "target"), str(tmp_path / "head")).to_text()
@@ -235,7 +235,7 @@ def test_no_weights_are_read(
     assert sorted(names) == ["d2t", "t2d"]
 
 
-def test_what_is_no_known_checkpoint_is_refused(tmp_path: Path) -> None:
+def test_unknown_checkpoints_are_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["BertModel"]}))
     with pytest.raises(UserError, match="has no weights"):
         describe(str(tmp_path))

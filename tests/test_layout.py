@@ -1,4 +1,4 @@
-"""Where rows stand and where their KV goes."""
+"""Positions and KV slots of rows."""
 
 import torch
 
@@ -29,7 +29,7 @@ def test_ragged_rows() -> None:
     assert layout.slots.tolist() == [12, 13, 14, 15, 5 * 4 + 3]
 
 
-def test_leading_rows_are_a_layout_of_their_own() -> None:
+def test_leading_rows_form_a_layout() -> None:
     layout = Layout.uniform(TABLES, torch.tensor([2, 7]), 3, page_size=4)
     rows, kept = layout.leading(torch.tensor([1, 3]), 4)
     assert rows.tolist() == [0, 3, 4, 5]
@@ -39,7 +39,7 @@ def test_leading_rows_are_a_layout_of_their_own() -> None:
     assert kept.kv_lens.tolist() == [3, 10]
 
 
-def test_rows_that_belong_to_nobody_write_to_page_0() -> None:
+def test_padding_rows_write_to_page_0() -> None:
     layout = Layout.uniform(TABLES, torch.tensor([2, 7]), 3, page_size=4)
     rows, kept = layout.leading(torch.tensor([1, 2]), 6)
     assert rows.tolist()[:3] == [0, 3, 4]
@@ -49,6 +49,6 @@ def test_rows_that_belong_to_nobody_write_to_page_0() -> None:
     assert all(slot < 4 for slot in kept.slots.tolist()[3:])
 
 
-def test_rows_behind_the_table_write_to_page_0() -> None:
+def test_rows_beyond_the_block_table_write_to_page_0() -> None:
     layout = Layout.uniform(TABLES, torch.tensor([0, 10]), 4, page_size=4)
     assert layout.slots.tolist()[4:] == [9 * 4 + 2, 9 * 4 + 3, 0, 1]

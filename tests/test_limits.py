@@ -1,4 +1,4 @@
-"""Limits fall at a shortage and rise by and by, later where that was too early."""
+"""Limits fall when memory runs out and rise again, later if a raise failed."""
 
 from specgen.core.limits import _QUIET, Limits
 
@@ -8,7 +8,7 @@ def passes(limits: Limits, count: int) -> None:
         limits.see_pass()
 
 
-def test_a_shortage_halves_one_of_them() -> None:
+def test_out_of_memory_halves_one_limit() -> None:
     limits = Limits(max_batch_size=100, max_prefill_tokens=5)
     limits.lower_batch(31)
     assert (limits.max_batch_size, limits.max_prefill_tokens) == (15, 5)
@@ -20,7 +20,7 @@ def test_a_shortage_halves_one_of_them() -> None:
     assert limits.max_batch_size == 1
 
 
-def test_quiet_passes_double_them_up_to_what_was_asked() -> None:
+def test_successful_passes_double_limits_up_to_the_configured_ones() -> None:
     limits = Limits(max_batch_size=8, max_prefill_tokens=100)
     limits.lower_batch(6)
     limits.lower_prefill()
@@ -32,13 +32,13 @@ def test_quiet_passes_double_them_up_to_what_was_asked() -> None:
     assert (limits.max_batch_size, limits.max_prefill_tokens) == (8, 100)
 
 
-def test_what_was_tried_too_early_is_tried_later() -> None:
+def test_a_raise_that_failed_is_retried_later() -> None:
     limits = Limits(max_batch_size=8, max_prefill_tokens=100)
     limits.lower_batch(8)
     passes(limits, _QUIET)
     assert limits.max_batch_size == 8
     limits.lower_batch(8)
-    limits.lower_batch(4)  # the same shortage
+    limits.lower_batch(4)  # the same out-of-memory error
     assert limits.max_batch_size == 2
     passes(limits, 2 * _QUIET - 1)
     assert limits.max_batch_size == 2

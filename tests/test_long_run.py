@@ -1,4 +1,4 @@
-"""A run of many requests, watched by another process: it stays at one size, and tells at any time how far it is."""
+"""A run of many requests, watched by another process: constant memory, and a status at any time."""
 
 import json
 import os
@@ -24,7 +24,7 @@ pytestmark = [
 
 @dataclass(frozen=True, kw_only=True)
 class Look:
-    """What could be seen of the run at one moment while it decoded."""
+    """The state of the run at one moment, seen from outside."""
 
     num_done: int
     eta_seconds: float | None
@@ -35,7 +35,7 @@ class Look:
 
 @pytest.fixture(scope="module")
 def looks(tmp_path_factory: pytest.TempPathFactory) -> list[Look]:
-    """Many looks at one run by the command line, from its first finished request to its last."""
+    """Samples of one run of the CLI, from its first finished request to its last."""
     path = tmp_path_factory.mktemp("long")
     with (path / "prompts.jsonl").open("w") as prompts:
         for n in range(NUM_REQUESTS):
@@ -52,7 +52,7 @@ def looks(tmp_path_factory: pytest.TempPathFactory) -> list[Look]:
 
 
 def watch(process: "subprocess.Popen[bytes]", output: Path) -> Iterator[Look]:
-    """A look every few hundredths of a second; a status that is no whole JSON is an error."""
+    """A sample every few hundredths of a second; a status that is not complete JSON is an error."""
     while process.poll() is None:
         time.sleep(0.03)
         status = json.loads((output / "status.json").read_text()) if (output / "status.json").exists() else {}
@@ -67,17 +67,17 @@ def watch(process: "subprocess.Popen[bytes]", output: Path) -> Iterator[Look]:
 
 
 def quarter(looks: list[Look], number: int) -> list[Look]:
-    """The looks while quarter ``number`` (0 to 3) of the requests was answered."""
+    """The samples of quarter ``number`` (0 to 3) of the requests."""
     return [look for look in looks if 4 * look.num_done // NUM_REQUESTS == number]
 
 
-def test_it_stays_at_one_size(looks: list[Look]) -> None:
-    """Runs were seen to grow by 0.1 to 0.9 %; 2 % are 8 kB for each of the thousand requests between."""
+def test_memory_does_not_grow(looks: list[Look]) -> None:
+    """Measured growth is 0.1 to 0.9 %; 2 % is 8 kB for each of the thousand requests."""
     warm, late = (median(look.memory for look in quarter(looks, number)) for number in (1, 3))
     assert late < 1.02 * warm
 
 
-def test_its_files_grow_while_it_runs(looks: list[Look]) -> None:
+def test_files_grow_during_the_run(looks: list[Look]) -> None:
     for number in range(3):
         before, after = quarter(looks, number)[0], quarter(looks, number + 1)[0]
         assert after.num_rows - before.num_rows > NUM_REQUESTS // 8
@@ -85,7 +85,7 @@ def test_its_files_grow_while_it_runs(looks: list[Look]) -> None:
     assert all(look.num_rows >= look.num_done for look in looks), "no request is counted before it is kept"
 
 
-def test_it_tells_how_long_it_will_take(looks: list[Look]) -> None:
+def test_the_status_estimates_the_remaining_time(looks: list[Look]) -> None:
     left = [quarter(looks, number)[0].eta_seconds for number in range(4)]
     assert None not in left
     assert left == sorted(left, reverse=True)

@@ -10,7 +10,7 @@ from specgen.core.sequence import Request
 from tests.engines import Pair, bundled_requests, generate, random_requests
 from tests.reference_drafts import ReferenceDrafter
 
-pytestmark = pytest.mark.xdist_group("lossless")  # what transformers writes is computed once
+pytestmark = pytest.mark.xdist_group("lossless")  # the texts of transformers are computed once
 
 GREEDY = SamplingParams(max_tokens=24)
 RANDOM = random_requests(32, 128, GREEDY, lengths=(1, 30))
@@ -32,7 +32,7 @@ def demo_texts(demo_reference: ReferenceDrafter) -> dict[str, tuple[int, ...]]:
 
 @pytest.mark.parametrize("batch", ["padded", "non-padded"])
 @pytest.mark.parametrize(("k", "batch_size"), [*product((0, 1, 2, 4, 8), (1, 5)), (4, 32)])
-def test_greedy_text_is_that_of_transformers(
+def test_greedy_text_equals_transformers(
     random_pair: Pair, random_texts: dict[str, tuple[int, ...]], k: int, batch: str, batch_size: int
 ) -> None:
     requests = RANDOM[:6] if batch_size == 1 else RANDOM
@@ -43,7 +43,9 @@ def test_greedy_text_is_that_of_transformers(
 
 
 @pytest.mark.parametrize("k", [1, 3, 8, *(pytest.param(k, marks=pytest.mark.slow) for k in (2, 4, 5, 6, 7))])
-def test_with_mixed_acceptance(demo_pair: Pair, demo_texts: dict[str, tuple[int, ...]], k: int) -> None:
+def test_greedy_text_with_mixed_acceptance(
+    demo_pair: Pair, demo_texts: dict[str, tuple[int, ...]], k: int
+) -> None:
     padded = generate(demo_pair, demo_requests(), num_spec_tokens=k, drafter_batch="padded")
     non_padded = generate(demo_pair, demo_requests(), num_spec_tokens=k, drafter_batch="non-padded")
     assert padded.texts == demo_texts
@@ -67,17 +69,17 @@ def test_preemption_changes_no_text_and_no_step(
 
 
 @pytest.mark.parametrize("max_prefill_tokens", [1, 7, 64])
-def test_chunks_of_prefill_change_no_text(
+def test_chunked_prefill_changes_no_text(
     random_pair: Pair, random_texts: dict[str, tuple[int, ...]], max_prefill_tokens: int
 ) -> None:
     outputs = generate(random_pair, RANDOM[:8], max_prefill_tokens=max_prefill_tokens)
     assert outputs.texts == {r.id: random_texts[r.id] for r in RANDOM[:8]}
 
 
-def test_eos_ends_a_text_inside_accepted_drafts(
+def test_eos_inside_accepted_drafts_ends_the_text(
     demo_pair: Pair, demo_reference: ReferenceDrafter, demo_texts: dict[str, tuple[int, ...]]
 ) -> None:
-    """Every token of a text in turn is made the EOS, so it falls on every place of a step."""
+    """Each token of a text in turn becomes the EOS, so it falls on every position of a step."""
     request = demo_requests()[0]
     text = demo_texts[request.id]
     inside = 0
@@ -94,14 +96,14 @@ def test_eos_ends_a_text_inside_accepted_drafts(
 
 @pytest.mark.parametrize("k", [0, 1, 4])
 @pytest.mark.parametrize("max_tokens", [1, 2, 3, 6])
-def test_length_is_exact(random_pair: Pair, k: int, max_tokens: int) -> None:
+def test_max_tokens_is_exact(random_pair: Pair, k: int, max_tokens: int) -> None:
     sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
     outputs = generate(random_pair, random_requests(5, 128, sampling), num_spec_tokens=k)
     assert {len(text) for text in outputs.texts.values()} == {max_tokens}
     assert {c.finish_reason for c in outputs.completions.values()} == {"length"}
 
 
-def test_a_text_may_fill_the_context_and_no_more(random_pair: Pair) -> None:
+def test_a_text_ends_at_the_context_limit(random_pair: Pair) -> None:
     limit = random_pair.models.target.config.max_positions
     sampling = SamplingParams(max_tokens=1000, ignore_eos=True)
     requests = [

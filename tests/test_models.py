@@ -1,4 +1,4 @@
-"""Targets against ``transformers``, heads against a dense reference written here, kernels bit for bit."""
+"""Targets against ``transformers``, heads against the dense reference below, kernels bit for bit."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,7 +36,7 @@ TARGETS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Written:
-    """A target on disk, loaded both ways."""
+    """A target on disk, loaded here and by ``transformers``."""
 
     path: Path
     config: TargetConfig
@@ -88,7 +88,7 @@ def test_reference_kernels_give_the_same_logits(written: Written, monkeypatch: p
 
 
 @torch.inference_mode()
-def test_passes_of_any_length_are_one_text(written: Written) -> None:
+def test_logits_do_not_depend_on_how_rows_are_split_into_passes(written: Written) -> None:
     ids, attend, states = _ids(written.config), DenseAttend(written.model), []
     for start, end in ((0, 7), (7, 8), (8, 13), (13, 40)):
         hidden, _ = written.model.forward(ids[start:end], attend)
@@ -99,7 +99,9 @@ def test_passes_of_any_length_are_one_text(written: Written) -> None:
 
 @torch.inference_mode()
 @pytest.mark.parametrize("aux_layers", [(2, 3, 5), (5, 0, 2), (1,), (3, 3, 4)], ids=str)
-def test_features_are_layer_inputs_in_the_order_asked(written: Written, aux_layers: tuple[int, ...]) -> None:
+def test_features_are_layer_inputs_in_the_requested_order(
+    written: Written, aux_layers: tuple[int, ...]
+) -> None:
     ids = _ids(written.config)
     states = written.reference(ids[None], output_hidden_states=True).hidden_states
     expected = torch.cat([states[layer][0] for layer in aux_layers], -1)
@@ -110,7 +112,7 @@ def test_features_are_layer_inputs_in_the_order_asked(written: Written, aux_laye
 
 
 @torch.inference_mode()
-def test_the_stream_behind_the_last_layer_is_a_feature_before_the_final_norm(written: Written) -> None:
+def test_the_last_layers_output_is_a_feature_before_the_final_norm(written: Written) -> None:
     ids, last = _ids(written.config), written.config.num_layers
     hidden, features = written.model.forward(ids, DenseAttend(written.model), (last,))
     normed = written.reference(ids[None], output_hidden_states=True).hidden_states[last][0]
@@ -119,10 +121,10 @@ def test_the_stream_behind_the_last_layer_is_a_feature_before_the_final_norm(wri
 
 
 @torch.inference_mode()
-def test_a_pass_keeps_the_streams_of_the_aux_layers_alone(
+def test_a_pass_keeps_only_the_streams_of_aux_layers(
     written: Written, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All of them, kept to the end, take as much memory as two caches of their own."""
+    """All streams together would need as much memory as two KV caches."""
     kind = type(written.model.norm)
     add, made, alive = kind.add, list[Any](), list[int]()
 
@@ -159,9 +161,7 @@ def test_half_precision_rounds_where_transformers_rounds(
         expected = written.reference(ids[None]).logits[0].float()
     got = _logits(written.model, ids)
     assert got.dtype == dtype
-    assert ((got - expected).abs() > 1e-5).float().mean() < 0.01, (
-        "a place that rounds otherwise moves most logits"
-    )
+    assert ((got - expected).abs() > 1e-5).float().mean() < 0.01, "different rounding changes most logits"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
@@ -191,7 +191,7 @@ def test_cpu_kernels_equal_the_reference(rows: int) -> None:
         torch.testing.assert_close(fast.linear(matrix)(x), plain.linear(matrix)(x), rtol=1e-5, atol=1e-5)
         gated, expected = fast.gated_linear(matrix)(x), plain.gated_linear(matrix)(x)
         torch.testing.assert_close(gated, expected, rtol=1e-4, atol=1e-4)
-    x, weight = x * torch.logspace(-6, 3, rows)[:, None], torch.randn(64)  # also rows where eps counts
+    x, weight = x * torch.logspace(-6, 3, rows)[:, None], torch.randn(64)  # also rows where eps matters
     torch.testing.assert_close(fast.rms_norm(weight, 1e-5)(x), plain.rms_norm(weight, 1e-5)(x))
     delta = torch.randn(1, rows, 64)
     sums, expected = (ops.rms_norm(weight, 1e-5).add(x, delta) for ops in (fast, plain))
@@ -202,7 +202,7 @@ def test_cpu_kernels_equal_the_reference(rows: int) -> None:
     torch.testing.assert_close(fast.rms_norm(by_head, 1e-6)(heads), plain.rms_norm(by_head, 1e-6)(heads))
 
 
-def test_weights_are_joined_below_each_other_and_one_alone_is_not_copied() -> None:
+def test_joined_weights_are_concatenated_and_a_single_one_is_not_copied() -> None:
     q, k = Weight(data=torch.randn(6, 4)), Weight(data=torch.randn(2, 4).bfloat16())
     assert Weight.joined([q]) is q
     joined = Weight.joined([q, k])
@@ -210,7 +210,7 @@ def test_weights_are_joined_below_each_other_and_one_alone_is_not_copied() -> No
     assert (q.num_bytes, k.num_bytes) == (6 * 4 * 4, 2 * 4 * 2)
 
 
-def test_a_kernel_takes_no_weight_in_a_format_that_it_does_not_know() -> None:
+def test_kernels_refuse_unknown_weight_formats() -> None:
     unknown: Any = {"data": torch.zeros(2, 2), "scale": torch.ones(2), "format": "fp8"}
     weight = Weight(**unknown)
     assert weight.num_bytes == 4 * 4 + 2 * 4
@@ -266,7 +266,7 @@ def test_heads_equal_the_dense_reference(tmp_path: Path, written: Written, setti
 
     hidden, expected = head.fuse(features), reference.fuse(features)
     torch.testing.assert_close(hidden, expected, atol=1e-4, rtol=1e-4)
-    for _ in range(3):  # each pass is fed what the one before gave
+    for _ in range(3):  # each pass takes the output of the previous one
         hidden = head.forward(token_ids, hidden, DenseAttend(head))
         expected, logits = reference.forward(token_ids, expected)
         torch.testing.assert_close(hidden, expected, atol=1e-4, rtol=1e-4)
@@ -276,7 +276,7 @@ def test_heads_equal_the_dense_reference(tmp_path: Path, written: Written, setti
 
 
 @torch.inference_mode()
-def test_every_head_setting_changes_what_is_drafted(tmp_path: Path, written: Written) -> None:
+def test_every_head_setting_changes_the_drafts(tmp_path: Path, written: Written) -> None:
     """Otherwise the test above could pass with a setting ignored on both sides."""
     results = []
     flags = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "qk_norm", "own_embedding")
@@ -294,7 +294,7 @@ def test_every_head_setting_changes_what_is_drafted(tmp_path: Path, written: Wri
 
 
 @torch.inference_mode()
-def test_tensors_below_model_are_the_same_head(tmp_path: Path, written: Written) -> None:
+def test_tensor_names_with_model_prefix_are_the_same_head(tmp_path: Path, written: Written) -> None:
     write_head(tmp_path / "plain", written.config, fc_norm=True, own_embedding=True)
     plain = open_checkpoint(str(tmp_path / "plain"))
     apart = ("lm_head.weight", "d2t", "t2d")
@@ -310,7 +310,7 @@ def test_tensors_below_model_are_the_same_head(tmp_path: Path, written: Written)
 
 
 class _DenseHead:
-    """An EAGLE3 head of one sequence from position 0, from raw tensors and flags, as its papers draw it."""
+    """An EAGLE3 head of one sequence from position 0, from raw tensors and flags, as in the papers."""
 
     def __init__(self, checkpoint: Checkpoint, target_embedding: Tensor) -> None:
         self.t = {

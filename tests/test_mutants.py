@@ -1,4 +1,4 @@
-"""Mutants: every operator changes what it says and nothing else, and a planted one is caught by a test that sees it."""
+"""Mutants: every operator makes the intended change only, and a planted mutant is caught."""
 
 import ast
 import json
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from mutant_tests import Trial, run_trials
-from mutants import TESTS, draw, earlier, key, summary
+from mutants import TESTS, key, previous_rows, sample, summary
 from mutations import mutations
 
 
@@ -35,7 +35,7 @@ from mutations import mutations
         ("require(a < b, f'{c + 1}' + 'x')", "comparison", ["require((a <= b), f'{c + 1}' + 'x')"]),
     ],
 )  # fmt: skip
-def test_what_an_operator_makes(source: str, operator: str, changed: list[str]) -> None:
+def test_mutations_of_each_operator(source: str, operator: str, changed: list[str]) -> None:
     found = [change for change in mutations(source) if change.operator == operator]
     assert sorted(change.apply(source) for change in found) == sorted(changed)
     assert {change.shown(source) for change in found} == {(source, text) for text in changed}
@@ -59,11 +59,11 @@ def test_what_an_operator_makes(source: str, operator: str, changed: list[str]) 
         "def f(a: Literal[1]) -> Literal[2]: ...",
     ],
 )
-def test_what_decides_nothing_stays(source: str) -> None:
+def test_irrelevant_code_is_not_mutated(source: str) -> None:
     assert mutations(source) == []
 
 
-def test_places_are_right_behind_other_letters_and_over_lines() -> None:
+def test_offsets_after_non_ascii_text_and_across_lines() -> None:
     source = 'x = "ä€😀"; a = [\n    "é", b <\n    c\n]\nd = 1\n'
     (first, second) = mutations(source)
     assert (first.line, first.shown(source)) == (2, ('"é", b < c', '"é", (b <= c)'))
@@ -71,18 +71,20 @@ def test_places_are_right_behind_other_letters_and_over_lines() -> None:
     assert first.apply(source) == 'x = "ä€😀"; a = [\n    "é", (b <= c)\n]\nd = 1\n'
 
 
-def test_a_draw_is_the_same_again_and_takes_from_every_module() -> None:
-    drawn = draw(150, seed=0)
-    names = [key(mutant.to_json()) for mutant in drawn]
+def test_a_sample_is_reproducible_and_covers_every_module() -> None:
+    sampled = sample(150, seed=0)
+    names = [key(mutant.to_json()) for mutant in sampled]
     assert len(set(names)) == 150
-    assert names == [key(mutant.to_json()) for mutant in draw(150, seed=0)]
-    assert names != [key(mutant.to_json()) for mutant in draw(150, seed=1)]
-    assert len({mutant.module for mutant in drawn}) >= len(TESTS) - 2  # one of two places may get none
-    for mutant in drawn:
+    assert names == [key(mutant.to_json()) for mutant in sample(150, seed=0)]
+    assert names != [key(mutant.to_json()) for mutant in sample(150, seed=1)]
+    assert (
+        len({mutant.module for mutant in sampled}) >= len(TESTS) - 2
+    )  # a module with two mutations may get none
+    for mutant in sampled:
         ast.parse(mutant.mutation.apply(mutant.source))
 
 
-def test_every_module_has_tests_that_are_there() -> None:
+def test_listed_tests_exist() -> None:
     root = Path(__file__).parent
     assert all(TESTS.values())
     for test in {test for tests in TESTS.values() for test in tests}:
@@ -92,7 +94,7 @@ def test_every_module_has_tests_that_are_there() -> None:
 
 @pytest.fixture
 def package(tmp_path: Path) -> Path:
-    """A package of one module, and tests that see one of its two lines."""
+    """A package of one module, and tests that cover one of its two functions."""
     (tmp_path / "planted").mkdir()
     (tmp_path / "planted/__init__.py").touch()
     (tmp_path / "planted/sums.py").write_text(SOURCE)
@@ -123,9 +125,7 @@ def test_planted_mutants(package: Path) -> None:
             path=package / "planted/sums.py",
             source=source,
             tests=("test_planted.py",),
-            seconds=3
-            if changes.get(source) == "items = items[:]"
-            else 60,  # it never ends; the others on a busy machine do
+            seconds=3 if changes.get(source) == "items = items[:]" else 60,  # this one never ends
             root=package,
         )
         for source in (SOURCE, *changes)
@@ -146,7 +146,7 @@ def test_planted_mutants(package: Path) -> None:
     assert set(found[0].durations) == {"test_planted.py::test_first", second}
 
 
-def test_a_module_that_no_test_imports_is_no_catch(package: Path) -> None:
+def test_a_mutant_of_a_module_that_no_test_imports_survives(package: Path) -> None:
     (package / "planted/other.py").write_text("a = 1\n")
     trial = Trial(
         path=package / "planted/other.py",
@@ -160,7 +160,7 @@ def test_a_module_that_no_test_imports_is_no_catch(package: Path) -> None:
     assert "no test has imported planted.other" in result.output
 
 
-def test_a_file_of_rows_goes_on_and_is_summed_up(tmp_path: Path) -> None:
+def test_results_are_resumed_and_summarised(tmp_path: Path) -> None:
     rows = [
         {
             "module": "a",
@@ -188,10 +188,10 @@ def test_a_file_of_rows_goes_on_and_is_summed_up(tmp_path: Path) -> None:
         },
     ]
     output = tmp_path / "mutants.jsonl"
-    assert earlier(output, again=False) == {}
+    assert previous_rows(output, again=False) == {}
     output.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert list(earlier(output, again=False).values()) == rows
-    assert list(earlier(output, again=True).values()) == rows[1:]
+    assert list(previous_rows(output, again=False).values()) == rows
+    assert list(previous_rows(output, again=True).values()) == rows[1:]
     lines = [line.split() for line in summary(rows).splitlines()]
     assert ["a", "1", "2", "50%"] in lines
     assert ["index", "2", "2", "100%"] in lines

@@ -1,4 +1,4 @@
-"""On an NVIDIA GPU: the kernels there give what the reference gives, bit for bit where the arithmetic is the same."""
+"""On an NVIDIA GPU: the kernels equal the reference, bit for bit where the arithmetic is the same."""
 
 import pytest
 import torch
@@ -31,8 +31,8 @@ def fast(dtype: torch.dtype) -> Ops:
     return bind_ops(CUDA, dtype)
 
 
-def assert_rounded_alike(got: Tensor, expected: Tensor) -> None:
-    """Equal but for a last bit here and there, where a sum in another order falls on the other side of a border."""
+def assert_close_to_one_rounding(got: Tensor, expected: Tensor) -> None:
+    """Equal except for a last bit here and there, where a sum in another order rounds differently."""
     torch.testing.assert_close(got, expected, rtol=0.016 if got.dtype == torch.bfloat16 else 2e-3, atol=1e-5)
     allowed = 1 if got.dtype == torch.float32 else 0.01
     assert (got != expected).sum() <= allowed * got.numel()
@@ -41,46 +41,48 @@ def assert_rounded_alike(got: Tensor, expected: Tensor) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("size", [64, 4096, 12288])
-def test_norms(rows: int, size: int, dtype: torch.dtype) -> None:
+def test_rms_norm(rows: int, size: int, dtype: torch.dtype) -> None:
     rows = min(rows, 300) if size > 4096 else rows
     weight, stream = random(size, dtype=dtype), random(rows, size, dtype=dtype, scale=3)
     delta, wide = random(1, rows, size, dtype=dtype), random(rows, 2 * size, dtype=dtype)
     mine, plain = fast(dtype).rms_norm(weight, 1e-5), torch_ops().rms_norm(weight, 1e-5)
-    assert_rounded_alike(mine(stream), plain(stream))
+    assert_close_to_one_rounding(mine(stream), plain(stream))
     kept = stream.clone()
-    for x in (stream, wide[:, size:]):  # also rows that lie apart
+    for x in (stream, wide[:, size:]):  # also strided rows
         got, expected = mine.add(x, delta), plain.add(x, delta)
         assert torch.equal(got[0], expected[0])
-        assert_rounded_alike(got[1], expected[1])
+        assert_close_to_one_rounding(got[1], expected[1])
     assert torch.equal(stream, kept)
     parts = random(4, rows, size, dtype=torch.float32)
     got, expected = mine.add(stream, parts), plain.add(stream, parts.sum(0, keepdim=True).to(dtype))
-    assert_rounded_alike(got[0], expected[0])
+    assert_close_to_one_rounding(got[0], expected[0])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_norms_of_parts_of_a_row(dtype: torch.dtype) -> None:
+def test_rms_norm_of_strided_rows(dtype: torch.dtype) -> None:
     weight, qkv = random(40, 128, dtype=dtype), random(7, 48, 128, dtype=dtype)
     heads = qkv[:, :40]
-    assert_rounded_alike(fast(dtype).rms_norm(weight, 1e-6)(heads), torch_ops().rms_norm(weight, 1e-6)(heads))
+    assert_close_to_one_rounding(
+        fast(dtype).rms_norm(weight, 1e-6)(heads), torch_ops().rms_norm(weight, 1e-6)(heads)
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("rows", [0, 1, 5, 300])
-def test_embeddings_beside_hidden_states(rows: int, dtype: torch.dtype) -> None:
+def test_embed_norm_concat(rows: int, dtype: torch.dtype) -> None:
     table, weights = random(999, 4096, dtype=dtype), random(2, 4096, dtype=dtype)
     ids, hidden = torch.randint(999, (rows,), device=CUDA), random(rows, 4096, dtype=dtype, scale=9)
     got, expected = (
-        ops.embed_beside(table, weights[0], weights[1], 1e-5)(ids, hidden)
+        ops.embed_norm_concat(table, weights[0], weights[1], 1e-5)(ids, hidden)
         for ops in (fast(dtype), torch_ops())
     )
-    assert_rounded_alike(got, expected)
+    assert_close_to_one_rounding(got, expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("shape", [(6144, 4096), (4096, 14336), (96, 64), (32000, 512)], ids=str)
-def test_matrices(rows: int, shape: tuple[int, int], dtype: torch.dtype) -> None:
+def test_linear(rows: int, shape: tuple[int, int], dtype: torch.dtype) -> None:
     rows = min(rows, 200) if shape[0] > 10_000 else rows
     weight, x = random(*shape, dtype=dtype, scale=shape[1] ** -0.5), random(rows, shape[1], dtype=dtype)
     exact, stored = x.double() @ weight.double().T, Weight(data=weight)
@@ -93,7 +95,7 @@ def test_matrices(rows: int, shape: tuple[int, int], dtype: torch.dtype) -> None
     ):
         assert got.shape == expected.shape
         assert (got - expected).norm() <= tolerance * expected.norm()
-        if rows:  # every row and column of its own, not in the mean alone
+        if rows:  # every element, not only the mean
             least = 4 * tolerance * float(expected.std())
             torch.testing.assert_close(got.double(), expected, rtol=2 * tolerance, atol=least)
 
@@ -121,7 +123,7 @@ def layouts(page_size: int) -> dict[str, Layout]:
     [*((dtype, dtype) for dtype in DTYPES), (torch.bfloat16, torch.float8_e4m3fn)],
     ids=str,
 )
-def test_rotation_and_storage(
+def test_rope_and_store(
     kind: str, heads: tuple[int, int, int], dtype: torch.dtype, kv_dtype: torch.dtype
 ) -> None:
     num_heads, num_kv_heads, head_dim = heads
@@ -133,7 +135,9 @@ def test_rotation_and_storage(
         storage = torch.zeros(2, 60, 16, num_kv_heads, head_dim, dtype=kv_dtype, device=CUDA)
         q = ops.rope(frequencies)(layout)(qkv, storage[0], storage[1])
         pages = storage.float().flatten(1, 2)[:, layout.slots.unique()]
-        written = layout.slots.unique(return_counts=True)[1] == 1  # where two rows meet, either may win
+        written = (
+            layout.slots.unique(return_counts=True)[1] == 1
+        )  # where two rows share a slot, either may win
         found.append((q.float(), pages[:, written]))
         untouched = storage.float().flatten(1, 2)
         untouched[:, layout.slots] = 0
@@ -146,12 +150,12 @@ def test_rotation_and_storage(
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(0, 9), (1, 128256), (2, 5, 32000), (300, 4096), (3, 1)], ids=str)
 def test_argmax_is_the_first_maximum(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    x = random(*shape, dtype=dtype).round()  # many are equal
+    x = random(*shape, dtype=dtype).round()  # with many ties
     assert torch.equal(fast(dtype).argmax(x), x.argmax(-1))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_argmax_finds_what_is_no_number(dtype: torch.dtype) -> None:
+def test_argmax_finds_nan(dtype: torch.dtype) -> None:
     x = random(4, 32000, dtype=dtype)
     x[1, 20000] = float("nan")
     x[2] = float("nan")
@@ -161,8 +165,8 @@ def test_argmax_finds_what_is_no_number(dtype: torch.dtype) -> None:
     assert found[0] == x[0].argmax()
 
 
-def test_a_captured_chain_sees_new_inputs() -> None:
-    """Kernels start before the one in front of them ends: each must wait before it reads what that one writes."""
+def test_captured_kernels_read_new_inputs() -> None:
+    """A kernel starts before its predecessor ends: it must wait before it reads what the predecessor writes."""
     dtype = torch.bfloat16
     ops, plain = fast(dtype), torch_ops()
     size, inner = 4096, 14336

@@ -1,4 +1,4 @@
-"""What each request asks for by itself, exact with speculation: biased logits, log-probabilities, its own sampling."""
+"""Per-request parameters, exact with speculation: logit bias, log-probabilities, sampling."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -30,7 +30,7 @@ def bias_of(count: int, seed: int, vocab_size: int) -> tuple[tuple[int, float], 
 
 
 def with_biases(requests: Iterable[Request], vocab_size: int) -> list[Request]:
-    """No, few, many biases in turn: rows of all widths join, leave and move up."""
+    """No, few, many biases in turn: rows of all widths join, leave and are compacted."""
     counts = (0, 3, 40, 16, 128 if vocab_size == 128 else 300)
     return [
         replace(
@@ -46,7 +46,7 @@ def with_biases(requests: Iterable[Request], vocab_size: int) -> list[Request]:
 
 
 def biased_greedy(reference: ReferenceDrafter, request: Request) -> tuple[int, ...]:
-    """The text in plain words: whole passes of ``transformers``, the bias added to the last logits."""
+    """The text by full passes of ``transformers``, with the bias added to the last logits."""
     tokens, sampling = list(request.prompt_token_ids), request.sampling
     eos = reference.target.generation_config.eos_token_id
     for _ in range(sampling.max_tokens):
@@ -77,7 +77,7 @@ def biased_texts(
 @pytest.mark.parametrize(
     "k", [pytest.param(0, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.slow), 4]
 )
-def test_a_biased_greedy_text_is_that_of_biased_plain_decoding(
+def test_biased_greedy_text_equals_biased_plain_decoding(
     random_pair: Pair,
     device_like: Callable[[], None],
     biased_requests: list[Request],
@@ -93,7 +93,9 @@ def test_a_biased_greedy_text_is_that_of_biased_plain_decoding(
 
 
 @pytest.mark.parametrize("batch", ["padded", "non-padded"])
-def test_biases_with_mixed_acceptance(demo_pair: Pair, demo_reference: ReferenceDrafter, batch: str) -> None:
+def test_logit_bias_with_mixed_acceptance(
+    demo_pair: Pair, demo_reference: ReferenceDrafter, batch: str
+) -> None:
     vocab_size = len(demo_pair.models.target.embedding)
     requests = with_biases(bundled_requests(10, SamplingParams()), vocab_size)
     outputs = generate(demo_pair, requests, num_spec_tokens=4, drafter_batch=batch, max_batch_size=4)
@@ -102,7 +104,9 @@ def test_biases_with_mixed_acceptance(demo_pair: Pair, demo_reference: Reference
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_the_largest_bias_forces_a_token_and_the_least_bans_it(random_pair: Pair, temperature: float) -> None:
+def test_the_largest_bias_forces_a_token_and_the_smallest_bans_it(
+    random_pair: Pair, temperature: float
+) -> None:
     sampling = SamplingParams(max_tokens=12, temperature=temperature, ignore_eos=True)
     requests = random_requests(6, 128, sampling)
     free = generate(random_pair, requests).texts
@@ -170,7 +174,7 @@ def asking(requests: Iterable[Request], sampling: SamplingParams) -> list[Reques
 @pytest.mark.parametrize(
     "k", [pytest.param(0, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.slow), 4]
 )
-def test_log_probabilities_are_the_model_s_own(
+def test_logprobs_equal_the_reference(
     demo_pair: Pair,
     demo_reference: ReferenceDrafter,
     device_like: Callable[[], None],
@@ -189,7 +193,7 @@ def test_log_probabilities_are_the_model_s_own(
         assert {step[1] for steps in outputs.verified.values() for step in steps} >= {1, 2, 3}
 
 
-def test_log_probabilities_after_preemption(demo_pair: Pair, demo_reference: ReferenceDrafter) -> None:
+def test_logprobs_after_preemption(demo_pair: Pair, demo_reference: ReferenceDrafter) -> None:
     page = 4 * (12 + 1) * 2 * 2 * 64 * 4  # positions, layers of target and head, k and v, heads, dim, bytes
     requests = bundled_requests(12, SamplingParams(max_tokens=48, logprobs=2))
     outputs = generate(demo_pair, requests, num_spec_tokens=4, kv_memory=60 * page)
@@ -198,7 +202,7 @@ def test_log_probabilities_after_preemption(demo_pair: Pair, demo_reference: Ref
         check_logprobs(demo_reference, completion)
 
 
-def test_log_probabilities_end_with_their_text(demo_pair: Pair, demo_reference: ReferenceDrafter) -> None:
+def test_logprobs_end_with_the_text(demo_pair: Pair, demo_reference: ReferenceDrafter) -> None:
     """A stop string inside accepted drafts."""
     models = replace(
         demo_pair.models, tokenizer=load_tokenizer(str(demo_pair.models.checkpoints["model"].path))
@@ -212,7 +216,7 @@ def test_log_probabilities_end_with_their_text(demo_pair: Pair, demo_reference: 
     assert inside > 0
 
 
-def test_a_row_of_log_probabilities() -> None:
+def test_logprobs_of_one_row() -> None:
     logits = torch.tensor([[[0.5, 0.25, 0.15, 0.1]]]).log()
     (row,) = token_logprobs(logits, torch.tensor([[2]]), 20)[0].exp().tolist()
     assert row[0] == pytest.approx(0.15)
@@ -221,11 +225,11 @@ def test_a_row_of_log_probabilities() -> None:
     assert found.top[1][1] == pytest.approx(float(logits[0, 0, 1]))
 
 
-# --- all together ---------------------------------------------------------------------------------
+# --- mixed batches ---------------------------------------------------------------------------------
 
 
 def all_different(requests: Iterable[Request]) -> list[Request]:
-    """No two ask for the same."""
+    """Requests that all differ in their parameters."""
     asked = []
     for i, request in enumerate(requests):
         sampling = SamplingParams(
@@ -245,7 +249,7 @@ def all_different(requests: Iterable[Request]) -> list[Request]:
 
 
 def answers(outputs: Outputs) -> dict[str, Any]:
-    """Text, end and, rounded, log-probabilities of every request."""
+    """Text, finish reason and rounded log-probabilities of every request."""
     return {
         name: (c.token_ids, c.finish_reason, c.logprobs and [round(each.chosen, 3) for each in c.logprobs])
         for name, c in outputs.completions.items()
@@ -254,7 +258,7 @@ def answers(outputs: Outputs) -> dict[str, Any]:
 
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("k", [0, 4])
-def test_each_request_gets_in_company_what_it_gets_alone(
+def test_each_request_gets_the_same_output_in_a_batch_as_alone(
     demo_pair: Pair, device_like: Callable[[], None], k: int, ahead: bool
 ) -> None:
     tokenizer = load_tokenizer(str(demo_pair.models.checkpoints["model"].path))
@@ -270,7 +274,7 @@ def test_each_request_gets_in_company_what_it_gets_alone(
     assert {end for _, end, _ in alone.values()} == {"stop", "length"}
 
 
-def test_nobody_pays_for_what_nobody_asks() -> None:
+def test_unused_features_cost_nothing() -> None:
     assert SamplingForm.of([]) == SamplingForm("greedy", 0, None)
     assert SamplingForm.of([SamplingParams(min_p=0.5)]) == SamplingForm("greedy", 0, None)
     few = SamplingParams(temperature=1.0, logit_bias=bias_of(3, 0, 99), logprobs=0)
@@ -293,7 +297,7 @@ def test_nobody_pays_for_what_nobody_asks() -> None:
         ({"logprobs": -1}, "logprobs is -1: use 0 "),
     ],
 )
-def test_what_cannot_be_asked_for(wrong: dict[str, Any], message: str) -> None:
+def test_invalid_parameters_are_refused(wrong: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         SamplingParams(**wrong)
 

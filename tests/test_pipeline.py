@@ -1,4 +1,4 @@
-"""The host ahead of the device, padding rows, and a device short of memory: none of it changes a text or a step."""
+"""Lookahead, padding rows and out-of-memory errors change no text and no step."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -46,7 +46,7 @@ def mixed_requests(sampling: SamplingParams) -> list[Request]:
     "k", [pytest.param(0, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.slow), 4]
 )
 @pytest.mark.parametrize("max_batch_size", [pytest.param(1, marks=pytest.mark.slow), 6])
-def test_a_step_ahead_changes_no_text_and_no_step(
+def test_lookahead_changes_no_text_and_no_step(
     demo_pair: Pair,
     device_like: Callable[[], None],
     sampling: SamplingParams,
@@ -73,7 +73,7 @@ def test_a_step_ahead_changes_no_text_and_no_step(
 
 
 @pytest.mark.parametrize("batch", ["padded", "non-padded"])
-def test_preemption_a_step_ahead(demo_pair: Pair, device_like: Callable[[], None], batch: str) -> None:
+def test_preemption_with_lookahead(demo_pair: Pair, device_like: Callable[[], None], batch: str) -> None:
     requests = bundled_requests(12, SamplingParams(max_tokens=48))
     roomy = generate(demo_pair, requests, num_spec_tokens=4, drafter_batch=batch)
     device_like()
@@ -83,7 +83,7 @@ def test_preemption_a_step_ahead(demo_pair: Pair, device_like: Callable[[], None
     assert tight.verified == roomy.verified
 
 
-def test_no_page_is_lost_and_page_0_is_nobodys(
+def test_no_page_leaks_and_page_0_holds_padding_rows(
     random_pair: Pair, device_like: Callable[[], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[PageAllocator] = []
@@ -98,7 +98,7 @@ def test_no_page_is_lost_and_page_0_is_nobodys(
     assert sorted(taken) == list(range(1, allocator.num_pages + 1))
 
 
-def test_texts_reach_the_end_of_the_context_a_step_ahead(
+def test_texts_reach_the_context_limit_with_lookahead(
     random_pair: Pair, device_like: Callable[[], None]
 ) -> None:
     limit = random_pair.models.target.config.max_positions
@@ -143,7 +143,7 @@ def test_out_of_memory_lowers_the_limits_and_changes_no_text(
     assert lowered[-1].max_prefill_tokens == (32 if where == "prefill" else 256)
 
 
-def test_what_does_not_fit_alone_fails_alone(demo_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_too_large_for_memory_fails_alone(demo_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     decode = Steps.decode
 
     def fails_for_long_texts(self: Steps, columns: Any, num_drafts: int) -> Any:
@@ -161,16 +161,16 @@ def test_what_does_not_fit_alone_fails_alone(demo_pair: Pair, monkeypatch: pytes
     assert reasons == {"30": "length", "119": "error", "31": "length"}
     assert "even alone" in (outputs.completions["119"].error or "")
     shortages = sum(isinstance(event, OutOfMemory) for event in outputs.events)
-    assert shortages - 1 == 3, "one in company, and three alone"
+    assert shortages - 1 == 3, "one in a batch, and three alone"
 
 
-def test_memory_may_run_out_as_the_last_text_ends(
+def test_out_of_memory_at_the_last_step(
     demo_pair: Pair, device_like: Callable[[], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     request = bundled_requests(1, SamplingParams(max_tokens=40))[0]
     text = generate(demo_pair, [request], num_spec_tokens=0).texts[request.id]
     eos = frozenset([text[5]])
-    end = len(request.prompt_token_ids) + text.index(text[5])  # where the surplus step stands
+    end = len(request.prompt_token_ids) + text.index(text[5])  # position of the surplus step
     new_sequence, decode = Intake.sequence, Steps.decode
 
     def ends_early(self: Intake, request: Request) -> Sequence:
@@ -178,13 +178,13 @@ def test_memory_may_run_out_as_the_last_text_ends(
         sequence.eos_token_ids = eos
         return sequence
 
-    def fails_behind_the_end(self: Steps, columns: Any, num_drafts: int) -> Any:
+    def fails_after_the_end(self: Steps, columns: Any, num_drafts: int) -> Any:
         if int(columns.state.positions.max()) >= end:
             raise torch.OutOfMemoryError("planted")
         return decode(self, columns, num_drafts)
 
     monkeypatch.setattr(Intake, "sequence", ends_early)
-    monkeypatch.setattr(Steps, "decode", fails_behind_the_end)
+    monkeypatch.setattr(Steps, "decode", fails_after_the_end)
     device_like()
     requests = [replace(request, id=name) for name in "ab"]
     outputs = generate(demo_pair, requests, num_spec_tokens=0, max_batch_size=1)
@@ -192,13 +192,13 @@ def test_memory_may_run_out_as_the_last_text_ends(
     assert any(isinstance(event, OutOfMemory) for event in outputs.events)
 
 
-def test_times_of_passes_add_up_to_the_run(demo_pair: Pair, device_like: Callable[[], None]) -> None:
+def test_pass_times_add_up_to_the_run_time(demo_pair: Pair, device_like: Callable[[], None]) -> None:
     device_like()
     passes = [e for e in generate(demo_pair, bundled_requests(6, GREEDY)).events if isinstance(e, Stepped)]
     assert sum(e.seconds for e in passes) <= passes[-1].time * 1.001
 
 
-def test_buckets_waste_at_most_a_third() -> None:
+def test_batch_size_buckets_pad_at_most_a_third() -> None:
     assert [bucket(n) for n in (1, 2, 3, 4, 5, 8, 9, 16, 17, 33, 65, 128)] == [
         1, 2, 3, 4, 6, 8, 12, 16, 24, 48, 80, 128,
     ]  # fmt: skip

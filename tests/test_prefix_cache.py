@@ -1,4 +1,4 @@
-"""Prompts that begin alike are computed once, and nothing else about a run changes."""
+"""Shared prefixes are computed once, and nothing else about a run changes."""
 
 import random
 from collections.abc import Iterable
@@ -26,8 +26,8 @@ def digests(tokens: Iterable[int], page_size: int = 4, root: bytes = b"") -> lis
     return found
 
 
-def shots(pair: Pair, count: int, sampling: SamplingParams, prefix: int = 50) -> list[Request]:
-    """Requests of which every two share at least ``prefix`` tokens, a few of them all but the last ones."""
+def few_shot_requests(pair: Pair, count: int, sampling: SamplingParams, prefix: int = 50) -> list[Request]:
+    """Requests that share at least ``prefix`` tokens, some of them all but the last tokens."""
     prompts = [r.prompt_token_ids for r in random_requests(count, 128, sampling, lengths=(1, 30), seed=3)]
     (start,) = random_requests(1, 128, sampling, lengths=(prefix, prefix), seed=9)
     prompts += [(*prompts[0], 7), (*prompts[0][:9], 8, 9), prompts[1]]
@@ -47,10 +47,10 @@ def num_cached(outputs: Outputs) -> int:
     return sum(event.num_cached for event in outputs.events if isinstance(event, Prefilled))
 
 
-def test_a_digest_names_all_tokens_up_to_the_one_behind_its_page() -> None:
+def test_a_page_digest_covers_all_tokens_up_to_the_one_after_the_page() -> None:
     whole = digests(range(13))
     assert len(whole) == len(set(whole)) == 3
-    assert len(digests(range(12))) == 2, "the token behind the third page is not known"
+    assert len(digests(range(12))) == 2, "the token after the third page is not known"
     for at in range(13):
         changed = digests([*range(at), 99, *range(at + 1, 13)])
         same = [page for page in range(3) if changed[page] == whole[page]]
@@ -62,8 +62,8 @@ def test_a_digest_names_all_tokens_up_to_the_one_behind_its_page() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_pages_are_shared_kept_and_forgotten_like_in_a_simple_model(seed: int) -> None:
-    """Against a model that holds every page's content; a page in use never changes hands."""
+def test_page_sharing_and_eviction_equal_a_simple_model(seed: int) -> None:
+    """Against a model that tracks every page's content; a page in use is never reassigned."""
     draw, cache = random.Random(seed), PrefixCache(12, 4)
     content: dict[int, bytes] = {}
     held: list[tuple[list[int], list[bytes]]] = []
@@ -90,7 +90,7 @@ def test_pages_are_shared_kept_and_forgotten_like_in_a_simple_model(seed: int) -
         assert cache.num_free == 12 - len({page for other, _ in held for page in other})
 
 
-def test_the_longest_unused_goes_first_and_a_text_from_its_end() -> None:
+def test_eviction_is_lru_and_from_the_end_of_a_text() -> None:
     cache, names = PrefixCache(4, 4), [digests(range(start, start + 9)) for start in (0, 100)]
     for text in names:
         pages: list[int] = []
@@ -111,7 +111,7 @@ def test_the_longest_unused_goes_first_and_a_text_from_its_end() -> None:
 @pytest.mark.parametrize("num_spec_tokens", [pytest.param(0, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("sampling", [GREEDY, SamplingParams(max_tokens=20, temperature=1.0, seed=5)])
 @pytest.mark.parametrize("max_prefill_tokens", [pytest.param(2048, marks=pytest.mark.slow), 33])
-def test_texts_drafts_and_acceptance_are_those_without_it(
+def test_the_prefix_cache_changes_no_text_draft_or_acceptance(
     random_pair: Pair,
     num_spec_tokens: int,
     drafter_batch: str,
@@ -123,7 +123,7 @@ def test_texts_drafts_and_acceptance_are_those_without_it(
         "drafter_batch": drafter_batch,
         "max_prefill_tokens": max_prefill_tokens,
     }
-    requests = shots(random_pair, 12, sampling)
+    requests = few_shot_requests(random_pair, 12, sampling)
     plain = generate(random_pair, requests, **settings, prefix_cache=False)
     shared = generate(random_pair, requests, **settings)
     assert shared.texts == plain.texts
@@ -133,8 +133,8 @@ def test_texts_drafts_and_acceptance_are_those_without_it(
     assert rows_of(plain) - rows_of(shared) == num_cached(shared)
 
 
-def test_the_trained_pair_drafts_as_well_from_shared_pages(demo_pair: Pair) -> None:
-    """Its acceptance would fall if the head's states at the border were not those of the text."""
+def test_shared_pages_keep_the_acceptance_of_the_trained_pair(demo_pair: Pair) -> None:
+    """Acceptance would fall if the head's KV at the page boundary were not that of the text."""
     some = bundled_requests(8, GREEDY)
     prompts = [(*some[0].prompt_token_ids * 3, *request.prompt_token_ids) for request in some]
     requests = [Request(id=f"r{i}", prompt_token_ids=ids, sampling=GREEDY) for i, ids in enumerate(prompts)]
@@ -145,15 +145,15 @@ def test_the_trained_pair_drafts_as_well_from_shared_pages(demo_pair: Pair) -> N
 
 
 @pytest.mark.parametrize("kv_memory", [60_000 * 16, 30_000 * 16])
-def test_preempted_and_answered_texts_are_found_again(random_pair: Pair, kv_memory: int) -> None:
-    requests = shots(random_pair, 30, GREEDY)
+def test_pages_of_preempted_and_finished_texts_are_reused(random_pair: Pair, kv_memory: int) -> None:
+    requests = few_shot_requests(random_pair, 30, GREEDY)
     plain = generate(random_pair, requests, prefix_cache=False)
     tight = generate(random_pair, requests, kv_memory=kv_memory)
     assert tight.texts == plain.texts
     assert tight.verified == plain.verified
 
 
-def test_an_answer_is_a_prefix_of_the_next_turn(random_pair: Pair) -> None:
+def test_the_next_turn_reuses_the_pages_of_the_answer(random_pair: Pair) -> None:
     (first,) = random_requests(1, 128, GREEDY, lengths=(30, 30))
 
     def next_turn(completion: Any) -> Request | None:
@@ -174,9 +174,9 @@ def test_an_answer_is_a_prefix_of_the_next_turn(random_pair: Pair) -> None:
     assert num_cached(outputs) >= (30 + len(shared[first.id]) - 1) // 4 * 4
 
 
-def test_scores_share_contexts_and_leave_texts_alone(random_pair: Pair) -> None:
-    """What scoring computes has no head states, so generating must not take it."""
-    requests = shots(random_pair, 8, GREEDY)
+def test_scoring_shares_context_pages_and_changes_no_text(random_pair: Pair) -> None:
+    """Pages computed by scoring hold no KV of the head, so generation must not share them."""
+    requests = few_shot_requests(random_pair, 8, GREEDY)
     scored = [
         ScoreRequest(
             id=f"{r.id} {n}", token_ids=(*r.prompt_token_ids, 3, n), num_context=len(r.prompt_token_ids)
@@ -209,8 +209,8 @@ def test_scores_share_contexts_and_leave_texts_alone(random_pair: Pair) -> None:
     assert cached == num_cached(generate(random_pair, requests))
 
 
-def test_a_failed_pass_is_nobodys_prefix(random_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    requests = shots(random_pair, 12, GREEDY)
+def test_pages_of_a_failed_pass_are_not_shared(random_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    requests = few_shot_requests(random_pair, 12, GREEDY)
     plain = generate(random_pair, requests, prefix_cache=False)
     prefill, calls = Steps.prefill, []
 
@@ -224,16 +224,16 @@ def test_a_failed_pass_is_nobodys_prefix(random_pair: Pair, monkeypatch: pytest.
     assert generate(random_pair, requests, max_prefill_tokens=400).texts == plain.texts
 
 
-def test_a_page_taken_by_its_own_tokens_alone_would_be_noticed(
+def test_digests_without_the_next_token_are_caught(
     random_pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The token behind a page is part of its name: without it the head drafts from another text's state."""
+    """The digest of a page includes the next token: without it the head would use KV of another text."""
 
     def without_the_next(digests: list[bytes], tokens: list[int], page_size: int, root: bytes) -> None:
         ends = range(page_size, len(tokens), page_size)
         digests[:] = [repr((root, tokens[:end])).encode() for end in ends]
 
-    requests = shots(random_pair, 40, GREEDY, prefix=48)
+    requests = few_shot_requests(random_pair, 40, GREEDY, prefix=48)
     plain = generate(random_pair, requests, prefix_cache=False)
     monkeypatch.setattr(scheduler, "extend_digests", without_the_next)
     assert generate(random_pair, requests).verified != plain.verified

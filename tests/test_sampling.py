@@ -1,4 +1,4 @@
-"""Sampling is exact with speculation, and one seed is one text whatever runs beside it."""
+"""Sampling is exact with speculation, and a seed gives the same text in any batch."""
 
 import sys
 from collections import Counter
@@ -43,7 +43,7 @@ FILTERS = {
 
 @pytest.fixture(scope="module")
 def small_pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    """A random pair on ten tokens, so that every text of four can be counted."""
+    """A random pair with a vocabulary of ten, so that every text of four tokens can be enumerated."""
     path = tmp_path_factory.mktemp("small_pair")
     target = write_target(path / "target", vocab_size=VOCAB, std=0.1)
     write_head(path / "drafter", target, draft_vocab_size=7, std=0.1)
@@ -51,7 +51,7 @@ def small_pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 
 
 def expected_marginals(path: Path, sampling: SamplingParams) -> Tensor:
-    """The distribution of the token at each place, ``[LENGTH, VOCAB]``, over all texts of plain sampling."""
+    """The distribution of the token at each position, ``[LENGTH, VOCAB]``, over all texts of plain sampling."""
     import transformers
 
     model = transformers.AutoModelForCausalLM.from_pretrained(path / "target", dtype=torch.float32)
@@ -69,7 +69,7 @@ def expected_marginals(path: Path, sampling: SamplingParams) -> Tensor:
 
 
 def filtered(logits: Tensor, sampling: SamplingParams) -> Tensor:
-    """The filters one token at a time, in plain words."""
+    """The filters, one token at a time."""
     logits = logits.clone()
     for token, bias in sampling.logit_bias:
         logits[token] += bias
@@ -87,7 +87,7 @@ def filtered(logits: Tensor, sampling: SamplingParams) -> Tensor:
 
 
 def p_values(pair: Pair, sampling: SamplingParams, draft_sampling: str) -> tuple[list[float], set[int]]:
-    """Chi-square p-value of each place of the text, and the numbers of accepted drafts that occurred."""
+    """Chi-square p-value of each position of the text, and the numbers of accepted drafts that occurred."""
     from scipy.stats import chisquare
 
     sampling = replace(sampling, max_tokens=LENGTH, ignore_eos=True)
@@ -95,12 +95,12 @@ def p_values(pair: Pair, sampling: SamplingParams, draft_sampling: str) -> tuple
     outputs = generate(pair, requests, max_batch_size=500, draft_sampling=draft_sampling)
     expected = expected_marginals(pair.path, sampling)
     result = []
-    for place in range(LENGTH):
-        counts = Counter(text[place] for text in outputs.texts.values())
-        possible = expected[place] > 0
+    for position in range(LENGTH):
+        counts = Counter(text[position] for text in outputs.texts.values())
+        possible = expected[position] > 0
         assert set(counts) <= set(possible.nonzero().flatten().tolist())
         observed = torch.tensor([float(counts[token]) for token in range(VOCAB)])[possible]
-        result.append(float(chisquare(observed, (expected[place] * SAMPLES)[possible]).pvalue))
+        result.append(float(chisquare(observed, (expected[position] * SAMPLES)[possible]).pvalue))
     return result, {step[1] for steps in outputs.verified.values() for step in steps}
 
 
@@ -108,7 +108,7 @@ def p_values(pair: Pair, sampling: SamplingParams, draft_sampling: str) -> tuple
 @pytest.mark.parametrize(
     "name", [name if name == "all" else pytest.param(name, marks=pytest.mark.slow) for name in FILTERS]
 )
-def test_every_place_has_the_distribution_of_plain_sampling(
+def test_every_position_has_the_distribution_of_plain_sampling(
     small_pair: Pair, name: str, draft_sampling: str
 ) -> None:
     values, accepted = p_values(small_pair, FILTERS[name], draft_sampling)
@@ -118,7 +118,7 @@ def test_every_place_has_the_distribution_of_plain_sampling(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("draft_sampling", ["greedy", "probabilistic"])
-def test_a_residual_that_forgets_the_drafter_is_caught(
+def test_a_residual_without_draft_probabilities_is_caught(
     small_pair: Pair, monkeypatch: pytest.MonkeyPatch, draft_sampling: str
 ) -> None:
     def planted(
@@ -134,7 +134,7 @@ def test_a_residual_that_forgets_the_drafter_is_caught(
 
 
 @pytest.mark.parametrize("draft_sampling", [pytest.param("greedy", marks=pytest.mark.slow), "probabilistic"])
-def test_one_seed_is_one_text_in_any_company(random_pair: Pair, draft_sampling: str) -> None:
+def test_a_seed_gives_the_same_text_in_any_batch(random_pair: Pair, draft_sampling: str) -> None:
     sampling = SamplingParams(max_tokens=16, temperature=0.8, top_p=0.95, seed=7)
     requests = random_requests(9, 128, sampling)
     mixed = [
@@ -149,7 +149,7 @@ def test_one_seed_is_one_text_in_any_company(random_pair: Pair, draft_sampling: 
     assert generate(random_pair, other).texts != generate(random_pair, requests).texts
 
 
-def test_temperature_zero_in_a_sampled_batch_is_greedy(random_pair: Pair) -> None:
+def test_temperature_0_in_a_sampled_batch_is_greedy(random_pair: Pair) -> None:
     greedy = random_requests(4, 128, SamplingParams(max_tokens=12))
     hot = [
         replace(r, id=f"hot{r.id}", sampling=SamplingParams(max_tokens=12, temperature=1.0)) for r in greedy
@@ -173,8 +173,8 @@ def test_uniform_numbers_are_uniform_and_differ_by_purpose() -> None:
     assert (torch.corrcoef(stacked) - torch.eye(3)).abs().max() < 0.03
 
 
-def test_random_numbers_are_those_of_splitmix64() -> None:
-    """Worked out with whole numbers of any size: a seed is one text on every machine and in every version."""
+def test_random_numbers_equal_splitmix64() -> None:
+    """Computed with Python integers: a seed gives the same text on every machine and in every version."""
 
     def mix(x: int) -> int:
         for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
@@ -191,13 +191,13 @@ def test_random_numbers_are_those_of_splitmix64() -> None:
         assert uniform(torch.tensor(seeds), positions, purpose).tolist() == expected
 
 
-def test_draw_never_gives_a_token_without_weight() -> None:
+def test_zero_probability_tokens_are_never_sampled() -> None:
     weights = torch.tensor([0.0, 0.3, 0.0, 0.7, 0.0]).expand(4, 5)
     almost_one = 1 - 2**-24
     assert draw(weights, torch.tensor([0.0, 0.29, 0.31, almost_one])).tolist() == [1, 1, 3, 3]
 
 
-def test_probabilities_of_the_filters() -> None:
+def test_filtered_probabilities() -> None:
     logits = torch.tensor([0.5, 0.25, 0.15, 0.1]).log()[None, None]
 
     def probs(**settings: float) -> list[float]:
@@ -214,17 +214,17 @@ def test_probabilities_of_the_filters() -> None:
 
 
 @pytest.mark.parametrize("num_rows", [1, 3])  # of a prefill, and of a verify
-def test_the_gpu_filters_mean_the_same(monkeypatch: pytest.MonkeyPatch, num_rows: int) -> None:
-    """With stand-ins for FlashInfer's kernels, which need a GPU: what is asked of them, row by row."""
+def test_gpu_filters_equal_the_reference(monkeypatch: pytest.MonkeyPatch, num_rows: int) -> None:
+    """With fakes of FlashInfer's kernels, which need a GPU: their arguments, row by row."""
 
     def top_k(rows: Tensor, places: Tensor) -> Tensor:
-        assert places.is_contiguous(), "the kernels look at no strides"
+        assert places.is_contiguous(), "the kernels ignore strides"
         least = torch.stack([row.topk(int(n)).values[-1] for row, n in zip(rows, places, strict=True)])
         kept = rows.masked_fill(rows < least[:, None], 0)
         return kept / kept.sum(-1, keepdim=True)
 
     def top_p(rows: Tensor, share: Tensor) -> Tensor:
-        assert share.is_contiguous(), "the kernels look at no strides"
+        assert share.is_contiguous(), "the kernels ignore strides"
         ordered, order = rows.sort(dim=-1, descending=True)
         kept = ordered.masked_fill(ordered.cumsum(-1) - ordered >= share[:, None], 0)
         kept = torch.zeros_like(rows).scatter_(-1, order, kept)

@@ -1,4 +1,4 @@
-"""Who runs: places, pages, budget, preemption."""
+"""Scheduling: batch slots, pages, prefill budget, preemption."""
 
 import pytest
 
@@ -32,13 +32,13 @@ def scheduler(num_pages: int = 100, max_batch_size: int = 4, max_prefill_tokens:
 
 
 def prefill(sched: Scheduler) -> list[tuple[str, int, int]]:
-    """One prefill pass as the engine does it."""
+    """One prefill pass, as in the engine."""
     chunks = sched.next_chunks()
     sched.launched(chunks)
     return [(chunk.sequence.request.id, chunk.start, chunk.num_rows) for chunk in chunks]
 
 
-def test_prompts_are_cut_to_the_budget() -> None:
+def test_prompts_are_chunked_to_the_prefill_budget() -> None:
     sched = scheduler()
     for name, length in (("a", 4), ("b", 13), ("c", 2)):
         sched.submit(sequence(name, length))
@@ -48,7 +48,7 @@ def test_prompts_are_cut_to_the_budget() -> None:
     assert prefill(sched) == []
 
 
-def test_what_runs_alone_waits_for_all_and_all_wait_for_it() -> None:
+def test_a_retried_request_runs_alone() -> None:
     sched = scheduler(max_batch_size=3)
     for name in "abcd":
         sched.submit(sequence(name, 1))
@@ -62,12 +62,12 @@ def test_what_runs_alone_waits_for_all_and_all_wait_for_it() -> None:
     assert prefill(sched) == [("b", 0, 1)]
     assert prefill(sched) == []
     assert sched.preempt().request.id == "b"
-    assert prefill(sched) == [("b", 0, 1)], "a preemption changes nothing about it"
+    assert prefill(sched) == [("b", 0, 1)], "also after a preemption"
     sched.retire(sched.running[0])
     assert prefill(sched) == [("d", 0, 1)]
 
 
-def test_no_more_run_than_have_a_place() -> None:
+def test_the_batch_size_limits_running_sequences() -> None:
     sched = scheduler(max_batch_size=2)
     for name in "abc":
         sched.submit(sequence(name, 1))
@@ -79,15 +79,15 @@ def test_no_more_run_than_have_a_place() -> None:
 @pytest.mark.parametrize(
     ("free", "waiting", "length", "calls"),
     [
-        (1, 9, 5, 8),  # a place that was free for half as many steps as there are places
+        (1, 9, 5, 8),  # a slot that was free for half as many steps as there are slots
         (2, 9, 5, 4),
         (4, 9, 5, 2),
-        (1, 1, 5, 1),  # nobody comes after it
+        (1, 1, 5, 1),  # no request follows
         (3, 2, 5, 1),
-        (1, 9, 600, 1),  # worth a pass of its own
+        (1, 9, 600, 1),  # long enough for its own pass
     ],
 )
-def test_a_prompt_waits_for_company_as_long_as_that_costs_less(
+def test_a_prefill_is_delayed_while_batching_it_costs_less(
     free: int, waiting: int, length: int, calls: int
 ) -> None:
     sched = scheduler(num_pages=1000, max_batch_size=16, max_prefill_tokens=2000)
@@ -102,17 +102,17 @@ def test_a_prompt_waits_for_company_as_long_as_that_costs_less(
     if waiting > free:
         sched.retire(sched.running[0])
         again = [bool(prefill(sched)) for _ in range(8 if length < 512 else 1)]
-        assert again == [False] * (len(again) - 1) + [True], "the count begins anew"
+        assert again == [False] * (len(again) - 1) + [True], "the count restarts"
 
 
-def test_what_the_cache_knows_is_no_reason_for_a_pass() -> None:
+def test_cached_tokens_do_not_trigger_a_prefill() -> None:
     sched = Scheduler(
         allocator=PrefixCache(2000, 4),
         limits=Limits(max_batch_size=16, max_prefill_tokens=2000),
         num_spec_tokens=3,
     )
     for index in range(16):
-        sched.submit(sequence(str(index), 601))  # prompts that are all alike
+        sched.submit(sequence(str(index), 601))  # all prompts are equal
     assert [len(prefill(sched)) for _ in range(2)] == [16, 0]
     sched.retire(sched.running[0])
     for index in range(9):
@@ -120,29 +120,29 @@ def test_what_the_cache_knows_is_no_reason_for_a_pass() -> None:
     assert [bool(prefill(sched)) for _ in range(8)] == [False] * 7 + [True]
 
 
-def test_a_prompt_does_not_wait_where_nothing_decodes() -> None:
+def test_a_prefill_is_not_delayed_while_nothing_decodes() -> None:
     sched = scheduler(max_batch_size=64)
     sched.submit(sequence("a", 3))
     assert prefill(sched) == [("a", 0, 3)]
 
 
-def test_admission_waits_for_pages_and_keeps_the_order() -> None:
+def test_admission_waits_for_pages_in_order() -> None:
     sched = scheduler(num_pages=5)
     for name, length in (("a", 8), ("b", 9), ("c", 1)):
         sched.submit(sequence(name, length))
-    assert prefill(sched) == [("a", 0, 8)]  # b does not fit; c would, and does not overtake
+    assert prefill(sched) == [("a", 0, 8)]  # b does not fit; c would, but does not overtake it
     sched.retire(sched.running[0])
     assert [name for name, *_ in prefill(sched)] == ["b"]
 
 
-def test_the_youngest_gives_way_and_comes_back_first() -> None:
+def test_the_newest_sequence_is_preempted_and_readmitted_first() -> None:
     sched = scheduler(num_pages=6, max_prefill_tokens=12)
     for name in "abc":
         sched.submit(sequence(name, 4))
     prefill(sched)
     oldest, _, youngest = sched.running
     sched.submit(sequence("d", 4))
-    oldest.tokens.append(1)  # its next step needs a third page, and all six are taken
+    oldest.tokens.append(1)  # its next step needs a third page, and all six are in use
     assert not sched.reserve()
     assert sched.preempt() is youngest
     assert sched.reserve()
@@ -153,7 +153,7 @@ def test_the_youngest_gives_way_and_comes_back_first() -> None:
     assert prefill(sched) == [("c", 0, 4), ("d", 0, 4)]
 
 
-def test_a_step_in_flight_needs_room_too_but_not_behind_the_end() -> None:
+def test_a_step_in_flight_reserves_pages_up_to_the_last_token() -> None:
     sched = scheduler(num_pages=5)
     sched.submit(sequence("a", 4, max_tokens=8))
     prefill(sched)
@@ -166,7 +166,7 @@ def test_a_step_in_flight_needs_room_too_but_not_behind_the_end() -> None:
     assert (sched.reserve(), len(only.pages)) == (True, 4)  # 12 tokens at the end and a step
 
 
-def test_a_sequence_surely_ends_when_the_least_that_is_in_flight_fills_it() -> None:
+def test_a_sequence_will_finish_when_the_minimum_in_flight_fills_it() -> None:
     seq = sequence("a", 2, max_tokens=3)
     seq.add_in_flight(1, 4)
     seq.add_in_flight(1, 4)
@@ -177,14 +177,14 @@ def test_a_sequence_surely_ends_when_the_least_that_is_in_flight_fills_it() -> N
     assert not seq.will_finish
 
 
-def test_a_preempted_sequence_is_computed_up_to_its_newest_token() -> None:
+def test_a_preempted_sequence_is_recomputed_up_to_its_newest_token() -> None:
     seq = sequence("a", 5)
     assert seq.num_prefill_tokens == 5
     seq.append([7, 8])
     assert seq.num_prefill_tokens == 6
 
 
-def test_all_pages_come_back() -> None:
+def test_all_pages_are_freed() -> None:
     allocator = PageAllocator(10, 4)
     first: list[int] = []
     second: list[int] = []
@@ -197,7 +197,7 @@ def test_all_pages_come_back() -> None:
     assert allocator.num_free == 10
 
 
-def test_what_never_fits_is_refused_with_the_numbers() -> None:
+def test_a_request_that_never_fits_is_refused() -> None:
     sched = scheduler(num_pages=3)
     assert sched.refusal(sequence("a", 4, max_tokens=4)) is None
     assert "needs" not in (reason := sched.refusal(sequence("a", 5, max_tokens=4)) or "")
@@ -206,7 +206,7 @@ def test_what_never_fits_is_refused_with_the_numbers() -> None:
     assert "--kv-memory" in reason
 
 
-def test_a_text_ends_at_eos_at_a_stop_string_or_at_its_length() -> None:
+def test_finish_reasons_eos_stop_string_and_length() -> None:
     class StopAtNine:
         def feed(self, token_ids: list[int]) -> int | None:
             return token_ids.index(9) + 1 if 9 in token_ids else None

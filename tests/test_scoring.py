@@ -1,4 +1,4 @@
-"""The engine's scores are those of transformers, however the texts are cut and packed, and leave nothing behind."""
+"""The engine's scores equal those of transformers for any chunking and packing, and leave no state."""
 
 from itertools import islice
 
@@ -42,7 +42,7 @@ def expected(pair: Pair, request: ScoreRequest) -> tuple[list[float], list[bool]
 
 
 @pytest.mark.parametrize("max_prefill_tokens", [2048, 7])
-def test_scores_are_those_of_transformers(random_pair: Pair, max_prefill_tokens: int) -> None:
+def test_scores_equal_transformers(random_pair: Pair, max_prefill_tokens: int) -> None:
     requests = texts(random_pair, 12)
     engine = engine_of(random_pair, max_prefill_tokens=max_prefill_tokens, max_batch_size=5)
     found = {scored.request.id: scored for scored in engine.score(requests)}
@@ -53,7 +53,7 @@ def test_scores_are_those_of_transformers(random_pair: Pair, max_prefill_tokens:
         assert list(found[request.id].greedy) == greedy
 
 
-def test_what_the_model_writes_is_what_it_finds_likeliest(random_pair: Pair) -> None:
+def test_generated_tokens_are_scored_as_greedy(random_pair: Pair) -> None:
     asked = random_requests(3, random_pair.models.target.config.vocab_size, GREEDY, lengths=(3, 9))
     engine = engine_of(random_pair)
     written = [
@@ -82,12 +82,12 @@ def test_a_full_context_is_scored_and_one_token_more_is_refused(random_pair: Pai
 
 
 @pytest.mark.parametrize("num_context", [0, 3])
-def test_a_text_needs_context_and_something_to_score(num_context: int) -> None:
+def test_scoring_needs_context_and_tokens_to_score(num_context: int) -> None:
     with pytest.raises(UserError, match="leave at least one on either side"):
         ScoreRequest(id="t", token_ids=(1, 2, 3), num_context=num_context)
 
 
-def test_pages_come_back_also_when_the_caller_has_seen_enough(random_pair: Pair) -> None:
+def test_pages_are_freed_when_the_iterator_is_closed(random_pair: Pair) -> None:
     engine = engine_of(random_pair)
     allocator = engine._scheduler._allocator
     list(engine.score(texts(random_pair, 9)))

@@ -1,4 +1,4 @@
-"""The choice of K: near the best fixed one at every batch size and acceptance, and steady where two are alike."""
+"""The choice of K: near the best fixed K at every batch size and acceptance, and stable between equals."""
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
@@ -15,7 +15,7 @@ Curve = Sequence[float]  # conditional acceptance by position
 
 
 def cost(num_sequences: int, k: int) -> float:
-    """Seconds of a step, shaped like an 8B on an H100: bound by weights in a small batch, by compute in a large one."""
+    """Seconds per step, like an 8B model on an H100: memory-bound in a small batch, compute-bound in a large one."""
     rows = num_sequences * (k + 1)
     return ((5.8**3 + (0.0336 * rows) ** 3) ** (1 / 3) + 0.02 * num_sequences + 0.35 * k) / 1000
 
@@ -28,7 +28,7 @@ def flat(rate: float) -> Curve:
 
 
 def speed(num_sequences: int, k: int, curve: Curve) -> float:
-    """Tokens a second that ``k`` drafts give in the long run."""
+    """Tokens per second with ``k`` drafts in the long run."""
     return num_sequences * tokens(k, curve) / cost(num_sequences, k)
 
 
@@ -41,7 +41,7 @@ def best(num_sequences: int, curve: Curve) -> float:
 
 
 class Decoding:
-    """Steps under a policy; the engine reads what a step found after it has launched the next one."""
+    """Steps under a policy; the results of a step are read after the next one was launched."""
 
     def __init__(self, policy: CheapestLength, seed: int = 0) -> None:
         self.policy = policy
@@ -50,7 +50,7 @@ class Decoding:
         self._unread: list[tuple[int, int]] = []
 
     def run(self, num_steps: int, num_sequences: int, curve: Curve) -> float:
-        """Tokens a second over ``num_steps``, with the tokens that the chosen lengths give in the mean."""
+        """Tokens per second over ``num_steps``, from the expected tokens of the chosen lengths."""
         seconds = emitted = 0.0
         for _ in range(num_steps):
             k = self.policy.choose(num_sequences)
@@ -65,7 +65,7 @@ class Decoding:
 
     @property
     def num_changes(self) -> int:
-        """Changes to a length that lasted: single steps of another one are probes."""
+        """Lasting changes of K: single steps with another K are probes."""
         lasting = [a for a, b in pairwise(self.lengths) if a == b]
         return sum(a != b for a, b in pairwise(lasting))
 
@@ -73,43 +73,43 @@ class Decoding:
 # --- costs ----------------------------------------------------------------------------------------
 
 
-def test_costs_are_linear_between_the_measured_sizes():
+def test_costs_are_interpolated_between_measured_batch_sizes():
     costs = StepCosts(seconds={(8, 0): 3.0, (2, 0): 1.0, (4, 0): 1.5, (2, 3): 5.0, (4, 3): 4.0})
     assert costs.lengths == (0, 3)
     assert [costs.at(size, 0) for size in (1, 2, 3, 4, 6, 8)] == [1.0, 1.0, 1.25, 1.5, 2.25, 3.0]
-    assert costs.at(10, 0) == 3.75  # on as before
-    assert costs.at(10, 3) == 4.0  # but never down
+    assert costs.at(10, 0) == 3.75  # extrapolated
+    assert costs.at(10, 3) == 4.0  # but never decreasing
     assert StepCosts(seconds={(2, 1): 1.0}).at(7, 1) == 1.0
 
 
 # --- acceptance -----------------------------------------------------------------------------------
 
 
-def test_what_was_seen_outweighs_what_was_supposed():
+def test_observed_acceptance_outweighs_the_prior():
     acceptance = RunningAcceptance(3)
     for _ in range(100):
         for accepted in (0, 0, 1, 1, 1, 1, 3, 3, 3, 3):
             acceptance.see(3, accepted)
     a = acceptance.expected_tokens()
     assert a == pytest.approx([1, 1.8, 2.2, 2.6], rel=0.02)
-    assert [acceptance.expected_tokens() for _ in range(3)] == [a] * 3  # nothing new, nothing forgotten
+    assert [acceptance.expected_tokens() for _ in range(3)] == [a] * 3  # no decay without new steps
 
 
-def test_what_was_not_drafted_is_like_the_draft_before_it():
+def test_undrafted_positions_take_the_rate_of_the_last_drafted_one():
     acceptance = RunningAcceptance(4)
     for number in range(1000):
         acceptance.see(1, number % 2)
     assert acceptance.expected_tokens() == pytest.approx([1, 1.5, 1.75, 1.875, 1.9375], rel=0.01)
 
 
-def test_steps_without_drafts_tell_nothing():
+def test_steps_without_drafts_do_not_change_the_estimate():
     seen, other = RunningAcceptance(2), RunningAcceptance(2)
     for _ in range(100):
         seen.see(0, 0)
     assert seen.expected_tokens() == other.expected_tokens()
 
 
-def test_a_large_batch_is_not_forgotten_in_one_step():
+def test_one_large_step_does_not_erase_the_estimate():
     acceptance = RunningAcceptance(1)
     for _ in range(100):
         for _ in range(256):
@@ -125,7 +125,7 @@ def test_a_large_batch_is_not_forgotten_in_one_step():
 
 @pytest.mark.parametrize("num_sequences", [1, 8, 32, 128, 256])
 @pytest.mark.parametrize("rate", [0.02, 0.3, 0.6, 0.75, 0.9])
-def test_it_is_near_the_best_fixed_length_and_steady(rate, num_sequences):
+def test_throughput_is_near_the_best_fixed_k_and_k_is_stable(rate, num_sequences):
     curve, decoding = flat(rate), Decoding(CheapestLength(COSTS))
     found = decoding.run(STEPS, num_sequences, curve)
     assert found >= 0.97 * best(num_sequences, curve)
@@ -135,7 +135,7 @@ def test_it_is_near_the_best_fixed_length_and_steady(rate, num_sequences):
 
 @pytest.mark.parametrize("num_sequences", [1, 8, 32, 64, 128, 256])
 @pytest.mark.parametrize("curve", [(0.5, 0.6, 0.65, 0.7, 0.7, 0.7, 0.7), (0.8, 0.4, 0.2, 0.1, 0.1, 0.1, 0.1)])
-def test_acceptance_may_rise_and_fall_with_the_position(curve, num_sequences):
+def test_acceptance_that_varies_by_position(curve, num_sequences):
     decoding = Decoding(CheapestLength(COSTS))
     assert decoding.run(STEPS, num_sequences, curve) >= 0.97 * best(num_sequences, curve)
     assert decoding.num_changes <= 30
@@ -143,15 +143,15 @@ def test_acceptance_may_rise_and_fall_with_the_position(curve, num_sequences):
 
 @pytest.mark.parametrize("num_sequences", [1, 8, 32, 128, 256])
 @pytest.mark.parametrize(("before", "after"), [(0.9, 0.3), (0.3, 0.9), (0.9, 0.02), (0.02, 0.9)])
-def test_it_follows_the_acceptance(before, after, num_sequences):
+def test_k_follows_a_change_in_acceptance(before, after, num_sequences):
     decoding = Decoding(CheapestLength(COSTS))
     decoding.run(STEPS // 2, num_sequences, flat(before))
-    decoding.run(STEPS // 4, num_sequences, flat(after))  # it has so long to find out
+    decoding.run(STEPS // 4, num_sequences, flat(after))  # time to adapt
     assert decoding.run(STEPS // 4, num_sequences, flat(after)) >= 0.97 * best(num_sequences, flat(after))
 
 
 @pytest.mark.parametrize("rate", [0.3, 0.6, 0.75, 0.9])
-def test_it_follows_a_batch_that_drains(rate):
+def test_k_follows_a_shrinking_batch(rate):
     curve, decoding, ideal, taken = flat(rate), Decoding(CheapestLength(COSTS)), 0.0, 0.0
     for num_sequences in range(256, 0, -1):
         taken += num_sequences / decoding.run(8, num_sequences, curve)
@@ -162,8 +162,8 @@ def test_it_follows_a_batch_that_drains(rate):
 
 
 @pytest.mark.parametrize("num_sequences", [1, 32, 256])
-def test_looking_further_takes_less_than_half_a_per_cent_of_the_time(num_sequences):
-    """Of a drafter that gives nothing, where each probe is lost in full."""
+def test_exploration_takes_less_than_half_a_percent_of_the_time(num_sequences):
+    """With a drafter that is never accepted, each probe is a full loss."""
     decoding = Decoding(CheapestLength(COSTS))
     decoding.run(500, num_sequences, flat(0.0))
     decoding.lengths.clear()
@@ -173,8 +173,8 @@ def test_looking_further_takes_less_than_half_a_per_cent_of_the_time(num_sequenc
 
 
 @pytest.mark.parametrize("change", [lambda k: 0.0, lambda k: 0.0002 * (k == 3)])
-def test_two_lengths_that_are_alike_do_not_alternate(change: Callable[[int], float]):
-    """Each length takes in proportion to what it gives, so that chance decides."""
+def test_k_does_not_alternate_between_equal_choices(change: Callable[[int], float]):
+    """The cost of each K is proportional to its tokens, so that noise decides."""
     curve = flat(0.7)
     seconds = {(size, k): tokens(k, curve) + change(k) for size in (1, 256) for k in range(MOST + 1)}
     decoding = Decoding(CheapestLength(StepCosts(seconds=seconds)))
@@ -182,7 +182,7 @@ def test_two_lengths_that_are_alike_do_not_alternate(change: Callable[[int], flo
     assert decoding.num_changes <= 20
 
 
-def test_a_batch_that_is_large_for_a_step_changes_nothing():
+def test_one_step_of_a_larger_batch_does_not_change_k():
     decoding = Decoding(CheapestLength(COSTS))
     decoding.run(100, 1, flat(0.95))
     for _ in range(20):
@@ -191,14 +191,14 @@ def test_a_batch_that_is_large_for_a_step_changes_nothing():
     assert decoding.lengths[100:] == [MOST] * 120
 
 
-def test_what_is_far_better_is_taken_at_once():
+def test_a_much_better_k_is_taken_at_once():
     decoding = Decoding(CheapestLength(COSTS))
     decoding.run(200, 1, flat(0.6))
     decoding.run(5, 256, flat(0.6))
     assert min(decoding.lengths[100:200]) > 2 >= max(decoding.lengths[200:])
 
 
-def test_half_a_per_cent_is_not_worth_a_change():
+def test_a_gain_of_half_a_percent_does_not_change_k():
     seconds = {(1, k): 1.0 if k == 2 else 10.0 for k in range(4)}
     seconds |= {(2, 0): 9.0, (2, 1): 9.0, (2, 2): 3.0, (2, 3): 4.0 / 1.005}  # where every draft is right
     decoding = Decoding(CheapestLength(StepCosts(seconds=seconds)))
@@ -207,7 +207,7 @@ def test_half_a_per_cent_is_not_worth_a_change():
     assert decoding.lengths.count(3) < 0.02 * STEPS
 
 
-def test_only_lengths_that_were_measured_are_chosen():
+def test_only_measured_lengths_are_chosen():
     seconds = {(size, k): cost(size, k) for size in SIZES for k in (0, 1, 3, 6)}
     policy = CheapestLength(StepCosts(seconds=seconds))
     assert policy.most == 6
@@ -218,14 +218,14 @@ def test_only_lengths_that_were_measured_are_chosen():
     assert len(set(decoding.lengths)) > 1
 
 
-def test_the_same_run_chooses_the_same():
+def test_the_choice_is_deterministic():
     one, two = Decoding(CheapestLength(COSTS), seed=1), Decoding(CheapestLength(COSTS), seed=1)
     for decoding in (one, two):
         decoding.run(300, 16, flat(0.6))
     assert one.lengths == two.lengths
 
 
-def test_a_fixed_length_stays():
+def test_a_fixed_k_never_changes():
     fixed = FixedLength(4)
     fixed.see(4, 0)
     assert [fixed.choose(size) for size in (1, 256)] == [4, 4]

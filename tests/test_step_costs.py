@@ -1,4 +1,4 @@
-"""K may change at every step: texts stay, steps are timed before the run, and none of the timing is left behind."""
+"""K may change at every step without changing texts; timing steps before the run leaves no state."""
 
 import random
 from collections import Counter
@@ -25,7 +25,7 @@ GREEDY = SamplingParams(max_tokens=40)
 
 
 class AnyLength:
-    """Another number of drafts at every step."""
+    """A different K at every step."""
 
     def __init__(self, most: int) -> None:
         self.most, self._draw = most, random.Random(3)
@@ -46,7 +46,7 @@ def run(engine: EngineCore, requests: Iterable[Request]) -> dict[str, tuple[int,
 
 @pytest.mark.parametrize("ahead", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("batch", ["padded", "non-padded"])
-def test_any_number_of_drafts_at_any_step_gives_the_same_texts(
+def test_k_may_change_at_every_step_without_changing_texts(
     demo_pair: Pair, device_like: Callable[[], None], batch: str, ahead: bool
 ) -> None:
     plain = generate(demo_pair, mixed_requests(GREEDY), num_spec_tokens=0)
@@ -66,17 +66,17 @@ def test_any_number_of_drafts_at_any_step_gives_the_same_texts(
     assert all(step.target_rows >= step.num_sequences * (step.num_spec_tokens + 1) for step in steps)
     for position, found in enumerate(fold(events, num_spec_tokens=5).speculation.acceptance):
         assert found.drafted == sum(number > position for number in drafted)
-    mixed, usual = drafts_by_place(events), drafts_by_place(fixed.events)
+    mixed, usual = drafts_by_position(events), drafts_by_position(fixed.events)
     both = mixed.keys() & usual.keys()
-    assert sum(bool(mixed[place]) for place in both) > 25
-    for place in both:
-        assert usual[place][: len(mixed[place])] == mixed[place], (
+    assert sum(bool(mixed[position]) for position in both) > 25
+    for position in both:
+        assert usual[position][: len(mixed[position])] == mixed[position], (
             "a head that missed a step would draft otherwise"
         )
 
 
-def drafts_by_place(events: Iterable[Event]) -> dict[tuple[str, int], tuple[int, ...]]:
-    """What was drafted for a sequence behind so many tokens."""
+def drafts_by_position(events: Iterable[Event]) -> dict[tuple[str, int], tuple[int, ...]]:
+    """The drafts of a sequence by the number of tokens before them."""
     lengths, drafts = Counter[str](), {}
     for event in events:
         if isinstance(event, Verified):
@@ -86,7 +86,7 @@ def drafts_by_place(events: Iterable[Event]) -> dict[tuple[str, int], tuple[int,
 
 
 @pytest.mark.slow
-def test_steps_are_timed_and_nothing_is_left_of_it(random_pair: Pair) -> None:
+def test_timing_steps_leaves_no_state(random_pair: Pair) -> None:
     events: list[Event] = []
     config = config_of(random_pair, num_spec_tokens=2, max_batch_size=6)
     engine = build_engine(config, random_pair.models, events.append)
@@ -100,9 +100,7 @@ def test_steps_are_timed_and_nothing_is_left_of_it(random_pair: Pair) -> None:
     assert run(engine, requests) == fresh.texts
 
 
-def test_a_run_captures_nothing_that_could_be_captured_before(
-    random_pair: Pair, device_like: Callable[[], None]
-) -> None:
+def test_all_graphs_are_captured_before_the_run(random_pair: Pair, device_like: Callable[[], None]) -> None:
     device_like()
     config = config_of(random_pair, num_spec_tokens=2, max_batch_size=11)
     engine = build_engine(config, random_pair.models, lambda event: None)
@@ -118,7 +116,7 @@ def test_a_run_captures_nothing_that_could_be_captured_before(
     assert keys == before
 
 
-def test_what_has_no_room_is_not_timed(random_pair: Pair) -> None:
+def test_batches_that_do_not_fit_are_not_timed(random_pair: Pair) -> None:
     config = config_of(random_pair, num_spec_tokens=2, max_batch_size=8, kv_memory=480_000)
     engine = build_engine(config, random_pair.models, lambda event: None)
     sizes = {size for size, _ in measure(engine, 8, 2).seconds}
@@ -129,8 +127,8 @@ def test_what_has_no_room_is_not_timed(random_pair: Pair) -> None:
         measure(tight, 1, 2)
 
 
-def test_auto_drafts_what_pays(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With costs at which drafts are free it takes all, and with costs at which they are dear none."""
+def test_auto_picks_the_k_with_the_highest_throughput(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Free drafts give the largest K, expensive ones K = 0."""
     demo = data_directory() / "demo"
     config = resolved(
         EngineConfig(

@@ -15,7 +15,7 @@ MARK = re.compile(r"<<(\d+)([-+*/])(\d+)=(\d+)>>(\d+)")
 
 
 def check_sums(text: str) -> None:
-    """Every calculator mark in ``text`` is true, and the number behind it repeats it."""
+    """Every calculator annotation in ``text`` is correct, and the number after it repeats the result."""
     for a, op, b, value, said in MARK.findall(text):
         a, b = Fraction(a), Fraction(b)
         assert (
@@ -25,7 +25,7 @@ def check_sums(text: str) -> None:
 
 
 @pytest.mark.parametrize("template", dict.fromkeys(TEMPLATES), ids=lambda template: template.__name__)
-def test_each_template_works_its_own_answer_out(template):
+def test_each_template_solves_its_problem(template):
     rng = Random(3)
     for _ in range(200):
         problem = template(rng)
@@ -44,14 +44,14 @@ def test_texts_are_clean():
             check_sums(text)
 
 
-def test_the_solution_ends_as_gsm8k_does():
+def test_the_solution_ends_in_gsm8k_format():
     problem = generate(Random(1))
     *steps, last = problem.solution.split("\n")
     assert steps == list(problem.steps)
     assert last == f"#### {problem.answer}"
 
 
-def test_a_division_that_does_not_come_out_even_is_a_mistake_in_a_template():
+def test_a_division_with_remainder_is_an_error():
     with pytest.raises(AssertionError):
         work(7, "/", 2)
 
@@ -61,7 +61,7 @@ def test_templates_make_many_different_questions():
     assert len({generate(rng).question for _ in range(3000)}) > 2900
 
 
-def test_the_hash_splits_the_questions():
+def test_questions_are_split_by_hash():
     rng = Random(4)
     held_out = {of_split(rng, held_out=True).question for _ in range(100)}
     trained = {of_split(rng, held_out=False).question for _ in range(3000)}

@@ -1,4 +1,4 @@
-"""Makers of tiny random checkpoints in the public formats, for every test that needs a model."""
+"""Tiny random checkpoints in the public formats."""
 
 import json
 from pathlib import Path
@@ -93,7 +93,7 @@ def write_head(
     changed: dict[str, torch.Tensor | None] | None = None,
     changed_config: dict[str, Any] | None = None,
 ) -> None:
-    """Write a random head for ``target``, as wide as it unless ``hidden_size`` says otherwise.
+    """Write a random head for ``target``, as wide as the target unless ``hidden_size`` is given.
 
     ``draft_vocab_size`` None is the full vocabulary, without d2t.
 
@@ -123,7 +123,7 @@ def write_head(
         "fc_norm": fc_norm,
         "norm_output": norm_output,
     }
-    whole = dialect == "speculators"  # what that library saves has every field
+    whole = dialect == "speculators"  # that library saves every field
     config = _head_config(target, width, dialect, qk_norm)
     config |= {name: on for name, on in flags.items() if on or whole}
     if draft_vocab_size is not None:

@@ -1,5 +1,5 @@
 # ruff: noqa: E501 (a phrase stays on one line)
-"""What the generated chats know: everyday topics, activities with tips, lists, and small programs."""
+"""Facts of the generated chats: everyday topics, activities with tips, lists, and small programs."""
 
 from dataclasses import dataclass
 

@@ -22,40 +22,10 @@ from demo_text.chats_on_topics import compare, explain, facts, listing, summariz
 from demo_text.phrases import Chat
 
 TEMPLATES: tuple[Callable[[Random], Chat], ...] = (
-    *(
-        explain,
-        explain,
-        explain,
-        facts,
-        facts,
-        summarize,
-        compare,
-        tips,
-        tips,
-        listing,
-        story,
-        story,
-        poem,
-        letter,
-    ),
-    *(
-        roleplay,
-        program,
-        program,
-        extraction,
-        order,
-        order,
-        sums,
-        series,
-        words,
-        words,
-        choice,
-        rewriting,
-        small_talk,
-        scene,
-        day_plan,
-        sides,
-    ),
+    *(explain, explain, explain, facts, facts, summarize, compare, tips, tips, listing, story, story),
+    *(poem, letter),
+    *(roleplay, program, program, extraction, order, order, sums, series, words, words, choice),
+    *(rewriting, small_talk, scene, day_plan, sides),
 )
 
 

@@ -155,7 +155,7 @@ def letter(rng: Random) -> Chat:
 
 
 def roleplay(rng: Random) -> Chat:
-    """Speaking as somebody else."""
+    """Role play."""
     role, name = rng.choice(sorted(ROLES)), rng.choice(SHE + HE)
     ask = f"[Pretend [that |]you are|Imagine you are|Act as|Act like|You are|Play the role of] {a(role)}[. Introduce yourself.|. Greet me.|. Tell me about your day.|. What do you say?| and say hello.| and talk to me.|.]"
     chat = [phrase(rng, ask), ROLES[role].format(n=name)]
@@ -189,7 +189,7 @@ def roleplay(rng: Random) -> Chat:
 
 
 def small_talk(rng: Random) -> Chat:
-    """One to three exchanges about nothing much."""
+    """One to three exchanges of small talk."""
     return [phrase(rng, text) for pair in rng.sample(TALK, rng.choice((1, 1, 2, 3))) for text in pair]
 
 

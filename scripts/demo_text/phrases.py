@@ -37,13 +37,13 @@ def join(words: list[str]) -> str:
 
 
 def a(word: str) -> str:
-    """``word`` behind its indefinite article."""
+    """``word`` with its indefinite article."""
     return ("an " if word[0] in "aeiou" else "a ") + word
 
 
 @dataclass(frozen=True, kw_only=True)
 class Person:
-    """Somebody in a story and the words that stand for them."""
+    """A person in a story, with pronouns."""
 
     name: str
     he: str

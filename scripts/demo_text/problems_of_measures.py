@@ -241,7 +241,7 @@ def saving(rng: Random) -> Problem:
 
 
 def _handmade(rng: Random, each: int, times: int, period: str) -> Problem:
-    """Somebody makes things, and some of them go."""
+    """A person makes things and gives some away."""
     (who,), things = (
         people(rng, 1),
         rng.choice(("cakes", "pies", "scarves", "candles", "lamps", "cookies", "toys", "hats")),
@@ -260,7 +260,7 @@ def _handmade(rng: Random, each: int, times: int, period: str) -> Problem:
 
 
 def production(rng: Random) -> Problem:
-    """So many an hour or a day; over a time, less the spoiled ones."""
+    """A rate per hour or day over a time, minus the spoiled ones."""
     maker, things = rng.choice(MAKERS)
     each, times, period = rng.randint(3, 40), rng.randint(2, 9), rng.choice(("hour", "day"))
     total, product = work(each, "*", times)

@@ -51,7 +51,7 @@ def _change(rng: Random, who: Person, things: str, have: int) -> tuple[str, str,
 
 
 def chain(rng: Random) -> Problem:
-    """Somebody has things; one to three events change how many."""
+    """A person has things; one to three events change how many."""
     (who,), things = people(rng, 1), rng.choice(THINGS)
     have = rng.randint(3, rng.choice((20, 60, 150)))
     story, steps = [phrase(rng, f"{who.name} has {have} {things}")], []

@@ -1,4 +1,4 @@
 """The networks: forward passes of targets and heads over packed rows, and the tables of their families.
 
-May import ops, and of kv what a model says of its cache.
+May import ops, and from kv the spec of a model's cache.
 """

@@ -1,29 +1,27 @@
-"""The fields of a ``config.json``, each checked or refused by name; no torch."""
+"""The fields of a ``config.json``, each validated by name; no torch."""
 
 from collections.abc import Mapping
 from typing import Any
 
 from specgen.config import require, shown
 
-LARGEST_COUNT = 1 << 24  # of layers, tokens, positions, ...: no model comes near
+LARGEST_COUNT = 1 << 24  # of layers, tokens, positions, ...: far beyond any model
 _LARGEST_NUMBER = 1e18
 
 Raw = Mapping[str, Any]
 
 
 def section(config: Raw, name: str) -> Raw:
-    """An object inside ``config``; empty where there is none."""
-    value = config.get(name) or {}
+    """An object inside ``config``; empty if absent."""
+    value: Raw = config.get(name) or {}
     require(isinstance(value, Mapping), f"{name} is {shown(value)}: config.json is wrong")
-    assert isinstance(value, Mapping)
     return value
 
 
 def items(config: Raw, name: str) -> list[Any]:
-    """A list; empty where there is none."""
-    value = config.get(name) or []
+    """A list; empty if absent."""
+    value: list[Any] = config.get(name) or []
     require(isinstance(value, list), f"{name} is {shown(value)}: it must be a list")
-    assert isinstance(value, list)
     return value
 
 
@@ -36,27 +34,22 @@ def flag(config: Raw, name: str, default: bool = False) -> bool:
 
 def count(config: Raw, name: str, default: int | None = None) -> int:
     """A whole number above 0."""
-    value = _given(config, name, default)
+    value: Any = _given(config, name, default)
     fits = type(value) is int and 0 < value <= LARGEST_COUNT
     require(fits, f"{name} is {shown(value)}: it must be a whole number above 0, at most {LARGEST_COUNT}")
-    assert isinstance(value, int)
-    return value
+    return int(value)
 
 
 def number(config: Raw, name: str, default: float | None = None) -> float:
     """A finite number above 0."""
-    value = _given(config, name, default)
-    # false also for NaN
-    fits = isinstance(value, int | float) and value is not True and 0 < value < _LARGEST_NUMBER
+    value: Any = _given(config, name, default)
+    fits = isinstance(value, int | float) and value is not True and 0 < value < _LARGEST_NUMBER  # not NaN
     require(fits, f"{name} is {shown(value)}: it must be a number above 0, below {_LARGEST_NUMBER:g}")
-    assert isinstance(value, int | float)
     return float(value)
 
 
 def _given(config: Raw, name: str, default: object) -> object:
     value = default if config.get(name) is None else config[name]
-    require(
-        value is not None,
-        f"config.json has no {name}: it is incomplete, or of a family that is not supported",
-    )
+    reason = f"config.json has no {name}: it is incomplete, or of a family that is not supported"
+    require(value is not None, reason)
     return value

@@ -1,4 +1,4 @@
-"""The EAGLE3 head: fuses the target's features and drafts a token per pass."""
+"""The EAGLE3 head: fuses the target's features and drafts one token per pass."""
 
 from dataclasses import dataclass
 
@@ -18,12 +18,12 @@ class Eagle3Head:
 
     config: Eagle3Config
     embedding: Tensor  # [V, H]; the target's unless the checkpoint has its own
-    feature_norm: Norm | None  # over [rows, parts, N]
-    feature_parts: int  # how many norms the features fall into
+    feature_norm: Norm | None  # over [rows, num_feature_norms, N]
+    num_feature_norms: int  # 1: over all features concatenated
     fc: Map  # [rows, aux layers * Ht] -> [rows, H]
-    inputs: Pair  # ids [rows] and hidden [rows, H] -> both normed, side by side [rows, 2 * H]
+    inputs: Pair  # ids [rows] and hidden [rows, H] -> both normed, concatenated [rows, 2 * H]
     attention: Attention
-    keys_values: Projection  # of the same attention
+    kv_proj: Projection  # of the same attention
     post_norm: Norm
     mlp: MLP
     norm: Norm
@@ -36,7 +36,7 @@ class Eagle3Head:
     def build(
         cls, config: Eagle3Config, take: Take, target: Target, draft_to_target: Tensor, ops: Ops
     ) -> "Eagle3Head":
-        """Take every tensor of the head; the embedding is the target's unless the head has its own."""
+        """Load every tensor of the head; the embedding is the target's unless the head has its own."""
         root, layer = tensor_prefixes(take)
         hidden, eps, kv_heads = config.hidden_size, config.rms_norm_eps, config.num_kv_heads
         fc_width, table = config.num_features * config.target_hidden_size, target.embedding
@@ -50,15 +50,13 @@ class Eagle3Head:
             config=config,
             embedding=table,
             feature_norm=_feature_norm(config, root, take, ops),
-            feature_parts=config.num_features if config.fc_norm else 1,
+            num_feature_norms=config.num_features if config.fc_norm else 1,
             fc=ops.linear(take.linear({root + "fc": hidden}, fc_width)),
-            inputs=ops.embed_beside(
+            inputs=ops.embed_norm_concat(
                 table, vector(layer + "input_layernorm.weight"), vector(layer + "hidden_norm.weight"), eps
             ),
             attention=Attention.build(config, 0, 2 * hidden, layer, take, ops),
-            keys_values=Projection.build(
-                config, {"k": kv_heads, "v": kv_heads}, 2 * hidden, layer, take, ops
-            ),
+            kv_proj=Projection.build(config, {"k": kv_heads, "v": kv_heads}, 2 * hidden, layer, take, ops),
             post_norm=ops.rms_norm(vector(layer + "post_attention_layernorm.weight"), eps),
             mlp=MLP.build(config, layer, take, ops),
             norm=ops.rms_norm(vector(root + "norm.weight"), eps),
@@ -69,23 +67,23 @@ class Eagle3Head:
         )
 
     def fuse(self, features: Tensor) -> Tensor:
-        """The target's features [rows, aux layers * Ht] as hidden states that a pass can be fed, [rows, H]."""
+        """The target's features [rows, aux layers * Ht] as hidden states for ``forward``, [rows, H]."""
         if self.feature_norm is not None:
-            parts = features.view(features.shape[0], self.feature_parts, -1)
-            features = self.feature_norm(parts).flatten(1)
+            grouped = features.view(features.shape[0], self.num_feature_norms, -1)
+            features = self.feature_norm(grouped).flatten(1)
         return self.fc(features)
 
     def write_kv(self, token_ids: Tensor, hidden: Tensor, write_kv: WriteKV) -> None:
-        """Store the keys and values of rows that ``forward`` could be given, without their attention.
+        """Store the keys and values of accepted rows without computing their attention.
 
-        With one layer nothing else of a row reaches another one, so this is all that an accepted row must leave.
+        In a head of one layer no other state of a row is read by later rows.
         """
-        write_kv(self.attention.layer, self.keys_values(self.inputs(token_ids, hidden)))
+        write_kv(self.attention.layer, self.kv_proj(self.inputs(token_ids, hidden)))
 
     def forward(self, token_ids: Tensor, hidden: Tensor, attend: Attend) -> Tensor:
         """One pass over ``token_ids`` [rows] with ``hidden`` [rows, H], the states of the tokens before them.
 
-        Returns the hidden states that ``logits`` reads and that the next pass is fed, [rows, H].
+        Returns the hidden states that ``logits`` and the next pass take, [rows, H].
         """
         inputs = self.inputs(token_ids, hidden)
         stream = inputs[:, self.config.hidden_size :] if self.config.norm_before_residual else hidden

@@ -1,4 +1,4 @@
-"""The formats in which EAGLE3 heads are published: how each is recognized, read and described; no torch."""
+"""The published formats of EAGLE3 heads: how each is recognized, read and described; no torch."""
 
 from collections.abc import Container, Set
 from dataclasses import dataclass
@@ -8,30 +8,32 @@ from specgen.config import UserError, require, shown
 from specgen.models.config_fields import Raw, count, flag, section
 from specgen.models.model_config import HeadConfig, architectures, dtype_name, layer_settings
 
-NOT_EAGLE3 = "no midlayer.hidden_norm.weight or layers.0.hidden_norm.weight: the checkpoint is no EAGLE3 head"
+NOT_EAGLE3 = (
+    "no midlayer.hidden_norm.weight or layers.0.hidden_norm.weight: the checkpoint is not an EAGLE3 head"
+)
 _ROTARY = [f"{prefix}rotary_emb.inv_freq" for prefix in ("", "midlayer.self_attn.", "layers.0.self_attn.")]
-# Carried by some checkpoints and needed by no pass; d2t and t2d are read apart, in the vocabulary map.
+# In some checkpoints but used by no pass; d2t and t2d are read separately, by the vocabulary map.
 IGNORED_TENSORS = frozenset({"d2t", "t2d", "verifier_lm_head.weight", "verifier_norm.weight", *_ROTARY})
 _AUX_KEY = "eagle_aux_hidden_state_layer_ids"
 _NORMS = {
-    "norm_before_fc": "one over the features side by side",
+    "norm_before_fc": "one over the concatenated features",
     "fc_norm": "one for each feature",
     "norm_before_residual": "before the residual",
-    "norm_output": "of what is fed back",
+    "norm_output": "of the hidden state fed back",
     "qk_norm": "of q and k",
 }
 
 
 def is_eagle3(config: Raw, tensors: Set[str]) -> bool:
-    """By the architecture's name, or by the one tensor that every EAGLE3 head has and nothing else does."""
+    """By the architecture's name, or by the tensor that only EAGLE3 heads have."""
     named = "eagle3" in " ".join(architectures(config)).lower()
     return named or any(name.endswith("hidden_norm.weight") for name in tensors)
 
 
 def tensor_prefixes(tensors: Container[str]) -> tuple[str, str]:
-    """What stands before all names of a checkpoint and before those of its layer.
+    """The prefix of all tensor names of a checkpoint, and that of its layer.
 
-    ``midlayer.*`` (EAGLE, SpecForge) or ``layers.0.*`` (speculators), either below ``model.`` or not.
+    ``midlayer.*`` (EAGLE, SpecForge) or ``layers.0.*`` (speculators), with or without ``model.`` before it.
     """
     for root in ("", "model."):
         for layer in ("midlayer.", "layers.0."):
@@ -46,10 +48,10 @@ class Eagle3Config(HeadConfig):
 
     family: ClassVar[str] = "EAGLE3"
     dialect: Literal["eagle", "speculators"]
-    norm_before_residual: bool  # the residual is taken behind hidden_norm
-    norm_before_fc: bool  # one norm over the features side by side
+    norm_before_residual: bool  # the residual is taken after hidden_norm
+    norm_before_fc: bool  # one norm over the concatenated features
     fc_norm: bool  # a norm for each feature
-    norm_output: bool  # what is fed back is normed (EAGLE 3.1)
+    norm_output: bool  # the hidden state fed back is normed (EAGLE 3.1)
 
     def __post_init__(self) -> None:
         require(
@@ -70,7 +72,7 @@ class Eagle3Config(HeadConfig):
     def from_hf(cls, config: Raw, tensors: Set[str], num_target_layers: int | None) -> "Eagle3Config":
         """Read a head's ``config.json``.
 
-        ``tensors``, the names in its checkpoint, alone tell whether it has q/k norms and its own embedding;
+        Only ``tensors``, the names in its checkpoint, tell whether it has q/k norms and its own embedding;
         the default aux layers depend on ``num_target_layers``.
         """
         kind = config.get("speculators_model_type", "eagle3")
@@ -110,18 +112,18 @@ class Eagle3Config(HeadConfig):
         norms = [f"{name} ({meaning})" for name, meaning in _NORMS.items() if getattr(self, name)]
         return {
             "dialect": "EAGLE, SpecForge" if self.dialect == "eagle" else "speculators",
-            "reads": f"the target's residual stream at the inputs of layers {inputs}",
+            "features": f"the target's residual stream at the inputs of layers {inputs}",
             "rule": self.aux_rule,
-            "norms": ", ".join(norms) or "the plain ones of EAGLE3",
+            "norms": ", ".join(norms) or "those of the original EAGLE3",
             **super().facts(),
         }
 
 
 def _aux_layers(top: object, nested: object, num_layers: int | None) -> tuple[tuple[int, ...], str]:
-    """Layer inputs, and the rule by which they were found.
+    """The layers whose inputs are the features, and the rule that gave them.
 
     Ids at the top level are vLLM's and speculators' (inputs). Ids in ``eagle_config`` are SpecForge's and NVIDIA's
-    (outputs), except that heads exist which write the default inputs there (sgl-project/sglang#25454).
+    (outputs), except that some heads write the default inputs there (sgl-project/sglang#25454).
     """
     default = () if num_layers is None else (2, num_layers // 2, num_layers - 3)
     if top:

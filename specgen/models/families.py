@@ -1,4 +1,4 @@
-"""Every architecture that can be run, and all that differs by it: a table of targets and one of draft heads."""
+"""The supported architectures: one table of target families and one of draft heads."""
 
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
@@ -24,18 +24,16 @@ class Family:
 
     config: Callable[[Raw], TargetConfig]  # from a config.json
     build: Callable[[Any, Take, Ops], Target]  # from that config
-    ignored: Callable[[Any], Set[str]]  # tensors that some checkpoints carry and no pass needs
+    ignored: Callable[[Any], Set[str]]  # tensors in some checkpoints that no pass uses
 
 
 @dataclass(frozen=True, kw_only=True)
 class HeadFamily:
-    """Draft heads of one kind, in all formats that they are published in; its name is its configs' ``family``."""
+    """Draft heads of one kind, in all their published formats; its name is its configs' ``family``."""
 
     recognize: Callable[[Raw, Set[str]], bool]  # by a config.json and the names of the tensors
-    otherwise: str  # what is said of a checkpoint that none recognizes
-    config: Callable[
-        [Raw, Set[str], int | None], HeadConfig
-    ]  # from the same, and the target's number of layers
+    refusal: str  # for a checkpoint that no family recognizes
+    config: Callable[[Raw, Set[str], int | None], HeadConfig]  # also from the target's number of layers
     build: Callable[[Any, Take, Target, Tensor, Ops], Head]  # from that config; the tensor is draft_to_target
     ignored: Set[str]
 
@@ -48,7 +46,7 @@ FAMILIES: Mapping[str, Family] = {
 HEAD_FAMILIES: Mapping[str, HeadFamily] = {
     "EAGLE3": HeadFamily(
         recognize=eagle3_config.is_eagle3,
-        otherwise=eagle3_config.NOT_EAGLE3,
+        refusal=eagle3_config.NOT_EAGLE3,
         config=Eagle3Config.from_hf,
         build=Eagle3Head.build,
         ignored=eagle3_config.IGNORED_TENSORS,
@@ -57,7 +55,7 @@ HEAD_FAMILIES: Mapping[str, HeadFamily] = {
 
 
 def family_of(config: Raw) -> Family:
-    """The family of the target with this ``config.json``; ``UserError`` where it is of none."""
+    """The family of the target with this ``config.json``; ``UserError`` if it is unsupported."""
     architecture = next(iter(architectures(config)), "none")
     require(
         architecture in FAMILIES,
@@ -72,8 +70,8 @@ def is_head(config: Raw, tensors: Set[str]) -> bool:
 
 
 def head_family_of(config: Raw, tensors: Set[str]) -> HeadFamily:
-    """The first family that recognizes the head; ``UserError`` where none does."""
+    """The first family that recognizes the head; ``UserError`` if none does."""
     for family in HEAD_FAMILIES.values():
         if family.recognize(config, tensors):
             return family
-    raise UserError("; ".join(family.otherwise for family in HEAD_FAMILIES.values()))
+    raise UserError("; ".join(family.refusal for family in HEAD_FAMILIES.values()))

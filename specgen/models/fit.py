@@ -1,4 +1,4 @@
-"""Whether a head and a target belong together: every mismatch that would load and then draft badly."""
+"""Whether a head and a target belong together: mismatches that would load and then draft badly."""
 
 import torch
 from torch import Tensor
@@ -8,7 +8,7 @@ from specgen.models.model_config import HeadConfig, TargetConfig
 
 
 def misfits(target: TargetConfig, head: HeadConfig) -> tuple[str, ...]:
-    """Each reason why ``head`` cannot draft for ``target``, with the remedy; empty where they fit."""
+    """Each reason why ``head`` cannot draft for ``target``, with the remedy; empty if they fit."""
     reasons = []
     if head.target_hidden_size != target.hidden_size:
         reasons.append(
@@ -37,7 +37,7 @@ def misfits(target: TargetConfig, head: HeadConfig) -> tuple[str, ...]:
 def vocabulary_map(config: HeadConfig, d2t: Tensor | None, t2d: Tensor | None) -> Tensor:
     """The target's id of each draft id, [Vd] int64, from the offsets ``d2t`` [Vd] and the mask ``t2d`` [V].
 
-    ``UserError`` where they cannot be of one vocabulary: such a head would draft the wrong tokens.
+    ``UserError`` if they are inconsistent: such a head would draft the wrong tokens.
     """
     drafted, vocab = config.draft_vocab_size, config.vocab_size
     require(
@@ -66,7 +66,7 @@ def vocabulary_map(config: HeadConfig, d2t: Tensor | None, t2d: Tensor | None) -
         marked = t2d.cpu().nonzero().flatten()
         require(
             t2d.shape == (vocab,) and torch.equal(marked, ids.sort().values),
-            f"t2d marks {marked.numel()} of {t2d.numel()} tokens, other ones than the {drafted} of d2t: "
+            f"t2d marks {marked.numel()} of {t2d.numel()} tokens, not the {drafted} of d2t: "
             "the checkpoint mixes two vocabularies, export it again",
         )
     return ids

@@ -1,4 +1,4 @@
-"""What a target's layer and a head's layer share: rotary frequencies, attention projections, the gated MLP."""
+"""What the layers of targets and heads share: rotary frequencies, attention projections, the gated MLP."""
 
 import math
 from collections.abc import Mapping
@@ -16,24 +16,24 @@ from specgen.ops import Map, Norm, Ops
 
 @dataclass(frozen=True, kw_only=True)
 class LayerAttention:
-    """What a layer says of its own attention; whoever computes it learns of the layer by nothing else."""
+    """A layer's attention parameters: all that an attention backend knows of the layer."""
 
-    index: int  # of its keys and values in the model's cache
-    scale: float  # of the products of queries and keys
+    index: int  # of its planes in the KV cache
+    scale: float  # of q . k
 
 
 class Attend(Protocol):
-    """Attention over the sequences of one pass: rotates q and k, stores k and v, attends to all that is stored.
+    """Attention over the sequences of one pass: rotates q and k, stores k and v, attends to all stored positions.
 
     ``qkv`` is [rows, Hq + 2 * Hkv, D], the heads of q, k and v in that order; the result is [rows, Hq * D].
-    All that a model sees of positions, attention, cache and batching.
+    A model knows positions, attention, cache and batching only through it.
     """
 
     def __call__(self, layer: LayerAttention, qkv: Tensor) -> Tensor: ...
 
 
 class WriteKV(Protocol):
-    """Stores keys and values of the rows of one pass, the keys rotated: ``Attend`` without the attention.
+    """Stores rotated keys and values of the rows of one pass: ``Attend`` without the attention.
 
     ``heads`` are [rows, 2 * Hkv, D], those of k and v in that order.
     """
@@ -41,15 +41,9 @@ class WriteKV(Protocol):
     def __call__(self, layer: LayerAttention, heads: Tensor) -> object: ...
 
 
-class FeedForward(Protocol):
-    """What follows attention in a layer: [rows, H] -> [parts, rows, H]; see ``Ops.linear_parts``."""
-
-    def __call__(self, x: Tensor) -> Tensor: ...
-
-
 @dataclass(frozen=True, kw_only=True)
 class Projection:
-    """The input projections of one layer's attention as one matrix: q, k and v, or k and v alone."""
+    """The input projections of one layer's attention as one matrix: q, k and v, or only k and v."""
 
     linear: Map  # [rows, width] -> [rows, num_heads * D]
     norm: Norm | None  # of q and k, as one over [rows, num_normed, D]
@@ -60,7 +54,7 @@ class Projection:
     def build(
         cls, config: LayerConfig, heads: Mapping[str, int], width: int, prefix: str, take: Take, ops: Ops
     ) -> "Projection":
-        """Take ``{prefix}self_attn.*`` of ``heads``, the numbers of "q", "k" and "v", whose rows are ``width`` wide."""
+        """Load ``{prefix}self_attn.*``; ``heads`` counts those of "q", "k" and "v", whose inputs are ``width`` wide."""
         prefix += "self_attn."
         rows = {f"{prefix}{name}_proj": count * config.head_dim for name, count in heads.items()}
         normed = {name: count for name, count in heads.items() if name != "v"}
@@ -93,7 +87,7 @@ class Attention:
     def build(
         cls, config: LayerConfig, index: int, width: int, prefix: str, take: Take, ops: Ops
     ) -> "Attention":
-        """Take ``{prefix}self_attn.*`` of the ``index``-th layer, whose q, k and v read rows ``width`` wide."""
+        """Load ``{prefix}self_attn.*`` of layer ``index``, whose q, k and v have inputs ``width`` wide."""
         heads = {"q": config.num_heads, "k": config.num_kv_heads, "v": config.num_kv_heads}
         out, q_rows = f"{prefix}self_attn.o_proj", config.num_heads * config.head_dim
         return cls(
@@ -116,7 +110,7 @@ class MLP:
 
     @classmethod
     def build(cls, config: LayerConfig, prefix: str, take: Take, ops: Ops) -> "MLP":
-        """Take ``{prefix}mlp.*``."""
+        """Load ``{prefix}mlp.*``."""
         hidden, inner = config.hidden_size, config.intermediate_size
         prefix += "mlp."
         return cls(
@@ -136,12 +130,12 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int, device: torch.device) -
     exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
     frequencies = 1.0 / rope.theta**exponents
     if rope.llama3 is not None:
-        frequencies = _stretch(frequencies, rope.llama3)
+        frequencies = _llama3_scaled(frequencies, rope.llama3)
     return frequencies.to(device)
 
 
-def _stretch(frequencies: Tensor, scaling: Llama3Scaling) -> Tensor:
-    # Waves longer than the original context are slowed by the factor, short ones kept, those between blended.
+def _llama3_scaled(frequencies: Tensor, scaling: Llama3Scaling) -> Tensor:
+    # Low frequencies are divided by the factor, high ones kept, those between interpolated.
     turns = scaling.original_max_positions * frequencies / (2 * math.pi)
     blend = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     blend = blend.clamp(0, 1)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from specgen.models.layers import MLP, Attend, Attention, FeedForward, inverse_frequencies
+from specgen.models.layers import MLP, Attend, Attention, inverse_frequencies
 from specgen.models.model_config import TargetConfig
 from specgen.models.take import Take
 from specgen.ops import Map, Norm, Ops, Rope
@@ -20,11 +20,11 @@ class DecoderLayer:
     input_norm: Norm
     attention: Attention
     post_norm: Norm
-    mlp: FeedForward
+    mlp: Map  # [rows, H] -> [parts, rows, H]; see Ops.linear_parts
 
     @classmethod
     def build(cls, config: TargetConfig, index: int, take: Take, ops: Ops) -> "DecoderLayer":
-        """Take ``model.layers.{index}.*``."""
+        """Load ``model.layers.{index}.*``."""
         prefix, hidden, eps = f"model.layers.{index}.", (config.hidden_size,), config.rms_norm_eps
         return cls(
             input_norm=ops.rms_norm(take(prefix + "input_layernorm.weight", hidden), eps),
@@ -42,13 +42,13 @@ class Llama:
     embedding: Tensor  # [V, H]
     layers: tuple[DecoderLayer, ...]
     norm: Norm
-    lm_head: Map  # [n, H] -> [n, V]; the embedding's own weight where they are tied
+    lm_head: Map  # [n, H] -> [n, V]; the embedding's weight if tied
     argmax: Map  # of logits [..., V] -> [...]
     rope: Rope
 
     @classmethod
     def build(cls, config: TargetConfig, take: Take, ops: Ops) -> "Llama":
-        """Take every tensor of the model by its name in a Hugging Face checkpoint."""
+        """Load every tensor of the model by its name in a Hugging Face checkpoint."""
         vocab_size, hidden_size = config.vocab_size, config.hidden_size
         embedding = take("model.embed_tokens.weight", (vocab_size, hidden_size))
         tied = config.tied_embeddings
@@ -74,10 +74,10 @@ class Llama:
     def forward(
         self, token_ids: Tensor, attend: Attend, aux_layers: tuple[int, ...] = ()
     ) -> tuple[Tensor, Tensor]:
-        """One pass over ``token_ids`` [rows]; where they stand is known to ``attend``.
+        """One pass over ``token_ids`` [rows]; ``attend`` knows their positions.
 
-        Returns the hidden states behind the final norm, [rows, H], and the residual stream at the inputs of
-        ``aux_layers`` side by side in the order given, [rows, len(aux_layers) * H].
+        Returns the hidden states after the final norm, [rows, H], and the residual stream at the inputs of
+        ``aux_layers``, concatenated in the order given, [rows, len(aux_layers) * H].
         """
         stream = F.embedding(token_ids, self.embedding)
         normed = self.layers[0].input_norm(stream)
@@ -97,7 +97,7 @@ class Llama:
 
 
 def ignored_tensors(config: TargetConfig) -> frozenset[str]:
-    """Tensors that some checkpoints carry and nobody needs: rotary tables, and a copy of a tied head."""
+    """Tensors in some checkpoints that no pass uses: rotary tables, and a copy of a tied head."""
     names = {f"model.layers.{index}.self_attn.rotary_emb.inv_freq" for index in range(config.num_layers)}
     tied = {"lm_head.weight"} if config.tied_embeddings else set()
     return frozenset(names | tied | {"model.rotary_emb.inv_freq"})

@@ -1,4 +1,4 @@
-"""What a ``config.json`` says about a target or a head, checked and under one set of names; no torch."""
+"""The ``config.json`` of a target or a head, validated and under one set of names; no torch."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -11,7 +11,7 @@ from specgen.models.rope_config import RopeConfig
 
 @dataclass(frozen=True, kw_only=True)
 class LayerConfig:
-    """The decoder layers of a target or a head, and the vocabulary in front of them."""
+    """The decoder layers and vocabulary of a target or a head."""
 
     vocab_size: int
     hidden_size: int
@@ -23,7 +23,7 @@ class LayerConfig:
     rms_norm_eps: float
     rope: RopeConfig
     qk_norm: bool
-    dtype: str  # that the config names for the weights
+    dtype: str  # of the weights, by the config
 
     @property
     def kv_spec(self) -> KVSpec:
@@ -33,13 +33,13 @@ class LayerConfig:
         )
 
     def facts(self) -> dict[str, str]:
-        """How the config was understood, as texts by label for a reader."""
+        """How the config was understood: printed texts by label."""
         scaling = self.rope.llama3
-        stretched = f", llama3 scaling by {scaling.factor:g}" if scaling else ""
+        scaled = f", llama3 scaling by {scaling.factor:g}" if scaling else ""
         return {
             "layers": f"{self.num_layers}, {self.hidden_size} wide, MLP {self.intermediate_size} wide",
             "attention": f"{self.num_heads} heads, {self.num_kv_heads} KV heads, {self.head_dim} wide each",
-            "rotary": f"base {self.rope.theta:,.0f}{stretched}",
+            "rotary": f"base {self.rope.theta:,.0f}{scaled}",
         }
 
 
@@ -54,7 +54,7 @@ class TargetConfig(LayerConfig):
 
     @classmethod
     def from_hf(cls, config: Raw, *, qk_norm: bool) -> "TargetConfig":
-        """Read the ``config.json`` of a Llama, or of a Qwen3, which norms q and k and is the same otherwise.
+        """Read the ``config.json`` of a Llama, or of a Qwen3, which differs only in norms of q and k.
 
         ``UserError`` names the first thing in it that is not supported.
         """
@@ -70,12 +70,12 @@ class TargetConfig(LayerConfig):
         )
 
     def facts(self) -> dict[str, str]:
-        tied = "tied to" if self.tied_embeddings else "apart from"
+        tied = "tied to" if self.tied_embeddings else "separate from"
         return {
             "family": self.architecture + (", q and k normed" if self.qk_norm else ""),
             "vocabulary": f"{self.vocab_size:,} tokens; output weights {tied} the embedding",
             "context": f"{self.max_positions:,} tokens",
-            "ends texts": ", ".join(map(str, self.eos_token_ids)) or "no token does",
+            "EOS tokens": ", ".join(map(str, self.eos_token_ids)) or "none",
             **super().facts(),
         }
 
@@ -85,8 +85,8 @@ class HeadConfig(LayerConfig):
     """A draft head of any family.
 
     ``aux_layers`` index the target's layer *inputs*: ``i`` is the residual stream that enters layer ``i``,
-    and the target's number of layers is the stream behind the last one; empty if the target is not known and
-    the head leaves them to the default. ``aux_rule`` says how they were understood.
+    and the target's number of layers is the stream after the last one; empty if the target is unknown and the
+    head uses the default. ``aux_rule`` says how they were understood.
     """
 
     family: ClassVar[str]
@@ -107,12 +107,12 @@ class HeadConfig(LayerConfig):
 
 
 def architectures(config: Raw) -> tuple[str, ...]:
-    """The classes that the config names for the model; none where it has no such list."""
+    """The classes that the config names for the model; none if it has no such list."""
     return tuple(map(str, items(config, "architectures")))
 
 
 def layer_settings(config: Raw) -> dict[str, Any]:
-    """The settings that a target's layers and a head's layer have in common."""
+    """The settings that the layers of targets and heads have in common."""
     _refuse_unsupported(config)
     hidden_size, num_heads = count(config, "hidden_size"), count(config, "num_attention_heads")
     num_kv_heads = count(config, "num_key_value_heads", num_heads)
@@ -147,7 +147,7 @@ def _refuse_unsupported(config: Raw) -> None:
 
 
 def dtype_name(config: Raw) -> str:
-    """The number format that the config names for the weights."""
+    """The dtype of the weights, by the config."""
     return str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")
 
 

@@ -1,4 +1,4 @@
-"""What the engine asks of a model of any family: a target verifies, a head drafts for it."""
+"""The interface between the engine and a model of any family: a target verifies, a head drafts for it."""
 
 from typing import Protocol
 
@@ -11,7 +11,7 @@ from specgen.ops import Map, Rope
 
 
 class Target(Protocol):
-    """The model whose texts are generated, of any family; see ``Llama``."""
+    """The target model; see ``Llama``."""
 
     @property
     def config(self) -> TargetConfig: ...
@@ -32,7 +32,7 @@ class Target(Protocol):
 
 
 class Head(Protocol):
-    """A network that drafts from the target's features, of any family; see ``Eagle3Head``."""
+    """A network that drafts from the target's features; see ``Eagle3Head``."""
 
     @property
     def config(self) -> HeadConfig: ...

@@ -1,4 +1,4 @@
-"""Rotary position embedding, as a ``config.json`` describes it; no torch."""
+"""Rotary position embedding, as in a ``config.json``; no torch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from specgen.models.config_fields import Raw, count, number, section
 
 @dataclass(frozen=True, kw_only=True)
 class Llama3Scaling:
-    """Llama 3.1's stretching of slow rotary frequencies (``rope_type: llama3``)."""
+    """Llama 3.1's scaling of low rotary frequencies (``rope_type: llama3``)."""
 
     factor: float
     low_freq_factor: float

@@ -1,4 +1,4 @@
-"""How a model asks for its tensors: by the names in the checkpoint and the shapes that its config implies."""
+"""How a model loads its tensors: by the names in the checkpoint and the shapes that its config implies."""
 
 from collections.abc import Mapping
 from typing import Protocol
@@ -9,10 +9,10 @@ from specgen.ops.weight import Weight
 
 
 class Take(Protocol):
-    """Hands out tensors of a checkpoint on their device; ``UserError`` if one is missing or of another shape.
+    """Loads tensors of a checkpoint to their device; ``UserError`` if one is missing or of another shape.
 
-    A call gives a vector, or a table of rows, in the model's dtype. ``linear`` gives the weights of linear layers
-    [num_out[name], num_in], named without ``.weight``, joined in this order. ``in`` asks whether a name exists.
+    A call returns a vector or an embedding table in the model's dtype; ``linear`` the weights of linear layers
+    [num_out[name], num_in], named without ``.weight``, joined in this order; ``in`` tests whether a name exists.
     """
 
     def __call__(self, name: str, shape: tuple[int, ...]) -> Tensor: ...

@@ -1,4 +1,4 @@
-"""The kernels of a forward pass, as one bundle that is bound once by device and dtype. May import kv."""
+"""The kernels of a forward pass, chosen once by device and dtype. May import kv."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,11 +13,11 @@ from specgen.ops.weight import Weight
 Map = Callable[[Tensor], Tensor]  # rows to rows
 Pair = Callable[[Tensor, Tensor], Tensor]
 
-# Takes one layer's projections [rows, Hq + 2 * Hkv, D] and its pages, keys and values, each
-# [num_pages, page_size, Hkv, D]; stores the rotated keys and the values in them, returns the rotated q [rows, Hq, D],
-# contiguous because not every attention kernel looks at strides.
+# Takes one layer's qkv [rows, Hq + 2 * Hkv, D] and its pages of keys and of values, [num_pages, page_size, Hkv, D];
+# stores the rotated keys and the values, returns the rotated q [rows, Hq, D], contiguous because not every attention
+# kernel reads strides.
 Store = Callable[[Tensor, Tensor, Tensor], Tensor]
-Rope = Callable[[Layout], Store]  # planned once a pass
+Rope = Callable[[Layout], Store]  # planned once per pass
 
 
 class Norm(Protocol):
@@ -28,26 +28,28 @@ class Norm(Protocol):
         ...
 
     def add(self, stream: Tensor, parts: Tensor) -> tuple[Tensor, Tensor]:
-        """``stream`` [rows, N] plus ``parts`` [n, rows, N] (see ``Ops.linear_parts``), and the norm of it."""
+        """``stream`` [rows, N] plus ``parts`` [n, rows, N] (see ``Ops.linear_parts``), and the norm of the sum."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ops:
-    """What a model is made of; every implementation rounds where ``transformers`` rounds.
+    """The operations of a model; every implementation rounds where ``transformers`` rounds.
 
-    Each takes what is known when weights are loaded, prepares it once, and returns what is called in a pass.
+    Each takes its weights when they are loaded, prepares them once, and returns the function that a pass calls.
     """
 
     linear: Callable[[Weight], Map]  # [out, in]: [rows, in] -> [rows, out]
-    linear_parts: Callable[[Weight], Map]  # the same as terms [n, rows, out], which Norm.add adds up
+    linear_parts: Callable[
+        [Weight], Map
+    ]  # the same as split-K partial sums [n, rows, out], added in Norm.add
     gated_linear: Callable[[Weight], Map]  # gate and up [2 * I, in]: [rows, in] -> silu(gate) * up [rows, I]
     rms_norm: Callable[[Tensor, float], Norm]  # weight [..., N] and eps
-    # Table [V, N], two weights [N] and eps: token ids [rows] and x [rows, N] -> the normed embeddings and the
-    # normed x side by side, [rows, 2 * N].
-    embed_beside: Callable[[Tensor, Tensor, Tensor, float], Pair]
+    # Embedding table [V, N], two norm weights [N] and eps: token ids [rows] and x [rows, N] -> the normed embeddings
+    # concatenated with the normed x, [rows, 2 * N].
+    embed_norm_concat: Callable[[Tensor, Tensor, Tensor, float], Pair]
     argmax: Map  # [..., V] -> [...] int64: the first maximum
-    rope: Callable[[Tensor], Rope]  # radians a position [D / 2], for half-split pairs; see Store
+    rope: Callable[[Tensor], Rope]  # radians per position [D / 2], for half-split pairs; see Store
 
 
 def bind_ops(device: torch.device, dtype: torch.dtype) -> Ops:

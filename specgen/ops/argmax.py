@@ -1,5 +1,5 @@
 # mypy: allow-untyped-decorators
-"""A Triton kernel pair that finds the largest of each of a few long rows; torch gives a row to one processor."""
+"""Argmax of few long rows in two Triton kernels; torch runs each row on one multiprocessor."""
 
 import torch
 import triton
@@ -9,7 +9,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from specgen.ops.launch import PDL
 
-_CHUNK = 4096  # elements a program
+_CHUNK = 4096  # elements per program
 
 
 @triton.jit
@@ -25,13 +25,12 @@ def _chunk_kernel(
     columns = chunk * CHUNK + tl.arange(0, CHUNK)
     gdc_wait()
     values = tl.load(x + row * size + columns, columns < size, float("-inf")).to(tl.float32)
-    values = tl.where(
-        values != values, float("inf"), values
-    )  # a NaN is found, and no index is outside the row
+    # NaN counts as infinite: it is found, and no index lies outside the row.
+    values = tl.where(values != values, float("inf"), values)
     largest, index = tl.max(values, 0, return_indices=True)
-    place = row * tl.num_programs(1) + chunk
-    tl.store(best + place, largest)
-    tl.store(where + place, chunk * CHUNK + index)
+    slot = row * tl.num_programs(1) + chunk
+    tl.store(best + slot, largest)
+    tl.store(where + slot, chunk * CHUNK + index)
 
 
 @triton.jit
@@ -57,7 +56,7 @@ def argmax(x: Tensor) -> Tensor:
     out = torch.empty(x.shape[:-1], dtype=torch.int64, device=x.device)
     rows, num_chunks = out.numel(), triton.cdiv(size, _CHUNK)
     if rows:
-        assert x.is_contiguous(), "rows must lie one after the other"
+        assert x.is_contiguous(), "rows must be contiguous"
         best = torch.empty(rows, num_chunks, dtype=torch.float32, device=x.device)
         where = torch.empty(rows, num_chunks, dtype=torch.int32, device=x.device)
         _chunk_kernel[(rows, num_chunks)](x, best, where, size, CHUNK=_CHUNK, num_warps=4, **PDL)

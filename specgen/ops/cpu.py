@@ -12,13 +12,13 @@ from specgen.ops.weight import Weight
 
 
 def cpu_float32_ops() -> Ops:
-    """Weights in oneDNN's blocked order, and a norm of four small kernels instead of six.
+    """Weights in oneDNN's blocked layout, and RMSNorm in four small kernels instead of six.
 
-    Measured on two cores against ``torch_ops``: one row through a [2048, 2048] weight 0.15 ms instead of
-    0.33 ms, five rows 0.24 ms instead of 1.4 ms; a norm of one row of 256 takes 5 us instead of 10 us. Only
-    where a weight stays in the core's own cache is a plain call faster (by 8 us), and a model's weights do not.
+    Measured on two cores against ``torch_ops``: a [2048, 2048] weight takes 0.15 ms instead of 0.33 ms for one row and
+    0.24 ms instead of 1.4 ms for five; a norm of one row of 256 takes 5 us instead of 10 us. A plain call is faster
+    (by 8 us) only where the weight fits in a core's cache, which a model's weights do not.
     """
-    _bound_caches()
+    _limit_primitive_caches()
     return replace(
         torch_ops(),
         linear=_packed,
@@ -28,18 +28,18 @@ def cpu_float32_ops() -> Ops:
     )
 
 
-def _bound_caches() -> None:
-    """For the whole process, unless a library was told otherwise: kernels are kept for the last shapes alone.
+def _limit_primitive_caches() -> None:
+    """For the whole process, unless the environment sets it: keep compiled products of recent shapes only.
 
-    oneDNN compiles a product anew for every number of rows, and batches and prompts have many: the 1024 products that
-    it and torch would keep are half a gigabyte of a long run. 64 are those of the last five or so, and no slower.
+    oneDNN compiles a product for every number of rows, and oneDNN and torch would each cache 1024 of them: half a
+    gigabyte in a long run. 64 cover about the last five numbers of rows and are no slower.
     """
     for library in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
         os.environ.setdefault(library, "64")
 
 
 def _packed(weight: Weight) -> Map:
-    # 64 rows is a hint; a weight packed for one row is slow for more, and not the other way round.
+    # 64 rows is a hint: a weight packed for one row is slow for more rows, but not the reverse.
     packed = torch.ops.mkldnn._reorder_linear_weight(weight.matrix.contiguous(), 64)
     return lambda x: torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], "")
 

@@ -1,26 +1,27 @@
 """The reference kernels in plain torch, for any device and dtype."""
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from specgen.kv.layout import Layout
-from specgen.ops import Map, Ops, Store
+from specgen.ops import Map, Ops, Pair, Rope, Store
 from specgen.ops.weight import Weight
 
 
 def torch_ops() -> Ops:
-    """What the other implementations are tested against."""
+    """The implementation that the others are tested against."""
     return Ops(
         linear=linear,
         linear_parts=lambda weight: one_part(linear(weight)),
         gated_linear=lambda weight: gated(linear(weight), silu_and_mul),
         rms_norm=RmsNorm,
-        embed_beside=EmbedBeside,
+        embed_norm_concat=embed_norm_concat,
         argmax=lambda x: x.argmax(-1),
-        rope=TorchRope,
+        rope=rope,
     )
 
 
@@ -55,16 +56,10 @@ class RmsNorm:
         return total, self(total)
 
 
-@dataclass(frozen=True)
-class EmbedBeside:
-    table: Tensor
-    embed_weight: Tensor
-    weight: Tensor
-    eps: float
-
-    def __call__(self, token_ids: Tensor, x: Tensor) -> Tensor:
-        embedded = RmsNorm(self.embed_weight, self.eps)(F.embedding(token_ids, self.table))
-        return torch.cat((embedded, RmsNorm(self.weight, self.eps)(x)), -1)
+def embed_norm_concat(table: Tensor, embed_weight: Tensor, weight: Tensor, eps: float) -> Pair:
+    """See ``Ops.embed_norm_concat``."""
+    embed_norm, norm = RmsNorm(embed_weight, eps), RmsNorm(weight, eps)
+    return lambda token_ids, x: torch.cat((embed_norm(F.embedding(token_ids, table)), norm(x)), -1)
 
 
 def silu_and_mul(gate_up: Tensor) -> Tensor:
@@ -73,34 +68,30 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
     return F.silu(gate).mul_(up)
 
 
-@dataclass(frozen=True)
-class TorchRope:
-    frequencies: Tensor  # [D / 2]
+def rope(frequencies: Tensor) -> Rope:
+    """See ``Ops.rope``."""
 
-    def __call__(self, layout: Layout) -> Store:
-        angles = layout.positions[:, None, None] * self.frequencies
+    def plan(layout: Layout) -> Store:
+        angles = layout.positions[:, None, None] * frequencies  # [rows, 1, D / 2]
         cos, sin = angles.cos(), angles.sin()
-        return _TorchStore(cos=torch.cat((cos, cos), -1), sin=torch.cat((-sin, sin), -1), slots=layout.slots)
+        cos, sin = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
+        return partial(_store, cos=cos, sin=sin, slots=layout.slots)
+
+    return plan
 
 
-@dataclass(frozen=True, kw_only=True)
-class _TorchStore:
-    cos: Tensor  # [rows, 1, D] float32
-    sin: Tensor  # [rows, 1, D] float32; its first half carries the minus sign of the rotation
-    slots: Tensor  # [rows]
-
-    def __call__(self, qkv: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        num_kv_heads = keys.shape[2]
-        qk, v = qkv[:, :-num_kv_heads], qkv[:, -num_kv_heads:]
-        qk = rotate(qk, self.cos.to(qkv.dtype), self.sin.to(qkv.dtype))
-        for pages, rows in ((keys, qk[:, -num_kv_heads:]), (values, v)):
-            _put(pages.flatten(0, 1), self.slots, rows)
-        return qk[:, :-num_kv_heads].contiguous()
+def _store(qkv: Tensor, keys: Tensor, values: Tensor, *, cos: Tensor, sin: Tensor, slots: Tensor) -> Tensor:
+    num_kv_heads = keys.shape[2]
+    qk, v = qkv[:, :-num_kv_heads], qkv[:, -num_kv_heads:]
+    qk = rotate(qk, cos.to(qkv.dtype), sin.to(qkv.dtype))
+    for pages, rows in ((keys, qk[:, -num_kv_heads:]), (values, v)):
+        _put(pages.flatten(0, 1), slots, rows)
+    return qk[:, :-num_kv_heads].contiguous()
 
 
 def _put(pages: Tensor, slots: Tensor, rows: Tensor) -> None:
-    """``rows`` into ``pages`` at ``slots``; what an eight-bit page cannot hold becomes its largest value, not NaN."""
-    if pages.dtype.itemsize == 1:  # torch copies them as bytes alone
+    """Store ``rows`` in ``pages`` at ``slots``; values beyond the range of an 8-bit page saturate."""
+    if pages.dtype.itemsize == 1:  # torch's index_copy_ has no 8-bit floats
         largest = torch.finfo(pages.dtype).max
         rows = rows.clamp(-largest, largest).to(pages.dtype).view(torch.uint8)
         pages = pages.view(torch.uint8)
@@ -108,6 +99,6 @@ def _put(pages: Tensor, slots: Tensor, rows: Tensor) -> None:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate half-split pairs of ``x`` [rows, heads, D] by tables [rows, 1, D]; see ``_TorchStore``."""
+    """Rotate half-split pairs of ``x`` [rows, heads, D] by [rows, 1, D], the first half of ``sin`` negated."""
     # Rolling by half a head swaps the two halves.
     return x * cos + x.roll(x.shape[-1] // 2, -1) * sin

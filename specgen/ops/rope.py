@@ -1,5 +1,5 @@
 # mypy: allow-untyped-decorators
-"""A Triton kernel that rotates a layer's queries and keys and puts keys and values into the cache."""
+"""A Triton kernel that rotates a layer's queries and keys and stores keys and values in the cache."""
 
 from dataclasses import dataclass
 
@@ -12,11 +12,11 @@ from specgen.kv.layout import Layout
 from specgen.ops import Store
 from specgen.ops.launch import PDL
 
-_HEADS = 8  # a program
+_HEADS = 8  # per program
 
 
 @triton.jit
-def _place(
+def _slot(
     row: tl.tensor,
     where: tl.tensor,
     tables: tl.tensor,
@@ -25,12 +25,12 @@ def _place(
     page_size: int,
     QUERY_LEN: tl.constexpr,  # noqa: N803
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Position, page and offset in it of a row of ``Layout``; see there for what goes to page 0."""
+    """Position of a row of ``Layout``, its page and offset in the page; padding rows go to page 0 (see ``Layout``)."""
     if QUERY_LEN:  # where: starts [B]
         sequence = row // QUERY_LEN
         position = tl.load(where + sequence) + row % QUERY_LEN
-        place = position // page_size
-        page = tl.load(tables + sequence * table_stride + place, place < table_width, 0).to(tl.int64)
+        index = position // page_size
+        page = tl.load(tables + sequence * table_stride + index, index < table_width, 0).to(tl.int64)
         offset = position % page_size
     else:
         position = tl.load(where + row)  # positions [rows]
@@ -42,15 +42,15 @@ def _place(
 
 @triton.jit
 def _rotated(x: tl.tensor, other: tl.tensor, cos: tl.tensor, signed_sin: tl.tensor) -> tl.tensor:
-    """x * cos + other * sin, each product rounded to the dtype of x as ``transformers`` does it."""
+    """x * cos + other * sin, each product rounded to the dtype of x as in ``transformers``."""
     kept = (x.to(tl.float32) * cos).to(x.dtype).to(tl.float32)
     turned = (other.to(tl.float32) * signed_sin).to(x.dtype).to(tl.float32)
     return (kept + turned).to(x.dtype)
 
 
 @triton.jit
-def _into(x: tl.tensor, pages: tl.tensor) -> tl.tensor:
-    """``x`` in the dtype of ``pages``; an eight-bit one saturates at its largest value."""
+def _cast(x: tl.tensor, pages: tl.tensor) -> tl.tensor:
+    """``x`` in the dtype of ``pages``; values beyond the range of an 8-bit dtype saturate."""
     if pages.dtype.element_ty == tl.float8e4nv:
         x = tl.clamp(x.to(tl.float32), -448.0, 448.0)
     return x.to(pages.dtype.element_ty)
@@ -85,7 +85,7 @@ def _rope_store_kernel(
     inside = (head < num_heads + 2 * num_kv_heads) & (pair < HALF)[None, :]
     frequency = tl.load(frequencies + pair, pair < HALF, 0)
     gdc_wait()
-    position, page, offset = _place(row, where, tables, table_stride, table_width, page_size, QUERY_LEN)
+    position, page, offset = _slot(row, where, tables, table_stride, table_width, page_size, QUERY_LEN)
     angle = position.to(tl.float32) * frequency
     cos = tl.cos(angle).to(qkv.dtype.element_ty).to(tl.float32)[None, :]
     sin = tl.sin(angle).to(qkv.dtype.element_ty).to(tl.float32)[None, :]
@@ -100,17 +100,17 @@ def _rope_store_kernel(
     tl.store(to_q, new_low, inside & is_q)
     tl.store(to_q + HALF, new_high, inside & is_q)
     kv_head = tl.where(is_v, head - num_heads - num_kv_heads, head - num_heads)
-    there = page * page_stride + offset * slot_stride + kv_head * head_stride + pair[None, :]
+    slot = page * page_stride + offset * slot_stride + kv_head * head_stride + pair[None, :]
     is_k = inside & (head >= num_heads) & (head < num_heads + num_kv_heads)
-    tl.store(keys + there, _into(new_low, keys), is_k)
-    tl.store(keys + there + HALF, _into(new_high, keys), is_k)
-    tl.store(values + there, _into(new_low, values), inside & is_v)
-    tl.store(values + there + HALF, _into(new_high, values), inside & is_v)
+    tl.store(keys + slot, _cast(new_low, keys), is_k)
+    tl.store(keys + slot + HALF, _cast(new_high, keys), is_k)
+    tl.store(values + slot, _cast(new_low, values), inside & is_v)
+    tl.store(values + slot + HALF, _cast(new_high, values), inside & is_v)
 
 
 @dataclass(frozen=True)
 class TritonRope:
-    """Where a row of a uniform layout stands is computed in the kernel, once a layer."""
+    """In a uniform layout the kernel of each layer computes positions and slots itself."""
 
     frequencies: Tensor  # [D / 2] float32
 
@@ -135,8 +135,8 @@ class _TritonStore:
         rows, num_all, head_dim = qkv.shape
         num_kv_heads = keys.shape[2]
         num_heads = num_all - 2 * num_kv_heads
-        assert qkv.is_contiguous(), "rows must lie one after the other"
-        assert keys.stride() == values.stride(), "keys and values must be laid out alike"
+        assert qkv.is_contiguous(), "qkv must be contiguous"
+        assert keys.stride() == values.stride(), "keys and values must have the same strides"
         q = qkv.new_empty(rows, num_heads, head_dim)
         if rows:
             half = head_dim // 2
@@ -149,7 +149,7 @@ class _TritonStore:
                 BLOCK=triton.next_power_of_2(half),
                 HEADS=_HEADS,
                 num_warps=2,
-                enable_fp_fusion=False,  # a fused product would not be rounded
+                enable_fp_fusion=False,  # a fused multiply-add would skip the rounding of the product
                 **PDL,
             )
         return q

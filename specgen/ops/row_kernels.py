@@ -1,5 +1,5 @@
 # mypy: allow-untyped-decorators
-"""Triton kernels that work on one row at a time: RMSNorm and what is fused with it, and the gate's activation."""
+"""Triton kernels that process whole rows: RMSNorm with its fused variants, and SwiGLU's activation."""
 
 from dataclasses import dataclass
 
@@ -14,7 +14,7 @@ from specgen.ops.launch import PDL
 
 @triton.jit
 def _normed(x: tl.tensor, weight: tl.tensor, size: int, eps: float) -> tl.tensor:
-    """``x`` in its own dtype, zero behind ``size``; rounded before the weight is applied, as in ``transformers``."""
+    """``x`` in its own dtype, zero beyond ``size``; rounded before the weight is applied, as in ``transformers``."""
     wide = x.to(tl.float32)
     scaled = wide * tl.rsqrt(tl.sum(wide * wide) / size + eps)
     return scaled.to(x.dtype) * weight
@@ -72,7 +72,7 @@ def _add_norm_kernel(
 
 
 @triton.jit
-def _embed_beside_kernel(
+def _embed_norm_concat_kernel(
     token_ids: tl.tensor,
     table: tl.tensor,
     embed_weight: tl.tensor,
@@ -102,7 +102,7 @@ def _embed_beside_kernel(
 
 @triton.jit
 def silu_mul(gate: tl.tensor, up: tl.tensor) -> tl.tensor:
-    """silu(gate) * up, computed in float32, the gate rounded to its own dtype as ``torch`` does it."""
+    """silu(gate) * up, computed in float32, the activated gate rounded to its own dtype as in ``torch``."""
     wide = gate.to(tl.float32)
     activated = (wide / (1 + tl.exp(-wide))).to(gate.dtype)
     return (activated.to(tl.float32) * up.to(tl.float32)).to(gate.dtype)
@@ -122,7 +122,7 @@ def _silu_mul_kernel(gate_up: tl.tensor, out: tl.tensor, size: int, BLOCK: tl.co
 
 @dataclass(frozen=True)
 class TritonNorm:
-    """The rows may lie apart, the elements of a row may not."""
+    """Rows may be strided; the elements of a row must be contiguous."""
 
     weight: Tensor  # [..., N]
     eps: float
@@ -138,7 +138,10 @@ class TritonNorm:
 
     def add(self, stream: Tensor, parts: Tensor) -> tuple[Tensor, Tensor]:
         rows, size = stream.shape
-        total, out = stream.new_empty(rows, size), stream.new_empty(rows, size)  # one may outlive the other
+        total, out = (
+            stream.new_empty(rows, size),
+            stream.new_empty(rows, size),
+        )  # one may outlive the other
         if rows:
             args = (stream, parts, self.weight, total, out, size, self.eps, stream.stride(0))
             _add_norm_kernel[(rows,)](*args, PARTS=len(parts), **_block(size), **PDL)
@@ -146,7 +149,7 @@ class TritonNorm:
 
 
 @dataclass(frozen=True)
-class TritonEmbedBeside:
+class TritonEmbedNormConcat:
     table: Tensor
     embed_weight: Tensor
     weight: Tensor
@@ -157,7 +160,7 @@ class TritonEmbedBeside:
         out = x.new_empty(rows, 2 * size)
         if rows:
             args = (token_ids, self.table, self.embed_weight, x, self.weight, out, size, self.eps)
-            _embed_beside_kernel[(rows, 2)](*args, x.stride(0), **_block(size), **PDL)
+            _embed_norm_concat_kernel[(rows, 2)](*args, x.stride(0), **_block(size), **PDL)
         return out
 
 

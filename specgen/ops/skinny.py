@@ -1,5 +1,5 @@
 # mypy: allow-untyped-decorators
-"""A Triton kernel for few rows through a large matrix: as fast as the matrix can be read."""
+"""A Triton kernel for few rows times a large matrix, limited by how fast the matrix can be read."""
 
 from dataclasses import dataclass
 
@@ -9,21 +9,21 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from specgen.ops.launch import PDL, fetch_ahead
+from specgen.ops.launch import PDL, prefetch_l2
 from specgen.ops.row_kernels import silu_mul
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tile:
-    """How a matrix is cut: a program computes ``block_out`` outputs of at most ``rows`` rows, or a part of them."""
+    """How a product is tiled: a program computes ``block_out`` outputs of at most ``rows`` rows, or a split-K part."""
 
     rows: int
     block_out: int
     block_in: int
     stages: int  # blocks of the weight in flight
     warps: int
-    ahead: int  # bytes of each weight row that are fetched before the inputs are there
-    parts: int = 1  # that the inputs are split into
+    prefetch_bytes: int  # of each weight row, loaded before the inputs are ready
+    parts: int = 1  # into which K, the input dimension, is split
 
     def fits(self, num_out: int, width: int) -> bool:
         """Whether a matrix [num_out, width] consists of whole blocks."""
@@ -31,21 +31,21 @@ class Tile:
 
 
 @triton.jit
-def _fetch_rows(
+def _prefetch_rows(
     weight: tl.tensor,
     first: tl.tensor,
     width: int,
-    ahead: int,
+    prefetch_bytes: int,
     BLOCK_OUT: tl.constexpr,  # noqa: N803
     PIECES: tl.constexpr,  # noqa: N803
 ) -> None:
-    """The first ``ahead`` bytes of BLOCK_OUT rows, each in PIECES pieces."""
+    """The first ``prefetch_bytes`` of BLOCK_OUT rows, each in PIECES pieces."""
     piece = tl.arange(0, BLOCK_OUT * PIECES)
-    start = (first + piece // PIECES).to(tl.int64) * width + piece % PIECES * (ahead // PIECES // 2)
-    fetch_ahead(weight + start, ahead // PIECES)
+    start = (first + piece // PIECES).to(tl.int64) * width + piece % PIECES * (prefetch_bytes // PIECES // 2)
+    prefetch_l2(weight + start, prefetch_bytes // PIECES)
 
 
-@triton.jit(do_not_specialize=["num_rows", "ahead"])
+@triton.jit(do_not_specialize=["num_rows", "prefetch_bytes"])
 def _skinny_kernel(
     x: tl.tensor,
     weight: tl.tensor,
@@ -54,7 +54,7 @@ def _skinny_kernel(
     num_out: int,
     width: int,
     part_width: int,
-    ahead: int,
+    prefetch_bytes: int,
     GATED: tl.constexpr,  # noqa: N803
     ROWS: tl.constexpr,  # noqa: N803
     BLOCK_OUT: tl.constexpr,  # noqa: N803
@@ -64,10 +64,10 @@ def _skinny_kernel(
 ) -> None:
     first, part = tl.program_id(0) * BLOCK_OUT, tl.program_id(1)
     weight += part * part_width
-    if ahead > 0:
-        _fetch_rows(weight, first, width, ahead, BLOCK_OUT, PIECES)
+    if prefetch_bytes > 0:
+        _prefetch_rows(weight, first, width, prefetch_bytes, BLOCK_OUT, PIECES)
         if GATED:
-            _fetch_rows(weight, num_out + first, width, ahead, BLOCK_OUT, PIECES)
+            _prefetch_rows(weight, num_out + first, width, prefetch_bytes, BLOCK_OUT, PIECES)
     out, row, inner = first + tl.arange(0, BLOCK_OUT), tl.arange(0, ROWS), tl.arange(0, BLOCK_IN)
     w_start = weight + out[:, None].to(tl.int64) * width + inner[None, :]
     up_start = weight + (num_out + out)[:, None].to(tl.int64) * width + inner[None, :]
@@ -80,7 +80,7 @@ def _skinny_kernel(
         acc = tl.dot(tl.load(w_start + start), columns, acc)
         if GATED:
             up_acc = tl.dot(tl.load(up_start + start), columns, up_acc)
-    # Not before: programs of the successor would crowd on the processors that are free first.
+    # Not earlier: the successor's programs would crowd onto the multiprocessors that are free first.
     gdc_launch_dependents()
     result = acc.to(y.dtype.element_ty)
     if GATED:
@@ -92,7 +92,7 @@ def _skinny_kernel(
 def skinny_linear(x: Tensor, weight: Tensor, tile: Tile) -> Tensor:
     """``x [rows, in]`` through ``weight [out, in]``, both contiguous: ``[parts, rows, out]``, summed in float32.
 
-    One part is rounded to the dtype of ``x``; more are left in float32 for whoever adds them up. The tile must fit.
+    One part is rounded to the dtype of ``x``; several stay in float32, to be added by the caller. The tile must fit.
     """
     dtype = x.dtype if tile.parts == 1 else torch.float32
     y = torch.empty(tile.parts, x.shape[0], weight.shape[0], dtype=dtype, device=x.device)
@@ -102,7 +102,7 @@ def skinny_linear(x: Tensor, weight: Tensor, tile: Tile) -> Tensor:
 
 def skinny_gated_linear(x: Tensor, weight: Tensor, tile: Tile) -> Tensor:
     """``silu(gate) * up [rows, I]``; ``weight [2 * I, in]`` holds gate and up. See ``skinny_linear``."""
-    assert tile.parts == 1, "parts cannot go through silu"
+    assert tile.parts == 1, "partial sums cannot pass through silu"
     y = x.new_empty(x.shape[0], weight.shape[0] // 2)
     _launch(x, weight, y, tile, gated=True)
     return y
@@ -115,13 +115,13 @@ def _launch(x: Tensor, weight: Tensor, y: Tensor, tile: Tile, *, gated: bool) ->
     part_width = width // tile.parts
     _skinny_kernel[(num_out // tile.block_out, tile.parts)](
         *(x, weight, y, num_rows, num_out, width, part_width),
-        min(tile.ahead, part_width * x.element_size()),
+        min(tile.prefetch_bytes, part_width * x.element_size()),
         GATED=gated,
         ROWS=tile.rows,
         BLOCK_OUT=tile.block_out,
         BLOCK_IN=tile.block_in,
         STAGES=tile.stages,
-        PIECES=max(tile.warps * 32 // tile.block_out, 1),  # every thread asks for one
+        PIECES=max(tile.warps * 32 // tile.block_out, 1),  # one per thread
         num_warps=tile.warps,
         **PDL,
     )

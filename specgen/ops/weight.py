@@ -12,9 +12,9 @@ from torch import Tensor
 class Weight:
     """A matrix [out, in] on its way from the checkpoint to a kernel.
 
-    ``format`` says what ``data`` and ``scale`` hold: in "plain", ``data`` is the matrix in the model's dtype, and there
-    is no scale. A quantized format has values of few bits in ``data`` and what they are multiplied by in ``scale``; it
-    joins its scales in ``joined``, and each ``Ops`` that runs it has kernels for it. All others ask for ``matrix``.
+    In the format "plain", ``data`` is the matrix in the model's dtype, without scales. A quantized format would hold
+    quantized values in ``data`` and their scales in ``scale``, concatenate both in ``joined``, and need kernels in
+    every ``Ops`` that runs it; other kernels ask for ``matrix``.
     """
 
     data: Tensor
@@ -23,7 +23,7 @@ class Weight:
 
     @classmethod
     def joined(cls, weights: Sequence["Weight"]) -> "Weight":
-        """``weights`` of the same input below each other: one product instead of several."""
+        """``weights`` of the same input, concatenated by output: one product instead of several."""
         return weights[0] if len(weights) == 1 else cls(data=torch.cat([each.matrix for each in weights]))
 
     @property
@@ -34,5 +34,5 @@ class Weight:
 
     @property
     def num_bytes(self) -> int:
-        """What a pass reads of it."""
+        """Bytes that a pass reads."""
         return self.data.nbytes + (0 if self.scale is None else self.scale.nbytes)

@@ -1,4 +1,4 @@
-"""Whatever lies in a checkpoint's directory: one short line and exit code 2, in bounded time and memory."""
+"""Malformed checkpoint directories: one short line and exit code 2, in bounded time and memory."""
 
 import json
 import os
@@ -49,7 +49,7 @@ def _changed(file: Path, **changes: Any) -> None:
 
 
 def _files(path: Path) -> dict[str, int]:
-    """What lies in a directory, apart from a run's own."""
+    """The files of a directory, except those of a run."""
     found = (file.relative_to(path) for file in path.rglob("*"))
     return {str(file): (path / file).lstat().st_mtime_ns for file in found if file.parts[0] != "run"}
 
@@ -70,7 +70,7 @@ def _index(name: str) -> Damage:
 
 
 def _replaced(name: str, make: Callable[[Path], object]) -> Damage:
-    """The file ``name`` is gone, and ``make`` puts another thing there."""
+    """``make`` puts something else in place of the file ``name``."""
 
     def damage(path: Path) -> None:
         (path / name).unlink(missing_ok=True)
@@ -80,7 +80,7 @@ def _replaced(name: str, make: Callable[[Path], object]) -> Damage:
 
 
 def _header(**changes: Any) -> Damage:
-    """Another entry for one tensor in the header of the weights."""
+    """A changed entry of one tensor in the header of the weights."""
 
     def damage(path: Path) -> None:
         data = (path / WEIGHTS).read_bytes()
@@ -126,7 +126,7 @@ def _cut(write: Callable[[Any, Path], object], length: int) -> Callable[[Any, Pa
 
 
 def _deflated(padding: int) -> Callable[[Any, Path], object]:
-    """A zip file of 1/1000 of the ``padding`` that its pickle ends with."""
+    """A zip file 1000 times smaller than the ``padding`` at the end of its pickle."""
 
     def write(value: Any, file: Path) -> None:
         torch.save(value, file)
@@ -150,7 +150,7 @@ class _Call:
 
 
 def _repeated(path: Path) -> None:
-    """A vocabulary of 2^24 tokens whose embeddings are one number."""
+    """A vocabulary of 2^24 tokens whose embeddings are one stored number."""
     table = torch.zeros(1, dtype=torch.float16).expand(1 << 24, 32)
     _pickled(torch.save, model__embed_tokens__weight=table, lm_head__weight=table)(path)
     _changed(path / "config.json", vocab_size=1 << 24)
@@ -174,14 +174,14 @@ REFUSED: dict[str, tuple[Damage, str]] = {
         _replaced("config.json", lambda file: file.symlink_to("/dev/zero")),
         "is no file that can be read",
     ),
-    "config-link-to-itself": (_replaced("config.json", lambda file: file.symlink_to(file)), "cannot be read"),
+    "config-symlink-loop": (_replaced("config.json", lambda file: file.symlink_to(file)), "cannot be read"),
     "config-same-key-twice": (
         _text("config.json", '{"architectures": ["LlamaForCausalLM"], "architectures": ["Evil"]}'),
         "'Evil' is not supported",
     ),
     "architectures-number": (_config(architectures=7), "architectures is 7: it must be a list"),
     "architecture-escapes": (_config(architectures=["\x1b[2J\n" * 9999]), "is not supported"),
-    "layers-of-what": (_config(layer_types=1.5), "layer_types is 1.5: it must be a list"),
+    "layer-types-number": (_config(layer_types=1.5), "layer_types is 1.5: it must be a list"),
     "vocabulary-huge": (_config(vocab_size=HUGE), "vocab_size is 1099511627776: it must be a whole number"),
     "layers-huge": (_config(num_hidden_layers=10**9), "num_hidden_layers is 1000000000"),
     "layers-many": (_config(num_hidden_layers=10**7), "has no tensor 'model.layers.6."),
@@ -198,7 +198,7 @@ REFUSED: dict[str, tuple[Damage, str]] = {
     "theta-infinite": (_config(rope_parameters={"rope_theta": float("inf")}), "rope_theta is inf"),
     "theta-text": (_config(rope_parameters={"rope_theta": "1e4"}), "rope_theta is '1e4'"),
     "rope-text": (_config(rope_parameters="x"), "rope_parameters is 'x'"),
-    "rope-by-nothing": (
+    "rope-equal-factors": (
         _config(
             rope_parameters={
                 "rope_type": "llama3",
@@ -214,7 +214,7 @@ REFUSED: dict[str, tuple[Damage, str]] = {
         _config(tie_word_embeddings="false"),
         "tie_word_embeddings is 'false': it must be true or false",
     ),
-    "end-of-what": (_text("generation_config.json", '{"eos_token_id": {"a": 1}}'), "eos_token_id is"),
+    "eos-object": (_text("generation_config.json", '{"eos_token_id": {"a": 1}}'), "eos_token_id is"),
     "generation-end-infinite": (
         _text("generation_config.json", '{"eos_token_id": 1e400}'),
         "eos_token_id is inf",
@@ -252,7 +252,7 @@ REFUSED: dict[str, tuple[Damage, str]] = {
         _bytes(lambda data: struct.pack("<Q", 90_000_000) + data[8:]),
         "cannot be read as safetensors",
     ),
-    "header-no-json": (_bytes(lambda data: _safetensors(b"hello")), "cannot be read as safetensors"),
+    "header-not-json": (_bytes(lambda data: _safetensors(b"hello")), "cannot be read as safetensors"),
     "header-nested": (
         _bytes(lambda data: _safetensors(b'{"a": ' + NESTED.encode() + b"}")),
         "cannot be read as safetensors",
@@ -320,23 +320,23 @@ REFUSED: dict[str, tuple[Damage, str]] = {
 }
 
 
-def some_quick(damages: dict[str, tuple[Damage, str]]) -> list[Any]:
-    """All as parameters; of every eight one is in the quick set."""
+def quick_and_slow(damages: dict[str, tuple[Damage, str]]) -> list[Any]:
+    """All as parameters; one in eight is in the quick set."""
     return [
         pytest.param(*each, id=name, marks=[pytest.mark.slow] if number % 8 else [])
         for number, (name, each) in enumerate(damages.items())
     ]
 
 
-@pytest.mark.parametrize(("damage", "reason"), some_quick(REFUSED))
-def test_a_target_that_lies_is_refused_in_one_line(copied: Path, damage: Damage, reason: str) -> None:
+@pytest.mark.parametrize(("damage", "reason"), quick_and_slow(REFUSED))
+def test_a_malformed_target_is_refused_in_one_line(copied: Path, damage: Damage, reason: str) -> None:
     damage(copied / "target")
     before = _files(copied)
     inspected, generated = inspect_pair(copied), generate_with_pair(copied)
     _check_refused(inspected, reason)
     _check_refused(generated, reason)
     assert generated.code == 2
-    assert _files(copied) == before  # nothing was run, and nothing is written
+    assert _files(copied) == before  # no code ran and nothing was written
 
 
 def _check_refused(ended: Ended, reason: str) -> None:
@@ -378,8 +378,8 @@ HEADS: dict[str, tuple[Damage, str]] = {
 }
 
 
-@pytest.mark.parametrize(("damage", "reason"), some_quick(HEADS))
-def test_a_head_that_lies_is_refused_in_one_line(copied: Path, damage: Damage, reason: str) -> None:
+@pytest.mark.parametrize(("damage", "reason"), quick_and_slow(HEADS))
+def test_a_malformed_head_is_refused_in_one_line(copied: Path, damage: Damage, reason: str) -> None:
     damage(copied / "head")
     inspected, generated = inspect_pair(copied), generate_with_pair(copied)
     assert re.search(reason, inspected.out + inspected.err), inspected
@@ -388,10 +388,10 @@ def test_a_head_that_lies_is_refused_in_one_line(copied: Path, damage: Damage, r
     _check_refused(generated, reason)
 
 
-# ---- what is none of a checkpoint's business, and what is no lie
+# ---- code, links, permissions, and NaN weights
 
 
-def test_code_beside_a_checkpoint_is_not_run(copied: Path) -> None:
+def test_code_in_a_checkpoint_directory_is_not_run(copied: Path) -> None:
     classes = {
         "AutoConfig": "evil.E",
         "AutoModelForCausalLM": "evil.E",
@@ -408,16 +408,16 @@ def test_code_beside_a_checkpoint_is_not_run(copied: Path) -> None:
     assert _files(copied) == before
 
 
-def test_no_source_trusts_the_code_of_a_checkpoint() -> None:
+def test_no_source_enables_trust_remote_code() -> None:
     for file in Path(specgen.__file__).parent.rglob("*.py"):
         assert "trust_remote" + "_code" not in file.read_text(), file
 
 
 @pytest.mark.parametrize("write", [torch.save, _legacy], ids=["zip", "before-1.6"])
-def test_the_unpickler_runs_no_code_either(
+def test_the_unpickler_runs_no_code(
     copied: Path, write: Callable[[Any, Path], object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Behind the look at what a pickle imports there is the unpickler, which has a list of its own."""
+    """After the check of a pickle's imports, the unpickler has an allow list of its own."""
     monkeypatch.setattr(pickle_files, "_require_plain", lambda file, zipped: None)
     monkeypatch.chdir(copied)
     _pickled(write, evil=EVIL)(copied / "target")
@@ -426,7 +426,7 @@ def test_the_unpickler_runs_no_code_either(
     assert not (copied / "evil").exists()
 
 
-def test_the_links_of_a_hub_cache_are_followed(copied: Path) -> None:
+def test_symlinks_of_a_hub_cache_are_followed(copied: Path) -> None:
     blobs = copied / "blobs"
     blobs.mkdir()
     for file in list((copied / "target").iterdir()):
@@ -443,7 +443,7 @@ def test_a_name_too_long_for_a_directory_is_refused(tmp_path: Path) -> None:
 
 
 @contextmanager
-def _as_nobody() -> Iterator[None]:
+def _as_unprivileged_user() -> Iterator[None]:
     """Root may read everything."""
     user = os.geteuid()
     if user == 0:
@@ -455,20 +455,20 @@ def _as_nobody() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json", "."])
-def test_what_may_not_be_read_is_refused(pair: Path, name: str) -> None:
+def test_unreadable_files_are_refused(pair: Path, name: str) -> None:
     with tempfile.TemporaryDirectory() as directory:
         Path(directory).chmod(0o755)
         path = Path(shutil.copytree(pair / "target", Path(directory) / "target"))
         (path / name).chmod(0)
-        with _as_nobody(), pytest.raises(UserError, match="cannot be read") as caught:
+        with _as_unprivileged_user(), pytest.raises(UserError, match="cannot be read") as caught:
             fingerprint(open_checkpoint(str(path)))
         path.chmod(0o755)
     assert "ermission denied" in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
-def test_weights_that_are_no_numbers_are_loaded(copied: Path) -> None:
-    """Nobody reads all weights to look for them: the request whose logits they spoil fails."""
+def test_nan_weights_are_loaded(copied: Path) -> None:
+    """Weights are not scanned for NaN: the request whose logits become NaN fails."""
     tensors = load_file(copied / "target" / WEIGHTS)
     tensors[NORM].fill_(float("nan"))
     save_file(tensors, copied / "target" / WEIGHTS)
