@@ -138,10 +138,8 @@ class TritonNorm:
 
     def add(self, stream: Tensor, parts: Tensor) -> tuple[Tensor, Tensor]:
         rows, size = stream.shape
-        total, out = (
-            stream.new_empty(rows, size),
-            stream.new_empty(rows, size),
-        )  # one may outlive the other
+        # not one allocation of both: one may outlive the other
+        total, out = stream.new_empty(rows, size), stream.new_empty(rows, size)
         if rows:
             args = (stream, parts, self.weight, total, out, size, self.eps, stream.stride(0))
             _add_norm_kernel[(rows,)](*args, PARTS=len(parts), **_block(size), **PDL)
