@@ -1,4 +1,4 @@
-"""The losslessness audit: silent where nothing changed, and it names the place where something did."""
+"""The losslessness audit: it reports nothing if no text changed, else the position of the divergence."""
 
 import json
 from dataclasses import asdict
@@ -15,8 +15,7 @@ from specgen.config import UserError
 from specgen.core import scheduler, step
 from specgen.decoding.verify import accept_greedy
 from specgen.evaluation.audit_table import of_audit, verdict
-from specgen.evaluation.divergence import Divergence, first_difference, gap, rounding
-from specgen.evaluation.judge import prefill_logits
+from specgen.evaluation.divergence import Divergence, first_difference, gap, prefill_logits, rounding
 from specgen.report.terminal import render as in_terminal
 from tests.engines import Pair, config_of
 from tests.reference_drafts import ReferenceDrafter
@@ -135,8 +134,8 @@ def test_only_a_gap_within_the_rounding_is_explained() -> None:
     assert not divergence(token=None, logit=None, gap=None).explained
 
 
-def test_the_gap_counts_from_the_likeliest_of_all() -> None:
-    """Two equal tokens that are both far behind are no tie that greedy decoding could break."""
+def test_the_gap_counts_from_the_largest_logit() -> None:
+    """Two equal tokens far below the largest logit are not a tie of greedy decoding."""
     logits = torch.tensor([20.0, 5.0, 5.0, 19.0])
     assert gap(logits, 1, 2) == 15.0
     assert gap(logits, 0, 3) == gap(logits, 3, 0) == 1.0
@@ -145,8 +144,8 @@ def test_the_gap_counts_from_the_likeliest_of_all() -> None:
 
 @pytest.mark.parametrize("largest", [0.3, 1.0, 20.0, -31.9, 32.0])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_rounding_is_in_steps_of_the_number_format(dtype: torch.dtype, largest: float) -> None:
-    """The steps that ``torch`` itself takes between neighbouring numbers."""
+def test_rounding_is_in_steps_of_the_dtype(dtype: torch.dtype, largest: float) -> None:
+    """The spacing of numbers as ``torch`` has it."""
 
     def spacing(dtype: torch.dtype) -> float:
         at = torch.tensor(abs(largest)).to(dtype)
@@ -156,7 +155,7 @@ def test_rounding_is_in_steps_of_the_number_format(dtype: torch.dtype, largest: 
     assert rounding(logits, dtype) == pytest.approx(8 * spacing(dtype) + 48 * spacing(torch.float32))
 
 
-def test_logits_behind_a_prefix_are_those_of_transformers(
+def test_logits_after_a_prefix_are_those_of_transformers(
     random_pair: Pair, random_reference: ReferenceDrafter
 ) -> None:
     prompt = (5, 9, 33, 71, 8, 8, 120, 4, 17)
@@ -167,7 +166,7 @@ def test_logits_behind_a_prefix_are_those_of_transformers(
 
 @pytest.mark.slow
 def test_a_prefix_cache_that_mixes_texts_up_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each page by its own place alone: plain decoding, which all is compared with, must not share them."""
+    """Pages are keyed by position only; plain decoding, the reference, must not share them."""
 
     def by_place(digests: list[bytes], tokens: list[int], page_size: int, root: bytes) -> None:
         digests[:] = [str(page).encode() for page in range((len(tokens) - 1) // page_size)]

@@ -1,4 +1,4 @@
-"""The kernel table: what is timed, that it is checked, and all of it on a CPU."""
+"""The kernel bench on a CPU: what is timed, and that results are checked."""
 
 import json
 from dataclasses import replace
@@ -13,7 +13,7 @@ from specgen.attention.sdpa import SdpaBackend
 from specgen.bench import device_speed, kernels, timing
 from specgen.bench.decode_pass import Cell, queries
 from specgen.bench.kernels import KernelJob, measure, relative_error
-from specgen.bench.timing import MOST_LAYERS, SPREAD, num_layers, time_layers
+from specgen.bench.timing import COLD_BYTES, MOST_LAYERS, num_layers, time_layers
 from specgen.cli.main import app
 from specgen.config import UserError
 from specgen.kv.layout import Layout
@@ -63,7 +63,7 @@ def test_passes_end_where_the_context_does() -> None:
     plain, padded, ragged = (query.layout(CELL, CELL.block_tables()) for query in queries(3))
     for layout in (plain, padded, ragged):
         assert layout.kv_lens.tolist() == list(CELL.kv_lens)
-        assert layout.host is None  # as when decoding: no kernel may be told
+        assert layout.host is None  # as in decoding, lengths are not on the host
     assert (plain.uniform_q, padded.uniform_q, ragged.uniform_q) == (1, 4, None)
     lens = next(query for query in queries(3) if "ragged" in query.name).layout(
         many := replace(CELL, num_seqs=200), many.block_tables()
@@ -74,12 +74,12 @@ def test_passes_end_where_the_context_does() -> None:
 
 def test_small_contexts_are_spread_over_many_layers() -> None:
     assert num_layers(1, CPU) == MOST_LAYERS
-    assert num_layers(SPREAD["cpu"] // 4 - 1, CPU) == 5
-    assert num_layers(SPREAD["cpu"] * 3, CPU) == 1
+    assert num_layers(COLD_BYTES["cpu"] // 4 - 1, CPU) == 5
+    assert num_layers(COLD_BYTES["cpu"] * 3, CPU) == 1
 
 
 def test_every_repeat_calls_each_layer_once(monkeypatch) -> None:
-    clock = count(0.0, 6.0)  # seconds from one look at it to the next
+    clock = count(0.0, 6.0)  # seconds between two readings
     monkeypatch.setattr(timing.time, "perf_counter", lambda: next(clock))
     called: list[int] = []
 
@@ -112,7 +112,7 @@ def test_the_table_has_every_combination_in_order_and_grows() -> None:
 
 
 class Shortsighted(SdpaBackend):
-    """Sees one position too few."""
+    """Attends to one position too few."""
 
     name = "sdpa"
 
@@ -135,7 +135,7 @@ def test_two_backends_are_checked_and_compared_with_each_other(monkeypatch) -> N
     assert max(map(len, render(table.parts(), 80).splitlines())) <= 80
     row = table.rows[-1]
     assert row["speedup"] == pytest.approx(row["sdpa-static_mean"] / row["sdpa_mean"])
-    assert table.head["difference"].endswith("sdpa-static against sdpa")
+    assert table.conditions["difference"].endswith("sdpa-static against sdpa")
     assert {plot.y for plot in table.plots} == {"speedup", "sdpa_over_bound"}
 
 
@@ -165,7 +165,7 @@ def test_where_no_kernel_runs_the_reasons_are_named(monkeypatch) -> None:
         ({"num_spec_tokens": -1}, "num-spec-tokens is -1"),
     ],
 )
-def test_what_makes_no_sense_is_refused(changes, message) -> None:
+def test_invalid_jobs_are_refused(changes, message) -> None:
     with pytest.raises(UserError, match=message):
         replace(JOB, **changes)
 

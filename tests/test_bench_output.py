@@ -1,4 +1,4 @@
-"""What every bench's table is: text, CSV, JSON and a page, from the same rows."""
+"""The table of every bench as text, CSV, JSON and HTML, from the same rows."""
 
 import csv
 import json
@@ -28,7 +28,7 @@ NAMES = [column.name for column in COLUMNS]
 TABLE = BenchTable(
     name="speeds",
     title="Speed & batch",
-    head={"device": "a GPU", "weights": "synthetic", "repeats": 3},
+    conditions={"device": "a GPU", "weights": "synthetic", "repeats": 3},
     columns=COLUMNS,
     rows=tuple(dict(zip(NAMES, row, strict=True)) for row in VALUES),
     plots=(
@@ -40,7 +40,7 @@ TABLE = BenchTable(
 )
 
 
-def test_text_has_the_head_units_dashes_and_notes() -> None:
+def test_text_has_conditions_units_dashes_and_notes() -> None:
     lines = render(TABLE.parts()).splitlines()
     assert lines[:5] == ["Speed & batch", "device: a GPU", "weights: synthetic", "repeats: 3", ""]
     assert lines[5].split() == ["batch", "mode", "speed", "[tokens/s]", "ratio"]
@@ -59,7 +59,7 @@ def test_json_is_the_whole_table() -> None:
     document = json.loads(json.dumps(TABLE.to_json()))
     assert document["rows"] == [dict(row) for row in TABLE.rows]
     assert document["columns"][2] == {"name": "speed", "unit": "tokens/s"}
-    assert (document["head"], document["notes"]) == (dict(TABLE.head), list(TABLE.notes))
+    assert (document["head"], document["notes"]) == (dict(TABLE.conditions), list(TABLE.notes))
 
 
 def test_a_plot_takes_the_rows_it_names_and_leaves_out_what_was_not_measured() -> None:
@@ -74,7 +74,7 @@ def test_a_plot_takes_the_rows_it_names_and_leaves_out_what_was_not_measured() -
 
 
 def test_a_line_has_one_style_in_all_plots() -> None:
-    """Also where another before it has no points, as K = 0 has no speed against itself."""
+    """Even if an earlier line has no points, as K = 0 has no speedup over itself."""
     points = [Point(name="1", number=1.0)]
     chart = Lines(
         title="", label="", ticks=quarters(1), show=display.plain, lines={"a": [], "b": points}, named=True
@@ -83,7 +83,7 @@ def test_a_line_has_one_style_in_all_plots() -> None:
 
 
 @pytest.mark.parametrize("width", [60, 80, 100])
-def test_a_wide_table_is_several_that_begin_alike(width: int) -> None:
+def test_a_wide_table_is_split_and_repeats_its_keys(width: int) -> None:
     names = [f"trtllm_over_bound_{i}" for i in range(12)]
     columns = (
         Column(name="num_seqs"),
@@ -94,7 +94,7 @@ def test_a_wide_table_is_several_that_begin_alike(width: int) -> None:
         {"num_seqs": n, "query": "1-2 ragged"} | {name: 12345.678 * n + i for i, name in enumerate(names)}
         for n in (1, 64)
     )
-    wide = BenchTable(name="t", title="T", head={}, columns=columns, rows=rows, num_keys=2)
+    wide = BenchTable(name="t", title="T", conditions={}, columns=columns, rows=rows, num_keys=2)
     text = render(wide.parts(), width)
     assert max(map(len, text.splitlines())) <= width
     assert text.count("\n64 ") == text.count("\n1 ") > 1
@@ -105,7 +105,7 @@ def test_a_wide_table_is_several_that_begin_alike(width: int) -> None:
     assert all(f"{name} [us]" in whole for name in names)
 
 
-def test_the_page_is_whole_without_a_network_and_escapes_names() -> None:
+def test_the_page_is_self_contained_and_escapes_names() -> None:
     page = TABLE.to_html()
     assert not re.search(r"https?:|src=|@import|url\(", page)
     assert "<a>" not in page

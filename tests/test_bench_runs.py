@@ -1,4 +1,4 @@
-"""What benches of the engine share: latencies, windows of steps, and bounds."""
+"""Shared by the benches of the engine: latencies, windows of steps, and bounds."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -11,15 +11,17 @@ from calibrated_shapes import SHAPES
 from calibrated_weights import Source
 from make_calibrated_pair import write_pair
 
-from specgen.bench.bound import StepBytes, Work, mean_step_bytes, part_works
-from specgen.bench.device_speed import Device, copy_bandwidth, matrix_flops
+from specgen.bench.bound import StepBytes, Work, mean_step_bytes
+from specgen.bench.device_speed import DeviceSpeed, copy_bandwidth, matrix_flops
 from specgen.bench.explain import step_seconds
 from specgen.bench.marks import Window
 from specgen.bench.repeats import inter_token_seconds
 from specgen.events import Event, Finished, Prefilled, Stepped, Submitted, Verified
 from tests.engines import config_of, load_pair, loaded
 
-SIZES = StepBytes(target=1000, head_first=100, head_pass=60, target_kv=3, head_kv=1)
+SIZES = StepBytes(
+    target=1000, head_fill=100, head_pass=60, target_kv=3, head_kv=1, logits=7 * 2, bytes_per_value=2
+)
 
 
 @pytest.fixture(scope="module")
@@ -43,12 +45,13 @@ def test_the_bytes_of_a_pair_are_its_matrices(tiny: Path) -> None:
     attention = 2 * hidden * shape.q_size + 2 * hidden * shape.kv_size
     layer = attention + 3 * hidden * inner + norms
     assert sizes.target == 2 * (shape.num_layers * layer + hidden + shape.vocab_size * hidden)
-    wide = attention + hidden * (shape.q_size + 2 * shape.kv_size)  # q, k and v read two states
+    wide = attention + hidden * (shape.q_size + 2 * shape.kv_size)  # q, k and v take two hidden states
     head = wide + 3 * hidden * inner + norms + hidden + hidden + shape.draft_vocab_size * hidden
     assert sizes.head_pass == 2 * head
-    assert sizes.head_first == 2 * (3 * hidden * hidden + 2 * shape.kv_size * 2 * hidden)
+    assert sizes.head_fill == 2 * (3 * hidden * hidden + 2 * shape.kv_size * 2 * hidden)
     assert sizes.target_kv == 2 * 2 * shape.num_layers * shape.kv_size
     assert sizes.head_kv == 2 * 2 * shape.kv_size
+    assert (sizes.logits, sizes.bytes_per_value) == (2 * shape.vocab_size, 2)
 
 
 def stepped(time: float, kind: str = "decode", num_sequences: int = 4) -> Stepped:
@@ -105,19 +108,19 @@ def test_a_window_sees_full_decode_steps_only() -> None:
 
 def test_parts_do_together_what_the_step_does() -> None:
     for k in (0, 1, 4):
-        parts = part_works(SIZES, num_spec_tokens=k, batch=2, context=10.5, vocab_size=7, bytes_per_value=2)
-        assert list(parts) == ["verify", "accept", "first pass", "draft loop"][: 4 if k else 2]
+        parts = SIZES.parts(k, batch=2, context=10.5)
+        assert list(parts) == ["verify", "accept", "KV fill", "draft loop"][: 4 if k else 2]
         assert parts.pop("accept") == Work(num_bytes=2 * (k + 1) * 7 * 2, flops=0)
         assert sum(work.num_bytes for work in parts.values()) == SIZES.step(k, batch=2, context=10.5)
     assert parts["verify"].flops == 2 * (1000 / 2) * 2 * 5
-    assert parts["first pass"].flops == 2 * (100 / 2) * 2 * 5  # for all rows of the verify
+    assert parts["KV fill"].flops == 2 * (100 / 2) * 2 * 5  # for all rows of verification
     assert parts["draft loop"].flops == 2 * (4 * 60 / 2) * 2
 
 
 def test_the_longer_of_reading_and_computing_is_the_bound() -> None:
     work = Work(num_bytes=30.0, flops=100.0)
-    assert work.seconds(Device(bytes_per_second=10.0, flops_per_second=100.0)) == 3.0
-    assert work.seconds(Device(bytes_per_second=100.0, flops_per_second=10.0)) == 10.0
+    assert work.seconds(DeviceSpeed(bytes_per_second=10.0, flops_per_second=100.0)) == 3.0
+    assert work.seconds(DeviceSpeed(bytes_per_second=100.0, flops_per_second=10.0)) == 10.0
 
 
 def test_copies_and_products_of_matrices_are_timed() -> None:
@@ -126,7 +129,7 @@ def test_copies_and_products_of_matrices_are_timed() -> None:
 
 
 def test_a_step_reads_the_cache_of_the_sequences_in_it() -> None:
-    """Neither what is prefilled beside it nor what waits or has ended."""
+    """Not of sequences in prefill, waiting or finished."""
 
     def verified(sequence: str, emitted: int) -> Verified:
         return Verified(sequence=sequence, time=0.0, drafts=(), accepted=0, emitted=emitted)
@@ -165,7 +168,7 @@ def test_a_step_is_one_gap_however_many_tokens_it_emits() -> None:
         verified("a", 3.0, 1),
         verified("b", 3.0, 2),
         Finished(sequence="a", time=3.0, reason="length", num_output_tokens=5),
-        Prefilled(sequence="b", time=5.0, emitted=0, num_cached=0),  # after a preemption: a gap goes on
+        Prefilled(sequence="b", time=5.0, emitted=0, num_cached=0),  # after a preemption: the gap continues
         verified("b", 6.0, 1),
         Prefilled(sequence="a", time=7.0, emitted=1, num_cached=0),  # another request of that name
     ]

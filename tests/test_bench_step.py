@@ -1,4 +1,4 @@
-"""The explanation of a step: marks tell its parts apart, the parts add up, and a slow part is found."""
+"""The step bench: marks separate the parts, the parts add up, and a slow part is found."""
 
 import json
 import time
@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from specgen.bench import explain, marks
 from specgen.bench.bound import Work
-from specgen.bench.device_speed import Device
+from specgen.bench.device_speed import DeviceSpeed
 from specgen.bench.explain import StepJob, context_at
 from specgen.bench.marks import HostMarker, Span
 from specgen.bench.parts import PARTS, Marked, StepTime, split
@@ -36,7 +36,7 @@ def few_steps(monkeypatch) -> None:
 
 
 def spans_of_a_step(at: float) -> list[Span]:
-    """Six marks of 1 us, and 10, 0, 20, 3, 5 and 2 us of work behind them, 1 us after each."""
+    """Six marks of 1 us, and 10, 0, 20, 3, 5 and 2 us of work after them, each 1 us later."""
     spans = []
     for work in (10, 0, 20, 3, 5, 2):
         spans.append(Span(name="mark", start=at, end=at + 1))
@@ -50,7 +50,7 @@ def test_work_belongs_to_the_mark_before_it_and_the_rest_is_idle() -> None:
     spans = [*spans_of_a_step(100.0), *spans_of_a_step(200.0)]
     found = split(list(reversed(spans)), 2)
     assert found.parts == pytest.approx(
-        {"draft loop": 10e-6, "verify": 20e-6, "accept": 3e-6, "first pass": 5e-6, "engine": 2e-6}
+        {"draft loop": 10e-6, "verify": 20e-6, "accept": 3e-6, "KV fill": 5e-6, "engine": 2e-6}
     )
     length = max(span.end for span in spans) - 100.0
     assert found.total == pytest.approx(length / 2 * 1e-6)
@@ -67,7 +67,7 @@ def test_work_before_the_first_mark_is_the_engines_and_overlaps_count_once() -> 
     assert found.total == pytest.approx((max(span.end for span in spans) - 96.0) * 1e-6)
 
 
-def test_a_picture_with_a_mark_missing_is_refused() -> None:
+def test_a_profile_with_a_missing_mark_is_refused() -> None:
     with pytest.raises(RuntimeError, match="the profiler saw 5 of 6 marks"):
         split(spans_of_a_step(0.0)[1:], 1)
 
@@ -83,14 +83,14 @@ def test_the_hosts_clock_leaves_nothing_idle(monkeypatch) -> None:
         assert [runner.piece((name, 1, 1, "greedy"), lambda: 3) for name in names] == [3, 3, 3]
         return 7
 
-    assert runner.step(("step", 1, 1, "greedy"), step) == 7  # before it is open, nothing is noted
+    assert runner.step(("step", 1, 1, "greedy"), step) == 7  # nothing is recorded before start
     marker.start()
     runner.step(("step", 1, 1, "greedy"), step)
     marker.stop()
     found = split(marker.spans(), 1)
     assert found == StepTime(
         parts=pytest.approx(
-            {"draft loop": 0.5, "verify": 0.25, "accept": 0.75, "first pass": 1.0, "engine": 4.5}
+            {"draft loop": 0.5, "verify": 0.25, "accept": 0.75, "KV fill": 1.0, "engine": 4.5}
         ),
         idle=pytest.approx(0),
     )
@@ -99,8 +99,8 @@ def test_the_hosts_clock_leaves_nothing_idle(monkeypatch) -> None:
 
 def test_rows_add_up_to_the_step() -> None:
     found = StepTime(parts={part: 0.001 * (i + 1) for i, part in enumerate(PARTS)}, idle=0.005)
-    works = {"verify": Work(num_bytes=10.0, flops=0.0), "first pass": Work(num_bytes=0.0, flops=3.0)}
-    rows = step_rows(8, found, works, Device(bytes_per_second=1e4, flops_per_second=1e3))
+    works = {"verify": Work(num_bytes=10.0, flops=0.0), "KV fill": Work(num_bytes=0.0, flops=3.0)}
+    rows = step_rows(8, found, works, DeviceSpeed(bytes_per_second=1e4, flops_per_second=1e3))
     assert [row["part"] for row in rows] == [*PARTS, "idle", "step"]
     times = [row["time"] for row in rows]
     assert sum(times[:-1]) == pytest.approx(times[-1]) == pytest.approx(20.0)
@@ -160,7 +160,7 @@ def slowed(function: Callable[..., Any]) -> Callable[..., Any]:
         ("draft loop", HeadDrafter, "propose"),
         pytest.param("verify", Llama, "forward", marks=pytest.mark.slow),
         pytest.param("accept", step_module, "accept_greedy", marks=pytest.mark.slow),
-        pytest.param("first pass", HeadDrafter, "observe", marks=pytest.mark.slow),
+        pytest.param("KV fill", HeadDrafter, "observe", marks=pytest.mark.slow),
         pytest.param("engine", Columns, "advance", marks=pytest.mark.slow),
     ],
 )
@@ -191,13 +191,13 @@ def test_a_slow_part_is_found(demo_path: Path, monkeypatch, part: str, owner: ob
         (["--batch-sizes", "0"], "batch-sizes is '0'"),
     ],
 )
-def test_what_cannot_be_explained_is_said(arguments: list[str], message: str) -> None:
+def test_jobs_that_cannot_run_are_refused(arguments: list[str], message: str) -> None:
     done = CliRunner().invoke(app, ["bench", "step", "--device", "cpu", *arguments])
     assert isinstance(done.exception, UserError)
     assert message in str(done.exception)
 
 
-def test_a_batch_that_breaks_is_a_note(tmp_path: Path, monkeypatch) -> None:
+def test_a_batch_that_fails_is_a_note(tmp_path: Path, monkeypatch) -> None:
     explained = explain._explain
 
     def broken(job: StepJob, config: EngineConfig, models: Any) -> Any:
@@ -227,4 +227,4 @@ def test_parts_are_told_apart_on_a_gpu(graphs: str) -> None:
         times = {row["part"]: row["time"] for row in document["rows"] if row["batch"] == batch}
         assert sum(times.values()) == pytest.approx(2 * times["step"])
         assert all(times[part] > 0 for part in PARTS)
-        assert times["verify"] > times["first pass"]
+        assert times["verify"] > times["KV fill"]

@@ -1,4 +1,4 @@
-"""The throughput bench: its matrices as data, its prompts, who takes turns, and all of it on a CPU."""
+"""The throughput bench on a CPU: its matrices as data, its prompts, and which arms alternate."""
 
 import gc
 import json
@@ -19,7 +19,7 @@ from specgen.bench import throughput as bench
 from specgen.bench import workload as workloads
 from specgen.bench.known_text import KnownText
 from specgen.bench.matrices import MATRICES, Axis, Matrix, Workload, find_matrix
-from specgen.bench.repeats import Middle
+from specgen.bench.repeats import MedianRange
 from specgen.bench.throughput import Plan, ThroughputJob, side_by_side, throughput
 from specgen.bench.throughput_table import best_lengths
 from specgen.bench.workload import kv_bytes, make_prompts
@@ -155,9 +155,9 @@ def test_synthetic_weights_get_random_tokens_as_long_as_the_texts(models: Models
 # --- turns ----------------------------------------------------------------------------------------
 
 
-def plan(name: str, need: int, beside: int = 0) -> Plan:
+def plan(name: str, need: int, overhead: int = 0) -> Plan:
     config = EngineConfig(model="target", drafter="head")
-    return Plan(arm=Arm(name=name), config=config, requests=(), kv_bytes=need, beside=beside)
+    return Plan(arm=Arm(name=name), config=config, requests=(), kv_bytes=need, overhead=overhead)
 
 
 @pytest.mark.parametrize(
@@ -177,11 +177,11 @@ def test_neighbours_take_turns_as_far_as_their_caches_fit(needs: list[int], grou
         assert each.config.kv_memory == (each.kv_bytes if each.kv_bytes <= 10 else None)
 
 
-def test_what_an_engine_adds_counts() -> None:
-    found = side_by_side([plan(str(i), 3, beside=2) for i in range(3)], 10)
+def test_memory_beside_the_cache_counts() -> None:
+    found = side_by_side([plan(str(i), 3, overhead=2) for i in range(3)], 10)
     assert [len(group) for group in found] == [2, 1]
     assert {each.config.kv_memory for group in found for each in group} == {3}
-    (alone,) = side_by_side([plan("0", 9, beside=2)], 10)
+    (alone,) = side_by_side([plan("0", 9, overhead=2)], 10)
     assert alone[0].config.kv_memory is None
 
 
@@ -195,7 +195,7 @@ def test_the_cache_is_as_large_as_the_requests_need(pair: Path, models: Models, 
         for i, length in enumerate(lengths)
     ]
     token_bytes = 2 * SHAPE.kv_size * 4 * (SHAPE.num_layers + 1)
-    pages = 10 + 4  # of four positions: 30 and 5 prompt tokens, 6 new ones, 4 rows of a step
+    pages = 10 + 4  # of four positions: 30 and 5 prompt tokens, 6 new ones, 4 rows per step
     assert kv_bytes(config, models, requests) == pages * 4 * token_bytes
     auto = replace(config, num_spec_tokens="auto", max_batch_size=1)
     need = kv_bytes(auto, models, requests)
@@ -223,12 +223,12 @@ def test_arms_take_turns_within_a_repeat(pair: Path, monkeypatch) -> None:
     order.clear()
     monkeypatch.setattr(bench, "_CPU_BYTES", 0)
     apart = list(throughput(job))
-    assert apart[-1].head["arms that took turns"] == "1; 1"
+    assert apart[-1].conditions["arms that took turns"] == "1; 1"
     assert [len(set(order[:3])), len(set(order[3:]))] == [1, 1]
 
 
-def test_an_engine_gives_its_memory_back_at_once(pair: Path, models: Models) -> None:
-    """Also where no collection of garbage comes before the next engine, which takes what is free."""
+def test_an_engine_frees_its_memory_at_once(pair: Path, models: Models) -> None:
+    """Even without garbage collection before the next engine, which takes all free memory."""
     requests = make_prompts(SMALL, models, None, 2).requests
     gc.disable()
     try:
@@ -246,7 +246,7 @@ def test_an_engine_gives_its_memory_back_at_once(pair: Path, models: Models) -> 
 
 
 def test_a_range_is_that_of_the_repeats() -> None:
-    assert Middle.of([3.0, 1.0, 2.5]) == Middle(median=2.5, lowest=1.0, highest=3.0)
+    assert MedianRange.of([3.0, 1.0, 2.5]) == MedianRange(median=2.5, lowest=1.0, highest=3.0)
 
 
 def test_batch_and_k(pair: Path) -> None:
@@ -264,8 +264,8 @@ def test_batch_and_k(pair: Path) -> None:
             assert 1 < row["acceptance_length"] <= k + 1
     assert rows[1, 2]["acceptance_length"] < rows[1, 4]["acceptance_length"]
     assert [note.split(":")[0] for note in table.notes] == ["batch 1", "batch 3"]
-    assert "weights synthetic" in table.head["model"]
-    assert "6 of 9 random tokens" in table.head["prompts"]
+    assert "weights synthetic" in table.conditions["model"]
+    assert "6 of 9 random tokens" in table.conditions["prompts"]
     assert "Output tokens per second" in table.to_html()
     assert max(map(len, render(table.parts(), 80).splitlines())) <= 80
 
@@ -285,16 +285,16 @@ def test_modes_are_beside_their_bound_and_the_known_text(pair: Path) -> None:
     assert rates == sorted(rates, reverse=True)
     assert len(rates) == 4
     assert [row["wrong_tokens"] for row in table.rows] == [0, 0, 0]
-    assert table.head["wrong_tokens"].endswith("the pair's head knows 75.0 % of it")
+    assert table.conditions["wrong_tokens"].endswith("the pair's head knows 75.0 % of it")
 
 
 def test_a_wrong_token_is_counted(pair: Path, monkeypatch) -> None:
-    """One planted in each run, behind which the text goes on as it does behind that token."""
+    """One wrong token is planted per run; the text continues from it."""
     planted = CYCLE.tokens[5]
 
     def wrong(drafts, likeliest):
         accepted, tokens = accept_greedy(drafts, likeliest)
-        if drafts.shape[1] and len(tokens) == 1:  # the last of three prompts is alone at the end
+        if drafts.shape[1] and len(tokens) == 1:  # the last of three prompts decodes alone at the end
             tokens = tokens.clone()
             tokens[0, accepted[0]] = planted
         return accepted, tokens
@@ -346,7 +346,7 @@ def test_the_best_length_of_a_batch() -> None:
     assert list(best_lengths([{"attention": "sdpa"}])) == []
 
 
-def test_what_cannot_run_or_breaks_is_a_note(pair: Path, monkeypatch) -> None:
+def test_an_arm_that_cannot_run_or_fails_is_a_note(pair: Path, monkeypatch) -> None:
     build = warm_engine.build_engine
 
     def broken(config: EngineConfig, *rest):
@@ -360,8 +360,8 @@ def test_what_cannot_run_or_breaks_is_a_note(pair: Path, monkeypatch) -> None:
         ("sdpa", "plain"),
         ("sdpa", "padded"),
     ]
-    assert [note.split(":")[0] for note in table.notes] == ["not run"] * 3 + ["broke off"]
-    assert table.notes[-1] == "broke off: attention sdpa, decoding non-padded: RuntimeError: no kernel"
+    assert [note.split(":")[0] for note in table.notes] == ["not run"] * 3 + ["failed"]
+    assert table.notes[-1] == "failed: attention sdpa, decoding non-padded: RuntimeError: no kernel"
     assert table.rows[1]["x_plain"] is not None
     assert table.rows[1]["x_non_padded"] is None
     nothing = list(throughput(job_of(pair, "vllm-25196")))

@@ -15,7 +15,7 @@ from specgen.evaluation.compare import p_value
 from specgen.evaluation.comparison_tables import of_comparison, page
 from specgen.evaluation.divergence import Judge
 from specgen.evaluation.paired import mcnemar, tango
-from specgen.evaluation.samples import ArmRun, Sample, Written
+from specgen.evaluation.samples import ArmRun, Generated, Sample
 from specgen.report.charts import STYLES, Bars, Point, quarters
 from specgen.report.report import fold
 from specgen.report.table import Table
@@ -34,13 +34,13 @@ def sample(doc_id, score, text="a b", token_ids=(1, 2), metric=STRICT, task="sum
         metric=metric,
         score=score,
         text=text,
-        written=Written(prompt_token_ids=(7, 8), token_ids=token_ids, greedy=greedy),
+        generated=Generated(prompt_token_ids=(7, 8), token_ids=token_ids, greedy=greedy),
         question=f"question {doc_id}?",
     )
 
 
 def arm(name, scores, accepted=0, seconds=2.0):
-    """An arm whose every verify step accepts ``accepted`` of 3 drafts; none drafts where that is 0."""
+    """An arm whose verify steps all accept ``accepted`` of 3 drafts; 0 means no drafts."""
     drafts = 3 if accepted else 0
     events = itertools.chain(*(request(f"r{i}", [(drafts, accepted)] * 12) for i in range(3)))
     return ArmRun(
@@ -52,15 +52,15 @@ def arm(name, scores, accepted=0, seconds=2.0):
     )
 
 
-def logits_behind(token_ids):
-    """Of ten tokens; 2 and 3 are the likeliest behind ``(7, 8, 1)``."""
+def logits_after(token_ids):
+    """Of ten tokens; 2 and 3 are the most likely after ``(7, 8, 1)``."""
     logits = torch.zeros(10)
     if list(token_ids) == [7, 8, 1]:
         logits[2:4] = 1
     return logits
 
 
-TARGET = Judge(logits_behind=logits_behind, dtype=torch.float32, token_text=str)
+TARGET = Judge(logits_after=logits_after, dtype=torch.float32, token_text=str)
 
 
 def tables(comparison, width=100):
@@ -127,7 +127,7 @@ def test_the_first_divergence_is_found(token_ids, position, token, reference_tok
 
 
 def test_only_texts_that_should_be_equal_are_judged():
-    """Those are greedy, of one number format, and known as tokens that differ."""
+    """Greedy texts of one dtype whose tokens are known and differ."""
     base = with_samples(arm("baseline", []), sample(0, 1, "text", (1, 2, 3)))
 
     def judged(run):
@@ -139,11 +139,11 @@ def test_only_texts_that_should_be_equal_are_judged():
     assert not judged(replace(other, dtype="bfloat16"))
     assert not judged(with_samples(other, sample(0, 1, "other", (1, 9), greedy=False)))
     assert not judged(with_samples(other, sample(0, 1, "cut", (1, 2, 3))))
-    assert not judged(with_samples(other, replace(sample(0, 1, "cached"), written=None)))
+    assert not judged(with_samples(other, replace(sample(0, 1, "cached"), generated=None)))
 
 
 def test_a_divergence_beyond_rounding_is_an_alarm():
-    """Behind the prompt and what the texts share the target wants 2, and could as well take 3, but not 4."""
+    """After the common prefix 2 is the most likely token, 3 is within rounding, 4 is not."""
     runs = [
         with_samples(arm(name, []), sample(0, 1, name, (1, token)), sample(1, 1, name, (1, token)))
         for name, token in (("baseline", 2), ("close", 3), ("wrong", 4))
@@ -154,7 +154,7 @@ def test_a_divergence_beyond_rounding_is_an_alarm():
     assert [each.gap for each in wrong.divergences] == [1, 1]
     assert comparison.num_unexplained == 2
     assert comparison.sentence.endswith(
-        "2 texts part from the reference where rounding to float32 cannot explain it: decoding is wrong there."
+        "2 texts diverge from the reference where rounding to float32 cannot explain it: decoding is wrong there."
     )
     printed = tables(comparison)
     assert printed.count("WRONG") == 2
@@ -173,12 +173,12 @@ def test_speed_and_acceptance_come_from_the_reports():
     assert baseline.acceptance == ()
 
 
-def test_no_difference_says_how_small_a_one_could_be_seen():
+def test_no_difference_names_the_detectable_one():
     comparison = compare([arm("padded", [1, 0] * 200), arm("baseline", [1, 0] * 200)])
     detectable = comparison.against[0].changes[0].paired.detectable
     assert comparison.sentence == (
         "The data show no difference in accuracy from baseline (smallest p 1.00, 400 of 400 texts identical); "
-        f"400 samples find a difference of {100 * detectable:.1f} points or more in 4 cases of 5."
+        f"400 samples detect a difference of {100 * detectable:.1f} points or more with 80 % power."
     )
 
 
@@ -191,7 +191,7 @@ def test_a_planted_loss_is_named():
 
 
 def test_many_tests_together_keep_the_level():
-    """A p of 0.031 is a difference alone and none among two."""
+    """p = 0.031 is significant as a single test, not as one of two."""
     losing, same, baseline = arm("a", [0] * 6 + [1] * 50), arm("b", [1] * 56), arm("baseline", [1] * 56)
     assert mcnemar(0, 6) == pytest.approx(0.031, abs=1e-3)
     alone, among = compare([losing, baseline]), compare([losing, same, baseline])
@@ -213,7 +213,7 @@ def test_after_the_first_rejection_fewer_tests_share_the_level():
     [
         ([arm("a", [1, 0])], "nothing to compare"),
         ([arm("a", []), arm("b", [])], "nothing to compare"),
-        ([arm("a", [1, 0]), arm("b", [1, 0])], "too few, or too much alike"),
+        ([arm("a", [1, 0]), arm("b", [1, 0])], "too few or too similar"),
         ([arm("a", [0.5]), arm("b", [0.25])], "too few samples for a test"),
     ],
 )
@@ -321,7 +321,7 @@ def test_only_arms_that_differ_have_texts_of_their_own():
 
 
 def test_wrong_texts_are_shown_before_all_others():
-    """Behind ``(7, 8, 1)`` the target could as well take 3 as 2, but not 4."""
+    """After ``(7, 8, 1)`` token 3 is within rounding of 2, token 4 is not."""
     tokens = [(1, 3)] * 30 + [(1, 4)]
     runs = [
         with_samples(arm("padded", []), *(sample(i, 1, f"text {i}", ids) for i, ids in enumerate(tokens))),
@@ -362,7 +362,7 @@ def test_the_sentence_alarms_only_where_something_is_shown(arms, style):
     assert f'<p class="{style}">The' in page(comparison, {}, "")
 
 
-def test_texts_are_marked_from_where_they_part():
+def test_texts_are_highlighted_from_the_first_difference():
     runs = [
         with_samples(arm(name, []), sample(0, 1, text))
         for name, text in (("a", "one two"), ("b", "one three"))
@@ -382,7 +382,7 @@ def test_texts_are_marked_from_where_they_part():
         [arm(f"arm {i}", [1, 0], 1 + i % 3) for i in range(6)],
     ],
 )
-def test_odd_studies_make_a_page_that_needs_nothing_else(arms):
+def test_odd_studies_make_a_self_contained_page(arms):
     text = page(compare(arms), {}, "A study")
     found = Page(text)
     labels = [value for name, value in found.attributes if name == "aria-label" and ": " in value]

@@ -1,4 +1,4 @@
-"""``specgen eval``: the arms that run, what is printed and left behind, and what is refused before anything runs."""
+"""``specgen eval``: the arms that run, what is printed and written, and what is refused before anything runs."""
 
 import json
 import random
@@ -51,7 +51,7 @@ def study_job(*arms: Arm, tasks: tuple[str, ...] = ("word_problems",), limit: in
 
 @pytest.fixture(scope="module")
 def study(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """Three arms that have run: where their files are, and what was printed. A test that changes them takes a copy."""
+    """The directory and output of a run of three arms. A test that changes them takes a copy."""
     path = tmp_path_factory.mktemp("study") / "out"
     return path, call(*SMALL, "--output", path, "--log-samples")
 
@@ -125,7 +125,7 @@ def test_gsm8k_runs_from_local_files(tmp_path: Path) -> None:
     assert re.search(r"^gsm8k +3 +flexible-extract +1 +exact_match ", call("gsm8k", *arguments), re.MULTILINE)
 
 
-def test_an_arm_may_draw_and_a_study_file_names_it(tmp_path: Path) -> None:
+def test_an_arm_may_sample_and_a_study_file_names_it(tmp_path: Path) -> None:
     arms = [{"name": "hot", "temperature": 2.0}, {"name": "cold"}]
     file = tmp_path / "own.json"
     file.write_text(json.dumps({"source": "here", "tasks": ["word_problems"], "limit": 6, "arms": arms}))
@@ -183,13 +183,13 @@ def test_what_cannot_run_is_refused(arguments: tuple[object, ...], reason: str) 
 
 
 def cut_after(number: int, path: Path) -> None:
-    """Leave of an arm's files what a kill within the writing of a line would leave."""
+    """Truncate an arm's files as a kill in the middle of a line does."""
     rows = (path / "completions.jsonl").read_text().splitlines(keepends=True)
     (path / "completions.jsonl").write_text("".join([*rows[:number], rows[number][:-9]]))
     (path / "report.json").unlink()
 
 
-def test_a_killed_evaluation_goes_on_where_it_was(study: tuple[Path, str], tmp_path: Path) -> None:
+def test_a_killed_evaluation_resumes(study: tuple[Path, str], tmp_path: Path) -> None:
     whole, killed = study[0], tmp_path / "killed"
     shutil.copytree(whole, killed)
     cut_after(2, killed / "padded")
@@ -245,7 +245,7 @@ def test_a_signal_ends_it_in_one_line_and_what_is_answered_is_kept(
     assert "6 of 6" in call(*SMALL, "--output", tmp_path)
 
 
-def test_only_the_same_evaluation_goes_on(study: tuple[Path, str], tmp_path: Path) -> None:
+def test_only_the_same_evaluation_resumes(study: tuple[Path, str], tmp_path: Path) -> None:
     path = Path(shutil.copytree(study[0], tmp_path / "copy"))
     with pytest.raises(UserError, match=r"differs in study\.limit \(6, now 5\): name a new directory"):
         call(*SMALL, "--limit", 5, "--output", path)

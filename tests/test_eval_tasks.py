@@ -60,7 +60,7 @@ def prompts(task, *, limit: int) -> list[tuple[object, ...]]:
 
 
 def extracted(task, text: str) -> dict[str, str]:
-    """What each filter takes from ``text`` as the answer to the first document."""
+    """The answer that each filter extracts from ``text`` for the first document."""
     task.build_all_requests(limit=1, rank=0, world_size=1)
     (instance,) = task.instances
     instance.resps = [text]
@@ -165,7 +165,7 @@ def test_gsm8k_from_files_is_gsm8k(load, tmp_path, monkeypatch, files):
     for split, file in zip(ROWS, files, strict=True):
         write(tmp_path / "local" / file, split)
     config = local_gsm8k(Path("local"))
-    monkeypatch.chdir("/")  # what was found stays found
+    monkeypatch.chdir("/")  # paths are absolute
     ours = load(config)
     hub = datasets.DatasetDict({split: datasets.Dataset.from_list(rows) for split, rows in ROWS.items()})
     monkeypatch.setattr(datasets, "load_dataset", lambda path, name: hub)

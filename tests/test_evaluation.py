@@ -174,7 +174,7 @@ def test_texts_are_those_of_the_hf_model(lm: Any, hf: Any, tmp_path: Path) -> No
     ]
     expected, found = answers(evaluate(hf, *tasks)), answers(evaluate(lm, *tasks))
     assert found == expected
-    lengths = {name: len(written.token_ids) for name, written in lm.written.items()}
+    lengths = {name: len(written.token_ids) for name, written in lm.generated.items()}
     assert lengths.keys() == expected.keys()
     assert len(set(lengths.values())) > 3, "texts end for several reasons"
 
@@ -203,10 +203,10 @@ def dies_after(number: int, work: Any) -> Any:
 
 
 @pytest.mark.parametrize("work", ["generate", "score"])
-def test_the_engine_is_told_that_nobody_asks_any_more(
+def test_a_failure_closes_the_iterator_of_the_engine(
     lm: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, work: str
 ) -> None:
-    """Whoever else holds on to what it was at."""
+    """Even if something else keeps a reference to it."""
     lm._engine = lm._start(SHORT)
     made, original = [], getattr(lm._engine, work)
 
@@ -226,7 +226,7 @@ def test_the_engine_is_told_that_nobody_asks_any_more(
 
 
 @pytest.mark.parametrize("cache", [pytest.param("lm-eval's", marks=pytest.mark.slow), "ours"])
-def test_a_killed_run_goes_on_where_it_was(
+def test_a_killed_run_resumes(
     config: EngineConfig, models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache: str
 ) -> None:
     tasks = [written(tmp_path, "killed", until=[], max_gen_toks=8), choices(tmp_path, "scored")]

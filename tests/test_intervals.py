@@ -32,7 +32,7 @@ def test_two_groups_have_the_quantile_of_one_degree_of_freedom():
     assert (high - low) / 2 == pytest.approx(12.706205 * np.sqrt(ratio.variance()), rel=1e-6)
 
 
-def test_no_rounding_takes_a_share_out_of_its_bounds():
+def test_rounding_keeps_a_share_within_its_bounds():
     assert all(wilson(1.0, trials)[1] <= 1 and wilson(0.0, trials)[0] >= 0 for trials in range(1, 200))
 
 
@@ -74,7 +74,7 @@ def test_intervals_have_a_degree_of_freedom_less_than_groups():
     assert ratio.share_interval() == pytest.approx(wilson(ratio.rate, effective), rel=1e-9)
 
 
-def test_groups_that_do_not_differ_say_nothing_of_how_a_mean_varies():
+def test_equal_groups_give_no_interval_of_the_mean():
     assert added([0, 0, 0], [5, 6, 7]).mean_interval() is None
     assert added([2, 3], [4, 6]).mean_interval() is None
     assert added([2, 4], [4, 6]).mean_interval() is not None
@@ -93,7 +93,7 @@ def test_a_rate_at_the_edge_keeps_a_width_inside_the_bounds(rate):
 
 
 @pytest.mark.parametrize("hits", [[5, 5] * 25, [4, 6] * 25])
-def test_groups_more_alike_than_chance_do_not_pretend_to_more_trials_than_there_were(hits):
+def test_the_effective_sample_size_is_at_most_the_trials(hits):
     low, high = added(hits, [10] * 50).share_interval()
     plain_low, plain_high = wilson(0.5, 500)
     assert low <= plain_low

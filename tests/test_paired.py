@@ -76,7 +76,7 @@ def test_the_interval_covers_the_truth(shares, num):
     ("num", "discordance", "level"),
     [(1_319, 0.1, 0.05), (1_319, 0.1, 0.01), (500, 0.02, 0.05), (200, 0.0, 0.05), (2_000, 0.4, 0.05)],
 )
-def test_the_difference_that_could_be_seen_is_seen_four_times_in_five(num, discordance, level):
+def test_the_detectable_difference_is_detected_with_80_percent_power(num, discordance, level):
     difference = detectable_share(round(discordance * num), num, level)
     share = max(discordance, difference)
     chances = [(share + difference) / 2, (share - difference) / 2, 1 - share]
@@ -103,7 +103,7 @@ def test_the_power_at_that_difference_is_that_of_statsmodels(discordant, num, le
     assert power == pytest.approx(0.8, abs=1e-6)
 
 
-def test_more_samples_see_less_and_a_handful_nothing():
+def test_more_samples_detect_smaller_differences_and_a_handful_none():
     seen = [detectable_share(num // 10, num, 0.05) for num in (100, 1_000, 10_000)]
     assert seen == sorted(seen, reverse=True)
     assert detectable_share(0, 5, 0.05) is None
@@ -111,7 +111,7 @@ def test_more_samples_see_less_and_a_handful_nothing():
 
 @pytest.mark.parametrize("num", [2, 3, 4, 10, 31])
 @pytest.mark.parametrize("shift", [0, 0.1, -0.4])
-def test_few_scores_between_take_the_paired_t_test_of_statsmodels(num, shift):
+def test_few_fractional_scores_take_the_paired_t_test_of_statsmodels(num, shift):
     from statsmodels.stats.weightstats import DescrStatsW
 
     scores, others = np.random.default_rng(num).uniform(0, 0.5, (2, num))
@@ -121,7 +121,7 @@ def test_few_scores_between_take_the_paired_t_test_of_statsmodels(num, shift):
     assert result.interval == pytest.approx(differences.tconfint_mean(), rel=1e-9)
 
 
-def test_scores_between_take_the_paired_t_test():
+def test_fractional_scores_take_the_paired_t_test():
     from scipy import stats
     from statsmodels.stats.power import TTestPower
     from statsmodels.stats.weightstats import DescrStatsW
@@ -150,20 +150,20 @@ def test_scores_of_0_and_1_take_mcnemar():
     )
 
 
-def test_what_could_have_been_seen_is_by_all_pairs_that_differ():
+def test_the_detectable_difference_uses_all_discordant_pairs():
     result = paired([1] * 20 + [0] * 30, [0] * 10 + [1] * 20 + [0] * 20, level=0.02)
     assert (result.higher, result.lower) == (10, 10)
     assert result.detectable == detectable_share(20, 50, 0.02)
 
 
-def test_one_score_between_is_enough_for_the_paired_t_test():
+def test_one_fractional_score_is_enough_for_the_paired_t_test():
     from scipy import stats
 
     scores, others = [1, 0, 1, 1, 0.5, 0], [0, 0, 1, 0, 1, 0]
     assert paired(scores, others).p == pytest.approx(stats.ttest_rel(scores, others).pvalue)
 
 
-def test_a_stricter_level_sees_less():
+def test_a_stricter_level_detects_only_larger_differences():
     scores, others = [1, 0] * 200, [1, 0] * 190 + [0, 1] * 10
     strict = paired(scores, others, level=0.01)
     assert strict.detectable > paired(scores, others).detectable
@@ -195,7 +195,7 @@ def inside(value, interval):
 
 
 def score_by_search(difference, higher, lower, num):
-    """Tango's statistic with the likeliest discordant share found by search instead of its closed form."""
+    """Tango's statistic with the maximum-likelihood discordant share found by search instead of its closed form."""
     from scipy import optimize
 
     least = max(0.0, -difference)

@@ -1,4 +1,4 @@
-"""Published figures are checked as they are read, and a run is compared with them figure by figure."""
+"""Published figures are validated, and a run is compared with each of them."""
 
 import json
 import re
@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from specgen.bundled import evaluation_directory
 from specgen.cli import main as cli
 from specgen.config import UserError
-from specgen.report.against import compare, load_results, of_figures
+from specgen.report.against import compare_figures, load_results, of_figures
 from specgen.report.intervals import wilson
 from specgen.report.references import load_reference, read_reference
 from specgen.report.report import fold
@@ -51,7 +51,7 @@ def report(num_spec_tokens, *accepted):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_is_bundled_is_right(name):
+def test_bundled_references_are_valid(name):
     reference = load_reference(name)
     assert reference.name == name
     assert reference.acceptance or reference.accuracy
@@ -81,7 +81,7 @@ def test_the_anchors_are_there():
         ({"acceptance": None}, "is no reference"),
     ],
 )
-def test_what_cannot_be_is_refused(tmp_path, changes, message):
+def test_impossible_figures_are_refused(tmp_path, changes, message):
     with pytest.raises(UserError, match=message) as refused:
         read(tmp_path, **changes)
     assert "mine.json is no reference" in str(refused.value)
@@ -99,7 +99,7 @@ def test_a_file_that_is_not_json_or_lacks_a_key(tmp_path):
 
 def test_a_run_beside_a_reference(tmp_path):
     run = report(2, [2, 1, 0], [1, 1, 0], [2, 0, 0], [1, 2, 1])
-    length, first, second, accuracy = compare(run, {}, read(tmp_path, acceptance=[0.6, 0.9 * 0.1]))
+    length, first, second, accuracy = compare_figures(run, {}, read(tmp_path, acceptance=[0.6, 0.9 * 0.1]))
     assert (length.ours, length.theirs, length.inside) == (pytest.approx(23 / 12), 1.9, True)
     assert length.ci95 == tuple(run["mean_acceptance_length_ci95"])
     assert (first.ours, first.inside) == (pytest.approx(8 / 12), True)
@@ -112,10 +112,10 @@ def test_a_run_beside_a_reference(tmp_path):
     )
 
 
-def test_outside_is_said(tmp_path):
+def test_figures_outside_the_interval_are_named(tmp_path):
     run = report(2, *[[2, 2, 2, 1, 2]] * 40)
     reference = read(tmp_path)
-    lines = compare(run, {}, reference)
+    lines = compare_figures(run, {}, reference)
     assert [line.inside for line in lines[1:]] == [False, False, None]
     text = render("runs/a", 2, reference, lines)
     assert "Outside the run's intervals: acceptance at token 0, acceptance at token 1 (2 of 2" in " ".join(
@@ -126,11 +126,11 @@ def test_outside_is_said(tmp_path):
 
 def test_other_draft_lengths_and_plain_decoding(tmp_path):
     reference = read(tmp_path)
-    length, first, second, _ = compare(report(1, [1, 0], [0, 1]), {}, reference)
+    length, first, second, _ = compare_figures(report(1, [1, 0], [0, 1]), {}, reference)
     assert (length.ours, length.inside) == (None, None)
     assert first.ours == 0.5
     assert (second.ours, second.inside) == (None, None)
-    plain = compare(report(0, [0, 0]), {}, reference)
+    plain = compare_figures(report(0, [0, 0]), {}, reference)
     assert "no figure to compare" in render("plain", 0, reference, plain)
 
 
@@ -153,14 +153,14 @@ def results(**tasks):
 
 @pytest.mark.parametrize(("right", "inside"), [(350, True), (300, False), (367, True), (372, False)])
 def test_accuracy_is_compared_over_the_samples(tmp_path, right, inside):
-    *_, accuracy = compare(report(2, [2, 1]), results(gsm8k=right), read(tmp_path))
+    *_, accuracy = compare_figures(report(2, [2, 1]), results(gsm8k=right), read(tmp_path))
     assert (accuracy.ours, accuracy.ci95) == (right / 500, wilson(right / 500, 500))
     assert accuracy.inside is inside
 
 
 def test_the_accuracy_of_another_task_is_not_taken_for_it(tmp_path):
     reference = read(tmp_path)
-    lines = compare(report(2, [2, 1, 0], [1, 1, 2]), results(word_problems=350), reference)
+    lines = compare_figures(report(2, [2, 1, 0], [1, 1, 2]), results(word_problems=350), reference)
     assert lines[-1].ours is None
     text = render("runs/a", 2, reference, lines)
     assert re.search(
@@ -173,7 +173,7 @@ def test_the_accuracy_of_another_task_is_not_taken_for_it(tmp_path):
 
 def test_accuracy_that_is_there_is_not_called_missing(tmp_path):
     reference = read(tmp_path)
-    lines = compare(report(2, [2, 1, 0], [1, 1, 2]), results(gsm8k=250), reference)
+    lines = compare_figures(report(2, [2, 1, 0], [1, 1, 2]), results(gsm8k=250), reference)
     text = render("runs/a", 2, reference, lines)
     assert re.search(r"strict-match +50\.0 %  \[45\.6, 54\.4\]  70\.0 % ± 2\.0 +no$", text, re.MULTILINE)
     assert "Not measured" not in text
@@ -182,7 +182,7 @@ def test_accuracy_that_is_there_is_not_called_missing(tmp_path):
 
 def test_an_accuracy_that_is_no_share_is_refused(tmp_path):
     with pytest.raises(UserError, match=r"gsm8k exact_match,strict-match of the run is 1\.2, not a share"):
-        compare(report(2, [2, 1]), results(gsm8k=600), read(tmp_path))
+        compare_figures(report(2, [2, 1]), results(gsm8k=600), read(tmp_path))
 
 
 @pytest.mark.parametrize(

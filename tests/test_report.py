@@ -1,4 +1,4 @@
-"""Reports are right by hand-made events, in the ordinary case and the odd ones."""
+"""Reports of hand-made events, in ordinary and edge cases."""
 
 import itertools
 import json
@@ -11,8 +11,9 @@ import pytest
 from specgen.config import UserError
 from specgen.events import Event, Finished, Preempted, Prefilled, Resumed, Stepped, Submitted, Verified
 from specgen.report import tables, terminal
+from specgen.report.acceptance import fold_request
 from specgen.report.intervals import Ratio, wilson
-from specgen.report.report import draft_lengths, fold, fold_request, load, verdict
+from specgen.report.report import draft_lengths, fold, load, warning
 from tests.streams import begun, decode_steps, ended, padded_step, refusal, request
 
 
@@ -70,7 +71,7 @@ def test_requests_may_interleave():
     assert as_json(mixed) == as_json(itertools.chain(*streams))
 
 
-def test_intervals_hold_requests_and_not_steps_for_independent():
+def test_intervals_treat_requests_and_not_steps_as_independent():
     split = [*request("a", [(1, 1)] * 50), *request("b", [(1, 0)] * 50), *request("c", [(1, 1)] * 50)]
     alike = [event for name in "abc" for event in request(name, [(1, 1), (1, 1), (1, 0)] * 17)]
     wide, narrow = (as_json(events, 1)["acceptance"][0]["ci95"] for events in (split, alike))
@@ -236,18 +237,18 @@ def test_steps_of_several_draft_lengths():
     assert report["acceptance_histogram"] == [0, 4, 0, 0, 0]
 
 
-def test_one_draft_length_is_no_news():
+def test_a_single_draft_length_is_not_listed():
     assert draft_lengths(as_json([*request("a", [(3, 1)] * 2), *decode_steps(3, 3)])) == {}
     assert draft_lengths(as_json([])) == {}
 
 
-def test_nothing_at_all():
+def test_a_run_without_requests():
     report = as_json([])
     assert report["num_requests"] == report["num_drafts"] == report["wall_seconds"] == 0
     assert report["mean_acceptance_length"] is None
     assert report["output_tokens_per_second"] is None
     assert [row["rate"] for row in report["acceptance"]] == [None] * 3
-    assert verdict(report).startswith("No verify step")
+    assert warning(report).startswith("No verify step")
 
 
 def test_only_refusals():
@@ -258,7 +259,7 @@ def test_only_refusals():
     assert report["mean_acceptance_length_per_request"] is None
 
 
-def test_a_failed_request_counts_for_nothing_and_begins_anew():
+def test_a_failed_request_counts_as_an_error_only_and_may_be_retried():
     *begun, _ = request("a", [(3, 2), (3, 1)])
     failed = [*begun, Finished(sequence="a", time=9.0, reason="error", num_output_tokens=6)]
     others = [*request("b", [(3, 3)])]
@@ -275,8 +276,8 @@ def test_a_failed_request_counts_for_nothing_and_begins_anew():
     assert report["num_errors"] == 0
 
 
-def test_the_order_of_requests_shows_nowhere():
-    """Not in the last digit either: a run that is resumed finishes in another order."""
+def test_the_order_of_requests_does_not_matter():
+    """Not even in the last digit, as a resumed run finishes in another order."""
     rng = random.Random(0)
     requests = [
         list(request(str(n), [(3, rng.randrange(4)) for _ in range(rng.randrange(1, 12))])) for n in range(60)
@@ -297,7 +298,7 @@ def test_plain_decoding():
     assert report["num_drafts"] == 0
     assert report["acceptance"] == []
     assert report["acceptance_histogram"] == [0]
-    assert verdict(report).startswith("Plain decoding")
+    assert warning(report).startswith("Plain decoding")
 
 
 def test_a_request_cut_off_counts_what_it_emitted():
@@ -314,11 +315,11 @@ def test_a_request_cut_off_counts_what_it_emitted():
 def test_a_dead_drafter_is_called_so():
     dead = as_json(request("a", [(3, 0)] * 30 + [(3, 1)]))
     alive = as_json(request("a", [(3, 0)] * 10 + [(3, 1)]))
-    assert "dead" in verdict(dead)
-    assert verdict(alive) == ""
+    assert "dead" in warning(dead)
+    assert warning(alive) == ""
 
 
-def test_a_baseline_stands_beside():
+def test_a_report_with_a_baseline():
     run = fold(request("a", [(3, 3)] * 2), num_spec_tokens=3)
     plain = fold(request("a", [(0, 0)] * 8), num_spec_tokens=0)
     report = run.with_baseline(plain, 0.75, 4).to_json()
@@ -335,13 +336,13 @@ def test_a_baseline_stands_beside():
 @pytest.mark.parametrize(
     ("events", "reason"),
     [
-        (request("a", [(4, 0)]), "4 drafts where 3"),
+        (request("a", [(4, 0)]), "4 drafts but K is 3"),
         (request("a", [(2, 3)]), "accepted 3 of 2"),
         (itertools.islice(request("a", []), 1, None), "'a' is not running"),
         ([*request("a", [])][:1] * 2, "submitted twice"),
     ],
 )
-def test_events_of_no_run_are_refused(events, reason):
+def test_events_of_no_single_run_are_refused(events, reason):
     with pytest.raises(UserError, match=reason):
         fold(events, num_spec_tokens=3)
 

@@ -1,4 +1,4 @@
-"""The HTML report is well-formed, carries everything itself, escapes what it is given and draws what it was told."""
+"""The HTML report is well-formed and self-contained, escapes text, and draws the right charts."""
 
 import itertools
 import json
@@ -11,7 +11,7 @@ import pytest
 from specgen.display import percent, plain
 from specgen.report.charts import Bars, Lines, Point, lengths, quarters, svg
 from specgen.report.page import Page as Content
-from specgen.report.page import TextCard, Texts
+from specgen.report.page import TextCard, TextPair
 from specgen.report.report import fold
 from specgen.report.table import Column, Table
 from specgen.report.tables import curve, curves, of_run
@@ -38,7 +38,7 @@ def a_run(categories=("math", "chat"), num_spec_tokens=4):
 
 
 def of_several_lengths(*lengths):
-    """A run of up to 7 drafts a step."""
+    """A run of up to 7 drafts per step."""
     return as_json([*request("a", [(k, min(k, 2)) for k in lengths]), *decode_steps(*lengths)], 7)
 
 
@@ -119,7 +119,7 @@ def test_the_legend_names_the_curves_and_its_note_stands_below():
     assert re.search(r"</span>\s*<br>in %</small>", text)
 
 
-def test_the_page_needs_nothing_else():
+def test_the_page_is_self_contained():
     text = render(a_run(), {}, "A run")
     page = Page(text)
     assert not {"script", "link", "img", "iframe", "object"} & set(page.tags)
@@ -136,7 +136,7 @@ def test_the_page_reads_on_a_phone_and_in_the_dark():
     assert '<html lang="en">' in text
 
 
-def test_charts_have_names_for_those_who_do_not_see_them():
+def test_charts_have_text_for_screen_readers():
     page = Page(render(a_run(), {}, "A run"))
     assert page.tags.count("svg") == page.attributes.count(("role", "img")) == 4
     labels = [value for name, value in page.attributes if name == "aria-label"]
@@ -150,7 +150,7 @@ def test_charts_have_names_for_those_who_do_not_see_them():
         assert any(re.match(start, label) for label in labels), start
 
 
-def test_what_comes_from_outside_is_escaped():
+def test_text_from_outside_is_escaped():
     bad = "<script>alert('x')</script>&\""
     text = render(a_run(categories=(bad, "b")), {bad: bad}, bad)
     page = Page(text)
@@ -307,7 +307,7 @@ def test_every_text_of_a_page_is_escaped():
         Column(name="d", show=percent),
     )
     row = {"a": bad, "b": bad, "c": bad, "d": 0.5}
-    texts = Texts(place=bad, note=bad, question=bad, texts={bad: bad, "": ""})
+    texts = TextPair(label=bad, note=bad, question=bad, texts={bad: bad, "": ""})
     content = Content(
         title=bad,
         settings={bad: bad},

@@ -71,7 +71,7 @@ def test_a_file_of_ones_own(tmp_path):
 
 
 def test_a_study_is_kept_with_every_setting(tmp_path):
-    """``study.json`` says also what an arm leaves open; an evaluation goes on only where it is the same."""
+    """``study.json`` also has the settings an arm does not set; an evaluation resumes only if it is unchanged."""
     arms = [{"name": "a", "num_spec_tokens": "auto", "dtype": None, "temperature": 0.5}, {"name": "b"}]
     settings = ("drafter_batch", "num_spec_tokens", "attention", "cuda_graphs", "dtype", "temperature")
     kept = load(tmp_path, arms=arms, limit=3).to_json()

@@ -1,4 +1,4 @@
-"""The terminal's tables say what the report holds, aligned, and no line is wider than the terminal."""
+"""The terminal's tables show the report, aligned, and no line is wider than the terminal."""
 
 import itertools
 import json
@@ -50,7 +50,7 @@ def whole_label(text, start):
     return [word for line in lines[at : at + 4] for word in line[:width].split()]
 
 
-def test_a_run_is_told_in_full():
+def test_a_run_is_shown_in_full():
     text = render(a_run(), {"model": "target", "K": "3"})
     assert text.startswith("model target · K 3\n")
     assert cells(text, "num_drafts") == ["13"]
@@ -101,7 +101,7 @@ def test_plain_decoding_shows_no_acceptance():
 
 
 def of_several_lengths(*lengths):
-    """A run of up to 7 drafts a step."""
+    """A run of up to 7 drafts per step."""
     return as_json([*request("a", [(k, min(k, 2)) for k in lengths]), *decode_steps(*lengths)], 7)
 
 

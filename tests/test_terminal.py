@@ -1,4 +1,4 @@
-"""No line is wider than the terminal, and nothing of a text or a number is lost for it."""
+"""No line is wider than the terminal, and no text or number is cut."""
 
 import fcntl
 import io
@@ -70,7 +70,7 @@ def test_numbers_are_never_cut(num_columns: int) -> None:
     assert text.count("12.3 %") == 2 * num_columns
     blocks = text.rstrip("\n").split("\n\n")
     assert all(block.splitlines()[-1].startswith("math") for block in blocks)
-    assert len({len(block.splitlines()[-1].split()) for block in blocks}) <= 2  # about as wide as each other
+    assert len({len(block.splitlines()[-1].split()) for block in blocks}) <= 2  # of about equal width
 
 
 def test_a_setting_and_a_definition_are_told_from_the_next() -> None:

@@ -1,11 +1,11 @@
-"""Times over requests and of runs in several pieces, where every piece has a clock of its own."""
+"""Latencies over requests, and wall times of resumed and sharded runs."""
 
 from random import Random
 
 import numpy as np
 import pytest
 
-from specgen.report.timings import Spread, WallClock, quantile, spread
+from specgen.report.timings import LatencyStats, WallClock, latency_stats, quantile
 
 
 @pytest.mark.parametrize("share", [0.0, 0.2, 0.5, 0.9, 0.99, 1.0])
@@ -16,10 +16,12 @@ def test_a_quantile_is_that_of_numpy(num, share):
     assert quantile(times, share) == pytest.approx(np.quantile(times, share))
 
 
-def test_the_spread_of_times_in_any_order():
-    assert spread([]) is None
+def test_latency_stats_do_not_depend_on_order():
+    assert latency_stats([]) is None
     times = [5.0, 1.0, 2.0, 3.0, 100.0]
-    assert spread(times) == Spread(mean=22.2, median=3.0, p99=pytest.approx(np.quantile(times, 0.99)))
+    assert latency_stats(times) == LatencyStats(
+        mean=22.2, median=3.0, p99=pytest.approx(np.quantile(times, 0.99))
+    )
 
 
 def clock(*times, seconds=None):
@@ -36,7 +38,7 @@ def test_a_clock_runs_from_the_first_event_to_the_last_whatever_their_order():
     assert clock(0.25, 0.75, 0.5, 0.125).seconds == 0.625
 
 
-def test_what_was_resumed_adds_up():
+def test_resumed_times_add_up():
     run = clock(0.25, 0.75)
     run.resume()
     assert run.seconds == 0.5
@@ -46,7 +48,7 @@ def test_what_was_resumed_adds_up():
     assert clock(3.0, 3.5, seconds=run).seconds == 1.25
 
 
-def test_of_shards_the_slowest_counts():
+def test_the_slowest_shard_counts():
     run = clock(0.25, 0.75)
     for times, slowest in (((0.125, 0.25), 0.5), ((0.0, 0.875), 0.875), ((2.0, 2.25), 0.875)):
         run.shard()

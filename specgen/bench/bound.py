@@ -1,32 +1,51 @@
-"""The least time that a decode step and its parts can take: bytes to read over bandwidth, products over arithmetic."""
+"""Lower bounds on the time of a decode step and its parts: bytes read over bandwidth, FLOPs over FLOP/s."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 
-from specgen.bench.device_speed import Device
+from specgen.bench.device_speed import DeviceSpeed
 from specgen.checkpoints.checkpoint import TensorReader, build_head, build_target
 from specgen.engine.loading import Models
 from specgen.events import Event, Prefilled, Stepped, Submitted, Verified
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepBytes:
-    """What the passes of a decode step must read at least, in bytes.
+class Work:
+    """The least work of a part of a step."""
 
-    Rows gathered from embeddings and what is written are left out: they are thousands of times smaller.
+    num_bytes: float
+    flops: float  # of matrix products, without attention
+
+    def seconds(self, device: DeviceSpeed) -> float:
+        """Reading and computing overlap, so the longer one counts."""
+        return max(self.num_bytes / device.bytes_per_second, self.flops / device.flops_per_second)
+
+    def limit(self, device: DeviceSpeed) -> str:
+        """Which one that is: ``memory`` or ``arithmetic``."""
+        reading = self.num_bytes / device.bytes_per_second
+        return "memory" if reading >= self.flops / device.flops_per_second else "arithmetic"
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepBytes:
+    """The least that the passes of a decode step read, in bytes.
+
+    Gathered embedding rows and writes are left out: they are thousands of times smaller.
     """
 
     target: int  # weights of one pass
-    head_first: int  # weights that the head takes in what was confirmed with: features fused, keys and values
-    head_pass: int  # weights of each pass that drafts
-    target_kv: int  # for each position
-    head_kv: int  # for each position and pass
+    head_fill: int  # weights of the drafter KV fill: fused features, keys and values
+    head_pass: int  # weights per drafting pass
+    target_kv: int  # per position
+    head_kv: int  # per position and pass
+    logits: int  # per row
+    bytes_per_value: int
 
     @classmethod
     def of(cls, models: Models) -> "StepBytes":
-        """Of a loaded pair, whose cache is in the dtype of its weights."""
+        """Of a loaded pair, with the KV cache in the dtype of the weights."""
         assert models.head is not None
         target, head, width = models.target.config, models.head.config, models.target.dtype.itemsize
         readers = {
@@ -39,74 +58,43 @@ class StepBytes:
         fused = _bytes(readers["drafter"], "fc.weight")
         return cls(
             target=_read_whole(readers["model"]) + tied,
-            head_first=fused + _bytes(readers["drafter"], "k_proj.weight", "v_proj.weight"),
+            head_fill=fused + _bytes(readers["drafter"], "k_proj.weight", "v_proj.weight"),
             head_pass=_read_whole(readers["drafter"]) - fused,
             target_kv=target.kv_spec.bytes_per_token(width),
             head_kv=head.kv_spec.bytes_per_token(width),
+            logits=target.vocab_size * width,
+            bytes_per_value=width,
         )
 
     def step(self, num_spec_tokens: int, batch: int, context: float) -> float:
-        """Of a step of ``batch`` sequences at ``context`` positions each; ``num_spec_tokens`` passes are the head's."""
-        positions = batch * context
-        plain = self.target + positions * self.target_kv
-        if num_spec_tokens == 0:
-            return plain
-        weights = self.head_first + num_spec_tokens * self.head_pass
-        return plain + weights + num_spec_tokens * positions * self.head_kv
+        """Bytes read by the passes of a step; ``accept``, which reads the logits, is none."""
+        parts = self.parts(num_spec_tokens, batch, context)
+        return sum(work.num_bytes for name, work in parts.items() if name != "accept")
 
+    def parts(self, num_spec_tokens: int, batch: int, context: float) -> dict[str, Work]:
+        """The work of each part of a step of ``batch`` sequences at ``context`` positions each."""
+        k, rows, positions = num_spec_tokens, batch * (num_spec_tokens + 1), batch * context
 
-@dataclass(frozen=True, kw_only=True)
-class Work:
-    """What a part of a step must do at least."""
+        def work(weights: float, cache: float, rows_each: int) -> Work:
+            return Work(num_bytes=weights + cache, flops=2 * weights / self.bytes_per_value * rows_each)
 
-    num_bytes: float
-    flops: float  # of the matrices; attention's own are left out
-
-    def seconds(self, device: Device) -> float:
-        """Reading and computing go on at the same time, so the longer of both counts."""
-        return max(self.num_bytes / device.bytes_per_second, self.flops / device.flops_per_second)
-
-    def limit(self, device: Device) -> str:
-        """Which of the two that is: ``memory`` or ``arithmetic``."""
-        reading = self.num_bytes / device.bytes_per_second
-        return "memory" if reading >= self.flops / device.flops_per_second else "arithmetic"
-
-
-def part_works(
-    sizes: StepBytes,
-    *,
-    num_spec_tokens: int,
-    batch: int,
-    context: float,
-    vocab_size: int,
-    bytes_per_value: int,
-) -> dict[str, Work]:
-    """The work of each part of a decode step of ``batch`` sequences at ``context`` positions each.
-
-    The bytes of all but ``accept``, which reads the logits ``[rows, vocab_size]``, add up to ``StepBytes.step``.
-    """
-    k, rows, positions = num_spec_tokens, batch * (num_spec_tokens + 1), batch * context
-
-    def work(weights: float, cache: float, rows_each: int) -> Work:
-        return Work(num_bytes=weights + cache, flops=2 * weights / bytes_per_value * rows_each)
-
-    parts = {
-        "verify": work(sizes.target, positions * sizes.target_kv, rows),
-        "accept": Work(num_bytes=rows * vocab_size * bytes_per_value, flops=0.0),
-    }
-    if k == 0:
-        return parts
-    return parts | {
-        "first pass": work(sizes.head_first, 0, rows),
-        "draft loop": work(k * sizes.head_pass, k * positions * sizes.head_kv, batch),
-    }
+        parts = {
+            "verify": work(self.target, positions * self.target_kv, rows),
+            "accept": Work(num_bytes=rows * self.logits, flops=0.0),
+        }
+        if k == 0:
+            return parts
+        return parts | {
+            "KV fill": work(self.head_fill, 0, rows),
+            "draft loop": work(k * self.head_pass, k * positions * self.head_kv, batch),
+        }
 
 
 def mean_step_bytes(events: Iterable[Event], sizes: StepBytes) -> float | None:
-    """What the decode steps of a run had to read, on average; None without any."""
-    lengths: dict[str, int] = {}  # of texts with their prompts, by request
+    """The mean of the least bytes that the decode steps of a run read; None without any."""
+    lengths: dict[str, int] = {}  # positions by sequence
     each: list[float] = []
-    positions = 0  # of the sequences in the step whose end is to come
+    positions = 0  # in the step whose Stepped event follows
     for event in events:
         match event:
             case Submitted():
@@ -124,7 +112,7 @@ def mean_step_bytes(events: Iterable[Event], sizes: StepBytes) -> float | None:
 
 
 def _read_whole(reader: TensorReader) -> int:
-    """Bytes of weights that a pass reads: all that a model takes but embeddings, of which it gathers rows."""
+    """Bytes of weights that a pass reads: all but the embeddings, of which it gathers rows."""
     return sum(reader.taken.values()) - _bytes(reader, "embed_tokens.weight")
 
 

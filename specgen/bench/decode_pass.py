@@ -1,4 +1,4 @@
-"""A decode pass of random sequences over random pages: what a kernel is timed on."""
+"""Decode passes of random sequences over random pages, for timing kernels."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,14 +18,14 @@ from specgen.kv.layout import Layout
 
 @dataclass(frozen=True, kw_only=True)
 class Query:
-    """The rows of each sequence in a pass: all have ``longest``, or it is drawn who has how many."""
+    """The number of rows per sequence in a pass: random from ``shortest`` to ``longest``."""
 
     name: str
     shortest: int
     longest: int
 
     def layout(self, cell: "Cell", tables: Tensor) -> Layout:
-        """The geometry of a pass over the sequences of ``cell``; the host knows no length, as when decoding."""
+        """The layout of a pass over the sequences of ``cell``; lengths are on the device only, as in decoding."""
         rng = Random(f"{self.name} {cell.num_seqs}")
         lens = [rng.randint(self.shortest, self.longest) for _ in cell.kv_lens]
         starts = [end - length for end, length in zip(cell.kv_lens, lens, strict=True)]
@@ -44,7 +44,7 @@ class Query:
 
 
 def queries(num_spec_tokens: int) -> Iterator[Query]:
-    """Plain decoding, and with drafts a verify pass (padded) and the accepted rows alone (ragged)."""
+    """Plain decoding, and with drafts K + 1 rows per sequence (padded) and 1 to K + 1 (ragged)."""
     yield Query(name="1", shortest=1, longest=1)
     if longest := num_spec_tokens and num_spec_tokens + 1:
         yield Query(name=f"{longest} padded", shortest=longest, longest=longest)
@@ -53,7 +53,7 @@ def queries(num_spec_tokens: int) -> Iterator[Query]:
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """``num_seqs`` sequences of up to ``max_seq_len`` positions: the last one has them all, the others any number."""
+    """``num_seqs`` sequences of random lengths up to ``max_seq_len``, which the last one has."""
 
     num_seqs: int
     max_seq_len: int
@@ -62,34 +62,32 @@ class Cell:
 
     @cached_property
     def kv_lens(self) -> tuple[int, ...]:
-        """Positions of each sequence, the rows of the pass included; the same every time."""
+        """Positions of each sequence, the rows of the pass included; deterministic."""
         rng = Random(f"{self.num_seqs} {self.max_seq_len}")
         least = self.heads.max_query_len
-        drawn = (rng.randint(least, self.max_seq_len) for _ in range(self.num_seqs - 1))
-        return (*drawn, self.max_seq_len)
+        lens = (rng.randint(least, self.max_seq_len) for _ in range(self.num_seqs - 1))
+        return (*lens, self.max_seq_len)
 
     @property
     def bytes_read(self) -> int:
-        """Bytes of KV that one call must read."""
+        """Bytes of KV that one call reads."""
         return sum(self.kv_lens) * self._bytes_per_position
 
     @property
     def num_layers(self) -> int:
-        """Layers that the calls go over."""
         return num_layers(self.bytes_read, self.device)
 
     @property
     def num_pages(self) -> int:
-        """Pages of all sequences."""
         return sum(self._page_counts)
 
     @property
     def bytes_stored(self) -> int:
-        """Bytes of the caches of all layers."""
+        """Bytes of KV cache of all layers."""
         return self.num_layers * (self.num_pages + 1) * self.heads.page_size * self._bytes_per_position
 
     def block_tables(self) -> Tensor:
-        """Each sequence's pages, which lie anywhere: int32 ``[num_seqs, most pages]``, 0 where there is none."""
+        """The pages of each sequence in random order, padded with 0: int32 ``[num_seqs, most pages]``."""
         pages = list(range(1, self.num_pages + 1))
         Random(self.num_pages).shuffle(pages)
         width = max(self._page_counts)
@@ -97,7 +95,7 @@ class Cell:
         return on_device(rows, self.device, torch.int32)
 
     def cache(self) -> KVCache:
-        """Pages full of normal random numbers."""
+        """A KV cache of normal random numbers."""
         cache = KVCache(
             spec=self._spec(self.num_layers),
             num_pages=self.num_pages + 1,
@@ -111,7 +109,7 @@ class Cell:
         return cache
 
     def rows(self, layout: Layout) -> Tensor:
-        """A query for each row: ``[rows, num_heads, head_dim]``, normal random numbers."""
+        """Queries of normal random numbers, ``[rows, num_heads, head_dim]``."""
         shape = (layout.num_rows, self.heads.num_heads, self.heads.head_dim)
         return torch.randn(shape, dtype=self.heads.dtype, device=self.device)
 

@@ -1,4 +1,4 @@
-"""How fast a device is at best, as measured on it: a large copy within its memory, and a large product of matrices."""
+"""The measured peak speed of a device: a large copy within its memory and a large matrix product."""
 
 import statistics
 import time
@@ -9,17 +9,15 @@ import torch
 
 from specgen.device import settle
 
-COPIED_BYTES = {"cuda": 2 << 30, "cpu": 64 << 20}  # far more than any cache holds
+COPIED_BYTES = {"cuda": 2 << 30, "cpu": 64 << 20}  # far larger than any cache
 _SQUARES = {"cuda": 8192, "cpu": 512}  # sides of the matrices
 _REPEATS = 15
 
 
 @dataclass(frozen=True, kw_only=True)
-class Device:
-    """Both speeds."""
-
+class DeviceSpeed:
     bytes_per_second: float
-    flops_per_second: float  # of a large product of matrices in the model's dtype
+    flops_per_second: float  # in the model's dtype
 
 
 def copy_bandwidth(device: str) -> float:
@@ -31,7 +29,7 @@ def copy_bandwidth(device: str) -> float:
 
 
 def matrix_flops(device: str, dtype: torch.dtype) -> float:
-    """Floating-point operations per second of a product of large square matrices."""
+    """FLOP/s of a product of large square matrices."""
     side = _SQUARES[torch.device(device).type]
     left, right = (torch.randn(side, side, device=device, dtype=dtype) for _ in range(2))
     return 2 * side**3 / _median_seconds(lambda: left @ right)

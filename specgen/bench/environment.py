@@ -1,4 +1,4 @@
-"""What a bench runs on: the device, the versions and the pair, for the head of its table, and its memory given back."""
+"""The conditions of a bench (device, versions, pair), and freeing its memory."""
 
 import gc
 import platform
@@ -13,7 +13,7 @@ from specgen.rundir.provenance import versions
 
 
 def environment(device: str) -> dict[str, str]:
-    """The device, the GPU's name or the CPU's kind, and the versions of what runs on it."""
+    """The name of the GPU or CPU, and the versions of the software."""
     on_cpu = device == "cpu"
     found = {
         "device": platform.machine() if on_cpu else torch.cuda.get_device_name(device),
@@ -26,7 +26,7 @@ def environment(device: str) -> dict[str, str]:
 
 
 def conditions(config: EngineConfig, models: Models) -> Row:
-    """The environment, target and head, the number format, and whether the weights were trained."""
+    """The environment, target, drafter and dtype, and whether the weights are synthetic."""
     weights = "synthetic" if models.synthetic else "as trained"
     return {
         **environment(config.device),
@@ -36,12 +36,12 @@ def conditions(config: EngineConfig, models: Models) -> Row:
 
 
 def _short(checkpoint: str) -> str:
-    """``demo/target`` of a path; a hub id as it is."""
+    """``demo/target`` of a path; a hub id unchanged."""
     return "/".join(Path(checkpoint).parts[-2:])
 
 
 def free_memory() -> None:
-    """Give the memory of what nothing refers to any more back to the device."""
+    """Return unreferenced memory to the device."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

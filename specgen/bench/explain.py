@@ -1,12 +1,12 @@
-"""Explains a decode step: milliseconds by part, against the least that each part can take."""
+"""Breaks a decode step down: milliseconds by part, with the lower bound of each part."""
 
 import statistics
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from specgen.bench.bound import StepBytes, Work, part_works
-from specgen.bench.device_speed import Device, copy_bandwidth, matrix_flops
+from specgen.bench.bound import StepBytes
+from specgen.bench.device_speed import DeviceSpeed, copy_bandwidth, matrix_flops
 from specgen.bench.environment import conditions, free_memory
 from specgen.bench.marks import DeviceMarker, HostMarker, Marker, Window
 from specgen.bench.matrices import RANDOM, Workload
@@ -22,12 +22,12 @@ from specgen.events import Event, Prefilled, Stepped, Submitted, Verified
 from specgen.report.table import Row
 
 _SKIPPED, _STEPS = 8, 32  # decode steps before the window, and in it
-_MORE = 12  # steps that the texts go on behind it; those that are prefilled first are ahead of the others
+_MORE = 12  # steps of text after the window, as sequences prefilled first are ahead of the others
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepJob:
-    """What is to be explained: steps of ``engine``, which speculates, at each of ``batch_sizes``."""
+    """One run of ``specgen bench step``: steps of ``engine``, with speculation, at each of ``batch_sizes``."""
 
     engine: EngineConfig
     batch_sizes: tuple[int, ...]
@@ -41,7 +41,7 @@ class StepJob:
 
     @property
     def workload(self) -> Workload:
-        """Texts that are long enough for every step to be of the whole batch, even if all drafts are accepted."""
+        """Texts long enough for every step to have the whole batch, even if all drafts are accepted."""
         steps = _SKIPPED + _STEPS + _MORE
         return Workload(
             dataset=RANDOM,
@@ -54,38 +54,38 @@ class StepJob:
 class Explained:
     """The steps of one batch size."""
 
-    batch: int
     time: StepTime
-    unobserved: float  # seconds of a step, the median, when nothing is recorded
-    context: float  # positions of a sequence in the middle of the window, on average
+    unobserved: float  # median seconds per step without the profiler
+    context: float  # mean positions per sequence in the middle of the window
 
 
 def explain(job: StepJob) -> Iterator[BenchTable]:
-    """The table as it grows, batch by batch; a batch that cannot run is a note. ``UserError`` where nothing can."""
+    """Yield the growing table after each batch size; one that fails is a note. ``UserError`` if nothing can run."""
     checkpoints = open_checkpoints(job.engine)
     config = resolve(job.engine, checkpoints)
     bandwidth = copy_bandwidth(config.device)
     free_memory()
     models = load_models(config, checkpoints)
-    limit = models.target.config.max_positions
+    limit, sizes = models.target.config.max_positions, StepBytes.of(models)
     longest = job.prompt_tokens + job.workload.max_new_tokens
     require(longest <= limit, f"prompt-tokens is {job.prompt_tokens}: with {longest - limit} less, texts fit")
-    device = Device(
+    device = DeviceSpeed(
         bytes_per_second=bandwidth, flops_per_second=matrix_flops(config.device, models.target.dtype)
     )
-    table = empty_table(_head(job, config, models, device), config.draft_length.most)
+    table = empty_table(_conditions(job, config, models, device), config.draft_length.most)
     for batch in job.batch_sizes:
         try:
             found = _explain(job, replace(config, max_batch_size=batch), models)
-        except Exception as error:  # whatever breaks one batch must not cost the others
+        except Exception as error:  # one batch size must not cost the others
             note = f"batch {batch} is not explained: {type(error).__name__}: {error}"
             table = replace(table, notes=(*table.notes, note))
         else:
             note = (
-                f"batch {batch}: {1e3 * found.time.total:.3f} ms a step while it is observed, "
-                f"{1e3 * found.unobserved:.3f} before, at {found.context:,.0f} positions a sequence"
+                f"batch {batch}: {1e3 * found.time.total:.3f} ms per step while profiled, "
+                f"{1e3 * found.unobserved:.3f} without, at {found.context:,.0f} positions per sequence"
             )
-            rows = step_rows(batch, found.time, _works(found, config, models), device)
+            works = sizes.parts(config.draft_length.most, batch, found.context)
+            rows = step_rows(batch, found.time, works, device)
             table = replace(table, rows=(*table.rows, *rows), notes=(*table.notes, note))
         free_memory()
         yield table
@@ -103,7 +103,6 @@ def _explain(job: StepJob, config: EngineConfig, models: Models) -> Explained:
     observed = engine.run(window.see).whole()
     require(window.complete, "the batch was never whole: use a smaller one, or shorter prompts")
     return Explained(
-        batch=batch,
         time=split(marker.spans(), _STEPS),
         unobserved=statistics.median(unobserved),
         context=context_at(observed.events, batch, _SKIPPED + _STEPS // 2),
@@ -111,7 +110,7 @@ def _explain(job: StepJob, config: EngineConfig, models: Models) -> Explained:
 
 
 def step_seconds(events: Iterable[Event], batch: int) -> list[float]:
-    """Seconds from the end of each decode step of ``batch`` sequences to the end of the next, if that is another."""
+    """Seconds between the ends of consecutive decode steps of ``batch`` sequences."""
     steps = [event for event in events if isinstance(event, Stepped)]
     return [
         after.time - before.time
@@ -121,7 +120,7 @@ def step_seconds(events: Iterable[Event], batch: int) -> list[float]:
 
 
 def context_at(events: Iterable[Event], batch: int, step: int) -> float:
-    """Positions that a sequence has on average when all ``batch`` of them have made so many decode steps together."""
+    """Mean positions per sequence after ``step`` decode steps of the whole batch."""
     positions = seen = 0
     for event in events:
         match event:
@@ -136,23 +135,11 @@ def context_at(events: Iterable[Event], batch: int, step: int) -> float:
     return positions / batch
 
 
-def _works(found: Explained, config: EngineConfig, models: Models) -> dict[str, Work]:
-    width = models.target.dtype.itemsize
-    return part_works(
-        StepBytes.of(models),
-        num_spec_tokens=config.draft_length.most,
-        batch=found.batch,
-        context=found.context,
-        vocab_size=models.target.config.vocab_size,
-        bytes_per_value=width,
-    )
-
-
-def _head(job: StepJob, config: EngineConfig, models: Models, device: Device) -> Row:
+def _conditions(job: StepJob, config: EngineConfig, models: Models, device: DeviceSpeed) -> Row:
     where = (
         "the host's clock; engine is the host's work between steps"
         if config.device == "cpu"
-        else "kernels by torch's profiler; six empty ones tell the parts apart, and their time is in idle"
+        else "kernels by torch's profiler; six empty ones separate the parts, and their time is in idle"
     )
     return {
         **conditions(config, models),
@@ -161,6 +148,6 @@ def _head(job: StepJob, config: EngineConfig, models: Models, device: Device) ->
         "CUDA graphs": config.cuda_graphs,
         "prompts": f"{job.prompt_tokens} random tokens each, greedy",
         "time": f"mean of {_STEPS} steps of the whole batch, after {_SKIPPED}; {where}",
-        "bound": f"bytes to read over {device.bytes_per_second / 1e12:.3g} TB/s of a copy, or products over "
-        f"{device.flops_per_second / 1e12:.3g} TFLOP/s of a large one, whichever takes longer",
+        "bound": f"bytes read over {device.bytes_per_second / 1e12:.3g} TB/s of a copy, or FLOPs over "
+        f"{device.flops_per_second / 1e12:.3g} TFLOP/s of a large matrix product, whichever takes longer",
     }

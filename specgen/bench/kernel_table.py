@@ -1,4 +1,4 @@
-"""What the kernel table shows: its columns, its rows and its plots."""
+"""The table of the kernel bench: columns, rows and plots."""
 
 from collections.abc import Iterator, Sequence
 
@@ -12,12 +12,8 @@ from specgen.report.table import Column, Row
 def measured_row(
     cell: Cell, query: Query, names: Sequence[str], timings: Sequence[Timing], difference: float, bound: float
 ) -> Row:
-    """What ``timings`` of the backends ``names`` gave; ``bound`` in seconds."""
-    row: dict[str, Value] = {
-        "num_seqs": cell.num_seqs,
-        "max_seq_len": cell.max_seq_len,
-        "query": query.name,
-    }
+    """The row of one query of one cell; ``timings`` are of the backends ``names``, ``bound`` is in seconds."""
+    row: dict[str, Value] = {"num_seqs": cell.num_seqs, "max_seq_len": cell.max_seq_len, "query": query.name}
     for name, timing in zip(names, timings, strict=True):
         row |= {f"{name}_mean": 1e6 * timing.mean, f"{name}_std": 1e6 * timing.std}
     if len(timings) == 2:
@@ -45,8 +41,8 @@ def _columns(names: Sequence[str]) -> tuple[Column, ...]:
 
 
 def _plots(names: Sequence[str], num_spec_tokens: int) -> Iterator[Plot]:
-    """For each kind of query the speedup where there is one, and how far the first backend is from its bound."""
-    shown = {f"{names[0]}_over_bound": f"{names[0]} over the memory's bound"}
+    """Per kind of query the speedup, if there are two backends, and the first backend over its bound."""
+    shown = {f"{names[0]}_over_bound": f"{names[0]} over the memory bound"}
     if len(names) == 2:
         shown = {"speedup": f"{names[0]} against {names[1]}"} | shown
     for y, what in shown.items():
@@ -55,12 +51,12 @@ def _plots(names: Sequence[str], num_spec_tokens: int) -> Iterator[Plot]:
             yield Plot(title=title, x="num_seqs", y=y, series="max_seq_len", where={"query": query.name})
 
 
-def empty_table(head: Row, names: Sequence[str], num_spec_tokens: int) -> BenchTable:
+def empty_table(conditions: Row, names: Sequence[str], num_spec_tokens: int) -> BenchTable:
     """The table of the backends ``names``, without rows."""
     return BenchTable(
         name="kernels",
         title="Attention of one layer in a decode pass",
-        head=head,
+        conditions=conditions,
         columns=_columns(names),
         rows=(),
         plots=tuple(_plots(names, num_spec_tokens)),
@@ -69,6 +65,6 @@ def empty_table(head: Row, names: Sequence[str], num_spec_tokens: int) -> BenchT
 
 
 def ordered(rows: Sequence[Row]) -> tuple[Row, ...]:
-    """One kind of query after the other, each in the order in which it was measured."""
+    """Rows grouped by kind of query, each in the order measured."""
     kinds = list(dict.fromkeys(row["query"] for row in rows))
     return tuple(sorted(rows, key=lambda row: kinds.index(row["query"])))

@@ -1,8 +1,8 @@
-"""The kernel table: a layer's attention on each backend, by sequences, context and rows a sequence.
+"""The kernel bench: attention of one layer on each backend, by sequences, context and rows per sequence.
 
-The shape of the table is that of vLLM's PR 19825 (``benchmarks/kernels/benchmark_trtllm_decode_attention.py``), whose
-``speedup_percent`` is 1 - 1 / speedup. Other than there, no two sequences share pages, passes of several rows are timed
-too, launches are not in the times, and every result is checked.
+The table follows vLLM's PR 19825 (``benchmarks/kernels/benchmark_trtllm_decode_attention.py``), whose
+``speedup_percent`` is 1 - 1 / speedup. Unlike there, sequences share no pages, passes of several rows are timed too,
+launches are not in the times, and every result is checked.
 """
 
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ from specgen.bench.device_speed import copy_bandwidth
 from specgen.bench.environment import environment, free_memory
 from specgen.bench.kernel_table import empty_table, measured_row, ordered
 from specgen.bench.output import BenchTable
-from specgen.bench.timing import MOST_LAYERS, SPREAD, Call, Timing, time_layers
+from specgen.bench.timing import COLD_BYTES, MOST_LAYERS, Call, Timing, time_layers
 from specgen.config import require
 from specgen.kv.kv_cache import KVCache
 from specgen.models.layers import LayerAttention
@@ -32,8 +32,8 @@ _TIMED: dict[str, tuple[type[Backend], ...]] = {
     "cuda": (TrtllmBackend, FlashInferBackend),
     "cpu": (SdpaBackend,),
 }
-_CHECKS: dict[str, type[Backend]] = {"cuda": SdpaBackend, "cpu": StaticSdpaBackend}  # of one that is alone
-# Largest relative error of a row between two kernels that both round to the dtype
+_CHECKS: dict[str, type[Backend]] = {"cuda": SdpaBackend, "cpu": StaticSdpaBackend}  # of a single backend
+# largest relative error of a row between two kernels that round to the dtype
 _TOLERANCES = {torch.bfloat16: 3e-2, torch.float16: 6e-3, torch.float32: 1e-4}
 _KERNELS = {
     "trtllm": "XQA or, on compute capability 10.x, trtllm-gen; FA2 unsplit where passes of several rows fill the GPU",
@@ -46,7 +46,7 @@ _GIB = 1 << 30
 
 @dataclass(frozen=True, kw_only=True)
 class KernelJob:
-    """What is to be timed; ``UserError`` for what makes no sense."""
+    """One run of ``specgen bench kernels``; ``UserError`` for invalid values."""
 
     heads: Heads
     num_seqs: tuple[int, ...]
@@ -69,45 +69,44 @@ class KernelJob:
         )
 
     def cells(self) -> Iterator[Cell]:
-        """Every combination, the shortest context first."""
+        """Every combination, shortest context first."""
         for length, number in product(sorted(self.max_seq_lens), sorted(self.num_seqs)):
             yield Cell(num_seqs=number, max_seq_len=length, heads=self.heads, device=self.device)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Contest:
-    """The backends that are timed against each other, or one and what it is checked against."""
+class TimedBackends:
+    """The backends to time, whose results are compared; a single one is compared with ``check``."""
 
     timed: tuple[Backend, ...]
-    check: Backend | None  # where one is alone
+    check: Backend | None
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of those that are timed."""
         return tuple(backend.name for backend in self.timed)
 
 
 def measure(job: KernelJob) -> Iterator[BenchTable]:
-    """The table as it grows: one for each combination, the last one whole. ``UserError`` if no backend can run."""
+    """Yield the growing table after each combination. ``UserError`` if no backend can run."""
     if job.device.index:
-        torch.cuda.set_device(job.device)  # for kernels that run on whatever is the current one
-    contest, notes = _contest(job)
+        torch.cuda.set_device(job.device)  # some kernels run on the current device
+    backends, notes = _backends(job)
     bandwidth = copy_bandwidth(str(job.device))
-    empty = empty_table(_head(job, contest, bandwidth), contest.names, job.num_spec_tokens)
+    empty = empty_table(_conditions(job, backends, bandwidth), backends.names, job.num_spec_tokens)
     table = replace(empty, notes=notes)
     free_memory()
     for cell in job.cells():
         if cell.bytes_stored > (room := _room(job.device)):
             table = replace(table, notes=(*table.notes, _too_large(cell, room)))
         else:
-            rows, wrong = _measure_cell(job, contest, cell, bandwidth)
+            rows, wrong = _measure_cell(job, backends, cell, bandwidth)
             table = replace(table, rows=ordered([*table.rows, *rows]), notes=(*table.notes, *wrong))
         free_memory()
         yield table
 
 
-def _contest(job: KernelJob) -> tuple[Contest, tuple[str, ...]]:
-    """Who can run, and why others cannot."""
+def _backends(job: KernelJob) -> tuple[TimedBackends, tuple[str, ...]]:
+    """The backends that can run, and why others cannot."""
     kind = job.device.type
     refusals = {each.name: each.capabilities.refusal(job.device, job.heads) for each in _TIMED[kind]}
     reasons = [f"{name} {reason}" for name, reason in refusals.items() if reason]
@@ -115,11 +114,11 @@ def _contest(job: KernelJob) -> tuple[Contest, tuple[str, ...]]:
     require(bool(able), f"no kernel of the table runs: {'; '.join(reasons)}")
     check = _CHECKS[kind](job.device) if len(able) == 1 else None
     timed = tuple(backend(job.device) for backend in able)
-    return Contest(timed=timed, check=check), tuple(f"not timed: {reason}" for reason in reasons)
+    return TimedBackends(timed=timed, check=check), tuple(f"not timed: {reason}" for reason in reasons)
 
 
 def _room(device: torch.device) -> int:
-    """Bytes for caches; the rest is for what a pass computes."""
+    """Bytes available for KV caches; the rest is for activations."""
     return _CPU_BYTES if device.type == "cpu" else int(0.9 * torch.cuda.mem_get_info(device)[0])
 
 
@@ -130,21 +129,21 @@ def _too_large(cell: Cell, room: int) -> str:
     )
 
 
-def _head(job: KernelJob, contest: Contest, bandwidth: float) -> Row:
-    heads, spread = job.heads, SPREAD[job.device.type] >> 20
-    against = contest.check.name if contest.check else contest.names[0]
+def _conditions(job: KernelJob, backends: TimedBackends, bandwidth: float) -> Row:
+    heads, cold = job.heads, COLD_BYTES[job.device.type] >> 20
+    against = backends.check.name if backends.check else backends.names[0]
     timed = "wall time of calls" if job.device.type == "cpu" else "time on the GPU of calls in one CUDA graph"
     return {
         **environment(str(job.device)),
         "shape": f"{heads.num_heads} heads, {heads.num_kv_heads} KV heads of {heads.head_dim}, "
         f"{str(heads.dtype).removeprefix('torch.')}, pages of {heads.page_size} anywhere in a pool",
-        "values": f"random; lengths are drawn from {heads.max_query_len} to max_seq_len, the last is max_seq_len",
-        "time": f"{timed} that go over up to {MOST_LAYERS} layers, {spread} MiB of KV or more, so that no cache "
-        "holds them; without the plan of a pass",
-        "kernels": "; ".join(f"{name}: {_KERNELS[name]}" for name in contest.names),
+        "values": f"random; lengths from {heads.max_query_len} to max_seq_len, the last is max_seq_len",
+        "time": f"{timed} over up to {MOST_LAYERS} layers, {cold} MiB of KV or more, so that no cache "
+        "holds them; without planning",
+        "kernels": "; ".join(f"{name}: {_KERNELS[name]}" for name in backends.names),
         "repeats": job.repeats,
         "bound": f"bytes of KV over the bandwidth of a copy, {bandwidth / 1e12:.3f} TB/s",
-        "difference": f"largest relative error of a row, {contest.names[-1]} against {against}",
+        "difference": f"largest relative error of a row, {backends.names[-1]} against {against}",
     }
 
 
@@ -153,17 +152,17 @@ def _head(job: KernelJob, contest: Contest, bandwidth: float) -> Row:
 
 @torch.inference_mode()
 def _measure_cell(
-    job: KernelJob, contest: Contest, cell: Cell, bandwidth: float
+    job: KernelJob, backends: TimedBackends, cell: Cell, bandwidth: float
 ) -> tuple[list[Row], list[str]]:
-    """A row for each kind of query, and what was wrong."""
+    """One row per kind of query, and a note per wrong result."""
     cache, tables = cell.cache(), cell.block_tables()
     rows: list[Row] = []
     wrong: list[str] = []
     for query in queries(job.num_spec_tokens):
-        timings, difference = _measure_query(job, contest, cell, query, cache, tables)
+        timings, difference = _measure_query(job, backends, cell, query, cache, tables)
         if difference <= _TOLERANCES[cell.heads.dtype]:  # NaN is not
             rows.append(
-                measured_row(cell, query, contest.names, timings, difference, cell.bytes_read / bandwidth)
+                measured_row(cell, query, backends.names, timings, difference, cell.bytes_read / bandwidth)
             )
         else:
             wrong.append(
@@ -174,9 +173,9 @@ def _measure_cell(
 
 
 def _measure_query(
-    job: KernelJob, contest: Contest, cell: Cell, query: Query, cache: KVCache, tables: Tensor
+    job: KernelJob, backends: TimedBackends, cell: Cell, query: Query, cache: KVCache, tables: Tensor
 ) -> tuple[list[Timing], float]:
-    """The times of each backend, and how far their results are apart."""
+    """The times of each backend, and the relative error between their results."""
     layout = query.layout(cell, tables)
     q = cell.rows(layout)
 
@@ -190,15 +189,15 @@ def _measure_query(
         return call
 
     timings = [
-        time_layers(planned(backend), cell.num_layers, job.repeats, job.device) for backend in contest.timed
+        time_layers(planned(backend), cell.num_layers, job.repeats, job.device) for backend in backends.timed
     ]
     outputs = [timing.output for timing in timings]
-    if contest.check is not None:
-        outputs.append(planned(contest.check)(cell.num_layers - 1))
+    if backends.check is not None:
+        outputs.append(planned(backends.check)(cell.num_layers - 1))
     return timings, relative_error(*outputs)
 
 
 def relative_error(output: Tensor, expected: Tensor) -> float:
-    """The largest error of a row, over the length of that row of ``expected``; both ``[rows, width]``."""
-    apart = (output.float() - expected.float()).norm(dim=1)
-    return float((apart / expected.float().norm(dim=1)).max())
+    """The largest error of a row relative to the norm of that row of ``expected``; both ``[rows, width]``."""
+    errors = (output.float() - expected.float()).norm(dim=1)
+    return float((errors / expected.float().norm(dim=1)).max())

@@ -1,4 +1,4 @@
-"""The known text of a calibrated pair (see ``scripts/make_calibrated_pair.py``), and the tokens that differ from it."""
+"""The known text of a calibrated pair (``scripts/make_calibrated_pair.py``), for counting wrong tokens."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -11,15 +11,15 @@ from specgen.json_fields import load_json
 
 @dataclass(frozen=True, kw_only=True)
 class KnownText:
-    """A cycle of tokens: each one alone decides the next."""
+    """A cycle of tokens: each one determines the next."""
 
     follower: Mapping[int, int]
-    accept: float  # share of the tokens whose follower the head knows
-    max_positions: int  # of a text with its prompt
+    accept: float  # share of the tokens whose follower the drafter knows
+    max_positions: int  # of prompt and text
 
     @classmethod
     def of(cls, models: Models) -> "KnownText | None":
-        """That of ``models``; None for weights that have none, and where the head drafts tokens outside of it."""
+        """That of ``models``; None without one, or if the drafter's vocabulary has other tokens."""
         file = models.checkpoints["model"].path.resolve().parent / "cycle.json"
         if not (models.synthetic and models.head is not None and file.is_file()):
             return None
@@ -34,7 +34,7 @@ class KnownText:
         )
 
     def num_wrong(self, completions: Iterable[Completion]) -> int:
-        """Tokens that are not the known text's, missing and surplus ones among them; prompts end in tokens of it."""
+        """Tokens that differ from the known text, missing and surplus ones included."""
         wrong = 0
         for completion in completions:
             prompt, token_ids = completion.request.prompt_token_ids, completion.token_ids

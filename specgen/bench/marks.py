@@ -1,4 +1,4 @@
-"""Marks among the work of a device, in a window of full decode steps: what runs between them, and when."""
+"""Timestamped marks between the kernels of a device, in a window of full decode steps."""
 
 import time
 from dataclasses import dataclass
@@ -11,12 +11,12 @@ from specgen.device import settle
 from specgen.events import Event, Stepped
 
 MARK = "mark"
-_MARK_KERNEL = "spin_kernel"  # in the name of the kernel that torch.cuda._sleep launches, and in no other
+_MARK_KERNEL = "spin_kernel"  # only in the name of the kernel of torch.cuda._sleep
 
 
 @dataclass(frozen=True, kw_only=True)
 class Span:
-    """One piece of work on the device, or a mark; times in microseconds."""
+    """A kernel or other work on the device, or a mark; times in microseconds."""
 
     name: str
     start: float
@@ -24,27 +24,21 @@ class Span:
 
 
 class Marker(Protocol):
-    """Notes marks and the work between them, from ``start`` to ``stop``."""
+    """Records marks and the work between them, from ``start`` to ``stop``."""
 
-    def start(self) -> None:
-        """Begin to note."""
-        ...
+    def start(self) -> None: ...
 
-    def mark(self) -> None:
-        """Note that something else begins."""
-        ...
+    def mark(self) -> None: ...
 
-    def stop(self) -> None:
-        """Note no more."""
-        ...
+    def stop(self) -> None: ...
 
     def spans(self) -> list[Span]:
-        """The work, in no fixed order, and as spans named ``mark`` the marks."""
+        """The work and the marks (named ``mark``), in any order."""
         ...
 
 
 class HostMarker:
-    """Marks by the host's clock: everything between two marks is work."""
+    """Marks by the host's clock; everything between two marks is work."""
 
     def __init__(self) -> None:
         self._open = False
@@ -69,7 +63,7 @@ class HostMarker:
 
 
 class DeviceMarker:
-    """Marks as kernels that do nothing, among those that torch's profiler sees, in a replayed graph too."""
+    """Marks as empty kernels in the trace of torch's profiler, which also sees replayed graphs."""
 
     def __init__(self) -> None:
         # the first start takes seconds, and graphs captured before it may not be seen
@@ -99,9 +93,9 @@ class DeviceMarker:
 
 
 class Window:
-    """Opens ``marker`` for ``num_steps`` decode steps of ``batch`` sequences, after ``skipped`` of them.
+    """Runs ``marker`` for ``num_steps`` decode steps of ``batch`` sequences, after ``skipped`` of them.
 
-    It is fed every event of an engine, and starts and stops the marker between two steps.
+    ``see`` gets every event of the engine.
     """
 
     def __init__(self, batch: int, marker: Marker, *, skipped: int, num_steps: int) -> None:
@@ -112,16 +106,14 @@ class Window:
 
     @property
     def complete(self) -> bool:
-        """Whether all steps were seen."""
         return self._seen >= self._last
 
     def see(self, event: Event) -> None:
-        """Count a step."""
         if not isinstance(event, Stepped) or event.kind != "decode" or event.num_sequences < self._batch:
             return
         self._seen += 1
         if self._seen == self._first:
-            settle()  # starting takes a while, and nothing that is in flight may stand before that gap
+            settle()  # starting takes a while: work in flight would fall before that gap
             self._marker.start()
         if self._seen == self._last:
             settle()

@@ -1,4 +1,4 @@
-"""The matrices of ``specgen bench throughput`` as data: axes, whose every combination is an arm, and a workload."""
+"""The matrices of ``specgen bench throughput`` as data: two axes, whose combinations are the arms, and a workload."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -8,13 +8,13 @@ from typing import Self
 from specgen.config import DraftLength, require
 from specgen.engine.arms import DECODING, Arm
 
-Labels = Mapping[str, str | int]  # the name of each axis: what an arm has there
-RANDOM = "random"  # the data set of prompts that are drawn
+Labels = Mapping[str, str | int]  # value by axis name
+RANDOM = "random"  # the data set of random tokens
 
 
 @dataclass(frozen=True, kw_only=True)
 class Axis:
-    """One thing that arms differ in, and its values: attention, decoding, cuda_graphs, batch or K."""
+    """A setting that arms differ in (attention, decoding, cuda_graphs, batch or K) and its values."""
 
     name: str
     values: tuple[str, ...]
@@ -35,13 +35,13 @@ class Axis:
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """The prompts and how far each goes. ``num_prompts`` None: two for each place in the batch, at least four."""
+    """Prompts and output length. With ``num_prompts`` None there are two per batch slot, at least four."""
 
     dataset: str
     num_prompts: int | None = None
-    prompt_tokens: int = 100  # of each prompt that is drawn
+    prompt_tokens: int = 100  # per random prompt
     max_new_tokens: int = 256
-    max_batch_size: int = 128  # where it is no axis
+    max_batch_size: int = 128  # if it is not an axis
 
     def __post_init__(self) -> None:
         for field in ("num_prompts", "prompt_tokens", "max_new_tokens", "max_batch_size"):
@@ -49,37 +49,34 @@ class Workload:
             require(value is None or value >= 1, f"{field.replace('_', '-')} is {value}: use at least 1")
 
     def count(self, batch: int) -> int:
-        """Prompts for a batch of that size."""
+        """The number of prompts at this batch size."""
         return self.num_prompts or max(2 * batch, 4)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Matrix:
-    """Arms on two axes over one workload; plots are over the first, with a line for each value of the second.
+    """Arms on two axes with one workload; plots are over the first axis, with a line per value of the second.
 
-    ``ratios`` compares each arm with the one that has these labels in place of its own.
+    ``ratios`` compares each arm with the one that has the given labels in place of its own.
     """
 
     name: str
     title: str
     axes: tuple[Axis, Axis]
-    ratios: Mapping[str, Labels]  # the name of a column: whom it compares with
+    ratios: Mapping[str, Labels]  # labels of the arm to compare with, by column name
     workload: Workload
-    latencies: bool = False  # whether the table has them
+    latencies: bool = False  # whether the table has latency columns
 
     @property
     def arms(self) -> list[Arm]:
-        """Every combination of the axes' values, the last axis changing fastest: ``attention sdpa, decoding plain``."""
-        return [
-            Arm(
-                name=", ".join(f"{axis.name} {label}" for axis, label in zip(self.axes, labels, strict=True)),
-                changes={axis.name: label for axis, label in zip(self.axes, labels, strict=True)},
-            )
-            for labels in product(*(axis.labels for axis in self.axes))
-        ]
+        """Every combination of the axes' values, the last axis changing fastest."""
+        first, second = self.axes
+        pairs = product(first.labels, second.labels)
+        each = ({first.name: one, second.name: other} for one, other in pairs)
+        return [Arm(name=", ".join(f"{k} {v}" for k, v in labels.items()), changes=labels) for labels in each]
 
     def with_values(self, texts: Iterable[str]) -> Self:
-        """With other values on some axes, each given as ``batch=8,32``; ``UserError`` for an axis it does not have."""
+        """This matrix with other values on some axes, as ``batch=8,32``; ``UserError`` for an unknown axis."""
         axes = {axis.name: axis for axis in self.axes}
         for text in texts:
             name, _, values = text.partition("=")
@@ -117,7 +114,7 @@ MATRICES = {
         ),
         Matrix(
             name="vllm-21477",
-            title="What CUDA graphs give to a step, as in vLLM's PR 21477",
+            title="The gain of CUDA graphs, as in vLLM's PR 21477",
             axes=(
                 Axis(name="cuda_graphs", values=("off", "pass", "step")),
                 Axis(name="decoding", values=("padded",)),
@@ -138,7 +135,7 @@ MATRICES = {
         ),
         Matrix(
             name="batch-and-k",
-            title="Where speculation stops paying, and the best K at each batch",
+            title="The best K at each batch size, and where speculation stops paying",
             axes=(
                 Axis(name="batch", values=("1", "8", "32", "64", "128", "256")),
                 Axis(name="K", values=(*map(str, range(8)), "auto")),
@@ -151,6 +148,6 @@ MATRICES = {
 
 
 def find_matrix(name: str) -> Matrix:
-    """The matrix of that name; ``UserError`` lists those that there are."""
+    """The matrix of that name; ``UserError`` lists the known ones."""
     require(name in MATRICES, f"matrix is {name!r}: use one of {', '.join(MATRICES)}")
     return MATRICES[name]

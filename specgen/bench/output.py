@@ -1,4 +1,4 @@
-"""What every bench gives: a table that knows what it ran on, as text, CSV, JSON and a page with its plots."""
+"""The result of every bench: a table with its conditions, as text, CSV, JSON and an HTML page with plots."""
 
 import csv
 import io
@@ -19,7 +19,7 @@ Value = str | int | float | bool | None
 
 @dataclass(frozen=True, kw_only=True)
 class Plot:
-    """Column ``y`` over column ``x``, a line for each value of column ``series``, of rows that agree with ``where``."""
+    """Column ``y`` over column ``x``, with a line per value of column ``series``, of rows that match ``where``."""
 
     title: str
     x: str
@@ -28,7 +28,7 @@ class Plot:
     where: Row = field(default_factory=dict)
 
     def points(self, rows: tuple[Row, ...]) -> dict[str, list[Point]]:
-        """The points of each line, in the order of ``rows``; every plot of the same series has the same lines."""
+        """The points of each line in the order of ``rows``; plots of one series have the same lines."""
         lines: dict[str, list[Point]] = {str(row[self.series]): [] for row in rows}
         for row in rows:
             if isinstance(row[self.y], int | float) and self.where.items() <= row.items():
@@ -38,12 +38,12 @@ class Plot:
 
 @dataclass(frozen=True, kw_only=True)
 class BenchTable(Table):
-    """What a bench found. ``head`` says under which conditions: device, versions, weights, repeats, what is timed."""
+    """The result of a bench; ``conditions`` are device, versions, weights, repeats and what is timed."""
 
     name: str  # of its files
-    head: Mapping[str, Value]
+    conditions: Mapping[str, Value]
     plots: tuple[Plot, ...] = ()
-    notes: tuple[str, ...] = ()  # what was not measured, and why
+    notes: tuple[str, ...] = ()  # such as what was not measured and why
 
     def __post_init__(self) -> None:
         names = [column.name for column in self.columns]
@@ -52,13 +52,12 @@ class BenchTable(Table):
             assert {plot.x, plot.y, plot.series, *plot.where} <= set(names), plot
 
     def parts(self) -> Iterator[Part]:
-        """The title, the head, the table and the notes, for a terminal."""
-        yield "\n".join([self.title, *(f"{name}: {value}" for name, value in self.head.items())])
+        """Title, conditions, table and notes, for the terminal."""
+        yield "\n".join([self.title, *(f"{name}: {value}" for name, value in self.conditions.items())])
         yield self
         yield "\n".join(self.notes)
 
     def to_csv(self) -> str:
-        """The rows under the columns' names, a comma between."""
         text = io.StringIO()
         writer = csv.DictWriter(text, [column.name for column in self.columns], lineterminator="\n")
         writer.writeheader()
@@ -70,24 +69,24 @@ class BenchTable(Table):
         return {
             "name": self.name,
             "title": self.title,
-            "head": dict(self.head),
+            "head": dict(self.conditions),
             "columns": [{"name": column.name, "unit": column.unit} for column in self.columns],
             "rows": [dict(row) for row in self.rows],
             "notes": list(self.notes),
         }
 
     def to_html(self) -> str:
-        """A page that opens without a network: the head, every plot, the table, the notes."""
+        """A self-contained page: conditions, plots, table and notes."""
         every = Table(title="Every row", columns=self.columns, rows=self.rows)
         return Page(
             title=self.title,
-            settings={name: str(value) for name, value in self.head.items()},
+            settings={name: str(value) for name, value in self.conditions.items()},
             tables=[*self._plotted(), every],
             findings=self.notes,
         ).to_html()
 
     def write(self, directory: Path) -> None:
-        """``NAME.csv``, ``NAME.json`` and ``NAME.html`` in ``directory``, which is made; such files are replaced."""
+        """Write ``NAME.csv``, ``NAME.json`` and ``NAME.html`` to ``directory``, replacing existing ones."""
         directory.mkdir(parents=True, exist_ok=True)
         contents = {"csv": self.to_csv(), "json": json.dumps(self.to_json()) + "\n", "html": self.to_html()}
         for suffix, content in contents.items():
@@ -108,5 +107,5 @@ class BenchTable(Table):
                     lines=lines,
                     named=True,
                 )
-                note = f"a line for each {plot.series}"
+                note = f"one line per {plot.series}"
                 yield Table(title=plot.title, note=note, columns=(), rows=(), lines=chart)

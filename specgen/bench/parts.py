@@ -1,8 +1,8 @@
-"""Which part of a decode step the time goes to: marks around the passes of a step, and the time from mark to mark.
+"""Attributes the time of a decode step to its parts, by marks around the passes of a step.
 
-A replayed graph keeps no names of what was captured in it, but it runs its kernels in order. So a mark is captured with
-the passes as a kernel of its own, and the work after it belongs to what comes next: parts are told apart in the graph
-that decodes, whatever the kernels are called. On a CPU, where a call returns when its work is done, a mark is the time.
+A replayed graph keeps no names of what was captured, but it runs its kernels in order. So a mark is captured as an
+empty kernel before and after each pass, and the work up to the next mark belongs to one part, whatever the kernels
+are called. On a CPU, where a call returns when its work is done, a mark is a timestamp.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,10 +15,10 @@ from specgen.bench.marks import MARK, Marker, Span
 from specgen.core.graphs import Capture, Key, Runner
 
 T = TypeVar("T")
-# each pass has two marks, around it
-AFTER_MARKS = ("draft loop", "engine", "verify", "accept", "first pass", "engine")
-# engine: what lies between steps and passes
-PARTS = ("draft loop", "verify", "accept", "first pass", "engine")
+# the part after each mark of a step
+AFTER_MARKS = ("draft loop", "engine", "verify", "accept", "KV fill", "engine")
+# KV fill: the drafter's; engine: between steps and passes
+PARTS = ("draft loop", "verify", "accept", "KV fill", "engine")
 
 
 class Marked(Runner):
@@ -49,33 +49,30 @@ class Marked(Runner):
 
 @dataclass(frozen=True, kw_only=True)
 class StepTime:
-    """Seconds of a step: in each of ``PARTS``, and ``idle``. They add up to what a step takes."""
+    """Seconds of a step by part, in order of ``PARTS``, and ``idle``; they add up to the whole step."""
 
     parts: dict[str, float]
     idle: float
 
     @property
     def total(self) -> float:
-        """From one step to the next."""
         return sum(self.parts.values()) + self.idle
 
 
 def split(spans: Sequence[Span], num_steps: int) -> StepTime:
-    """The time of ``num_steps`` steps by part. ``RuntimeError`` if their marks are not all there.
+    """The mean time of ``num_steps`` steps by part. ``RuntimeError`` if marks are missing.
 
-    Work that overlaps counts once, for what began first; marks count as idle, as nothing else runs in them.
+    Overlapping work counts once, for what began first; marks count as idle.
     """
     num_marks = sum(span.name == MARK for span in spans)
     expected = num_steps * len(AFTER_MARKS)
     if num_marks != expected:
-        raise RuntimeError(
-            f"the profiler saw {num_marks} of {expected} marks: its picture of a step is not whole"
-        )
+        raise RuntimeError(f"the profiler saw {num_marks} of {expected} marks: its trace is incomplete")
     parts = dict.fromkeys(PARTS, 0.0)
     reached = first = min(span.start for span in spans)
     part = "engine"
     after_marks = iter(AFTER_MARKS * num_steps)
-    # at the same moment, a mark comes before the work that it is for
+    # a mark sorts before work with the same start
     for span in sorted(spans, key=lambda span: (span.start, span.name != MARK)):
         if span.name == MARK:
             part = next(after_marks)

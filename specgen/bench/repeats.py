@@ -1,4 +1,4 @@
-"""What the repeats of an arm gave: medians with their range, and ratios of the same repeat."""
+"""The repeats of an arm: medians with their range, and ratios within the same repeat."""
 
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -10,15 +10,14 @@ from specgen.bench.known_text import KnownText
 from specgen.engine.warm_engine import Run
 from specgen.events import Captured, Event, Finished, OutOfMemory, Prefilled, Verified
 from specgen.report.report import Report
-from specgen.report.timings import Spread, spread
+from specgen.report.timings import LatencyStats, latency_stats
 
 
 @dataclass(frozen=True, kw_only=True)
-class Middle:
-    """The median of a figure over repeats, and its range: the lowest and the highest.
+class MedianRange:
+    """The median of a figure over repeats and its range.
 
-    Of n repeats the range holds what a repeat gives in the middle with a probability of 1 - 2^(1-n): 75 % of three,
-    94 % of five.
+    The range of n repeats contains the true median with a probability of 1 - 2^(1-n): 75 % for three, 94 % for five.
     """
 
     median: float
@@ -26,22 +25,22 @@ class Middle:
     highest: float
 
     @classmethod
-    def of(cls, values: Sequence[float]) -> "Middle":
-        """Of one value or more."""
+    def of(cls, values: Sequence[float]) -> "MedianRange":
+        """Of at least one value."""
         return cls(median=statistics.median(values), lowest=min(values), highest=max(values))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Yardstick:
-    """What every repeat is compared with: the least time that its steps can take, and the text where that is known."""
+    """What every repeat is compared with: the bound of its steps, and the known text of a calibrated pair."""
 
     sizes: StepBytes
     bytes_per_second: float
     known: KnownText | None
 
     @property
-    def head(self) -> dict[str, str]:
-        """What a table says of it."""
+    def conditions(self) -> dict[str, str]:
+        """For the table's conditions."""
         bound = f"bytes that a decode step must read over {self.bytes_per_second / 1e12:.3g} TB/s of a copy"
         if self.known is None:
             return {"bound": bound}
@@ -51,25 +50,24 @@ class Yardstick:
 
 @dataclass(frozen=True, kw_only=True)
 class Repeat:
-    """One run of the workload; no text of it is kept but as token ids by request."""
+    """One run of the workload."""
 
     tokens_per_second: float
     report: Report
-    itl_seconds: Spread | None
-    step_bound: float | None  # seconds that a decode step takes at least, on average
-    texts: Mapping[str, tuple[int, ...]]
-    num_wrong: int | None  # tokens that are not the known text's
-    disturbances: tuple[str, ...]  # what happened within the measured time and should not
+    itl_seconds: LatencyStats | None
+    step_bound: float | None  # mean lower bound of a decode step in seconds
+    texts: Mapping[str, tuple[int, ...]]  # token ids by request
+    num_wrong: int | None  # tokens that differ from the known text
+    disturbances: tuple[str, ...]  # captures and shortages within the measured time
 
     @classmethod
     def of(cls, run: Run, yardstick: Yardstick) -> "Repeat":
-        """Of ``run``."""
         completions, events = run.completions.values(), run.events
         step_bytes = mean_step_bytes(events, yardstick.sizes)
         return cls(
             tokens_per_second=run.tokens_per_second,
             report=run.report,
-            itl_seconds=spread(list(inter_token_seconds(events))),
+            itl_seconds=latency_stats(list(inter_token_seconds(events))),
             step_bound=step_bytes and step_bytes / yardstick.bytes_per_second,
             texts={completion.request.id: completion.token_ids for completion in completions},
             num_wrong=None if yardstick.known is None else yardstick.known.num_wrong(completions),
@@ -78,71 +76,70 @@ class Repeat:
 
     @property
     def step_seconds(self) -> float | None:
-        """A decode step, on average."""
+        """Mean time of a decode step."""
         steps = self.report.steps.get("decode")
         return steps.mean_seconds if steps else None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Repeats:
-    """All repeats of an arm, in order; one or more."""
+    """All repeats of an arm in order, at least one."""
 
     each: tuple[Repeat, ...]
 
     @property
-    def speed(self) -> Middle:
+    def speed(self) -> MedianRange:
         """Output tokens per second."""
-        return Middle.of([repeat.tokens_per_second for repeat in self.each])
+        return MedianRange.of([repeat.tokens_per_second for repeat in self.each])
 
-    def times(self, other: "Repeats") -> Middle:
-        """How many times as fast as ``other`` in the same repeat."""
-        pairs = zip(self.each, other.each, strict=False)  # one of them may still be at it
-        return Middle.of([mine.tokens_per_second / theirs.tokens_per_second for mine, theirs in pairs])
+    def times(self, other: "Repeats") -> MedianRange:
+        """The speedup over ``other`` in the same repeat."""
+        pairs = zip(self.each, other.each, strict=False)  # one of them may have more repeats so far
+        return MedianRange.of([mine.tokens_per_second / theirs.tokens_per_second for mine, theirs in pairs])
 
     def median(self, figure: Callable[[Repeat], float | None]) -> float | None:
-        """The median of ``figure`` over the repeats that have one; None where none has."""
+        """The median of ``figure`` over the repeats that have it; None without any."""
         values = [value for repeat in self.each if (value := figure(repeat)) is not None]
         return statistics.median(values) if values else None
 
     @property
     def acceptance_length(self) -> float | None:
-        """Tokens per verify step with drafts, over all repeats; None without any."""
+        """The median of the mean acceptance length; None without drafts."""
         return self.median(lambda repeat: repeat.report.speculation.mean_acceptance_length)
 
     @property
     def acceptance(self) -> str | None:
-        """The joint rate at each position, ``0.751 0.562``, the mean over all repeats; None without drafts."""
+        """The joint rates by position, ``0.751 0.562``, averaged over repeats; None without drafts."""
         curves = [[at.rate for at in repeat.report.speculation.acceptance] for repeat in self.each]
         rates = [[rate for rate in position if rate is not None] for position in zip(*curves, strict=True)]
         return " ".join(f"{statistics.fmean(known):.3f}" for known in rates if known) or None
 
     @property
     def num_wrong(self) -> int | None:
-        """Of all repeats together; None where no text is known."""
+        """The sum over repeats; None without a known text."""
         known = [repeat.num_wrong for repeat in self.each if repeat.num_wrong is not None]
         return sum(known) if known else None
 
     @property
     def disturbances(self) -> list[str]:
-        """Of all repeats, each once."""
+        """The distinct ones of all repeats."""
         return list(dict.fromkeys(text for repeat in self.each for text in repeat.disturbances))
 
     @property
     def ids(self) -> frozenset[str]:
-        """Of the requests."""
+        """Ids of the requests."""
         return frozenset(self.each[0].texts)
 
     def same_texts(self, other: "Repeats") -> float:
-        """The share of the requests whose tokens are equal to those of ``other``, which has the same requests."""
+        """The share of requests with the same tokens in ``other``, which has the same requests."""
         mine, theirs = self.each[0].texts, other.each[0].texts
         return sum(mine[name] == theirs[name] for name in mine) / len(mine)
 
 
 def inter_token_seconds(events: Iterable[Event]) -> Iterator[float]:
-    """The time between two moments in which a request gets tokens: its inter-token latencies (ITL).
+    """Inter-token latencies (ITL): the times between consecutive steps that emit tokens of a request.
 
-    All tokens of a step come at once, so a step is one gap, however many it emits, and there are no gaps of zero in
-    between. So counts vLLM's serving benchmark too, which takes the time between two chunks of the stream.
+    As in vLLM's serving benchmark, a step is one gap however many tokens it emits.
     """
     latest: dict[str, float] = {}
     for event in events:

@@ -1,10 +1,10 @@
-"""What the explanation of a step shows: its columns, its rows and its plots."""
+"""The table of the step bench: columns, rows and plots."""
 
 from collections.abc import Mapping
 
 from specgen import display
 from specgen.bench.bound import Work
-from specgen.bench.device_speed import Device
+from specgen.bench.device_speed import DeviceSpeed
 from specgen.bench.output import BenchTable, Plot
 from specgen.bench.parts import PARTS, StepTime
 from specgen.report.table import Column, Row
@@ -29,12 +29,12 @@ _PLOTS = (
 )
 
 
-def empty_table(head: Row, num_spec_tokens: int) -> BenchTable:
-    """The table of steps with so many drafts, without rows."""
+def empty_table(conditions: Row, num_spec_tokens: int) -> BenchTable:
+    """The table of steps with K = ``num_spec_tokens``, without rows."""
     return BenchTable(
         name="step",
         title=f"A decode step with {num_spec_tokens} drafts, by part",
-        head=head,
+        conditions=conditions,
         columns=_COLUMNS,
         rows=(),
         plots=_PLOTS,
@@ -42,8 +42,8 @@ def empty_table(head: Row, num_spec_tokens: int) -> BenchTable:
     )
 
 
-def step_rows(batch: int, time: StepTime, works: Mapping[str, Work], device: Device) -> list[Row]:
-    """A row a part of ``time`` with its work's bound, then the idle time and the sum of all."""
+def step_rows(batch: int, time: StepTime, works: Mapping[str, Work], device: DeviceSpeed) -> list[Row]:
+    """One row per part of ``time`` with its bound, then the idle time and the whole step."""
     total = time.total
     bounds = {name: work.seconds(device) for name, work in works.items()}
     times = {**{part: time.parts[part] for part in PARTS}, "idle": time.idle, "step": total}

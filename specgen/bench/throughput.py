@@ -1,12 +1,12 @@
-"""The throughput bench: the arms of a matrix over one workload, in one process, repeat by repeat.
+"""The throughput bench: the arms of a matrix on one workload, in one process.
 
-Outside the times: loading, kernels, CUDA graphs, and one run of the workload by every engine. Inside: prefill, of which
-nothing is found in a prefix cache. Every repeat has the same prompts, so repeats differ by their time alone.
+Not in the times: loading, compilation, CUDA graph capture and one warm-up run of the workload by every engine. In the
+times: prefill, without a prefix cache. Every repeat has the same prompts, so repeats differ in time only.
 
-Arms take turns within a repeat (a b c, a b c), as far as their engines fit side by side into half of the memory that
-the weights leave, the other half being for what passes and captures take; neighbours go together. An arm that
-does not fit with others makes all its repeats before the next begins, because building an engine again for every
-repeat, graphs and all, would take longer than what is measured. The tables say who took turns.
+Arms alternate within a repeat (a b c, a b c) as far as their engines fit together into half of the memory that the
+weights leave; the other half is for activations and captures. Neighbours form a group. An arm that does not fit with
+others runs all its repeats before the next arm, because building its engine again for every repeat would take longer
+than the measurement. The conditions list the groups.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -32,13 +32,13 @@ from specgen.engine.loading import Models, load_models, open_checkpoints
 from specgen.engine.warm_engine import WarmEngine
 from specgen.report.table import Row
 
-_CPU_BYTES = 1 << 30  # for engines that take turns
-_BESIDE = {"cpu": 0, "cuda": 1 << 30}  # bytes that an engine holds beside its cache: scratch memory, graphs
+_CPU_BYTES = 1 << 30  # for engines that alternate
+_OVERHEAD = {"cpu": 0, "cuda": 1 << 30}  # bytes of an engine beside its KV cache: workspaces and graphs
 
 
 @dataclass(frozen=True, kw_only=True)
 class ThroughputJob:
-    """What is to be measured; ``engine`` is what arms change, and has a head."""
+    """One run of ``specgen bench throughput``; ``engine`` is the configuration that arms change."""
 
     matrix: Matrix
     workload: Workload
@@ -56,43 +56,41 @@ class ThroughputJob:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """An arm that can run here, and the bytes of KV that its requests need at once and of what its engine adds."""
+    """An arm that can run here, and its memory."""
 
     arm: Arm
     config: EngineConfig  # resolved
     requests: tuple[Request, ...]
-    kv_bytes: int
-    beside: int
+    kv_bytes: int  # of the requests in the batch
+    overhead: int  # bytes of the engine beside its KV cache
 
 
 def throughput(job: ThroughputJob) -> Iterator[BenchTable]:
-    """The table as it grows, one after each repeat of each group of arms; the last is whole.
+    """Yield the growing table after each repeat of each group of arms.
 
-    An arm that cannot run, or breaks, is a note and no end. ``UserError`` where nothing can run.
+    An arm that cannot run, or fails, is a note. ``UserError`` if nothing can run.
     """
     checkpoints = open_checkpoints(job.engine)
     base = resolve(job.engine, checkpoints)
     bandwidth = copy_bandwidth(base.device)
     free_memory()
     models = load_models(base, checkpoints)
-    yardstick = Yardstick(
-        sizes=StepBytes.of(models),
-        bytes_per_second=bandwidth,
-        known=KnownText.of(models),
-    )
+    sizes, known = StepBytes.of(models), KnownText.of(models)
+    yardstick = Yardstick(sizes=sizes, bytes_per_second=bandwidth, known=known)
     counts = [job.workload.count(arm.configure(base).max_batch_size) for arm in job.matrix.arms]
     prompts = make_prompts(job.workload, models, job.data_path, max(counts))
     plans, notes = _plans(job, models, prompts)
     notes = [*prompts.notes, *notes]
     groups = side_by_side(plans, _room(base))
-    head, results = {**_head(job, base, models, prompts, groups), **yardstick.head}, list[Result]()
+    under = {**_conditions(job, base, models, prompts, groups), **yardstick.conditions}
+    results: list[Result] = []
     if not groups:
-        yield table(job.matrix, head, results, notes)
+        yield table(job.matrix, under, results, notes)
     for group in groups:
-        for measured, broken in _measure(group, models, job.repeats, yardstick):
-            yield table(job.matrix, head, [*results, *measured], [*notes, *broken])
+        for measured, failed in _measure(group, models, job.repeats, yardstick):
+            yield table(job.matrix, under, [*results, *measured], [*notes, *failed])
         results += measured
-        notes += broken
+        notes += failed
         free_memory()
 
 
@@ -106,20 +104,20 @@ def _plans(job: ThroughputJob, models: Models, prompts: Prompts) -> tuple[list[P
             notes.append(f"not run: {arm.name}: {error}")
             continue
         requests = prompts.requests[: job.workload.count(config.max_batch_size)]
-        need, beside = kv_bytes(config, models, requests), _BESIDE[torch.device(config.device).type]
-        plans.append(Plan(arm=arm, config=config, requests=requests, kv_bytes=need, beside=beside))
+        need, overhead = kv_bytes(config, models, requests), _OVERHEAD[torch.device(config.device).type]
+        plans.append(Plan(arm=arm, config=config, requests=requests, kv_bytes=need, overhead=overhead))
     return plans, notes
 
 
 def side_by_side(plans: Iterable[Plan], room: int) -> list[list[Plan]]:
-    """Groups of neighbours whose engines fit into ``room`` bytes; one that needs more than that is alone.
+    """Groups of neighbours whose engines fit into ``room`` bytes; one that needs more is alone.
 
-    An engine that fits has the cache that its requests need, and any other what its configuration says.
+    An engine that fits gets the KV cache that its requests need, any other the one of its configuration.
     """
     groups: list[list[Plan]] = []
     left = 0
     for plan in plans:
-        need = plan.kv_bytes + plan.beside
+        need = plan.kv_bytes + plan.overhead
         fits = need <= room
         given = replace(plan, config=replace(plan.config, kv_memory=plan.kv_bytes)) if fits else plan
         if not groups or need > left:
@@ -131,7 +129,7 @@ def side_by_side(plans: Iterable[Plan], room: int) -> list[list[Plan]]:
 
 
 def _room(config: EngineConfig) -> int:
-    """Bytes for engines that take turns, with the weights loaded."""
+    """Bytes for engines that alternate, with the weights loaded."""
     if config.device == "cpu":
         return _CPU_BYTES
     free_memory()
@@ -142,14 +140,14 @@ def _room(config: EngineConfig) -> int:
 def _measure(
     plans: Sequence[Plan], models: Models, repeats: int, yardstick: Yardstick
 ) -> Iterator[tuple[list[Result], list[str]]]:
-    """All arms so far and what broke some, after each repeat, in which one arm comes after the other."""
+    """Yield the results so far and a note per failed arm, after each repeat."""
     engines: dict[str, WarmEngine] = {}
     each: dict[str, list[Repeat]] = {plan.arm.name: [] for plan in plans}
-    broken: dict[str, str] = {}
+    failed: dict[str, str] = {}
     for number in range(repeats + 1):
         for plan in plans:
             name = plan.arm.name
-            if name in broken:
+            if name in failed:
                 continue
             try:
                 if number == 0:
@@ -157,19 +155,19 @@ def _measure(
                 run = engines[name].run().whole()
                 if number:
                     each[name].append(Repeat.of(run, yardstick))
-            except Exception as error:  # whatever breaks one arm must not cost the others
-                broken[name] = f"broke off: {name}: {type(error).__name__}: {error}"
+            except Exception as error:  # one arm must not cost the others
+                failed[name] = f"failed: {name}: {type(error).__name__}: {error}"
                 engines.pop(name, None)
         if number:
-            whole = [plan.arm for plan in plans if plan.arm.name not in broken]
+            whole = [plan.arm for plan in plans if plan.arm.name not in failed]
             results = [Result(arm=arm, repeats=Repeats(each=tuple(each[arm.name]))) for arm in whole]
-            yield results, list(broken.values())
+            yield results, list(failed.values())
 
 
-def _head(
+def _conditions(
     job: ThroughputJob, config: EngineConfig, models: Models, prompts: Prompts, groups: list[list[Plan]]
 ) -> Row:
-    each = "" if job.workload.num_prompts else " (two for each place in the batch, at least four)"
+    each = "" if job.workload.num_prompts else " (two per batch slot, at least four)"
     fixed = {axis.name for axis in job.matrix.axes}
     return {
         **conditions(config, models),
@@ -178,7 +176,7 @@ def _head(
         **({} if "attention" in fixed else {"attention": config.attention}),
         **({} if "cuda_graphs" in fixed else {"CUDA graphs": config.cuda_graphs}),
         "prompts": f"{prompts.description}{each}, greedy, at most {job.workload.max_new_tokens} new tokens",
-        "time": "of generate, prefill included; no prefix cache; one run of the workload before",
+        "time": "of generate, prefill included; no prefix cache; after one warm-up run of the workload",
         "repeats": f"{job.repeats}, the median, with the lowest and the highest; ratios are of the same repeat",
         "arms that took turns": "; ".join(str(len(group)) for group in groups),
         "same_texts": "share of the texts that are equal to those of the first row with the same prompts",

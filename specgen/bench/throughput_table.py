@@ -1,4 +1,4 @@
-"""What the throughput bench shows: its columns, its rows, its plots, and the best K of each batch."""
+"""The table of the throughput bench: columns, rows, plots, and the best K of each batch size."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from specgen import display
 from specgen.bench.matrices import Matrix
 from specgen.bench.output import BenchTable, Plot, Value
-from specgen.bench.repeats import Middle, Repeat, Repeats
+from specgen.bench.repeats import MedianRange, Repeat, Repeats
 from specgen.engine.arms import Arm
 from specgen.report.table import Column, Row
-from specgen.report.timings import Spread
+from specgen.report.timings import LatencyStats
 
-_SPREADS: Mapping[str, Callable[[Repeat], Spread | None]] = {
+_SPREADS: Mapping[str, Callable[[Repeat], LatencyStats | None]] = {
     "ttft": lambda repeat: repeat.report.ttft_seconds,
     "tpot": lambda repeat: repeat.report.tpot_seconds,
     "itl": lambda repeat: repeat.itl_seconds,
@@ -27,14 +27,14 @@ class Result:
     repeats: Repeats
 
 
-def table(matrix: Matrix, head: Row, results: Sequence[Result], notes: Sequence[str]) -> BenchTable:
-    """The table of ``results``; ``notes`` say what is missing."""
+def table(matrix: Matrix, conditions: Row, results: Sequence[Result], notes: Sequence[str]) -> BenchTable:
+    """The table of ``results``; ``notes`` say which arms are missing and why."""
     rows = tuple(_row(matrix, result, results) for result in results)
     disturbed = [f"{r.arm.name}: {text}" for r in results for text in r.repeats.disturbances]
     return BenchTable(
         name=f"throughput-{matrix.name}",
         title=matrix.title,
-        head=head,
+        conditions=conditions,
         columns=tuple(_columns(matrix)),
         rows=rows,
         plots=tuple(_plots(matrix)),
@@ -51,11 +51,8 @@ def _columns(matrix: Matrix) -> Iterator[Column]:
     )
     for ratio in matrix.ratios:
         yield from (Column(name=f"{ratio}{end}", show=display.ratio) for end in ("", "_lowest", "_highest"))
-    yield Column(name="repeats")
-    yield Column(name="acceptance_length")
-    yield Column(name="acceptance")
-    yield Column(name="step", unit="ms")
-    yield Column(name="bound", unit="ms")
+    yield from (Column(name=name) for name in ("repeats", "acceptance_length", "acceptance"))
+    yield from (Column(name=name, unit="ms") for name in ("step", "bound"))
     yield Column(name="over_bound", show=display.ratio)
     yield Column(name="same_texts", show=display.percent)
     yield Column(name="wrong_tokens")
@@ -70,14 +67,17 @@ def _row(matrix: Matrix, result: Result, results: Sequence[Result]) -> Row:
         base = next((r for r in results if r.arm.changes == {**arm.changes, **labels}), None)
         times = None if base is None or base is result else repeats.times(base.repeats)
         row |= _range((ratio, f"{ratio}_lowest", f"{ratio}_highest"), times)
-    row["repeats"] = len(repeats.each)
-    row["acceptance_length"] = repeats.acceptance_length
-    row["acceptance"] = repeats.acceptance
     step, bound = (repeats.median(figure) for figure in (lambda r: r.step_seconds, lambda r: r.step_bound))
-    row["step"], row["bound"] = _ms(step), _ms(bound)
-    row["over_bound"] = step / bound if step and bound else None
-    row["same_texts"] = repeats.same_texts(next(r.repeats for r in results if r.repeats.ids == repeats.ids))
-    row["wrong_tokens"] = repeats.num_wrong
+    row |= {
+        "repeats": len(repeats.each),
+        "acceptance_length": repeats.acceptance_length,
+        "acceptance": repeats.acceptance,
+        "step": _ms(step),
+        "bound": _ms(bound),
+        "over_bound": step / bound if step and bound else None,
+        "same_texts": repeats.same_texts(next(r.repeats for r in results if r.repeats.ids == repeats.ids)),
+        "wrong_tokens": repeats.num_wrong,
+    }
     if matrix.latencies:
         row |= {
             f"{name}_{part}": _ms(repeats.median(_figure(find, part)))
@@ -87,14 +87,14 @@ def _row(matrix: Matrix, result: Result, results: Sequence[Result]) -> Row:
     return row
 
 
-def _range(names: tuple[str, str, str], found: Middle | None) -> dict[str, Value]:
-    """The median, the lowest and the highest under ``names``."""
+def _range(names: tuple[str, str, str], found: MedianRange | None) -> dict[str, Value]:
+    """Median, lowest and highest under ``names``."""
     if found is None:
         return dict.fromkeys(names)
     return dict(zip(names, (found.median, found.lowest, found.highest), strict=True))
 
 
-def _figure(find: Callable[[Repeat], Spread | None], part: str) -> Callable[[Repeat], float | None]:
+def _figure(find: Callable[[Repeat], LatencyStats | None], part: str) -> Callable[[Repeat], float | None]:
     return lambda repeat: getattr(find(repeat), part, None)
 
 
@@ -103,7 +103,7 @@ def _ms(seconds: float | None) -> float | None:
 
 
 def _plots(matrix: Matrix) -> Iterator[Plot]:
-    """Speed, ratios and latencies over the first axis, a line for each value of the second."""
+    """Speed, ratios and latencies over the first axis, one line per value of the second."""
     x, series = (axis.name for axis in matrix.axes)
     shown = {"speed": "Output tokens per second"}
     shown |= {ratio: f"Speed, {ratio.replace('_', ' ')}" for ratio in matrix.ratios}
@@ -113,7 +113,7 @@ def _plots(matrix: Matrix) -> Iterator[Plot]:
 
 
 def best_lengths(rows: Sequence[Row]) -> Iterator[str]:
-    """For each batch the K that was fastest, and what it was worth; nothing where these are no columns."""
+    """The fastest K of each batch size and its speedup; nothing without these columns."""
     if not rows or not {"batch", "K"} <= rows[0].keys():
         return
     for batch in dict.fromkeys(row["batch"] for row in rows):

@@ -1,4 +1,4 @@
-"""How long one layer of a pass takes on a device, when it finds nothing of what it reads in a cache."""
+"""Times one layer of a pass on a device with cold caches."""
 
 import statistics
 import time
@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-SPREAD = {"cuda": 256 << 20, "cpu": 16 << 20}  # bytes that all layers together read: more than a cache holds
+COLD_BYTES = {"cuda": 256 << 20, "cpu": 16 << 20}  # bytes read by all layers: more than a cache holds
 MOST_LAYERS = 64
 _WARM_UPS = 3
 
-Call = Callable[[int], Tensor]  # the work of one layer, by its number
+Call = Callable[[int], Tensor]  # runs the layer of that index
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,19 +21,19 @@ class Timing:
 
     mean: float
     std: float
-    output: Tensor  # of the last layer's call, in the last repeat
+    output: Tensor  # of the last layer in the last repeat
 
 
 def num_layers(bytes_per_layer: int, device: torch.device) -> int:
-    """How many layers, of which each reads ``bytes_per_layer``, no cache holds."""
-    return max(1, min(MOST_LAYERS, -(-SPREAD[device.type] // bytes_per_layer)))
+    """The number of layers that together read more than a cache holds."""
+    return max(1, min(MOST_LAYERS, -(-COLD_BYTES[device.type] // bytes_per_layer)))
 
 
 def time_layers(call: Call, layers: int, repeats: int, device: torch.device) -> Timing:
-    """Call ``call(0)``, ``call(1)`` … in turn, ``repeats`` times.
+    """Call ``call(0)``, ``call(1)``, … in turn, ``repeats`` times.
 
-    On a GPU the calls are one CUDA graph, timed between two events, and a large buffer is overwritten before each
-    repeat: no launch and no cached data is in the times. ``call`` must stay right when it is replayed.
+    On a GPU the calls are captured in one CUDA graph and timed between two events, and a large buffer is overwritten
+    before each repeat: the times include no launches and no cached data. ``call`` must be safe to replay.
     """
     call(0)  # loads, compiles and plans
     if device.type == "cpu":
@@ -55,8 +55,8 @@ def time_layers(call: Call, layers: int, repeats: int, device: torch.device) -> 
 
 
 def _on_gpu(graph: torch.cuda.CUDAGraph, repeats: int, device: torch.device) -> list[float]:
-    """Seconds of each replay. Nothing is waited for in between, so the host stays ahead of the device."""
-    other = torch.empty(SPREAD["cuda"], dtype=torch.uint8, device=device)
+    """Seconds of each replay, without synchronization in between, so that the host stays ahead."""
+    other = torch.empty(COLD_BYTES["cuda"], dtype=torch.uint8, device=device)
     marks = []
     for _ in range(_WARM_UPS + repeats):
         other.zero_()

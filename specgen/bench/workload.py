@@ -1,4 +1,4 @@
-"""The requests of a bench, always the same: first turns of a data set, or random tokens; and the cache they need."""
+"""The deterministic requests of a bench (first turns of a data set, or random tokens) and their KV memory."""
 
 import itertools
 import random
@@ -15,12 +15,12 @@ from specgen.engine.loading import Models
 from specgen.engine.memory import kv_page_bytes
 from specgen.prompts import open_prompts
 
-_WARM_UP = 192  # positions of a sequence while an engine warms up
+_WARM_UP = 192  # positions per sequence during warm-up
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prompts:
-    """Token ids of every prompt, how they were made, and what was left out."""
+    """The requests, how they were made, and what was left out."""
 
     requests: tuple[Request, ...]
     description: str
@@ -28,16 +28,15 @@ class Prompts:
 
 
 def make_prompts(workload: Workload, models: Models, data_path: Path | None, count: int) -> Prompts:
-    """``count`` greedy requests, over again where the data set has fewer; ``UserError`` where none can run.
+    """``count`` greedy requests, repeated if the data set has fewer; ``UserError`` if none can run.
 
-    Synthetic weights know no text: their prompts are as long as those of the data set, and their tokens are drawn.
-    What is drawn are tokens that the head can draft, so that it is asked for nothing that it cannot say; such texts go
-    on to ``max_new_tokens``, others end where they end.
+    For synthetic weights prompts have the lengths of the data set's and random tokens of the draft vocabulary; random
+    prompts ignore EOS, so their texts have ``max_new_tokens``.
     """
     if workload.dataset == RANDOM:
-        require(data_path is None, f"data-path is {data_path} but prompts are drawn: name a data set")
+        require(data_path is None, f"data-path is {data_path} but prompts are random: name a data set")
         return Prompts(
-            requests=_drawn([workload.prompt_tokens] * count, models, workload),
+            requests=_random([workload.prompt_tokens] * count, models, workload),
             description=f"{count} of {workload.prompt_tokens} random tokens",
             notes=(),
         )
@@ -51,14 +50,14 @@ def make_prompts(workload: Workload, models: Models, data_path: Path | None, cou
     requests = _filled(requests, count)
     if models.synthetic:
         lengths = [len(request.prompt_token_ids) for request in requests]
-        requests, description = _drawn(lengths, models, workload), f"random tokens, as long as {description}"
+        requests, description = _random(lengths, models, workload), f"random tokens, as long as {description}"
     return Prompts(requests=requests, description=description, notes=notes)
 
 
 def _fitting(
     requests: list[Request], models: Models, workload: Workload
 ) -> tuple[tuple[Request, ...], tuple[str, ...]]:
-    """Those whose text, at its longest, is within the model's context, and a note on the others."""
+    """The requests that fit the model's context with ``max_new_tokens``, and a note on the others."""
     limit = models.target.config.max_positions
     fitting = tuple(r for r in requests if len(r.prompt_token_ids) + workload.max_new_tokens <= limit)
     missing = len(requests) - len(fitting)
@@ -67,7 +66,7 @@ def _fitting(
 
 
 def _filled(requests: tuple[Request, ...], count: int) -> tuple[Request, ...]:
-    """``count`` requests, the first ones over again with ids of their own where they are too few."""
+    """``count`` requests, repeated under new ids if they are too few."""
     rounds = ((number, request) for number in itertools.count() for request in requests)
     return tuple(
         replace(request, id=f"{request.id} again {number}") if number else request
@@ -75,23 +74,21 @@ def _filled(requests: tuple[Request, ...], count: int) -> tuple[Request, ...]:
     )
 
 
-def _drawn(lengths: list[int], models: Models, workload: Workload) -> tuple[Request, ...]:
+def _random(lengths: list[int], models: Models, workload: Workload) -> tuple[Request, ...]:
     assert models.head is not None
     vocabulary = models.head.draft_to_target.tolist()
     rng = random.Random(0)
     sampling = SamplingParams(max_tokens=workload.max_new_tokens, ignore_eos=True)
     return tuple(
         Request(
-            id=f"random {index}",
-            prompt_token_ids=tuple(rng.choices(vocabulary, k=length)),
-            sampling=sampling,
+            id=f"random {index}", prompt_token_ids=tuple(rng.choices(vocabulary, k=length)), sampling=sampling
         )
         for index, length in enumerate(lengths)
     )
 
 
 def kv_bytes(config: EngineConfig, models: Models, requests: Sequence[Request]) -> int:
-    """What the longest requests that can be in the batch together take, all of their pages."""
+    """Bytes of KV pages for the longest requests that can be in the batch together."""
     least = step_costs.positions(config.draft_length.most) if config.draft_length.auto else _WARM_UP
     lengths = sorted(
         (max(len(r.prompt_token_ids) + r.sampling.max_tokens, least) for r in requests), reverse=True

@@ -56,11 +56,11 @@ def report(
 
 def _against(run: str, report: dict[str, Any], name: str) -> tuple[dict[str, Any], "Iterator[Part]"]:
     """The report of ``run`` and the published figures ``name``, as JSON and for a terminal."""
-    from specgen.report.against import compare, load_results, of_figures
+    from specgen.report.against import compare_figures, load_results, of_figures
     from specgen.report.references import load_reference
 
     reference = load_reference(name)
-    lines = compare(report, load_results(Path(run)), reference)
+    lines = compare_figures(report, load_results(Path(run)), reference)
     against = {"reference": asdict(reference), "figures": [line.to_json() for line in lines]}
     return {**report, "against": against}, of_figures(run, report["num_spec_tokens"], reference, lines)
 

@@ -1,4 +1,4 @@
-"""The losslessness audit: the same prompts, greedy, with and without speculation, and every place where texts part."""
+"""The losslessness audit: the same prompts, greedy, with and without speculation, and where texts diverge."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -15,7 +15,6 @@ from specgen.engine.conversations import first_turns
 from specgen.engine.loading import Models, load_models, open_checkpoints
 from specgen.engine.warm_engine import Run, WarmEngine
 from specgen.evaluation.divergence import Divergence, Judge
-from specgen.evaluation.judge import judge
 from specgen.events import Event
 from specgen.prompts import open_prompts
 from specgen.rundir.progress import Progress
@@ -25,7 +24,7 @@ from specgen.rundir.tally import Tally
 
 @dataclass(frozen=True, kw_only=True)
 class AuditJob:
-    """One run of ``specgen verify``: ``engine`` as it speculates, at each of ``batch_sizes``."""
+    """One run of ``specgen verify``: ``engine`` with speculation, at each of ``batch_sizes``."""
 
     engine: EngineConfig
     sampling: SamplingParams
@@ -44,8 +43,8 @@ class AuditJob:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ArmResult:
-    """How the texts of an arm compare with the reference's."""
+class ArmAudit:
+    """The texts of an arm against the reference's."""
 
     arm: Arm
     num_requests: int
@@ -54,30 +53,29 @@ class ArmResult:
 
     @property
     def num_identical(self) -> int:
-        """Requests with the tokens of the reference."""
+        """Requests whose tokens equal the reference's."""
         return self.num_requests - len(self.divergences)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Audit:
-    """What the audit found; ``failures`` are requests that were not run and why, ``manifest`` where it came from."""
+    """The result; ``failures`` says which requests were not run and why, ``manifest`` the provenance."""
 
     reference: Arm
     dtype: str
-    arms: tuple[ArmResult, ...]
+    arms: tuple[ArmAudit, ...]
     failures: tuple[str, ...]
     manifest: dict[str, Any]
 
     @property
     def num_unexplained(self) -> int:
-        """Divergences that rounding cannot explain."""
+        """Divergences not explained by rounding."""
         return sum(not divergence.explained for arm in self.arms for divergence in arm.divergences)
 
     def to_json(self) -> dict[str, Any]:
-        """One JSON document; arms and their divergences are flat rows."""
         arms = [
-            _arm_json(result.arm)
-            | {
+            {
+                **_arm_json(result.arm),
                 "num_requests": result.num_requests,
                 "num_identical": result.num_identical,
                 "identical": result.num_identical / result.num_requests,
@@ -99,7 +97,7 @@ class Audit:
 def audit(job: AuditJob, progress: Progress) -> Audit:
     """Decode the first turns in every arm and compare with plain decoding at the smallest batch size.
 
-    All arms share one set of weights. ``UserError`` for what cannot run, and where no prompt can.
+    All arms share one set of weights. ``UserError`` if an arm, or every prompt, cannot run.
     """
     checkpoints = open_checkpoints(job.engine)
     config = resolve(job.engine, checkpoints)
@@ -108,7 +106,7 @@ def audit(job: AuditJob, progress: Progress) -> Audit:
     requests, failures = first_turns(prompts, models.tokenizer, job.sampling)
     first, *others = _arms(job.batch_sizes)
     decode = partial(_decode, config=config, models=models, requests=requests, progress=progress)
-    reference, target = decode(first).completions, judge(config, models)
+    reference, target = decode(first).completions, Judge.of(config, models)
     failures += [f"{c.request.id}: {c.error}" for c in reference.values() if c.error]
     answered = {name: completion for name, completion in reference.items() if completion.error is None}
     require(
@@ -124,11 +122,11 @@ def audit(job: AuditJob, progress: Progress) -> Audit:
 
 
 def _arms(batch_sizes: Sequence[int]) -> list[Arm]:
-    """Plain decoding first, and the smallest batch first."""
+    """The arms: plain decoding at the smallest batch size first."""
     return [
         Arm(
             name=f"{decoding}, batch {size}",
-            # what is wrong in the cache must not be wrong in plain decoding too
+            # without the prefix cache, so that the reference does not share a bug of it
             changes={"decoding": decoding, "batch": size}
             | ({"prefix_cache": False} if decoding == "plain" else {}),
         )
@@ -158,18 +156,17 @@ def _decode(
     return run
 
 
-def _compare(arm: Arm, run: Run, reference: Mapping[str, Completion], target: Judge) -> ArmResult:
-    """Look at every text that is not the reference's."""
+def _compare(arm: Arm, run: Run, reference: Mapping[str, Completion], target: Judge) -> ArmAudit:
     found = (
         target.first_divergence(
             name, ours.request.prompt_token_ids, ours.token_ids, run.completions[name].token_ids
         )
         for name, ours in reference.items()
     )
-    return ArmResult(
+    return ArmAudit(
         arm=arm,
         num_requests=len(reference),
-        divergences=tuple(divergence for divergence in found if divergence is not None),
+        divergences=tuple(each for each in found if each is not None),
         mean_acceptance_length=run.report.speculation.mean_acceptance_length,
     )
 

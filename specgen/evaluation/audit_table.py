@@ -1,4 +1,4 @@
-"""The losslessness audit as tables for a terminal."""
+"""The losslessness audit as tables for the terminal."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -40,7 +40,7 @@ _DIVERGENCES = (
 
 
 def of_audit(audit: Mapping[str, Any]) -> Iterator[Part]:
-    """What ``Audit.to_json`` gave; ends with one plain sentence."""
+    """What the terminal shows of ``Audit.to_json()``, the verdict at the end."""
     yield _heading(audit)
     yield Table(title="Arms", columns=_ARMS, rows=tuple(audit["arms"]))
     rows = [
@@ -48,7 +48,7 @@ def of_audit(audit: Mapping[str, Any]) -> Iterator[Part]:
         for arm in audit["arms"]
         for each in arm["divergences"]
     ]
-    rows.sort(key=lambda row: row["explained"])  # those that nothing explains first
+    rows.sort(key=lambda row: row["explained"])  # unexplained ones first
     yield divergences(rows[:_SHOWN])
     if (more := len(rows) - _SHOWN) > 0:
         yield f"and {count(more)} more; --json and --output have all"
@@ -56,7 +56,7 @@ def of_audit(audit: Mapping[str, Any]) -> Iterator[Part]:
 
 
 def divergences(found: Iterable[Row]) -> Table:
-    """Where texts part: a ``Divergence`` each, whether it is explained, its arm and, if there are several, batch."""
+    """A table of ``Divergence`` fields with ``explained``, ``arm`` and optionally ``batch``."""
     rows = [
         {
             **row,
@@ -71,7 +71,7 @@ def divergences(found: Iterable[Row]) -> Table:
 
 
 def verdict(audit: Mapping[str, Any]) -> str:
-    """One sentence: did anything change, and can rounding explain it."""
+    """One sentence: did any text change, and does rounding explain it."""
     total = sum(arm["num_requests"] for arm in audit["arms"])
     differ = total - sum(arm["num_identical"] for arm in audit["arms"])
     if differ == 0:
@@ -99,5 +99,5 @@ def _heading(audit: Mapping[str, Any]) -> str:
 
 
 def shown_token(token: int | None, text: str) -> str:
-    """A token and its text, or that the text has ended."""
+    """``464 'The'``, or ``(ended)`` after the end of the text."""
     return "(ended)" if token is None else f"{token} {clip(repr(text), 12)}"

@@ -1,4 +1,4 @@
-"""The arms of a study beside their reference: accuracy, texts, acceptance and speed, and what the data show."""
+"""Compares the arms of a study with their reference: accuracy, texts, acceptance and speed."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -12,12 +12,12 @@ from specgen.evaluation.samples import ArmRun, Sample
 from specgen.report.acceptance import Position
 from specgen.report.intervals import Interval
 
-REFERENCE = "baseline"  # the arm of this name is the reference
+REFERENCE = "baseline"  # the name of the reference arm
 
 
 @dataclass(frozen=True, kw_only=True)
 class Accuracy:
-    """The mean score of an arm on one metric of a task."""
+    """The mean score of an arm under one metric of a task."""
 
     task: str
     metric: str
@@ -28,7 +28,7 @@ class Accuracy:
 
 @dataclass(frozen=True, kw_only=True)
 class ArmSummary:
-    """One arm by itself; ``ratio`` is its output tokens/s over those of the reference."""
+    """One arm; ``ratio`` is its output tokens per second over the reference's."""
 
     name: str
     seconds: float
@@ -43,10 +43,10 @@ class ArmSummary:
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """A sample with another text than in the reference.
+    """A sample whose text differs from the reference's.
 
-    ``first`` is where its tokens part. It is None where the texts may well differ: drawn ones, and those of arms in
-    other number formats; where lm-eval's own cache knew the text alone; and where a stop string cut equal tokens.
+    ``first`` is the first divergence of the tokens. It is None if the texts may differ (sampled, or another dtype),
+    if only lm-eval's own cache had the text, and if equal tokens were cut differently by a stop string.
     """
 
     task: str
@@ -59,7 +59,7 @@ class Difference:
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """The scores of an arm less those of the reference, on one metric of a task."""
+    """The scores of an arm minus the reference's under one metric of a task."""
 
     task: str
     metric: str
@@ -67,8 +67,8 @@ class Change:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Against:
-    """One arm against the reference."""
+class ArmComparison:
+    """One arm compared with the reference."""
 
     name: str
     changes: tuple[Change, ...]
@@ -78,40 +78,39 @@ class Against:
 
     @property
     def divergences(self) -> tuple[Divergence, ...]:
-        """Where tokens part that should not."""
+        """First divergences of texts that should be equal."""
         return tuple(each.first for each in self.differences if each.first is not None)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """All arms in the order given, those other than the reference against it, and the conclusion.
+    """All arms in the order given, their comparisons with the reference, and the conclusion.
 
-    ``num_unexplained`` counts the greedy texts that part from the reference's where rounding cannot explain it.
+    ``num_unexplained`` counts greedy texts that diverge from the reference's by more than rounding explains.
     """
 
     reference: str
     arms: tuple[ArmSummary, ...]
-    against: tuple[Against, ...]
+    against: tuple[ArmComparison, ...]
     num_unexplained: int
-    alarming: bool  # whether the sentence tells of a difference in accuracy, or of wrong decoding
+    alarming: bool  # whether accuracy differs or decoding is wrong
     sentence: str
 
     def to_json(self) -> dict[str, Any]:
-        """The fields under their names; shares and seconds, None where nothing was seen."""
         return asdict(self)
 
 
 def reference_of(arms: Sequence[ArmRun]) -> ArmRun:
-    """The arm named baseline, or the first where none is; ``UserError`` for no arm at all."""
+    """The arm named baseline, or else the first; ``UserError`` without arms."""
     require(len(arms) > 0, "there are no arms to compare: name one or more")
     return next((arm for arm in arms if arm.name == REFERENCE), arms[0])
 
 
 def compare(arms: Sequence[ArmRun], target: Judge) -> Comparison:
-    """``arms`` against the reference, sample by sample; ``target`` is the reference's, to judge where texts part.
+    """Compare ``arms`` with the reference sample by sample; ``target`` judges where their texts diverge.
 
-    Samples pair by task, document and metric. ``UserError`` for no arm, two of one name, and arms that
-    scored different samples.
+    Samples pair by task, document and metric. ``UserError`` for no arm, two of one name, and arms with different
+    samples.
     """
     reference = reference_of(arms)
     names = [arm.name for arm in arms]
@@ -172,7 +171,7 @@ def _summary(arm: ArmRun, reference: ArmRun) -> ArmSummary:
     )
 
 
-def _against(arm: ArmRun, reference: ArmRun, level: float, target: Judge) -> Against:
+def _against(arm: ArmRun, reference: ArmRun, level: float, target: Judge) -> ArmComparison:
     scores, base = _scores(arm), _scores(reference)
     alone = _keys(scores) ^ _keys(base)
     require(
@@ -194,7 +193,7 @@ def _against(arm: ArmRun, reference: ArmRun, level: float, target: Judge) -> Aga
     texts, base_texts = _texts(arm), _texts(reference)
     pairs = ((texts[key], other) for key, other in base_texts.items())
     differences = tuple(_difference(*pair, judge) for pair in pairs if pair[0].text != pair[1].text)
-    return Against(
+    return ArmComparison(
         name=arm.name,
         changes=tuple(changes),
         num_compared=len(base_texts),
@@ -208,12 +207,12 @@ def _keys(scores: _Scores) -> set[tuple[str, str, int]]:
 
 
 def _texts(arm: ArmRun) -> Mapping[tuple[str, int], Sample]:
-    """One sample for each document: its text is the same under every metric."""
+    """One sample per document, as its text is the same under every metric."""
     return {(sample.task, sample.doc_id): sample for sample in arm.samples}
 
 
 def _difference(sample: Sample, other: Sample, target: Judge | None) -> Difference:
-    ours, theirs, first = sample.written, other.written, None
+    ours, theirs, first = sample.generated, other.generated, None
     if target is not None and ours and theirs and ours.greedy and theirs.greedy:
         name = f"{sample.task} {sample.doc_id}"
         first = target.first_divergence(name, theirs.prompt_token_ids, theirs.token_ids, ours.token_ids)
@@ -230,10 +229,10 @@ def _difference(sample: Sample, other: Sample, target: Judge | None) -> Differen
 # --- what the data show ---------------------------------------------------------------------------
 
 
-def conclusion(reference: str, against: Sequence[Against]) -> str:
-    """One sentence: whether the data show a difference in accuracy, and how small a one they could have seen.
+def conclusion(reference: str, against: Sequence[ArmComparison]) -> str:
+    """One sentence: whether the data show a difference in accuracy, and what difference is detectable.
 
-    All tests together keep the 5 % level, by the method of Holm (Scandinavian Journal of Statistics 6, 1979).
+    The family-wise error rate is 5 % by Holm's method (Scandinavian Journal of Statistics 6, 1979).
     """
     tests = _tests(against)
     if not tests:
@@ -253,15 +252,15 @@ def conclusion(reference: str, against: Sequence[Against]) -> str:
     )
 
 
-def _tests(against: Sequence[Against]) -> list[tuple[str, Change]]:
+def _tests(against: Sequence[ArmComparison]) -> list[tuple[str, Change]]:
     return [(arm.name, change) for arm in against for change in arm.changes]
 
 
 def _alarm(num_unexplained: int, dtype: str) -> str:
-    """What stands behind the conclusion where decoding itself is wrong."""
+    """The sentence after the conclusion if decoding itself is wrong."""
     if num_unexplained == 0:
         return ""
-    texts = "text parts" if num_unexplained == 1 else "texts part"
+    texts = "text diverges" if num_unexplained == 1 else "texts diverge"
     return (
         f" {count(num_unexplained)} {texts} from the reference where rounding to {dtype} cannot explain it: "
         "decoding is wrong there."
@@ -269,7 +268,7 @@ def _alarm(num_unexplained: int, dtype: str) -> str:
 
 
 def _holm(tests: Sequence[tuple[str, Change]]) -> list[tuple[str, Change]]:
-    """The tests that reject, the smallest p first; each step tests at 5 % over the tests that are left."""
+    """The significant tests by Holm's method, the smallest p first."""
     known = [(change.paired.p, name, change) for name, change in tests if change.paired.p is not None]
     shown = []
     for rank, (p, name, change) in enumerate(sorted(known, key=lambda test: test[0])):
@@ -294,14 +293,14 @@ def _finding(name: str, change: Change) -> str:
 
 
 def _power(tests: Sequence[tuple[str, Change]]) -> str:
-    """How small a difference every one of the tests could have seen."""
-    seen = [change.paired.detectable for _, change in tests]
-    known = [difference for difference in seen if difference is not None]
-    if len(known) < len(seen):
-        return "these samples are too few, or too much alike, to see even a large one"
+    """The smallest difference that every one of the tests detects."""
+    detectable = [change.paired.detectable for _, change in tests]
+    known = [difference for difference in detectable if difference is not None]
+    if len(known) < len(detectable):
+        return "these samples are too few or too similar to detect even a large one"
     fewest = min(change.paired.num_samples for _, change in tests)
     points = hundredths(max(known))
-    return f"{count(fewest)} samples find a difference of {points} points or more in 4 cases of 5"
+    return f"{count(fewest)} samples detect a difference of {points} points or more with 80 % power"
 
 
 def p_value(p: float) -> str:

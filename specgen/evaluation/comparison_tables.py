@@ -1,4 +1,4 @@
-"""The comparison of a study's arms as tables; terminal and page show the same."""
+"""The comparison of a study's arms as tables, for terminal and page."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
@@ -7,24 +7,22 @@ from typing import Any
 
 from specgen.display import DASH, between, count, hundredths, percent, rate, ratio, seconds
 from specgen.evaluation.audit_table import divergences, four_digits, shown_token
-from specgen.evaluation.compare import Accuracy, Against, Comparison, Difference, p_value
+from specgen.evaluation.compare import Accuracy, ArmComparison, Comparison, Difference, p_value
 from specgen.report.charts import quarters
-from specgen.report.page import Page, TextCard, Texts
+from specgen.report.page import Page, TextCard, TextPair
 from specgen.report.table import Column, Row, Table
 from specgen.report.tables import curve, curves
 from specgen.report.terminal import Part, definitions, heading
 
 _POSITIONS = 6  # shown of an acceptance curve; the JSON has all
-_DIVERGENCES = 3  # shown of an arm; the page has more
-_DIFFERENCES = 20  # texts shown of an arm on a page
+_DIVERGENCES = 3  # shown per arm; the page has more
+_DIFFERENCES = 20  # texts shown per arm on a page
 NOTES = {
     "score": "mean over samples; interval of Wilson, or of t where scores are not all 0 or 1",
     "difference": "score less the reference's, in points; interval of Tango, or paired t",
     "p": "McNemar's exact test, or paired t; more cautious than an interval that just leaves out 0",
-    "could see": "smallest true difference that a test of these samples finds in 4 cases of 5",
+    "detectable": "smallest true difference that a test of these samples detects with 80 % power",
 }
-
-
 _ARM = Column(name="name", title="arm")
 _ACCURACY = (
     _ARM,
@@ -32,13 +30,13 @@ _ACCURACY = (
     Column(name="difference", show=lambda share: f"{100 * share:+.1f}"),
     Column(name="ends", title="95 %"),
     Column(name="p"),
-    Column(name="detectable", title="could see", show=hundredths),
+    Column(name="detectable", show=hundredths),
 )
 _TEXTS = (
     _ARM,
     Column(name="same", title="same texts"),
     Column(name="share", show=percent),
-    Column(name="first", title="first part at"),
+    Column(name="first", title="first divergence"),
     Column(name="median"),
     Column(name="widest", title="widest gap"),
     Column(name="unexplained"),
@@ -56,7 +54,7 @@ _SPEED = (
 
 
 def of_comparison(comparison: Comparison, settings: Mapping[str, str]) -> Iterator[Part]:
-    """What a terminal shows of ``comparison`` under its ``settings``, the conclusion at the end."""
+    """What the terminal shows of ``comparison`` and its ``settings``, the conclusion at the end."""
     yield heading(settings)
     for accuracy in comparison.arms[0].accuracies:
         table = _accuracy(comparison, accuracy)
@@ -72,7 +70,7 @@ def of_comparison(comparison: Comparison, settings: Mapping[str, str]) -> Iterat
 
 
 def page(comparison: Comparison, settings: Mapping[str, str], title: str) -> str:
-    """The same as a page, with the samples that differ side by side; it opens without a network."""
+    """The same as an HTML page, with the texts that differ side by side."""
     accuracies = [_accuracy(comparison, accuracy) for accuracy in comparison.arms[0].accuracies]
     return Page(
         title=title,
@@ -86,7 +84,7 @@ def page(comparison: Comparison, settings: Mapping[str, str], title: str) -> str
 
 
 def _accuracy(comparison: Comparison, wanted: Accuracy) -> Table:
-    """The arms on the task and metric of ``wanted``."""
+    """The accuracies of all arms on the task and metric of ``wanted``."""
     key = (wanted.task, wanted.metric)
     found = {arm.name: a for arm in comparison.arms for a in arm.accuracies if (a.task, a.metric) == key}
     paired = {
@@ -113,13 +111,13 @@ def _accuracy(comparison: Comparison, wanted: Accuracy) -> Table:
 def _texts(comparison: Comparison) -> Table:
     return Table(
         title="Texts",
-        note=f"against {comparison.reference}; places are counted in tokens, gaps are in logits",
+        note=f"against {comparison.reference}; positions are counted in tokens, gaps are in logits",
         columns=_TEXTS,
         rows=tuple(map(_text_row, comparison.against)),
     )
 
 
-def _text_row(arm: Against) -> Row:
+def _text_row(arm: ArmComparison) -> Row:
     where = [each.position for each in arm.divergences]
     return {
         "name": arm.name,
@@ -133,7 +131,7 @@ def _text_row(arm: Against) -> Row:
 
 
 def _worst(comparison: Comparison) -> Iterator[Row]:
-    """The first divergences of each arm; those that nothing explains before all others."""
+    """A few divergences of each arm, unexplained ones first."""
     for arm in comparison.against:
         for first in sorted(arm.divergences, key=lambda each: each.explained)[:_DIVERGENCES]:
             yield {**asdict(first), "arm": arm.name, "explained": first.explained}
@@ -168,8 +166,8 @@ def _speed(comparison: Comparison) -> Table:
     )
 
 
-def _differing(arm: Against, reference: str) -> TextCard:
-    """The texts of ``arm`` that differ, those that nothing explains first."""
+def _differing(arm: ArmComparison, reference: str) -> TextCard:
+    """The texts of ``arm`` that differ, unexplained ones first."""
     ordered = sorted(arm.differences, key=lambda each: each.first is None or each.first.explained)
     note = f"{count(len(ordered))} of {count(arm.num_compared)} differ from {reference}"
     shown = f"; {_DIFFERENCES} of them are shown" if len(ordered) > _DIFFERENCES else ""
@@ -177,14 +175,14 @@ def _differing(arm: Against, reference: str) -> TextCard:
     return TextCard(title=f"Texts of {arm.name}", note=note + shown, texts=texts)
 
 
-def _side_by_side(difference: Difference, name: str, reference: str) -> Texts:
-    """Both texts, where their tokens part, how close the choice was there, and whether rounding explains it."""
-    first, place, note = difference.first, f"{difference.task} {difference.doc_id}", ""
+def _side_by_side(difference: Difference, name: str, reference: str) -> TextPair:
+    """Both texts, their first divergence, the gap there, and whether rounding explains it."""
+    first, label, note = difference.first, f"{difference.task} {difference.doc_id}", ""
     if first is not None:
         ours = shown_token(first.token, first.text)
         theirs = shown_token(first.reference_token, first.reference_text)
-        place += f", at token {count(first.position)}: {ours} instead of {theirs}"
+        label += f", at token {count(first.position)}: {ours} instead of {theirs}"
         why = "explained by rounding" if first.explained else "WRONG: more than rounding"
         note = f"gap {four_digits(first.gap)} · bound {four_digits(first.rounding)} · {why}"
     texts = {name: difference.text, reference: difference.reference_text}
-    return Texts(place=place, note=note, question=difference.question, texts=texts)
+    return TextPair(label=label, note=note, question=difference.question, texts=texts)

@@ -1,25 +1,35 @@
-"""Where two greedy texts of one prompt part, and whether the rounding of the number format explains it."""
+"""Where two greedy texts of one prompt diverge, and whether rounding in the dtype explains it."""
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
+from typing import Self
 
 import torch
 from torch import Tensor
 
-# What the order of work may change. Over 1,650 places of the bundled pair's texts, computed in passes of 1 row, 5 rows
-# and all rows, the difference of two logits moved by at most 4 steps of bfloat16 or float16 at the largest logit, and,
-# as every product sums in float32, by at most 25 steps of float32. A deeper model gets twice that.
+from specgen.attention import Attend
+from specgen.config import EngineConfig
+from specgen.engine.assembly import new_cache
+from specgen.engine.choices import BACKENDS
+from specgen.engine.loading import Models
+from specgen.kv.layout import Layout
+from specgen.kv.pages import PageAllocator
+
+# How far rounding may move the difference of two logits. Over 1,650 positions of the bundled pair's texts, computed in
+# passes of 1 row, 5 rows and all rows, it moved by at most 4 steps of bfloat16 or float16 at the largest logit and, as
+# every product accumulates in float32, by at most 25 steps of float32. Doubled to allow for deeper models.
 _STEPS = 8
 _FLOAT32_STEPS = 48
 
 
 @dataclass(frozen=True, kw_only=True)
 class Divergence:
-    """The first place where a text differs from the reference's. A token is None where that text has ended.
+    """The first position where a text differs from the reference's. A token is None if that text has ended.
 
-    Logits are the target's, behind what the two texts share. ``gap`` is how far the worse of the two tokens is
-    behind the likeliest of all: greedy decoding may choose either only where it is within ``rounding``.
+    Logits are the target's after the common prefix. ``gap`` is the largest logit minus the smaller one of the two
+    tokens: greedy decoding may choose either token only if it is within ``rounding``.
     """
 
     request: str
@@ -35,26 +45,35 @@ class Divergence:
 
     @property
     def explained(self) -> bool:
-        """Whether rounding explains it; nothing explains a text that ends early."""
+        """Whether rounding explains it; it never explains a text that ends early."""
         return self.gap is not None and self.gap <= self.rounding
 
 
 @dataclass(frozen=True, kw_only=True)
 class Judge:
-    """What decides where texts part: the target's next-token logits ``[V]`` behind any tokens, and how it rounds."""
+    """Judges divergences by the target's next-token logits ``[V]`` after any tokens, and its dtype."""
 
-    logits_behind: Callable[[Sequence[int]], Tensor]
+    logits_after: Callable[[Sequence[int]], Tensor]
     dtype: torch.dtype
     token_text: Callable[[int], str]
+
+    @classmethod
+    def of(cls, config: EngineConfig, models: Models) -> Self:
+        """A judge of greedy texts of the target of a resolved ``config``."""
+        return cls(
+            logits_after=prefill_logits(config, models),
+            dtype=models.target.dtype,
+            token_text=lambda token: models.tokenizer.decode_with_special([token]),
+        )
 
     def first_divergence(
         self, request: str, prompt: Sequence[int], reference: Sequence[int], tokens: Sequence[int]
     ) -> Divergence | None:
-        """The first place where the answer ``tokens`` leaves ``reference``; None if it does not."""
+        """The first position where the answer ``tokens`` diverges from ``reference``; None if they are equal."""
         at = first_difference(reference, tokens)
         if at is None:
             return None
-        logits = self.logits_behind([*prompt, *reference[:at]])
+        logits = self.logits_after([*prompt, *reference[:at]])
         left, right = (ids[at] if at < len(ids) else None for ids in (reference, tokens))
         return Divergence(
             request=request,
@@ -74,24 +93,42 @@ class Judge:
 
 
 def first_difference(reference: Sequence[int], tokens: Sequence[int]) -> int | None:
-    """The first place where they differ, which may be the end of the shorter one; None if they are equal."""
-    places = zip(reference, tokens, strict=False)
-    length = min(len(reference), len(tokens))
-    at = next((at for at, (left, right) in enumerate(places) if left != right), length)
-    return None if at == len(reference) == len(tokens) else at
+    """The first position where they differ, at most the shorter length; None if they are equal."""
+    pairs = enumerate(zip_longest(reference, tokens))
+    return next((at for at, (left, right) in pairs if left != right), None)
 
 
 def gap(logits: Tensor, reference_token: int, token: int) -> float:
-    """How far the worse of two tokens is behind the likeliest of ``logits`` ``[V]``."""
+    """The largest of ``logits`` ``[V]`` minus the smaller one of the two tokens."""
     return float(logits.max() - torch.minimum(logits[reference_token], logits[token]))
 
 
 def rounding(logits: Tensor, dtype: torch.dtype) -> float:
-    """By how much a pass of another shape may change the difference of two of ``logits`` ``[V]`` in ``dtype``."""
+    """By how much a pass of another shape may change the difference of two ``logits`` ``[V]`` in ``dtype``."""
     return _STEPS * _step(logits, dtype) + _FLOAT32_STEPS * _step(logits, torch.float32)
 
 
 def _step(logits: Tensor, dtype: torch.dtype) -> float:
-    """The distance of neighbouring numbers of ``dtype`` at the largest of ``logits`` by size."""
+    """The spacing of ``dtype`` at the largest absolute logit."""
     _, exponent = math.frexp(float(logits.abs().max()))
     return math.ldexp(torch.finfo(dtype).eps, exponent - 1)
+
+
+def prefill_logits(config: EngineConfig, models: Models) -> Callable[[Sequence[int]], Tensor]:
+    """A function from token ids to the target's next-token logits after them, ``[V]`` float32.
+
+    Each call is one prefill through the attention of a resolved ``config``, with its own KV cache.
+    """
+    target, backend = models.target, BACKENDS[config.attention](models.target.device)
+
+    @torch.inference_mode()
+    def logits(token_ids: Sequence[int]) -> Tensor:
+        pages = PageAllocator(-(-len(token_ids) // config.page_size), config.page_size)
+        cache = new_cache(config, target.config, pages, target.device)
+        table = torch.arange(1, pages.num_pages + 1, dtype=torch.int32, device=target.device)
+        layout = Layout.ragged(table[None], [0], [len(token_ids)], config.page_size)
+        rows = torch.tensor(token_ids, device=target.device)
+        hidden, _ = target.forward(rows, Attend(backend, cache, layout, target.rope))
+        return target.logits(hidden[-1:])[0].float()
+
+    return logits

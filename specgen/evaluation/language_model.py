@@ -1,4 +1,4 @@
-"""The engine as lm-eval sees a language model: text in, text and log-likelihoods out."""
+"""The engine as a language model of lm-eval: generation and log-likelihoods of texts."""
 
 import hashlib
 import json
@@ -23,33 +23,33 @@ from specgen.core.sequence import Completion, Request
 from specgen.decoding.sampling import most_demanding
 from specgen.engine.build import build_engine
 from specgen.engine.loading import Models
-from specgen.evaluation.samples import Written
+from specgen.evaluation.samples import Generated
 from specgen.rundir.results import RunDirectory
 from specgen.text.tokenizer import Message, StopStrings
 
-_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed")  # generation arguments that are fields of ours
-_NEUTRAL = {"num_beams": 1, "num_return_sequences": 1, "repetition_penalty": 1.0}  # harmless at these values
+_SAMPLING = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "seed",
+)  # generation arguments that are fields of SamplingParams
+_NEUTRAL = {"num_beams": 1, "num_return_sequences": 1, "repetition_penalty": 1.0}  # no effect at these values
 _Row = dict[str, Any]  # an answer
-_Found = TypeVar("_Found")  # what an engine finds
-_Scorable = tuple[Any, list[int], list[int]]  # key of the cache or None, context, continuation
+_Found = TypeVar("_Found")  # what an engine returns
+_Scorable = tuple[Any, list[int], list[int]]  # lm-eval's cache key or None, context, continuation
 
 
 class SpecgenLM(TemplateLM):  # type: ignore[misc]
-    """lm-eval's ``LM`` over an engine; prompts are encoded and cut as its ``hf`` model does it.
+    """lm-eval's ``LM`` over an engine; prompts are encoded and truncated as by lm-eval's ``hf`` model.
 
-    ``sampling`` holds what a task's generation arguments leave open. Every answer is a row in ``files`` as soon as it
-    is there, under a hash of what was asked; what has one already is not asked again, and the engine is made
-    when there is something to ask. After a run ``written`` has what was generated first for a task's document, by the
-    task's name and the document's number.
+    ``sampling`` holds defaults for a task's generation arguments. Every answer is written to ``files`` as it arrives,
+    under a hash of the request; requests with an answer are not run again, and the engine is built only when needed.
+    ``generated`` has the first generation for every document, by task and document number.
     """
 
     def __init__(
-        self,
-        *,
-        config: EngineConfig,
-        models: Models,
-        sampling: SamplingParams,
-        files: RunDirectory,
+        self, *, config: EngineConfig, models: Models, sampling: SamplingParams, files: RunDirectory
     ) -> None:
         super().__init__()
         self._config = config
@@ -59,11 +59,11 @@ class SpecgenLM(TemplateLM):  # type: ignore[misc]
         self._sampling = sampling
         self._files = files
         self._answers = dict(files.completions)
-        self.written: dict[tuple[str, int], Written] = {}
+        self.generated: dict[tuple[str, int], Generated] = {}
 
     @property
     def seconds(self) -> float:
-        """That engines have worked for the answers."""
+        """Engine time of all answers, earlier runs included."""
         return float(sum(row["seconds"] for row in self._answers.values()))
 
     def _answer(
@@ -74,9 +74,9 @@ class SpecgenLM(TemplateLM):  # type: ignore[misc]
         disable_tqdm: bool,
         expected: SamplingParams,
     ) -> Iterator[tuple[str, _Row]]:
-        """The answers to ``ids``: those of an earlier run, then the rows of what ``ask`` yields, kept as they come.
+        """The answers to ``ids``: those of earlier runs, then the rows of what ``ask`` yields, written as they arrive.
 
-        An engine that is not there yet is made for what ``expected`` asks (see ``build_engine``).
+        ``expected`` is for building the engine (see ``build_engine``).
         """
         wanted = set(ids)
         known = wanted & self._answers.keys()
@@ -84,11 +84,10 @@ class SpecgenLM(TemplateLM):  # type: ignore[misc]
             yield from ((name, self._answers[name]) for name in known)
             if known == wanted:
                 return
-            if self._engine is None:  # its start is no part of the answers' time
+            if self._engine is None:
                 self._engine = self._start(expected)
-            engine = self._engine
-            last = time.perf_counter()
-            with closing(cast("Generator[_Found]", ask(engine))) as found:
+            last = time.perf_counter()  # the engine's start does not count as time of the answers
+            with closing(cast("Generator[_Found]", ask(self._engine))) as found:
                 for name, row in map(row_of, found):
                     now = time.perf_counter()
                     self._answers[name] = {"id": name, **row, "seconds": now - last}
@@ -106,13 +105,13 @@ class SpecgenLM(TemplateLM):  # type: ignore[misc]
 
     @property
     def eot_token_id(self) -> int:
-        """The tokenizer's end of text, or where it names none the model's."""
+        """The tokenizer's EOS token, or else the model's."""
         own = self._text.eos_token_id
         return self._models.target.config.eos_token_ids[0] if own is None else own
 
     @property
     def prefix_token_id(self) -> int:
-        """What a text without context is scored behind."""
+        """The token before a text that is scored without context."""
         own = self._text.bos_token_id
         return self.eot_token_id if own is None else own
 
@@ -123,17 +122,17 @@ class SpecgenLM(TemplateLM):  # type: ignore[misc]
 
     @property
     def tokenizer_name(self) -> str:
-        """Names the tokenizer in lm-eval's caches of requests."""
+        """The tokenizer's name in lm-eval's request caches."""
         return str(Path(self._models.checkpoints["model"].path)).replace("/", "__")
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
-        """The source of the template, for lm-eval's records; None where it is not to be used."""
+        """The template's source, for lm-eval's records; None if it is not used."""
         return self._text.chat_template if chat_template else None
 
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        """The prompt of a chat; without a system message where the template refuses one."""
+        """The prompt of a chat; without the system message if the template refuses it."""
         messages = [Message(role=each["role"], content=each["content"]) for each in chat_history]
         render = self._text.render_chat if add_generation_prompt else self._text.render_open_chat
         rest = [message for message in messages if message.role != "system"]
@@ -153,24 +152,24 @@ class SpecgenLM(TemplateLM):  # type: ignore[misc]
     # --- generation -------------------------------------------------------------------------------
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """The texts in the order of ``requests``, which the engine is given all at once."""
+        """The texts in the order of ``requests``, which the engine gets all at once."""
         asked = self._requests(requests)
-        places = {request.id: at for at, request in enumerate(asked)}
+        index = {request.id: at for at, request in enumerate(asked)}
 
         def ask(engine: EngineCore) -> Iterator[Completion]:
             return engine.generate(request for request in asked if request.id not in self._answers)
 
         texts = [""] * len(requests)
         expected = most_demanding(request.sampling for request in asked)
-        for name, row in self._answer(places, ask, self._row, disable_tqdm, expected):
-            at = places[name]
+        for name, row in self._answer(index, ask, self._row, disable_tqdm, expected):
+            at = index[name]
             texts[at], instance = row["text"], requests[at]
             self.cache_hook.add_partial("generate_until", instance.args, texts[at])
-            self.written.setdefault((instance.task_name, instance.doc_id), _written(asked[at], row))
+            self.generated.setdefault((instance.task_name, instance.doc_id), _generated(asked[at], row))
         return texts
 
     def _requests(self, instances: list[Instance]) -> list[Request]:
-        """Requests with ids that name what is asked, and for how manieth time: each has its own random draws."""
+        """Requests whose ids name what is asked and how often it was asked before, so that samples differ."""
         times: Counter[str] = Counter()
         asked = []
         for instance in instances:
@@ -186,7 +185,7 @@ class SpecgenLM(TemplateLM):  # type: ignore[misc]
         require(
             room > 0,
             f"max_gen_toks is {sampling.max_tokens} and the model's context is {self.max_length}: "
-            "lower it, so that a prompt has room",
+            "lower it to leave room for a prompt",
         )
         return Request(
             id=name,
@@ -196,7 +195,7 @@ class SpecgenLM(TemplateLM):  # type: ignore[misc]
         )
 
     def _sampling_of(self, arguments: Mapping[str, Any]) -> SamplingParams:
-        """Our parameters for a task's generation arguments; ``UserError`` for one that the engine cannot follow."""
+        """The sampling parameters of a task's generation arguments; ``UserError`` for unsupported ones."""
         known = normalize_gen_kwargs(dict(arguments), self._sampling.max_tokens)
         max_tokens, sample = known.pop("max_gen_toks"), known.pop("do_sample")
         stops = handle_stop_sequences(known.pop("until"), eos=None)
@@ -214,7 +213,7 @@ class SpecgenLM(TemplateLM):  # type: ignore[misc]
         )
 
     def _row(self, completion: Completion) -> tuple[str, _Row]:
-        """Under its name all tokens, and the text before the first stop string or special token that ends it."""
+        """The id, and a row with all tokens and the text before the first stop string or end token."""
         request = completion.request
         require(completion.error is None, f"a prompt of {request.category} cannot be run: {completion.error}")
         stops = request.sampling.stop
@@ -228,7 +227,7 @@ class SpecgenLM(TemplateLM):  # type: ignore[misc]
     def _loglikelihood_tokens(
         self, requests: list[_Scorable], disable_tqdm: bool = False
     ) -> list[tuple[float, bool]]:
-        """Sum of log-probabilities of every continuation, and whether greedy decoding would write it."""
+        """Sum of log-probabilities of every continuation, and whether greedy decoding gives it."""
         names = [_name("loglikelihood", context, continuation) for _, context, continuation in requests]
         asked = dict(zip(names, requests, strict=True))
 
@@ -249,12 +248,12 @@ class SpecgenLM(TemplateLM):  # type: ignore[misc]
         require(
             0 < len(continuation) < len(tokens),
             f"a continuation of {len(continuation)} tokens cannot be scored in a context of {self.max_length}: "
-            "it needs one token or more, and room for itself",
+            "it needs at least one token, and must fit",
         )
         return ScoreRequest(id=name, token_ids=tuple(tokens), num_context=len(tokens) - len(continuation))
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        """The log-likelihood of whole texts, each token given all that fits before it."""
+        """The log-likelihood of whole texts, with as much context per token as fits."""
         windows = [self._windows(instance.args[0]) for instance in requests]
         scores = iter(
             self._loglikelihood_tokens([window for each in windows for window in each], disable_tqdm)
@@ -275,7 +274,7 @@ class SpecgenLM(TemplateLM):  # type: ignore[misc]
 
 
 def _name(*asked: object) -> str:
-    """A name for what is asked, the same in every run."""
+    """A hash of a request, the same in every run."""
     return hashlib.sha256(json.dumps(asked, sort_keys=True, default=str).encode()).hexdigest()[:20]
 
 
@@ -283,8 +282,8 @@ def _score(scored: Scored) -> tuple[str, _Row]:
     return scored.request.id, {"log_prob": sum(scored.log_probs), "greedy": all(scored.greedy)}
 
 
-def _written(request: Request, row: _Row) -> Written:
-    return Written(
+def _generated(request: Request, row: _Row) -> Generated:
+    return Generated(
         prompt_token_ids=request.prompt_token_ids,
         token_ids=tuple(row["token_ids"]),
         greedy=request.sampling.temperature == 0,

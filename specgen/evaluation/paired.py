@@ -1,4 +1,4 @@
-"""Two scores of each sample compared: exact McNemar or paired t, 95 % intervals, and what could have been seen."""
+"""Paired comparison of scores: exact McNemar or paired t test, 95 % intervals, detectable differences."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -13,11 +13,11 @@ POWER = 0.8
 
 @dataclass(frozen=True, kw_only=True)
 class Paired:
-    """The scores of one arm less those of another on the same samples, in shares of the full score.
+    """The scores of one arm minus those of another on the same samples, as fractions of the full score.
 
-    ``p`` is None where one sample or none tells of chance; ``interval`` also where no two differences
-    differ. ``detectable`` is the smallest true difference that a test at the level asked for would have
-    found with a chance of 80 %; None where these samples could have found none.
+    ``p`` is None for fewer than two samples in the t test; ``interval`` also if all differences are equal.
+    ``detectable`` is the smallest true difference that a test at the given level detects with 80 % power; None if
+    these samples cannot detect any.
     """
 
     num_samples: int
@@ -32,9 +32,9 @@ class Paired:
 
 
 def paired(scores: Sequence[float], others: Sequence[float], *, level: float = LEVEL) -> Paired:
-    """``scores`` against ``others``, both ``[samples]`` in [0, 1] in one order and not empty.
+    """Compare ``scores`` with ``others``, both ``[samples]`` in [0, 1] in the same order and not empty.
 
-    Scores that are all 0 or 1 give McNemar's exact p and Tango's interval; others the paired t test.
+    Scores of 0 and 1 give McNemar's exact p and Tango's interval; others the paired t test.
     """
     assert len(scores) == len(others) > 0
     higher = sum(a > b for a, b in zip(scores, others, strict=True))
@@ -59,7 +59,7 @@ def paired(scores: Sequence[float], others: Sequence[float], *, level: float = L
 
 
 def mean_interval(scores: Sequence[float]) -> Interval | None:
-    """The 95 % interval of one arm's mean: Wilson's for scores of 0 and 1, else by the t distribution."""
+    """The 95 % interval of one arm's mean: Wilson's for scores of 0 and 1, else the t interval."""
     if all(score in (0, 1) for score in scores):
         return wilson(fmean(scores), len(scores)) if scores else None
     return _by_t(scores, LEVEL)[0]
@@ -69,20 +69,17 @@ def mean_interval(scores: Sequence[float]) -> Interval | None:
 
 
 def mcnemar(higher: int, lower: int) -> float:
-    """The exact two-sided p of McNemar's test: the discordant pairs against a fair coin.
-
-    (McNemar, Psychometrika 12, 1947; the conditional test, which is exact at every count.)
-    """
+    """The two-sided p of the exact conditional McNemar test (Psychometrika 12, 1947)."""
     from scipy.stats import binomtest
 
     return float(binomtest(higher, higher + lower).pvalue) if higher + lower else 1.0
 
 
 def tango(higher: int, lower: int, num: int) -> Interval:
-    """The 95 % score interval of a paired difference of shares over ``num`` > 0 samples.
+    """Tango's 95 % score interval of a paired difference (Statistics in Medicine 17, 1998), ``num`` > 0 samples.
 
-    (Tango, Statistics in Medicine 17, 1998.) It holds its level with few discordant pairs and keeps a
-    width with none; it has 0 inside exactly where McNemar's score test does not reject at 5 %.
+    It keeps its level with few discordant pairs and a width with none; it contains 0 exactly where McNemar's score
+    test does not reject at 5 %.
     """
     found = (higher - lower) / num
 
@@ -93,11 +90,11 @@ def tango(higher: int, lower: int, num: int) -> Interval:
 
 
 def _score(difference: float, higher: int, lower: int, num: int) -> float:
-    """Tango's statistic: what was found less ``difference``, in its standard errors under ``difference``."""
+    """Tango's statistic: observed minus ``difference``, in standard errors under ``difference``."""
     distance = higher - lower - num * difference
     linear = (2 * num - higher + lower) * difference - higher - lower
     constant = -lower * difference * (1 - difference)
-    # the likeliest share of samples that score lower, given the difference
+    # the maximum-likelihood share of samples that score lower, given the difference
     root = math.sqrt(max(0.0, linear * linear - 8 * num * constant))
     share = max(0.0, (root - linear) / (4 * num))
     spread = num * (2 * share + difference * (1 - difference))
@@ -107,10 +104,10 @@ def _score(difference: float, higher: int, lower: int, num: int) -> float:
 
 
 def detectable_share(discordant: int, num: int, level: float) -> float | None:
-    """The smallest difference of shares that ``num`` pairs find at ``level`` with 80 % power, or None.
+    """The smallest difference of shares that ``num`` pairs detect at ``level`` with 80 % power, or None.
 
-    Connor's formula (Biometrics 43, 1987) with a continuity correction, since the exact test is the more
-    cautious one, at the share of discordant pairs that was found: the difference itself where that is more.
+    Connor's formula (Biometrics 43, 1987) with a continuity correction, as the exact test is conservative, at the
+    observed share of discordant pairs or at the difference itself if that is larger.
     """
     z, z_power = NormalDist().inv_cdf(1 - level / 2), NormalDist().inv_cdf(POWER)
 
@@ -123,7 +120,7 @@ def detectable_share(discordant: int, num: int, level: float) -> float | None:
 
 
 def _boundary(inside: Callable[[float], bool], start: float, stop: float) -> float:
-    """Where ``inside``, true at ``start``, ends on the way to ``stop``; ``stop`` where it does not."""
+    """Where ``inside``, true at ``start``, becomes false on the way to ``stop``, or ``stop``; by bisection."""
     if inside(stop):
         return stop
     for _ in range(50):
@@ -136,7 +133,7 @@ def _boundary(inside: Callable[[float], bool], start: float, stop: float) -> flo
 
 
 def _by_t(values: Sequence[float], level: float) -> tuple[Interval | None, float | None, float | None]:
-    """The 95 % interval of the mean of ``values``, its p against 0, and the mean that 80 % power finds."""
+    """The 95 % interval of the mean of ``values``, its p against 0, and the mean detectable with 80 % power."""
     if len(values) < 2:
         return None, None, None
     mean, error = fmean(values), math.sqrt(variance(values) / len(values))

@@ -1,4 +1,4 @@
-"""What the run of an arm gave, and lm-eval's samples as its own: one for every metric that is a share."""
+"""The result of an arm, and lm-eval's samples: one per document and metric in [0, 1]."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -8,8 +8,8 @@ from specgen.report.report import Report
 
 
 @dataclass(frozen=True, kw_only=True)
-class Written:
-    """What the engine generated for a document; ``greedy``, or drawn."""
+class Generated:
+    """The tokens that the engine generated for a document, greedily or sampled."""
 
     prompt_token_ids: tuple[int, ...]
     token_ids: tuple[int, ...]
@@ -25,27 +25,27 @@ class Sample:
     metric: str  # with its filter, as lm-eval names it: "exact_match,strict-match"
     score: float  # in [0, 1]
     text: str
-    written: Written | None  # None for choices, and for answers from lm-eval's own cache
+    generated: Generated | None  # None for choices, and for answers from lm-eval's own cache
     question: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class ArmRun:
-    """One arm after its run: every sample in the order of the documents, and the report of its events."""
+    """The result of one arm: its samples in the order of the documents, and the report of its events."""
 
     name: str
     dtype: str
-    seconds: float  # that the engine has worked
+    seconds: float  # engine time
     report: Report
     samples: tuple[Sample, ...]
 
 
 def samples(
-    logged: Mapping[str, list[dict[str, Any]]], written: Mapping[tuple[str, int], Written]
+    logged: Mapping[str, list[dict[str, Any]]], generated: Mapping[tuple[str, int], Generated]
 ) -> Iterator[Sample]:
-    """The samples that ``simple_evaluate`` logged, by task; ``written`` is by task and document.
+    """The samples in ``simple_evaluate``'s log; ``generated`` is by task and document.
 
-    Perplexities are no shares of right answers and are left out: they compare by themselves.
+    Metrics outside [0, 1], such as perplexity, are left out.
     """
     for task, rows in logged.items():
         for row in rows:
@@ -58,13 +58,13 @@ def samples(
                         metric=f"{metric},{row['filter']}",
                         score=float(score),
                         text=_text(row["resps"]),
-                        written=written.get((task, row["doc_id"])),
+                        generated=generated.get((task, row["doc_id"])),
                         question=_question(row),
                     )
 
 
 def _text(responses: list[list[Any]]) -> str:
-    """What was written, or which choice was the likeliest."""
+    """The generated text, or the most likely choice."""
     first = responses[0][0]
     if isinstance(first, str):
         return first
@@ -73,6 +73,6 @@ def _text(responses: list[list[Any]]) -> str:
 
 
 def _question(row: Mapping[str, Any]) -> str:
-    """The document's own question where it has one, else the whole prompt."""
+    """The document's ``question``, or else the whole prompt."""
     own = row["doc"].get("question")
     return own if isinstance(own, str) else str(row["arguments"][0][0])

@@ -1,4 +1,4 @@
-"""Studies as data: which tasks, how many questions, and the arms that are compared over them."""
+"""Studies as data: tasks, number of questions, and the arms to compare."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ ALL_NAMED = ",".join(_NAMED)
 
 
 def named_arms(text: str) -> tuple[Arm, ...]:
-    """The arms that ``text`` names with commas between; ``UserError`` for an unknown name."""
+    """The arms in a comma-separated list; ``UserError`` for an unknown name."""
     names = [name.strip() for name in text.split(",")]
     for name in names:
         require(name in _NAMED, f"arm {name!r} is unknown: use {', '.join(_NAMED)}, or --study for others")
@@ -24,10 +24,10 @@ def named_arms(text: str) -> tuple[Arm, ...]:
 
 
 def arm_of(value: object) -> Arm:
-    """The arm that an object in a study's file stands for; ``UserError`` for what it cannot have.
+    """The arm of a JSON object in a study file; ``UserError`` for invalid settings.
 
-    What is null or left out is as the command line says. ``num_spec_tokens`` is a number, 0 for plain decoding, or
-    ``auto``.
+    Settings that are null or missing come from the command line. ``num_spec_tokens`` is a number (0 for plain
+    decoding) or ``auto``.
     """
     known = check_keys(value, needed={"name"}, known={"name", *_SETTINGS})
     name = known.pop("name")
@@ -47,13 +47,13 @@ def arm_of(value: object) -> Arm:
 
 @dataclass(frozen=True, kw_only=True)
 class Study:
-    """Arms over the same questions; ``source`` is where the design is from. None is lm-eval's own setting."""
+    """Arms on the same questions; ``source`` is the address of the design. None means lm-eval's default."""
 
     name: str
     source: str
     tasks: tuple[str, ...]
     arms: tuple[Arm, ...]
-    limit: int | None = None  # questions of each task
+    limit: int | None = None  # questions per task
     num_fewshot: int | None = None
     max_batch_size: int | None = None
 
@@ -68,19 +68,19 @@ class Study:
 
     @classmethod
     def from_json(cls, name: str, value: Mapping[str, Any]) -> Self:
-        """The study that a file called ``name`` holds; ``UserError`` for one that cannot be run."""
+        """The study in a file named ``name``; ``UserError`` if it is invalid."""
         known = check_fields({**value, "name": name}, cls)
         arms = tuple(map(arm_of, known["arms"]))
         return cls(**{**known, "tasks": tuple(known["tasks"]), "arms": arms})
 
     def to_json(self) -> dict[str, Any]:
-        """The inverse of ``from_json``, the name among the fields; what an arm leaves open is null."""
+        """The inverse of ``from_json``, with the name; missing settings of an arm are null."""
         arms = [{"name": arm.name, **dict.fromkeys(_SETTINGS), **arm.changes} for arm in self.arms]
         return vars(self) | {"tasks": list(self.tasks), "arms": arms}
 
 
 def load_study(name: str) -> Study:
-    """A bundled study by its name, or one from a JSON file by its path; ``UserError`` lists the bundled ones."""
+    """A bundled study by name, or a JSON file by path; ``UserError`` lists the bundled ones."""
     files = {path.stem: path for path in sorted((evaluation_directory() / "studies").glob("*.json"))}
     path = files.get(name, Path(name))
     require(path.is_file(), f"study is {name!r}: name a JSON file, or one of {', '.join(files)}")

@@ -1,4 +1,4 @@
-"""A study at work: every arm of it runs lm-eval's tasks on an engine of its own over the same models."""
+"""Runs a study: every arm evaluates lm-eval's tasks on its own engine, with shared weights."""
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -18,7 +18,7 @@ from specgen.engine.choices import resolve
 from specgen.engine.loading import Models, described, load_models, open_checkpoints
 from specgen.evaluation import comparison_tables
 from specgen.evaluation.compare import Comparison, compare, reference_of
-from specgen.evaluation.judge import judge
+from specgen.evaluation.divergence import Judge
 from specgen.evaluation.language_model import SpecgenLM
 from specgen.evaluation.samples import ArmRun, samples
 from specgen.evaluation.studies import Study
@@ -33,21 +33,21 @@ _REMEDY = "name a new directory, or ask for the same"
 _LM_EVAL = tuple(
     Column(name=name) for name in ("Tasks", "Version", "Filter", "n-shot", "Metric", "Value", "Stderr")
 )
-_MAX_TOKENS = 256  # of an answer whose task names no limit, as in lm-eval
+_MAX_TOKENS = 256  # default limit of an answer, as in lm-eval
 
 
 @dataclass(frozen=True, kw_only=True)
 class StudyJob:
-    """One ``specgen eval``: what all arms share. ``engine`` is what an arm does not change."""
+    """One run of ``specgen eval``; ``engine`` is the configuration that arms change."""
 
     study: Study
     engine: EngineConfig
     apply_chat_template: bool
-    data_path: Path | None = None  # of GSM8K, instead of the hub
+    data_path: Path | None = None  # a local copy of GSM8K
     seed: int = 0
 
     def to_json(self) -> dict[str, Any]:
-        """What was asked for; an evaluation goes on only where it is the same."""
+        """The content of ``study.json``; an evaluation resumes only if it is unchanged."""
         return asdict(self) | {
             "study": self.study.to_json(),
             "engine": self.engine.to_json(),
@@ -57,14 +57,14 @@ class StudyJob:
 
 @dataclass(frozen=True, kw_only=True)
 class ArmResult:
-    """What one arm gave; ``results`` is lm-eval's own document, samples included."""
+    """The result of one arm; ``results`` is lm-eval's own document, samples included."""
 
     run: ArmRun
     results: Mapping[str, Any]
 
     @property
     def table(self) -> Table:
-        """lm-eval's own, cell by cell, so that it fits a terminal; its signs go to the cells beside them."""
+        """lm-eval's own table as a ``Table``; its arrows and signs join the adjacent cells."""
         rows = []
         for line in make_table(self.results).splitlines()[2:]:
             *names, metric, better, value, sign, error = (
@@ -76,11 +76,11 @@ class ArmResult:
 
 
 class StudyRun:
-    """The arms of a study, with the weights that they share.
+    """The arms of a study and their shared weights.
 
-    Each arm has its directory in ``path``, in which answers are kept as they come; with what is there a killed
-    evaluation goes on. ``UserError``, before anything runs, for a task or an arm that cannot, and for a directory
-    that holds another study.
+    Each arm has a directory in ``path`` where answers are written as they arrive; a killed evaluation resumes from
+    them. ``UserError``, before anything runs, for a task or an arm that cannot run and for the directory of another
+    study.
     """
 
     def __init__(self, job: StudyJob, path: Path) -> None:
@@ -92,27 +92,27 @@ class StudyRun:
         self._tasks = find_tasks(job.study.tasks, job.data_path)
         path.mkdir(parents=True, exist_ok=True)
         require_same(path / "study.json", job.to_json(), free=(), remedy=_REMEDY)
-        self._loaded: dict[str, Models] = {}  # by number format
-        # once, as this reads all weights
+        self._loaded: dict[str, Models] = {}  # by dtype
+        # once, as it reads all weights
         self._fingerprints = {name: fingerprint(each) for name, each in self._checkpoints.items()}
 
     def arms(self) -> Iterator[ArmResult]:
-        """Yield the arms as they finish, each with its files in place."""
+        """Yield the arms as they finish, after their files are written."""
         for arm in self._job.study.arms:
             yield self._run(arm)
 
     def compare(self, results: Sequence[ArmResult]) -> Comparison:
-        """What the arms show together, left as data and as a page."""
+        """Compare the arms; writes ``comparison.json`` and ``report.html``."""
         runs = [result.run for result in results]
         config = self._configs[reference_of(runs).name]
-        comparison = compare(runs, judge(config, self._models(config)))
+        comparison = compare(runs, Judge.of(config, self._models(config)))
         title = f"{Path(config.model).name} on {', '.join(self._job.study.tasks)}"
         write_json(self._path / "comparison.json", comparison.to_json())
         write_text(self._path / "report.html", comparison_tables.page(comparison, self.settings(), title))
         return comparison
 
     def settings(self) -> dict[str, str]:
-        """What has run, in the words that head a report."""
+        """The settings at the top of a report."""
         job, study, configs = self._job, self._job.study, self._configs.values()
         few, limit = study.num_fewshot, study.limit
         return {
@@ -132,7 +132,7 @@ class StudyRun:
         }
 
     def _models(self, config: EngineConfig) -> Models:
-        """The weights in the number format of ``config``; of one format at a time."""
+        """The weights in the dtype of ``config``; only one dtype is in memory at a time."""
         if config.dtype not in self._loaded:
             self._loaded.clear()
             most = max(other.draft_length.most for other in self._configs.values())
@@ -157,7 +157,7 @@ class StudyRun:
                 num_fewshot=job.study.num_fewshot,
                 limit=job.study.limit,
                 apply_chat_template=job.apply_chat_template,
-                gen_kwargs=_drawn(arm.changes.get("temperature")),
+                gen_kwargs=_sampling_arguments(arm.changes.get("temperature")),
             )
         assert results is not None, "only other ranks than the first get None"
         run = ArmRun(
@@ -165,7 +165,7 @@ class StudyRun:
             dtype=config.dtype,
             seconds=lm.seconds,
             report=fold(files.events(), num_spec_tokens=config.draft_length.most),
-            samples=tuple(samples(results["samples"], lm.written)),
+            samples=tuple(samples(results["samples"], lm.generated)),
         )
         summary = {key: value for key, value in results.items() if key != "samples"}
         write_text(path / "results.json", _json(summary))
@@ -179,17 +179,17 @@ class StudyRun:
 
 
 def _every(values: Iterable[object]) -> str:
-    """What the arms have, once where they agree."""
+    """The distinct values, in order."""
     return " or ".join(dict.fromkeys(map(str, values))) or "none"
 
 
-def _drawn(temperature: float | None) -> dict[str, Any] | None:
-    """An arm's temperature, where it has one, as generation arguments, which come before those of the task."""
+def _sampling_arguments(temperature: float | None) -> dict[str, Any] | None:
+    """An arm's temperature as generation arguments, which override the task's."""
     return None if temperature is None else {"do_sample": temperature > 0, "temperature": temperature}
 
 
 def write_samples(result: ArmResult, path: Path) -> None:
-    """Leave lm-eval's samples in ``path``, a file for every task."""
+    """Write lm-eval's samples to ``path``, one file per task."""
     for task, rows in result.results["samples"].items():
         write_text(path / f"samples_{task.replace('/', '-')}.json", _json(rows))
 

@@ -1,4 +1,4 @@
-"""Tasks for lm-eval: its own by name, and over local files the bundled word problems and GSM8K without the hub."""
+"""Tasks for lm-eval: its own by name, and from local files the bundled word problems and GSM8K."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,21 +12,21 @@ from lm_eval.tasks import TaskManager
 from specgen.bundled import evaluation_directory
 from specgen.config import UserError, require
 
-_FORMATS = {".jsonl": "json", ".parquet": "parquet"}  # suffix: the name of the builder in ``datasets``
+_FORMATS = {".jsonl": "json", ".parquet": "parquet"}  # suffix: builder of ``datasets``
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tasks:
-    """What ``simple_evaluate`` is given: lm-eval's names, or whole configurations where the data is on this machine."""
+    """The arguments of ``simple_evaluate``: lm-eval's task names, or whole configurations for local data."""
 
     manager: TaskManager
     configs: list[str | dict[str, Any]]
 
 
 def find_tasks(names: Sequence[str], data_path: Path | None) -> Tasks:
-    """The tasks of these names, GSM8K from ``data_path`` unless None; every one is loaded once.
+    """The tasks of these names, with GSM8K from ``data_path`` unless None.
 
-    ``UserError`` for a name that lm-eval does not know and for data that is not there, before any model is loaded.
+    Every task is loaded once, so that an unknown name or missing data is a ``UserError`` before any model is loaded.
     """
     require(
         data_path is None or "gsm8k" in names,
@@ -37,7 +37,7 @@ def find_tasks(names: Sequence[str], data_path: Path | None) -> Tasks:
         local["word_problems"] = word_problems_task()
     if data_path is not None:
         local["gsm8k"] = local_gsm8k(data_path)
-    # the index of lm-eval's own tasks is thousands of files, read at every start
+    # indexing lm-eval's own tasks reads thousands of files
     manager = TaskManager(include_defaults=not local.keys() >= set(names))
     tasks = Tasks(manager=manager, configs=[local.get(name, name) for name in names])
     for task in tasks.configs:
@@ -53,7 +53,7 @@ def _require_loads(manager: TaskManager, task: str | dict[str, Any]) -> None:
     )
     try:
         loaded = manager.load([task])["tasks"]
-    except Exception as error:  # data sets and their hub raise what they like
+    except Exception as error:  # data sets and the hub raise many types
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UserError(
             f"task {name!r} has no data here ({reason}): connect to the hub, or for gsm8k use --data-path"
@@ -67,10 +67,7 @@ def _require_loads(manager: TaskManager, task: str | dict[str, Any]) -> None:
 
 
 def word_problems_task() -> dict[str, Any]:
-    """The configuration of ``word_problems`` for lm-eval, with the absolute path of its data.
-
-    lm-eval takes a relative path from the working directory, so the YAML alone runs only beside its data.
-    """
+    """The configuration of ``word_problems``, its paths absolute as lm-eval's start at the working directory."""
     path = evaluation_directory() / "tasks" / "word_problems.yaml"
     config = _read_yaml(path)
     files = config["dataset_kwargs"]["data_files"]
@@ -83,8 +80,8 @@ def word_problems_task() -> dict[str, Any]:
 def local_gsm8k(path: Path) -> dict[str, Any]:
     """lm-eval's own ``gsm8k``, reading train and test from the directory ``path`` instead of the hub.
 
-    The files are ``train.jsonl`` and ``test.jsonl`` (openai/grade-school-math) or the Parquet files of the hub's
-    repository, in ``path`` or in ``path/main``. ``UserError`` where they are not there.
+    The files are ``train.jsonl`` and ``test.jsonl`` (openai/grade-school-math) or the hub's Parquet files, in
+    ``path`` or ``path/main``. ``UserError`` if they are missing.
     """
     format_name, files = _splits(path)
     config = _read_yaml(Path(lm_eval.tasks.__file__).parent / "gsm8k" / "gsm8k.yaml")
@@ -93,7 +90,7 @@ def local_gsm8k(path: Path) -> dict[str, Any]:
 
 
 def _splits(path: Path) -> tuple[str, dict[str, list[str]]]:
-    """The format and the files of both splits; the directory itself comes before ``main``, JSON before Parquet."""
+    """The format and files of both splits; ``path`` comes before ``path/main``, JSON before Parquet."""
     for directory in (path, path / "main"):
         for suffix, format_name in _FORMATS.items():
             files = {split: _files(directory, split, suffix) for split in ("train", "test")}
@@ -106,7 +103,7 @@ def _splits(path: Path) -> tuple[str, dict[str, list[str]]]:
 
 
 def _files(directory: Path, split: str, suffix: str) -> list[str]:
-    """The files of a split: ``train.jsonl``, or the shards ``train-00000-of-00002.parquet`` and on."""
+    """The files of a split: ``train.jsonl``, or shards such as ``train-00000-of-00002.parquet``."""
     whole = directory / f"{split}{suffix}"
     shards = sorted(directory.glob(f"{split}-*-of-*{suffix}"))
     return [str(file.resolve()) for file in ([whole] if whole.is_file() else shards)]

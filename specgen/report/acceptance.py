@@ -1,4 +1,4 @@
-"""Acceptance of drafts, of one request and of many added up, by draft position."""
+"""Acceptance statistics of one request and of sets of requests, by draft position."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -14,8 +14,7 @@ from specgen.report.intervals import Interval, Ratio
 class RequestMetrics:
     """The speculation of one request; fields as in vLLM's ``RequestSpecDecodeMetrics``.
 
-    Only steps with drafts count; the two rates are None without any. ``num_spec_tokens`` is the draft length
-    asked for.
+    Only steps with drafts count; the two rates are None without any. ``num_spec_tokens`` is the configured K.
     """
 
     mean_acceptance_length: float | None
@@ -28,13 +27,12 @@ class RequestMetrics:
     per_step_accepted: tuple[int, ...]  # [num_spec_steps]
 
     def to_json(self) -> dict[str, Any]:
-        """The fields under their names."""
         return asdict(self)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Position:
-    """Acceptance of the draft at one position; rates and intervals are None where no step tells.
+    """Acceptance of the draft at one position; rates and intervals are None without data.
 
     ``rate`` (joint) is ``accepted / drafted``: the steps that accepted more than ``position`` drafts
     among those that drafted more. ``conditional`` is ``accepted / reached``: among those that also
@@ -55,9 +53,8 @@ class Position:
 class Speculation:
     """Counters and acceptance of a set of requests; ``mean_acceptance_length`` is pooled over their steps.
 
-    ``num_drafts`` counts the steps with drafts, ``num_accepted_tokens`` what the verifier confirmed, also
-    past the end of a text. Intervals (95 %) take requests, not steps, as independent: see
-    ``intervals.Ratio``.
+    ``num_drafts`` counts the steps with drafts, ``num_accepted_tokens`` all accepted drafts, including those after
+    the end of a text. Intervals (95 %) treat requests, not steps, as independent: see ``intervals.Ratio``.
     """
 
     num_requests: int
@@ -83,15 +80,15 @@ class StepCounts:
         self.histogram = [0] * (num_spec_tokens + 1)
 
     def add(self, step: Verified) -> None:
-        """Count one step; ``UserError`` for one that cannot be of this run."""
+        """Count one step; ``UserError`` for one that cannot belong to this run."""
         drafted, most = len(step.drafts), len(self.drafted)
         require(
             drafted <= most,
-            f"a step of {step.sequence!r} has {drafted} drafts where {most} were asked for: give the run's K",
+            f"a step of {step.sequence!r} has {drafted} drafts but K is {most}: give the run's K",
         )
         require(
             0 <= step.accepted <= drafted,
-            f"a step of {step.sequence!r} accepted {step.accepted} of {drafted} drafts: broken, run again",
+            f"a step of {step.sequence!r} accepted {step.accepted} of {drafted} drafts: corrupt events, run again",
         )
         if drafted == 0:
             return
@@ -108,13 +105,11 @@ class StepCounts:
 
 
 def fold_request(verified: Iterable[Verified], num_spec_tokens: int) -> RequestMetrics:
-    """The metrics of one request from its steps; ``UserError`` for one that drafted more than asked for."""
-    counts = StepCounts(num_spec_tokens)
-    per_step = []
-    for step in verified:
+    """The metrics of one request from its steps; ``UserError`` for a step with more drafts than K."""
+    counts, steps = StepCounts(num_spec_tokens), list(verified)
+    for step in steps:
         counts.add(step)
-        if step.drafts:
-            per_step.append(step.accepted)
+    per_step = tuple(step.accepted for step in steps if step.drafts)
     drafted, accepted = sum(counts.drafted), sum(per_step)
     return RequestMetrics(
         mean_acceptance_length=1 + accepted / len(per_step) if per_step else None,
@@ -124,25 +119,25 @@ def fold_request(verified: Iterable[Verified], num_spec_tokens: int) -> RequestM
         num_accepted_draft_tokens=accepted,
         num_draft_tokens=drafted,
         num_spec_tokens=num_spec_tokens,
-        per_step_accepted=tuple(per_step),
+        per_step_accepted=per_step,
     )
 
 
 class RequestSum:
-    """Requests added up, in memory that grows with the draft length only."""
+    """Sums over requests, in memory proportional to K."""
 
     def __init__(self, num_spec_tokens: int) -> None:
         self._num_requests = 0
         self._num_tokens = 0
-        # by the number of steps of a request; so no order of sums shows
+        # by the number of steps per request: integer sums, so the order of requests does not change the mean
         self._accepted_in = Counter[int]()
-        self._length = Ratio()  # accepted drafts by step
+        self._length = Ratio()  # accepted drafts per step
         self._joint = [Ratio() for _ in range(num_spec_tokens)]
         self._conditional = [Ratio() for _ in range(num_spec_tokens)]
         self._histogram = [0] * (num_spec_tokens + 1)
 
     def add(self, counts: StepCounts, num_tokens: int) -> None:
-        """Count one request of ``num_tokens`` output tokens."""
+        """Add one request with ``num_tokens`` output tokens."""
         steps, accepted = counts.num_steps, sum(counts.accepted)
         self._num_requests += 1
         self._num_tokens += num_tokens
@@ -154,7 +149,7 @@ class RequestSum:
         self._histogram = [a + b for a, b in zip(self._histogram, counts.histogram, strict=True)]
 
     def result(self) -> Speculation:
-        """The counters and rates of what was added so far."""
+        """The counters and rates so far."""
         length, drafted = self._length, sum(ratio.trials for ratio in self._joint)
         return Speculation(
             num_requests=self._num_requests,
@@ -179,7 +174,7 @@ class RequestSum:
         interval = self._length.mean_interval()
         if interval is None:
             return None
-        # A step yields between 1 and K + 1 tokens, whatever the approximation says.
+        # a step yields 1 to K + 1 tokens, also where the approximation exceeds that
         return 1 + max(0.0, interval[0]), 1 + min(float(len(self._joint)), interval[1])
 
     def _position(self, position: int) -> Position:

@@ -1,4 +1,4 @@
-"""A run beside published figures, one by one: what each gives, and whether the run's interval holds it."""
+"""Compares a run with published figures: does the run's interval contain each of them?"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -9,7 +9,7 @@ from specgen.config import require
 from specgen.display import DASH, ends, hundredths, percent, plain
 from specgen.json_fields import load_json
 from specgen.report.intervals import Interval, wilson
-from specgen.report.references import Accuracy, Reference
+from specgen.report.references import PublishedAccuracy, Reference
 from specgen.report.table import Column, Row, Table
 from specgen.report.terminal import Part
 
@@ -24,14 +24,14 @@ _COLUMNS = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Beside:
-    """One figure of a run and the published one; the run's are None where it has none to compare."""
+class FigureComparison:
+    """One figure of a run and the published one; ``ours`` and ``ci95`` are None where they are not comparable."""
 
     figure: str
     ours: float | None
     ci95: Interval | None
     theirs: float
-    stderr: float | None = None  # of the published figure, where it came with one
+    stderr: float | None = None  # of the published figure
 
     @property
     def inside(self) -> bool | None:
@@ -39,15 +39,11 @@ class Beside:
         return None if self.ci95 is None else self.ci95[0] <= self.theirs <= self.ci95[1]
 
     def to_json(self) -> dict[str, Any]:
-        """The fields, and ``inside``."""
         return {**asdict(self), "inside": self.inside}
 
 
 def load_results(directory: Path) -> dict[str, Any]:
-    """lm-eval's ``results.json`` in a run's directory; empty where there is none: nothing was evaluated.
-
-    ``UserError`` for a file that holds no metrics or no numbers of samples.
-    """
+    """lm-eval's ``results.json`` in a run's directory; empty without one. ``UserError`` for any other content."""
     path = directory / "results.json"
     if not path.is_file():
         return {}
@@ -59,13 +55,12 @@ def load_results(directory: Path) -> dict[str, Any]:
     return value
 
 
-def compare(
+def compare_figures(
     report: Mapping[str, Any], results: Mapping[str, Any], reference: Reference
-) -> tuple[Beside, ...]:
-    """A run's ``report.json`` beside ``reference``, and its ``results.json`` as ``load_results`` gives it.
+) -> tuple[FigureComparison, ...]:
+    """Compare a run's ``report.json`` and ``results.json`` (from ``load_results``) with ``reference``.
 
-    Mean lengths of different draft lengths are not compared; the joint rate at a position is, as it does not
-    depend on the drafts after it.
+    Mean acceptance lengths are comparable at equal K only; the joint rate at a position does not depend on K.
     """
     return (
         *_length(report, reference),
@@ -74,29 +69,27 @@ def compare(
     )
 
 
-def _length(report: Mapping[str, Any], reference: Reference) -> tuple[Beside, ...]:
-    if reference.mean_acceptance_length is None:
-        return ()
-    same = report["num_spec_tokens"] == reference.num_spec_tokens
-    line = Beside(
-        figure=LENGTH,
-        ours=report["mean_acceptance_length"] if same else None,
-        ci95=_interval(report["mean_acceptance_length_ci95"]) if same else None,
-        theirs=reference.mean_acceptance_length,
-    )
-    return (line,)
+def _length(report: Mapping[str, Any], reference: Reference) -> Iterator[FigureComparison]:
+    if reference.mean_acceptance_length is not None:
+        same = report["num_spec_tokens"] == reference.num_spec_tokens
+        yield FigureComparison(
+            figure=LENGTH,
+            ours=report["mean_acceptance_length"] if same else None,
+            ci95=_interval(report["mean_acceptance_length_ci95"]) if same else None,
+            theirs=reference.mean_acceptance_length,
+        )
 
 
-def _acceptance(report: Mapping[str, Any], reference: Reference) -> Iterator[Beside]:
+def _acceptance(report: Mapping[str, Any], reference: Reference) -> Iterator[FigureComparison]:
     seen = {row["position"]: row for row in report["acceptance"]}
     for position, rate in enumerate(reference.acceptance):
         row = seen.get(position, {"rate": None, "ci95": None})
         figure = f"acceptance at token {position}"
-        yield Beside(figure=figure, ours=row["rate"], ci95=_interval(row["ci95"]), theirs=rate)
+        yield FigureComparison(figure=figure, ours=row["rate"], ci95=_interval(row["ci95"]), theirs=rate)
 
 
-def _accuracy(results: Mapping[str, Any], accuracy: Accuracy) -> Beside:
-    """Wilson's interval over the samples: right for scores of 0 and 1, too wide for those between."""
+def _accuracy(results: Mapping[str, Any], accuracy: PublishedAccuracy) -> FigureComparison:
+    """Wilson's interval over the samples: exact for scores of 0 and 1, too wide for scores in between."""
     task, metric = accuracy.measure.split(" ")
     ours = results.get("results", {}).get(task, {}).get(metric)
     samples = results.get("n-samples", {}).get(task)
@@ -105,7 +98,7 @@ def _accuracy(results: Mapping[str, Any], accuracy: Accuracy) -> Beside:
         f"{accuracy.measure} of the run is {ours}, not a share in [0, 1]: run `specgen eval` again",
     )
     ci95 = wilson(ours, samples["effective"]) if ours is not None and samples is not None else None
-    return Beside(
+    return FigureComparison(
         figure=accuracy.measure, ours=ours, ci95=ci95, theirs=accuracy.value, stderr=accuracy.stderr
     )
 
@@ -115,20 +108,20 @@ def _interval(ends: Sequence[float] | None) -> Interval | None:
 
 
 def of_figures(
-    run: str, num_spec_tokens: int, reference: Reference, lines: Sequence[Beside]
+    run: str, num_spec_tokens: int, reference: Reference, lines: Sequence[FigureComparison]
 ) -> Iterator[Part]:
-    """``lines`` of ``against.compare`` for the run called ``run`` with its K."""
+    """What the terminal shows of ``lines`` (from ``compare_figures``) for the run named ``run``."""
     yield (
         f"{run} against {reference.name}: {reference.model} with {reference.drafter}, "
         f"K {reference.num_spec_tokens}; {reference.setting}"
     )
     yield reference.source
     yield Table(title=reference.name, columns=_COLUMNS, rows=tuple(map(_row, lines)))
-    yield verdict(num_spec_tokens, reference, lines)
+    yield _summary(num_spec_tokens, reference, lines)
 
 
-def verdict(num_spec_tokens: int, reference: Reference, lines: Sequence[Beside]) -> str:
-    """Which published figures the run's intervals leave out, and what could not be compared."""
+def _summary(num_spec_tokens: int, reference: Reference, lines: Sequence[FigureComparison]) -> str:
+    """Which published figures lie outside the run's intervals, and what is not comparable."""
     compared = [line for line in lines if line.inside is not None]
     outside = [line.figure for line in compared if not line.inside]
     if not compared:
@@ -148,7 +141,7 @@ def verdict(num_spec_tokens: int, reference: Reference, lines: Sequence[Beside])
     return " ".join(sentences)
 
 
-def _row(line: Beside) -> Row:
+def _row(line: FigureComparison) -> Row:
     show = plain if line.figure == LENGTH else percent
     error = "" if line.stderr is None else f" ± {hundredths(line.stderr)}"
     unknown = "not compared" if line.ours is None else DASH

@@ -1,4 +1,4 @@
-"""The two charts of a page as inline SVG: lines over columns, and bars. Text is escaped where it enters the markup."""
+"""Line and bar charts as inline SVG, with all text escaped."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,33 +9,21 @@ from markupsafe import Markup
 from specgen.display import Show, clip, ends, percent
 from specgen.report.intervals import Interval
 
-STYLES = (
-    "first",
-    "second",
-    "third",
-    "fourth",
-    "fifth",
-    "sixth",
-    "seventh",
-    "eighth",
-)  # of lines; and over again
+# CSS classes of lines, used cyclically
+STYLES = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth")
 
-_WIDTH, _HEIGHT = (
-    400,
-    250,
-)  # of the view box; the page scales it to 0.8 to 1.4 of that, so text stays readable
+_WIDTH, _HEIGHT = 400, 250  # of the view box; the page scales it by 0.8 to 1.4, so text stays readable
 _LEFT, _RIGHT, _TOP, _BOTTOM = 48, 12, 14, 40  # margins of lines
 _NAMES = 58  # margin for the names at the ends of lines
 _NAME_ROW = 12
 _SIDE = 20  # margin of bars
 _BAR_ROW, _BAR_NAME = 38, 25  # height, and characters
 
-
-Ticks = Sequence[float]  # the numbers at the grid lines, from end to end
+Ticks = Sequence[float]  # the values at the grid lines, the ends of the axis included
 
 
 def quarters(most: float) -> Ticks:
-    """From 0 to a number a little above ``most`` with a power of ten as its unit, so that a quarter of it is short."""
+    """Five ticks from 0 to a round number not below ``most``."""
     power = 10.0 ** math.floor(math.log10(most)) if most > 0 else 1.0
     steps = (1, 1.2, 1.6, 2, 2.4, 3.2, 4, 6, 8, 10)
     top = next(step * power for step in steps if most <= step * power * (1 + 1e-9))
@@ -43,19 +31,19 @@ def quarters(most: float) -> Ticks:
 
 
 def lengths(num_spec_tokens: int) -> Ticks:
-    """Acceptance lengths from 1, plain decoding, to all drafts and the bonus token."""
+    """Ticks for acceptance lengths: from 1 (plain decoding) to K + 1 or a little more."""
     step = -(-(num_spec_tokens + 1) // 9)
     return range(1, num_spec_tokens + 1 + step, step)
 
 
-def portion(ticks: Ticks, number: float) -> float:
-    """Where ``number`` lies between the ends of ``ticks``: 0 to 1."""
+def fraction(ticks: Ticks, number: float) -> float:
+    """The position of ``number`` between the ends of ``ticks``, 0 to 1."""
     return (number - ticks[0]) / (ticks[-1] - ticks[0])
 
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """A number, None where it is unknown, and its interval; on a line ``name`` is its column."""
+    """A value (None if unknown) and its interval; ``name`` is the bar or the column on the x axis."""
 
     name: str
     number: float | None
@@ -64,7 +52,7 @@ class Point:
 
 @dataclass(frozen=True, kw_only=True)
 class Chart:
-    """Numbers between the ends of ``ticks``."""
+    """What line and bar charts share; all values lie between the ends of ``ticks``."""
 
     title: str
     ticks: Ticks
@@ -73,9 +61,9 @@ class Chart:
 
 @dataclass(frozen=True, kw_only=True)
 class Lines(Chart):
-    """Lines by name over columns; ``label`` stands below. A line without points keeps its style from the others.
+    """Lines by name over columns; ``label`` is the x axis's. A line without points still takes a style.
 
-    Names stand at the lines' ends where ``named``, else in a legend, and points of equal height side by side.
+    With ``named`` the names stand at the ends of the lines; without, there is a legend and points are dodged.
     """
 
     label: str
@@ -84,7 +72,6 @@ class Lines(Chart):
 
     @property
     def styles(self) -> dict[str, str]:
-        """The style of each line."""
         return {name: STYLES[index % len(STYLES)] for index, name in enumerate(self.lines)}
 
 
@@ -96,20 +83,20 @@ class Bars(Chart):
 
 
 def svg(chart: Lines | Bars) -> Markup:
-    """``chart`` as markup, with its numbers as text for those who do not see it."""
+    """``chart`` as markup, with its values as text for screen readers."""
     if isinstance(chart, Lines):
         height, marks = _HEIGHT, Markup("").join(_draw_lines(chart))
-        said = [
-            f"{name}: {', '.join(_said(chart, p) for p in points)}" for name, points in chart.lines.items()
+        labels = [
+            f"{name}: {', '.join(_label(chart, p) for p in line)}" for name, line in chart.lines.items()
         ]
     else:
         height, marks = len(chart.points) * _BAR_ROW + 20, Markup("").join(_draw_bars(chart))
-        said = [_said(chart, point) for point in chart.points]
+        labels = [_label(chart, point) for point in chart.points]
     frame = Markup('<svg viewBox="0 0 {} {}" role="img" aria-label="{}: {}">{}</svg>')
-    return frame.format(_WIDTH, height, chart.title, "; ".join(said), marks)
+    return frame.format(_WIDTH, height, chart.title, "; ".join(labels), marks)
 
 
-def _said(chart: Chart, point: Point) -> str:
+def _label(chart: Chart, point: Point) -> str:
     interval = f" {ends(point.interval, chart.show)}" if point.interval else ""
     return f"{point.name} {chart.show(point.number)}{interval}"
 
@@ -152,23 +139,25 @@ def _draw_lines(chart: Lines) -> Iterator[Markup]:
 
 
 def _draw_line(chart: Lines, name: str, seen: Sequence[tuple[float, Point]]) -> Iterator[Markup]:
-    places = [f"{x:.1f},{_height(chart, point.number):.1f}" for x, point in seen]
-    yield Markup('<polyline points="{}"/>').format(" ".join(places))
+    points = [f"{x:.1f},{_height(chart, point.number):.1f}" for x, point in seen]
+    yield Markup('<polyline points="{}"/>').format(" ".join(points))
     for x, point in seen:
         if point.interval:
             low, high = (_height(chart, end) for end in point.interval)
             yield Markup('<path class="whisker" d="M{:.1f} {:.1f}V{:.1f}"/>').format(x, low, high)
         mark = Markup('<circle cx="{:.1f}" cy="{:.1f}" r="{}"><title>{}, {}</title></circle>')
-        yield mark.format(x, _height(chart, point.number), 3 if chart.named else 4, name, _said(chart, point))
+        yield mark.format(
+            x, _height(chart, point.number), 3 if chart.named else 4, name, _label(chart, point)
+        )
 
 
 def _height(chart: Lines, number: float | None) -> float:
     assert number is not None
-    return _HEIGHT - _BOTTOM - portion(chart.ticks, number) * (_HEIGHT - _BOTTOM - _TOP)
+    return _HEIGHT - _BOTTOM - fraction(chart.ticks, number) * (_HEIGHT - _BOTTOM - _TOP)
 
 
 def _apart(heights: Sequence[float]) -> list[float]:
-    """``heights`` moved until each is a row of text from the next and none is below the plot; their order stays."""
+    """``heights`` moved apart so that labels do not overlap and none is below the plot; the order is kept."""
     order = sorted(range(len(heights)), key=lambda i: heights[i])
     moved, least, most = list(heights), float("-inf"), float(_HEIGHT - _BOTTOM)
     for i in order:
@@ -191,18 +180,16 @@ def _draw_bars(chart: Bars) -> Iterator[Markup]:
         yield _text(x, bottom + 14, _tick(chart, tick))
     for row, point in enumerate(chart.points):
         top = row * _BAR_ROW
-        said = _said(chart, point)
+        text = _label(chart, point)
         yield _text(_SIDE, top + 13, clip(point.name, _BAR_NAME), "start", "value")
-        yield _text(_WIDTH - _SIDE, top + 13, said.removeprefix(point.name).strip(), "end", "value")
+        yield _text(_WIDTH - _SIDE, top + 13, text.removeprefix(point.name).strip(), "end", "value")
         if point.number is not None:
-            bar = Markup(
-                '<rect class="fill" x="{:.1f}" y="{}" width="{:.1f}" height="12"><title>{}</title></rect>'
-            )
-            yield bar.format(_SIDE, top + 19, _along(chart, point.number) - _SIDE, said)
+            bar = '<rect class="fill" x="{:.1f}" y="{}" width="{:.1f}" height="12"><title>{}</title></rect>'
+            yield Markup(bar).format(_SIDE, top + 19, _along(chart, point.number) - _SIDE, text)
         if point.interval:
             low, high = (_along(chart, end) for end in point.interval)
             yield Markup('<path class="whisker" d="M{:.1f} {}H{:.1f}"/>').format(low, top + 25, high)
 
 
 def _along(chart: Bars, number: float) -> float:
-    return _SIDE + portion(chart.ticks, number) * (_WIDTH - 2 * _SIDE)
+    return _SIDE + fraction(chart.ticks, number) * (_WIDTH - 2 * _SIDE)

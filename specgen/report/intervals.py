@@ -1,4 +1,4 @@
-"""95 % intervals for ratios of counts whose trials come in correlated groups."""
+"""95 % confidence intervals for ratios of counts whose trials are correlated within groups."""
 
 import math
 
@@ -9,13 +9,13 @@ Interval = tuple[float, float]
 
 def student_t(freedom: float) -> float:
     """The t quantile that leaves 2.5 % on either side, for ``freedom`` >= 1 degrees of freedom."""
-    from scipy.special import stdtrit  # 0.3 s, and not every command prints an interval
+    from scipy.special import stdtrit  # takes 0.3 s, and few commands need it
 
     return float(stdtrit(freedom, 0.975))
 
 
 def wilson(share: float, trials: float) -> Interval:
-    """The score interval of Wilson (JASA 22, 1927) for a share in ``trials`` > 0; scipy's takes whole ones alone."""
+    """Wilson's score interval (JASA 22, 1927) for ``trials`` > 0, which need not be whole as in scipy."""
     weight = Z * Z / trials
     centre = (share + weight / 2) / (1 + weight)
     half = math.sqrt(weight * share * (1 - share) + weight * weight / 4) / (1 + weight)
@@ -23,22 +23,22 @@ def wilson(share: float, trials: float) -> Interval:
 
 
 class Ratio:
-    """Sum of hits over sum of trials, added up group by group in constant memory.
+    """Sum of hits over sum of trials, accumulated group by group in constant memory.
 
-    The steps of one request resemble each other, so they are not independent trials; requests are. The
-    variance is that of the ratio estimator, linearized over the groups (Cochran, Sampling Techniques, 3rd
-    ed. 1977, chapter 6): ``n/(n-1) * sum((hits - rate*trials)^2) / sum(trials)^2``.
+    Steps of one request are correlated; requests are independent. The variance is that of the ratio estimator,
+    linearized over groups (Cochran, Sampling Techniques, 3rd ed. 1977, chapter 6):
+    ``n/(n-1) * sum((hits - rate*trials)^2) / sum(trials)^2``.
     """
 
     def __init__(self) -> None:
         self.groups = 0
         self.hits = 0
         self.trials = 0
-        # sums of hits*hits, hits*trials, trials*trials; integers, so nothing cancels
+        # sums of hits*hits, hits*trials, trials*trials; integers, so there is no cancellation
         self._squares = (0, 0, 0)
 
     def add(self, hits: int, trials: int) -> None:
-        """Count one group; a group without trials says nothing and is left out."""
+        """Add one group; a group without trials carries no information and is ignored."""
         if trials == 0:
             return
         self.groups += 1
@@ -63,11 +63,10 @@ class Ratio:
     def share_interval(self) -> Interval | None:
         """The 95 % interval of a rate in [0, 1]; None without trials.
 
-        Wilson's interval; in place of the trials stands the number of independent ones that would vary as
-        the groups do, never above the trials and scaled for the degrees of freedom (the effective sample
-        of Korn and Graubard, Survey Methodology 24, 1998). So it stays in [0, 1] and keeps a width at 0
-        and at 1. With one group it is plain Wilson: the correlation within the group cannot be seen, and
-        the interval is too narrow by it.
+        Wilson's interval at the effective sample size: the number of independent trials with the variance of the
+        groups, at most the trials, adjusted for the degrees of freedom (Korn and Graubard, Survey Methodology
+        24, 1998). It stays in [0, 1] and has a width at 0 and 1. With one group it is plain Wilson, too narrow
+        as the correlation within the group is unknown.
         """
         if self.rate is None:
             return None
@@ -79,7 +78,7 @@ class Ratio:
         return wilson(self.rate, effective)
 
     def mean_interval(self) -> Interval | None:
-        """The 95 % interval of a rate without bounds, by the t distribution; None where no groups differ."""
+        """The 95 % t interval of an unbounded rate; None with fewer than two groups or equal ones."""
         if self.rate is None or self.groups < 2 or (variance := self.variance()) == 0:
             return None
         half = student_t(self.groups - 1) * math.sqrt(variance)

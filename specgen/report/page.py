@@ -1,4 +1,4 @@
-"""A report, a study or a bench as one HTML page that carries all it needs and opens without a network.
+"""Reports, studies and benches as self-contained HTML pages.
 
 The template escapes every text; markup comes from it and from ``charts.svg`` alone.
 """
@@ -23,17 +23,17 @@ _TEMPLATES = Environment(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Texts:
-    """Two texts of one question, by who wrote them, side by side; they are marked from where they part."""
+class TextPair:
+    """Two answers to one question by arm, side by side, highlighted from the first difference."""
 
-    place: str
+    label: str
     note: str
     question: str
     texts: Mapping[str, str]
 
     @property
     def num_equal(self) -> int:
-        """Characters before the first that differs."""
+        """Length of the common prefix in characters."""
         ours, theirs = self.texts.values()
         pairs = enumerate(zip_longest(ours, theirs))
         return next((at for at, (one, other) in pairs if one != other), len(ours))
@@ -41,27 +41,26 @@ class Texts:
 
 @dataclass(frozen=True, kw_only=True)
 class TextCard:
-    """Texts that differ, under a heading."""
+    """TextPair that differ, under a heading."""
 
     title: str
     note: str
-    texts: Sequence[Texts]
+    texts: Sequence[TextPair]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Page:
-    """What is shown, from top to bottom; what is empty is left out."""
+    """The content of a page from top to bottom; empty fields are left out."""
 
     title: str
     settings: Mapping[str, str]
     sentence: str = ""
-    alarming: bool = False  # the sentence
-    tiles: Sequence[tuple[str, str, str]] = ()  # name, number in large print, note
+    alarming: bool = False  # whether the sentence is an alert
+    tiles: Sequence[tuple[str, str, str]] = ()  # name, large number, note
     tables: Sequence[Table] = ()
-    notes: Mapping[str, str] = field(default_factory=dict)  # what words mean
+    notes: Mapping[str, str] = field(default_factory=dict)  # definitions of terms
     findings: Sequence[str] = ()
     cards: Sequence[TextCard] = ()
 
     def to_html(self) -> str:
-        """The page, light or dark as the reader likes."""
         return f"{_TEMPLATES.get_template('page.html').render(page=self, svg=svg)}\n"

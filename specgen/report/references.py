@@ -1,4 +1,4 @@
-"""Published figures, from ``eval/reference/``, each with the address where it stands."""
+"""Published figures from ``eval/reference/``, each with its source."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,8 +11,8 @@ from specgen.json_fields import check_fields, load_json
 
 
 @dataclass(frozen=True, kw_only=True)
-class Accuracy:
-    """A share of right answers and its standard error; ``measure`` is a task and lm-eval's name of a metric."""
+class PublishedAccuracy:
+    """An accuracy and its standard error; ``measure`` is ``TASK METRIC`` as lm-eval names them."""
 
     measure: str
     value: float
@@ -29,7 +29,7 @@ class Accuracy:
 
 @dataclass(frozen=True, kw_only=True)
 class Reference:
-    """Figures that somebody published for a target and a head; ``source`` is the address to read them at."""
+    """Published figures of a target and a drafter; ``source`` is their address."""
 
     name: str
     source: str
@@ -38,8 +38,8 @@ class Reference:
     setting: str  # prompts and lengths
     num_spec_tokens: int
     mean_acceptance_length: float | None
-    acceptance: tuple[float, ...]  # [K], joint; empty where none was published
-    accuracy: tuple[Accuracy, ...]
+    acceptance: tuple[float, ...]  # [K], joint; empty if not published
+    accuracy: tuple[PublishedAccuracy, ...]
 
     def __post_init__(self) -> None:
         length, k = self.mean_acceptance_length, self.num_spec_tokens
@@ -63,21 +63,23 @@ class Reference:
 
     @classmethod
     def from_json(cls, name: str, value: Mapping[str, Any]) -> Self:
-        """The reference that a file called ``name`` holds; ``UserError`` for a key too few or too many."""
+        """The reference in a file named ``name``; ``UserError`` for a missing or unknown key."""
         known = check_fields({**value, "name": name}, cls)
-        accuracy = tuple(Accuracy(**check_fields(entry, Accuracy)) for entry in known["accuracy"])
+        accuracy = tuple(
+            PublishedAccuracy(**check_fields(entry, PublishedAccuracy)) for entry in known["accuracy"]
+        )
         return cls(**{**known, "acceptance": tuple(known["acceptance"]), "accuracy": accuracy})
 
 
 def load_reference(name: str) -> Reference:
-    """The bundled reference ``name``; ``UserError`` with the names that exist for any other."""
+    """The bundled reference ``name``; ``UserError`` listing the bundled ones for any other name."""
     files = {path.stem: path for path in sorted((evaluation_directory() / "reference").glob("*.json"))}
     require(name in files, f"against is {name!r}, which is no reference: use one of {', '.join(files)}")
     return read_reference(files[name])
 
 
 def read_reference(path: Path) -> Reference:
-    """The reference in ``path``; ``UserError``, with the path, for one that does not hold what it must."""
+    """The reference in ``path``; ``UserError`` for invalid content."""
     value = load_json(path, "mend it")
     try:
         return Reference.from_json(path.stem, value)

@@ -1,4 +1,4 @@
-"""What a run was worth: a pure fold over its events into frozen numbers, and those as JSON."""
+"""The report of a run: a pure fold over its events."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -20,31 +20,13 @@ from specgen.events import (
     Verified,
 )
 from specgen.json_fields import load_json
-from specgen.report.acceptance import RequestMetrics, RequestSum, Speculation, StepCounts, fold_request
-from specgen.report.timings import Spread, Steps, StepSum, WallClock, spread
+from specgen.report.acceptance import RequestSum, Speculation, StepCounts
+from specgen.report.timings import LatencyStats, StepStats, StepSum, WallClock, latency_stats
 
-__all__ = [
-    "DEFINITIONS",
-    "Baseline",
-    "Report",
-    "RequestMetrics",
-    "draft_lengths",
-    "fold",
-    "fold_request",
-    "load",
-    "verdict",
-]
-
-DEAD_LENGTH = 1.05  # tokens a verify step; 1 is what plain decoding gives
+DEAD_LENGTH = 1.05  # tokens per verify step; plain decoding has 1
 DEFINITIONS = (
-    (
-        "mean acceptance length",
-        "1 + accepted / drafts over verify steps with drafts; no prefill, no padding",
-    ),
-    (
-        "acceptance at token i",
-        "steps that accepted more than i drafts / that drafted more than i (joint)",
-    ),
+    ("mean acceptance length", "1 + accepted / drafts over verify steps with drafts; no prefill, no padding"),
+    ("acceptance at token i", "steps that accepted more than i drafts / that drafted more than i (joint)"),
     ("conditional at token i", "the same among the steps that accepted all drafts before i"),
     ("[low, high]", "95 % interval, with requests and not steps as the independent units"),
 )
@@ -52,7 +34,7 @@ DEFINITIONS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Baseline:
-    """The run beside plain decoding of the same requests; ``ratio`` above 1 means that the run is faster."""
+    """Comparison with plain decoding of the same requests; ``ratio`` above 1 means that the run is faster."""
 
     output_tokens_per_second: float | None
     ratio: float | None
@@ -62,10 +44,10 @@ class Baseline:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """All numbers of one run; the breakdowns are empty where the data has only one category or turn.
+    """All statistics of one run; a breakdown is empty if there is only one category or turn.
 
-    ``ttft_seconds`` runs from submission to the first token; ``tpot_seconds`` is the time from the first
-    token to the end over the tokens after the first, so requests of one token have none.
+    ``ttft_seconds`` is the time from submission to the first token; ``tpot_seconds`` the time from the first token to
+    the end over the tokens after the first, for requests with at least two tokens.
     """
 
     num_spec_tokens: int
@@ -73,46 +55,41 @@ class Report:
     categories: Mapping[str, Speculation]
     turns: Mapping[str, Speculation]
     num_prompt_tokens: int
-    num_cached_tokens: int  # of those, the ones that the prefix cache had
+    num_cached_tokens: int  # prompt tokens found in the prefix cache
     finish_reasons: Mapping[str, int]
-    num_errors: int  # failed requests, which count in nothing else
+    num_errors: int  # failed requests; they are in no other number
     num_unfinished: int
     num_preemptions: int
-    wall_seconds: float  # first event to last; resumed: the sum; merged shards: the slowest one's
-    ttft_seconds: Spread | None
-    tpot_seconds: Spread | None
-    steps: Mapping[str, Steps]  # by kind
+    wall_seconds: float  # first event to last; the sum if resumed, the slowest shard's if merged
+    ttft_seconds: LatencyStats | None
+    tpot_seconds: LatencyStats | None
+    steps: Mapping[str, StepStats]  # by kind
     baseline: Baseline | None = None
 
     @property
     def output_tokens_per_second(self) -> float | None:
-        """None for a run that took no time."""
         return self.speculation.total_num_output_tokens / self.wall_seconds if self.wall_seconds > 0 else None
 
     def rows(self) -> dict[str, int]:
-        """Rows computed and wasted in decode steps; ``loop`` has the drafter's later passes of all steps."""
+        """Rows computed and wasted in decode steps; ``loop`` are the draft loop's rows in steps of both kinds."""
+        names = ("target_rows", "target_rejected", "first_pass_rows", "first_pass_wasted")
         decode = self.steps.get("decode")
-        return {
-            "target": decode.target_rows if decode else 0,
-            "target_rejected": decode.target_rejected if decode else 0,
-            "first_pass": decode.first_pass_rows if decode else 0,
-            "first_pass_wasted": decode.first_pass_wasted if decode else 0,
-            "loop": sum(steps.loop_rows for steps in self.steps.values()),
-        }
+        rows = {name.removesuffix("_rows"): getattr(decode, name) if decode else 0 for name in names}
+        return {**rows, "loop": sum(steps.loop_rows for steps in self.steps.values())}
 
     def with_baseline(self, baseline: "Report", identical: float, num_compared: int) -> Self:
-        """This report beside ``baseline``; ``identical`` is the share of ``num_compared`` equal texts."""
+        """This report with ``baseline``; ``identical`` is the share of equal texts among ``num_compared``."""
         ours, theirs = self.output_tokens_per_second, baseline.output_tokens_per_second
-        beside = Baseline(
+        comparison = Baseline(
             output_tokens_per_second=theirs,
             ratio=ours / theirs if ours is not None and theirs else None,
             identical=identical,
             num_compared=num_compared,
         )
-        return replace(self, baseline=beside)
+        return replace(self, baseline=comparison)
 
     def to_json(self) -> dict[str, Any]:
-        """What ``report.json`` holds: counters at the top level, seconds, None where nothing was seen."""
+        """The content of ``report.json``: counters at the top level, times in seconds, None without data."""
         fields = asdict(self)
         return {
             **fields.pop("speculation"),
@@ -124,12 +101,12 @@ class Report:
 
 @dataclass(kw_only=True)
 class _Request:
-    """A request that has not ended."""
+    """An unfinished request."""
 
     submitted: Submitted
     counts: StepCounts
     num_tokens: int = 0
-    num_cached: int = 0  # prompt tokens that the prefix cache had
+    num_cached: int = 0  # prompt tokens found in the prefix cache
     first_token: float | None = None
 
     def emit(self, num_tokens: int, time: float) -> None:
@@ -139,7 +116,7 @@ class _Request:
 
 
 class _Fold:
-    """The state between two events: open requests, failed ones, and sums over the ended ones."""
+    """The state between two events: unfinished requests, failed ones, and sums over finished ones."""
 
     def __init__(self, num_spec_tokens: int) -> None:
         self.num_spec_tokens = num_spec_tokens
@@ -156,7 +133,7 @@ class _Fold:
         self.ttft: list[float] = []
         self.tpot: list[float] = []
         self.steps: dict[str, StepSum] = {}
-        self.num_rejected = 0  # drafts of the step whose end is to come
+        self.num_rejected = 0  # drafts in the step whose Stepped event follows
 
     def take(self, event: Event) -> None:
         match event:
@@ -196,7 +173,7 @@ class _Fold:
     def request(self, sequence: str) -> _Request:
         require(
             sequence in self.open,
-            f"{sequence!r} is not running here: the events are broken or cut, run again",
+            f"{sequence!r} is not running here: the events are corrupt or truncated, run again",
         )
         return self.open[sequence]
 
@@ -205,7 +182,7 @@ class _Fold:
             event.sequence not in self.open,
             f"{event.sequence!r} is submitted twice: give every prompt its own id",
         )
-        self.failed.discard(event.sequence)  # it is tried again
+        self.failed.discard(event.sequence)  # a retry
         self.open[event.sequence] = _Request(submitted=event, counts=StepCounts(self.num_spec_tokens))
 
     def finish(self, event: Finished) -> None:
@@ -248,23 +225,23 @@ class _Fold:
             num_unfinished=len(unfinished),
             num_preemptions=self.num_preemptions,
             wall_seconds=self.clock.seconds,
-            ttft_seconds=spread(self.ttft),
-            tpot_seconds=spread(self.tpot),
+            ttft_seconds=latency_stats(self.ttft),
+            tpot_seconds=latency_stats(self.tpot),
             steps={kind: steps.result() for kind, steps in sorted(self.steps.items())},
         )
 
 
 def _breakdown(groups: Mapping[str, RequestSum]) -> dict[str, Speculation]:
-    """One entry a group in the order of labels; a single group says nothing new and gives none."""
+    """One entry per group, ordered by label; empty for a single group, which repeats the total."""
     return {label: groups[label].result() for label in sorted(groups)} if len(groups) > 1 else {}
 
 
 def fold(events: Iterable[Event], *, num_spec_tokens: int) -> Report:
-    """The report of a run, in one pass over its events; unfinished requests count with what they emitted.
+    """The report of a run with K = ``num_spec_tokens``, in one pass over its events.
 
-    A failed request, one whose last ``Finished`` is an error, counts in ``num_errors`` alone; what is submitted again
-    begins anew. Memory grows with the requests (two times each) and the draft length, not with the steps.
-    ``num_spec_tokens`` is the run's K. ``UserError`` for events that cannot be of one run.
+    Unfinished requests count with the tokens they emitted. A failed request, one whose last ``Finished`` is an error,
+    counts in ``num_errors`` only; a resubmitted one starts over. Memory grows with the number of requests (two floats
+    each) and K, not with the steps. ``UserError`` for events that cannot belong to one run.
     """
     state = _Fold(num_spec_tokens)
     for event in events:
@@ -272,8 +249,8 @@ def fold(events: Iterable[Event], *, num_spec_tokens: int) -> Report:
     return state.report()
 
 
-def verdict(report: Mapping[str, Any]) -> str:
-    """What a reader of a ``report.json`` must know before its rates; empty where they can stand alone."""
+def warning(report: Mapping[str, Any]) -> str:
+    """A warning about the acceptance rates of a ``report.json``; empty if there is none."""
     if report["num_spec_tokens"] == 0:
         return "Plain decoding: there are no drafts, so there is no acceptance to report."
     if report["num_drafts"] == 0:
@@ -287,13 +264,13 @@ def verdict(report: Mapping[str, Any]) -> str:
 
 
 def draft_lengths(report: Mapping[str, Any]) -> dict[str, int]:
-    """How many decode steps of a ``report.json`` had which K, the most frequent first; empty where all had the same."""
+    """Decode steps of a ``report.json`` by K, the most frequent first; empty if all had the same K."""
     lengths = report["steps"].get("decode", {}).get("by_num_spec_tokens", {})
     return dict(lengths) if len(lengths) > 1 else {}
 
 
 def load(directory: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """``report.json`` and ``manifest.json`` of a run's directory; ``UserError`` where one is not right."""
+    """``report.json`` and ``manifest.json`` of a run's directory; ``UserError`` if either is invalid."""
     remedy = "give a directory that `specgen generate --output` has finished"
     report = load_json(directory / "report.json", remedy)
     require(

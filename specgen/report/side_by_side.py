@@ -1,26 +1,20 @@
-"""Runs side by side: one column each, with the ratio to the first."""
+"""A table of several runs: one column each, with the ratio to the first."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from specgen.display import DASH, Show, between, count, percent, plain, rate, ratio, seconds
-from specgen.report.report import DEFINITIONS, draft_lengths, verdict
+from specgen.report.report import DEFINITIONS, draft_lengths, warning
 from specgen.report.table import Column, Row, Table
 from specgen.report.terminal import Part, definitions
 
-_NAME = 12  # characters of a run's name above its column; longer ones are numbered
-_LENGTHS = 4  # draft lengths shown of those that ran
+_NAME = 12  # characters of a run's name in a heading; runs with longer names are numbered
+_LENGTHS = 4  # most frequent K shown
 
 _Metric = tuple[str, tuple[str | int, ...], Show]  # label, path in report.json, how to show it
-_COUNTERS = [
-    "num_requests",
-    "total_num_output_tokens",
-    "num_drafts",
-    "num_draft_tokens",
-    "num_accepted_tokens",
-]
 _COUNTED: tuple[_Metric, ...] = (
-    *((name, (name,), count) for name in _COUNTERS),
+    *((name, (name,), count) for name in ("num_requests", "total_num_output_tokens", "num_drafts")),
+    *((name, (name,), count) for name in ("num_draft_tokens", "num_accepted_tokens")),
     ("mean acceptance length", ("mean_acceptance_length",), plain),
     ("  95 %", ("mean_acceptance_length_ci95",), lambda interval: between(interval, plain)),
     ("  mean over requests", ("mean_acceptance_length_per_request",), plain),
@@ -32,15 +26,15 @@ _TIMED: tuple[_Metric, ...] = (
     ("decode step", ("steps", "decode", "mean_seconds"), seconds),
     ("target rows", ("rows", "target"), count),
     ("  rejected drafts", ("rows", "target_rejected"), count),
-    ("drafter first pass", ("rows", "first_pass"), count),
+    ("drafter KV fill", ("rows", "first_pass"), count),
     ("  padding", ("rows", "first_pass_wasted"), count),
-    ("drafter loop rows", ("rows", "loop"), count),
+    ("draft loop rows", ("rows", "loop"), count),
     ("against plain decoding", ("baseline", "ratio"), ratio),
 )
 
 
 def of_runs(runs: Sequence[tuple[str, Mapping[str, Any]]]) -> Iterator[Part]:
-    """What a terminal shows of runs ``(name, report.json)``."""
+    """What the terminal shows of ``(name, report.json)`` pairs."""
     assert runs
     if any(len(name) > _NAME for name, _ in runs):
         yield "\n".join(f"run {number}  {name}" for number, (name, _) in enumerate(runs, start=1))
@@ -49,7 +43,7 @@ def of_runs(runs: Sequence[tuple[str, Mapping[str, Any]]]) -> Iterator[Part]:
     for name, report in runs:
         if draft_lengths(report):
             yield f"{name}: K by step: {_lengths(report)}"
-        if sentence := verdict(report):
+        if sentence := warning(report):
             yield f"{name}: {sentence}"
     yield definitions(DEFINITIONS)
 
@@ -82,14 +76,14 @@ def _row(metric: _Metric, reports: Sequence[Mapping[str, Any]]) -> Row:
 
 
 def _ratio(value: object, first: object) -> str:
-    """Empty where either is no number or the first is 0."""
+    """Empty unless both are numbers and ``first`` is not 0."""
     if isinstance(value, int | float) and isinstance(first, int | float) and first:
         return ratio(value / first)
     return ""
 
 
 def _at(report: Mapping[str, Any], path: Sequence[str | int]) -> object:
-    """What lies at ``path``; None where the path ends early, as it does for what a run has not seen."""
+    """The value at ``path``; None if the run has none."""
     value: Any = report
     try:
         for key in path:
@@ -100,7 +94,7 @@ def _at(report: Mapping[str, Any], path: Sequence[str | int]) -> object:
 
 
 def _lengths(report: Mapping[str, Any]) -> str:
-    """``4 in 300, 2 in 25 steps``: the most frequent ones, and the rest as one."""
+    """``4 in 300, 2 in 25 steps``: the most frequent K, and the others summed."""
     lengths = list(draft_lengths(report).items())
     parts = [f"{k} in {count(number)}" for k, number in lengths[:_LENGTHS]]
     rest = [f"others in {count(sum(number for _, number in lengths[_LENGTHS:]))}"]

@@ -1,4 +1,4 @@
-"""A table as a terminal, a page and files show it: columns that know how to show their values, and rows."""
+"""The one type of table for terminal, HTML and files: columns that format their values, and rows."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -7,33 +7,32 @@ from typing import Any
 from specgen.display import Show, ends, value
 from specgen.report.charts import Bars, Lines, Point, Ticks
 
-Row = Mapping[str, Any]  # the name of each column: its value; None where nothing was measured
+Row = Mapping[str, Any]  # value by column name; None if not measured
 
 
 @dataclass(frozen=True, kw_only=True)
 class Column:
-    """One column. ``show`` is for people, files hold the value itself; text is shown as it is."""
+    """One column. ``show`` formats values on terminal and page; files hold the raw value. Strings are unchanged."""
 
     name: str  # a key of every row
-    title: str | None = None  # of the column, where it is not its name
+    title: str | None = None  # defaults to the name
     unit: str = ""  # us, TB/s, tokens/s; empty for names and counts
     show: Show = value
     interval: str = ""  # the key of the value's 95 % interval
-    wraps: bool = False  # words, not a number; the first column always is
+    wraps: bool = False  # text that may wrap; the first column always does
 
     @property
     def heading(self) -> str:
-        """Title and unit."""
         title = self.name if self.title is None else self.title
         return f"{title} [{self.unit}]" if self.unit else title
 
     def text(self, row: Row) -> str:
-        """The value as people read it."""
+        """The formatted value."""
         found = row[self.name]
         return found if isinstance(found, str) else self.show(found)
 
     def ends(self, row: Row) -> str:
-        """The value's interval; empty for a column without intervals."""
+        """The formatted interval; empty for a column without intervals."""
         if not self.interval:
             return ""
         found = row[self.interval]
@@ -42,26 +41,25 @@ class Column:
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """Rows under columns; a page shows ``title``, ``note`` and a chart above them."""
+    """Rows and columns; a page shows ``title``, ``note`` and a chart above them."""
 
     columns: tuple[Column, ...]
     rows: tuple[Row, ...]
     title: str
     note: str = ""
-    lines: Lines | None = None  # the chart, if it is not of ``bars``
-    bars: str = ""  # the column that is also drawn as bars between the ends of ``ticks``
+    lines: Lines | None = None  # a line chart, instead of ``bars``
+    bars: str = ""  # the column that is also drawn as bars on the axis ``ticks``
     ticks: Ticks = (0, 0.25, 0.5, 0.75, 1)
-    num_keys: int = 1  # columns that say which row it is: repeated where a terminal needs several tables
-    group: int = 1  # columns behind those that are kept together
+    num_keys: int = 1  # leading columns that identify a row, repeated where a terminal splits the table
+    group: int = 1  # the other columns are kept together in groups of this size
 
     @property
     def has_header(self) -> bool:
-        """Whether any column has a heading."""
         return any(column.heading for column in self.columns)
 
     @property
     def chart(self) -> Lines | Bars | None:
-        """``lines``, or a bar for each row."""
+        """``lines``, or one bar per row."""
         if self.lines or not (self.bars and self.rows):
             return self.lines
         first, column = self.columns[0], next(each for each in self.columns if each.name == self.bars)
@@ -73,7 +71,7 @@ class Table:
 
 
 def pairs(title: str, items: Iterable[tuple[str, str, str]]) -> Table:
-    """Labels, each with a number and what there is to say about it."""
+    """A table without headings: label, and number with note."""
     return Table(
         title=title,
         columns=(Column(name="label", title=""), Column(name="text", title="", wraps=True)),

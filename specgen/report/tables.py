@@ -1,4 +1,4 @@
-"""The tables of one run; terminal and page show the same."""
+"""The tables of one run, for terminal and page."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -6,11 +6,11 @@ from typing import Any
 from specgen.display import DASH, between, count, percent, plain, rate, ratio, same_texts, seconds
 from specgen.report.charts import Lines, Point, lengths, quarters
 from specgen.report.page import Page
-from specgen.report.report import DEFINITIONS, draft_lengths, verdict
+from specgen.report.report import DEFINITIONS, draft_lengths, warning
 from specgen.report.table import Column, Row, Table, pairs
 from specgen.report.terminal import Part, definitions, heading
 
-_POSITIONS = 4  # shown by category; report.json has all
+_POSITIONS = 4  # shown per category; report.json has all
 _COUNTERS = (
     *("num_requests", "num_prompt_tokens", "num_cached_tokens", "total_num_output_tokens", "num_drafts"),
     *("num_draft_tokens", "num_accepted_tokens", "num_preemptions", "num_unfinished"),
@@ -50,11 +50,11 @@ _LENGTHS = (Column(name="k", title="by draft length"), Column(name="steps", titl
 
 
 def of_run(report: Mapping[str, Any], settings: Mapping[str, str]) -> Iterator[Part]:
-    """What a terminal shows of a ``report.json`` that ran under ``settings``."""
+    """What the terminal shows of a ``report.json`` and its ``settings``."""
     yield heading(settings)
     counts, speed = _numbers(report)
     yield counts
-    yield verdict(report)
+    yield warning(report)
     yield from _acceptance(report)
     yield from _times(report)
     yield speed
@@ -63,11 +63,11 @@ def of_run(report: Mapping[str, Any], settings: Mapping[str, str]) -> Iterator[P
 
 
 def page(report: Mapping[str, Any], settings: Mapping[str, str], title: str) -> str:
-    """The same as a page."""
+    """The same as an HTML page."""
     return Page(
         title=title,
         settings=settings,
-        sentence=verdict(report),
+        sentence=warning(report),
         alarming=True,
         tiles=[item for item in (*_counts(report), *_speed(report)) if item[0] in _TILES],
         tables=[*_acceptance(report), *_times(report), *_numbers(report)],
@@ -84,34 +84,25 @@ def _counts(report: Mapping[str, Any]) -> Iterator[_Item]:
         yield name, count(report[name]), ""
     if report["num_drafts"]:
         ends, by_request = report["mean_acceptance_length_ci95"], report["mean_acceptance_length_per_request"]
-        interval = between(ends, plain) if ends else "over all steps"
-        length, note = (
-            plain(report["mean_acceptance_length"]),
-            f"{interval}, mean over requests {plain(by_request)}",
-        )
-        yield "mean acceptance length", length, note
+        note = f"{between(ends, plain) if ends else 'over all steps'}, mean over requests {plain(by_request)}"
+        yield "mean acceptance length", plain(report["mean_acceptance_length"]), note
         drafts = f"({count(report['num_accepted_tokens'])} of {count(report['num_draft_tokens'])} drafts)"
         yield "draft acceptance rate", percent(report["draft_acceptance_rate"]), drafts
-    numbers = report["finish_reasons"] | {
-        n: report[f"num_{n}"] for n in ("errors", "unfinished", "preemptions")
-    }
-    yield (
-        "ended by",
-        ", ".join(f"{count(number)} {name}" for name, number in numbers.items() if number) or DASH,
-        "",
-    )
+    others = {name: report[f"num_{name}"] for name in ("errors", "unfinished", "preemptions")}
+    reasons = (f"{count(n)} {name}" for name, n in (report["finish_reasons"] | others).items() if n)
+    yield "ended by", ", ".join(reasons) or DASH, ""
 
 
 # --- acceptance -----------------------------------------------------------------------------------
 
 
 def curve(positions: Sequence[Row], number: str, interval: str) -> list[Point]:
-    """The rates at draft positions, with their intervals."""
+    """The rates by draft position with their intervals."""
     return [Point(name=str(row["position"]), number=row[number], interval=row[interval]) for row in positions]
 
 
 def curves(title: str, lines: Mapping[str, Sequence[Point]]) -> Lines:
-    """Acceptance over the position of the draft."""
+    """A chart of acceptance over draft position."""
     label = "position of the draft (token i)"
     return Lines(title=title, label=label, ticks=quarters(1), show=percent, lines=lines)
 
@@ -183,12 +174,9 @@ def _speed(report: Mapping[str, Any]) -> Iterator[_Item]:
         yield "prefix cache", count(cached), f"of {count(prompt)} prompt tokens ({percent(cached / prompt)})"
     if report["num_drafts"]:
         rows = report["rows"]
-        rejected, padding = (
-            _share(rows, "target", "target_rejected"),
-            _share(rows, "first_pass", "first_pass_wasted"),
-        )
-        yield "target rows", f"{rejected} held rejected drafts", ""
-        yield "drafter rows", f"first pass {padding} were padding; loop {count(rows['loop'])}", ""
+        fill = _share(rows, "first_pass", "first_pass_wasted")
+        yield "target rows", f"{_share(rows, 'target', 'target_rejected')} held rejected drafts", ""
+        yield "drafter rows", f"KV fill {fill} were padding; draft loop {count(rows['loop'])}", ""
     if baseline := report["baseline"]:
         same = same_texts(baseline["identical"], baseline["num_compared"])
         speed = rate(baseline["output_tokens_per_second"])

@@ -1,4 +1,4 @@
-"""Sentences and tables as lines of a terminal, none wider than it is unless one word is."""
+"""Renders sentences and tables to the width of the terminal; only a single longer word exceeds it."""
 
 import os
 import re
@@ -12,56 +12,57 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 
-from specgen.report.charts import portion
+from specgen.report.charts import fraction
 from specgen.report.table import Column, Table
 
 Part = Table | str
-_WIDTH = 100  # where the output is no terminal
+_WIDTH = 100  # if the output is not a terminal
 _GAP = 2
-_LEAST = 16  # to which a column of words may shrink
+_LEAST = 16  # minimum width of a text column
 _BAR, _SHORTEST_BAR = 20, 6
-_SOLID = "\ue000"  # a space at which no line breaks
+_SOLID = "\ue000"  # a non-breaking space
 
 
 def width_of(file: TextIO) -> int:
-    """Columns of the terminal that ``file`` is; COLUMNS, where it is set, or 100 for any other file."""
+    """Columns of the terminal ``file``; for any other file COLUMNS if set, else 100."""
     known = file.isatty() or "COLUMNS" in os.environ
     return Console(file=file, width=None if known else _WIDTH).width
 
 
 def heading(settings: Mapping[str, str]) -> str:
-    """What ran, as a sentence that breaks between settings."""
+    """The settings in one paragraph that breaks between them."""
     return f"{_SOLID}· ".join(f"{key} {value}".replace(" ", _SOLID) for key, value in settings.items())
 
 
 def definitions(terms: Iterable[tuple[str, str]]) -> str:
-    """What words mean, a line each."""
+    """Definitions of terms, one per line."""
     return "\n".join(f"{term} = {text}" for term, text in terms)
 
 
 def render(parts: Iterable[Part], width: int = _WIDTH) -> str:
-    """``parts`` in lines of at most ``width`` columns, an empty line between them; ends with a line break."""
+    """``parts`` wrapped to ``width`` columns and separated by empty lines; ends with a line break."""
     console = Console(width=width, color_system=None, legacy_windows=False)
     blocks = (_lines(part, console) if isinstance(part, str) else _tables(part, console) for part in parts)
     return "\n\n".join(block for block in blocks if block) + "\n"
 
 
 def _lines(text: str, console: Console) -> str:
-    """Each line of several is told from the next by the margin of what it goes on with."""
+    """Wrapped lines; if there are several, continuations are indented."""
     lines = text.splitlines()
     margin = "  " if len(lines) > 1 else ""
     wrapped = []
     for line in lines:
-        parts = _wrap(line, console.width - len(margin))
+        indent = line[: len(line) - len(line.lstrip())]
+        parts = _fold(re.findall(r"\S+\s*", line), console.width - len(margin), indent)
         plain = (part.replace(_SOLID, " ").rstrip().removesuffix(" ·") for part in parts)
         wrapped.append(f"\n{margin}".join(plain))
     return "\n".join(wrapped)
 
 
-def _wrap(line: str, width: int) -> list[str]:
-    """Broken between words alone: a path that is too long stays one, to be copied or searched for."""
-    lines = [line[: len(line) - len(line.lstrip())]]
-    for word in re.findall(r"\S+\s*", line):
+def _fold(words: Iterable[str], width: int, indent: str = "") -> list[str]:
+    """Breaks between words only: a long path stays whole, so that it can be copied."""
+    lines = [indent]
+    for word in words:
         if lines[-1].strip() and cell_len(lines[-1] + word.rstrip()) > width:
             lines.append("")
         lines[-1] += word
@@ -70,7 +71,7 @@ def _wrap(line: str, width: int) -> list[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class _Strip:
-    """One column of text, and how narrow it may be."""
+    """One column of text and its widths."""
 
     heading: str
     cells: tuple[str, ...]
@@ -82,28 +83,19 @@ class _Strip:
 
     @cached_property
     def least(self) -> int:
-        """Numbers stay whole, headings break between words; names may be folded."""
+        """The minimum width: numbers do not wrap, headings break between words, text may fold."""
         if self.wraps:
             return min(self.natural, max(_LEAST, *map(cell_len, _words(self.heading))))
         return max(map(cell_len, (*self.cells, *_words(self.heading))))
 
-    def folded(self, width: int) -> str:
-        """The heading in lines of at most ``width``."""
-        lines = [""]
-        for word in _words(self.heading):
-            if lines[-1] and cell_len(lines[-1] + word.rstrip()) > width:
-                lines.append("")
-            lines[-1] += word
-        return "\n".join(lines)
-
 
 def _words(heading: str) -> list[str]:
-    """Parts that a heading may break behind."""
+    """The pieces of a heading between which it may break."""
     return re.findall(r"[^\s_-]*[\s_-]?", heading)
 
 
 def _tables(table: Table, console: Console) -> str:
-    """One table, or where it is too wide several that begin with the same columns."""
+    """One table, or if it is too wide several that repeat the key columns."""
     blocks = []
     for strips in _blocks(table, console.width) if table.rows else ():
         with console.capture() as captured:
@@ -113,7 +105,7 @@ def _tables(table: Table, console: Console) -> str:
 
 
 def _blocks(table: Table, width: int) -> list[list[_Strip]]:
-    """As few blocks of columns as ``width`` allows, each of about the same width."""
+    """The fewest blocks of columns that ``width`` allows, of about equal width."""
     keys = [strip for column in table.columns[: table.num_keys] for strip in _strips(table, column)]
     chunks = [
         [strip for column in table.columns[at : at + table.group] for strip in _strips(table, column)]
@@ -134,7 +126,7 @@ def _fill(keys: list[_Strip], chunks: list[list[_Strip]], width: int) -> list[li
 
 
 def _strips(table: Table, column: Column) -> Iterator[_Strip]:
-    """The column, and its intervals as another."""
+    """The column, and one for its intervals."""
     texts = tuple(map(column.text, table.rows))
     yield _Strip(heading=column.heading, cells=texts, wraps=column.wraps or column is table.columns[0])
     if column.interval:
@@ -149,18 +141,18 @@ def _grid(table: Table, strips: Sequence[_Strip], width: int) -> rich_table.Tabl
     widths = [strip.natural for strip in strips]
     if _total(widths) > width:
         widths = [strip.least for strip in strips]
-        for at, strip in enumerate(strips):  # what is left goes to the words
+        for at, strip in enumerate(strips):  # text columns share the remaining width
             widths[at] += min(strip.natural - widths[at], width - _total(widths)) if strip.wraps else 0
     grid = rich_table.Table(box=None, show_header=table.has_header, pad_edge=False, padding=(0, _GAP, 0, 0))
     for strip, each in zip(strips, widths, strict=True):
-        header = Text(strip.folded(each))
+        header = Text("\n".join(_fold(_words(strip.heading), each)))
         grid.add_column(header, justify="left" if strip.wraps else "right", width=each, overflow="fold")
     rows = [list(map(Text, cells)) for cells in zip(*(strip.cells for strip in strips), strict=True)]
     room = min(_BAR, width - _total(widths) - _GAP)
     if table.bars and room >= _SHORTEST_BAR:
         grid.add_column("", width=room)
         for cells, row in zip(rows, table.rows, strict=True):
-            cells.append(Text(_bar(portion(table.ticks, row[table.bars] or table.ticks[0]), room)))
+            cells.append(Text(_bar(fraction(table.ticks, row[table.bars] or table.ticks[0]), room)))
     for cells in rows:
         grid.add_row(*cells)
     return grid

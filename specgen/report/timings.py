@@ -1,4 +1,4 @@
-"""How long requests and engine steps took, and the rows that the steps computed."""
+"""Latencies of requests, times of engine steps, and the rows that the steps computed."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -8,8 +8,8 @@ from specgen.events import Stepped
 
 
 @dataclass(frozen=True, kw_only=True)
-class Spread:
-    """A time over requests, in seconds."""
+class LatencyStats:
+    """A latency over requests, in seconds."""
 
     mean: float
     median: float
@@ -17,33 +17,33 @@ class Spread:
 
 
 def quantile(ordered: Sequence[float], share: float) -> float:
-    """The quantile of sorted values, linear between neighbours (numpy's default)."""
-    place = share * (len(ordered) - 1)
-    low = int(place)
+    """The quantile of sorted values with linear interpolation (numpy's default)."""
+    index = share * (len(ordered) - 1)
+    low = int(index)
     high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (place - low) * (ordered[high] - ordered[low])
+    return ordered[low] + (index - low) * (ordered[high] - ordered[low])
 
 
-def spread(times: Sequence[float]) -> Spread | None:
-    """The spread of ``times`` in seconds; None without any."""
+def latency_stats(times: Sequence[float]) -> LatencyStats | None:
     if not times:
         return None
     ordered = sorted(times)
-    return Spread(mean=sum(times) / len(times), median=quantile(ordered, 0.5), p99=quantile(ordered, 0.99))
+    return LatencyStats(
+        mean=sum(times) / len(times), median=quantile(ordered, 0.5), p99=quantile(ordered, 0.99)
+    )
 
 
 class WallClock:
-    """Seconds that a run took, from its first event to its last, whether in one piece or in several."""
+    """Wall time of a run from its first event to its last, over resumptions and shards."""
 
     def __init__(self) -> None:
         self._earlier = 0.0  # of this shard, before it was resumed
-        self._slowest = 0.0  # of the shards before
+        self._slowest = 0.0  # of the earlier shards
         self._begin: float | None = None
         self._end = 0.0
 
     @property
     def seconds(self) -> float:
-        """Up to now."""
         return max(self._slowest, self._of_shard)
 
     @property
@@ -51,20 +51,20 @@ class WallClock:
         return self._earlier + (self._end - self._begin if self._begin is not None else 0.0)
 
     def see(self, time: float) -> None:
-        """Something happened at ``time``; events may come a little out of order."""
+        """Include an event at ``time``; events may be slightly out of order."""
         self._begin = time if self._begin is None else min(self._begin, time)
         self._end = max(self._end, time)
 
     def resume(self) -> None:
-        """What follows ran after what came before of the same shard, by another clock."""
+        """The next events continue this shard in a new process, so on another clock."""
         self._restart(earlier=self._of_shard, slowest=self._slowest)
 
     def shard(self) -> None:
-        """What follows ran beside what came before, by another clock."""
+        """The next events are another shard's, which ran at the same time on another clock."""
         self._restart(earlier=0.0, slowest=self.seconds)
 
     def merge(self) -> None:
-        """What follows ran after all shards, by another clock."""
+        """The next events came after all shards, on another clock."""
         self._restart(earlier=self.seconds, slowest=0.0)
 
     def _restart(self, *, earlier: float, slowest: float) -> None:
@@ -72,12 +72,12 @@ class WallClock:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Steps:
-    """Passes of the engine's loop of one kind: times in seconds and rows computed.
+class StepStats:
+    """Engine steps of one kind (prefill or decode): times in seconds and rows computed.
 
-    ``target_rejected`` are the rows of drafts that the target rejected in these same steps, of requests that failed or
-    began again later too; ``first_pass_wasted`` are the rows that the drafter took in and that held no confirmed token;
-    ``by_num_spec_tokens`` says how many steps had so many drafts a sequence (K), the most frequent first.
+    ``target_rejected`` counts the rows of rejected drafts, including requests that failed or restarted later;
+    ``first_pass_rows`` those of the drafter KV fill, ``first_pass_wasted`` its padding; ``by_num_spec_tokens`` the
+    steps by K, the most frequent first.
     """
 
     num_steps: int
@@ -94,40 +94,37 @@ class Steps:
 
 
 class StepSum:
-    """Steps of one kind added up."""
+    """Sums over steps of one kind."""
 
     def __init__(self) -> None:
-        self._num_steps = self._num_sequences = 0
+        self._counts = Counter[str]()  # by field of StepStats
+        self._num_sequences = 0
         self._seconds = self._max_seconds = 0.0
-        self._target_rows = self._target_rejected = 0
-        self._first_pass_rows = self._first_pass_kept = self._loop_rows = 0
-        self._by_num_spec_tokens: Counter[int] = Counter()
+        self._by_num_spec_tokens = Counter[int]()
 
     def add(self, step: Stepped, num_rejected: int) -> None:
-        """Count one step, and the drafts that were rejected in it."""
-        self._num_steps += 1
+        """Add one step and its number of rejected drafts."""
+        self._counts.update(
+            num_steps=1,
+            target_rows=step.target_rows,
+            target_rejected=num_rejected,
+            first_pass_rows=step.first_pass_rows,
+            first_pass_wasted=step.first_pass_rows - step.first_pass_kept,
+            loop_rows=step.loop_rows,
+        )
         self._num_sequences += step.num_sequences
         self._seconds += step.seconds
         self._max_seconds = max(self._max_seconds, step.seconds)
-        self._target_rows += step.target_rows
-        self._target_rejected += num_rejected
-        self._first_pass_rows += step.first_pass_rows
-        self._first_pass_kept += step.first_pass_kept
-        self._loop_rows += step.loop_rows
         self._by_num_spec_tokens[step.num_spec_tokens] += 1
 
-    def result(self) -> Steps:
-        """The sums and means of one step or more."""
-        return Steps(
-            num_steps=self._num_steps,
+    def result(self) -> StepStats:
+        """The sums and means; needs at least one step."""
+        num_steps = self._counts["num_steps"]
+        return StepStats(
+            **self._counts,
             seconds=self._seconds,
-            mean_seconds=self._seconds / self._num_steps,
+            mean_seconds=self._seconds / num_steps,
             max_seconds=self._max_seconds,
-            mean_sequences=self._num_sequences / self._num_steps,
-            target_rows=self._target_rows,
-            target_rejected=self._target_rejected,
-            first_pass_rows=self._first_pass_rows,
-            first_pass_wasted=self._first_pass_rows - self._first_pass_kept,
-            loop_rows=self._loop_rows,
+            mean_sequences=self._num_sequences / num_steps,
             by_num_spec_tokens={str(k): steps for k, steps in self._by_num_spec_tokens.most_common()},
         )
