@@ -81,7 +81,7 @@ def test_a_lost_device_is_not_a_bug(path: Path, monkeypatch: pytest.MonkeyPatch)
     ended = run_cli([*arguments, "--device", "cpu"], path, seconds=30, more_mib=1024)
     assert ended.code == 1
     assert ended.err.endswith(
-        "specgen: the device is lost (an illegal memory access): go on in a new process\n"
+        "specgen: the device is lost (an illegal memory access): continue in a new process\n"
     )
     assert "Traceback" not in ended.err
 
@@ -164,7 +164,7 @@ def test_an_error_names_the_file_that_cannot_be_written(tmp_path: Path, small_fi
 
 
 def test_a_table_that_cannot_be_written_is_one_line(tmp_path: Path, small_files: None) -> None:
-    table = BenchTable(name="t", title="x" * 70_000, head={}, columns=(), rows=())
+    table = BenchTable(name="t", title="x" * 70_000, conditions={}, columns=(), rows=())
     with (
         pytest.raises(UserError, match=r"out' cannot be written \(File too large\): fix that"),
         writable(tmp_path / "out"),

@@ -290,7 +290,7 @@ def test_a_lost_device_ends_the_run_and_names_the_requests_in_flight(
     with pytest.raises(DeviceLost) as raised:
         engine.step()
     error = pickle.loads(pickle.dumps(raised.value))  # as between processes
-    expected = "the device is lost (an illegal memory access was encountered): go on in a new process"
+    expected = "the device is lost (an illegal memory access was encountered): continue in a new process"
     assert str(error) == expected
     assert error.requests == tuple(request.id for request in REQUESTS[:3])
     engine.abandon()

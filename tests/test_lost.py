@@ -25,7 +25,7 @@ from specgen.jobs.job import Job
 from specgen.jobs.run import run
 from specgen.rundir.interrupt import StoppedError
 from tests.jobs import HOW_IT_WENT, Silent, conversations, keep_in_memory
-from tests.test_failures import company
+from tests.test_failures import batch_sizes_of
 
 LONG = 120  # positions; the device is lost with a sequence that is longer
 POISON = "q4/turn-2"
@@ -125,8 +125,8 @@ def test_requests_in_flight_are_retried_alone(
     assert len(completions) + len(errors) == 30
     events = list(read(tmp_path / "run" / "events.jsonl"))
     for name in set(suspects) - {POISON}:
-        assert company(events, name) == {1}
-    assert max(max(company(events, name), default=0) for name in completions) > 1
+        assert batch_sizes_of(events, name) == {1}
+    assert max(max(batch_sizes_of(events, name), default=0) for name in completions) > 1
 
 
 @pytest.mark.slow
@@ -234,5 +234,5 @@ def test_a_command_that_cannot_restart_itself_is_one_line(
             DeviceLost("planted", requests), job, None if output is None else Path(output)
         )
     assert ended.value.exit_code == 1
-    line = f"specgen: the device is lost (planted): go on in a new process; {words}\n"
+    line = f"specgen: the device is lost (planted): continue in a new process; {words}\n"
     assert capsys.readouterr().err == line

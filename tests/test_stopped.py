@@ -152,7 +152,7 @@ def test_a_lost_device_is_one_line(prompts: Path, tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(EngineCore, "warm_up", lambda self: None)
     command = Command(prompts, tmp_path / "run")
     assert command.end() == 1
-    assert command.last_words.endswith("go on in a new process; the same command resumes the run")
+    assert command.last_words.endswith("continue in a new process; the same command resumes the run")
 
 
 def test_handlers_are_restored() -> None:

@@ -24,7 +24,7 @@ class DeviceLost(RuntimeError):  # noqa: N818
         self.requests = requests
 
     def __str__(self) -> str:
-        return f"the device is lost ({self.reason}): go on in a new process"
+        return f"the device is lost ({self.reason}): continue in a new process"
 
 
 def require_device(device: torch.device, requests: tuple[str, ...] = ()) -> None:

@@ -42,7 +42,7 @@ class EngineCore:
 
     ``lookahead`` is how many decode steps the host may launch before it reads what an earlier one found. With 1 the
     device never waits for the host, and a sequence that has ended is found one step late: what that step gave it is
-    dropped. ``spec_length`` says how many drafts a step has; ``stop_finder`` makes the detector of one request's stop
+    dropped. ``spec_length`` says how many drafts each step has; ``stop_finder`` makes the detector of one request's stop
     strings; ``record`` takes every event.
     """
 
@@ -76,7 +76,7 @@ class EngineCore:
 
     @property
     def spec_length(self) -> SpecLength:
-        """Says how many drafts a step has."""
+        """Says how many drafts each step has."""
         return self._in_flight.spec_length
 
     @spec_length.setter

@@ -53,7 +53,7 @@ class StepCosts:
 
 
 class SpecLength(Protocol):
-    """Says before every decode step how many drafts a sequence gets in it, and is told what became of them."""
+    """Says before every decode step how many drafts each sequence gets in it, and is told what became of them."""
 
     @property
     def most(self) -> int:
