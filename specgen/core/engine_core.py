@@ -42,8 +42,8 @@ class EngineCore:
 
     ``lookahead`` is how many decode steps the host may launch before it reads what an earlier one found. With 1 the
     device never waits for the host, and a sequence that has ended is found one step late: what that step gave it is
-    dropped. ``spec_length`` says how many drafts each step has; ``stop_finder`` makes the detector of one request's stop
-    strings; ``record`` takes every event.
+    dropped. ``spec_length`` chooses the number of drafts of every step; ``stop_finder`` makes the detector of one
+    request's stop strings; ``record`` takes every event.
     """
 
     def __init__(
