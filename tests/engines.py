@@ -15,7 +15,7 @@ from specgen.core.sequence import Completion, Request
 from specgen.engine.build import build_engine
 from specgen.engine.choices import resolve
 from specgen.engine.loading import Models, load_models, open_checkpoints
-from specgen.events import Event, Preempted, Verified
+from specgen.events import Event, Preempted, Prefilled, Verified
 from specgen.prompts import load_prompts, prompt_ids
 from specgen.text.tokenizer import load_tokenizer
 
@@ -47,6 +47,15 @@ class Outputs:
             if isinstance(event, Verified):
                 steps[event.sequence].append((event.drafts, event.accepted, event.emitted))
         return steps
+
+    @property
+    def num_emitted(self) -> dict[str, int]:
+        """Each sequence's output tokens as its events count them."""
+        emitted = dict.fromkeys(self.completions, 0)
+        for event in self.events:
+            if isinstance(event, Prefilled | Verified):
+                emitted[event.sequence] += event.emitted
+        return emitted
 
     @property
     def num_preempted(self) -> int:

@@ -81,6 +81,7 @@ def test_preemption_with_lookahead(demo_pair: Pair, device_like: Callable[[], No
     assert tight.num_preempted > 3
     assert tight.texts == roomy.texts
     assert tight.verified == roomy.verified
+    assert tight.num_emitted == {name: len(text) for name, text in tight.texts.items()}
 
 
 def test_no_page_leaks_and_page_0_holds_padding_rows(
