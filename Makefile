@@ -3,8 +3,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
-# One worker per core, each with one thread; `logical` counts what `nproc` counts.
-PYTEST := $(BIN)/pytest -n logical --dist loadgroup
+# One worker per core, each with one thread; `logical` counts what `nproc` counts. Each takes up to 1 GB.
+PYTEST := $(BIN)/pytest -n logical --maxprocesses 8 --dist loadgroup
 
 .PHONY: demo test test-slow test-all check gpu-test
 

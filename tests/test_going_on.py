@@ -338,7 +338,7 @@ def test_a_resume_parses_few_rows(tmp_path: Path) -> None:
     with RunDirectory(tmp_path) as files:
         assert len(files.completions) == number - 1
         (last,) = prompts.select(found.pending(files.completions))
-    assert time.process_time() - began < 0.4
+    assert time.process_time() - began < 0.8
     assert last.id == f"request-{number - 1:06d}"
 
 
