@@ -118,7 +118,12 @@ TESTS: dict[str, tuple[str, ...]] = {
     "core/in_flight": _ENGINE_LOOP,
     "core/endings": _ENGINE_LOOP,
     "core/shortages": _ENGINE_LOOP,
-    "core/intake": (*_TEXTS, "test_engine.py", *_PER_REQUEST),
+    "core/intake": (
+        *_TEXTS,
+        "test_engine.py",
+        *_PER_REQUEST,
+        "test_per_request.py::test_a_bias_outside_the_vocabulary_refuses_the_request",
+    ),
     "core/journal": (*_TEXTS, *_REPORTS),
     "core/packing": (*_TEXTS, "test_lossless.py::test_chunked_prefill_changes_no_text"),
     "core/scoring": (
@@ -138,7 +143,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "events": _REPORTS,
     "rundir/resume": ("test_resume.py", "test_going_on.py"),
     "rundir/row_file": ("test_resume.py", "test_going_on.py"),
-    "rundir/results": _RUNS,
+    "rundir/results": ("test_resume.py", *_RUNS),
     "jobs/merge": ("test_shards.py",),
     "models/eagle3_config": ("test_checkpoint.py", "test_inspect.py"),
     "models/eagle3": ("test_models.py", "test_checkpoint.py", "test_drafting.py"),
