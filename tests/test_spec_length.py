@@ -198,6 +198,13 @@ def test_a_much_better_k_is_taken_at_once():
     assert min(decoding.lengths[100:200]) > 2 >= max(decoding.lengths[200:])
 
 
+def test_a_change_resets_what_other_lengths_would_have_saved():
+    """K 1 is 70 % faster for one sequence, K 0 5 % faster for two."""
+    seconds = {(1, 0): 1.0, (1, 1): 1.0, (2, 0): 1.0, (2, 1): 1.7 * 1.05}
+    length = CheapestLength(StepCosts(seconds=seconds))
+    assert [length.choose(size) for size in (2, 1, 2, 2)] == [0, 1, 1, 1]
+
+
 def test_a_gain_of_half_a_percent_does_not_change_k():
     seconds = {(1, k): 1.0 if k == 2 else 10.0 for k in range(4)}
     seconds |= {(2, 0): 9.0, (2, 1): 9.0, (2, 2): 3.0, (2, 3): 4.0 / 1.005}  # where every draft is right
