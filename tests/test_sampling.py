@@ -20,6 +20,7 @@ from specgen.decoding.sampling import (
     SamplingBatch,
     _keep_top,
     _keep_top_on_gpu,
+    draft_probs,
     draw,
     request_seed,
     target_probs,
@@ -195,6 +196,18 @@ def test_zero_probability_tokens_are_never_sampled() -> None:
     weights = torch.tensor([0.0, 0.3, 0.0, 0.7, 0.0]).expand(4, 5)
     almost_one = 1 - 2**-24
     assert draw(weights, torch.tensor([0.0, 0.29, 0.31, almost_one])).tolist() == [1, 1, 3, 3]
+
+
+def test_draft_probabilities_of_greedy_and_nan_rows_are_one_hot() -> None:
+    """A row that sums to more would be accepted too rarely, and no text would show it."""
+    logits = torch.randn(3, 2, 5, generator=torch.Generator().manual_seed(0))
+    logits[2] = torch.nan
+    params = [SamplingParams(temperature=temperature) for temperature in (0.0, 0.8, 0.8)]
+    likeliest = logits.argmax(-1)
+    probs = draft_probs(logits, likeliest, SamplingBatch.of(params, [0, 0, 0], torch.device("cpu")))
+    one_hot = torch.nn.functional.one_hot(likeliest, 5).float()
+    assert torch.equal(probs[[0, 2]], one_hot[[0, 2]])
+    assert torch.allclose(probs[1], (logits[1] / 0.8).softmax(-1))
 
 
 def test_filtered_probabilities() -> None:
