@@ -12,7 +12,9 @@ from specgen.config import UserError, first_line, require, shown
 def load_json(path: Path, remedy: str) -> dict[str, Any]:
     """The object in a JSON file; ``UserError`` with ``remedy`` for anything else."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(
+            path.read_bytes()
+        )  # finds out whether it is UTF-8 or UTF-16, with or without a BOM
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror}): {remedy}") from error
     except (ValueError, RecursionError) as error:

@@ -247,6 +247,12 @@ def test_a_file_that_is_not_an_object(tmp_path: Path, text: str | None, words: s
         load_json(tmp_path / "a.json", "fix it")
 
 
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])
+def test_json_is_read_in_every_encoding_that_it_may_have(tmp_path: Path, encoding: str) -> None:
+    (tmp_path / "a.json").write_text('{"a": "ä"}', encoding=encoding)
+    assert load_json(tmp_path / "a.json", "fix it") == {"a": "ä"}
+
+
 def test_an_invalid_manifest_is_one_line(path: Path) -> None:
     (path / "run").mkdir()
     (path / "run" / "manifest.json").write_text("mine")

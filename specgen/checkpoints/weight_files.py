@@ -66,7 +66,7 @@ def read_json(file: Path) -> dict[str, Any]:
         size = os.path.getsize(file)
         too_large = f"{file} has {size} bytes, more than any such file needs: download it again"
         require(size <= _LARGEST_JSON, too_large)
-    return load_json(file, "give the directory of a checkpoint that is whole")
+    return load_json(file, "download it again, or give the directory of a checkpoint that is whole")
 
 
 def _weight_files(directory: Path) -> list[Path]:

@@ -37,7 +37,7 @@ class Intake:
             return None
         sequence.finish_reason = "error"
         self._journal.finished(sequence)
-        return sequence.completion(reason)
+        return Completion(request=request, token_ids=(), finish_reason="error", error=reason)
 
     def sequence(self, request: Request) -> Sequence:
         """The state of ``request``, which enters the queue."""
