@@ -111,6 +111,8 @@ def test_other_values_on_an_axis() -> None:
             matrix.with_values([wrong])
     with pytest.raises(UserError, match="axis decoding has 'fast': use some of plain, padded, non-padded"):
         find_matrix("vllm-25196").with_values(["decoding=fast"])
+    with pytest.raises(UserError, match="axis attention has 'foo': use some of auto, trtllm"):
+        Axis(name="attention", values=("sdpa", "foo"))
     with pytest.raises(UserError, match="axis batch has 'x': use whole numbers"):
         Axis(name="batch", values=("x",))
     with pytest.raises(UserError, match="num-spec-tokens is x: use 1 to 16, 0 for plain decoding, or auto"):

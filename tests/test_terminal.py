@@ -29,6 +29,9 @@ def test_a_file_is_as_wide_as_columns_says(monkeypatch: pytest.MonkeyPatch) -> N
     assert width_of(io.StringIO()) == 100
     monkeypatch.setenv("COLUMNS", "80")
     assert width_of(io.StringIO()) == 80
+    for nonsense in ("0", "²", "-5", "wide", ""):
+        monkeypatch.setenv("COLUMNS", nonsense)
+        assert width_of(io.StringIO()) == 100
 
 
 def test_a_terminal_is_as_wide_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:

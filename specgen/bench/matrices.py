@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Self
 
-from specgen.config import DraftLength, require
+from specgen.config import DraftLength, EngineConfig, choices, require
 from specgen.engine.arms import DECODING, Arm
 
 Labels = Mapping[str, str | int]  # value by axis name
@@ -20,9 +20,10 @@ class Axis:
     values: tuple[str, ...]
 
     def __post_init__(self) -> None:
+        known = {**choices(EngineConfig), "decoding": tuple(DECODING)}.get(self.name)
         for value in self.values:
-            known = self.name != "decoding" or value in DECODING
-            require(known, f"axis decoding has {value!r}: use some of {', '.join(DECODING)}")
+            if known is not None:
+                require(value in known, f"axis {self.name} has {value!r}: use some of {', '.join(known)}")
             require(self.name != "batch" or value.isdecimal(), f"axis batch has {value!r}: use whole numbers")
             if self.name == "K":
                 DraftLength.of(value)

@@ -24,9 +24,14 @@ _SOLID = "\ue000"  # a non-breaking space
 
 
 def width_of(file: TextIO) -> int:
-    """Columns of the terminal ``file``; for any other file COLUMNS if set, else 100."""
-    known = file.isatty() or "COLUMNS" in os.environ
-    return Console(file=file, width=None if known else _WIDTH).width
+    """COLUMNS if it is set, else the columns of the terminal ``file``; 100 for any other file."""
+    columns = os.environ.get("COLUMNS", "")
+    if columns.isdecimal() and int(columns) > 0:
+        return int(columns)
+    try:
+        return os.get_terminal_size(file.fileno()).columns or _WIDTH
+    except (OSError, ValueError):  # no terminal, or no file of the system's
+        return _WIDTH
 
 
 def heading(settings: Mapping[str, str]) -> str:

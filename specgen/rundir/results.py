@@ -127,6 +127,9 @@ class _Texts(Mapping[str, str]):
     def __init__(self, rows: RowFile) -> None:
         self._rows = rows
 
+    def __contains__(self, row_id: object) -> bool:  # without reading the row
+        return row_id in self._rows
+
     def __getitem__(self, row_id: str) -> str:
         return str(self._rows[row_id]["text"])
 
