@@ -16,6 +16,7 @@ from specgen.bench.kernels import KernelJob, measure, relative_error
 from specgen.bench.timing import COLD_BYTES, MOST_LAYERS, num_layers, time_layers
 from specgen.cli.main import app
 from specgen.config import UserError
+from specgen.device import choose_device
 from specgen.kv.layout import Layout
 from specgen.report.terminal import render
 
@@ -205,7 +206,7 @@ def test_on_a_gpu_two_backends_agree_and_neither_beats_the_memory() -> None:
         max_seq_lens=(1024, 4096),
         num_spec_tokens=4,
         repeats=5,
-        device=torch.device("cuda"),
+        device=choose_device("cuda"),
     )
     *_, table = measure(job)
     assert table.notes == ()

@@ -11,8 +11,10 @@ import pytest
 import specgen
 from specgen import Engine, EngineConfig, Message, Prompt, RequestOutput, SamplingParams
 from specgen.config import UserError
+from specgen.engine.conversations import first_turns
 from specgen.events import Event, Finished, Submitted
 from specgen.prompts import Rejected
+from specgen.text.tokenizer import load_tokenizer
 from tests.tiny_checkpoints import write_head, write_target
 from tests.tiny_tokenizers import write_byte_level
 
@@ -71,6 +73,14 @@ def test_invalid_prompts_are_returned_as_failed_outputs(engine: Engine) -> None:
     assert reasons["ids"].startswith("line 3: token id 400")
     assert reasons["long"].startswith("line 5: the prompt has")
     assert outputs["long"].to_row() == {"id": "long", "error": reasons["long"], "turn": 1}
+
+
+def test_chats_without_a_chat_template_are_refused_as_a_whole(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(str(write_byte_level(tmp_path, chat_template=None)))
+    requests, failures = first_turns([Prompt(id="raw", text="Tom")], tokenizer, SHORT)
+    assert ([request.id for request in requests], failures) == (["raw"], [])
+    with pytest.raises(UserError, match="no chat template"):
+        first_turns([Prompt(id="raw", text="Tom"), CHAT], tokenizer, SHORT)
 
 
 def test_turns_after_a_failed_turn_fail(engine: Engine) -> None:

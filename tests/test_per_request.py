@@ -303,6 +303,14 @@ def test_invalid_parameters_are_refused(wrong: dict[str, Any], message: str) -> 
 
 
 @pytest.mark.parametrize("token", [-1, 128])
+def test_a_prompt_outside_the_vocabulary_is_refused(random_pair: Pair, token: int) -> None:
+    engine = build_engine(config_of(random_pair), random_pair.models, lambda event: None)
+    refused = engine.submit(Request(id="a", prompt_token_ids=(5, token), sampling=SamplingParams()))
+    assert refused is not None
+    assert refused.error == f"token id {token} is not in the vocabulary of 128"
+
+
+@pytest.mark.parametrize("token", [-1, 128])
 def test_a_bias_outside_the_vocabulary_refuses_the_request(random_pair: Pair, token: int) -> None:
     engine = build_engine(config_of(random_pair), random_pair.models, lambda event: None)
     sampling = SamplingParams(logit_bias=((5, 1.0), (token, 1.0)))

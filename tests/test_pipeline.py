@@ -72,6 +72,38 @@ def test_lookahead_changes_no_text_and_no_step(
         assert {step[1] for steps in plain.verified.values() for step in steps} >= {0, 1}
 
 
+def decoded_sequences(outputs: Outputs) -> int:
+    """Sequences in decode steps, of all steps."""
+    return sum(
+        event.num_sequences
+        for event in outputs.events
+        if isinstance(event, Stepped) and event.kind == "decode"
+    )
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_no_step_is_spent_on_a_text_that_reaches_its_length(
+    random_pair: Pair, device_like: Callable[[], None], ahead: bool
+) -> None:
+    if ahead:
+        device_like()
+    lengths = [1, 2, 3, 4, 7, 9]
+    requests = [
+        Request(id=str(n), prompt_token_ids=(5, n), sampling=SamplingParams(max_tokens=n, ignore_eos=True))
+        for n in lengths
+    ]
+    outputs = generate(random_pair, requests, num_spec_tokens=0, max_batch_size=4)
+    assert decoded_sequences(outputs) == sum(lengths) - len(lengths)  # first tokens are of prefills
+
+
+def test_no_step_is_spent_on_a_text_that_its_first_token_ended(demo_pair: Pair) -> None:
+    (eos, *_) = demo_pair.models.target.config.eos_token_ids
+    ends = SamplingParams(max_tokens=40, logit_bias=((eos, 100.0),))
+    outputs = generate(demo_pair, bundled_requests(6, ends), num_spec_tokens=4, max_batch_size=3)
+    assert set(map(len, outputs.texts.values())) == {1}
+    assert decoded_sequences(outputs) == 0
+
+
 @pytest.mark.parametrize("batch", ["padded", "non-padded"])
 def test_preemption_with_lookahead(demo_pair: Pair, device_like: Callable[[], None], batch: str) -> None:
     requests = bundled_requests(12, SamplingParams(max_tokens=48))

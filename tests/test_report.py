@@ -13,7 +13,7 @@ from specgen.events import Event, Finished, Preempted, Prefilled, Resumed, Stepp
 from specgen.report import tables, terminal
 from specgen.report.acceptance import fold_request
 from specgen.report.intervals import Ratio, wilson
-from specgen.report.report import draft_lengths, fold, load, warning
+from specgen.report.report import DEAD_LENGTH, draft_lengths, fold, load, warning
 from tests.streams import begun, decode_steps, ended, padded_step, refusal, request
 
 
@@ -317,6 +317,9 @@ def test_a_dead_drafter_is_called_so():
     alive = as_json(request("a", [(3, 0)] * 10 + [(3, 1)]))
     assert "dead" in warning(dead)
     assert warning(alive) == ""
+    barely = as_json(request("a", [(3, 0)] * 19 + [(3, 1)]))
+    assert barely["mean_acceptance_length"] == DEAD_LENGTH
+    assert warning(barely) == ""
 
 
 def test_a_report_with_a_baseline():

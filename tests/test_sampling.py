@@ -224,6 +224,8 @@ def test_filtered_probabilities() -> None:
     assert probs(top_p=0.7) == [0.6667, 0.3333, 0, 0]
     assert probs(top_p=0.76) == [0.5556, 0.2778, 0.1667, 0]
     assert probs(min_p=0.25) == [0.5556, 0.2778, 0.1667, 0]
+    logits = torch.zeros(1, 1, 4)
+    assert probs(top_p=0.5) == [0.5, 0.5, 0, 0]  # two tokens make up exactly that share
 
 
 @pytest.mark.parametrize("num_rows", [1, 3])  # of a prefill, and of a verify

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 T = TypeVar("T")
-Pool = Any  # what torch.cuda.graph_pool_handle() gives
+Pool = Any  # what CUDAGraph.pool() gives
 Key = tuple[str, int, int, Hashable]  # all that the host decides: a name, sequences, drafts of each, sampling
 
 
@@ -56,7 +56,6 @@ class StepGraphs(Runner):
     def __init__(self) -> None:
         self._captures: list[Capture] = []
         self._graphs: dict[Key, _Graph | None] = {}
-        self._pool = torch.cuda.graph_pool_handle()
         # torch's own for captures stays on the first device of a process
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
@@ -72,6 +71,14 @@ class StepGraphs(Runner):
     def take_captures(self) -> list[Capture]:
         taken, self._captures = self._captures, []
         return taken
+
+    @property
+    def _pool(self) -> Pool | None:
+        """The memory pool that all graphs share, once there is one: a pool ends with its last graph.
+
+        So a handle of our own would be of no use after a first capture that failed.
+        """
+        return next((graph.graph.pool() for graph in self._graphs.values() if graph is not None), None)
 
     def _run(self, key: Key, function: Callable[..., T], inputs: tuple[Tensor, ...]) -> T:
         """Replay; the first time, run without a graph, which also loads and compiles, and capture for the next."""
@@ -111,7 +118,7 @@ class _Graph:
 
 
 def _capture(
-    function: Callable[..., object], inputs: tuple[Tensor, ...], pool: Pool, stream: torch.cuda.Stream
+    function: Callable[..., object], inputs: tuple[Tensor, ...], pool: Pool | None, stream: torch.cuda.Stream
 ) -> _Graph | None:
     """A graph of ``function`` over copies of ``inputs``; None where memory is short. Nothing is executed."""
     graph = torch.cuda.CUDAGraph()
