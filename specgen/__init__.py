@@ -12,9 +12,10 @@ if TYPE_CHECKING:
     from specgen.text.tokenizer import Message
 
 # GNU OpenMP reads it when torch loads. By default waiting threads spin for milliseconds on cores that another run
-# needs: two runs at once had a tenth of their speed. A spin this short costs a single run nothing.
+# needs: two runs at once had a tenth of their speed. With this they have over half of what threads that never spin have
+# together, and a single run loses under 5 %; threads that never spin lose 40 % when alone.
 if "OMP_WAIT_POLICY" not in os.environ:
-    os.environ.setdefault("GOMP_SPINCOUNT", "3000")
+    os.environ.setdefault("GOMP_SPINCOUNT", "1500")
 
 __version__ = "0.1.0"
 __all__ = ["Engine", "EngineConfig", "Message", "Prompt", "RequestOutput", "SamplingParams", "UserError"]

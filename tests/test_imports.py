@@ -192,7 +192,7 @@ def test_all_but_the_kernels_of_gpus_works_without_their_packages():
 @pytest.mark.parametrize(
     ("said", "count"),
     [
-        ({}, "3000"),
+        ({}, "1500"),
         pytest.param({"OMP_WAIT_POLICY": "active"}, "30000000000", marks=pytest.mark.slow),
         pytest.param({"GOMP_SPINCOUNT": "7"}, "7", marks=pytest.mark.slow),
     ],
