@@ -279,8 +279,8 @@ UNSUPPORTED: dict[str, tuple[dict[str, Any], str]] = {
         "'MistralForCausalLM' is not supported: use one of Llama",
     ),
     "no-architecture": ({"architectures": None}, "'none' is not supported"),
-    "attention-bias": ({"attention_bias": True}, "attention_bias is true"),
-    "mlp-bias": ({"mlp_bias": True}, "mlp_bias is true"),
+    "attention-bias": ({"attention_bias": True}, "has no tensor 'model.layers.0.self_attn.q_proj.bias'"),
+    "mlp-bias": ({"mlp_bias": True}, "has no tensor 'model.layers.0.mlp.gate_proj.bias'"),
     "yarn": ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rope type 'yarn'"),
     "old-linear": (
         {"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2.0}},
@@ -293,7 +293,7 @@ UNSUPPORTED: dict[str, tuple[dict[str, Any], str]] = {
         "has no low_freq_factor",
     ),
     "sliding-window": ({"sliding_window": 4096}, "sliding_window is 4096 and in use"),
-    "sliding-layers": ({"layer_types": ["sliding_attention"]}, "only full attention"),
+    "sliding-layers": ({"layer_types": ["sliding_attention"]}, "needs full attention in all layers"),
     "quantized": ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config is set"),
     "activation": ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
     "no-layers": ({"num_hidden_layers": None}, "no num_hidden_layers"),
@@ -461,7 +461,7 @@ MISFITS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "aux-above": ({"aux_layer_ids": [2, 6, 13]}, "input of layer 13, but the target has layers 0 to 11"),
     "aux-below": ({"aux_layer_ids": [-1, 6, 9]}, "input of layer -1"),
-    "aux-output-above": ({"aux_layer_ids": [2, 6, 12], "aux_at": "eagle_config"}, "input of layer 13"),
+    "aux-output-above": ({"aux_layer_ids": [2, 6, 13], "aux_at": "eagle_config"}, "input of layer 14"),
     "aux-not-numbers": ({"changed_config": {AUX: ["2", "6", "9"]}}, "must be a list of layer numbers"),
     "aux-fewer-than-fc": (
         {"changed_config": {AUX: [2, 6]}},
@@ -486,12 +486,35 @@ MISFITS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "flag-without-norm": ({"changed_config": {"norm_before_fc": True}}, "has no tensor 'input_norm.weight'"),
     "both-norms": ({"norm_before_fc": True, "fc_norm": True}, "norm_before_fc and fc_norm are both true"),
-    "two-layers": ({"changed_config": {"num_hidden_layers": 2}}, "the head has 2 decoder layers"),
-    "bias": ({"changed_config": {"attention_bias": True}}, "attention_bias is true"),
+    "two-layers": ({"changed_config": {"num_hidden_layers": 2}}, "has no tensor 'layers.1.post_attention_layernorm"),
+    "bias": ({"changed_config": {"attention_bias": True}}, "is true, but there is no q_proj.bias"),
+    "layer-kinds": ({"changed_config": {"layer_types": ["chunked_attention"]}}, "only full_attention and"),
+    "window-of-no-size": ({"changed_config": {"layer_types": ["sliding_attention"]}}, "no sliding_window"),
+    "kinds-of-more-layers": (
+        {"changed_config": {"layer_types": ["full_attention"] * 2}},
+        "layer_types names 2 layers, num_hidden_layers 1",
+    ),
+    "no-mask-token": ({"changed_config": {"parallel_drafting": True}}, "none of mask_token_id, pard_token"),
+    "mask-outside": (
+        {"changed_config": {"parallel_drafting": True, "mask_token_id": 64}},
+        "the mask token is 64, outside the vocabulary of 64",
+    ),
+    "no-mask-state": (
+        {"changed_config": {"parallel_drafting": True, "ptd_token_id": 3}},
+        "has no tensor 'mask_hidden'",
+    ),
     "rope": ({"changed_config": {"rope_scaling": {"rope_type": "yarn"}}}, "rope type 'yarn'"),
-    "last-state-only": (
-        {"changed_config": {"eagle_config": {"use_aux_hidden_state": False}}},
-        "is not EAGLE3",
+    "last-state-of-another-width": (
+        {
+            "hidden_size": 16,
+            "own_embedding": True,
+            "changed_config": {"eagle_config": {"use_aux_hidden_state": False}},
+        },
+        "it is 32 wide, the head 16",
+    ),
+    "last-state-and-norms": (
+        {"fc_norm": True, "changed_config": {"eagle_config": {"use_aux_hidden_state": False}}},
+        "no features for norm_before_fc or fc_norm",
     ),
     "residual-not-said": (
         {"dialect": "speculators", "changed_config": {"norm_before_residual": None}},

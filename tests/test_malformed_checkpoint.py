@@ -473,4 +473,4 @@ def test_nan_weights_are_loaded(copied: Path) -> None:
     tensors[NORM].fill_(float("nan"))
     save_file(tensors, copied / "target" / WEIGHTS)
     model = load_target(open_checkpoint(str(copied / "target")), torch.float32, CPU)
-    assert model.norm is not None
+    assert model.norms

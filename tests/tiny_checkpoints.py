@@ -22,16 +22,17 @@ LLAMA3_SCALING = {
 
 def write_target(
     path: Path,
-    family: Literal["llama", "qwen3"] = "llama",
+    family: Literal["llama", "qwen2", "qwen3"] = "llama",
     *,
     vocab_size: int = 128,
     hidden_size: int = 64,
     num_layers: int = 6,
     num_heads: int = 4,
     num_kv_heads: int = 2,
-    head_dim: int = 16,
+    head_dim: int | None = 16,
     max_positions: int = 256,
     tied: bool = False,
+    biases: bool = False,
     rope: dict[str, Any] | None = None,
     eos_token_id: int | list[int] = 2,
     max_shard_size: str = "5GB",
@@ -43,6 +44,7 @@ def write_target(
 
     config_class, model_class = {
         "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
+        "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
         "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
     }[family]
     config = config_class(
@@ -52,7 +54,6 @@ def write_target(
         num_hidden_layers=num_layers,
         num_attention_heads=num_heads,
         num_key_value_heads=num_kv_heads,
-        head_dim=head_dim,
         max_position_embeddings=max_positions,
         tie_word_embeddings=tied,
         rope_parameters=rope or {"rope_type": "default", "rope_theta": 10000.0},
@@ -60,6 +61,8 @@ def write_target(
         bos_token_id=1,
         eos_token_id=eos_token_id,
         pad_token_id=None,
+        **({} if head_dim is None else {"head_dim": head_dim}),
+        **({"attention_bias": True, "mlp_bias": True} if biases else {}),
     )
     torch.manual_seed(seed)
     model = model_class(config)
@@ -67,6 +70,8 @@ def write_target(
         for name, parameter in model.named_parameters():
             if name.endswith("norm.weight"):
                 parameter.normal_(1.0, 0.2)
+            elif name.endswith("bias"):
+                parameter.normal_(0.0, 0.5)
     model.save_pretrained(path, max_shard_size=max_shard_size)
     written = json.loads((path / "config.json").read_text())
     return family_of(written).config(written)

@@ -4,6 +4,7 @@ May import models, ops and kv.
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 from importlib.util import find_spec
 from typing import Protocol
 
@@ -98,26 +99,24 @@ class Backend(Protocol):
         ...
 
 
-class WriteKV:
-    """Cache and layout of one pass: rotates the rows' keys and writes their KV, without attention."""
-
-    def __init__(self, cache: KVCache, layout: Layout, rope: Rope) -> None:
-        self._cache = cache
-        self._store = rope(layout)
-
-    def __call__(self, layer: LayerAttention, heads: Tensor) -> Tensor:
-        """Heads of k and v, or of q before them, ``[rows, n, head_dim]``; returns the rotated q, if any."""
-        return self._store(heads, *self._cache.pages(layer.index))
-
-
 class Attend:
     """Backend, cache and layout of one pass: rotates, writes the rows' KV, then attends."""
 
     def __init__(self, backend: Backend, cache: KVCache, layout: Layout, rope: Rope) -> None:
-        self._kernel = backend.plan(layout)
+        self._backend = backend
         self._cache = cache
-        self._write_kv = WriteKV(cache, layout, rope)
+        self._layout = layout
+        self._store = rope(layout)
 
     def __call__(self, layer: LayerAttention, qkv: Tensor) -> Tensor:
         """Heads of q, k and v ``[rows, num_heads + 2 * num_kv_heads, head_dim]``; see ``Kernel``."""
-        return self._kernel(layer, self._write_kv(layer, qkv), *self._cache.pages(layer.index))
+        return self._kernel(layer, self.write_kv(layer, qkv), *self._cache.pages(layer.index))
+
+    def write_kv(self, layer: LayerAttention, heads: Tensor) -> Tensor:
+        """Heads of k and v, or of q before them, ``[rows, n, head_dim]``; returns the rotated q, if any."""
+        return self._store(heads, *self._cache.pages(layer.index))
+
+    @cached_property
+    def _kernel(self) -> Kernel:
+        """Planned when something attends: a pass that only writes KV needs none."""
+        return self._backend.plan(self._layout)

@@ -36,8 +36,9 @@ class StepBytes:
     """
 
     target: int  # weights of one pass
-    head_fill: int  # weights of the drafter KV fill: fused features, keys and values
+    head_fill: int  # weights of the drafter KV fill: all that the last layer's keys and values need
     head_pass: int  # weights per drafting pass
+    head_in_parallel: bool = False  # one pass of K rows per sequence drafts them all
     target_kv: int  # per position
     head_kv: int  # per position and pass
     logits: int  # per row
@@ -55,11 +56,14 @@ class StepBytes:
         build_target(target, readers["model"])
         build_head(head, readers["drafter"], models.target, models.head.draft_to_target)
         tied = target.vocab_size * target.hidden_size * width if target.tied_embeddings else 0
-        fused = _bytes(readers["drafter"], "fc.weight")
+        drafter = readers["drafter"]
+        fused = 0 if head.fc_each_pass else _bytes(drafter, "fc.weight")
+        borrowed = 0 if "lm_head.weight" in drafter.taken else target.vocab_size * target.hidden_size * width
         return cls(
             target=_read_whole(readers["model"]) + tied,
-            head_fill=fused + _bytes(readers["drafter"], "k_proj.weight", "v_proj.weight"),
-            head_pass=_read_whole(readers["drafter"]) - fused,
+            head_fill=_fill_bytes(drafter, head.num_layers),
+            head_pass=_read_whole(drafter) - fused + borrowed,
+            head_in_parallel=models.head.mask is not None,
             target_kv=target.kv_spec.bytes_per_token(width),
             head_kv=head.kv_spec.bytes_per_token(width),
             logits=target.vocab_size * width,
@@ -84,9 +88,12 @@ class StepBytes:
         }
         if k == 0:
             return parts
+        passes = 1 if self.head_in_parallel else k
         return parts | {
             "KV fill": work(self.head_fill, 0, rows),
-            "draft loop": work(k * self.head_pass, k * positions * self.head_kv, batch),
+            "draft loop": work(
+                passes * self.head_pass, passes * positions * self.head_kv, batch * k // passes
+            ),
         }
 
 
@@ -118,3 +125,14 @@ def _read_whole(reader: TensorReader) -> int:
 
 def _bytes(reader: TensorReader, *names: str) -> int:
     return sum(num_bytes for name, num_bytes in reader.taken.items() if name.endswith(names))
+
+
+def _fill_bytes(drafter: TensorReader, num_layers: int) -> int:
+    """Bytes of weights that accepted rows need: ``fc``, all layers but the last, and keys and values of that."""
+    last, rest = f"layers.{num_layers - 1}.", ("fc.weight", "k_proj.weight", "v_proj.weight")
+
+    def needed(name: str) -> bool:
+        name = name.replace("midlayer.", "layers.0.")
+        return name.endswith(rest) or ("layers." in name and last not in name)
+
+    return sum(num_bytes for name, num_bytes in drafter.taken.items() if needed(name))

@@ -4,7 +4,8 @@ import hashlib
 import os
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -115,7 +116,7 @@ def build_head(config: HeadConfig, reader: "TensorReader", target: Target, draft
     """The head of ``config`` from the tensors of ``reader``; ``UserError`` for unused ones."""
     family = HEAD_FAMILIES[config.family]
     head = family.build(config, reader, target, draft_to_target, bind_ops(reader.device, reader.dtype))
-    reader.finish(family.ignored)
+    reader.finish(family.ignored(config))
     return head
 
 
@@ -145,8 +146,17 @@ class TensorReader:
     def __call__(self, name: str, shape: tuple[int, ...]) -> Tensor:
         return self._weight(name, shape).matrix
 
-    def linear(self, num_out: Mapping[str, int], num_in: int) -> Weight:
-        return Weight.joined([self._weight(f"{name}.weight", (n, num_in)) for name, n in num_out.items()])
+    def linear(self, num_out: Mapping[str, int], num_in: int, *, bias: bool = False) -> Weight:
+        weights = [self._weight(f"{name}.weight", (n, num_in)) for name, n in num_out.items()]
+        if bias:
+            biases = [self(f"{name}.bias", (n,)) for name, n in num_out.items()]
+            weights = [replace(weight, bias=each) for weight, each in zip(weights, biases, strict=True)]
+        return Weight.joined(weights)
+
+    def flat(self, name: str, length: int) -> Tensor:
+        info = self.checkpoint.tensors.get(name)
+        fits = info is not None and prod(info.shape) == length
+        return self(name, info.shape if fits and info is not None else (length,)).flatten()
 
     def __contains__(self, name: object) -> bool:
         return name in self.checkpoint.tensors

@@ -174,7 +174,8 @@ class Steps:
 
     def _forward(self, token_ids: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
         attend = Attend(self._backend, self._cache, layout, self._target.rope)
-        return self._target.forward(token_ids, attend, self._drafter.aux_layers)
+        hidden, features = self._target.forward(token_ids, attend, self._drafter.aux_layers)
+        return hidden, hidden if self._drafter.reads_output else features
 
     def _accept(self, drafts: Drafts, logits: Tensor, positions: Tensor, sampling: SamplingBatch) -> _Verdict:
         """Drafts against logits ``[B, K+1, V]`` of the rows from ``positions`` ``[B]`` on."""

@@ -2,30 +2,34 @@
 
 Prefill and verify end in the same ``Outcome``, so drafting has one entry. Rows follow EAGLE3 (Li et al., 2025):
 ids are shifted left by one and positions are not: the feature at p and the token at p + 1 predict the token at p + 2.
-The head has one layer, so of what was accepted it takes in the keys and values alone; the newest row's own pass is
-the first of the K that draft, and without drafts there is none.
+Of what was accepted the head's last layer takes in the keys and values alone; the newest row's own pass is the first
+of the K that draft, and without drafts there is none.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from specgen.attention import Attend, Backend, WriteKV
+from specgen.attention import Attend, Backend
 from specgen.decoding.draft_state import Drafts, DraftState, Outcome, StateColumn, no_drafts
 from specgen.decoding.drafter_batch import DrafterBatch, PaddedBatch
 from specgen.decoding.sampling import DRAFT, SamplingBatch, draft_probs, draw, uniform
 from specgen.kv.kv_cache import KVCache
 from specgen.kv.layout import Layout
-from specgen.models.protocols import Head
+from specgen.models.protocols import Head, MaskSlot
+
+Chosen = tuple[Tensor, Tensor | None]  # ids of drafts [B, n], and the probabilities they were drawn from
 
 
 class Drafter(Protocol):
     """What the engine needs of a drafter."""
 
     aux_layers: tuple[int, ...]  # whose inputs make the target's features
+    reads_output: bool  # the features are the target's last hidden states instead
     state_columns: tuple[StateColumn, ...]  # of ``DraftState.columns``
 
     def observe(self, outcome: Outcome) -> tuple[DraftState, int]:
@@ -47,6 +51,7 @@ class NoDrafter:
     """Plain decoding: no drafts, and no state but the newest token."""
 
     aux_layers: tuple[int, ...] = ()
+    reads_output = False
     state_columns: tuple[StateColumn, ...] = ()
 
     def observe(self, outcome: Outcome) -> tuple[DraftState, int]:
@@ -65,32 +70,29 @@ class NoDrafter:
 class DraftChoice(Protocol):
     """How a draft is chosen from the head's logits."""
 
-    def choose(
-        self, logits: Tensor, positions: Tensor, sampling: SamplingBatch
-    ) -> tuple[Tensor, Tensor | None]:
-        """From logits ``[B, Vd]`` at the drafts' positions ``[B]``: draft ids ``[B]``, and probabilities if sampled."""
+    def choose(self, logits: Tensor, positions: Tensor, sampling: SamplingBatch) -> Chosen:
+        """From logits ``[B, n, Vd]`` at the drafts' positions ``[B, n]``: draft ids ``[B, n]``.
+
+        Also the probabilities that they were drawn from, ``[B, n, Vd]``, if they were.
+        """
         ...
 
 
 @dataclass(frozen=True)
 class GreedyDrafts:
-    """The likeliest token; ``argmax`` is the head's, ``[B, Vd] -> [B]``."""
+    """The likeliest token; ``argmax`` is the head's, ``[..., Vd] -> [...]``."""
 
     argmax: Callable[[Tensor], Tensor]
 
-    def choose(
-        self, logits: Tensor, positions: Tensor, sampling: SamplingBatch
-    ) -> tuple[Tensor, Tensor | None]:
+    def choose(self, logits: Tensor, positions: Tensor, sampling: SamplingBatch) -> Chosen:
         return self.argmax(logits), None
 
 
 class SampledDrafts:
     """A draw at the request's temperature; the verifier needs the distribution."""
 
-    def choose(
-        self, logits: Tensor, positions: Tensor, sampling: SamplingBatch
-    ) -> tuple[Tensor, Tensor | None]:
-        probs = draft_probs(logits[:, None], logits.argmax(-1)[:, None], sampling).squeeze(1)
+    def choose(self, logits: Tensor, positions: Tensor, sampling: SamplingBatch) -> Chosen:
+        probs = draft_probs(logits, logits.argmax(-1), sampling)
         return draw(probs, uniform(sampling.seeds, positions, DRAFT)), probs
 
 
@@ -110,6 +112,7 @@ class HeadDrafter:
     ) -> None:
         hidden = StateColumn(shape=(head.config.hidden_size,), dtype=dtype)
         self.aux_layers = head.config.aux_layers
+        self.reads_output = head.config.reads_output
         self.state_columns: tuple[StateColumn, ...] = (hidden,)
         self._head = head
         self._cache = cache
@@ -122,38 +125,63 @@ class HeadDrafter:
         """Keys and values of the accepted rows into the cache."""
         given = self._batch.prepare(outcome)
         hidden = self._head.fuse(given.features)
-        self._head.write_kv(given.tokens, hidden, WriteKV(self._cache, given.layout, self._head.rope))
+        self._head.write_kv(given.tokens, hidden, self._attend(given.layout))
         return given.state(hidden), given.layout.num_rows
 
     def propose(
         self, state: DraftState, num_drafts: int, block_tables: Tensor, sampling: SamplingBatch
     ) -> Drafts:
-        """K passes of one row per sequence, all but the first fed the head's own hidden state."""
+        """K passes of one row per sequence, or one of K rows for a head that drafts in parallel."""
         if num_drafts == 0:
             return no_drafts(state)
+        mask = self._head.mask
+        if mask is None:
+            chosen = list(self._one_by_one(state, num_drafts, block_tables, sampling))
+        else:
+            chosen = [self._at_once(mask, state, num_drafts, block_tables, sampling)]
+        sampled = [self._to_target(probs) for _, probs in chosen if probs is not None]
+        return Drafts(
+            tokens=torch.cat([ids for ids, _ in chosen], 1), probs=torch.cat(sampled, 1) if sampled else None
+        )
+
+    def _one_by_one(
+        self, state: DraftState, num_drafts: int, block_tables: Tensor, sampling: SamplingBatch
+    ) -> Iterator[Chosen]:
+        """A pass per draft, all but the first fed the head's own hidden state and draft."""
         ids, (hidden,), positions = state.tokens, state.columns, state.positions - 1
-        steps = []
         for _ in range(num_drafts):
             layout = Layout.uniform(block_tables, positions, 1, self._cache.page_size)
-            attend = Attend(self._backend, self._cache, layout, self._head.rope)
-            hidden = self._head.forward(ids, hidden, attend)
+            hidden = self._head.forward(ids, hidden, self._attend(layout))
             positions = positions + 1
-            ids, probs = self._choose(hidden, positions + 1, sampling)
-            steps.append((ids, probs))
-        tokens = torch.stack([ids for ids, _ in steps], 1)
-        sampled = [self._to_target(probs) for _, probs in steps if probs is not None]
-        return Drafts(tokens=tokens, probs=torch.stack(sampled, 1) if sampled else None)
+            chosen, probs = self._choose(hidden[:, None], positions[:, None] + 1, sampling)
+            ids = chosen[:, 0]
+            yield chosen, probs
+
+    def _at_once(
+        self, mask: MaskSlot, state: DraftState, k: int, block_tables: Tensor, sampling: SamplingBatch
+    ) -> Chosen:
+        """One pass over K slots per sequence: the newest token's row, and the mask for each later draft (P-EAGLE)."""
+        (newest,) = state.columns
+        layout = Layout.uniform(block_tables, state.positions - 1, k, self._cache.page_size)
+        ids = pad(state.tokens[:, None], (0, k - 1), value=mask.token_id)
+        hidden = torch.cat((newest[:, None], mask.hidden.expand(len(newest), k - 1, -1)), 1)
+        hidden = self._head.forward(ids.flatten(), hidden.flatten(0, 1), self._attend(layout))
+        positions = state.positions[:, None] + 1 + torch.arange(k, device=ids.device)
+        return self._choose(hidden.view(len(newest), k, -1), positions, sampling)
 
     def clear(self, pages: Tensor) -> None:
         self._cache.clear(pages)
 
-    def _choose(
-        self, hidden: Tensor, positions: Tensor, sampling: SamplingBatch
-    ) -> tuple[Tensor, Tensor | None]:
-        ids, probs = self._choice.choose(self._head.logits(hidden), positions, sampling)
+    def _attend(self, layout: Layout) -> Attend:
+        return Attend(self._backend, self._cache, layout, self._head.rope)
+
+    def _choose(self, hidden: Tensor, positions: Tensor, sampling: SamplingBatch) -> Chosen:
+        """From hidden states ``[B, n, H]``: ids of the target."""
+        logits = self._head.logits(hidden.flatten(0, 1)).view(*positions.shape, -1)
+        ids, probs = self._choice.choose(logits, positions, sampling)
         return self._head.draft_to_target[ids], probs
 
     def _to_target(self, probs: Tensor) -> Tensor:
-        """Probabilities over the draft vocabulary ``[B, Vd]``, laid out over the target's ``[B, V]``."""
-        full = probs.new_zeros(probs.shape[0], self._target_vocab_size)
-        return full.index_copy_(1, self._head.draft_to_target, probs)
+        """Probabilities over the draft vocabulary ``[B, n, Vd]``, laid out over the target's ``[B, n, V]``."""
+        full = probs.new_zeros(*probs.shape[:2], self._target_vocab_size)
+        return full.index_copy_(2, self._head.draft_to_target, probs)

@@ -1,99 +1,120 @@
 """The EAGLE3 head: fuses the target's features and drafts one token per pass."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from specgen.models.eagle3_config import Eagle3Config, tensor_prefixes
-from specgen.models.layers import MLP, Attend, Attention, Projection, WriteKV, inverse_frequencies
-from specgen.models.protocols import Target
+from specgen.models.layers import Attend, Block, Projection, inverse_frequencies
+from specgen.models.protocols import MaskSlot, Target
 from specgen.models.take import Take
 from specgen.ops import Map, Norm, Ops, Pair, Rope
 
 
 @dataclass(frozen=True, kw_only=True)
 class Eagle3Head:
-    """An EAGLE3 head of one layer, in any of its formats."""
+    """An EAGLE3 head in any of its formats; its first layer reads the embedding beside the hidden state."""
 
     config: Eagle3Config
     embedding: Tensor  # [V, H]; the target's unless the checkpoint has its own
     feature_norm: Norm | None  # over [rows, num_feature_norms, N]
     num_feature_norms: int  # 1: over all features concatenated
-    fc: Map  # [rows, aux layers * Ht] -> [rows, H]
+    fc: Map | None  # [rows, num_features * Ht] -> [rows, H]; None: the one feature is the hidden state
     inputs: Pair  # ids [rows] and hidden [rows, H] -> both normed, concatenated [rows, 2 * H]
-    attention: Attention
-    kv_proj: Projection  # of the same attention
-    post_norm: Norm
-    mlp: MLP
-    norm: Norm
+    blocks: tuple[Block, ...]
+    norms: tuple[Norm, ...]  # of what each block gives; the last is the final one
+    kv_proj: Projection  # of the last block's attention
     lm_head: Map  # [n, H] -> [n, Vd]
     draft_to_target: Tensor  # [Vd] int64: the target's id of each draft id
     argmax: Map  # of logits [..., Vd] -> [...]
     rope: Rope
+    mask: MaskSlot | None = None  # of P-EAGLE
 
     @classmethod
     def build(
         cls, config: Eagle3Config, take: Take, target: Target, draft_to_target: Tensor, ops: Ops
     ) -> "Eagle3Head":
         """Load every tensor of the head; the embedding is the target's unless the head has its own."""
-        root, layer = tensor_prefixes(take)
+        root, prefixes = tensor_prefixes(take, config.num_layers)
         hidden, eps, kv_heads = config.hidden_size, config.rms_norm_eps, config.num_kv_heads
-        fc_width, table = config.num_features * config.target_hidden_size, target.embedding
+        table, last = target.embedding, config.num_layers - 1
         if config.own_embedding:
             table = take(root + "embed_tokens.weight", (config.vocab_size, hidden))
 
         def vector(name: str) -> Tensor:
             return take(name, (hidden,))
 
-        return cls(
+        def width(index: int) -> int:
+            return hidden if index else 2 * hidden
+
+        norms = [*(prefix + "input_layernorm.weight" for prefix in prefixes[1:]), root + "norm.weight"]
+        head = cls(
             config=config,
             embedding=table,
             feature_norm=_feature_norm(config, root, take, ops),
             num_feature_norms=config.num_features if config.fc_norm else 1,
-            fc=ops.linear(take.linear({root + "fc": hidden}, fc_width)),
+            fc=_fc(config, root, take, ops),
             inputs=ops.embed_norm_concat(
-                table, vector(layer + "input_layernorm.weight"), vector(layer + "hidden_norm.weight"), eps
+                table,
+                vector(prefixes[0] + "input_layernorm.weight"),
+                vector(prefixes[0] + "hidden_norm.weight"),
+                eps,
             ),
-            attention=Attention.build(config, 0, 2 * hidden, layer, take, ops),
-            kv_proj=Projection.build(config, {"k": kv_heads, "v": kv_heads}, 2 * hidden, layer, take, ops),
-            post_norm=ops.rms_norm(vector(layer + "post_attention_layernorm.weight"), eps),
-            mlp=MLP.build(config, layer, take, ops),
-            norm=ops.rms_norm(vector(root + "norm.weight"), eps),
+            blocks=tuple(
+                Block.build(config, index, prefix, take, ops, width(index))
+                for index, prefix in enumerate(prefixes)
+            ),
+            norms=tuple(ops.rms_norm(vector(name), eps) for name in norms),
+            kv_proj=Projection.build(
+                config, {"k": kv_heads, "v": kv_heads}, width(last), prefixes[last], take, ops
+            ),
             lm_head=ops.linear(take.linear({"lm_head": config.draft_vocab_size}, hidden)),
             draft_to_target=draft_to_target,
             argmax=ops.argmax,
             rope=ops.rope(inverse_frequencies(config.rope, config.head_dim, draft_to_target.device)),
         )
+        if config.mask_token_id is None:
+            return head
+        features = take.flat(root + "mask_hidden", config.num_features * config.target_hidden_size)
+        mask = MaskSlot(token_id=config.mask_token_id, hidden=head.fuse(features[None]))
+        return replace(head, mask=mask)
 
     def fuse(self, features: Tensor) -> Tensor:
-        """The target's features [rows, aux layers * Ht] as hidden states for ``forward``, [rows, H]."""
+        """The target's features [rows, num_features * Ht] as hidden states for ``forward``, [rows, H]."""
         if self.feature_norm is not None:
             grouped = features.view(features.shape[0], self.num_feature_norms, -1)
             features = self.feature_norm(grouped).flatten(1)
-        return self.fc(features)
+        return features if self.fc is None else self.fc(features)
 
-    def write_kv(self, token_ids: Tensor, hidden: Tensor, write_kv: WriteKV) -> None:
-        """Store the keys and values of accepted rows without computing their attention.
+    def write_kv(self, token_ids: Tensor, hidden: Tensor, attend: Attend) -> None:
+        """Store the keys and values of accepted rows.
 
-        In a head of one layer no other state of a row is read by later rows.
+        Later rows read no other state of a row, so its attention and MLP in the last layer are not computed.
         """
-        write_kv(self.attention.layer, self.kv_proj(self.inputs(token_ids, hidden)))
+        _, inputs = self._before_last(token_ids, hidden, attend)
+        attend.write_kv(self.blocks[-1].attention.layer, self.kv_proj(inputs))
 
     def forward(self, token_ids: Tensor, hidden: Tensor, attend: Attend) -> Tensor:
         """One pass over ``token_ids`` [rows] with ``hidden`` [rows, H], the states of the tokens before them.
 
         Returns the hidden states that ``logits`` and the next pass take, [rows, H].
         """
-        inputs = self.inputs(token_ids, hidden)
-        stream = inputs[:, self.config.hidden_size :] if self.config.norm_before_residual else hidden
-        stream, normed = self.post_norm.add(stream, self.attention(inputs, attend))
-        stream, normed = self.norm.add(stream, self.mlp(normed))
+        stream, inputs = self._before_last(token_ids, hidden, attend)
+        stream, normed = self.norms[-1].add(*self.blocks[-1](stream, inputs, attend))
         return normed if self.config.norm_output else stream
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits over the draft vocabulary, [n, Vd] in the model's dtype, from the result of ``forward``, [n, H]."""
-        return self.lm_head(hidden if self.config.norm_output else self.norm(hidden))
+        return self.lm_head(hidden if self.config.norm_output else self.norms[-1](hidden))
+
+    def _before_last(self, token_ids: Tensor, hidden: Tensor, attend: Attend) -> tuple[Tensor, Tensor]:
+        """The residual stream [rows, H] that enters the last layer, and the inputs of its attention."""
+        inputs = self.inputs(token_ids, hidden)
+        stream = inputs[:, self.config.hidden_size :] if self.config.norm_before_residual else hidden
+        for block, norm in zip(self.blocks[:-1], self.norms[:-1], strict=True):
+            stream, inputs = norm.add(*block(stream, inputs, attend))
+        return stream, inputs
 
 
 def _feature_norm(config: Eagle3Config, root: str, take: Take, ops: Ops) -> Norm | None:
@@ -104,3 +125,10 @@ def _feature_norm(config: Eagle3Config, root: str, take: Take, ops: Ops) -> Norm
         weights = [take(f"{root}fc_norm.{index}.weight", (width,)) for index in range(count)]
         return ops.rms_norm(torch.stack(weights), config.rms_norm_eps)
     return None
+
+
+def _fc(config: Eagle3Config, root: str, take: Take, ops: Ops) -> Map | None:
+    if config.reads_output:
+        return None
+    width = config.num_features * config.target_hidden_size
+    return ops.linear(take.linear({root + "fc": config.hidden_size}, width))

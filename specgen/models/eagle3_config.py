@@ -6,14 +6,22 @@ from typing import ClassVar, Literal
 
 from specgen.config import UserError, require, shown
 from specgen.models.config_fields import Raw, count, flag, section
-from specgen.models.model_config import HeadConfig, architectures, dtype_name, layer_settings
+from specgen.models.model_config import (
+    HeadConfig,
+    architectures,
+    dtype_name,
+    head_biases,
+    head_windows,
+    layer_settings,
+)
 
 NOT_EAGLE3 = (
     "no midlayer.hidden_norm.weight or layers.0.hidden_norm.weight: the checkpoint is not an EAGLE3 head"
 )
 _ROTARY = [f"{prefix}rotary_emb.inv_freq" for prefix in ("", "midlayer.self_attn.", "layers.0.self_attn.")]
 # In some checkpoints but used by no pass; d2t and t2d are read separately, by the vocabulary map.
-IGNORED_TENSORS = frozenset({"d2t", "t2d", "verifier_lm_head.weight", "verifier_norm.weight", *_ROTARY})
+_IGNORED = frozenset({"d2t", "t2d", "verifier_lm_head.weight", "verifier_norm.weight", *_ROTARY})
+_MASK_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")  # in vLLM's order
 _AUX_KEY = "eagle_aux_hidden_state_layer_ids"
 _NORMS = {
     "norm_before_fc": "one over the concatenated features",
@@ -30,21 +38,22 @@ def is_eagle3(config: Raw, tensors: Set[str]) -> bool:
     return named or any(name.endswith("hidden_norm.weight") for name in tensors)
 
 
-def tensor_prefixes(tensors: Container[str]) -> tuple[str, str]:
-    """The prefix of all tensor names of a checkpoint, and that of its layer.
+def tensor_prefixes(tensors: Container[str], num_layers: int) -> tuple[str, list[str]]:
+    """The prefix of all tensor names of a checkpoint, and those of its layers.
 
-    ``midlayer.*`` (EAGLE, SpecForge) or ``layers.0.*`` (speculators), with or without ``model.`` before it.
+    The first layer is ``midlayer.*`` (EAGLE, SpecForge) or ``layers.0.*`` (speculators); before all names there may be
+    ``model.``.
     """
     for root in ("", "model."):
         for layer in ("midlayer.", "layers.0."):
             if f"{root}{layer}hidden_norm.weight" in tensors:
-                return root, root + layer
+                return root, [root + layer, *(f"{root}layers.{index}." for index in range(1, num_layers))]
     raise UserError(NOT_EAGLE3)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Eagle3Config(HeadConfig):
-    """An EAGLE3 head of one decoder layer."""
+    """An EAGLE3 head; its first layer reads the embedding beside the hidden state."""
 
     family: ClassVar[str] = "EAGLE3"
     dialect: Literal["eagle", "speculators"]
@@ -52,21 +61,32 @@ class Eagle3Config(HeadConfig):
     norm_before_fc: bool  # one norm over the concatenated features
     fc_norm: bool  # a norm for each feature
     norm_output: bool  # the hidden state fed back is normed (EAGLE 3.1)
+    mask_token_id: int | None  # of the slots behind the first in P-EAGLE, which drafts K tokens in one pass
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         require(
             not (self.norm_before_fc and self.fc_norm),
             "norm_before_fc and fc_norm are both true: a head has one of them, or none",
         )
         require(
-            self.num_layers == 1,
-            f"the head has {self.num_layers} decoder layers: only heads of one layer are supported",
+            not (self.reads_output and (self.norm_before_fc or self.fc_norm)),
+            "use_aux_hidden_state is false, so there are no features for norm_before_fc or fc_norm: wrong config",
+        )
+        require(
+            not self.reads_output or self.target_hidden_size == self.hidden_size,
+            f"use_aux_hidden_state is false, so the target's hidden state goes in as it is: it is "
+            f"{self.target_hidden_size} wide, the head {self.hidden_size}",
+        )
+        require(
+            self.mask_token_id is None or self.mask_token_id < self.vocab_size,
+            f"the mask token is {self.mask_token_id}, outside the vocabulary of {self.vocab_size}: wrong config",
         )
 
     @property
     def num_features(self) -> int:
         """How many of the target's hidden states are fused; three by default."""
-        return len(self.aux_layers) or 3
+        return 1 if self.reads_output else len(self.aux_layers) or 3
 
     @classmethod
     def from_hf(cls, config: Raw, tensors: Set[str], num_target_layers: int | None) -> "Eagle3Config":
@@ -76,20 +96,22 @@ class Eagle3Config(HeadConfig):
         the default aux layers depend on ``num_target_layers``.
         """
         kind = config.get("speculators_model_type", "eagle3")
-        require(kind == "eagle3", f"the head is of type {shown(kind)}: only 'eagle3' is supported")
+        require(
+            kind in ("eagle3", "peagle"),
+            f"the head is of type {shown(kind)}: only eagle3 and peagle are supported",
+        )
         layer = section(config, "transformer_layer_config") or config
         nested = section(config, "eagle_config")
-        require(
-            flag(nested, "use_aux_hidden_state", True),
-            "use_aux_hidden_state is false: a head that reads the last hidden state only is not EAGLE3",
-        )
         flags = {**nested, **config}
+        reads_output = not flag(flags, "use_aux_hidden_state", True)
         require(
             layer is config or flags.get("norm_before_residual") is not None,
             "config.json does not say norm_before_residual, which speculators then takes as false and vLLM as true: "
             "add it as the head was trained",
         )
         aux_layers, aux_rule = _aux_layers(config.get(_AUX_KEY), nested.get(_AUX_KEY), num_target_layers)
+        if reads_output:
+            aux_layers, aux_rule = (), "use_aux_hidden_state is false: no layer's input is read"
         return cls(
             dialect="eagle" if layer is config else "speculators",
             draft_vocab_size=count({**layer, **config}, "draft_vocab_size", count(layer, "vocab_size")),
@@ -101,9 +123,15 @@ class Eagle3Config(HeadConfig):
             norm_before_fc=flag(flags, "norm_before_fc"),
             fc_norm=flag(flags, "fc_norm"),
             norm_output=flag(flags, "norm_output"),
+            mask_token_id=_mask_token(flags)
+            if kind == "peagle" or flag(flags, "parallel_drafting")
+            else None,
             qk_norm=any(name.endswith("self_attn.q_norm.weight") for name in tensors),
             own_embedding=any(name.endswith("embed_tokens.weight") for name in tensors),
+            reads_output=reads_output,
+            windows=head_windows(layer),
             dtype=dtype_name(config),
+            **head_biases(layer, tensors),
             **layer_settings(layer),
         )
 
@@ -112,18 +140,42 @@ class Eagle3Config(HeadConfig):
         norms = [f"{name} ({meaning})" for name, meaning in _NORMS.items() if getattr(self, name)]
         return {
             "dialect": "EAGLE, SpecForge" if self.dialect == "eagle" else "speculators",
-            "features": f"the target's residual stream at the inputs of layers {inputs}",
+            "features": "the target's last hidden state, behind its final norm"
+            if self.reads_output
+            else f"the target's residual stream at the inputs of layers {inputs}",
             "rule": self.aux_rule,
             "norms": ", ".join(norms) or "those of the original EAGLE3",
+            **self._parallel_facts(),
             **super().facts(),
         }
+
+    def _parallel_facts(self) -> dict[str, str]:
+        if self.mask_token_id is None:
+            return {}
+        return {"drafting": f"all drafts in one pass (P-EAGLE), with mask token {self.mask_token_id}"}
+
+
+def ignored_tensors(config: Eagle3Config) -> frozenset[str]:
+    """Tensors in some checkpoints that no pass uses."""
+    return _IGNORED | ({"fc.weight", "model.fc.weight"} if config.reads_output else set())
+
+
+def _mask_token(flags: Raw) -> int:
+    given = next((key for key in _MASK_KEYS if flags.get(key) is not None), None)
+    require(
+        given is not None, f"parallel_drafting is true and there is none of {', '.join(_MASK_KEYS)}: add it"
+    )
+    token = flags[str(given)]
+    require(type(token) is int and token >= 0, f"{given} is {shown(token)}: it must be a token id")
+    return int(token)
 
 
 def _aux_layers(top: object, nested: object, num_layers: int | None) -> tuple[tuple[int, ...], str]:
     """The layers whose inputs are the features, and the rule that gave them.
 
     Ids at the top level are vLLM's and speculators' (inputs). Ids in ``eagle_config`` are SpecForge's and NVIDIA's
-    (outputs), except that some heads write the default inputs there (sgl-project/sglang#25454).
+    (outputs), except that some heads write the default inputs there (sgl-project/sglang#25454), and others inputs of
+    which the last is the stream behind the last layer (sgl-project/sglang#32334).
     """
     default = () if num_layers is None else (2, num_layers // 2, num_layers - 3)
     if top:
@@ -136,6 +188,9 @@ def _aux_layers(top: object, nested: object, num_layers: int | None) -> tuple[tu
         ids = _ids(nested)
         if ids == default:
             return ids, f"eagle_config.{_AUX_KEY} {list(ids)} are the default layer inputs"
+        if num_layers in ids:
+            reason = f"because a target of {num_layers} layers has no output of layer {num_layers}"
+            return ids, f"eagle_config.{_AUX_KEY} {list(ids)} are layer inputs, {reason}"
         outputs = f"eagle_config.{_AUX_KEY} {list(ids)} are layer outputs (the SpecForge and NVIDIA format)"
         return tuple(i + 1 for i in ids), f"{outputs}, so 1 is added"
     return default, "no ids given: the default layer inputs 2, L//2, L-3 of a target of L layers"

@@ -8,8 +8,10 @@ from typing import Any
 from torch import Tensor
 
 from specgen.config import UserError, require, shown
-from specgen.models import eagle3_config, llama
+from specgen.models import eagle1_config, eagle3_config, llama
 from specgen.models.config_fields import Raw
+from specgen.models.eagle1 import Eagle1Head
+from specgen.models.eagle1_config import Eagle1Config
 from specgen.models.eagle3 import Eagle3Head
 from specgen.models.eagle3_config import Eagle3Config
 from specgen.models.model_config import HeadConfig, TargetConfig, architectures
@@ -35,12 +37,13 @@ class HeadFamily:
     refusal: str  # for a checkpoint that no family recognizes
     config: Callable[[Raw, Set[str], int | None], HeadConfig]  # also from the target's number of layers
     build: Callable[[Any, Take, Target, Tensor, Ops], Head]  # from that config; the tensor is draft_to_target
-    ignored: Set[str]
+    ignored: Callable[[Any], Set[str]]  # tensors in some checkpoints that no pass uses
 
 
 _llama = partial(Family, build=llama.Llama.build, ignored=llama.ignored_tensors)
 FAMILIES: Mapping[str, Family] = {
-    "LlamaForCausalLM": _llama(config=partial(TargetConfig.from_hf, qk_norm=False)),
+    "LlamaForCausalLM": _llama(config=TargetConfig.from_hf),
+    "Qwen2ForCausalLM": _llama(config=partial(TargetConfig.from_hf, qkv_bias=True)),
     "Qwen3ForCausalLM": _llama(config=partial(TargetConfig.from_hf, qk_norm=True)),
 }
 HEAD_FAMILIES: Mapping[str, HeadFamily] = {
@@ -49,7 +52,14 @@ HEAD_FAMILIES: Mapping[str, HeadFamily] = {
         refusal=eagle3_config.NOT_EAGLE3,
         config=Eagle3Config.from_hf,
         build=Eagle3Head.build,
-        ignored=eagle3_config.IGNORED_TENSORS,
+        ignored=eagle3_config.ignored_tensors,
+    ),
+    "EAGLE-1": HeadFamily(
+        recognize=eagle1_config.is_eagle1,
+        refusal=eagle1_config.NOT_EAGLE1,
+        config=Eagle1Config.from_hf,
+        build=Eagle1Head.build,
+        ignored=lambda config: eagle1_config.IGNORED_TENSORS,
     ),
 }
 

@@ -20,25 +20,22 @@ class LayerAttention:
 
     index: int  # of its planes in the KV cache
     scale: float  # of q . k
+    window: int | None = None  # positions that a row sees, its own included; None: all
 
 
 class Attend(Protocol):
-    """Attention over the sequences of one pass: rotates q and k, stores k and v, attends to all stored positions.
+    """Attention over the sequences of one pass; a model knows positions, attention, cache and batching only by it."""
 
-    ``qkv`` is [rows, Hq + 2 * Hkv, D], the heads of q, k and v in that order; the result is [rows, Hq * D].
-    A model knows positions, attention, cache and batching only through it.
-    """
+    def __call__(self, layer: LayerAttention, qkv: Tensor) -> Tensor:
+        """Rotate q and k, store k and v, attend to all stored positions.
 
-    def __call__(self, layer: LayerAttention, qkv: Tensor) -> Tensor: ...
+        ``qkv`` is [rows, Hq + 2 * Hkv, D], the heads of q, k and v in that order; the result is [rows, Hq * D].
+        """
+        ...
 
-
-class WriteKV(Protocol):
-    """Stores rotated keys and values of the rows of one pass: ``Attend`` without the attention.
-
-    ``heads`` are [rows, 2 * Hkv, D], those of k and v in that order.
-    """
-
-    def __call__(self, layer: LayerAttention, heads: Tensor) -> object: ...
+    def write_kv(self, layer: LayerAttention, heads: Tensor) -> object:
+        """Store rotated keys and values without attending; ``heads`` are [rows, 2 * Hkv, D], k before v."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +55,7 @@ class Projection:
         prefix += "self_attn."
         rows = {f"{prefix}{name}_proj": count * config.head_dim for name, count in heads.items()}
         normed = {name: count for name, count in heads.items() if name != "v"}
-        linear, norm = ops.linear(take.linear(rows, width)), None
+        linear, norm = ops.linear(take.linear(rows, width, bias=config.qkv_bias)), None
         if config.qk_norm:
             weights = [
                 take(f"{prefix}{name}_norm.weight", (config.head_dim,)).repeat(count, 1)
@@ -92,8 +89,8 @@ class Attention:
         out, q_rows = f"{prefix}self_attn.o_proj", config.num_heads * config.head_dim
         return cls(
             qkv=Projection.build(config, heads, width, prefix, take, ops),
-            out=ops.linear_parts(take.linear({out: config.hidden_size}, q_rows)),
-            layer=LayerAttention(index=index, scale=config.head_dim**-0.5),
+            out=ops.linear_parts(take.linear({out: config.hidden_size}, q_rows, bias=config.o_bias)),
+            layer=LayerAttention(index=index, scale=config.head_dim**-0.5, window=config.window(index)),
         )
 
     def __call__(self, x: Tensor, attend: Attend) -> Tensor:
@@ -111,18 +108,45 @@ class MLP:
     @classmethod
     def build(cls, config: LayerConfig, prefix: str, take: Take, ops: Ops) -> "MLP":
         """Load ``{prefix}mlp.*``."""
-        hidden, inner = config.hidden_size, config.intermediate_size
+        hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
         prefix += "mlp."
         return cls(
             gated=ops.gated_linear(
-                take.linear({prefix + "gate_proj": inner, prefix + "up_proj": inner}, hidden)
+                take.linear({prefix + "gate_proj": inner, prefix + "up_proj": inner}, hidden, bias=bias)
             ),
-            down=ops.linear_parts(take.linear({prefix + "down_proj": hidden}, inner)),
+            down=ops.linear_parts(take.linear({prefix + "down_proj": hidden}, inner, bias=bias)),
         )
 
     def __call__(self, x: Tensor) -> Tensor:
         """[rows, H] -> [parts, rows, H]; see ``Ops.linear_parts``."""
         return self.down(self.gated(x))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Block:
+    """A decoder layer without the norm of its inputs, which its predecessor's sum is fused with."""
+
+    attention: Attention
+    post_norm: Norm
+    mlp: Map  # [rows, H] -> [parts, rows, H]; see Ops.linear_parts
+
+    @classmethod
+    def build(cls, config: LayerConfig, index: int, prefix: str, take: Take, ops: Ops, width: int) -> "Block":
+        """Load ``{prefix}*`` as layer ``index``, whose attention has inputs ``width`` wide."""
+        weight = take(prefix + "post_attention_layernorm.weight", (config.hidden_size,))
+        return cls(
+            attention=Attention.build(config, index, width, prefix, take, ops),
+            post_norm=ops.rms_norm(weight, config.rms_norm_eps),
+            mlp=MLP.build(config, prefix, take, ops),
+        )
+
+    def __call__(self, stream: Tensor, normed: Tensor, attend: Attend) -> tuple[Tensor, Tensor]:
+        """The residual ``stream`` [rows, H] and the attention's inputs [rows, width].
+
+        Returns the stream behind the attention, and what the MLP adds to it, [parts, rows, H].
+        """
+        stream, normed = self.post_norm.add(stream, self.attention(normed, attend))
+        return stream, self.mlp(normed)
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int, device: torch.device) -> Tensor:

@@ -6,32 +6,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from specgen.models.layers import MLP, Attend, Attention, inverse_frequencies
+from specgen.models.layers import Attend, Block, inverse_frequencies
 from specgen.models.model_config import TargetConfig
 from specgen.models.take import Take
 from specgen.ops import Map, Norm, Ops, Rope
 from specgen.ops.weight import Weight
-
-
-@dataclass(frozen=True, kw_only=True)
-class DecoderLayer:
-    """One pre-norm transformer layer."""
-
-    input_norm: Norm
-    attention: Attention
-    post_norm: Norm
-    mlp: Map  # [rows, H] -> [parts, rows, H]; see Ops.linear_parts
-
-    @classmethod
-    def build(cls, config: TargetConfig, index: int, take: Take, ops: Ops) -> "DecoderLayer":
-        """Load ``model.layers.{index}.*``."""
-        prefix, hidden, eps = f"model.layers.{index}.", (config.hidden_size,), config.rms_norm_eps
-        return cls(
-            input_norm=ops.rms_norm(take(prefix + "input_layernorm.weight", hidden), eps),
-            attention=Attention.build(config, index, config.hidden_size, prefix, take, ops),
-            post_norm=ops.rms_norm(take(prefix + "post_attention_layernorm.weight", hidden), eps),
-            mlp=MLP.build(config, prefix, take, ops),
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,8 +19,8 @@ class Llama:
 
     config: TargetConfig
     embedding: Tensor  # [V, H]
-    layers: tuple[DecoderLayer, ...]
-    norm: Norm
+    blocks: tuple[Block, ...]
+    norms: tuple[Norm, ...]  # of the inputs of each block, and the final one
     lm_head: Map  # [n, H] -> [n, V]; the embedding's weight if tied
     argmax: Map  # of logits [..., V] -> [...]
     rope: Rope
@@ -52,12 +31,20 @@ class Llama:
         vocab_size, hidden_size = config.vocab_size, config.hidden_size
         embedding = take("model.embed_tokens.weight", (vocab_size, hidden_size))
         tied = config.tied_embeddings
+        blocks = tuple(
+            Block.build(config, index, f"model.layers.{index}.", take, ops, hidden_size)
+            for index in range(config.num_layers)
+        )
+        norms = [f"model.layers.{index}.input_layernorm.weight" for index in range(config.num_layers)]
         lm_head = Weight(data=embedding) if tied else take.linear({"lm_head": vocab_size}, hidden_size)
         return cls(
             config=config,
             embedding=embedding,
-            layers=tuple(DecoderLayer.build(config, index, take, ops) for index in range(config.num_layers)),
-            norm=ops.rms_norm(take("model.norm.weight", (hidden_size,)), config.rms_norm_eps),
+            blocks=blocks,
+            norms=tuple(
+                ops.rms_norm(take(name, (hidden_size,)), config.rms_norm_eps)
+                for name in [*norms, "model.norm.weight"]
+            ),
             lm_head=ops.linear(lm_head),
             argmax=ops.argmax,
             rope=ops.rope(inverse_frequencies(config.rope, config.head_dim, embedding.device)),
@@ -80,14 +67,14 @@ class Llama:
         ``aux_layers``, concatenated in the order given, [rows, len(aux_layers) * H].
         """
         stream = F.embedding(token_ids, self.embedding)
-        normed = self.layers[0].input_norm(stream)
+        normed = self.norms[0](stream)
         inputs = {0: stream} if 0 in aux_layers else {}  # no other stream outlives its layer
-        next_norms = [layer.input_norm for layer in self.layers[1:]] + [self.norm]
-        for index, (layer, next_norm) in enumerate(zip(self.layers, next_norms, strict=True)):
-            stream, normed = layer.post_norm.add(stream, layer.attention(normed, attend))
-            stream, normed = next_norm.add(stream, layer.mlp(normed))
-            if index + 1 in aux_layers:
-                inputs[index + 1] = stream
+        for index, (block, norm) in enumerate(zip(self.blocks, self.norms[1:], strict=True), start=1):
+            # not block(...), during which this frame would hold on to the stream before it
+            stream, normed = block.post_norm.add(stream, block.attention(normed, attend))
+            stream, normed = norm.add(stream, block.mlp(normed))
+            if index in aux_layers:
+                inputs[index] = stream
         features = [inputs[index] for index in aux_layers]
         return normed, torch.cat(features, -1) if features else stream[:, :0]
 

@@ -1,5 +1,6 @@
 """The ``config.json`` of a target or a head, validated and under one set of names; no torch."""
 
+from collections.abc import Set
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -7,6 +8,8 @@ from specgen.config import require, shown
 from specgen.kv.kv_spec import KVSpec
 from specgen.models.config_fields import LARGEST_COUNT, Raw, count, flag, items, number
 from specgen.models.rope_config import RopeConfig
+
+_WINDOWED = {"full_attention": False, "sliding_attention": True}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +27,21 @@ class LayerConfig:
     rope: RopeConfig
     qk_norm: bool
     dtype: str  # of the weights, by the config
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    windows: tuple[int | None, ...] = ()  # by layer: positions that a row sees, its own included; None: all
+
+    def __post_init__(self) -> None:
+        require(
+            not self.windows or len(self.windows) == self.num_layers,
+            f"layer_types names {len(self.windows)} layers, num_hidden_layers {self.num_layers}: "
+            "config.json is wrong",
+        )
+
+    def window(self, index: int) -> int | None:
+        """Positions that a row of layer ``index`` sees, its own included; None: all."""
+        return self.windows[index] if self.windows else None
 
     @property
     def kv_spec(self) -> KVSpec:
@@ -40,7 +58,17 @@ class LayerConfig:
             "layers": f"{self.num_layers}, {self.hidden_size} wide, MLP {self.intermediate_size} wide",
             "attention": f"{self.num_heads} heads, {self.num_kv_heads} KV heads, {self.head_dim} wide each",
             "rotary": f"base {self.rope.theta:,.0f}{scaled}",
+            **self._deviations(),
         }
+
+    def _deviations(self) -> dict[str, str]:
+        """What layers of a Llama do not have."""
+        biased = {"q, k and v": self.qkv_bias, "attention output": self.o_bias, "MLP": self.mlp_bias}
+        biases = ", ".join(name for name, there in biased.items() if there)
+        windows = ", ".join("all" if window is None else f"{window:,}" for window in self.windows)
+        return ({"biases": biases} if biases else {}) | (
+            {"windows": f"{windows} positions, by layer"} if any(self.windows) else {}
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,11 +81,13 @@ class TargetConfig(LayerConfig):
     eos_token_ids: tuple[int, ...]
 
     @classmethod
-    def from_hf(cls, config: Raw, *, qk_norm: bool) -> "TargetConfig":
-        """Read the ``config.json`` of a Llama, or of a Qwen3, which differs only in norms of q and k.
+    def from_hf(cls, config: Raw, *, qk_norm: bool = False, qkv_bias: bool = False) -> "TargetConfig":
+        """Read the ``config.json`` of a Llama, or of a family that differs in norms of q and k or in biases.
 
         ``UserError`` names the first thing in it that is not supported.
         """
+        biased = flag(config, "attention_bias")
+        _refuse_windows(config)
         return cls(
             architecture=architectures(config)[0],
             num_layers=count(config, "num_hidden_layers"),
@@ -66,6 +96,9 @@ class TargetConfig(LayerConfig):
             qk_norm=qk_norm,
             dtype=dtype_name(config),
             eos_token_ids=_eos_token_ids(config),
+            qkv_bias=biased or qkv_bias,
+            o_bias=biased,
+            mlp_bias=flag(config, "mlp_bias"),
             **layer_settings(config),
         )
 
@@ -95,6 +128,8 @@ class HeadConfig(LayerConfig):
     aux_layers: tuple[int, ...]
     aux_rule: str
     own_embedding: bool
+    reads_output: bool  # the one feature is the target's last hidden state, behind its final norm
+    fc_each_pass: ClassVar[bool] = False  # and not once per accepted row
 
     def facts(self) -> dict[str, str]:
         share = self.draft_vocab_size / self.vocab_size
@@ -135,15 +170,50 @@ def layer_settings(config: Raw) -> dict[str, Any]:
 
 
 def _refuse_unsupported(config: Raw) -> None:
-    for name in ("attention_bias", "mlp_bias"):
-        require(not config.get(name), f"{name} is true: checkpoints with biases are not supported")
     for name in ("quantization_config", "compression_config"):
         require(not config.get(name), f"{name} is set: quantized weights are not supported, use plain ones")
-    window, used = config.get("sliding_window"), config.get("use_sliding_window", True)
-    sliding = (window and used) or "sliding_attention" in items(config, "layer_types")
-    require(not sliding, f"sliding_window is {shown(window)} and in use: only full attention is supported")
     activation = config.get("hidden_act", "silu")
     require(activation == "silu", f"hidden_act is {shown(activation)}: only 'silu' is supported")
+
+
+def _refuse_windows(config: Raw) -> None:
+    window, used = config.get("sliding_window"), config.get("use_sliding_window", True)
+    sliding = (window and used) or "sliding_attention" in items(config, "layer_types")
+    require(
+        not sliding,
+        f"sliding_window is {shown(window)} and in use: a target needs full attention in all layers",
+    )
+
+
+def head_windows(config: Raw) -> tuple[int | None, ...]:
+    """The window of each layer of a head; none where its config names no kinds of layers."""
+    kinds = items(config, "layer_types")
+    for kind in kinds:
+        require(
+            kind in _WINDOWED,
+            f"layer_types has {shown(kind)}: only {' and '.join(_WINDOWED)} are supported",
+        )
+    if not kinds:
+        _refuse_windows(config)
+    return tuple(count(config, "sliding_window") if _WINDOWED[kind] else None for kind in kinds)
+
+
+def head_biases(config: Raw, tensors: Set[str]) -> dict[str, Any]:
+    """Which linear layers of a head have a bias: published configs often do not say, so its tensors do."""
+
+    def any_of(*names: str) -> bool:
+        return any(tensor.endswith(tuple(f"{name}.bias" for name in names)) for tensor in tensors)
+
+    for name, tensor in (("attention_bias", "q_proj"), ("qkv_bias", "q_proj"), ("mlp_bias", "gate_proj")):
+        require(
+            not flag(config, name) or any_of(tensor),
+            f"{name} is true, but there is no {tensor}.bias: the checkpoint is incomplete",
+        )
+    return {
+        "qkv_bias": any_of("q_proj", "k_proj", "v_proj"),
+        "o_bias": any_of("o_proj"),
+        "mlp_bias": any_of("gate_proj", "up_proj", "down_proj"),
+    }
 
 
 def dtype_name(config: Raw) -> str:

@@ -1,11 +1,12 @@
 """The interface between the engine and a model of any family: a target verifies, a head drafts for it."""
 
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from specgen.models.layers import Attend, WriteKV
+from specgen.models.layers import Attend
 from specgen.models.model_config import HeadConfig, TargetConfig
 from specgen.ops import Map, Rope
 
@@ -31,8 +32,19 @@ class Target(Protocol):
     def logits(self, hidden: Tensor) -> Tensor: ...
 
 
+@dataclass(frozen=True, kw_only=True)
+class MaskSlot:
+    """What a head that drafts in one pass is fed in place of the tokens that it has yet to draft."""
+
+    token_id: int
+    hidden: Tensor  # [1, H]
+
+
 class Head(Protocol):
     """A network that drafts from the target's features; see ``Eagle3Head``."""
+
+    @property
+    def mask(self) -> MaskSlot | None: ...
 
     @property
     def config(self) -> HeadConfig: ...
@@ -43,6 +55,6 @@ class Head(Protocol):
     @property
     def argmax(self) -> Map: ...
     def fuse(self, features: Tensor) -> Tensor: ...
-    def write_kv(self, token_ids: Tensor, hidden: Tensor, write_kv: WriteKV) -> None: ...
+    def write_kv(self, token_ids: Tensor, hidden: Tensor, attend: Attend) -> None: ...
     def forward(self, token_ids: Tensor, hidden: Tensor, attend: Attend) -> Tensor: ...
     def logits(self, hidden: Tensor) -> Tensor: ...

@@ -41,7 +41,7 @@ def _limit_primitive_caches() -> None:
 def _packed(weight: Weight) -> Map:
     # 64 rows is a hint: a weight packed for one row is slow for more rows, but not the reverse.
     packed = torch.ops.mkldnn._reorder_linear_weight(weight.matrix.contiguous(), 64)
-    return lambda x: torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], "")
+    return lambda x: torch.ops.mkldnn._linear_pointwise(x, packed, weight.bias, "none", [], "")
 
 
 @dataclass(frozen=True, kw_only=True)

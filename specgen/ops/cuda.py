@@ -71,9 +71,16 @@ def _by_rows(
     cublas: Map,
     halves: int = 1,
 ) -> Map:
-    """``skinny`` where a tile fits the weight, of which each output uses ``halves`` rows, and the number of rows."""
+    """``skinny`` where a tile fits the weight, of which each output uses ``halves`` rows, and the number of rows.
+
+    Its kernel adds no bias.
+    """
     matrix = weight.matrix
-    fitting = [tile for tile in tiles if tile.fits(matrix.shape[0] // halves, matrix.shape[1])]
+    fitting = [
+        tile
+        for tile in tiles
+        if weight.bias is None and tile.fits(matrix.shape[0] // halves, matrix.shape[1])
+    ]
 
     def product(x: Tensor) -> Tensor:
         tile = next((tile for tile in fitting if 0 < x.shape[0] <= tile.rows), None)

@@ -27,8 +27,8 @@ def torch_ops() -> Ops:
 
 def linear(weight: Weight) -> Map:
     """See ``Ops.linear``."""
-    matrix = weight.matrix
-    return lambda x: F.linear(x, matrix)
+    matrix, bias = weight.matrix, weight.bias
+    return lambda x: F.linear(x, matrix, bias)
 
 
 def one_part(linear: Map) -> Map:

@@ -19,12 +19,19 @@ class Weight:
 
     data: Tensor
     scale: Tensor | None = None
+    bias: Tensor | None = None  # [out], added to the product before it is rounded
     format: Literal["plain"] = "plain"
 
     @classmethod
     def joined(cls, weights: Sequence["Weight"]) -> "Weight":
         """``weights`` of the same input, concatenated by output: one product instead of several."""
-        return weights[0] if len(weights) == 1 else cls(data=torch.cat([each.matrix for each in weights]))
+        if len(weights) == 1:
+            return weights[0]
+        biases = [each.bias for each in weights if each.bias is not None]
+        assert len(biases) in (0, len(weights)), "all have a bias, or none"
+        return cls(
+            data=torch.cat([each.matrix for each in weights]), bias=torch.cat(biases) if biases else None
+        )
 
     @property
     def matrix(self) -> Tensor:
