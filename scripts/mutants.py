@@ -109,7 +109,7 @@ TESTS: dict[str, tuple[str, ...]] = {
         "test_lossless.py::test_greedy_text_with_mixed_acceptance[3]",
     ),
     "decoding/sampling": ("test_engine.py", *_SAMPLING, *_PER_REQUEST),
-    "decoding/drafting": (*_TEXTS, *_SAMPLING, *_LOOKAHEAD),
+    "decoding/drafting": (*_TEXTS, "test_drafting.py", *_SAMPLING, *_LOOKAHEAD),
     "decoding/drafter_batch": (*_TEXTS, *_SAMPLING, *_LOOKAHEAD),
     "core/step": (*_TEXTS, "test_scoring.py", *_SAMPLING, *_PER_REQUEST, *_FAILURES),
     "core/running_batch": (*_TEXTS, *_PER_REQUEST, *_LOOKAHEAD, *_FAULTS),
@@ -154,7 +154,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "models/llama": ("test_models.py", "test_checkpoint.py"),
     "models/layers": ("test_models.py", "test_checkpoint.py"),
     "evaluation/paired": ("test_paired.py",),
-    "engine/conversations": ("test_engine.py", *_RUNS),
+    "engine/conversations": ("test_engine.py", "test_lost.py", *_RUNS),
 }
 _SLACK = 20.0  # time limit of a trial in seconds, plus
 _TIMES = 3.0  # times the duration of its tests on the unchanged code

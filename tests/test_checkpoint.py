@@ -486,7 +486,10 @@ MISFITS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "flag-without-norm": ({"changed_config": {"norm_before_fc": True}}, "has no tensor 'input_norm.weight'"),
     "both-norms": ({"norm_before_fc": True, "fc_norm": True}, "norm_before_fc and fc_norm are both true"),
-    "two-layers": ({"changed_config": {"num_hidden_layers": 2}}, "has no tensor 'layers.1.post_attention_layernorm"),
+    "two-layers": (
+        {"changed_config": {"num_hidden_layers": 2}},
+        "has no tensor 'layers.1.post_attention_layernorm",
+    ),
     "bias": ({"changed_config": {"attention_bias": True}}, "is true, but there is no q_proj.bias"),
     "layer-kinds": ({"changed_config": {"layer_types": ["chunked_attention"]}}, "only full_attention and"),
     "window-of-no-size": ({"changed_config": {"layer_types": ["sliding_attention"]}}, "no sliding_window"),

@@ -12,11 +12,12 @@ from torch import Tensor
 from specgen.config import SamplingParams
 from specgen.decoding.draft_state import Outcome
 from specgen.decoding.drafter_batch import DraftInput, PaddedBatch
+from specgen.engine.build import build_engine
 from specgen.events import Prefilled, Stepped, Verified
 from specgen.kv.layout import Layout
 from specgen.models.eagle3 import Eagle3Head
 from specgen.ops import Store
-from tests.engines import Outputs, Pair, bundled_requests, generate, random_requests
+from tests.engines import Outputs, Pair, bundled_requests, config_of, generate, random_requests
 from tests.reference_drafts import ReferenceDrafter
 
 K = 3
@@ -141,6 +142,20 @@ def test_planted_aux_layer_bug_is_caught(
     shifted = replace(head, config=replace(head.config, aux_layers=layers))
     pair = replace(random_pair, models=replace(random_pair.models, head=shifted))
     assert wrong_drafts(generate(pair, REQUESTS), random_reference) > 0
+
+
+def test_spoilt_pages_are_cleared_in_both_caches(random_pair: Pair) -> None:
+    """A masked position contributes 0 times its value, which is NaN for NaN."""
+    steps: Any = build_engine(config_of(random_pair), random_pair.models, lambda event: None)._passes._steps
+    for cache in (steps._cache, steps._drafter._cache):
+        cache._storage.fill_(float("nan"))
+    steps.clear([2])
+    steps._clear_spoilt()
+    for cache in (steps._cache, steps._drafter._cache):
+        keys, values = cache.pages(0)
+        assert keys[1].isnan().all()
+        assert not keys[2].any()
+        assert not values[2].any()
 
 
 def test_rejected_rows_do_not_affect_later_drafts(random_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:

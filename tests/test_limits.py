@@ -30,6 +30,11 @@ def test_successful_passes_double_limits_up_to_the_configured_ones() -> None:
     assert (limits.max_batch_size, limits.max_prefill_tokens) == (6, 100)
     passes(limits, _QUIET)
     assert (limits.max_batch_size, limits.max_prefill_tokens) == (8, 100)
+    for _ in range(3):
+        limits.lower_prefill()
+    assert limits.max_prefill_tokens == 12
+    passes(limits, 2 * _QUIET)  # after a raise that failed
+    assert limits.max_prefill_tokens == 24
 
 
 def test_a_raise_that_failed_is_retried_later() -> None:

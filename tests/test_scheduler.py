@@ -40,12 +40,26 @@ def prefill(sched: Scheduler) -> list[tuple[str, int, int]]:
 
 def test_prompts_are_chunked_to_the_prefill_budget() -> None:
     sched = scheduler()
-    for name, length in (("a", 4), ("b", 13), ("c", 2)):
+    for name, length in (("a", 4), ("b", 13), ("c", 2), ("d", 9)):
         sched.submit(sequence(name, length))
     assert prefill(sched) == [("a", 0, 4), ("b", 0, 6)]
-    assert prefill(sched) == [("b", 6, 7), ("c", 0, 2)]
-    assert [s.request.id for s in sched.running] == ["a", "b", "c"]
+    assert prefill(sched) == [("b", 6, 7), ("c", 0, 2), ("d", 0, 1)]
+    assert prefill(sched) == [("d", 1, 8)]
+    assert [s.request.id for s in sched.running] == ["a", "b", "c", "d"]
     assert prefill(sched) == []
+
+
+def test_clear_drops_all_requests_and_frees_their_pages() -> None:
+    sched = scheduler(max_batch_size=2)
+    for name in "abc":
+        sched.submit(sequence(name, 3))
+    prefill(sched)
+    sched.leave(sched.running[0])
+    assert [s.request.id for s in sched.in_hand] == ["b", "a"]
+    sched.clear()
+    assert sched.idle
+    assert sched.in_hand == []
+    assert sched._allocator.num_free == 100
 
 
 def test_a_retried_request_runs_alone() -> None:
