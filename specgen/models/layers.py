@@ -20,6 +20,10 @@ class LayerAttention:
 
     index: int  # of its planes in the KV cache
     scale: float  # of q . k
+    window: int | None = None  # positions that a row sees, its own included; None: all
+
+    def __post_init__(self) -> None:
+        assert self.window is None or self.window >= 1, self.window
 
 
 class Attend(Protocol):
