@@ -24,9 +24,7 @@ class _Group:
     pages: Tensor  # [g * p] pages, sequence by sequence
     positions: Tensor  # [g, q] of the rows
     size: int  # g
-    _masks: dict[tuple[int | None, torch.dtype], Tensor] = field(
-        default_factory=dict, init=False
-    )  # by window
+    _masks: dict[object, Tensor] = field(default_factory=dict, init=False)  # by window and dtype
 
     def attend(self, layer: LayerAttention, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """q ``[rows, num_heads, head_dim]`` -> ``[g * q, num_heads * head_dim]``."""
@@ -53,10 +51,8 @@ class _Group:
             columns = torch.arange(num_positions, device=self.positions.device)
             rows = self.positions[:, None, :, None]
             hidden = columns > rows
-            if (
-                window is not None
-            ):  # a padding row may stand behind the table: one that sees nothing becomes NaN
-                hidden |= columns <= rows.clamp(max=num_positions - 1) - window
+            if window is not None:
+                hidden |= columns <= rows - window  # all for a padding row far behind: it becomes 0
             mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
             self._masks[window, dtype] = mask.masked_fill_(hidden, float("-inf"))
         return self._masks[window, dtype]
