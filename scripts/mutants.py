@@ -139,6 +139,8 @@ TESTS: dict[str, tuple[str, ...]] = {
     "kv/pages": ("test_scheduler.py", *_PREFIX_CACHE, *_TEXTS, *_LOOKAHEAD),
     "kv/prefix_cache": (*_PREFIX_CACHE, "test_engine.py", *_FAULTS),
     "kv/kv_cache": ("test_attention.py", "test_engine.py", *_FAILURES),
+    "attention/sdpa": ("test_attention.py", "test_attention_windows.py"),
+    "attention/pass_lens": ("test_attention_plans.py", "test_attention_windows.py"),
     "core/spec_length": ("test_spec_length.py", "test_step_costs.py"),
     "report/acceptance": _REPORTS,
     "report/intervals": ("test_intervals.py", "test_report.py"),

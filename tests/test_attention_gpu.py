@@ -4,6 +4,7 @@ import random
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from itertools import product
 
 import pytest
 import torch
@@ -111,6 +112,30 @@ FLASHINFER = [
     if (case.dtype, case.head_dim, case.kv_dtype)
     in {(BF16, 128, None), (BF16, 64, None), (FP16, 64, None), (BF16, 128, FP8)}
 ]
+WINDOWS = (128, None, 16, 1000, 1, 128)  # of the layers of one pass
+WINDOWED = {
+    "uniform": [
+        uniform(33, 1, 3000, page_size=64),
+        uniform(3, 1, 3000, page_size=64, head_dim=64),
+        uniform(4, 5, 3000, page_size=64),
+        uniform(40, 5, 3000, page_size=64),
+        uniform(4, 5, 3000, page_size=64, head_dim=64),
+        uniform(130, 5, 3000, page_size=64),
+        uniform(130, 5, 700, page_size=64, head_dim=64),
+        uniform(2, 17, 2000, group=8),
+        uniform(6, 5, 3000, page_size=64, kv_dtype=FP8),
+    ],
+    "packed": [
+        ragged([5, 1, 3, 5, 2], 3000, page_size=64),
+        ragged([1 + i * 7 % 5 for i in range(60)], 2000, page_size=64, head_dim=64),
+        ragged([5, 1, 2, 4], 3000, page_size=64, kv_dtype=FP8),
+    ],
+    "prefill": [
+        ragged([33, 1, 16, 300], 300),
+        ragged([1000, 24, 1024], 3000, page_size=64),
+        ragged([700, 5], 900, page_size=64, head_dim=64),
+    ],
+}
 
 
 class World:
@@ -160,26 +185,35 @@ class World:
     def lens(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         return self.host().starts, self.host().query_lens
 
-    def reference(self) -> Tensor:
+    def reference(self, window: int | None = None) -> Tensor:
         keys, values = (cache.float().nan_to_num() for cache in (self.keys, self.values))
-        return SdpaBackend(torch.device("cuda")).plan(self.prefill())(
-            one_layer(self.q), self.q.float(), keys, values
-        )
+        kernel = SdpaBackend(torch.device("cuda")).plan(self.prefill())
+        return kernel(one_layer(self.q, window), self.q.float(), keys, values)
 
 
-def one_layer(q: Tensor) -> LayerAttention:
-    return LayerAttention(index=0, scale=q.shape[-1] ** -0.5)
+def one_layer(q: Tensor, window: int | None = None) -> LayerAttention:
+    return LayerAttention(index=0, scale=q.shape[-1] ** -0.5, window=window)
 
 
 def attend(backend: Backend, world: World, layout: Layout) -> Tensor:
     """The rows of the case's sequences; every element not written shows as NaN."""
+    return attend_layers(backend, world, layout, (None,))[0]
+
+
+def attend_layers(
+    backend: Backend, world: World, layout: Layout, windows: Sequence[int | None]
+) -> list[Tensor]:
+    """``attend`` for layers of one pass with those windows."""
     q = world.q
     if len(q) < layout.num_rows:
         q = torch.cat((q, torch.full_like(q[:1], torch.nan).expand(layout.num_rows - len(q), -1, -1)))
     kernel = backend.plan(layout)
     poison = [torch.full_like(q, torch.nan) for _ in range(3)]
     del poison  # its memory is reused for the kernel's output
-    return kernel(one_layer(q), q, world.keys, world.values)[: len(world.q)]
+    return [
+        kernel(one_layer(q, window), q, world.keys, world.values)[: len(world.q)].clone()
+        for window in windows
+    ]
 
 
 def error(out: Tensor, expected: Tensor, case: Case) -> float:
@@ -197,24 +231,28 @@ def _compiled() -> None:
     from flashinfer.jit.attention.modules import gen_batch_prefill_module
     from flashinfer.jit.xqa import gen_xqa_module
 
-    specs = {}
-    for case in UNIFORM + RAGGED:
-        kv = case.kv_dtype or case.dtype
-        packed = case in RAGGED
-        shape = (case.dtype, kv, case.page_size, case.head_dim, case.group, False, case.dtype)
-        spec = gen_xqa_module(*shape, max(case.query_lens), packed)
-        specs[spec.name] = spec
-    for case in FLASHINFER:
-        types = (case.dtype, case.kv_dtype or case.dtype, case.dtype, torch.int32)
-        spec = gen_batch_prefill_module("fa2", *types, case.head_dim, case.head_dim, 0, False, False, False)
-        specs[spec.name] = spec
-    if torch.cuda.get_device_capability()[0] == 9:
-        spec = gen_batch_prefill_module(
-            "fa3", BF16, BF16, BF16, torch.int32, 128, 128, 0, False, False, False
-        )
-        specs[spec.name] = spec
+    specs = []
+    for cases, packed, windows in (
+        (UNIFORM, False, [False]),
+        (RAGGED, True, [False]),
+        (WINDOWED["uniform"], False, [False, True]),
+        (WINDOWED["packed"], True, [False, True]),
+    ):
+        for case, window in product(cases, windows):
+            kv = case.kv_dtype or case.dtype
+            shape = (case.dtype, kv, case.page_size, case.head_dim, case.group, window, case.dtype)
+            specs.append(gen_xqa_module(*shape, max(case.query_lens), packed))
+    wrapped = [(case.dtype, case.kv_dtype or case.dtype, case.head_dim, False) for case in FLASHINFER]
+    wrapped += [(BF16, BF16, head_dim, True) for head_dim in (64, 128)]
+    fa3 = [(BF16, BF16, head_dim, window) for head_dim in (64, 128) for window in (False, True)]
+    for kernels, models in (("fa2", wrapped), ("fa3", fa3)):
+        if kernels == "fa2" or torch.cuda.get_device_capability()[0] == 9:
+            for dtype, kv, head_dim, window in models:
+                types = (dtype, kv, dtype, torch.int32)
+                sizes = (head_dim, head_dim, 0, window, False, False)
+                specs.append(gen_batch_prefill_module(kernels, *types, *sizes))
     with ThreadPoolExecutor() as pool:
-        list(pool.map(lambda spec: spec.build_and_load(), specs.values()))
+        list(pool.map(lambda spec: spec.build_and_load(), {spec.name: spec for spec in specs}.values()))
 
 
 @pytest.fixture(scope="module")
@@ -269,15 +307,49 @@ def test_a_wrong_mask_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
         assert error(out, world.reference(), case) > 2 * case.tolerance
 
 
-def capture(backend: Backend, layout: Layout, world: World) -> tuple[torch.cuda.CUDAGraph, Tensor, Tensor]:
+def check_windows(backend: Backend, case: Case, kind: str) -> None:
+    """Layers of one pass, whose windows differ."""
+    world = World(case)
+    outs = attend_layers(backend, world, getattr(world, kind)(), WINDOWS)
+    for window, out in zip(WINDOWS, outs, strict=True):
+        assert error(out, world.reference(window), case) < case.tolerance, window
+
+
+@pytest.mark.parametrize(
+    ("kind", "case"), [(kind, case) for kind in WINDOWED for case in WINDOWED[kind]], ids=str
+)
+def test_windows(trtllm: TrtllmBackend, kind: str, case: Case) -> None:
+    check_windows(trtllm, case, kind)
+
+
+@pytest.mark.parametrize("case", WINDOWED["prefill"] + WINDOWED["packed"][:2], ids=str)
+def test_windows_of_the_flashinfer_wrapper(flashinfer: FlashInferBackend, case: Case) -> None:
+    check_windows(flashinfer, case, "packed")
+
+
+def test_a_window_off_by_one_is_detected(trtllm: TrtllmBackend) -> None:
+    """The tolerance tells a window of 16, 128 or 1000 from its neighbours, which are further off than it allows."""
+    for case in (case for case in WINDOWED["uniform"] if len(case.query_lens) in {33, 40, 130}):
+        world = World(case)
+        windows = [window for window in (16, 128, 1000) if window < max(case.kv_lens)]
+        outs = attend_layers(trtllm, world, world.uniform(), windows)
+        for window, out in zip(windows, outs, strict=True):
+            for wrong in (window - 1, window + 1):
+                assert error(out, world.reference(wrong), case) > 2 * case.tolerance, (window, wrong)
+
+
+def capture(
+    backend: Backend, layout: Layout, world: World, window: int | None = None
+) -> tuple[torch.cuda.CUDAGraph, Tensor, Tensor]:
     """A graph of one pass over ``layout``'s tensors, the queries it reads and the output it writes."""
     num_heads = world.case.group * world.case.num_kv_heads
     q = torch.zeros(layout.num_rows, num_heads, world.case.head_dim, dtype=world.case.dtype, device="cuda")
     graph = torch.cuda.CUDAGraph()
     fresh = replace(layout)  # cached tensors of the layout must be computed inside the graph
-    backend.plan(replace(layout))(one_layer(q), q, world.keys, world.values)
+    layer = one_layer(q, window)
+    backend.plan(replace(layout))(layer, q, world.keys, world.values)
     with torch.cuda.graph(graph):
-        out = backend.plan(fresh)(one_layer(q), q, world.keys, world.values)
+        out = backend.plan(fresh)(layer, q, world.keys, world.values)
     return graph, q, out
 
 
@@ -289,9 +361,9 @@ REPLAYED = {
 
 
 @pytest.mark.parametrize("mode", REPLAYED)
-@pytest.mark.parametrize("num_padding", [0, 3])
+@pytest.mark.parametrize(("num_padding", "window"), [(0, None), (3, None), (3, 128)])
 def test_a_captured_graph_is_right_for_other_lengths_tables_and_offsets(
-    trtllm: TrtllmBackend, mode: str, num_padding: int
+    trtllm: TrtllmBackend, mode: str, num_padding: int, window: int | None
 ) -> None:
     """Captured once at 8 sequences of up to 32,768 positions; padding sequences use page 0."""
     longest = 4096 if mode == "unsplit" else 32_768
@@ -302,7 +374,7 @@ def test_a_captured_graph_is_right_for_other_lengths_tables_and_offsets(
     layout = Layout.uniform(tables, starts, 5, 64)
     if mode == "packed":
         layout = replace(layout, uniform_q=None, ragged_lens=query_lens)
-    graph, q, out = capture(trtllm, layout, first)
+    graph, q, out = capture(trtllm, layout, first, window)
     for turn, lens_of_turn in enumerate(REPLAYED[mode]):
         num_real = 8 - num_padding
         top = [longest - 7, 40, 3000, longest - 7][turn]
@@ -321,7 +393,7 @@ def test_a_captured_graph_is_right_for_other_lengths_tables_and_offsets(
         q[: len(world.q)] = world.q
         for _ in range(3):
             graph.replay()
-        assert error(out[: len(world.q)], world.reference(), case) < case.tolerance
+        assert error(out[: len(world.q)], world.reference(window), case) < case.tolerance
         assert out.isfinite().all()
 
 
@@ -340,28 +412,30 @@ def test_prefill_between_replays_of_the_longest_context(trtllm: TrtllmBackend) -
 
 
 def test_plans_do_not_overwrite_each_other(flashinfer: FlashInferBackend) -> None:
-    """Three passes are queued behind a busy device, over two layouts alternately."""
+    """Passes are queued behind a busy device, over two layouts and two windows alternately."""
     worlds = [World(PREFILL[0]), World(ragged([100, 1, 7, 90, 64], 900))]
     kernels = [flashinfer.plan(world.prefill()) for world in worlds]
     torch.cuda._sleep(200_000_000)
-    turns = [0, 1, 0]
+    turns = list(product([0, 1, 0], [None, 128]))
     outs = [
-        kernels[turn](one_layer(worlds[turn].q), worlds[turn].q, worlds[turn].keys, worlds[turn].values)
-        for turn in turns
+        kernels[turn](one_layer(world.q, window), world.q, world.keys, world.values)
+        for turn, window in turns
+        for world in [worlds[turn]]
     ]
-    for turn, out in zip(turns, outs, strict=True):
-        assert error(out, worlds[turn].reference(), worlds[turn].case) < TOLERANCES[BF16]
+    for (turn, window), out in zip(turns, outs, strict=True):
+        assert error(out, worlds[turn].reference(window), worlds[turn].case) < TOLERANCES[BF16]
 
 
 def test_no_host_sync(trtllm: TrtllmBackend) -> None:
     worlds = [World(UNIFORM[1]), World(RAGGED[1]), World(PREFILL[1])]
+    windows = (None, 128)
     for world, kind in zip(worlds, ("uniform", "packed", "prefill"), strict=True):
-        attend(trtllm, world, getattr(world, kind)())
+        attend_layers(trtllm, world, getattr(world, kind)(), windows)
     layouts = [worlds[0].uniform(), worlds[1].packed(), worlds[2].prefill()]
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
         for world, layout in zip(worlds, layouts, strict=True):
-            attend(trtllm, world, layout)
+            attend_layers(trtllm, world, layout, windows)
     finally:
         torch.cuda.set_sync_debug_mode("default")

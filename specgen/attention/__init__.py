@@ -80,7 +80,8 @@ class Kernel(Protocol):
     def __call__(self, layer: LayerAttention, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """q ``[rows, num_heads, head_dim]`` over pages ``[num_pages, page_size, num_kv_heads, head_dim]``.
 
-        Row r sees the positions of its own sequence up to its own. Returns ``[rows, num_heads * head_dim]``.
+        Row r sees the positions of its own sequence up to its own, of these the last ``layer.window``; layers of one
+        pass may differ in it. Returns ``[rows, num_heads * head_dim]``.
         """
         ...
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from specgen.attention import Capabilities, Kernel
-from specgen.attention.pass_lens import PassLens
+from specgen.attention.pass_lens import PassLens, window_left
 from specgen.attention.workspaces import num_sms, prefill_bytes
 from specgen.kv.layout import Layout
 from specgen.models.layers import LayerAttention
@@ -25,6 +25,7 @@ class _Heads:
     dtype: torch.dtype
     kv_dtype: torch.dtype
     scale: float
+    window_left: int
 
 
 class FlashInferBackend:
@@ -57,10 +58,9 @@ class FlashInferBackend:
     def __init__(self, device: torch.device, kernels: Kernels = "fa2") -> None:
         self._device = device
         self._kernels = kernels
-        self._wrapper: Any = None
-        self._made: tuple[Kernels, int] = (kernels, 0)  # what the wrapper runs and the bytes it has
-        self._planned: tuple[PassLens, _Heads] | None = None
-        self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._num_sms = num_sms(device)
+        self._workspace = torch.empty(0, dtype=torch.uint8, device=device)
+        self._wrappers: dict[tuple[Kernels, int], _Wrapper] = {}  # by window_left
 
     def plan(self, layout: Layout) -> Kernel:
         """Without ``layout.host`` this waits for the device."""
@@ -74,22 +74,56 @@ class FlashInferBackend:
                 dtype=q.dtype,
                 kv_dtype=keys.dtype,
                 scale=layer.scale,
+                window_left=window_left(layer),
             )
-            # target and head may share a layout but not a plan
-            if self._planned != (lengths, heads):
-                self._replan(lengths, heads)
+            wrapper = self._wrapper_for(heads)
+            wrapper.plan(lengths, heads)
             out = torch.zeros_like(q) if lengths.num_rows < len(q) else torch.empty_like(q)
             rows = slice(lengths.num_rows)
-            self._wrapper.run(q[rows], (keys, values), out=out[rows])
+            wrapper.run(q[rows], (keys, values), out[rows])
             return out.view(len(q), -1)
 
         return kernel
 
-    def _replan(self, lengths: PassLens, heads: _Heads) -> None:
-        """Plan the wrapper anew, once the copy of its last plan has left the pinned buffer that both are written to."""
+    def _wrapper_for(self, heads: _Heads) -> "_Wrapper":
+        """The wrapper for the window of ``heads``, made if there is none."""
+        kernels = self._kernels if heads.kv_dtype == heads.dtype else "fa2"  # FA3 wants one dtype
+        group = heads.num_heads // heads.num_kv_heads
+        num_bytes = prefill_bytes(self._num_sms, group=group, head_dim=heads.head_dim)
+        if self._workspace.numel() < num_bytes:
+            for wrapper in self._wrappers.values():
+                wrapper.wait()
+            self._wrappers.clear()
+            self._workspace = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+        key = (kernels, heads.window_left)
+        if key not in self._wrappers:
+            self._wrappers[key] = _Wrapper(self._workspace, kernels)
+        return self._wrappers[key]
+
+
+class _Wrapper:
+    """FlashInfer's wrapper for one window, with a plan of its own: layers of one pass take turns without new plans.
+
+    Wrappers share the ``workspace`` of partial results, which no kernel needs after it has run.
+    """
+
+    def __init__(self, workspace: Tensor, kernels: Kernels) -> None:
+        from flashinfer.prefill import BatchPrefillWithPagedKVCacheWrapper
+
+        self._inner: Any = BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend=kernels)
+        self._planned: tuple[PassLens, _Heads] | None = None
+        self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+    def wait(self) -> None:
+        """Until the copy of the last plan has left the pinned buffer that plans are written to."""
         self._copied.synchronize()
-        self._make_wrapper(heads)
-        self._wrapper.plan(
+
+    def plan(self, lengths: PassLens, heads: _Heads) -> None:
+        """Plan anew unless it is planned for just that; target and head may share a layout but not a plan."""
+        if self._planned == (lengths, heads):
+            return
+        self.wait()
+        self._inner.plan(
             lengths.first_rows,
             lengths.first_pages,
             lengths.pages,
@@ -102,19 +136,11 @@ class FlashInferBackend:
             q_data_type=heads.dtype,
             kv_data_type=heads.kv_dtype,
             sm_scale=heads.scale,
+            window_left=heads.window_left,
         )
         self._copied.record()
         self._planned = (lengths, heads)
 
-    def _make_wrapper(self, heads: _Heads) -> None:
-        """Make the wrapper, unless there is one that serves ``heads``."""
-        kernels = self._kernels if heads.kv_dtype == heads.dtype else "fa2"  # FA3 wants one dtype
-        group = heads.num_heads // heads.num_kv_heads
-        num_bytes = prefill_bytes(num_sms(self._device), group=group, head_dim=heads.head_dim)
-        if self._made[0] == kernels and self._made[1] >= num_bytes:
-            return
-        from flashinfer.prefill import BatchPrefillWithPagedKVCacheWrapper
-
-        workspace = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
-        self._wrapper = BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend=kernels)
-        self._made = (kernels, num_bytes)
+    def run(self, q: Tensor, pages: tuple[Tensor, Tensor], out: Tensor) -> None:
+        """Attention as planned, of rows ``[n, num_heads, head_dim]`` over pages of keys and values."""
+        self._inner.run(q, pages, out=out)

@@ -1,4 +1,4 @@
-"""The lengths of a pass as FlashInfer's wrapper wants them."""
+"""The lengths and the window of a pass as FlashInfer wants them."""
 
 from functools import cached_property
 
@@ -7,6 +7,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specgen.kv.layout import Layout
+from specgen.models.layers import LayerAttention
+
+
+def window_left(layer: LayerAttention) -> int:
+    """How many positions before its own a row sees; -1: all."""
+    return -1 if layer.window is None else layer.window - 1
 
 
 class PassLens:

@@ -1,6 +1,6 @@
 """The reference backend: PyTorch's scaled dot product attention over gathered pages, on any device."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
@@ -22,17 +22,19 @@ class _Group:
 
     rows: Tensor | slice  # [g * q] rows of the pass, sequence by sequence
     pages: Tensor  # [g * p] pages, sequence by sequence
-    mask: Tensor  # [g, 1, q, p * page_size], 0 where the row may look, -inf elsewhere
+    positions: Tensor  # [g, q] of the rows
     size: int  # g
+    _masks: dict[object, Tensor] = field(default_factory=dict, init=False)  # by window and dtype
 
     def attend(self, layer: LayerAttention, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """q ``[rows, num_heads, head_dim]`` -> ``[g * q, num_heads * head_dim]``."""
         _, num_heads, head_dim = q.shape
+        dense_keys = self._gather(keys)
         out = F.scaled_dot_product_attention(
             q[self.rows].view(self.size, -1, num_heads, head_dim).transpose(1, 2),
-            self._gather(keys),
+            dense_keys,
             self._gather(values),
-            attn_mask=self.mask.to(q.dtype),
+            attn_mask=self._mask(layer.window, dense_keys.shape[2], q.dtype),
             scale=layer.scale,
             enable_gqa=num_heads != keys.shape[2],
         )
@@ -42,6 +44,18 @@ class _Group:
         """The group's positions as a dense ``[g, num_kv_heads, p * page_size, head_dim]``."""
         gathered = pages.flatten(1).index_select(0, self.pages)
         return gathered.view(self.size, -1, *pages.shape[2:]).transpose(1, 2)
+
+    def _mask(self, window: int | None, num_positions: int, dtype: torch.dtype) -> Tensor:
+        """``[g, 1, q, num_positions]``: 0 where the row may look, -inf elsewhere; made by the first layer."""
+        if (window, dtype) not in self._masks:
+            columns = torch.arange(num_positions, device=self.positions.device)
+            rows = self.positions[:, None, :, None]
+            hidden = columns > rows
+            if window is not None:
+                hidden |= columns <= rows - window  # all for a padding row far behind: it becomes 0
+            mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
+            self._masks[window, dtype] = mask.masked_fill_(hidden, float("-inf"))
+        return self._masks[window, dtype]
 
 
 class SdpaBackend:
@@ -90,11 +104,11 @@ class StaticSdpaBackend:
         if layout.host is not None:
             return self._prefill.plan(layout)
         tables = layout.block_tables[layout.sequences]
-        num_rows, num_positions = layout.num_rows, tables.shape[1] * layout.page_size
-        behind = torch.arange(num_positions, device=tables.device) > layout.positions[:, None]
-        mask = torch.zeros(behind.shape, device=tables.device).masked_fill_(behind, float("-inf"))
         return _Group(
-            rows=slice(None), pages=tables.flatten(), mask=mask.view(num_rows, 1, 1, -1), size=num_rows
+            rows=slice(None),
+            pages=tables.flatten(),
+            positions=layout.positions[:, None],
+            size=layout.num_rows,
         ).attend
 
 
@@ -124,11 +138,9 @@ def _make_group(layout: Layout, members: list[int], query_len: int, num_pages: i
     else:
         offsets = torch.arange(query_len, device=device)
         rows = (layout.first_rows[members][:, None] + offsets).flatten()
-    positions = layout.positions[rows].view(len(members), 1, query_len, 1)
-    hidden = torch.arange(num_pages * layout.page_size, device=device) > positions
     return _Group(
         rows=rows,
         pages=layout.block_tables[members, :num_pages].flatten(),
-        mask=torch.zeros(hidden.shape, device=device).masked_fill_(hidden, float("-inf")),
+        positions=layout.positions[rows].view(len(members), query_len),
         size=len(members),
     )

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from specgen.attention import Capabilities, Kernel
 from specgen.attention.flashinfer_paged import FlashInferBackend
+from specgen.attention.pass_lens import window_left
 from specgen.attention.unsplit import UnsplitDecode
 from specgen.attention.workspaces import decode_workspace, num_sms
 from specgen.config import require
@@ -103,6 +104,7 @@ class TrtllmBackend:
                 kv_lens,
                 longest,
                 bmm1_scale=layer.scale,
+                window_left=window_left(layer),
                 kv_layout="NHD",
                 q_len_per_req=query_len,
                 mask=mask,
@@ -137,6 +139,7 @@ class TrtllmBackend:
                 kv_lens,
                 longest,
                 bmm1_scale=layer.scale,
+                window_left=window_left(layer),
                 out=outs[0],
                 q_len_per_req=layout.max_query_len,
                 mask=mask,
@@ -161,6 +164,7 @@ class TrtllmBackend:
                 kv_lens,
                 longest,
                 bmm1_scale=layer.scale,
+                window_left=window_left(layer),
                 kv_layout="NHD",
                 out=torch.zeros_like(q),
                 q_len_per_req=None,

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from specgen.attention import Kernel
+from specgen.attention.pass_lens import window_left
 from specgen.kv.layout import Layout
 from specgen.models.layers import LayerAttention
 
@@ -53,7 +54,8 @@ class UnsplitDecode:
 
     def _plan_for(self, layout: Layout, layer: LayerAttention, q: Tensor, keys: Tensor) -> _Planned:
         """The plan for passes of that shape, made once and kept: graphs read its buffers."""
-        key = (*layout.block_tables.shape, *q.shape, *keys.shape[1:], q.dtype, keys.dtype, layer.scale)
+        shapes = (*layout.block_tables.shape, *q.shape, *keys.shape[1:])
+        key = (*shapes, q.dtype, keys.dtype, layer.scale, layer.window)
         if key not in self._planned:
             assert not torch.cuda.is_current_stream_capturing(), (
                 "run a pass of this shape before it is captured"
@@ -83,6 +85,7 @@ class UnsplitDecode:
             q_data_type=q.dtype,
             kv_data_type=keys.dtype,
             sm_scale=layer.scale,
+            window_left=window_left(layer),
             disable_split_kv=True,
         )
         torch.cuda.current_stream().synchronize()  # the plan's copy, before its pinned buffer can be used again

@@ -22,6 +22,9 @@ class LayerAttention:
     scale: float  # of q . k
     window: int | None = None  # positions that a row sees, its own included; None: all
 
+    def __post_init__(self) -> None:
+        assert self.window is None or self.window >= 1, self.window
+
 
 class Attend(Protocol):
     """Attention over the sequences of one pass; a model knows positions, attention, cache and batching only by it."""

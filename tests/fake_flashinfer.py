@@ -1,0 +1,177 @@
+"""FlashInfer's attention calls on a CPU, after its documentation: a wrong argument gives a wrong result.
+
+The window of the documentation is "the left (inclusive) window size": a row sees ``window_left`` positions before its
+own, without one (-1) all of them.
+"""
+
+import sys
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+
+Pages = tuple[Tensor, Tensor]
+
+
+def rows_of_one(q: Tensor, pages: Pages, pages_of: Tensor, kv_len: int, scale: float, seen: Tensor) -> Tensor:
+    """Rows ``q`` ``[n, Hq, D]`` of one sequence; ``seen`` is bool ``[n, kv_len]``."""
+    share = q.shape[1] // pages[0].shape[2]
+    keys, values = (x[pages_of.long()].flatten(0, 1)[:kv_len].repeat_interleave(share, 1) for x in pages)
+    scores = torch.einsum("qhd,khd->hqk", q, keys) * scale
+    return torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, float("-inf")).softmax(-1), values)
+
+
+def causal(num_rows: int, kv_len: int, window_left: int) -> Tensor:
+    """What the last ``num_rows`` of ``kv_len`` positions see."""
+    behind = torch.arange(kv_len - num_rows, kv_len)[:, None] - torch.arange(kv_len)
+    return (behind >= 0) & ((behind <= window_left) if window_left >= 0 else True)
+
+
+def with_mask(seen: Tensor, words: Tensor) -> Tensor:
+    """``seen`` where the rows' own part is not causal but the bits of ``words`` ``[n, 2]``, 16 each."""
+    num_rows, kv_len = seen.shape
+    bits = (words.int()[:, :, None] >> torch.arange(16)).bitwise_and(1).flatten(1).bool()
+    every = torch.ones(num_rows, kv_len - num_rows, dtype=torch.bool)
+    in_window = seen | torch.ones_like(seen).triu(kv_len - num_rows + 1)
+    return torch.cat((every, bits[:, :num_rows]), 1) & in_window
+
+
+def decode_rows(
+    q: Tensor,
+    kv_cache: Pages,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    first_rows: list[int],
+    scale: float,
+    window_left: int,
+    mask: Tensor | None,
+    out: Tensor,
+) -> Tensor:
+    assert block_tables.dtype == seq_lens.dtype == torch.int32
+    words = None if mask is None else mask.view(-1, 2)
+    for b, kv_len in enumerate(seq_lens.tolist()):
+        rows = slice(first_rows[b], first_rows[b + 1])
+        seen = causal(len(q[rows]), kv_len, window_left)
+        if words is not None:
+            seen = with_mask(seen, words[rows])
+        out[rows] = rows_of_one(q[rows], kv_cache, block_tables[b], kv_len, scale, seen)
+    return out
+
+
+def trtllm_batch_decode_with_kv_cache(
+    query: Tensor,
+    kv_cache: Pages,
+    workspace_buffer: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    max_seq_len: int,
+    bmm1_scale: float = 1.0,
+    window_left: int = -1,
+    out: Tensor | None = None,
+    kv_layout: str = "HND",
+    q_len_per_req: int | None = 1,
+    mask: Tensor | None = None,
+    max_q_len: int | None = None,
+    cum_seq_lens_q: Tensor | None = None,
+) -> Tensor:
+    assert kv_layout == "NHD"
+    assert max_seq_len >= seq_lens.max()
+    if cum_seq_lens_q is None:
+        assert q_len_per_req is not None
+        assert len(query) == q_len_per_req * len(seq_lens)
+        first_rows = [q_len_per_req * b for b in range(len(seq_lens) + 1)]
+    else:
+        assert q_len_per_req is None
+        assert max_q_len is not None
+        first_rows = cum_seq_lens_q.tolist()
+    out = torch.empty_like(query) if out is None else out
+    return decode_rows(
+        query, kv_cache, block_tables, seq_lens, first_rows, bmm1_scale, window_left, mask, out
+    )
+
+
+def xqa_batch_decode_with_kv_cache(
+    query: Tensor,
+    kv_cache: Pages,
+    workspace_buffer: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    max_seq_len: int,
+    bmm1_scale: float = 1.0,
+    window_left: int = -1,
+    *,
+    out: Tensor,
+    q_len_per_req: int,
+    mask: Tensor,
+    q_cu_seq_lens: Tensor,
+) -> Tensor:
+    assert q_len_per_req > 1
+    assert max_seq_len >= seq_lens.max()
+    first_rows = q_cu_seq_lens.tolist()
+    return decode_rows(
+        query, kv_cache, block_tables, seq_lens, first_rows, bmm1_scale, window_left, mask, out
+    )
+
+
+class BatchPrefillWithPagedKVCacheWrapper:
+    """Reads page lists and lengths of last pages when it runs, as from buffers on a device."""
+
+    plans = 0  # of all wrappers
+
+    def __init__(self, workspace: Tensor, kv_layout: str, backend: str) -> None:
+        assert kv_layout == "NHD"
+
+    def reset_workspace_buffer(self, floats: Tensor, ints: Tensor) -> None: ...
+
+    def plan(
+        self,
+        qo_indptr: Tensor,
+        paged_kv_indptr: Tensor,
+        paged_kv_indices: Tensor,
+        paged_kv_last_page_len: Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim_qk: int,
+        page_size: int,
+        *,
+        causal: bool,
+        q_data_type: torch.dtype,
+        kv_data_type: torch.dtype,
+        sm_scale: float,
+        window_left: int = -1,
+        disable_split_kv: bool = False,
+    ) -> None:
+        assert causal
+        type(self).plans += 1
+        self.page_size, self.scale, self.window_left = page_size, sm_scale, window_left
+        self.first_rows, self.first_pages = qo_indptr.tolist(), paged_kv_indptr.tolist()
+        self.pages, self.last_page_lens = paged_kv_indices, paged_kv_last_page_len
+
+    def run(self, q: Tensor, kv_cache: Pages, out: Tensor | None = None) -> Tensor:
+        out = torch.empty_like(q) if out is None else out
+        for b, last in enumerate(self.last_page_lens.tolist()):
+            rows = slice(self.first_rows[b], self.first_rows[b + 1])
+            pages = self.pages[self.first_pages[b] : self.first_pages[b + 1]]
+            kv_len = (len(pages) - 1) * self.page_size + last
+            seen = causal(len(q[rows]), kv_len, self.window_left)
+            out[rows] = rows_of_one(q[rows], kv_cache, pages, kv_len, self.scale, seen)
+        return out
+
+
+def install(monkeypatch: pytest.MonkeyPatch, *, major: int, num_sms: int) -> None:
+    """Backends on ``torch.device("cpu")`` take it for a GPU of compute capability ``major``.0 and call this module."""
+    module = ModuleType("flashinfer")
+    for name in ("flashinfer", "flashinfer.decode", "flashinfer.prefill"):
+        monkeypatch.setitem(sys.modules, name, module)
+    module.trtllm_batch_decode_with_kv_cache = trtllm_batch_decode_with_kv_cache  # type: ignore[attr-defined]
+    module.xqa_batch_decode_with_kv_cache = xqa_batch_decode_with_kv_cache  # type: ignore[attr-defined]
+    module.BatchPrefillWithPagedKVCacheWrapper = BatchPrefillWithPagedKVCacheWrapper  # type: ignore[attr-defined]
+    for user in ("trtllm", "flashinfer_paged", "workspaces"):
+        monkeypatch.setattr(f"specgen.attention.{user}.num_sms", lambda device: num_sms)
+    waits = SimpleNamespace(synchronize=lambda: None, record=lambda: None)
+    monkeypatch.setattr("specgen.attention.trtllm._claim", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (major, 0))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: waits)
+    monkeypatch.setattr(torch.cuda, "Event", lambda: waits)
