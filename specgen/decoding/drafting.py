@@ -27,6 +27,7 @@ class Drafter(Protocol):
 
     aux_layers: tuple[int, ...]  # whose inputs make the target's features
     state_columns: tuple[StateColumn, ...]  # of ``DraftState.columns``
+    rows_per_draft: int  # that go through a head
 
     def observe(self, outcome: Outcome) -> tuple[DraftState, int]:
         """Take in what the target accepted; also says how many rows that took."""
@@ -35,7 +36,10 @@ class Drafter(Protocol):
     def propose(
         self, state: DraftState, num_drafts: int, block_tables: Tensor, sampling: SamplingBatch
     ) -> Drafts:
-        """``num_drafts`` (K) drafts per sequence; may write KV at the K positions from ``state.positions - 1`` on."""
+        """``num_drafts`` (K) drafts per sequence, or fewer (``NO_DRAFT``).
+
+        May write KV at the K positions from ``state.positions - 1`` on.
+        """
         ...
 
     def clear(self, pages: Tensor) -> None:
@@ -48,6 +52,7 @@ class NoDrafter:
 
     aux_layers: tuple[int, ...] = ()
     state_columns: tuple[StateColumn, ...] = ()
+    rows_per_draft = 0
 
     def observe(self, outcome: Outcome) -> tuple[DraftState, int]:
         return PaddedBatch().prepare(outcome).state(), 0
@@ -111,6 +116,7 @@ class HeadDrafter:
         hidden = StateColumn(shape=(head.config.hidden_size,), dtype=dtype)
         self.aux_layers = head.config.aux_layers
         self.state_columns: tuple[StateColumn, ...] = (hidden,)
+        self.rows_per_draft = 1
         self._head = head
         self._cache = cache
         self._backend = backend

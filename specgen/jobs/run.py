@@ -112,7 +112,8 @@ class _Work:
             self.progress.see(event)
             self.status.see(event)
 
-        name = "plain decoding" if config.draft_length.most == 0 else "EAGLE3"
+        drafting = "EAGLE3" if config.ngram is None else str(config.drafter)
+        name = "plain decoding" if config.draft_length.most == 0 else drafting
         if config.device != "cpu":
             self.progress.prepare(name)
         engine = self._engine(config, record)
