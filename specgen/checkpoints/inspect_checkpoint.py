@@ -96,9 +96,9 @@ class Ngrams:
 
     def facts(self) -> dict[str, str]:
         """Texts by label, for a terminal."""
-        last = "the last token" if self.length == 1 else f"the last {self.length} tokens, or fewer,"
+        tokens = f"tokens, at most {self.length}," if self.length > 1 else "token"
         return {
-            "drafts": f"what followed {last} where they occurred before in prompt or output",
+            "drafts": f"what followed an earlier occurrence of the last {tokens} in prompt and output",
             "weights": "none: any target will do",
             "memory": f"{self.kv_bytes_per_token} bytes per token",
         }

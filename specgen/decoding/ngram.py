@@ -57,7 +57,7 @@ class NgramDrafter:
         return Drafts(tokens=torch.cat(found), probs=None)
 
     def clear(self, pages: Tensor) -> None:
-        self._texts.index_fill_(0, pages, 0)
+        """Nothing: no id is NaN, and what lies behind the end of a text is never looked at."""
 
 
 def lookup(texts: Tensor, lengths: Tensor, longest: int, num_drafts: int) -> Tensor:
