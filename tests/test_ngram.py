@@ -11,7 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from specgen.config import EngineConfig, SamplingParams, UserError, ngram_length
+from specgen.bundled import data_directory, pair
+from specgen.checkpoints.inspect_checkpoint import describe
+from specgen.config import DraftLength, EngineConfig, SamplingParams, UserError, ngram_length
 from specgen.core.sequence import Request
 from specgen.core.spec_length import CheapestLength, StepCosts
 from specgen.decoding import ngram
@@ -295,6 +297,30 @@ def test_names() -> None:
     for wrong in ("ngram:", "ngram:0", "ngram:17", "ngram:x", "ngram:-1", "ngram:³"):
         with pytest.raises(UserError, match=r"write ngram:N with .* 1 to 16, or \./ngram"):
             EngineConfig(model="some", drafter=wrong)
+
+
+def test_the_bundled_target_takes_ngrams() -> None:
+    demo = data_directory() / "demo"
+    assert pair(None, "ngram:2", DraftLength(most=4)) == (str(demo / "target"), "ngram:2")
+    with pytest.raises(UserError, match="is given without a model"):
+        pair(None, "./ngram", DraftLength(most=4))
+
+
+def test_inspect_explains_ngrams(demo_path: Path) -> None:
+    target, head = str(demo_path / "target"), str(demo_path / "drafter")
+    alone = describe("ngram")
+    assert (alone.parts[0].name, alone.misfits, alone.to_json()["fit"]) == ("ngram:3", (), None)
+    for asked in ((target, "ngram:2"), ("ngram:2", target)):
+        both = describe(*asked)
+        assert [part["kind"] for part in json.loads(json.dumps(both.to_json()))["checkpoints"]] == [
+            "target",
+            "ngram",
+        ]
+        assert (both.misfits, both.to_json()["fit"]) == ((), True)
+        assert both.kv_bytes_per_token == describe(target).kv_bytes_per_token + 4
+        assert "Target and n-grams fit" in both.to_text()
+    for asked in ((head, "ngram"), ("ngram", "ngram")):
+        assert "both draft and neither is a target" in describe(*asked).to_text()
 
 
 def test_without_drafts_there_is_no_table(random_pair: Pair) -> None:
