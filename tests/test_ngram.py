@@ -23,6 +23,7 @@ from specgen.decoding.verify import accept_greedy, accept_sampled
 from specgen.engine.build import build_engine
 from specgen.engine.memory import kv_page_bytes
 from specgen.events import Event, Stepped, Verified
+from specgen.jobs.ray_engine import _portable
 from specgen.jobs.run import run
 from specgen.report.report import fold
 from specgen.report.tables import of_run
@@ -349,3 +350,12 @@ def test_a_run_is_resumed_with_the_same_ngrams(tmp_path: Path) -> None:
     for other in ("ngram:2", str(Path(job.engine.model).parent / "drafter")):
         with pytest.raises(UserError, match=r"fingerprints.drafter \(ngram:3, now"):
             run(replace(job, engine=replace(job.engine, drafter=other)), out, Silent())
+
+
+def test_workers_elsewhere_get_the_same_ngrams(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where a directory has that name, which is meant only by ``./ngram``."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "ngram").mkdir()
+    config = EngineConfig(model="some/model", drafter="ngram")
+    assert _portable(config).drafter == "ngram"
+    assert _portable(replace(config, drafter="./ngram")).drafter == str(tmp_path / "ngram")
