@@ -1,4 +1,4 @@
-"""specgen: offline batch generation with EAGLE3 speculative decoding."""
+"""specgen: offline batch generation with speculative decoding."""
 
 import os
 from importlib import import_module

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from specgen.config import DraftLength, UserError, require
+from specgen.config import DraftLength, UserError, ngram_length, require
 
 _PACKAGE = Path(__file__).resolve().parent
 
@@ -18,16 +18,21 @@ def evaluation_directory() -> Path:
 
 
 def pair(model: str | None, drafter: str | None, length: DraftLength) -> tuple[str, str | None]:
-    """Target and head as given, or the bundled pair if no target is; ``UserError`` if one is missing."""
+    """Target and drafter as given, or the bundled pair's if no target is; ``UserError`` if one is missing.
+
+    N-grams draft for the bundled target too.
+    """
     if model is None:
         require(
-            drafter is None, f"drafter {drafter!r} is given without a model: name its target with --model"
+            drafter is None or ngram_length(drafter) is not None,
+            f"drafter {drafter!r} is given without a model: name its target with --model",
         )
         demo = data_directory() / "demo"
-        return str(demo / "target"), str(demo / "drafter")
+        return str(demo / "target"), drafter or str(demo / "drafter")
     require(
         drafter is not None or length.most == 0,
-        f"model {model!r} has no drafter: name one with --drafter, or use --num-spec-tokens 0",
+        f"model {model!r} has no drafter: name one with --drafter (ngram needs no checkpoint), or use "
+        "--num-spec-tokens 0",
     )
     return model, drafter
 

@@ -17,6 +17,9 @@ ExecutorName = Literal["local", "ray"]
 Group = Literal["Study", "Table", "Models", "Prompts", "Speculation", "Sampling", "Running", "Results"]
 
 _MAX_AUTO = 7  # drafts per sequence and step
+_NGRAM = 3  # tokens that --drafter ngram looks up
+_MAX_NGRAM = 16
+NGRAM_BYTES = 4  # per token of the texts that are searched
 MAX_LOGIT_BIASES = 1024  # per request
 MAX_LOGPROBS = 20  # per token
 _LONGEST_SHOWN = 200  # characters
@@ -75,6 +78,23 @@ class DraftLength:
 
     def __str__(self) -> str:
         return f"auto, up to {self.most}" if self.auto else str(self.most)
+
+
+def ngram_length(drafter: str | None) -> int | None:
+    """N of a ``drafter`` that is ``ngram:N`` or ``ngram``; None where it names a checkpoint, or is None.
+
+    A directory of such a name is reached as ``./ngram``.
+    """
+    kind, colon, number = (drafter or "").partition(":")
+    if kind != "ngram":
+        return None
+    length = int(number) if number.isascii() and number.isdecimal() else 0 if colon else _NGRAM
+    require(
+        1 <= length <= _MAX_NGRAM,
+        f"drafter is {drafter!r}: write ngram:N with the number of last tokens to look up, 1 to {_MAX_NGRAM}, "
+        "or ./ngram for a directory",
+    )
+    return length
 
 
 def choices(config: type) -> dict[str, tuple[str, ...]]:
@@ -168,7 +188,11 @@ class EngineConfig:
 
     model: str = option(MISSING, "Models", "Target: a directory or hub id.", shown="the bundled target")
     drafter: str | None = option(
-        MISSING, "Models", "EAGLE3 head: a directory or hub id.", shown="the bundled head"
+        MISSING,
+        "Models",
+        "EAGLE head: a directory or hub id. Or ngram[:N]: no head, drafts are copied from the text so far, from "
+        f"behind its last tokens' latest occurrence, the longest of up to N ({_NGRAM}).",
+        shown="the bundled head",
     )
     num_spec_tokens: int | Literal["auto"] | DraftLength = option(
         4,
@@ -181,12 +205,13 @@ class EngineConfig:
     drafter_batch: DrafterBatchName = option(
         "padded",
         "Speculation",
-        "The drafter's input after a verify step: all K+1 rows, or only the accepted ones.",
+        "The drafter's input after a verify step: all K+1 rows, or only the accepted ones. Without a head it "
+        "changes nothing.",
     )
     draft_sampling: DraftSamplingName = option(
         "greedy",
         "Speculation",
-        "Drafts by argmax, or sampled at the temperature; the distribution of the text is the same.",
+        "A head's drafts by argmax, or sampled at the temperature; the distribution of the text is the same.",
     )
     max_batch_size: int = option(32, "Running", "Sequences per batch.")
     max_prefill_tokens: int = option(2048, "Running", "Prompt tokens per prefill pass.")
@@ -234,6 +259,7 @@ class EngineConfig:
             f"num-spec-tokens is {self.draft_length.most} but no drafter is given: "
             "name one with --drafter, or use --num-spec-tokens 0",
         )
+        ngram_length(self.drafter)
         for name, known in choices(EngineConfig).items():
             value = getattr(self, name)
             require(value in known, f"{name.replace('_', '-')} is {value!r}: use one of {', '.join(known)}")
@@ -242,6 +268,16 @@ class EngineConfig:
     def draft_length(self) -> DraftLength:
         """``num_spec_tokens`` as a ``DraftLength``."""
         return DraftLength.of(self.num_spec_tokens)
+
+    @property
+    def ngram(self) -> int | None:
+        """N where n-grams draft, else None."""
+        return ngram_length(self.drafter) if self.draft_length.most else None
+
+    @property
+    def head(self) -> str | None:
+        """The checkpoint that drafts; None for n-grams and plain decoding."""
+        return self.drafter if self.draft_length.most and self.ngram is None else None
 
     def plain(self) -> Self:
         """The same without speculation."""

@@ -86,7 +86,8 @@ def nan_at(pair: Pair, token: int) -> Pair:
 def config_of(pair: Pair, **changes: Any) -> EngineConfig:
     """A configuration with small pages, so that texts cross page boundaries."""
     settings = {"page_size": 4, "num_spec_tokens": 3, "max_batch_size": 8, "device": "cpu"} | changes
-    config = EngineConfig(model=str(pair.path / "target"), drafter=str(pair.path / "drafter"), **settings)
+    drafter = settings.pop("drafter", str(pair.path / "drafter"))
+    config = EngineConfig(model=str(pair.path / "target"), drafter=drafter, **settings)
     return resolve(config, pair.models.checkpoints)
 
 

@@ -19,6 +19,7 @@ from specgen.core.scoring import ScoreRequest
 from specgen.core.sequence import Completion, Request, Sequence
 from specgen.core.step import Steps
 from specgen.decoding.drafting import HeadDrafter
+from specgen.decoding.ngram import NgramDrafter
 from specgen.device import HostCopy
 from specgen.engine.build import build_engine
 from specgen.events import Event, OutOfMemory, Submitted, Verified
@@ -34,6 +35,8 @@ POINTS: dict[str, tuple[type, str]] = {
     "the verdict": (Steps, "_accept"),
     "what the head takes in": (HeadDrafter, "observe"),
     "drafting": (HeadDrafter, "propose"),
+    "the text so far": (NgramDrafter, "observe"),
+    "copying drafts": (NgramDrafter, "propose"),
     "advancing": (Columns, "advance"),
     "joining": (RunningBatch, "join"),
     "arranging": (RunningBatch, "arrange"),

@@ -51,12 +51,12 @@ def small_pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     return load_pair(path)
 
 
-def expected_marginals(path: Path, sampling: SamplingParams) -> Tensor:
+def expected_marginals(path: Path, sampling: SamplingParams, prompt: tuple[int, ...] = PROMPT) -> Tensor:
     """The distribution of the token at each position, ``[LENGTH, VOCAB]``, over all texts of plain sampling."""
     import transformers
 
     model = transformers.AutoModelForCausalLM.from_pretrained(path / "target", dtype=torch.float32)
-    texts, weights, marginals = torch.tensor([PROMPT]), torch.ones(1), []
+    texts, weights, marginals = torch.tensor([prompt]), torch.ones(1), []
     for _ in range(LENGTH):
         with torch.inference_mode():
             logits = model(texts).logits[:, -1].double()
@@ -87,14 +87,16 @@ def filtered(logits: Tensor, sampling: SamplingParams) -> Tensor:
     return kept / kept.sum()
 
 
-def p_values(pair: Pair, sampling: SamplingParams, draft_sampling: str) -> tuple[list[float], set[int]]:
-    """Chi-square p-value of each position of the text, and the numbers of accepted drafts that occurred."""
+def p_values(
+    pair: Pair, sampling: SamplingParams, prompt: tuple[int, ...] = PROMPT, **drafting: str
+) -> tuple[list[float], set[tuple[int, int]]]:
+    """Chi-square p-value of each position of the text, and the numbers of drafts and accepted ones that occurred."""
     from scipy.stats import chisquare
 
     sampling = replace(sampling, max_tokens=LENGTH, ignore_eos=True)
-    requests = [Request(id=f"s{i}", prompt_token_ids=PROMPT, sampling=sampling) for i in range(SAMPLES)]
-    outputs = generate(pair, requests, max_batch_size=500, draft_sampling=draft_sampling)
-    expected = expected_marginals(pair.path, sampling)
+    requests = [Request(id=f"s{i}", prompt_token_ids=prompt, sampling=sampling) for i in range(SAMPLES)]
+    outputs = generate(pair, requests, max_batch_size=500, **drafting)
+    expected = expected_marginals(pair.path, sampling, prompt)
     result = []
     for position in range(LENGTH):
         counts = Counter(text[position] for text in outputs.texts.values())
@@ -102,7 +104,7 @@ def p_values(pair: Pair, sampling: SamplingParams, draft_sampling: str) -> tuple
         assert set(counts) <= set(possible.nonzero().flatten().tolist())
         observed = torch.tensor([float(counts[token]) for token in range(VOCAB)])[possible]
         result.append(float(chisquare(observed, (expected[position] * SAMPLES)[possible]).pvalue))
-    return result, {step[1] for steps in outputs.verified.values() for step in steps}
+    return result, {(len(step[0]), step[1]) for steps in outputs.verified.values() for step in steps}
 
 
 @pytest.mark.parametrize("draft_sampling", ["greedy", "probabilistic"])
@@ -112,9 +114,20 @@ def p_values(pair: Pair, sampling: SamplingParams, draft_sampling: str) -> tuple
 def test_every_position_has_the_distribution_of_plain_sampling(
     small_pair: Pair, name: str, draft_sampling: str
 ) -> None:
-    values, accepted = p_values(small_pair, FILTERS[name], draft_sampling)
+    values, accepted = p_values(small_pair, FILTERS[name], draft_sampling=draft_sampling)
     assert min(values) > 1e-4, values
-    assert accepted == {0, 1, 2, 3}
+    assert accepted == {(3, 0), (3, 1), (3, 2), (3, 3)}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [name if name in ("plain", "biased") else pytest.param(name, marks=pytest.mark.slow) for name in FILTERS],
+)
+def test_ngram_drafts_leave_the_distribution_of_plain_sampling(small_pair: Pair, name: str) -> None:
+    """Steps with drafts and steps without, where the bonus token is the first."""
+    values, accepted = p_values(small_pair, FILTERS[name], (7, 2, 0, 4), drafter="ngram")  # likely tokens
+    assert min(values) > 1e-4, values
+    assert accepted == {(0, 0), (3, 0), (3, 1), (3, 2), (3, 3)}
 
 
 @pytest.mark.slow
@@ -130,7 +143,7 @@ def test_a_residual_without_draft_probabilities_is_caught(
         return accepted, tokens.scatter(1, accepted[:, None], bonus)
 
     monkeypatch.setattr(step_module, "accept_sampled", planted)
-    values, _ = p_values(small_pair, FILTERS["plain"], draft_sampling)
+    values, _ = p_values(small_pair, FILTERS["plain"], draft_sampling=draft_sampling)
     assert min(values) < 1e-6
 
 

@@ -1,7 +1,7 @@
 """Lower bounds on the time of a decode step and its parts: bytes read over bandwidth, FLOPs over FLOP/s."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -36,38 +36,42 @@ class StepBytes:
     """
 
     target: int  # weights of one pass
-    head_fill: int  # weights of the drafter KV fill: all that the last layer's keys and values need
-    head_pass: int  # weights per drafting pass
-    head_in_parallel: bool = False  # one pass of K rows per sequence drafts them all
     target_kv: int  # per position
-    head_kv: int  # per position and pass
     logits: int  # per row
     bytes_per_value: int
+    head_fill: int = 0  # weights of the drafter KV fill: all that the last layer's keys and values need
+    head_pass: int = 0  # weights per drafting pass
+    head_in_parallel: bool = False  # one pass of K rows per sequence drafts them all
+    head_kv: int = 0  # per position and pass
 
     @classmethod
     def of(cls, models: Models) -> "StepBytes":
-        """Of a loaded pair, with the KV cache in the dtype of the weights."""
-        assert models.head is not None
-        target, head, width = models.target.config, models.head.config, models.target.dtype.itemsize
+        """Of a loaded target and head (if it has one), with the KV cache in the dtype of the weights."""
+        target, width = models.target.config, models.target.dtype.itemsize
         readers = {
             role: TensorReader(checkpoint=checkpoint, dtype=models.target.dtype, device=torch.device("meta"))
             for role, checkpoint in models.checkpoints.items()
         }
         build_target(target, readers["model"])
-        build_head(head, readers["drafter"], models.target, models.head.draft_to_target)
         tied = target.vocab_size * target.hidden_size * width if target.tied_embeddings else 0
-        drafter = readers["drafter"]
+        sizes = cls(
+            target=_read_whole(readers["model"]) + tied,
+            target_kv=target.kv_spec.bytes_per_token(width),
+            logits=target.vocab_size * width,
+            bytes_per_value=width,
+        )
+        if models.head is None:
+            return sizes
+        head, drafter = models.head.config, readers["drafter"]
+        build_head(head, drafter, models.target, models.head.draft_to_target)
         fused = 0 if head.fc_each_pass else _bytes(drafter, "fc.weight")
         borrowed = 0 if "lm_head.weight" in drafter.taken else target.vocab_size * target.hidden_size * width
-        return cls(
-            target=_read_whole(readers["model"]) + tied,
+        return replace(
+            sizes,
             head_fill=_fill_bytes(drafter, head.num_layers),
             head_pass=_read_whole(drafter) - fused + borrowed,
             head_in_parallel=models.head.mask is not None,
-            target_kv=target.kv_spec.bytes_per_token(width),
             head_kv=head.kv_spec.bytes_per_token(width),
-            logits=target.vocab_size * width,
-            bytes_per_value=width,
         )
 
     def step(self, num_spec_tokens: int, batch: int, context: float) -> float:
@@ -86,7 +90,7 @@ class StepBytes:
             "verify": work(self.target, positions * self.target_kv, rows),
             "accept": Work(num_bytes=rows * self.logits, flops=0.0),
         }
-        if k == 0:
+        if k == 0 or self.head_pass == 0:
             return parts
         passes = 1 if self.head_in_parallel else k
         return parts | {

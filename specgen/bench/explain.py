@@ -143,7 +143,7 @@ def _conditions(job: StepJob, config: EngineConfig, models: Models, device: Devi
     )
     return {
         **conditions(config, models),
-        "drafter batch": config.drafter_batch,
+        **({} if config.head is None else {"drafter batch": config.drafter_batch}),
         "attention": config.attention,
         "CUDA graphs": config.cuda_graphs,
         "prompts": f"{job.prompt_tokens} random tokens each, greedy",

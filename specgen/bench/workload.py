@@ -30,8 +30,8 @@ class Prompts:
 def make_prompts(workload: Workload, models: Models, data_path: Path | None, count: int) -> Prompts:
     """``count`` greedy requests, repeated if the data set has fewer; ``UserError`` if none can run.
 
-    For synthetic weights prompts have the lengths of the data set's and random tokens of the draft vocabulary; random
-    prompts ignore EOS, so their texts have ``max_new_tokens``.
+    For synthetic weights prompts have the lengths of the data set's and random tokens of the vocabulary (a head's, if
+    there is one); random prompts ignore EOS, so their texts have ``max_new_tokens``.
     """
     if workload.dataset == RANDOM:
         require(data_path is None, f"data-path is {data_path} but prompts are random: name a data set")
@@ -75,8 +75,8 @@ def _filled(requests: tuple[Request, ...], count: int) -> tuple[Request, ...]:
 
 
 def _random(lengths: list[int], models: Models, workload: Workload) -> tuple[Request, ...]:
-    assert models.head is not None
-    vocabulary = models.head.draft_to_target.tolist()
+    head, size = models.head, models.target.config.vocab_size
+    vocabulary = range(size) if head is None else head.draft_to_target.tolist()
     rng = random.Random(0)
     sampling = SamplingParams(max_tokens=workload.max_new_tokens, ignore_eos=True)
     return tuple(

@@ -20,7 +20,7 @@ from specgen.checkpoints.checkpoint import (
     open_checkpoint,
     target_config,
 )
-from specgen.config import UserError
+from specgen.config import NGRAM_BYTES, UserError, ngram_length
 from specgen.models.families import is_head
 from specgen.models.fit import misfits
 from specgen.models.model_config import HeadConfig, LayerConfig, TargetConfig
@@ -84,16 +84,44 @@ class Inspection:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Description:
-    """One checkpoint, or a pair and whether it fits."""
+class Ngrams:
+    """Drafts without a checkpoint: the last tokens, at most ``length``, are looked up in the text so far."""
 
-    parts: tuple[Inspection, ...]
+    length: int
+    kv_bytes_per_token: int = NGRAM_BYTES
+
+    @property
+    def name(self) -> str:
+        return f"ngram:{self.length}"
+
+    def facts(self) -> dict[str, str]:
+        """Texts by label, for a terminal."""
+        tokens = f"tokens, at most {self.length}," if self.length > 1 else "token"
+        return {
+            "drafts": f"what followed an earlier occurrence of the last {tokens} in prompt and output",
+            "weights": "none: any target will do",
+            "memory": f"{self.kv_bytes_per_token} bytes per token",
+        }
+
+    def to_json(self) -> dict[str, Any]:
+        """All fields by name."""
+        return {"name": self.name, "kind": "ngram", **asdict(self)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Description:
+    """One checkpoint, or a pair and whether it fits; a drafter may be n-grams."""
+
+    parts: tuple[Inspection | Ngrams, ...]
     misfits: tuple[str, ...]  # every reason why the checkpoint or the pair cannot run
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Of target and head, which share the pages of the cache."""
-        return sum(part.weights.kv_bytes_per_token for part in self.parts)
+        """Of target and drafter, which share the pages of the cache."""
+        return sum(
+            part.kv_bytes_per_token if isinstance(part, Ngrams) else part.weights.kv_bytes_per_token
+            for part in self.parts
+        )
 
     def to_json(self) -> dict[str, Any]:
         """``checkpoints``, ``kv_bytes_per_token`` of all, ``misfits``, and ``fit``: null for a single checkpoint."""
@@ -107,33 +135,34 @@ class Description:
     def to_text(self) -> str:
         lines = []
         for part in self.parts:
-            kind = f"an {part.config.family} head" if isinstance(part.config, HeadConfig) else "a target"
-            lines += [f"{part.name}: {kind}", *starmap(_line, part.facts().items()), ""]
+            lines += [f"{part.name}: {_kind(part)}", *starmap(_line, part.facts().items()), ""]
         if self.misfits:
             lines += ["This cannot run:", *(f"  - {reason}" for reason in self.misfits)]
         elif len(self.parts) == 2:
-            lines.append(
-                f"Target and head fit; together {self.kv_bytes_per_token:,} bytes of KV cache per token."
-            )
+            both = "Target and n-grams" if isinstance(self.parts[1], Ngrams) else "Target and head"
+            lines.append(f"{both} fit; together {self.kv_bytes_per_token:,} bytes of KV cache per token.")
         else:
             lines += ["Complete and supported."]
         return "\n".join(lines)
 
 
 def describe(path: str, other: str | None = None) -> Description:
-    """Describe one checkpoint (directory or hub id), or a target and a head in either order.
+    """Describe one checkpoint (directory or hub id), or a target and a head or ``ngram[:N]`` in either order.
 
     Reads headers and the vocabulary map, no weights. ``UserError`` for anything but checkpoints of known families.
     """
-    checkpoints = [open_checkpoint(name) for name in (path, other) if name is not None]
+    names = [name for name in (path, other) if name is not None]
+    ngrams = [Ngrams(length=n) for name in names if (n := ngram_length(name)) is not None]
+    checkpoints = [open_checkpoint(name) for name in names if ngram_length(name) is None]
     targets = [_target(checkpoint) for checkpoint in checkpoints if not _is_head(checkpoint)]
     known = targets[0].config.num_layers if targets else None
     heads = [_head(checkpoint, known) for checkpoint in checkpoints if _is_head(checkpoint)]
-    parts = (*targets, *heads)
-    reasons = [f"{part.name}: {problem}" for part in parts for problem in part.problems]
-    if len(parts) == 2:
+    reasons = [f"{part.name}: {problem}" for part in (*targets, *heads) for problem in part.problems]
+    if ngrams and not targets and len(names) == 2:
+        reasons.append("both draft and neither is a target: give one target and one drafter")
+    elif len(checkpoints) == 2:
         reasons += _pair_misfits(targets, heads)
-    return Description(parts=parts, misfits=tuple(reasons))
+    return Description(parts=(*targets, *heads, *ngrams), misfits=tuple(reasons))
 
 
 def _is_head(checkpoint: Checkpoint) -> bool:
@@ -181,6 +210,12 @@ def _pair_misfits(targets: list[Inspection], heads: list[Inspection]) -> tuple[s
     assert isinstance(target, TargetConfig)
     assert isinstance(head, HeadConfig)
     return misfits(target, head)
+
+
+def _kind(part: Inspection | Ngrams) -> str:
+    if isinstance(part, Ngrams):
+        return "drafts from the text so far"
+    return f"an {part.config.family} head" if isinstance(part.config, HeadConfig) else "a target"
 
 
 def _line(label: str, value: str) -> str:

@@ -45,7 +45,7 @@ def _is_unread(file: TextIO) -> bool:
 app = typer.Typer(
     cls=_Commands,
     name="specgen",
-    help="Offline batch generation with EAGLE3 speculative decoding, and what the speculation was worth.",
+    help="Offline batch generation with speculative decoding, and what the speculation was worth.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,

@@ -90,7 +90,10 @@ def merge(
 def inspect(
     path: Annotated[str, typer.Argument(help="Checkpoint: a directory or hub id.", show_default=False)],
     other: Annotated[
-        str | None, typer.Argument(help="Second checkpoint: do target and head fit?", show_default=False)
+        str | None,
+        typer.Argument(
+            help="Second checkpoint, or ngram[:N]: do target and drafter fit?", show_default=False
+        ),
     ] = None,
     as_json: _Json = False,
 ) -> None:

@@ -8,12 +8,14 @@ from specgen.core.journal import Journal
 from specgen.core.passes import Pass
 from specgen.core.sequence import Sequence
 from specgen.core.spec_length import SpecLength
+from specgen.decoding.draft_state import NO_DRAFT
 
 
 class InFlight:
     """The passes that were launched and not read yet, oldest first.
 
-    ``spec_length`` sees drafts and accepted drafts of every verified sequence.
+    ``spec_length`` sees drafts and accepted drafts of every verified sequence; a draft that was missing counts there
+    as a rejected one, for its row cost as much.
     """
 
     def __init__(self, *, journal: Journal, endings: Endings, spec_length: SpecLength) -> None:
@@ -77,5 +79,6 @@ class InFlight:
         sequence.remove_in_flight(1, k + 1)
         emitted = sequence.append(tokens[: accepted + 1], logprobs)
         self.spec_length.see(k, accepted)
-        sequence.steps.append(self._journal.verified(sequence, drafts, accepted, emitted))
+        proposed = drafts[: drafts.index(NO_DRAFT)] if NO_DRAFT in drafts else drafts
+        sequence.steps.append(self._journal.verified(sequence, proposed, accepted, emitted))
         return accepted + 1

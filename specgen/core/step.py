@@ -13,7 +13,7 @@ from specgen.attention import Attend, Backend
 from specgen.core.graphs import Runner
 from specgen.core.running_batch import Columns
 from specgen.core.sequence import NOT_FINITE
-from specgen.decoding.draft_state import Drafts, DraftState, Outcome
+from specgen.decoding.draft_state import NO_DRAFT, Drafts, DraftState, Outcome
 from specgen.decoding.drafting import Drafter
 from specgen.decoding.sampling import (
     ACCEPT,
@@ -48,7 +48,7 @@ class _Verdict:
 class StepResult:
     """What a pass found, one row per sequence, and how many rows it computed."""
 
-    # [B, n] int64: a prefill's first tokens, or drafts, accepted and tokens (see ``verify``, and NOT_FINITE)
+    # [B, n] int64: a prefill's first tokens, or drafts (see NO_DRAFT), accepted and tokens (``verify``, NOT_FINITE)
     numbers: Tensor
     logprobs: Tensor | None  # of the tokens (see ``token_logprobs``), where they are asked for
     target_rows: int
@@ -118,7 +118,8 @@ class Steps:
             return Layout.uniform(tables, state.positions, k + 1, self._cache.page_size)
 
         def verify(drafts: Tensor) -> tuple[Tensor, Tensor]:
-            rows = torch.cat([state.tokens[:, None], drafts], 1)
+            newest = state.tokens[:, None]  # also where there is no draft: a row of a token that the text has
+            rows = torch.cat([newest, torch.where(drafts == NO_DRAFT, newest, drafts)], 1)
             hidden, features = self._forward(rows.flatten(), layout())
             return self._target.logits(hidden).view(*rows.shape, -1), features
 
@@ -136,7 +137,7 @@ class Steps:
             logprobs=found.logprobs,
             target_rows=num_rows * (k + 1),
             fill_rows=fill_rows,
-            loop_rows=num_rows * k,
+            loop_rows=num_rows * k * self._drafter.rows_per_draft,
         )
         columns.advance(next_state)  # last: a step whose numbers do not exist has not been made
         return result

@@ -7,6 +7,8 @@ from torch import Tensor
 
 from specgen.kv.layout import Layout
 
+NO_DRAFT = -1  # in place of a token id where a drafter has none to propose; none follows it in its row
+
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
@@ -52,7 +54,7 @@ class DraftState:
 class Drafts:
     """K proposed tokens per sequence and, where they were sampled, the distributions they came from."""
 
-    tokens: Tensor  # [B, K] target token ids
+    tokens: Tensor  # [B, K] target token ids; NO_DRAFT from a sequence's first missing draft on
     probs: Tensor | None  # [B, K, V]
 
 

@@ -31,6 +31,7 @@ class Drafter(Protocol):
     aux_layers: tuple[int, ...]  # whose inputs make the target's features
     reads_output: bool  # the features are the target's last hidden states instead
     state_columns: tuple[StateColumn, ...]  # of ``DraftState.columns``
+    rows_per_draft: int  # that go through a head
 
     def observe(self, outcome: Outcome) -> tuple[DraftState, int]:
         """Take in what the target accepted; also says how many rows that took."""
@@ -39,7 +40,10 @@ class Drafter(Protocol):
     def propose(
         self, state: DraftState, num_drafts: int, block_tables: Tensor, sampling: SamplingBatch
     ) -> Drafts:
-        """``num_drafts`` (K) drafts per sequence; may write KV at the K positions from ``state.positions - 1`` on."""
+        """``num_drafts`` (K) drafts per sequence, or fewer (``NO_DRAFT``).
+
+        May write KV at the K positions from ``state.positions - 1`` on.
+        """
         ...
 
     def clear(self, pages: Tensor) -> None:
@@ -53,6 +57,7 @@ class NoDrafter:
     aux_layers: tuple[int, ...] = ()
     reads_output = False
     state_columns: tuple[StateColumn, ...] = ()
+    rows_per_draft = 0
 
     def observe(self, outcome: Outcome) -> tuple[DraftState, int]:
         return PaddedBatch().prepare(outcome).state(), 0
@@ -114,6 +119,7 @@ class HeadDrafter:
         self.aux_layers = head.config.aux_layers
         self.reads_output = head.config.reads_output
         self.state_columns: tuple[StateColumn, ...] = (hidden,)
+        self.rows_per_draft = 1
         self._head = head
         self._cache = cache
         self._backend = backend

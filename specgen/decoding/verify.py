@@ -1,12 +1,14 @@
 """How many drafts the target accepts, and what it says next: tensors in, (accepted, tokens) out.
 
 In ``tokens`` ``[B, K+1]`` the first ``accepted[b]`` are the accepted drafts and the next one is the bonus token,
-the target's own; what lies behind it means nothing.
+the target's own; what lies behind it means nothing. A missing draft (``NO_DRAFT``) is never accepted, and the bonus
+token is chosen as if the drafts had ended before it.
 """
 
 import torch
 from torch import Tensor
 
+from specgen.decoding.draft_state import NO_DRAFT
 from specgen.decoding.sampling import draw
 
 
@@ -25,18 +27,19 @@ def accept_sampled(
     """Exact rejection sampling (Leviathan et al., 2023; Chen et al., 2023): tokens are distributed as ``probs``.
 
     drafts ``[B, K]``; draft_probs ``[B, K, V]`` that they were drawn from, or None where each was chosen outright
-    (a one-hot distribution); probs ``[B, K+1, V]`` of the target; u_accept ``[B, K]`` and u_emit ``[B, K+1]``
-    uniform in [0, 1). Draft i is accepted with probability min(1, p/q); at the first rejection the bonus token is
-    drawn from max(0, p - q), after the last draft from p. Returns accepted ``[B]`` and tokens ``[B, K+1]``.
+    (a one-hot distribution) or is missing; probs ``[B, K+1, V]`` of the target; u_accept ``[B, K]`` and u_emit
+    ``[B, K+1]`` uniform in [0, 1). Draft i is accepted with probability min(1, p/q); at the first rejection the bonus
+    token is drawn from max(0, p - q), after the last draft from p. Returns accepted ``[B]`` and tokens ``[B, K+1]``.
     """
-    q = torch.zeros_like(probs)  # its last row stays zero: after the last draft nothing is taken from p
+    proposed, drafts = drafts != NO_DRAFT, drafts.clamp(min=0)
+    chosen = drafts[..., None]
+    q = torch.zeros_like(probs)  # behind the last draft its rows stay zero: there nothing is taken from p
     if draft_probs is None:
-        q[:, :-1].scatter_(-1, drafts[..., None], 1)
+        q[:, :-1].scatter_(-1, chosen, proposed[..., None].to(q.dtype))
     else:
         q[:, :-1] = draft_probs
-    chosen = drafts[..., None]
     p_draft, q_draft = (x[:, :-1].gather(-1, chosen).squeeze(-1) for x in (probs, q))
-    accepted = (u_accept * q_draft < p_draft).long().cumprod(1).sum(1)
+    accepted = (proposed & (u_accept * q_draft < p_draft)).long().cumprod(1).sum(1)
 
     here = accepted[:, None, None].expand(-1, 1, probs.shape[-1])
     p_here = probs.gather(1, here).squeeze(1)

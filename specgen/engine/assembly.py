@@ -21,6 +21,7 @@ from specgen.decoding.drafting import (
     NoDrafter,
     SampledDrafts,
 )
+from specgen.decoding.ngram import NgramDrafter
 from specgen.engine.choices import BACKENDS
 from specgen.engine.loading import DTYPES, Models
 from specgen.events import Event
@@ -85,6 +86,13 @@ def new_cache(
 def _drafter(config: EngineConfig, models: Models, backend: Backend, allocator: PageAllocator) -> Drafter:
     if config.draft_length.most == 0:
         return NoDrafter()
+    if config.ngram is not None:
+        return NgramDrafter(
+            longest=config.ngram,
+            num_pages=allocator.num_pages + 1,  # as in ``new_cache``
+            page_size=allocator.page_size,
+            device=models.target.device,
+        )
     assert models.head is not None
     non_padded = NonPaddedBatch() if backend.capabilities.needs_host_lens else PackedBatch()
     return HeadDrafter(

@@ -29,7 +29,10 @@ RUNNERS: dict[GraphsName, type[Runner]] = {"step": StepGraphs, "pass": PassGraph
 
 
 def resolve(config: EngineConfig, checkpoints: Checkpoints) -> EngineConfig:
-    """``config`` with every ``auto`` replaced by what will run; ``UserError`` for what cannot run here."""
+    """``config`` with every ``auto`` replaced by what will run; ``UserError`` for what cannot run here.
+
+    N-gram drafts get their full name, ``ngram:N``.
+    """
     device = choose_device(config.device)
     kind, dtype = device.type, choose_dtype(config.dtype, device)
     attention, _ = choose_attention(replace(config, device=str(device), dtype=dtype), checkpoints)
@@ -44,6 +47,7 @@ def resolve(config: EngineConfig, checkpoints: Checkpoints) -> EngineConfig:
     )
     return replace(
         config,
+        drafter=config.drafter if config.ngram is None else f"ngram:{config.ngram}",
         device=str(device),
         dtype=dtype,
         attention=attention,
@@ -82,9 +86,9 @@ def choose_attention(config: EngineConfig, checkpoints: Checkpoints) -> tuple[At
 
 
 def _heads(config: EngineConfig, checkpoints: Checkpoints) -> list[Heads]:
-    """What target and head ask of attention, from their checkpoints' headers."""
+    """What target and, where one drafts, head ask of attention, from their checkpoints' headers."""
     models: list[LayerConfig] = [target_config(checkpoints["model"])]
-    if config.draft_length.most:
+    if config.head is not None:
         models.append(drafter_config(checkpoints["drafter"], None))
     dtype = DTYPES[config.dtype]
     return [

@@ -13,7 +13,7 @@ from specgen.models.protocols import Head, Target
 from specgen.text.tokenizer import Tokenizer, load_tokenizer
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-Checkpoints = Mapping[str, Checkpoint]  # "model" and, where any drafts are asked for, "drafter"
+Checkpoints = Mapping[str, Checkpoint]  # "model" and, where a head drafts, "drafter"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,16 +42,16 @@ def _is_synthetic(checkpoint: Checkpoint) -> bool:
 
 def open_checkpoints(config: EngineConfig) -> Checkpoints:
     """The checkpoints of ``config``, headers only; of a hub id, what is downloaded. Once in a command is enough."""
-    names = {"model": config.model, "drafter": config.drafter if config.draft_length.most else None}
+    names = {"model": config.model, "drafter": config.head}
     return {role: open_checkpoint(name) for role, name in names.items() if name is not None}
 
 
 def load_models(config: EngineConfig, checkpoints: Checkpoints) -> Models:
-    """Read target, head (if any drafts are asked for) and tokenizer of a resolved ``config``."""
+    """Read target, head (if one is to draft) and tokenizer of a resolved ``config``."""
     device, dtype = torch.device(config.device), DTYPES[config.dtype]
     use(device)
     target, head = load_target(checkpoints["model"], dtype, device), None
-    if config.draft_length.most:
+    if config.head is not None:
         head = load_drafter(checkpoints["drafter"], target)
     tokenizer = load_tokenizer(str(checkpoints["model"].path))
     return Models(target=target, head=head, tokenizer=tokenizer, checkpoints=checkpoints)

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import torch
 
-from specgen.config import EngineConfig, SamplingParams, require
+from specgen.config import NGRAM_BYTES, EngineConfig, SamplingParams, require
 from specgen.core.graphs import Runner
 from specgen.core.sequence import Request
 from specgen.engine.assembly import assemble
@@ -35,11 +35,13 @@ def num_pages(config: EngineConfig, models: Models, expected: SamplingParams = D
 
 
 def kv_page_bytes(config: EngineConfig, models: Models) -> int:
-    """Bytes of a page in the caches of the target and, where any drafts are asked for, of the head."""
+    """Bytes of a page in the target's cache and in that of what drafts, a head or n-grams."""
     specs = [models.target.config.kv_spec]
-    if config.draft_length.most and models.head is not None:
+    if config.head is not None and models.head is not None:
         specs.append(models.head.config.kv_spec)
-    return config.page_size * sum(spec.bytes_per_token(DTYPES[config.dtype].itemsize) for spec in specs)
+    text = 0 if config.ngram is None else NGRAM_BYTES
+    width = DTYPES[config.dtype].itemsize
+    return config.page_size * (text + sum(spec.bytes_per_token(width) for spec in specs))
 
 
 def _memory_for_kv(config: EngineConfig, models: Models, expected: SamplingParams) -> int:

@@ -74,12 +74,11 @@ def _settings(job: Job, config: EngineConfig, checkpoints: Checkpoints, num_prom
     _, why = choose_attention(replace(config, attention=job.engine.attention), checkpoints)
     sampling = job.sampling
     how = "greedy" if sampling.temperature == 0 else f"temperature {sampling.temperature:g}"
-    plain = config.draft_length.most == 0
     return {
         "model": described(config.model, checkpoints["model"]),
-        "drafter": "none (plain decoding)" if plain else from_here(str(config.drafter)),
+        "drafter": from_here(str(config.drafter)) if config.draft_length.most else "none (plain decoding)",
         "draft tokens (K)": str(config.draft_length),
-        **({} if plain else {"drafter batch": config.drafter_batch}),
+        **({} if config.head is None else {"drafter batch": config.drafter_batch}),
         "data": f"{job.dataset}, {num_prompts} prompts",
         **({} if job.shard == WHOLE else {"shard": str(job.shard)}),
         "sampling": f"{how}, at most {sampling.max_tokens} new tokens, seed {sampling.seed}",

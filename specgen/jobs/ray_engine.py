@@ -194,9 +194,10 @@ def _portable(config: EngineConfig) -> EngineConfig:
     """``config`` for a process with another working directory that sees only its own GPU."""
     model, drafter = (
         str(Path(name).resolve()) if name is not None and Path(name).exists() else name
-        for name in (config.model, config.drafter)
+        for name in (config.model, config.head)
     )
     assert model is not None
+    drafter = config.drafter if config.head is None else drafter
     return replace(config, model=model, drafter=drafter, device=config.device.partition(":")[0])
 
 

@@ -112,7 +112,7 @@ class _Work:
             self.progress.see(event)
             self.status.see(event)
 
-        name = "plain decoding" if config.draft_length.most == 0 else "EAGLE3"
+        name = "plain decoding" if config.draft_length.most == 0 else "speculative decoding"
         if config.device != "cpu":
             self.progress.prepare(name)
         engine = self._engine(config, record)

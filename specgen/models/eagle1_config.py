@@ -6,6 +6,7 @@ from typing import ClassVar
 
 from specgen.config import require
 from specgen.models.config_fields import Raw, count
+from specgen.models.eagle3_config import is_eagle3
 from specgen.models.model_config import HeadConfig, dtype_name, head_biases, head_windows, layer_settings
 
 NOT_EAGLE1 = "no fc.weight and layers.0.self_attn.q_proj.weight: the checkpoint is not an EAGLE-1 head either"
@@ -14,7 +15,7 @@ IGNORED_TENSORS = frozenset({"rotary_emb.inv_freq", "layers.0.self_attn.rotary_e
 
 def is_eagle1(config: Raw, tensors: Set[str]) -> bool:
     """By its tensors: a config says Llama or Qwen2, and nothing of a head."""
-    return {"fc.weight", "layers.0.self_attn.q_proj.weight"} <= tensors
+    return not is_eagle3(config, tensors) and {"fc.weight", "layers.0.self_attn.q_proj.weight"} <= tensors
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -258,7 +258,8 @@ def warning(report: Mapping[str, Any]) -> str:
     if report["mean_acceptance_length"] < DEAD_LENGTH:
         return (
             f"The drafter is dead: the mean acceptance length is under {DEAD_LENGTH}, so drafting costs time "
-            "and gains nothing. `specgen inspect` says whether it fits the target and how it was read."
+            "and gains nothing. `specgen inspect` says whether a head fits the target and how it was read; n-grams "
+            "need text that repeats itself."
         )
     return ""
 

@@ -174,9 +174,10 @@ def _speed(report: Mapping[str, Any]) -> Iterator[_Item]:
         yield "prefix cache", count(cached), f"of {count(prompt)} prompt tokens ({percent(cached / prompt)})"
     if report["num_drafts"]:
         rows = report["rows"]
-        fill = _share(rows, "first_pass", "first_pass_wasted")
         yield "target rows", f"{_share(rows, 'target', 'target_rejected')} held rejected drafts", ""
-        yield "drafter rows", f"KV fill {fill} were padding; draft loop {count(rows['loop'])}", ""
+        if rows["loop"] or rows["first_pass"]:  # a head drafted
+            fill = _share(rows, "first_pass", "first_pass_wasted")
+            yield "drafter rows", f"KV fill {fill} were padding; draft loop {count(rows['loop'])}", ""
     if baseline := report["baseline"]:
         same = same_texts(baseline["identical"], baseline["num_compared"])
         speed = rate(baseline["output_tokens_per_second"])

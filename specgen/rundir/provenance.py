@@ -35,6 +35,8 @@ def manifest(
     *, engine: EngineConfig, sampling: SamplingParams, data: dict[str, Any], fingerprints: dict[str, str]
 ) -> dict[str, Any]:
     """The content of ``manifest.json``; ``engine`` is the resolved configuration."""
+    if engine.ngram is not None:  # the drafter, without a checkpoint
+        fingerprints = fingerprints | {"drafter": str(engine.drafter)}
     return {
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "argv": sys.argv,

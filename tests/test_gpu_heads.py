@@ -1,0 +1,99 @@
+"""On an NVIDIA GPU: every kind of drafter gives the CPU's texts and drafts, in all three graph modes."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from specgen.config import SamplingParams
+from specgen.models.model_config import TargetConfig
+from tests.engines import Outputs, Pair, generate, load_pair, random_requests
+from tests.tiny_checkpoints import write_eagle1_head, write_head, write_target
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
+MODES = ("step", "pass", "off")
+EXACT = {"device": "cuda", "dtype": "float32", "attention": "sdpa-static", "page_size": 16}
+FAST = {"device": "cuda", "dtype": "bfloat16", "attention": "trtllm", "page_size": 16}
+GREEDY, SAMPLED = SamplingParams(max_tokens=24), SamplingParams(max_tokens=24, temperature=0.9)
+
+
+def _layers(path: Path, target: TargetConfig, **settings: Any) -> None:
+    write_head(path, target, "speculators", num_layers=2, windows=[None, 7], **settings)
+
+
+HEADS: dict[str, Callable[[Path, TargetConfig], None]] = {
+    "EAGLE-1": lambda path, target: write_eagle1_head(path, target, fc_bias=True, qkv_bias=True),
+    "two-layers": _layers,
+    "last-state": lambda path, target: write_head(path, target, reads_output=True, norm_output=True),
+    "P-EAGLE": lambda path, target: _layers(path, target, mask_token=("ptd_token_id", 5)),
+}
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target whose heads are as wide as the kernels want them."""
+    path = tmp_path_factory.mktemp("pairs")
+    write_target(path / "target", head_dim=64)
+    return path
+
+
+@pytest.fixture(params=HEADS)
+def pair_on(request: pytest.FixtureRequest, path: Path, tmp_path: Path) -> Callable[..., Pair]:
+    """Loads the target and a head of that kind in a dtype to a device."""
+    (tmp_path / "target").symlink_to(path / "target")
+    HEADS[request.param](tmp_path / "drafter", load_pair_config(path / "target"))
+    return lambda dtype, device: load_pair(tmp_path, dtype, device)
+
+
+def load_pair_config(path: Path) -> TargetConfig:
+    from specgen.checkpoints.checkpoint import open_checkpoint, target_config
+
+    return target_config(open_checkpoint(str(path)))
+
+
+def run(pair: Pair, sampling: SamplingParams, batch: str, **settings: Any) -> Outputs:
+    requests = random_requests(12, 128, sampling, lengths=(2, 40))
+    changes = {"num_spec_tokens": 4, "drafter_batch": batch, "max_batch_size": 5} | settings
+    return generate(pair, requests, **changes)
+
+
+@pytest.mark.parametrize("batch", ["padded", "non-padded"])
+def test_drafts_equal_the_cpus_in_every_graph_mode(pair_on: Callable[..., Pair], batch: str) -> None:
+    here = run(pair_on(torch.float32, "cpu"), GREEDY, batch)
+    there = pair_on(torch.float32, "cuda")
+    for mode in MODES:
+        found = run(there, GREEDY, batch, cuda_graphs=mode, **EXACT)
+        assert found.texts == here.texts, mode
+        assert found.verified == here.verified, mode
+
+
+@pytest.mark.parametrize("batch", ["padded", "non-padded"])
+@pytest.mark.parametrize("draft_sampling", ["greedy", "probabilistic"])
+def test_graph_modes_agree_on_the_kernels_of_a_real_run(
+    pair_on: Callable[..., Pair], batch: str, draft_sampling: str
+) -> None:
+    pair = pair_on(torch.bfloat16, "cuda")
+    sampling = GREEDY if draft_sampling == "greedy" else SAMPLED
+    runs = [
+        run(pair, sampling, batch, cuda_graphs=mode, draft_sampling=draft_sampling, **FAST) for mode in MODES
+    ]
+    assert sum(map(len, runs[0].verified.values())) > 100
+    for other in runs[1:]:
+        assert other.texts == runs[0].texts
+        assert other.verified == runs[0].verified
+
+
+def test_most_drafts_equal_the_references_on_the_kernels_of_a_real_run(pair_on: Callable[..., Pair]) -> None:
+    """Rounding to bfloat16 changes a few."""
+    pair = pair_on(torch.bfloat16, "cuda")
+    exact = run(pair, GREEDY, "padded", **FAST | {"attention": "sdpa-static"}).verified
+    found = run(pair, GREEDY, "padded", **FAST).verified
+    first = [(exact[name][0][0], found[name][0][0]) for name in exact if exact[name] and found[name]]
+    same = [a == b for mine, theirs in first for a, b in zip(mine, theirs, strict=True)]
+    assert len(same) > 20
+    assert sum(same) > 0.8 * len(same)

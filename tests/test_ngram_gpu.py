@@ -1,0 +1,136 @@
+"""N-gram drafts on an NVIDIA GPU: drafts and texts equal the CPU's in all graph modes, and a step waits for nobody."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from specgen.config import DraftLength, SamplingParams
+from specgen.core.sequence import Request
+from specgen.decoding.ngram import lookup
+from specgen.engine.build import build_engine
+from specgen.events import Captured, Stepped
+from tests.engines import Pair, config_of, generate, load_pair
+from tests.test_faults import Setting, require_no_change, run_without_fault
+from tests.test_gpu import EXACT, FAST, GREEDY, LONG, MODES, SAMPLED, captured, mixed, running_engine
+from tests.test_ngram import checked, naive
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
+
+
+@pytest.fixture(scope="module")
+def gpu_pair(demo_path: Path) -> Pair:
+    return load_pair(demo_path, device="cuda")
+
+
+@pytest.fixture(scope="module")
+def bfloat16_pair(demo_path: Path) -> Pair:
+    return load_pair(demo_path, torch.bfloat16, "cuda")
+
+
+def repeating(sampling: SamplingParams) -> list[Request]:
+    """Texts of many lengths behind prompts that hold themselves twice."""
+    return [replace(r, prompt_token_ids=r.prompt_token_ids * 2) for r in mixed(sampling)]
+
+
+@pytest.mark.parametrize(("size", "longest"), [(8, 1), (300, 3), (70_000, 5)])
+def test_a_search_equals_the_naive_one(size: int, longest: int) -> None:
+    generator = torch.Generator().manual_seed(size)
+    texts = torch.randint(0, 3 + size // 100, (5, size), generator=generator, dtype=torch.int32)
+    lengths = torch.randint(1, size + 1, (5,), generator=generator)
+    found = lookup(texts.cuda(), lengths.cuda(), longest, 8).tolist()
+    for row, text, length in zip(found, texts.tolist(), lengths.tolist(), strict=True):
+        assert row == (list(naive(text[:length], longest, 8)) or [-1] * 8)
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED, SamplingParams(temperature=0.9, top_k=20, top_p=0.9)])
+@pytest.mark.parametrize("k", [1, 4, 8])
+def test_cuda_graphs_change_no_text_and_no_step(gpu_pair: Pair, k: int, sampling: SamplingParams) -> None:
+    runs = {
+        mode: generate(
+            gpu_pair,
+            repeating(sampling),
+            drafter="ngram",
+            num_spec_tokens=k,
+            max_batch_size=7,
+            cuda_graphs=mode,
+            **EXACT,
+        )
+        for mode in MODES
+    }
+    assert {mode: captured(run) for mode, run in runs.items()} == {
+        "step": {"step"},
+        "pass": {"propose", "verify", "observe"},
+        "off": set(),
+    }
+    for run in runs.values():
+        assert set(checked(run, 3, k)) == {0, k}
+        assert run.texts == runs["off"].texts
+        assert run.verified == runs["off"].verified
+    assert {step[1] for steps in runs["off"].verified.values() for step in steps} >= {0, 1}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_texts_and_steps_equal_the_cpus(demo_pair: Pair, gpu_pair: Pair, mode: str) -> None:
+    asked: dict[str, Any] = {"drafter": "ngram:2", "num_spec_tokens": 4}
+    here = generate(demo_pair, repeating(GREEDY), **asked)
+    there = generate(gpu_pair, repeating(GREEDY), cuda_graphs=mode, **asked, **EXACT)
+    plain = generate(gpu_pair, repeating(GREEDY), num_spec_tokens=0, cuda_graphs=mode, **EXACT)
+    assert there.texts == here.texts == plain.texts
+    assert there.verified == here.verified
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_trtllm_kernels_give_the_reference_texts(bfloat16_pair: Pair, mode: str) -> None:
+    asked: dict[str, Any] = {"drafter": "ngram", "num_spec_tokens": 4, "max_batch_size": 7}
+    reference = generate(bfloat16_pair, repeating(GREEDY), **asked, **FAST | {"attention": "sdpa"})
+    outputs = generate(bfloat16_pair, repeating(GREEDY), cuda_graphs=mode, **asked, **FAST)
+    assert set(checked(outputs, 3, 4)) == {0, 4}
+    same = sum(outputs.texts[name] == text for name, text in reference.texts.items())
+    assert same >= len(reference.texts) - 4  # bfloat16 rounds differently by batch and kernel
+
+
+@pytest.mark.parametrize("sampling", [LONG, replace(LONG, temperature=0.8, logprobs=5)])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_steady_state_step_has_no_host_sync(
+    bfloat16_pair: Pair, mode: str, sampling: SamplingParams
+) -> None:
+    engine = running_engine(
+        bfloat16_pair, sampling, drafter="ngram", cuda_graphs=mode, num_spec_tokens=4, **FAST
+    )
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(8):
+            engine._advance()  # not through the handling of device errors
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, RuntimeError])
+@pytest.mark.parametrize("kind", ["greedy", "sampled"])
+@pytest.mark.parametrize("mode", ["step", "off"])
+def test_an_error_at_any_launch_point_changes_no_result(
+    gpu_pair: Pair, mode: str, kind: str, error: type[RuntimeError]
+) -> None:
+    """Also where a graph is captured, and where one is replayed."""
+    setting = Setting(gpu_pair, kind, 4, True, settings=EXACT | {"cuda_graphs": mode, "drafter": "ngram"})
+    require_no_change(setting, run_without_fault(setting), error)
+
+
+def test_auto_captures_nothing_during_a_run(gpu_pair: Pair) -> None:
+    """K changes by the measured cost; texts stay those of plain decoding."""
+    events: list[Any] = []
+    length = DraftLength(most=4, auto=True)
+    config = config_of(gpu_pair, drafter="ngram", num_spec_tokens=length, max_batch_size=7, **EXACT)
+    engine = build_engine(config, gpu_pair.models, events.append)
+    engine.warm_up()
+    events.clear()
+    texts = {each.request.id: each.token_ids for each in engine.generate(repeating(GREEDY))}
+    assert texts == generate(gpu_pair, repeating(GREEDY), num_spec_tokens=0, max_batch_size=7, **EXACT).texts
+    assert not any(isinstance(event, Captured) for event in events)
+    assert any(isinstance(event, Stepped) and event.num_spec_tokens for event in events)
