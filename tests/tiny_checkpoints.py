@@ -1,6 +1,7 @@
 """Tiny random checkpoints in the public formats."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -92,22 +93,29 @@ def write_head(
     norm_output: bool = False,
     qk_norm: bool = False,
     own_embedding: bool = False,
+    num_layers: int = 1,
+    windows: list[int | None] | None = None,
+    reads_output: bool = False,
+    mask_token: tuple[str, int] | None = None,
     binary: bool = False,
     std: float = 0.15,
     seed: int = 1,
     changed: dict[str, torch.Tensor | None] | None = None,
     changed_config: dict[str, Any] | None = None,
 ) -> None:
-    """Write a random head for ``target``, as wide as the target unless ``hidden_size`` is given.
+    """Write a random EAGLE3 or P-EAGLE head for ``target``, as wide as the target unless ``hidden_size`` is given.
 
-    ``draft_vocab_size`` None is the full vocabulary, without d2t.
+    ``draft_vocab_size`` None is the full vocabulary, without d2t; ``windows`` has one for each layer;
+    ``reads_output`` is ``use_aux_hidden_state: false``; a ``mask_token``, its key in the config and its id, makes
+    a P-EAGLE head.
 
     ``changed`` replaces, adds or (None) removes tensors at the end, ``changed_config`` top-level settings: for
     checkpoints that must be refused.
     """
     torch.manual_seed(seed)
     width, num_features = hidden_size or target.hidden_size, len(aux_layer_ids or (0, 0, 0))
-    prefix = "midlayer." if dialect == "eagle" else "layers.0."
+    single = dialect == "eagle" and num_layers == 1 and mask_token is None
+    prefix = "midlayer." if single else "layers.0."
     tensors = _head_tensors(target, width, num_features, prefix, std)
     tensors["lm_head.weight"] = torch.randn(draft_vocab_size or target.vocab_size, width) * std
     if draft_vocab_size is not None:
@@ -122,6 +130,12 @@ def write_head(
             tensors[f"fc_norm.{i}.weight"] = 1 + 0.2 * torch.randn(target.hidden_size)
     if own_embedding:
         tensors["embed_tokens.weight"] = torch.randn(target.vocab_size, width) * std
+    for index in range(1, num_layers):
+        tensors |= _later_layer(target, width, f"layers.{index}.", qk_norm, std)
+    if mask_token is not None:
+        tensors["mask_hidden"] = torch.randn(1, 1, num_features * target.hidden_size)
+    if reads_output:
+        del tensors["fc.weight"]
     flags = {
         "norm_before_residual": norm_before_residual,
         "norm_before_fc": norm_before_fc,
@@ -129,20 +143,66 @@ def write_head(
         "norm_output": norm_output,
     }
     whole = dialect == "speculators"  # that library saves every field
-    config = _head_config(target, width, dialect, qk_norm)
+    config = _head_config(target, width, dialect, qk_norm, num_layers, windows)
+    if mask_token is not None:
+        config |= _parallel_settings(config, dialect, *mask_token)
+    if reads_output:
+        config["eagle_config"] = {"use_aux_hidden_state": False}
     config |= {name: on for name, on in flags.items() if on or whole}
     if draft_vocab_size is not None:
         config["draft_vocab_size"] = draft_vocab_size
     if aux_layer_ids is not None:
         place = config if aux_at == "top" else config.setdefault("eagle_config", {})
         place["eagle_aux_hidden_state_layer_ids"] = aux_layer_ids
-    tensors = {name: tensor for name, tensor in (tensors | (changed or {})).items() if tensor is not None}
+    _write(path, tensors | (changed or {}), config | (changed_config or {}), binary)
+
+
+def write_eagle1_head(
+    path: Path,
+    target: TargetConfig,
+    *,
+    fc_bias: bool = False,
+    qkv_bias: bool = False,
+    own_embedding: bool = False,
+    binary: bool = False,
+    std: float = 0.15,
+    seed: int = 1,
+    changed: dict[str, torch.Tensor | None] | None = None,
+    changed_config: dict[str, Any] | None = None,
+) -> None:
+    """Write a random EAGLE-1 head for ``target``; nothing in its config says what it is."""
+    torch.manual_seed(seed)
+    width, prefix = target.hidden_size, "layers.0."
+    tensors = _layer_tensors(target, width, width, prefix, std)
+    tensors["fc.weight"] = torch.randn(width, 2 * width) * std
+    tensors[f"{prefix}post_attention_layernorm.weight"] = 1 + 0.2 * torch.randn(width)
+    if fc_bias:
+        tensors["fc.bias"] = torch.randn(width)
+    if qkv_bias:
+        for name in ("q_proj", "k_proj", "v_proj"):
+            rows = len(tensors[f"{prefix}self_attn.{name}.weight"])
+            tensors[f"{prefix}self_attn.{name}.bias"] = torch.randn(rows)
+    if own_embedding:
+        tensors["embed_tokens.weight"] = torch.randn(target.vocab_size, width) * std
+    layer = _layer_config(target, width, num_layers=1)
+    del layer["head_dim"]  # hidden_size / num_attention_heads
+    config = layer | {"architectures": ["LlamaForCausalLM"], "pad_token_id": 0, "torch_dtype": "float16"}
+    config |= {"qkv_bias": True} if qkv_bias else {}
+    config |= {} if fc_bias else {"bias": False}  # absent, it is true
+    tensors = {name: tensor.half() for name, tensor in tensors.items()}
+    _write(path, tensors | (changed or {}), config | (changed_config or {}), binary)
+
+
+def _write(
+    path: Path, tensors: Mapping[str, torch.Tensor | None], config: dict[str, Any], binary: bool
+) -> None:
+    present = {name: tensor for name, tensor in tensors.items() if tensor is not None}
     path.mkdir(parents=True, exist_ok=True)
-    (path / "config.json").write_text(json.dumps(config | (changed_config or {})))
+    (path / "config.json").write_text(json.dumps(config))
     if binary:
-        torch.save(tensors, path / "pytorch_model.bin")
+        torch.save(present, path / "pytorch_model.bin")
     else:
-        save_file(tensors, path / "model.safetensors")
+        save_file(present, path / "model.safetensors")
 
 
 def vocabulary_map(vocab_size: int, draft_vocab_size: int) -> dict[str, torch.Tensor]:
@@ -156,32 +216,50 @@ def vocabulary_map(vocab_size: int, draft_vocab_size: int) -> dict[str, torch.Te
 def _head_tensors(
     target: TargetConfig, hidden: int, num_features: int, prefix: str, std: float
 ) -> dict[str, torch.Tensor]:
-    intermediate = target.intermediate_size
-    q_rows, kv_rows = target.num_heads * target.head_dim, target.num_kv_heads * target.head_dim
-    shapes = {
-        "fc": (hidden, num_features * target.hidden_size),
-        f"{prefix}self_attn.q_proj": (q_rows, 2 * hidden),
-        f"{prefix}self_attn.k_proj": (kv_rows, 2 * hidden),
-        f"{prefix}self_attn.v_proj": (kv_rows, 2 * hidden),
-        f"{prefix}self_attn.o_proj": (hidden, q_rows),
-        f"{prefix}mlp.gate_proj": (intermediate, hidden),
-        f"{prefix}mlp.up_proj": (intermediate, hidden),
-        f"{prefix}mlp.down_proj": (hidden, intermediate),
-    }
+    fc = {"fc.weight": torch.randn(hidden, num_features * target.hidden_size) * std}
+    tensors = fc | _layer_tensors(target, hidden, 2 * hidden, prefix, std)
     norms = ["input_layernorm", "hidden_norm", "post_attention_layernorm"]
-    tensors = {f"{name}.weight": torch.randn(shape) * std for name, shape in shapes.items()}
     tensors |= {f"{prefix}{name}.weight": 1 + 0.2 * torch.randn(hidden) for name in norms}
     return tensors | {"norm.weight": 1 + 0.2 * torch.randn(hidden)}
 
 
-def _head_config(target: TargetConfig, hidden: int, dialect: str, qk_norm: bool) -> dict[str, Any]:
-    other = {} if hidden == target.hidden_size else {"target_hidden_size": target.hidden_size}
-    layer = {
-        "model_type": "qwen3" if qk_norm else "llama",
+def _later_layer(
+    target: TargetConfig, hidden: int, prefix: str, qk_norm: bool, std: float
+) -> dict[str, torch.Tensor]:
+    """A layer after the first: it reads neither the embedding nor a feature."""
+    tensors = _layer_tensors(target, hidden, hidden, prefix, std)
+    for name in ("input_layernorm", "post_attention_layernorm"):
+        tensors[f"{prefix}{name}.weight"] = 1 + 0.2 * torch.randn(hidden)
+    for name in ("q_norm", "k_norm") if qk_norm else ():
+        tensors[f"{prefix}self_attn.{name}.weight"] = 1 + 0.2 * torch.randn(target.head_dim)
+    return tensors
+
+
+def _layer_tensors(
+    target: TargetConfig, hidden: int, num_in: int, prefix: str, std: float
+) -> dict[str, torch.Tensor]:
+    """The matrices of a layer of width ``hidden`` whose attention reads ``num_in`` numbers."""
+    intermediate = target.intermediate_size
+    q_rows, kv_rows = target.num_heads * target.head_dim, target.num_kv_heads * target.head_dim
+    shapes = {
+        "self_attn.q_proj": (q_rows, num_in),
+        "self_attn.k_proj": (kv_rows, num_in),
+        "self_attn.v_proj": (kv_rows, num_in),
+        "self_attn.o_proj": (hidden, q_rows),
+        "mlp.gate_proj": (intermediate, hidden),
+        "mlp.up_proj": (intermediate, hidden),
+        "mlp.down_proj": (hidden, intermediate),
+    }
+    return {f"{prefix}{name}.weight": torch.randn(shape) * std for name, shape in shapes.items()}
+
+
+def _layer_config(target: TargetConfig, hidden: int, num_layers: int) -> dict[str, Any]:
+    return {
+        "model_type": "llama",
         "vocab_size": target.vocab_size,
         "hidden_size": hidden,
         "intermediate_size": target.intermediate_size,
-        "num_hidden_layers": 1,
+        "num_hidden_layers": num_layers,
         "num_attention_heads": target.num_heads,
         "num_key_value_heads": target.num_kv_heads,
         "head_dim": target.head_dim,
@@ -190,6 +268,22 @@ def _head_config(target: TargetConfig, hidden: int, dialect: str, qk_norm: bool)
         "max_position_embeddings": target.max_positions,
         "hidden_act": "silu",
     }
+
+
+def _head_config(
+    target: TargetConfig,
+    hidden: int,
+    dialect: str,
+    qk_norm: bool,
+    num_layers: int,
+    windows: list[int | None] | None,
+) -> dict[str, Any]:
+    other = {} if hidden == target.hidden_size else {"target_hidden_size": target.hidden_size}
+    layer = _layer_config(target, hidden, num_layers) | ({"model_type": "qwen3"} if qk_norm else {})
+    if windows is not None:
+        kinds = ["sliding_attention" if window else "full_attention" for window in windows]
+        layer |= {"layer_types": kinds, "sliding_window": next(filter(None, windows))}
+        layer |= {"use_sliding_window": True}
     if dialect == "eagle":
         return layer | other | {"architectures": ["LlamaForCausalLMEagle3"], "dtype": "float32"}
     return other | {
@@ -198,4 +292,16 @@ def _head_config(target: TargetConfig, hidden: int, dialect: str, qk_norm: bool)
         "speculators_config": {"algorithm": "eagle3", "verifier": {"architectures": [target.architecture]}},
         "transformer_layer_config": layer,
         "dtype": "float32",
+    }
+
+
+def _parallel_settings(config: dict[str, Any], dialect: str, key: str, mask_token: int) -> dict[str, Any]:
+    """What a P-EAGLE head's config says differently."""
+    if dialect == "eagle":
+        return {"parallel_drafting": True, key: mask_token}
+    return {
+        "architectures": ["PEagleSpeculator"],
+        "speculators_model_type": "peagle",
+        "speculators_config": config["speculators_config"] | {"algorithm": "peagle"},
+        key: mask_token,
     }
