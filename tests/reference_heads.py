@@ -1,0 +1,256 @@
+"""Dense references of draft heads: the whole text in every pass, no cache, layers from ``transformers``.
+
+A head is a class of small methods, so that a test can plant an error in one of them.
+"""
+
+import json
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+AUX_KEY = "eagle_aux_hidden_state_layer_ids"
+MASK_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")
+DEPTH = 5  # drafts computed at once
+
+
+class DenseTarget:
+    """The target by ``transformers``, in float32."""
+
+    def __init__(self, path: Path) -> None:
+        import transformers
+
+        self.model = transformers.AutoModelForCausalLM.from_pretrained(
+            path, dtype=torch.float32, attn_implementation="eager"
+        )
+        self.embedding: Tensor = self.model.get_input_embeddings().weight
+        self.lm_head: Tensor = self.model.get_output_embeddings().weight
+        self.num_layers: int = self.model.config.num_hidden_layers
+        self._known: dict[tuple[int, ...], tuple[list[Tensor], Tensor]] = {}
+
+    @torch.inference_mode()
+    def states(self, tokens: tuple[int, ...]) -> tuple[list[Tensor], Tensor]:
+        """The streams that enter layers 0 to L - 1 and leave the last, [T, Ht] each; and that after the final norm."""
+        if tokens not in self._known:
+            last: list[Tensor] = []
+            hook = self.model.model.norm.register_forward_pre_hook(lambda _, inputs: last.append(inputs[0]))
+            found = self.model.model(torch.tensor([tokens]), output_hidden_states=True)
+            hook.remove()
+            streams = [state[0] for state in (*found.hidden_states[:-1], last[0])]
+            self._known[tokens] = streams, found.last_hidden_state[0]
+        return self._known[tokens]
+
+
+class ReferenceHead:
+    """What the heads have in common; ids are shifted left by one against the states, positions are not."""
+
+    def __init__(self, path: Path, target: DenseTarget) -> None:
+        self.target = target
+        self.raw: dict[str, Any] = json.loads((path / "config.json").read_text())
+        self.layer: dict[str, Any] = self.raw.get("transformer_layer_config", self.raw)
+        stored = _stored(path)
+        self.ids: Tensor | None = stored.get("d2t")
+        self.t = {name.replace("midlayer.", "layers.0."): x.float() for name, x in stored.items()}
+        self.embedding = self.t.get("embed_tokens.weight", target.embedding)
+        self.num_layers: int = self.layer["num_hidden_layers"]
+        self.layers = [self._layer(index) for index in range(self.num_layers)]
+        kinds = self.layer.get("layer_types") or ["full_attention"] * self.num_layers
+        self.windows = [self.layer["sliding_window"] if "sliding" in kind else None for kind in kinds]
+        self._known: dict[tuple[int, ...], tuple[int, ...]] = {}
+
+    @torch.inference_mode()
+    def drafts(self, tokens: tuple[int, ...], k: int) -> tuple[int, ...]:
+        """``k`` greedy drafts after ``tokens`` (at least two)."""
+        if tokens not in self._known:
+            self._known[tokens] = self.propose(tokens)
+        return self._known[tokens][:k]
+
+    def propose(self, tokens: tuple[int, ...]) -> tuple[int, ...]:
+        """``DEPTH`` drafts, each from a pass of its own over the text and the drafts before it."""
+        ids, hidden = self.rows(torch.tensor(tokens), self.hidden(*self.target.states(tokens)))
+        num_rows, proposed = len(ids), []
+        for step in range(DEPTH):
+            last = self.run(ids, hidden, self.positions(num_rows, step))[-1:]
+            proposed.append(self.token(last[0]))
+            hidden = torch.cat([hidden, self.recycled(last)])
+            ids = torch.cat([ids, torch.tensor(proposed[-1:])])
+        return tuple(proposed)
+
+    def hidden(self, streams: list[Tensor], output: Tensor) -> Tensor:
+        """The head's hidden state at each position, [T, H], from what ``DenseTarget.states`` returns."""
+        raise NotImplementedError
+
+    def enter(self, ids: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """The residual stream before the first layer, [rows, H], and the input of its attention."""
+        raise NotImplementedError
+
+    def logits(self, out: Tensor) -> Tensor:
+        """Over the draft vocabulary, from a row of what ``run`` returns."""
+        raise NotImplementedError
+
+    def recycled(self, out: Tensor) -> Tensor:
+        """The hidden state of the next draft's row."""
+        return out
+
+    def rows(self, tokens: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """The tokens and states of the rows of a text."""
+        return tokens[1:], hidden[:-1]
+
+    def positions(self, num_rows: int, num_drafted: int) -> Tensor:
+        return torch.arange(num_rows + num_drafted)
+
+    def token(self, out: Tensor) -> int:
+        draft = int(self.logits(out).argmax())
+        return draft if self.ids is None else draft + int(self.ids[draft])
+
+    def run(self, ids: Tensor, hidden: Tensor, positions: Tensor) -> Tensor:
+        """One pass: what leaves the last layer, [rows, H]."""
+        stream, inputs = self.enter(ids, hidden)
+        rotation = self.rotary(stream[None], positions[None])
+        for index, (layer, window) in enumerate(zip(self.layers, self.windows, strict=True)):
+            if index > 0:
+                inputs = layer.input_layernorm(stream)
+            attended, _ = layer.self_attn(
+                hidden_states=inputs[None],
+                position_embeddings=rotation,
+                attention_mask=self.mask(len(ids), window),
+            )
+            stream = stream + attended[0]
+            stream = stream + layer.mlp(layer.post_attention_layernorm(stream))
+        return stream
+
+    def mask(self, num_rows: int, window: int | None) -> Tensor:
+        """0 where a row may look, [1, 1, rows, rows]: at itself and before, not further back than the window."""
+        seen = torch.ones(num_rows, num_rows, dtype=torch.bool).tril()
+        if window is not None:
+            seen &= torch.ones_like(seen).triu(1 - window)
+        return torch.zeros(1, 1, num_rows, num_rows).masked_fill(~seen, float("-inf"))
+
+    def norm(self, x: Tensor, name: str) -> Tensor:
+        return nn.functional.rms_norm(x, x.shape[-1:], self.t[f"{name}.weight"], self.layer["rms_norm_eps"])
+
+    @cached_property
+    def rotary(self) -> nn.Module:
+        from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+        return LlamaRotaryEmbedding(self._config)
+
+    @cached_property
+    def _config(self) -> Any:
+        from transformers import LlamaConfig, Qwen3Config
+
+        kind = Qwen3Config if "layers.0.self_attn.q_norm.weight" in self.t else LlamaConfig
+        config = kind(**{name: value for name, value in self.layer.items() if name != "model_type"})
+        config._attn_implementation = "eager"
+        return config
+
+    def _layer(self, index: int) -> Any:
+        """A layer of ``transformers`` with the head's tensors; its linear maps are as wide as those say."""
+        from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+        from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
+
+        qk_norm = "layers.0.self_attn.q_norm.weight" in self.t
+        layer: Any = (Qwen3DecoderLayer if qk_norm else LlamaDecoderLayer)(self._config, index)
+        prefix = f"layers.{index}."
+        own = {name.removeprefix(prefix): x for name, x in self.t.items() if name.startswith(prefix)}
+        for name, weight in own.items():
+            if name.endswith("_proj.weight"):
+                part, kind, _ = name.split(".")
+                bias = f"{part}.{kind}.bias" in own
+                setattr(layer.get_submodule(part), kind, nn.Linear(*weight.shape[::-1], bias=bias))
+        missing, unknown = layer.load_state_dict(own, strict=False)
+        # the first layer's norms of its inputs are applied in ``enter``
+        assert index == 0 or not missing + unknown
+        assert set(missing + unknown) <= {"input_layernorm.weight", "hidden_norm.weight"}
+        return layer.eval().requires_grad_(False)
+
+
+class ReferenceEagle1(ReferenceHead):
+    """EAGLE-1: no norm but the one before the MLP, the target's final hidden states and vocabulary."""
+
+    def hidden(self, streams: list[Tensor], output: Tensor) -> Tensor:
+        return output
+
+    def enter(self, ids: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        both = torch.cat([self.embedding[ids], hidden], -1)
+        stream = nn.functional.linear(both, self.t["fc.weight"], self.t.get("fc.bias"))
+        return stream, stream
+
+    def logits(self, out: Tensor) -> Tensor:
+        return out @ self.target.lm_head.T
+
+
+class ReferenceEagle3(ReferenceHead):
+    """EAGLE3 and EAGLE 3.1, of any number of layers and features."""
+
+    def __init__(self, path: Path, target: DenseTarget) -> None:
+        super().__init__(path, target)
+        nested = self.raw.get("eagle_config", {})
+        self.reads_output = not nested.get("use_aux_hidden_state", True)
+        depth = target.num_layers
+        self.aux: list[int] = self.raw.get(AUX_KEY) or [2, depth // 2, depth - 3]
+        if AUX_KEY in nested:  # outputs of layers, unless one of them is of a layer that does not exist
+            outputs = nested[AUX_KEY]
+            self.aux = outputs if max(outputs) == depth else [index + 1 for index in outputs]
+
+    def hidden(self, streams: list[Tensor], output: Tensor) -> Tensor:
+        return output if self.reads_output else self.fuse([streams[index] for index in self.aux])
+
+    def fuse(self, features: list[Tensor]) -> Tensor:
+        """[rows, Ht] each -> [rows, H]."""
+        if self.raw.get("fc_norm"):
+            features = [self.norm(feature, f"fc_norm.{index}") for index, feature in enumerate(features)]
+        both = torch.cat(features, -1)
+        if self.raw.get("norm_before_fc"):
+            both = self.norm(both, "input_norm")
+        return both @ self.t["fc.weight"].T
+
+    def enter(self, ids: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        embedded = self.norm(self.embedding[ids], "layers.0.input_layernorm")
+        normed = self.norm(hidden, "layers.0.hidden_norm")
+        stream = normed if self.raw.get("norm_before_residual") else hidden
+        return stream, torch.cat([embedded, normed], -1)
+
+    def logits(self, out: Tensor) -> Tensor:
+        return self.norm(out, "norm") @ self.t["lm_head.weight"].T
+
+    def recycled(self, out: Tensor) -> Tensor:
+        return self.norm(out, "norm") if self.raw.get("norm_output") else out
+
+
+class ReferencePEagle(ReferenceEagle3):
+    """P-EAGLE: after the text's rows, rows of the mask token and the mask's features; one pass for all drafts."""
+
+    def propose(self, tokens: tuple[int, ...]) -> tuple[int, ...]:
+        ids, hidden = self.rows(torch.tensor(tokens), self.hidden(*self.target.states(tokens)))
+        num_rows, num_masks = len(ids), DEPTH - 1
+        ids = torch.cat([ids, torch.full((num_masks,), self.mask_token())])
+        hidden = torch.cat([hidden, self.mask_state().expand(num_masks, -1)])
+        out = self.run(ids, hidden, self.positions(num_rows, num_masks))
+        return tuple(self.token(row) for row in out[num_rows - 1 :])
+
+    def mask_token(self) -> int:
+        return next(int(self.raw[key]) for key in MASK_KEYS if key in self.raw)
+
+    def mask_state(self) -> Tensor:
+        """The mask's features, fused as the target's are, [1, H]."""
+        return self.fuse(list(self.t["mask_hidden"].view(1, -1).chunk(len(self.aux), -1)))
+
+
+def reference_head(path: Path, target: DenseTarget) -> ReferenceHead:
+    """The reference of the head in ``path``, by its tensors."""
+    names = _stored(path).keys()
+    if "mask_hidden" in names:
+        return ReferencePEagle(path, target)
+    eagle3 = any(name.endswith("hidden_norm.weight") for name in names)
+    return (ReferenceEagle3 if eagle3 else ReferenceEagle1)(path, target)
+
+
+def _stored(path: Path) -> dict[str, Tensor]:
+    file = path / "model.safetensors"
+    if file.exists():
+        return dict(load_file(file))
+    return dict(torch.load(path / "pytorch_model.bin", weights_only=True))
