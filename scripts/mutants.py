@@ -25,6 +25,7 @@ _TEXTS = (  # a few tests that run all of decoding
     "test_lossless.py::test_eos_inside_accepted_drafts_ends_the_text",
     "test_lossless.py::test_a_text_ends_at_the_context_limit",
 )
+_HEADS = "test_heads.py::test_every_draft_equals_the_reference_and_no_text_changes"
 _LOOKAHEAD = (  # lookahead, padding rows, packed drafter rows, and too few pages
     "test_pipeline.py::test_lookahead_changes_no_text_and_no_step[6-4-padded-sampled]",
     "test_pipeline.py::test_preemption_with_lookahead[non-padded]",
@@ -109,7 +110,7 @@ TESTS: dict[str, tuple[str, ...]] = {
         "test_lossless.py::test_greedy_text_with_mixed_acceptance[3]",
     ),
     "decoding/sampling": ("test_engine.py", *_SAMPLING, *_PER_REQUEST),
-    "decoding/drafting": (*_TEXTS, "test_drafting.py", *_SAMPLING, *_LOOKAHEAD),
+    "decoding/drafting": (*_TEXTS, "test_drafting.py", _HEADS, *_SAMPLING, *_LOOKAHEAD),
     "decoding/drafter_batch": (*_TEXTS, *_SAMPLING, *_LOOKAHEAD),
     "core/step": (*_TEXTS, "test_scoring.py", *_SAMPLING, *_PER_REQUEST, *_FAILURES),
     "core/running_batch": (*_TEXTS, *_PER_REQUEST, *_LOOKAHEAD, *_FAULTS),
@@ -152,7 +153,8 @@ TESTS: dict[str, tuple[str, ...]] = {
     "rundir/results": ("test_resume.py", *_RUNS),
     "jobs/merge": ("test_shards.py",),
     "models/eagle3_config": ("test_checkpoint.py", "test_inspect.py", "test_models.py"),
-    "models/eagle3": ("test_models.py", "test_checkpoint.py", "test_drafting.py"),
+    "models/eagle3": ("test_models.py", "test_checkpoint.py", "test_drafting.py", _HEADS),
+    "models/eagle1": (_HEADS,),
     "models/llama": ("test_models.py", "test_checkpoint.py"),
     "models/layers": ("test_models.py", "test_checkpoint.py"),
     "evaluation/paired": ("test_paired.py",),

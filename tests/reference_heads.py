@@ -43,6 +43,14 @@ class DenseTarget:
             self._known[tokens] = streams, found.last_hidden_state[0]
         return self._known[tokens]
 
+    @torch.inference_mode()
+    def greedy(self, prompt: tuple[int, ...], num_tokens: int) -> tuple[int, ...]:
+        """The greedy continuation of ``prompt``, which EOS does not end."""
+        text = prompt
+        for _ in range(num_tokens):
+            text = (*text, int((self.states(text)[1][-1] @ self.lm_head.T).argmax()))
+        return text[len(prompt) :]
+
 
 class ReferenceHead:
     """What the heads have in common; ids are shifted left by one against the states, positions are not."""

@@ -95,6 +95,7 @@ def write_head(
     own_embedding: bool = False,
     num_layers: int = 1,
     windows: list[int | None] | None = None,
+    biases: bool = False,
     reads_output: bool = False,
     mask_token: tuple[str, int] | None = None,
     binary: bool = False,
@@ -134,6 +135,8 @@ def write_head(
         tensors |= _later_layer(target, width, f"layers.{index}.", qk_norm, std)
     if mask_token is not None:
         tensors["mask_hidden"] = torch.randn(1, 1, num_features * target.hidden_size)
+    if biases:
+        tensors |= _biases(tensors, "_proj.weight")
     if reads_output:
         del tensors["fc.weight"]
     flags = {
@@ -144,6 +147,8 @@ def write_head(
     }
     whole = dialect == "speculators"  # that library saves every field
     config = _head_config(target, width, dialect, qk_norm, num_layers, windows)
+    if biases:
+        config.get("transformer_layer_config", config).update(attention_bias=True, mlp_bias=True)
     if mask_token is not None:
         config |= _parallel_settings(config, dialect, *mask_token)
     if reads_output:
@@ -161,6 +166,7 @@ def write_eagle1_head(
     path: Path,
     target: TargetConfig,
     *,
+    num_layers: int = 1,
     fc_bias: bool = False,
     qkv_bias: bool = False,
     own_embedding: bool = False,
@@ -176,15 +182,15 @@ def write_eagle1_head(
     tensors = _layer_tensors(target, width, width, prefix, std)
     tensors["fc.weight"] = torch.randn(width, 2 * width) * std
     tensors[f"{prefix}post_attention_layernorm.weight"] = 1 + 0.2 * torch.randn(width)
+    for index in range(1, num_layers):
+        tensors |= _later_layer(target, width, f"layers.{index}.", False, std)
     if fc_bias:
-        tensors["fc.bias"] = torch.randn(width)
+        tensors |= _biases(tensors, "fc.weight")
     if qkv_bias:
-        for name in ("q_proj", "k_proj", "v_proj"):
-            rows = len(tensors[f"{prefix}self_attn.{name}.weight"])
-            tensors[f"{prefix}self_attn.{name}.bias"] = torch.randn(rows)
+        tensors |= _biases(tensors, "q_proj.weight", "k_proj.weight", "v_proj.weight")
     if own_embedding:
         tensors["embed_tokens.weight"] = torch.randn(target.vocab_size, width) * std
-    layer = _layer_config(target, width, num_layers=1)
+    layer = _layer_config(target, width, num_layers)
     del layer["head_dim"]  # hidden_size / num_attention_heads
     config = layer | {"architectures": ["LlamaForCausalLM"], "pad_token_id": 0, "torch_dtype": "float16"}
     config |= {"qkv_bias": True} if qkv_bias else {}
@@ -233,6 +239,12 @@ def _later_layer(
     for name in ("q_norm", "k_norm") if qk_norm else ():
         tensors[f"{prefix}self_attn.{name}.weight"] = 1 + 0.2 * torch.randn(target.head_dim)
     return tensors
+
+
+def _biases(tensors: Mapping[str, torch.Tensor], *endings: str) -> dict[str, torch.Tensor]:
+    """One for each weight whose name ends so."""
+    weights = {name: weight for name, weight in tensors.items() if name.endswith(endings)}
+    return {name.replace(".weight", ".bias"): torch.randn(len(weight)) for name, weight in weights.items()}
 
 
 def _layer_tensors(

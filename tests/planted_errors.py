@@ -1,0 +1,164 @@
+"""Errors planted in a reference of a head, each of which the tests must be able to see."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.reference_heads import ReferenceEagle1, ReferenceEagle3, ReferencePEagle
+
+Fits = Callable[[Any], bool]  # whether a head has what the error is about
+Plant = Callable[[Any], None]
+LAYER = "layers.0"
+
+
+def swapped_features(head: Any) -> None:
+    fuse = head.fuse
+    head.fuse = lambda features: fuse(features[::-1])
+
+
+def shifted_aux(by: int) -> Plant:
+    def plant(head: Any) -> None:
+        head.aux = [min(max(index + by, 0), head.target.num_layers) for index in head.aux]
+
+    return plant
+
+
+def late_drafts(head: Any) -> None:
+    """One position between the rows of the text and those of the drafts; a shift of all would change nothing."""
+
+    def positions(num_rows: int, num_drafted: int) -> Tensor:
+        at = torch.arange(num_rows + num_drafted)
+        return at + (at >= num_rows)
+
+    head.positions = positions
+
+
+def without_norm(*names: str) -> tuple[Fits, Plant]:
+    def plant(head: Any) -> None:
+        norm = head.norm
+        head.norm = lambda x, name: x if name in names else norm(x, name)
+
+    return (lambda head: f"{names[0]}.weight" in head.t), plant
+
+
+def without_layer_norm(index: int, name: str) -> tuple[Fits, Plant]:
+    def plant(head: Any) -> None:
+        setattr(head.layers[index], name, torch.nn.Identity())
+
+    return (lambda head: head.num_layers > index), plant
+
+
+def without_tensor(ending: str) -> tuple[Fits, Plant]:
+    """Without a bias."""
+
+    def plant(head: Any) -> None:
+        head.t = {name: x * 0 if name.endswith(ending) else x for name, x in head.t.items()}
+        head.layers = [head._layer(index) for index in range(head.num_layers)]
+
+    return (lambda head: any(name.endswith(ending) for name in head.t)), plant
+
+
+def assign(**changes: Callable[[Any], Any]) -> Plant:
+    """Replace attributes of a head by functions of it."""
+
+    def plant(head: Any) -> None:
+        for name, value in {name: change(head) for name, change in changes.items()}.items():
+            setattr(head, name, value)
+
+    return plant
+
+
+def flipped(name: str) -> Plant:
+    return assign(raw=lambda head: head.raw | {name: not head.raw.get(name)})
+
+
+def moved_windows(by: int) -> tuple[Fits, Plant]:
+    plant = assign(windows=lambda head: [window and window + by for window in head.windows])
+    return (lambda head: any(head.windows)), plant
+
+
+def is_eagle1(head: Any) -> bool:
+    return isinstance(head, ReferenceEagle1)
+
+
+def is_peagle(head: Any) -> bool:
+    return isinstance(head, ReferencePEagle)
+
+
+def reads_streams(head: Any) -> bool:
+    return isinstance(head, ReferenceEagle3) and not head.reads_output
+
+
+def steps_by_itself(head: Any) -> bool:
+    return isinstance(head, ReferenceEagle3) and not is_peagle(head)
+
+
+def always(head: Any) -> bool:
+    return True
+
+
+ERRORS: dict[str, tuple[Fits, Plant]] = {
+    "feature order": (lambda head: reads_streams(head) and len(head.aux) > 1, swapped_features),
+    "one layer too early": (reads_streams, shifted_aux(-1)),
+    "one layer too late": (lambda head: reads_streams(head) and min(head.aux) < 6, shifted_aux(1)),
+    "state before the final norm": (
+        lambda head: is_eagle1(head) or head.reads_output,
+        assign(hidden=lambda head: lambda streams, output: streams[-1]),
+    ),
+    "tokens not shifted": (always, assign(rows=lambda head: lambda ids, hidden: (ids[:-1], hidden[:-1]))),
+    "states shifted": (always, assign(rows=lambda head: lambda ids, hidden: (ids[1:], hidden[1:]))),
+    "late drafts": (always, late_drafts),
+    "no norm of the embedding": without_norm(f"{LAYER}.input_layernorm"),
+    "no norm of the state": without_norm(f"{LAYER}.hidden_norm"),
+    "no final norm": without_norm("norm"),
+    "no norm of the features": without_norm("input_norm"),
+    "no norms of features": without_norm("fc_norm.0", *(f"fc_norm.{index}" for index in range(1, 5))),
+    "no norm before the MLP": without_layer_norm(0, "post_attention_layernorm"),
+    "no norm before a later layer": without_layer_norm(1, "input_layernorm"),
+    "no norm before a later MLP": without_layer_norm(1, "post_attention_layernorm"),
+    "residual of the other state": (
+        lambda head: isinstance(head, ReferenceEagle3),
+        flipped("norm_before_residual"),
+    ),
+    "recycled at the other side of the norm": (steps_by_itself, flipped("norm_output")),
+    "recycled normed": (
+        is_eagle1,
+        assign(recycled=lambda head: lambda out: torch.nn.functional.rms_norm(out, out.shape[-1:])),
+    ),
+    "last layer left out": (
+        lambda head: head.num_layers > 1,
+        assign(layers=lambda head: head.layers[:-1], windows=lambda head: head.windows[:-1]),
+    ),
+    "layer order": (
+        lambda head: head.num_layers > 2,
+        assign(layers=lambda head: [*head.layers[:-2], head.layers[-1], head.layers[-2]]),
+    ),
+    "window order": (
+        lambda head: len(set(head.windows)) > 1,
+        assign(windows=lambda head: [*head.windows[1:], head.windows[0]]),
+    ),
+    "window one shorter": moved_windows(-1),
+    "window one longer": moved_windows(1),
+    "state before embedding": (
+        is_eagle1,
+        assign(t=lambda head: head.t | {"fc.weight": head.t["fc.weight"].roll(64, 1)}),
+    ),
+    "no bias of fc": without_tensor("fc.bias"),
+    "no bias of q": without_tensor("q_proj.bias"),
+    "no bias of k": without_tensor("k_proj.bias"),
+    "no bias of v": without_tensor("v_proj.bias"),
+    "no bias of o": without_tensor("o_proj.bias"),
+    "no bias of the MLP": without_tensor("down_proj.bias"),
+    "the target's embedding": (
+        lambda head: "embed_tokens.weight" in head.t and head.embedding.shape == head.target.embedding.shape,
+        assign(embedding=lambda head: head.target.embedding),
+    ),
+    "draft ids taken for the target's": (lambda head: head.ids is not None, assign(ids=lambda head: None)),
+    "another mask token": (is_peagle, assign(mask_token=lambda head: lambda: 4)),
+    "mask without features": (
+        is_peagle,
+        assign(t=lambda head: head.t | {"mask_hidden": 0 * head.t["mask_hidden"]}),
+    ),
+}

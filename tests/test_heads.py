@@ -1,0 +1,198 @@
+"""Every kind of draft head, at every step of a generation, against a dense reference."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specgen.config import SamplingParams
+from specgen.core.sequence import Request
+from specgen.events import Prefilled
+from specgen.models.model_config import TargetConfig
+from tests.engines import Outputs, Pair, generate, load_pair, random_requests
+from tests.planted_errors import ERRORS
+from tests.reference_heads import DenseTarget, ReferenceHead, reference_head
+from tests.tiny_checkpoints import write_eagle1_head, write_head, write_target
+
+VOCAB = 8  # so small that random heads are often right; the seeds are of heads that are also right four times running
+eagle1, eagle3 = write_eagle1_head, partial(write_head, draft_vocab_size=None)
+speculators = partial(eagle3, dialect="speculators")
+peagle = partial(speculators, mask_token=("mask_token_id", 6), own_embedding=True)
+HEADS: dict[str, Callable[[Path, TargetConfig], None]] = {
+    "eagle-1": partial(eagle1, seed=9),
+    "eagle-1-biases": partial(eagle1, fc_bias=True, qkv_bias=True, binary=True, seed=14),
+    "eagle-1-embedding": partial(eagle1, own_embedding=True, fc_bias=True, seed=14),
+    "eagle-1-layers": partial(eagle1, num_layers=3, qkv_bias=True, seed=2),
+    "eagle3": partial(write_head, draft_vocab_size=6, seed=12),
+    "biases": partial(eagle3, num_layers=2, biases=True, seed=3),
+    "two-layers": partial(eagle3, num_layers=2, seed=10),
+    "three-layers": partial(speculators, num_layers=3, qk_norm=True, norm_before_residual=True),
+    "one-feature": partial(speculators, aux_layer_ids=[4], seed=9),
+    "five-features": partial(speculators, aux_layer_ids=[0, 1, 3, 4, 6], fc_norm=True, num_layers=2, seed=2),
+    "nested": partial(eagle3, aux_layer_ids=[0, 3, 4], aux_at="eagle_config", norm_before_fc=True, seed=4),
+    "nested-boundary": partial(eagle3, aux_layer_ids=[2, 5, 6], aux_at="eagle_config", seed=4),
+    "narrower": partial(eagle3, hidden_size=48, own_embedding=True, num_layers=2, seed=6),
+    "window": partial(eagle3, windows=[6], seed=10),
+    "two-windows": partial(speculators, num_layers=3, windows=[5, None, 5], qk_norm=True, seed=6),
+    "eagle-3.1": partial(speculators, fc_norm=True, norm_output=True, num_layers=2, seed=10),
+    "no-features": partial(eagle3, reads_output=True, seed=11),
+    "p-eagle": partial(peagle, num_layers=2),
+    "p-eagle-deep": partial(
+        write_head,
+        mask_token=("ptd_token_id", 1),
+        num_layers=4,
+        aux_layer_ids=[1, 2, 4, 5],
+        draft_vocab_size=6,
+        seed=3,
+    ),
+    "p-eagle-window": partial(
+        peagle, num_layers=2, qk_norm=True, windows=[None, 7], norm_before_residual=True
+    ),
+    "p-eagle-norms": partial(peagle, fc_norm=True, norm_output=True, hidden_size=48, seed=18),
+    "p-eagle-pard": partial(eagle3, mask_token=("pard_token", 7), norm_before_fc=True, seed=4),
+}
+RARE = {  # their parts are in other heads too
+    "eagle-1-embedding",
+    "eagle-1-layers",
+    "one-feature",
+    "nested",
+    "window",
+    "p-eagle-norms",
+    "p-eagle-pard",
+}
+PARAMS = [
+    pytest.param(name, marks=[pytest.mark.xdist_group(name), *([pytest.mark.slow] if name in RARE else [])])
+    for name in HEADS
+]
+
+GREEDY = SamplingParams(max_tokens=20, ignore_eos=True)
+SETTINGS: tuple[dict[str, Any], ...] = (
+    {"num_spec_tokens": 1, "max_batch_size": 2},
+    {"num_spec_tokens": 2, "max_prefill_tokens": 11, "prefix_cache": False},
+    {"num_spec_tokens": 3, "max_batch_size": 1},
+    {"num_spec_tokens": 5, "max_prefill_tokens": 3, "page_size": 16},
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A pair, its reference, and one run of it."""
+
+    pair: Pair
+    target: DenseTarget
+    reference: ReferenceHead
+    again: Callable[[], ReferenceHead]  # to be spoilt
+    outputs: Outputs
+
+
+def requests() -> list[Request]:
+    """Prompts of several lengths, three of which begin alike and so share pages."""
+    alone = random_requests(4, VOCAB, GREEDY, lengths=(2, 20))
+    prefix = tuple(5 - i % 3 for i in range(13))
+    ends = [(3,), (4, 4, 7), (7, 6, 5, 4, 3)]
+    return [
+        *alone,
+        *(Request(id=f"s{i}", prompt_token_ids=prefix + end, sampling=GREEDY) for i, end in enumerate(ends)),
+    ]
+
+
+@pytest.fixture(scope="module")
+def dense_target(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, TargetConfig, DenseTarget]:
+    path = tmp_path_factory.mktemp("heads") / "target"
+    config = write_target(path, vocab_size=VOCAB)
+    return path, config, DenseTarget(path)
+
+
+@pytest.fixture(scope="module", params=PARAMS)
+def case(
+    request: pytest.FixtureRequest,
+    tmp_path_factory: pytest.TempPathFactory,
+    dense_target: tuple[Path, TargetConfig, DenseTarget],
+) -> Case:
+    target, config, dense = dense_target
+    path = tmp_path_factory.mktemp("head")
+    (path / "target").symlink_to(target)
+    HEADS[request.param](path / "drafter", config)
+    pair = load_pair(path)
+    again = partial(reference_head, path / "drafter", dense)
+    outputs = generate(pair, requests(), num_spec_tokens=4)
+    return Case(pair=pair, target=dense, reference=again(), again=again, outputs=outputs)
+
+
+def wrong_drafts(outputs: Outputs, reference: ReferenceHead) -> Iterator[tuple[str, int]]:
+    """The steps whose drafts differ from the reference's: request and output tokens before them."""
+    for name, steps in outputs.verified.items():
+        completion = outputs.completions[name]
+        text, written = completion.token_ids, 1
+        for drafts, _, emitted in steps:
+            tokens = completion.request.prompt_token_ids + text[:written]
+            if drafts != reference.drafts(tokens, len(drafts)):
+                yield name, written
+            written += emitted
+
+
+def test_every_draft_equals_the_reference_and_no_text_changes(case: Case) -> None:
+    plain = generate(case.pair, requests(), num_spec_tokens=0)
+    ragged = {"drafter_batch": "non-padded", "max_batch_size": 3, "max_prefill_tokens": 3}
+    non_padded = generate(case.pair, requests(), num_spec_tokens=4, **ragged)
+    assert case.outputs.verified == non_padded.verified
+    assert case.outputs.texts == non_padded.texts == plain.texts
+    for r in requests():
+        assert plain.texts[r.id] == case.target.greedy(r.prompt_token_ids, r.sampling.max_tokens)
+    assert list(wrong_drafts(case.outputs, case.reference)) == []
+    accepted = {step[1] for steps in case.outputs.verified.values() for step in steps}
+    assert accepted >= {0, 1, 2, 3}, "rows of several drafts must be taken in"
+    assert any(event.num_cached for event in case.outputs.events if isinstance(event, Prefilled))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", SETTINGS, ids=lambda settings: f"k-{settings['num_spec_tokens']}")
+def test_drafts_depend_on_no_setting(case: Case, settings: dict[str, Any]) -> None:
+    some = requests()[3:]
+    padded, non_padded = (
+        generate(case.pair, some, drafter_batch=batch, **settings) for batch in ("padded", "non-padded")
+    )
+    assert padded.verified == non_padded.verified
+    assert padded.texts == non_padded.texts == {r.id: case.outputs.texts[r.id] for r in some}
+    assert list(wrong_drafts(padded, case.reference)) == []
+
+
+def test_rows_as_on_a_device_and_preemption_change_no_draft(
+    case: Case, device_like: Callable[[], None]
+) -> None:
+    head = case.pair.models.head
+    assert head is not None
+    layers = case.pair.models.target.config.num_layers + head.config.num_layers
+    page = 4 * layers * 2 * 2 * 16 * 4  # positions, layers, k and v, heads, dim, bytes
+    device_like()
+    some = requests()[3:]
+    for batch in ("padded", "non-padded"):
+        tight = generate(case.pair, some, num_spec_tokens=4, drafter_batch=batch, kv_memory=19 * page)
+        assert tight.num_preempted > 0
+        assert tight.texts == {r.id: case.outputs.texts[r.id] for r in some}
+        assert tight.verified == {r.id: case.outputs.verified[r.id] for r in some}
+
+
+def test_planted_errors_are_caught(case: Case) -> None:
+    """An error that changes no draft of these texts would not be seen in the engine either."""
+    missed = []
+    for name, (fits, plant) in ERRORS.items():
+        if fits(case.reference):
+            wrong = case.again()
+            plant(wrong)
+            missed += [] if any(wrong_drafts(case.outputs, wrong)) else [name]
+    assert missed == []
+
+
+def test_each_planted_error_fits_a_head(
+    tmp_path: Path, dense_target: tuple[Path, TargetConfig, DenseTarget]
+) -> None:
+    _, config, dense = dense_target
+    heads = []
+    for name, write in HEADS.items():
+        write(tmp_path / name, config)
+        heads.append(reference_head(tmp_path / name, dense))
+    assert [name for name, (fits, _) in ERRORS.items() if not any(map(fits, heads))] == []
