@@ -59,6 +59,18 @@ class Cycle:
         wrong = zip(self.unknown, followers[1:] + followers[:1], strict=True)
         return {**self.succ, **dict(wrong)}
 
+    def guesses(self, token: int, count: int) -> tuple[int, ...]:
+        """The drafts after ``token`` of a head that drafts one at a time: each is the guess after the one before."""
+        drafts = []
+        for _ in range(count):
+            token = self.guess[token]
+            drafts.append(token)
+        return tuple(drafts)
+
+    def parallel_guesses(self, token: int, count: int) -> tuple[int, ...]:
+        """The drafts after ``token`` of a head that drafts all at once: each is the guess after a token of the text."""
+        return tuple(self.guess[before] for before in (token, *self.after(token, count - 1)))
+
     def slice(self, start: int, length: int) -> tuple[int, ...]:
         """``length`` tokens of the cyclic text from position ``start``."""
         size = len(self.tokens)

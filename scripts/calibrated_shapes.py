@@ -6,7 +6,7 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """A target's sizes and its head's vocabulary size; the head's layer has the target's sizes."""
+    """A target's sizes and its head's vocabulary size; the layers of heads have the target's sizes."""
 
     architecture: str
     vocab_size: int
@@ -41,6 +41,16 @@ class Shape:
         """Total width of the key heads, or of the value heads."""
         return self.num_kv_heads * self.head_dim
 
+    @property
+    def mask_token_id(self) -> int:
+        """The token in the place of those that a parallel head does not know yet: a special one, not in any text."""
+        return self.vocab_size - 1
+
+    @property
+    def mark(self) -> float:
+        """The first number of the embedding of every token but the mask token."""
+        return self.head_dim**0.5 / 2
+
     def target_config(self) -> dict[str, Any]:
         """The target's ``config.json``."""
         scaling = {"rope_scaling": self.rope_scaling} if self.rope_scaling else {}
@@ -54,13 +64,29 @@ class Shape:
             }
         )
 
-    def head_config(self) -> dict[str, Any]:
-        """The head's ``config.json``, in the format of EAGLE's own checkpoints."""
+    def eagle3_config(self, num_layers: int) -> dict[str, Any]:
+        """The ``config.json`` of an EAGLE3 head, in the format of EAGLE's own checkpoints."""
         return self._config() | {
             "architectures": ["LlamaForCausalLMEagle3"],
             "model_type": "llama",
-            "num_hidden_layers": 1,
+            "num_hidden_layers": num_layers,
             "draft_vocab_size": self.draft_vocab_size,
+        }
+
+    def peagle_config(self, num_layers: int) -> dict[str, Any]:
+        """The ``config.json`` of a P-EAGLE head, in vLLM's format."""
+        return self.eagle3_config(num_layers) | {
+            "parallel_drafting": True,
+            "mask_token_id": self.mask_token_id,
+        }
+
+    def eagle1_config(self) -> dict[str, Any]:
+        """The ``config.json`` of an EAGLE-1 head: a Llama's of one layer, which does not say what it is."""
+        return self._config() | {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "num_hidden_layers": 1,
+            "bias": False,
         }
 
     def generation_config(self) -> dict[str, Any]:

@@ -1,22 +1,29 @@
-"""Writes a full-size target and EAGLE3 head with synthetic weights, whose text and acceptance are known in advance.
+"""Writes a full-size target and draft heads with synthetic weights, whose text and acceptance are known in advance.
 
     python scripts/make_calibrated_pair.py OUT --shape llama-3.1-8b --accept 0.75
+    python scripts/make_calibrated_pair.py OUT --head eagle3 eagle1 eagle3-2 peagle-2
 
 ``OUT/target`` and ``OUT/drafter`` are checkpoints in the public formats, ``OUT/cycle.json`` is the text they generate
-(see calibrated_weights.py and calibrated_cycle.py). They are for measuring speed, not quality.
+(see calibrated_weights.py, calibrated_heads.py, calibrated_peagle.py and calibrated_cycle.py). They are for measuring
+speed, not quality. Several heads for one target are in directories of their names: ``OUT/eagle3``, ``OUT/eagle1``.
 """
 
 import argparse
 import json
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from calibrated_codes import Codes
 from calibrated_cycle import Cycle
+from calibrated_heads import eagle1_tensors, eagle3_tensors
+from calibrated_peagle import peagle_tensors
 from calibrated_shapes import SHAPES, Shape
-from calibrated_weights import DTYPE, Named, Source, head_tensors, target_tensors
+from calibrated_weights import DTYPE, Named, Source, target_tensors
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 
@@ -24,18 +31,53 @@ SHARD_BYTES = 5 * 10**9
 CHAT_TEMPLATE = "{% for message in messages %}{{ message.content }} {% endfor %}"
 
 
-def write_pair(out: Path, shape: Shape, cycle: Cycle, source: Source) -> None:
-    """Write both checkpoints and the cycle below ``out``; at most a shard and two tables are in memory."""
-    for part in ("target", "drafter"):
-        (out / part).mkdir(parents=True, exist_ok=True)
+@dataclass(frozen=True, kw_only=True)
+class HeadKind:
+    """A draft head to write: its name, ``config.json`` and tensors."""
+
+    name: str
+    config: Callable[[Shape], dict[str, Any]]
+    tensors: Callable[[Shape, Codes, Cycle, Source], Iterator[Named]]
+
+    @classmethod
+    def find(cls, name: str) -> "HeadKind":
+        """``eagle3``, ``eagle3-2`` (layers), ``eagle1``, ``peagle-2``; ``ValueError`` for another name."""
+        kind, dash, suffix = name.partition("-")
+        layers = int(suffix) if suffix.isdecimal() else 0 if dash else 1
+        if layers and kind == "eagle3":
+            tensors = partial(eagle3_tensors, layers)
+            return cls(name=name, config=lambda shape: shape.eagle3_config(layers), tensors=tensors)
+        if layers and kind == "peagle":
+            tensors = partial(peagle_tensors, layers)
+            return cls(name=name, config=lambda shape: shape.peagle_config(layers), tensors=tensors)
+        if name == "eagle1":
+            return cls(name=name, config=Shape.eagle1_config, tensors=eagle1_tensors)
+        raise ValueError(
+            f"no head {name!r}: use eagle3, eagle1 or peagle; eagle3-2 or peagle-2 for two layers"
+        )
+
+
+def write_pair(
+    out: Path,
+    shape: Shape,
+    cycle: Cycle,
+    source: Source,
+    heads: Sequence[HeadKind] = (HeadKind.find("eagle3"),),
+) -> None:
+    """Write all checkpoints and the cycle below ``out``; at most a shard and three tables are in memory."""
+    folder = out / "target"
+    folder.mkdir(parents=True, exist_ok=True)
     cycle.write(out)
-    embedding = source.codes(shape.vocab_size, shape.hidden_size, shape.head_dim)
-    write_tensors(out / "target", list(target_tensors(shape, embedding, cycle, source)), SHARD_BYTES)
-    write_tensors(out / "drafter", list(head_tensors(shape, embedding, cycle, source)), SHARD_BYTES)
-    _write_json(out / "target" / "config.json", shape.target_config())
-    _write_json(out / "target" / "generation_config.json", shape.generation_config())
-    _write_json(out / "drafter" / "config.json", shape.head_config())
-    write_tokenizer(out / "target", shape, cycle)
+    codes = Codes.draw(shape, cycle, source)
+    write_tensors(folder, list(target_tensors(shape, codes.embedding, cycle, source)), SHARD_BYTES)
+    _write_json(folder / "config.json", shape.target_config())
+    _write_json(folder / "generation_config.json", shape.generation_config())
+    write_tokenizer(folder, shape, cycle)
+    for head in heads:
+        folder = out / ("drafter" if len(heads) == 1 else head.name)
+        folder.mkdir(exist_ok=True)
+        write_tensors(folder, list(head.tensors(shape, codes, cycle, source)), SHARD_BYTES)
+        _write_json(folder / "config.json", head.config(shape))
 
 
 def write_tensors(folder: Path, tensors: list[Named], shard_bytes: int) -> None:
@@ -106,6 +148,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("out", type=Path, help="a new or empty directory")
     parser.add_argument("--shape", choices=SHAPES, default="llama-3.1-8b")
+    parser.add_argument(
+        "--head", nargs="+", default=["eagle3"], help="eagle3, eagle1, peagle; eagle3-2: two layers"
+    )
     parser.add_argument("--accept", type=float, default=0.75, help="acceptance of the first draft")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seed", type=int, default=0)
@@ -114,10 +159,11 @@ def main() -> None:
         parser.error(f"{arguments.out} is not empty: name a new directory")
     shape, began = SHAPES[arguments.shape], time.perf_counter()
     try:
+        heads = [HeadKind.find(name) for name in arguments.head]
         cycle = Cycle.draw(shape.num_plain_tokens, shape.draft_vocab_size, arguments.accept, arguments.seed)
     except ValueError as error:
         parser.error(str(error))
-    write_pair(arguments.out, shape, cycle, Source(arguments.device, arguments.seed))
+    write_pair(arguments.out, shape, cycle, Source(arguments.device, arguments.seed), heads)
     size = sum(file.stat().st_size for file in arguments.out.rglob("*.safetensors"))
     print(
         f"{arguments.out}: synthetic weights of {arguments.shape}, accept {arguments.accept:g}; "

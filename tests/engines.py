@@ -62,11 +62,13 @@ class Outputs:
         return sum(isinstance(event, Preempted) for event in self.events)
 
 
-def load_pair(path: Path, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Pair:
+def load_pair(
+    path: Path, dtype: torch.dtype = torch.float32, device: str = "cpu", drafter: str = "drafter"
+) -> Pair:
     """The pair in ``path/target`` and ``path/drafter``, without a tokenizer."""
     checkpoints = {
         "model": open_checkpoint(str(path / "target")),
-        "drafter": open_checkpoint(str(path / "drafter")),
+        "drafter": open_checkpoint(str(path / drafter)),
     }
     target = load_target(checkpoints["model"], dtype, torch.device(device))
     head = load_drafter(checkpoints["drafter"], target)

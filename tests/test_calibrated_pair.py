@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from calibrated_codes import Codes
 from calibrated_cycle import Cycle
 from calibrated_shapes import SHAPES
-from calibrated_weights import Source, head_tensors, target_tensors
-from make_calibrated_pair import write_pair, write_tensors
+from calibrated_weights import Source, target_tensors
+from make_calibrated_pair import HeadKind, write_pair, write_tensors
 from typer.testing import CliRunner
 
 from specgen.checkpoints.weight_files import tensor_infos
@@ -23,6 +24,7 @@ from tests.engines import Outputs, Pair, generate, load_pair
 
 TINY = SHAPES["tiny"]
 K = 4
+HEADS = ("eagle3", "eagle3-2", "eagle1", "peagle-2")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,17 +95,9 @@ def test_every_draft_is_the_guess_after_the_previous_draft(load, accept: float) 
     for request in requests:
         newest = cycle.succ[request.prompt_token_ids[-1]]
         for drafts, accepted, _ in outputs.verified[request.id]:
-            assert drafts == guesses(cycle, newest)
+            assert drafts == cycle.guesses(newest, K)
             assert accepted == cycle.accepted(newest, drafts)
             newest = cycle.after(newest, accepted + 1)[-1]
-
-
-def guesses(cycle: Cycle, token: int) -> tuple[int, ...]:
-    drafts = []
-    for _ in range(K):
-        token = cycle.guess[token]
-        drafts.append(token)
-    return tuple(drafts)
 
 
 @pytest.mark.parametrize("accept", [0.75, pytest.param(0.5, marks=pytest.mark.slow)])
@@ -150,7 +144,7 @@ def test_sharded_and_single_file_checkpoints_hold_the_same_tensors(tmp_path: Pat
     cycle = Cycle.draw(TINY.num_plain_tokens, TINY.draft_vocab_size, 0.5, seed=0)
     for name, shard_bytes in (("one", 1 << 40), ("many", 1 << 20)):
         source = Source("cpu", 0)
-        embedding = source.codes(TINY.vocab_size, TINY.hidden_size, TINY.head_dim)
+        embedding = source.stretches(TINY.vocab_size, TINY.hidden_size, TINY.head_dim)
         (tmp_path / name).mkdir()
         write_tensors(tmp_path / name, list(target_tensors(TINY, embedding, cycle, source)), shard_bytes)
     one, many = tensor_infos(tmp_path / "one"), tensor_infos(tmp_path / "many")
@@ -164,9 +158,11 @@ def test_tensors_have_the_shapes_of_the_config(name: str) -> None:
     shape = SHAPES[name]
     cycle = Cycle.draw(shape.num_plain_tokens, shape.draft_vocab_size, 0.75, seed=0)
     assert not set(cycle.tokens) & {shape.bos_token_id, *shape.eos_token_ids}
-    nothing = torch.empty(0)
-    for make in (target_tensors, head_tensors):
-        for named in make(shape, nothing, cycle, Source("cpu", 0)):
+    nothing, source = torch.empty(0), Source("cpu", 0)
+    codes = Codes(embedding=nothing, turns=torch.zeros(shape.kv_size // 2))
+    heads = [HeadKind.find(head).tensors(shape, codes, cycle, source) for head in HEADS]
+    for tensors in (target_tensors(shape, nothing, cycle, source), *heads):
+        for named in tensors:
             if (
                 torch.Size(named.shape).numel() <= 1 << 20
                 and "lm_head" not in named.name

@@ -19,13 +19,15 @@ class KnownText:
 
     @classmethod
     def of(cls, models: Models) -> "KnownText | None":
-        """That of ``models``; None without one, or if the drafter's vocabulary has other tokens."""
+        """That of ``models``; None without one, or if the drafter's own vocabulary has other tokens."""
         file = models.checkpoints["model"].path.resolve().parent / "cycle.json"
         if not (models.synthetic and models.head is not None and file.is_file()):
             return None
         cycle = load_json(file, "make the pair again")
         tokens = cycle["tokens"]
-        if not set(models.head.draft_to_target.tolist()) <= set(tokens):
+        head = models.head.config
+        own_vocabulary = head.draft_vocab_size < head.vocab_size
+        if own_vocabulary and not set(models.head.draft_to_target.tolist()) <= set(tokens):
             return None
         return cls(
             follower=dict(zip(tokens, [*tokens[1:], tokens[0]], strict=True)),

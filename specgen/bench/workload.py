@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from specgen.bench.known_text import KnownText
 from specgen.bench.matrices import RANDOM, Workload
 from specgen.config import EngineConfig, SamplingParams, require
 from specgen.core import step_costs
@@ -30,8 +31,8 @@ class Prompts:
 def make_prompts(workload: Workload, models: Models, data_path: Path | None, count: int) -> Prompts:
     """``count`` greedy requests, repeated if the data set has fewer; ``UserError`` if none can run.
 
-    For synthetic weights prompts have the lengths of the data set's and random tokens of the vocabulary (a head's, if
-    there is one); random prompts ignore EOS, so their texts have ``max_new_tokens``.
+    For synthetic weights prompts have the lengths of the data set's and random tokens of the known text, or else of the
+    vocabulary (a head's, if there is one); random prompts ignore EOS, so their texts have ``max_new_tokens``.
     """
     if workload.dataset == RANDOM:
         require(data_path is None, f"data-path is {data_path} but prompts are random: name a data set")
@@ -75,8 +76,12 @@ def _filled(requests: tuple[Request, ...], count: int) -> tuple[Request, ...]:
 
 
 def _random(lengths: list[int], models: Models, workload: Workload) -> tuple[Request, ...]:
-    head, size = models.head, models.target.config.vocab_size
-    vocabulary = range(size) if head is None else head.draft_to_target.tolist()
+    known, head = KnownText.of(models), models.head
+    vocabulary: Sequence[int] = range(models.target.config.vocab_size)
+    if known is not None:
+        vocabulary = sorted(known.follower)  # other tokens have no known follower
+    elif head is not None:
+        vocabulary = head.draft_to_target.tolist()
     rng = random.Random(0)
     sampling = SamplingParams(max_tokens=workload.max_new_tokens, ignore_eos=True)
     return tuple(

@@ -1,0 +1,154 @@
+"""The weights of calibrated heads that draft one token per pass: EAGLE3 of any number of layers, and EAGLE-1.
+
+Every draft is the guess after the token before it, so the first i + 1 of them are right with accept^(i + 1). What the
+known text cannot show is whether attention to other positions is right: a row's answer depends on its own token alone.
+
+Attention. Keys and queries are the code c(t) alone (calibrated_codes.py), scaled: a token scores ``SELF_SCORE`` with
+itself and about SELF_SCORE / sqrt(head_dim) with any other, so attention reads its own row.
+
+EAGLE3. The value of the first layer is c(t) minus the code part of the incoming state h, and ``o_proj`` adds it to the
+stream h: its code part is now c(t) whatever it was, and the rest is unchanged. h is ``fc`` of the features in the first
+pass (random, of RMS 1) and the head's own state later (of RMS 1 again, as c(t) has RMS 1): one matrix cancels both.
+Without it the second draft would depend on two codes. Each further layer negates the code: its value is -2 c(t).
+``lm_head`` is like the target's, with the rows that unknown tokens need rotated among them, and the sign of the code.
+
+EAGLE-1. ``lm_head`` is the target's, so here the head's own embedding has the rows of unknown tokens rotated. ``fc``
+takes the code alone, negated, and scaled until it gives the target's logits without the rest of the embedding; the
+layer negates it again. Its incoming state is but noise.
+"""
+
+from collections.abc import Callable, Iterator
+
+import torch
+from calibrated_codes import Codes
+from calibrated_cycle import Cycle
+from calibrated_shapes import Shape
+from calibrated_weights import LOGIT, NOISE, Named, Source, mlp
+from torch import Tensor
+
+SELF_SCORE = 40.0  # of a token with itself, before the softmax; others get e^-40 of its weight
+Add = Callable[[Tensor], None]  # adds to a matrix what it is to compute
+
+
+def eagle3_tensors(
+    num_layers: int, shape: Shape, codes: Codes, cycle: Cycle, source: Source
+) -> Iterator[Named]:
+    """Every tensor of an EAGLE3 head but the embedding, which it shares with the target."""
+    hidden, first = shape.hidden_size, "midlayer." if num_layers == 1 else "layers.0."
+    yield source.linear("fc.weight", hidden, 3 * hidden, 1.0)
+
+    def replace(weight: Tensor) -> None:
+        add_code(shape, weight, 1.0)
+        add_code(shape, weight, -1.0, start=hidden)
+
+    for name in ("input_layernorm", "hidden_norm"):
+        yield source.ones(f"{first}{name}.weight", hidden)
+    yield from _own_row_layer(shape, first, 2 * hidden, 1.0, replace, source)
+    for index in range(1, num_layers):
+        yield source.ones(f"layers.{index}.input_layernorm.weight", hidden)
+        yield from _own_row_layer(shape, f"layers.{index}.", hidden, 1.0, _negate(shape), source)
+    yield from vocabulary_tensors(shape, codes, cycle, source, sign=(-1.0) ** (num_layers - 1))
+
+
+def eagle1_tensors(shape: Shape, codes: Codes, cycle: Cycle, source: Source) -> Iterator[Named]:
+    """Every tensor of an EAGLE-1 head, its own embedding among them; ``lm_head`` is the target's."""
+    hidden, scale = shape.hidden_size, shape.hidden_size / shape.kv_size
+    table = (shape.vocab_size, hidden)
+    yield Named(name="embed_tokens.weight", shape=table, make=lambda: _rotated(codes, cycle))
+    yield source.shaped("fc.weight", hidden, 2 * hidden, lambda weight: add_code(shape, weight, -scale))
+    yield from _own_row_layer(shape, "layers.0.", hidden, scale, _negate(shape), source)
+
+
+def vocabulary_tensors(
+    shape: Shape, codes: Codes, cycle: Cycle, source: Source, sign: float = 1.0
+) -> Iterator[Named]:
+    """The final norm, ``lm_head`` and the maps between the vocabularies; ``sign`` is that of the code in the state."""
+    yield source.ones("norm.weight", shape.hidden_size)
+    kept = torch.tensor(sorted(cycle.tokens), device=source.device)
+    yield Named(
+        name="lm_head.weight",
+        shape=(shape.draft_vocab_size, shape.hidden_size),
+        make=lambda: _head_lm_head(shape, codes, cycle, kept, sign),
+    )
+    yield Named(name="d2t", shape=kept.shape, make=lambda: kept - torch.arange(len(kept), device=kept.device))
+    mask = torch.zeros(shape.vocab_size, dtype=torch.bool, device=source.device)
+    yield Named(name="t2d", shape=mask.shape, make=lambda: mask.index_fill(0, kept, True))
+
+
+def attention_tensors(
+    shape: Shape, prefix: str, width: int, adds: dict[str, Add], source: Source
+) -> Iterator[Named]:
+    """The four projections of a layer, whose q, k and v take inputs ``width`` wide; ``adds`` by their names."""
+    sizes = {
+        "q_proj": (shape.q_size, width),
+        "k_proj": (shape.kv_size, width),
+        "v_proj": (shape.kv_size, width),
+        "o_proj": (shape.hidden_size, shape.q_size),
+    }
+    for name, size in sizes.items():
+        yield source.shaped(f"{prefix}self_attn.{name}.weight", *size, adds[name])
+
+
+def add_code(shape: Shape, weight: Tensor, gain: float, start: int = 0) -> None:
+    """Add ``gain`` times the code, which is at the inputs from ``start`` on, to the first outputs."""
+    rows = torch.arange(shape.kv_size, device=weight.device)
+    weight[rows, start + rows] += gain
+
+
+def _own_row_layer(
+    shape: Shape, prefix: str, width: int, scale: float, values: Add, source: Source
+) -> Iterator[Named]:
+    """A layer without its input norms; its attention reads the own row, by a code ``scale`` times as long."""
+    # q . k / sqrt(D) of a token with itself is gain^2 * D / sqrt(D)
+    gain = (SELF_SCORE / shape.head_dim**0.5) ** 0.5 / scale
+
+    def queries(weight: Tensor) -> None:
+        rows = torch.arange(shape.q_size, device=weight.device)
+        weight[rows, _code_of_query(shape, rows)] += gain
+
+    def output(weight: Tensor) -> None:
+        """The mean over the query heads that read the same value."""
+        columns = torch.arange(shape.q_size, device=weight.device)
+        weight[_code_of_query(shape, columns), columns] += shape.num_kv_heads / shape.num_heads
+
+    adds: dict[str, Add] = {
+        "q_proj": queries,
+        "k_proj": lambda weight: add_code(shape, weight, gain),
+        "v_proj": values,
+        "o_proj": output,
+    }
+    yield source.ones(f"{prefix}post_attention_layernorm.weight", shape.hidden_size)
+    yield from attention_tensors(shape, prefix, width, adds, source)
+    yield from mlp(shape, prefix, source)
+
+
+def _negate(shape: Shape) -> Add:
+    return lambda weight: add_code(shape, weight, -2.0)
+
+
+def _code_of_query(shape: Shape, rows: Tensor) -> Tensor:
+    """The index in the code of each of the ``rows`` of the query heads."""
+    group = shape.num_heads // shape.num_kv_heads
+    return rows // shape.head_dim // group * shape.head_dim + rows % shape.head_dim
+
+
+def _head_lm_head(shape: Shape, codes: Codes, cycle: Cycle, kept: Tensor, sign: float) -> Tensor:
+    """``[Vd, H]`` for the target ids ``kept`` [Vd]: each row is the embedding of the token that drafts it."""
+    guessed_by = {guess: token for token, guess in cycle.guess.items()}
+    tokens = torch.tensor([guessed_by[token] for token in kept.tolist()], device=kept.device)
+    rows = codes.embedding[tokens] * (sign * LOGIT / shape.kv_size)
+    rows[:, shape.kv_size :] *= NOISE  # only the code part of a state depends on the token
+    return rows
+
+
+def _rotated(codes: Codes, cycle: Cycle) -> Tensor:
+    """``[V, H]``: the target's embedding, where a token has the row of the one that its guess follows."""
+    before = {follower: token for token, follower in cycle.succ.items()}
+    guesses = cycle.guess
+    table = codes.embedding.clone()
+    tokens = torch.tensor(cycle.unknown, dtype=torch.int64, device=table.device)
+    rows = torch.tensor(
+        [before[guesses[token]] for token in cycle.unknown], dtype=torch.int64, device=table.device
+    )
+    table[tokens] = codes.embedding[rows]
+    return table
