@@ -498,6 +498,19 @@ MISFITS: dict[str, tuple[dict[str, Any], str]] = {
         "layer_types names 2 layers, num_hidden_layers 1",
     ),
     "no-mask-token": ({"changed_config": {"parallel_drafting": True}}, "none of mask_token_id, pard_token"),
+    "mask-state-alone": (
+        {"changed": {"mask_hidden": torch.ones(1, 96)}},
+        "none of mask_token_id, pard_token",
+    ),
+    "aux-order": ({"aux_layer_ids": [6, 2, 9]}, r"is \[6, 2, 9\]: the layers must ascend"),
+    "window-of-which": ({"changed_config": {"sliding_window": 9}}, "no layer_types say of which layers"),
+    "last-state-of-eagle1": (
+        {
+            "changed": {"fc.weight": torch.zeros(32, 64)},
+            "changed_config": {"eagle_config": {"use_aux_hidden_state": False}},
+        },
+        r"fc.weight has shape \[32, 64\], but .* \[32, 32\]",
+    ),
     "mask-outside": (
         {"changed_config": {"parallel_drafting": True, "mask_token_id": 64}},
         "the mask token is 64, outside the vocabulary of 64",

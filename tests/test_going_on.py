@@ -121,7 +121,7 @@ def test_finished_requests_are_not_run_again(job: Job, tmp_path: Path) -> None:
     assert 3 <= len(done) < 8
     follower = Follower()
     run.run(job, tmp_path, follower)
-    assert follower.started == [("EAGLE3", 8, len(done))]
+    assert follower.started == [("speculative decoding", 8, len(done))]
     assert follower.count == 8 - len(done)
     assert ids(tmp_path / "completions.jsonl") == NAMES
     finished = [event.sequence for event in read(tmp_path / "events.jsonl") if isinstance(event, Finished)]

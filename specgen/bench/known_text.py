@@ -21,13 +21,14 @@ class KnownText:
     def of(cls, models: Models) -> "KnownText | None":
         """That of ``models``; None without one, or if the drafter's own vocabulary has other tokens."""
         file = models.checkpoints["model"].path.resolve().parent / "cycle.json"
-        if not (models.synthetic and models.head is not None and file.is_file()):
+        if not (models.synthetic and file.is_file()):
             return None
         cycle = load_json(file, "make the pair again")
-        tokens = cycle["tokens"]
-        head = models.head.config
-        own_vocabulary = head.draft_vocab_size < head.vocab_size
-        if own_vocabulary and not set(models.head.draft_to_target.tolist()) <= set(tokens):
+        tokens, head = cycle["tokens"], models.head
+        vocabulary = tokens  # of the drafts, where that is a part of the target's
+        if head is not None and head.config.draft_vocab_size < head.config.vocab_size:
+            vocabulary = head.draft_to_target.tolist()
+        if not set(vocabulary) <= set(tokens):
             return None
         return cls(
             follower=dict(zip(tokens, [*tokens[1:], tokens[0]], strict=True)),

@@ -116,7 +116,7 @@ def build_head(config: HeadConfig, reader: "TensorReader", target: Target, draft
     """The head of ``config`` from the tensors of ``reader``; ``UserError`` for unused ones."""
     family = HEAD_FAMILIES[config.family]
     head = family.build(config, reader, target, draft_to_target, bind_ops(reader.device, reader.dtype))
-    reader.finish(family.ignored(config))
+    reader.finish(family.ignored)
     return head
 
 

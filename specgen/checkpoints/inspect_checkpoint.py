@@ -215,7 +215,7 @@ def _pair_misfits(targets: list[Inspection], heads: list[Inspection]) -> tuple[s
 def _kind(part: Inspection | Ngrams) -> str:
     if isinstance(part, Ngrams):
         return "drafts from the text so far"
-    return f"an {part.config.family} head" if isinstance(part.config, HeadConfig) else "a target"
+    return part.config.title if isinstance(part.config, HeadConfig) else "a target"
 
 
 def _line(label: str, value: str) -> str:

@@ -128,7 +128,9 @@ def _feature_norm(config: Eagle3Config, root: str, take: Take, ops: Ops) -> Norm
 
 
 def _fc(config: Eagle3Config, root: str, take: Take, ops: Ops) -> Map | None:
-    if config.reads_output:
-        return None
     width = config.num_features * config.target_hidden_size
-    return ops.linear(take.linear({root + "fc": config.hidden_size}, width))
+    if not config.reads_output:
+        return ops.linear(take.linear({root + "fc": config.hidden_size}, width))
+    if root + "fc.weight" in take:  # of no use then, and of another shape it would be of another kind of head
+        take.linear({root + "fc": config.hidden_size}, width)
+    return None

@@ -20,7 +20,7 @@ NOT_EAGLE3 = (
 )
 _ROTARY = [f"{prefix}rotary_emb.inv_freq" for prefix in ("", "midlayer.self_attn.", "layers.0.self_attn.")]
 # In some checkpoints but used by no pass; d2t and t2d are read separately, by the vocabulary map.
-_IGNORED = frozenset({"d2t", "t2d", "verifier_lm_head.weight", "verifier_norm.weight", *_ROTARY})
+IGNORED_TENSORS = frozenset({"d2t", "t2d", "verifier_lm_head.weight", "verifier_norm.weight", *_ROTARY})
 _MASK_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")  # in vLLM's order
 _AUX_KEY = "eagle_aux_hidden_state_layer_ids"
 _NORMS = {
@@ -84,6 +84,10 @@ class Eagle3Config(HeadConfig):
         )
 
     @property
+    def title(self) -> str:
+        return super().title if self.mask_token_id is None else "a P-EAGLE head"
+
+    @property
     def num_features(self) -> int:
         """How many of the target's hidden states are fused; three by default."""
         return 1 if self.reads_output else len(self.aux_layers) or 3
@@ -103,9 +107,12 @@ class Eagle3Config(HeadConfig):
         layer = section(config, "transformer_layer_config") or config
         nested = section(config, "eagle_config")
         flags = {**nested, **config}
+        # for vLLM it is an option of the engine, and SpecForge's configs say nothing
+        parallel = flag(flags, "parallel_drafting") or any(name.endswith("mask_hidden") for name in tensors)
+        parallel |= kind == "peagle"
         reads_output = not flag(flags, "use_aux_hidden_state", True)
         require(
-            layer is config or flags.get("norm_before_residual") is not None,
+            layer is config or parallel or flags.get("norm_before_residual") is not None,
             "config.json does not say norm_before_residual, which speculators then takes as false and vLLM as true: "
             "add it as the head was trained",
         )
@@ -123,9 +130,7 @@ class Eagle3Config(HeadConfig):
             norm_before_fc=flag(flags, "norm_before_fc"),
             fc_norm=flag(flags, "fc_norm"),
             norm_output=flag(flags, "norm_output"),
-            mask_token_id=_mask_token(flags)
-            if kind == "peagle" or flag(flags, "parallel_drafting")
-            else None,
+            mask_token_id=_mask_token(flags) if parallel else None,
             qk_norm=any(name.endswith("self_attn.q_norm.weight") for name in tensors),
             own_embedding=any(name.endswith("embed_tokens.weight") for name in tensors),
             reads_output=reads_output,
@@ -155,15 +160,12 @@ class Eagle3Config(HeadConfig):
         return {"drafting": f"all drafts in one pass (P-EAGLE), with mask token {self.mask_token_id}"}
 
 
-def ignored_tensors(config: Eagle3Config) -> frozenset[str]:
-    """Tensors in some checkpoints that no pass uses."""
-    return _IGNORED | ({"fc.weight", "model.fc.weight"} if config.reads_output else set())
-
-
 def _mask_token(flags: Raw) -> int:
     given = next((key for key in _MASK_KEYS if flags.get(key) is not None), None)
     require(
-        given is not None, f"parallel_drafting is true and there is none of {', '.join(_MASK_KEYS)}: add it"
+        given is not None,
+        f"the head drafts in parallel (P-EAGLE), but config.json has none of {', '.join(_MASK_KEYS)}: add the id of "
+        "the mask token that it was trained with",
     )
     token = flags[str(given)]
     require(type(token) is int and token >= 0, f"{given} is {shown(token)}: it must be a token id")
@@ -200,4 +202,9 @@ def _ids(value: object) -> tuple[int, ...]:
     plain = isinstance(value, list) and all(type(i) is int for i in value)
     require(plain, f"{_AUX_KEY} is {shown(value)}: it must be a list of layer numbers")
     assert isinstance(value, list)
-    return tuple(value)
+    ids = tuple(value)
+    require(
+        list(ids) == sorted(ids),
+        f"{_AUX_KEY} is {shown(value)}: the layers must ascend, because others take them in that order",
+    )
+    return ids

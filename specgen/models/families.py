@@ -37,7 +37,7 @@ class HeadFamily:
     refusal: str  # for a checkpoint that no family recognizes
     config: Callable[[Raw, Set[str], int | None], HeadConfig]  # also from the target's number of layers
     build: Callable[[Any, Take, Target, Tensor, Ops], Head]  # from that config; the tensor is draft_to_target
-    ignored: Callable[[Any], Set[str]]  # tensors in some checkpoints that no pass uses
+    ignored: Set[str]  # tensors in some checkpoints that no pass uses
 
 
 _llama = partial(Family, build=llama.Llama.build, ignored=llama.ignored_tensors)
@@ -52,14 +52,14 @@ HEAD_FAMILIES: Mapping[str, HeadFamily] = {
         refusal=eagle3_config.NOT_EAGLE3,
         config=Eagle3Config.from_hf,
         build=Eagle3Head.build,
-        ignored=eagle3_config.ignored_tensors,
+        ignored=eagle3_config.IGNORED_TENSORS,
     ),
     "EAGLE-1": HeadFamily(
         recognize=eagle1_config.is_eagle1,
         refusal=eagle1_config.NOT_EAGLE1,
         config=Eagle1Config.from_hf,
         build=Eagle1Head.build,
-        ignored=lambda config: eagle1_config.IGNORED_TENSORS,
+        ignored=eagle1_config.IGNORED_TENSORS,
     ),
 }
 

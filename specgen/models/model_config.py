@@ -131,6 +131,11 @@ class HeadConfig(LayerConfig):
     reads_output: bool  # the one feature is the target's last hidden state, behind its final norm
     fc_each_pass: ClassVar[bool] = False  # and not once per accepted row
 
+    @property
+    def title(self) -> str:
+        """What it is, with an article."""
+        return f"an {self.family} head"
+
     def facts(self) -> dict[str, str]:
         share = self.draft_vocab_size / self.vocab_size
         return {
@@ -190,11 +195,14 @@ def head_windows(config: Raw) -> tuple[int | None, ...]:
     kinds = items(config, "layer_types")
     for kind in kinds:
         require(
-            kind in _WINDOWED,
+            isinstance(kind, str) and kind in _WINDOWED,
             f"layer_types has {shown(kind)}: only {' and '.join(_WINDOWED)} are supported",
         )
-    if not kinds:
-        _refuse_windows(config)
+    window = config.get("sliding_window")
+    require(
+        bool(kinds) or not (window and config.get("use_sliding_window", True)),
+        f"sliding_window is {shown(window)} and no layer_types say of which layers: add them, as the head was trained",
+    )
     return tuple(count(config, "sliding_window") if _WINDOWED[kind] else None for kind in kinds)
 
 
