@@ -6,6 +6,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,7 +26,9 @@ from specgen.engine.build import build_engine
 from specgen.events import Event, OutOfMemory, Submitted, Verified
 from specgen.kv.prefix_cache import PrefixCache
 from specgen.models.llama import Llama
-from tests.engines import Pair, bundled_requests, config_of
+from specgen.models.model_config import TargetConfig
+from tests.engines import Pair, bundled_requests, config_of, load_pair
+from tests.tiny_checkpoints import write_eagle1_head, write_head, write_target
 
 POINTS: dict[str, tuple[type, str]] = {
     "a prefill": (Steps, "prefill"),
@@ -283,6 +286,26 @@ def test_an_error_at_any_launch_point_changes_no_result(
     setting: Setting, right: FaultFree, error: type[RuntimeError]
 ) -> None:
     require_no_change(setting, right, error)
+
+
+OTHER_HEADS: dict[str, Callable[[Path, TargetConfig], None]] = {
+    "eagle-1": partial(write_eagle1_head, fc_bias=True),
+    "two-layers": partial(write_head, num_layers=2, windows=[None, 9]),
+    "p-eagle": partial(write_head, num_layers=2, mask_token=("ptd_token_id", 4)),
+}
+
+
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError, pytest.param(RuntimeError, marks=pytest.mark.slow)]
+)
+@pytest.mark.parametrize("name", OTHER_HEADS)
+def test_an_error_changes_no_result_with_other_heads(
+    tmp_path: Path, device_like: Callable[[], None], name: str, error: type[RuntimeError]
+) -> None:
+    OTHER_HEADS[name](tmp_path / "drafter", write_target(tmp_path / "target", vocab_size=3072))
+    device_like()
+    setting = Setting(load_pair(tmp_path), "greedy", 4, True, True)
+    require_no_change(setting, run_without_fault(setting), error)
 
 
 def require_no_change(setting: Setting, right: FaultFree, error: type[RuntimeError]) -> None:

@@ -2,7 +2,9 @@
 
 import sys
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -27,8 +29,9 @@ from specgen.decoding.sampling import (
     uniform,
 )
 from specgen.decoding.verify import accept_sampled
+from specgen.models.model_config import TargetConfig
 from tests.engines import Pair, generate, load_pair, random_requests
-from tests.tiny_checkpoints import write_head, write_target
+from tests.tiny_checkpoints import write_eagle1_head, write_head, write_target
 
 VOCAB, LENGTH, SAMPLES = 10, 4, 6000
 PROMPT = (3, 7, 4)
@@ -115,6 +118,28 @@ def test_every_position_has_the_distribution_of_plain_sampling(
     small_pair: Pair, name: str, draft_sampling: str
 ) -> None:
     values, accepted = p_values(small_pair, FILTERS[name], draft_sampling=draft_sampling)
+    assert min(values) > 1e-4, values
+    assert accepted == {(3, 0), (3, 1), (3, 2), (3, 3)}
+
+
+OTHER_HEADS: dict[str, Callable[[Path, TargetConfig], None]] = {
+    "p-eagle": partial(write_head, num_layers=2, mask_token=("ptd_token_id", 4), draft_vocab_size=7, std=0.1),
+    "two-layers": partial(write_head, num_layers=2, windows=[None, 3], draft_vocab_size=7, std=0.1),
+    "eagle-1": partial(write_eagle1_head, qkv_bias=True, std=0.1),
+}
+
+
+@pytest.mark.parametrize("draft_sampling", [pytest.param("greedy", marks=pytest.mark.slow), "probabilistic"])
+@pytest.mark.parametrize(
+    "name",
+    [name if name == "p-eagle" else pytest.param(name, marks=pytest.mark.slow) for name in OTHER_HEADS],
+)
+def test_every_kind_of_head_leaves_the_distribution_of_plain_sampling(
+    small_pair: Pair, tmp_path: Path, name: str, draft_sampling: str
+) -> None:
+    (tmp_path / "target").symlink_to(small_pair.path / "target")
+    OTHER_HEADS[name](tmp_path / "drafter", small_pair.models.target.config)
+    values, accepted = p_values(load_pair(tmp_path), FILTERS["plain"], draft_sampling=draft_sampling)
     assert min(values) > 1e-4, values
     assert accepted == {(3, 0), (3, 1), (3, 2), (3, 3)}
 
