@@ -58,6 +58,7 @@ class Eagle1Config(HeadConfig):
         return {
             "features": "the target's last hidden state, behind its final norm",
             "norms": "none of the inputs, none at the end",
+            "fc": "with a bias" if self.fc_bias else "without a bias",
             "output": "the target's output weights",
             **super().facts(),
         }
