@@ -543,6 +543,12 @@ MISFITS: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
+@pytest.mark.parametrize("dialect", ["eagle", "speculators"])
+def test_an_eagle3_head_is_known_by_its_tensors_too(tmp_path: Path, target: Llama, dialect: Any) -> None:
+    write_head(tmp_path, target.config, dialect, changed_config={"architectures": ["LlamaForCausalLM"]})
+    assert _load_head(tmp_path, target).config.family == "EAGLE3"
+
+
 @pytest.mark.parametrize(("settings", "message"), MISFITS.values(), ids=MISFITS)
 def test_heads_that_would_draft_badly_are_refused(
     tmp_path: Path, target: Llama, settings: dict[str, Any], message: str
