@@ -370,7 +370,7 @@ HEADS: dict[str, tuple[Damage, str]] = {
     "mask-of-two-dims": (_head_tensors(t2d=torch.ones(32, 10, dtype=torch.bool)), "t2d marks 640 of 320"),
     "vocabularies-huge": (_config(vocab_size=HUGE, draft_vocab_size=HUGE), "vocab_size is 1099511627776"),
     "drafts-text": (_config(draft_vocab_size=["x"] * 10**5), r"draft_vocab_size is \['x', "),
-    "layers-huge": (_config(eagle_aux_hidden_state_layer_ids=[10**30, 1, 2]), "input of layer 1000"),
+    "layers-huge": (_config(eagle_aux_hidden_state_layer_ids=[1, 2, 10**30]), "input of layer 1000"),
     "layers-many": (_config(eagle_aux_hidden_state_layer_ids=[2] * 10**5), "fc.weight has shape"),
     "norms-text": (_config(norm_output="no"), "norm_output is 'no': it must be true or false"),
     "kind-list": (_config(speculators_model_type=["x" * 10**5]), r"the head is of type \['xxx"),
