@@ -58,6 +58,13 @@ def test_a_position_counts_the_steps_that_drafted_so_far():
     assert report["mean_acceptance_length"] == pytest.approx(1 + 5 / 3)
 
 
+def test_steps_without_drafts_are_counted_apart():
+    report = as_json(request("a", [(3, 1), (0, 0), (3, 3), (0, 0)]))
+    assert (report["num_drafts"], report["num_steps_without_drafts"]) == (2, 2)
+    assert report["mean_acceptance_length"] == 3
+    assert "steps with drafts; 2 had none" in terminal.render(tables.of_run(report, {}))
+
+
 def test_accepted_is_what_was_verified_and_tokens_are_what_was_kept():
     report = as_json(request("a", [(3, 3), (3, 3)], dropped=3))
     assert report["num_accepted_tokens"] == 6

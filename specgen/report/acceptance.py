@@ -60,6 +60,7 @@ class Speculation:
     num_requests: int
     total_num_output_tokens: int
     num_drafts: int
+    num_steps_without_drafts: int
     num_draft_tokens: int
     num_accepted_tokens: int
     mean_acceptance_length: float | None
@@ -78,6 +79,7 @@ class StepCounts:
         self.reached = [0] * num_spec_tokens
         self.accepted = [0] * num_spec_tokens
         self.histogram = [0] * (num_spec_tokens + 1)
+        self.without_drafts = 0
 
     def add(self, step: Verified) -> None:
         """Count one step; ``UserError`` for one that cannot belong to this run."""
@@ -91,6 +93,7 @@ class StepCounts:
             f"a step of {step.sequence!r} accepted {step.accepted} of {drafted} drafts: corrupt events, run again",
         )
         if drafted == 0:
+            self.without_drafts += 1
             return
         for position in range(drafted):
             self.drafted[position] += 1
@@ -135,6 +138,7 @@ class RequestSum:
         self._joint = [Ratio() for _ in range(num_spec_tokens)]
         self._conditional = [Ratio() for _ in range(num_spec_tokens)]
         self._histogram = [0] * (num_spec_tokens + 1)
+        self._without_drafts = 0
 
     def add(self, counts: StepCounts, num_tokens: int) -> None:
         """Add one request with ``num_tokens`` output tokens."""
@@ -146,6 +150,7 @@ class RequestSum:
         for position, hits in enumerate(counts.accepted):
             self._joint[position].add(hits, counts.drafted[position])
             self._conditional[position].add(hits, counts.reached[position])
+        self._without_drafts += counts.without_drafts
         self._histogram = [a + b for a, b in zip(self._histogram, counts.histogram, strict=True)]
 
     def result(self) -> Speculation:
@@ -155,6 +160,7 @@ class RequestSum:
             num_requests=self._num_requests,
             total_num_output_tokens=self._num_tokens,
             num_drafts=length.trials,
+            num_steps_without_drafts=self._without_drafts,
             num_draft_tokens=drafted,
             num_accepted_tokens=length.hits,
             mean_acceptance_length=None if length.rate is None else 1 + length.rate,

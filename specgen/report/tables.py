@@ -80,8 +80,10 @@ def _numbers(report: Mapping[str, Any]) -> tuple[Table, Table]:
 
 
 def _counts(report: Mapping[str, Any]) -> Iterator[_Item]:
+    without = report.get("num_steps_without_drafts", 0)
+    notes = {"num_drafts": f"steps with drafts; {count(without)} had none"} if without else {}
     for name in _COUNTERS:
-        yield name, count(report[name]), ""
+        yield name, count(report[name]), notes.get(name, "")
     if report["num_drafts"]:
         ends, by_request = report["mean_acceptance_length_ci95"], report["mean_acceptance_length_per_request"]
         note = f"{between(ends, plain) if ends else 'over all steps'}, mean over requests {plain(by_request)}"
