@@ -4,6 +4,7 @@ A head is a class of small methods, so that a test can plant an error in one of 
 """
 
 import json
+from abc import ABC, abstractmethod
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -52,7 +53,7 @@ class DenseTarget:
         return text[len(prompt) :]
 
 
-class ReferenceHead:
+class ReferenceHead(ABC):
     """What the heads have in common; ids are shifted left by one against the states, positions are not."""
 
     def __init__(self, path: Path, target: DenseTarget) -> None:
@@ -87,17 +88,17 @@ class ReferenceHead:
             ids = torch.cat([ids, torch.tensor(proposed[-1:])])
         return tuple(proposed)
 
+    @abstractmethod
     def hidden(self, streams: list[Tensor], output: Tensor) -> Tensor:
         """The head's hidden state at each position, [T, H], from what ``DenseTarget.states`` returns."""
-        raise NotImplementedError
 
+    @abstractmethod
     def enter(self, ids: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """The residual stream before the first layer, [rows, H], and the input of its attention."""
-        raise NotImplementedError
 
+    @abstractmethod
     def logits(self, out: Tensor) -> Tensor:
         """Over the draft vocabulary, from a row of what ``run`` returns."""
-        raise NotImplementedError
 
     def recycled(self, out: Tensor) -> Tensor:
         """The hidden state of the next draft's row."""

@@ -10,15 +10,14 @@ import torch
 from specgen.config import SamplingParams
 from specgen.models.model_config import TargetConfig
 from tests.engines import Outputs, Pair, generate, load_pair, random_requests
+from tests.test_gpu import EXACT, FAST, MODES
 from tests.tiny_checkpoints import write_eagle1_head, write_head, write_target
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
 ]
-MODES = ("step", "pass", "off")
-EXACT = {"device": "cuda", "dtype": "float32", "attention": "sdpa-static", "page_size": 16}
-FAST = {"device": "cuda", "dtype": "bfloat16", "attention": "trtllm", "page_size": 16}
+PAGED = FAST | {"page_size": 16}  # so that texts cross pages
 GREEDY, SAMPLED = SamplingParams(max_tokens=24), SamplingParams(max_tokens=24, temperature=0.9)
 
 
@@ -35,25 +34,21 @@ HEADS: dict[str, Callable[[Path, TargetConfig], None]] = {
 
 
 @pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A target whose heads are as wide as the kernels want them."""
-    path = tmp_path_factory.mktemp("pairs")
-    write_target(path / "target", hidden_size=256, head_dim=64)  # an EAGLE-1 config has no head_dim
-    return path
+def target(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, TargetConfig]:
+    """Its heads are as wide as the kernels want them."""
+    path = tmp_path_factory.mktemp("target")
+    return path, write_target(path, hidden_size=256, head_dim=64)  # an EAGLE-1 config has no head_dim
 
 
 @pytest.fixture(params=HEADS)
-def pair_on(request: pytest.FixtureRequest, path: Path, tmp_path: Path) -> Callable[..., Pair]:
+def pair_on(
+    request: pytest.FixtureRequest, target: tuple[Path, TargetConfig], tmp_path: Path
+) -> Callable[..., Pair]:
     """Loads the target and a head of that kind in a dtype to a device."""
-    (tmp_path / "target").symlink_to(path / "target")
-    HEADS[request.param](tmp_path / "drafter", load_pair_config(path / "target"))
+    path, config = target
+    (tmp_path / "target").symlink_to(path)
+    HEADS[request.param](tmp_path / "drafter", config)
     return lambda dtype, device: load_pair(tmp_path, dtype, device)
-
-
-def load_pair_config(path: Path) -> TargetConfig:
-    from specgen.checkpoints.checkpoint import open_checkpoint, target_config
-
-    return target_config(open_checkpoint(str(path)))
 
 
 def run(pair: Pair, sampling: SamplingParams, batch: str, **settings: Any) -> Outputs:
@@ -80,7 +75,7 @@ def test_graph_modes_agree_on_the_kernels_of_a_real_run(
     pair = pair_on(torch.bfloat16, "cuda")
     sampling = GREEDY if draft_sampling == "greedy" else SAMPLED
     runs = [
-        run(pair, sampling, batch, cuda_graphs=mode, draft_sampling=draft_sampling, **FAST) for mode in MODES
+        run(pair, sampling, batch, cuda_graphs=mode, draft_sampling=draft_sampling, **PAGED) for mode in MODES
     ]
     assert sum(map(len, runs[0].verified.values())) > 100
     for other in runs[1:]:
@@ -93,8 +88,8 @@ def test_graph_modes_agree_on_the_kernels_of_a_real_run(
 def test_most_drafts_equal_the_references_on_the_kernels_of_a_real_run(pair_on: Callable[..., Pair]) -> None:
     """Rounding to bfloat16 changes a few."""
     pair = pair_on(torch.bfloat16, "cuda")
-    exact = run(pair, GREEDY, "padded", **FAST | {"attention": "sdpa-static"}).verified
-    found = run(pair, GREEDY, "padded", **FAST).verified
+    exact = run(pair, GREEDY, "padded", **PAGED | {"attention": "sdpa-static"}).verified
+    found = run(pair, GREEDY, "padded", **PAGED).verified
     first = [(exact[name][0][0], found[name][0][0]) for name in exact if exact[name] and found[name]]
     same = [a == b for mine, theirs in first for a, b in zip(mine, theirs, strict=True)]
     assert len(same) > 20
