@@ -190,8 +190,8 @@ class EngineConfig:
     drafter: str | None = option(
         MISSING,
         "Models",
-        "EAGLE head: a directory or hub id. Or ngram[:N]: no head, drafts are copied from the text so far, from "
-        f"behind its last tokens' latest occurrence, the longest of up to N ({_NGRAM}).",
+        "EAGLE head: a directory or hub id. Or ngram[:N]: no head; drafts are copied from the text so far, where its "
+        f"last tokens, as many as match up to N ({_NGRAM}), occurred before.",
         shown="the bundled head",
     )
     num_spec_tokens: int | Literal["auto"] | DraftLength = option(

@@ -52,7 +52,7 @@ class _Group:
             rows = self.positions[:, None, :, None]
             hidden = columns > rows
             if window is not None:
-                hidden |= columns <= rows - window  # all for a padding row far behind: it becomes 0
+                hidden |= columns <= rows - window  # of a padding row far behind all is hidden: it gives 0
             mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
             self._masks[window, dtype] = mask.masked_fill_(hidden, float("-inf"))
         return self._masks[window, dtype]

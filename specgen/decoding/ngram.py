@@ -14,7 +14,7 @@ from specgen.decoding.sampling import SamplingBatch
 
 _STORED = torch.int32  # NGRAM_BYTES wide
 _BEFORE = -1  # in place of tokens before the first; no text has it
-_AT_ONCE = 1 << 22  # positions searched at once, which bounds the memory of a search to some 64 MiB
+_AT_ONCE = 1 << 22  # positions searched at once, which bounds the memory of a search to some 100 MiB
 
 
 class NgramDrafter:

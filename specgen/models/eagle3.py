@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from specgen.models.eagle3_config import Eagle3Config, tensor_prefixes
-from specgen.models.layers import Attend, Block, Projection, inverse_frequencies
+from specgen.models.layers import Attend, HeadLayers, inverse_frequencies
 from specgen.models.protocols import MaskSlot, Target
 from specgen.models.take import Take
 from specgen.ops import Map, Norm, Ops, Pair, Rope
@@ -22,9 +22,8 @@ class Eagle3Head:
     num_feature_norms: int  # 1: over all features concatenated
     fc: Map | None  # [rows, num_features * Ht] -> [rows, H]; None: the one feature is the hidden state
     inputs: Pair  # ids [rows] and hidden [rows, H] -> both normed, concatenated [rows, 2 * H]
-    blocks: tuple[Block, ...]
-    norms: tuple[Norm, ...]  # of what each block gives; the last is the final one
-    kv_proj: Projection  # of the last block's attention
+    layers: HeadLayers
+    norm: Norm
     lm_head: Map  # [n, H] -> [n, Vd]
     draft_to_target: Tensor  # [Vd] int64: the target's id of each draft id
     argmax: Map  # of logits [..., Vd] -> [...]
@@ -37,18 +36,13 @@ class Eagle3Head:
     ) -> "Eagle3Head":
         """Load every tensor of the head; the embedding is the target's unless the head has its own."""
         root, prefixes = tensor_prefixes(take, config.num_layers)
-        hidden, eps, kv_heads = config.hidden_size, config.rms_norm_eps, config.num_kv_heads
-        table, last = target.embedding, config.num_layers - 1
+        hidden, eps, table = config.hidden_size, config.rms_norm_eps, target.embedding
         if config.own_embedding:
             table = take(root + "embed_tokens.weight", (config.vocab_size, hidden))
 
         def vector(name: str) -> Tensor:
             return take(name, (hidden,))
 
-        def width(index: int) -> int:
-            return hidden if index else 2 * hidden
-
-        norms = [*(prefix + "input_layernorm.weight" for prefix in prefixes[1:]), root + "norm.weight"]
         head = cls(
             config=config,
             embedding=table,
@@ -61,14 +55,8 @@ class Eagle3Head:
                 vector(prefixes[0] + "hidden_norm.weight"),
                 eps,
             ),
-            blocks=tuple(
-                Block.build(config, index, prefix, take, ops, width(index))
-                for index, prefix in enumerate(prefixes)
-            ),
-            norms=tuple(ops.rms_norm(vector(name), eps) for name in norms),
-            kv_proj=Projection.build(
-                config, {"k": kv_heads, "v": kv_heads}, width(last), prefixes[last], take, ops
-            ),
+            layers=HeadLayers.build(config, prefixes, 2 * hidden, take, ops),
+            norm=ops.rms_norm(vector(root + "norm.weight"), eps),
             lm_head=ops.linear(take.linear({"lm_head": config.draft_vocab_size}, hidden)),
             draft_to_target=draft_to_target,
             argmax=ops.argmax,
@@ -88,33 +76,25 @@ class Eagle3Head:
         return features if self.fc is None else self.fc(features)
 
     def write_kv(self, token_ids: Tensor, hidden: Tensor, attend: Attend) -> None:
-        """Store the keys and values of accepted rows.
-
-        Later rows read no other state of a row, so its attention and MLP in the last layer are not computed.
-        """
-        _, inputs = self._before_last(token_ids, hidden, attend)
-        attend.write_kv(self.blocks[-1].attention.layer, self.kv_proj(inputs))
+        """Store the keys and values of accepted rows; see ``HeadLayers``."""
+        self.layers.write_kv(*self._enter(token_ids, hidden), attend)
 
     def forward(self, token_ids: Tensor, hidden: Tensor, attend: Attend) -> Tensor:
         """One pass over ``token_ids`` [rows] with ``hidden`` [rows, H], the states of the tokens before them.
 
         Returns the hidden states that ``logits`` and the next pass take, [rows, H].
         """
-        stream, inputs = self._before_last(token_ids, hidden, attend)
-        stream, normed = self.norms[-1].add(*self.blocks[-1](stream, inputs, attend))
+        stream, normed = self.norm.add(*self.layers(*self._enter(token_ids, hidden), attend))
         return normed if self.config.norm_output else stream
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits over the draft vocabulary, [n, Vd] in the model's dtype, from the result of ``forward``, [n, H]."""
-        return self.lm_head(hidden if self.config.norm_output else self.norms[-1](hidden))
+        return self.lm_head(hidden if self.config.norm_output else self.norm(hidden))
 
-    def _before_last(self, token_ids: Tensor, hidden: Tensor, attend: Attend) -> tuple[Tensor, Tensor]:
-        """The residual stream [rows, H] that enters the last layer, and the inputs of its attention."""
+    def _enter(self, token_ids: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """The residual stream [rows, H] that enters the first layer, and the inputs of its attention [rows, 2 * H]."""
         inputs = self.inputs(token_ids, hidden)
-        stream = inputs[:, self.config.hidden_size :] if self.config.norm_before_residual else hidden
-        for block, norm in zip(self.blocks[:-1], self.norms[:-1], strict=True):
-            stream, inputs = norm.add(*block(stream, inputs, attend))
-        return stream, inputs
+        return inputs[:, self.config.hidden_size :] if self.config.norm_before_residual else hidden, inputs
 
 
 def _feature_norm(config: Eagle3Config, root: str, take: Take, ops: Ops) -> Norm | None:

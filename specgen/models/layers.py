@@ -1,7 +1,7 @@
 """What the layers of targets and heads share: rotary frequencies, attention projections, the gated MLP."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -150,6 +150,53 @@ class Block:
         """
         stream, normed = self.post_norm.add(stream, self.attention(normed, attend))
         return stream, self.mlp(normed)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadLayers:
+    """The decoder layers of a draft head, from the inputs of the first attention to what the last MLP adds."""
+
+    blocks: tuple[Block, ...]
+    norms: tuple[Norm, ...]  # of the inputs of each block but the first
+    kv_proj: Projection  # of the last block's attention
+
+    @classmethod
+    def build(
+        cls, config: LayerConfig, prefixes: Sequence[str], width: int, take: Take, ops: Ops
+    ) -> "HeadLayers":
+        """Load ``{prefix}*`` of each layer; the attention of the first has inputs ``width`` wide."""
+        hidden, kv_heads = config.hidden_size, config.num_kv_heads
+        widths = [width, *[hidden] * (len(prefixes) - 1)]
+        return cls(
+            blocks=tuple(
+                Block.build(config, index, prefix, take, ops, widths[index])
+                for index, prefix in enumerate(prefixes)
+            ),
+            norms=tuple(
+                ops.rms_norm(take(prefix + "input_layernorm.weight", (hidden,)), config.rms_norm_eps)
+                for prefix in prefixes[1:]
+            ),
+            kv_proj=Projection.build(
+                config, {"k": kv_heads, "v": kv_heads}, widths[-1], prefixes[-1], take, ops
+            ),
+        )
+
+    def __call__(self, stream: Tensor, inputs: Tensor, attend: Attend) -> tuple[Tensor, Tensor]:
+        """From the residual stream [rows, H] and the inputs of the first attention [rows, width]; see ``Block``."""
+        return self.blocks[-1](*self._before_last(stream, inputs, attend), attend)
+
+    def write_kv(self, stream: Tensor, inputs: Tensor, attend: Attend) -> None:
+        """Store the keys and values of accepted rows.
+
+        Later rows read no other state of a row, so its attention and MLP in the last layer are not computed.
+        """
+        _, inputs = self._before_last(stream, inputs, attend)
+        attend.write_kv(self.blocks[-1].attention.layer, self.kv_proj(inputs))
+
+    def _before_last(self, stream: Tensor, inputs: Tensor, attend: Attend) -> tuple[Tensor, Tensor]:
+        for block, norm in zip(self.blocks[:-1], self.norms, strict=True):
+            stream, inputs = norm.add(*block(stream, inputs, attend))
+        return stream, inputs
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int, device: torch.device) -> Tensor:
