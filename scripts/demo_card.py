@@ -1,7 +1,9 @@
-"""Writes the measurements of the bundled pair: ``training.json`` and two model cards."""
+"""Writes the measurements of the bundled models: ``training.json`` and a model card each."""
 
 import json
 from pathlib import Path
+
+from demo_heads import HEADS
 
 _TARGET = """---
 license: apache-2.0
@@ -27,15 +29,13 @@ Measured on stored weights (bfloat16, run in float32): {accuracy:.1%} of the hel
 end in the exact number; next-token loss on them with their answers {loss:.3f}.
 """
 
-_DRAFTER = """---
+_HEAD = """---
 license: apache-2.0
 language: en
 ---
-# The bundled EAGLE3 head
+# {title}
 
-One decoder layer for the bundled target in the EAGLE format (`midlayer.*`, `d2t` as offsets, `t2d` as a mask):
-hidden size 256, {draft} of the target's {vocab} tokens. Its features are the inputs of the target's layers 2, 6
-and 9 (the default rule).
+{about}
 
 Trained by `scripts/train_demo_pair.py` on what the target itself wrote to training prompts (greedy, and sampled
 at temperature 0.7 and 1.0), by training-time test over five unrolled steps with the target's distribution as
@@ -49,6 +49,25 @@ steps start ("simulated").
 | --- | --- | --- | --- | --- | --- | --- |
 {rows}
 """
+_ABOUT = {
+    "drafter": (
+        "The bundled EAGLE3 head",
+        """One decoder layer for the bundled target in the EAGLE format (`midlayer.*`, `d2t` as offsets, `t2d` as a
+mask): hidden size {hidden_size}, {draft_vocab_size} of the target's {vocab_size} tokens. Its features are the
+inputs of the target's layers 2, 6 and 9 (the default rule).""",
+    ),
+    "drafter-eagle1": (
+        "The bundled EAGLE-1 head",
+        """One small decoder layer for the bundled target in the format of EAGLE-1 and EAGLE-2 (`fc`, `layers.0.*`): it
+reads the target's last hidden state, and uses its embedding and output weights.""",
+    ),
+    "drafter-two-layers": (
+        "The bundled EAGLE3 head of two layers",
+        """Two small decoder layers for the bundled target in the EAGLE format (`midlayer.*`, `layers.1.*`): hidden size
+{hidden_size}, not the target's {target_hidden_size}, so it has an embedding of its own; {draft_vocab_size} of the
+target's {vocab_size} tokens.""",
+    ),
+}
 
 
 def _rows(acceptance: dict[str, dict[str, dict]]) -> str:
@@ -58,21 +77,24 @@ def _rows(acceptance: dict[str, dict[str, dict]]) -> str:
             cells = [f"{rate:.3f}" for rate in rates["joint"]]
             length = f"{rates['mean_acceptance_length']:.2f}"
             lines.append("| " + " | ".join([prompts, how.replace("_", " "), *cells, length]) + " |")
-    return "\n".join(lines).replace("word_problems", "word problems")
+    return "\n".join(lines)
 
 
 def write_cards(output: Path, figures: dict) -> None:
-    """Write ``figures`` as ``training.json`` and as the README of the target and of the drafter."""
+    """Write ``figures`` as ``training.json`` and as the README of the target and of each head."""
     (output / "training.json").write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
-    config = json.loads((output / "drafter/config.json").read_text(encoding="utf-8"))
-    sizes = {"vocab": config["vocab_size"], "draft": config["draft_vocab_size"]}
+    target_config = json.loads((output / "target/config.json").read_text(encoding="utf-8"))
     target = _TARGET.format(
         million=(output / "target/model.safetensors").stat().st_size / 2e6,
         accuracy=figures["word_problem_accuracy"],
         loss=figures["target_loss_held_out_word_problems"],
-        **sizes,
+        vocab=target_config["vocab_size"],
     )
     (output / "target/README.md").write_text(target, encoding="utf-8")
-    (output / "drafter/README.md").write_text(
-        _DRAFTER.format(rows=_rows(figures["acceptance"]), **sizes), encoding="utf-8"
-    )
+    for name in HEADS:
+        title, about = _ABOUT[name]
+        config = json.loads((output / name / "config.json").read_text(encoding="utf-8"))
+        card = _HEAD.format(
+            title=title, about=about.format(**config), rows=_rows(figures["acceptance"][name])
+        )
+        (output / name / "README.md").write_text(card, encoding="utf-8")

@@ -1,6 +1,7 @@
 """Training text of the bundled pair: its sources, its documents, and its tokenizer."""
 
 import json
+import re
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
+_SENTENCE_END = re.compile(r"(?<=[.!?])\s+")
 _SYSTEM_TEXTS = (
     "You are a helpful assistant.",
     "You are a friendly assistant. Answer in simple words.",
@@ -130,9 +132,51 @@ def document(rng: Random, sources: Sources) -> str:
     return render(chat, system=rng.choice(_SYSTEM_TEXTS) if rng.random() < 0.05 else None)
 
 
+def varied_problem(rng: Random, problems: list[Chat]) -> str:
+    """A real problem's question with other numbers, and often with the end of another one: new to the target."""
+    first, second = (_SENTENCE_END.split(rng.choice(problems)[0]) for _ in range(2))
+    kind = rng.random()
+    if kind < 0.33:
+        sentences = first
+    elif kind < 0.67:
+        sentences = first[:-1] + second[-1:]
+    else:
+        sentences = first[: max(1, len(first) // 2)] + second[len(second) // 2 :]
+
+    def changed(number: re.Match[str]) -> str:
+        digits = len(number[0])
+        keep = rng.random() < 0.4
+        return (
+            number[0] if keep else str(rng.randint(10 ** (digits - 1) if digits > 1 else 2, 10**digits - 1))
+        )
+
+    return re.sub(r"\d+", changed, " ".join(sentences))
+
+
+def real_chat(rng: Random, sources: Sources) -> Chat:
+    """An open chat whose prompts, also the second one, are often pieced together from real texts."""
+    chat = open_chats.generate(rng, sources.prompts, sources.texts)
+    if rng.random() < 0.5:
+        pieces = [open_chats.piece(rng, sources.texts) for _ in range(rng.randint(1, 2))]
+        chat[0] = " ".join(pieces)[:1200]
+    if len(chat) == 2 and rng.random() < 0.3:
+        again = rng.choice(sources.prompts)[:400]
+        chat += [open_chats.piece(rng, sources.texts) if rng.random() < 0.5 else again, ""]
+    return chat
+
+
 def open_prompt(rng: Random, sources: Sources) -> str:
-    """A training prompt with a generation prompt, for the target's own generations."""
-    chat = training_chat(rng, sources)
+    """A training prompt with a generation prompt, for the target's own generations, which the heads learn.
+
+    About half are of real text, far more than in the target's training: there a head meets the target's own mistakes
+    and doubts, of which it can learn what no answer in the sources shows.
+    """
+    kind = rng.random()
+    if kind < 0.1:
+        return render([rng.choice(sources.problems)[0]])
+    if kind < 0.25:
+        return render([varied_problem(rng, sources.problems)])
+    chat = real_chat(rng, sources) if kind < 0.45 else training_chat(rng, sources)
     if rng.random() < 0.06:
         shots = [raw(problem_chat(rng)) for _ in range(rng.randint(0, 3))]
         return BOS + "\n\n".join([*shots, raw(chat[:1])])

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from demo_corpus import BOS, CHAT_TEMPLATE, END, PAD
 from demo_optimizer import Optimizer
-from eagle3_training import document_mask
+from dense_heads import document_mask
 from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -27,15 +27,14 @@ class Recipe:
     num_heads: int = 4
     num_kv_heads: int = 2
     head_dim: int = 64
-    draft_vocab_size: int = 1536
     num_documents: int = 700_000
     row_length: int = 1024
     batch_rows: int = 64
     learning_rate: float = 3e-3
-    num_prompts: int = 26_000  # answered by the target, to train the head
+    num_prompts: int = 80_000  # answered by the target, to train the heads
     head_row_length: int = 512
     head_batch_rows: int = 64
-    head_epochs: int = 12
+    head_epochs: int = 8
     head_learning_rate: float = 2e-3
     unrolled_steps: int = 5
     max_new_tokens: int = 160

@@ -1,4 +1,4 @@
-"""Trains the bundled target and EAGLE3 head from scratch, and measures them.
+"""Trains the bundled target and its heads from scratch, and measures them.
 
     python scripts/train_demo_pair.py --gsm8k train.jsonl --oasst en_100_tree.jsonl --output data/demo
 
@@ -30,12 +30,10 @@ from demo_corpus import (
     render,
     train_tokenizer,
 )
-from demo_head import Answered, measure_acceptance, read_head, train_head, write_head
+from demo_heads import HEADS, Answered, measure_acceptance, read_head, train_head, write_head
 from demo_target import Recipe, answer, language_loss, train_target, write_target, write_tokenizer
 from demo_text import chats
-from eagle3_training import Head
 from tokenizers import Tokenizer
-from torch import Tensor
 from transformers import LlamaForCausalLM
 from word_problems import is_held_out
 
@@ -62,9 +60,10 @@ def make_rows(recipe: Recipe, sources: Sources, tokenizer: Tokenizer) -> np.ndar
 
 
 def make_answers(
-    recipe: Recipe, sources: Sources, tokenizer: Tokenizer, target: LlamaForCausalLM
+    recipe: Recipe, sources: Sources, tokenizer: Tokenizer, folder: Path, device: str
 ) -> Answered:
-    """The target's answers to training prompts: greedy, and sampled at two temperatures."""
+    """The answers of the target in ``folder`` to training prompts: greedy, and sampled at two temperatures."""
+    target = LlamaForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).to(device).eval()
     rng = Random(recipe.seed + 1)
     texts = [open_prompt(rng, sources) for _ in range(recipe.num_prompts)]
     encoded = [e.ids for e in tokenizer.encode_batch(texts, add_special_tokens=False)]
@@ -139,42 +138,41 @@ def get_target(
     return Tokenizer.from_file(str(folder / "tokenizer.json")), target
 
 
-def show_samples(tokenizer: Tokenizer, target: LlamaForCausalLM, prompts: dict[str, list[list[int]]]) -> None:
-    """Print some greedy answers to held-out prompts."""
-    for kind, some in prompts.items():
-        for ids, text in zip(
-            some[:24], answer(target, some[:24], max_new_tokens=96, temperature=0.0), strict=True
-        ):
-            print(f"[{kind}] {tokenizer.decode(ids)}\n  -> {tokenizer.decode(text)}", flush=True)
-
-
-def measure(
-    recipe: Recipe, tokenizer: Tokenizer, target: LlamaForCausalLM, head: Head, kept: Tensor
-) -> dict[str, object]:
-    """The pair's loss, accuracy and acceptance on held-out prompts."""
-    prompts = held_out_prompts(recipe, tokenizer)
-    show_samples(tokenizer, target, prompts)
-    return {
-        "target_loss_held_out_word_problems": round(held_out_loss(recipe, tokenizer, target), 4),
-        "word_problem_accuracy": accuracy(recipe, tokenizer, target),
-        "acceptance": {
-            kind: measure_acceptance(
-                target, head, kept, some, num_drafts=4, max_new_tokens=recipe.max_new_tokens
-            )
-            for kind, some in prompts.items()
-        },
-    }
+def answer_held_out(recipe: Recipe, tokenizer: Tokenizer, target: LlamaForCausalLM) -> dict[str, Answered]:
+    """The target's greedy answers to held-out prompts by kind; some are printed."""
+    answered = {}
+    for kind, prompts in held_out_prompts(recipe, tokenizer).items():
+        answers = answer(
+            target, prompts, max_new_tokens=recipe.max_new_tokens, temperature=0.0, batch_size=64
+        )
+        answered[kind] = list(zip(prompts, answers, strict=True))
+        for ids, text in answered[kind][:24]:
+            print(f"[{kind}] {tokenizer.decode(ids)}\n  -> {tokenizer.decode(text[:96])}", flush=True)
+    return answered
 
 
 def train(recipe: Recipe, sources: Sources, output: Path, device: str) -> dict[str, object]:
-    """Train the models missing in ``output``, measure the stored pair, write and return the measurements."""
+    """Train the models missing in ``output``, measure the stored ones, write and return the measurements."""
     tokenizer, target = get_target(recipe, sources, output / "target", device)
     target.requires_grad_(False)
-    if not (output / "drafter/model.safetensors").exists():
-        answered = make_answers(recipe, sources, tokenizer, target)
-        write_head(output / "drafter", *train_head(recipe, target, answered, device), recipe, tokenizer)
-    head, kept = read_head(output / "drafter", recipe, target)
-    figures = measure(recipe, tokenizer, target, head, kept)
+    missing = [name for name in HEADS if not (output / name / "model.safetensors").exists()]
+    if missing:
+        answered = make_answers(recipe, sources, tokenizer, output / "target", device)
+        for name in missing:
+            head, kept = train_head(recipe, HEADS[name], target, answered)
+            write_head(output / name, head, kept, target, tokenizer)
+    held_out, acceptance = answer_held_out(recipe, tokenizer, target), {}
+    for name, config in HEADS.items():
+        head, kept = read_head(output / name, config, target)
+        acceptance[name] = {
+            kind: measure_acceptance(target, head, kept, some, num_drafts=4)
+            for kind, some in held_out.items()
+        }
+    figures = {
+        "target_loss_held_out_word_problems": round(held_out_loss(recipe, tokenizer, target), 4),
+        "word_problem_accuracy": accuracy(recipe, tokenizer, target),
+        "acceptance": acceptance,
+    }
     write_cards(output, figures)
     return figures
 

@@ -1,4 +1,4 @@
-"""The bundled pair keeps its acceptance and accuracy, measured by the engine on held-out prompts."""
+"""The bundled heads keep their acceptance, the target its accuracy: by the engine, on held-out prompts."""
 
 import json
 from pathlib import Path
@@ -12,9 +12,13 @@ from specgen.core.sequence import Request
 from specgen.prompts import load_prompts, prompt_ids
 from specgen.report.report import fold
 from specgen.text.tokenizer import Tokenizer, load_tokenizer
-from tests.engines import Outputs, Pair, generate
+from tests.engines import Outputs, Pair, generate, load_pair
 
 FILES = {"mt_bench.jsonl": "mt-bench", "gsm8k.jsonl": "gsm8k"}
+LOWEST = {"drafter": 3.9, "drafter-eagle1": 3.0, "drafter-two-layers": 2.5}  # mean acceptance lengths
+Runs = dict[tuple[str, str], Outputs]
+HEADS = pytest.mark.parametrize("head", LOWEST)
+NAMES = pytest.mark.parametrize("name", FILES)
 
 
 @pytest.fixture(scope="module")
@@ -23,12 +27,12 @@ def tokenizer(demo_path: Path) -> Tokenizer:
 
 
 @pytest.fixture(scope="module")
-def outputs(demo_pair: Pair, tokenizer: Tokenizer) -> dict[str, Outputs]:
-    """The engine's outputs for the first turns of each file, greedy, K = 4."""
+def requests(tokenizer: Tokenizer) -> dict[str, list[Request]]:
+    """The first turns of each file, greedy."""
     results = {}
     for name, dataset in FILES.items():
         prompts, _ = load_prompts(dataset, data_path=data_directory() / "prompts" / name, num_prompts=None)
-        requests = [
+        results[name] = [
             Request(
                 id=prompt.id,
                 prompt_token_ids=tuple(prompt_ids(prompt, tokenizer, [])[1]),
@@ -36,45 +40,66 @@ def outputs(demo_pair: Pair, tokenizer: Tokenizer) -> dict[str, Outputs]:
             )
             for prompt in prompts
         ]
-        results[name] = generate(demo_pair, requests, num_spec_tokens=4, max_batch_size=32, page_size=16)
     return results
 
 
 @pytest.fixture(scope="module")
+def outputs(demo_path: Path, requests: dict[str, list[Request]]) -> Runs:
+    """Each head's outputs for each file, K = 4."""
+    pairs = {head: load_pair(demo_path, drafter=head) for head in LOWEST}
+    return {
+        (head, name): generate(
+            pair, some, num_spec_tokens=4, max_batch_size=32, page_size=16, drafter=str(demo_path / head)
+        )
+        for head, pair in pairs.items()
+        for name, some in requests.items()
+    }
+
+
+@pytest.fixture(scope="module")
 def trained(demo_path: Path) -> dict[str, Any]:
-    """What the trainer measured with its own dense head, on the same prompts."""
+    """What the trainer measured with its own dense heads, on the same prompts."""
     return json.loads((demo_path / "training.json").read_text())["acceptance"]
 
 
-def test_the_bundled_pair_is_small(demo_path: Path) -> None:
-    assert sum(file.stat().st_size for file in demo_path.rglob("*") if file.is_file()) <= 20_000_000
+def test_the_bundled_data_is_small() -> None:
+    """A wheel carries it."""
+    assert sum(file.stat().st_size for file in data_directory().rglob("*") if file.is_file()) <= 20_000_000
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_acceptance_is_above_its_minimum(outputs: dict[str, Outputs], name: str) -> None:
-    report = fold(outputs[name].events, num_spec_tokens=4).to_json()
+@HEADS
+@NAMES
+def test_acceptance_is_above_its_minimum(outputs: Runs, head: str, name: str) -> None:
+    report = fold(outputs[head, name].events, num_spec_tokens=4).to_json()
     rates = [position["rate"] for position in report["acceptance"]]
-    assert rates[0] >= 0.70
-    assert rates[3] >= 0.25
     assert rates == sorted(rates, reverse=True)
-    assert report["mean_acceptance_length"] >= 2.4
+    assert report["mean_acceptance_length"] >= LOWEST[head]
 
 
-@pytest.mark.parametrize("name", FILES)
+@HEADS
+@NAMES
 def test_the_engine_accepts_what_the_trainer_computes(
-    outputs: dict[str, Outputs], trained: dict[str, Any], name: str
+    outputs: Runs, trained: dict[str, Any], head: str, name: str
 ) -> None:
-    """Two implementations that share no code agree over the same steps, and nearly so over all rows."""
-    report = fold(outputs[name].events, num_spec_tokens=4).to_json()
+    """Two implementations that share no code agree over the same steps."""
+    report = fold(outputs[head, name].events, num_spec_tokens=4).to_json()
     rates = [position["rate"] for position in report["acceptance"]]
-    assert rates == pytest.approx(trained[name]["simulated"]["joint"], abs=0.01)
-    assert rates[1] == pytest.approx(trained[name]["teacher_forced"]["joint"][1], abs=0.03)
+    assert rates == pytest.approx(trained[head][name]["simulated"]["joint"], abs=0.01)
 
 
-def test_word_problems_are_solved(outputs: dict[str, Outputs], tokenizer: Tokenizer) -> None:
+@NAMES
+def test_every_head_gives_the_text_of_plain_decoding(
+    demo_pair: Pair, requests: dict[str, list[Request]], outputs: Runs, name: str
+) -> None:
+    plain = generate(demo_pair, requests[name], num_spec_tokens=0, max_batch_size=32).texts
+    for head in LOWEST:
+        assert outputs[head, name].texts == plain
+
+
+def test_word_problems_are_solved(outputs: Runs, tokenizer: Tokenizer) -> None:
     rows = (data_directory() / "prompts" / "gsm8k.jsonl").read_text().splitlines()
     expected = [json.loads(row)["answer"].rpartition("#### ")[2] for row in rows]
-    texts = outputs["gsm8k.jsonl"].texts
+    texts = outputs["drafter", "gsm8k.jsonl"].texts
     prompts, _ = load_prompts(
         "gsm8k", data_path=data_directory() / "prompts" / "gsm8k.jsonl", num_prompts=None
     )

@@ -186,7 +186,7 @@ def _fill(rng: Random, template: str, text: str) -> str:
     return "\n".join(re.sub(r"(^|[.:] )([a-z])", lambda m: m[1] + m[2].upper(), line) for line in lines)
 
 
-def _prompt(rng: Random, texts: list[str]) -> str:
+def piece(rng: Random, texts: list[str]) -> str:
     """One to five sentences of a real text, or the whole of a short one."""
     text = rng.choice(texts)
     sentences = re.split(r"(?<=[.!?])\s+", text)
@@ -198,7 +198,7 @@ def _prompt(rng: Random, texts: list[str]) -> str:
 
 def generate(rng: Random, prompts: list[str], texts: list[str]) -> list[str]:
     """A chat on a real prompt of ``prompts`` or on a piece of ``texts``, sometimes with a second turn."""
-    ask = rng.choice(prompts)[:1500] if rng.random() < 0.4 else _prompt(rng, texts)
+    ask = rng.choice(prompts)[:1500] if rng.random() < 0.4 else piece(rng, texts)
     if rng.random() < 0.12:
         ask = (
             phrase(

@@ -1,0 +1,219 @@
+"""The bundled heads: their sizes, their training on the target's generations, their acceptance and their files."""
+
+import json
+import time
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import torch
+from demo_corpus import BOS, END, PAD, pack
+from demo_optimizer import Optimizer
+from demo_target import Recipe
+from dense_heads import Eagle1, Eagle3, Head, HeadConfig, document_mask, head_loss
+from draft_counts import Acceptance, agreement, count_rows, count_steps, pool
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from torch import Tensor
+from transformers import LlamaForCausalLM
+
+# by folder: the head of `make demo`, and two small ones of other kinds
+HEADS = {
+    "drafter": HeadConfig(
+        kind="EAGLE3",
+        num_layers=1,
+        hidden_size=256,
+        intermediate_size=512,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=64,
+        draft_vocab_size=1536,
+    ),
+    "drafter-eagle1": HeadConfig(
+        kind="EAGLE-1",
+        num_layers=1,
+        hidden_size=256,
+        intermediate_size=96,
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=64,
+        draft_vocab_size=3072,
+    ),
+    "drafter-two-layers": HeadConfig(
+        kind="EAGLE3",
+        num_layers=2,
+        hidden_size=64,
+        intermediate_size=96,
+        num_heads=1,
+        num_kv_heads=1,
+        head_dim=64,
+        draft_vocab_size=1536,
+    ),
+}
+_STEP_WEIGHT = 0.8  # of the loss of each draft against the one before it
+Answered = list[tuple[list[int], list[int]]]  # prompt ids, answer ids
+
+
+def aux_layers(num_layers: int) -> tuple[int, int, int]:
+    """Layers whose inputs are the features, by EAGLE3's default rule."""
+    return 2, num_layers // 2, num_layers - 3
+
+
+def draft_vocabulary(answered: Answered, size: int) -> Tensor:
+    """The token ids ``[size]``, ascending, that the target generates most often."""
+    counts = Counter(token for _, answer_ids in answered for token in answer_ids)
+    ranked = sorted(range(max(size, max(counts) + 1)), key=lambda token: (-counts[token], token))
+    return torch.tensor(sorted(ranked[:size]))
+
+
+def make_head(config: HeadConfig, target: LlamaForCausalLM) -> Head:
+    """An untrained head beside ``target``, on its device."""
+    embedding, layers = target.get_input_embeddings().weight.detach(), target.config.num_hidden_layers
+    if config.kind == "EAGLE-1":
+        head: Head = Eagle1(config, embedding, target.get_output_embeddings().weight.detach())
+    else:
+        head = Eagle3(config, embedding, len(aux_layers(layers)))
+    return head.to(target.device)
+
+
+@torch.no_grad()
+def read_target(
+    target: LlamaForCausalLM, config: HeadConfig, tokens: Tensor, mask: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Features ``[B, T, F]`` for a head and logits ``[B, T, V]`` of packed rows."""
+    output = target(input_ids=tokens, attention_mask=mask, output_hidden_states=True, use_cache=False)
+    states = output.hidden_states  # the last one is behind the final norm
+    if config.kind == "EAGLE-1":
+        return states[-1], output.logits
+    layers = aux_layers(target.config.num_hidden_layers)
+    return torch.cat([states[layer] for layer in layers], dim=-1), output.logits
+
+
+def pack_answers(recipe: Recipe, answered: Answered, pad: int) -> tuple[np.ndarray, np.ndarray]:
+    """Packed rows of prompts with answers, and a mask of the generated tokens."""
+    fitting = [(p, a) for p, a in answered if len(p) + len(a) <= recipe.head_row_length]
+    tokens = pack([np.array(p + a) for p, a in fitting], recipe.head_row_length, pad)
+    written = pack([np.array([0] * len(p) + [1] * len(a)) for p, a in fitting], recipe.head_row_length, 0)
+    return tokens, written.astype(bool)
+
+
+def train_head(
+    recipe: Recipe, config: HeadConfig, target: LlamaForCausalLM, answered: Answered
+) -> tuple[Head, Tensor]:
+    """A head trained by training-time test on the target's generations, and its draft vocabulary."""
+    torch.manual_seed(recipe.seed)
+    device = target.device
+    kept = draft_vocabulary(answered, config.draft_vocab_size).to(device)
+    head = make_head(config, target)
+    output = target.get_output_embeddings().weight
+    if isinstance(head, Eagle3) and head.lm_head.weight.shape[1] == output.shape[1]:
+        with torch.no_grad():
+            head.lm_head.weight.copy_(output[kept])
+    bos = target.config.bos_token_id
+
+    def loss_of(tokens: Tensor, written: Tensor) -> Tensor:
+        documents, mask = document_mask(tokens, bos)
+        features, teacher = read_target(target, config, tokens, mask)
+        drafts = enumerate(head.unroll(features, tokens, mask, recipe.unrolled_steps))
+        losses = [
+            _STEP_WEIGHT**j * head_loss(logits, teacher, kept, written, documents, j) for j, logits in drafts
+        ]
+        return torch.stack(losses).sum()
+
+    on_gpu = device.type == "cuda"
+    loss_of = torch.compile(loss_of) if on_gpu else loss_of
+    rows, written = pack_answers(recipe, answered, target.config.pad_token_id)
+    data, marks = torch.from_numpy(rows.astype(np.int32)).to(device), torch.from_numpy(written).to(device)
+    each, start = len(rows) // recipe.head_batch_rows, time.monotonic()
+    steps, rng = each * recipe.head_epochs, np.random.default_rng(recipe.seed)
+    optimizer = Optimizer(head, learning_rate=recipe.head_learning_rate, steps=steps)
+    for step in range(steps):
+        if step % each == 0:
+            order = torch.from_numpy(rng.permutation(len(rows))).to(device)
+        chosen = order[step % each * recipe.head_batch_rows :][: recipe.head_batch_rows]
+        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=on_gpu):
+            loss = loss_of(data[chosen].long(), marks[chosen])
+        optimizer.step(loss)
+        if step % max(steps // 15, 1) == 0 or step == steps - 1:
+            print(
+                f"head step {step}/{steps} loss {loss.item():.4f} {time.monotonic() - start:.0f} s",
+                flush=True,
+            )
+    return head.eval(), kept
+
+
+@torch.no_grad()
+def measure_acceptance(
+    target: LlamaForCausalLM, head: Head, kept: Tensor, answered: Answered, *, num_drafts: int
+) -> dict[str, object]:
+    """Acceptance on the target's greedy answers: over all rows, and over the rows where steps start."""
+    d2t = kept - torch.arange(len(kept), device=kept.device)
+    every_row: list[Acceptance] = []
+    every_step: list[Acceptance] = []
+    for start in range(0, len(answered), 32):
+        pairs = answered[start : start + 32]
+        width = max(len(p) + len(a) for p, a in pairs)
+        rows = [p + a + [target.config.pad_token_id] * (width - len(p) - len(a)) for p, a in pairs]
+        tokens = torch.tensor(rows, device=kept.device)
+        _, mask = document_mask(tokens, target.config.bos_token_id)
+        features, _ = read_target(target, head.config, tokens, mask)
+        drafts = enumerate(head.unroll(features, tokens, mask, num_drafts))
+        right = torch.stack([agreement(logits, d2t, tokens, j) for j, logits in drafts], dim=-1).cpu()
+        spans = [(row, len(p) - 1, len(p) + len(a)) for row, (p, a) in zip(right, pairs, strict=True)]
+        every_row += [count_rows(*span) for span in spans]
+        every_step += [count_steps(*span) for span in spans]
+    return {"teacher_forced": pool(every_row).summary(), "simulated": pool(every_step).summary()}
+
+
+def write_head(
+    folder: Path, head: Head, kept: Tensor, target: LlamaForCausalLM, tokenizer: Tokenizer
+) -> None:
+    """The head in bfloat16 in EAGLE's formats; of EAGLE3 ``d2t`` holds offsets, ``t2d`` marks the draft vocabulary."""
+    folder.mkdir(parents=True, exist_ok=True)
+    head_config, vocab_size, kept = head.config, target.config.vocab_size, kept.cpu()
+    tensors = {name: value.to(torch.bfloat16).contiguous().cpu() for name, value in head.state_dict().items()}
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "bos_token_id": tokenizer.token_to_id(BOS),
+        "eos_token_id": tokenizer.token_to_id(END),
+        "pad_token_id": tokenizer.token_to_id(PAD),
+        "hidden_act": "silu",
+        "hidden_size": head_config.hidden_size,
+        "intermediate_size": head_config.intermediate_size,
+        "num_hidden_layers": head_config.num_layers,
+        "num_attention_heads": head_config.num_heads,
+        "num_key_value_heads": head_config.num_kv_heads,
+        "head_dim": head_config.head_dim,
+        "max_position_embeddings": target.config.max_position_embeddings,
+        "rms_norm_eps": head_config.rms_norm_eps,
+        "rope_theta": head_config.rope_theta,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "vocab_size": vocab_size,
+    }
+    if head_config.kind == "EAGLE3":
+        tensors = {name.replace("layers.0.", "midlayer."): value for name, value in tensors.items()}
+        tensors["d2t"] = kept - torch.arange(len(kept))
+        tensors["t2d"] = torch.zeros(vocab_size, dtype=torch.bool).index_fill(0, kept, True)
+        config |= {
+            "architectures": ["LlamaForCausalLMEagle3"],
+            "draft_vocab_size": head_config.draft_vocab_size,
+        }
+        if head_config.hidden_size != target.config.hidden_size:
+            config["target_hidden_size"] = target.config.hidden_size
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def read_head(folder: Path, config: HeadConfig, target: LlamaForCausalLM) -> tuple[Head, Tensor]:
+    """The stored head in float32 beside ``target``, and the target ids of its draft vocabulary."""
+    tensors = load_file(folder / "model.safetensors")
+    tensors = {name.replace("midlayer.", "layers.0."): value for name, value in tensors.items()}
+    kept = torch.arange(config.draft_vocab_size)
+    if config.kind == "EAGLE3":
+        kept = kept + tensors.pop("d2t")
+        assert torch.equal(tensors.pop("t2d").nonzero()[:, 0], kept)
+    head = make_head(config, target)
+    head.load_state_dict(tensors)
+    return head.eval(), kept.to(target.device)

@@ -1,0 +1,231 @@
+"""EAGLE-1 and EAGLE3 heads as their checkpoints define them, for training-time test: dense, without a KV cache.
+
+Independent of the engine on purpose: their measured acceptance is a check on the engine's.
+Sources: EAGLE (Li et al., 2024), https://arxiv.org/abs/2401.15077; EAGLE-3 (2025), https://arxiv.org/abs/2503.01840.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+KeysValues = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadConfig:
+    """Sizes of a head."""
+
+    kind: Literal["EAGLE-1", "EAGLE3"]
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    draft_vocab_size: int
+    rope_theta: float = 10000.0
+    rms_norm_eps: float = 1e-5
+
+
+class _Attention(nn.Module):
+    def __init__(self, config: HeadConfig, input_size: int) -> None:
+        super().__init__()
+        self.config = config
+        width, kv_width = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        self.q_proj = nn.Linear(input_size, width, bias=False)
+        self.k_proj = nn.Linear(input_size, kv_width, bias=False)
+        self.v_proj = nn.Linear(input_size, kv_width, bias=False)
+        self.o_proj = nn.Linear(width, config.hidden_size, bias=False)
+
+    def _rope(self, x: Tensor, positions: Tensor) -> Tensor:
+        """Rotate ``x [B, heads, T, D]`` by ``positions [T]``, with half-split pairs as in Llama."""
+        half = self.config.head_dim // 2
+        frequencies = self.config.rope_theta ** (
+            -torch.arange(half, device=x.device, dtype=torch.float32) / half
+        )
+        angles = positions.float()[:, None] * frequencies
+        cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+        low, high = x[..., :half], x[..., half:]
+        return torch.cat([low * cos - high * sin, high * cos + low * sin], dim=-1)
+
+    def forward(self, x: Tensor, positions: Tensor, mask: Tensor, past: list[KeysValues]) -> Tensor:
+        """Attend from ``x [B, T, input size]``; appends its keys and values to ``past``.
+
+        ``past[0]`` is the first pass, attended to under ``mask [B, 1, T, T]``. Of a later pass a row attends to its own
+        entry only: when drafting, the KV cache holds accepted rows and the rows of this draft only.
+        """
+        batch, length, _ = x.shape
+        config = self.config
+
+        def split(y: Tensor, heads: int) -> Tensor:
+            y = y.view(batch, length, heads, config.head_dim).transpose(1, 2)
+            return y.repeat_interleave(config.num_heads // heads, dim=1)
+
+        q = self._rope(split(self.q_proj(x), config.num_heads), positions)
+        k = self._rope(split(self.k_proj(x), config.num_kv_heads), positions)
+        past.append((k, split(self.v_proj(x), config.num_kv_heads)))
+        (first_k, first_v), *own = past
+        q = q * config.head_dim**-0.5
+        scores = (q @ first_k.transpose(-1, -2)).masked_fill(~mask, -torch.inf)
+        own_scores = [(q * own_k).sum(-1, keepdim=True) for own_k, _ in own]
+        weights = torch.cat([scores, *own_scores], dim=-1).float().softmax(-1).to(x.dtype)
+        out = weights[..., :length] @ first_v
+        for n, (_, own_v) in enumerate(own):
+            out = out + weights[..., length + n, None] * own_v
+        return self.o_proj(out.transpose(1, 2).reshape(batch, length, -1))
+
+
+class _MLP(nn.Module):
+    def __init__(self, config: HeadConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class _Layer(nn.Module):
+    """A decoder layer without the norm of its inputs, which is the head's affair in the first layer."""
+
+    def __init__(self, config: HeadConfig, input_size: int) -> None:
+        super().__init__()
+        self.self_attn = _Attention(config, input_size)
+        self.mlp = _MLP(config)
+        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+    def forward(
+        self, stream: Tensor, inputs: Tensor, positions: Tensor, mask: Tensor, past: list[KeysValues]
+    ) -> Tensor:
+        stream = stream + self.self_attn(inputs, positions, mask, past)
+        return stream + self.mlp(self.post_attention_layernorm(stream))
+
+
+class Head(nn.Module, ABC):
+    """What the heads share; names of parameters are the checkpoint's, with ``layers.0`` for ``midlayer``."""
+
+    def __init__(self, config: HeadConfig, first_input_size: int) -> None:
+        super().__init__()
+        self.config = config
+        sizes = [first_input_size] + [config.hidden_size] * (config.num_layers - 1)
+        self.layers = nn.ModuleList(_Layer(config, size) for size in sizes)
+        for layer in self.layers[1:]:
+            layer.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+    @abstractmethod
+    def fuse(self, features: Tensor) -> Tensor:
+        """The target's features ``[B, T, F]`` as hidden states ``[B, T, H]``."""
+
+    @abstractmethod
+    def enter(self, tokens: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """The stream ``[B, T, H]`` before the first layer and the inputs of its attention."""
+
+    @abstractmethod
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Over the draft vocabulary, from what ``forward`` returns."""
+
+    def forward(
+        self, tokens: Tensor, hidden: Tensor, positions: Tensor, mask: Tensor, past: list[list[KeysValues]]
+    ) -> Tensor:
+        """One pass over ``hidden [B, T, H]``: the hidden state of the next pass; ``past`` has a list for each layer."""
+        stream, inputs = self.enter(tokens, hidden)
+        for index, layer in enumerate(self.layers):
+            inputs = layer.input_layernorm(stream) if index else inputs
+            stream = layer(stream, inputs, positions, mask, past[index])
+        return stream
+
+    def unroll(self, features: Tensor, tokens: Tensor, mask: Tensor, steps: int) -> Iterator[Tensor]:
+        """Logits ``[B, T, draft vocabulary]`` of draft 0, 1, ... with every row as the last accepted one.
+
+        Row p holds the features ``[B, T, F]`` at p; draft j reads token p + 1 + j of ``[B, T]`` and predicts p + 2 + j.
+        """
+        hidden, past = self.fuse(features), [[] for _ in self.layers]
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        for j in range(steps):
+            hidden = self(tokens.roll(-1 - j, dims=1), hidden, positions + j, mask, past)
+            yield self.logits(hidden)
+
+
+class Eagle1(Head):
+    """An EAGLE-1 head: no norm in front or behind, the target's embedding and output weights."""
+
+    def __init__(self, config: HeadConfig, embedding: Tensor, lm_head: Tensor) -> None:
+        super().__init__(config, config.hidden_size)
+        self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
+        self.register_buffer("embedding", embedding, persistent=False)
+        self.register_buffer("lm_head", lm_head, persistent=False)
+
+    def fuse(self, features: Tensor) -> Tensor:
+        return features
+
+    def enter(self, tokens: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        stream = self.fc(torch.cat([F.embedding(tokens, self.embedding), hidden], dim=-1))
+        return stream, stream
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return F.linear(hidden, self.lm_head)
+
+
+class Eagle3(Head):
+    """An EAGLE3 head; one that is not as wide as the target has an embedding of its own."""
+
+    def __init__(self, config: HeadConfig, embedding: Tensor, num_features: int) -> None:
+        hidden, eps = config.hidden_size, config.rms_norm_eps
+        super().__init__(config, 2 * hidden)
+        self.layers[0].input_layernorm = nn.RMSNorm(hidden, eps=eps)
+        self.layers[0].hidden_norm = nn.RMSNorm(hidden, eps=eps)
+        vocab_size, width = embedding.shape
+        self.fc = nn.Linear(num_features * width, hidden, bias=False)
+        self.norm = nn.RMSNorm(hidden, eps=eps)
+        self.lm_head = nn.Linear(hidden, config.draft_vocab_size, bias=False)
+        if width == hidden:
+            self.register_buffer("embedding", embedding, persistent=False)
+        else:
+            self.embed_tokens = nn.Embedding(vocab_size, hidden)
+
+    def fuse(self, features: Tensor) -> Tensor:
+        return self.fc(features)
+
+    def enter(self, tokens: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        own = hasattr(self, "embed_tokens")
+        embedded = self.embed_tokens(tokens) if own else F.embedding(tokens, self.embedding)
+        first = self.layers[0]
+        return hidden, torch.cat([first.input_layernorm(embedded), first.hidden_norm(hidden)], dim=-1)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self.lm_head(self.norm(hidden))
+
+
+def document_mask(tokens: Tensor, bos: int) -> tuple[Tensor, Tensor]:
+    """The document of each token of packed rows ``[B, T]``, and the causal mask ``[B, 1, T, T]`` inside it."""
+    documents = (tokens == bos).cumsum(1)
+    length = tokens.shape[1]
+    causal = torch.ones(length, length, dtype=torch.bool, device=tokens.device).tril()
+    return documents, ((documents[:, :, None] == documents[:, None, :]) & causal)[:, None]
+
+
+def head_loss(
+    logits: Tensor, teacher: Tensor, kept: Tensor, answered: Tensor, documents: Tensor, j: int
+) -> Tensor:
+    """Cross entropy of draft ``j`` against the target's distribution over the draft vocabulary.
+
+    ``teacher [B, T, V]`` are the target's logits, ``kept`` the target ids of the draft vocabulary, ``answered``
+    marks generated tokens. Rows whose best token is outside the draft vocabulary are left out.
+    """
+    teacher = teacher.roll(-1 - j, dims=1)
+    best_kept = torch.zeros(teacher.shape[-1], dtype=torch.bool, device=kept.device).index_fill(0, kept, True)
+    valid = (
+        answered.roll(-2 - j, dims=1)
+        & (documents == documents.roll(-2 - j, dims=1))
+        & best_kept[teacher.argmax(-1)]
+    )
+    valid[:, -2 - j :] = False
+    soft = teacher[..., kept].float().softmax(-1)
+    losses = -(soft * logits.float().log_softmax(-1)).sum(-1)
+    return (losses * valid).sum() / valid.sum().clamp(min=1)
