@@ -21,6 +21,7 @@ class LayerAttention:
     index: int  # of its planes in the KV cache
     scale: float  # of q . k
     window: int | None = None  # positions that a row sees, its own included; None: all
+    sinks: Tensor | None = None  # [Hq] float32: logits of no position, in the softmax's sum alone (GPT-OSS)
 
     def __post_init__(self) -> None:
         assert self.window is None or self.window >= 1, self.window

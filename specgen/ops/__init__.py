@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from specgen.kv.layout import Layout
+from specgen.ops.experts import Experts, ExpertsMap
 from specgen.ops.weight import Weight
 
 Map = Callable[[Tensor], Tensor]  # rows to rows
@@ -44,6 +45,7 @@ class Ops:
         [Weight], Map
     ]  # the same as split-K partial sums [n, rows, out], added in Norm.add
     gated_linear: Callable[[Weight], Map]  # gate and up [2 * I, in]: [rows, in] -> silu(gate) * up [rows, I]
+    experts: Callable[[Experts], ExpertsMap]
     rms_norm: Callable[[Tensor, float], Norm]  # weight [..., N] and eps
     # Embedding table [V, N], two norm weights [N] and eps: token ids [rows] and x [rows, N] -> the normed embeddings
     # concatenated with the normed x, [rows, 2 * N].

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from specgen.ops import Map, Ops
 from specgen.ops.argmax import argmax
+from specgen.ops.experts import grouped_experts
 from specgen.ops.reference import gated, linear, one_part
 from specgen.ops.rope import TritonRope
 from specgen.ops.row_kernels import TritonEmbedNormConcat, TritonNorm, silu_and_mul
@@ -38,6 +39,7 @@ def cuda_ops(dtype: torch.dtype) -> Ops:
         linear=_linear if half else linear,
         linear_parts=_linear_parts if half else (lambda weight: one_part(linear(weight))),
         gated_linear=_gated_linear if half else (lambda weight: gated(linear(weight), silu_and_mul)),
+        experts=grouped_experts,
         rms_norm=TritonNorm,
         embed_norm_concat=TritonEmbedNormConcat,
         argmax=argmax,

@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 from specgen.kv.layout import Layout
 from specgen.ops import Map, Ops, Pair, Rope, Store
+from specgen.ops.experts import grouped_experts
 from specgen.ops.weight import Weight
 
 
@@ -18,6 +19,7 @@ def torch_ops() -> Ops:
         linear=linear,
         linear_parts=lambda weight: one_part(linear(weight)),
         gated_linear=lambda weight: gated(linear(weight), silu_and_mul),
+        experts=grouped_experts,
         rms_norm=RmsNorm,
         embed_norm_concat=embed_norm_concat,
         argmax=lambda x: x.argmax(-1),

@@ -10,7 +10,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class Weight:
-    """A matrix [out, in] on its way from the checkpoint to a kernel.
+    """A matrix [out, in], or one for each expert [E, out, in], on its way from the checkpoint to a kernel.
 
     In the format "plain", ``data`` is the matrix in the model's dtype, without scales. A quantized format would hold
     quantized values in ``data`` and their scales in ``scale``, concatenate both in ``joined``, and need kernels in
@@ -19,7 +19,7 @@ class Weight:
 
     data: Tensor
     scale: Tensor | None = None
-    bias: Tensor | None = None  # [out], added to the product before it is rounded
+    bias: Tensor | None = None  # [out] or [E, out], added to the product before it is rounded
     format: Literal["plain"] = "plain"
 
     @classmethod
