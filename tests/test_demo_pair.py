@@ -9,6 +9,7 @@ import pytest
 from specgen.bundled import data_directory
 from specgen.config import SamplingParams
 from specgen.core.sequence import Request
+from specgen.events import Verified
 from specgen.prompts import load_prompts, prompt_ids
 from specgen.report.report import fold
 from specgen.text.tokenizer import Tokenizer, load_tokenizer
@@ -85,6 +86,25 @@ def test_the_engine_accepts_what_the_trainer_computes(
     report = fold(outputs[head, name].events, num_spec_tokens=4).to_json()
     rates = [position["rate"] for position in report["acceptance"]]
     assert rates == pytest.approx(trained[head][name]["simulated"]["joint"], abs=0.01)
+
+
+@HEADS
+def test_drafter_batches_give_one_event_stream(
+    demo_path: Path, requests: dict[str, list[Request]], outputs: Runs, head: str
+) -> None:
+    pair = load_pair(demo_path, drafter=head)
+    settings = {"num_spec_tokens": 4, "max_batch_size": 32, "page_size": 16, "drafter": str(demo_path / head)}
+    packed = generate(pair, requests["mt_bench.jsonl"], drafter_batch="non-padded", **settings)
+    steps = verify_steps(packed)
+    assert steps == verify_steps(outputs[head, "mt_bench.jsonl"])
+    assert {accepted for _, _, accepted, _ in steps} == {0, 1, 2, 3, 4}, (
+        "each position accepted, and rejected"
+    )
+
+
+def verify_steps(outputs: Outputs) -> list[tuple[str, tuple[int, ...], int, int]]:
+    verified = (event for event in outputs.events if isinstance(event, Verified))
+    return [(event.sequence, event.drafts, event.accepted, event.emitted) for event in verified]
 
 
 @NAMES
