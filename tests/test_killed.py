@@ -28,7 +28,7 @@ SAMPLED = {"temperature": 0.8, "seed": 7}
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> Job:
     """Conversations of two turns with the bundled pair, a broken row, and one whose second turn is too long."""
-    turns = [[f"Tom has {n} apples and buys {2 * n} more.", "And " * n + "now?"] for n in range(1, 8)]
+    turns = [[f"Describe {n} castles beside {2 * n} rivers.", "And " * n + "now?"] for n in range(1, 8)]
     rows = [{"question_id": f"q{n}", "category": "ab"[n % 2], "turns": each} for n, each in enumerate(turns)]
     rows[3:3] = [{"question_id": "broken"}, {"question_id": "long", "turns": ["Stop", "Tom has " * 2000]}]
     return conversations(tmp_path_factory.mktemp("killed"), rows)

@@ -31,7 +31,7 @@ COUNT = 3
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> Job:
     """Conversations of two turns, broken rows, all of one shard among them, and a second turn that is too long."""
-    turns = [[f"Tom has {n} apples and buys {2 * n} more.", "And now?"] for n in range(1, 5)]
+    turns = [[f"Describe {n} castles beside {2 * n} rivers.", "And now?"] for n in range(1, 5)]
     rows = [{"question_id": f"q{n}", "category": "ab"[n % 2], "turns": each} for n, each in enumerate(turns)]
     rows[1:1] = [{"question_id": "broken"}, {"question_id": "long", "turns": ["Stop", "Tom has " * 2000]}]
     rows[4:4] = [{}]
