@@ -29,6 +29,8 @@ class Runner:
     Each computation reads and writes tensors at addresses that stay, and returns tensors.
     """
 
+    pieces_alone = False  # whether a piece may run without what the pieces before it have computed
+
     def num_rows(self, num_sequences: int) -> int:
         """Rows to compute for so many sequences; those beyond are padding."""
         return num_sequences
@@ -96,6 +98,8 @@ class StepGraphs(Runner):
 
 class PassGraphs(StepGraphs):
     """Each forward pass of a step is a graph of its own; the host launches what lies between."""
+
+    pieces_alone = True
 
     def step(self, key: Key, function: Callable[[], T]) -> T:
         return function()

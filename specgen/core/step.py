@@ -4,7 +4,7 @@ Nothing in them asks the device, so the host may be ahead of it, and a decode st
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -114,8 +114,10 @@ class Steps:
         state, tables, sampling = columns.state, columns.block_tables, columns.sampling
         num_rows = columns.num_rows
 
-        def layout() -> Layout:  # anew in each piece, which must not use what another one has computed
-            return Layout.uniform(tables, state.positions, k + 1, self._cache.page_size)
+        shared = Layout.uniform(tables, state.positions, k + 1, self._cache.page_size)
+
+        def layout() -> Layout:  # with what is derived from it, unless a piece may run alone
+            return replace(shared) if self.runner.pieces_alone else shared
 
         def verify(drafts: Tensor) -> tuple[Tensor, Tensor]:
             newest = state.tokens[:, None]  # also where there is no draft: a row of a token that the text has

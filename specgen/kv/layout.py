@@ -81,11 +81,15 @@ class Layout:
     @cached_property
     def ends(self) -> Tensor:
         """Index behind each sequence's last row, ``[B]``."""
+        if self.uniform_q is not None:
+            return self.first_rows + self.uniform_q
         return self.query_lens.cumsum(0)
 
     @cached_property
     def first_rows(self) -> Tensor:
         """Index of each sequence's first row, ``[B]``."""
+        if self.uniform_q is not None:
+            return torch.arange(0, self.num_rows, self.uniform_q, device=self.starts.device)
         return self.ends - self.query_lens
 
     @cached_property
@@ -104,6 +108,8 @@ class Layout:
     @cached_property
     def positions(self) -> Tensor:
         """The position of each row in its sequence, ``[rows]`` int64."""
+        if self.uniform_q is not None:  # in every decode step, so in few kernels
+            return (self.starts[:, None] + torch.arange(self.uniform_q, device=self.starts.device)).flatten()
         rows = torch.arange(self.num_rows, device=self.starts.device)
         return rows + (self.starts - self.first_rows)[self.sequences]
 
@@ -113,7 +119,9 @@ class Layout:
         page, offset = self.positions // self.page_size, self.positions % self.page_size
         last = self.block_tables.shape[1] - 1
         pages = self.block_tables[self.sequences, page.clamp(max=last)]
-        owned = (self.positions < self.kv_lens[self.sequences]) & (page <= last)
+        owned = page <= last
+        if self.uniform_q is None:
+            owned &= self.positions < self.kv_lens[self.sequences]
         return torch.where(owned, pages * self.page_size, 0) + offset
 
     def leading(self, keep: Tensor, num_rows: int) -> tuple[Tensor, "Layout"]:
