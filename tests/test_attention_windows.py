@@ -5,12 +5,13 @@ What calls FlashInfer is tested here against a stand-in for it, and on a GPU in 
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
 
 from specgen.attention import Backend
-from specgen.attention.flashinfer_paged import FlashInferBackend
+from specgen.attention.flashinfer_paged import FlashInferBackend, _Heads, _sink_variant
 from specgen.attention.sdpa import SdpaBackend, StaticSdpaBackend
 from specgen.attention.trtllm import TrtllmBackend
 from specgen.attention.unsplit import UnsplitDecode
@@ -125,6 +126,31 @@ def test_layers_with_sinks_share_the_plan_of_their_window(monkeypatch: pytest.Mo
     before = BatchPrefillWithPagedKVCacheWrapper.plans
     world.attend(made, world.known(), [*SINKS, *SINKS])
     assert BatchPrefillWithPagedKVCacheWrapper.plans - before == len(set(WINDOWS))
+
+
+def test_every_kernel_with_sinks_has_a_name_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_flashinfer.install(monkeypatch, major=9, num_sms=132)
+    kinds = product(
+        (64, 128), (torch.bfloat16, torch.float16), (torch.bfloat16, torch.float8_e4m3fn), (-1, 127)
+    )
+    names = {
+        _sink_variant(
+            kernels,
+            _Heads(
+                num_heads=8,
+                num_kv_heads=1,
+                head_dim=head_dim,
+                dtype=dtype,
+                kv_dtype=kv_dtype,
+                scale=1.0,
+                window_left=window_left,
+                sinks=True,
+            ),
+        )[0]
+        for head_dim, dtype, kv_dtype, window_left in kinds
+        for kernels in ("fa2", "fa3")
+    }
+    assert len(names) == 32
 
 
 def test_a_kernel_without_sinks_refuses_them(monkeypatch: pytest.MonkeyPatch) -> None:
