@@ -48,15 +48,8 @@ PLAIN: dict[int, tuple[tuple[Sizes, ...], tuple[Sizes, ...]]] = {
 }
 MXFP4: dict[int, tuple[tuple[Sizes, ...], tuple[Sizes, ...]]] = {
     16: (
-        (
-            (32, 128, 6, 4),
-            (64, 128, 4, 4),
-            (64, 128, 6, 4),
-            (64, 128, 9, 4),
-            (64, 128, 6, 8),
-            (128, 128, 4, 8),
-        ),
-        ((64, 128, 6, 4), (64, 128, 9, 4), (128, 128, 4, 4), (128, 128, 6, 4), (128, 128, 6, 8)),
+        ((32, 128, 6, 4), (64, 128, 4, 4), (64, 128, 6, 4), (64, 128, 9, 4), (128, 128, 4, 4)),
+        ((64, 128, 6, 4), (64, 128, 9, 4), (128, 128, 4, 4), (128, 128, 6, 4), (128, 128, 9, 4)),
     ),
     32: (
         ((32, 128, 6, 4), (64, 128, 3, 4), (64, 128, 5, 4), (64, 128, 5, 8), (128, 128, 4, 8)),
@@ -82,7 +75,7 @@ def candidates(shape: ExpertShape, rows: int) -> Iterator[tuple[int, tuple[Sizes
     """Blocks neither far smaller than the mean number of an expert's rows nor far larger."""
     mean = rows * shape.k / shape.num_experts
     for block_rows, (gates, downs) in (MXFP4 if shape.mxfp4 else PLAIN).items():
-        if mean <= 1.5 * block_rows and block_rows <= max(16, 4 * mean):
+        if (mean <= 1.5 * block_rows or block_rows == 128) and block_rows <= max(16, 4 * mean):
             yield block_rows, gates, downs
 
 

@@ -206,6 +206,18 @@ def test_the_same_inputs_give_the_same_bits(worlds: dict[str, World], shape: Sha
         assert all(torch.equal(experts(*inputs), first) for _ in range(10))
 
 
+@pytest.mark.parametrize("shape", SMALL + LARGE, ids=str)
+def test_a_row_does_not_depend_on_the_others(worlds: dict[str, World], shape: Shape) -> None:
+    """Verification sees the bits of plain decoding: every tile adds in the same order."""
+    world = world_of(worlds, shape)
+    experts = world.loaded()
+    most = 100 * shape.num_experts // shape.k  # of more rows, plain weights go through another product
+    x, ids, weights = world.rows(min(640, most))
+    together = experts(x, ids, weights)
+    for rows in (1, 5, 16, 17, 40, 160):
+        assert torch.equal(experts(x[:rows], ids[:rows], weights[:rows]), together[:, :rows])
+
+
 @pytest.mark.parametrize("shape", SMALL, ids=str)
 @pytest.mark.parametrize("rows", [1, 5, 16, 40, 160])
 def test_a_captured_pass_follows_new_routes(worlds: dict[str, World], shape: Shape, rows: int) -> None:

@@ -104,6 +104,8 @@ def _gate_up_kernel(
     index, first = tl.arange(0, 2 * BLOCK_OUT), tl.program_id(1) * BLOCK_OUT
     half = num_out // 2
     out = tl.minimum(first + index // 16 * 8 + index % 8, half - 1) + index // 8 % 2 * half
+    if bias is not None:  # loaded here, not to be waited for at the end
+        added = tl.load(bias + expert.to(tl.int64) * num_out + out)
     if scale is None:
         acc = plain_product(x, weight, expert, pairs // K, inside, out, num_out, width, BLOCK_IN, STAGES)
     else:
@@ -111,7 +113,7 @@ def _gate_up_kernel(
     # Not earlier: the successor's programs would crowd onto the multiprocessors that are free first.
     gdc_launch_dependents()
     if bias is not None:
-        acc += tl.load(bias + expert.to(tl.int64) * num_out + out)[:, None].to(tl.float32)
+        acc += added[:, None].to(tl.float32)
     acc = tl.permute(tl.reshape(acc, (BLOCK_OUT // 8, 2, 8, ROWS)), (0, 2, 3, 1))
     gate, up = tl.split(acc)
     gated = tl.reshape(_gate(gate, up, alpha, shift, limit, LIMITED), (BLOCK_OUT, ROWS))
@@ -148,15 +150,18 @@ def _down_kernel(
         return
     index = tl.program_id(1) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
     out = tl.minimum(index, num_out - 1)
+    factor = tl.load(factors + pairs, inside, 0)  # like the bias, not to be waited for at the end
+    if bias is not None:
+        added = tl.load(bias + expert.to(tl.int64) * num_out + out)
     if scale is None:
         acc = plain_product(x, weight, expert, pairs, inside, out, num_out, width, BLOCK_IN, STAGES)
     else:
         acc = word_product(x, weight, scale, expert, pairs, inside, out, num_out, width, STAGES)
     gdc_launch_dependents()
     if bias is not None:
-        acc += tl.load(bias + expert.to(tl.int64) * num_out + out)[:, None].to(tl.float32)
+        acc += added[:, None].to(tl.float32)
     dtype = y.dtype.element_ty
-    weighted = acc.to(dtype).to(tl.float32) * tl.load(factors + pairs, inside, 0)[None, :].to(tl.float32)
+    weighted = acc.to(dtype).to(tl.float32) * factor[None, :].to(tl.float32)
     y += (pairs % K * num_rows + pairs // K)[None, :].to(tl.int64) * num_out
     tl.store(y + index[:, None], weighted.to(dtype), inside[None, :] & (index[:, None] < num_out))
 
