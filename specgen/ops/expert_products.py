@@ -10,22 +10,25 @@ from specgen.config import require
 
 WORD_BLOCK = 128  # inputs whose values take 16 words of an output, and whose scales take one
 
-# The values of two words, 4 bits each, as eight pairs in bfloat16: sign, exponent and mantissa bit are put where
-# bfloat16 has its sign, the end of its exponent and the start of its mantissa. That is the value times 2^-126, also
-# of a subnormal one, and the scales make up for it.
+# Two words of 8 values each become eight pairs in bfloat16. Sign, exponent and mantissa bit of a value must come to
+# where bfloat16 has its sign, the end of its exponent and the start of its mantissa, bits 15, 8, 7 and 6. That is the
+# value times 2^-126, also of a subnormal one, and the scales make up for it. The four values of half a word lie so
+# that most need one shift: by 0, by 3, by 6, and the bits that are left.
+_BITS = ((15, 8, 7, 6), (12, 5, 4, 3), (9, 2, 1, 0), (14, 13, 10, 11))
 _UNPACK = tl.constexpr(
     "{ .reg .b32 lo, hi, s, m;\n"
     "prmt.b32 lo, $8, $9, 0x5410; prmt.b32 hi, $8, $9, 0x7632;\n"
     + "\n".join(
-        f"{sign} and.b32 s, s, 0x80008000; {rest} lop3.b32 m, m, 0x01C001C0, s, 0xEA; "
-        f"mul.rn.bf16x2 ${4 * half + place}, m, ${10 + 2 * half + place // 2};"
+        f"{bits.format(word)} mul.rn.bf16x2 ${4 * half + place}, m, ${10 + 2 * half + place // 2};"
         for half, word in enumerate(("lo", "hi"))
-        for place, (sign, rest) in enumerate(
+        for place, bits in enumerate(
             (
-                (f"shl.b32 s, {word}, 12;", f"shl.b32 m, {word}, 6;"),
-                (f"shl.b32 s, {word}, 8;", f"shl.b32 m, {word}, 2;"),
-                (f"shl.b32 s, {word}, 4;", f"shr.b32 m, {word}, 2;"),
-                (f"mov.b32 s, {word};", f"shr.b32 m, {word}, 6;"),
+                "and.b32 m, {0}, 0x81C081C0;",
+                "shl.b32 m, {0}, 3; and.b32 m, m, 0x81C081C0;",
+                "shl.b32 m, {0}, 6; and.b32 m, m, 0x81C081C0;",
+                "shl.b32 s, {0}, 1; and.b32 s, s, 0x80008000; "
+                "shr.b32 m, {0}, 5; lop3.b32 s, m, 0x01400140, s, 0xEA; "  # and, or
+                "shr.b32 m, {0}, 3; lop3.b32 m, m, 0x00800080, s, 0xEA;",
             )
         )
     )
@@ -123,7 +126,8 @@ def as_words(data: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
 
     ``data`` uint8 [E, out, in / 2], the first of two values in the low half, and ``scale`` uint8 [E, out, in / 32]
     become int32 [E, B, out, 16] and [E, B, out], B blocks of 128 inputs, the last filled up with zeros. Word c of a
-    block has inputs c, 16 + c, ..., 112 + c from its lowest bits on. ``UserError`` if a scale is above 2.
+    block has inputs c, 16 + c, ..., 112 + c, the first four in its low half; see ``_BITS``. ``UserError`` if a scale is
+    above 2.
     """
     num_experts, num_out, half = data.shape
     num_blocks = -(-2 * half // WORD_BLOCK)
@@ -133,13 +137,20 @@ def as_words(data: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
         f"the scale of an MXFP4 block is 2^{largest - 127}, above 2, which no trained weight needs: "
         "use a checkpoint in bfloat16",
     )
+    scattered = [
+        [sum((value >> (3 - i) & 1) << bit for i, bit in enumerate(bits)) for value in range(16)]
+        for bits in _BITS
+    ]
+    tables = torch.tensor(
+        scattered, dtype=torch.int32, device=data.device
+    )  # [4, 16]: of the four in half a word
     words = torch.empty(num_experts, num_blocks, num_out, 16, dtype=torch.int32, device=data.device)
     for bytes_of, into in zip(data, words, strict=True):  # one by one, to need little memory
-        values = torch.zeros(num_out, num_blocks * WORD_BLOCK, dtype=torch.uint8, device=data.device)
+        values = torch.zeros(num_out, num_blocks * WORD_BLOCK, dtype=torch.int32, device=data.device)
         values[:, : 2 * half] = torch.stack((bytes_of & 15, bytes_of >> 4), -1).flatten(1)
-        pairs = values.view(num_out, num_blocks, 4, 2, 16)
-        joined = (pairs[:, :, :, 0] | pairs[:, :, :, 1] << 4).transpose(2, 3).contiguous()
-        into.copy_(joined.view(torch.int32).squeeze(-1).transpose(0, 1))
+        first, second, third, fourth = values.view(num_out, num_blocks, 2, 4, 16).unbind(3)
+        halves = tables[0][first] | tables[1][second] | tables[2][third] | tables[3][fourth]
+        into.copy_((halves[:, :, 0] | halves[:, :, 1] << 16).transpose(0, 1))
     exponents = torch.zeros(num_experts, num_out, num_blocks * 4, dtype=torch.uint8, device=data.device)
     exponents[..., : scale.shape[-1]] = scale + 126  # what the values lack, and bfloat16's bias
     return words, exponents.view(torch.int32).transpose(1, 2).contiguous()
