@@ -6,20 +6,35 @@ own, without one (-1) all of them.
 
 import sys
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 Pages = tuple[Tensor, Tensor]
+KERNELS: dict[str, object] = {}  # what each name of a kernel with sinks is compiled for
 
 
-def rows_of_one(q: Tensor, pages: Pages, pages_of: Tensor, kv_len: int, scale: float, seen: Tensor) -> Tensor:
-    """Rows ``q`` ``[n, Hq, D]`` of one sequence; ``seen`` is bool ``[n, kv_len]``."""
+def rows_of_one(
+    q: Tensor,
+    pages: Pages,
+    pages_of: Tensor,
+    kv_len: int,
+    scale: float,
+    seen: Tensor,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Rows ``q`` ``[n, Hq, D]`` of one sequence; ``seen`` is bool ``[n, kv_len]``, ``sinks`` float32 ``[Hq]``."""
     share = q.shape[1] // pages[0].shape[2]
     keys, values = (x[pages_of.long()].flatten(0, 1)[:kv_len].repeat_interleave(share, 1) for x in pages)
     scores = torch.einsum("qhd,khd->hqk", q, keys) * scale
-    return torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, float("-inf")).softmax(-1), values)
+    scores = scores.masked_fill(~seen, float("-inf"))
+    if sinks is not None:
+        assert sinks.dtype == torch.float32
+        column = sinks.view(-1, 1, 1).expand(-1, len(q), 1)
+        scores = torch.cat((scores, column), -1)
+    return torch.einsum("hqk,khd->qhd", scores.softmax(-1)[..., :kv_len], values)
 
 
 def causal(num_rows: int, kv_len: int, window_left: int) -> Tensor:
@@ -47,6 +62,7 @@ def decode_rows(
     window_left: int,
     mask: Tensor | None,
     out: Tensor,
+    sinks: Tensor | None,
 ) -> Tensor:
     assert block_tables.dtype == seq_lens.dtype == torch.int32
     words = None if mask is None else mask.view(-1, 2)
@@ -55,7 +71,7 @@ def decode_rows(
         seen = causal(len(q[rows]), kv_len, window_left)
         if words is not None:
             seen = with_mask(seen, words[rows])
-        out[rows] = rows_of_one(q[rows], kv_cache, block_tables[b], kv_len, scale, seen)
+        out[rows] = rows_of_one(q[rows], kv_cache, block_tables[b], kv_len, scale, seen, sinks)
     return out
 
 
@@ -74,6 +90,7 @@ def trtllm_batch_decode_with_kv_cache(
     mask: Tensor | None = None,
     max_q_len: int | None = None,
     cum_seq_lens_q: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     assert kv_layout == "NHD"
     assert max_seq_len >= seq_lens.max()
@@ -87,7 +104,7 @@ def trtllm_batch_decode_with_kv_cache(
         first_rows = cum_seq_lens_q.tolist()
     out = torch.empty_like(query) if out is None else out
     return decode_rows(
-        query, kv_cache, block_tables, seq_lens, first_rows, bmm1_scale, window_left, mask, out
+        query, kv_cache, block_tables, seq_lens, first_rows, bmm1_scale, window_left, mask, out, sinks
     )
 
 
@@ -105,12 +122,13 @@ def xqa_batch_decode_with_kv_cache(
     q_len_per_req: int,
     mask: Tensor,
     q_cu_seq_lens: Tensor,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     assert q_len_per_req > 1
     assert max_seq_len >= seq_lens.max()
     first_rows = q_cu_seq_lens.tolist()
     return decode_rows(
-        query, kv_cache, block_tables, seq_lens, first_rows, bmm1_scale, window_left, mask, out
+        query, kv_cache, block_tables, seq_lens, first_rows, bmm1_scale, window_left, mask, out, sinks
     )
 
 
@@ -119,8 +137,23 @@ class BatchPrefillWithPagedKVCacheWrapper:
 
     plans = 0  # of all wrappers
 
-    def __init__(self, workspace: Tensor, kv_layout: str, backend: str) -> None:
+    def __init__(
+        self,
+        workspace: Tensor,
+        kv_layout: str,
+        backend: str,
+        jit_args: list[Any] | None = None,
+        jit_kwargs: dict[str, Any] | None = None,
+    ) -> None:
         assert kv_layout == "NHD"
+        self.sinks = jit_args is not None
+        if jit_args is not None:
+            assert jit_kwargs is not None
+            assert jit_args[7:] == [["sink"], ["float"], ["sm_scale"], ["double"], "AttentionSink", backend]
+            self.compiled_for = jit_args[1:7]
+            compiled = KERNELS.setdefault(jit_args[0], (jit_args[1:7], jit_kwargs, backend))
+            assert compiled == (jit_args[1:7], jit_kwargs, backend), "one name for two kernels"
+            self.windowed = jit_kwargs["use_sliding_window"]
 
     def reset_workspace_buffer(self, floats: Tensor, ints: Tensor) -> None: ...
 
@@ -143,30 +176,48 @@ class BatchPrefillWithPagedKVCacheWrapper:
         disable_split_kv: bool = False,
     ) -> None:
         assert causal
+        if self.sinks:
+            types = [q_data_type, kv_data_type, q_data_type, torch.int32, head_dim_qk, head_dim_qk]
+            assert self.compiled_for == types
+            assert self.windowed == (window_left >= 0)
         type(self).plans += 1
         self.page_size, self.scale, self.window_left = page_size, sm_scale, window_left
         self.first_rows, self.first_pages = qo_indptr.tolist(), paged_kv_indptr.tolist()
         self.pages, self.last_page_lens = paged_kv_indices, paged_kv_last_page_len
 
-    def run(self, q: Tensor, kv_cache: Pages, out: Tensor | None = None) -> Tensor:
+    def run(
+        self,
+        q: Tensor,
+        kv_cache: Pages,
+        *args: Any,
+        out: Tensor | None = None,
+        sinks: Tensor | None = None,  # taken and ignored, as the real one does
+    ) -> Tensor:
         out = torch.empty_like(q) if out is None else out
+        sink, scale = args if self.sinks else (None, self.scale)
         for b, last in enumerate(self.last_page_lens.tolist()):
             rows = slice(self.first_rows[b], self.first_rows[b + 1])
             pages = self.pages[self.first_pages[b] : self.first_pages[b + 1]]
             kv_len = (len(pages) - 1) * self.page_size + last
             seen = causal(len(q[rows]), kv_len, self.window_left)
-            out[rows] = rows_of_one(q[rows], kv_cache, pages, kv_len, self.scale, seen)
+            out[rows] = rows_of_one(q[rows], kv_cache, pages, kv_len, scale, seen, sink)
         return out
 
 
 def install(monkeypatch: pytest.MonkeyPatch, *, major: int, num_sms: int) -> None:
     """Backends on ``torch.device("cpu")`` take it for a GPU of compute capability ``major``.0 and call this module."""
     module = ModuleType("flashinfer")
-    for name in ("flashinfer", "flashinfer.decode", "flashinfer.prefill"):
+    for name in (
+        "flashinfer",
+        "flashinfer.decode",
+        "flashinfer.prefill",
+        "flashinfer.jit.attention.variants",
+    ):
         monkeypatch.setitem(sys.modules, name, module)
     module.trtllm_batch_decode_with_kv_cache = trtllm_batch_decode_with_kv_cache  # type: ignore[attr-defined]
     module.xqa_batch_decode_with_kv_cache = xqa_batch_decode_with_kv_cache  # type: ignore[attr-defined]
     module.BatchPrefillWithPagedKVCacheWrapper = BatchPrefillWithPagedKVCacheWrapper  # type: ignore[attr-defined]
+    module.attention_sink_decl = {"fa2": "fa2", "fa3": "fa3"}  # type: ignore[attr-defined]
     for user in ("trtllm", "flashinfer_paged", "workspaces"):
         monkeypatch.setattr(f"specgen.attention.{user}.num_sms", lambda device: num_sms)
     waits = SimpleNamespace(synchronize=lambda: None, record=lambda: None)

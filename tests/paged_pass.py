@@ -71,6 +71,9 @@ class PagedPass:
             keys, values = (x[table].flatten(0, 1).repeat_interleave(2, 1) for x in (self.keys, self.values))
             for end in range(kv_len - query_len + 1, kv_len + 1):
                 seen = slice(0 if layer.window is None else max(0, end - layer.window), end)
-                weights = torch.einsum("hd,khd->hk", next(rows), keys[seen]) * layer.scale
-                out.append(torch.einsum("hk,khd->hd", weights.softmax(-1), values[seen]))
+                scores = torch.einsum("hd,khd->hk", next(rows), keys[seen]) * layer.scale
+                if layer.sinks is not None:
+                    scores = torch.cat((scores, layer.sinks[:, None]), 1)
+                weights = scores.softmax(-1)[:, : len(keys[seen])]
+                out.append(torch.einsum("hk,khd->hd", weights, values[seen]))
         return torch.stack(out).flatten(1)

@@ -3,13 +3,18 @@
 What calls FlashInfer is tested here against a stand-in for it, and on a GPU in ``test_attention_gpu.py``.
 """
 
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import product
+
 import pytest
 import torch
 
 from specgen.attention import Backend
-from specgen.attention.flashinfer_paged import FlashInferBackend
+from specgen.attention.flashinfer_paged import FlashInferBackend, _Heads, _sink_variant
 from specgen.attention.sdpa import SdpaBackend, StaticSdpaBackend
 from specgen.attention.trtllm import TrtllmBackend
+from specgen.attention.unsplit import UnsplitDecode
 from specgen.kv.layout import Layout
 from specgen.models.layers import LayerAttention
 from tests import fake_flashinfer
@@ -27,9 +32,11 @@ SHAPES = {  # positions and rows of each sequence
 }
 
 
-def check(backend: Backend, world: PagedPass, layout: Layout) -> None:
+def check(
+    backend: Backend, world: PagedPass, layout: Layout, layers: Sequence[LayerAttention] = LAYERS
+) -> None:
     """Every layer against dense attention; padding rows are finite."""
-    for layer, out in zip(LAYERS, world.attend(backend, layout, LAYERS), strict=True):
+    for layer, out in zip(layers, world.attend(backend, layout, layers), strict=True):
         want = world.expected(layer)
         message = f"window {layer.window}"
         torch.testing.assert_close(
@@ -69,6 +76,9 @@ def test_a_mask_is_made_once_for_each_window_of_a_pass(monkeypatch: pytest.Monke
         assert len(made) == masks
 
 
+SINKS = [  # as large as scores are, of every layer its own
+    replace(layer, sinks=torch.linspace(-1, 3, 4) - layer.index) for layer in LAYERS
+]
 CALLS = {  # compute capability, SMs, shape, kind of layout
     "xqa-one-row": (9, 132, "decode", "uniform"),
     "xqa-verify": (9, 132, "verify", "uniform"),
@@ -89,6 +99,65 @@ def test_every_call_of_trtllm_is_given_the_window(monkeypatch: pytest.MonkeyPatc
     layout = world.packed(num_padding=3) if kind == "packed" else getattr(world, kind)()
     for _ in range(2):  # what the first pass has planned serves the second
         check(made, world, layout)
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_every_call_of_trtllm_is_given_the_sinks(monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    major, num_sms, shape, kind = CALLS[call]
+    fake_flashinfer.install(monkeypatch, major=major, num_sms=num_sms)
+    world, made = PagedPass.random(*SHAPES[shape], 16), TrtllmBackend(CPU)
+    layout = world.packed(num_padding=3) if kind == "packed" else getattr(world, kind)()
+    for layers in (SINKS, [*SINKS[:2], *LAYERS[:2], *SINKS[2:4]], LAYERS):
+        check(made, world, layout, layers)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_paged_wrapper_is_given_the_sinks(monkeypatch: pytest.MonkeyPatch, shape: str) -> None:
+    fake_flashinfer.install(monkeypatch, major=9, num_sms=132)
+    world, made = PagedPass.random(*SHAPES[shape], 16), FlashInferBackend(CPU)
+    for layers in (SINKS, [*SINKS[:2], *LAYERS[:2], *SINKS[2:4]], LAYERS):
+        check(made, world, world.packed(num_padding=3), layers)
+        check(made, world, world.known(), layers)
+
+
+def test_layers_with_sinks_share_the_plan_of_their_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_flashinfer.install(monkeypatch, major=9, num_sms=132)
+    world, made = PagedPass.random(*SHAPES["prefill"], 16), FlashInferBackend(CPU)
+    before = BatchPrefillWithPagedKVCacheWrapper.plans
+    world.attend(made, world.known(), [*SINKS, *SINKS])
+    assert BatchPrefillWithPagedKVCacheWrapper.plans - before == len(set(WINDOWS))
+
+
+def test_every_kernel_with_sinks_has_a_name_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_flashinfer.install(monkeypatch, major=9, num_sms=132)
+    kinds = product(
+        (64, 128), (torch.bfloat16, torch.float16), (torch.bfloat16, torch.float8_e4m3fn), (-1, 127)
+    )
+    names = {
+        _sink_variant(
+            kernels,
+            _Heads(
+                num_heads=8,
+                num_kv_heads=1,
+                head_dim=head_dim,
+                dtype=dtype,
+                kv_dtype=kv_dtype,
+                scale=1.0,
+                window_left=window_left,
+                sinks=True,
+            ),
+        )[0]
+        for head_dim, dtype, kv_dtype, window_left in kinds
+        for kernels in ("fa2", "fa3")
+    }
+    assert len(names) == 32
+
+
+def test_a_kernel_without_sinks_refuses_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_flashinfer.install(monkeypatch, major=9, num_sms=1)
+    world = PagedPass.random(*SHAPES["verify"], 16)
+    with pytest.raises(AssertionError, match="leave them out"):
+        world.attend(UnsplitDecode(CPU), world.uniform(), SINKS)
 
 
 @pytest.mark.parametrize("shape", SHAPES)

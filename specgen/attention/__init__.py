@@ -46,6 +46,7 @@ class Capabilities:
     page_sizes: tuple[int, ...] | None = None
     head_dims: tuple[int, ...] | None = None
     max_group: int | None = None  # heads per KV head
+    sinks: bool = False  # of layers that have them; what cannot take them would be wrong and say nothing
 
     def refusal(self, device: torch.device, heads: Heads) -> str | None:
         """Why this cannot run ``heads`` on ``device`` and what to use instead, to follow its name; None if it can."""

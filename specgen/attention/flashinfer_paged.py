@@ -26,6 +26,7 @@ class _Heads:
     kv_dtype: torch.dtype
     scale: float
     window_left: int
+    sinks: bool
 
 
 class FlashInferBackend:
@@ -53,6 +54,7 @@ class FlashInferBackend:
         page_sizes=(16, 32, 64),
         head_dims=(64, 128, 256),
         max_group=None,
+        sinks=True,
     )
 
     def __init__(self, device: torch.device, kernels: Kernels = "fa2") -> None:
@@ -60,7 +62,7 @@ class FlashInferBackend:
         self._kernels = kernels
         self._num_sms = num_sms(device)
         self._workspace = torch.empty(0, dtype=torch.uint8, device=device)
-        self._wrappers: dict[tuple[Kernels, int], _Wrapper] = {}  # by window_left
+        self._wrappers: dict[tuple[object, ...], _Wrapper] = {}
 
     def plan(self, layout: Layout) -> Kernel:
         """Without ``layout.host`` this waits for the device."""
@@ -75,18 +77,19 @@ class FlashInferBackend:
                 kv_dtype=keys.dtype,
                 scale=layer.scale,
                 window_left=window_left(layer),
+                sinks=layer.sinks is not None,
             )
             wrapper = self._wrapper_for(heads)
             wrapper.plan(lengths, heads)
             out = torch.zeros_like(q) if lengths.num_rows < len(q) else torch.empty_like(q)
             rows = slice(lengths.num_rows)
-            wrapper.run(q[rows], (keys, values), out[rows])
+            wrapper.run(q[rows], (keys, values), out[rows], layer.sinks)
             return out.view(len(q), -1)
 
         return kernel
 
     def _wrapper_for(self, heads: _Heads) -> "_Wrapper":
-        """The wrapper for the window of ``heads``, made if there is none."""
+        """The wrapper for the window of ``heads``, and for their sinks, made if there is none."""
         kernels = self._kernels if heads.kv_dtype == heads.dtype else "fa2"  # FA3 wants one dtype
         group = heads.num_heads // heads.num_kv_heads
         num_bytes = prefill_bytes(self._num_sms, group=group, head_dim=heads.head_dim)
@@ -95,10 +98,34 @@ class FlashInferBackend:
                 wrapper.wait()
             self._wrappers.clear()
             self._workspace = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
-        key = (kernels, heads.window_left)
+        sinks = _sink_variant(kernels, heads) if heads.sinks else ()
+        key = (kernels, heads.window_left, *sinks[:1])
         if key not in self._wrappers:
-            self._wrappers[key] = _Wrapper(self._workspace, kernels)
+            self._wrappers[key] = _Wrapper(self._workspace, kernels, sinks)
         return self._wrappers[key]
+
+
+def _sink_variant(kernels: Kernels, heads: _Heads) -> tuple[str, list[Any], dict[str, Any]]:
+    """The name and the arguments of FlashInfer's kernel with sinks: the ordinary one takes them and ignores them.
+
+    The name says all that the kernel is compiled for. That of FlashInfer's own wrapper lacks the size of a head, so
+    two models of one process could get each other's kernel.
+    """
+    from flashinfer.jit.attention.variants import attention_sink_decl
+
+    windowed = heads.window_left >= 0
+    kinds = "_".join(str(dtype).removeprefix("torch.") for dtype in (heads.dtype, heads.kv_dtype))
+    name = f"specgen_prefill_sink_{kinds}_{heads.head_dim}_{'window' if windowed else 'full'}_{kernels}"
+    types = [heads.dtype, heads.kv_dtype, heads.dtype, torch.int32, heads.head_dim, heads.head_dim]
+    parameters = [
+        ["sink"],
+        ["float"],
+        ["sm_scale"],
+        ["double"],
+        "AttentionSink",
+        attention_sink_decl[kernels],
+    ]
+    return name, [name, *types, *parameters], {"use_sliding_window": windowed}
 
 
 class _Wrapper:
@@ -107,10 +134,13 @@ class _Wrapper:
     Wrappers share the ``workspace`` of partial results, which no kernel needs after it has run.
     """
 
-    def __init__(self, workspace: Tensor, kernels: Kernels) -> None:
+    def __init__(
+        self, workspace: Tensor, kernels: Kernels, sinks: tuple[str, list[Any], dict[str, Any]] | tuple[()]
+    ) -> None:
         from flashinfer.prefill import BatchPrefillWithPagedKVCacheWrapper
 
-        self._inner: Any = BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend=kernels)
+        variant = {"jit_args": sinks[1], "jit_kwargs": sinks[2]} if sinks else {}
+        self._inner: Any = BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend=kernels, **variant)
         self._planned: tuple[PassLens, _Heads] | None = None
         self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
@@ -141,6 +171,9 @@ class _Wrapper:
         self._copied.record()
         self._planned = (lengths, heads)
 
-    def run(self, q: Tensor, pages: tuple[Tensor, Tensor], out: Tensor) -> None:
+    def run(self, q: Tensor, pages: tuple[Tensor, Tensor], out: Tensor, sinks: Tensor | None) -> None:
         """Attention as planned, of rows ``[n, num_heads, head_dim]`` over pages of keys and values."""
-        self._inner.run(q, pages, out=out)
+        assert self._planned is not None
+        heads = self._planned[1]
+        assert heads.sinks == (sinks is not None)
+        self._inner.run(q, pages, *((sinks, heads.scale) if heads.sinks else ()), out=out)

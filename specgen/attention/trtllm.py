@@ -63,6 +63,7 @@ class TrtllmBackend:
         page_sizes=(16, 32, 64),
         head_dims=_HEAD_DIMS,
         max_group=_MAX_GROUP,
+        sinks=True,
     )
 
     def __init__(self, device: torch.device) -> None:
@@ -94,7 +95,7 @@ class TrtllmBackend:
 
         def kernel(layer: LayerAttention, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
             assert q.is_contiguous(), "XQA would misread it and say nothing"
-            if mask is not None and self._fills_gpu(layout.num_sequences, query_len, q, keys):
+            if mask is not None and self._unsplits(layout.num_sequences, query_len, layer, q, keys):
                 return unsplit(layer, q, keys, values)
             out = decode(
                 q,
@@ -105,6 +106,7 @@ class TrtllmBackend:
                 longest,
                 bmm1_scale=layer.scale,
                 window_left=window_left(layer),
+                sinks=layer.sinks,
                 kv_layout="NHD",
                 q_len_per_req=query_len,
                 mask=mask,
@@ -113,8 +115,15 @@ class TrtllmBackend:
 
         return kernel
 
-    def _fills_gpu(self, num_sequences: int, query_len: int, q: Tensor, keys: Tensor) -> bool:
-        """Whether a block for each sequence and KV head keeps every SM busy, and holds all of its rows."""
+    def _unsplits(
+        self, num_sequences: int, query_len: int, layer: LayerAttention, q: Tensor, keys: Tensor
+    ) -> bool:
+        """Whether a block for each sequence and KV head keeps every SM busy, and holds all of its rows.
+
+        Layers with sinks stay with XQA: the other kernel takes none.
+        """
+        if layer.sinks is not None:
+            return False
         num_kv_heads = keys.shape[2]
         rows = query_len * (q.shape[1] // num_kv_heads)
         return num_sequences * num_kv_heads > self._num_sms and rows <= 64 and keys.dtype == q.dtype
@@ -140,6 +149,7 @@ class TrtllmBackend:
                 longest,
                 bmm1_scale=layer.scale,
                 window_left=window_left(layer),
+                sinks=layer.sinks,
                 out=outs[0],
                 q_len_per_req=layout.max_query_len,
                 mask=mask,
@@ -165,6 +175,7 @@ class TrtllmBackend:
                 longest,
                 bmm1_scale=layer.scale,
                 window_left=window_left(layer),
+                sinks=layer.sinks,
                 kv_layout="NHD",
                 out=torch.zeros_like(q),
                 q_len_per_req=None,

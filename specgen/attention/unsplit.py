@@ -43,6 +43,7 @@ class UnsplitDecode:
         spare = (layout.block_tables.shape[1] - 1) * layout.page_size
 
         def kernel(layer: LayerAttention, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+            assert layer.sinks is None, "this kernel would leave them out and say nothing"
             planned = self._plan_for(layout, layer, q, keys)
             if planned.filled_by is not this:
                 planned.pages.view(layout.block_tables.shape).copy_(layout.block_tables)

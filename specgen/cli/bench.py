@@ -30,6 +30,10 @@ _SIZES = {
     "cuda": ("1,4,8,16,32,64,128,256", "1024,2048,4096,8192,16384,32768,65536,131072"),
     "cpu": ("1,4", "128,256"),
 }
+_EXPERTS = {
+    "cuda": ("qwen3-30b-a3b,gpt-oss-20b,gpt-oss-20b-bf16", "1,5,8,32,40,64,128,160,320,640"),
+    "cpu": ("small", "1,5,40"),
+}
 _PREFILL = {"max_prefill_tokens": 8192}  # as in a server
 
 
@@ -83,6 +87,45 @@ def kernels(
         max_seq_lens=numbers("max-seq-lens", max_seq_lens or defaults[1]),
         num_spec_tokens=num_spec_tokens,
         repeats=repeats,
+        device=device,
+    )
+    publish(measure(job), output, as_json)
+
+
+@app.command()
+@with_options
+def experts(
+    *,
+    shapes: str | None = option(
+        None,
+        "Table",
+        "Experts of qwen3-30b-a3b, gpt-oss-20b (MXFP4), gpt-oss-20b-bf16, or small; comma-separated.",
+        shown="all but small; on a CPU small",
+    ),
+    rows: str | None = option(
+        None,
+        "Table",
+        "Rows per pass, comma-separated.",
+        shown="1,5,8,32,40,64,128,160,320,640; on a CPU 1,5,40",
+    ),
+    engine: Annotated[EngineConfig, Only("dtype device")],
+    repeats: int = option(20, "Table", _REPEATS),
+    output: Path | None = _OUTPUT,
+    as_json: bool = AS_JSON,
+) -> None:
+    """Time the experts of one layer of a mixture by number of rows, against the bytes of those that are touched."""
+    from specgen.bench.expert_bench import ExpertJob, measure  # imports torch
+    from specgen.device import choose_device
+    from specgen.engine.choices import choose_dtype
+    from specgen.engine.loading import DTYPES
+
+    device = choose_device(engine.device)
+    defaults = _EXPERTS[device.type]
+    job = ExpertJob(
+        shapes=tuple(name.strip() for name in (shapes or defaults[0]).split(",")),
+        rows=numbers("rows", rows or defaults[1]),
+        repeats=repeats,
+        dtype=DTYPES[choose_dtype(engine.dtype, device)],
         device=device,
     )
     publish(measure(job), output, as_json)

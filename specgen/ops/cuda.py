@@ -2,13 +2,17 @@
 
 import warnings
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from specgen.config import require
 from specgen.ops import Map, Ops
 from specgen.ops.argmax import argmax
-from specgen.ops.experts import grouped_experts
+from specgen.ops.expert_kernels import few_rows_experts
+from specgen.ops.expert_tiles import MXFP4_TILES, PLAIN_TILES
+from specgen.ops.experts import Experts, ExpertsMap, grouped_experts
 from specgen.ops.reference import gated, linear, one_part
 from specgen.ops.rope import TritonRope
 from specgen.ops.row_kernels import TritonEmbedNormConcat, TritonNorm, silu_and_mul
@@ -39,7 +43,7 @@ def cuda_ops(dtype: torch.dtype) -> Ops:
         linear=_linear if half else linear,
         linear_parts=_linear_parts if half else (lambda weight: one_part(linear(weight))),
         gated_linear=_gated_linear if half else (lambda weight: gated(linear(weight), silu_and_mul)),
-        experts=grouped_experts,
+        experts=partial(_experts, dtype),
         rms_norm=TritonNorm,
         embed_norm_concat=TritonEmbedNormConcat,
         argmax=argmax,
@@ -64,6 +68,18 @@ def _linear_parts(weight: Weight) -> Map:
 
 def _gated_linear(weight: Weight) -> Map:
     return _by_rows(_GATED_TILES, weight, skinny_gated_linear, gated(linear(weight), silu_and_mul), halves=2)
+
+
+def _experts(dtype: torch.dtype, experts: Experts) -> ExpertsMap:
+    if experts.gate_up.format == "mxfp4":
+        name = str(dtype).removeprefix("torch.")
+        require(
+            dtype == torch.bfloat16,
+            f"experts in MXFP4 run in bfloat16 on a GPU, not {name}: use --dtype bfloat16",
+        )
+        return few_rows_experts(experts, MXFP4_TILES)
+    grouped = grouped_experts(experts)
+    return grouped if dtype == torch.float32 else few_rows_experts(experts, PLAIN_TILES, grouped)
 
 
 def _by_rows(

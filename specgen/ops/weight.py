@@ -20,7 +20,7 @@ class Weight:
     data: Tensor
     scale: Tensor | None = None
     bias: Tensor | None = None  # [out] or [E, out], added to the product before it is rounded
-    format: Literal["plain"] = "plain"
+    format: Literal["plain", "mxfp4"] = "plain"
 
     @classmethod
     def joined(cls, weights: Sequence["Weight"]) -> "Weight":

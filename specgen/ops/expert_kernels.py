@@ -1,0 +1,246 @@
+# mypy: allow-untyped-decorators
+"""Triton kernels for the experts of few rows, limited by how fast the experts that are touched can be read."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from specgen.ops.expert_blocks import Blocks, block_of, find_blocks
+from specgen.ops.expert_products import as_words, plain_product, word_product
+from specgen.ops.experts import Experts, ExpertsMap, Gating
+from specgen.ops.launch import PDL
+from specgen.ops.weight import Weight
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tile:
+    """A program computes ``block_out`` outputs of a block of rows; of gate and of up as many each."""
+
+    block_out: int
+    block_in: int  # MXFP4: 128
+    stages: int  # blocks of the weight in flight
+    warps: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertTiles:
+    """The two products for at most ``most`` rows per expert on average, in blocks of ``rows`` rows of an expert."""
+
+    most: float
+    rows: int
+    gate_up: Tile
+    down: Tile
+
+
+@dataclass(frozen=True, kw_only=True)
+class Matrices:
+    """One ``Weight`` of a layer's experts as the kernels read it."""
+
+    data: Tensor  # [E, out, in], or words; see as_words
+    scale: Tensor | None
+    bias: Tensor | None  # [E, out]
+    num_out: int
+    width: int
+
+    @classmethod
+    def of(cls, weight: Weight) -> "Matrices":
+        (_, num_out, width), bias = weight.data.shape, weight.bias
+        data, scale = weight.data, None
+        if weight.format == "mxfp4":
+            assert weight.scale is not None
+            (data, scale), width = as_words(weight.data, weight.scale), 2 * width
+        return cls(data=data, scale=scale, bias=bias, num_out=num_out, width=width)
+
+
+@triton.jit
+def _gate(
+    gate: tl.tensor,
+    up: tl.tensor,
+    alpha: float,
+    shift: float,
+    limit: float,
+    LIMITED: tl.constexpr,  # noqa: N803
+) -> tl.tensor:
+    """``Gating`` in float32."""
+    if LIMITED:
+        gate, up = tl.minimum(gate, limit), tl.minimum(tl.maximum(up, -limit), limit)
+    return gate / (1 + tl.exp(-alpha * gate)) * (up + shift)
+
+
+@triton.jit(do_not_specialize=["num_rows", "alpha", "shift", "limit"])
+def _gate_up_kernel(
+    x: tl.tensor,
+    weight: tl.tensor,
+    scale: tl.tensor,
+    bias: tl.tensor,
+    y: tl.tensor,
+    ids: tl.tensor,
+    order: tl.tensor,
+    listed: tl.tensor,
+    num_rows: int,
+    num_out: int,
+    width: int,
+    alpha: float,
+    shift: float,
+    limit: float,
+    LIMITED: tl.constexpr,  # noqa: N803
+    KIND: tl.constexpr,  # noqa: N803
+    K: tl.constexpr,  # noqa: N803
+    K_BLOCK: tl.constexpr,  # noqa: N803
+    ROWS: tl.constexpr,  # noqa: N803
+    BLOCK_OUT: tl.constexpr,  # noqa: N803
+    BLOCK_IN: tl.constexpr,  # noqa: N803
+    STAGES: tl.constexpr,  # noqa: N803
+) -> None:
+    gdc_wait()
+    expert, pairs, inside = block_of(ids, order, listed, num_rows, KIND, K, K_BLOCK, ROWS)
+    if expert < 0:
+        return
+    # Eight outputs of gate, the same eight of up, and so on: one product, whose halves a thread has both.
+    index, first = tl.arange(0, 2 * BLOCK_OUT), tl.program_id(1) * BLOCK_OUT
+    half = num_out // 2
+    out = tl.minimum(first + index // 16 * 8 + index % 8, half - 1) + index // 8 % 2 * half
+    if bias is not None:  # loaded here, not to be waited for at the end
+        added = tl.load(bias + expert.to(tl.int64) * num_out + out)
+    if scale is None:
+        acc = plain_product(x, weight, expert, pairs // K, inside, out, num_out, width, BLOCK_IN, STAGES)
+    else:
+        acc = word_product(x, weight, scale, expert, pairs // K, inside, out, num_out, width, STAGES)
+    # Not earlier: the successor's programs would crowd onto the multiprocessors that are free first.
+    gdc_launch_dependents()
+    if bias is not None:
+        acc += added[:, None].to(tl.float32)
+    acc = tl.permute(tl.reshape(acc, (BLOCK_OUT // 8, 2, 8, ROWS)), (0, 2, 3, 1))
+    gate, up = tl.split(acc)
+    gated = tl.reshape(_gate(gate, up, alpha, shift, limit, LIMITED), (BLOCK_OUT, ROWS))
+    out = first + tl.arange(0, BLOCK_OUT)
+    y += pairs[None, :].to(tl.int64) * half
+    tl.store(y + out[:, None], gated.to(y.dtype.element_ty), inside[None, :] & (out[:, None] < half))
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _down_kernel(
+    x: tl.tensor,
+    weight: tl.tensor,
+    scale: tl.tensor,
+    bias: tl.tensor,
+    factors: tl.tensor,
+    y: tl.tensor,
+    ids: tl.tensor,
+    order: tl.tensor,
+    listed: tl.tensor,
+    num_rows: int,
+    num_out: int,
+    width: int,
+    KIND: tl.constexpr,  # noqa: N803
+    K: tl.constexpr,  # noqa: N803
+    K_BLOCK: tl.constexpr,  # noqa: N803
+    ROWS: tl.constexpr,  # noqa: N803
+    BLOCK_OUT: tl.constexpr,  # noqa: N803
+    BLOCK_IN: tl.constexpr,  # noqa: N803
+    STAGES: tl.constexpr,  # noqa: N803
+) -> None:
+    gdc_wait()
+    expert, pairs, inside = block_of(ids, order, listed, num_rows, KIND, K, K_BLOCK, ROWS)
+    if expert < 0:
+        return
+    index = tl.program_id(1) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+    out = tl.minimum(index, num_out - 1)
+    factor = tl.load(factors + pairs, inside, 0)  # like the bias, not to be waited for at the end
+    if bias is not None:
+        added = tl.load(bias + expert.to(tl.int64) * num_out + out)
+    if scale is None:
+        acc = plain_product(x, weight, expert, pairs, inside, out, num_out, width, BLOCK_IN, STAGES)
+    else:
+        acc = word_product(x, weight, scale, expert, pairs, inside, out, num_out, width, STAGES)
+    gdc_launch_dependents()
+    if bias is not None:
+        acc += added[:, None].to(tl.float32)
+    dtype = y.dtype.element_ty
+    weighted = acc.to(dtype).to(tl.float32) * factor[None, :].to(tl.float32)
+    y += (pairs % K * num_rows + pairs // K)[None, :].to(tl.int64) * num_out
+    tl.store(y + index[:, None], weighted.to(dtype), inside[None, :] & (index[:, None] < num_out))
+
+
+def gate_up(x: Tensor, matrices: Matrices, gating: Gating, blocks: Blocks, rows: int, tile: Tile) -> Tensor:
+    """``x`` [rows, H] through gate and up of each row's experts: gated [rows * k, I], by pair (see ``Blocks``)."""
+    y = x.new_empty(blocks.ids.numel(), matrices.num_out // 2)
+    limit = gating.limit
+    _gate_up_kernel[(blocks.count, triton.cdiv(y.shape[1], tile.block_out))](
+        *(x, matrices.data, matrices.scale, matrices.bias, y, blocks.ids, blocks.order, blocks.listed),
+        *(x.shape[0], matrices.num_out, matrices.width, gating.alpha, gating.shift, limit or 0.0),
+        LIMITED=limit is not None,
+        **_constants(blocks, rows, tile),
+    )
+    return y
+
+
+def down(gated: Tensor, matrices: Matrices, weights: Tensor, blocks: Blocks, rows: int, tile: Tile) -> Tensor:
+    """``gated`` [rows * k, I] through down, times ``weights`` [rows, k]: a part for each slot, [k, rows, H]."""
+    num_rows, k = weights.shape
+    y = gated.new_empty(k, num_rows, matrices.num_out)
+    _down_kernel[(blocks.count, triton.cdiv(matrices.num_out, tile.block_out))](
+        *(gated, matrices.data, matrices.scale, matrices.bias, weights, y),
+        *(blocks.ids, blocks.order, blocks.listed, num_rows, matrices.num_out, matrices.width),
+        **_constants(blocks, rows, tile),
+    )
+    return y
+
+
+def _constants(blocks: Blocks, rows: int, tile: Tile) -> dict[str, Any]:
+    k = blocks.ids.shape[1]
+    return {
+        "KIND": blocks.kind,
+        "K": k,
+        "K_BLOCK": triton.next_power_of_2(k),
+        "ROWS": rows,
+        "BLOCK_OUT": tile.block_out,
+        "BLOCK_IN": tile.block_in,
+        "STAGES": tile.stages,
+        "num_warps": tile.warps,
+        **PDL,
+    }
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadedExperts:
+    """The experts of a layer as the kernels read them."""
+
+    num_experts: int
+    gate_up: Matrices
+    down: Matrices
+    gating: Gating
+
+    @classmethod
+    def of(cls, experts: Experts) -> "LoadedExperts":
+        """Memory for a copy of MXFP4 weights, which are put in another order; plain ones are kept."""
+        gate_up, down = Matrices.of(experts.gate_up), Matrices.of(experts.down)
+        return cls(num_experts=len(experts.down.data), gate_up=gate_up, down=down, gating=experts.gating)
+
+    def __call__(self, x: Tensor, ids: Tensor, weights: Tensor, tiles: ExpertTiles) -> Tensor:
+        """See ``ExpertsMap``; a part for each of a row's experts, rounded as ``grouped_experts`` rounds them."""
+        blocks = find_blocks(ids, self.num_experts, tiles.rows)
+        gated = gate_up(x, self.gate_up, self.gating, blocks, tiles.rows, tiles.gate_up)
+        return down(gated, self.down, weights, blocks, tiles.rows, tiles.down)
+
+
+def few_rows_experts(
+    experts: Experts, tiles: tuple[ExpertTiles, ...], beyond: ExpertsMap | None = None
+) -> ExpertsMap:
+    """By ``tiles``, ascending in ``most``; passes of more rows go to ``beyond`` or else to the last."""
+    loaded = LoadedExperts.of(experts)
+
+    def forward(x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        if not len(x):
+            return x.new_zeros(1, *x.shape)
+        mean = ids.numel() / loaded.num_experts
+        tile = next((tile for tile in tiles if mean <= tile.most), None)
+        if tile is None and beyond is not None:
+            return beyond(x, ids, weights)
+        return loaded(x, ids.contiguous(), weights.contiguous(), tile or tiles[-1])
+
+    return forward

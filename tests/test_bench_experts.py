@@ -1,0 +1,152 @@
+"""The experts bench on a CPU: what is timed, its bound, and that results are checked."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+from typer.testing import CliRunner
+
+from specgen.bench import device_speed, expert_bench
+from specgen.bench.expert_bench import ExpertJob, measure
+from specgen.bench.expert_layers import SHAPES, exact, expert_bytes, touched
+from specgen.cli.main import app
+from specgen.config import UserError
+from specgen.ops.experts import grouped_experts
+
+CPU, F32 = torch.device("cpu"), torch.float32
+JOB = ExpertJob(shapes=("small",), rows=(3, 1), repeats=2, dtype=F32, device=CPU)
+
+
+@pytest.fixture(autouse=True)
+def small_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(device_speed.COPIED_BYTES, "cpu", 1 << 20)
+
+
+def test_the_table_grows_by_rows_and_has_bounds() -> None:
+    first, table = measure(JOB)
+    assert [row["rows"] for row in first.rows] == [1]
+    assert [row["rows"] for row in table.rows] == [1, 3]
+    assert table.rows[0]["touched"] == SHAPES["small"].k
+    assert 2 < table.rows[1]["touched"] <= 6
+    for row in table.rows:
+        assert row["over_bound"] == pytest.approx(row["mean"] / row["bound"])
+        assert row["speedup"] == pytest.approx(row["grouped_mean"] / row["mean"])
+        assert row["difference"] < 1e-5
+    assert table.notes == ()
+
+
+def test_the_bound_is_of_bytes_or_of_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = SHAPES["small"]
+    size = expert_bytes(shape.layer(0, F32, CPU))
+    assert size == 4 * (3 * 64 * 96 + 2 * 96 + 64)
+    monkeypatch.setattr(expert_bench, "copy_bandwidth", lambda device: 1e6)
+    monkeypatch.setattr(expert_bench, "matrix_flops", lambda device, dtype: 1e12)
+    *_, table = measure(JOB)
+    assert table.rows[0]["bound"] == pytest.approx(2 * size)  # microseconds
+    monkeypatch.setattr(expert_bench, "matrix_flops", lambda device, dtype: 1e3)
+    *_, table = measure(JOB)
+    assert table.rows[1]["bound"] == pytest.approx(1e3 * 3 * 2 * 2 * 3 * 64 * 96)
+
+
+def test_layers_and_their_routes_differ() -> None:
+    shape = SHAPES["small"]
+    assert not torch.equal(shape.layer(0, F32, CPU).down.data, shape.layer(1, F32, CPU).down.data)
+    assert not torch.equal(shape.routes(9, 0, F32, CPU)[0], shape.routes(9, 1, F32, CPU)[0])
+    ids, weights = shape.routes(50, 0, F32, CPU)
+    assert all(len(set(row)) == shape.k for row in ids.tolist())
+    assert touched(ids) == list(range(8))
+    torch.testing.assert_close(weights.sum(1), torch.ones(50))
+
+
+@pytest.mark.parametrize("name", ["small", "mxfp4"])
+def test_the_exact_result_is_that_of_the_matrices(name: str) -> None:
+    shape = replace(SHAPES["small"], mxfp4=name == "mxfp4")
+    experts, x = shape.layer(3, F32, CPU), torch.randn(5, 64)
+    ids, weights = shape.routes(5, 0, F32, CPU)
+    found = exact(experts, x, ids, weights)
+    if shape.mxfp4:
+        assert experts.down.scale is not None
+        byte, scale = int(experts.down.data[2, 7, 20]), int(experts.down.scale[2, 7, 1])
+        low, high = (expert_bench_value(half) * 2.0 ** (scale - 127) for half in (byte & 15, byte >> 4))
+        assert matrix_of(experts.down, 2)[7, 40:42].tolist() == [low, high]
+    else:
+        expected = grouped_experts(experts)(x, ids, weights).sum(0)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def matrix_of(weight, expert: int) -> Tensor:
+    from specgen.bench.expert_layers import _matrix
+
+    return _matrix(weight, expert)
+
+
+def expert_bench_value(bits: int) -> float:
+    """E2M1: a sign, two bits of exponent and one of mantissa, subnormal at exponent 0."""
+    sign, exponent, mantissa = 1 - 2 * (bits >> 3), bits >> 1 & 3, bits & 1
+    return sign * (mantissa / 2 if exponent == 0 else 2.0 ** (exponent - 1) * (1 + mantissa / 2))
+
+
+def test_a_wrong_result_is_not_in_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(experts):
+        right = grouped_experts(experts)
+        return lambda x, ids, weights: right(x, ids, weights.flip(1))
+
+    bound = expert_bench.bind_ops(CPU, F32)
+    monkeypatch.setattr(expert_bench, "bind_ops", lambda *_: replace(bound, experts=wrong))
+    *_, table = measure(JOB)
+    assert not table.rows
+    assert "1 rows: differs from float32 by" in table.notes[0]
+
+
+def test_a_result_that_differs_between_runs_is_not_in_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    def noisy(experts):
+        right = grouped_experts(experts)
+        return lambda x, ids, weights: right(x, ids, weights) * (1 + 1e-6 * torch.rand(()))
+
+    bound = expert_bench.bind_ops(CPU, F32)
+    monkeypatch.setattr(expert_bench, "bind_ops", lambda *_: replace(bound, experts=noisy))
+    *_, table = measure(JOB)
+    assert not table.rows
+    assert "differs between runs" in table.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"repeats": 1}, "repeats is 1"),
+        ({"shapes": ("large",)}, "shapes has 'large': use qwen3-30b-a3b, gpt-oss-20b"),
+    ],
+)
+def test_invalid_jobs_are_refused(changes, message) -> None:
+    with pytest.raises(UserError, match=message):
+        replace(JOB, **changes)
+
+
+def test_the_command_leaves_table_document_and_files(tmp_path) -> None:
+    options = ["--device", "cpu", "--rows", "2", "--repeats", "2", "--output", str(tmp_path / "out")]
+    done = CliRunner().invoke(app, ["bench", "experts", *options, "--json"])
+    assert done.exit_code == 0, done.output
+    document = json.loads(done.stdout)
+    assert [(row["shape"], row["rows"]) for row in document["rows"]] == [("small", 2)]
+    assert "small: 8 experts of 64 x 96, top 2" in document["head"]["shapes"]
+    files = sorted(path.name for path in (tmp_path / "out").iterdir())
+    assert files == ["experts.csv", "experts.html", "experts.json"]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+def test_on_a_gpu_the_kernels_are_right_and_do_not_beat_the_memory() -> None:
+    job = ExpertJob(
+        shapes=("qwen3-30b-a3b", "gpt-oss-20b"),
+        rows=(1, 5, 40),
+        repeats=5,
+        dtype=torch.bfloat16,
+        device=torch.device("cuda", 0),
+    )
+    *_, table = measure(job)
+    assert table.notes == ()
+    assert len(table.rows) == 6
+    for row in table.rows:
+        assert 0.9 < row["over_bound"] < 5

@@ -1,0 +1,262 @@
+"""On an NVIDIA GPU: the kernels of experts equal a float32 loop over experts, and read no expert in vain."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from specgen.config import UserError
+from specgen.ops import bind_ops
+from specgen.ops.experts import Experts, ExpertsMap, Gating
+from specgen.ops.weight import Weight
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
+CUDA, BF16, FP16 = torch.device("cuda"), torch.bfloat16, torch.float16
+PLAIN = Gating()
+CLAMPED = Gating(alpha=1.702, shift=1.0, limit=7.0)
+ROWS = [0, 1, 2, 5, 8, 16, 17, 32, 40, 64, 128, 160, 320, 640, 3000]
+VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of MXFP4's low three bits; the fourth is the sign
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    num_experts: int
+    hidden: int
+    inner: int
+    k: int
+    mxfp4: bool = False
+    gating: Gating = PLAIN
+    dtype: torch.dtype = BF16
+
+    def __str__(self) -> str:
+        kind = "mxfp4" if self.mxfp4 else str(self.dtype).removeprefix("torch.")
+        return f"{self.num_experts}x{self.hidden}x{self.inner}-top{self.k}-{kind}"
+
+
+SMALL = [
+    Shape(num_experts=8, hidden=320, inner=192, k=2),
+    Shape(num_experts=8, hidden=320, inner=192, k=2, dtype=FP16, gating=CLAMPED),
+    Shape(num_experts=16, hidden=256, inner=96, k=3, gating=CLAMPED),
+    Shape(num_experts=4, hidden=72, inner=40, k=1),
+    Shape(num_experts=8, hidden=320, inner=192, k=2, mxfp4=True, gating=CLAMPED),
+    Shape(num_experts=16, hidden=256, inner=96, k=3, mxfp4=True),
+]
+LARGE = [
+    Shape(num_experts=32, hidden=2880, inner=2880, k=4, gating=CLAMPED),
+    Shape(num_experts=128, hidden=2048, inner=768, k=8),
+    Shape(num_experts=32, hidden=2880, inner=2880, k=4, mxfp4=True, gating=CLAMPED),
+]
+
+
+class World:
+    """Random experts; ``dense`` are their matrices in float32."""
+
+    def __init__(self, shape: Shape) -> None:
+        self.shape = shape
+        self.generator = torch.Generator("cuda").manual_seed(shape.hidden + shape.inner)
+        self.weights = (
+            self._weight(2 * shape.inner, shape.hidden),
+            self._weight(shape.hidden, shape.inner),
+        )
+        self.dense = [dequantised(weight) for weight in self.weights]
+
+    def _weight(self, num_out: int, width: int) -> Weight:
+        shape = self.shape
+        bias = None if shape.gating == PLAIN else self.normal(shape.num_experts, num_out)
+        if not shape.mxfp4:
+            data = self.normal(shape.num_experts, num_out, width) * width**-0.5
+            return Weight(data=data.to(shape.dtype), bias=bias)
+        data, scale = (
+            torch.randint(
+                low,
+                high,
+                (shape.num_experts, num_out, width // per),
+                dtype=torch.uint8,
+                device=CUDA,
+                generator=self.generator,
+            )
+            for low, high, per in ((0, 256, 2), (116, 124, 32))
+        )
+        scale[:, :, 0] = torch.arange(num_out, device=CUDA) % 129  # every scale that is allowed
+        return Weight(data=data, scale=scale, bias=bias, format="mxfp4")
+
+    def normal(self, *shape: int) -> Tensor:
+        return torch.randn(shape, device=CUDA, generator=self.generator).to(self.shape.dtype)
+
+    @property
+    def experts(self) -> Experts:
+        gate_up, down = self.weights
+        return Experts(gate_up=gate_up, down=down, gating=self.shape.gating)
+
+    def loaded(self) -> ExpertsMap:
+        return bind_ops(CUDA, self.shape.dtype).experts(self.experts)
+
+    def rows(self, rows: int, among: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """Inputs, experts from the first ``among`` and their weights; a fourth of the rows choose the same."""
+        shape = self.shape
+        among = among or shape.num_experts
+        scores = torch.rand(rows, among, device=CUDA, generator=self.generator)
+        scores[: rows // 4] = scores[:1]
+        weights = torch.rand(rows, shape.k, device=CUDA, generator=self.generator).to(shape.dtype)
+        return self.normal(rows, shape.hidden), scores.topk(shape.k).indices, weights
+
+    def reference(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        gate_up, down = (
+            (dense, None if weight.bias is None else weight.bias.float())
+            for dense, weight in zip(self.dense, self.weights, strict=True)
+        )
+        out = torch.zeros(len(x), self.shape.hidden, device=CUDA)
+        for expert in ids.unique().tolist():
+            row, slot = (ids == expert).nonzero(as_tuple=True)
+            both = x[row].float() @ gate_up[0][expert].T
+            gate, up = (both if gate_up[1] is None else both + gate_up[1][expert]).chunk(2, -1)
+            result = self.shape.gating(gate, up).to(x.dtype).float() @ down[0][expert].T
+            result = result if down[1] is None else result + down[1][expert]
+            out.index_add_(0, row, result * weights[row, slot, None].float())
+        return out
+
+
+def dequantised(weight: Weight) -> Tensor:
+    if weight.format == "plain":
+        return weight.data.float()
+    assert weight.scale is not None
+    table = torch.tensor([*VALUES, *(-value for value in VALUES)], device=CUDA)
+    values = torch.stack((table[weight.data.int() & 15], table[weight.data.int() >> 4]), -1).flatten(-2)
+    return values * torch.exp2(weight.scale.float() - 127).repeat_interleave(32, -1)
+
+
+@pytest.fixture(scope="module")
+def worlds() -> dict[str, World]:
+    return {}
+
+
+def world_of(worlds: dict[str, World], shape: Shape) -> World:
+    if str(shape) not in worlds:
+        worlds.clear()  # several of the large ones do not fit together
+        worlds[str(shape)] = World(shape)
+    return worlds[str(shape)]
+
+
+def check(got: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
+    """Sums of as many roundings as the parts have, row by row and element by element."""
+    assert got.shape[1:] == expected.shape
+    if len(expected):
+        error, tolerance = got.float().sum(0) - expected, 2e-3 if dtype == FP16 else 1e-2
+        assert (error.norm(dim=1) / expected.norm(dim=1)).max() < tolerance
+        assert (error.abs() <= tolerance * (5 * expected.std() + 2 * expected.abs())).all()
+
+
+@pytest.fixture(autouse=True)
+def full_precision() -> None:
+    torch.backends.cuda.matmul.allow_tf32 = False
+
+
+@pytest.mark.parametrize("shape", SMALL, ids=str)
+def test_every_number_of_rows(worlds: dict[str, World], shape: Shape) -> None:
+    world = world_of(worlds, shape)
+    experts = world.loaded()
+    for rows in ROWS:
+        inputs = world.rows(rows)
+        check(experts(*inputs), world.reference(*inputs), shape.dtype)
+
+
+@pytest.mark.parametrize("shape", LARGE, ids=str)
+def test_full_shapes(worlds: dict[str, World], shape: Shape) -> None:
+    world = world_of(worlds, shape)
+    experts = world.loaded()
+    for rows in ROWS:
+        inputs = world.rows(rows)
+        check(experts(*inputs), world.reference(*inputs), shape.dtype)
+
+
+@pytest.mark.parametrize("shape", SMALL, ids=str)
+def test_all_rows_may_choose_the_same(worlds: dict[str, World], shape: Shape) -> None:
+    world = world_of(worlds, shape)
+    experts = world.loaded()
+    for rows in (5, 16, 17, 100, 700):
+        inputs = world.rows(rows, among=shape.k)
+        check(experts(*inputs), world.reference(*inputs), shape.dtype)
+
+
+@pytest.mark.parametrize("shape", [shape for shape in SMALL if not shape.mxfp4], ids=str)
+def test_an_expert_that_no_row_chose_is_not_read(shape: Shape) -> None:
+    world = World(shape)
+    among = max(shape.num_experts // 2, shape.k)
+    for weight in world.weights:
+        weight.data[among:] = torch.nan
+        if weight.bias is not None:
+            weight.bias[among:] = torch.nan
+    experts = world.loaded()
+    for rows in (1, 5, 16, 17, 40, 160, 640):
+        inputs = world.rows(rows, among)
+        check(experts(*inputs), world.reference(*inputs), shape.dtype)
+
+
+@pytest.mark.parametrize("shape", SMALL + LARGE, ids=str)
+def test_the_same_inputs_give_the_same_bits(worlds: dict[str, World], shape: Shape) -> None:
+    world = world_of(worlds, shape)
+    experts = world.loaded()
+    for rows in (1, 5, 40, 160, 640):
+        inputs = world.rows(rows)
+        first = experts(*inputs)
+        assert all(torch.equal(experts(*inputs), first) for _ in range(10))
+
+
+@pytest.mark.parametrize("shape", SMALL + LARGE, ids=str)
+def test_a_row_does_not_depend_on_the_others(worlds: dict[str, World], shape: Shape) -> None:
+    """Verification sees the bits of plain decoding: every tile adds in the same order."""
+    world = world_of(worlds, shape)
+    experts = world.loaded()
+    most = 100 * shape.num_experts // shape.k  # of more rows, plain weights go through another product
+    x, ids, weights = world.rows(min(640, most))
+    together = experts(x, ids, weights)
+    for rows in (1, 5, 16, 17, 40, 160):
+        assert torch.equal(experts(x[:rows], ids[:rows], weights[:rows]), together[:, :rows])
+
+
+@pytest.mark.parametrize("shape", SMALL, ids=str)
+@pytest.mark.parametrize("rows", [1, 5, 16, 40, 160])
+def test_a_captured_pass_follows_new_routes(worlds: dict[str, World], shape: Shape, rows: int) -> None:
+    world = world_of(worlds, shape)
+    experts = world.loaded()
+    inputs = world.rows(rows)
+    experts(*inputs)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = experts(*inputs)
+    for among in (shape.num_experts, shape.k, shape.num_experts):
+        for buffer, values in zip(inputs, world.rows(rows, among), strict=True):
+            buffer.copy_(values)
+        out.fill_(torch.nan)
+        graph.replay()
+        check(out, world.reference(*inputs), shape.dtype)
+
+
+def test_nothing_waits_for_the_device(worlds: dict[str, World]) -> None:
+    for shape in SMALL:
+        world = world_of(worlds, shape)
+        experts, inputs = world.loaded(), [world.rows(rows) for rows in (1, 16, 40, 640)]
+        for each in inputs:
+            experts(*each)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            for each in inputs:
+                experts(*each)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+def test_what_mxfp4_cannot_run_is_refused() -> None:
+    world = World(SMALL[4])
+    with pytest.raises(UserError, match="run in bfloat16 on a GPU, not float16: use --dtype bfloat16"):
+        bind_ops(CUDA, FP16).experts(world.experts)
+    (gate_up, _) = world.weights
+    assert gate_up.scale is not None
+    gate_up.scale[1, 2, 3] = 129
+    with pytest.raises(UserError, match=r"2\^2, above 2"):
+        world.loaded()
