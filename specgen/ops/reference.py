@@ -47,11 +47,12 @@ def gated(linear: Map, silu_and_mul: Map) -> Map:
 class RmsNorm:
     weight: Tensor
     eps: float
+    casts_last: bool = False
 
     def __call__(self, x: Tensor) -> Tensor:
         wide = x.float()
         scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        return scaled.to(x.dtype) * self.weight
+        return (scaled * self.weight).to(x.dtype) if self.casts_last else scaled.to(x.dtype) * self.weight
 
     def add(self, stream: Tensor, parts: Tensor) -> tuple[Tensor, Tensor]:
         total = stream + parts.squeeze(0)
@@ -70,12 +71,12 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
     return F.silu(gate).mul_(up)
 
 
-def rope(frequencies: Tensor) -> Rope:
+def rope(frequencies: Tensor, scale: float = 1.0) -> Rope:
     """See ``Ops.rope``."""
 
     def plan(layout: Layout) -> Store:
         angles = layout.positions[:, None, None] * frequencies  # [rows, 1, D / 2]
-        cos, sin = angles.cos(), angles.sin()
+        cos, sin = angles.cos() * scale, angles.sin() * scale
         cos, sin = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
         return partial(_store, cos=cos, sin=sin, slots=layout.slots)
 
