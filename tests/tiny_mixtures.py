@@ -23,7 +23,7 @@ YARN = {
 }
 
 
-def write_gpt_oss(path: Path, *, std: float = 0.15, seed: int = 0, **changes: Any) -> TargetConfig:
+def write_gpt_oss(path: Path, *, std: float = 0.1, seed: int = 0, **changes: Any) -> TargetConfig:
     """A GPT-OSS of 4 layers and 6 experts, 2 per token, with sinks and gates that matter; ``changes`` of its config."""
     import transformers
 
@@ -49,7 +49,7 @@ def write_gpt_oss(path: Path, *, std: float = 0.15, seed: int = 0, **changes: An
     return _save(transformers.GptOssForCausalLM(config), path)
 
 
-def write_qwen3_moe(path: Path, *, std: float = 0.15, seed: int = 0, **changes: Any) -> TargetConfig:
+def write_qwen3_moe(path: Path, *, std: float = 0.1, seed: int = 0, **changes: Any) -> TargetConfig:
     """A Qwen3-MoE of 6 layers and 6 experts, 2 per token; ``changes`` of its config."""
     import transformers
 
@@ -84,9 +84,9 @@ def _save(model: Any, path: Path) -> TargetConfig:
             elif name.endswith("sinks"):
                 parameter.normal_(1.0, 1.5)
             elif name.endswith(("router.weight", "mlp.gate.weight")):
-                parameter.mul_(4)  # else the experts weigh alike
+                parameter.mul_(3)  # else the experts weigh alike
             elif name.endswith("gate_up_proj"):
-                parameter.mul_(6)  # else nothing is clamped
+                parameter.mul_(9)  # else nothing is clamped
             elif name.endswith("bias"):
                 parameter.normal_(0.0, 0.5)
     model.save_pretrained(path)
@@ -110,7 +110,7 @@ def change(path: Path, tensors: dict[str, Tensor | None], **config: Any) -> None
     )
 
 
-def packed_in_mxfp4(path: Path) -> None:
+def packed_in_mxfp4(path: Path) -> TargetConfig:
     """Turn the GPT-OSS in ``path`` into one in MXFP4: random blocks of the size that its experts had."""
     tensors: dict[str, Tensor | None] = {}
     for name, tensor in load_file(path / "model.safetensors").items():
@@ -119,7 +119,7 @@ def packed_in_mxfp4(path: Path) -> None:
             shape = (count, num_out, num_in // 32)
             tensors[name] = None
             tensors[f"{name}_blocks"] = torch.randint(0, 256, (*shape, 16), dtype=torch.uint8)
-            tensors[f"{name}_scales"] = torch.randint(122, 126, shape, dtype=torch.uint8)
-    change(
-        path, tensors, quantization_config={"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
-    )
+            tensors[f"{name}_scales"] = torch.randint(121, 125, shape, dtype=torch.uint8)
+    quantization = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    change(path, tensors, quantization_config=quantization)
+    return read(path)
