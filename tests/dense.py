@@ -43,5 +43,6 @@ class DenseAttend:
         scores = scores.masked_fill(hidden, float("-inf"))
         if layer.sinks is not None:
             scores = torch.cat((scores, layer.sinks.to(q.dtype).view(-1, 1, 1).expand(-1, rows, 1)), -1)
+            scores = scores - scores.amax(-1, keepdim=True)  # which rounds
         weights = scores.softmax(-1, dtype=torch.float32)[..., :end]
         return (weights.to(q.dtype) @ v).transpose(0, 1).reshape(rows, -1)

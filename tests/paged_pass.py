@@ -65,12 +65,15 @@ class PagedPass:
         return [kernel(layer, q, self.keys, self.values).clone() for layer in layers]
 
     def expected(self, layer: LayerAttention) -> Tensor:
-        """``[rows, Hq * D]``: softmax over a slice of the sequence, row by row."""
+        """``[rows, Hq * D]``: softmax over a slice of the sequence and the sinks, if any, row by row."""
         out, rows = [], iter(self.q)
         for table, kv_len, query_len in zip(self.tables.long(), self.kv_lens, self.query_lens, strict=True):
             keys, values = (x[table].flatten(0, 1).repeat_interleave(2, 1) for x in (self.keys, self.values))
             for end in range(kv_len - query_len + 1, kv_len + 1):
                 seen = slice(0 if layer.window is None else max(0, end - layer.window), end)
                 weights = torch.einsum("hd,khd->hk", next(rows), keys[seen]) * layer.scale
-                out.append(torch.einsum("hk,khd->hd", weights.softmax(-1), values[seen]))
+                if layer.sinks is not None:
+                    weights = torch.cat((weights, layer.sinks[:, None]), -1)
+                shares = weights.softmax(-1)[:, : len(values[seen])]
+                out.append(torch.einsum("hk,khd->hd", shares, values[seen]))
         return torch.stack(out).flatten(1)

@@ -26,7 +26,7 @@ eagle3 = partial(write_head, draft_vocab_size=None)
 PAIRS: dict[str, tuple[Callable[..., TargetConfig], Callable[[Path, TargetConfig], None]]] = {
     "gpt-oss-eagle3": (
         write_gpt_oss,
-        partial(write_head, dialect="speculators", norm_before_residual=True, draft_vocab_size=6, seed=1),
+        partial(write_head, dialect="speculators", norm_before_residual=True, draft_vocab_size=6, seed=3),
     ),
     "gpt-oss-boundary": (
         write_gpt_oss,

@@ -29,6 +29,7 @@ from specgen.ops.experts import Experts, Gating, grouped_experts
 from specgen.ops.mxfp4 import dequantized
 from specgen.ops.reference import torch_ops
 from specgen.ops.weight import Weight
+from tests.dense import DenseAttend
 from tests.tiny_mixtures import WINDOW, YARN, packed_in_mxfp4, write_gpt_oss, write_qwen3_moe
 
 CPU = torch.device("cpu")
@@ -59,12 +60,10 @@ TARGETS: dict[str, Callable[[Path], TargetConfig]] = {
 }
 
 
-def logits_of_transformers(path: Path, ids: Tensor) -> Tensor:
+def logits_of_transformers(path: Path, ids: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     import transformers
 
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        path, dtype=torch.float32, attn_implementation="eager"
-    )
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="eager")
     with torch.inference_mode():
         return model(ids[None]).logits[0]
 
@@ -343,3 +342,22 @@ def test_grouped_experts_keep_no_packed_weights_on_a_cpu_and_no_plain_ones_elsew
             for _ in range(2):
                 forward(x, ids, torch.ones(3, 2, dtype=torch.bfloat16))
             assert len(calls) == after
+
+
+def rounded_differently(path: Path, ids: Tensor) -> float:
+    """The share of logits in bfloat16 that differ from those of ``transformers``."""
+    model = load_target(open_checkpoint(str(path)), torch.bfloat16, CPU)
+    expected = logits_of_transformers(path, ids, torch.bfloat16).float()
+    with torch.inference_mode():
+        got = model.logits(model.forward(ids, DenseAttend(model))[0])
+    return float(((got - expected).abs() > 1e-5).float().mean())
+
+
+@pytest.mark.parametrize("name", ["qwen3-moe", "gpt-oss", "mxfp4"])
+def test_half_precision_rounds_where_transformers_rounds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    ids = ids_of(TARGETS[name](tmp_path))[:60]
+    assert rounded_differently(tmp_path, ids) < 0.01
+    misread(gpt_oss, norm_casts_last=name == "qwen3-moe")(monkeypatch)
+    assert rounded_differently(tmp_path, ids) > 0.5, "it would not be seen"

@@ -88,12 +88,12 @@ class TensorReader:
         return name in self.checkpoint.tensors
 
     def _read(self, name: str, info: TensorInfo, dtype: torch.dtype, arrange: Arrange | None) -> Tensor:
-        on_meta = self.device.type == "meta"
-        stored = (
-            torch.empty(info.shape, dtype=dtype, device=self.device) if on_meta else read_tensor(name, info)
-        )
-        arranged = stored if arrange is None else arrange(stored).contiguous()
-        tensor = arranged.to(self.device, dtype)
+        if self.device.type == "meta":
+            tensor = torch.empty(info.shape, dtype=dtype, device=self.device)
+        else:
+            tensor = read_tensor(name, info).to(self.device, dtype)
+        if arrange is not None:
+            tensor = arrange(tensor).contiguous()  # where it is fast, and there is room for one tensor more
         self.taken[name] = tensor.nbytes
         return tensor
 

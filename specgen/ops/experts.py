@@ -29,7 +29,9 @@ class Gating:
     def __call__(self, gate: Tensor, up: Tensor) -> Tensor:
         if self.limit is not None:
             gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
-        return gate * torch.sigmoid(gate * self.alpha) * (up + self.shift)
+        # silu rounds once, the other form at every step, as both do in transformers
+        gated = F.silu(gate) if self.alpha == 1.0 else gate * torch.sigmoid(gate * self.alpha)
+        return gated * (up + self.shift)
 
 
 @dataclass(frozen=True, kw_only=True)
