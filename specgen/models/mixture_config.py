@@ -63,5 +63,7 @@ def num_experts(config: Raw) -> int:
 
 def num_chosen(config: Raw) -> int:
     """Experts per token, under either of its names."""
-    other = "experts_per_token"
-    return count(config, other if config.get(other) is not None else "num_experts_per_tok")
+    name = "num_experts_per_tok"
+    return count(
+        config, name if config.get("experts_per_token") is None or config.get(name) else "experts_per_token"
+    )
