@@ -1,4 +1,4 @@
-"""A mixture of experts in the place of an MLP: the router, its choice, and how its tensors are read."""
+"""A mixture of experts in the place of an MLP, and how its tensors are read."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -11,6 +11,7 @@ from specgen.models.take import Take
 from specgen.ops import Map, Ops
 from specgen.ops.experts import Experts, ExpertsMap, Gating
 from specgen.ops.mxfp4 import BLOCK
+from specgen.ops.router import Choice
 from specgen.ops.weight import Weight
 
 Tap = Callable[[Tensor], None]  # is shown the ids [rows, k] of each pass; it may be captured in a graph
@@ -20,8 +21,8 @@ Tap = Callable[[Tensor], None]  # is shown the ids [rows, k] of each pass; it ma
 class Mixture:
     """Routes every row to its experts; nothing waits for the device."""
 
-    config: MixtureConfig
     router: Map  # [rows, H] -> logits [rows, E]
+    choice: Choice
     experts: ExpertsMap
     taps: list[Tap] = field(default_factory=list)  # measuring tools add themselves here
 
@@ -30,27 +31,17 @@ class Mixture:
         """Load ``{prefix}*`` of a layer ``hidden`` wide."""
         router = take.linear({prefix + config.router: config.num_experts}, hidden, bias=config.biases)
         return cls(
-            config=config,
             router=ops.linear(router),
+            choice=ops.choice(config.num_chosen, config.weights),
             experts=ops.experts(_experts(config, hidden, f"{prefix}experts.", take)),
         )
 
     def __call__(self, x: Tensor) -> Tensor:
         """[rows, H] -> [parts, rows, H]; see ``Ops.linear_parts``."""
-        ids, weights = self.choose(self.router(x))
+        ids, weights = self.choice(self.router(x))
         for tap in self.taps:
             tap(ids)
         return self.experts(x, ids, weights)
-
-    def choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits [rows, E] -> the ids of each row's experts [rows, k], and their weights in the logits' dtype."""
-        if self.config.weights == "softmax of chosen":
-            best, ids = logits.topk(self.config.num_chosen)
-            return ids, best.softmax(-1)
-        best, ids = logits.softmax(-1, dtype=torch.float32).topk(self.config.num_chosen)
-        if self.config.weights == "normalized":
-            best = best / best.sum(-1, keepdim=True)
-        return ids, best.to(logits.dtype)
 
 
 def _experts(config: MixtureConfig, hidden: int, prefix: str, take: Take) -> Experts:

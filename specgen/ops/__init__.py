@@ -9,6 +9,7 @@ from torch import Tensor
 
 from specgen.kv.layout import Layout
 from specgen.ops.experts import Experts, ExpertsMap
+from specgen.ops.router import Choice, Weighing
 from specgen.ops.weight import Weight
 
 Map = Callable[[Tensor], Tensor]  # rows to rows
@@ -62,6 +63,7 @@ class Ops:
     ]  # the same as split-K partial sums [n, rows, out], added in Norm.add
     gated_linear: Callable[[Weight], Map]  # gate and up [2 * I, in]: [rows, in] -> silu(gate) * up [rows, I]
     experts: Callable[[Experts], ExpertsMap]
+    choice: Callable[[int, Weighing], Choice]  # of so many experts a row
     rms_norm: MakeNorm
     # Embedding table [V, N], two norm weights [N] and eps: token ids [rows] and x [rows, N] -> the normed embeddings
     # concatenated with the normed x, [rows, 2 * N].

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from specgen.kv.layout import Layout
 from specgen.ops import Map, Ops, Pair, Rope, Store
 from specgen.ops.experts import grouped_experts
+from specgen.ops.router import choice
 from specgen.ops.weight import Weight
 
 
@@ -20,6 +21,7 @@ def torch_ops() -> Ops:
         linear_parts=lambda weight: one_part(linear(weight)),
         gated_linear=lambda weight: gated(linear(weight), silu_and_mul),
         experts=grouped_experts,
+        choice=choice,
         rms_norm=RmsNorm,
         embed_norm_concat=embed_norm_concat,
         argmax=lambda x: x.argmax(-1),
