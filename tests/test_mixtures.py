@@ -163,6 +163,11 @@ def test_the_norm_that_rounds_last_equals_transformers_bit_for_bit(dtype: torch.
         {"mscale": 0.7, "mscale_all_dim": 1.1},
         {"mscale": 0.7},
         {"factor": 1.0},
+        {"factor": 0.5},
+        {"beta_slow": 1e-9},
+        {"beta_fast": 1e4},
+        {"truncate": True, "beta_slow": 11.76, "beta_fast": 20.0},  # both bounds are 0
+        {"truncate": None, "beta_slow": None, "beta_fast": None},
     ],
     ids=str,
 )
@@ -170,12 +175,13 @@ def test_yarn_equals_transformers(changes: dict[str, Any]) -> None:
     from transformers import GptOssConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    config = GptOssConfig(head_dim=64, rope_parameters=YARN | changes)
+    parameters = {name: value for name, value in (YARN | changes).items() if value is not None}
+    config = GptOssConfig(head_dim=64, rope_parameters=parameters)
     expected, concentration = ROPE_INIT_FUNCTIONS["yarn"](config, CPU)
-    rope = RopeConfig.from_hf({"rope_parameters": YARN | changes})
+    rope = RopeConfig.from_hf({"rope_parameters": parameters})
     torch.testing.assert_close(inverse_frequencies(rope, 64, CPU), expected, rtol=1e-6, atol=0)
     assert rope.concentration == pytest.approx(concentration, rel=1e-9)
-    old = {"rope_theta": YARN["rope_theta"], "rope_scaling": {**YARN, **changes, "type": "yarn"}}
+    old = {"rope_theta": YARN["rope_theta"], "rope_scaling": parameters}
     assert RopeConfig.from_hf(old) == rope
 
 
