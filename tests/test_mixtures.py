@@ -168,6 +168,7 @@ def test_the_norm_that_rounds_last_equals_transformers_bit_for_bit(dtype: torch.
         {"beta_fast": 1e4},
         {"truncate": True, "beta_slow": 11.76, "beta_fast": 20.0},  # both bounds are 0
         {"truncate": None, "beta_slow": None, "beta_fast": None},
+        {"beta_slow": None, "beta_fast": None, "original_max_position_embeddings": 4096},
     ],
     ids=str,
 )
