@@ -25,6 +25,7 @@ _TEXTS = (  # a few tests that run all of decoding
     "test_lossless.py::test_eos_inside_accepted_drafts_ends_the_text",
     "test_lossless.py::test_a_text_ends_at_the_context_limit",
 )
+_MIXTURES = ("test_mixtures.py", "test_mixture_files.py", "test_published_mixtures.py")
 _HEADS = "test_heads.py::test_every_draft_equals_the_reference_and_no_text_changes"
 _LOOKAHEAD = (  # lookahead, padding rows, packed drafter rows, and too few pages
     "test_pipeline.py::test_lookahead_changes_no_text_and_no_step[6-4-padded-sampled]",
@@ -141,7 +142,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "kv/pages": ("test_scheduler.py", *_PREFIX_CACHE, *_TEXTS, *_LOOKAHEAD),
     "kv/prefix_cache": (*_PREFIX_CACHE, "test_engine.py", *_FAULTS),
     "kv/kv_cache": ("test_attention.py", "test_engine.py", *_FAILURES),
-    "attention/sdpa": ("test_attention.py", "test_attention_windows.py"),
+    "attention/sdpa": ("test_attention.py", "test_attention_windows.py", "test_attention_sinks.py"),
     "attention/pass_lens": ("test_attention_plans.py", "test_attention_windows.py"),
     "core/spec_length": ("test_spec_length.py", "test_step_costs.py"),
     "report/acceptance": _REPORTS,
@@ -158,6 +159,15 @@ TESTS: dict[str, tuple[str, ...]] = {
     "models/eagle1": (_HEADS,),
     "models/llama": ("test_models.py", "test_checkpoint.py"),
     "models/layers": ("test_models.py", "test_checkpoint.py"),
+    "models/mixture": _MIXTURES,
+    "models/mixture_config": _MIXTURES,
+    "models/qwen3_moe": _MIXTURES,
+    "models/gpt_oss": _MIXTURES,
+    "models/rotary": ("test_models.py", "test_mixtures.py"),
+    "ops/experts": _MIXTURES,
+    "ops/mxfp4": _MIXTURES,
+    "ops/router": _MIXTURES,
+    "checkpoints/tensor_reader": ("test_checkpoint.py", *_MIXTURES),
     "evaluation/paired": ("test_paired.py",),
     "engine/conversations": ("test_engine.py", "test_lost.py", *_RUNS),
 }

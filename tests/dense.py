@@ -35,5 +35,14 @@ class DenseAttend:
         k, v = (pages[0, :end].repeat_interleave(share, 1).transpose(0, 1) for pages in (keys, values))
         scores = q.transpose(0, 1) @ k.transpose(1, 2) * layer.scale
         future = torch.ones(rows, end, dtype=torch.bool).triu(end - rows + 1)
-        weights = scores.masked_fill(future, float("-inf")).softmax(-1, dtype=torch.float32)
+        hidden = (
+            future
+            if layer.window is None
+            else future | ~(future.new_ones(rows, end).triu(end - rows + 1 - layer.window))
+        )
+        scores = scores.masked_fill(hidden, float("-inf"))
+        if layer.sinks is not None:
+            scores = torch.cat((scores, layer.sinks.to(q.dtype).view(-1, 1, 1).expand(-1, rows, 1)), -1)
+            scores = scores - scores.amax(-1, keepdim=True)  # which rounds
+        weights = scores.softmax(-1, dtype=torch.float32)[..., :end]
         return (weights.to(q.dtype) @ v).transpose(0, 1).reshape(rows, -1)

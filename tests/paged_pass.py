@@ -65,7 +65,7 @@ class PagedPass:
         return [kernel(layer, q, self.keys, self.values).clone() for layer in layers]
 
     def expected(self, layer: LayerAttention) -> Tensor:
-        """``[rows, Hq * D]``: softmax over a slice of the sequence, row by row."""
+        """``[rows, Hq * D]``: softmax over a slice of the sequence and the sinks, if any, row by row."""
         out, rows = [], iter(self.q)
         for table, kv_len, query_len in zip(self.tables.long(), self.kv_lens, self.query_lens, strict=True):
             keys, values = (x[table].flatten(0, 1).repeat_interleave(2, 1) for x in (self.keys, self.values))

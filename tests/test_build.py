@@ -7,7 +7,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from specgen.checkpoints.checkpoint import Checkpoint, open_checkpoint
+from specgen.checkpoints.checkpoint import open_checkpoint
+from specgen.checkpoints.tensor_reader import Checkpoint
 from specgen.cli.main import app
 from specgen.config import MAX_LOGPROBS, SamplingParams
 from specgen.core.running_batch import Columns

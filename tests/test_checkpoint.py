@@ -281,7 +281,15 @@ UNSUPPORTED: dict[str, tuple[dict[str, Any], str]] = {
     "no-architecture": ({"architectures": None}, "'none' is not supported"),
     "attention-bias": ({"attention_bias": True}, "has no tensor 'model.layers.0.self_attn.q_proj.bias'"),
     "mlp-bias": ({"mlp_bias": True}, "has no tensor 'model.layers.0.mlp.gate_proj.bias'"),
-    "yarn": ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rope type 'yarn'"),
+    "longrope": ({"rope_parameters": {"rope_type": "longrope", "factor": 4.0}}, "rope type 'longrope'"),
+    "yarn-incomplete": (
+        {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}},
+        "has no original_max_position_embeddings",
+    ),
+    "yarn-bounds": (
+        {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "beta_slow": 40}, "rope_parameters": None},
+        "beta_slow is 40.0 and beta_fast 32.0",
+    ),
     "old-linear": (
         {"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2.0}},
         "rope type 'linear'",
@@ -519,7 +527,7 @@ MISFITS: dict[str, tuple[dict[str, Any], str]] = {
         {"changed_config": {"parallel_drafting": True, "ptd_token_id": 3}},
         "has no tensor 'mask_hidden'",
     ),
-    "rope": ({"changed_config": {"rope_scaling": {"rope_type": "yarn"}}}, "rope type 'yarn'"),
+    "rope": ({"changed_config": {"rope_scaling": {"rope_type": "longrope"}}}, "rope type 'longrope'"),
     "last-state-of-another-width": (
         {
             "hidden_size": 16,

@@ -223,14 +223,15 @@ def test_no_weights_are_read(
     write_head(tmp_path, config)
     names = []
 
-    def spy(name: str, info: Any) -> Any:
-        names.append(name)
-        return read(name, info)
+    def spy(infos: Any) -> Any:
+        names.extend(infos)
+        return read(infos)
 
-    from specgen.checkpoints import checkpoint
+    from specgen.checkpoints import tensor_reader, weight_files
 
-    read = checkpoint.read_tensor
-    monkeypatch.setattr(checkpoint, "read_tensor", spy)
+    read = weight_files.read_tensors
+    for module in (weight_files, tensor_reader):
+        monkeypatch.setattr(module, "read_tensors", spy)
     describe(str(target_path), str(tmp_path))
     assert sorted(names) == ["d2t", "t2d"]
 

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from specgen.checkpoints.checkpoint import Checkpoint, load_drafter, load_target, open_checkpoint
-from specgen.models.layers import inverse_frequencies
+from specgen.checkpoints.checkpoint import load_drafter, load_target, open_checkpoint
+from specgen.checkpoints.tensor_reader import Checkpoint
 from specgen.models.llama import Llama
 from specgen.models.model_config import TargetConfig
 from specgen.models.rope_config import Llama3Scaling, RopeConfig
+from specgen.models.rotary import inverse_frequencies
 from specgen.ops.cpu import cpu_float32_ops
 from specgen.ops.reference import rotate, silu_and_mul, torch_ops
 from specgen.ops.weight import Weight

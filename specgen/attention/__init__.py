@@ -28,6 +28,7 @@ class Heads:
     kv_dtype: torch.dtype  # of the pages
     page_size: int
     max_query_len: int  # rows per sequence of a decode pass
+    sinks: bool = False  # see LayerAttention
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +47,7 @@ class Capabilities:
     page_sizes: tuple[int, ...] | None = None
     head_dims: tuple[int, ...] | None = None
     max_group: int | None = None  # heads per KV head
-    sinks: bool = False  # of layers that have them; what cannot take them would be wrong and say nothing
+    sinks: bool = False  # it adds a layer's sinks to the sums of its softmax
 
     def refusal(self, device: torch.device, heads: Heads) -> str | None:
         """Why this cannot run ``heads`` on ``device`` and what to use instead, to follow its name; None if it can."""
@@ -69,6 +70,8 @@ class Capabilities:
         group = heads.num_heads // heads.num_kv_heads
         if self.max_group is not None and group > self.max_group:
             return f"supports {self.max_group} heads per KV head, not {group}: use --attention sdpa"
+        if heads.sinks and not self.sinks:
+            return "does not support attention sinks: use --attention sdpa"
         if self.uniform_q_max is not None and heads.max_query_len > self.uniform_q_max:
             most = self.uniform_q_max - 1
             return f"verifies {most} drafts per step, not {heads.max_query_len - 1}: use --num-spec-tokens {most}"
@@ -82,7 +85,8 @@ class Kernel(Protocol):
         """q ``[rows, num_heads, head_dim]`` over pages ``[num_pages, page_size, num_kv_heads, head_dim]``.
 
         Row r sees the positions of its own sequence up to its own, of these the last ``layer.window``; layers of one
-        pass may differ in it. Returns ``[rows, num_heads * head_dim]``.
+        pass may differ in it. The sum of a head's softmax has its ``layer.sinks`` beside these positions. Returns
+        ``[rows, num_heads * head_dim]``.
         """
         ...
 

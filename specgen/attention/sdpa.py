@@ -29,12 +29,19 @@ class _Group:
     def attend(self, layer: LayerAttention, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """q ``[rows, num_heads, head_dim]`` -> ``[g * q, num_heads * head_dim]``."""
         _, num_heads, head_dim = q.shape
-        dense_keys = self._gather(keys)
+        dense_keys, dense_values = self._gather(keys), self._gather(values)
+        mask = self._mask(layer.window, dense_keys.shape[2], q.dtype)
+        if layer.sinks is not None:  # a position more, with a score of its own for each head and a value of 0
+            dense_keys, dense_values = F.pad(dense_keys, (0, 0, 0, 1)), F.pad(dense_values, (0, 0, 0, 1))
+            sinks = layer.sinks.to(q.dtype).view(-1, 1, 1)
+            mask = torch.cat(
+                (mask.expand(-1, num_heads, -1, -1), sinks.expand(len(mask), -1, mask.shape[2], 1)), -1
+            )
         out = F.scaled_dot_product_attention(
             q[self.rows].view(self.size, -1, num_heads, head_dim).transpose(1, 2),
             dense_keys,
-            self._gather(values),
-            attn_mask=self._mask(layer.window, dense_keys.shape[2], q.dtype),
+            dense_values,
+            attn_mask=mask,
             scale=layer.scale,
             enable_gqa=num_heads != keys.shape[2],
         )
@@ -64,7 +71,7 @@ class SdpaBackend:
     name = "sdpa"
     summary = "PyTorch's own attention runs everywhere"
     capabilities = Capabilities(
-        devices=("cpu", "cuda"), uniform_q_max=None, needs_host_lens=True, graphs=False
+        devices=("cpu", "cuda"), uniform_q_max=None, needs_host_lens=True, graphs=False, sinks=True
     )
 
     def __init__(self, device: torch.device) -> None:
@@ -94,7 +101,7 @@ class StaticSdpaBackend:
     name = "sdpa-static"
     summary = "exact, and captured in graphs"
     capabilities = Capabilities(
-        devices=("cpu", "cuda"), uniform_q_max=None, needs_host_lens=False, graphs=True
+        devices=("cpu", "cuda"), uniform_q_max=None, needs_host_lens=False, graphs=True, sinks=True
     )
 
     def __init__(self, device: torch.device) -> None:

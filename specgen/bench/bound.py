@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from specgen.bench.device_speed import DeviceSpeed
-from specgen.checkpoints.checkpoint import TensorReader, build_head, build_target
+from specgen.checkpoints.checkpoint import build_head, build_target
+from specgen.checkpoints.tensor_reader import TensorReader
 from specgen.engine.loading import Models
 from specgen.events import Event, Prefilled, Stepped, Submitted, Verified
 

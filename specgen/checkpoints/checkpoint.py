@@ -3,48 +3,22 @@
 import hashlib
 import os
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
-from math import prod
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from specgen.checkpoints.weight_files import TensorInfo, read_json, read_tensor, tensor_infos
+from specgen.checkpoints.tensor_reader import Checkpoint, TensorReader
+from specgen.checkpoints.weight_files import read_json, tensor_infos
 from specgen.config import UserError, first_line, require, shown
 from specgen.models.families import FAMILIES, HEAD_FAMILIES, family_of, head_family_of
 from specgen.models.fit import misfits, vocabulary_map
 from specgen.models.model_config import HeadConfig, TargetConfig
 from specgen.models.protocols import Head, Target
 from specgen.ops import bind_ops
-from specgen.ops.weight import Weight
 
-_FLOATS = ("float32", "bfloat16", "float16", "float64")
 _TABLES = ("int64", "int32", "bool")  # of d2t and t2d
 _NEEDED = ("*.json", "*.jinja", "*.model", "merges.txt")  # besides the weights; tokenizers among them
-
-
-@dataclass(frozen=True, kw_only=True)
-class Checkpoint:
-    """A checkpoint directory: its configs and the headers of its tensors."""
-
-    name: str  # as the user gave it
-    path: Path
-    config: Mapping[str, Any]  # config.json
-    generation: Mapping[str, Any]  # generation_config.json, empty where there is none
-    tensors: Mapping[str, TensorInfo]
-
-    @property
-    def files(self) -> list[Path]:
-        """The weight files, sorted by name."""
-        return sorted({info.file for info in self.tensors.values()})
-
-    def read(self, name: str) -> Tensor | None:
-        """A tensor as stored, on the CPU; None where there is none of that name."""
-        info = self.tensors.get(name)
-        return None if info is None else read_tensor(name, info)
 
 
 def open_checkpoint(path_or_hub_id: str) -> Checkpoint:
@@ -104,7 +78,7 @@ def load_drafter(checkpoint: Checkpoint, target: Target) -> Head:
     return build_head(config, reader, target, ids)
 
 
-def build_target(config: TargetConfig, reader: "TensorReader") -> Target:
+def build_target(config: TargetConfig, reader: TensorReader) -> Target:
     """The target of ``config`` from the tensors of ``reader``; ``UserError`` for unused ones."""
     family = FAMILIES[config.architecture]
     target = family.build(config, reader, bind_ops(reader.device, reader.dtype))
@@ -112,7 +86,7 @@ def build_target(config: TargetConfig, reader: "TensorReader") -> Target:
     return target
 
 
-def build_head(config: HeadConfig, reader: "TensorReader", target: Target, draft_to_target: Tensor) -> Head:
+def build_head(config: HeadConfig, reader: TensorReader, target: Target, draft_to_target: Tensor) -> Head:
     """The head of ``config`` from the tensors of ``reader``; ``UserError`` for unused ones."""
     family = HEAD_FAMILIES[config.family]
     head = family.build(config, reader, target, draft_to_target, bind_ops(reader.device, reader.dtype))
@@ -132,65 +106,6 @@ def fingerprint(checkpoint: Checkpoint) -> str:
             raise UserError(f"{file} cannot be read ({error.strerror}): give it read permission") from error
         total.update(f"{file.name} {digest}\n".encode())
     return total.hexdigest()
-
-
-@dataclass(frozen=True, kw_only=True)
-class TensorReader:
-    """The ``Take`` of a checkpoint; on the ``meta`` device it checks names and shapes and reads nothing."""
-
-    checkpoint: Checkpoint
-    dtype: torch.dtype
-    device: torch.device
-    taken: dict[str, int] = field(default_factory=dict)  # bytes on the device by name
-
-    def __call__(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        return self._weight(name, shape).matrix
-
-    def linear(self, num_out: Mapping[str, int], num_in: int, *, bias: bool = False) -> Weight:
-        weights = [self._weight(f"{name}.weight", (n, num_in)) for name, n in num_out.items()]
-        if bias:
-            biases = [self(f"{name}.bias", (n,)) for name, n in num_out.items()]
-            weights = [replace(weight, bias=each) for weight, each in zip(weights, biases, strict=True)]
-        return Weight.joined(weights)
-
-    def flat(self, name: str, length: int) -> Tensor:
-        info = self.checkpoint.tensors.get(name)
-        fits = info is not None and prod(info.shape) == length
-        return self(name, info.shape if fits and info is not None else (length,)).flatten()
-
-    def __contains__(self, name: object) -> bool:
-        return name in self.checkpoint.tensors
-
-    def _weight(self, name: str, shape: tuple[int, ...]) -> Weight:
-        info = self.checkpoint.tensors.get(name)
-        if info is None:
-            raise UserError(f"{self.checkpoint.name} has no tensor {name!r}: the checkpoint is incomplete")
-        require(
-            info.shape == shape,
-            f"{self.checkpoint.name}: {name} has shape {shown(list(info.shape))}, but config.json asks for "
-            f"{list(shape)}: they are of different models, download both again",
-        )
-        require(
-            info.dtype in _FLOATS,
-            f"{self.checkpoint.name}: {name} is stored as {info.dtype}: quantized weights are not supported",
-        )
-        if self.device.type == "meta":
-            data = torch.empty(shape, dtype=self.dtype, device=self.device)
-        else:
-            data = read_tensor(name, info).to(self.device, self.dtype)
-        weight = Weight(data=data)
-        self.taken[name] = weight.num_bytes
-        return weight
-
-    def finish(self, ignored: Iterable[str]) -> None:
-        """``UserError`` if a tensor was neither taken nor is in ``ignored``."""
-        unknown = sorted(set(self.checkpoint.tensors) - set(self.taken) - set(ignored))
-        names = ", ".join(shown(name) for name in unknown[:2])
-        require(
-            not unknown,
-            f"{self.checkpoint.name} has {len(unknown)} unknown tensors, such as {names}: "
-            "its architecture or variant is not supported",
-        )
 
 
 def _download(hub_id: str) -> Path:

@@ -11,8 +11,6 @@ from typing import Any
 import torch
 
 from specgen.checkpoints.checkpoint import (
-    Checkpoint,
-    TensorReader,
     build_head,
     build_target,
     draft_to_target,
@@ -20,6 +18,7 @@ from specgen.checkpoints.checkpoint import (
     open_checkpoint,
     target_config,
 )
+from specgen.checkpoints.tensor_reader import Checkpoint, TensorReader
 from specgen.config import NGRAM_BYTES, UserError, ngram_length
 from specgen.models.families import is_head
 from specgen.models.fit import misfits
@@ -36,23 +35,27 @@ class Weights:
     num_bytes: int
     num_files: int
     dtypes: tuple[str, ...]
-    kv_bytes_per_token: int  # in the dtype that most parameters have
+    kv_bytes_per_token: int  # in the floating point dtype that most parameters have
 
     @classmethod
     def of(cls, checkpoint: Checkpoint, config: LayerConfig) -> "Weights":
-        """Of the floating point tensors; tables of ids are not parameters."""
+        """Of the floating point tensors and of packed ones; tables of ids are not parameters, nor are scales."""
         sizes: dict[str, int] = {}
-        for info in checkpoint.tensors.values():
+        packed = 0  # bytes: two parameters each, and their scales
+        for name, info in checkpoint.tensors.items():
             if info.dtype in ("float64", "float32", "bfloat16", "float16"):
                 sizes[info.dtype] = sizes.get(info.dtype, 0) + prod(info.shape)
+            elif info.dtype == "uint8":
+                packed += prod(info.shape)
+                sizes["mxfp4"] = sizes.get("mxfp4", 0) + 2 * prod(info.shape) * name.endswith("_blocks")
         dtypes = sorted(sizes, key=lambda name: -sizes[name])
-        width = {name: int(getattr(torch, name).itemsize) for name in dtypes}
+        width = {name: int(getattr(torch, name).itemsize) for name in dtypes if name != "mxfp4"}
         return cls(
             num_parameters=sum(sizes.values()),
-            num_bytes=sum(count * width[name] for name, count in sizes.items()),
+            num_bytes=packed + sum(sizes[name] * each for name, each in width.items()),
             num_files=len(checkpoint.files),
             dtypes=tuple(dtypes),
-            kv_bytes_per_token=config.kv_spec.bytes_per_token(width[dtypes[0]] if dtypes else 4),
+            kv_bytes_per_token=config.kv_spec.bytes_per_token(next(iter(width.values()), 4)),
         )
 
 
@@ -72,7 +75,8 @@ class Inspection:
 
     def facts(self) -> dict[str, str]:
         """Texts by label, for a terminal."""
-        kv_cache = f"{self.weights.kv_bytes_per_token:,} bytes per token"
+        kept = ", also in layers with a window: their pages are kept in full"
+        kv_cache = f"{self.weights.kv_bytes_per_token:,} bytes per token{kept * any(self.config.windows)}"
         return {**self.config.facts(), "weights": _size(self.weights), "KV cache": kv_cache}
 
     def to_json(self) -> dict[str, Any]:

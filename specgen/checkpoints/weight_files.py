@@ -21,6 +21,7 @@ _SAFETENSORS_DTYPES = {
     "BF16": "bfloat16",
     "I64": "int64",
     "I32": "int32",
+    "U8": "uint8",
     "BOOL": "bool",
 }
 _LARGEST_JSON = 16 << 20  # bytes; the index of a thousand shards has 2 MiB
@@ -51,11 +52,20 @@ def tensor_infos(directory: Path) -> dict[str, TensorInfo]:
 
 def read_tensor(name: str, info: TensorInfo) -> Tensor:
     """The tensor as it is stored, on the CPU."""
-    if info.file.suffix == ".safetensors":
-        with _safetensors(info.file) as handle:
-            tensor: Tensor = handle.get_tensor(name)
-            return tensor
-    return read_pickle(info.file)[name]
+    return dict(read_tensors({name: info}))[name]
+
+
+def read_tensors(infos: Mapping[str, TensorInfo]) -> Iterator[tuple[str, Tensor]]:
+    """The tensors by name as they are stored, on the CPU, file by file: each is opened once."""
+    for file in sorted({info.file for info in infos.values()}):
+        names = [name for name, info in infos.items() if info.file == file]
+        if file.suffix == ".safetensors":
+            with _safetensors(file) as handle:
+                for name in names:
+                    yield name, handle.get_tensor(name)
+        else:
+            tensors = read_pickle(file)
+            yield from ((name, tensors[name]) for name in names)
 
 
 def read_json(file: Path) -> dict[str, Any]:

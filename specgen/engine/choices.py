@@ -100,6 +100,7 @@ def _heads(config: EngineConfig, checkpoints: Checkpoints) -> list[Heads]:
             kv_dtype=dtype,
             page_size=config.page_size,
             max_query_len=config.draft_length.most + 1,
+            sinks=model.sinks,
         )
         for model in models
     ]

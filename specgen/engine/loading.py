@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 import torch
 
-from specgen.checkpoints.checkpoint import Checkpoint, load_drafter, load_target, open_checkpoint
+from specgen.checkpoints.checkpoint import load_drafter, load_target, open_checkpoint
+from specgen.checkpoints.tensor_reader import Checkpoint
 from specgen.config import EngineConfig
 from specgen.device import use
 from specgen.display import from_here

@@ -7,8 +7,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from specgen.models.eagle1_config import Eagle1Config
-from specgen.models.layers import Attend, HeadLayers, inverse_frequencies
+from specgen.models.layers import Attend, HeadLayers
 from specgen.models.protocols import MaskSlot, Target
+from specgen.models.rotary import rope_of
 from specgen.models.take import Take
 from specgen.ops import Map, Ops, Rope
 
@@ -44,7 +45,7 @@ class Eagle1Head:
             target=target,
             draft_to_target=draft_to_target,
             argmax=ops.argmax,
-            rope=ops.rope(inverse_frequencies(config.rope, config.head_dim, draft_to_target.device)),
+            rope=rope_of(config, ops, draft_to_target.device),
         )
 
     def fuse(self, features: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from typing import ClassVar
 from specgen.config import require
 from specgen.models.config_fields import Raw, count
 from specgen.models.eagle3_config import is_eagle3
-from specgen.models.model_config import HeadConfig, dtype_name, head_biases, head_windows, layer_settings
+from specgen.models.model_config import HeadConfig, dtype_name, head_biases, layer_settings, layer_windows
 
 NOT_EAGLE1 = "no fc.weight and layers.0.self_attn.q_proj.weight: the checkpoint is not an EAGLE-1 head either"
 IGNORED_TENSORS = frozenset({"rotary_emb.inv_freq", "layers.0.self_attn.rotary_emb.inv_freq"})
@@ -48,7 +48,7 @@ class Eagle1Config(HeadConfig):
             reads_output=True,
             fc_bias="fc.bias" in tensors,
             qk_norm=any(name.endswith("self_attn.q_norm.weight") for name in tensors),
-            windows=head_windows(config),
+            windows=layer_windows(config),
             dtype=dtype_name(config),
             **head_biases(config, tensors),
             **layer_settings(config),

@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from specgen.models.eagle3_config import Eagle3Config, tensor_prefixes
-from specgen.models.layers import Attend, HeadLayers, inverse_frequencies
+from specgen.models.layers import Attend, HeadLayers
 from specgen.models.protocols import MaskSlot, Target
+from specgen.models.rotary import rope_of
 from specgen.models.take import Take
 from specgen.ops import Map, Norm, Ops, Pair, Rope
 
@@ -60,7 +61,7 @@ class Eagle3Head:
             lm_head=ops.linear(take.linear({"lm_head": config.draft_vocab_size}, hidden)),
             draft_to_target=draft_to_target,
             argmax=ops.argmax,
-            rope=ops.rope(inverse_frequencies(config.rope, config.head_dim, draft_to_target.device)),
+            rope=rope_of(config, ops, draft_to_target.device),
         )
         if config.mask_token_id is None:
             return head

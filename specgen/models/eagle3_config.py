@@ -11,8 +11,8 @@ from specgen.models.model_config import (
     architectures,
     dtype_name,
     head_biases,
-    head_windows,
     layer_settings,
+    layer_windows,
 )
 
 NOT_EAGLE3 = (
@@ -134,7 +134,7 @@ class Eagle3Config(HeadConfig):
             qk_norm=any(name.endswith("self_attn.q_norm.weight") for name in tensors),
             own_embedding=any(name.endswith("embed_tokens.weight") for name in tensors),
             reads_output=reads_output,
-            windows=head_windows(layer),
+            windows=layer_windows(layer),
             dtype=dtype_name(config),
             **head_biases(layer, tensors),
             **layer_settings(layer),

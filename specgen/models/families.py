@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from specgen.config import UserError, require, shown
-from specgen.models import eagle1_config, eagle3_config, llama
+from specgen.models import eagle1_config, eagle3_config, gpt_oss, llama, qwen3_moe
 from specgen.models.config_fields import Raw
 from specgen.models.eagle1 import Eagle1Head
 from specgen.models.eagle1_config import Eagle1Config
@@ -45,6 +45,8 @@ FAMILIES: Mapping[str, Family] = {
     "LlamaForCausalLM": _llama(config=TargetConfig.from_hf),
     "Qwen2ForCausalLM": _llama(config=partial(TargetConfig.from_hf, qkv_bias=True)),
     "Qwen3ForCausalLM": _llama(config=partial(TargetConfig.from_hf, qk_norm=True)),
+    "Qwen3MoeForCausalLM": _llama(config=qwen3_moe.read),
+    "GptOssForCausalLM": _llama(config=gpt_oss.read),
 }
 HEAD_FAMILIES: Mapping[str, HeadFamily] = {
     "EAGLE3": HeadFamily(

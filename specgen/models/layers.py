@@ -1,6 +1,5 @@
-"""What the layers of targets and heads share: rotary frequencies, attention projections, the gated MLP."""
+"""What the layers of targets and heads share: attention projections and the gated MLP."""
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -8,8 +7,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from specgen.models.mixture import Mixture
 from specgen.models.model_config import LayerConfig
-from specgen.models.rope_config import Llama3Scaling, RopeConfig
 from specgen.models.take import Take
 from specgen.ops import Map, Norm, Ops
 
@@ -91,10 +90,13 @@ class Attention:
         """Load ``{prefix}self_attn.*`` of layer ``index``, whose q, k and v have inputs ``width`` wide."""
         heads = {"q": config.num_heads, "k": config.num_kv_heads, "v": config.num_kv_heads}
         out, q_rows = f"{prefix}self_attn.o_proj", config.num_heads * config.head_dim
+        sinks = take(f"{prefix}self_attn.sinks", (config.num_heads,)).float() if config.sinks else None
         return cls(
             qkv=Projection.build(config, heads, width, prefix, take, ops),
             out=ops.linear_parts(take.linear({out: config.hidden_size}, q_rows, bias=config.o_bias)),
-            layer=LayerAttention(index=index, scale=config.head_dim**-0.5, window=config.window(index)),
+            layer=LayerAttention(
+                index=index, scale=config.head_dim**-0.5, window=config.window(index), sinks=sinks
+            ),
         )
 
     def __call__(self, x: Tensor, attend: Attend) -> Tensor:
@@ -132,16 +134,19 @@ class Block:
 
     attention: Attention
     post_norm: Norm
-    mlp: Map  # [rows, H] -> [parts, rows, H]; see Ops.linear_parts
+    mlp: MLP | Mixture  # [rows, H] -> [parts, rows, H]; see Ops.linear_parts
 
     @classmethod
     def build(cls, config: LayerConfig, index: int, prefix: str, take: Take, ops: Ops, width: int) -> "Block":
         """Load ``{prefix}*`` as layer ``index``, whose attention has inputs ``width`` wide."""
         weight = take(prefix + "post_attention_layernorm.weight", (config.hidden_size,))
+        mixture = config.mixture_of(index)
         return cls(
             attention=Attention.build(config, index, width, prefix, take, ops),
-            post_norm=ops.rms_norm(weight, config.rms_norm_eps),
-            mlp=MLP.build(config, prefix, take, ops),
+            post_norm=ops.rms_norm(weight, config.rms_norm_eps, config.norm_casts_last),
+            mlp=MLP.build(config, prefix, take, ops)
+            if mixture is None
+            else Mixture.build(mixture, config.hidden_size, f"{prefix}mlp.", take, ops),
         )
 
     def __call__(self, stream: Tensor, normed: Tensor, attend: Attend) -> tuple[Tensor, Tensor]:
@@ -198,20 +203,3 @@ class HeadLayers:
         for block, norm in zip(self.blocks[:-1], self.norms, strict=True):
             stream, inputs = norm.add(*block(stream, inputs, attend))
         return stream, inputs
-
-
-def inverse_frequencies(rope: RopeConfig, head_dim: int, device: torch.device) -> Tensor:
-    """Radians per position of each rotary pair, [D / 2] in float32."""
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
-    frequencies = 1.0 / rope.theta**exponents
-    if rope.llama3 is not None:
-        frequencies = _llama3_scaled(frequencies, rope.llama3)
-    return frequencies.to(device)
-
-
-def _llama3_scaled(frequencies: Tensor, scaling: Llama3Scaling) -> Tensor:
-    # Low frequencies are divided by the factor, high ones kept, those between interpolated.
-    turns = scaling.original_max_positions * frequencies / (2 * math.pi)
-    blend = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
-    blend = blend.clamp(0, 1)
-    return frequencies * (blend + (1 - blend) / scaling.factor)

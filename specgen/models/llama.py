@@ -1,4 +1,4 @@
-"""The Llama and Qwen3 decoder over packed rows, and the names of its tensors in a checkpoint."""
+"""The decoder of Llama and its relatives over packed rows, and the names of its tensors in a checkpoint."""
 
 from dataclasses import dataclass
 
@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from specgen.models.layers import Attend, Block, inverse_frequencies
+from specgen.models.layers import Attend, Block
 from specgen.models.model_config import TargetConfig
+from specgen.models.rotary import rope_of
 from specgen.models.take import Take
 from specgen.ops import Map, Norm, Ops, Rope
 from specgen.ops.weight import Weight
@@ -15,7 +16,7 @@ from specgen.ops.weight import Weight
 
 @dataclass(frozen=True, kw_only=True)
 class Llama:
-    """A Llama or Qwen3 target; whether q and k are normed is data of its layers."""
+    """A target of any family of the table: how they differ (norms of q and k, mixtures, ...) is data of its layers."""
 
     config: TargetConfig
     embedding: Tensor  # [V, H]
@@ -42,12 +43,12 @@ class Llama:
             embedding=embedding,
             blocks=blocks,
             norms=tuple(
-                ops.rms_norm(take(name, (hidden_size,)), config.rms_norm_eps)
+                ops.rms_norm(take(name, (hidden_size,)), config.rms_norm_eps, config.norm_casts_last)
                 for name in [*norms, "model.norm.weight"]
             ),
             lm_head=ops.linear(lm_head),
             argmax=ops.argmax,
-            rope=ops.rope(inverse_frequencies(config.rope, config.head_dim, embedding.device)),
+            rope=rope_of(config, ops, embedding.device),
         )
 
     @property

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 from specgen.config import require, shown
 from specgen.kv.kv_spec import KVSpec
 from specgen.models.config_fields import LARGEST_COUNT, Raw, count, flag, items, number
+from specgen.models.mixture_config import MixtureConfig
 from specgen.models.rope_config import RopeConfig
 
 _WINDOWED = {"full_attention": False, "sliding_attention": True}
@@ -31,6 +32,9 @@ class LayerConfig:
     o_bias: bool = False
     mlp_bias: bool = False
     windows: tuple[int | None, ...] = ()  # by layer: positions that a row sees, its own included; None: all
+    sinks: bool = False  # of every layer's attention
+    norm_casts_last: bool = False  # norms round behind the product with their weight
+    mixture: MixtureConfig | None = None
 
     def __post_init__(self) -> None:
         require(
@@ -43,6 +47,10 @@ class LayerConfig:
         """Positions that a row of layer ``index`` sees, its own included; None: all."""
         return self.windows[index] if self.windows else None
 
+    def mixture_of(self, index: int) -> MixtureConfig | None:
+        """The experts of layer ``index``; None: it has an MLP."""
+        return self.mixture if self.mixture is not None and self.mixture.layers[index] else None
+
     @property
     def kv_spec(self) -> KVSpec:
         """What the cache stores: keys and values of grouped-query attention."""
@@ -52,12 +60,13 @@ class LayerConfig:
 
     def facts(self) -> dict[str, str]:
         """How the config was understood: printed texts by label."""
-        scaling = self.rope.llama3
-        scaled = f", llama3 scaling by {scaling.factor:g}" if scaling else ""
+        dense = self.mixture is None or not all(self.mixture.layers)
+        mlp = f", MLP {self.intermediate_size} wide" if dense else ""
         return {
-            "layers": f"{self.num_layers}, {self.hidden_size} wide, MLP {self.intermediate_size} wide",
+            "layers": f"{self.num_layers}, {self.hidden_size} wide{mlp}",
+            **({} if self.mixture is None else self.mixture.facts()),
             "attention": f"{self.num_heads} heads, {self.num_kv_heads} KV heads, {self.head_dim} wide each",
-            "rotary": f"base {self.rope.theta:,.0f}{scaled}",
+            "rotary": str(self.rope),
             **self._deviations(),
         }
 
@@ -66,9 +75,13 @@ class LayerConfig:
         biased = {"q, k and v": self.qkv_bias, "attention output": self.o_bias, "MLP": self.mlp_bias}
         biases = ", ".join(name for name, there in biased.items() if there)
         windows = ", ".join("all" if window is None else f"{window:,}" for window in self.windows)
-        return ({"biases": biases} if biases else {}) | (
-            {"windows": f"{windows} positions, by layer"} if any(self.windows) else {}
-        )
+        facts = {
+            "biases": (biases, bool(biases)),
+            "windows": (f"{windows} positions, by layer", any(self.windows)),
+            "sinks": ("one per head, in the sum of the softmax alone", self.sinks),
+            "norm": ("rounded behind the product with its weight", self.norm_casts_last),
+        }
+        return {name: text for name, (text, there) in facts.items() if there}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,13 +94,25 @@ class TargetConfig(LayerConfig):
     eos_token_ids: tuple[int, ...]
 
     @classmethod
-    def from_hf(cls, config: Raw, *, qk_norm: bool = False, qkv_bias: bool = False) -> "TargetConfig":
-        """Read the ``config.json`` of a Llama, or of a family that differs in norms of q and k or in biases.
+    def from_hf(
+        cls,
+        config: Raw,
+        *,
+        qk_norm: bool = False,
+        qkv_bias: bool = False,
+        windowed: bool = False,
+        sinks: bool = False,
+        norm_casts_last: bool = False,
+        mixture: MixtureConfig | None = None,
+    ) -> "TargetConfig":
+        """Read the ``config.json`` of a Llama, or of a family that differs in what is given.
 
-        ``UserError`` names the first thing in it that is not supported.
+        ``windowed`` families have windows where ``layer_types`` says so. ``UserError`` names the first thing in the
+        config that is not supported.
         """
         biased = flag(config, "attention_bias")
-        _refuse_windows(config)
+        if not windowed:
+            _refuse_windows(config)
         return cls(
             architecture=architectures(config)[0],
             num_layers=count(config, "num_hidden_layers"),
@@ -99,6 +124,10 @@ class TargetConfig(LayerConfig):
             qkv_bias=biased or qkv_bias,
             o_bias=biased,
             mlp_bias=flag(config, "mlp_bias"),
+            windows=layer_windows(config) if windowed else (),
+            sinks=sinks,
+            norm_casts_last=norm_casts_last,
+            mixture=mixture,
             **layer_settings(config),
         )
 
@@ -190,8 +219,8 @@ def _refuse_windows(config: Raw) -> None:
     )
 
 
-def head_windows(config: Raw) -> tuple[int | None, ...]:
-    """The window of each layer of a head; none where its config names no kinds of layers."""
+def layer_windows(config: Raw) -> tuple[int | None, ...]:
+    """The window of each layer; none where the config names no kinds of layers."""
     kinds = items(config, "layer_types")
     for kind in kinds:
         require(
@@ -201,7 +230,7 @@ def head_windows(config: Raw) -> tuple[int | None, ...]:
     window = config.get("sliding_window")
     require(
         bool(kinds) or not (window and config.get("use_sliding_window", True)),
-        f"sliding_window is {shown(window)} and no layer_types say of which layers: add them, as the head was trained",
+        f"sliding_window is {shown(window)} and no layer_types say of which layers: add them, as the model was trained",
     )
     return tuple(count(config, "sliding_window") if _WINDOWED[kind] else None for kind in kinds)
 

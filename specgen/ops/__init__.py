@@ -9,6 +9,7 @@ from torch import Tensor
 
 from specgen.kv.layout import Layout
 from specgen.ops.experts import Experts, ExpertsMap
+from specgen.ops.router import Choice, Weighing
 from specgen.ops.weight import Weight
 
 Map = Callable[[Tensor], Tensor]  # rows to rows
@@ -33,6 +34,22 @@ class Norm(Protocol):
         ...
 
 
+class MakeNorm(Protocol):
+    """Prepares a ``Norm`` from its weight [..., N] and eps."""
+
+    def __call__(self, weight: Tensor, eps: float, casts_last: bool = False) -> Norm:
+        """``casts_last``: round behind the product with the weight (GPT-OSS), not before it."""
+        ...
+
+
+class MakeRope(Protocol):
+    """Prepares a ``Rope`` for half-split pairs; see ``Store``."""
+
+    def __call__(self, frequencies: Tensor, scale: float = 1.0) -> Rope:
+        """``frequencies``: radians per position [D / 2]; ``scale`` multiplies cos and sin before they are rounded."""
+        ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class Ops:
     """The operations of a model; every implementation rounds where ``transformers`` rounds.
@@ -46,12 +63,13 @@ class Ops:
     ]  # the same as split-K partial sums [n, rows, out], added in Norm.add
     gated_linear: Callable[[Weight], Map]  # gate and up [2 * I, in]: [rows, in] -> silu(gate) * up [rows, I]
     experts: Callable[[Experts], ExpertsMap]
-    rms_norm: Callable[[Tensor, float], Norm]  # weight [..., N] and eps
+    choice: Callable[[int, Weighing], Choice]  # of so many experts a row
+    rms_norm: MakeNorm
     # Embedding table [V, N], two norm weights [N] and eps: token ids [rows] and x [rows, N] -> the normed embeddings
     # concatenated with the normed x, [rows, 2 * N].
     embed_norm_concat: Callable[[Tensor, Tensor, Tensor, float], Pair]
     argmax: Map  # [..., V] -> [...] int64: the first maximum
-    rope: Callable[[Tensor], Rope]  # radians per position [D / 2], for half-split pairs; see Store
+    rope: MakeRope
 
 
 def bind_ops(device: torch.device, dtype: torch.dtype) -> Ops:

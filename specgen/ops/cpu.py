@@ -50,7 +50,8 @@ class _FusedNorm:
     floor: Tensor  # sqrt(N * eps)
 
     @classmethod
-    def prepare(cls, weight: Tensor, eps: float) -> "_FusedNorm":
+    def prepare(cls, weight: Tensor, eps: float, casts_last: bool = False) -> "_FusedNorm":
+        del casts_last  # in float32 nothing is rounded
         size = weight.shape[-1]
         return cls(weight=weight * size**0.5, floor=torch.tensor((size * eps) ** 0.5))
 

@@ -15,6 +15,7 @@ from specgen.ops.expert_tiles import MXFP4_TILES, PLAIN_TILES
 from specgen.ops.experts import Experts, ExpertsMap, grouped_experts
 from specgen.ops.reference import gated, linear, one_part
 from specgen.ops.rope import TritonRope
+from specgen.ops.router import choice
 from specgen.ops.row_kernels import TritonEmbedNormConcat, TritonNorm, silu_and_mul
 from specgen.ops.skinny import Tile, skinny_gated_linear, skinny_linear
 from specgen.ops.weight import Weight
@@ -44,6 +45,7 @@ def cuda_ops(dtype: torch.dtype) -> Ops:
         linear_parts=_linear_parts if half else (lambda weight: one_part(linear(weight))),
         gated_linear=_gated_linear if half else (lambda weight: gated(linear(weight), silu_and_mul)),
         experts=partial(_experts, dtype),
+        choice=choice,
         rms_norm=TritonNorm,
         embed_norm_concat=TritonEmbedNormConcat,
         argmax=argmax,

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from specgen.ops.mxfp4 import dequantized
 from specgen.ops.weight import Weight
 
 # x [rows, H], the ids of each row's experts [rows, k] int64 (each row's differ), their weights [rows, k] in x's dtype
@@ -28,7 +29,9 @@ class Gating:
     def __call__(self, gate: Tensor, up: Tensor) -> Tensor:
         if self.limit is not None:
             gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
-        return gate * torch.sigmoid(gate * self.alpha) * (up + self.shift)
+        # silu rounds once, the other form at every step, as both do in transformers
+        gated = F.silu(gate) if self.alpha == 1.0 else gate * torch.sigmoid(gate * self.alpha)
+        return gated * (up + self.shift)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,9 +44,14 @@ class Experts:
 
 
 def grouped_experts(experts: Experts) -> ExpertsMap:
-    """By ``torch``'s grouped product, on any device; nothing waits for the device."""
-    gate_up, down = experts.gate_up.matrix, experts.down.matrix
-    num_experts = gate_up.shape[0]
+    """By ``torch``'s grouped product, on any device; nothing waits for the device.
+
+    Quantized weights are dequantized: on a CPU once, elsewhere in every call, so that no copy of them stays.
+    """
+    gate_up, down = _matrices(experts.gate_up), _matrices(experts.down)
+    gate_up_bias, down_bias, gating = experts.gate_up.bias, experts.down.bias, experts.gating
+    num_experts = len(experts.gate_up.data)
+    del experts  # of quantized weights only what ``gate_up`` and ``down`` keep
 
     def grouped(x: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor, ends: Tensor) -> Tensor:
         out = F.grouped_mm(x, weight.transpose(-2, -1), offs=ends)
@@ -55,10 +63,22 @@ def grouped_experts(experts: Experts) -> ExpertsMap:
         counts = torch.zeros(num_experts, dtype=torch.int32, device=x.device)
         counts.scatter_add_(0, sorted_ids, torch.ones_like(sorted_ids, dtype=torch.int32))
         ends = counts.cumsum(0, dtype=torch.int32)
-        gate, up = grouped(x[order // k], gate_up, experts.gate_up.bias, sorted_ids, ends).chunk(2, -1)
-        out = grouped(experts.gating(gate, up), down, experts.down.bias, sorted_ids, ends)
+        gate, up = grouped(x[order // k], gate_up(), gate_up_bias, sorted_ids, ends).chunk(2, -1)
+        out = grouped(gating(gate, up), down(), down_bias, sorted_ids, ends)
         unsorted = torch.empty_like(out)
         unsorted[order] = out
         return (unsorted.view(*ids.shape, -1) * weights[..., None]).sum(1)[None]
 
     return forward
+
+
+def _matrices(weight: Weight) -> Callable[[], Tensor]:
+    """The matrices [E, out, in] in the model's dtype, when they are needed."""
+    if weight.format == "plain":
+        return lambda: weight.data
+    assert weight.bias is not None, "the bias tells the model's dtype"
+    dtype = weight.bias.dtype
+    if weight.data.device.type != "cpu":
+        return lambda: dequantized(weight, dtype).data
+    plain = dequantized(weight, dtype).data
+    return lambda: plain

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from specgen.kv.layout import Layout
 from specgen.ops import Map, Ops, Pair, Rope, Store
 from specgen.ops.experts import grouped_experts
+from specgen.ops.router import choice
 from specgen.ops.weight import Weight
 
 
@@ -20,6 +21,7 @@ def torch_ops() -> Ops:
         linear_parts=lambda weight: one_part(linear(weight)),
         gated_linear=lambda weight: gated(linear(weight), silu_and_mul),
         experts=grouped_experts,
+        choice=choice,
         rms_norm=RmsNorm,
         embed_norm_concat=embed_norm_concat,
         argmax=lambda x: x.argmax(-1),
@@ -47,11 +49,12 @@ def gated(linear: Map, silu_and_mul: Map) -> Map:
 class RmsNorm:
     weight: Tensor
     eps: float
+    casts_last: bool = False
 
     def __call__(self, x: Tensor) -> Tensor:
         wide = x.float()
         scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        return scaled.to(x.dtype) * self.weight
+        return (scaled * self.weight).to(x.dtype) if self.casts_last else scaled.to(x.dtype) * self.weight
 
     def add(self, stream: Tensor, parts: Tensor) -> tuple[Tensor, Tensor]:
         total = stream + parts.squeeze(0)
@@ -70,12 +73,12 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
     return F.silu(gate).mul_(up)
 
 
-def rope(frequencies: Tensor) -> Rope:
+def rope(frequencies: Tensor, scale: float = 1.0) -> Rope:
     """See ``Ops.rope``."""
 
     def plan(layout: Layout) -> Store:
         angles = layout.positions[:, None, None] * frequencies  # [rows, 1, D / 2]
-        cos, sin = angles.cos(), angles.sin()
+        cos, sin = angles.cos() * scale, angles.sin() * scale
         cos, sin = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
         return partial(_store, cos=cos, sin=sin, slots=layout.slots)
 

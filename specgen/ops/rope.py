@@ -65,6 +65,7 @@ def _rope_store_kernel(
     q: tl.tensor,
     keys: tl.tensor,
     values: tl.tensor,
+    scale: float,
     page_stride: int,
     slot_stride: int,
     head_stride: int,
@@ -87,8 +88,8 @@ def _rope_store_kernel(
     gdc_wait()
     position, page, offset = _slot(row, where, tables, table_stride, table_width, page_size, QUERY_LEN)
     angle = position.to(tl.float32) * frequency
-    cos = tl.cos(angle).to(qkv.dtype.element_ty).to(tl.float32)[None, :]
-    sin = tl.sin(angle).to(qkv.dtype.element_ty).to(tl.float32)[None, :]
+    cos = (tl.cos(angle) * scale).to(qkv.dtype.element_ty).to(tl.float32)[None, :]
+    sin = (tl.sin(angle) * scale).to(qkv.dtype.element_ty).to(tl.float32)[None, :]
 
     source = qkv + (row * (num_heads + 2 * num_kv_heads) + head) * 2 * HALF + pair[None, :]
     low, high = tl.load(source, inside, 0), tl.load(source + HALF, inside, 0)
@@ -113,11 +114,13 @@ class TritonRope:
     """In a uniform layout the kernel of each layer computes positions and slots itself."""
 
     frequencies: Tensor  # [D / 2] float32
+    scale: float = 1.0  # of cos and sin
 
     def __call__(self, layout: Layout) -> Store:
         uniform = layout.uniform_q is not None
         return _TritonStore(
             frequencies=self.frequencies,
+            scale=self.scale,
             where=layout.starts if uniform else layout.positions,
             tables=layout.block_tables if uniform else layout.slots,
             query_len=layout.uniform_q or 0,
@@ -127,6 +130,7 @@ class TritonRope:
 @dataclass(frozen=True, kw_only=True)
 class _TritonStore:
     frequencies: Tensor
+    scale: float
     where: Tensor  # starts [B] of a uniform layout, positions [rows] of a ragged one
     tables: Tensor  # block tables [B, max_pages] of a uniform layout, slots [rows] of a ragged one
     query_len: int  # 0: ragged
@@ -141,7 +145,7 @@ class _TritonStore:
         if rows:
             half = head_dim // 2
             _rope_store_kernel[(rows, triton.cdiv(num_all, _HEADS))](
-                *(qkv, self.frequencies, self.where, self.tables, q, keys, values),
+                *(qkv, self.frequencies, self.where, self.tables, q, keys, values, self.scale),
                 *keys.stride()[:3],
                 *(self.tables.stride(0), self.tables.shape[-1], keys.shape[1], num_heads, num_kv_heads),
                 QUERY_LEN=self.query_len,

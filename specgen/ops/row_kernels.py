@@ -13,10 +13,12 @@ from specgen.ops.launch import PDL
 
 
 @triton.jit
-def _normed(x: tl.tensor, weight: tl.tensor, size: int, eps: float) -> tl.tensor:
-    """``x`` in its own dtype, zero beyond ``size``; rounded before the weight is applied, as in ``transformers``."""
+def _normed(x: tl.tensor, weight: tl.tensor, size: int, eps: float, CASTS_LAST: tl.constexpr) -> tl.tensor:  # noqa: N803
+    """``x`` in its own dtype, zero beyond ``size``; rounded before the weight is applied or, CASTS_LAST, behind it."""
     wide = x.to(tl.float32)
     scaled = wide * tl.rsqrt(tl.sum(wide * wide) / size + eps)
+    if CASTS_LAST:
+        return (scaled * weight.to(tl.float32)).to(x.dtype)
     return scaled.to(x.dtype) * weight
 
 
@@ -29,6 +31,7 @@ def _norm_kernel(
     eps: float,
     num_weights: int,
     stride: int,
+    CASTS_LAST: tl.constexpr,  # noqa: N803
     BLOCK: tl.constexpr,  # noqa: N803
 ) -> None:
     gdc_launch_dependents()
@@ -39,7 +42,7 @@ def _norm_kernel(
     w = tl.load(weight + part * size + columns, inside, 0)
     gdc_wait()
     values = tl.load(x + row // num_weights * stride + part * size + columns, inside, 0)
-    tl.store(out + row * size + columns, _normed(values, w, size, eps), inside)
+    tl.store(out + row * size + columns, _normed(values, w, size, eps, CASTS_LAST), inside)
 
 
 @triton.jit
@@ -53,6 +56,7 @@ def _add_norm_kernel(
     eps: float,
     stride: int,
     PARTS: tl.constexpr,  # noqa: N803
+    CASTS_LAST: tl.constexpr,  # noqa: N803
     BLOCK: tl.constexpr,  # noqa: N803
 ) -> None:
     gdc_launch_dependents()
@@ -68,7 +72,7 @@ def _add_norm_kernel(
         delta += tl.load(parts + start + columns, inside, 0).to(tl.float32)
     added = before + delta.to(before.dtype)
     tl.store(total + row * size + columns, added, inside)
-    tl.store(out + row * size + columns, _normed(added, w, size, eps), inside)
+    tl.store(out + row * size + columns, _normed(added, w, size, eps, CASTS_LAST), inside)
 
 
 @triton.jit
@@ -97,7 +101,7 @@ def _embed_norm_concat_kernel(
         w = tl.load(weight + columns, inside, 0)
         gdc_wait()
         values = tl.load(x + row * stride + columns, inside, 0)
-    tl.store(out + columns, _normed(values, w, size, eps), inside)
+    tl.store(out + columns, _normed(values, w, size, eps, False), inside)
 
 
 @triton.jit
@@ -126,6 +130,7 @@ class TritonNorm:
 
     weight: Tensor  # [..., N]
     eps: float
+    casts_last: bool = False
 
     def __call__(self, x: Tensor) -> Tensor:
         size = self.weight.shape[-1]
@@ -133,7 +138,7 @@ class TritonNorm:
         if x.numel():
             num_weights = self.weight.numel() // size
             args = (x, self.weight, out, size, self.eps, num_weights, x.stride(0))
-            _norm_kernel[(x.numel() // size,)](*args, **_block(size), **PDL)
+            _norm_kernel[(x.numel() // size,)](*args, CASTS_LAST=self.casts_last, **_block(size), **PDL)
         return out
 
     def add(self, stream: Tensor, parts: Tensor) -> tuple[Tensor, Tensor]:
@@ -142,7 +147,8 @@ class TritonNorm:
         total, out = stream.new_empty(rows, size), stream.new_empty(rows, size)
         if rows:
             args = (stream, parts, self.weight, total, out, size, self.eps, stream.stride(0))
-            _add_norm_kernel[(rows,)](*args, PARTS=len(parts), **_block(size), **PDL)
+            flags = {"PARTS": len(parts), "CASTS_LAST": self.casts_last}
+            _add_norm_kernel[(rows,)](*args, **flags, **_block(size), **PDL)
         return total, out
 
 

@@ -12,9 +12,10 @@ from torch import Tensor
 class Weight:
     """A matrix [out, in], or one for each expert [E, out, in], on its way from the checkpoint to a kernel.
 
-    In the format "plain", ``data`` is the matrix in the model's dtype, without scales. A quantized format would hold
-    quantized values in ``data`` and their scales in ``scale``, concatenate both in ``joined``, and need kernels in
-    every ``Ops`` that runs it; other kernels ask for ``matrix``.
+    In the format "plain", ``data`` is the matrix in the model's dtype, without scales. In "mxfp4" it is uint8
+    [..., in / 2], two values of 4 bits a byte, with a scale uint8 [..., in / 32] for each 32 of them (see
+    ``ops/mxfp4.py``). Another quantized format would hold its values and scales likewise, and need kernels in every
+    ``Ops`` that runs it; other kernels ask for ``matrix``.
     """
 
     data: Tensor

@@ -1,0 +1,91 @@
+"""A mixture of experts in the place of an MLP, and how its tensors are read."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from specgen.models.mixture_config import MixtureConfig
+from specgen.models.take import Take
+from specgen.ops import Map, Ops
+from specgen.ops.experts import Experts, ExpertsMap, Gating
+from specgen.ops.mxfp4 import BLOCK
+from specgen.ops.router import Choice
+from specgen.ops.weight import Weight
+
+Tap = Callable[[Tensor], None]  # is shown the ids [rows, k] of each pass; it may be captured in a graph
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mixture:
+    """Routes every row to its experts; nothing waits for the device."""
+
+    router: Map  # [rows, H] -> logits [rows, E]
+    choice: Choice
+    experts: ExpertsMap
+    taps: list[Tap] = field(default_factory=list)  # measuring tools add themselves here
+
+    @classmethod
+    def build(cls, config: MixtureConfig, hidden: int, prefix: str, take: Take, ops: Ops) -> "Mixture":
+        """Load ``{prefix}*`` of a layer ``hidden`` wide."""
+        router = take.linear({prefix + config.router: config.num_experts}, hidden, bias=config.biases)
+        return cls(
+            router=ops.linear(router),
+            choice=ops.choice(config.num_chosen, config.weights),
+            experts=ops.experts(_experts(config, hidden, f"{prefix}experts.", take)),
+        )
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[rows, H] -> [parts, rows, H]; see ``Ops.linear_parts``."""
+        ids, weights = self.choice(self.router(x))
+        for tap in self.taps:
+            tap(ids)
+        return self.experts(x, ids, weights)
+
+
+def _experts(config: MixtureConfig, hidden: int, prefix: str, take: Take) -> Experts:
+    gating = Gating(alpha=config.alpha, shift=config.shift, limit=config.limit)
+    if f"{prefix}0.gate_proj.weight" in take:
+        gate_up, down = _one_by_one(config, hidden, prefix, take)
+    else:
+        gate_up = _stacked(
+            config, prefix + "gate_up_proj", 2 * config.width, hidden, take, config.interleaved
+        )
+        down = _stacked(config, prefix + "down_proj", hidden, config.width, take, False)
+    return Experts(gate_up=gate_up, down=down, gating=gating)
+
+
+def _one_by_one(config: MixtureConfig, hidden: int, prefix: str, take: Take) -> tuple[Weight, Weight]:
+    """From a tensor for each matrix of each expert."""
+
+    def stacked(shape: tuple[int, int], *names: str) -> Weight:
+        each = range(config.num_experts)
+        return Weight(
+            data=take.stacked([[f"{prefix}{e}.{name}.weight" for name in names] for e in each], shape)
+        )
+
+    return stacked((config.width, hidden), "gate_proj", "up_proj"), stacked(
+        (hidden, config.width), "down_proj"
+    )
+
+
+def _stacked(
+    config: MixtureConfig, name: str, num_out: int, num_in: int, take: Take, interleaved: bool
+) -> Weight:
+    """From tensors of all experts; where gate and up alternate (``interleaved``), all of gate goes before up."""
+    count = config.num_experts
+
+    def ordered(rows: Tensor) -> Tensor:
+        return torch.cat((rows[:, ::2], rows[:, 1::2]), 1) if interleaved else rows
+
+    bias = take(f"{name}_bias", (count, num_out), ordered) if config.biases else None
+    if config.mxfp4:
+        blocks, rest = (count, num_out, num_in // BLOCK), BLOCK // 2
+        data = take.packed(f"{name}_blocks", (*blocks, rest), lambda stored: ordered(stored.flatten(2)))
+        return Weight(
+            data=data, scale=take.packed(f"{name}_scales", blocks, ordered), bias=bias, format="mxfp4"
+        )
+    if config.interleaved:
+        return Weight(data=take(name, (count, num_in, num_out), lambda stored: ordered(stored.mT)), bias=bias)
+    return Weight(data=take(name, (count, num_out, num_in)), bias=bias)

@@ -1,0 +1,307 @@
+"""Checkpoints of mixtures: spellings of configs and tensors, what is loaded and in which form, what is refused."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from specgen.attention.sdpa import SdpaBackend
+from specgen.bench.bound import StepBytes
+from specgen.checkpoints.checkpoint import build_target, load_target, open_checkpoint
+from specgen.checkpoints.inspect_checkpoint import describe
+from specgen.checkpoints.tensor_reader import TensorReader
+from specgen.config import EngineConfig, UserError
+from specgen.engine import choices
+from specgen.models.llama import Llama
+from specgen.models.mixture import Mixture
+from specgen.ops.experts import Experts
+from specgen.ops.mxfp4 import dequantized
+from specgen.ops.reference import torch_ops
+from tests.dense import DenseAttend
+from tests.engines import load_pair
+from tests.tiny_checkpoints import write_head
+from tests.tiny_mixtures import change, packed_in_mxfp4, read, write_gpt_oss, write_qwen3_moe
+
+CPU, META = torch.device("cpu"), torch.device("meta")
+
+
+@torch.inference_mode()
+def logits(path: Path) -> Tensor:
+    model = load_target(open_checkpoint(str(path)), torch.float32, CPU)
+    assert isinstance(model, Llama)
+    return model.logits(model.forward(torch.arange(20), DenseAttend(model))[0])
+
+
+def test_both_spellings_of_a_qwen3_moe_are_the_same_model(tmp_path: Path) -> None:
+    """As on the hub and with a tensor for all experts: gate before up, rows by output."""
+    config, before = write_qwen3_moe(tmp_path, num_experts=5), logits(tmp_path)
+    saved = json.loads((tmp_path / "config.json").read_text())
+    assert saved["num_local_experts"] == 5, "transformers 5 renames it"
+    change(tmp_path, {}, num_local_experts=None, num_experts=5, experts_per_token=2, num_experts_per_tok=None)
+    assert read(tmp_path) == config
+
+    stored = load_file(tmp_path / "model.safetensors")
+    fused: dict[str, Tensor | None] = {name: None for name in stored if ".experts." in name}
+    for layer in range(config.num_layers):
+        prefix = f"model.layers.{layer}.mlp.experts."
+        gate, up, down = (
+            torch.stack([stored[f"{prefix}{e}.{name}_proj.weight"] for e in range(5)])
+            for name in ("gate", "up", "down")
+        )
+        fused |= {f"{prefix}gate_up_proj": torch.cat((gate, up), 1), f"{prefix}down_proj": down}
+    change(tmp_path, fused)
+    assert torch.equal(logits(tmp_path), before)
+
+
+def test_what_a_gpt_oss_leaves_out_is_as_in_transformers(tmp_path: Path) -> None:
+    import transformers
+
+    write_gpt_oss(tmp_path, num_hidden_layers=3)
+    gone = ("attention_bias", "layer_types", "rope_parameters", "sliding_window", "rms_norm_eps")
+    change(tmp_path, {}, **dict.fromkeys((*gone, "swiglu_limit", "swiglu_alpha")))
+    config, expected = read(tmp_path), transformers.AutoConfig.from_pretrained(tmp_path)
+    assert config.windows == (128, None, 128)
+    assert expected.layer_types == ["sliding_attention", "full_attention", "sliding_attention"]
+    assert (config.qkv_bias, config.o_bias, config.mlp_bias) == (True, True, False)
+    assert (config.rms_norm_eps, expected.rms_norm_eps) == (1e-5, 1e-5)
+    assert config.rope.theta == expected.rope_parameters["rope_theta"]
+    assert config.rope.yarn is not None
+    assert config.mixture is not None
+    assert (config.mixture.limit, config.mixture.alpha) == (expected.swiglu_limit, expected.swiglu_alpha)
+    got = (config.rope.yarn.factor, config.rope.yarn.truncate, config.rope.yarn.original_max_positions)
+    assert got == tuple(
+        expected.rope_parameters[name] for name in ("factor", "truncate", "original_max_position_embeddings")
+    )
+
+
+def test_mxfp4_reaches_the_kernels_as_it_is_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of gate before those of up, and never in another dtype."""
+    write_gpt_oss(tmp_path)
+    config = packed_in_mxfp4(tmp_path)
+    taken: list[Experts] = []
+
+    def experts(given: Experts) -> Any:
+        taken.append(given)
+        return torch_ops().experts(given)
+
+    monkeypatch.setattr(
+        "specgen.checkpoints.checkpoint.bind_ops",
+        lambda device, dtype: torch_ops().__class__(**{**vars(torch_ops()), "experts": experts}),
+    )
+    checkpoint = open_checkpoint(str(tmp_path))
+    reader = TensorReader(checkpoint=checkpoint, dtype=torch.bfloat16, device=CPU)
+    build_target(config, reader)
+    stored = load_file(tmp_path / "model.safetensors")
+    for layer, each in enumerate(taken):
+        prefix = f"model.layers.{layer}.mlp.experts."
+        assert each.gate_up.format == each.down.format == "mxfp4"
+        blocks = stored[f"{prefix}gate_up_proj_blocks"].flatten(2)
+        assert torch.equal(each.gate_up.data, torch.cat((blocks[:, 0::2], blocks[:, 1::2]), 1))
+        scales = stored[f"{prefix}gate_up_proj_scales"]
+        assert each.gate_up.scale is not None
+        assert torch.equal(each.gate_up.scale, torch.cat((scales[:, 0::2], scales[:, 1::2]), 1))
+        bias = stored[f"{prefix}gate_up_proj_bias"].bfloat16()
+        assert each.gate_up.bias is not None
+        assert torch.equal(each.gate_up.bias, torch.cat((bias[:, 0::2], bias[:, 1::2]), 1))
+        assert torch.equal(each.down.data, stored[f"{prefix}down_proj_blocks"].flatten(2))
+        assert each.down.scale is not None
+        assert torch.equal(each.down.scale, stored[f"{prefix}down_proj_scales"])
+        packed = {name: reader.taken[f"{prefix}{name}"] for name in stored_names(stored, prefix)}
+        assert packed["gate_up_proj_blocks"] + packed["gate_up_proj_scales"] == each.gate_up.num_bytes
+        assert dequantized(each.down, torch.bfloat16).data.shape == (6, 64, 32)
+    assert sum(reader.taken.values()) == sum(
+        t.numel() * (1 if t.dtype == torch.uint8 else 2) for t in stored.values()
+    )
+
+
+def stored_names(stored: dict[str, Tensor], prefix: str) -> list[str]:
+    return [name.removeprefix(prefix) for name in stored if name.startswith(prefix)]
+
+
+@pytest.mark.parametrize("write", [write_gpt_oss, write_qwen3_moe], ids=["gpt-oss", "qwen3-moe"])
+def test_bytes_are_counted_without_reading_weights(tmp_path: Path, write: Any) -> None:
+    write_head(tmp_path / "drafter", write(tmp_path / "target"))
+    pair = load_pair(tmp_path)
+    stored = load_file(tmp_path / "target" / "model.safetensors")
+    whole = sum(t.nbytes for t in stored.values()) - stored["model.embed_tokens.weight"].nbytes
+    assert StepBytes.of(pair.models).target == whole
+
+
+def test_experts_are_not_all_in_memory_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the tensors of one expert each, none outlives its copy into the layer's."""
+    from weakref import ref
+
+    from specgen.checkpoints import tensor_reader
+
+    write_qwen3_moe(tmp_path)
+    alive, read_all = list[Any](), tensor_reader.read_tensors
+    most = 0
+
+    def spy(infos: Any) -> Any:
+        nonlocal most
+        for name, tensor in read_all(infos):
+            alive.append(ref(tensor))
+            most = max(most, sum(each() is not None for each in alive))
+            yield name, tensor
+            del tensor
+
+    monkeypatch.setattr(tensor_reader, "read_tensors", spy)
+    load_target(open_checkpoint(str(tmp_path)), torch.float32, CPU)
+    assert len(alive) == 6 * 6 * 3
+    assert most <= 2
+
+
+QWEN3: dict[str, tuple[dict[str, Any], str]] = {
+    "counts": ({"num_experts": 7}, "num_experts is 7 and num_local_experts 6"),
+    "no-count": ({"num_local_experts": None}, "has no num_experts"),
+    "no-top-k": ({"num_experts_per_tok": None}, "has no num_experts_per_tok"),
+    "top-k": ({"num_experts_per_tok": 9}, "num_experts_per_tok is 9 of 6 experts"),
+    "no-width": ({"moe_intermediate_size": None}, "has no moe_intermediate_size"),
+    "width": ({"moe_intermediate_size": 16}, "gate_proj.weight has shape"),
+    "layers": ({"mlp_only_layers": ["1"]}, "mlp_only_layers is"),
+    "step": ({"decoder_sparse_step": 0}, "decoder_sparse_step is 0"),
+    "dense": ({"mlp_only_layers": [2]}, "no tensor 'model.layers.2.mlp.gate_proj.weight'"),
+    "norm": ({"norm_topk_prob": "yes"}, "norm_topk_prob is 'yes'"),
+    "quantized": ({"quantization_config": {"quant_method": "mxfp4"}}, "quantization_config is set"),
+    "window": ({"use_sliding_window": True, "sliding_window": 8}, "sliding_window is 8 and in use"),
+    "more-experts": ({"num_local_experts": 7}, "no tensor 'model.layers.0.mlp.gate.weight'|has shape"),
+}
+GPT_OSS: dict[str, tuple[dict[str, Any], str]] = {
+    "fp8": ({"quantization_config": {"quant_method": "fp8"}}, "has the method 'fp8'"),
+    "not-packed": ({"quantization_config": {"quant_method": "mxfp4"}}, "gate_up_proj_blocks'"),
+    "limit": ({"swiglu_limit": -1}, "swiglu_limit is -1"),
+    "layer-types": ({"layer_types": ["sliding_attention"]}, "layer_types names 1 layers"),
+    "other-layers": ({"layer_types": ["linear_attention"] * 6}, "layer_types has 'linear_attention'"),
+    "rope": ({"rope_parameters": {"rope_type": "longrope"}}, "rope type 'longrope'"),
+    "experts": ({"num_local_experts": 1 << 30}, "num_local_experts is"),
+}
+
+
+def refused(path: Path, message: str) -> None:
+    with pytest.raises(UserError, match=message) as caught:
+        load_target(open_checkpoint(str(path)), torch.float32, CPU)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("changes", "message"), QWEN3.values(), ids=QWEN3)
+def test_wrong_configs_of_qwen3_moe_are_refused_by_name(
+    tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    write_qwen3_moe(tmp_path)
+    change(tmp_path, {}, **changes)
+    refused(tmp_path, message)
+
+
+@pytest.mark.parametrize(("changes", "message"), GPT_OSS.values(), ids=GPT_OSS)
+def test_wrong_configs_of_gpt_oss_are_refused_by_name(
+    tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    write_gpt_oss(tmp_path)
+    change(tmp_path, {}, **changes)
+    refused(tmp_path, message)
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "message"),
+    [
+        ("self_attn.sinks", None, "no tensor 'model.layers.3.self_attn.sinks'"),
+        ("self_attn.sinks", torch.zeros(5), "sinks has shape"),
+        ("mlp.router.bias", None, "no tensor 'model.layers.3.mlp.router.bias'"),
+        ("mlp.experts.down_proj_bias", None, "no tensor 'model.layers.3.mlp.experts.down_proj_bias'"),
+        ("mlp.experts.down_proj_scales", None, "no tensor 'model.layers.3.mlp.experts.down_proj_scales'"),
+        ("mlp.experts.down_proj_blocks", torch.zeros(6, 64, 1, 16), "stored as float32, not as bytes"),
+        ("mlp.experts.down_proj_scales", torch.zeros(6, 64, 2, dtype=torch.uint8), "scales has shape"),
+        ("self_attn.o_proj.weight", torch.zeros(64, 64, dtype=torch.uint8), "stored as uint8: quantized"),
+        ("mlp.shared_expert.weight", torch.zeros(2), "1 unknown tensors, such as 'model.layers.3.mlp.shared"),
+    ],
+    ids=str,
+)
+def test_wrong_tensors_of_gpt_oss_are_refused_by_name(
+    tmp_path: Path, name: str, tensor: Tensor | None, message: str
+) -> None:
+    write_gpt_oss(tmp_path)
+    packed_in_mxfp4(tmp_path)
+    change(tmp_path, {f"model.layers.3.{name}": tensor})
+    refused(tmp_path, message)
+
+
+def test_inspect_says_what_a_gpt_oss_is(tmp_path: Path) -> None:
+    write_gpt_oss(tmp_path)
+    packed_in_mxfp4(tmp_path)
+    text = describe(str(tmp_path)).to_text()
+    for line in (
+        "experts     6 in all layers, 32 wide, in MXFP4, gate and up clamped at 7\n",
+        "router      chooses 2 per token; weights from the softmax over the chosen\n",
+        "rotary      base 10,000, YaRN scaling by 4 (exact bounds), cos and sin times 1.139\n",
+        "windows     8, all, 8, all, 8, all positions, by layer\n",
+        "sinks       one per head, in the sum of the softmax alone\n",
+        "KV cache    1,536 bytes per token, also in layers with a window: their pages are kept in full\n",
+        "Complete and supported.",
+    ):
+        assert line in text
+    (part,) = describe(str(tmp_path)).to_json()["checkpoints"]
+    stored = load_file(tmp_path / "model.safetensors")
+    assert part["num_bytes"] == sum(t.nbytes for t in stored.values())
+    packed = sum(2 * t.numel() for name, t in stored.items() if name.endswith("_blocks"))
+    assert part["num_parameters"] == packed + sum(
+        t.numel() for t in stored.values() if t.dtype != torch.uint8
+    )
+    assert part["dtypes"] == ("mxfp4", "float32")
+    assert part["mixture"]["num_experts"] == 6
+
+
+def test_inspect_says_which_layers_are_mixtures(tmp_path: Path) -> None:
+    write_qwen3_moe(tmp_path, mlp_only_layers=[0], norm_topk_prob=False)
+    text = describe(str(tmp_path)).to_text()
+    assert "layers      6, 64 wide, MLP 96 wide\n" in text
+    assert "experts     6 in 5 of 6 layers, 32 wide\n" in text
+    assert "router      chooses 2 per token; weights from the softmax over all\n" in text
+    assert "full" not in text
+
+
+@pytest.mark.parametrize("name", ["sdpa", "sdpa-static", "flashinfer"])
+def test_a_backend_without_sinks_refuses_a_model_with_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: Any
+) -> None:
+    write_gpt_oss(tmp_path / "sinks")
+    write_qwen3_moe(tmp_path / "none")
+
+    class Other(SdpaBackend):
+        capabilities = replace(SdpaBackend.capabilities, sinks=False)
+
+    monkeypatch.setitem(choices.BACKENDS, "flashinfer", Other)  # type: ignore[misc]
+    monkeypatch.setitem(choices._AUTO, "cpu", ("flashinfer", "sdpa"))  # type: ignore[misc]
+    for model, chosen in (("sinks", "sdpa"), ("none", "flashinfer")):
+        path = str(tmp_path / model)
+        config = EngineConfig(model=path, drafter="ngram", dtype="float32", device="cpu")
+        checkpoints = {"model": open_checkpoint(path)}
+        assert choices.choose_attention(config, checkpoints)[0] == chosen
+        asked = replace(config, attention=name)
+        if name == "flashinfer" and model == "sinks":
+            with pytest.raises(UserError, match="'flashinfer' does not support attention sinks: use --att"):
+                choices.choose_attention(asked, checkpoints)
+        else:
+            assert choices.choose_attention(asked, checkpoints)[0] == name
+
+
+@torch.inference_mode()
+def test_a_tap_sees_the_experts_of_every_pass(tmp_path: Path) -> None:
+    write_gpt_oss(tmp_path)
+    model = load_target(open_checkpoint(str(tmp_path)), torch.float32, CPU)
+    assert isinstance(model, Llama)
+    seen: dict[int, Tensor] = {}
+    for index, block in enumerate(model.blocks):
+        assert isinstance(block.mlp, Mixture)
+        block.mlp.taps.append(lambda ids, index=index: seen.update({index: ids}))
+    model.forward(torch.arange(20), DenseAttend(model))
+    assert seen.keys() == set(range(6))
+    for ids in seen.values():
+        assert ids.shape == (20, 2)
+        assert ids.dtype == torch.int64
+        assert (ids[:, 0] != ids[:, 1]).all()
+        assert 0 <= int(ids.min()) <= int(ids.max()) < 6
