@@ -1,13 +1,16 @@
 """The tokenizer of a checkpoint, its chat template, and stop strings."""
 
+import copy
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from specgen.config import UserError, first_line, require
+from specgen.template_kwargs import PINNED_DATE, TemplateKwargs
+from specgen.text.chat_template import pin_date, require_known
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -81,6 +84,7 @@ class Tokenizer:
         self._backend.no_padding()
         added = self._backend.get_added_tokens_decoder()
         self._special = {token_id for token_id, token in added.items() if token.special}
+        self._added = {token.content: token_id for token_id, token in added.items()}
         self._pieces: dict[int, str] = {}
         # added tokens included; a model's embedding may be padded beyond it
         self.vocab_size = len(pretrained)
@@ -88,6 +92,28 @@ class Tokenizer:
         self.eos_token_id: int | None = pretrained.eos_token_id
         self.bos_token_id: int | None = pretrained.bos_token_id
         self.chat_template: str | None = pretrained.chat_template
+        self._template_kwargs: dict[str, Any] = {}
+
+    def with_template_kwargs(self, kwargs: TemplateKwargs) -> "Tokenizer":
+        """The same tokenizer, whose chats are rendered with ``kwargs``; the date among them is what templates see.
+
+        ``UserError`` for names that the template does not use.
+        """
+        given = kwargs.values
+        if not given:
+            return self
+        self.require_chat_template()
+        other = copy.copy(self)
+        if isinstance(self.chat_template, str):
+            require_known(self.chat_template, given)
+            day = given.pop(PINNED_DATE, None)
+            other.chat_template = self.chat_template if day is None else pin_date(self.chat_template, day)
+        other._template_kwargs = given
+        return other
+
+    def added_token_id(self, text: str) -> int | None:
+        """The id of the token ``text`` that is never part of other text, special or not; or None."""
+        return self._added.get(text)
 
     def special_token_id(self, text: str) -> int | None:
         """The id of the special token ``text``, or None."""
@@ -129,9 +155,11 @@ class Tokenizer:
         ):
             text: str = self._pretrained.apply_chat_template(
                 [asdict(message) for message in messages],
+                chat_template=self.chat_template,
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=not add_generation_prompt,
+                **self._template_kwargs,
             )
         return text
 
