@@ -13,7 +13,6 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from specgen.config import require
-from specgen.template_kwargs import PINNED_DATE
 
 _DIRECTIVES = "aAbBcdejmpuUVwxXyYGHIMSfWDF"  # of ``strftime``, beside those with a dash: no leading zero
 _DASHED = "dmjyHIMS"
@@ -38,9 +37,9 @@ def calls_for_date(directory: Path) -> bool:
     return any(b"strftime_now" in file.read_bytes() for file in files if file.is_file())
 
 
-def pin_date(template: str, day: str) -> str:
-    """``template`` with ``strftime_now`` at 0:00 of ``day``, an ISO date, instead of at the time of rendering."""
-    if "strftime_now" not in template:
+def pin_date(template: str, day: str | None) -> str:
+    """``template`` with ``strftime_now`` at 0:00 of ``day``, an ISO date; None: at the time of rendering."""
+    if day is None or "strftime_now" not in template:
         return template
     then = datetime.combine(date.fromisoformat(day), datetime.min.time())
     names = [*_DIRECTIVES, *(f"-{each}" for each in _DASHED)]
@@ -54,7 +53,7 @@ def require_known(template: str, names: Iterable[str]) -> None:
         known = meta.find_undeclared_variables(_ENVIRONMENT.parse(template))
     except TemplateError:
         return  # rendering says what is wrong with it
-    unknown = [name for name in names if name not in known and name != PINNED_DATE]
+    unknown = [name for name in names if name not in known]
     others = sorted(known - _OURS)
     require(
         not unknown,

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from specgen.text.tokenizer import Tokenizer
+from specgen.text.tokenizer import StopStrings, Tokenizer
 
 Part = Literal["reasoning", "answer"]
 _HARMONY = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>")
@@ -142,6 +142,25 @@ class PartFinder:
                 self._part = part
                 found.append((index, part))
         return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Followers:
+    """Follows the texts of requests as they are generated: where a stop string ends them, where their part changes."""
+
+    tokenizer: Tokenizer
+
+    def stop_finder(self, stops: Sequence[str], prompt: Sequence[int]) -> StopStrings:
+        """A detector of ``stops`` in the answer alone: reasoning may contain them."""
+        reader = new_reader(self.tokenizer, prompt)
+        if reader is None:
+            return StopStrings(self.tokenizer, stops)
+        return StopStrings(self.tokenizer, stops, lambda token_id: reader.read(token_id) == ("answer", True))
+
+    def part_finder(self, prompt: Sequence[int]) -> PartFinder | None:
+        """A detector of the parts; None where the tokenizer has no tokens that mark reasoning."""
+        reader = new_reader(self.tokenizer, prompt)
+        return None if reader is None else PartFinder(reader)
 
 
 @dataclass(frozen=True, kw_only=True)
