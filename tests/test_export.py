@@ -133,7 +133,8 @@ def test_a_table_is_read_by_datasets_as_it_was_written(tmp_path):
     table = load_dataset("parquet", data_files=str(path), split="train", cache_dir=str(tmp_path / "cache"))
     assert table["id"][:3] == ["a", "b", "0"]
     assert len(table) == 602
-    expected = {"endpoint": None, "logprobs": None, "category": None} | rows[0]
+    names = ("endpoint", "logprobs", "category", "reasoning", "num_reasoning_tokens")
+    expected = dict.fromkeys(names) | rows[0]
     assert table[0] == expected
     assert table[1]["logprobs"][0] == {
         "chosen": -0.5,

@@ -46,6 +46,7 @@ class StudyJob:
     apply_chat_template: bool
     data_path: Path | None = None  # a local copy of GSM8K
     seed: int = 0
+    max_new_tokens: int | None = None  # instead of the tasks'
 
     def __post_init__(self) -> None:
         kwargs = self.engine.template_kwargs
@@ -171,7 +172,7 @@ class StudyRun:
                 num_fewshot=job.study.num_fewshot,
                 limit=job.study.limit,
                 apply_chat_template=job.apply_chat_template,
-                gen_kwargs=_sampling_arguments(arm.changes.get("temperature")),
+                gen_kwargs=_sampling_arguments(arm.changes.get("temperature"), job.max_new_tokens),
             )
         assert results is not None, "only other ranks than the first get None"
         run = ArmRun(
@@ -197,9 +198,10 @@ def _every(values: Iterable[object]) -> str:
     return " or ".join(dict.fromkeys(map(str, values))) or "none"
 
 
-def _sampling_arguments(temperature: float | None) -> dict[str, Any] | None:
-    """An arm's temperature as generation arguments, which override the task's."""
-    return None if temperature is None else {"do_sample": temperature > 0, "temperature": temperature}
+def _sampling_arguments(temperature: float | None, max_new_tokens: int | None) -> dict[str, Any] | None:
+    """An arm's temperature and the longest text as generation arguments, which override the task's."""
+    sampled = {} if temperature is None else {"do_sample": temperature > 0, "temperature": temperature}
+    return sampled | ({} if max_new_tokens is None else {"max_gen_toks": max_new_tokens}) or None
 
 
 def write_samples(result: ArmResult, path: Path) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from specgen.config import require
+from specgen.display import count
 from specgen.events import (
     Event,
     Finished,
@@ -284,6 +285,16 @@ def warning(report: Mapping[str, Any]) -> str:
             "need text that repeats itself."
         )
     return ""
+
+
+def unanswered(report: Mapping[str, Any]) -> str:
+    """What a ``report.json`` says of texts that ended before their answer began; empty if there are none."""
+    ended = report.get("ended_in_reasoning", {})
+    number = sum(ended.values())
+    if not number:
+        return ""
+    remedy = ": raise --max-new-tokens" if ended.get("length") else ""
+    return f"{count(number)} {'answer' if number == 1 else 'answers'} ended while reasoning{remedy}."
 
 
 def draft_lengths(report: Mapping[str, Any]) -> dict[str, int]:
