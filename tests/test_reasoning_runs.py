@@ -392,3 +392,72 @@ def test_an_audit_renders_with_the_same_kwargs(
     assert found.exit_code == 0, found.output
     engine = json.loads(found.stdout)["manifest"]["engine"]
     assert engine["chat_template_kwargs"] == {"reasoning_effort": "low", "strftime_now": "2026-03-07"}
+
+
+# --- evaluation -----------------------------------------------------------------------------------
+
+
+def test_an_evaluation_scores_the_answer_alone(reasoning_pair: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    models = ["--model", reasoning_pair / "target", "--drafter", reasoning_pair / "drafter"]
+    arguments = ("word_problems", *models, "--apply-chat-template", "--limit", 6, "--arms", "padded,baseline")
+    result = call("eval", *arguments, "--num-spec-tokens", 3, "--log-samples", "--output", out)
+    assert result.exit_code == 0, result.output
+    found = rows(out / "padded")
+    samples = json.loads((out / "padded" / "samples_word_problems.json").read_text())
+    scored = {sample["doc_id"]: sample["resps"][0][0] for sample in samples}
+    assert sorted(scored.values()) == sorted(row["text"] for row in found)
+    assert all(19 in row["token_ids"] and row["reasoning"] and row["text"] for row in found)
+    assert not any(row["reasoning"] in row["text"] for row in found)
+    comparison = json.loads((out / "comparison.json").read_text())
+    assert [arm["ended_in_reasoning"] for arm in comparison["arms"]] == [0, 0]
+    assert "ended while reasoning" not in comparison["sentence"]
+    padded, baseline = comparison["arms"]
+    parts = report(out / "padded")["parts"]
+    assert padded["parts"] == parts
+    assert parts["reasoning"]["total_num_output_tokens"] == sum(
+        row["token_ids"].index(19) + 1 for row in found
+    )
+    assert baseline["parts"]["answer"]["num_drafts"] == 0
+    assert all(name in result.stdout for name in ("reasoning", "answer"))
+
+
+def test_an_evaluation_counts_answers_that_ended_while_reasoning(
+    reasoning_pair: Path, tmp_path: Path
+) -> None:
+    models = ["--model", reasoning_pair / "target", "--drafter", reasoning_pair / "drafter"]
+    arguments = ("word_problems", *models, "--apply-chat-template", "--limit", 4, "--arms", "padded,baseline")
+    out = tmp_path / "out"
+    result = call("eval", *arguments, "--max-new-tokens", 3, "--output", out)
+    assert result.exit_code == 0, result.output
+    assert {len(row["token_ids"]) for row in rows(out / "padded")} == {3}, "instead of the task's limit"
+    sentence = " ".join(result.stdout.split())
+    assert "ended while reasoning: 4 of padded, 4 of baseline; raise --max-new-tokens." in sentence
+    other = call("eval", *arguments, "--max-new-tokens", 4, "--output", out)
+    with pytest.raises(UserError, match=r"max_new_tokens \(3, now 4\)"):
+        raise other.exception or AssertionError(other.output)
+
+
+def test_an_evaluation_keeps_its_date_and_raw_text_takes_no_kwargs(
+    harmony_pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    models = ["--model", harmony_pair / "target", "--drafter", harmony_pair / "drafter", "--limit", 2]
+    arguments = ["eval", "word_problems", *models, "--max-new-tokens", 4, "--num-spec-tokens", 2]
+    given = ("--chat-template-kwargs", '{"reasoning_effort": "low"}')
+    refused = call(*arguments, *given)
+    with pytest.raises(UserError, match="prompts are raw text: add --apply-chat-template"):
+        raise refused.exception or AssertionError(refused.output)
+    arguments += ["--apply-chat-template", "--num-fewshot", 0, "--output", tmp_path / "out", *given]
+    on("2026-03-07", monkeypatch)
+    first = call(*arguments, "--arms", "padded,baseline")
+    assert first.exit_code == 0, first.output
+    assert 'template {"reasoning_effort": "low", "strftime_now": "2026-03-07"}' in first.stdout
+    shutil.rmtree(tmp_path / "out" / "baseline")
+    before = rows(tmp_path / "out" / "padded")
+    on("2026-03-08", monkeypatch)
+    again = call(*arguments, "--arms", "padded,baseline")
+    assert again.exit_code == 0, again.output
+    assert rows(tmp_path / "out" / "padded") == before
+    for arm in ("padded", "baseline"):
+        engine = json.loads((tmp_path / "out" / arm / "manifest.json").read_text())["engine"]
+        assert engine["chat_template_kwargs"]["strftime_now"] == "2026-03-07"

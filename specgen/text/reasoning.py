@@ -81,12 +81,9 @@ class _HarmonyReader:
         self._header: list[int] = []
         self._part: Part = "reasoning"
         self._in_message = False
-        begun = _behind_last(prompt, self._start)
-        for token in begun or ():
+        for token in _behind_last(prompt, self._start):
             self._fed(token)
         self._is_first = True
-        if begun is None:  # a prompt without messages
-            self._in_message, self._part = True, "answer"
 
     def read(self, token_id: int) -> tuple[Part, bool]:
         if self._is_first and not self._in_message and not self._is_marker(token_id):
@@ -118,12 +115,12 @@ class _HarmonyReader:
         return False
 
 
-def _behind_last(token_ids: Sequence[int], marker: int | None) -> Sequence[int] | None:
-    """The tokens behind the last ``marker``; None where there is none."""
+def _behind_last(token_ids: Sequence[int], marker: int | None) -> Sequence[int]:
+    """The tokens behind the last ``marker``; none where there is none."""
     for at in range(len(token_ids) - 1, -1, -1):
         if token_ids[at] == marker:
             return token_ids[at + 1 :]
-    return None
+    return ()
 
 
 class PartFinder:
