@@ -1,11 +1,13 @@
 """Reasoning and answer of generated tokens, against splitting the written-out text; stop strings in the answer."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Sequence as Items
 from pathlib import Path
 
 import pytest
 
+from specgen.config import SamplingParams
+from specgen.core.sequence import Request, Sequence
 from specgen.text.reasoning import Followers, PartFinder, Parts, new_reader, split
 from specgen.text.tokenizer import Message, Tokenizer, load_tokenizer
 from tests.tiny_tokenizers import HARMONY, THINK, write_byte_level, write_harmony, write_think
@@ -116,7 +118,7 @@ def test_the_tokens_decide(tmp_path: Path, harmony: Tokenizer, think: Tokenizer)
     assert type(new_reader(harmony, [])) is not type(new_reader(think, []))
 
 
-def random_texts(tokenizer: Tokenizer, markers: Sequence[str], count: int) -> list[list[int]]:
+def random_texts(tokenizer: Tokenizer, markers: Items[str], count: int) -> list[list[int]]:
     """Token ids with markers anywhere, mostly in no sensible order."""
     rng = random.Random(0)
     pieces = [*markers, "assistant", "final", "analysis", "Tom", " has", "\n", "."]
@@ -186,3 +188,15 @@ def test_stop_strings_are_those_of_the_answer(name: str, text: str, request: pyt
 def test_a_stop_string_ends_any_text_without_parts(think: Tokenizer) -> None:
     ids = think.encode_rendered("It is 8. STOP")
     assert Followers(tokenizer=think).stop_finder(["STOP"], []).feed(ids) == len(ids)
+
+
+def test_what_is_dropped_at_the_end_of_a_text_changes_no_part(think: Tokenizer) -> None:
+    opens, closes = (think.encode_rendered(marker)[0] for marker in THINK)
+    parts = Followers(tokenizer=think).part_finder([])
+    request = Request(id="a", prompt_token_ids=(7,), sampling=SamplingParams())
+    sequence = Sequence(
+        request=request, tokens=[7], max_length=50, seed=0, eos_token_ids=frozenset([4]), parts=parts
+    )
+    assert sequence.append([opens, 9]) == 2
+    assert sequence.append([9, 4, closes, 9]) == 2, "a step may go on behind the end token"
+    assert sequence.switches == [(0, "reasoning")]

@@ -449,9 +449,11 @@ def test_an_evaluation_keeps_its_date_and_raw_text_takes_no_kwargs(
         raise refused.exception or AssertionError(refused.output)
     arguments += ["--apply-chat-template", "--num-fewshot", 0, "--output", tmp_path / "out", *given]
     on("2026-03-07", monkeypatch)
-    first = call(*arguments, "--arms", "padded,baseline")
+    first = call(*arguments, "--arms", "padded,baseline", "--log-samples")
     assert first.exit_code == 0, first.output
     assert 'template {"reasoning_effort": "low", "strftime_now": "2026-03-07"}' in first.stdout
+    samples = (tmp_path / "out" / "padded" / "samples_word_problems.json").read_text()
+    assert "Date: 2026-03-07. Effort: low" in samples
     shutil.rmtree(tmp_path / "out" / "baseline")
     before = rows(tmp_path / "out" / "padded")
     on("2026-03-08", monkeypatch)
@@ -461,3 +463,23 @@ def test_an_evaluation_keeps_its_date_and_raw_text_takes_no_kwargs(
     for arm in ("padded", "baseline"):
         engine = json.loads((tmp_path / "out" / arm / "manifest.json").read_text())["engine"]
         assert engine["chat_template_kwargs"]["strftime_now"] == "2026-03-07"
+
+
+def test_a_text_ends_at_any_of_the_end_tokens_of_the_generation_config(tmp_path: Path) -> None:
+    ends = [7, 21, 30]
+    write_head(tmp_path / "drafter", write_target(tmp_path / "target", vocab_size=352), draft_vocab_size=100)
+    write_harmony(tmp_path / "target")
+    (tmp_path / "target" / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+    data, out = tmp_path / "rows.jsonl", tmp_path / "out"
+    bias = dict.fromkeys(map(str, ends), 4)
+    asked = [
+        {"id": f"r{n}", "prompt": "Tom", "temperature": 1.0, "logit_bias": bias, "seed": n} for n in range(30)
+    ]
+    data.write_text("".join(json.dumps(row) + "\n" for row in asked))
+    models = ["--model", tmp_path / "target", "--drafter", tmp_path / "drafter", "--num-spec-tokens", 2]
+    result = call("generate", *models, "--dataset", data, "--max-new-tokens", 20, "--output", out)
+    assert result.exit_code == 0, result.output
+    found = rows(out)
+    stopped = [row["token_ids"] for row in found if row["finish_reason"] == "stop"]
+    assert {ids[-1] for ids in stopped} == set(ends)
+    assert not any(set(ids[:-1]) & set(ends) for ids in stopped)
