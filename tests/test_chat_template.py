@@ -81,10 +81,12 @@ def test_a_directive_that_is_not_known_is_one_line(tmp_path: Path) -> None:
 
 def test_names_that_the_template_does_not_use_are_refused(tmp_path: Path) -> None:
     template = "{% generation %}{{ bos_token }}{{ messages[0].content | tojson }}{% endgeneration %}"
-    with pytest.raises(UserError, match=r"has enable_thinkng, which .* does not use: it uses no such names"):
+    with pytest.raises(
+        UserError, match=r"has enable_thinkng, which .* does not use: the names in it are none"
+    ):
         rendered(tmp_path, template, enable_thinkng=False)
     tokenizer = load_tokenizer(str(write_think(tmp_path)))
-    with pytest.raises(UserError, match=r"has low, which .*: it uses enable_thinking, opens$"):
+    with pytest.raises(UserError, match=r"has low, which .*: the names in it are enable_thinking, opens$"):
         tokenizer.with_template_kwargs(TemplateKwargs.of({"low": 1, "enable_thinking": True}))
     bare = load_tokenizer(str(write_byte_level(tmp_path / "bare", chat_template=None)))
     with pytest.raises(UserError, match="no chat template"):

@@ -58,7 +58,7 @@ def require_known(template: str, names: Iterable[str]) -> None:
     require(
         not unknown,
         f"chat-template-kwargs has {', '.join(unknown)}, which the chat template of this model does not use: "
-        f"it uses {', '.join(others) or 'no such names'}",
+        f"the names in it are {', '.join(others) or 'none'}",
     )
 
 
