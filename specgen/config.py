@@ -1,10 +1,15 @@
 """Configurations: frozen values that validate themselves."""
 
-import reprlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, asdict, dataclass, field, replace
 from importlib.util import find_spec
 from typing import Any, Literal, Self, get_args, get_origin, get_type_hints
+
+from specgen.errors import UserError as UserError
+from specgen.errors import first_line as first_line
+from specgen.errors import require as require
+from specgen.errors import shown as shown
+from specgen.template_kwargs import PINNED_DATE, TemplateKwargs
 
 DrafterBatchName = Literal["padded", "non-padded"]
 DraftSamplingName = Literal["greedy", "probabilistic"]
@@ -22,32 +27,6 @@ _MAX_NGRAM = 16
 NGRAM_BYTES = 4  # per token of the texts that are searched
 MAX_LOGIT_BIASES = 1024  # per request
 MAX_LOGPROBS = 20  # per token
-_LONGEST_SHOWN = 200  # characters
-
-_short = reprlib.Repr()
-_short.maxstring = 100  # a tensor's name fits
-
-
-class UserError(ValueError):
-    """A mistake of the user; the text is one line with the value, the reason and the remedy."""
-
-
-def require(condition: bool, message: str) -> None:
-    """Raise ``UserError(message)`` unless ``condition`` holds."""
-    if not condition:
-        raise UserError(message)
-
-
-def shown(value: object) -> str:
-    """``value`` on one short line, however large it is."""
-    text = _short.repr(value)
-    return text if len(text) <= _LONGEST_SHOWN else text[:_LONGEST_SHOWN] + "..."
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of an error of another library, cut short."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return next(iter(lines), type(error).__name__)[:_LONGEST_SHOWN]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,6 +173,15 @@ class EngineConfig:
         f"last tokens, as many as match up to N ({_NGRAM}), occurred before.",
         shown="the bundled head",
     )
+    chat_template_kwargs: TemplateKwargs | Mapping[str, Any] | str = option(
+        TemplateKwargs(),
+        "Prompts",
+        'Names for the chat template, as JSON: {"reasoning_effort": "low"}, {"enable_thinking": false}; '
+        f'{{"{PINNED_DATE}": "2026-01-31"}} is the date it sees.',
+        metavar="JSON",
+        shown="none, and the date of the run's start",
+        parse=TemplateKwargs.of,
+    )
     num_spec_tokens: int | Literal["auto"] | DraftLength = option(
         4,
         "Speculation",
@@ -245,6 +233,8 @@ class EngineConfig:
     )
 
     def __post_init__(self) -> None:
+        # an object of the caller's could change, and has no hash
+        object.__setattr__(self, "chat_template_kwargs", TemplateKwargs.of(self.chat_template_kwargs))
         require(self.max_batch_size >= 1, f"max-batch-size is {self.max_batch_size}: use at least 1")
         require(
             self.max_prefill_tokens >= 1, f"max-prefill-tokens is {self.max_prefill_tokens}: use at least 1"
@@ -270,6 +260,11 @@ class EngineConfig:
         return DraftLength.of(self.num_spec_tokens)
 
     @property
+    def template_kwargs(self) -> TemplateKwargs:
+        """``chat_template_kwargs`` as ``TemplateKwargs``."""
+        return TemplateKwargs.of(self.chat_template_kwargs)
+
+    @property
     def ngram(self) -> int | None:
         """N where n-grams draft, else None."""
         return ngram_length(self.drafter) if self.draft_length.most else None
@@ -284,10 +279,10 @@ class EngineConfig:
         return replace(self, num_spec_tokens=0, drafter=None)
 
     def to_json(self) -> dict[str, Any]:
-        """For a manifest, with the draft length in two fields."""
+        """For a manifest, with the draft length in two fields and the template's names as an object."""
         length = self.draft_length
         auto = {"num_spec_tokens": length.most, "spec_length": "auto" if length.auto else "fixed"}
-        return asdict(self) | auto
+        return asdict(self) | auto | {"chat_template_kwargs": self.template_kwargs.values}
 
 
 @dataclass(frozen=True, kw_only=True)

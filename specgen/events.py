@@ -53,6 +53,19 @@ class Verified:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Switched:
+    """A text changed its part: output tokens from number ``at`` on, counted from 0, are ``reasoning`` or ``answer``.
+
+    Comes before the step whose first token that is, at the latest. A text without it is an answer throughout.
+    """
+
+    sequence: str
+    time: float
+    part: str
+    at: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class Preempted:
     """A sequence freed its pages and will be prefilled again."""
 
@@ -136,6 +149,7 @@ Event = (
     Submitted
     | Prefilled
     | Verified
+    | Switched
     | Preempted
     | Finished
     | Stepped

@@ -28,6 +28,13 @@ class Pair:
     models: Models
 
 
+class NoTokenizer:
+    """For engines that are asked for token ids alone."""
+
+    def added_token_id(self, text: str) -> None:
+        """No token marks reasoning."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Outputs:
     """Completions and events of a run."""
@@ -72,7 +79,7 @@ def load_pair(
     }
     target = load_target(checkpoints["model"], dtype, torch.device(device))
     head = load_drafter(checkpoints["drafter"], target)
-    no_tokenizer: Any = None
+    no_tokenizer: Any = NoTokenizer()
     models = Models(target=target, head=head, tokenizer=no_tokenizer, checkpoints=checkpoints)
     return Pair(path=path, models=models)
 

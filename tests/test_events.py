@@ -17,6 +17,7 @@ from specgen.events import (
     Sharded,
     Stepped,
     Submitted,
+    Switched,
     Verified,
     from_line,
     read,
@@ -28,6 +29,7 @@ EVENTS = (
     Prefilled(sequence="a", time=0.25, emitted=1, num_cached=0),
     Verified(sequence="a", time=0.5, drafts=(3, 1, 2), accepted=2, emitted=3),
     Verified(sequence="a", time=0.75, drafts=(), accepted=0, emitted=1),
+    Switched(sequence="a", time=0.75, part="reasoning", at=4),
     Preempted(sequence="a", time=1.0),
     Stepped(
         kind="decode",
@@ -68,7 +70,10 @@ def test_a_line_names_its_type_and_fields():
 
 
 def test_the_names_of_the_types_are_a_file_format():
-    names = "submitted prefilled verified preempted stepped finished captured out_of_memory resumed sharded merged"
+    names = (
+        "submitted prefilled verified switched preempted stepped finished captured out_of_memory resumed sharded "
+        "merged"
+    )
     assert list(dict.fromkeys(json.loads(to_line(event))["event"] for event in EVENTS)) == names.split()
 
 

@@ -124,6 +124,22 @@ def test_a_failed_export_keeps_the_old_file(tmp_path, write):
     assert path.read_text() == "earlier"
 
 
+def test_reasoning_has_a_field_and_its_tokens_are_counted(tmp_path):
+    parts = {"reasoning": "Hm", "num_reasoning_tokens": 1}
+    chat, text = (f"/v1/{name}" for name in ("chat/completions", "completions"))
+    output, _ = export(
+        tmp_path,
+        [row("a", endpoint=chat, **parts), row("b", endpoint=text, **parts), row("c", endpoint=chat)],
+    )
+    bodies = [line["response"]["body"] for line in lines(output)]
+    message = bodies[0]["choices"][0]["message"]
+    assert (message["reasoning_content"], message["content"]) == ("Hm", "Hi you")
+    choice = bodies[1]["choices"][0]
+    assert (choice["reasoning_content"], choice["text"]) == ("Hm", "Hi you")
+    assert bodies[0]["usage"] == bodies[2]["usage"] | {"completion_tokens_details": {"reasoning_tokens": 1}}
+    assert "reasoning_content" not in bodies[2]["choices"][0]["message"]
+
+
 def test_a_table_is_read_by_datasets_as_it_was_written(tmp_path):
     from datasets import load_dataset
 
@@ -133,7 +149,8 @@ def test_a_table_is_read_by_datasets_as_it_was_written(tmp_path):
     table = load_dataset("parquet", data_files=str(path), split="train", cache_dir=str(tmp_path / "cache"))
     assert table["id"][:3] == ["a", "b", "0"]
     assert len(table) == 602
-    expected = {"endpoint": None, "logprobs": None, "category": None} | rows[0]
+    names = ("endpoint", "logprobs", "category", "reasoning", "num_reasoning_tokens")
+    expected = dict.fromkeys(names) | rows[0]
     assert table[0] == expected
     assert table[1]["logprobs"][0] == {
         "chosen": -0.5,

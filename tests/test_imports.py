@@ -34,7 +34,16 @@ ORDER = (
     "cli",
 )
 SIBLINGS = {"jobs", "evaluation", "bench"}
-LEAVES = {"bundled", "config", "device", "display", "events", "json_fields"}  # modules directly in specgen/
+LEAVES = {
+    "bundled",
+    "config",
+    "device",
+    "display",
+    "errors",
+    "events",
+    "json_fields",
+    "template_kwargs",
+}  # modules directly in specgen/
 # Beyond the order: what decodes computes no rate, models know neither attention nor cache, and what reads and shows
 # knows no tensors.
 ONLY: Imports = {

@@ -310,6 +310,7 @@ def test_the_options_are_a_decision() -> None:
         [
             "model",
             "drafter",
+            "chat_template_kwargs",
             "dataset",
             "data_path",
             "num_prompts",

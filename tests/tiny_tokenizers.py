@@ -2,7 +2,16 @@
 
 from pathlib import Path
 
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import (
+    AddedToken,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 
 TEXT = (
     "Tom has 12 apples and buys 3 bags with 5 apples each. Stop here, please!\n",
@@ -14,11 +23,44 @@ TEMPLATE = (
     "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
+HARMONY = ("<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|return|>", "<|call|>")
+THINK = ("<think>", "</think>")
+# Of the two protocols, in short: the date and an argument in the first message, the reasoning effort, open reasoning.
+HARMONY_TEMPLATE = (
+    "{%- macro opening() -%}Date: {{ strftime_now('%Y-%m-%d') }}. Effort: {{ reasoning_effort | default('medium') }}"
+    "{%- endmacro -%}<|start|>system<|message|>{{ opening() }}<|end|>"
+    "{%- for message in messages -%}<|start|>{{ message.role }}"
+    "{%- if message.role == 'assistant' -%}<|channel|>final{%- endif -%}<|message|>{{ message.content }}<|end|>"
+    "{%- endfor -%}{%- if add_generation_prompt -%}<|start|>assistant{%- endif -%}"
+)
+THINK_TEMPLATE = TEMPLATE + (
+    "{% if add_generation_prompt %}{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n"
+    "{% elif opens is defined and opens %}<think>\n{% endif %}{% endif %}"
+)
 _SPECIAL = ["<s>", "<|user|>", "<|assistant|>", "<|system|>", "<|end|>"]
 
 
-def write_byte_level(path: Path, *, chat_template: str | None = TEMPLATE) -> Path:
-    """Bytes as characters, as in Llama 3 and Qwen: a character outside ASCII is split over tokens."""
+def write_harmony(path: Path, chat_template: str = HARMONY_TEMPLATE) -> Path:
+    """A tokenizer with the special tokens of harmony."""
+    return write_byte_level(path, chat_template=chat_template, special=HARMONY)
+
+
+def write_think(path: Path, chat_template: str = THINK_TEMPLATE) -> Path:
+    """A tokenizer with the tokens of Qwen3, which are not special there."""
+    return write_byte_level(path, chat_template=chat_template, added=THINK)
+
+
+def write_byte_level(
+    path: Path,
+    *,
+    chat_template: str | None = TEMPLATE,
+    special: tuple[str, ...] = (),
+    added: tuple[str, ...] = (),
+) -> Path:
+    """Bytes as characters, as in Llama 3 and Qwen: a character outside ASCII is split over tokens.
+
+    ``special`` and ``added`` are further tokens at the end of the vocabulary.
+    """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -29,6 +71,8 @@ def write_byte_level(path: Path, *, chat_template: str | None = TEMPLATE) -> Pat
         show_progress=False,
     )
     tokenizer.train_from_iterator(TEXT, trainer)
+    tokenizer.add_special_tokens(list(special))
+    tokenizer.add_tokens([AddedToken(text, special=False, normalized=False) for text in added])
     return _save(tokenizer, path, chat_template)
 
 

@@ -159,8 +159,8 @@ def throughput(
     engine: Annotated[
         EngineConfig,
         Only(
-            "model drafter num_spec_tokens max_prefill_tokens device dtype attention cuda_graphs "
-            "gpu_memory_utilization",
+            "model drafter chat_template_kwargs num_spec_tokens max_prefill_tokens device dtype attention "
+            "cuda_graphs gpu_memory_utilization",
             _PREFILL,
         ),
     ],

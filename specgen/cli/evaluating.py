@@ -20,8 +20,8 @@ _TASKS = typer.Argument(
     help="Tasks of lm-eval, comma-separated; word_problems is bundled.", show_default="those of --study"
 )
 _ENGINE = Only(
-    "model drafter num_spec_tokens draft_sampling max_prefill_tokens kv_memory device dtype attention cuda_graphs "
-    "gpu_memory_utilization prefix_cache"
+    "model drafter chat_template_kwargs num_spec_tokens draft_sampling max_prefill_tokens kv_memory device dtype "
+    "attention cuda_graphs gpu_memory_utilization prefix_cache"
 )
 
 
@@ -49,6 +49,13 @@ def evaluate(
         None, "Study", "Directory with the train and test files of gsm8k, instead of the hub."
     ),
     sampling: Annotated[SamplingParams, Only("seed")],
+    max_new_tokens: int | None = option(
+        None,
+        "Sampling",
+        "Longest text in tokens, reasoning included.",
+        shown="the task's, or else 256",
+        least=1,
+    ),
     max_batch_size: int | None = option(
         None, "Running", "Sequences per batch.", shown="32, or that of --study"
     ),
@@ -75,6 +82,7 @@ def evaluate(
         apply_chat_template=apply_chat_template,
         data_path=data_path,
         seed=sampling.seed,
+        max_new_tokens=max_new_tokens,
     )
     with breakable() as interrupt:
         try:

@@ -25,7 +25,10 @@ def verify(
     batch_sizes: str = option(
         "1,8,32", "Running", "Batch sizes to test; the reference is plain decoding at the smallest."
     ),
-    engine: Annotated[EngineConfig, Only("model drafter num_spec_tokens device dtype attention cuda_graphs")],
+    engine: Annotated[
+        EngineConfig,
+        Only("model drafter chat_template_kwargs num_spec_tokens device dtype attention cuda_graphs"),
+    ],
     output: Path | None = option(None, "Results", "New file for the report as one JSON document."),
     as_json: bool = AS_JSON,
 ) -> None:

@@ -8,13 +8,13 @@ import torch
 from specgen.config import SamplingParams, first_line
 from specgen.core.endings import Endings, require_device
 from specgen.core.in_flight import InFlight
-from specgen.core.intake import Intake
+from specgen.core.intake import Followers, Intake
 from specgen.core.journal import Journal
 from specgen.core.passes import Pass, Passes
 from specgen.core.running_batch import RunningBatch
 from specgen.core.scheduler import Scheduler
 from specgen.core.scoring import Scored, Scorer, ScoreRequest
-from specgen.core.sequence import Completion, Request, StopFinder
+from specgen.core.sequence import Completion, Request
 from specgen.core.shortages import Shortages, attempt
 from specgen.core.spec_length import SpecLength
 from specgen.core.step import Steps
@@ -42,8 +42,8 @@ class EngineCore:
 
     ``lookahead`` is how many decode steps the host may launch before it reads what an earlier one found. With 1 the
     device never waits for the host, and a sequence that has ended is found one step late: what that step gave it is
-    dropped. ``spec_length`` chooses the number of drafts of every step; ``stop_finder`` makes the detector of one
-    request's stop strings; ``record`` takes every event.
+    dropped. ``spec_length`` chooses the number of drafts of every step; ``followers`` finds stop strings and
+    the parts of texts; ``record`` takes every event.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class EngineCore:
         spec_length: SpecLength,
         lookahead: int,
         device: torch.device,
-        stop_finder: Callable[[tuple[str, ...]], StopFinder],
+        followers: Followers,
         record: Callable[[Event], None],
     ) -> None:
         self._runner = steps.runner
@@ -66,7 +66,7 @@ class EngineCore:
         self._device = device
         self._scorer = Scorer(config=config, steps=steps, scheduler=scheduler, device=device)
         self._journal = journal = Journal(record)
-        self._intake = Intake(config=config, scheduler=scheduler, journal=journal, stop_finder=stop_finder)
+        self._intake = Intake(config=config, scheduler=scheduler, journal=journal, followers=followers)
         self._passes = Passes(steps=steps, batch=batch, scheduler=scheduler, device=device)
         self._endings = endings = Endings(
             scheduler=scheduler, steps=steps, journal=journal, new_sequence=self._intake.sequence

@@ -1,19 +1,29 @@
 """Requests that enter: what can never run is refused with the reason, the rest becomes sequences."""
 
-from collections.abc import Callable
+from collections.abc import Sequence as Items
+from typing import Protocol
 
 from specgen.core.journal import Journal
 from specgen.core.scheduler import Scheduler
-from specgen.core.sequence import Completion, Request, Sequence, StopFinder
+from specgen.core.sequence import Completion, PartFinder, Request, Sequence, StopFinder
 from specgen.decoding.sampling import request_seed
 from specgen.models.model_config import TargetConfig
 
 
-class Intake:
-    """Checks requests against the model and the cache, and queues them.
+class Followers(Protocol):
+    """Makes what follows the text of one request as it is generated."""
 
-    ``stop_finder`` makes the detector of one request's stop strings.
-    """
+    def stop_finder(self, stops: Items[str], prompt: Items[int]) -> StopFinder:
+        """The detector of the strings ``stops`` after ``prompt``."""
+        ...
+
+    def part_finder(self, prompt: Items[int]) -> PartFinder | None:
+        """The detector of the parts of the text after ``prompt``; None where texts have one part."""
+        ...
+
+
+class Intake:
+    """Checks requests against the model and the cache, and queues them."""
 
     def __init__(
         self,
@@ -21,12 +31,12 @@ class Intake:
         config: TargetConfig,
         scheduler: Scheduler,
         journal: Journal,
-        stop_finder: Callable[[tuple[str, ...]], StopFinder],
+        followers: Followers,
     ) -> None:
         self._config = config
         self._scheduler = scheduler
         self._journal = journal
-        self._stop_finder = stop_finder
+        self._followers = followers
 
     def submit(self, request: Request) -> Completion | None:
         """Queue ``request``; a completion with the reason comes back at once if it can never run."""
@@ -51,7 +61,8 @@ class Intake:
             seed=request_seed(sampling.seed, request.id),
             alone=request.alone,
             eos_token_ids=frozenset(eos),
-            stop=self._stop_finder(sampling.stop) if sampling.stop else None,
+            stop=self._followers.stop_finder(sampling.stop, prompt) if sampling.stop else None,
+            parts=self._followers.part_finder(prompt),
         )
 
     def _refusal(self, sequence: Sequence) -> str | None:

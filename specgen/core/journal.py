@@ -16,6 +16,7 @@ from specgen.events import (
     Prefilled,
     Stepped,
     Submitted,
+    Switched,
     Verified,
 )
 
@@ -54,6 +55,7 @@ class Journal:
 
     def prefilled(self, sequence: Sequence, emitted: int) -> None:
         """The prompt of ``sequence`` is in the cache, and ``emitted`` tokens came of it."""
+        self._switched(sequence)
         self.record(
             Prefilled(
                 sequence=sequence.request.id,
@@ -65,6 +67,7 @@ class Journal:
 
     def verified(self, sequence: Sequence, drafts: list[int], accepted: int, emitted: int) -> Verified:
         """The target accepted so many of ``drafts``, and ``emitted`` tokens became output; returns the event."""
+        self._switched(sequence)
         step = Verified(
             sequence=sequence.request.id,
             time=self.now(),
@@ -74,6 +77,12 @@ class Journal:
         )
         self.record(step)
         return step
+
+    def _switched(self, sequence: Sequence) -> None:
+        """Where the newest tokens of ``sequence`` changed the part of its text."""
+        for at, part in sequence.switches:
+            self.record(Switched(sequence=sequence.request.id, time=self.now(), part=part, at=at))
+        sequence.switches.clear()
 
     def finished(self, sequence: Sequence) -> None:
         """``sequence`` has ended, for the reason that it has."""

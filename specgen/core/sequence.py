@@ -19,6 +19,14 @@ class StopFinder(Protocol):
         ...
 
 
+class PartFinder(Protocol):
+    """Finds where a text changes between reasoning and answer; ``reasoning.PartFinder`` is one."""
+
+    def feed(self, token_ids: list[int]) -> Items[tuple[int, str]]:
+        """Index among these new tokens, and part, of those that belong to another part than the token before."""
+        ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class Request:
     """What the engine is asked for. ``category`` and ``turn`` only label it in reports.
@@ -71,6 +79,7 @@ class Sequence:
     seed: int
     eos_token_ids: frozenset[int]  # empty with ignore_eos
     stop: StopFinder | None = None
+    parts: PartFinder | None = None  # None where a text has one part
     pages: list[int] = field(default_factory=list)
     digests: list[bytes] = field(default_factory=list)  # of its pages, see ``prefix_cache``
     prefix_root: bytes = b""  # sequences share pages only with those of the same
@@ -83,6 +92,7 @@ class Sequence:
     num_shortages: int = 0  # how often the device had no memory for it alone
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # of its output, where they are asked for
     steps: list[Verified] = field(default_factory=list)
+    switches: list[tuple[int, str]] = field(default_factory=list)  # output token and part, not recorded yet
     finish_reason: FinishReason | None = None
 
     @property
@@ -136,6 +146,9 @@ class Sequence:
                 break
         if self.stop is not None and (found := self.stop.feed(tokens[:kept])) is not None:
             kept, ends = found, "stop"
+        if self.parts is not None:
+            first = self.num_output_tokens
+            self.switches += [(first + index, part) for index, part in self.parts.feed(tokens[:kept])]
         self.tokens.extend(tokens[:kept])
         if (num_top := self.request.sampling.logprobs) is not None:
             self.logprobs.extend(TokenLogprobs.of(row, num_top) for row in logprobs[:kept])

@@ -29,7 +29,7 @@ from specgen.kv.kv_cache import KVCache
 from specgen.kv.pages import PageAllocator
 from specgen.kv.prefix_cache import PrefixCache
 from specgen.models.model_config import LayerConfig
-from specgen.text.tokenizer import StopStrings
+from specgen.text.reasoning import Followers
 
 
 def assemble(
@@ -65,7 +65,7 @@ def assemble(
         spec_length=FixedLength(config.draft_length.most),
         lookahead=0 if backend.capabilities.needs_host_lens else 1,
         device=target.device,
-        stop_finder=lambda stops: StopStrings(models.tokenizer, stops),
+        followers=Followers(tokenizer=models.tokenizer),
         record=record,
     )
 

@@ -14,6 +14,7 @@ from specgen.core.graphs import PassGraphs, Runner, StepGraphs
 from specgen.device import choose_device
 from specgen.engine.loading import DTYPES, Checkpoints
 from specgen.models.model_config import LayerConfig
+from specgen.text.chat_template import calls_for_date, today
 
 BACKENDS: dict[AttentionName, type[Backend]] = {
     "trtllm": TrtllmBackend,
@@ -31,7 +32,7 @@ RUNNERS: dict[GraphsName, type[Runner]] = {"step": StepGraphs, "pass": PassGraph
 def resolve(config: EngineConfig, checkpoints: Checkpoints) -> EngineConfig:
     """``config`` with every ``auto`` replaced by what will run; ``UserError`` for what cannot run here.
 
-    N-gram drafts get their full name, ``ngram:N``.
+    N-gram drafts get their full name, ``ngram:N``, and a chat template that asks for the date is told today's.
     """
     device = choose_device(config.device)
     kind, dtype = device.type, choose_dtype(config.dtype, device)
@@ -45,8 +46,10 @@ def resolve(config: EngineConfig, checkpoints: Checkpoints) -> EngineConfig:
         f"cuda-graphs is {graphs!r} but attention {attention!r} on {kind!r} cannot be captured: "
         "use --cuda-graphs off, or on a GPU --attention trtllm, or in float32 sdpa-static",
     )
+    dated = calls_for_date(checkpoints["model"].path)
     return replace(
         config,
+        chat_template_kwargs=config.template_kwargs.with_date(today()) if dated else config.template_kwargs,
         drafter=config.drafter if config.ngram is None else f"ngram:{config.ngram}",
         device=str(device),
         dtype=dtype,

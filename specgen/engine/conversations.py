@@ -8,6 +8,7 @@ from specgen.core.sequence import Completion, Request
 from specgen.engine.request_output import RequestOutput
 from specgen.prompts import Prompt, Rejected, prompt_ids
 from specgen.report.acceptance import RequestMetrics
+from specgen.text.reasoning import split
 from specgen.text.tokenizer import StopStrings, Tokenizer
 
 _NONE: Mapping[str, str] = {}
@@ -65,13 +66,16 @@ class Conversations:
         """Take in a completion."""
         request = completion.request
         conversation = self._open[request.id]
-        text = StopStrings(self._tokenizer, request.sampling.stop).text(completion.token_ids)
+        parts = split(self._tokenizer, request.prompt_token_ids, completion.token_ids)
+        text = StopStrings(self._tokenizer, request.sampling.stop).text(parts.answer)
         if completion.error is None:
-            conversation.answers.append(text)
+            conversation.answers.append(text)  # without its reasoning, as chat templates expect
         return RequestOutput(
             id=request.id,
             prompt=conversation.asked,
             text=text,
+            reasoning=parts.reasoning,
+            num_reasoning_tokens=parts.num_reasoning_tokens,
             token_ids=completion.token_ids,
             finish_reason=completion.finish_reason,
             turn=request.turn,

@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
+from dataclasses import replace
 
 from specgen.config import EngineConfig, SamplingParams, require
 from specgen.core.endings import DeviceLost
@@ -43,7 +44,7 @@ class Engine:
     ) -> None:
         checkpoints = open_checkpoints(config) if models is None else models.checkpoints
         self.config = resolve(config, checkpoints)
-        self.models = load_models(self.config, checkpoints) if models is None else models
+        self.models = load_models(self.config, checkpoints) if models is None else _told(models, self.config)
         self._generating = False
         try:
             self._core = build_engine(self.config, self.models, record, expected=expected)
@@ -94,6 +95,13 @@ class Engine:
             yield from _drained(failed)
         finally:
             self._generating = False
+
+
+def _told(models: Models, config: EngineConfig) -> Models:
+    """``models`` of another engine, whose chats are rendered as ``config`` says."""
+    if models.tokenizer.template_kwargs == config.template_kwargs:
+        return models
+    return replace(models, tokenizer=models.tokenizer.with_template_kwargs(config.template_kwargs))
 
 
 def _named(prompts: Iterable[str | Prompt | Rejected]) -> Iterator[Prompt | Rejected]:

@@ -51,8 +51,8 @@ def load_models(config: EngineConfig, checkpoints: Checkpoints) -> Models:
     """Read target, head (if one is to draft) and tokenizer of a resolved ``config``."""
     device, dtype = torch.device(config.device), DTYPES[config.dtype]
     use(device)
+    tokenizer = load_tokenizer(str(checkpoints["model"].path)).with_template_kwargs(config.template_kwargs)
     target, head = load_target(checkpoints["model"], dtype, device), None
     if config.head is not None:
         head = load_drafter(checkpoints["drafter"], target)
-    tokenizer = load_tokenizer(str(checkpoints["model"].path))
     return Models(target=target, head=head, tokenizer=tokenizer, checkpoints=checkpoints)

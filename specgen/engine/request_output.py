@@ -16,7 +16,9 @@ class RequestOutput:
 
     id: str
     prompt: str = ""  # as the model saw it, the chat template around it
-    text: str = ""
+    text: str = ""  # the answer
+    reasoning: str | None = None  # before it; None where the text has none
+    num_reasoning_tokens: int = 0
     token_ids: tuple[int, ...] = ()
     finish_reason: FinishReason
     turn: int = 1  # 1 for the first user turn
@@ -34,9 +36,11 @@ class RequestOutput:
         if self.error is not None:
             return {"id": self.id, "error": self.error, "turn": self.turn, **given}
         assert self.metrics is not None
+        reasoned = {"reasoning": self.reasoning, "num_reasoning_tokens": self.num_reasoning_tokens}
         return {
             "id": self.id,
             "prompt": self.prompt,
+            **({} if self.reasoning is None else reasoned),
             "text": self.text,
             "token_ids": list(self.token_ids),
             "finish_reason": self.finish_reason,

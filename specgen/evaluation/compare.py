@@ -9,7 +9,7 @@ from specgen.display import count, hundredths, same_texts
 from specgen.evaluation.divergence import Divergence, Judge
 from specgen.evaluation.paired import LEVEL, Paired, mean_interval, paired
 from specgen.evaluation.samples import ArmRun, Sample
-from specgen.report.acceptance import Position
+from specgen.report.acceptance import Position, Speculation
 from specgen.report.intervals import Interval
 
 REFERENCE = "baseline"  # the name of the reference arm
@@ -39,6 +39,8 @@ class ArmSummary:
     mean_acceptance_length_ci95: Interval | None
     acceptance: tuple[Position, ...]  # [K]
     accuracies: tuple[Accuracy, ...]
+    parts: Mapping[str, Speculation]  # of reasoning and answers; empty without reasoning
+    ended_in_reasoning: int  # texts without an answer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,7 +128,7 @@ def compare(arms: Sequence[ArmRun], target: Judge) -> Comparison:
         against=against,
         num_unexplained=wrong,
         alarming=wrong > 0 or bool(_holm(_tests(against))),
-        sentence=conclusion(reference.name, against) + _alarm(wrong, reference.dtype),
+        sentence=conclusion(reference.name, against) + _unanswered(arms) + _alarm(wrong, reference.dtype),
     )
 
 
@@ -168,6 +170,8 @@ def _summary(arm: ArmRun, reference: ArmRun) -> ArmSummary:
             )
             for (task, metric), scores in _scores(arm).items()
         ),
+        parts=arm.report.parts,
+        ended_in_reasoning=sum(arm.report.ended_in_reasoning.values()),
     )
 
 
@@ -254,6 +258,15 @@ def conclusion(reference: str, against: Sequence[ArmComparison]) -> str:
 
 def _tests(against: Sequence[ArmComparison]) -> list[tuple[str, Change]]:
     return [(arm.name, change) for arm in against for change in arm.changes]
+
+
+def _unanswered(arms: Sequence[ArmRun]) -> str:
+    """How many texts of each arm have no answer to score, because they ended while reasoning."""
+    numbers = {arm.name: sum(arm.report.ended_in_reasoning.values()) for arm in arms}
+    ended = [f"{count(number)} of {name}" for name, number in numbers.items() if number]
+    if not ended:
+        return ""
+    return f" Answers that ended while reasoning: {', '.join(ended)}; raise --max-new-tokens."
 
 
 def _alarm(num_unexplained: int, dtype: str) -> str:

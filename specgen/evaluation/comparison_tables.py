@@ -44,6 +44,14 @@ _TEXTS = (
 _LENGTH = Column(
     name="mean_acceptance_length", title="acceptance length", interval="mean_acceptance_length_ci95"
 )
+_PARTS = (
+    _ARM,
+    Column(name="part", wraps=True),
+    Column(name="num_requests", title="texts"),
+    Column(name="num_drafts", title="drafts"),
+    _LENGTH,
+    Column(name="draft_acceptance_rate", title="drafts accepted", show=percent),
+)
 _SPEED = (
     _ARM,
     Column(name="output_tokens_per_second", title="output tokens/s", show=rate),
@@ -65,6 +73,7 @@ def of_comparison(comparison: Comparison, settings: Mapping[str, str]) -> Iterat
     yield _texts(comparison)
     yield divergences(_worst(comparison))
     yield _acceptance(comparison)
+    yield _parts(comparison)
     yield _speed(comparison)
     yield comparison.sentence
 
@@ -77,7 +86,13 @@ def page(comparison: Comparison, settings: Mapping[str, str], title: str) -> str
         settings=settings,
         sentence=comparison.sentence,
         alarming=comparison.alarming,
-        tables=[*accuracies, _texts(comparison), _acceptance(comparison), _speed(comparison)],
+        tables=[
+            *accuracies,
+            _texts(comparison),
+            _acceptance(comparison),
+            _parts(comparison),
+            _speed(comparison),
+        ],
         notes=NOTES,
         cards=[_differing(arm, comparison.reference) for arm in comparison.against if arm.differences],
     ).to_html()
@@ -152,6 +167,22 @@ def _acceptance(comparison: Comparison) -> Table:
         columns=(_ARM, _LENGTH, *(Column(name=token, show=percent) for token in tokens)),
         rows=tuple(rows),
         lines=curves("Acceptance by draft position and arm", lines) if lines else None,
+    )
+
+
+def _parts(comparison: Comparison) -> Table:
+    """The acceptance of reasoning and answers, of arms with drafts; no rows where no text has reasoning."""
+    return Table(
+        title="Acceptance by part of the text",
+        note="with 95 % intervals; a step belongs to the part of its first token",
+        columns=_PARTS,
+        rows=tuple(
+            {"name": arm.name, "part": part, **asdict(each)}
+            for arm in comparison.arms
+            for part, each in arm.parts.items()
+            if each.num_drafts
+        ),
+        num_keys=2,
     )
 
 

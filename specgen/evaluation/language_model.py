@@ -25,6 +25,7 @@ from specgen.engine.build import build_engine
 from specgen.engine.loading import Models
 from specgen.evaluation.samples import Generated
 from specgen.rundir.results import RunDirectory
+from specgen.text.reasoning import split
 from specgen.text.tokenizer import Message, StopStrings
 
 _SAMPLING = (
@@ -213,14 +214,19 @@ class SpecgenLM(TemplateLM):  # type: ignore[misc]
         )
 
     def _row(self, completion: Completion) -> tuple[str, _Row]:
-        """The id, and a row with all tokens and the text before the first stop string or end token."""
+        """The id, and a row with all tokens and the answer before the first stop string or end token.
+
+        A task scores the answer alone, so its reasoning is in a field of its own.
+        """
         request = completion.request
         require(completion.error is None, f"a prompt of {request.category} cannot be run: {completion.error}")
         stops = request.sampling.stop
         ends = {self.eot_token_id, *(self._text.special_token_id(stop) for stop in stops)}
-        ids = completion.token_ids
-        end = next((at for at, token in enumerate(ids) if token in ends), len(ids))
-        return request.id, {"text": StopStrings(self._text, stops).text(ids[:end]), "token_ids": ids}
+        parts = split(self._text, request.prompt_token_ids, completion.token_ids)
+        end = next((at for at, token in enumerate(parts.answer) if token in ends), len(parts.answer))
+        text = StopStrings(self._text, stops).text(parts.answer[:end])
+        reasoning = {} if parts.reasoning is None else {"reasoning": parts.reasoning}
+        return request.id, {**reasoning, "text": text, "token_ids": completion.token_ids}
 
     # --- scores -----------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ from lm_eval import simple_evaluate
 from lm_eval.utils import handle_non_serializable, make_table
 
 from specgen.checkpoints.checkpoint import fingerprint
-from specgen.config import EngineConfig, SamplingParams
+from specgen.config import EngineConfig, SamplingParams, require
 from specgen.display import from_here
 from specgen.engine.arms import Arm
 from specgen.engine.choices import resolve
@@ -26,8 +26,9 @@ from specgen.evaluation.tasks import find_tasks
 from specgen.report.report import fold
 from specgen.report.table import Column, Table
 from specgen.rundir.atomic import write_json, write_text
-from specgen.rundir.provenance import manifest
+from specgen.rundir.provenance import manifest, with_recorded_date
 from specgen.rundir.results import RunDirectory, require_same
+from specgen.template_kwargs import TemplateKwargs
 
 _REMEDY = "name a new directory, or ask for the same"
 _LM_EVAL = tuple(
@@ -45,6 +46,14 @@ class StudyJob:
     apply_chat_template: bool
     data_path: Path | None = None  # a local copy of GSM8K
     seed: int = 0
+    max_new_tokens: int | None = None  # instead of the tasks'
+
+    def __post_init__(self) -> None:
+        kwargs = self.engine.template_kwargs
+        require(
+            self.apply_chat_template or kwargs == TemplateKwargs(),
+            f"chat-template-kwargs is {kwargs} but prompts are raw text: add --apply-chat-template",
+        )
 
     def to_json(self) -> dict[str, Any]:
         """The content of ``study.json``; an evaluation resumes only if it is unchanged."""
@@ -88,7 +97,11 @@ class StudyRun:
         self._path = path
         arms = {arm.name: arm.configure(job.engine) for arm in job.study.arms}
         self._checkpoints = open_checkpoints(max(arms.values(), key=lambda config: config.draft_length.most))
-        self._configs = {name: resolve(config, self._checkpoints) for name, config in arms.items()}
+        resolved = {name: resolve(config, self._checkpoints) for name, config in arms.items()}
+        began = min(path.glob("*/manifest.json"), default=path / "manifest.json")  # of any arm that has run
+        self._configs = {
+            name: with_recorded_date(config, arms[name], began) for name, config in resolved.items()
+        }
         self._tasks = find_tasks(job.study.tasks, job.data_path)
         path.mkdir(parents=True, exist_ok=True)
         require_same(path / "study.json", job.to_json(), free=(), remedy=_REMEDY)
@@ -115,6 +128,7 @@ class StudyRun:
         """The settings at the top of a report."""
         job, study, configs = self._job, self._job.study, self._configs.values()
         few, limit = study.num_fewshot, study.limit
+        chats = next(iter(configs)).template_kwargs
         return {
             "model": described(job.engine.model, self._checkpoints["model"]),
             "drafter": from_here(job.engine.drafter or "none"),
@@ -123,6 +137,7 @@ class StudyRun:
             ),
             "tasks": ", ".join(study.tasks),
             "prompts": "as a chat" if job.apply_chat_template else "as raw text",
+            **({"template": str(chats)} if job.apply_chat_template and chats != TemplateKwargs() else {}),
             "shots": "as the task says" if few is None else str(few),
             "samples": "all of a task" if limit is None else f"the first {limit} of a task",
             "runs on": _every(f"{config.device}, {config.dtype}" for config in configs),
@@ -157,7 +172,7 @@ class StudyRun:
                 num_fewshot=job.study.num_fewshot,
                 limit=job.study.limit,
                 apply_chat_template=job.apply_chat_template,
-                gen_kwargs=_sampling_arguments(arm.changes.get("temperature")),
+                gen_kwargs=_sampling_arguments(arm.changes.get("temperature"), job.max_new_tokens),
             )
         assert results is not None, "only other ranks than the first get None"
         run = ArmRun(
@@ -183,9 +198,10 @@ def _every(values: Iterable[object]) -> str:
     return " or ".join(dict.fromkeys(map(str, values))) or "none"
 
 
-def _sampling_arguments(temperature: float | None) -> dict[str, Any] | None:
-    """An arm's temperature as generation arguments, which override the task's."""
-    return None if temperature is None else {"do_sample": temperature > 0, "temperature": temperature}
+def _sampling_arguments(temperature: float | None, max_new_tokens: int | None) -> dict[str, Any] | None:
+    """An arm's temperature and the longest text as generation arguments, which override the task's."""
+    sampled = {} if temperature is None else {"do_sample": temperature > 0, "temperature": temperature}
+    return sampled | ({} if max_new_tokens is None else {"max_gen_toks": max_new_tokens}) or None
 
 
 def write_samples(result: ArmResult, path: Path) -> None:

@@ -13,6 +13,7 @@ from specgen.jobs.prompt_index import PromptIndex
 from specgen.jobs.shard import WHOLE, Shard
 from specgen.prompts.load import STDIN
 from specgen.rundir.provenance import manifest
+from specgen.template_kwargs import TemplateKwargs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +82,7 @@ def _settings(job: Job, config: EngineConfig, checkpoints: Checkpoints, num_prom
         **({} if config.head is None else {"drafter batch": config.drafter_batch}),
         "data": f"{job.dataset}, {num_prompts} prompts",
         **({} if job.shard == WHOLE else {"shard": str(job.shard)}),
+        **({} if config.template_kwargs == TemplateKwargs() else {"template": str(config.template_kwargs)}),
         "sampling": f"{how}, at most {sampling.max_tokens} new tokens, seed {sampling.seed}",
         "runs on": f"{config.device}, {config.dtype}",
         "attention": f"{config.attention}: {why}",

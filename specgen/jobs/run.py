@@ -23,7 +23,7 @@ from specgen.prompts import PromptSet, open_prompts
 from specgen.rundir.atomic import write_json_lines
 from specgen.rundir.interrupt import StoppedError
 from specgen.rundir.progress import Progress
-from specgen.rundir.provenance import FREE_IN_A_RUN
+from specgen.rundir.provenance import FREE_IN_A_RUN, with_recorded_date
 from specgen.rundir.results import RunDirectory, directory, require_same, set_aside
 from specgen.rundir.status import Status, kept_status
 from specgen.rundir.tally import Tally
@@ -56,6 +56,10 @@ def run(
     if output is not None and job.restart:
         set_aside(output, "manifest.json")
     with directory(output, "manifest.json") as path:
+        if index.has_chats:
+            config = with_recorded_date(config, job.engine, path / "manifest.json")
+        else:  # no prompt has the date in it
+            config = replace(config, chat_template_kwargs=job.engine.chat_template_kwargs)
         asked = job_manifest(job, config, checkpoints, index, with_fingerprints=output is not None)
         require_same(path / "manifest.json", asked, free=FREE_IN_A_RUN, remedy=_REMEDY)
         if job.shard.count > 1:

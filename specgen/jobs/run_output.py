@@ -26,6 +26,7 @@ MAIN_FILES: Mapping[FormatName, str] = {
     "parquet": "completions.parquet",
 }
 _FAILURES_SHOWN = 3
+_REASONING_SHOWN = 200  # characters
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +58,7 @@ def read_result(path: Path, first: Sequence[Prompt] = ()) -> RunResult:
     """The result of the finished run in ``path``; the prompts ``first`` are shown with their answers."""
     completions, errors = RowFile(path / "completions.jsonl"), RowFile(path / "errors.jsonl")
     answers = [
-        completions[prompt.id]["text"] if prompt.id in completions else errors[prompt.id]["error"]
+        _shown(completions[prompt.id]) if prompt.id in completions else errors[prompt.id]["error"]
         for prompt in first
     ]
     return RunResult(
@@ -66,6 +67,13 @@ def read_result(path: Path, first: Sequence[Prompt] = ()) -> RunResult:
         samples=[(prompt.last_message, answer) for prompt, answer in zip(first, answers, strict=True)],
         failures=[f"{name}: {errors[name]['error']}" for name in islice(errors, _FAILURES_SHOWN)],
     )
+
+
+def _shown(row: Mapping[str, Any]) -> str:
+    """The answer of a row; where it has none because the text ended before, the end of its reasoning."""
+    if row["text"] or not row.get("reasoning"):
+        return str(row["text"])
+    return f"(ended while reasoning) ... {row['reasoning'][-_REASONING_SHOWN:]}"
 
 
 def read_json(path: Path) -> dict[str, Any]:

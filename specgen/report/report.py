@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from specgen.config import require
+from specgen.display import count
 from specgen.events import (
     Event,
     Finished,
@@ -17,10 +18,12 @@ from specgen.events import (
     Sharded,
     Stepped,
     Submitted,
+    Switched,
     Verified,
 )
 from specgen.json_fields import load_json
 from specgen.report.acceptance import RequestSum, Speculation, StepCounts
+from specgen.report.parts_of_texts import PartCounts, PartSum
 from specgen.report.timings import LatencyStats, StepStats, StepSum, WallClock, latency_stats
 
 DEAD_LENGTH = 1.05  # tokens per verify step; plain decoding has 1
@@ -54,6 +57,8 @@ class Report:
     speculation: Speculation  # of all requests
     categories: Mapping[str, Speculation]
     turns: Mapping[str, Speculation]
+    parts: Mapping[str, Speculation]  # reasoning and answer; empty where no text has reasoning
+    ended_in_reasoning: Mapping[str, int]  # texts without an answer, by finish reason
     num_prompt_tokens: int
     num_cached_tokens: int  # prompt tokens found in the prefix cache
     finish_reasons: Mapping[str, int]
@@ -108,6 +113,12 @@ class _Request:
     num_tokens: int = 0
     num_cached: int = 0  # prompt tokens found in the prefix cache
     first_token: float | None = None
+    parts: PartCounts | None = None  # once its text has reasoning
+
+    def verify(self, step: Verified) -> None:
+        self.counts.add(step)
+        if self.parts is not None:
+            self.parts.add(step, self.num_tokens)
 
     def emit(self, num_tokens: int, time: float) -> None:
         self.num_tokens += num_tokens
@@ -125,6 +136,8 @@ class _Fold:
         self.all = RequestSum(num_spec_tokens)
         self.categories: dict[str, RequestSum] = {}
         self.turns: dict[str, RequestSum] = {}
+        self.by_part = PartSum(num_spec_tokens)
+        self.ended_in_reasoning: Counter[str] = Counter()
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0
         self.num_preemptions = 0
@@ -159,9 +172,14 @@ class _Fold:
                 request.num_cached += event.num_cached if event.emitted else 0
             case Verified():
                 request = self.request(event.sequence)
-                request.counts.add(event)
+                request.verify(event)
                 request.emit(event.emitted, event.time)
                 self.num_rejected += len(event.drafts) - event.accepted
+            case Switched():
+                request = self.request(event.sequence)
+                if request.parts is None:
+                    request.parts = PartCounts(request.counts)
+                request.parts.switch(event.part, event.at)
             case Preempted():
                 self.num_preemptions += 1
             case Finished():
@@ -192,6 +210,8 @@ class _Fold:
             self.failed.add(event.sequence)
             return
         self.reasons[event.reason] += 1
+        if request.parts is not None and request.parts.part == "reasoning":
+            self.ended_in_reasoning[event.reason] += 1
         if request.first_token is not None:
             self.ttft.append(request.first_token - request.submitted.time)
             if event.num_output_tokens > 1:
@@ -208,6 +228,7 @@ class _Fold:
                 groups[label] = RequestSum(self.num_spec_tokens)
             groups[label].add(request.counts, num_tokens)
         self.all.add(request.counts, num_tokens)
+        self.by_part.add(request.counts, request.parts, num_tokens)
 
     def report(self) -> Report:
         unfinished = list(self.open.values())
@@ -218,6 +239,8 @@ class _Fold:
             speculation=self.all.result(),
             categories=_breakdown(self.categories),
             turns=_breakdown(self.turns),
+            parts=self.by_part.result(),
+            ended_in_reasoning=dict(sorted(self.ended_in_reasoning.items())),
             num_prompt_tokens=self.num_prompt_tokens,
             num_cached_tokens=self.num_cached_tokens,
             finish_reasons=dict(sorted(self.reasons.items())),
@@ -262,6 +285,16 @@ def warning(report: Mapping[str, Any]) -> str:
             "need text that repeats itself."
         )
     return ""
+
+
+def unanswered(report: Mapping[str, Any]) -> str:
+    """What a ``report.json`` says of texts that ended before their answer began; empty if there are none."""
+    ended = report.get("ended_in_reasoning", {})
+    number = sum(ended.values())
+    if not number:
+        return ""
+    remedy = ": raise --max-new-tokens" if ended.get("length") else ""
+    return f"{count(number)} {'answer' if number == 1 else 'answers'} ended while reasoning{remedy}."
 
 
 def draft_lengths(report: Mapping[str, Any]) -> dict[str, int]:

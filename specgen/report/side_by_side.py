@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from specgen.display import DASH, Show, between, count, percent, plain, rate, ratio, seconds
-from specgen.report.report import DEFINITIONS, draft_lengths, warning
+from specgen.report.report import DEFINITIONS, draft_lengths, unanswered, warning
 from specgen.report.table import Column, Row, Table
 from specgen.report.terminal import Part, definitions
 
@@ -18,6 +18,7 @@ _COUNTED: tuple[_Metric, ...] = (
     ("mean acceptance length", ("mean_acceptance_length",), plain),
     ("  95 %", ("mean_acceptance_length_ci95",), lambda interval: between(interval, plain)),
     ("  mean over requests", ("mean_acceptance_length_per_request",), plain),
+    *((f"  of {part}", ("parts", part, "mean_acceptance_length"), plain) for part in ("reasoning", "answer")),
 )
 _TIMED: tuple[_Metric, ...] = (
     ("output tokens/s", ("output_tokens_per_second",), rate),
@@ -43,7 +44,7 @@ def of_runs(runs: Sequence[tuple[str, Mapping[str, Any]]]) -> Iterator[Part]:
     for name, report in runs:
         if draft_lengths(report):
             yield f"{name}: K by step: {_lengths(report)}"
-        if sentence := warning(report):
+        for sentence in filter(None, (warning(report), unanswered(report))):
             yield f"{name}: {sentence}"
     yield definitions(DEFINITIONS)
 

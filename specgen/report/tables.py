@@ -6,7 +6,7 @@ from typing import Any
 from specgen.display import DASH, between, count, percent, plain, rate, ratio, same_texts, seconds
 from specgen.report.charts import Lines, Point, lengths, quarters
 from specgen.report.page import Page
-from specgen.report.report import DEFINITIONS, draft_lengths, warning
+from specgen.report.report import DEFINITIONS, draft_lengths, unanswered, warning
 from specgen.report.table import Column, Row, Table, pairs
 from specgen.report.terminal import Part, definitions, heading
 
@@ -55,6 +55,7 @@ def of_run(report: Mapping[str, Any], settings: Mapping[str, str]) -> Iterator[P
     counts, speed = _numbers(report)
     yield counts
     yield warning(report)
+    yield unanswered(report)
     yield from _acceptance(report)
     yield from _times(report)
     yield speed
@@ -67,7 +68,7 @@ def page(report: Mapping[str, Any], settings: Mapping[str, str], title: str) -> 
     return Page(
         title=title,
         settings=settings,
-        sentence=warning(report),
+        sentence=" ".join(filter(None, (warning(report), unanswered(report)))),
         alarming=True,
         tiles=[item for item in (*_counts(report), *_speed(report)) if item[0] in _TILES],
         tables=[*_acceptance(report), *_times(report), *_numbers(report)],
@@ -133,7 +134,8 @@ def _acceptance(report: Mapping[str, Any]) -> Iterator[Table]:
         bars="share",
         ticks=quarters(max(shares)),
     )
-    for kind, groups in (("category", report["categories"]), ("turn", report["turns"])):
+    parts = report.get("parts", {})  # reports of earlier versions have none
+    for kind, groups in (("part", parts), ("category", report["categories"]), ("turn", report["turns"])):
         if groups:
             yield _breakdown(kind, groups)
 

@@ -3,12 +3,15 @@
 import platform
 import sys
 from collections.abc import Container, Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 from specgen.config import EngineConfig, SamplingParams
+from specgen.json_fields import load_json
+from specgen.template_kwargs import PINNED_DATE
 
 _FREE = ("created", "argv", "settings")  # fields of a manifest that no run depends on
 FREE_IN_A_RUN = (  # no effect on texts; checkpoints are compared by fingerprint, devices by name
@@ -47,6 +50,21 @@ def manifest(
         "device": device(engine.device),
         "fingerprints": fingerprints,
     }
+
+
+def with_recorded_date(config: EngineConfig, asked: EngineConfig, path: Path) -> EngineConfig:
+    """``config``, resolved from ``asked``, with the date that the run of the manifest in ``path`` began with.
+
+    A date that ``asked`` names is kept; so is today's where there is no such run.
+    """
+    if PINNED_DATE in asked.template_kwargs.values or not path.is_file():
+        return config
+    engine = load_json(path, "remove the directory, or name another").get("engine")
+    recorded = engine.get("chat_template_kwargs") if isinstance(engine, Mapping) else None
+    if not isinstance(recorded, Mapping) or PINNED_DATE not in recorded:
+        return config
+    kwargs = asked.template_kwargs.values | {PINNED_DATE: recorded[PINNED_DATE]}
+    return replace(config, chat_template_kwargs=kwargs)
 
 
 def differences(earlier: Mapping[str, Any], now: Mapping[str, Any], free: Container[str] = ()) -> list[str]:

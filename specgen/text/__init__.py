@@ -1,1 +1,1 @@
-"""Tokens and text: the tokenizer, chat templates, stop strings. May import no other package."""
+"""Tokens and text: the tokenizer, chat templates, stop strings, reasoning and answer. May import no other package."""

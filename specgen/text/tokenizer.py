@@ -1,13 +1,16 @@
 """The tokenizer of a checkpoint, its chat template, and stop strings."""
 
+import copy
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from specgen.config import UserError, first_line, require
+from specgen.template_kwargs import PINNED_DATE, TemplateKwargs
+from specgen.text.chat_template import pin_date, require_known
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -81,13 +84,37 @@ class Tokenizer:
         self._backend.no_padding()
         added = self._backend.get_added_tokens_decoder()
         self._special = {token_id for token_id, token in added.items() if token.special}
+        self._added = {token.content: token_id for token_id, token in added.items()}
         self._pieces: dict[int, str] = {}
         # added tokens included; a model's embedding may be padded beyond it
         self.vocab_size = len(pretrained)
         # None where the checkpoint names none
         self.eos_token_id: int | None = pretrained.eos_token_id
         self.bos_token_id: int | None = pretrained.bos_token_id
-        self.chat_template: str | None = pretrained.chat_template
+        own = pretrained.chat_template
+        self._own_template: str | None = own.get("default") if isinstance(own, dict) else own
+        self.chat_template = self._own_template
+        self.template_kwargs = TemplateKwargs()  # that chats are rendered with
+        self._names: dict[str, Any] = {}  # of them, those that are handed to the template
+
+    def with_template_kwargs(self, kwargs: TemplateKwargs) -> "Tokenizer":
+        """The same tokenizer, whose chats are rendered with ``kwargs`` alone, among which is the date if it is pinned.
+
+        ``UserError`` for names that the template does not use.
+        """
+        other, given = copy.copy(self), kwargs.values
+        day = given.pop(PINNED_DATE, None)
+        other.chat_template, other.template_kwargs, other._names = self._own_template, kwargs, given
+        if given:
+            other.require_chat_template()
+        if other.chat_template:
+            require_known(other.chat_template, given)
+            other.chat_template = pin_date(other.chat_template, day)
+        return other
+
+    def added_token_id(self, text: str) -> int | None:
+        """The id of the token ``text`` that is never part of other text, special or not; or None."""
+        return self._added.get(text)
 
     def special_token_id(self, text: str) -> int | None:
         """The id of the special token ``text``, or None."""
@@ -129,9 +156,11 @@ class Tokenizer:
         ):
             text: str = self._pretrained.apply_chat_template(
                 [asdict(message) for message in messages],
+                chat_template=self.chat_template,
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=not add_generation_prompt,
+                **self._names,
             )
         return text
 
@@ -165,8 +194,14 @@ class Tokenizer:
         return self._pieces[token_id]
 
 
+def _all_tokens(token_id: int) -> bool:
+    return True
+
+
 class StopStrings:
     """Finds the first stop string in the text of one sequence, token by token as it is generated.
+
+    Only tokens that ``searched`` holds for are looked at: ``reasoning`` skips what is not the answer.
 
     The search is in the text of ``Tokenizer.decode``, so a special token is never part of a stop string.
     A token with text has at least one byte of it, so a match lies in the last ``bytes(stop)`` tokens: only
@@ -175,8 +210,11 @@ class StopStrings:
     because a later token may turn an earlier one into it.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str]) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, stops: Sequence[str], searched: Callable[[int], bool] = _all_tokens
+    ) -> None:
         self._tokenizer = tokenizer
+        self._searched = searched
         self._stops = tuple(stops)
         longest = max((len(stop.encode()) for stop in stops), default=0)
         # One token more than the match: a SentencePiece decoder drops the leading space of a text.
@@ -189,14 +227,14 @@ class StopStrings:
         if not self._stops:
             return None
         for count, token_id in enumerate(new_token_ids, start=1):
-            if self._tokenizer.has_text(token_id):
+            if self._searched(token_id) and self._tokenizer.has_text(token_id):
                 self._tail.append(token_id)
                 if self._may_complete(token_id) and self._is_complete():
                     return count
         return None
 
     def text(self, token_ids: Sequence[int]) -> str:
-        """The text of all tokens of the sequence, cut before the first stop string."""
+        """The text of ``token_ids``, all that are searched, cut before the first stop string."""
         text = self._tokenizer.decode(token_ids)
         return text[: min((at for stop in self._stops if (at := text.find(stop)) >= 0), default=len(text))]
 

@@ -70,6 +70,7 @@ def _body(row: Mapping[str, Any], name: str, served: Served) -> dict[str, Any]:
             "prompt_tokens": num_prompt,
             "completion_tokens": num_output,
             "total_tokens": num_prompt + num_output,
+            **_details(row),
         },
     }
     if row["metrics"]["num_spec_tokens"]:
@@ -77,8 +78,17 @@ def _body(row: Mapping[str, Any], name: str, served: Served) -> dict[str, Any]:
     return body
 
 
+def _details(row: Mapping[str, Any]) -> dict[str, Any]:
+    """The part of the usage that is reasoning, where there is any."""
+    if "reasoning" not in row:
+        return {}
+    return {"completion_tokens_details": {"reasoning_tokens": row["num_reasoning_tokens"]}}
+
+
 def _chat_choice(row: Mapping[str, Any], token_text: Callable[[int], str]) -> dict[str, Any]:
     message = {"role": "assistant", "content": row["text"], "refusal": None}
+    if "reasoning" in row:
+        message["reasoning_content"] = row["reasoning"]
     logprobs = None
     if "logprobs" in row:
         content = [
@@ -107,4 +117,6 @@ def _text_choice(row: Mapping[str, Any], token_text: Callable[[int], str]) -> di
         ]
         offsets = list(accumulate((len(token) for token in tokens), initial=0))[:-1]
         logprobs = {"tokens": tokens, "token_logprobs": chosen, "top_logprobs": top, "text_offset": offsets}
-    return {"index": 0, "text": row["text"], "logprobs": logprobs, "finish_reason": row["finish_reason"]}
+    reasoning = {"reasoning_content": row["reasoning"]} if "reasoning" in row else {}
+    end = {"logprobs": logprobs, "finish_reason": row["finish_reason"]}
+    return {"index": 0, "text": row["text"], **reasoning, **end}

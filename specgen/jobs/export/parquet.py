@@ -16,7 +16,8 @@ _ROW_GROUP = 512  # rows in memory at a time
 def export_parquet(rows: Iterable[Mapping[str, Any]], path: Path) -> None:
     """Write the rows of ``completions.jsonl`` as ``path``, which ``datasets.load_dataset("parquet")`` reads.
 
-    The columns are fixed; ``category``, ``endpoint`` and ``logprobs`` are null where a row has none. Memory is that of
+    The columns are fixed; ``category``, ``endpoint``, ``logprobs`` and the two of reasoning are null
+    where a row has none. Memory is that of
     one row group, and the file is replaced atomically.
     """
     from pyarrow import Table, parquet
@@ -59,6 +60,8 @@ def _schema() -> "pyarrow.Schema":
     columns = {
         "id": text,
         "prompt": text,
+        "reasoning": text,
+        "num_reasoning_tokens": whole_number,
         "text": text,
         "token_ids": pa.list_(whole_number),
         "finish_reason": text,

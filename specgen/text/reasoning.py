@@ -1,0 +1,192 @@
+"""Reasoning and answer of a generated text, told apart by the tokens that a model writes around them."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from specgen.text.tokenizer import StopStrings, Tokenizer
+
+Part = Literal["reasoning", "answer"]
+_HARMONY = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>")
+_HARMONY_ENDS = ("<|end|>", "<|return|>", "<|call|>")
+_THINK = ("<think>", "</think>")
+# The header of a message that is the answer: of the assistant, and in the channel "final" or in none.
+_ANSWER = re.compile(r"\s*(assistant)?\s*(<\|channel\|>\s*final\b.*)?", re.DOTALL)
+
+
+class Reader(Protocol):
+    """Follows one generated text token by token."""
+
+    def read(self, token_id: int) -> tuple[Part, bool]:
+        """The part that the next token belongs to, and whether it is text of it: markers are not."""
+        ...
+
+
+def new_reader(tokenizer: Tokenizer, prompt: Sequence[int]) -> Reader | None:
+    """A reader of the text after ``prompt``; None where the tokenizer has no tokens that mark reasoning.
+
+    Decided by the tokens, not by the name of the model: harmony's channels (GPT-OSS), or ``<think>`` (Qwen3).
+    """
+    if all(tokenizer.added_token_id(text) is not None for text in _HARMONY):
+        return _HarmonyReader(tokenizer, prompt)
+    if all(tokenizer.added_token_id(text) is not None for text in _THINK):
+        return _ThinkReader(tokenizer, prompt)
+    return None
+
+
+class _ThinkReader:
+    """``<think>reasoning</think>answer``; the template may have written ``<think>`` at the end of the prompt.
+
+    There is one block, at the beginning: in any other place the markers are text. Blank tokens before the answer
+    are no text of it.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> None:
+        self._tokenizer = tokenizer
+        self._open, self._close = (tokenizer.added_token_id(text) for text in _THINK)
+        # a question may contain the marker too: only blanks may follow that of the template
+        last = next((token for token in reversed(prompt) if not self._is_blank(token)), None)
+        self._state = "reasoning" if last == self._open else "begin"
+
+    def read(self, token_id: int) -> tuple[Part, bool]:
+        match self._state:
+            case "begin" if token_id == self._open:
+                self._state = "reasoning"
+                return "reasoning", False
+            case "reasoning":
+                if token_id == self._close:
+                    self._state = "blank"
+                return "reasoning", token_id != self._close
+            case "blank" if self._is_blank(token_id):
+                return "answer", False
+        self._state = "answer"
+        return "answer", True
+
+    def _is_blank(self, token_id: int) -> bool:
+        return self._tokenizer.piece(token_id).isspace()
+
+
+class _HarmonyReader:
+    """Messages ``<|start|>assistant<|channel|>NAME<|message|>text<|end|>``, the first one begun by the prompt.
+
+    The message in the channel ``final``, to its end token, is the answer; analysis, commentary and the headers of
+    messages are reasoning. A text that begins without any header is the answer.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> None:
+        self._tokenizer = tokenizer
+        self._start, self._channel, self._message, _ = (tokenizer.added_token_id(text) for text in _HARMONY)
+        self._ends = {tokenizer.added_token_id(text) for text in _HARMONY_ENDS}
+        self._header: list[int] = []
+        self._part: Part = "reasoning"
+        self._in_message = False
+        for token in _behind_last(prompt, self._start):
+            self._fed(token)
+        self._is_first = True
+
+    def read(self, token_id: int) -> tuple[Part, bool]:
+        if self._is_first and not self._in_message and not self._is_marker(token_id):
+            self._in_message, self._part = True, "answer"
+        self._is_first = False
+        part, is_text = self._part, self._fed(token_id)
+        # an end token belongs to its message, and a header to what is before it
+        return (part, False) if token_id in self._ends else (self._part, is_text)
+
+    def _is_marker(self, token_id: int) -> bool:
+        return token_id in (self._start, self._channel, self._message) or token_id in self._ends
+
+    def _fed(self, token_id: int) -> bool:
+        """Take a token; returns whether it is text of a message."""
+        if token_id == self._message:
+            header = self._tokenizer.decode_with_special(self._header)
+            self._part = "answer" if _ANSWER.fullmatch(header) else "reasoning"
+            self._in_message = True
+        elif token_id in self._ends or token_id in (self._start, self._channel):
+            if self._in_message or token_id != self._channel:
+                self._header.clear()
+            if token_id == self._channel:
+                self._header.append(token_id)
+            self._in_message, self._part = False, "reasoning"
+        elif not self._in_message:
+            self._header.append(token_id)
+        else:
+            return True
+        return False
+
+
+def _behind_last(token_ids: Sequence[int], marker: int | None) -> Sequence[int]:
+    """The tokens behind the last ``marker``; none where there is none."""
+    for at in range(len(token_ids) - 1, -1, -1):
+        if token_ids[at] == marker:
+            return token_ids[at + 1 :]
+    return ()
+
+
+class PartFinder:
+    """Finds where the part of a text changes, as it is generated; without a change all of it is the answer."""
+
+    def __init__(self, reader: Reader) -> None:
+        self._reader = reader
+        self._part: Part = "answer"
+
+    def feed(self, new_token_ids: Sequence[int]) -> list[tuple[int, Part]]:
+        """Index among the new tokens, and part, of those that belong to another part than the token before."""
+        found: list[tuple[int, Part]] = []
+        for index, token_id in enumerate(new_token_ids):
+            part, _ = self._reader.read(token_id)
+            if part != self._part:
+                self._part = part
+                found.append((index, part))
+        return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Followers:
+    """Follows the texts of requests as they are generated: where a stop string ends them, where their part changes."""
+
+    tokenizer: Tokenizer
+
+    def stop_finder(self, stops: Sequence[str], prompt: Sequence[int]) -> StopStrings:
+        """A detector of ``stops`` in the answer alone: reasoning may contain them."""
+        reader = new_reader(self.tokenizer, prompt)
+        if reader is None:
+            return StopStrings(self.tokenizer, stops)
+        return StopStrings(self.tokenizer, stops, lambda token_id: reader.read(token_id) == ("answer", True))
+
+    def part_finder(self, prompt: Sequence[int]) -> PartFinder | None:
+        """A detector of the parts; None where the tokenizer has no tokens that mark reasoning."""
+        reader = new_reader(self.tokenizer, prompt)
+        return None if reader is None else PartFinder(reader)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """A text in its parts: ``reasoning`` is None where there is none; the answer as the ids of its tokens."""
+
+    reasoning: str | None
+    num_reasoning_tokens: int  # the markers around them included
+    answer: tuple[int, ...]
+
+
+def split(tokenizer: Tokenizer, prompt: Sequence[int], token_ids: Sequence[int]) -> Parts:
+    """The parts of the text ``token_ids`` after ``prompt``; blocks of reasoning are joined by a line break."""
+    reader = new_reader(tokenizer, prompt)
+    if reader is None:
+        return Parts(reasoning=None, num_reasoning_tokens=0, answer=tuple(token_ids))
+    blocks: list[list[int]] = [[]]
+    answer: list[int] = []
+    num_reasoning = 0
+    for token_id in token_ids:
+        part, is_text = reader.read(token_id)
+        num_reasoning += part == "reasoning"
+        if is_text:
+            (answer if part == "answer" else blocks[-1]).append(token_id)
+        elif blocks[-1]:
+            blocks.append([])
+    texts = [tokenizer.decode(block).strip("\n") for block in blocks if block]
+    return Parts(
+        reasoning="\n".join(filter(None, texts)) if texts else None,
+        num_reasoning_tokens=num_reasoning,
+        answer=tuple(answer),
+    )

@@ -1,0 +1,485 @@
+"""Runs of models that reason: rows, later turns, acceptance of both parts, dates over a resume."""
+
+import json
+import shutil
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from specgen.bundled import data_directory
+from specgen.cli import main as cli
+from specgen.config import UserError
+from specgen.engine import choices
+from specgen.events import Event, Verified, read
+from specgen.report.report import fold
+from specgen.rundir.interrupt import StoppedError
+from tests.tiny_checkpoints import write_head, write_target
+from tests.tiny_tokenizers import THINK, write_harmony, write_think
+
+_RENAMED = {5: "<think>", 19: "</think>"}  # "<|assistant|>", which ends the prompt, and the full stop
+
+
+def call(*arguments: object) -> Result:
+    """The command line as a user calls it."""
+    return CliRunner().invoke(cli.app, [str(argument) for argument in arguments], env={"COLUMNS": "100"})
+
+
+def rows(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (path / "completions.jsonl").read_text().splitlines()]
+
+
+def report(path: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((path / "report.json").read_text())
+    return found
+
+
+@pytest.fixture(scope="module")
+def reasoning_pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The bundled pair, in whose tokenizer two tokens have the names of markers: a first sentence is reasoning."""
+    path = tmp_path_factory.mktemp("reasoning") / "demo"
+    shutil.copytree(data_directory() / "demo", path)
+    file = path / "target" / "tokenizer.json"
+    tokenizer = json.loads(file.read_text())
+    old = {number: text for text, number in tokenizer["model"]["vocab"].items()}
+    for number, text in _RENAMED.items():
+        del tokenizer["model"]["vocab"][old[number]]
+        tokenizer["model"]["vocab"][text] = number
+    merged = [merge for merge in tokenizer["model"]["merges"] if old[19] not in "".join(merge)]
+    tokenizer["model"]["merges"] = merged
+    plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": False}
+    kept = [each for each in tokenizer["added_tokens"] if each["id"] not in _RENAMED]
+    tokenizer["added_tokens"] = [*kept, *({"id": i, "content": text} | plain for i, text in _RENAMED.items())]
+    file.write_text(json.dumps(tokenizer))
+    config = path / "target" / "tokenizer_config.json"
+    settings = json.loads(config.read_text())
+    settings["chat_template"] = (
+        "{{ bos_token }}{% for message in messages %}"
+        "{{ ('<think>' if message.role == 'assistant' else '<|user|>') ~ message.content ~ '<|end|>' }}{% endfor %}"
+        "{% if add_generation_prompt %}<think>{% endif %}"
+    )
+    config.write_text(json.dumps(settings))
+    return path
+
+
+@pytest.fixture(scope="module")
+def questions(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Conversations of two turns without a full stop, which the renamed tokenizer lacks."""
+    path = tmp_path_factory.mktemp("questions") / "question.jsonl"
+    turns = [[f"Tom has {n} apples and buys 3 more, how many?", "And then 2 more?"] for n in range(4, 9)]
+    lines = [{"question_id": n, "category": "math", "turns": each} for n, each in enumerate(turns)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+@pytest.fixture(scope="module")
+def reasoned(reasoning_pair: Path, questions: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with whole texts."""
+    out = tmp_path_factory.mktemp("run") / "out"
+    result = generate(reasoning_pair, questions, out)
+    assert result.exit_code == 0, result.output
+    assert "By part" not in result.stdout, "titles are a page's"
+    assert "reasoning" in result.stdout
+    return out
+
+
+def generate(pair: Path, questions: Path, out: Path, *arguments: object) -> Result:
+    models = ["--model", pair / "target", "--drafter", pair / "drafter", "--num-spec-tokens", 3]
+    data = ["--dataset", "mt-bench", "--data-path", questions, "--max-new-tokens", 60]
+    return call("generate", *models, *data, "--output", out, *arguments)
+
+
+def by_part(events: Iterable[Event], labels: Mapping[str, list[str]], k: int) -> dict[str, Counter[str]]:
+    """Counts of steps by the label of their first token, straight from events and rows."""
+    emitted = Counter[str]()
+    counts = {part: Counter[str]() for part in ("reasoning", "answer")}
+    for event in events:
+        if isinstance(event, Verified):
+            part = labels[event.sequence][1 + emitted[event.sequence]]
+            emitted[event.sequence] += event.emitted
+            counts[part]["num_drafts"] += bool(event.drafts)
+            counts[part]["num_steps_without_drafts"] += not event.drafts
+            counts[part]["num_draft_tokens"] += len(event.drafts)
+            counts[part]["num_accepted_tokens"] += event.accepted
+    for parts in labels.values():
+        counts["reasoning"]["total_num_output_tokens"] += parts.count("reasoning")
+        counts["answer"]["total_num_output_tokens"] += parts.count("answer")
+    return counts
+
+
+_COUNTED = (
+    *("num_drafts", "num_steps_without_drafts", "num_draft_tokens", "num_accepted_tokens"),
+    "total_num_output_tokens",
+)
+
+
+def check_parts(out: Path, labels: Mapping[str, list[str]], k: int) -> None:
+    """The report of the run in ``out`` has the counts of both parts, which add up to the whole."""
+    found, expected = report(out), by_part(read(out / "events.jsonl"), labels, k)
+    assert list(found["parts"]) == ["reasoning", "answer"]
+    for part, counts in expected.items():
+        assert {name: found["parts"][part][name] for name in _COUNTED} == {
+            name: counts[name] for name in _COUNTED
+        }
+    for name in _COUNTED:
+        assert sum(each[name] for each in found["parts"].values()) == found[name]
+    for position in range(k):
+        for name in ("drafted", "reached", "accepted"):
+            parts = [each["acceptance"][position][name] for each in found["parts"].values()]
+            assert sum(parts) == found["acceptance"][position][name]
+
+
+def until_marker(row: Mapping[str, Any], marker: int) -> list[str]:
+    """The labels of a row whose reasoning the prompt opens."""
+    ids = row["token_ids"]
+    end = ids.index(marker) + 1 if marker in ids else len(ids)
+    return ["reasoning"] * end + ["answer"] * (len(ids) - end)
+
+
+def test_rows_have_reasoning_and_text_apart(reasoned: Path, questions: Path, tmp_path: Path) -> None:
+    plain = tmp_path / "plain"
+    assert generate(data_directory() / "demo", questions, plain).exit_code == 0
+    found, first = rows(reasoned), {row["id"]: row for row in rows(plain) if row["turn"] == 1}
+    assert len(found) == 10
+    for row in found:
+        assert row["token_ids"].index(19) > 2
+        assert row["num_reasoning_tokens"] == row["token_ids"].index(19) + 1
+        assert "reasoning" not in next(iter(first.values()))
+        if row["turn"] == 1:
+            assert row["token_ids"] == first[row["id"]]["token_ids"], "only names differ"
+            reasoning, _, text = first[row["id"]]["text"].partition(".")
+            assert (row["reasoning"], row["text"]) == (reasoning, text.replace(".", "</think>").lstrip())
+    keys = list(found[0])
+    assert keys[keys.index("reasoning") : keys.index("text") + 1] == [
+        "reasoning",
+        "num_reasoning_tokens",
+        "text",
+    ]
+
+
+def test_the_next_turn_has_the_answer_alone_in_its_context(reasoned: Path) -> None:
+    found = {row["id"]: row for row in rows(reasoned)}
+    for n in range(5):
+        first, second = found[str(n)], found[f"{n}/turn-2"]
+        assert f"more, how many?<|end|><think>{first['text']}<|end|><|user|>And then" in second["prompt"]
+        assert first["reasoning"] not in second["prompt"]
+
+
+def test_acceptance_is_counted_by_part(reasoned: Path) -> None:
+    check_parts(reasoned, {row["id"]: until_marker(row, 19) for row in rows(reasoned)}, 3)
+    parts = report(reasoned)["parts"]
+    assert parts["reasoning"]["mean_acceptance_length"] > 1.5
+    assert parts["reasoning"]["mean_acceptance_length"] != parts["answer"]["mean_acceptance_length"]
+    assert parts["reasoning"]["num_requests"] == parts["answer"]["num_requests"] == 10
+    assert report(reasoned)["ended_in_reasoning"] == {}
+    assert "By part" in (reasoned / "report.html").read_text()
+    printed = call("report", reasoned).stdout
+    assert all(part in printed for part in ("part ", "reasoning ", "answer "))
+    assert "  of reasoning" in call("report", reasoned, reasoned).stdout
+
+
+def test_a_text_cut_in_its_reasoning_has_no_answer_and_the_report_says_so(
+    reasoning_pair: Path, questions: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    result = generate(reasoning_pair, questions, out, "--max-new-tokens", 6, "--format", "openai")
+    assert result.exit_code == 0, result.output
+    found = rows(out)
+    cut = [row for row in found if 19 not in row["token_ids"]]
+    assert cut
+    assert {row["text"] for row in cut} == {""}
+    assert all(row["num_reasoning_tokens"] == len(row["token_ids"]) for row in cut)
+    assert report(out)["ended_in_reasoning"] == {"length": sum(row["text"] == "" for row in found)}
+    assert f"{len(cut)} answers ended while reasoning: raise --max-new-tokens." in result.stdout
+    assert "(ended while reasoning) ..." in result.stdout
+    assert "ended while reasoning" in (out / "report.html").read_text()
+    check_parts(out, {row["id"]: until_marker(row, 19) for row in found}, 3)
+    for line, row in zip((out / "batch_output.jsonl").read_text().splitlines(), found, strict=True):
+        body = json.loads(line)["response"]["body"]
+        message = body["choices"][0]["message"]
+        assert (message["reasoning_content"], message["content"]) == (row["reasoning"], row["text"])
+        assert body["usage"]["completion_tokens_details"] == {"reasoning_tokens": row["num_reasoning_tokens"]}
+
+
+def test_a_stop_string_is_looked_for_in_the_answer(
+    reasoned: Path, reasoning_pair: Path, questions: Path, tmp_path: Path
+) -> None:
+    assert generate(reasoning_pair, questions, tmp_path / "out", "--stop", " 3").exit_code == 0
+    for whole, row in zip(rows(reasoned), rows(tmp_path / "out"), strict=True):
+        if row["turn"] == 1:
+            assert " 3" in row["reasoning"]
+            assert (row["reasoning"], row["text"]) == (whole["reasoning"], whole["text"].partition(" 3")[0])
+
+
+def test_shards_merge_to_the_same_parts(
+    reasoned: Path, reasoning_pair: Path, questions: Path, tmp_path: Path
+) -> None:
+    shards = [tmp_path / "0", tmp_path / "1"]
+    for number, shard in enumerate(shards):
+        assert generate(reasoning_pair, questions, shard, "--shard", f"{number}/2").exit_code == 0
+    assert call("merge", tmp_path / "all", *shards).exit_code == 0
+    assert rows(tmp_path / "all") == rows(reasoned)
+    assert report(tmp_path / "all")["parts"] == report(reasoned)["parts"]
+
+
+# --- sampled texts with markers anywhere ----------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def think_pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("think")
+    write_head(path / "drafter", write_target(path / "target", vocab_size=352), draft_vocab_size=100)
+    write_think(path / "target")
+    return path
+
+
+@pytest.mark.parametrize("spec", [0, 2])
+def test_sampled_texts_with_markers_anywhere_have_exact_parts(
+    think_pair: Path, tmp_path: Path, spec: int
+) -> None:
+    from specgen.text.tokenizer import load_tokenizer
+
+    tokenizer = load_tokenizer(str(think_pair / "target"))
+    opens, closes = (tokenizer.encode_rendered(marker)[0] for marker in THINK)
+    data, out = tmp_path / "rows.jsonl", tmp_path / "out"
+    bias = {str(opens): 4, str(closes): 5}
+    asked = [
+        {
+            "id": f"r{n}",
+            "messages": [{"role": "user", "content": "?"}],
+            "temperature": 1.0,
+            "logit_bias": bias,
+        }
+        for n in range(40)
+    ]
+    data.write_text("".join(json.dumps(row) + "\n" for row in asked))
+    models = [
+        "--model",
+        think_pair / "target",
+        "--drafter",
+        think_pair / "drafter",
+        "--num-spec-tokens",
+        spec,
+    ]
+    options = ["--chat-template-kwargs", '{"opens": true}', "--max-new-tokens", 12, "--output", out]
+    result = call("generate", *models, "--dataset", data, *options)
+    assert result.exit_code == 0, result.output
+    found = rows(out)
+    labels = {row["id"]: until_marker(row, closes) for row in found}
+    assert len({tuple(each) for each in labels.values()}) > 5
+    check_parts(out, labels, spec)
+    ended = Counter(row["finish_reason"] for row in found if "answer" not in labels[row["id"]])
+    assert report(out)["ended_in_reasoning"] == dict(ended)
+    assert report(out) | {"baseline": None} == json.loads(
+        json.dumps(fold(read(out / "events.jsonl"), num_spec_tokens=spec).to_json())
+    )
+
+
+# --- the date -------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def harmony_pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("harmony")
+    write_head(path / "drafter", write_target(path / "target", vocab_size=352), draft_vocab_size=100)
+    write_harmony(path / "target")
+    return path
+
+
+def on(day: str, patch: pytest.MonkeyPatch) -> None:
+    """It is ``day``."""
+    patch.setattr(choices, "today", lambda: day)
+
+
+def test_a_run_resumed_on_another_day_has_the_prompts_of_the_first(
+    harmony_pair: Path, questions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, whole = tmp_path / "out", tmp_path / "whole"
+    kwargs = ("--chat-template-kwargs", '{"reasoning_effort": "high"}')
+    on("2026-03-07", monkeypatch)
+    assert generate(harmony_pair, questions, whole, *kwargs).exit_code == 0
+    stopped = []
+
+    def stop_soon(*given: Any, **named: Any) -> Any:
+        stopped.append(1)
+        if len(stopped) > 3:
+            raise StoppedError("stopped")
+        return add(*given, **named)
+
+    from specgen.jobs.run import RunDirectory
+
+    add = RunDirectory.add_completion
+    with monkeypatch.context() as patch:
+        patch.setattr(RunDirectory, "add_completion", stop_soon)
+        assert generate(harmony_pair, questions, out, *kwargs).exit_code != 0
+    assert len(rows(out)) == 3
+    on("2026-03-08", monkeypatch)
+    result = generate(harmony_pair, questions, out, *kwargs)
+    assert result.exit_code == 0, result.output
+    assert (out / "completions.jsonl").read_bytes() == (whole / "completions.jsonl").read_bytes()
+    assert all("Date: 2026-03-07. Effort: high" in row["prompt"] for row in rows(out))
+    recorded = json.loads((out / "manifest.json").read_text())
+    assert recorded["engine"]["chat_template_kwargs"] == {
+        "reasoning_effort": "high",
+        "strftime_now": "2026-03-07",
+    }
+    assert '"strftime_now": "2026-03-07"' in recorded["settings"]["template"]
+    assert report(out)["num_requests"] == report(whole)["num_requests"] == 10
+    for other, field in (
+        ('{"reasoning_effort": "low"}', r"chat_template_kwargs.reasoning_effort \(high, now low\)"),
+        (
+            '{"reasoning_effort": "high", "strftime_now": "2026-03-08"}',
+            r"strftime_now \(2026-03-07, now 2026",
+        ),
+        ("{}", r"reasoning_effort \(high, now None\)"),
+    ):
+        refused = generate(harmony_pair, questions, out, "--chat-template-kwargs", other)
+        with pytest.raises(UserError, match=field):
+            raise refused.exception or AssertionError(refused.output)
+
+
+def test_the_date_is_the_users_or_that_of_a_new_run(
+    harmony_pair: Path, questions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on("2026-03-07", monkeypatch)
+    assert generate(harmony_pair, questions, tmp_path / "a").exit_code == 0
+    on("2026-03-08", monkeypatch)
+    assert generate(harmony_pair, questions, tmp_path / "a", "--restart").exit_code == 0
+    assert all("Date: 2026-03-08" in row["prompt"] for row in rows(tmp_path / "a"))
+    pinned = ("--chat-template-kwargs", '{"strftime_now": "2026-03-07"}')
+    assert generate(harmony_pair, questions, tmp_path / "b", *pinned).exit_code == 0
+    assert rows(tmp_path / "b") == rows(tmp_path / "a.1")
+
+
+def test_without_chats_or_a_dated_template_no_date_is_recorded(
+    harmony_pair: Path, think_pair: Path, questions: Path, tmp_path: Path
+) -> None:
+    own = tmp_path / "rows.jsonl"
+    own.write_text('{"id": "a", "prompt": "Tom has"}\n')
+    models = [
+        "--model",
+        harmony_pair / "target",
+        "--drafter",
+        harmony_pair / "drafter",
+        "--max-new-tokens",
+        4,
+    ]
+    assert call("generate", *models, "--dataset", own, "--output", tmp_path / "raw").exit_code == 0
+    assert generate(think_pair, questions, tmp_path / "chats").exit_code == 0
+    for name in ("raw", "chats"):
+        record = json.loads((tmp_path / name / "manifest.json").read_text())
+        assert record["engine"]["chat_template_kwargs"] == {}
+        assert "template" not in record["settings"]
+
+
+def test_an_audit_renders_with_the_same_kwargs(
+    harmony_pair: Path, questions: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on("2026-03-07", monkeypatch)
+    models = [
+        "--model",
+        harmony_pair / "target",
+        "--drafter",
+        harmony_pair / "drafter",
+        "--max-new-tokens",
+        4,
+    ]
+    data = ["--dataset", "mt-bench", "--data-path", questions, "--batch-sizes", 2, "--json"]
+    found = call("verify", *models, *data, "--chat-template-kwargs", '{"reasoning_effort": "low"}')
+    assert found.exit_code == 0, found.output
+    engine = json.loads(found.stdout)["manifest"]["engine"]
+    assert engine["chat_template_kwargs"] == {"reasoning_effort": "low", "strftime_now": "2026-03-07"}
+
+
+# --- evaluation -----------------------------------------------------------------------------------
+
+
+def test_an_evaluation_scores_the_answer_alone(reasoning_pair: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    models = ["--model", reasoning_pair / "target", "--drafter", reasoning_pair / "drafter"]
+    arguments = ("word_problems", *models, "--apply-chat-template", "--limit", 6, "--arms", "padded,baseline")
+    result = call("eval", *arguments, "--num-spec-tokens", 3, "--log-samples", "--output", out)
+    assert result.exit_code == 0, result.output
+    found = rows(out / "padded")
+    samples = json.loads((out / "padded" / "samples_word_problems.json").read_text())
+    scored = {sample["doc_id"]: sample["resps"][0][0] for sample in samples}
+    assert sorted(scored.values()) == sorted(row["text"] for row in found)
+    assert all(19 in row["token_ids"] and row["reasoning"] and row["text"] for row in found)
+    assert not any(row["reasoning"] in row["text"] for row in found)
+    comparison = json.loads((out / "comparison.json").read_text())
+    assert [arm["ended_in_reasoning"] for arm in comparison["arms"]] == [0, 0]
+    assert "ended while reasoning" not in comparison["sentence"]
+    padded, baseline = comparison["arms"]
+    parts = report(out / "padded")["parts"]
+    assert padded["parts"] == parts
+    assert parts["reasoning"]["total_num_output_tokens"] == sum(
+        row["token_ids"].index(19) + 1 for row in found
+    )
+    assert baseline["parts"]["answer"]["num_drafts"] == 0
+    assert all(name in result.stdout for name in ("reasoning", "answer"))
+
+
+def test_an_evaluation_counts_answers_that_ended_while_reasoning(
+    reasoning_pair: Path, tmp_path: Path
+) -> None:
+    models = ["--model", reasoning_pair / "target", "--drafter", reasoning_pair / "drafter"]
+    arguments = ("word_problems", *models, "--apply-chat-template", "--limit", 4, "--arms", "padded,baseline")
+    out = tmp_path / "out"
+    result = call("eval", *arguments, "--max-new-tokens", 3, "--output", out)
+    assert result.exit_code == 0, result.output
+    assert {len(row["token_ids"]) for row in rows(out / "padded")} == {3}, "instead of the task's limit"
+    sentence = " ".join(result.stdout.split())
+    assert "ended while reasoning: 4 of padded, 4 of baseline; raise --max-new-tokens." in sentence
+    other = call("eval", *arguments, "--max-new-tokens", 4, "--output", out)
+    with pytest.raises(UserError, match=r"max_new_tokens \(3, now 4\)"):
+        raise other.exception or AssertionError(other.output)
+
+
+def test_an_evaluation_keeps_its_date_and_raw_text_takes_no_kwargs(
+    harmony_pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    models = ["--model", harmony_pair / "target", "--drafter", harmony_pair / "drafter", "--limit", 2]
+    arguments = ["eval", "word_problems", *models, "--max-new-tokens", 4, "--num-spec-tokens", 2]
+    given = ("--chat-template-kwargs", '{"reasoning_effort": "low"}')
+    refused = call(*arguments, *given)
+    with pytest.raises(UserError, match="prompts are raw text: add --apply-chat-template"):
+        raise refused.exception or AssertionError(refused.output)
+    arguments += ["--apply-chat-template", "--num-fewshot", 0, "--output", tmp_path / "out", *given]
+    on("2026-03-07", monkeypatch)
+    first = call(*arguments, "--arms", "padded,baseline", "--log-samples")
+    assert first.exit_code == 0, first.output
+    assert 'template {"reasoning_effort": "low", "strftime_now": "2026-03-07"}' in first.stdout
+    samples = (tmp_path / "out" / "padded" / "samples_word_problems.json").read_text()
+    assert "Date: 2026-03-07. Effort: low" in samples
+    shutil.rmtree(tmp_path / "out" / "baseline")
+    before = rows(tmp_path / "out" / "padded")
+    on("2026-03-08", monkeypatch)
+    again = call(*arguments, "--arms", "padded,baseline")
+    assert again.exit_code == 0, again.output
+    assert rows(tmp_path / "out" / "padded") == before
+    for arm in ("padded", "baseline"):
+        engine = json.loads((tmp_path / "out" / arm / "manifest.json").read_text())["engine"]
+        assert engine["chat_template_kwargs"]["strftime_now"] == "2026-03-07"
+
+
+def test_a_text_ends_at_any_of_the_end_tokens_of_the_generation_config(tmp_path: Path) -> None:
+    ends = [7, 21, 30]
+    write_head(tmp_path / "drafter", write_target(tmp_path / "target", vocab_size=352), draft_vocab_size=100)
+    write_harmony(tmp_path / "target")
+    (tmp_path / "target" / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+    data, out = tmp_path / "rows.jsonl", tmp_path / "out"
+    bias = dict.fromkeys(map(str, ends), 4)
+    asked = [
+        {"id": f"r{n}", "prompt": "Tom", "temperature": 1.0, "logit_bias": bias, "seed": n} for n in range(30)
+    ]
+    data.write_text("".join(json.dumps(row) + "\n" for row in asked))
+    models = ["--model", tmp_path / "target", "--drafter", tmp_path / "drafter", "--num-spec-tokens", 2]
+    result = call("generate", *models, "--dataset", data, "--max-new-tokens", 20, "--output", out)
+    assert result.exit_code == 0, result.output
+    found = rows(out)
+    stopped = [row["token_ids"] for row in found if row["finish_reason"] == "stop"]
+    assert {ids[-1] for ids in stopped} == set(ends)
+    assert not any(set(ids[:-1]) & set(ends) for ids in stopped)
