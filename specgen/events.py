@@ -76,7 +76,8 @@ class Stepped:
 
     ``num_spec_tokens`` is K, the drafts per sequence (0 in a prefill). ``first_pass_rows`` are the rows of the drafter
     KV fill and ``first_pass_kept`` those of accepted tokens (the rest is padding of a padded drafter batch);
-    ``loop_rows`` are the rows of the drafting passes.
+    ``loop_rows`` are the rows of the drafting passes. A decode step of a mixture of experts has ``experts_touched``,
+    the experts of a layer that the rows of its sequences chose (mean over layers), and the bytes of them in all layers.
     """
 
     kind: str  # "prefill" or "decode"
@@ -88,6 +89,8 @@ class Stepped:
     first_pass_rows: int
     first_pass_kept: int
     loop_rows: int
+    experts_touched: float | None = None
+    expert_bytes: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

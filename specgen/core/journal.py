@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from typing import Any
 
 from specgen.core.graphs import Capture
 from specgen.core.limits import Limits
@@ -18,6 +19,7 @@ from specgen.events import (
     Submitted,
     Verified,
 )
+from specgen.models.expert_counts import ExpertSize
 
 
 class Journal:
@@ -86,8 +88,11 @@ class Journal:
             )
         )
 
-    def stepped(self, done: Pass, num_kept: int) -> None:
-        """``done`` was read. Passes overlap on the host, so its time counts from when the one before was read."""
+    def stepped(self, done: Pass, num_kept: int, touched: int | None = None) -> None:
+        """``done`` was read. Passes overlap on the host, so its time counts from when the one before was read.
+
+        ``touched`` are its experts, summed over layers.
+        """
         now, result = self.now(), done.result
         kept = result.fill_rows if done.kind == "prefill" else min(num_kept, result.fill_rows)
         self.record(
@@ -101,6 +106,7 @@ class Journal:
                 first_pass_rows=result.fill_rows,
                 first_pass_kept=kept,
                 loop_rows=result.loop_rows,
+                **_experts(result.experts, touched),
             )
         )
         self._read_at = now
@@ -127,3 +133,11 @@ class Journal:
                 max_prefill_tokens=limits.max_prefill_tokens,
             )
         )
+
+
+def _experts(size: ExpertSize | None, touched: int | None) -> dict[str, Any]:
+    """The fields of ``Stepped`` on experts; none in a dense target."""
+    if size is None or touched is None:
+        return {}
+    mean = touched / size.num_layers
+    return {"experts_touched": mean, "expert_bytes": round(size.bytes_of(mean))}
