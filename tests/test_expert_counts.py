@@ -1,6 +1,8 @@
 """The experts that steps touch: counted on the device, told by events, and part of a step's bound."""
 
 import copy
+import json
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -22,9 +24,15 @@ from specgen.config import SamplingParams
 from specgen.core.graphs import Runner, bucket
 from specgen.core.sequence import Request
 from specgen.engine.build import build_engine
-from specgen.events import Event, Prefilled, Stepped, Submitted, Verified
+from specgen.events import Event, Prefilled, Stepped, Submitted, Touched, Verified
 from specgen.models.expert_counts import ExpertCounts, ExpertSize, Tap, num_touched
+from specgen.report.experts_touched import experts_table
+from specgen.report.report import fold
+from specgen.report.tables import of_run, page
+from specgen.report.terminal import render
 from tests.engines import Pair, config_of, load_pair
+from tests.streams import decode_steps as decode_steps_of
+from tests.streams import mixture_steps
 
 SIZE = ExpertSize(num_layers=2, num_experts=8, num_chosen=2, num_values=100, num_bytes=50)
 EXPERTS, CHOSEN = 16, 4
@@ -106,9 +114,17 @@ def decode_steps(events: Iterable[Event]) -> list[Stepped]:
 
 def test_an_expert_counts_once_a_layer_and_padding_rows_do_not() -> None:
     ids = torch.tensor([[[0, 1], [1, 2], [7, 6]], [[3, 4], [3, 4], [3, 5]]])
-    assert num_touched(ids, torch.tensor([True, True, True]), 8) == 5 + 3
-    assert num_touched(ids, torch.tensor([True, True, False]), 8) == 3 + 2
-    assert num_touched(ids.int(), torch.tensor([False, False, False]), 8) == 0
+    assert num_touched(ids, torch.tensor([True, True, True]), 8).tolist() == [5 + 3, 5 + 3]
+    assert num_touched(ids, torch.tensor([True, True, False]), 8).tolist() == [3 + 2, 3 + 2]
+    assert num_touched(ids.int(), torch.tensor([False, False, False]), 8).tolist() == [0, 0]
+
+
+def test_the_first_rows_of_sequences_are_those_of_a_plain_step() -> None:
+    rows = [[0, 1], [1, 2], [7, 6], [1, 0], [0, 3], [1, 3]]  # two sequences of three
+    ids = torch.tensor([rows])
+    assert num_touched(ids, torch.tensor([True, True]), 8).tolist() == [6, 2]
+    assert num_touched(ids, torch.tensor([False, True]), 8).tolist() == [3, 2]
+    assert num_touched(ids, torch.tensor([True, False]), 8).tolist() == [5, 2]
 
 
 def test_a_pass_is_counted_by_taps_that_are_there_during_it_alone() -> None:
@@ -123,7 +139,7 @@ def test_a_pass_is_counted_by_taps_that_are_there_during_it_alone() -> None:
         return "result"
 
     result, touched = counts.of_pass(forward, torch.tensor([True, True]))
-    assert (result, touched.item(), taps[1], len(other)) == ("result", 6, [], 1)
+    assert (result, touched.tolist(), taps[1], len(other)) == ("result", [6, 6], [], 1)
 
     def failing() -> None:
         raise RuntimeError
@@ -136,31 +152,36 @@ def test_a_pass_is_counted_by_taps_that_are_there_during_it_alone() -> None:
 @pytest.mark.parametrize("changes", [{"num_spec_tokens": 0}, {}, {"drafter_batch": "non-padded"}])
 def test_decode_steps_say_what_they_touched(dense: Path, changes: dict[str, Any]) -> None:
     pair, calls = as_mixture(load_pair(dense))
-    steps: list[int] = []  # distinct experts of each pass over all layers
-    events = run(pair, Runner(), num_spec_tokens=changes.pop("num_spec_tokens", 3), **changes)
-    layers = len(pair.models.target.blocks) - 1
-    passes = [calls[at : at + layers] for at in range(0, len(calls), layers)]
-    kinds = [event.kind for event in events if isinstance(event, Stepped)]
-    steps = [sum(ids.unique().numel() for ids in each) for each in passes]
-    found = decode_steps(events)
-    assert sorted(steps[at] for at in range(len(kinds)) if kinds[at] == "decode") == sorted(
-        round(step.experts_touched * layers) for step in found
-    )
+    events = run(pair, Runner(), **{"num_spec_tokens": 3} | changes)
     size = ExpertSize.of(pair.models.target.config, 4)
     assert size is not None
     assert size.num_bytes == 3 * SHAPES["tiny"].hidden_size * 64 * 4
-    assert all(step.expert_bytes == round(step.experts_touched * layers) * size.num_bytes for step in found)
-    assert all(
-        event.experts_touched is None
-        for event in events
-        if isinstance(event, Stepped) and event.kind == "prefill"
+    layers = size.num_layers
+    passes = [calls[at : at + layers] for at in range(0, len(calls), layers)]
+    steps = [event for event in events if isinstance(event, Stepped)]
+    # a pass may be read after the next is launched, so they are compared by number and not in order
+    expected: Counter[tuple[int, ...]] = Counter()
+    for each in passes:
+        firsts = [ids[::step_rows] for ids in each if (step_rows := changes.get("num_spec_tokens", 3) + 1)]
+        expected[tuple(sum(ids.unique().numel() for ids in rows) for rows in (each, firsts))] += 1
+    found = Counter(
+        (round(step.experts.experts * layers), round(step.experts.plain * layers))
+        for step in steps
+        if step.experts
     )
+    assert found.total() == len(decode_steps(events)) > 5
+    assert found <= expected
+    assert {step.experts for step in steps if step.kind == "prefill"} == {None}
+    for step in decode_steps(events):
+        assert step.experts is not None
+        assert step.experts.num_bytes == round(step.experts.experts * layers) * size.num_bytes
+        assert step.experts.num_experts == EXPERTS
 
 
 def test_padding_rows_change_nothing(dense: Path) -> None:
     pair, _ = as_mixture(load_pair(dense))
     plain, padded = (
-        [step.experts_touched for step in decode_steps(run(pair, runner, num_spec_tokens=2))]
+        [step.experts for step in decode_steps(run(pair, runner, num_spec_tokens=2))]
         for runner in (Runner(), PaddedRunner())
     )
     assert plain == padded
@@ -169,13 +190,13 @@ def test_padding_rows_change_nothing(dense: Path) -> None:
 def test_a_dense_target_counts_nothing(dense: Path) -> None:
     pair = load_pair(dense)
     assert ExpertCounts.of(pair.models.target) is None
-    assert {step.experts_touched for step in decode_steps(run(pair, Runner(), num_spec_tokens=2))} == {None}
+    assert {step.experts for step in decode_steps(run(pair, Runner(), num_spec_tokens=2))} == {None}
 
 
 def test_the_experts_of_independent_rows() -> None:
     size = replace(SIZE, num_experts=128, num_chosen=8)
     ids = torch.rand(2000, 5, 128, generator=torch.Generator().manual_seed(0)).topk(8).indices
-    drawn = num_touched(ids, torch.tensor([True] * 5), 128) / len(ids)
+    drawn = num_touched(ids, torch.tensor([True] * 5), 128)[0] / len(ids)
     assert size.touched_by_chance(1) == pytest.approx(8)
     assert size.touched_by_chance(5) == pytest.approx(drawn.item(), rel=0.01)
     assert size.touched_by_chance(10_000) == pytest.approx(128)
@@ -217,8 +238,66 @@ def test_the_bound_of_a_run_uses_what_its_steps_touched() -> None:
             Prefilled(sequence=name, time=0, emitted=1, num_cached=0),
         ]
     events += [Verified(sequence=name, time=1, drafts=(1,), accepted=1, emitted=2) for name in "ab"]
-    measured = replace(stepped, experts_touched=3.5, expert_bytes=350)
+    measured = replace(stepped, experts=Touched(experts=3.5, plain=2, num_experts=8, num_bytes=350))
     assert mean_step_bytes([*events, measured], sizes) == pytest.approx(1000 + 16 * 3 + 350)
     assert mean_step_bytes([*events, stepped], sizes) == pytest.approx(
         1000 + 16 * 3 + 2 * 8 * (1 - 0.75**4) * 50
     )
+
+
+STEPS = [
+    *mixture_steps(1, 4, (6.0, 2.0), (5.0, 2.0)),
+    *mixture_steps(1, 0, (2.0, 2.0)),
+    *mixture_steps(30, 4, (8.0, 7.0)),
+    *mixture_steps(17, 4, (7.0, 5.0)),
+]
+
+
+def test_a_report_says_what_plain_and_verify_steps_touched_by_batch_size() -> None:
+    report = json.loads(json.dumps(fold(STEPS, num_spec_tokens=4).to_json()))
+    lone, plain, verify = (
+        {name: stats[name] for name in ("sequences", "num_steps", "touched", "touched_plain", "num_bytes")}
+        for stats in sorted(
+            report["experts"], key=lambda stats: (stats["sequences"], -stats["num_spec_tokens"])
+        )
+    )
+    assert lone == {
+        "sequences": "1",
+        "num_steps": 2,
+        "touched": 5.5,
+        "touched_plain": 2.0,
+        "num_bytes": 5.5e7,
+    }
+    assert plain["touched"] == plain["touched_plain"] == 2.0
+    assert (verify["sequences"], verify["num_steps"], verify["touched"]) == ("17-32", 2, 7.5)
+    assert [stats["num_spec_tokens"] for stats in report["experts"]] == [0, 4, 4]
+    assert report["experts"][2]["mean_sequences"] == 23.5
+
+
+def test_terminal_and_page_show_the_experts() -> None:
+    report = json.loads(json.dumps(fold(STEPS, num_spec_tokens=4).to_json()))
+    lines = [" ".join(line.split()) for line in render(of_run(report, {})).splitlines()]
+    assert "1 verify, K = 4 2 5.5 2.0 2.75x 0.06" in lines
+    assert "1 plain 1 2.0 2.0 1.00x 0.02" in lines
+    assert "17-32 verify, K = 4 2 7.5 6.0 1.25x 0.07" in lines
+    assert any("experts touched = of the 8 of a layer" in line for line in lines)
+    html = page(report, {}, "title")
+    assert "Experts touched" in html
+    assert "2.75x" in html
+
+
+def test_the_table_shows_the_most_frequent_kinds_of_steps() -> None:
+    events = [
+        event for k in range(8) for n in (1, 8) for event in mixture_steps(n, k, *[(4.0, 2.0)] * (k + 1))
+    ]
+    report = json.loads(json.dumps(fold(events, num_spec_tokens=7).to_json()))
+    (table,) = experts_table(report)
+    assert len(report["experts"]) == 16
+    assert [row["step"] for row in table.rows] == 2 * [f"verify, K = {k}" for k in range(2, 8)]
+
+
+def test_reports_without_experts_have_no_such_table() -> None:
+    report = fold(decode_steps_of(3), num_spec_tokens=3).to_json()
+    for each in (report, {name: value for name, value in report.items() if name != "experts"}):
+        assert list(experts_table(each)) == []
+        assert "experts" not in render(of_run(each, {}))

@@ -142,7 +142,8 @@ def mean_step_bytes(events: Iterable[Event], sizes: StepBytes) -> float | None:
                 if event.kind == "decode":
                     number = event.num_sequences
                     context = positions / number
-                    each.append(sizes.step(event.num_spec_tokens, number, context, event.experts_touched))
+                    touched = event.experts.experts if event.experts else None
+                    each.append(sizes.step(event.num_spec_tokens, number, context, touched))
                 positions = 0
     return sum(each) / len(each) if each else None
 

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable
-from typing import Any
+from collections.abc import Sequence as Items
 
 from specgen.core.graphs import Capture
 from specgen.core.limits import Limits
@@ -17,6 +17,7 @@ from specgen.events import (
     Prefilled,
     Stepped,
     Submitted,
+    Touched,
     Verified,
 )
 from specgen.models.expert_counts import ExpertSize
@@ -88,10 +89,10 @@ class Journal:
             )
         )
 
-    def stepped(self, done: Pass, num_kept: int, touched: int | None = None) -> None:
+    def stepped(self, done: Pass, num_kept: int, touched: Items[int] = ()) -> None:
         """``done`` was read. Passes overlap on the host, so its time counts from when the one before was read.
 
-        ``touched`` are its experts, summed over layers.
+        ``touched`` are its experts, summed over layers, and those of the newest tokens alone.
         """
         now, result = self.now(), done.result
         kept = result.fill_rows if done.kind == "prefill" else min(num_kept, result.fill_rows)
@@ -106,7 +107,7 @@ class Journal:
                 first_pass_rows=result.fill_rows,
                 first_pass_kept=kept,
                 loop_rows=result.loop_rows,
-                **_experts(result.experts, touched),
+                experts=_experts(result.experts, touched),
             )
         )
         self._read_at = now
@@ -135,9 +136,11 @@ class Journal:
         )
 
 
-def _experts(size: ExpertSize | None, touched: int | None) -> dict[str, Any]:
-    """The fields of ``Stepped`` on experts; none in a dense target."""
-    if size is None or touched is None:
-        return {}
-    mean = touched / size.num_layers
-    return {"experts_touched": mean, "expert_bytes": round(size.bytes_of(mean))}
+def _experts(size: ExpertSize | None, touched: Items[int]) -> Touched | None:
+    """Means over layers of what a mixture's step counted; None in a dense target."""
+    if size is None or not touched:
+        return None
+    every, plain = (number / size.num_layers for number in touched)
+    return Touched(
+        experts=every, plain=plain, num_experts=size.num_experts, num_bytes=round(size.bytes_of(every))
+    )

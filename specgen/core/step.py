@@ -51,13 +51,13 @@ class StepResult:
     """What a pass found, one row per sequence, and how many rows it computed."""
 
     # [B, n] int64: a prefill's first tokens, or drafts (see NO_DRAFT), accepted and tokens (``verify``, NOT_FINITE);
-    # one column more with ``experts``
+    # two columns more with ``experts``
     numbers: Tensor
     logprobs: Tensor | None  # of the tokens (see ``token_logprobs``), where they are asked for
     target_rows: int
     fill_rows: int
     loop_rows: int
-    experts: ExpertSize | None = None  # where ``numbers`` ends with the experts touched, summed over layers
+    experts: ExpertSize | None = None  # where ``numbers`` ends with the experts touched (see ``num_touched``)
 
 
 class Steps:
@@ -133,7 +133,7 @@ class Steps:
             newest = state.tokens[:, None]  # also where there is no draft: a row of a token that the text has
             rows = torch.cat([newest, torch.where(drafts == NO_DRAFT, newest, drafts)], 1)
             forward = partial(self._forward, rows.flatten(), layout())
-            (hidden, features), touched = self._counted(forward, columns.active, k + 1)
+            (hidden, features), touched = self._counted(forward, columns.active)
             return self._target.logits(hidden).view(*rows.shape, -1), features, touched
 
         def observe(features: Tensor, tokens: Tensor, keep: Tensor) -> tuple[DraftState, int]:
@@ -147,7 +147,7 @@ class Steps:
         next_state, fill_rows = piece(("observe", *what), observe, features, found.tokens, found.accepted + 1)
         numbers = [drafts.tokens, found.accepted[:, None], found.shown]
         if touched is not None:
-            numbers.append(touched.expand(num_rows, 1))
+            numbers.append(touched.expand(num_rows, 2))
         result = StepResult(
             numbers=torch.cat(numbers, 1),
             logprobs=found.logprobs,
@@ -196,12 +196,12 @@ class Steps:
         return hidden, hidden if self._drafter.reads_output else features
 
     def _counted(
-        self, forward: Callable[[], tuple[Tensor, Tensor]], active: Tensor, rows_each: int
+        self, forward: Callable[[], tuple[Tensor, Tensor]], active: Tensor
     ) -> tuple[tuple[Tensor, Tensor], Tensor | None]:
-        """What ``forward`` returns, and the experts that ``active`` [B] sequences touched; None for a dense target."""
+        """What ``forward`` returns, and what rows of ``active`` [B] sequences touched; None for a dense target."""
         if self._experts is None:
             return forward(), None
-        return self._experts.of_pass(forward, active[:, None].expand(-1, rows_each).flatten())
+        return self._experts.of_pass(forward, active)
 
     def _accept(self, drafts: Drafts, logits: Tensor, positions: Tensor, sampling: SamplingBatch) -> _Verdict:
         """Drafts against logits ``[B, K+1, V]`` of the rows from ``positions`` ``[B]`` on."""

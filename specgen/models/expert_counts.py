@@ -79,12 +79,8 @@ class ExpertCounts:
         taps = (getattr(block.mlp, "taps", None) for block in getattr(target, "blocks", ()))
         return cls(size, [each for each in taps if each is not None])
 
-    def of_pass(self, forward: Callable[[], T], real: Tensor) -> tuple[T, Tensor]:
-        """What ``forward`` returns, and the experts that its ``real`` ([rows] bool) rows touched: [] int64.
-
-        An expert counts once for each layer, however many rows chose it. Padding rows choose experts as well; those
-        that no real row has chosen are not counted.
-        """
+    def of_pass(self, forward: Callable[[], T], active: Tensor) -> tuple[T, Tensor]:
+        """What ``forward`` returns, and what its rows touched; see ``num_touched``."""
         seen: list[Tensor] = []
         tap = seen.append
         for taps in self._taps:
@@ -94,15 +90,22 @@ class ExpertCounts:
         finally:
             for taps in self._taps:
                 taps.remove(tap)
-        return result, num_touched(torch.stack(seen), real, self.size.num_experts)
+        return result, num_touched(torch.stack(seen), active, self.size.num_experts)
 
 
-def num_touched(ids: Tensor, real: Tensor, num_experts: int) -> Tensor:
-    """The distinct ``ids`` [layers, rows, k] of ``real`` rows in each layer, summed over the layers: [] int64.
+def num_touched(ids: Tensor, active: Tensor, num_experts: int) -> Tensor:
+    """The distinct ``ids`` [layers, rows, k] in each layer, summed over the layers: [2] int64.
 
-    A few kernels for all layers together, as one for each layer would show in the time of a step.
+    The first number is that of all rows, the second that of the first row of each sequence, which is all that a plain
+    step computes. The rows are those of the sequences ``active`` [B] bool, equally many each. An expert counts once for
+    each layer, however many rows chose it. Padding rows choose as well; what no real row has chosen is not counted.
     """
     nowhere = num_experts  # a column that is left out
-    chosen = torch.where(real[:, None], ids.long(), nowhere).flatten(1)
+    by_sequence = ids.view(len(ids), len(active), -1, ids.shape[-1]).long()
+    chosen = torch.where(active[:, None, None], by_sequence, nowhere)
     marks = torch.zeros(len(ids), num_experts + 1, dtype=torch.int32, device=ids.device)
-    return marks.scatter_(1, chosen, 1)[:, :num_experts].sum()
+    # all layers together: a few kernels for each layer would show in the time of a step
+    marks.scatter_(1, chosen.flatten(1), 1)
+    marks.scatter_(1, chosen[:, :, 0].flatten(1), 2)
+    marks = marks[:, :num_experts]
+    return torch.stack(((marks > 0).sum(), (marks > 1).sum()))
