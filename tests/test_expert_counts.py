@@ -20,10 +20,16 @@ from make_calibrated_pair import write_pair
 from torch import Tensor
 
 from specgen.bench.bound import StepBytes, mean_step_bytes
+from specgen.bench.experts_read import mean_touched, sentence
+from specgen.bench.matrices import find_matrix
+from specgen.bench.output import BenchTable
+from specgen.bench.repeats import Repeat, Repeats, Yardstick
+from specgen.bench.throughput_table import Result, table
 from specgen.config import SamplingParams
 from specgen.core.graphs import Runner, bucket
 from specgen.core.sequence import Request
 from specgen.engine.build import build_engine
+from specgen.engine.warm_engine import Run
 from specgen.events import Event, Prefilled, Stepped, Submitted, Touched, Verified
 from specgen.models.expert_counts import ExpertCounts, ExpertSize, Tap, num_touched
 from specgen.report.experts_touched import experts_table
@@ -301,3 +307,32 @@ def test_reports_without_experts_have_no_such_table() -> None:
     for each in (report, {name: value for name, value in report.items() if name != "experts"}):
         assert list(experts_table(each)) == []
         assert "experts" not in render(of_run(each, {}))
+
+
+def test_the_throughput_bench_says_what_steps_touched_and_what_that_costs() -> None:
+    sizes = StepBytes(target=0, target_kv=0, logits=0, bytes_per_value=2, experts=SIZE)
+    yardstick = Yardstick(sizes=sizes, bytes_per_second=1e10, known=None)
+    matrix = find_matrix("batch-and-k")
+
+    def shown(events: list[Event]) -> BenchTable:
+        run = Run(completions={}, events=events, seconds=1.0, num_spec_tokens=4)
+        repeat = replace(Repeat.of(run, yardstick), texts={"a": (1,)})
+        results = [Result(arm=matrix.arms[0], repeats=Repeats(each=(repeat,)))]
+        return table(matrix, {}, results, [])
+
+    (row,) = shown(list(mixture_steps(1, 4, (6.0, 2.0), (5.0, 2.0)))).rows
+    assert (row["experts"], row["experts_plain"]) == (5.5, 2.0)
+    assert row["experts_read"] == pytest.approx(1e3 * 5.5e7 / 1e10)
+    assert "of the 8 of a layer" in yardstick.conditions["experts"]
+    assert "experts" not in shown([]).rows[0]
+
+
+def test_the_mean_is_of_steps_of_the_whole_batch() -> None:
+    events = [*mixture_steps(4, 1, (6.0, 3.0), (8.0, 5.0)), *mixture_steps(3, 1, (1.0, 1.0))]
+    found = mean_touched(events, 4)
+    assert found == Touched(experts=7.0, plain=4.0, num_experts=8, num_bytes=7 * 10**7)
+    assert mean_touched(events, 2) is None
+    sizes = StepBytes(target=0, target_kv=0, logits=0, bytes_per_value=2, experts=SIZE)
+    text = sentence(found, sizes, 8, 1e10)
+    assert "7.0 of the 8 experts" in text
+    assert "(7.2 by chance, 4.0 by a plain step), 0.07 GB in all layers: 7.000 ms" in text
