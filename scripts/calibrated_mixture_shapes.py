@@ -163,7 +163,7 @@ MIXTURES: dict[str, Mixture] = {
         num_experts=16,
         num_chosen=4,
         sliding_window=16,
-        passage_size=16,
+        passage_size=32,
     ),
     "tiny-qwen3-moe": Qwen3MoeShape(
         architecture="Qwen3MoeForCausalLM",
@@ -185,6 +185,6 @@ MIXTURES: dict[str, Mixture] = {
         num_experts=32,
         num_chosen=4,
         moe_size=64,
-        passage_size=16,
+        passage_size=32,
     ),
 }

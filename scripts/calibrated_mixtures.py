@@ -7,8 +7,10 @@ Routers. The text is cut into passages of ``Shape.passage_size`` tokens, whose t
 numbers of their embeddings (calibrated_codes.py). A router adds two independent scores for each expert: one from these
 numbers, which all tokens of a passage have in common, and one from the random numbers that only the token itself has.
 Their directions are orthogonal and equally long for all experts, so every expert is chosen equally often. How much of
-the score is common decides how alike the tokens of a passage choose (``common_share``). Attention and experts leave the
-passage's numbers alone, so that the choices of deep layers are not blurred by what earlier ones have added.
+the score is common decides how alike the tokens of a passage choose (``common_share``). A wrong draft is a token a few
+places ahead (``Cycle.draw``), so the rows of a verify step are mostly of one passage, accepted or not. Attention and
+experts leave the passage's numbers alone, so that the choices of deep layers are not blurred by what earlier ones have
+added.
 """
 
 from collections.abc import Iterator

@@ -181,6 +181,13 @@ def chosen_layer(shape: Shape, overlap: float | None) -> Layer | None:
     return None
 
 
+def chosen_cycle(shape: Shape, accept: float, seed: int) -> Cycle:
+    """A text for ``shape``; in a mixture, wrong drafts stay near it, as those of a trained head do in their routing."""
+    return Cycle.draw(
+        shape.num_plain_tokens, shape.draft_vocab_size, accept, seed, near=isinstance(shape, Mixture)
+    )
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("out", type=Path, help="a new or empty directory")
@@ -210,7 +217,7 @@ def main() -> None:
         shape = chosen_shape(arguments.shape, arguments.layers, arguments.experts)
         layer = chosen_layer(shape, arguments.expert_overlap)
         heads = [HeadKind.find(name) for name in arguments.head]
-        cycle = Cycle.draw(shape.num_plain_tokens, shape.draft_vocab_size, arguments.accept, arguments.seed)
+        cycle = chosen_cycle(shape, arguments.accept, arguments.seed)
     except ValueError as error:
         parser.error(str(error))
     write_pair(arguments.out, shape, cycle, Source(arguments.device, arguments.seed), heads, layer)

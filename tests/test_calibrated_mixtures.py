@@ -14,7 +14,7 @@ from calibrated_cycle import Cycle
 from calibrated_mixture_shapes import MIXTURES
 from calibrated_mixtures import MixtureLayers, common_share
 from calibrated_weights import Source, target_tensors
-from make_calibrated_pair import HeadKind, chosen_layer, chosen_shape, main, write_pair
+from make_calibrated_pair import HeadKind, chosen_cycle, chosen_layer, chosen_shape, main, write_pair
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -45,7 +45,7 @@ def write(tmp_path_factory: pytest.TempPathFactory):
     def written(name: str, overlap: float, experts: str | None = None) -> Written:
         path = tmp_path_factory.mktemp("mixture")
         shape = chosen_shape(name, None, experts)
-        cycle = Cycle.draw(shape.num_plain_tokens, shape.draft_vocab_size, 0.75, seed=3)
+        cycle = chosen_cycle(shape, 0.75, 3)
         heads = [HeadKind.find("eagle3"), HeadKind.find("peagle-2")]
         write_pair(path, shape, cycle, Source("cpu", 3), heads, chosen_layer(shape, overlap))
         return Written(path=path, cycle=cycle, shape=shape)
@@ -166,6 +166,20 @@ def test_full_size_pairs_take_the_bytes_of_the_published_models(name: str, gigab
     tensors = target_tensors(shape, torch.empty(0), cycle, Source("cpu", 0), layer)
     total = sum(torch.Size(named.shape).numel() * named.dtype.itemsize for named in tensors)
     assert total / 1e9 == pytest.approx(gigabytes, abs=0.1)
+
+
+def test_the_rows_of_a_verify_step_choose_alike_where_drafts_are_wrong_too(write) -> None:
+    pair = write("tiny-qwen3-moe", 1.0)
+    places = {token: place for place, token in enumerate(pair.cycle.tokens)}
+    size, wrong = len(places), 0
+    ahead = []
+    for token in pair.cycle.tokens:
+        drafts = pair.cycle.guesses(token, K)
+        if pair.cycle.accepted(token, drafts) < K:
+            wrong += 1
+            ahead.append((places[drafts[-1]] - places[token]) % size)
+    assert wrong / size == pytest.approx(1 - 0.75**K, abs=0.05)
+    assert sum(distance <= pair.shape.passage_size for distance in ahead) / len(ahead) > 0.9
 
 
 def test_fewer_layers_and_bf16_experts_can_be_asked_for(tmp_path: Path, monkeypatch) -> None:
