@@ -13,7 +13,7 @@ from calibrated_codes import Codes
 from calibrated_cycle import Cycle
 from calibrated_mixture_shapes import MIXTURES
 from calibrated_mixtures import MixtureLayers, common_share
-from calibrated_weights import Source, target_tensors
+from calibrated_weights import RESIDUAL, Source, target_tensors
 from make_calibrated_pair import HeadKind, chosen_cycle, chosen_layer, chosen_shape, main, write_pair
 from safetensors.torch import load_file
 from torch import Tensor
@@ -142,6 +142,18 @@ def test_sinks_biases_and_windows_are_there(write) -> None:
     assert blocks.shape == (*scales.shape, 16)
     assert len(scales.unique()) == 2
     assert len(blocks.unique()) == 256
+
+
+@pytest.mark.parametrize(("name", "experts"), [*TINY.items(), ("tiny-gpt-oss", "bf16")])
+def test_experts_add_little_to_the_stream(write, name: str, experts: str) -> None:
+    pair = write(name, 0.5, experts if "gpt" in name else None)
+    block = pair.model().model.layers[3].mlp.experts
+    hidden, inner = pair.shape.hidden_size, pair.shape.expert_size
+    down = block.down_proj if "gpt" not in name else block.down_proj.transpose(1, 2)  # [E, H, I]
+    heard, quiet = down.split((hidden - pair.shape.head_dim, pair.shape.head_dim), 1)
+    assert 0.6 < block.gate_up_proj.std() * hidden**0.5 < 1.6
+    assert 0.6 < heard.std() * inner**0.5 / RESIDUAL < 1.6
+    assert 0 < quiet.std() < heard.std() / 30
 
 
 @pytest.mark.parametrize("name", MIXTURES)

@@ -36,7 +36,7 @@ from specgen.report.experts_touched import experts_table
 from specgen.report.report import fold
 from specgen.report.tables import of_run, page
 from specgen.report.terminal import render
-from tests.engines import Pair, config_of, load_pair
+from tests.engines import Pair, config_of, load_pair, loaded
 from tests.streams import decode_steps as decode_steps_of
 from tests.streams import mixture_steps
 
@@ -221,6 +221,15 @@ def test_the_bytes_of_experts_are_those_of_their_tensors(name: str, mxfp4: bool,
     size = ExpertSize.of(config, 2)
     assert size is not None
     assert size.total_bytes == total
+
+
+def test_experts_are_no_part_of_what_every_pass_reads(dense: Path, monkeypatch) -> None:
+    models = loaded(config_of(load_pair(dense)))
+    whole = StepBytes.of(models)
+    monkeypatch.setattr(ExpertSize, "of", lambda config, width: SIZE)
+    without = StepBytes.of(models)
+    assert whole.target - without.target == 2 * 8 * 50
+    assert (whole.experts, without.experts) == (None, SIZE)
 
 
 def test_a_step_reads_the_experts_that_its_rows_touch() -> None:
