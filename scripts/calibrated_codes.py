@@ -6,6 +6,9 @@ pair has a turn of its own, the same at every token. So one matrix takes the cod
 d places further in the text (``Codes.forward``). Codes of different tokens are as nearly orthogonal as random ones.
 
 The first pair does not turn: it is (``mark``, 0) for every token, which tells a code from none.
+
+In a mixture of experts, the last ``head_dim`` numbers are the same for all tokens of a *passage*, a stretch of the
+text; its routers read them (calibrated_mixtures.py).
 """
 
 import math
@@ -46,6 +49,10 @@ class Codes:
         first.copy_(first * (shape.head_dim - shape.mark**2) ** 0.5 / norm)
         table[:, 0], table[:, 1] = shape.mark, 0.0
         table[shape.mask_token_id, : shape.kv_size] = 0.0
+        if shape.passage_size:
+            beginnings = tokens[:: shape.passage_size]
+            same = beginnings.repeat_interleave(shape.passage_size)[: len(tokens)]
+            table[tokens, -shape.head_dim :] = table[same, -shape.head_dim :]
         return cls(embedding=table, turns=turns)
 
     def forward(self, distance: int) -> Tensor:

@@ -19,10 +19,11 @@ class Cycle:
     accept: float  # the share of ``tokens`` that it does know
 
     @classmethod
-    def draw(cls, vocab_size: int, size: int, accept: float, seed: int) -> "Cycle":
+    def draw(cls, vocab_size: int, size: int, accept: float, seed: int, *, near: bool = False) -> "Cycle":
         """``size`` of the ids below ``vocab_size`` in random order; ``ValueError`` for an impossible share.
 
-        Unknown tokens are random too, so that drafts are right independently of each other.
+        Unknown tokens are random too, so that drafts are right independently of each other. Where a draft is wrong, the
+        head goes on at any place of the text, or with ``near`` a few tokens ahead.
         """
         if not 0 <= accept <= 1:
             raise ValueError(f"accept is {accept}: use a share from 0 to 1")
@@ -31,6 +32,9 @@ class Cycle:
         unknown = rng.sample(tokens, size - round(accept * size))
         if len(unknown) == 1:
             raise ValueError(f"accept {accept} leaves one token unknown, and a wrong guess takes two: use 1")
+        if near:  # the guess after an unknown token is the follower of the next of them
+            places = {token: place for place, token in enumerate(tokens)}
+            unknown.sort(key=places.__getitem__)
         return cls(tokens=tuple(tokens), unknown=tuple(unknown), accept=accept)
 
     @classmethod

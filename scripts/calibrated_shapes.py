@@ -25,6 +25,7 @@ class Shape:
     rms_norm_eps: float
     rope_scaling: dict[str, Any] | None = None
     qk_norm: bool = False
+    passage_size: int = 0  # tokens of the text whose embeddings have a part in common; 0: no such part
 
     @property
     def model_type(self) -> str:

@@ -7,6 +7,7 @@ orthogonal: of 128,256 of width 4,096 no other reaches a tenth of the right logi
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from calibrated_cycle import Cycle
@@ -26,6 +27,10 @@ class Named:
     name: str
     shape: tuple[int, ...]
     make: Callable[[], Tensor]
+    dtype: torch.dtype = DTYPE
+
+
+Layer = Callable[[str, "Source"], Iterator[Named]]  # all tensors of a layer, from the prefix of their names
 
 
 class Source:
@@ -44,6 +49,24 @@ class Source:
         """A projection ``[rows, width]`` that takes rows of RMS 1 to rows of RMS ``rms``."""
         shape = (rows, width)
         return Named(name=name, shape=shape, make=lambda: self.normal(shape, rms / width**0.5))
+
+    def noise(self, name: str, shape: tuple[int, ...], std: float) -> Named:
+        """Random numbers that are no projection's weight: biases, sinks, the matrices of all experts in one."""
+        return Named(name=name, shape=shape, make=lambda: self.normal(shape, std))
+
+    def uint8(self, name: str, shape: tuple[int, ...], start: int, end: int) -> Named:
+        """Random uint8 from ``start`` to ``end - 1``."""
+
+        def make() -> Tensor:
+            values = torch.empty(shape, dtype=torch.uint8, device=self.device)
+            return values.random_(start, end, generator=self._generator)
+
+        return Named(name=name, shape=shape, make=make, dtype=torch.uint8)
+
+    def orthogonal(self, count: int, width: int) -> Tensor:
+        """``[count, width]`` float32: random directions at right angles, ``count`` of at most ``width``."""
+        values = torch.randn(width, count, generator=self._generator, device=self.device)
+        return torch.linalg.qr(values).Q.T
 
     def ones(self, name: str, width: int) -> Named:
         """The weight of a norm."""
@@ -74,12 +97,15 @@ class Source:
         return values.view(count, width)
 
 
-def target_tensors(shape: Shape, embedding: Tensor, cycle: Cycle, source: Source) -> Iterator[Named]:
-    """Every tensor of the target, ``embedding`` [V, H] among them."""
+def target_tensors(
+    shape: Shape, embedding: Tensor, cycle: Cycle, source: Source, layer: Layer | None = None
+) -> Iterator[Named]:
+    """Every tensor of the target, ``embedding`` [V, H] among them; ``layer`` makes those of one that is not dense."""
+    layer = layer or partial(_dense_layer, shape)
     table = (shape.vocab_size, shape.hidden_size)
     yield Named(name="model.embed_tokens.weight", shape=table, make=lambda: embedding)
     for index in range(shape.num_layers):
-        yield from _target_layer(shape, f"model.layers.{index}.", source)
+        yield from layer(f"model.layers.{index}.", source)
     yield source.ones("model.norm.weight", shape.hidden_size)
     yield Named(
         name="lm_head.weight", shape=table, make=lambda: target_lm_head(shape, embedding, cycle, source)
@@ -95,18 +121,24 @@ def target_lm_head(shape: Shape, embedding: Tensor, cycle: Cycle, source: Source
     return rows.mul_(LOGIT / shape.hidden_size)
 
 
-def _target_layer(shape: Shape, prefix: str, source: Source) -> Iterator[Named]:
-    hidden, attention = shape.hidden_size, prefix + "self_attn."
-    yield source.ones(prefix + "input_layernorm.weight", hidden)
-    yield source.linear(attention + "q_proj.weight", shape.q_size, hidden, 1.0)
-    yield source.linear(attention + "k_proj.weight", shape.kv_size, hidden, 1.0)
-    yield source.linear(attention + "v_proj.weight", shape.kv_size, hidden, 1.0)
-    yield source.linear(attention + "o_proj.weight", hidden, shape.q_size, RESIDUAL)
-    if shape.qk_norm:
-        yield source.ones(attention + "q_norm.weight", shape.head_dim)
-        yield source.ones(attention + "k_norm.weight", shape.head_dim)
-    yield source.ones(prefix + "post_attention_layernorm.weight", hidden)
+def _dense_layer(shape: Shape, prefix: str, source: Source) -> Iterator[Named]:
+    yield source.ones(prefix + "input_layernorm.weight", shape.hidden_size)
+    yield from attention(shape, prefix, source)
+    yield source.ones(prefix + "post_attention_layernorm.weight", shape.hidden_size)
     yield from mlp(shape, prefix, source)
+
+
+def attention(shape: Shape, prefix: str, source: Source) -> Iterator[Named]:
+    """Random projections of a target's attention, and norms of q and k."""
+    hidden = shape.hidden_size
+    prefix += "self_attn."
+    yield source.linear(prefix + "q_proj.weight", shape.q_size, hidden, 1.0)
+    yield source.linear(prefix + "k_proj.weight", shape.kv_size, hidden, 1.0)
+    yield source.linear(prefix + "v_proj.weight", shape.kv_size, hidden, 1.0)
+    yield source.linear(prefix + "o_proj.weight", hidden, shape.q_size, RESIDUAL)
+    if shape.qk_norm:
+        yield source.ones(prefix + "q_norm.weight", shape.head_dim)
+        yield source.ones(prefix + "k_norm.weight", shape.head_dim)
 
 
 def mlp(shape: Shape, prefix: str, source: Source) -> Iterator[Named]:

@@ -2,17 +2,22 @@
 
     python scripts/make_calibrated_pair.py OUT --shape llama-3.1-8b --accept 0.75
     python scripts/make_calibrated_pair.py OUT --head eagle3 eagle1 eagle3-2 peagle-2
+    python scripts/make_calibrated_pair.py OUT --shape gpt-oss-20b --expert-overlap 0.5
+    python scripts/make_calibrated_pair.py OUT --shape qwen3-30b-a3b --layers 24    # 31 GB; all 48 take 61 GB
 
 ``OUT/target`` and ``OUT/drafter`` are checkpoints in the public formats, ``OUT/cycle.json`` is the text they generate
 (see calibrated_weights.py, calibrated_heads.py, calibrated_peagle.py and calibrated_cycle.py). They are for measuring
 speed, not quality. Several heads for one target are in directories of their names: ``OUT/eagle3``, ``OUT/eagle1``.
+
+In a mixture of experts all are chosen equally often, and ``--expert-overlap`` says how alike neighbouring tokens choose
+(see calibrated_mixtures.py). Fewer ``--layers`` save disk and memory; each costs what it does in the whole model.
 """
 
 import argparse
 import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,13 +26,16 @@ import torch
 from calibrated_codes import Codes
 from calibrated_cycle import Cycle
 from calibrated_heads import eagle1_tensors, eagle3_tensors
+from calibrated_mixture_shapes import MIXTURES, GptOssShape, Mixture
+from calibrated_mixtures import MixtureLayers, common_share
 from calibrated_peagle import peagle_tensors
 from calibrated_shapes import SHAPES, Shape
-from calibrated_weights import DTYPE, Named, Source, target_tensors
+from calibrated_weights import Layer, Named, Source, target_tensors
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 SHARD_BYTES = 5 * 10**9
+LEAST_LAYERS = 7  # for which EAGLE3's default features come from three different layers
 CHAT_TEMPLATE = "{% for message in messages %}{{ message.content }} {% endfor %}"
 
 
@@ -63,13 +71,17 @@ def write_pair(
     cycle: Cycle,
     source: Source,
     heads: Sequence[HeadKind] = (HeadKind.find("eagle3"),),
+    layer: Layer | None = None,
 ) -> None:
-    """Write all checkpoints and the cycle below ``out``; at most a shard and three tables are in memory."""
+    """Write all checkpoints and the cycle below ``out``; at most a shard and three tables are in memory.
+
+    ``layer`` makes the tensors of one layer of the target; None: a dense one.
+    """
     folder = out / "target"
     folder.mkdir(parents=True, exist_ok=True)
     cycle.write(out)
     codes = Codes.draw(shape, cycle, source)
-    write_tensors(folder, list(target_tensors(shape, codes.embedding, cycle, source)), SHARD_BYTES)
+    write_tensors(folder, list(target_tensors(shape, codes.embedding, cycle, source, layer)), SHARD_BYTES)
     _write_json(folder / "config.json", shape.target_config())
     _write_json(folder / "generation_config.json", shape.generation_config())
     write_tokenizer(folder, shape, cycle)
@@ -130,8 +142,7 @@ def _shards(tensors: Iterable[Named], shard_bytes: int) -> Iterator[list[Named]]
 
 
 def _num_bytes(named: Named) -> int:
-    """In the checkpoint's dtype; the head's d2t and t2d, which have others, are negligible."""
-    return torch.Size(named.shape).numel() * DTYPE.itemsize
+    return torch.Size(named.shape).numel() * named.dtype.itemsize
 
 
 def _save(file: Path, shard: list[Named]) -> None:
@@ -144,29 +155,76 @@ def _write_json(file: Path, content: dict[str, Any]) -> None:
     file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def chosen_shape(name: str, num_layers: int | None, experts: str | None) -> Shape:
+    """The shape ``name`` with other layers or another dtype of its experts; ``ValueError`` for what it cannot have."""
+    shape = {**SHAPES, **MIXTURES}[name]
+    if num_layers is not None:
+        if num_layers < LEAST_LAYERS:
+            raise ValueError(
+                f"layers is {num_layers}: use at least {LEAST_LAYERS}, an EAGLE3 head reads three"
+            )
+        shape = replace(shape, num_layers=num_layers)
+    if experts == "mxfp4" and not isinstance(shape, GptOssShape):
+        raise ValueError(f"experts is mxfp4, but {name} has none in that format: use it with gpt-oss-20b")
+    if experts is not None and isinstance(shape, GptOssShape):
+        shape = replace(shape, quantized=experts == "mxfp4")
+    return shape
+
+
+def chosen_layer(shape: Shape, overlap: float | None) -> Layer | None:
+    """The layers of a mixture whose neighbours choose alike by ``overlap`` (0 if None); None for a dense shape."""
+    if isinstance(shape, Mixture):
+        common = common_share(shape.num_experts, shape.num_chosen, overlap or 0.0)
+        return MixtureLayers(shape=shape, common=common)
+    if overlap is not None:
+        raise ValueError("expert-overlap is for mixtures of experts, and this shape is dense: leave it out")
+    return None
+
+
+def chosen_cycle(shape: Shape, accept: float, seed: int) -> Cycle:
+    """A text for ``shape``; in a mixture, wrong drafts stay near it, as those of a trained head do in their routing."""
+    return Cycle.draw(
+        shape.num_plain_tokens, shape.draft_vocab_size, accept, seed, near=isinstance(shape, Mixture)
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("out", type=Path, help="a new or empty directory")
-    parser.add_argument("--shape", choices=SHAPES, default="llama-3.1-8b")
+    parser.add_argument("--shape", choices=[*SHAPES, *MIXTURES], default="llama-3.1-8b")
+    parser.add_argument("--layers", type=int, help="of the target, instead of all that the shape has")
     parser.add_argument(
         "--head", nargs="+", default=["eagle3"], help="eagle3, eagle1, peagle; eagle3-2: two layers"
     )
     parser.add_argument("--accept", type=float, default=0.75, help="acceptance of the first draft")
+    parser.add_argument(
+        "--expert-overlap",
+        type=float,
+        help="how alike neighbouring tokens choose their experts: 0 (default) as by chance, 1 all the same",
+    )
+    parser.add_argument("--experts", choices=("mxfp4", "bf16"), help="format of a gpt-oss's experts (mxfp4)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seed", type=int, default=0)
+    return parser
+
+
+def main() -> None:
+    parser, began = _parser(), time.perf_counter()
     arguments = parser.parse_args()
     if arguments.out.exists() and any(arguments.out.iterdir()):
         parser.error(f"{arguments.out} is not empty: name a new directory")
-    shape, began = SHAPES[arguments.shape], time.perf_counter()
     try:
+        shape = chosen_shape(arguments.shape, arguments.layers, arguments.experts)
+        layer = chosen_layer(shape, arguments.expert_overlap)
         heads = [HeadKind.find(name) for name in arguments.head]
-        cycle = Cycle.draw(shape.num_plain_tokens, shape.draft_vocab_size, arguments.accept, arguments.seed)
+        cycle = chosen_cycle(shape, arguments.accept, arguments.seed)
     except ValueError as error:
         parser.error(str(error))
-    write_pair(arguments.out, shape, cycle, Source(arguments.device, arguments.seed), heads)
+    write_pair(arguments.out, shape, cycle, Source(arguments.device, arguments.seed), heads, layer)
     size = sum(file.stat().st_size for file in arguments.out.rglob("*.safetensors"))
+    alike = f", expert overlap {arguments.expert_overlap or 0:g}" if layer else ""
     print(
-        f"{arguments.out}: synthetic weights of {arguments.shape}, accept {arguments.accept:g}; "
+        f"{arguments.out}: synthetic weights of {arguments.shape}, accept {arguments.accept:g}{alike}; "
         f"{size / 1e9:.2f} GB in {time.perf_counter() - began:.1f} s"
     )
 

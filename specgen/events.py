@@ -84,12 +84,25 @@ class Finished:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Touched:
+    """The experts of a layer (means over layers) that the rows of a step's sequences chose; no padding rows.
+
+    ``plain`` counts the rows of the newest tokens alone, which are those of a plain step in the place of this one.
+    """
+
+    experts: float
+    plain: float
+    num_experts: int  # that a layer has
+    num_bytes: int  # of those touched, in all layers
+
+
+@dataclass(frozen=True, kw_only=True)
 class Stepped:
     """One step of the engine and the rows it computed.
 
     ``num_spec_tokens`` is K, the drafts per sequence (0 in a prefill). ``first_pass_rows`` are the rows of the drafter
     KV fill and ``first_pass_kept`` those of accepted tokens (the rest is padding of a padded drafter batch);
-    ``loop_rows`` are the rows of the drafting passes.
+    ``loop_rows`` are the rows of the drafting passes. ``experts`` are those that a decode step of a mixture touched.
     """
 
     kind: str  # "prefill" or "decode"
@@ -101,6 +114,7 @@ class Stepped:
     first_pass_rows: int
     first_pass_kept: int
     loop_rows: int
+    experts: Touched | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,7 +178,7 @@ _NAMES: dict[type[Event], str] = {  # in snake case
     for event_type in get_args(Event)
 }
 _TYPES = {name: event_type for event_type, name in _NAMES.items()}
-_encode = json.JSONEncoder(separators=(",", ":")).encode
+_encode = json.JSONEncoder(separators=(",", ":"), default=vars).encode
 
 
 def to_line(event: Event) -> str:
@@ -178,6 +192,8 @@ def from_line(line: str) -> Event:
         fields = json.loads(line)
         if "drafts" in fields:
             fields["drafts"] = tuple(fields["drafts"])
+        if fields.get("experts") is not None:
+            fields["experts"] = Touched(**fields["experts"])
         return _TYPES[fields.pop("event")](**fields)
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise UserError(f"not an event: {line[:80]!r} ({error})") from error

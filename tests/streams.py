@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
-from specgen.events import Event, Finished, Prefilled, Stepped, Submitted, Verified
+from specgen.events import Event, Finished, Prefilled, Stepped, Submitted, Touched, Verified
 
 
 def request(
@@ -71,6 +71,23 @@ def decode_steps(*lengths: int) -> Iterator[Event]:
             first_pass_rows=k + 1,
             first_pass_kept=1,
             loop_rows=max(k - 1, 0),
+        )
+
+
+def mixture_steps(num_sequences: int, k: int, *touched: tuple[float, float]) -> Iterator[Event]:
+    """Decode steps of a mixture with 8 experts of 10 MB, for each what it touched and what a plain step would."""
+    for experts, plain in touched:
+        yield Stepped(
+            kind="decode",
+            time=1.0,
+            seconds=0.1,
+            num_sequences=num_sequences,
+            num_spec_tokens=k,
+            target_rows=num_sequences * (k + 1),
+            first_pass_rows=0,
+            first_pass_kept=0,
+            loop_rows=0,
+            experts=Touched(experts=experts, plain=plain, num_experts=8, num_bytes=int(experts * 10**7)),
         )
 
 

@@ -10,6 +10,7 @@ from specgen.checkpoints.checkpoint import build_head, build_target
 from specgen.checkpoints.tensor_reader import TensorReader
 from specgen.engine.loading import Models
 from specgen.events import Event, Prefilled, Stepped, Submitted, Verified
+from specgen.models.expert_counts import ExpertSize
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,6 +19,9 @@ class Work:
 
     num_bytes: float
     flops: float  # of matrix products, without attention
+
+    def __add__(self, other: "Work") -> "Work":
+        return Work(num_bytes=self.num_bytes + other.num_bytes, flops=self.flops + other.flops)
 
     def seconds(self, device: DeviceSpeed) -> float:
         """Reading and computing overlap, so the longer one counts."""
@@ -33,10 +37,11 @@ class Work:
 class StepBytes:
     """The least that the passes of a decode step read, in bytes.
 
-    Gathered embedding rows and writes are left out: they are thousands of times smaller.
+    Gathered embedding rows and writes are left out: they are thousands of times smaller. Of a mixture's experts a pass
+    reads those that its rows touch.
     """
 
-    target: int  # weights of one pass
+    target: int  # weights of one pass, without experts
     target_kv: int  # per position
     logits: int  # per row
     bytes_per_value: int
@@ -44,6 +49,7 @@ class StepBytes:
     head_pass: int = 0  # weights per drafting pass
     head_in_parallel: bool = False  # one pass of K rows per sequence drafts them all
     head_kv: int = 0  # per position and pass
+    experts: ExpertSize | None = None
 
     @classmethod
     def of(cls, models: Models) -> "StepBytes":
@@ -54,12 +60,14 @@ class StepBytes:
             for role, checkpoint in models.checkpoints.items()
         }
         build_target(target, readers["model"])
+        experts = ExpertSize.of(target, width)
         tied = target.vocab_size * target.hidden_size * width if target.tied_embeddings else 0
         sizes = cls(
-            target=_read_whole(readers["model"]) + tied,
+            target=_read_whole(readers["model"]) + tied - (experts.total_bytes if experts else 0),
             target_kv=target.kv_spec.bytes_per_token(width),
             logits=target.vocab_size * width,
             bytes_per_value=width,
+            experts=experts,
         )
         if models.head is None:
             return sizes
@@ -75,20 +83,25 @@ class StepBytes:
             head_kv=head.kv_spec.bytes_per_token(width),
         )
 
-    def step(self, num_spec_tokens: int, batch: int, context: float) -> float:
+    def step(self, num_spec_tokens: int, batch: int, context: float, touched: float | None = None) -> float:
         """Bytes read by the passes of a step; ``accept``, which reads the logits, is none."""
-        parts = self.parts(num_spec_tokens, batch, context)
+        parts = self.parts(num_spec_tokens, batch, context, touched)
         return sum(work.num_bytes for name, work in parts.items() if name != "accept")
 
-    def parts(self, num_spec_tokens: int, batch: int, context: float) -> dict[str, Work]:
-        """The work of each part of a step of ``batch`` sequences at ``context`` positions each."""
+    def parts(
+        self, num_spec_tokens: int, batch: int, context: float, touched: float | None = None
+    ) -> dict[str, Work]:
+        """The work of each part of a step of ``batch`` sequences at ``context`` positions each.
+
+        ``touched`` are the experts of a layer that its rows chose; None: as many as by chance.
+        """
         k, rows, positions = num_spec_tokens, batch * (num_spec_tokens + 1), batch * context
 
         def work(weights: float, cache: float, rows_each: int) -> Work:
             return Work(num_bytes=weights + cache, flops=2 * weights / self.bytes_per_value * rows_each)
 
         parts = {
-            "verify": work(self.target, positions * self.target_kv, rows),
+            "verify": work(self.target, positions * self.target_kv, rows) + self._experts(rows, touched),
             "accept": Work(num_bytes=rows * self.logits, flops=0.0),
         }
         if k == 0 or self.head_pass == 0:
@@ -100,6 +113,16 @@ class StepBytes:
                 passes * self.head_pass, passes * positions * self.head_kv, batch * k // passes
             ),
         }
+
+    def _experts(self, num_rows: int, touched: float | None) -> Work:
+        """That of a pass's experts."""
+        size = self.experts
+        if size is None:
+            return Work(num_bytes=0.0, flops=0.0)
+        return Work(
+            num_bytes=size.bytes_of(size.touched_by_chance(num_rows) if touched is None else touched),
+            flops=2.0 * size.num_values * size.num_chosen * size.num_layers * num_rows,
+        )
 
 
 def mean_step_bytes(events: Iterable[Event], sizes: StepBytes) -> float | None:
@@ -118,7 +141,10 @@ def mean_step_bytes(events: Iterable[Event], sizes: StepBytes) -> float | None:
                 lengths[event.sequence] += event.emitted
             case Stepped():
                 if event.kind == "decode":
-                    each.append(sizes.step(event.num_spec_tokens, 1, positions))
+                    number = event.num_sequences
+                    context = positions / number
+                    touched = event.experts.experts if event.experts else None
+                    each.append(sizes.step(event.num_spec_tokens, number, context, touched))
                 positions = 0
     return sum(each) / len(each) if each else None
 

@@ -8,6 +8,7 @@ from itertools import pairwise
 from specgen.bench.bound import StepBytes
 from specgen.bench.device_speed import DeviceSpeed, copy_bandwidth, matrix_flops
 from specgen.bench.environment import conditions, free_memory
+from specgen.bench.experts_read import mean_touched, sentence
 from specgen.bench.marks import DeviceMarker, HostMarker, Marker, Window
 from specgen.bench.matrices import RANDOM, Workload
 from specgen.bench.output import BenchTable
@@ -18,7 +19,7 @@ from specgen.config import EngineConfig, require
 from specgen.engine.choices import resolve
 from specgen.engine.loading import Models, load_models, open_checkpoints
 from specgen.engine.warm_engine import WarmEngine
-from specgen.events import Event, Prefilled, Stepped, Submitted, Verified
+from specgen.events import Event, Prefilled, Stepped, Submitted, Touched, Verified
 from specgen.report.table import Row
 
 _SKIPPED, _STEPS = 8, 32  # decode steps before the window, and in it
@@ -57,6 +58,7 @@ class Explained:
     time: StepTime
     unobserved: float  # median seconds per step without the profiler
     context: float  # mean positions per sequence in the middle of the window
+    touched: Touched | None  # of a mixture's experts, by steps of the whole batch
 
 
 def explain(job: StepJob) -> Iterator[BenchTable]:
@@ -80,15 +82,22 @@ def explain(job: StepJob) -> Iterator[BenchTable]:
             note = f"batch {batch} is not explained: {type(error).__name__}: {error}"
             table = replace(table, notes=(*table.notes, note))
         else:
-            note = (
-                f"batch {batch}: {1e3 * found.time.total:.3f} ms per step while profiled, "
-                f"{1e3 * found.unobserved:.3f} without, at {found.context:,.0f} positions per sequence"
-            )
-            works = sizes.parts(config.draft_length.most, batch, found.context)
+            k, touched = config.draft_length.most, found.touched
+            works = sizes.parts(k, batch, found.context, touched.experts if touched else None)
             rows = step_rows(batch, found.time, works, device)
-            table = replace(table, rows=(*table.rows, *rows), notes=(*table.notes, note))
+            notes = _notes(batch, found, sizes, batch * (k + 1), bandwidth)
+            table = replace(table, rows=(*table.rows, *rows), notes=(*table.notes, *notes))
         free_memory()
         yield table
+
+
+def _notes(batch: int, found: Explained, sizes: StepBytes, num_rows: int, bandwidth: float) -> Iterator[str]:
+    yield (
+        f"batch {batch}: {1e3 * found.time.total:.3f} ms per step while profiled, "
+        f"{1e3 * found.unobserved:.3f} without, at {found.context:,.0f} positions per sequence"
+    )
+    if found.touched:
+        yield f"batch {batch}: {sentence(found.touched, sizes, num_rows, bandwidth)}"
 
 
 def _explain(job: StepJob, config: EngineConfig, models: Models) -> Explained:
@@ -106,6 +115,7 @@ def _explain(job: StepJob, config: EngineConfig, models: Models) -> Explained:
         time=split(marker.spans(), _STEPS),
         unobserved=statistics.median(unobserved),
         context=context_at(observed.events, batch, _SKIPPED + _STEPS // 2),
+        touched=mean_touched(observed.events, batch),
     )
 
 

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 
 from specgen import display
 from specgen.bench.bound import StepBytes, mean_step_bytes
+from specgen.bench.experts_read import mean_touched
 from specgen.bench.known_text import KnownText
 from specgen.engine.warm_engine import Run
-from specgen.events import Captured, Event, Finished, OutOfMemory, Prefilled, Verified
+from specgen.events import Captured, Event, Finished, OutOfMemory, Prefilled, Touched, Verified
 from specgen.report.report import Report
 from specgen.report.timings import LatencyStats, latency_stats
 
@@ -42,10 +43,17 @@ class Yardstick:
     def conditions(self) -> dict[str, str]:
         """For the table's conditions."""
         bound = f"bytes that a decode step must read over {self.bytes_per_second / 1e12:.3g} TB/s of a copy"
-        if self.known is None:
-            return {"bound": bound}
-        made_for = f"the pair's head knows {display.percent(self.known.accept)} of it"
-        return {"bound": bound, "wrong_tokens": f"of all repeats, against the pair's known text; {made_for}"}
+        found = {"bound": bound}
+        if self.sizes.experts is not None:
+            found["experts"] = (
+                f"of the {self.sizes.experts.num_experts} of a layer, touched by a decode step; means over layers and "
+                "steps; experts_plain: by the rows of the newest tokens alone, as by a plain step; experts_read: the "
+                "bytes of those touched over that bandwidth"
+            )
+        if self.known is not None:
+            made_for = f"the pair's head knows {display.percent(self.known.accept)} of it"
+            found["wrong_tokens"] = f"of all repeats, against the pair's known text; {made_for}"
+        return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +64,8 @@ class Repeat:
     report: Report
     itl_seconds: LatencyStats | None
     step_bound: float | None  # mean lower bound of a decode step in seconds
+    touched: Touched | None  # of a mixture's experts, mean over decode steps
+    expert_seconds: float | None  # that reading these takes
     texts: Mapping[str, tuple[int, ...]]  # token ids by request
     num_wrong: int | None  # tokens that differ from the known text
     disturbances: tuple[str, ...]  # captures and shortages within the measured time
@@ -63,12 +73,14 @@ class Repeat:
     @classmethod
     def of(cls, run: Run, yardstick: Yardstick) -> "Repeat":
         completions, events = run.completions.values(), run.events
-        step_bytes = mean_step_bytes(events, yardstick.sizes)
+        step_bytes, touched = mean_step_bytes(events, yardstick.sizes), mean_touched(events)
         return cls(
             tokens_per_second=run.tokens_per_second,
             report=run.report,
             itl_seconds=latency_stats(list(inter_token_seconds(events))),
             step_bound=step_bytes and step_bytes / yardstick.bytes_per_second,
+            touched=touched,
+            expert_seconds=touched.num_bytes / yardstick.bytes_per_second if touched else None,
             texts={completion.request.id: completion.token_ids for completion in completions},
             num_wrong=None if yardstick.known is None else yardstick.known.num_wrong(completions),
             disturbances=tuple(_disturbances(events)),
@@ -113,6 +125,11 @@ class Repeats:
         curves = [[at.rate for at in repeat.report.speculation.acceptance] for repeat in self.each]
         rates = [[rate for rate in position if rate is not None] for position in zip(*curves, strict=True)]
         return " ".join(f"{statistics.fmean(known):.3f}" for known in rates if known) or None
+
+    @property
+    def touched(self) -> Touched | None:
+        """The experts that steps touched, in the first repeat; the others have the same texts."""
+        return self.each[0].touched
 
     @property
     def num_wrong(self) -> int | None:

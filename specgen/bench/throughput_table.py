@@ -29,13 +29,14 @@ class Result:
 
 def table(matrix: Matrix, conditions: Row, results: Sequence[Result], notes: Sequence[str]) -> BenchTable:
     """The table of ``results``; ``notes`` say which arms are missing and why."""
-    rows = tuple(_row(matrix, result, results) for result in results)
+    mixture = any(result.repeats.touched for result in results)
+    rows = tuple(_row(matrix, result, results, mixture) for result in results)
     disturbed = [f"{r.arm.name}: {text}" for r in results for text in r.repeats.disturbances]
     return BenchTable(
         name=f"throughput-{matrix.name}",
         title=matrix.title,
         conditions=conditions,
-        columns=tuple(_columns(matrix)),
+        columns=tuple(_columns(matrix, mixture)),
         rows=rows,
         plots=tuple(_plots(matrix)),
         notes=(*best_lengths(rows), *disturbed, *notes),
@@ -43,7 +44,7 @@ def table(matrix: Matrix, conditions: Row, results: Sequence[Result], notes: Seq
     )
 
 
-def _columns(matrix: Matrix) -> Iterator[Column]:
+def _columns(matrix: Matrix, mixture: bool) -> Iterator[Column]:
     """The columns of ``_row``."""
     yield from (Column(name=axis.name) for axis in matrix.axes)
     yield from (
@@ -54,13 +55,16 @@ def _columns(matrix: Matrix) -> Iterator[Column]:
     yield from (Column(name=name) for name in ("repeats", "acceptance_length", "acceptance"))
     yield from (Column(name=name, unit="ms") for name in ("step", "bound"))
     yield Column(name="over_bound", show=display.ratio)
+    if mixture:
+        yield from (Column(name=name, show=display.rate) for name in ("experts", "experts_plain"))
+        yield Column(name="experts_read", unit="ms")
     yield Column(name="same_texts", show=display.percent)
     yield Column(name="wrong_tokens")
     if matrix.latencies:
         yield from (Column(name=f"{name}_{part}", unit="ms") for name in _SPREADS for part in _PARTS)
 
 
-def _row(matrix: Matrix, result: Result, results: Sequence[Result]) -> Row:
+def _row(matrix: Matrix, result: Result, results: Sequence[Result], mixture: bool) -> Row:
     arm, repeats = result.arm, result.repeats
     row: dict[str, Value] = {**arm.changes, **_range(("speed", "lowest", "highest"), repeats.speed)}
     for ratio, labels in matrix.ratios.items():
@@ -75,6 +79,15 @@ def _row(matrix: Matrix, result: Result, results: Sequence[Result]) -> Row:
         "step": _ms(step),
         "bound": _ms(bound),
         "over_bound": step / bound if step and bound else None,
+    }
+    if mixture:
+        touched = repeats.touched
+        row |= {
+            "experts": touched.experts if touched else None,
+            "experts_plain": touched.plain if touched else None,
+            "experts_read": _ms(repeats.median(lambda r: r.expert_seconds)),
+        }
+    row |= {
         "same_texts": repeats.same_texts(next(r.repeats for r in results if r.repeats.ids == repeats.ids)),
         "wrong_tokens": repeats.num_wrong,
     }

@@ -62,7 +62,7 @@ class InFlight:
                 self._endings.fail(sequence, f"the model's logits were not finite (NaN) at output token {at}")
             elif sequence.finish_reason is not None:
                 self._endings.retire(sequence)
-        self._journal.stepped(done, num_kept)
+        self._journal.stepped(done, num_kept, numbers[0][-2:] if done.result.experts else [])
         self._passes.popleft()  # not before: its sequences fail with it
 
     def _commit_first(self, sequence: Sequence, tokens: list[int], logprobs: Items[Items[float]]) -> None:

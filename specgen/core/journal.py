@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from collections.abc import Sequence as Items
 
 from specgen.core.graphs import Capture
 from specgen.core.limits import Limits
@@ -17,8 +18,10 @@ from specgen.events import (
     Stepped,
     Submitted,
     Switched,
+    Touched,
     Verified,
 )
+from specgen.models.expert_counts import ExpertSize
 
 
 class Journal:
@@ -95,8 +98,11 @@ class Journal:
             )
         )
 
-    def stepped(self, done: Pass, num_kept: int) -> None:
-        """``done`` was read. Passes overlap on the host, so its time counts from when the one before was read."""
+    def stepped(self, done: Pass, num_kept: int, touched: Items[int] = ()) -> None:
+        """``done`` was read. Passes overlap on the host, so its time counts from when the one before was read.
+
+        ``touched`` are its experts, summed over layers, and those of the newest tokens alone.
+        """
         now, result = self.now(), done.result
         kept = result.fill_rows if done.kind == "prefill" else min(num_kept, result.fill_rows)
         self.record(
@@ -110,6 +116,7 @@ class Journal:
                 first_pass_rows=result.fill_rows,
                 first_pass_kept=kept,
                 loop_rows=result.loop_rows,
+                experts=_experts(result.experts, touched),
             )
         )
         self._read_at = now
@@ -136,3 +143,13 @@ class Journal:
                 max_prefill_tokens=limits.max_prefill_tokens,
             )
         )
+
+
+def _experts(size: ExpertSize | None, touched: Items[int]) -> Touched | None:
+    """Means over layers of what a mixture's step counted; None in a dense target."""
+    if size is None or not touched:
+        return None
+    every, plain = (number / size.num_layers for number in touched)
+    return Touched(
+        experts=every, plain=plain, num_experts=size.num_experts, num_bytes=round(size.bytes_of(every))
+    )

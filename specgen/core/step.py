@@ -3,8 +3,9 @@
 Nothing in them asks the device, so the host may be ahead of it, and a decode step can be captured.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -29,6 +30,7 @@ from specgen.decoding.verify import accept_greedy, accept_sampled
 from specgen.device import on_device
 from specgen.kv.kv_cache import KVCache
 from specgen.kv.layout import Layout
+from specgen.models.expert_counts import ExpertCounts, ExpertSize
 from specgen.models.protocols import Target
 
 _SCORED_TOGETHER = 256  # rows: a float32 row of 128k logits takes half a MiB
@@ -48,24 +50,34 @@ class _Verdict:
 class StepResult:
     """What a pass found, one row per sequence, and how many rows it computed."""
 
-    # [B, n] int64: a prefill's first tokens, or drafts (see NO_DRAFT), accepted and tokens (``verify``, NOT_FINITE)
+    # [B, n] int64: a prefill's first tokens, or drafts (see NO_DRAFT), accepted and tokens (``verify``, NOT_FINITE);
+    # two columns more with ``experts``
     numbers: Tensor
     logprobs: Tensor | None  # of the tokens (see ``token_logprobs``), where they are asked for
     target_rows: int
     fill_rows: int
     loop_rows: int
+    experts: ExpertSize | None = None  # where ``numbers`` ends with the experts touched (see ``num_touched``)
 
 
 class Steps:
-    """Target, drafter and their caches at work."""
+    """Target, drafter and their caches at work; ``experts`` counts those that decode steps of a mixture touch."""
 
     def __init__(
-        self, *, target: Target, cache: KVCache, backend: Backend, drafter: Drafter, runner: Runner
+        self,
+        *,
+        target: Target,
+        cache: KVCache,
+        backend: Backend,
+        drafter: Drafter,
+        runner: Runner,
+        experts: ExpertCounts | None = None,
     ) -> None:
         self._target = target
         self._cache = cache
         self._backend = backend
         self._drafter = drafter
+        self._experts = experts
         self.runner = runner
         self._spoilt: set[int] = set()  # pages that are to be cleared
 
@@ -119,11 +131,12 @@ class Steps:
         def layout() -> Layout:  # with what is derived from it, unless a piece may run alone
             return replace(shared) if self.runner.pieces_alone else shared
 
-        def verify(drafts: Tensor) -> tuple[Tensor, Tensor]:
+        def verify(drafts: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
             newest = state.tokens[:, None]  # also where there is no draft: a row of a token that the text has
             rows = torch.cat([newest, torch.where(drafts == NO_DRAFT, newest, drafts)], 1)
-            hidden, features = self._forward(rows.flatten(), layout())
-            return self._target.logits(hidden).view(*rows.shape, -1), features
+            forward = partial(self._forward, rows.flatten(), layout())
+            (hidden, features), touched = self._counted(forward, columns.active)
+            return self._target.logits(hidden).view(*rows.shape, -1), features, touched
 
         def observe(features: Tensor, tokens: Tensor, keep: Tensor) -> tuple[DraftState, int]:
             outcome = Outcome(features=features, next_tokens=tokens.flatten(), layout=layout(), keep=keep)
@@ -131,15 +144,19 @@ class Steps:
 
         piece, what = self.runner.piece, (num_rows, k, sampling.form)
         drafts = piece(("propose", *what), lambda: self._drafter.propose(state, k, tables, sampling))
-        logits, features = piece(("verify", *what), verify, drafts.tokens)
+        logits, features, touched = piece(("verify", *what), verify, drafts.tokens)
         found = self._accept(drafts, logits, state.positions, sampling)
         next_state, fill_rows = piece(("observe", *what), observe, features, found.tokens, found.accepted + 1)
+        numbers = [drafts.tokens, found.accepted[:, None], found.shown]
+        if touched is not None:
+            numbers.append(touched.expand(num_rows, 2))
         result = StepResult(
-            numbers=torch.cat([drafts.tokens, found.accepted[:, None], found.shown], 1),
+            numbers=torch.cat(numbers, 1),
             logprobs=found.logprobs,
             target_rows=num_rows * (k + 1),
             fill_rows=fill_rows,
             loop_rows=num_rows * k * self._drafter.rows_per_draft,
+            experts=None if self._experts is None else self._experts.size,
         )
         columns.advance(next_state)  # last: a step whose numbers do not exist has not been made
         return result
@@ -179,6 +196,14 @@ class Steps:
         attend = Attend(self._backend, self._cache, layout, self._target.rope)
         hidden, features = self._target.forward(token_ids, attend, self._drafter.aux_layers)
         return hidden, hidden if self._drafter.reads_output else features
+
+    def _counted(
+        self, forward: Callable[[], tuple[Tensor, Tensor]], active: Tensor
+    ) -> tuple[tuple[Tensor, Tensor], Tensor | None]:
+        """What ``forward`` returns, and what rows of ``active`` [B] sequences touched; None for a dense target."""
+        if self._experts is None:
+            return forward(), None
+        return self._experts.of_pass(forward, active)
 
     def _accept(self, drafts: Drafts, logits: Tensor, positions: Tensor, sampling: SamplingBatch) -> _Verdict:
         """Drafts against logits ``[B, K+1, V]`` of the rows from ``positions`` ``[B]`` on."""

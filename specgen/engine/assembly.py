@@ -28,6 +28,7 @@ from specgen.events import Event
 from specgen.kv.kv_cache import KVCache
 from specgen.kv.pages import PageAllocator
 from specgen.kv.prefix_cache import PrefixCache
+from specgen.models.expert_counts import ExpertCounts
 from specgen.models.model_config import LayerConfig
 from specgen.text.reasoning import Followers
 
@@ -50,6 +51,7 @@ def assemble(
             backend=backend,
             drafter=drafter,
             runner=runner,
+            experts=ExpertCounts.of(target),
         ),
         batch=RunningBatch(
             max_rows=runner.num_rows(config.max_batch_size),

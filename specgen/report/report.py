@@ -23,6 +23,7 @@ from specgen.events import (
 )
 from specgen.json_fields import load_json
 from specgen.report.acceptance import RequestSum, Speculation, StepCounts
+from specgen.report.experts_touched import ExpertStats, ExpertSum
 from specgen.report.parts_of_texts import PartCounts, PartSum
 from specgen.report.timings import LatencyStats, StepStats, StepSum, WallClock, latency_stats
 
@@ -69,6 +70,7 @@ class Report:
     ttft_seconds: LatencyStats | None
     tpot_seconds: LatencyStats | None
     steps: Mapping[str, StepStats]  # by kind
+    experts: tuple[ExpertStats, ...] = ()  # that decode steps touched; empty for a dense target
     baseline: Baseline | None = None
 
     @property
@@ -146,6 +148,7 @@ class _Fold:
         self.ttft: list[float] = []
         self.tpot: list[float] = []
         self.steps: dict[str, StepSum] = {}
+        self.experts = ExpertSum()
         self.num_rejected = 0  # drafts in the step whose Stepped event follows
 
     def take(self, event: Event) -> None:
@@ -186,6 +189,7 @@ class _Fold:
                 self.finish(event)
             case Stepped():
                 self.steps.setdefault(event.kind, StepSum()).add(event, self.num_rejected)
+                self.experts.add(event)
                 self.num_rejected = 0
 
     def request(self, sequence: str) -> _Request:
@@ -251,6 +255,7 @@ class _Fold:
             ttft_seconds=latency_stats(self.ttft),
             tpot_seconds=latency_stats(self.tpot),
             steps={kind: steps.result() for kind, steps in sorted(self.steps.items())},
+            experts=self.experts.result(),
         )
 
 

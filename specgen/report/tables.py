@@ -5,6 +5,7 @@ from typing import Any
 
 from specgen.display import DASH, between, count, percent, plain, rate, ratio, same_texts, seconds
 from specgen.report.charts import Lines, Point, lengths, quarters
+from specgen.report.experts_touched import expert_terms, experts_table
 from specgen.report.page import Page
 from specgen.report.report import DEFINITIONS, draft_lengths, unanswered, warning
 from specgen.report.table import Column, Row, Table, pairs
@@ -59,8 +60,7 @@ def of_run(report: Mapping[str, Any], settings: Mapping[str, str]) -> Iterator[P
     yield from _acceptance(report)
     yield from _times(report)
     yield speed
-    if report["num_drafts"]:
-        yield definitions(DEFINITIONS)
+    yield definitions(_terms(report))
 
 
 def page(report: Mapping[str, Any], settings: Mapping[str, str], title: str) -> str:
@@ -72,8 +72,12 @@ def page(report: Mapping[str, Any], settings: Mapping[str, str], title: str) -> 
         alarming=True,
         tiles=[item for item in (*_counts(report), *_speed(report)) if item[0] in _TILES],
         tables=[*_acceptance(report), *_times(report), *_numbers(report)],
-        notes=dict(DEFINITIONS) if report["num_drafts"] else {},
+        notes=dict(_terms(report)),
     ).to_html()
+
+
+def _terms(report: Mapping[str, Any]) -> list[tuple[str, str]]:
+    return [*(DEFINITIONS if report["num_drafts"] else ()), *expert_terms(report)]
 
 
 def _numbers(report: Mapping[str, Any]) -> tuple[Table, Table]:
@@ -168,6 +172,7 @@ def _times(report: Mapping[str, Any]) -> Iterator[Table]:
     yield Table(title="Times by step", columns=_STEPS, rows=steps)
     lengths = tuple({"k": f"K = {k}", "steps": number} for k, number in draft_lengths(report).items())
     yield Table(title="Decode steps by draft length", columns=_LENGTHS, rows=lengths)
+    yield from experts_table(report)
 
 
 def _speed(report: Mapping[str, Any]) -> Iterator[_Item]:

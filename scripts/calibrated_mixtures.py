@@ -1,0 +1,154 @@
+"""The weights of calibrated mixtures of experts: which experts a token chooses is known, as its text is.
+
+What experts and attention add to the stream is as small as in dense pairs (calibrated_weights.py), so the text does
+not depend on it, but all of it is read and computed. It says nothing of whether experts compute the right thing.
+
+Routers. The text is cut into passages of ``Shape.passage_size`` tokens, whose tokens share the last ``head_dim``
+numbers of their embeddings (calibrated_codes.py). A router adds two independent scores for each expert: one from these
+numbers, which all tokens of a passage have in common, and one from the random numbers that only the token itself has.
+Their directions are orthogonal and equally long for all experts, so every expert is chosen equally often. How much of
+the score is common decides how alike the tokens of a passage choose (``common_share``). A wrong draft is a token a few
+places ahead (``Cycle.draw``), so the rows of a verify step are mostly of one passage, accepted or not. Attention and
+experts leave the passage's numbers alone, so that the choices of deep layers are not blurred by what earlier ones have
+added.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from calibrated_mixture_shapes import GptOssShape, Mixture
+from calibrated_weights import NOISE, RESIDUAL, Named, Source, attention
+from torch import Tensor
+
+SPREAD = 1.0  # standard deviation of a router's logits over tokens
+SINK, BIAS = 1.0, 0.1  # RMS of sinks and of the biases inside a block
+BLOCK = 32  # MXFP4 values that share a scale
+CODE_RMS = (
+    68.5 / 8
+) ** 0.5  # of the values of 4-bit codes, all equally likely: 0, .5, 1, 1.5, 2, 3, 4, 6, and negative
+_PAIRS, _HALVINGS = 4096, 24
+
+
+def common_share(num_experts: int, num_chosen: int, overlap: float) -> float:
+    """The part of the variance of a router's logits that the tokens of a passage have in common.
+
+    Two tokens that choose k of E experts independently have k / E of their choices in common on average; with
+    ``overlap`` F (0 to 1) they have F + (1 - F) * k / E of them. ``ValueError`` outside that range.
+    """
+    if not 0 <= overlap <= 1:
+        raise ValueError(f"expert-overlap is {overlap}: use a share from 0 to 1")
+    if overlap in (0, 1):
+        return overlap
+    drawn = torch.randn(3, _PAIRS, num_experts, generator=torch.Generator().manual_seed(0))
+    wanted = overlap + (1 - overlap) * num_chosen / num_experts
+    low, high = 0.0, 1.0
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        scores = middle**0.5 * drawn[0] + (1 - middle) ** 0.5 * drawn[1:]
+        chosen = torch.zeros_like(scores).scatter_(-1, scores.topk(num_chosen).indices, 1.0)
+        if chosen.prod(0).sum(-1).mean() / num_chosen < wanted:
+            low = middle
+        else:
+            high = middle
+    return (low + high) / 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixtureLayers:
+    """Makes the layers of a mixture in which a router's logits have ``common`` of their variance from the passage."""
+
+    shape: Mixture
+    common: float  # see common_share
+
+    def __call__(self, prefix: str, source: Source) -> Iterator[Named]:
+        """Every tensor of the layer whose names begin with ``prefix``."""
+        gpt_oss = isinstance(self.shape, GptOssShape)
+        yield source.ones(prefix + "input_layernorm.weight", self.shape.hidden_size)
+        for named in attention(self.shape, prefix, source):
+            yield self._quiet(named, 0) if "o_proj" in named.name else named
+        if gpt_oss:
+            yield from self._attention_biases(prefix + "self_attn.", source)
+        yield source.ones(prefix + "post_attention_layernorm.weight", self.shape.hidden_size)
+        yield self._router(prefix + ("mlp.router.weight" if gpt_oss else "mlp.gate.weight"), source)
+        yield from (self._gpt_oss_experts if gpt_oss else self._qwen3_experts)(prefix + "mlp.", source)
+
+    def _router(self, name: str, source: Source) -> Named:
+        shape = self.shape
+        start, end = shape.kv_size, shape.hidden_size - shape.head_dim
+
+        def make() -> Tensor:
+            weight = torch.zeros(shape.num_experts, shape.hidden_size, device=source.device)
+            weight[:, start:end] = (1 - self.common) ** 0.5 * source.orthogonal(
+                shape.num_experts, end - start
+            )
+            weight[:, end:] = self.common**0.5 * source.orthogonal(shape.num_experts, shape.head_dim)
+            return weight.mul_(SPREAD).bfloat16()
+
+        return Named(name=name, shape=(shape.num_experts, shape.hidden_size), make=make)
+
+    def _attention_biases(self, prefix: str, source: Source) -> Iterator[Named]:
+        shape = self.shape
+        for name, size in (("q", shape.q_size), ("k", shape.kv_size), ("v", shape.kv_size)):
+            yield source.noise(f"{prefix}{name}_proj.bias", (size,), BIAS)
+        yield self._quiet(source.noise(f"{prefix}o_proj.bias", (shape.hidden_size,), RESIDUAL), 0)
+        yield source.noise(f"{prefix}sinks", (shape.num_heads,), SINK)
+
+    def _qwen3_experts(self, prefix: str, source: Source) -> Iterator[Named]:
+        hidden, inner = self.shape.hidden_size, self.shape.expert_size
+        for expert in range(self.shape.num_experts):
+            name = f"{prefix}experts.{expert}."
+            yield source.linear(name + "gate_proj.weight", inner, hidden, 1.0)
+            yield source.linear(name + "up_proj.weight", inner, hidden, 1.0)
+            yield self._quiet(source.linear(name + "down_proj.weight", hidden, inner, RESIDUAL), 0)
+
+    def _gpt_oss_experts(self, prefix: str, source: Source) -> Iterator[Named]:
+        """The rows of gate and up alternate; without MXFP4 matrices are stored as ``[E, in, out]``."""
+        shape = self.shape
+        assert isinstance(shape, GptOssShape)
+        hidden, inner, experts = shape.hidden_size, shape.expert_size, shape.num_experts
+        yield source.noise(prefix + "router.bias", (experts,), 0.01 * SPREAD)
+        prefix += "experts."
+        yield source.noise(prefix + "gate_up_proj_bias", (experts, 2 * inner), BIAS)
+        yield self._quiet(source.noise(prefix + "down_proj_bias", (experts, hidden), RESIDUAL), 1)
+        sizes = {"gate_up_proj": (2 * inner, hidden, 1.0), "down_proj": (hidden, inner, RESIDUAL)}
+        for name, (rows, width, rms) in sizes.items():
+            std = rms / width**0.5
+            if shape.quantized:
+                blocks, scales = _mxfp4(prefix + name, (experts, rows, width), std, source)
+                yield blocks
+                yield self._quiet(scales, 1) if name == "down_proj" else scales
+            else:
+                matrix = source.noise(prefix + name, (experts, width, rows), std)
+                yield self._quiet(matrix, 2) if name == "down_proj" else matrix
+
+    def _quiet(self, named: Named, axis: int) -> Named:
+        """``named`` with the part of its outputs (along ``axis``) smaller that is added to the passage's numbers.
+
+        Not zero, which is faster to multiply, but too small to change a bfloat16 of the stream.
+        """
+
+        def make() -> Tensor:
+            values = named.make()
+            part = values.narrow(axis, values.shape[axis] - self.shape.head_dim, self.shape.head_dim)
+            if values.dtype == torch.uint8:  # exponents of 2
+                part.sub_(6)
+            else:
+                part.mul_(NOISE)
+            return values
+
+        return replace(named, make=make)
+
+
+def _mxfp4(name: str, shape: tuple[int, int, int], std: float, source: Source) -> tuple[Named, Named]:
+    """Blocks ``[E, out, in / 32, 16]`` of random codes, two in a byte, and their scales, both uint8.
+
+    A scale s multiplies by 2 ** (s - 127); here it is one of two neighbours, so that values have about this ``std``.
+    """
+    experts, rows, width = shape
+    lower = int(torch.tensor(std / CODE_RMS).log2().floor()) + 127
+    blocks, scales = (experts, rows, width // BLOCK, BLOCK // 2), (experts, rows, width // BLOCK)
+    return (
+        source.uint8(f"{name}_blocks", blocks, 0, 256),
+        source.uint8(f"{name}_scales", scales, lower, lower + 2),
+    )

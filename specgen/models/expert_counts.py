@@ -1,0 +1,111 @@
+"""How many experts a pass of a mixture touches, counted on the device, and what reading them takes."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from specgen.models.model_config import TargetConfig
+from specgen.models.protocols import Target
+
+T = TypeVar("T")
+Tap = Callable[[Tensor], None]  # is shown the ids [rows, k] that a layer's router has chosen
+_MXFP4_BYTES = 0.5 + 1 / 32  # per value: 4 bits, and a scale of 32 values
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertSize:
+    """The experts of a target: how many there are, and what one of them takes."""
+
+    num_layers: int  # that are mixtures
+    num_experts: int  # of a layer
+    num_chosen: int  # by a row in a layer
+    num_values: int  # weights of one expert
+    num_bytes: int  # that reading one expert takes, its biases included
+
+    @classmethod
+    def of(cls, config: TargetConfig, bytes_per_value: int) -> "ExpertSize | None":
+        """By the config of a target, whose plain weights take ``bytes_per_value``; None for a dense one."""
+        mixture = getattr(config, "mixture", None)
+        if mixture is None:
+            return None
+        num_values = 3 * config.hidden_size * mixture.width  # gate, up and down
+        num_biases = 2 * mixture.width + config.hidden_size if mixture.biases else 0
+        weights = num_values * (_MXFP4_BYTES if mixture.mxfp4 else bytes_per_value)
+        return cls(
+            num_layers=sum(mixture.layers),
+            num_experts=mixture.num_experts,
+            num_chosen=mixture.num_chosen,
+            num_values=num_values,
+            num_bytes=int(weights) + num_biases * bytes_per_value,
+        )
+
+    @property
+    def total_bytes(self) -> int:
+        """Of all experts of all layers."""
+        return self.num_layers * self.num_experts * self.num_bytes
+
+    def touched_by_chance(self, num_rows: int) -> float:
+        """Experts of a layer that so many rows touch on average, if each chooses evenly and independently."""
+        missed = (
+            1 - self.num_chosen / self.num_experts
+        ) ** num_rows  # the chance that all rows leave one out
+        return self.num_experts * (1.0 - missed)
+
+    def bytes_of(self, touched: float) -> float:
+        """What a pass reads that touches so many experts per layer."""
+        return self.num_layers * touched * self.num_bytes
+
+
+class ExpertCounts:
+    """Counts the experts that a pass touches. It may be captured: nothing waits for the device.
+
+    ``taps`` are the lists of the target's routers, one of each mixture, whose members are shown every choice; this is
+    in them during a counted pass alone, so that others cost nothing.
+    """
+
+    def __init__(self, size: ExpertSize, taps: Sequence[list[Tap]]) -> None:
+        self.size = size
+        self._taps = taps
+
+    @classmethod
+    def of(cls, target: Target) -> "ExpertCounts | None":
+        """Of all mixtures of ``target``; None for a dense one."""
+        size = ExpertSize.of(target.config, target.dtype.itemsize)
+        if size is None:
+            return None
+        taps = (getattr(block.mlp, "taps", None) for block in getattr(target, "blocks", ()))
+        return cls(size, [each for each in taps if each is not None])
+
+    def of_pass(self, forward: Callable[[], T], active: Tensor) -> tuple[T, Tensor]:
+        """What ``forward`` returns, and what its rows touched; see ``num_touched``."""
+        seen: list[Tensor] = []
+        tap = seen.append
+        for taps in self._taps:
+            taps.append(tap)
+        try:
+            result = forward()
+        finally:
+            for taps in self._taps:
+                taps.remove(tap)
+        return result, num_touched(torch.stack(seen), active, self.size.num_experts)
+
+
+def num_touched(ids: Tensor, active: Tensor, num_experts: int) -> Tensor:
+    """The distinct ``ids`` [layers, rows, k] in each layer, summed over the layers: [2] int64.
+
+    The first number is that of all rows, the second that of the first row of each sequence, which is all that a plain
+    step computes. The rows are those of the sequences ``active`` [B] bool, equally many each. An expert counts once for
+    each layer, however many rows chose it. Padding rows choose as well; what no real row has chosen is not counted.
+    """
+    nowhere = num_experts  # a column that is left out
+    by_sequence = ids.view(len(ids), len(active), -1, ids.shape[-1]).long()
+    chosen = torch.where(active[:, None, None], by_sequence, nowhere)
+    marks = torch.zeros(len(ids), num_experts + 1, dtype=torch.int32, device=ids.device)
+    # all layers together: a few kernels for each layer would show in the time of a step
+    marks.scatter_(1, chosen.flatten(1), 1)
+    marks.scatter_(1, chosen[:, :, 0].flatten(1), 2)
+    marks = marks[:, :num_experts]
+    return torch.stack(((marks > 0).sum(), (marks > 1).sum()))

@@ -1,0 +1,347 @@
+"""The experts that steps touch: counted on the device, told by events, and part of a step's bound."""
+
+import copy
+import json
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from calibrated_cycle import Cycle
+from calibrated_mixture_shapes import MIXTURES, Mixture
+from calibrated_mixtures import MixtureLayers
+from calibrated_shapes import SHAPES
+from calibrated_weights import Source, target_tensors
+from make_calibrated_pair import write_pair
+from torch import Tensor
+
+from specgen.bench.bound import StepBytes, mean_step_bytes
+from specgen.bench.experts_read import mean_touched, sentence
+from specgen.bench.matrices import find_matrix
+from specgen.bench.output import BenchTable
+from specgen.bench.repeats import Repeat, Repeats, Yardstick
+from specgen.bench.throughput_table import Result, table
+from specgen.config import SamplingParams
+from specgen.core.graphs import Runner, bucket
+from specgen.core.sequence import Request
+from specgen.engine.build import build_engine
+from specgen.engine.warm_engine import Run
+from specgen.events import Event, Prefilled, Stepped, Submitted, Touched, Verified
+from specgen.models.expert_counts import ExpertCounts, ExpertSize, Tap, num_touched
+from specgen.report.experts_touched import experts_table
+from specgen.report.report import fold
+from specgen.report.tables import of_run, page
+from specgen.report.terminal import render
+from tests.engines import Pair, config_of, load_pair, loaded
+from tests.streams import decode_steps as decode_steps_of
+from tests.streams import mixture_steps
+
+SIZE = ExpertSize(num_layers=2, num_experts=8, num_chosen=2, num_values=100, num_bytes=50)
+EXPERTS, CHOSEN = 16, 4
+
+
+@dataclass(frozen=True)
+class FakeMixture:
+    """An MLP that chooses experts by its inputs, as a mixture does."""
+
+    mlp: Any
+    calls: list[Tensor]
+    taps: list[Tap] = field(default_factory=list)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        ids = x[:, :EXPERTS].topk(CHOSEN).indices
+        self.calls.append(ids)
+        for tap in self.taps:
+            tap(ids)
+        return self.mlp(x)
+
+
+class PaddedRunner(Runner):
+    """Pads the rows as a runner with graphs does."""
+
+    def num_rows(self, num_sequences: int) -> int:
+        return bucket(num_sequences) + 1
+
+
+def fake_config(mixture: Any, **fields: Any) -> Any:
+    return SimpleNamespace(mixture=mixture, **fields)
+
+
+def mixture_of(shape: Mixture, *, mxfp4: bool, biases: bool) -> Any:
+    return SimpleNamespace(
+        num_experts=shape.num_experts,
+        num_chosen=shape.num_chosen,
+        width=shape.expert_size,
+        layers=(True,) * shape.num_layers,
+        mxfp4=mxfp4,
+        biases=biases,
+    )
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path, shape = tmp_path_factory.mktemp("dense"), replace(SHAPES["tiny"], num_layers=7)
+    cycle = Cycle.draw(shape.num_plain_tokens, shape.draft_vocab_size, 0.75, seed=0)
+    write_pair(path, shape, cycle, Source("cpu", 0))
+    return path
+
+
+def as_mixture(pair: Pair) -> tuple[Pair, list[Tensor]]:
+    """``pair`` whose target has fake mixtures in all layers but the first, and the choices that they will make."""
+    target, calls = pair.models.target, []
+    blocks = [replace(block, mlp=FakeMixture(block.mlp, calls)) for block in target.blocks[1:]]
+    config = copy.copy(target.config)
+    layers = (False, *[True] * len(blocks))
+    fields = {"num_experts": EXPERTS, "num_chosen": CHOSEN, "width": 64, "mxfp4": False, "biases": False}
+    object.__setattr__(config, "mixture", SimpleNamespace(layers=layers, **fields))
+    faked = replace(target, config=config, blocks=(target.blocks[0], *blocks))
+    return replace(pair, models=replace(pair.models, target=faked)), calls
+
+
+def run(pair: Pair, runner: Runner, **changes: Any) -> list[Event]:
+    cycle, events = Cycle.read(pair.path), []
+    config = config_of(pair, max_batch_size=4, page_size=16, **changes)
+    engine = build_engine(config, pair.models, events.append, lambda _: runner)
+    sampling = SamplingParams(max_tokens=12, ignore_eos=True)
+    asked = [
+        Request(id=str(i), prompt_token_ids=cycle.slice(50 * i, 5 + i), sampling=sampling) for i in range(5)
+    ]
+    assert len(list(engine.generate(asked))) == 5
+    return events
+
+
+def decode_steps(events: Iterable[Event]) -> list[Stepped]:
+    return [event for event in events if isinstance(event, Stepped) and event.kind == "decode"]
+
+
+def test_an_expert_counts_once_a_layer_and_padding_rows_do_not() -> None:
+    ids = torch.tensor([[[0, 1], [1, 2], [7, 6]], [[3, 4], [3, 4], [3, 5]]])
+    assert num_touched(ids, torch.tensor([True, True, True]), 8).tolist() == [5 + 3, 5 + 3]
+    assert num_touched(ids, torch.tensor([True, True, False]), 8).tolist() == [3 + 2, 3 + 2]
+    assert num_touched(ids.int(), torch.tensor([False, False, False]), 8).tolist() == [0, 0]
+
+
+def test_the_first_rows_of_sequences_are_those_of_a_plain_step() -> None:
+    rows = [[0, 1], [1, 2], [7, 6], [1, 0], [0, 3], [1, 3]]  # two sequences of three
+    ids = torch.tensor([rows])
+    assert num_touched(ids, torch.tensor([True, True]), 8).tolist() == [6, 2]
+    assert num_touched(ids, torch.tensor([False, True]), 8).tolist() == [3, 2]
+    assert num_touched(ids, torch.tensor([True, False]), 8).tolist() == [5, 2]
+
+
+def test_a_pass_is_counted_by_taps_that_are_there_during_it_alone() -> None:
+    other: list[Tensor] = []
+    taps: list[list[Tap]] = [[other.append], []]
+    counts = ExpertCounts(SIZE, taps)
+
+    def forward() -> str:
+        for layer in taps:
+            for tap in layer:
+                tap(torch.tensor([[0, 1], [1, 2]]))
+        return "result"
+
+    result, touched = counts.of_pass(forward, torch.tensor([True, True]))
+    assert (result, touched.tolist(), taps[1], len(other)) == ("result", [6, 6], [], 1)
+
+    def failing() -> None:
+        raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        counts.of_pass(failing, torch.tensor([True]))
+    assert list(map(len, taps)) == [1, 0]
+
+
+@pytest.mark.parametrize("changes", [{"num_spec_tokens": 0}, {}, {"drafter_batch": "non-padded"}])
+def test_decode_steps_say_what_they_touched(dense: Path, changes: dict[str, Any]) -> None:
+    pair, calls = as_mixture(load_pair(dense))
+    events = run(pair, Runner(), **{"num_spec_tokens": 3} | changes)
+    size = ExpertSize.of(pair.models.target.config, 4)
+    assert size is not None
+    assert size.num_bytes == 3 * SHAPES["tiny"].hidden_size * 64 * 4
+    layers = size.num_layers
+    passes = [calls[at : at + layers] for at in range(0, len(calls), layers)]
+    steps = [event for event in events if isinstance(event, Stepped)]
+    # a pass may be read after the next is launched, so they are compared by number and not in order
+    expected: Counter[tuple[int, ...]] = Counter()
+    for each in passes:
+        firsts = [ids[::step_rows] for ids in each if (step_rows := changes.get("num_spec_tokens", 3) + 1)]
+        expected[tuple(sum(ids.unique().numel() for ids in rows) for rows in (each, firsts))] += 1
+    found = Counter(
+        (round(step.experts.experts * layers), round(step.experts.plain * layers))
+        for step in steps
+        if step.experts
+    )
+    assert found.total() == len(decode_steps(events)) > 5
+    assert found <= expected
+    assert {step.experts for step in steps if step.kind == "prefill"} == {None}
+    for step in decode_steps(events):
+        assert step.experts is not None
+        assert step.experts.num_bytes == round(step.experts.experts * layers) * size.num_bytes
+        assert step.experts.num_experts == EXPERTS
+
+
+def test_padding_rows_change_nothing(dense: Path) -> None:
+    pair, _ = as_mixture(load_pair(dense))
+    plain, padded = (
+        [step.experts for step in decode_steps(run(pair, runner, num_spec_tokens=2))]
+        for runner in (Runner(), PaddedRunner())
+    )
+    assert plain == padded
+
+
+def test_a_dense_target_counts_nothing(dense: Path) -> None:
+    pair = load_pair(dense)
+    assert ExpertCounts.of(pair.models.target) is None
+    assert {step.experts for step in decode_steps(run(pair, Runner(), num_spec_tokens=2))} == {None}
+
+
+def test_the_experts_of_independent_rows() -> None:
+    size = replace(SIZE, num_experts=128, num_chosen=8)
+    ids = torch.rand(2000, 5, 128, generator=torch.Generator().manual_seed(0)).topk(8).indices
+    drawn = num_touched(ids, torch.tensor([True] * 5), 128)[0] / len(ids)
+    assert size.touched_by_chance(1) == pytest.approx(8)
+    assert size.touched_by_chance(5) == pytest.approx(drawn.item(), rel=0.01)
+    assert size.touched_by_chance(10_000) == pytest.approx(128)
+
+
+@pytest.mark.parametrize(
+    ("name", "mxfp4", "biases"), [("gpt-oss-20b", True, True), ("qwen3-30b-a3b", False, False)]
+)
+def test_the_bytes_of_experts_are_those_of_their_tensors(name: str, mxfp4: bool, biases: bool) -> None:
+    shape = MIXTURES[name]
+    config = fake_config(mixture_of(shape, mxfp4=mxfp4, biases=biases), hidden_size=shape.hidden_size)
+    layer, cycle = MixtureLayers(shape=shape, common=0.0), Cycle(tokens=(1, 2), unknown=(), accept=1.0)
+    tensors = target_tensors(shape, torch.empty(0), cycle, Source("cpu", 0), layer)
+    experts = [each for each in tensors if ".mlp.experts." in each.name]
+    total = sum(torch.Size(each.shape).numel() * each.dtype.itemsize for each in experts)
+    size = ExpertSize.of(config, 2)
+    assert size is not None
+    assert size.total_bytes == total
+
+
+def test_experts_are_no_part_of_what_every_pass_reads(dense: Path, monkeypatch) -> None:
+    models = loaded(config_of(load_pair(dense)))
+    whole = StepBytes.of(models)
+    monkeypatch.setattr(ExpertSize, "of", lambda config, width: SIZE)
+    without = StepBytes.of(models)
+    assert whole.target - without.target == 2 * 8 * 50
+    assert (whole.experts, without.experts) == (None, SIZE)
+
+
+def test_a_step_reads_the_experts_that_its_rows_touch() -> None:
+    sizes = StepBytes(target=1000, target_kv=3, logits=14, bytes_per_value=2, experts=SIZE)
+    assert sizes.step(0, 1, 10) == pytest.approx(1000 + 30 + 2 * 2 * 50)
+    by_chance = 8 * (1 - 0.75**6)
+    assert sizes.step(2, 2, 10) == pytest.approx(1000 + 60 + 2 * by_chance * 50)
+    assert sizes.step(2, 2, 10, touched=2.5) == pytest.approx(1000 + 60 + 2 * 2.5 * 50)
+    verify = sizes.parts(2, 2, 10)["verify"]
+    assert verify.flops == 6 * (2 * 1000 / 2 + 2 * 100 * 2 * 2)
+
+
+def test_the_bound_of_a_run_uses_what_its_steps_touched() -> None:
+    sizes = StepBytes(target=1000, target_kv=3, logits=14, bytes_per_value=2, experts=SIZE)
+    rows = {"target_rows": 4, "first_pass_rows": 0, "first_pass_kept": 0, "loop_rows": 0}
+    stepped = Stepped(kind="decode", time=1, seconds=1, num_sequences=2, num_spec_tokens=1, **rows)
+    events: list[Event] = []
+    for name in "ab":
+        events += [
+            Submitted(sequence=name, time=0, num_prompt_tokens=7),
+            Prefilled(sequence=name, time=0, emitted=1, num_cached=0),
+        ]
+    events += [Verified(sequence=name, time=1, drafts=(1,), accepted=1, emitted=2) for name in "ab"]
+    measured = replace(stepped, experts=Touched(experts=3.5, plain=2, num_experts=8, num_bytes=350))
+    assert mean_step_bytes([*events, measured], sizes) == pytest.approx(1000 + 16 * 3 + 350)
+    assert mean_step_bytes([*events, stepped], sizes) == pytest.approx(
+        1000 + 16 * 3 + 2 * 8 * (1 - 0.75**4) * 50
+    )
+
+
+STEPS = [
+    *mixture_steps(1, 4, (6.0, 2.0), (5.0, 2.0)),
+    *mixture_steps(1, 0, (2.0, 2.0)),
+    *mixture_steps(30, 4, (8.0, 7.0)),
+    *mixture_steps(17, 4, (7.0, 5.0)),
+]
+
+
+def test_a_report_says_what_plain_and_verify_steps_touched_by_batch_size() -> None:
+    report = json.loads(json.dumps(fold(STEPS, num_spec_tokens=4).to_json()))
+    lone, plain, verify = (
+        {name: stats[name] for name in ("sequences", "num_steps", "touched", "touched_plain", "num_bytes")}
+        for stats in sorted(
+            report["experts"], key=lambda stats: (stats["sequences"], -stats["num_spec_tokens"])
+        )
+    )
+    assert lone == {
+        "sequences": "1",
+        "num_steps": 2,
+        "touched": 5.5,
+        "touched_plain": 2.0,
+        "num_bytes": 5.5e7,
+    }
+    assert plain["touched"] == plain["touched_plain"] == 2.0
+    assert (verify["sequences"], verify["num_steps"], verify["touched"]) == ("17-32", 2, 7.5)
+    assert [stats["num_spec_tokens"] for stats in report["experts"]] == [0, 4, 4]
+    assert report["experts"][2]["mean_sequences"] == 23.5
+
+
+def test_terminal_and_page_show_the_experts() -> None:
+    report = json.loads(json.dumps(fold(STEPS, num_spec_tokens=4).to_json()))
+    lines = [" ".join(line.split()) for line in render(of_run(report, {})).splitlines()]
+    assert "1 verify, K = 4 2 5.5 2.0 2.75x 0.06" in lines
+    assert "1 plain 1 2.0 2.0 1.00x 0.02" in lines
+    assert "17-32 verify, K = 4 2 7.5 6.0 1.25x 0.07" in lines
+    assert any("experts touched = of the 8 of a layer" in line for line in lines)
+    html = page(report, {}, "title")
+    assert "Experts touched" in html
+    assert "2.75x" in html
+
+
+def test_the_table_shows_the_most_frequent_kinds_of_steps() -> None:
+    events = [
+        event for k in range(8) for n in (1, 8) for event in mixture_steps(n, k, *[(4.0, 2.0)] * (k + 1))
+    ]
+    report = json.loads(json.dumps(fold(events, num_spec_tokens=7).to_json()))
+    (table,) = experts_table(report)
+    assert len(report["experts"]) == 16
+    assert [row["step"] for row in table.rows] == 2 * [f"verify, K = {k}" for k in range(2, 8)]
+
+
+def test_reports_without_experts_have_no_such_table() -> None:
+    report = fold(decode_steps_of(3), num_spec_tokens=3).to_json()
+    for each in (report, {name: value for name, value in report.items() if name != "experts"}):
+        assert list(experts_table(each)) == []
+        assert "experts" not in render(of_run(each, {}))
+
+
+def test_the_throughput_bench_says_what_steps_touched_and_what_that_costs() -> None:
+    sizes = StepBytes(target=0, target_kv=0, logits=0, bytes_per_value=2, experts=SIZE)
+    yardstick = Yardstick(sizes=sizes, bytes_per_second=1e10, known=None)
+    matrix = find_matrix("batch-and-k")
+
+    def shown(events: list[Event]) -> BenchTable:
+        run = Run(completions={}, events=events, seconds=1.0, num_spec_tokens=4)
+        repeat = replace(Repeat.of(run, yardstick), texts={"a": (1,)})
+        results = [Result(arm=matrix.arms[0], repeats=Repeats(each=(repeat,)))]
+        return table(matrix, {}, results, [])
+
+    (row,) = shown(list(mixture_steps(1, 4, (6.0, 2.0), (5.0, 2.0)))).rows
+    assert (row["experts"], row["experts_plain"]) == (5.5, 2.0)
+    assert row["experts_read"] == pytest.approx(1e3 * 5.5e7 / 1e10)
+    assert "of the 8 of a layer" in yardstick.conditions["experts"]
+    assert "experts" not in shown([]).rows[0]
+
+
+def test_the_mean_is_of_steps_of_the_whole_batch() -> None:
+    events = [*mixture_steps(4, 1, (6.0, 3.0), (8.0, 5.0)), *mixture_steps(3, 1, (1.0, 1.0))]
+    found = mean_touched(events, 4)
+    assert found == Touched(experts=7.0, plain=4.0, num_experts=8, num_bytes=7 * 10**7)
+    assert mean_touched(events, 2) is None
+    sizes = StepBytes(target=0, target_kv=0, logits=0, bytes_per_value=2, experts=SIZE)
+    text = sentence(found, sizes, 8, 1e10)
+    assert "7.0 of the 8 experts" in text
+    assert "(7.2 by chance, 4.0 by a plain step), 0.07 GB in all layers: 7.000 ms" in text
