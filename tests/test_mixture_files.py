@@ -73,10 +73,11 @@ def test_what_a_gpt_oss_leaves_out_is_as_in_transformers(tmp_path: Path) -> None
     assert config.rope.yarn is not None
     assert config.mixture is not None
     assert (config.mixture.limit, config.mixture.alpha) == (expected.swiglu_limit, expected.swiglu_alpha)
-    got = (config.rope.yarn.factor, config.rope.yarn.truncate, config.rope.yarn.original_max_positions)
-    assert got == tuple(
-        expected.rope_parameters[name] for name in ("factor", "truncate", "original_max_position_embeddings")
-    )
+    assert {
+        name: getattr(config.rope.yarn, name) for name in ("factor", "beta_fast", "beta_slow", "truncate")
+    } == {name: expected.rope_parameters[name] for name in ("factor", "beta_fast", "beta_slow", "truncate")}
+    original = expected.rope_parameters["original_max_position_embeddings"]
+    assert config.rope.yarn.original_max_positions == original
 
 
 def test_mxfp4_reaches_the_kernels_as_it_is_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
