@@ -58,6 +58,19 @@ def test_both_spellings_of_a_qwen3_moe_are_the_same_model(tmp_path: Path) -> Non
     assert torch.equal(logits(tmp_path), before)
 
 
+@pytest.mark.parametrize("write", [write_gpt_oss, write_qwen3_moe], ids=["gpt-oss", "qwen3-moe"])
+def test_experts_are_read_from_shards(tmp_path: Path, write: Any) -> None:
+    import transformers
+
+    write(tmp_path / "whole")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "whole", dtype=torch.float32)
+    model.save_pretrained(tmp_path / "shards", max_shard_size="40KB")
+    of_a_layer = "model.layers.0.mlp.experts."
+    tensors = open_checkpoint(str(tmp_path / "shards")).tensors
+    assert len({info.file for name, info in tensors.items() if name.startswith(of_a_layer)}) > 1
+    assert torch.equal(logits(tmp_path / "shards"), logits(tmp_path / "whole"))
+
+
 def test_what_a_gpt_oss_leaves_out_is_as_in_transformers(tmp_path: Path) -> None:
     import transformers
 
@@ -73,10 +86,11 @@ def test_what_a_gpt_oss_leaves_out_is_as_in_transformers(tmp_path: Path) -> None
     assert config.rope.yarn is not None
     assert config.mixture is not None
     assert (config.mixture.limit, config.mixture.alpha) == (expected.swiglu_limit, expected.swiglu_alpha)
-    got = (config.rope.yarn.factor, config.rope.yarn.truncate, config.rope.yarn.original_max_positions)
-    assert got == tuple(
-        expected.rope_parameters[name] for name in ("factor", "truncate", "original_max_position_embeddings")
-    )
+    assert {
+        name: getattr(config.rope.yarn, name) for name in ("factor", "beta_fast", "beta_slow", "truncate")
+    } == {name: expected.rope_parameters[name] for name in ("factor", "beta_fast", "beta_slow", "truncate")}
+    original = expected.rope_parameters["original_max_position_embeddings"]
+    assert config.rope.yarn.original_max_positions == original
 
 
 def test_mxfp4_reaches_the_kernels_as_it_is_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,9 +50,14 @@ def requests() -> list[Request]:
     return alone + shared
 
 
-@pytest.fixture(
-    scope="module", params=[pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in PAIRS]
-)
+RARE = {"gpt-oss-boundary", "gpt-oss-eagle-1", "gpt-oss-windows", "qwen3-moe-eagle3", "mxfp4-last-state"}
+PARAMS = [
+    pytest.param(name, marks=[pytest.mark.xdist_group(name), *([pytest.mark.slow] if name in RARE else [])])
+    for name in PAIRS
+]
+
+
+@pytest.fixture(scope="module", params=PARAMS)
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
     path = tmp_path_factory.mktemp(request.param)
     target, head = PAIRS[request.param]
