@@ -1,6 +1,6 @@
 """On an NVIDIA GPU: the kernels of experts equal a float32 loop over experts, and read no expert in vain."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -16,6 +16,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
 ]
 CUDA, BF16, FP16 = torch.device("cuda"), torch.bfloat16, torch.float16
+TOLERANCES = {BF16: 1e-2, FP16: 2e-3, torch.float32: 1e-5}
 PLAIN = Gating()
 CLAMPED = Gating(alpha=1.702, shift=1.0, limit=7.0)
 ROWS = [0, 1, 2, 5, 8, 16, 17, 32, 40, 64, 128, 160, 320, 640, 3000]
@@ -40,6 +41,7 @@ class Shape:
 SMALL = [
     Shape(num_experts=8, hidden=320, inner=192, k=2),
     Shape(num_experts=8, hidden=320, inner=192, k=2, dtype=FP16, gating=CLAMPED),
+    Shape(num_experts=8, hidden=320, inner=192, k=2, dtype=torch.float32, gating=CLAMPED),
     Shape(num_experts=16, hidden=256, inner=96, k=3, gating=CLAMPED),
     Shape(num_experts=4, hidden=72, inner=40, k=1),
     Shape(num_experts=8, hidden=320, inner=192, k=2, mxfp4=True, gating=CLAMPED),
@@ -145,7 +147,7 @@ def check(got: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
     """Sums of as many roundings as the parts have, row by row and element by element."""
     assert got.shape[1:] == expected.shape
     if len(expected):
-        error, tolerance = got.float().sum(0) - expected, 2e-3 if dtype == FP16 else 1e-2
+        error, tolerance = got.float().sum(0) - expected, TOLERANCES[dtype]
         assert (error.norm(dim=1) / expected.norm(dim=1)).max() < tolerance
         assert (error.abs() <= tolerance * (5 * expected.std() + 2 * expected.abs())).all()
 
@@ -237,6 +239,15 @@ def test_a_captured_pass_follows_new_routes(worlds: dict[str, World], shape: Sha
         check(out, world.reference(*inputs), shape.dtype)
 
 
+def test_matrices_may_be_transposed(worlds: dict[str, World]) -> None:
+    world = world_of(worlds, SMALL[0])
+    gate_up, down = (replace(weight, data=weight.data.mT.contiguous().mT) for weight in world.weights)
+    experts = bind_ops(CUDA, BF16).experts(Experts(gate_up=gate_up, down=down, gating=PLAIN))
+    for rows in (5, 40, 3000):
+        inputs = world.rows(rows)
+        check(experts(*inputs), world.reference(*inputs), BF16)
+
+
 def test_nothing_waits_for_the_device(worlds: dict[str, World]) -> None:
     for shape in SMALL:
         world = world_of(worlds, shape)
@@ -252,7 +263,7 @@ def test_nothing_waits_for_the_device(worlds: dict[str, World]) -> None:
 
 
 def test_what_mxfp4_cannot_run_is_refused() -> None:
-    world = World(SMALL[4])
+    world = World(next(shape for shape in SMALL if shape.mxfp4))
     with pytest.raises(UserError, match="run in bfloat16 on a GPU, not float16: use --dtype bfloat16"):
         bind_ops(CUDA, FP16).experts(world.experts)
     (gate_up, _) = world.weights

@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -11,7 +12,7 @@ from specgen.config import require
 from specgen.ops import Map, Ops
 from specgen.ops.argmax import argmax
 from specgen.ops.expert_kernels import few_rows_experts
-from specgen.ops.expert_tiles import MXFP4_TILES, PLAIN_TILES
+from specgen.ops.expert_tiles import FLOAT32_TILES, MXFP4_TILES, PLAIN_TILES
 from specgen.ops.experts import Experts, ExpertsMap, grouped_experts
 from specgen.ops.reference import gated, linear, one_part
 from specgen.ops.rope import TritonRope
@@ -37,7 +38,7 @@ _GATED_TILES = (
 
 
 def cuda_ops(dtype: torch.dtype) -> Ops:
-    """Triton kernels, with cuBLAS for many rows; in float32 every product is cuBLAS's, in full precision."""
+    """Triton kernels, with cuBLAS for many rows; in float32 products are in full precision, most of them cuBLAS's."""
     _prefer_cublaslt()
     half = dtype in (torch.bfloat16, torch.float16)
     return Ops(
@@ -80,8 +81,14 @@ def _experts(dtype: torch.dtype, experts: Experts) -> ExpertsMap:
             f"experts in MXFP4 run in bfloat16 on a GPU, not {name}: use --dtype bfloat16",
         )
         return few_rows_experts(experts, MXFP4_TILES)
-    grouped = grouped_experts(experts)
-    return grouped if dtype == torch.float32 else few_rows_experts(experts, PLAIN_TILES, grouped)
+    experts = replace(
+        experts,
+        gate_up=replace(experts.gate_up, data=experts.gate_up.data.contiguous()),
+        down=replace(experts.down, data=experts.down.data.contiguous()),
+    )  # a checkpoint may have them transposed
+    if dtype == torch.bfloat16:
+        return few_rows_experts(experts, PLAIN_TILES, grouped_experts(experts))
+    return few_rows_experts(experts, FLOAT32_TILES if dtype == torch.float32 else PLAIN_TILES)
 
 
 def _by_rows(

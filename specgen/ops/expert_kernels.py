@@ -48,6 +48,7 @@ class Matrices:
 
     @classmethod
     def of(cls, weight: Weight) -> "Matrices":
+        assert weight.data.is_contiguous(), "the kernels would misread it and say nothing"
         (_, num_out, width), bias = weight.data.shape, weight.bias
         data, scale = weight.data, None
         if weight.format == "mxfp4":

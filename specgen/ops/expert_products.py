@@ -58,7 +58,7 @@ def plain_product(
         left = width - start
         w = tl.load(w_start + start, inner[None, :] < left, 0)
         columns = tl.load(x_start + start, inside[None, :] & (inner[:, None] < left), 0)
-        acc = tl.dot(w, columns, acc)
+        acc = tl.dot(w, columns, acc, input_precision="ieee")  # of float32
     return acc
 
 

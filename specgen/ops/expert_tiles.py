@@ -7,7 +7,7 @@ def _tile(block_out: int, block_in: int, stages: int, warps: int) -> Tile:
     return Tile(block_out=block_out, block_in=block_in, stages=stages, warps=warps)
 
 
-# of 2 or 4 bytes a weight; more rows go to torch's grouped product
+# of 2 bytes a weight; more rows in bfloat16 go to torch's grouped product, which waits for the host in others
 PLAIN_TILES = (
     ExpertTiles(most=0.2, rows=16, gate_up=_tile(32, 128, 4, 4), down=_tile(64, 128, 4, 4)),
     ExpertTiles(most=11, rows=16, gate_up=_tile(64, 128, 3, 4), down=_tile(64, 128, 4, 4)),
@@ -22,3 +22,5 @@ MXFP4_TILES = (
     ExpertTiles(most=50, rows=64, gate_up=_tile(64, 128, 4, 8), down=_tile(128, 128, 4, 8)),
     ExpertTiles(most=100, rows=128, gate_up=_tile(64, 128, 3, 8), down=_tile(128, 128, 3, 8)),
 )
+# for any number of rows, without tensor cores
+FLOAT32_TILES = (ExpertTiles(most=0, rows=16, gate_up=_tile(32, 64, 3, 4), down=_tile(32, 64, 3, 4)),)
