@@ -16,7 +16,9 @@ In a mixture of experts all are chosen equally often, and ``--expert-overlap`` s
 import argparse
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -34,7 +36,8 @@ from calibrated_weights import Layer, Named, Source, target_tensors
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-SHARD_BYTES = 5 * 10**9
+SHARD_BYTES = 2 * 10**9
+WRITERS = 4  # files that are written while the next one is made
 LEAST_LAYERS = 7  # for which EAGLE3's default features come from three different layers
 CHAT_TEMPLATE = "{% for message in messages %}{{ message.content }} {% endfor %}"
 
@@ -73,7 +76,7 @@ def write_pair(
     heads: Sequence[HeadKind] = (HeadKind.find("eagle3"),),
     layer: Layer | None = None,
 ) -> None:
-    """Write all checkpoints and the cycle below ``out``; at most a shard and three tables are in memory.
+    """Write all checkpoints and the cycle below ``out``; ``WRITERS`` + 1 shards and three tables are in memory.
 
     ``layer`` makes the tensors of one layer of the target; None: a dense one.
     """
@@ -96,13 +99,14 @@ def write_tensors(folder: Path, tensors: list[Named], shard_bytes: int) -> None:
     """Safetensors files of at most ``shard_bytes`` (or one tensor) each, with an index if there are several."""
     shards = list(_shards(tensors, shard_bytes))
     if len(shards) == 1:
-        _save(folder / "model.safetensors", shards[0])
+        _save({folder / "model.safetensors": shards[0]})
         return
-    weight_map = {}
-    for number, shard in enumerate(shards, start=1):
-        file = f"model-{number:05}-of-{len(shards):05}.safetensors"
-        _save(folder / file, shard)
-        weight_map |= {named.name: file for named in shard}
+    files = {
+        f"model-{number:05}-of-{len(shards):05}.safetensors": shard
+        for number, shard in enumerate(shards, start=1)
+    }
+    _save({folder / file: shard for file, shard in files.items()})
+    weight_map = {named.name: file for file, shard in files.items() for named in shard}
     total = sum(_num_bytes(named) for named in tensors)
     _write_json(
         folder / "model.safetensors.index.json",
@@ -145,10 +149,17 @@ def _num_bytes(named: Named) -> int:
     return torch.Size(named.shape).numel() * named.dtype.itemsize
 
 
-def _save(file: Path, shard: list[Named]) -> None:
-    save_file(
-        {named.name: named.make().cpu().contiguous() for named in shard}, file, metadata={"format": "pt"}
-    )
+def _save(files: Mapping[Path, list[Named]]) -> None:
+    """Make the tensors of one file after the other, in order, and write some of them meanwhile."""
+    with ThreadPoolExecutor(WRITERS) as pool:
+        writing: deque[Future[None]] = deque()
+        for file, shard in files.items():
+            while len(writing) >= WRITERS:
+                writing.popleft().result()
+            tensors = {named.name: named.make().cpu().contiguous() for named in shard}
+            writing.append(pool.submit(save_file, tensors, file, metadata={"format": "pt"}))
+        for each in writing:
+            each.result()
 
 
 def _write_json(file: Path, content: dict[str, Any]) -> None:
