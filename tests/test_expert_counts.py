@@ -4,7 +4,7 @@ import copy
 import json
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 from calibrated_cycle import Cycle
-from calibrated_mixture_shapes import MIXTURES, Mixture
+from calibrated_mixture_shapes import MIXTURES
+from calibrated_mixture_shapes import Mixture as MixtureShape
 from calibrated_mixtures import MixtureLayers
 from calibrated_shapes import SHAPES
 from calibrated_weights import Source, target_tensors
@@ -31,7 +32,8 @@ from specgen.core.sequence import Request
 from specgen.engine.build import build_engine
 from specgen.engine.warm_engine import Run
 from specgen.events import Event, Prefilled, Stepped, Submitted, Touched, Verified
-from specgen.models.expert_counts import ExpertCounts, ExpertSize, Tap, num_touched
+from specgen.models.expert_counts import ExpertCounts, ExpertSize, num_touched
+from specgen.models.mixture import Mixture
 from specgen.report.experts_touched import experts_table
 from specgen.report.report import fold
 from specgen.report.tables import of_run, page
@@ -44,20 +46,15 @@ SIZE = ExpertSize(num_layers=2, num_experts=8, num_chosen=2, num_values=100, num
 EXPERTS, CHOSEN = 16, 4
 
 
-@dataclass(frozen=True)
-class FakeMixture:
-    """An MLP that chooses experts by its inputs, as a mixture does."""
+def fake_mixture(mlp: Any, calls: list[Tensor]) -> Mixture:
+    """``mlp`` behind a choice of experts by its inputs, which is also put into ``calls``."""
 
-    mlp: Any
-    calls: list[Tensor]
-    taps: list[Tap] = field(default_factory=list)
+    def choice(logits: Tensor) -> tuple[Tensor, Tensor]:
+        weights, ids = logits.topk(CHOSEN)
+        calls.append(ids)
+        return ids, weights
 
-    def __call__(self, x: Tensor) -> Tensor:
-        ids = x[:, :EXPERTS].topk(CHOSEN).indices
-        self.calls.append(ids)
-        for tap in self.taps:
-            tap(ids)
-        return self.mlp(x)
+    return Mixture(router=lambda x: x[:, :EXPERTS], choice=choice, experts=lambda x, ids, weights: mlp(x))
 
 
 class PaddedRunner(Runner):
@@ -71,7 +68,7 @@ def fake_config(mixture: Any, **fields: Any) -> Any:
     return SimpleNamespace(mixture=mixture, **fields)
 
 
-def mixture_of(shape: Mixture, *, mxfp4: bool, biases: bool) -> Any:
+def mixture_of(shape: MixtureShape, *, mxfp4: bool, biases: bool) -> Any:
     return SimpleNamespace(
         num_experts=shape.num_experts,
         num_chosen=shape.num_chosen,
@@ -93,7 +90,7 @@ def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def as_mixture(pair: Pair) -> tuple[Pair, list[Tensor]]:
     """``pair`` whose target has fake mixtures in all layers but the first, and the choices that they will make."""
     target, calls = pair.models.target, []
-    blocks = [replace(block, mlp=FakeMixture(block.mlp, calls)) for block in target.blocks[1:]]
+    blocks = [replace(block, mlp=fake_mixture(block.mlp, calls)) for block in target.blocks[1:]]
     config = copy.copy(target.config)
     layers = (False, *[True] * len(blocks))
     fields = {"num_experts": EXPERTS, "num_chosen": CHOSEN, "width": 64, "mxfp4": False, "biases": False}

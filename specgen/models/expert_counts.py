@@ -7,11 +7,11 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from specgen.models.mixture import Tap
 from specgen.models.model_config import TargetConfig
 from specgen.models.protocols import Target
 
 T = TypeVar("T")
-Tap = Callable[[Tensor], None]  # is shown the ids [rows, k] that a layer's router has chosen
 _MXFP4_BYTES = 0.5 + 1 / 32  # per value: 4 bits, and a scale of 32 values
 
 
@@ -28,7 +28,7 @@ class ExpertSize:
     @classmethod
     def of(cls, config: TargetConfig, bytes_per_value: int) -> "ExpertSize | None":
         """By the config of a target, whose plain weights take ``bytes_per_value``; None for a dense one."""
-        mixture = getattr(config, "mixture", None)
+        mixture = config.mixture
         if mixture is None:
             return None
         num_values = 3 * config.hidden_size * mixture.width  # gate, up and down
@@ -76,8 +76,7 @@ class ExpertCounts:
         size = ExpertSize.of(target.config, target.dtype.itemsize)
         if size is None:
             return None
-        taps = (getattr(block.mlp, "taps", None) for block in getattr(target, "blocks", ()))
-        return cls(size, [each for each in taps if each is not None])
+        return cls(size, [mixture.taps for mixture in target.mixtures])
 
     def of_pass(self, forward: Callable[[], T], active: Tensor) -> tuple[T, Tensor]:
         """What ``forward`` returns, and what its rows touched; see ``num_touched``."""

@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from specgen.models.layers import Attend, Block
+from specgen.models.mixture import Mixture
 from specgen.models.model_config import TargetConfig
 from specgen.models.rotary import rope_of
 from specgen.models.take import Take
@@ -58,6 +59,10 @@ class Llama:
     @property
     def dtype(self) -> torch.dtype:
         return self.embedding.dtype
+
+    @property
+    def mixtures(self) -> tuple[Mixture, ...]:
+        return tuple(block.mlp for block in self.blocks if isinstance(block.mlp, Mixture))
 
     def forward(
         self, token_ids: Tensor, attend: Attend, aux_layers: tuple[int, ...] = ()

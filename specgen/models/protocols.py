@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from specgen.models.layers import Attend
+from specgen.models.mixture import Mixture
 from specgen.models.model_config import HeadConfig, TargetConfig
 from specgen.ops import Map, Rope
 
@@ -26,6 +27,8 @@ class Target(Protocol):
     def rope(self) -> Rope: ...
     @property
     def argmax(self) -> Map: ...
+    @property
+    def mixtures(self) -> tuple[Mixture, ...]: ...
     def forward(
         self, token_ids: Tensor, attend: Attend, aux_layers: tuple[int, ...] = ()
     ) -> tuple[Tensor, Tensor]: ...
