@@ -132,7 +132,7 @@ def test_the_first_rows_of_sequences_are_those_of_a_plain_step() -> None:
 
 def test_a_pass_is_counted_by_taps_that_are_there_during_it_alone() -> None:
     other: list[Tensor] = []
-    taps: list[list[Tap]] = [[other.append], []]
+    taps: list[list[Any]] = [[other.append], []]
     counts = ExpertCounts(SIZE, taps)
 
     def forward() -> str:
