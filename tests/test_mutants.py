@@ -77,9 +77,8 @@ def test_a_sample_is_reproducible_and_covers_every_module() -> None:
     assert len(set(names)) == 150
     assert names == [key(mutant.to_json()) for mutant in sample(150, seed=0)]
     assert names != [key(mutant.to_json()) for mutant in sample(150, seed=1)]
-    assert (
-        len({mutant.module for mutant in sampled}) >= len(TESTS) - 2
-    )  # a module with two mutations may get none
+    # modules with few mutations may get none
+    assert len({mutant.module for mutant in sampled}) >= 0.9 * len(TESTS)
     for mutant in sampled:
         ast.parse(mutant.mutation.apply(mutant.source))
 
