@@ -16,7 +16,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
 ]
 CUDA, BF16, FP16 = torch.device("cuda"), torch.bfloat16, torch.float16
-TOLERANCES = {BF16: 1e-2, FP16: 2e-3, torch.float32: 1e-5}
+TOLERANCES = {BF16: 2e-2, FP16: 2e-3, torch.float32: 1e-5}
 PLAIN = Gating()
 CLAMPED = Gating(alpha=1.702, shift=1.0, limit=7.0)
 ROWS = [0, 1, 2, 5, 8, 16, 17, 32, 40, 64, 128, 160, 320, 640, 3000]
@@ -106,20 +106,24 @@ class World:
         weights = torch.rand(rows, shape.k, device=CUDA, generator=self.generator).to(shape.dtype)
         return self.normal(rows, shape.hidden), scores.topk(shape.k).indices, weights
 
-    def reference(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    def reference(self, x: Tensor, ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+        """What the experts return in sum, [rows, H] in float32, and the sum of its absolute values."""
         gate_up, down = (
             (dense, None if weight.bias is None else weight.bias.float())
             for dense, weight in zip(self.dense, self.weights, strict=True)
         )
         out = torch.zeros(len(x), self.shape.hidden, device=CUDA)
+        size = out.clone()
         for expert in ids.unique().tolist():
             row, slot = (ids == expert).nonzero(as_tuple=True)
             both = x[row].float() @ gate_up[0][expert].T
             gate, up = (both if gate_up[1] is None else both + gate_up[1][expert]).chunk(2, -1)
             result = self.shape.gating(gate, up).to(x.dtype).float() @ down[0][expert].T
             result = result if down[1] is None else result + down[1][expert]
-            out.index_add_(0, row, result * weights[row, slot, None].float())
-        return out
+            part = result * weights[row, slot, None].float()
+            out.index_add_(0, row, part)
+            size.index_add_(0, row, part.abs())
+        return out, size
 
 
 def dequantised(weight: Weight) -> Tensor:
@@ -143,13 +147,15 @@ def world_of(worlds: dict[str, World], shape: Shape) -> World:
     return worlds[str(shape)]
 
 
-def check(got: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
-    """Sums of as many roundings as the parts have, row by row and element by element."""
+def check(got: Tensor, reference: tuple[Tensor, Tensor], dtype: torch.dtype) -> None:
+    """Against the size of the parts, which are rounded: their sum may be far smaller than they are."""
+    expected, size = reference
     assert got.shape[1:] == expected.shape
     if len(expected):
         error, tolerance = got.float().sum(0) - expected, TOLERANCES[dtype]
-        assert (error.norm(dim=1) / expected.norm(dim=1)).max() < tolerance
-        assert (error.abs() <= tolerance * (5 * expected.std() + 2 * expected.abs())).all()
+        assert (error.norm(dim=1) / size.norm(dim=1)).max() < tolerance
+        usual = size.square().mean(0).sqrt() + size.square().mean(1, keepdim=True).sqrt()
+        assert (error.abs() <= tolerance * (2 * size + 5 * usual)).all()
 
 
 @pytest.fixture(autouse=True)
