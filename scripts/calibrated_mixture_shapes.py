@@ -67,10 +67,8 @@ class GptOssShape(Mixture):
     def target_config(self) -> dict[str, Any]:
         """Published configs count the chosen experts under two names."""
         layer_types = [ATTENTION_BLOCK[index % 2] for index in range(self.num_layers)]
-        unquantized = ["self_attn", "mlp.router", "embed_tokens", "lm_head"]
-        modules = [f"model.layers.*.{name}" for name in unquantized[:2]]
-        modules += ["model.embed_tokens", "lm_head"]
-        quantization = {"quant_method": "mxfp4", "modules_to_not_convert": modules}
+        plain = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+        quantization = {"quant_method": "mxfp4", "modules_to_not_convert": plain}
         return (
             self.plain_config
             | {

@@ -7,20 +7,28 @@ from pathlib import Path
 import pytest
 import torch
 from calibrated_cycle import Cycle
+from calibrated_mixture_shapes import MIXTURES
 from calibrated_shapes import SHAPES
 from calibrated_weights import Source
 from make_calibrated_pair import write_pair
 
-from specgen.bench.bound import StepBytes, Work, mean_step_bytes
+from specgen.bench.bound import KVBytes, StepBytes, Work, mean_step_bytes
 from specgen.bench.device_speed import DeviceSpeed, copy_bandwidth, matrix_flops
 from specgen.bench.explain import step_seconds
 from specgen.bench.marks import Window
 from specgen.bench.repeats import inter_token_seconds
 from specgen.events import Event, Finished, Prefilled, Stepped, Submitted, Verified
+from specgen.models import gpt_oss
 from tests.engines import config_of, load_pair, loaded
 
+
+def kv(num_bytes: int) -> KVBytes:
+    """One layer that sees all positions."""
+    return KVBytes(per_layer=num_bytes, windows=(None,))
+
+
 SIZES = StepBytes(
-    target=1000, head_fill=100, head_pass=60, target_kv=3, head_kv=1, logits=7 * 2, bytes_per_value=2
+    target=1000, head_fill=100, head_pass=60, target_kv=kv(3), head_kv=kv(1), logits=7 * 2, bytes_per_value=2
 )
 
 
@@ -38,6 +46,20 @@ def test_a_step_reads_weights_once_a_pass_and_the_cache_of_every_sequence() -> N
     assert SIZES.step(4, batch=2, context=10.5) == 1000 + 2 * 10.5 * (3 + 4) + 100 + 4 * 60
 
 
+def test_layers_with_a_window_read_no_more_than_that() -> None:
+    sizes = replace(
+        SIZES,
+        target_kv=KVBytes(per_layer=3, windows=(8, None, 8)),
+        head_kv=KVBytes(per_layer=1, windows=(8,)),
+    )
+    assert sizes.step(0, batch=2, context=5) == 1000 + 2 * 3 * 15
+    assert sizes.step(0, batch=2, context=100) == 1000 + 2 * 3 * (8 + 100 + 8)
+    assert sizes.step(4, batch=2, context=100) == 1000 + 2 * (3 * 116 + 4 * 8) + 100 + 4 * 60
+    shape = MIXTURES["tiny-gpt-oss"]
+    of_gpt_oss = KVBytes.of(gpt_oss.read(shape.target_config()), 2)
+    assert of_gpt_oss.at(1000) == 2 * 2 * shape.kv_size * 4 * (16 + 1000)
+
+
 def test_the_bytes_of_a_pair_are_its_matrices(tiny: Path) -> None:
     shape = SHAPES["tiny"]
     sizes = StepBytes.of(loaded(config_of(load_pair(tiny), dtype="bfloat16")))
@@ -49,8 +71,8 @@ def test_the_bytes_of_a_pair_are_its_matrices(tiny: Path) -> None:
     head = wide + 3 * hidden * inner + norms + hidden + hidden + shape.draft_vocab_size * hidden
     assert sizes.head_pass == 2 * head
     assert sizes.head_fill == 2 * (3 * hidden * hidden + 2 * shape.kv_size * 2 * hidden)
-    assert sizes.target_kv == 2 * 2 * shape.num_layers * shape.kv_size
-    assert sizes.head_kv == 2 * 2 * shape.kv_size
+    assert sizes.target_kv.at(1) == 2 * 2 * shape.num_layers * shape.kv_size
+    assert sizes.head_kv.at(1) == 2 * 2 * shape.kv_size
     assert (sizes.logits, sizes.bytes_per_value) == (2 * shape.vocab_size, 2)
 
 

@@ -20,7 +20,7 @@ from calibrated_weights import Source, target_tensors
 from make_calibrated_pair import write_pair
 from torch import Tensor
 
-from specgen.bench.bound import StepBytes, mean_step_bytes
+from specgen.bench.bound import KVBytes, StepBytes, mean_step_bytes
 from specgen.bench.experts_read import mean_touched, sentence
 from specgen.bench.matrices import find_matrix
 from specgen.bench.output import BenchTable
@@ -42,6 +42,7 @@ from tests.engines import Pair, config_of, load_pair, loaded
 from tests.streams import decode_steps as decode_steps_of
 from tests.streams import mixture_steps
 
+KV = KVBytes(per_layer=3, windows=(None,))
 SIZE = ExpertSize(num_layers=2, num_experts=8, num_chosen=2, num_values=100, num_bytes=50)
 EXPERTS, CHOSEN = 16, 4
 
@@ -230,7 +231,7 @@ def test_experts_are_no_part_of_what_every_pass_reads(dense: Path, monkeypatch) 
 
 
 def test_a_step_reads_the_experts_that_its_rows_touch() -> None:
-    sizes = StepBytes(target=1000, target_kv=3, logits=14, bytes_per_value=2, experts=SIZE)
+    sizes = StepBytes(target=1000, target_kv=KV, logits=14, bytes_per_value=2, experts=SIZE)
     assert sizes.step(0, 1, 10) == pytest.approx(1000 + 30 + 2 * 2 * 50)
     by_chance = 8 * (1 - 0.75**6)
     assert sizes.step(2, 2, 10) == pytest.approx(1000 + 60 + 2 * by_chance * 50)
@@ -240,7 +241,7 @@ def test_a_step_reads_the_experts_that_its_rows_touch() -> None:
 
 
 def test_the_bound_of_a_run_uses_what_its_steps_touched() -> None:
-    sizes = StepBytes(target=1000, target_kv=3, logits=14, bytes_per_value=2, experts=SIZE)
+    sizes = StepBytes(target=1000, target_kv=KV, logits=14, bytes_per_value=2, experts=SIZE)
     rows = {"target_rows": 4, "first_pass_rows": 0, "first_pass_kept": 0, "loop_rows": 0}
     stepped = Stepped(kind="decode", time=1, seconds=1, num_sequences=2, num_spec_tokens=1, **rows)
     events: list[Event] = []
@@ -316,7 +317,7 @@ def test_reports_without_experts_have_no_such_table() -> None:
 
 
 def test_the_throughput_bench_says_what_steps_touched_and_what_that_costs() -> None:
-    sizes = StepBytes(target=0, target_kv=0, logits=0, bytes_per_value=2, experts=SIZE)
+    sizes = StepBytes(target=0, target_kv=KV, logits=0, bytes_per_value=2, experts=SIZE)
     yardstick = Yardstick(sizes=sizes, bytes_per_second=1e10, known=None)
     matrix = find_matrix("batch-and-k")
 
@@ -338,7 +339,7 @@ def test_the_mean_is_of_steps_of_the_whole_batch() -> None:
     found = mean_touched(events, 4)
     assert found == Touched(experts=7.0, plain=4.0, num_experts=8, num_bytes=7 * 10**7)
     assert mean_touched(events, 2) is None
-    sizes = StepBytes(target=0, target_kv=0, logits=0, bytes_per_value=2, experts=SIZE)
+    sizes = StepBytes(target=0, target_kv=KV, logits=0, bytes_per_value=2, experts=SIZE)
     text = sentence(found, sizes, 8, 1e10)
     assert "7.0 of the 8 experts" in text
     assert "(7.2 by chance, 4.0 by a plain step), 0.07 GB in all layers: 7.000 ms" in text

@@ -17,6 +17,7 @@ from specgen.checkpoints.inspect_checkpoint import describe
 from specgen.checkpoints.tensor_reader import TensorReader
 from specgen.config import EngineConfig, UserError
 from specgen.engine import choices
+from specgen.models.expert_counts import ExpertCounts
 from specgen.models.llama import Llama
 from specgen.models.mixture import Mixture
 from specgen.ops.experts import Experts
@@ -222,6 +223,18 @@ def test_wrong_configs_of_gpt_oss_are_refused_by_name(
     refused(tmp_path, message)
 
 
+@pytest.mark.parametrize("mxfp4", [False, True])
+@pytest.mark.parametrize(("width", "hidden"), [(60, 64), (64, 60)])
+def test_experts_of_sizes_that_no_grouped_product_reads_are_refused(
+    tmp_path: Path, width: int, hidden: int, mxfp4: bool
+) -> None:
+    sizes = (width - 16, hidden - 16) if mxfp4 else (width, hidden)
+    write_gpt_oss(tmp_path, intermediate_size=sizes[0], hidden_size=sizes[1])
+    if mxfp4:
+        packed_in_mxfp4(tmp_path)
+    refused(tmp_path, f"hidden_size is {sizes[1]} and an expert {sizes[0]} wide")
+
+
 @pytest.mark.parametrize(
     ("name", "tensor", "message"),
     [
@@ -278,6 +291,15 @@ def test_inspect_says_which_layers_are_mixtures(tmp_path: Path) -> None:
     assert "experts     6 in 5 of 6 layers, 32 wide\n" in text
     assert "router      chooses 2 per token; weights from the softmax over all\n" in text
     assert "full" not in text
+
+
+def test_a_qwen3_moe_without_mixtures_is_dense(tmp_path: Path) -> None:
+    config = write_qwen3_moe(tmp_path, decoder_sparse_step=7)
+    assert config.mixture is None
+    target = load_target(open_checkpoint(str(tmp_path)), torch.float32, CPU)
+    assert ExpertCounts.of(target) is None
+    assert "experts" not in describe(str(tmp_path)).to_text()
+    assert logits(tmp_path).std() > 0.5
 
 
 @pytest.mark.parametrize("name", ["sdpa", "sdpa-static", "flashinfer"])

@@ -11,6 +11,7 @@ from specgen.checkpoints.tensor_reader import TensorReader
 from specgen.engine.loading import Models
 from specgen.events import Event, Prefilled, Stepped, Submitted, Verified
 from specgen.models.expert_counts import ExpertSize
+from specgen.models.model_config import LayerConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +35,28 @@ class Work:
 
 
 @dataclass(frozen=True, kw_only=True)
+class KVBytes:
+    """The keys and values that a pass reads of one sequence, in bytes."""
+
+    per_layer: int  # per position
+    windows: tuple[int | None, ...]  # by layer; None: all positions
+
+    @classmethod
+    def of(cls, config: LayerConfig, bytes_per_value: int) -> "KVBytes":
+        """Of the layers of a target or a head."""
+        num_layers = config.num_layers
+        return cls(
+            per_layer=config.kv_spec.bytes_per_token(bytes_per_value) // num_layers,
+            windows=tuple(config.window(index) for index in range(num_layers)),
+        )
+
+    def at(self, context: float) -> float:
+        """At ``context`` positions; a layer with a window reads no more than that."""
+        seen = (context if window is None else min(context, window) for window in self.windows)
+        return self.per_layer * sum(seen)
+
+
+@dataclass(frozen=True, kw_only=True)
 class StepBytes:
     """The least that the passes of a decode step read, in bytes.
 
@@ -42,13 +65,13 @@ class StepBytes:
     """
 
     target: int  # weights of one pass, without experts
-    target_kv: int  # per position
+    target_kv: KVBytes
     logits: int  # per row
     bytes_per_value: int
     head_fill: int = 0  # weights of the drafter KV fill: all that the last layer's keys and values need
     head_pass: int = 0  # weights per drafting pass
     head_in_parallel: bool = False  # one pass of K rows per sequence drafts them all
-    head_kv: int = 0  # per position and pass
+    head_kv: KVBytes = KVBytes(per_layer=0, windows=())  # per pass
     experts: ExpertSize | None = None
 
     @classmethod
@@ -64,7 +87,7 @@ class StepBytes:
         tied = target.vocab_size * target.hidden_size * width if target.tied_embeddings else 0
         sizes = cls(
             target=_read_whole(readers["model"]) + tied - (experts.total_bytes if experts else 0),
-            target_kv=target.kv_spec.bytes_per_token(width),
+            target_kv=KVBytes.of(target, width),
             logits=target.vocab_size * width,
             bytes_per_value=width,
             experts=experts,
@@ -80,7 +103,7 @@ class StepBytes:
             head_fill=_fill_bytes(drafter, head.num_layers),
             head_pass=_read_whole(drafter) - fused + borrowed,
             head_in_parallel=models.head.mask is not None,
-            head_kv=head.kv_spec.bytes_per_token(width),
+            head_kv=KVBytes.of(head, width),
         )
 
     def step(self, num_spec_tokens: int, batch: int, context: float, touched: float | None = None) -> float:
@@ -95,13 +118,14 @@ class StepBytes:
 
         ``touched`` are the experts of a layer that its rows chose; None: as many as by chance.
         """
-        k, rows, positions = num_spec_tokens, batch * (num_spec_tokens + 1), batch * context
+        k, rows = num_spec_tokens, batch * (num_spec_tokens + 1)
 
         def work(weights: float, cache: float, rows_each: int) -> Work:
             return Work(num_bytes=weights + cache, flops=2 * weights / self.bytes_per_value * rows_each)
 
         parts = {
-            "verify": work(self.target, positions * self.target_kv, rows) + self._experts(rows, touched),
+            "verify": work(self.target, batch * self.target_kv.at(context), rows)
+            + self._experts(rows, touched),
             "accept": Work(num_bytes=rows * self.logits, flops=0.0),
         }
         if k == 0 or self.head_pass == 0:
@@ -110,7 +134,7 @@ class StepBytes:
         return parts | {
             "KV fill": work(self.head_fill, 0, rows),
             "draft loop": work(
-                passes * self.head_pass, passes * positions * self.head_kv, batch * k // passes
+                passes * self.head_pass, passes * batch * self.head_kv.at(context), batch * k // passes
             ),
         }
 

@@ -1,15 +1,15 @@
 """The shapes of the experts bench: layers with random weights, routes, the bytes of a pass, and its exact result."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from specgen.ops.experts import Experts, Gating
+from specgen.ops.mxfp4 import dequantized
 from specgen.ops.weight import Weight
 
 _CLAMPED = Gating(alpha=1.702, shift=1.0, limit=7.0)
-_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of MXFP4's low three bits; the fourth is the sign
 Routes = tuple[Tensor, Tensor]  # ids [rows, k] int64 and weights [rows, k]
 
 
@@ -93,13 +93,10 @@ def _product(weight: Weight, expert: int, x: Tensor) -> Tensor:
 
 def _matrix(weight: Weight, expert: int) -> Tensor:
     """One expert's matrix in float32."""
-    if weight.format == "plain":
+    if weight.scale is None:
         return weight.data[expert].float()
-    assert weight.scale is not None
-    table = torch.tensor([*_VALUES, *(-value for value in _VALUES)], device=weight.data.device)
-    halves = (weight.data[expert].int() & 15, weight.data[expert].int() >> 4)
-    values = torch.stack([table[half] for half in halves], -1).flatten(-2)
-    return values * torch.exp2(weight.scale[expert].float() - 127).repeat_interleave(32, -1)
+    one = replace(weight, data=weight.data[expert, None], scale=weight.scale[expert, None])
+    return dequantized(one, torch.float32).data[0]
 
 
 SHAPES = {

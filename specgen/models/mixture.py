@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from specgen.config import require
 from specgen.models.mixture_config import MixtureConfig
 from specgen.models.take import Take
 from specgen.ops import Map, Ops
@@ -14,6 +15,7 @@ from specgen.ops.mxfp4 import BLOCK
 from specgen.ops.router import Choice
 from specgen.ops.weight import Weight
 
+_ALIGNED = 8  # 16 bytes in half precision: what grouped products ask of a row
 Tap = Callable[[Tensor], None]  # is shown the ids [rows, k] of each pass; it may be captured in a graph
 
 
@@ -45,6 +47,12 @@ class Mixture:
 
 
 def _experts(config: MixtureConfig, hidden: int, prefix: str, take: Take) -> Experts:
+    multiple = BLOCK if config.mxfp4 else _ALIGNED
+    require(
+        hidden % multiple == config.width % multiple == 0,
+        f"hidden_size is {hidden} and an expert {config.width} wide: experts need multiples of {multiple}, "
+        "use another checkpoint",
+    )
     gating = Gating(alpha=config.alpha, shift=config.shift, limit=config.limit)
     if f"{prefix}0.gate_proj.weight" in take:
         gate_up, down = _one_by_one(config, hidden, prefix, take)

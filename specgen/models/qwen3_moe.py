@@ -7,20 +7,22 @@ from specgen.models.model_config import TargetConfig
 
 
 def read(config: Raw) -> TargetConfig:
-    """A Qwen3 of which all layers, or every n-th one, are mixtures."""
+    """A Qwen3 of which all layers, every n-th one, or none are mixtures."""
     step, dense = count(config, "decoder_sparse_step", 1), items(config, "mlp_only_layers")
     require(
         all(type(layer) is int for layer in dense),
         f"mlp_only_layers is {shown(dense)}: it must be a list of layer numbers",
     )
+    layers = tuple(
+        layer not in dense and (layer + 1) % step == 0 for layer in range(count(config, "num_hidden_layers"))
+    )
+    if not any(layers):
+        return TargetConfig.from_hf(config, qk_norm=True)
     mixture = MixtureConfig(
         num_experts=num_experts(config),
         num_chosen=num_chosen(config),
         width=count(config, "moe_intermediate_size"),
-        layers=tuple(
-            layer not in dense and (layer + 1) % step == 0
-            for layer in range(count(config, "num_hidden_layers"))
-        ),
+        layers=layers,
         weights="normalized" if flag(config, "norm_topk_prob") else "softmax",
         router="gate",
     )
