@@ -375,6 +375,29 @@ def test_without_chats_or_a_dated_template_no_date_is_recorded(
         assert "template" not in record["settings"]
 
 
+def test_wrong_kwargs_leave_no_directory_that_refuses_the_right_ones(
+    think_pair: Path, questions: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    models = ["--model", think_pair / "target", "--drafter", think_pair / "drafter", "--max-new-tokens", 4]
+    wrong = ("--chat-template-kwargs", '{"enable_thinkin": false}')
+    evaluation = ("eval", "word_problems", *models, "--apply-chat-template", "--limit", 2, "--num-fewshot", 0)
+    own = tmp_path / "rows.jsonl"
+    own.write_text('{"id": "a", "prompt": "Tom has"}\n')
+    right = ("--chat-template-kwargs", '{"enable_thinking": false}')
+    for arguments, reason in (
+        (("generate", *models, *wrong), "enable_thinkin, which the chat template"),
+        ((*evaluation, *wrong), "enable_thinkin, which the chat template"),
+        (("generate", *models, "--dataset", own, *right), "no row of .* is a chat: remove it"),
+    ):
+        refused = call(*arguments, "--output", out)
+        with pytest.raises(UserError, match=reason):
+            raise refused.exception or AssertionError(refused.output)
+        assert not (out / "manifest.json").exists()
+        assert not (out / "study.json").exists()
+    assert generate(think_pair, questions, out, *right).exit_code == 0
+
+
 def test_an_audit_renders_with_the_same_kwargs(
     harmony_pair: Path, questions: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -420,6 +443,16 @@ def test_an_evaluation_scores_the_answer_alone(reasoning_pair: Path, tmp_path: P
     )
     assert baseline["parts"]["answer"]["num_drafts"] == 0
     assert all(name in result.stdout for name in ("reasoning", "answer"))
+
+
+def test_an_evaluation_refuses_a_limit_that_would_cut_its_prompts(tmp_path: Path) -> None:
+    arguments = ("word_problems", "--apply-chat-template", "--limit", 2, "--arms", "padded,baseline")
+    refused = call("eval", *arguments, "--max-new-tokens", 2040, "--output", tmp_path / "out")
+    message = (
+        r"max-new-tokens is 2040 and a prompt of word_problems has \d+ tokens, in a context of 2048: lower it"
+    )
+    with pytest.raises(UserError, match=message):
+        raise refused.exception or AssertionError(refused.output)
 
 
 def test_an_evaluation_counts_answers_that_ended_while_reasoning(
