@@ -14,7 +14,7 @@ from specgen.bundled import data_directory
 from specgen.cli import main as cli
 from specgen.config import UserError
 from specgen.engine import choices
-from specgen.events import Event, Verified, read
+from specgen.events import Event, Prefilled, Submitted, Switched, Verified, read
 from specgen.report.report import fold
 from specgen.rundir.interrupt import StoppedError
 from tests.tiny_checkpoints import write_head, write_target
@@ -276,6 +276,21 @@ def test_sampled_texts_with_markers_anywhere_have_exact_parts(
     assert report(out) | {"baseline": None} == json.loads(
         json.dumps(fold(read(out / "events.jsonl"), num_spec_tokens=spec).to_json())
     )
+
+
+def test_a_change_of_part_in_a_step_that_was_not_recorded_counts_no_tokens() -> None:
+    """As in the events of a run that was killed between the two lines."""
+    events: list[Event] = [
+        Submitted(sequence="a", time=0.0, num_prompt_tokens=3, category=None, turn=1),
+        Switched(sequence="a", time=1.0, part="reasoning", at=0),
+        Prefilled(sequence="a", time=1.0, emitted=1, num_cached=0),
+        Switched(sequence="a", time=2.0, part="answer", at=3),
+    ]
+    parts = fold(events, num_spec_tokens=4).parts
+    assert {part: each.total_num_output_tokens for part, each in parts.items()} == {
+        "reasoning": 1,
+        "answer": 0,
+    }
 
 
 # --- the date -------------------------------------------------------------------------------------
