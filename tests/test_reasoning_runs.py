@@ -14,7 +14,7 @@ from specgen.bundled import data_directory
 from specgen.cli import main as cli
 from specgen.config import UserError
 from specgen.engine import choices
-from specgen.events import Event, Verified, read
+from specgen.events import Event, Prefilled, Submitted, Switched, Verified, read
 from specgen.report.report import fold
 from specgen.rundir.interrupt import StoppedError
 from tests.tiny_checkpoints import write_head, write_target
@@ -278,6 +278,21 @@ def test_sampled_texts_with_markers_anywhere_have_exact_parts(
     )
 
 
+def test_a_change_of_part_in_a_step_that_was_not_recorded_counts_no_tokens() -> None:
+    """As in the events of a run that was killed between the two lines."""
+    events: list[Event] = [
+        Submitted(sequence="a", time=0.0, num_prompt_tokens=3, category=None, turn=1),
+        Switched(sequence="a", time=1.0, part="reasoning", at=0),
+        Prefilled(sequence="a", time=1.0, emitted=1, num_cached=0),
+        Switched(sequence="a", time=2.0, part="answer", at=3),
+    ]
+    parts = fold(events, num_spec_tokens=4).parts
+    assert {part: each.total_num_output_tokens for part, each in parts.items()} == {
+        "reasoning": 1,
+        "answer": 0,
+    }
+
+
 # --- the date -------------------------------------------------------------------------------------
 
 
@@ -375,6 +390,29 @@ def test_without_chats_or_a_dated_template_no_date_is_recorded(
         assert "template" not in record["settings"]
 
 
+def test_wrong_kwargs_leave_no_directory_that_refuses_the_right_ones(
+    think_pair: Path, questions: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    models = ["--model", think_pair / "target", "--drafter", think_pair / "drafter", "--max-new-tokens", 4]
+    wrong = ("--chat-template-kwargs", '{"enable_thinkin": false}')
+    evaluation = ("eval", "word_problems", *models, "--apply-chat-template", "--limit", 2, "--num-fewshot", 0)
+    own = tmp_path / "rows.jsonl"
+    own.write_text('{"id": "a", "prompt": "Tom has"}\n')
+    right = ("--chat-template-kwargs", '{"enable_thinking": false}')
+    for arguments, reason in (
+        (("generate", *models, *wrong), "enable_thinkin, which the chat template"),
+        ((*evaluation, *wrong), "enable_thinkin, which the chat template"),
+        (("generate", *models, "--dataset", own, *right), "no row of .* is a chat: remove it"),
+    ):
+        refused = call(*arguments, "--output", out)
+        with pytest.raises(UserError, match=reason):
+            raise refused.exception or AssertionError(refused.output)
+        assert not (out / "manifest.json").exists()
+        assert not (out / "study.json").exists()
+    assert generate(think_pair, questions, out, *right).exit_code == 0
+
+
 def test_an_audit_renders_with_the_same_kwargs(
     harmony_pair: Path, questions: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -420,6 +458,16 @@ def test_an_evaluation_scores_the_answer_alone(reasoning_pair: Path, tmp_path: P
     )
     assert baseline["parts"]["answer"]["num_drafts"] == 0
     assert all(name in result.stdout for name in ("reasoning", "answer"))
+
+
+def test_an_evaluation_refuses_a_limit_that_would_cut_its_prompts(tmp_path: Path) -> None:
+    arguments = ("word_problems", "--apply-chat-template", "--limit", 2, "--arms", "padded,baseline")
+    refused = call("eval", *arguments, "--max-new-tokens", 2040, "--output", tmp_path / "out")
+    message = (
+        r"max-new-tokens is 2040 and a prompt of word_problems has \d+ tokens, in a context of 2048: lower it"
+    )
+    with pytest.raises(UserError, match=message):
+        raise refused.exception or AssertionError(refused.output)
 
 
 def test_an_evaluation_counts_answers_that_ended_while_reasoning(

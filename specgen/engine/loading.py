@@ -47,11 +47,16 @@ def open_checkpoints(config: EngineConfig) -> Checkpoints:
     return {role: open_checkpoint(name) for role, name in names.items() if name is not None}
 
 
+def load_chat_tokenizer(config: EngineConfig, checkpoints: Checkpoints) -> Tokenizer:
+    """The target's tokenizer, whose chats are rendered as ``config`` says; ``UserError`` if they cannot be."""
+    return load_tokenizer(str(checkpoints["model"].path)).with_template_kwargs(config.template_kwargs)
+
+
 def load_models(config: EngineConfig, checkpoints: Checkpoints) -> Models:
     """Read target, head (if one is to draft) and tokenizer of a resolved ``config``."""
     device, dtype = torch.device(config.device), DTYPES[config.dtype]
     use(device)
-    tokenizer = load_tokenizer(str(checkpoints["model"].path)).with_template_kwargs(config.template_kwargs)
+    tokenizer = load_chat_tokenizer(config, checkpoints)
     target, head = load_target(checkpoints["model"], dtype, device), None
     if config.head is not None:
         head = load_drafter(checkpoints["drafter"], target)

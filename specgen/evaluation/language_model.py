@@ -44,13 +44,21 @@ _Scorable = tuple[Any, list[int], list[int]]  # lm-eval's cache key or None, con
 class SpecgenLM(TemplateLM):  # type: ignore[misc]
     """lm-eval's ``LM`` over an engine; prompts are encoded and truncated as by lm-eval's ``hf`` model.
 
+    Without ``may_cut`` a prompt that leaves no room for the tokens asked for is a ``UserError``.
+
     ``sampling`` holds defaults for a task's generation arguments. Every answer is written to ``files`` as it arrives,
     under a hash of the request; requests with an answer are not run again, and the engine is built only when needed.
     ``generated`` has the first generation for every document, by task and document number.
     """
 
     def __init__(
-        self, *, config: EngineConfig, models: Models, sampling: SamplingParams, files: RunDirectory
+        self,
+        *,
+        config: EngineConfig,
+        models: Models,
+        sampling: SamplingParams,
+        files: RunDirectory,
+        may_cut: bool = True,
     ) -> None:
         super().__init__()
         self._config = config
@@ -59,6 +67,7 @@ class SpecgenLM(TemplateLM):  # type: ignore[misc]
         self._text = models.tokenizer
         self._sampling = sampling
         self._files = files
+        self._may_cut = may_cut
         self._answers = dict(files.completions)
         self.generated: dict[tuple[str, int], Generated] = {}
 
@@ -188,9 +197,15 @@ class SpecgenLM(TemplateLM):  # type: ignore[misc]
             f"max_gen_toks is {sampling.max_tokens} and the model's context is {self.max_length}: "
             "lower it to leave room for a prompt",
         )
+        prompt = self.tok_encode(context)
+        require(
+            self._may_cut or len(prompt) <= room,
+            f"max-new-tokens is {sampling.max_tokens} and a prompt of {instance.task_name} has {len(prompt)} tokens, "
+            f"in a context of {self.max_length}: lower it, or --num-fewshot",
+        )
         return Request(
             id=name,
-            prompt_token_ids=tuple(self.tok_encode(context)[-room:]),
+            prompt_token_ids=tuple(prompt[-room:]),
             sampling=sampling,
             category=instance.task_name,
         )

@@ -15,7 +15,7 @@ from specgen.config import EngineConfig, SamplingParams, require
 from specgen.display import from_here
 from specgen.engine.arms import Arm
 from specgen.engine.choices import resolve
-from specgen.engine.loading import Models, described, load_models, open_checkpoints
+from specgen.engine.loading import Models, described, load_chat_tokenizer, load_models, open_checkpoints
 from specgen.evaluation import comparison_tables
 from specgen.evaluation.compare import Comparison, compare, reference_of
 from specgen.evaluation.divergence import Judge
@@ -103,6 +103,9 @@ class StudyRun:
             name: with_recorded_date(config, arms[name], began) for name, config in resolved.items()
         }
         self._tasks = find_tasks(job.study.tasks, job.data_path)
+        if job.apply_chat_template:  # refused before there is a directory with it
+            config = next(iter(self._configs.values()))
+            load_chat_tokenizer(config, self._checkpoints).require_chat_template()
         path.mkdir(parents=True, exist_ok=True)
         require_same(path / "study.json", job.to_json(), free=(), remedy=_REMEDY)
         self._loaded: dict[str, Models] = {}  # by dtype
@@ -158,13 +161,17 @@ class StudyRun:
     def _run(self, arm: Arm) -> ArmResult:
         job, config, path = self._job, self._configs[arm.name], self._path / arm.name
         models, sampling = self._models(config), SamplingParams(max_tokens=_MAX_TOKENS, seed=job.seed)
-        if job.apply_chat_template:
-            models.tokenizer.require_chat_template()
         path.mkdir(parents=True, exist_ok=True)
         asked = self._manifest(config, sampling)
         require_same(path / "manifest.json", asked, free=(), remedy=_REMEDY)
         with RunDirectory(path) as files:
-            lm = SpecgenLM(config=config, models=models, sampling=sampling, files=files)
+            lm = SpecgenLM(
+                config=config,
+                models=models,
+                sampling=sampling,
+                files=files,
+                may_cut=job.max_new_tokens is None,
+            )
             results = simple_evaluate(
                 model=lm,
                 tasks=deepcopy(self._tasks.configs),  # an arm's generation arguments are written into them

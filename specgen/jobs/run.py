@@ -4,13 +4,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from specgen.config import EngineConfig, require
+from specgen.config import EngineConfig, require, shown
 from specgen.core.endings import DeviceLost
 from specgen.core.engine_core import never_stop
 from specgen.decoding.sampling import most_demanding
 from specgen.engine.choices import resolve
 from specgen.engine.engine import Engine
-from specgen.engine.loading import Checkpoints, Models, load_models, open_checkpoints
+from specgen.engine.loading import Checkpoints, Models, load_chat_tokenizer, load_models, open_checkpoints
 from specgen.engine.request_output import RequestOutput
 from specgen.events import Event
 from specgen.jobs.job import Job, job_manifest
@@ -27,6 +27,7 @@ from specgen.rundir.provenance import FREE_IN_A_RUN, with_recorded_date
 from specgen.rundir.results import RunDirectory, directory, require_same, set_aside
 from specgen.rundir.status import Status, kept_status
 from specgen.rundir.tally import Tally
+from specgen.template_kwargs import TemplateKwargs
 
 _REMEDY = "name another directory, or start over with --restart, which keeps the old one"
 
@@ -53,6 +54,13 @@ def run(
     config = resolve(job.engine, checkpoints)
     prompts = open_prompts(job.dataset, data_path=job.data_path, num_prompts=job.num_prompts)
     index = index_prompts(job.dataset, prompts, job.shard)
+    if job.engine.template_kwargs != TemplateKwargs():
+        require(
+            index.has_chats,
+            f"chat-template-kwargs is {shown(str(job.engine.template_kwargs))} but no row of {job.dataset} is a chat: "
+            "remove it, or give rows with messages",
+        )
+        load_chat_tokenizer(config, checkpoints)  # refuses names before there is a directory with them
     if output is not None and job.restart:
         set_aside(output, "manifest.json")
     with directory(output, "manifest.json") as path:

@@ -31,11 +31,11 @@ class PartCounts:
         self.steps[part].add(step)
 
     def num_tokens(self, total: int) -> dict[str, int]:
-        """Output tokens by part of a text with ``total``."""
-        ends = [at for at, _ in self._switches[1:]] + [total]
+        """Output tokens by part of a text with ``total``; the last change may be of a step that was not recorded."""
+        starts = [min(at, total) for at, _ in self._switches]
         counts = dict.fromkeys(PARTS, 0)
-        for (at, part), end in zip(self._switches, ends, strict=True):
-            counts[part] += end - at
+        for (_, part), start, end in zip(self._switches, starts, [*starts[1:], total], strict=True):
+            counts[part] += end - start
         return counts
 
 
