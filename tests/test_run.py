@@ -210,10 +210,15 @@ def test_reports_of_runs_are_compared(pair: Path, data: Path, tmp_path: Path) ->
         assert run(pair, *arguments, "--output", tmp_path / batch).exit_code == 0
     result = call("report", tmp_path / "padded", tmp_path / "non-padded")
     assert result.exit_code == 0
-    assert "non-padded" in result.stdout
+    assert ["engine.drafter_batch", "padded", "non-padded"] in map(str.split, result.stdout.splitlines())
+    assert "the acceptance of every request is the same" in " ".join(result.stdout.split())
     both = json.loads(call("report", "--json", tmp_path / "padded", tmp_path / "non-padded").stdout)
     padded, non_padded = both.values()
     assert padded["acceptance"] == non_padded["acceptance"]
+    against = non_padded["against_first"]
+    assert against["settings"] == {"engine.drafter_batch": ["padded", "non-padded"]}
+    assert against["shared"]["num_identical"] == against["shared"]["num_requests"] == padded["num_requests"]
+    assert "against_first" not in padded
     assert padded["rows"]["first_pass_wasted"] > non_padded["rows"]["first_pass_wasted"] == 0
 
 

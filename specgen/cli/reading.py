@@ -13,7 +13,7 @@ from specgen.cli.printing import print_notes_and_exit, print_parts, print_result
 from specgen.config import FormatName, require
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from specgen.report.terminal import Part
 
@@ -34,24 +34,38 @@ def report(
 ) -> None:
     """Print the report of a run again, or compare runs with each other or one with published figures."""
     from specgen.report.report import load
-    from specgen.report.side_by_side import of_runs
     from specgen.report.tables import of_run
 
     runs = [(str(directory), *load(directory)) for directory in directories]
+    name, numbers, manifest = runs[0]
+    document, parts = numbers, of_run(numbers, manifest.get("settings", {}))
     if against is not None:
         require(len(runs) == 1, f"against is {against!r} for {len(runs)} runs: give one directory")
-        document, parts = _against(runs[0][0], runs[0][1], against)
-        if as_json:
-            print(json.dumps(document))
-        else:
-            print_parts(parts, sys.stdout)
-    elif as_json:
-        reports = {name: numbers for name, numbers, _ in runs}
-        print(json.dumps(reports if len(runs) > 1 else runs[0][1]))
-    elif len(runs) == 1:
-        print_parts(of_run(runs[0][1], runs[0][2].get("settings", {})), sys.stdout)
+        document, parts = _against(name, numbers, against)
+    elif len(runs) > 1:
+        document, parts = _compared(runs)
+    if as_json:
+        print(json.dumps(document))
     else:
-        print_parts(of_runs([(name, numbers) for name, numbers, _ in runs]), sys.stdout)
+        print_parts(parts, sys.stdout)
+
+
+def _compared(
+    runs: "Sequence[tuple[str, dict[str, Any], dict[str, Any]]]",
+) -> tuple[dict[str, Any], "Iterator[Part]"]:
+    """The reports of several runs and how they differ from the first, as JSON and for a terminal."""
+    from specgen.report.paired_requests import shared_requests
+    from specgen.report.side_by_side import of_runs
+    from specgen.report.unlike_settings import unlike_settings
+
+    reports = [(name, numbers) for name, numbers, _ in runs]
+    settings = unlike_settings([manifest for _, _, manifest in runs])
+    shared = shared_requests([Path(name) for name, _ in reports])
+    document = dict(reports)
+    for at, ((name, numbers), each) in enumerate(zip(reports[1:], shared, strict=True), start=1):
+        unlike = {key: [found[0], found[at]] for key, found in settings.items() if found[0] != found[at]}
+        document[name] = {**numbers, "against_first": {"settings": unlike, "shared": each.to_json()}}
+    return document, of_runs(reports, settings, shared)
 
 
 def _against(run: str, report: dict[str, Any], name: str) -> tuple[dict[str, Any], "Iterator[Part]"]:

@@ -2,7 +2,7 @@
 
 import platform
 import sys
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Mapping
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from specgen.config import EngineConfig, SamplingParams
-from specgen.json_fields import load_json
+from specgen.json_fields import flat, load_json
 from specgen.template_kwargs import PINNED_DATE
 
 _FREE = ("created", "argv", "settings")  # fields of a manifest that no run depends on
@@ -69,20 +69,12 @@ def with_recorded_date(config: EngineConfig, asked: EngineConfig, path: Path) ->
 
 def differences(earlier: Mapping[str, Any], now: Mapping[str, Any], free: Container[str] = ()) -> list[str]:
     """The fields in which two manifests differ, as ``engine.dtype (float32, now bfloat16)``; those in ``free`` may."""
-    left, right = (dict(_flat({k: v for k, v in each.items() if k not in _FREE})) for each in (earlier, now))
+    left, right = (dict(flat({k: v for k, v in each.items() if k not in _FREE})) for each in (earlier, now))
     return [
         f"{name} ({left.get(name)}, now {right.get(name)})"
         for name in {**left, **right}
         if left.get(name) != right.get(name) and name not in free
     ]
-
-
-def _flat(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, inner in value.items():
-        if isinstance(inner, Mapping):
-            yield from _flat(inner, f"{prefix}{name}.")
-        else:
-            yield prefix + name, inner
 
 
 def versions() -> dict[str, str]:
