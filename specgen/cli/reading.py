@@ -32,11 +32,14 @@ def report(
     ] = None,
     as_json: _Json = False,
 ) -> None:
-    """Print the report of a run again, or compare runs with each other or one with published figures."""
-    from specgen.report.report import load
-    from specgen.report.tables import of_run
+    """Print the report of a run again, or compare runs with each other or one with published figures.
 
-    runs = [(str(directory), *load(directory)) for directory in directories]
+    Of a run that was stopped or still goes on it is the report of what it has so far.
+    """
+    from specgen.report.tables import of_run
+    from specgen.report.unfinished import load_so_far
+
+    runs = [(str(directory), *load_so_far(directory)) for directory in directories]
     name, numbers, manifest = runs[0]
     document, parts = numbers, of_run(numbers, manifest.get("settings", {}))
     if against is not None:

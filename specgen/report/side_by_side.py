@@ -23,6 +23,7 @@ from specgen.report.paired_requests import LENGTH, PairedFigure, SharedRequests
 from specgen.report.report import DEFINITIONS, draft_lengths, unanswered, warning
 from specgen.report.table import Column, Row, Table
 from specgen.report.terminal import Part, definitions
+from specgen.report.unfinished import unfinished
 
 _NAME = 12  # characters of a run's name in a heading; runs with longer names are numbered
 _LENGTHS = 4  # most frequent K shown
@@ -85,7 +86,7 @@ def of_runs(
     for name, report in runs:
         if draft_lengths(report):
             yield f"{name}: K by step: {_lengths(report)}"
-        for sentence in filter(None, (warning(report), unanswered(report))):
+        for sentence in filter(None, (unfinished(report), warning(report), unanswered(report))):
             yield f"{name}: {sentence}"
     paired = any(each.figures and not each.same_acceptance for each in shared)
     yield definitions((*DEFINITIONS, *((_PAIRED,) if paired else ())))

@@ -10,6 +10,7 @@ from specgen.report.page import Page
 from specgen.report.report import DEFINITIONS, draft_lengths, unanswered, warning
 from specgen.report.table import Column, Row, Table, pairs
 from specgen.report.terminal import Part, definitions, heading
+from specgen.report.unfinished import unfinished
 
 _POSITIONS = 4  # shown per category; report.json has all
 _COUNTERS = (
@@ -53,6 +54,7 @@ _LENGTHS = (Column(name="k", title="by draft length"), Column(name="steps", titl
 def of_run(report: Mapping[str, Any], settings: Mapping[str, str]) -> Iterator[Part]:
     """What the terminal shows of a ``report.json`` and its ``settings``."""
     yield heading(settings)
+    yield unfinished(report)
     counts, speed = _numbers(report)
     yield counts
     yield warning(report)
