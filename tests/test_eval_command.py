@@ -100,7 +100,9 @@ def test_the_reports_name_what_ran_as_seen_from_here(monkeypatch: pytest.MonkeyP
     assert (settings["arms"], settings["draft tokens (K)"]) == ("a, b · c", "2 or 4")
     assert settings["runs on"] == "cpu, float32"
     assert settings["samples"] == "the first 1 of a task"
-    assert "demo/target" in (tmp_path / "report.html").read_text()
+    page = (tmp_path / "report.html").read_text()
+    assert "demo/target" in page
+    assert "<dt>machine</dt>" in page
 
 
 def test_an_arm_that_fails_leaves_its_files_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -86,7 +86,14 @@ def test_a_run_leaves_its_files_and_its_numbers_agree(pair: Path, data: Path, tm
     manifest = json.loads((out / "manifest.json").read_text())
     assert manifest["engine"]["device"] in ("cpu", "cuda")
     assert len(manifest["fingerprints"]["model"]) == 64
-    assert (out / "report.html").read_text().lower().startswith("<!doctype html>")
+    page = (out / "report.html").read_text()
+    assert page.lower().startswith("<!doctype html>")
+    assert re.findall("<dt>(date|machine|versions|command)</dt>", page) == [
+        "date",
+        "machine",
+        "versions",
+        "command",
+    ]
     assert not list(out.glob("*.partial"))
     assert "1.0" in result.stdout
     assert "acceptance at token" in result.stdout

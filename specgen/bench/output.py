@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from specgen.report.charts import Lines, Point, quarters
+from specgen.report.origin import origin
 from specgen.report.page import Page
 from specgen.report.table import Row, Table
 from specgen.report.terminal import Part
 from specgen.rundir.atomic import write_text
+from specgen.rundir.provenance import now
 
 Value = str | int | float | bool | None
 
@@ -83,6 +85,7 @@ class BenchTable(Table):
             settings={name: str(value) for name, value in self.conditions.items()},
             tables=[*self._plotted(), every],
             findings=self.notes,
+            origin=origin(now("cpu")),  # the device is one of the conditions
         ).to_html()
 
     def write(self, directory: Path) -> None:

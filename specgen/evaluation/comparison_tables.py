@@ -78,7 +78,9 @@ def of_comparison(comparison: Comparison, settings: Mapping[str, str]) -> Iterat
     yield comparison.sentence
 
 
-def page(comparison: Comparison, settings: Mapping[str, str], title: str) -> str:
+def page(
+    comparison: Comparison, settings: Mapping[str, str], title: str, origin: Mapping[str, str] | None = None
+) -> str:
     """The same as an HTML page, with the texts that differ side by side."""
     accuracies = [_accuracy(comparison, accuracy) for accuracy in comparison.arms[0].accuracies]
     return Page(
@@ -94,6 +96,7 @@ def page(comparison: Comparison, settings: Mapping[str, str], title: str) -> str
             _speed(comparison),
         ],
         notes=NOTES,
+        origin=origin or {},
         cards=[_differing(arm, comparison.reference) for arm in comparison.against if arm.differences],
     ).to_html()
 

@@ -23,10 +23,11 @@ from specgen.evaluation.language_model import SpecgenLM
 from specgen.evaluation.samples import ArmRun, samples
 from specgen.evaluation.studies import Study
 from specgen.evaluation.tasks import find_tasks
+from specgen.report.origin import origin
 from specgen.report.report import fold
 from specgen.report.table import Column, Table
 from specgen.rundir.atomic import write_json, write_text
-from specgen.rundir.provenance import manifest, with_recorded_date
+from specgen.rundir.provenance import MACHINE, manifest, now, with_recorded_date
 from specgen.rundir.results import RunDirectory, require_same
 from specgen.template_kwargs import TemplateKwargs
 
@@ -121,7 +122,8 @@ class StudyRun:
         comparison = compare(runs, Judge.of(config, self._models(config)))
         title = f"{Path(config.model).name} on {', '.join(self._job.study.tasks)}"
         write_json(self._path / "comparison.json", comparison.to_json())
-        write_text(self._path / "report.html", comparison_tables.page(comparison, self.settings(), title))
+        page = comparison_tables.page(comparison, self.settings(), title, origin(now(config.device)))
+        write_text(self._path / "report.html", page)
         return comparison
 
     def settings(self) -> dict[str, str]:
@@ -162,7 +164,7 @@ class StudyRun:
             models.tokenizer.require_chat_template()
         path.mkdir(parents=True, exist_ok=True)
         asked = self._manifest(config, sampling)
-        require_same(path / "manifest.json", asked, free=(), remedy=_REMEDY)
+        require_same(path / "manifest.json", asked, free=MACHINE, remedy=_REMEDY)
         with RunDirectory(path) as files:
             lm = SpecgenLM(config=config, models=models, sampling=sampling, files=files)
             results = simple_evaluate(

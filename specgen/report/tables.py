@@ -65,8 +65,13 @@ def of_run(report: Mapping[str, Any], settings: Mapping[str, str]) -> Iterator[P
     yield definitions(_terms(report))
 
 
-def page(report: Mapping[str, Any], settings: Mapping[str, str], title: str) -> str:
-    """The same as an HTML page."""
+def page(
+    report: Mapping[str, Any],
+    settings: Mapping[str, str],
+    title: str,
+    origin: Mapping[str, str] | None = None,
+) -> str:
+    """The same as an HTML page, with its ``origin`` (from ``origin.origin``)."""
     return Page(
         title=title,
         settings=settings,
@@ -75,6 +80,7 @@ def page(report: Mapping[str, Any], settings: Mapping[str, str], title: str) -> 
         tiles=[item for item in (*_counts(report), *_speed(report)) if item[0] in _TILES],
         tables=[*_acceptance(report), *_times(report), *_numbers(report)],
         notes=dict(_terms(report)),
+        origin=origin or {},
     ).to_html()
 
 
