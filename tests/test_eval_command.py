@@ -74,6 +74,10 @@ def test_three_arms_answer_alike_and_leave_their_numbers(study: tuple[Path, str]
     assert "<h1>target on word_problems</h1>" in page
     for arm, k in (("padded", 2), ("non-padded", 2), ("baseline", 0)):
         files = path / arm
+        said = json.loads((files / "manifest.json").read_text())["settings"]
+        assert (said["arm"], said["draft tokens (K)"], said["tasks"]) == (arm, str(k), "word_problems")
+        assert said.get("drafter batch") == {"baseline": None}.get(arm, arm)
+        assert ("none" in said["drafter"]) == (arm == "baseline")
         report, _ = load(files)
         assert report["num_spec_tokens"] == k
         assert report["num_requests"] == 6

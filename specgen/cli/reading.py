@@ -3,6 +3,7 @@
 import json
 import sys
 from dataclasses import asdict
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -22,7 +23,11 @@ _Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 
 def report(
     directories: Annotated[
-        list[Path], typer.Argument(help="Run directories; several are compared.", show_default=False)
+        list[Path],
+        typer.Argument(
+            help="Directories of runs (several are compared), of an evaluation or a bench.",
+            show_default=False,
+        ),
     ],
     against: Annotated[
         str | None,
@@ -36,10 +41,14 @@ def report(
 
     Of a run that was stopped or still goes on it is the report of what it has so far.
     """
+    from specgen.report.other_directories import arms, benches, evaluation_note
     from specgen.report.tables import of_run
     from specgen.report.unfinished import load_so_far
 
-    runs = [(str(directory), *load_so_far(directory)) for directory in directories]
+    if against is None and len(directories) == 1 and (documents := benches(directories[0])):
+        _print_benches(documents, as_json)
+        return
+    runs = [(str(arm), *load_so_far(arm)) for directory in directories for arm in arms(directory)]
     name, numbers, manifest = runs[0]
     document, parts = numbers, of_run(numbers, manifest.get("settings", {}))
     if against is not None:
@@ -50,7 +59,17 @@ def report(
     if as_json:
         print(json.dumps(document))
     else:
-        print_parts(parts, sys.stdout)
+        print_parts(chain(parts, map(evaluation_note, directories)), sys.stdout)
+
+
+def _print_benches(documents: "Sequence[dict[str, Any]]", as_json: bool) -> None:
+    from specgen.report.other_directories import of_bench
+
+    for document in documents:
+        if as_json:
+            print(json.dumps(document))
+        else:
+            print_parts(of_bench(document), sys.stdout)
 
 
 def _compared(

@@ -148,6 +148,21 @@ class StudyRun:
             "arms": " · ".join(arm.name for arm in study.arms),
         }
 
+    def _settings_of(self, arm: Arm) -> dict[str, str]:
+        """The settings at the top of the report of one arm."""
+        config, shared = self._configs[arm.name], self.settings()
+        del shared["arms"]
+        if not config.draft_length.most:
+            shared["drafter"] = "none (plain decoding)"
+        return {
+            "arm": arm.name,
+            **shared,
+            "draft tokens (K)": str(config.draft_length),
+            "runs on": f"{config.device}, {config.dtype}",
+            "attention": config.attention,
+            **({} if config.head is None else {"drafter batch": config.drafter_batch}),
+        }
+
     def _models(self, config: EngineConfig) -> Models:
         """The weights in the dtype of ``config``; only one dtype is in memory at a time."""
         if config.dtype not in self._loaded:
@@ -163,7 +178,7 @@ class StudyRun:
         if job.apply_chat_template:
             models.tokenizer.require_chat_template()
         path.mkdir(parents=True, exist_ok=True)
-        asked = self._manifest(config, sampling)
+        asked = self._manifest(config, sampling) | {"settings": self._settings_of(arm)}
         require_same(path / "manifest.json", asked, free=MACHINE, remedy=_REMEDY)
         with RunDirectory(path) as files:
             lm = SpecgenLM(config=config, models=models, sampling=sampling, files=files)
