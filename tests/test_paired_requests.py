@@ -144,6 +144,13 @@ def test_requests_without_drafts_have_texts_alone(compared):
     assert (found.num_requests, found.num_identical, found.figures) == (1, 1, ())
 
 
+def test_rows_of_an_evaluation_have_texts_alone(compared):
+    ours, first = ({"id": "hash-1", "token_ids": tokens} for tokens in ([1, 2], [1]))
+    assert compared([first], [first])[0].num_identical == 1
+    (found,) = compared([first], [ours])
+    assert (found.num_requests, found.num_identical, found.figures) == (1, 0, ())
+
+
 def test_a_run_without_rows_shares_none(tmp_path):
     rows = a_directory(tmp_path / "rows", [row("a", [3])])
     nothing = SharedRequests(num_requests=0, num_identical=0, figures=())
@@ -156,7 +163,7 @@ def test_a_torn_last_line_is_left_out_and_another_row_refused(tmp_path):
     whole = a_directory(tmp_path / "whole", [row("a", [3]), row("b", [1])])
     torn = a_directory(tmp_path / "torn", [row("a", [3]), row("b", [1])], end="")
     assert shared_requests([whole, torn])[0].num_requests == 1
-    bad = a_directory(tmp_path / "bad", [row("a", [3]), {"id": "b"}])
+    bad = a_directory(tmp_path / "bad", [row("a", [3]), {"text": "b"}])
     with pytest.raises(UserError, match=r"completions.jsonl line 2 is no completion .*generate into a new"):
         shared_requests([whole, bad])
 

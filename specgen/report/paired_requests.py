@@ -11,6 +11,10 @@ from specgen.config import UserError, first_line
 from specgen.report.intervals import PairedRatio, holm, paired_ratio
 
 LENGTH = "mean acceptance length"
+_NO_STEPS = {
+    "acceptance_histogram": [0],
+    "num_draft_tokens": 0,
+}  # of an evaluation, whose ids are hashes of prompts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,14 +142,15 @@ def _answers(directory: Path) -> Iterator[tuple[str, _Answer]]:
 def _read(line: bytes, where: str) -> tuple[str, _Answer]:
     try:
         row: Mapping[str, Any] = json.loads(line)
-        steps = row["metrics"]["acceptance_histogram"]
+        metrics = row.get("metrics", _NO_STEPS)
+        steps = metrics["acceptance_histogram"]
         at_least = tuple(accumulate(reversed(steps)))  # [K + 1]: steps with K, K - 1, ... or more accepted
         return str(row["id"]), _Answer(
-            prompt=hash(row["prompt"]),
-            tokens=hash(tuple(row["token_ids"])),
+            prompt=hash(row.get("prompt")),
+            tokens=hash(tuple(row.get("token_ids", ()))),
             num_steps=at_least[-1],
             accepted=at_least[-2::-1],
-            whole=row["metrics"]["num_draft_tokens"] == at_least[-1] * (len(steps) - 1),
+            whole=metrics["num_draft_tokens"] == at_least[-1] * (len(steps) - 1),
         )
     except (ValueError, KeyError, TypeError, IndexError) as error:
         raise UserError(
