@@ -1,6 +1,7 @@
 """`specgen report` of the directory of an evaluation or a bench."""
 
 import json
+import re
 
 import pytest
 from typer.testing import CliRunner
@@ -52,6 +53,16 @@ def test_benches_are_printed_again(tmp_path):
             rows=({"batch": 8, "time": number},),
             notes=("Two were not run.",),
         ).write(tmp_path)
+    wide = tmp_path / "wide"
+    BenchTable(
+        title="Wide",
+        name="wide",
+        conditions={},
+        columns=tuple(Column(name=f"column{n}") for n in range(12)),
+        rows=({f"column{n}": 10**8 for n in range(12)},),
+        num_keys=2,
+    ).write(wide)
+    assert len(re.findall(r"\bcolumn1\b", call(wide).stdout)) == 2, "both keys in both blocks"
     (tmp_path / "other.json").write_text("{}")
     (tmp_path / "list.json").write_text("[]")
     lines = [" ".join(line.split()) for line in call(tmp_path).stdout.splitlines() if line.strip()]

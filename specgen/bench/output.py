@@ -73,6 +73,7 @@ class BenchTable(Table):
             "title": self.title,
             "head": dict(self.conditions),
             "columns": [{"name": column.name, "unit": column.unit} for column in self.columns],
+            "num_keys": self.num_keys,
             "rows": [dict(row) for row in self.rows],
             "notes": list(self.notes),
         }

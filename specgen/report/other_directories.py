@@ -46,5 +46,10 @@ def of_bench(document: Mapping[str, Any]) -> Iterator[Part]:
     """What the terminal shows of a bench's document."""
     yield "\n".join([document["title"], *(f"{name}: {value}" for name, value in document["head"].items())])
     columns = tuple(Column(name=each["name"], unit=each["unit"]) for each in document["columns"])
-    yield Table(title=document["title"], columns=columns, rows=tuple(document["rows"]))
+    yield Table(
+        title=document["title"],
+        columns=columns,
+        rows=tuple(document["rows"]),
+        num_keys=document.get("num_keys", 1),  # files of earlier versions have none
+    )
     yield "\n".join(document["notes"])
