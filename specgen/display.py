@@ -45,6 +45,15 @@ def seconds(number: float | None) -> str:
     return f"{1000 * number:.1f} ms" if number < 1 else f"{number:.2f} s"
 
 
+def p_value(p: float | None) -> str:
+    """``0.31``, ``0.004``, ``< 0.001``"""
+    if p is None:
+        return DASH
+    if p < 0.001:
+        return "< 0.001"
+    return f"{p:.2f}" if p >= 0.1 else f"{p:.3f}"
+
+
 def value(of_any_kind: float | bool | str | None) -> str:
     """An integer as a count, a float as ``2.53``, anything else as it is."""
     if isinstance(of_any_kind, str | bool):

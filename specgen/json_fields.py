@@ -1,7 +1,7 @@
 """JSON files, and strict conversion of their objects to dataclasses."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,15 @@ def load_json(path: Path, remedy: str) -> dict[str, Any]:
         raise UserError(f"{path} is not valid JSON ({first_line(error)}): {remedy}") from error
     require(isinstance(value, dict), f"{path} holds no JSON object: {remedy}")
     return dict(value)
+
+
+def flat(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The fields of nested objects by dotted names."""
+    for name, inner in value.items():
+        if isinstance(inner, Mapping):
+            yield from flat(inner, f"{prefix}{name}.")
+        else:
+            yield prefix + name, inner
 
 
 def check_fields(value: object, cls: type[Any]) -> dict[str, Any]:

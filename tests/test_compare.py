@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from specgen.config import UserError
-from specgen.display import plain
+from specgen.display import p_value, plain
 from specgen.evaluation import compare as comparing
-from specgen.evaluation.compare import p_value
 from specgen.evaluation.comparison_tables import of_comparison, page
 from specgen.evaluation.divergence import Judge
 from specgen.evaluation.paired import mcnemar, tango

@@ -74,6 +74,10 @@ def test_three_arms_answer_alike_and_leave_their_numbers(study: tuple[Path, str]
     assert "<h1>target on word_problems</h1>" in page
     for arm, k in (("padded", 2), ("non-padded", 2), ("baseline", 0)):
         files = path / arm
+        said = json.loads((files / "manifest.json").read_text())["settings"]
+        assert (said["arm"], said["draft tokens (K)"], said["tasks"]) == (arm, str(k), "word_problems")
+        assert said.get("drafter batch") == {"baseline": None}.get(arm, arm)
+        assert ("none" in said["drafter"]) == (arm == "baseline")
         report, _ = load(files)
         assert report["num_spec_tokens"] == k
         assert report["num_requests"] == 6
@@ -100,7 +104,9 @@ def test_the_reports_name_what_ran_as_seen_from_here(monkeypatch: pytest.MonkeyP
     assert (settings["arms"], settings["draft tokens (K)"]) == ("a, b · c", "2 or 4")
     assert settings["runs on"] == "cpu, float32"
     assert settings["samples"] == "the first 1 of a task"
-    assert "demo/target" in (tmp_path / "report.html").read_text()
+    page = (tmp_path / "report.html").read_text()
+    assert "demo/target" in page
+    assert "<dt>machine</dt>" in page
 
 
 def test_an_arm_that_fails_leaves_its_files_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -86,7 +86,14 @@ def test_a_run_leaves_its_files_and_its_numbers_agree(pair: Path, data: Path, tm
     manifest = json.loads((out / "manifest.json").read_text())
     assert manifest["engine"]["device"] in ("cpu", "cuda")
     assert len(manifest["fingerprints"]["model"]) == 64
-    assert (out / "report.html").read_text().lower().startswith("<!doctype html>")
+    page = (out / "report.html").read_text()
+    assert page.lower().startswith("<!doctype html>")
+    assert re.findall("<dt>(date|machine|versions|command)</dt>", page) == [
+        "date",
+        "machine",
+        "versions",
+        "command",
+    ]
     assert not list(out.glob("*.partial"))
     assert "1.0" in result.stdout
     assert "acceptance at token" in result.stdout
@@ -210,10 +217,15 @@ def test_reports_of_runs_are_compared(pair: Path, data: Path, tmp_path: Path) ->
         assert run(pair, *arguments, "--output", tmp_path / batch).exit_code == 0
     result = call("report", tmp_path / "padded", tmp_path / "non-padded")
     assert result.exit_code == 0
-    assert "non-padded" in result.stdout
+    assert ["engine.drafter_batch", "padded", "non-padded"] in map(str.split, result.stdout.splitlines())
+    assert "the acceptance of every request is the same" in " ".join(result.stdout.split())
     both = json.loads(call("report", "--json", tmp_path / "padded", tmp_path / "non-padded").stdout)
     padded, non_padded = both.values()
     assert padded["acceptance"] == non_padded["acceptance"]
+    against = non_padded["against_first"]
+    assert against["settings"] == {"engine.drafter_batch": ["padded", "non-padded"]}
+    assert against["shared"]["num_identical"] == against["shared"]["num_requests"] == padded["num_requests"]
+    assert "against_first" not in padded
     assert padded["rows"]["first_pass_wasted"] > non_padded["rows"]["first_pass_wasted"] == 0
 
 

@@ -21,6 +21,7 @@ from specgen.config import EngineConfig, UserError
 from specgen.core.endings import DeviceLost
 from specgen.core.engine_core import EngineCore
 from specgen.core.step import Steps
+from specgen.report.unfinished import load_so_far
 from specgen.rundir.interrupt import interruptible
 from specgen.rundir.locking import locked
 from tests.jobs import keep_in_memory
@@ -122,8 +123,11 @@ def test_a_signal_ends_the_run_and_the_same_command_resumes(
     assert command.last_words == f"specgen: {expected}"
     status = json.loads((output / "status.json").read_text())
     assert (status["state"], status["done"], status["total"]) == ("interrupted", done, NUM_PROMPTS)
+    so_far, _ = load_so_far(output)
+    assert so_far["num_requests"] - so_far["num_unfinished"] == done
     assert Command(prompts, output).end() == 0
     assert (output / "completions.jsonl").read_bytes() == completions
+    assert "state" not in load_so_far(output)[0]
 
 
 def test_a_second_signal_ends_it_at_once(

@@ -5,6 +5,7 @@ import json
 
 import pytest
 
+from specgen.report.paired_requests import SharedRequests
 from specgen.report.report import fold
 from specgen.report.side_by_side import of_runs
 from specgen.report.tables import of_run
@@ -33,7 +34,8 @@ def render(report, settings, width=100):
 
 
 def compare(runs, width=100):
-    return in_terminal(of_runs(runs), width)
+    shared = [SharedRequests(num_requests=0, num_identical=0, figures=())] * (len(runs) - 1)
+    return in_terminal(of_runs(runs, {}, shared), width)
 
 
 def cells(text, label):
@@ -159,10 +161,12 @@ def test_a_baseline_is_shown():
 def test_runs_stand_side_by_side_with_their_ratio_to_the_first():
     one, two = as_json(request("a", [(3, 1)] * 4)), as_json(request("a", [(3, 3)] * 2))
     text = compare([("one", one), ("two", two)])
-    assert text.splitlines()[0].split() == ["one", "two", "ratio"]
+    assert text.splitlines()[:2] == ["The runs have the same settings.", ""]
+    assert text.splitlines()[2].split() == ["one", "two", "ratio"]
     assert cells(text, "mean acceptance length") == ["2.00", "4.00", "2.00x"]
     assert cells(text, "num_drafts") == ["4", "2", "0.50x"]
-    assert cells(text, "output tokens/s") == ["1.8", "3.0", "1.67x"]
+    assert cells(text, "output tokens/s") == ["1.8", "3.0"]  # of one run each
+    assert "Speeds are of one run each" in text
     assert cells(text, "acceptance at token 2") == ["0.0", "%", "100.0", "%"]  # no ratio to nothing
 
 

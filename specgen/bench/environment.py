@@ -9,14 +9,14 @@ import torch
 from specgen.config import EngineConfig
 from specgen.engine.loading import Models
 from specgen.report.table import Row
-from specgen.rundir.provenance import versions
+from specgen.rundir.provenance import cpu_name, versions
 
 
 def environment(device: str) -> dict[str, str]:
     """The name of the GPU or CPU, and the versions of the software."""
     on_cpu = device == "cpu"
     found = {
-        "device": platform.machine() if on_cpu else torch.cuda.get_device_name(device),
+        "device": cpu_name() if on_cpu else torch.cuda.get_device_name(device),
         "python": platform.python_version(),
         "torch": torch.__version__,
     }

@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from specgen.report.charts import Lines, Point, quarters
+from specgen.report.origin import origin
 from specgen.report.page import Page
 from specgen.report.table import Row, Table
 from specgen.report.terminal import Part
 from specgen.rundir.atomic import write_text
+from specgen.rundir.provenance import now
 
 Value = str | int | float | bool | None
 
@@ -71,6 +73,7 @@ class BenchTable(Table):
             "title": self.title,
             "head": dict(self.conditions),
             "columns": [{"name": column.name, "unit": column.unit} for column in self.columns],
+            "num_keys": self.num_keys,
             "rows": [dict(row) for row in self.rows],
             "notes": list(self.notes),
         }
@@ -83,6 +86,7 @@ class BenchTable(Table):
             settings={name: str(value) for name, value in self.conditions.items()},
             tables=[*self._plotted(), every],
             findings=self.notes,
+            origin=origin(now("cpu")),  # the device is one of the conditions
         ).to_html()
 
     def write(self, directory: Path) -> None:

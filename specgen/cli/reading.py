@@ -3,6 +3,7 @@
 import json
 import sys
 from dataclasses import asdict
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,7 +14,7 @@ from specgen.cli.printing import print_notes_and_exit, print_parts, print_result
 from specgen.config import FormatName, require
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from specgen.report.terminal import Part
 
@@ -22,7 +23,11 @@ _Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 
 def report(
     directories: Annotated[
-        list[Path], typer.Argument(help="Run directories; several are compared.", show_default=False)
+        list[Path],
+        typer.Argument(
+            help="Directories of runs (several are compared), of an evaluation or a bench.",
+            show_default=False,
+        ),
     ],
     against: Annotated[
         str | None,
@@ -32,26 +37,57 @@ def report(
     ] = None,
     as_json: _Json = False,
 ) -> None:
-    """Print the report of a run again, or compare runs with each other or one with published figures."""
-    from specgen.report.report import load
-    from specgen.report.side_by_side import of_runs
-    from specgen.report.tables import of_run
+    """Print the report of a run again, or compare runs with each other or one with published figures.
 
-    runs = [(str(directory), *load(directory)) for directory in directories]
+    Of a run that was stopped or still goes on it is the report of what it has so far.
+    """
+    from specgen.report.other_directories import arms, benches, evaluation_note
+    from specgen.report.tables import of_run
+    from specgen.report.unfinished import load_so_far
+
+    if against is None and len(directories) == 1 and (documents := benches(directories[0])):
+        _print_benches(documents, as_json)
+        return
+    runs = [(str(arm), *load_so_far(arm)) for directory in directories for arm in arms(directory)]
+    name, numbers, manifest = runs[0]
+    document, parts = numbers, of_run(numbers, manifest.get("settings", {}))
     if against is not None:
         require(len(runs) == 1, f"against is {against!r} for {len(runs)} runs: give one directory")
-        document, parts = _against(runs[0][0], runs[0][1], against)
+        document, parts = _against(name, numbers, against)
+    elif len(runs) > 1:
+        document, parts = _compared(runs)
+    if as_json:
+        print(json.dumps(document))
+    else:
+        print_parts(chain(parts, map(evaluation_note, directories)), sys.stdout)
+
+
+def _print_benches(documents: "Sequence[dict[str, Any]]", as_json: bool) -> None:
+    from specgen.report.other_directories import of_bench
+
+    for document in documents:
         if as_json:
             print(json.dumps(document))
         else:
-            print_parts(parts, sys.stdout)
-    elif as_json:
-        reports = {name: numbers for name, numbers, _ in runs}
-        print(json.dumps(reports if len(runs) > 1 else runs[0][1]))
-    elif len(runs) == 1:
-        print_parts(of_run(runs[0][1], runs[0][2].get("settings", {})), sys.stdout)
-    else:
-        print_parts(of_runs([(name, numbers) for name, numbers, _ in runs]), sys.stdout)
+            print_parts(of_bench(document), sys.stdout)
+
+
+def _compared(
+    runs: "Sequence[tuple[str, dict[str, Any], dict[str, Any]]]",
+) -> tuple[dict[str, Any], "Iterator[Part]"]:
+    """The reports of several runs and how they differ from the first, as JSON and for a terminal."""
+    from specgen.report.paired_requests import shared_requests
+    from specgen.report.side_by_side import of_runs
+    from specgen.report.unlike_settings import unlike_settings
+
+    reports = [(name, numbers) for name, numbers, _ in runs]
+    settings = unlike_settings([manifest for _, _, manifest in runs])
+    shared = shared_requests([Path(name) for name, _ in reports])
+    document = dict(reports)
+    for at, ((name, numbers), each) in enumerate(zip(reports[1:], shared, strict=True), start=1):
+        unlike = {key: [found[0], found[at]] for key, found in settings.items() if found[0] != found[at]}
+        document[name] = {**numbers, "against_first": {"settings": unlike, "shared": each.to_json()}}
+    return document, of_runs(reports, settings, shared)
 
 
 def _against(run: str, report: dict[str, Any], name: str) -> tuple[dict[str, Any], "Iterator[Part]"]:

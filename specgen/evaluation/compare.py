@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from specgen.config import require
-from specgen.display import count, hundredths, same_texts
+from specgen.display import count, hundredths, p_value, same_texts
 from specgen.evaluation.divergence import Divergence, Judge
 from specgen.evaluation.paired import LEVEL, Paired, mean_interval, paired
 from specgen.evaluation.samples import ArmRun, Sample
@@ -314,10 +314,3 @@ def _power(tests: Sequence[tuple[str, Change]]) -> str:
     fewest = min(change.paired.num_samples for _, change in tests)
     points = hundredths(max(known))
     return f"{count(fewest)} samples detect a difference of {points} points or more with 80 % power"
-
-
-def p_value(p: float) -> str:
-    """``0.31``, ``0.004``, ``< 0.001``"""
-    if p < 0.001:
-        return "< 0.001"
-    return f"{p:.2f}" if p >= 0.1 else f"{p:.3f}"

@@ -5,9 +5,9 @@ from dataclasses import asdict
 from statistics import median_low
 from typing import Any
 
-from specgen.display import DASH, between, count, hundredths, percent, rate, ratio, seconds
+from specgen.display import between, count, hundredths, p_value, percent, rate, ratio, seconds
 from specgen.evaluation.audit_table import divergences, four_digits, shown_token
-from specgen.evaluation.compare import Accuracy, ArmComparison, Comparison, Difference, p_value
+from specgen.evaluation.compare import Accuracy, ArmComparison, Comparison, Difference
 from specgen.report.charts import quarters
 from specgen.report.page import Page, TextCard, TextPair
 from specgen.report.table import Column, Row, Table
@@ -78,7 +78,9 @@ def of_comparison(comparison: Comparison, settings: Mapping[str, str]) -> Iterat
     yield comparison.sentence
 
 
-def page(comparison: Comparison, settings: Mapping[str, str], title: str) -> str:
+def page(
+    comparison: Comparison, settings: Mapping[str, str], title: str, origin: Mapping[str, str] | None = None
+) -> str:
     """The same as an HTML page, with the texts that differ side by side."""
     accuracies = [_accuracy(comparison, accuracy) for accuracy in comparison.arms[0].accuracies]
     return Page(
@@ -94,6 +96,7 @@ def page(comparison: Comparison, settings: Mapping[str, str], title: str) -> str
             _speed(comparison),
         ],
         notes=NOTES,
+        origin=origin or {},
         cards=[_differing(arm, comparison.reference) for arm in comparison.against if arm.differences],
     ).to_html()
 
@@ -111,7 +114,7 @@ def _accuracy(comparison: Comparison, wanted: Accuracy) -> Table:
         row |= dict.fromkeys(("difference", "ends", "p", "detectable"), "")
         if change := paired.get(name):
             row |= {"difference": change.difference, "ends": between(change.interval, hundredths)}
-            row |= {"p": DASH if change.p is None else p_value(change.p), "detectable": change.detectable}
+            row |= {"p": p_value(change.p), "detectable": change.detectable}
         rows.append(row)
     differences = f"differences from {comparison.reference}, in points"
     return Table(

@@ -23,10 +23,11 @@ from specgen.evaluation.language_model import SpecgenLM
 from specgen.evaluation.samples import ArmRun, samples
 from specgen.evaluation.studies import Study
 from specgen.evaluation.tasks import find_tasks
+from specgen.report.origin import origin
 from specgen.report.report import fold
 from specgen.report.table import Column, Table
 from specgen.rundir.atomic import write_json, write_text
-from specgen.rundir.provenance import manifest, with_recorded_date
+from specgen.rundir.provenance import MACHINE, manifest, now, with_recorded_date
 from specgen.rundir.results import RunDirectory, require_same
 from specgen.template_kwargs import TemplateKwargs
 
@@ -124,7 +125,8 @@ class StudyRun:
         comparison = compare(runs, Judge.of(config, self._models(config)))
         title = f"{Path(config.model).name} on {', '.join(self._job.study.tasks)}"
         write_json(self._path / "comparison.json", comparison.to_json())
-        write_text(self._path / "report.html", comparison_tables.page(comparison, self.settings(), title))
+        page = comparison_tables.page(comparison, self.settings(), title, origin(now(config.device)))
+        write_text(self._path / "report.html", page)
         return comparison
 
     def settings(self) -> dict[str, str]:
@@ -149,6 +151,21 @@ class StudyRun:
             "arms": " · ".join(arm.name for arm in study.arms),
         }
 
+    def _settings_of(self, arm: Arm) -> dict[str, str]:
+        """The settings at the top of the report of one arm."""
+        config, shared = self._configs[arm.name], self.settings()
+        del shared["arms"]
+        if not config.draft_length.most:
+            shared["drafter"] = "none (plain decoding)"
+        return {
+            "arm": arm.name,
+            **shared,
+            "draft tokens (K)": str(config.draft_length),
+            "runs on": f"{config.device}, {config.dtype}",
+            "attention": config.attention,
+            **({} if config.head is None else {"drafter batch": config.drafter_batch}),
+        }
+
     def _models(self, config: EngineConfig) -> Models:
         """The weights in the dtype of ``config``; only one dtype is in memory at a time."""
         if config.dtype not in self._loaded:
@@ -162,8 +179,8 @@ class StudyRun:
         job, config, path = self._job, self._configs[arm.name], self._path / arm.name
         models, sampling = self._models(config), SamplingParams(max_tokens=_MAX_TOKENS, seed=job.seed)
         path.mkdir(parents=True, exist_ok=True)
-        asked = self._manifest(config, sampling)
-        require_same(path / "manifest.json", asked, free=(), remedy=_REMEDY)
+        asked = self._manifest(config, sampling) | {"settings": self._settings_of(arm)}
+        require_same(path / "manifest.json", asked, free=MACHINE, remedy=_REMEDY)
         with RunDirectory(path) as files:
             lm = SpecgenLM(
                 config=config,

@@ -15,6 +15,7 @@ from specgen.jobs.job import Job
 from specgen.json_fields import load_json
 from specgen.prompts import Prompt
 from specgen.report import tables
+from specgen.report.origin import origin
 from specgen.report.report import Report, fold
 from specgen.rundir.atomic import write_json, write_text
 from specgen.rundir.row_file import RowFile
@@ -92,7 +93,7 @@ def write_report(path: Path, baseline: Path | None) -> Mapping[str, Any]:
         report = report.with_baseline(_folded(baseline, 0), *_identical(path, baseline))
     document = report.to_json()
     title = f"{Path(record['engine']['model']).name} on {record['data']['dataset']}"
-    write_text(path / "report.html", tables.page(document, record["settings"], title))
+    write_text(path / "report.html", tables.page(document, record["settings"], title, origin(record)))
     write_json(path / "report.json", document)
     return document
 

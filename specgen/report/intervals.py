@@ -1,6 +1,8 @@
 """95 % confidence intervals for ratios of counts whose trials are correlated within groups."""
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 Z = 1.959963984540054  # the normal quantile that leaves 2.5 % on either side
 
@@ -83,3 +85,59 @@ class Ratio:
             return None
         half = student_t(self.groups - 1) * math.sqrt(variance)
         return self.rate - half, self.rate + half
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairedRatio:
+    """One ratio minus another over the same groups.
+
+    With fewer than two groups ``interval`` and ``p`` are None; ``interval`` also where all groups differ alike.
+    """
+
+    num_groups: int
+    rate: float
+    other_rate: float
+    difference: float
+    interval: Interval | None  # 95 %
+    p: float | None  # two-sided, of no difference
+
+
+def paired_ratio(groups: Sequence[tuple[int, int, int, int]]) -> PairedRatio:
+    """Compare two ratios over ``(hits, trials, other hits, other trials)`` per group, with trials in both.
+
+    As in ``Ratio`` the variance is linearized over groups, but of the difference: what makes a group easy for both
+    ratios cancels. A t test with one degree of freedom less than groups.
+    """
+    hits, trials, other_hits, other_trials = (sum(each) for each in zip(*groups, strict=True))
+    rate, other = hits / trials, other_hits / other_trials
+    # hits * trials in integers, so that a group without a difference contributes exactly none
+    parts = [
+        (h * trials - hits * t) / trials**2 - (oh * other_trials - other_hits * ot) / other_trials**2
+        for h, t, oh, ot in groups
+    ]
+    found, difference, freedom = len(groups), rate - other, len(groups) - 1
+    error = math.sqrt(found / freedom * math.fsum(part * part for part in parts)) if freedom else 0.0
+    interval: Interval | None = None
+    p = None if not freedom else float(difference == 0)
+    if error > 0:
+        from scipy.special import stdtr  # see ``student_t``
+
+        half = student_t(freedom) * error
+        interval, p = (
+            (difference - half, difference + half),
+            2 * float(stdtr(freedom, -abs(difference) / error)),
+        )
+    return PairedRatio(
+        num_groups=found, rate=rate, other_rate=other, difference=difference, interval=interval, p=p
+    )
+
+
+def holm(tests: Sequence[float | None]) -> list[float | None]:
+    """Each p corrected for the number of ``tests`` by Holm's method (Scandinavian Journal of Statistics 6, 1979)."""
+    known = sorted((p, at) for at, p in enumerate(tests) if p is not None)
+    corrected: list[float | None] = [None] * len(tests)
+    highest = 0.0
+    for rank, (p, at) in enumerate(known):
+        highest = max(highest, min(1.0, p * (len(known) - rank)))
+        corrected[at] = highest
+    return corrected

@@ -59,6 +59,7 @@ class Page:
     tiles: Sequence[tuple[str, str, str]] = ()  # name, large number, note
     tables: Sequence[Table] = ()
     notes: Mapping[str, str] = field(default_factory=dict)  # definitions of terms
+    origin: Mapping[str, str] = field(default_factory=dict)  # see ``origin.origin``
     findings: Sequence[str] = ()
     cards: Sequence[TextCard] = ()
 

@@ -10,6 +10,7 @@ from specgen.report.page import Page
 from specgen.report.report import DEFINITIONS, draft_lengths, unanswered, warning
 from specgen.report.table import Column, Row, Table, pairs
 from specgen.report.terminal import Part, definitions, heading
+from specgen.report.unfinished import unfinished
 
 _POSITIONS = 4  # shown per category; report.json has all
 _COUNTERS = (
@@ -53,6 +54,7 @@ _LENGTHS = (Column(name="k", title="by draft length"), Column(name="steps", titl
 def of_run(report: Mapping[str, Any], settings: Mapping[str, str]) -> Iterator[Part]:
     """What the terminal shows of a ``report.json`` and its ``settings``."""
     yield heading(settings)
+    yield unfinished(report)
     counts, speed = _numbers(report)
     yield counts
     yield warning(report)
@@ -63,8 +65,13 @@ def of_run(report: Mapping[str, Any], settings: Mapping[str, str]) -> Iterator[P
     yield definitions(_terms(report))
 
 
-def page(report: Mapping[str, Any], settings: Mapping[str, str], title: str) -> str:
-    """The same as an HTML page."""
+def page(
+    report: Mapping[str, Any],
+    settings: Mapping[str, str],
+    title: str,
+    origin: Mapping[str, str] | None = None,
+) -> str:
+    """The same as an HTML page, with its ``origin`` (from ``origin.origin``)."""
     return Page(
         title=title,
         settings=settings,
@@ -73,6 +80,7 @@ def page(report: Mapping[str, Any], settings: Mapping[str, str], title: str) -> 
         tiles=[item for item in (*_counts(report), *_speed(report)) if item[0] in _TILES],
         tables=[*_acceptance(report), *_times(report), *_numbers(report)],
         notes=dict(_terms(report)),
+        origin=origin or {},
     ).to_html()
 
 

@@ -2,7 +2,7 @@
 
 import platform
 import sys
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Mapping
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from specgen.config import EngineConfig, SamplingParams
-from specgen.json_fields import load_json
+from specgen.json_fields import flat, load_json
 from specgen.template_kwargs import PINNED_DATE
 
 _FREE = ("created", "argv", "settings")  # fields of a manifest that no run depends on
+MACHINE = ("device.host", "device.cpu")  # for whoever reads a report
 FREE_IN_A_RUN = (  # no effect on texts; checkpoints are compared by fingerprint, devices by name
     "engine.model",
     "engine.drafter",
@@ -24,6 +25,7 @@ FREE_IN_A_RUN = (  # no effect on texts; checkpoints are compared by fingerprint
     "engine.gpu_memory_utilization",
     "engine.prefix_cache",
     "engine.cuda_graphs",
+    *MACHINE,
     "device.threads",
     "device.memory_bytes",
     "data.data_path",
@@ -41,14 +43,21 @@ def manifest(
     if engine.ngram is not None:  # the drafter, without a checkpoint
         fingerprints = fingerprints | {"drafter": str(engine.drafter)}
     return {
-        "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        "argv": sys.argv,
+        **now(engine.device),
         "engine": engine.to_json(),
         "sampling": asdict(sampling),
         "data": data,
-        "versions": versions(),
-        "device": device(engine.device),
         "fingerprints": fingerprints,
+    }
+
+
+def now(device_name: str) -> dict[str, Any]:
+    """What a manifest says of this moment: date, command, versions and device."""
+    return {
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "argv": sys.argv,
+        "versions": versions(),
+        "device": device(device_name),
     }
 
 
@@ -69,20 +78,12 @@ def with_recorded_date(config: EngineConfig, asked: EngineConfig, path: Path) ->
 
 def differences(earlier: Mapping[str, Any], now: Mapping[str, Any], free: Container[str] = ()) -> list[str]:
     """The fields in which two manifests differ, as ``engine.dtype (float32, now bfloat16)``; those in ``free`` may."""
-    left, right = (dict(_flat({k: v for k, v in each.items() if k not in _FREE})) for each in (earlier, now))
+    left, right = (dict(flat({k: v for k, v in each.items() if k not in _FREE})) for each in (earlier, now))
     return [
         f"{name} ({left.get(name)}, now {right.get(name)})"
         for name in {**left, **right}
         if left.get(name) != right.get(name) and name not in free
     ]
-
-
-def _flat(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, inner in value.items():
-        if isinstance(inner, Mapping):
-            yield from _flat(inner, f"{prefix}{name}.")
-        else:
-            yield prefix + name, inner
 
 
 def versions() -> dict[str, str]:
@@ -91,18 +92,31 @@ def versions() -> dict[str, str]:
 
 
 def device(name: str) -> dict[str, Any]:
-    """Name and properties of the device ``name``."""
+    """Name and properties of the device ``name``, and the machine that it is in."""
     import torch
 
+    machine = {"host": platform.node(), "cpu": cpu_name()}
     if name == "cpu":
-        return {"name": platform.processor() or platform.machine(), "threads": torch.get_num_threads()}
+        architecture = platform.processor() or platform.machine()
+        return {"name": architecture, "threads": torch.get_num_threads(), **machine}
     properties = torch.cuda.get_device_properties(name)
     return {
+        **machine,
         "name": properties.name,
         "memory_bytes": properties.total_memory,
         "compute_capability": f"{properties.major}.{properties.minor}",
         "cuda": torch.version.cuda,
     }
+
+
+def cpu_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    """The name of the CPU as Linux has it, elsewhere its architecture."""
+    try:
+        lines = cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(filter(None, names), platform.processor() or platform.machine())
 
 
 def _version(package: str) -> str:

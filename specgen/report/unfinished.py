@@ -1,0 +1,61 @@
+"""The report of a run that was stopped or still goes on: a fold over the events that it has so far."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from specgen.config import UserError
+from specgen.display import count
+from specgen.events import Event, from_line
+from specgen.json_fields import load_json
+from specgen.report.report import fold, load
+
+_FINISHED = "finished"
+
+
+def load_so_far(directory: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """``report.json`` and ``manifest.json`` as by ``report.load``, of an unfinished run computed from its events.
+
+    An unfinished run's report has two more fields: ``state`` as in ``status.json`` (``stopped`` without one), and
+    ``num_expected``, its requests where that is known.
+    """
+    status = _status(directory)
+    if status.get("state", _FINISHED) == _FINISHED and (directory / "report.json").exists():
+        return load(directory)
+    manifest, events = directory / "manifest.json", directory / "events.jsonl"
+    if not manifest.exists() or not events.exists():
+        return load(directory)  # says what is missing
+    record = load_json(manifest, "generate into a new directory")
+    report = fold(_whole_lines(events), num_spec_tokens=record["engine"]["num_spec_tokens"]).to_json()
+    expected = status.get("total") or None
+    return {**report, "state": status.get("state", "stopped"), "num_expected": expected}, record
+
+
+def _status(directory: Path) -> dict[str, Any]:
+    """``status.json``; empty without one, or where a power failure has emptied it."""
+    path = directory / "status.json"
+    try:
+        return load_json(path, "run the same command again") if path.exists() else {}
+    except UserError:
+        return {"state": "lost"}
+
+
+def _whole_lines(path: Path) -> Iterator[Event]:
+    """The events but for a last line that a kill, or a write at this moment, has cut."""
+    with path.open(encoding="utf-8", errors="replace") as lines:
+        for line in lines:
+            if line.endswith("\n"):
+                yield from_line(line)
+
+
+def unfinished(report: Mapping[str, Any]) -> str:
+    """A sentence if the report is of an unfinished run, else empty."""
+    if "state" not in report:
+        return ""
+    done = count(report["num_requests"] - report["num_unfinished"])
+    expected = report["num_expected"]
+    of = "" if expected is None else f" of {count(expected)} requests"
+    return (
+        f"This run is not finished ({report['state']}, {done}{of} done): these are the numbers of its events so far. "
+        "The same command resumes it."
+    )

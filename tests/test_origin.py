@@ -1,0 +1,70 @@
+"""A page that is passed on still says when, where and how its numbers were measured."""
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from specgen.bench.output import BenchTable
+from specgen.report.origin import origin
+from specgen.report.page import Page
+from specgen.report.table import Column
+from specgen.rundir.provenance import FREE_IN_A_RUN, cpu_name, differences, now
+
+RECORD = {
+    "created": "2026-11-22T17:20:41+00:00",
+    "argv": [".venv/bin/specgen", "generate", "--dataset", "my prompts.jsonl"],
+    "versions": {"python": "3.11.7", "specgen": "0.1.0", "torch": "2.13.0", "lm-eval": "not installed"},
+    "device": {"name": "x86_64", "host": "vm", "cpu": "A CPU <8>", "threads": 2},
+}
+SHOWN = {
+    "date": "2026-11-22 17:20:41 UTC",
+    "machine": "vm, A CPU <8>, 2 threads",
+    "versions": "specgen 0.1.0, torch 2.13.0, Python 3.11.7",
+    "command": "specgen generate --dataset 'my prompts.jsonl'",
+}
+
+
+def test_a_manifest_says_where_its_numbers_come_from():
+    assert origin(RECORD) == SHOWN
+    gpu = {"name": "NVIDIA H100", "cuda": "13.0", "host": "node7", "cpu": "A CPU"}
+    assert origin({"device": gpu}) == {"machine": "node7, NVIDIA H100, CUDA 13.0, A CPU"}
+    assert origin({"device": {"name": "x86_64", "threads": 1}}) == {"machine": "x86_64, 1 thread"}
+    assert origin({}) == {}
+
+
+def test_a_page_ends_with_its_origin():
+    text = Page(title="A run", settings={}, origin=SHOWN).to_html()
+    assert re.findall("<dt>(.*?)</dt>", text) == list(SHOWN)
+    assert "<dd>vm, A CPU &lt;8&gt;, 2 threads</dd>" in text
+    assert "origin" not in re.sub("(?s)<style>.*</style>", "", Page(title="A run", settings={}).to_html())
+
+
+def test_this_moment_is_recorded(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sys, "argv", ["/bin/specgen", "bench", "step"])
+    record = json.loads(json.dumps(now("cpu")))
+    found = origin(record)
+    assert list(found) == list(SHOWN)
+    assert found["command"] == "specgen bench step"
+    assert record["device"]["cpu"] in found["machine"]
+    assert record["device"]["host"] in found["machine"]
+    bench = BenchTable(
+        name="b", title="A bench", conditions={}, columns=(Column(name="n"),), rows=({"n": 1},)
+    )
+    assert "<dd>specgen bench step</dd>" in bench.to_html()
+
+
+def test_the_cpu_has_the_name_that_linux_gives_it(tmp_path: Path):
+    path = tmp_path / "cpuinfo"
+    path.write_text("processor\t: 0\nmodel name\t: Some CPU @ 2.00GHz\n\nmodel name\t: Another\n")
+    assert cpu_name(path) == "Some CPU @ 2.00GHz"
+    path.write_text("model name\t: \n")
+    assert cpu_name(path) == cpu_name(tmp_path / "none") != ""
+
+
+def test_another_machine_may_resume_a_run():
+    other = {**RECORD, "device": RECORD["device"] | {"host": "vm2", "cpu": "Another CPU"}}
+    assert differences(RECORD, other) != []
+    assert differences(RECORD, other, FREE_IN_A_RUN) == []

@@ -1,0 +1,235 @@
+"""What `report` says of two runs beyond their columns: unlike settings, shared requests, paired differences."""
+
+import json
+
+import numpy as np
+import pytest
+
+from specgen.config import UserError
+from specgen.report.intervals import Ratio, holm, paired_ratio
+from specgen.report.paired_requests import LENGTH, SharedRequests, shared_requests
+from specgen.report.side_by_side import of_runs
+from specgen.report.terminal import render
+from specgen.report.unlike_settings import unlike_settings
+from tests.test_tables import a_run, cells
+
+
+def row(name, accepted, *, k=3, prompt="", tokens=(1, 2), drafted=None):
+    """A row of completions.jsonl with the numbers of drafts that its steps accepted."""
+    metrics = {
+        "acceptance_histogram": [accepted.count(j) for j in range(k + 1)],
+        "num_draft_tokens": k * len(accepted) if drafted is None else drafted,
+    }
+    return {"id": name, "prompt": prompt or f"prompt {name}", "token_ids": list(tokens), "metrics": metrics}
+
+
+def a_directory(path, rows, end="\n"):
+    path.mkdir()
+    (path / "completions.jsonl").write_text("\n".join(map(json.dumps, rows)) + end)
+    return path
+
+
+@pytest.fixture
+def compared(tmp_path_factory):
+    def compare(*runs) -> tuple[SharedRequests, ...]:
+        root = tmp_path_factory.mktemp("runs")
+        return shared_requests([a_directory(root / str(at), rows) for at, rows in enumerate(runs)])
+
+    return compare
+
+
+# --- statistics -----------------------------------------------------------------------------------
+
+
+def simulated(rng, num, gain=0.0):
+    """Groups whose rates vary much from one to the next and are ``gain`` higher in the first ratio."""
+    rates = rng.uniform(0.1, 0.8, num)
+    trials = rng.integers(5, 40, num)
+    others = trials + rng.integers(0, 4, num)
+    hits, other_hits = rng.binomial(trials, rates + gain), rng.binomial(others, rates)
+    return [tuple(map(int, group)) for group in zip(hits, trials, other_hits, others, strict=True)]
+
+
+def test_a_paired_difference_is_that_of_the_linearized_ratios():
+    from scipy import stats
+
+    groups = np.array(simulated(np.random.default_rng(0), 40, 0.1))
+    h, t, oh, ot = groups.T
+    parts = (h - h.sum() / t.sum() * t) / t.sum() - (oh - oh.sum() / ot.sum() * ot) / ot.sum()
+    error = np.sqrt(40 / 39 * np.sum(parts**2))
+    found = paired_ratio([tuple(map(int, group)) for group in groups])
+    assert found.difference == pytest.approx(h.sum() / t.sum() - oh.sum() / ot.sum())
+    half = stats.t.ppf(0.975, 39) * error
+    assert found.interval == pytest.approx((found.difference - half, found.difference + half))
+    assert found.p == pytest.approx(2 * stats.t.sf(abs(found.difference) / error, 39))
+
+
+def test_equal_trials_give_the_paired_t_test_of_scipy():
+    from scipy import stats
+
+    rng = np.random.default_rng(1)
+    ours, others = rng.integers(0, 11, 25), rng.integers(0, 11, 25)
+    found = paired_ratio([(int(a), 10, int(b), 10) for a, b in zip(ours, others, strict=True)])
+    test = stats.ttest_rel(ours / 10, others / 10)
+    assert found.p == pytest.approx(test.pvalue)
+    assert found.interval == pytest.approx(tuple(test.confidence_interval()))
+
+
+def test_intervals_cover_and_tests_keep_their_level():
+    rng = np.random.default_rng(2)
+    found = [paired_ratio(simulated(rng, 30)) for _ in range(600)]
+    assert 0.03 < np.mean([each.p < 0.05 for each in found]) < 0.07
+    assert 0.93 < np.mean([each.interval[0] < 0 < each.interval[1] for each in found]) < 0.97
+
+
+def test_pairing_finds_what_separate_intervals_do_not():
+    groups = simulated(np.random.default_rng(3), 80, 0.07)
+    ours, others = Ratio(), Ratio()
+    for hits, trials, other_hits, other_trials in groups:
+        ours.add(hits, trials)
+        others.add(other_hits, other_trials)
+    assert ours.mean_interval()[0] < others.mean_interval()[1]
+    assert paired_ratio(groups).p < 0.01
+
+
+def test_few_groups_and_no_differences_have_no_interval():
+    same = paired_ratio([(1, 3, 1, 3), (2, 7, 2, 7)])
+    assert (same.difference, same.interval, same.p) == (0, None, 1)
+    one = paired_ratio([(1, 3, 2, 3)])
+    assert (one.interval, one.p) == (None, None)
+
+
+def test_holm_is_that_of_statsmodels():
+    from statsmodels.stats.multitest import multipletests
+
+    tests = [0.01, 0.04, 0.03, 0.005, 0.9, 0.03]
+    assert holm(tests) == pytest.approx(multipletests(tests, method="holm")[1])
+    assert holm([None, 0.02, None, 0.01]) == [None, 0.02, None, 0.02]
+
+
+# --- requests -------------------------------------------------------------------------------------
+
+
+def test_requests_with_the_same_id_and_prompt_are_paired(compared):
+    first = [row("a", [3, 3]), row("b", [0, 1], tokens=(4,)), row("c", [2], prompt="other"), row("d", [1])]
+    ours = [row("b", [1, 2, 3]), row("a", [2, 2]), row("c", [3]), row("e", [3])]
+    (found,) = compared(first, ours)
+    assert (found.num_requests, found.num_identical) == (2, 1)
+    length, *positions = found.figures
+    assert (length.figure, length.first, length.ours) == (LENGTH, 1 + 7 / 4, 1 + 10 / 5)
+    assert [(each.first, each.ours) for each in positions] == [(3 / 4, 5 / 5), (2 / 4, 4 / 5), (2 / 4, 1 / 5)]
+    assert length.paired.num_groups == 2
+    assert length.p >= length.paired.p
+
+
+def test_p_is_corrected_over_all_runs(compared):
+    rng = np.random.default_rng(4)
+    runs = [[row(str(n), list(map(int, rng.integers(0, 4, 9)))) for n in range(12)] for _ in range(3)]
+    one, two = compared(*runs)
+    raw = [each.paired.p for found in (one, two) for each in found.figures]
+    assert [each.p for found in (one, two) for each in found.figures] == pytest.approx(holm(raw))
+    assert len(raw) == 8
+
+
+def test_steps_of_several_lengths_pair_their_mean_alone(compared):
+    first = [row("a", [3, 1]), row("b", [2])]
+    (found,) = compared(first, [row("a", [3, 0], drafted=4), row("b", [2])])
+    assert [each.figure for each in found.figures] == [LENGTH]
+    (shorter,) = compared(first, [row("a", [1], k=1), row("b", [0], k=1)])
+    assert [each.figure for each in shorter.figures] == [LENGTH, "acceptance at token 0"]
+
+
+def test_requests_without_drafts_have_texts_alone(compared):
+    (found,) = compared([row("a", [3])], [row("a", [], k=0)])
+    assert (found.num_requests, found.num_identical, found.figures) == (1, 1, ())
+
+
+def test_rows_of_an_evaluation_have_texts_alone(compared):
+    ours, first = ({"id": "hash-1", "token_ids": tokens} for tokens in ([1, 2], [1]))
+    assert compared([first], [first])[0].num_identical == 1
+    (found,) = compared([first], [ours])
+    assert (found.num_requests, found.num_identical, found.figures) == (1, 0, ())
+
+
+def test_a_run_without_rows_shares_none(tmp_path):
+    rows = a_directory(tmp_path / "rows", [row("a", [3])])
+    nothing = SharedRequests(num_requests=0, num_identical=0, figures=())
+    assert shared_requests([rows, tmp_path]) == (nothing,)
+    assert shared_requests([tmp_path, rows]) == (nothing,)
+    assert shared_requests([rows]) == ()
+
+
+def test_a_torn_last_line_is_left_out_and_another_row_refused(tmp_path):
+    whole = a_directory(tmp_path / "whole", [row("a", [3]), row("b", [1])])
+    torn = a_directory(tmp_path / "torn", [row("a", [3]), row("b", [1])], end="")
+    assert shared_requests([whole, torn])[0].num_requests == 1
+    bad = a_directory(tmp_path / "bad", [row("a", [3]), {"text": "b"}])
+    with pytest.raises(UserError, match=r"completions.jsonl line 2 is no completion .*generate into a new"):
+        shared_requests([whole, bad])
+
+
+# --- settings -------------------------------------------------------------------------------------
+
+
+def manifest(model="target", weights="ab" * 32, dataset="bundled", sha256="cd" * 32, **engine):
+    return {
+        "created": "now",
+        "argv": [model],
+        "settings": {"model": model},
+        "engine": {"model": model, "num_spec_tokens": 3} | engine,
+        "data": {"dataset": dataset, "sha256": sha256},
+        "fingerprints": {"model": weights},
+    }
+
+
+def test_settings_that_differ_are_named():
+    assert unlike_settings([manifest(), manifest()]) == {}
+    assert unlike_settings([manifest(), manifest(num_spec_tokens=4), manifest(dtype="bfloat16")]) == {
+        "engine.num_spec_tokens": (3, 4, 3),
+        "engine.dtype": (None, None, "bfloat16"),
+    }
+    assert unlike_settings([manifest(), manifest(sha256="ef" * 32)]) == {"data.sha256": ("cd" * 6, "ef" * 6)}
+
+
+def test_checkpoints_are_compared_by_their_weights():
+    assert unlike_settings([manifest(), manifest(model="a copy")]) == {}
+    unlike = unlike_settings([manifest(), manifest(model="another", weights="ef" * 32)])
+    assert unlike == {"engine.model": ("target", "another")}
+    unlike = unlike_settings([manifest(), manifest(weights="ef" * 32)])
+    assert unlike == {"fingerprints.model": ("ab" * 6, "ef" * 6)}
+    without = [{"engine": {"model": name}} for name in ("one", "two")]  # as by `eval`
+    assert unlike_settings(without) == {"engine.model": ("one", "two")}
+
+
+# --- the terminal ---------------------------------------------------------------------------------
+
+
+def shown(shared: SharedRequests, settings=None) -> str:
+    return render(of_runs([("one", a_run()), ("two", a_run())], settings or {}, [shared]))
+
+
+def test_paired_differences_are_shown(compared):
+    rng = np.random.default_rng(5)
+    runs = [[row(str(n), list(map(int, rng.integers(low, 4, 9)))) for n in range(40)] for low in (0, 1)]
+    text = shown(*compared(*runs))
+    assert "two against one on the 40 requests of both: 40 of 40 texts identical. Paired" in text
+    length, token_0 = compared(*runs)[0].figures[:2]
+    expected = f"{length.first:.2f} {length.ours:.2f} {length.paired.difference:.2f}".split()
+    assert [line for line in text.splitlines() if line.split()[3:6] == expected]
+    low, high = (100 * end for end in token_0.paired.interval)
+    assert f"{100 * token_0.paired.difference:.1f}  [{low:.1f}, {high:.1f}]  < 0.001" in text
+    assert "paired difference =" in text
+
+
+def test_equal_acceptance_is_one_sentence(compared):
+    rows = [row("a", [3, 1]), row("b", [2])]
+    text = shown(*compared(rows, rows))
+    assert "2 of 2 texts identical; the acceptance of every request is the same." in " ".join(text.split())
+    assert "paired difference =" not in text
+
+
+def test_nothing_in_common_is_said(compared):
+    text = shown(*compared([row("a", [1])], [row("b", [1])]), {"data.dataset": ("bundled", None)})
+    assert "two and one have no request in common" in text
+    assert text.startswith("The runs differ in:\n")
+    assert cells(text, "data.dataset") == ["bundled", "-"]
