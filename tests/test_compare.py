@@ -427,3 +427,14 @@ def test_bars_are_as_long_as_their_numbers():
     low, high = (float(end) for end in re.findall(r"[MH]([\d.]+)", whisker))
     assert (first, low - start, high - start) == pytest.approx((2 * second, second, 4 * second), abs=0.2)
     assert high <= 400
+
+
+def test_empty_answers_are_called_so_with_the_likely_remedy():
+    runs = [arm(name, [1, 0], accepted=1) for name in ("padded", "baseline")]
+    assert "Empty" not in comparing.compare(runs, TARGET, template_unused=True).sentence
+    runs[0] = replace(runs[0], report=runs[0].report.with_texts(["", "a", ""]))
+    told = comparing.compare(runs, TARGET, template_unused=True)
+    remedy = "the model has a chat template: add --apply-chat-template."
+    assert told.sentence.endswith(f" Empty answers: 2 of 3 of padded; {remedy}")
+    assert [each.num_empty for each in told.arms] == [2, 0]
+    assert compare(runs).sentence.endswith(" Empty answers: 2 of 3 of padded.")

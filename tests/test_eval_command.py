@@ -86,6 +86,14 @@ def test_three_arms_answer_alike_and_leave_their_numbers(study: tuple[Path, str]
         assert load_results(files)["n-samples"]["word_problems"]["effective"] == 6
 
 
+def test_answers_without_the_template_are_called_empty() -> None:
+    printed = " ".join(call("word_problems", "--limit", 2, "--arms", "padded").split())
+    assert (
+        "Empty answers: 2 of 2 of padded; the model has a chat template: add --apply-chat-template."
+        in printed
+    )
+
+
 def test_the_reports_name_what_ran_as_seen_from_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from specgen.evaluation.study import StudyRun
 

@@ -357,3 +357,16 @@ def test_only_what_ran_is_compared_with_the_baseline(pair: Path, tmp_path: Path)
     assert run(pair, "--dataset", own, "--output", out, "--baseline").exit_code == 3
     baseline = json.loads((out / "report.json").read_text())["baseline"]
     assert (baseline["identical"], baseline["num_compared"]) == (1.0, 1)
+
+
+def test_a_report_counts_texts_that_are_empty(pair: Path, tmp_path: Path) -> None:
+    own, end = (
+        tmp_path / "own.jsonl",
+        json.loads((pair / "target" / "config.json").read_text())["eos_token_id"],
+    )
+    lines = [{"prompt": "Tom has"}, {"prompt": "5 bags", "logit_bias": {str(end): 100}}]
+    own.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    result = run(pair, "--dataset", own, "--output", tmp_path / "run")
+    assert result.exit_code == 0, result.output
+    assert json.loads((tmp_path / "run" / "report.json").read_text())["num_empty"] == 1
+    assert "1 of 2 texts are empty" in result.stdout

@@ -100,7 +100,8 @@ def write_report(path: Path, baseline: Path | None) -> Mapping[str, Any]:
 def _folded(path: Path, num_spec_tokens: int) -> Report:
     report = fold(read(path / "events.jsonl"), num_spec_tokens=num_spec_tokens)
     # rejected rows, which have no events, have failed too
-    return replace(report, num_errors=len(RowFile(path / "errors.jsonl")))
+    counted = replace(report, num_errors=len(RowFile(path / "errors.jsonl")))
+    return counted.with_texts(row["text"] for row in RowFile(path / "completions.jsonl").values())
 
 
 def _identical(main: Path, base: Path) -> tuple[float, int]:

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any, Self
 
 from specgen.config import require
-from specgen.display import count
 from specgen.events import (
     Event,
     Finished,
@@ -27,7 +26,6 @@ from specgen.report.experts_touched import ExpertStats, ExpertSum
 from specgen.report.parts_of_texts import PartCounts, PartSum
 from specgen.report.timings import LatencyStats, StepStats, StepSum, WallClock, latency_stats
 
-DEAD_LENGTH = 1.05  # tokens per verify step; plain decoding has 1
 DEFINITIONS = (
     ("mean acceptance length", "1 + accepted / drafts over verify steps with drafts; no prefill, no padding"),
     ("acceptance at token i", "steps that accepted more than i drafts / that drafted more than i (joint)"),
@@ -72,6 +70,7 @@ class Report:
     steps: Mapping[str, StepStats]  # by kind
     experts: tuple[ExpertStats, ...] = ()  # that decode steps touched; empty for a dense target
     baseline: Baseline | None = None
+    num_empty: int = 0  # texts without a character, but for those that ended while reasoning
 
     @property
     def output_tokens_per_second(self) -> float | None:
@@ -94,6 +93,11 @@ class Report:
             num_compared=num_compared,
         )
         return replace(self, baseline=comparison)
+
+    def with_texts(self, texts: Iterable[str]) -> Self:
+        """This report with ``num_empty`` of ``texts``, those of all its requests; events hold no text."""
+        empty = sum(not text.strip() for text in texts)
+        return replace(self, num_empty=max(0, empty - sum(self.ended_in_reasoning.values())))
 
     def to_json(self) -> dict[str, Any]:
         """The content of ``report.json``: counters at the top level, times in seconds, None without data."""
@@ -275,31 +279,6 @@ def fold(events: Iterable[Event], *, num_spec_tokens: int) -> Report:
     for event in events:
         state.take(event)
     return state.report()
-
-
-def warning(report: Mapping[str, Any]) -> str:
-    """A warning about the acceptance rates of a ``report.json``; empty if there is none."""
-    if report["num_spec_tokens"] == 0:
-        return "Plain decoding: there are no drafts, so there is no acceptance to report."
-    if report["num_drafts"] == 0:
-        return "No verify step had drafts, so there is no acceptance to report."
-    if report["mean_acceptance_length"] < DEAD_LENGTH:
-        return (
-            f"The drafter is dead: the mean acceptance length is under {DEAD_LENGTH}, so drafting costs time "
-            "and gains nothing. `specgen inspect` says whether a head fits the target and how it was read; n-grams "
-            "need text that repeats itself."
-        )
-    return ""
-
-
-def unanswered(report: Mapping[str, Any]) -> str:
-    """What a ``report.json`` says of texts that ended before their answer began; empty if there are none."""
-    ended = report.get("ended_in_reasoning", {})
-    number = sum(ended.values())
-    if not number:
-        return ""
-    remedy = ": raise --max-new-tokens" if ended.get("length") else ""
-    return f"{count(number)} {'answer' if number == 1 else 'answers'} ended while reasoning{remedy}."
 
 
 def draft_lengths(report: Mapping[str, Any]) -> dict[str, int]:

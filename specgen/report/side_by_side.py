@@ -4,7 +4,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from specgen.display import DASH, Show, between, count, percent, plain, rate, ratio, seconds
-from specgen.report.report import DEFINITIONS, draft_lengths, unanswered, warning
+from specgen.report.remarks import remarks
+from specgen.report.report import DEFINITIONS, draft_lengths
 from specgen.report.table import Column, Row, Table
 from specgen.report.terminal import Part, definitions
 
@@ -44,7 +45,7 @@ def of_runs(runs: Sequence[tuple[str, Mapping[str, Any]]]) -> Iterator[Part]:
     for name, report in runs:
         if draft_lengths(report):
             yield f"{name}: K by step: {_lengths(report)}"
-        for sentence in filter(None, (warning(report), unanswered(report))):
+        for sentence in remarks(report):
             yield f"{name}: {sentence}"
     yield definitions(DEFINITIONS)
 
