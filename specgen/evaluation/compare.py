@@ -9,6 +9,7 @@ from specgen.display import count, hundredths, same_texts
 from specgen.evaluation.divergence import Divergence, Judge
 from specgen.evaluation.paired import LEVEL, Paired, mean_interval, paired
 from specgen.evaluation.samples import ArmRun, Sample
+from specgen.evaluation.task_figures import TaskFigures, figures_of
 from specgen.report.acceptance import Position, Speculation
 from specgen.report.intervals import Interval
 
@@ -42,6 +43,7 @@ class ArmSummary:
     parts: Mapping[str, Speculation]  # of reasoning and answers; empty without reasoning
     ended_in_reasoning: int  # texts without an answer
     num_empty: int  # other texts without a character
+    tasks: Mapping[str, TaskFigures]  # empty for a single task
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,6 +179,7 @@ def _summary(arm: ArmRun, reference: ArmRun) -> ArmSummary:
         parts=arm.report.parts,
         ended_in_reasoning=sum(arm.report.ended_in_reasoning.values()),
         num_empty=arm.report.num_empty,
+        tasks=figures_of(arm.tasks, reference.tasks),
     )
 
 

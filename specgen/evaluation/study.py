@@ -23,7 +23,7 @@ from specgen.evaluation.language_model import SpecgenLM
 from specgen.evaluation.samples import ArmRun, samples
 from specgen.evaluation.studies import Study
 from specgen.evaluation.tasks import find_tasks
-from specgen.report.report import Report, fold
+from specgen.report.report import Report, fold, fold_categories
 from specgen.report.table import Column, Table
 from specgen.rundir.atomic import write_json, write_text
 from specgen.rundir.provenance import manifest, with_recorded_date
@@ -186,6 +186,7 @@ class StudyRun:
             seconds=lm.seconds,
             report=_folded(files, config.draft_length.most),
             samples=tuple(samples(results["samples"], lm.generated)),
+            tasks=fold_categories(files.events(), num_spec_tokens=config.draft_length.most),
         )
         summary = {key: value for key, value in results.items() if key != "samples"}
         write_text(path / "results.json", _json(summary))

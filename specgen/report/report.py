@@ -281,6 +281,29 @@ def fold(events: Iterable[Event], *, num_spec_tokens: int) -> Report:
     return state.report()
 
 
+def fold_categories(events: Iterable[Event], *, num_spec_tokens: int) -> dict[str, Report]:
+    """The report of each category alone, in the order in which they began; steps, shared by categories, are in none.
+
+    The time of a category is from its first event to its last, so its speed means something only where categories ran
+    one after the other.
+    """
+    states: dict[str, _Fold] = {}
+    owners: dict[str, _Fold] = {}  # by running sequence
+    for event in events:
+        match event:
+            case Resumed():
+                for state in states.values():
+                    state.take(event)
+                owners.clear()
+            case Submitted(category=str(category)):
+                owners[event.sequence] = states.setdefault(category, _Fold(num_spec_tokens))
+                owners[event.sequence].take(event)
+            case Prefilled() | Verified() | Switched() | Preempted() | Finished():
+                if event.sequence in owners:
+                    owners[event.sequence].take(event)
+    return {category: state.report() for category, state in states.items()}
+
+
 def draft_lengths(report: Mapping[str, Any]) -> dict[str, int]:
     """Decode steps of a ``report.json`` by K, the most frequent first; empty if all had the same K."""
     lengths = report["steps"].get("decode", {}).get("by_num_spec_tokens", {})
