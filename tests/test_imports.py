@@ -42,6 +42,7 @@ LEAVES = {
     "errors",
     "events",
     "json_fields",
+    "spelling",
     "template_kwargs",
 }  # modules directly in specgen/
 # Beyond the order: what decodes computes no rate, models know neither attention nor cache, and what reads and shows

@@ -370,3 +370,59 @@ def test_a_report_counts_texts_that_are_empty(pair: Path, tmp_path: Path) -> Non
     assert result.exit_code == 0, result.output
     assert json.loads((tmp_path / "run" / "report.json").read_text())["num_empty"] == 1
     assert "1 of 2 texts are empty" in result.stdout
+
+
+def warnings(result: Result) -> list[str]:
+    marker = "specgen: warning: "
+    return [line.removeprefix(marker) for line in result.stderr.splitlines() if line.startswith(marker)]
+
+
+def test_fields_that_look_misspelt_are_told_once_with_a_count(pair: Path, tmp_path: Path) -> None:
+    own = tmp_path / "own.jsonl"
+    lines: list[dict[str, Any]] = [
+        {"prompt": "Tom has", "temprature": 0.9, "reference": "x", "category": "c", "prompt_id": 1},
+        {"prompt": "5 bags", "temprature": 0.9, "Max_Token": 3, "metadata": {}, "temperature": 0},
+    ]
+    own.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    result = run(pair, "--dataset", own)
+    assert result.exit_code == 0, result.output
+    assert warnings(result) == [
+        "2 rows have a field 'temprature', which is ignored: did you mean temperature?",
+        "1 row has a field 'Max_Token', which is ignored: did you mean max_tokens?",
+    ]
+    own.write_text('{"question": "5 bags", "temprature": 1}\n')  # another's row has its own fields
+    assert warnings(run(pair, "--dataset", "gsm8k", "--data-path", own)) == []
+
+
+@pytest.mark.parametrize(
+    ("row", "options", "told"),
+    [
+        ({}, (), []),
+        (
+            {},
+            ("--top-p", 0.5),
+            ["top-p changes nothing at temperature 0, which is greedy: set --temperature"],
+        ),
+        (
+            {},
+            ("--top-k", 5, "--min-p", 0.1, "--draft-sampling", "probabilistic"),
+            [
+                "top-k and min-p and draft-sampling change nothing at temperature 0, which is greedy: "
+                "set --temperature"
+            ],
+        ),
+        ({}, ("--top-p", 0.5, "--draft-sampling", "probabilistic", "--temperature", 1), []),
+        ({"temperature": 1.0}, ("--top-p", 0.5), []),
+        (
+            {},
+            ("--drafter", "ngram", "--draft-sampling", "probabilistic"),
+            ["draft-sampling changes nothing without a head that drafts: leave it out"],
+        ),
+    ],
+)
+def test_options_without_effect_are_said(
+    pair: Path, tmp_path: Path, row: dict[str, Any], options: tuple[object, ...], told: list[str]
+) -> None:
+    own = tmp_path / "own.jsonl"
+    own.write_text(json.dumps({"prompt": "Tom has", **row}) + "\n")
+    assert warnings(run(pair, "--dataset", own, *options)) == told

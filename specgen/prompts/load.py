@@ -11,8 +11,10 @@ from specgen.config import UserError, require
 from specgen.prompts.formats import DATASETS, TURNS, USERS, Format
 from specgen.prompts.ids import Ids, id_of
 from specgen.prompts.json_rows import Row
+from specgen.prompts.openai_batch import is_batch
 from specgen.prompts.prompt import Prompt, Rejected
 from specgen.prompts.rows import read_hub, read_path, read_stream
+from specgen.prompts.unknown_fields import UnknownFields
 
 STDIN = "-"
 _LONGEST_REASON = 300  # characters, however long the row is
@@ -24,19 +26,24 @@ class PromptSet:
 
     Every pass reads the data set again and yields ``Prompt | Rejected``, up to the first ``num_prompts`` prompts
     (None: all). All ids, those of later turns and rejected rows included, are different: of rows with the same id
-    the first is run. ``UserError`` where the data cannot be read, or has no rows.
+    the first is run. ``unknown_fields`` are those of the newest pass. ``UserError`` where the data cannot be read, or
+    has no rows.
     """
 
     name: str
     row_format: Format
     read: Callable[[], Iterable[Row]]
     num_prompts: int | None
+    unknown_fields: UnknownFields = field(
+        default_factory=UnknownFields, init=False, repr=False, compare=False
+    )
     _ids: Ids = field(default_factory=Ids, init=False, repr=False, compare=False)  # the same in every pass
 
     def __iter__(self) -> Iterator[Prompt | Rejected]:
         num_rows = num_prompts = 0
+        self.unknown_fields.clear()
         for num_rows, row in enumerate(self.read(), start=1):
-            result = self._parse(num_rows, row)
+            result = self._parse(num_rows, row, self.unknown_fields)
             num_prompts += isinstance(result, Prompt)
             yield result
             if num_prompts == self.num_prompts:
@@ -48,11 +55,13 @@ class PromptSet:
         for number, row in compress(enumerate(self.read(), start=1), mask):
             yield self._parse(number, row)
 
-    def _parse(self, number: int, row: Row) -> Prompt | Rejected:
+    def _parse(self, number: int, row: Row, unknown: UnknownFields | None = None) -> Prompt | Rejected:
         row_id = None
         try:
             value = row.value()
             require(isinstance(value, dict), "not a JSON object")
+            if unknown is not None and self.row_format is USERS and not is_batch(value):
+                unknown.see(value)
             row_id = id_of(value, self.row_format.id_keys)
             prompt = self.row_format.parse(row_id, value)
             require(

@@ -15,7 +15,8 @@ def parse_own(row_id: str, row: Mapping[str, Any]) -> Prompt:
     """Own rows: ``prompt`` (raw text), ``messages`` (a chat, the user last) or ``prompt_token_ids``.
 
     A row may also set a ``category`` and any field of ``SamplingParams``:
-    ``{"id": "a", "prompt": "Once", "temperature": 0.7, "max_tokens": 50}``. Other fields are ignored.
+    ``{"id": "a", "prompt": "Once", "temperature": 0.7, "max_tokens": 50}``. Other fields are ignored
+    (``unknown_fields`` counts those that look misspelt).
     """
     given = [key for key in CONTENT_FIELDS if row.get(key) is not None]
     require(
