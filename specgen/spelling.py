@@ -12,8 +12,9 @@ def nearest(name: str, known: Iterable[str], *, likeness: float = 0.6) -> str | 
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """`` (did you mean gsm8k?)`` for the end of a clause; empty where no known name is near."""
-    meant = nearest(name, known)
+    """`` (did you mean gsm8k?)`` for the end of a clause; empty where no known name is near, or it is one."""
+    known = tuple(known)
+    meant = None if name in known else nearest(name, known)
     return "" if meant is None else f" (did you mean {meant}?)"
 
 

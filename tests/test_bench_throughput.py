@@ -104,8 +104,9 @@ def test_other_values_on_an_axis() -> None:
     assert [dict(arm.changes) for arm in matrix.arms] == [{"batch": 16, "K": 0}, {"batch": 16, "K": 3}]
     assert find_matrix("batch-and-k").axes[1].values[-1] == "auto"
     for wrong, reason in (
-        ("k=3", "axis is 'k=3': write NAME=VALUE,VALUE with one of batch, K"),
-        ("batch", "axis is 'batch'"),
+        ("k=3", r"axis is 'k=3' \(did you mean K\?\): write NAME=VALUE,VALUE with one of batch, K"),
+        ("batch", "axis is 'batch': write"),
+        ("bach=8", r"axis is 'bach=8' \(did you mean batch\?\): write"),
     ):
         with pytest.raises(UserError, match=reason):
             matrix.with_values([wrong])

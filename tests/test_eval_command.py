@@ -204,6 +204,8 @@ def test_choices_are_compared_by_the_likeliest(tmp_path: Path, monkeypatch: pyte
             "arm 'fast' is unknown: use padded, non-padded, baseline",
         ),
         (("word_problems", "--arms", "padded,padded"), "give each its own name"),
+        pytest.param(("word_problem",), r"\(did you mean word_problems\?\)", marks=pytest.mark.slow),
+        (("word_problems", "--arms", "nonpadded"), r"'nonpadded' is unknown \(did you mean non-padded\?\)"),
         (("word_problems", "--limit", 0), "limit is 0"),
         (("word_problems", "--log-samples"), "log-samples needs a directory"),
         (("word_problems", "--data-path", "."), "only gsm8k is read from there"),

@@ -433,7 +433,8 @@ def test_num_prompts_below_one(num_prompts):
 
 def test_an_unknown_name_lists_the_known_ones():
     with pytest.raises(
-        UserError, match=r"'gsm9k', neither a known name nor a file: use bundled, mt-bench, shareg"
+        UserError,
+        match=r"'gsm9k', neither a known name nor a file \(did you mean gsm8k\?\): use bundled, mt-bench, shareg",
     ):
         load("gsm9k")
 

@@ -187,7 +187,7 @@ def test_rows_alone_go_to_stdout(pair: Path, tmp_path: Path) -> None:
 
 def test_nothing_to_run_is_an_error(pair: Path, data: Path, tmp_path: Path) -> None:
     result = run(pair, "--dataset", "gsm8k", "--data-path", data, "--output", tmp_path / "run")
-    assert "none of the 3 rows of gsm8k can be run" in str(result.exception)
+    assert f"none of the 3 rows of {data}, read as gsm8k, can be run" in str(result.exception)
     assert not (tmp_path / "run").exists()
 
 
@@ -426,3 +426,17 @@ def test_options_without_effect_are_said(
     own = tmp_path / "own.jsonl"
     own.write_text(json.dumps({"prompt": "Tom has", **row}) + "\n")
     assert warnings(run(pair, "--dataset", own, *options)) == told
+
+
+def test_a_failure_names_its_line_once(pair: Path, tmp_path: Path) -> None:
+    own = tmp_path / "own.jsonl"
+    own.write_text('{"prompt": "Tom has"}\n{bad\n{"id": "b"}\n')
+    result = run(pair, "--dataset", own)
+    failed = [line for line in result.stderr.splitlines() if line.startswith("specgen: failed: ")]
+    assert failed[0].startswith("specgen: failed: line 2: not valid JSON")
+    assert failed[1].startswith("specgen: failed: b: line 3: no prompt")
+
+
+def test_a_head_as_target_is_called_one(pair: Path) -> None:
+    result = call("generate", "--model", pair / "drafter", "--drafter", pair / "target")
+    assert "drafter is a draft head and no target: name it with --drafter" in str(result.exception)

@@ -52,7 +52,8 @@ def run(
     checkpoints = open_checkpoints(job.engine)
     config = resolve(job.engine, checkpoints)
     prompts = open_prompts(job.dataset, data_path=job.data_path, num_prompts=job.num_prompts)
-    index = index_prompts(job.dataset, prompts, job.shard)
+    read_as = f"{job.data_path}, read as {job.dataset}," if job.data_path else job.dataset
+    index = index_prompts(read_as, prompts, job.shard)
     for sentence in (*prompts.unknown_fields.sentences(), *without_effect(job, index)):
         progress.warn(sentence)
     if output is not None and job.restart:

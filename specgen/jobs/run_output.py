@@ -13,7 +13,7 @@ from specgen.jobs.export.openai import Served, export_openai
 from specgen.jobs.export.parquet import export_parquet
 from specgen.jobs.job import Job
 from specgen.json_fields import load_json
-from specgen.prompts import Prompt
+from specgen.prompts import Prompt, failure
 from specgen.report import tables
 from specgen.report.report import Report, fold
 from specgen.rundir.atomic import write_json, write_text
@@ -65,7 +65,7 @@ def read_result(path: Path, first: Sequence[Prompt] = ()) -> RunResult:
         report=read_json(path / "report.json"),
         settings=read_json(path / "manifest.json")["settings"],
         samples=[(prompt.last_message, answer) for prompt, answer in zip(first, answers, strict=True)],
-        failures=[f"{name}: {errors[name]['error']}" for name in islice(errors, _FAILURES_SHOWN)],
+        failures=[failure(name, errors[name]["error"]) for name in islice(errors, _FAILURES_SHOWN)],
     )
 
 

@@ -15,6 +15,7 @@ from specgen.prompts.openai_batch import is_batch
 from specgen.prompts.prompt import Prompt, Rejected
 from specgen.prompts.rows import read_hub, read_path, read_stream
 from specgen.prompts.unknown_fields import UnknownFields
+from specgen.spelling import did_you_mean
 
 STDIN = "-"
 _LONGEST_REASON = 300  # characters, however long the row is
@@ -118,9 +119,10 @@ def _open(dataset: str, data_path: Path | None) -> tuple[Format, Callable[[], It
         return TURNS, read_path(bundled.data_directory() / "prompts" / "mt_bench.jsonl")
     if dataset == STDIN:
         return USERS, read_stream(sys.stdin.buffer)
+    known_names = ("bundled", *DATASETS)
     require(
         Path(dataset).exists(),
-        f"dataset is {dataset!r}, neither a known name nor a file: use bundled, {names}, a JSONL file, or - for "
-        "standard input",
+        f"dataset is {dataset!r}, neither a known name nor a file{did_you_mean(dataset, known_names)}: use bundled, "
+        f"{names}, a JSONL file, or - for standard input",
     )
     return USERS, read_path(Path(dataset))
