@@ -440,3 +440,22 @@ def test_a_failure_names_its_line_once(pair: Path, tmp_path: Path) -> None:
 def test_a_head_as_target_is_called_one(pair: Path) -> None:
     result = call("generate", "--model", pair / "drafter", "--drafter", pair / "target")
     assert "drafter is a draft head and no target: name it with --drafter" in str(result.exception)
+
+
+def test_reasons_that_no_file_keeps_are_all_shown(pair: Path, tmp_path: Path) -> None:
+    own = tmp_path / "own.jsonl"
+    own.write_text('{"prompt": "Tom has"}\n' + "".join(f'{{"id": "b{i}"}}\n' for i in range(5)))
+
+    def told(output: object) -> list[str]:
+        result = run(pair, "--dataset", own, *(() if output is None else ("--output", output)))
+        assert result.exit_code == 3
+        return [
+            line
+            for line in result.stderr.splitlines()
+            if line.startswith(("specgen: failed", "specgen: and"))
+        ]
+
+    assert [line.split(":")[2] for line in told("-")] == [f" b{i}" for i in range(5)]
+    assert told(None) == told("-")
+    out = tmp_path / "out"
+    assert told(out)[3:] == [f"specgen: and 2 more; {out / 'errors.jsonl'} has them all"]

@@ -236,3 +236,5 @@ def publish(tables: Iterable["BenchTable"], output: Path | None, as_json: bool) 
         print_parts(table.parts(), sys.stdout)
     if output is not None:
         print_files(output, f"{table.name}.html")
+    if not table.rows:  # every arm has failed, as the notes say
+        raise typer.Exit(1)

@@ -25,7 +25,7 @@ MAIN_FILES: Mapping[FormatName, str] = {
     "openai": "batch_output.jsonl",
     "parquet": "completions.parquet",
 }
-_FAILURES_SHOWN = 3
+_FAILURES_KEPT = 100  # for printing
 _REASONING_SHOWN = 200  # characters
 
 
@@ -65,7 +65,7 @@ def read_result(path: Path, first: Sequence[Prompt] = ()) -> RunResult:
         report=read_json(path / "report.json"),
         settings=read_json(path / "manifest.json")["settings"],
         samples=[(prompt.last_message, answer) for prompt, answer in zip(first, answers, strict=True)],
-        failures=[failure(name, errors[name]["error"]) for name in islice(errors, _FAILURES_SHOWN)],
+        failures=[failure(name, errors[name]["error"]) for name in islice(errors, _FAILURES_KEPT)],
     )
 
 
