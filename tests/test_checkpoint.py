@@ -573,7 +573,7 @@ def test_a_target_is_refused_as_head_and_a_head_as_target(
     with pytest.raises(UserError, match="the checkpoint is not an EAGLE3 head"):
         _load_head(target_path, target)
     write_head(tmp_path, target.config)
-    with pytest.raises(UserError, match="'LlamaForCausalLMEagle3' is not supported"):
+    with pytest.raises(UserError, match="is a draft head and no target: name it with --drafter"):
         _load(tmp_path)
 
 

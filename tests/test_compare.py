@@ -426,3 +426,39 @@ def test_bars_are_as_long_as_their_numbers():
     low, high = (float(end) for end in re.findall(r"[MH]([\d.]+)", whisker))
     assert (first, low - start, high - start) == pytest.approx((2 * second, second, 4 * second), abs=0.2)
     assert high <= 400
+
+
+def test_empty_answers_are_called_so_with_the_likely_remedy():
+    runs = [arm(name, [1, 0], accepted=1) for name in ("padded", "baseline")]
+    assert "Empty" not in comparing.compare(runs, TARGET, template_unused=True).sentence
+    runs[0] = replace(runs[0], report=runs[0].report.with_texts(["", "a", ""]))
+    told = comparing.compare(runs, TARGET, template_unused=True)
+    remedy = "the model has a chat template: add --apply-chat-template."
+    assert told.sentence.endswith(f" Empty answers: 2 of 3 of padded; {remedy}")
+    assert [each.num_empty for each in told.arms] == [2, 0]
+    assert compare(runs).sentence.endswith(" Empty answers: 2 of 3 of padded.")
+
+
+def test_several_tasks_have_figures_each():
+    def with_tasks(run, *accepted):
+        reports = (arm("", [], number).report for number in accepted)
+        return replace(run, tasks=dict(zip(("sums", "chat"), reports, strict=False)))
+
+    runs = [arm("padded", [1, 0], 2), arm("baseline", [1, 0])]
+    comparison = compare([with_tasks(runs[0], 3, 1), with_tasks(runs[1], 0, 0)])
+    ours, theirs = (each.tasks for each in comparison.arms)
+    assert [figures.mean_acceptance_length for figures in ours.values()] == [4, 2]
+    assert {name: each.ratio for name, each in theirs.items()} == {"sums": 1, "chat": 1}
+    # a request has 1 + 12 x (1 + accepted) tokens, at the same times
+    assert ours["sums"].ratio == pytest.approx(49 / 13)
+    lines = [line.split()[:3] for line in tables(comparison).splitlines()]
+    assert [line for line in lines if line[:1] in (["sums"], ["chat"])][-4:] == [
+        ["sums", "padded", "4.00"],
+        ["sums", "baseline", "-"],
+        ["chat", "padded", "2.00"],
+        ["chat", "baseline", "-"],
+    ]
+    assert "<h2>By task</h2>" in page(comparison, {}, "")
+    alone = compare([with_tasks(runs[0], 3), with_tasks(runs[1], 0)])
+    assert [each.tasks for each in alone.arms] == [{}, {}]
+    assert "By task" not in page(alone, {}, "")

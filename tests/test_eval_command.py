@@ -19,7 +19,7 @@ from specgen.core import step
 from specgen.decoding.verify import accept_greedy
 from specgen.engine.arms import Arm
 from specgen.evaluation.studies import Study
-from specgen.events import Resumed, Submitted, from_line
+from specgen.events import Finished, Resumed, Submitted, from_line
 from specgen.report.against import load_results
 from specgen.report.report import load
 from specgen.rundir.results import RunDirectory
@@ -90,6 +90,14 @@ def test_three_arms_answer_alike_and_leave_their_numbers(study: tuple[Path, str]
         assert load_results(files)["n-samples"]["word_problems"]["effective"] == 6
 
 
+def test_answers_without_the_template_are_called_empty() -> None:
+    printed = " ".join(call("word_problems", "--limit", 2, "--arms", "padded").split())
+    assert (
+        "Empty answers: 2 of 2 of padded; the model has a chat template: add --apply-chat-template."
+        in printed
+    )
+
+
 def test_the_reports_name_what_ran_as_seen_from_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from specgen.evaluation.study import StudyRun
 
@@ -129,6 +137,31 @@ def test_gsm8k_runs_from_local_files(tmp_path: Path) -> None:
         (tmp_path / f"{split}.jsonl").write_text((json.dumps(row) + "\n") * 4)
     arguments = ("--data-path", tmp_path, "--num-fewshot", 1, "--limit", 2, "--arms", "padded")
     assert re.search(r"^gsm8k +3 +flexible-extract +1 +exact_match ", call("gsm8k", *arguments), re.MULTILINE)
+
+
+def test_several_tasks_run_one_after_the_other_with_figures_each(tmp_path: Path) -> None:
+    row = {"question": "Tom has 3 apples and buys 4. How many?", "answer": "3 + 4 = 7\n#### 7"}
+    for split in ("train", "test"):
+        (tmp_path / f"{split}.jsonl").write_text((json.dumps(row) + "\n") * 4)
+    arguments = ("--data-path", tmp_path, "--num-fewshot", 1, "--limit", 3, "--arms", "padded,baseline")
+    out = tmp_path / "out"
+    printed = call("word_problems,gsm8k", "--apply-chat-template", *arguments, "--output", out)
+    assert re.search(r"^gsm8k +padded +\d\.\d\d ", printed, re.MULTILINE)
+    padded, _ = (arm["tasks"] for arm in json.loads((out / "comparison.json").read_text())["arms"])
+    categories = load(out / "padded")[0]["categories"]
+    assert {task: each["num_requests"] for task, each in padded.items()} == {"word_problems": 3, "gsm8k": 3}
+    for task, figures in padded.items():
+        assert figures["mean_acceptance_length"] == categories[task]["mean_acceptance_length"]
+        assert figures["ratio"] > 0
+    events = [from_line(line) for line in (out / "padded" / "events.jsonl").read_text().splitlines()]
+    asked = [
+        event.category if isinstance(event, Submitted) else "end"
+        for event in events
+        if isinstance(event, Submitted | Finished)
+    ]
+    first, second = asked[:6], asked[6:]
+    assert first.count("end") == second.count("end") == 3, "one is done before the other begins"
+    assert {*first, *second} == {"word_problems", "gsm8k", "end"}
 
 
 def test_an_arm_may_sample_and_a_study_file_names_it(tmp_path: Path) -> None:
@@ -177,6 +210,8 @@ def test_choices_are_compared_by_the_likeliest(tmp_path: Path, monkeypatch: pyte
             "arm 'fast' is unknown: use padded, non-padded, baseline",
         ),
         (("word_problems", "--arms", "padded,padded"), "give each its own name"),
+        pytest.param(("word_problem",), r"\(did you mean word_problems\?\)", marks=pytest.mark.slow),
+        (("word_problems", "--arms", "nonpadded"), r"'nonpadded' is unknown \(did you mean non-padded\?\)"),
         (("word_problems", "--limit", 0), "limit is 0"),
         (("word_problems", "--log-samples"), "log-samples needs a directory"),
         (("word_problems", "--data-path", "."), "only gsm8k is read from there"),

@@ -433,7 +433,8 @@ def test_num_prompts_below_one(num_prompts):
 
 def test_an_unknown_name_lists_the_known_ones():
     with pytest.raises(
-        UserError, match=r"'gsm9k', neither a known name nor a file: use bundled, mt-bench, shareg"
+        UserError,
+        match=r"'gsm9k', neither a known name nor a file \(did you mean gsm8k\?\): use bundled, mt-bench, shareg",
     ):
         load("gsm9k")
 
@@ -595,3 +596,13 @@ def test_a_token_id_outside_the_vocabulary(tokenizer):
     assert prompt_ids(Prompt(id="a", token_ids=(size - 1,)), tokenizer, [])[1] == [size - 1]
     with pytest.raises(UserError, match=rf"token id {size} is outside the vocabulary of {size}"):
         prompt_ids(Prompt(id="a", token_ids=(1, size)), tokenizer, [])
+
+
+def test_every_pass_counts_the_misspelt_fields_anew(tmp_path: Path) -> None:
+    (tmp_path / "own.jsonl").write_text('{"prompt": "a", "max_new_tokens": 3}\n')
+    prompts = open_prompts(str(tmp_path / "own.jsonl"), data_path=None, num_prompts=None)
+    for _ in range(2):
+        list(prompts)
+        assert list(prompts.unknown_fields.sentences()) == [
+            "1 row has a field 'max_new_tokens', which is ignored: did you mean max_tokens?"
+        ]

@@ -5,6 +5,7 @@ import json
 import random
 import tracemalloc
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -13,7 +14,8 @@ from specgen.events import Event, Finished, Preempted, Prefilled, Resumed, Stepp
 from specgen.report import tables, terminal
 from specgen.report.acceptance import fold_request
 from specgen.report.intervals import Ratio, wilson
-from specgen.report.report import DEAD_LENGTH, draft_lengths, fold, load, warning
+from specgen.report.remarks import DEAD_LENGTH, empty, warning
+from specgen.report.report import draft_lengths, fold, fold_categories, load
 from tests.streams import begun, decode_steps, ended, padded_step, refusal, request
 
 
@@ -431,3 +433,28 @@ def test_load_says_what_is_wrong_and_what_to_do(tmp_path, report, manifest, reas
     with pytest.raises(UserError, match=reason) as caught:
         load(tmp_path)
     assert "\n" not in str(caught.value)
+
+
+def test_empty_texts_are_counted_and_called_so():
+    report = fold([*request("a", [(3, 1)]), *request("b", [(3, 1)])], num_spec_tokens=3)
+    assert empty(report.with_texts(["yes", "no"]).to_json()) == ""
+    told = report.with_texts(["yes", " \n"]).to_json()
+    assert told["num_empty"] == 1
+    assert empty(told).startswith("1 of 2 texts are empty: the model ended them at once.")
+    assert empty(told) in " ".join(terminal.render(tables.of_run(told, {}), 80).split())
+    assert "texts are empty" in tables.page(told, {}, "a run")
+    reasoned = replace(report, ended_in_reasoning={"length": 1})
+    assert reasoned.with_texts(["yes", ""]).num_empty == 0, "that one is counted as ended while reasoning"
+
+
+def test_categories_fold_alone_with_times_of_their_own():
+    first = [*request("a", [(3, 3), (3, 1)], category="sums"), *request("b", [(3, 3)], category="sums")]
+    # ends 3 s after the resumption, at which "c" had begun already
+    cut = [*request("c", [(3, 0), (3, 0)], begin=10.0, category="chat")][:2]
+    again = [Resumed(time=0.0), *request("c", [(3, 0), (3, 1)], category="chat")]
+    reports = fold_categories([*first, *cut, *again, *request("d", [(3, 3)])], num_spec_tokens=3)
+    assert list(reports) == ["sums", "chat"]
+    sums, chat = reports.values()
+    assert sums == fold(first, num_spec_tokens=3)
+    assert (chat.speculation.num_requests, chat.speculation.mean_acceptance_length) == (1, 1.5)
+    assert (sums.wall_seconds, chat.wall_seconds) == (3.0, 1.0 + 3.0)

@@ -194,7 +194,7 @@ def test_rows_alone_go_to_stdout(pair: Path, tmp_path: Path) -> None:
 
 def test_nothing_to_run_is_an_error(pair: Path, data: Path, tmp_path: Path) -> None:
     result = run(pair, "--dataset", "gsm8k", "--data-path", data, "--output", tmp_path / "run")
-    assert "none of the 3 rows of gsm8k can be run" in str(result.exception)
+    assert f"none of the 3 rows of {data}, read as gsm8k, can be run" in str(result.exception)
     assert not (tmp_path / "run").exists()
 
 
@@ -369,3 +369,105 @@ def test_only_what_ran_is_compared_with_the_baseline(pair: Path, tmp_path: Path)
     assert run(pair, "--dataset", own, "--output", out, "--baseline").exit_code == 3
     baseline = json.loads((out / "report.json").read_text())["baseline"]
     assert (baseline["identical"], baseline["num_compared"]) == (1.0, 1)
+
+
+def test_a_report_counts_texts_that_are_empty(pair: Path, tmp_path: Path) -> None:
+    own, end = (
+        tmp_path / "own.jsonl",
+        json.loads((pair / "target" / "config.json").read_text())["eos_token_id"],
+    )
+    lines = [{"prompt": "Tom has"}, {"prompt": "5 bags", "logit_bias": {str(end): 100}}]
+    own.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    result = run(pair, "--dataset", own, "--output", tmp_path / "run")
+    assert result.exit_code == 0, result.output
+    assert json.loads((tmp_path / "run" / "report.json").read_text())["num_empty"] == 1
+    assert "1 of 2 texts are empty" in result.stdout
+
+
+def warnings(result: Result) -> list[str]:
+    marker = "specgen: warning: "
+    return [line.removeprefix(marker) for line in result.stderr.splitlines() if line.startswith(marker)]
+
+
+def test_fields_that_look_misspelt_are_told_once_with_a_count(pair: Path, tmp_path: Path) -> None:
+    own = tmp_path / "own.jsonl"
+    lines: list[dict[str, Any]] = [
+        {"prompt": "Tom has", "temprature": 0.9, "reference": "x", "category": "c", "prompt_id": 1},
+        {"prompt": "5 bags", "temprature": 0.9, "Max_Token": 3, "metadata": {}, "temperature": 0},
+    ]
+    own.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    result = run(pair, "--dataset", own)
+    assert result.exit_code == 0, result.output
+    assert warnings(result) == [
+        "2 rows have a field 'temprature', which is ignored: did you mean temperature?",
+        "1 row has a field 'Max_Token', which is ignored: did you mean max_tokens?",
+    ]
+    own.write_text('{"question": "5 bags", "temprature": 1}\n')  # another's row has its own fields
+    assert warnings(run(pair, "--dataset", "gsm8k", "--data-path", own)) == []
+
+
+@pytest.mark.parametrize(
+    ("row", "options", "told"),
+    [
+        ({}, (), []),
+        (
+            {},
+            ("--top-p", 0.5),
+            ["top-p changes nothing at temperature 0, which is greedy: set --temperature"],
+        ),
+        (
+            {},
+            ("--top-k", 5, "--min-p", 0.1, "--draft-sampling", "probabilistic"),
+            [
+                "top-k and min-p and draft-sampling change nothing at temperature 0, which is greedy: "
+                "set --temperature"
+            ],
+        ),
+        ({}, ("--top-p", 0.5, "--draft-sampling", "probabilistic", "--temperature", 1), []),
+        ({"temperature": 1.0}, ("--top-p", 0.5), []),
+        (
+            {},
+            ("--drafter", "ngram", "--draft-sampling", "probabilistic"),
+            ["draft-sampling changes nothing without a head that drafts: leave it out"],
+        ),
+    ],
+)
+def test_options_without_effect_are_said(
+    pair: Path, tmp_path: Path, row: dict[str, Any], options: tuple[object, ...], told: list[str]
+) -> None:
+    own = tmp_path / "own.jsonl"
+    own.write_text(json.dumps({"prompt": "Tom has", **row}) + "\n")
+    assert warnings(run(pair, "--dataset", own, *options)) == told
+
+
+def test_a_failure_names_its_line_once(pair: Path, tmp_path: Path) -> None:
+    own = tmp_path / "own.jsonl"
+    own.write_text('{"prompt": "Tom has"}\n{bad\n{"id": "b"}\n')
+    result = run(pair, "--dataset", own)
+    failed = [line for line in result.stderr.splitlines() if line.startswith("specgen: failed: ")]
+    assert failed[0].startswith("specgen: failed: line 2: not valid JSON")
+    assert failed[1].startswith("specgen: failed: b: line 3: no prompt")
+
+
+def test_a_head_as_target_is_called_one(pair: Path) -> None:
+    result = call("generate", "--model", pair / "drafter", "--drafter", pair / "target")
+    assert "drafter is a draft head and no target: name it with --drafter" in str(result.exception)
+
+
+def test_reasons_that_no_file_keeps_are_all_shown(pair: Path, tmp_path: Path) -> None:
+    own = tmp_path / "own.jsonl"
+    own.write_text('{"prompt": "Tom has"}\n' + "".join(f'{{"id": "b{i}"}}\n' for i in range(5)))
+
+    def told(output: object) -> list[str]:
+        result = run(pair, "--dataset", own, *(() if output is None else ("--output", output)))
+        assert result.exit_code == 3
+        return [
+            line
+            for line in result.stderr.splitlines()
+            if line.startswith(("specgen: failed", "specgen: and"))
+        ]
+
+    assert [line.split(":")[2] for line in told("-")] == [f" b{i}" for i in range(5)]
+    assert told(None) == told("-")
+    out = tmp_path / "out"
+    assert told(out)[3:] == [f"specgen: and 2 more; {out / 'errors.jsonl'} has them all"]

@@ -7,6 +7,7 @@ from typing import Self
 
 from specgen.config import DraftLength, EngineConfig, choices, require
 from specgen.engine.arms import DECODING, Arm
+from specgen.spelling import did_you_mean
 
 Labels = Mapping[str, str | int]  # value by axis name
 RANDOM = "random"  # the data set of random tokens
@@ -83,7 +84,7 @@ class Matrix:
             name, _, values = text.partition("=")
             require(
                 name in axes and bool(values),
-                f"axis is {text!r}: write NAME=VALUE,VALUE with one of {', '.join(axes)}",
+                f"axis is {text!r}{did_you_mean(name, axes)}: write NAME=VALUE,VALUE with one of {', '.join(axes)}",
             )
             axes[name] = Axis(name=name, values=tuple(value.strip() for value in values.split(",")))
         first, second = axes.values()
@@ -150,5 +151,8 @@ MATRICES = {
 
 def find_matrix(name: str) -> Matrix:
     """The matrix of that name; ``UserError`` lists the known ones."""
-    require(name in MATRICES, f"matrix is {name!r}: use one of {', '.join(MATRICES)}")
+    require(
+        name in MATRICES,
+        f"matrix is {name!r}{did_you_mean(name, MATRICES)}: use one of {', '.join(MATRICES)}",
+    )
     return MATRICES[name]

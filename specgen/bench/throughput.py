@@ -80,12 +80,11 @@ def throughput(job: ThroughputJob) -> Iterator[BenchTable]:
     counts = [job.workload.count(arm.configure(base).max_batch_size) for arm in job.matrix.arms]
     prompts = make_prompts(job.workload, models, job.data_path, max(counts))
     plans, notes = _plans(job, models, prompts)
+    require(bool(plans), f"no arm of {job.matrix.name} can run here: {(notes or ['it has none'])[0]}")
     notes = [*prompts.notes, *notes]
     groups = side_by_side(plans, _room(base))
     under = {**_conditions(job, base, models, prompts, groups), **yardstick.conditions}
     results: list[Result] = []
-    if not groups:
-        yield table(job.matrix, under, results, notes)
     for group in groups:
         for measured, failed in _measure(group, models, job.repeats, yardstick):
             yield table(job.matrix, under, [*results, *measured], [*notes, *failed])
@@ -101,7 +100,10 @@ def _plans(job: ThroughputJob, models: Models, prompts: Prompts) -> tuple[list[P
         try:
             config = resolve(arm.configure(job.engine), models.checkpoints)
         except UserError as error:
-            notes.append(f"not run: {arm.name}: {error}")
+            reason = str(error)
+            for axis in job.matrix.axes:  # its own option changes no arm
+                reason = reason.replace(f"--{axis.name.replace('_', '-')} ", f"--axis {axis.name}=")
+            notes.append(f"not run: {arm.name}: {reason}")
             continue
         requests = prompts.requests[: job.workload.count(config.max_batch_size)]
         need, overhead = kv_bytes(config, models, requests), _OVERHEAD[torch.device(config.device).type]

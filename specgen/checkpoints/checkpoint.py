@@ -11,7 +11,7 @@ from torch import Tensor
 from specgen.checkpoints.tensor_reader import Checkpoint, TensorReader
 from specgen.checkpoints.weight_files import read_json, tensor_infos
 from specgen.config import UserError, first_line, require, shown
-from specgen.models.families import FAMILIES, HEAD_FAMILIES, family_of, head_family_of
+from specgen.models.families import FAMILIES, HEAD_FAMILIES, family_of, head_family_of, is_head
 from specgen.models.fit import misfits, vocabulary_map
 from specgen.models.model_config import HeadConfig, TargetConfig
 from specgen.models.protocols import Head, Target
@@ -41,6 +41,10 @@ def open_checkpoint(path_or_hub_id: str) -> Checkpoint:
 
 def target_config(checkpoint: Checkpoint) -> TargetConfig:
     """The config of a target; EOS ids are generation_config.json's where it has some."""
+    if is_head(checkpoint.config, checkpoint.tensors.keys()):
+        raise UserError(
+            f"{checkpoint.name} is a draft head and no target: name it with --drafter, and its target with --model"
+        )
     eos = checkpoint.generation.get("eos_token_id")
     overrides = {} if eos is None else {"eos_token_id": eos}
     return family_of(checkpoint.config).config({**checkpoint.config, **overrides})

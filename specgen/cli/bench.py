@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from specgen.cli.help import Command, Commands
 from specgen.cli.options import AS_JSON, DATA_PATH, Only, numbers, with_options
 from specgen.cli.printing import print_files, print_parts
 from specgen.config import EngineConfig, option, require
@@ -18,9 +19,11 @@ if TYPE_CHECKING:
     from specgen.bench.output import BenchTable
 
 app = typer.Typer(
+    cls=Commands,
     name="bench",
     help="Measure kernels and the engine: tables on the terminal, or one JSON document.",
     no_args_is_help=True,
+    rich_markup_mode=None,
 )
 
 _OUTPUT = option(None, "Results", "Directory for the table: NAME.csv, NAME.json, and NAME.html with plots.")
@@ -37,7 +40,7 @@ _EXPERTS = {
 _PREFILL = {"max_prefill_tokens": 8192}  # as in a server
 
 
-@app.command()
+@app.command(cls=Command)
 @with_options
 def kernels(
     *,
@@ -92,7 +95,7 @@ def kernels(
     publish(measure(job), output, as_json)
 
 
-@app.command()
+@app.command(cls=Command)
 @with_options
 def experts(
     *,
@@ -131,7 +134,7 @@ def experts(
     publish(measure(job), output, as_json)
 
 
-@app.command()
+@app.command(cls=Command)
 @with_options
 def throughput(
     *,
@@ -188,7 +191,7 @@ def throughput(
     publish(throughput(job), output, as_json)
 
 
-@app.command()
+@app.command(cls=Command)
 @with_options
 def step(
     *,
@@ -233,3 +236,5 @@ def publish(tables: Iterable["BenchTable"], output: Path | None, as_json: bool) 
         print_parts(table.parts(), sys.stdout)
     if output is not None:
         print_files(output, f"{table.name}.html")
+    if not table.rows:  # every arm has failed, as the notes say
+        raise typer.Exit(1)

@@ -5,22 +5,22 @@ import select
 import signal
 import sys
 import traceback
-from typing import TextIO
+from typing import Annotated, TextIO
 
 import typer
-from typer.core import TyperGroup
 
 from specgen import __version__
 from specgen.cli import bench
 from specgen.cli.evaluating import evaluate
 from specgen.cli.generating import generate
+from specgen.cli.help import Command, Commands
 from specgen.cli.reading import inspect, merge, report
 from specgen.cli.verifying import verify
 from specgen.config import UserError
 
 
-class _Commands(TyperGroup):
-    """Ends a command quietly when the reader of its output is gone, such as ``head``."""
+class _Commands(Commands):
+    """Ends a command quietly when the reader of its output is gone, such as ``head``, and in one line at Ctrl-C."""
 
     def invoke(self, ctx: typer.Context) -> object:  # type: ignore[override]  # its own type is private
         try:
@@ -28,6 +28,9 @@ class _Commands(TyperGroup):
                 return super().invoke(ctx)
             finally:
                 sys.stdout.flush()
+        except KeyboardInterrupt:  # typer would exit silently
+            print("specgen: interrupted", file=sys.stderr)
+            raise typer.Exit(128 + signal.SIGINT) from None
         except BrokenPipeError as error:
             if not _is_unread(sys.stdout):  # typer would take it for stdout's and exit silently
                 raise RuntimeError("a pipe that is not stdout is broken") from error
@@ -48,13 +51,33 @@ app = typer.Typer(
     help="Offline batch generation with speculative decoding, and what the speculation was worth.",
     no_args_is_help=True,
     add_completion=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
 )
 app.add_typer(bench.app)
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        print(f"specgen {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _of_all_commands(
+    *,
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    """The options before a command; ``--version`` has ended by now."""
+
+
 for command in (generate, report, merge, verify):
-    app.command()(command)
-app.command(name="eval")(evaluate)
-app.command()(inspect)
+    app.command(cls=Command)(command)
+app.command(name="eval", cls=Command)(evaluate)
+app.command(cls=Command)(inspect)
 
 _BUG = (
     f"this is a bug in specgen {__version__}: report it with the traceback above, the command, "

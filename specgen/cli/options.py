@@ -92,9 +92,9 @@ def _option(name: str, kind: Any, default: Any, help: Mapping[str, Any]) -> Para
         default = Parameter.empty
     info = typer.Option(
         switch,
-        help=help["text"],
+        help=help["text"] + (f" [default: {help['shown']}]" if help["shown"] else ""),
         rich_help_panel=help["group"],
-        show_default=help["shown"] or True,
+        show_default=not help["shown"],
         metavar=help["metavar"],
         min=help["least"],
     )

@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from specgen.jobs.run_output import RunResult
     from specgen.report.terminal import Part
 
+_FAILURES_SHOWN = 3  # where a file has them all
+
 
 def print_parts(parts: "Iterable[Part]", file: TextIO) -> None:
     """Tables and sentences, no wider than the terminal."""
@@ -33,10 +35,17 @@ def print_result(result: "RunResult", as_json: bool, file: TextIO) -> None:
 
 
 def print_notes_and_exit(result: "RunResult", output: Path | None) -> None:
-    """Failed requests and the location of the files, on stderr; exit code 3 if a request failed."""
-    print_failures(result.failures, result.report["num_errors"], "errors.jsonl of --output has them all")
+    """Failed requests and the location of the files, on stderr; exit code 3 if a request failed.
+
+    Without files this is the only place of the reasons, so more of them are shown.
+    """
     if output is not None and output != Path("-"):
+        where = f"{output / 'errors.jsonl'} has them all"
+        print_failures(result.failures[:_FAILURES_SHOWN], result.report["num_errors"], where)
         print_files(output, "report.html")
+    else:
+        where = "run with --output DIR to keep all reasons"
+        print_failures(result.failures, result.report["num_errors"], where)
     if result.report["num_errors"]:
         raise typer.Exit(3)
 

@@ -9,6 +9,9 @@ from specgen.rundir.tally import Tally
 class ProgressBar:
     """A ``Progress`` that shows requests done, output tokens per second and the acceptance length so far."""
 
+    def warn(self, sentence: str) -> None:
+        print(f"specgen: warning: {sentence}", file=sys.stderr)
+
     def prepare(self, what: str) -> None:
         note = "loading; kernels that this machine has not run before are compiled, which takes minutes"
         print(f"{what}: {note}", file=sys.stderr)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from specgen.config import SamplingParams, UserError, require
 from specgen.core.sequence import Completion, Request
 from specgen.engine.request_output import RequestOutput
-from specgen.prompts import Prompt, Rejected, prompt_ids
+from specgen.prompts import Prompt, Rejected, failure, prompt_ids
 from specgen.report.acceptance import RequestMetrics
 from specgen.text.reasoning import split
 from specgen.text.tokenizer import StopStrings, Tokenizer
@@ -151,7 +151,7 @@ def first_turns(
         tokenizer.require_chat_template()
     refused: list[RequestOutput] = []
     requests = list(Conversations(prompts, tokenizer, sampling, refused.append).first_turns())
-    return requests, [f"{output.id}: {output.error}" for output in refused]
+    return requests, [failure(output.id, str(output.error)) for output in refused]
 
 
 def _placed(prompt: Prompt, reason: str) -> str:

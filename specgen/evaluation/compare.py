@@ -9,6 +9,7 @@ from specgen.display import count, hundredths, p_value, same_texts
 from specgen.evaluation.divergence import Divergence, Judge
 from specgen.evaluation.paired import LEVEL, Paired, mean_interval, paired
 from specgen.evaluation.samples import ArmRun, Sample
+from specgen.evaluation.task_figures import TaskFigures, figures_of
 from specgen.report.acceptance import Position, Speculation
 from specgen.report.intervals import Interval
 
@@ -41,6 +42,8 @@ class ArmSummary:
     accuracies: tuple[Accuracy, ...]
     parts: Mapping[str, Speculation]  # of reasoning and answers; empty without reasoning
     ended_in_reasoning: int  # texts without an answer
+    num_empty: int  # other texts without a character
+    tasks: Mapping[str, TaskFigures]  # empty for a single task
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,11 +111,11 @@ def reference_of(arms: Sequence[ArmRun]) -> ArmRun:
     return next((arm for arm in arms if arm.name == REFERENCE), arms[0])
 
 
-def compare(arms: Sequence[ArmRun], target: Judge) -> Comparison:
+def compare(arms: Sequence[ArmRun], target: Judge, *, template_unused: bool = False) -> Comparison:
     """Compare ``arms`` with the reference sample by sample; ``target`` judges where their texts diverge.
 
-    Samples pair by task, document and metric. ``UserError`` for no arm, two of one name, and arms with different
-    samples.
+    ``template_unused`` is whether prompts were raw text though the model has a chat template. Samples pair by
+    task, document and metric. ``UserError`` for no arm, two of one name, and arms with different samples.
     """
     reference = reference_of(arms)
     names = [arm.name for arm in arms]
@@ -128,7 +131,10 @@ def compare(arms: Sequence[ArmRun], target: Judge) -> Comparison:
         against=against,
         num_unexplained=wrong,
         alarming=wrong > 0 or bool(_holm(_tests(against))),
-        sentence=conclusion(reference.name, against) + _unanswered(arms) + _alarm(wrong, reference.dtype),
+        sentence=conclusion(reference.name, against)
+        + _unanswered(arms)
+        + _empty(arms, template_unused)
+        + _alarm(wrong, reference.dtype),
     )
 
 
@@ -172,6 +178,8 @@ def _summary(arm: ArmRun, reference: ArmRun) -> ArmSummary:
         ),
         parts=arm.report.parts,
         ended_in_reasoning=sum(arm.report.ended_in_reasoning.values()),
+        num_empty=arm.report.num_empty,
+        tasks=figures_of(arm.tasks, reference.tasks),
     )
 
 
@@ -267,6 +275,19 @@ def _unanswered(arms: Sequence[ArmRun]) -> str:
     if not ended:
         return ""
     return f" Answers that ended while reasoning: {', '.join(ended)}; raise --max-new-tokens."
+
+
+def _empty(arms: Sequence[ArmRun], template_unused: bool) -> str:
+    """How many texts of each arm are empty, and the likely remedy."""
+    empty = [
+        f"{count(arm.report.num_empty)} of {count(arm.report.speculation.num_requests)} of {arm.name}"
+        for arm in arms
+        if arm.report.num_empty
+    ]
+    if not empty:
+        return ""
+    remedy = "; the model has a chat template: add --apply-chat-template" if template_unused else ""
+    return f" Empty answers: {', '.join(empty)}{remedy}."
 
 
 def _alarm(num_unexplained: int, dtype: str) -> str:

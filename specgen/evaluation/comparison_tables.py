@@ -52,6 +52,15 @@ _PARTS = (
     _LENGTH,
     Column(name="draft_acceptance_rate", title="drafts accepted", show=percent),
 )
+_TASKS = (
+    Column(name="task", wraps=True),
+    _ARM,
+    _LENGTH,
+    Column(name="draft_acceptance_rate", title="drafts accepted", show=percent),
+    Column(name="output_tokens_per_second", title="output tokens/s", show=rate),
+    Column(name="ratio", show=ratio),
+    Column(name="num_output_tokens", title="output tokens"),
+)
 _SPEED = (
     _ARM,
     Column(name="output_tokens_per_second", title="output tokens/s", show=rate),
@@ -75,6 +84,7 @@ def of_comparison(comparison: Comparison, settings: Mapping[str, str]) -> Iterat
     yield _acceptance(comparison)
     yield _parts(comparison)
     yield _speed(comparison)
+    yield _tasks(comparison)
     yield comparison.sentence
 
 
@@ -94,6 +104,7 @@ def page(
             _acceptance(comparison),
             _parts(comparison),
             _speed(comparison),
+            _tasks(comparison),
         ],
         notes=NOTES,
         origin=origin or {},
@@ -197,6 +208,22 @@ def _speed(comparison: Comparison) -> Table:
         rows=tuple(asdict(arm) for arm in comparison.arms),
         bars="output_tokens_per_second",
         ticks=quarters(max(arm.output_tokens_per_second or 0.0 for arm in comparison.arms)),
+    )
+
+
+def _tasks(comparison: Comparison) -> Table:
+    """Acceptance and speed by task; no rows for a single task."""
+    return Table(
+        title="By task",
+        note=f"mean acceptance length with 95 % intervals; speed, and its ratio to {comparison.reference}",
+        columns=_TASKS,
+        rows=tuple(
+            {"task": task, "name": arm.name, **asdict(arm.tasks[task])}
+            for task in comparison.arms[0].tasks
+            for arm in comparison.arms
+            if task in arm.tasks
+        ),
+        num_keys=2,
     )
 
 

@@ -83,28 +83,29 @@ class SpecgenLM(TemplateLM):  # type: ignore[misc]
         row_of: Callable[[_Found], tuple[str, _Row]],
         disable_tqdm: bool,
         expected: SamplingParams,
+        name: str = "scores",
     ) -> Iterator[tuple[str, _Row]]:
         """The answers to ``ids``: those of earlier runs, then the rows of what ``ask`` yields, written as they arrive.
 
-        ``expected`` is for building the engine (see ``build_engine``).
+        ``expected`` is for building the engine (see ``build_engine``), ``name`` for the progress bar.
         """
         wanted = set(ids)
         known = wanted & self._answers.keys()
-        with tqdm(total=len(wanted), initial=len(known), unit="req", disable=disable_tqdm) as bar:
-            yield from ((name, self._answers[name]) for name in known)
+        with tqdm(desc=name, total=len(wanted), initial=len(known), unit="req", disable=disable_tqdm) as bar:
+            yield from ((each, self._answers[each]) for each in known)
             if known == wanted:
                 return
             if self._engine is None:
                 self._engine = self._start(expected)
             last = time.perf_counter()  # the engine's start does not count as time of the answers
             with closing(cast("Generator[_Found]", ask(self._engine))) as found:
-                for name, row in map(row_of, found):
+                for answered, row in map(row_of, found):
                     now = time.perf_counter()
-                    self._answers[name] = {"id": name, **row, "seconds": now - last}
-                    self._files.add_completion(self._answers[name])
+                    self._answers[answered] = {"id": answered, **row, "seconds": now - last}
+                    self._files.add_completion(self._answers[answered])
                     last = now
                     bar.update()
-                    yield name, row
+                    yield answered, row
 
     def _start(self, expected: SamplingParams) -> EngineCore:
         engine = build_engine(self._config, self._models, self._files.add_event, expected=expected)
@@ -162,21 +163,30 @@ class SpecgenLM(TemplateLM):  # type: ignore[misc]
     # --- generation -------------------------------------------------------------------------------
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """The texts in the order of ``requests``, which the engine gets all at once."""
+        """The texts in the order of ``requests``; the engine gets a task at a time, all of it at once."""
         asked = self._requests(requests)
         index = {request.id: at for at, request in enumerate(asked)}
-
-        def ask(engine: EngineCore) -> Iterator[Completion]:
-            return engine.generate(request for request in asked if request.id not in self._answers)
-
         texts = [""] * len(requests)
-        expected = most_demanding(request.sampling for request in asked)
-        for name, row in self._answer(index, ask, self._row, disable_tqdm, expected):
+        for name, row in self._by_task(asked, disable_tqdm):
             at = index[name]
             texts[at], instance = row["text"], requests[at]
             self.cache_hook.add_partial("generate_until", instance.args, texts[at])
             self.generated.setdefault((instance.task_name, instance.doc_id), _generated(asked[at], row))
         return texts
+
+    def _by_task(self, asked: list[Request], disable_tqdm: bool) -> Iterator[tuple[str, _Row]]:
+        """The answers to ``asked``, task by task, so that each has a speed of its own."""
+        expected = most_demanding(request.sampling for request in asked)
+        tasks: dict[str, list[Request]] = {}
+        for request in asked:
+            tasks.setdefault(str(request.category), []).append(request)
+        for task, wanted in tasks.items():
+
+            def ask(engine: EngineCore, wanted: list[Request] = wanted) -> Iterator[Completion]:
+                return engine.generate(request for request in wanted if request.id not in self._answers)
+
+            ids = [request.id for request in wanted]
+            yield from self._answer(ids, ask, self._row, disable_tqdm, expected, task)
 
     def _requests(self, instances: list[Instance]) -> list[Request]:
         """Requests whose ids name what is asked and how often it was asked before, so that samples differ."""

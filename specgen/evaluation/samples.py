@@ -1,7 +1,7 @@
 """The result of an arm, and lm-eval's samples: one per document and metric in [0, 1]."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from specgen.report.report import Report
@@ -31,13 +31,14 @@ class Sample:
 
 @dataclass(frozen=True, kw_only=True)
 class ArmRun:
-    """The result of one arm: its samples in the order of the documents, and the report of its events."""
+    """The result of one arm: its samples in the order of the documents, and the reports of its events."""
 
     name: str
     dtype: str
     seconds: float  # engine time
     report: Report
     samples: tuple[Sample, ...]
+    tasks: Mapping[str, Report] = field(default_factory=dict)  # of those that generate texts
 
 
 def samples(

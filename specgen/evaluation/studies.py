@@ -9,6 +9,7 @@ from specgen.bundled import evaluation_directory
 from specgen.config import EngineConfig, UserError, choices, require
 from specgen.engine.arms import DECODING, Arm
 from specgen.json_fields import check_fields, check_keys, load_json
+from specgen.spelling import did_you_mean
 
 _SETTINGS = ("drafter_batch", "num_spec_tokens", "attention", "cuda_graphs", "dtype", "temperature")
 _NAMED = {"padded": "padded", "non-padded": "non-padded", "baseline": "plain"}  # name: decoding
@@ -19,7 +20,10 @@ def named_arms(text: str) -> tuple[Arm, ...]:
     """The arms in a comma-separated list; ``UserError`` for an unknown name."""
     names = [name.strip() for name in text.split(",")]
     for name in names:
-        require(name in _NAMED, f"arm {name!r} is unknown: use {', '.join(_NAMED)}, or --study for others")
+        require(
+            name in _NAMED,
+            f"arm {name!r} is unknown{did_you_mean(name, _NAMED)}: use {', '.join(_NAMED)}, or --study for others",
+        )
     return tuple(Arm(name=name, changes=DECODING[_NAMED[name]]) for name in names)
 
 
@@ -83,7 +87,10 @@ def load_study(name: str) -> Study:
     """A bundled study by name, or a JSON file by path; ``UserError`` lists the bundled ones."""
     files = {path.stem: path for path in sorted((evaluation_directory() / "studies").glob("*.json"))}
     path = files.get(name, Path(name))
-    require(path.is_file(), f"study is {name!r}: name a JSON file, or one of {', '.join(files)}")
+    require(
+        path.is_file(),
+        f"study is {name!r}{did_you_mean(name, files)}: name a JSON file, or one of {', '.join(files)}",
+    )
     value = load_json(path, "mend it")
     try:
         return Study.from_json(path.stem, value)

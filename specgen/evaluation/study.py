@@ -24,7 +24,7 @@ from specgen.evaluation.samples import ArmRun, samples
 from specgen.evaluation.studies import Study
 from specgen.evaluation.tasks import find_tasks
 from specgen.report.origin import origin
-from specgen.report.report import fold
+from specgen.report.report import Report, fold, fold_categories
 from specgen.report.table import Column, Table
 from specgen.rundir.atomic import write_json, write_text
 from specgen.rundir.provenance import MACHINE, manifest, now, with_recorded_date
@@ -122,7 +122,12 @@ class StudyRun:
         """Compare the arms; writes ``comparison.json`` and ``report.html``."""
         runs = [result.run for result in results]
         config = self._configs[reference_of(runs).name]
-        comparison = compare(runs, Judge.of(config, self._models(config)))
+        models = self._models(config)
+        comparison = compare(
+            runs,
+            Judge.of(config, models),
+            template_unused=not self._job.apply_chat_template and bool(models.tokenizer.chat_template),
+        )
         title = f"{Path(config.model).name} on {', '.join(self._job.study.tasks)}"
         write_json(self._path / "comparison.json", comparison.to_json())
         page = comparison_tables.page(comparison, self.settings(), title, origin(now(config.device)))
@@ -203,8 +208,9 @@ class StudyRun:
             name=arm.name,
             dtype=config.dtype,
             seconds=lm.seconds,
-            report=fold(files.events(), num_spec_tokens=config.draft_length.most),
+            report=_folded(files, config.draft_length.most),
             samples=tuple(samples(results["samples"], lm.generated)),
+            tasks=fold_categories(files.events(), num_spec_tokens=config.draft_length.most),
         )
         summary = {key: value for key, value in results.items() if key != "samples"}
         write_text(path / "results.json", _json(summary))
@@ -215,6 +221,11 @@ class StudyRun:
         path = self._job.data_path
         data = {"tasks": list(self._job.study.tasks), "data_path": str(path) if path else None}
         return manifest(engine=config, sampling=sampling, data=data, fingerprints=self._fingerprints)
+
+
+def _folded(files: RunDirectory, num_spec_tokens: int) -> Report:
+    report = fold(files.events(), num_spec_tokens=num_spec_tokens)
+    return report.with_texts(row["text"] for row in files.completions.values() if "text" in row)
 
 
 def _every(values: Iterable[object]) -> str:

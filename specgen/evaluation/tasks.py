@@ -11,6 +11,7 @@ from lm_eval.tasks import TaskManager
 
 from specgen.bundled import evaluation_directory
 from specgen.config import UserError, require
+from specgen.spelling import did_you_mean
 
 _FORMATS = {".jsonl": "json", ".parquet": "parquet"}  # suffix: builder of ``datasets``
 
@@ -47,10 +48,11 @@ def find_tasks(names: Sequence[str], data_path: Path | None) -> Tasks:
 
 def _require_loads(manager: TaskManager, task: str | dict[str, Any]) -> None:
     name = task if isinstance(task, str) else task["task"]
-    require(
-        not isinstance(task, str) or task in manager.all_tasks,
-        f"task {name!r} is not one of lm-eval's: `lm-eval ls tasks` lists them",
-    )
+    if (
+        isinstance(task, str) and task not in manager.all_tasks
+    ):  # not `require`: thousands of names are compared
+        meant = did_you_mean(name, ("word_problems", *manager.all_tasks))
+        raise UserError(f"task {name!r} is not one of lm-eval's{meant}: `lm-eval ls tasks` lists them")
     try:
         loaded = manager.load([task])["tasks"]
     except Exception as error:  # data sets and the hub raise many types

@@ -1,5 +1,6 @@
 """The job that ``specgen generate`` runs, and its manifest."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,24 @@ class Job:
         return self.dataset != STDIN and (path.is_file() or path.is_dir() or not path.exists())
 
 
+def without_effect(job: Job, index: PromptIndex) -> Iterator[str]:
+    """A sentence on options of ``job`` that change nothing, if there are any."""
+    asked, drafts = job.sampling, job.engine
+    sampled = drafts.draft_sampling == "probabilistic"
+    if sampled and drafts.head is None:
+        yield "draft-sampling changes nothing without a head that drafts: leave it out"
+    rows = any(row.get("temperature") for row in index.sampling)
+    if asked.temperature > 0 or rows:
+        return
+    filters = {"top-p": asked.top_p < 1, "top-k": asked.top_k > 0, "min-p": asked.min_p > 0}
+    given = [
+        name for name, given in (filters | {"draft-sampling": sampled and bool(drafts.head)}).items() if given
+    ]
+    if given:
+        verb = "changes" if len(given) == 1 else "change"
+        yield f"{' and '.join(given)} {verb} nothing at temperature 0, which is greedy: set --temperature"
+
+
 def job_manifest(
     job: Job, config: EngineConfig, checkpoints: Checkpoints, index: PromptIndex, *, with_fingerprints: bool
 ) -> dict[str, Any]:
@@ -80,6 +99,7 @@ def _settings(job: Job, config: EngineConfig, checkpoints: Checkpoints, num_prom
         "drafter": from_here(str(config.drafter)) if config.draft_length.most else "none (plain decoding)",
         "draft tokens (K)": str(config.draft_length),
         **({} if config.head is None else {"drafter batch": config.drafter_batch}),
+        **({} if config.draft_sampling == "greedy" else {"draft sampling": config.draft_sampling}),
         "data": f"{job.dataset}, {num_prompts} prompts",
         **({} if job.shard == WHOLE else {"shard": str(job.shard)}),
         **({} if config.template_kwargs == TemplateKwargs() else {"template": str(config.template_kwargs)}),

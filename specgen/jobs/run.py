@@ -13,7 +13,7 @@ from specgen.engine.engine import Engine
 from specgen.engine.loading import Checkpoints, Models, load_chat_tokenizer, load_models, open_checkpoints
 from specgen.engine.request_output import RequestOutput
 from specgen.events import Event
-from specgen.jobs.job import Job, job_manifest
+from specgen.jobs.job import Job, job_manifest, without_effect
 from specgen.jobs.lost import kept_while_lost, note_lost, read_lost
 from specgen.jobs.prompt_index import PromptIndex, index_prompts
 from specgen.jobs.ray_engine import RayEngine
@@ -53,7 +53,8 @@ def run(
     checkpoints = open_checkpoints(job.engine)
     config = resolve(job.engine, checkpoints)
     prompts = open_prompts(job.dataset, data_path=job.data_path, num_prompts=job.num_prompts)
-    index = index_prompts(job.dataset, prompts, job.shard)
+    read_as = f"{job.data_path}, read as {job.dataset}," if job.data_path else job.dataset
+    index = index_prompts(read_as, prompts, job.shard)
     if job.engine.template_kwargs != TemplateKwargs():
         require(
             index.has_chats,
@@ -61,6 +62,8 @@ def run(
             "remove it, or give rows with messages",
         )
         load_chat_tokenizer(config, checkpoints)  # refuses names before there is a directory with them
+    for sentence in (*prompts.unknown_fields.sentences(), *without_effect(job, index)):
+        progress.warn(sentence)
     if output is not None and job.restart:
         set_aside(output, "manifest.json")
     with directory(output, "manifest.json") as path:

@@ -13,7 +13,7 @@ from specgen.jobs.export.openai import Served, export_openai
 from specgen.jobs.export.parquet import export_parquet
 from specgen.jobs.job import Job
 from specgen.json_fields import load_json
-from specgen.prompts import Prompt
+from specgen.prompts import Prompt, failure
 from specgen.report import tables
 from specgen.report.origin import origin
 from specgen.report.report import Report, fold
@@ -26,7 +26,7 @@ MAIN_FILES: Mapping[FormatName, str] = {
     "openai": "batch_output.jsonl",
     "parquet": "completions.parquet",
 }
-_FAILURES_SHOWN = 3
+_FAILURES_KEPT = 100  # for printing
 _REASONING_SHOWN = 200  # characters
 
 
@@ -66,7 +66,7 @@ def read_result(path: Path, first: Sequence[Prompt] = ()) -> RunResult:
         report=read_json(path / "report.json"),
         settings=read_json(path / "manifest.json")["settings"],
         samples=[(prompt.last_message, answer) for prompt, answer in zip(first, answers, strict=True)],
-        failures=[f"{name}: {errors[name]['error']}" for name in islice(errors, _FAILURES_SHOWN)],
+        failures=[failure(name, errors[name]["error"]) for name in islice(errors, _FAILURES_KEPT)],
     )
 
 
@@ -101,7 +101,8 @@ def write_report(path: Path, baseline: Path | None) -> Mapping[str, Any]:
 def _folded(path: Path, num_spec_tokens: int) -> Report:
     report = fold(read(path / "events.jsonl"), num_spec_tokens=num_spec_tokens)
     # rejected rows, which have no events, have failed too
-    return replace(report, num_errors=len(RowFile(path / "errors.jsonl")))
+    counted = replace(report, num_errors=len(RowFile(path / "errors.jsonl")))
+    return counted.with_texts(row["text"] for row in RowFile(path / "completions.jsonl").values())
 
 
 def _identical(main: Path, base: Path) -> tuple[float, int]:

@@ -2,7 +2,7 @@
 
 from specgen.prompts.formats import DATASETS
 from specgen.prompts.load import PromptSet, load_prompts, open_prompts
-from specgen.prompts.prompt import Prompt, Rejected, prompt_ids
+from specgen.prompts.prompt import Prompt, Rejected, failure, prompt_ids
 from specgen.text.tokenizer import Message
 
 __all__ = [
@@ -11,6 +11,7 @@ __all__ = [
     "Prompt",
     "PromptSet",
     "Rejected",
+    "failure",
     "load_prompts",
     "open_prompts",
     "prompt_ids",

@@ -11,8 +11,11 @@ from specgen.config import UserError, require
 from specgen.prompts.formats import DATASETS, TURNS, USERS, Format
 from specgen.prompts.ids import Ids, id_of
 from specgen.prompts.json_rows import Row
+from specgen.prompts.openai_batch import is_batch
 from specgen.prompts.prompt import Prompt, Rejected
 from specgen.prompts.rows import read_hub, read_path, read_stream
+from specgen.prompts.unknown_fields import UnknownFields
+from specgen.spelling import did_you_mean
 
 STDIN = "-"
 _LONGEST_REASON = 300  # characters, however long the row is
@@ -24,19 +27,24 @@ class PromptSet:
 
     Every pass reads the data set again and yields ``Prompt | Rejected``, up to the first ``num_prompts`` prompts
     (None: all). All ids, those of later turns and rejected rows included, are different: of rows with the same id
-    the first is run. ``UserError`` where the data cannot be read, or has no rows.
+    the first is run. ``unknown_fields`` are those of the newest pass. ``UserError`` where the data cannot be read, or
+    has no rows.
     """
 
     name: str
     row_format: Format
     read: Callable[[], Iterable[Row]]
     num_prompts: int | None
+    unknown_fields: UnknownFields = field(
+        default_factory=UnknownFields, init=False, repr=False, compare=False
+    )
     _ids: Ids = field(default_factory=Ids, init=False, repr=False, compare=False)  # the same in every pass
 
     def __iter__(self) -> Iterator[Prompt | Rejected]:
         num_rows = num_prompts = 0
+        self.unknown_fields.clear()
         for num_rows, row in enumerate(self.read(), start=1):
-            result = self._parse(num_rows, row)
+            result = self._parse(num_rows, row, self.unknown_fields)
             num_prompts += isinstance(result, Prompt)
             yield result
             if num_prompts == self.num_prompts:
@@ -48,11 +56,13 @@ class PromptSet:
         for number, row in compress(enumerate(self.read(), start=1), mask):
             yield self._parse(number, row)
 
-    def _parse(self, number: int, row: Row) -> Prompt | Rejected:
+    def _parse(self, number: int, row: Row, unknown: UnknownFields | None = None) -> Prompt | Rejected:
         row_id = None
         try:
             value = row.value()
             require(isinstance(value, dict), "not a JSON object")
+            if unknown is not None and self.row_format is USERS and not is_batch(value):
+                unknown.see(value)
             row_id = id_of(value, self.row_format.id_keys)
             prompt = self.row_format.parse(row_id, value)
             require(
@@ -109,9 +119,10 @@ def _open(dataset: str, data_path: Path | None) -> tuple[Format, Callable[[], It
         return TURNS, read_path(bundled.data_directory() / "prompts" / "mt_bench.jsonl")
     if dataset == STDIN:
         return USERS, read_stream(sys.stdin.buffer)
+    known_names = ("bundled", *DATASETS)
     require(
         Path(dataset).exists(),
-        f"dataset is {dataset!r}, neither a known name nor a file: use bundled, {names}, a JSONL file, or - for "
-        "standard input",
+        f"dataset is {dataset!r}, neither a known name nor a file{did_you_mean(dataset, known_names)}: use bundled, "
+        f"{names}, a JSONL file, or - for standard input",
     )
     return USERS, read_path(Path(dataset))

@@ -48,6 +48,11 @@ class Rejected:
         return (self.id,)
 
 
+def failure(request_id: str, reason: str) -> str:
+    """``id: reason``; the id of a row without one is its place, with which the reason starts already."""
+    return reason if reason.startswith(f"{request_id}: ") else f"{request_id}: {reason}"
+
+
 def prompt_ids(prompt: Prompt, tokenizer: Tokenizer, answers: Sequence[str]) -> tuple[str, list[int]]:
     """Text and token ids of turn ``len(answers) + 1``, with the answers in context.
 

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any, Self
 
 from specgen.config import require
-from specgen.display import count
 from specgen.events import (
     Event,
     Finished,
@@ -27,7 +26,6 @@ from specgen.report.experts_touched import ExpertStats, ExpertSum
 from specgen.report.parts_of_texts import PartCounts, PartSum
 from specgen.report.timings import LatencyStats, StepStats, StepSum, WallClock, latency_stats
 
-DEAD_LENGTH = 1.05  # tokens per verify step; plain decoding has 1
 DEFINITIONS = (
     ("mean acceptance length", "1 + accepted / drafts over verify steps with drafts; no prefill, no padding"),
     ("acceptance at token i", "steps that accepted more than i drafts / that drafted more than i (joint)"),
@@ -72,6 +70,7 @@ class Report:
     steps: Mapping[str, StepStats]  # by kind
     experts: tuple[ExpertStats, ...] = ()  # that decode steps touched; empty for a dense target
     baseline: Baseline | None = None
+    num_empty: int = 0  # texts without a character, but for those that ended while reasoning
 
     @property
     def output_tokens_per_second(self) -> float | None:
@@ -94,6 +93,11 @@ class Report:
             num_compared=num_compared,
         )
         return replace(self, baseline=comparison)
+
+    def with_texts(self, texts: Iterable[str]) -> Self:
+        """This report with ``num_empty`` of ``texts``, those of all its requests; events hold no text."""
+        empty = sum(not text.strip() for text in texts)
+        return replace(self, num_empty=max(0, empty - sum(self.ended_in_reasoning.values())))
 
     def to_json(self) -> dict[str, Any]:
         """The content of ``report.json``: counters at the top level, times in seconds, None without data."""
@@ -277,29 +281,27 @@ def fold(events: Iterable[Event], *, num_spec_tokens: int) -> Report:
     return state.report()
 
 
-def warning(report: Mapping[str, Any]) -> str:
-    """A warning about the acceptance rates of a ``report.json``; empty if there is none."""
-    if report["num_spec_tokens"] == 0:
-        return "Plain decoding: there are no drafts, so there is no acceptance to report."
-    if report["num_drafts"] == 0:
-        return "No verify step had drafts, so there is no acceptance to report."
-    if report["mean_acceptance_length"] < DEAD_LENGTH:
-        return (
-            f"The drafter is dead: the mean acceptance length is under {DEAD_LENGTH}, so drafting costs time "
-            "and gains nothing. `specgen inspect` says whether a head fits the target and how it was read; n-grams "
-            "need text that repeats itself."
-        )
-    return ""
+def fold_categories(events: Iterable[Event], *, num_spec_tokens: int) -> dict[str, Report]:
+    """The report of each category alone, in the order in which they began; steps, shared by categories, are in none.
 
-
-def unanswered(report: Mapping[str, Any]) -> str:
-    """What a ``report.json`` says of texts that ended before their answer began; empty if there are none."""
-    ended = report.get("ended_in_reasoning", {})
-    number = sum(ended.values())
-    if not number:
-        return ""
-    remedy = ": raise --max-new-tokens" if ended.get("length") else ""
-    return f"{count(number)} {'answer' if number == 1 else 'answers'} ended while reasoning{remedy}."
+    The time of a category is from its first event to its last, so its speed means something only where categories ran
+    one after the other.
+    """
+    states: dict[str, _Fold] = {}
+    owners: dict[str, _Fold] = {}  # by running sequence
+    for event in events:
+        match event:
+            case Resumed():
+                for state in states.values():
+                    state.take(event)
+                owners.clear()
+            case Submitted(category=str(category)):
+                owners[event.sequence] = states.setdefault(category, _Fold(num_spec_tokens))
+                owners[event.sequence].take(event)
+            case Prefilled() | Verified() | Switched() | Preempted() | Finished():
+                if event.sequence in owners:
+                    owners[event.sequence].take(event)
+    return {category: state.report() for category, state in states.items()}
 
 
 def draft_lengths(report: Mapping[str, Any]) -> dict[str, int]:

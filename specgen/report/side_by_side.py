@@ -20,7 +20,8 @@ from specgen.display import (
     seconds,
 )
 from specgen.report.paired_requests import LENGTH, PairedFigure, SharedRequests
-from specgen.report.report import DEFINITIONS, draft_lengths, unanswered, warning
+from specgen.report.remarks import remarks
+from specgen.report.report import DEFINITIONS, draft_lengths
 from specgen.report.table import Column, Row, Table
 from specgen.report.terminal import Part, definitions
 from specgen.report.unfinished import unfinished
@@ -86,7 +87,7 @@ def of_runs(
     for name, report in runs:
         if draft_lengths(report):
             yield f"{name}: K by step: {_lengths(report)}"
-        for sentence in filter(None, (unfinished(report), warning(report), unanswered(report))):
+        for sentence in filter(None, (unfinished(report), *remarks(report))):
             yield f"{name}: {sentence}"
     paired = any(each.figures and not each.same_acceptance for each in shared)
     yield definitions((*DEFINITIONS, *((_PAIRED,) if paired else ())))

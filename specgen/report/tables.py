@@ -7,7 +7,8 @@ from specgen.display import DASH, between, count, percent, plain, rate, ratio, s
 from specgen.report.charts import Lines, Point, lengths, quarters
 from specgen.report.experts_touched import expert_terms, experts_table
 from specgen.report.page import Page
-from specgen.report.report import DEFINITIONS, draft_lengths, unanswered, warning
+from specgen.report.remarks import remarks
+from specgen.report.report import DEFINITIONS, draft_lengths
 from specgen.report.table import Column, Row, Table, pairs
 from specgen.report.terminal import Part, definitions, heading
 from specgen.report.unfinished import unfinished
@@ -57,8 +58,7 @@ def of_run(report: Mapping[str, Any], settings: Mapping[str, str]) -> Iterator[P
     yield unfinished(report)
     counts, speed = _numbers(report)
     yield counts
-    yield warning(report)
-    yield unanswered(report)
+    yield from remarks(report)
     yield from _acceptance(report)
     yield from _times(report)
     yield speed
@@ -75,7 +75,7 @@ def page(
     return Page(
         title=title,
         settings=settings,
-        sentence=" ".join(filter(None, (warning(report), unanswered(report)))),
+        sentence=" ".join(remarks(report)),
         alarming=True,
         tiles=[item for item in (*_counts(report), *_speed(report)) if item[0] in _TILES],
         tables=[*_acceptance(report), *_times(report), *_numbers(report)],

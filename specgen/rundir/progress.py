@@ -9,6 +9,9 @@ from specgen.rundir.tally import Tally
 class Progress(Protocol):
     """Follows a run."""
 
+    def warn(self, sentence: str) -> None:
+        """Something that does not stop the run but that the user has hardly meant."""
+
     def prepare(self, what: str) -> None:
         """``what`` is starting: kernels are loaded, or compiled where this machine has not run them before."""
 

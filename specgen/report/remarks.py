@@ -1,0 +1,50 @@
+"""Sentences of a report about what its numbers do not show by themselves."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from specgen.display import count
+
+DEAD_LENGTH = 1.05  # tokens per verify step; plain decoding has 1
+
+
+def remarks(report: Mapping[str, Any]) -> Iterator[str]:
+    """What is to be said of a ``report.json``; nothing of an ordinary one."""
+    return filter(None, (warning(report), unanswered(report), empty(report)))
+
+
+def warning(report: Mapping[str, Any]) -> str:
+    """A warning about the acceptance rates of a ``report.json``; empty if there is none."""
+    if report["num_spec_tokens"] == 0:
+        return "Plain decoding: there are no drafts, so there is no acceptance to report."
+    if report["num_drafts"] == 0:
+        return "No verify step had drafts, so there is no acceptance to report."
+    if report["mean_acceptance_length"] < DEAD_LENGTH:
+        return (
+            f"The drafter is dead: the mean acceptance length is under {DEAD_LENGTH}, so drafting costs time "
+            "and gains nothing. `specgen inspect` says whether a head fits the target and how it was read; n-grams "
+            "need text that repeats itself."
+        )
+    return ""
+
+
+def unanswered(report: Mapping[str, Any]) -> str:
+    """What a ``report.json`` says of texts that ended before their answer began; empty if there are none."""
+    ended = report.get("ended_in_reasoning", {})
+    number = sum(ended.values())
+    if not number:
+        return ""
+    remedy = ": raise --max-new-tokens" if ended.get("length") else ""
+    return f"{count(number)} {'answer' if number == 1 else 'answers'} ended while reasoning{remedy}."
+
+
+def empty(report: Mapping[str, Any]) -> str:
+    """What a ``report.json`` says of texts without a character; empty if there are none."""
+    number = report.get("num_empty", 0)  # reports of earlier versions have none
+    if not number:
+        return ""
+    return (
+        f"{count(number)} of {count(report['num_requests'])} texts are empty: the model ended them at once. One "
+        "that was trained on chats needs its chat template: rows with messages instead of prompt, in eval "
+        "--apply-chat-template."
+    )

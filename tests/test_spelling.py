@@ -1,0 +1,48 @@
+"""Names near a misspelt one, and none where nothing is near."""
+
+from pathlib import Path
+
+import pytest
+
+from specgen.bench.matrices import find_matrix
+from specgen.config import UserError
+from specgen.prompts import load_prompts
+from specgen.spelling import did_you_mean, nearest
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        *(("mtbench", "mt-bench"), ("mt_bench", "mt-bench"), ("MT-Bench", "mt-bench"), ("gsm8", "gsm8k")),
+        *(("human_eval", "humaneval"), ("bundeld", "bundled"), ("xyz", None)),
+    ],
+)
+def test_a_data_set_is_suggested(name: str, meant: str | None) -> None:
+    with pytest.raises(UserError) as refused:
+        load_prompts(name, data_path=None, num_prompts=None)
+    hint = "" if meant is None else f" (did you mean {meant}?)"
+    assert str(refused.value).startswith(
+        f"dataset is {name!r}, neither a known name nor a file{hint}: use bundled"
+    )
+
+
+def test_a_matrix_is_suggested() -> None:
+    with pytest.raises(UserError, match=r"matrix is 'batch-k' \(did you mean batch-and-k\?\): use one of"):
+        find_matrix("batch-k")
+
+
+@pytest.mark.parametrize(
+    ("field", "name"),
+    [("turns", "mt-bench"), ("conversations", "sharegpt"), ("question", "gsm8k"), ("a", "NAME")],
+)
+def test_the_format_of_a_known_data_set_is_named(tmp_path: Path, field: str, name: str) -> None:
+    file = tmp_path / "own.jsonl"
+    file.write_text(f'{{"{field}": ["x"]}}\n')
+    _, (rejected,) = load_prompts(str(file), data_path=None, num_prompts=None)
+    assert f"--dataset {name} --data-path FILE" in rejected.reason
+
+
+def test_case_and_hyphens_do_not_count_and_a_known_name_is_no_mistake() -> None:
+    assert nearest("Top_P", ["top-k", "top-p"]) == "top-p"
+    assert nearest("top_q", ["top_p"], likeness=0.9) is None
+    assert did_you_mean("batch", ["batch", "batches"]) == ""
