@@ -82,6 +82,7 @@ def test_transformers_generates_the_known_text(write, name: str, experts: str, d
     assert likeliest.tolist() == list(pair.cycle.succ.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overlap", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("name", TINY)
 def test_tokens_of_a_passage_choose_alike_as_asked(write, name: str, overlap: float) -> None:
@@ -156,6 +157,7 @@ def test_experts_add_little_to_the_stream(write, name: str, experts: str) -> Non
     assert 0 < quiet.std() < heard.std() / 30
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MIXTURES)
 def test_tensors_have_the_shapes_of_the_config(name: str) -> None:
     shape = MIXTURES[name]

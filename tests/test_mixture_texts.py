@@ -109,6 +109,7 @@ def test_no_setting_changes_a_text(pair: Pair, texts: dict[str, tuple[int, ...]]
         assert cached == ("prefix_cache" not in changes and "page_size" not in changes), changes
 
 
+@pytest.mark.slow
 def test_preemption_changes_no_text(
     pair: Pair, texts: dict[str, tuple[int, ...]], device_like: Callable[[], None]
 ) -> None:

@@ -485,6 +485,7 @@ def test_an_evaluation_counts_answers_that_ended_while_reasoning(
         raise other.exception or AssertionError(other.output)
 
 
+@pytest.mark.slow
 def test_an_evaluation_keeps_its_date_and_raw_text_takes_no_kwargs(
     harmony_pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
