@@ -163,17 +163,8 @@ def full_precision() -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
 
 
-@pytest.mark.parametrize("shape", SMALL, ids=str)
+@pytest.mark.parametrize("shape", SMALL + LARGE, ids=str)
 def test_every_number_of_rows(worlds: dict[str, World], shape: Shape) -> None:
-    world = world_of(worlds, shape)
-    experts = world.loaded()
-    for rows in ROWS:
-        inputs = world.rows(rows)
-        check(experts(*inputs), world.reference(*inputs), shape.dtype)
-
-
-@pytest.mark.parametrize("shape", LARGE, ids=str)
-def test_full_shapes(worlds: dict[str, World], shape: Shape) -> None:
     world = world_of(worlds, shape)
     experts = world.loaded()
     for rows in ROWS:

@@ -74,7 +74,6 @@ def evaluate(
     chosen = replace(_study(tasks, study, arms), **given)
     require(output is not None or not log_samples, "log-samples needs a directory: name one with --output")
     from specgen.evaluation.study import StudyJob  # imports torch and lm-eval
-    from specgen.rundir.interrupt import breakable
 
     job = StudyJob(
         study=chosen,
@@ -84,9 +83,15 @@ def evaluate(
         seed=sampling.seed,
         max_new_tokens=max_new_tokens,
     )
+    _run_unless_interrupted(job, output, output if log_samples else None)
+
+
+def _run_unless_interrupted(job: "StudyJob", output: Path | None, samples: Path | None) -> None:
+    from specgen.rundir.interrupt import breakable
+
     with breakable() as interrupt:
         try:
-            _run(job, output, output if log_samples else None)
+            _run(job, output, samples)
         except KeyboardInterrupt:
             remedy = KEPT_NOWHERE if output is None else RESUMES
             print(f"specgen: interrupted; {remedy}", file=sys.stderr)
