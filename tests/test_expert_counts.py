@@ -50,12 +50,14 @@ EXPERTS, CHOSEN = 16, 4
 def fake_mixture(mlp: Any, calls: list[Tensor]) -> Mixture:
     """``mlp`` behind a choice of experts by its inputs, which is also put into ``calls``."""
 
-    def choice(logits: Tensor) -> tuple[Tensor, Tensor]:
-        weights, ids = logits.topk(CHOSEN)
+    def choice(parts: Tensor) -> tuple[Tensor, Tensor]:
+        weights, ids = parts[0].topk(CHOSEN)
         calls.append(ids)
         return ids, weights
 
-    return Mixture(router=lambda x: x[:, :EXPERTS], choice=choice, experts=lambda x, ids, weights: mlp(x))
+    return Mixture(
+        router=lambda x: x[None, :, :EXPERTS], choice=choice, experts=lambda x, ids, weights: mlp(x)
+    )
 
 
 class PaddedRunner(Runner):

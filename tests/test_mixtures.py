@@ -133,7 +133,7 @@ def test_routers_equal_transformers_bit_for_bit(dtype: torch.dtype, kind: Any) -
         parameter.data.normal_(0.0, 0.3)
     reference, x = reference.to(dtype), torch.randn(200, 64).to(dtype)
     logits, weights, ids = reference(x)
-    got_ids, got_weights = torch_ops().choice(4, kind)(logits)
+    got_ids, got_weights = torch_ops().choice(4, kind)(logits[None])
     assert torch.equal(got_ids, ids)
     assert got_weights.dtype == dtype
     assert torch.equal(got_weights, weights)

@@ -1,5 +1,7 @@
 """On an NVIDIA GPU: the kernels equal the reference, bit for bit where the arithmetic is the same."""
 
+from typing import get_args
+
 import pytest
 import torch
 from torch import Tensor
@@ -7,6 +9,7 @@ from torch import Tensor
 from specgen.kv.layout import Layout
 from specgen.ops import Ops, bind_ops
 from specgen.ops.reference import torch_ops
+from specgen.ops.router import Weighing
 from specgen.ops.weight import Weight
 
 pytestmark = [
@@ -81,11 +84,16 @@ def test_embed_norm_concat(rows: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("rows", ROWS)
-@pytest.mark.parametrize("shape", [(6144, 4096), (4096, 14336), (96, 64), (32000, 512)], ids=str)
-def test_linear(rows: int, shape: tuple[int, int], dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize(
+    "shape", [(6144, 4096), (4096, 14336), (96, 64), (32000, 512), (5120, 2880), (32, 2880)], ids=str
+)
+def test_linear(rows: int, shape: tuple[int, int], biased: bool, dtype: torch.dtype) -> None:
     rows = min(rows, 200) if shape[0] > 10_000 else rows
     weight, x = random(*shape, dtype=dtype, scale=shape[1] ** -0.5), random(rows, shape[1], dtype=dtype)
-    exact, stored = x.double() @ weight.double().T, Weight(data=weight)
+    bias = random(shape[0], dtype=dtype) if biased else None
+    exact, stored = x.double() @ weight.double().T, Weight(data=weight, bias=bias)
+    exact = exact if bias is None else exact + bias.double()
     gate, up = exact.chunk(2, -1)
     tolerance = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 3e-5}[dtype]
     for got, expected in (
@@ -98,6 +106,36 @@ def test_linear(rows: int, shape: tuple[int, int], dtype: torch.dtype) -> None:
         if rows:  # every element, not only the mean
             least = 4 * tolerance * float(expected.std())
             torch.testing.assert_close(got.double(), expected, rtol=2 * tolerance, atol=least)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rows", [0, 1, 5, 300])
+@pytest.mark.parametrize(("num_experts", "k"), [(32, 4), (128, 8), (60, 3), (8, 1)])
+@pytest.mark.parametrize("weighing", get_args(Weighing))
+def test_choice_of_experts(
+    num_experts: int, k: int, rows: int, weighing: Weighing, dtype: torch.dtype
+) -> None:
+    # distinct and exact in every dtype, so that no choice hangs on how a tie is broken
+    logits = (
+        torch.stack([torch.randperm(num_experts, device=CUDA) - 20.0 for _ in range(rows or 1)])[:rows] / 8
+    )
+    split = torch.randint(-8, 8, (9, rows, num_experts), device=CUDA).float()
+    split[0] += logits - split.sum(0)
+    expected = torch_ops().choice(k, weighing)(logits.to(dtype)[None])
+    for parts in (logits.to(dtype)[None], split):
+        ids, weights = fast(dtype).choice(k, weighing)(parts)
+        assert torch.equal(ids, expected[0])
+        torch.testing.assert_close(
+            weights, expected[1], rtol=0.01 if dtype == torch.bfloat16 else 2e-3, atol=1e-6
+        )
+
+
+def test_experts_differ_whatever_the_logits() -> None:
+    logits = torch.zeros(4, 32, device=CUDA)
+    logits[1], logits[2], logits[3, ::2] = torch.nan, -torch.inf, torch.nan
+    ids, _ = fast(torch.bfloat16).choice(4, "softmax of chosen")(logits.to(torch.bfloat16)[None])
+    assert ids[0].tolist() == [0, 1, 2, 3]  # of equal ones the first
+    assert all(len(set(row)) == 4 and set(row) <= set(range(32)) for row in ids.tolist())
 
 
 def layouts(page_size: int) -> dict[str, Layout]:

@@ -23,7 +23,7 @@ Tap = Callable[[Tensor], None]  # is shown the ids [rows, k] of each pass; it ma
 class Mixture:
     """Routes every row to its experts; nothing waits for the device."""
 
-    router: Map  # [rows, H] -> logits [rows, E]
+    router: Map  # [rows, H] -> logits [parts, rows, E]; see Ops.linear_parts
     choice: Choice
     experts: ExpertsMap
     taps: list[Tap] = field(default_factory=list)  # measuring tools add themselves here
@@ -33,7 +33,7 @@ class Mixture:
         """Load ``{prefix}*`` of a layer ``hidden`` wide."""
         router = take.linear({prefix + config.router: config.num_experts}, hidden, bias=config.biases)
         return cls(
-            router=ops.linear(router),
+            router=ops.linear_parts(router),
             choice=ops.choice(config.num_chosen, config.weights),
             experts=ops.experts(_experts(config, hidden, f"{prefix}experts.", take)),
         )

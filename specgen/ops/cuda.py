@@ -16,19 +16,29 @@ from specgen.ops.expert_tiles import FLOAT32_TILES, MXFP4_TILES, PLAIN_TILES
 from specgen.ops.experts import Experts, ExpertsMap, grouped_experts
 from specgen.ops.reference import gated, linear, one_part
 from specgen.ops.rope import TritonRope
-from specgen.ops.router import choice
+from specgen.ops.router_kernel import fused_choice
 from specgen.ops.row_kernels import TritonEmbedNormConcat, TritonNorm, silu_and_mul
 from specgen.ops.skinny import Tile, skinny_gated_linear, skinny_linear
 from specgen.ops.weight import Weight
 
-# By number of rows, ascending; more rows than in the last go to cuBLAS. Measured at Llama-3.1-8B's shapes on an H100.
+# By number of rows, ascending, the first that fits; more rows than in the last go to cuBLAS. Measured on an H100 at the
+# shapes of Llama-3.1-8B, those with blocks of 64 inputs at gpt-oss-20b's.
 _TILES = (
     Tile(rows=16, block_out=64, block_in=128, stages=6, warps=4, prefetch_bytes=1024),
+    Tile(rows=16, block_out=32, block_in=64, stages=8, warps=4, prefetch_bytes=1024),
     Tile(rows=64, block_out=64, block_in=128, stages=4, warps=8, prefetch_bytes=512),
+    Tile(rows=64, block_out=32, block_in=64, stages=6, warps=4, prefetch_bytes=512),
 )
 _PARTS_TILES = (
     Tile(rows=16, block_out=64, block_in=128, stages=6, warps=4, prefetch_bytes=512, parts=2),
     Tile(rows=64, block_out=64, block_in=128, stages=4, warps=8, prefetch_bytes=512, parts=2),
+)
+_FEW = 512  # outputs, such as a router's: the sums must be split further to keep the GPU busy
+_FEW_TILES = (
+    Tile(rows=16, block_out=32, block_in=64, stages=5, warps=4, prefetch_bytes=0, parts=9),
+    Tile(rows=16, block_out=32, block_in=64, stages=4, warps=4, prefetch_bytes=0, parts=8),
+    Tile(rows=64, block_out=32, block_in=64, stages=5, warps=4, prefetch_bytes=0, parts=9),
+    Tile(rows=64, block_out=32, block_in=64, stages=4, warps=4, prefetch_bytes=0, parts=8),
 )
 _GATED_TILES = (
     Tile(rows=16, block_out=128, block_in=128, stages=3, warps=8, prefetch_bytes=512),
@@ -46,7 +56,7 @@ def cuda_ops(dtype: torch.dtype) -> Ops:
         linear_parts=_linear_parts if half else (lambda weight: one_part(linear(weight))),
         gated_linear=_gated_linear if half else (lambda weight: gated(linear(weight), silu_and_mul)),
         experts=partial(_experts, dtype),
-        choice=choice,
+        choice=partial(fused_choice, dtype),
         rms_norm=TritonNorm,
         embed_norm_concat=TritonEmbedNormConcat,
         argmax=argmax,
@@ -66,7 +76,8 @@ def _linear(weight: Weight) -> Map:
 
 
 def _linear_parts(weight: Weight) -> Map:
-    return _by_rows(_PARTS_TILES, weight, skinny_linear, one_part(linear(weight)))
+    tiles = _PARTS_TILES if weight.matrix.shape[0] > _FEW else _FEW_TILES
+    return _by_rows(tiles, weight, skinny_linear, one_part(linear(weight)))
 
 
 def _gated_linear(weight: Weight) -> Map:
@@ -94,23 +105,16 @@ def _experts(dtype: torch.dtype, experts: Experts) -> ExpertsMap:
 def _by_rows(
     tiles: tuple[Tile, ...],
     weight: Weight,
-    skinny: Callable[[Tensor, Tensor, Tile], Tensor],
+    skinny: Callable[[Tensor, Tensor, Tensor | None, Tile], Tensor],
     cublas: Map,
     halves: int = 1,
 ) -> Map:
-    """``skinny`` where a tile fits the weight, of which each output uses ``halves`` rows, and the number of rows.
-
-    Its kernel adds no bias.
-    """
-    matrix = weight.matrix
-    fitting = [
-        tile
-        for tile in tiles
-        if weight.bias is None and tile.fits(matrix.shape[0] // halves, matrix.shape[1])
-    ]
+    """``skinny`` where a tile fits the weight, of which each output uses ``halves`` rows, and the number of rows."""
+    matrix, bias = weight.matrix, weight.bias
+    fitting = [tile for tile in tiles if tile.fits(matrix.shape[0] // halves, matrix.shape[1])]
 
     def product(x: Tensor) -> Tensor:
         tile = next((tile for tile in fitting if 0 < x.shape[0] <= tile.rows), None)
-        return cublas(x) if tile is None else skinny(x, matrix, tile)
+        return cublas(x) if tile is None else skinny(x, matrix, bias, tile)
 
     return product

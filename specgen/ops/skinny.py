@@ -49,6 +49,7 @@ def _prefetch_rows(
 def _skinny_kernel(
     x: tl.tensor,
     weight: tl.tensor,
+    bias: tl.tensor,
     y: tl.tensor,
     num_rows: int,
     num_out: int,
@@ -72,9 +73,13 @@ def _skinny_kernel(
     w_start = weight + out[:, None].to(tl.int64) * width + inner[None, :]
     up_start = weight + (num_out + out)[:, None].to(tl.int64) * width + inner[None, :]
     x_start = x + row[None, :] * width + part * part_width + inner[:, None]
-    gdc_wait()
     acc = tl.zeros((BLOCK_OUT, ROWS), tl.float32)
     up_acc = tl.zeros((BLOCK_OUT, ROWS), tl.float32)
+    if bias is not None:  # a weight as well; of the parts of a sum the first has it
+        acc += tl.where(part == 0, tl.load(bias + out), 0).to(tl.float32)[:, None]
+        if GATED:
+            up_acc += tl.load(bias + num_out + out).to(tl.float32)[:, None]
+    gdc_wait()
     for start in tl.range(0, part_width, BLOCK_IN, num_stages=STAGES):
         columns = tl.load(x_start + start, row[None, :] < num_rows, 0)
         acc = tl.dot(tl.load(w_start + start), columns, acc)
@@ -89,32 +94,32 @@ def _skinny_kernel(
     tl.store(y + out[:, None], result, row[None, :] < num_rows)
 
 
-def skinny_linear(x: Tensor, weight: Tensor, tile: Tile) -> Tensor:
+def skinny_linear(x: Tensor, weight: Tensor, bias: Tensor | None, tile: Tile) -> Tensor:
     """``x [rows, in]`` through ``weight [out, in]``, both contiguous: ``[parts, rows, out]``, summed in float32.
 
     One part is rounded to the dtype of ``x``; several stay in float32, to be added by the caller. The tile must fit.
     """
     dtype = x.dtype if tile.parts == 1 else torch.float32
     y = torch.empty(tile.parts, x.shape[0], weight.shape[0], dtype=dtype, device=x.device)
-    _launch(x, weight, y, tile, gated=False)
+    _launch(x, weight, bias, y, tile, gated=False)
     return y
 
 
-def skinny_gated_linear(x: Tensor, weight: Tensor, tile: Tile) -> Tensor:
+def skinny_gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None, tile: Tile) -> Tensor:
     """``silu(gate) * up [rows, I]``; ``weight [2 * I, in]`` holds gate and up. See ``skinny_linear``."""
     assert tile.parts == 1, "partial sums cannot pass through silu"
     y = x.new_empty(x.shape[0], weight.shape[0] // 2)
-    _launch(x, weight, y, tile, gated=True)
+    _launch(x, weight, bias, y, tile, gated=True)
     return y
 
 
-def _launch(x: Tensor, weight: Tensor, y: Tensor, tile: Tile, *, gated: bool) -> None:
+def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor, tile: Tile, *, gated: bool) -> None:
     (num_rows, width), num_out = x.shape, y.shape[-1]
     assert num_rows <= tile.rows, (num_rows, tile)
     assert tile.fits(num_out, width), (weight.shape, tile)
     part_width = width // tile.parts
     _skinny_kernel[(num_out // tile.block_out, tile.parts)](
-        *(x, weight, y, num_rows, num_out, width, part_width),
+        *(x, weight, bias, y, num_rows, num_out, width, part_width),
         min(tile.prefetch_bytes, part_width * x.element_size()),
         GATED=gated,
         ROWS=tile.rows,
