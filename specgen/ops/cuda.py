@@ -25,9 +25,9 @@ from specgen.ops.weight import Weight
 # shapes of Llama-3.1-8B, those with blocks of 64 inputs at gpt-oss-20b's.
 _TILES = (
     Tile(rows=16, block_out=64, block_in=128, stages=6, warps=4, prefetch_bytes=1024),
-    Tile(rows=16, block_out=32, block_in=64, stages=8, warps=4, prefetch_bytes=1024),
+    Tile(rows=16, block_out=64, block_in=64, stages=8, warps=4, prefetch_bytes=1024),
     Tile(rows=64, block_out=64, block_in=128, stages=4, warps=8, prefetch_bytes=512),
-    Tile(rows=64, block_out=32, block_in=64, stages=6, warps=4, prefetch_bytes=512),
+    Tile(rows=64, block_out=64, block_in=64, stages=8, warps=4, prefetch_bytes=0),
 )
 _PARTS_TILES = (
     Tile(rows=16, block_out=64, block_in=128, stages=6, warps=4, prefetch_bytes=512, parts=2),
@@ -37,8 +37,8 @@ _FEW = 512  # outputs, such as a router's: the sums must be split further to kee
 _FEW_TILES = (
     Tile(rows=16, block_out=32, block_in=64, stages=5, warps=4, prefetch_bytes=0, parts=9),
     Tile(rows=16, block_out=32, block_in=64, stages=4, warps=4, prefetch_bytes=0, parts=8),
-    Tile(rows=64, block_out=32, block_in=64, stages=5, warps=4, prefetch_bytes=0, parts=9),
-    Tile(rows=64, block_out=32, block_in=64, stages=4, warps=4, prefetch_bytes=0, parts=8),
+    Tile(rows=64, block_out=32, block_in=64, stages=5, warps=4, prefetch_bytes=0, parts=9, row_blocks=16),
+    Tile(rows=64, block_out=32, block_in=64, stages=4, warps=4, prefetch_bytes=0, parts=8, row_blocks=16),
 )
 _GATED_TILES = (
     Tile(rows=16, block_out=128, block_in=128, stages=3, warps=8, prefetch_bytes=512),
@@ -114,7 +114,7 @@ def _by_rows(
     fitting = [tile for tile in tiles if tile.fits(matrix.shape[0] // halves, matrix.shape[1])]
 
     def product(x: Tensor) -> Tensor:
-        tile = next((tile for tile in fitting if 0 < x.shape[0] <= tile.rows), None)
+        tile = next((tile for tile in fitting if 0 < x.shape[0] <= tile.most_rows), None)
         return cublas(x) if tile is None else skinny(x, matrix, bias, tile)
 
     return product

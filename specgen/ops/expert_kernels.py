@@ -10,7 +10,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from specgen.ops.expert_blocks import Blocks, block_of, find_blocks
-from specgen.ops.expert_products import as_words, plain_product, word_product
+from specgen.ops.expert_products import as_words, plain_product, prefetch_words, word_product
 from specgen.ops.experts import Experts, ExpertsMap, Gating
 from specgen.ops.launch import PDL
 from specgen.ops.weight import Weight
@@ -24,6 +24,7 @@ class Tile:
     block_in: int  # MXFP4: 128
     stages: int  # blocks of the weight in flight
     warps: int
+    registers: int | None = None  # per thread at most, where another program fits beside this one then
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,7 +146,7 @@ def _down_kernel(
     BLOCK_IN: tl.constexpr,  # noqa: N803
     STAGES: tl.constexpr,  # noqa: N803
 ) -> None:
-    gdc_wait()
+    # What gate and up have waited for can be read before they have finished.
     expert, pairs, inside = block_of(ids, order, listed, num_rows, KIND, K, K_BLOCK, ROWS)
     if expert < 0:
         return
@@ -154,6 +155,9 @@ def _down_kernel(
     factor = tl.load(factors + pairs, inside, 0)  # like the bias, not to be waited for at the end
     if bias is not None:
         added = tl.load(bias + expert.to(tl.int64) * num_out + out)
+    if scale is not None:
+        prefetch_words(weight, expert, out, num_out, width)
+    gdc_wait()
     if scale is None:
         acc = plain_product(x, weight, expert, pairs, inside, out, num_out, width, BLOCK_IN, STAGES)
     else:
@@ -203,6 +207,7 @@ def _constants(blocks: Blocks, rows: int, tile: Tile) -> dict[str, Any]:
         "BLOCK_IN": tile.block_in,
         "STAGES": tile.stages,
         "num_warps": tile.warps,
+        "maxnreg": tile.registers,
         **PDL,
     }
 

@@ -7,6 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specgen.config import require
+from specgen.ops.launch import prefetch_l2
 
 WORD_BLOCK = 128  # inputs whose values take 16 words of an output, and whose scales take one
 
@@ -94,15 +95,30 @@ def word_product(
         s = tl.load(s_start + block * num_out)
         w0, w1, w2, w3, w4, w5, w6, w7 = _unpack(w, s)
         x_block, left = x_start + block * 128, width - block * 128
-        acc = tl.dot(w0, tl.load(x_block), acc)
-        acc = tl.dot(w1, tl.load(x_block + 16), acc)
-        acc = tl.dot(w2, tl.load(x_block + 32, left > 32, 0), acc)
-        acc = tl.dot(w3, tl.load(x_block + 48, left > 32, 0), acc)
-        acc = tl.dot(w4, tl.load(x_block + 64, left > 64, 0), acc)
-        acc = tl.dot(w5, tl.load(x_block + 80, left > 64, 0), acc)
-        acc = tl.dot(w6, tl.load(x_block + 96, left > 96, 0), acc)
-        acc = tl.dot(w7, tl.load(x_block + 112, left > 96, 0), acc)
+        # Rows that are not there must not be read: the same address for all would be a bottleneck of the L2 cache.
+        there = inside[None, :]
+        acc = tl.dot(w0, tl.load(x_block, there, 0), acc)
+        acc = tl.dot(w1, tl.load(x_block + 16, there, 0), acc)
+        there = inside[None, :] & (left > 32)
+        acc = tl.dot(w2, tl.load(x_block + 32, there, 0), acc)
+        acc = tl.dot(w3, tl.load(x_block + 48, there, 0), acc)
+        there = inside[None, :] & (left > 64)
+        acc = tl.dot(w4, tl.load(x_block + 64, there, 0), acc)
+        acc = tl.dot(w5, tl.load(x_block + 80, there, 0), acc)
+        there = inside[None, :] & (left > 96)
+        acc = tl.dot(w6, tl.load(x_block + 96, there, 0), acc)
+        acc = tl.dot(w7, tl.load(x_block + 112, there, 0), acc)
     return acc
+
+
+@triton.jit
+def prefetch_words(words: tl.tensor, expert: tl.tensor, out: tl.tensor, num_out: int, width: int) -> None:
+    """Start loading the first two blocks of ``word_product`` into the L2 cache."""
+    first = expert.to(tl.int64) * tl.cdiv(width, 128) * num_out
+    start = words + (first + out) * 16
+    prefetch_l2(start, 64)
+    if width > 128:
+        prefetch_l2(start + num_out * 16, 64)
 
 
 @triton.jit

@@ -15,7 +15,7 @@ from specgen.ops.row_kernels import silu_mul
 
 @dataclass(frozen=True, kw_only=True)
 class Tile:
-    """How a product is tiled: a program computes ``block_out`` outputs of at most ``rows`` rows, or a split-K part."""
+    """How a product is tiled: a program computes ``block_out`` outputs of ``rows`` rows, or a split-K part of them."""
 
     rows: int
     block_out: int
@@ -24,6 +24,11 @@ class Tile:
     warps: int
     prefetch_bytes: int  # of each weight row, loaded before the inputs are ready
     parts: int = 1  # into which K, the input dimension, is split
+    row_blocks: int = 1  # at most; each reads the weight, which should be small for more than one
+
+    @property
+    def most_rows(self) -> int:
+        return self.rows * self.row_blocks
 
     def fits(self, num_out: int, width: int) -> bool:
         """Whether a matrix [num_out, width] consists of whole blocks."""
@@ -69,10 +74,14 @@ def _skinny_kernel(
         _prefetch_rows(weight, first, width, prefetch_bytes, BLOCK_OUT, PIECES)
         if GATED:
             _prefetch_rows(weight, num_out + first, width, prefetch_bytes, BLOCK_OUT, PIECES)
-    out, row, inner = first + tl.arange(0, BLOCK_OUT), tl.arange(0, ROWS), tl.arange(0, BLOCK_IN)
+    out, row, inner = (
+        first + tl.arange(0, BLOCK_OUT),
+        tl.program_id(2) * ROWS + tl.arange(0, ROWS),
+        tl.arange(0, BLOCK_IN),
+    )
     w_start = weight + out[:, None].to(tl.int64) * width + inner[None, :]
     up_start = weight + (num_out + out)[:, None].to(tl.int64) * width + inner[None, :]
-    x_start = x + row[None, :] * width + part * part_width + inner[:, None]
+    x_start = x + row[None, :].to(tl.int64) * width + part * part_width + inner[:, None]
     acc = tl.zeros((BLOCK_OUT, ROWS), tl.float32)
     up_acc = tl.zeros((BLOCK_OUT, ROWS), tl.float32)
     if bias is not None:  # a weight as well; of the parts of a sum the first has it
@@ -115,10 +124,10 @@ def skinny_gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None, tile: Ti
 
 def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor, tile: Tile, *, gated: bool) -> None:
     (num_rows, width), num_out = x.shape, y.shape[-1]
-    assert num_rows <= tile.rows, (num_rows, tile)
+    assert num_rows <= tile.most_rows, (num_rows, tile)
     assert tile.fits(num_out, width), (weight.shape, tile)
     part_width = width // tile.parts
-    _skinny_kernel[(num_out // tile.block_out, tile.parts)](
+    _skinny_kernel[(num_out // tile.block_out, tile.parts, triton.cdiv(num_rows, tile.rows))](
         *(x, weight, bias, y, num_rows, num_out, width, part_width),
         min(tile.prefetch_bytes, part_width * x.element_size()),
         GATED=gated,
