@@ -2,8 +2,8 @@
 
     python scripts/tune_experts.py [--shapes gpt-oss-20b] [--rows 1,5]
 
-Prints for each shape and number of rows the fastest tiles of both products, as (block_out, block_in, stages, warps) and
-the most registers, for each number of rows of a block, and what the pass takes with the best of them.
+Prints for each shape and number of rows the fastest tiles of both products, as (block_out, block_in, stages, warps),
+for each number of rows of a block, and what the pass takes with the best of them.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from specgen.bench.timing import num_layers, time_layers
 from specgen.ops.expert_blocks import find_blocks
 from specgen.ops.expert_kernels import ExpertTiles, LoadedExperts, Tile, down, gate_up
 
-Sizes = tuple[int, ...]  # block_out, block_in, stages, warps, and the most registers if there is a limit
+Sizes = tuple[int, int, int, int]  # block_out, block_in, stages, warps
 CUDA, DTYPE = torch.device("cuda", 0), torch.bfloat16
 # by rows of a block: candidates for gate and up, and for down
 PLAIN: dict[int, tuple[tuple[Sizes, ...], tuple[Sizes, ...]]] = {
@@ -48,33 +48,35 @@ PLAIN: dict[int, tuple[tuple[Sizes, ...], tuple[Sizes, ...]]] = {
 }
 MXFP4: dict[int, tuple[tuple[Sizes, ...], tuple[Sizes, ...]]] = {
     16: (
-        ((32, 128, 3, 4), (32, 128, 4, 4), (64, 128, 3, 4), (64, 128, 4, 4), (64, 128, 4, 8)),
-        ((64, 128, 3, 4), (64, 128, 4, 4), (128, 128, 3, 4), (128, 128, 4, 4), (128, 128, 6, 4)),
+        ((32, 128, 3, 4), (32, 128, 4, 4), (64, 128, 3, 4), (64, 128, 4, 4)),
+        ((64, 128, 3, 4), (64, 128, 4, 4), (128, 128, 3, 4), (128, 128, 4, 4)),
     ),
     32: (
-        ((64, 128, 3, 4), (64, 128, 4, 4), (64, 128, 3, 8), (128, 128, 4, 8)),
-        ((128, 128, 3, 4), (128, 128, 4, 4), (128, 128, 3, 8), (256, 128, 3, 8)),
+        ((32, 128, 3, 4), (64, 128, 3, 4), (64, 128, 4, 4), (64, 128, 3, 8), (128, 128, 3, 8)),
+        ((64, 128, 3, 4), (128, 128, 3, 4), (128, 128, 4, 4), (128, 128, 3, 8), (256, 128, 3, 8)),
     ),
     64: (
-        ((64, 128, 3, 4), (64, 128, 2, 4), (64, 128, 3, 8), (128, 128, 3, 8), (128, 128, 2, 8)),
-        ((128, 128, 3, 4), (128, 128, 2, 4), (128, 128, 3, 8), (256, 128, 3, 8), (256, 128, 2, 8)),
+        ((32, 128, 3, 4), (64, 128, 3, 4), (64, 128, 2, 4), (64, 128, 3, 8), (128, 128, 3, 8)),
+        ((64, 128, 3, 4), (128, 128, 3, 4), (128, 128, 2, 4), (128, 128, 3, 8), (256, 128, 3, 8)),
     ),
     128: (
-        ((64, 128, 2, 8, 128), (64, 128, 3, 8, 128), (64, 128, 3, 8), (128, 128, 3, 8)),
-        ((128, 128, 2, 8, 128), (128, 128, 3, 8, 128), (128, 128, 3, 8), (256, 128, 3, 8)),
+        ((32, 128, 3, 4), (64, 128, 2, 8), (64, 128, 3, 8), (128, 128, 3, 8)),
+        ((64, 128, 3, 4), (128, 128, 2, 8), (128, 128, 3, 8), (256, 128, 3, 8)),
     ),
+    256: (((64, 128, 2, 8), (64, 128, 3, 8)), ((128, 128, 2, 8), (128, 128, 3, 8))),
 }
 
 
 def tile(sizes: Sizes) -> Tile:
-    return Tile(**dict(zip(("block_out", "block_in", "stages", "warps", "registers"), sizes, strict=False)))
+    block_out, block_in, stages, warps = sizes
+    return Tile(block_out=block_out, block_in=block_in, stages=stages, warps=warps)
 
 
 def candidates(shape: ExpertShape, rows: int) -> Iterator[tuple[int, tuple[Sizes, ...], tuple[Sizes, ...]]]:
     """Blocks neither far smaller than the mean number of an expert's rows nor far larger."""
     mean = rows * shape.k / shape.num_experts
     for block_rows, (gates, downs) in (MXFP4 if shape.mxfp4 else PLAIN).items():
-        if (mean <= 1.5 * block_rows or block_rows == 128) and block_rows <= max(16, 4 * mean):
+        if (mean <= 1.5 * block_rows or block_rows == 256) and block_rows <= max(16, 4 * mean):
             yield block_rows, gates, downs
 
 

@@ -24,7 +24,6 @@ class Tile:
     block_in: int  # MXFP4: 128
     stages: int  # blocks of the weight in flight
     warps: int
-    registers: int | None = None  # per thread at most, where another program fits beside this one then
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,7 +206,6 @@ def _constants(blocks: Blocks, rows: int, tile: Tile) -> dict[str, Any]:
         "BLOCK_IN": tile.block_in,
         "STAGES": tile.stages,
         "num_warps": tile.warps,
-        "maxnreg": tile.registers,
         **PDL,
     }
 

@@ -83,31 +83,18 @@ def word_product(
     STAGES: tl.constexpr,  # noqa: N803
 ) -> tl.tensor:
     """As ``plain_product``, of what ``as_words`` made; ``x`` is in bfloat16."""
-    place = tl.arange(0, 16)
+    place, inner = tl.arange(0, 16), tl.arange(0, 128)
     num_blocks = tl.cdiv(width, 128)
     first = expert.to(tl.int64) * num_blocks * num_out
     w_start = words + first * 16 + out[:, None] * 16 + place[None, :]
     s_start = scales + first + out
-    x_start = x + row[None, :].to(tl.int64) * width + place[:, None]
+    x_start = x + row[None, :].to(tl.int64) * width + inner[:, None]
     acc = tl.zeros((out.shape[0], row.shape[0]), tl.float32)
     for block in tl.range(0, num_blocks, num_stages=STAGES):
-        w = tl.load(w_start + block * num_out * 16)
-        s = tl.load(s_start + block * num_out)
-        w0, w1, w2, w3, w4, w5, w6, w7 = _unpack(w, s)
-        x_block, left = x_start + block * 128, width - block * 128
+        w = _unpack(tl.load(w_start + block * num_out * 16), tl.load(s_start + block * num_out))
         # Rows that are not there must not be read: the same address for all would be a bottleneck of the L2 cache.
-        there = inside[None, :]
-        acc = tl.dot(w0, tl.load(x_block, there, 0), acc)
-        acc = tl.dot(w1, tl.load(x_block + 16, there, 0), acc)
-        there = inside[None, :] & (left > 32)
-        acc = tl.dot(w2, tl.load(x_block + 32, there, 0), acc)
-        acc = tl.dot(w3, tl.load(x_block + 48, there, 0), acc)
-        there = inside[None, :] & (left > 64)
-        acc = tl.dot(w4, tl.load(x_block + 64, there, 0), acc)
-        acc = tl.dot(w5, tl.load(x_block + 80, there, 0), acc)
-        there = inside[None, :] & (left > 96)
-        acc = tl.dot(w6, tl.load(x_block + 96, there, 0), acc)
-        acc = tl.dot(w7, tl.load(x_block + 112, there, 0), acc)
+        there = inside[None, :] & (inner[:, None] < width - block * 128)
+        acc = tl.dot(w, tl.load(x_start + block * 128, there, 0), acc)
     return acc
 
 
@@ -122,9 +109,9 @@ def prefetch_words(words: tl.tensor, expert: tl.tensor, out: tl.tensor, num_out:
 
 
 @triton.jit
-def _unpack(words: tl.tensor, scales: tl.tensor) -> tuple[tl.tensor, ...]:
-    """Words [M, 16] and a word of scales for each output [M]: eight matrices [M, 16], one of 16 inputs each."""
-    return tl.inline_asm_elementwise(  # type: ignore[no-any-return]
+def _unpack(words: tl.tensor, scales: tl.tensor) -> tl.tensor:
+    """Words [M, 16] and a word of scales for each output [M]: the outputs' weights [M, 128] in bfloat16."""
+    w0, w1, w2, w3, w4, w5, w6, w7 = tl.inline_asm_elementwise(
         _UNPACK,
         "=r,=r,=r,=r,=r,=r,=r,=r,r,r,r,r",
         [words, tl.broadcast_to(scales[:, None], words.shape)],
@@ -132,6 +119,10 @@ def _unpack(words: tl.tensor, scales: tl.tensor) -> tuple[tl.tensor, ...]:
         is_pure=True,
         pack=2,
     )
+    # Each is 16 inputs in the registers where the tensor cores want them, so that none of this moves a value.
+    even, odd = tl.join(tl.join(w0, w4), tl.join(w2, w6)), tl.join(tl.join(w1, w5), tl.join(w3, w7))
+    parts = tl.permute(tl.join(even, odd), (0, 2, 3, 4, 1))
+    return tl.reshape(parts, (words.shape[0], 128))
 
 
 def as_words(data: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:

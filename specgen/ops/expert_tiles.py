@@ -3,8 +3,8 @@
 from specgen.ops.expert_kernels import ExpertTiles, Tile
 
 
-def _tile(block_out: int, block_in: int, stages: int, warps: int, registers: int | None = None) -> Tile:
-    return Tile(block_out=block_out, block_in=block_in, stages=stages, warps=warps, registers=registers)
+def _tile(block_out: int, block_in: int, stages: int, warps: int) -> Tile:
+    return Tile(block_out=block_out, block_in=block_in, stages=stages, warps=warps)
 
 
 # of 2 bytes a weight; more rows in bfloat16 go to torch's grouped product, which waits for the host in others
@@ -18,10 +18,12 @@ PLAIN_TILES = (
 # the last is for any number of rows
 MXFP4_TILES = (
     ExpertTiles(most=0.2, rows=16, gate_up=_tile(32, 128, 4, 4), down=_tile(64, 128, 4, 4)),
+    ExpertTiles(most=2, rows=16, gate_up=_tile(32, 128, 4, 4), down=_tile(128, 128, 3, 4)),
     ExpertTiles(most=11, rows=16, gate_up=_tile(64, 128, 3, 4), down=_tile(128, 128, 3, 4)),
-    ExpertTiles(most=26, rows=32, gate_up=_tile(64, 128, 3, 4), down=_tile(128, 128, 4, 4)),
-    ExpertTiles(most=50, rows=64, gate_up=_tile(64, 128, 3, 4), down=_tile(128, 128, 3, 4)),
-    ExpertTiles(most=100, rows=128, gate_up=_tile(64, 128, 3, 8, 128), down=_tile(256, 128, 3, 8)),
+    ExpertTiles(most=26, rows=32, gate_up=_tile(128, 128, 3, 8), down=_tile(128, 128, 4, 4)),
+    ExpertTiles(most=50, rows=64, gate_up=_tile(64, 128, 3, 8), down=_tile(128, 128, 3, 4)),
+    ExpertTiles(most=100, rows=128, gate_up=_tile(128, 128, 3, 8), down=_tile(256, 128, 3, 8)),
+    ExpertTiles(most=200, rows=256, gate_up=_tile(64, 128, 3, 8), down=_tile(128, 128, 3, 8)),
 )
 # for any number of rows, without tensor cores
 FLOAT32_TILES = (ExpertTiles(most=0, rows=16, gate_up=_tile(32, 64, 3, 4), down=_tile(32, 64, 3, 4)),)
