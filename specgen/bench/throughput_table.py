@@ -6,15 +6,16 @@ from dataclasses import dataclass
 from specgen import display
 from specgen.bench.matrices import Matrix
 from specgen.bench.output import BenchTable, Plot, Value
-from specgen.bench.repeats import MedianRange, Repeat, Repeats
+from specgen.bench.repeat import Repeat
+from specgen.bench.repeats import MedianRange, Repeats
 from specgen.engine.arms import Arm
 from specgen.report.table import Column, Row
 from specgen.report.timings import LatencyStats
 
 _SPREADS: Mapping[str, Callable[[Repeat], LatencyStats | None]] = {
-    "ttft": lambda repeat: repeat.report.ttft_seconds,
-    "tpot": lambda repeat: repeat.report.tpot_seconds,
-    "itl": lambda repeat: repeat.itl_seconds,
+    "ttft": lambda repeat: repeat.ttft,
+    "tpot": lambda repeat: repeat.tpot,
+    "itl": lambda repeat: repeat.itl,
 }
 _PARTS = ("mean", "median", "p99")
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from specgen.cli.help import Command, Commands
+from specgen.cli.measuring import print_turn, stoppable
 from specgen.cli.options import AS_JSON, DATA_PATH, Only, numbers, with_options
 from specgen.cli.printing import print_files, print_parts
 from specgen.config import EngineConfig, option, require
@@ -27,6 +28,12 @@ app = typer.Typer(
 )
 
 _OUTPUT = option(None, "Results", "Directory for the table: NAME.csv, NAME.json, and NAME.html with plots.")
+_KEPT = option(
+    None,
+    "Results",
+    "Directory for the table: NAME.csv, NAME.json, NAME.html with plots, and NAME.rounds.jsonl, in which every round "
+    "is kept: the same command goes on.",
+)
 _REPEATS = "Measurements per number."
 
 _SIZES = {
@@ -92,7 +99,7 @@ def kernels(
         repeats=repeats,
         device=device,
     )
-    publish(measure(job), output, as_json)
+    publish("kernels", measure(job), output, as_json)
 
 
 @app.command(cls=Command)
@@ -131,7 +138,7 @@ def experts(
         dtype=DTYPES[choose_dtype(engine.dtype, device)],
         device=device,
     )
-    publish(measure(job), output, as_json)
+    publish("experts", measure(job), output, as_json)
 
 
 @app.command(cls=Command)
@@ -168,7 +175,7 @@ def throughput(
         ),
     ],
     repeats: int = option(3, "Table", _REPEATS),
-    output: Path | None = _OUTPUT,
+    output: Path | None = _KEPT,
     as_json: bool = AS_JSON,
 ) -> None:
     """Output tokens per second, ratios and latencies: the tables of vLLM's pull requests, and batch against K."""
@@ -188,7 +195,10 @@ def throughput(
     from specgen.bench.throughput import ThroughputJob, throughput  # imports torch
 
     job = ThroughputJob(matrix=chosen, workload=workload, engine=engine, data_path=data_path, repeats=repeats)
-    publish(throughput(job), output, as_json)
+    with stoppable(output):
+        for table in throughput(job, output, print_turn):
+            write_table(table, output)
+    print_table(table, output, as_json)
 
 
 @app.command(cls=Command)
@@ -215,26 +225,44 @@ def step(
         batch_sizes=numbers("batch-sizes", batch_sizes),
         prompt_tokens=prompt_tokens,
     )
-    publish(explain(job), output, as_json)
+    publish("step", explain(job), output, as_json)
 
 
-def publish(tables: Iterable["BenchTable"], output: Path | None, as_json: bool) -> None:
-    """Write the files of a growing table after every row, and print the last one."""
-    require(
-        output is None or not output.is_file(),
-        f"output {str(output)!r} is a file: name a directory for tables",
-    )
+def publish(name: str, tables: Iterable["BenchTable"], output: Path | None, as_json: bool) -> None:
+    """Write the files of a growing table after every row, and print the last one; earlier ones are not replaced."""
+    refuse_earlier(name, output)
     for table in tables:
         print(f"{table.name}: {len(table.rows)} rows", end="\r", file=sys.stderr, flush=True)
-        if output is not None:
-            with writable(output):
-                table.write(output)
+        write_table(table, output)
     print(file=sys.stderr)
+    print_table(table, output, as_json)
+
+
+def refuse_earlier(name: str, output: Path | None) -> None:
+    """``UserError`` where ``output`` is a file, or has the table ``name`` already."""
+    if output is None:
+        return
+    require(not output.is_file(), f"output {str(output)!r} is a file: name a directory for tables")
+    require(
+        not (output / f"{name}.json").exists(),
+        f"output {str(output)!r} holds an earlier {name}.json: name a new directory, or remove it first",
+    )
+
+
+def write_table(table: "BenchTable", output: Path | None) -> None:
+    """The files of ``table``."""
+    if output is not None:
+        with writable(output):
+            table.write(output)
+
+
+def print_table(table: "BenchTable", output: Path | None, as_json: bool) -> None:
+    """A table that is complete; exit code 1 where it has no row, as its notes say."""
     if as_json:
         print(json.dumps(table.to_json()))
     else:
         print_parts(table.parts(), sys.stdout)
     if output is not None:
         print_files(output, f"{table.name}.html")
-    if not table.rows:  # every arm has failed, as the notes say
+    if not table.rows:  # every arm has failed
         raise typer.Exit(1)
