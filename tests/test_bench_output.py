@@ -33,7 +33,7 @@ TABLE = BenchTable(
     rows=tuple(dict(zip(NAMES, row, strict=True)) for row in VALUES),
     plots=(
         Plot(title="Speeds", x="batch", y="speed", series="mode"),
-        Plot(title="Those of <a>", x="batch", y="ratio", series="mode", where={"mode": "<a>"}),
+        Plot(title="Those of <a>", x="batch", y="ratio", series="mode", where={"mode": ("<a>",)}),
     ),
     notes=("batch 64 was not run: no memory",),
     num_keys=2,

@@ -19,8 +19,8 @@ from specgen.bench import plans
 from specgen.bench import workload as workloads
 from specgen.bench.known_text import KnownText
 from specgen.bench.matrices import MATRICES, Axis, Matrix, Workload, find_matrix
-from specgen.bench.repeats import MedianRange
 from specgen.bench.plans import Plan, side_by_side
+from specgen.bench.repeats import MedianRange
 from specgen.bench.throughput import ThroughputJob, throughput
 from specgen.bench.throughput_table import best_lengths
 from specgen.bench.workload import kv_bytes, make_prompts

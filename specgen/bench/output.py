@@ -3,7 +3,7 @@
 import csv
 import io
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 from specgen.report.charts import Lines, Point, quarters
 from specgen.report.origin import origin
 from specgen.report.page import Page
-from specgen.report.table import Row, Table
+from specgen.report.table import Column, Row, Table
 from specgen.report.terminal import Part
 from specgen.rundir.atomic import write_text
 from specgen.rundir.provenance import now
@@ -21,20 +21,28 @@ Value = str | int | float | bool | None
 
 @dataclass(frozen=True, kw_only=True)
 class Plot:
-    """Column ``y`` over column ``x``, with a line per value of column ``series``, of rows that match ``where``."""
+    """Column ``y`` over column ``x``, with a line per value of column ``series``.
+
+    ``where`` has the values by column that its rows may have.
+    """
 
     title: str
     x: str
     y: str
     series: str
-    where: Row = field(default_factory=dict)
+    where: Mapping[str, Container[Value]] = field(default_factory=dict)
 
-    def points(self, rows: tuple[Row, ...]) -> dict[str, list[Point]]:
-        """The points of each line in the order of ``rows``; plots of one series have the same lines."""
+    def points(self, rows: tuple[Row, ...], interval: str = "") -> dict[str, list[Point]]:
+        """The points of each line in the order of ``rows``; plots of one series have the same lines.
+
+        ``interval`` is the key of the values' intervals, if they have some.
+        """
         lines: dict[str, list[Point]] = {str(row[self.series]): [] for row in rows}
         for row in rows:
-            if isinstance(row[self.y], int | float) and self.where.items() <= row.items():
-                lines[str(row[self.series])].append(Point(name=str(row[self.x]), number=row[self.y]))
+            matches = all(row[name] in allowed for name, allowed in self.where.items())
+            if isinstance(row[self.y], int | float) and matches:
+                point = Point(name=str(row[self.x]), number=row[self.y], interval=row.get(interval))
+                lines[str(row[self.series])].append(point)
         return lines
 
 
@@ -46,10 +54,11 @@ class BenchTable(Table):
     conditions: Mapping[str, Value]
     plots: tuple[Plot, ...] = ()
     notes: tuple[str, ...] = ()  # such as what was not measured and why
+    more: tuple[Table, ...] = ()  # of the page alone
 
     def __post_init__(self) -> None:
-        names = [column.name for column in self.columns]
-        assert all(list(row) == names for row in self.rows), "rows have the columns' names, in their order"
+        names = [key for column in self.columns for key in (column.name, column.interval) if key]
+        assert all(list(row) == names for row in self.rows), "rows have the columns' keys, in their order"
         for plot in self.plots:
             assert {plot.x, plot.y, plot.series, *plot.where} <= set(names), plot
 
@@ -61,10 +70,24 @@ class BenchTable(Table):
 
     def to_csv(self) -> str:
         text = io.StringIO()
-        writer = csv.DictWriter(text, [column.name for column in self.columns], lineterminator="\n")
+        rows = [self._flat(row) for row in self.rows]
+        names = self._flat(
+            dict.fromkeys(key for column in self.columns for key in (column.name, column.interval))
+        )
+        writer = csv.DictWriter(text, list(names), lineterminator="\n")
         writer.writeheader()
-        writer.writerows(self.rows)
+        writer.writerows(rows)
         return text.getvalue()
+
+    def _flat(self, row: Row) -> dict[str, Value]:
+        """``row`` with the ends of an interval as two values."""
+        found: dict[str, Value] = {}
+        for column in self.columns:
+            found[column.name] = row[column.name]
+            if column.interval:
+                low, high = row[column.interval] or (None, None)
+                found |= {f"{column.interval}_low": low, f"{column.interval}_high": high}
+        return found
 
     def to_json(self) -> dict[str, Any]:
         """Everything but the plots."""
@@ -72,7 +95,7 @@ class BenchTable(Table):
             "name": self.name,
             "title": self.title,
             "head": dict(self.conditions),
-            "columns": [{"name": column.name, "unit": column.unit} for column in self.columns],
+            "columns": [_described(column) for column in self.columns],
             "num_keys": self.num_keys,
             "rows": [dict(row) for row in self.rows],
             "notes": list(self.notes),
@@ -84,7 +107,7 @@ class BenchTable(Table):
         return Page(
             title=self.title,
             settings={name: str(value) for name, value in self.conditions.items()},
-            tables=[*self._plotted(), every],
+            tables=[*self._plotted(), *self.more, every],
             findings=self.notes,
             origin=origin(now("cpu")),  # the device is one of the conditions
         ).to_html()
@@ -99,10 +122,11 @@ class BenchTable(Table):
     def _plotted(self) -> Iterator[Table]:
         by_name = {column.name: column for column in self.columns}
         for plot in self.plots:
-            lines = plot.points(self.rows)
-            numbers = [point.number or 0.0 for points in lines.values() for point in points]
+            x, y = by_name[plot.x], by_name[plot.y]
+            lines = plot.points(self.rows, y.interval)
+            seen = [point for points in lines.values() for point in points]
+            numbers = [each for point in seen for each in (point.number or 0.0, *(point.interval or ()))]
             if numbers:
-                x, y = by_name[plot.x], by_name[plot.y]
                 chart = Lines(
                     title=plot.title,
                     label=f"{y.heading} over {x.heading}",
@@ -113,3 +137,9 @@ class BenchTable(Table):
                 )
                 note = f"one line per {plot.series}"
                 yield Table(title=plot.title, note=note, columns=(), rows=(), lines=chart)
+
+
+def _described(column: Column) -> dict[str, str]:
+    """A column for a JSON document; ``of_bench`` reads it."""
+    interval = {"interval": column.interval} if column.interval else {}
+    return {"name": column.name, "unit": column.unit, **interval}

@@ -41,7 +41,7 @@ class Plan:
 
 @dataclass(frozen=True, kw_only=True)
 class Prepared:
-    """A bench that could begin: its pair, without weights, and its plans; ``notes`` say which arms have none, and why."""
+    """A bench that could begin: its pair, without weights, and its plans; ``notes`` say which have none and why."""
 
     base: EngineConfig  # resolved
     checkpoints: Checkpoints

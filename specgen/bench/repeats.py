@@ -70,7 +70,7 @@ class Repeats:
         mine, theirs = self._logs, other._logs
         met = [mine[number] - theirs[number] for number in mine if number in theirs]
         if met:
-            centre, freedom = statistics.fmean(met), len(met) - 1
+            centre, freedom = statistics.fmean(met), float(len(met) - 1)
             variance = statistics.variance(met) / len(met) if freedom else 0.0
         else:
             centre = statistics.fmean(mine.values()) - statistics.fmean(theirs.values())

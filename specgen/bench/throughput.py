@@ -6,7 +6,7 @@ others runs all its repeats before the next arm, because building its engine aga
 than the measurement. The conditions list the groups. See ``turns`` for what is timed.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -15,6 +15,7 @@ from typing import Any
 from specgen.bench.bound import StepBytes
 from specgen.bench.device_speed import copy_bandwidth
 from specgen.bench.environment import conditions, free_memory
+from specgen.bench.forecast import forecast
 from specgen.bench.known_text import KnownText
 from specgen.bench.matrices import Matrix, Workload
 from specgen.bench.output import BenchTable
@@ -26,6 +27,7 @@ from specgen.bench.turns import Turns, Watch, nobody
 from specgen.config import EngineConfig, require
 from specgen.engine.loading import load_models
 from specgen.report.table import Row
+from specgen.report.terminal import Part
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +70,12 @@ def prepared(job: ThroughputJob, output: Path | None = None) -> Prepared:
     )
 
 
+def forecast_of(job: ThroughputJob) -> Iterator[Part]:
+    """What ``--dry-run`` prints."""
+    ready = prepared(job)
+    return forecast(ready, yardstick_of(ready), job.repeats, job.repeats)
+
+
 def throughput(job: ThroughputJob, output: Path | None = None, watch: Watch = nobody) -> Iterator[BenchTable]:
     """Yield the growing table after each round of each group of arms, and the whole one at the end.
 
@@ -98,14 +106,14 @@ def _measure(job: ThroughputJob, ready: Prepared, rounds: Rounds, watch: Watch) 
 
     for number, group in enumerate(groups):
         turns.turns_behind = sum(map(len, groups[number + 1 :])) * (job.repeats + 1)
-        for _ in turns.run(group, partial(_incomplete, group, job.repeats), most=job.repeats):
+        for _ in turns.run(group, partial(_incomplete, job.repeats), most=job.repeats):
             yield so_far()
     yield so_far()
 
 
-def _incomplete(group: list[Plan], repeats: int, rounds: Rounds) -> list[str]:
+def _incomplete(repeats: int, arms: Sequence[str], rounds: Rounds) -> list[str]:
     """The arms that have fewer than all ``repeats``."""
-    return [plan.arm.name for plan in group if rounds.count(plan.arm.name) < repeats]
+    return [arm for arm in arms if rounds.count(arm) < repeats]
 
 
 def yardstick_of(ready: Prepared) -> Yardstick:

@@ -19,7 +19,8 @@ from specgen.engine.loading import Models
 from specgen.engine.warm_engine import WarmEngine
 
 _Done = TypeVar("_Done")
-Takers = Callable[[Rounds], Sequence[str]]  # the arms that take part in the next round; none: it is over
+# Of the arms that can take part, those that are to in the next round; none: it is over
+Takers = Callable[[Sequence[str], Rounds], Sequence[str]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +68,9 @@ class Turns:
         """
         engines: dict[str, WarmEngine] = {}
         waiting = {plan.arm.name: plan for plan in plans}  # without an engine
-        while asked := set(takers(self.rounds)) & {*engines, *waiting}:
+        while asked := takers(
+            [plan.arm.name for plan in plans if plan.arm.name in {*engines, *waiting}], self.rounds
+        ):
             for name in [name for name in waiting if name in asked]:
                 plan = waiting.pop(name)
                 if engines and time.monotonic() >= deadline:
@@ -77,7 +80,7 @@ class Turns:
                     engines[name] = engine
                 self._tell(name, None, {}, plain, most, [*engines, *waiting])
             found: dict[str, Repeat] = {}
-            for name in [plan.arm.name for plan in plans if plan.arm.name in asked & engines.keys()]:
+            for name in [plan.arm.name for plan in plans if plan.arm.name in {*asked} & engines.keys()]:
                 repeat = self._attempt(name, partial(self._repeat, engines[name]))
                 if repeat is not None:
                     found[name] = repeat

@@ -1,6 +1,5 @@
 """``specgen bench``: its commands and the output of their tables."""
 
-import json
 import sys
 from collections.abc import Iterable
 from dataclasses import MISSING, replace
@@ -10,11 +9,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from specgen.cli.help import Command, Commands
-from specgen.cli.measuring import print_turn, stoppable
+from specgen.cli.measuring import (
+    print_forecast,
+    print_table,
+    print_turn,
+    refuse_earlier,
+    stoppable,
+    write_table,
+)
 from specgen.cli.options import AS_JSON, DATA_PATH, Only, numbers, with_options
-from specgen.cli.printing import print_files, print_parts
-from specgen.config import EngineConfig, option, require
-from specgen.rundir.atomic import writable
+from specgen.config import EngineConfig, option
 
 if TYPE_CHECKING:
     from specgen.bench.output import BenchTable
@@ -175,6 +179,9 @@ def throughput(
         ),
     ],
     repeats: int = option(3, "Table", _REPEATS),
+    dry_run: bool = option(
+        False, "Table", "Print the arms and what they will take at least; read no weights and run nothing."
+    ),
     output: Path | None = _KEPT,
     as_json: bool = AS_JSON,
 ) -> None:
@@ -192,11 +199,15 @@ def throughput(
     changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     workload = replace(chosen.workload, **changes)
     engine = replace(engine, max_batch_size=workload.max_batch_size, prefix_cache=False)
-    from specgen.bench.throughput import ThroughputJob, throughput  # imports torch
+    from specgen.bench.throughput import ThroughputJob, forecast_of  # imports torch
+    from specgen.bench.throughput import throughput as measure
 
     job = ThroughputJob(matrix=chosen, workload=workload, engine=engine, data_path=data_path, repeats=repeats)
+    if dry_run:
+        print_forecast(forecast_of(job))
+        return
     with stoppable(output):
-        for table in throughput(job, output, print_turn):
+        for table in measure(job, output, print_turn):
             write_table(table, output)
     print_table(table, output, as_json)
 
@@ -236,33 +247,3 @@ def publish(name: str, tables: Iterable["BenchTable"], output: Path | None, as_j
         write_table(table, output)
     print(file=sys.stderr)
     print_table(table, output, as_json)
-
-
-def refuse_earlier(name: str, output: Path | None) -> None:
-    """``UserError`` where ``output`` is a file, or has the table ``name`` already."""
-    if output is None:
-        return
-    require(not output.is_file(), f"output {str(output)!r} is a file: name a directory for tables")
-    require(
-        not (output / f"{name}.json").exists(),
-        f"output {str(output)!r} holds an earlier {name}.json: name a new directory, or remove it first",
-    )
-
-
-def write_table(table: "BenchTable", output: Path | None) -> None:
-    """The files of ``table``."""
-    if output is not None:
-        with writable(output):
-            table.write(output)
-
-
-def print_table(table: "BenchTable", output: Path | None, as_json: bool) -> None:
-    """A table that is complete; exit code 1 where it has no row, as its notes say."""
-    if as_json:
-        print(json.dumps(table.to_json()))
-    else:
-        print_parts(table.parts(), sys.stdout)
-    if output is not None:
-        print_files(output, f"{table.name}.html")
-    if not table.rows:  # every arm has failed
-        raise typer.Exit(1)

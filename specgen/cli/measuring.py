@@ -1,7 +1,8 @@
-"""What benches print while they measure, and how they end early."""
+"""What benches print while they measure and at the end, the files of their tables, and how they end early."""
 
+import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -9,10 +10,15 @@ from typing import TYPE_CHECKING
 import typer
 
 from specgen import display
+from specgen.cli.printing import print_files, print_parts
+from specgen.config import require
+from specgen.rundir.atomic import writable
 from specgen.rundir.interrupt import breakable
 
 if TYPE_CHECKING:
+    from specgen.bench.output import BenchTable
     from specgen.bench.turns import Turn
+    from specgen.report.terminal import Part
 
 
 def print_turn(turn: "Turn") -> None:
@@ -46,3 +52,38 @@ def stoppable(output: Path | None) -> Iterator[None]:
             lost = "nothing is kept without --output"
             print(f"specgen: interrupted; {lost if output is None else kept}", file=sys.stderr)
             raise typer.Exit(interrupt.exit_code) from None
+
+
+def print_forecast(parts: "Iterable[Part]") -> None:
+    """What a bench will do."""
+    print_parts(parts, sys.stdout)
+
+
+def refuse_earlier(name: str, output: Path | None) -> None:
+    """``UserError`` where ``output`` is a file, or has the table ``name`` already."""
+    if output is None:
+        return
+    require(not output.is_file(), f"output {str(output)!r} is a file: name a directory for tables")
+    require(
+        not (output / f"{name}.json").exists(),
+        f"output {str(output)!r} holds an earlier {name}.json: name a new directory, or remove it first",
+    )
+
+
+def write_table(table: "BenchTable", output: Path | None) -> None:
+    """The files of ``table``."""
+    if output is not None:
+        with writable(output):
+            table.write(output)
+
+
+def print_table(table: "BenchTable", output: Path | None, as_json: bool) -> None:
+    """A table that is complete; exit code 1 where it has no row, as its notes say."""
+    if as_json:
+        print(json.dumps(table.to_json()))
+    else:
+        print_parts(table.parts(), sys.stdout)
+    if output is not None:
+        print_files(output, f"{table.name}.html")
+    if not table.rows:  # every arm has failed
+        raise typer.Exit(1)
