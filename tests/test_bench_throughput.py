@@ -267,7 +267,7 @@ def test_batch_and_k(pair: Path) -> None:
             assert row["x_plain_lowest"] <= row["x_plain"] <= row["x_plain_highest"]
             assert 1 < row["acceptance_length"] <= k + 1
     assert rows[1, 2]["acceptance_length"] < rows[1, 4]["acceptance_length"]
-    assert [note.split(":")[0] for note in table.notes] == ["batch 1", "batch 3"]
+    assert [note.split(":")[0] for note in table.answers] == ["batch 1", "batch 3"]
     assert "weights synthetic" in table.conditions["model"]
     assert "6 of 9 random tokens" in table.conditions["prompts"]
     assert "Output tokens per second" in table.to_html()
@@ -344,8 +344,8 @@ def test_the_best_length_of_a_batch() -> None:
     rows = [row(1, 0, 100.0, None), row(1, 3, 250.0, 2.5), row(1, 5, 200.0, 2.0), row(1, "auto", 240.0, 2.4)]
     rows += [row(64, 0, 900.0, None), row(64, 3, 800.0, 0.9), row(8, "auto", 5.0, None)]
     assert list(best_lengths(rows)) == [
-        "batch 1: K 3 is best, 250 tokens/s, 2.50x plain decoding; auto has 96.0 % of it",
-        "batch 64: K 0 is best, 900 tokens/s",
+        "batch 1: K 3 is best, 250 tokens/s, 2.50x plain decoding; auto has 96.0 % of it.",
+        "batch 64: K 0 is best, 900 tokens/s.",
     ]
     assert list(best_lengths([{"attention": "sdpa"}])) == []
 

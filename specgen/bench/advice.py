@@ -25,13 +25,13 @@ _RUN_AS_MEASURED = (  # options of ``generate`` that are kept where they are not
 def sentence(batch: int, standing: Standing) -> str:
     """The fastest arm at a batch size, by how much, and what is no different; of at least one arm."""
     best, found = standing.best, standing.arms[standing.best]
-    parts = [f"at batch {batch}: {_label(best)}"]
+    parts = [f"At batch {batch}: {_label(best)}"]
     if standing.plain not in standing.arms:
         parts.append("the fastest; plain decoding was not measured")
     elif best != standing.plain:
         parts.append(f"{interval_of(standing.over_reference(best))} of plain")
     parts += [each for each in (_latency(found), f"{display.count(found.speed.median)} tokens/s") if each]
-    return "; ".join([", ".join(parts), *_others(standing)])
+    return "; ".join([", ".join(parts), *_others(standing)]) + "."
 
 
 def dropped(standing: Standing, arm: str) -> str:

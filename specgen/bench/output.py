@@ -3,7 +3,7 @@
 import csv
 import io
 import json
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,8 @@ Value = str | int | float | bool | None
 class Plot:
     """Column ``y`` over column ``x``, with a line per value of column ``series``.
 
-    ``where`` has the values by column that its rows may have.
+    ``where`` has the values by column that its rows may have. ``ends`` are the columns of a range, drawn as whiskers;
+    a column ``y`` with intervals has those. ``reference`` and ``order`` are the chart's, see ``Lines``.
     """
 
     title: str
@@ -31,6 +32,9 @@ class Plot:
     y: str
     series: str
     where: Mapping[str, Container[Value]] = field(default_factory=dict)
+    ends: tuple[str, str] | None = None
+    reference: float | None = None
+    order: Sequence[str] = ()
 
     def points(self, rows: tuple[Row, ...], interval: str = "") -> dict[str, list[Point]]:
         """The points of each line in the order of ``rows``; plots of one series have the same lines.
@@ -41,7 +45,8 @@ class Plot:
         for row in rows:
             matches = all(row[name] in allowed for name, allowed in self.where.items())
             if isinstance(row[self.y], int | float) and matches:
-                point = Point(name=str(row[self.x]), number=row[self.y], interval=row.get(interval))
+                span = row.get(interval) if self.ends is None else (row[self.ends[0]], row[self.ends[1]])
+                point = Point(name=str(row[self.x]), number=row[self.y], interval=span)
                 lines[str(row[self.series])].append(point)
         return lines
 
@@ -53,6 +58,7 @@ class BenchTable(Table):
     name: str  # of its files
     conditions: Mapping[str, Value]
     plots: tuple[Plot, ...] = ()
+    answers: tuple[str, ...] = ()  # what was found, in sentences
     notes: tuple[str, ...] = ()  # such as what was not measured and why
     more: tuple[Table, ...] = ()  # of the page alone
 
@@ -63,10 +69,10 @@ class BenchTable(Table):
             assert {plot.x, plot.y, plot.series, *plot.where} <= set(names), plot
 
     def parts(self) -> Iterator[Part]:
-        """Title, conditions, table and notes, for the terminal."""
+        """Title, conditions, table, answers and notes, for the terminal."""
         yield "\n".join([self.title, *(f"{name}: {value}" for name, value in self.conditions.items())])
         yield self
-        yield "\n".join(self.notes)
+        yield "\n".join([*self.answers, *self.notes])
 
     def to_csv(self) -> str:
         text = io.StringIO()
@@ -98,16 +104,17 @@ class BenchTable(Table):
             "columns": [_described(column) for column in self.columns],
             "num_keys": self.num_keys,
             "rows": [dict(row) for row in self.rows],
-            "notes": list(self.notes),
+            "notes": [*self.answers, *self.notes],
         }
 
     def to_html(self) -> str:
-        """A self-contained page: conditions, plots, table and notes."""
+        """A self-contained page: conditions, answers, plots, table and notes."""
         every = Table(title="Every row", columns=self.columns, rows=self.rows)
         return Page(
             title=self.title,
             settings={name: str(value) for name, value in self.conditions.items()},
             tables=[*self._plotted(), *self.more, every],
+            sentence=" ".join(self.answers),
             findings=self.notes,
             origin=origin(now("cpu")),  # the device is one of the conditions
         ).to_html()
@@ -129,11 +136,13 @@ class BenchTable(Table):
             if numbers:
                 chart = Lines(
                     title=plot.title,
-                    label=f"{y.heading} over {x.heading}",
-                    ticks=quarters(max(numbers)),
+                    label=f"{y.unit} over {x.heading}" if y.unit else x.heading,
+                    ticks=quarters(max(*numbers, plot.reference or 0.0)),
                     show=y.show,
                     lines=lines,
                     named=True,
+                    reference=plot.reference,
+                    order=plot.order,
                 )
                 note = f"one line per {plot.series}"
                 yield Table(title=plot.title, note=note, columns=(), rows=(), lines=chart)

@@ -8,6 +8,7 @@ from specgen.bench.output import BenchTable, Plot, Value
 from specgen.bench.race import Standing
 from specgen.bench.repeats import Speedup
 from specgen.engine.arms import Arm
+from specgen.report.charts import DRAFT_LENGTHS, Scatter, Spot, quarters
 from specgen.report.table import Column, Row, Table
 
 _PLAIN = "-"  # the drafter batch of plain decoding
@@ -49,7 +50,7 @@ def tune_table(
     if rows:
         bests = [standing.best for standing in known.values()]
         fastest = max(bests, key=lambda name: repeats[name].speed.median)
-        sentences.append(f"most tokens per second: {command(arms[fastest])}")
+        sentences.append(f"Most tokens per second: {command(arms[fastest])}")
     disturbed = [f"{name}: {text}" for name, found in repeats.items() for text in found.disturbances]
     return BenchTable(
         name="tune",
@@ -58,7 +59,8 @@ def tune_table(
         columns=COLUMNS,
         rows=tuple(rows.values()),
         plots=tuple(_plots(tuple(rows.values()))),
-        notes=(*sentences, *disturbed, *notes),
+        answers=tuple(sentences),
+        notes=(*disturbed, *notes),
         more=(best_line(rows),),
         num_keys=3,
     )
@@ -111,30 +113,57 @@ def _plots(rows: Sequence[Row]) -> Iterator[Plot]:
     modes = dict.fromkeys(row["drafter_batch"] for row in rows if row["drafter_batch"] != _PLAIN)
     for y, title in (("x_plain", "Speed-up over plain decoding"), ("speed", "Output tokens per second")):
         for mode in modes:
-            allowed = {"drafter_batch": (_PLAIN, mode)}
-            yield Plot(title=f"{title}, {mode}", x="batch", y=y, series="K", where=allowed)
+            yield Plot(
+                title=f"{title}, {mode}",
+                x="batch",
+                y=y,
+                series="K",
+                where={"drafter_batch": (_PLAIN, mode)},
+                reference=1.0 if y == "x_plain" else None,
+                order=DRAFT_LENGTHS,
+            )
 
 
 def best_line(rows: Mapping[str, Row]) -> Table:
     """The arms that no other arm beats in both tokens per second for one user and for all (the Pareto front)."""
-    points = {
-        name: (row["per_user"], row["speed"]) for name, row in rows.items() if row["per_user"] is not None
-    }
-    front = {
-        name: point
-        for name, point in points.items()
-        if not any(one[0] >= point[0] and one[1] >= point[1] and one != point for one in points.values())
-    }
+    spots = [
+        Spot(name=name, x=row["per_user"], y=row["speed"])
+        for name, row in rows.items()
+        if row["per_user"] is not None
+    ]
+    front = sorted((spot for spot in spots if not any(_beats(one, spot) for one in spots)), key=_user_first)
+    groups: dict[str, list[Spot]] = {str(row["K"]): [] for row in rows.values()}
+    for spot in spots:
+        groups[str(rows[spot.name]["K"])].append(spot)
+    chart = Scatter(
+        title="Tokens per second for one user and for all",
+        ticks=quarters(max((spot.y for spot in spots), default=1)),
+        across=quarters(max((spot.x for spot in spots), default=1)),
+        show=display.rate,
+        label="tokens/s for one user",
+        side="tokens/s for all",
+        groups=groups,
+        guide=[(spot.x, spot.y) for spot in front],
+        order=DRAFT_LENGTHS,
+    )
     return Table(
-        title="The best line: tokens per second for one user and for all",
-        note="an arm that is not here is beaten by one of these in both",
+        title="Tokens per second for one user and for all",
+        note="by K, at every batch size; arms that are not on the best line, listed below, are beaten by one of these "
+        "in both",
+        lines=chart if spots else None,
         columns=(
             Column(name="arm", title=""),
             Column(name="per_user", unit="tokens/s", show=display.rate),
             Column(name="speed", unit="tokens/s", show=display.rate),
         ),
-        rows=tuple(
-            {"arm": name, "per_user": user, "speed": speed}
-            for name, (user, speed) in sorted(front.items(), key=lambda item: item[1])
-        ),
+        rows=tuple({"arm": spot.name, "per_user": spot.x, "speed": spot.y} for spot in front),
     )
+
+
+def _beats(one: Spot, other: Spot) -> bool:
+    """Whether ``one`` is no worse in both numbers, and better in one."""
+    return one.x >= other.x and one.y >= other.y and (one.x, one.y) != (other.x, other.y)
+
+
+def _user_first(spot: Spot) -> tuple[float, float]:
+    return spot.x, spot.y

@@ -29,7 +29,6 @@ class Turn:
 
     arm: str
     number: int  # of the arm's repeats; 0 is its warm-up
-    most: int  # repeats that it may come to
     repeat: Repeat | None  # None for a warm-up, and for an arm that failed
     failed: bool
     plain: Repeat | None  # of plain decoding in the same round, where it took part before
@@ -129,7 +128,6 @@ class Turns:
             Turn(
                 arm=name,
                 number=self.rounds.count(name) + 1 if repeat else 0,
-                most=most,
                 repeat=repeat,
                 failed=name in self.failed,
                 plain=None if plain is None or plain == name else found.get(plain),

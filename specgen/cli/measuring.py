@@ -33,7 +33,7 @@ def _said(turn: "Turn") -> str:
         return "failed"
     if turn.repeat is None:
         return "warmed up"
-    speed, found = turn.repeat.tokens_per_second, [f"{turn.number} of {turn.most}"]
+    speed, found = turn.repeat.tokens_per_second, [f"repeat {turn.number}"]
     if turn.plain is not None:
         found.append(f"{display.ratio(speed / turn.plain.tokens_per_second)} of plain")
     if turn.repeat.tpot is not None:

@@ -1,0 +1,68 @@
+"""Engines of a bench whose runs take the time that a test says, on a pair that is never computed."""
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+from calibrated_cycle import Cycle
+from calibrated_shapes import SHAPES
+from calibrated_weights import Source
+from make_calibrated_pair import write_pair
+
+from specgen.bench import turns
+from specgen.config import EngineConfig
+from specgen.core.sequence import Completion, Request
+from specgen.engine.warm_engine import Run
+
+Seconds = Callable[[EngineConfig, int], float]  # of the n-th run of an engine, its warm-up first
+
+
+def write_tiny(path: Path) -> Path:
+    """A tiny calibrated pair in ``path``."""
+    shape = SHAPES["tiny"]
+    cycle = Cycle.draw(shape.num_plain_tokens, shape.draft_vocab_size, 0.75, seed=0)
+    write_pair(path, shape, cycle, Source("cpu", 0))
+    return path
+
+
+class Timed:
+    """What the engines of a bench did; ``clock`` goes on with their runs."""
+
+    def __init__(self, seconds: Seconds) -> None:
+        self.seconds = seconds
+        self.order: list[EngineConfig] = []  # of every run, warm-ups too
+        self.built: list[EngineConfig] = []
+        self.clock = 0.0
+
+    def engine(self, config: EngineConfig, models: object, requests: Sequence[Request]) -> "_Engine":
+        self.built.append(config)
+        return _Engine(self, config, requests)
+
+
+class _Engine:
+    def __init__(self, timed: Timed, config: EngineConfig, requests: Sequence[Request]) -> None:
+        self._timed, self._config, self._requests = timed, config, requests
+        self._runs = self._count()
+
+    def _count(self) -> Iterator[float]:
+        number = 0
+        while True:
+            yield self._timed.seconds(self._config, number)
+            number += 1
+
+    def run(self) -> Run:
+        self._timed.order.append(self._config)
+        seconds = next(self._runs)
+        self._timed.clock += seconds
+        completions = {
+            request.id: Completion(request=request, token_ids=(5,) * 100, finish_reason="length")
+            for request in self._requests
+        }
+        return Run(completions=completions, events=(), seconds=seconds, num_spec_tokens=4)
+
+
+def install(monkeypatch: pytest.MonkeyPatch, seconds: Seconds) -> Timed:
+    """The engines of every bench of this test."""
+    timed = Timed(seconds)
+    monkeypatch.setattr(turns, "WarmEngine", timed.engine)
+    return timed
