@@ -38,6 +38,7 @@ from specgen.engine.warm_engine import WarmEngine
 from specgen.events import Submitted
 from specgen.report.terminal import render
 from tests.engines import Pair, loaded, resolved
+from tests.timed_engines import install
 
 SHAPE = SHAPES["tiny"]
 CYCLE = Cycle.draw(SHAPE.num_plain_tokens, SHAPE.draft_vocab_size, 0.75, seed=0)
@@ -229,6 +230,35 @@ def test_arms_take_turns_within_a_repeat(pair: Path, monkeypatch) -> None:
     apart = list(throughput(job))
     assert apart[-1].conditions["arms that took turns"] == "1; 1"
     assert [len(set(order[:3])), len(set(order[3:]))] == [1, 1]
+
+
+def test_a_stopped_bench_goes_on(pair: Path, monkeypatch, tmp_path: Path) -> None:
+    """The round that was cut off is measured again as a whole, so that its ratios are of one process."""
+    job = job_of(pair, "batch-and-k", "batch=2", "K=0,2", repeats=3)
+
+    def stopped(config: EngineConfig, number: int) -> float:
+        if len(timed.order) == 2 + 2 + 2:  # warm-ups, a round, and the second arm of the next
+            raise KeyboardInterrupt
+        return 1.0 + number
+
+    timed = install(monkeypatch, stopped)
+    with pytest.raises(KeyboardInterrupt):
+        list(throughput(job, tmp_path))
+    timed = install(monkeypatch, lambda config, number: 3.0)
+    table = list(throughput(job, tmp_path))[-1]
+    assert len(timed.order) - len(timed.built) == 2 * 2
+    assert [row["repeats"] for row in table.rows] == [3, 3]
+    assert [(row["lowest"], row["highest"]) for row in table.rows] == 2 * [(100.0, 150.0)]
+    assert table.rows[1]["x_plain_lowest"] == table.rows[1]["x_plain_highest"] == 1
+    timed = install(monkeypatch, lambda config, number: 2.0)
+    assert list(throughput(job, tmp_path))[-1].rows == table.rows
+    assert timed.built == []
+    with pytest.raises(UserError, match=r"holds a run that differs in bench.arms .*: name a new directory"):
+        list(throughput(job_of(pair, "batch-and-k", "batch=2", "K=0,3", repeats=3), tmp_path))
+    (tmp_path / "throughput-batch-and-k.settings.json").unlink()
+    table.write(tmp_path)
+    with pytest.raises(UserError, match="without the rounds that it is of: name a new directory"):
+        list(throughput(job, tmp_path))
 
 
 def test_an_engine_frees_its_memory_at_once(pair: Path, models: Models) -> None:

@@ -224,11 +224,11 @@ def test_a_budget_ends_it_and_the_rest_is_named(pair: Path, monkeypatch, tmp_pat
     assert 60 < timed.clock < 60 + 60, "a round that has begun is ended"
     assert {row["batch"] for row in table.rows} == {1, 4}, "each batch size has its share"
     assert 0 < turns_of(timed)[1, 2, "padded"] < 8
-    nothing = last(job_of(pair, budget=0.001))
-    assert len(nothing.rows) == 0 or nothing.notes[-1].startswith("not measured yet: batch ")
+    timed = install(monkeypatch, usual)
     one = last(job_of(pair, budget=4.0))
-    assert "batch 4, K 4, non-padded" in one.notes[-1]
-    assert one.notes[-1].endswith("the same command goes on")
+    assert [c.draft_length.most for c in timed.built] == [0], "its warm-up takes three of the four seconds"
+    assert "batch 1, K 2, padded; " in one.notes[-1]
+    assert one.notes[-1].endswith("; batch 4, K 4, non-padded: the same command goes on")
 
 
 def test_an_arm_that_fails_costs_the_others_nothing(pair: Path, monkeypatch) -> None:

@@ -9,7 +9,7 @@ from calibrated_shapes import SHAPES
 from calibrated_weights import Source
 from make_calibrated_pair import write_pair
 
-from specgen.bench import turns
+from specgen.bench import plans, throughput, turns
 from specgen.config import EngineConfig
 from specgen.core.sequence import Completion, Request
 from specgen.engine.warm_engine import Run
@@ -65,4 +65,9 @@ def install(monkeypatch: pytest.MonkeyPatch, seconds: Seconds) -> Timed:
     """The engines of every bench of this test."""
     timed = Timed(seconds)
     monkeypatch.setattr(turns, "WarmEngine", timed.engine)
+    for module in (plans, throughput, turns):
+        monkeypatch.setattr(
+            module, "free_memory", lambda: None
+        )  # nothing is taken, and collecting takes long
+    monkeypatch.setattr(throughput, "copy_bandwidth", lambda device: 1e10)  # measuring it takes half a second
     return timed

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from specgen.bench.repeats import Repeats, Speedup
 from specgen.bench.rounds import Rounds
@@ -28,7 +29,7 @@ class Standing:
         """The arm that others are a multiple of: plain decoding, or the best where that has not run."""
         return self.plain if self.plain in self.arms else self.best
 
-    @property
+    @cached_property
     def best(self) -> str:
         """The fastest arm."""
         return max(self.arms, key=self._strength)
