@@ -149,8 +149,8 @@ NAMES = {
     "chat_template_kwargs output_lens max_new_tokens max_prefill_tokens device dtype attention cuda_graphs "
     "gpu_memory_utilization output as_json",
     bench.throughput: "matrix axis repeats dry_run model drafter dataset data_path num_prompts prompt_tokens "
-    "chat_template_kwargs num_spec_tokens max_new_tokens max_batch_size max_prefill_tokens device dtype attention "
-    "cuda_graphs gpu_memory_utilization output as_json",
+    "chat_template_kwargs num_spec_tokens max_new_tokens output_lens max_batch_size max_prefill_tokens device dtype "
+    "attention cuda_graphs gpu_memory_utilization output as_json",
     bench.step: "batch_sizes prompt_tokens model drafter num_spec_tokens drafter_batch max_prefill_tokens device "
     "dtype attention cuda_graphs output as_json",
 }

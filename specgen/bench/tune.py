@@ -7,7 +7,7 @@ plain decoding and the fastest arm so far meet as many others as fit. See ``race
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +19,11 @@ from specgen.bench.matrices import Workload
 from specgen.bench.output import BenchTable
 from specgen.bench.plans import Plan, Prepared, fitted, prepare, room_for_turns
 from specgen.bench.race import LEAST, Race
+from specgen.bench.repeat import Yardstick
 from specgen.bench.rounds import Rounds, kept_rounds, record_of
 from specgen.bench.throughput import yardstick_of
 from specgen.bench.tune_table import tune_table
-from specgen.bench.turns import Turns, Watch, nobody
+from specgen.bench.turns import Turn, Turns, Watch, nobody
 from specgen.config import DrafterBatchName, DraftLength, EngineConfig, require
 from specgen.engine.arms import Arm
 from specgen.engine.loading import load_models
@@ -113,9 +114,10 @@ class _Tuning:
         self._job, self._ready, self._rounds, self._say = job, ready, rounds, say
         self._end = math.inf if job.budget is None else began + job.budget
         yardstick = yardstick_of(ready)
-        self._under = {**_conditions(job, ready), **yardstick.conditions}
+        self._under = _conditions(job, ready, yardstick)
         models = load_models(ready.base, ready.checkpoints)
-        self._turns = Turns(models, yardstick, rounds, watch)
+        self._watch = watch
+        self._turns = Turns(models, yardstick, rounds, self._see)
         self._dropped: set[str] = set()
         self._room = room_for_turns(ready.base)
         self._races = [self._race(arms) for arms in job.races().values()]
@@ -137,6 +139,11 @@ class _Tuning:
                     self._tell_dropped(race)
                     yield self._table()
         yield self._table()
+
+    def _see(self, turn: Turn) -> None:
+        """Pass on a turn; a budget may end earlier than the turns that are left."""
+        left = max(0.0, self._end - time.monotonic())
+        self._watch(replace(turn, seconds_left=min(turn.seconds_left, left)))
 
     def _race(self, arms: Sequence[Arm]) -> tuple[Race, list[Plan]]:
         names = [arm.name for arm in arms]
@@ -191,7 +198,7 @@ class _Tuning:
         return command(arm, self._job.engine, self._job.workload, self._job.data_path)
 
 
-def _conditions(job: TuneJob, ready: Prepared) -> Row:
+def _conditions(job: TuneJob, ready: Prepared, yardstick: Yardstick) -> Row:
     config, workload = ready.base, job.workload
     each = "" if workload.num_prompts else " (two per batch slot, at least four)"
     return {
@@ -207,4 +214,5 @@ def _conditions(job: TuneJob, ready: Prepared) -> Row:
         "in_batch": "mean sequences in a decode step: fewer than the batch where the last requests run out",
         "per_user": "1 / median time per output token",
         "same_texts": "share of the texts that are equal to plain decoding's at that batch size",
+        **{name: text for name, text in yardstick.conditions.items() if name == "wrong_tokens"},
     }

@@ -52,12 +52,15 @@ def tune_table(
         fastest = max(bests, key=lambda name: repeats[name].speed.median)
         sentences.append(f"Most tokens per second: {command(arms[fastest])}")
     disturbed = [f"{name}: {text}" for name, found in repeats.items() for text in found.disturbances]
+    judged = any(row["wrong_tokens"] is not None for row in rows.values())
+    shown = [column for column in COLUMNS if judged or column.name != "wrong_tokens"]
+    keys = [key for column in shown for key in (column.name, column.interval) if key]
     return BenchTable(
         name="tune",
         title="K, drafter batch and batch size",
         conditions=conditions,
-        columns=COLUMNS,
-        rows=tuple(rows.values()),
+        columns=tuple(shown),
+        rows=tuple({key: row[key] for key in keys} for row in rows.values()),
         plots=tuple(_plots(tuple(rows.values()))),
         answers=tuple(sentences),
         notes=(*disturbed, *notes),

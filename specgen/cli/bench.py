@@ -10,6 +10,7 @@ import typer
 
 from specgen.cli.help import Command, Commands
 from specgen.cli.measuring import (
+    OUTPUT_LENS,
     print_forecast,
     print_table,
     print_turn,
@@ -169,6 +170,7 @@ def throughput(
     ),
     prompt_tokens: int | None = option(None, "Prompts", "Tokens per random prompt.", shown="the matrix's"),
     max_new_tokens: int | None = option(None, "Sampling", "Longest answer in tokens.", shown="the matrix's"),
+    output_lens: str = OUTPUT_LENS,
     max_batch_size: int | None = option(None, "Running", "Sequences per batch.", shown="the matrix's"),
     engine: Annotated[
         EngineConfig,
@@ -195,6 +197,7 @@ def throughput(
         "prompt_tokens": prompt_tokens,
         "max_new_tokens": max_new_tokens,
         "max_batch_size": max_batch_size,
+        "output_lens": output_lens,
     }
     changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     workload = replace(chosen.workload, **changes)

@@ -11,7 +11,7 @@ import typer
 
 from specgen import display
 from specgen.cli.printing import print_files, print_parts
-from specgen.config import require
+from specgen.config import option, require
 from specgen.rundir.atomic import writable
 from specgen.rundir.interrupt import breakable
 
@@ -19,6 +19,15 @@ if TYPE_CHECKING:
     from specgen.bench.output import BenchTable
     from specgen.bench.turns import Turn
     from specgen.report.terminal import Part
+
+
+OUTPUT_LENS = option(
+    "fixed",
+    "Sampling",
+    "fixed: up to --max-new-tokens or the end that the model finds; data: as many tokens as the data's own answers "
+    "have, up to --max-new-tokens, with later turns (sharegpt), or max_tokens of a row.",
+    metavar="fixed|data",
+)
 
 
 def print_turn(turn: "Turn") -> None:

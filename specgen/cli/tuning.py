@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, get_args
 
-from specgen.cli.measuring import print_forecast, print_table, print_turn, stoppable, write_table
+from specgen.cli.measuring import OUTPUT_LENS, print_forecast, print_table, print_turn, stoppable, write_table
 from specgen.cli.options import AS_JSON, DATA_PATH, DATASET, Only, numbers, with_options
 from specgen.config import DrafterBatchName, DraftLength, EngineConfig, option, require
 
@@ -47,13 +47,7 @@ def tune(
         "Prompts per run; repeated where the data set has fewer.",
         shown="two per batch slot, at least four",
     ),
-    output_lens: str = option(
-        "fixed",
-        "Sampling",
-        "fixed: up to --max-new-tokens or the end that the model finds; data: as many tokens as the data's own answers "
-        "have, with later turns (sharegpt), or max_tokens of a row.",
-        metavar="fixed|data",
-    ),
+    output_lens: str = OUTPUT_LENS,
     max_new_tokens: int | None = option(
         None, "Sampling", "Longest answer in tokens.", shown="256; with --output-lens data 4096"
     ),
