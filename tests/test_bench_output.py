@@ -74,6 +74,32 @@ def test_a_plot_takes_the_rows_it_names_and_leaves_out_what_was_not_measured() -
     assert found(some) == {"<a>": [("8", 1.5)], "b, c": []}
 
 
+def test_a_plot_has_whiskers_and_a_reference() -> None:
+    columns = (*COLUMNS, Column(name="least", unit="tokens/s"), Column(name="most", unit="tokens/s"))
+    rows = tuple({**row, "least": 100.0, "most": 2500.0} for row in TABLE.rows)
+    plot = Plot(title="Range", x="batch", y="speed", series="mode", ends=("least", "most"), reference=3000.0)
+    page = replace(TABLE, columns=columns, rows=rows, plots=(plot,)).to_html()
+    assert page.count('class="whisker"') == 3
+    assert page.count('class="reference"') == 1
+    assert ">3200<" in page, "the axis has room for the reference"
+    spread = Column(name="ratio", show=display.ratio, interval="ratio_ci95")
+    rows = tuple({**row, "ratio_ci95": (0.5, 4.5) if row["ratio"] else None} for row in TABLE.rows)
+    plots = (replace(plot, y="ratio", ends=None, reference=None),)
+    table = replace(TABLE, columns=(*COLUMNS[:3], spread), rows=rows, plots=plots)
+    assert table.to_html().count('class="whisker"') == 3
+    read = list(csv.DictReader(table.to_csv().splitlines()))
+    assert [row["ratio_ci95_high"] for row in read] == ["", "4.5", "4.5", "4.5"]
+    assert table.to_json()["columns"][-1]["interval"] == "ratio_ci95"
+
+
+def test_answers_stand_first_on_the_page_and_after_the_table_on_a_terminal() -> None:
+    table = replace(TABLE, answers=("Use batch 8.", "Or 1."))
+    assert render(table.parts()).endswith("Use batch 8.\nOr 1.\nbatch 64 was not run: no memory\n")
+    page = table.to_html()
+    assert page.index("Use batch 8.\nOr 1.") < page.index("<svg") < page.index("batch 64 was not run")
+    assert table.to_json()["notes"] == ["Use batch 8.", "Or 1.", *TABLE.notes]
+
+
 def test_a_line_has_one_style_in_all_plots() -> None:
     """Even if an earlier line has no points, as K = 0 has no speedup over itself."""
     points = [Point(name="1", number=1.0)]

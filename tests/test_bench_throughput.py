@@ -253,7 +253,7 @@ def test_a_stopped_bench_goes_on(pair: Path, monkeypatch, tmp_path: Path) -> Non
     timed = install(monkeypatch, lambda config, number: 2.0)
     assert list(throughput(job, tmp_path))[-1].rows == table.rows
     assert timed.built == []
-    with pytest.raises(UserError, match=r"holds a run that differs in bench.arms .*: name a new directory"):
+    with pytest.raises(UserError, match=r"differs in bench.axes.K \(0, 2, now 0, 3\): name a new directory"):
         list(throughput(job_of(pair, "batch-and-k", "batch=2", "K=0,3", repeats=3), tmp_path))
     (tmp_path / "throughput-batch-and-k.settings.json").unlink()
     table.write(tmp_path)
@@ -436,6 +436,17 @@ def test_the_command_writes_its_files(pair: Path, tmp_path: Path) -> None:
     assert 0 < row["tpot_mean"] < row["itl_mean"]
     assert [note.split(":")[0] for note in document["notes"]] == ["not run", "not run"]
     assert len((tmp_path / "throughput-vllm-21477.csv").read_text().splitlines()) == 2
+
+
+def test_a_dry_run_lists_the_arms(pair: Path, monkeypatch) -> None:
+    timed = install(monkeypatch, lambda config, number: 1.0)
+    arguments = ["bench", "throughput", "--matrix", "batch-and-k", "--axis", "batch=2", "--axis", "K=0,3"]
+    arguments += ["--model", str(pair / "target"), "--drafter", str(pair / "drafter"), "--device", "cpu"]
+    done = CliRunner().invoke(app, [*arguments, "--dataset", "random", "--dry-run"])
+    assert done.exit_code == 0, done.output
+    assert timed.built == []
+    assert "batch 2, K 3" in done.stdout
+    assert "2 arms of 3 repeats and a warm-up: about" in done.stdout
 
 
 @pytest.mark.gpu

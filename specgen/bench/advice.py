@@ -73,13 +73,8 @@ def _others(standing: Standing) -> Iterator[str]:
 
 def _beside(standing: Standing, arm: str, name: str) -> str:
     """How ``arm`` compares with the best one."""
-    found = standing.over_best(arm)
-    if found.interval is None:
-        return f"{name} {interval_of(found)} of that"
-    apart = display.percent(1 - found.interval[0])
-    if standing.no_different(arm):
-        return f"{name} no different, at most {apart} slower"
-    return f"{name} {display.percent(1 - found.ratio)} slower"
+    found = interval_of(standing.over_best(arm))
+    return f"{name} no different, {found}" if standing.no_different(arm) else f"{name} {found} of that"
 
 
 def _label(arm: str) -> str:

@@ -114,7 +114,7 @@ class BenchTable(Table):
             title=self.title,
             settings={name: str(value) for name, value in self.conditions.items()},
             tables=[*self._plotted(), *self.more, every],
-            sentence=" ".join(self.answers),
+            sentence="\n".join(self.answers),
             findings=self.notes,
             origin=origin(now("cpu")),  # the device is one of the conditions
         ).to_html()

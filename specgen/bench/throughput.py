@@ -54,8 +54,8 @@ class ThroughputJob:
 
     def to_json(self) -> dict[str, Any]:
         """What the manifest of its engine and data does not say."""
-        arms = [arm.name for arm in self.matrix.arms]
-        return {"arms": arms, "workload": asdict(self.workload), "repeats": self.repeats}
+        axes = {axis.name: ", ".join(axis.values) for axis in self.matrix.axes}
+        return {"axes": axes, "workload": asdict(self.workload), "repeats": self.repeats}
 
 
 def prepared(job: ThroughputJob, output: Path | None = None) -> Prepared:

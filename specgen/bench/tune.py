@@ -70,9 +70,13 @@ class TuneJob:
 
     def to_json(self) -> dict[str, Any]:
         """What the manifest of its engine and data does not say."""
-        arms = [arm.name for arms in self.races().values() for arm in arms]
-        measured = {"repeats": self.repeats, "precision": self.precision}
-        return {"arms": arms, "workload": asdict(self.workload)} | measured
+        axes = {"batch": self.batches, "k": self.draft_lengths, "drafter_batch": self.drafter_batches}
+        return {
+            **{name: ", ".join(map(str, values)) for name, values in axes.items()},
+            "workload": asdict(self.workload),
+            "repeats": self.repeats,
+            "precision": self.precision,
+        }
 
 
 def prepared(job: TuneJob, output: Path | None = None) -> Prepared:
