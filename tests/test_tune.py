@@ -23,6 +23,7 @@ from specgen.bench.tune import TuneJob, tune
 from specgen.cli.main import app
 from specgen.cli.tuning import draft_lengths, seconds
 from specgen.config import DraftLength, EngineConfig, UserError
+from specgen.display import duration
 from specgen.engine.arms import Arm
 from tests.timed_engines import Timed, install, write_tiny
 
@@ -261,6 +262,17 @@ def test_without_plain_decoding_there_is_still_a_fastest(pair: Path, monkeypatch
     assert {row["x_plain"] for row in table.rows} == {None}
 
 
+def test_nothing_that_ran_is_said(pair: Path, monkeypatch) -> None:
+    def broken(config: EngineConfig, number: int) -> float:
+        raise RuntimeError("no kernel")
+
+    install(monkeypatch, broken)
+    table = last(job_of(pair, batches=(4,)))
+    assert (table.rows, table.answers) == ((), ())
+    assert [note.partition(":")[0] for note in table.notes] == ["failed"] * 5
+    assert "no kernel" in table.to_html()
+
+
 def test_arms_that_do_not_fit_together_meet_the_best_in_heats(pair: Path, monkeypatch) -> None:
     install(monkeypatch, usual)
     job = job_of(pair, batches=(4,))
@@ -356,6 +368,11 @@ def test_a_stop_says_what_is_kept(pair: Path, monkeypatch, tmp_path: Path) -> No
     assert f"specgen: interrupted; rounds in {tmp_path} are kept: the same command goes on\n" in done.stderr
     done = invoke(pair, *DATA, "--batch", "2", "--k", "2")
     assert "specgen: interrupted; nothing is kept without --output\n" in done.stderr
+
+
+def test_the_time_that_is_left() -> None:
+    shown = {1.4: "1 s", 99: "99 s", 100: "2 min", 3569: "59 min", 3590: "1 h 0 min", 7500: "2 h 5 min"}
+    assert {seconds: duration(seconds) for seconds in shown} == shown
 
 
 def test_lists_and_times_of_the_command_line() -> None:

@@ -46,7 +46,10 @@ def _turns(prompt: Prompt, tokenizer: Tokenizer) -> Iterator[tuple[str, list[int
     if "max_tokens" in prompt.sampling:
         yield prompt.id, prompt_ids(prompt, tokenizer, ())[1], int(prompt.sampling["max_tokens"])
         return
-    require(bool(prompt.recorded), "it has no answer whose length to take, nor max_tokens of its own")
+    require(
+        bool(prompt.recorded),
+        "it has no answer whose length to take, nor max_tokens of its own; --output-lens fixed needs neither",
+    )
     tokenizer.require_chat_template()
     for at, message in enumerate(prompt.recorded):
         if message.role == "assistant":

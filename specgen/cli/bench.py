@@ -10,6 +10,7 @@ import typer
 
 from specgen.cli.help import Command, Commands
 from specgen.cli.measuring import (
+    DRY_RUN,
     OUTPUT_LENS,
     print_forecast,
     print_table,
@@ -40,6 +41,17 @@ _KEPT = option(
     "is kept: the same command goes on.",
 )
 _REPEATS = "Measurements per number."
+_MATRIX = option(
+    MISSING,
+    "Table",
+    "Arms and prompts: vllm-25196, vllm-19825, vllm-21477, batch-and-decoding or batch-and-k.",
+)
+_AXIS = option(
+    None,
+    "Table",
+    "Other values on an axis of the matrix, such as batch=8,32, K=0,4,auto, attention=sdpa, "
+    "cuda_graphs=off, decoding=plain,padded; may be repeated.",
+)
 
 _SIZES = {
     "cuda": ("1,4,8,16,32,64,128,256", "1024,2048,4096,8192,16384,32768,65536,131072"),
@@ -150,17 +162,8 @@ def experts(
 @with_options
 def throughput(
     *,
-    matrix: str = option(
-        MISSING,
-        "Table",
-        "Arms and prompts: vllm-25196, vllm-19825, vllm-21477, batch-and-decoding or batch-and-k.",
-    ),
-    axis: list[str] | None = option(
-        None,
-        "Table",
-        "Other values on an axis of the matrix, such as batch=8,32, K=0,4,auto, attention=sdpa, "
-        "cuda_graphs=off, decoding=plain,padded; may be repeated.",
-    ),
+    matrix: str = _MATRIX,
+    axis: list[str] | None = _AXIS,
     dataset: str | None = option(
         None, "Prompts", "As for generate, or random for random tokens.", shown="the matrix's"
     ),
@@ -181,9 +184,7 @@ def throughput(
         ),
     ],
     repeats: int = option(3, "Table", _REPEATS),
-    dry_run: bool = option(
-        False, "Table", "Print the arms and what they will take at least; read no weights and run nothing."
-    ),
+    dry_run: bool = DRY_RUN,
     output: Path | None = _KEPT,
     as_json: bool = AS_JSON,
 ) -> None:

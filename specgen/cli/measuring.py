@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from specgen.report.terminal import Part
 
 
+DRY_RUN = option(
+    False, "Table", "Print the arms and what they will take at least; read no weights and run nothing."
+)
 OUTPUT_LENS = option(
     "fixed",
     "Sampling",

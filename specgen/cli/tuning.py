@@ -1,113 +1,39 @@
 """``specgen tune``: K, drafter batch and batch size for one's own traffic."""
 
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, get_args
+from typing import Annotated, Any, get_args
 
-from specgen.cli.measuring import OUTPUT_LENS, print_forecast, print_table, print_turn, stoppable, write_table
+from specgen.cli.measuring import (
+    DRY_RUN,
+    OUTPUT_LENS,
+    print_forecast,
+    print_table,
+    print_turn,
+    stoppable,
+    write_table,
+)
 from specgen.cli.options import AS_JSON, DATA_PATH, DATASET, Only, numbers, with_options
 from specgen.config import DrafterBatchName, DraftLength, EngineConfig, option, require
 
-if TYPE_CHECKING:
-    from specgen.bench.matrices import OutputLens
-
 _UNITS = {"s": 1, "m": 60, "h": 3600}
-_NEW_TOKENS = {"fixed": 256, "data": 4096}
-
-
-@with_options
-def tune(
-    *,
-    batch: str = option("1,8,32", "Table", "Batch sizes, comma-separated: how many requests run at once."),
-    k: str = option(
-        "1-7,auto",
-        "Table",
-        "Draft tokens per step, comma-separated: numbers, ranges, auto. Plain is always measured.",
-    ),
-    drafter_batch: str = option("padded,non-padded", "Table", "Drafter batches, comma-separated."),
-    repeats: int = option(10, "Table", "Measurements of an arm, at most."),
-    precision: float = option(
-        0.02, "Table", "Measure until the 95 % interval of a speed-up is this share of it to either side."
-    ),
-    budget: str | None = option(
-        None,
-        "Table",
-        "End after this time, such as 90s, 10m or 2h, shared by the batch sizes.",
-        shown="no limit",
-    ),
-    dry_run: bool = option(
-        False, "Table", "Print the arms and what they will take at least; read no weights and run nothing."
-    ),
-    dataset: str = DATASET,
-    data_path: Path | None = DATA_PATH,
-    num_prompts: int | None = option(
-        None,
-        "Prompts",
-        "Prompts per run; repeated where the data set has fewer.",
-        shown="two per batch slot, at least four",
-    ),
-    output_lens: str = OUTPUT_LENS,
-    max_new_tokens: int | None = option(
-        None, "Sampling", "Longest answer in tokens.", shown="256; with --output-lens data 4096"
-    ),
-    engine: Annotated[
-        EngineConfig,
-        Only(
-            "model drafter chat_template_kwargs max_prefill_tokens device dtype attention cuda_graphs "
-            "gpu_memory_utilization",
-            {"max_prefill_tokens": 8192},
-        ),
-    ],
-    output: Path | None = option(
-        None,
-        "Results",
-        "Directory for tune.csv, tune.json, tune.html with plots, and tune.rounds.jsonl, in which every round is kept: "
-        "the same command goes on.",
-    ),
-    as_json: bool = AS_JSON,
-) -> None:
-    """Find the K, drafter batch and batch size that are fastest on your prompts, and say by how much.
-
-    Arms take turns until their speed-ups over plain decoding are known well enough; those that cannot win are dropped
-    early. Ends with sentences and the command to run.
-    """
-    from specgen.bench.matrices import Workload
-
-    lengths = draft_lengths(k)
-    sizes = tuple(dict.fromkeys(numbers("batch", batch)))
-    lens: OutputLens = output_lens  # type: ignore[assignment]  # ``Workload`` checks it
-    most = max(max(length.most for length in lengths), 1)
-    workload = Workload(
-        dataset=dataset,
-        num_prompts=num_prompts,
-        max_new_tokens=_NEW_TOKENS.get(output_lens, 1) if max_new_tokens is None else max_new_tokens,
-        max_batch_size=max(sizes),
-        output_lens=lens,
-    )
-    limit = None if budget is None else seconds(budget)
-    modes = _drafter_batches(drafter_batch)
-    from specgen.bench.tune import TuneJob, forecast_of  # imports torch
-    from specgen.bench.tune import tune as measure
-
-    job = TuneJob(
-        batches=sizes,
-        draft_lengths=lengths,
-        drafter_batches=modes,
-        workload=workload,
-        engine=replace(engine, num_spec_tokens=most, max_batch_size=max(sizes), prefix_cache=False),
-        data_path=data_path,
-        repeats=repeats,
-        precision=precision,
-        budget=limit,
-    )
-    if dry_run:
-        print_forecast(forecast_of(job))
-        return
-    with stoppable(output):
-        for table in measure(job, output, print_turn, lambda sentence: print(sentence, file=sys.stderr)):
-            write_table(table, output)
-    print_table(table, output, as_json)
+_NEW_TOKENS = {"fixed": 256, "data": 4096}  # by --output-lens
+_NUM_PROMPTS = option(
+    None,
+    "Prompts",
+    "Prompts per run; repeated where the data set has fewer.",
+    shown="two per batch slot, at least four",
+)
+_MAX_NEW_TOKENS = option(
+    None, "Sampling", "Longest answer in tokens.", shown="256; with --output-lens data 4096"
+)
+_OUTPUT = option(
+    None,
+    "Results",
+    "Directory for tune.csv, tune.json, tune.html with plots, and tune.rounds.jsonl, in which every round is kept: "
+    "the same command goes on.",
+)
 
 
 def draft_lengths(text: str) -> tuple[DraftLength, ...]:
@@ -136,9 +62,103 @@ def seconds(text: str) -> float:
     return float(number) * _UNITS[unit]
 
 
+def _batches(text: str) -> tuple[int, ...]:
+    return tuple(dict.fromkeys(numbers("batch", text)))
+
+
 def _drafter_batches(text: str) -> tuple[DrafterBatchName, ...]:
     known = get_args(DrafterBatchName)
     asked = [part.strip() for part in text.split(",")]
     for name in asked:
         require(name in known, f"drafter-batch has {name!r}: use some of {', '.join(known)}")
     return tuple(name for name in known if name in asked)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arms:
+    """What is measured, and how well."""
+
+    batches: tuple[int, ...] = option(
+        "1,8,32",
+        "Table",
+        "Batch sizes, comma-separated: how many requests run at once.",
+        name="batch",
+        parse=_batches,
+    )
+    draft_lengths: tuple[DraftLength, ...] = option(
+        "1-7,auto",
+        "Table",
+        "Draft tokens per step, comma-separated: numbers, ranges, auto. Plain is always measured.",
+        name="k",
+        parse=draft_lengths,
+    )
+    drafter_batches: tuple[DrafterBatchName, ...] = option(
+        "padded,non-padded",
+        "Table",
+        "Drafter batches, comma-separated.",
+        name="drafter_batch",
+        parse=_drafter_batches,
+    )
+    repeats: int = option(10, "Table", "Measurements of an arm, at most.")
+    precision: float = option(
+        0.02, "Table", "Measure until the 95 % interval of a speed-up is this share of it to either side."
+    )
+    budget: float | None = option(
+        None,
+        "Table",
+        "End after this time, such as 90s, 10m or 2h, shared by the batch sizes.",
+        shown="no limit",
+        parse=seconds,
+    )
+
+
+@with_options
+def tune(
+    *,
+    arms: Arms,
+    dry_run: bool = DRY_RUN,
+    dataset: str = DATASET,
+    data_path: Path | None = DATA_PATH,
+    num_prompts: int | None = _NUM_PROMPTS,
+    output_lens: str = OUTPUT_LENS,
+    max_new_tokens: int | None = _MAX_NEW_TOKENS,
+    engine: Annotated[
+        EngineConfig,
+        Only(
+            "model drafter chat_template_kwargs max_prefill_tokens device dtype attention cuda_graphs "
+            "gpu_memory_utilization",
+            {"max_prefill_tokens": 8192},
+        ),
+    ],
+    output: Path | None = _OUTPUT,
+    as_json: bool = AS_JSON,
+) -> None:
+    """Find the K, drafter batch and batch size that are fastest on your prompts, and say by how much.
+
+    Arms take turns until their speed-ups over plain decoding are known well enough; those that cannot win are dropped
+    early. Ends with sentences and the command to run.
+    """
+    from specgen.bench.matrices import Workload
+
+    lens: Any = output_lens  # ``Workload`` checks it
+    largest = max(arms.batches)
+    workload = Workload(
+        dataset=dataset,
+        num_prompts=num_prompts,
+        max_new_tokens=_NEW_TOKENS.get(output_lens, 1) if max_new_tokens is None else max_new_tokens,
+        max_batch_size=largest,
+        output_lens=lens,
+    )
+    most = max(1, *(length.most for length in arms.draft_lengths))
+    engine = replace(engine, num_spec_tokens=most, max_batch_size=largest, prefix_cache=False)
+    from specgen.bench.tune import TuneJob, forecast_of  # imports torch
+    from specgen.bench.tune import tune as measure
+
+    job = TuneJob(**vars(arms), workload=workload, engine=engine, data_path=data_path)
+    if dry_run:
+        print_forecast(forecast_of(job))
+        return
+    with stoppable(output):
+        for table in measure(job, output, print_turn, lambda sentence: print(sentence, file=sys.stderr)):
+            write_table(table, output)
+    print_table(table, output, as_json)
