@@ -10,10 +10,19 @@ from calibrated_weights import Source
 from make_calibrated_pair import write_pair
 
 from specgen.bench import plans, throughput, turns
-from specgen.config import EngineConfig
+from specgen.bench.matrices import Workload
+from specgen.bench.tune import TuneJob
+from specgen.config import DraftLength, EngineConfig
 from specgen.core.sequence import Completion, Request
 from specgen.engine.warm_engine import Run
 
+RUN = {  # seconds by K and drafter batch
+    (0, "padded"): 3.0,
+    (2, "padded"): 2.0,
+    (2, "non-padded"): 2.02,
+    (4, "padded"): 4.0,
+    (4, "non-padded"): 4.1,
+}
 Seconds = Callable[[EngineConfig, int], float]  # of the n-th run of an engine, its warm-up first
 
 
@@ -71,3 +80,31 @@ def install(monkeypatch: pytest.MonkeyPatch, seconds: Seconds) -> Timed:
         )  # nothing is taken, and collecting takes long
     monkeypatch.setattr(throughput, "copy_bandwidth", lambda device: 1e10)  # measuring it takes half a second
     return timed
+
+
+def usual(config: EngineConfig, number: int) -> float:
+    """K 2 is fastest in both modes and K 4 slower than plain decoding; noise of a percent."""
+    key = config.draft_length.most, config.drafter_batch
+    noise = 1 + 0.005 * ((7 * number + 3 * list(RUN).index(key)) % 5 - 2)
+    return RUN[key] * noise * config.max_batch_size**0.25
+
+
+def job_of(pair: Path, **changes) -> TuneJob:
+    engine = EngineConfig(
+        model=str(pair / "target"),
+        drafter=str(pair / "drafter"),
+        page_size=4,
+        device="cpu",
+        prefix_cache=False,
+        max_batch_size=4,
+    )
+    settings = {
+        "batches": (1, 4),
+        "draft_lengths": (DraftLength(most=2), DraftLength(most=4)),
+        "drafter_batches": ("padded", "non-padded"),
+        "workload": Workload(dataset="random", prompt_tokens=5, max_new_tokens=8),
+        "repeats": 8,
+        "precision": 0.02,
+        "budget": None,
+    }
+    return TuneJob(engine=engine, data_path=None, **settings | changes)
