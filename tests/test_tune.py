@@ -5,6 +5,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -241,6 +242,12 @@ def test_arms_that_do_not_fit_together_meet_the_best_in_heats(pair: Path, monkey
     assert heats[2, "padded"] > 1, "so is the best so far"
     assert all(row["x_plain_ci95"] for row in table.rows[1:])
     assert "K 2, padded, 1.5" in table.answers[0]
+    hurried = install(monkeypatch, usual)
+    monkeypatch.setattr("time.monotonic", lambda: hurried.clock)
+    last(replace(job, budget=20.0))
+    assert 0 < len(hurried.built) <= 3, "no heat begins after the deadline"
+    monkeypatch.undo()
+    install(monkeypatch, usual)
     monkeypatch.setattr(plans_of, "_CPU_BYTES", 0)
     apart = last(job)
     assert [row["x_plain"] for row in apart.rows] == pytest.approx(

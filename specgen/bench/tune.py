@@ -130,15 +130,15 @@ class _Tuning:
         for number, (race, plans) in enumerate(self._races):
             behind = sum(len(later) for _, later in self._races[number + 1 :])
             now = time.monotonic()
-            share = (self._end - now) / (len(self._races) - number)
+            deadline = now + (self._end - now) / (len(self._races) - number)
             waiting = plans
-            while waiting and time.monotonic() < self._end:
+            while waiting and time.monotonic() < deadline:
                 heat = self._heat(race, plans, waiting)
                 names = [plan.arm.name for plan in heat]
                 waiting = [plan for plan in waiting if plan.arm.name not in names]
                 self._turns.turns_behind = (behind + len(waiting)) * (self._job.repeats + 1)
                 for _ in self._turns.run(
-                    heat, race.takers, most=self._job.repeats, plain=race.plain, deadline=now + share
+                    heat, race.takers, most=self._job.repeats, plain=race.plain, deadline=deadline
                 ):
                     self._tell_dropped(race)
                     yield self._table()

@@ -123,7 +123,7 @@ class Turns:
         most: int,
         going_on: Sequence[str],
     ) -> None:
-        left = sum(most - self.rounds.count(each) - (each in found) for each in going_on)
+        left = sum(max(0, most - self.rounds.count(each) - (each in found)) for each in going_on)
         self.watch(
             Turn(
                 arm=name,
