@@ -94,7 +94,7 @@ def test_a_stop_says_what_is_kept(pair: Path, monkeypatch, tmp_path: Path) -> No
     install(monkeypatch, stopped)
     done = invoke(pair, *DATA, "--batch", "2", "--k", "2", "--output", str(tmp_path))
     assert done.exit_code == 143
-    assert f"specgen: interrupted; rounds in {tmp_path} are kept: the same command goes on\n" in done.stderr
+    assert f"specgen: interrupted; whole rounds are kept in {tmp_path}: the same command goes on\n" in done.stderr
     done = invoke(pair, *DATA, "--batch", "2", "--k", "2")
     assert "specgen: interrupted; nothing is kept without --output\n" in done.stderr
 

@@ -60,7 +60,7 @@ def stoppable(output: Path | None) -> Iterator[None]:
         try:
             yield
         except KeyboardInterrupt:
-            kept = f"rounds in {output} are kept: the same command goes on"
+            kept = f"whole rounds are kept in {output}: the same command goes on"
             lost = "nothing is kept without --output"
             print(f"specgen: interrupted; {lost if output is None else kept}", file=sys.stderr)
             raise typer.Exit(interrupt.exit_code) from None
