@@ -3,7 +3,7 @@
 A parser takes the id and the JSON object of a row, and raises ``UserError`` for a row that it cannot parse.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -13,13 +13,9 @@ from specgen.prompts.fields import category, checked_list, checked_text
 from specgen.prompts.openai_batch import is_batch, parse_batch
 from specgen.prompts.own import parse_own
 from specgen.prompts.prompt import Prompt
+from specgen.prompts.recorded import recorded
 from specgen.prompts.rows import HubSource
 from specgen.text.tokenizer import Message
-
-_SENDERS = {
-    "user": ("human", "user"),
-    "assistant": ("gpt", "chatgpt", "assistant", "bing", "bard"),
-}  # of ShareGPT
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,19 +54,7 @@ def parse_sharegpt(row_id: str, row: Mapping[str, Any]) -> Prompt:
     sender = first.get("from")
     require(sender in ("human", "user"), f"the first message is from {shown(sender)}, not from a human")
     question = _question(checked_text(first.get("value"), "the first message"))
-    return Prompt(id=row_id, messages=question, recorded=tuple(_recorded(others)))
-
-
-def _recorded(others: Sequence[object]) -> Iterator[Message]:
-    """Answers and questions in turn, up to the first message that is neither or is out of turn."""
-    for number, message in enumerate(others):
-        role = "user" if number % 2 else "assistant"
-        if not isinstance(message, dict) or message.get("from") not in _SENDERS[role]:
-            return
-        text = message.get("value")
-        if not isinstance(text, str) or not text.strip():
-            return
-        yield Message(role=role, content=text)
+    return Prompt(id=row_id, messages=question, recorded=tuple(recorded(others)))
 
 
 def parse_field(name: str, row_id: str, row: Mapping[str, Any]) -> Prompt:
