@@ -11,6 +11,7 @@ from specgen.spelling import did_you_mean
 
 Labels = Mapping[str, str | int]  # value by axis name
 RANDOM = "random"  # the data set of random tokens
+_LEAST_PROMPTS = 4
 OutputLens = Literal["fixed", "data"]
 
 
@@ -38,7 +39,7 @@ class Axis:
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """Prompts and output length. With ``num_prompts`` None there are two per batch slot, at least four.
+    """Prompts and output length. With ``num_prompts`` None there are ``per_slot`` for each of the batch, at least four.
 
     All requests wait from the start and the batch is the concurrency: a request that ends makes room for the next.
     ``output_lens`` says how long texts are: ``fixed``, up to ``max_new_tokens`` or an end that the model finds; or
@@ -47,6 +48,7 @@ class Workload:
 
     dataset: str
     num_prompts: int | None = None
+    per_slot: int = 2
     prompt_tokens: int = 100  # per random prompt
     max_new_tokens: int = 256
     max_batch_size: int = 128  # if it is not an axis
@@ -72,9 +74,14 @@ class Workload:
             return f"as many new tokens as the data's answers have, at most {self.max_new_tokens}"
         return f"at most {self.max_new_tokens} new tokens"
 
+    @property
+    def size(self) -> str:
+        """How many prompts there are for each slot, for the conditions; empty where their number is given."""
+        return "" if self.num_prompts else f" ({self.per_slot} per batch slot, at least {_LEAST_PROMPTS})"
+
     def count(self, batch: int) -> int:
         """The number of prompts at this batch size."""
-        return self.num_prompts or max(2 * batch, 4)
+        return self.num_prompts or max(self.per_slot * batch, _LEAST_PROMPTS)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -127,7 +127,6 @@ def yardstick_of(ready: Prepared) -> Yardstick:
 
 def _conditions(job: ThroughputJob, ready: Prepared, groups: list[list[Plan]]) -> Row:
     config, workload = ready.base, job.workload
-    each = "" if workload.num_prompts else " (two per batch slot, at least four)"
     fixed = {axis.name for axis in job.matrix.axes}
     return {
         **conditions(config, ready.models),
@@ -135,7 +134,7 @@ def _conditions(job: ThroughputJob, ready: Prepared, groups: list[list[Plan]]) -
         **({} if "batch" in fixed else {"batch": f"at most {config.max_batch_size}"}),
         **({} if "attention" in fixed else {"attention": config.attention}),
         **({} if "cuda_graphs" in fixed else {"CUDA graphs": config.cuda_graphs}),
-        "prompts": f"{ready.prompts.description}{each}, greedy, {workload.lengths}",
+        "prompts": f"{ready.prompts.description}{workload.size}, greedy, {workload.lengths}",
         "time": "of generate, prefill included; no prefix cache; after one warm-up run of the workload",
         "repeats": f"{job.repeats}, the median, with the lowest and the highest; ratios are of the same repeat",
         "arms that took turns": "; ".join(str(len(group)) for group in groups),

@@ -204,12 +204,12 @@ class _Tuning:
 
 def _conditions(job: TuneJob, ready: Prepared, yardstick: Yardstick) -> Row:
     config, workload = ready.base, job.workload
-    each = "" if workload.num_prompts else " (two per batch slot, at least four)"
     return {
         **conditions(config, ready.models),
         "attention": config.attention,
         "CUDA graphs": config.cuda_graphs,
-        "prompts": f"{ready.prompts.description}{each}, greedy, {workload.lengths}; the batch is the concurrency",
+        "prompts": f"{ready.prompts.description}{workload.size}, greedy, {workload.lengths}",
+        "concurrency": "the batch: a request that ends makes room for the next",
         "time": "of generate, prefill included; no prefix cache; after one warm-up run of the workload",
         "repeats": f"at most {job.repeats}, until the interval of x_plain is {display.percent(job.precision)} to "
         "either side, in turns; speeds and latencies are medians",

@@ -19,11 +19,12 @@ from specgen.config import DrafterBatchName, DraftLength, EngineConfig, option, 
 
 _UNITS = {"s": 1, "m": 60, "h": 3600}
 _NEW_TOKENS = {"fixed": 256, "data": 4096}  # by --output-lens
+_PER_SLOT = 4  # prompts; with fewer the batch is seldom full
 _NUM_PROMPTS = option(
     None,
     "Prompts",
     "Prompts per run; repeated where the data set has fewer.",
-    shown="two per batch slot, at least four",
+    shown="four per batch slot",
 )
 _MAX_NEW_TOKENS = option(
     None, "Sampling", "Longest answer in tokens.", shown="256; with --output-lens data 4096"
@@ -145,6 +146,7 @@ def tune(
     workload = Workload(
         dataset=dataset,
         num_prompts=num_prompts,
+        per_slot=_PER_SLOT,
         max_new_tokens=_NEW_TOKENS.get(output_lens, 1) if max_new_tokens is None else max_new_tokens,
         max_batch_size=largest,
         output_lens=lens,
