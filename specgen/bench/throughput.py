@@ -136,7 +136,8 @@ def _conditions(job: ThroughputJob, ready: Prepared, groups: list[list[Plan]]) -
         **({} if "cuda_graphs" in fixed else {"CUDA graphs": config.cuda_graphs}),
         "prompts": f"{ready.prompts.description}{workload.size}, greedy, {workload.lengths}",
         "time": "of generate, prefill included; no prefix cache; after one warm-up run of the workload",
-        "repeats": f"{job.repeats}, the median, with the lowest and the highest; ratios are of the same repeat",
+        "repeats": f"{job.repeats}, the median, with the lowest and the highest; ratios are of the same repeat, and of "
+        "all pairs of repeats where two arms did not take turns",
         "arms that took turns": "; ".join(str(len(group)) for group in groups),
         "same_texts": "share of the texts that are equal to those of the first row with the same prompts",
         "acceptance": "share of the steps that accepted more than 0, 1, ... drafts",
