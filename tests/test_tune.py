@@ -218,6 +218,19 @@ def test_without_plain_decoding_there_is_still_a_fastest(pair: Path, monkeypatch
     assert {row["x_plain"] for row in table.rows} == {None}
 
 
+def test_an_arm_with_other_texts_is_named(pair: Path, monkeypatch) -> None:
+    timed = install(monkeypatch, usual)
+    timed.token_ids = lambda config: (5 + (config.draft_length.most == 4),) * 100
+    notes = last(job_of(pair, batches=(4,))).notes
+    (differing,) = [note for note in notes if note.startswith("texts differ")]
+    arms = "batch 4, K 4, padded; batch 4, K 4, non-padded"
+    assert differing == (
+        f"texts differ from plain decoding's in {arms}: specgen verify says whether rounding explains it"
+    )
+    wrong = [note for note in notes if note.startswith("wrong: batch 4, K 2, padded: ")]
+    assert len(wrong) == 1, "a cycle of tokens is no row of fives"
+
+
 def test_a_tune_whose_arms_all_fail_says_why(pair: Path, monkeypatch) -> None:
     def broken(config: EngineConfig, number: int) -> float:
         raise RuntimeError("no kernel")

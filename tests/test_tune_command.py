@@ -74,7 +74,7 @@ def test_the_command_measures_real_engines_and_goes_on(pair: Path, tmp_path: Pat
         (0, 2, 1),
         (2, 2, 1),
     ]
-    assert document["notes"][0].startswith("At batch 2: ")
+    assert [note.partition(":")[0] for note in document["notes"]] == ["At batch 2", "Most tokens per second"]
     assert document["rows"][1]["wrong_tokens"] == 0
     assert "Speed-up over plain decoding, padded" in (tmp_path / "tune.html").read_text()
     assert "x_plain_ci95_low" in (tmp_path / "tune.csv").read_text().splitlines()[0]
@@ -94,7 +94,10 @@ def test_a_stop_says_what_is_kept(pair: Path, monkeypatch, tmp_path: Path) -> No
     install(monkeypatch, stopped)
     done = invoke(pair, *DATA, "--batch", "2", "--k", "2", "--output", str(tmp_path))
     assert done.exit_code == 143
-    assert f"specgen: interrupted; whole rounds are kept in {tmp_path}: the same command goes on\n" in done.stderr
+    assert (
+        f"specgen: interrupted; whole rounds are kept in {tmp_path}: the same command goes on\n"
+        in done.stderr
+    )
     done = invoke(pair, *DATA, "--batch", "2", "--k", "2")
     assert "specgen: interrupted; nothing is kept without --output\n" in done.stderr
 

@@ -42,6 +42,7 @@ class Timed:
         self.order: list[EngineConfig] = []  # of every run, warm-ups too
         self.built: list[EngineConfig] = []
         self.clock = 0.0
+        self.token_ids: Callable[[EngineConfig], tuple[int, ...]] = lambda config: (5,) * 100
 
     def engine(self, config: EngineConfig, models: object, requests: Sequence[Request]) -> "_Engine":
         self.built.append(config)
@@ -64,7 +65,9 @@ class _Engine:
         seconds = next(self._runs)
         self._timed.clock += seconds
         completions = {
-            request.id: Completion(request=request, token_ids=(5,) * 100, finish_reason="length")
+            request.id: Completion(
+                request=request, token_ids=self._timed.token_ids(self._config), finish_reason="length"
+            )
             for request in self._requests
         }
         return Run(completions=completions, events=(), seconds=seconds, num_spec_tokens=4)

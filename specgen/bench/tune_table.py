@@ -63,7 +63,7 @@ def tune_table(
         rows=tuple({key: row[key] for key in keys} for row in rows.values()),
         plots=tuple(_plots(tuple(rows.values()))),
         answers=tuple(sentences),
-        notes=(*disturbed, *notes),
+        notes=(*_doubts(rows), *disturbed, *notes),
         more=(best_line(rows),),
         num_keys=3,
     )
@@ -90,6 +90,17 @@ def _row(arm: Arm, standing: Standing) -> Row:
         "wrong_tokens": repeats.num_wrong,
         "verdict": _verdict(arm.name, standing),
     }
+
+
+def _doubts(rows: Mapping[str, Row]) -> Iterator[str]:
+    """What says that an arm may be fast because it is wrong."""
+    for name, row in rows.items():
+        if row["wrong_tokens"]:
+            yield f"wrong: {name}: {display.count(row['wrong_tokens'])} tokens differ from the pair's known text"
+    others = [name for name, row in rows.items() if row["same_texts"] is not None and row["same_texts"] < 1]
+    if others:
+        named = "; ".join(others)
+        yield f"texts differ from plain decoding's in {named}: specgen verify says whether rounding explains it"
 
 
 def _ratio(name: str, found: Speedup | None, itself: bool) -> dict[str, object]:
