@@ -45,6 +45,14 @@ def seconds(number: float | None) -> str:
     return f"{1000 * number:.1f} ms" if number < 1 else f"{number:.2f} s"
 
 
+def duration(seconds: float) -> str:
+    """``12 s``, ``3 min``, ``2 h 5 min``"""
+    minutes = round(seconds / 60)
+    if seconds < 99.5:
+        return f"{seconds:.0f} s"
+    return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
+
+
 def p_value(p: float | None) -> str:
     """``0.31``, ``0.004``, ``< 0.001``"""
     if p is None:

@@ -13,7 +13,8 @@ from specgen import display
 from specgen.bench.output import BenchTable, Plot
 from specgen.cli.bench import publish
 from specgen.config import UserError
-from specgen.report.charts import STYLES, Lines, Point, quarters, svg
+from specgen.report.charts import STYLES, Lines, Point, quarters
+from specgen.report.svg import svg
 from specgen.report.table import Column
 from specgen.report.terminal import render
 
@@ -33,7 +34,7 @@ TABLE = BenchTable(
     rows=tuple(dict(zip(NAMES, row, strict=True)) for row in VALUES),
     plots=(
         Plot(title="Speeds", x="batch", y="speed", series="mode"),
-        Plot(title="Those of <a>", x="batch", y="ratio", series="mode", where={"mode": "<a>"}),
+        Plot(title="Those of <a>", x="batch", y="ratio", series="mode", where={"mode": ("<a>",)}),
     ),
     notes=("batch 64 was not run: no memory",),
     num_keys=2,
@@ -71,6 +72,32 @@ def test_a_plot_takes_the_rows_it_names_and_leaves_out_what_was_not_measured() -
 
     assert found(everything) == {"<a>": [("1", 1234.56), ("8", 2000.0)], "b, c": [("1", 0.25)]}
     assert found(some) == {"<a>": [("8", 1.5)], "b, c": []}
+
+
+def test_a_plot_has_whiskers_and_a_reference() -> None:
+    columns = (*COLUMNS, Column(name="least", unit="tokens/s"), Column(name="most", unit="tokens/s"))
+    rows = tuple({**row, "least": 100.0, "most": 2500.0} for row in TABLE.rows)
+    plot = Plot(title="Range", x="batch", y="speed", series="mode", ends=("least", "most"), reference=3300.0)
+    page = replace(TABLE, columns=columns, rows=rows, plots=(plot,)).to_html()
+    assert page.count('class="whisker"') == 3
+    assert page.count('class="reference"') == 1
+    assert ">4000<" in page, "the axis has room for the reference"
+    spread = Column(name="ratio", show=display.ratio, interval="ratio_ci95")
+    rows = tuple({**row, "ratio_ci95": (0.5, 4.5) if row["ratio"] else None} for row in TABLE.rows)
+    plots = (replace(plot, y="ratio", ends=None, reference=None),)
+    table = replace(TABLE, columns=(*COLUMNS[:3], spread), rows=rows, plots=plots)
+    assert table.to_html().count('class="whisker"') == 3
+    read = list(csv.DictReader(table.to_csv().splitlines()))
+    assert [row["ratio_ci95_high"] for row in read] == ["", "4.5", "4.5", "4.5"]
+    assert table.to_json()["columns"][-1]["interval"] == "ratio_ci95"
+
+
+def test_answers_stand_first_on_the_page_and_after_the_table_on_a_terminal() -> None:
+    table = replace(TABLE, answers=("Use batch 8.", "Or 1."))
+    assert render(table.parts()).endswith("Use batch 8.\nOr 1.\nbatch 64 was not run: no memory\n")
+    page = table.to_html()
+    assert page.index("Use batch 8.\nOr 1.") < page.index("<svg") < page.index("batch 64 was not run")
+    assert table.to_json()["notes"] == ["Use batch 8.", "Or 1.", *TABLE.notes]
 
 
 def test_a_line_has_one_style_in_all_plots() -> None:
@@ -169,12 +196,14 @@ def test_files_are_there_after_every_row_and_stdout_has_the_table_or_the_documen
         assert len((tmp_path / "out" / "speeds.csv").read_text().splitlines()) == 2
         yield TABLE
 
-    publish(growing(), tmp_path / "out", as_json=True)
+    publish("speeds", growing(), tmp_path / "out", as_json=True)
     assert json.loads(capsys.readouterr().out) == TABLE.to_json()
-    publish(growing(), tmp_path / "out", as_json=False)
+    publish("speeds", [TABLE], None, as_json=False)
     assert capsys.readouterr().out == render(TABLE.parts())
     assert json.loads((tmp_path / "out" / "speeds.json").read_text()) == TABLE.to_json()
     assert (tmp_path / "out" / "speeds.html").read_text() == TABLE.to_html()
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match="name a directory"):
-        publish(growing(), tmp_path / "file", as_json=False)
+        publish("speeds", growing(), tmp_path / "file", as_json=False)
+    with pytest.raises(UserError, match=r"out' holds an earlier speeds.json: name a new directory"):
+        publish("speeds", growing(), tmp_path / "out", as_json=False)

@@ -16,7 +16,7 @@ from specgen.bench.bound import KVBytes, StepBytes, Work, mean_step_bytes
 from specgen.bench.device_speed import DeviceSpeed, copy_bandwidth, matrix_flops
 from specgen.bench.explain import step_seconds
 from specgen.bench.marks import Window
-from specgen.bench.repeats import inter_token_seconds
+from specgen.bench.repeat import inter_token_seconds
 from specgen.events import Event, Finished, Prefilled, Stepped, Submitted, Verified
 from specgen.models import gpt_oss
 from tests.engines import config_of, load_pair, loaded

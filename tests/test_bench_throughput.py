@@ -15,12 +15,13 @@ from calibrated_weights import Source
 from make_calibrated_pair import write_pair
 from typer.testing import CliRunner
 
-from specgen.bench import throughput as bench
+from specgen.bench import plans
 from specgen.bench import workload as workloads
 from specgen.bench.known_text import KnownText
 from specgen.bench.matrices import MATRICES, Axis, Matrix, Workload, find_matrix
+from specgen.bench.plans import Plan, side_by_side
 from specgen.bench.repeats import MedianRange
-from specgen.bench.throughput import Plan, ThroughputJob, side_by_side, throughput
+from specgen.bench.throughput import ThroughputJob, throughput
 from specgen.bench.throughput_table import best_lengths
 from specgen.bench.workload import kv_bytes, make_prompts
 from specgen.cli.main import app
@@ -37,6 +38,7 @@ from specgen.engine.warm_engine import WarmEngine
 from specgen.events import Submitted
 from specgen.report.terminal import render
 from tests.engines import Pair, loaded, resolved
+from tests.timed_engines import install
 
 SHAPE = SHAPES["tiny"]
 CYCLE = Cycle.draw(SHAPE.num_plain_tokens, SHAPE.draft_vocab_size, 0.75, seed=0)
@@ -220,14 +222,43 @@ def test_arms_take_turns_within_a_repeat(pair: Path, monkeypatch) -> None:
     monkeypatch.setattr(EngineCore, "generate", watched)
     job = job_of(pair, "batch-and-k", "batch=2", "K=0,2")
     tables = list(throughput(job))
-    assert [[row["repeats"] for row in table.rows] for table in tables] == [[1, 1], [2, 2]]
+    assert [[row["repeats"] for row in table.rows] for table in tables] == [[1, 1], [2, 2], [2, 2]]
     assert len(order) == 2 * 3
     assert all(one != other for one, other in pairwise(order))
     order.clear()
-    monkeypatch.setattr(bench, "_CPU_BYTES", 0)
+    monkeypatch.setattr(plans, "_CPU_BYTES", 0)
     apart = list(throughput(job))
     assert apart[-1].conditions["arms that took turns"] == "1; 1"
     assert [len(set(order[:3])), len(set(order[3:]))] == [1, 1]
+
+
+def test_a_stopped_bench_goes_on(pair: Path, monkeypatch, tmp_path: Path) -> None:
+    """The round that was cut off is measured again as a whole, so that its ratios are of one process."""
+    job = job_of(pair, "batch-and-k", "batch=2", "K=0,2", repeats=3)
+
+    def stopped(config: EngineConfig, number: int) -> float:
+        if len(timed.order) == 2 + 2 + 2:  # warm-ups, a round, and the second arm of the next
+            raise KeyboardInterrupt
+        return 1.0 + number
+
+    timed = install(monkeypatch, stopped)
+    with pytest.raises(KeyboardInterrupt):
+        list(throughput(job, tmp_path))
+    timed = install(monkeypatch, lambda config, number: 3.0)
+    table = list(throughput(job, tmp_path))[-1]
+    assert len(timed.order) - len(timed.built) == 2 * 2
+    assert [row["repeats"] for row in table.rows] == [3, 3]
+    assert [(row["lowest"], row["highest"]) for row in table.rows] == 2 * [(100.0, 150.0)]
+    assert table.rows[1]["x_plain_lowest"] == table.rows[1]["x_plain_highest"] == 1
+    timed = install(monkeypatch, lambda config, number: 2.0)
+    assert list(throughput(job, tmp_path))[-1].rows == table.rows
+    assert timed.built == []
+    with pytest.raises(UserError, match=r"differs in bench.axes.K \(0, 2, now 0, 3\): name a new directory"):
+        list(throughput(job_of(pair, "batch-and-k", "batch=2", "K=0,3", repeats=3), tmp_path))
+    (tmp_path / "throughput-batch-and-k.settings.json").unlink()
+    table.write(tmp_path)
+    with pytest.raises(UserError, match="without the rounds that it is of: name a new directory"):
+        list(throughput(job, tmp_path))
 
 
 def test_an_engine_frees_its_memory_at_once(pair: Path, models: Models) -> None:
@@ -266,7 +297,7 @@ def test_batch_and_k(pair: Path) -> None:
             assert row["x_plain_lowest"] <= row["x_plain"] <= row["x_plain_highest"]
             assert 1 < row["acceptance_length"] <= k + 1
     assert rows[1, 2]["acceptance_length"] < rows[1, 4]["acceptance_length"]
-    assert [note.split(":")[0] for note in table.notes] == ["batch 1", "batch 3"]
+    assert [note.split(":")[0] for note in table.answers] == ["batch 1", "batch 3"]
     assert "weights synthetic" in table.conditions["model"]
     assert "6 of 9 random tokens" in table.conditions["prompts"]
     assert "Output tokens per second" in table.to_html()
@@ -343,8 +374,8 @@ def test_the_best_length_of_a_batch() -> None:
     rows = [row(1, 0, 100.0, None), row(1, 3, 250.0, 2.5), row(1, 5, 200.0, 2.0), row(1, "auto", 240.0, 2.4)]
     rows += [row(64, 0, 900.0, None), row(64, 3, 800.0, 0.9), row(8, "auto", 5.0, None)]
     assert list(best_lengths(rows)) == [
-        "batch 1: K 3 is best, 250 tokens/s, 2.50x plain decoding; auto has 96.0 % of it",
-        "batch 64: K 0 is best, 900 tokens/s",
+        "batch 1: K 3 is best, 250 tokens/s, 2.50x plain decoding; auto has 96.0 % of it.",
+        "batch 64: K 0 is best, 900 tokens/s.",
     ]
     assert list(best_lengths([{"attention": "sdpa"}])) == []
 
@@ -367,7 +398,7 @@ def test_an_arm_that_cannot_run_or_fails_is_a_note(pair: Path, monkeypatch) -> N
     assert table.notes[-1] == "failed: attention sdpa, decoding non-padded: RuntimeError: no kernel"
     assert table.rows[1]["x_plain"] is not None
     assert table.rows[1]["x_non_padded"] is None
-    with pytest.raises(UserError, match=r"no arm of vllm-25196 can run here: .*: use --axis attention=auto"):
+    with pytest.raises(UserError, match=r"no arm can run here: .*: use --axis attention=auto"):
         list(throughput(job_of(pair, "vllm-25196")))
 
 
@@ -405,6 +436,17 @@ def test_the_command_writes_its_files(pair: Path, tmp_path: Path) -> None:
     assert 0 < row["tpot_mean"] < row["itl_mean"]
     assert [note.split(":")[0] for note in document["notes"]] == ["not run", "not run"]
     assert len((tmp_path / "throughput-vllm-21477.csv").read_text().splitlines()) == 2
+
+
+def test_a_dry_run_lists_the_arms(pair: Path, monkeypatch) -> None:
+    timed = install(monkeypatch, lambda config, number: 1.0)
+    arguments = ["bench", "throughput", "--matrix", "batch-and-k", "--axis", "batch=2", "--axis", "K=0,3"]
+    arguments += ["--model", str(pair / "target"), "--drafter", str(pair / "drafter"), "--device", "cpu"]
+    done = CliRunner().invoke(app, [*arguments, "--dataset", "random", "--dry-run"])
+    assert done.exit_code == 0, done.output
+    assert timed.built == []
+    assert "batch 2, K 3" in done.stdout
+    assert "2 arms of 3 repeats and a warm-up: about" in done.stdout
 
 
 @pytest.mark.gpu

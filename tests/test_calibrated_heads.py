@@ -13,11 +13,14 @@ from calibrated_shapes import SHAPES
 from calibrated_weights import Source
 from make_calibrated_pair import HeadKind, main, write_pair
 
+from specgen.bench.bound import StepBytes
 from specgen.bench.known_text import KnownText
 from specgen.bench.matrices import RANDOM, Workload
 from specgen.bench.workload import make_prompts
-from specgen.config import SamplingParams
+from specgen.config import EngineConfig, SamplingParams
 from specgen.core.sequence import Request
+from specgen.engine.choices import resolve
+from specgen.engine.loading import load_models, open_checkpoints, outline
 from specgen.events import Verified
 from specgen.report.intervals import wilson
 from tests.calibrated_reference import DenseHead, DenseTarget
@@ -167,3 +170,15 @@ def test_one_head_is_the_drafter_and_several_have_their_names(tmp_path: Path, mo
 def test_an_unknown_head_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match="no head"):
         HeadKind.find(name)
+
+
+@pytest.mark.parametrize("name", LENGTHS)
+def test_an_outline_knows_a_pair_before_its_weights_are_read(root: Path, name: str) -> None:
+    config = EngineConfig(model=str(root / "target"), drafter=str(root / name), device="cpu")
+    checkpoints = open_checkpoints(config)
+    resolved = resolve(config, checkpoints)
+    drawn, loaded = outline(resolved, checkpoints), load_models(resolved, checkpoints)
+    assert drawn.target.device.type == "meta"
+    assert StepBytes.of(drawn) == StepBytes.of(loaded)
+    assert KnownText.of(drawn) == KnownText.of(loaded) is not None
+    assert drawn.head.draft_to_target.tolist() == loaded.head.draft_to_target.tolist()

@@ -24,7 +24,8 @@ from specgen.bench.bound import KVBytes, StepBytes, mean_step_bytes
 from specgen.bench.experts_read import mean_touched, sentence
 from specgen.bench.matrices import find_matrix
 from specgen.bench.output import BenchTable
-from specgen.bench.repeats import Repeat, Repeats, Yardstick
+from specgen.bench.repeat import Repeat, Yardstick
+from specgen.bench.repeats import Repeats
 from specgen.bench.throughput_table import Result, table
 from specgen.config import SamplingParams
 from specgen.core.graphs import Runner, bucket
@@ -325,8 +326,8 @@ def test_the_throughput_bench_says_what_steps_touched_and_what_that_costs() -> N
 
     def shown(events: list[Event]) -> BenchTable:
         run = Run(completions={}, events=events, seconds=1.0, num_spec_tokens=4)
-        repeat = replace(Repeat.of(run, yardstick), texts={"a": (1,)})
-        results = [Result(arm=matrix.arms[0], repeats=Repeats(each=(repeat,)))]
+        repeat = replace(Repeat.of(run, yardstick), texts={"a": "1"})
+        results = [Result(arm=matrix.arms[0], repeats=Repeats(each={"round 1": repeat}))]
         return table(matrix, {}, results, [])
 
     (row,) = shown(list(mixture_steps(1, 4, (6.0, 2.0), (5.0, 2.0)))).rows

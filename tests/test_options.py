@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 from specgen.cli import bench
 from specgen.cli.evaluating import evaluate
 from specgen.cli.options import Only, numbers, with_options
+from specgen.cli.tuning import tune
 from specgen.cli.verifying import verify
 from specgen.config import DraftLength, EngineConfig, SamplingParams, UserError, option, parse_bytes
 
@@ -144,9 +145,12 @@ NAMES = {
     "attention cuda_graphs gpu_memory_utilization prefix_cache log_samples output",
     bench.kernels: "num_seqs max_seq_lens num_heads num_kv_heads head_dim num_spec_tokens page_size repeats dtype "
     "device output as_json",
-    bench.throughput: "matrix axis repeats model drafter dataset data_path num_prompts prompt_tokens "
-    "chat_template_kwargs num_spec_tokens max_new_tokens max_batch_size max_prefill_tokens device dtype attention "
-    "cuda_graphs gpu_memory_utilization output as_json",
+    tune: "batch k drafter_batch repeats precision budget dry_run model drafter dataset data_path num_prompts "
+    "chat_template_kwargs output_lens max_new_tokens max_prefill_tokens device dtype attention cuda_graphs "
+    "gpu_memory_utilization output as_json",
+    bench.throughput: "matrix axis repeats dry_run model drafter dataset data_path num_prompts prompt_tokens "
+    "chat_template_kwargs num_spec_tokens max_new_tokens output_lens max_batch_size max_prefill_tokens device dtype "
+    "attention cuda_graphs gpu_memory_utilization output as_json",
     bench.step: "batch_sizes prompt_tokens model drafter num_spec_tokens drafter_batch max_prefill_tokens device "
     "dtype attention cuda_graphs output as_json",
 }

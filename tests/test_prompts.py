@@ -49,7 +49,9 @@ def user(content: str) -> tuple[Message, ...]:
 
 EXPECTED = {
     "mt-bench": Prompt(id="81", messages=user("Write."), follow_ups=("Shorter.",), category="writing"),
-    "sharegpt": Prompt(id="s1", messages=user("Hello?")),
+    "sharegpt": Prompt(
+        id="s1", messages=user("Hello?"), recorded=(Message(role="assistant", content="Hi."),)
+    ),
     "gsm8k": Prompt(id="91cb48a56ac898b4", messages=user("How many?")),
     "spec-bench": Prompt(id="161", messages=user("Translate."), category="translation"),
     "humaneval": Prompt(id="HumanEval/0", messages=user("def f():\n")),

@@ -48,7 +48,7 @@ def _plots(names: Sequence[str], num_spec_tokens: int) -> Iterator[Plot]:
     for y, what in shown.items():
         for query in queries(num_spec_tokens):
             title = f"{what}, query {query.name}"
-            yield Plot(title=title, x="num_seqs", y=y, series="max_seq_len", where={"query": query.name})
+            yield Plot(title=title, x="num_seqs", y=y, series="max_seq_len", where={"query": (query.name,)})
 
 
 def empty_table(conditions: Row, names: Sequence[str], num_spec_tokens: int) -> BenchTable:

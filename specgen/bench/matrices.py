@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Self
+from typing import Literal, Self, get_args
 
 from specgen.config import DraftLength, EngineConfig, choices, require
 from specgen.engine.arms import DECODING, Arm
@@ -11,6 +11,8 @@ from specgen.spelling import did_you_mean
 
 Labels = Mapping[str, str | int]  # value by axis name
 RANDOM = "random"  # the data set of random tokens
+_LEAST_PROMPTS = 4
+OutputLens = Literal["fixed", "data"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,22 +39,49 @@ class Axis:
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """Prompts and output length. With ``num_prompts`` None there are two per batch slot, at least four."""
+    """Prompts and output length. With ``num_prompts`` None there are ``per_slot`` for each of the batch, at least four.
+
+    All requests wait from the start and the batch is the concurrency: a request that ends makes room for the next.
+    ``output_lens`` says how long texts are: ``fixed``, up to ``max_new_tokens`` or an end that the model finds; or
+    ``data``, exactly as long as the data set's own answer, later turns included, and at most ``max_new_tokens``.
+    """
 
     dataset: str
     num_prompts: int | None = None
+    per_slot: int = 2
     prompt_tokens: int = 100  # per random prompt
     max_new_tokens: int = 256
     max_batch_size: int = 128  # if it is not an axis
+    output_lens: OutputLens = "fixed"
 
     def __post_init__(self) -> None:
+        require(
+            self.output_lens in get_args(OutputLens),
+            f"output-lens is {self.output_lens!r}: use one of {', '.join(get_args(OutputLens))}",
+        )
+        require(
+            self.output_lens == "fixed" or self.dataset != RANDOM,
+            "output-lens is 'data' but prompts are random: name a data set that has answers",
+        )
         for field in ("num_prompts", "prompt_tokens", "max_new_tokens", "max_batch_size"):
             value = getattr(self, field)
             require(value is None or value >= 1, f"{field.replace('_', '-')} is {value}: use at least 1")
 
+    @property
+    def lengths(self) -> str:
+        """How long texts are, for the conditions."""
+        if self.output_lens == "data":
+            return f"as many new tokens as the data's answers have, at most {self.max_new_tokens}"
+        return f"at most {self.max_new_tokens} new tokens"
+
+    @property
+    def size(self) -> str:
+        """How many prompts there are for each slot, for the conditions; empty where their number is given."""
+        return "" if self.num_prompts else f" ({self.per_slot} per batch slot, at least {_LEAST_PROMPTS})"
+
     def count(self, batch: int) -> int:
         """The number of prompts at this batch size."""
-        return self.num_prompts or max(2 * batch, 4)
+        return self.num_prompts or max(self.per_slot * batch, _LEAST_PROMPTS)
 
 
 @dataclass(frozen=True, kw_only=True)

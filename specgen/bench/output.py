@@ -3,7 +3,7 @@
 import csv
 import io
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 from specgen.report.charts import Lines, Point, quarters
 from specgen.report.origin import origin
 from specgen.report.page import Page
-from specgen.report.table import Row, Table
+from specgen.report.table import Column, Row, Table
 from specgen.report.terminal import Part
 from specgen.rundir.atomic import write_text
 from specgen.rundir.provenance import now
@@ -21,20 +21,33 @@ Value = str | int | float | bool | None
 
 @dataclass(frozen=True, kw_only=True)
 class Plot:
-    """Column ``y`` over column ``x``, with a line per value of column ``series``, of rows that match ``where``."""
+    """Column ``y`` over column ``x``, with a line per value of column ``series``.
+
+    ``where`` has the values by column that its rows may have. ``ends`` are the columns of a range, drawn as whiskers;
+    a column ``y`` with intervals has those. ``reference`` and ``order`` are the chart's, see ``Lines``.
+    """
 
     title: str
     x: str
     y: str
     series: str
-    where: Row = field(default_factory=dict)
+    where: Mapping[str, Container[Value]] = field(default_factory=dict)
+    ends: tuple[str, str] | None = None
+    reference: float | None = None
+    order: Sequence[str] = ()
 
-    def points(self, rows: tuple[Row, ...]) -> dict[str, list[Point]]:
-        """The points of each line in the order of ``rows``; plots of one series have the same lines."""
+    def points(self, rows: tuple[Row, ...], interval: str = "") -> dict[str, list[Point]]:
+        """The points of each line in the order of ``rows``; plots of one series have the same lines.
+
+        ``interval`` is the key of the values' intervals, if they have some.
+        """
         lines: dict[str, list[Point]] = {str(row[self.series]): [] for row in rows}
         for row in rows:
-            if isinstance(row[self.y], int | float) and self.where.items() <= row.items():
-                lines[str(row[self.series])].append(Point(name=str(row[self.x]), number=row[self.y]))
+            matches = all(row[name] in allowed for name, allowed in self.where.items())
+            if isinstance(row[self.y], int | float) and matches:
+                span = row.get(interval) if self.ends is None else (row[self.ends[0]], row[self.ends[1]])
+                point = Point(name=str(row[self.x]), number=row[self.y], interval=span)
+                lines[str(row[self.series])].append(point)
         return lines
 
 
@@ -45,26 +58,42 @@ class BenchTable(Table):
     name: str  # of its files
     conditions: Mapping[str, Value]
     plots: tuple[Plot, ...] = ()
+    answers: tuple[str, ...] = ()  # what was found, in sentences
     notes: tuple[str, ...] = ()  # such as what was not measured and why
+    more: tuple[Table, ...] = ()  # of the page alone
 
     def __post_init__(self) -> None:
-        names = [column.name for column in self.columns]
-        assert all(list(row) == names for row in self.rows), "rows have the columns' names, in their order"
+        names = [key for column in self.columns for key in (column.name, column.interval) if key]
+        assert all(list(row) == names for row in self.rows), "rows have the columns' keys, in their order"
         for plot in self.plots:
             assert {plot.x, plot.y, plot.series, *plot.where} <= set(names), plot
 
     def parts(self) -> Iterator[Part]:
-        """Title, conditions, table and notes, for the terminal."""
+        """Title, conditions, table, answers and notes, for the terminal."""
         yield "\n".join([self.title, *(f"{name}: {value}" for name, value in self.conditions.items())])
         yield self
-        yield "\n".join(self.notes)
+        yield "\n".join([*self.answers, *self.notes])
 
     def to_csv(self) -> str:
         text = io.StringIO()
-        writer = csv.DictWriter(text, [column.name for column in self.columns], lineterminator="\n")
+        rows = [self._flat(row) for row in self.rows]
+        names = self._flat(
+            dict.fromkeys(key for column in self.columns for key in (column.name, column.interval))
+        )
+        writer = csv.DictWriter(text, list(names), lineterminator="\n")
         writer.writeheader()
-        writer.writerows(self.rows)
+        writer.writerows(rows)
         return text.getvalue()
+
+    def _flat(self, row: Row) -> dict[str, Value]:
+        """``row`` with the ends of an interval as two values."""
+        found: dict[str, Value] = {}
+        for column in self.columns:
+            found[column.name] = row[column.name]
+            if column.interval:
+                low, high = row[column.interval] or (None, None)
+                found |= {f"{column.interval}_low": low, f"{column.interval}_high": high}
+        return found
 
     def to_json(self) -> dict[str, Any]:
         """Everything but the plots."""
@@ -72,19 +101,20 @@ class BenchTable(Table):
             "name": self.name,
             "title": self.title,
             "head": dict(self.conditions),
-            "columns": [{"name": column.name, "unit": column.unit} for column in self.columns],
+            "columns": [_described(column) for column in self.columns],
             "num_keys": self.num_keys,
             "rows": [dict(row) for row in self.rows],
-            "notes": list(self.notes),
+            "notes": [*self.answers, *self.notes],
         }
 
     def to_html(self) -> str:
-        """A self-contained page: conditions, plots, table and notes."""
+        """A self-contained page: conditions, answers, plots, table and notes."""
         every = Table(title="Every row", columns=self.columns, rows=self.rows)
         return Page(
             title=self.title,
             settings={name: str(value) for name, value in self.conditions.items()},
-            tables=[*self._plotted(), every],
+            tables=[*self._plotted(), *self.more, every],
+            sentence="\n".join(self.answers),
             findings=self.notes,
             origin=origin(now("cpu")),  # the device is one of the conditions
         ).to_html()
@@ -99,17 +129,26 @@ class BenchTable(Table):
     def _plotted(self) -> Iterator[Table]:
         by_name = {column.name: column for column in self.columns}
         for plot in self.plots:
-            lines = plot.points(self.rows)
-            numbers = [point.number or 0.0 for points in lines.values() for point in points]
+            x, y = by_name[plot.x], by_name[plot.y]
+            lines = plot.points(self.rows, y.interval)
+            seen = [point for points in lines.values() for point in points]
+            numbers = [each for point in seen for each in (point.number or 0.0, *(point.interval or ()))]
             if numbers:
-                x, y = by_name[plot.x], by_name[plot.y]
                 chart = Lines(
                     title=plot.title,
-                    label=f"{y.heading} over {x.heading}",
-                    ticks=quarters(max(numbers)),
+                    label=f"{y.unit} over {x.heading}" if y.unit else x.heading,
+                    ticks=quarters(max(*numbers, plot.reference or 0.0)),
                     show=y.show,
                     lines=lines,
                     named=True,
+                    reference=plot.reference,
+                    order=plot.order,
                 )
                 note = f"one line per {plot.series}"
                 yield Table(title=plot.title, note=note, columns=(), rows=(), lines=chart)
+
+
+def _described(column: Column) -> dict[str, str]:
+    """A column for a JSON document; ``of_bench`` reads it."""
+    interval = {"interval": column.interval} if column.interval else {}
+    return {"name": column.name, "unit": column.unit, **interval}

@@ -6,15 +6,17 @@ from dataclasses import dataclass
 from specgen import display
 from specgen.bench.matrices import Matrix
 from specgen.bench.output import BenchTable, Plot, Value
-from specgen.bench.repeats import MedianRange, Repeat, Repeats
+from specgen.bench.repeat import Repeat
+from specgen.bench.repeats import MedianRange, Repeats
 from specgen.engine.arms import Arm
+from specgen.report.charts import DRAFT_LENGTHS
 from specgen.report.table import Column, Row
 from specgen.report.timings import LatencyStats
 
 _SPREADS: Mapping[str, Callable[[Repeat], LatencyStats | None]] = {
-    "ttft": lambda repeat: repeat.report.ttft_seconds,
-    "tpot": lambda repeat: repeat.report.tpot_seconds,
-    "itl": lambda repeat: repeat.itl_seconds,
+    "ttft": lambda repeat: repeat.ttft,
+    "tpot": lambda repeat: repeat.tpot,
+    "itl": lambda repeat: repeat.itl,
 }
 _PARTS = ("mean", "median", "p99")
 
@@ -39,7 +41,8 @@ def table(matrix: Matrix, conditions: Row, results: Sequence[Result], notes: Seq
         columns=tuple(_columns(matrix, mixture)),
         rows=rows,
         plots=tuple(_plots(matrix)),
-        notes=(*best_lengths(rows), *disturbed, *notes),
+        answers=tuple(best_lengths(rows)),
+        notes=(*disturbed, *notes),
         num_keys=2,
     )
 
@@ -121,8 +124,18 @@ def _plots(matrix: Matrix) -> Iterator[Plot]:
     shown = {"speed": "Output tokens per second"}
     shown |= {ratio: f"Speed, {ratio.replace('_', ' ')}" for ratio in matrix.ratios}
     shown |= {f"{name}_median": f"Median {name.upper()}" for name in (_SPREADS if matrix.latencies else ())}
+    ranges = {"speed": ("lowest", "highest")}
+    ranges |= {ratio: (f"{ratio}_lowest", f"{ratio}_highest") for ratio in matrix.ratios}
     for y, title in shown.items():
-        yield Plot(title=title, x=x, y=y, series=series)
+        yield Plot(
+            title=title,
+            x=x,
+            y=y,
+            series=series,
+            ends=ranges.get(y),
+            reference=1.0 if y in matrix.ratios else None,
+            order=DRAFT_LENGTHS if series == "K" else (),
+        )
 
 
 def best_lengths(rows: Sequence[Row]) -> Iterator[str]:
@@ -143,7 +156,7 @@ def best_lengths(rows: Sequence[Row]) -> Iterator[str]:
             for row in mine
             if row not in fixed
         ]
-        yield text + "".join(auto)
+        yield text + "".join(auto) + "."
 
 
 def _speed(row: Row) -> float:

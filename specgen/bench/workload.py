@@ -1,4 +1,4 @@
-"""The deterministic requests of a bench (first turns of a data set, or random tokens) and their KV memory."""
+"""The deterministic requests of a bench: turns of a data set, or random tokens."""
 
 import itertools
 import random
@@ -8,6 +8,7 @@ from pathlib import Path
 
 from specgen.bench.known_text import KnownText
 from specgen.bench.matrices import RANDOM, Workload
+from specgen.bench.traffic import recorded_turns
 from specgen.config import EngineConfig, SamplingParams, require
 from specgen.core import step_costs
 from specgen.core.sequence import Request
@@ -17,6 +18,7 @@ from specgen.engine.memory import kv_page_bytes
 from specgen.prompts import open_prompts
 
 _WARM_UP = 192  # positions per sequence during warm-up
+_SHOWN = 3  # reasons in an error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,33 +38,49 @@ def make_prompts(workload: Workload, models: Models, data_path: Path | None, cou
     """
     if workload.dataset == RANDOM:
         require(data_path is None, f"data-path is {data_path} but prompts are random: name a data set")
+        lengths = [(workload.prompt_tokens, workload.max_new_tokens)] * count
         return Prompts(
-            requests=_random([workload.prompt_tokens] * count, models, workload),
+            requests=_random(lengths, models),
             description=f"{count} of {workload.prompt_tokens} random tokens",
             notes=(),
         )
-    sampling = SamplingParams(max_tokens=workload.max_new_tokens)
     prompts = open_prompts(workload.dataset, data_path=data_path, num_prompts=count)
-    asked, failures = first_turns(prompts, models.tokenizer, sampling)
+    if workload.output_lens == "data":
+        asked, failures = recorded_turns(prompts, models.tokenizer, workload.max_new_tokens)
+        turns = "turns"
+    else:
+        sampling = SamplingParams(max_tokens=workload.max_new_tokens)
+        asked, failures = first_turns(prompts, models.tokenizer, sampling)
+        turns = "first turns"
     requests, notes = _fitting(asked, models, workload)
-    notes += tuple(f"left out: {failure}" for failure in failures)
-    require(bool(requests), f"no prompt of {workload.dataset} can run: {'; '.join(notes[:3])}")
-    description = f"{count} of {len(requests)} first turns of {workload.dataset}"
+    notes += _in_short(failures)
+    require(bool(requests), f"no prompt of {workload.dataset} can run: {'; '.join(notes[:_SHOWN])}")
+    description = f"{count} of {min(len(requests), count)} {turns} of {workload.dataset}"
     requests = _filled(requests, count)
     if models.synthetic:
-        lengths = [len(request.prompt_token_ids) for request in requests]
-        requests, description = _random(lengths, models, workload), f"random tokens, as long as {description}"
+        lengths = [(len(request.prompt_token_ids), request.sampling.max_tokens) for request in requests]
+        requests, description = _random(lengths, models), f"random tokens, as long as {description}"
     return Prompts(requests=requests, description=description, notes=notes)
+
+
+def _in_short(failures: Sequence[str]) -> tuple[str, ...]:
+    """A note for each failure; where there are many, the first of them and their number."""
+    rest = len(failures) - _SHOWN
+    more = (f"left out: {rest} more rows",) if rest > 0 else ()
+    return tuple(f"left out: {each}" for each in failures[:_SHOWN]) + more
 
 
 def _fitting(
     requests: list[Request], models: Models, workload: Workload
 ) -> tuple[tuple[Request, ...], tuple[str, ...]]:
-    """The requests that fit the model's context with ``max_new_tokens``, and a note on the others."""
+    """The requests that fit the model's context with their new tokens, and a note on the others."""
     limit = models.target.config.max_positions
-    fitting = tuple(r for r in requests if len(r.prompt_token_ids) + workload.max_new_tokens <= limit)
+    fitting = tuple(r for r in requests if len(r.prompt_token_ids) + r.sampling.max_tokens <= limit)
     missing = len(requests) - len(fitting)
-    note = f"left out: {missing} prompts that with {workload.max_new_tokens} new tokens exceed a context of {limit}"
+    new = (
+        "their answers' tokens" if workload.output_lens == "data" else f"{workload.max_new_tokens} new tokens"
+    )
+    note = f"left out: {missing} prompts that with {new} exceed a context of {limit}"
     return fitting, (note,) if missing else ()
 
 
@@ -75,7 +93,8 @@ def _filled(requests: tuple[Request, ...], count: int) -> tuple[Request, ...]:
     )
 
 
-def _random(lengths: list[int], models: Models, workload: Workload) -> tuple[Request, ...]:
+def _random(lengths: Sequence[tuple[int, int]], models: Models) -> tuple[Request, ...]:
+    """A request per pair of prompt length and output length, in tokens."""
     known, head = KnownText.of(models), models.head
     vocabulary: Sequence[int] = range(models.target.config.vocab_size)
     if known is not None:
@@ -83,12 +102,13 @@ def _random(lengths: list[int], models: Models, workload: Workload) -> tuple[Req
     elif head is not None:
         vocabulary = head.draft_to_target.tolist()
     rng = random.Random(0)
-    sampling = SamplingParams(max_tokens=workload.max_new_tokens, ignore_eos=True)
     return tuple(
         Request(
-            id=f"random {index}", prompt_token_ids=tuple(rng.choices(vocabulary, k=length)), sampling=sampling
+            id=f"random {index}",
+            prompt_token_ids=tuple(rng.choices(vocabulary, k=length)),
+            sampling=SamplingParams(max_tokens=max_tokens, ignore_eos=True),
         )
-        for index, length in enumerate(lengths)
+        for index, (length, max_tokens) in enumerate(lengths)
     )
 
 

@@ -77,7 +77,9 @@ def load_drafter(checkpoint: Checkpoint, target: Target) -> Head:
     config = drafter_config(checkpoint, target.config.num_layers)
     for reason in misfits(target.config, config):
         raise UserError(f"{checkpoint.name} cannot draft for this target: {reason}")
-    ids = draft_to_target(checkpoint, config).to(target.device)
+    ids = draft_to_target(checkpoint, config)
+    if target.device.type != "meta":  # a pair without weights still knows its vocabularies
+        ids = ids.to(target.device)
     reader = TensorReader(checkpoint=checkpoint, dtype=target.dtype, device=target.device)
     return build_head(config, reader, target, ids)
 

@@ -1,6 +1,5 @@
 """``specgen bench``: its commands and the output of their tables."""
 
-import json
 import sys
 from collections.abc import Iterable
 from dataclasses import MISSING, replace
@@ -10,10 +9,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from specgen.cli.help import Command, Commands
+from specgen.cli.measuring import (
+    DRY_RUN,
+    OUTPUT_LENS,
+    print_forecast,
+    print_table,
+    print_turn,
+    refuse_earlier,
+    stoppable,
+    write_table,
+)
 from specgen.cli.options import AS_JSON, DATA_PATH, Only, numbers, with_options
-from specgen.cli.printing import print_files, print_parts
-from specgen.config import EngineConfig, option, require
-from specgen.rundir.atomic import writable
+from specgen.config import EngineConfig, option
 
 if TYPE_CHECKING:
     from specgen.bench.output import BenchTable
@@ -27,7 +34,24 @@ app = typer.Typer(
 )
 
 _OUTPUT = option(None, "Results", "Directory for the table: NAME.csv, NAME.json, and NAME.html with plots.")
+_KEPT = option(
+    None,
+    "Results",
+    "Directory for the table: NAME.csv, NAME.json, NAME.html with plots, and NAME.rounds.jsonl, in which every round "
+    "is kept: the same command goes on.",
+)
 _REPEATS = "Measurements per number."
+_MATRIX = option(
+    MISSING,
+    "Table",
+    "Arms and prompts: vllm-25196, vllm-19825, vllm-21477, batch-and-decoding or batch-and-k.",
+)
+_AXIS = option(
+    None,
+    "Table",
+    "Other values on an axis of the matrix, such as batch=8,32, K=0,4,auto, attention=sdpa, "
+    "cuda_graphs=off, decoding=plain,padded; may be repeated.",
+)
 
 _SIZES = {
     "cuda": ("1,4,8,16,32,64,128,256", "1024,2048,4096,8192,16384,32768,65536,131072"),
@@ -92,7 +116,7 @@ def kernels(
         repeats=repeats,
         device=device,
     )
-    publish(measure(job), output, as_json)
+    publish("kernels", measure(job), output, as_json)
 
 
 @app.command(cls=Command)
@@ -131,24 +155,15 @@ def experts(
         dtype=DTYPES[choose_dtype(engine.dtype, device)],
         device=device,
     )
-    publish(measure(job), output, as_json)
+    publish("experts", measure(job), output, as_json)
 
 
 @app.command(cls=Command)
 @with_options
 def throughput(
     *,
-    matrix: str = option(
-        MISSING,
-        "Table",
-        "Arms and prompts: vllm-25196, vllm-19825, vllm-21477, batch-and-decoding or batch-and-k.",
-    ),
-    axis: list[str] | None = option(
-        None,
-        "Table",
-        "Other values on an axis of the matrix, such as batch=8,32, K=0,4,auto, attention=sdpa, "
-        "cuda_graphs=off, decoding=plain,padded; may be repeated.",
-    ),
+    matrix: str = _MATRIX,
+    axis: list[str] | None = _AXIS,
     dataset: str | None = option(
         None, "Prompts", "As for generate, or random for random tokens.", shown="the matrix's"
     ),
@@ -158,6 +173,7 @@ def throughput(
     ),
     prompt_tokens: int | None = option(None, "Prompts", "Tokens per random prompt.", shown="the matrix's"),
     max_new_tokens: int | None = option(None, "Sampling", "Longest answer in tokens.", shown="the matrix's"),
+    output_lens: str = OUTPUT_LENS,
     max_batch_size: int | None = option(None, "Running", "Sequences per batch.", shown="the matrix's"),
     engine: Annotated[
         EngineConfig,
@@ -168,7 +184,8 @@ def throughput(
         ),
     ],
     repeats: int = option(3, "Table", _REPEATS),
-    output: Path | None = _OUTPUT,
+    dry_run: bool = DRY_RUN,
+    output: Path | None = _KEPT,
     as_json: bool = AS_JSON,
 ) -> None:
     """Output tokens per second, ratios and latencies: the tables of vLLM's pull requests, and batch against K."""
@@ -181,14 +198,22 @@ def throughput(
         "prompt_tokens": prompt_tokens,
         "max_new_tokens": max_new_tokens,
         "max_batch_size": max_batch_size,
+        "output_lens": output_lens,
     }
     changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     workload = replace(chosen.workload, **changes)
     engine = replace(engine, max_batch_size=workload.max_batch_size, prefix_cache=False)
-    from specgen.bench.throughput import ThroughputJob, throughput  # imports torch
+    from specgen.bench.throughput import ThroughputJob, forecast_of  # imports torch
+    from specgen.bench.throughput import throughput as measure
 
     job = ThroughputJob(matrix=chosen, workload=workload, engine=engine, data_path=data_path, repeats=repeats)
-    publish(throughput(job), output, as_json)
+    if dry_run:
+        print_forecast(forecast_of(job))
+        return
+    with stoppable(output):
+        for table in measure(job, output, print_turn):
+            write_table(table, output)
+    print_table(table, output, as_json)
 
 
 @app.command(cls=Command)
@@ -215,26 +240,14 @@ def step(
         batch_sizes=numbers("batch-sizes", batch_sizes),
         prompt_tokens=prompt_tokens,
     )
-    publish(explain(job), output, as_json)
+    publish("step", explain(job), output, as_json)
 
 
-def publish(tables: Iterable["BenchTable"], output: Path | None, as_json: bool) -> None:
-    """Write the files of a growing table after every row, and print the last one."""
-    require(
-        output is None or not output.is_file(),
-        f"output {str(output)!r} is a file: name a directory for tables",
-    )
+def publish(name: str, tables: Iterable["BenchTable"], output: Path | None, as_json: bool) -> None:
+    """Write the files of a growing table after every row, and print the last one; earlier ones are not replaced."""
+    refuse_earlier(name, output)
     for table in tables:
         print(f"{table.name}: {len(table.rows)} rows", end="\r", file=sys.stderr, flush=True)
-        if output is not None:
-            with writable(output):
-                table.write(output)
+        write_table(table, output)
     print(file=sys.stderr)
-    if as_json:
-        print(json.dumps(table.to_json()))
-    else:
-        print_parts(table.parts(), sys.stdout)
-    if output is not None:
-        print_files(output, f"{table.name}.html")
-    if not table.rows:  # every arm has failed, as the notes say
-        raise typer.Exit(1)
+    print_table(table, output, as_json)

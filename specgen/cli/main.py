@@ -15,6 +15,7 @@ from specgen.cli.evaluating import evaluate
 from specgen.cli.generating import generate
 from specgen.cli.help import Command, Commands
 from specgen.cli.reading import inspect, merge, report
+from specgen.cli.tuning import tune
 from specgen.cli.verifying import verify
 from specgen.config import UserError
 
@@ -77,7 +78,8 @@ def _of_all_commands(
 for command in (generate, report, merge, verify):
     app.command(cls=Command)(command)
 app.command(name="eval", cls=Command)(evaluate)
-app.command(cls=Command)(inspect)
+for command in (tune, inspect):
+    app.command(cls=Command)(command)
 
 _BUG = (
     f"this is a bug in specgen {__version__}: report it with the traceback above, the command, "

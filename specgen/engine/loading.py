@@ -54,9 +54,18 @@ def load_chat_tokenizer(config: EngineConfig, checkpoints: Checkpoints) -> Token
 
 def load_models(config: EngineConfig, checkpoints: Checkpoints) -> Models:
     """Read target, head (if one is to draft) and tokenizer of a resolved ``config``."""
-    device, dtype = torch.device(config.device), DTYPES[config.dtype]
+    device = torch.device(config.device)
     use(device)
-    tokenizer = load_chat_tokenizer(config, checkpoints)
+    return _load(config, checkpoints, device)
+
+
+def outline(config: EngineConfig, checkpoints: Checkpoints) -> Models:
+    """As ``load_models`` without reading a weight: what can be known before that. Refuses what it would refuse."""
+    return _load(config, checkpoints, torch.device("meta"))
+
+
+def _load(config: EngineConfig, checkpoints: Checkpoints, device: torch.device) -> Models:
+    dtype, tokenizer = DTYPES[config.dtype], load_chat_tokenizer(config, checkpoints)
     target, head = load_target(checkpoints["model"], dtype, device), None
     if config.head is not None:
         head = load_drafter(checkpoints["drafter"], target)

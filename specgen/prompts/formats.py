@@ -13,6 +13,7 @@ from specgen.prompts.fields import category, checked_list, checked_text
 from specgen.prompts.openai_batch import is_batch, parse_batch
 from specgen.prompts.own import parse_own
 from specgen.prompts.prompt import Prompt
+from specgen.prompts.recorded import recorded
 from specgen.prompts.rows import HubSource
 from specgen.text.tokenizer import Message
 
@@ -47,12 +48,13 @@ def parse_turns(row_id: str, row: Mapping[str, Any]) -> Prompt:
 
 
 def parse_sharegpt(row_id: str, row: Mapping[str, Any]) -> Prompt:
-    """ShareGPT: the first message is the prompt if a human wrote it; the answers in the file are not used."""
-    first = checked_list(row.get("conversations"), "conversations")[0]
+    """ShareGPT: the first message is the prompt if a human wrote it; the others are kept as ``recorded``."""
+    first, *others = checked_list(row.get("conversations"), "conversations")
     require(isinstance(first, dict), "conversations: the first message is not an object")
     sender = first.get("from")
     require(sender in ("human", "user"), f"the first message is from {shown(sender)}, not from a human")
-    return Prompt(id=row_id, messages=_question(checked_text(first.get("value"), "the first message")))
+    question = _question(checked_text(first.get("value"), "the first message"))
+    return Prompt(id=row_id, messages=question, recorded=tuple(recorded(others)))
 
 
 def parse_field(name: str, row_id: str, row: Mapping[str, Any]) -> Prompt:

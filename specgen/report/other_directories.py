@@ -45,7 +45,10 @@ def benches(directory: Path) -> list[dict[str, Any]]:
 def of_bench(document: Mapping[str, Any]) -> Iterator[Part]:
     """What the terminal shows of a bench's document."""
     yield "\n".join([document["title"], *(f"{name}: {value}" for name, value in document["head"].items())])
-    columns = tuple(Column(name=each["name"], unit=each["unit"]) for each in document["columns"])
+    columns = tuple(
+        Column(name=each["name"], unit=each["unit"], interval=each.get("interval", ""))
+        for each in document["columns"]
+    )
     yield Table(
         title=document["title"],
         columns=columns,

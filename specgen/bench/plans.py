@@ -1,0 +1,141 @@
+"""What is known of a bench before a weight is read: its requests, the arms that can run, and their memory."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from specgen.bench.environment import free_memory
+from specgen.bench.matrices import Workload
+from specgen.bench.workload import Prompts, kv_bytes, make_prompts
+from specgen.checkpoints.checkpoint import fingerprint
+from specgen.config import EngineConfig, SamplingParams, UserError, require
+from specgen.core.sequence import Request
+from specgen.engine.arms import Arm
+from specgen.engine.choices import resolve
+from specgen.engine.loading import Checkpoints, Models, open_checkpoints, outline
+from specgen.rundir.provenance import manifest, with_recorded_date
+
+_CPU_BYTES = 1 << 30  # for engines that take turns
+_OVERHEAD = {"cpu": 0, "cuda": 1 << 30}  # bytes of an engine beside its KV cache: workspaces and graphs
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """An arm that can run here, and its memory."""
+
+    arm: Arm
+    config: EngineConfig  # resolved
+    requests: tuple[Request, ...]
+    kv_bytes: int  # of the requests in the batch
+    overhead: int  # bytes of the engine beside its KV cache
+
+    @property
+    def num_bytes(self) -> int:
+        """What the engine takes beside the weights."""
+        return self.kv_bytes + self.overhead
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """A bench that could begin: its pair, without weights, and its plans; ``notes`` say which have none and why."""
+
+    base: EngineConfig  # resolved
+    checkpoints: Checkpoints
+    models: Models  # on the device meta
+    prompts: Prompts
+    plans: list[Plan]
+    notes: list[str]
+
+    def manifest(self, workload: Workload, data_path: Path | None, own: dict[str, Any]) -> dict[str, Any]:
+        """What decides the numbers: device, versions, weights, requests, and ``own``, which is the bench's."""
+        tokens = sha256()
+        for request in self.prompts.requests:
+            tokens.update(f"{request.prompt_token_ids} {request.sampling}\n".encode())
+        data = {"dataset": workload.dataset, "data_path": str(data_path) if data_path else None}
+        found = manifest(
+            engine=self.base,
+            sampling=SamplingParams(max_tokens=workload.max_new_tokens),
+            data=data | {"requests": tokens.hexdigest()},
+            fingerprints={role: fingerprint(each) for role, each in self.checkpoints.items()},
+        )
+        return found | {"bench": own}
+
+
+def prepare(
+    arms: Sequence[Arm],
+    engine: EngineConfig,
+    workload: Workload,
+    data_path: Path | None,
+    *,
+    axes: Iterable[str] = (),
+    record: Path | None = None,
+) -> Prepared:
+    """Resolve everything; ``engine`` is the configuration that arms change, along ``axes``.
+
+    ``record`` is the manifest of a bench that may go on, whose date chat templates are told. ``UserError`` if no arm
+    can run, or no prompt.
+    """
+    checkpoints = open_checkpoints(engine)
+    base = resolve(engine, checkpoints)
+    if record is not None:
+        base = with_recorded_date(base, engine, record)
+    models = outline(base, checkpoints)
+    count = max(workload.count(arm.configure(base).max_batch_size) for arm in arms)
+    prompts = make_prompts(workload, models, data_path, count)
+    plans: list[Plan] = []
+    notes: list[str] = []
+    for arm in arms:
+        try:
+            config = resolve(arm.configure(engine), checkpoints)
+        except UserError as error:
+            reason = str(error)
+            for axis in axes:  # its own option changes no arm
+                reason = reason.replace(f"--{axis.replace('_', '-')} ", f"--axis {axis}=")
+            notes.append(f"not run: {arm.name}: {reason}")
+            continue
+        requests = prompts.requests[: workload.count(config.max_batch_size)]
+        need, overhead = kv_bytes(config, models, requests), _OVERHEAD[torch.device(config.device).type]
+        plans.append(Plan(arm=arm, config=config, requests=requests, kv_bytes=need, overhead=overhead))
+    require(bool(plans), f"no arm can run here: {notes[0] if notes else 'none is asked for'}")
+    return Prepared(
+        base=base,
+        checkpoints=checkpoints,
+        models=models,
+        prompts=prompts,
+        plans=plans,
+        notes=[*prompts.notes, *notes],
+    )
+
+
+def side_by_side(plans: Iterable[Plan], room: int) -> list[list[Plan]]:
+    """Groups of neighbours whose engines fit into ``room`` bytes; one that needs more is alone.
+
+    An engine that fits gets the KV cache that its requests need, any other the one of its configuration.
+    """
+    groups: list[list[Plan]] = []
+    left = 0
+    for plan in plans:
+        if not groups or plan.num_bytes > left:
+            groups.append([])
+            left = room
+        groups[-1].append(fitted(plan) if plan.num_bytes <= room else plan)
+        left -= plan.num_bytes
+    return groups
+
+
+def fitted(plan: Plan) -> Plan:
+    """``plan`` with the KV cache that its requests need."""
+    return replace(plan, config=replace(plan.config, kv_memory=plan.kv_bytes))
+
+
+def room_for_turns(config: EngineConfig) -> int:
+    """Bytes for engines that take turns, with the weights loaded: half of what they leave."""
+    if config.device == "cpu":
+        return _CPU_BYTES
+    free_memory()
+    free, total = torch.cuda.mem_get_info(config.device)
+    return (free - int(total * (1 - config.gpu_memory_utilization))) // 2

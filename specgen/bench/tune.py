@@ -1,0 +1,222 @@
+"""``specgen tune``: K, drafter batch and batch size on given traffic, measured until it is clear which is fastest.
+
+All arms of a batch size take turns as far as their engines fit into memory together; where they do not, in heats:
+plain decoding and the fastest arm so far meet as many others as fit. See ``race`` for who takes part in a round.
+"""
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from specgen import display
+from specgen.bench.advice import command, dropped
+from specgen.bench.environment import conditions
+from specgen.bench.forecast import forecast
+from specgen.bench.matrices import Workload
+from specgen.bench.output import BenchTable
+from specgen.bench.plans import Plan, Prepared, fitted, prepare, room_for_turns
+from specgen.bench.race import LEAST, Race
+from specgen.bench.repeat import Yardstick
+from specgen.bench.rounds import Rounds, kept_rounds, record_of
+from specgen.bench.throughput import yardstick_of
+from specgen.bench.tune_table import tune_table
+from specgen.bench.turns import Turn, Turns, Watch, nobody
+from specgen.config import DrafterBatchName, DraftLength, EngineConfig, require
+from specgen.engine.arms import Arm
+from specgen.engine.loading import load_models
+from specgen.report.table import Row
+from specgen.report.terminal import Part
+
+NAME = "tune"  # of its files
+
+
+@dataclass(frozen=True, kw_only=True)
+class TuneJob:
+    """One run of ``specgen tune``; ``engine`` is the configuration that arms change."""
+
+    batches: tuple[int, ...]
+    draft_lengths: tuple[DraftLength, ...]  # that of plain decoding need not be among them
+    drafter_batches: tuple[DrafterBatchName, ...]
+    workload: Workload
+    engine: EngineConfig
+    data_path: Path | None
+    repeats: int  # of an arm, at most
+    precision: float  # half of the width of a ratio's interval, as a share of it
+    budget: float | None  # seconds
+
+    def __post_init__(self) -> None:
+        require(self.repeats >= 1, f"repeats is {self.repeats}: use at least 1")
+        require(0 < self.precision < 1, f"precision is {self.precision}: use a share in (0, 1), such as 0.02")
+        require(
+            any(length.most for length in self.draft_lengths),
+            "k is 0 alone, and plain decoding is measured anyway: name a K of at least 1, or auto",
+        )
+
+    def races(self) -> dict[int, list[Arm]]:
+        """The arms of each batch size, plain decoding first."""
+        return {batch: list(self._arms(batch)) for batch in self.batches}
+
+    def _arms(self, batch: int) -> Iterator[Arm]:
+        yield Arm(name=f"batch {batch}, plain", changes={"batch": batch, "K": 0})
+        alike = self.engine.ngram is not None  # n-grams have no drafter batch
+        for length in self.draft_lengths:
+            for mode in self.drafter_batches[: 1 if alike else None] if length.most else ():
+                k: int | str = "auto" if length.auto else length.most
+                changes = {"batch": batch, "K": k, "drafter_batch": mode}
+                yield Arm(name=f"batch {batch}, K {k}" + ("" if alike else f", {mode}"), changes=changes)
+
+    def to_json(self) -> dict[str, Any]:
+        """What the manifest of its engine and data does not say."""
+        axes = {"batch": self.batches, "k": self.draft_lengths, "drafter_batch": self.drafter_batches}
+        return {
+            **{name: ", ".join(map(str, values)) for name, values in axes.items()},
+            "workload": asdict(self.workload),
+            "repeats": self.repeats,
+            "precision": self.precision,
+        }
+
+
+def prepared(job: TuneJob, output: Path | None = None) -> Prepared:
+    """Its arms, prompts and memory, before a weight is read."""
+    arms = [arm for arms in job.races().values() for arm in arms]
+    record = None if output is None else record_of(output, NAME)
+    return prepare(arms, job.engine, job.workload, job.data_path, record=record)
+
+
+def forecast_of(job: TuneJob) -> Iterator[Part]:
+    """What ``--dry-run`` prints."""
+    ready = prepared(job)
+    return forecast(ready, yardstick_of(ready), min(LEAST, job.repeats), job.repeats)
+
+
+def tune(
+    job: TuneJob,
+    output: Path | None = None,
+    watch: Watch = nobody,
+    say: Callable[[str], None] = lambda sentence: None,
+) -> Iterator[BenchTable]:
+    """Yield the growing table after each round, and the whole one at the end; ``say`` takes arms that are dropped.
+
+    Rounds are kept in ``output``; those kept there by the same job are not measured again.
+    """
+    ready = prepared(job, output)
+    settings = ready.manifest(job.workload, job.data_path, job.to_json()) if output is not None else {}
+    with kept_rounds(output, NAME, settings) as rounds:
+        yield from _Tuning(job, ready, rounds, watch, say).run()
+
+
+class _Tuning:
+    """A job on its way."""
+
+    def __init__(
+        self, job: TuneJob, ready: Prepared, rounds: Rounds, watch: Watch, say: Callable[[str], None]
+    ) -> None:
+        began = time.monotonic()
+        self._job, self._ready, self._rounds, self._say = job, ready, rounds, say
+        self._end = math.inf if job.budget is None else began + job.budget
+        yardstick = yardstick_of(ready)
+        self._under = _conditions(job, ready, yardstick)
+        models = load_models(ready.base, ready.checkpoints)
+        self._watch = watch
+        self._turns = Turns(models, yardstick, rounds, self._see)
+        self._dropped: set[str] = set()
+        self._room = room_for_turns(ready.base)
+        self._races = [self._race(arms) for arms in job.races().values()]
+
+    def run(self) -> Iterator[BenchTable]:
+        for number, (race, plans) in enumerate(self._races):
+            behind = sum(len(later) for _, later in self._races[number + 1 :])
+            now = time.monotonic()
+            deadline = now + (self._end - now) / (len(self._races) - number)
+            waiting = plans
+            while waiting and time.monotonic() < deadline:
+                heat = self._heat(race, plans, waiting)
+                names = [plan.arm.name for plan in heat]
+                waiting = [plan for plan in waiting if plan.arm.name not in names]
+                self._turns.turns_behind = (behind + len(waiting)) * (self._job.repeats + 1)
+                for _ in self._turns.run(
+                    heat, race.takers, most=self._job.repeats, plain=race.plain, deadline=deadline
+                ):
+                    self._tell_dropped(race)
+                    yield self._table()
+        yield self._table()
+
+    def _see(self, turn: Turn) -> None:
+        """Pass on a turn; a budget may end earlier than the turns that are left."""
+        left = max(0.0, self._end - time.monotonic())
+        self._watch(replace(turn, seconds_left=min(turn.seconds_left, left)))
+
+    def _race(self, arms: Sequence[Arm]) -> tuple[Race, list[Plan]]:
+        names = [arm.name for arm in arms]
+        plans = [plan for plan in self._ready.plans if plan.arm.name in names]
+        race = Race(
+            plain=names[0],
+            arms=tuple(plan.arm.name for plan in plans),
+            most=self._job.repeats,
+            precision=math.log1p(self._job.precision),
+        )
+        return race, plans
+
+    def _heat(self, race: Race, plans: Sequence[Plan], waiting: Sequence[Plan]) -> list[Plan]:
+        """The next that wait, with plain decoding and the fastest arm so far, as far as memory goes; at least one."""
+        known = race.standing(self._rounds)
+        references = {race.plain, *([known.best] if known.arms else [])}
+        first = [plan for plan in plans if plan.arm.name in references]
+        order = {plan.arm.name: plan for plan in (waiting[0], *first, *waiting)}
+        heat: set[str] = set()
+        left = self._room
+        for name, plan in order.items():
+            if plan.num_bytes <= left:
+                heat.add(name)
+                left -= plan.num_bytes
+            elif not heat:  # alone, with the cache of its configuration
+                return [plan]
+        return [fitted(plan) for plan in plans if plan.arm.name in heat]
+
+    def _tell_dropped(self, race: Race) -> None:
+        standing = race.standing(self._rounds)
+        for arm in standing.arms:
+            if arm in self._dropped and not standing.cannot_win(arm):
+                self._dropped.remove(arm)
+                self._say(f"measured again: {arm}: it may yet be the fastest")
+            elif arm not in self._dropped and standing.cannot_win(arm):
+                self._dropped.add(arm)
+                self._say(dropped(standing, arm))
+
+    def _table(self) -> BenchTable:
+        standings = {
+            batch: race.standing(self._rounds)
+            for batch, (race, _) in zip(self._job.batches, self._races, strict=True)
+        }
+        arms = {plan.arm.name: plan.arm for plan in self._ready.plans}
+        missing = [name for name in arms if not (self._rounds.count(name) or name in self._turns.failed)]
+        notes = [*self._ready.notes, *self._turns.failed.values()]
+        if missing:
+            notes.append(f"not measured yet: {'; '.join(missing)}: the same command goes on")
+        return tune_table(arms, standings, self._under, notes, self._command)
+
+    def _command(self, arm: Arm) -> str:
+        return command(arm, self._job.engine, self._job.workload, self._job.data_path)
+
+
+def _conditions(job: TuneJob, ready: Prepared, yardstick: Yardstick) -> Row:
+    config, workload = ready.base, job.workload
+    return {
+        **conditions(config, ready.models),
+        "attention": config.attention,
+        "CUDA graphs": config.cuda_graphs,
+        "prompts": f"{ready.prompts.description}{workload.size}, greedy, {workload.lengths}",
+        "concurrency": "the batch: a request that ends makes room for the next",
+        "time": "of generate, prefill included; no prefix cache; after one warm-up run of the workload",
+        "repeats": f"at most {job.repeats}, until the interval of x_plain is {display.percent(job.precision)} to "
+        "either side, in turns; speeds and latencies are medians",
+        "95 %": "Student's t for the mean logarithm of the ratios within a round; the best arm is chosen by the same "
+        "numbers, so its figure is a little lucky",
+        "in_batch": "mean sequences in a decode step: fewer than the batch where the last requests run out",
+        "per_user": "1 / median time per output token",
+        "same_texts": "share of the texts that are equal to plain decoding's at that batch size",
+        **{name: text for name, text in yardstick.conditions.items() if name == "wrong_tokens"},
+    }

@@ -1,0 +1,136 @@
+"""The engine room of ``specgen bench throughput`` and ``specgen tune``: arms that take turns, round after round.
+
+Not in the times: loading, compilation, CUDA graph capture and one warm-up run of the workload by every engine. In the
+times: prefill, without a prefix cache. Every repeat has the same prompts, so repeats differ in time only.
+"""
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
+
+from specgen.bench.environment import free_memory
+from specgen.bench.plans import Plan
+from specgen.bench.repeat import Repeat, Yardstick
+from specgen.bench.rounds import Rounds
+from specgen.engine.loading import Models
+from specgen.engine.warm_engine import WarmEngine
+
+_Done = TypeVar("_Done")
+# Of the arms that can take part, those that are to in the next round; none: it is over
+Takers = Callable[[Sequence[str], Rounds], Sequence[str]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Turn:
+    """What an arm has just done, for whoever watches."""
+
+    arm: str
+    number: int  # of the arm's repeats; 0 is its warm-up
+    repeat: Repeat | None  # None for a warm-up, and for an arm that failed
+    failed: bool
+    plain: Repeat | None  # of plain decoding in the same round, where it took part before
+    seconds_left: float  # of the whole bench, by the turns so far: at most, where arms may end early
+
+
+Watch = Callable[[Turn], None]
+
+
+def nobody(turn: Turn) -> None:
+    """Watches without a word."""
+
+
+class Turns:
+    """Runs rounds and keeps them. An arm that fails is a note in ``failed``, and costs the others nothing."""
+
+    def __init__(self, models: Models, yardstick: Yardstick, rounds: Rounds, watch: Watch = nobody) -> None:
+        self.models, self.yardstick, self.rounds, self.watch = models, yardstick, rounds, watch
+        self.failed: dict[str, str] = {}  # by arm
+        self.turns_behind = 0  # at most, of the arms that come after those at hand
+        self._num_turns, self._seconds = 0, 0.0
+
+    def run(
+        self,
+        plans: Sequence[Plan],
+        takers: Takers,
+        *,
+        most: int,
+        plain: str | None = None,
+        deadline: float = math.inf,
+    ) -> Iterator[None]:
+        """Yield after each round of ``plans``, of which each comes to at most ``most`` repeats.
+
+        An engine is built when its arm takes part for the first time: what was measured earlier costs nothing. After
+        the ``deadline``, a time of ``time.monotonic``, only the first engine is built, and no second round begins.
+        """
+        engines: dict[str, WarmEngine] = {}
+        waiting = {plan.arm.name: plan for plan in plans}  # without an engine
+        while asked := takers(
+            [plan.arm.name for plan in plans if plan.arm.name in {*engines, *waiting}], self.rounds
+        ):
+            for name in [name for name in waiting if name in asked]:
+                plan = waiting.pop(name)
+                if engines and time.monotonic() >= deadline:
+                    continue
+                engine = self._attempt(name, partial(self._warm, plan))
+                if engine is not None:
+                    engines[name] = engine
+                self._tell(name, None, {}, plain, most, [*engines, *waiting])
+            found: dict[str, Repeat] = {}
+            for name in [plan.arm.name for plan in plans if plan.arm.name in {*asked} & engines.keys()]:
+                repeat = self._attempt(name, partial(self._repeat, engines[name]))
+                if repeat is not None:
+                    found[name] = repeat
+                else:
+                    del engines[name]
+                self._tell(name, repeat, found, plain, most, [*engines, *waiting])
+            if found:
+                self.rounds.add(found)
+                yield
+            if time.monotonic() >= deadline:
+                break
+        engines.clear()
+        free_memory()
+
+    def _warm(self, plan: Plan) -> WarmEngine:
+        engine = WarmEngine(plan.config, self.models, plan.requests)
+        engine.run().whole()
+        return engine
+
+    def _repeat(self, engine: WarmEngine) -> Repeat:
+        return Repeat.of(engine.run().whole(), self.yardstick)
+
+    def _attempt(self, name: str, work: Callable[[], _Done]) -> _Done | None:
+        """The result of ``work``; None where it fails: one arm must not cost the others."""
+        began = time.monotonic()
+        try:
+            return work()
+        except Exception as error:
+            self.failed[name] = f"failed: {name}: {type(error).__name__}: {error}"
+            return None
+        finally:
+            self._num_turns += 1
+            self._seconds += time.monotonic() - began
+
+    def _tell(
+        self,
+        name: str,
+        repeat: Repeat | None,
+        found: Mapping[str, Repeat],
+        plain: str | None,
+        most: int,
+        going_on: Sequence[str],
+    ) -> None:
+        left = sum(max(0, most - self.rounds.count(each) - (each in found)) for each in going_on)
+        self.watch(
+            Turn(
+                arm=name,
+                number=self.rounds.count(name) + 1 if repeat else 0,
+                repeat=repeat,
+                failed=name in self.failed,
+                plain=None if plain is None or plain == name else found.get(plain),
+                seconds_left=(left + self.turns_behind) * self._seconds / self._num_turns,
+            )
+        )

@@ -1,0 +1,166 @@
+"""``specgen tune``: K, drafter batch and batch size for one's own traffic."""
+
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any, get_args
+
+from specgen.cli.measuring import (
+    DRY_RUN,
+    OUTPUT_LENS,
+    print_forecast,
+    print_table,
+    print_turn,
+    stoppable,
+    write_table,
+)
+from specgen.cli.options import AS_JSON, DATA_PATH, DATASET, Only, numbers, with_options
+from specgen.config import DrafterBatchName, DraftLength, EngineConfig, option, require
+
+_UNITS = {"s": 1, "m": 60, "h": 3600}
+_NEW_TOKENS = {"fixed": 256, "data": 4096}  # by --output-lens
+_PER_SLOT = 4  # prompts; with fewer the batch is seldom full
+_NUM_PROMPTS = option(
+    None,
+    "Prompts",
+    "Prompts per run; repeated where the data set has fewer.",
+    shown="four per batch slot",
+)
+_MAX_NEW_TOKENS = option(
+    None, "Sampling", "Longest answer in tokens.", shown="256; with --output-lens data 4096"
+)
+_OUTPUT = option(
+    None,
+    "Results",
+    "Directory for tune.csv, tune.json, tune.html with plots, and tune.rounds.jsonl, in which every round is kept: "
+    "the same command goes on.",
+)
+
+
+def draft_lengths(text: str) -> tuple[DraftLength, ...]:
+    """The values of ``--k``: ``0-7,auto``; each once, in order."""
+    found: list[DraftLength] = []
+    for part in (part.strip() for part in text.split(",")):
+        first, dash, last = part.partition("-")
+        ends = (first, last) if dash else (first, first)
+        require(
+            part == "auto" or all(end.isascii() and end.isdecimal() for end in ends),
+            f"k is {text!r}: write numbers, ranges and auto, separated by commas, such as 0-7,auto",
+        )
+        values = ["auto"] if part == "auto" else list(range(int(ends[0]), int(ends[1]) + 1))
+        require(bool(values), f"k is {text!r}: {part} is empty: write the smaller number first")
+        found += [DraftLength.of(value) for value in values]
+    return tuple(dict.fromkeys(found))
+
+
+def seconds(text: str) -> float:
+    """The value of ``--budget``: ``90s``, ``10m``, ``2h``."""
+    number, unit = text[:-1], text[-1:]
+    require(
+        unit in _UNITS and number.replace(".", "", 1).isdecimal() and float(number) > 0,
+        f"budget is {text!r}: write a time such as 90s, 10m or 2h",
+    )
+    return float(number) * _UNITS[unit]
+
+
+def _batches(text: str) -> tuple[int, ...]:
+    return tuple(dict.fromkeys(numbers("batch", text)))
+
+
+def _drafter_batches(text: str) -> tuple[DrafterBatchName, ...]:
+    known = get_args(DrafterBatchName)
+    asked = [part.strip() for part in text.split(",")]
+    for name in asked:
+        require(name in known, f"drafter-batch has {name!r}: use some of {', '.join(known)}")
+    return tuple(name for name in known if name in asked)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arms:
+    """What is measured, and how well."""
+
+    batches: tuple[int, ...] = option(
+        "1,8,32",
+        "Table",
+        "Batch sizes, comma-separated: how many requests run at once.",
+        name="batch",
+        parse=_batches,
+    )
+    draft_lengths: tuple[DraftLength, ...] = option(
+        "1-7,auto",
+        "Table",
+        "Draft tokens per step, comma-separated: numbers, ranges, auto. Plain is always measured.",
+        name="k",
+        parse=draft_lengths,
+    )
+    drafter_batches: tuple[DrafterBatchName, ...] = option(
+        "padded,non-padded",
+        "Table",
+        "Drafter batches, comma-separated.",
+        name="drafter_batch",
+        parse=_drafter_batches,
+    )
+    repeats: int = option(10, "Table", "Measurements of an arm, at most.")
+    precision: float = option(
+        0.02, "Table", "Measure until the 95 % interval of a speed-up is this share of it to either side."
+    )
+    budget: float | None = option(
+        None,
+        "Table",
+        "End after this time, such as 90s, 10m or 2h, shared by the batch sizes.",
+        shown="no limit",
+        parse=seconds,
+    )
+
+
+@with_options
+def tune(
+    *,
+    arms: Arms,
+    dry_run: bool = DRY_RUN,
+    dataset: str = DATASET,
+    data_path: Path | None = DATA_PATH,
+    num_prompts: int | None = _NUM_PROMPTS,
+    output_lens: str = OUTPUT_LENS,
+    max_new_tokens: int | None = _MAX_NEW_TOKENS,
+    engine: Annotated[
+        EngineConfig,
+        Only(
+            "model drafter chat_template_kwargs max_prefill_tokens device dtype attention cuda_graphs "
+            "gpu_memory_utilization",
+            {"max_prefill_tokens": 8192},
+        ),
+    ],
+    output: Path | None = _OUTPUT,
+    as_json: bool = AS_JSON,
+) -> None:
+    """Find the K, drafter batch and batch size that are fastest on your prompts, and say by how much.
+
+    Arms take turns until their speed-ups over plain decoding are known well enough; those that cannot win are dropped
+    early. Ends with sentences and the command to run.
+    """
+    from specgen.bench.matrices import Workload
+
+    lens: Any = output_lens  # ``Workload`` checks it
+    largest = max(arms.batches)
+    workload = Workload(
+        dataset=dataset,
+        num_prompts=num_prompts,
+        per_slot=_PER_SLOT,
+        max_new_tokens=_NEW_TOKENS.get(output_lens, 1) if max_new_tokens is None else max_new_tokens,
+        max_batch_size=largest,
+        output_lens=lens,
+    )
+    most = max(1, *(length.most for length in arms.draft_lengths))
+    engine = replace(engine, num_spec_tokens=most, max_batch_size=largest, prefix_cache=False)
+    from specgen.bench.tune import TuneJob, forecast_of  # imports torch
+    from specgen.bench.tune import tune as measure
+
+    job = TuneJob(**vars(arms), workload=workload, engine=engine, data_path=data_path)
+    if dry_run:
+        print_forecast(forecast_of(job))
+        return
+    with stoppable(output):
+        for table in measure(job, output, print_turn, lambda sentence: print(sentence, file=sys.stderr)):
+            write_table(table, output)
+    print_table(table, output, as_json)

@@ -1,0 +1,112 @@
+"""How many times as fast an arm is as another, beside scipy; and the best line."""
+
+import math
+import random
+
+import pytest
+from scipy import stats
+
+from specgen.bench.race import Standing
+from specgen.bench.repeat import Repeat, digest
+from specgen.bench.repeats import Repeats
+from specgen.bench.tune_table import best_line
+from specgen.events import Touched
+from specgen.report.timings import LatencyStats
+
+SPREAD = LatencyStats(mean=1.0, median=2.0, p99=3.0)
+
+
+def repeat(seconds: float) -> Repeat:
+    return Repeat(
+        seconds=seconds,
+        num_tokens=1000,
+        acceptance_length=2.5,
+        acceptance=(0.75, None),
+        ttft=SPREAD,
+        tpot=None,
+        itl=SPREAD,
+        step_seconds=0.5,
+        mean_sequences=3.5,
+        step_bound=None,
+        touched=Touched(experts=5.5, plain=2.0, num_experts=8, num_bytes=7),
+        expert_seconds=0.25,
+        texts={"a": digest((1, 2))},
+        num_wrong=0,
+        disturbances=("late",),
+    )
+
+
+def repeats(seconds: dict[int, float]) -> Repeats:
+    return Repeats(each={f"round {n}": repeat(each) for n, each in seconds.items()})
+
+
+def drawn(seed: int, numbers: range, mean: float, drift: float = 0.0) -> dict[int, float]:
+    rng = random.Random(seed)
+    return {n: mean * math.exp(rng.gauss(0, 0.02) + drift * n) for n in numbers}
+
+
+def test_a_repeat_comes_back_from_its_file() -> None:
+    assert Repeat.from_json(repeat(2.0).to_json()) == repeat(2.0)
+    assert digest((1, 2)) != digest((12,)) != digest((1, 2, 3))
+
+
+def test_arms_that_met_are_compared_round_by_round() -> None:
+    mine, theirs = drawn(1, range(2, 9), 1.0, 0.3), drawn(2, range(1, 8), 2.0, 0.3)
+    found = repeats(mine).speedup(repeats(theirs))
+    logs = [math.log(theirs[n] / mine[n]) for n in range(2, 8)]
+    ends = stats.ttest_1samp(logs, 0).confidence_interval(0.95)
+    assert (found.ratio, *found.interval) == pytest.approx(
+        [math.exp(x) for x in (sum(logs) / 6, ends.low, ends.high)]
+    )
+    assert found.num_rounds == 6
+    assert found.half_width == pytest.approx((ends.high - ends.low) / 2)
+    assert found.half_width < 0.05, "that both become slower cancels"
+    surer = repeats(mine).speedup(repeats(theirs), 0.999).interval
+    assert surer == pytest.approx(
+        [math.exp(x) for x in stats.ttest_1samp(logs, 0).confidence_interval(0.999)]
+    )
+
+
+def test_arms_that_never_met_are_compared_as_two_samples() -> None:
+    mine, theirs = drawn(3, range(5), 1.0), drawn(4, range(5, 9), 1.5)
+    found = repeats(mine).speedup(repeats(theirs))
+    logs = [[-math.log(x) for x in each.values()] for each in (mine, theirs)]
+    ends = stats.ttest_ind(*logs, equal_var=False).confidence_interval(0.95)
+    assert found.interval == pytest.approx([math.exp(ends.low), math.exp(ends.high)])
+    assert found.num_rounds == 0
+    ranged = repeats(mine).times(repeats(theirs))
+    assert ranged.lowest == min(theirs.values()) / max(mine.values())
+    assert ranged.highest == max(theirs.values()) / min(mine.values())
+
+
+def test_one_round_has_no_interval() -> None:
+    for one, other in (({1: 1.0}, {1: 2.0}), ({1: 1.0}, {2: 2.0, 3: 2.0})):
+        found = repeats(one).speedup(repeats(other))
+        assert (found.ratio, found.interval, found.half_width) == (pytest.approx(2), None, math.inf)
+
+
+def test_ratios_are_of_the_rounds_that_both_took_part_in() -> None:
+    ranged = repeats({1: 1.0, 3: 2.0}).times(repeats({1: 3.0, 2: 9.0, 3: 4.0}))
+    assert (ranged.lowest, ranged.median, ranged.highest) == (2.0, 2.5, 3.0)
+
+
+def test_few_repeats_decide_nothing() -> None:
+    slow, fast = {n: 2 + n / 1e6 for n in range(3)}, dict.fromkeys(range(3), 1.0)
+    standing = Standing(
+        plain="plain", arms={"slow": repeats(slow), "fast": repeats(fast), "plain": repeats(slow)}
+    )
+    assert (standing.best, standing.cannot_win("slow"), standing.cannot_win("fast")) == ("fast", True, False)
+    assert not standing.cannot_win("plain"), "it is what others are measured by"
+    del slow[2]
+    fewer = Standing(plain="plain", arms={"slow": repeats(slow), "fast": repeats(fast)})
+    assert not fewer.cannot_win("slow")
+
+
+def test_the_best_line_has_the_arms_that_none_beats_in_both() -> None:
+    points = {"a": (10, 5), "b": (8, 9), "c": (7, 8), "d": (8, 8), "e": (2, 9), "f": (1, 20), "g": (None, 30)}
+    rows = {name: {"K": 1, "per_user": x, "speed": y} for name, (x, y) in points.items()}
+    table = best_line(rows)
+    assert [row["arm"] for row in table.rows] == ["f", "b", "a"]
+    assert table.lines.guide == [(1, 20), (8, 9), (10, 5)]
+    assert sum(map(len, table.lines.groups.values())) == 6
+    assert best_line({}).lines is None

@@ -1,0 +1,269 @@
+"""``specgen tune``: who is measured, dropped and kept, and that its sentences say what was measured."""
+
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from scipy import stats
+
+from specgen.bench import plans as plans_of
+from specgen.bench import tune as tuning
+from specgen.bench.matrices import Workload
+from specgen.bench.output import BenchTable
+from specgen.bench.tune import TuneJob, tune
+from specgen.config import DraftLength, EngineConfig, UserError
+from tests.timed_engines import RUN, Timed, install, job_of, usual, write_tiny
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny(tmp_path_factory.mktemp("pair"))
+
+
+def last(
+    job: TuneJob, output: Path | None = None, say: Callable[[str], None] = lambda text: None
+) -> BenchTable:
+    return list(tune(job, output, say=say))[-1]
+
+
+def turns_of(timed: Timed) -> Counter[tuple[int, int, str]]:
+    """Measured runs by batch, K and mode, warm-ups not counted."""
+    runs = Counter((c.max_batch_size, c.draft_length.most, c.drafter_batch) for c in timed.order)
+    return runs - Counter((c.max_batch_size, c.draft_length.most, c.drafter_batch) for c in timed.built)
+
+
+def test_arms_of_a_batch_take_turns_and_slow_ones_are_dropped(pair: Path, monkeypatch) -> None:
+    timed, said = install(monkeypatch, usual), []
+    table = last(job_of(pair, precision=0.001), say=said.append)
+    runs = turns_of(timed)
+    for batch in (1, 4):
+        assert runs[batch, 2, "padded"] == runs[batch, 2, "non-padded"] == 8, "they are as fast"
+        assert 3 <= runs[batch, 4, "padded"] < 8
+    assert [c.max_batch_size for c in timed.order] == sorted(c.max_batch_size for c in timed.order)
+    first = [(c.draft_length.most, c.drafter_batch) for c in timed.order[5:15]]
+    assert first[:5] == first[5:] == [(0, "padded"), *list(RUN)[1:]], "after the warm-ups, in turns"
+    assert sum("dropped: batch 1, K 4, padded: 0.50x of K 2, padded" in text for text in said) == 1
+    assert {text.partition(":")[0] for text in said} == {"dropped"}
+    verdicts = {(row["batch"], row["K"], row["drafter_batch"]): row["verdict"] for row in table.rows}
+    assert verdicts[4, 2, "padded"] == "best"
+    assert verdicts[4, 4, "non-padded"] == "dropped"
+    assert verdicts[4, 0, "-"] == "slower", "plain decoding is what others are measured by"
+    arms = [(row["batch"], row["K"], row["drafter_batch"] if row["K"] else "padded") for row in table.rows]
+    assert [row["repeats"] for row in table.rows] == [runs[arm] for arm in arms]
+
+
+def test_it_ends_when_intervals_are_narrow(pair: Path, monkeypatch) -> None:
+    timed = install(monkeypatch, usual)
+    last(job_of(pair, precision=0.5))
+    assert set(turns_of(timed).values()) == {3}
+
+
+def test_sentences_are_what_the_kept_rounds_say(pair: Path, monkeypatch, tmp_path: Path) -> None:
+    """The numbers are computed again from the file, by scipy."""
+    install(monkeypatch, usual)
+    table = last(job_of(pair), tmp_path)
+    rounds = [json.loads(line)["arms"] for line in (tmp_path / "tune.rounds.jsonl").read_text().splitlines()]
+
+    def ratio(arm: str, other: str) -> tuple[float, float, float]:
+        speeds = [
+            [each[name]["num_tokens"] / each[name]["seconds"] for name in (arm, other)]
+            for each in rounds
+            if {arm, other} <= each.keys()
+        ]
+        test = stats.ttest_1samp([math.log(one / two) for one, two in speeds], 0)
+        ends = test.confidence_interval(0.95)
+        centre = sum(math.log(one / two) for one, two in speeds) / len(speeds)
+        return tuple(math.exp(each) for each in (centre, ends.low, ends.high))
+
+    for batch, answer in zip((1, 4), table.answers, strict=False):
+        best, low, high = ratio(f"batch {batch}, K 2, padded", f"batch {batch}, plain")
+        assert f"At batch {batch}: K 2, padded, {best:.2f}x [{low:.2f}, {high:.2f}] of plain, " in answer
+        assert low < best < high
+        twin, low, high = ratio(f"batch {batch}, K 2, non-padded", f"batch {batch}, K 2, padded")
+        shown = f"{twin:.2f}x [{low:.2f}, {high:.2f}]"
+        alike = f"; non-padded no different, {shown}" if low <= 1 <= high else f"; non-padded {shown} of that"
+        assert alike in answer
+    row = next(row for row in table.rows if (row["batch"], row["K"]) == (4, 4))
+    assert (row["x_plain"], *row["x_plain_ci95"]) == pytest.approx(
+        ratio("batch 4, K 4, padded", "batch 4, plain")
+    )
+    assert (row["x_best"], *row["x_best_ci95"]) == pytest.approx(
+        ratio("batch 4, K 4, padded", "batch 4, K 2, padded")
+    )
+    assert "--max-batch-size 4 --num-spec-tokens 2 --drafter-batch padded" in table.answers[-1]
+
+
+def test_plain_decoding_may_be_the_best(pair: Path, monkeypatch) -> None:
+    install(monkeypatch, lambda config, number: 1 + config.draft_length.most + number / 1000)
+    (answer, _) = last(job_of(pair, batches=(4,), drafter_batches=("padded",))).answers
+    assert answer.startswith("At batch 4: plain, ")
+    assert re.search(r"; with drafts at best K 2, padded, 0.33x \[0.33, 0.33\] of plain\.$", answer)
+
+
+# --- going on -------------------------------------------------------------------------------------
+
+
+def test_a_stopped_tune_goes_on_with_what_is_missing(pair: Path, monkeypatch, tmp_path: Path) -> None:
+    whole = install(monkeypatch, usual)
+    last(job_of(pair), tmp_path / "whole")
+
+    def stopped(config: EngineConfig, number: int) -> float:
+        if len(timed.order) == 5 + 2 * 5 + 3:  # in the middle of the third round
+            raise KeyboardInterrupt
+        return usual(config, number)
+
+    timed = install(monkeypatch, stopped)
+    with pytest.raises(KeyboardInterrupt):
+        last(job_of(pair), tmp_path / "run")
+    path = tmp_path / "run" / "tune.rounds.jsonl"
+    kept = path.read_bytes()
+    assert len(kept.splitlines()) == 2
+    again = install(monkeypatch, usual)
+    last(job_of(pair), tmp_path / "run")
+    assert path.read_bytes().startswith(kept)
+    missing = {key: number - 2 * (key[0] == 1) for key, number in turns_of(whole).items()}
+    assert {key: n for key, n in turns_of(again).items() if key[0] == 4} == {
+        key: n for key, n in missing.items() if key[0] == 4
+    }
+    assert turns_of(again)[1, 4, "padded"] == missing[1, 4, "padded"] > 0
+    finished = install(monkeypatch, usual)
+    table = last(job_of(pair), tmp_path / "run")
+    assert finished.built == []
+    assert len(table.rows) == 10
+
+
+def test_a_torn_line_is_not_a_round(pair: Path, monkeypatch, tmp_path: Path) -> None:
+    install(monkeypatch, usual)
+    last(job_of(pair, batches=(1,)), tmp_path)
+    path = tmp_path / "tune.rounds.jsonl"
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-20])
+    last(job_of(pair, batches=(1,)), tmp_path)
+    lines = [json.loads(line)["id"] for line in path.read_text().splitlines()]
+    assert lines == [f"round {n}" for n in range(1, len(lines) + 1)]
+    assert len(lines) == whole.count(b"\n")
+
+
+def test_another_question_needs_another_directory(pair: Path, monkeypatch, tmp_path: Path) -> None:
+    install(monkeypatch, usual)
+    last(job_of(pair), tmp_path)
+    before = (tmp_path / "tune.rounds.jsonl").read_bytes()
+    other = job_of(pair, draft_lengths=(DraftLength(most=2),))
+    for job, field in (
+        (other, r"bench.k \(2, 4, now 2\)"),
+        (
+            job_of(pair, workload=Workload(dataset="random", prompt_tokens=6, max_new_tokens=8)),
+            "data.requests",
+        ),
+    ):
+        with pytest.raises(
+            UserError, match=rf"holds a run that differs in .*{field}.*: name a new directory"
+        ):
+            last(job, tmp_path)
+    assert (tmp_path / "tune.rounds.jsonl").read_bytes() == before
+    last(job_of(pair, repeats=9, precision=0.001, budget=1e9), tmp_path)  # more of the same
+    assert (tmp_path / "tune.rounds.jsonl").read_bytes().startswith(before)
+
+
+# --- what goes wrong ------------------------------------------------------------------------------
+
+
+def test_a_budget_ends_it_and_the_rest_is_named(pair: Path, monkeypatch, tmp_path: Path) -> None:
+    timed = install(monkeypatch, usual)
+    monkeypatch.setattr("time.monotonic", lambda: timed.clock)
+    table = last(job_of(pair, budget=60.0), tmp_path)
+    assert 60 < timed.clock < 60 + 60, "a round that has begun is ended"
+    assert {row["batch"] for row in table.rows} == {1, 4}, "each batch size has its share"
+    assert 0 < turns_of(timed)[1, 2, "padded"] < 8
+    timed = install(monkeypatch, usual)
+    one = last(job_of(pair, budget=4.0))
+    assert [c.draft_length.most for c in timed.built] == [0], "its warm-up takes three of the four seconds"
+    assert "batch 1, K 2, padded; " in one.notes[-1]
+    assert one.notes[-1].endswith("; batch 4, K 4, non-padded: the same command goes on")
+
+
+def test_an_arm_that_fails_costs_the_others_nothing(pair: Path, monkeypatch) -> None:
+    def broken(config: EngineConfig, number: int) -> float:
+        if config.draft_length.most == 4 and number == (config.drafter_batch == "padded") * 2:
+            raise RuntimeError("no kernel")
+        return usual(config, number)
+
+    timed = install(monkeypatch, broken)
+    table = last(job_of(pair, batches=(4,)))
+    assert [note for note in table.notes if note.startswith("failed")] == [
+        "failed: batch 4, K 4, non-padded: RuntimeError: no kernel",
+        "failed: batch 4, K 4, padded: RuntimeError: no kernel",
+    ]
+    assert [(row["K"], row["repeats"]) for row in table.rows][-1] == (4, 1), "what it did is kept"
+    assert turns_of(timed)[4, 2, "padded"] >= 3
+    assert "K 2, padded" in table.answers[0]
+
+
+def test_without_plain_decoding_there_is_still_a_fastest(pair: Path, monkeypatch) -> None:
+    def broken(config: EngineConfig, number: int) -> float:
+        if config.draft_length.most == 0:
+            raise RuntimeError("no kernel")
+        return usual(config, number)
+
+    install(monkeypatch, broken)
+    table = last(job_of(pair, batches=(4,)))
+    assert table.answers[0].startswith(
+        "At batch 4: K 2, padded, the fastest; plain decoding was not measured, "
+    )
+    assert {row["x_plain"] for row in table.rows} == {None}
+
+
+def test_an_arm_with_other_texts_is_named(pair: Path, monkeypatch) -> None:
+    timed = install(monkeypatch, usual)
+    timed.token_ids = lambda config: (5 + (config.draft_length.most == 4),) * 100
+    notes = last(job_of(pair, batches=(4,))).notes
+    (differing,) = [note for note in notes if note.startswith("texts differ")]
+    arms = "batch 4, K 4, padded; batch 4, K 4, non-padded"
+    assert differing == (
+        f"texts differ from plain decoding's in {arms}: specgen verify says whether rounding explains it"
+    )
+    wrong = [note for note in notes if note.startswith("wrong: batch 4, K 2, padded: ")]
+    assert len(wrong) == 1, "a cycle of tokens is no row of fives"
+
+
+def test_a_tune_whose_arms_all_fail_says_why(pair: Path, monkeypatch) -> None:
+    def broken(config: EngineConfig, number: int) -> float:
+        raise RuntimeError("no kernel")
+
+    install(monkeypatch, broken)
+    table = last(job_of(pair, batches=(4,)))
+    assert (table.rows, table.answers) == ((), ())
+    assert [note.partition(":")[0] for note in table.notes] == ["failed"] * 5
+    assert "no kernel" in table.to_html()
+
+
+def test_arms_that_do_not_fit_together_meet_the_best_in_heats(pair: Path, monkeypatch) -> None:
+    install(monkeypatch, usual)
+    job = job_of(pair, batches=(4,))
+    need = max(plan.num_bytes for plan in tuning.prepared(job).plans)
+    monkeypatch.setattr(plans_of, "_CPU_BYTES", 3 * need)
+    timed = install(monkeypatch, usual)
+    table = last(job)
+    assert len(table.rows) == 5
+    heats = Counter((c.draft_length.most, c.drafter_batch) for c in timed.built)
+    assert heats[0, "padded"] > 1, "plain decoding is in every heat"
+    assert heats[2, "padded"] > 1, "so is the best so far"
+    assert all(row["x_plain_ci95"] for row in table.rows[1:])
+    assert "K 2, padded, 1.5" in table.answers[0]
+    hurried = install(monkeypatch, usual)
+    monkeypatch.setattr("time.monotonic", lambda: hurried.clock)
+    last(replace(job, budget=20.0))
+    assert 0 < len(hurried.built) <= 3, "no heat begins after the deadline"
+    monkeypatch.undo()
+    install(monkeypatch, usual)
+    monkeypatch.setattr(plans_of, "_CPU_BYTES", 0)
+    apart = last(job)
+    assert [row["x_plain"] for row in apart.rows] == pytest.approx(
+        [r["x_plain"] for r in table.rows], rel=0.02
+    )
+    assert all(row["x_plain_ci95"] for row in apart.rows[1:])

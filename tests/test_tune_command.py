@@ -1,0 +1,143 @@
+"""The command ``specgen tune``: what is typed, printed and written."""
+
+import json
+import re
+import shlex
+import signal
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from specgen.bench import tune as tuning
+from specgen.bench.advice import command
+from specgen.bench.matrices import Workload
+from specgen.cli.main import app
+from specgen.cli.tuning import draft_lengths, seconds
+from specgen.config import DraftLength, EngineConfig, UserError
+from specgen.display import duration
+from specgen.engine.arms import Arm
+from tests.timed_engines import install, job_of, usual, write_tiny
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny(tmp_path_factory.mktemp("pair"))
+
+
+def invoke(pair: Path, *arguments: str):
+    given = ["tune", "--model", str(pair / "target"), "--drafter", str(pair / "drafter"), "--device", "cpu"]
+    return CliRunner().invoke(app, [*given, *arguments])
+
+
+DATA = ("--dataset", "bundled", "--max-new-tokens", "6")
+
+
+def test_a_dry_run_runs_nothing(pair: Path, monkeypatch, tmp_path: Path) -> None:
+    def forbidden(*args: object) -> None:
+        raise AssertionError("it ran")
+
+    monkeypatch.setattr(tuning, "load_models", forbidden)
+    monkeypatch.setattr("specgen.checkpoints.tensor_reader.read_tensors", forbidden)
+    timed = install(monkeypatch, usual)
+    arguments = (
+        "--batch",
+        "1,4",
+        "--k",
+        "2",
+        "--repeats",
+        "5",
+        "--dry-run",
+        "--output",
+        str(tmp_path / "out"),
+    )
+    done = invoke(pair, *DATA, *arguments)
+    assert done.exit_code == 0, done.output
+    assert timed.built == []
+    assert not (tmp_path / "out").exists()
+    assert "batch 4, K 2, non-padded" in done.stdout
+    assert re.search(r"6 arms of 3 to 5 repeats and a warm-up: about \d+ s to \d+ s", done.stdout)
+    assert "Weights take 0.0" in done.stdout
+
+
+def test_the_command_measures_real_engines_and_goes_on(pair: Path, tmp_path: Path) -> None:
+    arguments = (*DATA, "--batch", "2", "--k", "2", "--drafter-batch", "padded", "--repeats", "2")
+    done = invoke(pair, *arguments, "--output", str(tmp_path))
+    assert done.exit_code == 0, done.output
+    assert "batch 2, K 2, padded: warmed up" in done.stderr
+    assert re.search(
+        r"\[\d+ s left\] batch 2, K 2, padded: [\d,.]+ tokens/s, repeat 2, \d.\d\dx of plain", done.stderr
+    )
+    document = json.loads((tmp_path / "tune.json").read_text())
+    assert [(row["K"], row["repeats"], row["same_texts"]) for row in document["rows"]] == [
+        (0, 2, 1),
+        (2, 2, 1),
+    ]
+    assert [note.partition(":")[0] for note in document["notes"]] == ["At batch 2", "Most tokens per second"]
+    assert document["rows"][1]["wrong_tokens"] == 0
+    assert "Speed-up over plain decoding, padded" in (tmp_path / "tune.html").read_text()
+    assert "x_plain_ci95_low" in (tmp_path / "tune.csv").read_text().splitlines()[0]
+    again = invoke(pair, *arguments, "--output", str(tmp_path), "--json")
+    assert "warmed up" not in again.stderr
+    assert json.loads(again.stdout)["rows"] == document["rows"]
+    refused = invoke(pair, *arguments, "--output", str(tmp_path), "--k", "1")
+    assert isinstance(refused.exception, UserError)
+
+
+def test_a_stop_says_what_is_kept(pair: Path, monkeypatch, tmp_path: Path) -> None:
+    def stopped(config: EngineConfig, number: int) -> float:
+        if number == 2:
+            signal.raise_signal(signal.SIGTERM)
+        return 1.0
+
+    install(monkeypatch, stopped)
+    done = invoke(pair, *DATA, "--batch", "2", "--k", "2", "--output", str(tmp_path))
+    assert done.exit_code == 143
+    assert (
+        f"specgen: interrupted; whole rounds are kept in {tmp_path}: the same command goes on\n"
+        in done.stderr
+    )
+    done = invoke(pair, *DATA, "--batch", "2", "--k", "2")
+    assert "specgen: interrupted; nothing is kept without --output\n" in done.stderr
+
+
+def test_the_time_that_is_left() -> None:
+    shown = {1.4: "1 s", 99: "99 s", 100: "2 min", 3569: "59 min", 3590: "1 h 0 min", 7500: "2 h 5 min"}
+    assert {seconds: duration(seconds) for seconds in shown} == shown
+
+
+def test_lists_and_times_of_the_command_line() -> None:
+    lengths = draft_lengths("0-2, 5,auto,1")
+    assert lengths == (*(DraftLength(most=k) for k in (0, 1, 2, 5)), DraftLength(most=7, auto=True))
+    assert [seconds(text) for text in ("90s", "1.5m", "2h")] == [90, 90, 7200]
+    for wrong in ("", "x", "1-", "3-1", "auto-2"):
+        with pytest.raises(UserError, match=f"k is {wrong!r}: "):
+            draft_lengths(wrong)
+    for wrong in ("", "10", "m", "0s", "-1s"):
+        with pytest.raises(UserError, match=f"budget is {wrong!r}: write a time such as"):
+            seconds(wrong)
+
+
+def test_the_command_to_run_is_one_of_generate(pair: Path) -> None:
+    job = job_of(pair, workload=Workload(dataset="sharegpt", max_new_tokens=99))
+    engine = replace(job.engine, max_prefill_tokens=8192)
+    arm = Arm(name="x", changes={"batch": 8, "K": "auto", "drafter_batch": "non-padded"})
+    words = shlex.split(command(arm, engine, job.workload, Path("my file.json")))
+    assert words[:2] == ["specgen", "generate"]
+    options = dict(zip(words[2::2], words[3::2], strict=True))
+    assert options == {
+        "--model": str(pair / "target"),
+        "--drafter": str(pair / "drafter"),
+        "--dataset": "sharegpt",
+        "--data-path": "my file.json",
+        "--max-batch-size": "8",
+        "--num-spec-tokens": "auto",
+        "--drafter-batch": "non-padded",
+        "--max-new-tokens": "99",
+        "--device": "cpu",
+        "--max-prefill-tokens": "8192",
+    }
+    plain = command(Arm(name="x", changes={"batch": 8, "K": 0}), engine, job.workload, None)
+    assert "--num-spec-tokens 0" in plain
+    assert "drafter" not in plain.replace(str(pair), "")

@@ -1,0 +1,113 @@
+"""Engines of a bench whose runs take the time that a test says, on a pair that is never computed."""
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+from calibrated_cycle import Cycle
+from calibrated_shapes import SHAPES
+from calibrated_weights import Source
+from make_calibrated_pair import write_pair
+
+from specgen.bench import plans, throughput, turns
+from specgen.bench.matrices import Workload
+from specgen.bench.tune import TuneJob
+from specgen.config import DraftLength, EngineConfig
+from specgen.core.sequence import Completion, Request
+from specgen.engine.warm_engine import Run
+
+RUN = {  # seconds by K and drafter batch
+    (0, "padded"): 3.0,
+    (2, "padded"): 2.0,
+    (2, "non-padded"): 2.02,
+    (4, "padded"): 4.0,
+    (4, "non-padded"): 4.1,
+}
+Seconds = Callable[[EngineConfig, int], float]  # of the n-th run of an engine, its warm-up first
+
+
+def write_tiny(path: Path) -> Path:
+    """A tiny calibrated pair in ``path``."""
+    shape = SHAPES["tiny"]
+    cycle = Cycle.draw(shape.num_plain_tokens, shape.draft_vocab_size, 0.75, seed=0)
+    write_pair(path, shape, cycle, Source("cpu", 0))
+    return path
+
+
+class Timed:
+    """What the engines of a bench did; ``clock`` goes on with their runs."""
+
+    def __init__(self, seconds: Seconds) -> None:
+        self.seconds = seconds
+        self.order: list[EngineConfig] = []  # of every run, warm-ups too
+        self.built: list[EngineConfig] = []
+        self.clock = 0.0
+        self.token_ids: Callable[[EngineConfig], tuple[int, ...]] = lambda config: (5,) * 100
+
+    def engine(self, config: EngineConfig, models: object, requests: Sequence[Request]) -> "_Engine":
+        self.built.append(config)
+        return _Engine(self, config, requests)
+
+
+class _Engine:
+    def __init__(self, timed: Timed, config: EngineConfig, requests: Sequence[Request]) -> None:
+        self._timed, self._config, self._requests = timed, config, requests
+        self._runs = self._count()
+
+    def _count(self) -> Iterator[float]:
+        number = 0
+        while True:
+            yield self._timed.seconds(self._config, number)
+            number += 1
+
+    def run(self) -> Run:
+        self._timed.order.append(self._config)
+        seconds = next(self._runs)
+        self._timed.clock += seconds
+        completions = {
+            request.id: Completion(
+                request=request, token_ids=self._timed.token_ids(self._config), finish_reason="length"
+            )
+            for request in self._requests
+        }
+        return Run(completions=completions, events=(), seconds=seconds, num_spec_tokens=4)
+
+
+def install(monkeypatch: pytest.MonkeyPatch, seconds: Seconds) -> Timed:
+    """The engines of every bench of this test."""
+    timed = Timed(seconds)
+    monkeypatch.setattr(turns, "WarmEngine", timed.engine)
+    for module in (plans, throughput, turns):
+        monkeypatch.setattr(
+            module, "free_memory", lambda: None
+        )  # nothing is taken, and collecting takes long
+    monkeypatch.setattr(throughput, "copy_bandwidth", lambda device: 1e10)  # measuring it takes half a second
+    return timed
+
+
+def usual(config: EngineConfig, number: int) -> float:
+    """K 2 is fastest in both modes and K 4 slower than plain decoding; noise of a percent."""
+    key = config.draft_length.most, config.drafter_batch
+    noise = 1 + 0.005 * ((7 * number + 3 * list(RUN).index(key)) % 5 - 2)
+    return RUN[key] * noise * config.max_batch_size**0.25
+
+
+def job_of(pair: Path, **changes) -> TuneJob:
+    engine = EngineConfig(
+        model=str(pair / "target"),
+        drafter=str(pair / "drafter"),
+        page_size=4,
+        device="cpu",
+        prefix_cache=False,
+        max_batch_size=4,
+    )
+    settings = {
+        "batches": (1, 4),
+        "draft_lengths": (DraftLength(most=2), DraftLength(most=4)),
+        "drafter_batches": ("padded", "non-padded"),
+        "workload": Workload(dataset="random", prompt_tokens=5, max_new_tokens=8),
+        "repeats": 8,
+        "precision": 0.02,
+        "budget": None,
+    }
+    return TuneJob(engine=engine, data_path=None, **settings | changes)
