@@ -70,7 +70,7 @@ def test_a_command_may_have_some_fields_and_defaults_of_its_own():
         SEEN.update(engine=engine, batch=batch)
 
     command = with_options(some)
-    assert list(command.__annotations__) == ["batch", "max_prefill_tokens", "dtype", "return"]
+    assert list(command.__annotations__) == ["batch", "max_prefill_tokens", "dtype", "config", "return"]
     made = given(some, "--max-batch-size=4", "--dtype=float16")
     assert (made["batch"], made["engine"].max_prefill_tokens, made["engine"].dtype) == (4, 99, "float16")
     assert given(some, "--max-prefill-tokens=7")["engine"].max_prefill_tokens == 7
@@ -92,6 +92,7 @@ def test_options_are_in_the_order_of_their_groups():
         "seed",
         "device",
         "output",
+        "config",
         "return",
     ]
 
@@ -155,4 +156,6 @@ NAMES = {
 @pytest.mark.parametrize("command", NAMES, ids=lambda command: command.__name__)
 def test_the_options_are_a_decision(command):
     """A new option is added here as well; those of ``generate`` are in test_run.py."""
-    assert [name for name in command.__annotations__ if name != "return"] == NAMES[command].split()
+    assert [name for name in command.__annotations__ if name not in ("ctx", "config", "return")] == NAMES[
+        command
+    ].split()

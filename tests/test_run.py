@@ -320,6 +320,8 @@ def test_the_options_are_a_decision() -> None:
     assert command.callback is not None
     assert sorted(command.callback.__annotations__) == sorted(
         [
+            "ctx",
+            "config",
             "model",
             "drafter",
             "chat_template_kwargs",

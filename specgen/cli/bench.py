@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from specgen.cli.config_file import repeating
 from specgen.cli.help import Command, Commands
 from specgen.cli.options import AS_JSON, DATA_PATH, Only, numbers, with_options
 from specgen.cli.printing import print_files, print_parts
 from specgen.config import EngineConfig, option, require
-from specgen.rundir.atomic import writable
+from specgen.rundir.atomic import writable, write_text
 
 if TYPE_CHECKING:
     from specgen.bench.output import BenchTable
@@ -26,7 +27,11 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
-_OUTPUT = option(None, "Results", "Directory for the table: NAME.csv, NAME.json, and NAME.html with plots.")
+_OUTPUT = option(
+    None,
+    "Results",
+    "Directory for the table: NAME.csv, NAME.json, NAME.html with plots, and NAME.yaml, which repeats it (--config).",
+)
 _REPEATS = "Measurements per number."
 
 _SIZES = {
@@ -44,6 +49,7 @@ _PREFILL = {"max_prefill_tokens": 8192}  # as in a server
 @with_options
 def kernels(
     *,
+    ctx: typer.Context,
     num_seqs: str | None = option(
         None, "Table", "Sequences per pass, comma-separated.", shown="1,4,8,16,32,64,128,256; on a CPU 1,4"
     ),
@@ -92,13 +98,14 @@ def kernels(
         repeats=repeats,
         device=device,
     )
-    publish(measure(job), output, as_json)
+    publish(measure(job), output, as_json, repeating(ctx))
 
 
 @app.command(cls=Command)
 @with_options
 def experts(
     *,
+    ctx: typer.Context,
     shapes: str | None = option(
         None,
         "Table",
@@ -131,13 +138,14 @@ def experts(
         dtype=DTYPES[choose_dtype(engine.dtype, device)],
         device=device,
     )
-    publish(measure(job), output, as_json)
+    publish(measure(job), output, as_json, repeating(ctx))
 
 
 @app.command(cls=Command)
 @with_options
 def throughput(
     *,
+    ctx: typer.Context,
     matrix: str = option(
         MISSING,
         "Table",
@@ -188,13 +196,14 @@ def throughput(
     from specgen.bench.throughput import ThroughputJob, throughput  # imports torch
 
     job = ThroughputJob(matrix=chosen, workload=workload, engine=engine, data_path=data_path, repeats=repeats)
-    publish(throughput(job), output, as_json)
+    publish(throughput(job), output, as_json, repeating(ctx))
 
 
 @app.command(cls=Command)
 @with_options
 def step(
     *,
+    ctx: typer.Context,
     batch_sizes: str = option("1,8,32", "Table", "Batch sizes, comma-separated."),
     prompt_tokens: int = option(256, "Table", "Random tokens per prompt."),
     engine: Annotated[
@@ -215,11 +224,11 @@ def step(
         batch_sizes=numbers("batch-sizes", batch_sizes),
         prompt_tokens=prompt_tokens,
     )
-    publish(explain(job), output, as_json)
+    publish(explain(job), output, as_json, repeating(ctx))
 
 
-def publish(tables: Iterable["BenchTable"], output: Path | None, as_json: bool) -> None:
-    """Write the files of a growing table after every row, and print the last one."""
+def publish(tables: Iterable["BenchTable"], output: Path | None, as_json: bool, config: str) -> None:
+    """Write the files of a growing table and ``config``, which repeats it, after every row; print the last one."""
     require(
         output is None or not output.is_file(),
         f"output {str(output)!r} is a file: name a directory for tables",
@@ -229,6 +238,7 @@ def publish(tables: Iterable["BenchTable"], output: Path | None, as_json: bool) 
         if output is not None:
             with writable(output):
                 table.write(output)
+                write_text(output / f"{table.name}.yaml", config)
     print(file=sys.stderr)
     if as_json:
         print(json.dumps(table.to_json()))

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from specgen.cli.config_file import repeating
 from specgen.cli.generating import KEPT_NOWHERE, RESUMES
 from specgen.cli.options import Only, with_options
 from specgen.cli.printing import print_files, print_parts
@@ -28,6 +29,7 @@ _ENGINE = Only(
 @with_options
 def evaluate(
     *,
+    ctx: typer.Context,
     tasks: Annotated[str | None, _TASKS] = None,
     study: str | None = option(
         None,
@@ -64,8 +66,8 @@ def evaluate(
     output: Path | None = option(
         None,
         "Results",
-        "New directory for comparison.json, and per arm a directory with lm-eval's results.json and the files "
-        "that `specgen report` reads.",
+        "New directory for comparison.json, config.yaml, and per arm a directory with lm-eval's results.json and "
+        "the files that `specgen report` reads.",
     ),
 ) -> None:
     """Did speculation change the answers, and what did it gain: lm-eval's tasks, arm by arm, and a comparison."""
@@ -83,15 +85,15 @@ def evaluate(
         seed=sampling.seed,
         max_new_tokens=max_new_tokens,
     )
-    _run_unless_interrupted(job, output, output if log_samples else None)
+    _run_unless_interrupted(job, output, output if log_samples else None, repeating(ctx))
 
 
-def _run_unless_interrupted(job: "StudyJob", output: Path | None, samples: Path | None) -> None:
+def _run_unless_interrupted(job: "StudyJob", output: Path | None, samples: Path | None, config: str) -> None:
     from specgen.rundir.interrupt import breakable
 
     with breakable() as interrupt:
         try:
-            _run(job, output, samples)
+            _run(job, output, samples, config)
         except KeyboardInterrupt:
             remedy = KEPT_NOWHERE if output is None else RESUMES
             print(f"specgen: interrupted; {remedy}", file=sys.stderr)
@@ -113,14 +115,16 @@ def _study(tasks: str | None, study: str | None, arms: str | None) -> "Study":
     )
 
 
-def _run(job: "StudyJob", output: Path | None, samples: Path | None) -> None:
+def _run(job: "StudyJob", output: Path | None, samples: Path | None, config: str) -> None:
     """Run the arms, print the result of each as it finishes, then their comparison."""
     from specgen.evaluation import study
     from specgen.evaluation.comparison_tables import of_comparison
+    from specgen.rundir.atomic import write_text
     from specgen.rundir.results import directory
 
     with directory(output, "study.json") as path:
         run, results = study.StudyRun(job, path), []
+        write_text(path / "config.yaml", config)
         for result in run.arms():
             results.append(result)
             print_parts([result.run.name, result.table], sys.stdout)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import typer
 
+from specgen.cli.config_file import repeating
 from specgen.cli.options import AS_JSON, DATA_PATH, DATASET, FORMAT, NUM_PROMPTS, with_options
 from specgen.cli.printing import print_notes_and_exit, print_result
 from specgen.cli.progress_bar import ProgressBar
@@ -30,14 +31,15 @@ _SHARD = option(
 _OUTPUT = option(
     None,
     "Results",
-    "Directory for completions.jsonl, errors.jsonl, events.jsonl, status.json, report.json, report.html and "
-    "manifest.json. An earlier run of the same command there is resumed. - for stdout: only the rows.",
+    "Directory for completions.jsonl, errors.jsonl, events.jsonl, status.json, report.json, report.html, "
+    "manifest.json and config.yaml. An earlier run of the same command there is resumed. - for stdout: only the rows.",
 )
 
 
 @with_options
 def generate(
     *,
+    ctx: typer.Context,
     engine: EngineConfig,
     sampling: SamplingParams,
     dataset: str = DATASET,
@@ -87,6 +89,7 @@ def generate(
         restart=restart,
         max_failures=max_failures,
         format=format,
+        config=repeating(ctx),
     )
     _run_and_print(job, output, as_json)
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 _Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 
 
+@with_options
 def report(
     directories: Annotated[
         list[Path],
@@ -123,6 +124,7 @@ def merge(
     print_notes_and_exit(result, output)
 
 
+@with_options
 def inspect(
     path: Annotated[str, typer.Argument(help="Checkpoint: a directory or hub id.", show_default=False)],
     other: Annotated[

@@ -21,8 +21,9 @@ from specgen.template_kwargs import TemplateKwargs
 class Job:
     """One run of ``specgen generate``, which more than ``max_failures`` failed requests end (None: no limit).
 
-    A ``format`` other than ``jsonl`` is written as well. Of the first ``num_prompts`` prompts (None: all) those of
-    ``shard`` are run, in this process or on the workers of a ``cluster``.
+    A ``format`` other than ``jsonl`` is written as well, and so is ``config``, a file that repeats the command. Of
+    the first ``num_prompts`` prompts (None: all) those of ``shard`` are run, in this process or on the workers of a
+    ``cluster``.
     """
 
     engine: EngineConfig
@@ -36,6 +37,7 @@ class Job:
     restart: bool = False  # the existing output is renamed
     max_failures: int | None = None
     format: FormatName = "jsonl"
+    config: str | None = None  # YAML
 
     def __post_init__(self) -> None:
         require(
