@@ -24,6 +24,7 @@ from specgen.report.against import load_results
 from specgen.report.report import load
 from specgen.rundir.results import RunDirectory
 from specgen.rundir.row_file import RowFile
+from tests.jobs import Silent
 
 pytestmark = pytest.mark.xdist_group("eval_command")  # one study for all
 
@@ -103,7 +104,9 @@ def test_the_reports_name_what_ran_as_seen_from_here(monkeypatch: pytest.MonkeyP
 
     monkeypatch.chdir(data_directory())
     run = StudyRun(
-        study_job(Arm(name="a, b", changes={"num_spec_tokens": 2}), Arm(name="c"), limit=1), tmp_path
+        study_job(Arm(name="a, b", changes={"num_spec_tokens": 2}), Arm(name="c"), limit=1),
+        tmp_path,
+        Silent(),
     )
     run.compare([*run.arms()])
     settings = run.settings()
@@ -126,7 +129,7 @@ def test_an_arm_that_fails_leaves_its_files_closed(tmp_path: Path, monkeypatch: 
 
     monkeypatch.setattr(study, "simple_evaluate", fails)
     with pytest.raises(ZeroDivisionError) as failed:
-        next(study.StudyRun(study_job(Arm(name="a")), tmp_path).arms())
+        next(study.StudyRun(study_job(Arm(name="a")), tmp_path, Silent()).arms())
     assert failed, "and holds on to all that was open"
     assert (tmp_path / "a" / "events.jsonl").read_text().startswith('{"event":"submitted"')
 
@@ -187,7 +190,7 @@ def test_choices_are_compared_by_the_likeliest(tmp_path: Path, monkeypatch: pyte
     )
     monkeypatch.setattr(study, "find_tasks", lambda names, data_path: tasks)
     (result,) = study.StudyRun(
-        study_job(Arm(name="baseline", changes={"num_spec_tokens": 0})), tmp_path / "out"
+        study_job(Arm(name="baseline", changes={"num_spec_tokens": 0})), tmp_path / "out", Silent()
     ).arms()
     assert {sample.metric for sample in result.run.samples} == {"acc,none", "acc_norm,none"}
     for sample, row in zip(result.run.samples[::2], result.results["samples"]["choices"], strict=True):

@@ -358,6 +358,7 @@ def test_the_options_are_a_decision() -> None:
             "max_failures",
             "baseline",
             "as_json",
+            "quiet",
             "return",
         ]
     )

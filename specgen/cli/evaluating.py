@@ -1,5 +1,6 @@
 """``specgen eval``: lm-eval's tasks over the arms of a study."""
 
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ from specgen.cli.config_file import repeating
 from specgen.cli.generating import KEPT_NOWHERE, RESUMES
 from specgen.cli.options import Only, with_options
 from specgen.cli.printing import print_files, print_parts
+from specgen.cli.progress_bar import QUIET, progress
 from specgen.config import EngineConfig, SamplingParams, option, require
 
 if TYPE_CHECKING:
@@ -69,12 +71,14 @@ def evaluate(
         "New directory for comparison.json, config.yaml, and per arm a directory with lm-eval's results.json and "
         "the files that `specgen report` reads.",
     ),
+    quiet: bool = QUIET,
 ) -> None:
     """Did speculation change the answers, and what did it gain: lm-eval's tasks, arm by arm, and a comparison."""
     changes: dict[str, Any] = {"limit": limit, "num_fewshot": num_fewshot, "max_batch_size": max_batch_size}
     given = {name: value for name, value in changes.items() if value is not None}
     chosen = replace(_study(tasks, study, arms), **given)
     require(output is not None or not log_samples, "log-samples needs a directory: name one with --output")
+    os.environ.setdefault("TQDM_DISABLE", "1")  # lm-eval's own bars; read when tqdm is imported
     from specgen.evaluation.study import StudyJob  # imports torch and lm-eval
 
     job = StudyJob(
@@ -85,15 +89,17 @@ def evaluate(
         seed=sampling.seed,
         max_new_tokens=max_new_tokens,
     )
-    _run_unless_interrupted(job, output, output if log_samples else None, repeating(ctx))
+    _run_unless_interrupted(job, output, output if log_samples else None, repeating(ctx), quiet)
 
 
-def _run_unless_interrupted(job: "StudyJob", output: Path | None, samples: Path | None, config: str) -> None:
+def _run_unless_interrupted(
+    job: "StudyJob", output: Path | None, samples: Path | None, config: str, quiet: bool
+) -> None:
     from specgen.rundir.interrupt import breakable
 
     with breakable() as interrupt:
         try:
-            _run(job, output, samples, config)
+            _run(job, output, samples, config, quiet)
         except KeyboardInterrupt:
             remedy = KEPT_NOWHERE if output is None else RESUMES
             print(f"specgen: interrupted; {remedy}", file=sys.stderr)
@@ -115,7 +121,7 @@ def _study(tasks: str | None, study: str | None, arms: str | None) -> "Study":
     )
 
 
-def _run(job: "StudyJob", output: Path | None, samples: Path | None, config: str) -> None:
+def _run(job: "StudyJob", output: Path | None, samples: Path | None, config: str, quiet: bool) -> None:
     """Run the arms, print the result of each as it finishes, then their comparison."""
     from specgen.evaluation import study
     from specgen.evaluation.comparison_tables import of_comparison
@@ -123,7 +129,7 @@ def _run(job: "StudyJob", output: Path | None, samples: Path | None, config: str
     from specgen.rundir.results import directory
 
     with directory(output, "study.json") as path:
-        run, results = study.StudyRun(job, path), []
+        run, results = study.StudyRun(job, path, progress(quiet)), []
         write_text(path / "config.yaml", config)
         for result in run.arms():
             results.append(result)
@@ -132,7 +138,7 @@ def _run(job: "StudyJob", output: Path | None, samples: Path | None, config: str
                 study.write_samples(result, samples / result.run.name)
         comparison = run.compare(results)
     print_parts(of_comparison(comparison, run.settings()), sys.stdout)
-    if output is not None:
+    if output is not None and not quiet:
         print_files(output, "report.html")
     if comparison.num_unexplained:
         raise typer.Exit(1)

@@ -10,7 +10,7 @@ import typer
 from specgen.cli.config_file import repeating
 from specgen.cli.options import AS_JSON, DATA_PATH, DATASET, FORMAT, NUM_PROMPTS, with_options
 from specgen.cli.printing import print_notes_and_exit, print_result
-from specgen.cli.progress_bar import ProgressBar
+from specgen.cli.progress_bar import QUIET, progress
 from specgen.config import Cluster, EngineConfig, ExecutorName, FormatName, SamplingParams, option, require
 
 if TYPE_CHECKING:
@@ -68,6 +68,7 @@ def generate(
     ),
     baseline: bool = option(False, "Results", "Run plain decoding on the same prompts too and compare."),
     as_json: bool = AS_JSON,
+    quiet: bool = QUIET,
 ) -> None:
     """Generate for a whole prompt set and report what the speculation was worth.
 
@@ -91,22 +92,22 @@ def generate(
         format=format,
         config=repeating(ctx),
     )
-    _run_and_print(job, output, as_json)
+    _run_and_print(job, output, as_json, quiet)
 
 
-def _run_and_print(job: "Job", output: Path | None, as_json: bool) -> None:
+def _run_and_print(job: "Job", output: Path | None, as_json: bool, quiet: bool) -> None:
     """Run ``job`` and print its report and notes; exit code 3 if a request failed."""
     from specgen.core.endings import DeviceLost
 
     try:
         if output == Path("-"):
-            result = _run_into_stdout(job, as_json)
+            result = _run_into_stdout(job, as_json, quiet)
         else:
-            result = _run(job, output, KEPT_NOWHERE if output is None else RESUMES)
-            print_result(result, as_json, sys.stdout)
+            result = _run(job, output, KEPT_NOWHERE if output is None else RESUMES, quiet)
+            print_result(result, as_json, sys.stdout, quiet)
     except DeviceLost as lost:
         restart_process(lost, job, output)
-    print_notes_and_exit(result, output)
+    print_notes_and_exit(result, output, quiet)
 
 
 def _cluster(executor: ExecutorName, num_workers: int | None, address: str | None) -> Cluster | None:
@@ -117,21 +118,21 @@ def _cluster(executor: ExecutorName, num_workers: int | None, address: str | Non
     return None
 
 
-def _run(job: "Job", output: Path | None, remedy: str) -> "RunResult":
+def _run(job: "Job", output: Path | None, remedy: str, quiet: bool) -> "RunResult":
     """Run ``job``; if it ends early, say so and exit."""
     from specgen.jobs.run import TooManyFailuresError, run
     from specgen.rundir.interrupt import StoppedError, interruptible
 
     with interruptible() as interrupt:
         try:
-            return run(job, output, ProgressBar(), interrupt)
+            return run(job, output, progress(quiet), interrupt)
         except (StoppedError, TooManyFailuresError) as ended:
             print(f"specgen: {ended}; {remedy}", file=sys.stderr)
             code = interrupt.exit_code if isinstance(ended, StoppedError) else 3
             raise typer.Exit(code) from None
 
 
-def _run_into_stdout(job: "Job", as_json: bool) -> "RunResult":
+def _run_into_stdout(job: "Job", as_json: bool, quiet: bool) -> "RunResult":
     """Run ``job`` in a temporary directory; its rows go to stdout and its report to stderr."""
     import shutil
     import tempfile
@@ -139,10 +140,10 @@ def _run_into_stdout(job: "Job", as_json: bool) -> "RunResult":
     from specgen.jobs.run_output import MAIN_FILES
 
     with tempfile.TemporaryDirectory(prefix="specgen-") as path:
-        result = _run(job, Path(path), "nothing is kept with --output -")
+        result = _run(job, Path(path), "nothing is kept with --output -", quiet)
         with (Path(path) / MAIN_FILES[job.format]).open("rb") as rows:
             shutil.copyfileobj(rows, sys.stdout.buffer)
-    print_result(result, as_json, sys.stderr)
+    print_result(result, as_json, sys.stderr, quiet=True)  # stdout has the answers
     return result
 
 

@@ -22,19 +22,19 @@ def print_parts(parts: "Iterable[Part]", file: TextIO) -> None:
     print(render(parts, width_of(file)), end="", file=file)
 
 
-def print_result(result: "RunResult", as_json: bool, file: TextIO) -> None:
-    """Some of the answers, then the report."""
+def print_result(result: "RunResult", as_json: bool, file: TextIO, quiet: bool = False) -> None:
+    """Some of the answers unless ``quiet``, then the report."""
     from specgen.report.tables import of_run
 
     if as_json:
         print(json.dumps(result.report), file=file)
         return
-    for asked, answered in result.samples:
+    for asked, answered in () if quiet else result.samples:
         print(f"Prompt:\n{_indented(asked)}\nAnswer:\n{_indented(answered)}\n", file=file)
     print_parts(of_run(result.report, result.settings), file)
 
 
-def print_notes_and_exit(result: "RunResult", output: Path | None) -> None:
+def print_notes_and_exit(result: "RunResult", output: Path | None, quiet: bool = False) -> None:
     """Failed requests and the location of the files, on stderr; exit code 3 if a request failed.
 
     Without files this is the only place of the reasons, so more of them are shown.
@@ -42,7 +42,8 @@ def print_notes_and_exit(result: "RunResult", output: Path | None) -> None:
     if output is not None and output != Path("-"):
         where = f"{output / 'errors.jsonl'} has them all"
         print_failures(result.failures[:_FAILURES_SHOWN], result.report["num_errors"], where)
-        print_files(output, "report.html")
+        if not quiet:
+            print_files(output, "report.html")
     else:
         where = "run with --output DIR to keep all reasons"
         print_failures(result.failures, result.report["num_errors"], where)

@@ -10,7 +10,7 @@ import typer
 from specgen.cli.config_file import repeating
 from specgen.cli.options import AS_JSON, DATA_PATH, DATASET, NUM_PROMPTS, Only, numbers, with_options
 from specgen.cli.printing import print_failures, print_parts
-from specgen.cli.progress_bar import ProgressBar
+from specgen.cli.progress_bar import QUIET, progress
 from specgen.config import EngineConfig, SamplingParams, option, require
 
 _FAILURES_SHOWN = 3
@@ -37,6 +37,7 @@ def verify(
         "New file for the report as one JSON document; NAME.config.yaml beside it repeats the command.",
     ),
     as_json: bool = AS_JSON,
+    quiet: bool = QUIET,
 ) -> None:
     """Show that speculation changes no greedy text: every arm against plain decoding, token by token.
 
@@ -61,7 +62,7 @@ def verify(
         num_prompts=num_prompts,
         batch_sizes=sizes,
     )
-    found = audit(job, ProgressBar()).to_json()
+    found = audit(job, progress(quiet)).to_json()
     if output is not None and config is not None:
         with writable(output):
             with naming(output):

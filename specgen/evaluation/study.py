@@ -1,13 +1,14 @@
 """Runs a study: every arm evaluates lm-eval's tasks on its own engine, with shared weights."""
 
 import json
+import subprocess
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from lm_eval import simple_evaluate
+from lm_eval import evaluator, simple_evaluate
 from lm_eval.utils import handle_non_serializable, make_table
 
 from specgen.checkpoints.checkpoint import fingerprint
@@ -27,6 +28,7 @@ from specgen.report.origin import origin
 from specgen.report.report import Report, fold, fold_categories
 from specgen.report.table import Column, Table
 from specgen.rundir.atomic import write_json, write_text
+from specgen.rundir.progress import Progress
 from specgen.rundir.provenance import MACHINE, manifest, now, with_recorded_date
 from specgen.rundir.results import RunDirectory, require_same
 from specgen.template_kwargs import TemplateKwargs
@@ -36,6 +38,18 @@ _LM_EVAL = tuple(
     Column(name=name) for name in ("Tasks", "Version", "Filter", "n-shot", "Metric", "Value", "Stderr")
 )
 _MAX_TOKENS = 256  # default limit of an answer, as in lm-eval
+
+
+def _git_commit() -> str | None:
+    """The commit of the working directory, as lm-eval records it, but without git's complaint where there is none."""
+    try:
+        asked = subprocess.run(["git", "describe", "--always"], capture_output=True, text=True)
+    except OSError:  # no git
+        return None
+    return asked.stdout.strip() or None
+
+
+evaluator.get_git_commit_hash = _git_commit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,8 +107,9 @@ class StudyRun:
     study.
     """
 
-    def __init__(self, job: StudyJob, path: Path) -> None:
+    def __init__(self, job: StudyJob, path: Path, progress: Progress) -> None:
         self._job = job
+        self._progress = progress
         self._path = path
         arms = {arm.name: arm.configure(job.engine) for arm in job.study.arms}
         self._checkpoints = open_checkpoints(max(arms.values(), key=lambda config: config.draft_length.most))
@@ -192,6 +207,8 @@ class StudyRun:
                 models=models,
                 sampling=sampling,
                 files=files,
+                progress=self._progress,
+                name=arm.name,
                 may_cut=job.max_new_tokens is None,
             )
             results = simple_evaluate(
