@@ -19,7 +19,7 @@ from specgen.checkpoints.checkpoint import (
     target_config,
 )
 from specgen.checkpoints.tensor_reader import Checkpoint, TensorReader
-from specgen.config import NGRAM_BYTES, UserError, ngram_length
+from specgen.config import NGRAM_BYTES, UserError, ngram_length, require
 from specgen.models.families import is_head
 from specgen.models.fit import misfits
 from specgen.models.model_config import HeadConfig, LayerConfig, TargetConfig
@@ -126,6 +126,15 @@ class Description:
             part.kv_bytes_per_token if isinstance(part, Ngrams) else part.weights.kv_bytes_per_token
             for part in self.parts
         )
+
+    def pair(self) -> tuple[str, str | None]:
+        """The names of target and drafter; ``UserError`` without a target."""
+        names = [part.name for part in self.parts]
+        require(
+            isinstance(self.parts[0], Inspection) and self.parts[0].kind == "target",
+            f"{names[0]} is no target: a memory plan is of a target, alone or with its drafter",
+        )
+        return names[0], names[1] if len(names) > 1 else None
 
     def to_json(self) -> dict[str, Any]:
         """``checkpoints``, ``kv_bytes_per_token`` of all, ``misfits``, and ``fit``: null for a single checkpoint."""
