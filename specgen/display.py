@@ -13,6 +13,11 @@ def count(number: float | None) -> str:
     return DASH if number is None else f"{number:,.0f}"
 
 
+def several(number: int, noun: str) -> str:
+    """``1 prompt``, ``1,234 prompts``"""
+    return f"{count(number)} {noun}{'' if number == 1 else 's'}"
+
+
 def plain(number: float | None) -> str:
     """``2.53``"""
     return DASH if number is None else f"{number:.2f}"

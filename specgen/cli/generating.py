@@ -9,7 +9,7 @@ import typer
 
 from specgen.cli.config_file import repeating
 from specgen.cli.options import AS_JSON, DATA_PATH, DATASET, FORMAT, NUM_PROMPTS, with_options
-from specgen.cli.printing import print_notes_and_exit, print_result
+from specgen.cli.printing import print_notes_and_exit, print_result, print_samples
 from specgen.cli.progress_bar import QUIET, progress
 from specgen.config import Cluster, EngineConfig, ExecutorName, FormatName, SamplingParams, option, require
 
@@ -98,13 +98,17 @@ def generate(
 def _run_and_print(job: "Job", output: Path | None, as_json: bool, quiet: bool) -> None:
     """Run ``job`` and print its report and notes; exit code 3 if a request failed."""
     from specgen.core.endings import DeviceLost
+    from specgen.report.tables import figures, of_run
 
     try:
         if output == Path("-"):
             result = _run_into_stdout(job, as_json, quiet)
         else:
             result = _run(job, output, KEPT_NOWHERE if output is None else RESUMES, quiet)
-            print_result(result, as_json, sys.stdout, quiet)
+            if not (quiet or as_json):
+                print_samples(result, sys.stdout)
+            # report.html says what the names mean
+            print_result(result, as_json, sys.stdout, of_run if output is None else figures)
     except DeviceLost as lost:
         restart_process(lost, job, output)
     print_notes_and_exit(result, output, quiet)
@@ -138,12 +142,13 @@ def _run_into_stdout(job: "Job", as_json: bool, quiet: bool) -> "RunResult":
     import tempfile
 
     from specgen.jobs.run_output import MAIN_FILES
+    from specgen.report.tables import of_run
 
     with tempfile.TemporaryDirectory(prefix="specgen-") as path:
         result = _run(job, Path(path), "nothing is kept with --output -", quiet)
         with (Path(path) / MAIN_FILES[job.format]).open("rb") as rows:
             shutil.copyfileobj(rows, sys.stdout.buffer)
-    print_result(result, as_json, sys.stderr, quiet=True)  # stdout has the answers
+    print_result(result, as_json, sys.stderr, of_run)
     return result
 
 

@@ -32,7 +32,7 @@ AS_JSON = option(False, "Results", "Print the report as one JSON document.", nam
 
 def _read_config(ctx: typer.Context, path: Path | None) -> None:
     """Make the settings of the file at ``path`` the defaults of the command, which its command line overrides."""
-    if path is not None and not ctx.resilient_parsing:  # which completes a command that is being typed
+    if path is not None:
         known = named(ctx.command.get_params(ctx))
         ctx.default_map = {known[name].name: value for name, value in settings_of(path, known).items()}
 

@@ -2,15 +2,17 @@
 
 import json
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 import typer
 
 if TYPE_CHECKING:
     from specgen.jobs.run_output import RunResult
     from specgen.report.terminal import Part
+
+    Parts = Callable[[Mapping[str, Any], Mapping[str, str]], Iterable[Part]]
 
 _FAILURES_SHOWN = 3  # where a file has them all
 
@@ -22,16 +24,18 @@ def print_parts(parts: "Iterable[Part]", file: TextIO) -> None:
     print(render(parts, width_of(file)), end="", file=file)
 
 
-def print_result(result: "RunResult", as_json: bool, file: TextIO, quiet: bool = False) -> None:
-    """Some of the answers unless ``quiet``, then the report."""
-    from specgen.report.tables import of_run
-
+def print_result(result: "RunResult", as_json: bool, file: TextIO, parts: "Parts") -> None:
+    """The report as ``parts`` of it, or as JSON."""
     if as_json:
         print(json.dumps(result.report), file=file)
-        return
-    for asked, answered in () if quiet else result.samples:
+    else:
+        print_parts(parts(result.report, result.settings), file)
+
+
+def print_samples(result: "RunResult", file: TextIO) -> None:
+    """Some of the answers."""
+    for asked, answered in result.samples:
         print(f"Prompt:\n{_indented(asked)}\nAnswer:\n{_indented(answered)}\n", file=file)
-    print_parts(of_run(result.report, result.settings), file)
 
 
 def print_notes_and_exit(result: "RunResult", output: Path | None, quiet: bool = False) -> None:

@@ -117,10 +117,11 @@ def merge(
     """
     from specgen.jobs.merge import merge  # imports torch
     from specgen.jobs.run_output import read_result
+    from specgen.report.tables import figures
 
     merge(output, directories, format)
     result = read_result(output)
-    print_result(result, as_json, sys.stdout)
+    print_result(result, as_json, sys.stdout, figures)
     print_notes_and_exit(result, output)
 
 

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from specgen.config import DraftLength
-from specgen.display import DASH, clip, count, percent, plain
+from specgen.display import DASH, clip, count, percent, plain, several
 from specgen.report.table import Column, Row, Table
 from specgen.report.terminal import Part
 
@@ -94,7 +94,7 @@ def _heading(audit: Mapping[str, Any]) -> str:
         f"runs on {engine['device']}, {engine['dtype']}, attention {engine['attention']}",
         f"compared with {reference['name']} decoding, batch {reference['batch_size']}, greedy",
     ]
-    lines += [f"{count(len(failures))} prompts could not be run and are not compared"] if failures else []
+    lines += [f"{several(len(failures), 'prompt')} could not be run, not compared"] if failures else []
     return "\n".join(lines)
 
 

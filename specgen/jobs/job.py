@@ -7,7 +7,7 @@ from typing import Any
 
 from specgen.checkpoints.checkpoint import fingerprint
 from specgen.config import Cluster, EngineConfig, FormatName, SamplingParams, require
-from specgen.display import from_here
+from specgen.display import from_here, several
 from specgen.engine.choices import choose_attention
 from specgen.engine.loading import Checkpoints, described
 from specgen.jobs.prompt_index import PromptIndex
@@ -102,7 +102,7 @@ def _settings(job: Job, config: EngineConfig, checkpoints: Checkpoints, num_prom
         "draft tokens (K)": str(config.draft_length),
         **({} if config.head is None else {"drafter batch": config.drafter_batch}),
         **({} if config.draft_sampling == "greedy" else {"draft sampling": config.draft_sampling}),
-        "data": f"{job.dataset}, {num_prompts} prompts",
+        "data": f"{job.dataset}, {several(num_prompts, 'prompt')}",
         **({} if job.shard == WHOLE else {"shard": str(job.shard)}),
         **({} if config.template_kwargs == TemplateKwargs() else {"template": str(config.template_kwargs)}),
         "sampling": f"{how}, at most {sampling.max_tokens} new tokens, seed {sampling.seed}",
