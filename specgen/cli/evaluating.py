@@ -36,7 +36,9 @@ def evaluate(
     study: str | None = option(
         None,
         "Study",
-        "A bundled study (vllm-25196) or a JSON file: tasks, arms, limit, shots and batch in one.",
+        "A bundled study (vllm-25196) or a JSON file: tasks, arms, limit, shots and batch in one, such as "
+        '{"tasks": ["gsm8k"], "arms": [{"name": "K2", "num_spec_tokens": 2}, {"name": "off", "num_spec_tokens": 0}]}; '
+        "docs/formats.md has all fields.",
     ),
     arms: str | None = option(
         None,
@@ -114,7 +116,7 @@ def _study(tasks: str | None, study: str | None, arms: str | None) -> "Study":
     names = None if tasks is None else tuple(name.strip() for name in tasks.split(","))
     if study is None:
         assert names is not None
-        return Study(name=str(tasks), source="", tasks=names, arms=named_arms(arms or ALL_NAMED))
+        return Study(name=str(tasks), tasks=names, arms=named_arms(arms or ALL_NAMED))
     loaded = load_study(study)
     return replace(
         loaded, tasks=names or loaded.tasks, arms=loaded.arms if arms is None else named_arms(arms)

@@ -27,7 +27,6 @@ _ARMS = (
 _DIVERGENCES = (
     Column(name="request"),
     Column(name="arm", wraps=True),
-    Column(name="batch"),
     Column(name="position", title="at"),
     Column(name="reference"),
     Column(name="reference_logit", title="logit", show=four_digits),
@@ -43,11 +42,7 @@ def of_audit(audit: Mapping[str, Any]) -> Iterator[Part]:
     """What the terminal shows of ``Audit.to_json()``, the verdict at the end."""
     yield _heading(audit)
     yield Table(title="Arms", columns=_ARMS, rows=tuple(audit["arms"]))
-    rows = [
-        {**each, "arm": arm["name"], "batch": arm["batch_size"]}
-        for arm in audit["arms"]
-        for each in arm["divergences"]
-    ]
+    rows = _places(audit["arms"])
     rows.sort(key=lambda row: row["explained"])  # unexplained ones first
     yield divergences(rows[:_SHOWN])
     if (more := len(rows) - _SHOWN) > 0:
@@ -55,8 +50,22 @@ def of_audit(audit: Mapping[str, Any]) -> Iterator[Part]:
     yield verdict(audit)
 
 
+def _places(arms: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """A row for every place where arms diverge in the same way, which have one context and so one gap."""
+    places: dict[tuple[Any, ...], tuple[dict[str, Any], dict[str, list[str]]]] = {}
+    for arm in arms:
+        for each in arm["divergences"]:
+            place = tuple(each[name] for name in ("request", "position", "reference_token", "token"))
+            _, batches = places.setdefault(place, (each, {}))
+            batches.setdefault(arm["name"], []).append(str(arm["batch_size"]))
+    return [
+        {**each, "arm": "; ".join(f"{name} {', '.join(sizes)}" for name, sizes in batches.items())}
+        for each, batches in places.values()
+    ]
+
+
 def divergences(found: Iterable[Row]) -> Table:
-    """A table of ``Divergence`` fields with ``explained``, ``arm`` and optionally ``batch``."""
+    """A table of ``Divergence`` fields with ``explained`` and ``arm``."""
     rows = [
         {
             **row,
@@ -67,7 +76,7 @@ def divergences(found: Iterable[Row]) -> Table:
         for row in found
     ]
     columns = tuple(column for column in _DIVERGENCES if all(column.name in row for row in rows))
-    return Table(title="Divergences", columns=columns, rows=tuple(rows), num_keys=3)
+    return Table(title="Divergences", columns=columns, rows=tuple(rows), num_keys=2)
 
 
 def verdict(audit: Mapping[str, Any]) -> str:

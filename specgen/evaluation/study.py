@@ -118,6 +118,8 @@ class StudyRun:
         self._configs = {
             name: with_recorded_date(config, arms[name], began) for name, config in resolved.items()
         }
+        for names in _alike(self._configs, job.study.arms):
+            progress.warn(f"arms {' and '.join(names)} are the same here: what sets them apart has no effect")
         self._tasks = find_tasks(job.study.tasks, job.data_path)
         if job.apply_chat_template:  # refused before there is a directory with it
             config = next(iter(self._configs.values()))
@@ -238,6 +240,16 @@ class StudyRun:
         path = self._job.data_path
         data = {"tasks": list(self._job.study.tasks), "data_path": str(path) if path else None}
         return manifest(engine=config, sampling=sampling, data=data, fingerprints=self._fingerprints)
+
+
+def _alike(configs: Mapping[str, EngineConfig], arms: Sequence[Arm]) -> list[list[str]]:
+    """The names of arms that would run alike."""
+    alike: dict[tuple[EngineConfig, float], list[str]] = {}
+    for arm in arms:
+        config = configs[arm.name]
+        of_head = config if config.head else replace(config, drafter_batch="padded")
+        alike.setdefault((of_head, arm.changes.get("temperature") or 0), []).append(arm.name)
+    return [names for names in alike.values() if len(names) > 1]
 
 
 def _folded(files: RunDirectory, num_spec_tokens: int) -> Report:
