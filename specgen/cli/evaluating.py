@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from specgen.cli.config_file import repeating
+from specgen.cli.crowding import crowded
 from specgen.cli.generating import KEPT_NOWHERE, RESUMES
 from specgen.cli.options import Only, with_options
-from specgen.cli.printing import print_files, print_parts
+from specgen.cli.printing import print_files, print_hint, print_parts
 from specgen.cli.progress_bar import QUIET, progress
 from specgen.config import EngineConfig, SamplingParams, option, require
 
@@ -91,6 +92,8 @@ def evaluate(
         seed=sampling.seed,
         max_new_tokens=max_new_tokens,
     )
+    if not quiet:
+        print_hint(crowded(engine.device))
     _run_unless_interrupted(job, output, output if log_samples else None, repeating(ctx), quiet)
 
 

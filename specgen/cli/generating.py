@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, NoReturn
 import typer
 
 from specgen.cli.config_file import repeating
+from specgen.cli.crowding import crowded
 from specgen.cli.options import AS_JSON, DATA_PATH, DATASET, FORMAT, NUM_PROMPTS, with_options
-from specgen.cli.printing import print_notes_and_exit, print_result, print_samples
+from specgen.cli.printing import print_hint, print_notes_and_exit, print_result, print_samples
 from specgen.cli.progress_bar import QUIET, progress
 from specgen.config import Cluster, EngineConfig, ExecutorName, FormatName, SamplingParams, option, require
 
@@ -92,6 +93,8 @@ def generate(
         format=format,
         config=repeating(ctx),
     )
+    if not quiet:
+        print_hint(crowded(engine.device))
     _run_and_print(job, output, as_json, quiet)
 
 

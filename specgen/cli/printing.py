@@ -55,6 +55,12 @@ def print_notes_and_exit(result: "RunResult", output: Path | None, quiet: bool =
         raise typer.Exit(3)
 
 
+def print_hint(sentence: str) -> None:
+    """On stderr, if it says anything."""
+    if sentence:
+        print(f"specgen: hint: {sentence}", file=sys.stderr)
+
+
 def print_files(output: Path, page: str) -> None:
     """The location of the files, on stderr."""
     print(f"Files are in {output}; open {output / page} in a browser.", file=sys.stderr)

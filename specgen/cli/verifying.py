@@ -8,8 +8,9 @@ from typing import Annotated
 import typer
 
 from specgen.cli.config_file import repeating
+from specgen.cli.crowding import crowded
 from specgen.cli.options import AS_JSON, DATA_PATH, DATASET, NUM_PROMPTS, Only, numbers, with_options
-from specgen.cli.printing import print_failures, print_parts
+from specgen.cli.printing import print_failures, print_hint, print_parts
 from specgen.cli.progress_bar import QUIET, progress
 from specgen.config import EngineConfig, SamplingParams, option, require
 
@@ -62,6 +63,8 @@ def verify(
         num_prompts=num_prompts,
         batch_sizes=sizes,
     )
+    if not quiet:
+        print_hint(crowded(engine.device))
     found = audit(job, progress(quiet)).to_json()
     if output is not None and config is not None:
         with writable(output):
