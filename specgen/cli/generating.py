@@ -64,6 +64,9 @@ def generate(
         False, "Results", "Start over; the existing directory is kept, renamed with the suffix .1."
     ),
     format: FormatName = FORMAT,
+    served_model_name: str | None = option(
+        None, "Results", "Name of the model in reports and OpenAI's bodies.", shown="its directory or hub id"
+    ),
     max_failures: int | None = option(
         None, "Results", "End the run when more requests than this have failed.", shown="no limit"
     ),
@@ -91,6 +94,7 @@ def generate(
         restart=restart,
         max_failures=max_failures,
         format=format,
+        served_model_name=served_model_name,
         config=repeating(ctx),
     )
     if not quiet:

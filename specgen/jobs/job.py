@@ -38,11 +38,15 @@ class Job:
     max_failures: int | None = None
     format: FormatName = "jsonl"
     config: str | None = None  # YAML
+    served_model_name: str | None = None  # in reports and OpenAI's bodies, instead of the model's path
 
     def __post_init__(self) -> None:
         require(
             self.max_failures is None or self.max_failures >= 0,
             f"max-failures is {self.max_failures}: use 0 or more",
+        )
+        require(
+            self.served_model_name != "", "served-model-name is empty: leave it out for the model's own name"
         )
 
     @property
@@ -88,7 +92,11 @@ def job_manifest(
         fingerprints={
             name: fingerprint(checkpoint) for name, checkpoint in checkpoints.items() if with_fingerprints
         },
-    ) | {"settings": _settings(job, config, checkpoints, index.num_prompts)}
+    ) | {
+        # absent unless given, so that a run of an earlier version goes on
+        **({} if job.served_model_name is None else {"served_model_name": job.served_model_name}),
+        "settings": _settings(job, config, checkpoints, index.num_prompts),
+    }
 
 
 def _settings(job: Job, config: EngineConfig, checkpoints: Checkpoints, num_prompts: int) -> dict[str, str]:
@@ -97,7 +105,7 @@ def _settings(job: Job, config: EngineConfig, checkpoints: Checkpoints, num_prom
     sampling = job.sampling
     how = "greedy" if sampling.temperature == 0 else f"temperature {sampling.temperature:g}"
     return {
-        "model": described(config.model, checkpoints["model"]),
+        "model": job.served_model_name or described(config.model, checkpoints["model"]),
         "drafter": from_here(str(config.drafter)) if config.draft_length.most else "none (plain decoding)",
         "draft tokens (K)": str(config.draft_length),
         **({} if config.head is None else {"drafter batch": config.drafter_batch}),
