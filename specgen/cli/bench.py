@@ -206,12 +206,10 @@ def step(
     ctx: typer.Context,
     batch_sizes: str = option("1,8,32", "Table", "Batch sizes, comma-separated."),
     prompt_tokens: int = option(256, "Table", "Random tokens per prompt."),
+    num_spec_tokens: int = option(4, "Speculation", "Draft tokens per step, K: 1 to 16."),
     engine: Annotated[
         EngineConfig,
-        Only(
-            "model drafter num_spec_tokens drafter_batch max_prefill_tokens device dtype attention cuda_graphs",
-            _PREFILL,
-        ),
+        Only("model drafter drafter_batch max_prefill_tokens device dtype attention cuda_graphs", _PREFILL),
     ],
     output: Path | None = _OUTPUT,
     as_json: bool = AS_JSON,
@@ -220,7 +218,7 @@ def step(
     from specgen.bench.explain import StepJob, explain  # imports torch
 
     job = StepJob(
-        engine=replace(engine, prefix_cache=False),
+        engine=replace(engine, prefix_cache=False, num_spec_tokens=num_spec_tokens),
         batch_sizes=numbers("batch-sizes", batch_sizes),
         prompt_tokens=prompt_tokens,
     )
