@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from itertools import starmap
 from math import prod
 from textwrap import fill
 from types import SimpleNamespace
@@ -145,10 +144,12 @@ class Description:
             "misfits": list(self.misfits),
         }
 
-    def to_text(self) -> str:
+    def to_text(self, width: int = 100) -> str:
+        """For a terminal of ``width`` columns, which only names exceed."""
         lines = []
         for part in self.parts:
-            lines += [f"{part.name}: {_kind(part)}", *starmap(_line, part.facts().items()), ""]
+            facts = (_line(label, value, width) for label, value in part.facts().items())
+            lines += [f"{part.name}: {_kind(part)}", *facts, ""]
         if self.misfits:
             lines += ["This cannot run:", *(f"  - {reason}" for reason in self.misfits)]
         elif len(self.parts) == 2:
@@ -231,8 +232,8 @@ def _kind(part: Inspection | Ngrams) -> str:
     return part.config.title if isinstance(part.config, HeadConfig) else "a target"
 
 
-def _line(label: str, value: str) -> str:
-    return fill(value, 100, initial_indent=f"  {label:<12}", subsequent_indent=" " * 14)
+def _line(label: str, value: str, width: int) -> str:
+    return fill(value, width, initial_indent=f"  {label:<12}", subsequent_indent=" " * 14)
 
 
 def _size(weights: Weights) -> str:

@@ -18,10 +18,10 @@ _FAILURES_SHOWN = 3  # where a file has them all
 
 
 def print_parts(parts: "Iterable[Part]", file: TextIO) -> None:
-    """Tables and sentences, no wider than the terminal."""
-    from specgen.report.terminal import render, width_of  # imports rich
+    """Tables and sentences, no wider than the terminal; what is alarming is red there."""
+    from specgen.report.terminal import has_colours, render, width_of  # imports rich
 
-    print(render(parts, width_of(file)), end="", file=file)
+    print(render(parts, width_of(file), has_colours(file)), end="", file=file)
 
 
 def print_result(result: "RunResult", as_json: bool, file: TextIO, parts: "Parts") -> None:

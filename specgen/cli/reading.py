@@ -147,6 +147,7 @@ def inspect(
 ) -> None:
     """Say what a checkpoint is, how it is read, and whether target and head fit."""
     from specgen.checkpoints.inspect_checkpoint import describe
+    from specgen.report.terminal import width_of
 
     total = None if gpu is None else parse_bytes(gpu, "gpu")
     description = describe(path, other)
@@ -160,7 +161,7 @@ def inspect(
     if as_json:
         print(json.dumps(document))
     else:
-        print(description.to_text())
+        print(description.to_text(width_of(sys.stdout)))
         print_parts(parts, sys.stdout)
     if description.misfits:
         raise typer.Exit(1)

@@ -6,7 +6,7 @@ from typing import Any
 from specgen.config import DraftLength
 from specgen.display import DASH, clip, count, percent, plain, several
 from specgen.report.table import Column, Row, Table
-from specgen.report.terminal import Part
+from specgen.report.terminal import ALARMING, Part
 
 _SHOWN = 20  # divergences; the JSON document has all
 
@@ -72,6 +72,7 @@ def divergences(found: Iterable[Row]) -> Table:
             "reference": shown_token(row["reference_token"], row["reference_text"]),
             "instead": shown_token(row["token"], row["text"]),
             "why": "rounding" if row["explained"] else "WRONG",
+            ALARMING: not row["explained"],
         }
         for row in found
     ]
