@@ -57,6 +57,18 @@ def study(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     return path, call(*SMALL, "--output", path, "--log-samples")
 
 
+def test_an_evaluation_is_repeated_by_its_file_and_quiet_on_request(
+    study: tuple[Path, str], tmp_path: Path
+) -> None:
+    path = shutil.copytree(study[0], tmp_path / "copy")
+    again = ["eval", f"--config={path / 'config.yaml'}", f"--output={path}", "--quiet"]
+    result = CliRunner().invoke(cli.app, again, env={"COLUMNS": "80"})
+    # lm-eval's own bars are switched off where tqdm is not imported before, as it is by other tests here
+    ours = [line for line in re.split("[\r\n]", result.stderr) if line and "it/s" not in line]
+    assert (result.exit_code, ours) == (0, []), result.output
+    assert result.stdout == study[1], "the same study: all its answers are known"
+
+
 def test_three_arms_answer_alike_and_leave_their_numbers(study: tuple[Path, str]) -> None:
     path, printed = study
     assert [line for line in printed.splitlines() if line in ("padded", "non-padded", "baseline")] == [

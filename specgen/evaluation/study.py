@@ -1,6 +1,7 @@
 """Runs a study: every arm evaluates lm-eval's tasks on its own engine, with shared weights."""
 
 import json
+import logging
 import subprocess
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
@@ -50,6 +51,9 @@ def _git_commit() -> str | None:
 
 
 evaluator.get_git_commit_hash = _git_commit
+logging.getLogger(evaluator.__name__).setLevel(
+    logging.ERROR
+)  # it warns of what ``simple_evaluate`` is asked for here
 
 
 @dataclass(frozen=True, kw_only=True)
