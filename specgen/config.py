@@ -82,8 +82,8 @@ def choices(config: type) -> dict[str, tuple[str, ...]]:
     return {name: get_args(hint) for name, hint in hints.items() if get_origin(hint) is Literal}
 
 
-def parse_bytes(text: str) -> int:
-    """The number of bytes, from text such as ``1073741824``, ``512MiB`` or ``2GB``."""
+def parse_bytes(text: str, name: str = "kv-memory") -> int:
+    """The number of bytes, from text such as ``1073741824``, ``512MiB`` or ``2GB``, of the option ``name``."""
     units = {"": 1, "B": 1}
     for power, letter in enumerate("KMGT", start=1):
         units |= {letter: 1 << 10 * power, f"{letter}IB": 1 << 10 * power, f"{letter}B": 1000**power}
@@ -91,7 +91,7 @@ def parse_bytes(text: str) -> int:
     unit = text[len(number) :].strip().upper()
     require(
         unit in units and number.replace(".", "", 1).isdecimal(),
-        f"kv-memory is {text!r}: write a size such as 512MiB or 2GiB",
+        f"{name} is {text!r}: write a size such as 512MiB or 2GiB",
     )
     return int(float(number) * units[unit])
 

@@ -13,6 +13,11 @@ def count(number: float | None) -> str:
     return DASH if number is None else f"{number:,.0f}"
 
 
+def several(number: int, noun: str) -> str:
+    """``1 prompt``, ``1,234 prompts``"""
+    return f"{count(number)} {noun}{'' if number == 1 else 's'}"
+
+
 def plain(number: float | None) -> str:
     """``2.53``"""
     return DASH if number is None else f"{number:.2f}"
@@ -93,3 +98,10 @@ def from_here(path: str) -> str:
 def clip(text: str, width: int) -> str:
     """``text`` in at most ``width`` characters."""
     return text if len(text) <= width else text[: width - 1] + "…"
+
+
+def clock(seconds: float) -> str:
+    """``0:09``, ``12:34``, ``1:02:03``"""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

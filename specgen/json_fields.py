@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from specgen.config import UserError, first_line, require, shown
+from specgen.spelling import did_you_mean
 
 
 def load_json(path: Path, remedy: str) -> dict[str, Any]:
@@ -44,5 +45,6 @@ def check_keys(value: object, *, needed: set[str], known: set[str]) -> dict[str,
     assert isinstance(value, Mapping)
     missing, unknown = sorted(needed - set(value)), sorted(set(value) - known)
     require(not missing, f"{', '.join(missing)} is missing: add it")
-    require(not unknown, f"{', '.join(unknown)} is not known: remove it")
+    meant = "".join(did_you_mean(name, known) for name in unknown[:1])
+    require(not unknown, f"{', '.join(unknown)} is not known{meant}: use {', '.join(sorted(known))}")
     return dict(value)

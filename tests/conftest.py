@@ -39,6 +39,12 @@ def device_like(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     return switch
 
 
+@pytest.fixture
+def flashinfer_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What backends support is asked as where FlashInfer is installed; on a Mac it is not."""
+    monkeypatch.setattr("specgen.attention.find_spec", lambda package: package)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _threads() -> None:
     torch.set_num_threads(1)  # also where torch ignores the environment set in tests/__init__.py

@@ -84,14 +84,14 @@ def test_a_shape_beyond_the_workspace_is_refused(monkeypatch: pytest.MonkeyPatch
     ],
 )
 def test_unsupported_models_are_refused_with_a_remedy(
-    monkeypatch: pytest.MonkeyPatch, changes: dict[str, object], message: str
+    monkeypatch: pytest.MonkeyPatch, flashinfer_installed: None, changes: dict[str, object], message: str
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     refusal = TrtllmBackend.capabilities.refusal(GPU, heads(**changes))
     assert (refusal or "") == message or (message and re.search(message, refusal or ""))
 
 
-def test_old_gpus_and_cpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_old_gpus_and_cpus_are_refused(monkeypatch: pytest.MonkeyPatch, flashinfer_installed: None) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
     assert TrtllmBackend.capabilities.refusal(GPU, heads()) == (
         "does not support GPUs of compute capability 8.x: use --attention sdpa"

@@ -14,7 +14,8 @@ from specgen.cli import main as cli
 from specgen.config import UserError
 from specgen.core import scheduler, step
 from specgen.decoding.verify import accept_greedy
-from specgen.evaluation.audit_table import of_audit, verdict
+from specgen.evaluation.audit import distinct
+from specgen.evaluation.audit_table import _places, of_audit, verdict
 from specgen.evaluation.divergence import Divergence, first_difference, gap, prefill_logits, rounding
 from specgen.report.terminal import render as in_terminal
 from tests.engines import Pair, config_of
@@ -211,6 +212,47 @@ def test_prompts_that_cannot_be_run_are_named_and_not_compared(tmp_path: Path) -
     assert sorted(failure.partition(":")[0] for failure in found["failures"]) == ["b", "c"]
     own.write_text(json.dumps(rows[1]) + "\n")
     assert "can be run" in str(verify(*SHORT, "--dataset", own).exception)
+
+
+@pytest.mark.parametrize(
+    ("asked", "num_requests", "run"),
+    [
+        ((1, 8, 32), 4, [1, 8]),
+        ((32, 8), 64, [8, 32]),
+        ((8, 8), 8, [8]),
+        ((4, 8), 1, [4]),
+        ((1, 4, 8), 4, [1, 4]),
+    ],
+)
+def test_batches_that_hold_all_requests_are_run_once(
+    asked: tuple[int, ...], num_requests: int, run: list[int]
+) -> None:
+    assert distinct(asked, num_requests) == run
+
+
+def test_a_place_is_shown_once_with_all_arms_that_diverge_there() -> None:
+    here, there = divergence(), divergence(position=9)
+    other = divergence(token=7)
+    found = {
+        ("padded", 1): [here],
+        ("padded", 8): [here, there],
+        ("non-padded", 8): [here],
+        ("plain", 8): [other],
+    }
+    arms = [
+        {
+            "name": name,
+            "batch_size": size,
+            "divergences": [asdict(each) | {"explained": True} for each in places],
+        }
+        for (name, size), places in found.items()
+    ]
+    rows = _places(arms)
+    assert [(row["arm"], row["position"], row["token"]) for row in rows] == [
+        ("padded 1, 8; non-padded 8", 3, 2),
+        ("padded 8", 9, 2),
+        ("plain 8", 3, 7),
+    ]
 
 
 def test_a_text_that_ends_early_is_shown_so() -> None:

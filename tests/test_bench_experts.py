@@ -125,7 +125,7 @@ def test_the_command_leaves_table_document_and_files(tmp_path) -> None:
     assert [(row["shape"], row["rows"]) for row in document["rows"]] == [("small", 2)]
     assert "small: 8 experts of 64 x 96, top 2" in document["head"]["shapes"]
     files = sorted(path.name for path in (tmp_path / "out").iterdir())
-    assert files == ["experts.csv", "experts.html", "experts.json"]
+    assert files == ["experts.csv", "experts.html", "experts.json", "experts.yaml"]
 
 
 @pytest.mark.gpu

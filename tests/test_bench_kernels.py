@@ -148,7 +148,7 @@ def test_what_does_not_fit_is_left_out_and_named() -> None:
     )
 
 
-def test_where_no_kernel_runs_the_reasons_are_named(monkeypatch) -> None:
+def test_where_no_kernel_runs_the_reasons_are_named(flashinfer_installed, monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     with pytest.raises(
         UserError, match=r"trtllm does not support GPUs.* 7.x.*; flashinfer does not"
@@ -185,6 +185,7 @@ def test_the_command_leaves_table_document_and_files(tmp_path) -> None:
         "kernels.csv",
         "kernels.html",
         "kernels.json",
+        "kernels.yaml",
     ]
 
 

@@ -185,8 +185,7 @@ def test_a_slow_part_is_found(demo_path: Path, monkeypatch, part: str, owner: ob
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--num-spec-tokens", "0"], "num-spec-tokens is 0 or auto"),
-        (["--num-spec-tokens", "auto"], "num-spec-tokens is 0 or auto"),
+        (["--num-spec-tokens", "0"], "num-spec-tokens is 0: a step is explained for"),
         (["--prompt-tokens", "2048"], "prompt-tokens is 2048: with "),
         (["--batch-sizes", "0"], "batch-sizes is '0'"),
     ],
@@ -195,6 +194,12 @@ def test_jobs_that_cannot_run_are_refused(arguments: list[str], message: str) ->
     done = CliRunner().invoke(app, ["bench", "step", "--device", "cpu", *arguments])
     assert isinstance(done.exception, UserError)
     assert message in str(done.exception)
+
+
+def test_the_help_offers_no_draft_length_that_is_refused() -> None:
+    done = CliRunner().invoke(app, ["bench", "step", "--help"], env={"TERMINAL_WIDTH": "80"})
+    assert "--num-spec-tokens <int>" in done.stdout
+    assert "auto: at every step" not in " ".join(done.stdout.split())
 
 
 def test_a_batch_that_fails_is_a_note(tmp_path: Path, monkeypatch) -> None:

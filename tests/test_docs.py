@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+import cli_reference
 import pytest
 from typer.main import get_command
 
@@ -52,6 +53,11 @@ def test_files_and_options_exist(page):
     for path in re.findall(r"\b((?:tests|scripts|docs|eval|data)/[\w/.-]*\w)", text):
         assert (ROOT / path).exists() or path == "eval/reference/NAME.json", path
     assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", text)) <= options() | OF_OTHERS | OF_SCRIPTS | OF_ALL
+
+
+def test_the_reference_of_commands_is_what_help_prints():
+    found = cli_reference.PAGE.read_text(encoding="utf-8")
+    assert found == cli_reference.reference(), "run python scripts/cli_reference.py"
 
 
 def test_every_page_is_found_from_the_readme_and_from_contributing():

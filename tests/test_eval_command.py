@@ -24,6 +24,7 @@ from specgen.report.against import load_results
 from specgen.report.report import load
 from specgen.rundir.results import RunDirectory
 from specgen.rundir.row_file import RowFile
+from tests.jobs import Silent
 
 pytestmark = pytest.mark.xdist_group("eval_command")  # one study for all
 
@@ -54,6 +55,18 @@ def study(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """The directory and output of a run of three arms. A test that changes them takes a copy."""
     path = tmp_path_factory.mktemp("study") / "out"
     return path, call(*SMALL, "--output", path, "--log-samples")
+
+
+def test_an_evaluation_is_repeated_by_its_file_and_quiet_on_request(
+    study: tuple[Path, str], tmp_path: Path
+) -> None:
+    path = shutil.copytree(study[0], tmp_path / "copy")
+    again = ["eval", f"--config={path / 'config.yaml'}", f"--output={path}", "--quiet"]
+    result = CliRunner().invoke(cli.app, again, env={"COLUMNS": "80"})
+    # lm-eval's own bars are switched off where tqdm is not imported before, as it is by other tests here
+    ours = [line for line in re.split("[\r\n]", result.stderr) if line and "it/s" not in line]
+    assert (result.exit_code, ours) == (0, []), result.output
+    assert result.stdout == study[1], "the same study: all its answers are known"
 
 
 def test_three_arms_answer_alike_and_leave_their_numbers(study: tuple[Path, str]) -> None:
@@ -103,7 +116,9 @@ def test_the_reports_name_what_ran_as_seen_from_here(monkeypatch: pytest.MonkeyP
 
     monkeypatch.chdir(data_directory())
     run = StudyRun(
-        study_job(Arm(name="a, b", changes={"num_spec_tokens": 2}), Arm(name="c"), limit=1), tmp_path
+        study_job(Arm(name="a, b", changes={"num_spec_tokens": 2}), Arm(name="c"), limit=1),
+        tmp_path,
+        Silent(),
     )
     run.compare([*run.arms()])
     settings = run.settings()
@@ -126,7 +141,7 @@ def test_an_arm_that_fails_leaves_its_files_closed(tmp_path: Path, monkeypatch: 
 
     monkeypatch.setattr(study, "simple_evaluate", fails)
     with pytest.raises(ZeroDivisionError) as failed:
-        next(study.StudyRun(study_job(Arm(name="a")), tmp_path).arms())
+        next(study.StudyRun(study_job(Arm(name="a")), tmp_path, Silent()).arms())
     assert failed, "and holds on to all that was open"
     assert (tmp_path / "a" / "events.jsonl").read_text().startswith('{"event":"submitted"')
 
@@ -187,7 +202,7 @@ def test_choices_are_compared_by_the_likeliest(tmp_path: Path, monkeypatch: pyte
     )
     monkeypatch.setattr(study, "find_tasks", lambda names, data_path: tasks)
     (result,) = study.StudyRun(
-        study_job(Arm(name="baseline", changes={"num_spec_tokens": 0})), tmp_path / "out"
+        study_job(Arm(name="baseline", changes={"num_spec_tokens": 0})), tmp_path / "out", Silent()
     ).arms()
     assert {sample.metric for sample in result.run.samples} == {"acc,none", "acc_norm,none"}
     for sample, row in zip(result.run.samples[::2], result.results["samples"]["choices"], strict=True):

@@ -193,22 +193,37 @@ def test_the_public_files(load, monkeypatch):
 
 @pytest.mark.parametrize(
     ("names", "is_local"),
-    [(["word_problems"], True), (["gsm8k", "word_problems"], True), (["word_problems", "nothing"], False)],
+    [
+        (["word_problems"], True),
+        (["gsm8k", "word_problems"], True),
+        (["gsm8k_cot", "arc_easy", "mmlu_anatomy"], True),
+        (["mmlu"], False),  # a group
+        (["word_problems", "nothing"], False),
+    ],
 )
-def test_tasks_of_ours_need_no_index_of_lm_evals(names, is_local, tmp_path, monkeypatch):
+def test_only_groups_and_unknown_names_need_the_index_of_all_of_lm_evals_tasks(
+    names, is_local, tmp_path, monkeypatch
+):
     made = []
 
-    def index(include_defaults=True):
+    def index(include_defaults=True, include_path=None):
         made.append(include_defaults)
-        return lm_eval.tasks.TaskManager(include_defaults=False)
+        return lm_eval.tasks.TaskManager(include_defaults=False, include_path=include_path)
 
     monkeypatch.setattr(tasks, "TaskManager", index)
+    loads = tasks._require_loads
+
+    def require_loads(manager, task):
+        if task == "nothing" or not isinstance(task, str):  # the others' data are on the hub
+            loads(manager, task)
+
+    monkeypatch.setattr(tasks, "_require_loads", require_loads)
     for split in ROWS:
         write(tmp_path / f"{split}.jsonl", split)
     unknown = pytest.raises(ValueError, match="task 'nothing' is not one of lm-eval's")
-    with nullcontext() if is_local else unknown:
+    with nullcontext() if names != ["word_problems", "nothing"] else unknown:
         find_tasks(names, tmp_path if "gsm8k" in names else None)
-    assert made == [not is_local]
+    assert made == [False] + [True] * (not is_local)
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from specgen.config import EngineConfig, SamplingParams, UserError
 from specgen.engine.loading import Models
 from specgen.rundir.results import RunDirectory
 from tests.engines import loaded, resolved
+from tests.jobs import Silent
 from tests.tiny_checkpoints import write_head, write_target
 from tests.tiny_tokenizers import write_byte_level
 
@@ -57,7 +58,7 @@ def new_lm(config: EngineConfig, models: Models, path: Path) -> Any:
     from specgen.evaluation.language_model import SpecgenLM
 
     files = RunDirectory(path)
-    return SpecgenLM(config=config, models=models, sampling=SHORT, files=files)
+    return SpecgenLM(config=config, models=models, sampling=SHORT, files=files, progress=Silent())
 
 
 @pytest.fixture

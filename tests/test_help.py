@@ -58,6 +58,21 @@ def test_the_package_runs_as_a_module() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("typed", "offered"),
+    [
+        (["bench", "st"], ["step"]),
+        (["generate", "--drafter-b"], ["--drafter-batch"]),
+        (["generate", "--config", "not-yet.yaml", "--drafter-batch", ""], ["padded", "non-padded"]),
+    ],
+    ids=" ".join,
+)
+def test_a_shell_completes_commands_options_and_values(typed: list[str], offered: list[str]) -> None:
+    words = {"COMP_WORDS": " ".join(["specgen", *typed]), "COMP_CWORD": str(len(typed))}
+    env = {**words, "_SPECGEN_COMPLETE": "complete_bash"}
+    assert CliRunner().invoke(cli.app, env=env, prog_name="specgen").stdout.split() == offered
+
+
 def test_an_interrupted_command_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(path: str, other: str | None) -> None:
         raise KeyboardInterrupt

@@ -71,7 +71,7 @@ def test_a_command_may_have_some_fields_and_defaults_of_its_own():
         SEEN.update(engine=engine, batch=batch)
 
     command = with_options(some)
-    assert list(command.__annotations__) == ["batch", "max_prefill_tokens", "dtype", "return"]
+    assert list(command.__annotations__) == ["batch", "max_prefill_tokens", "dtype", "config", "return"]
     made = given(some, "--max-batch-size=4", "--dtype=float16")
     assert (made["batch"], made["engine"].max_prefill_tokens, made["engine"].dtype) == (4, 99, "float16")
     assert given(some, "--max-prefill-tokens=7")["engine"].max_prefill_tokens == 7
@@ -93,6 +93,7 @@ def test_options_are_in_the_order_of_their_groups():
         "seed",
         "device",
         "output",
+        "config",
         "return",
     ]
 
@@ -139,10 +140,10 @@ def test_sizes_and_lists_of_numbers():
 
 NAMES = {
     verify: "model drafter dataset data_path num_prompts chat_template_kwargs num_spec_tokens max_new_tokens "
-    "batch_sizes device dtype attention cuda_graphs output as_json",
+    "batch_sizes device dtype attention cuda_graphs output as_json quiet",
     evaluate: "tasks study arms limit num_fewshot apply_chat_template data_path model drafter chat_template_kwargs "
     "num_spec_tokens draft_sampling seed max_new_tokens max_batch_size max_prefill_tokens kv_memory device dtype "
-    "attention cuda_graphs gpu_memory_utilization prefix_cache log_samples output",
+    "attention cuda_graphs gpu_memory_utilization prefix_cache log_samples output quiet",
     bench.kernels: "num_seqs max_seq_lens num_heads num_kv_heads head_dim num_spec_tokens page_size repeats dtype "
     "device output as_json",
     tune: "batch k drafter_batch repeats precision budget dry_run model drafter dataset data_path num_prompts "
@@ -159,4 +160,6 @@ NAMES = {
 @pytest.mark.parametrize("command", NAMES, ids=lambda command: command.__name__)
 def test_the_options_are_a_decision(command):
     """A new option is added here as well; those of ``generate`` are in test_run.py."""
-    assert [name for name in command.__annotations__ if name != "return"] == NAMES[command].split()
+    assert [name for name in command.__annotations__ if name not in ("ctx", "config", "return")] == NAMES[
+        command
+    ].split()

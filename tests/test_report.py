@@ -14,7 +14,7 @@ from specgen.events import Event, Finished, Preempted, Prefilled, Resumed, Stepp
 from specgen.report import tables, terminal
 from specgen.report.acceptance import fold_request
 from specgen.report.intervals import Ratio, wilson
-from specgen.report.remarks import DEAD_LENGTH, empty, warning
+from specgen.report.remarks import DEAD_LENGTH, empty, hint, warning
 from specgen.report.report import draft_lengths, fold, fold_categories, load
 from tests.streams import begun, decode_steps, ended, padded_step, refusal, request
 
@@ -458,3 +458,21 @@ def test_categories_fold_alone_with_times_of_their_own():
     assert sums == fold(first, num_spec_tokens=3)
     assert (chat.speculation.num_requests, chat.speculation.mean_acceptance_length) == (1, 1.5)
     assert (sums.wall_seconds, chat.wall_seconds) == (3.0, 1.0 + 3.0)
+
+
+@pytest.mark.parametrize(
+    ("ended", "said"),
+    [
+        ({"length": 147, "stop": 3}, "147 of 150 texts ended by length"),
+        ({"length": 9, "stop": 1}, "9 of 10 texts"),
+        ({"length": 8, "stop": 2}, ""),
+        ({"length": 9}, ""),
+        ({"stop": 50}, ""),
+        ({}, ""),
+    ],
+    ids=str,
+)
+def test_texts_that_were_nearly_all_cut_off_are_said(ended: dict[str, int], said: str) -> None:
+    found = hint({"finish_reasons": ended})
+    assert bool(found) == bool(said)
+    assert found.startswith(said)

@@ -96,8 +96,11 @@ def test_a_run_leaves_its_files_and_its_numbers_agree(pair: Path, data: Path, tm
     ]
     assert not list(out.glob("*.partial"))
     assert "1.0" in result.stdout
-    assert "acceptance at token" in result.stdout
-    assert call("report", out).stdout.strip() in result.stdout
+    assert "token 0" in result.stdout
+    assert "acceptance at token" not in result.stdout, "the page says what names mean"
+    assert "acceptance at token" in page
+    figures, _, _ = call("report", out).stdout.partition("\n\nmean acceptance length =")
+    assert figures in result.stdout
 
 
 def test_the_second_turn_sees_the_first_answer(pair: Path, data: Path, tmp_path: Path) -> None:
@@ -320,6 +323,8 @@ def test_the_options_are_a_decision() -> None:
     assert command.callback is not None
     assert sorted(command.callback.__annotations__) == sorted(
         [
+            "ctx",
+            "config",
             "model",
             "drafter",
             "chat_template_kwargs",
@@ -353,9 +358,11 @@ def test_the_options_are_a_decision() -> None:
             "output",
             "restart",
             "format",
+            "served_model_name",
             "max_failures",
             "baseline",
             "as_json",
+            "quiet",
             "return",
         ]
     )
@@ -471,3 +478,16 @@ def test_reasons_that_no_file_keeps_are_all_shown(pair: Path, tmp_path: Path) ->
     assert told(None) == told("-")
     out = tmp_path / "out"
     assert told(out)[3:] == [f"specgen: and 2 more; {out / 'errors.jsonl'} has them all"]
+
+
+def test_the_model_may_have_a_name_of_its_own(pair: Path, tmp_path: Path) -> None:
+    own, out = tmp_path / "own.jsonl", tmp_path / "run"
+    own.write_text('{"id": "a", "prompt": "Tom has"}\n')
+    named = ("--dataset", own, "--output", out, "--format", "openai", "--served-model-name")
+    assert run(pair, *named, "llama").exit_code == 0
+    body = json.loads((out / "batch_output.jsonl").read_text())["response"]["body"]
+    assert body["model"] == "llama"
+    assert "llama" in (out / "report.html").read_text()
+    assert str(pair / "target") not in (out / "report.html").read_text().partition("<dt>command</dt>")[0]
+    assert "served_model_name (llama, now other)" in str(run(pair, *named, "other").exception)
+    assert "served-model-name is empty" in str(run(pair, *named, "").exception)

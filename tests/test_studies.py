@@ -123,3 +123,30 @@ def test_what_cannot_be_run_is_refused(tmp_path, changes, message):
 def test_an_unknown_name_lists_the_bundled_ones():
     with pytest.raises(UserError, match=r"study is 'mine': name a JSON file, or one of vllm-25196$"):
         load_study("mine")
+
+
+def test_what_is_wrong_with_an_arm_names_it_and_what_may_be_set(tmp_path):
+    said = r"of the arm \{.*'quick'.*\} num_spec_token is not known \(did you mean num_spec_tokens\?\): use attention, "
+    with pytest.raises(UserError, match=said):
+        load(tmp_path, arms=[{"name": "quick", "num_spec_token": 3}])
+    with pytest.raises(UserError, match=r"limits is not known \(did you mean limit\?\): use arms, limit"):
+        load(tmp_path, limits=3)
+
+
+def test_a_study_needs_no_source(tmp_path):
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps({"tasks": ["word_problems"], "arms": [{"name": "padded"}]}))
+    assert load_study(str(path)).source == ""
+
+
+def test_arms_that_run_alike_are_known():
+    from specgen.evaluation.study import _alike
+
+    arms = [
+        Arm(name="padded", changes={"drafter_batch": "padded"}),
+        Arm(name="non-padded", changes={"drafter_batch": "non-padded"}),
+        Arm(name="plain", changes={"num_spec_tokens": 0, "drafter_batch": "padded"}),
+        Arm(name="plain too", changes={"num_spec_tokens": 0, "drafter_batch": "non-padded"}),
+        Arm(name="sampled", changes={"num_spec_tokens": 0, "temperature": 0.5}),
+    ]
+    assert _alike({arm.name: arm.configure(ENGINE) for arm in arms}, arms) == [["plain", "plain too"]]

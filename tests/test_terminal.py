@@ -3,6 +3,7 @@
 import fcntl
 import io
 import os
+import re
 import struct
 import termios
 from pathlib import Path
@@ -14,7 +15,7 @@ from typer.testing import CliRunner
 from specgen.cli.main import app
 from specgen.display import percent
 from specgen.report.table import Column, Table, pairs
-from specgen.report.terminal import definitions, heading, render, width_of
+from specgen.report.terminal import ALARMING, definitions, has_colours, heading, render, width_of
 
 
 def table_of(label: str, num_columns: int = 3) -> Table:
@@ -130,3 +131,27 @@ def test_an_audit_fits(tmp_path: Path) -> None:
     printed = CliRunner().invoke(app, command, env={"COLUMNS": "80"})
     assert printed.exit_code == 0, printed.output
     assert max(map(len, printed.stdout.splitlines())) <= 80
+
+
+def test_what_is_alarming_is_red_in_a_terminal_alone():
+    columns = (Column(name="figure"), Column(name="number"))
+    rows = ({"figure": "good", "number": 1}, {"figure": "bad", "number": 2, ALARMING: True})
+    table = Table(title="", columns=columns, rows=rows)
+    plain, red = render([table], 80), render([table], 80, colours=True)
+    assert "\x1b" not in plain
+    coloured = [line for line in red.splitlines() if "\x1b[1;31m" in line]
+    assert len(coloured) == 1
+    assert "bad" in coloured[0]
+    assert re.sub(r"\x1b\[[\d;]*m", "", red) == plain
+
+
+def test_colours_are_for_terminals_whose_users_want_them(monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    assert has_colours(Terminal())
+    assert not has_colours(io.StringIO())
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert not has_colours(Terminal())

@@ -8,7 +8,7 @@ from specgen.config import UserError
 MIB = 1 << 20
 # XQA counts its finished blocks in the first 8 MiB, trtllm-gen asks for 128 MiB in all
 _COUNTERS = 8 * MIB
-_DECODE = 128 * MIB
+DECODE_BYTES = 128 * MIB
 
 
 def decode_workspace(device: torch.device, *, max_group: int, max_rows: int, max_head_dim: int) -> Tensor:
@@ -17,12 +17,12 @@ def decode_workspace(device: torch.device, *, max_group: int, max_rows: int, max
     Two calls that run at once must not share it. ``UserError`` if kernels of that shape need more than there is.
     """
     need = xqa_bytes(num_sms(device), rows=max_group * max_rows, head_dim=max_head_dim)
-    if need > _DECODE:
+    if need > DECODE_BYTES:
         raise UserError(
-            f"attention 'trtllm' needs {need // MIB} MiB of scratch memory on this GPU and takes {_DECODE // MIB}: "
-            "use --attention flashinfer"
+            f"attention 'trtllm' needs {need // MIB} MiB of scratch memory on this GPU and takes "
+            f"{DECODE_BYTES // MIB}: use --attention flashinfer"
         )
-    return torch.zeros(_DECODE, dtype=torch.uint8, device=device)
+    return torch.zeros(DECODE_BYTES, dtype=torch.uint8, device=device)
 
 
 def xqa_bytes(num_sms: int, *, rows: int, head_dim: int) -> int:

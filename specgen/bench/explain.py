@@ -37,7 +37,7 @@ class StepJob:
     def __post_init__(self) -> None:
         require(
             self.engine.draft_length.most >= 1 and not self.engine.draft_length.auto,
-            "num-spec-tokens is 0 or auto: a step is explained for a number from 1 to 16",
+            f"num-spec-tokens is {self.engine.draft_length}: a step is explained for a number from 1 to 16",
         )
 
     @property

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from itertools import starmap
 from math import prod
 from textwrap import fill
 from types import SimpleNamespace
@@ -19,7 +18,7 @@ from specgen.checkpoints.checkpoint import (
     target_config,
 )
 from specgen.checkpoints.tensor_reader import Checkpoint, TensorReader
-from specgen.config import NGRAM_BYTES, UserError, ngram_length
+from specgen.config import NGRAM_BYTES, UserError, ngram_length, require
 from specgen.models.families import is_head
 from specgen.models.fit import misfits
 from specgen.models.model_config import HeadConfig, LayerConfig, TargetConfig
@@ -127,6 +126,15 @@ class Description:
             for part in self.parts
         )
 
+    def pair(self) -> tuple[str, str | None]:
+        """The names of target and drafter; ``UserError`` without a target."""
+        names = [part.name for part in self.parts]
+        require(
+            isinstance(self.parts[0], Inspection) and self.parts[0].kind == "target",
+            f"{names[0]} is no target: a memory plan is of a target, alone or with its drafter",
+        )
+        return names[0], names[1] if len(names) > 1 else None
+
     def to_json(self) -> dict[str, Any]:
         """``checkpoints``, ``kv_bytes_per_token`` of all, ``misfits``, and ``fit``: null for a single checkpoint."""
         return {
@@ -136,10 +144,12 @@ class Description:
             "misfits": list(self.misfits),
         }
 
-    def to_text(self) -> str:
+    def to_text(self, width: int = 100) -> str:
+        """For a terminal of ``width`` columns, which only names exceed."""
         lines = []
         for part in self.parts:
-            lines += [f"{part.name}: {_kind(part)}", *starmap(_line, part.facts().items()), ""]
+            facts = (_line(label, value, width) for label, value in part.facts().items())
+            lines += [f"{part.name}: {_kind(part)}", *facts, ""]
         if self.misfits:
             lines += ["This cannot run:", *(f"  - {reason}" for reason in self.misfits)]
         elif len(self.parts) == 2:
@@ -222,8 +232,8 @@ def _kind(part: Inspection | Ngrams) -> str:
     return part.config.title if isinstance(part.config, HeadConfig) else "a target"
 
 
-def _line(label: str, value: str) -> str:
-    return fill(value, 100, initial_indent=f"  {label:<12}", subsequent_indent=" " * 14)
+def _line(label: str, value: str, width: int) -> str:
+    return fill(value, width, initial_indent=f"  {label:<12}", subsequent_indent=" " * 14)
 
 
 def _size(weights: Weights) -> str:

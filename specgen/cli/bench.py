@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from specgen.cli.config_file import repeating
 from specgen.cli.help import Command, Commands
 from specgen.cli.measuring import (
     DRY_RUN,
@@ -33,12 +34,16 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
-_OUTPUT = option(None, "Results", "Directory for the table: NAME.csv, NAME.json, and NAME.html with plots.")
+_OUTPUT = option(
+    None,
+    "Results",
+    "Directory for the table: NAME.csv, NAME.json, NAME.html with plots, and NAME.yaml, which repeats it (--config).",
+)
 _KEPT = option(
     None,
     "Results",
-    "Directory for the table: NAME.csv, NAME.json, NAME.html with plots, and NAME.rounds.jsonl, in which every round "
-    "is kept: the same command goes on.",
+    "Directory for the table: NAME.csv, NAME.json, NAME.html with plots, NAME.yaml, which repeats it (--config), and "
+    "NAME.rounds.jsonl, in which every round is kept: the same command goes on.",
 )
 _REPEATS = "Measurements per number."
 _MATRIX = option(
@@ -68,6 +73,7 @@ _PREFILL = {"max_prefill_tokens": 8192}  # as in a server
 @with_options
 def kernels(
     *,
+    ctx: typer.Context,
     num_seqs: str | None = option(
         None, "Table", "Sequences per pass, comma-separated.", shown="1,4,8,16,32,64,128,256; on a CPU 1,4"
     ),
@@ -116,13 +122,14 @@ def kernels(
         repeats=repeats,
         device=device,
     )
-    publish("kernels", measure(job), output, as_json)
+    publish("kernels", measure(job), output, as_json, repeating(ctx))
 
 
 @app.command(cls=Command)
 @with_options
 def experts(
     *,
+    ctx: typer.Context,
     shapes: str | None = option(
         None,
         "Table",
@@ -155,13 +162,14 @@ def experts(
         dtype=DTYPES[choose_dtype(engine.dtype, device)],
         device=device,
     )
-    publish("experts", measure(job), output, as_json)
+    publish("experts", measure(job), output, as_json, repeating(ctx))
 
 
 @app.command(cls=Command)
 @with_options
 def throughput(
     *,
+    ctx: typer.Context,
     matrix: str = _MATRIX,
     axis: list[str] | None = _AXIS,
     dataset: str | None = option(
@@ -212,7 +220,7 @@ def throughput(
         return
     with stoppable(output):
         for table in measure(job, output, print_turn):
-            write_table(table, output)
+            write_table(table, output, repeating(ctx))
     print_table(table, output, as_json)
 
 
@@ -220,14 +228,13 @@ def throughput(
 @with_options
 def step(
     *,
+    ctx: typer.Context,
     batch_sizes: str = option("1,8,32", "Table", "Batch sizes, comma-separated."),
     prompt_tokens: int = option(256, "Table", "Random tokens per prompt."),
+    num_spec_tokens: int = option(4, "Speculation", "Draft tokens per step, K: 1 to 16."),
     engine: Annotated[
         EngineConfig,
-        Only(
-            "model drafter num_spec_tokens drafter_batch max_prefill_tokens device dtype attention cuda_graphs",
-            _PREFILL,
-        ),
+        Only("model drafter drafter_batch max_prefill_tokens device dtype attention cuda_graphs", _PREFILL),
     ],
     output: Path | None = _OUTPUT,
     as_json: bool = AS_JSON,
@@ -236,18 +243,20 @@ def step(
     from specgen.bench.explain import StepJob, explain  # imports torch
 
     job = StepJob(
-        engine=replace(engine, prefix_cache=False),
+        engine=replace(engine, prefix_cache=False, num_spec_tokens=num_spec_tokens),
         batch_sizes=numbers("batch-sizes", batch_sizes),
         prompt_tokens=prompt_tokens,
     )
-    publish("step", explain(job), output, as_json)
+    publish("step", explain(job), output, as_json, repeating(ctx))
 
 
-def publish(name: str, tables: Iterable["BenchTable"], output: Path | None, as_json: bool) -> None:
+def publish(
+    name: str, tables: Iterable["BenchTable"], output: Path | None, as_json: bool, config: str
+) -> None:
     """Write the files of a growing table after every row, and print the last one; earlier ones are not replaced."""
     refuse_earlier(name, output)
     for table in tables:
         print(f"{table.name}: {len(table.rows)} rows", end="\r", file=sys.stderr, flush=True)
-        write_table(table, output)
+        write_table(table, output, config)
     print(file=sys.stderr)
     print_table(table, output, as_json)

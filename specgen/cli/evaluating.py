@@ -1,5 +1,6 @@
 """``specgen eval``: lm-eval's tasks over the arms of a study."""
 
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -7,9 +8,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from specgen.cli.config_file import repeating
+from specgen.cli.crowding import crowded
 from specgen.cli.generating import KEPT_NOWHERE, RESUMES
 from specgen.cli.options import Only, with_options
-from specgen.cli.printing import print_files, print_parts
+from specgen.cli.printing import print_files, print_hint, print_parts
+from specgen.cli.progress_bar import QUIET, progress
 from specgen.config import EngineConfig, SamplingParams, option, require
 
 if TYPE_CHECKING:
@@ -28,11 +32,14 @@ _ENGINE = Only(
 @with_options
 def evaluate(
     *,
+    ctx: typer.Context,
     tasks: Annotated[str | None, _TASKS] = None,
     study: str | None = option(
         None,
         "Study",
-        "A bundled study (vllm-25196) or a JSON file: tasks, arms, limit, shots and batch in one.",
+        "A bundled study (vllm-25196) or a JSON file: tasks, arms, limit, shots and batch in one, such as "
+        '{"tasks": ["gsm8k"], "arms": [{"name": "K2", "num_spec_tokens": 2}, {"name": "off", "num_spec_tokens": 0}]}; '
+        "docs/formats.md has all fields.",
     ),
     arms: str | None = option(
         None,
@@ -64,15 +71,17 @@ def evaluate(
     output: Path | None = option(
         None,
         "Results",
-        "New directory for comparison.json, and per arm a directory with lm-eval's results.json and the files "
-        "that `specgen report` reads.",
+        "New directory for comparison.json, config.yaml, and per arm a directory with lm-eval's results.json and "
+        "the files that `specgen report` reads.",
     ),
+    quiet: bool = QUIET,
 ) -> None:
     """Did speculation change the answers, and what did it gain: lm-eval's tasks, arm by arm, and a comparison."""
     changes: dict[str, Any] = {"limit": limit, "num_fewshot": num_fewshot, "max_batch_size": max_batch_size}
     given = {name: value for name, value in changes.items() if value is not None}
     chosen = replace(_study(tasks, study, arms), **given)
     require(output is not None or not log_samples, "log-samples needs a directory: name one with --output")
+    os.environ.setdefault("TQDM_DISABLE", "1")  # lm-eval's own bars; read when tqdm is imported
     from specgen.evaluation.study import StudyJob  # imports torch and lm-eval
 
     job = StudyJob(
@@ -83,15 +92,19 @@ def evaluate(
         seed=sampling.seed,
         max_new_tokens=max_new_tokens,
     )
-    _run_unless_interrupted(job, output, output if log_samples else None)
+    if not quiet:
+        print_hint(crowded(engine.device))
+    _run_unless_interrupted(job, output, output if log_samples else None, repeating(ctx), quiet)
 
 
-def _run_unless_interrupted(job: "StudyJob", output: Path | None, samples: Path | None) -> None:
+def _run_unless_interrupted(
+    job: "StudyJob", output: Path | None, samples: Path | None, config: str, quiet: bool
+) -> None:
     from specgen.rundir.interrupt import breakable
 
     with breakable() as interrupt:
         try:
-            _run(job, output, samples)
+            _run(job, output, samples, config, quiet)
         except KeyboardInterrupt:
             remedy = KEPT_NOWHERE if output is None else RESUMES
             print(f"specgen: interrupted; {remedy}", file=sys.stderr)
@@ -106,21 +119,23 @@ def _study(tasks: str | None, study: str | None, arms: str | None) -> "Study":
     names = None if tasks is None else tuple(name.strip() for name in tasks.split(","))
     if study is None:
         assert names is not None
-        return Study(name=str(tasks), source="", tasks=names, arms=named_arms(arms or ALL_NAMED))
+        return Study(name=str(tasks), tasks=names, arms=named_arms(arms or ALL_NAMED))
     loaded = load_study(study)
     return replace(
         loaded, tasks=names or loaded.tasks, arms=loaded.arms if arms is None else named_arms(arms)
     )
 
 
-def _run(job: "StudyJob", output: Path | None, samples: Path | None) -> None:
+def _run(job: "StudyJob", output: Path | None, samples: Path | None, config: str, quiet: bool) -> None:
     """Run the arms, print the result of each as it finishes, then their comparison."""
     from specgen.evaluation import study
     from specgen.evaluation.comparison_tables import of_comparison
+    from specgen.rundir.atomic import write_text
     from specgen.rundir.results import directory
 
     with directory(output, "study.json") as path:
-        run, results = study.StudyRun(job, path), []
+        run, results = study.StudyRun(job, path, progress(quiet)), []
+        write_text(path / "config.yaml", config)
         for result in run.arms():
             results.append(result)
             print_parts([result.run.name, result.table], sys.stdout)
@@ -128,7 +143,7 @@ def _run(job: "StudyJob", output: Path | None, samples: Path | None) -> None:
                 study.write_samples(result, samples / result.run.name)
         comparison = run.compare(results)
     print_parts(of_comparison(comparison, run.settings()), sys.stdout)
-    if output is not None:
+    if output is not None and not quiet:
         print_files(output, "report.html")
     if comparison.num_unexplained:
         raise typer.Exit(1)

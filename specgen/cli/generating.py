@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING, NoReturn
 
 import typer
 
+from specgen.cli.config_file import repeating
+from specgen.cli.crowding import crowded
 from specgen.cli.options import AS_JSON, DATA_PATH, DATASET, FORMAT, NUM_PROMPTS, with_options
-from specgen.cli.printing import print_notes_and_exit, print_result
-from specgen.cli.progress_bar import ProgressBar
+from specgen.cli.printing import print_hint, print_notes_and_exit, print_result, print_samples
+from specgen.cli.progress_bar import QUIET, progress
 from specgen.config import Cluster, EngineConfig, ExecutorName, FormatName, SamplingParams, option, require
 
 if TYPE_CHECKING:
@@ -30,14 +32,15 @@ _SHARD = option(
 _OUTPUT = option(
     None,
     "Results",
-    "Directory for completions.jsonl, errors.jsonl, events.jsonl, status.json, report.json, report.html and "
-    "manifest.json. An earlier run of the same command there is resumed. - for stdout: only the rows.",
+    "Directory for completions.jsonl, errors.jsonl, events.jsonl, status.json, report.json, report.html, "
+    "manifest.json and config.yaml. An earlier run of the same command there is resumed. - for stdout: only the rows.",
 )
 
 
 @with_options
 def generate(
     *,
+    ctx: typer.Context,
     engine: EngineConfig,
     sampling: SamplingParams,
     dataset: str = DATASET,
@@ -61,11 +64,15 @@ def generate(
         False, "Results", "Start over; the existing directory is kept, renamed with the suffix .1."
     ),
     format: FormatName = FORMAT,
+    served_model_name: str | None = option(
+        None, "Results", "Name of the model in reports and OpenAI's bodies.", shown="its directory or hub id"
+    ),
     max_failures: int | None = option(
         None, "Results", "End the run when more requests than this have failed.", shown="no limit"
     ),
     baseline: bool = option(False, "Results", "Run plain decoding on the same prompts too and compare."),
     as_json: bool = AS_JSON,
+    quiet: bool = QUIET,
 ) -> None:
     """Generate for a whole prompt set and report what the speculation was worth.
 
@@ -87,23 +94,31 @@ def generate(
         restart=restart,
         max_failures=max_failures,
         format=format,
+        served_model_name=served_model_name,
+        config=repeating(ctx),
     )
-    _run_and_print(job, output, as_json)
+    if not quiet:
+        print_hint(crowded(engine.device))
+    _run_and_print(job, output, as_json, quiet)
 
 
-def _run_and_print(job: "Job", output: Path | None, as_json: bool) -> None:
+def _run_and_print(job: "Job", output: Path | None, as_json: bool, quiet: bool) -> None:
     """Run ``job`` and print its report and notes; exit code 3 if a request failed."""
     from specgen.core.endings import DeviceLost
+    from specgen.report.tables import figures, of_run
 
     try:
         if output == Path("-"):
-            result = _run_into_stdout(job, as_json)
+            result = _run_into_stdout(job, as_json, quiet)
         else:
-            result = _run(job, output, KEPT_NOWHERE if output is None else RESUMES)
-            print_result(result, as_json, sys.stdout)
+            result = _run(job, output, KEPT_NOWHERE if output is None else RESUMES, quiet)
+            if not (quiet or as_json):
+                print_samples(result, sys.stdout)
+            # report.html says what the names mean
+            print_result(result, as_json, sys.stdout, of_run if output is None else figures)
     except DeviceLost as lost:
         restart_process(lost, job, output)
-    print_notes_and_exit(result, output)
+    print_notes_and_exit(result, output, quiet)
 
 
 def _cluster(executor: ExecutorName, num_workers: int | None, address: str | None) -> Cluster | None:
@@ -114,32 +129,33 @@ def _cluster(executor: ExecutorName, num_workers: int | None, address: str | Non
     return None
 
 
-def _run(job: "Job", output: Path | None, remedy: str) -> "RunResult":
+def _run(job: "Job", output: Path | None, remedy: str, quiet: bool) -> "RunResult":
     """Run ``job``; if it ends early, say so and exit."""
     from specgen.jobs.run import TooManyFailuresError, run
     from specgen.rundir.interrupt import StoppedError, interruptible
 
     with interruptible() as interrupt:
         try:
-            return run(job, output, ProgressBar(), interrupt)
+            return run(job, output, progress(quiet), interrupt)
         except (StoppedError, TooManyFailuresError) as ended:
             print(f"specgen: {ended}; {remedy}", file=sys.stderr)
             code = interrupt.exit_code if isinstance(ended, StoppedError) else 3
             raise typer.Exit(code) from None
 
 
-def _run_into_stdout(job: "Job", as_json: bool) -> "RunResult":
+def _run_into_stdout(job: "Job", as_json: bool, quiet: bool) -> "RunResult":
     """Run ``job`` in a temporary directory; its rows go to stdout and its report to stderr."""
     import shutil
     import tempfile
 
     from specgen.jobs.run_output import MAIN_FILES
+    from specgen.report.tables import of_run
 
     with tempfile.TemporaryDirectory(prefix="specgen-") as path:
-        result = _run(job, Path(path), "nothing is kept with --output -")
+        result = _run(job, Path(path), "nothing is kept with --output -", quiet)
         with (Path(path) / MAIN_FILES[job.format]).open("rb") as rows:
             shutil.copyfileobj(rows, sys.stdout.buffer)
-    print_result(result, as_json, sys.stderr)
+    print_result(result, as_json, sys.stderr, of_run)
     return result
 
 

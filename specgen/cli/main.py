@@ -51,7 +51,6 @@ app = typer.Typer(
     name="specgen",
     help="Offline batch generation with speculative decoding, and what the speculation was worth.",
     no_args_is_help=True,
-    add_completion=False,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,

@@ -12,7 +12,7 @@ import typer
 from specgen import display
 from specgen.cli.printing import print_files, print_parts
 from specgen.config import option, require
-from specgen.rundir.atomic import writable
+from specgen.rundir.atomic import writable, write_text
 from specgen.rundir.interrupt import breakable
 
 if TYPE_CHECKING:
@@ -82,11 +82,12 @@ def refuse_earlier(name: str, output: Path | None) -> None:
     )
 
 
-def write_table(table: "BenchTable", output: Path | None) -> None:
-    """The files of ``table``."""
+def write_table(table: "BenchTable", output: Path | None, config: str) -> None:
+    """The files of ``table``, and ``config``, which repeats it."""
     if output is not None:
         with writable(output):
             table.write(output)
+            write_text(output / f"{table.name}.yaml", config)
 
 
 def print_table(table: "BenchTable", output: Path | None, as_json: bool) -> None:

@@ -4,11 +4,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from functools import wraps
 from inspect import Parameter, Signature, signature
+from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
 
 from specgen.bundled import pair
+from specgen.cli.config_file import named, settings_of
 from specgen.config import DraftLength, EngineConfig, Group, option, require
 
 DATASET = option(
@@ -28,6 +30,26 @@ FORMAT = option(
 AS_JSON = option(False, "Results", "Print the report as one JSON document.", name="json")
 
 
+def _read_config(ctx: typer.Context, path: Path | None) -> None:
+    """Make the settings of the file at ``path`` the defaults of the command, which its command line overrides."""
+    if path is not None:
+        known = named(ctx.command.get_params(ctx))
+        ctx.default_map = {known[name].name: value for name, value in settings_of(path, known).items()}
+
+
+_CONFIG = Annotated[
+    Path | None,
+    typer.Option(
+        "--config",
+        help="YAML file of options by their long names, such as num-prompts: 8; the command line wins. A run writes "
+        "the one that repeats it.",
+        show_default=False,
+        is_eager=True,
+        callback=_read_config,
+    ),
+]
+
+
 @dataclass(frozen=True)
 class Only:
     """The fields of a configuration that are options of a command; without it, all that can be."""
@@ -37,7 +59,10 @@ class Only:
 
 
 def with_options(command: Callable[..., None]) -> Callable[..., None]:
-    """``command`` for typer: an option per parameter and per field of a configuration, sorted by group."""
+    """``command`` for typer: an option per parameter and per field of a configuration, sorted by group; and --config.
+
+    Arguments and ``typer.Context`` are left as they are.
+    """
     parameters: list[Parameter] = []
     configs: dict[str, tuple[type, dict[str, str]]] = {}  # by parameter: type, and the option of each field
     hints = get_type_hints(command, include_extras=True)
@@ -51,19 +76,25 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
         elif isinstance(parameter.default, Field):
             parameters.append(_option(name, kind, parameter.default.default, parameter.default.metadata))
         else:
-            parameters.append(parameter)  # an argument
+            parameters.append(parameter.replace(annotation=hints[name]))
 
     @wraps(command)
-    def run(**given: Any) -> None:  # noqa: ANN401
-        for name, (config, options) in configs.items():
-            given[name] = _configuration(config, {field: given.pop(name) for field, name in options.items()})
+    def run(config: None = None, **given: Any) -> None:  # noqa: ANN401
+        for name, (kind, options) in configs.items():
+            given[name] = _configuration(kind, {field: given.pop(name) for field, name in options.items()})
         command(**given)
 
     order = [None, *get_args(Group)]
-    parameters.sort(key=lambda each: order.index(each.annotation.__metadata__[0].rich_help_panel))
+    parameters.sort(key=lambda each: order.index(_info(each).rich_help_panel))
+    parameters.append(Parameter("config", Parameter.KEYWORD_ONLY, default=None, annotation=_CONFIG))
     run.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {each.name: each.annotation for each in parameters} | {"return": None}
     return run
+
+
+def _info(parameter: Parameter) -> Any:  # noqa: ANN401
+    """What typer is told of ``parameter``; of a context nothing."""
+    return getattr(parameter.annotation, "__metadata__", [typer.Option()])[0]
 
 
 def _field_options(config: type, only: Only | None = None) -> dict[str, Parameter]:

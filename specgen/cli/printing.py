@@ -2,9 +2,9 @@
 
 import json
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 import typer
 
@@ -12,29 +12,33 @@ if TYPE_CHECKING:
     from specgen.jobs.run_output import RunResult
     from specgen.report.terminal import Part
 
+    Parts = Callable[[Mapping[str, Any], Mapping[str, str]], Iterable[Part]]
+
 _FAILURES_SHOWN = 3  # where a file has them all
 
 
 def print_parts(parts: "Iterable[Part]", file: TextIO) -> None:
-    """Tables and sentences, no wider than the terminal."""
-    from specgen.report.terminal import render, width_of  # imports rich
+    """Tables and sentences, no wider than the terminal; what is alarming is red there."""
+    from specgen.report.terminal import has_colours, render, width_of  # imports rich
 
-    print(render(parts, width_of(file)), end="", file=file)
+    print(render(parts, width_of(file), has_colours(file)), end="", file=file)
 
 
-def print_result(result: "RunResult", as_json: bool, file: TextIO) -> None:
-    """Some of the answers, then the report."""
-    from specgen.report.tables import of_run
-
+def print_result(result: "RunResult", as_json: bool, file: TextIO, parts: "Parts") -> None:
+    """The report as ``parts`` of it, or as JSON."""
     if as_json:
         print(json.dumps(result.report), file=file)
-        return
+    else:
+        print_parts(parts(result.report, result.settings), file)
+
+
+def print_samples(result: "RunResult", file: TextIO) -> None:
+    """Some of the answers."""
     for asked, answered in result.samples:
         print(f"Prompt:\n{_indented(asked)}\nAnswer:\n{_indented(answered)}\n", file=file)
-    print_parts(of_run(result.report, result.settings), file)
 
 
-def print_notes_and_exit(result: "RunResult", output: Path | None) -> None:
+def print_notes_and_exit(result: "RunResult", output: Path | None, quiet: bool = False) -> None:
     """Failed requests and the location of the files, on stderr; exit code 3 if a request failed.
 
     Without files this is the only place of the reasons, so more of them are shown.
@@ -42,12 +46,19 @@ def print_notes_and_exit(result: "RunResult", output: Path | None) -> None:
     if output is not None and output != Path("-"):
         where = f"{output / 'errors.jsonl'} has them all"
         print_failures(result.failures[:_FAILURES_SHOWN], result.report["num_errors"], where)
-        print_files(output, "report.html")
+        if not quiet:
+            print_files(output, "report.html")
     else:
         where = "run with --output DIR to keep all reasons"
         print_failures(result.failures, result.report["num_errors"], where)
     if result.report["num_errors"]:
         raise typer.Exit(3)
+
+
+def print_hint(sentence: str) -> None:
+    """On stderr, if it says anything."""
+    if sentence:
+        print(f"specgen: hint: {sentence}", file=sys.stderr)
 
 
 def print_files(output: Path, page: str) -> None:

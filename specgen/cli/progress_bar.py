@@ -1,46 +1,117 @@
-"""The progress bar of a run, on stderr."""
+"""The progress of a run on stderr: a bar in a terminal, a line now and then in a log file, or warnings alone."""
 
 import sys
+import time
 
-from specgen.events import Captured, Event, OutOfMemory, Stepped
+from specgen.config import option
+from specgen.display import clock, count
+from specgen.events import Captured, Event, OutOfMemory
+from specgen.rundir.progress import Progress
 from specgen.rundir.tally import Tally
 
+QUIET = option(False, "Results", "No progress, sample answers or hints: results, warnings and errors alone.")
+_BETWEEN = 10.0  # seconds between two lines
 
-class ProgressBar:
-    """A ``Progress`` that shows requests done, output tokens per second and the acceptance length so far."""
+
+def progress(quiet: bool) -> Progress:
+    """The one for stderr as it is; with ``quiet`` only warnings."""
+    if quiet:
+        return Warnings()
+    return ProgressBar() if sys.stderr.isatty() else ProgressLines()
+
+
+class Warnings:
+    """A ``Progress`` that shows warnings and shortages of memory alone."""
 
     def warn(self, sentence: str) -> None:
-        print(f"specgen: warning: {sentence}", file=sys.stderr)
+        self._say(f"specgen: warning: {sentence}")
 
     def prepare(self, what: str) -> None:
-        note = "loading; kernels that this machine has not run before are compiled, which takes minutes"
-        print(f"{what}: {note}", file=sys.stderr)
+        """Nothing."""
+
+    def start(self, what: str, tally: Tally, num_requests: int, num_done: int = 0) -> None:
+        """Nothing."""
+
+    def see(self, event: Event) -> None:
+        if isinstance(event, OutOfMemory):
+            batch, tokens = event.max_batch_size, event.max_prefill_tokens
+            self._say(f"out of GPU memory: continuing with a batch of {batch} and {tokens} prefill tokens")
+
+    def advance(self) -> None:
+        """Nothing."""
+
+    def finish(self) -> None:
+        """Nothing."""
+
+    def _say(self, line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
+
+
+class ProgressLines(Warnings):
+    """A ``Progress`` for files: requests done, output tokens per second and the acceptance length so far, line by line.
+
+    A line at the start, at the end, and between them not more than one in ten seconds.
+    """
+
+    def prepare(self, what: str) -> None:
+        self._say(
+            f"{what}: loading; kernels that this machine has not run before are compiled, which takes minutes"
+        )
+
+    def start(self, what: str, tally: Tally, num_requests: int, num_done: int = 0) -> None:
+        self._what, self._tally, self._total = what, tally, num_requests
+        self._done = self._first = num_done
+        self._began = time.monotonic()
+        self._show()
+
+    def see(self, event: Event) -> None:
+        super().see(event)
+        if isinstance(event, Captured):
+            done = f"captured in {event.seconds:.1f} s" if event.fits else "not enough memory, runs without"
+            self._say(f"CUDA graph of a {event.what} of {event.num_sequences} sequences: {done}")
+
+    def advance(self) -> None:
+        self._done += 1
+        if time.monotonic() - self._last >= _BETWEEN:
+            self._show()
+
+    def finish(self) -> None:
+        if self._shown != self._done:
+            self._show()
+
+    def _show(self) -> None:
+        self._last, self._shown = time.monotonic(), self._done
+        line = f"{self._what}: {count(self._done)} of {count(self._total)} requests"
+        if self._done > self._first:
+            seconds = self._last - self._began
+            left = seconds * (self._total - self._done) / (self._done - self._first)
+            line += f" in {clock(seconds)}, {clock(left)} to go, {self._speed()}"
+        self._say(line)
+
+    def _speed(self) -> str:
+        speed, length = self._tally.tokens_per_second or 0, self._tally.acceptance_length or 1
+        return f"{speed:.0f} tok/s, acceptance length {length:.2f}"
+
+
+class ProgressBar(ProgressLines):
+    """The same for a terminal, as a bar."""
 
     def start(self, what: str, tally: Tally, num_requests: int, num_done: int = 0) -> None:
         from tqdm import tqdm
 
-        self._bar = tqdm(total=num_requests, initial=num_done, desc=what, unit="req", dynamic_ncols=True)
         self._tally = tally
-
-    def see(self, event: Event) -> None:
-        match event:
-            case Stepped():
-                speed = f"{self._tally.tokens_per_second or 0:.0f} tok/s"
-                length = f"acceptance length {self._tally.acceptance_length or 1:.2f}"
-                self._bar.set_postfix_str(f"{speed}, {length}", refresh=False)
-            case Captured(what=what, num_sequences=number, seconds=seconds, fits=fits):
-                done = f"captured in {seconds:.1f} s" if fits else "not enough memory, runs without"
-                self._bar.write(f"CUDA graph of a {what} of {number} sequences: {done}", file=sys.stderr)
-            case OutOfMemory(max_batch_size=batch, max_prefill_tokens=tokens):
-                self._bar.write(
-                    f"out of GPU memory: continuing with a batch of {batch} and {tokens} prefill tokens",
-                    file=sys.stderr,
-                )
-            case _:
-                pass
+        self._bar = tqdm(
+            total=num_requests, initial=num_done, desc=what, unit="req", dynamic_ncols=True, disable=False
+        )
 
     def advance(self) -> None:
+        self._bar.set_postfix_str(self._speed(), refresh=False)
         self._bar.update()
 
     def finish(self) -> None:
         self._bar.close()
+
+    def _say(self, line: str) -> None:
+        from tqdm import tqdm
+
+        tqdm.write(line, file=sys.stderr)  # above the bar, if there is one

@@ -11,7 +11,7 @@ import typer
 
 from specgen.cli.options import AS_JSON, FORMAT, with_options
 from specgen.cli.printing import print_notes_and_exit, print_parts, print_result
-from specgen.config import FormatName, require
+from specgen.config import FormatName, parse_bytes, require
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 _Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 
 
+@with_options
 def report(
     directories: Annotated[
         list[Path],
@@ -116,13 +117,15 @@ def merge(
     """
     from specgen.jobs.merge import merge  # imports torch
     from specgen.jobs.run_output import read_result
+    from specgen.report.tables import figures
 
     merge(output, directories, format)
     result = read_result(output)
-    print_result(result, as_json, sys.stdout)
+    print_result(result, as_json, sys.stdout, figures)
     print_notes_and_exit(result, output)
 
 
+@with_options
 def inspect(
     path: Annotated[str, typer.Argument(help="Checkpoint: a directory or hub id.", show_default=False)],
     other: Annotated[
@@ -131,12 +134,34 @@ def inspect(
             help="Second checkpoint, or ngram[:N]: do target and drafter fit?", show_default=False
         ),
     ] = None,
+    gpu: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="Plan the memory of a GPU, such as 80GiB: weights, KV cache, and how many sequences of 2,048 tokens "
+            "fit at which K.",
+            show_default=False,
+        ),
+    ] = None,
     as_json: _Json = False,
 ) -> None:
     """Say what a checkpoint is, how it is read, and whether target and head fit."""
     from specgen.checkpoints.inspect_checkpoint import describe
+    from specgen.report.terminal import width_of
 
+    total = None if gpu is None else parse_bytes(gpu, "gpu")
     description = describe(path, other)
-    print(json.dumps(description.to_json()) if as_json else description.to_text())
+    document, parts = description.to_json(), list["Part"]()
+    if total is not None and not description.misfits:
+        from specgen.engine.memory_plan import memory_plans, of_plans
+
+        plans = memory_plans(*description.pair(), total)
+        document["memory_plan"] = [plan.to_json() for plan in plans]
+        parts = [*of_plans(plans)]
+    if as_json:
+        print(json.dumps(document))
+    else:
+        print(description.to_text(width_of(sys.stdout)))
+        print_parts(parts, sys.stdout)
     if description.misfits:
         raise typer.Exit(1)

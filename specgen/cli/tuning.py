@@ -5,6 +5,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, get_args
 
+import typer
+
+from specgen.cli.config_file import repeating
 from specgen.cli.measuring import (
     DRY_RUN,
     OUTPUT_LENS,
@@ -32,8 +35,8 @@ _MAX_NEW_TOKENS = option(
 _OUTPUT = option(
     None,
     "Results",
-    "Directory for tune.csv, tune.json, tune.html with plots, and tune.rounds.jsonl, in which every round is kept: "
-    "the same command goes on.",
+    "Directory for tune.csv, tune.json, tune.html with plots, tune.yaml, which repeats it (--config), and "
+    "tune.rounds.jsonl, in which every round is kept: the same command goes on.",
 )
 
 
@@ -116,6 +119,7 @@ class Arms:
 @with_options
 def tune(
     *,
+    ctx: typer.Context,
     arms: Arms,
     dry_run: bool = DRY_RUN,
     dataset: str = DATASET,
@@ -162,5 +166,5 @@ def tune(
         return
     with stoppable(output):
         for table in measure(job, output, print_turn, lambda sentence: print(sentence, file=sys.stderr)):
-            write_table(table, output)
+            write_table(table, output, repeating(ctx))
     print_table(table, output, as_json)

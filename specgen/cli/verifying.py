@@ -7,9 +7,11 @@ from typing import Annotated
 
 import typer
 
+from specgen.cli.config_file import repeating
+from specgen.cli.crowding import crowded
 from specgen.cli.options import AS_JSON, DATA_PATH, DATASET, NUM_PROMPTS, Only, numbers, with_options
-from specgen.cli.printing import print_failures, print_parts
-from specgen.cli.progress_bar import ProgressBar
+from specgen.cli.printing import print_failures, print_hint, print_parts
+from specgen.cli.progress_bar import QUIET, progress
 from specgen.config import EngineConfig, SamplingParams, option, require
 
 _FAILURES_SHOWN = 3
@@ -18,6 +20,7 @@ _FAILURES_SHOWN = 3
 @with_options
 def verify(
     *,
+    ctx: typer.Context,
     dataset: str = DATASET,
     data_path: Path | None = DATA_PATH,
     num_prompts: int | None = NUM_PROMPTS,
@@ -29,21 +32,28 @@ def verify(
         EngineConfig,
         Only("model drafter chat_template_kwargs num_spec_tokens device dtype attention cuda_graphs"),
     ],
-    output: Path | None = option(None, "Results", "New file for the report as one JSON document."),
+    output: Path | None = option(
+        None,
+        "Results",
+        "New file for the report as one JSON document; NAME.config.yaml beside it repeats the command.",
+    ),
     as_json: bool = AS_JSON,
+    quiet: bool = QUIET,
 ) -> None:
     """Show that speculation changes no greedy text: every arm against plain decoding, token by token.
 
     Exit code 1 if texts diverge by more than the rounding of the dtype explains.
     """
     sizes = numbers("batch-sizes", batch_sizes)
-    require(
-        output is None or not output.exists(),
-        f"output {str(output)!r} exists: name a new file, or remove it first",
-    )
+    config = None if output is None else output.with_suffix(".config.yaml")
+    for file in (output, config):
+        require(
+            file is None or not file.exists(),
+            f"output {str(file)!r} exists: name a new file, or remove it first",
+        )
     from specgen.evaluation import audit_table
     from specgen.evaluation.audit import AuditJob, audit  # imports torch
-    from specgen.rundir.atomic import naming, writable, write_json
+    from specgen.rundir.atomic import naming, writable, write_json, write_text
 
     job = AuditJob(
         engine=engine,
@@ -53,11 +63,14 @@ def verify(
         num_prompts=num_prompts,
         batch_sizes=sizes,
     )
-    found = audit(job, ProgressBar()).to_json()
-    if output is not None:
+    if not quiet:
+        print_hint(crowded(engine.device))
+    found = audit(job, progress(quiet)).to_json()
+    if output is not None and config is not None:
         with writable(output):
             with naming(output):
                 output.parent.mkdir(parents=True, exist_ok=True)
+            write_text(config, repeating(ctx))
             write_json(output, found)
     if as_json:
         print(json.dumps(found))

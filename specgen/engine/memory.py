@@ -10,6 +10,7 @@ from specgen.core.graphs import Runner
 from specgen.core.sequence import Request
 from specgen.engine.assembly import assemble
 from specgen.engine.loading import DTYPES, Models
+from specgen.models.model_config import LayerConfig
 
 DRAWN = SamplingParams(temperature=1.0)  # what an engine prepares for by default
 _GIB = 1 << 30
@@ -22,13 +23,13 @@ def num_pages(config: EngineConfig, models: Models, expected: SamplingParams = D
 
     ``UserError`` if ``kv_memory``, or what ``gpu_memory_utilization`` leaves, does not hold a single page.
     """
-    page_bytes = kv_page_bytes(config, models)
+    each = kv_page_bytes(config, models)
     memory = config.kv_memory if config.kv_memory is not None else _memory_for_kv(config, models, expected)
-    affordable = memory // page_bytes
+    affordable = memory // each
     require(
         affordable >= 1,
         f"{max(memory, 0)} bytes are left for the KV cache and one page of {config.page_size} positions takes "
-        f"{page_bytes}: raise --kv-memory or --gpu-memory-utilization, or lower --max-prefill-tokens",
+        f"{each}: raise --kv-memory or --gpu-memory-utilization, or lower --max-prefill-tokens",
     )
     longest = models.target.config.max_positions + config.draft_length.most + 1
     return min(affordable, config.max_batch_size * -(-longest // config.page_size))
@@ -36,9 +37,14 @@ def num_pages(config: EngineConfig, models: Models, expected: SamplingParams = D
 
 def kv_page_bytes(config: EngineConfig, models: Models) -> int:
     """Bytes of a page in the target's cache and in that of what drafts, a head or n-grams."""
-    specs = [models.target.config.kv_spec]
-    if config.head is not None and models.head is not None:
-        specs.append(models.head.config.kv_spec)
+    return page_bytes(config, models.target.config, None if models.head is None else models.head.config)
+
+
+def page_bytes(config: EngineConfig, target: LayerConfig, head: LayerConfig | None) -> int:
+    """The same of models that are not loaded."""
+    specs = [target.kv_spec]
+    if config.head is not None and head is not None:
+        specs.append(head.kv_spec)
     text = 0 if config.ngram is None else NGRAM_BYTES
     width = DTYPES[config.dtype].itemsize
     return config.page_size * (text + sum(spec.bytes_per_token(width) for spec in specs))

@@ -104,7 +104,7 @@ def audit(job: AuditJob, progress: Progress) -> Audit:
     prompts = list(open_prompts(job.dataset, data_path=job.data_path, num_prompts=job.num_prompts))
     models = load_models(config, checkpoints)
     requests, failures = first_turns(prompts, models.tokenizer, job.sampling)
-    first, *others = _arms(job.batch_sizes)
+    first, *others = _arms(distinct(job.batch_sizes, len(requests)))
     decode = partial(_decode, config=config, models=models, requests=requests, progress=progress)
     reference, target = decode(first).completions, Judge.of(config, models)
     failures += [f"{c.request.id}: {c.error}" for c in reference.values() if c.error]
@@ -121,6 +121,12 @@ def audit(job: AuditJob, progress: Progress) -> Audit:
     )
 
 
+def distinct(batch_sizes: Sequence[int], num_requests: int) -> list[int]:
+    """Those of ``batch_sizes`` that run differently: of several that hold all requests the smallest."""
+    sizes = sorted(set(batch_sizes))
+    return [size for at, size in enumerate(sizes) if at == 0 or sizes[at - 1] < num_requests]
+
+
 def _arms(batch_sizes: Sequence[int]) -> list[Arm]:
     """The arms: plain decoding at the smallest batch size first."""
     return [
@@ -131,7 +137,7 @@ def _arms(batch_sizes: Sequence[int]) -> list[Arm]:
             | ({"prefix_cache": False} if decoding == "plain" else {}),
         )
         for decoding in DECODING
-        for size in sorted(set(batch_sizes))
+        for size in batch_sizes
     ]
 
 

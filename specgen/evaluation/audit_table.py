@@ -4,9 +4,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from specgen.config import DraftLength
-from specgen.display import DASH, clip, count, percent, plain
+from specgen.display import DASH, clip, count, percent, plain, several
 from specgen.report.table import Column, Row, Table
-from specgen.report.terminal import Part
+from specgen.report.terminal import ALARMING, Part
 
 _SHOWN = 20  # divergences; the JSON document has all
 
@@ -27,7 +27,6 @@ _ARMS = (
 _DIVERGENCES = (
     Column(name="request"),
     Column(name="arm", wraps=True),
-    Column(name="batch"),
     Column(name="position", title="at"),
     Column(name="reference"),
     Column(name="reference_logit", title="logit", show=four_digits),
@@ -43,11 +42,7 @@ def of_audit(audit: Mapping[str, Any]) -> Iterator[Part]:
     """What the terminal shows of ``Audit.to_json()``, the verdict at the end."""
     yield _heading(audit)
     yield Table(title="Arms", columns=_ARMS, rows=tuple(audit["arms"]))
-    rows = [
-        {**each, "arm": arm["name"], "batch": arm["batch_size"]}
-        for arm in audit["arms"]
-        for each in arm["divergences"]
-    ]
+    rows = _places(audit["arms"])
     rows.sort(key=lambda row: row["explained"])  # unexplained ones first
     yield divergences(rows[:_SHOWN])
     if (more := len(rows) - _SHOWN) > 0:
@@ -55,19 +50,34 @@ def of_audit(audit: Mapping[str, Any]) -> Iterator[Part]:
     yield verdict(audit)
 
 
+def _places(arms: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """A row for every place where arms diverge in the same way, which have one context and so one gap."""
+    places: dict[tuple[Any, ...], tuple[dict[str, Any], dict[str, list[str]]]] = {}
+    for arm in arms:
+        for each in arm["divergences"]:
+            place = tuple(each[name] for name in ("request", "position", "reference_token", "token"))
+            _, batches = places.setdefault(place, (each, {}))
+            batches.setdefault(arm["name"], []).append(str(arm["batch_size"]))
+    return [
+        {**each, "arm": "; ".join(f"{name} {', '.join(sizes)}" for name, sizes in batches.items())}
+        for each, batches in places.values()
+    ]
+
+
 def divergences(found: Iterable[Row]) -> Table:
-    """A table of ``Divergence`` fields with ``explained``, ``arm`` and optionally ``batch``."""
+    """A table of ``Divergence`` fields with ``explained`` and ``arm``."""
     rows = [
         {
             **row,
             "reference": shown_token(row["reference_token"], row["reference_text"]),
             "instead": shown_token(row["token"], row["text"]),
             "why": "rounding" if row["explained"] else "WRONG",
+            ALARMING: not row["explained"],
         }
         for row in found
     ]
     columns = tuple(column for column in _DIVERGENCES if all(column.name in row for row in rows))
-    return Table(title="Divergences", columns=columns, rows=tuple(rows), num_keys=3)
+    return Table(title="Divergences", columns=columns, rows=tuple(rows), num_keys=2)
 
 
 def verdict(audit: Mapping[str, Any]) -> str:
@@ -94,7 +104,7 @@ def _heading(audit: Mapping[str, Any]) -> str:
         f"runs on {engine['device']}, {engine['dtype']}, attention {engine['attention']}",
         f"compared with {reference['name']} decoding, batch {reference['batch_size']}, greedy",
     ]
-    lines += [f"{count(len(failures))} prompts could not be run and are not compared"] if failures else []
+    lines += [f"{several(len(failures), 'prompt')} could not be run, not compared"] if failures else []
     return "\n".join(lines)
 
 

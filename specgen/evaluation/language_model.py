@@ -14,7 +14,6 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
-from tqdm import tqdm
 
 from specgen.config import EngineConfig, SamplingParams, UserError, require
 from specgen.core.engine_core import EngineCore
@@ -24,7 +23,10 @@ from specgen.decoding.sampling import most_demanding
 from specgen.engine.build import build_engine
 from specgen.engine.loading import Models
 from specgen.evaluation.samples import Generated
+from specgen.events import Event
+from specgen.rundir.progress import Progress
 from specgen.rundir.results import RunDirectory
+from specgen.rundir.tally import Tally
 from specgen.text.reasoning import split
 from specgen.text.tokenizer import Message, StopStrings
 
@@ -48,7 +50,8 @@ class SpecgenLM(TemplateLM):  # type: ignore[misc]
 
     ``sampling`` holds defaults for a task's generation arguments. Every answer is written to ``files`` as it arrives,
     under a hash of the request; requests with an answer are not run again, and the engine is built only when needed.
-    ``generated`` has the first generation for every document, by task and document number.
+    ``progress`` follows every task under its name and the arm's ``name``. ``generated`` has the first generation for
+    every document, by task and document number.
     """
 
     def __init__(
@@ -58,6 +61,8 @@ class SpecgenLM(TemplateLM):  # type: ignore[misc]
         models: Models,
         sampling: SamplingParams,
         files: RunDirectory,
+        progress: Progress,
+        name: str = "engine",
         may_cut: bool = True,
     ) -> None:
         super().__init__()
@@ -67,6 +72,9 @@ class SpecgenLM(TemplateLM):  # type: ignore[misc]
         self._text = models.tokenizer
         self._sampling = sampling
         self._files = files
+        self._progress = progress
+        self._name = name
+        self._tally = Tally()
         self._may_cut = may_cut
         self._answers = dict(files.completions)
         self.generated: dict[tuple[str, int], Generated] = {}
@@ -81,17 +89,17 @@ class SpecgenLM(TemplateLM):  # type: ignore[misc]
         ids: Iterable[str],
         ask: Callable[[EngineCore], Iterator[_Found]],
         row_of: Callable[[_Found], tuple[str, _Row]],
-        disable_tqdm: bool,
         expected: SamplingParams,
         name: str = "scores",
     ) -> Iterator[tuple[str, _Row]]:
         """The answers to ``ids``: those of earlier runs, then the rows of what ``ask`` yields, written as they arrive.
 
-        ``expected`` is for building the engine (see ``build_engine``), ``name`` for the progress bar.
+        ``expected`` is for building the engine (see ``build_engine``), ``name`` for the progress.
         """
         wanted = set(ids)
         known = wanted & self._answers.keys()
-        with tqdm(desc=name, total=len(wanted), initial=len(known), unit="req", disable=disable_tqdm) as bar:
+        self._progress.start(f"{self._name}, {name}", self._tally, len(wanted), len(known))
+        try:
             yield from ((each, self._answers[each]) for each in known)
             if known == wanted:
                 return
@@ -104,13 +112,20 @@ class SpecgenLM(TemplateLM):  # type: ignore[misc]
                     self._answers[answered] = {"id": answered, **row, "seconds": now - last}
                     self._files.add_completion(self._answers[answered])
                     last = now
-                    bar.update()
+                    self._progress.advance()
                     yield answered, row
+        finally:
+            self._progress.finish()
 
     def _start(self, expected: SamplingParams) -> EngineCore:
-        engine = build_engine(self._config, self._models, self._files.add_event, expected=expected)
+        engine = build_engine(self._config, self._models, self._record, expected=expected)
         engine.warm_up()
         return engine
+
+    def _record(self, event: Event) -> None:
+        self._files.add_event(event)
+        self._tally.see(event)
+        self._progress.see(event)
 
     # --- what lm-eval asks about the model --------------------------------------------------------
 
@@ -167,14 +182,14 @@ class SpecgenLM(TemplateLM):  # type: ignore[misc]
         asked = self._requests(requests)
         index = {request.id: at for at, request in enumerate(asked)}
         texts = [""] * len(requests)
-        for name, row in self._by_task(asked, disable_tqdm):
+        for name, row in self._by_task(asked):
             at = index[name]
             texts[at], instance = row["text"], requests[at]
             self.cache_hook.add_partial("generate_until", instance.args, texts[at])
             self.generated.setdefault((instance.task_name, instance.doc_id), _generated(asked[at], row))
         return texts
 
-    def _by_task(self, asked: list[Request], disable_tqdm: bool) -> Iterator[tuple[str, _Row]]:
+    def _by_task(self, asked: list[Request]) -> Iterator[tuple[str, _Row]]:
         """The answers to ``asked``, task by task, so that each has a speed of its own."""
         expected = most_demanding(request.sampling for request in asked)
         tasks: dict[str, list[Request]] = {}
@@ -186,7 +201,7 @@ class SpecgenLM(TemplateLM):  # type: ignore[misc]
                 return engine.generate(request for request in wanted if request.id not in self._answers)
 
             ids = [request.id for request in wanted]
-            yield from self._answer(ids, ask, self._row, disable_tqdm, expected, task)
+            yield from self._answer(ids, ask, self._row, expected, task)
 
     def _requests(self, instances: list[Instance]) -> list[Request]:
         """Requests whose ids name what is asked and how often it was asked before, so that samples differ."""
@@ -267,7 +282,7 @@ class SpecgenLM(TemplateLM):  # type: ignore[misc]
             return engine.score(self._score_request(*each) for each in unanswered.items())
 
         found: dict[str, tuple[float, bool]] = {}
-        for name, row in self._answer(asked, ask, _score, disable_tqdm, SamplingParams()):
+        for name, row in self._answer(asked, ask, _score, SamplingParams()):
             found[name] = (row["log_prob"], row["greedy"])
             if (key := asked[name][0]) is not None:
                 self.cache_hook.add_partial("loglikelihood", key, found[name])
@@ -286,9 +301,7 @@ class SpecgenLM(TemplateLM):  # type: ignore[misc]
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
         """The log-likelihood of whole texts, with as much context per token as fits."""
         windows = [self._windows(instance.args[0]) for instance in requests]
-        scores = iter(
-            self._loglikelihood_tokens([window for each in windows for window in each], disable_tqdm)
-        )
+        scores = iter(self._loglikelihood_tokens([window for each in windows for window in each]))
         totals = [sum(next(scores)[0] for _ in each) for each in windows]
         for instance, total in zip(requests, totals, strict=True):
             self.cache_hook.add_partial("loglikelihood_rolling", instance.args, total)

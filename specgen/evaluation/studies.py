@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from specgen.bundled import evaluation_directory
-from specgen.config import EngineConfig, UserError, choices, require
+from specgen.config import EngineConfig, UserError, choices, require, shown
 from specgen.engine.arms import DECODING, Arm
 from specgen.json_fields import check_fields, check_keys, load_json
 from specgen.spelling import did_you_mean
@@ -33,7 +33,10 @@ def arm_of(value: object) -> Arm:
     Settings that are null or missing come from the command line. ``num_spec_tokens`` is a number (0 for plain
     decoding) or ``auto``.
     """
-    known = check_keys(value, needed={"name"}, known={"name", *_SETTINGS})
+    try:
+        known = check_keys(value, needed={"name"}, known={"name", *_SETTINGS})
+    except UserError as error:
+        raise UserError(f"of the arm {shown(value)} {error}") from error
     name = known.pop("name")
     arm = Arm(name=name, changes={key: setting for key, setting in known.items() if setting is not None})
     require(bool(name), "an arm has an empty name: give it one")
@@ -54,9 +57,9 @@ class Study:
     """Arms on the same questions; ``source`` is the address of the design. None means lm-eval's default."""
 
     name: str
-    source: str
     tasks: tuple[str, ...]
     arms: tuple[Arm, ...]
+    source: str = ""
     limit: int | None = None  # questions per task
     num_fewshot: int | None = None
     max_batch_size: int | None = None

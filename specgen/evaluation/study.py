@@ -1,13 +1,15 @@
 """Runs a study: every arm evaluates lm-eval's tasks on its own engine, with shared weights."""
 
 import json
+import logging
+import subprocess
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from lm_eval import simple_evaluate
+from lm_eval import evaluator, simple_evaluate
 from lm_eval.utils import handle_non_serializable, make_table
 
 from specgen.checkpoints.checkpoint import fingerprint
@@ -27,6 +29,7 @@ from specgen.report.origin import origin
 from specgen.report.report import Report, fold, fold_categories
 from specgen.report.table import Column, Table
 from specgen.rundir.atomic import write_json, write_text
+from specgen.rundir.progress import Progress
 from specgen.rundir.provenance import MACHINE, manifest, now, with_recorded_date
 from specgen.rundir.results import RunDirectory, require_same
 from specgen.template_kwargs import TemplateKwargs
@@ -36,6 +39,21 @@ _LM_EVAL = tuple(
     Column(name=name) for name in ("Tasks", "Version", "Filter", "n-shot", "Metric", "Value", "Stderr")
 )
 _MAX_TOKENS = 256  # default limit of an answer, as in lm-eval
+
+
+def _git_commit() -> str | None:
+    """The commit of the working directory, as lm-eval records it, but without git's complaint where there is none."""
+    try:
+        asked = subprocess.run(["git", "describe", "--always"], capture_output=True, text=True)
+    except OSError:  # no git
+        return None
+    return asked.stdout.strip() or None
+
+
+evaluator.get_git_commit_hash = _git_commit
+logging.getLogger(evaluator.__name__).setLevel(
+    logging.ERROR
+)  # it warns of what ``simple_evaluate`` is asked for here
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,8 +111,9 @@ class StudyRun:
     study.
     """
 
-    def __init__(self, job: StudyJob, path: Path) -> None:
+    def __init__(self, job: StudyJob, path: Path, progress: Progress) -> None:
         self._job = job
+        self._progress = progress
         self._path = path
         arms = {arm.name: arm.configure(job.engine) for arm in job.study.arms}
         self._checkpoints = open_checkpoints(max(arms.values(), key=lambda config: config.draft_length.most))
@@ -103,6 +122,8 @@ class StudyRun:
         self._configs = {
             name: with_recorded_date(config, arms[name], began) for name, config in resolved.items()
         }
+        for names in _alike(self._configs, job.study.arms):
+            progress.warn(f"arms {' and '.join(names)} are the same here: what sets them apart has no effect")
         self._tasks = find_tasks(job.study.tasks, job.data_path)
         if job.apply_chat_template:  # refused before there is a directory with it
             config = next(iter(self._configs.values()))
@@ -192,6 +213,8 @@ class StudyRun:
                 models=models,
                 sampling=sampling,
                 files=files,
+                progress=self._progress,
+                name=arm.name,
                 may_cut=job.max_new_tokens is None,
             )
             results = simple_evaluate(
@@ -221,6 +244,16 @@ class StudyRun:
         path = self._job.data_path
         data = {"tasks": list(self._job.study.tasks), "data_path": str(path) if path else None}
         return manifest(engine=config, sampling=sampling, data=data, fingerprints=self._fingerprints)
+
+
+def _alike(configs: Mapping[str, EngineConfig], arms: Sequence[Arm]) -> list[list[str]]:
+    """The names of arms that would run alike."""
+    alike: dict[tuple[EngineConfig, float], list[str]] = {}
+    for arm in arms:
+        config = configs[arm.name]
+        of_head = config if config.head else replace(config, drafter_batch="padded")
+        alike.setdefault((of_head, arm.changes.get("temperature") or 0), []).append(arm.name)
+    return [names for names in alike.values() if len(names) > 1]
 
 
 def _folded(files: RunDirectory, num_spec_tokens: int) -> Report:

@@ -38,12 +38,27 @@ def find_tasks(names: Sequence[str], data_path: Path | None) -> Tasks:
         local["word_problems"] = word_problems_task()
     if data_path is not None:
         local["gsm8k"] = local_gsm8k(data_path)
-    # indexing lm-eval's own tasks reads thousands of files
-    manager = TaskManager(include_defaults=not local.keys() >= set(names))
+    manager = _manager([name for name in names if name not in local])
     tasks = Tasks(manager=manager, configs=[local.get(name, name) for name in names])
     for task in tasks.configs:
         _require_loads(tasks.manager, task)
     return tasks
+
+
+def _manager(names: Sequence[str]) -> TaskManager:
+    """An index of lm-eval's own tasks ``names``; of all, which takes seconds, only where that is needed.
+
+    Most tasks are in a directory whose name theirs begins with. Groups and tags may gather tasks of several
+    directories, so they need the whole index.
+    """
+    directories = Path(lm_eval.tasks.__file__).parent
+    near = [
+        str(directory)
+        for directory in sorted(directories.iterdir())
+        if directory.is_dir() and any(f"{name}_".startswith(f"{directory.name}_") for name in names)
+    ]
+    manager = TaskManager(include_defaults=False, include_path=near)
+    return manager if set(names) <= set(manager.all_subtasks) else TaskManager()
 
 
 def _require_loads(manager: TaskManager, task: str | dict[str, Any]) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from specgen.checkpoints.checkpoint import fingerprint
 from specgen.config import Cluster, EngineConfig, FormatName, SamplingParams, require
-from specgen.display import from_here
+from specgen.display import from_here, several
 from specgen.engine.choices import choose_attention
 from specgen.engine.loading import Checkpoints, described
 from specgen.jobs.prompt_index import PromptIndex
@@ -21,8 +21,9 @@ from specgen.template_kwargs import TemplateKwargs
 class Job:
     """One run of ``specgen generate``, which more than ``max_failures`` failed requests end (None: no limit).
 
-    A ``format`` other than ``jsonl`` is written as well. Of the first ``num_prompts`` prompts (None: all) those of
-    ``shard`` are run, in this process or on the workers of a ``cluster``.
+    A ``format`` other than ``jsonl`` is written as well, and so is ``config``, a file that repeats the command. Of
+    the first ``num_prompts`` prompts (None: all) those of ``shard`` are run, in this process or on the workers of a
+    ``cluster``.
     """
 
     engine: EngineConfig
@@ -36,11 +37,16 @@ class Job:
     restart: bool = False  # the existing output is renamed
     max_failures: int | None = None
     format: FormatName = "jsonl"
+    config: str | None = None  # YAML
+    served_model_name: str | None = None  # in reports and OpenAI's bodies, instead of the model's path
 
     def __post_init__(self) -> None:
         require(
             self.max_failures is None or self.max_failures >= 0,
             f"max-failures is {self.max_failures}: use 0 or more",
+        )
+        require(
+            self.served_model_name != "", "served-model-name is empty: leave it out for the model's own name"
         )
 
     @property
@@ -86,7 +92,11 @@ def job_manifest(
         fingerprints={
             name: fingerprint(checkpoint) for name, checkpoint in checkpoints.items() if with_fingerprints
         },
-    ) | {"settings": _settings(job, config, checkpoints, index.num_prompts)}
+    ) | {
+        # absent unless given, so that a run of an earlier version goes on
+        **({} if job.served_model_name is None else {"served_model_name": job.served_model_name}),
+        "settings": _settings(job, config, checkpoints, index.num_prompts),
+    }
 
 
 def _settings(job: Job, config: EngineConfig, checkpoints: Checkpoints, num_prompts: int) -> dict[str, str]:
@@ -95,12 +105,12 @@ def _settings(job: Job, config: EngineConfig, checkpoints: Checkpoints, num_prom
     sampling = job.sampling
     how = "greedy" if sampling.temperature == 0 else f"temperature {sampling.temperature:g}"
     return {
-        "model": described(config.model, checkpoints["model"]),
+        "model": job.served_model_name or described(config.model, checkpoints["model"]),
         "drafter": from_here(str(config.drafter)) if config.draft_length.most else "none (plain decoding)",
         "draft tokens (K)": str(config.draft_length),
         **({} if config.head is None else {"drafter batch": config.drafter_batch}),
         **({} if config.draft_sampling == "greedy" else {"draft sampling": config.draft_sampling}),
-        "data": f"{job.dataset}, {num_prompts} prompts",
+        "data": f"{job.dataset}, {several(num_prompts, 'prompt')}",
         **({} if job.shard == WHOLE else {"shard": str(job.shard)}),
         **({} if config.template_kwargs == TemplateKwargs() else {"template": str(config.template_kwargs)}),
         "sampling": f"{how}, at most {sampling.max_tokens} new tokens, seed {sampling.seed}",

@@ -20,7 +20,7 @@ from specgen.jobs.ray_engine import RayEngine
 from specgen.jobs.run_output import RunResult, export, is_finished, read_result, write_report
 from specgen.jobs.shard import REQUESTS
 from specgen.prompts import PromptSet, open_prompts
-from specgen.rundir.atomic import write_json_lines
+from specgen.rundir.atomic import write_json_lines, write_text
 from specgen.rundir.interrupt import StoppedError
 from specgen.rundir.progress import Progress
 from specgen.rundir.provenance import FREE_IN_A_RUN, with_recorded_date
@@ -73,6 +73,8 @@ def run(
             config = replace(config, chat_template_kwargs=job.engine.chat_template_kwargs)
         asked = job_manifest(job, config, checkpoints, index, with_fingerprints=output is not None)
         require_same(path / "manifest.json", asked, free=FREE_IN_A_RUN, remedy=_REMEDY)
+        if job.config is not None:  # the last command's: a resumed run may have another batch size
+            write_text(path / "config.yaml", job.config)
         if job.shard.count > 1:
             write_json_lines(path / REQUESTS, filter(None, index.rows))
         if not is_finished(path, job):

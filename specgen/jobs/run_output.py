@@ -92,7 +92,8 @@ def write_report(path: Path, baseline: Path | None) -> Mapping[str, Any]:
     if baseline is not None:
         report = report.with_baseline(_folded(baseline, 0), *_identical(path, baseline))
     document = report.to_json()
-    title = f"{Path(record['engine']['model']).name} on {record['data']['dataset']}"
+    model = record.get("served_model_name", Path(record["engine"]["model"]).name)
+    title = f"{model} on {record['data']['dataset']}"
     write_text(path / "report.html", tables.page(document, record["settings"], title, origin(record)))
     write_json(path / "report.json", document)
     return document
@@ -131,7 +132,7 @@ def _served(path: Path) -> Served:
     model = record["engine"]["model"]
     tokenizer = load_tokenizer(model)
     return Served(
-        model=model,
+        model=record.get("served_model_name", model),
         created=int(datetime.fromisoformat(record["created"]).timestamp()),
         token_text=lambda token: tokenizer.decode_with_special([token]),
     )

@@ -11,7 +11,7 @@ from specgen.json_fields import load_json
 from specgen.report.intervals import Interval, wilson
 from specgen.report.references import PublishedAccuracy, Reference
 from specgen.report.table import Column, Row, Table
-from specgen.report.terminal import Part
+from specgen.report.terminal import ALARMING, Part
 
 LENGTH = "mean acceptance length"
 _COLUMNS = (
@@ -151,4 +151,5 @@ def _row(line: FigureComparison) -> Row:
         "ci95": ends(line.ci95, show),
         "theirs": show(line.theirs) + error,
         "inside": {None: unknown, True: "yes", False: "no"}[line.inside],
+        ALARMING: line.inside is False,
     }

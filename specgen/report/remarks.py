@@ -5,12 +5,25 @@ from typing import Any
 
 from specgen.display import count
 
+_FEW, _NEARLY_ALL = 10, 0.9  # texts, share of them
 DEAD_LENGTH = 1.05  # tokens per verify step; plain decoding has 1
 
 
 def remarks(report: Mapping[str, Any]) -> Iterator[str]:
     """What is to be said of a ``report.json``; nothing of an ordinary one."""
     return filter(None, (warning(report), unanswered(report), empty(report)))
+
+
+def hint(report: Mapping[str, Any]) -> str:
+    """What may be worth another run: nearly all texts of a ``report.json`` were cut off; empty if they were not."""
+    ended = report["finish_reasons"]
+    cut, number = ended.get("length", 0), sum(ended.values())
+    if number < _FEW or cut < _NEARLY_ALL * number:
+        return ""
+    return (
+        f"{count(cut)} of {count(number)} texts ended by length: acceptance further on may differ, and published "
+        "figures are of 256 to 4,096 tokens. --max-new-tokens allows more."
+    )
 
 
 def warning(report: Mapping[str, Any]) -> str:

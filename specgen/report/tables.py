@@ -7,7 +7,7 @@ from specgen.display import DASH, between, count, percent, plain, rate, ratio, s
 from specgen.report.charts import Lines, Point, lengths, quarters
 from specgen.report.experts_touched import expert_terms, experts_table
 from specgen.report.page import Page
-from specgen.report.remarks import remarks
+from specgen.report.remarks import hint, remarks
 from specgen.report.report import DEFINITIONS, draft_lengths
 from specgen.report.table import Column, Row, Table, pairs
 from specgen.report.terminal import Part, definitions, heading
@@ -53,7 +53,13 @@ _LENGTHS = (Column(name="k", title="by draft length"), Column(name="steps", titl
 
 
 def of_run(report: Mapping[str, Any], settings: Mapping[str, str]) -> Iterator[Part]:
-    """What the terminal shows of a ``report.json`` and its ``settings``."""
+    """What the terminal shows of a ``report.json`` and its ``settings``: figures, and what their names mean."""
+    yield from figures(report, settings)
+    yield definitions(_terms(report))
+
+
+def figures(report: Mapping[str, Any], settings: Mapping[str, str]) -> Iterator[Part]:
+    """The same without the meaning of names."""
     yield heading(settings)
     yield unfinished(report)
     counts, speed = _numbers(report)
@@ -62,7 +68,7 @@ def of_run(report: Mapping[str, Any], settings: Mapping[str, str]) -> Iterator[P
     yield from _acceptance(report)
     yield from _times(report)
     yield speed
-    yield definitions(_terms(report))
+    yield hint(report)
 
 
 def page(

@@ -20,6 +20,7 @@ _WIDTH = 100  # if the output is not a terminal
 _GAP = 2
 _LEAST = 16  # minimum width of a text column
 _BAR, _SHORTEST_BAR = 20, 6
+ALARMING = "alarming"  # a key of rows that is no column
 _SOLID = "\ue000"  # a non-breaking space
 
 
@@ -44,9 +45,22 @@ def definitions(terms: Iterable[tuple[str, str]]) -> str:
     return "\n".join(f"{term} = {text}" for term, text in terms)
 
 
-def render(parts: Iterable[Part], width: int = _WIDTH) -> str:
-    """``parts`` wrapped to ``width`` columns and separated by empty lines; ends with a line break."""
-    console = Console(width=width, color_system=None, legacy_windows=False)
+def has_colours(file: TextIO) -> bool:
+    """Whether ``file`` is a terminal whose user has not asked for none (https://no-color.org)."""
+    return file.isatty() and not os.environ.get("NO_COLOR")
+
+
+def render(parts: Iterable[Part], width: int = _WIDTH, colours: bool = False) -> str:
+    """``parts`` wrapped to ``width`` columns and separated by empty lines; ends with a line break.
+
+    With ``colours`` a row whose ``ALARMING`` is true is red.
+    """
+    console = Console(
+        width=width,
+        color_system="standard" if colours else None,
+        force_terminal=colours,
+        legacy_windows=False,
+    )
     blocks = (_lines(part, console) if isinstance(part, str) else _tables(part, console) for part in parts)
     return "\n\n".join(block for block in blocks if block) + "\n"
 
@@ -152,7 +166,9 @@ def _grid(table: Table, strips: Sequence[_Strip], width: int) -> rich_table.Tabl
     for strip, each in zip(strips, widths, strict=True):
         header = Text("\n".join(_fold(_words(strip.heading), each)))
         grid.add_column(header, justify="left" if strip.wraps else "right", width=each, overflow="fold")
-    rows = [list(map(Text, cells)) for cells in zip(*(strip.cells for strip in strips), strict=True)]
+    styles = ("bold red" if row.get(ALARMING) else "" for row in table.rows)
+    texts = zip(*(strip.cells for strip in strips), strict=True)
+    rows = [[Text(cell, style) for cell in cells] for cells, style in zip(texts, styles, strict=True)]
     room = min(_BAR, width - _total(widths) - _GAP)
     if table.bars and room >= _SHORTEST_BAR:
         grid.add_column("", width=room)

@@ -1,0 +1,207 @@
+"""``specgen inspect --gpu``: what a pair takes of a GPU's memory, and how many sequences that leaves room for."""
+
+from bisect import bisect_left
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from types import SimpleNamespace
+from typing import Any, cast
+
+import torch
+
+from specgen.attention.trtllm import TrtllmBackend
+from specgen.attention.workspaces import DECODE_BYTES
+from specgen.checkpoints.checkpoint import build_head, build_target, drafter_config, target_config
+from specgen.checkpoints.tensor_reader import Checkpoint, TensorReader
+from specgen.config import EngineConfig
+from specgen.display import count
+from specgen.engine.loading import DTYPES, open_checkpoints
+from specgen.engine.memory import page_bytes
+from specgen.models.model_config import HeadConfig, TargetConfig
+from specgen.models.protocols import Target
+from specgen.report.table import Column, Table
+from specgen.report.terminal import Part
+
+_LONGEST = 2048  # tokens of a sequence, prompt and output
+_LENGTHS = (0, 1, 2, 3, 4, 5, 6, 7)  # K
+_CONTEXT = 512 << 20  # bytes: CUDA itself and the code of the kernels
+_META = torch.device("meta")  # reads no weights
+_GIB = 1 << 30
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryPlan:
+    """The memory of one K, in bytes; only ``passes`` and CUDA's own are estimates."""
+
+    config: EngineConfig
+    total: int  # of the GPU
+    weights: int  # as loaded: of the target and, where it drafts, the head
+    target: TargetConfig
+    head: HeadConfig | None
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """In the caches of target and drafter."""
+        return page_bytes(self.config, self.target, self.head) // self.config.page_size
+
+    @property
+    def workspace(self) -> int:
+        """Of the attention kernels, and what CUDA itself takes."""
+        return DECODE_BYTES + _CONTEXT
+
+    @property
+    def length(self) -> int:
+        """Tokens of the sequences that are counted: 2,048, or as many as the target can take."""
+        return min(_LONGEST, self.target.max_positions)
+
+    @cached_property
+    def num_sequences(self) -> int:
+        """The most sequences of ``length`` tokens, of which every one more also makes passes larger."""
+        most = max(self._room(1), 0)
+        return bisect_left(range(1, most + 1), True, key=lambda n: n > self._room(n))
+
+    @property
+    def passes(self) -> int:
+        """Of the largest pass, twice as the engine reserves it: as launched, and in CUDA graphs. An estimate.
+
+        The engine measures its passes when it starts.
+        """
+        return self._passes(max(self.num_sequences, 1))
+
+    @property
+    def kv_cache(self) -> int:
+        """What is left for the KV cache; below 0 where weights and passes do not fit."""
+        return self._kv_cache(max(self.num_sequences, 1))
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of the KV cache."""
+        return max(self.kv_cache, 0) // page_bytes(self.config, self.target, self.head)
+
+    def _kv_cache(self, num_sequences: int) -> int:
+        ours = int(self.total * self.config.gpu_memory_utilization)
+        return ours - self.weights - self.workspace - self._passes(num_sequences)
+
+    def _room(self, num_sequences: int) -> int:
+        """Sequences for which there are pages, beside the passes of ``num_sequences``."""
+        size, rows = self.config.page_size, self.config.draft_length.most + 1
+        pages = self._kv_cache(num_sequences) // page_bytes(self.config, self.target, self.head)
+        return pages // -(-(self.length + rows) // size)
+
+    def _passes(self, num_sequences: int) -> int:
+        """A layer's inputs and outputs of all rows, and the logits of those that are sampled, also in float32."""
+        model, width = self.target, DTYPES[self.config.dtype].itemsize
+        sampled = num_sequences * (self.config.draft_length.most + 1)
+        rows = max(sampled, self.config.max_prefill_tokens)
+        mixture = model.mixture
+        inner = model.intermediate_size if mixture is None else mixture.num_chosen * mixture.width
+        heads = (2 * model.num_heads + 2 * model.num_kv_heads) * model.head_dim
+        features = 3 * model.hidden_size if self.config.head is not None else 0
+        layer = rows * width * (2 * model.hidden_size + max(3 * inner, heads) + features)
+        return 2 * (layer + sampled * model.vocab_size * (width + 8))
+
+    def to_json(self) -> dict[str, Any]:
+        """The numbers; the sizes in bytes."""
+        names = (
+            "weights",
+            "workspace",
+            "passes",
+            "kv_cache",
+            "kv_bytes_per_token",
+            "num_pages",
+            "num_sequences",
+        )
+        return {
+            "num_spec_tokens": self.config.draft_length.most,
+            **{name: getattr(self, name) for name in names},
+        }
+
+
+def memory_plans(model: str, drafter: str | None, total: int) -> tuple[MemoryPlan, ...]:
+    """The plans by K on a GPU of ``total`` bytes, else as by default; without ``drafter`` that of plain decoding.
+
+    ``UserError`` for a pair that does not fit together.
+    """
+    lengths = _LENGTHS if drafter is not None else _LENGTHS[:1]
+    configs = [_config(model, drafter, k) for k in lengths]
+    checkpoints = open_checkpoints(configs[-1])
+    target, weights = _target(checkpoints["model"], configs[0])
+    head = _head(checkpoints["drafter"], configs[0], target) if "drafter" in checkpoints else None
+    return tuple(
+        MemoryPlan(
+            config=config,
+            total=total,
+            weights=weights + (head[1] if head is not None and config.head is not None else 0),
+            target=target,
+            head=None if head is None else head[0],
+        )
+        for config in configs
+    )
+
+
+def _config(model: str, drafter: str | None, num_spec_tokens: int) -> EngineConfig:
+    return EngineConfig(
+        model=model,
+        drafter=drafter,
+        num_spec_tokens=num_spec_tokens,
+        dtype="bfloat16",
+        page_size=TrtllmBackend.capabilities.page_size,
+    )
+
+
+def _target(checkpoint: Checkpoint, config: EngineConfig) -> tuple[TargetConfig, int]:
+    """The config of a target and the bytes of its weights as loaded, from the headers of its files."""
+    reader = _reader(checkpoint, config)
+    known = target_config(checkpoint)
+    build_target(known, reader)
+    return known, sum(reader.taken.values())
+
+
+def _head(checkpoint: Checkpoint, config: EngineConfig, target: TargetConfig) -> tuple[HeadConfig, int]:
+    """The same of a head, which may have the target's embedding for its own."""
+    reader, nothing = _reader(checkpoint, config), torch.empty(0, device=_META)
+    known, stub = (
+        drafter_config(checkpoint, target.num_layers),
+        cast(Target, SimpleNamespace(embedding=nothing)),
+    )
+    build_head(known, reader, stub, nothing)
+    return known, sum(reader.taken.values())
+
+
+def _reader(checkpoint: Checkpoint, config: EngineConfig) -> TensorReader:
+    return TensorReader(checkpoint=checkpoint, dtype=DTYPES[config.dtype], device=_META)
+
+
+_COLUMNS = (
+    Column(name="num_spec_tokens", title="K"),
+    *(
+        Column(name=name, title=title, unit="GiB", show=lambda size: f"{size / _GIB:.2f}")
+        for name, title in (
+            ("weights", "weights"),
+            ("workspace", "CUDA, workspace"),
+            ("passes", "passes"),
+            ("kv_cache", "KV cache"),
+        )
+    ),
+    Column(name="kv_bytes_per_token", title="bytes per token"),
+    Column(name="num_pages", title="pages"),
+    Column(name="num_sequences", title="sequences"),
+)
+
+
+def of_plans(plans: tuple[MemoryPlan, ...]) -> Iterator[Part]:
+    """What a terminal shows of the plans."""
+    first, config = plans[0], plans[0].config
+    share = f"{config.gpu_memory_utilization:g} of {first.total / _GIB:,.1f} GiB"
+    yield (
+        f"Memory plan for {share} (--gpu-memory-utilization), {config.dtype}, pages of {config.page_size} positions, "
+        f"prefill of {count(config.max_prefill_tokens)} tokens:"
+    )
+    yield Table(title="Memory plan", columns=_COLUMNS, rows=tuple(plan.to_json() for plan in plans))
+    most = max(plan.num_sequences for plan in plans)
+    yield (
+        f"sequences = of {count(first.length)} tokens, prompt and output, at once: what --max-batch-size can be. "
+        "Passes are estimated here; an engine measures them when it starts."
+        if most
+        else f"Not one sequence of {count(first.length)} tokens fits: a larger GPU is needed."
+    )

@@ -1,0 +1,140 @@
+"""``specgen inspect --gpu``: the memory plan against what an engine allocates."""
+
+import json
+from dataclasses import replace
+from math import prod
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from specgen.checkpoints.checkpoint import build_target
+from specgen.checkpoints.tensor_reader import Checkpoint, TensorReader
+from specgen.checkpoints.weight_files import TensorInfo
+from specgen.cli import main as cli
+from specgen.config import EngineConfig
+from specgen.engine.assembly import new_cache
+from specgen.engine.loading import load_models, open_checkpoints
+from specgen.engine.memory import num_pages
+from specgen.engine.memory_plan import MemoryPlan, memory_plans
+from specgen.kv.pages import PageAllocator
+from specgen.models.families import family_of
+from specgen.models.model_config import LayerConfig
+from tests.test_published_mixtures import PUBLISHED, tensors
+
+GIB = 1 << 30
+
+
+def plans(demo_path: Path, drafter: str | None, total: int = GIB) -> tuple[MemoryPlan, ...]:
+    return memory_plans(str(demo_path / "target"), drafter, total)
+
+
+def cache_bytes(model: LayerConfig, pages: PageAllocator, config: EngineConfig) -> int:
+    """What an engine allocates for the cache of ``model``."""
+    cache = new_cache(config, model, pages, torch.device("cpu"))
+    return sum(plane.nbytes for layer in range(model.num_layers) for plane in cache.pages(layer))
+
+
+@pytest.mark.parametrize("drafter", ["drafter", "drafter-two-layers", "ngram", None])
+def test_an_engine_has_the_planned_pages(demo_path: Path, drafter: str | None) -> None:
+    name = drafter if drafter in ("ngram", None) else str(demo_path / drafter)
+    every = plans(demo_path, name)
+    for plan in {0: every[0], 1: every[-1]}.values():
+        config = replace(plan.config, device="cpu", kv_memory=plan.kv_cache, max_batch_size=10_000)
+        models = load_models(config, open_checkpoints(config))
+        assert num_pages(config, models) == plan.num_pages
+        pages = PageAllocator(plan.num_pages, config.page_size)
+        stored = models.target.config, *([models.head.config] if models.head else [])
+        texts = 4 * (config.ngram is not None) * config.page_size  # n-grams look up ids
+        page = config.page_size * plan.kv_bytes_per_token
+        taken = sum(cache_bytes(each, pages, config) for each in stored) + texts * (plan.num_pages + 1)
+        assert taken == (plan.num_pages + 1) * page, "one page more, for padding rows"
+        assert plan.kv_cache - page < plan.num_pages * page <= plan.kv_cache
+        held: list[list[int]] = [[] for _ in range(plan.num_sequences)]
+        assert all(pages.grow(each, plan.length + config.draft_length.most + 1) for each in held)
+        assert plan.num_sequences > 10
+
+
+def test_weights_are_those_that_are_loaded(demo_path: Path) -> None:
+    plain, drafting = (
+        plan for plan in plans(demo_path, str(demo_path / "drafter")) if plan.config.draft_length.most < 2
+    )
+    models = load_models(replace(drafting.config, device="cpu"), open_checkpoints(drafting.config))
+    readers = [
+        TensorReader(checkpoint=each, dtype=torch.bfloat16, device=torch.device("cpu"))
+        for each in models.checkpoints.values()
+    ]
+    build_target(models.target.config, readers[0])
+    assert plain.weights == sum(readers[0].taken.values())
+    assert drafting.weights - plain.weights == 2 * sum(
+        prod(info.shape)
+        for info in models.checkpoints["drafter"].tensors.values()
+        if info.dtype == "bfloat16"
+    )
+
+
+def test_more_drafts_leave_less_and_the_parts_are_the_whole(demo_path: Path) -> None:
+    every = plans(demo_path, str(demo_path / "drafter"))
+    assert [plan.config.draft_length.most for plan in every] == [*range(8)]
+    assert all(
+        plan.weights + plan.workspace + plan.passes + plan.kv_cache == int(0.9 * GIB) for plan in every
+    )
+    sequences = [plan.num_sequences for plan in every]
+    assert sequences == sorted(sequences, reverse=True)
+    assert every[0].kv_bytes_per_token < every[1].kv_bytes_per_token
+
+
+@pytest.mark.parametrize("plan_of", [0, 7])
+def test_one_sequence_more_does_not_fit(demo_path: Path, plan_of: int) -> None:
+    plan = plans(demo_path, str(demo_path / "drafter"))[plan_of]
+    assert plan._room(plan.num_sequences) >= plan.num_sequences
+    assert plan._room(plan.num_sequences + 1) < plan.num_sequences + 1
+
+
+def test_gpt_oss_on_a_gpu_of_80_gib(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The published shape: 13.76 GB of weights in MXFP4, 48 KiB a token; 33 pages for 2,048 tokens and one row."""
+    raw = PUBLISHED["gpt-oss-20b"][0]
+    infos = {
+        name: TensorInfo(file=Path("x"), shape=s, dtype=d)
+        for name, d, s in tensors(family_of(raw).config(raw))
+    }
+    published = Checkpoint(name="published", path=Path(), config=raw, generation={}, tensors=infos)
+    monkeypatch.setattr("specgen.engine.memory_plan.open_checkpoints", lambda config: {"model": published})
+    (plan,) = memory_plans("published", None, 80 * GIB)
+    assert plan.weights / 1e9 == pytest.approx(13.76, abs=0.01)
+    assert plan.kv_bytes_per_token == 49_152
+    assert plan.length == 2048
+    assert plan.num_sequences == plan.kv_cache // (49_152 * 64) // 33
+    assert 500 < plan.num_sequences < 600
+
+
+def inspected(*arguments: str) -> tuple[int, str]:
+    result = CliRunner().invoke(cli.app, ["inspect", *arguments], env={"COLUMNS": "80"})
+    return result.exit_code, result.output if result.exception is None else str(result.exception)
+
+
+def test_inspect_prints_the_plan(demo_path: Path) -> None:
+    pair = [str(demo_path / name) for name in ("drafter", "target")]  # in either order
+    code, text = inspected(*pair, "--gpu=1GiB")
+    assert code == 0
+    assert "Target and head fit" in text
+    assert "Memory plan for 0.9 of 1.0 GiB" in text
+    assert max(map(len, text[text.index("Memory plan") :].splitlines())) <= 80
+    plan = json.loads(inspected(*pair, "--gpu=1GiB", "--json")[1])["memory_plan"]
+    assert plan == [each.to_json() for each in plans(demo_path, pair[0])]
+    assert "memory_plan" not in json.loads(inspected(*pair, "--json")[1])
+
+
+def test_what_does_not_fit_is_said(demo_path: Path) -> None:
+    code, text = inspected(str(demo_path / "target"), "--gpu=512MiB")
+    assert code == 0
+    assert "Not one sequence of" in text
+
+
+def test_wrong_plans_are_refused(demo_path: Path) -> None:
+    target, head = str(demo_path / "target"), str(demo_path / "drafter")
+    assert "gpu is 'many': write a size such as 512MiB" in inspected(target, "--gpu=many")[1]
+    assert "is no target: a memory plan is of a target" in inspected(head, "--gpu=1GiB")[1]
+    code, text = inspected(target, target, "--gpu=1GiB")
+    assert (code, "Memory plan" in text) == (1, False)

@@ -1,0 +1,120 @@
+"""Progress on stderr: lines in a file, a bar in a terminal, warnings alone with --quiet."""
+
+import io
+import json
+import re
+
+import pytest
+from typer.testing import CliRunner
+
+from specgen.cli import main as cli
+from specgen.cli import progress_bar
+from specgen.cli.crowding import advice, crowded, num_busy
+from specgen.cli.progress_bar import progress
+from specgen.display import clock
+from specgen.events import Captured, OutOfMemory
+from specgen.rundir.tally import Tally
+
+SHORT = OutOfMemory(time=0.0, max_batch_size=2, max_prefill_tokens=64)
+GRAPH = Captured(time=0.0, what="step", num_sequences=8, seconds=1.5, fits=True)
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def followed(monkeypatch: pytest.MonkeyPatch, file: io.StringIO, *, quiet: bool = False) -> str:
+    """What is written to ``file`` of ten requests, of which three were done and a second goes by between two."""
+    now = 0.0
+    monkeypatch.setattr("sys.stderr", file)
+    monkeypatch.setattr(progress_bar.time, "monotonic", lambda: now)
+    monkeypatch.setattr(progress_bar, "_BETWEEN", 3)
+    shown = progress(quiet)
+    shown.warn("look out")
+    shown.start("padded", Tally(), 10, 3)
+    for event in (SHORT, GRAPH):
+        shown.see(event)
+    for _ in range(7):
+        now += 1
+        shown.advance()
+    shown.finish()
+    return file.getvalue()
+
+
+def test_a_file_gets_a_line_now_and_then(monkeypatch):
+    lines = followed(monkeypatch, io.StringIO()).split("\n")
+    assert lines == [
+        "specgen: warning: look out",
+        "padded: 3 of 10 requests",
+        "out of GPU memory: continuing with a batch of 2 and 64 prefill tokens",
+        "CUDA graph of a step of 8 sequences: captured in 1.5 s",
+        "padded: 6 of 10 requests in 0:03, 0:04 to go, 0 tok/s, acceptance length 1.00",
+        "padded: 9 of 10 requests in 0:06, 0:01 to go, 0 tok/s, acceptance length 1.00",
+        "padded: 10 of 10 requests in 0:07, 0:00 to go, 0 tok/s, acceptance length 1.00",
+        "",
+    ]
+
+
+def test_a_terminal_gets_a_bar(monkeypatch):
+    drawn = followed(monkeypatch, Terminal())
+    assert re.search(r"\rpadded: 100%.*10/10 .*0 tok/s, acceptance length 1.00", drawn)
+    assert "look out\n" in drawn
+
+
+def test_a_quiet_run_shows_what_goes_wrong(monkeypatch):
+    assert followed(monkeypatch, Terminal(), quiet=True) == (
+        "specgen: warning: look out\nout of GPU memory: continuing with a batch of 2 and 64 prefill tokens\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0.4, "0:00"), (59.6, "1:00"), (754, "12:34"), (3723, "1:02:03")]
+)
+def test_seconds_as_on_a_clock(seconds, text):
+    assert clock(seconds) == text
+
+
+def test_a_quiet_command_prints_its_result_alone(tmp_path):
+    asked = ["generate", "--num-prompts=1", "--max-new-tokens=4", "--quiet"]
+    result = CliRunner().invoke(cli.app, [*asked, f"--output={tmp_path}"])
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert "Prompt:" not in result.stdout
+    assert "mean acceptance length" in result.stdout
+    loud = CliRunner().invoke(cli.app, [*asked[:-1], f"--output={tmp_path}"])
+    assert "Prompt:" in loud.stdout
+    assert "Files are in" in loud.stderr
+
+
+def test_rows_on_stdout_are_not_shown_again_beside_them():
+    result = CliRunner().invoke(cli.app, ["generate", "--num-prompts=1", "--max-new-tokens=4", "--output=-"])
+    assert json.loads(result.stdout.splitlines()[0])["text"]
+    assert "Prompt:" not in result.stderr
+    assert "\r" not in result.stderr
+    assert re.search(r"speculative decoding: \d+ of \d+ requests in 0:00", result.stderr)
+
+
+@pytest.mark.parametrize(
+    ("threads", "cores", "busy", "said"),
+    [
+        (8, 2, 2, "8 threads on 2 cores, of which other programs use 2: OMP_NUM_THREADS=1 may be faster"),
+        (2, 2, 1, "2 threads on 2 cores, of which other programs use 1: OMP_NUM_THREADS=1 may be faster"),
+        (2, 2, 9, "2 threads on 2 cores, of which other programs use 2: OMP_NUM_THREADS=1 may be faster"),
+        (2, 2, 0, ""),
+        (2, 4, 2, ""),
+        (1, 2, 2, ""),
+    ],
+)
+def test_threads_on_busy_cores_are_said(threads, cores, busy, said):
+    assert advice(threads, cores, busy) == said
+
+
+def test_other_programs_are_those_that_run_beside_this_one(tmp_path, monkeypatch):
+    loadavg = tmp_path / "loadavg"
+    loadavg.write_text("0.61 0.55 0.42 4/1017 123456\n")
+    monkeypatch.setattr("specgen.cli.crowding._LOADAVG", loadavg)
+    monkeypatch.setattr("torch.get_num_threads", lambda: 10**6)
+    assert "of which other programs use" in crowded("cpu")
+    assert num_busy() == 3
+    monkeypatch.setattr("specgen.cli.crowding._LOADAVG", tmp_path / "none")
+    assert crowded("cpu") == "", "not on Linux"
