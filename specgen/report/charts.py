@@ -1,23 +1,15 @@
-"""Line and bar charts as inline SVG, with all text escaped."""
+"""Charts as data: lines, bars and points with their axes; ``svg.py`` draws them."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from markupsafe import Markup
-
-from specgen.display import Show, clip, ends, percent
+from specgen.display import Show
 from specgen.report.intervals import Interval
 
 # CSS classes of lines, used cyclically
-STYLES = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth")
-
-_WIDTH, _HEIGHT = 400, 250  # of the view box; the page scales it by 0.8 to 1.4, so text stays readable
-_LEFT, _RIGHT, _TOP, _BOTTOM = 48, 12, 14, 40  # margins of lines
-_NAMES = 58  # margin for the names at the ends of lines
-_NAME_ROW = 12
-_SIDE = 20  # margin of bars
-_BAR_ROW, _BAR_NAME = 38, 25  # height, and characters
+STYLES = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth", "ninth")
+DRAFT_LENGTHS = (*map(str, range(8)), "auto")  # an ``order``: one K has one colour in every chart
 
 Ticks = Sequence[float]  # the values at the grid lines, the ends of the axis included
 
@@ -50,29 +42,47 @@ class Point:
     interval: Interval | None = None
 
 
+def styles_of(names: Iterable[str], order: Sequence[str] = ()) -> dict[str, str]:
+    """The style of each name, by its place in ``order``; names that are not there come behind."""
+    names = list(names)
+    places = {name: at for at, name in enumerate(dict.fromkeys((*order, *names)))}
+    return {name: STYLES[places[name] % len(STYLES)] for name in names}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Chart:
-    """What line and bar charts share; all values lie between the ends of ``ticks``."""
+    """What all charts share; all values lie between the ends of ``ticks``.
+
+    ``reference`` is a value that others are read against, such as 1.0 for a ratio, and is drawn as a line.
+    """
 
     title: str
     ticks: Ticks
     show: Show
+    reference: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Lines(Chart):
     """Lines by name over columns; ``label`` is the x axis's. A line without points still takes a style.
 
-    With ``named`` the names stand at the ends of the lines; without, there is a legend and points are dodged.
+    With ``named`` the names stand at the ends of the lines; without, there is a legend and points are dodged. Charts
+    with the same ``order`` of names (see ``styles_of``) draw the same name in the same style.
     """
 
     label: str
     lines: Mapping[str, Sequence[Point]]
     named: bool = False
+    order: Sequence[str] = ()
 
     @property
     def styles(self) -> dict[str, str]:
-        return {name: STYLES[index % len(STYLES)] for index, name in enumerate(self.lines)}
+        return styles_of(self.lines, self.order)
+
+    @property
+    def legend(self) -> dict[str, str]:
+        """Style by name, of a chart that does not name its lines."""
+        return {} if self.named else self.styles
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,115 +91,42 @@ class Bars(Chart):
 
     points: Sequence[Point]
 
-
-def svg(chart: Lines | Bars) -> Markup:
-    """``chart`` as markup, with its values as text for screen readers."""
-    if isinstance(chart, Lines):
-        height, marks = _HEIGHT, Markup("").join(_draw_lines(chart))
-        labels = [
-            f"{name}: {', '.join(_label(chart, p) for p in line)}" for name, line in chart.lines.items()
-        ]
-    else:
-        height, marks = len(chart.points) * _BAR_ROW + 20, Markup("").join(_draw_bars(chart))
-        labels = [_label(chart, point) for point in chart.points]
-    frame = Markup('<svg viewBox="0 0 {} {}" role="img" aria-label="{}: {}">{}</svg>')
-    return frame.format(_WIDTH, height, chart.title, "; ".join(labels), marks)
+    @property
+    def legend(self) -> dict[str, str]:
+        """Empty: bars are named."""
+        return {}
 
 
-def _label(chart: Chart, point: Point) -> str:
-    interval = f" {ends(point.interval, chart.show)}" if point.interval else ""
-    return f"{point.name} {chart.show(point.number)}{interval}"
+@dataclass(frozen=True, kw_only=True)
+class Spot:
+    """A point of a ``Scatter``; ``name`` says on hover what it stands for."""
+
+    name: str
+    x: float
+    y: float
 
 
-def _tick(chart: Chart, number: float) -> str:
-    return f"{100 * number:g} %" if chart.show is percent else f"{number:g}"
+@dataclass(frozen=True, kw_only=True)
+class Scatter(Chart):
+    """Points by group over two numbers: y on the axis ``ticks``, x on ``across``, with their labels.
 
+    ``joined`` connects the points of a group in their order. ``guide`` is a line through (x, y) behind them: where
+    both are equal, or the best that was reached.
+    """
 
-def _text(x: float, y: float, text: str, anchor: str = "middle", style: str = "") -> Markup:
-    frame = Markup('<text class="{}" text-anchor="{}" x="{:.1f}" y="{:.1f}">{}</text>')
-    return frame.format(style, anchor, x, y, text)
+    across: Ticks
+    label: str  # of the x axis
+    side: str  # of the y axis
+    groups: Mapping[str, Sequence[Spot]]
+    joined: bool = False
+    guide: Sequence[tuple[float, float]] = ()
+    order: Sequence[str] = ()
 
+    @property
+    def styles(self) -> dict[str, str]:
+        return styles_of(self.groups, self.order)
 
-# --- lines ----------------------------------------------------------------------------------------
-
-
-def _draw_lines(chart: Lines) -> Iterator[Markup]:
-    columns = list(dict.fromkeys(point.name for points in chart.lines.values() for point in points))
-    width = _WIDTH - _LEFT - _RIGHT - (_NAMES if chart.named else 0)
-    for tick in chart.ticks:
-        y = _height(chart, tick)
-        yield Markup('<path class="grid" d="M{} {:.1f}H{}"/>').format(_LEFT, y, _LEFT + width)
-        yield _text(_LEFT - 6, y + 4, _tick(chart, tick), "end")
-    middles = {name: _LEFT + (at + 0.5) * width / len(columns) for at, name in enumerate(columns)}
-    for name, x in middles.items():
-        yield _text(x, _HEIGHT - _BOTTOM + 16, name)
-    yield _text((_LEFT + _WIDTH - _RIGHT) / 2, _HEIGHT - 6, chart.label)
-    apart = 0 if chart.named else min(9, 0.7 * width / max(len(columns), 1) / len(chart.lines))
-    ends_at: dict[str, float] = {}
-    for index, (name, points) in enumerate(chart.lines.items()):
-        shift = apart * (index - (len(chart.lines) - 1) / 2)
-        seen = [(middles[point.name] + shift, point) for point in points if point.number is not None]
-        if seen:
-            ends_at[name] = _height(chart, seen[-1][1].number)
-            marks = Markup("").join(_draw_line(chart, name, seen))
-            yield Markup('<g class="{}">{}</g>').format(chart.styles[name], marks)
-    if chart.named:
-        for name, y in zip(ends_at, _apart(list(ends_at.values())), strict=True):
-            yield _text(_LEFT + width + 4, y + 4, name, "start", f"end {chart.styles[name]}")
-
-
-def _draw_line(chart: Lines, name: str, seen: Sequence[tuple[float, Point]]) -> Iterator[Markup]:
-    points = [f"{x:.1f},{_height(chart, point.number):.1f}" for x, point in seen]
-    yield Markup('<polyline points="{}"/>').format(" ".join(points))
-    for x, point in seen:
-        if point.interval:
-            low, high = (_height(chart, end) for end in point.interval)
-            yield Markup('<path class="whisker" d="M{:.1f} {:.1f}V{:.1f}"/>').format(x, low, high)
-        mark = Markup('<circle cx="{:.1f}" cy="{:.1f}" r="{}"><title>{}, {}</title></circle>')
-        yield mark.format(
-            x, _height(chart, point.number), 3 if chart.named else 4, name, _label(chart, point)
-        )
-
-
-def _height(chart: Lines, number: float | None) -> float:
-    assert number is not None
-    return _HEIGHT - _BOTTOM - fraction(chart.ticks, number) * (_HEIGHT - _BOTTOM - _TOP)
-
-
-def _apart(heights: Sequence[float]) -> list[float]:
-    """``heights`` moved apart so that labels do not overlap and none is below the plot; the order is kept."""
-    order = sorted(range(len(heights)), key=lambda i: heights[i])
-    moved, least, most = list(heights), float("-inf"), float(_HEIGHT - _BOTTOM)
-    for i in order:
-        moved[i] = max(heights[i], least)
-        least = moved[i] + _NAME_ROW
-    for i in reversed(order):
-        moved[i] = min(moved[i], most)
-        most = moved[i] - _NAME_ROW
-    return moved
-
-
-# --- bars -----------------------------------------------------------------------------------------
-
-
-def _draw_bars(chart: Bars) -> Iterator[Markup]:
-    bottom = len(chart.points) * _BAR_ROW
-    for tick in chart.ticks:
-        x = _along(chart, tick)
-        yield Markup('<path class="grid" d="M{:.1f} 0V{}"/>').format(x, bottom)
-        yield _text(x, bottom + 14, _tick(chart, tick))
-    for row, point in enumerate(chart.points):
-        top = row * _BAR_ROW
-        text = _label(chart, point)
-        yield _text(_SIDE, top + 13, clip(point.name, _BAR_NAME), "start", "value")
-        yield _text(_WIDTH - _SIDE, top + 13, text.removeprefix(point.name).strip(), "end", "value")
-        if point.number is not None:
-            bar = '<rect class="fill" x="{:.1f}" y="{}" width="{:.1f}" height="12"><title>{}</title></rect>'
-            yield Markup(bar).format(_SIDE, top + 19, _along(chart, point.number) - _SIDE, text)
-        if point.interval:
-            low, high = (_along(chart, end) for end in point.interval)
-            yield Markup('<path class="whisker" d="M{:.1f} {}H{:.1f}"/>').format(low, top + 25, high)
-
-
-def _along(chart: Bars, number: float) -> float:
-    return _SIDE + fraction(chart.ticks, number) * (_WIDTH - 2 * _SIDE)
+    @property
+    def legend(self) -> dict[str, str]:
+        """Style by name, where there is more than one group."""
+        return self.styles if len(self.groups) > 1 else {}

@@ -1,6 +1,6 @@
 """Reports, studies and benches as self-contained HTML pages.
 
-The template escapes every text; markup comes from it and from ``charts.svg`` alone.
+The template escapes every text; markup comes from it and from ``svg.svg`` alone.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from specgen.report.charts import svg
+from specgen.report.svg import svg
 from specgen.report.table import Table
 
 _TEMPLATES = Environment(

@@ -1,0 +1,142 @@
+"""Charts: a reference line, points over two numbers, one style per name, names that fit and can be read."""
+
+import re
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from specgen.display import plain, ratio
+from specgen.report import page
+from specgen.report.charts import (
+    DRAFT_LENGTHS,
+    STYLES,
+    Bars,
+    Lines,
+    Point,
+    Scatter,
+    Spot,
+    quarters,
+    styles_of,
+)
+from specgen.report.svg import svg
+from specgen.report.table import Table
+
+SVG = "{http://www.w3.org/2000/svg}"
+CSS = (Path(page.__file__).parent / "page.css").read_text()
+COLOURS = [*STYLES, "ink", "soft"]
+
+
+def drawn(chart):
+    return ElementTree.fromstring(str(svg(chart)).replace("<svg ", f'<svg xmlns="{SVG[1:-1]}" ', 1))
+
+
+def speedups(lines, **other):
+    chart = {"title": "Speed-up", "label": "batch", "ticks": quarters(2), "show": ratio, "named": True}
+    return Lines(**chart, lines=lines, **other)
+
+
+def line(*numbers):
+    return [
+        Point(name=str(at), number=number, interval=(0.9 * number, 1.1 * number))
+        for at, number in enumerate(numbers)
+    ]
+
+
+def heights(chart):
+    """y of the axis at each tick."""
+    return {
+        text.text: float(text.get("y")) - 4
+        for text in chart.iter(f"{SVG}text")
+        if text.get("text-anchor") == "end"
+    }
+
+
+def test_a_reference_is_a_line_at_its_value():
+    chart = drawn(speedups({"4": line(1.2, 1.5)}, reference=1.0))
+    (mark,) = (path.get("d") for path in chart.iter(f"{SVG}path") if path.get("class") == "reference")
+    assert float(re.match(r"M48 ([\d.]+)h", mark)[1]) == pytest.approx(heights(chart)["1"], abs=0.1)
+    bars = Bars(title="", ticks=quarters(2), show=ratio, points=line(1.5), reference=1.0)
+    (mark,) = (path.get("d") for path in drawn(bars).iter(f"{SVG}path") if path.get("class") == "reference")
+    assert mark.startswith("M200.0 0V")  # the middle of 0 to 2
+    assert "reference" not in str(svg(speedups({"4": line(1.2)})))
+
+
+def test_one_name_has_one_style_in_every_chart():
+    few, many = (speedups({k: line(1.0) for k in names}, order=DRAFT_LENGTHS) for names in ("04", "01234"))
+    assert few.styles["4"] == many.styles["4"] == "fifth"
+    assert len(set(styles_of(DRAFT_LENGTHS, DRAFT_LENGTHS).values())) == len(DRAFT_LENGTHS) == len(STYLES)
+    assert styles_of(["b", "x"], ["a", "b"]) == {"b": "second", "x": "third"}
+
+
+def test_points_stand_at_their_numbers():
+    spots = [Spot(name="q <1>", x=1.0, y=2.0), Spot(name="q2", x=3.0, y=4.0)]
+    chart = Scatter(
+        title="By request",
+        ticks=[0, 2, 4],
+        across=[1, 2, 3],
+        show=plain,
+        label="length of A",
+        side="length of B",
+        groups={"math": spots, "chat": []},
+        guide=[(1, 1), (3, 3)],
+    )
+    assert chart.legend == {"math": "first", "chat": "second"}
+    root = drawn(chart)
+    marks = {mark[0].text: mark for mark in root.iter(f"{SVG}circle")}
+    at = heights(root)
+    assert float(marks["q <1>"].get("cx")) == 48
+    assert float(marks["q <1>"].get("cy")) == pytest.approx(at["2"], abs=0.1)
+    assert float(marks["q2"].get("cx")) == 388
+    assert float(marks["q2"].get("cy")) == pytest.approx(at["4"], abs=0.1)
+    assert root.get("aria-label") == "By request: math: 2 points; chat: 0 points"
+    (guide,) = root.iter(f"{SVG}polyline")
+    assert guide.get("class") == "reference"
+    text = page.Page(
+        title="", settings={}, tables=[Table(title="t", columns=(), rows=(), lines=chart)]
+    ).to_html()
+    assert re.findall(r'key (\w+)"></i>(\w+)', text) == [("first", "math"), ("second", "chat")]
+
+
+def test_joined_points_are_a_line_in_their_order():
+    spots = [Spot(name="", x=x, y=x) for x in (2, 0, 1)]
+    chart = Scatter(
+        title="", ticks=[0, 2], across=[0, 2], show=plain, label="", side="", groups={"K": spots}, joined=True
+    )
+    (path,) = drawn(chart).iter(f"{SVG}polyline")
+    assert [float(each.split(",")[0]) for each in path.get("points").split()] == [388.0, 48.0, 218.0]
+    assert chart.legend == {}
+
+
+@pytest.mark.parametrize("name", ["4", "draft loop", "a name that goes on and on"])
+def test_names_at_the_ends_of_lines_fit_on_a_phone(name):
+    root = drawn(speedups({name: line(1.2, 1.5), "0": line(1.0, 1.0)}))
+    ends = [text for text in root.iter(f"{SVG}text") if "end" in text.get("class").split()]
+    assert len(ends) == 2
+    wide = 13 * 0.56  # of 13 px, the largest
+    assert all(float(text.get("x")) + wide * len(text.text) <= 400 for text in ends)
+    dots = [float(dot.get("cx")) for dot in root.iter(f"{SVG}circle")]
+    assert max(dots) < min(float(text.get("x")) for text in ends)
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("ground", ["card", "paper"])
+def test_names_and_marks_can_be_read(scheme, ground):
+    light, dark = re.findall(r":root \{(.*?)\}", CSS, re.DOTALL)
+    colours = dict(re.findall(r"--(\w+): (#[0-9a-f]{3,6})\b", light if scheme == "light" else dark))
+    assert set(COLOURS) <= set(colours)
+    faint = {name: _contrast(colours[name], colours[ground]) for name in COLOURS}
+    assert {name: found for name, found in faint.items() if found < 4.5} == {}
+
+
+def _contrast(one, other):
+    """Of two colours, as WCAG 2 defines it."""
+    low, high = sorted((_luminance(one), _luminance(other)))
+    return (high + 0.05) / (low + 0.05)
+
+
+def _luminance(colour):
+    digits = colour[1:] if len(colour) == 7 else "".join(2 * digit for digit in colour[1:])
+    parts = [int(digits[at : at + 2], 16) / 255 for at in (0, 2, 4)]
+    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
