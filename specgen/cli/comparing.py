@@ -103,7 +103,7 @@ def compare(
             repeats=repeats,
         )
         found = _run(job, output)
-    _print(found, export, as_json)
+    print_comparison(found, export, as_json)
     if output is not None:
         print_files(output, "compare.html")
     if any(run.report["num_errors"] for run in found.runs.runs):
@@ -112,10 +112,11 @@ def compare(
 
 def _drafters(engine: EngineConfig, given: "Sequence[str]") -> tuple[str, ...]:
     """The drafters as given, or those bundled for the bundled target."""
-    if engine.model != pair(None, None, engine.draft_length)[0]:
-        require(bool(given), f"model {engine.model!r} has no drafter to compare: name each with --drafter")
-        return tuple(given)
-    return tuple(str(pair(None, each, engine.draft_length)[1]) for each in given) or heads()
+    bundled = engine.model == pair(None, None, engine.draft_length)[0]
+    require(
+        bool(given) or bundled, f"model {engine.model!r} has no drafter to compare: name each with --drafter"
+    )
+    return tuple(given) or heads()
 
 
 def _sources(text: str) -> "tuple[DataSource, ...]":
@@ -173,7 +174,8 @@ def read_comparison(directories: "Sequence[Path]") -> "Comparison":
     return compare_runs(read_runs(runs), speeds)
 
 
-def _print(found: "Comparison", export: ExportName | None, as_json: bool) -> None:
+def print_comparison(found: "Comparison", export: ExportName | None, as_json: bool) -> None:
+    """Print it as tables and sentences, in the format ``export``, or as one JSON document."""
     from specgen.comparing.heads_tables import of_heads
     from specgen.comparing.paper_table import exported
 

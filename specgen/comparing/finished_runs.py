@@ -93,16 +93,21 @@ def read_runs(directories: Sequence[Path]) -> HeadRuns:
     )
 
 
+def is_comparison(directory: Path) -> bool:
+    """Whether ``directory`` is that of a comparison."""
+    return (directory / PLAN).exists()
+
+
 def run_directories(directory: Path) -> list[Path]:
     """The runs of the comparison in ``directory``; of anything else, ``directory`` itself."""
-    if not (directory / PLAN).exists():
+    if not is_comparison(directory):
         return [directory]
     return [directory / each for each in load_json(directory / PLAN, "compare again")["runs"]]
 
 
 def read_speeds(directory: Path) -> Speeds:
     """The speeds of the comparison in ``directory``; none of anything else."""
-    if not (directory / PLAN).exists():
+    if not is_comparison(directory):
         return Speeds()
     return RoundFile(directory / FILE, load_json(directory / PLAN, "compare again")["under"]).speeds()
 

@@ -66,6 +66,9 @@ def notes(found: Comparison) -> Iterator[str]:
         each = dict.fromkeys(map(str, values))
         yield f"The runs also differ in {name}: {', '.join(each)}."
     for run in found.runs.runs:
+        if without := run.report["num_steps_without_drafts"]:
+            steps = f"{count(without)} of {count(without + run.report['num_drafts'])} steps"
+            yield f"{run.head} on {run.data}: {steps} had no drafts; its length leaves them out."
         if failed := run.report["num_errors"]:
             yield f"{run.head} on {run.data}: {count(failed)} requests failed; they are in no number."
 

@@ -1,4 +1,4 @@
-"""The requests on which two heads differ most."""
+"""Two heads request by request: a point for each, and those on which the heads differ most."""
 
 import json
 import re
@@ -7,11 +7,13 @@ from pathlib import Path
 
 from specgen.comparing.finished_runs import HeadRuns
 from specgen.comparing.head_figures import HeadPair
-from specgen.display import DASH, clip, plain
+from specgen.display import DASH, clip, count, plain
+from specgen.report.charts import Scatter, Spot, lengths
 from specgen.report.paired_requests import Pair, with_drafts
 from specgen.report.table import Column, Row, Table
 
 _SHOWN = 5  # on either side
+_POINTS = 1000  # of a chart
 _PROMPT = 80  # characters
 _SPECIAL = re.compile(r"<[|/\w]+>")  # tokens of chat templates
 
@@ -28,10 +30,29 @@ def moved_table(pair: HeadPair, runs: HeadRuns) -> Table:
     columns = [Column(name="request"), Column(name="category"), Column(name="steps")]
     columns += [Column(name=name, title=name, show=plain) for name in (pair.first, pair.ours, "difference")]
     return Table(
-        title=f"{pair.data}: requests that moved most",
-        note=f"from {pair.first} to {pair.ours}; the mean acceptance length of each request; steps of {pair.ours}",
+        title=f"{pair.data}: {pair.ours} against {pair.first}",
+        note="the mean acceptance length of each request; in the table those that moved most, with the end of their "
+        f"prompt and the steps of {pair.ours}; above the line {pair.ours} is ahead",
+        lines=_points(pair, run.report["num_spec_tokens"]) if moved else None,
         columns=tuple(columns),
         rows=tuple(_row(each, pair, prompts) for each in moved),
+    )
+
+
+def _points(pair: HeadPair, num_spec_tokens: int) -> Scatter:
+    """A point for each request, or for every n-th where they are many."""
+    drafted, ticks = with_drafts(pair.requests), lengths(num_spec_tokens)
+    every = -(-len(drafted) // _POINTS)
+    spots = [Spot(name=ours.name, x=first.length, y=ours.length) for ours, first in drafted[::every]]
+    return Scatter(
+        title=f"{'One in ' + count(every) + ' requests' if every > 1 else 'Requests'} of {pair.data}",
+        ticks=ticks,
+        show=plain,
+        across=ticks,
+        label=pair.first,
+        side=pair.ours,
+        groups={pair.ours: spots},
+        guide=[(ticks[0], ticks[0]), (ticks[-1], ticks[-1])],
     )
 
 

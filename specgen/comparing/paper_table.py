@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from specgen.comparing.head_figures import Comparison
-from specgen.comparing.heads_tables import mean_length, settings
+from specgen.comparing.heads_tables import mean_length, notes, settings
 from specgen.comparing.speed_rounds import PLAIN
 from specgen.comparing.verdicts import leader, leads
 from specgen.config import ExportName
@@ -43,7 +43,7 @@ def _note(found: Comparison) -> str:
     shared = "; ".join(f"{name} {text}" for name, text in settings(found).items())
     return (
         f"Mean acceptance length with 95 % intervals over requests; {speed}bold: leads every other head, paired by "
-        f"request, p < 0.05 after Holm. {shared}."
+        f"request, p < 0.05 after Holm. {' '.join((f'{shared}.', *notes(found)))}"
     )
 
 

@@ -50,7 +50,7 @@ def _verdict(found: Comparison, data: str) -> str:
         each = _and([f"{_other(pair, first)} by {_difference(pair, first)}" for pair in above])
         parts.append(f"{first} leads {each}")
     if others:
-        each = _and([f"{_other(pair, first)} ({_difference(pair, first)})" for pair in others])
+        each = _and([f"{_other(pair, first)}, {_difference(pair, first)}" for pair in others])
         parts.append(f"the data cannot tell {'it' if above else first} from {each}")
     return "; ".join(parts) + "."
 
@@ -60,7 +60,7 @@ def _other(pair: HeadPair, head: str) -> str:
 
 
 def _difference(pair: HeadPair, head: str) -> str:
-    """``0.17 [0.11, 0.22], p < 0.001``, of ``head`` less the other."""
+    """``0.17 [0.11, 0.22] (p < 0.001)``, of ``head`` less the other."""
     if pair.length is None:
         return "no request has drafts of both"
     paired = pair.length.paired
@@ -71,7 +71,7 @@ def _difference(pair: HeadPair, head: str) -> str:
     low, high = paired.interval
     p = p_value(pair.length.p)
     ends = (low, high) if pair.ours == head else (-high, -low)
-    return f"{plain(_gain(pair, head))} {between(ends, plain)}, p {p if p[0] == '<' else f'= {p}'}"
+    return f"{plain(_gain(pair, head))} {between(ends, plain)} (p {p if p[0] == '<' else f'= {p}'})"
 
 
 def _gain(pair: HeadPair, head: str) -> float:
