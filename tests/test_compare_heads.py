@@ -21,6 +21,7 @@ from specgen.cli.comparing import read_comparison
 from specgen.comparing.finished_runs import read_runs
 from specgen.comparing.head_figures import Comparison, compare_runs
 from specgen.comparing.heads_job import DataSource, HeadsJob, HeadsRun
+from specgen.comparing.heads_page import page
 from specgen.comparing.paper_table import exported
 from specgen.comparing.short_names import short_names
 from specgen.comparing.speed_rounds import PLAIN, RoundFile, Speeds
@@ -141,6 +142,16 @@ def test_the_page_has_every_request_and_no_markup_of_texts(
     assert "<dt>command</dt>" in page
 
 
+def test_every_category_is_once_on_the_page(tmp_path: Path) -> None:
+    paths = [a_run(tmp_path / head, head, simulated(0.5, n, 45), groups=9) for n, head in enumerate("ab")]
+    shown = page(compare_runs(read_runs(paths), Speeds()), {})
+    titles = re.findall(r"<h2>mine: by category \((\d of \d)\)</h2>", shown)
+    assert titles == ["1 of 3", "2 of 3", "3 of 3"]
+    assert [shown.count(f'<th scope="row">group {n}</th>') for n in range(9)] == [1] * 9
+    assert "&lt;0&gt;" in shown
+    assert "<0>" not in shown
+
+
 def test_categories_are_paired(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     low = [list(map(int, rng.integers(0, 2, 9))) for _ in range(20)]
@@ -148,8 +159,8 @@ def test_categories_are_paired(tmp_path: Path) -> None:
     mixed = [high[n] if n % 2 else low[n] for n in range(20)]  # better in one category of two
     found = comparison(tmp_path, a=low, b=mixed)
     (pair,) = found.pairs
-    assert pair.categories["odd"].paired.difference == pytest.approx(1)
-    assert pair.categories["even"].paired.difference == 0
+    assert pair.categories["group 1"].paired.difference == pytest.approx(1)
+    assert pair.categories["group 0"].paired.difference == 0
     assert pair.length is not None
     assert pair.length.ours - pair.length.first == pytest.approx(0.5)
 
@@ -157,13 +168,15 @@ def test_categories_are_paired(tmp_path: Path) -> None:
 # --- sentences ------------------------------------------------------------------------------------
 
 
-def a_run(path: Path, head: str, requests: Sequence[Sequence[int]], data: str = "mine") -> Path:
+def a_run(
+    path: Path, head: str, requests: Sequence[Sequence[int]], data: str = "mine", groups: int = 2
+) -> Path:
     """The directory of a run of ``head`` whose steps accepted so many drafts."""
     path.mkdir(parents=True)
     events: list[Event] = []
     with (path / "completions.jsonl").open("w") as file:
         for number, accepted in enumerate(requests):
-            name, category = f"<{number}>", ("even", "odd")[number % 2]
+            name, category = f"<{number}>", f"group {number % groups}"
             events.append(Submitted(sequence=name, time=0, num_prompt_tokens=1, category=category))
             events += [
                 Verified(sequence=name, time=1, drafts=(1,) * K, accepted=each, emitted=each + 1)
@@ -219,7 +232,7 @@ def test_several_data_sets_have_a_sentence_of_their_own(tmp_path: Path) -> None:
         )
     ]
     first, *others = verdicts(compare_runs(read_runs(runs), Speeds()))
-    assert first == "All data sets: b leads on one; the data cannot tell who leads on two."
+    assert first == "In short: b leads on one; the data cannot tell who leads on two."
     assert [each.partition(":")[0] for each in others] == ["one", "two"]
 
 
@@ -268,6 +281,15 @@ def test_other_settings_are_named(tmp_path: Path) -> None:
     manifest["versions"] = {"torch": "3.0"}
     (paths[1] / "manifest.json").write_text(json.dumps(manifest))
     assert "The runs also differ in versions.torch: None, 3.0." in call(*paths)
+
+
+def test_a_comparison_that_has_not_finished_is_refused(
+    compared: tuple[Path, list[str], str], tmp_path: Path
+) -> None:
+    shutil.copytree(compared[0], tmp_path / "out")
+    shutil.rmtree(tmp_path / "out" / "gsm8k" / "ngram-3")
+    with pytest.raises(UserError, match=r"not finished \(5 of 6 runs begun\): the same command resumes it"):
+        call(tmp_path / "out")
 
 
 def test_runs_that_have_not_finished_or_drafted_are_refused(tmp_path: Path) -> None:
@@ -442,3 +464,9 @@ def test_latex_is_balanced(tmp_path: Path) -> None:
     assert best is not None
     assert rf"b & \textbf{{{best.report['mean_acceptance_length']:.2f}}} {{\scriptsize [" in text
     assert text.count("textbf") == 1
+
+
+def test_nothing_is_bold_that_the_data_cannot_tell(tmp_path: Path) -> None:
+    found = comparison(tmp_path, a=simulated(0.4, 1), b=simulated(0.4, 3))
+    assert "textbf" not in exported(found, "latex")
+    assert "**" not in exported(found, "md")

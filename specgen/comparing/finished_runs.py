@@ -14,7 +14,7 @@ from specgen.report.unfinished import load_so_far, unfinished
 from specgen.report.unlike_settings import unlike_settings
 
 PLAN = "compare.json"  # in the directory of a comparison: its runs, and when and how it was made
-_HEADS_OWN = ("engine.drafter", "engine.drafter_batch", "fingerprints.drafter")
+_HEADS_OWN = ("engine.drafter", "fingerprints.drafter")
 _DECISIVE = (  # for acceptance; the others, such as the batch, the device or a version, are named
     "engine.model",
     "engine.num_spec_tokens",
@@ -87,10 +87,12 @@ def read_runs(directories: Sequence[Path]) -> HeadRuns:
         for (directory, report, manifest), head in zip(read, heads, strict=True)
     )
     _check_data(runs)
-    own = (*_HEADS_OWN, "data.")
-    return HeadRuns(
-        runs=runs, unlike={name: each for name, each in unlike.items() if not name.startswith(own)}
-    )
+    named = {
+        name: each
+        for name, each in unlike.items()
+        if name not in _HEADS_OWN and not name.startswith(("data.", *_DECISIVE))
+    }
+    return HeadRuns(runs=runs, unlike=named)
 
 
 def is_comparison(directory: Path) -> bool:
@@ -102,7 +104,14 @@ def run_directories(directory: Path) -> list[Path]:
     """The runs of the comparison in ``directory``; of anything else, ``directory`` itself."""
     if not is_comparison(directory):
         return [directory]
-    return [directory / each for each in load_json(directory / PLAN, "compare again")["runs"]]
+    runs = [directory / each for each in load_json(directory / PLAN, "compare again")["runs"]]
+    begun = [run for run in runs if (run / "manifest.json").exists()]
+    require(
+        len(begun) == len(runs),
+        f"{directory} holds a comparison that is not finished ({len(begun)} of {len(runs)} runs begun): "
+        "the same command resumes it",
+    )
+    return runs
 
 
 def read_speeds(directory: Path) -> Speeds:

@@ -1,6 +1,6 @@
 """``comparison.json`` and ``compare.html`` of a comparison."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -29,6 +29,7 @@ from specgen.report.table import Column, Table
 from specgen.report.tables import curve, curves
 from specgen.rundir.atomic import write_json, write_text
 
+_CATEGORIES = 4  # of one chart
 _LENGTH, _ENDS = "mean_acceptance_length", "mean_acceptance_length_ci95"
 
 
@@ -42,7 +43,7 @@ def write_comparison(found: Comparison, path: Path) -> None:
 def page(found: Comparison, record: dict[str, Any]) -> str:
     """The comparison as HTML; ``record`` says when, where and by which command it was made."""
     return Page(
-        title=f"{Path(settings(found)['model']).name}: {', '.join(found.runs.heads)}",
+        title=f"Heads for {Path(found.runs.runs[0].manifest['engine']['model']).name}",
         settings=settings(found),
         sentence=" ".join(verdicts(found)),
         tables=list(_tables(found)),
@@ -59,7 +60,7 @@ def _tables(found: Comparison) -> Iterator[Table]:
         yield _of_data(positions_table(found), data, _curves(found, data))
         if found.pairs:
             yield _of_data(pairs_table(found), data)
-        yield _of_data(categories_table(found), data, _categories_chart(found, data))
+        yield from _categories(found, data)
         yield _of_data(speeds_table(found), data)
         for pair in found.pairs:
             if (pair.data, pair.first) == (data, first):
@@ -108,11 +109,23 @@ def _curves(found: Comparison, data: str) -> Lines:
     return curves(f"Acceptance by draft position on {data}", lines)
 
 
-def _categories_chart(found: Comparison, data: str) -> Lines:
+def _categories(found: Comparison, data: str) -> Iterator[Table]:
+    """The categories of ``data``, a few in each table, so that their names fit below the chart."""
+    whole = _of_data(categories_table(found), data)
+    num = -(-len(whole.rows) // _CATEGORIES)
+    for at in range(num):
+        rows = whole.rows[at * len(whole.rows) // num : (at + 1) * len(whole.rows) // num]
+        title = whole.title + (f" ({at + 1} of {num})" if num > 1 else "")
+        chart = _categories_chart(found, data, [row["category"] for row in rows])
+        yield replace(whole, title=title, rows=rows, lines=chart)
+
+
+def _categories_chart(found: Comparison, data: str, names: Sequence[str]) -> Lines:
     points: dict[str, list[Point]] = {head: [] for head in found.runs.heads}
     for run in _runs(found, data):
-        for name, group in run.report["categories"].items():
-            points[run.head].append(Point(name=name, number=group[_LENGTH], interval=group[_ENDS]))
+        for name in names:
+            if (group := run.report["categories"].get(name)) is not None:
+                points[run.head].append(Point(name=name, number=group[_LENGTH], interval=group[_ENDS]))
     return Lines(
         title=f"Mean acceptance length by category of {data}",
         label="category",

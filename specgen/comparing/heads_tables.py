@@ -52,7 +52,7 @@ def of_heads(found: Comparison) -> Iterator[Part]:
 def settings(found: Comparison) -> dict[str, str]:
     """What all runs share, by label."""
     own = {"drafter", "drafter batch", "data"}
-    first, *others = (run.manifest["settings"] for run in found.runs.runs)
+    first, *others = (run.manifest.get("settings", {}) for run in found.runs.runs)
     return {
         name: text
         for name, text in first.items()

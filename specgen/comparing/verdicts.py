@@ -38,7 +38,7 @@ def _overall(found: Comparison, compared: Sequence[str]) -> str:
     if unclear := [data for data in compared if not leads(found, data)]:
         where = "any data set" if len(unclear) == len(compared) else _and(unclear)
         parts.append(f"the data cannot tell who leads on {where}")
-    return f"All data sets: {'; '.join(parts)}."
+    return f"In short: {'; '.join(parts)}."
 
 
 def _verdict(found: Comparison, data: str) -> str:
