@@ -300,6 +300,12 @@ def test_runs_that_have_not_finished_or_drafted_are_refused(tmp_path: Path) -> N
         read_runs(paths)
     with pytest.raises(UserError, match="has no drafts"):
         read_runs([a_run(tmp_path / "plain", "c", [[], []])])
+    auto = a_run(tmp_path / "auto", "d", [[1], [2]])
+    manifest = json.loads((auto / "manifest.json").read_text())
+    manifest["engine"]["spec_length"] = "auto"
+    (auto / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(UserError, match="chose K at every step"):
+        read_runs([auto])
 
 
 def test_options_that_make_no_sense_are_refused(tmp_path: Path) -> None:
@@ -312,6 +318,7 @@ def test_options_that_make_no_sense_are_refused(tmp_path: Path) -> None:
         ("--dataset", "bundled,nothing"): "neither a known name nor a file",
         ("--dataset", "-"): "can be read only once",
         ("--num-spec-tokens", "0"): "nothing to compare",
+        ("--num-spec-tokens", "auto"): "every head would draft another number",
         ("--model", str(tmp_path)): "has no drafter to compare",
         (str(tmp_path), "--drafter", "ngram"): "leave one kind out",
         ("--export", "md", "--json"): "choose one",

@@ -132,6 +132,11 @@ def _read(directory: Path) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
         report["num_drafts"] > 0,
         f"{directory} has no drafts, so there is no acceptance to compare: give runs with a drafter",
     )
+    require(
+        manifest["engine"].get("spec_length") != "auto",
+        f"{directory} chose K at every step (num-spec-tokens auto), so its length cannot be compared: generate with a "
+        "fixed K",
+    )
     return report, manifest
 
 

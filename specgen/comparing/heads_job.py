@@ -62,6 +62,10 @@ class HeadsJob:
             "num-spec-tokens is 0, which leaves nothing to compare: use 1 to 16",
         )
         require(
+            not self.engine.draft_length.auto,
+            "num-spec-tokens is auto, so every head would draft another number of tokens: use 1 to 16",
+        )
+        require(
             all(each.dataset != STDIN for each in self.data),
             "dataset is -, but standard input can be read only once: write it to a file",
         )
