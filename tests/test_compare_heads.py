@@ -309,6 +309,7 @@ def test_runs_that_have_not_finished_or_drafted_are_refused(tmp_path: Path) -> N
 
 
 def test_options_that_make_no_sense_are_refused(tmp_path: Path) -> None:
+    target = str(data_directory() / "demo" / "target")
     two = ("--drafter", "ngram", "--drafter", "ngram:3")
     refusals = {
         ("--repeats", "1"): "one run has no spread",
@@ -319,6 +320,7 @@ def test_options_that_make_no_sense_are_refused(tmp_path: Path) -> None:
         ("--dataset", "-"): "can be read only once",
         ("--num-spec-tokens", "0"): "nothing to compare",
         ("--num-spec-tokens", "auto"): "every head would draft another number",
+        ("--drafter", target): f"^{target}: .*not an EAGLE3 head",
         ("--model", str(tmp_path)): "has no drafter to compare",
         (str(tmp_path), "--drafter", "ngram"): "leave one kind out",
         ("--export", "md", "--json"): "choose one",

@@ -11,7 +11,7 @@ from specgen.comparing.finished_runs import PLAN, HeadRuns, read_runs
 from specgen.comparing.interleaved import Turns
 from specgen.comparing.short_names import as_directory, short_names
 from specgen.comparing.speed_rounds import FILE, LEAST_ROUNDS, PLAIN, RoundFile, Speeds
-from specgen.config import EngineConfig, SamplingParams, ngram_length, require
+from specgen.config import EngineConfig, SamplingParams, UserError, ngram_length, require
 from specgen.device import choose_device
 from specgen.engine.choices import resolve
 from specgen.engine.loading import OneTarget, open_checkpoints
@@ -103,11 +103,17 @@ class HeadsJob:
         for source in self.data:
             open_prompts(source.dataset, data_path=source.path, num_prompts=self.num_prompts)
         for drafter in self.drafters:
-            config = replace(self.engine, drafter=drafter)
-            checkpoints = open_checkpoints(config)
-            if config.head is not None:
-                check_fit(checkpoints["model"], checkpoints["drafter"])
-            resolve(config, checkpoints)
+            try:
+                self._check_head(replace(self.engine, drafter=drafter))
+            except UserError as error:
+                named = str(error).startswith(drafter)
+                raise UserError(str(error) if named else f"{drafter}: {error}") from error
+
+    def _check_head(self, config: EngineConfig) -> None:
+        checkpoints = open_checkpoints(config)
+        if config.head is not None:
+            check_fit(checkpoints["model"], checkpoints["drafter"])
+        resolve(config, checkpoints)
 
 
 def directory_of(path: Path, data: str, head: str) -> Path:
