@@ -253,6 +253,12 @@ def test_short_names_differ() -> None:
 # --- refusals -------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("option", ["--num-prompts", "--num-spec-tokens", "--repeats"])
+def test_options_without_effect_are_refused(tmp_path: Path, option: str) -> None:
+    with pytest.raises(UserError, match=f"^{option[2:]} is given with directories"):
+        call(a_run(tmp_path / "a", "a", [[1], [2]]), option, "3")
+
+
 @pytest.mark.parametrize(
     ("section", "field", "value", "says"),
     [
@@ -322,7 +328,7 @@ def test_options_that_make_no_sense_are_refused(tmp_path: Path) -> None:
         ("--num-spec-tokens", "auto"): "every head would draft another number",
         ("--drafter", target): f"^{target}: .*not an EAGLE3 head",
         ("--model", str(tmp_path)): "has no drafter to compare",
-        (str(tmp_path), "--drafter", "ngram"): "leave one kind out",
+        (str(tmp_path), "--drafter", "ngram"): "^drafter, output are given with directories",
         ("--export", "md", "--json"): "choose one",
     }
     for arguments, says in refusals.items():

@@ -26,6 +26,7 @@ _ENGINE = Only(
     "kv_memory device dtype attention cuda_graphs gpu_memory_utilization prefix_cache",
     {"drafter": "ngram"},  # each of --drafter takes its place
 )
+_OF_READING = {"directories", "export", "as_json"}
 _DIRECTORIES = typer.Argument(
     help="Finished runs of `specgen generate`, or the directory of a comparison, instead of running anything.",
     show_default=False,
@@ -44,6 +45,7 @@ class _Named(ProgressBar):
 
 @with_options
 def compare(
+    ctx: typer.Context,
     *,
     directories: Annotated[list[Path] | None, _DIRECTORIES] = None,
     engine: Annotated[EngineConfig, _ENGINE],
@@ -83,31 +85,34 @@ def compare(
     stopped command again resumes it. Exit code 3 if a request failed.
     """
     require(export is None or not as_json, "export and json are both given: choose one")
-    asked = bool(drafter) or dataset != "bundled" or output is not None
-    require(
-        not directories or not asked,
-        "directories are given, which are only read, with a drafter, dataset or output, which are for running heads: "
-        "leave one kind out",
-    )
     if directories:
+        _require_only_read(ctx)
         found = read_comparison(directories)
     else:
         from specgen.comparing.heads_job import HeadsJob  # imports torch
 
-        job = HeadsJob(
-            engine=engine,
-            drafters=_drafters(engine, drafter or []),
-            sampling=sampling,
-            data=_sources(dataset),
-            num_prompts=num_prompts,
-            repeats=repeats,
-        )
+        drafters = _drafters(engine, drafter or [])
+        job = HeadsJob(engine, drafters, sampling, _sources(dataset), num_prompts, repeats)
         found = _run(job, output)
     print_comparison(found, export, as_json)
     if output is not None:
         print_files(output, "compare.html")
     if any(run.report["num_errors"] for run in found.runs.runs):
         raise typer.Exit(3)
+
+
+def _require_only_read(ctx: typer.Context) -> None:
+    """``UserError`` for options that have no effect on finished runs."""
+    given = [
+        name.replace("_", "-")
+        for name in ctx.params
+        if name not in _OF_READING and getattr(ctx.get_parameter_source(name), "name", "") == "COMMANDLINE"
+    ]
+    verb = "is" if len(given) == 1 else "are"
+    require(
+        not given,
+        f"{', '.join(given)} {verb} given with directories, whose runs have finished: leave either out",
+    )
 
 
 def _drafters(engine: EngineConfig, given: "Sequence[str]") -> tuple[str, ...]:

@@ -67,10 +67,16 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
         command(**given)
 
     order = [None, *get_args(Group)]
-    parameters.sort(key=lambda each: order.index(each.annotation.__metadata__[0].rich_help_panel))
+    parameters.sort(key=lambda each: order.index(_group(each)))
     run.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {each.name: each.annotation for each in parameters} | {"return": None}
     return run
+
+
+def _group(parameter: Parameter) -> str | None:
+    """The group of an option; None for an argument, and for the context."""
+    notes = getattr(parameter.annotation, "__metadata__", ())
+    return notes[0].rich_help_panel if notes else None
 
 
 def _field_options(config: type, only: Only | None = None) -> dict[str, Parameter]:

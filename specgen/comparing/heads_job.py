@@ -37,7 +37,7 @@ class DataSource:
     path: Path | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class HeadsJob:
     """``drafters`` one after another in the place of ``engine``'s, each on every data set.
 
