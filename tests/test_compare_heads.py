@@ -25,7 +25,7 @@ from specgen.comparing.heads_page import page
 from specgen.comparing.paper_table import exported
 from specgen.comparing.short_names import short_names
 from specgen.comparing.speed_rounds import PLAIN, RoundFile, Speeds
-from specgen.comparing.verdicts import verdicts
+from specgen.comparing.verdicts import leads, verdicts
 from specgen.config import EngineConfig, SamplingParams, UserError
 from specgen.events import Event, Finished, Submitted, Verified
 from specgen.report.report import fold
@@ -222,6 +222,19 @@ def test_a_sentence_says_who_leads_or_that_the_data_cannot_tell(tmp_path: Path) 
     (sentence,) = verdicts(compare_runs(read_runs([tmp_path / "a", tmp_path / "c"]), Speeds()))
     leader, other = ("a", "c") if pair.length.paired.difference < 0 else ("c", "a")
     assert sentence.startswith(f"mine: the data cannot tell {leader} from {other}, 0.")
+
+
+def test_a_head_that_drafts_in_some_steps_does_not_lead(tmp_path: Path) -> None:
+    paths = [a_run(tmp_path / head, head, simulated(share, 1)) for head, share in (("a", 0.4), ("b", 0.7))]
+    assert leads(compare_runs(read_runs(paths), Speeds()), "mine")
+    report = json.loads((paths[1] / "report.json").read_text())
+    report["num_steps_without_drafts"] = report["num_drafts"] * 3
+    (paths[1] / "report.json").write_text(json.dumps(report))
+    found = compare_runs(read_runs(paths), Speeds())
+    assert not leads(found, "mine")
+    (sentence,) = verdicts(found)
+    assert sentence.endswith("; b is judged by its steps with drafts, 25.0 % of all.")
+    assert "**" not in exported(found, "md")
 
 
 def test_several_data_sets_have_a_sentence_of_their_own(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 from specgen.comparing.head_figures import Comparison, HeadPair, told
-from specgen.display import between, p_value, plain
+from specgen.display import between, p_value, percent, plain
 
 
 def leader(found: Comparison, data: str) -> str:
@@ -12,9 +12,14 @@ def leader(found: Comparison, data: str) -> str:
 
 
 def leads(found: Comparison, data: str) -> bool:
-    """Whether the data tell the ``leader`` from every other head, of which there is one at least."""
+    """Whether the data tell the ``leader`` from every other head, of which there is one at least.
+
+    Not one that drafted in some steps only: in the others it gave one token, which its length leaves out.
+    """
     pairs = _against_leader(found, data)
-    return bool(pairs) and all(told(pair.length) and _gain(pair, leader(found, data)) > 0 for pair in pairs)
+    if not pairs or _without_drafts(found, data, leader(found, data)):
+        return False
+    return all(told(pair.length) and _gain(pair, leader(found, data)) > 0 for pair in pairs)
 
 
 def verdicts(found: Comparison) -> Iterator[str]:
@@ -52,6 +57,8 @@ def _verdict(found: Comparison, data: str) -> str:
     if others:
         each = _and([f"{_other(pair, first)}, {_difference(pair, first)}" for pair in others])
         parts.append(f"the data cannot tell {'it' if above else first} from {each}")
+    some = ((head, _without_drafts(found, data, head)) for head in _heads(found, data))
+    parts += [f"{head} is judged by its steps with drafts, {share}" for head, share in some if share]
     return "; ".join(parts) + "."
 
 
@@ -88,6 +95,14 @@ def _length(found: Comparison, data: str, head: str) -> float:
     run = found.runs.of(data, head)
     assert run is not None
     return float(run.report["mean_acceptance_length"])
+
+
+def _without_drafts(found: Comparison, data: str, head: str) -> str:
+    """``40.1 % of all``, the share of steps in which ``head`` drafted; empty if it did in all."""
+    run = found.runs.of(data, head)
+    assert run is not None
+    drafted, others = run.report["num_drafts"], run.report["num_steps_without_drafts"]
+    return f"{percent(drafted / (drafted + others))} of all" if others else ""
 
 
 def _against_leader(found: Comparison, data: str) -> list[HeadPair]:
