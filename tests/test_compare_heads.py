@@ -7,6 +7,7 @@ import re
 import shutil
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from specgen.bundled import data_directory, heads
 from specgen.checkpoints import checkpoint
 from specgen.cli import main as cli
 from specgen.cli.comparing import read_comparison
+from specgen.comparing import heads_job
 from specgen.comparing.finished_runs import read_runs
 from specgen.comparing.head_figures import Comparison, compare_runs
 from specgen.comparing.heads_job import DataSource, HeadsJob, HeadsRun
@@ -28,6 +30,7 @@ from specgen.comparing.speed_rounds import PLAIN, RoundFile, Speeds
 from specgen.comparing.verdicts import leads, verdicts
 from specgen.config import EngineConfig, SamplingParams, UserError
 from specgen.events import Event, Finished, Submitted, Verified
+from specgen.jobs import run as run_module
 from specgen.report.report import fold
 from specgen.rundir.interrupt import StoppedError
 from tests.jobs import Silent
@@ -427,6 +430,24 @@ def test_a_stopped_comparison_goes_on(compared: tuple[Path, list[str], str], tmp
             (path / "gsm8k" / head / "completions.jsonl").read_bytes() for path in (out, tmp_path / "whole")
         ]
         assert left[0] == left[1]
+
+
+def test_all_heads_see_the_date_of_the_first(
+    compared: tuple[Path, list[str], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    days = iter(f"2026-01-{day:02}" for day in range(1, 32))
+    dated = heads_job.resolve
+
+    def resolve_later(config: EngineConfig, checkpoints: Any) -> EngineConfig:
+        kwargs = config.template_kwargs.with_date(next(days))  # as of a template that writes the date
+        return replace(dated(config, checkpoints), chat_template_kwargs=kwargs)
+
+    monkeypatch.setattr(run_module, "resolve", resolve_later)
+    job = a_job(compared[0].parent / "test.jsonl", repeats=0)
+    at_work(job, tmp_path, Stop(1 << 30))
+    runs = read_comparison([tmp_path]).runs.runs
+    first, second = (run.manifest["engine"]["chat_template_kwargs"]["strftime_now"] for run in runs)
+    assert first == second
 
 
 def test_heads_can_be_added(compared: tuple[Path, list[str], str], tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ def of_heads(found: Comparison) -> Iterator[Part]:
     """What the terminal shows of a comparison."""
     yield heading(settings(found))
     yield "\n".join(f"{head}  {from_here(path)}" for head, path in _paths(found).items())
-    yield from notes(found)
+    yield "\n".join(notes(found))
     yield from tables(found)
     yield "\n".join(verdicts(found))
     yield definitions(terms(found))
@@ -70,7 +70,8 @@ def notes(found: Comparison) -> Iterator[str]:
             steps = f"{count(without)} of {count(without + run.report['num_drafts'])} steps"
             yield f"{run.head} on {run.data}: {steps} had no drafts; its length leaves them out."
         if failed := run.report["num_errors"]:
-            yield f"{run.head} on {run.data}: {count(failed)} requests failed; they are in no number."
+            requests = f"{count(failed)} of {count(failed + run.report['num_requests'])} requests"
+            yield f"{run.head} on {run.data}: {requests} failed, which are in no number: see its errors.jsonl."
 
 
 def terms(found: Comparison) -> list[tuple[str, str]]:
