@@ -37,6 +37,12 @@ def pair(model: str | None, drafter: str | None, length: DraftLength) -> tuple[s
     return model, drafter
 
 
+def heads() -> tuple[str, ...]:
+    """The heads that are bundled for the bundled target."""
+    demo = data_directory() / "demo"
+    return tuple(str(demo / name) for name in ("drafter", "drafter-two-layers", "drafter-eagle1"))
+
+
 def _directory(name: str) -> Path:
     for directory in (_PACKAGE / name, _PACKAGE.parent / name):
         if directory.is_dir():

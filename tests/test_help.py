@@ -11,7 +11,7 @@ from specgen import __version__
 from specgen.cli import main as cli
 
 COMMANDS = (
-    *(("generate",), ("report",), ("merge",), ("verify",), ("eval",), ("tune",), ("inspect",)),
+    *(("generate",), ("report",), ("compare",), ("merge",), ("verify",), ("eval",), ("tune",), ("inspect",)),
     *(("bench", "kernels"), ("bench", "experts"), ("bench", "throughput"), ("bench", "step")),
 )
 

@@ -31,6 +31,7 @@ ORDER = (
     "jobs",
     "evaluation",
     "bench",
+    "comparing",
     "cli",
 )
 DOORS = {"__init__", "__main__"}  # of specgen: they import what is behind them
@@ -71,6 +72,7 @@ LIGHT = (
     "core.spec_length",
     "evaluation.audit_table",
     "bench.output",
+    "comparing.paper_table",
 )  # a package stands for all its modules
 
 

@@ -74,14 +74,24 @@ def load_target(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device
 
 def load_drafter(checkpoint: Checkpoint, target: Target) -> Head:
     """The head on the device and in the dtype of its target; ``UserError`` also where the two do not fit."""
-    config = drafter_config(checkpoint, target.config.num_layers)
-    for reason in misfits(target.config, config):
-        raise UserError(f"{checkpoint.name} cannot draft for this target: {reason}")
+    config = _fitting_config(checkpoint, target.config)
     ids = draft_to_target(checkpoint, config)
     if target.device.type != "meta":  # a pair without weights still knows its vocabularies
         ids = ids.to(target.device)
     reader = TensorReader(checkpoint=checkpoint, dtype=target.dtype, device=target.device)
     return build_head(config, reader, target, ids)
+
+
+def check_fit(target: Checkpoint, head: Checkpoint) -> None:
+    """``UserError`` where ``head`` does not fit ``target``, from their headers."""
+    _fitting_config(head, target_config(target))
+
+
+def _fitting_config(checkpoint: Checkpoint, target: TargetConfig) -> HeadConfig:
+    config = drafter_config(checkpoint, target.num_layers)
+    for reason in misfits(target, config):
+        raise UserError(f"{checkpoint.name} cannot draft for this target: {reason}")
+    return config
 
 
 def build_target(config: TargetConfig, reader: TensorReader) -> Target:

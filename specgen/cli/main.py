@@ -11,6 +11,7 @@ import typer
 
 from specgen import __version__
 from specgen.cli import bench
+from specgen.cli.comparing import compare
 from specgen.cli.evaluating import evaluate
 from specgen.cli.generating import generate
 from specgen.cli.help import Command, Commands
@@ -74,7 +75,7 @@ def _of_all_commands(
     """The options before a command; ``--version`` has ended by now."""
 
 
-for command in (generate, report, merge, verify):
+for command in (generate, report, compare, merge, verify):
     app.command(cls=Command)(command)
 app.command(name="eval", cls=Command)(evaluate)
 for command in (tune, inspect):

@@ -52,10 +52,13 @@ _CONFIG = Annotated[
 
 @dataclass(frozen=True)
 class Only:
-    """The fields of a configuration that are options of a command; without it, all that can be."""
+    """The fields of a configuration that are options of a command; without it, all that can be.
+
+    ``defaults`` are the command's, instead of the fields'; a field that is no option has its value from there.
+    """
 
     names: str
-    defaults: Mapping[str, Any] = field(default_factory=dict)  # of the command, instead of the fields'
+    defaults: Mapping[str, Any] = field(default_factory=dict)
 
 
 def with_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -65,6 +68,7 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
     """
     parameters: list[Parameter] = []
     configs: dict[str, tuple[type, dict[str, str]]] = {}  # by parameter: type, and the option of each field
+    fixed: dict[str, dict[str, Any]] = {}  # by parameter: the values of fields that are no options
     hints = get_type_hints(command, include_extras=True)
     for name, parameter in signature(command).parameters.items():
         kind, *notes = get_args(hints[name]) if get_origin(hints[name]) is Annotated else (hints[name],)
@@ -72,6 +76,8 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
             assert isinstance(kind, type)
             options = _field_options(kind, *notes)
             configs[name] = kind, {field: each.name for field, each in options.items()}
+            only = next((note for note in notes if isinstance(note, Only)), Only(""))
+            fixed[name] = {field: value for field, value in only.defaults.items() if field not in options}
             parameters += options.values()
         elif isinstance(parameter.default, Field):
             parameters.append(_option(name, kind, parameter.default.default, parameter.default.metadata))
@@ -81,7 +87,8 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
     @wraps(command)
     def run(config: None = None, **given: Any) -> None:  # noqa: ANN401
         for name, (kind, options) in configs.items():
-            given[name] = _configuration(kind, {field: given.pop(name) for field, name in options.items()})
+            asked = {field: given.pop(name) for field, name in options.items()}
+            given[name] = _configuration(kind, fixed[name] | asked)
         command(**given)
 
     order = [None, *get_args(Group)]

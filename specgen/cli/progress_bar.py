@@ -13,15 +13,17 @@ QUIET = option(False, "Results", "No progress, sample answers or hints: results,
 _BETWEEN = 10.0  # seconds between two lines
 
 
-def progress(quiet: bool) -> Progress:
-    """The one for stderr as it is; with ``quiet`` only warnings."""
-    if quiet:
-        return Warnings()
-    return ProgressBar() if sys.stderr.isatty() else ProgressLines()
+def progress(quiet: bool, name: str | None = None) -> Progress:
+    """The one for stderr as it is; with ``quiet`` only warnings. ``name`` stands for whatever starts."""
+    kind = Warnings if quiet else ProgressBar if sys.stderr.isatty() else ProgressLines
+    return kind(name)
 
 
 class Warnings:
     """A ``Progress`` that shows warnings and shortages of memory alone."""
+
+    def __init__(self, name: str | None = None) -> None:
+        self._name = name
 
     def warn(self, sentence: str) -> None:
         self._say(f"specgen: warning: {sentence}")
@@ -59,7 +61,7 @@ class ProgressLines(Warnings):
         )
 
     def start(self, what: str, tally: Tally, num_requests: int, num_done: int = 0) -> None:
-        self._what, self._tally, self._total = what, tally, num_requests
+        self._what, self._tally, self._total = self._name or what, tally, num_requests
         self._done = self._first = num_done
         self._began = time.monotonic()
         self._show()
@@ -101,7 +103,12 @@ class ProgressBar(ProgressLines):
 
         self._tally = tally
         self._bar = tqdm(
-            total=num_requests, initial=num_done, desc=what, unit="req", dynamic_ncols=True, disable=False
+            total=num_requests,
+            initial=num_done,
+            desc=self._name or what,
+            unit="req",
+            dynamic_ncols=True,
+            disable=False,
         )
 
     def advance(self) -> None:

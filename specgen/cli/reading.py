@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from specgen.cli.comparing import print_comparison, read_comparison
 from specgen.cli.options import AS_JSON, FORMAT, with_options
 from specgen.cli.printing import print_notes_and_exit, print_parts, print_result
 from specgen.config import FormatName, parse_bytes, require
@@ -26,7 +27,7 @@ def report(
     directories: Annotated[
         list[Path],
         typer.Argument(
-            help="Directories of runs (several are compared), of an evaluation or a bench.",
+            help="Directories of runs (several are set side by side), of a comparison, an evaluation or a bench.",
             show_default=False,
         ),
     ],
@@ -42,12 +43,16 @@ def report(
 
     Of a run that was stopped or still goes on it is the report of what it has so far.
     """
+    from specgen.comparing.finished_runs import is_comparison
     from specgen.report.other_directories import arms, benches, evaluation_note
     from specgen.report.tables import of_run
     from specgen.report.unfinished import load_so_far
 
     if against is None and len(directories) == 1 and (documents := benches(directories[0])):
         _print_benches(documents, as_json)
+        return
+    if against is None and len(directories) == 1 and is_comparison(directories[0]):
+        print_comparison(read_comparison(directories), None, as_json)
         return
     runs = [(str(arm), *load_so_far(arm)) for directory in directories for arm in arms(directory)]
     name, numbers, manifest = runs[0]

@@ -1,7 +1,7 @@
 """A model pair in memory: its checkpoints opened once, its weights and tokenizer loaded."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -70,3 +70,26 @@ def _load(config: EngineConfig, checkpoints: Checkpoints, device: torch.device) 
     if config.head is not None:
         head = load_drafter(checkpoints["drafter"], target)
     return Models(target=target, head=head, tokenizer=tokenizer, checkpoints=checkpoints)
+
+
+@dataclass
+class OneTarget:
+    """Loads pairs over one target, whose weights are read once; a head stays in memory beside those before it."""
+
+    _first: Models | None = None
+    _heads: dict[str, Head] = field(default_factory=dict)
+
+    def load(self, config: EngineConfig, checkpoints: Checkpoints) -> Models:
+        """As ``load_models``, for configurations of one model, device and number format."""
+        if self._first is None:
+            self._first = load_models(config, checkpoints)
+            if config.head is not None and self._first.head is not None:
+                self._heads[config.head] = self._first.head
+        if config.head is not None and config.head not in self._heads:
+            self._heads[config.head] = load_drafter(checkpoints["drafter"], self._first.target)
+        return replace(
+            self._first,
+            head=None if config.head is None else self._heads[config.head],
+            tokenizer=self._first.tokenizer.with_template_kwargs(config.template_kwargs),
+            checkpoints=checkpoints,
+        )

@@ -10,7 +10,14 @@ from specgen.core.engine_core import never_stop
 from specgen.decoding.sampling import most_demanding
 from specgen.engine.choices import resolve
 from specgen.engine.engine import Engine
-from specgen.engine.loading import Checkpoints, Models, load_chat_tokenizer, load_models, open_checkpoints
+from specgen.engine.loading import (
+    Checkpoints,
+    Models,
+    OneTarget,
+    load_chat_tokenizer,
+    load_models,
+    open_checkpoints,
+)
 from specgen.engine.request_output import RequestOutput
 from specgen.events import Event
 from specgen.jobs.job import Job, job_manifest, without_effect
@@ -37,7 +44,11 @@ class TooManyFailuresError(Exception):
 
 
 def run(
-    job: Job, output: Path | None, progress: Progress, until: Callable[[], bool] = never_stop
+    job: Job,
+    output: Path | None,
+    progress: Progress,
+    until: Callable[[], bool] = never_stop,
+    shared: OneTarget | None = None,
 ) -> RunResult:
     """Run or resume ``job`` in the directory ``output`` (None: no files are kept).
 
@@ -87,6 +98,7 @@ def run(
                     progress=progress,
                     status=status,
                     until=until,
+                    load=load_models if shared is None else shared.load,
                 )
                 status.finish(write_report(path, work.answer(config, path)))
         export(path, job.format)
@@ -104,6 +116,7 @@ class _Work:
     progress: Progress
     status: Status
     until: Callable[[], bool]
+    load: Callable[[EngineConfig, Checkpoints], Models]
     models: Models | None = None  # once an engine has loaded them
 
     def answer(self, config: EngineConfig, path: Path) -> Path | None:
@@ -162,7 +175,7 @@ class _Work:
         if self.job.cluster is not None:
             return RayEngine(config=config, cluster=self.job.cluster, record=record, expected=expected)
         if self.models is None:
-            self.models = load_models(config, self.checkpoints)
+            self.models = self.load(config, self.checkpoints)
         return Engine(config, record=record, models=self.models, expected=expected)
 
     def _keep(self, output: RequestOutput, files: RunDirectory) -> None:

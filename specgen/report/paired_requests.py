@@ -5,12 +5,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import accumulate
 from pathlib import Path
+from sys import intern
 from typing import Any
 
 from specgen.config import UserError, first_line
 from specgen.report.intervals import PairedRatio, holm, paired_ratio
 
 LENGTH = "mean acceptance length"
+POSITION = "acceptance at token "
 _NO_STEPS = {
     "acceptance_histogram": [0],
     "num_draft_tokens": 0,
@@ -26,6 +28,18 @@ class PairedFigure:
     first: float  # of the first run
     paired: PairedRatio
     p: float | None
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "figure": self.figure,
+            "ours": self.ours,
+            "first": self.first,
+            "num_requests": self.paired.num_groups,
+            "difference": self.paired.difference,
+            "ci95": self.paired.interval,
+            "p": self.paired.p,
+            "p_holm": self.p,
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,111 +60,132 @@ class SharedRequests:
         return all(each.paired.difference == 0 and each.paired.interval is None for each in self.figures)
 
     def to_json(self) -> dict[str, Any]:
-        figures = [
-            {
-                "figure": each.figure,
-                "ours": each.ours,
-                "first": each.first,
-                "num_requests": each.paired.num_groups,
-                "difference": each.paired.difference,
-                "ci95": each.paired.interval,
-                "p": each.paired.p,
-                "p_holm": each.p,
-            }
-            for each in self.figures
-        ]
-        return asdict(self) | {"figures": figures}
+        return asdict(self) | {"figures": [each.to_json() for each in self.figures]}
 
 
 @dataclass(frozen=True, slots=True)
-class _Answer:
-    """What is kept of a row: hashes of its texts, and its steps with drafts."""
+class Answer:
+    """What is kept of a row: its id, hashes of its texts, and its steps with drafts."""
 
+    name: str
     prompt: int
     tokens: int
     num_steps: int
     accepted: tuple[int, ...]  # [K]: steps that accepted more than i drafts
     whole: bool  # every step drafted K tokens
+    category: str | None
+
+    @property
+    def length(self) -> float:
+        """The mean acceptance length of the request, which has steps."""
+        return 1 + sum(self.accepted) / self.num_steps
+
+
+Answers = Mapping[str, Answer]  # of a run, by id
+Pair = tuple[Answer, Answer]  # of one request, ours and the first run's
+Figures = Sequence[tuple[str, PairedRatio]]  # by name
 
 
 def shared_requests(directories: Sequence[Path]) -> tuple[SharedRequests, ...]:
     """The requests of each directory but the first that the first has too; a run without rows shares none."""
     if len(directories) < 2:
         return ()
-    first = dict(_answers(directories[0]))
-    found = []
-    for directory in directories[1:]:
-        ours = _answers(directory) if first else ()
-        pairs = [
-            (answer, first[name])
-            for name, answer in ours
-            if name in first and first[name].prompt == answer.prompt
-        ]
-        identical = sum(answer.tokens == other.tokens for answer, other in pairs)
-        found.append((len(pairs), identical, list(_figures(pairs))))
-    corrected = iter(holm([paired.p for _, _, figures in found for _, paired in figures]))
+    first = read_answers(directories[0])
+    found = [pair_up(read_answers(directory) if first else {}, first) for directory in directories[1:]]
+    figures = corrected([list(paired_figures(pairs)) for pairs in found])
     return tuple(
-        SharedRequests(
-            num_requests=number,
-            num_identical=identical,
-            figures=tuple(_figure(name, paired, next(corrected)) for name, paired in figures),
-        )
-        for number, identical, figures in found
+        SharedRequests(num_requests=len(pairs), num_identical=num_identical(pairs), figures=each)
+        for pairs, each in zip(found, figures, strict=True)
     )
 
 
+def pair_up(ours: Answers, first: Answers) -> list[Pair]:
+    """The requests of both: the same id and prompt."""
+    return [
+        (answer, first[name])
+        for name, answer in ours.items()
+        if name in first and first[name].prompt == answer.prompt
+    ]
+
+
+def num_identical(pairs: Sequence[Pair]) -> int:
+    """How many have the same tokens in both runs."""
+    return sum(ours.tokens == first.tokens for ours, first in pairs)
+
+
+def corrected(families: Sequence[Figures]) -> list[tuple[PairedFigure, ...]]:
+    """``families`` with their p corrected by Holm's method over all figures of all of them."""
+    tests = iter(holm([paired.p for figures in families for _, paired in figures]))
+    return [tuple(_figure(name, paired, next(tests)) for name, paired in figures) for figures in families]
+
+
 def _figure(name: str, paired: PairedRatio, p: float | None) -> PairedFigure:
-    tokens = 1 if name == LENGTH else 0  # the target's own
+    tokens = 0 if name.startswith(POSITION) else 1  # the target's own
     return PairedFigure(
         figure=name, ours=paired.rate + tokens, first=paired.other_rate + tokens, paired=paired, p=p
     )
 
 
-def _figures(pairs: Sequence[tuple[_Answer, _Answer]]) -> Iterator[tuple[str, PairedRatio]]:
-    drafted = [(ours, first) for ours, first in pairs if ours.num_steps and first.num_steps]
-    if not drafted:
-        return
-    yield (
-        LENGTH,
-        paired_ratio(
-            [
-                (sum(ours.accepted), ours.num_steps, sum(first.accepted), first.num_steps)
-                for ours, first in drafted
-            ]
-        ),
-    )
+def paired_figures(pairs: Sequence[Pair]) -> Iterator[tuple[str, PairedRatio]]:
+    """The mean acceptance length, then acceptance by position where it can be told."""
+    if (length := paired_length(pairs)) is not None:
+        yield LENGTH, length
+        yield from _positions(with_drafts(pairs))
+
+
+def with_drafts(pairs: Sequence[Pair]) -> list[Pair]:
+    """Those with drafts in both runs."""
+    return [(ours, first) for ours, first in pairs if ours.num_steps and first.num_steps]
+
+
+def paired_length(pairs: Sequence[Pair]) -> PairedRatio | None:
+    """Accepted drafts per step; None if no request has drafts in both runs."""
+    rows = [
+        (sum(ours.accepted), ours.num_steps, sum(first.accepted), first.num_steps)
+        for ours, first in with_drafts(pairs)
+    ]
+    return paired_ratio(rows) if rows else None
+
+
+def _positions(drafted: Sequence[Pair]) -> Iterator[tuple[str, PairedRatio]]:
     if not all(ours.whole and first.whole for ours, first in drafted):
         return
     for i in range(min(len(answer.accepted) for pair in drafted for answer in pair)):
         rows = [
             (ours.accepted[i], ours.num_steps, first.accepted[i], first.num_steps) for ours, first in drafted
         ]
-        yield f"acceptance at token {i}", paired_ratio(rows)
+        yield f"{POSITION}{i}", paired_ratio(rows)
 
 
-def _answers(directory: Path) -> Iterator[tuple[str, _Answer]]:
-    """The rows of ``completions.jsonl`` by id, without a torn last line."""
+def read_answers(directory: Path) -> dict[str, Answer]:
+    """The rows of ``completions.jsonl`` by id, without a torn last line; none without the file."""
     path = directory / "completions.jsonl"
     if not path.is_file():
-        return
+        return {}
     with path.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            if line.endswith(b"\n"):
-                yield _read(line, f"{path} line {number}")
+        found = (
+            _read(line, f"{path} line {number}")
+            for number, line in enumerate(lines, start=1)
+            if line.endswith(b"\n")
+        )
+        return {answer.name: answer for answer in found}
 
 
-def _read(line: bytes, where: str) -> tuple[str, _Answer]:
+def _read(line: bytes, where: str) -> Answer:
     try:
         row: Mapping[str, Any] = json.loads(line)
         metrics = row.get("metrics", _NO_STEPS)
         steps = metrics["acceptance_histogram"]
         at_least = tuple(accumulate(reversed(steps)))  # [K + 1]: steps with K, K - 1, ... or more accepted
-        return str(row["id"]), _Answer(
+        category = row.get("category")
+        return Answer(
+            name=str(row["id"]),
             prompt=hash(row.get("prompt")),
             tokens=hash(tuple(row.get("token_ids", ()))),
             num_steps=at_least[-1],
             accepted=at_least[-2::-1],
             whole=metrics["num_draft_tokens"] == at_least[-1] * (len(steps) - 1),
+            category=None if category is None else intern(str(category)),
         )
     except (ValueError, KeyError, TypeError, IndexError) as error:
         raise UserError(

@@ -1,0 +1,186 @@
+"""``specgen compare``: heads against heads, run here or from finished directories."""
+
+import json
+import sys
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from specgen.bundled import heads, pair
+from specgen.cli.config_file import repeating
+from specgen.cli.generating import KEPT_NOWHERE, RESUMES
+from specgen.cli.options import NUM_PROMPTS, Only, with_options
+from specgen.cli.printing import print_files, print_parts
+from specgen.cli.progress_bar import QUIET, progress
+from specgen.config import EngineConfig, ExportName, SamplingParams, option, require
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from specgen.comparing.head_figures import Comparison
+    from specgen.comparing.heads_job import DataSource, HeadsJob
+
+_ENGINE = Only(
+    "model chat_template_kwargs num_spec_tokens drafter_batch draft_sampling max_batch_size max_prefill_tokens "
+    "kv_memory device dtype attention cuda_graphs gpu_memory_utilization prefix_cache",
+    {"drafter": "ngram"},  # each of --drafter takes its place
+)
+_OF_READING = {"directories", "export", "as_json"}
+_DIRECTORIES = typer.Argument(
+    help="Finished runs of `specgen generate`, or the directory of a comparison, instead of running anything.",
+    show_default=False,
+)
+
+
+@with_options
+def compare(
+    ctx: typer.Context,
+    *,
+    directories: Annotated[list[Path] | None, _DIRECTORIES] = None,
+    engine: Annotated[EngineConfig, _ENGINE],
+    drafter: list[str] | None = option(
+        None,
+        "Models",
+        "A head, or ngram[:N], as for generate; once for every one to compare.",
+        shown="the bundled heads",
+    ),
+    sampling: SamplingParams,
+    dataset: str = option(
+        "bundled",
+        "Prompts",
+        "Data sets as for generate, comma-separated, such as mt-bench,gsm8k,mine.jsonl; NAME=PATH reads a named one "
+        "from that file or directory instead of the hub.",
+    ),
+    num_prompts: int | None = NUM_PROMPTS,
+    repeats: int = option(
+        3,
+        "Results",
+        "Rounds of speeds: in each one every head and plain decoding answer all prompts in turn. 0: no speeds.",
+    ),
+    output: Path | None = option(
+        None,
+        "Results",
+        "Directory for comparison.json, compare.html and a run directory for every head and data set. An earlier "
+        "comparison there is resumed; heads and data sets can be added.",
+    ),
+    export: ExportName | None = option(
+        None, "Results", "Print a table for a paper, or as CSV all figures, instead of the comparison."
+    ),
+    as_json: bool = option(False, "Results", "Print the comparison as one JSON document.", name="json"),
+    quiet: bool = QUIET,
+) -> None:
+    """Compare heads on the same prompts: acceptance lengths, differences paired by request, speeds taken in turns.
+
+    The target is loaded once. Runs that differ in more than head and data set are refused. With --output, running a
+    stopped command again resumes it. Exit code 3 if a request failed.
+    """
+    require(export is None or not as_json, "export and json are both given: choose one")
+    if directories:
+        _require_only_read(ctx)
+        found = read_comparison(directories)
+    else:
+        from specgen.comparing.heads_job import HeadsJob  # imports torch
+
+        drafters = _drafters(engine, drafter or [])
+        job = HeadsJob(engine, drafters, sampling, _sources(dataset), num_prompts, repeats)
+        found = _run(job, output, repeating(ctx), quiet)
+    print_comparison(found, export, as_json)
+    if output is not None:
+        print_files(output, "compare.html")
+    if any(run.report["num_errors"] for run in found.runs.runs):
+        raise typer.Exit(3)
+
+
+def _require_only_read(ctx: typer.Context) -> None:
+    """``UserError`` for options that have no effect on finished runs."""
+    given = [
+        name.replace("_", "-")
+        for name in ctx.params
+        if name not in _OF_READING and getattr(ctx.get_parameter_source(name), "name", "") == "COMMANDLINE"
+    ]
+    verb = "is" if len(given) == 1 else "are"
+    require(
+        not given,
+        f"{', '.join(given)} {verb} given with directories, whose runs have finished: leave either out",
+    )
+
+
+def _drafters(engine: EngineConfig, given: "Sequence[str]") -> tuple[str, ...]:
+    """The drafters as given, or those bundled for the bundled target."""
+    bundled = engine.model == pair(None, None, engine.draft_length)[0]
+    require(
+        bool(given) or bundled, f"model {engine.model!r} has no drafter to compare: name each with --drafter"
+    )
+    return tuple(given) or heads()
+
+
+def _sources(text: str) -> "tuple[DataSource, ...]":
+    """The data sets of ``a,b=PATH``; an existing file may have = in its name."""
+    from specgen.comparing.heads_job import DataSource
+
+    found = []
+    for part in text.split(","):
+        name, equals, path = part.strip().partition("=")
+        if Path(part.strip()).exists():
+            name, equals, path = part.strip(), "", ""
+        require(
+            bool(name) and bool(path) == bool(equals),
+            f"dataset is {text!r}: write names or files with commas between them, such as mt-bench,gsm8k=FILE",
+        )
+        found.append(DataSource(dataset=name, path=Path(path) if path else None))
+    return tuple(found)
+
+
+def _run(job: "HeadsJob", output: Path | None, config: str, quiet: bool) -> "Comparison":
+    """Run or resume ``job``; if it ends early, say so and exit."""
+    from specgen.comparing.finished_runs import PLAN
+    from specgen.comparing.head_figures import compare_runs
+    from specgen.comparing.heads_job import HeadsRun
+    from specgen.comparing.heads_page import write_comparison
+    from specgen.core.endings import DeviceLost
+    from specgen.rundir.atomic import write_text
+    from specgen.rundir.interrupt import StoppedError, interruptible
+    from specgen.rundir.results import directory
+
+    job.check()
+    remedy = KEPT_NOWHERE if output is None else RESUMES
+    with interruptible() as interrupt, directory(output, PLAN) as path:
+        try:
+            run = HeadsRun(job, path, partial(progress, quiet), interrupt)
+            write_text(path / "config.yaml", config)
+            runs = run.generate()
+            found = compare_runs(runs, run.measure(runs))
+        except StoppedError as stopped:
+            print(f"specgen: {stopped}; {remedy}", file=sys.stderr)
+            raise typer.Exit(interrupt.exit_code) from None
+        except DeviceLost as lost:
+            print(f"specgen: {lost}; {remedy}", file=sys.stderr)
+            raise typer.Exit(1) from None
+        write_comparison(found, path)
+    return found
+
+
+def read_comparison(directories: "Sequence[Path]") -> "Comparison":
+    """The comparison of finished runs, and the speeds of a comparison's directory."""
+    from specgen.comparing.finished_runs import read_runs, read_speeds, run_directories
+    from specgen.comparing.head_figures import compare_runs
+    from specgen.comparing.speed_rounds import Speeds
+
+    runs = [run for directory in directories for run in run_directories(directory)]
+    speeds = read_speeds(directories[0]) if len(directories) == 1 else Speeds()
+    return compare_runs(read_runs(runs), speeds)
+
+
+def print_comparison(found: "Comparison", export: ExportName | None, as_json: bool) -> None:
+    """Print it as tables and sentences, in the format ``export``, or as one JSON document."""
+    from specgen.comparing.heads_tables import of_heads
+    from specgen.comparing.paper_table import exported
+
+    if as_json:
+        print(json.dumps(found.to_json()))
+    elif export is not None:
+        print(exported(found, export), end="")
+    else:
+        print_parts(of_heads(found), sys.stdout)

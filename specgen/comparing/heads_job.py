@@ -1,0 +1,201 @@
+"""``specgen compare`` over heads and data sets: a run of `specgen generate` for every two, then rounds of speeds."""
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from specgen.checkpoints.checkpoint import check_fit
+from specgen.comparing.finished_runs import PLAN, HeadRuns, read_runs
+from specgen.comparing.interleaved import Turns
+from specgen.comparing.short_names import as_directory, short_names
+from specgen.comparing.speed_rounds import FILE, LEAST_ROUNDS, PLAIN, RoundFile, Speeds
+from specgen.config import EngineConfig, SamplingParams, UserError, ngram_length, require
+from specgen.device import choose_device
+from specgen.engine.choices import resolve
+from specgen.engine.loading import OneTarget, open_checkpoints
+from specgen.jobs.job import Job
+from specgen.jobs.run import run
+from specgen.json_fields import load_json
+from specgen.prompts import open_prompts
+from specgen.prompts.load import STDIN
+from specgen.rundir.atomic import write_json
+from specgen.rundir.interrupt import StoppedError
+from specgen.rundir.progress import Progress
+from specgen.rundir.provenance import now
+from specgen.template_kwargs import PINNED_DATE
+
+_REMEDY = "remove the directory, or name another"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataSource:
+    """A data set as `specgen generate` names it, and for a known one its file (None: from the hub)."""
+
+    dataset: str
+    path: Path | None = None
+
+
+@dataclass(frozen=True)
+class HeadsJob:
+    """``drafters`` one after another in the place of ``engine``'s, each on every data set.
+
+    ``repeats`` is the number of rounds of speeds; 0 for none.
+    """
+
+    engine: EngineConfig
+    drafters: tuple[str, ...]
+    sampling: SamplingParams
+    data: tuple[DataSource, ...]
+    num_prompts: int | None  # of each data set
+    repeats: int
+
+    def __post_init__(self) -> None:
+        require(
+            self.repeats == 0 or self.repeats >= LEAST_ROUNDS,
+            f"repeats is {self.repeats}: one run has no spread, so it gets no ratio; use {LEAST_ROUNDS} or more, "
+            "or 0 for no speeds",
+        )
+        require(
+            self.engine.draft_length.most >= 1,
+            "num-spec-tokens is 0, which leaves nothing to compare: use 1 to 16",
+        )
+        require(
+            not self.engine.draft_length.auto,
+            "num-spec-tokens is auto, so every head would draft another number of tokens: use 1 to 16",
+        )
+        require(
+            all(each.dataset != STDIN for each in self.data),
+            "dataset is -, but standard input can be read only once: write it to a file",
+        )
+        drafters = [
+            each if ngram_length(each) is None else f"ngram:{ngram_length(each)}" for each in self.drafters
+        ]
+        object.__setattr__(self, "drafters", tuple(drafters))
+        for what, names in (("drafter", drafters), ("dataset", [each.dataset for each in self.data])):
+            twice = [name for name in names if names.count(name) > 1]
+            require(not twice, f"{what} {twice[:1] and twice[0]!r} is given twice: leave one out")
+
+    @property
+    def heads(self) -> Mapping[str, str]:
+        """The drafters by short name."""
+        return {name: drafter for drafter, name in short_names(self.drafters).items()}
+
+    @property
+    def sources(self) -> Mapping[str, DataSource]:
+        """The data sets by short name."""
+        return dict(zip(short_names(each.dataset for each in self.data).values(), self.data, strict=True))
+
+    def job(self, source: DataSource, drafter: str) -> Job:
+        """The run of ``drafter`` on ``source``."""
+        return Job(
+            engine=replace(self.engine, drafter=drafter),
+            sampling=self.sampling,
+            dataset=source.dataset,
+            data_path=source.path,
+            num_prompts=self.num_prompts,
+            baseline=False,
+        )
+
+    def check(self) -> None:
+        """``UserError`` for what would end the comparison after its first runs."""
+        for source in self.data:
+            open_prompts(source.dataset, data_path=source.path, num_prompts=self.num_prompts)
+        for drafter in self.drafters:
+            try:
+                self._check_head(replace(self.engine, drafter=drafter))
+            except UserError as error:
+                named = str(error).startswith(drafter)
+                raise UserError(str(error) if named else f"{drafter}: {error}") from error
+
+    def _check_head(self, config: EngineConfig) -> None:
+        checkpoints = open_checkpoints(config)
+        if config.head is not None:
+            check_fit(checkpoints["model"], checkpoints["drafter"])
+        resolve(config, checkpoints)
+
+
+def directory_of(path: Path, data: str, head: str) -> Path:
+    """The run directory of ``head`` on ``data`` in the comparison's directory ``path``."""
+    return path / as_directory(data) / as_directory(head)
+
+
+class HeadsRun:
+    """A job at work in the directory ``path``, which holds what an earlier command has done of it.
+
+    ``progress`` makes the display of one run from its name. Once ``until`` is true a method ends with ``StoppedError``;
+    runs and rounds that are done are kept.
+    """
+
+    def __init__(
+        self, job: HeadsJob, path: Path, progress: Callable[[str], Progress], until: Callable[[], bool]
+    ) -> None:
+        self._job, self._path, self._progress, self._until = job, path, progress, until
+        self._target = OneTarget()
+        path.mkdir(parents=True, exist_ok=True)
+        earlier = load_json(path / PLAN, _REMEDY) if (path / PLAN).exists() else {}
+        self._write_plan(earlier.get("under", {}))  # before the first run, as it makes the directory ours
+
+    def generate(self) -> HeadRuns:
+        """Every head on every data set; one after another, as by `specgen generate`."""
+        pairs = [(data, head) for data in self._job.sources for head in self._job.heads]
+        for done, (data, head) in enumerate(pairs):
+            if self._until():
+                raise StoppedError(f"interrupted with {done} of {len(pairs)} runs done")
+            name = f"{head} on {data} ({done + 1} of {len(pairs)})"
+            output = directory_of(self._path, data, head)
+            run(self._one(data, head), output, self._progress(name), self._until, self._target)
+        return read_runs([directory_of(self._path, data, head) for data, head in pairs])
+
+    def _one(self, data: str, head: str) -> Job:
+        """The run of ``head``, with the date in its prompts that the first head's have."""
+        job = self._job.job(self._job.sources[data], self._job.heads[head])
+        first = directory_of(self._path, data, next(iter(self._job.heads))) / "manifest.json"
+        if not first.exists():
+            return job
+        kwargs = load_json(first, _REMEDY)["engine"]["chat_template_kwargs"]
+        dated = kwargs if PINNED_DATE in kwargs else job.engine.chat_template_kwargs
+        return replace(job, engine=replace(job.engine, chat_template_kwargs=dated))
+
+    def measure(self, runs: HeadRuns) -> Speeds:
+        """The rounds of speeds that are missing, data set by data set; the plan is written before."""
+        under = {data: self._conditions(runs, data) for data in runs.data}
+        self._write_plan(under)
+        rounds = RoundFile(self._path / FILE, under)
+        for data, source in self._job.sources.items():
+            done = len(rounds.speeds().rounds.get(data, ()))
+            if done < self._job.repeats:
+                prompts = open_prompts(
+                    source.dataset, data_path=source.path, num_prompts=self._job.num_prompts
+                )
+                turns = Turns(self._arms(data), list(prompts), self._job.sampling, self._target, self._until)
+                for number in range(done, self._job.repeats):
+                    name = f"speeds on {data}, round {number + 1} of {self._job.repeats}"
+                    rounds.add(data, turns.round(self._progress(name)))
+                del turns  # the next engines need its memory
+        return rounds.speeds()
+
+    def _arms(self, data: str) -> dict[str, EngineConfig]:
+        heads = {head: self._one(data, head).engine for head in self._job.heads}
+        return {PLAIN: next(iter(heads.values())).plain(), **heads}
+
+    def _conditions(self, runs: HeadRuns, data: str) -> str:
+        """A digest of what speeds on ``data`` depend on."""
+        configs = {
+            name: resolve(config, open_checkpoints(config)) for name, config in self._arms(data).items()
+        }
+        manifests = [run.manifest for run in runs.runs if run.data == data]
+        found = [
+            {name: config.to_json() for name, config in configs.items()},
+            [[each[name] for name in ("fingerprints", "sampling", "data")] for each in manifests],
+            {**now(next(iter(configs.values())).device), "created": "", "argv": []},
+        ]
+        return hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()[:16]
+
+    def _write_plan(self, under: Mapping[str, str]) -> None:
+        directories = [
+            str(directory_of(Path(), data, head)) for data in self._job.sources for head in self._job.heads
+        ]
+        device = str(choose_device(self._job.engine.device))
+        write_json(self._path / PLAN, {**now(device), "runs": directories, "under": dict(under)})

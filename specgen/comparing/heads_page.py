@@ -1,0 +1,152 @@
+"""``comparison.json`` and ``compare.html`` of a comparison."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from specgen.comparing.finished_runs import PLAN, HeadRun
+from specgen.comparing.head_figures import Comparison
+from specgen.comparing.heads_tables import (
+    categories_table,
+    lengths_table,
+    notes,
+    pairs_table,
+    positions_table,
+    settings,
+    speeds_table,
+    terms,
+)
+from specgen.comparing.moved_requests import moved_table
+from specgen.comparing.verdicts import verdicts
+from specgen.display import plain
+from specgen.json_fields import load_json
+from specgen.report.charts import Lines, Point, lengths
+from specgen.report.origin import origin
+from specgen.report.page import Page
+from specgen.report.table import Column, Table
+from specgen.report.tables import curve, curves
+from specgen.rundir.atomic import write_json, write_text
+
+_CATEGORIES = 4  # of one chart
+_LENGTH, _ENDS = "mean_acceptance_length", "mean_acceptance_length_ci95"
+
+
+def write_comparison(found: Comparison, path: Path) -> None:
+    """Write the page and the figures of ``found`` into the comparison's directory ``path``."""
+    record = load_json(path / PLAN, "compare again")
+    write_text(path / "compare.html", page(found, record))
+    write_json(path / "comparison.json", found.to_json())
+
+
+def page(found: Comparison, record: dict[str, Any]) -> str:
+    """The comparison as HTML; ``record`` says when, where and by which command it was made."""
+    return Page(
+        title=f"Heads for {Path(found.runs.runs[0].manifest['engine']['model']).name}",
+        settings=settings(found),
+        sentence=" ".join(verdicts(found)),
+        tables=list(_tables(found)),
+        notes=dict(terms(found)),
+        findings=list(notes(found)),
+        origin=origin(record),
+    ).to_html()
+
+
+def _tables(found: Comparison) -> Iterator[Table]:
+    yield replace(lengths_table(found), lines=_lengths_chart(found))
+    first = found.runs.heads[0]
+    for data in found.runs.data:
+        yield _of_data(positions_table(found), data, _curves(found, data))
+        if found.pairs:
+            yield _of_data(pairs_table(found), data)
+        yield from _categories(found, data)
+        yield _of_data(speeds_table(found), data)
+        for pair in found.pairs:
+            if (pair.data, pair.first) == (data, first):
+                yield moved_table(pair, found.runs)
+    yield _runs_table(found)
+
+
+def _of_data(table: Table, data: str, lines: Lines | None = None) -> Table:
+    """The rows of one data set, with a chart of their own."""
+    rows = tuple(row for row in table.rows if row["data"] == data)
+    return replace(
+        table,
+        title=f"{data}: {table.title[0].lower()}{table.title[1:]}",
+        columns=table.columns[1:],
+        rows=rows,
+        lines=lines if rows else None,
+    )
+
+
+def _runs(found: Comparison, data: str) -> Iterator[HeadRun]:
+    return (run for run in found.runs.runs if run.data == data)
+
+
+def _ticks(found: Comparison) -> Any:  # noqa: ANN401
+    return lengths(max(run.report["num_spec_tokens"] for run in found.runs.runs))
+
+
+def _lengths_chart(found: Comparison) -> Lines:
+    """A column for each data set, and in it a point for each head."""
+    points: dict[str, list[Point]] = {head: [] for head in found.runs.heads}
+    for run in chain.from_iterable(_runs(found, data) for data in found.runs.data):
+        points[run.head].append(Point(name=run.data, number=run.report[_LENGTH], interval=run.report[_ENDS]))
+    return Lines(
+        title="Mean acceptance length by data set",
+        label="data set",
+        ticks=_ticks(found),
+        show=plain,
+        lines=points,
+    )
+
+
+def _curves(found: Comparison, data: str) -> Lines:
+    """Joint acceptance over draft position, a line for each head."""
+    by_head = {run.head: curve(run.report["acceptance"], "rate", "ci95") for run in _runs(found, data)}
+    lines = {head: by_head.get(head, []) for head in found.runs.heads}  # one style for one head everywhere
+    return curves(f"Acceptance by draft position on {data}", lines)
+
+
+def _categories(found: Comparison, data: str) -> Iterator[Table]:
+    """The categories of ``data``, a few in each table, so that their names fit below the chart."""
+    whole = _of_data(categories_table(found), data)
+    num = -(-len(whole.rows) // _CATEGORIES)
+    for at in range(num):
+        rows = whole.rows[at * len(whole.rows) // num : (at + 1) * len(whole.rows) // num]
+        title = whole.title + (f" ({at + 1} of {num})" if num > 1 else "")
+        chart = _categories_chart(found, data, [row["category"] for row in rows])
+        yield replace(whole, title=title, rows=rows, lines=chart)
+
+
+def _categories_chart(found: Comparison, data: str, names: Sequence[str]) -> Lines:
+    points: dict[str, list[Point]] = {head: [] for head in found.runs.heads}
+    for run in _runs(found, data):
+        for name in names:
+            if (group := run.report["categories"].get(name)) is not None:
+                points[run.head].append(Point(name=name, number=group[_LENGTH], interval=group[_ENDS]))
+    return Lines(
+        title=f"Mean acceptance length by category of {data}",
+        label="category",
+        ticks=_ticks(found),
+        show=plain,
+        lines=points,
+    )
+
+
+def _runs_table(found: Comparison) -> Table:
+    """Where each run is, with its own report."""
+    rows = tuple(
+        {"data": run.data, "head": run.head, "drafter": run.drafter, "directory": str(run.directory)}
+        for run in found.runs.runs
+    )
+    return Table(
+        title="Runs",
+        note="each directory holds report.html, completions.jsonl and events.jsonl of one run",
+        columns=(
+            Column(name="data"),
+            *(Column(name=name, wraps=True) for name in ("head", "drafter", "directory")),
+        ),
+        rows=rows,
+    )

@@ -1,0 +1,294 @@
+"""The tables of a comparison, for terminal and page."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from specgen.comparing.head_figures import Comparison, HeadPair, told
+from specgen.comparing.speed_rounds import PLAIN, Spread
+from specgen.comparing.verdicts import verdicts
+from specgen.display import (
+    DASH,
+    Show,
+    between,
+    count,
+    from_here,
+    hundredths,
+    p_value,
+    percent,
+    plain,
+    rate,
+    ratio,
+)
+from specgen.report.paired_requests import num_identical
+from specgen.report.report import DEFINITIONS
+from specgen.report.table import Column, Row, Table
+from specgen.report.terminal import Part, definitions, heading
+
+_LENGTH, _ENDS = "mean_acceptance_length", "mean_acceptance_length_ci95"
+_PAIRED = (
+    "difference",
+    "of the mean acceptance length, paired by request; p by t test over requests, after Holm over its table's rows",
+)
+_POINTS = (
+    "token i",
+    "difference of the acceptance at token i in points; * p < 0.05 after Holm over all of them",
+)
+_SPEED = (
+    "tokens/s",
+    "of rounds in which all took turns, the median [lowest, highest]; ratios are within a round",
+)
+
+
+def of_heads(found: Comparison) -> Iterator[Part]:
+    """What the terminal shows of a comparison."""
+    yield heading(settings(found))
+    yield "\n".join(f"{head}  {from_here(path)}" for head, path in _paths(found).items())
+    yield "\n".join(notes(found))
+    yield from tables(found)
+    yield "\n".join(verdicts(found))
+    yield definitions(terms(found))
+
+
+def settings(found: Comparison) -> dict[str, str]:
+    """What all runs share, by label."""
+    own = {"drafter", "drafter batch", "data"}
+    first, *others = (run.manifest.get("settings", {}) for run in found.runs.runs)
+    return {
+        name: text
+        for name, text in first.items()
+        if name not in own and all(each.get(name) == text for each in others)
+    }
+
+
+def notes(found: Comparison) -> Iterator[str]:
+    """What a reader has to know of the runs beyond their numbers."""
+    for name, values in found.runs.unlike.items():
+        each = dict.fromkeys(map(str, values))
+        yield f"The runs also differ in {name}: {', '.join(each)}."
+    for run in found.runs.runs:
+        if without := run.report["num_steps_without_drafts"]:
+            steps = f"{count(without)} of {count(without + run.report['num_drafts'])} steps"
+            yield f"{run.head} on {run.data}: {steps} had no drafts; its length leaves them out."
+        if failed := run.report["num_errors"]:
+            requests = f"{count(failed)} of {count(failed + run.report['num_requests'])} requests"
+            yield f"{run.head} on {run.data}: {requests} failed, which are in no number: see its errors.jsonl."
+
+
+def terms(found: Comparison) -> list[tuple[str, str]]:
+    """Definitions of what the tables name."""
+    paired = (_PAIRED, _POINTS) if any(pair.length for pair in found.pairs) else ()
+    speeds = (_SPEED,) if any(map(len, found.speeds.rounds.values())) else ()
+    return [*(each for each in DEFINITIONS if not each[0].startswith("conditional")), *paired, *speeds]
+
+
+def tables(found: Comparison) -> Iterator[Table]:
+    """Lengths, acceptance by position, paired differences, categories, speeds."""
+    yield lengths_table(found)
+    yield positions_table(found)
+    if found.pairs:
+        yield pairs_table(found)
+    yield categories_table(found)
+    yield speeds_table(found)
+
+
+def lengths_table(found: Comparison) -> Table:
+    """Mean acceptance length: a row for each data set, a column for each head."""
+    heads = found.runs.heads
+    rows = [
+        {"data": data, "requests": _requests(found, data), **_lengths(_reports(found, data))}
+        for data in found.runs.data
+    ]
+    if len(rows) > 1:
+        rows.append({"data": "mean", "requests": "", **_means(found)})
+    return Table(
+        title="Mean acceptance length",
+        note="1 is plain decoding; with 95 % intervals; mean: of the data sets, each with the same weight",
+        columns=(Column(name="data", title="length"), Column(name="requests"), *map(_head_column, heads)),
+        rows=tuple(rows),
+    )
+
+
+def _head_column(head: str) -> Column:
+    return Column(name=head, show=plain, interval=f"{head} ends")
+
+
+def _lengths(reports: Mapping[str, Mapping[str, Any]]) -> Row:
+    """The cells of the heads, a dash where there is no report."""
+    row: dict[str, Any] = {}
+    for head, report in reports.items():
+        row |= {head: report.get(_LENGTH, DASH), f"{head} ends": report.get(_ENDS)}
+    return row
+
+
+def _reports(found: Comparison, data: str) -> dict[str, Mapping[str, Any]]:
+    runs = ((head, found.runs.of(data, head)) for head in found.runs.heads)
+    return {head: {} if run is None else run.report for head, run in runs}
+
+
+def mean_length(found: Comparison, head: str) -> float | None:
+    """The mean of ``head``'s lengths over data sets; None unless it has run on all of them."""
+    runs = [found.runs.of(data, head) for data in found.runs.data]
+    lengths = [float(run.report[_LENGTH]) for run in runs if run is not None]
+    return sum(lengths) / len(lengths) if len(lengths) == len(runs) else None
+
+
+def _means(found: Comparison) -> Row:
+    row: dict[str, Any] = {}
+    for head in found.runs.heads:
+        mean = mean_length(found, head)
+        row |= {head: DASH if mean is None else mean, f"{head} ends": ""}
+    return row
+
+
+def _requests(found: Comparison, data: str) -> str:
+    """The number of requests, of every head if they differ."""
+    numbers = dict.fromkeys(count(run.report["num_requests"]) for run in found.runs.runs if run.data == data)
+    return " or ".join(numbers)
+
+
+def positions_table(found: Comparison) -> Table:
+    """Joint acceptance: a row for each data set and head, a column for each draft position."""
+    num = max(len(run.report["acceptance"]) for run in found.runs.runs)
+    rows = []
+    for data in found.runs.data:
+        for head, report in _reports(found, data).items():
+            cells: dict[str, Any] = {}
+            for i, position in enumerate(report.get("acceptance", ())):
+                cells |= {f"token {i}": position["rate"], f"token {i} ends": position["ci95"]}
+            if cells:
+                rows.append({"data": data, "head": head, **cells})
+    return Table(
+        title="Acceptance by position",
+        note="joint, with 95 % intervals",
+        columns=(
+            Column(name="data", title="acceptance"),
+            Column(name="head", wraps=True),
+            *(Column(name=f"token {i}", show=percent, interval=f"token {i} ends") for i in range(num)),
+        ),
+        rows=tuple(rows),
+        num_keys=2,
+    )
+
+
+def pairs_table(found: Comparison) -> Table:
+    """Paired differences: a row for each data set and two heads."""
+    num = max(len(pair.positions) for pair in found.pairs)
+    return Table(
+        title="Paired differences",
+        note="the first head less the second, over the requests that both answered",
+        columns=(
+            Column(name="data", title="paired"),
+            Column(name="heads", wraps=True),
+            Column(name="requests"),
+            Column(name="identical", title="same texts"),
+            Column(name="difference", show=plain, interval="ends"),
+            Column(name="p", show=p_value),
+            *(Column(name=f"token {i}") for i in range(num)),
+        ),
+        rows=tuple(_pair(pair, num) for pair in found.pairs),
+        num_keys=2,
+    )
+
+
+def _pair(pair: HeadPair, num_positions: int) -> Row:
+    paired = pair.length.paired if pair.length else None
+    positions = [hundredths(each.paired.difference) + "*" * told(each) for each in pair.positions]
+    return {
+        "data": pair.data,
+        "heads": f"{pair.ours} - {pair.first}",
+        "requests": len(pair.requests),
+        "identical": num_identical(pair.requests),
+        "difference": paired.difference if paired else None,
+        "ends": paired.interval if paired else None,
+        "p": pair.length.p if pair.length else None,
+        **{f"token {i}": positions[i] if i < len(positions) else DASH for i in range(num_positions)},
+    }
+
+
+def categories_table(found: Comparison) -> Table:
+    """Lengths by category, and how each head differs from the first."""
+    first, *others = found.runs.heads
+    rows = [
+        {"data": data, "category": category, **_category(found, data, category, first, others)}
+        for data in found.runs.data
+        for category in dict.fromkeys(
+            name for report in _reports(found, data).values() for name in report.get("categories", {})
+        )
+    ]
+    columns = [Column(name="data", title="category"), Column(name="category", title="", wraps=True)]
+    columns += [Column(name=head, show=plain) for head in found.runs.heads]
+    for head in others:
+        columns += [
+            Column(name=f"{head} difference", title=f"{head} - {first}", show=plain, interval=f"{head} ends"),
+            Column(name=f"{head} p", title="p", show=p_value),
+        ]
+    return Table(
+        title="By category",
+        note="mean acceptance length, and the paired difference from the first head",
+        columns=tuple(columns),
+        rows=tuple(rows),
+        num_keys=2 + len(found.runs.heads),
+        group=2,
+    )
+
+
+def _category(found: Comparison, data: str, category: str, first: str, others: Sequence[str]) -> Row:
+    row: dict[str, Any] = {}
+    for head, report in _reports(found, data).items():
+        group = report.get("categories", {}).get(category, {})
+        row[head] = group.get(_LENGTH)
+    for head in others:
+        pair = found.of(data, head, first)
+        figure = pair.categories.get(category) if pair else None
+        row |= {
+            f"{head} difference": figure.paired.difference if figure else None,
+            f"{head} ends": figure.paired.interval if figure else None,
+            f"{head} p": figure.p if figure else None,
+        }
+    return row
+
+
+def speeds_table(found: Comparison) -> Table:
+    """Output tokens per second, and ratios within a round: to plain decoding and to the first head."""
+    first, rows = found.runs.heads[0], []
+    for data in found.runs.data:
+        for arm in (PLAIN, *found.runs.heads):
+            if (speed := found.speeds.speed(data, arm)) is None:
+                continue
+            row: dict[str, Any] = {"data": data, "arm": arm, **_spread("speed", speed, rate)}
+            for name, other in (("plain", PLAIN), ("first", first)):
+                times = found.speeds.times(data, arm, other) if arm not in (other, PLAIN) else None
+                row |= _spread(name, times, ratio)
+            rows.append(row)
+    columns = [("speed", "tokens/s"), ("plain", "x plain")]
+    if len(found.runs.heads) > 1:
+        columns.append(("first", f"x {first}"))
+    return Table(
+        title="Speed",
+        note="the median of rounds in which all took turns, [lowest, highest]; ratios are within a round",
+        columns=(
+            Column(name="data", title="speed"),
+            Column(name="arm", title="", wraps=True),
+            *(
+                column
+                for name, title in columns
+                for column in (Column(name=name, title=title), Column(name=f"{name} range", title="range"))
+            ),
+        ),
+        rows=tuple(rows),
+        num_keys=2,
+        group=2,
+    )
+
+
+def _spread(name: str, spread: Spread | None, show: Show) -> Row:
+    if spread is None:
+        return {name: "", f"{name} range": ""}
+    return {name: show(spread.median), f"{name} range": between(spread.ends, show)}
+
+
+def _paths(found: Comparison) -> dict[str, str]:
+    paths: dict[str, str] = {}
+    for run in found.runs.runs:
+        paths.setdefault(run.head, run.drafter)
+    return paths

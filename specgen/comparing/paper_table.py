@@ -1,0 +1,167 @@
+"""A comparison as a table for a paper: Markdown, LaTeX, or CSV with one line for each data set, head and category."""
+
+import csv
+import io
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from specgen.comparing.head_figures import Comparison
+from specgen.comparing.heads_tables import mean_length, notes, settings
+from specgen.comparing.speed_rounds import PLAIN
+from specgen.comparing.verdicts import leader, leads
+from specgen.config import ExportName
+from specgen.display import DASH, between, plain, ratio
+
+_SPECIAL = {
+    **{letter: f"\\{letter}" for letter in "&%$#_{}"},
+    "\\": r"\textbackslash{}",
+    "~": r"\textasciitilde{}",
+    "^": r"\textasciicircum{}",
+}
+
+
+def exported(found: Comparison, name: ExportName) -> str:
+    """``found`` in the format ``name``; ends with a line break."""
+    formats: Mapping[ExportName, Callable[[Comparison], str]] = {
+        "md": _markdown,
+        "latex": _latex,
+        "csv": _csv,
+    }
+    return formats[name](found)
+
+
+def _with_speed(found: Comparison) -> bool:
+    return any(found.speeds.times(data, head, PLAIN) for data in found.runs.data for head in found.runs.heads)
+
+
+def _note(found: Comparison) -> str:
+    speed = (
+        "speed: output tokens per second over plain decoding, the median of rounds in turns [lowest, highest]; "
+        if _with_speed(found)
+        else ""
+    )
+    shared = "; ".join(f"{name} {text}" for name, text in settings(found).items())
+    return (
+        f"Mean acceptance length with 95 % intervals over requests; {speed}bold: leads every other head, paired by "
+        f"request, p < 0.05 after Holm. {' '.join((f'{shared}.', *notes(found)))}"
+    )
+
+
+def _cells(
+    found: Comparison, head: str, bold: Callable[[str], str], small: Callable[[str], str]
+) -> Iterator[str]:
+    """The cells of a head's row: length and speed for each data set, then the mean."""
+    for data in found.runs.data:
+        run = found.runs.of(data, head)
+        if run is None:
+            yield DASH
+        else:
+            length = plain(run.report["mean_acceptance_length"])
+            ends = run.report["mean_acceptance_length_ci95"]
+            best = leads(found, data) and leader(found, data) == head
+            yield (bold(length) if best else length) + (small(between(ends, plain)) if ends else "")
+        if _with_speed(found):
+            times = found.speeds.times(data, head, PLAIN)
+            yield ratio(times.median) + small(between(times.ends, ratio)) if times else DASH
+    if len(found.runs.data) > 1:
+        yield plain(mean_length(found, head))
+
+
+def _markdown(found: Comparison) -> str:
+    kinds = ("length", "speed") if _with_speed(found) else ("length",)
+    names = [f"{data} {kind}" for data in found.runs.data for kind in kinds]
+    names += ["mean length"] if len(found.runs.data) > 1 else []
+    rows = [["head", *names], ["---", *["---:"] * len(names)]]
+    for head in found.runs.heads:
+        cells = _cells(found, head, lambda text: f"**{text}**", lambda text: f" {text}")
+        rows.append([head, *cells])
+    lines = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
+    return "\n".join([*lines, "", _note(found)]) + "\n"
+
+
+def _latex(found: Comparison) -> str:
+    """For the packages booktabs and, where it is wide, graphicx."""
+    speed, several = _with_speed(found), len(found.runs.data) > 1
+    width = 2 if speed else 1
+    tops = [rf"\multicolumn{{{width}}}{{c}}{{{_escaped(data)}}}" for data in found.runs.data]
+    under = [each for _ in found.runs.data for each in (r"$\tau$", "speed")[:width]]
+    mean = ["mean"] if several else []
+    lines = [
+        r"\begin{tabular}{l" + "r" * (len(under) + len(mean)) + "}",
+        r"\toprule",
+        _line(["", *tops, *mean]),
+        _line(["head", *under, *([r"$\tau$"] if several else [])]),
+        r"\midrule",
+    ]
+    for head in found.runs.heads:
+        cells = _cells(
+            found, head, lambda text: rf"\textbf{{{text}}}", lambda text: rf" {{\scriptsize {text}}}"
+        )
+        lines.append(_line([_escaped(head), *cells]))
+    lines += [r"\bottomrule", r"\end{tabular}", f"% {_note(found)}", "% needs the package booktabs"]
+    return "\n".join(lines) + "\n"
+
+
+def _line(cells: Sequence[str]) -> str:
+    return " & ".join(cells) + r" \\"
+
+
+def _escaped(text: str) -> str:
+    return "".join(_SPECIAL.get(letter, letter) for letter in text)
+
+
+# --- CSV ------------------------------------------------------------------------------------------
+
+
+def _csv(found: Comparison) -> str:
+    rows = list(_rows(found))
+    names = dict.fromkeys(name for row in rows for name in row)
+    file = io.StringIO()
+    writer = csv.DictWriter(file, names, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return file.getvalue()
+
+
+def _rows(found: Comparison) -> Iterator[dict[str, Any]]:
+    """A row for each run, and for each of its categories; unknown values are empty."""
+    first = found.runs.heads[0]
+    for run in found.runs.runs:
+        pair = found.of(run.data, run.head, first) if run.head != first else None
+        groups = {"": run.report, **run.report["categories"]}
+        for category, group in groups.items():
+            figure = None if pair is None else pair.categories.get(category) if category else pair.length
+            yield {
+                "data": run.data,
+                "category": category,
+                "head": run.head,
+                "drafter": run.drafter,
+                "num_spec_tokens": run.report["num_spec_tokens"],
+                **{name: group[name] for name in ("num_requests", "num_drafts", "num_accepted_tokens")},
+                "mean_acceptance_length": group["mean_acceptance_length"],
+                **_ends("length", group["mean_acceptance_length_ci95"]),
+                **{f"acceptance_{i}": each["rate"] for i, each in enumerate(group["acceptance"])},
+                "against": first if figure else None,
+                "difference": figure.paired.difference if figure else None,
+                **_ends("difference", figure.paired.interval if figure else None),
+                "p": figure.paired.p if figure else None,
+                "p_holm": figure.p if figure else None,
+                **(_speed(found, run.data, run.head) if not category else {}),
+            }
+
+
+def _ends(name: str, interval: Sequence[float] | None) -> dict[str, float | None]:
+    low, high = interval or (None, None)
+    return {f"{name}_low": low, f"{name}_high": high}
+
+
+def _speed(found: Comparison, data: str, head: str) -> dict[str, float | None]:
+    row: dict[str, float | None] = {}
+    spreads = {
+        "tokens_per_second": found.speeds.speed(data, head),
+        "times_plain": found.speeds.times(data, head, PLAIN),
+    }
+    for name, spread in spreads.items():
+        row[name] = spread.median if spread else None
+        row |= _ends(name, spread.ends if spread else None)
+    return row

@@ -1,0 +1,521 @@
+"""``specgen compare``: its figures, what it refuses, its formats, and how it goes on after a stop."""
+
+import csv
+import io
+import json
+import re
+import shutil
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from specgen.bundled import data_directory, heads
+from specgen.checkpoints import checkpoint
+from specgen.cli import main as cli
+from specgen.cli.comparing import read_comparison
+from specgen.comparing import heads_job
+from specgen.comparing.finished_runs import read_runs
+from specgen.comparing.head_figures import Comparison, compare_runs
+from specgen.comparing.heads_job import DataSource, HeadsJob, HeadsRun
+from specgen.comparing.heads_page import page
+from specgen.comparing.paper_table import exported
+from specgen.comparing.short_names import short_names
+from specgen.comparing.speed_rounds import PLAIN, RoundFile, Speeds
+from specgen.comparing.verdicts import leads, verdicts
+from specgen.config import EngineConfig, SamplingParams, UserError
+from specgen.events import Event, Finished, Submitted, Verified
+from specgen.jobs import run as run_module
+from specgen.report.report import fold
+from specgen.rundir.interrupt import StoppedError
+from tests.jobs import Silent
+
+pytestmark = pytest.mark.xdist_group("compare_heads")  # one comparison for all
+
+K = 3
+MATH = [
+    {"question": f"Tom has {n} apples and buys {n + 2} bags. How many?", "answer": "#### 1"} for n in range(5)
+]
+
+
+def call(*arguments: object) -> str:
+    """What ``specgen compare`` prints; a ``UserError`` comes through."""
+    command = ["compare", *(str(argument) for argument in arguments)]
+    result = CliRunner().invoke(cli.app, command, catch_exceptions=False, env={"COLUMNS": "160"})
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str], str]:
+    """The directory of a comparison of three drafters on two data sets, its command, and what it printed."""
+    root = tmp_path_factory.mktemp("compare")
+    (root / "test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in MATH))
+    model, (one, two, _) = data_directory() / "demo" / "target", heads()
+    command = [
+        *("--model", str(model), "--drafter", one, "--drafter", two, "--drafter", "ngram"),
+        *(
+            "--dataset",
+            f"bundled, gsm8k={root / 'test.jsonl'}",
+            "--num-prompts",
+            "5",
+            "--max-new-tokens",
+            "16",
+        ),
+        *("--num-spec-tokens", str(K), "--repeats", "2", "--output", str(root / "out")),
+    ]
+    loaded = Counter[str]()
+    with pytest.MonkeyPatch.context() as patch:
+        read = checkpoint.build_target
+        patch.setattr(checkpoint, "build_target", lambda *asked: loaded.update(["target"]) or read(*asked))
+        printed = call(*command)
+    assert loaded == {"target": 1}
+    return root / "out", command, printed
+
+
+def rows(path: Path) -> dict[str, dict[str, Any]]:
+    return {row["id"]: row for row in map(json.loads, (path / "completions.jsonl").open())}
+
+
+def counts(row: dict[str, Any]) -> tuple[int, int]:
+    steps = row["metrics"]["per_step_accepted"]
+    return sum(steps), len(steps)
+
+
+# --- figures --------------------------------------------------------------------------------------
+
+
+def test_figures_are_those_of_the_rows(compared: tuple[Path, list[str], str]) -> None:
+    from scipy import stats
+
+    path, *_ = compared
+    found = json.loads((path / "comparison.json").read_text())
+    assert {(run["data"], run["head"]) for run in found["runs"]} == {
+        (data, head) for data in ("bundled", "gsm8k") for head in ("drafter", "drafter-two-layers", "ngram:3")
+    }
+    for run in found["runs"]:
+        hits, trials = np.sum([counts(row) for row in rows(Path(run["directory"])).values()], axis=0)
+        assert run["report"]["mean_acceptance_length"] == pytest.approx(1 + hits / trials)
+    raw = []
+    for pair in found["pairs"]:
+        ours, first = (
+            rows(path / pair["data"] / head.replace(":", "-")) for head in (pair["head"], pair["against"])
+        )
+        both = [each for each in ours if counts(ours[each])[1] and counts(first[each])[1]]
+        h, t, oh, ot = np.array([(*counts(ours[each]), *counts(first[each])) for each in both]).T
+        parts = (h - h.sum() / t.sum() * t) / t.sum() - (oh - oh.sum() / ot.sum() * ot) / ot.sum()
+        error = np.sqrt(len(both) / (len(both) - 1) * np.sum(parts**2))
+        length = pair["figures"][0]
+        difference = h.sum() / t.sum() - oh.sum() / ot.sum()
+        half = stats.t.ppf(0.975, len(both) - 1) * error
+        assert length["difference"] == pytest.approx(difference)
+        assert length["ci95"] == pytest.approx([difference - half, difference + half])
+        raw.append(2 * stats.t.sf(abs(difference) / error, len(both) - 1))
+        assert pair["num_requests"] == pair["num_identical"] == len(ours)
+    from statsmodels.stats.multitest import multipletests
+
+    lengths = [pair["figures"][0]["p_holm"] for pair in found["pairs"]]
+    assert lengths == pytest.approx(multipletests(raw, method="holm")[1])
+
+
+def test_it_is_printed_again_from_directories(compared: tuple[Path, list[str], str]) -> None:
+    path, _, printed = compared
+    assert call(path) == printed
+    report = CliRunner().invoke(cli.app, ["report", str(path)], env={"COLUMNS": "160"})
+    assert report.stdout == printed
+    runs = [path / "gsm8k" / head for head in ("drafter", "ngram-3")]
+    alone = json.loads(call(*runs, "--json"))
+    assert [(pair["head"], pair["against"]) for pair in alone["pairs"]] == [("ngram:3", "drafter")]
+    assert alone["speeds"] == {}
+    assert "tokens/s" not in call(*runs)
+
+
+def test_the_page_has_every_request_and_no_markup_of_texts(
+    compared: tuple[Path, list[str], str], tmp_path: Path
+) -> None:
+    page = (compared[0] / "compare.html").read_text()
+    assert all(f"<title>{name}" in page for name in rows(compared[0] / "bundled" / "drafter"))
+    assert "gsm8k: drafter-two-layers against drafter" in page
+    assert "<script" not in page
+    assert "<dt>command</dt>" in page
+
+
+def test_every_category_is_once_on_the_page(tmp_path: Path) -> None:
+    paths = [a_run(tmp_path / head, head, simulated(0.5, n, 45), groups=9) for n, head in enumerate("ab")]
+    shown = page(compare_runs(read_runs(paths), Speeds()), {})
+    titles = re.findall(r"<h2>mine: by category \((\d of \d)\)</h2>", shown)
+    assert titles == ["1 of 3", "2 of 3", "3 of 3"]
+    assert [shown.count(f'<th scope="row">group {n}</th>') for n in range(9)] == [1] * 9
+    assert "&lt;0&gt;" in shown
+    assert "<0>" not in shown
+
+
+def test_categories_are_paired(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    low = [list(map(int, rng.integers(0, 2, 9))) for _ in range(20)]
+    high = [[each + 1 for each in steps] for steps in low]
+    mixed = [high[n] if n % 2 else low[n] for n in range(20)]  # better in one category of two
+    found = comparison(tmp_path, a=low, b=mixed)
+    (pair,) = found.pairs
+    assert pair.categories["group 1"].paired.difference == pytest.approx(1)
+    assert pair.categories["group 0"].paired.difference == 0
+    assert pair.length is not None
+    assert pair.length.ours - pair.length.first == pytest.approx(0.5)
+
+
+# --- sentences ------------------------------------------------------------------------------------
+
+
+def a_run(
+    path: Path, head: str, requests: Sequence[Sequence[int]], data: str = "mine", groups: int = 2
+) -> Path:
+    """The directory of a run of ``head`` whose steps accepted so many drafts."""
+    path.mkdir(parents=True)
+    events: list[Event] = []
+    with (path / "completions.jsonl").open("w") as file:
+        for number, accepted in enumerate(requests):
+            name, category = f"<{number}>", f"group {number % groups}"
+            events.append(Submitted(sequence=name, time=0, num_prompt_tokens=1, category=category))
+            events += [
+                Verified(sequence=name, time=1, drafts=(1,) * K, accepted=each, emitted=each + 1)
+                for each in accepted
+            ]
+            events.append(Finished(sequence=name, time=2, reason="stop", num_output_tokens=9))
+            histogram = [list(accepted).count(j) for j in range(K + 1)]
+            metrics = {"acceptance_histogram": histogram, "num_draft_tokens": K * len(accepted)}
+            row = {"id": name, "prompt": name, "token_ids": [1], "category": category, "metrics": metrics}
+            file.write(json.dumps(row) + "\n")
+    (path / "report.json").write_text(json.dumps(fold(events, num_spec_tokens=K).to_json()))
+    manifest = {
+        "engine": {"model": "target", "drafter": f"heads/{head}", "num_spec_tokens": K, "dtype": "float32"},
+        "sampling": {"temperature": 0.0, "max_tokens": 9},
+        "data": {"dataset": data, "sha256": "ab" * 32, "num_prompts": None},
+        "fingerprints": {"model": "cd" * 32, "drafter": head * 9},
+        "settings": {"model": "target", "drafter": head, "data": data, "sampling": "greedy"},
+    }
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    return path
+
+
+def comparison(root: Path, speeds: Speeds | None = None, **runs: Sequence[Sequence[int]]) -> Comparison:
+    paths = [a_run(root / head, head, requests) for head, requests in runs.items()]
+    return compare_runs(read_runs(paths), speeds or Speeds())
+
+
+def simulated(share: float, seed: int, num: int = 30) -> list[list[int]]:
+    """Requests of which some are easy for every head, and whose drafts are accepted more often with ``share``."""
+    easy = np.random.default_rng(0).uniform(-0.25, 0.25, num)
+    rng = np.random.default_rng(seed)
+    return [list(map(int, rng.binomial(K, share + each, 12))) for each in easy]
+
+
+def test_a_sentence_says_who_leads_or_that_the_data_cannot_tell(tmp_path: Path) -> None:
+    found = comparison(tmp_path, a=simulated(0.4, 1), b=simulated(0.65, 2), c=simulated(0.4, 3))
+    (sentence,) = verdicts(found)
+    number = r"\d\.\d\d \[0\.\d\d, \d\.\d\d\] \(p < 0\.001\)"
+    assert re.fullmatch(rf"mine: b leads a by {number} and c by {number}\.", sentence), sentence
+    pair = found.of("mine", "a", "c")
+    assert pair is not None
+    assert pair.length is not None
+    (sentence,) = verdicts(compare_runs(read_runs([tmp_path / "a", tmp_path / "c"]), Speeds()))
+    leader, other = ("a", "c") if pair.length.paired.difference < 0 else ("c", "a")
+    assert sentence.startswith(f"mine: the data cannot tell {leader} from {other}, 0.")
+
+
+def test_a_head_that_drafts_in_some_steps_does_not_lead(tmp_path: Path) -> None:
+    paths = [a_run(tmp_path / head, head, simulated(share, 1)) for head, share in (("a", 0.4), ("b", 0.7))]
+    assert leads(compare_runs(read_runs(paths), Speeds()), "mine")
+    report = json.loads((paths[1] / "report.json").read_text())
+    report["num_steps_without_drafts"] = report["num_drafts"] * 3
+    (paths[1] / "report.json").write_text(json.dumps(report))
+    found = compare_runs(read_runs(paths), Speeds())
+    assert not leads(found, "mine")
+    (sentence,) = verdicts(found)
+    assert sentence.endswith("; b is judged by its steps with drafts, 25.0 % of all.")
+    assert "**" not in exported(found, "md")
+
+
+def test_several_data_sets_have_a_sentence_of_their_own(tmp_path: Path) -> None:
+    runs = [
+        a_run(tmp_path / f"{head}-{data}", head, simulated(share, seed), data)
+        for seed, (data, head, share) in enumerate(
+            [("one", "a", 0.4), ("one", "b", 0.7), ("two", "a", 0.4), ("two", "b", 0.4)]
+        )
+    ]
+    first, *others = verdicts(compare_runs(read_runs(runs), Speeds()))
+    assert first == "In short: b leads on one; the data cannot tell who leads on two."
+    assert [each.partition(":")[0] for each in others] == ["one", "two"]
+
+
+def test_equal_heads_and_single_requests_have_no_interval(tmp_path: Path) -> None:
+    same = simulated(0.5, 1)
+    (sentence,) = verdicts(comparison(tmp_path / "same", a=same, b=same))
+    assert sentence == "mine: the data cannot tell a from b, every request has the same acceptance."
+    (sentence,) = verdicts(comparison(tmp_path / "one", a=[[3]], b=[[0]]))
+    assert sentence == "mine: the data cannot tell a from b, one request is too few."
+    assert list(verdicts(comparison(tmp_path / "alone", a=same))) == []
+
+
+def test_short_names_differ() -> None:
+    paths = ["runs/one/head", "runs/two/head", "org/EAGLE3-1.1", "data/mine.jsonl"]
+    assert list(short_names(paths).values()) == ["head", "two/head", "EAGLE3-1.1", "mine"]
+
+
+# --- refusals -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("option", ["--num-prompts", "--num-spec-tokens", "--repeats"])
+def test_options_without_effect_are_refused(tmp_path: Path, option: str) -> None:
+    with pytest.raises(UserError, match=f"^{option[2:]} is given with directories"):
+        call(a_run(tmp_path / "a", "a", [[1], [2]]), option, "3")
+
+
+@pytest.mark.parametrize(
+    ("section", "field", "value", "says"),
+    [
+        ("engine", "num_spec_tokens", 4, r"engine.num_spec_tokens \(3 in .*/a, 4 in .*/b\)"),
+        ("sampling", "temperature", 0.7, r"sampling.temperature \(0.0 in .*/a, 0.7 in .*/b\)"),
+        ("sampling", "max_tokens", 10, r"sampling.max_tokens \(9 in .*/a, 10 in .*/b\)"),
+        ("fingerprints", "model", "ef" * 32, r"fingerprints.model \(cdcdcdcdcdcd in"),
+        ("data", "sha256", "ef" * 32, r"data.sha256 \(abababababab in"),
+        ("data", "num_prompts", 4, r"data.num_prompts \(None in .*/a, 4 in"),
+        ("fingerprints", "drafter", "a" * 9, r"/a and .*/b are both of heads/b on mine: leave one out"),
+    ],
+)
+def test_unlike_runs_are_refused(tmp_path: Path, section: str, field: str, value: object, says: str) -> None:
+    paths = [a_run(tmp_path / head, head, [[1, 2], [3]]) for head in "ab"]
+    read_runs(paths)
+    manifest = json.loads((paths[1] / "manifest.json").read_text())
+    manifest[section][field] = value
+    (paths[1] / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(UserError, match=says):
+        read_runs(paths)
+
+
+def test_other_settings_are_named(tmp_path: Path) -> None:
+    paths = [a_run(tmp_path / head, head, [[1, 2], [3]]) for head in "ab"]
+    manifest = json.loads((paths[1] / "manifest.json").read_text())
+    manifest["versions"] = {"torch": "3.0"}
+    (paths[1] / "manifest.json").write_text(json.dumps(manifest))
+    assert "The runs also differ in versions.torch: None, 3.0." in call(*paths)
+
+
+def test_a_comparison_that_has_not_finished_is_refused(
+    compared: tuple[Path, list[str], str], tmp_path: Path
+) -> None:
+    shutil.copytree(compared[0], tmp_path / "out")
+    shutil.rmtree(tmp_path / "out" / "gsm8k" / "ngram-3")
+    with pytest.raises(UserError, match=r"not finished \(5 of 6 runs begun\): the same command resumes it"):
+        call(tmp_path / "out")
+
+
+def test_runs_that_have_not_finished_or_drafted_are_refused(tmp_path: Path) -> None:
+    paths = [a_run(tmp_path / head, head, [[1, 2], [3]]) for head in "ab"]
+    (paths[1] / "status.json").write_text(json.dumps({"state": "interrupted", "total": 9}))
+    (paths[1] / "events.jsonl").touch()
+    with pytest.raises(UserError, match=r"/b: This run is not finished .* same command resumes it"):
+        read_runs(paths)
+    with pytest.raises(UserError, match="has no drafts"):
+        read_runs([a_run(tmp_path / "plain", "c", [[], []])])
+    auto = a_run(tmp_path / "auto", "d", [[1], [2]])
+    manifest = json.loads((auto / "manifest.json").read_text())
+    manifest["engine"]["spec_length"] = "auto"
+    (auto / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(UserError, match="chose K at every step"):
+        read_runs([auto])
+
+
+def test_options_that_make_no_sense_are_refused(tmp_path: Path) -> None:
+    target = str(data_directory() / "demo" / "target")
+    two = ("--drafter", "ngram", "--drafter", "ngram:3")
+    refusals = {
+        ("--repeats", "1"): "one run has no spread",
+        two: "drafter 'ngram:3' is given twice",
+        ("--dataset", "bundled,bundled"): "dataset 'bundled' is given twice",
+        ("--dataset", "bundled,"): "write names or files with commas",
+        ("--dataset", "bundled,nothing"): "neither a known name nor a file",
+        ("--dataset", "-"): "can be read only once",
+        ("--num-spec-tokens", "0"): "nothing to compare",
+        ("--num-spec-tokens", "auto"): "every head would draft another number",
+        ("--drafter", target): f"^{target}: .*not an EAGLE3 head",
+        ("--model", str(tmp_path)): "has no drafter to compare",
+        (str(tmp_path), "--drafter", "ngram"): "^drafter, output are given with directories",
+        ("--export", "md", "--json"): "choose one",
+    }
+    for arguments, says in refusals.items():
+        with pytest.raises(UserError, match=says):
+            call(*arguments, "--output", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+# --- speeds ---------------------------------------------------------------------------------------
+
+
+def test_ratios_are_within_a_round_and_one_round_has_none() -> None:
+    rounds = [{PLAIN: 100.0, "a": 150.0}, {PLAIN: 50.0, "a": 100.0}, {PLAIN: 200.0, "a": 200.0}]
+    times = Speeds(rounds={"mine": rounds}).times("mine", "a", PLAIN)
+    assert times is not None
+    assert (times.median, times.ends) == (1.5, (1.0, 2.0))
+    assert Speeds(rounds={"mine": rounds[:1]}).times("mine", "a", PLAIN) is None
+    assert Speeds(rounds={"mine": rounds[:1]}).speed("mine", "a") is None
+
+
+def test_rounds_of_other_conditions_and_torn_lines_do_not_count(tmp_path: Path) -> None:
+    file = RoundFile(tmp_path / "speed.jsonl", {"mine": "now"})
+    RoundFile(tmp_path / "speed.jsonl", {"mine": "before"}).add("mine", {"a": 1.0})
+    file.add("mine", {"a": 2.0})
+    with (tmp_path / "speed.jsonl").open("a") as torn:
+        torn.write('{"data": "mine", "under": "now", "tok')
+    assert file.speeds().rounds == {"mine": [{"a": 2.0}]}
+    file.add("mine", {"a": 3.0})
+    assert file.speeds().rounds == {"mine": [{"a": 2.0}, {"a": 3.0}]}
+
+
+# --- going on -------------------------------------------------------------------------------------
+
+
+class Stop:
+    """Tells from the ``number``-th time on that it is to stop."""
+
+    def __init__(self, number: int) -> None:
+        self.left = number
+
+    def __call__(self) -> bool:
+        self.left -= 1
+        return self.left < 0
+
+
+def a_job(path: Path, drafters: tuple[str, ...] = heads()[:2], repeats: int = 2) -> HeadsJob:
+    return HeadsJob(
+        engine=EngineConfig(
+            model=str(data_directory() / "demo" / "target"), drafter="ngram", num_spec_tokens=K, device="cpu"
+        ),
+        drafters=drafters,
+        sampling=SamplingParams(max_tokens=16),
+        data=(DataSource(dataset="gsm8k", path=path),),
+        num_prompts=4,
+        repeats=repeats,
+    )
+
+
+def at_work(job: HeadsJob, out: Path, stop: Stop) -> Speeds:
+    run = HeadsRun(job, out, lambda name: Silent(), stop)
+    return run.measure(run.generate())
+
+
+def test_a_stopped_comparison_goes_on(compared: tuple[Path, list[str], str], tmp_path: Path) -> None:
+    data, out = compared[0].parent / "test.jsonl", tmp_path / "out"
+    never = 1 << 30
+    whole = at_work(a_job(data), tmp_path / "whole", Stop(never))
+    assert list(map(len, whole.rounds.values())) == [2]
+    stops, lines = 0, list[str]()
+    for asked in (3, 30, 55, never):
+        try:
+            speeds = at_work(a_job(data), out, Stop(asked))
+        except StoppedError:
+            stops += 1
+        kept = (out / "speed.jsonl").read_text().splitlines() if (out / "speed.jsonl").exists() else []
+        assert kept[: len(lines)] == lines
+        lines = kept
+    assert stops == 3
+    assert len(lines) == 2
+    assert list(map(len, speeds.rounds.values())) == [2]
+    for head in ("drafter", "drafter-two-layers"):
+        left = [
+            (path / "gsm8k" / head / "completions.jsonl").read_bytes() for path in (out, tmp_path / "whole")
+        ]
+        assert left[0] == left[1]
+
+
+def test_all_heads_see_the_date_of_the_first(
+    compared: tuple[Path, list[str], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    days = iter(f"2026-01-{day:02}" for day in range(1, 32))
+    dated = heads_job.resolve
+
+    def resolve_later(config: EngineConfig, checkpoints: Any) -> EngineConfig:
+        kwargs = config.template_kwargs.with_date(next(days))  # as of a template that writes the date
+        return replace(dated(config, checkpoints), chat_template_kwargs=kwargs)
+
+    monkeypatch.setattr(run_module, "resolve", resolve_later)
+    job = a_job(compared[0].parent / "test.jsonl", repeats=0)
+    at_work(job, tmp_path, Stop(1 << 30))
+    runs = read_comparison([tmp_path]).runs.runs
+    first, second = (run.manifest["engine"]["chat_template_kwargs"]["strftime_now"] for run in runs)
+    assert first == second
+
+
+def test_heads_can_be_added(compared: tuple[Path, list[str], str], tmp_path: Path) -> None:
+    data, one = compared[0].parent / "test.jsonl", heads()[0]
+    at_work(a_job(data, (one,), repeats=0), tmp_path, Stop(1 << 30))
+    before = (tmp_path / "gsm8k" / "drafter" / "status.json").stat().st_mtime_ns
+    at_work(a_job(data, (one, "ngram"), repeats=0), tmp_path, Stop(1 << 30))
+    assert (tmp_path / "gsm8k" / "drafter" / "status.json").stat().st_mtime_ns == before
+    assert read_comparison([tmp_path]).runs.heads == ("drafter", "ngram:3")
+
+
+def test_other_settings_do_not_go_into_the_same_runs(
+    compared: tuple[Path, list[str], str], tmp_path: Path
+) -> None:
+    shutil.copytree(compared[0], tmp_path / "out")
+    command = [*compared[1][:-1], str(tmp_path / "out")]
+    command[command.index("16")] = "17"
+    with pytest.raises(UserError, match=r"differs in sampling.max_tokens \(16, now 17\)"):
+        call(*command)
+
+
+# --- formats --------------------------------------------------------------------------------------
+
+
+def test_csv_has_a_line_for_every_run_and_category(compared: tuple[Path, list[str], str]) -> None:
+    found = json.loads((compared[0] / "comparison.json").read_text())
+    lines = list(csv.DictReader(io.StringIO(call(compared[0], "--export", "csv"))))
+    assert all(None not in line and None not in line.values() for line in lines)
+    named = {(line["data"], line["head"]): line for line in lines if not line["category"]}
+    assert len(named) == len(found["runs"])
+    for run in found["runs"]:
+        line = named[run["data"], run["head"]]
+        assert float(line["mean_acceptance_length"]) == run["report"]["mean_acceptance_length"]
+        assert float(line["acceptance_2"]) == run["report"]["acceptance"][2]["rate"]
+        rounds = found["speeds"][run["data"]]
+        assert float(line["times_plain_low"]) == min(each[run["head"]] / each[PLAIN] for each in rounds)
+        of_run = [each for each in lines if (each["data"], each["head"]) == (run["data"], run["head"])]
+        assert {each["category"] for each in of_run} - {""} == set(run["report"]["categories"])
+    for pair in found["pairs"]:
+        if pair["against"] == "drafter":
+            line = named[pair["data"], pair["head"]]
+            assert float(line["p_holm"]) == pair["figures"][0]["p_holm"]
+
+
+def test_markdown_rows_have_the_same_cells(compared: tuple[Path, list[str], str]) -> None:
+    table, _, note = call(compared[0], "--export", "md").partition("\n\n")
+    lines = table.splitlines()
+    assert len(lines) == 2 + 3
+    assert {line.count("|") for line in lines} == {1 + 1 + 2 * 2 + 1}
+    assert "95 % intervals" in note
+
+
+def test_latex_is_balanced(tmp_path: Path) -> None:
+    found = comparison(tmp_path, a_100=simulated(0.3, 1), b=simulated(0.7, 2))
+    text = exported(found, "latex")
+    assert text.count(r"\begin{tabular}") == text.count(r"\end{tabular}") == 1
+    for line in text.splitlines():
+        assert line.count("{") == line.count("}")
+        if line.endswith(r"\\"):
+            assert line.count("&") == 1
+    assert r"a\_100 & " in text
+    best = found.runs.of("mine", "b")
+    assert best is not None
+    assert rf"b & \textbf{{{best.report['mean_acceptance_length']:.2f}}} {{\scriptsize [" in text
+    assert text.count("textbf") == 1
+
+
+def test_nothing_is_bold_that_the_data_cannot_tell(tmp_path: Path) -> None:
+    found = comparison(tmp_path, a=simulated(0.4, 1), b=simulated(0.4, 3))
+    assert "textbf" not in exported(found, "latex")
+    assert "**" not in exported(found, "md")
