@@ -12,6 +12,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from specgen.report.svg import svg
 from specgen.report.table import Table
+from specgen.report.text_list import TextList, classes
 
 _TEMPLATES = Environment(
     loader=FileSystemLoader(Path(__file__).parent),
@@ -62,6 +63,7 @@ class Page:
     origin: Mapping[str, str] = field(default_factory=dict)  # see ``origin.origin``
     findings: Sequence[str] = ()
     cards: Sequence[TextCard] = ()
+    texts: TextList | None = None
 
     def to_html(self) -> str:
-        return f"{_TEMPLATES.get_template('page.html').render(page=self, svg=svg)}\n"
+        return f"{_TEMPLATES.get_template('page.html').render(page=self, svg=svg, classes=classes)}\n"
