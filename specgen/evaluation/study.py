@@ -23,8 +23,10 @@ from specgen.evaluation.language_model import SpecgenLM
 from specgen.evaluation.samples import ArmRun, samples
 from specgen.evaluation.studies import Study
 from specgen.evaluation.tasks import find_tasks
+from specgen.report import tables
 from specgen.report.origin import origin
 from specgen.report.report import Report, fold, fold_categories
+from specgen.report.run_texts import RunTexts
 from specgen.report.table import Column, Table
 from specgen.rundir.atomic import write_json, write_text
 from specgen.rundir.provenance import MACHINE, manifest, now, with_recorded_date
@@ -128,11 +130,13 @@ class StudyRun:
             Judge.of(config, models),
             template_unused=not self._job.apply_chat_template and bool(models.tokenizer.chat_template),
         )
-        title = f"{Path(config.model).name} on {', '.join(self._job.study.tasks)}"
         write_json(self._path / "comparison.json", comparison.to_json())
-        page = comparison_tables.page(comparison, self.settings(), title, origin(now(config.device)))
+        page = comparison_tables.page(comparison, self.settings(), self._title(), origin(now(config.device)))
         write_text(self._path / "report.html", page)
         return comparison
+
+    def _title(self) -> str:
+        return f"{Path(self._job.engine.model).name} on {', '.join(self._job.study.tasks)}"
 
     def settings(self) -> dict[str, str]:
         """The settings at the top of a report."""
@@ -204,17 +208,24 @@ class StudyRun:
                 gen_kwargs=_sampling_arguments(arm.changes.get("temperature"), job.max_new_tokens),
             )
         assert results is not None, "only other ranks than the first get None"
+        texts = RunTexts(lm.texts)
         run = ArmRun(
             name=arm.name,
             dtype=config.dtype,
             seconds=lm.seconds,
-            report=_folded(files, config.draft_length.most),
+            report=_folded(files, config.draft_length.most, texts),
             samples=tuple(samples(results["samples"], lm.generated)),
             tasks=fold_categories(files.events(), num_spec_tokens=config.draft_length.most),
         )
         summary = {key: value for key, value in results.items() if key != "samples"}
         write_text(path / "results.json", _json(summary))
-        write_json(path / "report.json", run.report.to_json())
+        document = run.report.to_json()
+        title = f"{arm.name}: {self._title()}"
+        shown = texts.shown(models.tokenizer)
+        write_text(
+            path / "report.html", tables.page(document, asked["settings"], title, origin(asked), *shown)
+        )
+        write_json(path / "report.json", document)
         return ArmResult(run=run, results=results)
 
     def _manifest(self, config: EngineConfig, sampling: SamplingParams) -> dict[str, Any]:
@@ -223,8 +234,8 @@ class StudyRun:
         return manifest(engine=config, sampling=sampling, data=data, fingerprints=self._fingerprints)
 
 
-def _folded(files: RunDirectory, num_spec_tokens: int) -> Report:
-    report = fold(files.events(), num_spec_tokens=num_spec_tokens)
+def _folded(files: RunDirectory, num_spec_tokens: int, texts: RunTexts) -> Report:
+    report = fold(texts.watch(files.events()), num_spec_tokens=num_spec_tokens)
     return report.with_texts(row["text"] for row in files.completions.values() if "text" in row)
 
 

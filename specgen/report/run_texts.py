@@ -33,7 +33,7 @@ _KEYS = {
 class RunTexts:
     """Follows the events of a run, whose ``rows`` are its completions by id, and keeps what its page shows.
 
-    Memory grows with the requests kept and not with the run.
+    A row may have a ``title`` for its id. Memory grows with the requests kept and not with the run.
     """
 
     def __init__(self, rows: Mapping[str, Mapping[str, Any]]) -> None:
@@ -73,12 +73,12 @@ class RunTexts:
         """The tables of rejections, and the texts; without a ``tokenizer`` these are in one colour."""
         if not self._worst:
             return [], None
-        few = {id(kept): kept for group, heap in self._worst.items() if group != ("", "") for kept in heap}
-        chosen = few | {id(kept): kept for kept in sorted(self._worst["", ""], reverse=True)}
-        entries = within((self._entry(kept.trace, tokenizer) for kept in chosen.values()), _PAGE_BYTES)
-        order = {kept.trace.name: at for at, kept in enumerate(sorted(chosen.values(), reverse=True))}
-        entries.sort(key=lambda entry: order[entry.title])
-        return self._tables(tokenizer), self._listed(entries, tokenizer)
+        worst = sorted(self._worst["", ""], reverse=True)
+        first = [kept for group, heap in self._worst.items() if group != ("", "") for kept in heap]
+        chosen = list({id(kept): kept for kept in (*first, *worst)}.values())
+        entries = within((self._entry(kept.trace, tokenizer) for kept in chosen), _PAGE_BYTES)
+        order = sorted(range(len(entries)), key=lambda at: chosen[at], reverse=True)
+        return self._tables(tokenizer), self._listed([entries[at] for at in order], tokenizer)
 
     def _tables(self, tokenizer: Tokenizer | None) -> list[Table]:
         if not self._num_counted:
@@ -114,7 +114,7 @@ class RunTexts:
         if length is not None:
             tokens = f"{plain(length)} tokens per step · {tokens} · {count(trace.num_rejections)} rejections"
         return Entry(
-            title=trace.name,
+            title=str(row.get("title", trace.name)),
             labels=_labels(trace),
             note=tokens,
             question=prompt if len(prompt) <= _QUESTION else f"… {prompt[-_QUESTION:]}",
