@@ -86,7 +86,8 @@ class BenchTable(Table):
             settings={name: str(value) for name, value in self.conditions.items()},
             tables=[*self._plotted(), every],
             findings=self.notes,
-            origin=origin(now("cpu")),  # the device is one of the conditions
+            # the device is one of the conditions, and the load is the bench's own by now
+            origin=origin({**now("cpu"), "state": {}}),
         ).to_html()
 
     def write(self, directory: Path) -> None:

@@ -115,7 +115,11 @@ def _entry(sample: SampleTexts) -> Entry:
     ]
     labels = {"task": sample.task, "change": sample.change}
     return Entry(
-        title=f"{sample.task} {sample.doc_id}", labels=labels, note="", question=sample.question, texts=texts
+        title=f"{sample.task} {sample.doc_id}",
+        labels=labels,
+        note=_score(sample.answers[0].scores),
+        question=sample.question,
+        texts=texts,
     )
 
 

@@ -105,6 +105,7 @@ class StudyRun:
         self._configs = {
             name: with_recorded_date(config, arms[name], began) for name, config in resolved.items()
         }
+        self._began = now(next(iter(self._configs.values())).device)  # before this run makes the machine busy
         self._tasks = find_tasks(job.study.tasks, job.data_path)
         if job.apply_chat_template:  # refused before there is a directory with it
             config = next(iter(self._configs.values()))
@@ -131,7 +132,7 @@ class StudyRun:
             template_unused=not self._job.apply_chat_template and bool(models.tokenizer.chat_template),
         )
         write_json(self._path / "comparison.json", comparison.to_json())
-        page = comparison_tables.page(comparison, self.settings(), self._title(), origin(now(config.device)))
+        page = comparison_tables.page(comparison, self.settings(), self._title(), origin(self._began))
         write_text(self._path / "report.html", page)
         return comparison
 
