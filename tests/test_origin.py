@@ -113,7 +113,7 @@ def test_the_state_of_a_gpu_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     [
         ("exit 9", []),
         ("echo No devices were found", []),
-        ('echo "580, [N/A], N/A, [Not Supported], 0"', ["gpu_use_percent", "driver"]),
+        ('echo "580.65.06, [N/A], N/A, [Not Supported], 0"', ["gpu_use_percent", "driver"]),
     ],
 )
 def test_what_cannot_be_read_of_a_gpu_is_left_out(
