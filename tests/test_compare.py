@@ -324,6 +324,12 @@ def test_arms_that_answer_alike_share_a_text():
     assert "other 1 of 2 50.0 % 1 1 1.00 1" in " ".join(rows.split())
 
 
+def test_equal_texts_with_other_scores_are_told_apart():
+    html = page(compare([arm("a", [0]), arm("b", [1]), arm("baseline", [1])]), {}, "")
+    assert "right to wrong · right</small>" in html
+    assert re.findall("<small>([^<]*·[^<]*)</small><p class=", html) == ["baseline, b · right", "a · wrong"]
+
+
 def test_wrong_texts_are_shown_first_then_flips():
     """After ``(7, 8, 1)`` token 3 is within rounding of 2, token 4 is not."""
     tokens = [(1, 2), (1, 3), (1, 3), (1, 3), (1, 4)]
