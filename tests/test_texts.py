@@ -134,7 +134,7 @@ def test_reasoning_and_answer_are_told_apart(write, prompt, text, tmp_path):
     tokenizer = load_tokenizer(str(write(tmp_path)))
     before, token_ids = tokenizer.encode_rendered(prompt), tokenizer.encode_rendered(text)
     parts = split(tokenizer, before, token_ids)
-    found = pieces_by_part(tokenizer, before, token_ids)
+    found = pieces_by_part(tokenizer, prompt, token_ids)
     assert sorted(index for part in found.values() for index, _ in part) == list(range(len(token_ids)))
     row = {"prompt": prompt, "reasoning": parts.reasoning, "text": tokenizer.decode(parts.answer)}
     sources = [Source("prefill")] * len(token_ids)

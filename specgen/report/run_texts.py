@@ -136,7 +136,7 @@ class _Kept:
 
 def _labels(trace: Trace) -> dict[str, str]:
     category = {} if trace.category is None else {"category": trace.category}
-    return {**category, "turn": str(trace.turn), "ended by": trace.reason}
+    return {**category, "turn": f"turn {trace.turn}", "ended by": trace.reason}
 
 
 def texts_of(
@@ -145,8 +145,7 @@ def texts_of(
     """Reasoning and answer of ``row``, a span per token; one span where the tokens do not add up to the text."""
     parts: dict[Part, list[tuple[int, str]]] = {}
     if tokenizer is not None and len(sources) == len(row["token_ids"]):
-        prompt = tokenizer.encode_rendered(row.get("prompt", ""))
-        parts = pieces_by_part(tokenizer, prompt, row["token_ids"])
+        parts = pieces_by_part(tokenizer, row.get("prompt", ""), row["token_ids"])
     stored: dict[Part, str | None] = {"reasoning": row.get("reasoning"), "answer": row["text"]}
     shown = []
     for part, text in stored.items():

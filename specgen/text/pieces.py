@@ -42,13 +42,15 @@ def fitted(parts: Sequence[str], text: str) -> list[str] | None:
 
 
 def pieces_by_part(
-    tokenizer: Tokenizer, prompt: Sequence[int], token_ids: Sequence[int]
+    tokenizer: Tokenizer, prompt: str, token_ids: Sequence[int]
 ) -> dict[Part, list[tuple[int, str]]]:
-    """Index and piece of every token after ``prompt``, in the reasoning and in the answer.
+    """Index and piece of every token after the rendered ``prompt``, in the reasoning and in the answer.
 
     Blocks of reasoning are joined by a line break, as in ``reasoning.split``.
     """
-    reader = new_reader(tokenizer, prompt)
+    reader = new_reader(tokenizer, ())
+    if reader is not None:  # only then is the prompt worth encoding
+        reader = new_reader(tokenizer, tokenizer.encode_rendered(prompt))
     if reader is None:
         return {"answer": list(enumerate(pieces(tokenizer, token_ids)))}
     read = [reader.read(token_id) for token_id in token_ids]
