@@ -326,7 +326,7 @@ def test_arms_that_answer_alike_share_a_text():
 
 def test_equal_texts_with_other_scores_are_told_apart():
     html = page(compare([arm("a", [0]), arm("b", [1]), arm("baseline", [1])]), {}, "")
-    assert "right to wrong · right</small>" in html
+    assert "right to wrong · baseline right</small>" in html
     assert re.findall("<small>([^<]*·[^<]*)</small><p class=", html) == ["baseline, b · right", "a · wrong"]
 
 

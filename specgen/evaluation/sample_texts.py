@@ -106,9 +106,9 @@ def text_list(samples: Sequence[SampleTexts]) -> TextList:
 
 
 def _entry(sample: SampleTexts) -> Entry:
-    reference, *others = (answer.text for answer in sample.answers)
-    equal = [_num_equal(reference, other) for other in others]
-    cuts = [min(equal, default=len(reference)), *equal]
+    reference, *others = sample.answers
+    equal = [_num_equal(reference.text, other.text) for other in others]
+    cuts = [min(equal, default=len(reference.text)), *equal]
     texts = [
         ShownText(name=_name(answer), spans=_marked(answer.text, cut))
         for answer, cut in zip(sample.answers, cuts, strict=True)
@@ -117,7 +117,7 @@ def _entry(sample: SampleTexts) -> Entry:
     return Entry(
         title=f"{sample.task} {sample.doc_id}",
         labels=labels,
-        note=_score(sample.answers[0].scores),
+        note=f"{reference.arms[0]} {_score(reference.scores)}",
         question=sample.question,
         texts=texts,
     )
