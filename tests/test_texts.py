@@ -200,6 +200,18 @@ def test_rejections_add_up(byte_level):
     )
 
 
+def test_a_category_per_request_makes_no_endless_page(byte_level):
+    token_ids = byte_level.encode_rendered(TEXT[0])[:4]
+    rows = {f"r{at}": {"text": byte_level.decode(token_ids), "token_ids": token_ids} for at in range(300)}
+    events = chain(*(request(name, [(K, 0)] * 3, category=f"c{name}") for name in rows))
+    texts = RunTexts(rows)
+    fold(texts.watch(events), num_spec_tokens=K)
+    (categories, *_), _ = texts.shown(byte_level)
+    assert len(categories.rows) == 20
+    assert categories.note == "verify steps that rejected a draft; 20 of 300 categories"
+    assert len(texts._worst) == 200
+
+
 def test_retried_and_resumed_requests_count_once(byte_level):
     token_ids = byte_level.encode_rendered("abc")
     rows = {"r": {"prompt": "", "text": byte_level.decode(token_ids), "token_ids": token_ids}}

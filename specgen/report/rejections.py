@@ -7,7 +7,7 @@ from specgen.display import count, percent
 from specgen.report.table import Column, Table
 from specgen.report.token_sources import Trace
 
-_TOKENS = 12  # shown
+_TOKENS, _CATEGORIES = 12, 20  # shown
 _OTHERS = 3  # drafts shown per token
 _BY_TOKEN = (
     Column(name="token", title="the target's token"),
@@ -101,11 +101,14 @@ class Rejections:
                 "share": rejections / total if total else None,
                 "per_step": rejections / steps if steps else None,
             }
-            for category, (rejections, steps) in ordered
+            for category, (rejections, steps) in ordered[:_CATEGORIES]
         ]
+        shown = (
+            f"; {count(len(rows))} of {count(len(ordered))} categories" if len(rows) < len(ordered) else ""
+        )
         return Table(
             title="Rejections by category",
-            note="verify steps that rejected a draft",
+            note=f"verify steps that rejected a draft{shown}",
             columns=_BY_CATEGORY,
             rows=tuple(rows) if len(rows) > 1 else (),
         )

@@ -17,6 +17,7 @@ from specgen.text.tokenizer import Tokenizer
 
 _WORST = 2_000  # requests kept, and of every category, turn and reason to end ...
 _WORST_OF_EACH = 5  # ... so that each filter of a page finds some
+_GROUPS = 200  # the first; data may have a category per row
 _COUNTED = 10_000  # requests whose rejections are counted by token, about
 _PAGE_BYTES = 3_500_000
 _QUESTION = 2_000  # characters
@@ -60,7 +61,8 @@ class RunTexts:
         kept = _Kept(trace)
         self._keep(("", ""), kept, _WORST)
         for label in _labels(trace).items():
-            self._keep(label, kept, _WORST_OF_EACH)
+            if label in self._worst or len(self._worst) < _GROUPS:
+                self._keep(label, kept, _WORST_OF_EACH)
 
     def _keep(self, group: tuple[str, str], kept: "_Kept", most: int) -> None:
         heap = self._worst.setdefault(group, [])
