@@ -129,6 +129,29 @@ def test_names_and_marks_can_be_read(scheme, ground):
     assert {name: found for name, found in faint.items() if found < 4.5} == {}
 
 
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_coloured_tokens_can_be_read(scheme):
+    light, dark = re.findall(r":root \{(.*?)\}", CSS, re.DOTALL)
+    colours = dict(re.findall(r"--(\w+): (#[0-9a-f]{3,6})\b", light if scheme == "light" else dark))
+    shares = [
+        float(share) for share in re.findall(r"\.d\d .*rgb\(from var\(--good\) r g b / ([.\d]+)\)", CSS)
+    ]
+    assert len(shares) == 8
+    assert shares == sorted(set(shares)), "a later draft is darker"
+    grounds = [colours["wrong"], colours["bonus"], colours["mark"]]
+    grounds += [_mixed(colours["good"], colours["card"], share) for share in shares]
+    assert [ground for ground in grounds if _contrast(colours["ink"], ground) < 4.5] == []
+
+
+def _mixed(above, below, share):
+    parts = [(int(above[at : at + 2], 16), int(_long(below)[at : at + 2], 16)) for at in (1, 3, 5)]
+    return "#" + "".join(f"{round(share * a + (1 - share) * b):02x}" for a, b in parts)
+
+
+def _long(colour):
+    return colour if len(colour) == 7 else "#" + "".join(2 * digit for digit in colour[1:])
+
+
 def _contrast(one, other):
     """Of two colours, as WCAG 2 defines it."""
     low, high = sorted((_luminance(one), _luminance(other)))
@@ -136,7 +159,6 @@ def _contrast(one, other):
 
 
 def _luminance(colour):
-    digits = colour[1:] if len(colour) == 7 else "".join(2 * digit for digit in colour[1:])
-    parts = [int(digits[at : at + 2], 16) / 255 for at in (0, 2, 4)]
+    parts = [int(_long(colour)[at : at + 2], 16) / 255 for at in (1, 3, 5)]
     linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]

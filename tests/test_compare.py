@@ -284,14 +284,14 @@ def test_the_page_shows_the_numbers_and_both_texts():
     comparison = compare(a_study())
     words = Page(page(comparison, {"model": "a target"}, "A study")).text
     low, high = comparison.against[0].changes[0].paired.interval
-    for expected in ("A study", "a target", comparison.sentence, f"sums {STRICT}", "Texts of padded"):
+    for expected in ("A study", "a target", comparison.sentence, f"sums {STRICT}", "Samples side by side"):
         assert expected in words
     assert f"[{100 * low:.1f}, {100 * high:.1f}]" in words
     assert "-33.3" in words
     assert "2 of 3" in words
-    assert "1 of 3 differ from baseline" in words
-    assert [word for word in words if word in ("other", "same")] == ["other", "same"]
-    assert any(word.startswith("sums 2, at token 1: 5 '5' instead of (ended)") for word in words)
+    assert any(word.startswith("1 wrong text, 2 same text;") for word in words)
+    assert [word for word in words if word in ("other", "same")] == ["same", "other", "same", "same"]
+    assert any(word.startswith("padded · wrong · at token 1: 5 '5' instead of (ended)") for word in words)
 
 
 def test_page_and_terminal_show_the_same_cells():
@@ -310,35 +310,53 @@ def test_page_and_terminal_show_the_same_cells():
     assert all(text in lines for text in shown)
 
 
-def test_only_arms_that_differ_have_texts_of_their_own():
+def test_arms_that_answer_alike_share_a_text():
     same, other = arm("same", [1, 1]), with_samples(arm("other", []), sample(0, 1), sample(1, 1, "x", (1, 9)))
     found = Page(page(compare([same, other, arm("baseline", [1, 1])]), {}, ""))
-    assert [word for word in found.text if word.startswith("Texts")] == ["Texts", "Texts of other"]
+    names = [word for word in found.text if word.startswith(("baseline", "other")) and "·" in word]
+    assert [name.split(" · at ")[0] for name in names] == [
+        "baseline, same · right",
+        "other · right",
+        "baseline, same, other · right",
+    ]
     rows = " ".join(found.text)
     assert "same 2 of 2 100.0 % - - - 0" in " ".join(rows.split())
     assert "other 1 of 2 50.0 % 1 1 1.00 1" in " ".join(rows.split())
 
 
-def test_wrong_texts_are_shown_before_all_others():
+def test_equal_texts_with_other_scores_are_told_apart():
+    html = page(compare([arm("a", [0]), arm("b", [1]), arm("baseline", [1])]), {}, "")
+    assert "right to wrong · baseline right</small>" in html
+    assert re.findall("<small>([^<]*·[^<]*)</small><p class=", html) == ["baseline, b · right", "a · wrong"]
+
+
+def test_wrong_texts_are_shown_first_then_flips():
     """After ``(7, 8, 1)`` token 3 is within rounding of 2, token 4 is not."""
-    tokens = [(1, 3)] * 30 + [(1, 4)]
+    tokens = [(1, 2), (1, 3), (1, 3), (1, 3), (1, 4)]
+    scores = [(1, 1), (1, 1), (0, 1), (1, 0), (1, 1)]  # of padded and of the reference
     runs = [
-        with_samples(arm("padded", []), *(sample(i, 1, f"text {i}", ids) for i, ids in enumerate(tokens))),
-        with_samples(arm("baseline", []), *(sample(i, 1) for i in range(31))),
+        with_samples(
+            arm("padded", []), *(sample(i, scores[i][0], f"text {ids}", ids) for i, ids in enumerate(tokens))
+        ),
+        with_samples(arm("baseline", []), *(sample(i, scores[i][1], "text (1, 2)") for i in range(5))),
     ]
     comparison = compare(runs)
-    words = Page(page(comparison, {}, "")).text
-    assert "31 of 31 differ from baseline; 20 of them are shown" in words
-    places = [(i, word) for i, word in enumerate(words) if word.startswith("sums ") and " instead " in word]
-    assert [word.strip() for _, word in places[:2]] == [
-        "sums 30, at token 1: 4 '4' instead of 2 '2'",
-        "sums 0, at token 1: 3 '3' instead of 2 '2'",
+    html = page(comparison, {}, "")
+    entries = re.findall(r"<summary>sums (\d) <small>(?:sums · )?([^·]*) · ", html)
+    assert entries == [
+        ("4", "wrong text"),
+        ("2", "right to wrong"),
+        ("3", "wrong to right"),
+        ("1", "other text"),
+        ("0", "same text"),
     ]
+    assert html.count("<details") == 5
+    assert html.count('" open>') == 4
     bound = f"bound {comparison.against[0].divergences[0].rounding:.4g}"
-    assert [words[i + 1] for i, _ in places[:2]] == [
-        f"gap 1 · {bound} · WRONG: more than rounding",
-        f"gap 0 · {bound} · explained by rounding",
-    ]
+    assert f"gap 1 · {bound} · WRONG: more than rounding" in html
+    assert f"gap 0 · {bound} · explained by rounding" in html
+    assert "1 wrong text, 1 right to wrong, 1 wrong to right, 1 other text, 1 same text;" in html
+    assert "samples" not in comparison.to_json()
 
 
 @pytest.mark.parametrize(
@@ -367,8 +385,8 @@ def test_texts_are_highlighted_from_the_first_difference():
         for name, text in (("a", "one two"), ("b", "one three"))
     ]
     text = page(compare(runs), {}, "A study")
-    assert "<p>one t<mark>wo</mark></p>" in text
-    assert "<p>one t<mark>hree</mark></p>" in text
+    assert "<i>one t</i><i class=changed>wo</i></p>" in text
+    assert "<i>one t</i><i class=changed>hree</i></p>" in text
 
 
 @pytest.mark.parametrize(

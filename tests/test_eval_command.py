@@ -93,6 +93,9 @@ def test_three_arms_answer_alike_and_leave_their_numbers(study: tuple[Path, str]
         assert ("none" in said["drafter"]) == (arm == "baseline")
         report, _ = load(files)
         assert report["num_spec_tokens"] == k
+        texts = (files / "report.html").read_text()
+        assert texts.count("<summary>word_problems ") == texts.count(" stop · ") == 6
+        assert ("<i class=correction" in texts) == (arm != "baseline")
         assert report["num_requests"] == 6
         results = json.loads((files / "results.json").read_text())["results"]["word_problems"]
         samples = json.loads((files / "samples_word_problems.json").read_text())

@@ -11,6 +11,7 @@ from specgen.bench.output import BenchTable
 from specgen.report.origin import origin
 from specgen.report.page import Page
 from specgen.report.table import Column
+from specgen.rundir.machine_state import machine_state
 from specgen.rundir.provenance import FREE_IN_A_RUN, cpu_name, differences, now
 
 RECORD = {
@@ -18,10 +19,12 @@ RECORD = {
     "argv": [".venv/bin/specgen", "generate", "--dataset", "my prompts.jsonl"],
     "versions": {"python": "3.11.7", "specgen": "0.1.0", "torch": "2.13.0", "lm-eval": "not installed"},
     "device": {"name": "x86_64", "host": "vm", "cpu": "A CPU <8>", "threads": 2},
+    "state": {"load": 0.9, "cpus": 2},
 }
 SHOWN = {
     "date": "2026-11-22 17:20:41 UTC",
     "machine": "vm, A CPU <8>, 2 threads",
+    "state": "load 0.9 on 2 CPUs at the start",
     "versions": "specgen 0.1.0, torch 2.13.0, Python 3.11.7",
     "command": "specgen generate --dataset 'my prompts.jsonl'",
 }
@@ -65,6 +68,60 @@ def test_the_cpu_has_the_name_that_linux_gives_it(tmp_path: Path):
 
 
 def test_another_machine_may_resume_a_run():
-    other = {**RECORD, "device": RECORD["device"] | {"host": "vm2", "cpu": "Another CPU"}}
+    other = {
+        **RECORD,
+        "state": {"load": 7},
+        "device": RECORD["device"] | {"host": "vm2", "cpu": "Another CPU"},
+    }
     assert differences(RECORD, other) != []
     assert differences(RECORD, other, FREE_IN_A_RUN) == []
+
+
+def test_another_load_is_no_other_run():
+    assert differences(RECORD, {**RECORD, "state": {"load": 7, "cpus": 8}}) == []
+
+
+def test_a_busy_machine_is_called_so():
+    assert origin({"state": {"load": 1.1, "cpus": 2}})["state"].endswith(
+        "at the start: BUSY, so speeds are doubtful"
+    )
+    assert "BUSY" in origin({"state": {"gpu_use_percent": 90.0}})["state"]
+    assert origin({"state": {}}) == {}
+
+
+def _nvidia_smi(path: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
+    """A program of that name that does what ``script`` says."""
+    (path / "nvidia-smi").write_text(f"#!/bin/sh\n{script}\n")
+    (path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{path}:/bin:/usr/bin")
+
+
+def test_the_state_of_a_gpu_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    said = "580.65.06, 1980, 1980, 700.00, 3"
+    _nvidia_smi(tmp_path, monkeypatch, f'[ "$1" = --id=GPU-7 ] && echo "{said}"')
+    found = machine_state("GPU-7")
+    text = origin({"state": {**found, "load": 1, "cpus": 26}})["state"]
+    assert text == (
+        "driver 580.65.06, clock 1980 MHz, of at most 1980 MHz, power limit 700 W, GPU 3 % in use, "
+        "load 1 on 26 CPUs at the start"
+    )
+    assert set(machine_state()) == {"load", "cpus"}
+
+
+@pytest.mark.parametrize(
+    ("script", "known"),
+    [
+        ("exit 9", []),
+        ("echo No devices were found", []),
+        ('echo "580.65.06, [N/A], N/A, [Not Supported], 0"', ["gpu_use_percent", "driver"]),
+    ],
+)
+def test_what_cannot_be_read_of_a_gpu_is_left_out(
+    script: str, known: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    _nvidia_smi(tmp_path, monkeypatch, script)
+    assert [name for name in machine_state("GPU-7") if name not in ("load", "cpus")] == known
+
+
+def test_python_m_specgen_is_a_command_that_can_be_typed():
+    assert origin({"argv": ["/lib/specgen/__main__.py", "eval"]})["command"] == "specgen eval"

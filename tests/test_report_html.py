@@ -11,16 +11,16 @@ import pytest
 from specgen.display import percent, plain
 from specgen.report.charts import Bars, Lines, Point, lengths, quarters
 from specgen.report.page import Page as Content
-from specgen.report.page import TextCard, TextPair
 from specgen.report.report import fold
 from specgen.report.svg import svg
 from specgen.report.table import Column, Table
 from specgen.report.tables import curve, curves, of_run
 from specgen.report.tables import page as render
 from specgen.report.terminal import render as in_terminal
+from specgen.report.text_list import Entry, ShownText, Span, TextList
 from tests.streams import decode_steps, refusal, request
 
-VOID = {"br", "meta", "wbr"}
+VOID = {"br", "input", "meta", "wbr"}
 SVG = "{http://www.w3.org/2000/svg}"
 
 
@@ -308,7 +308,13 @@ def test_every_text_of_a_page_is_escaped():
         Column(name="d", show=percent),
     )
     row = {"a": bad, "b": bad, "c": bad, "d": 0.5}
-    texts = TextPair(label=bad, note=bad, question=bad, texts={bad: bad, "": ""})
+    spans = [Span(bad, "correction", bad), Span("")]
+    entries = [
+        Entry(
+            title=bad, labels={bad: label}, note=bad, question=bad, texts=[ShownText(name=bad, spans=spans)]
+        )
+        for label in (bad, "")
+    ]
     content = Content(
         title=bad,
         settings={bad: bad},
@@ -320,7 +326,7 @@ def test_every_text_of_a_page_is_escaped():
         ],
         notes={bad: bad},
         findings=[bad],
-        cards=[TextCard(title=bad, note=bad, texts=[texts])],
+        texts=TextList(title=bad, note=bad, entries=entries, keys={"correction": bad}),
     )
     text = content.to_html()
     page = Page(text)

@@ -116,7 +116,8 @@ class BenchTable(Table):
             tables=[*self._plotted(), *self.more, every],
             sentence="\n".join(self.answers),
             findings=self.notes,
-            origin=origin(now("cpu")),  # the device is one of the conditions
+            # the device is one of the conditions, and the load is the bench's own by now
+            origin=origin({**now("cpu"), "state": {}}),
         ).to_html()
 
     def write(self, directory: Path) -> None:

@@ -1,13 +1,14 @@
 """Compares the arms of a study with their reference: accuracy, texts, acceptance and speed."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from specgen.config import require
 from specgen.display import count, hundredths, p_value, same_texts
 from specgen.evaluation.divergence import Divergence, Judge
 from specgen.evaluation.paired import LEVEL, Paired, mean_interval, paired
+from specgen.evaluation.sample_texts import SampleTexts, side_by_side
 from specgen.evaluation.samples import ArmRun, Sample
 from specgen.evaluation.task_figures import TaskFigures, figures_of
 from specgen.report.acceptance import Position, Speculation
@@ -100,9 +101,11 @@ class Comparison:
     num_unexplained: int
     alarming: bool  # whether accuracy differs or decoding is wrong
     sentence: str
+    samples: tuple[SampleTexts, ...]
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        """All but the samples, whose texts are in the files of the arms."""
+        return {name: value for name, value in asdict(replace(self, samples=())).items() if name != "samples"}
 
 
 def reference_of(arms: Sequence[ArmRun]) -> ArmRun:
@@ -125,6 +128,7 @@ def compare(arms: Sequence[ArmRun], target: Judge, *, template_unused: bool = Fa
     level = LEVEL / max(1, len(others) * len(_scores(reference)))
     against = tuple(_against(arm, reference, level, target) for arm in others)
     wrong = sum(not each.explained for arm in against for each in arm.divergences)
+    firsts = {arm.name: {(each.task, each.doc_id): each.first for each in arm.differences} for arm in against}
     return Comparison(
         reference=reference.name,
         arms=tuple(_summary(arm, reference) for arm in arms),
@@ -135,6 +139,7 @@ def compare(arms: Sequence[ArmRun], target: Judge, *, template_unused: bool = Fa
         + _unanswered(arms)
         + _empty(arms, template_unused)
         + _alarm(wrong, reference.dtype),
+        samples=side_by_side(arms, reference, firsts),
     )
 
 

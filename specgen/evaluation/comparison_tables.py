@@ -6,17 +6,17 @@ from statistics import median_low
 from typing import Any
 
 from specgen.display import between, count, hundredths, p_value, percent, rate, ratio, seconds
-from specgen.evaluation.audit_table import divergences, four_digits, shown_token
-from specgen.evaluation.compare import Accuracy, ArmComparison, Comparison, Difference
+from specgen.evaluation.audit_table import divergences
+from specgen.evaluation.compare import Accuracy, ArmComparison, Comparison
+from specgen.evaluation.sample_texts import text_list
 from specgen.report.charts import quarters
-from specgen.report.page import Page, TextCard, TextPair
+from specgen.report.page import Page
 from specgen.report.table import Column, Row, Table
 from specgen.report.tables import curve, curves
 from specgen.report.terminal import Part, definitions, heading
 
 _POSITIONS = 6  # shown of an acceptance curve; the JSON has all
 _DIVERGENCES = 3  # shown per arm; the page has more
-_DIFFERENCES = 20  # texts shown per arm on a page
 NOTES = {
     "score": "mean over samples; interval of Wilson, or of t where scores are not all 0 or 1",
     "difference": "score less the reference's, in points; interval of Tango, or paired t",
@@ -91,7 +91,7 @@ def of_comparison(comparison: Comparison, settings: Mapping[str, str]) -> Iterat
 def page(
     comparison: Comparison, settings: Mapping[str, str], title: str, origin: Mapping[str, str] | None = None
 ) -> str:
-    """The same as an HTML page, with the texts that differ side by side."""
+    """The same as an HTML page, with the texts side by side."""
     accuracies = [_accuracy(comparison, accuracy) for accuracy in comparison.arms[0].accuracies]
     return Page(
         title=title,
@@ -108,7 +108,7 @@ def page(
         ],
         notes=NOTES,
         origin=origin or {},
-        cards=[_differing(arm, comparison.reference) for arm in comparison.against if arm.differences],
+        texts=text_list(comparison.samples) if comparison.samples else None,
     ).to_html()
 
 
@@ -225,25 +225,3 @@ def _tasks(comparison: Comparison) -> Table:
         ),
         num_keys=2,
     )
-
-
-def _differing(arm: ArmComparison, reference: str) -> TextCard:
-    """The texts of ``arm`` that differ, unexplained ones first."""
-    ordered = sorted(arm.differences, key=lambda each: each.first is None or each.first.explained)
-    note = f"{count(len(ordered))} of {count(arm.num_compared)} differ from {reference}"
-    shown = f"; {_DIFFERENCES} of them are shown" if len(ordered) > _DIFFERENCES else ""
-    texts = [_side_by_side(each, arm.name, reference) for each in ordered[:_DIFFERENCES]]
-    return TextCard(title=f"Texts of {arm.name}", note=note + shown, texts=texts)
-
-
-def _side_by_side(difference: Difference, name: str, reference: str) -> TextPair:
-    """Both texts, their first divergence, the gap there, and whether rounding explains it."""
-    first, label, note = difference.first, f"{difference.task} {difference.doc_id}", ""
-    if first is not None:
-        ours = shown_token(first.token, first.text)
-        theirs = shown_token(first.reference_token, first.reference_text)
-        label += f", at token {count(first.position)}: {ours} instead of {theirs}"
-        why = "explained by rounding" if first.explained else "WRONG: more than rounding"
-        note = f"gap {four_digits(first.gap)} · bound {four_digits(first.rounding)} · {why}"
-    texts = {name: difference.text, reference: difference.reference_text}
-    return TextPair(label=label, note=note, question=difference.question, texts=texts)

@@ -78,6 +78,7 @@ class SpecgenLM(TemplateLM):  # type: ignore[misc]
         self._may_cut = may_cut
         self._answers = dict(files.completions)
         self.generated: dict[tuple[str, int], Generated] = {}
+        self._prompts: dict[str, tuple[str, str]] = {}  # title and text of what was asked, by id
 
     @property
     def seconds(self) -> float:
@@ -185,9 +186,18 @@ class SpecgenLM(TemplateLM):  # type: ignore[misc]
         for name, row in self._by_task(asked):
             at = index[name]
             texts[at], instance = row["text"], requests[at]
+            self._prompts[name] = f"{instance.task_name} {instance.doc_id}", instance.args[0]
             self.cache_hook.add_partial("generate_until", instance.args, texts[at])
             self.generated.setdefault((instance.task_name, instance.doc_id), _generated(asked[at], row))
         return texts
+
+    @property
+    def texts(self) -> dict[str, _Row]:
+        """The rows of all generated texts by id, with their title and prompt."""
+        return {
+            name: {**self._answers[name], "title": title, "prompt": prompt}
+            for name, (title, prompt) in self._prompts.items()
+        }
 
     def _by_task(self, asked: list[Request]) -> Iterator[tuple[str, _Row]]:
         """The answers to ``asked``, task by task, so that each has a speed of its own."""

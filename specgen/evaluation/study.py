@@ -25,8 +25,10 @@ from specgen.evaluation.language_model import SpecgenLM
 from specgen.evaluation.samples import ArmRun, samples
 from specgen.evaluation.studies import Study
 from specgen.evaluation.tasks import find_tasks
+from specgen.report import tables
 from specgen.report.origin import origin
 from specgen.report.report import Report, fold, fold_categories
+from specgen.report.run_texts import RunTexts
 from specgen.report.table import Column, Table
 from specgen.rundir.atomic import write_json, write_text
 from specgen.rundir.progress import Progress
@@ -124,6 +126,7 @@ class StudyRun:
         }
         for names in _alike(self._configs, job.study.arms):
             progress.warn(f"arms {' and '.join(names)} are the same here: what sets them apart has no effect")
+        self._began = now(next(iter(self._configs.values())).device)  # before this run makes the machine busy
         self._tasks = find_tasks(job.study.tasks, job.data_path)
         if job.apply_chat_template:  # refused before there is a directory with it
             config = next(iter(self._configs.values()))
@@ -149,11 +152,13 @@ class StudyRun:
             Judge.of(config, models),
             template_unused=not self._job.apply_chat_template and bool(models.tokenizer.chat_template),
         )
-        title = f"{Path(config.model).name} on {', '.join(self._job.study.tasks)}"
         write_json(self._path / "comparison.json", comparison.to_json())
-        page = comparison_tables.page(comparison, self.settings(), title, origin(now(config.device)))
+        page = comparison_tables.page(comparison, self.settings(), self._title(), origin(self._began))
         write_text(self._path / "report.html", page)
         return comparison
+
+    def _title(self) -> str:
+        return f"{Path(self._job.engine.model).name} on {', '.join(self._job.study.tasks)}"
 
     def settings(self) -> dict[str, str]:
         """The settings at the top of a report."""
@@ -227,17 +232,24 @@ class StudyRun:
                 gen_kwargs=_sampling_arguments(arm.changes.get("temperature"), job.max_new_tokens),
             )
         assert results is not None, "only other ranks than the first get None"
+        texts = RunTexts(lm.texts)
         run = ArmRun(
             name=arm.name,
             dtype=config.dtype,
             seconds=lm.seconds,
-            report=_folded(files, config.draft_length.most),
+            report=_folded(files, config.draft_length.most, texts),
             samples=tuple(samples(results["samples"], lm.generated)),
             tasks=fold_categories(files.events(), num_spec_tokens=config.draft_length.most),
         )
         summary = {key: value for key, value in results.items() if key != "samples"}
         write_text(path / "results.json", _json(summary))
-        write_json(path / "report.json", run.report.to_json())
+        document = run.report.to_json()
+        title = f"{arm.name}: {self._title()}"
+        shown = texts.shown(models.tokenizer)
+        write_text(
+            path / "report.html", tables.page(document, asked["settings"], title, origin(asked), *shown)
+        )
+        write_json(path / "report.json", document)
         return ArmResult(run=run, results=results)
 
     def _manifest(self, config: EngineConfig, sampling: SamplingParams) -> dict[str, Any]:
@@ -256,8 +268,8 @@ def _alike(configs: Mapping[str, EngineConfig], arms: Sequence[Arm]) -> list[lis
     return [names for names in alike.values() if len(names) > 1]
 
 
-def _folded(files: RunDirectory, num_spec_tokens: int) -> Report:
-    report = fold(files.events(), num_spec_tokens=num_spec_tokens)
+def _folded(files: RunDirectory, num_spec_tokens: int, texts: RunTexts) -> Report:
+    report = fold(texts.watch(files.events()), num_spec_tokens=num_spec_tokens)
     return report.with_texts(row["text"] for row in files.completions.values() if "text" in row)
 
 

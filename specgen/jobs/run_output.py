@@ -7,7 +7,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from specgen.config import FormatName
+from specgen.config import FormatName, UserError
 from specgen.events import read
 from specgen.jobs.export.openai import Served, export_openai
 from specgen.jobs.export.parquet import export_parquet
@@ -17,9 +17,10 @@ from specgen.prompts import Prompt, failure
 from specgen.report import tables
 from specgen.report.origin import origin
 from specgen.report.report import Report, fold
+from specgen.report.run_texts import RunTexts
 from specgen.rundir.atomic import write_json, write_text
 from specgen.rundir.row_file import RowFile
-from specgen.text.tokenizer import load_tokenizer
+from specgen.text.tokenizer import Tokenizer, load_tokenizer
 
 MAIN_FILES: Mapping[FormatName, str] = {
     "jsonl": "completions.jsonl",
@@ -87,20 +88,32 @@ def write_report(path: Path, baseline: Path | None) -> Mapping[str, Any]:
 
     ``baseline`` is the directory of the plain run.
     """
-    record = read_json(path / "manifest.json")
-    report = _folded(path, record["engine"]["num_spec_tokens"])
+    record, rows = read_json(path / "manifest.json"), RowFile(path / "completions.jsonl")
+    texts = RunTexts(rows)
+    report = _folded(path, record["engine"]["num_spec_tokens"], texts)
     if baseline is not None:
         report = report.with_baseline(_folded(baseline, 0), *_identical(path, baseline))
     document = report.to_json()
     model = record.get("served_model_name", Path(record["engine"]["model"]).name)
     title = f"{model} on {record['data']['dataset']}"
-    write_text(path / "report.html", tables.page(document, record["settings"], title, origin(record)))
+    rejections, listed = texts.shown(_tokenizer(record["engine"]["model"]))
+    page = tables.page(document, record["settings"], title, origin(record), rejections, listed)
+    write_text(path / "report.html", page)
     write_json(path / "report.json", document)
     return document
 
 
-def _folded(path: Path, num_spec_tokens: int) -> Report:
-    report = fold(read(path / "events.jsonl"), num_spec_tokens=num_spec_tokens)
+def _tokenizer(model: str) -> Tokenizer | None:
+    """None where it cannot be read: shards may be merged on a machine without the model."""
+    try:
+        return load_tokenizer(model)
+    except UserError:
+        return None
+
+
+def _folded(path: Path, num_spec_tokens: int, texts: RunTexts | None = None) -> Report:
+    events = read(path / "events.jsonl")
+    report = fold(events if texts is None else texts.watch(events), num_spec_tokens=num_spec_tokens)
     # rejected rows, which have no events, have failed too
     counted = replace(report, num_errors=len(RowFile(path / "errors.jsonl")))
     return counted.with_texts(row["text"] for row in RowFile(path / "completions.jsonl").values())

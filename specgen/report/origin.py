@@ -8,17 +8,19 @@ from typing import Any
 from specgen.display import count
 
 _PACKAGES = ("specgen", "torch", "flashinfer-python", "lm-eval")
+_BUSY = 0.5  # share of the CPUs, or of the GPU
 _MISSING = "not installed"
 
 
 def origin(record: Mapping[str, Any]) -> dict[str, str]:
-    """The fields ``created``, ``argv``, ``versions`` and ``device`` of a manifest as a page shows them, by label.
+    """The fields ``created``, ``argv``, ``versions``, ``device`` and ``state`` of a manifest as a page shows them.
 
     What a record of an earlier version lacks is left out.
     """
     found = {
         "date": record.get("created", "").replace("T", " ").replace("+00:00", " UTC"),
         "machine": _machine(record.get("device", {})),
+        "state": _state(record.get("state", {})),
         "versions": _versions(record.get("versions", {})),
         "command": _command(record.get("argv", [])),
     }
@@ -34,6 +36,25 @@ def _machine(device: Mapping[str, Any]) -> str:
     return ", ".join(str(part) for part in parts if part is not None)
 
 
+def _state(state: Mapping[str, Any]) -> str:
+    """As it was when the run began: a shared machine makes every speed doubtful, and so do low clocks."""
+    shown = {
+        "driver": "driver {driver}",
+        "clock_mhz": "clock {clock_mhz:g} MHz",
+        "max_clock_mhz": "of at most {max_clock_mhz:g} MHz",
+        "power_limit_watts": "power limit {power_limit_watts:g} W",
+        "gpu_use_percent": "GPU {gpu_use_percent:g} % in use",
+        "load": "load {load:g} on {cpus} CPUs",
+    }
+    parts = [text.format(**state) for name, text in shown.items() if name in state]
+    if not parts:
+        return ""
+    busy = (
+        state.get("load", 0) > _BUSY * state.get("cpus", 1) or state.get("gpu_use_percent", 0) > 100 * _BUSY
+    )
+    return f"{', '.join(parts)} at the start{': BUSY, so speeds are doubtful' if busy else ''}"
+
+
 def _versions(versions: Mapping[str, str]) -> str:
     shown = [f"{name} {versions[name]}" for name in _PACKAGES if versions.get(name, _MISSING) != _MISSING]
     return ", ".join([*shown, *([f"Python {versions['python']}"] if "python" in versions else [])])
@@ -41,4 +62,7 @@ def _versions(versions: Mapping[str, str]) -> str:
 
 def _command(argv: list[str]) -> str:
     """The command as a shell reads it, its program without the directory."""
-    return shlex.join([PurePath(argv[0]).name, *argv[1:]]) if argv else ""
+    if not argv:
+        return ""
+    program = PurePath(argv[0]).name
+    return shlex.join(["specgen" if program == "__main__.py" else program, *argv[1:]])  # of python -m specgen

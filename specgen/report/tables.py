@@ -11,6 +11,7 @@ from specgen.report.remarks import hint, remarks
 from specgen.report.report import DEFINITIONS, draft_lengths
 from specgen.report.table import Column, Row, Table, pairs
 from specgen.report.terminal import Part, definitions, heading
+from specgen.report.text_list import TextList
 from specgen.report.unfinished import unfinished
 
 _POSITIONS = 4  # shown per category; report.json has all
@@ -76,15 +77,18 @@ def page(
     settings: Mapping[str, str],
     title: str,
     origin: Mapping[str, str] | None = None,
+    rejections: Sequence[Table] = (),
+    texts: TextList | None = None,
 ) -> str:
-    """The same as an HTML page, with its ``origin`` (from ``origin.origin``)."""
+    """The same as an HTML page, with its ``origin`` (from ``origin.origin``) and what ``RunTexts`` shows."""
     return Page(
         title=title,
         settings=settings,
         sentence=" ".join(remarks(report)),
         alarming=True,
         tiles=[item for item in (*_counts(report), *_speed(report)) if item[0] in _TILES],
-        tables=[*_acceptance(report), *_times(report), *_numbers(report)],
+        tables=[*_acceptance(report), *rejections, *_times(report), *_numbers(report)],
+        texts=texts,
         notes=dict(_terms(report)),
         origin=origin or {},
     ).to_html()

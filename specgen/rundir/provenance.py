@@ -11,9 +11,10 @@ from typing import Any
 
 from specgen.config import EngineConfig, SamplingParams
 from specgen.json_fields import flat, load_json
+from specgen.rundir.machine_state import machine_state
 from specgen.template_kwargs import PINNED_DATE
 
-_FREE = ("created", "argv", "settings")  # fields of a manifest that no run depends on
+_FREE = ("created", "argv", "settings", "state")  # fields of a manifest that no run depends on
 MACHINE = ("device.host", "device.cpu")  # for whoever reads a report
 FREE_IN_A_RUN = (  # no effect on texts; checkpoints are compared by fingerprint, devices by name
     "engine.model",
@@ -52,13 +53,23 @@ def manifest(
 
 
 def now(device_name: str) -> dict[str, Any]:
-    """What a manifest says of this moment: date, command, versions and device."""
+    """What a manifest says of this moment: date, command, versions, device and the state of the machine."""
     return {
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "argv": sys.argv,
         "versions": versions(),
         "device": device(device_name),
+        "state": machine_state(_uuid(device_name)),
     }
+
+
+def _uuid(device_name: str) -> str | None:
+    """Of a GPU, as nvidia-smi knows it, whatever CUDA_VISIBLE_DEVICES makes of its number."""
+    if device_name == "cpu":
+        return None
+    import torch
+
+    return f"GPU-{torch.cuda.get_device_properties(device_name).uuid}"
 
 
 def with_recorded_date(config: EngineConfig, asked: EngineConfig, path: Path) -> EngineConfig:

@@ -1,0 +1,307 @@
+"""The texts of a page: every character is that of the stored text, every colour that of the events."""
+
+import random
+import re
+import shutil
+import subprocess
+from collections import Counter
+from html import unescape
+from itertools import chain
+from pathlib import Path
+
+import pytest
+
+from specgen.events import Resumed
+from specgen.report.page import Page
+from specgen.report.report import fold
+from specgen.report.run_texts import RunTexts, texts_of
+from specgen.report.token_sources import Source, sources_of
+from specgen.text.pieces import fitted, pieces, pieces_by_part
+from specgen.text.reasoning import split
+from specgen.text.tokenizer import StopStrings, load_tokenizer
+from tests.streams import refusal, request
+from tests.tiny_tokenizers import TEXT, write_byte_fallback, write_byte_level, write_harmony, write_think
+
+K = 4
+BAD = "<script>alert('x')</script>&\""
+_WRITERS = {"bytes": write_byte_level, "fallback": write_byte_fallback}
+
+
+@pytest.fixture(scope="module", params=list(_WRITERS))
+def tokenizer(request, tmp_path_factory):
+    return load_tokenizer(str(_WRITERS[request.param](tmp_path_factory.mktemp(request.param))))
+
+
+@pytest.fixture(scope="module")
+def byte_level(tmp_path_factory):
+    return load_tokenizer(str(write_byte_level(tmp_path_factory.mktemp("bytes"))))
+
+
+def a_run(tokenizer, number, *, seed=0, num_steps=0, accepted=(0, 1, 2, K)):
+    """Events and rows of ``number`` requests whose tokens are those of a text, from anywhere within a character on."""
+    rng, events, rows = random.Random(seed), [], {}
+    tokens = tokenizer.encode_rendered(" ".join(TEXT))
+    for at in range(number):
+        steps = [(K, rng.choice(accepted)) for _ in range(num_steps or rng.randint(2, 8))]
+        steps += [(0, 0)] * (at % 3 == 0)  # one without drafts
+        category = BAD if at % 2 else "math"
+        events += request(f"r{at}", steps, category=category, turn=1 + at % 3 // 2)
+        begin, size = rng.randrange(50), 1 + sum(a + 1 for _, a in steps)
+        token_ids = (tokens * (1 + (begin + size) // len(tokens)))[begin : begin + size]
+        rows[f"r{at}"] = {"prompt": BAD, "text": tokenizer.decode(token_ids), "token_ids": token_ids}
+    return events, rows
+
+
+def shown(events, rows, tokenizer):
+    texts = RunTexts(rows)
+    report = fold(texts.watch(events), num_spec_tokens=K)
+    tables, listed = texts.shown(tokenizer)
+    return report, tables, listed
+
+
+def in_page(listed, tables=()):
+    return Page(title="A run", settings={}, tables=tables, texts=listed).to_html()
+
+
+def spans_of(html):
+    """The spans of each text on a page: class, and text as a browser shows it."""
+    texts = re.findall(r'<p class="spans">(.*?)</p></div>', html, re.DOTALL)
+    return [
+        [
+            (style, unescape(text))
+            for style, text in re.findall(r"<i(?: class=(\w+))?[^>]*?>([^<]*)</i>", each)
+        ]
+        for each in texts
+    ]
+
+
+# --- pieces ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("text", [*TEXT, " ".join(TEXT), "", "  a", "🙂", "👩‍👩‍👧"])
+def test_pieces_are_the_text(tokenizer, text):
+    token_ids = tokenizer.encode_text(text)
+    found = pieces(tokenizer, token_ids)
+    assert len(found) == len(token_ids)
+    assert "".join(found) == tokenizer.decode(token_ids)
+    assert not any("\N{REPLACEMENT CHARACTER}" in piece for piece in found)
+
+
+def test_pieces_of_random_tokens_are_their_text(byte_level):
+    rng = random.Random(1)
+    for _ in range(200):
+        token_ids = [rng.randrange(byte_level.vocab_size) for _ in range(rng.randrange(40))]
+        assert "".join(pieces(byte_level, token_ids)) == byte_level.decode(token_ids)
+
+
+def test_a_character_is_a_piece_of_its_last_token(byte_level):
+    token_ids = byte_level.encode_rendered("🦉!")
+    assert len(token_ids) > 2
+    assert pieces(byte_level, token_ids) == [*[""] * (len(token_ids) - 2), "🦉", "!"]
+
+
+def test_the_work_per_token_does_not_grow(byte_level, monkeypatch):
+    decoded, real = [], byte_level.decode
+    monkeypatch.setattr(byte_level, "decode", lambda ids: decoded.append(len(ids)) or real(ids))
+    pieces(byte_level, byte_level.encode_text(TEXT[0] * 40))
+    assert max(decoded[:-1]) < 12  # all but the check of the whole
+
+
+@pytest.mark.parametrize(
+    ("parts", "text", "expected"),
+    [
+        (["a", "bc", "d"], "abcd", ["a", "bc", "d"]),
+        (["a", "bSTOP", "d"], "ab", ["a", "b", ""]),
+        (["\n", "\na", "b\n"], "ab", ["", "a", "b"]),
+        (["a"], "", [""]),
+        (["a"], "b", None),
+    ],
+)
+def test_pieces_are_cut_to_the_stored_text(parts, text, expected):
+    assert fitted(parts, text) == expected
+
+
+@pytest.mark.parametrize(
+    ("write", "prompt", "text"),
+    [
+        (write_think, "", "<think>\n3 🦉\n</think>\n\nIt is 8."),
+        (write_think, "<think>\n", "3 + 5</think>It is"),
+        (write_harmony, "", "<|channel|>analysis<|message|>a<|end|><|start|>assistant<|channel|>analysis<|message|>b"
+         "<|end|><|start|>assistant<|channel|>final<|message|>c é"),
+    ],
+)  # fmt: skip
+def test_reasoning_and_answer_are_told_apart(write, prompt, text, tmp_path):
+    tokenizer = load_tokenizer(str(write(tmp_path)))
+    before, token_ids = tokenizer.encode_rendered(prompt), tokenizer.encode_rendered(text)
+    parts = split(tokenizer, before, token_ids)
+    found = pieces_by_part(tokenizer, prompt, token_ids)
+    assert sorted(index for part in found.values() for index, _ in part) == list(range(len(token_ids)))
+    row = {"prompt": prompt, "reasoning": parts.reasoning, "text": tokenizer.decode(parts.answer)}
+    sources = [Source("prefill")] * len(token_ids)
+    texts = {each.name: each.spans for each in texts_of({**row, "token_ids": token_ids}, sources, tokenizer)}
+    for name, stored in (("reasoning", parts.reasoning), ("answer", row["text"])):
+        assert "".join(span.text for span in texts[name]) == stored
+        assert {span.style for span in texts[name]} == {"prefill"}, "told apart token by token"
+
+
+# --- colours --------------------------------------------------------------------------------------
+
+
+def test_the_sources_of_a_step():
+    draft = [Source("draft", 0), Source("draft", 1)]
+    assert list(sources_of((7, 8, 9), 2)) == [*draft, Source("correction", 2, 9)]
+    assert list(sources_of((7, 8), 2)) == [*draft, Source("bonus", 2)]
+    assert list(sources_of((), 0)) == [Source("plain", 0)]
+
+
+def test_the_page_shows_every_text_and_its_colours_are_those_of_the_report(tokenizer):
+    events, rows = a_run(tokenizer, 40)
+    report, tables, listed = shown(events, rows, tokenizer)
+    spans = spans_of(in_page(listed, tables))
+    stored = {entry.title: rows[entry.title]["text"] for entry in listed.entries}
+    assert list(stored.values()) == ["".join(text for _, text in each) for each in spans]
+    assert set(stored) == set(rows)
+    colours = Counter(style for each in spans for style, _ in each)
+    steps = report.speculation.acceptance_histogram
+    assert [colours[f"d{i}"] for i in range(K)] == [sum(steps[i + 1 :]) for i in range(K)]
+    assert colours["correction"] == sum(steps[:K])
+    assert colours["bonus"] == steps[K]
+    assert colours["plain"] == report.speculation.num_steps_without_drafts
+    assert colours["prefill"] == len(rows)
+
+
+def test_the_worst_requests_come_first(byte_level):
+    events, rows = a_run(byte_level, 30)
+    _, _, listed = shown(events, rows, byte_level)
+    lengths = [float(entry.note.split()[0]) for entry in listed.entries]
+    assert lengths == sorted(lengths)
+    assert lengths[0] < lengths[-1]
+
+
+def test_a_correction_shows_the_draft_in_whose_place_it_stands(byte_level):
+    a, b, c = (byte_level.encode_rendered(each)[0] for each in "abc")
+    events = list(request("r", [(1, 0)]))
+    events[2] = type(events[2])(**{**vars(events[2]), "drafts": (c,)})
+    rows = {"r": {"prompt": "", "text": "ab", "token_ids": [a, b]}}
+    _, tables, listed = shown(events, rows, byte_level)
+    assert '<i class=correction tabindex=0 data-draft="c">b</i>' in in_page(listed)
+    missed, rejected = (table.rows[0] for table in tables if table.title.startswith(("Tokens", "Drafts")))
+    assert (missed["token"], missed["missed"], missed["others"]) == ("“b”", 1, "“c” 1")
+    assert (rejected["token"], rejected["share"]) == ("“c”", 1.0)
+
+
+def test_rejections_add_up(byte_level):
+    events, rows = a_run(byte_level, 40)
+    report, (categories, *_), _ = shown(events, rows, byte_level)
+    steps = report.speculation.acceptance_histogram
+    assert sum(row["rejections"] for row in categories.rows) == sum(steps[:K])
+    assert [row["rejections"] for row in categories.rows] == sorted(
+        (sum(each.acceptance_histogram[:K]) for each in report.categories.values()), reverse=True
+    )
+
+
+def test_a_category_per_request_makes_no_endless_page(byte_level):
+    token_ids = byte_level.encode_rendered(TEXT[0])[:4]
+    rows = {f"r{at}": {"text": byte_level.decode(token_ids), "token_ids": token_ids} for at in range(300)}
+    events = chain(*(request(name, [(K, 0)] * 3, category=f"c{name}") for name in rows))
+    texts = RunTexts(rows)
+    fold(texts.watch(events), num_spec_tokens=K)
+    (categories, *_), _ = texts.shown(byte_level)
+    assert len(categories.rows) == 20
+    assert categories.note == "verify steps that rejected a draft; 20 of 300 categories"
+    assert len(texts._worst) == 200
+
+
+def test_retried_and_resumed_requests_count_once(byte_level):
+    token_ids = byte_level.encode_rendered("abc")
+    rows = {"r": {"prompt": "", "text": byte_level.decode(token_ids), "token_ids": token_ids}}
+    torn = list(request("r", [(2, 2)]))[:3]
+    steps = list(request("r", [(2, 1)]))
+    _, _, listed = shown(chain(refusal("r"), torn, [Resumed(time=0)], steps), rows, byte_level)
+    (entry,) = listed.entries
+    assert [span.style for span in entry.texts[0].spans] == ["prefill", "d0", "correction"]
+
+
+@pytest.mark.parametrize("change", [{"token_ids": [1]}, {"text": "of another run"}])
+def test_a_text_that_is_not_of_its_tokens_is_shown_without_colours(byte_level, change):
+    events, rows = a_run(byte_level, 1)
+    rows["r0"] |= change
+    _, _, listed = shown(events, rows, byte_level)
+    assert spans_of(in_page(listed)) == [[("", rows["r0"]["text"])]]
+
+
+def test_without_a_tokenizer_or_drafts_the_texts_are_there(byte_level):
+    events, rows = a_run(byte_level, 3)
+    _, _, listed = shown(events, rows, None)
+    assert [each[0][1] for each in spans_of(in_page(listed))] == [
+        rows[e.title]["text"] for e in listed.entries
+    ]
+    assert "the tokenizer could not be read" in listed.note
+    plain = list(request("r0", [(0, 0)] * (len(rows["r0"]["token_ids"]) - 1)))
+    _, tables, listed = shown(plain, {"r0": rows["r0"]}, byte_level)
+    assert tables == []
+    assert listed.note == "every token is of the target alone"
+    assert shown([], {}, byte_level)[1:] == ([], None)
+
+
+# --- the page -------------------------------------------------------------------------------------
+
+
+def test_texts_from_outside_are_escaped(byte_level):
+    token_ids = byte_level.encode_rendered(BAD)
+    rows = {BAD: {"prompt": BAD, "text": BAD, "token_ids": token_ids}}
+    draft = token_ids[0]
+    events = list(request(BAD, [(0, 0)] * (len(token_ids) - 2) + [(1, 0)], category=BAD))
+    events[-2] = type(events[-2])(**{**vars(events[-2]), "drafts": (draft,)})
+    events += request("other", [(1, 1)])
+    rows["other"] = {"text": "", "token_ids": [1] * 3}
+    _, tables, listed = shown(events, rows, byte_level)
+    html = in_page(listed, tables)
+    assert "<script" not in html
+    assert BAD in ["".join(text for _, text in each) for each in spans_of(html)]
+    assert f'data-draft="{byte_level.decode([draft])}"'.replace('"<"', '"&lt;"') in html
+
+
+def test_stop_strings_are_not_shown(byte_level):
+    token_ids = byte_level.encode_rendered("Tom STOP")
+    text = StopStrings(byte_level, ["STOP"]).text(token_ids)
+    rows = {"r": {"prompt": "", "text": text, "token_ids": token_ids}}
+    _, _, listed = shown(request("r", [(0, 0)] * (len(token_ids) - 1)), rows, byte_level)
+    assert ["".join(text for _, text in each) for each in spans_of(in_page(listed))] == ["Tom "]
+
+
+def test_a_page_of_ten_thousand_requests_stays_small(byte_level):
+    events, rows = a_run(byte_level, 10_000)
+    long, more = a_run(byte_level, 300, seed=1, num_steps=500, accepted=(0, 0, 1))
+    rows |= {f"r{at}": more[f"r{at}"] for at in range(300)}
+    events[: next(i for i, e in enumerate(events) if getattr(e, "sequence", "") == "r300")] = long
+    _, tables, listed = shown(events, rows, byte_level)
+    size = len(in_page(listed, tables).encode())
+    assert 3_000_000 < size < 5_000_000
+    assert {entry.labels["category"] for entry in listed.entries} == {"math", BAD}
+    assert f"{len(listed.entries)} of 10,000 requests" in listed.note
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs Chromium")
+def test_a_browser_filters_by_label(byte_level, tmp_path: Path):
+    events, rows = a_run(byte_level, 13)
+    _, tables, listed = shown(events, rows, byte_level)
+    html = in_page(listed, tables)
+    chosen = listed.filters["category"]["math"]
+    seen = (
+        "<script>document.title = [...document.querySelectorAll('.entry')]"
+        ".filter(each => each.offsetParent).length + ' seen, '"
+        " + (document.documentElement.scrollWidth - document.documentElement.clientWidth) + ' too wide'</script>"
+    )
+    for option, number in ((None, 13), (f'<option value="{chosen}"', 7)):
+        page = html if option is None else html.replace(option, f"{option} selected")
+        (tmp_path / "page.html").write_text(page.replace("</body>", f"{seen}</body>"))
+        for width in (390, 1280):
+            found = _dumped(tmp_path / "page.html", width)
+            assert f"<title>{number} seen, 0 too wide</title>" in found
+
+
+def _dumped(path, width):
+    command = ["chromium", "--headless=new", "--no-sandbox", "--disable-gpu", f"--window-size={width},800"]
+    asked = [*command, "--dump-dom", path.as_uri()]
+    return subprocess.run(asked, capture_output=True, text=True, timeout=60, check=True).stdout
