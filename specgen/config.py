@@ -105,15 +105,16 @@ def option(
     shown: str | None = None,
     metavar: str | None = None,
     least: int | None = None,
+    off: str | None = None,
     parse: Callable[[str], object] | None = None,
 ) -> Any:  # noqa: ANN401
     """A field or parameter that is an option of commands; ``text`` is its help.
 
     ``name`` is the option's where it differs from the field's, ``shown`` the default in ``--help``, and ``parse``
-    converts the text of the command line.
+    converts the text of the command line. ``off`` is the switch beside that of a truth value.
     """
     help = {"group": group, "text": text, "name": name, "shown": shown, "metavar": metavar, "least": least}
-    return field(default=default, metadata=help | {"parse": parse})
+    return field(default=default, metadata=help | {"off": off, "parse": parse})
 
 
 @dataclass(frozen=True, kw_only=True)

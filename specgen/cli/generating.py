@@ -11,6 +11,7 @@ from specgen.cli.options import AS_JSON, DATA_PATH, DATASET, FORMAT, NUM_PROMPTS
 from specgen.cli.printing import print_notes_and_exit, print_result
 from specgen.cli.progress_bar import ProgressBar
 from specgen.config import Cluster, EngineConfig, ExecutorName, FormatName, SamplingParams, option, require
+from specgen.prompts.row_reading import Reading
 
 if TYPE_CHECKING:
     from specgen.core.endings import DeviceLost
@@ -43,6 +44,7 @@ def generate(
     dataset: str = DATASET,
     data_path: Path | None = DATA_PATH,
     num_prompts: int | None = NUM_PROMPTS,
+    how: Reading,
     shard: str = _SHARD,
     executor: ExecutorName = option(
         "local",
@@ -87,6 +89,7 @@ def generate(
         restart=restart,
         max_failures=max_failures,
         format=format,
+        how=how,
     )
     _run_and_print(job, output, as_json)
 

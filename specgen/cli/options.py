@@ -86,7 +86,9 @@ def _option(name: str, kind: Any, default: Any, help: Mapping[str, Any]) -> Para
     elif get_origin(kind) is tuple:
         kind, default = list[str], list(default)
     switch = f"--{help['name'] or name}".replace("_", "-")
-    if default is True:
+    if help["off"]:
+        switch += f"/--{help['off']}"
+    elif default is True:
         switch += "/--no-" + switch.removeprefix("--")
     elif default is MISSING:
         default = Parameter.empty

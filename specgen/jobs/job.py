@@ -13,6 +13,7 @@ from specgen.engine.loading import Checkpoints, described
 from specgen.jobs.prompt_index import PromptIndex
 from specgen.jobs.shard import WHOLE, Shard
 from specgen.prompts.load import STDIN
+from specgen.prompts.row_reading import AS_IT_IS, Reading
 from specgen.rundir.provenance import manifest
 from specgen.template_kwargs import TemplateKwargs
 
@@ -36,6 +37,7 @@ class Job:
     restart: bool = False  # the existing output is renamed
     max_failures: int | None = None
     format: FormatName = "jsonl"
+    how: Reading = AS_IT_IS  # the rows of the data set are read
 
     def __post_init__(self) -> None:
         require(

@@ -40,19 +40,12 @@ class RunResult:
     failures: list[str]  # id and reason, the first ones
 
 
-def is_finished(path: Path, job: Job) -> bool:
-    """Whether an earlier run has answered every request, with no failure."""
-    if not (path / "report.json").exists() or _state(path) != "finished":
+def is_finished(path: Path, job: Job, state: str | None) -> bool:
+    """Whether an earlier run, left in ``state``, has answered every request, with no failure."""
+    if not (path / "report.json").exists() or state != "finished":
         return False
     report = read_json(path / "report.json")
     return report["num_errors"] == 0 and (report["baseline"] is not None or not job.baseline)
-
-
-def _state(path: Path) -> str:
-    try:
-        return str(read_json(path / "status.json")["state"])
-    except ValueError:
-        return "lost"  # a power failure may leave the file empty
 
 
 def read_result(path: Path, first: Sequence[Prompt] = ()) -> RunResult:
