@@ -17,6 +17,7 @@ DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 AttentionName = Literal["auto", "trtllm", "flashinfer", "sdpa", "sdpa-static"]
 GraphsName = Literal["auto", "step", "pass", "off"]
 FormatName = Literal["jsonl", "openai", "parquet"]
+EventsName = Literal["full", "summary", "none"]
 ExecutorName = Literal["local", "ray"]
 # The groups of --help, in their order
 Group = Literal["Study", "Table", "Models", "Prompts", "Speculation", "Sampling", "Running", "Results"]

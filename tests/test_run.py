@@ -356,6 +356,7 @@ def test_the_options_are_a_decision() -> None:
             "output",
             "restart",
             "format",
+            "events",
             "max_failures",
             "baseline",
             "as_json",

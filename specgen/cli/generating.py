@@ -10,7 +10,16 @@ import typer
 from specgen.cli.options import AS_JSON, DATA_PATH, DATASET, FORMAT, NUM_PROMPTS, with_options
 from specgen.cli.printing import print_notes_and_exit, print_result
 from specgen.cli.progress_bar import ProgressBar
-from specgen.config import Cluster, EngineConfig, ExecutorName, FormatName, SamplingParams, option, require
+from specgen.config import (
+    Cluster,
+    EngineConfig,
+    EventsName,
+    ExecutorName,
+    FormatName,
+    SamplingParams,
+    option,
+    require,
+)
 from specgen.prompts.row_reading import Reading
 
 if TYPE_CHECKING:
@@ -63,6 +72,12 @@ def generate(
         False, "Results", "Start over; the existing directory is kept, renamed with the suffix .1."
     ),
     format: FormatName = FORMAT,
+    events: EventsName = option(
+        "full",
+        "Results",
+        "What is kept of how tokens came: every event, from which a page shows each text's drafts; their sums by "
+        "request, with which the report is the same in a twentieth of the space; or none: no times and no steps.",
+    ),
     max_failures: int | None = option(
         None, "Results", "End the run when more requests than this have failed.", shown="no limit"
     ),
@@ -90,6 +105,7 @@ def generate(
         max_failures=max_failures,
         format=format,
         how=how,
+        events=events,
     )
     _run_and_print(job, output, as_json)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from specgen.checkpoints.checkpoint import fingerprint
-from specgen.config import Cluster, EngineConfig, FormatName, SamplingParams, require
+from specgen.config import Cluster, EngineConfig, EventsName, FormatName, SamplingParams, require
 from specgen.display import from_here
 from specgen.engine.choices import choose_attention
 from specgen.engine.loading import Checkpoints, described
@@ -38,6 +38,7 @@ class Job:
     max_failures: int | None = None
     format: FormatName = "jsonl"
     how: Reading = AS_IT_IS  # the rows of the data set are read
+    events: EventsName = "full"  # what is recorded of them
 
     def __post_init__(self) -> None:
         require(
@@ -88,7 +89,10 @@ def job_manifest(
         fingerprints={
             name: fingerprint(checkpoint) for name, checkpoint in checkpoints.items() if with_fingerprints
         },
-    ) | {"settings": _settings(job, config, checkpoints, index.num_prompts)}
+    ) | {
+        **({} if job.events == "full" else {"events": job.events}),
+        "settings": _settings(job, config, checkpoints, index.num_prompts),
+    }
 
 
 def _settings(job: Job, config: EngineConfig, checkpoints: Checkpoints, num_prompts: int) -> dict[str, str]:

@@ -20,6 +20,7 @@ from specgen.jobs.ray_engine import RayEngine
 from specgen.jobs.run_output import RunResult, export, is_finished, read_result, write_report
 from specgen.jobs.shard import REQUESTS
 from specgen.prompts import PromptSet, open_prompts
+from specgen.report.summary import Summary
 from specgen.rundir.atomic import write_json_lines
 from specgen.rundir.interrupt import StoppedError
 from specgen.rundir.progress import Progress
@@ -150,8 +151,14 @@ class _Work:
     def _generate(self, config: EngineConfig, files: RunDirectory) -> None:
         tally = Tally()
 
+        summary = Summary(config.draft_length.most)
+
         def record(event: Event) -> None:
-            files.add_event(event)
+            if self.job.events == "full":
+                files.add_event(event)
+            elif self.job.events == "summary":
+                for ended in summary.take(event):
+                    self._add_sums(files, summary, ended)
             tally.see(event)
             self.progress.see(event)
             self.status.see(event)
@@ -181,7 +188,14 @@ class _Work:
                 raise
         finally:
             self.progress.finish()
+            if self.job.events == "summary":
+                self._add_sums(files, summary)
         self._require_all(files)
+
+    def _add_sums(self, files: RunDirectory, summary: Summary, *ended: Event) -> None:
+        """Record what was done since the last call, then the requests that ended with it."""
+        for event in (*summary.worked(), *ended):
+            files.add_event(event)
 
     def _engine(self, config: EngineConfig, record: Callable[[Event], None]) -> Engine | RayEngine:
         sampling = self.job.sampling
