@@ -31,6 +31,9 @@ from specgen.jobs import run
 from specgen.jobs.job import Job
 from specgen.report.report import fold
 from specgen.report.summary import Summary
+from specgen.report.tables import of_run
+from specgen.report.terminal import render
+from specgen.report.unfinished import load_so_far
 from specgen.rundir.interrupt import StoppedError
 from tests.jobs import HOW_IT_WENT, Silent, conversations, keep_in_memory
 
@@ -165,4 +168,42 @@ def test_a_stopped_run_in_sums_ends_with_the_numbers_of_a_whole_one(job: Job, tm
         run.run(job, tmp_path / "sums", Silent())
 
 
-_KINDS: tuple[EventsName, ...] = ("full", "summary", "none")
+_TOLD_BY_EVENTS = {"num_preemptions", "num_steps_without_drafts", "events"}
+
+
+def test_without_events_the_counts_are_the_same_and_the_rest_is_null(job: Job, tmp_path: Path) -> None:
+    job = replace(job, baseline=True)
+    run.run(job, tmp_path / "full", Silent())
+    stop_and_resume(replace(job, events="none"), tmp_path / "none")
+    full, none = report(tmp_path / "full"), report(tmp_path / "none")
+    assert {name for name in none if none[name] != full.get(name)} == _TOLD_BY_EVENTS | {"baseline"}
+    whole = json.loads((tmp_path / "none" / "report.json").read_text())
+    untold = *_TOLD_BY_EVENTS - {"events"}, "wall_seconds", "num_cached_tokens", "output_tokens_per_second"
+    assert [whole[name] for name in (*untold, "ttft_seconds")] == [None] * 6
+    assert (set(whole["rows"].values()), whole["steps"]) == ({None}, {})
+    assert none["baseline"] == {**full["baseline"], "output_tokens_per_second": None, "ratio": None}
+    assert (tmp_path / "none" / "events.jsonl").read_bytes() == b""
+    shown = render(of_run(whole, {}), 100)
+    assert "This run recorded no events (--events none)" in shown
+    assert "target rows" not in shown
+
+
+@pytest.mark.parametrize("events", ["summary", "none"])
+def test_a_stopped_run_without_events_reports_what_it_has(
+    job: Job, tmp_path: Path, events: EventsName
+) -> None:
+    follower, ended = Silent(), list[int]()
+    follower.advance = lambda: ended.append(1)  # type: ignore[method-assign]
+    with pytest.raises(StoppedError):
+        run.run(replace(job, events=events), tmp_path / "run", follower, lambda: len(ended) >= 4)
+    found, _ = load_so_far(tmp_path / "run")
+    assert (found["num_requests"], found["num_unfinished"]) == (len(ended), 0)
+    rows = [json.loads(line) for line in (tmp_path / "run" / "completions.jsonl").read_text().splitlines()]
+    assert found["total_num_output_tokens"] == sum(len(row["token_ids"]) for row in rows) > 0
+    assert found["num_drafts"] == sum(row["metrics"]["num_spec_steps"] for row in rows)
+
+
+@pytest.mark.parametrize("changed", [{"drafter": "ngram"}, {"num_spec_tokens": "auto"}])
+def test_drafts_that_vary_need_events(job: Job, changed: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match=r"events is none, but .*: use summary"):
+        replace(job, events="none", engine=replace(job.engine, **changed))

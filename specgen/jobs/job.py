@@ -45,6 +45,12 @@ class Job:
             self.max_failures is None or self.max_failures >= 0,
             f"max-failures is {self.max_failures}: use 0 or more",
         )
+        varies = self.engine.ngram is not None or self.engine.draft_length.auto
+        require(
+            self.events != "none" or not varies,
+            "events is none, but with n-grams or K auto the number of drafts varies by step, which only events tell: "
+            "use summary",
+        )
 
     @property
     def is_repeatable(self) -> bool:

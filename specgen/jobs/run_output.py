@@ -7,7 +7,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from specgen.config import FormatName
+from specgen.config import EventsName, FormatName
 from specgen.events import read
 from specgen.jobs.export.openai import Served, export_openai
 from specgen.jobs.export.parquet import export_parquet
@@ -15,6 +15,7 @@ from specgen.jobs.job import Job
 from specgen.json_fields import load_json
 from specgen.prompts import Prompt, failure
 from specgen.report import tables
+from specgen.report.from_rows import NONE, fold_rows, without_events
 from specgen.report.origin import origin
 from specgen.report.report import Report, fold
 from specgen.rundir.atomic import write_json, write_text
@@ -81,21 +82,28 @@ def write_report(path: Path, baseline: Path | None) -> Mapping[str, Any]:
     ``baseline`` is the directory of the plain run.
     """
     record = read_json(path / "manifest.json")
-    report = _folded(path, record["engine"]["num_spec_tokens"])
+    events = record.get("events", "full")
+    report = _folded(path, record["engine"]["num_spec_tokens"], events)
     if baseline is not None:
-        report = report.with_baseline(_folded(baseline, 0), *_identical(path, baseline))
-    document = report.to_json()
+        report = report.with_baseline(_folded(baseline, 0, events), *_identical(path, baseline))
+    document = without_events(report.to_json()) if events == NONE else report.to_json()
     title = f"{Path(record['engine']['model']).name} on {record['data']['dataset']}"
     write_text(path / "report.html", tables.page(document, record["settings"], title, origin(record)))
     write_json(path / "report.json", document)
     return document
 
 
-def _folded(path: Path, num_spec_tokens: int) -> Report:
-    report = fold(read(path / "events.jsonl"), num_spec_tokens=num_spec_tokens)
+def _folded(path: Path, num_spec_tokens: int, events: EventsName) -> Report:
+    rows = RowFile(path / "completions.jsonl").values()
+    if events == NONE:
+        report = fold_rows(rows, num_spec_tokens=num_spec_tokens)
+    else:
+        report = fold(read(path / "events.jsonl"), num_spec_tokens=num_spec_tokens)
     # rejected rows, which have no events, have failed too
     counted = replace(report, num_errors=len(RowFile(path / "errors.jsonl")))
-    return counted.with_texts(row["text"] for row in RowFile(path / "completions.jsonl").values())
+    return counted.with_texts(
+        row["text"] or (row.get("reasoning", "") if events == NONE else "") for row in rows
+    )
 
 
 def _identical(main: Path, base: Path) -> tuple[float, int]:
