@@ -159,7 +159,7 @@ def test_a_stopped_run_in_sums_ends_with_the_numbers_of_a_whole_one(job: Job, tm
     stop_and_resume(in_sums, tmp_path / "sums")
     assert report(tmp_path / "sums") == report(tmp_path / "full")
     sizes = [(tmp_path / name / "events.jsonl").stat().st_size for name in ("full", "sums")]
-    assert sizes[1] < sizes[0] * 0.75  # with these short texts; with 256 tokens a twentieth
+    assert sizes[1] < sizes[0] * 0.75  # with these short texts; with 256 tokens a thirteenth
     answered = [
         event.sequence for event in read(tmp_path / "sums" / "events.jsonl") if isinstance(event, Answered)
     ]

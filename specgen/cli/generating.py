@@ -76,7 +76,7 @@ def generate(
         "full",
         "Results",
         "What is kept of how tokens came: every event, from which a page shows each text's drafts; their sums by "
-        "request, with which the report is the same in a twentieth of the space; or none: no times and no steps.",
+        "request, with which the report is the same in under 1 kB a request; or none: no times and no steps.",
     ),
     max_failures: int | None = option(
         None, "Results", "End the run when more requests than this have failed.", shown="no limit"
