@@ -11,6 +11,7 @@ from specgen.cli.options import AS_JSON, DATA_PATH, DATASET, NUM_PROMPTS, Only, 
 from specgen.cli.printing import print_failures, print_parts
 from specgen.cli.progress_bar import ProgressBar
 from specgen.config import EngineConfig, SamplingParams, option, require
+from specgen.prompts.row_reading import Reading
 
 _FAILURES_SHOWN = 3
 
@@ -21,6 +22,7 @@ def verify(
     dataset: str = DATASET,
     data_path: Path | None = DATA_PATH,
     num_prompts: int | None = NUM_PROMPTS,
+    how: Reading,
     sampling: Annotated[SamplingParams, Only("max_tokens")],
     batch_sizes: str = option(
         "1,8,32", "Running", "Batch sizes to test; the reference is plain decoding at the smallest."
@@ -52,6 +54,7 @@ def verify(
         data_path=data_path,
         num_prompts=num_prompts,
         batch_sizes=sizes,
+        how=how,
     )
     found = audit(job, ProgressBar()).to_json()
     if output is not None:
