@@ -18,6 +18,7 @@ AttentionName = Literal["auto", "trtllm", "flashinfer", "sdpa", "sdpa-static"]
 GraphsName = Literal["auto", "step", "pass", "off"]
 FormatName = Literal["jsonl", "openai", "parquet"]
 ExportName = Literal["md", "latex", "csv"]
+EventsName = Literal["full", "summary", "none"]
 ExecutorName = Literal["local", "ray"]
 # The groups of --help, in their order
 Group = Literal["Study", "Table", "Models", "Prompts", "Speculation", "Sampling", "Running", "Results"]
@@ -106,15 +107,16 @@ def option(
     shown: str | None = None,
     metavar: str | None = None,
     least: int | None = None,
+    off: str | None = None,
     parse: Callable[[str], object] | None = None,
 ) -> Any:  # noqa: ANN401
     """A field or parameter that is an option of commands; ``text`` is its help.
 
     ``name`` is the option's where it differs from the field's, ``shown`` the default in ``--help``, and ``parse``
-    converts the text of the command line.
+    converts the text of the command line. ``off`` is the switch beside that of a truth value.
     """
     help = {"group": group, "text": text, "name": name, "shown": shown, "metavar": metavar, "least": least}
-    return field(default=default, metadata=help | {"parse": parse})
+    return field(default=default, metadata=help | {"off": off, "parse": parse})
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,10 +6,10 @@ since the engine was warm; ``sequence`` is the request's id.
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 from specgen.config import UserError
 
@@ -81,6 +81,39 @@ class Finished:
     time: float
     reason: str
     num_output_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answered:
+    """The events of one request added up, from ``Submitted`` to ``Finished``; see ``report/summary.py``.
+
+    ``steps`` counts its verify steps by draft position (``acceptance.StepCounts``), ``reasoning`` the part of them and
+    of the tokens that is reasoning, where there is any (``parts_of_texts.PartCounts``).
+    """
+
+    sequence: str
+    time: float  # of its end
+    reason: str
+    num_output_tokens: int
+    submitted: float
+    first_token: float | None
+    num_prompt_tokens: int
+    num_cached: int
+    category: str | None
+    turn: int
+    steps: Mapping[str, Any]
+    reasoning: Mapping[str, Any] | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Worked:
+    """All other events from ``since`` to ``time`` added up: steps by kind, and the experts that they touched."""
+
+    time: float
+    since: float
+    num_preemptions: int
+    steps: Mapping[str, Any]
+    experts: Sequence[Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,6 +199,8 @@ Event = (
     | Switched
     | Preempted
     | Finished
+    | Answered
+    | Worked
     | Stepped
     | Captured
     | OutOfMemory
@@ -192,7 +227,7 @@ def from_line(line: str) -> Event:
         fields = json.loads(line)
         if "drafts" in fields:
             fields["drafts"] = tuple(fields["drafts"])
-        if fields.get("experts") is not None:
+        if isinstance(fields.get("experts"), dict):
             fields["experts"] = Touched(**fields["experts"])
         return _TYPES[fields.pop("event")](**fields)
     except (KeyError, TypeError, AttributeError, ValueError) as error:

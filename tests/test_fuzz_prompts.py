@@ -98,7 +98,8 @@ def check(name: str, content: bytes, dataset: str | None = None) -> None:
         else:
             reason = str(path)
             assert list(prompts) == results
-            assert list(prompts.select(n % 2 == 1 for n in range(len(results)))) == results[1::2]
+            wanted = (each.turn_ids if n % 2 else () for n, each in enumerate(results))
+            assert list(prompts.select(wanted)) == results[1::2]
         assert str(path) in reason
         assert len(reason.splitlines()) == 1
     ids = [name for each in results for name in (each.turn_ids if isinstance(each, Prompt) else (each.id,))]

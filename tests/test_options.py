@@ -139,8 +139,8 @@ def test_sizes_and_lists_of_numbers():
 
 
 NAMES = {
-    verify: "model drafter dataset data_path num_prompts chat_template_kwargs num_spec_tokens max_new_tokens "
-    "batch_sizes device dtype attention cuda_graphs output as_json quiet",
+    verify: "model drafter dataset data_path num_prompts split prompt_field chat chat_template_kwargs "
+    "num_spec_tokens max_new_tokens batch_sizes device dtype attention cuda_graphs output as_json quiet",
     evaluate: "tasks study arms limit num_fewshot apply_chat_template data_path model drafter chat_template_kwargs "
     "num_spec_tokens draft_sampling seed max_new_tokens max_batch_size max_prefill_tokens kv_memory device dtype "
     "attention cuda_graphs gpu_memory_utilization prefix_cache log_samples output quiet",

@@ -16,7 +16,16 @@ import pytest
 
 from specgen.bundled import data_directory
 from specgen.config import UserError
-from specgen.prompts import DATASETS, Message, Prompt, Rejected, load_prompts, open_prompts, prompt_ids
+from specgen.prompts import (
+    DATASETS,
+    Message,
+    Prompt,
+    Rejected,
+    json_rows,
+    load_prompts,
+    open_prompts,
+    prompt_ids,
+)
 from specgen.text.tokenizer import load_tokenizer
 from tests.tiny_tokenizers import write_byte_level
 
@@ -161,12 +170,13 @@ def test_rows_that_are_not_selected_are_not_parsed_and_keep_their_ids(tmp_path, 
     prompts = open_prompts(str(write_lines(tmp_path / "own.jsonl", *rows)), data_path=None, num_prompts=3)
     whole = list(prompts)
     assert [result.id for result in whole] == ["a", "line 5", "line 4", "line 5 (2)", "line 6", "c"]
-    parse = json.loads
+    parse = json_rows._value
     parsed = []
-    monkeypatch.setattr("json.loads", lambda text: parsed.append(text) or parse(text))
-    assert list(prompts.select([False, False, True, True, True, False])) == whole[2:5]
+    monkeypatch.setattr(json_rows, "_value", lambda text: parsed.append(text.decode()) or parse(text))
+    ids = [each.turn_ids for each in whole]
+    assert list(prompts.select([(), (), *ids[2:5], ()])) == whole[2:5]
     assert parsed == ["{", json.dumps(OWN), json.dumps(named[1])]
-    (last,) = prompts.select([False, True, False])
+    (last,) = prompts.select([(), ids[1], ()])
     assert (last, last.where) == (whole[1], "line 3")
 
 
@@ -605,6 +615,6 @@ def test_every_pass_counts_the_misspelt_fields_anew(tmp_path: Path) -> None:
     prompts = open_prompts(str(tmp_path / "own.jsonl"), data_path=None, num_prompts=None)
     for _ in range(2):
         list(prompts)
-        assert list(prompts.unknown_fields.sentences()) == [
+        assert list(prompts.notes.sentences()) == [
             "1 row has a field 'max_new_tokens', which is ignored: did you mean max_tokens?"
         ]

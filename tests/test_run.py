@@ -148,6 +148,10 @@ def test_a_batch_comes_back_as_a_batch(pair: Path, tmp_path: Path) -> None:
     assert (answer["custom_id"], answer["response"]["body"]["usage"]["completion_tokens"]) == ("a", 3)
     assert (error["custom_id"], error["response"]) == ("b", None)
     assert run(pair, "--dataset", own, "--output", out, "--format", "parquet", "--ignore-eos").exit_code == 3
+    made = (out / "batch_output.jsonl").read_bytes()
+    (out / "batch_output.jsonl").unlink()  # a copy of the texts that is made again where nobody needs it now
+    assert run(pair, "--dataset", own, "--output", out, "--format", "openai", "--ignore-eos").exit_code == 3
+    assert (out / "batch_output.jsonl").read_bytes() == made
     from pyarrow import parquet
 
     assert parquet.read_table(out / "completions.parquet").column("id").to_pylist() == ["a"]
@@ -331,6 +335,9 @@ def test_the_options_are_a_decision() -> None:
             "dataset",
             "data_path",
             "num_prompts",
+            "split",
+            "prompt_field",
+            "chat",
             "shard",
             "num_spec_tokens",
             "drafter_batch",
@@ -359,6 +366,7 @@ def test_the_options_are_a_decision() -> None:
             "restart",
             "format",
             "served_model_name",
+            "events",
             "max_failures",
             "baseline",
             "as_json",

@@ -22,6 +22,7 @@ from specgen.jobs.run import run
 from specgen.jobs.shard import Shard, parse_shard
 from specgen.report.report import fold
 from specgen.rundir import atomic
+from specgen.rundir.results import PROMPTS
 from tests.jobs import Silent, conversations, files, keep_in_memory
 from tests.streams import request
 
@@ -58,7 +59,7 @@ def outcome(directory: Path) -> dict[str, Any]:
     baseline = found["report.json"].pop("baseline")
     kept = found["manifest.json"], found["report.json"], baseline["identical"], baseline["num_compared"]
     rows = [(directory / name / "completions.jsonl").read_bytes() for name in ("", "baseline")]
-    names = {path.relative_to(directory) for path in directory.rglob("*")}
+    names = {path.relative_to(directory) for path in directory.rglob("*")} - {Path(PROMPTS)}  # for a resume
     counts = {name: found["status.json"][name] for name in ("state", "total", "done", "failed")}
     return {"kept": kept, "rows": rows, "errors": found["errors.jsonl"], "names": names, "counts": counts}
 

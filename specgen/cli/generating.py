@@ -12,7 +12,17 @@ from specgen.cli.crowding import crowded
 from specgen.cli.options import AS_JSON, DATA_PATH, DATASET, FORMAT, NUM_PROMPTS, with_options
 from specgen.cli.printing import print_hint, print_notes_and_exit, print_result, print_samples
 from specgen.cli.progress_bar import QUIET, progress
-from specgen.config import Cluster, EngineConfig, ExecutorName, FormatName, SamplingParams, option, require
+from specgen.config import (
+    Cluster,
+    EngineConfig,
+    EventsName,
+    ExecutorName,
+    FormatName,
+    SamplingParams,
+    option,
+    require,
+)
+from specgen.prompts.row_reading import Reading
 
 if TYPE_CHECKING:
     from specgen.core.endings import DeviceLost
@@ -46,6 +56,7 @@ def generate(
     dataset: str = DATASET,
     data_path: Path | None = DATA_PATH,
     num_prompts: int | None = NUM_PROMPTS,
+    how: Reading,
     shard: str = _SHARD,
     executor: ExecutorName = option(
         "local",
@@ -66,6 +77,12 @@ def generate(
     format: FormatName = FORMAT,
     served_model_name: str | None = option(
         None, "Results", "Name of the model in reports and OpenAI's bodies.", shown="its directory or hub id"
+    ),
+    events: EventsName = option(
+        "full",
+        "Results",
+        "What is kept of how tokens came: every event, from which a page shows each text's drafts; their sums by "
+        "request, with which the report is the same in under 1 kB a request; or none: no times and no steps.",
     ),
     max_failures: int | None = option(
         None, "Results", "End the run when more requests than this have failed.", shown="no limit"
@@ -96,6 +113,8 @@ def generate(
         format=format,
         served_model_name=served_model_name,
         config=repeating(ctx),
+        how=how,
+        events=events,
     )
     if not quiet:
         print_hint(crowded(engine.device))

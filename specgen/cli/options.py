@@ -17,7 +17,8 @@ DATASET = option(
     "bundled",
     "Prompts",
     "bundled, mt-bench, sharegpt, gsm8k, spec-bench, humaneval, or a file of rows with prompt, messages or "
-    "prompt_token_ids, or of an OpenAI batch: JSON lines, gzipped or not, or Parquet. - is standard input.",
+    "prompt_token_ids, of an OpenAI batch, or of a public set: JSON lines, CSV or lines of text, gzipped or not, or "
+    "Parquet. - is standard input; with --split a data set on the hub.",
 )
 DATA_PATH = option(None, "Prompts", "Read the named data set from this file or directory instead of the hub.")
 NUM_PROMPTS = option(None, "Prompts", "Use only the first N prompts.", shown="all")
@@ -124,7 +125,9 @@ def _option(name: str, kind: Any, default: Any, help: Mapping[str, Any]) -> Para
     elif get_origin(kind) is tuple:
         kind, default = list[str], list(default)
     switch = f"--{help['name'] or name}".replace("_", "-")
-    if default is True:
+    if help["off"]:
+        switch += f"/--{help['off']}"
+    elif default is True:
         switch += "/--no-" + switch.removeprefix("--")
     elif default is MISSING:
         default = Parameter.empty

@@ -2,12 +2,16 @@
 
 import sys
 import time
+from typing import TYPE_CHECKING, NoReturn
 
 from specgen.config import option
 from specgen.display import clock, count
 from specgen.events import Captured, Event, OutOfMemory
 from specgen.rundir.progress import Progress
 from specgen.rundir.tally import Tally
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
 
 QUIET = option(False, "Results", "No progress, sample answers or hints: results, warnings and errors alone.")
 _BETWEEN = 10.0  # seconds between two lines
@@ -24,9 +28,13 @@ class Warnings:
 
     def __init__(self, name: str | None = None) -> None:
         self._name = name
+        self._last = time.monotonic()  # when a line was printed
 
     def warn(self, sentence: str) -> None:
         self._say(f"specgen: warning: {sentence}")
+
+    def read(self, num_rows: int) -> None:
+        """Nothing."""
 
     def prepare(self, what: str) -> None:
         """Nothing."""
@@ -54,6 +62,11 @@ class ProgressLines(Warnings):
 
     A line at the start, at the end, and between them not more than one in ten seconds.
     """
+
+    def read(self, num_rows: int) -> None:
+        if time.monotonic() - self._last >= _BETWEEN:
+            self._last = time.monotonic()
+            self._say(f"reading prompts: {count(num_rows)} rows")
 
     def prepare(self, what: str) -> None:
         self._say(
@@ -98,9 +111,19 @@ class ProgressLines(Warnings):
 class ProgressBar(ProgressLines):
     """The same for a terminal, as a bar."""
 
+    _reading: "tqdm[NoReturn] | None" = None
+
+    def read(self, num_rows: int) -> None:
+        if self._reading is None:
+            from tqdm import tqdm
+
+            self._reading = tqdm(desc="reading prompts", unit=" rows", dynamic_ncols=True)
+        self._reading.update(num_rows - self._reading.n)
+
     def start(self, what: str, tally: Tally, num_requests: int, num_done: int = 0) -> None:
         from tqdm import tqdm
 
+        self._end_of_reading()
         self._tally = tally
         self._bar = tqdm(
             total=num_requests,
@@ -121,4 +144,10 @@ class ProgressBar(ProgressLines):
     def _say(self, line: str) -> None:
         from tqdm import tqdm
 
+        self._end_of_reading()
         tqdm.write(line, file=sys.stderr)  # above the bar, if there is one
+
+    def _end_of_reading(self) -> None:
+        if self._reading is not None:
+            self._reading.close()
+            self._reading = None

@@ -13,6 +13,7 @@ from specgen.cli.options import AS_JSON, DATA_PATH, DATASET, NUM_PROMPTS, Only, 
 from specgen.cli.printing import print_failures, print_hint, print_parts
 from specgen.cli.progress_bar import QUIET, progress
 from specgen.config import EngineConfig, SamplingParams, option, require
+from specgen.prompts.row_reading import Reading
 
 _FAILURES_SHOWN = 3
 
@@ -24,6 +25,7 @@ def verify(
     dataset: str = DATASET,
     data_path: Path | None = DATA_PATH,
     num_prompts: int | None = NUM_PROMPTS,
+    how: Reading,
     sampling: Annotated[SamplingParams, Only("max_tokens")],
     batch_sizes: str = option(
         "1,8,32", "Running", "Batch sizes to test; the reference is plain decoding at the smallest."
@@ -62,6 +64,7 @@ def verify(
         data_path=data_path,
         num_prompts=num_prompts,
         batch_sizes=sizes,
+        how=how,
     )
     if not quiet:
         print_hint(crowded(engine.device))

@@ -17,6 +17,7 @@ from specgen.engine.warm_engine import Run, WarmEngine
 from specgen.evaluation.divergence import Divergence, Judge
 from specgen.events import Event
 from specgen.prompts import open_prompts
+from specgen.prompts.row_reading import AS_IT_IS, Reading
 from specgen.rundir.progress import Progress
 from specgen.rundir.provenance import manifest
 from specgen.rundir.tally import Tally
@@ -32,6 +33,7 @@ class AuditJob:
     data_path: Path | None
     num_prompts: int | None
     batch_sizes: tuple[int, ...]
+    how: Reading = AS_IT_IS  # the rows of the data set are read
 
     def __post_init__(self) -> None:
         require(
@@ -101,7 +103,10 @@ def audit(job: AuditJob, progress: Progress) -> Audit:
     """
     checkpoints = open_checkpoints(job.engine)
     config = resolve(job.engine, checkpoints)
-    prompts = list(open_prompts(job.dataset, data_path=job.data_path, num_prompts=job.num_prompts))
+    opened = open_prompts(job.dataset, data_path=job.data_path, num_prompts=job.num_prompts, how=job.how)
+    prompts = list(opened)
+    for sentence in opened.notes.sentences():
+        progress.warn(sentence)
     models = load_models(config, checkpoints)
     requests, failures = first_turns(prompts, models.tokenizer, job.sampling)
     first, *others = _arms(distinct(job.batch_sizes, len(requests)))

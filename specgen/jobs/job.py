@@ -6,13 +6,14 @@ from pathlib import Path
 from typing import Any
 
 from specgen.checkpoints.checkpoint import fingerprint
-from specgen.config import Cluster, EngineConfig, FormatName, SamplingParams, require
+from specgen.config import Cluster, EngineConfig, EventsName, FormatName, SamplingParams, require
 from specgen.display import from_here, several
 from specgen.engine.choices import choose_attention
 from specgen.engine.loading import Checkpoints, described
 from specgen.jobs.prompt_index import PromptIndex
 from specgen.jobs.shard import WHOLE, Shard
 from specgen.prompts.load import STDIN
+from specgen.prompts.row_reading import AS_IT_IS, Reading
 from specgen.rundir.provenance import manifest
 from specgen.template_kwargs import TemplateKwargs
 
@@ -39,6 +40,8 @@ class Job:
     format: FormatName = "jsonl"
     config: str | None = None  # YAML
     served_model_name: str | None = None  # in reports and OpenAI's bodies, instead of the model's path
+    how: Reading = AS_IT_IS  # the rows of the data set are read
+    events: EventsName = "full"  # what is recorded of them
 
     def __post_init__(self) -> None:
         require(
@@ -47,6 +50,12 @@ class Job:
         )
         require(
             self.served_model_name != "", "served-model-name is empty: leave it out for the model's own name"
+        )
+        varies = self.engine.ngram is not None or self.engine.draft_length.auto
+        require(
+            self.events != "none" or not varies,
+            "events is none, but with n-grams or K auto the number of drafts varies by step, which only events tell: "
+            "use summary",
         )
 
     @property
@@ -95,6 +104,7 @@ def job_manifest(
     ) | {
         # absent unless given, so that a run of an earlier version goes on
         **({} if job.served_model_name is None else {"served_model_name": job.served_model_name}),
+        **({} if job.events == "full" else {"events": job.events}),
         "settings": _settings(job, config, checkpoints, index.num_prompts),
     }
 

@@ -1,16 +1,21 @@
-"""One pass over the prompts before a run: the ids of all requests, and a digest of the input."""
+"""One pass over the prompts before a run: the ids of all requests, and a digest of the input; kept for a resume."""
 
 import hashlib
-from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from specgen.config import require
 from specgen.jobs.shard import Shard
 from specgen.prompts import Prompt, Rejected
+from specgen.rundir.atomic import replacement
 
 _NUM_FIRST = 2  # prompts to show
+_STRIDE = 1000  # rows between two calls of ``seen``
 _KINDS: Mapping[str, Callable[[Any], Hashable]] = {
     "temperature": bool,
     "top_p": lambda top_p: top_p < 1,
@@ -32,26 +37,62 @@ class PromptIndex:
     first: tuple[Prompt, ...]  # of the shard
     has_chats: bool
     sampling: tuple[Mapping[str, Any], ...]  # rows' own parameters, one per kind
+    notes: tuple[str, ...] = ()  # what the user may not have meant
 
     @property
     def ids(self) -> tuple[str, ...]:
         """The requests of the shard, in the order of the input."""
         return tuple(chain.from_iterable(self.rows))
 
-    def pending(self, done: Container[str]) -> Iterator[bool]:
-        """Per row of the input, whether it belongs to the shard and has a turn that is not ``done``."""
-        return (any(turn not in done for turn in turns) for turns in self.rows)
+    def pending(self, done: Container[str]) -> Iterator[Sequence[str]]:
+        """Per row of the input its ids if it belongs to the shard and has a turn that is not ``done``, else none."""
+        return (turns if any(turn not in done for turn in turns) else () for turns in self.rows)
 
 
-def index_prompts(name: str, prompts: Iterable[Prompt | Rejected], shard: Shard) -> PromptIndex:
+@dataclass(frozen=True, kw_only=True)
+class _Kept:
+    """The content of the file of an index."""
+
+    key: str
+    index: PromptIndex
+
+
+def kept_index(path: Path, key: str | None) -> PromptIndex | None:
+    """The index that ``keep_index`` wrote to ``path`` under the same ``key``, if it did."""
+    try:
+        kept = msgspec.json.decode(path.read_bytes(), type=_Kept)
+    except (FileNotFoundError, msgspec.DecodeError, ValueError):  # none yet, or emptied by a power failure
+        return None
+    return kept.index if kept.key == key else None
+
+
+def keep_index(path: Path, key: str, index: PromptIndex) -> None:
+    """Write ``index`` for a resume, atomically; ``key`` is equal where the same input is read in the same way."""
+    with replacement(path) as file:
+        file.write(msgspec.json.encode(_Kept(key=key, index=index)))
+
+
+def _unseen(num_rows: int) -> None:
+    """Nobody follows."""
+
+
+def index_prompts(
+    name: str,
+    prompts: Iterable[Prompt | Rejected],
+    shard: Shard,
+    seen: Callable[[int], None] = _unseen,
+) -> PromptIndex:
     """Read every prompt of the data set ``name`` once; ``UserError`` if none is valid.
 
-    Digest, chats and sampling are those of the whole input, so that all shards agree on them.
+    Digest, chats and sampling are those of the whole input, so that all shards agree on them. ``seen`` is told the
+    number of rows so far, now and then.
     """
     digest, rows, first = hashlib.sha256(), list[tuple[str, ...]](), list[Prompt]()
     sampling: dict[Hashable, Mapping[str, Any]] = {}
     num_rows, num_prompts, has_chats, reason = 0, 0, False, ""
     for num_rows, prompt in enumerate(prompts, start=1):
+        if num_rows % _STRIDE == 0:
+            seen(num_rows)
         ours = shard.holds(num_rows - 1)
         digest.update(repr(prompt).encode())
         rows.append(prompt.turn_ids if ours else ())

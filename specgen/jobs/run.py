@@ -22,16 +22,17 @@ from specgen.engine.request_output import RequestOutput
 from specgen.events import Event
 from specgen.jobs.job import Job, job_manifest, without_effect
 from specgen.jobs.lost import kept_while_lost, note_lost, read_lost
-from specgen.jobs.prompt_index import PromptIndex, index_prompts
+from specgen.jobs.prompt_index import PromptIndex, index_prompts, keep_index, kept_index
 from specgen.jobs.ray_engine import RayEngine
 from specgen.jobs.run_output import RunResult, export, is_finished, read_result, write_report
 from specgen.jobs.shard import REQUESTS
 from specgen.prompts import PromptSet, open_prompts
+from specgen.report.summary import Summary
 from specgen.rundir.atomic import write_json_lines, write_text
 from specgen.rundir.interrupt import StoppedError
 from specgen.rundir.progress import Progress
 from specgen.rundir.provenance import FREE_IN_A_RUN, with_recorded_date
-from specgen.rundir.results import RunDirectory, directory, require_same, set_aside
+from specgen.rundir.results import PROMPTS, RunDirectory, directory, require_same, set_aside
 from specgen.rundir.status import Status, kept_status
 from specgen.rundir.tally import Tally
 from specgen.template_kwargs import TemplateKwargs
@@ -61,11 +62,58 @@ def run(
         output is not None or job.format == "jsonl",
         f"format is {job.format!r} and no file is kept: name a directory with --output, or - for stdout",
     )
+    if output is not None and job.restart:
+        set_aside(output, "manifest.json")
+    with directory(output, "manifest.json") as path:
+        with kept_status(path / "status.json") as status:
+            load = load_models if shared is None else shared.load
+            work = _prepared(job, path, progress, status, until, load)
+            asked = job_manifest(
+                job, work.config, work.checkpoints, work.index, with_fingerprints=output is not None
+            )
+            require_same(path / "manifest.json", asked, free=FREE_IN_A_RUN, remedy=_REMEDY)
+            if job.config is not None:  # the last command's: a resumed run may have another batch size
+                write_text(path / "config.yaml", job.config)
+            if is_finished(path, job, status.admit()):
+                status.put_back()
+            else:
+                if work.unkept is not None:
+                    keep_index(path / PROMPTS, work.unkept, work.index)
+                if job.shard.count > 1:
+                    write_json_lines(path / REQUESTS, filter(None, work.index.rows))
+                with kept_while_lost(path):
+                    status.finish(write_report(path, work.answer(path)))
+        export(path, job.format)
+        return read_result(path, work.index.first)
+
+
+def _prepared(
+    job: Job,
+    path: Path,
+    progress: Progress,
+    status: Status,
+    until: Callable[[], bool],
+    load: Callable[[EngineConfig, Checkpoints], Models],
+) -> "_Work":
+    """The work of ``job`` in ``path``, checked: its whole input is read, or the index that an earlier process left."""
     checkpoints = open_checkpoints(job.engine)
     config = resolve(job.engine, checkpoints)
-    prompts = open_prompts(job.dataset, data_path=job.data_path, num_prompts=job.num_prompts)
-    read_as = f"{job.data_path}, read as {job.dataset}," if job.data_path else job.dataset
-    index = index_prompts(read_as, prompts, job.shard)
+    prompts = open_prompts(job.dataset, data_path=job.data_path, num_prompts=job.num_prompts, how=job.how)
+
+    def seen(num_rows: int) -> None:
+        if until():
+            raise StoppedError(f"interrupted after {num_rows:,} rows were read")
+        status.read(num_rows)
+        progress.read(num_rows)
+
+    content = prompts.key()
+    key = None if content is None else f"{content}, {job.dataset}, {job.shard}"
+    index = kept_index(path / PROMPTS, key)
+    unkept = key if index is None else None
+    if index is None:
+        read_as = f"{job.data_path}, read as {job.dataset}," if job.data_path else job.dataset
+        index = index_prompts(read_as, prompts, job.shard, seen)
+        index = replace(index, notes=tuple(prompts.notes.sentences()))
     if job.engine.template_kwargs != TemplateKwargs():
         require(
             index.has_chats,
@@ -73,36 +121,24 @@ def run(
             "remove it, or give rows with messages",
         )
         load_chat_tokenizer(config, checkpoints)  # refuses names before there is a directory with them
-    for sentence in (*prompts.unknown_fields.sentences(), *without_effect(job, index)):
+    for sentence in (*index.notes, *without_effect(job, index)):
         progress.warn(sentence)
-    if output is not None and job.restart:
-        set_aside(output, "manifest.json")
-    with directory(output, "manifest.json") as path:
-        if index.has_chats:
-            config = with_recorded_date(config, job.engine, path / "manifest.json")
-        else:  # no prompt has the date in it
-            config = replace(config, chat_template_kwargs=job.engine.chat_template_kwargs)
-        asked = job_manifest(job, config, checkpoints, index, with_fingerprints=output is not None)
-        require_same(path / "manifest.json", asked, free=FREE_IN_A_RUN, remedy=_REMEDY)
-        if job.config is not None:  # the last command's: a resumed run may have another batch size
-            write_text(path / "config.yaml", job.config)
-        if job.shard.count > 1:
-            write_json_lines(path / REQUESTS, filter(None, index.rows))
-        if not is_finished(path, job):
-            with kept_while_lost(path), kept_status(path / "status.json") as status:
-                work = _Work(
-                    job=job,
-                    checkpoints=checkpoints,
-                    prompts=prompts,
-                    index=index,
-                    progress=progress,
-                    status=status,
-                    until=until,
-                    load=load_models if shared is None else shared.load,
-                )
-                status.finish(write_report(path, work.answer(config, path)))
-        export(path, job.format)
-        return read_result(path, index.first)
+    if index.has_chats:
+        config = with_recorded_date(config, job.engine, path / "manifest.json")
+    else:  # no prompt has the date in it
+        config = replace(config, chat_template_kwargs=job.engine.chat_template_kwargs)
+    return _Work(
+        job=job,
+        config=config,
+        checkpoints=checkpoints,
+        prompts=prompts,
+        index=index,
+        unkept=unkept,
+        progress=progress,
+        status=status,
+        until=until,
+        load=load,
+    )
 
 
 @dataclass(kw_only=True)
@@ -110,21 +146,23 @@ class _Work:
     """The generation of a job: its prompts through an engine, and for a baseline through a plain one."""
 
     job: Job
+    config: EngineConfig  # the job's, resolved
     checkpoints: Checkpoints
     prompts: PromptSet
     index: PromptIndex
+    unkept: str | None  # the key under which the index is to be kept, if it is not yet
     progress: Progress
     status: Status
     until: Callable[[], bool]
     load: Callable[[EngineConfig, Checkpoints], Models]
     models: Models | None = None  # once an engine has loaded them
 
-    def answer(self, config: EngineConfig, path: Path) -> Path | None:
+    def answer(self, path: Path) -> Path | None:
         """Answer all requests in ``path``; returns the directory of the baseline, if the job has one."""
-        self._answer(config, path)
+        self._answer(self.config, path)
         if not self.job.baseline:
             return None
-        self._answer(config.plain(), path / "baseline")
+        self._answer(self.config.plain(), path / "baseline")
         return path / "baseline"
 
     def _answer(self, config: EngineConfig, path: Path) -> None:
@@ -136,8 +174,14 @@ class _Work:
     def _generate(self, config: EngineConfig, files: RunDirectory) -> None:
         tally = Tally()
 
+        summary = Summary(config.draft_length.most)
+
         def record(event: Event) -> None:
-            files.add_event(event)
+            if self.job.events == "full":
+                files.add_event(event)
+            elif self.job.events == "summary":
+                for ended in summary.take(event):
+                    self._add_sums(files, summary, ended)
             tally.see(event)
             self.progress.see(event)
             self.status.see(event)
@@ -167,7 +211,14 @@ class _Work:
                 raise
         finally:
             self.progress.finish()
+            if self.job.events == "summary":
+                self._add_sums(files, summary)
         self._require_all(files)
+
+    def _add_sums(self, files: RunDirectory, summary: Summary, *ended: Event) -> None:
+        """Record what was done since the last call, then the requests that ended with it."""
+        for event in (*summary.worked(), *ended):
+            files.add_event(event)
 
     def _engine(self, config: EngineConfig, record: Callable[[Event], None]) -> Engine | RayEngine:
         sampling = self.job.sampling

@@ -7,7 +7,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from specgen.config import FormatName, UserError
+from specgen.config import EventsName, FormatName, UserError
 from specgen.events import read
 from specgen.jobs.export.openai import Served, export_openai
 from specgen.jobs.export.parquet import export_parquet
@@ -15,6 +15,7 @@ from specgen.jobs.job import Job
 from specgen.json_fields import load_json
 from specgen.prompts import Prompt, failure
 from specgen.report import tables
+from specgen.report.from_rows import NONE, fold_rows, without_events
 from specgen.report.origin import origin
 from specgen.report.report import Report, fold
 from specgen.report.run_texts import RunTexts
@@ -41,19 +42,12 @@ class RunResult:
     failures: list[str]  # id and reason, the first ones
 
 
-def is_finished(path: Path, job: Job) -> bool:
-    """Whether an earlier run has answered every request, with no failure."""
-    if not (path / "report.json").exists() or _state(path) != "finished":
+def is_finished(path: Path, job: Job, state: str | None) -> bool:
+    """Whether an earlier run, left in ``state``, has answered every request, with no failure."""
+    if not (path / "report.json").exists() or state != "finished":
         return False
     report = read_json(path / "report.json")
     return report["num_errors"] == 0 and (report["baseline"] is not None or not job.baseline)
-
-
-def _state(path: Path) -> str:
-    try:
-        return str(read_json(path / "status.json")["state"])
-    except ValueError:
-        return "lost"  # a power failure may leave the file empty
 
 
 def read_result(path: Path, first: Sequence[Prompt] = ()) -> RunResult:
@@ -89,15 +83,16 @@ def write_report(path: Path, baseline: Path | None) -> Mapping[str, Any]:
     ``baseline`` is the directory of the plain run.
     """
     record, rows = read_json(path / "manifest.json"), RowFile(path / "completions.jsonl")
-    texts = RunTexts(rows)
-    report = _folded(path, record["engine"]["num_spec_tokens"], texts)
+    events: EventsName = record.get("events", "full")
+    texts = RunTexts(rows) if events == "full" else None  # others do not tell where a token came from
+    report = _folded(path, record["engine"]["num_spec_tokens"], events, texts)
     if baseline is not None:
-        report = report.with_baseline(_folded(baseline, 0), *_identical(path, baseline))
-    document = report.to_json()
+        report = report.with_baseline(_folded(baseline, 0, events), *_identical(path, baseline))
+    document = without_events(report.to_json()) if events == NONE else report.to_json()
     model = record.get("served_model_name", Path(record["engine"]["model"]).name)
     title = f"{model} on {record['data']['dataset']}"
-    rejections, listed = texts.shown(_tokenizer(record["engine"]["model"]))
-    page = tables.page(document, record["settings"], title, origin(record), rejections, listed)
+    shown = ([], None) if texts is None else texts.shown(_tokenizer(record["engine"]["model"]))
+    page = tables.page(document, record["settings"], title, origin(record), *shown)
     write_text(path / "report.html", page)
     write_json(path / "report.json", document)
     return document
@@ -111,12 +106,18 @@ def _tokenizer(model: str) -> Tokenizer | None:
         return None
 
 
-def _folded(path: Path, num_spec_tokens: int, texts: RunTexts | None = None) -> Report:
-    events = read(path / "events.jsonl")
-    report = fold(events if texts is None else texts.watch(events), num_spec_tokens=num_spec_tokens)
+def _folded(path: Path, num_spec_tokens: int, events: EventsName, texts: RunTexts | None = None) -> Report:
+    rows = RowFile(path / "completions.jsonl").values()
+    if events == NONE:
+        report = fold_rows(rows, num_spec_tokens=num_spec_tokens)
+    else:
+        recorded = read(path / "events.jsonl")
+        report = fold(recorded if texts is None else texts.watch(recorded), num_spec_tokens=num_spec_tokens)
     # rejected rows, which have no events, have failed too
     counted = replace(report, num_errors=len(RowFile(path / "errors.jsonl")))
-    return counted.with_texts(row["text"] for row in RowFile(path / "completions.jsonl").values())
+    return counted.with_texts(
+        row["text"] or (row.get("reasoning", "") if events == NONE else "") for row in rows
+    )
 
 
 def _identical(main: Path, base: Path) -> tuple[float, int]:

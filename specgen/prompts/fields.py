@@ -1,13 +1,17 @@
-"""Checks of the values of a row's fields; a ``UserError`` names a wrong one, in bounded length."""
+"""Checks of the values of a row's fields; a ``UserError`` names a wrong one, in bounded length.
+
+A million rows pass here: not ``require``, which would format its message for each of them.
+"""
 
 from collections.abc import Mapping
 from typing import Any
 
-from specgen.config import UserError, require, shown
+from specgen.config import UserError, shown
 from specgen.text.tokenizer import Message
 
 # Of a row: that of the prompt.
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+_CONTENT_OF = {role: f"the content of a {role} message" for role in _ROLES}
 _LIMIT = 2**63  # of the magnitude of a number in a row
 
 
@@ -25,7 +29,8 @@ def character_string(value: object, what: str) -> str:
 def checked_text(value: object, what: str) -> str:
     """``value`` if it is a ``character_string`` that is not blank."""
     text = character_string(value, what)
-    require(bool(text.strip()), f"{what} is empty")
+    if not text or text.isspace():
+        raise UserError(f"{what} is empty")
     return text
 
 
@@ -60,8 +65,8 @@ def flag(value: object, what: str) -> bool:
 def token_ids(value: object, what: str) -> tuple[int, ...]:
     """``value`` if it is a list of token ids; the vocabulary is checked later."""
     ids = tuple(checked_list(value, what))
-    valid = all(type(item) is int and 0 <= item < _LIMIT for item in ids)
-    require(valid, f"{what} are not all integers from 0")
+    if not all(type(item) is int and 0 <= item < _LIMIT for item in ids):
+        raise UserError(f"{what} are not all integers from 0")
     return ids
 
 
@@ -71,6 +76,12 @@ def category(row: Mapping[str, Any]) -> str | None:
     return None if value is None else checked_text(value, "category")
 
 
+def label(row: Mapping[str, Any], name: str = "category") -> str | None:
+    """As ``category``, of a row of a data set, where such a field may hold anything."""
+    value = row.get(name)
+    return value if isinstance(value, str) and value.strip() and value.isprintable() else None
+
+
 def chat(value: object) -> tuple[Message, ...]:
     """The messages of a chat that ends with the user.
 
@@ -78,7 +89,8 @@ def chat(value: object) -> tuple[Message, ...]:
     The role ``developer`` is the newer name of ``system``.
     """
     messages = tuple(_message(item) for item in checked_list(value, "messages"))
-    require(messages[-1].role == "user", f"the last message is from {messages[-1].role}: end with the user")
+    if messages[-1].role != "user":
+        raise UserError(f"the last message is from {messages[-1].role}: end with the user")
     return messages
 
 
@@ -89,12 +101,11 @@ def _message(value: object) -> Message:
     known = _ROLES.get(role) if isinstance(role, str) else None
     if known is None:
         raise UserError(f"unknown role {shown(role)}: use system, user, assistant")
-    require(
-        not value.get("tool_calls"), "a message has tool_calls, which are not supported: give only its text"
-    )
+    if value.get("tool_calls"):
+        raise UserError("a message has tool_calls, which are not supported: give only its text")
     if isinstance(content, list):
         content = "\n".join(_part(item) for item in content)
-    return Message(role=known, content=checked_text(content, f"the content of a {role} message"))
+    return Message(role=known, content=checked_text(content, _CONTENT_OF[str(role)]))
 
 
 def _part(value: object) -> str:

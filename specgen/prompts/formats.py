@@ -8,14 +8,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from specgen.config import require, shown
-from specgen.prompts.fields import category, checked_list, checked_text
-from specgen.prompts.openai_batch import is_batch, parse_batch
-from specgen.prompts.own import parse_own
+from specgen.prompts.kinds import parse_question, parse_sharegpt, parse_turns, parse_users
 from specgen.prompts.prompt import Prompt
-from specgen.prompts.recorded import recorded
 from specgen.prompts.rows import HubSource
-from specgen.text.tokenizer import Message
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,42 +30,7 @@ class Dataset:
     files: tuple[str, ...] = ()
 
 
-def parse_users(row_id: str, row: Mapping[str, Any]) -> Prompt:
-    """A row of a user's file: in the format of OpenAI's Batch API or in specgen's."""
-    return (parse_batch if is_batch(row) else parse_own)(row_id, row)
-
-
-def parse_turns(row_id: str, row: Mapping[str, Any]) -> Prompt:
-    """MT-Bench and Spec-Bench: ``turns`` are the user's, each with the previous answers in context."""
-    turns = checked_list(row.get("turns"), "turns")
-    first, *later = [checked_text(turn, f"turn {number}") for number, turn in enumerate(turns, start=1)]
-    return Prompt(id=row_id, messages=_question(first), follow_ups=tuple(later), category=category(row))
-
-
-def parse_sharegpt(row_id: str, row: Mapping[str, Any]) -> Prompt:
-    """ShareGPT: the first message is the prompt if a human wrote it; the others are kept as ``recorded``."""
-    first, *others = checked_list(row.get("conversations"), "conversations")
-    require(isinstance(first, dict), "conversations: the first message is not an object")
-    sender = first.get("from")
-    require(sender in ("human", "user"), f"the first message is from {shown(sender)}, not from a human")
-    question = _question(checked_text(first.get("value"), "the first message"))
-    return Prompt(id=row_id, messages=question, recorded=tuple(recorded(others)))
-
-
-def parse_field(name: str, row_id: str, row: Mapping[str, Any]) -> Prompt:
-    """One field is the user's message: the question of GSM8K, without examples before it.
-
-    Or HumanEval's function head and docstring without instructions, as in benchmarks of drafters such as SpecForge's,
-    which measures speed and acceptance, not pass@1.
-    """
-    return Prompt(id=row_id, messages=_question(checked_text(row.get(name), name)))
-
-
-def _question(content: str) -> tuple[Message, ...]:
-    return (Message(role="user", content=content),)
-
-
-USERS = Format(id_keys=("custom_id", "id"), parse=parse_users)
+USERS = Format(id_keys=("custom_id", "id", "question_id", "task_id", "message_tree_id"), parse=parse_users)
 TURNS = Format(id_keys=("question_id",), parse=parse_turns)
 DATASETS = {
     "mt-bench": Dataset(
@@ -86,7 +46,7 @@ DATASETS = {
         files=("ShareGPT_V3_unfiltered_cleaned_split.json",),
     ),
     "gsm8k": Dataset(
-        format=Format(id_keys=("id",), parse=partial(parse_field, "question")),
+        format=Format(id_keys=("id",), parse=partial(parse_question, "question")),
         hub=HubSource(path="openai/gsm8k", name="main", split="test"),
         files=("main/test*", "test*"),
     ),
@@ -100,7 +60,7 @@ DATASETS = {
         files=("question.jsonl",),
     ),
     "humaneval": Dataset(
-        format=Format(id_keys=("task_id",), parse=partial(parse_field, "prompt")),
+        format=Format(id_keys=("task_id",), parse=partial(parse_question, "prompt")),
         hub=HubSource(path="openai/openai_humaneval", split="test"),
         files=("test*",),
     ),

@@ -3,12 +3,13 @@
 import json
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from gzip import GzipFile
 from io import BufferedReader, TextIOWrapper
 from itertools import count
-from typing import Any
+from typing import Any, NamedTuple
+
+import msgspec
 
 from specgen.config import UserError, first_line, require
 
@@ -18,10 +19,10 @@ _BOM = b"\xef\xbb\xbf"
 _BETWEEN_ROWS = re.compile(r"[ \t\r\n,]*")
 Source = BufferedReader | GzipFile
 _DECODER = json.JSONDecoder()
+_decode = msgspec.json.Decoder().decode  # five times as fast as ``json``
 
 
-@dataclass(frozen=True, kw_only=True)
-class Row:
+class Row(NamedTuple):
     """One row, parsed only when ``value`` is called; ``where`` as in ``line 12``."""
 
     where: str
@@ -54,6 +55,13 @@ def _read_lines(file: Source) -> Iterator[Row]:
 
 
 def _value(text: bytes) -> object:
+    try:
+        return _decode(text)
+    except (msgspec.DecodeError, ValueError, RecursionError):
+        return _value_or_why(text)  # takes what it refuses, such as NaN, for the error to name the field
+
+
+def _value_or_why(text: bytes) -> object:
     try:
         return json.loads(text.decode())
     except (ValueError, RecursionError) as error:

@@ -1,23 +1,24 @@
 """From the name of a data set to its prompts and rejected rows."""
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
-from itertools import compress
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from specgen import bundled
 from specgen.config import UserError, require
 from specgen.prompts.formats import DATASETS, TURNS, USERS, Format
-from specgen.prompts.ids import Ids, id_of
+from specgen.prompts.ids import Ids, KnownIds, id_of
 from specgen.prompts.json_rows import Row
-from specgen.prompts.openai_batch import is_batch
+from specgen.prompts.notes import Notes
 from specgen.prompts.prompt import Prompt, Rejected
-from specgen.prompts.rows import read_hub, read_path, read_stream
-from specgen.prompts.unknown_fields import UnknownFields
+from specgen.prompts.row_reading import AS_IT_IS, Reading
+from specgen.prompts.rows import HubSource, Source, read_hub, read_path, read_stream
 from specgen.spelling import did_you_mean
 
 STDIN = "-"
+_CHECK = "check its name and split, or download it elsewhere and name its file as the data set"
+_NAMES = ("bundled", *DATASETS)
 _LONGEST_REASON = 300  # characters, however long the row is
 
 
@@ -27,77 +28,94 @@ class PromptSet:
 
     Every pass reads the data set again and yields ``Prompt | Rejected``, up to the first ``num_prompts`` prompts
     (None: all). All ids, those of later turns and rejected rows included, are different: of rows with the same id
-    the first is run. ``unknown_fields`` are those of the newest pass. ``UserError`` where the data cannot be read, or
-    has no rows.
+    the first is run. ``notes`` are those of the newest pass. ``UserError`` where the data cannot be read, or has no
+    rows.
     """
 
     name: str
     row_format: Format
-    read: Callable[[], Iterable[Row]]
+    source: Source
     num_prompts: int | None
-    unknown_fields: UnknownFields = field(
-        default_factory=UnknownFields, init=False, repr=False, compare=False
-    )
-    _ids: Ids = field(default_factory=Ids, init=False, repr=False, compare=False)  # the same in every pass
+    how: Reading
+    is_own: bool  # a user's rows, where misspelt fields are looked for
+    notes: Notes = field(default_factory=Notes, init=False, repr=False, compare=False)
 
     def __iter__(self) -> Iterator[Prompt | Rejected]:
-        num_rows = num_prompts = 0
-        self.unknown_fields.clear()
-        for num_rows, row in enumerate(self.read(), start=1):
-            result = self._parse(num_rows, row, self.unknown_fields)
+        num_prompts = 0
+        self.notes.clear()
+        ids = Ids()
+        row = None
+        for row in self.source.read():
+            result = self._parse(row, ids, self.notes)
             num_prompts += isinstance(result, Prompt)
             yield result
             if num_prompts == self.num_prompts:
                 break
-        require(num_rows > 0, f"{self.name} has no rows: name a file with at least one")
+        require(row is not None, f"{self.name} has no rows: name a file with at least one")
 
-    def select(self, mask: Iterable[bool]) -> Iterator[Prompt | Rejected]:
-        """The rows where ``mask``, with a value per row, is true; the others are read and not parsed."""
-        for number, row in compress(enumerate(self.read(), start=1), mask):
-            yield self._parse(number, row)
+    def select(self, wanted: Iterable[Sequence[str]]) -> Iterator[Prompt | Rejected]:
+        """The rows with ids in ``wanted``, which has for each row the ids that ``__iter__`` gave it, or none.
 
-    def _parse(self, number: int, row: Row, unknown: UnknownFields | None = None) -> Prompt | Rejected:
+        The others are read and not parsed.
+        """
+        for row, ids in zip(self.source.read(), wanted, strict=False):
+            if ids:
+                yield self._parse(row, KnownIds(ids=ids))
+
+    def _parse(self, row: Row, ids: Ids | KnownIds, notes: Notes | None = None) -> Prompt | Rejected:
         row_id = None
         try:
             value = row.value()
-            require(isinstance(value, dict), "not a JSON object")
-            if unknown is not None and self.row_format is USERS and not is_batch(value):
-                unknown.see(value)
+            if not isinstance(value, dict | str):
+                raise UserError("not a JSON object")
+            if notes is not None and self.is_own:
+                notes.see(value, by_kind=self.how.is_open)
+            if isinstance(value, str):
+                value = {"prompt": value}
             row_id = id_of(value, self.row_format.id_keys)
-            prompt = self.row_format.parse(row_id, value)
-            require(
-                self._ids.claim(prompt.turn_ids, number),
-                "an earlier row has the same id, or the same content and no id",
-            )
-            return Prompt(**vars(prompt) | {"where": row.where})  # ``replace`` takes five times as long
+            prompt = self.how.applied(self.row_format.parse(row_id, value))
+            if not ids.claim(prompt.turn_ids):
+                raise UserError("an earlier row has the same id, or the same content and no id")
+            return prompt.at(row.where)
         except (UserError, RecursionError) as error:
-            own = row_id is not None and self._ids.claim([row_id], number)
             reason = f"{row.where}: {error}"[:_LONGEST_REASON]
-            return Rejected(
-                id=row_id if own and row_id else self._ids.claim_location(row.where, number), reason=reason
-            )
+            return Rejected(id=ids.of_rejected(row_id, row.where), reason=reason)
+
+    def key(self) -> str | None:
+        """Equal for sets of one name that read equal files in the same way; None for data that are not in files."""
+        content = self.source.digest()
+        return None if content is None else f"{content}, {self.num_prompts}, {self.how}"
 
 
-def open_prompts(dataset: str, *, data_path: Path | None, num_prompts: int | None) -> PromptSet:
+def open_prompts(
+    dataset: str, *, data_path: Path | None, num_prompts: int | None, how: Reading = AS_IT_IS
+) -> PromptSet:
     """The first ``num_prompts`` prompts of a data set (None: all), and the rejected rows among them.
 
-    ``dataset`` is ``bundled``, a name in ``DATASETS``, a path to a user's rows (``formats.parse_users``), or ``-``
-    for such rows as JSON lines from standard input. ``data_path`` reads a named data set from a local file or
-    directory instead of the hub. ``UserError`` where the data set is unknown or cannot be reached.
+    ``dataset`` is ``bundled``, a name in ``DATASETS``, a path to a user's rows (``kinds``), the id of a data set on
+    the hub if ``how`` names its split, or ``-`` for JSON lines from standard input. ``data_path`` reads a named data
+    set from a local file or directory instead of the hub. ``UserError`` where the data set is unknown or cannot be
+    reached.
     """
     require(num_prompts is None or num_prompts >= 1, f"num-prompts is {num_prompts}: use at least 1")
-    row_format, read = _open(dataset, data_path)
-    name = "standard input" if dataset == STDIN else str(data_path or dataset)
-    return PromptSet(name=name, row_format=row_format, read=read, num_prompts=num_prompts)
+    known, source = _open(dataset, data_path, how.split)
+    return PromptSet(
+        name="standard input" if dataset == STDIN else str(data_path or dataset),
+        row_format=how.format(known),
+        source=source,
+        num_prompts=num_prompts,
+        how=how,
+        is_own=known is USERS,
+    )
 
 
 def load_prompts(
-    dataset: str, *, data_path: Path | None, num_prompts: int | None
+    dataset: str, *, data_path: Path | None, num_prompts: int | None, how: Reading = AS_IT_IS
 ) -> tuple[list[Prompt], list[Rejected]]:
     """``open_prompts`` read into two lists."""
     prompts: list[Prompt] = []
     rejected: list[Rejected] = []
-    for result in open_prompts(dataset, data_path=data_path, num_prompts=num_prompts):
+    for result in open_prompts(dataset, data_path=data_path, num_prompts=num_prompts, how=how):
         if isinstance(result, Prompt):
             prompts.append(result)
         else:
@@ -105,24 +123,37 @@ def load_prompts(
     return prompts, rejected
 
 
-def _open(dataset: str, data_path: Path | None) -> tuple[Format, Callable[[], Iterable[Row]]]:
+def _open(dataset: str, data_path: Path | None, split: str | None) -> tuple[Format, Source]:
     names = ", ".join(DATASETS)
     if known := DATASETS.get(dataset):
-        read = read_path(data_path, preferred=known.files) if data_path else read_hub(dataset, known.hub)
-        return known.format, read
+        if data_path is None:
+            return known.format, read_hub(dataset, replace(known.hub, split=split or known.hub.split))
+        require(split is None, f"split is {split!r} but data-path names the file or directory: leave one out")
+        return known.format, read_path(data_path, preferred=known.files)
     require(
         data_path is None,
         f"data-path is {data_path} but dataset is {dataset!r}: name the format of that path, one of {names}, "
         "or give a file of your own as the data set itself",
     )
+    if split is not None:
+        return USERS, _open_split(dataset, split)
     if dataset == "bundled":
         return TURNS, read_path(bundled.data_directory() / "prompts" / "mt_bench.jsonl")
     if dataset == STDIN:
         return USERS, read_stream(sys.stdin.buffer)
-    known_names = ("bundled", *DATASETS)
     require(
         Path(dataset).exists(),
-        f"dataset is {dataset!r}, neither a known name nor a file{did_you_mean(dataset, known_names)}: use bundled, "
-        f"{names}, a JSONL file, or - for standard input",
+        f"dataset is {dataset!r}, neither a known name nor a file{did_you_mean(dataset, _NAMES)}: use bundled, "
+        f"{names}, a file of your own, - for standard input, or with --split a data set on the hub",
     )
     return USERS, read_path(Path(dataset))
+
+
+def _open_split(dataset: str, split: str) -> Source:
+    """A split of a data set on the hub, as ``ID`` or ``ID:CONFIG``, or of a directory laid out like one."""
+    require(
+        dataset not in ("bundled", STDIN) and not Path(dataset).is_file(),
+        f"split is {split!r} but dataset is {dataset!r}, which has none: leave --split out",
+    )
+    path, _, name = (dataset, "", "") if Path(dataset).exists() else dataset.partition(":")
+    return read_hub(dataset, HubSource(path=path, name=name or None, split=split), _CHECK)

@@ -1,7 +1,6 @@
 """Rows in the format of OpenAI's Batch API and vLLM's ``run-batch``."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
 
 from specgen.config import UserError, require, shown
@@ -9,12 +8,14 @@ from specgen.prompts.fields import flag
 from specgen.prompts.own import parse_own
 from specgen.prompts.prompt import Prompt
 from specgen.prompts.row_sampling import SAMPLING_FIELDS
+from specgen.spelling import did_you_mean
 
 # Fields that change no answer. ``model`` is always the loaded one.
 _IGNORED = {
     *("model", "user", "metadata", "store", "service_tier", "safety_identifier", "parallel_tool_calls"),
     *("prompt_cache_key", "prompt_cache_retention"),
 }
+_KNOWN = {content: {content, *SAMPLING_FIELDS} for content in ("messages", "prompt")}
 _NEUTRAL: dict[str, Any] = {  # unsupported fields, with the value that has no effect
     "n": 1,
     "best_of": 1,
@@ -47,12 +48,14 @@ def parse_batch(row_id: str, row: Mapping[str, Any]) -> Prompt:
     """
     require(row.get("custom_id") is not None, "no custom_id: give each request its own")
     method, url, body = row.get("method"), row.get("url"), row["body"]
-    require(method in (None, "POST"), f"method is {shown(method)}: use POST")
+    if method not in (None, "POST"):
+        raise UserError(f"method is {shown(method)}: use POST")
     read = _ENDPOINTS.get(url) if isinstance(url, str) else None
     if read is None:
         raise UserError(f"url is {shown(url)}: use {' or '.join(_ENDPOINTS)}")
-    require(isinstance(body, dict), f"body is {shown(body)}: use an object")
-    return replace(parse_own(row_id, read(_without_gaps(body))), endpoint=url)
+    if not isinstance(body, dict):
+        raise UserError(f"body is {shown(body)}: use an object")
+    return parse_own(row_id, read(_without_gaps(body)), endpoint=url)
 
 
 def _without_gaps(body: Mapping[str, Any]) -> dict[str, Any]:
@@ -62,7 +65,8 @@ def _without_gaps(body: Mapping[str, Any]) -> dict[str, Any]:
 def _chat(body: dict[str, Any]) -> dict[str, Any]:
     """The body of a chat request as an own row; ``logprobs`` is a switch, ``top_logprobs`` the number."""
     asked, number = flag(body.pop("logprobs", False), "logprobs"), body.pop("top_logprobs", None)
-    require(asked or number is None, f"top_logprobs is {shown(number)} but logprobs is not true: set both")
+    if not asked and number is not None:
+        raise UserError(f"top_logprobs is {shown(number)} but logprobs is not true: set both")
     if asked:
         body["logprobs"] = 0 if number is None else number
     return _own_row(body, "messages")
@@ -79,19 +83,20 @@ def _completion(body: dict[str, Any]) -> dict[str, Any]:
 def _own_row(body: dict[str, Any], content: str) -> dict[str, Any]:
     if "max_completion_tokens" in body:
         body["max_tokens"] = body.pop("max_completion_tokens")
-    require(content in body, f"no {content}: the body of this endpoint has them")
-    known = {content, *SAMPLING_FIELDS}
+    if content not in body:
+        raise UserError(f"no {content}: the body of this endpoint has them")
+    known = _KNOWN[content]
     for name in sorted(body.keys() - known - _IGNORED):
         _require_neutral(name, body[name])
-    return {name: value for name, value in body.items() if name in known}
+    return {name: body[name] for name in body.keys() & known}
 
 
 def _require_neutral(name: str, value: object) -> None:
-    require(name in _NEUTRAL, f"{shown(name)} is not known and might change the answer: remove it")
-    neutral = _NEUTRAL[name]
-    require(
-        value == neutral, f"{name} is {shown(value)}, which is not supported: use {neutral!r}, or remove it"
-    )
+    if name not in _NEUTRAL:
+        meant = did_you_mean(name, (*SAMPLING_FIELDS, *_NEUTRAL, "max_completion_tokens"))
+        raise UserError(f"{shown(name)} is not known and might change the answer{meant}: remove it")
+    if value != (neutral := _NEUTRAL[name]):
+        raise UserError(f"{name} is {shown(value)}, which is not supported: use {neutral!r}, or remove it")
 
 
 _ENDPOINTS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 from specgen.config import require
 from specgen.text.tokenizer import Message, Tokenizer
@@ -25,9 +25,16 @@ class Prompt:
     sampling: Mapping[str, Any] = field(default_factory=dict)  # its own fields of SamplingParams
     where: str = field(default="", compare=False, repr=False)  # location of the row, only for messages
 
+    def at(self, where: str) -> Self:
+        """This prompt, just made, with its location; a copy takes five times as long."""
+        object.__setattr__(self, "where", where)
+        return self
+
     @property
     def turn_ids(self) -> tuple[str, ...]:
         """The request ids of its turns: ``ID``, ``ID/turn-2``, ..."""
+        if not self.follow_ups:
+            return (self.id,)
         return self.id, *[f"{self.id}/turn-{turn}" for turn in range(2, len(self.follow_ups) + 2)]
 
     @property
@@ -49,6 +56,11 @@ class Rejected:
     def turn_ids(self) -> tuple[str, ...]:
         """The id of its error record."""
         return (self.id,)
+
+
+def question(content: str) -> tuple[Message, ...]:
+    """A chat of one message, the user's."""
+    return (Message(role="user", content=content),)
 
 
 def failure(request_id: str, reason: str) -> str:

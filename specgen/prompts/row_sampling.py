@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import fields
+from functools import lru_cache
 from typing import Any
 
 from specgen.config import SamplingParams, UserError, require, shown
@@ -19,10 +20,24 @@ def read_sampling(row: Mapping[str, Any]) -> dict[str, Any]:
     """
     if _NAMES.isdisjoint(row):
         return {}
-    given = {name: row[name] for name in SAMPLING_FIELDS if row.get(name) is not None}
-    sampling = {name: _READERS[name](value, name) for name, value in given.items()}
+    given = tuple(
+        (name, value, type(value)) for name in SAMPLING_FIELDS if (value := row.get(name)) is not None
+    )
+    try:
+        return _remembered(given)
+    except TypeError:  # a list or an object
+        return _checked(given)
+
+
+def _checked(given: tuple[tuple[str, object, type], ...]) -> dict[str, Any]:
+    sampling = {name: _READERS[name](value, name) for name, value, _ in given}
     SamplingParams(**sampling)  # checks itself
     return sampling
+
+
+_remembered = lru_cache(maxsize=1024)(
+    _checked
+)  # rows say the same again; with types, as 1 and True are equal
 
 
 def _top_k(value: object, what: str) -> int:

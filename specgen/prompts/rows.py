@@ -1,21 +1,24 @@
 """The sources of rows: files, directories, standard input, the Hugging Face hub."""
 
 import gzip
+import hashlib
 import shutil
 import tempfile
 import zlib
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from itertools import chain
+from io import TextIOWrapper
 from pathlib import Path
 from typing import BinaryIO
 
 from specgen.config import UserError, first_line, require
 from specgen.prompts.json_rows import Row, parsed, read_rows
+from specgen.prompts.json_rows import Source as JsonSource
+from specgen.prompts.table_files import SEPARATORS, read_csv, read_parquet, read_text
 
-_SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".parquet")
-_BATCH = 1024  # rows of a Parquet file per read
+_SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".parquet", *SEPARATORS, ".txt")
+_DOWNLOAD = "download it elsewhere and name the file or the directory with --data-path"
 _GZIP = b"\x1f\x8b"  # the start of a gzipped file, whatever its name
 
 
@@ -24,7 +27,7 @@ class HubSource:
     """Arguments of ``datasets.load_dataset`` for a public data set."""
 
     path: str  # hub id, or the name of a file format
-    split: str
+    split: str | None = None  # None: the only one
     name: str | None = None  # configuration
     data_files: str | None = None  # within the hub's repository, or a URL
 
@@ -34,8 +37,28 @@ class HubSource:
         return self.data_files if self.data_files and "://" in self.data_files else self.path
 
 
-def read_hub(dataset: str, source: HubSource) -> Callable[[], Iterator[Row]]:
-    """Reads the rows of the public data set ``dataset``; ``datasets`` caches them."""
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """Rows that ``read`` gives any number of times, of ``files``; of none that can be told for the hub."""
+
+    read: Callable[[], Iterator[Row]]
+    files: tuple[Path, ...] = ()
+    keeps: object = None  # what ``files`` live as long as
+
+    def digest(self) -> str | None:
+        """SHA-256 of the content of all files and the kinds of their names; None without files."""
+        if not self.files:
+            return None
+        digest = hashlib.sha256()
+        for file in self.files:
+            digest.update(f"{file.suffixes[-2:]} {file.stat().st_size} ".encode())
+            with file.open("rb") as content:
+                digest.update(hashlib.file_digest(content, "sha256").digest())
+        return digest.hexdigest()
+
+
+def read_hub(dataset: str, source: HubSource, remedy: str = _DOWNLOAD) -> Source:
+    """The rows of the public data set ``dataset``; ``datasets`` caches them."""
     from datasets import load_dataset
 
     try:
@@ -43,32 +66,41 @@ def read_hub(dataset: str, source: HubSource) -> Callable[[], Iterator[Row]]:
     except Exception as error:  # the library raises whatever its builders and its network raise
         raise UserError(
             f"dataset is {dataset!r}, but {source.address} could not be loaded ({first_line(error)}): "
-            "download it elsewhere and name the file or the directory with --data-path"
+            f"{remedy}"
         ) from error
-    return lambda: (parsed(f"row {number}", value) for number, value in enumerate(values, start=1))
+    if isinstance(values, Mapping):  # without a split
+        require(
+            len(values) == 1,
+            f"dataset {dataset!r} has the splits {', '.join(map(str, values))}: name one with --split",
+        )
+        (values,) = values.values()
+    return Source(
+        read=lambda: (parsed(f"row {number}", value) for number, value in enumerate(values, start=1))
+    )
 
 
-def read_path(path: Path, *, preferred: Sequence[str] = ()) -> Callable[[], Iterator[Row]]:
-    """Reads the rows of a file, or of the data files of a directory in the order of their names.
+def read_path(path: Path, *, preferred: Sequence[str] = ()) -> Source:
+    """The rows of a file, or of the data files of a directory in the order of their names.
 
-    Files are JSON lines, a JSON array (both also gzipped), Parquet, or a pipe of JSON lines. In a directory the
-    first pattern of ``preferred`` that matches selects the files; where none does, all are read. ``UserError``
-    for a path without data, and for a file that cannot be read.
+    Files are JSON lines, a JSON array, CSV or lines of text (all also gzipped), Parquet, or a pipe of JSON lines.
+    In a directory the first pattern of ``preferred`` that matches selects the files; where none does, all are read.
+    ``UserError`` for a path without data, and for a file that cannot be read.
     """
     require(path.exists(), f"{path} does not exist: name a file or a directory with prompts")
     if path.is_file():
-        return partial(_read_file, path)
+        return Source(read=partial(_read_file, path), files=(path,))
     if not path.is_dir():  # a pipe can be read only once
         with path.open("rb") as stream:
             return read_stream(stream)
     files = [file for file in sorted(path.rglob("*")) if file.is_file() and file.name.endswith(_SUFFIXES)]
     require(bool(files), f"{path} has no data file in it: use {', '.join(_SUFFIXES)}")
     choices = ([file for file in files if file.match(pattern)] for pattern in preferred)
-    return partial(_read_files, next((choice for choice in choices if choice), files))
+    chosen = next((choice for choice in choices if choice), files)
+    return Source(read=partial(_read_files, chosen), files=tuple(chosen))
 
 
-def read_stream(stream: BinaryIO) -> Callable[[], Iterator[Row]]:
-    """Reads JSON lines of a stream any number of times, from a temporary file that lives as long as the reader."""
+def read_stream(stream: BinaryIO) -> Source:
+    """JSON lines of a stream, from a temporary file that lives as long as the source."""
     try:
         copy = tempfile.NamedTemporaryFile(prefix="specgen-", suffix=".jsonl")  # noqa: SIM115  # lives with the reader
         shutil.copyfileobj(stream, copy)
@@ -78,36 +110,33 @@ def read_stream(stream: BinaryIO) -> Callable[[], Iterator[Row]]:
             f"standard input cannot be saved in {tempfile.gettempdir()} ({first_line(error)}): "
             "write it to a file, and name that"
         ) from error
-    return lambda: _read_file(Path(copy.name))
+    path = Path(copy.name)
+    return Source(read=partial(_read_file, path), files=(path,), keeps=copy)
 
 
 def _read_files(files: Sequence[Path]) -> Iterator[Row]:
     for file in files:
         for row in _read_file(file):
-            yield row if len(files) == 1 else replace(row, where=f"{file.name} {row.where}")
+            yield row if len(files) == 1 else row._replace(where=f"{file.name} {row.where}")
 
 
 def _read_file(path: Path) -> Iterator[Row]:
     try:
         if path.suffix == ".parquet":
-            yield from _read_parquet(path)
+            yield from read_parquet(path)
             return
         with path.open("rb") as file:
             is_gzip = file.peek(2)[:2] == _GZIP
-            lines = path.name.removesuffix(".gz").endswith(".jsonl")
-            yield from read_rows(gzip.GzipFile(fileobj=file) if is_gzip else file, lines=lines)
+            yield from _read_open(gzip.GzipFile(fileobj=file) if is_gzip else file, path)
     except (OSError, EOFError, UserError, zlib.error) as error:
         raise UserError(f"{path} cannot be read ({first_line(error)}): check that it is whole") from error
 
 
-def _read_parquet(path: Path) -> Iterator[Row]:
-    from pyarrow.parquet import ParquetFile
-
-    try:
-        with ParquetFile(path) as file:
-            batches = file.iter_batches(batch_size=_BATCH)
-            values = chain.from_iterable(batch.to_pylist() for batch in batches)
-            for number, value in enumerate(values, start=1):
-                yield parsed(f"row {number}", value)
-    except Exception as error:  # the library raises whatever its decoders raise
-        raise UserError(first_line(error)) from error
+def _read_open(file: JsonSource, path: Path) -> Iterator[Row]:
+    kind = Path(path.name.removesuffix(".gz")).suffix
+    if kind == ".txt" or kind in SEPARATORS:
+        # an invalid byte becomes a lone surrogate, which invalidates only the row it is in
+        text = TextIOWrapper(file, encoding="utf-8-sig", errors="surrogateescape", newline="")
+        yield from read_text(text) if kind == ".txt" else read_csv(text, SEPARATORS[kind])
+    else:
+        yield from read_rows(file, lines=kind == ".jsonl")

@@ -1,9 +1,9 @@
 """Acceptance statistics of one request and of sets of requests, by draft position."""
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Self
 
 from specgen.config import require
 from specgen.events import Verified
@@ -100,6 +100,19 @@ class StepCounts:
             self.reached[position] += step.accepted >= position
             self.accepted[position] += step.accepted > position
         self.histogram[step.accepted] += 1
+
+    def sums(self) -> dict[str, Any]:
+        """All counts, for ``of_sums``."""
+        return dict(vars(self))
+
+    @classmethod
+    def of_sums(cls, sums: Mapping[str, Any], num_spec_tokens: int) -> Self:
+        """The counts that ``sums`` gave; ``UserError`` where they are of another K."""
+        counts = cls(num_spec_tokens)
+        same = sums.keys() == vars(counts).keys() and len(sums["histogram"]) == num_spec_tokens + 1
+        require(same, f"the events are not of K = {num_spec_tokens}: give the run's K")
+        vars(counts).update(sums)
+        return counts
 
     @property
     def num_steps(self) -> int:

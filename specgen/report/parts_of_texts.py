@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from copy import deepcopy
+from typing import Any
 
 from specgen.events import Verified
 from specgen.report.acceptance import RequestSum, Speculation, StepCounts
@@ -30,7 +31,12 @@ class PartCounts:
         part = next(part for at, part in reversed(self._switches) if at <= first)
         self.steps[part].add(step)
 
-    def num_tokens(self, total: int) -> dict[str, int]:
+    def sums(self, num_tokens: int) -> dict[str, Any]:
+        """All counts of a text with ``num_tokens``, for ``PartSum``; ``part`` is the one that it ended in."""
+        steps = {part: counts.sums() for part, counts in self.steps.items()}
+        return {"part": self.part, "steps": steps, "tokens": self._num_tokens(num_tokens)}
+
+    def _num_tokens(self, total: int) -> dict[str, int]:
         """Output tokens by part of a text with ``total``; the last change may be of a step that was not recorded."""
         starts = [min(at, total) for at, _ in self._switches]
         counts = dict.fromkeys(PARTS, 0)
@@ -43,18 +49,19 @@ class PartSum:
     """Sums over requests by part; what has no part of its own is answer."""
 
     def __init__(self, num_spec_tokens: int) -> None:
+        self._num_spec_tokens = num_spec_tokens
         self._sums = {part: RequestSum(num_spec_tokens) for part in PARTS}
         self._has_reasoning = False
 
-    def add(self, counts: StepCounts, parts: PartCounts | None, num_tokens: int) -> None:
+    def add(self, counts: StepCounts, parts: Mapping[str, Any] | None, num_tokens: int) -> None:
         """Add one request, of whose steps ``counts`` has all and ``parts`` those by part, if it has reasoning."""
         if parts is None:
             self._sums["answer"].add(counts, num_tokens)
             return
         self._has_reasoning = True
-        for part, tokens in parts.num_tokens(num_tokens).items():
+        for part, tokens in parts["tokens"].items():
             if tokens:
-                self._sums[part].add(parts.steps[part], tokens)
+                self._sums[part].add(StepCounts.of_sums(parts["steps"][part], self._num_spec_tokens), tokens)
 
     def result(self) -> Mapping[str, Speculation]:
         """Reasoning, then answer; together they are all steps. Empty where no text has reasoning."""

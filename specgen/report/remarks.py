@@ -11,7 +11,7 @@ DEAD_LENGTH = 1.05  # tokens per verify step; plain decoding has 1
 
 def remarks(report: Mapping[str, Any]) -> Iterator[str]:
     """What is to be said of a ``report.json``; nothing of an ordinary one."""
-    return filter(None, (warning(report), unanswered(report), empty(report)))
+    return filter(None, (warning(report), unanswered(report), empty(report), untold(report)))
 
 
 def hint(report: Mapping[str, Any]) -> str:
@@ -60,4 +60,14 @@ def empty(report: Mapping[str, Any]) -> str:
         f"{count(number)} of {count(report['num_requests'])} texts are empty: the model ended them at once. One "
         "that was trained on chats needs its chat template: rows with messages instead of prompt, in eval "
         "--apply-chat-template."
+    )
+
+
+def untold(report: Mapping[str, Any]) -> str:
+    """What a ``report.json`` lacks for want of events."""
+    if report.get("events") != "none":
+        return ""
+    return (
+        "This run recorded no events (--events none): no speeds, latencies, steps, rows, cached tokens, or parts of "
+        "texts are known. --events summary keeps them in little space."
     )

@@ -8,6 +8,7 @@ from typing import Any, Self
 
 from specgen.config import require
 from specgen.events import (
+    Answered,
     Event,
     Finished,
     Merged,
@@ -15,15 +16,16 @@ from specgen.events import (
     Prefilled,
     Resumed,
     Sharded,
-    Stepped,
     Submitted,
     Switched,
     Verified,
+    Worked,
 )
 from specgen.json_fields import load_json
 from specgen.report.acceptance import RequestSum, Speculation, StepCounts
 from specgen.report.experts_touched import ExpertStats, ExpertSum
-from specgen.report.parts_of_texts import PartCounts, PartSum
+from specgen.report.parts_of_texts import PartSum
+from specgen.report.summary import UNFINISHED, Summary
 from specgen.report.timings import LatencyStats, StepStats, StepSum, WallClock, latency_stats
 
 DEFINITIONS = (
@@ -110,34 +112,12 @@ class Report:
         }
 
 
-@dataclass(kw_only=True)
-class _Request:
-    """An unfinished request."""
-
-    submitted: Submitted
-    counts: StepCounts
-    num_tokens: int = 0
-    num_cached: int = 0  # prompt tokens found in the prefix cache
-    first_token: float | None = None
-    parts: PartCounts | None = None  # once its text has reasoning
-
-    def verify(self, step: Verified) -> None:
-        self.counts.add(step)
-        if self.parts is not None:
-            self.parts.add(step, self.num_tokens)
-
-    def emit(self, num_tokens: int, time: float) -> None:
-        self.num_tokens += num_tokens
-        if num_tokens and self.first_token is None:
-            self.first_token = time
-
-
 class _Fold:
-    """The state between two events: unfinished requests, failed ones, and sums over finished ones."""
+    """Sums over requests, finished and failed, and over steps."""
 
     def __init__(self, num_spec_tokens: int) -> None:
         self.num_spec_tokens = num_spec_tokens
-        self.open: dict[str, _Request] = {}
+        self.summary = Summary(num_spec_tokens)
         self.failed: set[str] = set()
         self.all = RequestSum(num_spec_tokens)
         self.categories: dict[str, RequestSum] = {}
@@ -147,101 +127,68 @@ class _Fold:
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0
         self.num_preemptions = 0
+        self.num_unfinished = 0
         self.reasons: Counter[str] = Counter()
         self.clock = WallClock()
         self.ttft: list[float] = []
         self.tpot: list[float] = []
         self.steps: dict[str, StepSum] = {}
         self.experts = ExpertSum()
-        self.num_rejected = 0  # drafts in the step whose Stepped event follows
 
     def take(self, event: Event) -> None:
+        for each in self.summary.take(event):
+            self.add(each)
+
+    def add(self, event: Event) -> None:
+        """Add what ``Summary`` made of events."""
         match event:
             case Resumed():
                 self.clock.resume()
-                self.open.clear()
-                self.num_rejected = 0
             case Sharded():
                 self.clock.shard()
             case Merged():
                 self.clock.merge()
-            case _:
+            case Worked():
+                self.clock.see(event.since)
                 self.clock.see(event.time)
-                self.count(event)
+                self.num_preemptions += event.num_preemptions
+                for kind, sums in event.steps.items():
+                    self.steps.setdefault(kind, StepSum()).add_sums(sums)
+                self.experts.add_sums(event.experts)
+            case Answered(reason="error"):
+                self.failed.add(event.sequence)
+            case Answered():
+                self.failed.discard(event.sequence)  # a retry
+                if event.reason == UNFINISHED:
+                    self.num_unfinished += 1
+                else:
+                    self.finish(event)
+                self.close(event)
 
-    def count(self, event: Event) -> None:
-        match event:
-            case Submitted():
-                self.submit(event)
-            case Prefilled():
-                request = self.request(event.sequence)
-                request.emit(event.emitted, event.time)
-                request.num_cached += event.num_cached if event.emitted else 0
-            case Verified():
-                request = self.request(event.sequence)
-                request.verify(event)
-                request.emit(event.emitted, event.time)
-                self.num_rejected += len(event.drafts) - event.accepted
-            case Switched():
-                request = self.request(event.sequence)
-                if request.parts is None:
-                    request.parts = PartCounts(request.counts)
-                request.parts.switch(event.part, event.at)
-            case Preempted():
-                self.num_preemptions += 1
-            case Finished():
-                self.finish(event)
-            case Stepped():
-                self.steps.setdefault(event.kind, StepSum()).add(event, self.num_rejected)
-                self.experts.add(event)
-                self.num_rejected = 0
-
-    def request(self, sequence: str) -> _Request:
-        require(
-            sequence in self.open,
-            f"{sequence!r} is not running here: the events are corrupt or truncated, run again",
-        )
-        return self.open[sequence]
-
-    def submit(self, event: Submitted) -> None:
-        require(
-            event.sequence not in self.open,
-            f"{event.sequence!r} is submitted twice: give every prompt its own id",
-        )
-        self.failed.discard(event.sequence)  # a retry
-        self.open[event.sequence] = _Request(submitted=event, counts=StepCounts(self.num_spec_tokens))
-
-    def finish(self, event: Finished) -> None:
-        request = self.request(event.sequence)
-        if event.reason == "error":
-            del self.open[event.sequence]
-            self.failed.add(event.sequence)
-            return
+    def finish(self, event: Answered) -> None:
         self.reasons[event.reason] += 1
-        if request.parts is not None and request.parts.part == "reasoning":
+        if event.reasoning is not None and event.reasoning["part"] == "reasoning":
             self.ended_in_reasoning[event.reason] += 1
-        if request.first_token is not None:
-            self.ttft.append(request.first_token - request.submitted.time)
+        if event.first_token is not None:
+            self.ttft.append(event.first_token - event.submitted)
             if event.num_output_tokens > 1:
-                self.tpot.append((event.time - request.first_token) / (event.num_output_tokens - 1))
-        self.close(request, event.num_output_tokens)
+                self.tpot.append((event.time - event.first_token) / (event.num_output_tokens - 1))
 
-    def close(self, request: _Request, num_tokens: int) -> None:
-        submitted = self.open.pop(request.submitted.sequence).submitted
-        self.num_prompt_tokens += submitted.num_prompt_tokens
-        self.num_cached_tokens += request.num_cached
-        category = "(none)" if submitted.category is None else submitted.category
-        for groups, label in ((self.categories, category), (self.turns, str(submitted.turn))):
+    def close(self, event: Answered) -> None:
+        self.num_prompt_tokens += event.num_prompt_tokens
+        self.num_cached_tokens += event.num_cached
+        counts = StepCounts.of_sums(event.steps, self.num_spec_tokens)
+        category = "(none)" if event.category is None else event.category
+        for groups, label in ((self.categories, category), (self.turns, str(event.turn))):
             if label not in groups:
                 groups[label] = RequestSum(self.num_spec_tokens)
-            groups[label].add(request.counts, num_tokens)
-        self.all.add(request.counts, num_tokens)
-        self.by_part.add(request.counts, request.parts, num_tokens)
+            groups[label].add(counts, event.num_output_tokens)
+        self.all.add(counts, event.num_output_tokens)
+        self.by_part.add(counts, event.reasoning, event.num_output_tokens)
 
     def report(self) -> Report:
-        unfinished = list(self.open.values())
-        for request in unfinished:
-            self.close(request, request.num_tokens)
+        for each in self.summary.rest():
+            self.add(each)
         return Report(
             num_spec_tokens=self.num_spec_tokens,
             speculation=self.all.result(),
@@ -253,7 +200,7 @@ class _Fold:
             num_cached_tokens=self.num_cached_tokens,
             finish_reasons=dict(sorted(self.reasons.items())),
             num_errors=len(self.failed),
-            num_unfinished=len(unfinished),
+            num_unfinished=self.num_unfinished,
             num_preemptions=self.num_preemptions,
             wall_seconds=self.clock.seconds,
             ttft_seconds=latency_stats(self.ttft),
@@ -271,9 +218,10 @@ def _breakdown(groups: Mapping[str, RequestSum]) -> dict[str, Speculation]:
 def fold(events: Iterable[Event], *, num_spec_tokens: int) -> Report:
     """The report of a run with K = ``num_spec_tokens``, in one pass over its events.
 
-    Unfinished requests count with the tokens they emitted. A failed request, one whose last ``Finished`` is an error,
-    counts in ``num_errors`` only; a resubmitted one starts over. Memory grows with the number of requests (two floats
-    each) and K, not with the steps. ``UserError`` for events that cannot belong to one run.
+    The events may be the sums of ``summary``, of which the report is the same, but for unfinished requests: they count
+    with the tokens they emitted, and are in no sum. A failed request, one whose last ``Finished`` is an error, counts
+    in ``num_errors`` only; a resubmitted one starts over. Memory grows with the number of requests (two floats each)
+    and K, not with the steps. ``UserError`` for events that cannot belong to one run.
     """
     state = _Fold(num_spec_tokens)
     for event in events:

@@ -199,7 +199,7 @@ def _speed(report: Mapping[str, Any]) -> Iterator[_Item]:
     if cached := report["num_cached_tokens"]:
         prompt = report["num_prompt_tokens"]
         yield "prefix cache", count(cached), f"of {count(prompt)} prompt tokens ({percent(cached / prompt)})"
-    if report["num_drafts"]:
+    if report["num_drafts"] and report["rows"]["target"] is not None:
         rows = report["rows"]
         yield "target rows", f"{_share(rows, 'target', 'target_rejected')} held rejected drafts", ""
         if rows["loop"] or rows["first_pass"]:  # a head drafted

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from specgen.events import Stepped
 
@@ -116,6 +117,24 @@ class StepSum:
         self._seconds += step.seconds
         self._max_seconds = max(self._max_seconds, step.seconds)
         self._by_num_spec_tokens[step.num_spec_tokens] += 1
+
+    def sums(self) -> dict[str, Any]:
+        """All sums, for ``add_sums``."""
+        return {
+            "counts": dict(self._counts),
+            "num_sequences": self._num_sequences,
+            "seconds": self._seconds,
+            "max_seconds": self._max_seconds,
+            "by_num_spec_tokens": {str(k): steps for k, steps in self._by_num_spec_tokens.items()},
+        }
+
+    def add_sums(self, sums: Mapping[str, Any]) -> None:
+        """Add the steps whose sums these are."""
+        self._counts.update(sums["counts"])
+        self._num_sequences += sums["num_sequences"]
+        self._seconds += sums["seconds"]
+        self._max_seconds = max(self._max_seconds, sums["max_seconds"])
+        self._by_num_spec_tokens.update({int(k): steps for k, steps in sums["by_num_spec_tokens"].items()})
 
     def result(self) -> StepStats:
         """The sums and means; needs at least one step."""

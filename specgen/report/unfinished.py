@@ -1,13 +1,15 @@
 """The report of a run that was stopped or still goes on: a fold over the events that it has so far."""
 
+import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from specgen.config import UserError
 from specgen.display import count
-from specgen.events import Event, from_line
+from specgen.events import from_line
 from specgen.json_fields import load_json
+from specgen.report.from_rows import NONE, fold_rows, without_events
 from specgen.report.report import fold, load
 
 _FINISHED = "finished"
@@ -26,7 +28,12 @@ def load_so_far(directory: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     if not manifest.exists() or not events.exists():
         return load(directory)  # says what is missing
     record = load_json(manifest, "generate into a new directory")
-    report = fold(_whole_lines(events), num_spec_tokens=record["engine"]["num_spec_tokens"]).to_json()
+    num_spec_tokens = record["engine"]["num_spec_tokens"]
+    if record.get("events") == NONE:
+        rows = map(json.loads, _whole_lines(directory / "completions.jsonl"))
+        report = without_events(fold_rows(rows, num_spec_tokens=num_spec_tokens).to_json())
+    else:
+        report = fold(map(from_line, _whole_lines(events)), num_spec_tokens=num_spec_tokens).to_json()
     expected = status.get("total") or None
     return {**report, "state": status.get("state", "stopped"), "num_expected": expected}, record
 
@@ -40,12 +47,12 @@ def _status(directory: Path) -> dict[str, Any]:
         return {"state": "lost"}
 
 
-def _whole_lines(path: Path) -> Iterator[Event]:
-    """The events but for a last line that a kill, or a write at this moment, has cut."""
+def _whole_lines(path: Path) -> Iterator[str]:
+    """All lines but for a last one that a kill, or a write at this moment, has cut."""
     with path.open(encoding="utf-8", errors="replace") as lines:
         for line in lines:
             if line.endswith("\n"):
-                yield from_line(line)
+                yield line
 
 
 def unfinished(report: Mapping[str, Any]) -> str:

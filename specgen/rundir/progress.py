@@ -12,6 +12,9 @@ class Progress(Protocol):
     def warn(self, sentence: str) -> None:
         """Something that does not stop the run but that the user has hardly meant."""
 
+    def read(self, num_rows: int) -> None:
+        """So many rows of the input are read."""
+
     def prepare(self, what: str) -> None:
         """``what`` is starting: kernels are loaded, or compiled where this machine has not run them before."""
 

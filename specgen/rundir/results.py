@@ -4,11 +4,11 @@ import json
 import tempfile
 import time
 from collections.abc import Container, Iterable, Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Self
 
-from specgen.config import require
+from specgen.config import UserError, require
 from specgen.events import Event, read, to_line
 from specgen.json_fields import load_json
 from specgen.rundir.atomic import open_output, sync, writable, write_json
@@ -20,7 +20,10 @@ from specgen.rundir.row_file import RowFile
 _SYNC_INTERVAL = 1.0  # seconds of work that a power loss may cost
 _KEPT = "what is done is kept; fix that and run the same command again"
 _NO_ROOM = "name a directory elsewhere with --output, or in TMPDIR"
-_BEFORE_MANIFEST = {LOCK, "manifest.json.partial"}
+PROMPTS = ".prompts.json"  # the index of the input, which a resume need not read again
+_BEFORE_MANIFEST = {
+    name + end for name in (LOCK, "manifest.json", "status.json", PROMPTS) for end in ("", ".partial")
+} - {"manifest.json"}
 
 
 @contextmanager
@@ -28,7 +31,8 @@ def directory(output: Path | None, marker: str) -> Iterator[Path]:
     """``output``, created and locked, or for None a temporary directory.
 
     ``UserError`` where it is not empty and lacks the file ``marker``, where another process holds the lock, and for
-    any error of the file system in it meanwhile.
+    any error of the file system in it meanwhile. A mistake of the user's before there is a ``marker`` leaves no new
+    directory behind.
     """
     if output is None:
         with tempfile.TemporaryDirectory(prefix="specgen-") as path, writable(Path(path), _NO_ROOM):
@@ -37,15 +41,31 @@ def directory(output: Path | None, marker: str) -> Iterator[Path]:
     output = output.absolute()  # else an error naming a program, say, might seem to be in it
     with writable(output, _KEPT):
         _require_ours(output, marker)
+        is_new = not output.exists()
         with locked(output):
-            yield output
+            try:
+                yield output
+            except UserError:
+                if is_new and not (output / marker).exists():
+                    _remove(output)
+                raise
+
+
+def _remove(path: Path) -> None:
+    """Remove a directory in which nothing was begun."""
+    for name in _BEFORE_MANIFEST:
+        (path / name).unlink(missing_ok=True)
+    with suppress(OSError):  # of what else is there it is no business
+        path.rmdir()
 
 
 def set_aside(path: Path, marker: str) -> None:
-    """Rename ``path``, if there is one, to the first free of ``path.1``, ``path.2``, ...; see ``directory``."""
+    """Rename ``path``, if a run is there, to the first free of ``path.1``, ``path.2``, ...; see ``directory``."""
     if not path.exists():
         return
     with directory(path, marker):
+        if not (path / marker).exists():
+            return
         number = 1
         while (free := path.with_name(f"{path.name}.{number}")).exists():
             number += 1

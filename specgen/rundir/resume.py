@@ -2,17 +2,17 @@
 
 import mmap
 import re
-from collections.abc import Container
+from collections.abc import Container, Iterator
+from heapq import merge
 from pathlib import Path
 
 from specgen.events import Resumed, to_line
 from specgen.rundir.atomic import naming
 from specgen.rundir.row_file import cut_torn_line, unquoted
 
-_FINISHED = (
-    b'{"event":"finished",'  # the start of a line of ``events.to_line``; inside a line the quotes are escaped
-)
-_FIELDS = re.compile(re.escape(_FINISHED) + rb'"sequence":("(?:[^"\\]|\\.)*"),"time":[^,]*,"reason":"(\w+)"')
+# The starts of lines of ``events.to_line``; inside a line the quotes are escaped.
+_ENDS = (b'{"event":"finished",', b'{"event":"answered",')
+_FIELDS = re.compile(rb'\{"event":"\w+","sequence":("(?:[^"\\]|\\.)*"),"time":[^,]*,"reason":"(\w+)"')
 
 
 def recover(events: Path, done: Container[str]) -> None:
@@ -35,10 +35,14 @@ def _end_of_done(events: Path, done: Container[str]) -> int:
     if not size:
         return 0
     with events.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-        start = 0
-        while (start := content.find(_FINISHED, start)) >= 0:
+        for start in merge(*(_all(content, end) for end in _ENDS)):
             found = _FIELDS.match(content, start)
             if found is None or (found[2] != b"error" and unquoted(found[1]) not in done):
                 return start
-            start = found.end()
     return size
+
+
+def _all(content: mmap.mmap, what: bytes) -> Iterator[int]:
+    start = -1
+    while (start := content.find(what, start + 1)) >= 0:
+        yield start

@@ -1,5 +1,6 @@
 """``status.json``: the progress of a run, for other processes."""
 
+import json
 import os
 import socket
 import time
@@ -14,7 +15,7 @@ from specgen.rundir.atomic import as_json, swapped, write_json
 from specgen.rundir.interrupt import StoppedError
 from specgen.rundir.tally import Tally
 
-State = Literal["preparing", "running", "finished", "interrupted", "failed"]
+State = Literal["reading", "preparing", "running", "finished", "interrupted", "failed"]
 _INTERVAL = 1.0  # seconds between two writes
 
 
@@ -23,11 +24,42 @@ class Status:
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self._earlier = path.read_bytes() if path.exists() else None
+        self._is_admitted = False
+        self._num_rows: int | None = None  # of the input, read so far
         self._started = _now()
         self._total = self._done = self._failed = self._done_before = 0
         self._begun = time.monotonic()
         self._tally = Tally()  # of the running engine
+        self.write("reading")
+
+    def read(self, num_rows: int) -> None:
+        """So many rows of the input are read: write the file if it is due."""
+        self._num_rows = num_rows
+        if time.monotonic() - self._written >= _INTERVAL:
+            self.write("reading")
+
+    def admit(self) -> str | None:
+        """The run here is that of this process; returns the state in which an earlier one left it, if any did."""
+        self._is_admitted = True
         self.write("preparing")
+        try:
+            return str(json.loads(self._earlier or b"{}").get("state"))
+        except ValueError:  # a power failure may leave the file empty
+            return "lost"
+
+    def put_back(self) -> None:
+        """The file as an earlier process left it, which is still true."""
+        if self._earlier is not None:
+            with swapped(self._path) as file:
+                file.write(self._earlier)
+
+    def end(self, state: State) -> None:
+        """The process ends in ``state``, that of the run only if it was admitted to it."""
+        if self._is_admitted or self._earlier is None:
+            self.write(state)
+        else:
+            self.put_back()
 
     def begin(self, tally: Tally, *, total: int, done: int) -> None:
         """An engine, whose events ``tally`` counts, starts; ``done`` of ``total`` requests are done."""
@@ -57,6 +89,7 @@ class Status:
     def _to_json(self, state: State) -> dict[str, Any]:
         return {
             "state": state,
+            **({} if self._num_rows is None else {"rows_read": self._num_rows}),
             "pid": os.getpid(),
             "host": socket.gethostname(),
             "started": self._started,
@@ -98,7 +131,7 @@ def kept_status(path: Path) -> Iterator[Status]:
         yield status
     except BaseException as error:
         with suppress(OSError):  # the user must see ``error``, such as a full disk
-            status.write("interrupted" if isinstance(error, StoppedError) else "failed")
+            status.end("interrupted" if isinstance(error, StoppedError) else "failed")
         raise
 
 

@@ -1,0 +1,139 @@
+"""The kinds of rows that a user's file may hold, each recognised by its fields; and how a field is made a prompt."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from specgen.config import UserError, require, shown
+from specgen.prompts.fields import category, chat, checked_list, checked_text, label
+from specgen.prompts.openai_batch import is_batch, parse_batch
+from specgen.prompts.own import CONTENT_FIELDS, parse_own
+from specgen.prompts.prompt import Prompt, question
+from specgen.prompts.recorded import recorded
+from specgen.prompts.row_sampling import read_sampling
+
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """How rows are parsed; ``told`` says what is made of them, where the file does not say it itself."""
+
+    parse: Callable[[str, Row], Prompt]
+    told: str = ""
+
+
+def parse_turns(row_id: str, row: Row) -> Prompt:
+    """MT-Bench and Spec-Bench: ``turns`` are the user's, each with the previous answers in context."""
+    turns = checked_list(row.get("turns"), "turns")
+    first, *later = [checked_text(turn, f"turn {number}") for number, turn in enumerate(turns, start=1)]
+    return Prompt(id=row_id, messages=question(first), follow_ups=tuple(later), category=category(row))
+
+
+def parse_sharegpt(row_id: str, row: Row) -> Prompt:
+    """ShareGPT: the first message is the prompt if a human wrote it; the others are kept as ``recorded``."""
+    first, *others = checked_list(row.get("conversations"), "conversations")
+    require(isinstance(first, dict), "conversations: the first message is not an object")
+    sender = first.get("from")
+    if sender not in ("human", "user"):
+        raise UserError(f"the first message is from {shown(sender)}, not from a human")
+    messages = question(checked_text(first.get("value"), "the first message"))
+    return Prompt(id=row_id, messages=messages, recorded=tuple(recorded(others)))
+
+
+def parse_question(name: str, row_id: str, row: Row) -> Prompt:
+    """One field is the user's message: the question of GSM8K, without examples before it.
+
+    Or HumanEval's function head and docstring without instructions, as in benchmarks of drafters such as SpecForge's,
+    which measures speed and acceptance, not pass@1.
+    """
+    return Prompt(id=row_id, messages=question(checked_text(row.get(name), name)), category=label(row))
+
+
+def parse_field(name: str, row_id: str, row: Row) -> Prompt:
+    """The field ``name`` (``a.b`` is field ``b`` of ``a``), a text, is the user's message.
+
+    A list of texts is the user's turns, a list of messages a chat. As in an own row there may be sampling parameters.
+    """
+    value: Any = row
+    for part in (name,) if name in row else name.split("."):
+        if not isinstance(value, Mapping) or value.get(part) is None:
+            raise UserError(f"no field {shown(name)}: the row has {shown(', '.join(row))}")
+        value = value[part]
+    if isinstance(value, list) and value and isinstance(value[0], str):
+        prompt = parse_turns(row_id, {"turns": value})
+    else:
+        prompt = Prompt(
+            id=row_id,
+            messages=chat(value) if isinstance(value, list) else question(checked_text(value, name)),
+        )
+    return replace(prompt, category=label(row), sampling=read_sampling(row))
+
+
+def _parse_history(row_id: str, row: Row) -> Prompt:
+    """MT-Bench-101: what the user says in each turn; the answers in the file are not used."""
+    said = [
+        each.get("user") if isinstance(each, dict) else None
+        for each in checked_list(row["history"], "history")
+    ]
+    return parse_turns(row_id, {"turns": said, "category": label(row) or label(row, "task")})
+
+
+def _parse_instruction(row_id: str, row: Row) -> Prompt:
+    """Alpaca and Self-Instruct: the instruction, and after a blank line its input, of the first instance, if any."""
+    holder = row
+    if isinstance(row.get("instances"), list) and row["instances"] and isinstance(row["instances"][0], dict):
+        holder = row["instances"][0]
+    text, given = checked_text(row["instruction"], "instruction"), holder.get("input") or ""
+    if given:
+        text = f"{text}\n\n{checked_text(given, 'input')}"
+    return Prompt(id=row_id, messages=question(text), category=label(row))
+
+
+def _parse_tree(row_id: str, row: Row) -> Prompt:
+    """OpenAssistant's message trees: the first message."""
+    first = row["prompt"]
+    return Prompt(id=row_id, messages=question(checked_text(first.get("text"), "the text of the prompt")))
+
+
+def _of(name: str) -> Callable[[str, Row], Prompt]:
+    return lambda row_id, row: parse_question(name, row_id, row)
+
+
+_OWN = Kind(parse=parse_own)
+_BATCH = Kind(parse=parse_batch)
+_HUMANEVAL = Kind(parse=_of("prompt"), told="read as humaneval: the field prompt as a user's message")
+_TREE = Kind(parse=_parse_tree, told="read as trees of messages: the first one as a user's message")
+_OTHERS = {  # by the field that tells, in the order in which they are looked for
+    "turns": Kind(parse=parse_turns, told="read as mt-bench: the field turns"),
+    "conversations": Kind(parse=parse_sharegpt, told="read as sharegpt: the first message of conversations"),
+    "history": Kind(parse=_parse_history, told="read as mt-bench-101: what the user says in history"),
+    "question": Kind(parse=_of("question"), told="read as gsm8k: the field question as a user's message"),
+    "instruction": Kind(
+        parse=_parse_instruction, told="read as instructions: instruction and input as a user's message"
+    ),
+    "text": Kind(parse=_of("text"), told="read by the field text, as a user's message"),
+}
+
+
+def kind_of(row: Row) -> Kind:
+    """What a row of a user's file is; an own row where nothing else fits, which says what is missing."""
+    if is_batch(row):
+        return _BATCH
+    prompt = row.get("prompt")
+    if isinstance(prompt, dict) and "text" in prompt:
+        return _TREE
+    if isinstance(prompt, str) and "entry_point" in row and "task_id" in row:
+        return _HUMANEVAL
+    if any(row.get(name) is not None for name in CONTENT_FIELDS):
+        return _OWN
+    return next((kind for field, kind in _OTHERS.items() if row.get(field) is not None), _OWN)
+
+
+def parse_users(row_id: str, row: Row) -> Prompt:
+    """A row of a user's file, by its kind; sampling parameters may be in any."""
+    kind = kind_of(row)
+    prompt = kind.parse(row_id, row)
+    if kind.told and (sampling := read_sampling(row)):
+        return replace(prompt, sampling=sampling)
+    return prompt

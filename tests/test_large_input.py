@@ -1,0 +1,165 @@
+"""The start of a run over many rows: what is on disk while they are read, how long a row takes, and the kept index."""
+
+import json
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specgen.config import UserError
+from specgen.jobs import run
+from specgen.jobs.job import Job
+from specgen.jobs.prompt_index import index_prompts, keep_index, kept_index
+from specgen.jobs.shard import WHOLE, Shard
+from specgen.prompts import open_prompts
+from specgen.rundir.interrupt import StoppedError
+from specgen.rundir.locking import LOCK, locked
+from specgen.rundir.results import PROMPTS
+from tests.jobs import Silent, conversations, keep_in_memory
+
+NUM_ROWS = 20_000
+LONGEST = 100e-6  # seconds a row; a quiet core takes 7 to 11 us
+
+
+@pytest.fixture(scope="module")
+def batch(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An OpenAI batch of many rows."""
+    path = tmp_path_factory.mktemp("large") / "batch.jsonl"
+    body = {
+        "model": "m",
+        "messages": [{"role": "user", "content": "How many are there? " * 4}],
+        "max_tokens": 256,
+    }
+    row = {"method": "POST", "url": "/v1/chat/completions", "body": body}
+    path.write_text("".join(json.dumps({"custom_id": f"r{n}", **row}) + "\n" for n in range(NUM_ROWS)))
+    return path
+
+
+@pytest.fixture
+def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Job:
+    job = replace(conversations(tmp_path, []), dataset=str(tmp_path / "own.jsonl"), data_path=None)
+    write(job, "abc")
+    keep_in_memory(monkeypatch, job.engine)
+    return job
+
+
+def write(job: Job, names: str) -> None:
+    Path(job.dataset).write_text("".join(json.dumps({"id": name, "prompt": name}) + "\n" for name in names))
+
+
+def status(out: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((out / "status.json").read_text())
+    return found
+
+
+def test_a_row_takes_microseconds_and_a_kept_index_less(batch: Path, tmp_path: Path) -> None:
+    prompts, told = open_prompts(str(batch), data_path=None, num_prompts=None), list[int]()
+    began = time.process_time()
+    index = index_prompts("batch", prompts, WHOLE, told.append)
+    read = time.process_time() - began
+    assert told == list(range(1000, NUM_ROWS + 1, 1000))
+    keep_index(tmp_path / "kept", "key", index)
+    began = time.process_time()
+    again = kept_index(tmp_path / "kept", "key")
+    kept = time.process_time() - began
+    assert again == index
+    assert (index.num_requests, index.rows[7], index.has_chats) == (NUM_ROWS, ("r7",), True)
+    assert read < LONGEST * NUM_ROWS
+    assert kept < read / 5
+    assert kept_index(tmp_path / "kept", "other") is None
+
+
+def test_an_index_that_is_damaged_is_not_used(tmp_path: Path) -> None:
+    assert kept_index(tmp_path / "kept", "key") is None
+    for damage in (b"", b"\xff", b"[1]", b'{"key":"key","index":{}}'):
+        (tmp_path / "kept").write_bytes(damage)
+        assert kept_index(tmp_path / "kept", "key") is None
+
+
+def test_the_key_is_of_the_content_and_of_how_it_is_read(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"prompt": "x"}\n')
+
+    def key(name: str = "a.jsonl", num_prompts: int | None = None) -> str | None:
+        return open_prompts(str(tmp_path / name), data_path=None, num_prompts=num_prompts).key()
+
+    first = key()
+    assert first is not None
+    (tmp_path / "b.jsonl").write_text('{"prompt": "x"}\n')
+    assert key("b.jsonl") == first
+    (tmp_path / "a.json").write_text('{"prompt": "x"}\n')
+    assert key("a.json") != first
+    assert key(num_prompts=1) != first
+    (tmp_path / "a.jsonl").write_text('{"prompt": "y"}\n')
+    assert key() != first
+
+
+def test_lock_and_status_are_there_while_rows_are_read_and_a_signal_ends_it(
+    batch: Path, job: Job, tmp_path: Path
+) -> None:
+    out, seen = tmp_path / "run", list[str]()
+
+    def until() -> bool:
+        seen.append(status(out)["state"])
+        with pytest.raises(UserError, match="is in use"), locked(out):
+            pass
+        return len(seen) == 3
+
+    with pytest.raises(StoppedError, match="interrupted after 3,000 rows were read"):
+        run.run(replace(job, dataset=str(batch)), out, Silent(), until)
+    assert seen == ["reading"] * 3
+    assert status(out)["state"] == "interrupted"
+    assert status(out)["rows_read"] >= 1000
+    assert {path.name for path in out.iterdir()} == {LOCK, "status.json"}
+    run.run(job, out, Silent())  # another job may have the directory: nothing was begun
+    assert status(out)["state"] == "finished"
+
+
+def test_a_mistake_in_the_rows_leaves_no_directory_and_no_change(job: Job, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="none of the 3 rows"):
+        run.run(
+            replace(job, dataset=job.dataset, how=replace(job.how, prompt_field="q")),
+            tmp_path / "r",
+            Silent(),
+        )
+    assert not (tmp_path / "r").exists()
+    run.run(job, tmp_path / "r", Silent())
+    before = {path.name: path.read_bytes() for path in (tmp_path / "r").iterdir() if path.name != LOCK}
+    with pytest.raises(UserError, match="none of the 3 rows"):
+        run.run(replace(job, how=replace(job.how, prompt_field="q")), tmp_path / "r", Silent())
+    assert {p.name: p.read_bytes() for p in (tmp_path / "r").iterdir() if p.name != LOCK} == before
+
+
+@pytest.mark.parametrize("shard", [WHOLE, Shard(index=1, count=2)])
+def test_a_resume_reads_the_index_and_not_the_rows(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shard: Shard
+) -> None:
+    rows = [
+        {"id": "a", "prompt": "a"},
+        [1],
+        {"id": "a", "prompt": "again"},
+        {"id": "d", "prompt": "", "temprature": 1},
+    ]
+    Path(job.dataset).write_text(
+        "".join(json.dumps(row) + "\n" for row in [*rows, {"id": "e", "prompt": "e"}])
+    )
+    job = replace(job, shard=shard)
+    if shard != WHOLE:
+        write(job, "abcd")
+    first = run.run(job, tmp_path / "run", Silent())
+    read = (tmp_path / "run" / "errors.jsonl").read_bytes()
+    monkeypatch.setattr(run, "index_prompts", None)
+    told = list[str]()
+    progress = Silent()
+    monkeypatch.setattr(progress, "warn", told.append)
+    again = run.run(job, tmp_path / "run", progress)
+    assert again.report["num_requests"] == first.report["num_requests"] == 2
+    assert (tmp_path / "run" / "errors.jsonl").read_bytes() == read, "a duplicate does not become a prompt"
+    assert len(told) == (shard == WHOLE)
+    monkeypatch.undo()
+    keep_in_memory(monkeypatch, job.engine)
+    write(job, "abcx")
+    with pytest.raises(UserError, match=r"differs in data\.sha256"):
+        run.run(job, tmp_path / "run", Silent())
+    assert (tmp_path / "run" / PROMPTS).exists()

@@ -1,0 +1,208 @@
+"""Users' files as they are found: recognised kinds, tables, lines of text, and what the user says of them."""
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specgen.config import UserError
+from specgen.prompts import Message, Prompt, Rejected, open_prompts
+from specgen.prompts.row_reading import Reading
+
+
+def load(path: Path, **how: Any) -> tuple[list[Prompt | Rejected], list[str]]:
+    """The rows, and what is told of them."""
+    prompts = open_prompts(str(path), data_path=None, num_prompts=None, how=Reading(**how))
+    return list(prompts), list(prompts.notes.sentences())
+
+
+def written(path: Path, *rows: object) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def said(prompt: Prompt | Rejected) -> tuple[str, ...]:
+    """The user's turns."""
+    assert isinstance(prompt, Prompt), prompt
+    assert [message.role for message in prompt.messages] == ["user"]
+    return prompt.messages[0].content, *prompt.follow_ups
+
+
+KINDS = [  # of public files: a row, its id, what the user says, and how that is told
+    ({"question_id": 81, "category": "c", "turns": ["a", "b"]}, "81", ("a", "b"), "read as mt-bench: "),
+    ({"id": "s", "conversations": [{"from": "human", "value": "a"}]}, "s", ("a",), "read as sharegpt: "),
+    ({"id": "g", "question": "a", "answer": "b"}, "g", ("a",), "read as gsm8k: "),
+    (
+        {"task_id": "H/0", "prompt": "def f", "entry_point": "f", "test": ""},
+        "H/0",
+        ("def f",),
+        "read as humaneval: ",
+    ),
+    ({"task_id": 3, "text": "a", "code": "b"}, "3", ("a",), "read by the field text, "),
+    (
+        {"id": "t", "instruction": "a", "instances": [{"input": "", "output": "b"}]},
+        "t",
+        ("a",),
+        "read as instruct",
+    ),
+    (
+        {"id": "t", "instruction": "a", "instances": [{"input": "b"}]},
+        "t",
+        ("a\n\nb",),
+        "read as instructions: ",
+    ),
+    (
+        {"id": "t", "instruction": "a", "input": "b", "output": "c"},
+        "t",
+        ("a\n\nb",),
+        "read as instructions: ",
+    ),
+    (
+        {"id": 1, "task": "CM", "history": [{"user": "a", "bot": "x"}, {"user": "b"}]},
+        "1",
+        ("a", "b"),
+        "read as mt-b",
+    ),
+    (
+        {"message_tree_id": "m", "prompt": {"text": "a", "replies": []}},
+        "m",
+        ("a",),
+        "read as trees of messages: ",
+    ),
+]
+
+
+@pytest.mark.parametrize(("row", "row_id", "turns", "told"), KINDS)
+def test_kinds_of_rows_are_recognised_and_told(
+    tmp_path: Path, row: dict[str, Any], row_id: str, turns: tuple[str, ...], told: str
+) -> None:
+    (prompt,), (sentence,) = load(written(tmp_path / "own.jsonl", row))
+    assert (prompt.id, said(prompt)) == (row_id, turns)
+    assert sentence.startswith(f"1 row is {told}")
+    assert "--raw" in sentence
+
+
+def test_own_rows_and_batches_are_what_they_say_and_nothing_is_told(tmp_path: Path) -> None:
+    batch = {"custom_id": "b", "url": "/v1/completions", "body": {"prompt": "x"}}
+    found, told = load(written(tmp_path / "own.jsonl", {"prompt": "x", "question": "y", "text": "z"}, batch))
+    assert [prompt.text for prompt in found if isinstance(prompt, Prompt)] == ["x", "x"]
+    assert told == []
+
+
+def test_sampling_of_a_recognised_row_counts(tmp_path: Path) -> None:
+    path = written(
+        tmp_path / "own.jsonl", {"question": "a", "max_tokens": 3}, {"question": "b", "top_p": "x"}
+    )
+    good, bad = load(path)[0]
+    assert isinstance(good, Prompt)
+    assert good.sampling == {"max_tokens": 3}
+    assert isinstance(bad, Rejected)
+    assert "top_p is 'x'" in bad.reason
+
+
+def test_lines_of_text_and_json_strings_are_raw_and_that_is_told(tmp_path: Path) -> None:
+    (tmp_path / "own.txt").write_bytes(b"\xef\xbb\xbfOne\r\n \nTwo\xff\n")
+    (one, bad), told = load(tmp_path / "own.txt")
+    assert (one, one.where) == (Prompt(id=one.id, text="One"), "line 1")  # type: ignore[union-attr]
+    assert isinstance(bad, Rejected)
+    assert bad.reason.startswith("line 3: prompt holds a lone surrogate")
+    assert told[0].startswith("2 rows are a text without fields: taken as it is, without the chat template")
+    found, told = load(written(tmp_path / "own.jsonl", "One", "Two"), chat=True)
+    assert [said(prompt) for prompt in found] == [("One",), ("Two",)]
+    assert (found[0].id, told) == (one.id, []), "who says --chat knows"
+
+
+@pytest.mark.parametrize(("name", "mark"), [("own.csv", ","), ("own.tsv", "\t"), ("own.csv.gz", ",")])
+def test_a_table_has_a_row_per_line_below_its_header(tmp_path: Path, name: str, mark: str) -> None:
+    lines = ["id,prompt,max_tokens,stop", 'a,"x, y\nz",3,1', "b,w,,", "", "c,v", "d,u,hot,"]
+    content = "\r\n".join(lines).replace(",", mark).replace(f"x{mark} y", "x, y").encode()
+    (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith("gz") else content)
+    (first, second, short, hot), _ = load(tmp_path / name)
+    assert first == Prompt(id="a", text="x, y\nz", sampling={"max_tokens": 3, "stop": ("1",)})
+    assert second == Prompt(id="b", text="w")
+    assert isinstance(short, Rejected)
+    assert short.reason == "row 3: 2 cells and 4 columns: quote cells that hold a separator"
+    assert isinstance(hot, Rejected)
+    assert "max_tokens is 'hot'" in hot.reason
+
+
+def test_a_table_with_two_columns_of_one_name_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "own.csv").write_text("prompt,prompt\na,b\n")
+    with pytest.raises(UserError, match=r"own.csv cannot be read \(two columns have the same name"):
+        load(tmp_path / "own.csv")
+
+
+@pytest.mark.parametrize(
+    ("value", "turns"),
+    [("a", ("a",)), (["a", "b"], ("a", "b")), ([{"role": "user", "content": "a"}], ("a",))],
+)
+def test_a_field_that_is_named(tmp_path: Path, value: object, turns: tuple[str, ...]) -> None:
+    row = {"id": "i", "meta": {"ask": value}, "prompt": "not this", "temperature": 0.5}
+    (prompt,), told = load(written(tmp_path / "own.jsonl", row), prompt_field="meta.ask")
+    assert (said(prompt), told) == (turns, [])
+    assert isinstance(prompt, Prompt)
+    assert prompt.sampling == {"temperature": 0.5}
+    (bad,), _ = load(tmp_path / "own.jsonl", prompt_field="meta.question")
+    assert isinstance(bad, Rejected)
+    assert bad.reason == "line 1: no field 'meta.question': the row has 'id, meta, prompt, temperature'"
+
+
+def test_chat_and_raw(tmp_path: Path) -> None:
+    user, system = {"role": "user", "content": "a"}, {"role": "system", "content": "s"}
+    rows = {"prompt": "a"}, {"messages": [user]}, {"messages": [system, user]}, {"prompt_token_ids": [1]}
+    batch = {"custom_id": "b", "url": "/v1/completions", "body": {"prompt": "x"}}
+    path = written(tmp_path / "own.jsonl", *rows, {"turns": ["a", "b"]}, batch)
+    chats, raws = load(path, chat=True)[0], load(path, chat=False)[0]
+    assert [said(chats[0]), said(chats[1]), said(chats[4])] == [("a",), ("a",), ("a", "b")]
+    assert chats[2].messages[0] == Message(role="system", content="s")  # type: ignore[union-attr]
+    assert [raw.text for raw in raws[:2] if isinstance(raw, Prompt)] == ["a", "a"]
+    assert raws[3].token_ids == (1,)  # type: ignore[union-attr]
+    reasons = [each.reason for each in (chats[3], raws[2], raws[4], chats[5], raws[5])]  # type: ignore[union-attr]
+    assert [reason.partition(": ")[2].partition(":")[0] for reason in reasons] == [
+        "token ids cannot be put into a chat template",
+        *["several messages or turns need the chat template"] * 2,
+        *["the url of a batch row says whether it is a chat"] * 2,
+    ]
+
+
+def test_a_misspelt_prompt_is_named(tmp_path: Path) -> None:
+    (bad,), _ = load(written(tmp_path / "own.jsonl", {"promt": "a"}))
+    assert isinstance(bad, Rejected)
+    assert "('promt': did you mean prompt?)" in bad.reason
+    body = {"prompt": "x", "temprature": 1}
+    (bad,), _ = load(
+        written(tmp_path / "b.jsonl", {"custom_id": "b", "url": "/v1/completions", "body": body})
+    )
+    assert isinstance(bad, Rejected)
+    assert (
+        "'temprature' is not known and might change the answer (did you mean temperature?): remove"
+        in bad.reason
+    )
+
+
+def test_a_split_of_a_directory_and_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def load_dataset(path: str, config: str | None, *, data_files: None, split: str) -> list[dict[str, str]]:
+        asked.append((path, config, split))
+        if split == "gone":
+            raise ValueError("Unknown split")
+        return [{"question": "a"}]
+
+    monkeypatch.setattr("datasets.load_dataset", load_dataset)
+    assert said(load(Path("some/set:main"), split="dev")[0][0]) == ("a",)
+    load(tmp_path, split="dev")
+    assert asked == [("some/set", "main", "dev"), (str(tmp_path), None, "dev")]
+    with pytest.raises(UserError, match=r"Unknown split.*: check its name and split"):
+        load(tmp_path, split="gone")
+    with pytest.raises(UserError, match="which has none: leave --split out"):
+        load(written(tmp_path / "own.jsonl", {"prompt": "a"}), split="dev")
+
+
+def test_a_split_of_real_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    for split in ("train", "test"):
+        written(tmp_path / f"{split}.jsonl", {"question": split})
+    assert [said(prompt) for prompt in load(tmp_path, split="test")[0]] == [("test",)]
