@@ -453,9 +453,9 @@ def test_all_heads_see_the_date_of_the_first(
 def test_heads_can_be_added(compared: tuple[Path, list[str], str], tmp_path: Path) -> None:
     data, one = compared[0].parent / "test.jsonl", heads()[0]
     at_work(a_job(data, (one,), repeats=0), tmp_path, Stop(1 << 30))
-    before = (tmp_path / "gsm8k" / "drafter" / "status.json").stat().st_mtime_ns
+    before = (tmp_path / "gsm8k" / "drafter" / "report.json").stat().st_mtime_ns
     at_work(a_job(data, (one, "ngram"), repeats=0), tmp_path, Stop(1 << 30))
-    assert (tmp_path / "gsm8k" / "drafter" / "status.json").stat().st_mtime_ns == before
+    assert (tmp_path / "gsm8k" / "drafter" / "report.json").stat().st_mtime_ns == before
     assert read_comparison([tmp_path]).runs.heads == ("drafter", "ngram:3")
 
 

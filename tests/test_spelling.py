@@ -31,15 +31,11 @@ def test_a_matrix_is_suggested() -> None:
         find_matrix("batch-k")
 
 
-@pytest.mark.parametrize(
-    ("field", "name"),
-    [("turns", "mt-bench"), ("conversations", "sharegpt"), ("question", "gsm8k"), ("a", "NAME")],
-)
-def test_the_format_of_a_known_data_set_is_named(tmp_path: Path, field: str, name: str) -> None:
+def test_a_row_without_a_prompt_says_how_to_name_its_field(tmp_path: Path) -> None:
     file = tmp_path / "own.jsonl"
-    file.write_text(f'{{"{field}": ["x"]}}\n')
+    file.write_text('{"a": "x"}\n')
     _, (rejected,) = load_prompts(str(file), data_path=None, num_prompts=None)
-    assert f"--dataset {name} --data-path FILE" in rejected.reason
+    assert "name a field with --prompt-field; this one has 'a'" in rejected.reason
 
 
 def test_case_and_hyphens_do_not_count_and_a_known_name_is_no_mistake() -> None:
