@@ -116,6 +116,24 @@ def test_lock_and_status_are_there_while_rows_are_read_and_a_signal_ends_it(
     assert status(out)["state"] == "finished"
 
 
+def test_a_kill_while_a_finished_run_is_read_again_leaves_it_finished(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, seen = tmp_path / "run", list[bytes]()
+    run.run(job, out, Silent())
+    before = (out / "status.json").read_bytes()
+    for name in ("open_checkpoints", "require_same", "is_finished"):  # before, while and after it is compared
+        original = getattr(run, name)
+
+        def looked(*arguments: Any, original: Any = original, **named: Any) -> Any:
+            seen.append((out / "status.json").read_bytes())
+            return original(*arguments, **named)
+
+        monkeypatch.setattr(run, name, looked)
+    run.run(job, out, Silent())
+    assert seen == [before] * 3
+
+
 def test_a_mistake_in_the_rows_leaves_no_directory_and_no_change(job: Job, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="none of the 3 rows"):
         run.run(

@@ -77,6 +77,7 @@ def run(
             if is_finished(path, job, status.admit()):
                 status.put_back()
             else:
+                status.write("preparing")
                 if work.unkept is not None:
                     keep_index(path / PROMPTS, work.unkept, work.index)
                 if job.shard.count > 1:

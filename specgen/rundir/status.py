@@ -20,7 +20,10 @@ _INTERVAL = 1.0  # seconds between two writes
 
 
 class Status:
-    """Keeps ``path`` up to date, at most once per second: the counts of one engine, at the end those of the run."""
+    """Keeps ``path`` up to date, at most once per second: the counts of one engine, at the end those of the run.
+
+    The file of a finished run stays as it is while its input is read again, or a kill would leave it unfinished.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -31,18 +34,23 @@ class Status:
         self._total = self._done = self._failed = self._done_before = 0
         self._begun = time.monotonic()
         self._tally = Tally()  # of the running engine
-        self.write("reading")
+        self._is_finished = self._earlier_state() == "finished"
+        self._written = time.monotonic()
+        if not self._is_finished:
+            self.write("reading")
 
     def read(self, num_rows: int) -> None:
         """So many rows of the input are read: write the file if it is due."""
         self._num_rows = num_rows
-        if time.monotonic() - self._written >= _INTERVAL:
+        if not self._is_finished and time.monotonic() - self._written >= _INTERVAL:
             self.write("reading")
 
     def admit(self) -> str | None:
         """The run here is that of this process; returns the state in which an earlier one left it, if any did."""
         self._is_admitted = True
-        self.write("preparing")
+        return self._earlier_state()
+
+    def _earlier_state(self) -> str | None:
         try:
             return str(json.loads(self._earlier or b"{}").get("state"))
         except ValueError:  # a power failure may leave the file empty
