@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from specgen import __version__
 from specgen.config import EngineConfig, require, shown
 from specgen.core.endings import DeviceLost
 from specgen.core.engine_core import never_stop
@@ -108,7 +109,7 @@ def _prepared(
         progress.read(num_rows)
 
     content = prompts.key()
-    key = None if content is None else f"{content}, {job.dataset}, {job.shard}"
+    key = None if content is None else f"{__version__}, {content}, {job.dataset}, {job.shard}"
     index = kept_index(path / PROMPTS, key)
     unkept = key if index is None else None
     if index is None:
