@@ -26,7 +26,7 @@ HOW_IT_WENT = (
 )
 _TIMED = {
     "report.json": HOW_IT_WENT,
-    "manifest.json": ("created", "argv"),
+    "manifest.json": ("created", "argv", "state"),
     "status.json": ("pid", "started", "updated", "output_tokens_per_second"),
 }
 

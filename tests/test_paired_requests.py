@@ -191,6 +191,11 @@ def test_settings_that_differ_are_named():
     assert unlike_settings([manifest(), manifest(sha256="ef" * 32)]) == {"data.sha256": ("cd" * 6, "ef" * 6)}
 
 
+def test_when_it_ran_and_what_else_did_is_no_setting():
+    busy = manifest() | {"created": "later", "argv": ["other"], "state": {"load": 2.5}}
+    assert unlike_settings([manifest(), busy]) == {}
+
+
 def test_checkpoints_are_compared_by_their_weights():
     assert unlike_settings([manifest(), manifest(model="a copy")]) == {}
     unlike = unlike_settings([manifest(), manifest(model="another", weights="ef" * 32)])

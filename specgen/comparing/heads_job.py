@@ -23,7 +23,7 @@ from specgen.prompts.load import STDIN
 from specgen.rundir.atomic import write_json
 from specgen.rundir.interrupt import StoppedError
 from specgen.rundir.progress import Progress
-from specgen.rundir.provenance import now
+from specgen.rundir.provenance import OF_THE_MOMENT, now
 from specgen.template_kwargs import PINNED_DATE
 
 _REMEDY = "remove the directory, or name another"
@@ -186,10 +186,11 @@ class HeadsRun:
             name: resolve(config, open_checkpoints(config)) for name, config in self._arms(data).items()
         }
         manifests = [run.manifest for run in runs.runs if run.data == data]
+        machine = now(next(iter(configs.values())).device)
         found = [
             {name: config.to_json() for name, config in configs.items()},
             [[each[name] for name in ("fingerprints", "sampling", "data")] for each in manifests],
-            {**now(next(iter(configs.values())).device), "created": "", "argv": []},
+            {name: value for name, value in machine.items() if name not in OF_THE_MOMENT},
         ]
         return hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()[:16]
 

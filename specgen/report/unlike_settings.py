@@ -4,8 +4,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from specgen.json_fields import flat
+from specgen.rundir.provenance import OF_THE_MOMENT
 
-_FREE = ("created", "argv", "settings")  # when and how, and a second wording of the rest
 _CHECKPOINTS = ("model", "drafter")
 _DIGEST = 12  # characters that are shown of one
 
@@ -30,6 +30,6 @@ def unlike_settings(manifests: Sequence[Mapping[str, Any]]) -> dict[str, tuple[A
 
 
 def _fields(manifest: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    for name, value in flat({key: each for key, each in manifest.items() if key not in _FREE}):
+    for name, value in flat({key: each for key, each in manifest.items() if key not in OF_THE_MOMENT}):
         digest = name == "data.sha256" or name.startswith("fingerprints.")
         yield name, value[:_DIGEST] if digest and isinstance(value, str) else value

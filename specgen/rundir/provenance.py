@@ -14,7 +14,8 @@ from specgen.json_fields import flat, load_json
 from specgen.rundir.machine_state import machine_state
 from specgen.template_kwargs import PINNED_DATE
 
-_FREE = ("created", "argv", "settings", "state")  # fields of a manifest that no run depends on
+# Fields of a manifest that no run depends on: when and how, a second wording of the rest, what else ran
+OF_THE_MOMENT = ("created", "argv", "settings", "state")
 MACHINE = ("device.host", "device.cpu")  # for whoever reads a report
 FREE_IN_A_RUN = (  # no effect on texts; checkpoints are compared by fingerprint, devices by name
     "engine.model",
@@ -89,7 +90,9 @@ def with_recorded_date(config: EngineConfig, asked: EngineConfig, path: Path) ->
 
 def differences(earlier: Mapping[str, Any], now: Mapping[str, Any], free: Container[str] = ()) -> list[str]:
     """The fields in which two manifests differ, as ``engine.dtype (float32, now bfloat16)``; those in ``free`` may."""
-    left, right = (dict(flat({k: v for k, v in each.items() if k not in _FREE})) for each in (earlier, now))
+    left, right = (
+        dict(flat({k: v for k, v in each.items() if k not in OF_THE_MOMENT})) for each in (earlier, now)
+    )
     return [
         f"{name} ({left.get(name)}, now {right.get(name)})"
         for name in {**left, **right}
