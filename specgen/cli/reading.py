@@ -167,6 +167,7 @@ def inspect(
         print(json.dumps(document))
     else:
         print(description.to_text(width_of(sys.stdout)))
-        print_parts(parts, sys.stdout)
+        if parts:
+            print_parts(parts, sys.stdout)
     if description.misfits:
         raise typer.Exit(1)
