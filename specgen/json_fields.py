@@ -9,6 +9,9 @@ from typing import Any
 from specgen.config import UserError, first_line, require, shown
 from specgen.spelling import did_you_mean
 
+# Fields of a manifest that no run depends on: when and how, a second wording of the rest, what else the machine ran
+OF_THE_MOMENT = ("created", "argv", "settings", "state")
+
 
 def load_json(path: Path, remedy: str) -> dict[str, Any]:
     """The object in a JSON file; ``UserError`` with ``remedy`` for anything else."""

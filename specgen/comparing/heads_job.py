@@ -17,13 +17,13 @@ from specgen.engine.choices import resolve
 from specgen.engine.loading import OneTarget, open_checkpoints
 from specgen.jobs.job import Job
 from specgen.jobs.run import run
-from specgen.json_fields import load_json
+from specgen.json_fields import OF_THE_MOMENT, load_json
 from specgen.prompts import open_prompts
 from specgen.prompts.load import STDIN
 from specgen.rundir.atomic import write_json
 from specgen.rundir.interrupt import StoppedError
 from specgen.rundir.progress import Progress
-from specgen.rundir.provenance import OF_THE_MOMENT, now
+from specgen.rundir.provenance import now
 from specgen.template_kwargs import PINNED_DATE
 
 _REMEDY = "remove the directory, or name another"

@@ -3,8 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from specgen.json_fields import flat
-from specgen.rundir.provenance import OF_THE_MOMENT
+from specgen.json_fields import OF_THE_MOMENT, flat
 
 _CHECKPOINTS = ("model", "drafter")
 _DIGEST = 12  # characters that are shown of one

@@ -10,12 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from specgen.config import EngineConfig, SamplingParams
-from specgen.json_fields import flat, load_json
+from specgen.json_fields import OF_THE_MOMENT, flat, load_json
 from specgen.rundir.machine_state import machine_state
 from specgen.template_kwargs import PINNED_DATE
 
-# Fields of a manifest that no run depends on: when and how, a second wording of the rest, what else ran
-OF_THE_MOMENT = ("created", "argv", "settings", "state")
 MACHINE = ("device.host", "device.cpu")  # for whoever reads a report
 FREE_IN_A_RUN = (  # no effect on texts; checkpoints are compared by fingerprint, devices by name
     "engine.model",
