@@ -25,7 +25,7 @@ from specgen.comparing.head_figures import Comparison, compare_runs
 from specgen.comparing.heads_job import DataSource, HeadsJob, HeadsRun
 from specgen.comparing.heads_page import page
 from specgen.comparing.paper_table import exported
-from specgen.comparing.short_names import short_names
+from specgen.comparing.short_names import NO_HEADS, as_directory, short_names
 from specgen.comparing.speed_rounds import PLAIN, RoundFile, Speeds
 from specgen.comparing.verdicts import leads, verdicts
 from specgen.config import EngineConfig, SamplingParams, UserError
@@ -519,3 +519,14 @@ def test_nothing_is_bold_that_the_data_cannot_tell(tmp_path: Path) -> None:
     found = comparison(tmp_path, a=simulated(0.4, 1), b=simulated(0.4, 3))
     assert "textbf" not in exported(found, "latex")
     assert "**" not in exported(found, "md")
+
+
+def test_no_head_is_called_as_something_else_in_a_table() -> None:
+    names = short_names(
+        ["heads/data", "runs/plain decoding", "plain decoding", "a/ngram-4", "ngram:4"], NO_HEADS
+    )
+    assert list(names.values()) == [
+        *("heads/data", "runs/plain decoding", "plain decoding (2)", "ngram-4", "ngram:4 (2)")
+    ]
+    assert len({as_directory(name) for name in names.values()}) == 5
+    assert [as_directory(name) for name in (".", "../a")] == ["_", "_--a"]

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from specgen.comparing.short_names import short_names
+from specgen.comparing.short_names import NO_HEADS, short_names
 from specgen.comparing.speed_rounds import FILE, RoundFile, Speeds
 from specgen.config import require
 from specgen.display import from_here
@@ -151,7 +151,7 @@ def _heads(manifests: Sequence[Mapping[str, Any]]) -> list[str]:
         digest: path if all_paths.count(path) == 1 else f"{path}@{digest[:_DIGEST]}"
         for digest, path in paths.items()
     }
-    names = short_names(labels.values())
+    names = short_names(labels.values(), NO_HEADS)
     return [names[labels[digest]] for digest in weights]
 
 

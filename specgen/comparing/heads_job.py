@@ -9,7 +9,7 @@ from pathlib import Path
 from specgen.checkpoints.checkpoint import check_fit
 from specgen.comparing.finished_runs import PLAN, HeadRuns, read_runs
 from specgen.comparing.interleaved import Turns
-from specgen.comparing.short_names import as_directory, short_names
+from specgen.comparing.short_names import NO_HEADS, as_directory, short_names
 from specgen.comparing.speed_rounds import FILE, LEAST_ROUNDS, PLAIN, RoundFile, Speeds
 from specgen.config import EngineConfig, SamplingParams, UserError, ngram_length, require
 from specgen.device import choose_device
@@ -80,7 +80,7 @@ class HeadsJob:
     @property
     def heads(self) -> Mapping[str, str]:
         """The drafters by short name."""
-        return {name: drafter for drafter, name in short_names(self.drafters).items()}
+        return {name: drafter for drafter, name in short_names(self.drafters, NO_HEADS).items()}
 
     @property
     def sources(self) -> Mapping[str, DataSource]:
