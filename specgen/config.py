@@ -29,6 +29,7 @@ _MAX_NGRAM = 16
 NGRAM_BYTES = 4  # per token of the texts that are searched
 MAX_LOGIT_BIASES = 1024  # per request
 MAX_LOGPROBS = 20  # per token
+MOST_DRAFTS = 16  # per sequence and step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,10 +40,13 @@ class DraftLength:
     auto: bool = False
 
     def __post_init__(self) -> None:
-        require(0 <= self.most <= 16, f"num-spec-tokens is {self.most}: use 1 to 16, or 0 for plain decoding")
+        require(
+            0 <= self.most <= MOST_DRAFTS,
+            f"num-spec-tokens is {self.most}: use 1 to {MOST_DRAFTS}, or 0 for plain decoding",
+        )
         require(
             not self.auto or self.most >= 1,
-            "num-spec-tokens is auto and at most 0, which leaves no choice: use 1 to 16",
+            f"num-spec-tokens is auto and at most 0, which leaves no choice: use 1 to {MOST_DRAFTS}",
         )
 
     @classmethod
@@ -53,7 +57,8 @@ class DraftLength:
         if asked == "auto":
             return cls(most=_MAX_AUTO, auto=True)
         require(
-            str(asked).isdecimal(), f"num-spec-tokens is {asked}: use 1 to 16, 0 for plain decoding, or auto"
+            str(asked).isdecimal(),
+            f"num-spec-tokens is {asked}: use 1 to {MOST_DRAFTS}, 0 for plain decoding, or auto",
         )
         return cls(most=int(asked))
 

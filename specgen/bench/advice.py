@@ -11,6 +11,7 @@ from specgen.bench.race import DROPPING, Standing
 from specgen.bench.repeats import Repeats, Speedup
 from specgen.config import DraftLength, EngineConfig
 from specgen.engine.arms import Arm
+from specgen.template_kwargs import TemplateKwargs
 
 _RUN_AS_MEASURED = (  # options of ``generate`` that are kept where they are not its defaults
     "device",
@@ -97,6 +98,8 @@ def command(arm: Arm, engine: EngineConfig, workload: Workload, data_path: Path 
     words += ["--dataset", workload.dataset]
     if data_path is not None:
         words += ["--data-path", str(data_path)]
+    if engine.template_kwargs != TemplateKwargs():  # others are other prompts
+        words += ["--chat-template-kwargs", str(engine.template_kwargs)]
     words += ["--max-batch-size", str(config.max_batch_size)]
     length = config.draft_length
     words += ["--num-spec-tokens", "auto" if length.auto else str(length.most)]

@@ -18,7 +18,7 @@ class Standing:
 
     An arm is dropped when the 99.9 % interval of its speed over the best arm's lies wholly below 1, and comes back
     should later rounds move that. The best is the one with the highest speed over plain decoding so far, so that its
-    own figure is a little lucky: the more arms are within each other's intervals, the more so. More repeats shrink it.
+    own figure is lucky: its 95 % interval covers 94 % with two equal arms, 82 to 85 % with fifteen (simulated).
     """
 
     plain: str  # its name

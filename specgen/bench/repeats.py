@@ -8,7 +8,7 @@ from itertools import product
 
 from specgen.bench.repeat import Repeat
 from specgen.events import Touched
-from specgen.report.intervals import Interval
+from specgen.report.intervals import Interval, student_t
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +75,7 @@ class Repeats:
         else:
             centre = statistics.fmean(mine.values()) - statistics.fmean(theirs.values())
             variance, freedom = _welch(list(mine.values()), list(theirs.values()))
-        half = _quantile(freedom, confidence) * math.sqrt(variance) if freedom else None
+        half = student_t(freedom, confidence) * math.sqrt(variance) if freedom else None
         return Speedup(
             ratio=math.exp(centre),
             interval=None if half is None else (math.exp(centre - half), math.exp(centre + half)),
@@ -142,10 +142,3 @@ def _welch(mine: Sequence[float], theirs: Sequence[float]) -> tuple[float, float
     variance = sum(part for part, _ in parts)
     weight = sum(part**2 / freedom for part, freedom in parts)
     return variance, variance**2 / weight if weight else min(freedom for _, freedom in parts)
-
-
-def _quantile(freedom: float, confidence: float) -> float:
-    """The t quantile that leaves half of what ``confidence`` lacks on either side."""
-    from scipy.special import stdtrit  # takes 0.3 s, and few commands need it
-
-    return float(stdtrit(freedom, (1 + confidence) / 2))

@@ -79,8 +79,8 @@ def _row(matrix: Matrix, result: Result, results: Sequence[Result], mixture: boo
         "repeats": len(repeats.each),
         "acceptance_length": repeats.acceptance_length,
         "acceptance": repeats.acceptance,
-        "step": _ms(step),
-        "bound": _ms(bound),
+        "step": milliseconds(step),
+        "bound": milliseconds(bound),
         "over_bound": step / bound if step and bound else None,
     }
     if mixture:
@@ -88,7 +88,7 @@ def _row(matrix: Matrix, result: Result, results: Sequence[Result], mixture: boo
         row |= {
             "experts": touched.experts if touched else None,
             "experts_plain": touched.plain if touched else None,
-            "experts_read": _ms(repeats.median(lambda r: r.expert_seconds)),
+            "experts_read": milliseconds(repeats.median(lambda r: r.expert_seconds)),
         }
     row |= {
         "same_texts": repeats.same_texts(next(r.repeats for r in results if r.repeats.ids == repeats.ids)),
@@ -96,7 +96,7 @@ def _row(matrix: Matrix, result: Result, results: Sequence[Result], mixture: boo
     }
     if matrix.latencies:
         row |= {
-            f"{name}_{part}": _ms(repeats.median(_figure(find, part)))
+            f"{name}_{part}": milliseconds(repeats.median(_figure(find, part)))
             for name, find in _SPREADS.items()
             for part in _PARTS
         }
@@ -114,7 +114,7 @@ def _figure(find: Callable[[Repeat], LatencyStats | None], part: str) -> Callabl
     return lambda repeat: getattr(find(repeat), part, None)
 
 
-def _ms(seconds: float | None) -> float | None:
+def milliseconds(seconds: float | None) -> float | None:
     return None if seconds is None else 1e3 * seconds
 
 

@@ -7,6 +7,7 @@ from specgen.bench.advice import sentence
 from specgen.bench.output import BenchTable, Plot, Value
 from specgen.bench.race import Standing
 from specgen.bench.repeats import Speedup
+from specgen.bench.throughput_table import milliseconds
 from specgen.engine.arms import Arm
 from specgen.report.charts import DRAFT_LENGTHS, Scatter, Spot, quarters
 from specgen.report.table import Column, Row, Table
@@ -81,7 +82,7 @@ def _row(arm: Arm, standing: Standing) -> Row:
         "speed": repeats.speed.median,
         **_ratio("x_plain", over_plain, arm.name == standing.plain),
         **_ratio("x_best", over_best, arm.name == standing.best),
-        "tpot": _ms(tpot),
+        "tpot": milliseconds(tpot),
         "per_user": 1 / tpot if tpot else None,
         "acceptance_length": repeats.acceptance_length,
         "in_batch": repeats.median(lambda repeat: repeat.mean_sequences),
@@ -115,11 +116,9 @@ def _verdict(arm: str, standing: Standing) -> str:
         return "best"
     if standing.cannot_win(arm):
         return "dropped"
+    if standing.over_best(arm).interval is None:
+        return "unknown"
     return "no different" if standing.no_different(arm) else "slower"
-
-
-def _ms(seconds: float | None) -> float | None:
-    return None if seconds is None else 1e3 * seconds
 
 
 def _plots(rows: Sequence[Row]) -> Iterator[Plot]:

@@ -70,7 +70,8 @@ class Turns:
         while asked := takers(
             [plan.arm.name for plan in plans if plan.arm.name in {*engines, *waiting}], self.rounds
         ):
-            for name in [name for name in waiting if name in asked]:
+            # those without repeats first: a deadline must not leave the same ones out every time
+            for name in sorted((name for name in waiting if name in asked), key=self.rounds.count):
                 plan = waiting.pop(name)
                 if engines and time.monotonic() >= deadline:
                     continue

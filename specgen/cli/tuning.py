@@ -18,7 +18,7 @@ from specgen.cli.measuring import (
     write_table,
 )
 from specgen.cli.options import AS_JSON, DATA_PATH, DATASET, Only, numbers, with_options
-from specgen.config import DrafterBatchName, DraftLength, EngineConfig, option, require
+from specgen.config import MOST_DRAFTS, DrafterBatchName, DraftLength, EngineConfig, option, require
 
 _UNITS = {"s": 1, "m": 60, "h": 3600}
 _NEW_TOKENS = {"fixed": 256, "data": 4096}  # by --output-lens
@@ -49,6 +49,10 @@ def draft_lengths(text: str) -> tuple[DraftLength, ...]:
         require(
             part == "auto" or all(end.isascii() and end.isdecimal() for end in ends),
             f"k is {text!r}: write numbers, ranges and auto, separated by commas, such as 0-7,auto",
+        )
+        require(
+            part == "auto" or int(ends[1]) <= MOST_DRAFTS,
+            f"k is {text!r}: use at most {MOST_DRAFTS} in {part}",
         )
         values = ["auto"] if part == "auto" else list(range(int(ends[0]), int(ends[1]) + 1))
         require(bool(values), f"k is {text!r}: {part} is empty: write the smaller number first")

@@ -9,11 +9,11 @@ Z = 1.959963984540054  # the normal quantile that leaves 2.5 % on either side
 Interval = tuple[float, float]
 
 
-def student_t(freedom: float) -> float:
-    """The t quantile that leaves 2.5 % on either side, for ``freedom`` >= 1 degrees of freedom."""
+def student_t(freedom: float, confidence: float = 0.95) -> float:
+    """The t quantile that leaves half of what ``confidence`` lacks on either side, for ``freedom`` > 0."""
     from scipy.special import stdtrit  # takes 0.3 s, and few commands need it
 
-    return float(stdtrit(freedom, 0.975))
+    return float(stdtrit(freedom, (1 + confidence) / 2))
 
 
 def wilson(share: float, trials: float) -> Interval:
