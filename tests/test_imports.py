@@ -44,6 +44,7 @@ LEAVES = {
     "errors",
     "events",
     "json_fields",
+    "ranks",
     "spelling",
     "template_kwargs",
 }  # modules directly in specgen/

@@ -1,0 +1,48 @@
+"""The processes that run one model together, each on a device of its own: who this one is, and how it meets the others.
+
+Below models, kernels and engine, which all are told of them. May import nothing of the package.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ranks:
+    """``rank`` of ``size`` processes that hold a model's shares; all call its methods in the same order.
+
+    ``group`` is torch's (NCCL for GPUs, gloo for a CPU), and None where one process holds the whole model. Results
+    have the same bits on every rank: they choose tokens, and ranks that disagree on one would part for good.
+    """
+
+    rank: int = 0
+    size: int = 1
+    group: "dist.ProcessGroup | None" = None
+
+    def __post_init__(self) -> None:
+        assert 0 <= self.rank < self.size, (self.rank, self.size)
+        assert (self.size == 1) == (self.group is None), "several ranks meet in a group, one alone has none"
+
+    def gather(self, x: Tensor) -> Tensor:
+        """``x`` [...] of every rank, in their order: [size, ...]. All have the same shape."""
+        if self.group is None:
+            return x[None]
+        found = torch.empty((self.size, *x.shape), dtype=x.dtype, device=x.device)
+        dist.all_gather_into_tensor(found.view(-1), x.contiguous().view(-1), group=self.group)
+        return found
+
+    def sum(self, x: Tensor) -> Tensor:
+        """The sum of all ranks' ``x`` in its dtype; on a CPU in their order."""
+        if self.group is None:
+            return x
+        if x.device.type == "cpu":  # gloo's own order depends on the number of bytes
+            return self.gather(x).sum(0)
+        total = x.clone()
+        dist.all_reduce(total, group=self.group)
+        return total
+
+
+ALONE = Ranks()
