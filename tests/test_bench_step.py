@@ -220,6 +220,14 @@ def test_a_batch_that_fails_is_a_note(tmp_path: Path, monkeypatch) -> None:
     assert document["notes"][1] == "batch 2 is not explained: RuntimeError: no kernel"
 
 
+@pytest.mark.parametrize("alone", [False, True])
+def test_a_marked_runner_is_as_its_runner(alone: bool) -> None:
+    """A pass that is captured alone must not read what another pass derived: that is another graph's memory."""
+    runner = Runner()
+    runner.pieces_alone = alone
+    assert Marked(runner, HostMarker()).pieces_alone is alone
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 @pytest.mark.parametrize("graphs", ["step", "pass", "off"])

@@ -27,6 +27,7 @@ class Marked(Runner):
     def __init__(self, runner: Runner, marker: Marker) -> None:
         self._runner = runner
         self._marker = marker
+        self.pieces_alone = runner.pieces_alone
 
     def num_rows(self, num_sequences: int) -> int:
         return self._runner.num_rows(num_sequences)
