@@ -320,14 +320,28 @@ def test_runs_that_have_not_finished_or_drafted_are_refused(tmp_path: Path) -> N
     (paths[1] / "events.jsonl").touch()
     with pytest.raises(UserError, match=r"/b: This run is not finished .* same command resumes it"):
         read_runs(paths)
-    with pytest.raises(UserError, match="has no drafts"):
-        read_runs([a_run(tmp_path / "plain", "c", [[], []])])
+    plain = a_run(tmp_path / "plain", "c", [[], []])
+    manifest = json.loads((plain / "manifest.json").read_text())
+    manifest["engine"]["num_spec_tokens"] = 0
+    (plain / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(UserError, match="is plain decoding"):
+        read_runs([plain])
     auto = a_run(tmp_path / "auto", "d", [[1], [2]])
     manifest = json.loads((auto / "manifest.json").read_text())
     manifest["engine"]["spec_length"] = "auto"
     (auto / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(UserError, match="chose K at every step"):
         read_runs([auto])
+
+
+def test_a_drafter_that_never_drafted_costs_the_others_nothing(tmp_path: Path) -> None:
+    """N-grams find nothing in short or random texts: that is a result."""
+    paths = [a_run(tmp_path / "a", "a", [[1, 2], [3]]), a_run(tmp_path / "ngram", "n", [[], []])]
+    paths += [a_run(tmp_path / f"{head} on yours", head, [[1, 2], [3]], data="yours") for head in "an"]
+    printed = call(*paths)
+    (line,) = [line.split() for line in printed.splitlines() if line.startswith("mine ")][:1]
+    assert line[:3] == ["mine", "2", "3.00"], printed
+    assert line[-2:] == ["-", "-"], "no steps with drafts, no length"
 
 
 def test_options_that_make_no_sense_are_refused(tmp_path: Path) -> None:

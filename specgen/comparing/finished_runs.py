@@ -129,8 +129,8 @@ def _read(directory: Path) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
         f"{directory} holds no run of `specgen generate`: give such runs, or see `specgen report {directory}`",
     )
     require(
-        report["num_drafts"] > 0,
-        f"{directory} has no drafts, so there is no acceptance to compare: give runs with a drafter",
+        manifest["engine"]["num_spec_tokens"] != 0,
+        f"{directory} is plain decoding, which has no acceptance to compare: give runs with a drafter",
     )
     require(
         manifest["engine"].get("spec_length") != "auto",

@@ -126,10 +126,11 @@ def _reports(found: Comparison, data: str) -> dict[str, Mapping[str, Any]]:
 
 
 def mean_length(found: Comparison, head: str) -> float | None:
-    """The mean of ``head``'s lengths over data sets; None unless it has run on all of them."""
+    """The mean of ``head``'s lengths over data sets; None unless it has drafted on all of them."""
     runs = [found.runs.of(data, head) for data in found.runs.data]
-    lengths = [float(run.report[_LENGTH]) for run in runs if run is not None]
-    return sum(lengths) / len(lengths) if len(lengths) == len(runs) else None
+    lengths: list[float | None] = [None if run is None else run.report[_LENGTH] for run in runs]
+    known = [length for length in lengths if length is not None]
+    return sum(known) / len(known) if len(known) == len(lengths) else None
 
 
 def _means(found: Comparison) -> Row:

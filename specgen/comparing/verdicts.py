@@ -94,7 +94,8 @@ def _heads(found: Comparison, data: str) -> list[str]:
 def _length(found: Comparison, data: str, head: str) -> float:
     run = found.runs.of(data, head)
     assert run is not None
-    return float(run.report["mean_acceptance_length"])
+    length: float | None = run.report["mean_acceptance_length"]
+    return 1.0 if length is None else length  # without a draft every step gave one token
 
 
 def _without_drafts(found: Comparison, data: str, head: str) -> str:
