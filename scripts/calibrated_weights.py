@@ -101,7 +101,7 @@ def target_tensors(
     shape: Shape, embedding: Tensor, cycle: Cycle, source: Source, layer: Layer | None = None
 ) -> Iterator[Named]:
     """Every tensor of the target, ``embedding`` [V, H] among them; ``layer`` makes those of one that is not dense."""
-    layer = layer or partial(_dense_layer, shape)
+    layer = layer or partial(dense_layer, shape)
     table = (shape.vocab_size, shape.hidden_size)
     yield Named(name="model.embed_tokens.weight", shape=table, make=lambda: embedding)
     for index in range(shape.num_layers):
@@ -121,7 +121,8 @@ def target_lm_head(shape: Shape, embedding: Tensor, cycle: Cycle, source: Source
     return rows.mul_(LOGIT / shape.hidden_size)
 
 
-def _dense_layer(shape: Shape, prefix: str, source: Source) -> Iterator[Named]:
+def dense_layer(shape: Shape, prefix: str, source: Source) -> Iterator[Named]:
+    """Every tensor of a dense layer."""
     yield source.ones(prefix + "input_layernorm.weight", shape.hidden_size)
     yield from attention(shape, prefix, source)
     yield source.ones(prefix + "post_attention_layernorm.weight", shape.hidden_size)

@@ -3,6 +3,7 @@
     python scripts/make_calibrated_pair.py OUT --shape llama-3.1-8b --accept 0.75
     python scripts/make_calibrated_pair.py OUT --head eagle3 eagle1 eagle3-2 peagle-2
     python scripts/make_calibrated_pair.py OUT --shape gpt-oss-20b --expert-overlap 0.5
+    python scripts/make_calibrated_pair.py OUT --weights fp8    # or fp8-block
     python scripts/make_calibrated_pair.py OUT --shape qwen3-30b-a3b --layers 24    # 31 GB; all 48 take 61 GB
 
 ``OUT/target`` and ``OUT/drafter`` are checkpoints in the public formats, ``OUT/cycle.json`` is the text they generate
@@ -22,11 +23,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast, get_args
 
 import torch
 from calibrated_codes import Codes
 from calibrated_cycle import Cycle
+from calibrated_fp8 import Fp8Format, Fp8Layers
 from calibrated_heads import eagle1_tensors, eagle3_tensors
 from calibrated_mixture_shapes import MIXTURES, GptOssShape, Mixture
 from calibrated_mixtures import MixtureLayers, common_share
@@ -85,7 +87,8 @@ def write_pair(
     cycle.write(out)
     codes = Codes.draw(shape, cycle, source)
     write_tensors(folder, list(target_tensors(shape, codes.embedding, cycle, source, layer)), SHARD_BYTES)
-    _write_json(folder / "config.json", shape.target_config())
+    quantization = layer.config if isinstance(layer, Fp8Layers) else {}
+    _write_json(folder / "config.json", shape.target_config() | quantization)
     _write_json(folder / "generation_config.json", shape.generation_config())
     write_tokenizer(folder, shape, cycle)
     for head in heads:
@@ -182,14 +185,19 @@ def chosen_shape(name: str, num_layers: int | None, experts: str | None) -> Shap
     return shape
 
 
-def chosen_layer(shape: Shape, overlap: float | None) -> Layer | None:
-    """The layers of a mixture whose neighbours choose alike by ``overlap`` (0 if None); None for a dense shape."""
+def chosen_layer(shape: Shape, overlap: float | None, weights: str = "bf16") -> Layer | None:
+    """The layers of a mixture whose neighbours choose alike by ``overlap`` (0 if None), or of a dense shape in FP8.
+
+    None for a dense shape in bfloat16.
+    """
     if isinstance(shape, Mixture):
+        if weights != "bf16":
+            raise ValueError(f"weights is {weights}, which is for dense shapes: leave it out")
         common = common_share(shape.num_experts, shape.num_chosen, overlap or 0.0)
         return MixtureLayers(shape=shape, common=common)
     if overlap is not None:
         raise ValueError("expert-overlap is for mixtures of experts, and this shape is dense: leave it out")
-    return None
+    return None if weights == "bf16" else Fp8Layers(shape=shape, format=cast(Fp8Format, weights))
 
 
 def chosen_cycle(shape: Shape, accept: float, seed: int) -> Cycle:
@@ -214,6 +222,9 @@ def _parser() -> argparse.ArgumentParser:
         help="how alike neighbouring tokens choose their experts: 0 (default) as by chance, 1 all the same",
     )
     parser.add_argument("--experts", choices=("mxfp4", "bf16"), help="format of a gpt-oss's experts (mxfp4)")
+    parser.add_argument(
+        "--weights", choices=("bf16", *get_args(Fp8Format)), default="bf16", help="of a dense target's layers"
+    )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seed", type=int, default=0)
     return parser
@@ -226,14 +237,14 @@ def main() -> None:
         parser.error(f"{arguments.out} is not empty: name a new directory")
     try:
         shape = chosen_shape(arguments.shape, arguments.layers, arguments.experts)
-        layer = chosen_layer(shape, arguments.expert_overlap)
+        layer = chosen_layer(shape, arguments.expert_overlap, arguments.weights)
         heads = [HeadKind.find(name) for name in arguments.head]
         cycle = chosen_cycle(shape, arguments.accept, arguments.seed)
     except ValueError as error:
         parser.error(str(error))
     write_pair(arguments.out, shape, cycle, Source(arguments.device, arguments.seed), heads, layer)
     size = sum(file.stat().st_size for file in arguments.out.rglob("*.safetensors"))
-    alike = f", expert overlap {arguments.expert_overlap or 0:g}" if layer else ""
+    alike = f", expert overlap {arguments.expert_overlap or 0:g}" if isinstance(layer, MixtureLayers) else ""
     print(
         f"{arguments.out}: synthetic weights of {arguments.shape}, accept {arguments.accept:g}{alike}; "
         f"{size / 1e9:.2f} GB in {time.perf_counter() - began:.1f} s"

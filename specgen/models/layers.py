@@ -46,6 +46,7 @@ class Projection:
     """The input projections of one layer's attention as one matrix: q, k and v, or only k and v."""
 
     linear: Map  # [rows, width] -> [rows, num_heads * D]
+    input_scale: Tensor | None  # of its inputs in FP8; see Weight.static_scale
     norm: Norm | None  # of q and k, as one over [rows, num_normed, D]
     num_normed: int
     num_heads: int
@@ -58,14 +59,20 @@ class Projection:
         prefix += "self_attn."
         rows = {f"{prefix}{name}_proj": count * config.head_dim for name, count in heads.items()}
         normed = {name: count for name, count in heads.items() if name != "v"}
-        linear, norm = ops.linear(take.linear(rows, width, bias=config.qkv_bias)), None
+        weight, norm = take.linear(rows, width, bias=config.qkv_bias), None
         if config.qk_norm:
             weights = [
                 take(f"{prefix}{name}_norm.weight", (config.head_dim,)).repeat(count, 1)
                 for name, count in normed.items()
             ]
             norm = ops.rms_norm(torch.cat(weights), config.rms_norm_eps)
-        return cls(linear=linear, norm=norm, num_normed=sum(normed.values()), num_heads=sum(heads.values()))
+        return cls(
+            linear=ops.linear(weight),
+            input_scale=weight.static_scale,
+            norm=norm,
+            num_normed=sum(normed.values()),
+            num_heads=sum(heads.values()),
+        )
 
     def __call__(self, x: Tensor) -> Tensor:
         """[rows, width] -> [rows, num_heads, D]."""
@@ -109,6 +116,7 @@ class MLP:
     """The gated feed-forward block; gate and up are one matrix."""
 
     gated: Map  # [rows, H] -> [rows, I]
+    input_scale: Tensor | None  # of its inputs in FP8; see Weight.static_scale
     down: Map  # [rows, I] -> [parts, rows, H]
 
     @classmethod
@@ -116,11 +124,12 @@ class MLP:
         """Load ``{prefix}mlp.*``."""
         hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
         prefix += "mlp."
+        gate_up = take.linear({prefix + "gate_proj": inner, prefix + "up_proj": inner}, hidden, bias=bias)
+        down = take.linear({prefix + "down_proj": hidden}, inner, bias=bias)
         return cls(
-            gated=ops.gated_linear(
-                take.linear({prefix + "gate_proj": inner, prefix + "up_proj": inner}, hidden, bias=bias)
-            ),
-            down=ops.linear_parts(take.linear({prefix + "down_proj": hidden}, inner, bias=bias)),
+            gated=ops.gated_linear(gate_up, down.static_scale),
+            input_scale=gate_up.static_scale,
+            down=ops.linear_parts(down),
         )
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -140,14 +149,10 @@ class Block:
     def build(cls, config: LayerConfig, index: int, prefix: str, take: Take, ops: Ops, width: int) -> "Block":
         """Load ``{prefix}*`` as layer ``index``, whose attention has inputs ``width`` wide."""
         weight = take(prefix + "post_attention_layernorm.weight", (config.hidden_size,))
-        mixture = config.mixture_of(index)
-        return cls(
-            attention=Attention.build(config, index, width, prefix, take, ops),
-            post_norm=ops.rms_norm(weight, config.rms_norm_eps, config.norm_casts_last),
-            mlp=MLP.build(config, prefix, take, ops)
-            if mixture is None
-            else Mixture.build(mixture, config.hidden_size, f"{prefix}mlp.", take, ops),
-        )
+        attention = Attention.build(config, index, width, prefix, take, ops)
+        mlp, scale = _mlp(config, index, prefix, take, ops)
+        norm = ops.rms_norm(weight, config.rms_norm_eps, config.norm_casts_last, scale)
+        return cls(attention=attention, post_norm=norm, mlp=mlp)
 
     def __call__(self, stream: Tensor, normed: Tensor, attend: Attend) -> tuple[Tensor, Tensor]:
         """The residual ``stream`` [rows, H] and the attention's inputs [rows, width].
@@ -156,6 +161,17 @@ class Block:
         """
         stream, normed = self.post_norm.add(stream, self.attention(normed, attend))
         return stream, self.mlp(normed)
+
+
+def _mlp(
+    config: LayerConfig, index: int, prefix: str, take: Take, ops: Ops
+) -> tuple[MLP | Mixture, Tensor | None]:
+    """The block behind the attention, and the scale of its inputs; a mixture's router reads them as well."""
+    mixture = config.mixture_of(index)
+    if mixture is not None:
+        return Mixture.build(mixture, config.hidden_size, f"{prefix}mlp.", take, ops), None
+    mlp = MLP.build(config, prefix, take, ops)
+    return mlp, mlp.input_scale
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -37,15 +37,18 @@ class Llama:
             Block.build(config, index, f"model.layers.{index}.", take, ops, hidden_size)
             for index in range(config.num_layers)
         )
-        norms = [f"model.layers.{index}.input_layernorm.weight" for index in range(config.num_layers)]
+        norms = {
+            f"model.layers.{index}.input_layernorm.weight": block.attention.qkv.input_scale
+            for index, block in enumerate(blocks)
+        }
         lm_head = Weight(data=embedding) if tied else take.linear({"lm_head": vocab_size}, hidden_size)
         return cls(
             config=config,
             embedding=embedding,
             blocks=blocks,
             norms=tuple(
-                ops.rms_norm(take(name, (hidden_size,)), config.rms_norm_eps, config.norm_casts_last)
-                for name in [*norms, "model.norm.weight"]
+                ops.rms_norm(take(name, (hidden_size,)), config.rms_norm_eps, config.norm_casts_last, scale)
+                for name, scale in [*norms.items(), ("model.norm.weight", None)]
             ),
             lm_head=ops.linear(lm_head),
             argmax=ops.argmax,

@@ -37,8 +37,22 @@ class Norm(Protocol):
 class MakeNorm(Protocol):
     """Prepares a ``Norm`` from its weight [..., N] and eps."""
 
-    def __call__(self, weight: Tensor, eps: float, casts_last: bool = False) -> Norm:
-        """``casts_last``: round behind the product with the weight (GPT-OSS), not before it."""
+    def __call__(
+        self, weight: Tensor, eps: float, casts_last: bool = False, out_scale: Tensor | None = None
+    ) -> Norm:
+        """``casts_last``: round behind the product with the weight (GPT-OSS), not before it.
+
+        ``out_scale``, float32 of one number: all that reads the result is a product whose inputs are rounded to e4m3
+        with that scale, and the result may be so already.
+        """
+        ...
+
+
+class MakeGated(Protocol):
+    """Prepares gate and up [2 * I, in]: [rows, in] -> silu(gate) * up [rows, I]."""
+
+    def __call__(self, weight: Weight, out_scale: Tensor | None = None) -> Map:
+        """See ``MakeNorm`` for ``out_scale``."""
         ...
 
 
@@ -61,7 +75,7 @@ class Ops:
     linear_parts: Callable[
         [Weight], Map
     ]  # the same as split-K partial sums [n, rows, out], added in Norm.add
-    gated_linear: Callable[[Weight], Map]  # gate and up [2 * I, in]: [rows, in] -> silu(gate) * up [rows, I]
+    gated_linear: MakeGated
     experts: Callable[[Experts], ExpertsMap]
     choice: Callable[[int, Weighing], Choice]  # of so many experts a row
     rms_norm: MakeNorm

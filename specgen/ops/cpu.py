@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from specgen.ops import Map, Ops
+from specgen.ops.fp8 import dequantised, rounded
 from specgen.ops.reference import gated, one_part, silu_and_mul, torch_ops
 from specgen.ops.weight import Weight
 
@@ -23,7 +24,7 @@ def cpu_float32_ops() -> Ops:
         torch_ops(),
         linear=_packed,
         linear_parts=lambda weight: one_part(_packed(weight)),
-        gated_linear=lambda weight: gated(_packed(weight), silu_and_mul),
+        gated_linear=_gated_linear,
         rms_norm=_FusedNorm.prepare,
     )
 
@@ -38,7 +39,15 @@ def _limit_primitive_caches() -> None:
         os.environ.setdefault(library, "64")
 
 
+def _gated_linear(weight: Weight, out_scale: Tensor | None = None) -> Map:
+    del out_scale  # whoever reads the result rounds it
+    return gated(_packed(weight), silu_and_mul)
+
+
 def _packed(weight: Weight) -> Map:
+    if weight.format == "fp8":
+        wide = _packed(Weight(data=dequantised(weight), bias=weight.bias))
+        return lambda x: wide(rounded(x, weight))
     # 64 rows is a hint: a weight packed for one row is slow for more rows, but not the reverse.
     packed = torch.ops.mkldnn._reorder_linear_weight(weight.matrix.contiguous(), 64)
     return lambda x: torch.ops.mkldnn._linear_pointwise(x, packed, weight.bias, "none", [], "")
@@ -50,8 +59,10 @@ class _FusedNorm:
     floor: Tensor  # sqrt(N * eps)
 
     @classmethod
-    def prepare(cls, weight: Tensor, eps: float, casts_last: bool = False) -> "_FusedNorm":
-        del casts_last  # in float32 nothing is rounded
+    def prepare(
+        cls, weight: Tensor, eps: float, casts_last: bool = False, out_scale: Tensor | None = None
+    ) -> "_FusedNorm":
+        del casts_last, out_scale  # in float32 nothing is rounded, and e4m3 by whoever reads the result
         size = weight.shape[-1]
         return cls(weight=weight * size**0.5, floor=torch.tensor((size * eps) ** 0.5))
 

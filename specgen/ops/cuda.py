@@ -14,6 +14,7 @@ from specgen.ops.argmax import argmax
 from specgen.ops.expert_kernels import few_rows_experts
 from specgen.ops.expert_tiles import FLOAT32_TILES, MXFP4_TILES, PLAIN_TILES
 from specgen.ops.experts import Experts, ExpertsMap, grouped_experts
+from specgen.ops.fp8_cuda import fp8_gated, fp8_map, fp8_parts
 from specgen.ops.reference import gated, linear, one_part
 from specgen.ops.rope import TritonRope
 from specgen.ops.router_kernel import fused_choice
@@ -33,6 +34,7 @@ _PARTS_TILES = (
     Tile(rows=16, block_out=64, block_in=128, stages=6, warps=4, prefetch_bytes=512, parts=2),
     Tile(rows=64, block_out=64, block_in=128, stages=4, warps=8, prefetch_bytes=512, parts=2),
 )
+_HALF = (torch.bfloat16, torch.float16)
 _FEW = 512  # outputs, such as a router's: the sums must be split further to keep the GPU busy
 _FEW_TILES = (
     Tile(rows=16, block_out=32, block_in=64, stages=5, warps=4, prefetch_bytes=0, parts=9),
@@ -50,11 +52,10 @@ _GATED_TILES = (
 def cuda_ops(dtype: torch.dtype) -> Ops:
     """Triton kernels, with cuBLAS for many rows; in float32 products are in full precision, most of them cuBLAS's."""
     _prefer_cublaslt()
-    half = dtype in (torch.bfloat16, torch.float16)
     return Ops(
-        linear=_linear if half else linear,
-        linear_parts=_linear_parts if half else (lambda weight: one_part(linear(weight))),
-        gated_linear=_gated_linear if half else (lambda weight: gated(linear(weight), silu_and_mul)),
+        linear=partial(_linear, dtype),
+        linear_parts=partial(_linear_parts, dtype),
+        gated_linear=partial(_gated_linear, dtype),
         experts=partial(_experts, dtype),
         choice=partial(fused_choice, dtype),
         rms_norm=TritonNorm,
@@ -71,17 +72,31 @@ def _prefer_cublaslt() -> None:
         torch.backends.cuda.preferred_blas_library("cublaslt")
 
 
-def _linear(weight: Weight) -> Map:
+def _linear(dtype: torch.dtype, weight: Weight) -> Map:
+    if weight.format == "fp8":
+        return fp8_map(weight, dtype)
+    if dtype not in _HALF:
+        return linear(weight)
     return _by_rows(_TILES, weight, lambda *args: skinny_linear(*args)[0], linear(weight))
 
 
-def _linear_parts(weight: Weight) -> Map:
+def _linear_parts(dtype: torch.dtype, weight: Weight) -> Map:
+    if weight.format == "fp8":
+        return fp8_parts(weight, dtype)
+    whole = one_part(linear(weight))
+    if dtype not in _HALF:
+        return whole
     tiles = _PARTS_TILES if weight.matrix.shape[0] > _FEW else _FEW_TILES
-    return _by_rows(tiles, weight, skinny_linear, one_part(linear(weight)))
+    return _by_rows(tiles, weight, skinny_linear, whole)
 
 
-def _gated_linear(weight: Weight) -> Map:
-    return _by_rows(_GATED_TILES, weight, skinny_gated_linear, gated(linear(weight), silu_and_mul), halves=2)
+def _gated_linear(dtype: torch.dtype, weight: Weight, out_scale: Tensor | None = None) -> Map:
+    if weight.format == "fp8":
+        return fp8_gated(weight, dtype, out_scale)
+    whole = gated(linear(weight), silu_and_mul)
+    if dtype not in _HALF:
+        return whole
+    return _by_rows(_GATED_TILES, weight, skinny_gated_linear, whole, halves=2)
 
 
 def _experts(dtype: torch.dtype, experts: Experts) -> ExpertsMap:

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from specgen.kv.layout import Layout
 from specgen.ops import Map, Ops, Pair, Rope, Store
 from specgen.ops.experts import grouped_experts
+from specgen.ops.fp8 import dequantised, rounded
 from specgen.ops.router import choice
 from specgen.ops.weight import Weight
 
@@ -19,7 +20,7 @@ def torch_ops() -> Ops:
     return Ops(
         linear=linear,
         linear_parts=lambda weight: one_part(linear(weight)),
-        gated_linear=lambda weight: gated(linear(weight), silu_and_mul),
+        gated_linear=gated_linear,
         experts=grouped_experts,
         choice=choice,
         rms_norm=RmsNorm,
@@ -31,6 +32,10 @@ def torch_ops() -> Ops:
 
 def linear(weight: Weight) -> Map:
     """See ``Ops.linear``."""
+    if weight.format == "fp8":
+        bias = None if weight.bias is None else weight.bias.float()
+        wide = linear(Weight(data=dequantised(weight), bias=bias))
+        return lambda x: wide(rounded(x, weight)).to(x.dtype)
     matrix, bias = weight.matrix, weight.bias
     return lambda x: F.linear(x, matrix, bias)
 
@@ -38,6 +43,12 @@ def linear(weight: Weight) -> Map:
 def one_part(linear: Map) -> Map:
     """``linear`` in the form of ``Ops.linear_parts``."""
     return lambda x: linear(x)[None]
+
+
+def gated_linear(weight: Weight, out_scale: Tensor | None = None) -> Map:
+    """See ``Ops.gated_linear``; whoever reads the result rounds it."""
+    del out_scale
+    return gated(linear(weight), silu_and_mul)
 
 
 def gated(linear: Map, silu_and_mul: Map) -> Map:
@@ -50,6 +61,7 @@ class RmsNorm:
     weight: Tensor
     eps: float
     casts_last: bool = False
+    out_scale: Tensor | None = None  # whoever reads the result rounds it
 
     def __call__(self, x: Tensor) -> Tensor:
         wide = x.float()

@@ -23,9 +23,16 @@ def _normed(x: tl.tensor, weight: tl.tensor, size: int, eps: float, CASTS_LAST: 
 
 
 @triton.jit
+def to_e4m3(values: tl.tensor, inverse: tl.tensor) -> tl.tensor:
+    """Times ``inverse``; saturates at 448, as the conversion does, and NaN stays NaN."""
+    return (values.to(tl.float32) * inverse).to(tl.float8e4nv)
+
+
+@triton.jit
 def _norm_kernel(
     x: tl.tensor,
     weight: tl.tensor,
+    out_scale: tl.tensor,
     out: tl.tensor,
     size: int,
     eps: float,
@@ -42,7 +49,10 @@ def _norm_kernel(
     w = tl.load(weight + part * size + columns, inside, 0)
     gdc_wait()
     values = tl.load(x + row // num_weights * stride + part * size + columns, inside, 0)
-    tl.store(out + row * size + columns, _normed(values, w, size, eps, CASTS_LAST), inside)
+    normed = _normed(values, w, size, eps, CASTS_LAST)
+    if out_scale is not None:
+        normed = to_e4m3(normed, 1.0 / tl.load(out_scale))
+    tl.store(out + row * size + columns, normed, inside)
 
 
 @triton.jit
@@ -50,6 +60,7 @@ def _add_norm_kernel(
     stream: tl.tensor,
     parts: tl.tensor,
     weight: tl.tensor,
+    out_scale: tl.tensor,
     total: tl.tensor,
     out: tl.tensor,
     size: int,
@@ -72,7 +83,10 @@ def _add_norm_kernel(
         delta += tl.load(parts + start + columns, inside, 0).to(tl.float32)
     added = before + delta.to(before.dtype)
     tl.store(total + row * size + columns, added, inside)
-    tl.store(out + row * size + columns, _normed(added, w, size, eps, CASTS_LAST), inside)
+    normed = _normed(added, w, size, eps, CASTS_LAST)
+    if out_scale is not None:
+        normed = to_e4m3(normed, 1.0 / tl.load(out_scale))
+    tl.store(out + row * size + columns, normed, inside)
 
 
 @triton.jit
@@ -113,43 +127,72 @@ def silu_mul(gate: tl.tensor, up: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def _silu_mul_kernel(gate_up: tl.tensor, out: tl.tensor, size: int, BLOCK: tl.constexpr) -> None:  # noqa: N803
+def _silu_mul_kernel(
+    gate: tl.tensor,
+    up: tl.tensor,
+    out_scale: tl.tensor,
+    out: tl.tensor,
+    size: int,
+    stride: int,
+    BLOCK: tl.constexpr,  # noqa: N803
+) -> None:
     gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < size
     gdc_wait()
-    gate = tl.load(gate_up + row * 2 * size + columns, inside, 0)
-    up = tl.load(gate_up + row * 2 * size + size + columns, inside, 0)
-    tl.store(out + row * size + columns, silu_mul(gate, up), inside)
+    product = silu_mul(
+        tl.load(gate + row * stride + columns, inside, 0), tl.load(up + row * stride + columns, inside, 0)
+    )
+    if out_scale is not None:
+        product = to_e4m3(product, 1.0 / tl.load(out_scale))
+    tl.store(out + row * size + columns, product, inside)
 
 
 @dataclass(frozen=True)
 class TritonNorm:
-    """Rows may be strided; the elements of a row must be contiguous."""
+    """Rows may be strided; the elements of a row must be contiguous.
+
+    With an ``out_scale`` float32 [1] the normed rows are e4m3; see ``MakeNorm``.
+    """
 
     weight: Tensor  # [..., N]
     eps: float
     casts_last: bool = False
+    out_scale: Tensor | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
         size = self.weight.shape[-1]
-        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        out = torch.empty(x.shape, dtype=self._dtype(x), device=x.device)
         if x.numel():
             num_weights = self.weight.numel() // size
-            args = (x, self.weight, out, size, self.eps, num_weights, x.stride(0))
+            args = (x, self.weight, self.out_scale, out, size, self.eps, num_weights, x.stride(0))
             _norm_kernel[(x.numel() // size,)](*args, CASTS_LAST=self.casts_last, **_block(size), **PDL)
         return out
 
     def add(self, stream: Tensor, parts: Tensor) -> tuple[Tensor, Tensor]:
         rows, size = stream.shape
         # not one allocation of both: one may outlive the other
-        total, out = stream.new_empty(rows, size), stream.new_empty(rows, size)
+        total = stream.new_empty(rows, size)
+        out = torch.empty(rows, size, dtype=self._dtype(stream), device=stream.device)
         if rows:
-            args = (stream, parts, self.weight, total, out, size, self.eps, stream.stride(0))
+            args = (
+                stream,
+                parts,
+                self.weight,
+                self.out_scale,
+                total,
+                out,
+                size,
+                self.eps,
+                stream.stride(0),
+            )
             flags = {"PARTS": len(parts), "CASTS_LAST": self.casts_last}
             _add_norm_kernel[(rows,)](*args, **flags, **_block(size), **PDL)
         return total, out
+
+    def _dtype(self, x: Tensor) -> torch.dtype:
+        return x.dtype if self.out_scale is None else torch.float8_e4m3fn
 
 
 @dataclass(frozen=True)
@@ -170,10 +213,18 @@ class TritonEmbedNormConcat:
 
 def silu_and_mul(gate_up: Tensor) -> Tensor:
     """[rows, 2 * I] -> [rows, I]; the gate is the first half."""
-    rows, size = gate_up.shape[0], gate_up.shape[1] // 2
-    out = gate_up.new_empty(rows, size)
+    return silu_and_mul_of(*gate_up.chunk(2, -1))
+
+
+def silu_and_mul_of(gate: Tensor, up: Tensor, out_scale: Tensor | None = None) -> Tensor:
+    """Two [rows, I], of which rows may be strided alike -> [rows, I]; with an ``out_scale`` [1] in e4m3."""
+    rows, size = gate.shape
+    assert gate.stride() == up.stride(), (gate.stride(), up.stride())
+    dtype = gate.dtype if out_scale is None else torch.float8_e4m3fn
+    out = torch.empty(rows, size, dtype=dtype, device=gate.device)
     if rows:
-        _silu_mul_kernel[(rows, triton.cdiv(size, 1024))](gate_up, out, size, BLOCK=1024, num_warps=4, **PDL)
+        args = (gate, up, out_scale, out, size, gate.stride(0))
+        _silu_mul_kernel[(rows, triton.cdiv(size, 1024))](*args, BLOCK=1024, num_warps=4, **PDL)
     return out
 
 

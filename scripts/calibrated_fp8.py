@@ -1,0 +1,73 @@
+"""The layers of a calibrated target in FP8: as modelopt stores them, a scale per tensor, or Qwen's, by blocks of 128.
+
+The random projections are e4m3 of the same deviation; activations before them have RMS 1.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from calibrated_shapes import Shape
+from calibrated_weights import RESIDUAL, Named, Source, dense_layer
+from torch import Tensor
+
+Fp8Format = Literal["fp8", "fp8-block"]
+BLOCK = 128
+E4M3 = torch.float8_e4m3fn
+_LARGEST = 448.0  # of e4m3
+_INPUT = 24.0  # the largest activation; greater ones saturate
+_SIGMAS = {
+    "k_proj": 5.0,
+    "up_proj": 7.0,
+}  # deviations that e4m3 holds, by name: scales are to differ; others 6
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fp8Layers:
+    """Makes the tensors of a dense layer in FP8; see ``calibrated_weights.Layer``."""
+
+    shape: Shape
+    format: Fp8Format
+
+    def __call__(self, prefix: str, source: Source) -> Iterator[Named]:
+        for named in dense_layer(self.shape, prefix, source):
+            if named.name.endswith("_proj.weight"):
+                yield from self._quantized(named, source)
+            else:
+                yield named
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """What ``config.json`` says of it."""
+        block = {
+            "quant_method": "fp8",
+            "fmt": "e4m3",
+            "activation_scheme": "dynamic",
+            "weight_block_size": [BLOCK, BLOCK],
+            "modules_to_not_convert": ["lm_head"],
+        }
+        modelopt = {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"]}
+        return {"quantization_config": block if self.format == "fp8-block" else modelopt}
+
+    def _quantized(self, named: Named, source: Source) -> Iterator[Named]:
+        (rows, width), stem = named.shape, named.name.removesuffix("weight")
+        name = stem.rstrip(".").rpartition(".")[-1]
+        largest = _SIGMAS.get(name, 6.0)
+        rms = RESIDUAL if name in ("o_proj", "down_proj") else 1.0
+        scale = rms / width**0.5 * largest / _LARGEST
+
+        def values() -> Tensor:
+            return source.normal((rows, width), _LARGEST / largest).clamp_(-_LARGEST, _LARGEST).to(E4M3)
+
+        yield replace(named, make=values, dtype=E4M3)
+        if self.format == "fp8-block":
+            yield _filled(stem + "weight_scale_inv", (-(-rows // BLOCK), -(-width // BLOCK)), scale)
+        else:
+            yield _filled(stem + "weight_scale", (), scale)
+            yield _filled(stem + "input_scale", (), _INPUT / _LARGEST)
+
+
+def _filled(name: str, shape: tuple[int, ...], value: float) -> Named:
+    """A tensor of one number."""
+    return Named(name=name, shape=shape, make=lambda: torch.full(shape, value), dtype=torch.float32)

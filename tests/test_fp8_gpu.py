@@ -1,0 +1,158 @@
+"""On an NVIDIA GPU: products in FP8 equal the reference, for every way to scale, round and tile them."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from specgen.config import UserError
+from specgen.ops import bind_ops
+from specgen.ops.fp8 import dequantised, rounded
+from specgen.ops.reference import silu_and_mul, torch_ops
+from specgen.ops.weight import Weight
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
+CUDA = torch.device("cuda")
+E4M3 = torch.float8_e4m3fn
+ROWS = [0, 1, 5, 16, 17, 40, 64, 65, 200, 1000]
+KINDS = ["one scale", "two scales", "three scales", "scales of channels", "token", "group"]
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
+def a_weight(kind: str, out: int, width: int, bias: Tensor | None = None) -> Weight:
+    """Scales differ by up to 4, so that one in the place of another is seen."""
+    data = (torch.randn(out, width, device=CUDA) * 60).clamp(-448, 448).to(E4M3)
+    static = torch.tensor(0.01, device=CUDA)
+    if kind == "group":
+        blocks = torch.rand(-(-out // 128), -(-width // 128), device=CUDA) * 3 + 1
+        scale = 1e-3 * blocks.repeat_interleave(128, 0)[:out]
+        return Weight(data=data, scale=scale, format="fp8", activations="group", bias=bias)
+    scale = 1e-3 * (torch.rand(out, 1, device=CUDA) * 3 + 1)
+    if kind == "token":
+        return Weight(data=data, scale=scale, format="fp8", activations="token", bias=bias)
+    parts = {"one scale": 1, "two scales": 2, "three scales": 4}.get(kind)
+    if parts is not None:  # of three, the first is as long as the other two
+        scale = scale[:parts].repeat_interleave(out // parts, 0)
+        scale[: out // 2] = scale[0]
+    return Weight(data=data, scale=scale, format="fp8", activations="static", input_scale=static, bias=bias)
+
+
+def expected(x: Tensor, weight: Weight) -> Tensor:
+    """In float64, unrounded."""
+    product = rounded(x, weight).double() @ dequantised(weight).double().T
+    return product if weight.bias is None else product + weight.bias.double()
+
+
+def assert_near(got: Tensor, exact: Tensor, dtype: torch.dtype) -> None:
+    """One rounding to ``dtype``, and a few inputs that another order of the same scaling rounds to the next e4m3."""
+    rounding = {torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float32: 1e-4}[dtype]
+    largest = exact.abs().max().item() if exact.numel() else 0.0
+    torch.testing.assert_close(got.double(), exact, rtol=2 * rounding, atol=4e-3 * largest)
+    if exact.numel():
+        error = (got.double() - exact).norm() / exact.norm()
+        assert error < rounding + 2e-3, error
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("out", "width"), [(512, 768), (1024, 4096), (256, 128), (4096, 14336)])
+def test_products(out: int, width: int, kind: str, rows: int, dtype: torch.dtype) -> None:
+    if width > 4096 and (dtype != torch.bfloat16 or rows not in (5, 40, 200)):
+        pytest.skip("the large one in the usual dtype only")
+    bias = torch.randn(out, device=CUDA).to(dtype) if width == 768 else None
+    weight, x = a_weight(kind, out, width, bias), (torch.randn(rows, width, device=CUDA) * 2).to(dtype)
+    ops, exact = bind_ops(CUDA, dtype), expected(x, weight)
+    assert_near(ops.linear(weight)(x), exact, dtype)
+    assert_near(ops.linear_parts(weight)(x).double().sum(0).to(dtype), exact, dtype)
+    assert_near(torch_ops().linear(weight)(x), exact, dtype)
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_gated_products(kind: str, rows: int) -> None:
+    dtype = torch.bfloat16
+    weight, x = a_weight(kind, 2 * 768, 1024), torch.randn(rows, 1024, device=CUDA).to(dtype)
+    exact = silu_and_mul(expected(x, weight))
+    got = bind_ops(CUDA, dtype).gated_linear(weight)(x)
+    torch.testing.assert_close(
+        got.double(), exact, rtol=0.03, atol=0.01 * float(exact.abs().max()) if rows else 0
+    )
+
+
+@pytest.mark.parametrize("rows", ROWS)
+def test_norms_and_gates_round_for_the_product_behind_them(rows: int) -> None:
+    """And the product takes what they rounded: the same result as of rounding in front of it."""
+    dtype, ops = torch.bfloat16, bind_ops(CUDA, torch.bfloat16)
+    weight, gate_up = a_weight("three scales", 512, 1024), a_weight("two scales", 2048, 1024)
+    norm_weight = torch.rand(1024, device=CUDA).to(dtype) + 0.5
+    stream, delta = torch.randn(2, rows, 1024, device=CUDA).to(dtype)
+    for make in (lambda norm: norm(stream), lambda norm: norm.add(stream, delta[None])[1]):
+        normed = make(ops.rms_norm(norm_weight, 1e-5))
+        early = make(ops.rms_norm(norm_weight, 1e-5, False, weight.static_scale))
+        assert early.dtype == E4M3
+        for one in (weight, gate_up):
+            assert_near(ops.linear(one)(early), expected(normed, one), dtype)
+        plain, gated = ops.gated_linear(gate_up)(normed), ops.gated_linear(gate_up, weight.static_scale)
+        assert gated(early).dtype == E4M3
+        assert_near(ops.linear_parts(weight)(gated(early)).double().sum(0), expected(plain, weight), dtype)
+
+
+@pytest.mark.parametrize("rows", [3, 40, 200])
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_not_a_number_stays_so_and_in_its_row(kind: str, rows: int) -> None:
+    weight, x = a_weight(kind, 512, 1024), torch.randn(rows, 1024, device=CUDA).to(torch.bfloat16)
+    x[1, 5] = float("nan")
+    for ops in (bind_ops(CUDA, torch.bfloat16), torch_ops()):
+        y = ops.linear(weight)(x)
+        assert y[1].isnan().any()
+        assert y[0].isfinite().all()
+        assert y[2:].isfinite().all()
+
+
+@pytest.mark.parametrize("rows", [3, 40, 200])
+@pytest.mark.parametrize("kind", KINDS)
+def test_large_inputs_saturate_and_zeros_stay_zero(kind: str, rows: int) -> None:
+    weight = a_weight(kind, 512, 1024)
+    x = torch.zeros(rows, 1024, device=CUDA, dtype=torch.bfloat16)
+    x[1] = 1e4 * torch.randn(1024, device=CUDA)
+    y = bind_ops(CUDA, torch.bfloat16).linear(weight)(x)
+    assert_near(y, expected(x, weight), torch.bfloat16)
+    assert not y[0].any()
+
+
+@pytest.mark.parametrize("rows", [3, 40, 200])
+@pytest.mark.parametrize("kind", KINDS)
+def test_products_follow_the_stream_and_are_captured(kind: str, rows: int) -> None:
+    """torch's product by rows ignored the current stream in some versions."""
+    weight, x = a_weight(kind, 512, 1024), torch.zeros(rows, 1024, device=CUDA, dtype=torch.bfloat16)
+    product, later = bind_ops(CUDA, torch.bfloat16).linear(weight), torch.randn_like(x)
+    product(x)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        torch.cuda._sleep(100_000_000)
+        x.copy_(later)
+        y = product(x)
+    torch.cuda.synchronize()
+    exact = expected(later, weight)
+    assert_near(y, exact, torch.bfloat16)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        again = product(x)
+    x.zero_()
+    graph.replay()
+    assert not again.any()
+    x.copy_(later)
+    graph.replay()
+    assert torch.equal(again, y), "the same from run to run"
+
+
+def test_a_weight_that_no_tile_fits_is_refused() -> None:
+    with pytest.raises(UserError, match=r"is \[96, 100\]: kernels for GPUs need multiples of 64 and 128"):
+        bind_ops(CUDA, torch.bfloat16).linear(a_weight("token", 96, 100))
