@@ -71,16 +71,27 @@ def _prefer_cublaslt() -> None:
         torch.backends.cuda.preferred_blas_library("cublaslt")
 
 
+def _refuse_fp8(weight: Weight) -> None:
+    require(
+        weight.format != "fp8",
+        "the weights are in FP8, which no kernel for a GPU reads in half precision yet: use --device cpu or plain "
+        "weights",
+    )
+
+
 def _linear(weight: Weight) -> Map:
+    _refuse_fp8(weight)
     return _by_rows(_TILES, weight, lambda *args: skinny_linear(*args)[0], linear(weight))
 
 
 def _linear_parts(weight: Weight) -> Map:
+    _refuse_fp8(weight)
     tiles = _PARTS_TILES if weight.matrix.shape[0] > _FEW else _FEW_TILES
     return _by_rows(tiles, weight, skinny_linear, one_part(linear(weight)))
 
 
 def _gated_linear(weight: Weight) -> Map:
+    _refuse_fp8(weight)
     return _by_rows(_GATED_TILES, weight, skinny_gated_linear, gated(linear(weight), silu_and_mul), halves=2)
 
 
@@ -92,6 +103,7 @@ def _experts(dtype: torch.dtype, experts: Experts) -> ExpertsMap:
             f"experts in MXFP4 run in bfloat16 on a GPU, not {name}: use --dtype bfloat16",
         )
         return few_rows_experts(experts, MXFP4_TILES)
+    _refuse_fp8(experts.gate_up)
     experts = replace(
         experts,
         gate_up=replace(experts.gate_up, data=experts.gate_up.data.contiguous()),
