@@ -67,5 +67,5 @@ def _scale(x: Tensor) -> Tensor:
 
 
 def _to_e4m3(x: Tensor, scale: Tensor) -> Tensor:
-    # a cast alone makes NaN of what is beyond the range
+    # before torch 2.13 a cast makes NaN of what is beyond the range
     return (x / scale).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn).float() * scale
