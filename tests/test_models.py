@@ -214,13 +214,13 @@ def test_joined_weights_are_concatenated_and_a_single_one_is_not_copied() -> Non
 
 
 def test_kernels_refuse_unknown_weight_formats() -> None:
-    unknown: Any = {"data": torch.zeros(2, 2), "scale": torch.ones(2), "format": "fp8"}
+    unknown: Any = {"data": torch.zeros(2, 2), "scale": torch.ones(2), "format": "int8"}
     weight = Weight(**unknown)
     assert weight.num_bytes == 4 * 4 + 2 * 4
     bundles, names = (torch_ops(), cpu_float32_ops()), ("linear", "linear_parts", "gated_linear")
     prepared = [getattr(ops, name) for ops in bundles for name in names]
     for prepare in (*prepared, lambda weight: Weight.joined([weight, weight])):
-        with pytest.raises(AssertionError, match="fp8"):
+        with pytest.raises(AssertionError, match="int8"):
             prepare(weight)
 
 

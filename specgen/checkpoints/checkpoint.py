@@ -3,16 +3,18 @@
 import hashlib
 import os
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from specgen.checkpoints.tensor_reader import Checkpoint, TensorReader
+from specgen.checkpoints.tensor_reader import E4M3, Checkpoint, TensorReader
 from specgen.checkpoints.weight_files import read_json, tensor_infos
 from specgen.config import UserError, first_line, require, shown
 from specgen.models.families import FAMILIES, HEAD_FAMILIES, family_of, head_family_of, is_head
 from specgen.models.fit import misfits, vocabulary_map
+from specgen.models.fp8_config import with_modelopt
 from specgen.models.model_config import HeadConfig, TargetConfig
 from specgen.models.protocols import Head, Target
 from specgen.ops import bind_ops
@@ -29,11 +31,12 @@ def open_checkpoint(path_or_hub_id: str) -> Checkpoint:
     path = Path(path_or_hub_id)
     if not os.path.isdir(path):  # false also for names that no file can have
         path = _download(path_or_hub_id)
-    generation = path / "generation_config.json"
+    generation, separate = path / "generation_config.json", path / "hf_quant_config.json"
+    config = read_json(path / "config.json")
     return Checkpoint(
         name=path_or_hub_id,
         path=path,
-        config=read_json(path / "config.json"),
+        config=with_modelopt(config, read_json(separate)) if separate.exists() else config,
         generation=read_json(generation) if generation.exists() else {},
         tensors=tensor_infos(path),
     )
@@ -96,7 +99,11 @@ def _fitting_config(checkpoint: Checkpoint, target: TargetConfig) -> HeadConfig:
 
 def build_target(config: TargetConfig, reader: TensorReader) -> Target:
     """The target of ``config`` from the tensors of ``reader``; ``UserError`` for unused ones."""
-    family = FAMILIES[config.architecture]
+    family, reader = FAMILIES[config.architecture], replace(reader, fp8=config.fp8)
+    require(
+        config.fp8 is None or any(info.dtype == E4M3 for info in reader.checkpoint.tensors.values()),
+        f"{reader.checkpoint.name}: config.json says FP8, but no weight is stored in it: download both again",
+    )
     target = family.build(config, reader, bind_ops(reader.device, reader.dtype))
     reader.finish(family.ignored(config))
     return target

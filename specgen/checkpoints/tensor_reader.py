@@ -11,10 +11,12 @@ from torch import Tensor
 
 from specgen.checkpoints.weight_files import TensorInfo, read_tensor, read_tensors
 from specgen.config import UserError, require, shown
+from specgen.models.fp8_config import BLOCK, Fp8Config
 from specgen.models.take import Arrange
 from specgen.ops.weight import Weight
 
 _FLOATS = ("float32", "bfloat16", "float16", "float64")
+E4M3 = "float8_e4m3fn"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,13 +47,14 @@ class TensorReader:
     checkpoint: Checkpoint
     dtype: torch.dtype
     device: torch.device
+    fp8: Fp8Config | None = None  # of linear layers stored as e4m3
     taken: dict[str, int] = field(default_factory=dict)  # bytes on the device by name
 
     def __call__(self, name: str, shape: tuple[int, ...], arrange: Arrange | None = None) -> Tensor:
         return self._read(name, self._float(name, shape), self.dtype, arrange)
 
     def linear(self, num_out: Mapping[str, int], num_in: int, *, bias: bool = False) -> Weight:
-        weights = [Weight(data=self(f"{name}.weight", (n, num_in))) for name, n in num_out.items()]
+        weights = self._weights(num_out, num_in)
         if bias:
             biases = [self(f"{name}.bias", (n,)) for name, n in num_out.items()]
             weights = [replace(weight, bias=each) for weight, each in zip(weights, biases, strict=True)]
@@ -62,19 +65,27 @@ class TensorReader:
         fits = info is not None and prod(info.shape) == length
         return self(name, info.shape if fits and info is not None else (length,)).flatten()
 
-    def stacked(self, names: Sequence[Sequence[str]], shape: tuple[int, int]) -> Tensor:
-        infos = {name: self._float(name, shape) for group in names for name in group}
-        whole = torch.empty(len(names), len(names[0]), *shape, dtype=self.dtype, device=self.device)
-        places = {
-            name: part
-            for group, rows in zip(names, whole, strict=True)
-            for name, part in zip(group, rows, strict=True)
-        }
+    def stacked(self, names: Sequence[Sequence[str]], shape: tuple[int, int]) -> Weight:
+        every = [name for group in names for name in group]
+        fp8 = self._format(every)
+        header, dtype = (self._float, self.dtype) if fp8 is None else (self._info, torch.float8_e4m3fn)
+        infos = {f"{name}.weight": header(f"{name}.weight", shape) for name in every}
+        whole = torch.empty(len(names), len(names[0]), *shape, dtype=dtype, device=self.device)
+        places = dict(zip(infos, whole.flatten(0, 1), strict=True))
         if self.device.type != "meta":
             for name, tensor in read_tensors(infos):
                 places[name].copy_(tensor)
         self.taken.update((name, part.nbytes) for name, part in places.items())
-        return whole.flatten(1, 2)
+        data = whole.flatten(1, 2)
+        if fp8 is None:
+            return Weight(data=data)
+        require(
+            fp8.activations != "static",
+            f"{self.checkpoint.name}: experts in FP8 with input_scales of their own are not supported: use block FP8 "
+            "or compressed-tensors with dynamic activations",
+        )
+        scale = torch.stack([*self._scales(every, shape).values()]).view(*data.shape[:2], -1)
+        return Weight(data=data, scale=scale, format="fp8", activations=fp8.activations)
 
     def packed(self, name: str, shape: tuple[int, ...], arrange: Arrange) -> Tensor:
         info = self._info(name, shape)
@@ -86,6 +97,91 @@ class TensorReader:
 
     def __contains__(self, name: object) -> bool:
         return name in self.checkpoint.tensors
+
+    def _weights(self, num_out: Mapping[str, int], num_in: int) -> list[Weight]:
+        fp8 = self._format(num_out)
+        if fp8 is None:
+            return [Weight(data=self(f"{name}.weight", (n, num_in))) for name, n in num_out.items()]
+        static = fp8.activations == "static"
+        weights = [
+            Weight(
+                data=self._read(
+                    f"{name}.weight", self._info(f"{name}.weight", (n, num_in)), torch.float8_e4m3fn, None
+                ),
+                scale=self._scales([name], (n, num_in))[name],
+                format="fp8",
+                activations=fp8.activations,
+                input_scale=self._input_scale(name) if static else None,
+            )
+            for name, n in num_out.items()
+        ]
+        inputs = [each.input_scale for each in weights if each.input_scale is not None]
+        require(
+            self.device.type == "meta" or all(torch.equal(inputs[0], each) for each in inputs),
+            f"{self.checkpoint.name}: {', '.join(num_out)} have the same inputs, but different input_scales: "
+            "quantize them with one",
+        )
+        return weights
+
+    def _format(self, names: Iterable[str]) -> Fp8Config | None:
+        """How linear layers are stored that become one weight; None: plain."""
+        found = {name: self._in_fp8(name) for name in names}
+        plain = [name for name, in_fp8 in found.items() if not in_fp8]
+        if len(plain) == len(found):
+            return None
+        require(
+            not plain,
+            f"{self.checkpoint.name}: {shown(next(iter(plain), None))} is not in FP8, but what it is joined with is: "
+            "quantize all that have the same inputs, or none",
+        )
+        return self.fp8
+
+    def _in_fp8(self, name: str) -> bool:
+        info = self.checkpoint.tensors.get(f"{name}.weight")
+        if self.fp8 is None or info is None or info.dtype != E4M3:
+            return False
+        require(
+            not self.fp8.ignores(name),
+            f"{self.checkpoint.name}: {name} is in FP8, but config.json names it among the layers that are not: "
+            "they are of different models, download both again",
+        )
+        return True
+
+    def _scales(self, names: Sequence[str], shape: tuple[int, int]) -> dict[str, Tensor]:
+        """Those of FP8 weights of ``shape`` by layer, float32 [out, 1] or, of blocks, [out, ceil(in / 128)]."""
+        assert self.fp8 is not None
+        num_out, shapes = shape[0], self.fp8.scale_shapes(*shape)
+        infos = {}
+        for name in names:
+            stored = f"{name}.{self.fp8.scale_name}"
+            info = self.checkpoint.tensors.get(stored)
+            infos[stored] = self._float(stored, info.shape if info and info.shape in shapes else shapes[0])
+        if self.device.type == "meta":
+            tensors = {name: torch.empty(info.shape, device=self.device) for name, info in infos.items()}
+        else:
+            tensors = dict(read_tensors(infos))
+        scales = {}
+        for name, stored in zip(names, infos, strict=True):
+            scale = self._above_zero(stored, tensors[stored].float())
+            if self.fp8.weights == "block":
+                scale = scale.repeat_interleave(BLOCK, 0)[:num_out]
+            scales[name] = scale.reshape(-1, scale.shape[-1] if scale.dim() == 2 else 1).expand(num_out, -1)
+            scales[name] = scales[name].contiguous().to(self.device)
+            self.taken[stored] = scales[name].nbytes
+        return scales
+
+    def _input_scale(self, name: str) -> Tensor:
+        stored = f"{name}.input_scale"
+        info = self.checkpoint.tensors.get(stored)
+        found = self._float(stored, info.shape if info and info.shape == (1,) else ())
+        return self._above_zero(stored, self._read(stored, found, torch.float32, None).reshape(()))
+
+    def _above_zero(self, name: str, scale: Tensor) -> Tensor:
+        require(
+            scale.device.type == "meta" or bool(((scale > 0) & scale.isfinite()).all()),
+            f"{self.checkpoint.name}: {name} has a scale that is not a finite number above 0: download it again",
+        )
+        return scale
 
     def _read(self, name: str, info: TensorInfo, dtype: torch.dtype, arrange: Arrange | None) -> Tensor:
         if self.device.type == "meta":
@@ -101,7 +197,8 @@ class TensorReader:
         info = self._info(name, shape)
         require(
             info.dtype in _FLOATS,
-            f"{self.checkpoint.name}: {name} is stored as {info.dtype}: quantized weights are not supported",
+            f"{self.checkpoint.name}: {name} is stored as {info.dtype}: quantized weights are not supported here, "
+            "use plain ones",
         )
         return info
 

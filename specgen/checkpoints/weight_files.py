@@ -19,6 +19,7 @@ _SAFETENSORS_DTYPES = {
     "F32": "float32",
     "F16": "float16",
     "BF16": "bfloat16",
+    "F8_E4M3": "float8_e4m3fn",
     "I64": "int64",
     "I32": "int32",
     "U8": "uint8",

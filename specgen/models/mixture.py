@@ -69,9 +69,7 @@ def _one_by_one(config: MixtureConfig, hidden: int, prefix: str, take: Take) -> 
 
     def stacked(shape: tuple[int, int], *names: str) -> Weight:
         each = range(config.num_experts)
-        return Weight(
-            data=take.stacked([[f"{prefix}{e}.{name}.weight" for name in names] for e in each], shape)
-        )
+        return take.stacked([[f"{prefix}{e}.{name}" for name in names] for e in each], shape)
 
     return stacked((config.width, hidden), "gate_proj", "up_proj"), stacked(
         (hidden, config.width), "down_proj"

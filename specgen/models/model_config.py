@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 from specgen.config import require, shown
 from specgen.kv.kv_spec import KVSpec
 from specgen.models.config_fields import LARGEST_COUNT, Raw, count, flag, items, number
+from specgen.models.fp8_config import Fp8Config, fp8_config
 from specgen.models.mixture_config import MixtureConfig
 from specgen.models.rope_config import RopeConfig
 
@@ -35,6 +36,7 @@ class LayerConfig:
     sinks: bool = False  # of every layer's attention
     norm_casts_last: bool = False  # norms round behind the product with their weight
     mixture: MixtureConfig | None = None
+    fp8: Fp8Config | None = None  # of the linear layers that are stored in it; None: of none
 
     def __post_init__(self) -> None:
         require(
@@ -79,6 +81,7 @@ class LayerConfig:
             "biases": (biases, bool(biases)),
             "windows": (f"{windows} positions, by layer", any(self.windows)),
             "sinks": ("one per head, in the sum of the softmax alone", self.sinks),
+            "quantized": (str(self.fp8), self.fp8 is not None),
             "norm": ("rounded behind the product with its weight", self.norm_casts_last),
         }
         return {name: text for name, (text, there) in facts.items() if there}
@@ -160,6 +163,12 @@ class HeadConfig(LayerConfig):
     reads_output: bool  # the one feature is the target's last hidden state, behind its final norm
     fc_each_pass: ClassVar[bool] = False  # and not once per accepted row
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(
+            self.fp8 is None, "quantization_config is set: a head in FP8 is not supported, use a plain one"
+        )
+
     @property
     def title(self) -> str:
         """What it is, with an article."""
@@ -200,12 +209,11 @@ def layer_settings(config: Raw) -> dict[str, Any]:
         "head_dim": head_dim,
         "rms_norm_eps": number(config, "rms_norm_eps", 1e-6),
         "rope": RopeConfig.from_hf(config),
+        "fp8": fp8_config(config),
     }
 
 
 def _refuse_unsupported(config: Raw) -> None:
-    for name in ("quantization_config", "compression_config"):
-        require(not config.get(name), f"{name} is set: quantized weights are not supported, use plain ones")
     activation = config.get("hidden_act", "silu")
     require(activation == "silu", f"hidden_act is {shown(activation)}: only 'silu' is supported")
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from specgen.ops import Map, Ops
-from specgen.ops.fp8 import dequantised, rounded
+from specgen.ops.fp8 import fp8_linear
 from specgen.ops.reference import gated, one_part, silu_and_mul, torch_ops
 from specgen.ops.weight import Weight
 
@@ -46,8 +46,7 @@ def _gated_linear(weight: Weight, out_scale: Tensor | None = None) -> Map:
 
 def _packed(weight: Weight) -> Map:
     if weight.format == "fp8":
-        wide = _packed(Weight(data=dequantised(weight), bias=weight.bias))
-        return lambda x: wide(rounded(x, weight))
+        return fp8_linear(weight, _packed)
     # 64 rows is a hint: a weight packed for one row is slow for more rows, but not the reverse.
     packed = torch.ops.mkldnn._reorder_linear_weight(weight.matrix.contiguous(), 64)
     return lambda x: torch.ops.mkldnn._linear_pointwise(x, packed, weight.bias, "none", [], "")

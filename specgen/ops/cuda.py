@@ -107,6 +107,10 @@ def _experts(dtype: torch.dtype, experts: Experts) -> ExpertsMap:
             f"experts in MXFP4 run in bfloat16 on a GPU, not {name}: use --dtype bfloat16",
         )
         return few_rows_experts(experts, MXFP4_TILES)
+    require(
+        experts.gate_up.format != "fp8",
+        "the experts are in FP8, which no kernel for a GPU reads yet: use --device cpu or plain weights",
+    )
     experts = replace(
         experts,
         gate_up=replace(experts.gate_up, data=experts.gate_up.data.contiguous()),

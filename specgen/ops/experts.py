@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from specgen.ops.fp8 import dequantised, rounding
 from specgen.ops.mxfp4 import dequantized
 from specgen.ops.weight import Weight
 
@@ -48,14 +49,9 @@ def grouped_experts(experts: Experts) -> ExpertsMap:
 
     Quantized weights are dequantized: on a CPU once, elsewhere in every call, so that no copy of them stays.
     """
-    gate_up, down = _matrices(experts.gate_up), _matrices(experts.down)
-    gate_up_bias, down_bias, gating = experts.gate_up.bias, experts.down.bias, experts.gating
-    num_experts = len(experts.gate_up.data)
+    gate_up, down = _product(experts.gate_up), _product(experts.down)
+    gating, num_experts = experts.gating, len(experts.gate_up.data)
     del experts  # of quantized weights only what ``gate_up`` and ``down`` keep
-
-    def grouped(x: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor, ends: Tensor) -> Tensor:
-        out = F.grouped_mm(x, weight.transpose(-2, -1), offs=ends)
-        return out if bias is None else out + bias[ids]
 
     def forward(x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         k = ids.shape[1]
@@ -63,8 +59,8 @@ def grouped_experts(experts: Experts) -> ExpertsMap:
         counts = torch.zeros(num_experts, dtype=torch.int32, device=x.device)
         counts.scatter_add_(0, sorted_ids, torch.ones_like(sorted_ids, dtype=torch.int32))
         ends = counts.cumsum(0, dtype=torch.int32)
-        gate, up = grouped(x[order // k], gate_up(), gate_up_bias, sorted_ids, ends).chunk(2, -1)
-        out = grouped(gating(gate, up), down(), down_bias, sorted_ids, ends)
+        gate, up = gate_up(x[order // k], sorted_ids, ends).chunk(2, -1)
+        out = down(gating(gate, up), sorted_ids, ends)
         unsorted = torch.empty_like(out)
         unsorted[order] = out
         return (unsorted.view(*ids.shape, -1) * weights[..., None]).sum(1)[None]
@@ -72,13 +68,29 @@ def grouped_experts(experts: Experts) -> ExpertsMap:
     return forward
 
 
+def _product(weight: Weight) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """Of rows sorted by expert, their experts' ids, and where each expert's rows end."""
+    matrices, bias = _matrices(weight), weight.bias
+    rounds = rounding(weight) if weight.format == "fp8" else None
+
+    def product(x: Tensor, ids: Tensor, ends: Tensor) -> Tensor:
+        out = F.grouped_mm(x if rounds is None else rounds(x), matrices().mT, offs=ends).to(x.dtype)
+        return out if bias is None else out + bias[ids]
+
+    return product
+
+
 def _matrices(weight: Weight) -> Callable[[], Tensor]:
-    """The matrices [E, out, in] in the model's dtype, when they are needed."""
+    """The matrices [E, out, in] when they are needed: in the model's dtype, of FP8 in float32."""
     if weight.format == "plain":
         return lambda: weight.data
-    assert weight.bias is not None, "the bias tells the model's dtype"
-    dtype = weight.bias.dtype
+    unpack = dequantised if weight.format == "fp8" else _from_mxfp4
     if weight.data.device.type != "cpu":
-        return lambda: dequantized(weight, dtype).data
-    plain = dequantized(weight, dtype).data
+        return lambda: unpack(weight)
+    plain = unpack(weight)
     return lambda: plain
+
+
+def _from_mxfp4(weight: Weight) -> Tensor:
+    assert weight.bias is not None, "the bias tells the model's dtype"
+    return dequantized(weight, weight.bias.dtype).data

@@ -1,7 +1,10 @@
-"""FP8 weights on a CPU: dequantised once, with activations rounded to e4m3 before each product.
+"""FP8 weights in plain torch: dequantised to float32 once, and inputs rounded to e4m3 before each product.
 
-Formulas of compressed-tensors, of the block FP8 of DeepSeek-V3 and Qwen3, and of NVIDIA's modelopt.
+The formulas of compressed-tensors, of DeepSeek-V3's and Qwen3's block FP8 and of NVIDIA's modelopt: the reference of
+faster kernels, and what a CPU runs, at 4 bytes a weight beside its one of e4m3.
 """
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -9,37 +12,60 @@ from torch.nn import functional as F
 
 from specgen.ops.weight import Weight
 
-GROUP = 128  # inputs that share a scale in block FP8
+GROUP = 128  # inputs that share a scale where there is more than one per row
 LARGEST = 448.0  # of e4m3
-_SMALLEST = 1e-12  # a scale, so that a row of zeros stays zero
+_Map = Callable[[Tensor], Tensor]
+
+
+def fp8_linear(weight: Weight, plain: Callable[[Weight], _Map]) -> _Map:
+    """``Ops.linear`` by the product of float32 matrices that ``plain`` prepares; rounded once, to the inputs' dtype."""
+    bias = None if weight.bias is None else weight.bias.float()
+    product, rounds = plain(Weight(data=dequantised(weight), bias=bias)), rounding(weight)
+    return lambda x: product(rounds(x)).to(x.dtype)
 
 
 def dequantised(weight: Weight) -> Tensor:
-    """The float32 matrix [out, in] of a weight in FP8."""
+    """The float32 matrix [..., out, in] of a weight in FP8."""
     assert weight.format == "fp8", weight.format
     assert weight.scale is not None
-    wide = weight.data.float()
-    if weight.scale.shape[1] == 1:
-        return wide * weight.scale
-    return wide * weight.scale.repeat_interleave(GROUP, 1)[:, : wide.shape[1]]
+    wide, scale = weight.data.float(), weight.scale
+    if scale.shape[-1] > 1:
+        scale = scale.repeat_interleave(GROUP, -1)[..., : wide.shape[-1]]
+    return wide.mul_(scale)
 
 
 def rounded(x: Tensor, weight: Weight) -> Tensor:
-    """``x`` [rows, in] as ``weight`` has its inputs rounded to e4m3, times the scale again, in float32."""
-    wide = x.float()
+    """``x`` [..., in] rounded to e4m3 as ``weight`` asks of its inputs, times its scales again, in float32."""
+    return rounding(weight)(x)
+
+
+def rounding(weight: Weight) -> _Map:
+    """``rounded`` for this weight, without keeping its matrix."""
     if weight.activations == "static":
-        assert weight.input_scale is not None
-        return _to_e4m3(wide, weight.input_scale)
-    if weight.activations == "token":
-        return _to_e4m3(wide, _scale(wide))
-    padded = F.pad(wide, (0, -wide.shape[-1] % GROUP))
-    padded = padded.view(*padded.shape[:-1], -1, GROUP)
-    return _to_e4m3(padded, _scale(padded)).flatten(-2)[..., : wide.shape[-1]]
+        scale = weight.input_scale
+        assert scale is not None
+        return lambda x: _to_e4m3(x.float(), scale)
+    assert weight.activations is not None
+    return _by_token if weight.activations == "token" else _by_group
+
+
+def _by_token(x: Tensor) -> Tensor:
+    wide = x.float()
+    return _to_e4m3(wide, _scale(wide))
+
+
+def _by_group(x: Tensor) -> Tensor:
+    padded = F.pad(x.float(), (0, -x.shape[-1] % GROUP))
+    padded = padded.view(*x.shape[:-1], -1, GROUP)
+    return _to_e4m3(padded, _scale(padded)).flatten(-2)[..., : x.shape[-1]]
 
 
 def _scale(x: Tensor) -> Tensor:
-    return (x.abs().amax(-1, keepdim=True) / LARGEST).clamp(min=_SMALLEST)
+    """Of each row, so that its largest magnitude becomes the largest of e4m3; 1 where all are zero."""
+    scale = x.abs().amax(-1, keepdim=True) / LARGEST
+    return torch.where(scale == 0, 1.0, scale)
 
 
 def _to_e4m3(x: Tensor, scale: Tensor) -> Tensor:
+    # before torch 2.13 a cast makes NaN of what is beyond the range
     return (x / scale).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn).float() * scale

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from specgen.kv.layout import Layout
 from specgen.ops import Map, Ops, Pair, Rope, Store
 from specgen.ops.experts import grouped_experts
-from specgen.ops.fp8 import dequantised, rounded
+from specgen.ops.fp8 import fp8_linear
 from specgen.ops.router import choice
 from specgen.ops.weight import Weight
 
@@ -33,9 +33,7 @@ def torch_ops() -> Ops:
 def linear(weight: Weight) -> Map:
     """See ``Ops.linear``."""
     if weight.format == "fp8":
-        bias = None if weight.bias is None else weight.bias.float()
-        wide = linear(Weight(data=dequantised(weight), bias=bias))
-        return lambda x: wide(rounded(x, weight)).to(x.dtype)
+        return fp8_linear(weight, linear)
     matrix, bias = weight.matrix, weight.bias
     return lambda x: F.linear(x, matrix, bias)
 

@@ -14,17 +14,19 @@ class Weight:
 
     In the format "plain", ``data`` is the matrix in the model's dtype, without scales. In "mxfp4" it is uint8
     [..., in / 2], two values of 4 bits a byte, with a scale uint8 [..., in / 32] for each 32 of them (see
-    ``ops/mxfp4.py``). In "fp8" it is float8_e4m3fn [out, in] with float32 scales [out, 1] or, one for each 128
-    inputs, [out, ceil(in / 128)], and ``activations`` says how inputs are rounded (see ``ops/fp8.py``). Another
-    quantized format would hold its values and scales likewise, and need kernels in every ``Ops`` that runs it; other
-    kernels ask for ``matrix``.
+    ``ops/mxfp4.py``). In "fp8" it is float8_e4m3fn [..., out, in] with float32 scales [..., out, 1] or, one for each
+    128 inputs, [..., out, ceil(in / 128)]; ``activations`` says which inputs share a scale when they are rounded to
+    e4m3 too (see ``ops/fp8.py``). Another quantized format would hold its values and scales likewise, and need kernels
+    in every ``Ops`` that runs it; other kernels ask for ``matrix``.
     """
 
     data: Tensor
     scale: Tensor | None = None
     bias: Tensor | None = None  # [out] or [E, out], added to the product before it is rounded
     format: Literal["plain", "mxfp4", "fp8"] = "plain"
-    activations: Literal["static", "token", "group"] | None = None  # of inputs in FP8: whose scale they share
+    activations: Literal["static", "token", "group"] | None = (
+        None  # of "fp8": all of them, a row, 128 of a row
+    )
     input_scale: Tensor | None = None  # float32 [], of static activations
 
     @classmethod
@@ -34,12 +36,11 @@ class Weight:
             return weights[0]
         biases = [each.bias for each in weights if each.bias is not None]
         assert len(biases) in (0, len(weights)), "all have a bias, or none"
-        bias = torch.cat(biases) if biases else None
-        first = weights[0]
+        bias, first = torch.cat(biases) if biases else None, weights[0]
         if first.format == "fp8":
             assert all((each.format, each.activations) == ("fp8", first.activations) for each in weights)
             scales = [each.scale for each in weights if each.scale is not None]
-            # torch has no cat of 8-bit floats on every device
+            # as bytes: torch concatenates no 8-bit floats on some devices
             data = torch.cat([each.data.view(torch.uint8) for each in weights]).view(first.data.dtype)
             return replace(first, data=data, scale=torch.cat(scales), bias=bias)
         return cls(data=torch.cat([each.matrix for each in weights]), bias=bias)

@@ -1,0 +1,180 @@
+"""Which weights of a checkpoint are in FP8 and how, by the ``quantization_config`` of its ``config.json``; no torch."""
+
+import re
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any, Literal
+
+from specgen.config import UserError, require, shown
+from specgen.models.config_fields import Raw, items, section
+
+BLOCK = 128  # rows and columns of a weight that share a scale in block FP8
+SECTIONS = ("quantization_config", "compression_config")  # the latter of older compressed-tensors
+_IGNORED = ("ignore", "exclude_modules", "modules_to_not_convert", "ignored_layers")
+_USE = "use plain weights, or FP8 of modelopt, compressed-tensors or blocks of 128x128"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fp8Config:
+    """Weights in e4m3 with scales, and how the activations before them are rounded to e4m3.
+
+    ``weights``: a scale for each tensor, output channel or block of 128x128. ``activations``: one scale of the
+    checkpoint ("static"), or the largest magnitude / 448 of each row ("token") or of each 128 values ("group").
+    """
+
+    method: str
+    weights: Literal["tensor", "channel", "block"]
+    activations: Literal["static", "token", "group"]
+    scale_name: str = "weight_scale"  # of the tensor beside "weight"
+    ignored: tuple[str, ...]  # names, wildcards or "re:" patterns of layers that are not in FP8
+
+    def ignores(self, name: str) -> bool:
+        """Whether the linear layer ``name`` is named as one that is not in FP8, alone or with all around it."""
+        return any(_matches(pattern, name) for pattern in self.ignored)
+
+    def scale_shapes(self, num_out: int, num_in: int) -> tuple[tuple[int, ...], ...]:
+        """How the scales of a weight [num_out, num_in] may be stored."""
+        if self.weights == "block":
+            return ((-(-num_out // BLOCK), -(-num_in // BLOCK)),)
+        return ((), (1,)) if self.weights == "tensor" else ((num_out, 1), (num_out,))
+
+    def __str__(self) -> str:
+        per = f"{BLOCK}x{BLOCK} block" if self.weights == "block" else self.weights
+        inputs = {
+            "static": "with the checkpoint's scale",
+            "token": "row by row",
+            "group": f"by groups of {BLOCK}",
+        }
+        return (
+            f"FP8 (e4m3, {self.method}), one scale per {per}; activations rounded {inputs[self.activations]}"
+        )
+
+
+def fp8_config(config: Raw) -> Fp8Config | None:
+    """Of a ``config.json``; None: plain weights. ``UserError`` names any other format."""
+    given = [name for name in SECTIONS if config.get(name)]
+    require(
+        len(given) < 2,
+        f"config.json has {' and '.join(given)}: keep the one that the weights were saved with",
+    )
+    if not given:
+        return None
+    raw = section(config, given[0])
+    method = raw.get("quant_method")
+    readers = {"modelopt": _modelopt, "compressed-tensors": _compressed_tensors, "fp8": _fp8}
+    if not isinstance(method, str) or method not in readers:
+        raise UserError(f"{given[0]} has the method {shown(method)}, which is not supported: {_USE}")
+    return readers[method](raw)
+
+
+def with_modelopt(config: Raw, separate: Raw) -> dict[str, Any]:
+    """``config`` with what modelopt wrote to ``hf_quant_config.json``, in the form newer versions put in both files."""
+    name = SECTIONS[0]
+    stated = section(separate, "quantization")
+    require(bool(stated), "hf_quant_config.json has no quantization: download it again")
+    known = section(config, name)
+    if not known:
+        return {**config, name: {**stated, "quant_method": "modelopt"}}
+    algorithm, other = known.get("quant_algo"), stated.get("quant_algo")
+    require(
+        algorithm == other,
+        f"hf_quant_config.json has the quant_algo {shown(other)} and config.json {shown(algorithm)}: "
+        "they are of different models, download both again",
+    )
+    return dict(config)
+
+
+def _modelopt(raw: Raw) -> Fp8Config:
+    algorithm = raw.get("quant_algo")
+    require(algorithm == "FP8", f"quant_algo is {shown(algorithm)}, which is not supported: {_USE}")
+    return Fp8Config(method="modelopt", weights="tensor", activations="static", ignored=_ignored(raw))
+
+
+def _fp8(raw: Raw) -> Fp8Config:
+    """Blocks as of DeepSeek-V3 and Qwen3, or without ``weight_block_size`` one static scale per tensor (AutoFP8)."""
+    size, scheme, kind = raw.get("weight_block_size"), raw.get("activation_scheme"), raw.get("fmt", "e4m3")
+    require(kind == "e4m3", f"fmt is {shown(kind)}, only 'e4m3' is supported: {_USE}")
+    require(
+        size in (None, [BLOCK, BLOCK]),
+        f"weight_block_size is {shown(size)}, only [{BLOCK}, {BLOCK}] is supported: {_USE}",
+    )
+    needed = "static" if size is None else "dynamic"
+    require(
+        scheme == needed,
+        f"activation_scheme is {shown(scheme)}, but with weight_block_size {shown(size)} only {needed!r} is "
+        f"supported: {_USE}",
+    )
+    if size is None:
+        return Fp8Config(method="fp8", weights="tensor", activations="static", ignored=_ignored(raw))
+    return Fp8Config(
+        method="fp8",
+        weights="block",
+        activations="group",
+        scale_name="weight_scale_inv",  # it multiplies, whatever its name says
+        ignored=_ignored(raw),
+    )
+
+
+def _compressed_tensors(raw: Raw) -> Fp8Config:
+    groups = section(raw, "config_groups")
+    require(len(groups) == 1, f"config_groups has {len(groups)} groups, only one is supported: {_USE}")
+    group = section(groups, next(iter(groups)))
+    targets = items(group, "targets")
+    require(targets == ["Linear"], f"targets is {shown(targets)}, only ['Linear'] is supported: {_USE}")
+    weights, inputs = section(group, "weights"), section(group, "input_activations")
+    both_fp8 = all((each.get("type"), each.get("num_bits")) == ("float", 8) for each in (weights, inputs))
+    require(
+        both_fp8 and not group.get("output_activations"),
+        f"compressed-tensors of the kind {_kind(weights, inputs)} is not supported: {_USE}",
+    )
+    for name, each in (("weights", weights), ("input_activations", inputs)):
+        require(
+            each.get("symmetric", True) is True, f"{name} are not symmetric, which is not supported: {_USE}"
+        )
+    sizes = (weights.get("block_structure"), inputs.get("group_size"))
+    scheme = (weights.get("strategy"), inputs.get("strategy"), bool(inputs.get("dynamic")))
+    for form in _SCHEMES:
+        if scheme == form[:3] and (form[0] != "block" or sizes == ([BLOCK, BLOCK], BLOCK)):
+            return Fp8Config(
+                method="compressed-tensors", weights=form[0], activations=form[3], ignored=_ignored(raw)
+            )
+    raise UserError(
+        f"weights have the strategy {shown(scheme[0])} and input_activations {shown(scheme[1])} "
+        f"({'dynamic' if scheme[2] else 'static'}), which is not supported: {_USE}"
+    )
+
+
+# strategies of weights and of activations, whether these are dynamic, and what the latter two mean
+_Scheme = tuple[Literal["tensor", "channel", "block"], str, bool, Literal["static", "token", "group"]]
+_SCHEMES: tuple[_Scheme, ...] = (
+    ("tensor", "tensor", False, "static"),
+    ("channel", "tensor", False, "static"),
+    ("tensor", "token", True, "token"),
+    ("channel", "token", True, "token"),
+    ("block", "group", True, "group"),
+)
+
+
+def _kind(weights: Raw, inputs: Raw) -> str:
+    """Such as W4A16 or W8A8-int."""
+    kind = "-int" if weights.get("type") == "int" and inputs else ""
+    return f"W{shown(weights.get('num_bits'))}A{shown(inputs.get('num_bits', 16))}{kind}"
+
+
+def _ignored(raw: Raw) -> tuple[str, ...]:
+    patterns = []
+    for name in _IGNORED:
+        for each in items(raw, name):
+            require(isinstance(each, str), f"{name} has {shown(each)}: it must be a list of names")
+            patterns.append(each)
+            try:
+                _matches(each, "")
+            except re.error as error:
+                raise UserError(f"{name} has {shown(each)}: it is no regular expression ({error})") from error
+    return tuple(patterns)
+
+
+def _matches(pattern: str, name: str) -> bool:
+    if pattern.startswith("re:"):
+        return re.match(pattern.removeprefix("re:"), name) is not None
+    return fnmatchcase(name, pattern) or name.startswith(f"{pattern}.")
