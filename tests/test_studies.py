@@ -72,7 +72,8 @@ def test_a_file_of_ones_own(tmp_path):
 
 def test_a_study_is_kept_with_every_setting(tmp_path):
     """``study.json`` also has the settings an arm does not set; an evaluation resumes only if it is unchanged."""
-    arms = [{"name": "a", "num_spec_tokens": "auto", "dtype": None, "temperature": 0.5}, {"name": "b"}]
+    first = {"name": "a", "num_spec_tokens": "auto", "dtype": None, "temperature": 0.5}
+    arms = [first, {"name": "b"}, {"name": "c", "kv_dtype": "fp8"}]
     settings = ("drafter_batch", "num_spec_tokens", "attention", "cuda_graphs", "dtype", "temperature")
     kept = load(tmp_path, arms=arms, limit=3).to_json()
     assert kept == {
@@ -98,6 +99,7 @@ def test_a_study_is_kept_with_every_setting(tmp_path):
         ({"arms": [{"name": "a", "attention": "flash"}]}, "use one of auto, trtllm"),
         ({"arms": [{"name": "a", "cuda_graphs": "on"}]}, "use one of auto, step"),
         ({"arms": [{"name": "a", "dtype": "fp8"}]}, "use one of auto, float32"),
+        ({"arms": [{"name": "a", "kv_dtype": "int8"}]}, "use one of auto, model, fp8"),
         ({"arms": [{"name": "a", "num_spec_tokens": 17}]}, "num-spec-tokens is 17"),
         (
             {"arms": [{"name": "a", "num_spec_tokens": "many"}]},

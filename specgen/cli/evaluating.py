@@ -25,7 +25,7 @@ _TASKS = typer.Argument(
 )
 _ENGINE = Only(
     "model drafter chat_template_kwargs num_spec_tokens draft_sampling max_prefill_tokens kv_memory device dtype "
-    "attention cuda_graphs gpu_memory_utilization prefix_cache"
+    "kv_dtype attention cuda_graphs gpu_memory_utilization prefix_cache"
 )
 
 

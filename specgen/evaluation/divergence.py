@@ -13,7 +13,7 @@ from specgen.attention import Attend
 from specgen.config import EngineConfig
 from specgen.engine.assembly import new_cache
 from specgen.engine.choices import BACKENDS
-from specgen.engine.loading import Models
+from specgen.engine.loading import Models, target_kv_dtype
 from specgen.kv.layout import Layout
 from specgen.kv.pages import PageAllocator
 
@@ -124,7 +124,7 @@ def prefill_logits(config: EngineConfig, models: Models) -> Callable[[Sequence[i
     @torch.inference_mode()
     def logits(token_ids: Sequence[int]) -> Tensor:
         pages = PageAllocator(-(-len(token_ids) // config.page_size), config.page_size)
-        cache = new_cache(config, target.config, pages, target.device)
+        cache = new_cache(target.config, pages, target_kv_dtype(config), target.device)
         table = torch.arange(1, pages.num_pages + 1, dtype=torch.int32, device=target.device)
         layout = Layout.ragged(table[None], [0], [len(token_ids)], config.page_size)
         rows = torch.tensor(token_ids, device=target.device)
