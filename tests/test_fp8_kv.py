@@ -9,18 +9,20 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
 
 from specgen.bench.bound import StepBytes
 from specgen.checkpoints.checkpoint import load_target, open_checkpoint
 from specgen.checkpoints.inspect_checkpoint import describe
 from specgen.checkpoints.kv_scheme import kv_scheme
+from specgen.cli.main import app
 from specgen.config import EngineConfig, SamplingParams, UserError
 from specgen.core.graphs import Runner
 from specgen.engine.assembly import assemble
 from specgen.engine.choices import choose_attention, kv_note, resolve
 from specgen.engine.memory import kv_page_bytes
 from specgen.engine.memory_plan import memory_plans
-from specgen.evaluation.divergence import prefill_logits
+from specgen.evaluation.divergence import Judge, prefill_logits
 from specgen.models.llama import Llama
 from tests.engines import Pair, bundled_requests, config_of, generate, load_pair, random_requests
 from tests.fp8_numbers import MODELOPT, Fp8Attend, Scales, add_scales
@@ -280,3 +282,34 @@ def test_the_bound_reads_a_byte(pair: Pair) -> None:
 def test_a_manifest_names_the_cache_only_where_it_is_fp8(pair: Pair) -> None:
     assert "kv_dtype" not in config_of(pair, kv_dtype="model").to_json()
     assert config_of(pair, kv_dtype="auto").to_json()["kv_dtype"] == "fp8"
+
+
+def test_another_cache_is_another_run(demo_path: Path, tmp_path: Path) -> None:
+    out, own, target = tmp_path / "run", tmp_path / "own.jsonl", tmp_path / "target"
+    own.write_text('{"id": "a", "prompt_token_ids": [5, 6, 7]}\n')
+    target.mkdir()
+    for file in (demo_path / "target").iterdir():
+        (target / file.name).symlink_to(file.resolve())
+
+    def run(*arguments: str) -> str:
+        """What the command complains about."""
+        names = ["--model", str(target), "--drafter", str(demo_path / "drafter"), "--dataset", str(own)]
+        found = CliRunner().invoke(app, ["generate", *names, "--output", str(out), "--quiet", *arguments])
+        return str(found.exception or "")
+
+    assert run() == ""
+    assert "kv_dtype" not in json.loads((out / "manifest.json").read_text())["engine"], (
+        "as in earlier versions"
+    )
+    assert run() == run("--kv-dtype", "model") == ""
+    assert "engine.kv_dtype (None, now fp8)" in run("--kv-dtype", "fp8")
+    (target / "hf_quant_config.json").write_text(json.dumps(MODELOPT))
+    assert "engine.kv_dtype (None, now fp8)" in run()
+    assert run("--restart") == ""
+    assert "FP8 (e4m3), as the checkpoint says" in (out / "report.html").read_text()
+    assert run("--kv-dtype", "fp8") == "", "what auto had stood for"
+
+
+def test_rounding_of_keys_and_values_explains_more(pair: Pair) -> None:
+    plain, fp8 = (Judge.of(config_of(pair, kv_dtype=name), pair.models) for name in ("model", "fp8"))
+    assert (plain.fp8_kv, fp8.fp8_kv) == (False, True)
