@@ -35,7 +35,7 @@ def rows_of_one(
         assert sinks.dtype == torch.float32
         column = sinks.view(-1, 1, 1).expand(-1, len(q), 1)
         scores = torch.cat((scores, column), -1)
-    return torch.einsum("hqk,khd->qhd", scores.softmax(-1)[..., :kv_len], values)
+    return torch.einsum("hqk,khd->qhd", scores.softmax(-1)[..., :kv_len].to(values.dtype), values)
 
 
 def causal(num_rows: int, kv_len: int, window_left: int) -> Tensor:
