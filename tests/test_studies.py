@@ -87,6 +87,16 @@ def test_a_study_is_kept_with_every_setting(tmp_path):
     }
 
 
+def test_the_arms_of_two_caches():
+    engines = {arm.name: arm.configure(ENGINE) for arm in load_study("fp8-kv").arms}
+    assert {name: (engine.draft_length.most, engine.kv_dtype) for name, engine in engines.items()} == {
+        "kv-model": (3, "model"),
+        "kv-fp8": (3, "fp8"),
+        "baseline": (0, "model"),
+        "baseline-fp8": (0, "fp8"),
+    }
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -123,7 +133,7 @@ def test_what_cannot_be_run_is_refused(tmp_path, changes, message):
 
 
 def test_an_unknown_name_lists_the_bundled_ones():
-    with pytest.raises(UserError, match=r"study is 'mine': name a JSON file, or one of vllm-25196$"):
+    with pytest.raises(UserError, match=r"study is 'mine': name a JSON file, or one of fp8-kv, vllm-25196$"):
         load_study("mine")
 
 
