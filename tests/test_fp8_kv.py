@@ -24,7 +24,7 @@ from specgen.engine.memory import kv_page_bytes
 from specgen.engine.memory_plan import memory_plans
 from specgen.evaluation.divergence import Judge, prefill_logits
 from specgen.models.llama import Llama
-from tests.engines import Pair, bundled_requests, config_of, generate, load_pair, random_requests
+from tests.engines import Pair, bundled_requests, config_of, generate, load_pair, nan_at, random_requests
 from tests.fp8_numbers import MODELOPT, Fp8Attend, Scales, add_scales
 from tests.tiny_checkpoints import write_head, write_target
 
@@ -152,6 +152,20 @@ def test_shared_pages_and_lost_ones_change_no_text(demo_pair: Pair) -> None:
     tight = generate(demo_pair, requests, kv_memory=45 * page, **settings)
     assert tight.num_preempted > 0
     assert tight.texts == roomy.texts
+
+
+def test_nan_stays_with_its_request(pair: Pair) -> None:
+    """An FP8 page can hold NaN: it is neither cut to the largest number nor left in a page that is used again."""
+    requests = random_requests(16, 128, GREEDY, lengths=(1, 12))
+    right = generate(pair, requests, max_batch_size=3).texts
+    bad = 10
+    outputs = generate(nan_at(pair, bad), requests, max_batch_size=3)
+    touched = {r.id for r in requests if bad in (*r.prompt_token_ids, *right[r.id][:-1])}
+    assert 0 < len(touched) < len(requests)
+    for request in requests:
+        completion = outputs.completions[request.id]
+        assert (completion.error is not None) == (request.id in touched)
+        assert request.id in touched or completion.token_ids == right[request.id]
 
 
 # --- what a checkpoint says -------------------------------------------------------------------------
