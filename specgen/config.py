@@ -14,6 +14,7 @@ from specgen.template_kwargs import PINNED_DATE, TemplateKwargs
 DrafterBatchName = Literal["padded", "non-padded"]
 DraftSamplingName = Literal["greedy", "probabilistic"]
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
+KVDtypeName = Literal["auto", "model", "fp8"]
 AttentionName = Literal["auto", "trtllm", "flashinfer", "sdpa", "sdpa-static"]
 GraphsName = Literal["auto", "step", "pass", "off"]
 FormatName = Literal["jsonl", "openai", "parquet"]
@@ -221,6 +222,12 @@ class EngineConfig:
     )
     device: str = option("auto", "Running", "auto, cpu, cuda or cuda:N.")
     dtype: DtypeName = option("auto", "Running", "auto: float32 on a CPU, bfloat16 on a GPU.")
+    kv_dtype: KVDtypeName = option(
+        "auto",
+        "Running",
+        "The target's KV cache. model: in --dtype; fp8: in FP8 (e4m3), which holds twice the tokens of bfloat16, with "
+        "the checkpoint's scales or without. auto: fp8 where the checkpoint says so, else model.",
+    )
     attention: AttentionName = option(
         "auto",
         "Running",
@@ -282,15 +289,25 @@ class EngineConfig:
         """The checkpoint that drafts; None for n-grams and plain decoding."""
         return self.drafter if self.draft_length.most and self.ngram is None else None
 
+    @property
+    def formats(self) -> str:
+        """The number formats of a resolved configuration, as a report names them."""
+        return self.dtype + (" with an FP8 KV cache" if self.kv_dtype == "fp8" else "")
+
     def plain(self) -> Self:
         """The same without speculation."""
         return replace(self, num_spec_tokens=0, drafter=None)
 
     def to_json(self) -> dict[str, Any]:
-        """For a manifest, with the draft length in two fields and the template's names as an object."""
-        length = self.draft_length
+        """For a manifest, with the draft length in two fields and the template's names as an object.
+
+        A KV cache in the model's format is not named, so that a run of an earlier version goes on.
+        """
+        length, fields = self.draft_length, asdict(self)
+        if self.kv_dtype != "fp8":
+            del fields["kv_dtype"]
         auto = {"num_spec_tokens": length.most, "spec_length": "auto" if length.auto else "fixed"}
-        return asdict(self) | auto | {"chat_template_kwargs": self.template_kwargs.values}
+        return fields | auto | {"chat_template_kwargs": self.template_kwargs.values}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,14 +27,15 @@ def rows_of_one(
 ) -> Tensor:
     """Rows ``q`` ``[n, Hq, D]`` of one sequence; ``seen`` is bool ``[n, kv_len]``, ``sinks`` float32 ``[Hq]``."""
     share = q.shape[1] // pages[0].shape[2]
-    keys, values = (x[pages_of.long()].flatten(0, 1)[:kv_len].repeat_interleave(share, 1) for x in pages)
+    numbers = (x.to(q.dtype)[pages_of.long()] for x in pages)  # 8-bit floats take part in no product
+    keys, values = (x.flatten(0, 1)[:kv_len].repeat_interleave(share, 1) for x in numbers)
     scores = torch.einsum("qhd,khd->hqk", q, keys) * scale
     scores = scores.masked_fill(~seen, float("-inf"))
     if sinks is not None:
         assert sinks.dtype == torch.float32
         column = sinks.view(-1, 1, 1).expand(-1, len(q), 1)
         scores = torch.cat((scores, column), -1)
-    return torch.einsum("hqk,khd->qhd", scores.softmax(-1)[..., :kv_len], values)
+    return torch.einsum("hqk,khd->qhd", scores.softmax(-1)[..., :kv_len].to(values.dtype), values)
 
 
 def causal(num_rows: int, kv_len: int, window_left: int) -> Tensor:
@@ -83,6 +84,7 @@ def trtllm_batch_decode_with_kv_cache(
     seq_lens: Tensor,
     max_seq_len: int,
     bmm1_scale: float = 1.0,
+    bmm2_scale: float = 1.0,
     window_left: int = -1,
     out: Tensor | None = None,
     kv_layout: str = "HND",
@@ -105,7 +107,7 @@ def trtllm_batch_decode_with_kv_cache(
     out = torch.empty_like(query) if out is None else out
     return decode_rows(
         query, kv_cache, block_tables, seq_lens, first_rows, bmm1_scale, window_left, mask, out, sinks
-    )
+    ).mul_(bmm2_scale)
 
 
 def xqa_batch_decode_with_kv_cache(
@@ -116,6 +118,7 @@ def xqa_batch_decode_with_kv_cache(
     seq_lens: Tensor,
     max_seq_len: int,
     bmm1_scale: float = 1.0,
+    bmm2_scale: float = 1.0,
     window_left: int = -1,
     *,
     out: Tensor,
@@ -127,9 +130,14 @@ def xqa_batch_decode_with_kv_cache(
     assert q_len_per_req > 1
     assert max_seq_len >= seq_lens.max()
     first_rows = q_cu_seq_lens.tolist()
-    return decode_rows(
+    assert q_cu_seq_lens.dtype == torch.int32
+    assert mask.shape[1:] == (2,)
+    assert len(mask) >= first_rows[-1]
+    decode_rows(
         query, kv_cache, block_tables, seq_lens, first_rows, bmm1_scale, window_left, mask, out, sinks
     )
+    out[: first_rows[-1]] *= bmm2_scale
+    return out
 
 
 class BatchPrefillWithPagedKVCacheWrapper:
@@ -192,16 +200,18 @@ class BatchPrefillWithPagedKVCacheWrapper:
         *args: Any,
         out: Tensor | None = None,
         sinks: Tensor | None = None,  # taken and ignored, as the real one does
+        k_scale: float = 1.0,
+        v_scale: float = 1.0,
     ) -> Tensor:
         out = torch.empty_like(q) if out is None else out
-        sink, scale = args if self.sinks else (None, self.scale)
+        sink, scale = args if self.sinks else (None, self.scale * k_scale)
         for b, last in enumerate(self.last_page_lens.tolist()):
             rows = slice(self.first_rows[b], self.first_rows[b + 1])
             pages = self.pages[self.first_pages[b] : self.first_pages[b + 1]]
             kv_len = (len(pages) - 1) * self.page_size + last
             seen = causal(len(q[rows]), kv_len, self.window_left)
             out[rows] = rows_of_one(q[rows], kv_cache, pages, kv_len, scale, seen, sink)
-        return out
+        return out.mul_(v_scale)
 
 
 def install(monkeypatch: pytest.MonkeyPatch, *, major: int, num_sms: int) -> None:

@@ -153,7 +153,9 @@ def test_rounding_is_in_steps_of_the_dtype(dtype: torch.dtype, largest: float) -
         return float(torch.nextafter(at, torch.tensor(torch.inf, dtype=dtype)) - at)
 
     logits = torch.tensor([0.1, largest, -0.2])
-    assert rounding(logits, dtype) == pytest.approx(8 * spacing(dtype) + 48 * spacing(torch.float32))
+    allowed = 8 * spacing(dtype) + 48 * spacing(torch.float32)
+    assert rounding(logits, dtype) == pytest.approx(allowed)
+    assert rounding(logits, dtype, fp8_kv=True) == pytest.approx(allowed + 8 * spacing(torch.bfloat16))
 
 
 def test_logits_after_a_prefix_are_those_of_transformers(

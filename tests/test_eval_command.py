@@ -233,7 +233,7 @@ def test_choices_are_compared_by_the_likeliest(tmp_path: Path, monkeypatch: pyte
         (("word_problems", "--limit", 0), "limit is 0"),
         (("word_problems", "--log-samples"), "log-samples needs a directory"),
         (("word_problems", "--data-path", "."), "only gsm8k is read from there"),
-        (("--study", "nothing"), "name a JSON file, or one of vllm-25196"),
+        (("--study", "nothing"), "name a JSON file, or one of fp8-kv, vllm-25196"),
     ],
 )
 def test_what_cannot_run_is_refused(arguments: tuple[object, ...], reason: str) -> None:

@@ -1,4 +1,4 @@
-"""Targets in FP8: read in every published layout, their logits against the formats' formulas, planted errors, refusals."""
+"""Targets in FP8: read in every published layout, logits against the formulas, planted errors, refusals."""
 
 from pathlib import Path
 from typing import Any

@@ -32,7 +32,7 @@ def plans(demo_path: Path, drafter: str | None, total: int = GIB) -> tuple[Memor
 
 def cache_bytes(model: LayerConfig, pages: PageAllocator, config: EngineConfig) -> int:
     """What an engine allocates for the cache of ``model``."""
-    cache = new_cache(config, model, pages, torch.device("cpu"))
+    cache = new_cache(model, pages, torch.bfloat16, torch.device("cpu"))
     return sum(plane.nbytes for layer in range(model.num_layers) for plane in cache.pages(layer))
 
 

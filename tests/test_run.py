@@ -355,6 +355,7 @@ def test_the_options_are_a_decision() -> None:
             "kv_memory",
             "device",
             "dtype",
+            "kv_dtype",
             "attention",
             "cuda_graphs",
             "gpu_memory_utilization",

@@ -13,7 +13,7 @@ from specgen.attention.flashinfer_paged import FlashInferBackend, _Heads, _sink_
 from specgen.attention.trtllm import TrtllmBackend
 from specgen.kv.layout import Layout
 from specgen.models.layers import LayerAttention
-from tests.test_attention_gpu import BF16, Case, World, error, ragged, uniform
+from tests.test_attention_gpu import BF16, FP8, K_SCALE, V_SCALE, Case, World, error, ragged, uniform
 
 pytestmark = [
     pytest.mark.gpu,
@@ -27,19 +27,31 @@ DECODE = {
         uniform(6, 5, 700, num_kv_heads=8, **OSS),
         uniform(3, 1, 3000, **OSS),
         uniform(1, 5, 3000, **OSS),
+        uniform(6, 1, 700, kv_dtype=FP8, **OSS),
+        uniform(3, 5, 3000, kv_dtype=FP8, **OSS),
         uniform(130, 5, 700, **OSS),  # without sinks, a pass for the unsplit kernel
     ],
     "packed": [
         ragged([5, 1, 3, 5, 2], 3000, **OSS),
         ragged([1 + i * 7 % 5 for i in range(60)], 900, **OSS),
+        ragged([5, 1, 3, 5, 2], 3000, kv_dtype=FP8, **OSS),
     ],
 }
 PREFILL = [
     ragged([33, 1, 16, 300], 300, **OSS),
     ragged([1000, 24, 1024], 3000, **OSS),
+    ragged([1000, 24, 1024], 3000, kv_dtype=FP8, **OSS),
 ]
 OTHER_HEAD = ragged([70, 5], 400, page_size=64)  # of 128 elements
-KERNELS = (("fa2", 64, True), ("fa2", 64, False), ("fa2", 128, False), ("fa3", 64, True), ("fa3", 64, False))
+KERNELS = (
+    ("fa2", 64, True, BF16),
+    ("fa2", 64, False, BF16),
+    ("fa2", 128, False, BF16),
+    ("fa3", 64, True, BF16),
+    ("fa3", 64, False, BF16),
+    ("fa2", 64, True, FP8),
+    ("fa2", 64, False, FP8),
+)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -52,13 +64,15 @@ def _compiled() -> None:
     for window in (False, True):
         for query_len, packed in ((1, False), (5, False), (5, True)):
             specs.append(gen_xqa_module(BF16, BF16, 64, 64, 8, window, BF16, query_len, packed))
-    for kernels, head_dim, windowed in KERNELS:
+        for query_len in (2, 5):
+            specs.append(gen_xqa_module(BF16, FP8, 64, 64, 8, window, BF16, query_len, True))
+    for kernels, head_dim, windowed, kv_dtype in KERNELS:
         heads = _Heads(
             num_heads=8,
             num_kv_heads=1,
             head_dim=head_dim,
             dtype=BF16,
-            kv_dtype=BF16,
+            kv_dtype=kv_dtype,
             scale=1.0,
             window_left=127 if windowed else -1,
             sinks=True,
@@ -84,7 +98,14 @@ def layers_of(case: Case, windows: Sequence[int | None] = WINDOWS) -> list[Layer
     num_heads = case.group * case.num_kv_heads
     sinks = torch.linspace(-3, 9, num_heads, device="cuda")
     return [
-        LayerAttention(index=i, scale=case.head_dim**-0.5, window=window, sinks=sinks.roll(3 * i))
+        LayerAttention(
+            index=i,
+            scale=case.head_dim**-0.5,
+            window=window,
+            sinks=sinks.roll(3 * i),
+            k_scale=K_SCALE,
+            v_scale=V_SCALE,
+        )
         for i, window in enumerate(windows)
     ]
 
@@ -96,8 +117,7 @@ def expected(world: World, layer: LayerAttention) -> Tensor:
     for table, kv_len, query_len in zip(world.tables, case.kv_lens, case.query_lens, strict=True):
         pages = table[: -(-kv_len // case.page_size)].long()
         keys, values = (
-            cache[pages].flatten(0, 1)[:kv_len].float().repeat_interleave(case.group, 1)
-            for cache in (world.keys, world.values)
+            cache[pages].flatten(0, 1)[:kv_len].repeat_interleave(case.group, 1) for cache in world.dense()
         )
         scores = torch.einsum("qhd,khd->hqk", world.q[first : first + query_len].float(), keys) * layer.scale
         behind = torch.arange(kv_len - query_len, kv_len, device="cuda")[:, None] - torch.arange(
@@ -152,7 +172,7 @@ def test_two_sizes_of_heads_in_one_process(flashinfer: FlashInferBackend) -> Non
 
 
 def test_layers_with_and_without_sinks_take_turns(trtllm: TrtllmBackend) -> None:
-    for case, kind in ((DECODE["uniform"][4], "uniform"), (PREFILL[0], "prefill")):
+    for case, kind in ((DECODE["uniform"][-1], "uniform"), (PREFILL[0], "prefill")):
         world, layers = World(case), layers_of(case, (None, 128))
         bare = [replace(layer, sinks=None) for layer in layers]
         outs = attend(trtllm, world, getattr(world, kind)(), [layers[0], bare[0], layers[1], bare[1]])

@@ -72,7 +72,8 @@ def test_a_file_of_ones_own(tmp_path):
 
 def test_a_study_is_kept_with_every_setting(tmp_path):
     """``study.json`` also has the settings an arm does not set; an evaluation resumes only if it is unchanged."""
-    arms = [{"name": "a", "num_spec_tokens": "auto", "dtype": None, "temperature": 0.5}, {"name": "b"}]
+    first = {"name": "a", "num_spec_tokens": "auto", "dtype": None, "temperature": 0.5}
+    arms = [first, {"name": "b"}, {"name": "c", "kv_dtype": "fp8"}]
     settings = ("drafter_batch", "num_spec_tokens", "attention", "cuda_graphs", "dtype", "temperature")
     kept = load(tmp_path, arms=arms, limit=3).to_json()
     assert kept == {
@@ -83,6 +84,16 @@ def test_a_study_is_kept_with_every_setting(tmp_path):
         "num_fewshot": None,
         "max_batch_size": None,
         "arms": [dict.fromkeys(settings) | arm for arm in arms],
+    }
+
+
+def test_the_arms_of_two_caches():
+    engines = {arm.name: arm.configure(ENGINE) for arm in load_study("fp8-kv").arms}
+    assert {name: (engine.draft_length.most, engine.kv_dtype) for name, engine in engines.items()} == {
+        "kv-model": (3, "model"),
+        "kv-fp8": (3, "fp8"),
+        "baseline": (0, "model"),
+        "baseline-fp8": (0, "fp8"),
     }
 
 
@@ -98,6 +109,7 @@ def test_a_study_is_kept_with_every_setting(tmp_path):
         ({"arms": [{"name": "a", "attention": "flash"}]}, "use one of auto, trtllm"),
         ({"arms": [{"name": "a", "cuda_graphs": "on"}]}, "use one of auto, step"),
         ({"arms": [{"name": "a", "dtype": "fp8"}]}, "use one of auto, float32"),
+        ({"arms": [{"name": "a", "kv_dtype": "int8"}]}, "use one of auto, model, fp8"),
         ({"arms": [{"name": "a", "num_spec_tokens": 17}]}, "num-spec-tokens is 17"),
         (
             {"arms": [{"name": "a", "num_spec_tokens": "many"}]},
@@ -121,7 +133,7 @@ def test_what_cannot_be_run_is_refused(tmp_path, changes, message):
 
 
 def test_an_unknown_name_lists_the_bundled_ones():
-    with pytest.raises(UserError, match=r"study is 'mine': name a JSON file, or one of vllm-25196$"):
+    with pytest.raises(UserError, match=r"study is 'mine': name a JSON file, or one of fp8-kv, vllm-25196$"):
         load_study("mine")
 
 

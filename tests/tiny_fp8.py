@@ -1,4 +1,4 @@
-"""Checkpoints in FP8 in the layouts they are published in, written from plain ones; and the formulas, element by element."""
+"""Checkpoints in FP8 in the layouts they are published in, written from plain ones; and the formulas, by element."""
 
 import json
 from collections.abc import Callable

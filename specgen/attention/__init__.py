@@ -44,6 +44,7 @@ class Capabilities:
     compute_majors: tuple[int, ...] | None = None  # NVIDIA's compute capability, before the dot
     dtypes: tuple[torch.dtype, ...] | None = None
     kv_dtypes: tuple[torch.dtype, ...] | None = None
+    fp8_majors: tuple[int, ...] | None = None  # as compute_majors, with FP8 pages
     page_sizes: tuple[int, ...] | None = None
     head_dims: tuple[int, ...] | None = None
     max_group: int | None = None  # heads per KV head
@@ -57,10 +58,17 @@ class Capabilities:
             install = f"pip install {self.package}-python"
             return f"needs {self.package}, which is not installed: {install}, or use --attention sdpa"
         major = torch.cuda.get_device_capability(device)[0] if self.compute_majors is not None else 0
+        fp8 = heads.kv_dtype.itemsize == 1
         checks: tuple[tuple[object, tuple[object, ...] | None, str, str], ...] = (
             (major, self.compute_majors, "GPUs of compute capability {}.x", "--attention sdpa"),
             (heads.dtype, self.dtypes, "a model in {}", "--dtype bfloat16 or --attention sdpa"),
-            (heads.kv_dtype, self.kv_dtypes, "a KV cache in {}", "the model's dtype for it"),
+            (heads.kv_dtype, self.kv_dtypes, "a KV cache in {}", "--kv-dtype model"),
+            (
+                major,
+                self.fp8_majors if fp8 else None,
+                "a KV cache in FP8 on GPUs of compute capability {}.x",
+                "--kv-dtype model or --attention sdpa",
+            ),
             (heads.page_size, self.page_sizes, "pages of {} positions", "pages of 16, 32 or 64"),
             (heads.head_dim, self.head_dims, "heads of {} elements", "--attention sdpa"),
         )
@@ -85,8 +93,8 @@ class Kernel(Protocol):
         """q ``[rows, num_heads, head_dim]`` over pages ``[num_pages, page_size, num_kv_heads, head_dim]``.
 
         Row r sees the positions of its own sequence up to its own, of these the last ``layer.window``; layers of one
-        pass may differ in it. The sum of a head's softmax has its ``layer.sinks`` beside these positions. Returns
-        ``[rows, num_heads * head_dim]``.
+        pass may differ in it. The sum of a head's softmax has its ``layer.sinks`` beside these positions. What pages
+        hold is to be multiplied by ``layer.kv_scales``. Returns ``[rows, num_heads * head_dim]``.
         """
         ...
 
@@ -120,7 +128,8 @@ class Attend:
 
     def write_kv(self, layer: LayerAttention, heads: Tensor) -> Tensor:
         """Heads of k and v, or of q before them, ``[rows, n, head_dim]``; returns the rotated q, if any."""
-        return self._store(heads, *self._cache.pages(layer.index))
+        keys, values = self._cache.pages(layer.index)
+        return self._store(heads, keys, values, *layer.kv_scales(keys))
 
     @cached_property
     def _kernel(self) -> Kernel:

@@ -51,6 +51,7 @@ class FlashInferBackend:
         compute_majors=(8, 9, 10, 12),
         dtypes=(torch.bfloat16, torch.float16),
         kv_dtypes=(torch.bfloat16, torch.float16, torch.float8_e4m3fn),
+        fp8_majors=(9, 10, 12),
         page_sizes=(16, 32, 64),
         head_dims=(64, 128, 256),
         max_group=None,
@@ -83,7 +84,7 @@ class FlashInferBackend:
             wrapper.plan(lengths, heads)
             out = torch.zeros_like(q) if lengths.num_rows < len(q) else torch.empty_like(q)
             rows = slice(lengths.num_rows)
-            wrapper.run(q[rows], (keys, values), out[rows], layer.sinks)
+            wrapper.run(q[rows], (keys, values), out[rows], layer.sinks, *layer.kv_scales(keys))
             return out.view(len(q), -1)
 
         return kernel
@@ -171,9 +172,20 @@ class _Wrapper:
         self._copied.record()
         self._planned = (lengths, heads)
 
-    def run(self, q: Tensor, pages: tuple[Tensor, Tensor], out: Tensor, sinks: Tensor | None) -> None:
+    def run(
+        self,
+        q: Tensor,
+        pages: tuple[Tensor, Tensor],
+        out: Tensor,
+        sinks: Tensor | None,
+        k_scale: float,
+        v_scale: float,
+    ) -> None:
         """Attention as planned, of rows ``[n, num_heads, head_dim]`` over pages of keys and values."""
         assert self._planned is not None
         heads = self._planned[1]
         assert heads.sinks == (sinks is not None)
-        self._inner.run(q, pages, *((sinks, heads.scale) if heads.sinks else ()), out=out)
+        own = (
+            (sinks, heads.scale * k_scale) if heads.sinks else ()
+        )  # a variant's own scale replaces the wrapper's
+        self._inner.run(q, pages, *own, out=out, k_scale=k_scale, v_scale=v_scale)

@@ -29,7 +29,8 @@ class _Group:
     def attend(self, layer: LayerAttention, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """q ``[rows, num_heads, head_dim]`` -> ``[g * q, num_heads * head_dim]``."""
         _, num_heads, head_dim = q.shape
-        dense_keys, dense_values = self._gather(keys), self._gather(values)
+        k_scale, v_scale = layer.kv_scales(keys)
+        dense_keys, dense_values = self._gather(keys, q.dtype), self._gather(values, q.dtype)
         mask = self._mask(layer.window, dense_keys.shape[2], q.dtype)
         if layer.sinks is not None:  # a position more, with a score of its own for each head and a value of 0
             dense_keys, dense_values = F.pad(dense_keys, (0, 0, 0, 1)), F.pad(dense_values, (0, 0, 0, 1))
@@ -42,14 +43,19 @@ class _Group:
             dense_keys,
             dense_values,
             attn_mask=mask,
-            scale=layer.scale,
+            scale=layer.scale * k_scale,
             enable_gqa=num_heads != keys.shape[2],
         )
+        if v_scale != 1.0:
+            out = out * v_scale
         return out.transpose(1, 2).reshape(-1, num_heads * head_dim)
 
-    def _gather(self, pages: Tensor) -> Tensor:
-        """The group's positions as a dense ``[g, num_kv_heads, p * page_size, head_dim]``."""
-        gathered = pages.flatten(1).index_select(0, self.pages)
+    def _gather(self, pages: Tensor, dtype: torch.dtype) -> Tensor:
+        """The group's positions as a dense ``[g, num_kv_heads, p * page_size, head_dim]`` of ``dtype``."""
+        numbers = (
+            pages.view(torch.uint8) if pages.dtype.itemsize == 1 else pages
+        )  # torch gathers no 8-bit floats
+        gathered = numbers.flatten(1).index_select(0, self.pages).view(pages.dtype).to(dtype)
         return gathered.view(self.size, -1, *pages.shape[2:]).transpose(1, 2)
 
     def _mask(self, window: int | None, num_positions: int, dtype: torch.dtype) -> Tensor:

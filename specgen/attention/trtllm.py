@@ -1,5 +1,7 @@
 """TensorRT-LLM's decode kernels through FlashInfer: every length is read on the device, so a call can be captured."""
 
+from functools import cache
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -45,6 +47,10 @@ class TrtllmBackend:
     FA2 kernel instead: it takes 83 us against 92 for 128 sequences of 5 rows and 300 positions, and 24.5 against
     28.3 for 32 (32 heads, 8 KV heads of 128, bfloat16, H100).
 
+    FP8 pages are read by XQA's kernel for ragged queries, also where all sequences have as many rows: the one for
+    Hopper that FlashInfer else picks by shape rounds the queries to FP8 too, so that a step with drafts and one without
+    would compute different texts.
+
     XQA is tested on an H100; the calls for trtllm-gen follow its documentation and have not been run.
     """
 
@@ -60,6 +66,7 @@ class TrtllmBackend:
         compute_majors=(9, 10, 12),
         dtypes=(torch.bfloat16, torch.float16),
         kv_dtypes=(torch.bfloat16, torch.float16, torch.float8_e4m3fn),
+        fp8_majors=(9, 10, 12),
         page_sizes=(16, 32, 64),
         head_dims=_HEAD_DIMS,
         max_group=_MAX_GROUP,
@@ -77,6 +84,7 @@ class TrtllmBackend:
         self._unsplit = UnsplitDecode(device)
         self._prefill = FlashInferBackend(device, "fa3" if major == 9 else "fa2")
         self._masks: dict[tuple[int, int], Tensor] = {}
+        self._first_rows: dict[tuple[int, int], Tensor] = {}
 
     def plan(self, layout: Layout) -> Kernel:
         if layout.host is not None:
@@ -84,17 +92,30 @@ class TrtllmBackend:
         assert layout.max_query_len <= _MAX_QUERY, layout.max_query_len
         if layout.uniform_q is not None:
             return self._uniform(layout, layout.uniform_q)
-        return self._packed_xqa(layout) if self._xqa else self._packed_trtllm_gen(layout)
+        if not self._xqa:
+            return self._packed_trtllm_gen(layout)
+        mask = causal_mask(layout.positions - layout.starts[layout.sequences])
+        return self._packed_xqa(layout, _lengths(layout), _offsets(layout), mask)
 
     def _uniform(self, layout: Layout, query_len: int) -> Kernel:
         from flashinfer.decode import trtllm_batch_decode_with_kv_cache as decode
 
-        tables, kv_lens, longest = _lengths(layout)
-        mask = self._uniform_mask(layout.num_sequences, query_len) if self._xqa and query_len > 1 else None
+        shape = layout.num_sequences, query_len
+        tables, kv_lens, longest = lengths = _lengths(layout)
+        mask = self._uniform_mask(*shape).view(*shape, 2) if self._xqa and query_len > 1 else None
         unsplit = self._unsplit.plan(layout)
+
+        @cache
+        def packed() -> Kernel:
+            return self._packed_xqa(
+                layout, lengths, self._uniform_offsets(*shape), self._uniform_mask(*shape)
+            )
 
         def kernel(layer: LayerAttention, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
             assert q.is_contiguous(), "XQA would misread it and say nothing"
+            if self._xqa and keys.dtype.itemsize == 1:
+                return packed()(layer, q, keys, values)
+            k_scale, v_scale = layer.kv_scales(keys)
             if mask is not None and self._unsplits(layout.num_sequences, query_len, layer, q, keys):
                 return unsplit(layer, q, keys, values)
             out = decode(
@@ -104,7 +125,8 @@ class TrtllmBackend:
                 tables,
                 kv_lens,
                 longest,
-                bmm1_scale=layer.scale,
+                bmm1_scale=layer.scale * k_scale,
+                bmm2_scale=v_scale,
                 window_left=window_left(layer),
                 sinks=layer.sinks,
                 kv_layout="NHD",
@@ -128,15 +150,17 @@ class TrtllmBackend:
         rows = query_len * (q.shape[1] // num_kv_heads)
         return num_sequences * num_kv_heads > self._num_sms and rows <= 64 and keys.dtype == q.dtype
 
-    def _packed_xqa(self, layout: Layout) -> Kernel:
+    def _packed_xqa(
+        self, layout: Layout, lengths: tuple[Tensor, Tensor, int], first_rows: Tensor, mask: Tensor
+    ) -> Kernel:
+        """For rows ``first_rows`` of each sequence, int32 ``[B + 1]``, whose ``mask`` is uint16 ``[rows, 2]``."""
         from flashinfer.decode import xqa_batch_decode_with_kv_cache as decode
 
-        tables, kv_lens, longest = _lengths(layout)
-        first_rows = _offsets(layout)
-        mask = causal_mask(layout.positions - layout.starts[layout.sequences])
+        tables, kv_lens, longest = lengths
         outs: list[Tensor] = []
 
         def kernel(layer: LayerAttention, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+            k_scale, v_scale = layer.kv_scales(keys)
             assert q.is_contiguous(), "XQA would misread it and say nothing"
             if not outs:  # padding rows are not written: zeros, once per pass, keep them from becoming NaN
                 outs.append(torch.zeros_like(q))
@@ -147,11 +171,12 @@ class TrtllmBackend:
                 tables,
                 kv_lens,
                 longest,
-                bmm1_scale=layer.scale,
+                bmm1_scale=layer.scale * k_scale,
+                bmm2_scale=v_scale,
                 window_left=window_left(layer),
                 sinks=layer.sinks,
                 out=outs[0],
-                q_len_per_req=layout.max_query_len,
+                q_len_per_req=max(layout.max_query_len, 2),  # it takes no rows of one each as such
                 mask=mask,
                 q_cu_seq_lens=first_rows,
             )
@@ -166,6 +191,7 @@ class TrtllmBackend:
         first_rows = _offsets(layout)
 
         def kernel(layer: LayerAttention, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+            k_scale, v_scale = layer.kv_scales(keys)
             out = decode(
                 q,
                 (keys, values),
@@ -173,7 +199,8 @@ class TrtllmBackend:
                 tables,
                 kv_lens,
                 longest,
-                bmm1_scale=layer.scale,
+                bmm1_scale=layer.scale * k_scale,
+                bmm2_scale=v_scale,
                 window_left=window_left(layer),
                 sinks=layer.sinks,
                 kv_layout="NHD",
@@ -187,15 +214,26 @@ class TrtllmBackend:
         return kernel
 
     def _uniform_mask(self, num_sequences: int, query_len: int) -> Tensor:
-        """The mask of a uniform pass, built once: ``[B, query_len, 2]``."""
+        """The mask of a uniform pass, built once: ``[B * query_len, 2]``."""
         key = (num_sequences, query_len)
         if key not in self._masks:
-            assert not torch.cuda.is_current_stream_capturing(), (
-                "run a pass of this shape before it is captured"
-            )
+            self._require_eager()
             offsets = torch.arange(query_len, device=self._workspace.device).repeat(num_sequences)
-            self._masks[key] = causal_mask(offsets).view(num_sequences, query_len, 2)
+            self._masks[key] = causal_mask(offsets)
         return self._masks[key]
+
+    def _uniform_offsets(self, num_sequences: int, query_len: int) -> Tensor:
+        """As ``_offsets``, of a uniform pass, built once."""
+        key = (num_sequences, query_len)
+        if key not in self._first_rows:
+            self._require_eager()
+            ends = torch.arange(num_sequences + 1, dtype=torch.int32, device=self._workspace.device)
+            self._first_rows[key] = ends * query_len
+        return self._first_rows[key]
+
+    def _require_eager(self) -> None:
+        capturing = torch.cuda.is_current_stream_capturing()
+        assert not capturing, "run a pass of this shape before it is captured"
 
 
 def causal_mask(offsets: Tensor) -> Tensor:

@@ -44,6 +44,7 @@ class UnsplitDecode:
 
         def kernel(layer: LayerAttention, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
             assert layer.sinks is None, "this kernel would leave them out and say nothing"
+            assert keys.dtype == q.dtype, "and so it would the scales of FP8 pages"
             planned = self._plan_for(layout, layer, q, keys)
             if planned.filled_by is not this:
                 planned.pages.view(layout.block_tables.shape).copy_(layout.block_tables)

@@ -16,6 +16,7 @@ from specgen.template_kwargs import TemplateKwargs
 _RUN_AS_MEASURED = (  # options of ``generate`` that are kept where they are not its defaults
     "device",
     "dtype",
+    "kv_dtype",
     "attention",
     "cuda_graphs",
     "gpu_memory_utilization",

@@ -75,8 +75,12 @@ class StepBytes:
     experts: ExpertSize | None = None
 
     @classmethod
-    def of(cls, models: Models) -> "StepBytes":
-        """Of a loaded target and head (if it has one), with the KV cache in the dtype of the weights."""
+    def of(cls, models: Models, kv_width: int | None = None) -> "StepBytes":
+        """Of a loaded target and head (if it has one).
+
+        ``kv_width`` is the bytes of a number in the target's KV cache, None for those of the model's dtype, which the
+        head's has in any case.
+        """
         target, width = models.target.config, models.target.dtype.itemsize
         readers = {
             role: TensorReader(checkpoint=checkpoint, dtype=models.target.dtype, device=torch.device("meta"))
@@ -87,7 +91,7 @@ class StepBytes:
         tied = target.vocab_size * target.hidden_size * width if target.tied_embeddings else 0
         sizes = cls(
             target=_read_whole(readers["model"]) + tied - (experts.total_bytes if experts else 0),
-            target_kv=KVBytes.of(target, width),
+            target_kv=KVBytes.of(target, kv_width or width),
             logits=target.vocab_size * width,
             bytes_per_value=width,
             experts=experts,

@@ -105,7 +105,7 @@ class Cell:
         )
         for layer in range(self.num_layers):
             for values in cache.pages(layer):
-                values.normal_()
+                values.copy_(torch.randn(values.shape, device=self.device))  # no 8-bit float draws its own
         return cache
 
     def rows(self, layout: Layout) -> Tensor:

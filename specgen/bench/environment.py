@@ -30,7 +30,7 @@ def conditions(config: EngineConfig, models: Models) -> Row:
     weights = "synthetic" if models.synthetic else "as trained"
     return {
         **environment(config.device),
-        "model": f"{_short(config.model)}, {config.dtype}, weights {weights}",
+        "model": f"{_short(config.model)}, {config.formats}, weights {weights}",
         "drafter": _short(str(config.drafter)),
     }
 

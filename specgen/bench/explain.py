@@ -17,7 +17,7 @@ from specgen.bench.step_table import empty_table, step_rows
 from specgen.bench.workload import kv_bytes, make_prompts
 from specgen.config import EngineConfig, require
 from specgen.engine.choices import resolve
-from specgen.engine.loading import Models, load_models, open_checkpoints
+from specgen.engine.loading import Models, load_models, open_checkpoints, target_kv_dtype
 from specgen.engine.warm_engine import WarmEngine
 from specgen.events import Event, Prefilled, Stepped, Submitted, Touched, Verified
 from specgen.report.table import Row
@@ -68,7 +68,7 @@ def explain(job: StepJob) -> Iterator[BenchTable]:
     bandwidth = copy_bandwidth(config.device)
     free_memory()
     models = load_models(config, checkpoints)
-    limit, sizes = models.target.config.max_positions, StepBytes.of(models)
+    limit, sizes = models.target.config.max_positions, StepBytes.of(models, target_kv_dtype(config).itemsize)
     longest = job.prompt_tokens + job.workload.max_new_tokens
     require(longest <= limit, f"prompt-tokens is {job.prompt_tokens}: with {longest - limit} less, texts fit")
     device = DeviceSpeed(

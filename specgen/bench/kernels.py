@@ -117,6 +117,12 @@ def _backends(job: KernelJob) -> tuple[TimedBackends, tuple[str, ...]]:
     return TimedBackends(timed=timed, check=check), tuple(f"not timed: {reason}" for reason in reasons)
 
 
+def _named(heads: Heads) -> str:
+    """The number formats."""
+    fp8 = " with an FP8 KV cache" if heads.kv_dtype.itemsize == 1 else ""
+    return str(heads.dtype).removeprefix("torch.") + fp8
+
+
 def _room(device: torch.device) -> int:
     """Bytes available for KV caches; the rest is for activations."""
     return _CPU_BYTES if device.type == "cpu" else int(0.9 * torch.cuda.mem_get_info(device)[0])
@@ -136,7 +142,7 @@ def _conditions(job: KernelJob, backends: TimedBackends, bandwidth: float) -> Ro
     return {
         **environment(str(job.device)),
         "shape": f"{heads.num_heads} heads, {heads.num_kv_heads} KV heads of {heads.head_dim}, "
-        f"{str(heads.dtype).removeprefix('torch.')}, pages of {heads.page_size} anywhere in a pool",
+        f"{_named(heads)}, pages of {heads.page_size} anywhere in a pool",
         "values": f"random; lengths from {heads.max_query_len} to max_seq_len, the last is max_seq_len",
         "time": f"{timed} over up to {MOST_LAYERS} layers, {cold} MiB of KV or more, so that no cache "
         "holds them; without planning",

@@ -25,7 +25,7 @@ from specgen.bench.rounds import Rounds, kept_rounds, record_of
 from specgen.bench.throughput_table import Result, table
 from specgen.bench.turns import Turns, Watch, nobody
 from specgen.config import EngineConfig, require
-from specgen.engine.loading import load_models
+from specgen.engine.loading import load_models, target_kv_dtype
 from specgen.report.table import Row
 from specgen.report.terminal import Part
 
@@ -121,7 +121,9 @@ def yardstick_of(ready: Prepared) -> Yardstick:
     bandwidth = copy_bandwidth(ready.base.device)
     free_memory()
     return Yardstick(
-        sizes=StepBytes.of(ready.models), bytes_per_second=bandwidth, known=KnownText.of(ready.models)
+        sizes=StepBytes.of(ready.models, target_kv_dtype(ready.base).itemsize),
+        bytes_per_second=bandwidth,
+        known=KnownText.of(ready.models),
     )
 
 

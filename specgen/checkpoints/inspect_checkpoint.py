@@ -17,6 +17,7 @@ from specgen.checkpoints.checkpoint import (
     open_checkpoint,
     target_config,
 )
+from specgen.checkpoints.kv_scheme import FP8, kv_scheme
 from specgen.checkpoints.tensor_reader import Checkpoint, TensorReader
 from specgen.config import NGRAM_BYTES, UserError, ngram_length, require
 from specgen.models.families import is_head
@@ -34,7 +35,8 @@ class Weights:
     num_bytes: int
     num_files: int
     dtypes: tuple[str, ...]
-    kv_bytes_per_token: int  # in the floating point dtype that most parameters have
+    kv_bytes_per_token: int  # in the floating point dtype that most parameters have, or in FP8
+    fp8_kv: bool  # as the checkpoint says
 
     @classmethod
     def of(cls, checkpoint: Checkpoint, config: LayerConfig) -> "Weights":
@@ -49,12 +51,15 @@ class Weights:
                 sizes["mxfp4"] = sizes.get("mxfp4", 0) + 2 * prod(info.shape) * name.endswith("_blocks")
         dtypes = sorted(sizes, key=lambda name: -sizes[name])
         width = {name: int(getattr(torch, name).itemsize) for name in dtypes if name != "mxfp4"}
+        fp8 = isinstance(config, TargetConfig) and kv_scheme(checkpoint) == FP8
+        kv_width = 1 if fp8 else next(iter(width.values()), 4)
         return cls(
             num_parameters=sum(sizes.values()),
             num_bytes=packed + sum(sizes[name] * each for name, each in width.items()),
             num_files=len(checkpoint.files),
             dtypes=tuple(dtypes),
-            kv_bytes_per_token=config.kv_spec.bytes_per_token(next(iter(width.values()), 4)),
+            kv_bytes_per_token=config.kv_spec.bytes_per_token(kv_width),
+            fp8_kv=fp8,
         )
 
 
@@ -75,7 +80,10 @@ class Inspection:
     def facts(self) -> dict[str, str]:
         """Texts by label, for a terminal."""
         kept = ", also in layers with a window: their pages are kept in full"
-        kv_cache = f"{self.weights.kv_bytes_per_token:,} bytes per token{kept * any(self.config.windows)}"
+        fp8 = " in FP8, as the checkpoint says" * self.weights.fp8_kv
+        kv_cache = (
+            f"{self.weights.kv_bytes_per_token:,} bytes per token{fp8}{kept * any(self.config.windows)}"
+        )
         return {**self.config.facts(), "weights": _size(self.weights), "KV cache": kv_cache}
 
     def to_json(self) -> dict[str, Any]:

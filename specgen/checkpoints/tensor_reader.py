@@ -65,6 +65,16 @@ class TensorReader:
         fits = info is not None and prod(info.shape) == length
         return self(name, info.shape if fits and info is not None else (length,)).flatten()
 
+    def scalar(self, name: str) -> float:
+        info = self.checkpoint.tensors[name]
+        require(
+            prod(info.shape) == 1,
+            f"{self.checkpoint.name}: {name} has shape {shown(list(info.shape))}: one number is supported",
+        )
+        info = self._float(name, info.shape)
+        self.taken[name] = 0  # it stays on the host
+        return 1.0 if self.device.type == "meta" else float(read_tensor(name, info))
+
     def stacked(self, names: Sequence[Sequence[str]], shape: tuple[int, int]) -> Weight:
         every = [name for group in names for name in group]
         fp8 = self._format(every)

@@ -88,7 +88,7 @@ def kernels(
     head_dim: int = option(128, "Table", "Elements per head.", least=1),
     num_spec_tokens: int = option(4, "Table", "Drafts, K: passes of K+1 rows are timed too."),
     page_size: int = option(64, "Table", "Tokens per page.", least=1),
-    engine: Annotated[EngineConfig, Only("dtype device")],
+    engine: Annotated[EngineConfig, Only("dtype kv_dtype device")],
     repeats: int = option(20, "Table", _REPEATS),
     output: Path | None = _OUTPUT,
     as_json: bool = AS_JSON,
@@ -101,7 +101,7 @@ def kernels(
     from specgen.bench.kernels import KernelJob, measure
     from specgen.device import choose_device
     from specgen.engine.choices import choose_dtype
-    from specgen.engine.loading import DTYPES
+    from specgen.engine.loading import DTYPES, FP8
 
     device = choose_device(engine.device)
     number_format = DTYPES[choose_dtype(engine.dtype, device)]
@@ -112,7 +112,7 @@ def kernels(
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
             dtype=number_format,
-            kv_dtype=number_format,
+            kv_dtype=FP8 if engine.kv_dtype == "fp8" else number_format,
             page_size=page_size,
             max_query_len=num_spec_tokens + 1,
         ),
@@ -186,7 +186,7 @@ def throughput(
     engine: Annotated[
         EngineConfig,
         Only(
-            "model drafter chat_template_kwargs num_spec_tokens max_prefill_tokens device dtype attention "
+            "model drafter chat_template_kwargs num_spec_tokens max_prefill_tokens device dtype kv_dtype attention "
             "cuda_graphs gpu_memory_utilization",
             _PREFILL,
         ),
@@ -234,7 +234,10 @@ def step(
     num_spec_tokens: int = option(4, "Speculation", "Draft tokens per step, K: 1 to 16."),
     engine: Annotated[
         EngineConfig,
-        Only("model drafter drafter_batch max_prefill_tokens device dtype attention cuda_graphs", _PREFILL),
+        Only(
+            "model drafter drafter_batch max_prefill_tokens device dtype kv_dtype attention cuda_graphs",
+            _PREFILL,
+        ),
     ],
     output: Path | None = _OUTPUT,
     as_json: bool = AS_JSON,

@@ -25,7 +25,7 @@ _TASKS = typer.Argument(
 )
 _ENGINE = Only(
     "model drafter chat_template_kwargs num_spec_tokens draft_sampling max_prefill_tokens kv_memory device dtype "
-    "attention cuda_graphs gpu_memory_utilization prefix_cache"
+    "kv_dtype attention cuda_graphs gpu_memory_utilization prefix_cache"
 )
 
 
@@ -37,7 +37,7 @@ def evaluate(
     study: str | None = option(
         None,
         "Study",
-        "A bundled study (vllm-25196) or a JSON file: tasks, arms, limit, shots and batch in one, such as "
+        "A bundled study (fp8-kv, vllm-25196) or a JSON file: tasks, arms, limit, shots and batch in one, such as "
         '{"tasks": ["gsm8k"], "arms": [{"name": "K2", "num_spec_tokens": 2}, {"name": "off", "num_spec_tokens": 0}]}; '
         "docs/formats.md has all fields.",
     ),

@@ -12,7 +12,7 @@ import typer
 from specgen.cli.comparing import print_comparison, read_comparison
 from specgen.cli.options import AS_JSON, FORMAT, with_options
 from specgen.cli.printing import print_notes_and_exit, print_parts, print_result
-from specgen.config import FormatName, parse_bytes, require
+from specgen.config import FormatName, KVDtypeName, parse_bytes, require
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -148,6 +148,9 @@ def inspect(
             show_default=False,
         ),
     ] = None,
+    kv_dtype: Annotated[
+        KVDtypeName, typer.Option(help="Of the target's KV cache in that plan, as for `specgen generate`.")
+    ] = "auto",
     as_json: _Json = False,
 ) -> None:
     """Say what a checkpoint is, how it is read, and whether target and head fit."""
@@ -155,12 +158,15 @@ def inspect(
     from specgen.report.terminal import width_of
 
     total = None if gpu is None else parse_bytes(gpu, "gpu")
+    require(
+        gpu is not None or kv_dtype == "auto", "kv-dtype is of the plan for a GPU: add --gpu with its memory"
+    )
     description = describe(path, other)
     document, parts = description.to_json(), list["Part"]()
     if total is not None and not description.misfits:
         from specgen.engine.memory_plan import memory_plans, of_plans
 
-        plans = memory_plans(*description.pair(), total)
+        plans = memory_plans(*description.pair(), total, kv_dtype)
         document["memory_plan"] = [plan.to_json() for plan in plans]
         parts = [*of_plans(plans)]
     if as_json:

@@ -21,6 +21,7 @@ _DECISIVE = (  # for acceptance; the others, such as the batch, the device or a 
     "engine.spec_length",
     "engine.draft_sampling",
     "engine.dtype",
+    "engine.kv_dtype",
     "engine.chat_template_kwargs.",
     "sampling.",
     "fingerprints.model",

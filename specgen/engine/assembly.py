@@ -23,7 +23,7 @@ from specgen.decoding.drafting import (
 )
 from specgen.decoding.ngram import NgramDrafter
 from specgen.engine.choices import BACKENDS
-from specgen.engine.loading import DTYPES, Models
+from specgen.engine.loading import Models, target_kv_dtype
 from specgen.events import Event
 from specgen.kv.kv_cache import KVCache
 from specgen.kv.pages import PageAllocator
@@ -47,7 +47,7 @@ def assemble(
         config=target.config,
         steps=Steps(
             target=target,
-            cache=new_cache(config, target.config, allocator, target.device),
+            cache=new_cache(target.config, allocator, target_kv_dtype(config), target.device),
             backend=backend,
             drafter=drafter,
             runner=runner,
@@ -73,14 +73,14 @@ def assemble(
 
 
 def new_cache(
-    config: EngineConfig, model: LayerConfig, allocator: PageAllocator, device: torch.device
+    model: LayerConfig, allocator: PageAllocator, dtype: torch.dtype, device: torch.device
 ) -> KVCache:
-    """A cache for ``model`` with as many pages as ``allocator`` gives out."""
+    """A cache of ``dtype`` for ``model`` with as many pages as ``allocator`` gives out."""
     return KVCache(
         spec=model.kv_spec,
         num_pages=allocator.num_pages + 1,  # page 0 is for padding rows
         page_size=allocator.page_size,
-        dtype=DTYPES[config.dtype],
+        dtype=dtype,
         device=device,
     )
 
@@ -99,7 +99,7 @@ def _drafter(config: EngineConfig, models: Models, backend: Backend, allocator: 
     non_padded = NonPaddedBatch() if backend.capabilities.needs_host_lens else PackedBatch()
     return HeadDrafter(
         head=models.head,
-        cache=new_cache(config, models.head.config, allocator, models.target.device),
+        cache=new_cache(models.head.config, allocator, models.target.dtype, models.target.device),
         backend=backend,
         batch=PaddedBatch() if config.drafter_batch == "padded" else non_padded,
         choice=GreedyDrafts(models.head.argmax) if config.draft_sampling == "greedy" else SampledDrafts(),

@@ -9,10 +9,21 @@ from specgen.attention.flashinfer_paged import FlashInferBackend
 from specgen.attention.sdpa import SdpaBackend, StaticSdpaBackend
 from specgen.attention.trtllm import TrtllmBackend
 from specgen.checkpoints.checkpoint import drafter_config, target_config
-from specgen.config import AttentionName, DtypeName, EngineConfig, GraphsName, UserError, require
+from specgen.checkpoints.kv_scheme import FP8, kv_scheme
+from specgen.checkpoints.tensor_reader import Checkpoint
+from specgen.config import (
+    AttentionName,
+    DtypeName,
+    EngineConfig,
+    GraphsName,
+    KVDtypeName,
+    UserError,
+    require,
+    shown,
+)
 from specgen.core.graphs import PassGraphs, Runner, StepGraphs
 from specgen.device import choose_device
-from specgen.engine.loading import DTYPES, Checkpoints
+from specgen.engine.loading import DTYPES, Checkpoints, target_kv_dtype
 from specgen.models.model_config import LayerConfig
 from specgen.text.chat_template import calls_for_date, today
 
@@ -36,7 +47,9 @@ def resolve(config: EngineConfig, checkpoints: Checkpoints) -> EngineConfig:
     """
     device = choose_device(config.device)
     kind, dtype = device.type, choose_dtype(config.dtype, device)
-    attention, _ = choose_attention(replace(config, device=str(device), dtype=dtype), checkpoints)
+    kv_dtype = choose_kv_dtype(config.kv_dtype, checkpoints["model"])
+    config = replace(config, device=str(device), dtype=dtype, kv_dtype=kv_dtype)
+    attention, _ = choose_attention(config, checkpoints)
     capabilities = BACKENDS[attention].capabilities
     graphs = config.cuda_graphs
     if graphs == "auto":
@@ -51,8 +64,6 @@ def resolve(config: EngineConfig, checkpoints: Checkpoints) -> EngineConfig:
         config,
         chat_template_kwargs=config.template_kwargs.with_date(today()) if dated else config.template_kwargs,
         drafter=config.drafter if config.ngram is None else f"ngram:{config.ngram}",
-        device=str(device),
-        dtype=dtype,
         attention=attention,
         cuda_graphs=graphs,
         page_size=config.page_size or capabilities.page_size,
@@ -66,8 +77,29 @@ def choose_dtype(name: DtypeName, device: torch.device) -> DtypeName:
     return name
 
 
+def choose_kv_dtype(name: KVDtypeName, target: Checkpoint) -> KVDtypeName:
+    """What ``name`` stands for with this target; ``UserError`` where the scales of its KV cache are not for FP8."""
+    scheme = kv_scheme(target)
+    if name == "auto":
+        return "fp8" if scheme == FP8 else "model"
+    require(
+        name == "model" or scheme in (None, FP8),
+        f"kv-dtype is {name!r} but {target.name} has scales for a KV cache of {shown(scheme)}: use --kv-dtype model",
+    )
+    return name
+
+
+def kv_note(config: EngineConfig, asked: EngineConfig) -> dict[str, str]:
+    """What a report says of the KV cache of a resolved ``config``; nothing where it is in the model's format."""
+    if config.kv_dtype != "fp8":
+        return {}
+    why = "as asked" if asked.kv_dtype == "fp8" else "as the checkpoint says"
+    head = f"; the head's in {config.dtype}" if config.head is not None else ""
+    return {"KV cache": f"FP8 (e4m3), {why}{head}"}
+
+
 def choose_attention(config: EngineConfig, checkpoints: Checkpoints) -> tuple[AttentionName, str]:
-    """The backend that ``config``, whose device and dtype are resolved, runs on, and why that one."""
+    """The backend that ``config``, whose device and number formats are resolved, runs on, and why that one."""
     device = torch.device(config.device)
     names = _AUTO[device.type] if config.attention == "auto" else (config.attention,)
     heads, passed_over = _heads(config, checkpoints), list[str]()
@@ -90,20 +122,22 @@ def choose_attention(config: EngineConfig, checkpoints: Checkpoints) -> tuple[At
 
 def _heads(config: EngineConfig, checkpoints: Checkpoints) -> list[Heads]:
     """What target and, where one drafts, head ask of attention, from their checkpoints' headers."""
-    models: list[LayerConfig] = [target_config(checkpoints["model"])]
-    if config.head is not None:
-        models.append(drafter_config(checkpoints["drafter"], None))
     dtype = DTYPES[config.dtype]
+    models: list[tuple[LayerConfig, torch.dtype]] = [
+        (target_config(checkpoints["model"]), target_kv_dtype(config))
+    ]
+    if config.head is not None:
+        models.append((drafter_config(checkpoints["drafter"], None), dtype))
     return [
         Heads(
             num_heads=model.num_heads,
             num_kv_heads=model.num_kv_heads,
             head_dim=model.head_dim,
             dtype=dtype,
-            kv_dtype=dtype,
+            kv_dtype=kv_dtype,
             page_size=config.page_size,
             max_query_len=config.draft_length.most + 1,
             sinks=model.sinks,
         )
-        for model in models
+        for model, kv_dtype in models
     ]

@@ -14,6 +14,7 @@ from specgen.models.protocols import Head, Target
 from specgen.text.tokenizer import Tokenizer, load_tokenizer
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+FP8 = torch.float8_e4m3fn
 Checkpoints = Mapping[str, Checkpoint]  # "model" and, where a head drafts, "drafter"
 
 
@@ -30,6 +31,15 @@ class Models:
     def synthetic(self) -> bool:
         """Whether the target says that its weights were made for measurements and not trained."""
         return _is_synthetic(self.checkpoints["model"])
+
+
+def target_kv_dtype(config: EngineConfig) -> torch.dtype:
+    """Of the pages of the target in a resolved ``config``; those of a head are in the model's own format.
+
+    A head has few layers, and no checkpoint says what its keys and values are to be divided by.
+    """
+    assert config.kv_dtype != "auto", "kv_dtype is not resolved"
+    return FP8 if config.kv_dtype == "fp8" else DTYPES[config.dtype]
 
 
 def described(model: str, checkpoint: Checkpoint) -> str:

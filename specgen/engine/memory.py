@@ -9,7 +9,7 @@ from specgen.config import NGRAM_BYTES, EngineConfig, SamplingParams, require
 from specgen.core.graphs import Runner
 from specgen.core.sequence import Request
 from specgen.engine.assembly import assemble
-from specgen.engine.loading import DTYPES, Models
+from specgen.engine.loading import DTYPES, Models, target_kv_dtype
 from specgen.models.model_config import LayerConfig
 
 DRAWN = SamplingParams(temperature=1.0)  # what an engine prepares for by default
@@ -42,12 +42,12 @@ def kv_page_bytes(config: EngineConfig, models: Models) -> int:
 
 def page_bytes(config: EngineConfig, target: LayerConfig, head: LayerConfig | None) -> int:
     """The same of models that are not loaded."""
-    specs = [target.kv_spec]
+    total = target.kv_spec.bytes_per_token(target_kv_dtype(config).itemsize)
     if config.head is not None and head is not None:
-        specs.append(head.kv_spec)
-    text = 0 if config.ngram is None else NGRAM_BYTES
-    width = DTYPES[config.dtype].itemsize
-    return config.page_size * (text + sum(spec.bytes_per_token(width) for spec in specs))
+        total += head.kv_spec.bytes_per_token(DTYPES[config.dtype].itemsize)
+    if config.ngram is not None:
+        total += NGRAM_BYTES
+    return config.page_size * total
 
 
 def _memory_for_kv(config: EngineConfig, models: Models, expected: SamplingParams) -> int:

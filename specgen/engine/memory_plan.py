@@ -2,7 +2,7 @@
 
 from bisect import bisect_left
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from types import SimpleNamespace
 from typing import Any, cast
@@ -13,8 +13,9 @@ from specgen.attention.trtllm import TrtllmBackend
 from specgen.attention.workspaces import DECODE_BYTES
 from specgen.checkpoints.checkpoint import build_head, build_target, drafter_config, target_config
 from specgen.checkpoints.tensor_reader import Checkpoint, TensorReader
-from specgen.config import EngineConfig
+from specgen.config import EngineConfig, KVDtypeName
 from specgen.display import count
+from specgen.engine.choices import choose_kv_dtype
 from specgen.engine.loading import DTYPES, open_checkpoints
 from specgen.engine.memory import page_bytes
 from specgen.models.model_config import HeadConfig, TargetConfig
@@ -117,7 +118,9 @@ class MemoryPlan:
         }
 
 
-def memory_plans(model: str, drafter: str | None, total: int) -> tuple[MemoryPlan, ...]:
+def memory_plans(
+    model: str, drafter: str | None, total: int, kv_dtype: KVDtypeName = "auto"
+) -> tuple[MemoryPlan, ...]:
     """The plans by K on a GPU of ``total`` bytes, else as by default; without ``drafter`` that of plain decoding.
 
     ``UserError`` for a pair that does not fit together.
@@ -125,6 +128,8 @@ def memory_plans(model: str, drafter: str | None, total: int) -> tuple[MemoryPla
     lengths = _LENGTHS if drafter is not None else _LENGTHS[:1]
     configs = [_config(model, drafter, k) for k in lengths]
     checkpoints = open_checkpoints(configs[-1])
+    kv_dtype = choose_kv_dtype(kv_dtype, checkpoints["model"])
+    configs = [replace(config, kv_dtype=kv_dtype) for config in configs]
     target, weights = _target(checkpoints["model"], configs[0])
     head = _head(checkpoints["drafter"], configs[0], target) if "drafter" in checkpoints else None
     return tuple(
@@ -194,7 +199,7 @@ def of_plans(plans: tuple[MemoryPlan, ...]) -> Iterator[Part]:
     first, config = plans[0], plans[0].config
     share = f"{config.gpu_memory_utilization:g} of {first.total / _GIB:,.1f} GiB"
     yield (
-        f"Memory plan for {share} (--gpu-memory-utilization), {config.dtype}, pages of {config.page_size} positions, "
+        f"Memory plan for {share} (--gpu-memory-utilization), {config.formats}, pages of {config.page_size} positions, "
         f"prefill of {count(config.max_prefill_tokens)} tokens:"
     )
     yield Table(title="Memory plan", columns=_COLUMNS, rows=tuple(plan.to_json() for plan in plans))

@@ -119,7 +119,7 @@ def audit(job: AuditJob, progress: Progress) -> Audit:
     )
     return Audit(
         reference=first,
-        dtype=config.dtype,
+        dtype=config.formats,
         arms=tuple(_compare(arm, decode(arm), answered, target) for arm in others),
         failures=tuple(failures),
         manifest=_manifest(job, config, models),

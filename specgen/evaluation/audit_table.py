@@ -101,7 +101,7 @@ def _heading(audit: Mapping[str, Any]) -> str:
     lines = [
         f"model {engine['model']}",
         f"drafter {engine['drafter']}, draft tokens (K) {drafts}",
-        f"runs on {engine['device']}, {engine['dtype']}, attention {engine['attention']}",
+        f"runs on {engine['device']}, {audit['dtype']}, attention {engine['attention']}",
         f"compared with {reference['name']} decoding, batch {reference['batch_size']}, greedy",
     ]
     lines += [f"{several(len(failures), 'prompt')} could not be run, not compared"] if failures else []

@@ -12,6 +12,7 @@ from specgen.json_fields import check_fields, check_keys, load_json
 from specgen.spelling import did_you_mean
 
 _SETTINGS = ("drafter_batch", "num_spec_tokens", "attention", "cuda_graphs", "dtype", "temperature")
+_LATER = ("kv_dtype",)  # kept only where they are set, so that an evaluation of an earlier version goes on
 _NAMED = {"padded": "padded", "non-padded": "non-padded", "baseline": "plain"}  # name: decoding
 ALL_NAMED = ",".join(_NAMED)
 
@@ -34,7 +35,7 @@ def arm_of(value: object) -> Arm:
     decoding) or ``auto``.
     """
     try:
-        known = check_keys(value, needed={"name"}, known={"name", *_SETTINGS})
+        known = check_keys(value, needed={"name"}, known={"name", *_SETTINGS, *_LATER})
     except UserError as error:
         raise UserError(f"of the arm {shown(value)} {error}") from error
     name = known.pop("name")

@@ -176,7 +176,7 @@ class StudyRun:
             **({"template": str(chats)} if job.apply_chat_template and chats != TemplateKwargs() else {}),
             "shots": "as the task says" if few is None else str(few),
             "samples": "all of a task" if limit is None else f"the first {limit} of a task",
-            "runs on": _every(f"{config.device}, {config.dtype}" for config in configs),
+            "runs on": _every(f"{config.device}, {config.formats}" for config in configs),
             "attention": _every(config.attention for config in configs),
             "batch": f"at most {job.engine.max_batch_size}",
             "arms": " · ".join(arm.name for arm in study.arms),
@@ -192,7 +192,7 @@ class StudyRun:
             "arm": arm.name,
             **shared,
             "draft tokens (K)": str(config.draft_length),
-            "runs on": f"{config.device}, {config.dtype}",
+            "runs on": f"{config.device}, {config.formats}",
             "attention": config.attention,
             **({} if config.head is None else {"drafter batch": config.drafter_batch}),
         }
@@ -235,7 +235,7 @@ class StudyRun:
         texts = RunTexts(lm.texts)
         run = ArmRun(
             name=arm.name,
-            dtype=config.dtype,
+            dtype=config.formats,
             seconds=lm.seconds,
             report=_folded(files, config.draft_length.most, texts),
             samples=tuple(samples(results["samples"], lm.generated)),

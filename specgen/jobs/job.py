@@ -8,7 +8,7 @@ from typing import Any
 from specgen.checkpoints.checkpoint import fingerprint
 from specgen.config import Cluster, EngineConfig, EventsName, FormatName, SamplingParams, require
 from specgen.display import from_here, several
-from specgen.engine.choices import choose_attention
+from specgen.engine.choices import choose_attention, kv_note
 from specgen.engine.loading import Checkpoints, described
 from specgen.jobs.prompt_index import PromptIndex
 from specgen.jobs.shard import WHOLE, Shard
@@ -125,6 +125,7 @@ def _settings(job: Job, config: EngineConfig, checkpoints: Checkpoints, num_prom
         **({} if config.template_kwargs == TemplateKwargs() else {"template": str(config.template_kwargs)}),
         "sampling": f"{how}, at most {sampling.max_tokens} new tokens, seed {sampling.seed}",
         "runs on": f"{config.device}, {config.dtype}",
+        **kv_note(config, job.engine),
         "attention": f"{config.attention}: {why}",
         **({} if job.cluster is None else {"workers": f"{job.cluster.num_workers} on Ray, at once"}),
         **({} if config.device == "cpu" else {"CUDA graphs": config.cuda_graphs}),

@@ -10,6 +10,8 @@ from specgen.models.config_fields import Raw, items, section
 
 BLOCK = 128  # rows and columns of a weight that share a scale in block FP8
 SECTIONS = ("quantization_config", "compression_config")  # the latter of older compressed-tensors
+_OF_WEIGHTS = ("quant_algo", "config_groups", "activation_scheme")
+_OF_CACHE = ("kv_cache_quant_algo", "kv_cache_scheme")
 _IGNORED = ("ignore", "exclude_modules", "modules_to_not_convert", "ignored_layers")
 _USE = "use plain weights, or FP8 of modelopt, compressed-tensors or blocks of 128x128"
 
@@ -64,6 +66,9 @@ def fp8_config(config: Raw) -> Fp8Config | None:
     readers = {"modelopt": _modelopt, "compressed-tensors": _compressed_tensors, "fp8": _fp8}
     if not isinstance(method, str) or method not in readers:
         raise UserError(f"{given[0]} has the method {shown(method)}, which is not supported: {_USE}")
+    raw = {**raw, **section(raw, "quantization")}  # modelopt may nest it
+    if not any(raw.get(name) for name in _OF_WEIGHTS) and any(raw.get(name) for name in _OF_CACHE):
+        return None  # of the KV cache alone
     return readers[method](raw)
 
 

@@ -7,6 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from specgen.models.kv_scales import kv_scale
 from specgen.models.mixture import Mixture
 from specgen.models.model_config import LayerConfig
 from specgen.models.take import Take
@@ -21,9 +22,20 @@ class LayerAttention:
     scale: float  # of q . k
     window: int | None = None  # positions that a row sees, its own included; None: all
     sinks: Tensor | None = None  # [Hq] float32: logits of no position, in the softmax's sum alone (GPT-OSS)
+    k_scale: float = 1.0  # a key is its number in an FP8 page times this; see ``kv_scales``
+    v_scale: float = 1.0
 
     def __post_init__(self) -> None:
         assert self.window is None or self.window >= 1, self.window
+        assert self.k_scale > 0, self.k_scale
+        assert self.v_scale > 0, self.v_scale
+
+    def kv_scales(self, pages: Tensor) -> tuple[float, float]:
+        """What keys and values are divided by on their way into ``pages`` and multiplied by on their way out.
+
+        Pages in the model's number format hold them as they are.
+        """
+        return (self.k_scale, self.v_scale) if pages.dtype.itemsize == 1 else (1.0, 1.0)
 
 
 class Attend(Protocol):
@@ -102,7 +114,12 @@ class Attention:
             qkv=Projection.build(config, heads, width, prefix, take, ops),
             out=ops.linear_parts(take.linear({out: config.hidden_size}, q_rows, bias=config.o_bias)),
             layer=LayerAttention(
-                index=index, scale=config.head_dim**-0.5, window=config.window(index), sinks=sinks
+                index=index,
+                scale=config.head_dim**-0.5,
+                window=config.window(index),
+                sinks=sinks,
+                k_scale=kv_scale("k", f"{prefix}self_attn.", take),
+                v_scale=kv_scale("v", f"{prefix}self_attn.", take),
             ),
         )
 

@@ -14,13 +14,6 @@ from specgen.models.take import Take
 from specgen.ops import Map, Norm, Ops, Rope
 from specgen.ops.weight import Weight
 
-_UNUSED = (
-    "rotary_emb.inv_freq",
-    *("k_scale", "v_scale"),  # as compressed-tensors names them, then modelopt, then vLLM
-    *("k_proj.k_scale", "v_proj.v_scale"),
-    *("attn.k_scale", "attn.v_scale"),
-)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Llama:
@@ -100,8 +93,7 @@ class Llama:
 
 
 def ignored_tensors(config: TargetConfig) -> frozenset[str]:
-    """Tensors in some checkpoints that no pass uses: rotary tables, a tied head's copy, scales of an FP8 KV cache."""
-    layers = range(config.num_layers)
-    names = {f"model.layers.{index}.self_attn.{name}" for index in layers for name in _UNUSED}
+    """Tensors in some checkpoints that no pass uses: rotary tables, and a copy of a tied head."""
+    names = {f"model.layers.{index}.self_attn.rotary_emb.inv_freq" for index in range(config.num_layers)}
     tied = {"lm_head.weight"} if config.tied_embeddings else set()
     return frozenset(names | tied | {"model.rotary_emb.inv_freq"})

@@ -15,10 +15,21 @@ from specgen.ops.weight import Weight
 Map = Callable[[Tensor], Tensor]  # rows to rows
 Pair = Callable[[Tensor, Tensor], Tensor]
 
-# Takes one layer's qkv [rows, Hq + 2 * Hkv, D] and its pages of keys and of values, [num_pages, page_size, Hkv, D];
-# stores the rotated keys and the values, returns the rotated q [rows, Hq, D], contiguous because not every attention
-# kernel reads strides.
-Store = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+class Store(Protocol):
+    """Rotates one layer's queries and keys, and writes keys and values to their pages."""
+
+    def __call__(
+        self, qkv: Tensor, keys: Tensor, values: Tensor, k_scale: float = 1.0, v_scale: float = 1.0
+    ) -> Tensor:
+        """``qkv`` [rows, Hq + 2 * Hkv, D] into pages of keys and of values, [num_pages, page_size, Hkv, D].
+
+        8-bit pages take the float32 quotients by the scales, at most their largest number in size; other pages have
+        no scales. Returns the rotated q [rows, Hq, D], contiguous because not every attention kernel reads strides.
+        """
+        ...
+
+
 Rope = Callable[[Layout], Store]  # planned once per pass
 
 

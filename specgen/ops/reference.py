@@ -95,20 +95,30 @@ def rope(frequencies: Tensor, scale: float = 1.0) -> Rope:
     return plan
 
 
-def _store(qkv: Tensor, keys: Tensor, values: Tensor, *, cos: Tensor, sin: Tensor, slots: Tensor) -> Tensor:
+def _store(
+    qkv: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+    *,
+    cos: Tensor,
+    sin: Tensor,
+    slots: Tensor,
+) -> Tensor:
     num_kv_heads = keys.shape[2]
     qk, v = qkv[:, :-num_kv_heads], qkv[:, -num_kv_heads:]
     qk = rotate(qk, cos.to(qkv.dtype), sin.to(qkv.dtype))
-    for pages, rows in ((keys, qk[:, -num_kv_heads:]), (values, v)):
-        _put(pages.flatten(0, 1), slots, rows)
+    for pages, rows, scale in ((keys, qk[:, -num_kv_heads:], k_scale), (values, v, v_scale)):
+        _put(pages.flatten(0, 1), slots, rows, scale)
     return qk[:, :-num_kv_heads].contiguous()
 
 
-def _put(pages: Tensor, slots: Tensor, rows: Tensor) -> None:
-    """Store ``rows`` in ``pages`` at ``slots``; values beyond the range of an 8-bit page saturate."""
+def _put(pages: Tensor, slots: Tensor, rows: Tensor, scale: float) -> None:
+    """Store ``rows`` in ``pages`` at ``slots``; values beyond the range of an 8-bit page saturate, NaN stays NaN."""
     if pages.dtype.itemsize == 1:  # torch's index_copy_ has no 8-bit floats
         largest = torch.finfo(pages.dtype).max
-        rows = rows.clamp(-largest, largest).to(pages.dtype).view(torch.uint8)
+        rows = (rows.float() / scale).clamp(-largest, largest).to(pages.dtype).view(torch.uint8)
         pages = pages.view(torch.uint8)
     pages.index_copy_(0, slots, rows.to(pages.dtype))
 

@@ -49,10 +49,11 @@ def _rotated(x: tl.tensor, other: tl.tensor, cos: tl.tensor, signed_sin: tl.tens
 
 
 @triton.jit
-def _cast(x: tl.tensor, pages: tl.tensor) -> tl.tensor:
-    """``x`` in the dtype of ``pages``; values beyond the range of an 8-bit dtype saturate."""
+def _cast(x: tl.tensor, pages: tl.tensor, scale: tl.tensor) -> tl.tensor:
+    """``x`` in the dtype of ``pages``, over ``scale`` where that has 8 bits; there large values saturate, NaN stays."""
     if pages.dtype.element_ty == tl.float8e4nv:
-        x = tl.clamp(x.to(tl.float32), -448.0, 448.0)
+        quotient = tl.div_rn(x.to(tl.float32), scale)
+        x = tl.clamp(quotient, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
     return x.to(pages.dtype.element_ty)
 
 
@@ -66,6 +67,8 @@ def _rope_store_kernel(
     keys: tl.tensor,
     values: tl.tensor,
     scale: float,
+    k_scale: float,
+    v_scale: float,
     page_stride: int,
     slot_stride: int,
     head_stride: int,
@@ -103,10 +106,10 @@ def _rope_store_kernel(
     kv_head = tl.where(is_v, head - num_heads - num_kv_heads, head - num_heads)
     slot = page * page_stride + offset * slot_stride + kv_head * head_stride + pair[None, :]
     is_k = inside & (head >= num_heads) & (head < num_heads + num_kv_heads)
-    tl.store(keys + slot, _cast(new_low, keys), is_k)
-    tl.store(keys + slot + HALF, _cast(new_high, keys), is_k)
-    tl.store(values + slot, _cast(new_low, values), inside & is_v)
-    tl.store(values + slot + HALF, _cast(new_high, values), inside & is_v)
+    tl.store(keys + slot, _cast(new_low, keys, k_scale), is_k)
+    tl.store(keys + slot + HALF, _cast(new_high, keys, k_scale), is_k)
+    tl.store(values + slot, _cast(new_low, values, v_scale), inside & is_v)
+    tl.store(values + slot + HALF, _cast(new_high, values, v_scale), inside & is_v)
 
 
 @dataclass(frozen=True)
@@ -135,7 +138,9 @@ class _TritonStore:
     tables: Tensor  # block tables [B, max_pages] of a uniform layout, slots [rows] of a ragged one
     query_len: int  # 0: ragged
 
-    def __call__(self, qkv: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    def __call__(
+        self, qkv: Tensor, keys: Tensor, values: Tensor, k_scale: float = 1.0, v_scale: float = 1.0
+    ) -> Tensor:
         rows, num_all, head_dim = qkv.shape
         num_kv_heads = keys.shape[2]
         num_heads = num_all - 2 * num_kv_heads
@@ -145,7 +150,8 @@ class _TritonStore:
         if rows:
             half = head_dim // 2
             _rope_store_kernel[(rows, triton.cdiv(num_all, _HEADS))](
-                *(qkv, self.frequencies, self.where, self.tables, q, keys, values, self.scale),
+                *(qkv, self.frequencies, self.where, self.tables, q, keys, values),
+                *(self.scale, k_scale, v_scale),
                 *keys.stride()[:3],
                 *(self.tables.stride(0), self.tables.shape[-1], keys.shape[1], num_heads, num_kv_heads),
                 QUERY_LEN=self.query_len,
