@@ -56,7 +56,7 @@ def _by_token(x: Tensor) -> Tensor:
 
 def _by_group(x: Tensor) -> Tensor:
     padded = F.pad(x.float(), (0, -x.shape[-1] % GROUP))
-    padded = padded.view(*x.shape[:-1], -1, GROUP)
+    padded = padded.view(*x.shape[:-1], padded.shape[-1] // GROUP, GROUP)
     return _to_e4m3(padded, _scale(padded)).flatten(-2)[..., : x.shape[-1]]
 
 
