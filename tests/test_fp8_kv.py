@@ -213,7 +213,9 @@ def test_every_statement_is_read(pair: Pair, tmp_path: Path, stated: str) -> Non
 
 def checkpoints_with(pair: Pair, path: Path, statement: Mapping[str, object]) -> dict[str, Any]:
     (path / "hf_quant_config.json").write_text(json.dumps(statement))
-    return {**pair.models.checkpoints, "model": replace(pair.models.checkpoints["model"], path=path)}
+    model = pair.models.checkpoints["model"]
+    config = {name: value for name, value in model.config.items() if name != "quantization_config"}
+    return {**pair.models.checkpoints, "model": replace(model, path=path, config=config)}
 
 
 def asked(pair: Pair, kv_dtype: str) -> EngineConfig:
