@@ -202,13 +202,14 @@ def test_the_command_leaves_table_document_and_files(tmp_path) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
-def test_on_a_gpu_two_backends_agree_and_neither_beats_the_memory() -> None:
+@pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
+def test_on_a_gpu_two_backends_agree_and_neither_beats_the_memory(kv_dtype: torch.dtype) -> None:
     heads = Heads(
         num_heads=32,
         num_kv_heads=8,
         head_dim=128,
         dtype=torch.bfloat16,
-        kv_dtype=torch.bfloat16,
+        kv_dtype=kv_dtype,
         page_size=64,
         max_query_len=5,
     )
