@@ -18,7 +18,11 @@ NUMBERS = torch.tensor(
     + [(1 + m / 8) * 2.0 ** (e - 7) for e in range(1, 16) for m in range(8) if (e, m) != (15, 7)]
 )
 Scales = Sequence[tuple[float, float]]  # of keys and of values, by layer
-MODELOPT = {"producer": {"name": "modelopt"}, "quantization": {"kv_cache_quant_algo": "FP8"}}
+# of an export of modelopt with plain weights
+MODELOPT = {
+    "producer": {"name": "modelopt"},
+    "quantization": {"quant_algo": None, "kv_cache_quant_algo": "FP8"},
+}
 
 
 def rounded(x: Tensor) -> Tensor:

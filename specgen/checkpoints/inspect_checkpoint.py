@@ -52,7 +52,7 @@ class Weights:
         dtypes = sorted(sizes, key=lambda name: -sizes[name])
         width = {name: int(getattr(torch, name).itemsize) for name in dtypes if name != "mxfp4"}
         fp8 = isinstance(config, TargetConfig) and kv_scheme(checkpoint) == FP8
-        kv_width = 1 if fp8 else next(iter(width.values()), 4)
+        kv_width = 1 if fp8 else next((each for each in width.values() if each > 1), 4)
         return cls(
             num_parameters=sum(sizes.values()),
             num_bytes=packed + sum(sizes[name] * each for name, each in width.items()),

@@ -25,7 +25,7 @@ _FLOAT32_STEPS = 48
 # A key or value that rounding moves across the middle between two numbers of FP8 is stored as the other one, of which
 # the steps are 16 times as far apart as bfloat16's. Over 1,336 such positions with an FP8 KV cache in float32, where
 # nothing else is of that size, it moved differences of logits by at most 2.9 steps of bfloat16.
-_FP8_STEPS = 8
+_FP8_KV_STEPS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +111,7 @@ def gap(logits: Tensor, reference_token: int, token: int) -> float:
 
 def rounding(logits: Tensor, dtype: torch.dtype, *, fp8_kv: bool = False) -> float:
     """By how much a pass of another shape may change the difference of two ``logits`` ``[V]`` in ``dtype``."""
-    stored = _FP8_STEPS * _step(logits, torch.bfloat16) if fp8_kv else 0.0
+    stored = _FP8_KV_STEPS * _step(logits, torch.bfloat16) if fp8_kv else 0.0
     return _STEPS * _step(logits, dtype) + _FLOAT32_STEPS * _step(logits, torch.float32) + stored
 
 
