@@ -114,6 +114,10 @@ def test_lists_and_times_of_the_command_line() -> None:
     for wrong in ("", "x", "1-", "3-1", "auto-2"):
         with pytest.raises(UserError, match=f"k is {wrong!r}: "):
             draft_lengths(wrong)
+    assert draft_lengths("16") == (DraftLength(most=16),)
+    for wrong, part in (("17", "17"), ("1,9-17", "9-17"), ("99999999999", "99999999999")):
+        with pytest.raises(UserError, match=f"^k is {wrong!r}: use at most 16 in {part}$"):
+            draft_lengths(wrong)
     for wrong in ("", "10", "m", "0s", "-1s"):
         with pytest.raises(UserError, match=f"budget is {wrong!r}: write a time such as"):
             seconds(wrong)
@@ -138,6 +142,10 @@ def test_the_command_to_run_is_one_of_generate(pair: Path) -> None:
         "--device": "cpu",
         "--max-prefill-tokens": "8192",
     }
+    told = replace(engine, chat_template_kwargs=json.dumps({"enable_thinking": False}))
+    words = shlex.split(command(arm, told, job.workload, None))
+    given = words[words.index("--chat-template-kwargs") + 1]
+    assert json.loads(given) == {"enable_thinking": False}, "others are other prompts"
     plain = command(Arm(name="x", changes={"batch": 8, "K": 0}), engine, job.workload, None)
     assert "--num-spec-tokens 0" in plain
     assert "drafter" not in plain.replace(str(pair), "")
