@@ -333,9 +333,12 @@ def test_runs_that_have_not_finished_or_drafted_are_refused(tmp_path: Path) -> N
 def test_options_that_make_no_sense_are_refused(tmp_path: Path) -> None:
     target = str(data_directory() / "demo" / "target")
     two = ("--drafter", "ngram", "--drafter", "ngram:3")
+    copy = shutil.copytree(heads()[0], tmp_path / "copy")
+    same = ("--drafter", heads()[0], "--drafter", heads()[1], "--drafter", str(copy))
     refusals = {
         ("--repeats", "1"): "one run has no spread",
         two: "drafter 'ngram:3' is given twice",
+        same: f"^drafters '{heads()[0]}' and '{copy}' have the same weights: leave one out$",
         ("--dataset", "bundled,bundled"): "dataset 'bundled' is given twice",
         ("--dataset", "bundled,"): "write names or files with commas",
         ("--dataset", "bundled,nothing"): "neither a known name nor a file",

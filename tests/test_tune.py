@@ -204,7 +204,7 @@ def test_a_budget_does_not_leave_out_the_same_arms_again(pair: Path, monkeypatch
 
 def test_prompts_that_never_fill_the_batch_are_refused(pair: Path) -> None:
     workload = Workload(dataset="random", num_prompts=3, prompt_tokens=5, max_new_tokens=8)
-    with pytest.raises(UserError, match="^num-prompts is 3, which never fill a batch of 4: use at least 4$"):
+    with pytest.raises(UserError, match=r"^num-prompts is 3, which never fill a batch of 4: use at least 4$"):
         job_of(pair, workload=workload)
     job_of(pair, workload=replace(workload, num_prompts=4))
 
