@@ -31,6 +31,7 @@ from specgen.comparing.verdicts import leads, verdicts
 from specgen.config import EngineConfig, SamplingParams, UserError
 from specgen.events import Event, Finished, Submitted, Verified
 from specgen.jobs import run as run_module
+from specgen.report.paired_requests import shared_requests
 from specgen.report.report import fold
 from specgen.rundir.interrupt import StoppedError
 from tests.jobs import Silent
@@ -168,6 +169,16 @@ def test_categories_are_paired(tmp_path: Path) -> None:
     assert pair.length.ours - pair.length.first == pytest.approx(0.5)
 
 
+def test_two_runs_have_the_same_p_in_report(tmp_path: Path) -> None:
+    found = comparison(tmp_path, a=simulated(0.5, 1), b=simulated(0.56, 2))
+    (shared,) = shared_requests([tmp_path / "a", tmp_path / "b"])
+    (pair,) = found.pairs
+    assert (pair.length, *pair.positions) == shared.figures
+    assert pair.length is not None
+    assert pair.length.p == pair.length.paired.p, "one test needs no correction"
+    assert any(each.p != each.paired.p for each in pair.positions)
+
+
 # --- sentences ------------------------------------------------------------------------------------
 
 
@@ -256,6 +267,9 @@ def test_equal_heads_and_single_requests_have_no_interval(tmp_path: Path) -> Non
     same = simulated(0.5, 1)
     (sentence,) = verdicts(comparison(tmp_path / "same", a=same, b=same))
     assert sentence == "mine: the data cannot tell a from b, every request has the same acceptance."
+    (sentence,) = verdicts(comparison(tmp_path / "alike", a=[[0]] * 9, b=[[2]] * 9))
+    alike = "2.00 in every request, so without an interval"
+    assert sentence == f"mine: the data cannot tell b from a, {alike}."
     (sentence,) = verdicts(comparison(tmp_path / "one", a=[[3]], b=[[0]]))
     assert sentence == "mine: the data cannot tell a from b, one request is too few."
     assert list(verdicts(comparison(tmp_path / "alone", a=same))) == []
