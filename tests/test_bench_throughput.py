@@ -16,6 +16,7 @@ from make_calibrated_pair import write_pair
 from typer.testing import CliRunner
 
 from specgen.bench import plans
+from specgen.bench import throughput as bench
 from specgen.bench import workload as workloads
 from specgen.bench.known_text import KnownText
 from specgen.bench.matrices import MATRICES, Axis, Matrix, Workload, find_matrix
@@ -436,6 +437,25 @@ def test_the_command_writes_its_files(pair: Path, tmp_path: Path) -> None:
     assert 0 < row["tpot_mean"] < row["itl_mean"]
     assert [note.split(":")[0] for note in document["notes"]] == ["not run", "not run"]
     assert len((tmp_path / "throughput-vllm-21477.csv").read_text().splitlines()) == 2
+
+
+def test_the_bounds_of_a_bench_that_goes_on_are_of_one_bandwidth(
+    pair: Path, monkeypatch, tmp_path: Path
+) -> None:
+    """That of the copy which the table names, also for the rounds of the first command."""
+
+    def bounds(bandwidth: float, repeats: int, values: tuple[str, ...]) -> list[float]:
+        monkeypatch.setattr(bench, "copy_bandwidth", lambda device: bandwidth)
+        job = job_of(pair, "vllm-25196", *values, repeats=repeats)
+        table = list(throughput(job, tmp_path))[-1]
+        assert f"over {bandwidth / 1e12:.3g} TB/s of a copy" in table.conditions["bound"]
+        assert [row["repeats"] for row in table.rows] == [repeats] * 2
+        return [row["bound"] for row in table.rows]
+
+    values = ("attention=sdpa", "decoding=plain,padded")
+    first = bounds(1e10, 1, values)
+    assert first[1] > first[0] > 0
+    assert bounds(4e10, 2, values) == pytest.approx([bound / 4 for bound in first])
 
 
 def test_a_dry_run_lists_the_arms(pair: Path, monkeypatch) -> None:

@@ -102,7 +102,8 @@ def _measure(job: ThroughputJob, ready: Prepared, rounds: Rounds, watch: Watch) 
             for plan in ready.plans
             if plan.arm.name in repeats
         ]
-        return table(job.matrix, under, results, [*ready.notes, *turns.failed.values()])
+        notes = [*ready.notes, *turns.failed.values()]
+        return table(job.matrix, under, results, notes, bytes_per_second=yardstick.bytes_per_second)
 
     for number, group in enumerate(groups):
         turns.turns_behind = sum(map(len, groups[number + 1 :])) * (job.repeats + 1)
