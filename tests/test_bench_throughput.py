@@ -2,6 +2,7 @@
 
 import gc
 import json
+import re
 import weakref
 from dataclasses import replace
 from itertools import pairwise
@@ -466,7 +467,19 @@ def test_a_dry_run_lists_the_arms(pair: Path, monkeypatch) -> None:
     assert done.exit_code == 0, done.output
     assert timed.built == []
     assert "batch 2, K 3" in done.stdout
-    assert "2 arms of 3 repeats and a warm-up: about" in done.stdout
+    assert re.search(
+        r"2 arms, with a warm-up each: about \d+ s, if every step", " ".join(done.stdout.split())
+    )
+    assert len(re.findall(r"  3$", done.stdout, re.MULTILINE)) == 2
+
+
+def test_a_dry_run_of_a_bench_counts_what_is_kept(pair: Path, monkeypatch, tmp_path: Path) -> None:
+    install(monkeypatch, lambda config, number: 1.0)
+    job = job_of(pair, "batch-and-k", "batch=2", "K=0,3", repeats=2)
+    list(throughput(job, tmp_path))
+    more = render(bench.forecast_of(replace(job, repeats=5), tmp_path))
+    assert len(re.findall(r"  3$", more, re.MULTILINE)) == 2
+    assert "No repeat is left" in render(bench.forecast_of(job, tmp_path))
 
 
 @pytest.mark.gpu

@@ -57,8 +57,43 @@ def test_a_dry_run_runs_nothing(pair: Path, monkeypatch, tmp_path: Path) -> None
     assert timed.built == []
     assert not (tmp_path / "out").exists()
     assert "batch 4, K 2, non-padded" in done.stdout
-    assert re.search(r"6 arms of 3 to 5 repeats and a warm-up: about \d+ s to \d+ s", done.stdout)
+    assert re.search(r"6 arms, with a warm-up each: about \d+ s to \d+ s", done.stdout)
+    assert len(re.findall(r"  3 to 5$", done.stdout, re.MULTILINE)) == 6
     assert "Weights take 0.0" in done.stdout
+
+
+def to_go(pair: Path, *arguments: str) -> dict[str, str]:
+    """What a dry run says that is left of each arm; "" for its sentences."""
+    done = invoke(
+        pair, *DATA, "--batch", "4", "--k", "2,4", "--drafter-batch", "padded", *arguments, "--dry-run"
+    )
+    assert done.exit_code == 0, done.output
+    rows = re.findall(r"^(batch .*?)  .*?  (\d+(?: to \d+)?)$", done.stdout, re.MULTILINE)
+    return {**dict(rows), "": " ".join(done.stdout.split())}
+
+
+def test_a_dry_run_counts_the_rounds_that_are_kept(pair: Path, monkeypatch, tmp_path: Path) -> None:
+    timed = install(monkeypatch, lambda config, number: usual(config, len(timed.order) ** 2))
+    monkeypatch.setattr("time.monotonic", lambda: timed.clock)
+    kept = ("--output", str(tmp_path), "--precision", "0.001", "--repeats", "8")
+    job = ("tune", "--batch", "4", "--k", "2,4", "--drafter-batch", "padded")
+    arms = ["batch 4, plain", "batch 4, K 2, padded", "batch 4, K 4, padded"]
+    assert [to_go(pair, *kept)[arm] for arm in arms] == ["3 to 8"] * 3
+    assert invoke(pair, *DATA, *job[1:], *kept, "--budget", "20s").exit_code == 0
+    files = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    left = to_go(pair, *kept)
+    number = len(files["tune.rounds.jsonl"].splitlines())
+    assert 0 < number < 3
+    assert [left[arm] for arm in arms] == [f"{3 - number} to {8 - number}"] * 3
+    assert invoke(pair, *DATA, *job[1:], *kept).exit_code == 0
+    assert "No repeat is left: " in to_go(pair, *kept)[""]
+    left = to_go(pair, *kept, "--repeats", "10", "--budget", "90s")
+    assert [left[arm] for arm in arms] == ["1 to 2", "1 to 2", "0"], "K 4 was dropped"
+    assert "2 of 3 arms go on, with a warm-up each: about " in left[""]
+    assert "By the budget no round begins after 90 s, which the batch sizes share." in left[""]
+    assert {path.name for path in tmp_path.iterdir()} == {*files}
+    other = invoke(pair, *DATA, "--batch", "4", "--k", "3", *kept, "--dry-run")
+    assert isinstance(other.exception, UserError), "what is kept is of another question"
 
 
 def test_the_command_measures_real_engines_and_goes_on(pair: Path, tmp_path: Path) -> None:
@@ -87,19 +122,23 @@ def test_the_command_measures_real_engines_and_goes_on(pair: Path, tmp_path: Pat
 
 def test_a_stop_says_what_is_kept(pair: Path, monkeypatch, tmp_path: Path) -> None:
     def stopped(config: EngineConfig, number: int) -> float:
-        if number == 2:
+        if number == last:
             signal.raise_signal(signal.SIGTERM)
         return 1.0
+
+    last = 2
 
     install(monkeypatch, stopped)
     done = invoke(pair, *DATA, "--batch", "2", "--k", "2", "--output", str(tmp_path))
     assert done.exit_code == 143
     assert (
-        f"specgen: interrupted; whole rounds are kept in {tmp_path}: the same command goes on\n"
-        in done.stderr
+        f"specgen: interrupted; 1 whole round kept in {tmp_path}: the same command goes on\n" in done.stderr
     )
     done = invoke(pair, *DATA, "--batch", "2", "--k", "2")
     assert "specgen: interrupted; nothing is kept without --output\n" in done.stderr
+    last = 1
+    done = invoke(pair, *DATA, "--batch", "2", "--k", "2", "--output", str(tmp_path / "new"))
+    assert "specgen: interrupted; no round was finished, so nothing is kept\n" in done.stderr
 
 
 def test_the_time_that_is_left() -> None:

@@ -216,9 +216,9 @@ def throughput(
 
     job = ThroughputJob(matrix=chosen, workload=workload, engine=engine, data_path=data_path, repeats=repeats)
     if dry_run:
-        print_forecast(forecast_of(job))
+        print_forecast(forecast_of(job, output))
         return
-    with stoppable(output):
+    with stoppable(job.name, output):
         for table in measure(job, output, print_turn):
             write_table(table, output, repeating(ctx))
     print_table(table, output, as_json)

@@ -54,16 +54,25 @@ def _said(turn: "Turn") -> str:
 
 
 @contextmanager
-def stoppable(output: Path | None) -> Iterator[None]:
-    """Ends the command in one line at SIGINT or SIGTERM, which says what is kept."""
+def stoppable(name: str, output: Path | None) -> Iterator[None]:
+    """Ends the command in one line at SIGINT or SIGTERM, which says what is kept of the bench ``name``."""
     with breakable() as interrupt:
         try:
             yield
         except KeyboardInterrupt:
-            kept = f"whole rounds are kept in {output}: the same command goes on"
-            lost = "nothing is kept without --output"
-            print(f"specgen: interrupted; {lost if output is None else kept}", file=sys.stderr)
+            print(f"specgen: interrupted; {_kept(name, output)}", file=sys.stderr)
             raise typer.Exit(interrupt.exit_code) from None
+
+
+def _kept(name: str, output: Path | None) -> str:
+    from specgen.bench.rounds import num_kept
+
+    if output is None:
+        return "nothing is kept without --output"
+    number = num_kept(output, name)
+    if not number:
+        return "no round was finished, so nothing is kept"
+    return f"{display.several(number, 'whole round')} kept in {output}: the same command goes on"
 
 
 def print_forecast(parts: "Iterable[Part]") -> None:

@@ -161,14 +161,14 @@ def tune(
     )
     most = max(1, *(length.most for length in arms.draft_lengths))
     engine = replace(engine, num_spec_tokens=most, max_batch_size=largest, prefix_cache=False)
-    from specgen.bench.tune import TuneJob, forecast_of  # imports torch
+    from specgen.bench.tune import NAME, TuneJob, forecast_of  # imports torch
     from specgen.bench.tune import tune as measure
 
     job = TuneJob(**vars(arms), workload=workload, engine=engine, data_path=data_path)
     if dry_run:
-        print_forecast(forecast_of(job))
+        print_forecast(forecast_of(job, output))
         return
-    with stoppable(output):
+    with stoppable(NAME, output):
         for table in measure(job, output, print_turn, lambda sentence: print(sentence, file=sys.stderr)):
             write_table(table, output, repeating(ctx))
     print_table(table, output, as_json)
