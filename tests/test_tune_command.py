@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from specgen.bench import plans
 from specgen.bench import tune as tuning
+from specgen.bench import workload as workloads
 from specgen.bench.advice import command
 from specgen.bench.matrices import Workload
 from specgen.cli.main import app
@@ -139,6 +141,50 @@ def test_a_stop_says_what_is_kept(pair: Path, monkeypatch, tmp_path: Path) -> No
     last = 1
     done = invoke(pair, *DATA, "--batch", "2", "--k", "2", "--output", str(tmp_path / "new"))
     assert "specgen: interrupted; no round was finished, so nothing is kept\n" in done.stderr
+
+
+def test_quiet_prints_the_table_alone(pair: Path, monkeypatch, tmp_path: Path) -> None:
+    install(monkeypatch, usual)
+    arguments = (*DATA, "--batch", "2", "--k", "2,4", "--precision", "0.001", "--repeats", "4")
+    loud = invoke(pair, *arguments, "--output", str(tmp_path / "loud"))
+    assert "warmed up" in loud.stderr
+    assert "dropped: " in loud.stderr
+    assert "Files are in " in loud.output
+    quiet = invoke(pair, *arguments, "--output", str(tmp_path / "quiet"), "--quiet")
+    assert (quiet.exit_code, quiet.stderr) == (0, "")
+    assert "At batch 2: " in quiet.stdout
+    assert "Files are in " not in quiet.stdout
+
+
+def test_rows_are_read_as_the_options_say(monkeypatch, tmp_path: Path) -> None:
+    install(monkeypatch, usual)
+    (tmp_path / "own.jsonl").write_text('{"task": {"words": "How many apples are there?"}, "prompt": "x"}\n')
+    own = (
+        "--dataset",
+        str(tmp_path / "own.jsonl"),
+        "--prompt-field",
+        "task.words",
+        "--batch",
+        "2",
+        "--k",
+        "2",
+    )
+    seen = []
+    made = workloads.make_prompts
+    monkeypatch.setattr(plans, "make_prompts", lambda *asked: seen.append(made(*asked)) or seen[-1])
+    once = ["tune", "--device", "cpu", *own, "--repeats", "1"]  # of the bundled pair, which has a template
+    done = [CliRunner().invoke(app, [*once, *more]) for more in (("--raw",), ("--chat",))]
+    assert [each.exit_code for each in done] == [0, 0]
+    raw, chat = (len(found.requests[0].prompt_token_ids) for found in seen)
+    assert chat > raw > 3, "the template has tokens of its own"
+    assert "--raw" in done[0].stdout
+    words = shlex.split(done[1].stdout[done[1].stdout.index("specgen generate") :])
+    assert words[words.index("--prompt-field") + 1] == "task.words"
+    assert "--chat" in words
+    refused = CliRunner().invoke(app, ["tune", "--dataset", "random", "--raw"])
+    assert str(refused.exception).startswith(
+        "split, prompt-field, chat or raw is given but prompts are random"
+    )
 
 
 def test_the_time_that_is_left() -> None:
