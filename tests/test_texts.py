@@ -187,7 +187,7 @@ def test_a_correction_shows_the_draft_in_whose_place_it_stands(byte_level):
     _, tables, listed = shown(events, rows, byte_level)
     assert '<i class=correction tabindex=0 data-draft="c">b</i>' in in_page(listed)
     missed, rejected = (table.rows[0] for table in tables if table.title.startswith(("Tokens", "Drafts")))
-    assert (missed["token"], missed["missed"], missed["others"]) == ("“b”", 1, "“c” 1")
+    assert (missed["token"], missed["rejected"], missed["others"]) == ("“b”", 1, "“c” 1")
     assert (rejected["token"], rejected["share"]) == ("“c”", 1.0)
 
 
