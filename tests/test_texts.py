@@ -191,6 +191,17 @@ def test_a_correction_shows_the_draft_in_whose_place_it_stands(byte_level):
     assert (rejected["token"], rejected["share"]) == ("“c”", 1.0)
 
 
+def test_a_share_is_of_the_places_where_a_token_was_drafted_or_missed(byte_level):
+    a, b, c = (byte_level.encode_rendered(each)[0] for each in "abc")
+    events = list(request("r", [(1, 0), (3, 3)]))
+    events[2] = type(events[2])(**{**vars(events[2]), "drafts": (c,)})
+    rows = {"r": {"prompt": "", "text": "abbbca", "token_ids": [a, b, b, b, c, a]}}  # b, b and c are accepted
+    _, tables, _ = shown(events, rows, byte_level)
+    missed, rejected = (table.rows for table in tables if table.title.startswith(("Tokens", "Drafts")))
+    assert [(row["token"], row["share"]) for row in missed] == [("“b”", 1 / 3)]
+    assert [(row["token"], row["share"]) for row in rejected] == [("“c”", 1 / 2)]
+
+
 def test_rejections_add_up(byte_level):
     events, rows = a_run(byte_level, 40)
     report, (categories, *_), _ = shown(events, rows, byte_level)
