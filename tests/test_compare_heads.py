@@ -24,16 +24,18 @@ from specgen.comparing.finished_runs import read_runs
 from specgen.comparing.head_figures import Comparison, compare_runs
 from specgen.comparing.heads_job import DataSource, HeadsJob, HeadsRun
 from specgen.comparing.heads_page import page
+from specgen.comparing.moved_texts import moved_texts
 from specgen.comparing.paper_table import exported
 from specgen.comparing.short_names import NO_HEADS, as_directory, short_names
 from specgen.comparing.speed_rounds import PLAIN, RoundFile, Speeds
 from specgen.comparing.verdicts import leads, verdicts
 from specgen.config import EngineConfig, SamplingParams, UserError
-from specgen.events import Event, Finished, Submitted, Verified
+from specgen.events import Event, Finished, Submitted, Verified, read
 from specgen.jobs import run as run_module
 from specgen.report.paired_requests import shared_requests
 from specgen.report.report import fold
 from specgen.rundir.interrupt import StoppedError
+from specgen.text.tokenizer import load_tokenizer
 from tests.jobs import Silent
 
 pytestmark = pytest.mark.xdist_group("compare_heads")  # one comparison for all
@@ -144,6 +146,42 @@ def test_the_page_has_every_request_and_no_markup_of_texts(
     assert "gsm8k: drafter-two-layers against drafter" in page
     assert "<script" not in page
     assert "<dt>command</dt>" in page
+
+
+def test_texts_of_the_requests_that_moved_most_are_those_of_both_heads(
+    compared: tuple[Path, list[str], str],
+) -> None:
+    path, found = compared[0], read_comparison([compared[0]])
+    listed = moved_texts(found, load_tokenizer(str(data_directory() / "demo" / "target")))
+    assert listed is not None
+    gains = []
+    for entry in listed.entries:
+        data, name = entry.title.split(" ", 1)
+        ours, first = entry.labels["heads"].split(" against ")
+        lengths = []
+        for shown, head in zip(entry.texts, (first, ours), strict=True):
+            directory = path / data / head.replace(":", "-")
+            row, recorded = rows(directory)[name], read(directory / "events.jsonl")
+            accepted, steps = counts(row)
+            lengths.append(1 + accepted / steps)
+            assert shown.name == head
+            assert "".join(span.text for span in shown.spans) == row["text"]
+            steps_of = [each for each in recorded if isinstance(each, Verified) and each.sequence == name]
+            drafts = sum(span.style in {f"d{i}" for i in range(K)} for span in shown.spans)
+            assert drafts == sum(min(each.accepted, each.emitted) for each in steps_of)
+        assert entry.note == f"{first} {lengths[0]:.2f}, {ours} {lengths[1]:.2f}"
+        gains.append(abs(lengths[1] - lengths[0]))
+    assert gains == sorted(gains, reverse=True)
+    assert len(gains) > 10
+    assert {entry.labels["heads"] for entry in listed.entries} == {
+        f"{head} against drafter" for head in ("drafter-two-layers", "ngram:3")
+    }
+    page = (path / "compare.html").read_text()
+    assert page.count("<details class") == len(gains)
+    assert "data-draft=" in page
+    plain = moved_texts(found, None)
+    assert plain is not None
+    assert {span.style for entry in plain.entries for text in entry.texts for span in text.spans} == {""}
 
 
 def test_every_category_is_once_on_the_page(tmp_path: Path) -> None:
