@@ -196,14 +196,14 @@ def test_files_are_there_after_every_row_and_stdout_has_the_table_or_the_documen
         assert len((tmp_path / "out" / "speeds.csv").read_text().splitlines()) == 2
         yield TABLE
 
-    publish("speeds", growing(), tmp_path / "out", as_json=True, config="x: 1\n")
+    publish("speeds", growing(), tmp_path / "out", as_json=True, config="x: 1\n", quiet=False)
     assert json.loads(capsys.readouterr().out) == TABLE.to_json()
-    publish("speeds", [TABLE], None, as_json=False, config="x: 1\n")
+    publish("speeds", [TABLE], None, as_json=False, config="x: 1\n", quiet=False)
     assert capsys.readouterr().out == render(TABLE.parts())
     assert json.loads((tmp_path / "out" / "speeds.json").read_text()) == TABLE.to_json()
     assert (tmp_path / "out" / "speeds.html").read_text() == TABLE.to_html()
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match="name a directory"):
-        publish("speeds", growing(), tmp_path / "file", as_json=False, config="x: 1\n")
+        publish("speeds", growing(), tmp_path / "file", as_json=False, config="x: 1\n", quiet=False)
     with pytest.raises(UserError, match=r"out' holds an earlier speeds.json: name a new directory"):
-        publish("speeds", growing(), tmp_path / "out", as_json=False, config="x: 1\n")
+        publish("speeds", growing(), tmp_path / "out", as_json=False, config="x: 1\n", quiet=False)

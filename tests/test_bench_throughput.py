@@ -2,6 +2,7 @@
 
 import gc
 import json
+import re
 import weakref
 from dataclasses import replace
 from itertools import pairwise
@@ -16,6 +17,7 @@ from make_calibrated_pair import write_pair
 from typer.testing import CliRunner
 
 from specgen.bench import plans
+from specgen.bench import throughput as bench
 from specgen.bench import workload as workloads
 from specgen.bench.known_text import KnownText
 from specgen.bench.matrices import MATRICES, Axis, Matrix, Workload, find_matrix
@@ -438,6 +440,25 @@ def test_the_command_writes_its_files(pair: Path, tmp_path: Path) -> None:
     assert len((tmp_path / "throughput-vllm-21477.csv").read_text().splitlines()) == 2
 
 
+def test_the_bounds_of_a_bench_that_goes_on_are_of_one_bandwidth(
+    pair: Path, monkeypatch, tmp_path: Path
+) -> None:
+    """That of the copy which the table names, also for the rounds of the first command."""
+
+    def bounds(bandwidth: float, repeats: int, values: tuple[str, ...]) -> list[float]:
+        monkeypatch.setattr(bench, "copy_bandwidth", lambda device: bandwidth)
+        job = job_of(pair, "vllm-25196", *values, repeats=repeats)
+        table = list(throughput(job, tmp_path))[-1]
+        assert f"over {bandwidth / 1e12:.3g} TB/s of a copy" in table.conditions["bound"]
+        assert [row["repeats"] for row in table.rows] == [repeats] * 2
+        return [row["bound"] for row in table.rows]
+
+    values = ("attention=sdpa", "decoding=plain,padded")
+    first = bounds(1e10, 1, values)
+    assert first[1] > first[0] > 0
+    assert bounds(4e10, 2, values) == pytest.approx([bound / 4 for bound in first])
+
+
 def test_a_dry_run_lists_the_arms(pair: Path, monkeypatch) -> None:
     timed = install(monkeypatch, lambda config, number: 1.0)
     arguments = ["bench", "throughput", "--matrix", "batch-and-k", "--axis", "batch=2", "--axis", "K=0,3"]
@@ -446,7 +467,19 @@ def test_a_dry_run_lists_the_arms(pair: Path, monkeypatch) -> None:
     assert done.exit_code == 0, done.output
     assert timed.built == []
     assert "batch 2, K 3" in done.stdout
-    assert "2 arms of 3 repeats and a warm-up: about" in done.stdout
+    assert re.search(
+        r"2 arms, with a warm-up each: about \d+ s, if every step", " ".join(done.stdout.split())
+    )
+    assert len(re.findall(r"  3$", done.stdout, re.MULTILINE)) == 2
+
+
+def test_a_dry_run_of_a_bench_counts_what_is_kept(pair: Path, monkeypatch, tmp_path: Path) -> None:
+    install(monkeypatch, lambda config, number: 1.0)
+    job = job_of(pair, "batch-and-k", "batch=2", "K=0,3", repeats=2)
+    list(throughput(job, tmp_path))
+    more = render(bench.forecast_of(replace(job, repeats=5), tmp_path))
+    assert len(re.findall(r"  3$", more, re.MULTILINE)) == 2
+    assert "No repeat is left" in render(bench.forecast_of(job, tmp_path))
 
 
 @pytest.mark.gpu

@@ -1,5 +1,6 @@
 """Opening checkpoints, reading their configs, and refusing those that would load and then draft badly."""
 
+import hashlib
 import json
 import pickle
 from collections.abc import Callable
@@ -222,6 +223,25 @@ def test_the_fingerprint_depends_on_contents_only(tmp_path: Path, target_path: P
     assert len(prints[0]) == 64
     _copy(target_path, same, rms_norm_eps=0.5)
     assert fingerprint(open_checkpoint(str(same))) != prints[0]
+
+
+def test_a_fingerprint_reads_each_file_once_until_it_changes(
+    tmp_path: Path, target_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, read = _copy(target_path, tmp_path / "target"), list[str]()
+    digest = hashlib.file_digest
+    monkeypatch.setattr(
+        hashlib, "file_digest", lambda file, kind: read.append(file.name) or digest(file, kind)
+    )
+    first = fingerprint(open_checkpoint(str(path)))
+    once = len(read)
+    assert fingerprint(open_checkpoint(str(path))) == first
+    assert len(read) == once > 1
+    weights = path / "model.safetensors"
+    content = weights.read_bytes()
+    weights.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))  # of the same size
+    assert fingerprint(open_checkpoint(str(path))) != first
+    assert len(read) == once + 1
 
 
 # ---- targets

@@ -24,15 +24,18 @@ from specgen.comparing.finished_runs import read_runs
 from specgen.comparing.head_figures import Comparison, compare_runs
 from specgen.comparing.heads_job import DataSource, HeadsJob, HeadsRun
 from specgen.comparing.heads_page import page
+from specgen.comparing.moved_texts import moved_texts
 from specgen.comparing.paper_table import exported
 from specgen.comparing.short_names import NO_HEADS, as_directory, short_names
 from specgen.comparing.speed_rounds import PLAIN, RoundFile, Speeds
 from specgen.comparing.verdicts import leads, verdicts
 from specgen.config import EngineConfig, SamplingParams, UserError
-from specgen.events import Event, Finished, Submitted, Verified
+from specgen.events import Event, Finished, Submitted, Verified, read
 from specgen.jobs import run as run_module
+from specgen.report.paired_requests import shared_requests
 from specgen.report.report import fold
 from specgen.rundir.interrupt import StoppedError
+from specgen.text.tokenizer import load_tokenizer
 from tests.jobs import Silent
 
 pytestmark = pytest.mark.xdist_group("compare_heads")  # one comparison for all
@@ -145,6 +148,42 @@ def test_the_page_has_every_request_and_no_markup_of_texts(
     assert "<dt>command</dt>" in page
 
 
+def test_texts_of_the_requests_that_moved_most_are_those_of_both_heads(
+    compared: tuple[Path, list[str], str],
+) -> None:
+    path, found = compared[0], read_comparison([compared[0]])
+    listed = moved_texts(found, load_tokenizer(str(data_directory() / "demo" / "target")))
+    assert listed is not None
+    gains = []
+    for entry in listed.entries:
+        data, name = entry.title.split(" ", 1)
+        ours, first = entry.labels["heads"].split(" against ")
+        lengths = []
+        for shown, head in zip(entry.texts, (first, ours), strict=True):
+            directory = path / data / head.replace(":", "-")
+            row, recorded = rows(directory)[name], read(directory / "events.jsonl")
+            accepted, steps = counts(row)
+            lengths.append(1 + accepted / steps)
+            assert shown.name == head
+            assert "".join(span.text for span in shown.spans) == row["text"]
+            steps_of = [each for each in recorded if isinstance(each, Verified) and each.sequence == name]
+            drafts = sum(span.style in {f"d{i}" for i in range(K)} for span in shown.spans)
+            assert drafts == sum(min(each.accepted, each.emitted) for each in steps_of)
+        assert entry.note == f"{first} {lengths[0]:.2f}, {ours} {lengths[1]:.2f}"
+        gains.append(abs(lengths[1] - lengths[0]))
+    assert gains == sorted(gains, reverse=True)
+    assert len(gains) > 10
+    assert {entry.labels["heads"] for entry in listed.entries} == {
+        f"{head} against drafter" for head in ("drafter-two-layers", "ngram:3")
+    }
+    page = (path / "compare.html").read_text()
+    assert page.count("<details class") == len(gains)
+    assert "data-draft=" in page
+    plain = moved_texts(found, None)
+    assert plain is not None
+    assert {span.style for entry in plain.entries for text in entry.texts for span in text.spans} == {""}
+
+
 def test_every_category_is_once_on_the_page(tmp_path: Path) -> None:
     paths = [a_run(tmp_path / head, head, simulated(0.5, n, 45), groups=9) for n, head in enumerate("ab")]
     shown = page(compare_runs(read_runs(paths), Speeds()), {})
@@ -166,6 +205,16 @@ def test_categories_are_paired(tmp_path: Path) -> None:
     assert pair.categories["group 0"].paired.difference == 0
     assert pair.length is not None
     assert pair.length.ours - pair.length.first == pytest.approx(0.5)
+
+
+def test_two_runs_have_the_same_p_in_report(tmp_path: Path) -> None:
+    found = comparison(tmp_path, a=simulated(0.5, 1), b=simulated(0.56, 2))
+    (shared,) = shared_requests([tmp_path / "a", tmp_path / "b"])
+    (pair,) = found.pairs
+    assert (pair.length, *pair.positions) == shared.figures
+    assert pair.length is not None
+    assert pair.length.p == pair.length.paired.p, "one test needs no correction"
+    assert any(each.p != each.paired.p for each in pair.positions)
 
 
 # --- sentences ------------------------------------------------------------------------------------
@@ -256,6 +305,9 @@ def test_equal_heads_and_single_requests_have_no_interval(tmp_path: Path) -> Non
     same = simulated(0.5, 1)
     (sentence,) = verdicts(comparison(tmp_path / "same", a=same, b=same))
     assert sentence == "mine: the data cannot tell a from b, every request has the same acceptance."
+    (sentence,) = verdicts(comparison(tmp_path / "alike", a=[[0]] * 9, b=[[2]] * 9))
+    alike = "2.00 in every request, so without an interval"
+    assert sentence == f"mine: the data cannot tell b from a, {alike}."
     (sentence,) = verdicts(comparison(tmp_path / "one", a=[[3]], b=[[0]]))
     assert sentence == "mine: the data cannot tell a from b, one request is too few."
     assert list(verdicts(comparison(tmp_path / "alone", a=same))) == []
@@ -347,9 +399,12 @@ def test_a_drafter_that_never_drafted_costs_the_others_nothing(tmp_path: Path) -
 def test_options_that_make_no_sense_are_refused(tmp_path: Path) -> None:
     target = str(data_directory() / "demo" / "target")
     two = ("--drafter", "ngram", "--drafter", "ngram:3")
+    copy = shutil.copytree(heads()[0], tmp_path / "copy")
+    same = ("--drafter", heads()[0], "--drafter", heads()[1], "--drafter", str(copy))
     refusals = {
         ("--repeats", "1"): "one run has no spread",
         two: "drafter 'ngram:3' is given twice",
+        same: f"^drafters '{heads()[0]}' and '{copy}' have the same weights: leave one out$",
         ("--dataset", "bundled,bundled"): "dataset 'bundled' is given twice",
         ("--dataset", "bundled,"): "write names or files with commas",
         ("--dataset", "bundled,nothing"): "neither a known name nor a file",

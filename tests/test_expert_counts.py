@@ -328,7 +328,7 @@ def test_the_throughput_bench_says_what_steps_touched_and_what_that_costs() -> N
         run = Run(completions={}, events=events, seconds=1.0, num_spec_tokens=4)
         repeat = replace(Repeat.of(run, yardstick), texts={"a": "1"})
         results = [Result(arm=matrix.arms[0], repeats=Repeats(each={"round 1": repeat}))]
-        return table(matrix, {}, results, [])
+        return table(matrix, {}, results, [], bytes_per_second=1e10)
 
     (row,) = shown(list(mixture_steps(1, 4, (6.0, 2.0), (5.0, 2.0)))).rows
     assert (row["experts"], row["experts_plain"]) == (5.5, 2.0)

@@ -26,6 +26,14 @@ def test_student_t_is_that_of_printed_tables(freedom, quantile):
     assert student_t(freedom) == pytest.approx(quantile, abs=1e-6)
 
 
+@pytest.mark.parametrize("freedom", [1, 2.5, 40])
+@pytest.mark.parametrize("confidence", [0.8, 0.999])
+def test_student_t_of_another_confidence_is_that_of_scipy(freedom, confidence):
+    from scipy import stats
+
+    assert student_t(freedom, confidence) == pytest.approx(stats.t.ppf((1 + confidence) / 2, freedom))
+
+
 def test_two_groups_have_the_quantile_of_one_degree_of_freedom():
     ratio = added([4, 8], [10, 10])
     low, high = ratio.mean_interval()

@@ -99,6 +99,20 @@ def test_few_groups_and_no_differences_have_no_interval():
     assert (one.interval, one.p) == (None, None)
 
 
+@pytest.mark.parametrize(
+    "groups",
+    [
+        [(3, 3, 1, 3), (6, 6, 2, 6), (9, 9, 3, 9)],
+        [(2, 10, 1, 10), (8, 10, 7, 10), (5, 10, 4, 10)],  # requests are unlike, their differences alike
+        [(h, 11, 3 * h - 3, 33) for h in (1, 3, 8, 9)],  # rounding must not be a spread
+    ],
+)
+def test_differences_that_are_all_alike_are_not_tested(groups):
+    found = paired_ratio(groups)
+    assert abs(found.difference) > 0.03
+    assert (found.interval, found.p) == (None, None)
+
+
 def test_holm_is_that_of_statsmodels():
     from statsmodels.stats.multitest import multipletests
 
@@ -122,13 +136,17 @@ def test_requests_with_the_same_id_and_prompt_are_paired(compared):
     assert length.p >= length.paired.p
 
 
-def test_p_is_corrected_over_all_runs(compared):
-    rng = np.random.default_rng(4)
-    runs = [[row(str(n), list(map(int, rng.integers(0, 4, 9)))) for n in range(12)] for _ in range(3)]
-    one, two = compared(*runs)
-    raw = [each.paired.p for found in (one, two) for each in found.figures]
-    assert [each.p for found in (one, two) for each in found.figures] == pytest.approx(holm(raw))
-    assert len(raw) == 8
+def drawn(seed, num_runs):
+    rng = np.random.default_rng(seed)
+    return [[row(str(n), list(map(int, rng.integers(0, 4, 9)))) for n in range(12)] for _ in range(num_runs)]
+
+
+def test_p_is_corrected_over_all_runs_and_lengths_apart_from_positions(compared):
+    one, two = compared(*drawn(4, 3))
+    for part, number in ((slice(1), 2), (slice(1, None), 6)):
+        figures = [each for found in (one, two) for each in found.figures[part]]
+        assert [each.p for each in figures] == pytest.approx(holm([each.paired.p for each in figures]))
+        assert len(figures) == number
 
 
 def test_steps_of_several_lengths_pair_their_mean_alone(compared):

@@ -5,7 +5,7 @@ import re
 import shutil
 import subprocess
 from collections import Counter
-from html import unescape
+from html import escape, unescape
 from itertools import chain
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from specgen.events import Resumed
 from specgen.report.page import Page
 from specgen.report.report import fold
 from specgen.report.run_texts import RunTexts, texts_of
+from specgen.report.table import Column, Table
 from specgen.report.token_sources import Source, sources_of
 from specgen.text.pieces import fitted, pieces, pieces_by_part
 from specgen.text.reasoning import split
@@ -186,8 +187,19 @@ def test_a_correction_shows_the_draft_in_whose_place_it_stands(byte_level):
     _, tables, listed = shown(events, rows, byte_level)
     assert '<i class=correction tabindex=0 data-draft="c">b</i>' in in_page(listed)
     missed, rejected = (table.rows[0] for table in tables if table.title.startswith(("Tokens", "Drafts")))
-    assert (missed["token"], missed["missed"], missed["others"]) == ("“b”", 1, "“c” 1")
+    assert (missed["token"], missed["rejected"], missed["others"]) == ("“b”", 1, "“c” 1")
     assert (rejected["token"], rejected["share"]) == ("“c”", 1.0)
+
+
+def test_a_share_is_of_the_places_where_a_token_was_drafted_or_missed(byte_level):
+    a, b, c = (byte_level.encode_rendered(each)[0] for each in "abc")
+    events = list(request("r", [(1, 0), (3, 3)]))
+    events[2] = type(events[2])(**{**vars(events[2]), "drafts": (c,)})
+    rows = {"r": {"prompt": "", "text": "abbbca", "token_ids": [a, b, b, b, c, a]}}  # b, b and c are accepted
+    _, tables, _ = shown(events, rows, byte_level)
+    missed, rejected = (table.rows for table in tables if table.title.startswith(("Tokens", "Drafts")))
+    assert [(row["token"], row["share"]) for row in missed] == [("“b”", 1 / 3)]
+    assert [(row["token"], row["share"]) for row in rejected] == [("“c”", 1 / 2)]
 
 
 def test_rejections_add_up(byte_level):
@@ -288,20 +300,40 @@ def test_a_browser_filters_by_label(byte_level, tmp_path: Path):
     _, tables, listed = shown(events, rows, byte_level)
     html = in_page(listed, tables)
     chosen = listed.filters["category"]["math"]
-    seen = (
-        "<script>document.title = [...document.querySelectorAll('.entry')]"
-        ".filter(each => each.offsetParent).length + ' seen, '"
-        " + (document.documentElement.scrollWidth - document.documentElement.clientWidth) + ' too wide'</script>"
-    )
+    seen = f"{all_of('.entry')}.filter(each => each.offsetParent).length + ' seen'"
     for option, number in ((None, 13), (f'<option value="{chosen}"', 7)):
         page = html if option is None else html.replace(option, f"{option} selected")
-        (tmp_path / "page.html").write_text(page.replace("</body>", f"{seen}</body>"))
         for width in (390, 1280):
-            found = _dumped(tmp_path / "page.html", width)
-            assert f"<title>{number} seen, 0 too wide</title>" in found
+            assert found_in(page, seen, width, tmp_path) == f"{number} seen, 0 too wide"
 
 
-def _dumped(path, width):
-    command = ["chromium", "--headless=new", "--no-sandbox", "--disable-gpu", f"--window-size={width},800"]
-    asked = [*command, "--dump-dom", path.as_uri()]
-    return subprocess.run(asked, capture_output=True, text=True, timeout=60, check=True).stdout
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs Chromium")
+def test_on_a_phone_wide_tables_scroll_and_names_stay_whole(tmp_path: Path):
+    names = ["drafter-two-layers", "a question of several words that the model saw " * 3]
+    columns = (
+        Column(name="name", title=""),
+        *(Column(name=f"number {n}") for n in range(6)),
+    )
+    rows = tuple({"name": name, **{f"number {n}": 0.5 for n in range(6)}} for name in names)
+    html = Page(title="Page", settings={}, tables=[Table(title="Wide", columns=columns, rows=rows)]).to_html()
+    cells = f"{all_of('tbody th')}.map(each => each.clientHeight < 40 ? 'line' : each.clientWidth > 150 ? 'text' : 0)"
+    box = f"{all_of('.wide')}.map(each => each.scrollWidth > each.clientWidth + 50)"
+    assert found_in(html, f"[{cells}, {box}].join()", 390, tmp_path) == "line,text,true, 0 too wide"
+
+
+def all_of(selector):
+    return f"[...document.querySelectorAll('{selector}')]"
+
+
+def found_in(html, script, width, tmp_path):
+    """What ``script`` finds in a frame of this width, which a window may not have, and how much wider the page is."""
+    wide = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
+    told = f"<script>parent.document.title = {script} + ', ' + ({wide}) + ' too wide'</script></body>"
+    frame = escape(html.replace("</body>", told))
+    (tmp_path / "page.html").write_text(
+        f'<title></title><iframe width="{width}" height="800" srcdoc="{frame}">'
+    )
+    command = ["chromium", "--headless=new", "--no-sandbox", "--disable-gpu", "--dump-dom"]
+    asked = [*command, (tmp_path / "page.html").as_uri()]
+    done = subprocess.run(asked, capture_output=True, text=True, timeout=60, check=True)
+    return re.search("<title>(.*?)</title>", done.stdout)[1]

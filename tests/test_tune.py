@@ -98,6 +98,12 @@ def test_sentences_are_what_the_kept_rounds_say(pair: Path, monkeypatch, tmp_pat
     assert "--max-batch-size 4 --num-spec-tokens 2 --drafter-batch padded" in table.answers[-1]
 
 
+def test_without_an_interval_nothing_is_slower(pair: Path, monkeypatch) -> None:
+    install(monkeypatch, usual)
+    rows = last(job_of(pair, batches=(4,), repeats=1)).rows
+    assert [row["verdict"] for row in rows] == ["unknown", "best", *["unknown"] * 3]
+
+
 def test_plain_decoding_may_be_the_best(pair: Path, monkeypatch) -> None:
     install(monkeypatch, lambda config, number: 1 + config.draft_length.most + number / 1000)
     (answer, _) = last(job_of(pair, batches=(4,), drafter_batches=("padded",))).answers
@@ -185,6 +191,22 @@ def test_a_budget_ends_it_and_the_rest_is_named(pair: Path, monkeypatch, tmp_pat
     assert [c.draft_length.most for c in timed.built] == [0], "its warm-up takes three of the four seconds"
     assert "batch 1, K 2, padded; " in one.notes[-1]
     assert one.notes[-1].endswith("; batch 4, K 4, non-padded: the same command goes on")
+
+
+def test_a_budget_does_not_leave_out_the_same_arms_again(pair: Path, monkeypatch, tmp_path: Path) -> None:
+    measured = []
+    for _ in range(2):
+        timed = install(monkeypatch, usual)
+        monkeypatch.setattr("time.monotonic", lambda now=timed: now.clock)
+        measured.append(len(last(job_of(pair, batches=(4,), budget=8.0), tmp_path).rows))
+    assert measured == [3, 5]
+
+
+def test_prompts_that_never_fill_the_batch_are_refused(pair: Path) -> None:
+    workload = Workload(dataset="random", num_prompts=3, prompt_tokens=5, max_new_tokens=8)
+    with pytest.raises(UserError, match=r"^num-prompts is 3, which never fill a batch of 4: use at least 4$"):
+        job_of(pair, workload=workload)
+    job_of(pair, workload=replace(workload, num_prompts=4))
 
 
 def test_an_arm_that_fails_costs_the_others_nothing(pair: Path, monkeypatch) -> None:

@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from specgen.bench import plans
 from specgen.bench import tune as tuning
+from specgen.bench import workload as workloads
 from specgen.bench.advice import command
 from specgen.bench.matrices import Workload
 from specgen.cli.main import app
@@ -57,8 +59,43 @@ def test_a_dry_run_runs_nothing(pair: Path, monkeypatch, tmp_path: Path) -> None
     assert timed.built == []
     assert not (tmp_path / "out").exists()
     assert "batch 4, K 2, non-padded" in done.stdout
-    assert re.search(r"6 arms of 3 to 5 repeats and a warm-up: about \d+ s to \d+ s", done.stdout)
+    assert re.search(r"6 arms, with a warm-up each: about \d+ s to \d+ s", done.stdout)
+    assert len(re.findall(r"  3 to 5$", done.stdout, re.MULTILINE)) == 6
     assert "Weights take 0.0" in done.stdout
+
+
+def to_go(pair: Path, *arguments: str) -> dict[str, str]:
+    """What a dry run says that is left of each arm; "" for its sentences."""
+    done = invoke(
+        pair, *DATA, "--batch", "4", "--k", "2,4", "--drafter-batch", "padded", *arguments, "--dry-run"
+    )
+    assert done.exit_code == 0, done.output
+    rows = re.findall(r"^(batch .*?)  .*?  (\d+(?: to \d+)?)$", done.stdout, re.MULTILINE)
+    return {**dict(rows), "": " ".join(done.stdout.split())}
+
+
+def test_a_dry_run_counts_the_rounds_that_are_kept(pair: Path, monkeypatch, tmp_path: Path) -> None:
+    timed = install(monkeypatch, lambda config, number: usual(config, len(timed.order) ** 2))
+    monkeypatch.setattr("time.monotonic", lambda: timed.clock)
+    kept = ("--output", str(tmp_path), "--precision", "0.001", "--repeats", "8")
+    job = ("tune", "--batch", "4", "--k", "2,4", "--drafter-batch", "padded")
+    arms = ["batch 4, plain", "batch 4, K 2, padded", "batch 4, K 4, padded"]
+    assert [to_go(pair, *kept)[arm] for arm in arms] == ["3 to 8"] * 3
+    assert invoke(pair, *DATA, *job[1:], *kept, "--budget", "20s").exit_code == 0
+    files = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    left = to_go(pair, *kept)
+    number = len(files["tune.rounds.jsonl"].splitlines())
+    assert 0 < number < 3
+    assert [left[arm] for arm in arms] == [f"{3 - number} to {8 - number}"] * 3
+    assert invoke(pair, *DATA, *job[1:], *kept).exit_code == 0
+    assert "No repeat is left: " in to_go(pair, *kept)[""]
+    left = to_go(pair, *kept, "--repeats", "10", "--budget", "90s")
+    assert [left[arm] for arm in arms] == ["1 to 2", "1 to 2", "0"], "K 4 was dropped"
+    assert "2 of 3 arms go on, with a warm-up each: about " in left[""]
+    assert "By the budget no round begins after 90 s, which the batch sizes share." in left[""]
+    assert {path.name for path in tmp_path.iterdir()} == {*files}
+    other = invoke(pair, *DATA, "--batch", "4", "--k", "3", *kept, "--dry-run")
+    assert isinstance(other.exception, UserError), "what is kept is of another question"
 
 
 def test_the_command_measures_real_engines_and_goes_on(pair: Path, tmp_path: Path) -> None:
@@ -87,19 +124,67 @@ def test_the_command_measures_real_engines_and_goes_on(pair: Path, tmp_path: Pat
 
 def test_a_stop_says_what_is_kept(pair: Path, monkeypatch, tmp_path: Path) -> None:
     def stopped(config: EngineConfig, number: int) -> float:
-        if number == 2:
+        if number == last:
             signal.raise_signal(signal.SIGTERM)
         return 1.0
+
+    last = 2
 
     install(monkeypatch, stopped)
     done = invoke(pair, *DATA, "--batch", "2", "--k", "2", "--output", str(tmp_path))
     assert done.exit_code == 143
     assert (
-        f"specgen: interrupted; whole rounds are kept in {tmp_path}: the same command goes on\n"
-        in done.stderr
+        f"specgen: interrupted; 1 whole round kept in {tmp_path}: the same command goes on\n" in done.stderr
     )
     done = invoke(pair, *DATA, "--batch", "2", "--k", "2")
     assert "specgen: interrupted; nothing is kept without --output\n" in done.stderr
+    last = 1
+    done = invoke(pair, *DATA, "--batch", "2", "--k", "2", "--output", str(tmp_path / "new"))
+    assert "specgen: interrupted; no round was finished, so nothing is kept\n" in done.stderr
+
+
+def test_quiet_prints_the_table_alone(pair: Path, monkeypatch, tmp_path: Path) -> None:
+    install(monkeypatch, usual)
+    arguments = (*DATA, "--batch", "2", "--k", "2,4", "--precision", "0.001", "--repeats", "4")
+    loud = invoke(pair, *arguments, "--output", str(tmp_path / "loud"))
+    assert "warmed up" in loud.stderr
+    assert "dropped: " in loud.stderr
+    assert "Files are in " in loud.output
+    quiet = invoke(pair, *arguments, "--output", str(tmp_path / "quiet"), "--quiet")
+    assert (quiet.exit_code, quiet.stderr) == (0, "")
+    assert "At batch 2: " in quiet.stdout
+    assert "Files are in " not in quiet.stdout
+
+
+def test_rows_are_read_as_the_options_say(monkeypatch, tmp_path: Path) -> None:
+    install(monkeypatch, usual)
+    (tmp_path / "own.jsonl").write_text('{"task": {"words": "How many apples are there?"}, "prompt": "x"}\n')
+    own = (
+        "--dataset",
+        str(tmp_path / "own.jsonl"),
+        "--prompt-field",
+        "task.words",
+        "--batch",
+        "2",
+        "--k",
+        "2",
+    )
+    seen = []
+    made = workloads.make_prompts
+    monkeypatch.setattr(plans, "make_prompts", lambda *asked: seen.append(made(*asked)) or seen[-1])
+    once = ["tune", "--device", "cpu", *own, "--repeats", "1"]  # of the bundled pair, which has a template
+    done = [CliRunner().invoke(app, [*once, *more]) for more in (("--raw",), ("--chat",))]
+    assert [each.exit_code for each in done] == [0, 0]
+    raw, chat = (len(found.requests[0].prompt_token_ids) for found in seen)
+    assert chat > raw > 3, "the template has tokens of its own"
+    assert "--raw" in done[0].stdout
+    words = shlex.split(done[1].stdout[done[1].stdout.index("specgen generate") :])
+    assert words[words.index("--prompt-field") + 1] == "task.words"
+    assert "--chat" in words
+    refused = CliRunner().invoke(app, ["tune", "--dataset", "random", "--raw"])
+    assert str(refused.exception).startswith(
+        "split, prompt-field, chat or raw is given but prompts are random"
+    )
 
 
 def test_the_time_that_is_left() -> None:
@@ -113,6 +198,10 @@ def test_lists_and_times_of_the_command_line() -> None:
     assert [seconds(text) for text in ("90s", "1.5m", "2h")] == [90, 90, 7200]
     for wrong in ("", "x", "1-", "3-1", "auto-2"):
         with pytest.raises(UserError, match=f"k is {wrong!r}: "):
+            draft_lengths(wrong)
+    assert draft_lengths("16") == (DraftLength(most=16),)
+    for wrong, part in (("17", "17"), ("1,9-17", "9-17"), ("99999999999", "99999999999")):
+        with pytest.raises(UserError, match=f"^k is {wrong!r}: use at most 16 in {part}$"):
             draft_lengths(wrong)
     for wrong in ("", "10", "m", "0s", "-1s"):
         with pytest.raises(UserError, match=f"budget is {wrong!r}: write a time such as"):
@@ -138,6 +227,10 @@ def test_the_command_to_run_is_one_of_generate(pair: Path) -> None:
         "--device": "cpu",
         "--max-prefill-tokens": "8192",
     }
+    told = replace(engine, chat_template_kwargs=json.dumps({"enable_thinking": False}))
+    words = shlex.split(command(arm, told, job.workload, None))
+    given = words[words.index("--chat-template-kwargs") + 1]
+    assert json.loads(given) == {"enable_thinking": False}, "others are other prompts"
     plain = command(Arm(name="x", changes={"batch": 8, "K": 0}), engine, job.workload, None)
     assert "--num-spec-tokens 0" in plain
     assert "drafter" not in plain.replace(str(pair), "")

@@ -99,6 +99,10 @@ def command(arm: Arm, engine: EngineConfig, workload: Workload, data_path: Path 
     words += ["--dataset", workload.dataset]
     if data_path is not None:
         words += ["--data-path", str(data_path)]
+    how = workload.how
+    words += [] if how.split is None else ["--split", how.split]
+    words += [] if how.prompt_field is None else ["--prompt-field", how.prompt_field]
+    words += [] if how.chat is None else ["--chat" if how.chat else "--raw"]
     if engine.template_kwargs != TemplateKwargs():  # others are other prompts
         words += ["--chat-template-kwargs", str(engine.template_kwargs)]
     words += ["--max-batch-size", str(config.max_batch_size)]

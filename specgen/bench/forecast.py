@@ -1,6 +1,6 @@
 """What ``--dry-run`` prints: the arms of a bench, and what time and memory it will take at least. Reads no weights."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from statistics import fmean
 
 import torch
@@ -19,11 +19,17 @@ _COLUMNS = (
     Column(name="new_tokens"),
     Column(name="engine", unit="GB"),
     Column(name="repeat", unit="s"),
+    Column(name="repeats", title="to go"),
 )
 
 
-def forecast(ready: Prepared, yardstick: Yardstick, least: int, most: int) -> Iterator[Part]:
-    """The arms, then a few sentences; each arm will have ``least`` to ``most`` repeats after its warm-up."""
+def forecast(
+    ready: Prepared, yardstick: Yardstick, left: Mapping[str, tuple[int, int]], budget: float | None = None
+) -> Iterator[Part]:
+    """The arms, then a few sentences; ``left`` is how many repeats, at least and at most, each has to do that goes on.
+
+    ``budget`` is in seconds.
+    """
     seconds = {plan.arm.name: plain_seconds(plan, yardstick) for plan in ready.plans}
     rows = tuple(
         {
@@ -32,23 +38,39 @@ def forecast(ready: Prepared, yardstick: Yardstick, least: int, most: int) -> It
             "new_tokens": sum(request.sampling.max_tokens for request in plan.requests),
             "engine": plan.num_bytes / _GB,
             "repeat": seconds[plan.arm.name],
+            "repeats": _span(*map(str, left.get(plan.arm.name, (0, 0)))),
         }
         for plan in ready.plans
     )
     yield Table(title="The arms", columns=_COLUMNS, rows=rows)
-    low, high = (sum(seconds.values()) * (1 + number) for number in (least, most))
-    span = display.duration(low) if least == most else f"{display.duration(low)} to {display.duration(high)}"
-    repeats = f"{most} repeats" if least == most else f"{least} to {most} repeats"
     yield "\n".join(
-        [
-            f"{len(rows)} arms of {repeats} and a warm-up: about {span}, if every step took the time of a plain one at "
-            f"its bound (weights and KV cache at {yardstick.bytes_per_second / 1e12:.3g} TB/s). Arms that are slower "
-            "take longer, as do prompts, loading, compilation and CUDA graphs, which come on top.",
-            _memory(ready),
-            *ready.notes,
-            "Nothing was run.",
-        ]
+        [*_time(seconds, left, budget, yardstick), _memory(ready), *ready.notes, "Nothing was run."]
     )
+
+
+def _time(
+    seconds: Mapping[str, float],
+    left: Mapping[str, tuple[int, int]],
+    budget: float | None,
+    yardstick: Yardstick,
+) -> Iterator[str]:
+    """How long it takes at least."""
+    if not left:
+        yield "No repeat is left: the rounds that are kept are enough, and the command prints its table."
+        return
+    ends = [sum(seconds[arm] * (1 + number[end]) for arm, number in left.items()) for end in (0, 1)]
+    some = f"{len(left)} arms" if len(left) == len(seconds) else f"{len(left)} of {len(seconds)} arms go on"
+    yield (
+        f"{some}, with a warm-up each: about {_span(*map(display.duration, ends))}, if every step took the time of a "
+        f"plain one at its bound (weights and KV cache at {yardstick.bytes_per_second / 1e12:.3g} TB/s). Arms that are "
+        "slower take longer, as do prompts, loading, compilation and CUDA graphs, which come on top."
+    )
+    if budget is not None:
+        yield f"By the budget no round begins after {display.duration(budget)}, which the batch sizes share."
+
+
+def _span(low: str, high: str) -> str:
+    return low if low == high else f"{low} to {high}"
 
 
 def plain_seconds(plan: Plan, yardstick: Yardstick) -> float:

@@ -7,6 +7,7 @@ from typing import Literal, Self, get_args
 
 from specgen.config import DraftLength, EngineConfig, choices, require
 from specgen.engine.arms import DECODING, Arm
+from specgen.prompts.row_reading import AS_IT_IS, Reading
 from specgen.spelling import did_you_mean
 
 Labels = Mapping[str, str | int]  # value by axis name
@@ -44,6 +45,7 @@ class Workload:
     All requests wait from the start and the batch is the concurrency: a request that ends makes room for the next.
     ``output_lens`` says how long texts are: ``fixed``, up to ``max_new_tokens`` or an end that the model finds; or
     ``data``, exactly as long as the data set's own answer, later turns included, and at most ``max_new_tokens``.
+    ``how`` says how rows become prompts.
     """
 
     dataset: str
@@ -53,6 +55,7 @@ class Workload:
     max_new_tokens: int = 256
     max_batch_size: int = 128  # if it is not an axis
     output_lens: OutputLens = "fixed"
+    how: Reading = AS_IT_IS
 
     def __post_init__(self) -> None:
         require(
@@ -62,6 +65,10 @@ class Workload:
         require(
             self.output_lens == "fixed" or self.dataset != RANDOM,
             "output-lens is 'data' but prompts are random: name a data set that has answers",
+        )
+        require(
+            self.how == AS_IT_IS or self.dataset != RANDOM,
+            "split, prompt-field, chat or raw is given but prompts are random: name a data set",
         )
         for field in ("num_prompts", "prompt_tokens", "max_new_tokens", "max_batch_size"):
             value = getattr(self, field)

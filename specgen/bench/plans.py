@@ -50,8 +50,18 @@ class Prepared:
     plans: list[Plan]
     notes: list[str]
 
-    def manifest(self, workload: Workload, data_path: Path | None, own: dict[str, Any]) -> dict[str, Any]:
-        """What decides the numbers: device, versions, weights, requests, and ``own``, which is the bench's."""
+    def manifest(
+        self,
+        workload: Workload,
+        data_path: Path | None,
+        own: dict[str, Any],
+        *,
+        with_fingerprints: bool = True,
+    ) -> dict[str, Any]:
+        """What decides the numbers: device, versions, weights, requests, and ``own``, which is the bench's.
+
+        Fingerprints read all weights.
+        """
         tokens = sha256()
         for request in self.prompts.requests:
             tokens.update(f"{request.prompt_token_ids} {request.sampling}\n".encode())
@@ -60,7 +70,9 @@ class Prepared:
             engine=self.base,
             sampling=SamplingParams(max_tokens=workload.max_new_tokens),
             data=data | {"requests": tokens.hexdigest()},
-            fingerprints={role: fingerprint(each) for role, each in self.checkpoints.items()},
+            fingerprints={
+                role: fingerprint(each) for role, each in self.checkpoints.items() if with_fingerprints
+            },
         )
         return found | {"bench": own}
 

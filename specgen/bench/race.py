@@ -88,6 +88,13 @@ class Race:
                 needed += [arm for arm in (standing.reference, standing.best) if arm in heat]
         return list(dict.fromkeys(needed))
 
+    def left(self, rounds: Rounds) -> dict[str, tuple[int, int]]:
+        """How many more repeats each arm needs, at least and at most; without those that need none."""
+        least = {
+            arm: max(1, min(LEAST, self.most) - rounds.count(arm)) for arm in self.takers(self.arms, rounds)
+        }
+        return {arm: (number, max(number, self.most - rounds.count(arm))) for arm, number in least.items()}
+
     def _is_open(self, standing: Standing, arm: str) -> bool:
         done = len(standing.arms[arm].each)
         if done >= self.most or standing.cannot_win(arm):

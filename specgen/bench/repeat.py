@@ -52,9 +52,8 @@ class Repeat:
     itl: LatencyStats | None
     step_seconds: float | None  # mean of a decode step
     mean_sequences: float | None  # in a decode step
-    step_bound: float | None  # mean lower bound of a decode step
+    step_bytes: float | None  # that a decode step must read, the mean; a table says how fast
     touched: Touched | None  # of a mixture's experts, mean over decode steps
-    expert_seconds: float | None  # that reading these takes
     texts: Mapping[str, str]  # digest of the token ids by request
     num_wrong: int | None  # tokens that differ from the known text
     disturbances: tuple[str, ...]  # captures and shortages within the measured time
@@ -62,7 +61,6 @@ class Repeat:
     @classmethod
     def of(cls, run: Run, yardstick: Yardstick) -> "Repeat":
         completions, events, report = run.completions.values(), run.events, run.report
-        step_bytes, touched = mean_step_bytes(events, yardstick.sizes), mean_touched(events)
         steps = report.steps.get("decode")
         return cls(
             seconds=run.seconds,
@@ -74,9 +72,8 @@ class Repeat:
             itl=latency_stats(list(inter_token_seconds(events))),
             step_seconds=steps.mean_seconds if steps else None,
             mean_sequences=steps.mean_sequences if steps else None,
-            step_bound=step_bytes and step_bytes / yardstick.bytes_per_second,
-            touched=touched,
-            expert_seconds=touched.num_bytes / yardstick.bytes_per_second if touched else None,
+            step_bytes=mean_step_bytes(events, yardstick.sizes),
+            touched=mean_touched(events),
             texts={completion.request.id: digest(completion.token_ids) for completion in completions},
             num_wrong=None if yardstick.known is None else yardstick.known.num_wrong(completions),
             disturbances=tuple(_disturbances(events)),

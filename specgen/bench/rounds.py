@@ -1,5 +1,6 @@
 """What a bench has measured, round by round, kept in a directory so that the same command goes on."""
 
+import json
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -12,11 +13,12 @@ from specgen.rundir.atomic import writable
 from specgen.rundir.locking import locked
 from specgen.rundir.provenance import FREE_IN_A_RUN
 from specgen.rundir.results import require_same
-from specgen.rundir.row_file import RowFile
+from specgen.rundir.row_file import RowFile, id_of
 
 _KEPT = "what is measured is kept; fix that and run the same command again"
 _REMEDY = "name a new directory, or ask for the same"
 _EXTENDED = ("bench.repeats", "bench.precision")  # more of them only add rounds
+_FINGERPRINTS = {"fingerprints.model", "fingerprints.drafter"}
 _FREE = {*FREE_IN_A_RUN, *_EXTENDED} - {"engine.device", "engine.cuda_graphs", "device.cpu", "device.threads"}
 
 
@@ -27,11 +29,12 @@ class Rounds:
     would put hours between its repeats.
     """
 
-    def __init__(self, file: RowFile | None = None) -> None:
-        self._file = file
-        self._each: dict[str, dict[str, Repeat]] = {}
-        for name, row in () if file is None else file.items():
-            self._each[name] = {arm: Repeat.from_json(found) for arm, found in row["arms"].items()}
+    def __init__(self, rows: Iterable[Mapping[str, Any]] = (), file: RowFile | None = None) -> None:
+        self._file = file  # for what is added
+        self._each = {
+            str(row["id"]): {arm: Repeat.from_json(found) for arm, found in row["arms"].items()}
+            for row in rows
+        }
 
     def __len__(self) -> int:
         return len(self._each)
@@ -81,5 +84,29 @@ def kept_rounds(output: Path | None, name: str, settings: Mapping[str, Any]) -> 
             f"output {str(output)!r} holds {name}.json without the rounds that it is of: name a new directory",
         )
         require_same(record, settings, free=_FREE, remedy=_REMEDY)
-        with closing(RowFile(output / f"{name}.rounds.jsonl")) as file:
-            yield Rounds(file)
+        with closing(RowFile(_rounds_of(output, name))) as file:
+            yield Rounds(file.values(), file)
+
+
+def seen_rounds(output: Path | None, name: str, settings: Mapping[str, Any]) -> Rounds:
+    """What ``kept_rounds`` would go on with; writes and locks nothing. ``settings`` need no fingerprints of weights."""
+    if output is None or not record_of(output, name).exists():
+        return Rounds()
+    require_same(record_of(output, name), settings, free=_FREE | _FINGERPRINTS, remedy=_REMEDY)
+    return Rounds(map(json.loads, _whole_rounds(output, name)))
+
+
+def num_kept(output: Path, name: str) -> int:
+    """The rounds of the bench ``name`` that are in ``output``."""
+    return len(_whole_rounds(output, name))
+
+
+def _rounds_of(output: Path, name: str) -> Path:
+    return output / f"{name}.rounds.jsonl"
+
+
+def _whole_rounds(output: Path, name: str) -> list[bytes]:
+    """The lines of the file, without a torn last one."""
+    path = _rounds_of(output, name)
+    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+    return [line for line in lines if id_of(line) is not None]

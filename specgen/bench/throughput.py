@@ -21,7 +21,7 @@ from specgen.bench.matrices import Matrix, Workload
 from specgen.bench.output import BenchTable
 from specgen.bench.plans import Plan, Prepared, prepare, room_for_turns, side_by_side
 from specgen.bench.repeat import Yardstick
-from specgen.bench.rounds import Rounds, kept_rounds, record_of
+from specgen.bench.rounds import Rounds, kept_rounds, record_of, seen_rounds
 from specgen.bench.throughput_table import Result, table
 from specgen.bench.turns import Turns, Watch, nobody
 from specgen.config import EngineConfig, require
@@ -70,10 +70,14 @@ def prepared(job: ThroughputJob, output: Path | None = None) -> Prepared:
     )
 
 
-def forecast_of(job: ThroughputJob) -> Iterator[Part]:
-    """What ``--dry-run`` prints."""
-    ready = prepared(job)
-    return forecast(ready, yardstick_of(ready), job.repeats, job.repeats)
+def forecast_of(job: ThroughputJob, output: Path | None) -> Iterator[Part]:
+    """What ``--dry-run`` prints: what is left to do beside the rounds in ``output``."""
+    ready = prepared(job, output)
+    settings = ready.manifest(job.workload, job.data_path, job.to_json(), with_fingerprints=False)
+    rounds = seen_rounds(output, job.name, settings)
+    missing = {plan.arm.name: job.repeats - rounds.count(plan.arm.name) for plan in ready.plans}
+    left = {arm: (number, number) for arm, number in missing.items() if number > 0}
+    return forecast(ready, yardstick_of(ready), left)
 
 
 def throughput(job: ThroughputJob, output: Path | None = None, watch: Watch = nobody) -> Iterator[BenchTable]:
@@ -102,7 +106,8 @@ def _measure(job: ThroughputJob, ready: Prepared, rounds: Rounds, watch: Watch) 
             for plan in ready.plans
             if plan.arm.name in repeats
         ]
-        return table(job.matrix, under, results, [*ready.notes, *turns.failed.values()])
+        notes = [*ready.notes, *turns.failed.values()]
+        return table(job.matrix, under, results, notes, bytes_per_second=yardstick.bytes_per_second)
 
     for number, group in enumerate(groups):
         turns.turns_behind = sum(map(len, groups[number + 1 :])) * (job.repeats + 1)

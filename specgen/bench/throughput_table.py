@@ -29,10 +29,17 @@ class Result:
     repeats: Repeats
 
 
-def table(matrix: Matrix, conditions: Row, results: Sequence[Result], notes: Sequence[str]) -> BenchTable:
-    """The table of ``results``; ``notes`` say which arms are missing and why."""
+def table(
+    matrix: Matrix,
+    conditions: Row,
+    results: Sequence[Result],
+    notes: Sequence[str],
+    *,
+    bytes_per_second: float,
+) -> BenchTable:
+    """The table of ``results``, with one bandwidth in all bounds; ``notes`` say which arms are missing and why."""
     mixture = any(result.repeats.touched for result in results)
-    rows = tuple(_row(matrix, result, results, mixture) for result in results)
+    rows = tuple(_row(matrix, result, results, mixture, bytes_per_second) for result in results)
     disturbed = [f"{r.arm.name}: {text}" for r in results for text in r.repeats.disturbances]
     return BenchTable(
         name=f"throughput-{matrix.name}",
@@ -67,14 +74,17 @@ def _columns(matrix: Matrix, mixture: bool) -> Iterator[Column]:
         yield from (Column(name=f"{name}_{part}", unit="ms") for name in _SPREADS for part in _PARTS)
 
 
-def _row(matrix: Matrix, result: Result, results: Sequence[Result], mixture: bool) -> Row:
+def _row(
+    matrix: Matrix, result: Result, results: Sequence[Result], mixture: bool, bytes_per_second: float
+) -> Row:
     arm, repeats = result.arm, result.repeats
     row: dict[str, Value] = {**arm.changes, **_range(("speed", "lowest", "highest"), repeats.speed)}
     for ratio, labels in matrix.ratios.items():
         base = next((r for r in results if r.arm.changes == {**arm.changes, **labels}), None)
         times = None if base is None or base is result else repeats.times(base.repeats)
         row |= _range((ratio, f"{ratio}_lowest", f"{ratio}_highest"), times)
-    step, bound = (repeats.median(figure) for figure in (lambda r: r.step_seconds, lambda r: r.step_bound))
+    step, num_bytes = repeats.median(lambda r: r.step_seconds), repeats.median(lambda r: r.step_bytes)
+    bound = None if num_bytes is None else num_bytes / bytes_per_second
     row |= {
         "repeats": len(repeats.each),
         "acceptance_length": repeats.acceptance_length,
@@ -88,7 +98,7 @@ def _row(matrix: Matrix, result: Result, results: Sequence[Result], mixture: boo
         row |= {
             "experts": touched.experts if touched else None,
             "experts_plain": touched.plain if touched else None,
-            "experts_read": milliseconds(repeats.median(lambda r: r.expert_seconds)),
+            "experts_read": milliseconds(touched.num_bytes / bytes_per_second) if touched else None,
         }
     row |= {
         "same_texts": repeats.same_texts(next(r.repeats for r in results if r.repeats.ids == repeats.ids)),

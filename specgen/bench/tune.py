@@ -18,9 +18,9 @@ from specgen.bench.forecast import forecast
 from specgen.bench.matrices import Workload
 from specgen.bench.output import BenchTable
 from specgen.bench.plans import Plan, Prepared, fitted, prepare, room_for_turns
-from specgen.bench.race import LEAST, Race
+from specgen.bench.race import Race
 from specgen.bench.repeat import Yardstick
-from specgen.bench.rounds import Rounds, kept_rounds, record_of
+from specgen.bench.rounds import Rounds, kept_rounds, record_of, seen_rounds
 from specgen.bench.throughput import yardstick_of
 from specgen.bench.tune_table import tune_table
 from specgen.bench.turns import Turn, Turns, Watch, nobody
@@ -91,10 +91,14 @@ def prepared(job: TuneJob, output: Path | None = None) -> Prepared:
     return prepare(arms, job.engine, job.workload, job.data_path, record=record)
 
 
-def forecast_of(job: TuneJob) -> Iterator[Part]:
-    """What ``--dry-run`` prints."""
-    ready = prepared(job)
-    return forecast(ready, yardstick_of(ready), min(LEAST, job.repeats), job.repeats)
+def forecast_of(job: TuneJob, output: Path | None) -> Iterator[Part]:
+    """What ``--dry-run`` prints: what is left to do beside the rounds in ``output``."""
+    ready = prepared(job, output)
+    settings = ready.manifest(job.workload, job.data_path, job.to_json(), with_fingerprints=False)
+    rounds = seen_rounds(output, NAME, settings)
+    races = (_race(job, ready, arms)[0] for arms in job.races().values())
+    left = {arm: number for race in races for arm, number in race.left(rounds).items()}
+    return forecast(ready, yardstick_of(ready), left, job.budget)
 
 
 def tune(
@@ -129,7 +133,7 @@ class _Tuning:
         self._turns = Turns(models, yardstick, rounds, self._see)
         self._dropped: set[str] = set()
         self._room = room_for_turns(ready.base)
-        self._races = [self._race(arms) for arms in job.races().values()]
+        self._races = [_race(job, ready, arms) for arms in job.races().values()]
 
     def run(self) -> Iterator[BenchTable]:
         for number, (race, plans) in enumerate(self._races):
@@ -153,17 +157,6 @@ class _Tuning:
         """Pass on a turn; a budget may end earlier than the turns that are left."""
         left = max(0.0, self._end - time.monotonic())
         self._watch(replace(turn, seconds_left=min(turn.seconds_left, left)))
-
-    def _race(self, arms: Sequence[Arm]) -> tuple[Race, list[Plan]]:
-        names = [arm.name for arm in arms]
-        plans = [plan for plan in self._ready.plans if plan.arm.name in names]
-        race = Race(
-            plain=names[0],
-            arms=tuple(plan.arm.name for plan in plans),
-            most=self._job.repeats,
-            precision=math.log1p(self._job.precision),
-        )
-        return race, plans
 
     def _heat(self, race: Race, plans: Sequence[Plan], waiting: Sequence[Plan]) -> list[Plan]:
         """The next that wait, with plain decoding and the fastest arm so far, as far as memory goes; at least one."""
@@ -205,6 +198,19 @@ class _Tuning:
 
     def _command(self, arm: Arm) -> str:
         return command(arm, self._job.engine, self._job.workload, self._job.data_path)
+
+
+def _race(job: TuneJob, ready: Prepared, arms: Sequence[Arm]) -> tuple[Race, list[Plan]]:
+    """The race of the ``arms`` of one batch size, and the plans of those that can run."""
+    names = [arm.name for arm in arms]
+    plans = [plan for plan in ready.plans if plan.arm.name in names]
+    race = Race(
+        plain=names[0],
+        arms=tuple(plan.arm.name for plan in plans),
+        most=job.repeats,
+        precision=math.log1p(job.precision),
+    )
+    return race, plans
 
 
 def _conditions(job: TuneJob, ready: Prepared, yardstick: Yardstick) -> Row:

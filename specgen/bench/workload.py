@@ -44,7 +44,7 @@ def make_prompts(workload: Workload, models: Models, data_path: Path | None, cou
             description=f"{count} of {workload.prompt_tokens} random tokens",
             notes=(),
         )
-    prompts = open_prompts(workload.dataset, data_path=data_path, num_prompts=count)
+    prompts = open_prompts(workload.dataset, data_path=data_path, num_prompts=count, how=workload.how)
     if workload.output_lens == "data":
         asked, failures = recorded_turns(prompts, models.tokenizer, workload.max_new_tokens)
         turns = "turns"

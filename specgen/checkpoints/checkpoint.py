@@ -4,6 +4,7 @@ import hashlib
 import os
 import re
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -123,12 +124,21 @@ def fingerprint(checkpoint: Checkpoint) -> str:
     others = {file for pattern in _NEEDED for file in checkpoint.path.glob(pattern) if file.is_file()}
     for file in sorted(others.union(checkpoint.files)):
         try:
-            with file.open("rb") as content:
-                digest = hashlib.file_digest(content, "sha256").hexdigest()
+            found = file.stat()
+            digest = _digest(
+                file.absolute(), (found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
+            )
         except OSError as error:
             raise UserError(f"{file} cannot be read ({error.strerror}): give it read permission") from error
         total.update(f"{file.name} {digest}\n".encode())
     return total.hexdigest()
+
+
+@lru_cache(maxsize=4096)
+def _digest(file: Path, state: tuple[int, ...]) -> str:
+    """SHA-256 of ``file``, read once as long as its ``state`` is the same: a comparison asks for every run."""
+    with file.open("rb") as content:
+        return hashlib.file_digest(content, "sha256").hexdigest()
 
 
 def _download(hub_id: str) -> Path:

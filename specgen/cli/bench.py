@@ -15,13 +15,15 @@ from specgen.cli.measuring import (
     OUTPUT_LENS,
     print_forecast,
     print_table,
-    print_turn,
     refuse_earlier,
     stoppable,
+    turns,
     write_table,
 )
 from specgen.cli.options import AS_JSON, DATA_PATH, Only, numbers, with_options
+from specgen.cli.progress_bar import QUIET
 from specgen.config import EngineConfig, option
+from specgen.prompts.row_reading import Reading
 
 if TYPE_CHECKING:
     from specgen.bench.output import BenchTable
@@ -92,6 +94,7 @@ def kernels(
     repeats: int = option(20, "Table", _REPEATS),
     output: Path | None = _OUTPUT,
     as_json: bool = AS_JSON,
+    quiet: bool = QUIET,
 ) -> None:
     """Time attention alone: trtllm against FlashInfer's wrapper, by sequences, context and rows per sequence.
 
@@ -122,7 +125,7 @@ def kernels(
         repeats=repeats,
         device=device,
     )
-    publish("kernels", measure(job), output, as_json, repeating(ctx))
+    publish("kernels", measure(job), output, as_json, repeating(ctx), quiet)
 
 
 @app.command(cls=Command)
@@ -146,6 +149,7 @@ def experts(
     repeats: int = option(20, "Table", _REPEATS),
     output: Path | None = _OUTPUT,
     as_json: bool = AS_JSON,
+    quiet: bool = QUIET,
 ) -> None:
     """Time the experts of one layer of a mixture by number of rows, against the bytes of those that are touched."""
     from specgen.bench.expert_bench import ExpertJob, measure  # imports torch
@@ -162,7 +166,7 @@ def experts(
         dtype=DTYPES[choose_dtype(engine.dtype, device)],
         device=device,
     )
-    publish("experts", measure(job), output, as_json, repeating(ctx))
+    publish("experts", measure(job), output, as_json, repeating(ctx), quiet)
 
 
 @app.command(cls=Command)
@@ -179,6 +183,7 @@ def throughput(
     num_prompts: int | None = option(
         None, "Prompts", "Prompts per run; repeated where the data set has fewer.", shown="the matrix's"
     ),
+    how: Reading,
     prompt_tokens: int | None = option(None, "Prompts", "Tokens per random prompt.", shown="the matrix's"),
     max_new_tokens: int | None = option(None, "Sampling", "Longest answer in tokens.", shown="the matrix's"),
     output_lens: str = OUTPUT_LENS,
@@ -195,6 +200,7 @@ def throughput(
     dry_run: bool = DRY_RUN,
     output: Path | None = _KEPT,
     as_json: bool = AS_JSON,
+    quiet: bool = QUIET,
 ) -> None:
     """Output tokens per second, ratios and latencies: the tables of vLLM's pull requests, and batch against K."""
     from specgen.bench.matrices import find_matrix
@@ -209,19 +215,19 @@ def throughput(
         "output_lens": output_lens,
     }
     changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-    workload = replace(chosen.workload, **changes)
+    workload = replace(chosen.workload, how=how, **changes)
     engine = replace(engine, max_batch_size=workload.max_batch_size, prefix_cache=False)
     from specgen.bench.throughput import ThroughputJob, forecast_of  # imports torch
     from specgen.bench.throughput import throughput as measure
 
     job = ThroughputJob(matrix=chosen, workload=workload, engine=engine, data_path=data_path, repeats=repeats)
     if dry_run:
-        print_forecast(forecast_of(job))
+        print_forecast(forecast_of(job, output))
         return
-    with stoppable(output):
-        for table in measure(job, output, print_turn):
+    with stoppable(job.name, output):
+        for table in measure(job, output, turns(quiet)):
             write_table(table, output, repeating(ctx))
-    print_table(table, output, as_json)
+    print_table(table, output, as_json, quiet)
 
 
 @app.command(cls=Command)
@@ -241,6 +247,7 @@ def step(
     ],
     output: Path | None = _OUTPUT,
     as_json: bool = AS_JSON,
+    quiet: bool = QUIET,
 ) -> None:
     """Explain a decode step: milliseconds by part (draft loop, verify, accept, drafter KV fill, idle) and bounds."""
     from specgen.bench.explain import StepJob, explain  # imports torch
@@ -250,16 +257,18 @@ def step(
         batch_sizes=numbers("batch-sizes", batch_sizes),
         prompt_tokens=prompt_tokens,
     )
-    publish("step", explain(job), output, as_json, repeating(ctx))
+    publish("step", explain(job), output, as_json, repeating(ctx), quiet)
 
 
 def publish(
-    name: str, tables: Iterable["BenchTable"], output: Path | None, as_json: bool, config: str
+    name: str, tables: Iterable["BenchTable"], output: Path | None, as_json: bool, config: str, quiet: bool
 ) -> None:
     """Write the files of a growing table after every row, and print the last one; earlier ones are not replaced."""
     refuse_earlier(name, output)
     for table in tables:
-        print(f"{table.name}: {len(table.rows)} rows", end="\r", file=sys.stderr, flush=True)
+        if not quiet:
+            print(f"{table.name}: {len(table.rows)} rows", end="\r", file=sys.stderr, flush=True)
         write_table(table, output, config)
-    print(file=sys.stderr)
-    print_table(table, output, as_json)
+    if not quiet:
+        print(file=sys.stderr)
+    print_table(table, output, as_json, quiet)

@@ -87,7 +87,7 @@ def compare(
         job = HeadsJob(engine, drafters, sampling, _sources(dataset), num_prompts, repeats)
         found = _run(job, output, repeating(ctx), quiet)
     print_comparison(found, export, as_json)
-    if output is not None:
+    if output is not None and not quiet:
         print_files(output, "compare.html")
     if any(run.report["num_errors"] for run in found.runs.runs):
         raise typer.Exit(3)

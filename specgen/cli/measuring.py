@@ -17,7 +17,7 @@ from specgen.rundir.interrupt import breakable
 
 if TYPE_CHECKING:
     from specgen.bench.output import BenchTable
-    from specgen.bench.turns import Turn
+    from specgen.bench.turns import Turn, Watch
     from specgen.report.terminal import Part
 
 
@@ -33,7 +33,12 @@ OUTPUT_LENS = option(
 )
 
 
-def print_turn(turn: "Turn") -> None:
+def turns(quiet: bool) -> "Watch":
+    """What watches the arms of a bench: a line for each turn; nothing with ``quiet``."""
+    return (lambda turn: None) if quiet else _print_turn
+
+
+def _print_turn(turn: "Turn") -> None:
     """One line on stderr: the time that is left, the arm, and what its turn gave."""
     print(
         f"[{display.duration(turn.seconds_left)} left] {turn.arm}: {_said(turn)}", file=sys.stderr, flush=True
@@ -54,16 +59,25 @@ def _said(turn: "Turn") -> str:
 
 
 @contextmanager
-def stoppable(output: Path | None) -> Iterator[None]:
-    """Ends the command in one line at SIGINT or SIGTERM, which says what is kept."""
+def stoppable(name: str, output: Path | None) -> Iterator[None]:
+    """Ends the command in one line at SIGINT or SIGTERM, which says what is kept of the bench ``name``."""
     with breakable() as interrupt:
         try:
             yield
         except KeyboardInterrupt:
-            kept = f"whole rounds are kept in {output}: the same command goes on"
-            lost = "nothing is kept without --output"
-            print(f"specgen: interrupted; {lost if output is None else kept}", file=sys.stderr)
+            print(f"specgen: interrupted; {_kept(name, output)}", file=sys.stderr)
             raise typer.Exit(interrupt.exit_code) from None
+
+
+def _kept(name: str, output: Path | None) -> str:
+    from specgen.bench.rounds import num_kept
+
+    if output is None:
+        return "nothing is kept without --output"
+    number = num_kept(output, name)
+    if not number:
+        return "no round was finished, so nothing is kept"
+    return f"{display.several(number, 'whole round')} kept in {output}: the same command goes on"
 
 
 def print_forecast(parts: "Iterable[Part]") -> None:
@@ -90,13 +104,13 @@ def write_table(table: "BenchTable", output: Path | None, config: str) -> None:
             write_text(output / f"{table.name}.yaml", config)
 
 
-def print_table(table: "BenchTable", output: Path | None, as_json: bool) -> None:
+def print_table(table: "BenchTable", output: Path | None, as_json: bool, quiet: bool) -> None:
     """A table that is complete; exit code 1 where it has no row, as its notes say."""
     if as_json:
         print(json.dumps(table.to_json()))
     else:
         print_parts(table.parts(), sys.stdout)
-    if output is not None:
+    if output is not None and not quiet:
         print_files(output, f"{table.name}.html")
     if not table.rows:  # every arm has failed
         raise typer.Exit(1)

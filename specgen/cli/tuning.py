@@ -13,12 +13,14 @@ from specgen.cli.measuring import (
     OUTPUT_LENS,
     print_forecast,
     print_table,
-    print_turn,
     stoppable,
+    turns,
     write_table,
 )
 from specgen.cli.options import AS_JSON, DATA_PATH, DATASET, Only, numbers, with_options
+from specgen.cli.progress_bar import QUIET
 from specgen.config import MOST_DRAFTS, DrafterBatchName, DraftLength, EngineConfig, option, require
+from specgen.prompts.row_reading import Reading
 
 _UNITS = {"s": 1, "m": 60, "h": 3600}
 _NEW_TOKENS = {"fixed": 256, "data": 4096}  # by --output-lens
@@ -129,6 +131,7 @@ def tune(
     dataset: str = DATASET,
     data_path: Path | None = DATA_PATH,
     num_prompts: int | None = _NUM_PROMPTS,
+    how: Reading,
     output_lens: str = OUTPUT_LENS,
     max_new_tokens: int | None = _MAX_NEW_TOKENS,
     engine: Annotated[
@@ -141,6 +144,7 @@ def tune(
     ],
     output: Path | None = _OUTPUT,
     as_json: bool = AS_JSON,
+    quiet: bool = QUIET,
 ) -> None:
     """Find the K, drafter batch and batch size that are fastest on your prompts, and say by how much.
 
@@ -158,17 +162,23 @@ def tune(
         max_new_tokens=_NEW_TOKENS.get(output_lens, 1) if max_new_tokens is None else max_new_tokens,
         max_batch_size=largest,
         output_lens=lens,
+        how=how,
     )
     most = max(1, *(length.most for length in arms.draft_lengths))
     engine = replace(engine, num_spec_tokens=most, max_batch_size=largest, prefix_cache=False)
-    from specgen.bench.tune import TuneJob, forecast_of  # imports torch
+    from specgen.bench.tune import NAME, TuneJob, forecast_of  # imports torch
     from specgen.bench.tune import tune as measure
 
     job = TuneJob(**vars(arms), workload=workload, engine=engine, data_path=data_path)
     if dry_run:
-        print_forecast(forecast_of(job))
+        print_forecast(forecast_of(job, output))
         return
-    with stoppable(output):
-        for table in measure(job, output, print_turn, lambda sentence: print(sentence, file=sys.stderr)):
+
+    def say(sentence: str) -> None:
+        if not quiet:
+            print(sentence, file=sys.stderr)
+
+    with stoppable(NAME, output):
+        for table in measure(job, output, turns(quiet), say):
             write_table(table, output, repeating(ctx))
-    print_table(table, output, as_json)
+    print_table(table, output, as_json, quiet)

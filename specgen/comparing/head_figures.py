@@ -8,15 +8,13 @@ from typing import Any
 from specgen.comparing.finished_runs import HeadRun, HeadRuns
 from specgen.comparing.speed_rounds import Speeds
 from specgen.report.paired_requests import (
-    LENGTH,
     Answers,
-    Figures,
     Pair,
     PairedFigure,
     corrected,
+    corrected_by_kind,
     num_identical,
     pair_up,
-    paired_figures,
     paired_length,
     read_answers,
     with_drafts,
@@ -91,8 +89,7 @@ def told(figure: PairedFigure | None) -> bool:
 def compare_runs(runs: HeadRuns, speeds: Speeds) -> Comparison:
     """Pair the requests of every two heads, data set by data set."""
     found = [each for data in runs.data for each in _pairs(runs, data)]
-    lengths = corrected([_length(requests) for *_, requests in found])
-    positions = corrected([list(paired_figures(requests))[1:] for *_, requests in found])
+    figures = corrected_by_kind([requests for *_, requests in found])
     categories = corrected([list(_categories(requests)) for *_, requests in found])
     return Comparison(
         runs=runs,
@@ -102,12 +99,12 @@ def compare_runs(runs: HeadRuns, speeds: Speeds) -> Comparison:
                 ours=ours,
                 first=first,
                 requests=requests,
-                length=next(iter(length), None),
-                positions=by_position,
+                length=next(iter(of_pair), None),
+                positions=of_pair[1:],
                 categories={each.figure: each for each in by_category},
             )
-            for (data, ours, first, requests), length, by_position, by_category in zip(
-                found, lengths, positions, categories, strict=True
+            for (data, ours, first, requests), of_pair, by_category in zip(
+                found, figures, categories, strict=True
             )
         ),
         speeds=speeds,
@@ -121,11 +118,6 @@ def _pairs(runs: HeadRuns, data: str) -> Iterator[tuple[str, str, str, list[Pair
             answers[head] = read_answers(run.directory)
     for first, ours in combinations(answers, 2):
         yield data, ours, first, pair_up(answers[ours], answers[first])
-
-
-def _length(requests: Sequence[Pair]) -> Figures:
-    found = paired_length(requests)
-    return [] if found is None else [(LENGTH, found)]
 
 
 def _categories(requests: Sequence[Pair]) -> Iterator[tuple[str, Any]]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from specgen.checkpoints.checkpoint import check_fit
+from specgen.checkpoints.checkpoint import check_fit, fingerprint
 from specgen.comparing.finished_runs import PLAN, HeadRuns, read_runs
 from specgen.comparing.interleaved import Turns
 from specgen.comparing.short_names import NO_HEADS, as_directory, short_names
@@ -102,18 +102,25 @@ class HeadsJob:
         """``UserError`` for what would end the comparison after its first runs."""
         for source in self.data:
             open_prompts(source.dataset, data_path=source.path, num_prompts=self.num_prompts)
+        weights: dict[str, str] = {}  # the first drafter with each
         for drafter in self.drafters:
             try:
-                self._check_head(replace(self.engine, drafter=drafter))
+                digest = self._check_head(replace(self.engine, drafter=drafter))
             except UserError as error:
                 named = str(error).startswith(drafter)
                 raise UserError(str(error) if named else f"{drafter}: {error}") from error
+            first = weights.setdefault(digest, drafter)
+            require(
+                first == drafter, f"drafters {first!r} and {drafter!r} have the same weights: leave one out"
+            )
 
-    def _check_head(self, config: EngineConfig) -> None:
+    def _check_head(self, config: EngineConfig) -> str:
+        """The drafter's fingerprint, as in the manifest of its run."""
         checkpoints = open_checkpoints(config)
         if config.head is not None:
             check_fit(checkpoints["model"], checkpoints["drafter"])
         resolve(config, checkpoints)
+        return str(config.drafter) if config.head is None else fingerprint(checkpoints["drafter"])
 
 
 def directory_of(path: Path, data: str, head: str) -> Path:

@@ -19,7 +19,9 @@ from specgen.comparing.heads_tables import (
     terms,
 )
 from specgen.comparing.moved_requests import moved_table
+from specgen.comparing.moved_texts import moved_texts
 from specgen.comparing.verdicts import verdicts
+from specgen.config import UserError
 from specgen.display import plain
 from specgen.json_fields import load_json
 from specgen.report.charts import Lines, Point, lengths
@@ -27,7 +29,9 @@ from specgen.report.origin import origin
 from specgen.report.page import Page
 from specgen.report.table import Column, Table
 from specgen.report.tables import curve, curves
+from specgen.report.text_list import TextList
 from specgen.rundir.atomic import write_json, write_text
+from specgen.text.tokenizer import Tokenizer, load_tokenizer
 
 _CATEGORIES = 4  # of one chart
 _LENGTH, _ENDS = "mean_acceptance_length", "mean_acceptance_length_ci95"
@@ -36,12 +40,21 @@ _LENGTH, _ENDS = "mean_acceptance_length", "mean_acceptance_length_ci95"
 def write_comparison(found: Comparison, path: Path) -> None:
     """Write the page and the figures of ``found`` into the comparison's directory ``path``."""
     record = load_json(path / PLAN, "compare again")
-    write_text(path / "compare.html", page(found, record))
+    texts = moved_texts(found, _tokenizer(found.runs.runs[0].manifest["engine"]["model"]))
+    write_text(path / "compare.html", page(found, record, texts))
     write_json(path / "comparison.json", found.to_json())
 
 
-def page(found: Comparison, record: dict[str, Any]) -> str:
-    """The comparison as HTML; ``record`` says when, where and by which command it was made."""
+def _tokenizer(model: str) -> Tokenizer | None:
+    """None where it cannot be read: a comparison that has finished may have lost its model."""
+    try:
+        return load_tokenizer(model)
+    except UserError:
+        return None
+
+
+def page(found: Comparison, record: dict[str, Any], texts: TextList | None = None) -> str:
+    """The comparison as HTML, ``texts`` last; ``record`` says when, where and by which command it was made."""
     return Page(
         title=f"Heads for {Path(found.runs.runs[0].manifest['engine']['model']).name}",
         settings=settings(found),
@@ -50,6 +63,7 @@ def page(found: Comparison, record: dict[str, Any]) -> str:
         notes=dict(terms(found)),
         findings=list(notes(found)),
         origin=origin(record),
+        texts=texts,
     ).to_html()
 
 

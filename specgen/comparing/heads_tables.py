@@ -27,7 +27,8 @@ from specgen.report.terminal import Part, definitions, heading
 _LENGTH, _ENDS = "mean_acceptance_length", "mean_acceptance_length_ci95"
 _PAIRED = (
     "difference",
-    "of the mean acceptance length, paired by request; p by t test over requests, after Holm over its table's rows",
+    "of the mean acceptance length, paired by request; p by t test over requests, after Holm over its table's rows; "
+    "none where all requests differ alike",
 )
 _POINTS = (
     "token i",

@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Container
 from pathlib import Path
+from typing import Any
 
 from specgen.comparing.finished_runs import HeadRuns
 from specgen.comparing.head_figures import HeadPair
@@ -19,24 +20,32 @@ _SPECIAL = re.compile(r"<[|/\w]+>")  # tokens of chat templates
 
 
 def moved_table(pair: HeadPair, runs: HeadRuns) -> Table:
-    """The requests with the largest differences of their own mean acceptance length, gains first."""
-    ordered = sorted(with_drafts(pair.requests), key=_gain, reverse=True)
-    gains = [each for each in ordered if _gain(each) > 0][:_SHOWN]
-    losses = [each for each in ordered if _gain(each) < 0][-_SHOWN:]
-    moved = [*gains, *losses]
+    """A point for each request, and a row for each that ``moved`` most."""
+    most = moved(pair)
     run = runs.of(pair.data, pair.ours)
     assert run is not None
-    prompts = _prompts(run.directory, {ours.name for ours, _ in moved})
+    prompts = {
+        name: last_words(row["prompt"])
+        for name, row in rows_of(run.directory, {ours.name for ours, _ in most}).items()
+    }
     columns = [Column(name="request"), Column(name="category"), Column(name="steps")]
     columns += [Column(name=name, title=name, show=plain) for name in (pair.first, pair.ours, "difference")]
     return Table(
         title=f"{pair.data}: {pair.ours} against {pair.first}",
         note="the mean acceptance length of each request; in the table those that moved most, with the end of their "
         f"prompt and the steps of {pair.ours}; above the line {pair.ours} is ahead",
-        lines=_points(pair, run.report["num_spec_tokens"]) if moved else None,
+        lines=_points(pair, run.report["num_spec_tokens"]) if most else None,
         columns=tuple(columns),
-        rows=tuple(_row(each, pair, prompts) for each in moved),
+        rows=tuple(_row(each, pair, prompts) for each in most),
     )
+
+
+def moved(pair: HeadPair) -> list[Pair]:
+    """The requests with the largest differences of their own mean acceptance length, gains first."""
+    ordered = sorted(with_drafts(pair.requests), key=gain, reverse=True)
+    gains = [each for each in ordered if gain(each) > 0][:_SHOWN]
+    losses = [each for each in ordered if gain(each) < 0][-_SHOWN:]
+    return [*gains, *losses]
 
 
 def _points(pair: HeadPair, num_spec_tokens: int) -> Scatter:
@@ -56,7 +65,8 @@ def _points(pair: HeadPair, num_spec_tokens: int) -> Scatter:
     )
 
 
-def _gain(pair: Pair) -> float:
+def gain(pair: Pair) -> float:
+    """How much longer the first of ``pair`` is."""
     ours, first = pair
     return ours.length - first.length
 
@@ -69,17 +79,17 @@ def _row(each: Pair, pair: HeadPair, prompts: dict[str, str]) -> Row:
         "steps": ours.num_steps,
         pair.first: first.length,
         pair.ours: ours.length,
-        "difference": _gain(each),
+        "difference": gain(each),
     }
 
 
-def _prompts(directory: Path, names: Container[str]) -> dict[str, str]:
-    """The last words of the prompts with the ids ``names``, as the model saw them."""
-    found = {}
+def rows_of(directory: Path, names: Container[str]) -> dict[str, dict[str, Any]]:
+    """The rows of the run in ``directory`` with the ids ``names``."""
     with (directory / "completions.jsonl").open("rb") as lines:
-        for row in map(json.loads, lines):
-            if row["id"] not in names:
-                continue
-            words = " ".join(_SPECIAL.sub(" ", str(row["prompt"])).split())
-            found[row["id"]] = clip(words[::-1], _PROMPT)[::-1]
-    return found
+        return {row["id"]: row for row in map(json.loads, lines) if row["id"] in names}
+
+
+def last_words(prompt: object) -> str:
+    """The end of a prompt as the model saw it, without the tokens of chat templates."""
+    words = " ".join(_SPECIAL.sub(" ", str(prompt)).split())
+    return clip(words[::-1], _PROMPT)[::-1]

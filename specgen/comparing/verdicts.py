@@ -74,7 +74,8 @@ def _difference(pair: HeadPair, head: str) -> str:
     if paired.num_groups < 2:
         return "one request is too few"
     if paired.interval is None:
-        return "every request has the same acceptance" if paired.difference == 0 else plain(_gain(pair, head))
+        alike = f"{plain(_gain(pair, head))} in every request, so without an interval"
+        return "every request has the same acceptance" if paired.difference == 0 else alike
     low, high = paired.interval
     p = p_value(pair.length.p)
     ends = (low, high) if pair.ours == head else (-high, -low)

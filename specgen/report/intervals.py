@@ -91,7 +91,8 @@ class Ratio:
 class PairedRatio:
     """One ratio minus another over the same groups.
 
-    With fewer than two groups ``interval`` and ``p`` are None; ``interval`` also where all groups differ alike.
+    ``interval`` and ``p`` are None with fewer than two groups, and where all groups differ alike, as without a
+    spread there is no test. Where there is no difference at all, ``p`` is 1.
     """
 
     num_groups: int
@@ -110,7 +111,7 @@ def paired_ratio(groups: Sequence[tuple[int, int, int, int]]) -> PairedRatio:
     """
     hits, trials, other_hits, other_trials = (sum(each) for each in zip(*groups, strict=True))
     rate, other = hits / trials, other_hits / other_trials
-    # hits * trials in integers, so that a group without a difference contributes exactly none
+    # hits * trials in integers, so that a group that differs as all others do contributes exactly none
     parts = [
         (h * trials - hits * t) / trials**2 - (oh * other_trials - other_hits * ot) / other_trials**2
         for h, t, oh, ot in groups
@@ -118,7 +119,7 @@ def paired_ratio(groups: Sequence[tuple[int, int, int, int]]) -> PairedRatio:
     found, difference, freedom = len(groups), rate - other, len(groups) - 1
     error = math.sqrt(found / freedom * math.fsum(part * part for part in parts)) if freedom else 0.0
     interval: Interval | None = None
-    p = None if not freedom else float(difference == 0)
+    p = 1.0 if freedom and difference == 0 else None
     if error > 0:
         from scipy.special import stdtr  # see ``student_t``
 

@@ -21,7 +21,7 @@ _NO_STEPS = {
 
 @dataclass(frozen=True, kw_only=True)
 class PairedFigure:
-    """One figure of the shared requests; ``p`` is corrected by Holm's method over all figures of all runs."""
+    """One figure of the shared requests; ``p`` is corrected by Holm's method, see ``corrected_by_kind``."""
 
     figure: str
     ours: float
@@ -92,10 +92,9 @@ def shared_requests(directories: Sequence[Path]) -> tuple[SharedRequests, ...]:
         return ()
     first = read_answers(directories[0])
     found = [pair_up(read_answers(directory) if first else {}, first) for directory in directories[1:]]
-    figures = corrected([list(paired_figures(pairs)) for pairs in found])
     return tuple(
-        SharedRequests(num_requests=len(pairs), num_identical=num_identical(pairs), figures=each)
-        for pairs, each in zip(found, figures, strict=True)
+        SharedRequests(num_requests=len(pairs), num_identical=num_identical(pairs), figures=figures)
+        for pairs, figures in zip(found, corrected_by_kind(found), strict=True)
     )
 
 
@@ -119,6 +118,17 @@ def corrected(families: Sequence[Figures]) -> list[tuple[PairedFigure, ...]]:
     return [tuple(_figure(name, paired, next(tests)) for name, paired in figures) for figures in families]
 
 
+def corrected_by_kind(found: Sequence[Sequence[Pair]]) -> list[tuple[PairedFigure, ...]]:
+    """Of each pair of runs the mean acceptance length, then acceptance by position where it can be told.
+
+    Lengths are one family of tests over all of ``found`` and positions another, in `report` as in `compare`: how many
+    positions there are changes nothing in what is said of a length.
+    """
+    figures = [list(_paired_figures(pairs)) for pairs in found]
+    kinds = (corrected([each[part] for each in figures]) for part in (slice(1), slice(1, None)))
+    return [length + positions for length, positions in zip(*kinds, strict=True)]
+
+
 def _figure(name: str, paired: PairedRatio, p: float | None) -> PairedFigure:
     tokens = 0 if name.startswith(POSITION) else 1  # the target's own
     return PairedFigure(
@@ -126,8 +136,7 @@ def _figure(name: str, paired: PairedRatio, p: float | None) -> PairedFigure:
     )
 
 
-def paired_figures(pairs: Sequence[Pair]) -> Iterator[tuple[str, PairedRatio]]:
-    """The mean acceptance length, then acceptance by position where it can be told."""
+def _paired_figures(pairs: Sequence[Pair]) -> Iterator[tuple[str, PairedRatio]]:
     if (length := paired_length(pairs)) is not None:
         yield LENGTH, length
         yield from _positions(with_drafts(pairs))

@@ -4,14 +4,14 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 
 from specgen.display import count, percent
-from specgen.report.table import Column, Table
+from specgen.report.table import Column, Row, Table
 from specgen.report.token_sources import Trace
 
 _TOKENS, _CATEGORIES = 12, 20  # shown
 _OTHERS = 3  # drafts shown per token
 _BY_TOKEN = (
     Column(name="token", title="the target's token"),
-    Column(name="missed"),
+    Column(name="rejected", title="missed"),
     Column(name="share", title="of its places", show=percent),
     Column(name="others", title="rejected drafts in its place", wraps=True),
 )
@@ -67,28 +67,21 @@ class Rejections:
             note=f"the target's token where a draft was rejected{note}",
             columns=_BY_TOKEN,
             rows=tuple(
-                {
-                    "token": quoted(piece(token)),
-                    "missed": number,
-                    "share": number / (number + self._accepted[token]),
-                    "others": _listed(others[token], piece),
-                }
-                for token, number in _most(missed)
+                {**row, "others": _listed(others[token], piece)} for token, row in self._rows(missed, piece)
             ),
         )
         yield Table(
             title="Drafts that are rejected most",
             note=f"what the drafter said in vain{note}",
             columns=_BY_DRAFT,
-            rows=tuple(
-                {
-                    "token": quoted(piece(draft)),
-                    "rejected": number,
-                    "share": number / (number + self._accepted[draft]),
-                }
-                for draft, number in _most(rejected)
-            ),
+            rows=tuple(row for _, row in self._rows(rejected, piece)),
         )
+
+    def _rows(self, rejected: Counter[int], piece: Callable[[int], str]) -> Iterator[tuple[int, Row]]:
+        """The most frequent tokens and their rows."""
+        for token, number in _most(rejected):
+            share = number / (number + self._accepted[token])
+            yield token, {"token": quoted(piece(token)), "rejected": number, "share": share}
 
     def _by_category(self) -> Table:
         """No rows for a single category."""

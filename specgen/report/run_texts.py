@@ -94,8 +94,8 @@ class RunTexts:
         return list(self._rejections.tables(piece, of_some))
 
     def _listed(self, entries: Sequence[Entry], tokenizer: Tokenizer | None) -> TextList:
-        styles = {span.style for entry in entries for text in entry.texts for span in text.spans}
-        drafted = "correction" in styles or "bonus" in styles
+        keys = keys_of(entries)
+        drafted = "correction" in keys or "bonus" in keys
         note = "the lowest acceptance length first" if drafted else "every token is of the target alone"
         if len(entries) < len(self._rows):
             note += f"; {count(len(entries))} of {count(len(self._rows))} requests, the others are in completions.jsonl"
@@ -105,7 +105,7 @@ class RunTexts:
             title="Requests and their texts",
             note=note,
             entries=entries,
-            keys={style: text for style, text in _KEYS.items() if style in styles},
+            keys=keys,
         )
 
     def _entry(self, trace: Trace, tokenizer: Tokenizer | None) -> Entry:
@@ -139,6 +139,12 @@ class _Kept:
 def _labels(trace: Trace) -> dict[str, str]:
     category = {} if trace.category is None else {"category": trace.category}
     return {**category, "turn": f"turn {trace.turn}", "ended by": trace.reason}
+
+
+def keys_of(entries: Sequence[Entry]) -> dict[str, str]:
+    """What the styles mean that occur in ``entries``."""
+    styles = {span.style for entry in entries for text in entry.texts for span in text.spans}
+    return {style: text for style, text in _KEYS.items() if style in styles}
 
 
 def texts_of(

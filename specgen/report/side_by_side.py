@@ -33,7 +33,8 @@ _ONE_RUN = (
 )
 _PAIRED = (
     "paired difference",
-    "this run minus the first over their shared requests, rates in points; p by t test over requests, after Holm",
+    "this run minus the first over their shared requests, rates in points; p by t test over requests, after Holm over "
+    "the lengths of all runs, those of positions among themselves; none where all requests differ alike",
 )
 
 _Metric = tuple[str, tuple[str | int, ...], Show]  # label, path in report.json, how to show it
