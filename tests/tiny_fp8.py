@@ -1,4 +1,4 @@
-"""Checkpoints in FP8 in the layouts they are published in, written from plain ones; and the formulas, element by element."""
+"""Checkpoints in FP8 in the layouts they are published in, written from plain ones, and their formulas."""
 
 import json
 from collections.abc import Callable
@@ -21,11 +21,19 @@ def _compressed(weights: dict[str, Any], inputs: dict[str, Any], **rest: Any) ->
         "output_activations": None,
         "targets": ["Linear"],
     }
-    kind = {"quant_method": "compressed-tensors", "format": "float-quantized", "quantization_status": "compressed"}
+    kind = {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "quantization_status": "compressed",
+    }
     return {**kind, "config_groups": {"group_0": group}, "ignore": ["lm_head", "re:.*mlp.gate$"], **rest}
 
 
-_MODELOPT: dict[str, Any] = {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8", "exclude_modules": ["lm_head"]}
+_MODELOPT: dict[str, Any] = {
+    "quant_algo": "FP8",
+    "kv_cache_quant_algo": "FP8",
+    "exclude_modules": ["lm_head"],
+}
 # by form: the scales of weights, those of inputs, and quantization_config
 CONFIGS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "modelopt": ("tensor", "static", {}),
@@ -97,7 +105,10 @@ def quantize(path: Path, form: str, *, spread: float = 0.0, seed: int = 0) -> No
             tensors[f"{layer}.input_scale"] = _stored(torch.tensor(largest / 448), form)
     if form.startswith("modelopt"):
         for layer in {name.rsplit("q_proj.", 1)[0] for name in tensors if name.endswith("q_proj.weight")}:
-            tensors |= {f"{layer}k_proj.k_scale": torch.tensor(0.5), f"{layer}v_proj.v_scale": torch.tensor(0.25)}
+            tensors |= {
+                f"{layer}k_proj.k_scale": torch.tensor(0.5),
+                f"{layer}v_proj.v_scale": torch.tensor(0.25),
+            }
         separate = {"producer": {"name": "modelopt", "version": "0.27.0"}, "quantization": _MODELOPT}
         (path / "hf_quant_config.json").write_text(json.dumps(separate))
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
@@ -174,7 +185,9 @@ def _as_e4m3(x: Tensor, scale: Tensor) -> Tensor:
     return (x / scale).clamp(-448, 448).to(E4M3).float() * scale
 
 
-def reference(path: Path, form: str, make: Callable[[dict[str, Tensor], str, str], nn.Module] = Fp8Linear) -> Any:
+def reference(
+    path: Path, form: str, make: Callable[[dict[str, Tensor], str, str], nn.Module] = Fp8Linear
+) -> Any:
     """``transformers``' model of a checkpoint in FP8, each of whose linear layers is what ``make`` returns."""
     import transformers
 

@@ -45,9 +45,8 @@ class Fp8Config:
             "token": "row by row",
             "group": f"by groups of {BLOCK}",
         }
-        return (
-            f"FP8 (e4m3, {self.method}), one scale per {per}; activations rounded {inputs[self.activations]}"
-        )
+        rounded = inputs[self.activations]
+        return f"FP8 e4m3 (quant_method {self.method}), one scale per {per}; activations rounded {rounded}"
 
 
 def fp8_config(config: Raw) -> Fp8Config | None:
