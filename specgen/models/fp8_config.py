@@ -38,6 +38,10 @@ class Fp8Config:
             return ((-(-num_out // BLOCK), -(-num_in // BLOCK)),)
         return ((), (1,)) if self.weights == "tensor" else ((num_out, 1), (num_out,))
 
+    def num_scales(self, num_in: int) -> int:
+        """Of a row of a weight with so many inputs, as it is read."""
+        return -(-num_in // BLOCK) if self.weights == "block" else 1
+
     def __str__(self) -> str:
         per = f"{BLOCK}x{BLOCK} block" if self.weights == "block" else self.weights
         inputs = {
