@@ -98,6 +98,7 @@ OTHER: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "static-blocks": (CONFIGS["block"][2] | {"activation_scheme": "static"}, "activation_scheme is 'static'"),
     "e5m2": (CONFIGS["block"][2] | {"fmt": "e5m2"}, "fmt is 'e5m2'"),
+    "power-of-two-scales": (CONFIGS["block"][2] | {"scale_fmt": "ue8m0"}, "scale_fmt is 'ue8m0'"),
     "broken-pattern": ({**compressed(), "ignore": ["re:(("]}, "no regular expression"),
     "no-names": ({**compressed(), "ignore": [3]}, "ignore has 3"),
 }

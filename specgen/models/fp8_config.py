@@ -96,6 +96,10 @@ def _modelopt(raw: Raw) -> Fp8Config:
 def _fp8(raw: Raw) -> Fp8Config:
     """Blocks as of DeepSeek-V3 and Qwen3, or without ``weight_block_size`` one static scale per tensor (AutoFP8)."""
     size, scheme, kind = raw.get("weight_block_size"), raw.get("activation_scheme"), raw.get("fmt", "e4m3")
+    scales = raw.get("scale_fmt")
+    require(
+        scales in (None, "float"), f"scale_fmt is {shown(scales)}, only float scales are supported: {_USE}"
+    )
     require(kind == "e4m3", f"fmt is {shown(kind)}, only 'e4m3' is supported: {_USE}")
     require(
         size in (None, [BLOCK, BLOCK]),
