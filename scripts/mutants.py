@@ -26,6 +26,7 @@ _TEXTS = (  # a few tests that run all of decoding
     "test_lossless.py::test_a_text_ends_at_the_context_limit",
 )
 _MIXTURES = ("test_mixtures.py", "test_mixture_files.py", "test_published_mixtures.py")
+_FP8 = ("test_fp8.py", "test_fp8_files.py", "test_fp8_weights.py", "test_fp8_experts.py")
 _HEADS = "test_heads.py::test_every_draft_equals_the_reference_and_no_text_changes"
 _LOOKAHEAD = (  # lookahead, padding rows, packed drafter rows, and too few pages
     "test_pipeline.py::test_lookahead_changes_no_text_and_no_step[6-4-padded-sampled]",
@@ -166,8 +167,10 @@ TESTS: dict[str, tuple[str, ...]] = {
     "models/rotary": ("test_models.py", "test_mixtures.py"),
     "ops/experts": _MIXTURES,
     "ops/mxfp4": _MIXTURES,
+    "ops/fp8": _FP8,
+    "models/fp8_config": _FP8,
     "ops/router": _MIXTURES,
-    "checkpoints/tensor_reader": ("test_checkpoint.py", *_MIXTURES),
+    "checkpoints/tensor_reader": ("test_checkpoint.py", *_MIXTURES, *_FP8),
     "evaluation/paired": ("test_paired.py",),
     "engine/conversations": ("test_engine.py", "test_lost.py", *_RUNS),
 }

@@ -1,6 +1,7 @@
 """The losslessness audit: it reports nothing if no text changed, else the position of the divergence."""
 
 import json
+import math
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -153,9 +154,11 @@ def test_rounding_is_in_steps_of_the_dtype(dtype: torch.dtype, largest: float) -
         return float(torch.nextafter(at, torch.tensor(torch.inf, dtype=dtype)) - at)
 
     logits = torch.tensor([0.1, largest, -0.2])
-    allowed = 8 * spacing(dtype) + 48 * spacing(torch.float32)
-    assert rounding(logits, dtype) == pytest.approx(allowed)
-    assert rounding(logits, dtype, fp8_kv=True) == pytest.approx(allowed + 8 * spacing(torch.bfloat16))
+    plain = 8 * spacing(dtype) + 48 * spacing(torch.float32)
+    assert rounding(logits, dtype) == pytest.approx(plain)
+    assert rounding(logits, dtype, fp8_kv=True) == pytest.approx(plain + 8 * spacing(torch.bfloat16))
+    fp8 = 2 * 2.0 ** (math.floor(math.log2(abs(largest))) - 3)  # three bits behind the first
+    assert rounding(logits, dtype, fp8=True) == pytest.approx(plain + fp8)
 
 
 def test_logits_after_a_prefix_are_those_of_transformers(

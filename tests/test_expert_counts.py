@@ -69,7 +69,7 @@ class PaddedRunner(Runner):
 
 
 def fake_config(mixture: Any, **fields: Any) -> Any:
-    return SimpleNamespace(mixture=mixture, **fields)
+    return SimpleNamespace(mixture=mixture, fp8=None, **fields)
 
 
 def mixture_of(shape: MixtureShape, *, mxfp4: bool, biases: bool) -> Any:

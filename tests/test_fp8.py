@@ -1,5 +1,7 @@
-"""Targets in FP8: read in every published layout, logits against the formulas, planted errors, refusals."""
+"""Targets in FP8: their logits against the formulas of every published layout, planted errors, texts with drafts."""
 
+import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +11,16 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from specgen.bundled import data_directory
 from specgen.checkpoints.checkpoint import load_target, open_checkpoint
 from specgen.checkpoints.tensor_reader import TensorReader
-from specgen.config import UserError
+from specgen.config import SamplingParams, UserError
+from specgen.evaluation.divergence import Judge
 from specgen.models.llama import Llama
 from specgen.ops import fp8
 from specgen.ops.weight import Weight
 from tests.dense import DenseAttend
+from tests.engines import bundled_requests, config_of, generate, load_pair
 from tests.tiny_checkpoints import write_target
 from tests.tiny_fp8 import CONFIGS, E4M3, matrix, quantize, reference
 
@@ -188,3 +193,28 @@ def _alter(path: Path, name: str, change: Any) -> None:
     tensors = load_file(path / "model.safetensors")
     tensors[name] = change(tensors[name])
     save_file({key: value for key, value in tensors.items() if value is not None}, path / "model.safetensors")
+
+
+@pytest.mark.parametrize("form", ["dynamic", "block"])
+def test_greedy_texts_with_a_drafter_are_those_of_plain_decoding(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str
+) -> None:
+    """Identical but for the rounding of inputs, which ``verify`` bounds: it turns 1e-7 into the next value of e4m3."""
+    shutil.copytree(data_directory() / "demo", tmp_path, dirs_exist_ok=True)
+    quantize(tmp_path / "target", form)
+    requests = bundled_requests(6, SamplingParams(max_tokens=32))
+    pair = load_pair(tmp_path)
+    judge = replace(Judge.of(config_of(pair), pair.models), token_text=str)
+    assert judge.fp8
+    plain, drafted = (generate(pair, requests, num_spec_tokens=k) for k in (0, 4))
+    lengths = [step[1] for steps in drafted.verified.values() for step in steps]
+    assert sum(lengths) / len(lengths) > 2
+    for request in requests:
+        name, prompt = request.id, request.prompt_token_ids
+        found = judge.first_divergence(name, prompt, plain.texts[name], drafted.texts[name])
+        assert found is None or found.explained
+
+    monkeypatch.setattr(fp8, "rounding", lambda weight: Tensor.float)
+    unrounded = load_pair(tmp_path)
+    plain, drafted = (generate(unrounded, requests, num_spec_tokens=k) for k in (0, 4))
+    assert drafted.texts == plain.texts

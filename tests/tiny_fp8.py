@@ -1,4 +1,4 @@
-"""Checkpoints in FP8 in the layouts they are published in, written from plain ones; and the formulas, by element."""
+"""Checkpoints in FP8 in the layouts they are published in, written from plain ones, and their formulas."""
 
 import json
 from collections.abc import Callable
@@ -181,6 +181,32 @@ class Fp8Linear(nn.Module):
         return (out if self.bias is None else out + self.bias).view(*x.shape[:-1], -1).to(x.dtype)
 
 
+class Fp8Mixture(nn.Module):
+    """A Qwen3-MoE's mixture of such layers, token by token, in the place of ``transformers``' block."""
+
+    def __init__(self, tensors: dict[str, Tensor], prefix: str, inputs: str, num_chosen: int) -> None:
+        super().__init__()
+        self.router, self.num_chosen = tensors[f"{prefix}gate.weight"].float(), num_chosen
+        self.experts = [
+            [
+                Fp8Linear(tensors, f"{prefix}experts.{e}.{name}_proj", inputs)
+                for name in ("gate", "up", "down")
+            ]
+            for e in range(len(self.router))
+        ]
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = []
+        for row in x.flatten(0, -2):
+            weights, ids = (row @ self.router.T).softmax(-1).topk(self.num_chosen)
+            outputs = []
+            for e in ids.tolist():
+                gate, up, down = self.experts[e]
+                outputs.append(down(nn.functional.silu(gate(row[None])) * up(row[None]))[0])
+            rows.append((torch.stack(outputs) * (weights / weights.sum())[:, None]).sum(0))
+        return torch.stack(rows).view_as(x)
+
+
 def _as_e4m3(x: Tensor, scale: Tensor) -> Tensor:
     return (x / scale).clamp(-448, 448).to(E4M3).float() * scale
 
@@ -201,8 +227,14 @@ def reference(
     missing, unexpected = model.load_state_dict(plain, strict=False)
     assert not unexpected
     layers = [name.removesuffix(".weight") for name, value in tensors.items() if value.dtype == E4M3]
-    assert {name for name in missing if "lm_head" not in name} <= {f"{layer}.weight" for layer in layers}
+    known = {f"{layer}.weight" for layer in layers}
+    assert all(name in known or "lm_head" in name or ".mlp.experts." in name for name in missing)
     for layer in layers:
+        prefix, inside, _ = layer.partition("mlp.experts.")
+        if inside:
+            mixture = Fp8Mixture(tensors, f"{prefix}mlp.", CONFIGS[form][1], config.num_experts_per_tok)
+            model.get_submodule(prefix.removesuffix(".")).mlp = mixture
+            continue
         parent, _, child = layer.rpartition(".")
         setattr(model.get_submodule(parent), child, make(tensors, layer, CONFIGS[form][1]))
     return model.eval()

@@ -24,6 +24,7 @@ from specgen.models.families import is_head
 from specgen.models.fit import misfits
 from specgen.models.model_config import HeadConfig, LayerConfig, TargetConfig
 
+_SCALES = ("_scale", "_scale_inv")  # of FP8
 _META = torch.device("meta")  # reads no weights
 
 
@@ -42,9 +43,11 @@ class Weights:
     def of(cls, checkpoint: Checkpoint, config: LayerConfig) -> "Weights":
         """Of the floating point tensors and of packed ones; tables of ids are not parameters, nor are scales."""
         sizes: dict[str, int] = {}
-        packed = 0  # bytes: two parameters each, and their scales
+        packed = 0  # bytes: of two parameters each, and of scales
         for name, info in checkpoint.tensors.items():
-            if info.dtype in ("float64", "float32", "bfloat16", "float16"):
+            if name.endswith(_SCALES):
+                packed += prod(info.shape) * getattr(torch, info.dtype, torch.float32).itemsize
+            elif info.dtype in ("float64", "float32", "bfloat16", "float16", "float8_e4m3fn"):
                 sizes[info.dtype] = sizes.get(info.dtype, 0) + prod(info.shape)
             elif info.dtype == "uint8":
                 packed += prod(info.shape)

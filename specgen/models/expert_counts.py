@@ -12,6 +12,7 @@ from specgen.models.model_config import TargetConfig
 from specgen.models.protocols import Target
 
 T = TypeVar("T")
+_FIRST = "model.layers.{}.mlp.experts.0.gate_proj"
 _MXFP4_BYTES = 0.5 + 1 / 32  # per value: 4 bits, and a scale of 32 values
 
 
@@ -34,6 +35,10 @@ class ExpertSize:
         num_values = 3 * config.hidden_size * mixture.width  # gate, up and down
         num_biases = 2 * mixture.width + config.hidden_size if mixture.biases else 0
         weights = num_values * (_MXFP4_BYTES if mixture.mxfp4 else bytes_per_value)
+        if config.fp8 is not None and not config.fp8.ignores(_FIRST.format(mixture.layers.index(True))):
+            scales = [2 * mixture.width * config.fp8.num_scales(config.hidden_size)]
+            scales += [config.hidden_size * config.fp8.num_scales(mixture.width)]
+            weights = num_values + 4 * sum(scales)
         return cls(
             num_layers=sum(mixture.layers),
             num_experts=mixture.num_experts,

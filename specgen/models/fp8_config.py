@@ -40,6 +40,10 @@ class Fp8Config:
             return ((-(-num_out // BLOCK), -(-num_in // BLOCK)),)
         return ((), (1,)) if self.weights == "tensor" else ((num_out, 1), (num_out,))
 
+    def num_scales(self, num_in: int) -> int:
+        """Of a row of a weight with so many inputs, as it is read."""
+        return -(-num_in // BLOCK) if self.weights == "block" else 1
+
     def __str__(self) -> str:
         per = f"{BLOCK}x{BLOCK} block" if self.weights == "block" else self.weights
         inputs = {
@@ -47,9 +51,8 @@ class Fp8Config:
             "token": "row by row",
             "group": f"by groups of {BLOCK}",
         }
-        return (
-            f"FP8 (e4m3, {self.method}), one scale per {per}; activations rounded {inputs[self.activations]}"
-        )
+        rounded = inputs[self.activations]
+        return f"FP8 e4m3 (quant_method {self.method}), one scale per {per}; activations rounded {rounded}"
 
 
 def fp8_config(config: Raw) -> Fp8Config | None:
@@ -98,6 +101,10 @@ def _modelopt(raw: Raw) -> Fp8Config:
 def _fp8(raw: Raw) -> Fp8Config:
     """Blocks as of DeepSeek-V3 and Qwen3, or without ``weight_block_size`` one static scale per tensor (AutoFP8)."""
     size, scheme, kind = raw.get("weight_block_size"), raw.get("activation_scheme"), raw.get("fmt", "e4m3")
+    scales = raw.get("scale_fmt")
+    require(
+        scales in (None, "float"), f"scale_fmt is {shown(scales)}, only float scales are supported: {_USE}"
+    )
     require(kind == "e4m3", f"fmt is {shown(kind)}, only 'e4m3' is supported: {_USE}")
     require(
         size in (None, [BLOCK, BLOCK]),

@@ -1,7 +1,7 @@
 """FP8 weights in plain torch: dequantised to float32 once, and inputs rounded to e4m3 before each product.
 
 The formulas of compressed-tensors, of DeepSeek-V3's and Qwen3's block FP8 and of NVIDIA's modelopt: the reference of
-faster kernels, and what a CPU runs, at 4 bytes a weight beside its one of e4m3.
+faster kernels, and what a CPU runs, at 4 bytes a weight.
 """
 
 from collections.abc import Callable
