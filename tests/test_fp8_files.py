@@ -86,6 +86,16 @@ OTHER: dict[str, tuple[dict[str, Any], str]] = {
     "weights-only": (compressed(input_activations=None), "of the kind W8A16 is not supported"),
     "asymmetric": (compressed(weights__symmetric=False), "weights are not symmetric"),
     "grouped-weights": (compressed(weights__strategy="group"), "weights have the strategy 'group'"),
+    "outputs": (compressed(output_activations={"num_bits": 8}), "output_activations are set"),
+    "compressed-of-64": (
+        compressed(
+            weights__strategy="block",
+            weights__block_structure=[64, 64],
+            input_activations__strategy="group",
+            input_activations__group_size=128,
+        ),
+        "weights have the strategy 'block' and input_activations 'group'",
+    ),
     "some-layers": (compressed(targets=["re:.*mlp.*"]), "targets is"),
     "two-groups": ({**compressed(), "config_groups": {"a": {}, "b": {}}}, "config_groups has 2 groups"),
     "awq": ({"quant_method": "awq", "bits": 4}, "has the method 'awq'"),
@@ -144,6 +154,11 @@ WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
     "nan": (
         "static",
         {"mlp__up_proj__weight_scale": torch.tensor([torch.nan])},
+        "is not a finite number above 0",
+    ),
+    "infinite": (
+        "dynamic",
+        {"mlp__up_proj__weight_scale": torch.full((384, 1), torch.inf)},
         "is not a finite number above 0",
     ),
     "negative": (

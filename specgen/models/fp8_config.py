@@ -136,8 +136,11 @@ def _compressed_tensors(raw: Raw) -> Fp8Config:
     weights, inputs = section(group, "weights"), section(group, "input_activations")
     both_fp8 = all((each.get("type"), each.get("num_bits")) == ("float", 8) for each in (weights, inputs))
     require(
-        both_fp8 and not group.get("output_activations"),
+        both_fp8,
         f"compressed-tensors of the kind {_kind(weights, inputs)} is not supported: {_USE}",
+    )
+    require(
+        not group.get("output_activations"), f"output_activations are set, which is not supported: {_USE}"
     )
     for name, each in (("weights", weights), ("input_activations", inputs)):
         require(
