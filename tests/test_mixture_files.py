@@ -106,7 +106,7 @@ def test_mxfp4_reaches_the_kernels_as_it_is_stored(tmp_path: Path, monkeypatch: 
 
     monkeypatch.setattr(
         "specgen.checkpoints.checkpoint.bind_ops",
-        lambda device, dtype: torch_ops().__class__(**{**vars(torch_ops()), "experts": experts}),
+        lambda *_: torch_ops().__class__(**{**vars(torch_ops()), "experts": experts}),
     )
     checkpoint = open_checkpoint(str(tmp_path))
     reader = TensorReader(checkpoint=checkpoint, dtype=torch.bfloat16, device=CPU)

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from specgen.checkpoints.rank_share import RankShare
 from specgen.checkpoints.tensor_reader import E4M3, Checkpoint, TensorReader
 from specgen.checkpoints.weight_files import read_json, tensor_infos
 from specgen.config import UserError, first_line, require, shown
@@ -19,6 +20,7 @@ from specgen.models.fp8_config import with_modelopt
 from specgen.models.model_config import HeadConfig, TargetConfig
 from specgen.models.protocols import Head, Target
 from specgen.ops import bind_ops
+from specgen.ranks import ALONE, Ranks
 
 _TABLES = ("int64", "int32", "bool")  # of d2t and t2d
 _NEEDED = ("*.json", "*.jinja", "*.model", "merges.txt")  # besides the weights; tokenizers among them
@@ -70,9 +72,14 @@ def draft_to_target(checkpoint: Checkpoint, config: HeadConfig) -> Tensor:
     return vocabulary_map(config, checkpoint.read("d2t"), checkpoint.read("t2d"))
 
 
-def load_target(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> Target:
-    """The target with weights of ``dtype`` on ``device``; ``UserError`` unless its tensors match its config."""
-    reader = TensorReader(checkpoint=checkpoint, dtype=dtype, device=device)
+def load_target(
+    checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, ranks: Ranks = ALONE
+) -> Target:
+    """The target with weights of ``dtype`` on ``device``, or the share of one of ``ranks``.
+
+    ``UserError`` unless its tensors match its config.
+    """
+    reader = TensorReader(checkpoint=checkpoint, dtype=dtype, device=device, ranks=ranks)
     return build_target(target_config(checkpoint), reader)
 
 
@@ -99,13 +106,21 @@ def _fitting_config(checkpoint: Checkpoint, target: TargetConfig) -> HeadConfig:
 
 
 def build_target(config: TargetConfig, reader: TensorReader) -> Target:
-    """The target of ``config`` from the tensors of ``reader``; ``UserError`` for unused ones."""
-    family, reader = FAMILIES[config.architecture], replace(reader, fp8=config.fp8)
+    """The target of ``config`` from the tensors of ``reader``, or a rank's share; ``UserError`` for unused ones."""
+    family, share = FAMILIES[config.architecture], None
+    if reader.ranks.size > 1:
+        share = RankShare(
+            ranks=reader.ranks,
+            num_kv_heads=config.num_kv_heads,
+            vocab_size=config.vocab_size,
+            transposed_experts=config.mixture is not None and config.mixture.interleaved,
+        )
+    reader, config = replace(reader, fp8=config.fp8, share=share), config.shared(reader.ranks.size)
     require(
         config.fp8 is None or any(info.dtype == E4M3 for info in reader.checkpoint.tensors.values()),
         f"{reader.checkpoint.name}: config.json says FP8, but no weight is stored in it: download both again",
     )
-    target = family.build(config, reader, bind_ops(reader.device, reader.dtype))
+    target = family.build(config, reader, bind_ops(reader.device, reader.dtype, reader.ranks))
     reader.finish(family.ignored(config))
     return target
 

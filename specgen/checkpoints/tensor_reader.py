@@ -9,11 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specgen.checkpoints.rank_share import RankShare
 from specgen.checkpoints.weight_files import TensorInfo, read_tensor, read_tensors
 from specgen.config import UserError, require, shown
 from specgen.models.fp8_config import BLOCK, Fp8Config
 from specgen.models.take import Arrange
 from specgen.ops.weight import Weight
+from specgen.ranks import ALONE, Ranks
 
 _FLOATS = ("float32", "bfloat16", "float16", "float64")
 E4M3 = "float8_e4m3fn"
@@ -48,10 +50,13 @@ class TensorReader:
     dtype: torch.dtype
     device: torch.device
     fp8: Fp8Config | None = None  # of linear layers stored as e4m3
+    ranks: Ranks = ALONE  # that hold a target together
+    share: RankShare | None = None  # of this rank; None: everything
     taken: dict[str, int] = field(default_factory=dict)  # bytes on the device by name
 
     def __call__(self, name: str, shape: tuple[int, ...], arrange: Arrange | None = None) -> Tensor:
-        return self._read(name, self._float(name, shape), self.dtype, arrange)
+        tensor = self._read(name, self._float(name, shape), self.dtype, arrange)
+        return tensor.zero_() if self.share is not None and self.share.drops(name) else tensor
 
     def linear(self, num_out: Mapping[str, int], num_in: int, *, bias: bool = False) -> Weight:
         weights = self._weights(num_out, num_in)
@@ -165,7 +170,8 @@ class TensorReader:
         for name in names:
             stored = f"{name}.{self.fp8.scale_name}"
             info = self.checkpoint.tensors.get(stored)
-            infos[stored] = self._float(stored, info.shape if info and info.shape in shapes else shapes[0])
+            alike = (each for each in shapes if info is not None and len(each) == len(info.shape))
+            infos[stored] = self._float(stored, next(alike, shapes[0]))
         if self.device.type == "meta":
             tensors = {name: torch.empty(info.shape, device=self.device) for name, info in infos.items()}
         else:
@@ -216,12 +222,14 @@ class TensorReader:
         info = self.checkpoint.tensors.get(name)
         if info is None:
             raise UserError(f"{self.checkpoint.name} has no tensor {name!r}: the checkpoint is incomplete")
+        cut = None if self.share is None else self.share.cut(name, shape)
+        stored = shape if cut is None else cut.stored
         require(
-            info.shape == shape,
+            info.shape == stored,
             f"{self.checkpoint.name}: {name} has shape {shown(list(info.shape))}, but config.json asks for "
-            f"{list(shape)}: they are of different models, download both again",
+            f"{list(stored)}: they are of different models, download both again",
         )
-        return info
+        return replace(info, shape=shape, cut=cut)
 
     def finish(self, ignored: Iterable[str]) -> None:
         """``UserError`` if a tensor was neither taken nor is in ``ignored``."""

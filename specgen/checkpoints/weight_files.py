@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from specgen.checkpoints.pickle_files import read_pickle
+from specgen.checkpoints.rank_share import Cut
 from specgen.config import UserError, first_line, require, shown
 from specgen.json_fields import load_json
 
@@ -35,6 +36,7 @@ class TensorInfo:
     file: Path
     shape: tuple[int, ...]
     dtype: str  # as torch names it: "float32"
+    cut: Cut | None = None  # what is read of it; None: all
 
 
 def tensor_infos(directory: Path) -> dict[str, TensorInfo]:
@@ -63,10 +65,13 @@ def read_tensors(infos: Mapping[str, TensorInfo]) -> Iterator[tuple[str, Tensor]
         if file.suffix == ".safetensors":
             with _safetensors(file) as handle:
                 for name in names:
-                    yield name, handle.get_tensor(name)
+                    cut = infos[name].cut
+                    yield name, handle.get_tensor(name) if cut is None else cut.of(handle.get_slice(name))
         else:
             tensors = read_pickle(file)
-            yield from ((name, tensors[name]) for name in names)
+            for name in names:
+                cut = infos[name].cut
+                yield name, tensors[name] if cut is None else cut.of(tensors[name])
 
 
 def read_json(file: Path) -> dict[str, Any]:

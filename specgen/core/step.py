@@ -20,7 +20,6 @@ from specgen.decoding.sampling import (
     ACCEPT,
     EMIT,
     SamplingBatch,
-    are_finite,
     biased,
     target_probs,
     token_logprobs,
@@ -93,7 +92,7 @@ class Steps:
         hidden, features = self._forward(token_ids, layout)
         last = layout.ends - 1
         none = Drafts(tokens=last.new_empty(len(last), 0), probs=None)
-        logits = self._target.logits(hidden[last])[:, None]
+        logits = self._logits(hidden[last], sampling)[:, None]
         chosen = self._accept(none, logits, layout.kv_lens - 1, sampling)
         next_tokens[last] = torch.where(fresh, chosen.tokens[:, 0], next_tokens[last])
         state, fill_rows = self._drafter.observe(
@@ -136,7 +135,7 @@ class Steps:
             rows = torch.cat([newest, torch.where(drafts == NO_DRAFT, newest, drafts)], 1)
             forward = partial(self._forward, rows.flatten(), layout())
             (hidden, features), touched = self._counted(forward, columns.active)
-            return self._target.logits(hidden).view(*rows.shape, -1), features, touched
+            return self._logits(hidden, sampling).view(*rows.shape, -1), features, touched
 
         def observe(features: Tensor, tokens: Tensor, keep: Tensor) -> tuple[DraftState, int]:
             outcome = Outcome(features=features, next_tokens=tokens.flatten(), layout=layout(), keep=keep)
@@ -189,7 +188,7 @@ class Steps:
             logits = self._target.logits(hidden[rows[some]])
             every = logits.log_softmax(-1, dtype=torch.float32)
             log_probs.append(every.gather(-1, targets[some, None])[:, 0])
-            greedy.append(self._target.argmax(logits) == targets[some])
+            greedy.append(self._target.vocabulary.likeliest(logits)[0] == targets[some])
         return torch.cat(log_probs), torch.cat(greedy)
 
     def _forward(self, token_ids: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
@@ -205,10 +204,16 @@ class Steps:
             return forward(), None
         return self._experts.of_pass(forward, active)
 
+    def _logits(self, hidden: Tensor, sampling: SamplingBatch) -> Tensor:
+        """Of rows ``[n, H]``: ``[n, V]``, or where only the likeliest token is asked for, a rank's share of them."""
+        vocabulary = self._target.vocabulary
+        share = vocabulary.share(hidden)
+        return share if sampling.form.likeliest_only else vocabulary.whole(share)
+
     def _accept(self, drafts: Drafts, logits: Tensor, positions: Tensor, sampling: SamplingBatch) -> _Verdict:
-        """Drafts against logits ``[B, K+1, V]`` of the rows from ``positions`` ``[B]`` on."""
+        """Drafts against logits ``[B, K+1, V]`` (see ``_logits``) of the rows from ``positions`` ``[B]`` on."""
         decisive = biased(logits, sampling)
-        likeliest = self._target.argmax(decisive)
+        likeliest, largest = self._target.vocabulary.likeliest(decisive)
         if sampling.form.kind == "greedy":
             accepted, tokens = accept_greedy(drafts.tokens, likeliest)
         else:
@@ -224,6 +229,6 @@ class Steps:
         return _Verdict(
             accepted=accepted,
             tokens=tokens,
-            shown=torch.where(are_finite(decisive, likeliest), tokens, NOT_FINITE),
+            shown=torch.where(largest.abs() < float("inf"), tokens, NOT_FINITE),
             logprobs=None if num_likeliest is None else token_logprobs(logits, tokens, num_likeliest),
         )

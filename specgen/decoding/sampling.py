@@ -37,6 +37,11 @@ class SamplingForm:
     num_biases: int  # columns of biased tokens
     num_logprobs: int | None  # of the likeliest tokens; None: not asked for
 
+    @property
+    def likeliest_only(self) -> bool:
+        """Whether nothing is asked of the logits but where the largest is."""
+        return self.kind == "greedy" and self.num_biases == 0 and self.num_logprobs is None
+
     @staticmethod
     def of(params: Iterable[SamplingParams]) -> "SamplingForm":
         """The least that serves every one of ``params``."""

@@ -124,7 +124,7 @@ def _heads(config: EngineConfig, checkpoints: Checkpoints) -> list[Heads]:
     """What target and, where one drafts, head ask of attention, from their checkpoints' headers."""
     dtype = DTYPES[config.dtype]
     models: list[tuple[LayerConfig, torch.dtype]] = [
-        (target_config(checkpoints["model"]), target_kv_dtype(config))
+        (target_config(checkpoints["model"]).shared(config.tensor_parallel), target_kv_dtype(config))
     ]
     if config.head is not None:
         models.append((drafter_config(checkpoints["drafter"], None), dtype))

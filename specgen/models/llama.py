@@ -11,8 +11,8 @@ from specgen.models.mixture import Mixture
 from specgen.models.model_config import TargetConfig
 from specgen.models.rotary import rope_of
 from specgen.models.take import Take
-from specgen.ops import Map, Norm, Ops, Rope
-from specgen.ops.weight import Weight
+from specgen.models.vocabulary import Vocabulary
+from specgen.ops import Norm, Ops, Rope
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,8 +23,7 @@ class Llama:
     embedding: Tensor  # [V, H]
     blocks: tuple[Block, ...]
     norms: tuple[Norm, ...]  # of the inputs of each block, and the final one
-    lm_head: Map  # [n, H] -> [n, V]; the embedding's weight if tied
-    argmax: Map  # of logits [..., V] -> [...]
+    vocabulary: Vocabulary
     rope: Rope
 
     @classmethod
@@ -32,7 +31,6 @@ class Llama:
         """Load every tensor of the model by its name in a Hugging Face checkpoint."""
         vocab_size, hidden_size = config.vocab_size, config.hidden_size
         embedding = take("model.embed_tokens.weight", (vocab_size, hidden_size))
-        tied = config.tied_embeddings
         blocks = tuple(
             Block.build(config, index, f"model.layers.{index}.", take, ops, hidden_size)
             for index in range(config.num_layers)
@@ -41,7 +39,6 @@ class Llama:
             f"model.layers.{index}.input_layernorm.weight": block.attention.qkv.input_scale
             for index, block in enumerate(blocks)
         }
-        lm_head = Weight(data=embedding) if tied else take.linear({"lm_head": vocab_size}, hidden_size)
         return cls(
             config=config,
             embedding=embedding,
@@ -50,8 +47,7 @@ class Llama:
                 ops.rms_norm(take(name, (hidden_size,)), config.rms_norm_eps, config.norm_casts_last, scale)
                 for name, scale in [*norms.items(), ("model.norm.weight", None)]
             ),
-            lm_head=ops.linear(lm_head),
-            argmax=ops.argmax,
+            vocabulary=Vocabulary.build(config, embedding, take, ops),
             rope=rope_of(config, ops, embedding.device),
         )
 
@@ -89,7 +85,7 @@ class Llama:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Next-token logits [n, V] in the model's dtype, from hidden states [n, H] that ``forward`` returned."""
-        return self.lm_head(hidden)
+        return self.vocabulary.whole(self.vocabulary.share(hidden))
 
 
 def ignored_tensors(config: TargetConfig) -> frozenset[str]:

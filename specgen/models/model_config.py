@@ -1,16 +1,18 @@
 """The ``config.json`` of a target or a head, validated and under one set of names; no torch."""
 
 from collections.abc import Set
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Self
 
 from specgen.config import require, shown
 from specgen.kv.kv_spec import KVSpec
 from specgen.models.config_fields import LARGEST_COUNT, Raw, count, flag, items, number
-from specgen.models.fp8_config import Fp8Config, fp8_config
+from specgen.models.fp8_config import BLOCK, Fp8Config, fp8_config
 from specgen.models.mixture_config import MixtureConfig
 from specgen.models.rope_config import RopeConfig
 
+_MXFP4_BLOCK = 32  # inputs of an expert that share a scale
+_ALIGNED = 8  # what products of experts ask of their width
 _WINDOWED = {"full_attention": False, "sliding_attention": True}
 
 
@@ -59,6 +61,38 @@ class LayerConfig:
         return KVSpec(
             num_layers=self.num_layers, num_planes=2, num_heads=self.num_kv_heads, head_dim=self.head_dim
         )
+
+    def shared(self, count: int) -> Self:
+        """The layers of one of ``count`` ranks, as if they were a model's; ``UserError`` where they cannot be shared.
+
+        Where there are fewer KV heads than ranks, each has one.
+        """
+        fitting = [each for each in (1, 2, 4, 8, 16) if self._can_share(each)]
+        require(
+            self._can_share(count),
+            f"tensor-parallel is {count}, which does not divide the heads and widths of this model evenly: use one of "
+            f"{', '.join(map(str, fitting))}",
+        )
+        mixture = self.mixture
+        return replace(
+            self,
+            num_heads=self.num_heads // count,
+            num_kv_heads=max(self.num_kv_heads // count, 1),
+            intermediate_size=self.intermediate_size // count,
+            mixture=None if mixture is None else replace(mixture, width=mixture.width // count),
+        )
+
+    def _can_share(self, count: int) -> bool:
+        """Whether ``count`` ranks have equal parts, with scales of their own where blocks of a weight share one."""
+        kv, mixture = self.num_kv_heads, self.mixture
+        block = BLOCK if self.fp8 is not None and self.fp8.weights == "block" else 1
+        widths = [self.num_heads * self.head_dim, max(kv, count) * self.head_dim]
+        if mixture is None or not all(mixture.layers):
+            widths.append(self.intermediate_size)
+        whole = all(width % (count * block) == 0 for width in widths) and self.num_heads % count == 0
+        multiple = _MXFP4_BLOCK if mixture is not None and mixture.mxfp4 else max(block, _ALIGNED)
+        experts = mixture is None or mixture.width % (count * multiple) == 0
+        return count == 1 or (whole and experts and (kv % count == 0 or count % kv == 0))
 
     def facts(self) -> dict[str, str]:
         """How the config was understood: printed texts by label."""

@@ -9,6 +9,7 @@ from torch import Tensor
 from specgen.models.layers import Attend
 from specgen.models.mixture import Mixture
 from specgen.models.model_config import HeadConfig, TargetConfig
+from specgen.models.vocabulary import Vocabulary
 from specgen.ops import Map, Rope
 
 
@@ -26,7 +27,7 @@ class Target(Protocol):
     @property
     def rope(self) -> Rope: ...
     @property
-    def argmax(self) -> Map: ...
+    def vocabulary(self) -> Vocabulary: ...
     @property
     def mixtures(self) -> tuple[Mixture, ...]: ...
     def forward(

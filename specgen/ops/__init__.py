@@ -11,6 +11,7 @@ from specgen.kv.layout import Layout
 from specgen.ops.experts import Experts, ExpertsMap
 from specgen.ops.router import Choice, Weighing
 from specgen.ops.weight import Weight
+from specgen.ranks import ALONE, Ranks
 
 Map = Callable[[Tensor], Tensor]  # rows to rows
 Pair = Callable[[Tensor, Tensor], Tensor]
@@ -95,10 +96,17 @@ class Ops:
     embed_norm_concat: Callable[[Tensor, Tensor, Tensor, float], Pair]
     argmax: Map  # [..., V] -> [...] int64: the first maximum
     rope: MakeRope
+    ranks: Ranks = ALONE  # over which ``Norm.add`` sums parts, as layers that are split need it
 
 
-def bind_ops(device: torch.device, dtype: torch.dtype) -> Ops:
-    """The fastest kernels for weights of ``dtype`` on ``device``."""
+def bind_ops(device: torch.device, dtype: torch.dtype, ranks: Ranks = ALONE) -> Ops:
+    """The fastest kernels for weights of ``dtype`` on ``device``; of several ``ranks``, for one's share of a model."""
+    from specgen.ops.ranked import ranked
+
+    return ranked(_bind(device, dtype), ranks)
+
+
+def _bind(device: torch.device, dtype: torch.dtype) -> Ops:
     from specgen.ops.reference import torch_ops
 
     if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9:

@@ -1,0 +1,112 @@
+"""Which part of each tensor a rank reads: Megatron-LM's split (Shoeybi et al., 2019), as one table of names.
+
+Projections into heads and into the inner width of an MLP or an expert are split by output, those back by input, so that
+a layer needs one sum over ranks behind its attention and one behind its MLP. ``lm_head`` is split by output as well.
+All else - embedding, norms, routers - every rank has whole.
+"""
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specgen.models.vocabulary import rows_of
+from specgen.ranks import Ranks
+
+# Of a dimension, the ranges that are read, one behind the other.
+Ranges = tuple[slice, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cut:
+    """The stored shape of a tensor, and what of it a rank reads: ``ranges`` of the dimension ``dim``."""
+
+    stored: tuple[int, ...]
+    dim: int
+    ranges: Ranges
+
+    def of(self, tensor: Any) -> Tensor:  # noqa: ANN401  a tensor, or one in a file
+        """The part of it; of a file nothing else is read."""
+        parts = [tensor[(*[slice(None)] * self.dim, each)] for each in self.ranges]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, self.dim)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Rule:
+    """How tensors of some names are split: the dimension, and whether it is two halves, each split (gate and up)."""
+
+    names: str  # a regular expression for the end of the name
+    dim: int
+    halves: bool = False
+
+
+_OUT = r"\.(q|gate|up)_proj"
+_KV = re.compile(r"\.(k|v)_proj\.(weight|bias|weight_scale|weight_scale_inv)$")
+_LM_HEAD = re.compile(r"(^|\.)lm_head\.(weight|bias|weight_scale|weight_scale_inv)$")
+_RULES = (
+    _Rule(names=rf"{_OUT}\.(weight|bias|weight_scale|weight_scale_inv)$", dim=0),
+    _Rule(names=r"\.self_attn\.sinks$", dim=0),
+    _Rule(names=r"\.(o|down)_proj\.(weight|weight_scale_inv)$", dim=1),
+    # all experts of a layer in one tensor: packed, transposed with gate and up alternating, or as they are multiplied
+    _Rule(names=r"\.experts\.gate_up_proj_(blocks|scales|bias)$", dim=1),
+    _Rule(names=r"\.experts\.down_proj_(blocks|scales)$", dim=2),
+)
+_TRANSPOSED = (
+    _Rule(names=r"\.experts\.gate_up_proj$", dim=2),
+    _Rule(names=r"\.experts\.down_proj$", dim=1),
+)
+_AS_MULTIPLIED = (
+    _Rule(names=r"\.experts\.gate_up_proj$", dim=1, halves=True),
+    _Rule(names=r"\.experts\.down_proj$", dim=2),
+)
+# Added once to the sum over ranks: by the first of them.
+_ONCE = re.compile(r"\.(o|down)_proj(\.bias|_bias)$")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankShare:
+    """What a rank reads of a target with ``num_kv_heads`` and ``vocab_size``, whose layers ask for its share alone."""
+
+    ranks: Ranks
+    num_kv_heads: int
+    vocab_size: int
+    transposed_experts: bool  # all of a layer in one tensor, with inputs before outputs
+
+    def cut(self, name: str, shape: tuple[int, ...]) -> Cut | None:
+        """Of the tensor ``name``, of which a layer wants ``shape``; None: all of it."""
+        if (
+            self.ranks.size == 1 or shape == () or (shape == (1,) and name.endswith("_scale"))
+        ):  # one is of all
+            return None
+        if _KV.search(name):
+            return self._of_kv(shape)
+        if _LM_HEAD.search(name):
+            rows = rows_of(self.vocab_size, self.ranks)
+            return Cut(stored=(self.vocab_size, *shape[1:]), dim=0, ranges=(slice(rows.start, rows.stop),))
+        rules = (*_RULES, *(_TRANSPOSED if self.transposed_experts else _AS_MULTIPLIED))
+        rule = next((rule for rule in rules if re.search(rule.names, name)), None)
+        if rule is None or rule.dim >= len(shape):
+            return None
+        return self._equal(shape, rule)
+
+    def drops(self, name: str) -> bool:
+        """Whether another rank adds this bias."""
+        return self.ranks.rank > 0 and _ONCE.search(name) is not None
+
+    def _equal(self, shape: tuple[int, ...], rule: _Rule) -> Cut:
+        dim, count = rule.dim, 2 if rule.halves else 1
+        part = shape[dim] // count
+        starts = (half * part * self.ranks.size + self.ranks.rank * part for half in range(count))
+        stored = (*shape[:dim], shape[dim] * self.ranks.size, *shape[dim + 1 :])
+        return Cut(stored=stored, dim=dim, ranges=tuple(slice(start, start + part) for start in starts))
+
+    def _of_kv(self, shape: tuple[int, ...]) -> Cut:
+        """Heads of keys and values: where there are fewer than ranks, several ranks have the same one."""
+        size = self.ranks.size
+        if self.num_kv_heads >= size:
+            return self._equal(shape, _Rule(names="", dim=0))
+        start = self.ranks.rank * self.num_kv_heads // size * shape[0]
+        stored = (shape[0] * self.num_kv_heads, *shape[1:])
+        return Cut(stored=stored, dim=0, ranges=(slice(start, start + shape[0]),))

@@ -1,0 +1,77 @@
+"""The output layer of a target: logits of the whole vocabulary, or of the rows of it that a rank has."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from specgen.models.model_config import TargetConfig
+from specgen.models.take import Take
+from specgen.ops import Map, Ops
+from specgen.ops.weight import Weight
+from specgen.ranks import Ranks
+
+_ALIGNED = 64  # rows that kernels take at once
+
+
+def rows_of(vocab_size: int, ranks: Ranks) -> range:
+    """The tokens whose logits a rank computes. The last ones may have fewer."""
+    each = -(-vocab_size // ranks.size)
+    if each >= 64 * _ALIGNED:
+        each = -(-each // _ALIGNED) * _ALIGNED
+    return range(min(ranks.rank * each, vocab_size), min((ranks.rank + 1) * each, vocab_size))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Vocabulary:
+    """``lm_head``, split over the ranks by token."""
+
+    lm_head: Map  # [n, H] -> [n, len(rows)]
+    argmax: Map  # of logits [..., V] -> [...]: the first maximum; NaN counts as infinite
+    size: int  # V
+    rows: range  # that this rank has
+    ranks: Ranks
+
+    @classmethod
+    def build(cls, config: TargetConfig, embedding: Tensor, take: Take, ops: Ops) -> "Vocabulary":
+        """Load ``lm_head``; if it is tied, it is the rows of ``embedding`` [V, H]."""
+        ranks = ops.ranks
+        rows = rows_of(config.vocab_size, ranks)
+        if config.tied_embeddings:
+            weight = Weight(data=embedding[rows.start : rows.stop])
+        else:
+            weight = take.linear({"lm_head": len(rows)}, config.hidden_size)
+        return cls(
+            lm_head=ops.linear(weight), argmax=ops.argmax, size=config.vocab_size, rows=rows, ranks=ranks
+        )
+
+    def share(self, hidden: Tensor) -> Tensor:
+        """This rank's logits [n, len(rows)] of hidden states [n, H]."""
+        return self.lm_head(hidden)
+
+    def whole(self, share: Tensor) -> Tensor:
+        """Logits [..., V] from every rank's [..., len(rows)]."""
+        if self.ranks.size == 1:
+            return share
+        widest = len(rows_of(self.size, Ranks(rank=0, size=self.ranks.size, group=self.ranks.group)))
+        parts = self.ranks.gather(pad(share, (0, widest - share.shape[-1])))
+        return parts.movedim(0, -2).flatten(-2)[..., : self.size].contiguous()
+
+    def likeliest(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """The first maximum of each row, and its logit, which is not finite where any of the row is NaN or infinite.
+
+        ``logits`` are whole, [..., V], or a share of every rank, [..., len(rows)].
+        """
+        ids = self.argmax(logits)
+        value = logits.gather(-1, ids[..., None]).squeeze(-1)
+        if logits.shape[-1] == self.size:
+            return ids, value
+        value = torch.where(value.isnan(), torch.inf, value)
+        # ids and float32 are exact in float64
+        found = self.ranks.gather(torch.stack((value.double(), (ids + self.rows.start).double())))
+        values, tokens = found.movedim(0, -1)  # [..., ranks] each
+        first = self.argmax(values.contiguous())[
+            ..., None
+        ]  # of equal ones the lowest rank's, so the lowest id
+        return tokens.gather(-1, first).squeeze(-1).long(), values.gather(-1, first).squeeze(-1)

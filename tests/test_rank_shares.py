@@ -1,0 +1,257 @@
+"""A target in shares of several ranks: logits and likeliest tokens of the whole, what is read, planted errors."""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from specgen.checkpoints import rank_share
+from specgen.checkpoints.checkpoint import build_target, load_target, open_checkpoint, target_config
+from specgen.checkpoints.rank_share import RankShare
+from specgen.checkpoints.tensor_reader import TensorReader
+from specgen.config import UserError
+from specgen.models import vocabulary
+from specgen.models.llama import Llama
+from specgen.ops import ranked
+from specgen.ranks import ALONE, Ranks
+from tests.dense import DenseAttend
+from tests.rank_threads import ThreadRanks, together
+from tests.tiny_checkpoints import write_target
+from tests.tiny_fp8 import quantize
+from tests.tiny_mixtures import packed_in_mxfp4, write_gpt_oss, write_qwen3_moe
+
+CPU = torch.device("cpu")
+IDS = torch.randint(0, 128, (24,), generator=torch.Generator().manual_seed(3))
+
+
+def in_fp8(path: Path, form: str, **settings: Any) -> None:
+    write_target(path, **{"num_layers": 2, "std": 0.08, **settings})
+    quantize(path, form, spread=1.0)
+
+
+def in_mxfp4(path: Path) -> None:
+    write_gpt_oss(path, intermediate_size=128)
+    packed_in_mxfp4(path)
+
+
+BLOCKS = {"hidden_size": 256, "head_dim": 128, "num_heads": 4, "num_kv_heads": 2}
+TARGETS: dict[str, Callable[[Path], object]] = {
+    "llama": write_target,
+    "biases": partial(write_target, biases=True),
+    "tied": partial(write_target, tied=True),
+    "vocabulary that is not divided evenly": partial(write_target, vocab_size=127),
+    "qwen2": partial(write_target, family="qwen2"),
+    "qwen3": partial(write_target, family="qwen3"),
+    "one KV head": partial(write_target, num_kv_heads=1),
+    "many shards": partial(write_target, max_shard_size="50KB"),
+    "qwen3-moe": write_qwen3_moe,
+    "gpt-oss": write_gpt_oss,
+    "gpt-oss in MXFP4": in_mxfp4,
+    "modelopt": partial(in_fp8, form="modelopt"),
+    "a scale per channel": partial(in_fp8, form="dynamic"),
+    "blocks": partial(in_fp8, form="block", **BLOCKS),
+}
+
+
+@torch.inference_mode()
+def run(model: Llama) -> tuple[Tensor, Tensor, Tensor]:
+    """Logits [rows, V], the likeliest ids by shares and their logits."""
+    hidden, features = model.forward(IDS, DenseAttend(model), (0, 1, 2))
+    assert features.shape[-1] == 3 * model.config.hidden_size
+    share = model.vocabulary.share(hidden)
+    return model.vocabulary.whole(share), *model.vocabulary.likeliest(share)
+
+
+def load(path: Path, ranks: Ranks = ALONE) -> Llama:
+    return load_target(open_checkpoint(str(path)), torch.float32, CPU, ranks)
+
+
+def agrees(path: Path, size: int) -> bool:
+    """Whether all ranks have the logits of one process, to 1e-4 of the largest, and the same bits as each other.
+
+    With inputs that are rounded to FP8 by their largest, a sum in another order may round one differently and a rank
+    rounds its own part of a row: then the logits are alike.
+    """
+    model = load(path)
+    logits, ids, _ = run(model)
+    found = together(size, lambda ranks: run(load(path, ranks)))
+    assert all(torch.equal(mine, first) for each in found for mine, first in zip(each, found[0], strict=True))
+    apart = found[0][0] - logits
+    if model.config.fp8 is not None:
+        return float(apart.norm() / logits.norm()) < 0.1
+    return float(apart.abs().max() / logits.abs().max()) < 1e-4 and torch.equal(found[0][1], ids)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("target", TARGETS)
+def test_shares_together_are_the_whole(tmp_path: Path, target: str, size: int) -> None:
+    if target == "qwen3-moe" and size == 4:
+        pytest.skip("its experts are 32 wide, of which four ranks would have 8: see below")
+    TARGETS[target](tmp_path)
+    assert agrees(tmp_path, size)
+
+
+def test_a_rank_reads_its_share_alone(tmp_path: Path) -> None:
+    write_target(tmp_path, num_kv_heads=4, vocab_size=1024)
+    checkpoint, taken = open_checkpoint(str(tmp_path)), []
+    for ranks in (ALONE, ThreadRanks(rank=3, size=4, group=object())):  # type: ignore[arg-type]
+        reader = TensorReader(checkpoint=checkpoint, dtype=torch.float32, device=CPU, ranks=ranks)
+        build_target(target_config(checkpoint), reader)
+        taken.append(reader.taken)
+    whole, share = taken
+    split = {name for name in whole if name.endswith("_proj.weight") or name == "lm_head.weight"}
+    assert len(split) == 6 * 7 + 1
+    for name in whole:
+        assert share[name] * (4 if name in split else 1) == whole[name], name
+
+
+def test_nothing_but_the_share_is_read_from_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No tensor of the size of a whole one is made, not even for a moment."""
+    import safetensors
+
+    write_target(tmp_path)
+    read, opened = set[str](), safetensors.safe_open
+
+    class Watched:
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            self.handle = opened(*args, **kwargs)
+
+        def __enter__(self) -> "Watched":
+            self.handle.__enter__()
+            return self
+
+        def __exit__(self, *error: object) -> None:
+            self.handle.__exit__(*error)
+
+        def get_tensor(self, name: str) -> Tensor:
+            read.add(name)
+            tensor: Tensor = self.handle.get_tensor(name)
+            return tensor
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(self.handle, name)
+
+    monkeypatch.setattr(safetensors, "safe_open", Watched)
+    load(tmp_path, ThreadRanks(rank=1, size=2, group=object()))  # type: ignore[arg-type]
+    assert "model.embed_tokens.weight" in read
+    assert not [name for name in read if name.endswith("_proj.weight") or name == "lm_head.weight"]
+
+
+def test_pickles_are_read_in_shares(tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    write_target(tmp_path)
+    file = tmp_path / "model.safetensors"
+    torch.save(load_file(file), tmp_path / "pytorch_model.bin")
+    file.unlink()
+    assert agrees(tmp_path, 2)
+
+
+@pytest.mark.parametrize(
+    ("target", "size", "fitting"),
+    [
+        ("llama", 3, "1, 2, 4"),
+        ("llama", 8, "1, 2, 4"),
+        ("one KV head", 8, "1, 2, 4"),
+        ("gpt-oss", 8, "1, 2, 4"),
+        ("blocks", 8, "1, 2, 4"),
+    ],
+)
+def test_shares_that_would_not_be_equal_are_refused(
+    tmp_path: Path, target: str, size: int, fitting: str
+) -> None:
+    TARGETS[target](tmp_path)
+    with pytest.raises(UserError, match=rf"tensor-parallel is {size}, which .* use one of {fitting}$"):
+        target_config(open_checkpoint(str(tmp_path))).shared(size)
+
+
+def test_a_tensor_of_another_shape_is_named_with_that_of_the_whole(tmp_path: Path) -> None:
+    write_target(tmp_path)
+    config = target_config(open_checkpoint(str(tmp_path)))
+    reader = TensorReader(
+        checkpoint=open_checkpoint(str(tmp_path)),
+        dtype=torch.float32,
+        device=CPU,
+        ranks=ThreadRanks(rank=0, size=2, group=object()),  # type: ignore[arg-type]
+    )
+    wider = config.__class__(**{**vars(config), "intermediate_size": 256})
+    with pytest.raises(
+        UserError, match=r"gate_proj.weight has shape \[128, 64\], but .* asks for \[256, 64\]"
+    ):
+        build_target(wider, reader)
+
+
+def test_the_likeliest_token_is_the_first_and_what_is_not_finite_is_seen(tmp_path: Path) -> None:
+    write_target(tmp_path)
+    logits = torch.randn(9, 128)
+    logits[0, 5] = logits[0, 70] = 9.0  # in the shares of two ranks
+    logits[1, 70] = logits[1, 71] = 9.0
+    logits[2, 3], logits[3, 100] = torch.nan, torch.inf
+    logits[4] = -torch.inf
+    logits[5, 90] = torch.nan
+    logits[5, 2] = torch.inf
+
+    def likeliest(ranks: Ranks) -> tuple[Tensor, Tensor]:
+        whole = load(tmp_path, ranks).vocabulary
+        return whole.likeliest(logits[:, whole.rows.start : whole.rows.stop])
+
+    right = load(tmp_path).vocabulary.likeliest(logits)
+    for ids, values in together(4, likeliest):
+        assert torch.equal(ids[:4], right[0][:4])
+        assert torch.equal(ids[6:], right[0][6:])
+        assert torch.equal(values.isfinite(), right[1].isfinite())
+        assert torch.equal(values[:2], right[1][:2].double())
+        assert values[2:6].isfinite().sum() == 0
+
+
+def of_the_next_rank(share: Any) -> Any:
+    """Another rank's part of what ``share`` cuts."""
+    real = RankShare.cut
+
+    def cut(self: RankShare, name: str, shape: tuple[int, ...]) -> Any:
+        other = ThreadRanks(
+            rank=(self.ranks.rank + 1) % self.ranks.size, size=self.ranks.size, group=object()
+        )  # type: ignore[arg-type]
+        return real(RankShare(**{**vars(self), "ranks": other}) if share in name else self, name, shape)
+
+    return ("cut", cut)
+
+
+MISREAD: dict[str, tuple[str, Any, str, Any]] = {
+    name: (target, RankShare, *of_the_next_rank(part))
+    for name, target, part in (
+        ("queries of another rank", "llama", "q_proj"),
+        ("keys of another rank", "llama", "k_proj"),
+        ("outputs of another rank", "llama", "o_proj"),
+        ("up of another rank", "llama", "up_proj"),
+        ("down of another rank", "qwen3-moe", "down_proj"),
+        ("sinks of another rank", "gpt-oss", "sinks"),
+        ("scales of another rank", "a scale per channel", "gate_proj.weight_scale"),
+        ("packed scales of another rank", "gpt-oss in MXFP4", "down_proj_scales"),
+        ("rows of another rank", "llama", "lm_head"),
+    )
+} | {
+    "biases of every rank": ("biases", RankShare, "drops", lambda self, name: False),
+    "sums left out": (
+        "llama",
+        ranked.RankedNorm,
+        "add",
+        lambda self, stream, parts: self.norm.add(stream, parts),
+    ),
+    "ids of a share": ("llama", vocabulary, "rows_of", lambda size, ranks: range(size // ranks.size)),
+}
+
+
+@pytest.mark.parametrize("error", MISREAD)
+def test_planted_errors_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: str) -> None:
+    target, owner, name, wrong = MISREAD[error]
+    TARGETS[target](tmp_path)
+    assert agrees(tmp_path, 2)
+    monkeypatch.setattr(owner, name, wrong)
+    if owner is vocabulary:
+        monkeypatch.setattr(rank_share, name, wrong)
+    assert not agrees(tmp_path, 2)
