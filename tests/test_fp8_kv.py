@@ -191,13 +191,20 @@ STATED: dict[str, tuple[Mapping[str, Any], Mapping[str, Any] | None, str | None]
         None,
         None,
     ),
+    "an empty scheme": ({"kv_cache_scheme": {}}, None, None),
+    "a scheme of one word": ({"kv_cache_scheme": "int8"}, None, "int8"),
+    "a scale by head": (
+        {"kv_cache_scheme": {"num_bits": 8, "type": "float", "strategy": "attn_head"}},
+        None,
+        "num_bits 8, strategy attn_head, type float",
+    ),
     "INT8": ({}, {"quantization": {"kv_cache_quant_algo": "INT8"}}, "INT8"),
     "dynamic": (
         {"kv_cache_scheme": {"num_bits": 8, "type": "float", "dynamic": True}},
         None,
-        "dynamic True num_bits 8 type float",
+        "dynamic True, num_bits 8, type float",
     ),
-    "4 bits": ({"kv_cache_scheme": {"num_bits": 4, "type": "float"}}, None, "num_bits 4 type float"),
+    "4 bits": ({"kv_cache_scheme": {"num_bits": 4, "type": "float"}}, None, "num_bits 4, type float"),
 }
 
 

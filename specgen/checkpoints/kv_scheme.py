@@ -23,8 +23,8 @@ def _named(checkpoint: Checkpoint) -> Iterator[str]:
         algorithm, scheme = found.get("kv_cache_quant_algo"), found.get("kv_cache_scheme")
         if algorithm:
             yield str(algorithm)
-        if isinstance(scheme, Mapping) and scheme:
-            yield FP8 if _is_fp8(scheme) else " ".join(f"{name} {scheme[name]}" for name in sorted(scheme))
+        if scheme:
+            yield _name(scheme)
 
 
 def _statements(checkpoint: Checkpoint) -> Iterator[Mapping[str, Any]]:
@@ -38,10 +38,13 @@ def _statements(checkpoint: Checkpoint) -> Iterator[Mapping[str, Any]]:
                 yield inner
 
 
-def _is_fp8(scheme: Mapping[str, Any]) -> bool:
-    """Numbers of 8 bits with a point, and scales that no pass computes, one for a layer."""
-    return (
+def _name(scheme: object) -> str:
+    """``FP8`` for numbers of 8 bits with a point and scales that no pass computes, one for a layer."""
+    if not isinstance(scheme, Mapping):
+        return str(scheme)
+    fp8 = (
         (scheme.get("num_bits"), scheme.get("type")) == (8, "float")
         and not scheme.get("dynamic")
         and scheme.get("strategy") in (None, "tensor")
     )
+    return FP8 if fp8 else ", ".join(f"{name} {value}" for name, value in sorted(scheme.items()))
