@@ -220,6 +220,11 @@ class EngineConfig:
         parse=parse_bytes,
     )
     device: str = option("auto", "Running", "auto, cpu, cuda or cuda:N.")
+    tensor_parallel: int = option(
+        1,
+        "Running",
+        "GPUs that share the model, from --device on, each with a process of its own; on a CPU, processes.",
+    )
     dtype: DtypeName = option("auto", "Running", "auto: float32 on a CPU, bfloat16 on a GPU.")
     attention: AttentionName = option(
         "auto",
@@ -250,6 +255,10 @@ class EngineConfig:
         require(
             0 < self.gpu_memory_utilization <= 1,
             f"gpu-memory-utilization is {self.gpu_memory_utilization}: use a share in (0, 1]",
+        )
+        require(
+            self.tensor_parallel >= 1,
+            f"tensor-parallel is {self.tensor_parallel}: use the number of GPUs, at least 1",
         )
         require(self.page_size >= 0, f"page-size is {self.page_size}: use at least 1")
         require(
@@ -287,10 +296,16 @@ class EngineConfig:
         return replace(self, num_spec_tokens=0, drafter=None)
 
     def to_json(self) -> dict[str, Any]:
-        """For a manifest, with the draft length in two fields and the template's names as an object."""
+        """For a manifest, with the draft length in two fields and the template's names as an object.
+
+        ``tensor_parallel`` is there where it says anything, so that what an earlier version began goes on.
+        """
         length = self.draft_length
         auto = {"num_spec_tokens": length.most, "spec_length": "auto" if length.auto else "fixed"}
-        return asdict(self) | auto | {"chat_template_kwargs": self.template_kwargs.values}
+        fields = asdict(self) | auto | {"chat_template_kwargs": self.template_kwargs.values}
+        if self.tensor_parallel == 1:
+            del fields["tensor_parallel"]
+        return fields
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -186,8 +186,8 @@ def throughput(
     engine: Annotated[
         EngineConfig,
         Only(
-            "model drafter chat_template_kwargs num_spec_tokens max_prefill_tokens device dtype attention "
-            "cuda_graphs gpu_memory_utilization",
+            "model drafter chat_template_kwargs num_spec_tokens max_prefill_tokens device tensor_parallel "
+            "dtype attention cuda_graphs gpu_memory_utilization",
             _PREFILL,
         ),
     ],
@@ -234,7 +234,10 @@ def step(
     num_spec_tokens: int = option(4, "Speculation", "Draft tokens per step, K: 1 to 16."),
     engine: Annotated[
         EngineConfig,
-        Only("model drafter drafter_batch max_prefill_tokens device dtype attention cuda_graphs", _PREFILL),
+        Only(
+            "model drafter drafter_batch max_prefill_tokens device tensor_parallel dtype attention cuda_graphs",
+            _PREFILL,
+        ),
     ],
     output: Path | None = _OUTPUT,
     as_json: bool = AS_JSON,

@@ -134,7 +134,7 @@ def tune(
     engine: Annotated[
         EngineConfig,
         Only(
-            "model drafter chat_template_kwargs max_prefill_tokens device dtype attention cuda_graphs "
+            "model drafter chat_template_kwargs max_prefill_tokens device tensor_parallel dtype attention cuda_graphs "
             "gpu_memory_utilization",
             {"max_prefill_tokens": 8192},
         ),

@@ -32,7 +32,9 @@ def verify(
     ),
     engine: Annotated[
         EngineConfig,
-        Only("model drafter chat_template_kwargs num_spec_tokens device dtype attention cuda_graphs"),
+        Only(
+            "model drafter chat_template_kwargs num_spec_tokens device tensor_parallel dtype attention cuda_graphs"
+        ),
     ],
     output: Path | None = option(
         None,

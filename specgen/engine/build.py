@@ -1,6 +1,7 @@
 """The composition root: a resolved configuration and loaded models become an engine."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from specgen.config import EngineConfig, SamplingParams
 from specgen.core import step_costs
@@ -30,7 +31,9 @@ def build_engine(
     """
     use(models.target.device)
     runner = around(RUNNERS[config.cuda_graphs]())
-    engine = assemble(config, models, num_pages(config, models, expected), runner, record)
+    peers = models.peers.of_engine(config, expected)
+    pages = peers.assemble(num_pages(config, models, expected), runner)
+    engine = assemble(config, replace(models, peers=peers), pages, runner, record)
     if config.draft_length.auto:
         costs = step_costs.measure(engine, config.max_batch_size, config.draft_length.most)
         engine.spec_length = CheapestLength(costs)

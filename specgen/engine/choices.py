@@ -11,7 +11,7 @@ from specgen.attention.trtllm import TrtllmBackend
 from specgen.checkpoints.checkpoint import drafter_config, target_config
 from specgen.config import AttentionName, DtypeName, EngineConfig, GraphsName, UserError, require
 from specgen.core.graphs import PassGraphs, Runner, StepGraphs
-from specgen.device import choose_device
+from specgen.device import choose_device, require_devices
 from specgen.engine.loading import DTYPES, Checkpoints
 from specgen.models.model_config import LayerConfig
 from specgen.text.chat_template import calls_for_date, today
@@ -35,6 +35,7 @@ def resolve(config: EngineConfig, checkpoints: Checkpoints) -> EngineConfig:
     N-gram drafts get their full name, ``ngram:N``, and a chat template that asks for the date is told today's.
     """
     device = choose_device(config.device)
+    require_devices(device, config.tensor_parallel)
     kind, dtype = device.type, choose_dtype(config.dtype, device)
     attention, _ = choose_attention(replace(config, device=str(device), dtype=dtype), checkpoints)
     capabilities = BACKENDS[attention].capabilities
