@@ -201,10 +201,7 @@ class Crew:
         with roll.changed:
             while time.monotonic() < limit and not self._wordless() and len(roll.gone) < len(self._members):
                 roll.changed.wait(0.1)
-            roll.closing = True
-        for member in self._members:
-            member.process.kill()
-            member.process.wait()
+        self.end()
         silent = [member.name for member in self._members if member not in roll.gone]
         gone = [member for member in roll.gone if not member.said or not _has_waited(member.gone)]
         if gone:
@@ -213,6 +210,16 @@ class Crew:
         if silent and waited:
             return f"{' and '.join(silent)}: no answer for {self.patience:,.0f} s"
         return f"{self._place.name}: {reason}"
+
+    def end(self) -> None:
+        """End the other ranks at once, for they cannot go on."""
+        with self._roll.changed:
+            self._roll.closing = True
+        for member in self._members:
+            member.process.kill()
+            member.process.wait()
+        if self._place.device == "cpu" and dist.is_initialized():  # a GPU may wait for the others without end
+            dist.destroy_process_group()
 
     def _wordless(self) -> bool:
         return any(not member.said for member in self._roll.gone)

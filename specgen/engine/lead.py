@@ -35,7 +35,10 @@ def peers_of(config: EngineConfig) -> Peers:
 
 def digest(completions: Sequence[Completion]) -> int:
     """A number by which ranks compare what they have found."""
-    found = [(each.request.id, each.token_ids, each.finish_reason, each.error) for each in completions]
+    found = [
+        (each.request.id, each.token_ids, each.error, [(step.drafts, step.accepted) for step in each.steps])
+        for each in completions
+    ]
     return zlib.crc32(repr(found).encode())
 
 
@@ -118,4 +121,5 @@ class EnginePeers(ModelPeers):
         mine = digest(completions)
         for rank, other in enumerate(others, start=1):
             if other != mine:
-                self.require(f"{self._crew.name(rank)} has found other tokens than rank 0", requests)
+                self._crew.end()
+                raise DeviceLost(f"{self._crew.name(rank)}: it has found other tokens than rank 0", requests)
