@@ -1,5 +1,6 @@
 """Several ranks of one model on a CPU: texts, drafts and events are those of one process, whatever the engine does."""
 
+import gc
 import json
 import os
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ import pytest
 
 from specgen.bundled import data_directory
 from specgen.config import DraftLength, EngineConfig, SamplingParams, UserError
+from specgen.core.engine_core import EngineCore
 from specgen.core.scoring import ScoreRequest
 from specgen.core.spec_length import StepCosts
 from specgen.device import require_devices
@@ -211,3 +213,34 @@ def test_multicast_is_switched_off(shared: Models, tmp_path: Path) -> None:
 
 def _write_environment(config: EngineConfig, models: Models, path: str) -> None:
     Path(path).write_text(json.dumps(dict(os.environ)))
+
+
+def test_all_have_the_pages_of_the_smallest_rank(
+    shared: Models, alone: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = run(alone, GREEDY, **WAYS["preemption"])
+    monkeypatch.setattr(build, "num_pages", lambda *asked: 10_000)  # of rank 0
+    assert told(run(shared, GREEDY, **WAYS["preemption"]).events) == told(small.events)
+
+
+def test_engines_and_models_end_on_all_ranks(shared: Models, tmp_path: Path) -> None:
+    asked = config(shared.peers.ranks.size)
+    path = str(tmp_path / "engines")
+    gc.collect()
+    engine = build_engine(asked, shared, lambda event: None)
+    together(shared, _count_engines, asked, path)
+    before = int(Path(path).read_text())
+    del engine
+    gc.collect()
+    together(shared, _count_engines, asked, path)
+    assert int(Path(path).read_text()) == before - 1
+
+
+def _count_engines(config: EngineConfig, models: Models, path: str) -> None:
+    gc.collect()
+    Path(path).write_text(str(sum(isinstance(each, EngineCore) for each in gc.get_objects())))
+
+
+def test_models_of_another_number_of_ranks_are_refused(alone: Models) -> None:
+    with pytest.raises(UserError, match="tensor-parallel is 2 and the models were loaded with 1"):
+        build_engine(config(2), alone, lambda event: None)

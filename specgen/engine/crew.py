@@ -4,7 +4,9 @@ Messages go over a socket to each. What a process answers, and that it is gone, 
 may itself be inside of a pass that cannot end without the one that is gone.
 """
 
+import atexit
 import os
+import signal
 import socket
 import struct
 import subprocess
@@ -20,7 +22,6 @@ from dataclasses import dataclass, field
 from itertools import count
 from multiprocessing.connection import Connection, wait
 from multiprocessing.reduction import ForkingPickler
-from signal import Signals
 from typing import IO, Any
 
 import torch
@@ -62,7 +63,7 @@ class _Member:
         except subprocess.TimeoutExpired:
             return "it closed its connection"
         if code < 0:
-            return f"it was ended by {Signals(-code).name}"
+            return f"it was ended by {signal.Signals(-code).name}"
         self.stderr.seek(0)
         lines = self.stderr.read().decode(errors="replace").strip().splitlines()
         return f"it ended with exit code {code}" + (f": {lines[-1]}" if lines else "")
@@ -218,7 +219,11 @@ class Crew:
         for member in self._members:
             member.process.kill()
             member.process.wait()
-        if self._place.device == "cpu" and dist.is_initialized():  # a GPU may wait for the others without end
+        if (
+            self._place.device != "cpu"
+        ):  # kernels may wait for the others without end, and so an orderly end for them
+            atexit.register(signal.alarm, int(_GRACE))
+        elif dist.is_initialized():
             dist.destroy_process_group()
 
     def _wordless(self) -> bool:
@@ -275,7 +280,8 @@ def _launch(place: Place) -> _Member:
     stderr = tempfile.TemporaryFile()  # noqa: SIM115  # as long as the process
     with theirs:
         process = subprocess.Popen(
-            [sys.executable, "-m", "specgen.engine.follower", str(theirs.fileno()), str(place.rank)],
+            # -P: as this process, it finds no modules in the working directory
+            [sys.executable, "-P", "-m", "specgen.engine.follower", str(theirs.fileno()), str(place.rank)],
             pass_fds=[theirs.fileno()],
             env=os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
             stdin=subprocess.DEVNULL,

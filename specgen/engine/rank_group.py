@@ -11,12 +11,13 @@ from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 from specgen.device import use
 from specgen.ranks import Ranks
 
-# NVLink multicast is never used: on hosts that several share it can put GPUs out of service. As these libraries
-# read it from the environment alone.
-_NO_MULTICAST = {
+_ENVIRONMENT = {  # what libraries read from the environment alone
+    # NVLink multicast is never used: on hosts that several share it can put GPUs out of service
     "NCCL_NVLS_ENABLE": "0",
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
     "NVSHMEM_DISABLE_NVLS": "1",
+    # torch would abort this process when a rank is gone; ``crew`` knows who it was and what to do
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
 }
 
 
@@ -46,7 +47,7 @@ class Failed:
 
 def join(place: Place, store: Store | None = None) -> Ranks:
     """Meet the other ranks, who call it too; rank 0 brings the ``store``. ``RuntimeError`` where they do not come."""
-    os.environ |= _NO_MULTICAST
+    os.environ |= _ENVIRONMENT
     timeout, device = timedelta(seconds=place.patience), torch.device(place.device)
     if store is None:
         store = TCPStore("127.0.0.1", place.port, place.size, is_master=False, timeout=timeout)
