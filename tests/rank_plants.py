@@ -1,6 +1,5 @@
 """What tests plant in the processes of other ranks, which import this module and call it as they are told."""
 
-import os
 from typing import Any
 
 import torch
@@ -8,6 +7,7 @@ import torch
 from specgen.config import EngineConfig
 from specgen.core.step import Steps
 from specgen.engine.loading import Models
+from specgen.evaluation.divergence import _prefill
 from specgen.ranks import Ranks
 
 
@@ -15,12 +15,6 @@ def together(models: Models, plant: Any, config: EngineConfig, *arguments: Any) 
     """Call ``plant`` in the other ranks of ``models`` alone."""
     with models.peers.together("function", config, plant, *arguments):
         pass
-
-
-def process_id(config: EngineConfig, models: Models, path: str) -> None:
-    """Write the rank's process into ``path``."""
-    with open(f"{path}/{models.peers.ranks.rank}", "w") as file:
-        file.write(str(os.getpid()))
 
 
 def compare_every_pass(config: EngineConfig | None, models: Models, patch: Any = setattr) -> None:
@@ -46,6 +40,14 @@ def compare_every_pass(config: EngineConfig | None, models: Models, patch: Any =
     patch(Steps, "prefill", checked_prefill)
     patch(Steps, "decode", checked_decode)
     patch(Steps, "score", checked_score)
+
+
+def prefill_and_compare(config: EngineConfig, models: Models, token_ids: Any) -> torch.Tensor:
+    """As what it is put in place of, where all ranks meet."""
+    logits = _prefill(config, models, token_ids)
+    if models.peers.ranks.size > 1:
+        compare(models.peers.ranks, "prefill", logits)
+    return logits
 
 
 def compare(ranks: Ranks, kind: str, *tensors: torch.Tensor) -> None:

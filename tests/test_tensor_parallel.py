@@ -21,12 +21,13 @@ from specgen.engine.build import build_engine
 from specgen.engine.choices import resolve
 from specgen.engine.engine import Engine
 from specgen.engine.loading import Models, OneTarget, load_models, open_checkpoints
+from specgen.evaluation import divergence
 from specgen.evaluation.divergence import prefill_logits
 from specgen.events import Event
 from specgen.prompts import Prompt
 from specgen.text.tokenizer import Message
 from tests.engines import Outputs, bundled_requests
-from tests.rank_plants import compare_every_pass, together
+from tests.rank_plants import compare_every_pass, prefill_and_compare, together
 
 pytestmark = pytest.mark.xdist_group("ranks")  # processes that all of them use
 GREEDY = SamplingParams(max_tokens=24)
@@ -158,11 +159,17 @@ def test_scores_are_those_of_one_process(shared: Models, alone: Models) -> None:
         )
         with pytest.raises(UserError, match="not in the vocabulary"):
             list(engine.score([ScoreRequest(id="bad", token_ids=(1, 10**6), num_context=1)]))
+        some = engine.score(requests)
+        next(iter(some))
+        some.close()  # type: ignore[attr-defined]  # what is not scored yet is dropped on every rank
         found.append({each.request.id: each for each in engine.score(requests)})
     assert found[0] == found[1]
 
 
-def test_logits_for_a_verdict_are_computed_by_all_ranks(shared: Models, alone: Models) -> None:
+def test_logits_for_a_verdict_are_computed_by_all_ranks(
+    shared: Models, alone: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(divergence, "_prefill", prefill_and_compare)
     logits = [
         prefill_logits(config(models.peers.ranks.size), models)([5, 6, 7]) for models in (shared, alone)
     ]
