@@ -221,6 +221,11 @@ class EngineConfig:
         parse=parse_bytes,
     )
     device: str = option("auto", "Running", "auto, cpu, cuda or cuda:N.")
+    tensor_parallel: int = option(
+        1,
+        "Running",
+        "GPUs that share the model, from --device on, each with a process of its own; on a CPU, processes.",
+    )
     dtype: DtypeName = option("auto", "Running", "auto: float32 on a CPU, bfloat16 on a GPU.")
     kv_dtype: KVDtypeName = option(
         "auto",
@@ -257,6 +262,10 @@ class EngineConfig:
         require(
             0 < self.gpu_memory_utilization <= 1,
             f"gpu-memory-utilization is {self.gpu_memory_utilization}: use a share in (0, 1]",
+        )
+        require(
+            self.tensor_parallel >= 1,
+            f"tensor-parallel is {self.tensor_parallel}: use the number of GPUs, at least 1",
         )
         require(self.page_size >= 0, f"page-size is {self.page_size}: use at least 1")
         require(
@@ -301,11 +310,13 @@ class EngineConfig:
     def to_json(self) -> dict[str, Any]:
         """For a manifest, with the draft length in two fields and the template's names as an object.
 
-        A KV cache in the model's format is not named, so that a run of an earlier version goes on.
+        A KV cache in the model's format and one GPU are not named, so that a run of an earlier version goes on.
         """
         length, fields = self.draft_length, asdict(self)
         if self.kv_dtype != "fp8":
             del fields["kv_dtype"]
+        if self.tensor_parallel == 1:
+            del fields["tensor_parallel"]
         auto = {"num_spec_tokens": length.most, "spec_length": "auto" if length.auto else "fixed"}
         return fields | auto | {"chat_template_kwargs": self.template_kwargs.values}
 

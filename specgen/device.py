@@ -44,6 +44,11 @@ class HostCopy:
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._event.record()
 
+    @property
+    def ready(self) -> bool:
+        """Whether they are there."""
+        return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
+
     def read(self) -> list[Any]:
         """Wait until they are there; nested lists in the shape of the tensor."""
         if self._event is not None:
@@ -70,3 +75,14 @@ def choose_device(name: str) -> torch.device:
     index, count = int(number) if number else torch.cuda.current_device(), torch.cuda.device_count()
     require(index < count, f"device is {name!r} and there are {count} GPUs: use cuda:0 to cuda:{count - 1}")
     return torch.device("cuda", index)
+
+
+def require_devices(first: torch.device, count: int) -> None:
+    """``UserError`` unless there are ``count`` GPUs from ``first`` on; a CPU is as many devices as one likes."""
+    if first.type == "cuda":
+        there = torch.cuda.device_count() - (first.index or 0)
+        require(
+            count <= there,
+            f"tensor-parallel is {count} and from {first} on there {'is' if there == 1 else 'are'} {there} of this "
+            f"machine's GPUs: use --tensor-parallel {there}, or another --device",
+        )

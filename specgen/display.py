@@ -105,3 +105,8 @@ def clock(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def devices(device: str, count: int) -> str:
+    """``2 x cuda``: where ``count`` devices of a kind share a model; one is named in full."""
+    return device if count == 1 else f"{count} x {device.partition(':')[0]}"

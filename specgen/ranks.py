@@ -31,7 +31,7 @@ class Ranks:
         if self.group is None:
             return x[None]
         found = torch.empty((self.size, *x.shape), dtype=x.dtype, device=x.device)
-        dist.all_gather_into_tensor(found.view(-1), x.contiguous().view(-1), group=self.group)
+        _all_gather(found.view(-1), x.contiguous().view(-1), group=self.group)
         return found
 
     def sum(self, x: Tensor) -> Tensor:
@@ -45,4 +45,6 @@ class Ranks:
         return total
 
 
+# torch 2.13 gave it another name
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 ALONE = Ranks()

@@ -140,20 +140,23 @@ def test_sizes_and_lists_of_numbers():
 
 NAMES = {
     verify: "model drafter dataset data_path num_prompts split prompt_field chat chat_template_kwargs "
-    "num_spec_tokens max_new_tokens batch_sizes device dtype kv_dtype attention cuda_graphs output as_json quiet",
+    "num_spec_tokens max_new_tokens batch_sizes device tensor_parallel dtype kv_dtype attention cuda_graphs "
+    "output as_json quiet",
     evaluate: "tasks study arms limit num_fewshot apply_chat_template data_path model drafter chat_template_kwargs "
-    "num_spec_tokens draft_sampling seed max_new_tokens max_batch_size max_prefill_tokens kv_memory device dtype "
+    "num_spec_tokens draft_sampling seed max_new_tokens max_batch_size max_prefill_tokens kv_memory device "
+    "tensor_parallel dtype "
     "kv_dtype attention cuda_graphs gpu_memory_utilization prefix_cache log_samples output quiet",
     bench.kernels: "num_seqs max_seq_lens num_heads num_kv_heads head_dim num_spec_tokens page_size repeats dtype "
     "kv_dtype device output as_json quiet",
     tune: "batch k drafter_batch repeats precision budget dry_run model drafter dataset data_path num_prompts "
-    "split prompt_field chat chat_template_kwargs output_lens max_new_tokens max_prefill_tokens device dtype kv_dtype "
+    "split prompt_field chat chat_template_kwargs output_lens max_new_tokens max_prefill_tokens device "
+    "tensor_parallel dtype kv_dtype "
     "attention cuda_graphs gpu_memory_utilization output as_json quiet",
     bench.throughput: "matrix axis repeats dry_run model drafter dataset data_path num_prompts split prompt_field chat "
     "prompt_tokens chat_template_kwargs num_spec_tokens max_new_tokens output_lens max_batch_size max_prefill_tokens "
-    "device dtype kv_dtype attention cuda_graphs gpu_memory_utilization output as_json quiet",
+    "device tensor_parallel dtype kv_dtype attention cuda_graphs gpu_memory_utilization output as_json quiet",
     bench.step: "batch_sizes prompt_tokens model drafter num_spec_tokens drafter_batch max_prefill_tokens device "
-    "dtype kv_dtype attention cuda_graphs output as_json quiet",
+    "tensor_parallel dtype kv_dtype attention cuda_graphs output as_json quiet",
 }
 
 

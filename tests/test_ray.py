@@ -61,7 +61,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Driver:
     """``specgen generate --executor ray`` in a process of its own."""
 
-    def __init__(self, data: Path, out: Path) -> None:
+    def __init__(self, data: Path, out: Path, *more: str) -> None:
         self.completions = out / "completions.jsonl"
         command = [
             sys.executable,
@@ -76,7 +76,7 @@ class Driver:
         flags = [str(part) for name, value in (options | ray).items() for part in (f"--{name}", value)]
         self.log = out.with_suffix(".log").open("w")
         self.process = subprocess.Popen(
-            [*command, *flags],
+            [*command, *flags, *more],
             stdout=subprocess.PIPE,
             stderr=self.log,
             text=True,
@@ -277,6 +277,43 @@ def test_every_worker_needs_a_gpu_of_its_own(pair: EngineConfig, monkeypatch: py
     RayEngine(config=on_gpu, cluster=Cluster(num_workers=1), record=lambda event: None)
     with pytest.raises(UserError, match="num-workers is 2 and this machine has 1 GPUs"):
         RayEngine(config=on_gpu, cluster=Cluster(num_workers=2), record=lambda event: None)
+    several = replace(on_gpu, tensor_parallel=2)
+    with pytest.raises(UserError, match="num-workers is 1 and this machine has 1 GPUs: use 2 for each"):
+        RayEngine(config=several, cluster=Cluster(num_workers=1), record=lambda event: None)
+
+
+@pytest.mark.parametrize(
+    ("device", "address", "num_ranks", "resources"),
+    [
+        ("cuda:0", None, 1, {"num_gpus": 1}),
+        ("cuda:0", "a:1", 4, {"num_gpus": 4}),
+        ("cpu", "a:1", 1, {"num_cpus": 1}),
+        ("cpu", "a:1", 2, {"num_cpus": 2}),
+    ],
+)
+def test_a_worker_gets_what_its_ranks_need(
+    pair: EngineConfig, device: str, address: str | None, num_ranks: int, resources: dict[str, int]
+) -> None:
+    asked = replace(pair, device=device, tensor_parallel=num_ranks)
+    assert ray_engine._resources(Cluster(num_workers=2, address=address), asked) == resources
+
+
+@pytest.mark.slow
+def test_the_ranks_of_workers_end_with_them(data: Path, tmp_path: Path) -> None:
+    driver = Driver(data, tmp_path / "ray", "--tensor-parallel", "2")
+
+    def ranks() -> list[int]:
+        names = {pid: Path(f"/proc/{pid}/cmdline") for pid in _below(driver.process.pid)}
+        return [pid for pid, name in names.items() if name.exists() and b"follower" in name.read_bytes()]
+
+    driver.wait_for(lambda: driver.num_done)
+    first = ranks()
+    assert len(first) == 2
+    os.kill(driver.workers()[0], signal.SIGKILL)  # another worker answers its block
+    driver.process.communicate(timeout=300)
+    assert driver.process.returncode == 3  # for the row that is wrong
+    assert driver.num_done == NUM_PROMPTS
+    assert not [rank for rank in first if Path(f"/proc/{rank}").exists()]
 
 
 def test_an_error_at_the_start_of_a_worker_is_raised_by_the_driver(

@@ -354,6 +354,7 @@ def test_the_options_are_a_decision() -> None:
             "max_prefill_tokens",
             "kv_memory",
             "device",
+            "tensor_parallel",
             "dtype",
             "kv_dtype",
             "attention",

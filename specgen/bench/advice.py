@@ -15,6 +15,7 @@ from specgen.template_kwargs import TemplateKwargs
 
 _RUN_AS_MEASURED = (  # options of ``generate`` that are kept where they are not its defaults
     "device",
+    "tensor_parallel",
     "dtype",
     "kv_dtype",
     "attention",

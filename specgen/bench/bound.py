@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from specgen.bench.device_speed import DeviceSpeed
-from specgen.checkpoints.checkpoint import build_head, build_target
+from specgen.checkpoints.checkpoint import build_head, build_target, target_config
 from specgen.checkpoints.tensor_reader import TensorReader
 from specgen.engine.loading import Models
 from specgen.events import Event, Prefilled, Stepped, Submitted, Verified
@@ -82,11 +82,13 @@ class StepBytes:
         head's has in any case.
         """
         target, width = models.target.config, models.target.dtype.itemsize
+        meta = torch.device("meta")
         readers = {
-            role: TensorReader(checkpoint=checkpoint, dtype=models.target.dtype, device=torch.device("meta"))
+            role: TensorReader(checkpoint=checkpoint, dtype=models.target.dtype, device=meta)
             for role, checkpoint in models.checkpoints.items()
         }
-        build_target(target, readers["model"])
+        readers["model"] = replace(readers["model"], ranks=models.peers.ranks)  # what this one's GPU reads
+        build_target(target_config(models.checkpoints["model"]), readers["model"])
         experts = ExpertSize.of(target, width)
         tied = target.vocab_size * target.hidden_size * width if target.tied_embeddings else 0
         sizes = cls(

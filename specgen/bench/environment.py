@@ -30,6 +30,7 @@ def conditions(config: EngineConfig, models: Models) -> Row:
     weights = "synthetic" if models.synthetic else "as trained"
     return {
         **environment(config.device),
+        **({} if config.tensor_parallel == 1 else {"tensor parallel": config.tensor_parallel}),
         "model": f"{_short(config.model)}, {config.formats}, weights {weights}",
         "drafter": _short(str(config.drafter)),
     }

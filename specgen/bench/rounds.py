@@ -19,7 +19,8 @@ _KEPT = "what is measured is kept; fix that and run the same command again"
 _REMEDY = "name a new directory, or ask for the same"
 _EXTENDED = ("bench.repeats", "bench.precision")  # more of them only add rounds
 _FINGERPRINTS = {"fingerprints.model", "fingerprints.drafter"}
-_FREE = {*FREE_IN_A_RUN, *_EXTENDED} - {"engine.device", "engine.cuda_graphs", "device.cpu", "device.threads"}
+_TIMED = {"engine.device", "engine.tensor_parallel", "engine.cuda_graphs", "device.cpu", "device.threads"}
+_FREE = {*FREE_IN_A_RUN, *_EXTENDED} - _TIMED
 
 
 class Rounds:

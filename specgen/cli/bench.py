@@ -191,7 +191,8 @@ def throughput(
     engine: Annotated[
         EngineConfig,
         Only(
-            "model drafter chat_template_kwargs num_spec_tokens max_prefill_tokens device dtype kv_dtype attention "
+            "model drafter chat_template_kwargs num_spec_tokens max_prefill_tokens device tensor_parallel dtype "
+            "kv_dtype attention "
             "cuda_graphs gpu_memory_utilization",
             _PREFILL,
         ),
@@ -241,7 +242,8 @@ def step(
     engine: Annotated[
         EngineConfig,
         Only(
-            "model drafter drafter_batch max_prefill_tokens device dtype kv_dtype attention cuda_graphs",
+            "model drafter drafter_batch max_prefill_tokens device tensor_parallel dtype kv_dtype attention "
+            "cuda_graphs",
             _PREFILL,
         ),
     ],

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 _ENGINE = Only(
     "model chat_template_kwargs num_spec_tokens drafter_batch draft_sampling max_batch_size max_prefill_tokens "
-    "kv_memory device dtype kv_dtype attention cuda_graphs gpu_memory_utilization prefix_cache",
+    "kv_memory device tensor_parallel dtype kv_dtype attention cuda_graphs gpu_memory_utilization prefix_cache",
     {"drafter": "ngram"},  # each of --drafter takes its place
 )
 _OF_READING = {"directories", "export", "as_json"}

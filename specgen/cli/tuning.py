@@ -137,7 +137,8 @@ def tune(
     engine: Annotated[
         EngineConfig,
         Only(
-            "model drafter chat_template_kwargs max_prefill_tokens device dtype kv_dtype attention cuda_graphs "
+            "model drafter chat_template_kwargs max_prefill_tokens device tensor_parallel dtype kv_dtype "
+            "attention cuda_graphs "
             "gpu_memory_utilization",
             {"max_prefill_tokens": 8192},
         ),

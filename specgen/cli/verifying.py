@@ -33,7 +33,8 @@ def verify(
     engine: Annotated[
         EngineConfig,
         Only(
-            "model drafter chat_template_kwargs num_spec_tokens device dtype kv_dtype attention cuda_graphs"
+            "model drafter chat_template_kwargs num_spec_tokens device tensor_parallel dtype kv_dtype attention "
+            "cuda_graphs"
         ),
     ],
     output: Path | None = option(

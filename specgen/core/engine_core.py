@@ -11,11 +11,12 @@ from specgen.core.in_flight import InFlight
 from specgen.core.intake import Followers, Intake
 from specgen.core.journal import Journal
 from specgen.core.passes import Pass, Passes
+from specgen.core.peers import Peers
 from specgen.core.running_batch import RunningBatch
 from specgen.core.scheduler import Scheduler
 from specgen.core.scoring import Scored, Scorer, ScoreRequest
-from specgen.core.sequence import Completion, Request
-from specgen.core.shortages import Shortages, attempt
+from specgen.core.sequence import Completion, Request, Sequence
+from specgen.core.shortages import NO_MEMORY, Shortages, attempt
 from specgen.core.spec_length import SpecLength
 from specgen.core.step import Steps
 from specgen.device import use
@@ -43,7 +44,7 @@ class EngineCore:
     ``lookahead`` is how many decode steps the host may launch before it reads what an earlier one found. With 1 the
     device never waits for the host, and a sequence that has ended is found one step late: what that step gave it is
     dropped. ``spec_length`` chooses the number of drafts of every step; ``followers`` finds stop strings and
-    the parts of texts; ``record`` takes every event.
+    the parts of texts; ``record`` takes every event. ``peers`` are told every call that changes the engine.
     """
 
     def __init__(
@@ -58,13 +59,15 @@ class EngineCore:
         device: torch.device,
         followers: Followers,
         record: Callable[[Event], None],
+        peers: Peers,
     ) -> None:
+        self._peers = peers
         self._runner = steps.runner
         self._batch = batch
         self._scheduler = scheduler
         self._lookahead = lookahead
         self._device = device
-        self._scorer = Scorer(config=config, steps=steps, scheduler=scheduler, device=device)
+        self._scorer = Scorer(config=config, steps=steps, scheduler=scheduler, device=device, peers=peers)
         self._journal = journal = Journal(record)
         self._intake = Intake(config=config, scheduler=scheduler, journal=journal, followers=followers)
         self._passes = Passes(steps=steps, batch=batch, scheduler=scheduler, device=device)
@@ -72,7 +75,7 @@ class EngineCore:
             scheduler=scheduler, steps=steps, journal=journal, new_sequence=self._intake.sequence
         )
         self._shortages = Shortages(scheduler=scheduler, batch=batch, journal=journal, endings=endings)
-        self._in_flight = InFlight(journal=journal, endings=endings, spec_length=spec_length)
+        self._in_flight = InFlight(journal=journal, endings=endings, spec_length=spec_length, peers=peers)
 
     @property
     def spec_length(self) -> SpecLength:
@@ -81,6 +84,7 @@ class EngineCore:
 
     @spec_length.setter
     def spec_length(self, spec_length: SpecLength) -> None:
+        self._peers.tell("spec_length", spec_length)
         self._in_flight.spec_length = spec_length
 
     def generate(
@@ -108,8 +112,7 @@ class EngineCore:
                         yield (completion := refused)
                 if not finished and not self._has_work:
                     return
-            self._guard(lambda: self._in_flight.read_all_but(0))
-            yield from self._endings.take()
+            yield from self.drain()
         finally:  # also where the caller has seen enough, or something failed
             self.abandon()
 
@@ -123,8 +126,8 @@ class EngineCore:
         assert not self._in_flight
         try:
             yield from self._scorer.score(requests)
-        except RuntimeError:
-            require_device(self._device)
+        except RuntimeError as error:
+            self._require_device(error)
             raise
 
     def warm_up(self) -> None:
@@ -147,8 +150,8 @@ class EngineCore:
         self._journal.record = record
         try:
             yield
-        except RuntimeError:  # of no request
-            require_device(self._device)
+        except RuntimeError as error:  # of no request
+            self._require_device(error)
             raise
         finally:
             self._journal.record, self.spec_length = kept
@@ -159,6 +162,7 @@ class EngineCore:
 
     def submit(self, request: Request) -> Completion | None:
         """Queue ``request``; a completion with the reason comes back at once if it can never run."""
+        self._peers.tell("submit", request)
         return self._intake.submit(request)
 
     def step(self) -> list[Completion]:
@@ -167,14 +171,39 @@ class EngineCore:
         What fails ends the requests that it concerns and nothing else. ``DeviceLost`` where no pass can run any more.
         """
         self._guard(self._advance)
-        return self._endings.take()
+        return self._take()
+
+    def drain(self) -> list[Completion]:
+        """Read the passes in flight, and launch nothing. Fails as ``step`` does."""
+
+        def read() -> None:
+            with self._peers.working("drain"):
+                self._in_flight.read_all_but(0)
+
+        self._guard(read)
+        return self._take()
 
     def abandon(self) -> None:
         """Drop all requests in hand without an answer. Asks nothing of the device, which may be the reason."""
+        self._peers.tell("abandon")
         self._in_flight.clear()
         self._scheduler.clear()
         self._batch.reset()
         self._endings.take()
+
+    def score_pass(self, requests: list[ScoreRequest]) -> list[Scored] | None:
+        """One pass of ``score`` with ``requests`` behind those that it has; None where it has none left."""
+        return self._scorer.run(requests)
+
+    def abandon_scores(self) -> None:
+        """Drop all texts that are not scored yet."""
+        self._scorer.abandon()
+
+    def _take(self) -> list[Completion]:
+        completions = self._endings.take()
+        if completions:
+            self._peers.agree(completions, _ids(self._scheduler.in_hand))
+        return completions
 
     @property
     def _has_work(self) -> bool:
@@ -204,20 +233,29 @@ class EngineCore:
         hit, in_flight = self._scheduler.in_hand, bool(self._in_flight)
         self._in_flight.clear()
         self._batch.reset()
-        require_device(self._device, tuple(sequence.request.id for sequence in hit))
+        self._peers.require(reason, _ids(hit))
+        require_device(self._device, _ids(hit))
         if not hit and not in_flight:
             raise RuntimeError(reason)  # there is no request to answer with it
         for sequence in hit:
             self._endings.fail(sequence, f"the device failed: {reason}")
 
+    def _require_device(self, error: RuntimeError) -> None:
+        """``DeviceLost`` where ``error``, which is of no request, is the device's or a peer's."""
+        self._peers.require(first_line(error))
+        require_device(self._device)
+
     @torch.inference_mode()
     def _advance(self) -> None:
         use(self._device)  # another engine of this process may be on another
-        prefilled = self._prefill()
-        if self._lookahead == 0:
-            self._in_flight.read_all_but(0)  # so that no step is spent on a text that its first token ended
-        decoded = self._decode()
-        self._in_flight.read_all_but(self._lookahead if prefilled or decoded else 0)
+        with self._peers.working("step"):
+            prefilled = self._prefill()
+            if self._lookahead == 0:
+                self._in_flight.read_all_but(
+                    0
+                )  # so that no step is spent on a text that its first token ended
+            decoded = self._decode()
+            self._in_flight.read_all_but(self._lookahead if prefilled or decoded else 0)
 
     def _prefill(self) -> bool:
         """Whether a prefill was launched."""
@@ -228,6 +266,7 @@ class EngineCore:
             self._in_flight.read_all_but(0)  # so that no other request can be to blame for a failure
         launched = attempt(lambda: self._passes.prefill(chunks, began))
         if launched is None:
+            self._peers.give_up(NO_MEMORY)
             self._in_flight.read_all_but(0)
             self._shortages.of_prefill()
             return False
@@ -248,6 +287,7 @@ class EngineCore:
         num_drafts = self.spec_length.choose(len(self._scheduler.running))
         launched = attempt(lambda: self._passes.decode(num_drafts, began))
         if launched is None:
+            self._peers.give_up(NO_MEMORY)
             self._in_flight.read_all_but(0)
             self._shortages.of_decode()
             return False
@@ -268,3 +308,7 @@ class EngineCore:
         self._scheduler.limits.see_pass()
         for capture in self._runner.take_captures():
             self._journal.captured(capture)
+
+
+def _ids(sequences: Iterable[Sequence]) -> tuple[str, ...]:
+    return tuple(sequence.request.id for sequence in sequences)

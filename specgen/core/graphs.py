@@ -51,6 +51,9 @@ class Runner:
         """The captures since this was last asked."""
         return []
 
+    def forget(self) -> None:
+        """Let go of what was captured: before the communication between ranks ends, which graphs are part of."""
+
 
 class StepGraphs(Runner):
     """A whole step is one graph for each bucket of rows."""
@@ -73,6 +76,9 @@ class StepGraphs(Runner):
     def take_captures(self) -> list[Capture]:
         taken, self._captures = self._captures, []
         return taken
+
+    def forget(self) -> None:
+        self._graphs.clear()
 
     @property
     def _pool(self) -> Pool | None:

@@ -6,6 +6,7 @@ from collections.abc import Sequence as Items
 from specgen.core.endings import Endings
 from specgen.core.journal import Journal
 from specgen.core.passes import Pass
+from specgen.core.peers import Peers
 from specgen.core.sequence import Sequence
 from specgen.core.spec_length import SpecLength
 from specgen.decoding.draft_state import NO_DRAFT
@@ -18,7 +19,8 @@ class InFlight:
     as a rejected one, for its row cost as much.
     """
 
-    def __init__(self, *, journal: Journal, endings: Endings, spec_length: SpecLength) -> None:
+    def __init__(self, *, journal: Journal, endings: Endings, spec_length: SpecLength, peers: Peers) -> None:
+        self._peers = peers
         self._journal = journal
         self._endings = endings
         self.spec_length = spec_length
@@ -46,6 +48,7 @@ class InFlight:
     def read(self) -> None:
         """Wait for the oldest pass and hand out its tokens; a sequence that ended before gets none."""
         done, num_kept = self._passes[0], 0
+        self._peers.wait(done.numbers)
         numbers = done.numbers.read()
         logprobs = done.logprobs.read() if done.logprobs is not None else [()] * len(numbers)
         for sequence, row in done.sequences:

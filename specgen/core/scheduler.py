@@ -72,8 +72,13 @@ class Scheduler:
 
     @property
     def wants_request(self) -> bool:
-        """Whether to pull a request: one more than the batch holds, to know whether more follow."""
-        return self._num_in_hand <= self.limits.max_batch_size
+        """Whether to pull a request."""
+        return self.num_wanted > 0
+
+    @property
+    def num_wanted(self) -> int:
+        """Requests to pull: until there is one more than the batch holds, to know whether more follow."""
+        return max(self.limits.max_batch_size + 1 - self._num_in_hand, 0)
 
     @property
     def _num_in_hand(self) -> int:

@@ -7,8 +7,10 @@ import torch
 
 from specgen.config import SamplingParams, UserError, first_line, require
 from specgen.core.packing import chunk_layout, chunk_tokens
+from specgen.core.peers import Peers
 from specgen.core.scheduler import Chunk, Scheduler
 from specgen.core.sequence import Request, Sequence
+from specgen.core.shortages import NO_MEMORY
 from specgen.core.step import Steps
 from specgen.device import on_device, use
 from specgen.models.model_config import TargetConfig
@@ -60,8 +62,16 @@ class Scorer:
     """Runs texts through the target alone, in the cache and within the limits that ``scheduler`` keeps."""
 
     def __init__(
-        self, *, config: TargetConfig, steps: Steps, scheduler: Scheduler, device: torch.device
+        self,
+        *,
+        config: TargetConfig,
+        steps: Steps,
+        scheduler: Scheduler,
+        device: torch.device,
+        peers: Peers,
     ) -> None:
+        self._peers = peers
+        self._partial: dict[Sequence, _PartialScores] = {}
         self._config = config
         self._steps = steps
         self._scheduler = scheduler
@@ -69,31 +79,45 @@ class Scorer:
 
     def score(self, requests: Iterable[ScoreRequest]) -> Iterator[Scored]:
         """Yield every request's scores as its last token is seen. ``UserError`` for a text that cannot be scored."""
-        source, partial = iter(requests), dict[Sequence, _PartialScores]()
+        source = iter(requests)
         try:
-            while True:
-                self._pull(source, partial)
-                chunks = self._scheduler.next_chunks()
-                if not chunks:
-                    return
-                if not self._attempt(chunks, partial):
-                    continue
-                self._scheduler.launched(chunks)
-                for chunk in chunks:
-                    if chunk.last:
-                        self._scheduler.retire(chunk.sequence)
-                        yield partial.pop(chunk.sequence).scored()
+            while (found := self.run(list(self._pull(source)))) is not None:
+                yield from found
         finally:  # also where the caller has seen enough
-            self._scheduler.clear()
+            self.abandon()
 
-    def _attempt(self, chunks: list[Chunk], partial: dict[Sequence, _PartialScores]) -> bool:
+    def run(self, requests: list[ScoreRequest]) -> list[Scored] | None:
+        """Queue ``requests`` and run a pass; the scores that are complete then, None where nothing is left to do."""
+        sequences = [self._sequence(request) for request in requests]
+        for sequence, request in zip(sequences, requests, strict=True):
+            self._partial[sequence] = _PartialScores(request=request)
+            self._scheduler.submit(sequence)
+        with self._peers.working("score_pass", requests):
+            chunks = self._scheduler.next_chunks()
+            if not chunks:
+                return None
+            if not self._attempt(chunks):
+                return []
+            self._scheduler.launched(chunks)
+        complete = [chunk.sequence for chunk in chunks if chunk.last]
+        for sequence in complete:
+            self._scheduler.retire(sequence)
+        return [self._partial.pop(sequence).scored() for sequence in complete]
+
+    def abandon(self) -> None:
+        """Drop all requests."""
+        self._peers.tell("abandon_scores")
+        self._scheduler.clear()
+        self._partial.clear()
+
+    def _attempt(self, chunks: list[Chunk]) -> bool:
         """One pass, which fails as those of ``EngineCore`` do: within lower limits, or alone, it is tried again.
 
         ``RuntimeError`` where that has failed.
         """
         short = False
         try:
-            self._run(chunks, partial)
+            self._run(chunks)
             self._scheduler.limits.see_pass()
             return True
         except torch.OutOfMemoryError:
@@ -102,8 +126,9 @@ class Scorer:
         except RuntimeError as error:
             reason = first_line(error)
         # outside of the handlers: the exception holds on to the tensors of the pass
+        self._peers.give_up(NO_MEMORY if short else reason)
         for sequence in self._scheduler.send_all_back():
-            partial[sequence] = _PartialScores(request=partial[sequence].request)
+            self._partial[sequence] = _PartialScores(request=self._partial[sequence].request)
         torch.cuda.empty_cache()
         if not short:
             self._scheduler.forget()
@@ -119,11 +144,13 @@ class Scorer:
                 )
             sequence.alone = True
 
-    def _pull(self, source: Iterator[ScoreRequest], partial: dict[Sequence, _PartialScores]) -> None:
-        while self._scheduler.wants_request and (request := next(source, None)) is not None:
-            sequence = self._sequence(request)
-            partial[sequence] = _PartialScores(request=request)
-            self._scheduler.submit(sequence)
+    def _pull(self, source: Iterator[ScoreRequest]) -> Iterator[ScoreRequest]:
+        """As many as the batch has room for."""
+        for _ in range(self._scheduler.num_wanted):
+            request = next(source, None)
+            if request is None:
+                return
+            yield request
 
     def _sequence(self, request: ScoreRequest) -> Sequence:
         inputs, limit = request.token_ids[:-1], self._config.max_positions
@@ -152,9 +179,10 @@ class Scorer:
         return sequence
 
     @torch.inference_mode()
-    def _run(self, chunks: list[Chunk], partial: dict[Sequence, _PartialScores]) -> None:
-        """One pass; what it finds goes into ``partial``."""
+    def _run(self, chunks: list[Chunk]) -> None:
+        """One pass; what it finds is kept."""
         use(self._device)
+        partial = self._partial
         rows, targets, first = list[int](), list[int](), 0
         for chunk in chunks:
             scores = partial[chunk.sequence]

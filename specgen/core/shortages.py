@@ -10,6 +10,7 @@ from specgen.core.passes import Pass
 from specgen.core.running_batch import RunningBatch
 from specgen.core.scheduler import Scheduler
 
+NO_MEMORY = "no memory for a pass: lower --max-batch-size, --max-prefill-tokens or --gpu-memory-utilization"
 _MAX_SHORTAGES = 3  # of a sequence that is alone: a shortage may be another program's, and pass
 
 

@@ -69,6 +69,7 @@ def assemble(
         device=target.device,
         followers=Followers(tokenizer=models.tokenizer),
         record=record,
+        peers=models.peers,
     )
 
 

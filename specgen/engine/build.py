@@ -1,8 +1,9 @@
 """The composition root: a resolved configuration and loaded models become an engine."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
-from specgen.config import EngineConfig, SamplingParams
+from specgen.config import EngineConfig, SamplingParams, require
 from specgen.core import step_costs
 from specgen.core.engine_core import EngineCore
 from specgen.core.graphs import Runner
@@ -29,8 +30,15 @@ def build_engine(
     all the memory that passes do not need.
     """
     use(models.target.device)
-    runner = around(RUNNERS[config.cuda_graphs]())
-    engine = assemble(config, models, num_pages(config, models, expected), runner, record)
+    held = models.peers.ranks.size
+    require(
+        held == config.tensor_parallel,
+        f"tensor-parallel is {config.tensor_parallel} and the models were loaded with {held}: load them with the same",
+    )
+    runner = RUNNERS[config.cuda_graphs]()
+    peers = models.peers.of_engine(config, expected)
+    pages = peers.assemble(num_pages(config, models, expected), runner)
+    engine = assemble(config, replace(models, peers=peers), pages, around(runner), record)
     if config.draft_length.auto:
         costs = step_costs.measure(engine, config.max_batch_size, config.draft_length.most)
         engine.spec_length = CheapestLength(costs)

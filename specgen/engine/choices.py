@@ -22,7 +22,7 @@ from specgen.config import (
     shown,
 )
 from specgen.core.graphs import PassGraphs, Runner, StepGraphs
-from specgen.device import choose_device
+from specgen.device import choose_device, require_devices
 from specgen.engine.loading import DTYPES, Checkpoints, target_kv_dtype
 from specgen.models.model_config import LayerConfig
 from specgen.text.chat_template import calls_for_date, today
@@ -46,6 +46,7 @@ def resolve(config: EngineConfig, checkpoints: Checkpoints) -> EngineConfig:
     N-gram drafts get their full name, ``ngram:N``, and a chat template that asks for the date is told today's.
     """
     device = choose_device(config.device)
+    require_devices(device, config.tensor_parallel)
     kind, dtype = device.type, choose_dtype(config.dtype, device)
     kv_dtype = choose_kv_dtype(config.kv_dtype, checkpoints["model"])
     config = replace(config, device=str(device), dtype=dtype, kv_dtype=kv_dtype)

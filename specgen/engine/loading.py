@@ -1,6 +1,6 @@
 """A model pair in memory: its checkpoints opened once, its weights and tokenizer loaded."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -8,8 +8,10 @@ import torch
 from specgen.checkpoints.checkpoint import load_drafter, load_target, open_checkpoint
 from specgen.checkpoints.tensor_reader import Checkpoint
 from specgen.config import EngineConfig
+from specgen.core.peers import Peers
 from specgen.device import use
 from specgen.display import from_here
+from specgen.engine.lead import peers_of
 from specgen.models.protocols import Head, Target
 from specgen.text.tokenizer import Tokenizer, load_tokenizer
 
@@ -20,12 +22,16 @@ Checkpoints = Mapping[str, Checkpoint]  # "model" and, where a head drafts, "dra
 
 @dataclass(frozen=True, kw_only=True)
 class Models:
-    """Weights and tokenizer: what engines over the same pair share, and the checkpoints they came from."""
+    """Weights and tokenizer: what engines over the same pair share, and the checkpoints they came from.
+
+    Of weights, this rank's share of what it and its ``peers`` hold together.
+    """
 
     target: Target
     head: Head | None
     tokenizer: Tokenizer
     checkpoints: Checkpoints
+    peers: Peers = field(default_factory=Peers)
 
     @property
     def synthetic(self) -> bool:
@@ -63,40 +69,52 @@ def load_chat_tokenizer(config: EngineConfig, checkpoints: Checkpoints) -> Token
 
 
 def load_models(config: EngineConfig, checkpoints: Checkpoints) -> Models:
-    """Read target, head (if one is to draft) and tokenizer of a resolved ``config``."""
+    """Read target, head (if one is to draft) and tokenizer of a resolved ``config``.
+
+    With ``tensor_parallel`` the other ranks are started here, and end when nothing refers to the models any more.
+    """
+    peers = peers_of(config)
+    with peers.together("load", config):
+        return load_share(config, checkpoints, peers)
+
+
+def load_share(config: EngineConfig, checkpoints: Checkpoints, peers: Peers) -> Models:
+    """``load_models`` for one rank."""
     device = torch.device(config.device)
     use(device)
-    return _load(config, checkpoints, device)
+    return _load(config, checkpoints, device, peers)
 
 
 def outline(config: EngineConfig, checkpoints: Checkpoints) -> Models:
     """As ``load_models`` without reading a weight: what can be known before that. Refuses what it would refuse."""
-    return _load(config, checkpoints, torch.device("meta"))
+    return _load(config, checkpoints, torch.device("meta"), Peers())
 
 
-def _load(config: EngineConfig, checkpoints: Checkpoints, device: torch.device) -> Models:
+def _load(config: EngineConfig, checkpoints: Checkpoints, device: torch.device, peers: Peers) -> Models:
     dtype, tokenizer = DTYPES[config.dtype], load_chat_tokenizer(config, checkpoints)
-    target, head = load_target(checkpoints["model"], dtype, device), None
+    target, head = load_target(checkpoints["model"], dtype, device, peers.ranks), None
     if config.head is not None:
         head = load_drafter(checkpoints["drafter"], target)
-    return Models(target=target, head=head, tokenizer=tokenizer, checkpoints=checkpoints)
+    return Models(target=target, head=head, tokenizer=tokenizer, checkpoints=checkpoints, peers=peers)
 
 
 @dataclass
 class OneTarget:
     """Loads pairs over one target, whose weights are read once; a head stays in memory beside those before it."""
 
+    first: Callable[[EngineConfig, Checkpoints], Models] = load_models  # loads the target, with a head
     _first: Models | None = None
     _heads: dict[str, Head] = field(default_factory=dict)
 
     def load(self, config: EngineConfig, checkpoints: Checkpoints) -> Models:
         """As ``load_models``, for configurations of one model, device and number format."""
         if self._first is None:
-            self._first = load_models(config, checkpoints)
+            self._first = self.first(config, checkpoints)
             if config.head is not None and self._first.head is not None:
                 self._heads[config.head] = self._first.head
         if config.head is not None and config.head not in self._heads:
-            self._heads[config.head] = load_drafter(checkpoints["drafter"], self._first.target)
+            with self._first.peers.together("load", config):
+                self._heads[config.head] = load_drafter(checkpoints["drafter"], self._first.target)
         return replace(
             self._first,
             head=None if config.head is None else self._heads[config.head],

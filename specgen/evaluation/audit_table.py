@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from specgen.config import DraftLength
-from specgen.display import DASH, clip, count, percent, plain, several
+from specgen.display import DASH, clip, count, devices, percent, plain, several
 from specgen.report.table import Column, Row, Table
 from specgen.report.terminal import ALARMING, Part
 
@@ -98,10 +98,11 @@ def verdict(audit: Mapping[str, Any]) -> str:
 def _heading(audit: Mapping[str, Any]) -> str:
     engine, reference, failures = audit["manifest"]["engine"], audit["reference"], audit["failures"]
     drafts = DraftLength(most=engine["num_spec_tokens"], auto=engine["spec_length"] == "auto")
+    where = devices(engine["device"], engine.get("tensor_parallel", 1))
     lines = [
         f"model {engine['model']}",
         f"drafter {engine['drafter']}, draft tokens (K) {drafts}",
-        f"runs on {engine['device']}, {audit['dtype']}, attention {engine['attention']}",
+        f"runs on {where}, {audit['dtype']}, attention {engine['attention']}",
         f"compared with {reference['name']} decoding, batch {reference['batch_size']}, greedy",
     ]
     lines += [f"{several(len(failures), 'prompt')} could not be run, not compared"] if failures else []

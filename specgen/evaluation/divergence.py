@@ -133,16 +133,21 @@ def prefill_logits(config: EngineConfig, models: Models) -> Callable[[Sequence[i
 
     Each call is one prefill through the attention of a resolved ``config``, with its own KV cache.
     """
-    target, backend = models.target, BACKENDS[config.attention](models.target.device)
 
-    @torch.inference_mode()
     def logits(token_ids: Sequence[int]) -> Tensor:
-        pages = PageAllocator(-(-len(token_ids) // config.page_size), config.page_size)
-        cache = new_cache(target.config, pages, target_kv_dtype(config), target.device)
-        table = torch.arange(1, pages.num_pages + 1, dtype=torch.int32, device=target.device)
-        layout = Layout.ragged(table[None], [0], [len(token_ids)], config.page_size)
-        rows = torch.tensor(token_ids, device=target.device)
-        hidden, _ = target.forward(rows, Attend(backend, cache, layout, target.rope))
-        return target.logits(hidden[-1:])[0].float()
+        with models.peers.together("function", config, _prefill, token_ids):
+            return _prefill(config, models, token_ids)
 
     return logits
+
+
+@torch.inference_mode()
+def _prefill(config: EngineConfig, models: Models, token_ids: Sequence[int]) -> Tensor:
+    target, backend = models.target, BACKENDS[config.attention](models.target.device)
+    pages = PageAllocator(-(-len(token_ids) // config.page_size), config.page_size)
+    cache = new_cache(target.config, pages, target_kv_dtype(config), target.device)
+    table = torch.arange(1, pages.num_pages + 1, dtype=torch.int32, device=target.device)
+    layout = Layout.ragged(table[None], [0], [len(token_ids)], config.page_size)
+    rows = torch.tensor(token_ids, device=target.device)
+    hidden, _ = target.forward(rows, Attend(backend, cache, layout, target.rope))
+    return target.logits(hidden[-1:])[0].float()

@@ -14,7 +14,7 @@ from lm_eval.utils import handle_non_serializable, make_table
 
 from specgen.checkpoints.checkpoint import fingerprint
 from specgen.config import EngineConfig, SamplingParams, require
-from specgen.display import from_here
+from specgen.display import devices, from_here
 from specgen.engine.arms import Arm
 from specgen.engine.choices import resolve
 from specgen.engine.loading import Models, described, load_chat_tokenizer, load_models, open_checkpoints
@@ -176,7 +176,7 @@ class StudyRun:
             **({"template": str(chats)} if job.apply_chat_template and chats != TemplateKwargs() else {}),
             "shots": "as the task says" if few is None else str(few),
             "samples": "all of a task" if limit is None else f"the first {limit} of a task",
-            "runs on": _every(f"{config.device}, {config.formats}" for config in configs),
+            "runs on": _every(_where(config) for config in configs),
             "attention": _every(config.attention for config in configs),
             "batch": f"at most {job.engine.max_batch_size}",
             "arms": " · ".join(arm.name for arm in study.arms),
@@ -192,7 +192,7 @@ class StudyRun:
             "arm": arm.name,
             **shared,
             "draft tokens (K)": str(config.draft_length),
-            "runs on": f"{config.device}, {config.formats}",
+            "runs on": _where(config),
             "attention": config.attention,
             **({} if config.head is None else {"drafter batch": config.drafter_batch}),
         }
@@ -292,3 +292,7 @@ def write_samples(result: ArmResult, path: Path) -> None:
 
 def _json(document: object) -> str:
     return json.dumps(document, indent=2, default=handle_non_serializable, ensure_ascii=False) + "\n"
+
+
+def _where(config: EngineConfig) -> str:
+    return f"{devices(config.device, config.tensor_parallel)}, {config.formats}"

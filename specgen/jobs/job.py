@@ -7,7 +7,7 @@ from typing import Any
 
 from specgen.checkpoints.checkpoint import fingerprint
 from specgen.config import Cluster, EngineConfig, EventsName, FormatName, SamplingParams, require
-from specgen.display import from_here, several
+from specgen.display import devices, from_here, several
 from specgen.engine.choices import choose_attention, kv_note
 from specgen.engine.loading import Checkpoints, described
 from specgen.jobs.prompt_index import PromptIndex
@@ -124,7 +124,7 @@ def _settings(job: Job, config: EngineConfig, checkpoints: Checkpoints, num_prom
         **({} if job.shard == WHOLE else {"shard": str(job.shard)}),
         **({} if config.template_kwargs == TemplateKwargs() else {"template": str(config.template_kwargs)}),
         "sampling": f"{how}, at most {sampling.max_tokens} new tokens, seed {sampling.seed}",
-        "runs on": f"{config.device}, {config.dtype}",
+        "runs on": f"{devices(config.device, config.tensor_parallel)}, {config.dtype}",
         **kv_note(config, job.engine),
         "attention": f"{config.attention}: {why}",
         **({} if job.cluster is None else {"workers": f"{job.cluster.num_workers} on Ray, at once"}),

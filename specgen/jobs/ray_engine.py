@@ -50,7 +50,7 @@ class _Block:
 
 @dataclass(frozen=True, kw_only=True)
 class RayEngine:
-    """The engines of ``cluster``, each with the resolved ``config`` in its own process, on its own GPU if it needs one.
+    """The engines of ``cluster``, each with the resolved ``config`` in its own process and on its own GPUs, if any.
 
     ``record`` takes their events, block by block; times count from the call of ``generate``. ``expected`` is that of
     ``Engine``. ``UserError`` where this machine has too few GPUs, later where there is no cluster or a worker cannot
@@ -64,9 +64,11 @@ class RayEngine:
 
     def __post_init__(self) -> None:
         num_gpus, num_workers = torch.cuda.device_count(), self.cluster.num_workers
+        each = self.config.tensor_parallel
         require(
-            self.config.device == "cpu" or self.cluster.address is not None or num_gpus >= num_workers,
-            f"num-workers is {num_workers} and this machine has {num_gpus} GPUs: use one for each",
+            self.config.device == "cpu" or self.cluster.address is not None or num_gpus >= num_workers * each,
+            f"num-workers is {num_workers} and this machine has {num_gpus} GPUs: "
+            f"use {'one' if each == 1 else each} for each",
         )
 
     @property
@@ -112,7 +114,7 @@ class RayEngine:
             batch_size=None,
             batch_format="pyarrow",
             compute=ray.data.ActorPoolStrategy(size=self.cluster.num_workers),
-            **_resources(self.cluster, self.config.device),
+            **_resources(self.cluster, self.config),
         )
         for table in answers.iter_batches(batch_size=None, batch_format="pyarrow"):
             yield from _values(table)
@@ -171,11 +173,12 @@ def _blocks(
             yield _Block(prompts=block, earlier=texts, lost=lost)
 
 
-def _resources(cluster: Cluster, device: str) -> dict[str, int]:
-    """What a worker gets: a GPU, or an equal share of this machine's cores."""
-    if device != "cpu":
-        return {"num_gpus": 1}
-    return {"num_cpus": 1 if cluster.address else max(1, (os.cpu_count() or 1) // cluster.num_workers)}
+def _resources(cluster: Cluster, config: EngineConfig) -> dict[str, int]:
+    """What a worker and the ranks that it starts get: a GPU each, or an equal share of this machine's cores."""
+    if config.device != "cpu":
+        return {"num_gpus": config.tensor_parallel}
+    share = max(1, (os.cpu_count() or 1) // cluster.num_workers)
+    return {"num_cpus": config.tensor_parallel if cluster.address else share}
 
 
 def _table(value: object) -> "pyarrow.Table":

@@ -19,6 +19,7 @@ FREE_IN_A_RUN = (  # no effect on texts; checkpoints are compared by fingerprint
     "engine.model",
     "engine.drafter",
     "engine.device",
+    "engine.tensor_parallel",
     "engine.max_batch_size",
     "engine.max_prefill_tokens",
     "engine.kv_memory",

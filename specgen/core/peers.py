@@ -1,0 +1,54 @@
+"""What an engine says to the processes that run the model with it; here there are none, and it says nothing."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+from specgen.config import EngineConfig, SamplingParams
+from specgen.core.graphs import Runner
+from specgen.core.sequence import Completion
+from specgen.device import HostCopy
+from specgen.ranks import ALONE, Ranks
+
+_NOTHING = nullcontext()
+
+
+class Peers:
+    """The other ranks of a model. Each has an engine of its own, which is told every call that changes this one.
+
+    Ranks take all decisions from requests and from numbers that are the same on each, so a call needs no answer. A
+    model that one process holds has none: every method does nothing.
+    """
+
+    ranks: Ranks = ALONE
+
+    def tell(self, call: str, *arguments: object) -> None:
+        """The peers' engines do the same ``call``; raises nothing."""
+
+    def working(self, call: str, *arguments: object) -> AbstractContextManager[None]:
+        """``tell``, around the work that the peers share: it may wait for them."""
+        return _NOTHING
+
+    @contextmanager
+    def together(self, call: str, *arguments: object) -> Iterator[None]:
+        """``working``, and at the end ``UserError`` with what a peer has refused."""
+        yield
+
+    def of_engine(self, config: EngineConfig, expected: SamplingParams) -> "Peers":
+        """The peers of an engine that is now built everywhere; the arguments are those of ``memory.num_pages``."""
+        return self
+
+    def assemble(self, num_pages: int, runner: Runner) -> int:
+        """Let the peers go on to build it; returns the pages that every rank has room for."""
+        return num_pages
+
+    def wait(self, numbers: HostCopy) -> None:
+        """Until ``numbers`` are there, where a peer may never give its share: then ``RuntimeError``."""
+
+    def give_up(self, reason: str) -> None:
+        """A pass has failed. Alone that can be mended; peers wait inside of it, so with them ``RuntimeError``."""
+
+    def agree(self, completions: Sequence[Completion], in_hand: tuple[str, ...]) -> None:
+        """``DeviceLost`` with all requests unless the peers have found the same ``completions``."""
+
+    def require(self, reason: str, requests: tuple[str, ...] = ()) -> None:
+        """Work has failed for ``reason``: with peers, who are not where this process is, ``DeviceLost``."""

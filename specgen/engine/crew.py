@@ -1,0 +1,319 @@
+"""The processes of the other ranks: started, spoken to, watched and ended by rank 0.
+
+Messages go over a socket to each. What a process answers, and that it is gone, is noticed by a thread of rank 0, which
+may itself be inside of a pass that cannot end without the one that is gone.
+"""
+
+import atexit
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from itertools import count
+from multiprocessing.connection import Connection, wait
+from multiprocessing.reduction import ForkingPickler
+from typing import IO, Any
+
+import torch
+from torch import distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from specgen.config import UserError, first_line, require
+from specgen.core.endings import DeviceLost
+from specgen.core.graphs import Runner
+from specgen.engine.rank_group import Failed, Place, join
+from specgen.ranks import Ranks
+
+PATIENCE = 900.0  # seconds for an answer, or for a pass: a first one may compile kernels for minutes
+_GATHER = 2.0  # seconds until all that is to be known of a failure is known
+_GRACE = 20.0  # seconds for rank 0 to come back from a pass that lost a rank
+_END = 10.0  # seconds for a process to end
+
+
+@dataclass(kw_only=True)
+class _Member:
+    """The process of a rank."""
+
+    place: Place
+    process: "subprocess.Popen[bytes]"
+    connection: Connection
+    stderr: IO[bytes]
+    gone: str = ""  # why
+    said: bool = False  # whether that is its own word
+
+    @property
+    def name(self) -> str:
+        """As a message names it."""
+        return self.place.name
+
+    def end(self) -> str:
+        """Why the process, which has closed its connection, has ended."""
+        try:
+            code = self.process.wait(_END)
+        except subprocess.TimeoutExpired:
+            return "it closed its connection"
+        if code < 0:
+            return f"it was ended by {signal.Signals(-code).name}"
+        self.stderr.seek(0)
+        lines = self.stderr.read().decode(errors="replace").strip().splitlines()
+        return f"it ended with exit code {code}" + (f": {lines[-1]}" if lines else "")
+
+
+@dataclass(kw_only=True)
+class _Roll:
+    """What is known of the members. It does not know the crew, which ends when nothing else refers to it."""
+
+    members: Sequence[_Member]
+    changed: threading.Condition = field(default_factory=threading.Condition)
+    answers: dict[int, dict[int, Any]] = field(default_factory=dict)  # by number of the message and rank
+    at_work: bool = False  # rank 0 is inside of a pass
+    closing: bool = False
+    gone: list[_Member] = field(default_factory=list)  # in that order
+
+    def watch(self) -> None:
+        """Take in what members say until all are gone. The work of a thread."""
+        open_ones = {member.connection: member for member in self.members}
+        while open_ones:
+            for connection in wait(list(open_ones)):
+                member = open_ones[connection]  # type: ignore[index]
+                try:
+                    number, value = member.connection.recv()
+                except (EOFError, OSError):
+                    del open_ones[member.connection]
+                    self._lost(member, member.end(), said=False)
+                    continue
+                if isinstance(value, Failed):
+                    self._lost(member, value.reason, said=True)
+                    continue
+                with self.changed:
+                    self.answers.setdefault(number, {})[member.place.rank] = value
+                    self.changed.notify_all()
+
+    def _lost(self, member: _Member, reason: str, *, said: bool) -> None:
+        with self.changed:
+            if self.closing or member in self.gone:
+                return
+            member.gone, member.said = reason, said
+            self.gone.append(member)
+            self.changed.notify_all()
+        if len(self.gone) == 1:
+            threading.Thread(target=self._leave_unless_back, daemon=True).start()
+
+    def _leave_unless_back(self) -> None:
+        """End this process where its main thread waits in a kernel for the rank that is gone: nothing else can."""
+        time.sleep(_GRACE)
+        with self.changed:
+            if not self.at_work or self.closing:
+                return
+        where = f"{self.gone[0].name}: {self.gone[0].gone}"
+        print(f"\nspecgen: the device is lost ({where}); run the command again to continue", file=sys.stderr)
+        sys.stderr.flush()
+        os._exit(1)
+
+
+class Crew:
+    """The ranks behind rank 0, which is this process. They end with it, whatever ends it."""
+
+    def __init__(self, place: Place, members: Sequence[_Member]) -> None:
+        self._place = place
+        self._members = members
+        self._roll = _Roll(members=members)
+        self._numbers, self._ids = count(), count()
+        self.ranks = Ranks()  # until they have met
+        self.later: deque[tuple[str, tuple[object, ...]]] = deque()  # to be told before the next call
+        self.runners: weakref.WeakSet[Runner] = weakref.WeakSet()
+        weakref.finalize(self, _close, self._roll, self.runners)
+        threading.Thread(target=self._roll.watch, daemon=True).start()
+
+    @property
+    def patience(self) -> float:
+        """Seconds that a rank waits for the others."""
+        return self._place.patience
+
+    def next_id(self) -> int:
+        """For a model or an engine."""
+        return next(self._ids)
+
+    def name(self, rank: int) -> str:
+        """As a message names it."""
+        return (self._place if rank == 0 else self._members[rank - 1].place).name
+
+    def tell(self, call: str, *arguments: object) -> int:
+        """Let every rank do ``call``; returns the number of the message. One that is gone is found out later."""
+        while self.later:
+            earlier, what = self.later.popleft()
+            self.tell(earlier, *what)
+        number = next(self._numbers)
+        _send(self._members, (number, call, arguments))
+        return number
+
+    @contextmanager
+    def working(self, call: str, *arguments: object) -> Iterator[int]:
+        """``tell``, around what this rank does of it."""
+        self._roll.at_work = True
+        try:
+            yield self.tell(call, *arguments)
+        finally:
+            self._roll.at_work = False
+
+    def answers(self, number: int) -> list[Any]:
+        """Of each rank in turn. ``UserError`` that one has raised; ``RuntimeError`` where one is gone or silent."""
+        limit = time.monotonic() + self.patience
+        with self._roll.changed:
+            while len(found := self._roll.answers.get(number, {})) < len(self._members):
+                self.require_all()
+                self.require_before(limit)
+                self._roll.changed.wait(0.5)
+            for old in [each for each in self._roll.answers if each <= number]:
+                del self._roll.answers[old]
+        for rank, value in sorted(found.items()):
+            if isinstance(value, UserError):
+                raise UserError(f"{self.name(rank)}: {value}")
+        return [found[member.place.rank] for member in self._members]
+
+    def require_all(self) -> None:
+        """``RuntimeError`` if a rank is gone."""
+        if self._roll.gone:
+            raise RuntimeError("a rank is gone")
+
+    def require_before(self, limit: float) -> None:
+        """``RuntimeError`` if ``limit``, by the monotonic clock, has passed."""
+        if time.monotonic() > limit:
+            raise RuntimeError(_SILENT)
+
+    def blame(self, reason: str) -> str:
+        """Whose fault a failure is that looks like ``reason`` from here, and why; the other ranks are ended.
+
+        One that ended without a word comes first: the others fail for want of it. Then one that says nothing where
+        this process has waited in vain.
+        """
+        limit = time.monotonic() + _GATHER
+        roll, waited = self._roll, _has_waited(reason)
+        with roll.changed:
+            while time.monotonic() < limit and not self._wordless() and len(roll.gone) < len(self._members):
+                roll.changed.wait(0.1)
+        self.end()
+        silent = [member.name for member in self._members if member not in roll.gone]
+        gone = [member for member in roll.gone if not member.said or not _has_waited(member.gone)]
+        if gone:
+            worst = min(gone, key=lambda member: member.said)  # the first of those
+            return f"{worst.name}: {worst.gone}"
+        if silent and waited:
+            return f"{' and '.join(silent)}: no answer for {self.patience:,.0f} s"
+        return f"{self._place.name}: {reason}"
+
+    def end(self) -> None:
+        """End the other ranks at once, for they cannot go on."""
+        with self._roll.changed:
+            self._roll.closing = True
+        for member in self._members:
+            member.process.kill()
+            member.process.wait()
+        if (
+            self._place.device != "cpu"
+        ):  # kernels may wait for the others without end, and so an orderly end for them
+            atexit.register(signal.alarm, int(_GRACE))
+        elif dist.is_initialized():
+            dist.destroy_process_group()
+
+    def _wordless(self) -> bool:
+        return any(not member.said for member in self._roll.gone)
+
+
+_SILENT = "timed out"
+
+
+def _has_waited(reason: str) -> bool:
+    """Whether ``reason`` is that of a rank which waited for others: in vain, or until one was gone."""
+    return any(word in reason.lower() for word in ("timed out", "timeout", "connection", "a rank is gone"))
+
+
+def start(device: torch.device, size: int) -> Crew:
+    """Start ``size`` - 1 processes, with this one as rank 0 on ``device`` and the others on the devices behind it.
+
+    ``UserError`` where this process is in another group; ``DeviceLost`` where one does not come up.
+    """
+    require(
+        not dist.is_initialized(),
+        f"tensor-parallel is {size} and this process is in another group of torch.distributed: use one of its own",
+    )
+    # as an OpenMP thread pool of each rank would take all cores for itself
+    num_threads = max(torch.get_num_threads() // size, 1) if device.type == "cpu" else torch.get_num_threads()
+    store = TCPStore("127.0.0.1", 0, size, is_master=True, wait_for_workers=False)
+    places = [
+        Place(
+            rank=rank,
+            size=size,
+            device=device.type if device.index is None else f"{device.type}:{device.index + rank}",
+            port=store.port,
+            patience=PATIENCE,
+            num_threads=num_threads,
+        )
+        for rank in range(size)
+    ]
+    crew = Crew(places[0], [_launch(place) for place in places[1:]])
+    try:
+        crew.answers(crew.tell("start", places))
+        number = crew.tell("join")
+        crew.ranks = join(places[0], store)
+        crew.answers(number)
+    except RuntimeError as error:
+        raise DeviceLost(crew.blame(first_line(error)), ()) from error
+    return crew
+
+
+def _launch(place: Place) -> _Member:
+    ours, theirs = socket.socketpair()
+    # so that no process which takes nothing in holds this one up
+    limit = struct.pack("ll", int(place.patience), int(place.patience % 1 * 1e6))
+    ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+    stderr = tempfile.TemporaryFile()  # noqa: SIM115  # as long as the process
+    with theirs:
+        process = subprocess.Popen(
+            # -P: as this process, it finds no modules in the working directory
+            [sys.executable, "-P", "-m", "specgen.engine.follower", str(theirs.fileno()), str(place.rank)],
+            pass_fds=[theirs.fileno()],
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=stderr,
+            start_new_session=True,  # a terminal's signals are for rank 0
+        )
+    return _Member(place=place, process=process, connection=Connection(ours.detach()), stderr=stderr)
+
+
+def _send(members: Sequence[_Member], message: object) -> None:
+    """To all that still take it."""
+    data = bytes(ForkingPickler.dumps(message))
+    for member in members:
+        with suppress(OSError):  # the watching thread, or who waits for an answer, finds out
+            member.connection.send_bytes(data)
+
+
+def _close(roll: _Roll, runners: "weakref.WeakSet[Runner]") -> None:
+    """Let the processes end, and leave the group."""
+    with roll.changed:
+        if roll.closing:
+            return
+        roll.closing = True
+    _send(roll.members, (-1, "close", ()))
+    for runner in runners:
+        runner.forget()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    for member in roll.members:
+        try:
+            member.process.wait(_END)
+        except subprocess.TimeoutExpired:
+            member.process.kill()
+            member.process.wait()

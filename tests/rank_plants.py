@@ -1,0 +1,68 @@
+"""What tests plant in the processes of other ranks, which import this module and call it as they are told."""
+
+from typing import Any
+
+import torch
+
+from specgen.config import EngineConfig
+from specgen.core.step import Steps
+from specgen.engine.loading import Models
+from specgen.evaluation.divergence import _prefill
+from specgen.ranks import Ranks
+
+
+def together(models: Models, plant: Any, config: EngineConfig, *arguments: Any) -> None:
+    """Call ``plant`` in the other ranks of ``models`` alone."""
+    with models.peers.together("function", config, plant, *arguments):
+        pass
+
+
+def compare_every_pass(config: EngineConfig | None, models: Models, patch: Any = setattr) -> None:
+    """From now on all ranks meet in every pass, and each compares what it computes with what the others do."""
+    ranks, prefill, decode, score = models.peers.ranks, Steps.prefill, Steps.decode, Steps.score
+
+    def checked_prefill(self: Steps, layout: Any, token_ids: Any, *others: Any) -> Any:
+        if self._target is models.target:
+            compare(ranks, "prefill", token_ids, layout.kv_lens, layout.slots)
+        return prefill(self, layout, token_ids, *others)
+
+    def checked_decode(self: Steps, columns: Any, num_drafts: int) -> Any:
+        if self._target is models.target:
+            state = columns.state
+            compare(ranks, f"decode {num_drafts}", state.tokens, state.positions, columns.block_tables)
+        return decode(self, columns, num_drafts)
+
+    def checked_score(self: Steps, layout: Any, token_ids: Any, *others: Any) -> Any:
+        if self._target is models.target:
+            compare(ranks, "score", token_ids, layout.kv_lens, layout.slots)
+        return score(self, layout, token_ids, *others)
+
+    patch(Steps, "prefill", checked_prefill)
+    patch(Steps, "decode", checked_decode)
+    patch(Steps, "score", checked_score)
+
+
+def prefill_and_compare(config: EngineConfig, models: Models, token_ids: Any) -> torch.Tensor:
+    """As what it is put in place of, where all ranks meet."""
+    logits = _prefill(config, models, token_ids)
+    if models.peers.ranks.size > 1:
+        compare(models.peers.ranks, "prefill", logits)
+    return logits
+
+
+def compare(ranks: Ranks, kind: str, *tensors: torch.Tensor) -> None:
+    """``AssertionError`` unless all ranks are here with the same."""
+    found = [len(tensors), *kind.encode().ljust(16)]
+    for tensor in tensors:
+        found += [tensor.numel(), int((tensor.flatten() * torch.arange(1, tensor.numel() + 1)).sum())]
+    every = ranks.gather(torch.tensor(found))
+    assert bool((every == every[0]).all()), every
+
+
+def fail_in_decode(config: EngineConfig, models: Models, name: str) -> None:
+    """From now on decode steps of this rank raise ``name``, before they meet the other ranks."""
+
+    def failing(self: Steps, columns: Any, num_drafts: int) -> Any:
+        raise {"memory": torch.OutOfMemoryError, "bug": KeyError}[name]("planted")
+
+    Steps.decode = failing  # type: ignore[method-assign]

@@ -1,0 +1,260 @@
+"""Several ranks of one model on a CPU: texts, drafts and events are those of one process, whatever the engine does."""
+
+import gc
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from specgen.bundled import data_directory
+from specgen.config import DraftLength, EngineConfig, SamplingParams, UserError
+from specgen.core.engine_core import EngineCore
+from specgen.core.scoring import ScoreRequest
+from specgen.core.spec_length import StepCosts
+from specgen.device import require_devices
+from specgen.engine import build, crew
+from specgen.engine.build import build_engine
+from specgen.engine.choices import resolve
+from specgen.engine.engine import Engine
+from specgen.engine.loading import Models, OneTarget, load_models, open_checkpoints
+from specgen.engine.memory import kv_page_bytes
+from specgen.evaluation import divergence
+from specgen.evaluation.divergence import prefill_logits
+from specgen.events import Event
+from specgen.prompts import Prompt
+from specgen.text.tokenizer import Message
+from tests.engines import Outputs, bundled_requests
+from tests.rank_plants import compare_every_pass, prefill_and_compare, together
+
+pytestmark = pytest.mark.xdist_group("ranks")  # processes that all of them use
+GREEDY = SamplingParams(max_tokens=24)
+DEMO = data_directory() / "demo"
+
+
+def config(num_ranks: int, **changes: Any) -> EngineConfig:
+    settings = {"page_size": 4, "num_spec_tokens": 3, "max_batch_size": 4, "device": "cpu"} | changes
+    drafter = settings.pop("drafter", str(DEMO / "drafter"))
+    asked = EngineConfig(model=str(DEMO / "target"), drafter=drafter, tensor_parallel=num_ranks, **settings)
+    return resolve(asked, open_checkpoints(asked))
+
+
+@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
+def shared(request: pytest.FixtureRequest) -> Iterator[Models]:
+    """The bundled pair in several ranks, which compare their inputs in every pass."""
+    asked = config(request.param)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(crew, "PATIENCE", 20.0)
+        models = load_models(asked, open_checkpoints(asked))
+        together(models, compare_every_pass, asked)
+        compare_every_pass(None, models, patch.setattr)
+        yield models
+
+
+@pytest.fixture(scope="module")
+def alone() -> Models:
+    """The same pair in this process."""
+    asked = config(1)
+    return load_models(asked, open_checkpoints(asked))
+
+
+def run(models: Models, sampling: SamplingParams, **changes: Any) -> Outputs:
+    events: list[Event] = []
+    pages = changes.pop("num_pages", None)
+    asked = config(models.peers.ranks.size, **changes)
+    if pages is not None:  # of a rank's share of the heads
+        asked = replace(asked, kv_memory=pages * kv_page_bytes(asked, models))
+    engine = build_engine(asked, models, events.append)
+    engine.warm_up()
+    events.clear()
+    found = {each.request.id: each for each in engine.generate(bundled_requests(8, sampling))}
+    return Outputs(completions=found, events=events)
+
+
+def told(events: list[Event]) -> list[dict[str, Any]]:
+    """``events`` without what the clock says."""
+    return [
+        {"kind": type(each).__name__} | vars(replace(each, time=0.0, **_timeless(each))) for each in events
+    ]
+
+
+def _timeless(event: Event) -> dict[str, float]:
+    return {"seconds": 0.0} if hasattr(event, "seconds") else {}
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "padded": {},
+    "non-padded": {"drafter_batch": "non-padded"},
+    "plain": {"num_spec_tokens": 0},
+    "ngram": {"drafter": "ngram:2"},
+    "no prefix cache": {"prefix_cache": False},
+    "chunks": {"max_prefill_tokens": 16},
+    "preemption": {"num_pages": 30},
+}
+
+
+QUICK = ("padded", "ngram", "preemption")
+
+
+@pytest.mark.parametrize(
+    "way", [way if way in QUICK else pytest.param(way, marks=pytest.mark.slow) for way in WAYS]
+)
+def test_texts_drafts_and_events_are_those_of_one_process(shared: Models, alone: Models, way: str) -> None:
+    several, one = run(shared, GREEDY, **WAYS[way]), run(alone, GREEDY, **WAYS[way])
+    assert several.texts == one.texts
+    assert told(several.events) == told(one.events)
+    assert way != "preemption" or several.num_preempted
+
+
+@pytest.mark.parametrize("draft_sampling", ["probabilistic", pytest.param("greedy", marks=pytest.mark.slow)])
+def test_sampled_texts_are_those_of_one_process(shared: Models, alone: Models, draft_sampling: str) -> None:
+    sampling = SamplingParams(max_tokens=24, temperature=0.9, top_p=0.95, seed=3, logprobs=2, stop=(" the",))
+    several, one = (run(each, sampling, draft_sampling=draft_sampling) for each in (shared, alone))
+    assert several.texts == one.texts
+    assert told(several.events) == told(one.events)
+    assert {each.finish_reason for each in one.completions.values()} >= {"stop"}
+
+
+def test_k_auto_is_decided_by_rank_0(shared: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its costs are measured; another rank would measure others. That all have the same K is compared in each pass."""
+    costs = StepCosts(seconds={(size, k): 1.0 + 0.2 * k * size for size in (1, 2) for k in range(4)})
+    measured = build.step_costs.measure
+
+    def measure(*asked: Any) -> StepCosts:
+        assert measured(*asked).lengths == costs.lengths
+        return costs
+
+    monkeypatch.setattr(build.step_costs, "measure", measure)
+    outputs = run(shared, GREEDY, num_spec_tokens=DraftLength(most=3, auto=True), max_batch_size=2)
+    assert outputs.texts == run(shared, GREEDY).texts
+    assert len({len(drafts) for steps in outputs.verified.values() for drafts, *_ in steps}) > 1
+
+
+def test_conversations_and_a_run_that_ends_early(shared: Models, alone: Models) -> None:
+    prompts = [
+        Prompt(
+            id=f"q{n}",
+            messages=(Message(role="user", content=f"Tom has {n} apples."),),
+            follow_ups=("Why?",),
+        )
+        for n in range(6)
+    ]
+    texts = []
+    for models in (shared, alone):
+        engine = Engine(config(models.peers.ranks.size), models=models)
+        seen = iter(engine.generate(prompts, GREEDY))
+        next(seen)
+        seen.close()  # what is in flight is dropped on every rank
+        texts.append({each.id: each.text for each in engine.generate(prompts, GREEDY)})
+    assert texts[0] == texts[1]
+
+
+def test_scores_are_those_of_one_process(shared: Models, alone: Models) -> None:
+    requests = [
+        ScoreRequest(id=each.id, token_ids=each.prompt_token_ids, num_context=3)
+        for each in bundled_requests(10, GREEDY)
+    ]
+    found = []
+    for models in (shared, alone):
+        engine = build_engine(
+            config(models.peers.ranks.size, max_prefill_tokens=64), models, lambda event: None
+        )
+        with pytest.raises(UserError, match="not in the vocabulary"):
+            list(engine.score([ScoreRequest(id="bad", token_ids=(1, 10**6), num_context=1)]))
+        some = engine.score(requests)
+        next(iter(some))
+        some.close()  # type: ignore[attr-defined]  # what is not scored yet is dropped on every rank
+        found.append({each.request.id: each for each in engine.score(requests)})
+    assert found[0].keys() == found[1].keys()
+    for name, scored in found[0].items():
+        assert scored.log_probs == pytest.approx(found[1][name].log_probs, abs=1e-4)
+        assert scored.greedy == found[1][name].greedy
+
+
+def test_logits_for_a_verdict_are_computed_by_all_ranks(
+    shared: Models, alone: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(divergence, "_prefill", prefill_and_compare)
+    logits = [
+        prefill_logits(config(models.peers.ranks.size), models)([5, 6, 7]) for models in (shared, alone)
+    ]
+    torch.testing.assert_close(*logits, rtol=0, atol=1e-4)
+
+
+def test_a_request_that_is_refused_and_one_that_fails(shared: Models, alone: Models) -> None:
+    found = []
+    for models in (shared, alone):
+        engine = Engine(config(models.peers.ranks.size), models=models)
+        outputs = engine.generate(["Tom has", Prompt(id="long", text="x " * 3000)], GREEDY)
+        found.append({each.id: (each.text, each.error) for each in outputs})
+    assert found[0] == found[1]
+    assert found[0]["long"][1] is not None
+
+
+@pytest.mark.slow
+def test_another_head_is_loaded_by_every_rank(shared: Models) -> None:
+    asked = config(shared.peers.ranks.size)
+    target = OneTarget(lambda *_: replace(shared, head=None))
+    target._heads.clear()
+    plain = replace(asked, num_spec_tokens=0, drafter=None)
+    target.load(plain, open_checkpoints(plain))
+    models = target.load(asked, open_checkpoints(asked))
+    assert run(models, GREEDY).texts == run(shared, GREEDY).texts
+
+
+def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    require_devices(torch.device("cuda", 0), 2)
+    with pytest.raises(
+        UserError, match="tensor-parallel is 2 and from cuda:1 on there is 1 of this machine's GPUs"
+    ):
+        require_devices(torch.device("cuda", 1), 2)
+    with pytest.raises(UserError, match="tensor-parallel is 0"):
+        EngineConfig(model="m", drafter=None, num_spec_tokens=0, tensor_parallel=0)
+
+
+def test_multicast_is_switched_off(shared: Models, tmp_path: Path) -> None:
+    names = ("NCCL_NVLS_ENABLE", "TORCH_SYMM_MEM_DISABLE_MULTICAST", "NVSHMEM_DISABLE_NVLS")
+    assert [os.environ[name] for name in names] == ["0", "1", "1"]
+    together(shared, _write_environment, config(shared.peers.ranks.size), str(tmp_path / "environment"))
+    others = json.loads((tmp_path / "environment").read_text())
+    assert [others[name] for name in names] == ["0", "1", "1"]
+
+
+def _write_environment(config: EngineConfig, models: Models, path: str) -> None:
+    Path(path).write_text(json.dumps(dict(os.environ)))
+
+
+def test_all_have_the_pages_of_the_smallest_rank(
+    shared: Models, alone: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = run(alone, GREEDY, **WAYS["preemption"])
+    monkeypatch.setattr(build, "num_pages", lambda *asked: 10_000)  # of rank 0
+    assert told(run(shared, GREEDY, **WAYS["preemption"]).events) == told(small.events)
+
+
+def test_engines_and_models_end_on_all_ranks(shared: Models, tmp_path: Path) -> None:
+    asked = config(shared.peers.ranks.size)
+    path = str(tmp_path / "engines")
+    gc.collect()
+    engine = build_engine(asked, shared, lambda event: None)
+    together(shared, _count_engines, asked, path)
+    before = int(Path(path).read_text())
+    del engine
+    gc.collect()
+    together(shared, _count_engines, asked, path)
+    assert int(Path(path).read_text()) == before - 1
+
+
+def _count_engines(config: EngineConfig, models: Models, path: str) -> None:
+    gc.collect()
+    Path(path).write_text(str(sum(isinstance(each, EngineCore) for each in gc.get_objects())))
+
+
+def test_models_of_another_number_of_ranks_are_refused(alone: Models) -> None:
+    with pytest.raises(UserError, match="tensor-parallel is 2 and the models were loaded with 1"):
+        build_engine(config(2), alone, lambda event: None)
