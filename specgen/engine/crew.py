@@ -78,6 +78,7 @@ class _Roll:
     answers: dict[int, dict[int, Any]] = field(default_factory=dict)  # by number of the message and rank
     at_work: bool = False  # rank 0 is inside of a pass
     closing: bool = False
+    ended: str = ""  # why rank 0 has ended them
     gone: list[_Member] = field(default_factory=list)  # in that order
 
     def watch(self) -> None:
@@ -159,10 +160,19 @@ class Crew:
 
     @contextmanager
     def working(self, call: str, *arguments: object) -> Iterator[int]:
-        """``tell``, around what this rank does of it."""
+        """``tell``, around what this rank does of it.
+
+        What interrupts it, and is neither the device's failure nor a refusal, leaves this rank where the others are
+        not: they end, so that nothing goes on with them.
+        """
         self._roll.at_work = True
         try:
             yield self.tell(call, *arguments)
+        except (RuntimeError, UserError):
+            raise
+        except BaseException:
+            self.end(f"{self._place.name}: interrupted within a pass")
+            raise
         finally:
             self._roll.at_work = False
 
@@ -183,7 +193,7 @@ class Crew:
 
     def require_all(self) -> None:
         """``RuntimeError`` if a rank is gone."""
-        if self._roll.gone:
+        if self._roll.gone or self._roll.ended:
             raise RuntimeError("a rank is gone")
 
     def require_before(self, limit: float) -> None:
@@ -198,36 +208,42 @@ class Crew:
         this process has waited in vain.
         """
         limit = time.monotonic() + _GATHER
-        roll, waited = self._roll, _has_waited(reason)
+        roll = self._roll
         with roll.changed:
-            while time.monotonic() < limit and not self._wordless() and len(roll.gone) < len(self._members):
+            while time.monotonic() < limit and not (roll.ended or self._is_plain):
                 roll.changed.wait(0.1)
-        self.end()
-        silent = [member.name for member in self._members if member not in roll.gone]
-        gone = [member for member in roll.gone if not member.said or not _has_waited(member.gone)]
+            silent = [member.name for member in self._members if member not in roll.gone]
+            gone = [member for member in roll.gone if not member.said or not _has_waited(member.gone)]
         if gone:
             worst = min(gone, key=lambda member: member.said)  # the first of those
-            return f"{worst.name}: {worst.gone}"
-        if silent and waited:
-            return f"{' and '.join(silent)}: no answer for {self.patience:,.0f} s"
-        return f"{self._place.name}: {reason}"
+            self.end(f"{worst.name}: {worst.gone}")
+        elif silent and _has_waited(reason):
+            self.end(f"{' and '.join(silent)}: no answer for {self.patience:,.0f} s")
+        else:
+            self.end(f"{self._place.name}: {reason}")
+        return roll.ended
 
-    def end(self) -> None:
-        """End the other ranks at once, for they cannot go on."""
+    @property
+    def _is_plain(self) -> bool:
+        """Whether nothing more can be learnt of a failure."""
+        gone = self._roll.gone
+        return len(gone) == len(self._members) or any(not member.said for member in gone)
+
+    def end(self, why: str) -> None:
+        """End the other ranks at once, for they cannot go on; the first ``why`` is what is said from then on."""
         with self._roll.changed:
-            self._roll.closing = True
+            if self._roll.ended:
+                return
+            self._roll.closing, self._roll.ended = True, why
         for member in self._members:
             member.process.kill()
             member.process.wait()
-        if (
-            self._place.device != "cpu"
-        ):  # kernels may wait for the others without end, and so an orderly end for them
-            atexit.register(signal.alarm, int(_GRACE))
-        elif dist.is_initialized():
+        if self._place.device == "cpu" and dist.is_initialized():
             dist.destroy_process_group()
-
-    def _wordless(self) -> bool:
-        return any(not member.said for member in self._roll.gone)
+        elif (
+            self._place.device != "cpu"
+        ):  # kernels may wait for the others without end, and an orderly exit for the kernels
+            atexit.register(signal.alarm, int(_GRACE))
 
 
 _SILENT = "timed out"
