@@ -296,12 +296,12 @@ def test_no_rank_is_left_when_rank_0_ends(tmp_path: Path, number: int, code: int
 STUCK = """
 import os, signal, time
 from specgen.core.step import Steps
-from specgen.engine import crew
+from specgen.engine import roll
 from specgen.engine.engine import Engine
 from tests.test_tensor_parallel import config
 
 if __name__ == "__main__":
-    crew._GRACE = 1.0
+    roll.GRACE = 1.0
     engine = Engine(config(2))
     def stuck(self, columns, num_drafts):
         os.kill(engine.models.peers._crew._members[0].process.pid, signal.SIGKILL)
