@@ -132,6 +132,27 @@ def test_a_rank_that_finds_other_tokens(models: Models, monkeypatch: pytest.Monk
     assert lost.reason == "rank 1 of 2 on cpu: it has found other tokens than rank 0"
 
 
+def test_nothing_goes_on_behind_a_pass_that_was_interrupted(
+    models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*arguments: Any) -> None:
+        raise KeyboardInterrupt
+
+    engine = Engine(config(2), models=models)
+    with monkeypatch.context() as patch:
+        patch.setattr(Steps, "decode", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            list(engine.generate(PROMPTS, SAMPLING))
+    with pytest.raises(DeviceLost, match="rank 0 of 2 on cpu: interrupted within a pass"):
+        list(engine.generate(PROMPTS, SAMPLING))
+
+
+def test_a_process_that_does_not_come_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", shutil.which("false"))
+    with pytest.raises(DeviceLost, match="rank 1 of 2 on cpu: it ended with exit code 1"):
+        load_models(config(2), open_checkpoints(config(2)))
+
+
 @pytest.mark.slow
 def test_signals_to_another_rank_mean_nothing(models: Models) -> None:
     engine = Engine(config(2), models=models)
@@ -275,12 +296,12 @@ def test_no_rank_is_left_when_rank_0_ends(tmp_path: Path, number: int, code: int
 STUCK = """
 import os, signal, time
 from specgen.core.step import Steps
-from specgen.engine import crew
+from specgen.engine import roll
 from specgen.engine.engine import Engine
 from tests.test_tensor_parallel import config
 
 if __name__ == "__main__":
-    crew._GRACE = 1.0
+    roll.GRACE = 1.0
     engine = Engine(config(2))
     def stuck(self, columns, num_drafts):
         os.kill(engine.models.peers._crew._members[0].process.pid, signal.SIGKILL)

@@ -1,28 +1,16 @@
-"""The processes of the other ranks: started, spoken to, watched and ended by rank 0.
-
-Messages go over a socket to each. What a process answers, and that it is gone, is noticed by a thread of rank 0, which
-may itself be inside of a pass that cannot end without the one that is gone.
-"""
+"""The other ranks as rank 0 uses them: started, spoken to, asked, blamed and ended. ``roll`` watches them."""
 
 import atexit
-import os
 import signal
-import socket
-import struct
 import subprocess
-import sys
-import tempfile
 import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from contextlib import contextmanager
 from itertools import count
-from multiprocessing.connection import Connection, wait
-from multiprocessing.reduction import ForkingPickler
-from typing import IO, Any
+from typing import Any
 
 import torch
 from torch import distributed as dist
@@ -31,103 +19,22 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from specgen.config import UserError, first_line, require
 from specgen.core.endings import DeviceLost
 from specgen.core.graphs import Runner
-from specgen.engine.rank_group import Failed, Place, join
+from specgen.engine.rank_group import Place, join
+from specgen.engine.roll import END, GRACE, Member, Roll, launch, send
 from specgen.ranks import Ranks
 
 PATIENCE = 900.0  # seconds for an answer, or for a pass: a first one may compile kernels for minutes
 _GATHER = 2.0  # seconds until all that is to be known of a failure is known
-_GRACE = 20.0  # seconds for rank 0 to come back from a pass that lost a rank
-_END = 10.0  # seconds for a process to end
-
-
-@dataclass(kw_only=True)
-class _Member:
-    """The process of a rank."""
-
-    place: Place
-    process: "subprocess.Popen[bytes]"
-    connection: Connection
-    stderr: IO[bytes]
-    gone: str = ""  # why
-    said: bool = False  # whether that is its own word
-
-    @property
-    def name(self) -> str:
-        """As a message names it."""
-        return self.place.name
-
-    def end(self) -> str:
-        """Why the process, which has closed its connection, has ended."""
-        try:
-            code = self.process.wait(_END)
-        except subprocess.TimeoutExpired:
-            return "it closed its connection"
-        if code < 0:
-            return f"it was ended by {signal.Signals(-code).name}"
-        self.stderr.seek(0)
-        lines = self.stderr.read().decode(errors="replace").strip().splitlines()
-        return f"it ended with exit code {code}" + (f": {lines[-1]}" if lines else "")
-
-
-@dataclass(kw_only=True)
-class _Roll:
-    """What is known of the members. It does not know the crew, which ends when nothing else refers to it."""
-
-    members: Sequence[_Member]
-    changed: threading.Condition = field(default_factory=threading.Condition)
-    answers: dict[int, dict[int, Any]] = field(default_factory=dict)  # by number of the message and rank
-    at_work: bool = False  # rank 0 is inside of a pass
-    closing: bool = False
-    gone: list[_Member] = field(default_factory=list)  # in that order
-
-    def watch(self) -> None:
-        """Take in what members say until all are gone. The work of a thread."""
-        open_ones = {member.connection: member for member in self.members}
-        while open_ones:
-            for connection in wait(list(open_ones)):
-                member = open_ones[connection]  # type: ignore[index]
-                try:
-                    number, value = member.connection.recv()
-                except (EOFError, OSError):
-                    del open_ones[member.connection]
-                    self._lost(member, member.end(), said=False)
-                    continue
-                if isinstance(value, Failed):
-                    self._lost(member, value.reason, said=True)
-                    continue
-                with self.changed:
-                    self.answers.setdefault(number, {})[member.place.rank] = value
-                    self.changed.notify_all()
-
-    def _lost(self, member: _Member, reason: str, *, said: bool) -> None:
-        with self.changed:
-            if self.closing or member in self.gone:
-                return
-            member.gone, member.said = reason, said
-            self.gone.append(member)
-            self.changed.notify_all()
-        if len(self.gone) == 1:
-            threading.Thread(target=self._leave_unless_back, daemon=True).start()
-
-    def _leave_unless_back(self) -> None:
-        """End this process where its main thread waits in a kernel for the rank that is gone: nothing else can."""
-        time.sleep(_GRACE)
-        with self.changed:
-            if not self.at_work or self.closing:
-                return
-        where = f"{self.gone[0].name}: {self.gone[0].gone}"
-        print(f"\nspecgen: the device is lost ({where}); run the command again to continue", file=sys.stderr)
-        sys.stderr.flush()
-        os._exit(1)
+_SILENT = "timed out"  # as gloo says it too
 
 
 class Crew:
     """The ranks behind rank 0, which is this process. They end with it, whatever ends it."""
 
-    def __init__(self, place: Place, members: Sequence[_Member]) -> None:
+    def __init__(self, place: Place, members: Sequence[Member]) -> None:
         self._place = place
         self._members = members
-        self._roll = _Roll(members=members)
+        self._roll = Roll(members=members)
         self._numbers, self._ids = count(), count()
         self.ranks = Ranks()  # until they have met
         self.later: deque[tuple[str, tuple[object, ...]]] = deque()  # to be told before the next call
@@ -154,15 +61,24 @@ class Crew:
             earlier, what = self.later.popleft()
             self.tell(earlier, *what)
         number = next(self._numbers)
-        _send(self._members, (number, call, arguments))
+        send(self._members, (number, call, arguments))
         return number
 
     @contextmanager
     def working(self, call: str, *arguments: object) -> Iterator[int]:
-        """``tell``, around what this rank does of it."""
+        """``tell``, around what this rank does of it.
+
+        What interrupts it, and is neither the device's failure nor a refusal, leaves this rank where the others are
+        not: they end, so that nothing goes on with them.
+        """
         self._roll.at_work = True
         try:
             yield self.tell(call, *arguments)
+        except (RuntimeError, UserError):
+            raise
+        except BaseException:
+            self.end(f"{self._place.name}: interrupted within a pass")
+            raise
         finally:
             self._roll.at_work = False
 
@@ -183,7 +99,7 @@ class Crew:
 
     def require_all(self) -> None:
         """``RuntimeError`` if a rank is gone."""
-        if self._roll.gone:
+        if self._roll.gone or self._roll.ended:
             raise RuntimeError("a rank is gone")
 
     def require_before(self, limit: float) -> None:
@@ -198,39 +114,41 @@ class Crew:
         this process has waited in vain.
         """
         limit = time.monotonic() + _GATHER
-        roll, waited = self._roll, _has_waited(reason)
+        roll = self._roll
         with roll.changed:
-            while time.monotonic() < limit and not self._wordless() and len(roll.gone) < len(self._members):
+            while time.monotonic() < limit and not (roll.ended or self._is_plain):
                 roll.changed.wait(0.1)
-        self.end()
-        silent = [member.name for member in self._members if member not in roll.gone]
-        gone = [member for member in roll.gone if not member.said or not _has_waited(member.gone)]
+            silent = [member.name for member in self._members if member not in roll.gone]
+            gone = [member for member in roll.gone if not member.said or not _has_waited(member.gone)]
         if gone:
             worst = min(gone, key=lambda member: member.said)  # the first of those
-            return f"{worst.name}: {worst.gone}"
-        if silent and waited:
-            return f"{' and '.join(silent)}: no answer for {self.patience:,.0f} s"
-        return f"{self._place.name}: {reason}"
+            self.end(f"{worst.name}: {worst.gone}")
+        elif silent and _has_waited(reason):
+            self.end(f"{' and '.join(silent)}: no answer for {self.patience:,.0f} s")
+        else:
+            self.end(f"{self._place.name}: {reason}")
+        return roll.ended
 
-    def end(self) -> None:
-        """End the other ranks at once, for they cannot go on."""
+    @property
+    def _is_plain(self) -> bool:
+        """Whether nothing more can be learnt of a failure."""
+        gone = self._roll.gone
+        return len(gone) == len(self._members) or any(not member.said for member in gone)
+
+    def end(self, why: str) -> None:
+        """End the other ranks at once, for they cannot go on; the first ``why`` is what is said from then on."""
         with self._roll.changed:
-            self._roll.closing = True
+            if self._roll.ended:
+                return
+            self._roll.closing, self._roll.ended = True, why
         for member in self._members:
             member.process.kill()
             member.process.wait()
-        if (
-            self._place.device != "cpu"
-        ):  # kernels may wait for the others without end, and so an orderly end for them
-            atexit.register(signal.alarm, int(_GRACE))
+        if self._place.device != "cpu":
+            # kernels may wait for the others without end, and an orderly exit for the kernels
+            atexit.register(signal.alarm, int(GRACE))
         elif dist.is_initialized():
             dist.destroy_process_group()
-
-    def _wordless(self) -> bool:
-        return any(not member.said for member in self._roll.gone)
-
-
-_SILENT = "timed out"
 
 
 def _has_waited(reason: str) -> bool:
@@ -261,7 +179,7 @@ def start(device: torch.device, size: int) -> Crew:
         )
         for rank in range(size)
     ]
-    crew = Crew(places[0], [_launch(place) for place in places[1:]])
+    crew = Crew(places[0], [launch(place) for place in places[1:]])
     try:
         crew.answers(crew.tell("start", places))
         number = crew.tell("join")
@@ -272,48 +190,20 @@ def start(device: torch.device, size: int) -> Crew:
     return crew
 
 
-def _launch(place: Place) -> _Member:
-    ours, theirs = socket.socketpair()
-    # so that no process which takes nothing in holds this one up
-    limit = struct.pack("ll", int(place.patience), int(place.patience % 1 * 1e6))
-    ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
-    stderr = tempfile.TemporaryFile()  # noqa: SIM115  # as long as the process
-    with theirs:
-        process = subprocess.Popen(
-            # -P: as this process, it finds no modules in the working directory
-            [sys.executable, "-P", "-m", "specgen.engine.follower", str(theirs.fileno()), str(place.rank)],
-            pass_fds=[theirs.fileno()],
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=stderr,
-            start_new_session=True,  # a terminal's signals are for rank 0
-        )
-    return _Member(place=place, process=process, connection=Connection(ours.detach()), stderr=stderr)
-
-
-def _send(members: Sequence[_Member], message: object) -> None:
-    """To all that still take it."""
-    data = bytes(ForkingPickler.dumps(message))
-    for member in members:
-        with suppress(OSError):  # the watching thread, or who waits for an answer, finds out
-            member.connection.send_bytes(data)
-
-
-def _close(roll: _Roll, runners: "weakref.WeakSet[Runner]") -> None:
+def _close(roll: Roll, runners: "weakref.WeakSet[Runner]") -> None:
     """Let the processes end, and leave the group."""
     with roll.changed:
         if roll.closing:
             return
         roll.closing = True
-    _send(roll.members, (-1, "close", ()))
+    send(roll.members, (-1, "close", ()))
     for runner in runners:
         runner.forget()
     if dist.is_initialized():
         dist.destroy_process_group()
     for member in roll.members:
         try:
-            member.process.wait(_END)
+            member.process.wait(END)
         except subprocess.TimeoutExpired:
             member.process.kill()
             member.process.wait()

@@ -121,5 +121,5 @@ class EnginePeers(ModelPeers):
         mine = digest(completions)
         for rank, other in enumerate(others, start=1):
             if other != mine:
-                self._crew.end()
-                raise DeviceLost(f"{self._crew.name(rank)}: it has found other tokens than rank 0", requests)
+                self._crew.end(f"{self._crew.name(rank)}: it has found other tokens than rank 0")
+                self.require("", requests)
