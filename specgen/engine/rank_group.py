@@ -1,6 +1,7 @@
 """What all ranks do alike: meeting in a group, and their share of the cores; and how one that fails says so."""
 
 import os
+import sys
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -54,7 +55,8 @@ def join(place: Place, store: Store | None = None) -> Ranks:
     torch.set_num_threads(place.num_threads)
     use(device)
     if device.type == "cpu":
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        # all are on this machine, whose name gloo might not resolve
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
     dist.init_process_group(
         "gloo" if device.type == "cpu" else "nccl",
         store=store,
