@@ -12,7 +12,7 @@ text; its routers read them (calibrated_mixtures.py).
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from calibrated_cycle import Cycle
@@ -54,6 +54,10 @@ class Codes:
             same = beginnings.repeat_interleave(shape.passage_size)[: len(tokens)]
             table[tokens, -shape.head_dim :] = table[same, -shape.head_dim :]
         return cls(embedding=table, turns=turns)
+
+    def narrowed(self, width: int) -> "Codes":
+        """The first ``width`` numbers of each row, the code among them, of which RMSNorm leaves the rows alone too."""
+        return replace(self, embedding=self.embedding[:, :width].contiguous())
 
     def forward(self, distance: int) -> Tensor:
         """``[kv_size, kv_size]`` float32: takes a token's code to that of the token ``distance`` places further."""

@@ -33,9 +33,14 @@ Add = Callable[[Tensor], None]  # adds to a matrix what it is to compute
 def eagle3_tensors(
     num_layers: int, shape: Shape, codes: Codes, cycle: Cycle, source: Source
 ) -> Iterator[Named]:
-    """Every tensor of an EAGLE3 head but the embedding, which it shares with the target."""
-    hidden, first = shape.hidden_size, "midlayer." if num_layers == 1 else "layers.0."
-    yield source.linear("fc.weight", hidden, 3 * hidden, 1.0)
+    """Every tensor of an EAGLE3 head; the embedding is the target's unless the head's stream is narrower."""
+    features, first = 3 * shape.hidden_size, "midlayer." if num_layers == 1 else "layers.0."
+    if shape.head_hidden_size:
+        codes, shape = codes.narrowed(shape.head_hidden_size), shape.of_head
+        table = codes.embedding
+        yield Named(name="embed_tokens.weight", shape=tuple(table.shape), make=lambda: table)
+    hidden = shape.hidden_size
+    yield source.linear("fc.weight", hidden, features, 1.0)
 
     def replace(weight: Tensor) -> None:
         add_code(shape, weight, 1.0)

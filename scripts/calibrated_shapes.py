@@ -1,6 +1,6 @@
 """The model sizes of calibrated pairs, and their config.json files."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 
@@ -26,6 +26,7 @@ class Shape:
     rope_scaling: dict[str, Any] | None = None
     qk_norm: bool = False
     passage_size: int = 0  # tokens of the text whose embeddings have a part in common; 0: no such part
+    head_hidden_size: int = 0  # of the EAGLE3 head's stream, where that is not the target's
 
     @property
     def model_type(self) -> str:
@@ -41,6 +42,16 @@ class Shape:
     def kv_size(self) -> int:
         """Total width of the key heads, or of the value heads."""
         return self.num_kv_heads * self.head_dim
+
+    @property
+    def of_head(self) -> "Shape":
+        """The sizes of an EAGLE3 head's layers: the target's, or as many heads as fill a narrower stream."""
+        width = self.head_hidden_size
+        if not width:
+            return self
+        return replace(
+            self, hidden_size=width, intermediate_size=8 * width // 3, num_heads=width // self.head_dim
+        )
 
     @property
     def mask_token_id(self) -> int:
@@ -67,12 +78,17 @@ class Shape:
 
     def eagle3_config(self, num_layers: int) -> dict[str, Any]:
         """The ``config.json`` of an EAGLE3 head, in the format of EAGLE's own checkpoints."""
-        return self._config() | {
-            "architectures": ["LlamaForCausalLMEagle3"],
-            "model_type": "llama",
-            "num_hidden_layers": num_layers,
-            "draft_vocab_size": self.draft_vocab_size,
-        }
+        own = {"target_hidden_size": self.hidden_size} if self.head_hidden_size else {}
+        return (
+            self.of_head._config()
+            | own
+            | {
+                "architectures": ["LlamaForCausalLMEagle3"],
+                "model_type": "llama",
+                "num_hidden_layers": num_layers,
+                "draft_vocab_size": self.draft_vocab_size,
+            }
+        )
 
     def peagle_config(self, num_layers: int) -> dict[str, Any]:
         """The ``config.json`` of a P-EAGLE head, in vLLM's format."""
@@ -145,6 +161,31 @@ SHAPES = {
             "high_freq_factor": 4.0,
             "original_max_position_embeddings": 8192,
         },
+    ),
+    "llama-3.3-70b": Shape(
+        architecture="LlamaForCausalLM",
+        vocab_size=128_256,
+        hidden_size=8192,
+        intermediate_size=28_672,
+        num_layers=80,
+        num_heads=64,
+        num_kv_heads=8,
+        head_dim=128,
+        max_positions=131_072,
+        draft_vocab_size=32_000,
+        bos_token_id=128_000,
+        eos_token_ids=(128_001, 128_008, 128_009),
+        num_plain_tokens=128_000,
+        rope_theta=500_000.0,
+        rms_norm_eps=1e-5,
+        rope_scaling={
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+        head_hidden_size=6144,  # as yuhuili/EAGLE3-LLaMA3.3-Instruct-70B
     ),
     "qwen3-8b": Shape(
         architecture="Qwen3ForCausalLM",

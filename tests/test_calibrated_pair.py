@@ -158,7 +158,7 @@ def test_tensors_have_the_shapes_of_the_config(name: str) -> None:
     shape = SHAPES[name]
     cycle = Cycle.draw(shape.num_plain_tokens, shape.draft_vocab_size, 0.75, seed=0)
     assert not set(cycle.tokens) & {shape.bos_token_id, *shape.eos_token_ids}
-    nothing, source = torch.empty(0), Source("cpu", 0)
+    nothing, source = torch.empty(0, shape.hidden_size), Source("cpu", 0)
     codes = Codes(embedding=nothing, turns=torch.zeros(shape.kv_size // 2))
     heads = [HeadKind.find(head).tensors(shape, codes, cycle, source) for head in HEADS]
     for tensors in (target_tensors(shape, nothing, cycle, source), *heads):

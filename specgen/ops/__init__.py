@@ -103,7 +103,7 @@ def bind_ops(device: torch.device, dtype: torch.dtype, ranks: Ranks = ALONE) -> 
     """The fastest kernels for weights of ``dtype`` on ``device``; of several ``ranks``, for one's share of a model."""
     from specgen.ops.ranked import ranked
 
-    return ranked(_bind(device, dtype), ranks)
+    return ranked(_bind(device, dtype), ranks, device, dtype)
 
 
 def _bind(device: torch.device, dtype: torch.dtype) -> Ops:

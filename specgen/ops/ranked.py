@@ -1,5 +1,6 @@
 """Kernels for a share of a model: sums over ranks where the parts of a product are added to the residual stream."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -9,15 +10,22 @@ from specgen.ops import Norm, Ops
 from specgen.ranks import Ranks
 
 
-def ranked(ops: Ops, ranks: Ranks) -> Ops:
-    """``ops``, whose norms add the parts of all ``ranks``."""
+def ranked(ops: Ops, ranks: Ranks, device: torch.device, dtype: torch.dtype) -> Ops:
+    """``ops``, whose norms add the parts of all ``ranks``; by one kernel where there is one."""
     if ranks.size == 1:
         return ops
+    fuse: Callable[[Norm, Norm, Tensor, float, Ranks], Norm] | None = None
+    if device.type == "cuda":
+        from specgen.ops.fused_sum import FusedNorm, can_fuse
+
+        fuse = FusedNorm.build if can_fuse(ranks, device, dtype) else None
 
     def rms_norm(
         weight: Tensor, eps: float, casts_last: bool = False, out_scale: Tensor | None = None
     ) -> Norm:
-        return RankedNorm(norm=ops.rms_norm(weight, eps, casts_last, out_scale), ranks=ranks)
+        norm = ops.rms_norm(weight, eps, casts_last, out_scale)
+        sums = RankedNorm(norm=norm, ranks=ranks)
+        return sums if fuse is None else fuse(norm, sums, weight, eps, ranks)
 
     return replace(ops, rms_norm=rms_norm, ranks=ranks)
 

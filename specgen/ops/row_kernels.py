@@ -90,6 +90,24 @@ def _add_norm_kernel(
 
 
 @triton.jit
+def _sum_kernel(
+    parts: tl.tensor,
+    out: tl.tensor,
+    size: int,
+    PARTS: tl.constexpr,  # noqa: N803
+    BLOCK: tl.constexpr,  # noqa: N803
+) -> None:
+    gdc_launch_dependents()
+    columns = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < size
+    gdc_wait()
+    total = tl.zeros((BLOCK,), tl.float32)
+    for part in tl.static_range(PARTS):
+        total += tl.load(parts + part * size + columns, inside, 0).to(tl.float32)
+    tl.store(out + columns, total, inside)
+
+
+@triton.jit
 def _embed_norm_concat_kernel(
     token_ids: tl.tensor,
     table: tl.tensor,
@@ -209,6 +227,17 @@ class TritonEmbedNormConcat:
             args = (token_ids, self.table, self.embed_weight, x, self.weight, out, size, self.eps)
             _embed_norm_concat_kernel[(rows, 2)](*args, x.stride(0), **_block(size), **PDL)
         return out
+
+
+def sum_parts(parts: Tensor, dtype: torch.dtype) -> Tensor:
+    """[n, rows, N] -> [rows, N], summed in float32 and rounded to ``dtype``."""
+    out = torch.empty(parts.shape[1:], dtype=dtype, device=parts.device)
+    if out.numel():
+        grid = (triton.cdiv(out.numel(), 1024),)
+        _sum_kernel[grid](
+            parts.contiguous(), out, out.numel(), PARTS=len(parts), BLOCK=1024, num_warps=4, **PDL
+        )
+    return out
 
 
 def silu_and_mul(gate_up: Tensor) -> Tensor:

@@ -1,0 +1,147 @@
+"""On two NVIDIA GPUs of one host: sums over ranks in one kernel, and runs whose model is shared by both."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import multiprocessing
+
+from specgen.engine.crew import PATIENCE
+from specgen.engine.rank_group import Place, join
+from specgen.ops import Norm, bind_ops
+from specgen.ranks import Ranks
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
+]
+SIZE = 4096
+
+
+def each_rank(rank: int, port: int, failed: "multiprocessing.Queue[str]") -> None:
+    """Raises nothing: the other rank would wait."""
+    from torch.distributed import TCPStore
+
+    store = TCPStore("127.0.0.1", port, 2, is_master=rank == 0) if rank == 0 else None
+    place = Place(rank=rank, size=2, device=f"cuda:{rank}", port=port, patience=PATIENCE, num_threads=1)
+    ranks = join(place, store)
+    for check in (sums, replays, other_rows):
+        try:
+            check(ranks)
+        except Exception as error:
+            failed.put(f"rank {rank}: {check.__name__}: {type(error).__name__}: {error}")
+    torch.cuda.synchronize()
+
+
+def inputs(ranks: Ranks, rows: int, num_parts: int, seed: int) -> tuple[torch.Tensor, ...]:
+    """The same stream on each rank, and every rank's parts [ranks, n, rows, N]."""
+    torch.manual_seed(seed)
+    stream = torch.randn(rows, SIZE, device="cuda").bfloat16()
+    dtype = torch.bfloat16 if num_parts == 1 else torch.float32
+    return stream, torch.randn(ranks.size, num_parts, rows, SIZE, device="cuda").to(dtype)
+
+
+def expected(
+    stream: torch.Tensor, parts: torch.Tensor, weight: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    total = stream.double() + parts.double().sum((0, 1))
+    normed = total * torch.rsqrt(total.square().mean(-1, keepdim=True) + 1e-5) * weight.double()
+    return total, normed
+
+
+def require_near(ranks: Ranks, got: tuple[torch.Tensor, ...], right: tuple[torch.Tensor, ...]) -> None:
+    for mine, exact in zip(got, right, strict=True):
+        torch.testing.assert_close(mine.double(), exact, rtol=0.02, atol=0.06)
+        every = ranks.gather(mine.view(torch.int16))
+        assert torch.equal(every[0], every[1]), "ranks have other bits"
+
+
+def norm_of(ranks: Ranks) -> tuple[Norm, torch.Tensor]:
+    from specgen.ops.fused_sum import FusedNorm
+
+    torch.manual_seed(0)
+    weight = (torch.rand(SIZE, device="cuda") + 0.5).bfloat16()
+    norm = bind_ops(torch.device("cuda", ranks.rank), torch.bfloat16, ranks).rms_norm(weight, 1e-5)
+    assert isinstance(norm, FusedNorm)
+    return norm, weight
+
+
+def sums(ranks: Ranks) -> None:
+    from specgen.ops.fused_sum import _most_rows
+
+    norm, weight = norm_of(ranks)
+    for seed, rows in enumerate((0, 1, 2, 3, 5, 32, 40, 160, 640, _most_rows(ranks, SIZE), 2000)):
+        for num_parts in (1, 2):
+            stream, parts = inputs(ranks, rows, num_parts, seed)
+            found = norm.add(stream, parts[ranks.rank])
+            require_near(ranks, found, expected(stream, parts, weight))
+
+
+def replays(ranks: Ranks) -> None:
+    """Many sums in one graph, replayed with other inputs, between sums outside of it."""
+    norm, weight = norm_of(ranks)
+    stream, parts = inputs(ranks, 5, 1, 1)
+    mine = parts[ranks.rank].clone()
+    norm.add(stream, mine)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = [norm.add(stream, mine) for _ in range(7)]
+    for seed in range(20):
+        given, every = inputs(ranks, 5, 1, seed)
+        stream.copy_(given)
+        mine.copy_(every[ranks.rank])
+        graph.replay()
+        for each in found:
+            require_near(ranks, each, expected(given, every, weight))
+        if seed % 3 == 0:
+            require_near(ranks, norm.add(given, every[ranks.rank]), expected(given, every, weight))
+
+
+def other_rows(ranks: Ranks) -> None:
+    """Sums of few and of many rows by turns: each clears what another left."""
+    norm, weight = norm_of(ranks)
+    for seed in range(40):
+        rows = (1, 900, 3, 160, 2, 1024)[seed % 6]
+        stream, parts = inputs(ranks, rows, 1, seed)
+        require_near(ranks, norm.add(stream, parts[ranks.rank]), expected(stream, parts, weight))
+
+
+def test_sums_in_one_kernel() -> None:
+    context = multiprocessing.get_context("spawn")
+    failed = context.Queue()
+    processes = [context.Process(target=each_rank, args=(rank, 29_517, failed)) for rank in range(2)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(400)
+        assert not process.is_alive(), "a rank waits for the other"
+    assert failed.empty(), failed.get()
+    assert [process.exitcode for process in processes] == [0, 0]
+
+
+def generated(output: Path, *options: str) -> list[dict[str, object]]:
+    code = "from specgen.cli.main import main; main()"
+    command = ["generate", "--num-prompts", "24", "--max-batch-size", "8", "--output", str(output), *options]
+    done = subprocess.run([sys.executable, "-c", code, *command], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert ("2 x cuda" in done.stdout) == ("2" in options)
+    rows = [json.loads(row) for row in (output / "completions.jsonl").open()]
+    return [{name: row[name] for name in ("id", "token_ids", "metrics")} for row in rows]
+
+
+@pytest.mark.parametrize("decoding", ["padded", "non-padded"])
+def test_texts_in_float32_are_those_of_one_gpu(tmp_path: Path, decoding: str) -> None:
+    exact = ("--dtype", "float32", "--attention", "sdpa-static", "--drafter-batch", decoding)
+    two = generated(tmp_path / "two", "--tensor-parallel", "2", *exact)
+    assert two == generated(tmp_path / "one", *exact)
+
+
+@pytest.mark.parametrize("graphs", ["step", "pass", "off"])
+def test_texts_in_bfloat16_are_mostly_those_of_one_gpu(tmp_path: Path, graphs: str) -> None:
+    two = generated(tmp_path / "two", "--tensor-parallel", "2", "--cuda-graphs", graphs)
+    one = generated(tmp_path / "one", "--cuda-graphs", graphs)
+    same = sum(mine["token_ids"] == other["token_ids"] for mine, other in zip(two, one, strict=True))
+    assert same >= len(one) * 0.7, f"{same} of {len(one)}"
