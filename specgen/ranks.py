@@ -14,8 +14,9 @@ from torch import distributed as dist
 class Ranks:
     """``rank`` of ``size`` processes that hold a model's shares; all call its methods in the same order.
 
-    ``group`` is torch's (NCCL for GPUs, gloo for a CPU), and None where one process holds the whole model. Results
-    have the same bits on every rank: they choose tokens, and ranks that disagree on one would part for good.
+    ``group`` is torch's (NCCL for GPUs, gloo for a CPU), and None where one process holds the whole model, or where one
+    that is only outlined. Results have the same bits on every rank: they choose tokens, and ranks that disagree on one
+    would part for good.
     """
 
     rank: int = 0
@@ -24,19 +25,20 @@ class Ranks:
 
     def __post_init__(self) -> None:
         assert 0 <= self.rank < self.size, (self.rank, self.size)
-        assert (self.size == 1) == (self.group is None), "several ranks meet in a group, one alone has none"
+        assert self.size > 1 or self.group is None, "one alone meets nobody"
 
     def gather(self, x: Tensor) -> Tensor:
         """``x`` [...] of every rank, in their order: [size, ...]. All have the same shape."""
-        if self.group is None:
+        if self.size == 1:
             return x[None]
+        assert self.group is not None, "an outline computes nothing"
         found = torch.empty((self.size, *x.shape), dtype=x.dtype, device=x.device)
         _all_gather(found.view(-1), x.contiguous().view(-1), group=self.group)
         return found
 
     def sum(self, x: Tensor) -> Tensor:
         """The sum of all ranks' ``x`` in its dtype; on a CPU in their order."""
-        if self.group is None:
+        if self.size == 1:
             return x
         if x.device.type == "cpu":  # gloo's own order depends on the number of bytes
             return self.gather(x).sum(0)

@@ -13,7 +13,7 @@ from specgen.checkpoints.checkpoint import build_target
 from specgen.checkpoints.tensor_reader import Checkpoint, TensorReader
 from specgen.checkpoints.weight_files import TensorInfo
 from specgen.cli import main as cli
-from specgen.config import EngineConfig
+from specgen.config import EngineConfig, UserError
 from specgen.engine.assembly import new_cache
 from specgen.engine.loading import load_models, open_checkpoints
 from specgen.engine.memory import num_pages
@@ -107,6 +107,12 @@ def test_gpt_oss_on_a_gpu_of_80_gib(monkeypatch: pytest.MonkeyPatch) -> None:
     assert plan.length == 2048
     assert plan.num_sequences == plan.kv_cache // (49_152 * 64) // 33
     assert 500 < plan.num_sequences < 600
+    (half,) = memory_plans("published", None, 80 * GIB, tensor_parallel=2)
+    table = 201_088 * 2880 * 2  # the embedding, which both have whole
+    assert 2 * half.weights - plan.weights == pytest.approx(table, rel=0.01)
+    assert 2 * half.kv_bytes_per_token == plan.kv_bytes_per_token
+    with pytest.raises(UserError, match=r"tensor-parallel is 4, which .* use one of 1, 2$"):
+        memory_plans("published", None, 80 * GIB, tensor_parallel=4)
 
 
 def inspected(*arguments: str) -> tuple[int, str]:

@@ -316,7 +316,7 @@ def test_a_backend_without_sinks_refuses_a_model_with_them(
     monkeypatch.setitem(choices._AUTO, "cpu", ("flashinfer", "sdpa"))  # type: ignore[misc]
     for model, chosen in (("sinks", "sdpa"), ("none", "flashinfer")):
         path = str(tmp_path / model)
-        config = EngineConfig(model=path, drafter="ngram", dtype="float32", device="cpu")
+        config = EngineConfig(model=path, drafter="ngram", dtype="float32", kv_dtype="model", device="cpu")
         checkpoints = {"model": open_checkpoint(path)}
         assert choices.choose_attention(config, checkpoints)[0] == chosen
         asked = replace(config, attention=name)

@@ -72,11 +72,11 @@ def test_offsets_after_non_ascii_text_and_across_lines() -> None:
 
 
 def test_a_sample_is_reproducible_and_covers_every_module() -> None:
-    sampled = sample(150, seed=0)
+    sampled = sample(200, seed=0)
     names = [key(mutant.to_json()) for mutant in sampled]
-    assert len(set(names)) == 150
-    assert names == [key(mutant.to_json()) for mutant in sample(150, seed=0)]
-    assert names != [key(mutant.to_json()) for mutant in sample(150, seed=1)]
+    assert len(set(names)) == 200
+    assert names == [key(mutant.to_json()) for mutant in sample(200, seed=0)]
+    assert names != [key(mutant.to_json()) for mutant in sample(200, seed=1)]
     # modules with few mutations may get none
     assert len({mutant.module for mutant in sampled}) >= 0.9 * len(TESTS)
     for mutant in sampled:

@@ -55,7 +55,7 @@ def expected(
 def require_near(ranks: Ranks, got: tuple[torch.Tensor, ...], right: tuple[torch.Tensor, ...]) -> None:
     for mine, exact in zip(got, right, strict=True):
         torch.testing.assert_close(mine.double(), exact, rtol=0.02, atol=0.06)
-        every = ranks.gather(mine.view(torch.int16))
+        every = ranks.gather(mine.view(torch.uint8))
         assert torch.equal(every[0], every[1]), "ranks have other bits"
 
 

@@ -76,25 +76,27 @@ class StepBytes:
 
     @classmethod
     def of(cls, models: Models, kv_width: int | None = None) -> "StepBytes":
-        """Of a loaded target and head (if it has one).
+        """Of a loaded target and head (if it has one); of a rank's share, what its GPU reads.
 
         ``kv_width`` is the bytes of a number in the target's KV cache, None for those of the model's dtype, which the
         head's has in any case.
         """
         target, width = models.target.config, models.target.dtype.itemsize
-        meta = torch.device("meta")
+        meta, vocabulary = torch.device("meta"), models.target.vocabulary
         readers = {
             role: TensorReader(checkpoint=checkpoint, dtype=models.target.dtype, device=meta)
             for role, checkpoint in models.checkpoints.items()
         }
-        readers["model"] = replace(readers["model"], ranks=models.peers.ranks)  # what this one's GPU reads
+        readers["model"] = replace(readers["model"], ranks=vocabulary.ranks)
         build_target(target_config(models.checkpoints["model"]), readers["model"])
         experts = ExpertSize.of(target, width)
-        tied = target.vocab_size * target.hidden_size * width if target.tied_embeddings else 0
+        lm_head = len(vocabulary.rows) * target.hidden_size * width
         sizes = cls(
-            target=_read_whole(readers["model"]) + tied - (experts.total_bytes if experts else 0),
+            target=_read_whole(readers["model"])
+            + lm_head * target.tied_embeddings
+            - (experts.total_bytes if experts else 0),
             target_kv=KVBytes.of(target, kv_width or width),
-            logits=target.vocab_size * width,
+            logits=len(vocabulary.rows) * width,
             bytes_per_value=width,
             experts=experts,
         )
@@ -103,7 +105,7 @@ class StepBytes:
         head, drafter = models.head.config, readers["drafter"]
         build_head(head, drafter, models.target, models.head.draft_to_target)
         fused = 0 if head.fc_each_pass else _bytes(drafter, "fc.weight")
-        borrowed = 0 if "lm_head.weight" in drafter.taken else target.vocab_size * target.hidden_size * width
+        borrowed = 0 if "lm_head.weight" in drafter.taken else lm_head
         return replace(
             sizes,
             head_fill=_fill_bytes(drafter, head.num_layers),

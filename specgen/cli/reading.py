@@ -151,6 +151,9 @@ def inspect(
     kv_dtype: Annotated[
         KVDtypeName, typer.Option(help="Of the target's KV cache in that plan, as for `specgen generate`.")
     ] = "auto",
+    tensor_parallel: Annotated[
+        int, typer.Option(help="GPUs of that plan that share the target, as for `specgen generate`.")
+    ] = 1,
     as_json: _Json = False,
 ) -> None:
     """Say what a checkpoint is, how it is read, and whether target and head fit."""
@@ -161,12 +164,16 @@ def inspect(
     require(
         gpu is not None or kv_dtype == "auto", "kv-dtype is of the plan for a GPU: add --gpu with its memory"
     )
+    require(
+        gpu is not None or tensor_parallel == 1,
+        "tensor-parallel is of the plan for a GPU: add --gpu with its memory",
+    )
     description = describe(path, other)
     document, parts = description.to_json(), list["Part"]()
     if total is not None and not description.misfits:
         from specgen.engine.memory_plan import memory_plans, of_plans
 
-        plans = memory_plans(*description.pair(), total, kv_dtype)
+        plans = memory_plans(*description.pair(), total, kv_dtype, tensor_parallel)
         document["memory_plan"] = [plan.to_json() for plan in plans]
         parts = [*of_plans(plans)]
     if as_json:

@@ -13,6 +13,7 @@ from specgen.device import use
 from specgen.display import from_here
 from specgen.engine.lead import peers_of
 from specgen.models.protocols import Head, Target
+from specgen.ranks import Ranks
 from specgen.text.tokenizer import Tokenizer, load_tokenizer
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -82,17 +83,19 @@ def load_share(config: EngineConfig, checkpoints: Checkpoints, peers: Peers) -> 
     """``load_models`` for one rank."""
     device = torch.device(config.device)
     use(device)
-    return _load(config, checkpoints, device, peers)
+    return _load(config, checkpoints, device, peers, peers.ranks)
 
 
 def outline(config: EngineConfig, checkpoints: Checkpoints) -> Models:
     """As ``load_models`` without reading a weight: what can be known before that. Refuses what it would refuse."""
-    return _load(config, checkpoints, torch.device("meta"), Peers())
+    return _load(config, checkpoints, torch.device("meta"), Peers(), Ranks(size=config.tensor_parallel))
 
 
-def _load(config: EngineConfig, checkpoints: Checkpoints, device: torch.device, peers: Peers) -> Models:
+def _load(
+    config: EngineConfig, checkpoints: Checkpoints, device: torch.device, peers: Peers, ranks: Ranks
+) -> Models:
     dtype, tokenizer = DTYPES[config.dtype], load_chat_tokenizer(config, checkpoints)
-    target, head = load_target(checkpoints["model"], dtype, device, peers.ranks), None
+    target, head = load_target(checkpoints["model"], dtype, device, ranks), None
     if config.head is not None:
         head = load_drafter(checkpoints["drafter"], target)
     return Models(target=target, head=head, tokenizer=tokenizer, checkpoints=checkpoints, peers=peers)

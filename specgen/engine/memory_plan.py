@@ -20,6 +20,7 @@ from specgen.engine.loading import DTYPES, open_checkpoints
 from specgen.engine.memory import page_bytes
 from specgen.models.model_config import HeadConfig, TargetConfig
 from specgen.models.protocols import Target
+from specgen.ranks import Ranks
 from specgen.report.table import Column, Table
 from specgen.report.terminal import Part
 
@@ -119,17 +120,18 @@ class MemoryPlan:
 
 
 def memory_plans(
-    model: str, drafter: str | None, total: int, kv_dtype: KVDtypeName = "auto"
+    model: str, drafter: str | None, total: int, kv_dtype: KVDtypeName = "auto", tensor_parallel: int = 1
 ) -> tuple[MemoryPlan, ...]:
     """The plans by K on a GPU of ``total`` bytes, else as by default; without ``drafter`` that of plain decoding.
 
-    ``UserError`` for a pair that does not fit together.
+    With ``tensor_parallel`` it is each of so many GPUs. ``UserError`` for a pair that does not fit together, or for a
+    target that they cannot share.
     """
     lengths = _LENGTHS if drafter is not None else _LENGTHS[:1]
     configs = [_config(model, drafter, k) for k in lengths]
     checkpoints = open_checkpoints(configs[-1])
     kv_dtype = choose_kv_dtype(kv_dtype, checkpoints["model"])
-    configs = [replace(config, kv_dtype=kv_dtype) for config in configs]
+    configs = [replace(config, kv_dtype=kv_dtype, tensor_parallel=tensor_parallel) for config in configs]
     target, weights = _target(checkpoints["model"], configs[0])
     head = _head(checkpoints["drafter"], configs[0], target) if "drafter" in checkpoints else None
     return tuple(
@@ -155,11 +157,11 @@ def _config(model: str, drafter: str | None, num_spec_tokens: int) -> EngineConf
 
 
 def _target(checkpoint: Checkpoint, config: EngineConfig) -> tuple[TargetConfig, int]:
-    """The config of a target and the bytes of its weights as loaded, from the headers of its files."""
-    reader = _reader(checkpoint, config)
-    known = target_config(checkpoint)
+    """The config of a target, or a rank's share, and the bytes of its weights as loaded, from its files' headers."""
+    ranks = Ranks(size=config.tensor_parallel)
+    reader, known = replace(_reader(checkpoint, config), ranks=ranks), target_config(checkpoint)
     build_target(known, reader)
-    return known, sum(reader.taken.values())
+    return known.shared(ranks.size), sum(reader.taken.values())
 
 
 def _head(checkpoint: Checkpoint, config: EngineConfig, target: TargetConfig) -> tuple[HeadConfig, int]:
@@ -197,7 +199,8 @@ _COLUMNS = (
 def of_plans(plans: tuple[MemoryPlan, ...]) -> Iterator[Part]:
     """What a terminal shows of the plans."""
     first, config = plans[0], plans[0].config
-    share = f"{config.gpu_memory_utilization:g} of {first.total / _GIB:,.1f} GiB"
+    each = "" if config.tensor_parallel == 1 else f" on each of {config.tensor_parallel} GPUs"
+    share = f"{config.gpu_memory_utilization:g} of {first.total / _GIB:,.1f} GiB{each}"
     yield (
         f"Memory plan for {share} (--gpu-memory-utilization), {config.formats}, pages of {config.page_size} positions, "
         f"prefill of {count(config.max_prefill_tokens)} tokens:"
@@ -208,5 +211,5 @@ def of_plans(plans: tuple[MemoryPlan, ...]) -> Iterator[Part]:
         f"sequences = of {count(first.length)} tokens, prompt and output, at once: what --max-batch-size can be. "
         "Passes are estimated here; an engine measures them when it starts."
         if most
-        else f"Not one sequence of {count(first.length)} tokens fits: a larger GPU is needed."
+        else f"Not one sequence of {count(first.length)} tokens fits: a larger GPU is needed, or --tensor-parallel."
     )

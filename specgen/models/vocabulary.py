@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from specgen.config import require
 from specgen.models.model_config import TargetConfig
 from specgen.models.take import Take
 from specgen.ops import Map, Ops
@@ -16,7 +17,11 @@ _ALIGNED = 64  # rows that kernels take at once
 
 
 def rows_of(vocab_size: int, ranks: Ranks) -> range:
-    """The tokens whose logits a rank computes. The last ones may have fewer."""
+    """The tokens whose logits a rank computes; the last one may have fewer. ``UserError`` for too few tokens."""
+    require(
+        vocab_size >= ranks.size**2,
+        f"a vocabulary of {vocab_size} tokens cannot be shared by {ranks.size} ranks: use a smaller --tensor-parallel",
+    )
     each = -(-vocab_size // ranks.size)
     if each >= 64 * _ALIGNED:
         each = -(-each // _ALIGNED) * _ALIGNED
@@ -59,7 +64,7 @@ class Vocabulary:
         return parts.movedim(0, -2).flatten(-2)[..., : self.size].contiguous()
 
     def likeliest(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """The first maximum of each row, and its logit, which is not finite where any of the row is NaN or infinite.
+        """The first maximum of each row, and its logit: not finite where the row has NaN or an infinite maximum.
 
         ``logits`` are whole, [..., V], or a share of every rank, [..., len(rows)].
         """
