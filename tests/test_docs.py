@@ -19,7 +19,7 @@ OF_OTHERS = {
     "--window-size",
     "--screenshot",
 }  # pip's, chromium's
-OF_SCRIPTS = {"--layers", "--experts", "--expert-overlap", "--head", "--shape", "--accept"}
+OF_SCRIPTS = {"--layers", "--experts", "--expert-overlap", "--weights", "--head", "--shape", "--accept"}
 OF_ALL = {"--help"}
 
 
