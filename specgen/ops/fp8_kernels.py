@@ -15,6 +15,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from specgen.ops.launch import PDL, prefetch_l2
 from specgen.ops.row_kernels import silu_mul, to_e4m3
+from specgen.ops.skinny import Tile
 
 GROUP = 128  # inputs, and outputs of a weight, that share a scale in block FP8
 _LARGEST = tl.constexpr(448.0)  # of e4m3
@@ -23,29 +24,14 @@ _TRITON = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fp8Tile:
-    """How a product is tiled; as ``skinny.Tile``, in inputs of one byte.
+class Fp8Tile(Tile):
+    """How a product is tiled, in inputs of one byte.
 
-    ``rounds`` products read activations in the model's dtype and round them on their way; others want them rounded.
+    One that ``rounds`` reads activations in the model's dtype and rounds them on their way; others want them rounded.
     """
 
-    rows: int
-    block_out: int
-    block_in: int
-    stages: int
-    warps: int
     prefetch_bytes: int = 0
-    parts: int = 1
-    row_blocks: int = 1
     rounds: bool = False
-
-    @property
-    def most_rows(self) -> int:
-        return self.rows * self.row_blocks
-
-    def fits(self, num_out: int, width: int) -> bool:
-        """Whether a matrix [num_out, width] consists of whole blocks."""
-        return num_out % self.block_out == 0 and width % (self.parts * self.block_in) == 0
 
 
 @triton.jit
