@@ -57,7 +57,7 @@ def found(
     texts = {each.request.id: each.token_ids for each in engine.generate(prompts)}
     for event in (rows := told(events)):
         if (touched := event.get("experts")) is not None:
-            event["experts"] = replace(
+            event["experts"] = replace(touched, num_bytes=0)  # a rank reads its share
                 touched, num_bytes=touched.num_bytes * num_ranks
             )  # a rank reads its share
     return texts, rows
