@@ -58,8 +58,6 @@ def found(
     for event in (rows := told(events)):
         if (touched := event.get("experts")) is not None:
             event["experts"] = replace(touched, num_bytes=0)  # a rank reads its share
-                touched, num_bytes=touched.num_bytes * num_ranks
-            )  # a rank reads its share
     return texts, rows
 
 
