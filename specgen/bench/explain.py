@@ -16,6 +16,7 @@ from specgen.bench.parts import Marked, StepTime, split
 from specgen.bench.step_table import empty_table, step_rows
 from specgen.bench.workload import kv_bytes, make_prompts
 from specgen.config import EngineConfig, require
+from specgen.core.endings import DeviceLost
 from specgen.engine.choices import resolve
 from specgen.engine.loading import Models, load_models, open_checkpoints, target_kv_dtype
 from specgen.engine.warm_engine import WarmEngine
@@ -78,6 +79,8 @@ def explain(job: StepJob) -> Iterator[BenchTable]:
     for batch in job.batch_sizes:
         try:
             found = _explain(job, replace(config, max_batch_size=batch), models)
+        except DeviceLost:
+            raise
         except Exception as error:  # one batch size must not cost the others
             note = f"batch {batch} is not explained: {type(error).__name__}: {error}"
             table = replace(table, notes=(*table.notes, note))

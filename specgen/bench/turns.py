@@ -15,6 +15,7 @@ from specgen.bench.environment import free_memory
 from specgen.bench.plans import Plan
 from specgen.bench.repeat import Repeat, Yardstick
 from specgen.bench.rounds import Rounds
+from specgen.core.endings import DeviceLost
 from specgen.engine.loading import Models
 from specgen.engine.warm_engine import WarmEngine
 
@@ -108,6 +109,8 @@ class Turns:
         began = time.monotonic()
         try:
             return work()
+        except DeviceLost:  # no other arm can run
+            raise
         except Exception as error:
             self.failed[name] = f"failed: {name}: {type(error).__name__}: {error}"
             return None

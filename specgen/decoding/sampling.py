@@ -227,9 +227,16 @@ def _keep_top_on_gpu(probs: Tensor, batch: SamplingBatch) -> Tensor:
     return torch.where((top_p < 1)[:, None], top_p_renorm_probs(rows, top_p), rows).view(probs.shape)
 
 
+def _running_sum(weights: Tensor) -> Tensor:
+    """Along the last dimension, the same in every run: on a GPU torch adds up a lone row in an order that varies."""
+    if weights.is_cuda and weights.numel() == weights.shape[-1]:
+        return torch.stack((weights, weights)).cumsum(-1)[0]
+    return weights.cumsum(-1)
+
+
 def draw(weights: Tensor, u: Tensor) -> Tensor:
     """One index per row of unnormalised ``weights`` ``[..., V]``, by inverting their running sum at ``u`` ``[...]``."""
-    cumulative = weights.cumsum(-1)
+    cumulative = _running_sum(weights)
     total = cumulative[..., -1]
     # u * total may round up to total, past the last index: step back below it
     threshold = torch.minimum(u * total, torch.nextafter(total, torch.zeros_like(total)))

@@ -8,7 +8,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import count
 from typing import Any
 
@@ -57,6 +57,8 @@ class Crew:
 
     def tell(self, call: str, *arguments: object) -> int:
         """Let every rank do ``call``; returns the number of the message. One that is gone is found out later."""
+        if self._roll.closing:  # also as this process ends, when little is left of it
+            return next(self._numbers)
         while self.later:
             earlier, what = self.later.popleft()
             self.tell(earlier, *what)
@@ -71,16 +73,20 @@ class Crew:
         What interrupts it, and is neither the device's failure nor a refusal, leaves this rank where the others are
         not: they end, so that nothing goes on with them.
         """
-        self._roll.at_work = True
+        self.require_all()
+        self._roll.at_work = time.monotonic()
         try:
             yield self.tell(call, *arguments)
         except (RuntimeError, UserError):
+            raise
+        except Exception as error:
+            self.end(f"{self._place.name}: {type(error).__name__}: {first_line(error)}")
             raise
         except BaseException:
             self.end(f"{self._place.name}: interrupted within a pass")
             raise
         finally:
-            self._roll.at_work = False
+            self._roll.at_work = None
 
     def answers(self, number: int) -> list[Any]:
         """Of each rank in turn. ``UserError`` that one has raised; ``RuntimeError`` where one is gone or silent."""
@@ -143,7 +149,8 @@ class Crew:
             self._roll.closing, self._roll.ended = True, why
         for member in self._members:
             member.process.kill()
-            member.process.wait()
+            with suppress(subprocess.TimeoutExpired):  # a fault of its GPU may hold it
+                member.process.wait(END)
         if self._place.device != "cpu":
             # kernels may wait for the others without end, and an orderly exit for the kernels
             atexit.register(signal.alarm, int(GRACE))
@@ -182,8 +189,8 @@ def start(device: torch.device, size: int) -> Crew:
     crew = Crew(places[0], [launch(place) for place in places[1:]])
     try:
         crew.answers(crew.tell("start", places))
-        number = crew.tell("join")
-        crew.ranks = join(places[0], store)
+        with crew.working("join") as number:
+            crew.ranks = join(places[0], store)
         crew.answers(number)
     except RuntimeError as error:
         raise DeviceLost(crew.blame(first_line(error)), ()) from error
@@ -206,4 +213,3 @@ def _close(roll: Roll, runners: "weakref.WeakSet[Runner]") -> None:
             member.process.wait(END)
         except subprocess.TimeoutExpired:
             member.process.kill()
-            member.process.wait()

@@ -10,7 +10,7 @@ from typing import NoReturn
 
 import torch
 
-from specgen.config import EngineConfig, SamplingParams, first_line
+from specgen.config import EngineConfig, SamplingParams, first_line, require
 from specgen.core.endings import DeviceLost
 from specgen.core.graphs import Runner
 from specgen.core.peers import Peers
@@ -29,6 +29,11 @@ def peers_of(config: EngineConfig) -> Peers:
     key = config.device, config.tensor_parallel
     crew = _crews.get(key)
     if crew is None:
+        require(
+            not _crews,
+            f"tensor-parallel is {config.tensor_parallel} on {config.device}, and an engine of this process has "
+            f"{' and '.join(f'{size} on {device}' for device, size in _crews)}: use one number in a process",
+        )
         crew = _crews[key] = start(torch.device(config.device), config.tensor_parallel)
     return ModelPeers(crew)
 

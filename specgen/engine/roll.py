@@ -19,6 +19,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.reduction import ForkingPickler
 from typing import IO, Any
 
+from specgen.config import UserError
 from specgen.engine.rank_group import Failed, Place
 
 GRACE = 20.0  # seconds for rank 0 to come back from a pass that lost a rank
@@ -61,7 +62,7 @@ class Roll:
     members: Sequence[Member]
     changed: threading.Condition = field(default_factory=threading.Condition)
     answers: dict[int, dict[int, Any]] = field(default_factory=dict)  # by number of the message and rank
-    at_work: bool = False  # rank 0 is inside of a pass
+    at_work: float | None = None  # when rank 0 began the pass that it is inside of, by the monotonic clock
     closing: bool = False
     ended: str = ""  # why rank 0 has ended them
     gone: list[Member] = field(default_factory=list)  # in that order
@@ -81,6 +82,9 @@ class Roll:
                 if isinstance(value, Failed):
                     self._lost(member, value.reason, said=True)
                     continue
+                if isinstance(value, UserError) and member.place.device != "cpu":
+                    # rank 0 may wait for it in a kernel, as part of the same work
+                    self._leave_unless_back(f"{member.name}: {value}", 2)
                 with self.changed:
                     self.answers.setdefault(number, {})[member.place.rank] = value
                     self.changed.notify_all()
@@ -93,18 +97,26 @@ class Roll:
             self.gone.append(member)
             self.changed.notify_all()
         if len(self.gone) == 1:
-            threading.Thread(target=self._leave_unless_back, daemon=True).start()
+            where = f"{member.name}: {reason}"
+            self._leave_unless_back(f"the device is lost ({where}); run the command again to continue", 1)
 
-    def _leave_unless_back(self) -> None:
-        """End this process where its main thread waits in a kernel for the rank that is gone: nothing else can."""
-        time.sleep(GRACE)
-        with self.changed:
-            if not self.at_work or self.closing:
-                return
-        where = f"{self.gone[0].name}: {self.gone[0].gone}"
-        print(f"\nspecgen: the device is lost ({where}); run the command again to continue", file=sys.stderr)
-        sys.stderr.flush()
-        os._exit(1)
+    def _leave_unless_back(self, why: str, code: int) -> None:
+        """End this process if its main thread waits in a kernel for a rank that never comes: nothing else can."""
+
+        def watch(seen: float) -> None:
+            while True:
+                time.sleep(min(GRACE, 1.0))
+                with self.changed:
+                    if self.closing or (code == 2 and (self.at_work is None or self.at_work > seen)):
+                        return
+                    began = self.at_work
+                if began is not None and time.monotonic() - max(began, seen) > GRACE:
+                    break
+            print(f"\nspecgen: {why}", file=sys.stderr)
+            sys.stderr.flush()
+            os._exit(code)
+
+        threading.Thread(target=watch, args=(time.monotonic(),), daemon=True).start()
 
 
 def launch(place: Place) -> Member:

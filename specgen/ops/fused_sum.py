@@ -8,6 +8,7 @@ it is first used, which takes five minutes.
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
+from itertools import permutations
 from typing import Any
 
 import torch
@@ -32,8 +33,8 @@ def can_fuse(ranks: Ranks, device: torch.device, dtype: torch.dtype) -> bool:
     if ranks.size not in (2, 4, 8, 16):
         return False
     first = torch.cuda.current_device() - ranks.rank
-    others = [first + rank for rank in range(ranks.size) if rank != ranks.rank]
-    return all(torch.cuda.can_device_access_peer(first + ranks.rank, other) for other in others)
+    pairs = permutations(range(first, first + ranks.size), 2)  # all, so that every rank says the same
+    return all(torch.cuda.can_device_access_peer(*pair) for pair in pairs)
 
 
 @dataclass(frozen=True, kw_only=True)
