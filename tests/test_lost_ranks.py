@@ -344,7 +344,7 @@ if __name__ == "__main__":
 @pytest.mark.slow
 def test_no_pass_begins_when_a_rank_was_lost_between_two() -> None:
     done = subprocess.run([sys.executable, "-c", IDLE], capture_output=True, text=True, timeout=40)
-    assert "DeviceLost: rank 1 of 2 on cpu: it was ended by SIGKILL" in done.stderr
+    assert "DeviceLost: the device is lost (rank 1 of 2 on cpu: it was ended by SIGKILL)" in done.stderr
     assert done.returncode == 1
 
 
