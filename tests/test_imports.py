@@ -46,6 +46,7 @@ LEAVES = {
     "json_fields",
     "ranks",
     "spelling",
+    "startup",
     "template_kwargs",
 }  # modules directly in specgen/
 # Beyond the order: what decodes computes no rate, models know neither attention nor cache, and what reads and shows

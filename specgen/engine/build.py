@@ -13,7 +13,10 @@ from specgen.engine.assembly import assemble
 from specgen.engine.choices import RUNNERS
 from specgen.engine.loading import Models
 from specgen.engine.memory import DRAWN, num_pages
+from specgen.engine.needed_modules import needed_modules
 from specgen.events import Event
+from specgen.ops.jit_modules import compile_missing
+from specgen.startup import phase
 
 
 def build_engine(
@@ -36,10 +39,13 @@ def build_engine(
         f"tensor-parallel is {config.tensor_parallel} and the models were loaded with {held}: load them with the same",
     )
     runner = RUNNERS[config.cuda_graphs]()
+    compile_missing(needed_modules(config, models.checkpoints, expected))
     peers = models.peers.of_engine(config, expected)
-    pages = peers.assemble(num_pages(config, models, expected), runner)
-    engine = assemble(config, replace(models, peers=peers), pages, around(runner), record)
+    with phase("memory"):
+        pages = peers.assemble(num_pages(config, models, expected), runner)
+        engine = assemble(config, replace(models, peers=peers), pages, around(runner), record)
     if config.draft_length.auto:
-        costs = step_costs.measure(engine, config.max_batch_size, config.draft_length.most)
+        with phase("step costs"):
+            costs = step_costs.measure(engine, config.max_batch_size, config.draft_length.most)
         engine.spec_length = CheapestLength(costs)
     return engine
