@@ -4,7 +4,7 @@ from typing import Annotated
 
 from specgen.cli.options import Only, with_options
 from specgen.cli.progress_bar import QUIET, progress
-from specgen.config import EngineConfig, SamplingParams
+from specgen.config import EngineConfig, SamplingParams, option
 
 
 @with_options
@@ -12,6 +12,11 @@ def prepare(
     *,
     engine: EngineConfig,
     sampling: Annotated[SamplingParams, Only("temperature top_p top_k min_p")],
+    forget: bool = option(
+        False,
+        "Running",
+        "Remove the costs of steps that earlier runs kept for K auto, of every model, and measure anew.",
+    ),
     quiet: bool = QUIET,
 ) -> None:
     """Do ahead what the first run of a model on this machine waits for, and print where the time to a first token goes.
@@ -20,10 +25,13 @@ def prepare(
     generates one token. Run a second time it shows what every later run waits for.
     """
     from specgen.decoding.sampling import most_demanding  # imports torch
+    from specgen.engine import kept_costs
     from specgen.engine.engine import Engine
     from specgen.rundir.interrupt import breakable
     from specgen.startup import phase, watched
 
+    if forget:
+        kept_costs.forget()
     with breakable(), watched(progress(quiet).compiling) as startup:
         ready = Engine(engine, expected=most_demanding([sampling]))
         with phase("first token"):
