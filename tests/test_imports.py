@@ -44,6 +44,7 @@ LEAVES = {
     "errors",
     "events",
     "json_fields",
+    "kept_files",
     "ranks",
     "spelling",
     "startup",

@@ -13,9 +13,10 @@ from specgen.config import DraftLength, EngineConfig
 from specgen.core.spec_length import CheapestLength, StepCosts
 from specgen.engine import build, kept_costs
 from specgen.engine.build import build_engine
-from specgen.engine.kept_costs import costs_for, directory, forget, key_of
+from specgen.engine.kept_costs import costs_for, forget, key_of
 from specgen.engine.loading import open_checkpoints
 from specgen.engine.number_formats import Checkpoints
+from specgen.kept_files import kept_directory
 from specgen.template_kwargs import TemplateKwargs
 from tests.engines import Pair, config_of
 from tests.tiny_checkpoints import write_head, write_target
@@ -163,12 +164,12 @@ def test_a_file_that_is_not_what_was_written_is_said_and_replaced(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     costs_for(pair, checkpoints, machine.measure)
-    (file,) = directory().iterdir()
+    (file,) = kept_directory("step-costs").iterdir()
     file.write_text(SPOILT[name](file.read_text()))
     second = costs_for(pair, checkpoints, machine.measure)
     assert machine.measured == 2
     (line,) = [each.getMessage() for each in caplog.records]
-    assert line.startswith(f"the costs of steps kept in {file} are not used (")
+    assert line.startswith(f"costs of steps kept in {file} not used (")
     assert costs_for(pair, checkpoints, machine.measure).seconds == second.seconds
     assert machine.measured == 2
 

@@ -11,7 +11,7 @@ import torch
 from specgen.bench.environment import free_memory
 from specgen.bench.matrices import Workload
 from specgen.bench.workload import Prompts, kv_bytes, make_prompts
-from specgen.checkpoints.checkpoint import fingerprint
+from specgen.checkpoints.fingerprint import fingerprint
 from specgen.config import EngineConfig, SamplingParams, UserError, require
 from specgen.core.sequence import Request
 from specgen.engine.arms import Arm

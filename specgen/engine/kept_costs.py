@@ -5,10 +5,10 @@ A file is used only where all of that is the same, down to the source of this pa
 
 import hashlib
 import json
-import logging
 import math
 import os
 from collections.abc import Callable, Mapping
+from functools import partial
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -19,10 +19,11 @@ from specgen.config import EngineConfig
 from specgen.core.spec_length import StepCosts
 from specgen.core.step_costs import timed_sizes
 from specgen.engine.number_formats import Checkpoints
-from specgen.rundir.atomic import write_json
+from specgen.kept_files import kept_directory, read_kept, write_kept
 from specgen.rundir.machine_state import machine_state
 from specgen.rundir.provenance import device, uuid, versions
 
+_KIND, _WHAT = "step-costs", "costs of steps"
 _SET = (
     "CUDA_",
     "NCCL_",
@@ -36,15 +37,9 @@ _SET = (
 _STATE = ("driver", "max_clock_mhz", "power_limit_watts")  # of a GPU, that last
 
 
-def directory() -> Path:
-    """Where they are kept."""
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(cache) / "specgen" / "step-costs"
-
-
 def forget() -> None:
     """Remove all that is kept, of every model."""
-    for file in directory().glob("*"):
+    for file in kept_directory(_KIND).glob("*"):
         file.unlink(missing_ok=True)
 
 
@@ -60,13 +55,14 @@ def costs_for(config: EngineConfig, checkpoints: Checkpoints, measure: Callable[
     points = {
         (size, k) for size in timed_sizes(config.max_batch_size) for k in range(config.draft_length.most + 1)
     }
-    file = directory() / f"{hashlib.sha256(_text(key).encode()).hexdigest()}.json"
-    kept = _read(file, key, points)
+    file = kept_directory(_KIND) / f"{hashlib.sha256(_text(key).encode()).hexdigest()}.json"
+    kept = read_kept(file, _WHAT, partial(_checked, key=key, points=points))
     if kept is not None:
         return kept
     costs = measure()
     if costs.seconds.keys() == points:
-        _write(file, key, costs)
+        seconds = [[*point, each] for point, each in sorted(costs.seconds.items())]
+        write_kept(file, _WHAT, {"key": key, "seconds": seconds})
     return costs
 
 
@@ -109,37 +105,13 @@ def _source() -> str:
     return total.hexdigest()
 
 
-def _read(file: Path, key: Mapping[str, Any], points: set[tuple[int, int]]) -> StepCosts | None:
-    """None where there is no file, or one that is not what it should be."""
-    try:
-        found = json.loads(file.read_bytes())
-        seconds = {(int(size), int(k)): float(each) for size, k, each in found["seconds"]}
-        sound = all(math.isfinite(each) and each > 0 for each in seconds.values())
-        if _text(found["key"]) == _text(key) and seconds.keys() == points and sound:
-            return StepCosts(seconds=seconds)
-        reason = "it is not what was written there"
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, TypeError, KeyError, IndexError) as error:
-        reason = f"{type(error).__name__}: {error}"
-    _log(f"the costs of steps kept in {file} are not used ({reason}): they are measured again")
-    return None
-
-
-def _write(file: Path, key: Mapping[str, Any], costs: StepCosts) -> None:
-    seconds = [[*point, each] for point, each in sorted(costs.seconds.items())]
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        mine = file.with_suffix(f".{os.getpid()}")  # another process may write at the same time
-        write_json(mine, {"key": key, "seconds": seconds})
-        os.replace(mine, file)
-    except OSError as error:
-        _log(f"the costs of steps cannot be kept in {file} ({error.strerror}): each run measures them")
+def _checked(found: Any, key: Mapping[str, Any], points: set[tuple[int, int]]) -> StepCosts | None:  # noqa: ANN401
+    """None for what is not of ``key`` and ``points``."""
+    seconds = {(int(size), int(k)): float(each) for size, k, each in found["seconds"]}
+    sound = all(math.isfinite(each) and each > 0 for each in seconds.values())
+    same = _text(found["key"]) == _text(key) and seconds.keys() == points
+    return StepCosts(seconds=seconds) if same and sound else None
 
 
 def _text(key: Any) -> str:  # noqa: ANN401
     return json.dumps(key, sort_keys=True)
-
-
-def _log(line: str) -> None:
-    logging.getLogger("specgen").warning("%s", line)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from specgen.checkpoints.checkpoint import fingerprint
+from specgen.checkpoints.fingerprint import fingerprint
 from specgen.config import Cluster, EngineConfig, EventsName, FormatName, SamplingParams, require
 from specgen.display import devices, from_here, several
 from specgen.engine.choices import choose_attention, kv_note
