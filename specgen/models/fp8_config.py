@@ -40,6 +40,11 @@ class Fp8Config:
             return ((-(-num_out // BLOCK), -(-num_in // BLOCK)),)
         return ((), (1,)) if self.weights == "tensor" else ((num_out, 1), (num_out,))
 
+    @property
+    def rows_per_scale(self) -> int:
+        """Outputs of a weight that share a scale, unless all do."""
+        return BLOCK if self.weights == "block" else 1
+
     def num_scales(self, num_in: int) -> int:
         """Of a row of a weight with so many inputs, as it is read."""
         return -(-num_in // BLOCK) if self.weights == "block" else 1
