@@ -45,9 +45,9 @@ class Fp8Config:
         """Outputs of a weight that share a scale, unless all do."""
         return BLOCK if self.weights == "block" else 1
 
-    def num_scales(self, num_in: int) -> int:
-        """Of a row of a weight with so many inputs, as it is read."""
-        return -(-num_in // BLOCK) if self.weights == "block" else 1
+    def num_scales(self, num_out: int, num_in: int) -> int:
+        """Those that a product with a weight [num_out, num_in] reads: one for each output, or for each block."""
+        return -(-num_out // BLOCK) * -(-num_in // BLOCK) if self.weights == "block" else num_out
 
     def __str__(self) -> str:
         per = f"{BLOCK}x{BLOCK} block" if self.weights == "block" else self.weights
