@@ -93,8 +93,6 @@ class RankShare:
 
     def _cut(self, name: str, shape: tuple[int, ...], unit: int = 1) -> Cut | None:
         """``cut`` of a tensor that has one for each ``unit`` of a weight's rows and columns."""
-        if self.ranks.size == 1:
-            return None
         if _KV.search(name):
             return self._of_kv(shape)
         if name == _LM_HEAD:
@@ -118,11 +116,10 @@ class RankShare:
 
     def _of_kv(self, shape: tuple[int, ...]) -> Cut:
         """Heads of keys and values: where there are fewer than ranks, several ranks have the same one."""
-        size = self.ranks.size
-        if self.num_kv_heads >= size:
-            return self._equal(shape, _Rule(names="", dim=0))
-        start = self.ranks.rank * self.num_kv_heads // size * shape[0]
-        stored = (shape[0] * self.num_kv_heads, *shape[1:])
+        size, count = self.ranks.size, self.num_kv_heads
+        heads = max(count // size, 1)  # of a rank
+        start = self.ranks.rank * count // size * shape[0] // heads
+        stored = (shape[0] * count // heads, *shape[1:])
         return Cut(stored=stored, dim=0, ranges=(slice(start, start + shape[0]),))
 
     def _of_vocabulary(self, shape: tuple[int, ...], unit: int) -> Cut:
