@@ -17,7 +17,8 @@ from specgen.checkpoints.tensor_reader import TensorReader
 from specgen.config import UserError
 from specgen.models import vocabulary
 from specgen.models.llama import Llama
-from specgen.ops import fp8, ranked
+from specgen.ops import bind_ops, fp8, ranked
+from specgen.ops.reference import RmsNorm
 from specgen.ops.weight import Weight
 from specgen.ranks import ALONE, Ranks
 from tests.dense import DenseAttend
@@ -264,6 +265,20 @@ def test_the_likeliest_token_is_the_first_and_what_is_not_finite_is_seen(tmp_pat
         assert torch.equal(values.isfinite(), right[1].isfinite())
         assert torch.equal(values[:2], right[1][:2].double())
         assert values[2:6].isfinite().sum() == 0
+
+
+def test_a_norm_adds_every_part_of_every_rank() -> None:
+    """As of products that are split: in float32, rounded once before the ranks' sum."""
+    stream, parts = torch.randn(5, 16).bfloat16(), torch.randn(2, 3, 5, 16)
+
+    def add(ranks: Ranks) -> tuple[Tensor, Tensor]:
+        norm = bind_ops(CPU, torch.bfloat16, ranks).rms_norm(torch.ones(16).bfloat16(), 1e-5)
+        return norm.add(stream, parts[ranks.rank])
+
+    total = stream + sum(each.sum(0).bfloat16() for each in parts)
+    for found, normed in together(2, add):
+        assert torch.equal(found, total)
+        assert torch.equal(normed, RmsNorm(torch.ones(16).bfloat16(), 1e-5)(total))
 
 
 def of_the_next_rank(share: Any) -> Any:
