@@ -112,6 +112,7 @@ def build_target(config: TargetConfig, reader: TensorReader) -> Target:
             num_kv_heads=config.num_kv_heads,
             vocab_size=config.vocab_size,
             transposed_experts=config.mixture is not None and config.mixture.interleaved,
+            fp8=config.fp8,
         )
     reader, config = replace(reader, fp8=config.fp8, share=share), config.shared(reader.ranks.size)
     require(

@@ -74,7 +74,8 @@ class TensorReader:
         info = self.checkpoint.tensors[name]
         require(
             prod(info.shape) == 1,
-            f"{self.checkpoint.name}: {name} has shape {shown(list(info.shape))}: one number is supported",
+            f"{self.checkpoint.name}: {name} has shape {shown(list(info.shape))}: one number for a layer is supported, "
+            "use a checkpoint without it",
         )
         info = self._float(name, info.shape)
         self.taken[name] = 0  # it stays on the host
@@ -83,6 +84,11 @@ class TensorReader:
     def stacked(self, names: Sequence[Sequence[str]], shape: tuple[int, int]) -> Weight:
         every = [name for group in names for name in group]
         fp8 = self._format(every)
+        require(
+            fp8 is None or fp8.activations != "static",
+            f"{self.checkpoint.name}: experts in FP8 with input_scales of their own are not supported: use block FP8 "
+            "or compressed-tensors with dynamic activations",
+        )
         header, dtype = (self._float, self.dtype) if fp8 is None else (self._info, torch.float8_e4m3fn)
         infos = {f"{name}.weight": header(f"{name}.weight", shape) for name in every}
         whole = torch.empty(len(names), len(names[0]), *shape, dtype=dtype, device=self.device)
@@ -94,11 +100,6 @@ class TensorReader:
         data = whole.flatten(1, 2)
         if fp8 is None:
             return Weight(data=data)
-        require(
-            fp8.activations != "static",
-            f"{self.checkpoint.name}: experts in FP8 with input_scales of their own are not supported: use block FP8 "
-            "or compressed-tensors with dynamic activations",
-        )
         scale = torch.stack([*self._scales(every, shape).values()]).view(*data.shape[:2], -1)
         return Weight(data=data, scale=scale, format="fp8", activations=fp8.activations)
 
@@ -183,7 +184,7 @@ class TensorReader:
                 scale = scale.repeat_interleave(BLOCK, 0)[:num_out]
             scales[name] = scale.reshape(-1, scale.shape[-1] if scale.dim() == 2 else 1).expand(num_out, -1)
             scales[name] = scales[name].contiguous().to(self.device)
-            self.taken[stored] = scales[name].nbytes
+            self.taken[stored] = 4 * self.fp8.num_scales(*shape)  # as kernels keep them
         return scales
 
     def _input_scale(self, name: str) -> Tensor:
