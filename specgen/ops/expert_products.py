@@ -1,5 +1,5 @@
 # mypy: allow-untyped-decorators
-"""The product of a block of rows with some outputs of an expert, from plain weights or MXFP4 in words."""
+"""The product of a block of rows with some outputs of an expert: plain weights, FP8, or MXFP4 in words."""
 
 import torch
 import triton
@@ -8,6 +8,7 @@ from torch import Tensor
 
 from specgen.config import require
 from specgen.ops.launch import prefetch_l2
+from specgen.ops.row_kernels import e4m3_scale, to_e4m3
 
 WORD_BLOCK = 128  # inputs whose values take 16 words of an output, and whose scales take one
 
@@ -44,6 +45,55 @@ _UNPACK = tl.constexpr(
 
 
 @triton.jit
+def product(
+    x: tl.tensor,
+    x_scale: tl.tensor,
+    x_step: int,
+    weight: tl.tensor,
+    scale: tl.tensor,
+    expert: tl.tensor,
+    row: tl.tensor,
+    inside: tl.tensor,
+    out: tl.tensor,
+    scaled: tl.tensor,
+    num_scaled: int,
+    num_out: int,
+    width: int,
+    GROUPED: tl.constexpr,  # noqa: N803
+    BLOCK_IN: tl.constexpr,  # noqa: N803
+    STAGES: tl.constexpr,  # noqa: N803
+) -> tl.tensor:
+    """Outputs ``out`` [M] of an expert for rows ``row`` [R] of ``x``, from weights of any format: float32 [M, R].
+
+    Of FP8, see ``fp8_product``, outputs ``scaled`` [M] of ``num_scaled`` say where their scales are.
+    """
+    if scale is None:
+        acc = plain_product(x, weight, expert, row, inside, out, num_out, width, BLOCK_IN, STAGES)
+    elif weight.dtype.element_ty == tl.float8e4nv:
+        groups = tl.cdiv(width, 128) if GROUPED else 1
+        start = scale + (expert.to(tl.int64) * num_scaled + scaled) * groups
+        acc = fp8_product(
+            x,
+            x_scale,
+            x_step,
+            weight,
+            start,
+            expert,
+            row,
+            inside,
+            out,
+            num_out,
+            width,
+            GROUPED,
+            BLOCK_IN,
+            STAGES,
+        )
+    else:
+        acc = word_product(x, weight, scale, expert, row, inside, out, num_out, width, STAGES)
+    return acc
+
+
+@triton.jit
 def plain_product(
     x: tl.tensor,
     weight: tl.tensor,
@@ -66,6 +116,55 @@ def plain_product(
         w = tl.load(w_start + start, inner[None, :] < left, 0)
         columns = tl.load(x_start + start, inside[None, :] & (inner[:, None] < left), 0)
         acc = tl.dot(w, columns, acc, input_precision="ieee")  # of float32
+    return acc
+
+
+@triton.jit
+def fp8_product(
+    x: tl.tensor,
+    x_scale: tl.tensor,
+    x_step: int,
+    weight: tl.tensor,
+    scale: tl.tensor,
+    expert: tl.tensor,
+    row: tl.tensor,
+    inside: tl.tensor,
+    out: tl.tensor,
+    num_out: int,
+    width: int,
+    GROUPED: tl.constexpr,  # noqa: N803
+    BLOCK_IN: tl.constexpr,  # noqa: N803
+    STAGES: tl.constexpr,  # noqa: N803
+) -> tl.tensor:
+    """As ``plain_product``, of e4m3 with the first scales of each output, ``scale`` [M].
+
+    Those of ``x`` are ``x_step`` apart. GROUPED: one for each 128 inputs, BLOCK_IN is 128, and without ``x_scale`` the
+    inputs are in the model's dtype and rounded here. Otherwise one for each row. Sums of BLOCK_IN inputs leave the
+    tensor cores, which keep fewer bits than float32.
+    """
+    inner = tl.arange(0, BLOCK_IN)
+    w_start = weight + expert.to(tl.int64) * num_out * width + out[:, None] * width + inner[None, :]
+    x_start = x + row[None, :].to(tl.int64) * width + inner[:, None]
+    s_start = x_scale
+    if x_scale is not None:
+        s_start = x_scale + row.to(tl.int64) * x_step
+    acc = tl.zeros((out.shape[0], row.shape[0]), tl.float32)
+    for block in tl.range(0, tl.cdiv(width, BLOCK_IN), num_stages=STAGES):
+        left = width - block * BLOCK_IN
+        w = tl.load(w_start + block * BLOCK_IN, inner[None, :] < left, 0.0)
+        columns = tl.load(x_start + block * BLOCK_IN, inside[None, :] & (inner[:, None] < left), 0.0)
+        if GROUPED:
+            out_scale = tl.load(scale + block)
+            if x_scale is None:
+                row_scale = e4m3_scale(columns, 0)
+                columns = to_e4m3(columns, (1.0 / row_scale)[None, :])
+            else:
+                row_scale = tl.load(s_start + block, inside, 0)
+            acc += tl.dot(w, columns) * (out_scale[:, None] * row_scale[None, :])
+        else:
+            acc += tl.dot(w, columns)
+    if not GROUPED:
+        acc *= tl.load(scale)[:, None] * tl.load(s_start, inside, 0)[None, :]
     return acc
 
 
@@ -99,13 +198,18 @@ def word_product(
 
 
 @triton.jit
-def prefetch_words(words: tl.tensor, expert: tl.tensor, out: tl.tensor, num_out: int, width: int) -> None:
-    """Start loading the first two blocks of ``word_product`` into the L2 cache."""
-    first = expert.to(tl.int64) * tl.cdiv(width, 128) * num_out
-    start = words + (first + out) * 16
-    prefetch_l2(start, 64)
-    if width > 128:
-        prefetch_l2(start + num_out * 16, 64)
+def prefetch(weight: tl.tensor, expert: tl.tensor, out: tl.tensor, num_out: int, width: int) -> None:
+    """Start loading the first inputs' weights, MXFP4 in words or FP8, into the L2 cache."""
+    if weight.dtype.element_ty == tl.float8e4nv:
+        if width % 16 == 0:
+            start = weight + (expert.to(tl.int64) * num_out + out) * width
+            prefetch_l2(start, min(width, 256))
+    else:
+        first = expert.to(tl.int64) * tl.cdiv(width, 128) * num_out
+        words = weight + (first + out) * 16
+        prefetch_l2(words, 64)
+        if width > 128:
+            prefetch_l2(words + num_out * 16, 64)
 
 
 @triton.jit
