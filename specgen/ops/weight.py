@@ -58,5 +58,6 @@ class Weight:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that a pass reads."""
-        return self.data.nbytes + (0 if self.scale is None else self.scale.nbytes)
+        """Bytes that a pass reads: a scale that 128 outputs share, once."""
+        shared = 128 if self.activations == "group" else 1
+        return self.data.nbytes + (0 if self.scale is None else self.scale.nbytes // shared)
