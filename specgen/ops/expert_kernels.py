@@ -17,9 +17,6 @@ from specgen.ops.fp8_kernels import rounded_rows
 from specgen.ops.launch import PDL
 from specgen.ops.weight import Weight
 
-# Of a block; where there are more, a kernel in front of the product rounds inputs in groups, not each program again.
-_MOST_ROUNDED = 64
-
 
 @dataclass(frozen=True, kw_only=True)
 class Tile:
@@ -29,6 +26,9 @@ class Tile:
     block_in: int  # MXFP4, and FP8 by block: 128
     stages: int  # blocks of the weight in flight
     warps: int
+    rounds: bool = (
+        False  # FP8 by block: each program rounds its inputs, which no kernel has to do in front of it
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,10 +74,10 @@ class Matrices:
             input_scale=weight.static_scale,
         )
 
-    def inputs(self, x: Tensor, rows: int) -> tuple[Tensor, Tensor | None, int]:
-        """``x`` [n, in] as ``product`` takes it in blocks of ``rows``, its scales, and how many are each row's."""
-        rounds = self.activations == "group" and rows <= _MOST_ROUNDED and x.itemsize == 2
-        if self.activations is None or rounds:
+    def inputs(self, x: Tensor, tile: Tile) -> tuple[Tensor, Tensor | None, int]:
+        """``x`` [n, in] as ``product`` takes it with ``tile``, its scales, and how many are each row's."""
+        fits = x.itemsize == 2  # shared memory
+        if self.activations is None or (self.activations == "group" and tile.rounds and fits):
             return x, None, 0
         rounded = rounded_rows(x, self.input_scale, GROUP if self.activations == "group" else None)
         assert rounded.scale is not None
@@ -220,7 +220,7 @@ def _down_kernel(
 def gate_up(x: Tensor, matrices: Matrices, gating: Gating, blocks: Blocks, rows: int, tile: Tile) -> Tensor:
     """``x`` [rows, H] through gate and up of each row's experts: gated [rows * k, I], by pair (see ``Blocks``)."""
     y = x.new_empty(blocks.ids.numel(), matrices.num_out // 2)
-    (data, x_scale, x_step), limit = matrices.inputs(x, rows), gating.limit
+    (data, x_scale, x_step), limit = matrices.inputs(x, tile), gating.limit
     _gate_up_kernel[(blocks.count, triton.cdiv(y.shape[1], tile.block_out))](
         *(data, x_scale, matrices.data, matrices.scale, matrices.bias, y),
         *(blocks.ids, blocks.order, blocks.listed, x.shape[0], x_step, matrices.num_out, matrices.width),
@@ -235,7 +235,7 @@ def down(gated: Tensor, matrices: Matrices, weights: Tensor, blocks: Blocks, row
     """``gated`` [rows * k, I] through down, times ``weights`` [rows, k]: a part for each slot, [k, rows, H]."""
     num_rows, k = weights.shape
     y = gated.new_empty(k, num_rows, matrices.num_out)
-    data, x_scale, x_step = matrices.inputs(gated, rows)
+    data, x_scale, x_step = matrices.inputs(gated, tile)
     _down_kernel[(blocks.count, triton.cdiv(matrices.num_out, tile.block_out))](
         *(data, x_scale, matrices.data, matrices.scale, matrices.bias, weights, y),
         *(blocks.ids, blocks.order, blocks.listed, num_rows, x_step, matrices.num_out, matrices.width),
