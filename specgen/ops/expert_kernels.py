@@ -139,11 +139,8 @@ def _gate_up_kernel(
     out = tl.minimum(first + index // 16 * 8 + index % 8, half - 1) + index // 8 % 2 * half
     if bias is not None:  # loaded here, not to be waited for at the end
         added = tl.load(bias + expert.to(tl.int64) * num_out + out)
-    scaled, num_scaled = out, num_out
-    if GROUPED:  # gate and up have blocks of their own
-        scaled, num_scaled = out % half // 128 + out // half * tl.cdiv(half, 128), 2 * tl.cdiv(half, 128)
     acc = product(
-        x, x_scale, x_step, weight, scale, expert, pairs // K, inside, out, scaled, num_scaled, num_out, width,
+        x, x_scale, x_step, weight, scale, expert, pairs // K, inside, out, first, half, num_out, width,
         GROUPED, BLOCK_IN, STAGES,
     )  # fmt: skip
     # Not earlier: the successor's programs would crowd onto the multiprocessors that are free first.
@@ -193,7 +190,8 @@ def _down_kernel(
     expert, pairs, inside = block_of(ids, order, listed, num_rows, KIND, K, K_BLOCK, ROWS)
     if expert < 0:
         return
-    index = tl.program_id(1) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+    first = tl.program_id(1) * BLOCK_OUT
+    index = first + tl.arange(0, BLOCK_OUT)
     out = tl.minimum(index, num_out - 1)
     factor = tl.load(factors + pairs, inside, 0)  # like the bias, not to be waited for at the end
     if bias is not None:
@@ -201,11 +199,8 @@ def _down_kernel(
     if scale is not None:
         prefetch(weight, expert, out, num_out, width)
     gdc_wait()
-    scaled, num_scaled = out, num_out
-    if GROUPED:
-        scaled, num_scaled = out // 128, tl.cdiv(num_out, 128)
     acc = product(
-        x, x_scale, x_step, weight, scale, expert, pairs, inside, out, scaled, num_scaled, num_out, width,
+        x, x_scale, x_step, weight, scale, expert, pairs, inside, out, first, num_out, num_out, width,
         GROUPED, BLOCK_IN, STAGES,
     )  # fmt: skip
     gdc_launch_dependents()
@@ -246,7 +241,7 @@ def down(gated: Tensor, matrices: Matrices, weights: Tensor, blocks: Blocks, row
 
 def _constants(matrices: Matrices, blocks: Blocks, rows: int, tile: Tile) -> dict[str, Any]:
     grouped, k = matrices.activations == "group", blocks.ids.shape[1]
-    assert not grouped or tile.block_in == GROUP, tile
+    assert not grouped or (tile.block_in == GROUP and GROUP % tile.block_out == 0), tile
     return {
         "KIND": blocks.kind,
         "K": k,

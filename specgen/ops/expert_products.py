@@ -55,8 +55,8 @@ def product(
     row: tl.tensor,
     inside: tl.tensor,
     out: tl.tensor,
-    scaled: tl.tensor,
-    num_scaled: int,
+    first: tl.tensor,
+    half: int,
     num_out: int,
     width: int,
     GROUPED: tl.constexpr,  # noqa: N803
@@ -65,29 +65,15 @@ def product(
 ) -> tl.tensor:
     """Outputs ``out`` [M] of an expert for rows ``row`` [R] of ``x``, from weights of any format: float32 [M, R].
 
-    Of FP8, see ``fp8_product``, outputs ``scaled`` [M] of ``num_scaled`` say where their scales are.
+    ``first`` is the least of ``out``; of two halves with ``half`` outputs, gate and up, in each of them.
     """
     if scale is None:
         acc = plain_product(x, weight, expert, row, inside, out, num_out, width, BLOCK_IN, STAGES)
     elif weight.dtype.element_ty == tl.float8e4nv:
-        groups = tl.cdiv(width, 128) if GROUPED else 1
-        start = scale + (expert.to(tl.int64) * num_scaled + scaled) * groups
         acc = fp8_product(
-            x,
-            x_scale,
-            x_step,
-            weight,
-            start,
-            expert,
-            row,
-            inside,
-            out,
-            num_out,
-            width,
-            GROUPED,
-            BLOCK_IN,
-            STAGES,
-        )
+            x, x_scale, x_step, weight, scale, expert, row, inside, out, first, half, num_out, width,
+            GROUPED, BLOCK_IN, STAGES,
+        )  # fmt: skip
     else:
         acc = word_product(x, weight, scale, expert, row, inside, out, num_out, width, STAGES)
     return acc
@@ -130,41 +116,48 @@ def fp8_product(
     row: tl.tensor,
     inside: tl.tensor,
     out: tl.tensor,
+    first: tl.tensor,
+    half: int,
     num_out: int,
     width: int,
     GROUPED: tl.constexpr,  # noqa: N803
     BLOCK_IN: tl.constexpr,  # noqa: N803
     STAGES: tl.constexpr,  # noqa: N803
 ) -> tl.tensor:
-    """As ``plain_product``, of e4m3 with the first scales of each output, ``scale`` [M].
+    """As ``product``, of e4m3. Scales of ``x`` are ``x_step`` apart, one for each row.
 
-    Those of ``x`` are ``x_step`` apart. GROUPED: one for each 128 inputs, BLOCK_IN is 128, and without ``x_scale`` the
-    inputs are in the model's dtype and rounded here. Otherwise one for each row. Sums of BLOCK_IN inputs leave the
-    tensor cores, which keep fewer bits than float32.
+    GROUPED: one for each 128 inputs, in the weight for each block of a half too, of which ``out`` are in the same.
+    BLOCK_IN is 128, and without ``x_scale`` the inputs are in the model's dtype and rounded here. Sums of BLOCK_IN
+    inputs leave the tensor cores, which keep fewer bits than float32.
     """
     inner = tl.arange(0, BLOCK_IN)
     w_start = weight + expert.to(tl.int64) * num_out * width + out[:, None] * width + inner[None, :]
     x_start = x + row[None, :].to(tl.int64) * width + inner[:, None]
-    s_start = x_scale
+    if GROUPED:
+        groups, blocks = tl.cdiv(width, 128), tl.cdiv(half, 128)
+        scale += (expert.to(tl.int64) * blocks * (num_out // half) + first // 128) * groups
+        second = (num_out - half) // half * blocks * groups
+    else:
+        out_scale = tl.load(scale + expert.to(tl.int64) * num_out + out)
     if x_scale is not None:
-        s_start = x_scale + row.to(tl.int64) * x_step
+        x_scale += row.to(tl.int64) * x_step
     acc = tl.zeros((out.shape[0], row.shape[0]), tl.float32)
     for block in tl.range(0, tl.cdiv(width, BLOCK_IN), num_stages=STAGES):
         left = width - block * BLOCK_IN
         w = tl.load(w_start + block * BLOCK_IN, inner[None, :] < left, 0.0)
         columns = tl.load(x_start + block * BLOCK_IN, inside[None, :] & (inner[:, None] < left), 0.0)
         if GROUPED:
-            out_scale = tl.load(scale + block)
+            out_scale = tl.where(out < half, tl.load(scale + block), tl.load(scale + second + block))
             if x_scale is None:
                 row_scale = e4m3_scale(columns, 0)
                 columns = to_e4m3(columns, (1.0 / row_scale)[None, :])
             else:
-                row_scale = tl.load(s_start + block, inside, 0)
+                row_scale = tl.load(x_scale + block, inside, 0)
             acc += tl.dot(w, columns) * (out_scale[:, None] * row_scale[None, :])
         else:
             acc += tl.dot(w, columns)
     if not GROUPED:
-        acc *= tl.load(scale)[:, None] * tl.load(s_start, inside, 0)[None, :]
+        acc *= out_scale[:, None] * tl.load(x_scale, inside, 0)[None, :]
     return acc
 
 
