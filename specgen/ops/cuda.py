@@ -12,7 +12,7 @@ from specgen.config import require
 from specgen.ops import Map, Ops
 from specgen.ops.argmax import argmax
 from specgen.ops.expert_kernels import few_rows_experts
-from specgen.ops.expert_tiles import FLOAT32_TILES, MXFP4_TILES, PLAIN_TILES
+from specgen.ops.expert_tiles import FLOAT32_TILES, FP8_TILES, MXFP4_TILES, PLAIN_TILES
 from specgen.ops.experts import Experts, ExpertsMap, grouped_experts
 from specgen.ops.fp8_cuda import fp8_gated, fp8_map, fp8_parts
 from specgen.ops.reference import gated, linear, one_part
@@ -107,10 +107,8 @@ def _experts(dtype: torch.dtype, experts: Experts) -> ExpertsMap:
             f"experts in MXFP4 run in bfloat16 on a GPU, not {name}: use --dtype bfloat16",
         )
         return few_rows_experts(experts, MXFP4_TILES)
-    require(
-        experts.gate_up.format != "fp8",
-        "the experts are in FP8, which no kernel for a GPU reads yet: use --device cpu or plain weights",
-    )
+    if experts.gate_up.format == "fp8":
+        return few_rows_experts(experts, FP8_TILES)
     experts = replace(
         experts,
         gate_up=replace(experts.gate_up, data=experts.gate_up.data.contiguous()),

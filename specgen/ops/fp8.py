@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from specgen.config import require
 from specgen.ops.weight import GROUP as GROUP
 from specgen.ops.weight import Weight
 
@@ -32,6 +33,18 @@ def dequantised(weight: Weight) -> Tensor:
     if scale.shape[-1] > 1:
         scale = scale.repeat_interleave(GROUP, -1)[..., : wide.shape[-1]]
     return wide.mul_(scale)
+
+
+def block_scales(scale: Tensor, halves: int = 1) -> Tensor:
+    """Those of each block, [..., blocks, in / 128], of scales [..., out, in / 128] that 128 outputs share.
+
+    Of several ``halves`` of the outputs each begins a block. ``UserError`` if a block has several scales.
+    """
+    parts = scale.view(*scale.shape[:-2], halves, -1, scale.shape[-1])
+    blocks = parts[..., ::GROUP, :]
+    same = torch.equal(blocks.repeat_interleave(GROUP, -2)[..., : parts.shape[-2], :], parts)
+    require(same, "block FP8 has blocks that do not begin at multiples of 128 outputs: use --device cpu")
+    return blocks.flatten(-3, -2)
 
 
 def rounded(x: Tensor, weight: Weight) -> Tensor:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from specgen.config import require
 from specgen.ops import Map
+from specgen.ops.fp8 import block_scales
 from specgen.ops.fp8_kernels import (
     GROUP,
     Fp8Matrix,
@@ -107,7 +108,7 @@ class _Layer:
             "--device cpu or plain weights",
         )
         static = weight.static_scale
-        scale = _by_block(weight.scale) if grouped else weight.scale.flatten()
+        scale = block_scales(weight.scale) if grouped else weight.scale.flatten()
         torchs = dtype == torch.bfloat16 and not grouped  # what torch's products by row and output can do
         return cls(
             matrix=Fp8Matrix(data=weight.data, scale=scale.contiguous(), grouped=grouped, bias=weight.bias),
@@ -175,11 +176,3 @@ def _runs(scale: Tensor) -> tuple[tuple[slice, Tensor], ...]:
     if len(edges) > 2:
         return ()
     return tuple((slice(*ends), scale[ends[0]].reshape(1)) for ends in pairwise((0, *edges, len(scale))))
-
-
-def _by_block(scale: Tensor) -> Tensor:
-    """[out, groups] with equal scales in every 128 rows as [ceil(out / 128), groups]."""
-    blocks = scale[::GROUP]
-    same = torch.equal(blocks.repeat_interleave(GROUP, 0)[: len(scale)], scale)
-    require(same, "block FP8 has blocks that do not begin at multiples of 128 outputs: use --device cpu")
-    return blocks
