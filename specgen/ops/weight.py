@@ -27,7 +27,7 @@ class Weight:
     activations: Literal["static", "token", "group"] | None = (
         None  # of "fp8": all of them, a row, 128 of a row
     )
-    input_scale: Tensor | None = None  # float32 [], of static activations
+    input_scale: Tensor | None = None  # float32 [] or, of experts, [E], of static activations
 
     @classmethod
     def joined(cls, weights: Sequence["Weight"]) -> "Weight":
@@ -58,6 +58,5 @@ class Weight:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that a pass reads: a scale that 128 outputs share, once."""
-        shared = 128 if self.activations == "group" else 1
-        return self.data.nbytes + (0 if self.scale is None else self.scale.nbytes // shared)
+        """Bytes that a pass reads."""
+        return self.data.nbytes + (0 if self.scale is None else self.scale.nbytes)
