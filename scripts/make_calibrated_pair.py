@@ -193,9 +193,9 @@ def chosen_layer(shape: Shape, overlap: float | None, weights: str = "bf16") -> 
     """
     fp8 = None if weights == "bf16" else cast(Fp8Format, weights)
     if isinstance(shape, Mixture):
-        if fp8 is not None and (fp8 != "fp8-block" or isinstance(shape, GptOssShape)):
+        if fp8 is not None and isinstance(shape, GptOssShape):
             raise ValueError(
-                f"weights is {weights}: of mixtures only qwen3's can be in FP8, as fp8-block; leave it out"
+                f"weights is {weights}, but experts of {shape.model_type} are not in FP8: leave it out"
             )
         common = common_share(shape.num_experts, shape.num_chosen, overlap or 0.0)
         layers = MixtureLayers(shape=shape, common=common)

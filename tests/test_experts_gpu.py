@@ -60,6 +60,7 @@ SMALL = [
     Shape(num_experts=16, hidden=256, inner=96, k=3, fp8="group", dtype=FP16),
     Shape(num_experts=4, hidden=200, inner=136, k=1, fp8="group", dtype=torch.float32, gating=CLAMPED),
     Shape(num_experts=4, hidden=200, inner=136, k=1, fp8="token", dtype=torch.float32),
+    Shape(num_experts=4, hidden=200, inner=136, k=1, fp8="static", dtype=torch.float32),
 ]
 LARGE = [
     Shape(num_experts=32, hidden=2880, inner=2880, k=4, gating=CLAMPED),
@@ -116,13 +117,14 @@ class World:
         if activations == "group":
             scale = scale.repeat_interleave(128, 2)[:, :, : num_out // parts]
         values = torch.randn(shape.num_experts, num_out, width, device=CUDA, generator=self.generator)
+        inputs = torch.linspace(0.0063, 0.0119, shape.num_experts, device=CUDA)
         return Weight(
             data=values.mul_(60).clamp_(-448, 448).to(E4M3),
             scale=scale.flatten(1, 2),
             bias=bias,
             format="fp8",
             activations=activations,
-            input_scale=torch.tensor(0.0113, device=CUDA) if activations == "static" else None,
+            input_scale=inputs if activations == "static" else None,
         )
 
     def normal(self, *shape: int) -> Tensor:
@@ -160,8 +162,11 @@ class World:
 
     def _product(self, which: int, expert: int, x: Tensor) -> Tensor:
         """In float32; of FP8 gate and up in the dtype of ``x``, in which they are gated before e4m3 rounds that."""
-        weight = self.weights[which]
-        inputs = fp8.rounded(x, weight) if self.shape.fp8 else x.float()
+        weight, inputs = self.weights[which], x.float()
+        if weight.input_scale is not None:
+            inputs = fp8.through_e4m3(inputs, weight.input_scale[expert])
+        elif self.shape.fp8:
+            inputs = fp8.rounded(x, weight)
         out = inputs @ self.dense[which][expert].T
         out = out if weight.bias is None else out + weight.bias[expert].float()
         return out.to(x.dtype) if self.shape.fp8 and which == 0 else out

@@ -22,7 +22,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
 ]
-FORMS = ("dynamic", "block")
+FORMS = ("dynamic", "block", "modelopt")
 # widths that kernels of dense layers take; experts are no whole blocks wide
 WIDTHS = {"hidden_size": 256, "moe_intermediate_size": 160, "head_dim": 64}
 HALF: dict[str, Any] = {**EXACT, "dtype": "bfloat16"}

@@ -101,7 +101,8 @@ class TensorReader:
         if fp8 is None:
             return Weight(data=data)
         scale = torch.stack([*self._scales(every, shape).values()]).view(*data.shape[:2], -1)
-        return Weight(data=data, scale=scale, format="fp8", activations=fp8.activations)
+        inputs = self._input_scales(names) if fp8.activations == "static" else None
+        return Weight(data=data, scale=scale, format="fp8", activations=fp8.activations, input_scale=inputs)
 
     def packed(self, name: str, shape: tuple[int, ...], arrange: Arrange) -> Tensor:
         info = self._info(name, shape)
@@ -118,8 +119,8 @@ class TensorReader:
         fp8 = self._format(num_out)
         if fp8 is None:
             return [Weight(data=self(f"{name}.weight", (n, num_in))) for name, n in num_out.items()]
-        static = fp8.activations == "static"
-        weights = [
+        input_scale = self._input_scales([[*num_out]])[0] if fp8.activations == "static" else None
+        return [
             Weight(
                 data=self._read(
                     f"{name}.weight", self._info(f"{name}.weight", (n, num_in)), torch.float8_e4m3fn, None
@@ -127,17 +128,10 @@ class TensorReader:
                 scale=self._scales([name], (n, num_in))[name],
                 format="fp8",
                 activations=fp8.activations,
-                input_scale=self._input_scale(name) if static else None,
+                input_scale=input_scale,
             )
             for name, n in num_out.items()
         ]
-        inputs = [each.input_scale for each in weights if each.input_scale is not None]
-        require(
-            self.device.type == "meta" or all(torch.equal(inputs[0], each) for each in inputs),
-            f"{self.checkpoint.name}: {', '.join(num_out)} have the same inputs, but different input_scales: "
-            "quantize them with one",
-        )
-        return weights
 
     def _format(self, names: Iterable[str]) -> Fp8Config | None:
         """How linear layers are stored that become one weight; None: plain."""
@@ -187,11 +181,26 @@ class TensorReader:
             self.taken[stored] = 4 * self.fp8.num_scales(*shape)  # as kernels keep them
         return scales
 
-    def _input_scale(self, name: str) -> Tensor:
-        stored = f"{name}.input_scale"
-        info = self.checkpoint.tensors.get(stored)
-        found = self._float(stored, info.shape if info and info.shape == (1,) else ())
-        return self._above_zero(stored, self._read(stored, found, torch.float32, None).reshape(()))
+    def _input_scales(self, names: Sequence[Sequence[str]]) -> Tensor:
+        """One for each group of layers with the same inputs, float32."""
+        infos = {}
+        for name in (name for group in names for name in group):
+            stored = f"{name}.input_scale"
+            info = self.checkpoint.tensors.get(stored)
+            infos[stored] = self._float(stored, info.shape if info and info.shape == (1,) else ())
+        self.taken.update(dict.fromkeys(infos, torch.float32.itemsize))
+        if self.device.type == "meta":
+            return torch.empty(len(names), device=self.device)
+        found = dict(read_tensors(infos))
+        scales = [self._above_zero(stored, found[stored].float()).reshape(()) for stored in infos]
+        groups = torch.stack(scales).view(len(names), -1)
+        for group, each in zip(names, groups, strict=True):
+            require(
+                bool((each == each[0]).all()),
+                f"{self.checkpoint.name}: {', '.join(group)} have the same inputs, but different input_scales: "
+                "quantize them with one",
+            )
+        return groups[:, 0].contiguous().to(self.device)
 
     def _above_zero(self, name: str, scale: Tensor) -> Tensor:
         require(

@@ -119,8 +119,9 @@ def _experts(dtype: torch.dtype, experts: Experts) -> ExpertsMap:
             f"experts in MXFP4 run in bfloat16 on a GPU, not {name}: use --dtype bfloat16",
         )
         return few_rows_experts(experts, MXFP4_TILES)
-    if experts.gate_up.format == "fp8":
-        return few_rows_experts(experts, FP8_TILES)
+    if "fp8" in (experts.gate_up.format, experts.down.format):
+        few = dtype == torch.float32  # inputs fill the shared memory
+        return few_rows_experts(experts, FP8_TILES[:2] if few else FP8_TILES)
     experts = replace(
         experts,
         gate_up=replace(experts.gate_up, data=experts.gate_up.data.contiguous()),

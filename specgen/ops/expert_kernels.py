@@ -51,7 +51,7 @@ class Matrices:
     num_out: int
     width: int
     activations: Literal["static", "token", "group"] | None = None  # of FP8; see Weight
-    input_scale: Tensor | None = None  # [1], of static activations
+    input_scale: Tensor | None = None  # [E], of static activations
 
     @classmethod
     def of(cls, weight: Weight, halves: int = 1) -> "Matrices":
@@ -71,17 +71,17 @@ class Matrices:
             plain,
             scale=scale.contiguous(),
             activations=weight.activations,
-            input_scale=weight.static_scale,
+            input_scale=weight.input_scale,
         )
 
     def inputs(self, x: Tensor, tile: Tile) -> tuple[Tensor, Tensor | None, int]:
         """``x`` [n, in] as ``product`` takes it with ``tile``, its scales, and how many are each row's."""
-        fits = x.itemsize == 2  # shared memory
-        if self.activations is None or (self.activations == "group" and tile.rounds and fits):
-            return x, None, 0
-        rounded = rounded_rows(x, self.input_scale, GROUP if self.activations == "group" else None)
+        grouped = self.activations == "group"
+        if self.activations is None or self.activations == "static" or (grouped and tile.rounds):
+            return x, self.input_scale, 0
+        rounded = rounded_rows(x, None, GROUP if grouped else None)
         assert rounded.scale is not None
-        return rounded.data, rounded.scale, 0 if rounded.static else rounded.scale.shape[1]
+        return rounded.data, rounded.scale, rounded.scale.shape[1]
 
 
 @triton.jit

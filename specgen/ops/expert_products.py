@@ -124,11 +124,11 @@ def fp8_product(
     BLOCK_IN: tl.constexpr,  # noqa: N803
     STAGES: tl.constexpr,  # noqa: N803
 ) -> tl.tensor:
-    """As ``product``, of e4m3. Scales of ``x`` are ``x_step`` apart, one for each row.
+    """As ``product``, of weights in e4m3. Sums of BLOCK_IN inputs leave the tensor cores, which keep few bits.
 
-    GROUPED: one for each 128 inputs, in the weight for each block of a half too, of which ``out`` are in the same.
-    BLOCK_IN is 128, and without ``x_scale`` the inputs are in the model's dtype and rounded here. Sums of BLOCK_IN
-    inputs leave the tensor cores, which keep fewer bits than float32.
+    ``x`` is in e4m3 with ``x_step`` scales for each row: one, or, GROUPED, one for each 128 inputs. In the model's
+    dtype it is rounded here: with ``x_scale`` [E], or, GROUPED, with those that are found. GROUPED weights have a scale
+    for each block of 128 outputs of a half, of which ``out`` are in the same, and 128 inputs, which BLOCK_IN is.
     """
     inner = tl.arange(0, BLOCK_IN)
     w_start = weight + expert.to(tl.int64) * num_out * width + out[:, None] * width + inner[None, :]
@@ -139,8 +139,11 @@ def fp8_product(
         second = (num_out - half) // half * blocks * groups
     else:
         out_scale = tl.load(scale + expert.to(tl.int64) * num_out + out)
-    if x_scale is not None:
+    if x.dtype.element_ty == tl.float8e4nv:
         x_scale += row.to(tl.int64) * x_step
+    elif not GROUPED:
+        static = tl.load(x_scale + expert)
+        inverse = 1.0 / static
     acc = tl.zeros((out.shape[0], row.shape[0]), tl.float32)
     for block in tl.range(0, tl.cdiv(width, BLOCK_IN), num_stages=STAGES):
         left = width - block * BLOCK_IN
@@ -148,16 +151,21 @@ def fp8_product(
         columns = tl.load(x_start + block * BLOCK_IN, inside[None, :] & (inner[:, None] < left), 0.0)
         if GROUPED:
             out_scale = tl.where(out < half, tl.load(scale + block), tl.load(scale + second + block))
-            if x_scale is None:
+            if x.dtype.element_ty != tl.float8e4nv:
                 row_scale = e4m3_scale(columns, 0)
                 columns = to_e4m3(columns, (1.0 / row_scale)[None, :])
             else:
                 row_scale = tl.load(x_scale + block, inside, 0)
             acc += tl.dot(w, columns) * (out_scale[:, None] * row_scale[None, :])
         else:
+            if x.dtype.element_ty != tl.float8e4nv:
+                columns = to_e4m3(columns, inverse)
             acc += tl.dot(w, columns)
     if not GROUPED:
-        acc *= out_scale[:, None] * tl.load(x_scale, inside, 0)[None, :]
+        if x.dtype.element_ty == tl.float8e4nv:
+            acc *= out_scale[:, None] * tl.load(x_scale, inside, 0)[None, :]
+        else:
+            acc *= (out_scale * static)[:, None]
     return acc
 
 

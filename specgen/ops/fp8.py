@@ -53,24 +53,24 @@ def rounded(x: Tensor, weight: Weight) -> Tensor:
 
 
 def rounding(weight: Weight) -> _Map:
-    """``rounded`` for this weight, without keeping its matrix."""
+    """``rounded`` for this weight, without keeping its matrix; of experts not with scales of their own."""
     if weight.activations == "static":
         scale = weight.input_scale
         assert scale is not None
-        return lambda x: _to_e4m3(x.float(), scale)
+        return lambda x: through_e4m3(x.float(), scale)
     assert weight.activations is not None
     return _by_token if weight.activations == "token" else _by_group
 
 
 def _by_token(x: Tensor) -> Tensor:
     wide = x.float()
-    return _to_e4m3(wide, _scale(wide))
+    return through_e4m3(wide, _scale(wide))
 
 
 def _by_group(x: Tensor) -> Tensor:
     padded = F.pad(x.float(), (0, -x.shape[-1] % GROUP))
     padded = padded.view(*x.shape[:-1], padded.shape[-1] // GROUP, GROUP)
-    return _to_e4m3(padded, _scale(padded)).flatten(-2)[..., : x.shape[-1]]
+    return through_e4m3(padded, _scale(padded)).flatten(-2)[..., : x.shape[-1]]
 
 
 def _scale(x: Tensor) -> Tensor:
@@ -79,6 +79,7 @@ def _scale(x: Tensor) -> Tensor:
     return torch.where(scale == 0, 1.0, scale)
 
 
-def _to_e4m3(x: Tensor, scale: Tensor) -> Tensor:
+def through_e4m3(x: Tensor, scale: Tensor) -> Tensor:
+    """``x`` in float32 rounded to e4m3 with ``scale``, and times it again."""
     # before torch 2.13 a cast makes NaN of what is beyond the range
     return (x / scale).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn).float() * scale

@@ -29,7 +29,7 @@ class Weight:
     activations: Literal["static", "token", "group"] | None = (
         None  # of "fp8": all of them, a row, 128 of a row
     )
-    input_scale: Tensor | None = None  # float32 [], of static activations
+    input_scale: Tensor | None = None  # float32 [] or, of experts, [E], of static activations
 
     @classmethod
     def joined(cls, weights: Sequence["Weight"]) -> "Weight":
