@@ -37,7 +37,7 @@ def build_engine(
     )
     runner = RUNNERS[config.cuda_graphs]()
     peers = models.peers.of_engine(config, expected)
-    pages = peers.assemble(num_pages(config, models, expected), runner)
+    pages = peers.assemble(lambda: num_pages(config, models, expected), runner)
     engine = assemble(config, replace(models, peers=peers), pages, around(runner), record)
     if config.draft_length.auto:
         costs = step_costs.measure(engine, config.max_batch_size, config.draft_length.most)
