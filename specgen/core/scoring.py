@@ -198,12 +198,12 @@ class Scorer:
             on_device(rows, self._device, torch.int64),
             on_device(targets, self._device, torch.int64),
         )
-        numbers = HostCopy(log_probs), HostCopy(greedy)
-        self._peers.wait(numbers[-1])
-        found = iter(zip(*(each.read() for each in numbers), strict=True))
+        numbers = HostCopy(torch.stack((log_probs, greedy.float()), 1))
+        self._peers.wait(numbers)
+        found = iter(numbers.read())
         for chunk in chunks:
             scores = partial[chunk.sequence]
             for _ in scores.wanted(chunk):
                 log_prob, is_greedy = next(found)
                 scores.log_probs.append(log_prob)
-                scores.greedy.append(is_greedy)
+                scores.greedy.append(bool(is_greedy))

@@ -64,6 +64,21 @@ def _memory_for_kv(config: EngineConfig, models: Models, expected: SamplingParam
     return free - not_ours - 2 * _largest_pass(config, models, expected)
 
 
+def room_for_turns(config: EngineConfig, models: Models) -> int:
+    """Bytes for engines over loaded ``models`` that take turns: half of what weights leave on the fullest device."""
+    return models.peers.least(_rest, config, models) // 2
+
+
+def _rest(config: EngineConfig, models: Models) -> int:
+    """Of the share of this rank's device that a process may use."""
+    if config.device == "cpu":
+        return 2 * _GIB
+    gc.collect()
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(config.device)
+    return free - int(total * (1 - config.gpu_memory_utilization))
+
+
 def _largest_pass(config: EngineConfig, models: Models, expected: SamplingParams) -> int:
     """Bytes that the largest prefill and a decode step of the whole batch take beside weights and KV, by trial."""
     count = min(config.max_batch_size, config.max_prefill_tokens)
