@@ -212,10 +212,9 @@ class TensorReader:
 
     def _stored(self, infos: Mapping[str, TensorInfo]) -> Iterator[tuple[str, Tensor]]:
         """As ``read_tensors``."""
-        self.alive()
         for found in read_tensors(infos):
-            yield found
             self.alive()
+            yield found
 
     def _float(self, name: str, shape: tuple[int, ...]) -> TensorInfo:
         info = self._info(name, shape)

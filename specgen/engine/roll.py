@@ -110,9 +110,8 @@ class Roll:
                 continue
             try:
                 member.connection.send_bytes(data)
-            except (
-                BlockingIOError
-            ):  # half of it may be on the way, so nothing that follows would be understood
+            except BlockingIOError:
+                # half of it may be on the way, so nothing that follows would be understood
                 self._lose(member, Failed(reason=self._no_answer, waited=False))
                 member.process.kill()
             except OSError:  # the watching thread finds out
