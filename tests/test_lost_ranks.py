@@ -297,7 +297,7 @@ def test_no_rank_is_left_when_rank_0_ends(tmp_path: Path, number: int, code: int
 
 
 STUCK = """
-import os, signal, time
+import os, sys, time
 from specgen.core.step import Steps
 from specgen.engine import roll
 from specgen.engine.engine import Engine
@@ -306,8 +306,9 @@ from tests.test_tensor_parallel import config
 if __name__ == "__main__":
     roll.GRACE = 1.0
     engine = Engine(config(2))
+    engine.models.peers._crew._roll.patience = 2.0
     def stuck(self, columns, num_drafts):
-        os.kill(engine.models.peers._crew._roll.members[0].process.pid, signal.SIGKILL)
+        os.kill(engine.models.peers._crew._roll.members[0].process.pid, int(sys.argv[1]))
         time.sleep(60)
     Steps.decode = stuck
     list(engine.generate(["Tom has"]))
@@ -315,12 +316,14 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
-def test_rank_0_ends_where_it_cannot_come_back_from_a_pass() -> None:
-    """On a GPU it may wait in a kernel for a rank that is gone."""
-    done = subprocess.run([sys.executable, "-c", STUCK], capture_output=True, text=True, timeout=40)
-    line = (
-        "the device is lost (rank 1 of 2 on cpu: it was ended by SIGKILL); run the command again to continue"
-    )
+@pytest.mark.parametrize(
+    ("number", "why"), [(signal.SIGKILL, "it was ended by SIGKILL"), (signal.SIGSTOP, "no answer for 2 s")]
+)
+def test_rank_0_ends_where_it_cannot_come_back_from_a_pass(number: int, why: str) -> None:
+    """On a GPU it may wait in a kernel for a rank that is gone, or hangs."""
+    command = [sys.executable, "-c", STUCK, str(int(number))]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=40)
+    line = f"the device is lost (rank 1 of 2 on cpu: {why}); run the command again to continue"
     assert done.stderr.strip().endswith(f"specgen: {line}")
     assert done.returncode == 1
 

@@ -62,6 +62,9 @@ class ModelPeers(Peers):
     def of_engine(self, config: EngineConfig, expected: SamplingParams) -> Peers:
         return EnginePeers(self._crew, self._model, config, expected)
 
+    def see(self, *numbers: int) -> None:
+        self._crew.alive()
+
     def give_up(self, error: RuntimeError) -> None:
         raise error
 
@@ -117,8 +120,8 @@ class EnginePeers(ModelPeers):
             yield
 
     def see(self, *numbers: int) -> None:
+        super().see(*numbers)
         self._account.add(*numbers)
-        self._crew.alive()
 
     def agree(self, requests: tuple[str, ...]) -> None:
         with self._blaming(requests):
