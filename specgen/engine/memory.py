@@ -14,6 +14,7 @@ from specgen.models.model_config import LayerConfig
 
 DRAWN = SamplingParams(temperature=1.0)  # what an engine prepares for by default
 _GIB = 1 << 30
+_CPU_REST = 2 * _GIB  # for engines that take turns, and what they take beside their caches
 
 
 def num_pages(config: EngineConfig, models: Models, expected: SamplingParams = DRAWN) -> int:
@@ -72,7 +73,7 @@ def room_for_turns(config: EngineConfig, models: Models) -> int:
 def _rest(config: EngineConfig, models: Models) -> int:
     """Of the share of this rank's device that a process may use."""
     if config.device == "cpu":
-        return 2 * _GIB
+        return _CPU_REST
     gc.collect()
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(config.device)
