@@ -191,6 +191,18 @@ def test_a_process_that_cannot_end_is_ended_with_exit_code_1() -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
 
 
+def test_on_gpus_a_lost_rank_limits_the_end_of_the_process(
+    members: list[Member], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kernel may wait for it without end."""
+    registered: list[object] = []
+    monkeypatch.setattr("atexit.register", lambda *given: registered.extend(given))
+    team = crew.Crew(replace(place(0), device="cuda:0"), members)
+    assert team.blame(RuntimeError("CUDA error")) == "rank 0 of 3 on cuda:0: CUDA error"
+    assert registered == [exit_within, roll.GRACE]
+    assert all(member.process.poll() == -signal.SIGKILL for member in members)
+
+
 def test_a_rank_says_that_it_still_reads_weights() -> None:
     ours, theirs = socket.socketpair()
     follower = Follower(Connection(theirs.detach()), 1)
