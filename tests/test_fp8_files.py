@@ -98,10 +98,13 @@ OTHER: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "some-layers": (compressed(targets=["re:.*mlp.*"]), "targets is"),
     "two-groups": ({**compressed(), "config_groups": {"a": {}, "b": {}}}, "config_groups has 2 groups"),
-    "awq": ({"quant_method": "awq", "bits": 4}, "has the method 'awq'"),
-    "gptq": ({"quant_method": "gptq", "bits": 4}, "has the method 'gptq'"),
-    "bitsandbytes": ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "has the method 'bitsandbytes'"),
-    "nameless": ({"bits": 4}, "has the method None"),
+    "awq": ({"quant_method": "awq", "bits": 4}, "quant_method is 'awq'"),
+    "gptq": ({"quant_method": "gptq", "bits": 4}, "quant_method is 'gptq'"),
+    "bitsandbytes": (
+        {"quant_method": "bitsandbytes", "load_in_8bit": True},
+        "quant_method is 'bitsandbytes'",
+    ),
+    "nameless": ({"bits": 4}, "quant_method is None"),
     "other-blocks": (
         CONFIGS["block"][2] | {"weight_block_size": [64, 64]},
         r"weight_block_size is \[64, 64\]",
