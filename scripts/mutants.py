@@ -175,7 +175,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "ops/experts": _MIXTURES,
     "ops/mxfp4": _MIXTURES,
     "ops/fp8": _FP8,
-    "models/fp8_config": _FP8,
+    "models/fp8_config": (*_FP8, "test_rank_shares.py"),
     "checkpoints/rank_share": ("test_rank_shares.py",),
     "models/vocabulary": ("test_rank_shares.py",),
     "ops/ranked": ("test_rank_shares.py",),

@@ -129,6 +129,39 @@ def test_other_formats_are_refused_by_name_with_what_to_use(config: dict[str, An
     assert "use plain weights, or FP8" in str(caught.value) or "ignore" in str(caught.value)
 
 
+SCHEMES = {
+    ("tensor", "tensor", False): ("tensor", "static"),
+    ("channel", "tensor", False): ("channel", "static"),
+    ("tensor", "token", True): ("tensor", "token"),
+    ("channel", "token", True): ("channel", "token"),
+    ("block", "group", True): ("block", "group"),
+}
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("inputs", ["tensor", "token", "group"])
+@pytest.mark.parametrize("weights", ["tensor", "channel", "block", "group"])
+def test_schemes_of_compressed_tensors(weights: str, inputs: str, dynamic: bool) -> None:
+    config = compressed(
+        weights__strategy=weights,
+        weights__block_structure=[128, 128],
+        input_activations__strategy=inputs,
+        input_activations__group_size=128,
+        input_activations__dynamic=dynamic,
+    )
+    known = SCHEMES.get((weights, inputs, dynamic))
+    if known is None:
+        how = "dynamic" if dynamic else "static"
+        with pytest.raises(
+            UserError, match=rf"'{weights}' and input_activations '{inputs}' \({how}\), which"
+        ):
+            fp8_config({"quantization_config": config})
+        return
+    found = fp8_config({"quantization_config": config})
+    assert found is not None
+    assert (found.weights, found.activations) == known
+
+
 def test_the_separate_file_of_modelopt_must_agree(tmp_path: Path) -> None:
     path = write(tmp_path, "modelopt-newer")
     load(path)
