@@ -180,7 +180,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "models/vocabulary": ("test_rank_shares.py",),
     "ops/ranked": ("test_rank_shares.py",),
     "ops/router": _MIXTURES,
-    "checkpoints/tensor_reader": ("test_checkpoint.py", *_MIXTURES, *_FP8),
+    "checkpoints/tensor_reader": ("test_checkpoint.py", *_MIXTURES, *_FP8, "test_fp8_kv.py", _HEADS),
     "evaluation/paired": ("test_paired.py",),
     "engine/conversations": ("test_engine.py", "test_lost.py", *_RUNS),
 }
