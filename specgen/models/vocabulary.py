@@ -22,11 +22,11 @@ def rows_of(vocab_size: int, ranks: Ranks) -> range:
         vocab_size >= ranks.size**2,
         f"a vocabulary of {vocab_size} tokens cannot be shared by {ranks.size} ranks: use a smaller --tensor-parallel",
     )
-    each = _most_rows(vocab_size, ranks.size)
+    each = most_rows(vocab_size, ranks.size)
     return range(min(ranks.rank * each, vocab_size), min((ranks.rank + 1) * each, vocab_size))
 
 
-def _most_rows(vocab_size: int, num_ranks: int) -> int:
+def most_rows(vocab_size: int, num_ranks: int) -> int:
     """Of a rank; all but the last have as many."""
     each = -(-vocab_size // num_ranks)
     return -(-each // _ALIGNED) * _ALIGNED if each >= 32 * _ALIGNED else each
@@ -63,7 +63,7 @@ class Vocabulary:
         """Logits [..., V] from every rank's [..., len(rows)]."""
         if self.ranks.size == 1:
             return share
-        most = _most_rows(self.size, self.ranks.size)
+        most = most_rows(self.size, self.ranks.size)
         parts = self.ranks.gather(pad(share, (0, most - share.shape[-1])))
         return parts.movedim(0, -2).flatten(-2)[..., : self.size].contiguous()
 
