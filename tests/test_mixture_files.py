@@ -175,7 +175,7 @@ QWEN3: dict[str, tuple[dict[str, Any], str]] = {
     "step": ({"decoder_sparse_step": 0}, "decoder_sparse_step is 0"),
     "dense": ({"mlp_only_layers": [2]}, "no tensor 'model.layers.2.mlp.gate_proj.weight'"),
     "norm": ({"norm_topk_prob": "yes"}, "norm_topk_prob is 'yes'"),
-    "quantized": ({"quantization_config": {"quant_method": "mxfp4"}}, "has the method 'mxfp4'"),
+    "quantized": ({"quantization_config": {"quant_method": "mxfp4"}}, "quant_method is 'mxfp4'"),
     "window": ({"use_sliding_window": True, "sliding_window": 8}, "sliding_window is 8 and in use"),
     "more-experts": ({"num_local_experts": 7}, "no tensor 'model.layers.0.mlp.gate.weight'|has shape"),
 }

@@ -17,7 +17,7 @@ from specgen.checkpoints.tensor_reader import TensorReader
 from specgen.config import UserError
 from specgen.models import vocabulary
 from specgen.models.llama import Llama
-from specgen.ops import bind_ops, fp8, ranked
+from specgen.ops import bind_ops, experts, fp8, ranked
 from specgen.ops.reference import RmsNorm
 from specgen.ops.weight import Weight
 from specgen.ranks import ALONE, Ranks
@@ -39,6 +39,12 @@ def in_fp8(path: Path, form: str, *, output_layer: bool = False, **settings: Any
 def stacked(path: Path) -> None:
     write_qwen3_moe(path)
     in_one_tensor(path)
+
+
+def experts_in_fp8(path: Path, form: str) -> None:
+    widths = {"hidden_size": 128, "head_dim": 128, "num_hidden_layers": 2, "moe_intermediate_size": 512}
+    write_qwen3_moe(path, **widths, num_key_value_heads=4)
+    quantize(path, form, spread=1.0)
 
 
 def in_mxfp4(path: Path) -> None:
@@ -71,6 +77,8 @@ TARGETS: dict[str, Callable[[Path], object]] = {
     "modelopt": partial(in_fp8, form="modelopt"),
     "a scale per channel": partial(in_fp8, form="dynamic", head_dim=32),
     "a vector of scales": in_fp8_with_vectors,
+    "experts with a scale per channel": partial(experts_in_fp8, form="dynamic"),
+    "experts in blocks": partial(experts_in_fp8, form="block"),
     "blocks": partial(in_fp8, form="block", **BLOCKS),
     "blocks of two heads": partial(
         in_fp8, form="block", **{**BLOCKS, "head_dim": 64, "num_heads": 8, "num_kv_heads": 8}
@@ -118,8 +126,9 @@ def agrees(path: Path, size: int) -> bool:
     In FP8 most prompts: a sum in another order may round an input to the other one of two values of e4m3.
     """
     with pytest.MonkeyPatch.context() as patch:
-        hidden = target_config(open_checkpoint(str(path))).hidden_size
-        patch.setattr(fp8, "rounding", in_parts(size, hidden))
+        rounding = in_parts(size, target_config(open_checkpoint(str(path))).hidden_size)
+        patch.setattr(fp8, "rounding", rounding)
+        patch.setattr(experts, "rounding", rounding)
         model = load(path)
         logits, ids, _ = run(model)
     found = together(size, lambda ranks: run(load(path, ranks)))
@@ -221,8 +230,11 @@ def test_a_vocabulary_of_too_few_tokens_is_refused(tmp_path: Path) -> None:
 
 def test_an_output_layer_in_blocks_that_ranks_would_divide_is_refused(tmp_path: Path) -> None:
     in_fp8(tmp_path, "block", output_layer=True, **BLOCKS)
-    with pytest.raises(UserError, match="lm_head is in FP8 with a scale for each 128 tokens, which 2 ranks"):
-        load(tmp_path, ThreadRanks(rank=1, size=2, group=object()))  # type: ignore[arg-type]
+    for rank in range(2):  # all say so, also the one that is asked before the others start
+        with pytest.raises(
+            UserError, match="lm_head is in FP8 with a scale for each 128 tokens, which 2 ranks"
+        ):
+            load(tmp_path, ThreadRanks(rank=rank, size=2, group=object()))  # type: ignore[arg-type]
 
 
 def test_a_tensor_of_another_shape_is_named_with_that_of_the_whole(tmp_path: Path) -> None:
@@ -305,6 +317,7 @@ MISREAD: dict[str, tuple[str, Any, str, Any]] = {
         ("sinks of another rank", "gpt-oss", "sinks"),
         ("scales of another rank", "a scale per channel", "gate_proj.weight_scale"),
         ("inputs' scales of another rank", "blocks of compressed-tensors", "down_proj.weight_scale"),
+        ("an expert's scales of another rank", "experts in blocks", "1.down_proj.weight_scale_inv"),
         ("tokens' scales of another rank", "output layer with scales per token", "lm_head.weight_scale"),
         ("packed scales of another rank", "gpt-oss in MXFP4", "down_proj_scales"),
         ("rows of another rank", "llama", "lm_head"),

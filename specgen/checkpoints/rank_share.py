@@ -14,7 +14,7 @@ from torch import Tensor
 
 from specgen.config import require
 from specgen.models.fp8_config import Fp8Config
-from specgen.models.vocabulary import rows_of
+from specgen.models.vocabulary import most_rows, rows_of
 from specgen.ranks import Ranks
 
 # Of a dimension, the ranges that are read, one behind the other.
@@ -125,7 +125,7 @@ class RankShare:
     def _of_vocabulary(self, shape: tuple[int, ...], unit: int) -> Cut:
         rows = rows_of(self.vocab_size, self.ranks)
         require(
-            rows.start % unit == 0,
+            most_rows(self.vocab_size, self.ranks.size) % unit == 0,  # the same on every rank
             f"lm_head is in FP8 with a scale for each {unit} tokens, which {self.ranks.size} ranks do not share "
             "evenly: use a smaller --tensor-parallel",
         )

@@ -9,7 +9,7 @@ from specgen.config import UserError, require, shown
 from specgen.models.config_fields import Raw, items, section
 
 BLOCK = 128  # rows and columns of a weight that share a scale in block FP8
-SECTIONS = ("quantization_config", "compression_config")  # the latter of older compressed-tensors
+_SECTIONS = ("quantization_config", "compression_config")  # the latter of older compressed-tensors
 _OF_WEIGHTS = ("quant_algo", "config_groups", "activation_scheme")
 _OF_CACHE = ("kv_cache_quant_algo", "kv_cache_scheme")
 _IGNORED = ("ignore", "exclude_modules", "modules_to_not_convert", "ignored_layers")
@@ -60,21 +60,26 @@ class Fp8Config:
         return f"FP8 e4m3 (quant_method {self.method}), one scale per {per}; activations rounded {rounded}"
 
 
-def fp8_config(config: Raw) -> Fp8Config | None:
-    """Of a ``config.json``; None: plain weights. ``UserError`` names any other format."""
-    given = [name for name in SECTIONS if config.get(name)]
+def quantization(config: Raw) -> Raw:
+    """What a ``config.json`` says of its weights and KV cache, without modelopt's nesting; empty: nothing."""
+    given = [name for name in _SECTIONS if config.get(name)]
     require(
         len(given) < 2,
         f"config.json has {' and '.join(given)}: keep the one that the weights were saved with",
     )
-    if not given:
+    raw = section(config, given[0]) if given else {}
+    return {**raw, **section(raw, "quantization")}
+
+
+def fp8_config(config: Raw) -> Fp8Config | None:
+    """Of a ``config.json``; None: plain weights. ``UserError`` names any other format."""
+    raw = quantization(config)
+    if not raw:
         return None
-    raw = section(config, given[0])
     method = raw.get("quant_method")
     readers = {"modelopt": _modelopt, "compressed-tensors": _compressed_tensors, "fp8": _fp8}
     if not isinstance(method, str) or method not in readers:
-        raise UserError(f"{given[0]} has the method {shown(method)}, which is not supported: {_USE}")
-    raw = {**raw, **section(raw, "quantization")}  # modelopt may nest it
+        raise UserError(f"quant_method is {shown(method)}, which is not supported: {_USE}")
     if not any(raw.get(name) for name in _OF_WEIGHTS) and any(raw.get(name) for name in _OF_CACHE):
         return None  # of the KV cache alone
     return readers[method](raw)
@@ -85,9 +90,7 @@ def with_modelopt(config: Raw, separate: Raw) -> dict[str, Any]:
 
     ``UserError`` where they name different algorithms. What one alone says, as some versions of the KV cache, counts.
     """
-    name = SECTIONS[0]
-    stated, known = section(separate, "quantization"), section(config, name)
-    known = {**known, **section(known, "quantization")}
+    stated, known = section(separate, "quantization"), quantization(config)
     require(bool(stated), "hf_quant_config.json has no quantization: download it again")
     algorithm, other = known.get("quant_algo"), stated.get("quant_algo")
     require(
@@ -95,7 +98,7 @@ def with_modelopt(config: Raw, separate: Raw) -> dict[str, Any]:
         f"hf_quant_config.json has the quant_algo {shown(other)} and config.json {shown(algorithm)}: "
         "they are of different models, download both again",
     )
-    return {**config, name: {"quant_method": "modelopt", **stated, **known}}
+    return {**config, _SECTIONS[0]: {"quant_method": "modelopt", **stated, **known}}
 
 
 def _modelopt(raw: Raw) -> Fp8Config:
