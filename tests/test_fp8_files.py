@@ -109,6 +109,10 @@ OTHER: dict[str, tuple[dict[str, Any], str]] = {
     "static-blocks": (CONFIGS["block"][2] | {"activation_scheme": "static"}, "activation_scheme is 'static'"),
     "e5m2": (CONFIGS["block"][2] | {"fmt": "e5m2"}, "fmt is 'e5m2'"),
     "power-of-two-scales": (CONFIGS["block"][2] | {"scale_fmt": "ue8m0"}, "scale_fmt is 'ue8m0'"),
+    "rotated": (
+        {**compressed(), "transform_config": {"config_groups": {"R1": {}}}},
+        "transform_config is set",
+    ),
     "broken-pattern": ({**compressed(), "ignore": ["re:(("]}, "no regular expression"),
     "no-names": ({**compressed(), "ignore": [3]}, "ignore has 3"),
 }
@@ -127,6 +131,9 @@ def test_the_separate_file_of_modelopt_must_agree(tmp_path: Path) -> None:
     load(path)
     configure(path, "hf_quant_config.json", quantization={"quant_algo": "NVFP4"})
     refused(path, "hf_quant_config.json has the quant_algo 'NVFP4' and config.json 'FP8'")
+    nested = {"quant_method": "modelopt", "quantization": {"quant_algo": "NVFP4"}}
+    configure(path, quantization_config=nested)
+    refused(path, "quant_algo is 'NVFP4', which is not supported")
     configure(path, quantization_config={})
     refused(path, "quant_algo is 'NVFP4', which is not supported")
     configure(path, "hf_quant_config.json", quantization={})
@@ -320,6 +327,6 @@ def test_bytes_on_the_device_are_those_of_the_weights(tmp_path: Path) -> None:
         weight = reader.linear({LAYER + "mlp.gate_proj": 384, LAYER + "mlp.up_proj": 384}, 192)
         assert weight.scale is not None
         assert (weight.data.shape, weight.scale.shape) == ((768, 192), (768, 2))
-        assert weight.num_bytes == sum(reader.taken.values()) == 768 * 192 + 768 * 2 * 4
+        assert weight.num_bytes == sum(reader.taken.values()) == 768 * 192 + 768 // 128 * 2 * 4
         taken.append(reader.taken)
     assert taken[0] == taken[1]

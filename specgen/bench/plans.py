@@ -11,12 +11,13 @@ import torch
 from specgen.bench.environment import free_memory
 from specgen.bench.matrices import Workload
 from specgen.bench.workload import Prompts, kv_bytes, make_prompts
-from specgen.checkpoints.checkpoint import fingerprint
+from specgen.checkpoints.fingerprint import fingerprint
 from specgen.config import EngineConfig, SamplingParams, UserError, require
 from specgen.core.sequence import Request
 from specgen.engine.arms import Arm
 from specgen.engine.choices import resolve
-from specgen.engine.loading import Checkpoints, Models, open_checkpoints, outline
+from specgen.engine.loading import Models, open_checkpoints, outline
+from specgen.engine.number_formats import Checkpoints
 from specgen.rundir.provenance import manifest, with_recorded_date
 
 _CPU_BYTES = 1 << 30  # for engines that take turns

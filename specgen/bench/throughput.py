@@ -25,7 +25,8 @@ from specgen.bench.rounds import Rounds, kept_rounds, record_of, seen_rounds
 from specgen.bench.throughput_table import Result, table
 from specgen.bench.turns import Turns, Watch, nobody
 from specgen.config import EngineConfig, require
-from specgen.engine.loading import load_models, target_kv_dtype
+from specgen.engine.loading import load_models
+from specgen.engine.number_formats import target_kv_dtype
 from specgen.report.table import Row
 from specgen.report.terminal import Part
 

@@ -39,9 +39,12 @@ def _statements(checkpoint: Checkpoint) -> Iterator[Mapping[str, Any]]:
 
 
 def _name(scheme: object) -> str:
-    """``FP8`` for numbers of 8 bits with a point and scales that no pass computes, one for a layer."""
+    """``FP8`` for numbers of 8 bits with a point and scales that no pass computes, one for a layer.
+
+    AutoFP8 calls the same "static".
+    """
     if not isinstance(scheme, Mapping):
-        return str(scheme)
+        return FP8 if scheme == "static" else str(scheme)
     fp8 = (
         (scheme.get("num_bits"), scheme.get("type")) == (8, "float")
         and not scheme.get("dynamic")

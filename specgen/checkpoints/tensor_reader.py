@@ -74,7 +74,8 @@ class TensorReader:
         info = self.checkpoint.tensors[name]
         require(
             prod(info.shape) == 1,
-            f"{self.checkpoint.name}: {name} has shape {shown(list(info.shape))}: one number is supported",
+            f"{self.checkpoint.name}: {name} has shape {shown(list(info.shape))}: one number for a layer is supported, "
+            "use a checkpoint without it",
         )
         info = self._float(name, info.shape)
         self.taken[name] = 0  # it stays on the host
@@ -172,7 +173,7 @@ class TensorReader:
                 scale = scale.repeat_interleave(BLOCK, 0)[:num_out]
             scales[name] = scale.reshape(-1, scale.shape[-1] if scale.dim() == 2 else 1).expand(num_out, -1)
             scales[name] = scales[name].contiguous().to(self.device)
-            self.taken[stored] = scales[name].nbytes
+            self.taken[stored] = 4 * self.fp8.num_scales(*shape)  # as kernels keep them
         return scales
 
     def _input_scales(self, names: Sequence[Sequence[str]]) -> Tensor:

@@ -107,7 +107,7 @@ def kernels(
     from specgen.bench.kernels import KernelJob, measure
     from specgen.device import choose_device
     from specgen.engine.choices import choose_dtype
-    from specgen.engine.loading import DTYPES, FP8
+    from specgen.engine.number_formats import DTYPES, FP8
 
     device = choose_device(engine.device)
     number_format = DTYPES[choose_dtype(engine.dtype, device)]
@@ -159,7 +159,7 @@ def experts(
     from specgen.bench.expert_bench import ExpertJob, measure  # imports torch
     from specgen.device import choose_device
     from specgen.engine.choices import choose_dtype
-    from specgen.engine.loading import DTYPES
+    from specgen.engine.number_formats import DTYPES
 
     device = choose_device(engine.device)
     defaults = _EXPERTS[device.type]

@@ -22,6 +22,7 @@ from specgen.core.step import Steps
 from specgen.device import use
 from specgen.events import Event
 from specgen.models.model_config import TargetConfig
+from specgen.startup import phase
 
 
 def no_follow_up(completion: Completion) -> Request | None:
@@ -133,7 +134,7 @@ class EngineCore:
     def warm_up(self) -> None:
         """Generate a little and record nothing: first calls load, allocate and compile, which no run should measure."""
         sampling = SamplingParams(max_tokens=16, ignore_eos=True)
-        with self.rehearsal():
+        with phase("warm-up"), self.rehearsal():
             for i in range(2):
                 self.submit(Request(id=f"warm-up {i}", prompt_token_ids=(0,) * 16, sampling=sampling))
             while self._has_work:

@@ -14,25 +14,32 @@ _PROMPT = 16  # tokens: what a longer context adds is much the same for any numb
 
 
 def measure(engine: EngineCore, max_batch_size: int, most: int) -> StepCosts:
-    """The costs of steps with 0 to ``most`` drafts, for powers of two and ``max_batch_size`` sequences.
+    """The costs of steps with 0 to ``most`` drafts, for ``timed_sizes``.
 
-    Sizes between them, which are not timed, have their graphs captured as well, so that a run captures none. Leaves
-    the engine idle. Sizes for which the cache has no room are left out; ``UserError`` where not even one sequence has.
+    Leaves the engine idle. Sizes for which the cache has no room are left out; ``UserError`` where not even one
+    sequence has.
     """
-    powers = {1 << power for power in range(max_batch_size.bit_length())} | {max_batch_size}
     seconds: dict[tuple[int, int], float] = {}
-    for size in sorted(powers):
+    for size in timed_sizes(max_batch_size):
         times = _step_times(engine, size, most, _UNTIMED + _TIMED)
         seconds |= {(size, k): median(found[_UNTIMED:]) for k, found in enumerate(times)}
-    for size in engine.sizes(max_batch_size):
-        if size not in powers:
-            _step_times(engine, size, most, 1)
     require(
         bool(seconds),
         f"num-spec-tokens is auto, and the model's context or its cache is too short to time {most} drafts: "
         "name a number",
     )
     return StepCosts(seconds=seconds)
+
+
+def timed_sizes(max_batch_size: int) -> list[int]:
+    """Numbers of sequences: powers of two and the largest."""
+    return sorted({1 << power for power in range(max_batch_size.bit_length())} | {max_batch_size})
+
+
+def capture_all(engine: EngineCore, max_batch_size: int, most: int) -> None:
+    """One step of every size and with 0 to ``most`` drafts, so that a run to be timed captures no CUDA graph."""
+    for size in engine.sizes(max_batch_size):
+        _step_times(engine, size, most, 1)
 
 
 def positions(most: int) -> int:

@@ -9,7 +9,8 @@ from specgen.config import NGRAM_BYTES, EngineConfig, SamplingParams, require
 from specgen.core.graphs import Runner
 from specgen.core.sequence import Request
 from specgen.engine.assembly import assemble
-from specgen.engine.loading import DTYPES, Models, target_kv_dtype
+from specgen.engine.loading import Models
+from specgen.engine.number_formats import DTYPES, target_kv_dtype
 from specgen.models.model_config import LayerConfig
 
 DRAWN = SamplingParams(temperature=1.0)  # what an engine prepares for by default

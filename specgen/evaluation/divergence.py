@@ -13,7 +13,8 @@ from specgen.attention import Attend
 from specgen.config import EngineConfig
 from specgen.engine.assembly import new_cache
 from specgen.engine.choices import BACKENDS
-from specgen.engine.loading import Models, target_kv_dtype
+from specgen.engine.loading import Models
+from specgen.engine.number_formats import target_kv_dtype
 from specgen.kv.layout import Layout
 from specgen.kv.pages import PageAllocator
 

@@ -11,14 +11,9 @@ from specgen.core.engine_core import never_stop
 from specgen.decoding.sampling import most_demanding
 from specgen.engine.choices import resolve
 from specgen.engine.engine import Engine
-from specgen.engine.loading import (
-    Checkpoints,
-    Models,
-    OneTarget,
-    load_chat_tokenizer,
-    load_models,
-    open_checkpoints,
-)
+from specgen.engine.loading import Models, OneTarget, load_chat_tokenizer, load_models, open_checkpoints
+from specgen.engine.needed_modules import needed_modules
+from specgen.engine.number_formats import Checkpoints
 from specgen.engine.request_output import RequestOutput
 from specgen.events import Event
 from specgen.jobs.job import Job, job_manifest, without_effect
@@ -27,6 +22,7 @@ from specgen.jobs.prompt_index import PromptIndex, index_prompts, keep_index, ke
 from specgen.jobs.ray_engine import RayEngine
 from specgen.jobs.run_output import RunResult, export, is_finished, read_result, write_report
 from specgen.jobs.shard import REQUESTS
+from specgen.ops.jit_modules import compile_missing
 from specgen.prompts import PromptSet, open_prompts
 from specgen.report.summary import Summary
 from specgen.rundir.atomic import write_json_lines, write_text
@@ -36,6 +32,7 @@ from specgen.rundir.provenance import FREE_IN_A_RUN, with_recorded_date
 from specgen.rundir.results import PROMPTS, RunDirectory, directory, require_same, set_aside
 from specgen.rundir.status import Status, kept_status
 from specgen.rundir.tally import Tally
+from specgen.startup import Startup, phase, watched
 from specgen.template_kwargs import TemplateKwargs
 
 _REMEDY = "name another directory, or start over with --restart, which keeps the old one"
@@ -65,13 +62,14 @@ def run(
     )
     if output is not None and job.restart:
         set_aside(output, "manifest.json")
-    with directory(output, "manifest.json") as path:
+    with directory(output, "manifest.json") as path, watched(progress.compiling) as startup:
         with kept_status(path / "status.json") as status:
             load = load_models if shared is None else shared.load
-            work = _prepared(job, path, progress, status, until, load)
-            asked = job_manifest(
-                job, work.config, work.checkpoints, work.index, with_fingerprints=output is not None
-            )
+            work = _prepared(job, path, progress, status, until, load, startup)
+            with phase("fingerprints"):
+                asked = job_manifest(
+                    job, work.config, work.checkpoints, work.index, with_fingerprints=output is not None
+                )
             require_same(path / "manifest.json", asked, free=FREE_IN_A_RUN, remedy=_REMEDY)
             if job.config is not None:  # the last command's: a resumed run may have another batch size
                 write_text(path / "config.yaml", job.config)
@@ -96,6 +94,7 @@ def _prepared(
     status: Status,
     until: Callable[[], bool],
     load: Callable[[EngineConfig, Checkpoints], Models],
+    startup: Startup,
 ) -> "_Work":
     """The work of ``job`` in ``path``, checked: its whole input is read, or the index that an earlier process left."""
     checkpoints = open_checkpoints(job.engine)
@@ -140,6 +139,7 @@ def _prepared(
         status=status,
         until=until,
         load=load,
+        startup=startup,
     )
 
 
@@ -157,6 +157,7 @@ class _Work:
     status: Status
     until: Callable[[], bool]
     load: Callable[[EngineConfig, Checkpoints], Models]
+    startup: Startup
     models: Models | None = None  # once an engine has loaded them
 
     def answer(self, path: Path) -> Path | None:
@@ -164,6 +165,7 @@ class _Work:
         self._answer(self.config, path)
         if not self.job.baseline:
             return None
+        self.startup.take()  # the run's own time is none of its baseline's start
         self._answer(self.config.plain(), path / "baseline")
         return path / "baseline"
 
@@ -194,8 +196,11 @@ class _Work:
         engine = self._engine(config, record)
         if self.index.has_chats:
             engine.tokenizer.require_chat_template()
+        seconds = self.startup.take()
+        if config.device != "cpu":
+            self.progress.ready(name, seconds)
         total, done = self.index.num_requests, len(files.completions)
-        self.status.begin(tally, total=total, done=done)
+        self.status.begin(tally, total=total, done=done, startup=seconds)
         self.progress.start(name, tally, total, done)
         outputs = engine.generate(
             self.prompts.select(self.index.pending(files.completions)),
@@ -227,6 +232,7 @@ class _Work:
         expected = most_demanding([sampling, *(replace(sampling, **row) for row in self.index.sampling)])
         if self.job.cluster is not None:
             return RayEngine(config=config, cluster=self.job.cluster, record=record, expected=expected)
+        compile_missing(needed_modules(config, self.checkpoints, expected))
         if self.models is None:
             self.models = self.load(config, self.checkpoints)
         return Engine(config, record=record, models=self.models, expected=expected)

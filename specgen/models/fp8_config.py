@@ -40,9 +40,14 @@ class Fp8Config:
             return ((-(-num_out // BLOCK), -(-num_in // BLOCK)),)
         return ((), (1,)) if self.weights == "tensor" else ((num_out, 1), (num_out,))
 
-    def num_scales(self, num_in: int) -> int:
-        """Of a row of a weight with so many inputs, as it is read."""
-        return -(-num_in // BLOCK) if self.weights == "block" else 1
+    @property
+    def rows_per_scale(self) -> int:
+        """Outputs of a weight that share a scale, unless all do."""
+        return BLOCK if self.weights == "block" else 1
+
+    def num_scales(self, num_out: int, num_in: int) -> int:
+        """Those that a product with a weight [num_out, num_in] reads: one for each output, or for each block."""
+        return -(-num_out // BLOCK) * -(-num_in // BLOCK) if self.weights == "block" else num_out
 
     def __str__(self) -> str:
         per = f"{BLOCK}x{BLOCK} block" if self.weights == "block" else self.weights
@@ -76,20 +81,21 @@ def fp8_config(config: Raw) -> Fp8Config | None:
 
 
 def with_modelopt(config: Raw, separate: Raw) -> dict[str, Any]:
-    """``config`` with what modelopt wrote to ``hf_quant_config.json``, in the form newer versions put in both files."""
+    """``config`` with what modelopt wrote to ``hf_quant_config.json``, which newer versions put in both files.
+
+    ``UserError`` where they name different algorithms. What one alone says, as some versions of the KV cache, counts.
+    """
     name = SECTIONS[0]
-    stated = section(separate, "quantization")
+    stated, known = section(separate, "quantization"), section(config, name)
+    known = {**known, **section(known, "quantization")}
     require(bool(stated), "hf_quant_config.json has no quantization: download it again")
-    known = section(config, name)
-    if not known:
-        return {**config, name: {**stated, "quant_method": "modelopt"}}
     algorithm, other = known.get("quant_algo"), stated.get("quant_algo")
     require(
-        algorithm == other,
+        not known or algorithm == other,
         f"hf_quant_config.json has the quant_algo {shown(other)} and config.json {shown(algorithm)}: "
         "they are of different models, download both again",
     )
-    return dict(config)
+    return {**config, name: {"quant_method": "modelopt", **stated, **known}}
 
 
 def _modelopt(raw: Raw) -> Fp8Config:
@@ -130,6 +136,10 @@ def _fp8(raw: Raw) -> Fp8Config:
 def _compressed_tensors(raw: Raw) -> Fp8Config:
     groups = section(raw, "config_groups")
     require(len(groups) == 1, f"config_groups has {len(groups)} groups, only one is supported: {_USE}")
+    require(
+        not raw.get("transform_config"),
+        f"transform_config is set: weights that need their inputs rotated are not supported, {_USE}",
+    )
     group = section(groups, next(iter(groups)))
     targets = items(group, "targets")
     require(targets == ["Linear"], f"targets is {shown(targets)}, only ['Linear'] is supported: {_USE}")

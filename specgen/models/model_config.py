@@ -204,6 +204,11 @@ class HeadConfig(LayerConfig):
         )
 
     @property
+    def drafts_at_once(self) -> bool:
+        """Whether one pass of K rows per sequence drafts; else K passes of one row."""
+        return False
+
+    @property
     def title(self) -> str:
         """What it is, with an article."""
         return f"an {self.family} head"

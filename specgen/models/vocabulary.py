@@ -13,7 +13,7 @@ from specgen.ops import Map, Ops
 from specgen.ops.weight import Weight
 from specgen.ranks import Ranks
 
-_ALIGNED = 64  # rows that kernels take at once
+_ALIGNED = 128  # rows that kernels take at once, or that share a scale in FP8
 
 
 def rows_of(vocab_size: int, ranks: Ranks) -> range:
@@ -23,7 +23,7 @@ def rows_of(vocab_size: int, ranks: Ranks) -> range:
         f"a vocabulary of {vocab_size} tokens cannot be shared by {ranks.size} ranks: use a smaller --tensor-parallel",
     )
     each = -(-vocab_size // ranks.size)
-    if each >= 64 * _ALIGNED:
+    if each >= 32 * _ALIGNED:
         each = -(-each // _ALIGNED) * _ALIGNED
     return range(min(ranks.rank * each, vocab_size), min((ranks.rank + 1) * each, vocab_size))
 

@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from specgen.config import require
+from specgen.ops.weight import GROUP as GROUP
 from specgen.ops.weight import Weight
 
-GROUP = 128  # inputs that share a scale where there is more than one per row
 LARGEST = 448.0  # of e4m3
 _Map = Callable[[Tensor], Tensor]
 

@@ -1,0 +1,138 @@
+"""FlashInfer's modules that a run needs: what is not compiled yet is compiled side by side, before it.
+
+Without this each is compiled where it is first used, one after the other: XQA for another number of rows in 10 s on 16
+cores, the prefill kernel of FlashAttention 3 in 88 s.
+"""
+
+import os
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import IO, Any
+
+from specgen.config import UserError
+from specgen.startup import compiling, phase
+
+_POLL = 0.1  # seconds
+_LAST_LINES = 15  # of a compiler's output
+
+
+@dataclass(frozen=True, kw_only=True)
+class Module:
+    """A module of FlashInfer's: ``spec`` makes its ``JitSpec``, and is called where FlashInfer is installed."""
+
+    what: str  # as a bar names it
+    spec: Callable[[], Any] = field(compare=False)
+
+
+def compile_missing(modules: Iterable[Module]) -> list[str]:
+    """Compile those of ``modules`` that this machine has not compiled, and say which those were.
+
+    ``UserError`` with the compiler's last lines where one cannot be. Another process that compiles the same ones is
+    waited for. A module that was left half compiled is finished by FlashInfer when it is loaded.
+    """
+    modules = list(modules)
+    if not modules or os.environ.get("FLASHINFER_DISABLE_JIT"):
+        return []
+    with phase("kernels"), ExitStack() as locks:
+        missing = [each for each in _specs(modules) if not each.spec.is_compiled]
+        if not missing:
+            return []
+        from filelock import FileLock  # which FlashInfer depends on
+
+        for each in sorted(missing, key=lambda each: str(each.spec.lock_path)):  # everybody in one order
+            locks.enter_context(FileLock(each.spec.lock_path, thread_local=False))
+        missing = [each for each in missing if not each.spec.is_compiled]  # nor has another process meanwhile
+        _compile(missing)
+        return [each.what for each in missing]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Missing:
+    what: str
+    spec: Any  # flashinfer.jit.core.JitSpecNvcc
+
+
+def _specs(modules: Sequence[Module]) -> list[_Missing]:
+    """Each module once: several uses of kernels may come down to one."""
+    found = [_Missing(what=each.what, spec=each.spec()) for each in modules]
+    return list({each.spec.name: each for each in reversed(found)}.values())[::-1]
+
+
+class _Build:
+    """A ninja at work. One for each module and in its own folder, so that FlashInfer's later finds nothing to do."""
+
+    def __init__(self, module: _Missing, num_jobs: int) -> None:
+        self.module = module
+        module.spec.write_ninja()
+        folder = str(module.spec.build_dir)
+        command = ["ninja", "-v", "-C", folder, "-f", str(module.spec.ninja_path), "-j", str(num_jobs)]
+        self._output: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  closed by stop
+        try:
+            self._process = subprocess.Popen(
+                command, cwd=folder, stdin=subprocess.DEVNULL, stdout=self._output, stderr=subprocess.STDOUT
+            )
+        except OSError as error:
+            raise self._failed(f"ninja cannot be run ({error.strerror})") from error
+
+    @property
+    def done(self) -> bool:
+        """``UserError`` where it has failed."""
+        code = self._process.poll()
+        if code is None:
+            return False
+        if code:
+            self._output.seek(0)
+            lines = self._output.read().decode(errors="replace").splitlines()
+            if lines and "interrupted by user" in lines[-1]:  # Ctrl-C is for all processes of a terminal
+                raise KeyboardInterrupt
+            raise self._failed("the compiler's last lines:\n" + "\n".join(lines[-_LAST_LINES:]))
+        return True
+
+    def _failed(self, how: str) -> UserError:
+        return UserError(
+            f"FlashInfer's module {self.module.spec.name} ({self.module.what}) cannot be compiled: install a CUDA "
+            f"toolkit (nvcc) for this GPU and ninja, or use --attention sdpa; {how}"
+        )
+
+    def stop(self) -> None:
+        """End it; ninja takes back what is half written."""
+        if self._process.poll() is None:
+            self._process.terminate()
+            self._process.wait()
+        self._output.close()
+
+
+def _compile(missing: Sequence[_Missing]) -> None:
+    """All side by side, with about one compiler for each core."""
+    cores = _num_cores()
+    files = sum(len(each.spec.sources) for each in missing)
+    left, running = list(missing), list[_Build]()
+    try:
+        while left or running:
+            while left and len(running) < cores:
+                each = left.pop(0)
+                running.append(_Build(each, max(cores * len(each.spec.sources) // files, 1)))
+                _tell(missing, running, left)
+            time.sleep(_POLL)
+            for build in [build for build in running if build.done]:
+                build.stop()
+                running.remove(build)
+                _tell(missing, running, left)
+    finally:
+        for build in running:
+            build.stop()
+
+
+def _tell(missing: Sequence[_Missing], running: Sequence[_Build], left: Sequence[_Missing]) -> None:
+    to_do = [*(build.module.what for build in running), *(each.what for each in left)]
+    compiling(len(missing) - len(to_do), len(missing), to_do)
+
+
+def _num_cores() -> int:
+    """Compilers at once: ``MAX_JOBS``, which FlashInfer heeds as well, or the cores of this process."""
+    asked = os.environ.get("MAX_JOBS", "")
+    return max(int(asked), 1) if asked.isdigit() else len(os.sched_getaffinity(0))
