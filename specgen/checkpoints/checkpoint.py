@@ -77,7 +77,7 @@ def load_target(
 
     ``UserError`` unless its tensors match its config.
     """
-    reader = TensorReader(checkpoint=checkpoint, dtype=dtype, device=device, ranks=ranks)
+    reader = TensorReader(checkpoint=checkpoint, dtype=dtype, device=device, ranks=ranks, alive=ranks.alive)
     return build_target(target_config(checkpoint), reader)
 
 
@@ -87,7 +87,8 @@ def load_drafter(checkpoint: Checkpoint, target: Target) -> Head:
     ids = draft_to_target(checkpoint, config)
     if target.device.type != "meta":  # a pair without weights still knows its vocabularies
         ids = ids.to(target.device)
-    reader = TensorReader(checkpoint=checkpoint, dtype=target.dtype, device=target.device)
+    alive = target.vocabulary.ranks.alive
+    reader = TensorReader(checkpoint=checkpoint, dtype=target.dtype, device=target.device, alive=alive)
     return build_head(config, reader, target, ids)
 
 

@@ -1,6 +1,6 @@
 """How a model's tensors come from its checkpoint: each read once, checked, and put on the device layer by layer."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
@@ -51,6 +51,7 @@ class TensorReader:
     device: torch.device
     fp8: Fp8Config | None = None  # of linear layers stored as e4m3
     ranks: Ranks = ALONE  # that hold a target together
+    alive: Callable[[], None] = ALONE.alive  # called before each tensor, see ``Ranks``
     share: RankShare | None = None  # of this rank; None: everything
     taken: dict[str, int] = field(default_factory=dict)  # bytes on the device by name
 
@@ -89,7 +90,7 @@ class TensorReader:
         whole = torch.empty(len(names), len(names[0]), *shape, dtype=dtype, device=self.device)
         places = dict(zip(infos, whole.flatten(0, 1), strict=True))
         if self.device.type != "meta":
-            for name, tensor in read_tensors(infos):
+            for name, tensor in self._stored(infos):
                 places[name].copy_(tensor)
         self.taken.update((name, part.nbytes) for name, part in places.items())
         data = whole.flatten(1, 2)
@@ -165,7 +166,7 @@ class TensorReader:
         if self.device.type == "meta":
             tensors = {name: torch.empty(info.shape, device=self.device) for name, info in infos.items()}
         else:
-            tensors = dict(read_tensors(infos))
+            tensors = dict(self._stored(infos))
         scales = {}
         for name, stored in zip(names, infos, strict=True):
             scale = self._above_zero(stored, tensors[stored].float())
@@ -208,11 +209,17 @@ class TensorReader:
         if self.device.type == "meta":
             tensor = torch.empty(info.shape, dtype=dtype, device=self.device)
         else:
-            tensor = read_tensor(name, info).to(self.device, dtype)
+            tensor = dict(self._stored({name: info}))[name].to(self.device, dtype)
         if arrange is not None:
             tensor = arrange(tensor).contiguous()  # where it is fast, and there is room for one tensor more
         self.taken[name] = tensor.nbytes
         return tensor
+
+    def _stored(self, infos: Mapping[str, TensorInfo]) -> Iterator[tuple[str, Tensor]]:
+        """As ``read_tensors``."""
+        for found in read_tensors(infos):
+            self.alive()
+            yield found
 
     def _float(self, name: str, shape: tuple[int, ...]) -> TensorInfo:
         info = self._info(name, shape)
