@@ -82,13 +82,10 @@ def _in_fp8(weight: Weight, activations: Literal["token", "group"]) -> Weight:
 
 
 def expert_bytes(experts: Experts) -> int:
-    """Bytes of one expert's weights, scales and biases that a pass reads: a scale of a block once."""
-    total = 0
-    for weight in (experts.gate_up, experts.down):
-        shared = GROUP if weight.activations == "group" else 1
-        scales = 0 if weight.scale is None else weight.scale.nbytes // shared
-        total += weight.data.nbytes + scales + (0 if weight.bias is None else weight.bias.nbytes)
-    return total // len(experts.down.data)
+    """Bytes of one expert's weights, scales and biases."""
+    weights = (experts.gate_up, experts.down)
+    biases = sum(weight.bias.nbytes for weight in weights if weight.bias is not None)
+    return (sum(weight.num_bytes for weight in weights) + biases) // len(experts.down.data)
 
 
 def touched(ids: Tensor) -> list[int]:

@@ -85,11 +85,6 @@ class TensorReader:
     def stacked(self, names: Sequence[Sequence[str]], shape: tuple[int, int]) -> Weight:
         every = [name for group in names for name in group]
         fp8 = self._format(every)
-        require(
-            fp8 is None or fp8.activations != "static",
-            f"{self.checkpoint.name}: experts in FP8 with input_scales of their own are not supported: use block FP8 "
-            "or compressed-tensors with dynamic activations",
-        )
         header, dtype = (self._float, self.dtype) if fp8 is None else (self._info, torch.float8_e4m3fn)
         infos = {f"{name}.weight": header(f"{name}.weight", shape) for name in every}
         whole = torch.empty(len(names), len(names[0]), *shape, dtype=dtype, device=self.device)
