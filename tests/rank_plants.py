@@ -6,6 +6,7 @@ import torch
 
 from specgen.config import EngineConfig
 from specgen.core.in_flight import InFlight
+from specgen.core.scheduler import Scheduler
 from specgen.core.sequence import Sequence
 from specgen.core.step import Steps
 from specgen.engine.loading import Models
@@ -62,8 +63,13 @@ def compare(ranks: Ranks, kind: str, *tensors: torch.Tensor) -> None:
 
 
 def find_others(config: EngineConfig, models: Models, what: str) -> None:
-    """From now on this rank's host finds another draft, or another end of its texts, than the device has found."""
-    commit = InFlight._commit
+    """From now on this rank's host finds another draft or end of a text than the device, or fewer pages."""
+    commit, reserve = InFlight._commit, Scheduler.reserve
+
+    def lossy(self: Scheduler) -> bool:
+        found = reserve(self)
+        self._allocator._free.pop()
+        return found
 
     def other(self: InFlight, sequence: Sequence, row: list[int], logprobs: Any, k: int) -> int:
         if what == "draft":
@@ -73,6 +79,8 @@ def find_others(config: EngineConfig, models: Models, what: str) -> None:
         return commit(self, sequence, row, logprobs, k)
 
     InFlight._commit = other  # type: ignore[method-assign]
+    if what == "page":
+        Scheduler.reserve = lossy  # type: ignore[method-assign]
 
 
 def fail_in_decode(config: EngineConfig, models: Models, name: str) -> None:

@@ -257,6 +257,7 @@ class EngineCore:
                 )  # so that no step is spent on a text that its first token ended
             decoded = self._decode()
             self._in_flight.read_all_but(self._lookahead if prefilled or decoded else 0)
+            self._peers.see(*self._scheduler.counts)
 
     def _prefill(self) -> bool:
         """Whether a prefill was launched."""

@@ -45,7 +45,7 @@ class _Fellows(Peers):
     def compare(self, mark: int) -> None:
         """``RuntimeError`` unless rank 0, whose ``mark`` it is, has come by here with the same numbers."""
         if self._account.mark != mark:
-            raise RuntimeError("it has found other tokens than rank 0, or launched other passes")
+            raise RuntimeError("it has other tokens or another batch than rank 0")
 
     def give_up(self, error: RuntimeError) -> None:
         raise error
