@@ -21,6 +21,7 @@ from specgen.attention.trtllm import TrtllmBackend
 from specgen.config import DraftLength, EngineConfig, SamplingParams, UserError
 from specgen.engine.loading import open_checkpoints
 from specgen.engine.needed_modules import modules_of, needed_modules
+from specgen.ops import jit_modules
 from specgen.ops.jit_modules import Module, compile_missing
 from specgen.startup import watched
 from tests.tiny_checkpoints import write_head, write_target
@@ -96,19 +97,16 @@ def meets(*others: str) -> str:
 def test_missing_modules_are_compiled_side_by_side(make, tmp_path: Path) -> None:
     names = ("a", "b", "c")
     modules = [
-        make(name, meets(*names), sources=["x.cu"] * n) for name, n in zip(names, (1, 1, 6), strict=True)
+        make(name, meets(*names), sources=["x.cu"] * n) for name, n in zip(names, (1, 1, 2), strict=True)
     ]
     (tmp_path / "there").mkdir()
     (tmp_path / "there" / "there.so").touch()
     told: list[tuple[int, int, tuple[str, ...]]] = []
     with watched(lambda *now: told.append((now[0], now[1], tuple(now[2])))) as startup:
         assert compile_missing([make("there", "exit 1"), *modules]) == ["the a", "the b", "the c"]
-    assert told[0] == (0, 3, ("the a", "the b", "the c"))
+    assert told[0] == (0, 3, ("the c", "the a", "the b")), "the largest first"
     assert told[-1] == (3, 3, ())
     assert [done for done, _, _ in told] == sorted(done for done, _, _ in told)
-    assert [(tmp_path / name / "jobs").read_text() for name in names] == ["1\n", "1\n", "3\n"], (
-        "compilers are shared out by the number of files"
-    )
     assert startup.take()["kernels"] > 0
 
 
@@ -119,10 +117,24 @@ def test_what_is_compiled_is_not_compiled_again_and_one_module_is_compiled_once(
     assert compile_missing(modules) == []
 
 
-def test_no_more_modules_are_at_work_than_there_are_cores(make, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("files", [1, 7])
+def test_no_more_compilers_are_at_work_than_there_is_room_for(
+    make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: int
+) -> None:
     monkeypatch.setenv("MAX_JOBS", "1")
     alone = "mkdir ../busy || exit 1; sleep .1; rmdir ../busy; touch $(basename $PWD).so"
-    assert len(compile_missing([make(name, alone) for name in "abc"])) == 3
+    assert len(compile_missing([make(name, alone, sources=["x.cu"] * files) for name in "abc"])) == 3
+    assert (tmp_path / "a" / "jobs").read_text() == "1\n"
+
+
+def test_compilers_at_once_are_as_many_as_cores_and_memory_are_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MAX_JOBS", raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(16)))
+    for gib, room in ((100, 32), (33, 16), (1, 1)):
+        monkeypatch.setattr(jit_modules, "_free_memory", lambda gib=gib: gib << 30)
+        assert jit_modules._room() == room
+    monkeypatch.undo()
+    assert 1 << 20 < jit_modules._free_memory() < 1 << 50
 
 
 def test_a_failure_names_its_module_shows_the_last_lines_and_stops_the_others(make, tmp_path: Path) -> None:

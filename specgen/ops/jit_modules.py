@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import IO, Any
 
 from specgen.config import UserError
@@ -18,6 +19,7 @@ from specgen.startup import compiling, phase
 
 _POLL = 0.1  # seconds
 _LAST_LINES = 15  # of a compiler's output
+_MEMORY = 2 << 30  # bytes of a compiler
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,15 +109,13 @@ class _Build:
 
 
 def _compile(missing: Sequence[_Missing]) -> None:
-    """All side by side, with about one compiler for each core."""
-    cores = _num_cores()
-    files = sum(len(each.spec.sources) for each in missing)
-    left, running = list(missing), list[_Build]()
+    """Side by side: the largest first with all their files at once, and others beside them as there is room."""
+    room = _room()
+    left, running = sorted(missing, key=lambda each: -len(each.spec.sources)), list[_Build]()
     try:
         while left or running:
-            while left and len(running) < cores:
-                each = left.pop(0)
-                running.append(_Build(each, max(cores * len(each.spec.sources) // files, 1)))
+            while left and (not running or _fits(left[0], running, room)):
+                running.append(_Build(left.pop(0), room))
                 _tell(missing, running, left)
             time.sleep(_POLL)
             for build in [build for build in running if build.done]:
@@ -127,12 +127,28 @@ def _compile(missing: Sequence[_Missing]) -> None:
             build.stop()
 
 
+def _fits(module: _Missing, running: Sequence[_Build], room: int) -> bool:
+    return len(module.spec.sources) + sum(len(build.module.spec.sources) for build in running) <= room
+
+
 def _tell(missing: Sequence[_Missing], running: Sequence[_Build], left: Sequence[_Missing]) -> None:
     to_do = [*(build.module.what for build in running), *(each.what for each in left)]
     compiling(len(missing) - len(to_do), len(missing), to_do)
 
 
-def _num_cores() -> int:
-    """Compilers at once: ``MAX_JOBS``, which FlashInfer heeds as well, or the cores of this process."""
+def _room() -> int:
+    """Compilers at once: ``MAX_JOBS``, which FlashInfer heeds as well, or two for each core, as far as memory goes.
+
+    Two, as most files are done long before the few that take longest.
+    """
     asked = os.environ.get("MAX_JOBS", "")
-    return max(int(asked), 1) if asked.isdigit() else len(os.sched_getaffinity(0))
+    if asked.isdigit():
+        return max(int(asked), 1)
+    most = 2 * len(os.sched_getaffinity(0))
+    return max(min(most, _free_memory() // _MEMORY), 1)
+
+
+def _free_memory() -> int:
+    """Bytes that Linux can give to new processes."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
