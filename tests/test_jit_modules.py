@@ -18,12 +18,16 @@ from specgen.attention import Gpu, Heads, Use
 from specgen.attention.flashinfer_paged import FlashInferBackend
 from specgen.attention.sdpa import SdpaBackend
 from specgen.attention.trtllm import TrtllmBackend
+from specgen.bench import plans
+from specgen.bench.matrices import Workload
 from specgen.config import DraftLength, EngineConfig, SamplingParams, UserError
+from specgen.engine.arms import Arm
 from specgen.engine.loading import open_checkpoints
 from specgen.engine.needed_modules import modules_of, needed_modules
 from specgen.ops import jit_modules
 from specgen.ops.jit_modules import Module, compile_missing
 from specgen.startup import watched
+from tests.timed_engines import write_tiny
 from tests.tiny_checkpoints import write_head, write_target
 
 H100 = Gpu(major=9, num_sms=132)
@@ -150,6 +154,29 @@ def test_a_failure_names_its_module_shows_the_last_lines_and_stops_the_others(ma
     assert (tmp_path / "slow" / "stopped").exists()
     with FileLock(tmp_path / "bad.lock", timeout=0):
         """Nobody holds it any more."""
+
+
+NINJAS = """
+echo '[1/3] nvcc -c a.cu'
+echo 'a.cu: warning: unused'
+echo '[2/3] c++ -c b.cpp'
+echo 'FAILED: [code=1] b.o'
+echo 'c++ -c b.cpp'
+echo 'b.cpp:1:10: fatal error: cuda.h: No such file or directory'
+echo 'compilation terminated.'
+for i in $(seq 30); do echo "[3/3] nvcc -c c.cu $i"; done
+echo 'ninja: build stopped: subcommand failed.'
+exit 1
+"""
+
+
+def test_of_a_failure_the_lines_of_the_command_that_failed_are_shown(make) -> None:
+    with pytest.raises(UserError) as caught:
+        compile_missing([make("bad", NINJAS)])
+    assert str(caught.value).split("\n")[1:] == [
+        "b.cpp:1:10: fatal error: cuda.h: No such file or directory",
+        "compilation terminated.",
+    ]
 
 
 def test_without_ninja_the_error_says_so(make, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -338,3 +365,21 @@ def test_a_cpu_needs_nothing_compiled() -> None:
         )
         == []
     )
+
+
+def test_a_bench_compiles_for_all_of_its_arms_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = write_tiny(tmp_path)
+    asked: list[list[str]] = []
+    monkeypatch.setattr(
+        plans,
+        "needed_modules",
+        lambda config, *given: [Module(what=str(config.draft_length.most), spec=list)],
+    )
+    monkeypatch.setattr(plans, "compile_missing", lambda found: asked.append([each.what for each in found]))
+    arms = [Arm(name=str(k), changes={"K": k}) for k in (0, 2, 3)]
+    engine = EngineConfig(model=str(pair / "target"), drafter=str(pair / "drafter"), device="cpu")
+    ready = plans.prepare(arms, engine, Workload(dataset="random", max_new_tokens=4), None)
+    assert ready.load().target.device.type == "cpu"
+    assert asked == [["0", "2", "3"]]

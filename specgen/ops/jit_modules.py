@@ -5,12 +5,14 @@ cores, the prefill kernel of FlashAttention 3 in 88 s.
 """
 
 import os
+import re
 import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from itertools import takewhile
 from pathlib import Path
 from typing import IO, Any
 
@@ -19,6 +21,8 @@ from specgen.startup import compiling, phase
 
 _POLL = 0.1  # seconds
 _LAST_LINES = 15  # of a compiler's output
+_WIDEST = 300  # characters of a line
+_NINJAS = re.compile(r"\[\d+/\d+\] |FAILED: |ninja: ")  # how lines of its own begin
 _MEMORY = 2 << 30  # bytes of a compiler
 
 
@@ -91,7 +95,7 @@ class _Build:
             lines = self._output.read().decode(errors="replace").splitlines()
             if lines and "interrupted by user" in lines[-1]:  # Ctrl-C is for all processes of a terminal
                 raise KeyboardInterrupt
-            raise self._failed("the compiler's last lines:\n" + "\n".join(lines[-_LAST_LINES:]))
+            raise self._failed("the compiler's last lines:\n" + "\n".join(_last_lines(lines)))
         return True
 
     def _failed(self, how: str) -> UserError:
@@ -106,6 +110,15 @@ class _Build:
             self._process.terminate()
             self._process.wait()
         self._output.close()
+
+
+def _last_lines(output: Sequence[str]) -> list[str]:
+    """Of what the first command that failed has printed: ninja prints it below ``FAILED`` and the command."""
+    failed = next((number for number, line in enumerate(output) if line.startswith("FAILED:")), None)
+    said = (
+        [] if failed is None else list(takewhile(lambda line: not _NINJAS.match(line), output[failed + 2 :]))
+    )
+    return [line[:_WIDEST] for line in (said or output)[-_LAST_LINES:]]
 
 
 def _compile(missing: Sequence[_Missing]) -> None:
