@@ -25,7 +25,7 @@ from specgen.engine.arms import Arm
 from specgen.engine.loading import open_checkpoints
 from specgen.engine.needed_modules import modules_of, needed_modules
 from specgen.ops import jit_modules
-from specgen.ops.jit_modules import Module, compile_missing
+from specgen.ops.jit_modules import Module, compile_missing, compiled_meanwhile
 from specgen.startup import watched
 from tests.timed_engines import write_tiny
 from tests.tiny_checkpoints import write_head, write_target
@@ -201,6 +201,42 @@ def test_what_another_process_compiles_is_waited_for(make, tmp_path: Path) -> No
         (tmp_path / "a" / "a.so").touch()
     waiting.join()
     assert found == [[]]
+
+
+def test_kernels_are_compiled_beside_other_work_and_waited_for(make, tmp_path: Path) -> None:
+    told: list[int] = []
+    with watched(lambda done, total, names: told.append(done)) as startup:
+        with compiled_meanwhile(
+            [make("a", "while ! [ -e ../loaded ]; do sleep .05; done; sleep .2; touch a.so")]
+        ):
+            assert not (tmp_path / "a" / "a.so").exists()
+            (tmp_path / "loaded").touch()
+        assert (tmp_path / "a" / "a.so").exists()
+        assert told == [0, 1]
+        assert startup.take()["kernels"] > 0.1, "the time that it was waited for"
+
+
+def test_what_fails_to_compile_beside_other_work_is_raised_behind_it(make) -> None:
+    done = []
+
+    def load() -> None:
+        with compiled_meanwhile([make("a", "exit 1")]):
+            time.sleep(0.3)
+            done.append("loaded")
+
+    with pytest.raises(UserError, match=r"module a .* cannot be compiled"):
+        load()
+    assert done == ["loaded"]
+
+
+def test_what_fails_beside_a_compilation_does_not_wait_for_it(make) -> None:
+    began = time.monotonic()
+    with (
+        pytest.raises(ValueError, match="no weights"),
+        compiled_meanwhile([make("a", "sleep 1; touch a.so")]),
+    ):
+        raise ValueError("no weights")
+    assert time.monotonic() - began < 0.9
 
 
 def test_where_flashinfer_may_compile_nothing_neither_is_anything_compiled_here(

@@ -44,7 +44,9 @@ class Engine:
     ) -> None:
         checkpoints = open_checkpoints(config) if models is None else models.checkpoints
         self.config = resolve(config, checkpoints)
-        self.models = load_models(self.config, checkpoints) if models is None else _told(models, self.config)
+        self.models = (
+            load_models(self.config, checkpoints, expected) if models is None else _told(models, self.config)
+        )
         self._generating = False
         try:
             self._core = build_engine(self.config, self.models, record, expected=expected)

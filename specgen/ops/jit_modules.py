@@ -9,11 +9,13 @@ import re
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from contextvars import Context, copy_context
 from dataclasses import dataclass, field
 from itertools import takewhile
 from pathlib import Path
+from threading import Thread
 from typing import IO, Any
 
 from specgen.config import UserError
@@ -41,9 +43,42 @@ def compile_missing(modules: Iterable[Module]) -> list[str]:
     waited for. A module that was left half compiled is finished by FlashInfer when it is loaded.
     """
     modules = list(modules)
-    if not modules or os.environ.get("FLASHINFER_DISABLE_JIT"):
+    if not modules:
         return []
-    with phase("kernels"), ExitStack() as locks:
+    with phase("kernels"):
+        return _compile_missing(modules)
+
+
+@contextmanager
+def compiled_meanwhile(modules: Sequence[Module]) -> Iterator[None]:
+    """``compile_missing``, and the import of FlashInfer, beside what is done within; at its end they are waited for.
+
+    What fails within is raised at once, and leaves the compilation to itself.
+    """
+    if not modules:
+        yield
+        return
+    failed: list[BaseException] = []
+
+    def work(context: Context) -> None:
+        try:
+            context.run(_compile_missing, modules)
+        except BaseException as error:
+            failed.append(error)
+
+    thread = Thread(target=work, args=(copy_context(),), daemon=True)  # no reason for a process to stay
+    thread.start()
+    yield
+    with phase("kernels"):
+        thread.join()
+    if failed:
+        raise failed[0]
+
+
+def _compile_missing(modules: Sequence[Module]) -> list[str]:
+    if os.environ.get("FLASHINFER_DISABLE_JIT"):
+        return []
+    with ExitStack() as locks:
         missing = [each for each in _specs(modules) if not each.spec.is_compiled]
         if not missing:
             return []
