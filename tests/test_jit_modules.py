@@ -18,11 +18,16 @@ from specgen.attention import Gpu, Heads, Use
 from specgen.attention.flashinfer_paged import FlashInferBackend
 from specgen.attention.sdpa import SdpaBackend
 from specgen.attention.trtllm import TrtllmBackend
+from specgen.bench import plans
+from specgen.bench.matrices import Workload
 from specgen.config import DraftLength, EngineConfig, SamplingParams, UserError
+from specgen.engine.arms import Arm
 from specgen.engine.loading import open_checkpoints
 from specgen.engine.needed_modules import modules_of, needed_modules
-from specgen.ops.jit_modules import Module, compile_missing
+from specgen.ops import jit_modules
+from specgen.ops.jit_modules import Module, compile_missing, compiled_meanwhile
 from specgen.startup import watched
+from tests.timed_engines import write_tiny
 from tests.tiny_checkpoints import write_head, write_target
 from tests.tiny_fp8 import quantize
 
@@ -97,19 +102,16 @@ def meets(*others: str) -> str:
 def test_missing_modules_are_compiled_side_by_side(make, tmp_path: Path) -> None:
     names = ("a", "b", "c")
     modules = [
-        make(name, meets(*names), sources=["x.cu"] * n) for name, n in zip(names, (1, 1, 6), strict=True)
+        make(name, meets(*names), sources=["x.cu"] * n) for name, n in zip(names, (1, 1, 2), strict=True)
     ]
     (tmp_path / "there").mkdir()
     (tmp_path / "there" / "there.so").touch()
     told: list[tuple[int, int, tuple[str, ...]]] = []
     with watched(lambda *now: told.append((now[0], now[1], tuple(now[2])))) as startup:
         assert compile_missing([make("there", "exit 1"), *modules]) == ["the a", "the b", "the c"]
-    assert told[0] == (0, 3, ("the a", "the b", "the c"))
+    assert told[0] == (0, 3, ("the c", "the a", "the b")), "the largest first"
     assert told[-1] == (3, 3, ())
     assert [done for done, _, _ in told] == sorted(done for done, _, _ in told)
-    assert [(tmp_path / name / "jobs").read_text() for name in names] == ["1\n", "1\n", "3\n"], (
-        "compilers are shared out by the number of files"
-    )
     assert startup.take()["kernels"] > 0
 
 
@@ -120,10 +122,24 @@ def test_what_is_compiled_is_not_compiled_again_and_one_module_is_compiled_once(
     assert compile_missing(modules) == []
 
 
-def test_no_more_modules_are_at_work_than_there_are_cores(make, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("files", [1, 7])
+def test_no_more_compilers_are_at_work_than_there_is_room_for(
+    make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: int
+) -> None:
     monkeypatch.setenv("MAX_JOBS", "1")
     alone = "mkdir ../busy || exit 1; sleep .1; rmdir ../busy; touch $(basename $PWD).so"
-    assert len(compile_missing([make(name, alone) for name in "abc"])) == 3
+    assert len(compile_missing([make(name, alone, sources=["x.cu"] * files) for name in "abc"])) == 3
+    assert (tmp_path / "a" / "jobs").read_text() == "1\n"
+
+
+def test_compilers_at_once_are_as_many_as_cores_and_memory_are_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MAX_JOBS", raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(16)))
+    for gib, room in ((100, 32), (33, 16), (1, 1)):
+        monkeypatch.setattr(jit_modules, "_free_memory", lambda gib=gib: gib << 30)
+        assert jit_modules._room() == room
+    monkeypatch.undo()
+    assert 1 << 20 < jit_modules._free_memory() < 1 << 50
 
 
 def test_a_failure_names_its_module_shows_the_last_lines_and_stops_the_others(make, tmp_path: Path) -> None:
@@ -139,6 +155,29 @@ def test_a_failure_names_its_module_shows_the_last_lines_and_stops_the_others(ma
     assert (tmp_path / "slow" / "stopped").exists()
     with FileLock(tmp_path / "bad.lock", timeout=0):
         """Nobody holds it any more."""
+
+
+NINJAS = """
+echo '[1/3] nvcc -c a.cu'
+echo 'a.cu: warning: unused'
+echo '[2/3] c++ -c b.cpp'
+echo 'FAILED: [code=1] b.o'
+echo 'c++ -c b.cpp'
+echo 'b.cpp:1:10: fatal error: cuda.h: No such file or directory'
+echo 'compilation terminated.'
+for i in $(seq 30); do echo "[3/3] nvcc -c c.cu $i"; done
+echo 'ninja: build stopped: subcommand failed.'
+exit 1
+"""
+
+
+def test_of_a_failure_the_lines_of_the_command_that_failed_are_shown(make) -> None:
+    with pytest.raises(UserError) as caught:
+        compile_missing([make("bad", NINJAS)])
+    assert str(caught.value).split("\n")[1:] == [
+        "b.cpp:1:10: fatal error: cuda.h: No such file or directory",
+        "compilation terminated.",
+    ]
 
 
 def test_without_ninja_the_error_says_so(make, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,6 +202,45 @@ def test_what_another_process_compiles_is_waited_for(make, tmp_path: Path) -> No
         (tmp_path / "a" / "a.so").touch()
     waiting.join()
     assert found == [[]]
+
+
+def test_kernels_are_compiled_beside_other_work_and_waited_for(make, tmp_path: Path) -> None:
+    told: list[int] = []
+    with watched(lambda done, total, names: told.append(done)) as startup:
+        with compiled_meanwhile(
+            [make("a", "while ! [ -e ../loaded ]; do sleep .05; done; sleep .2; touch a.so")]
+        ):
+            assert not (tmp_path / "a" / "a.so").exists()
+            (tmp_path / "loaded").touch()
+        assert (tmp_path / "a" / "a.so").exists()
+        assert told == [0, 1]
+        assert startup.take()["kernels"] > 0.1, "the time that it was waited for"
+
+
+def test_what_fails_to_compile_beside_other_work_is_raised_behind_it(make) -> None:
+    done = []
+
+    def load() -> None:
+        with compiled_meanwhile([make("a", "exit 1")]):
+            time.sleep(0.3)
+            done.append("loaded")
+
+    with pytest.raises(UserError, match=r"module a .* cannot be compiled"):
+        load()
+    assert done == ["loaded"]
+
+
+def test_what_fails_beside_a_compilation_does_not_wait_for_it(make) -> None:
+    began = time.monotonic()
+    with (
+        pytest.raises(ValueError, match="no weights"),
+        compiled_meanwhile([make("a", "sleep 1; touch a.so")]),
+    ):
+        raise ValueError("no weights")
+    assert time.monotonic() - began < 0.9
+    for thread in threading.enumerate():  # before its folder goes
+        if thread is not threading.current_thread():
+            thread.join(10)
 
 
 def test_where_flashinfer_may_compile_nothing_neither_is_anything_compiled_here(
@@ -344,3 +422,21 @@ def test_a_cpu_needs_nothing_compiled() -> None:
         )
         == []
     )
+
+
+def test_a_bench_compiles_for_all_of_its_arms_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = write_tiny(tmp_path)
+    asked: list[list[str]] = []
+    monkeypatch.setattr(
+        plans,
+        "needed_modules",
+        lambda config, *given: [Module(what=str(config.draft_length.most), spec=list)],
+    )
+    monkeypatch.setattr(plans, "compile_missing", lambda found: asked.append([each.what for each in found]))
+    arms = [Arm(name=str(k), changes={"K": k}) for k in (0, 2, 3)]
+    engine = EngineConfig(model=str(pair / "target"), drafter=str(pair / "drafter"), device="cpu")
+    ready = plans.prepare(arms, engine, Workload(dataset="random", max_new_tokens=4), None)
+    assert ready.load().target.device.type == "cpu"
+    assert asked == [["0", "2", "3"]]

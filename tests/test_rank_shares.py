@@ -36,11 +36,6 @@ def in_fp8(path: Path, form: str, *, output_layer: bool = False, **settings: Any
     quantize(path, form, spread=1.0, output_layer=output_layer)
 
 
-def experts_in_fp8(path: Path, form: str, **changes: Any) -> None:
-    write_qwen3_moe(path, num_hidden_layers=2, **changes)
-    quantize(path, form, spread=1.0)
-
-
 def stacked(path: Path) -> None:
     write_qwen3_moe(path)
     in_one_tensor(path)
@@ -78,9 +73,6 @@ TARGETS: dict[str, Callable[[Path], object]] = {
     "qwen3-moe": write_qwen3_moe,
     "qwen3-moe in one tensor": stacked,
     "qwen3-moe in modelopt's FP8": partial(experts_in_fp8, form="modelopt"),
-    "qwen3-moe in blocks": partial(
-        experts_in_fp8, form="block", hidden_size=256, moe_intermediate_size=256, head_dim=128
-    ),
     "gpt-oss": write_gpt_oss,
     "gpt-oss in MXFP4": in_mxfp4,
     "modelopt": partial(in_fp8, form="modelopt"),

@@ -7,8 +7,13 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from specgen.bundled import data_directory
 from specgen.cli import main as cli
-from specgen.config import EngineConfig, SamplingParams
+from specgen.config import EngineConfig, SamplingParams, UserError
+from specgen.core.engine_core import EngineCore
+from specgen.core.running_batch import Columns
+from specgen.core.step import StepResult, Steps
+from specgen.engine.engine import Engine
 from specgen.ops.jit_modules import Module
 from specgen.startup import phase, startup_line, watched
 
@@ -53,9 +58,34 @@ def test_prepare_prints_where_the_time_to_a_first_token_goes() -> None:
     result = CliRunner().invoke(cli.app, ["prepare", "--device", "cpu", "--num-spec-tokens", "2", "--quiet"])
     assert result.exit_code == 0, result.output
     seconds = {line[:14].strip(): float(line[14:].removesuffix(" s")) for line in result.stdout.splitlines()}
-    first = ["process", "ranks", "weights", "memory", "warm-up", "first token", "other", "in all"]
+    first = ["process", "weights", "memory", "warm-up", "first token", "other", "in all"]
     assert [*seconds] == first
     assert seconds.pop("in all") == pytest.approx(sum(seconds.values()), abs=0.5)
+
+
+def test_graphs_of_every_size_and_k_are_captured_where_it_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[tuple[int, int]] = []
+    decode = Steps.decode
+
+    def noted(self: Steps, columns: Columns, num_drafts: int) -> StepResult:
+        asked.append((columns.num_rows, num_drafts))
+        return decode(self, columns, num_drafts)
+
+    monkeypatch.setattr(Steps, "decode", noted)
+    monkeypatch.setattr(EngineCore, "sizes", lambda self, most: [1, 2, most])
+    pair = [str(data_directory() / "demo" / name) for name in ("target", "drafter")]
+    engine = Engine(
+        EngineConfig(model=pair[0], drafter=pair[1], num_spec_tokens=2, max_batch_size=3, device="cpu")
+    )
+    asked.clear()
+    engine.capture_graphs()
+    assert set(asked) == {(1, 2), (2, 2), (3, 2)}
+    answers = engine.generate(["1, 2,"], SamplingParams(max_tokens=2, ignore_eos=True))
+    assert len(next(answers).token_ids) == 2
+    with pytest.raises(UserError, match="the engine is generating already"):
+        engine.capture_graphs()
 
 
 def test_prepare_compiles_what_a_run_with_the_same_options_needs(monkeypatch: pytest.MonkeyPatch) -> None:

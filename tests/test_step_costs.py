@@ -112,7 +112,7 @@ def test_all_graphs_are_captured_before_a_run_that_is_timed(
     runner.step = lambda key, function: (keys.add(key), function())[1]  # type: ignore[method-assign]
     measure(engine, 11, 2)
     timed = set(keys)
-    capture_all(engine, 11, 2)
+    capture_all(engine, 11, range(3))
     before = set(keys)
     engine.spec_length = AnyLength(2)
     run(engine, random_requests(40, 128, GREEDY))

@@ -13,10 +13,13 @@ from specgen.bench.workload import Prompts, kv_bytes, make_prompts
 from specgen.checkpoints.fingerprint import fingerprint
 from specgen.config import EngineConfig, SamplingParams, UserError, require
 from specgen.core.sequence import Request
+from specgen.decoding.sampling import most_demanding
 from specgen.engine.arms import Arm
 from specgen.engine.choices import resolve
-from specgen.engine.loading import Models, open_checkpoints, outline
+from specgen.engine.loading import Models, load_models, open_checkpoints, outline
+from specgen.engine.needed_modules import needed_modules
 from specgen.engine.number_formats import Checkpoints
+from specgen.ops.jit_modules import compile_missing
 from specgen.rundir.provenance import manifest, with_recorded_date
 
 _OVERHEAD = {"cpu": 0, "cuda": 1 << 30}  # bytes of an engine beside its KV cache: workspaces and graphs
@@ -48,6 +51,17 @@ class Prepared:
     prompts: Prompts
     plans: list[Plan]
     notes: list[str]
+
+    def load(self) -> Models:
+        """The pair with its weights; what any of the arms needs compiled is, all of it at once."""
+        compile_missing(
+            module
+            for plan in self.plans
+            for module in needed_modules(
+                plan.config, self.checkpoints, most_demanding(each.sampling for each in plan.requests)
+            )
+        )
+        return load_models(self.base, self.checkpoints)
 
     def manifest(
         self,

@@ -25,7 +25,6 @@ from specgen.bench.rounds import Rounds, kept_rounds, record_of, seen_rounds
 from specgen.bench.throughput_table import Result, table
 from specgen.bench.turns import Turns, Watch, nobody
 from specgen.config import EngineConfig, require
-from specgen.engine.loading import load_models
 from specgen.engine.memory import room_for_turns
 from specgen.engine.number_formats import target_kv_dtype
 from specgen.report.table import Row
@@ -96,7 +95,7 @@ def throughput(job: ThroughputJob, output: Path | None = None, watch: Watch = no
 
 def _measure(job: ThroughputJob, ready: Prepared, rounds: Rounds, watch: Watch) -> Iterator[BenchTable]:
     yardstick = yardstick_of(ready)
-    models = load_models(ready.base, ready.checkpoints)
+    models = ready.load()
     groups = side_by_side(ready.plans, room_for_turns(ready.base, models))
     under = {**_conditions(job, ready, groups), **yardstick.conditions}
     turns = Turns(models, yardstick, rounds, watch)

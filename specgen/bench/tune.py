@@ -26,7 +26,6 @@ from specgen.bench.tune_table import tune_table
 from specgen.bench.turns import Turn, Turns, Watch, nobody
 from specgen.config import DrafterBatchName, DraftLength, EngineConfig, require
 from specgen.engine.arms import Arm
-from specgen.engine.loading import load_models
 from specgen.engine.memory import room_for_turns
 from specgen.report.table import Row
 from specgen.report.terminal import Part
@@ -129,7 +128,7 @@ class _Tuning:
         self._end = math.inf if job.budget is None else began + job.budget
         yardstick = yardstick_of(ready)
         self._under = _conditions(job, ready, yardstick)
-        models = load_models(ready.base, ready.checkpoints)
+        models = ready.load()
         self._watch = watch
         self._turns = Turns(models, yardstick, rounds, self._see)
         self._dropped: set[str] = set()

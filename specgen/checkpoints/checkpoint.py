@@ -11,6 +11,7 @@ from torch import Tensor
 from specgen.checkpoints.fingerprint import BESIDES
 from specgen.checkpoints.rank_share import RankShare
 from specgen.checkpoints.tensor_reader import E4M3, Checkpoint, TensorReader
+from specgen.checkpoints.upload import uploading
 from specgen.checkpoints.weight_files import read_json, tensor_infos
 from specgen.config import UserError, first_line, require, shown
 from specgen.models.families import FAMILIES, HEAD_FAMILIES, family_of, head_family_of, is_head
@@ -77,8 +78,16 @@ def load_target(
 
     ``UserError`` unless its tensors match its config.
     """
-    reader = TensorReader(checkpoint=checkpoint, dtype=dtype, device=device, ranks=ranks, alive=ranks.alive)
-    return build_target(target_config(checkpoint), reader)
+    with uploading(device) as upload:
+        reader = TensorReader(
+            checkpoint=checkpoint,
+            dtype=dtype,
+            device=device,
+            ranks=ranks,
+            upload=upload,
+            alive=ranks.alive,
+        )
+        return build_target(target_config(checkpoint), reader)
 
 
 def load_drafter(checkpoint: Checkpoint, target: Target) -> Head:
@@ -87,9 +96,15 @@ def load_drafter(checkpoint: Checkpoint, target: Target) -> Head:
     ids = draft_to_target(checkpoint, config)
     if target.device.type != "meta":  # a pair without weights still knows its vocabularies
         ids = ids.to(target.device)
-    alive = target.vocabulary.ranks.alive
-    reader = TensorReader(checkpoint=checkpoint, dtype=target.dtype, device=target.device, alive=alive)
-    return build_head(config, reader, target, ids)
+    with uploading(target.device) as upload:
+        reader = TensorReader(
+            checkpoint=checkpoint,
+            dtype=target.dtype,
+            device=target.device,
+            upload=upload,
+            alive=target.vocabulary.ranks.alive,
+        )
+        return build_head(config, reader, target, ids)
 
 
 def check_fit(target: Checkpoint, head: Checkpoint) -> None:

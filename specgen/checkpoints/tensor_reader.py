@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from specgen.checkpoints.rank_share import RankShare
+from specgen.checkpoints.upload import Upload
 from specgen.checkpoints.weight_files import TensorInfo, read_tensor, read_tensors
 from specgen.config import UserError, require, shown
 from specgen.models.fp8_config import BLOCK, Fp8Config
@@ -53,6 +54,7 @@ class TensorReader:
     ranks: Ranks = ALONE  # that hold a target together
     alive: Callable[[], None] = ALONE.alive  # called before each tensor, see ``Ranks``
     share: RankShare | None = None  # of this rank; None: everything
+    upload: Upload | None = None  # to a GPU
     taken: dict[str, int] = field(default_factory=dict)  # bytes on the device by name
 
     def __call__(self, name: str, shape: tuple[int, ...], arrange: Arrange | None = None) -> Tensor:
@@ -91,7 +93,7 @@ class TensorReader:
         places = dict(zip(infos, whole.flatten(0, 1), strict=True))
         if self.device.type != "meta":
             for name, tensor in self._stored(infos):
-                places[name].copy_(tensor)
+                self._fill(places[name], tensor)
         self.taken.update((name, part.nbytes) for name, part in places.items())
         data = whole.flatten(1, 2)
         if fp8 is None:
@@ -209,7 +211,7 @@ class TensorReader:
         if self.device.type == "meta":
             tensor = torch.empty(info.shape, dtype=dtype, device=self.device)
         else:
-            tensor = dict(self._stored({name: info}))[name].to(self.device, dtype)
+            tensor = self._moved(dict(self._stored({name: info}))[name]).to(self.device, dtype)
         if arrange is not None:
             tensor = arrange(tensor).contiguous()  # where it is fast, and there is room for one tensor more
         self.taken[name] = tensor.nbytes
@@ -220,6 +222,20 @@ class TensorReader:
         for found in read_tensors(infos):
             self.alive()
             yield found
+
+    def _moved(self, stored: Tensor) -> Tensor:
+        """``stored``, of the CPU, where it is uploaded; elsewhere as it is, which may be in the file."""
+        if self.upload is None:
+            return stored
+        return self._fill(torch.empty(stored.shape, dtype=stored.dtype, device=self.device), stored)
+
+    def _fill(self, place: Tensor, stored: Tensor) -> Tensor:
+        """``place`` with the numbers of ``stored``, of the CPU."""
+        if self.upload is None or place.dtype != stored.dtype:
+            return place.copy_(stored)
+        stream = torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
+        self.upload.into(place, stored.contiguous(), stream)
+        return place
 
     def _float(self, name: str, shape: tuple[int, ...]) -> TensorInfo:
         info = self._info(name, shape)

@@ -17,6 +17,12 @@ def prepare(
         "Running",
         "Remove the costs of steps that earlier runs kept for K auto, of every model, and measure anew.",
     ),
+    graphs: bool = option(
+        False,
+        "Running",
+        "Capture the CUDA graph of every batch size and K too, to see what that takes; a run does so as it comes to "
+        "each.",
+    ),
     quiet: bool = QUIET,
 ) -> None:
     """Do ahead what the first run of a model on this machine waits for, and print where the time to a first token goes.
@@ -36,6 +42,8 @@ def prepare(
         ready = Engine(engine, expected=most_demanding([sampling]))
         with phase("first token"):
             (answer,) = ready.generate(["1, 2, 3,"], SamplingParams(max_tokens=1, ignore_eos=True))
+        if graphs:
+            ready.capture_graphs()
         seconds = startup.take()
     if answer.error is not None:
         raise RuntimeError(answer.error)

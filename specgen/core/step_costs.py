@@ -1,5 +1,6 @@
 """What a decode step costs, timed on the engine that will run it: for batch sizes and numbers of drafts."""
 
+from collections.abc import Sequence
 from statistics import median
 
 from specgen.config import SamplingParams, require
@@ -21,8 +22,8 @@ def measure(engine: EngineCore, max_batch_size: int, most: int) -> StepCosts:
     """
     seconds: dict[tuple[int, int], float] = {}
     for size in timed_sizes(max_batch_size):
-        times = _step_times(engine, size, most, _UNTIMED + _TIMED)
-        seconds |= {(size, k): median(found[_UNTIMED:]) for k, found in enumerate(times)}
+        times = _step_times(engine, size, range(most + 1), _UNTIMED + _TIMED)
+        seconds |= {(size, k): median(found[_UNTIMED:]) for k, found in times.items()}
     require(
         bool(seconds),
         f"num-spec-tokens is auto, and the model's context or its cache is too short to time {most} drafts: "
@@ -36,38 +37,38 @@ def timed_sizes(max_batch_size: int) -> list[int]:
     return sorted({1 << power for power in range(max_batch_size.bit_length())} | {max_batch_size})
 
 
-def capture_all(engine: EngineCore, max_batch_size: int, most: int) -> None:
-    """One step of every size and with 0 to ``most`` drafts, so that a run to be timed captures no CUDA graph."""
+def capture_all(engine: EngineCore, max_batch_size: int, lengths: Sequence[int]) -> None:
+    """One step of every size and each number of drafts in ``lengths``: no later greedy step captures a CUDA graph."""
     for size in engine.sizes(max_batch_size):
-        _step_times(engine, size, most, 1)
+        _step_times(engine, size, lengths, 1)
 
 
 def positions(most: int) -> int:
     """How long a sequence may become while steps with 0 to ``most`` drafts are timed."""
-    return _PROMPT + _new_tokens(most, _UNTIMED + _TIMED)
+    return _PROMPT + _new_tokens(range(most + 1), _UNTIMED + _TIMED)
 
 
-def _new_tokens(most: int, enough: int) -> int:
+def _new_tokens(lengths: Sequence[int], enough: int) -> int:
     """What ``enough`` steps of each number of drafts may give, and as many as may be in flight."""
-    return (enough + 2) * (most + 1) * (most + 2) // 2
+    return (enough + 2) * sum(k + 1 for k in lengths)
 
 
-def _step_times(engine: EngineCore, size: int, most: int, enough: int) -> list[list[float]]:
-    """Seconds of ``enough`` steps of ``size`` sequences for each number of drafts; none where so many have no room."""
-    times: list[list[float]] = [[] for _ in range(most + 1)]
+def _step_times(engine: EngineCore, size: int, lengths: Sequence[int], enough: int) -> dict[int, list[float]]:
+    """Seconds of ``enough`` steps of ``size`` sequences by the number of drafts; none where so many have no room."""
+    times: dict[int, list[float]] = {k: [] for k in lengths}
 
     def record(event: Event) -> None:
         if isinstance(event, Stepped) and event.kind == "decode" and event.num_sequences == size:
             times[event.num_spec_tokens].append(event.seconds)
 
-    sampling = SamplingParams(max_tokens=_new_tokens(most, enough), ignore_eos=True)
+    sampling = SamplingParams(max_tokens=_new_tokens(lengths, enough), ignore_eos=True)
     prompts = [
         Request(id=f"timed {i}", prompt_token_ids=(0,) * _PROMPT, sampling=sampling) for i in range(size)
     ]
     with engine.rehearsal(record):
         finished = [refused for request in prompts if (refused := engine.submit(request)) is not None]
-        for k, found in enumerate(times):
+        for k, found in times.items():
             engine.spec_length = FixedLength(k)
             while len(found) < enough and not finished:
                 finished = engine.step()
-    return [] if finished else times
+    return {} if finished else times

@@ -123,7 +123,7 @@ def choose_attention(config: EngineConfig, checkpoints: Checkpoints) -> tuple[At
 
 def attention_uses(config: EngineConfig, checkpoints: Checkpoints) -> list[Use]:
     """How passes attend with the target and, where one drafts, the head, from their checkpoints' headers."""
-    lengths = range(config.draft_length.most + 1) if config.draft_length.auto else [config.draft_length.most]
+    lengths = config.draft_length.lengths
     target = target_config(checkpoints["model"]).shared(config.tensor_parallel)
     rows = tuple(1 + num_drafts for num_drafts in lengths)
     uses = [_use(config, target, target_kv_dtype(config), rows, prefills=True)]

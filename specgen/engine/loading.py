@@ -15,10 +15,12 @@ from specgen.engine.lead import peers_of
 from specgen.engine.needed_modules import needed_modules
 from specgen.engine.number_formats import DTYPES, Checkpoints
 from specgen.models.protocols import Head, Target
-from specgen.ops.jit_modules import compile_missing
+from specgen.ops.jit_modules import compile_missing, compiled_meanwhile
 from specgen.ranks import Ranks
 from specgen.startup import phase
 from specgen.text.tokenizer import Tokenizer, load_tokenizer
+
+_GREEDY = SamplingParams()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,12 +62,17 @@ def load_chat_tokenizer(config: EngineConfig, checkpoints: Checkpoints) -> Token
     return load_tokenizer(str(checkpoints["model"].path)).with_template_kwargs(config.template_kwargs)
 
 
-def load_models(config: EngineConfig, checkpoints: Checkpoints) -> Models:
+def load_models(config: EngineConfig, checkpoints: Checkpoints, expected: SamplingParams = _GREEDY) -> Models:
     """Read target, head (if one is to draft) and tokenizer of a resolved ``config``.
 
-    With ``tensor_parallel`` the other ranks are started here, and end when nothing refers to the models any more.
+    Meanwhile the kernels are compiled that engines for ``expected`` requests need. With ``tensor_parallel`` the other
+    ranks are started here, and end when nothing refers to the models any more.
     """
-    compile_missing(needed_modules(config, checkpoints, SamplingParams()))
+    modules = needed_modules(config, checkpoints, expected)
+    if config.tensor_parallel == 1:
+        with compiled_meanwhile(modules), phase("weights"):
+            return load_share(config, checkpoints, Peers())
+    compile_missing(modules)  # before: shares are loaded with the kernel of their sum
     with phase("ranks"):
         peers = peers_of(config)
     with phase("weights"), peers.together("load", config):

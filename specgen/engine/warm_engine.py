@@ -74,7 +74,7 @@ class WarmEngine:
         expected = most_demanding(request.sampling for request in requests)
         self._engine = build_engine(config, models, self._tape.record, around, expected)
         if config.draft_length.auto:
-            capture_all(self._engine, config.max_batch_size, config.draft_length.most)
+            capture_all(self._engine, config.max_batch_size, config.draft_length.lengths)
         self._engine.warm_up()
 
     def run(

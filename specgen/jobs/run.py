@@ -12,7 +12,6 @@ from specgen.decoding.sampling import most_demanding
 from specgen.engine.choices import resolve
 from specgen.engine.engine import Engine
 from specgen.engine.loading import Models, OneTarget, load_chat_tokenizer, load_models, open_checkpoints
-from specgen.engine.needed_modules import needed_modules
 from specgen.engine.number_formats import Checkpoints
 from specgen.engine.request_output import RequestOutput
 from specgen.events import Event
@@ -22,7 +21,6 @@ from specgen.jobs.prompt_index import PromptIndex, index_prompts, keep_index, ke
 from specgen.jobs.ray_engine import RayEngine
 from specgen.jobs.run_output import RunResult, export, is_finished, read_result, write_report
 from specgen.jobs.shard import REQUESTS
-from specgen.ops.jit_modules import compile_missing
 from specgen.prompts import PromptSet, open_prompts
 from specgen.report.summary import Summary
 from specgen.rundir.atomic import write_json_lines, write_text
@@ -64,8 +62,7 @@ def run(
         set_aside(output, "manifest.json")
     with directory(output, "manifest.json") as path, watched(progress.compiling) as startup:
         with kept_status(path / "status.json") as status:
-            load = load_models if shared is None else shared.load
-            work = _prepared(job, path, progress, status, until, load, startup)
+            work = _prepared(job, path, progress, status, until, shared, startup)
             with phase("fingerprints"):
                 asked = job_manifest(
                     job, work.config, work.checkpoints, work.index, with_fingerprints=output is not None
@@ -93,7 +90,7 @@ def _prepared(
     progress: Progress,
     status: Status,
     until: Callable[[], bool],
-    load: Callable[[EngineConfig, Checkpoints], Models],
+    shared: OneTarget | None,
     startup: Startup,
 ) -> "_Work":
     """The work of ``job`` in ``path``, checked: its whole input is read, or the index that an earlier process left."""
@@ -138,7 +135,7 @@ def _prepared(
         progress=progress,
         status=status,
         until=until,
-        load=load,
+        shared=shared,
         startup=startup,
     )
 
@@ -156,7 +153,7 @@ class _Work:
     progress: Progress
     status: Status
     until: Callable[[], bool]
-    load: Callable[[EngineConfig, Checkpoints], Models]
+    shared: OneTarget | None
     startup: Startup
     models: Models | None = None  # once an engine has loaded them
 
@@ -232,9 +229,12 @@ class _Work:
         expected = most_demanding([sampling, *(replace(sampling, **row) for row in self.index.sampling)])
         if self.job.cluster is not None:
             return RayEngine(config=config, cluster=self.job.cluster, record=record, expected=expected)
-        compile_missing(needed_modules(config, self.checkpoints, expected))
         if self.models is None:
-            self.models = self.load(config, self.checkpoints)
+            self.models = (
+                load_models(config, self.checkpoints, expected)
+                if self.shared is None
+                else self.shared.load(config, self.checkpoints)
+            )
         return Engine(config, record=record, models=self.models, expected=expected)
 
     def _keep(self, output: RequestOutput, files: RunDirectory) -> None:

@@ -5,12 +5,17 @@ cores, the prefill kernel of FlashAttention 3 in 88 s.
 """
 
 import os
+import re
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from contextvars import Context, copy_context
 from dataclasses import dataclass, field
+from itertools import takewhile
+from pathlib import Path
+from threading import Thread
 from typing import IO, Any
 
 from specgen.config import UserError
@@ -18,6 +23,9 @@ from specgen.startup import compiling, phase
 
 _POLL = 0.1  # seconds
 _LAST_LINES = 15  # of a compiler's output
+_WIDEST = 300  # characters of a line
+_NINJAS = re.compile(r"\[\d+/\d+\] |FAILED: |ninja: ")  # how lines of its own begin
+_MEMORY = 2 << 30  # bytes of a compiler
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,9 +43,42 @@ def compile_missing(modules: Iterable[Module]) -> list[str]:
     waited for. A module that was left half compiled is finished by FlashInfer when it is loaded.
     """
     modules = list(modules)
-    if not modules or os.environ.get("FLASHINFER_DISABLE_JIT"):
+    if not modules:
         return []
-    with phase("kernels"), ExitStack() as locks:
+    with phase("kernels"):
+        return _compile_missing(modules)
+
+
+@contextmanager
+def compiled_meanwhile(modules: Sequence[Module]) -> Iterator[None]:
+    """``compile_missing``, and the import of FlashInfer, beside what is done within; at its end they are waited for.
+
+    What fails within is raised at once, and leaves the compilation to itself.
+    """
+    if not modules:
+        yield
+        return
+    failed: list[BaseException] = []
+
+    def work(context: Context) -> None:
+        try:
+            context.run(_compile_missing, modules)
+        except BaseException as error:
+            failed.append(error)
+
+    thread = Thread(target=work, args=(copy_context(),), daemon=True)  # no reason for a process to stay
+    thread.start()
+    yield
+    with phase("kernels"):
+        thread.join()
+    if failed:
+        raise failed[0]
+
+
+def _compile_missing(modules: Sequence[Module]) -> list[str]:
+    if os.environ.get("FLASHINFER_DISABLE_JIT"):
+        return []
+    with ExitStack() as locks:
         missing = [each for each in _specs(modules) if not each.spec.is_compiled]
         if not missing:
             return []
@@ -89,7 +130,7 @@ class _Build:
             lines = self._output.read().decode(errors="replace").splitlines()
             if lines and "interrupted by user" in lines[-1]:  # Ctrl-C is for all processes of a terminal
                 raise KeyboardInterrupt
-            raise self._failed("the compiler's last lines:\n" + "\n".join(lines[-_LAST_LINES:]))
+            raise self._failed("the compiler's last lines:\n" + "\n".join(_last_lines(lines)))
         return True
 
     def _failed(self, how: str) -> UserError:
@@ -106,16 +147,23 @@ class _Build:
         self._output.close()
 
 
+def _last_lines(output: Sequence[str]) -> list[str]:
+    """Of what the first command that failed has printed: ninja prints it below ``FAILED`` and the command."""
+    failed = next((number for number, line in enumerate(output) if line.startswith("FAILED:")), None)
+    said = (
+        [] if failed is None else list(takewhile(lambda line: not _NINJAS.match(line), output[failed + 2 :]))
+    )
+    return [line[:_WIDEST] for line in (said or output)[-_LAST_LINES:]]
+
+
 def _compile(missing: Sequence[_Missing]) -> None:
-    """All side by side, with about one compiler for each core."""
-    cores = _num_cores()
-    files = sum(len(each.spec.sources) for each in missing)
-    left, running = list(missing), list[_Build]()
+    """Side by side: the largest first with all their files at once, and others beside them as there is room."""
+    room = _room()
+    left, running = sorted(missing, key=lambda each: -len(each.spec.sources)), list[_Build]()
     try:
         while left or running:
-            while left and len(running) < cores:
-                each = left.pop(0)
-                running.append(_Build(each, max(cores * len(each.spec.sources) // files, 1)))
+            while left and (not running or _fits(left[0], running, room)):
+                running.append(_Build(left.pop(0), room))
                 _tell(missing, running, left)
             time.sleep(_POLL)
             for build in [build for build in running if build.done]:
@@ -127,12 +175,28 @@ def _compile(missing: Sequence[_Missing]) -> None:
             build.stop()
 
 
+def _fits(module: _Missing, running: Sequence[_Build], room: int) -> bool:
+    return len(module.spec.sources) + sum(len(build.module.spec.sources) for build in running) <= room
+
+
 def _tell(missing: Sequence[_Missing], running: Sequence[_Build], left: Sequence[_Missing]) -> None:
     to_do = [*(build.module.what for build in running), *(each.what for each in left)]
     compiling(len(missing) - len(to_do), len(missing), to_do)
 
 
-def _num_cores() -> int:
-    """Compilers at once: ``MAX_JOBS``, which FlashInfer heeds as well, or the cores of this process."""
+def _room() -> int:
+    """Compilers at once: ``MAX_JOBS``, which FlashInfer heeds as well, or two for each core, as far as memory goes.
+
+    Two, as most files are done long before the few that take longest.
+    """
     asked = os.environ.get("MAX_JOBS", "")
-    return max(int(asked), 1) if asked.isdigit() else len(os.sched_getaffinity(0))
+    if asked.isdigit():
+        return max(int(asked), 1)
+    most = 2 * len(os.sched_getaffinity(0))
+    return max(min(most, _free_memory() // _MEMORY), 1)
+
+
+def _free_memory() -> int:
+    """Bytes that Linux can give to new processes."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
