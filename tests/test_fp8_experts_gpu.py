@@ -47,11 +47,16 @@ def logits(pair: Pair, **settings: Any) -> Tensor:
     return torch.stack([after(request.prompt_token_ids).cpu() for request in REQUESTS])
 
 
+@pytest.mark.parametrize("path", ["dynamic", "block"], indirect=True)
 def test_logits_are_those_of_the_cpu(path: Path) -> None:
-    """Within what FP8 rounds otherwise: scales of another row or expert move them by more than 0.08."""
+    """Those of another model would be 1.4 away. Sums of tensor cores are 1e-4 off, after which inputs round otherwise.
+
+    On a CPU embeddings that are 1e-4 off move the logits of these models by 0.06 in the median: see test_experts_gpu.py
+    for the kernels one by one.
+    """
     right = logits(load_pair(path))
     got = logits(load_pair(path, torch.float32, "cuda"), **EXACT)
-    assert ((got - right).norm(dim=1) / right.norm(dim=1)).median() < 0.03
+    assert ((got - right).norm(dim=1) / right.norm(dim=1)).median() < 0.12
 
 
 @pytest.mark.parametrize("batch", ["padded", "non-padded"])
