@@ -146,6 +146,7 @@ def test_every_kernel_with_sinks_has_a_name_of_its_own(monkeypatch: pytest.Monke
                 window_left=window_left,
                 sinks=True,
             ),
+            windowed=window_left >= 0,
         )[0]
         for head_dim, dtype, kv_dtype, window_left in kinds
         for kernels in ("fa2", "fa3")

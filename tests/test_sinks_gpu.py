@@ -77,7 +77,7 @@ def _compiled() -> None:
             window_left=127 if windowed else -1,
             sinks=True,
         )
-        _, arguments, options = _sink_variant(kernels, heads)
+        _, arguments, options = _sink_variant(kernels, heads, windowed=windowed)
         specs.append(gen_customize_batch_prefill_module(kernels, *arguments, **options))
     with ThreadPoolExecutor() as pool:
         list(pool.map(lambda spec: spec.build_and_load(), {spec.name: spec for spec in specs}.values()))
