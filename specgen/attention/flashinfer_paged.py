@@ -18,7 +18,7 @@ Kernels = Literal["fa2", "fa3"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Heads:
+class _Planned:
     """What a plan depends on beside the lengths."""
 
     num_heads: int
@@ -76,7 +76,7 @@ class FlashInferBackend:
         lengths = PassLens(layout)
 
         def kernel(layer: LayerAttention, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-            heads = _Heads(
+            heads = _Planned(
                 num_heads=q.shape[1],
                 num_kv_heads=keys.shape[2],
                 head_dim=q.shape[2],
@@ -95,7 +95,7 @@ class FlashInferBackend:
 
         return kernel
 
-    def _wrapper_for(self, heads: _Heads) -> "_Wrapper":
+    def _wrapper_for(self, heads: _Planned) -> "_Wrapper":
         """The wrapper for the window of ``heads``, and for their sinks, made if there is none."""
         kernels = _fitting(self._kernels, heads)
         group = heads.num_heads // heads.num_kv_heads
@@ -112,7 +112,7 @@ class FlashInferBackend:
         return self._wrappers[key]
 
 
-def _fitting(kernels: Kernels, heads: "_Heads | Heads") -> Kernels:
+def _fitting(kernels: Kernels, heads: "_Planned | Heads") -> Kernels:
     """Those that run ``heads``: FA3 wants one dtype."""
     return kernels if heads.kv_dtype == heads.dtype else "fa2"
 
@@ -146,7 +146,7 @@ def _spec(kernels: Kernels, heads: Heads, windowed: bool) -> Any:  # noqa: ANN40
 
 
 def _sink_variant(
-    kernels: Kernels, heads: "_Heads | Heads", *, windowed: bool
+    kernels: Kernels, heads: "_Planned | Heads", *, windowed: bool
 ) -> tuple[str, list[Any], dict[str, Any]]:
     """The name and the arguments of FlashInfer's kernel with sinks: the ordinary one takes them and ignores them.
 
@@ -182,14 +182,14 @@ class _Wrapper:
 
         variant = {"jit_args": sinks[1], "jit_kwargs": sinks[2]} if sinks else {}
         self._inner: Any = BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend=kernels, **variant)
-        self._planned: tuple[PassLens, _Heads] | None = None
+        self._planned: tuple[PassLens, _Planned] | None = None
         self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
     def wait(self) -> None:
         """Until the copy of the last plan has left the pinned buffer that plans are written to."""
         self._copied.synchronize()
 
-    def plan(self, lengths: PassLens, heads: _Heads) -> None:
+    def plan(self, lengths: PassLens, heads: _Planned) -> None:
         """Plan anew unless it is planned for just that; target and head may share a layout but not a plan."""
         if self._planned == (lengths, heads):
             return
