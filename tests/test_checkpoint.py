@@ -383,7 +383,7 @@ UNSUPPORTED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "sliding-window": ({"sliding_window": 4096}, "sliding_window is 4096 and in use"),
     "sliding-layers": ({"layer_types": ["sliding_attention"]}, "needs full attention in all layers"),
-    "quantized": ({"quantization_config": {"quant_method": "awq"}}, "has the method 'awq'"),
+    "quantized": ({"quantization_config": {"quant_method": "awq"}}, "quant_method is 'awq'"),
     "activation": ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
     "no-layers": ({"num_hidden_layers": None}, "no num_hidden_layers"),
     "text-for-a-number": ({"hidden_size": "many"}, "hidden_size is 'many'"),

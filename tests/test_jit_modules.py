@@ -5,7 +5,7 @@ import stat
 import sys
 import threading
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -29,6 +29,7 @@ from specgen.ops.jit_modules import Module, compile_missing, compiled_meanwhile
 from specgen.startup import watched
 from tests.timed_engines import write_tiny
 from tests.tiny_checkpoints import write_head, write_target
+from tests.tiny_fp8 import quantize
 
 H100 = Gpu(major=9, num_sms=132)
 LLAMA = Heads(
@@ -370,7 +371,9 @@ def of_pair(path: Path, expected: SamplingParams = SamplingParams(), **settings:
         device="cuda",
         **settings,
     )
-    return [module.what for module in modules_of(config, open_checkpoints(config), expected, H100)]
+    found = [module.what for module in modules_of(config, open_checkpoints(config), expected, H100)]
+    assert found[-4:] == [f"bf16 products of {rows} rows" for rows in (96, 128, 160, 192)]
+    return found[:-4]
 
 
 def test_a_pair_needs_what_its_passes_use(
@@ -395,6 +398,21 @@ def test_a_head_that_drafts_at_once_attends_with_all_its_rows(tmp_path: Path) ->
     found = of_pair(tmp_path, num_spec_tokens=DraftLength(most=2, auto=True))
     assert found[-2:] == ["XQA, 1 row, heads of 16", "XQA, 2 rows, heads of 16"]
     assert found[1:-2] == [f"XQA, {rows}, heads of 16" for rows in ("1 row", "2 rows", "3 rows")]
+
+
+@pytest.mark.parametrize(("scheme", "kind"), [("block", "fp8-block"), ("modelopt", "fp8")])
+def test_weights_in_fp8_need_products_of_their_own(tmp_path: Path, scheme: str, kind: str) -> None:
+    write_target(tmp_path / "target")
+    quantize(tmp_path / "target", scheme)
+    config = EngineConfig(model=str(tmp_path / "target"), drafter=None, num_spec_tokens=0, attention="trtllm")
+    config = replace(config, dtype="bfloat16", kv_dtype="model", page_size=64, device="cuda")
+    names = [each.what for each in modules_of(config, open_checkpoints(config), SamplingParams(), H100)]
+    assert names[-4:] == [f"{kind} products of {rows} rows" for rows in (96, 128, 160, 192)]
+    older = Gpu(major=8, num_sms=108)
+    assert not any(
+        "products" in each.what
+        for each in modules_of(config, open_checkpoints(config), SamplingParams(), older)
+    )
 
 
 def test_a_cpu_needs_nothing_compiled() -> None:

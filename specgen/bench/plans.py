@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from specgen.bench.environment import free_memory
 from specgen.bench.matrices import Workload
 from specgen.bench.workload import Prompts, kv_bytes, make_prompts
 from specgen.checkpoints.fingerprint import fingerprint
@@ -23,7 +22,6 @@ from specgen.engine.number_formats import Checkpoints
 from specgen.ops.jit_modules import compile_missing
 from specgen.rundir.provenance import manifest, with_recorded_date
 
-_CPU_BYTES = 1 << 30  # for engines that take turns
 _OVERHEAD = {"cpu": 0, "cuda": 1 << 30}  # bytes of an engine beside its KV cache: workspaces and graphs
 
 
@@ -157,12 +155,3 @@ def side_by_side(plans: Iterable[Plan], room: int) -> list[list[Plan]]:
 def fitted(plan: Plan) -> Plan:
     """``plan`` with the KV cache that its requests need."""
     return replace(plan, config=replace(plan.config, kv_memory=plan.kv_bytes))
-
-
-def room_for_turns(config: EngineConfig) -> int:
-    """Bytes for engines that take turns, with the weights loaded: half of what they leave."""
-    if config.device == "cpu":
-        return _CPU_BYTES
-    free_memory()
-    free, total = torch.cuda.mem_get_info(config.device)
-    return (free - int(total * (1 - config.gpu_memory_utilization))) // 2

@@ -79,7 +79,14 @@ def load_target(
     ``UserError`` unless its tensors match its config.
     """
     with uploading(device) as upload:
-        reader = TensorReader(checkpoint=checkpoint, dtype=dtype, device=device, ranks=ranks, upload=upload)
+        reader = TensorReader(
+            checkpoint=checkpoint,
+            dtype=dtype,
+            device=device,
+            ranks=ranks,
+            upload=upload,
+            alive=ranks.alive,
+        )
         return build_target(target_config(checkpoint), reader)
 
 
@@ -90,7 +97,13 @@ def load_drafter(checkpoint: Checkpoint, target: Target) -> Head:
     if target.device.type != "meta":  # a pair without weights still knows its vocabularies
         ids = ids.to(target.device)
     with uploading(target.device) as upload:
-        reader = TensorReader(checkpoint=checkpoint, dtype=target.dtype, device=target.device, upload=upload)
+        reader = TensorReader(
+            checkpoint=checkpoint,
+            dtype=target.dtype,
+            device=target.device,
+            upload=upload,
+            alive=target.vocabulary.ranks.alive,
+        )
         return build_head(config, reader, target, ids)
 
 
@@ -115,6 +128,7 @@ def build_target(config: TargetConfig, reader: TensorReader) -> Target:
             num_kv_heads=config.num_kv_heads,
             vocab_size=config.vocab_size,
             transposed_experts=config.mixture is not None and config.mixture.interleaved,
+            fp8=config.fp8,
         )
     reader, config = replace(reader, fp8=config.fp8, share=share), config.shared(reader.ranks.size)
     require(

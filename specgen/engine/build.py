@@ -44,7 +44,7 @@ def build_engine(
     compile_missing(needed_modules(config, models.checkpoints, expected))
     peers = models.peers.of_engine(config, expected)
     with phase("memory"):
-        pages = peers.assemble(num_pages(config, models, expected), runner)
+        pages = peers.assemble(lambda: num_pages(config, models, expected), runner)
         engine = assemble(
             config, replace(models, peers=peers), pages, around(runner) if around else runner, record
         )

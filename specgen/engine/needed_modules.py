@@ -1,14 +1,16 @@
-"""Which of FlashInfer's modules a configuration needs, from the headers of its checkpoints."""
+"""Which modules a configuration needs compiled, from the headers of its checkpoints."""
 
 import torch
 
 from specgen.attention import Gpu
 from specgen.attention.workspaces import num_sms
+from specgen.checkpoints.checkpoint import target_config
 from specgen.config import EngineConfig, SamplingParams
 from specgen.decoding.sampling import sampling_modules
 from specgen.device import use
 from specgen.engine.choices import BACKENDS, attention_uses
 from specgen.engine.number_formats import DTYPES, Checkpoints
+from specgen.ops import hopper_linear
 from specgen.ops.jit_modules import Module
 from specgen.ranks import Ranks
 
@@ -35,4 +37,10 @@ def modules_of(
     """The same of a rank alone, on any ``gpu``."""
     backend = BACKENDS[config.attention]
     attending = (backend.modules(gpu, each) for each in attention_uses(config, checkpoints))
-    return [*(module for modules in attending for module in modules), *sampling_modules(expected)]
+    found = [*(module for modules in attending for module in modules), *sampling_modules(expected)]
+    if gpu.major == 9 and config.dtype == "bfloat16":
+        found += hopper_linear.modules("bf16")
+        fp8 = target_config(checkpoints["model"]).fp8
+        if fp8 is not None:
+            found += hopper_linear.modules("fp8-block" if fp8.activations == "group" else "fp8")
+    return found

@@ -70,8 +70,8 @@ class LayerConfig:
         fitting = [each for each in (1, 2, 4, 8, 16) if self._can_share(each)]
         require(
             self._can_share(count),
-            f"tensor-parallel is {count}, which does not divide the heads and widths of this model evenly: use one of "
-            f"{', '.join(map(str, fitting))}",
+            f"tensor-parallel is {count}, which does not divide this model's heads and widths, or the blocks of its "
+            f"quantized weights, evenly: use one of {', '.join(map(str, fitting))}",
         )
         mixture = self.mixture
         return replace(

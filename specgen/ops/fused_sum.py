@@ -5,6 +5,7 @@ H100s 5 us for one row of 4,096 and 9 us for 160, of which NCCL's sum alone take
 module takes five minutes.
 """
 
+import sys
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
@@ -112,7 +113,11 @@ def _most_rows(ranks: Ranks, size: int) -> int:
 def _workspace(ranks: Ranks, size: int) -> Any:  # noqa: ANN401
     """The addresses of all ranks' buffers, int64 on this GPU; for the life of the process, as graphs read them."""
     from flashinfer.comm import trtllm_create_ipc_workspace_for_all_reduce_fusion as create
+    from flashinfer.jit.comm import gen_trtllm_comm_module
 
+    if ranks.rank == 0 and not gen_trtllm_comm_module().is_compiled:
+        line = "specgen: compiling FlashInfer's sum over GPUs, once on this machine: about five minutes"
+        print(line, file=sys.stderr, flush=True)
     handles, addresses, _ = create(
         ranks.rank,
         ranks.size,
