@@ -7,6 +7,7 @@ import json
 import logging
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,7 +16,15 @@ T = TypeVar("T")
 
 def kept_directory(kind: str) -> Path:
     """Where files of one ``kind`` are: below ``XDG_CACHE_HOME``, else ``~/.cache``."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "specgen" / kind
+    return Path(os.environ.get("XDG_CACHE_HOME") or _home() / ".cache") / "specgen" / kind
+
+
+def _home() -> Path:
+    """The user's, or where nothing can be kept: a container's user may have none."""
+    try:
+        return Path.home()
+    except RuntimeError:
+        return Path(os.devnull)
 
 
 def read_kept(file: Path, what: str, check: Callable[[Any], T | None]) -> T | None:
@@ -28,7 +37,7 @@ def read_kept(file: Path, what: str, check: Callable[[Any], T | None]) -> T | No
         if found is not None:
             return found
         reason = "it is not what was written there"
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
         reason = f"{type(error).__name__}: {error}"
@@ -44,6 +53,8 @@ def write_kept(file: Path, what: str, value: object) -> None:
         mine.write_text(json.dumps(value))
         os.replace(mine, file)
     except OSError as error:
+        with suppress(OSError):
+            mine.unlink(missing_ok=True)
         _log(f"{what} cannot be kept in {file} ({error.strerror})")
 
 

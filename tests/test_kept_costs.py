@@ -186,6 +186,36 @@ def test_where_nothing_can_be_written_a_run_goes_on(
     assert "cannot be kept in" in caplog.text
 
 
+def test_nothing_is_left_of_a_file_that_could_not_be_written_whole(
+    machine: Machine, pair: EngineConfig, checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*paths: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    assert costs_for(pair, checkpoints, machine.measure).seconds
+    assert [*kept_directory("step-costs").iterdir()] == []
+
+
+def test_a_user_without_a_home_goes_on_too(
+    machine: Machine,
+    pair: EngineConfig,
+    checkpoints: Checkpoints,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def nowhere() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(Path, "home", nowhere)
+    forget()
+    assert costs_for(pair, checkpoints, machine.measure).seconds
+    assert [each.getMessage().split(" in ")[0] for each in caplog.records] == [
+        "costs of steps cannot be kept"
+    ]
+
+
 def test_what_is_not_whole_is_not_kept(
     machine: Machine, pair: EngineConfig, checkpoints: Checkpoints, caplog: pytest.LogCaptureFixture
 ) -> None:

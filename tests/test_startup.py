@@ -58,7 +58,7 @@ def test_prepare_prints_where_the_time_to_a_first_token_goes() -> None:
     result = CliRunner().invoke(cli.app, ["prepare", "--device", "cpu", "--num-spec-tokens", "2", "--quiet"])
     assert result.exit_code == 0, result.output
     seconds = {line[:14].strip(): float(line[14:].removesuffix(" s")) for line in result.stdout.splitlines()}
-    first = ["process", "weights", "memory", "warm-up", "first token", "other", "in all"]
+    first = ["process", "ranks", "weights", "memory", "warm-up", "first token", "other", "in all"]
     assert [*seconds] == first
     assert seconds.pop("in all") == pytest.approx(sum(seconds.values()), abs=0.5)
 

@@ -15,7 +15,7 @@ from specgen.engine.lead import peers_of
 from specgen.engine.needed_modules import needed_modules
 from specgen.engine.number_formats import DTYPES, Checkpoints
 from specgen.models.protocols import Head, Target
-from specgen.ops.jit_modules import compile_missing, compiled_meanwhile
+from specgen.ops.jit_modules import compiled_meanwhile
 from specgen.ranks import Ranks
 from specgen.startup import phase
 from specgen.text.tokenizer import Tokenizer, load_tokenizer
@@ -68,15 +68,17 @@ def load_models(config: EngineConfig, checkpoints: Checkpoints, expected: Sampli
     Meanwhile the kernels are compiled that engines for ``expected`` requests need. With ``tensor_parallel`` the other
     ranks are started here, and end when nothing refers to the models any more.
     """
-    modules = needed_modules(config, checkpoints, expected)
-    if config.tensor_parallel == 1:
-        with compiled_meanwhile(modules), phase("weights"):
-            return load_share(config, checkpoints, Peers())
-    compile_missing(modules)  # before: shares are loaded with the kernel of their sum
-    with phase("ranks"):
-        peers = peers_of(config)
-    with phase("weights"), peers.together("load", config):
-        return load_share(config, checkpoints, peers)
+
+    def load() -> Models:
+        with phase("weights"), peers.together("load", config):
+            return load_share(config, checkpoints, peers)
+
+    with compiled_meanwhile(needed_modules(config, checkpoints, expected)):
+        with phase("ranks"):
+            peers = peers_of(config)
+        if peers.ranks.size == 1:
+            return load()
+    return load()  # only now: shares are loaded with the kernel of their sum
 
 
 def load_share(config: EngineConfig, checkpoints: Checkpoints, peers: Peers) -> Models:
