@@ -55,8 +55,8 @@ def test_each_kind_and_size_is_a_module_of_its_own(monkeypatch: pytest.MonkeyPat
         ".jit.core": core,
     }.items():
         monkeypatch.setitem(__import__("sys").modules, f"flashinfer{name}", module)
-    names = {each.spec().name for kind in ("bf16", "fp8", "fp8-block") for each in modules(kind)}  # type: ignore[arg-type]
-    assert len(names) == 12
+    names = {each.spec().name for kind in ("bf16", "fp8") for each in modules(kind)}
+    assert len(names) == 8
     assert {tuple(each[:2]) for each in made} == {
-        (f"-DROWS={rows}", f"-DKIND={kind}") for rows in (96, 128, 160, 192) for kind in (0, 1, 2)
+        (f"-DROWS={rows}", f"-DE4M3={e4m3}") for rows in (96, 128, 160, 192) for e4m3 in (0, 1)
     }

@@ -153,7 +153,7 @@ def test_experts_are_not_all_in_memory_twice(tmp_path: Path, monkeypatch: pytest
     def spy(infos: Any) -> Any:
         nonlocal most
         for name, tensor in read_all(infos):
-            alive += [ref(tensor)] * (".experts." in name)
+            alive.extend([ref(tensor)] * (".experts." in name))
             most = max(most, sum(each() is not None for each in alive))
             yield name, tensor
             del tensor

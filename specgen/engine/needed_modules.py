@@ -41,6 +41,6 @@ def modules_of(
     if gpu.major == 9 and config.dtype == "bfloat16":
         found += hopper_linear.modules("bf16")
         fp8 = target_config(checkpoints["model"]).fp8
-        if fp8 is not None:
-            found += hopper_linear.modules("fp8-block" if fp8.activations == "group" else "fp8")
+        if fp8 is not None and fp8.activations != "group":
+            found += hopper_linear.modules("fp8")
     return found

@@ -2,7 +2,7 @@
 
 Measured on an H100 at the shapes of Llama-3.1-8B: up to 64 rows our tiles take 1.15 to 1.5 times what reading the
 weight takes, and at 160 rows torch's product with one scale is 1.2 to 1.7 times as fast as they are. On Hopper
-``hopper_linear`` takes more than 64 rows where it is faster than torch: gate and up, outputs of several scales, blocks.
+``hopper_linear`` takes more than 64 rows where it is faster than torch: gate and up, and outputs of several scales.
 """
 
 from dataclasses import dataclass, replace
@@ -123,14 +123,13 @@ class _Layer:
             folded=(scale if static is None else scale * static)[None].contiguous() if torchs else None,
             hopper=dtype == torch.bfloat16
             and runs_on(weight.data.device)
-            and fits(out // halves, width, weight.data.dtype, gated=halves == 2)
-            and not (grouped and out // halves % GROUP),
+            and not grouped
+            and fits(out // halves, width, weight.data.dtype, gated=halves == 2),
         )
 
     def product(self, x: Tensor) -> Tensor:
         """[rows, in] -> [parts, rows, out]."""
-        scales = len(self.runs) != 1 and x.shape[0] <= _MOST_SCALES_ROWS
-        if x.shape[0] > _FEW and self.hopper and (self.matrix.grouped or scales):
+        if self.hopper and len(self.runs) != 1 and _FEW < x.shape[0] <= _MOST_SCALES_ROWS:
             return self._hopper(x)[None]
         if x.shape[0] <= _FEW or self.folded is None:
             tile = self._tile(x)
@@ -139,7 +138,7 @@ class _Layer:
 
     def gated(self, x: Tensor, out_scale: Tensor | None) -> Tensor:
         """[rows, in] -> silu(gate) * up [rows, I]."""
-        if x.shape[0] > _FEW and self.hopper and (self.matrix.grouped or x.shape[0] <= MOST_ROWS):
+        if self.hopper and _FEW < x.shape[0] <= MOST_ROWS:
             return self._hopper(x, gated=True, y_scale=out_scale)
         if x.shape[0] <= _FEW or self.folded is None:
             tile = self._tile(x)

@@ -5,8 +5,8 @@
 // for the kernel in front. A matrix with few outputs is split along K between the two blocks of a cluster, which
 // exchange their sums through shared memory: each adds those of half the rows, always in the same order.
 //
-// Compiled for one number of rows a tile, ROWS, a multiple of 32 up to 192, and one KIND of weights: 0 bf16, 1 e4m3, 2
-// e4m3 with scales of blocks. See hopper_linear.py.
+// Compiled for one number of rows a tile, ROWS, a multiple of 32 up to 192, and for weights in e4m3 if E4M3, else bf16.
+// See hopper_linear.py.
 
 #include <cuda.h>
 #include <cuda_bf16.h>
@@ -20,8 +20,7 @@ namespace {
 
 using bf16 = __nv_bfloat16;
 
-constexpr bool kSmall = KIND > 0;  // e4m3
-constexpr int kSize = kSmall ? 1 : 2;
+constexpr int kSize = E4M3 ? 1 : 2;  // bytes of a number
 constexpr int kOut = 128;          // rows of the weight that a block reads at a time
 constexpr int kBytes = 128;        // of each row that it reads at a time: the widest swizzle of shared memory
 constexpr int kConsumers = 256;    // threads that multiply: two warp groups
@@ -39,8 +38,8 @@ static_assert(kSums * kConsumers * 4 <= kStages * kStageBytes);  // where a clus
 
 struct Problem {
   const void* bias;        // [out] or null
-  const float* out_scale;  // of weights in e4m3: [out], or by blocks of 128 x 128 [out / 128, in / 128]
-  const float* x_scale;    // [rows], or [1] if x_static; by blocks [rows, in / 128]
+  const float* out_scale;  // [out], of weights in e4m3
+  const float* x_scale;    // [rows], or [1] if x_static
   const float* y_scale;    // [1] or null: y is e4m3
   void* y;                 // [rows, out]
   int rows, out, steps;    // steps: along K
@@ -175,7 +174,7 @@ __device__ __forceinline__ void keep_pair(uint8_t* row, int out, uint32_t pair, 
 }
 
 // Sums of COUNT rows from first_row on, of the outputs of a tile: scaled, rounded, and written row by row.
-template <bool GATED, bool SCALED, int COUNT>
+template <bool GATED, int COUNT>
 __device__ __forceinline__ void finish(const Problem& p, const float (&sums)[COUNT / 2], uint8_t* results, int tile,
                                        int first_row) {
   constexpr int kTileOut = GATED ? kOut / 2 : kOut;
@@ -185,7 +184,7 @@ __device__ __forceinline__ void finish(const Problem& p, const float (&sums)[COU
   const bool to_e4m3 = p.y_scale != nullptr;
   const float inverse = to_e4m3 ? 1.0f / *p.y_scale : 1.0f;
   float low_scale = 1, high_scale = 1, low_bias = 0, high_bias = 0;
-  if constexpr (SCALED) {
+  if constexpr (E4M3) {
     const float of_x = p.x_static ? *p.x_scale : 1.0f;
     low_scale = p.out_scale[low] * of_x;
     high_scale = p.out_scale[high] * of_x;
@@ -194,7 +193,7 @@ __device__ __forceinline__ void finish(const Problem& p, const float (&sums)[COU
     low_bias = __bfloat162float(static_cast<const bf16*>(p.bias)[low]);
     high_bias = __bfloat162float(static_cast<const bf16*>(p.bias)[high]);
   }
-  const bool by_row = SCALED && !p.x_static;
+  const bool by_row = E4M3 && !p.x_static;
   sync_consumers();  // the results before these have been written
 #pragma unroll
   for (int j = 0; j < COUNT / 8; j++) {
@@ -345,43 +344,12 @@ __device__ __forceinline__ void release(uint64_t* empty) {  // by each warp grou
   }
 }
 
-// The same where every 128 inputs, a step, have scales: of the block of outputs, and of each row.
-template <bool GATED>
-__device__ __forceinline__ void consume_blocks(const Problem& p, float (&sums)[kSums], Pipeline& pipe, int first_step,
-                                               int steps, int tile, int first_row) {
-  const int half = threadIdx.x / 128 * (kWeightBytes / 2);
-  const int low = GATED ? tile / 2 : tile;  // block of outputs; the first and last eight of a warp are of two if gated
-  const float* low_scales = p.out_scale + static_cast<int64_t>(low) * p.steps + first_step;
-  const float* high_scales = GATED ? low_scales + static_cast<int64_t>(p.out / kOut) * p.steps : low_scales;
-  const int row = first_row + threadIdx.x % 4 * 2;
-  const float* x_scales = p.x_scale + static_cast<int64_t>(row) * p.steps + first_step;
-#pragma unroll
-  for (int i = 0; i < kSums; i++) sums[i] = 0;
-  for (int step = 0; step < steps; step++, pipe.next()) {
-    float few[kSums];
-    barrier_wait(pipe.full + pipe.stage, pipe.parity);
-    multiply(few, pipe.weight() + half, pipe.inputs(), false);
-    const float low_scale = low_scales[step], high_scale = high_scales[step];
-    wgmma_wait<0>();
-    release(pipe.empty + pipe.stage);
-#pragma unroll
-    for (int j = 0; j < ROWS / 8; j++) {
-#pragma unroll
-      for (int i = 0; i < 2; i++) {
-        const float scale = row + 8 * j + i < p.rows ? x_scales[static_cast<int64_t>(8 * j + i) * p.steps + step] : 0;
-        sums[4 * j + i] += few[4 * j + i] * (low_scale * scale);
-        sums[4 * j + 2 + i] += few[4 * j + 2 + i] * (high_scale * scale);
-      }
-    }
-  }
-}
-
 // A quarter of a multiprocessor has 16,384 registers for three warps of this kernel. Where they need more than 168 each,
 // the loading warp gets companions, and all of them give theirs. Elsewhere a bound of 512 threads, which leaves 128
 // registers a thread, keeps some for small kernels before and behind this one: they then run beside it.
-constexpr bool kGives = KIND == 2 || (kSmall && ROWS > 128);
+constexpr bool kGives = E4M3 && ROWS > 128;
 constexpr int kThreads = kConsumers + (kGives ? 128 : 32);
-constexpr int kBound = !kSmall && ROWS <= 160 ? 512 : kThreads;
+constexpr int kBound = !E4M3 && ROWS <= 160 ? 512 : kThreads;
 
 template <bool GATED, int PARTS>
 __global__ void __launch_bounds__(kBound, 1)
@@ -418,20 +386,17 @@ __global__ void __launch_bounds__(kBound, 1)
   for (int tile = cluster; tile < p.tiles * p.row_tiles; tile += clusters) {
     const int out_tile = tile / p.row_tiles, first_row = tile % p.row_tiles * ROWS;
     float sums[kSums];
-    if constexpr (KIND == 2) {
-      consume_blocks<GATED>(p, sums, pipe, first_step, steps, out_tile, first_row);
-    } else if constexpr (KIND == 1) {
+    if constexpr (E4M3) {
       consume_e4m3(sums, pipe, steps);
     } else {
       consume(sums, pipe, steps);
     }
     if constexpr (PARTS == 1) {
-      finish<GATED, KIND == 1, ROWS>(p, sums, results, out_tile, first_row);
+      finish<GATED, ROWS>(p, sums, results, out_tile, first_row);
     } else {  // one tile a cluster
       float total[kSums / PARTS];
       exchange<PARTS>(sums, total, pipe.stages, received);
-      finish<GATED, KIND == 1, ROWS / PARTS>(p, total, results, out_tile,
-                                             first_row + cluster_rank() * (ROWS / PARTS));
+      finish<GATED, ROWS / PARTS>(p, total, results, out_tile, first_row + cluster_rank() * (ROWS / PARTS));
     }
   }
 }
@@ -456,7 +421,7 @@ bool encode(CUtensorMap* map, const void* data, int dims, const cuuint64_t* size
   const cuuint32_t ones[4] = {1, 1, 1, 1};
   Encode function = encode_function();
   return function != nullptr &&
-         function(map, kSmall ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, dims,
+         function(map, E4M3 ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, dims,
                   const_cast<void*>(data), sizes, strides, box, ones, CU_TENSOR_MAP_INTERLEAVE_NONE,
                   CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
                   CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
@@ -520,7 +485,7 @@ extern "C" int hopper_linear(const void* x, const void* weight, const void* bias
   const Call call = {x, weight, width, parts > 1 || tiles < blocks ? tiles : blocks, static_cast<cudaStream_t>(stream)};
   if (p.steps % parts != 0) return -2;
   if (is_gated && parts == 1) return run<true, 1>(call, p);
-  if constexpr (kSmall) {
+  if constexpr (E4M3) {
     if (!is_gated && parts == 1) return run<false, 1>(call, p);
     if (!is_gated && parts == 2) return run<false, 2>(call, p);
   }

@@ -20,8 +20,7 @@ from specgen.ops.jit_modules import Module
 _SOURCE = Path(__file__).with_suffix(".cu")
 _TILES = (96, 128, 160, 192)  # rows, for each of which it is compiled
 _OUT = 128  # rows of a weight that a block reads
-Kind = Literal["bf16", "fp8", "fp8-block"]
-_KINDS: tuple[Kind, ...] = ("bf16", "fp8", "fp8-block")  # in the order of KIND
+Kind = Literal["bf16", "fp8"]
 FEWEST_ROWS = 65  # fewer are faster in kernels that read them less
 MOST_ROWS = _TILES[-1]
 
@@ -57,8 +56,7 @@ def hopper_linear(
     """``x`` [rows, in] through ``weight`` [out, in], both contiguous: [rows, out] in bfloat16; in any number of rows.
 
     ``gated``: the weight holds gate and up, the result is silu(gate) * up [rows, out / 2]; bfloat16 does only that.
-    In e4m3 ``out_scale`` is float32 [out], or [ceil(out / 128), in / 128] for blocks, and ``x_scale`` [1], [rows, 1]
-    or, for blocks, [rows, in / 128]. With a ``y_scale`` [1] the result is e4m3.
+    In e4m3 ``out_scale`` is float32 [out], ``x_scale`` [1] or [rows, 1]. With a ``y_scale`` [1] the result is e4m3.
     """
     (num_rows, width), num_out = x.shape, weight.shape[0] // (2 if gated else 1)
     assert x.is_contiguous(), x.stride()
@@ -70,9 +68,8 @@ def hopper_linear(
     )
     if not num_rows:
         return y
-    kind: Kind = "bf16" if out_scale is None else "fp8" if out_scale.dim() == 1 else "fp8-block"
-    assert (out_scale is None) == (x_scale is None) == (x.dtype == torch.bfloat16), x.dtype
-    assert kind != "fp8-block" or num_out % _OUT == 0, weight.shape
+    kind: Kind = "bf16" if x.dtype == torch.bfloat16 else "fp8"
+    assert (kind == "bf16") == (out_scale is None) == (x_scale is None), x.dtype
     rows = _tile(num_rows)
     blocks, num_steps = _num_blocks(x.device), width * x.element_size() // 128
     tiles = weight.shape[0] // _OUT * -(-num_rows // rows)
@@ -116,12 +113,12 @@ def _spec(kind: Kind, rows: int) -> Any:  # noqa: ANN401
 
     header = _wgmma_header(kind, rows)
     digest = sha256(_SOURCE.read_bytes() + header.encode()).hexdigest()[:12]
-    name = f"specgen_linear_{kind.replace('-', '_')}_{rows}_{digest}"
+    name = f"specgen_linear_{kind}_{rows}_{digest}"
     folder = env.FLASHINFER_GEN_SRC_DIR / name
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / "wgmma.h").exists():
         (folder / "wgmma.h").write_text(header)
-    flags = [f"-DROWS={rows}", f"-DKIND={_KINDS.index(kind)}", "-gencode=arch=compute_90a,code=sm_90a"]
+    flags = [f"-DROWS={rows}", f"-DE4M3={int(kind == 'fp8')}", "-gencode=arch=compute_90a,code=sm_90a"]
     return gen_jit_spec(name, [_SOURCE], extra_cuda_cflags=flags, extra_include_paths=[folder])
 
 
