@@ -31,8 +31,8 @@ MXFP4_TILES = (
     ExpertTiles(most=100, rows=128, gate_up=_tile(128, 128, 3, 8), down=_tile(256, 128, 3, 8)),
     ExpertTiles(most=200, rows=256, gate_up=_tile(64, 128, 3, 8), down=_tile(128, 128, 3, 8)),
 )
-# of 1 byte a weight, chosen by their registers and shared memory, not by a sweep; the last is for any number of rows. All have blocks of 128 inputs, so that a
-# row's sums do not depend on the tile
+# of 1 byte a weight, chosen by their registers and shared memory, not by a sweep; the last is for any number of rows.
+# All have blocks of 128 inputs, so that a row's sums do not depend on the tile
 FP8_TILES = (
     ExpertTiles(most=0.2, rows=16, gate_up=_rounds(32, 128, 6, 4), down=_rounds(64, 128, 6, 4)),
     ExpertTiles(most=11, rows=16, gate_up=_rounds(64, 128, 5, 4), down=_rounds(64, 128, 6, 4)),
