@@ -2,7 +2,7 @@
 
 Projections into heads and into the inner width of an MLP or an expert are split by output, those back by input, so that
 a layer needs one sum over ranks behind its attention and one behind its MLP. ``lm_head`` is split by output as well.
-All else - embedding, norms, routers - every rank has whole.
+All else - embedding, norms, routers, what makes and stores the latents of latent attention - every rank has whole.
 """
 
 import re
@@ -42,7 +42,7 @@ class _Rule:
     halves: bool = False
 
 
-_OUT = r"\.(q|gate|up)_proj"
+_OUT = r"\.(q|q_b|kv_b|gate|up)_proj"
 _KV = re.compile(r"\.(k|v)_proj\.(weight|bias|weight_scale|weight_scale_inv)$")
 _LM_HEAD = re.compile(r"(^|\.)lm_head\.(weight|bias|weight_scale|weight_scale_inv)$")
 _RULES = (

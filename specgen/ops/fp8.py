@@ -34,6 +34,11 @@ def dequantised(weight: Weight) -> Tensor:
     return wide.mul_(scale)
 
 
+def plain_matrix(weight: Weight, dtype: torch.dtype) -> Tensor:
+    """The matrix in ``dtype``, of FP8 dequantised: where inputs are not to be rounded."""
+    return (weight.matrix if weight.format == "plain" else dequantised(weight)).to(dtype)
+
+
 def rounded(x: Tensor, weight: Weight) -> Tensor:
     """``x`` [..., in] rounded to e4m3 as ``weight`` asks of its inputs, times its scales again, in float32."""
     return rounding(weight)(x)
