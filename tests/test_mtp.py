@@ -1,0 +1,331 @@
+"""MTP layers of the target's own checkpoint against a dense reference in plain torch, at every step of a generation."""
+
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from specgen.checkpoints.checkpoint import load_drafter, load_target, open_checkpoint
+from specgen.config import EngineConfig, SamplingParams, UserError
+from specgen.core.sequence import Request
+from specgen.engine.build import build_engine
+from specgen.engine.choices import resolve
+from specgen.engine.loading import Models, open_checkpoints
+from specgen.events import Event
+from specgen.models.mtp import MtpHead, MtpLayer
+from tests.engines import NoTokenizer, Outputs
+from tests.reference_heads import DenseTarget
+from tests.test_heads import VOCAB, requests, wrong_drafts
+from tests.tiny_latents import write_latent
+from tests.tiny_mixtures import change
+
+DEEPEST = 7
+
+
+class ReferenceMtp:
+    """The whole text in every pass, no cache; the decoder layer is that of ``transformers``, as are target and rope."""
+
+    def __init__(self, path: Path, target: DenseTarget, depth: int = 4) -> None:
+        self.target, self.config, self.depth = target, target.model.config, depth
+        first = self.config.num_hidden_layers
+        stored = load_file(path / "model.safetensors")
+        self.layers: list[dict[str, Tensor]] = []
+        while f"model.layers.{first + len(self.layers)}.eh_proj.weight" in stored:
+            prefix = f"model.layers.{first + len(self.layers)}."
+            own = {name.removeprefix(prefix): t for name, t in stored.items() if name.startswith(prefix)}
+            self.layers.append(own)
+        self.blocks = [self._block(own) for own in self.layers]
+        self._known: dict[tuple[int, ...], tuple[int, ...]] = {}
+
+    def _block(self, own: dict[str, Tensor]) -> nn.Module:
+        block = copy.deepcopy(self.target.model.model.layers[-1])
+        parts = {name: t for name, t in own.items() if ".experts." not in name}
+        state = {name: parts[name] for name in block.state_dict() if name in parts}
+        experts = range(self.config.n_routed_experts)
+        gate, up, down = (
+            [own[f"mlp.experts.{e}.{name}_proj.weight"] for e in experts] for name in ("gate", "up", "down")
+        )
+        state["mlp.experts.gate_up_proj"] = torch.stack(
+            [torch.cat(pair) for pair in zip(gate, up, strict=True)]
+        )
+        state["mlp.experts.down_proj"] = torch.stack(down)
+        block.load_state_dict(state)
+        return block
+
+    @torch.inference_mode()
+    def drafts(self, tokens: tuple[int, ...], k: int) -> tuple[int, ...]:
+        """``k`` greedy drafts after ``tokens`` (at least two)."""
+        if tokens not in self._known:
+            self._known[tokens] = self._propose(tokens)
+        return self._known[tokens][:k]
+
+    def _propose(self, tokens: tuple[int, ...]) -> tuple[int, ...]:
+        ids, hidden = self.rows(torch.tensor(tokens), self.hidden(*self.target.states(tokens)))
+        num_rows, proposed = len(ids), list[int]()
+        for step in range(self.depth):
+            index = self.turn(step) % len(self.layers)
+            out = self.run(index, ids, hidden, self.positions(num_rows, step))[-1:]
+            proposed.append(int((self.norm(out, index, "shared_head.norm") @ self.lm_head(index).T).argmax()))
+            hidden = torch.cat([hidden, self.recycled(out, index)])
+            ids = torch.cat([ids, torch.tensor(proposed[-1:])])
+        return tuple(proposed)
+
+    def run(self, index: int, ids: Tensor, hidden: Tensor, positions: Tensor) -> Tensor:
+        table = self.layers[index].get("embed_tokens.weight", self.target.embedding)
+        both = self.joined(self.norm(table[ids], index, "enorm"), self.norm(hidden, index, "hnorm"))
+        stream = both @ self.layers[index]["eh_proj.weight"].T
+        mask = torch.full((len(ids), len(ids)), float("-inf")).triu(1)
+        rotation = self.target.model.model.rotary_emb(stream[None], positions[None])
+        out = self.blocks[index](stream[None], attention_mask=mask[None, None], position_embeddings=rotation)
+        return out[0] if isinstance(out, Tensor) else out[0][0]
+
+    def rows(self, tokens: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        return tokens[1:], hidden[:-1]
+
+    def hidden(self, streams: list[Tensor], output: Tensor) -> Tensor:
+        return output
+
+    def joined(self, embedded: Tensor, hidden: Tensor) -> Tensor:
+        return torch.cat([embedded, hidden], -1)
+
+    def recycled(self, out: Tensor, index: int) -> Tensor:
+        return self.norm(out, index, "shared_head.norm")
+
+    def positions(self, num_rows: int, num_drafted: int) -> Tensor:
+        return torch.arange(num_rows + num_drafted)
+
+    def turn(self, step: int) -> int:
+        return step
+
+    def lm_head(self, index: int) -> Tensor:
+        return self.layers[index].get("shared_head.head.weight", self.target.lm_head)
+
+    def norm(self, x: Tensor, index: int, name: str) -> Tensor:
+        weight = self.layers[index][f"{name}.weight"]
+        return nn.functional.rms_norm(x, x.shape[-1:], weight, self.config.rms_norm_eps)
+
+
+glm = partial(write_latent, vocab_size=VOCAB, rms_norm_eps=1e-6)
+PAIRS: dict[str, Callable[[Path], object]] = {
+    "glm": partial(glm, num_mtp=1, seed=3),
+    "glm-own": partial(glm, num_mtp=1, own=True, seed=1),
+    "deepseek": partial(glm, family="deepseek", num_mtp=1, seed=3),
+    "three-layers": partial(glm, num_mtp=3, own=True, seed=45),
+}
+
+
+RARE = {"glm-own", "deepseek"}  # their parts are in other pairs and tests too
+PARAMS = [
+    pytest.param(
+        name, marks=[pytest.mark.xdist_group(f"mtp-{name}"), *([pytest.mark.slow] if name in RARE else [])]
+    )
+    for name in PAIRS
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A target with MTP layers, its reference, and one run of it."""
+
+    path: Path
+    models: Models
+    target: DenseTarget
+    reference: ReferenceMtp
+    outputs: Outputs
+
+
+def load(path: Path) -> Models:
+    checkpoints = open_checkpoints(EngineConfig(model=str(path), drafter="mtp"))
+    target = load_target(checkpoints["model"], torch.float32, torch.device("cpu"))
+    head = load_drafter(checkpoints["drafter"], target)
+    no_tokenizer: Any = NoTokenizer()
+    return Models(target=target, head=head, tokenizer=no_tokenizer, checkpoints=checkpoints)
+
+
+def generate(path: Path, models: Models, asked: list[Request], **changes: Any) -> Outputs:
+    settings = {"page_size": 4, "num_spec_tokens": 4, "max_batch_size": 8, "device": "cpu"} | changes
+    config = resolve(EngineConfig(model=str(path), drafter="mtp", **settings), models.checkpoints)
+    events: list[Event] = []
+    engine = build_engine(config, models, events.append)
+    return Outputs(completions={each.request.id: each for each in engine.generate(asked)}, events=events)
+
+
+def wrong(outputs: Outputs, reference: ReferenceMtp) -> Iterator[tuple[str, int]]:
+    alike: Any = reference
+    return wrong_drafts(outputs, alike)
+
+
+@pytest.fixture(scope="module", params=PARAMS)
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    path = tmp_path_factory.mktemp("mtp")
+    PAIRS[request.param](path)
+    models, target = load(path), DenseTarget(path)
+    return Case(
+        path=path,
+        models=models,
+        target=target,
+        reference=ReferenceMtp(path, target),
+        outputs=generate(path, models, requests()),
+    )
+
+
+def test_every_draft_equals_the_reference_and_no_text_changes(case: Case) -> None:
+    plain = generate(case.path, case.models, requests(), num_spec_tokens=0)
+    ragged = {"drafter_batch": "non-padded", "max_batch_size": 3, "max_prefill_tokens": 3}
+    non_padded = generate(case.path, case.models, requests(), **ragged)
+    assert case.outputs.verified == non_padded.verified
+    assert case.outputs.texts == non_padded.texts == plain.texts
+    first = requests()[0]
+    assert plain.texts[first.id] == case.target.greedy(first.prompt_token_ids, first.sampling.max_tokens)
+    assert list(wrong(case.outputs, case.reference)) == []
+    accepted = {step[1] for steps in case.outputs.verified.values() for step in steps}
+    assert accepted >= {0, 1, 3}, "rows of several drafts must be taken in"
+
+
+def test_rows_as_on_a_device_and_preemption_change_no_draft(
+    case: Case, device_like: Callable[[], None]
+) -> None:
+    head = case.models.head
+    assert head is not None
+    page = 4 * (3 + head.config.num_layers) * (24 + 8) * 4  # positions, layers, latent and key, bytes
+    device_like()
+    some = requests()[3:]
+    for batch in ("padded", "non-padded"):
+        tight = generate(case.path, case.models, some, drafter_batch=batch, kv_memory=19 * page)
+        assert tight.num_preempted > 0
+        assert tight.texts == {r.id: case.outputs.texts[r.id] for r in some}
+        assert tight.verified == {r.id: case.outputs.verified[r.id] for r in some}
+
+
+@pytest.mark.parametrize("attention", [pytest.param("sdpa", marks=pytest.mark.slow), "sdpa-static"])
+def test_every_number_of_drafts_gives_the_reference_s(case: Case, attention: str) -> None:
+    """K of 1 to 7 with batches that change as texts end, longer than there are layers."""
+    reference = ReferenceMtp(case.path, case.target, DEEPEST)
+    some = [
+        replace(r, sampling=replace(r.sampling, max_tokens=4 + 3 * number))
+        for number, r in enumerate(requests()[4:])
+    ]
+    for k in range(1, DEEPEST + 1):
+        batch = "padded" if k % 2 else "non-padded"
+        found = generate(
+            case.path, case.models, some, num_spec_tokens=k, drafter_batch=batch, attention=attention
+        )
+        assert list(wrong(found, reference)) == [], k
+        assert found.texts == {r.id: case.outputs.texts[r.id][: r.sampling.max_tokens] for r in some}
+
+
+Plant = Callable[[Any], None]
+
+
+def _set(**changes: Callable[[Any], Any]) -> Plant:
+    def plant(reference: Any) -> None:
+        for name, replaced in changes.items():
+            setattr(reference, name, replaced(reference))
+
+    return plant
+
+
+def _late(num_rows: int, num_drafted: int) -> Tensor:
+    """One position between the rows of the text and those of the drafts; a shift of all would change nothing."""
+    at = torch.arange(num_rows + num_drafted)
+    return at + (at >= num_rows)
+
+
+def _without(name: str) -> Plant:
+    return _set(
+        norm=lambda r: lambda x, index, which, real=r.norm: x if which == name else real(x, index, which)
+    )
+
+
+ERRORS: dict[str, Plant] = {
+    "state before embedding": _set(
+        joined=lambda r: lambda embedded, hidden: torch.cat([hidden, embedded], -1)
+    ),
+    "no norm of the embedding": _without("enorm"),
+    "no norm of the state": _without("hnorm"),
+    "no norm behind the layer": _without("shared_head.norm"),
+    "recycled before the norm": _set(recycled=lambda r: lambda out, index: out),
+    "state before the target's norm": _set(hidden=lambda r: lambda streams, output: streams[-1]),
+    "tokens not shifted": _set(rows=lambda r: lambda ids, hidden: (ids[:-1], hidden[:-1])),
+    "states shifted": _set(rows=lambda r: lambda ids, hidden: (ids[1:], hidden[1:])),
+    "late drafts": _set(positions=lambda r: _late),
+}
+ONLY: dict[str, tuple[str, Plant]] = {
+    "always the first layer": ("three-layers", _set(turn=lambda r: lambda step: 0)),
+    "layers backwards": ("three-layers", _set(turn=lambda r: lambda step: -step)),
+    "the target's output weights": ("glm-own", _set(lm_head=lambda r: lambda index: r.target.lm_head)),
+}
+
+
+def test_planted_errors_are_caught(case: Case, request: pytest.FixtureRequest) -> None:
+    """An error that changes no draft of these texts would not be seen in the engine either."""
+    here = request.node.callspec.params["case"]
+    plants = ERRORS | {name: plant for name, (pair, plant) in ONLY.items() if pair == here}
+    missed = []
+    for name, plant in plants.items():
+        spoilt = ReferenceMtp(case.path, case.target)
+        plant(spoilt)
+        missed += [] if any(wrong(case.outputs, spoilt)) else [name]
+    assert missed == []
+
+
+def test_the_other_rule_of_what_is_fed_back_drafts_otherwise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some engines feed back the state before the norm: the first draft is the same, later ones are not."""
+    PAIRS["glm"](tmp_path)
+    models = load(tmp_path)
+    right = generate(tmp_path, models, requests()[:2])
+
+    def before_the_norm(self: MtpLayer, token_ids: Tensor, hidden: Tensor, attend: Any) -> Tensor:
+        stream = self.project(self.inputs(token_ids, hidden))
+        return self.norm.add(*self.block(stream, self.input_norm(stream), attend))[0]
+
+    def logits(self: MtpHead, hidden: Tensor) -> Tensor:
+        return self.layers[0].logits(self.layers[0].norm(hidden))
+
+    monkeypatch.setattr(MtpLayer, "forward", before_the_norm)
+    monkeypatch.setattr(MtpHead, "logits", logits)
+    other = generate(tmp_path, models, requests()[:2])
+    assert other.texts == right.texts
+    first = {name: steps[0][0] for name, steps in right.verified.items()}
+    again = {name: steps[0][0] for name, steps in other.verified.items()}
+    assert {name: drafts[0] for name, drafts in first.items()} == {
+        name: drafts[0] for name, drafts in again.items()
+    }
+    assert right.verified != other.verified
+
+
+def test_sampled_drafts_and_texts_do_not_depend_on_the_drafter_batch(case: Case) -> None:
+    drawn = SamplingParams(max_tokens=12, ignore_eos=True, temperature=0.8)
+    asked = [replace(r, sampling=drawn) for r in requests()[:3]]
+    padded, non_padded = (
+        generate(case.path, case.models, asked, drafter_batch=batch, draft_sampling="probabilistic")
+        for batch in ("padded", "non-padded")
+    )
+    assert padded.verified == non_padded.verified
+    assert padded.texts == non_padded.texts
+
+
+def test_a_target_without_mtp_layers_says_so(tmp_path: Path) -> None:
+    write_latent(tmp_path)
+    with pytest.raises(UserError, match="has no MTP layer"):
+        open_checkpoints(EngineConfig(model=str(tmp_path), drafter="mtp"))
+    assert set(open_checkpoints(EngineConfig(model=str(tmp_path), drafter="mtp", num_spec_tokens=0))) == {
+        "model"
+    }
+
+
+def test_a_layer_that_is_neither_the_target_s_nor_mtp_is_refused(tmp_path: Path) -> None:
+    """Else a config of too few layers would generate wrong text."""
+    write_latent(tmp_path)
+    change(tmp_path, {}, num_hidden_layers=2, mlp_layer_types=["dense", "sparse"])
+    with pytest.raises(UserError, match=r"unknown tensors, such as 'model\.layers\.2"):
+        load_target(open_checkpoint(str(tmp_path)), torch.float32, torch.device("cpu"))
