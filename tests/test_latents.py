@@ -1,6 +1,7 @@
 """Latent attention and its mixtures against ``transformers``: logits, both forms, routers; with planted errors."""
 
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from specgen.attention.expansion import Expansion
@@ -24,9 +26,11 @@ from specgen.models.mixture_config import SigmoidWeights
 from specgen.models.model_config import TargetConfig
 from specgen.ops.reference import torch_ops
 from specgen.ops.router import SigmoidRouting
+from tests.test_fp8 import unrounded_inputs
 from tests.test_mixtures import ids_of, loaded, paged_logits
+from tests.tiny_fp8 import matrix, quantize
 from tests.tiny_latents import YARN, write_latent
-from tests.tiny_mixtures import read
+from tests.tiny_mixtures import change, read
 
 deepseek = partial(write_latent, family="deepseek")
 TARGETS: dict[str, Callable[[Path], TargetConfig]] = {
@@ -267,3 +271,29 @@ def test_the_dense_layers_of_a_published_config(tmp_path: Path) -> None:
     assert found is not None
     assert found.layers == (False, False, True)
     assert found.weights == SigmoidWeights(num_groups=1, num_chosen_groups=1, normalized=True, scale=1.8)
+
+
+@torch.inference_mode()
+def test_block_fp8_weights_are_those_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a DeepSeek-V3: with unrounded inputs the logits are those of dequantised weights, in both forms."""
+    deepseek(tmp_path / "fp8", hidden_size=160, moe_intermediate_size=136, num_mtp=1, std=0.06)
+    quantize(tmp_path / "fp8", "block", spread=1.0)
+    shutil.copytree(tmp_path / "fp8", tmp_path / "plain")
+    stored = load_file(tmp_path / "fp8" / "model.safetensors")
+    layers = {name.removesuffix(".weight_scale_inv") for name in stored if name.endswith("_scale_inv")}
+    assert {name.rsplit(".", 1)[-1] for name in layers} >= {
+        "kv_a_proj_with_mqa",
+        "kv_b_proj",
+        "q_b_proj",
+        "eh_proj",
+    }
+    plain: dict[str, Tensor | None] = {f"{name}.weight_scale_inv": None for name in layers}
+    plain |= {f"{name}.weight": matrix(stored, name) for name in layers}
+    change(tmp_path / "plain", plain, quantization_config=None)
+    ids = ids_of(read(tmp_path / "plain"))[:40]
+    right = paged_logits(loaded(tmp_path / "plain"), ids, SdpaBackend, [30, 10])
+    rounded = paged_logits(loaded(tmp_path / "fp8"), ids, SdpaBackend, [30, 10])
+    unrounded_inputs(monkeypatch)
+    unrounded = paged_logits(loaded(tmp_path / "fp8"), ids, SdpaBackend, [30, 10])
+    torch.testing.assert_close(unrounded, right, atol=1e-4, rtol=0)
+    assert 1e-3 < (rounded - right).norm() / right.norm() < 0.3

@@ -92,7 +92,7 @@ def quantize(path: Path, form: str, *, spread: float = 0.0, seed: int = 0) -> No
     """
     weights, inputs, config = CONFIGS[form]
     tensors, noise = load_file(path / "model.safetensors"), torch.Generator().manual_seed(seed)
-    for name in [name for name in tensors if name.endswith("_proj.weight")]:
+    for name in [name for name in tensors if name.endswith(("_proj.weight", "_with_mqa.weight"))]:
         wide, layer = tensors[name].float(), name.removesuffix(".weight")
         rows = torch.rand(len(wide), 1, generator=noise) * 2 - 1
         wide = wide * torch.exp2(spread * (rows + torch.rand(1, generator=noise) * 2 - 1))
