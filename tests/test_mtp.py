@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from specgen.bench.bound import StepBytes
 from specgen.checkpoints.checkpoint import load_drafter, load_target, open_checkpoint
 from specgen.config import EngineConfig, SamplingParams, UserError
 from specgen.core.sequence import Request
@@ -329,3 +330,18 @@ def test_a_layer_that_is_neither_the_target_s_nor_mtp_is_refused(tmp_path: Path)
     change(tmp_path, {}, num_hidden_layers=2, mlp_layer_types=["dense", "sparse"])
     with pytest.raises(UserError, match=r"unknown tensors, such as 'model\.layers\.2"):
         load_target(open_checkpoint(str(tmp_path)), torch.float32, torch.device("cpu"))
+
+
+def test_the_bytes_of_a_drafting_pass_are_those_of_one_layer_and_the_experts_it_touches(
+    tmp_path: Path,
+) -> None:
+    write_latent(tmp_path, num_mtp=2)
+    sizes = StepBytes.of(load(tmp_path))
+    attention = 32 * 64 + 32 + 4 * 20 * 32 + 32 * 64 + 24 + 4 * 32 * 24 + 64 * 80
+    layer = 64 * 128 + 5 * 64 + attention + 8 * 64 + 8 + 3 * 64 * 32  # the last is the shared expert
+    assert sizes.head_pass == 4 * (layer + 128 * 64)
+    assert sizes.head_fill == 2 * 4 * (64 * 128 + 32 * 64)
+    assert sizes.head_kv.at(1) == 32 * 4
+    one = sizes.parts(1, 1, 0)["draft loop"].num_bytes
+    assert one == sizes.head_pass + 2 * 4 * 3 * 64 * 32  # two of eight experts
+    assert sizes.parts(3, 1, 0)["draft loop"].num_bytes == 3 * one

@@ -91,7 +91,7 @@ class Inspection:
             f"{self.weights.kv_bytes_per_token:,} bytes per token{fp8}{kept * any(self.config.windows)}"
         )
         number = f"{self.num_mtp_layers} layer{'s' * (self.num_mtp_layers > 1)}"
-        mtp = {"MTP": f"{number}: --drafter mtp drafts with them"} if self.num_mtp_layers else {}
+        mtp = {"MTP": f"{number}, used by --drafter mtp"} if self.num_mtp_layers else {}
         return {**self.config.facts(), **mtp, "weights": _size(self.weights), "KV cache": kv_cache}
 
     def to_json(self) -> dict[str, Any]:

@@ -216,6 +216,7 @@ class HeadConfig(LayerConfig):
     reads_output: bool  # the one feature is the target's last hidden state, behind its final norm
     fc_each_pass: ClassVar[bool] = False  # and not once per accepted row
     takes_fp8: ClassVar[bool] = False
+    takes_turns: ClassVar[bool] = False  # its layers, a pass each
 
     def __post_init__(self) -> None:
         super().__post_init__()

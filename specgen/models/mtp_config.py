@@ -34,6 +34,7 @@ class MtpConfig(HeadConfig):
     family: ClassVar[str] = "MTP"
     fc_each_pass: ClassVar[bool] = True
     takes_fp8: ClassVar[bool] = True
+    takes_turns: ClassVar[bool] = True
     prefixes: tuple[str, ...]  # of the tensors of each layer
     own_lm_head: bool
 
