@@ -47,6 +47,31 @@ def test_generate_drafts_with_the_target_s_own_layers_and_changes_no_text(
 
 
 @pytest.mark.slow
+@pytest.mark.xdist_group("ranks")
+def test_two_ranks_draft_and_generate_as_one(target: Path, tmp_path: Path) -> None:
+    found = []
+    for ranks in (1, 2):
+        asked = [
+            "--model",
+            target,
+            "--drafter",
+            "mtp",
+            "--num-prompts",
+            6,
+            "--max-new-tokens",
+            12,
+            "--ignore-eos",
+        ]
+        out = tmp_path / str(ranks)
+        result = call("generate", *asked, "--device", "cpu", "--tensor-parallel", ranks, "--output", out)
+        assert result.exit_code == 0, result.output
+        numbers = json.loads((out / "report.json").read_text())
+        tokens = [row["token_ids"] for row in rows(out / "completions.jsonl")]
+        found.append((tokens, numbers["num_draft_tokens"], numbers["num_accepted_tokens"]))
+    assert found[0] == found[1]
+
+
+@pytest.mark.slow
 def test_verify_finds_no_difference(target: Path) -> None:
     result = call("verify", "--model", target, "--drafter", "mtp", "--max-new-tokens", 8, "--num-prompts", 2)
     assert result.exit_code == 0, result.output

@@ -1,6 +1,7 @@
 """MTP layers of the target's own checkpoint against a dense reference in plain torch, at every step of a generation."""
 
 import copy
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -12,6 +13,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from specgen.attention import Attend
+from specgen.attention.sdpa import SdpaBackend
 from specgen.bench.bound import StepBytes
 from specgen.checkpoints.checkpoint import load_drafter, load_target, open_checkpoint
 from specgen.config import EngineConfig, SamplingParams, UserError
@@ -20,6 +23,8 @@ from specgen.engine.build import build_engine
 from specgen.engine.choices import resolve
 from specgen.engine.loading import Models, open_checkpoints
 from specgen.events import Event
+from specgen.kv.kv_cache import KVCache
+from specgen.kv.layout import Layout
 from specgen.models.mtp import MtpHead, MtpLayer
 from tests.engines import NoTokenizer, Outputs
 from tests.reference_heads import DenseTarget
@@ -277,6 +282,31 @@ def test_planted_errors_are_caught(case: Case, request: pytest.FixtureRequest) -
     assert missed == []
 
 
+@torch.inference_mode()
+@pytest.mark.parametrize("family", ["glm", "deepseek"])
+def test_a_pass_equals_that_of_transformers(tmp_path: Path, family: Any) -> None:
+    """Whose own MTP model drafts one token."""
+    from transformers.modeling_layers import MtpModel
+
+    write_latent(tmp_path, family, num_mtp=1, own=False, rms_norm_eps=1e-6)
+    dense = DenseTarget(tmp_path).model
+    dense.config.num_mtp_layers, dense.config.mtp_mlp_layer_types = 1, ["sparse"]
+    dense._keys_to_ignore_on_load_unexpected = [
+        r"model\.layers\.3\..*"
+    ]  # it knows the published number alone
+    theirs: Any = MtpModel.from_pretrained(dense)
+    ids = torch.randint(0, 128, (30,), generator=torch.Generator().manual_seed(3))
+    hidden = dense.model(ids[None]).last_hidden_state[:, :-1]
+    out = theirs.forward_layer(0, hidden, torch.arange(1, 30)[None], None, input_ids=ids[None, 1:])
+    head = load(tmp_path).head
+    assert head is not None
+    spec, tables = head.config.kv_spec, torch.arange(1, 9, dtype=torch.int32)[None]
+    cache = KVCache(spec=spec, num_pages=9, page_size=4, dtype=torch.float32, device=out.device)
+    attend = Attend(SdpaBackend(out.device), cache, Layout.ragged(tables, [0], [29], 4), head.rope)
+    got = head.logits(head.forward(ids[1:], hidden[0], attend))
+    torch.testing.assert_close(got, theirs._project_to_logits(out)[0], atol=1e-4, rtol=0)
+
+
 def test_the_other_rule_of_what_is_fed_back_drafts_otherwise(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -322,6 +352,19 @@ def test_a_target_without_mtp_layers_says_so(tmp_path: Path) -> None:
     assert set(open_checkpoints(EngineConfig(model=str(tmp_path), drafter="mtp", num_spec_tokens=0))) == {
         "model"
     }
+
+
+def test_mtp_layers_may_lie_in_a_checkpoint_of_their_own(tmp_path: Path) -> None:
+    write_latent(tmp_path / "both", num_mtp=1, own=True)
+    stored = load_file(tmp_path / "both" / "model.safetensors")
+    shutil.copytree(tmp_path / "both", tmp_path / "alone")
+    alone = {name: None for name in stored if not name.startswith("model.layers.3.")}
+    change(tmp_path / "alone", dict[str, Tensor | None](alone))
+    target = load_target(open_checkpoint(str(tmp_path / "both")), torch.float32, torch.device("cpu"))
+    assert isinstance(load_drafter(open_checkpoint(str(tmp_path / "alone")), target), MtpHead)
+    change(tmp_path / "alone", {}, num_hidden_layers=4)
+    with pytest.raises(UserError, match="has 4 layers and there is no MTP layer of the next number"):
+        load_drafter(open_checkpoint(str(tmp_path / "alone")), target)
 
 
 def test_a_layer_that_is_neither_the_target_s_nor_mtp_is_refused(tmp_path: Path) -> None:

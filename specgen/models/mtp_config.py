@@ -4,6 +4,7 @@ from collections.abc import Set
 from dataclasses import dataclass
 from typing import ClassVar
 
+from specgen.config import require
 from specgen.models import deepseek
 from specgen.models.config_fields import Raw, count
 from specgen.models.latent_config import LatentConfig
@@ -43,6 +44,11 @@ class MtpConfig(HeadConfig):
         """Read the ``config.json`` of the target; what the layers share with it is told by ``tensors``."""
         del num_target_layers  # they read no layer but the last
         prefixes, latent = mtp_prefixes(config, tensors), LatentConfig.from_hf(config)
+        require(
+            bool(prefixes),
+            f"config.json has {count(config, 'num_hidden_layers')} layers and there is no MTP layer of the next number: "
+            "use --drafter mtp with the target's own checkpoint",
+        )
         return cls(
             draft_vocab_size=count(config, "vocab_size"),
             target_hidden_size=count(config, "hidden_size"),
