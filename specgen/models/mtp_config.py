@@ -46,7 +46,7 @@ class MtpConfig(HeadConfig):
         prefixes, latent = mtp_prefixes(config, tensors), LatentConfig.from_hf(config)
         require(
             bool(prefixes),
-            f"config.json has {count(config, 'num_hidden_layers')} layers and there is no MTP layer of the next number: "
+            f"config.json has {count(config, 'num_hidden_layers')} layers and no MTP layer has the next number: "
             "use --drafter mtp with the target's own checkpoint",
         )
         return cls(
