@@ -16,7 +16,7 @@ from torch import Tensor
 from specgen.attention.expansion import Expansion
 from specgen.attention.sdpa import SdpaBackend, StaticSdpaBackend
 from specgen.checkpoints.checkpoint import load_target, open_checkpoint
-from specgen.config import UserError
+from specgen.config import SamplingParams, UserError
 from specgen.kv.layout import Layout
 from specgen.models import latent_attention, mixture
 from specgen.models.attend import LatentLayer
@@ -26,8 +26,10 @@ from specgen.models.mixture_config import SigmoidWeights
 from specgen.models.model_config import TargetConfig
 from specgen.ops.reference import torch_ops
 from specgen.ops.router import SigmoidRouting
+from tests.engines import generate, load_pair, random_requests
 from tests.test_fp8 import unrounded_inputs
 from tests.test_mixtures import ids_of, loaded, paged_logits
+from tests.tiny_checkpoints import write_head
 from tests.tiny_fp8 import matrix, quantize
 from tests.tiny_latents import YARN, write_latent
 from tests.tiny_mixtures import change, read
@@ -265,7 +267,7 @@ def test_the_dense_layers_of_a_published_config(tmp_path: Path) -> None:
     """Which has first_k_dense_replace and not the names that ``transformers`` writes."""
     write_latent(tmp_path)
     raw = json.loads((tmp_path / "config.json").read_text()) | {"first_k_dense_replace": 2}
-    del raw["mlp_layer_types"]
+    del raw["mlp_layer_types"], raw["norm_topk_prob"]
     (tmp_path / "config.json").write_text(json.dumps(raw))
     found = read(tmp_path).mixture
     assert found is not None
@@ -297,3 +299,20 @@ def test_block_fp8_weights_are_those_of_the_file(tmp_path: Path, monkeypatch: py
     unrounded = paged_logits(loaded(tmp_path / "fp8"), ids, SdpaBackend, [30, 10])
     torch.testing.assert_close(unrounded, right, atol=1e-4, rtol=0)
     assert 1e-3 < (rounded - right).norm() / right.norm() < 0.3
+
+
+def test_an_eagle3_head_with_keys_and_values_of_its_own_drafts_for_latents(tmp_path: Path) -> None:
+    write_head(
+        tmp_path / "drafter",
+        write_latent(tmp_path / "target", vocab_size=8),
+        draft_vocab_size=None,
+        aux_layer_ids=[0, 1, 3],
+    )
+    pair, asked = load_pair(tmp_path), random_requests(4, 8, SamplingParams(max_tokens=12, ignore_eos=True))
+    plain, padded, non_padded = (
+        generate(pair, asked, num_spec_tokens=k, drafter_batch=batch)
+        for k, batch in ((0, "padded"), (3, "padded"), (3, "non-padded"))
+    )
+    assert plain.texts == padded.texts == non_padded.texts
+    assert padded.verified == non_padded.verified
+    assert max(step[1] for steps in padded.verified.values() for step in steps) >= 1
