@@ -93,7 +93,7 @@ def test_inspect_says_what_there_is(target: Path) -> None:
     assert [part["kind"] for part in pair.to_json()["checkpoints"]] == ["target", "head"]
     assert json.loads(json.dumps(pair.to_json()))["kv_bytes_per_token"] == 4 * 32 * 4
     text = " ".join(pair.to_text().split())
-    assert "the target's MTP layer" in text
+    assert "the target's MTP layer features" in text
     assert "fed back the hidden state behind shared_head.norm" in text
 
 

@@ -301,7 +301,7 @@ def test_block_fp8_weights_are_those_of_the_file(tmp_path: Path, monkeypatch: py
     assert 1e-3 < (rounded - right).norm() / right.norm() < 0.3
 
 
-def test_an_eagle3_head_with_keys_and_values_of_its_own_drafts_for_latents(tmp_path: Path) -> None:
+def test_an_eagle3_head_drafts_for_latents_with_keys_and_values_of_its_own(tmp_path: Path) -> None:
     write_head(
         tmp_path / "drafter",
         write_latent(tmp_path / "target", vocab_size=8),

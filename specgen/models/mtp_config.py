@@ -33,7 +33,6 @@ class MtpConfig(HeadConfig):
     """MTP layers of a target with latent attention, each with experts."""
 
     family: ClassVar[str] = "MTP"
-    fc_each_pass: ClassVar[bool] = True
     takes_fp8: ClassVar[bool] = True
     takes_turns: ClassVar[bool] = True
     prefixes: tuple[str, ...]  # of the tensors of each layer
