@@ -173,7 +173,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "models/deepseek": _LATENTS,
     "models/latent_config": _LATENTS,
     "models/latent_attention": _LATENTS,
-    "models/attend": (*_LATENTS, "test_attention_windows.py", "test_fp8_attention.py"),
+    "models/attend": (*_LATENTS, "test_attention_windows.py", "test_fp8_attention.py", "test_fp8_kv.py"),
     "models/mtp": _LATENTS,
     "models/mtp_config": _LATENTS,
     "attention/expansion": _LATENTS,

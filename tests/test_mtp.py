@@ -22,7 +22,7 @@ from specgen.core.sequence import Request
 from specgen.engine.build import build_engine
 from specgen.engine.choices import resolve
 from specgen.engine.loading import Models, open_checkpoints
-from specgen.events import Event
+from specgen.events import Event, Prefilled
 from specgen.kv.kv_cache import KVCache
 from specgen.kv.layout import Layout
 from specgen.models.mtp import MtpHead, MtpLayer
@@ -193,6 +193,7 @@ def test_every_draft_equals_the_reference_and_no_text_changes(case: Case) -> Non
     assert list(wrong(case.outputs, case.reference)) == []
     accepted = {step[1] for steps in case.outputs.verified.values() for step in steps}
     assert accepted >= {0, 1, 3}, "rows of several drafts must be taken in"
+    assert any(event.num_cached for event in case.outputs.events if isinstance(event, Prefilled))
 
 
 def test_rows_as_on_a_device_and_preemption_change_no_draft(
