@@ -1,6 +1,6 @@
 """The layers of a calibrated target in FP8: as modelopt stores them, a scale per tensor, or Qwen's, by blocks of 128.
 
-The random projections are e4m3 of the same deviation; activations before them have RMS 1.
+The random projections are those of the same layers in bfloat16, rounded; activations before them have RMS 1.
 """
 
 from collections.abc import Iterator
@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
-from calibrated_shapes import Shape
-from calibrated_weights import RESIDUAL, Named, Source, dense_layer
+from calibrated_weights import RESIDUAL, Layer, Named, Source
 from torch import Tensor
 
 Fp8Format = Literal["fp8", "fp8-block"]
@@ -25,15 +24,16 @@ _SIGMAS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Fp8Layers:
-    """Makes the tensors of a dense layer in FP8; see ``calibrated_weights.Layer``."""
+    """Makes the tensors of ``layer`` with its projections in FP8; see ``calibrated_weights.Layer``."""
 
-    shape: Shape
+    layer: Layer
     format: Fp8Format
+    plain: tuple[str, ...] = ("lm_head",)  # linear layers of the model that stay in bfloat16
 
     def __call__(self, prefix: str, source: Source) -> Iterator[Named]:
-        for named in dense_layer(self.shape, prefix, source):
+        for named in self.layer(prefix, source):
             if named.name.endswith("_proj.weight"):
-                yield from self._quantized(named, source)
+                yield from self._quantized(named)
             else:
                 yield named
 
@@ -45,12 +45,12 @@ class Fp8Layers:
             "fmt": "e4m3",
             "activation_scheme": "dynamic",
             "weight_block_size": [BLOCK, BLOCK],
-            "modules_to_not_convert": ["lm_head"],
+            "modules_to_not_convert": list(self.plain),
         }
-        modelopt = {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"]}
+        modelopt = {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": list(self.plain)}
         return {"quantization_config": block if self.format == "fp8-block" else modelopt}
 
-    def _quantized(self, named: Named, source: Source) -> Iterator[Named]:
+    def _quantized(self, named: Named) -> Iterator[Named]:
         (rows, width), stem = named.shape, named.name.removesuffix("weight")
         name = stem.rstrip(".").rpartition(".")[-1]
         largest = _SIGMAS.get(name, 6.0)
@@ -58,7 +58,7 @@ class Fp8Layers:
         scale = rms / width**0.5 * largest / _LARGEST
 
         def values() -> Tensor:
-            return source.normal((rows, width), _LARGEST / largest).clamp_(-_LARGEST, _LARGEST).to(E4M3)
+            return named.make().float().div_(scale).clamp_(-_LARGEST, _LARGEST).to(E4M3)
 
         yield replace(named, make=values, dtype=E4M3)
         if self.format == "fp8-block":

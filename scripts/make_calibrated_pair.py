@@ -5,6 +5,7 @@
     python scripts/make_calibrated_pair.py OUT --shape gpt-oss-20b --expert-overlap 0.5
     python scripts/make_calibrated_pair.py OUT --weights fp8    # or fp8-block
     python scripts/make_calibrated_pair.py OUT --shape qwen3-30b-a3b --layers 24    # 31 GB; all 48 take 61 GB
+    python scripts/make_calibrated_pair.py OUT --shape qwen3-30b-a3b --weights fp8-block    # 31 GB
 
 ``OUT/target`` and ``OUT/drafter`` are checkpoints in the public formats, ``OUT/cycle.json`` is the text they generate
 (see calibrated_weights.py, calibrated_heads.py, calibrated_peagle.py and calibrated_cycle.py). They are for measuring
@@ -34,7 +35,7 @@ from calibrated_mixture_shapes import MIXTURES, GptOssShape, Mixture
 from calibrated_mixtures import MixtureLayers, common_share
 from calibrated_peagle import peagle_tensors
 from calibrated_shapes import SHAPES, Shape
-from calibrated_weights import Layer, Named, Source, target_tensors
+from calibrated_weights import Layer, Named, Source, dense_layer, target_tensors
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 
@@ -186,18 +187,23 @@ def chosen_shape(name: str, num_layers: int | None, experts: str | None) -> Shap
 
 
 def chosen_layer(shape: Shape, overlap: float | None, weights: str = "bf16") -> Layer | None:
-    """The layers of a mixture whose neighbours choose alike by ``overlap`` (0 if None), or of a dense shape in FP8.
+    """The layers of a mixture whose neighbours choose alike by ``overlap`` (0 if None), or of a shape in FP8.
 
     None for a dense shape in bfloat16.
     """
+    fp8 = None if weights == "bf16" else cast(Fp8Format, weights)
     if isinstance(shape, Mixture):
-        if weights != "bf16":
-            raise ValueError(f"weights is {weights}, which is for dense shapes: leave it out")
+        if fp8 is not None and isinstance(shape, GptOssShape):
+            raise ValueError(
+                f"weights is {weights}, but experts of {shape.model_type} are not in FP8: leave it out"
+            )
         common = common_share(shape.num_experts, shape.num_chosen, overlap or 0.0)
-        return MixtureLayers(shape=shape, common=common)
+        layers = MixtureLayers(shape=shape, common=common)
+        routers = (f"model.layers.{index}.mlp.gate" for index in range(shape.num_layers))
+        return layers if fp8 is None else Fp8Layers(layer=layers, format=fp8, plain=("lm_head", *routers))
     if overlap is not None:
         raise ValueError("expert-overlap is for mixtures of experts, and this shape is dense: leave it out")
-    return None if weights == "bf16" else Fp8Layers(shape=shape, format=cast(Fp8Format, weights))
+    return None if fp8 is None else Fp8Layers(layer=partial(dense_layer, shape), format=fp8)
 
 
 def chosen_cycle(shape: Shape, accept: float, seed: int) -> Cycle:
@@ -223,7 +229,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--experts", choices=("mxfp4", "bf16"), help="format of a gpt-oss's experts (mxfp4)")
     parser.add_argument(
-        "--weights", choices=("bf16", *get_args(Fp8Format)), default="bf16", help="of a dense target's layers"
+        "--weights",
+        choices=("bf16", *get_args(Fp8Format)),
+        default="bf16",
+        help="of the target's layers",
     )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seed", type=int, default=0)
@@ -244,7 +253,7 @@ def main() -> None:
         parser.error(str(error))
     write_pair(arguments.out, shape, cycle, Source(arguments.device, arguments.seed), heads, layer)
     size = sum(file.stat().st_size for file in arguments.out.rglob("*.safetensors"))
-    alike = f", expert overlap {arguments.expert_overlap or 0:g}" if isinstance(layer, MixtureLayers) else ""
+    alike = f", expert overlap {arguments.expert_overlap or 0:g}" if isinstance(shape, Mixture) else ""
     print(
         f"{arguments.out}: synthetic weights of {arguments.shape}, accept {arguments.accept:g}{alike}; "
         f"{size / 1e9:.2f} GB in {time.perf_counter() - began:.1f} s"

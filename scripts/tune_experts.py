@@ -1,6 +1,7 @@
 """Time every candidate tile of the experts' kernels on this GPU, for ``specgen/ops/expert_tiles.py``.
 
     python scripts/tune_experts.py [--shapes gpt-oss-20b] [--rows 1,5]
+    python scripts/tune_experts.py --shapes qwen3-30b-a3b-fp8,qwen3-30b-a3b-fp8-dynamic
 
 Prints for each shape and number of rows the fastest tiles of both products, as (block_out, block_in, stages, warps),
 for each number of rows of a block, and what the pass takes with the best of them.
@@ -18,7 +19,7 @@ from specgen.bench.timing import num_layers, time_layers
 from specgen.ops.expert_blocks import find_blocks
 from specgen.ops.expert_kernels import ExpertTiles, LoadedExperts, Tile, down, gate_up
 
-Sizes = tuple[int, int, int, int]  # block_out, block_in, stages, warps
+Sizes = tuple[int | str, ...]  # block_out, block_in, stages, warps, and "rounds" of a tile that does
 CUDA, DTYPE = torch.device("cuda", 0), torch.bfloat16
 # by rows of a block: candidates for gate and up, and for down
 PLAIN: dict[int, tuple[tuple[Sizes, ...], tuple[Sizes, ...]]] = {
@@ -65,18 +66,53 @@ MXFP4: dict[int, tuple[tuple[Sizes, ...], tuple[Sizes, ...]]] = {
     ),
     256: (((64, 128, 2, 8), (64, 128, 3, 8)), ((128, 128, 2, 8), (128, 128, 3, 8))),
 }
+# all of 128 inputs: a row's sums must not depend on the tile
+FP8: dict[int, tuple[tuple[Sizes, ...], tuple[Sizes, ...]]] = {
+    16: (
+        (
+            (32, 128, 4, 4),
+            (32, 128, 6, 4),
+            (32, 128, 8, 4),
+            (64, 128, 4, 4),
+            (64, 128, 6, 4),
+            (64, 128, 6, 8),
+        ),
+        (
+            (64, 128, 4, 4),
+            (64, 128, 6, 4),
+            (64, 128, 8, 4),
+            (128, 128, 4, 4),
+            (128, 128, 6, 8),
+            (32, 128, 8, 4),
+        ),
+    ),
+    32: (
+        ((32, 128, 4, 4), (32, 128, 6, 4), (64, 128, 4, 4), (64, 128, 5, 4), (64, 128, 4, 8)),
+        ((64, 128, 4, 4), (64, 128, 6, 4), (128, 128, 4, 4), (128, 128, 4, 8)),
+    ),
+    64: (
+        ((32, 128, 3, 4), (32, 128, 5, 4), (64, 128, 3, 8), (64, 128, 4, 8)),
+        ((64, 128, 4, 4), (128, 128, 3, 8), (128, 128, 4, 8), (64, 128, 4, 8)),
+    ),
+    128: (
+        ((32, 128, 3, 8), (32, 128, 4, 8), (64, 128, 3, 8)),
+        ((64, 128, 3, 8), (64, 128, 4, 8), (128, 128, 3, 8)),
+    ),
+}
 
 
 def tile(sizes: Sizes) -> Tile:
-    block_out, block_in, stages, warps = sizes
-    return Tile(block_out=block_out, block_in=block_in, stages=stages, warps=warps)
+    block_out, block_in, stages, warps = map(int, sizes[:4])
+    return Tile(block_out=block_out, block_in=block_in, stages=stages, warps=warps, rounds="rounds" in sizes)
 
 
 def candidates(shape: ExpertShape, rows: int) -> Iterator[tuple[int, tuple[Sizes, ...], tuple[Sizes, ...]]]:
     """Blocks neither far smaller than the mean number of an expert's rows nor far larger."""
     mean = rows * shape.k / shape.num_experts
-    for block_rows, (gates, downs) in (MXFP4 if shape.mxfp4 else PLAIN).items():
+    for block_rows, (gates, downs) in (MXFP4 if shape.mxfp4 else FP8 if shape.fp8 else PLAIN).items():
         if (mean <= 1.5 * block_rows or block_rows == 256) and block_rows <= max(16, 4 * mean):
+            if shape.fp8 == "group":
+                gates, downs = (each + tuple((*one, "rounds") for one in each) for each in (gates, downs))
             yield block_rows, gates, downs
 
 
@@ -86,7 +122,7 @@ def compile_one(job: tuple[str, int, int, Sizes, bool]) -> str:
     shape = SHAPES[name]
     small = ExpertShape(
         num_experts=shape.num_experts, hidden=128, inner=128, k=shape.k, gating=shape.gating,
-        biases=shape.biases, mxfp4=shape.mxfp4,
+        biases=shape.biases, mxfp4=shape.mxfp4, fp8=shape.fp8,
     )  # fmt: skip
     try:
         loaded = LoadedExperts.of(small.layer(0, DTYPE, CUDA))

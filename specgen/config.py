@@ -64,6 +64,11 @@ class DraftLength:
         )
         return cls(most=int(asked))
 
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Every K that a step may have."""
+        return tuple(range(self.most + 1)) if self.auto else (self.most,)
+
     def __str__(self) -> str:
         return f"auto, up to {self.most}" if self.auto else str(self.most)
 

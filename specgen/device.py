@@ -51,10 +51,14 @@ class HostCopy:
 
     def read(self) -> list[Any]:
         """Wait until they are there; nested lists in the shape of the tensor."""
+        numbers: list[Any] = self.tensor().tolist()
+        return numbers
+
+    def tensor(self) -> Tensor:
+        """The same as a tensor on the CPU."""
         if self._event is not None:
             self._event.synchronize()
-        numbers: list[Any] = self._numbers.tolist()
-        return numbers
+        return self._numbers
 
 
 def choose_device(name: str) -> torch.device:

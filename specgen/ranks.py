@@ -3,11 +3,38 @@
 Below models, kernels and engine, which all are told of them. May import nothing of the package.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from time import monotonic
 
 import torch
 from torch import Tensor
 from torch import distributed as dist
+
+
+class Unmet(RuntimeError):  # noqa: N818
+    """Others were waited for in vain, for so many ``seconds``: the fault is not this rank's."""
+
+    def __init__(self, reason: str, seconds: float) -> None:
+        super().__init__(reason)
+        self.seconds = seconds
+
+
+@contextmanager
+def meeting() -> Iterator[None]:
+    """Around what all ranks do together on their hosts: ``Unmet`` where it fails, as it does for want of the others."""
+    began = monotonic()
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        raise Unmet(str(error), monotonic() - began) from error
+
+
+def _nobody_waits() -> None:
+    """One alone tells nobody."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,12 +43,14 @@ class Ranks:
 
     ``group`` is torch's (NCCL for GPUs, gloo for a CPU), and None where one process holds the whole model, or where one
     that is only outlined. Results have the same bits on every rank: they choose tokens, and ranks that disagree on one
-    would part for good.
+    would part for good. ``alive`` is called between the parts of work that may take longer than the others would wait
+    in silence; it raises ``Unmet`` where one of them is gone.
     """
 
     rank: int = 0
     size: int = 1
     group: "dist.ProcessGroup | None" = None
+    alive: Callable[[], None] = field(default=_nobody_waits, compare=False)
 
     def __post_init__(self) -> None:
         assert 0 <= self.rank < self.size, (self.rank, self.size)
@@ -33,7 +62,8 @@ class Ranks:
             return x[None]
         assert self.group is not None, "an outline computes nothing"
         found = torch.empty((self.size, *x.shape), dtype=x.dtype, device=x.device)
-        _all_gather(found.view(-1), x.contiguous().view(-1), group=self.group)
+        with meeting() if x.device.type == "cpu" else nullcontext():  # on GPUs the host waits for nobody here
+            _all_gather(found.view(-1), x.contiguous().view(-1), group=self.group)
         return found
 
     def sum(self, x: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Jobs over conversations with the bundled pair, for tests that stop and resume a run, and the output of such a run."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ HOW_IT_WENT = (
 _TIMED = {
     "report.json": HOW_IT_WENT,
     "manifest.json": ("created", "argv", "state"),
-    "status.json": ("pid", "started", "updated", "output_tokens_per_second"),
+    "status.json": ("pid", "started", "updated", "startup_seconds", "output_tokens_per_second"),
 }
 
 
@@ -37,6 +37,8 @@ class Silent:
     def warn(self, sentence: str) -> None: ...
     def read(self, num_rows: int) -> None: ...
     def prepare(self, what: str) -> None: ...
+    def compiling(self, done: int, total: int, names: Sequence[str]) -> None: ...
+    def ready(self, what: str, seconds: Mapping[str, float]) -> None: ...
     def start(self, what: str, tally: Tally, num_requests: int, num_done: int = 0) -> None: ...
     def see(self, event: Event) -> None: ...
     def advance(self) -> None: ...

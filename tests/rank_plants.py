@@ -5,6 +5,9 @@ from typing import Any
 import torch
 
 from specgen.config import EngineConfig
+from specgen.core.in_flight import InFlight
+from specgen.core.scheduler import Scheduler
+from specgen.core.sequence import Sequence
 from specgen.core.step import Steps
 from specgen.engine.loading import Models
 from specgen.evaluation.divergence import _prefill
@@ -57,6 +60,27 @@ def compare(ranks: Ranks, kind: str, *tensors: torch.Tensor) -> None:
         found += [tensor.numel(), int((tensor.flatten() * torch.arange(1, tensor.numel() + 1)).sum())]
     every = ranks.gather(torch.tensor(found))
     assert bool((every == every[0]).all()), every
+
+
+def find_others(config: EngineConfig, models: Models, what: str) -> None:
+    """From now on this rank's host finds another draft or end of a text than the device, or fewer pages."""
+    commit, reserve = InFlight._commit, Scheduler.reserve
+
+    def lossy(self: Scheduler) -> bool:
+        found = reserve(self)
+        self._allocator._free.pop()
+        return found
+
+    def other(self: InFlight, sequence: Sequence, row: list[int], logprobs: Any, k: int) -> int:
+        if what == "draft":
+            row = [row[0] ^ 1, *row[1:]]
+        elif what == "end":
+            sequence.max_length = len(sequence.tokens) + 1
+        return commit(self, sequence, row, logprobs, k)
+
+    InFlight._commit = other  # type: ignore[method-assign]
+    if what == "page":
+        Scheduler.reserve = lossy  # type: ignore[method-assign]
 
 
 def fail_in_decode(config: EngineConfig, models: Models, name: str) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from specgen.attention import Backend
-from specgen.attention.flashinfer_paged import FlashInferBackend, _Heads, _sink_variant
+from specgen.attention.flashinfer_paged import FlashInferBackend, _Planned, _sink_variant
 from specgen.attention.sdpa import SdpaBackend, StaticSdpaBackend
 from specgen.attention.trtllm import TrtllmBackend
 from specgen.attention.unsplit import UnsplitDecode
@@ -136,7 +136,7 @@ def test_every_kernel_with_sinks_has_a_name_of_its_own(monkeypatch: pytest.Monke
     names = {
         _sink_variant(
             kernels,
-            _Heads(
+            _Planned(
                 num_heads=8,
                 num_kv_heads=1,
                 head_dim=head_dim,
@@ -146,6 +146,7 @@ def test_every_kernel_with_sinks_has_a_name_of_its_own(monkeypatch: pytest.Monke
                 window_left=window_left,
                 sinks=True,
             ),
+            windowed=window_left >= 0,
         )[0]
         for head_dim, dtype, kv_dtype, window_left in kinds
         for kernels in ("fa2", "fa3")

@@ -59,9 +59,9 @@ def test_layers_and_their_routes_differ() -> None:
     torch.testing.assert_close(weights.sum(1), torch.ones(50))
 
 
-@pytest.mark.parametrize("name", ["small", "mxfp4"])
-def test_the_exact_result_is_that_of_the_matrices(name: str) -> None:
-    shape = replace(SHAPES["small"], mxfp4=name == "mxfp4")
+@pytest.mark.parametrize("changes", [{}, {"mxfp4": True}, {"fp8": "token"}, {"fp8": "group"}], ids=str)
+def test_the_exact_result_is_that_of_the_matrices(changes) -> None:
+    shape = replace(SHAPES["small"], **changes)
     experts, x = shape.layer(3, F32, CPU), torch.randn(5, 64)
     ids, weights = shape.routes(5, 0, F32, CPU)
     found = exact(experts, x, ids, weights)
@@ -73,6 +73,12 @@ def test_the_exact_result_is_that_of_the_matrices(name: str) -> None:
     else:
         expected = grouped_experts(experts)(x, ids, weights).sum(0)
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("fp8", "scales"), [("token", 2 * 128 + 256), ("group", 2 * 2 + 2)])
+def test_experts_in_fp8_take_a_byte_a_weight_and_their_scales(fp8, scales: int) -> None:
+    shape = replace(SHAPES["small"], hidden=256, inner=128, biases=False, fp8=fp8)
+    assert expert_bytes(shape.layer(0, F32, CPU)) == 3 * 256 * 128 + 4 * scales
 
 
 def e2m1(bits: int) -> float:
@@ -109,7 +115,7 @@ def test_a_result_that_differs_between_runs_is_not_in_the_table(monkeypatch: pyt
     ("changes", "message"),
     [
         ({"repeats": 1}, "repeats is 1"),
-        ({"shapes": ("large",)}, "shapes has 'large': use qwen3-30b-a3b, gpt-oss-20b"),
+        ({"shapes": ("large",)}, "shapes has 'large': use qwen3-30b-a3b, qwen3-30b-a3b-fp8"),
     ],
 )
 def test_invalid_jobs_are_refused(changes, message) -> None:
@@ -132,7 +138,7 @@ def test_the_command_leaves_table_document_and_files(tmp_path) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 def test_on_a_gpu_the_kernels_are_right_and_do_not_beat_the_memory() -> None:
     job = ExpertJob(
-        shapes=("qwen3-30b-a3b", "gpt-oss-20b"),
+        shapes=("qwen3-30b-a3b", "gpt-oss-20b", "qwen3-30b-a3b-fp8", "qwen3-30b-a3b-fp8-dynamic"),
         rows=(1, 5, 40),
         repeats=5,
         dtype=torch.bfloat16,
@@ -140,6 +146,6 @@ def test_on_a_gpu_the_kernels_are_right_and_do_not_beat_the_memory() -> None:
     )
     *_, table = measure(job)
     assert table.notes == ()
-    assert len(table.rows) == 6
+    assert len(table.rows) == 12
     for row in table.rows:
         assert 0.9 < row["over_bound"] < 5

@@ -16,7 +16,6 @@ from calibrated_weights import Source
 from make_calibrated_pair import write_pair
 from typer.testing import CliRunner
 
-from specgen.bench import plans
 from specgen.bench import throughput as bench
 from specgen.bench import workload as workloads
 from specgen.bench.known_text import KnownText
@@ -32,7 +31,7 @@ from specgen.core import step, step_costs
 from specgen.core.engine_core import EngineCore
 from specgen.core.sequence import Completion, Request
 from specgen.decoding.verify import accept_greedy
-from specgen.engine import warm_engine
+from specgen.engine import memory, warm_engine
 from specgen.engine.arms import Arm
 from specgen.engine.build import build_engine
 from specgen.engine.loading import Models
@@ -228,7 +227,7 @@ def test_arms_take_turns_within_a_repeat(pair: Path, monkeypatch) -> None:
     assert len(order) == 2 * 3
     assert all(one != other for one, other in pairwise(order))
     order.clear()
-    monkeypatch.setattr(plans, "_CPU_BYTES", 0)
+    monkeypatch.setattr(memory, "_CPU_REST", 0)
     apart = list(throughput(job))
     assert apart[-1].conditions["arms that took turns"] == "1; 1"
     assert [len(set(order[:3])), len(set(order[3:]))] == [1, 1]

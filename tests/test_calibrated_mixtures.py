@@ -19,7 +19,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from specgen.config import SamplingParams
+from specgen.core.sequence import Request
 from tests.calibrated_reference import DenseHead, DenseTarget
+from tests.engines import generate, load_pair
 
 TINY = {"tiny-gpt-oss": "mxfp4", "tiny-qwen3-moe": "bf16"}
 K = 4
@@ -209,6 +212,26 @@ def test_fewer_layers_and_bf16_experts_can_be_asked_for(tmp_path: Path, monkeypa
     assert "model.layers.7.self_attn.sinks" not in tensors
 
 
+@pytest.mark.parametrize(("weights", "scale"), [("fp8", "weight_scale"), ("fp8-block", "weight_scale_inv")])
+def test_a_mixture_in_fp8_generates_the_known_text(tmp_path: Path, weights: str, scale: str) -> None:
+    """And chooses its experts as it would in bfloat16: what experts leave alone stays so."""
+    shape = chosen_shape("tiny-qwen3-moe", None, None)
+    cycle, layer = chosen_cycle(shape, 0.75, 3), chosen_layer(shape, 0.5, weights)
+    write_pair(tmp_path, shape, cycle, Source("cpu", 3), layer=layer)
+    tensors = load_file(tmp_path / "target" / "model.safetensors")
+    name = "model.layers.3.mlp.experts.2.down_proj"
+    matrix = tensors[f"{name}.weight"].float() * tensors[f"{name}.{scale}"].flatten()[0]
+    heard, quiet = matrix.split((shape.hidden_size - shape.head_dim, shape.head_dim))
+    assert 0.6 < heard.std() * shape.expert_size**0.5 / RESIDUAL < 1.6
+    assert 0 < quiet.std() < heard.std() / 30
+    pair, count = load_pair(tmp_path), 24
+    request = Request(
+        id="0", prompt_token_ids=cycle.tokens[:5], sampling=SamplingParams(max_tokens=count, ignore_eos=True)
+    )
+    found = generate(pair, [request], num_spec_tokens=K).texts["0"]
+    assert found == cycle.tokens[5 : 5 + count]
+
+
 def test_the_common_share_grows_with_the_overlap() -> None:
     shares = [common_share(128, 8, overlap) for overlap in (0, 0.25, 0.5, 0.75, 1)]
     assert shares[0] == 0
@@ -223,6 +246,7 @@ def test_the_common_share_grows_with_the_overlap() -> None:
         (lambda: chosen_shape("gpt-oss-20b", 3, None), "at least 7"),
         (lambda: chosen_shape("qwen3-30b-a3b", None, "mxfp4"), "none in that format"),
         (lambda: chosen_layer(chosen_shape("tiny", None, None), 0.5), "is dense"),
+        (lambda: chosen_layer(MIXTURES["gpt-oss-20b"], 0.5, "fp8-block"), "of gpt_oss are not in FP8"),
     ],
 )
 def test_impossible_mixtures_are_refused(call, reason: str) -> None:

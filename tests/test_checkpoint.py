@@ -2,7 +2,9 @@
 
 import hashlib
 import json
+import os
 import pickle
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,15 +15,16 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from specgen.checkpoints import fingerprint as fingerprints
 from specgen.checkpoints.checkpoint import (
     draft_to_target,
     drafter_config,
-    fingerprint,
     load_drafter,
     load_target,
     open_checkpoint,
     target_config,
 )
+from specgen.checkpoints.fingerprint import fingerprint
 from specgen.config import UserError
 from specgen.models.eagle3_config import Eagle3Config
 from specgen.models.families import family_of
@@ -244,6 +247,64 @@ def test_a_fingerprint_reads_each_file_once_until_it_changes(
     assert len(read) == once + 1
 
 
+@pytest.fixture
+def large(
+    tmp_path: Path, target_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., tuple[str, int]]:
+    """The fingerprint of a checkpoint whose files count as large, in a new process each, and how many it read."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(fingerprints, "_LARGE", 1000)
+    path, read = _copy(target_path, tmp_path / "target"), list[str]()
+    monkeypatch.setattr(
+        fingerprints,
+        "_read",
+        lambda file: (read.append(file.name), hashlib.sha256(file.read_bytes()).hexdigest())[1],
+    )
+
+    def fresh(*, later: float = 100.0) -> tuple[str, int]:
+        fingerprints._digest.cache_clear()
+        read.clear()
+        now = time.time() + later
+        monkeypatch.setattr(fingerprints.time, "time", lambda: now)
+        found = fingerprint(open_checkpoint(str(path)))
+        return found, len([name for name in read if name == "model.safetensors"])
+
+    return fresh
+
+
+def test_digests_of_large_files_are_kept_for_later_processes(large, tmp_path: Path) -> None:
+    first, num_read = large()
+    assert num_read == 1
+    assert large() == (first, 0)
+    weights = tmp_path / "target" / "model.safetensors"
+    content, times = weights.read_bytes(), weights.stat()
+    weights.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    os.utime(weights, ns=(times.st_atime_ns, times.st_mtime_ns))  # as if it were the same
+    second, num_read = large()
+    assert (second != first, num_read) == (True, 1)
+    assert large() == (second, 0)
+
+
+def test_a_file_that_was_just_changed_is_read_again(large) -> None:
+    """Its times might be those of another change as well."""
+    assert [large(later=10)[1], large(later=10)[1]] == [1, 1]
+
+
+def test_a_damaged_digest_is_not_used(large, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    first, _ = large()
+    for spoil in (
+        lambda found: {**found, "sha256": "12"},
+        lambda found: {**found, "sha256": None},
+        lambda found: [],
+    ):
+        for file in (tmp_path / "cache").rglob("*.json"):
+            file.write_text(json.dumps(spoil(json.loads(file.read_text()))))
+        caplog.clear()
+        assert large() == (first, 1)
+        assert "a file's digest kept in" in caplog.text
+        assert large() == (first, 0)
+
+
 # ---- targets
 
 
@@ -322,7 +383,7 @@ UNSUPPORTED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "sliding-window": ({"sliding_window": 4096}, "sliding_window is 4096 and in use"),
     "sliding-layers": ({"layer_types": ["sliding_attention"]}, "needs full attention in all layers"),
-    "quantized": ({"quantization_config": {"quant_method": "awq"}}, "has the method 'awq'"),
+    "quantized": ({"quantization_config": {"quant_method": "awq"}}, "quant_method is 'awq'"),
     "activation": ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
     "no-layers": ({"num_hidden_layers": None}, "no num_hidden_layers"),
     "text-for-a-number": ({"hidden_size": "many"}, "hidden_size is 'many'"),

@@ -1,13 +1,17 @@
-"""On an NVIDIA GPU: the kernels of experts equal a float32 loop over experts, and read no expert in vain."""
+"""On an NVIDIA GPU: the kernels of experts equal a float32 loop over experts, and read no expert in vain.
+
+About four minutes with an empty cache of Triton's.
+"""
 
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import pytest
 import torch
 from torch import Tensor
 
 from specgen.config import UserError
-from specgen.ops import bind_ops
+from specgen.ops import bind_ops, fp8
 from specgen.ops.experts import Experts, ExpertsMap, Gating
 from specgen.ops.weight import Weight
 
@@ -20,6 +24,8 @@ TOLERANCES = {BF16: 2e-2, FP16: 2e-3, torch.float32: 1e-5}
 PLAIN = Gating()
 CLAMPED = Gating(alpha=1.702, shift=1.0, limit=7.0)
 ROWS = [0, 1, 2, 5, 8, 16, 17, 32, 40, 64, 128, 160, 320, 640, 3000]
+E4M3, NOT_A_NUMBER = torch.float8_e4m3fn, 0x7F  # of its bytes
+Fp8 = Literal["static", "token", "group"]
 VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of MXFP4's low three bits; the fourth is the sign
 
 
@@ -30,11 +36,13 @@ class Shape:
     inner: int
     k: int
     mxfp4: bool = False
+    fp8: Fp8 | None = None
     gating: Gating = PLAIN
     dtype: torch.dtype = BF16
 
     def __str__(self) -> str:
         kind = "mxfp4" if self.mxfp4 else str(self.dtype).removeprefix("torch.")
+        kind += f"-fp8-{self.fp8}" if self.fp8 else ""
         return f"{self.num_experts}x{self.hidden}x{self.inner}-top{self.k}-{kind}"
 
 
@@ -46,11 +54,21 @@ SMALL = [
     Shape(num_experts=4, hidden=72, inner=40, k=1),
     Shape(num_experts=8, hidden=320, inner=192, k=2, mxfp4=True, gating=CLAMPED),
     Shape(num_experts=16, hidden=256, inner=96, k=3, mxfp4=True),
+    Shape(num_experts=8, hidden=320, inner=192, k=2, fp8="group"),
+    Shape(num_experts=8, hidden=320, inner=192, k=2, fp8="token"),
+    Shape(num_experts=8, hidden=320, inner=192, k=2, fp8="static"),
+    Shape(num_experts=16, hidden=256, inner=96, k=3, fp8="group", dtype=FP16),
+    Shape(num_experts=4, hidden=200, inner=136, k=1, fp8="group", dtype=torch.float32, gating=CLAMPED),
+    Shape(num_experts=4, hidden=200, inner=136, k=1, fp8="token", dtype=torch.float32),
+    Shape(num_experts=4, hidden=200, inner=136, k=1, fp8="static", dtype=torch.float32),
 ]
 LARGE = [
     Shape(num_experts=32, hidden=2880, inner=2880, k=4, gating=CLAMPED),
     Shape(num_experts=128, hidden=2048, inner=768, k=8),
     Shape(num_experts=32, hidden=2880, inner=2880, k=4, mxfp4=True, gating=CLAMPED),
+    Shape(num_experts=128, hidden=2048, inner=768, k=8, fp8="group"),
+    Shape(num_experts=128, hidden=2048, inner=768, k=8, fp8="token"),
+    Shape(num_experts=64, hidden=2048, inner=1536, k=4, fp8="group"),
 ]
 
 
@@ -59,7 +77,7 @@ class World:
 
     def __init__(self, shape: Shape) -> None:
         self.shape = shape
-        self.generator = torch.Generator("cuda").manual_seed(shape.hidden + shape.inner)
+        self.generator = torch.Generator(CUDA).manual_seed(shape.hidden + shape.inner)
         self.weights = (
             self._weight(2 * shape.inner, shape.hidden),
             self._weight(shape.hidden, shape.inner),
@@ -69,6 +87,8 @@ class World:
     def _weight(self, num_out: int, width: int) -> Weight:
         shape = self.shape
         bias = None if shape.gating == PLAIN else self.normal(shape.num_experts, num_out)
+        if shape.fp8:
+            return self._in_fp8(num_out, width, bias)
         if not shape.mxfp4:
             data = self.normal(shape.num_experts, num_out, width) * width**-0.5
             return Weight(data=data.to(shape.dtype), bias=bias)
@@ -85,6 +105,27 @@ class World:
         )
         scale[:, :, 0] = torch.arange(num_out, device=CUDA) % 129  # every scale that is allowed
         return Weight(data=data, scale=scale, bias=bias, format="mxfp4")
+
+    def _in_fp8(self, num_out: int, width: int, bias: Tensor | None) -> Weight:
+        """Scales differ by up to 4, so that one in the place of another is seen."""
+        shape, activations = self.shape, self.shape.fp8
+        parts = 2 if width == shape.hidden else 1  # of gate and up both begin a block
+        blocks, columns = (-(-num_out // parts // 128), -(-width // 128))
+        sizes = (parts, blocks, columns) if activations == "group" else (parts, num_out // parts, 1)
+        scale = torch.rand(shape.num_experts, *sizes, device=CUDA, generator=self.generator) * 3 + 1
+        scale *= width**-0.5 / 150
+        if activations == "group":
+            scale = scale.repeat_interleave(128, 2)[:, :, : num_out // parts]
+        values = torch.randn(shape.num_experts, num_out, width, device=CUDA, generator=self.generator)
+        inputs = torch.linspace(0.0063, 0.0119, shape.num_experts, device=CUDA)
+        return Weight(
+            data=values.mul_(60).clamp_(-448, 448).to(E4M3),
+            scale=scale.flatten(1, 2),
+            bias=bias,
+            format="fp8",
+            activations=activations,
+            input_scale=inputs if activations == "static" else None,
+        )
 
     def normal(self, *shape: int) -> Tensor:
         return torch.randn(shape, device=CUDA, generator=self.generator).to(self.shape.dtype)
@@ -108,27 +149,34 @@ class World:
 
     def reference(self, x: Tensor, ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         """What the experts return in sum, [rows, H] in float32, and the sum of its absolute values."""
-        gate_up, down = (
-            (dense, None if weight.bias is None else weight.bias.float())
-            for dense, weight in zip(self.dense, self.weights, strict=True)
-        )
         out = torch.zeros(len(x), self.shape.hidden, device=CUDA)
         size = out.clone()
         for expert in ids.unique().tolist():
             row, slot = (ids == expert).nonzero(as_tuple=True)
-            both = x[row].float() @ gate_up[0][expert].T
-            gate, up = (both if gate_up[1] is None else both + gate_up[1][expert]).chunk(2, -1)
-            result = self.shape.gating(gate, up).to(x.dtype).float() @ down[0][expert].T
-            result = result if down[1] is None else result + down[1][expert]
+            gate, up = self._product(0, expert, x[row]).chunk(2, -1)
+            result = self._product(1, expert, self.shape.gating(gate, up).to(x.dtype))
             part = result * weights[row, slot, None].float()
             out.index_add_(0, row, part)
             size.index_add_(0, row, part.abs())
         return out, size
 
+    def _product(self, which: int, expert: int, x: Tensor) -> Tensor:
+        """In float32; of FP8 gate and up in the dtype of ``x``, in which they are gated before e4m3 rounds that."""
+        weight, inputs = self.weights[which], x.float()
+        if weight.input_scale is not None:
+            inputs = fp8.through_e4m3(inputs, weight.input_scale[expert])
+        elif self.shape.fp8:
+            inputs = fp8.rounded(x, weight)
+        out = inputs @ self.dense[which][expert].T
+        out = out if weight.bias is None else out + weight.bias[expert].float()
+        return out.to(x.dtype) if self.shape.fp8 and which == 0 else out
+
 
 def dequantised(weight: Weight) -> Tensor:
     if weight.format == "plain":
         return weight.data.float()
+    if weight.format == "fp8":
+        return fp8.dequantised(weight)
     assert weight.scale is not None
     table = torch.tensor([*VALUES, *(-value for value in VALUES)], device=CUDA)
     values = torch.stack((table[weight.data.int() & 15], table[weight.data.int() >> 4]), -1).flatten(-2)
@@ -147,13 +195,19 @@ def world_of(worlds: dict[str, World], shape: Shape) -> World:
     return worlds[str(shape)]
 
 
-def check(got: Tensor, reference: tuple[Tensor, Tensor], dtype: torch.dtype) -> None:
+def check(got: Tensor, reference: tuple[Tensor, Tensor], shape: Shape) -> None:
     """Against the size of the parts, which are rounded: their sum may be far smaller than they are."""
     expected, size = reference
     assert got.shape[1:] == expected.shape
     if len(expected):
-        error, tolerance = got.float().sum(0) - expected, TOLERANCES[dtype]
-        assert (error.norm(dim=1) / size.norm(dim=1)).max() < tolerance
+        error, tolerance = got.float().sum(0) - expected, TOLERANCES[shape.dtype]
+        relative = error.norm(dim=1) / size.norm(dim=1)
+        if (
+            shape.fp8
+        ):  # a last bit may move the scale of a group, and with it all that is rounded; few rows have it
+            assert len(expected) < 16 or relative.median() < 1e-2
+            tolerance = 6e-2
+        assert relative.max() < tolerance
         usual = size.square().mean(0).sqrt() + size.square().mean(1, keepdim=True).sqrt()
         assert (error.abs() <= tolerance * (2 * size + 5 * usual)).all()
 
@@ -169,7 +223,7 @@ def test_every_number_of_rows(worlds: dict[str, World], shape: Shape) -> None:
     experts = world.loaded()
     for rows in ROWS:
         inputs = world.rows(rows)
-        check(experts(*inputs), world.reference(*inputs), shape.dtype)
+        check(experts(*inputs), world.reference(*inputs), shape)
 
 
 @pytest.mark.parametrize("shape", SMALL, ids=str)
@@ -178,7 +232,7 @@ def test_all_rows_may_choose_the_same(worlds: dict[str, World], shape: Shape) ->
     experts = world.loaded()
     for rows in (5, 16, 17, 100, 700):
         inputs = world.rows(rows, among=shape.k)
-        check(experts(*inputs), world.reference(*inputs), shape.dtype)
+        check(experts(*inputs), world.reference(*inputs), shape)
 
 
 @pytest.mark.parametrize("shape", [shape for shape in SMALL if not shape.mxfp4], ids=str)
@@ -186,13 +240,16 @@ def test_an_expert_that_no_row_chose_is_not_read(shape: Shape) -> None:
     world = World(shape)
     among = max(shape.num_experts // 2, shape.k)
     for weight in world.weights:
-        weight.data[among:] = torch.nan
+        if shape.fp8:
+            weight.data.view(torch.uint8)[among:] = NOT_A_NUMBER
+        else:
+            weight.data[among:] = torch.nan
         if weight.bias is not None:
             weight.bias[among:] = torch.nan
     experts = world.loaded()
     for rows in (1, 5, 16, 17, 40, 160, 640):
         inputs = world.rows(rows, among)
-        check(experts(*inputs), world.reference(*inputs), shape.dtype)
+        check(experts(*inputs), world.reference(*inputs), shape)
 
 
 @pytest.mark.parametrize("shape", SMALL + LARGE, ids=str)
@@ -233,7 +290,7 @@ def test_a_captured_pass_follows_new_routes(worlds: dict[str, World], shape: Sha
             buffer.copy_(values)
         out.fill_(torch.nan)
         graph.replay()
-        check(out, world.reference(*inputs), shape.dtype)
+        check(out, world.reference(*inputs), shape)
 
 
 def test_matrices_may_be_transposed(worlds: dict[str, World]) -> None:
@@ -242,7 +299,7 @@ def test_matrices_may_be_transposed(worlds: dict[str, World]) -> None:
     experts = bind_ops(CUDA, BF16).experts(Experts(gate_up=gate_up, down=down, gating=PLAIN))
     for rows in (5, 40, 3000):
         inputs = world.rows(rows)
-        check(experts(*inputs), world.reference(*inputs), BF16)
+        check(experts(*inputs), world.reference(*inputs), SMALL[0])
 
 
 def test_nothing_waits_for_the_device(worlds: dict[str, World]) -> None:

@@ -108,7 +108,7 @@ def swapped_scales_of_q_and_k(patch: pytest.MonkeyPatch) -> None:
 
 
 def unrounded_inputs(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(fp8, "_to_e4m3", lambda x, scale: (x / scale).clamp(-448, 448) * scale)
+    patch.setattr(fp8, "through_e4m3", lambda x, scale: (x / scale).clamp(-448, 448) * scale)
 
 
 def inputs_by_row(patch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from specgen.checkpoints.checkpoint import build_target, open_checkpoint, target_config
@@ -22,7 +23,7 @@ from tests.tiny_checkpoints import write_head
 from tests.tiny_fp8 import E4M3, quantize
 from tests.tiny_mixtures import read, write_qwen3_moe
 
-FORMS = ("dynamic", "block", "compressed-block")
+FORMS = ("dynamic", "block", "compressed-block", "static", "modelopt", "autofp8")
 WIDTHS: dict[str, int] = {"hidden_size": 192, "moe_intermediate_size": 160, "head_dim": 48}  # no whole blocks
 
 
@@ -131,10 +132,14 @@ def test_bytes_of_experts_are_those_of_their_tensors(tmp_path: Path, form: str) 
     assert plain.num_bytes == 2 * 3 * 192 * 160
 
 
-@pytest.mark.parametrize("form", ["static", "modelopt"])
-def test_experts_with_input_scales_are_refused(tmp_path: Path, form: str) -> None:
-    with pytest.raises(UserError, match=r"experts in FP8 with input_scales .* use block FP8"):
-        load(write(tmp_path, form))
+def test_gate_and_up_of_an_expert_have_one_input_scale(tmp_path: Path) -> None:
+    tensors = load_file(write(tmp_path, "modelopt") / "model.safetensors")
+    tensors["model.layers.1.mlp.experts.3.up_proj.input_scale"] *= 2
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(
+        UserError, match=r"1.mlp.experts.3.gate_proj, .*3.up_proj have the same inputs, but diff"
+    ):
+        load(tmp_path)
 
 
 def test_greedy_texts_with_a_drafter_are_those_of_plain_decoding(

@@ -98,10 +98,13 @@ OTHER: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "some-layers": (compressed(targets=["re:.*mlp.*"]), "targets is"),
     "two-groups": ({**compressed(), "config_groups": {"a": {}, "b": {}}}, "config_groups has 2 groups"),
-    "awq": ({"quant_method": "awq", "bits": 4}, "has the method 'awq'"),
-    "gptq": ({"quant_method": "gptq", "bits": 4}, "has the method 'gptq'"),
-    "bitsandbytes": ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "has the method 'bitsandbytes'"),
-    "nameless": ({"bits": 4}, "has the method None"),
+    "awq": ({"quant_method": "awq", "bits": 4}, "quant_method is 'awq'"),
+    "gptq": ({"quant_method": "gptq", "bits": 4}, "quant_method is 'gptq'"),
+    "bitsandbytes": (
+        {"quant_method": "bitsandbytes", "load_in_8bit": True},
+        "quant_method is 'bitsandbytes'",
+    ),
+    "nameless": ({"bits": 4}, "quant_method is None"),
     "other-blocks": (
         CONFIGS["block"][2] | {"weight_block_size": [64, 64]},
         r"weight_block_size is \[64, 64\]",
@@ -109,6 +112,10 @@ OTHER: dict[str, tuple[dict[str, Any], str]] = {
     "static-blocks": (CONFIGS["block"][2] | {"activation_scheme": "static"}, "activation_scheme is 'static'"),
     "e5m2": (CONFIGS["block"][2] | {"fmt": "e5m2"}, "fmt is 'e5m2'"),
     "power-of-two-scales": (CONFIGS["block"][2] | {"scale_fmt": "ue8m0"}, "scale_fmt is 'ue8m0'"),
+    "rotated": (
+        {**compressed(), "transform_config": {"config_groups": {"R1": {}}}},
+        "transform_config is set",
+    ),
     "broken-pattern": ({**compressed(), "ignore": ["re:(("]}, "no regular expression"),
     "no-names": ({**compressed(), "ignore": [3]}, "ignore has 3"),
 }
@@ -122,11 +129,47 @@ def test_other_formats_are_refused_by_name_with_what_to_use(config: dict[str, An
     assert "use plain weights, or FP8" in str(caught.value) or "ignore" in str(caught.value)
 
 
+SCHEMES = {
+    ("tensor", "tensor", False): ("tensor", "static"),
+    ("channel", "tensor", False): ("channel", "static"),
+    ("tensor", "token", True): ("tensor", "token"),
+    ("channel", "token", True): ("channel", "token"),
+    ("block", "group", True): ("block", "group"),
+}
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("inputs", ["tensor", "token", "group"])
+@pytest.mark.parametrize("weights", ["tensor", "channel", "block", "group"])
+def test_schemes_of_compressed_tensors(weights: str, inputs: str, dynamic: bool) -> None:
+    config = compressed(
+        weights__strategy=weights,
+        weights__block_structure=[128, 128],
+        input_activations__strategy=inputs,
+        input_activations__group_size=128,
+        input_activations__dynamic=dynamic,
+    )
+    known = SCHEMES.get((weights, inputs, dynamic))
+    if known is None:
+        how = "dynamic" if dynamic else "static"
+        with pytest.raises(
+            UserError, match=rf"'{weights}' and input_activations '{inputs}' \({how}\), which"
+        ):
+            fp8_config({"quantization_config": config})
+        return
+    found = fp8_config({"quantization_config": config})
+    assert found is not None
+    assert (found.weights, found.activations) == known
+
+
 def test_the_separate_file_of_modelopt_must_agree(tmp_path: Path) -> None:
     path = write(tmp_path, "modelopt-newer")
     load(path)
     configure(path, "hf_quant_config.json", quantization={"quant_algo": "NVFP4"})
     refused(path, "hf_quant_config.json has the quant_algo 'NVFP4' and config.json 'FP8'")
+    nested = {"quant_method": "modelopt", "quantization": {"quant_algo": "NVFP4"}}
+    configure(path, quantization_config=nested)
+    refused(path, "quant_algo is 'NVFP4', which is not supported")
     configure(path, quantization_config={})
     refused(path, "quant_algo is 'NVFP4', which is not supported")
     configure(path, "hf_quant_config.json", quantization={})
@@ -320,6 +363,6 @@ def test_bytes_on_the_device_are_those_of_the_weights(tmp_path: Path) -> None:
         weight = reader.linear({LAYER + "mlp.gate_proj": 384, LAYER + "mlp.up_proj": 384}, 192)
         assert weight.scale is not None
         assert (weight.data.shape, weight.scale.shape) == ((768, 192), (768, 2))
-        assert weight.num_bytes == sum(reader.taken.values()) == 768 * 192 + 768 * 2 * 4
+        assert weight.num_bytes == sum(reader.taken.values()) == 768 * 192 + 768 // 128 * 2 * 4
         taken.append(reader.taken)
     assert taken[0] == taken[1]

@@ -16,7 +16,7 @@ pytestmark = [
 ]
 CUDA = torch.device("cuda")
 E4M3 = torch.float8_e4m3fn
-ROWS = [0, 1, 5, 16, 17, 40, 64, 65, 200, 1000]
+ROWS = [0, 1, 5, 16, 17, 40, 64, 65, 97, 160, 200, 1000]
 KINDS = ["one scale", "two scales", "three scales", "scales of channels", "token", "group"]
 
 
@@ -64,7 +64,7 @@ def assert_near(got: Tensor, exact: Tensor, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("out", "width"), [(512, 768), (1024, 4096), (256, 128), (4096, 14336)])
 def test_products(out: int, width: int, kind: str, rows: int, dtype: torch.dtype) -> None:
-    if width > 4096 and (dtype != torch.bfloat16 or rows not in (5, 40, 200)):
+    if width > 4096 and (dtype != torch.bfloat16 or rows not in (5, 40, 160, 200)):
         pytest.skip("the large one in the usual dtype only")
     bias = torch.randn(out, device=CUDA).to(dtype) if width == 768 else None
     weight, x = a_weight(kind, out, width, bias), (torch.randn(rows, width, device=CUDA) * 2).to(dtype)
@@ -80,7 +80,9 @@ def test_gated_products(kind: str, rows: int) -> None:
     dtype = torch.bfloat16
     weight, x = a_weight(kind, 2 * 768, 1024), torch.randn(rows, 1024, device=CUDA).to(dtype)
     exact = silu_and_mul(expected(x, weight))
-    got = bind_ops(CUDA, dtype).gated_linear(weight)(x)
+    gated = bind_ops(CUDA, dtype).gated_linear(weight)
+    got = gated(x)
+    assert torch.equal(gated(x), got)
     torch.testing.assert_close(
         got.double(), exact, rtol=0.03, atol=0.01 * float(exact.abs().max()) if rows else 0
     )
@@ -104,7 +106,7 @@ def test_norms_and_gates_round_for_the_product_behind_them(rows: int) -> None:
         assert_near(ops.linear_parts(weight)(gated(early)).double().sum(0), expected(plain, weight), dtype)
 
 
-@pytest.mark.parametrize("rows", [3, 40, 200])
+@pytest.mark.parametrize("rows", [3, 40, 130, 200])
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_not_a_number_stays_so_and_in_its_row(kind: str, rows: int) -> None:
     weight, x = a_weight(kind, 512, 1024), torch.randn(rows, 1024, device=CUDA).to(torch.bfloat16)
@@ -116,7 +118,7 @@ def test_what_is_not_a_number_stays_so_and_in_its_row(kind: str, rows: int) -> N
         assert y[2:].isfinite().all()
 
 
-@pytest.mark.parametrize("rows", [3, 40, 200])
+@pytest.mark.parametrize("rows", [3, 40, 130, 200])
 @pytest.mark.parametrize("kind", KINDS)
 def test_large_inputs_saturate_and_zeros_stay_zero(kind: str, rows: int) -> None:
     weight = a_weight(kind, 512, 1024)
@@ -127,7 +129,7 @@ def test_large_inputs_saturate_and_zeros_stay_zero(kind: str, rows: int) -> None
     assert not y[0].any()
 
 
-@pytest.mark.parametrize("rows", [3, 40, 200])
+@pytest.mark.parametrize("rows", [3, 40, 130, 200])
 @pytest.mark.parametrize("kind", KINDS)
 def test_products_follow_the_stream_and_are_captured(kind: str, rows: int) -> None:
     """torch's product by rows ignored the current stream in some versions."""

@@ -102,7 +102,9 @@ def test_several_scales_of_a_layer_are_refused(tmp_path: Path) -> None:
     save_file(tensors, tmp_path / "target" / "model.safetensors", metadata={"format": "pt"})
     problems = describe(str(tmp_path / "target")).misfits
     assert len(problems) == 1
-    assert problems[0].endswith("self_attn.k_scale has shape [2]: one number is supported")
+    assert problems[0].endswith(
+        "self_attn.k_scale has shape [2]: one number for a layer is supported, use a checkpoint without it"
+    )
 
 
 def scales_of(
@@ -185,6 +187,12 @@ STATED: dict[str, tuple[Mapping[str, Any], Mapping[str, Any] | None, str | None]
         None,
         "FP8",
     ),
+    "modelopt in one of two files": (
+        {"quant_method": "modelopt", "quant_algo": "FP8", "config_groups": {}},
+        {"quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}},
+        "FP8",
+    ),
+    "AutoFP8": ({"quant_method": "fp8", "kv_cache_scheme": "static"}, None, "FP8"),
     "compressed-tensors": ({"quant_method": "compressed-tensors", "kv_cache_scheme": SCHEME}, None, "FP8"),
     "compressed-tensors without": (
         {"quant_method": "compressed-tensors", "kv_cache_scheme": None},

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from specgen.config import UserError
 from specgen.ops import Ops
 from specgen.ops.cpu import cpu_float32_ops
-from specgen.ops.fp8 import dequantised, rounded
+from specgen.ops.fp8 import block_scales, dequantised, rounded
 from specgen.ops.reference import torch_ops
 from specgen.ops.weight import Weight
 from tests.tiny_fp8 import E4M3
@@ -76,3 +77,25 @@ def test_dequantised_weights_are_the_only_copy() -> None:
         del weight
         assert stored() is None
         assert product(torch.ones(1, 200)).any()
+
+
+@pytest.mark.parametrize(("experts", "halves", "out"), [((), 1, 300), ((5,), 1, 256), ((5,), 2, 300)])
+def test_scales_of_blocks_are_those_that_their_outputs_share(
+    experts: tuple[int, ...], halves: int, out: int
+) -> None:
+    """Of gate and up both begin a block, whatever their width."""
+    blocks = torch.rand(*experts, halves, -(-out // halves // 128), 3, generator=NOISE)
+    shared = blocks.repeat_interleave(128, -2)[..., : out // halves, :].flatten(-3, -2)
+    assert shared.shape[-2] == out
+    assert torch.equal(block_scales(shared, halves), blocks.flatten(-3, -2))
+    shared[..., 100, 1] += 1
+    with pytest.raises(UserError, match="do not begin at multiples of 128 outputs: use --device cpu"):
+        block_scales(shared, halves)
+
+
+def test_halves_that_are_no_whole_blocks_are_not_taken_for_one() -> None:
+    blocks = torch.rand(4, 3, generator=NOISE)
+    shared = torch.cat([half.repeat_interleave(128, 0)[:150] for half in blocks.split(2)])
+    with pytest.raises(UserError, match="multiples of 128"):
+        block_scales(shared)
+    assert torch.equal(block_scales(shared, 2), blocks)

@@ -4,7 +4,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,8 @@ class Follower:
     def warn(self, sentence: str) -> None: ...
     def read(self, num_rows: int) -> None: ...
     def prepare(self, what: str) -> None: ...
+    def compiling(self, done: int, total: int, names: Iterable[str]) -> None: ...
+    def ready(self, what: str, seconds: Mapping[str, float]) -> None: ...
     def see(self, event: Event) -> None: ...
     def finish(self) -> None: ...
 
@@ -308,7 +310,7 @@ def test_a_status_does_not_wait_for_the_disk(tmp_path: Path, monkeypatch: pytest
     synced: list[int] = []
     monkeypatch.setattr(os, "fsync", synced.append)
     status = Status(tmp_path / "status.json")
-    status.begin(Tally(), total=1, done=0)
+    status.begin(Tally(), total=1, done=0, startup={})
     assert json.loads((tmp_path / "status.json").read_text())["state"] == "running"
     assert not synced
 

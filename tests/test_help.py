@@ -11,7 +11,17 @@ from specgen import __version__
 from specgen.cli import main as cli
 
 COMMANDS = (
-    *(("generate",), ("report",), ("compare",), ("merge",), ("verify",), ("eval",), ("tune",), ("inspect",)),
+    *(
+        ("generate",),
+        ("report",),
+        ("compare",),
+        ("merge",),
+        ("verify",),
+        ("eval",),
+        ("tune",),
+        ("inspect",),
+        ("prepare",),
+    ),
     *(("bench", "kernels"), ("bench", "experts"), ("bench", "throughput"), ("bench", "step")),
 )
 

@@ -44,8 +44,10 @@ LEAVES = {
     "errors",
     "events",
     "json_fields",
+    "kept_files",
     "ranks",
     "spelling",
+    "startup",
     "template_kwargs",
 }  # modules directly in specgen/
 # Beyond the order: what decodes computes no rate, models know neither attention nor cache, and what reads and shows

@@ -28,7 +28,7 @@ from specgen.engine.lead import ModelPeers
 from specgen.engine.loading import Models, load_models, open_checkpoints
 from specgen.jobs.run import run
 from tests.jobs import Silent, conversations
-from tests.rank_plants import compare_every_pass, fail_in_decode, together
+from tests.rank_plants import compare_every_pass, fail_in_decode, find_others, together
 from tests.test_tensor_parallel import DEMO, config
 
 pytestmark = pytest.mark.xdist_group("ranks")
@@ -40,7 +40,7 @@ MEMORY = "no memory for a pass: lower --max-batch-size, --max-prefill-tokens or 
 
 def processes(models: Models) -> list[int]:
     assert isinstance(models.peers, ModelPeers)
-    return [member.process.pid for member in models.peers._crew._members]
+    return [member.process.pid for member in models.peers._crew._roll.members]
 
 
 def exists(process: int) -> bool:
@@ -104,7 +104,7 @@ def test_a_rank_that_hangs(models: Models) -> None:
         assert isinstance(models.peers, ModelPeers)
         group, team = models.peers.ranks.group, models.peers._crew
         _set_pg_timeout(timedelta(seconds=2), group)  # type: ignore[arg-type]
-        team._place = replace(team._place, patience=2.0)
+        team._roll.patience = 2.0
 
     assert lose(models, stop).reason == "rank 1 of 2 on cpu: no answer for 2 s"
 
@@ -126,10 +126,14 @@ def test_rank_0_has_no_memory(models: Models, monkeypatch: pytest.MonkeyPatch) -
     assert lost.reason == f"rank 0 of 2 on cpu: {MEMORY}"
 
 
-@pytest.mark.slow
-def test_a_rank_that_finds_other_tokens(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
-    lost = lose(models, lambda: monkeypatch.setattr("specgen.engine.lead.digest", lambda found: 0))
-    assert lost.reason == "rank 1 of 2 on cpu: it has found other tokens than rank 0"
+@pytest.mark.parametrize(
+    "what",
+    ["end", pytest.param("draft", marks=pytest.mark.slow), pytest.param("page", marks=pytest.mark.slow)],
+)
+def test_a_rank_that_finds_something_else(models: Models, what: str) -> None:
+    """It is said before the next pass of a batch that is not rank 0's, and before any text is written."""
+    lost = lose(models, lambda: together(models, find_others, config(2), what))
+    assert lost.reason == "rank 1 of 2 on cpu: it has other tokens or another batch than rank 0"
 
 
 def test_nothing_goes_on_behind_a_pass_that_was_interrupted(
@@ -291,87 +295,3 @@ def test_no_rank_is_left_when_rank_0_ends(tmp_path: Path, number: int, code: int
             == f"specgen: interrupted with {done} of {NUM_TURNS} requests done; the same command resumes the run"
         )
     wait_until(lambda: not exists(rank), 10)
-
-
-STUCK = """
-import os, signal, time
-from specgen.core.step import Steps
-from specgen.engine import roll
-from specgen.engine.engine import Engine
-from tests.test_tensor_parallel import config
-
-if __name__ == "__main__":
-    roll.GRACE = 1.0
-    engine = Engine(config(2))
-    def stuck(self, columns, num_drafts):
-        os.kill(engine.models.peers._crew._members[0].process.pid, signal.SIGKILL)
-        time.sleep(60)
-    Steps.decode = stuck
-    list(engine.generate(["Tom has"]))
-"""
-
-
-@pytest.mark.slow
-def test_rank_0_ends_where_it_cannot_come_back_from_a_pass() -> None:
-    """On a GPU it may wait in a kernel for a rank that is gone."""
-    done = subprocess.run([sys.executable, "-c", STUCK], capture_output=True, text=True, timeout=40)
-    line = (
-        "the device is lost (rank 1 of 2 on cpu: it was ended by SIGKILL); run the command again to continue"
-    )
-    assert done.stderr.strip().endswith(f"specgen: {line}")
-    assert done.returncode == 1
-
-
-IDLE = """
-import os, signal, time
-from specgen.core.step import Steps
-from specgen.engine import roll
-from specgen.engine.engine import Engine
-from tests.test_tensor_parallel import config
-
-if __name__ == "__main__":
-    roll.GRACE = 1.0
-    engine = Engine(config(2))
-    def stuck(self, *given):
-        time.sleep(60)
-    Steps.prefill = stuck
-    os.kill(engine.models.peers._crew._members[0].process.pid, signal.SIGKILL)
-    time.sleep(4)  # the caller reads prompts meanwhile
-    list(engine.generate(["Tom has"]))
-"""
-
-
-@pytest.mark.slow
-def test_no_pass_begins_when_a_rank_was_lost_between_two() -> None:
-    done = subprocess.run([sys.executable, "-c", IDLE], capture_output=True, text=True, timeout=40)
-    assert "DeviceLost: the device is lost (rank 1 of 2 on cpu: it was ended by SIGKILL)" in done.stderr
-    assert done.returncode == 1
-
-
-MEETING = """
-import os, signal
-from specgen.engine import crew, roll
-from specgen.engine.loading import load_models, open_checkpoints
-from tests.test_tensor_parallel import config
-
-if __name__ == "__main__":
-    roll.GRACE = 1.0
-    started, joined = crew.launch, crew.join
-    members = []
-    def launch(place):
-        members.append(started(place))
-        return members[-1]
-    def join(place, store):
-        os.kill(members[0].process.pid, signal.SIGKILL)
-        return joined(place, store)
-    crew.launch, crew.join = launch, join
-    load_models(config(2), open_checkpoints(config(2)))
-"""
-
-
-@pytest.mark.slow
-def test_a_rank_that_is_lost_while_all_meet_ends_rank_0() -> None:
-    """Which waits for it without a limit of its own, where GPUs meet."""
-    done = subprocess.run([sys.executable, "-c", MEETING], capture_output=True, text=True, timeout=60)
-    assert "(rank 1 of 2 on cpu: it was ended by SIGKILL)" in done.stderr
-    assert done.returncode == 1

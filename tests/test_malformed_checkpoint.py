@@ -20,7 +20,8 @@ from torch import Tensor
 
 import specgen
 from specgen.checkpoints import pickle_files
-from specgen.checkpoints.checkpoint import fingerprint, load_target, open_checkpoint
+from specgen.checkpoints.checkpoint import load_target, open_checkpoint
+from specgen.checkpoints.fingerprint import fingerprint
 from specgen.config import UserError
 from tests.forked import Ended, generate_with_pair, inspect_pair, write_pair
 

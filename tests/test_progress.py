@@ -118,3 +118,35 @@ def test_other_programs_are_those_that_run_beside_this_one(tmp_path, monkeypatch
     assert num_busy() == 3
     monkeypatch.setattr("specgen.cli.crowding._LOADAVG", tmp_path / "none")
     assert crowded("cpu") == "", "not on Linux"
+
+
+def compiled(monkeypatch: pytest.MonkeyPatch, file: io.StringIO, *, quiet: bool = False) -> str:
+    """What is written while four modules are compiled, four seconds apart, and behind that."""
+    now = 0.0
+    monkeypatch.setattr("sys.stderr", file)
+    monkeypatch.setattr(progress_bar.time, "monotonic", lambda: now)
+    shown, names = progress(quiet), ["FA3", "XQA, 1 row", "XQA, 5 rows", "FA2"]
+    for done in range(5):
+        shown.compiling(done, 4, names[: 4 - done])
+        now += 4
+    shown.ready("padded", {"kernels": 88.04, "weights": 5.0})
+    return file.getvalue()
+
+
+def test_a_file_is_told_what_is_compiled(monkeypatch):
+    assert compiled(monkeypatch, io.StringIO()).split("\n") == [
+        "compiling kernels, once on this machine: 0 of 4 modules; to do: FA3; XQA, 1 row; XQA, 5 rows; FA2",
+        "compiling kernels, once on this machine: 3 of 4 modules; to do: FA3",
+        "compiling kernels, once on this machine: 4 of 4 modules",
+        "padded: ready after 93.0 s (kernels 88.0, weights 5.0)",
+        "",
+    ]
+    assert compiled(monkeypatch, io.StringIO(), quiet=True) == ""
+
+
+def test_a_terminal_gets_a_bar_that_names_what_is_compiled(monkeypatch):
+    drawn = compiled(monkeypatch, Terminal())
+    assert "0/4" in drawn
+    assert "FA3; XQA, 1 row; XQA, 5 rows; FA2" in drawn
+    assert "4/4" in drawn
+    assert "padded: ready after 93.0 s" in drawn.split("4/4")[-1]

@@ -27,7 +27,7 @@ def each_rank(rank: int, port: int, failed: "multiprocessing.Queue[str]") -> Non
 
     store = TCPStore("127.0.0.1", port, 2, is_master=rank == 0) if rank == 0 else None
     place = Place(rank=rank, size=2, device=f"cuda:{rank}", port=port, patience=PATIENCE, num_threads=1)
-    ranks = join(place, store)
+    ranks = join(place, lambda: None, store)
     for check in (sums, replays, other_rows):
         try:
             check(ranks)

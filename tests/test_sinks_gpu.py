@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from specgen.attention import Backend
-from specgen.attention.flashinfer_paged import FlashInferBackend, _Heads, _sink_variant
+from specgen.attention.flashinfer_paged import FlashInferBackend, _Planned, _sink_variant
 from specgen.attention.trtllm import TrtllmBackend
 from specgen.kv.layout import Layout
 from specgen.models.layers import LayerAttention
@@ -67,7 +67,7 @@ def _compiled() -> None:
         for query_len in (2, 5):
             specs.append(gen_xqa_module(BF16, FP8, 64, 64, 8, window, BF16, query_len, True))
     for kernels, head_dim, windowed, kv_dtype in KERNELS:
-        heads = _Heads(
+        heads = _Planned(
             num_heads=8,
             num_kv_heads=1,
             head_dim=head_dim,
@@ -77,7 +77,7 @@ def _compiled() -> None:
             window_left=127 if windowed else -1,
             sinks=True,
         )
-        _, arguments, options = _sink_variant(kernels, heads)
+        _, arguments, options = _sink_variant(kernels, heads, windowed=windowed)
         specs.append(gen_customize_batch_prefill_module(kernels, *arguments, **options))
     with ThreadPoolExecutor() as pool:
         list(pool.map(lambda spec: spec.build_and_load(), {spec.name: spec for spec in specs}.values()))

@@ -14,7 +14,7 @@ from specgen.core.engine_core import EngineCore
 from specgen.core.graphs import StepGraphs
 from specgen.core.sequence import Request
 from specgen.core.spec_length import CheapestLength, StepCosts
-from specgen.core.step_costs import measure
+from specgen.core.step_costs import capture_all, measure
 from specgen.engine.build import build_engine
 from specgen.events import Event, Stepped, Verified
 from specgen.report.report import fold
@@ -100,7 +100,9 @@ def test_timing_steps_leaves_no_state(random_pair: Pair) -> None:
     assert run(engine, requests) == fresh.texts
 
 
-def test_all_graphs_are_captured_before_the_run(random_pair: Pair, device_like: Callable[[], None]) -> None:
+def test_all_graphs_are_captured_before_a_run_that_is_timed(
+    random_pair: Pair, device_like: Callable[[], None]
+) -> None:
     device_like()
     config = config_of(random_pair, num_spec_tokens=2, max_batch_size=11)
     engine = build_engine(config, random_pair.models, lambda event: None)
@@ -109,10 +111,13 @@ def test_all_graphs_are_captured_before_the_run(random_pair: Pair, device_like: 
     runner.sizes = StepGraphs.sizes.__get__(runner)  # type: ignore[method-assign]
     runner.step = lambda key, function: (keys.add(key), function())[1]  # type: ignore[method-assign]
     measure(engine, 11, 2)
+    timed = set(keys)
+    capture_all(engine, 11, range(3))
     before = set(keys)
     engine.spec_length = AnyLength(2)
     run(engine, random_requests(40, 128, GREEDY))
     assert len(before) >= 3 * len(StepGraphs.sizes(runner, 11))  # type: ignore[arg-type]
+    assert len(timed) == 3 * len({1, 2, 4, 8, 11}), "what is not timed waits until it is needed"
     assert keys == before
 
 

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 from scipy import stats
 
-from specgen.bench import plans as plans_of
 from specgen.bench import tune as tuning
 from specgen.bench.matrices import Workload
 from specgen.bench.output import BenchTable
 from specgen.bench.tune import TuneJob, tune
 from specgen.config import DraftLength, EngineConfig, UserError
+from specgen.engine import memory
 from tests.timed_engines import RUN, Timed, install, job_of, usual, write_tiny
 
 
@@ -268,7 +268,7 @@ def test_arms_that_do_not_fit_together_meet_the_best_in_heats(pair: Path, monkey
     install(monkeypatch, usual)
     job = job_of(pair, batches=(4,))
     need = max(plan.num_bytes for plan in tuning.prepared(job).plans)
-    monkeypatch.setattr(plans_of, "_CPU_BYTES", 3 * need)
+    monkeypatch.setattr(memory, "_CPU_REST", 2 * 3 * need)
     timed = install(monkeypatch, usual)
     table = last(job)
     assert len(table.rows) == 5
@@ -283,7 +283,7 @@ def test_arms_that_do_not_fit_together_meet_the_best_in_heats(pair: Path, monkey
     assert 0 < len(hurried.built) <= 3, "no heat begins after the deadline"
     monkeypatch.undo()
     install(monkeypatch, usual)
-    monkeypatch.setattr(plans_of, "_CPU_BYTES", 0)
+    monkeypatch.setattr(memory, "_CPU_REST", 0)
     apart = last(job)
     assert [row["x_plain"] for row in apart.rows] == pytest.approx(
         [r["x_plain"] for r in table.rows], rel=0.02

@@ -11,7 +11,6 @@ import pytest
 from typer.testing import CliRunner
 
 from specgen.bench import plans
-from specgen.bench import tune as tuning
 from specgen.bench import workload as workloads
 from specgen.bench.advice import command
 from specgen.bench.matrices import Workload
@@ -40,7 +39,7 @@ def test_a_dry_run_runs_nothing(pair: Path, monkeypatch, tmp_path: Path) -> None
     def forbidden(*args: object) -> None:
         raise AssertionError("it ran")
 
-    monkeypatch.setattr(tuning, "load_models", forbidden)
+    monkeypatch.setattr(plans, "load_models", forbidden)
     monkeypatch.setattr("specgen.checkpoints.tensor_reader.read_tensors", forbidden)
     timed = install(monkeypatch, usual)
     arguments = (

@@ -9,7 +9,7 @@ from calibrated_shapes import SHAPES
 from calibrated_weights import Source
 from make_calibrated_pair import write_pair
 
-from specgen.bench import plans, throughput, turns
+from specgen.bench import throughput, turns
 from specgen.bench.matrices import Workload
 from specgen.bench.tune import TuneJob
 from specgen.config import DraftLength, EngineConfig
@@ -77,7 +77,7 @@ def install(monkeypatch: pytest.MonkeyPatch, seconds: Seconds) -> Timed:
     """The engines of every bench of this test."""
     timed = Timed(seconds)
     monkeypatch.setattr(turns, "WarmEngine", timed.engine)
-    for module in (plans, throughput, turns):
+    for module in (throughput, turns):
         monkeypatch.setattr(
             module, "free_memory", lambda: None
         )  # nothing is taken, and collecting takes long

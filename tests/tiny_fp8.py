@@ -29,6 +29,7 @@ def _compressed(weights: dict[str, Any], inputs: dict[str, Any], **rest: Any) ->
     return {**kind, "config_groups": {"group_0": group}, "ignore": ["lm_head", "re:.*mlp.gate$"], **rest}
 
 
+_IGNORING = ("ignore", "modules_to_not_convert", "ignored_layers")
 _MODELOPT: dict[str, Any] = {
     "quant_algo": "FP8",
     "kv_cache_quant_algo": "FP8",
@@ -85,14 +86,18 @@ CONFIGS: dict[str, tuple[str, str, dict[str, Any]]] = {
 }
 
 
-def quantize(path: Path, form: str, *, spread: float = 0.0, seed: int = 0) -> None:
+def quantize(
+    path: Path, form: str, *, spread: float = 0.0, seed: int = 0, output_layer: bool = False
+) -> None:
     """Turn the plain checkpoint in ``path`` into FP8; ``spread`` multiplies rows by up to that power of two before.
 
-    With KV scales where the form has them, and embedding, norms, routers and output layer as they were.
+    With KV scales where the form has them, and embedding, norms, routers and, unless asked for, output layer as they
+    were.
     """
     weights, inputs, config = CONFIGS[form]
     tensors, noise = load_file(path / "model.safetensors"), torch.Generator().manual_seed(seed)
-    for name in [name for name in tensors if name.endswith(("_proj.weight", "_with_mqa.weight"))]:
+    suffixes = ("_proj.weight", "_with_mqa.weight", *(("lm_head.weight",) if output_layer else ()))
+    for name in [name for name in tensors if name.endswith(suffixes)]:
         wide, layer = tensors[name].float(), name.removesuffix(".weight")
         rows = torch.rand(len(wide), 1, generator=noise) * 2 - 1
         wide = wide * torch.exp2(spread * (rows + torch.rand(1, generator=noise) * 2 - 1))
@@ -102,6 +107,7 @@ def quantize(path: Path, form: str, *, spread: float = 0.0, seed: int = 0) -> No
         tensors[f"{layer}.{suffix}"] = scale.bfloat16() if weights == "channel" else _stored(scale, form)
         if inputs == "static":
             largest = 0.2 if "o_proj" in name else 2.5  # some inputs are larger
+            largest *= 1.0 + 0.2 * int(name.partition("experts.")[2].partition(".")[0] or 0)
             tensors[f"{layer}.input_scale"] = _stored(torch.tensor(largest / 448), form)
     if form.startswith("modelopt"):
         for layer in {name.rsplit("q_proj.", 1)[0] for name in tensors if name.endswith("q_proj.weight")}:
@@ -109,10 +115,13 @@ def quantize(path: Path, form: str, *, spread: float = 0.0, seed: int = 0) -> No
                 f"{layer}k_proj.k_scale": torch.tensor(0.5),
                 f"{layer}v_proj.v_scale": torch.tensor(0.25),
             }
-        separate = {"producer": {"name": "modelopt", "version": "0.27.0"}, "quantization": _MODELOPT}
+        stated = {**_MODELOPT, "exclude_modules": []} if output_layer else _MODELOPT
+        separate = {"producer": {"name": "modelopt", "version": "0.27.0"}, "quantization": stated}
         (path / "hf_quant_config.json").write_text(json.dumps(separate))
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
     written = json.loads((path / "config.json").read_text())
+    if output_layer:
+        config = {name: value for name, value in config.items() if name not in _IGNORING}
     written |= {"quantization_config": config} if config else {}
     (path / "config.json").write_text(json.dumps(written))
 

@@ -123,3 +123,20 @@ def packed_in_mxfp4(path: Path) -> TargetConfig:
     quantization = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
     change(path, tensors, quantization_config=quantization)
     return read(path)
+
+
+def in_one_tensor(path: Path) -> None:
+    """Turn the Qwen3-MoE in ``path``, with tensors for each expert, into one with two for all of a layer's."""
+    config, stored = read(path), load_file(path / "model.safetensors")
+    assert config.mixture is not None
+    fused: dict[str, Tensor | None] = {name: None for name in stored if ".experts." in name}
+    for layer in range(config.num_layers):
+        prefix = f"model.layers.{layer}.mlp.experts."
+        gate, up, down = (
+            torch.stack(
+                [stored[f"{prefix}{e}.{name}_proj.weight"] for e in range(config.mixture.num_experts)]
+            )
+            for name in ("gate", "up", "down")
+        )
+        fused |= {f"{prefix}gate_up_proj": torch.cat((gate, up), 1), f"{prefix}down_proj": down}
+    change(path, fused)

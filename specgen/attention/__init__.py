@@ -16,6 +16,7 @@ from specgen.kv.kv_cache import KVCache
 from specgen.kv.layout import Layout
 from specgen.models.attend import LatentLayer, LayerAttention
 from specgen.ops import Rope
+from specgen.ops.jit_modules import Module
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +32,25 @@ class Heads:
     max_query_len: int  # rows per sequence of a decode pass
     sinks: bool = False  # see LayerAttention
     latents: bool = False  # the cache keeps latents; see LatentLayer, whose absorbed form this describes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Use:
+    """How the passes of a run attend with one model. What has to be compiled for them depends on nothing else."""
+
+    heads: Heads
+    windowed: tuple[bool, ...]  # whether layers have a window; both where layers differ
+    query_lens: tuple[int, ...]  # rows per sequence of its uniform passes
+    prefills: bool  # whether it attends in passes of any lengths too
+    num_sequences: int  # at most in a uniform pass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gpu:
+    """What the choice of a kernel depends on."""
+
+    major: int  # of its compute capability
+    num_sms: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,6 +137,11 @@ class Backend(Protocol):
     capabilities: Capabilities
 
     def __init__(self, device: torch.device) -> None: ...
+
+    @staticmethod
+    def modules(gpu: Gpu, use: Use) -> list[Module]:
+        """What ``use`` needs compiled; one that is missing here is compiled at its first use."""
+        ...
 
     def plan(self, layout: Layout) -> Kernel:
         """Whatever depends on the layout alone, once per pass instead of once per layer."""

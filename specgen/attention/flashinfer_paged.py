@@ -1,22 +1,24 @@
 """FlashInfer's paged attention wrapper, for any mix of query lengths; the host plans every pass."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from specgen.attention import Capabilities, Kernel
+from specgen.attention import Capabilities, Gpu, Heads, Kernel, Use
 from specgen.attention.pass_lens import PassLens, window_left
 from specgen.attention.workspaces import num_sms, prefill_bytes
 from specgen.kv.layout import Layout
 from specgen.models.layers import LayerAttention
+from specgen.ops.jit_modules import Module
 
 Kernels = Literal["fa2", "fa3"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Heads:
+class _Planned:
     """What a plan depends on beside the lengths."""
 
     num_heads: int
@@ -65,12 +67,16 @@ class FlashInferBackend:
         self._workspace = torch.empty(0, dtype=torch.uint8, device=device)
         self._wrappers: dict[tuple[object, ...], _Wrapper] = {}
 
+    @staticmethod
+    def modules(gpu: Gpu, use: Use) -> list[Module]:
+        return prefill_modules("fa2", use)
+
     def plan(self, layout: Layout) -> Kernel:
         """Without ``layout.host`` this waits for the device."""
         lengths = PassLens(layout)
 
         def kernel(layer: LayerAttention, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-            heads = _Heads(
+            heads = _Planned(
                 num_heads=q.shape[1],
                 num_kv_heads=keys.shape[2],
                 head_dim=q.shape[2],
@@ -89,9 +95,9 @@ class FlashInferBackend:
 
         return kernel
 
-    def _wrapper_for(self, heads: _Heads) -> "_Wrapper":
+    def _wrapper_for(self, heads: _Planned) -> "_Wrapper":
         """The wrapper for the window of ``heads``, and for their sinks, made if there is none."""
-        kernels = self._kernels if heads.kv_dtype == heads.dtype else "fa2"  # FA3 wants one dtype
+        kernels = _fitting(self._kernels, heads)
         group = heads.num_heads // heads.num_kv_heads
         num_bytes = prefill_bytes(self._num_sms, group=group, head_dim=heads.head_dim)
         if self._workspace.numel() < num_bytes:
@@ -99,14 +105,49 @@ class FlashInferBackend:
                 wrapper.wait()
             self._wrappers.clear()
             self._workspace = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
-        sinks = _sink_variant(kernels, heads) if heads.sinks else ()
+        sinks = _sink_variant(kernels, heads, windowed=heads.window_left >= 0) if heads.sinks else ()
         key = (kernels, heads.window_left, *sinks[:1])
         if key not in self._wrappers:
             self._wrappers[key] = _Wrapper(self._workspace, kernels, sinks)
         return self._wrappers[key]
 
 
-def _sink_variant(kernels: Kernels, heads: _Heads) -> tuple[str, list[Any], dict[str, Any]]:
+def _fitting(kernels: Kernels, heads: "_Planned | Heads") -> Kernels:
+    """Those that run ``heads``: FA3 wants one dtype."""
+    return kernels if heads.kv_dtype == heads.dtype else "fa2"
+
+
+def prefill_modules(kernels: Kernels, use: Use) -> list[Module]:
+    """The modules that ``_Wrapper`` gets from FlashInfer for ``use``."""
+    heads = use.heads
+    fitting = _fitting(kernels, heads)
+    return [
+        Module(
+            what=f"{fitting.upper()}, heads of {heads.head_dim}"
+            + (", FP8 KV" if heads.kv_dtype.itemsize == 1 else "")
+            + (", sinks" if heads.sinks else "")
+            + (", windows" if windowed else ""),
+            spec=partial(_spec, fitting, heads, windowed),
+        )
+        for windowed in use.windowed
+    ]
+
+
+def _spec(kernels: Kernels, heads: Heads, windowed: bool) -> Any:  # noqa: ANN401
+    from flashinfer.jit import attention
+
+    if heads.sinks:
+        _, arguments, keywords = _sink_variant(kernels, heads, windowed=windowed)
+        return attention.gen_customize_batch_prefill_module(kernels, *arguments, **keywords)
+    types = (heads.dtype, heads.kv_dtype, heads.dtype, torch.int32)
+    dims, no_rotation = (heads.head_dim, heads.head_dim), 0
+    # of the flags, that for windows; the others are a cap on logits and products in half precision
+    return attention.gen_batch_prefill_module(kernels, *types, *dims, no_rotation, windowed, False, False)
+
+
+def _sink_variant(
+    kernels: Kernels, heads: "_Planned | Heads", *, windowed: bool
+) -> tuple[str, list[Any], dict[str, Any]]:
     """The name and the arguments of FlashInfer's kernel with sinks: the ordinary one takes them and ignores them.
 
     The name says all that the kernel is compiled for. That of FlashInfer's own wrapper lacks the size of a head, so
@@ -114,7 +155,6 @@ def _sink_variant(kernels: Kernels, heads: _Heads) -> tuple[str, list[Any], dict
     """
     from flashinfer.jit.attention.variants import attention_sink_decl
 
-    windowed = heads.window_left >= 0
     kinds = "_".join(str(dtype).removeprefix("torch.") for dtype in (heads.dtype, heads.kv_dtype))
     name = f"specgen_prefill_sink_{kinds}_{heads.head_dim}_{'window' if windowed else 'full'}_{kernels}"
     types = [heads.dtype, heads.kv_dtype, heads.dtype, torch.int32, heads.head_dim, heads.head_dim]
@@ -142,14 +182,14 @@ class _Wrapper:
 
         variant = {"jit_args": sinks[1], "jit_kwargs": sinks[2]} if sinks else {}
         self._inner: Any = BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend=kernels, **variant)
-        self._planned: tuple[PassLens, _Heads] | None = None
+        self._planned: tuple[PassLens, _Planned] | None = None
         self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
     def wait(self) -> None:
         """Until the copy of the last plan has left the pinned buffer that plans are written to."""
         self._copied.synchronize()
 
-    def plan(self, lengths: PassLens, heads: _Heads) -> None:
+    def plan(self, lengths: PassLens, heads: _Planned) -> None:
         """Plan anew unless it is planned for just that; target and head may share a layout but not a plan."""
         if self._planned == (lengths, heads):
             return

@@ -6,9 +6,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specgen.attention import Capabilities, Kernel
+from specgen.attention import Capabilities, Gpu, Kernel, Use
 from specgen.kv.layout import Layout
 from specgen.models.layers import LayerAttention
+from specgen.ops.jit_modules import Module
 
 # Sequences share a dense call while padding them to the longest adds no more than this factor ...
 _PADDING = 1.25
@@ -90,6 +91,10 @@ class SdpaBackend:
         # cuDNN plans anew for every new shape, and here nearly every step has one: a run took 6 times as long
         torch.backends.cuda.enable_cudnn_sdp(False)
 
+    @staticmethod
+    def modules(gpu: Gpu, use: Use) -> list[Module]:
+        return []  # torch has them
+
     def plan(self, layout: Layout) -> Kernel:
         groups = _group(layout)
         if len(groups) == 1 and isinstance(groups[0].rows, slice):
@@ -123,6 +128,10 @@ class StaticSdpaBackend:
 
     def __init__(self, device: torch.device) -> None:
         self._prefill = SdpaBackend(device)
+
+    @staticmethod
+    def modules(gpu: Gpu, use: Use) -> list[Module]:
+        return []
 
     def plan(self, layout: Layout) -> Kernel:
         if layout.host is not None:

@@ -1,19 +1,21 @@
 """TensorRT-LLM's decode kernels through FlashInfer: every length is read on the device, so a call can be captured."""
 
-from functools import cache
+from functools import cache, partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specgen.attention import Capabilities, Kernel
-from specgen.attention.flashinfer_paged import FlashInferBackend
+from specgen.attention import Capabilities, Gpu, Heads, Kernel, Use
+from specgen.attention.flashinfer_paged import FlashInferBackend, Kernels, prefill_modules
 from specgen.attention.pass_lens import window_left
 from specgen.attention.unsplit import UnsplitDecode
 from specgen.attention.workspaces import decode_workspace, num_sms
 from specgen.config import require
 from specgen.kv.layout import Layout
 from specgen.models.layers import LayerAttention
+from specgen.ops.jit_modules import Module
 
 _MAX_GROUP = 16  # heads per KV head
 _MAX_QUERY = 32  # rows per sequence: their mask is one word
@@ -82,9 +84,26 @@ class TrtllmBackend:
         )
         self._num_sms = num_sms(device)
         self._unsplit = UnsplitDecode(device)
-        self._prefill = FlashInferBackend(device, "fa3" if major == 9 else "fa2")
+        self._prefill = FlashInferBackend(device, _prefill_kernels(major))
         self._masks: dict[tuple[int, int], Tensor] = {}
         self._first_rows: dict[tuple[int, int], Tensor] = {}
+
+    @staticmethod
+    def modules(gpu: Gpu, use: Use) -> list[Module]:
+        heads = use.heads
+        found = prefill_modules(_prefill_kernels(gpu.major), use) if use.prefills else []
+        if gpu.major == 10:
+            return found  # trtllm-gen comes compiled
+        found += [
+            Module(what=_xqa_name(heads, rows, windowed), spec=partial(_xqa_spec, heads, rows, windowed))
+            for rows in use.query_lens
+            for windowed in use.windowed
+        ]
+        group, num_blocks = heads.num_heads // heads.num_kv_heads, use.num_sequences * heads.num_kv_heads
+        unsplits = any(rows > 1 and _fills(gpu.num_sms, num_blocks, rows * group) for rows in use.query_lens)
+        if unsplits and not heads.sinks and heads.kv_dtype == heads.dtype:
+            found += prefill_modules("fa2", use)
+        return found
 
     def plan(self, layout: Layout) -> Kernel:
         if layout.host is not None:
@@ -148,7 +167,7 @@ class TrtllmBackend:
             return False
         num_kv_heads = keys.shape[2]
         rows = query_len * (q.shape[1] // num_kv_heads)
-        return num_sequences * num_kv_heads > self._num_sms and rows <= 64 and keys.dtype == q.dtype
+        return _fills(self._num_sms, num_sequences * num_kv_heads, rows) and keys.dtype == q.dtype
 
     def _packed_xqa(
         self, layout: Layout, lengths: tuple[Tensor, Tensor, int], first_rows: Tensor, mask: Tensor
@@ -234,6 +253,30 @@ class TrtllmBackend:
     def _require_eager(self) -> None:
         capturing = torch.cuda.is_current_stream_capturing()
         assert not capturing, "run a pass of this shape before it is captured"
+
+
+def _prefill_kernels(major: int) -> Kernels:
+    return "fa3" if major == 9 else "fa2"
+
+
+def _fills(num_sms: int, num_blocks: int, rows: int) -> bool:
+    """Whether a block for each sequence and KV head, of ``rows`` query rows, is enough for FA2 without splits."""
+    return num_blocks > num_sms and rows <= 64
+
+
+def _xqa_name(heads: Heads, rows: int, windowed: bool) -> str:
+    kinds = (", FP8 KV" if heads.kv_dtype.itemsize == 1 else "") + (", windows" if windowed else "")
+    return f"XQA, {rows} {'row' if rows == 1 else 'rows'}, heads of {heads.head_dim}{kinds}"
+
+
+def _xqa_spec(heads: Heads, rows: int, windowed: bool) -> Any:  # noqa: ANN401
+    """The module that a uniform pass gets; FP8 pages are read by the one for ragged queries."""
+    from flashinfer.jit.xqa import gen_xqa_module
+
+    group, fp8 = heads.num_heads // heads.num_kv_heads, heads.kv_dtype.itemsize == 1
+    shape = (heads.page_size, heads.head_dim, group, windowed)
+    rows = max(rows, 2) if fp8 else rows
+    return gen_xqa_module(heads.dtype, heads.kv_dtype, *shape, heads.dtype, rows, fp8)
 
 
 def causal_mask(offsets: Tensor) -> Tensor:

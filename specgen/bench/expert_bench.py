@@ -106,7 +106,7 @@ def _measure(job: ExpertJob, loaded: _Loaded, name: str, rows: int, speed: Devic
     num_touched = sum(len(touched(ids)) for ids, _ in routes) / count
     ours = _time(job, loaded.maps, x, routes)
     grouped = None
-    if not shape.mxfp4:
+    if not (shape.mxfp4 or shape.fp8):
         maps = tuple(grouped_experts(experts) for experts in loaded.plain)
         grouped = _time(job, maps, x, routes)
     last = (count - 1) % len(loaded.maps)
@@ -118,8 +118,9 @@ def _measure(job: ExpertJob, loaded: _Loaded, name: str, rows: int, speed: Devic
         wrong = f"differs from float32 by {display.percent(difference)}"
     elif not torch.equal(again, ours.output):
         wrong = "differs between runs"
+    flops_per_second = speed.flops_per_second * (2 if shape.fp8 else 1)  # e4m3 on tensor cores
     bound = max(
-        num_touched * loaded.expert_bytes / speed.bytes_per_second, shape.flops(rows) / speed.flops_per_second
+        num_touched * loaded.expert_bytes / speed.bytes_per_second, shape.flops(rows) / flops_per_second
     )
     row = {
         "shape": name,
@@ -160,7 +161,8 @@ def _empty_table(job: ExpertJob, speed: DeviceSpeed) -> BenchTable:
         "touched": "experts that a layer's rows chose, the mean over layers",
         "grouped": "torch's grouped_mm between a sort and a sum",
         "bound": f"bytes of the experts touched over the bandwidth of a copy, {speed.bytes_per_second / 1e12:.3f} "
-        f"TB/s, or the products at {speed.flops_per_second / 1e12:.3f} TFLOP/s where that is longer",
+        f"TB/s, or the products at {speed.flops_per_second / 1e12:.3f} TFLOP/s where that is longer (FP8: at twice as "
+        "many)",
         "difference": "largest relative error of a row against float32",
         "repeats": job.repeats,
     }

@@ -8,18 +8,20 @@ from typing import Any
 
 import torch
 
-from specgen.bench.environment import free_memory
 from specgen.bench.matrices import Workload
 from specgen.bench.workload import Prompts, kv_bytes, make_prompts
-from specgen.checkpoints.checkpoint import fingerprint
+from specgen.checkpoints.fingerprint import fingerprint
 from specgen.config import EngineConfig, SamplingParams, UserError, require
 from specgen.core.sequence import Request
+from specgen.decoding.sampling import most_demanding
 from specgen.engine.arms import Arm
 from specgen.engine.choices import resolve
-from specgen.engine.loading import Checkpoints, Models, open_checkpoints, outline
+from specgen.engine.loading import Models, load_models, open_checkpoints, outline
+from specgen.engine.needed_modules import needed_modules
+from specgen.engine.number_formats import Checkpoints
+from specgen.ops.jit_modules import compile_missing
 from specgen.rundir.provenance import manifest, with_recorded_date
 
-_CPU_BYTES = 1 << 30  # for engines that take turns
 _OVERHEAD = {"cpu": 0, "cuda": 1 << 30}  # bytes of an engine beside its KV cache: workspaces and graphs
 
 
@@ -49,6 +51,17 @@ class Prepared:
     prompts: Prompts
     plans: list[Plan]
     notes: list[str]
+
+    def load(self) -> Models:
+        """The pair with its weights; what any of the arms needs compiled is, all of it at once."""
+        compile_missing(
+            module
+            for plan in self.plans
+            for module in needed_modules(
+                plan.config, self.checkpoints, most_demanding(each.sampling for each in plan.requests)
+            )
+        )
+        return load_models(self.base, self.checkpoints)
 
     def manifest(
         self,
@@ -142,12 +155,3 @@ def side_by_side(plans: Iterable[Plan], room: int) -> list[list[Plan]]:
 def fitted(plan: Plan) -> Plan:
     """``plan`` with the KV cache that its requests need."""
     return replace(plan, config=replace(plan.config, kv_memory=plan.kv_bytes))
-
-
-def room_for_turns(config: EngineConfig) -> int:
-    """Bytes for engines that take turns, with the weights loaded: half of what they leave."""
-    if config.device == "cpu":
-        return _CPU_BYTES
-    free_memory()
-    free, total = torch.cuda.mem_get_info(config.device)
-    return (free - int(total * (1 - config.gpu_memory_utilization))) // 2

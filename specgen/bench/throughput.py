@@ -19,13 +19,14 @@ from specgen.bench.forecast import forecast
 from specgen.bench.known_text import KnownText
 from specgen.bench.matrices import Matrix, Workload
 from specgen.bench.output import BenchTable
-from specgen.bench.plans import Plan, Prepared, prepare, room_for_turns, side_by_side
+from specgen.bench.plans import Plan, Prepared, prepare, side_by_side
 from specgen.bench.repeat import Yardstick
 from specgen.bench.rounds import Rounds, kept_rounds, record_of, seen_rounds
 from specgen.bench.throughput_table import Result, table
 from specgen.bench.turns import Turns, Watch, nobody
 from specgen.config import EngineConfig, require
-from specgen.engine.loading import load_models, target_kv_dtype
+from specgen.engine.memory import room_for_turns
+from specgen.engine.number_formats import target_kv_dtype
 from specgen.report.table import Row
 from specgen.report.terminal import Part
 
@@ -94,8 +95,8 @@ def throughput(job: ThroughputJob, output: Path | None = None, watch: Watch = no
 
 def _measure(job: ThroughputJob, ready: Prepared, rounds: Rounds, watch: Watch) -> Iterator[BenchTable]:
     yardstick = yardstick_of(ready)
-    models = load_models(ready.base, ready.checkpoints)
-    groups = side_by_side(ready.plans, room_for_turns(ready.base))
+    models = ready.load()
+    groups = side_by_side(ready.plans, room_for_turns(ready.base, models))
     under = {**_conditions(job, ready, groups), **yardstick.conditions}
     turns = Turns(models, yardstick, rounds, watch)
 

@@ -17,7 +17,7 @@ from specgen.bench.environment import conditions
 from specgen.bench.forecast import forecast
 from specgen.bench.matrices import Workload
 from specgen.bench.output import BenchTable
-from specgen.bench.plans import Plan, Prepared, fitted, prepare, room_for_turns
+from specgen.bench.plans import Plan, Prepared, fitted, prepare
 from specgen.bench.race import Race
 from specgen.bench.repeat import Yardstick
 from specgen.bench.rounds import Rounds, kept_rounds, record_of, seen_rounds
@@ -26,7 +26,7 @@ from specgen.bench.tune_table import tune_table
 from specgen.bench.turns import Turn, Turns, Watch, nobody
 from specgen.config import DrafterBatchName, DraftLength, EngineConfig, require
 from specgen.engine.arms import Arm
-from specgen.engine.loading import load_models
+from specgen.engine.memory import room_for_turns
 from specgen.report.table import Row
 from specgen.report.terminal import Part
 
@@ -128,11 +128,11 @@ class _Tuning:
         self._end = math.inf if job.budget is None else began + job.budget
         yardstick = yardstick_of(ready)
         self._under = _conditions(job, ready, yardstick)
-        models = load_models(ready.base, ready.checkpoints)
+        models = ready.load()
         self._watch = watch
         self._turns = Turns(models, yardstick, rounds, self._see)
         self._dropped: set[str] = set()
-        self._room = room_for_turns(ready.base)
+        self._room = room_for_turns(ready.base, models)
         self._races = [_race(job, ready, arms) for arms in job.races().values()]
 
     def run(self) -> Iterator[BenchTable]:

@@ -1,17 +1,17 @@
 """Checkpoints: from a directory or hub id to configs and tensors by name, and from those to a model, strictly."""
 
-import hashlib
 import os
 import re
 from dataclasses import replace
-from functools import lru_cache
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from specgen.checkpoints.fingerprint import BESIDES
 from specgen.checkpoints.rank_share import RankShare
 from specgen.checkpoints.tensor_reader import E4M3, Checkpoint, TensorReader
+from specgen.checkpoints.upload import uploading
 from specgen.checkpoints.weight_files import read_json, tensor_infos
 from specgen.config import UserError, first_line, require, shown
 from specgen.models.families import FAMILIES, HEAD_FAMILIES, family_of, head_family_of, is_head
@@ -24,7 +24,6 @@ from specgen.ops import bind_ops
 from specgen.ranks import ALONE, Ranks
 
 _TABLES = ("int64", "int32", "bool")  # of d2t and t2d
-_NEEDED = ("*.json", "*.jinja", "*.model", "merges.txt")  # besides the weights; tokenizers among them
 
 
 def open_checkpoint(path_or_hub_id: str) -> Checkpoint:
@@ -92,8 +91,16 @@ def load_target(
 
     ``UserError`` unless its tensors match its config.
     """
-    reader = TensorReader(checkpoint=checkpoint, dtype=dtype, device=device, ranks=ranks)
-    return build_target(target_config(checkpoint), reader)
+    with uploading(device) as upload:
+        reader = TensorReader(
+            checkpoint=checkpoint,
+            dtype=dtype,
+            device=device,
+            ranks=ranks,
+            upload=upload,
+            alive=ranks.alive,
+        )
+        return build_target(target_config(checkpoint), reader)
 
 
 def load_drafter(checkpoint: Checkpoint, target: Target) -> Head:
@@ -102,8 +109,15 @@ def load_drafter(checkpoint: Checkpoint, target: Target) -> Head:
     ids = draft_to_target(checkpoint, config)
     if target.device.type != "meta":  # a pair without weights still knows its vocabularies
         ids = ids.to(target.device)
-    reader = TensorReader(checkpoint=checkpoint, dtype=target.dtype, device=target.device)
-    return build_head(config, reader, target, ids)
+    with uploading(target.device) as upload:
+        reader = TensorReader(
+            checkpoint=checkpoint,
+            dtype=target.dtype,
+            device=target.device,
+            upload=upload,
+            alive=target.vocabulary.ranks.alive,
+        )
+        return build_head(config, reader, target, ids)
 
 
 def check_fit(target: Checkpoint, head: Checkpoint) -> None:
@@ -127,6 +141,7 @@ def build_target(config: TargetConfig, reader: TensorReader) -> Target:
             num_kv_heads=config.num_kv_heads,
             vocab_size=config.vocab_size,
             transposed_experts=config.mixture is not None and config.mixture.interleaved,
+            fp8=config.fp8,
         )
     reader, config = replace(reader, fp8=config.fp8, share=share), config.shared(reader.ranks.size)
     require(
@@ -146,29 +161,6 @@ def build_head(config: HeadConfig, reader: TensorReader, target: Target, draft_t
     return head
 
 
-def fingerprint(checkpoint: Checkpoint) -> str:
-    """SHA-256 over the contents of the weight files, the configs and the tokenizer's files."""
-    total = hashlib.sha256()
-    others = {file for pattern in _NEEDED for file in checkpoint.path.glob(pattern) if file.is_file()}
-    for file in sorted(others.union(checkpoint.files)):
-        try:
-            found = file.stat()
-            digest = _digest(
-                file.absolute(), (found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
-            )
-        except OSError as error:
-            raise UserError(f"{file} cannot be read ({error.strerror}): give it read permission") from error
-        total.update(f"{file.name} {digest}\n".encode())
-    return total.hexdigest()
-
-
-@lru_cache(maxsize=4096)
-def _digest(file: Path, state: tuple[int, ...]) -> str:
-    """SHA-256 of ``file``, read once as long as its ``state`` is the same: a comparison asks for every run."""
-    with file.open("rb") as content:
-        return hashlib.file_digest(content, "sha256").hexdigest()
-
-
 def _download(hub_id: str) -> Path:
     require(
         re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", hub_id) is not None,
@@ -177,7 +169,7 @@ def _download(hub_id: str) -> Path:
     from huggingface_hub import snapshot_download
 
     def fetch(weights: str) -> Path:
-        patterns = [*_NEEDED, weights]
+        patterns = [*BESIDES, weights]
         return Path(snapshot_download(hub_id, allow_patterns=patterns, ignore_patterns=["*/*"]))
 
     try:

@@ -12,7 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specgen.models.vocabulary import rows_of
+from specgen.config import require
+from specgen.models.fp8_config import Fp8Config
+from specgen.models.vocabulary import most_rows, rows_of
 from specgen.ranks import Ranks
 
 # Of a dimension, the ranges that are read, one behind the other.
@@ -42,13 +44,12 @@ class _Rule:
     halves: bool = False
 
 
-_OUT = r"\.(q|q_b|kv_b|gate|up)_proj"
-_KV = re.compile(r"\.(k|v)_proj\.(weight|bias|weight_scale|weight_scale_inv)$")
-_LM_HEAD = re.compile(r"(^|\.)lm_head\.(weight|bias|weight_scale|weight_scale_inv)$")
+_KV = re.compile(r"\.(k|v)_proj\.(weight|bias)$")
+_LM_HEAD = "lm_head.weight"
 _RULES = (
-    _Rule(names=rf"{_OUT}\.(weight|bias|weight_scale|weight_scale_inv)$", dim=0),
+    _Rule(names=r"\.(q|q_b|kv_b|gate|up)_proj\.(weight|bias)$", dim=0),
     _Rule(names=r"\.self_attn\.sinks$", dim=0),
-    _Rule(names=r"\.(o|down)_proj\.(weight|weight_scale_inv)$", dim=1),
+    _Rule(names=r"\.(o|down)_proj\.weight$", dim=1),
     # all experts of a layer in one tensor: packed, transposed with gate and up alternating, or as they are multiplied
     _Rule(names=r"\.experts\.gate_up_proj_(blocks|scales|bias)$", dim=1),
     _Rule(names=r"\.experts\.down_proj_(blocks|scales)$", dim=2),
@@ -73,18 +74,29 @@ class RankShare:
     num_kv_heads: int
     vocab_size: int
     transposed_experts: bool  # all of a layer in one tensor, with inputs before outputs
+    fp8: Fp8Config | None  # of the linear layers that are stored in it
 
     def cut(self, name: str, shape: tuple[int, ...]) -> Cut | None:
-        """Of the tensor ``name``, of which a layer wants ``shape``; None: all of it."""
-        if (
-            self.ranks.size == 1 or shape == () or (shape == (1,) and name.endswith("_scale"))
-        ):  # one is of all
+        """Of the tensor ``name``, of which a layer wants ``shape``; None: all of it.
+
+        Scales of a weight in FP8 are split as the weight is. ``UserError`` where a rank's part of ``lm_head`` would
+        begin inside of what shares one.
+        """
+        layer, _, last = name.rpartition(".")
+        if self.fp8 is None or last != self.fp8.scale_name:
+            return self._cut(name, shape)
+        if self.fp8.weights == "tensor":
             return None
+        found = self._cut(f"{layer}.weight", shape, self.fp8.rows_per_scale)
+        inputs_alike = self.fp8.weights == "channel"
+        return None if inputs_alike and found is not None and found.dim == 1 else found
+
+    def _cut(self, name: str, shape: tuple[int, ...], unit: int = 1) -> Cut | None:
+        """``cut`` of a tensor that has one for each ``unit`` of a weight's rows and columns."""
         if _KV.search(name):
             return self._of_kv(shape)
-        if _LM_HEAD.search(name):
-            rows = rows_of(self.vocab_size, self.ranks)
-            return Cut(stored=(self.vocab_size, *shape[1:]), dim=0, ranges=(slice(rows.start, rows.stop),))
+        if name == _LM_HEAD:
+            return self._of_vocabulary(shape, unit)
         rules = (*_RULES, *(_TRANSPOSED if self.transposed_experts else _AS_MULTIPLIED))
         rule = next((rule for rule in rules if re.search(rule.names, name)), None)
         if rule is None or rule.dim >= len(shape):
@@ -104,9 +116,18 @@ class RankShare:
 
     def _of_kv(self, shape: tuple[int, ...]) -> Cut:
         """Heads of keys and values: where there are fewer than ranks, several ranks have the same one."""
-        size = self.ranks.size
-        if self.num_kv_heads >= size:
-            return self._equal(shape, _Rule(names="", dim=0))
-        start = self.ranks.rank * self.num_kv_heads // size * shape[0]
-        stored = (shape[0] * self.num_kv_heads, *shape[1:])
+        size, count = self.ranks.size, self.num_kv_heads
+        heads = max(count // size, 1)  # of a rank
+        start = self.ranks.rank * count // size * shape[0] // heads
+        stored = (shape[0] * count // heads, *shape[1:])
         return Cut(stored=stored, dim=0, ranges=(slice(start, start + shape[0]),))
+
+    def _of_vocabulary(self, shape: tuple[int, ...], unit: int) -> Cut:
+        rows = rows_of(self.vocab_size, self.ranks)
+        require(
+            most_rows(self.vocab_size, self.ranks.size) % unit == 0,  # the same on every rank
+            f"lm_head is in FP8 with a scale for each {unit} tokens, which {self.ranks.size} ranks do not share "
+            "evenly: use a smaller --tensor-parallel",
+        )
+        ends = slice(rows.start // unit, -(-rows.stop // unit))
+        return Cut(stored=(-(-self.vocab_size // unit), *shape[1:]), dim=0, ranges=(ends,))

@@ -1,6 +1,6 @@
 """How a model's tensors come from its checkpoint: each read once, checked, and put on the device layer by layer."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from specgen.checkpoints.rank_share import RankShare
+from specgen.checkpoints.upload import Upload
 from specgen.checkpoints.weight_files import TensorInfo, read_tensor, read_tensors
 from specgen.config import UserError, require, shown
 from specgen.models.fp8_config import BLOCK, Fp8Config
@@ -51,7 +52,9 @@ class TensorReader:
     device: torch.device
     fp8: Fp8Config | None = None  # of linear layers stored as e4m3
     ranks: Ranks = ALONE  # that hold a target together
+    alive: Callable[[], None] = ALONE.alive  # called before each tensor, see ``Ranks``
     share: RankShare | None = None  # of this rank; None: everything
+    upload: Upload | None = None  # to a GPU
     taken: dict[str, int] = field(default_factory=dict)  # bytes on the device by name
 
     def __call__(self, name: str, shape: tuple[int, ...], arrange: Arrange | None = None) -> Tensor:
@@ -77,7 +80,8 @@ class TensorReader:
         info = self.checkpoint.tensors[name]
         require(
             prod(info.shape) == 1,
-            f"{self.checkpoint.name}: {name} has shape {shown(list(info.shape))}: one number is supported",
+            f"{self.checkpoint.name}: {name} has shape {shown(list(info.shape))}: one number for a layer is supported, "
+            "use a checkpoint without it",
         )
         info = self._float(name, info.shape)
         self.taken[name] = 0  # it stays on the host
@@ -91,19 +95,15 @@ class TensorReader:
         whole = torch.empty(len(names), len(names[0]), *shape, dtype=dtype, device=self.device)
         places = dict(zip(infos, whole.flatten(0, 1), strict=True))
         if self.device.type != "meta":
-            for name, tensor in read_tensors(infos):
-                places[name].copy_(tensor)
+            for name, tensor in self._stored(infos):
+                self._fill(places[name], tensor)
         self.taken.update((name, part.nbytes) for name, part in places.items())
         data = whole.flatten(1, 2)
         if fp8 is None:
             return Weight(data=data)
-        require(
-            fp8.activations != "static",
-            f"{self.checkpoint.name}: experts in FP8 with input_scales of their own are not supported: use block FP8 "
-            "or compressed-tensors with dynamic activations",
-        )
         scale = torch.stack([*self._scales(every, shape).values()]).view(*data.shape[:2], -1)
-        return Weight(data=data, scale=scale, format="fp8", activations=fp8.activations)
+        inputs = self._input_scales(names) if fp8.activations == "static" else None
+        return Weight(data=data, scale=scale, format="fp8", activations=fp8.activations, input_scale=inputs)
 
     def packed(self, name: str, shape: tuple[int, ...], arrange: Arrange) -> Tensor:
         info = self._info(name, shape)
@@ -120,8 +120,8 @@ class TensorReader:
         fp8 = self._format(num_out)
         if fp8 is None:
             return [Weight(data=self(f"{name}.weight", (n, num_in))) for name, n in num_out.items()]
-        static = fp8.activations == "static"
-        weights = [
+        input_scale = self._input_scales([[*num_out]])[0] if fp8.activations == "static" else None
+        return [
             Weight(
                 data=self._read(
                     f"{name}.weight", self._info(f"{name}.weight", (n, num_in)), torch.float8_e4m3fn, None
@@ -129,17 +129,10 @@ class TensorReader:
                 scale=self._scales([name], (n, num_in))[name],
                 format="fp8",
                 activations=fp8.activations,
-                input_scale=self._input_scale(name) if static else None,
+                input_scale=input_scale,
             )
             for name, n in num_out.items()
         ]
-        inputs = [each.input_scale for each in weights if each.input_scale is not None]
-        require(
-            self.device.type == "meta" or all(torch.equal(inputs[0], each) for each in inputs),
-            f"{self.checkpoint.name}: {', '.join(num_out)} have the same inputs, but different input_scales: "
-            "quantize them with one",
-        )
-        return weights
 
     def _format(self, names: Iterable[str]) -> Fp8Config | None:
         """How linear layers are stored that become one weight; None: plain."""
@@ -178,7 +171,7 @@ class TensorReader:
         if self.device.type == "meta":
             tensors = {name: torch.empty(info.shape, device=self.device) for name, info in infos.items()}
         else:
-            tensors = dict(read_tensors(infos))
+            tensors = dict(self._stored(infos))
         scales = {}
         for name, stored in zip(names, infos, strict=True):
             scale = self._above_zero(stored, tensors[stored].float())
@@ -186,14 +179,29 @@ class TensorReader:
                 scale = scale.repeat_interleave(BLOCK, 0)[:num_out]
             scales[name] = scale.reshape(-1, scale.shape[-1] if scale.dim() == 2 else 1).expand(num_out, -1)
             scales[name] = scales[name].contiguous().to(self.device)
-            self.taken[stored] = scales[name].nbytes
+            self.taken[stored] = 4 * self.fp8.num_scales(*shape)  # as kernels keep them
         return scales
 
-    def _input_scale(self, name: str) -> Tensor:
-        stored = f"{name}.input_scale"
-        info = self.checkpoint.tensors.get(stored)
-        found = self._float(stored, info.shape if info and info.shape == (1,) else ())
-        return self._above_zero(stored, self._read(stored, found, torch.float32, None).reshape(()))
+    def _input_scales(self, names: Sequence[Sequence[str]]) -> Tensor:
+        """One for each group of layers with the same inputs, float32."""
+        infos = {}
+        for name in (name for group in names for name in group):
+            stored = f"{name}.input_scale"
+            info = self.checkpoint.tensors.get(stored)
+            infos[stored] = self._float(stored, info.shape if info and info.shape == (1,) else ())
+        self.taken.update(dict.fromkeys(infos, torch.float32.itemsize))
+        if self.device.type == "meta":
+            return torch.empty(len(names), device=self.device)
+        found = dict(read_tensors(infos))
+        scales = [self._above_zero(stored, found[stored].float()).reshape(()) for stored in infos]
+        groups = torch.stack(scales).view(len(names), -1)
+        for group, each in zip(names, groups, strict=True):
+            require(
+                bool((each == each[0]).all()),
+                f"{self.checkpoint.name}: {', '.join(group)} have the same inputs, but different input_scales: "
+                "quantize them with one",
+            )
+        return groups[:, 0].contiguous().to(self.device)
 
     def _above_zero(self, name: str, scale: Tensor) -> Tensor:
         require(
@@ -206,11 +214,31 @@ class TensorReader:
         if self.device.type == "meta":
             tensor = torch.empty(info.shape, dtype=dtype, device=self.device)
         else:
-            tensor = read_tensor(name, info).to(self.device, dtype)
+            tensor = self._moved(dict(self._stored({name: info}))[name]).to(self.device, dtype)
         if arrange is not None:
             tensor = arrange(tensor).contiguous()  # where it is fast, and there is room for one tensor more
         self.taken[name] = tensor.nbytes
         return tensor
+
+    def _stored(self, infos: Mapping[str, TensorInfo]) -> Iterator[tuple[str, Tensor]]:
+        """As ``read_tensors``."""
+        for found in read_tensors(infos):
+            self.alive()
+            yield found
+
+    def _moved(self, stored: Tensor) -> Tensor:
+        """``stored``, of the CPU, where it is uploaded; elsewhere as it is, which may be in the file."""
+        if self.upload is None:
+            return stored
+        return self._fill(torch.empty(stored.shape, dtype=stored.dtype, device=self.device), stored)
+
+    def _fill(self, place: Tensor, stored: Tensor) -> Tensor:
+        """``place`` with the numbers of ``stored``, of the CPU."""
+        if self.upload is None or place.dtype != stored.dtype:
+            return place.copy_(stored)
+        stream = torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
+        self.upload.into(place, stored.contiguous(), stream)
+        return place
 
     def _float(self, name: str, shape: tuple[int, ...]) -> TensorInfo:
         info = self._info(name, shape)

@@ -65,7 +65,10 @@ _SIZES = {
     "cpu": ("1,4", "128,256"),
 }
 _EXPERTS = {
-    "cuda": ("qwen3-30b-a3b,gpt-oss-20b,gpt-oss-20b-bf16", "1,5,8,32,40,64,128,160,320,640"),
+    "cuda": (
+        "qwen3-30b-a3b,qwen3-30b-a3b-fp8,gpt-oss-20b,gpt-oss-20b-bf16",
+        "1,5,8,32,40,64,128,160,320,640",
+    ),
     "cpu": ("small", "1,5,40"),
 }
 _PREFILL = {"max_prefill_tokens": 8192}  # as in a server
@@ -104,7 +107,7 @@ def kernels(
     from specgen.bench.kernels import KernelJob, measure
     from specgen.device import choose_device
     from specgen.engine.choices import choose_dtype
-    from specgen.engine.loading import DTYPES, FP8
+    from specgen.engine.number_formats import DTYPES, FP8
 
     device = choose_device(engine.device)
     number_format = DTYPES[choose_dtype(engine.dtype, device)]
@@ -136,8 +139,9 @@ def experts(
     shapes: str | None = option(
         None,
         "Table",
-        "Experts of qwen3-30b-a3b, gpt-oss-20b (MXFP4), gpt-oss-20b-bf16, or small; comma-separated.",
-        shown="all but small; on a CPU small",
+        "Experts of qwen3-30b-a3b, qwen3-30b-a3b-fp8 (by block), qwen3-30b-a3b-fp8-dynamic (by channel), "
+        "glm-4.7-flash-fp8 (by block), gpt-oss-20b (MXFP4), gpt-oss-20b-bf16, or small; comma-separated.",
+        shown="qwen3-30b-a3b, qwen3-30b-a3b-fp8 and both of gpt-oss-20b; on a CPU small",
     ),
     rows: str | None = option(
         None,
@@ -155,7 +159,7 @@ def experts(
     from specgen.bench.expert_bench import ExpertJob, measure  # imports torch
     from specgen.device import choose_device
     from specgen.engine.choices import choose_dtype
-    from specgen.engine.loading import DTYPES
+    from specgen.engine.number_formats import DTYPES
 
     device = choose_device(engine.device)
     defaults = _EXPERTS[device.type]

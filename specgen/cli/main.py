@@ -15,6 +15,7 @@ from specgen.cli.comparing import compare
 from specgen.cli.evaluating import evaluate
 from specgen.cli.generating import generate
 from specgen.cli.help import Command, Commands
+from specgen.cli.preparing import prepare
 from specgen.cli.reading import inspect, merge, report
 from specgen.cli.tuning import tune
 from specgen.cli.verifying import verify
@@ -78,7 +79,7 @@ def _of_all_commands(
 for command in (generate, report, compare, merge, verify):
     app.command(cls=Command)(command)
 app.command(name="eval", cls=Command)(evaluate)
-for command in (tune, inspect):
+for command in (tune, inspect, prepare):
     app.command(cls=Command)(command)
 
 _BUG = (

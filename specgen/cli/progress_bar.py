@@ -2,6 +2,7 @@
 
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NoReturn
 
 from specgen.config import option
@@ -9,6 +10,7 @@ from specgen.display import clock, count
 from specgen.events import Captured, Event, OutOfMemory
 from specgen.rundir.progress import Progress
 from specgen.rundir.tally import Tally
+from specgen.startup import compiling_line, startup_line
 
 if TYPE_CHECKING:
     from tqdm import tqdm
@@ -37,6 +39,12 @@ class Warnings:
         """Nothing."""
 
     def prepare(self, what: str) -> None:
+        """Nothing."""
+
+    def compiling(self, done: int, total: int, names: Sequence[str]) -> None:
+        """Nothing."""
+
+    def ready(self, what: str, seconds: Mapping[str, float]) -> None:
         """Nothing."""
 
     def start(self, what: str, tally: Tally, num_requests: int, num_done: int = 0) -> None:
@@ -69,9 +77,15 @@ class ProgressLines(Warnings):
             self._say(f"reading prompts: {count(num_rows)} rows")
 
     def prepare(self, what: str) -> None:
-        self._say(
-            f"{what}: loading; kernels that this machine has not run before are compiled, which takes minutes"
-        )
+        self._say(f"{what}: loading")
+
+    def compiling(self, done: int, total: int, names: Sequence[str]) -> None:
+        if done in (0, total) or time.monotonic() - self._last >= _BETWEEN:
+            self._last = time.monotonic()
+            self._say(compiling_line(done, total, names))
+
+    def ready(self, what: str, seconds: Mapping[str, float]) -> None:
+        self._say(f"{what}: ready after {startup_line(seconds)}")
 
     def start(self, what: str, tally: Tally, num_requests: int, num_done: int = 0) -> None:
         self._what, self._tally, self._total = self._name or what, tally, num_requests
@@ -112,6 +126,7 @@ class ProgressBar(ProgressLines):
     """The same for a terminal, as a bar."""
 
     _reading: "tqdm[NoReturn] | None" = None
+    _compiling: "tqdm[NoReturn] | None" = None
 
     def read(self, num_rows: int) -> None:
         if self._reading is None:
@@ -119,6 +134,19 @@ class ProgressBar(ProgressLines):
 
             self._reading = tqdm(desc="reading prompts", unit=" rows", dynamic_ncols=True)
         self._reading.update(num_rows - self._reading.n)
+
+    def compiling(self, done: int, total: int, names: Sequence[str]) -> None:
+        if self._compiling is None:
+            from tqdm import tqdm
+
+            self._end_of_reading()
+            self._compiling = tqdm(total=total, desc="compiling", unit=" modules", dynamic_ncols=True)
+        self._compiling.set_postfix_str("; ".join(names), refresh=False)
+        self._compiling.update(done - self._compiling.n)
+        self._compiling.refresh()
+        if done == total:
+            self._compiling.close()
+            self._compiling = None
 
     def start(self, what: str, tally: Tally, num_requests: int, num_done: int = 0) -> None:
         from tqdm import tqdm

@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from specgen.checkpoints.checkpoint import check_fit, fingerprint
+from specgen.checkpoints.checkpoint import check_fit
+from specgen.checkpoints.fingerprint import fingerprint
 from specgen.comparing.finished_runs import PLAN, HeadRuns, read_runs
 from specgen.comparing.interleaved import Turns
 from specgen.comparing.short_names import NO_HEADS, as_directory, short_names

@@ -1,11 +1,8 @@
 """Engines over one target that take turns on the same prompts, so that a busy machine slows all of them alike."""
 
-import gc
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-
-import torch
 
 from specgen.comparing.speed_rounds import Round
 from specgen.config import EngineConfig, SamplingParams
@@ -14,13 +11,13 @@ from specgen.device import settle
 from specgen.engine.choices import resolve
 from specgen.engine.engine import Engine
 from specgen.engine.loading import OneTarget, open_checkpoints
+from specgen.engine.memory import room_for_turns
 from specgen.events import Event
 from specgen.prompts import Prompt, Rejected
 from specgen.rundir.interrupt import StoppedError
 from specgen.rundir.progress import Progress
 from specgen.rundir.tally import Tally
 
-_CPU_BYTES = 1 << 30  # KV cache of all engines together
 _WARM_UP = 8  # tokens per prompt
 
 
@@ -107,10 +104,4 @@ def _kv_memory(config: EngineConfig, num_engines: int, target: OneTarget) -> int
         return config.kv_memory
     checkpoints = open_checkpoints(config)
     resolved = resolve(config, checkpoints)
-    target.load(resolved, checkpoints)
-    if resolved.device == "cpu":
-        return _CPU_BYTES // num_engines
-    gc.collect()
-    torch.cuda.empty_cache()
-    free, total = torch.cuda.mem_get_info(resolved.device)
-    return (free - int(total * (1 - resolved.gpu_memory_utilization))) // 2 // num_engines
+    return room_for_turns(resolved, target.load(resolved, checkpoints)) // num_engines

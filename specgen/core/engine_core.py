@@ -22,6 +22,7 @@ from specgen.core.step import Steps
 from specgen.device import use
 from specgen.events import Event
 from specgen.models.model_config import TargetConfig
+from specgen.startup import phase
 
 
 def no_follow_up(completion: Completion) -> Request | None:
@@ -133,7 +134,7 @@ class EngineCore:
     def warm_up(self) -> None:
         """Generate a little and record nothing: first calls load, allocate and compile, which no run should measure."""
         sampling = SamplingParams(max_tokens=16, ignore_eos=True)
-        with self.rehearsal():
+        with phase("warm-up"), self.rehearsal():
             for i in range(2):
                 self.submit(Request(id=f"warm-up {i}", prompt_token_ids=(0,) * 16, sampling=sampling))
             while self._has_work:
@@ -202,7 +203,7 @@ class EngineCore:
     def _take(self) -> list[Completion]:
         completions = self._endings.take()
         if completions:
-            self._peers.agree(completions, _ids(self._scheduler.in_hand))
+            self._peers.agree((*(each.request.id for each in completions), *_ids(self._scheduler.in_hand)))
         return completions
 
     @property
@@ -224,6 +225,7 @@ class EngineCore:
         try:
             work()
         except RuntimeError as error:
+            self._peers.require(error, _ids(self._scheduler.in_hand))
             failure = first_line(error)  # alone: the exception holds on to the tensors of the pass
         if failure is not None:
             self._fail_all(failure)
@@ -233,7 +235,6 @@ class EngineCore:
         hit, in_flight = self._scheduler.in_hand, bool(self._in_flight)
         self._in_flight.clear()
         self._batch.reset()
-        self._peers.require(reason, _ids(hit))
         require_device(self._device, _ids(hit))
         if not hit and not in_flight:
             raise RuntimeError(reason)  # there is no request to answer with it
@@ -242,7 +243,7 @@ class EngineCore:
 
     def _require_device(self, error: RuntimeError) -> None:
         """``DeviceLost`` where ``error``, which is of no request, is the device's or a peer's."""
-        self._peers.require(first_line(error))
+        self._peers.require(error)
         require_device(self._device)
 
     @torch.inference_mode()
@@ -256,6 +257,7 @@ class EngineCore:
                 )  # so that no step is spent on a text that its first token ended
             decoded = self._decode()
             self._in_flight.read_all_but(self._lookahead if prefilled or decoded else 0)
+            self._peers.see(*self._scheduler.counts)
 
     def _prefill(self) -> bool:
         """Whether a prefill was launched."""
@@ -266,7 +268,7 @@ class EngineCore:
             self._in_flight.read_all_but(0)  # so that no other request can be to blame for a failure
         launched = attempt(lambda: self._passes.prefill(chunks, began))
         if launched is None:
-            self._peers.give_up(NO_MEMORY)
+            self._peers.give_up(RuntimeError(NO_MEMORY))
             self._in_flight.read_all_but(0)
             self._shortages.of_prefill()
             return False
@@ -287,7 +289,7 @@ class EngineCore:
         num_drafts = self.spec_length.choose(len(self._scheduler.running))
         launched = attempt(lambda: self._passes.decode(num_drafts, began))
         if launched is None:
-            self._peers.give_up(NO_MEMORY)
+            self._peers.give_up(RuntimeError(NO_MEMORY))
             self._in_flight.read_all_but(0)
             self._shortages.of_decode()
             return False
@@ -304,6 +306,7 @@ class EngineCore:
 
     def _add(self, launched: Pass) -> None:
         """Note that a pass was launched."""
+        self._peers.see(launched.num_sequences, launched.num_drafts, launched.result.target_rows)
         self._in_flight.add(launched)
         self._scheduler.limits.see_pass()
         for capture in self._runner.take_captures():

@@ -74,6 +74,7 @@ class InFlight:
         if tokens:
             sequence.remove_in_flight(1, 1)
             emitted = sequence.append(tokens, logprobs)
+            self._peers.see(*tokens)
         self._journal.prefilled(sequence, emitted)
 
     def _commit(self, sequence: Sequence, row: list[int], logprobs: Items[Items[float]], k: int) -> int:
@@ -81,6 +82,7 @@ class InFlight:
         drafts, accepted, tokens = row[:k], row[k], row[k + 1 :]
         sequence.remove_in_flight(1, k + 1)
         emitted = sequence.append(tokens[: accepted + 1], logprobs)
+        self._peers.see(*drafts, accepted, *tokens[: accepted + 1])
         self.spec_length.see(k, accepted)
         proposed = drafts[: drafts.index(NO_DRAFT)] if NO_DRAFT in drafts else drafts
         sequence.steps.append(self._journal.verified(sequence, proposed, accepted, emitted))

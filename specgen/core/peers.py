@@ -1,11 +1,10 @@
 """What an engine says to the processes that run the model with it; here there are none, and it says nothing."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from specgen.config import EngineConfig, SamplingParams
 from specgen.core.graphs import Runner
-from specgen.core.sequence import Completion
 from specgen.device import HostCopy
 from specgen.ranks import ALONE, Ranks
 
@@ -37,18 +36,25 @@ class Peers:
         """The peers of an engine that is now built everywhere; the arguments are those of ``memory.num_pages``."""
         return self
 
-    def assemble(self, num_pages: int, runner: Runner) -> int:
-        """Let the peers go on to build it; returns the pages that every rank has room for."""
-        return num_pages
+    def assemble(self, num_pages: Callable[[], int], runner: Runner) -> int:
+        """Let the peers build it too; returns the pages that every rank has room for, here ``num_pages()``."""
+        return num_pages()
+
+    def least(self, number: Callable[..., int], config: EngineConfig, models: object) -> int:
+        """The smallest ``number(config, models)`` of any rank; a function that they can import."""
+        return number(config, models)
 
     def wait(self, numbers: HostCopy) -> None:
         """Until ``numbers`` are there, where a peer may never give its share: then ``RuntimeError``."""
 
-    def give_up(self, reason: str) -> None:
-        """A pass has failed. Alone that can be mended; peers wait inside of it, so with them ``RuntimeError``."""
+    def see(self, *numbers: int) -> None:
+        """``numbers`` were found or decided here, which must be the same on all ranks."""
 
-    def agree(self, completions: Sequence[Completion], in_hand: tuple[str, ...]) -> None:
-        """``DeviceLost`` with all requests unless the peers have found the same ``completions``."""
+    def give_up(self, error: RuntimeError) -> None:
+        """A pass has failed. Alone that can be mended; peers wait inside of it, so with them ``error`` is raised."""
 
-    def require(self, reason: str, requests: tuple[str, ...] = ()) -> None:
-        """Work has failed for ``reason``: with peers, who are not where this process is, ``DeviceLost``."""
+    def agree(self, requests: tuple[str, ...]) -> None:
+        """``DeviceLost`` with ``requests``, all in hand, unless the peers have seen what was seen here until now."""
+
+    def require(self, error: RuntimeError, requests: tuple[str, ...] = ()) -> None:
+        """Work has failed with ``error``: with peers, who are not where this process is, ``DeviceLost``."""

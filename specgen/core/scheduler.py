@@ -56,6 +56,11 @@ class Scheduler:
         return self._allocator.page_size
 
     @property
+    def counts(self) -> tuple[int, ...]:
+        """What decides the next pass, in short: ranks that differ in it would launch different ones."""
+        return len(self.waiting), len(self.prefilling), len(self.running), self._allocator.num_free
+
+    @property
     def num_admitted(self) -> int:
         """Sequences that hold pages and a batch slot."""
         return len(self.prefilling) + len(self.running)

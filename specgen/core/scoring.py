@@ -12,7 +12,7 @@ from specgen.core.scheduler import Chunk, Scheduler
 from specgen.core.sequence import Request, Sequence
 from specgen.core.shortages import NO_MEMORY
 from specgen.core.step import Steps
-from specgen.device import on_device, use
+from specgen.device import HostCopy, on_device, use
 from specgen.models.model_config import TargetConfig
 
 _UNUSED = SamplingParams(max_tokens=1)
@@ -121,12 +121,13 @@ class Scorer:
             self._scheduler.limits.see_pass()
             return True
         except torch.OutOfMemoryError:
+            self._peers.give_up(RuntimeError(NO_MEMORY))
             short = self._scheduler.limits.lower_prefill()
             reason = "the device has no memory for it even alone: lower --gpu-memory-utilization"
         except RuntimeError as error:
+            self._peers.give_up(error)
             reason = first_line(error)
         # outside of the handlers: the exception holds on to the tensors of the pass
-        self._peers.give_up(NO_MEMORY if short else reason)
         for sequence in self._scheduler.send_all_back():
             self._partial[sequence] = _PartialScores(request=self._partial[sequence].request)
         torch.cuda.empty_cache()
@@ -190,16 +191,19 @@ class Scorer:
                 rows.append(first + position - chunk.start)
                 targets.append(scores.request.token_ids[position + 1])
             first += chunk.num_rows
+        self._peers.see(len(chunks), first)
         log_probs, greedy = self._steps.score(
             chunk_layout(chunks, self._scheduler.page_size, self._device),
             chunk_tokens(chunks, self._device, shift=0),
             on_device(rows, self._device, torch.int64),
             on_device(targets, self._device, torch.int64),
         )
-        found = iter(zip(log_probs.tolist(), greedy.tolist(), strict=True))
+        numbers = HostCopy(torch.stack((log_probs, greedy.float()), 1))
+        self._peers.wait(numbers)
+        found = iter(numbers.read())
         for chunk in chunks:
             scores = partial[chunk.sequence]
             for _ in scores.wanted(chunk):
                 log_prob, is_greedy = next(found)
                 scores.log_probs.append(log_prob)
-                scores.greedy.append(is_greedy)
+                scores.greedy.append(bool(is_greedy))

@@ -1,5 +1,6 @@
 """What a decode step costs, timed on the engine that will run it: for batch sizes and numbers of drafts."""
 
+from collections.abc import Sequence
 from statistics import median
 
 from specgen.config import SamplingParams, require
@@ -14,19 +15,15 @@ _PROMPT = 16  # tokens: what a longer context adds is much the same for any numb
 
 
 def measure(engine: EngineCore, max_batch_size: int, most: int) -> StepCosts:
-    """The costs of steps with 0 to ``most`` drafts, for powers of two and ``max_batch_size`` sequences.
+    """The costs of steps with 0 to ``most`` drafts, for ``timed_sizes``.
 
-    Sizes between them, which are not timed, have their graphs captured as well, so that a run captures none. Leaves
-    the engine idle. Sizes for which the cache has no room are left out; ``UserError`` where not even one sequence has.
+    Leaves the engine idle. Sizes for which the cache has no room are left out; ``UserError`` where not even one
+    sequence has.
     """
-    powers = {1 << power for power in range(max_batch_size.bit_length())} | {max_batch_size}
     seconds: dict[tuple[int, int], float] = {}
-    for size in sorted(powers):
-        times = _step_times(engine, size, most, _UNTIMED + _TIMED)
-        seconds |= {(size, k): median(found[_UNTIMED:]) for k, found in enumerate(times)}
-    for size in engine.sizes(max_batch_size):
-        if size not in powers:
-            _step_times(engine, size, most, 1)
+    for size in timed_sizes(max_batch_size):
+        times = _step_times(engine, size, range(most + 1), _UNTIMED + _TIMED)
+        seconds |= {(size, k): median(found[_UNTIMED:]) for k, found in times.items()}
     require(
         bool(seconds),
         f"num-spec-tokens is auto, and the model's context or its cache is too short to time {most} drafts: "
@@ -35,32 +32,43 @@ def measure(engine: EngineCore, max_batch_size: int, most: int) -> StepCosts:
     return StepCosts(seconds=seconds)
 
 
+def timed_sizes(max_batch_size: int) -> list[int]:
+    """Numbers of sequences: powers of two and the largest."""
+    return sorted({1 << power for power in range(max_batch_size.bit_length())} | {max_batch_size})
+
+
+def capture_all(engine: EngineCore, max_batch_size: int, lengths: Sequence[int]) -> None:
+    """One step of every size and each number of drafts in ``lengths``: no later greedy step captures a CUDA graph."""
+    for size in engine.sizes(max_batch_size):
+        _step_times(engine, size, lengths, 1)
+
+
 def positions(most: int) -> int:
     """How long a sequence may become while steps with 0 to ``most`` drafts are timed."""
-    return _PROMPT + _new_tokens(most, _UNTIMED + _TIMED)
+    return _PROMPT + _new_tokens(range(most + 1), _UNTIMED + _TIMED)
 
 
-def _new_tokens(most: int, enough: int) -> int:
+def _new_tokens(lengths: Sequence[int], enough: int) -> int:
     """What ``enough`` steps of each number of drafts may give, and as many as may be in flight."""
-    return (enough + 2) * (most + 1) * (most + 2) // 2
+    return (enough + 2) * sum(k + 1 for k in lengths)
 
 
-def _step_times(engine: EngineCore, size: int, most: int, enough: int) -> list[list[float]]:
-    """Seconds of ``enough`` steps of ``size`` sequences for each number of drafts; none where so many have no room."""
-    times: list[list[float]] = [[] for _ in range(most + 1)]
+def _step_times(engine: EngineCore, size: int, lengths: Sequence[int], enough: int) -> dict[int, list[float]]:
+    """Seconds of ``enough`` steps of ``size`` sequences by the number of drafts; none where so many have no room."""
+    times: dict[int, list[float]] = {k: [] for k in lengths}
 
     def record(event: Event) -> None:
         if isinstance(event, Stepped) and event.kind == "decode" and event.num_sequences == size:
             times[event.num_spec_tokens].append(event.seconds)
 
-    sampling = SamplingParams(max_tokens=_new_tokens(most, enough), ignore_eos=True)
+    sampling = SamplingParams(max_tokens=_new_tokens(lengths, enough), ignore_eos=True)
     prompts = [
         Request(id=f"timed {i}", prompt_token_ids=(0,) * _PROMPT, sampling=sampling) for i in range(size)
     ]
     with engine.rehearsal(record):
         finished = [refused for request in prompts if (refused := engine.submit(request)) is not None]
-        for k, found in enumerate(times):
+        for k, found in times.items():
             engine.spec_length = FixedLength(k)
             while len(found) < enough and not finished:
                 finished = engine.step()
-    return [] if finished else times
+    return {} if finished else times

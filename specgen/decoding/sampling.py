@@ -8,13 +8,14 @@ import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from specgen.config import MAX_LOGIT_BIASES, MAX_LOGPROBS, SamplingParams
 from specgen.device import on_device
+from specgen.ops.jit_modules import Module
 
 # What a random number is for. Draws of different purposes at one position are independent.
 ACCEPT, EMIT, DRAFT = 1, 2, 3
@@ -209,6 +210,18 @@ def _keep_top(probs: Tensor, batch: SamplingBatch) -> Tensor:
     nucleus = batch.top_p[:, None, None]
     outside = (before >= nucleus * ordered.sum(-1, keepdim=True)) & (nucleus < 1)
     return torch.zeros_like(probs).scatter_(-1, order, ordered.masked_fill(outside, 0))
+
+
+def sampling_modules(params: SamplingParams) -> list[Module]:
+    """What passes for ``params`` need compiled on a GPU."""
+
+    def spec() -> Any:  # noqa: ANN401
+        from flashinfer.jit.sampling import gen_sampling_module
+
+        return gen_sampling_module()
+
+    filtered = _HAS_FLASHINFER and SamplingForm.of([params]).kind == "filtered"
+    return [Module(what="top-k and top-p", spec=spec)] if filtered else []
 
 
 def _keep_top_on_gpu(probs: Tensor, batch: SamplingBatch) -> Tensor:

@@ -23,7 +23,8 @@ from specgen.decoding.drafting import (
 )
 from specgen.decoding.ngram import NgramDrafter
 from specgen.engine.choices import BACKENDS
-from specgen.engine.loading import Models, target_kv_dtype
+from specgen.engine.loading import Models
+from specgen.engine.number_formats import target_kv_dtype
 from specgen.events import Event
 from specgen.kv.kv_cache import KVCache
 from specgen.kv.pages import PageAllocator

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 from specgen.config import EngineConfig, SamplingParams, require
 from specgen.core import step_costs
@@ -11,16 +12,20 @@ from specgen.core.spec_length import CheapestLength
 from specgen.device import use
 from specgen.engine.assembly import assemble
 from specgen.engine.choices import RUNNERS
+from specgen.engine.kept_costs import costs_for
 from specgen.engine.loading import Models
 from specgen.engine.memory import DRAWN, num_pages
+from specgen.engine.needed_modules import needed_modules
 from specgen.events import Event
+from specgen.ops.jit_modules import compile_missing
+from specgen.startup import phase
 
 
 def build_engine(
     config: EngineConfig,
     models: Models,
     record: Callable[[Event], None],
-    around: Callable[[Runner], Runner] = lambda runner: runner,
+    around: Callable[[Runner], Runner] | None = None,
     expected: SamplingParams = DRAWN,
 ) -> EngineCore:
     """An engine of a resolved ``config`` over loaded ``models``; events go to ``record``.
@@ -36,10 +41,16 @@ def build_engine(
         f"tensor-parallel is {config.tensor_parallel} and the models were loaded with {held}: load them with the same",
     )
     runner = RUNNERS[config.cuda_graphs]()
+    compile_missing(needed_modules(config, models.checkpoints, expected))
     peers = models.peers.of_engine(config, expected)
-    pages = peers.assemble(num_pages(config, models, expected), runner)
-    engine = assemble(config, replace(models, peers=peers), pages, around(runner), record)
+    with phase("memory"):
+        pages = peers.assemble(lambda: num_pages(config, models, expected), runner)
+        engine = assemble(
+            config, replace(models, peers=peers), pages, around(runner) if around else runner, record
+        )
     if config.draft_length.auto:
-        costs = step_costs.measure(engine, config.max_batch_size, config.draft_length.most)
+        measure = partial(step_costs.measure, engine, config.max_batch_size, config.draft_length.most)
+        with phase("step costs"):  # with a runner around it, steps take longer
+            costs = measure() if around else costs_for(config, models.checkpoints, measure)
         engine.spec_length = CheapestLength(costs)
     return engine

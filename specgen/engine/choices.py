@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import torch
 
-from specgen.attention import Backend, Heads
+from specgen.attention import Backend, Heads, Use
 from specgen.attention.flashinfer_paged import FlashInferBackend
 from specgen.attention.sdpa import SdpaBackend, StaticSdpaBackend
 from specgen.attention.trtllm import TrtllmBackend
@@ -21,9 +21,9 @@ from specgen.config import (
     require,
     shown,
 )
-from specgen.core.graphs import PassGraphs, Runner, StepGraphs
+from specgen.core.graphs import PassGraphs, Runner, StepGraphs, bucket
 from specgen.device import choose_device, require_devices
-from specgen.engine.loading import DTYPES, Checkpoints, target_kv_dtype
+from specgen.engine.number_formats import DTYPES, Checkpoints, target_kv_dtype
 from specgen.models.model_config import LayerConfig
 from specgen.text.chat_template import calls_for_date, today
 
@@ -103,12 +103,12 @@ def choose_attention(config: EngineConfig, checkpoints: Checkpoints) -> tuple[At
     """The backend that ``config``, whose device and number formats are resolved, runs on, and why that one."""
     device = torch.device(config.device)
     names = _AUTO[device.type] if config.attention == "auto" else (config.attention,)
-    heads, passed_over = _heads(config, checkpoints), list[str]()
+    uses, passed_over = attention_uses(config, checkpoints), list[str]()
     for name in names:
         backend = BACKENDS[name]
         page_size = config.page_size or backend.capabilities.page_size
         refusals = (
-            backend.capabilities.refusal(device, replace(each, page_size=page_size)) for each in heads
+            backend.capabilities.refusal(device, replace(each.heads, page_size=page_size)) for each in uses
         )
         reason = next((reason for reason in refusals if reason), None)
         if reason is None:
@@ -119,25 +119,37 @@ def choose_attention(config: EngineConfig, checkpoints: Checkpoints) -> tuple[At
     raise UserError(f"attention {names[-1]!r} {reason}")
 
 
-def _heads(config: EngineConfig, checkpoints: Checkpoints) -> list[Heads]:
-    """What target and, where one drafts, head ask of attention, from their checkpoints' headers."""
-    dtype = DTYPES[config.dtype]
-    models: list[tuple[LayerConfig, torch.dtype]] = [
-        (target_config(checkpoints["model"]).shared(config.tensor_parallel), target_kv_dtype(config))
-    ]
+def attention_uses(config: EngineConfig, checkpoints: Checkpoints) -> list[Use]:
+    """How passes attend with the target and, where one drafts, the head, from their checkpoints' headers."""
+    lengths = config.draft_length.lengths
+    target = target_config(checkpoints["model"]).shared(config.tensor_parallel)
+    rows = tuple(1 + num_drafts for num_drafts in lengths)
+    uses = [_use(config, target, target_kv_dtype(config), rows, prefills=True)]
     if config.head is not None:
-        models.append((drafter_config(checkpoints["drafter"], None), dtype))
-    return [
-        Heads(
+        head = drafter_config(checkpoints["drafter"], None)
+        # its prefill writes keys and values alone
+        rows = tuple(each for each in lengths if each) if head.drafts_at_once else (1,)
+        uses.append(_use(config, head, DTYPES[config.dtype], rows, prefills=False))
+    return uses
+
+
+def _use(
+    config: EngineConfig, model: LayerConfig, kv_dtype: torch.dtype, rows: tuple[int, ...], *, prefills: bool
+) -> Use:
+    return Use(
+        heads=Heads(
             num_heads=model.num_heads,
             num_kv_heads=model.kv_spec.num_heads,
             head_dim=model.kv_spec.head_dim,
-            dtype=dtype,
+            dtype=DTYPES[config.dtype],
             kv_dtype=kv_dtype,
             page_size=config.page_size,
             max_query_len=config.draft_length.most + 1,
             sinks=model.sinks,
             latents=model.latent is not None,
-        )
-        for model, kv_dtype in models
-    ]
+        ),
+        windowed=tuple(sorted({model.window(index) is not None for index in range(model.num_layers)})),
+        query_lens=rows,
+        prefills=prefills,
+        num_sequences=bucket(config.max_batch_size),
+    )

@@ -1,13 +1,16 @@
 """The other ranks as rank 0 uses them: started, spoken to, asked, blamed and ended. ``roll`` watches them."""
 
 import atexit
+import faulthandler
+import os
 import signal
+import socket
 import subprocess
 import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import count
 from typing import Any
@@ -19,13 +22,12 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from specgen.config import UserError, first_line, require
 from specgen.core.endings import DeviceLost
 from specgen.core.graphs import Runner
-from specgen.engine.rank_group import Place, join
-from specgen.engine.roll import END, GRACE, Member, Roll, launch, send
+from specgen.engine.rank_group import ENVIRONMENT, Place, join
+from specgen.engine.roll import END, GRACE, Member, Roll, launch
 from specgen.ranks import Ranks
 
 PATIENCE = 900.0  # seconds for an answer, or for a pass: a first one may compile kernels for minutes
 _GATHER = 2.0  # seconds until all that is to be known of a failure is known
-_SILENT = "timed out"  # as gloo says it too
 
 
 class Crew:
@@ -33,27 +35,28 @@ class Crew:
 
     def __init__(self, place: Place, members: Sequence[Member]) -> None:
         self._place = place
-        self._members = members
-        self._roll = Roll(members=members)
+        self._roll = Roll(members=members, patience=place.patience)
         self._numbers, self._ids = count(), count()
         self.ranks = Ranks()  # until they have met
         self.later: deque[tuple[str, tuple[object, ...]]] = deque()  # to be told before the next call
         self.runners: weakref.WeakSet[Runner] = weakref.WeakSet()
-        weakref.finalize(self, _close, self._roll, self.runners)
+        self._leave = _leaving()
+        weakref.finalize(self, _close, self._roll, self.runners, self._leave)
         threading.Thread(target=self._roll.watch, daemon=True).start()
 
-    @property
-    def patience(self) -> float:
-        """Seconds that a rank waits for the others."""
-        return self._place.patience
+    def meet(self, store: TCPStore) -> None:
+        """Form a group with the others."""
+        with self.working("join") as number:
+            self.ranks = join(self._place, self._roll.alive, store)
+        self.answers(number)
 
     def next_id(self) -> int:
         """For a model or an engine."""
         return next(self._ids)
 
-    def name(self, rank: int) -> str:
-        """As a message names it."""
-        return (self._place if rank == 0 else self._members[rank - 1].place).name
+    def alive(self) -> None:
+        """See ``Ranks``."""
+        self._roll.alive()
 
     def tell(self, call: str, *arguments: object) -> int:
         """Let every rank do ``call``; returns the number of the message. One that is gone is found out later."""
@@ -63,7 +66,7 @@ class Crew:
             earlier, what = self.later.popleft()
             self.tell(earlier, *what)
         number = next(self._numbers)
-        send(self._members, (number, call, arguments))
+        self._roll.send((number, call, arguments))
         return number
 
     @contextmanager
@@ -73,94 +76,97 @@ class Crew:
         What interrupts it, and is neither the device's failure nor a refusal, leaves this rank where the others are
         not: they end, so that nothing goes on with them.
         """
-        self.require_all()
-        self._roll.at_work = time.monotonic()
+        self._roll.require_all()
+        self._roll.begin()
         try:
             yield self.tell(call, *arguments)
         except (RuntimeError, UserError):
             raise
         except Exception as error:
-            self.end(f"{self._place.name}: {type(error).__name__}: {first_line(error)}")
+            self._end(f"{self._place.name}: {type(error).__name__}: {first_line(error)}")
             raise
         except BaseException:
-            self.end(f"{self._place.name}: interrupted within a pass")
+            self._end(f"{self._place.name}: interrupted within a pass")
             raise
         finally:
-            self._roll.at_work = None
+            self._roll.leave()
 
     def answers(self, number: int) -> list[Any]:
-        """Of each rank in turn. ``UserError`` that one has raised; ``RuntimeError`` where one is gone or silent."""
-        limit = time.monotonic() + self.patience
-        with self._roll.changed:
-            while len(found := self._roll.answers.get(number, {})) < len(self._members):
-                self.require_all()
-                self.require_before(limit)
-                self._roll.changed.wait(0.5)
-            for old in [each for each in self._roll.answers if each <= number]:
-                del self._roll.answers[old]
-        for rank, value in sorted(found.items()):
-            if isinstance(value, UserError):
-                raise UserError(f"{self.name(rank)}: {value}")
-        return [found[member.place.rank] for member in self._members]
-
-    def require_all(self) -> None:
-        """``RuntimeError`` if a rank is gone."""
-        if self._roll.gone or self._roll.ended:
-            raise RuntimeError("a rank is gone")
-
-    def require_before(self, limit: float) -> None:
-        """``RuntimeError`` if ``limit``, by the monotonic clock, has passed."""
-        if time.monotonic() > limit:
-            raise RuntimeError(_SILENT)
-
-    def blame(self, reason: str) -> str:
-        """Whose fault a failure is that looks like ``reason`` from here, and why; the other ranks are ended.
-
-        One that ended without a word comes first: the others fail for want of it. Then one that says nothing where
-        this process has waited in vain.
-        """
-        limit = time.monotonic() + _GATHER
-        roll = self._roll
+        """Of each rank in turn. ``UserError`` that one has raised; ``Unmet`` where one is gone or all are silent."""
+        began, roll = time.monotonic(), self._roll
         with roll.changed:
-            while time.monotonic() < limit and not (roll.ended or self._is_plain):
+            while len(found := roll.answers.get(number, {})) < len(roll.members):
+                roll.require_all()
+                roll.require_before(began)
+                roll.changed.wait(0.5)
+            for old in [each for each in roll.answers if each <= number]:
+                del roll.answers[old]
+        for member in roll.members:
+            if isinstance(value := found[member.place.rank], UserError):
+                raise UserError(f"{member.name}: {value}")
+        return [found[member.place.rank] for member in roll.members]
+
+    def wait(self, ready: Callable[[], bool]) -> None:
+        """Until ``ready``, by polling; ``Unmet`` where a rank is gone, or has none of it for too long."""
+        began = time.monotonic()
+        while True:
+            self._roll.require_all()
+            if ready():
+                return
+            self._roll.require_before(began)
+            time.sleep(0)
+
+    def blame(self, error: BaseException) -> str:
+        """Whose fault ``error`` is, which this rank has come upon, and why; the other ranks are ended."""
+        limit, roll = time.monotonic() + _GATHER, self._roll
+        with roll.changed:
+            while time.monotonic() < limit and not (roll.ended or roll.is_plain):
                 roll.changed.wait(0.1)
-            silent = [member.name for member in self._members if member not in roll.gone]
-            gone = [member for member in roll.gone if not member.said or not _has_waited(member.gone)]
-        if gone:
-            worst = min(gone, key=lambda member: member.said)  # the first of those
-            self.end(f"{worst.name}: {worst.gone}")
-        elif silent and _has_waited(reason):
-            self.end(f"{' and '.join(silent)}: no answer for {self.patience:,.0f} s")
-        else:
-            self.end(f"{self._place.name}: {reason}")
+        self._end(roll.fault(error) or f"{self._place.name}: {first_line(error)}")
         return roll.ended
 
-    @property
-    def _is_plain(self) -> bool:
-        """Whether nothing more can be learnt of a failure."""
-        gone = self._roll.gone
-        return len(gone) == len(self._members) or any(not member.said for member in gone)
-
-    def end(self, why: str) -> None:
+    def _end(self, why: str) -> None:
         """End the other ranks at once, for they cannot go on; the first ``why`` is what is said from then on."""
         with self._roll.changed:
             if self._roll.ended:
                 return
             self._roll.closing, self._roll.ended = True, why
-        for member in self._members:
+        for member in self._roll.members:
             member.process.kill()
             with suppress(subprocess.TimeoutExpired):  # a fault of its GPU may hold it
                 member.process.wait(END)
         if self._place.device != "cpu":
             # kernels may wait for the others without end, and an orderly exit for the kernels
-            atexit.register(signal.alarm, int(GRACE))
-        elif dist.is_initialized():
+            atexit.register(exit_within, GRACE)
+        else:
+            self._leave()
+
+
+def exit_within(seconds: float) -> None:
+    """From now on this process has so many ``seconds`` to end, with exit code 1 where it does not.
+
+    A thread of C does it, for which the interpreter need not run; behind its end too there is the alarm.
+    """
+    faulthandler.dump_traceback_later(seconds, exit=True, file=os.open(os.devnull, os.O_WRONLY))
+    signal.alarm(int(2 * seconds) + 1)
+
+
+def _leaving() -> Callable[[], None]:
+    """A function that leaves the group, and this process as it is now."""
+    before = {name: os.environ.get(name) for name in ENVIRONMENT}
+    num_threads = torch.get_num_threads()
+
+    def leave() -> None:
+        if dist.is_initialized():
             dist.destroy_process_group()
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+        torch.set_num_threads(num_threads)
 
-
-def _has_waited(reason: str) -> bool:
-    """Whether ``reason`` is that of a rank which waited for others: in vain, or until one was gone."""
-    return any(word in reason.lower() for word in ("timed out", "timeout", "connection", "a rank is gone"))
+    return leave
 
 
 def start(device: torch.device, size: int) -> Crew:
@@ -174,13 +180,18 @@ def start(device: torch.device, size: int) -> Crew:
     )
     # as an OpenMP thread pool of each rank would take all cores for itself
     num_threads = max(torch.get_num_threads() // size, 1) if device.type == "cpu" else torch.get_num_threads()
-    store = TCPStore("127.0.0.1", 0, size, is_master=True, wait_for_workers=False)
+    with socket.create_server(("127.0.0.1", 0)) as server:  # torch's own would listen on all interfaces
+        port: int = server.getsockname()[1]
+        listening = server.detach()
+    store = TCPStore(
+        "127.0.0.1", port, size, is_master=True, wait_for_workers=False, master_listen_fd=listening
+    )
     places = [
         Place(
             rank=rank,
             size=size,
             device=device.type if device.index is None else f"{device.type}:{device.index + rank}",
-            port=store.port,
+            port=port,
             patience=PATIENCE,
             num_threads=num_threads,
         )
@@ -189,25 +200,22 @@ def start(device: torch.device, size: int) -> Crew:
     crew = Crew(places[0], [launch(place) for place in places[1:]])
     try:
         crew.answers(crew.tell("start", places))
-        with crew.working("join") as number:
-            crew.ranks = join(places[0], store)
-        crew.answers(number)
+        crew.meet(store)
     except RuntimeError as error:
-        raise DeviceLost(crew.blame(first_line(error)), ()) from error
+        raise DeviceLost(crew.blame(error), ()) from error
     return crew
 
 
-def _close(roll: Roll, runners: "weakref.WeakSet[Runner]") -> None:
+def _close(roll: Roll, runners: "weakref.WeakSet[Runner]", leave: Callable[[], None]) -> None:
     """Let the processes end, and leave the group."""
     with roll.changed:
         if roll.closing:
             return
         roll.closing = True
-    send(roll.members, (-1, "close", ()))
+    roll.send((-1, "close", ()))
     for runner in runners:
         runner.forget()
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    leave()
     for member in roll.members:
         try:
             member.process.wait(END)

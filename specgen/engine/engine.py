@@ -8,6 +8,7 @@ from dataclasses import replace
 from specgen.config import EngineConfig, SamplingParams, require
 from specgen.core.endings import DeviceLost
 from specgen.core.engine_core import never_stop
+from specgen.core.step_costs import capture_all
 from specgen.engine.build import build_engine
 from specgen.engine.choices import resolve
 from specgen.engine.conversations import Conversations
@@ -17,6 +18,7 @@ from specgen.engine.request_output import RequestOutput
 from specgen.events import Event
 from specgen.prompts import Prompt, Rejected
 from specgen.report.acceptance import fold_request
+from specgen.startup import phase
 from specgen.text.tokenizer import Tokenizer
 
 _NONE: Mapping[str, str] = {}
@@ -44,7 +46,9 @@ class Engine:
     ) -> None:
         checkpoints = open_checkpoints(config) if models is None else models.checkpoints
         self.config = resolve(config, checkpoints)
-        self.models = load_models(self.config, checkpoints) if models is None else _told(models, self.config)
+        self.models = (
+            load_models(self.config, checkpoints, expected) if models is None else _told(models, self.config)
+        )
         self._generating = False
         try:
             self._core = build_engine(self.config, self.models, record, expected=expected)
@@ -56,6 +60,15 @@ class Engine:
     def tokenizer(self) -> Tokenizer:
         """Of the target."""
         return self.models.tokenizer
+
+    def capture_graphs(self) -> None:
+        """Capture the CUDA graph of every batch size and K now, which ``generate`` does as it comes to each.
+
+        For greedy requests without logit biases or logprobs; others have graphs of their own.
+        """
+        self._require_idle()
+        with phase("graphs"):
+            capture_all(self._core, self.config.max_batch_size, self.config.draft_length.lengths)
 
     def generate(
         self,
@@ -77,9 +90,7 @@ class Engine:
         have finished is yielded and the rest is dropped. ``UserError`` while the engine is at work for another
         caller; ``DeviceLost`` where only a new process can go on.
         """
-        require(
-            not self._generating, "the engine is generating already: exhaust or close that iterator first"
-        )
+        self._require_idle()
         failed: deque[RequestOutput] = deque()
         conversations = Conversations(
             _named(prompts), self.models.tokenizer, sampling or SamplingParams(), failed.append, earlier, lost
@@ -95,6 +106,11 @@ class Engine:
             yield from _drained(failed)
         finally:
             self._generating = False
+
+    def _require_idle(self) -> None:
+        require(
+            not self._generating, "the engine is generating already: exhaust or close that iterator first"
+        )
 
 
 def _told(models: Models, config: EngineConfig) -> Models:

@@ -9,6 +9,7 @@ import select
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -18,18 +19,15 @@ from typing import Any
 from torch import distributed as dist
 
 from specgen.config import EngineConfig, SamplingParams, UserError, first_line
-from specgen.core.endings import DeviceLost
 from specgen.core.engine_core import EngineCore
 from specgen.core.peers import Peers
-from specgen.core.sequence import Completion
 from specgen.engine.assembly import assemble
 from specgen.engine.choices import RUNNERS
-from specgen.engine.lead import digest
 from specgen.engine.loading import Models, OneTarget, load_share, open_checkpoints
 from specgen.engine.memory import num_pages
-from specgen.engine.rank_group import Failed, Place, join
+from specgen.engine.rank_group import Account, Alive, Failed, Place, join
 from specgen.events import Event
-from specgen.ranks import Ranks
+from specgen.ranks import Ranks, Unmet
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -37,19 +35,23 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 class _Fellows(Peers):
     """The other ranks as a follower has them: it tells them nothing, and nothing that fails can be mended."""
 
-    def __init__(self, ranks: Ranks, answer: Callable[[object], None] | None = None) -> None:
+    def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
-        self._answer = answer
+        self._account = Account()
 
-    def give_up(self, reason: str) -> None:
-        raise RuntimeError(reason)
+    def see(self, *numbers: int) -> None:
+        self._account.add(*numbers)
 
-    def agree(self, completions: Sequence[Completion], in_hand: tuple[str, ...]) -> None:
-        if self._answer is not None:
-            self._answer(digest(completions))
+    def compare(self, mark: int) -> None:
+        """``RuntimeError`` unless rank 0, whose ``mark`` it is, has come by here with the same numbers."""
+        if self._account.mark != mark:
+            raise RuntimeError("it has other tokens or another batch than rank 0")
 
-    def require(self, reason: str, requests: tuple[str, ...] = ()) -> None:
-        raise DeviceLost(reason, requests)
+    def give_up(self, error: RuntimeError) -> None:
+        raise error
+
+    def require(self, error: RuntimeError, requests: tuple[str, ...] = ()) -> None:
+        raise error
 
 
 class Follower:
@@ -61,7 +63,8 @@ class Follower:
         self._number = 0  # of the message in hand
         self._models: dict[int, OneTarget] = {}
         self._planned: dict[int, tuple[EngineConfig, Models]] = {}
-        self._engines: dict[int, EngineCore] = {}
+        self._engines: dict[int, tuple[EngineCore, _Fellows]] = {}
+        self._spoke = 0.0  # when, by the monotonic clock
 
     def run(self) -> None:
         """Do one call after another; a ``UserError`` is an answer, and any other exception the last."""
@@ -74,6 +77,12 @@ class Follower:
 
     def _answer(self, value: object) -> None:
         self._connection.send((self._number, value))
+        self._spoke = time.monotonic()
+
+    def _alive(self) -> None:
+        """Say so, if it is long ago."""
+        if time.monotonic() - self._spoke > self._place.patience / 100:
+            self._answer(Alive())
 
     def start(self, places: Sequence[Place]) -> None:
         """All is imported."""
@@ -82,7 +91,7 @@ class Follower:
 
     def join(self) -> None:
         """Meet the others."""
-        self._ranks = join(self._place)
+        self._ranks = join(self._place, self._alive)
         self._answer("joined")
 
     def load(self, model: int, config: EngineConfig) -> None:
@@ -111,16 +120,24 @@ class Follower:
     def assemble(self, engine: int, pages: int) -> None:
         """With as many as every rank has room for."""
         config, models = self._planned.pop(engine)
-        models = replace(models, peers=_Fellows(self._ranks, self._answer))
-        self._engines[engine] = assemble(config, models, pages, RUNNERS[config.cuda_graphs](), _ignore)
+        fellows = _Fellows(self._ranks)
+        models = replace(models, peers=fellows)
+        core = assemble(config, models, pages, RUNNERS[config.cuda_graphs](), _ignore)
+        self._engines[engine] = core, fellows
 
-    def engine(self, engine: int, call: str, *arguments: Any) -> None:  # noqa: ANN401
-        """A call of an engine."""
-        core = self._engines[engine]
+    def engine(self, engine: int, mark: int, call: str, *arguments: Any) -> None:  # noqa: ANN401
+        """A call of an engine, of which rank 0's has come to ``mark``."""
+        core, fellows = self._engines[engine]
+        fellows.compare(mark)
         if call == "spec_length":
             (core.spec_length,) = arguments
         else:
             getattr(core, call)(*arguments)
+
+    def agree(self, engine: int, mark: int) -> None:
+        """Answer if it has come to ``mark`` too."""
+        self._engines[engine][1].compare(mark)
+        self._answer("the same")
 
     def drop_engine(self, engine: int) -> None:
         """Nothing refers to it any more."""
@@ -131,9 +148,14 @@ class Follower:
         self, model: int, config: EngineConfig, function: Callable[..., object], *arguments: object
     ) -> None:
         """Call it with the model, as rank 0 does."""
-        config = replace(config, device=self._place.device)
-        function(config, self._load(model, config), *arguments)
+        models = self._load(model, config)
+        function(replace(config, device=self._place.device), models, *arguments)
         self._answer("done")
+
+    def number(self, model: int, config: EngineConfig, function: Callable[..., int]) -> None:
+        """Answer with what it returns of the model."""
+        models = self._load(model, config)
+        self._answer(function(replace(config, device=self._place.device), models))
 
     def close(self) -> None:
         """Leave in order: graphs hold on to the communication that is part of them."""
@@ -166,15 +188,10 @@ def main(descriptor: int, rank: int) -> None:
         Follower(connection, rank).run()
     except SystemExit:
         code = 0
-    except DeviceLost as lost:
-        _report(connection, lost.reason)
     except Exception as error:
-        _report(connection, f"{type(error).__name__}: {first_line(error)}")
+        kind = "" if isinstance(error, RuntimeError) else f"{type(error).__name__}: "
+        connection.send((-1, Failed(reason=f"{kind}{first_line(error)}", waited=isinstance(error, Unmet))))
     os._exit(code)  # whatever a device is still at
-
-
-def _report(connection: Connection, reason: str) -> None:
-    connection.send((-1, Failed(reason=reason)))
 
 
 if __name__ == "__main__":

@@ -1,22 +1,20 @@
 """Rank 0's side of tensor parallelism: what its engines tell the other ranks, and what it hears from them."""
 
 import gc
-import time
 import weakref
-import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NoReturn
 
 import torch
 
-from specgen.config import EngineConfig, SamplingParams, first_line, require
+from specgen.config import EngineConfig, SamplingParams, require
 from specgen.core.endings import DeviceLost
 from specgen.core.graphs import Runner
 from specgen.core.peers import Peers
-from specgen.core.sequence import Completion
 from specgen.device import HostCopy
 from specgen.engine.crew import Crew, start
+from specgen.engine.rank_group import Account
 
 _crews: "weakref.WeakValueDictionary[tuple[str, int], Crew]" = weakref.WeakValueDictionary()
 
@@ -38,15 +36,6 @@ def peers_of(config: EngineConfig) -> Peers:
     return ModelPeers(crew)
 
 
-def digest(completions: Sequence[Completion]) -> int:
-    """A number by which ranks compare what they have found."""
-    found = [
-        (each.request.id, each.token_ids, each.error, [(step.drafts, step.accepted) for step in each.steps])
-        for each in completions
-    ]
-    return zlib.crc32(repr(found).encode())
-
-
 class ModelPeers(Peers):
     """The peers of a model. Engines that only try something out (``memory.num_pages``) are made by each for itself."""
 
@@ -58,30 +47,42 @@ class ModelPeers(Peers):
 
     @contextmanager
     def together(self, call: str, *arguments: object) -> Iterator[None]:
-        try:
-            with self._crew.working(call, self._model, *arguments) as number:
-                yield
+        with self._blaming(), self._crew.working(call, self._model, *arguments) as number:
+            yield
+        with self._blaming():
             self._crew.answers(number)
-        except RuntimeError as error:
-            self.require(first_line(error))
+
+    def least(self, number: Callable[..., int], config: EngineConfig, models: object) -> int:
+        with self._blaming(), self._crew.working("number", self._model, config, number) as asked:
+            mine = number(config, models)
+        with self._blaming():
+            others: list[int] = self._crew.answers(asked)
+        return min(mine, *others)
 
     def of_engine(self, config: EngineConfig, expected: SamplingParams) -> Peers:
         return EnginePeers(self._crew, self._model, config, expected)
 
-    def give_up(self, reason: str) -> None:
-        raise RuntimeError(reason)
+    def see(self, *numbers: int) -> None:
+        self._crew.alive()
+
+    def give_up(self, error: RuntimeError) -> None:
+        raise error
 
     def wait(self, numbers: HostCopy) -> None:
-        limit = time.monotonic() + self._crew.patience
-        while True:
-            self._crew.require_all()
-            if numbers.ready:
-                return
-            self._crew.require_before(limit)
-            time.sleep(0)
+        self._crew.wait(lambda: numbers.ready)
 
-    def require(self, reason: str, requests: tuple[str, ...] = ()) -> NoReturn:
-        raise DeviceLost(self._crew.blame(reason), requests)
+    def require(self, error: RuntimeError, requests: tuple[str, ...] = ()) -> NoReturn:
+        if isinstance(error, DeviceLost):
+            raise error
+        raise DeviceLost(self._crew.blame(error), requests) from error
+
+    @contextmanager
+    def _blaming(self, requests: tuple[str, ...] = ()) -> Iterator[None]:
+        """``DeviceLost`` for what fails within."""
+        try:
+            yield
+        except RuntimeError as error:
+            self.require(error, requests)
 
     def _on_end(self, call: str, *arguments: object) -> None:
         """Tell the peers once nothing refers to this any more: with the next call, as that may be while one is sent."""
@@ -97,34 +98,31 @@ class EnginePeers(ModelPeers):
         gc.collect()  # an engine that nothing refers to any more may still be there
         self._engine = crew.next_id()
         self._on_end("drop_engine", self._engine)
-        self._asked = crew.tell("build", self._engine, model, config, expected)
+        self._asked = model, config, expected
+        self._account = Account()
 
-    def assemble(self, num_pages: int, runner: Runner) -> int:
+    def assemble(self, num_pages: Callable[[], int], runner: Runner) -> int:
         self._crew.runners.add(runner)
-        try:
-            others: list[int] = self._crew.answers(self._asked)
-        except RuntimeError as error:
-            self.require(first_line(error))
-        pages = min(num_pages, *others)
+        with self._blaming(), self._crew.working("build", self._engine, *self._asked) as number:
+            mine = num_pages()
+        with self._blaming():
+            others: list[int] = self._crew.answers(number)
+        pages = min(mine, *others)
         self._crew.tell("assemble", self._engine, pages)
         return pages
 
     def tell(self, call: str, *arguments: object) -> None:
-        self._crew.tell("engine", self._engine, call, *arguments)
+        self._crew.tell("engine", self._engine, self._account.mark, call, *arguments)
 
     @contextmanager
     def working(self, call: str, *arguments: object) -> Iterator[None]:
-        with self._crew.working("engine", self._engine, call, *arguments) as self._asked:
+        with self._crew.working("engine", self._engine, self._account.mark, call, *arguments):
             yield
 
-    def agree(self, completions: Sequence[Completion], in_hand: tuple[str, ...]) -> None:
-        requests = (*(each.request.id for each in completions), *in_hand)
-        try:
-            others = self._crew.answers(self._asked)
-        except RuntimeError as error:
-            self.require(first_line(error), requests)
-        mine = digest(completions)
-        for rank, other in enumerate(others, start=1):
-            if other != mine:
-                self._crew.end(f"{self._crew.name(rank)}: it has found other tokens than rank 0")
-                self.require("", requests)
+    def see(self, *numbers: int) -> None:
+        super().see(*numbers)
+        self._account.add(*numbers)
+
+    def agree(self, requests: tuple[str, ...]) -> None:
+        with self._blaming(requests):
+            self._crew.answers(self._crew.tell("agree", self._engine, self._account.mark))

@@ -1,24 +1,26 @@
 """A model pair in memory: its checkpoints opened once, its weights and tokenizer loaded."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import torch
 
 from specgen.checkpoints.checkpoint import load_drafter, load_target, mtp_part, open_checkpoint
 from specgen.checkpoints.tensor_reader import Checkpoint
-from specgen.config import MTP, EngineConfig
+from specgen.config import MTP, EngineConfig, SamplingParams
 from specgen.core.peers import Peers
 from specgen.device import use
 from specgen.display import from_here
 from specgen.engine.lead import peers_of
+from specgen.engine.needed_modules import needed_modules
+from specgen.engine.number_formats import DTYPES, Checkpoints
 from specgen.models.protocols import Head, Target
+from specgen.ops.jit_modules import compiled_meanwhile
 from specgen.ranks import Ranks
+from specgen.startup import phase
 from specgen.text.tokenizer import Tokenizer, load_tokenizer
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-FP8 = torch.float8_e4m3fn
-Checkpoints = Mapping[str, Checkpoint]  # "model" and, where a head drafts, "drafter"
+_GREEDY = SamplingParams()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,15 +40,6 @@ class Models:
     def synthetic(self) -> bool:
         """Whether the target says that its weights were made for measurements and not trained."""
         return _is_synthetic(self.checkpoints["model"])
-
-
-def target_kv_dtype(config: EngineConfig) -> torch.dtype:
-    """Of the pages of the target in a resolved ``config``; those of a head are in the model's own format.
-
-    A head has few layers, and no checkpoint says what its keys and values are to be divided by.
-    """
-    assert config.kv_dtype != "auto", "kv_dtype is not resolved"
-    return FP8 if config.kv_dtype == "fp8" else DTYPES[config.dtype]
 
 
 def described(model: str, checkpoint: Checkpoint) -> str:
@@ -74,14 +67,23 @@ def load_chat_tokenizer(config: EngineConfig, checkpoints: Checkpoints) -> Token
     return load_tokenizer(str(checkpoints["model"].path)).with_template_kwargs(config.template_kwargs)
 
 
-def load_models(config: EngineConfig, checkpoints: Checkpoints) -> Models:
+def load_models(config: EngineConfig, checkpoints: Checkpoints, expected: SamplingParams = _GREEDY) -> Models:
     """Read target, head (if one is to draft) and tokenizer of a resolved ``config``.
 
-    With ``tensor_parallel`` the other ranks are started here, and end when nothing refers to the models any more.
+    Meanwhile the kernels are compiled that engines for ``expected`` requests need. With ``tensor_parallel`` the other
+    ranks are started here, and end when nothing refers to the models any more.
     """
-    peers = peers_of(config)
-    with peers.together("load", config):
-        return load_share(config, checkpoints, peers)
+
+    def load() -> Models:
+        with phase("weights"), peers.together("load", config):
+            return load_share(config, checkpoints, peers)
+
+    with compiled_meanwhile(needed_modules(config, checkpoints, expected)):
+        with phase("ranks"):
+            peers = peers_of(config)
+        if peers.ranks.size == 1:
+            return load()
+    return load()  # only now: shares are loaded with the kernel of their sum
 
 
 def load_share(config: EngineConfig, checkpoints: Checkpoints, peers: Peers) -> Models:

@@ -9,11 +9,13 @@ from specgen.config import NGRAM_BYTES, EngineConfig, SamplingParams, require
 from specgen.core.graphs import Runner
 from specgen.core.sequence import Request
 from specgen.engine.assembly import assemble
-from specgen.engine.loading import DTYPES, Models, target_kv_dtype
+from specgen.engine.loading import Models
+from specgen.engine.number_formats import DTYPES, target_kv_dtype
 from specgen.models.model_config import LayerConfig
 
 DRAWN = SamplingParams(temperature=1.0)  # what an engine prepares for by default
 _GIB = 1 << 30
+_CPU_REST = 2 * _GIB  # for engines that take turns, and what they take beside their caches
 
 
 def num_pages(config: EngineConfig, models: Models, expected: SamplingParams = DRAWN) -> int:
@@ -62,6 +64,21 @@ def _memory_for_kv(config: EngineConfig, models: Models, expected: SamplingParam
     not_ours = int(total * (1 - config.gpu_memory_utilization))
     # once for passes that the host launches, and once for those in graphs, which keep their memory
     return free - not_ours - 2 * _largest_pass(config, models, expected)
+
+
+def room_for_turns(config: EngineConfig, models: Models) -> int:
+    """Bytes for engines over loaded ``models`` that take turns: half of what weights leave on the fullest device."""
+    return models.peers.least(_rest, config, models) // 2
+
+
+def _rest(config: EngineConfig, models: Models) -> int:
+    """Of the share of this rank's device that a process may use."""
+    if config.device == "cpu":
+        return _CPU_REST
+    gc.collect()
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(config.device)
+    return free - int(total * (1 - config.gpu_memory_utilization))
 
 
 def _largest_pass(config: EngineConfig, models: Models, expected: SamplingParams) -> int:

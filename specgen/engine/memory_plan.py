@@ -16,8 +16,9 @@ from specgen.checkpoints.tensor_reader import Checkpoint, TensorReader
 from specgen.config import EngineConfig, KVDtypeName, require
 from specgen.display import count
 from specgen.engine.choices import choose_kv_dtype
-from specgen.engine.loading import DTYPES, open_checkpoints
+from specgen.engine.loading import open_checkpoints
 from specgen.engine.memory import page_bytes
+from specgen.engine.number_formats import DTYPES
 from specgen.models.model_config import HeadConfig, TargetConfig
 from specgen.models.protocols import Target
 from specgen.ranks import Ranks

@@ -1,18 +1,25 @@
-"""What all ranks do alike: meeting in a group, and their share of the cores; and how one that fails says so."""
+"""What all ranks do alike: meeting in a group, and an account of what they find; and what one says unasked."""
 
 import os
 import sys
+from array import array
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from zlib import crc32
 
 import torch
 from torch import distributed as dist
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 from specgen.device import use
-from specgen.ranks import Ranks
+from specgen.ranks import Ranks, meeting
 
-_ENVIRONMENT = {  # what libraries read from the environment alone
+_LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
+ENVIRONMENT = {  # what libraries read from the environment alone
+    # all ranks are on this machine, and nobody else is to reach them
+    "GLOO_SOCKET_IFNAME": _LOOPBACK,
+    "NCCL_SOCKET_IFNAME": _LOOPBACK,
     # NVLink multicast is never used: on hosts that several share it can put GPUs out of service
     "NCCL_NVLS_ENABLE": "0",
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
@@ -44,25 +51,43 @@ class Failed:
     """The last word of a rank."""
 
     reason: str
+    waited: bool  # for others, in vain
 
 
-def join(place: Place, store: Store | None = None) -> Ranks:
-    """Meet the other ranks, who call it too; rank 0 brings the ``store``. ``RuntimeError`` where they do not come."""
-    os.environ |= _ENVIRONMENT
+@dataclass(frozen=True)
+class Alive:
+    """What a rank says that gets on with long work."""
+
+
+@dataclass
+class Account:
+    """What a rank has found and decided so far, as one number by which ranks compare themselves."""
+
+    mark: int = 0
+
+    def add(self, *numbers: int) -> None:
+        """Whose order matters."""
+        self.mark = crc32(array("q", numbers).tobytes(), self.mark)
+
+
+def join(place: Place, alive: Callable[[], None], store: Store | None = None) -> Ranks:
+    """Meet the other ranks, who call it too; rank 0 brings the ``store``. ``Unmet`` where they do not come.
+
+    Changes the environment: see ``ENVIRONMENT``.
+    """
+    os.environ |= ENVIRONMENT
     timeout, device = timedelta(seconds=place.patience), torch.device(place.device)
     if store is None:
         store = TCPStore("127.0.0.1", place.port, place.size, is_master=False, timeout=timeout)
     torch.set_num_threads(place.num_threads)
     use(device)
-    if device.type == "cpu":
-        # all are on this machine, whose name gloo might not resolve
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
-    dist.init_process_group(
-        "gloo" if device.type == "cpu" else "nccl",
-        store=store,
-        rank=place.rank,
-        world_size=place.size,
-        timeout=timeout,
-        device_id=None if device.type == "cpu" else device,
-    )
-    return Ranks(rank=place.rank, size=place.size, group=dist.group.WORLD)
+    with meeting():
+        dist.init_process_group(
+            "gloo" if device.type == "cpu" else "nccl",
+            store=store,
+            rank=place.rank,
+            world_size=place.size,
+            timeout=timeout,
+            device_id=None if device.type == "cpu" else device,
+        )
+    return Ranks(rank=place.rank, size=place.size, group=dist.group.WORLD, alive=alive)

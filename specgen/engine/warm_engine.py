@@ -8,6 +8,7 @@ from typing import Self
 from specgen.config import EngineConfig, UserError
 from specgen.core.graphs import Runner
 from specgen.core.sequence import Completion, Request
+from specgen.core.step_costs import capture_all
 from specgen.decoding.sampling import most_demanding
 from specgen.device import settle
 from specgen.engine.build import build_engine
@@ -67,11 +68,13 @@ class WarmEngine:
         config: EngineConfig,
         models: Models,
         requests: Sequence[Request],
-        around: Callable[[Runner], Runner] = lambda runner: runner,
+        around: Callable[[Runner], Runner] | None = None,
     ) -> None:
         self._config, self._requests, self._tape = config, requests, _Tape()
         expected = most_demanding(request.sampling for request in requests)
         self._engine = build_engine(config, models, self._tape.record, around, expected)
+        if config.draft_length.auto:
+            capture_all(self._engine, config.max_batch_size, config.draft_length.lengths)
         self._engine.warm_up()
 
     def run(

@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from specgen.checkpoints.checkpoint import fingerprint
+from specgen.checkpoints.fingerprint import fingerprint
 from specgen.config import EngineConfig, SamplingParams, require
 from specgen.core.sequence import Completion, Request
 from specgen.engine.arms import DECODING, Arm

@@ -11,9 +11,11 @@ from torch import Tensor
 
 from specgen.attention import Attend
 from specgen.config import EngineConfig
+from specgen.device import HostCopy
 from specgen.engine.assembly import new_cache
 from specgen.engine.choices import BACKENDS
-from specgen.engine.loading import Models, target_kv_dtype
+from specgen.engine.loading import Models
+from specgen.engine.number_formats import target_kv_dtype
 from specgen.kv.layout import Layout
 from specgen.kv.pages import PageAllocator
 
@@ -129,14 +131,16 @@ def _step(logits: Tensor, dtype: torch.dtype) -> float:
 
 
 def prefill_logits(config: EngineConfig, models: Models) -> Callable[[Sequence[int]], Tensor]:
-    """A function from token ids to the target's next-token logits after them, ``[V]`` float32.
+    """A function from token ids to the target's next-token logits after them, ``[V]`` float32 on the CPU.
 
     Each call is one prefill through the attention of a resolved ``config``, with its own KV cache.
     """
 
     def logits(token_ids: Sequence[int]) -> Tensor:
         with models.peers.together("function", config, _prefill, token_ids):
-            return _prefill(config, models, token_ids)
+            found = HostCopy(_prefill(config, models, token_ids))
+            models.peers.wait(found)
+            return found.tensor()
 
     return logits
 

@@ -12,7 +12,7 @@ from typing import Any
 from lm_eval import evaluator, simple_evaluate
 from lm_eval.utils import handle_non_serializable, make_table
 
-from specgen.checkpoints.checkpoint import fingerprint
+from specgen.checkpoints.fingerprint import fingerprint
 from specgen.config import EngineConfig, SamplingParams, require
 from specgen.display import devices, from_here
 from specgen.engine.arms import Arm

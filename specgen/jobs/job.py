@@ -5,11 +5,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from specgen.checkpoints.checkpoint import fingerprint
+from specgen.checkpoints.fingerprint import fingerprint
 from specgen.config import Cluster, EngineConfig, EventsName, FormatName, SamplingParams, require
 from specgen.display import devices, from_here, several
 from specgen.engine.choices import choose_attention, kv_note
-from specgen.engine.loading import Checkpoints, described
+from specgen.engine.loading import described
+from specgen.engine.number_formats import Checkpoints
 from specgen.jobs.prompt_index import PromptIndex
 from specgen.jobs.shard import WHOLE, Shard
 from specgen.prompts.load import STDIN

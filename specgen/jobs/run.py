@@ -11,14 +11,8 @@ from specgen.core.engine_core import never_stop
 from specgen.decoding.sampling import most_demanding
 from specgen.engine.choices import resolve
 from specgen.engine.engine import Engine
-from specgen.engine.loading import (
-    Checkpoints,
-    Models,
-    OneTarget,
-    load_chat_tokenizer,
-    load_models,
-    open_checkpoints,
-)
+from specgen.engine.loading import Models, OneTarget, load_chat_tokenizer, load_models, open_checkpoints
+from specgen.engine.number_formats import Checkpoints
 from specgen.engine.request_output import RequestOutput
 from specgen.events import Event
 from specgen.jobs.job import Job, job_manifest, without_effect
@@ -36,6 +30,7 @@ from specgen.rundir.provenance import FREE_IN_A_RUN, with_recorded_date
 from specgen.rundir.results import PROMPTS, RunDirectory, directory, require_same, set_aside
 from specgen.rundir.status import Status, kept_status
 from specgen.rundir.tally import Tally
+from specgen.startup import Startup, phase, watched
 from specgen.template_kwargs import TemplateKwargs
 
 _REMEDY = "name another directory, or start over with --restart, which keeps the old one"
@@ -65,13 +60,13 @@ def run(
     )
     if output is not None and job.restart:
         set_aside(output, "manifest.json")
-    with directory(output, "manifest.json") as path:
+    with directory(output, "manifest.json") as path, watched(progress.compiling) as startup:
         with kept_status(path / "status.json") as status:
-            load = load_models if shared is None else shared.load
-            work = _prepared(job, path, progress, status, until, load)
-            asked = job_manifest(
-                job, work.config, work.checkpoints, work.index, with_fingerprints=output is not None
-            )
+            work = _prepared(job, path, progress, status, until, shared, startup)
+            with phase("fingerprints"):
+                asked = job_manifest(
+                    job, work.config, work.checkpoints, work.index, with_fingerprints=output is not None
+                )
             require_same(path / "manifest.json", asked, free=FREE_IN_A_RUN, remedy=_REMEDY)
             if job.config is not None:  # the last command's: a resumed run may have another batch size
                 write_text(path / "config.yaml", job.config)
@@ -95,7 +90,8 @@ def _prepared(
     progress: Progress,
     status: Status,
     until: Callable[[], bool],
-    load: Callable[[EngineConfig, Checkpoints], Models],
+    shared: OneTarget | None,
+    startup: Startup,
 ) -> "_Work":
     """The work of ``job`` in ``path``, checked: its whole input is read, or the index that an earlier process left."""
     checkpoints = open_checkpoints(job.engine)
@@ -139,7 +135,8 @@ def _prepared(
         progress=progress,
         status=status,
         until=until,
-        load=load,
+        shared=shared,
+        startup=startup,
     )
 
 
@@ -156,7 +153,8 @@ class _Work:
     progress: Progress
     status: Status
     until: Callable[[], bool]
-    load: Callable[[EngineConfig, Checkpoints], Models]
+    shared: OneTarget | None
+    startup: Startup
     models: Models | None = None  # once an engine has loaded them
 
     def answer(self, path: Path) -> Path | None:
@@ -164,6 +162,7 @@ class _Work:
         self._answer(self.config, path)
         if not self.job.baseline:
             return None
+        self.startup.take()  # the run's own time is none of its baseline's start
         self._answer(self.config.plain(), path / "baseline")
         return path / "baseline"
 
@@ -194,8 +193,11 @@ class _Work:
         engine = self._engine(config, record)
         if self.index.has_chats:
             engine.tokenizer.require_chat_template()
+        seconds = self.startup.take()
+        if config.device != "cpu":
+            self.progress.ready(name, seconds)
         total, done = self.index.num_requests, len(files.completions)
-        self.status.begin(tally, total=total, done=done)
+        self.status.begin(tally, total=total, done=done, startup=seconds)
         self.progress.start(name, tally, total, done)
         outputs = engine.generate(
             self.prompts.select(self.index.pending(files.completions)),
@@ -228,7 +230,11 @@ class _Work:
         if self.job.cluster is not None:
             return RayEngine(config=config, cluster=self.job.cluster, record=record, expected=expected)
         if self.models is None:
-            self.models = self.load(config, self.checkpoints)
+            self.models = (
+                load_models(config, self.checkpoints, expected)
+                if self.shared is None
+                else self.shared.load(config, self.checkpoints)
+            )
         return Engine(config, record=record, models=self.models, expected=expected)
 
     def _keep(self, output: RequestOutput, files: RunDirectory) -> None:

@@ -84,6 +84,10 @@ class Eagle3Config(HeadConfig):
         )
 
     @property
+    def drafts_at_once(self) -> bool:
+        return self.mask_token_id is not None
+
+    @property
     def title(self) -> str:
         return super().title if self.mask_token_id is None else "a P-EAGLE head"
 

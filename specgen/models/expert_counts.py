@@ -36,9 +36,9 @@ class ExpertSize:
         num_biases = 2 * mixture.width + config.hidden_size if mixture.biases else 0
         weights = num_values * (_MXFP4_BYTES if mixture.mxfp4 else bytes_per_value)
         if config.fp8 is not None and not config.fp8.ignores(_FIRST.format(mixture.layers.index(True))):
-            scales = [2 * mixture.width * config.fp8.num_scales(config.hidden_size)]
-            scales += [config.hidden_size * config.fp8.num_scales(mixture.width)]
-            weights = num_values + 4 * sum(scales)
+            gate = config.fp8.num_scales(mixture.width, config.hidden_size)
+            down = config.fp8.num_scales(config.hidden_size, mixture.width)
+            weights = num_values + 4 * (2 * gate + down)
         return cls(
             num_layers=sum(mixture.layers),
             num_experts=mixture.num_experts,

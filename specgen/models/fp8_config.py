@@ -9,7 +9,7 @@ from specgen.config import UserError, require, shown
 from specgen.models.config_fields import Raw, items, section
 
 BLOCK = 128  # rows and columns of a weight that share a scale in block FP8
-SECTIONS = ("quantization_config", "compression_config")  # the latter of older compressed-tensors
+_SECTIONS = ("quantization_config", "compression_config")  # the latter of older compressed-tensors
 _OF_WEIGHTS = ("quant_algo", "config_groups", "activation_scheme")
 _OF_CACHE = ("kv_cache_quant_algo", "kv_cache_scheme")
 _IGNORED = ("ignore", "exclude_modules", "modules_to_not_convert", "ignored_layers")
@@ -40,9 +40,14 @@ class Fp8Config:
             return ((-(-num_out // BLOCK), -(-num_in // BLOCK)),)
         return ((), (1,)) if self.weights == "tensor" else ((num_out, 1), (num_out,))
 
-    def num_scales(self, num_in: int) -> int:
-        """Of a row of a weight with so many inputs, as it is read."""
-        return -(-num_in // BLOCK) if self.weights == "block" else 1
+    @property
+    def rows_per_scale(self) -> int:
+        """Outputs of a weight that share a scale, unless all do."""
+        return BLOCK if self.weights == "block" else 1
+
+    def num_scales(self, num_out: int, num_in: int) -> int:
+        """Those that a product with a weight [num_out, num_in] reads: one for each output, or for each block."""
+        return -(-num_out // BLOCK) * -(-num_in // BLOCK) if self.weights == "block" else num_out
 
     def __str__(self) -> str:
         per = f"{BLOCK}x{BLOCK} block" if self.weights == "block" else self.weights
@@ -55,41 +60,45 @@ class Fp8Config:
         return f"FP8 e4m3 (quant_method {self.method}), one scale per {per}; activations rounded {rounded}"
 
 
-def fp8_config(config: Raw) -> Fp8Config | None:
-    """Of a ``config.json``; None: plain weights. ``UserError`` names any other format."""
-    given = [name for name in SECTIONS if config.get(name)]
+def quantization(config: Raw) -> Raw:
+    """What a ``config.json`` says of its weights and KV cache, without modelopt's nesting; empty: nothing."""
+    given = [name for name in _SECTIONS if config.get(name)]
     require(
         len(given) < 2,
         f"config.json has {' and '.join(given)}: keep the one that the weights were saved with",
     )
-    if not given:
+    raw = section(config, given[0]) if given else {}
+    return {**raw, **section(raw, "quantization")}
+
+
+def fp8_config(config: Raw) -> Fp8Config | None:
+    """Of a ``config.json``; None: plain weights. ``UserError`` names any other format."""
+    raw = quantization(config)
+    if not raw:
         return None
-    raw = section(config, given[0])
     method = raw.get("quant_method")
     readers = {"modelopt": _modelopt, "compressed-tensors": _compressed_tensors, "fp8": _fp8}
     if not isinstance(method, str) or method not in readers:
-        raise UserError(f"{given[0]} has the method {shown(method)}, which is not supported: {_USE}")
-    raw = {**raw, **section(raw, "quantization")}  # modelopt may nest it
+        raise UserError(f"quant_method is {shown(method)}, which is not supported: {_USE}")
     if not any(raw.get(name) for name in _OF_WEIGHTS) and any(raw.get(name) for name in _OF_CACHE):
         return None  # of the KV cache alone
     return readers[method](raw)
 
 
 def with_modelopt(config: Raw, separate: Raw) -> dict[str, Any]:
-    """``config`` with what modelopt wrote to ``hf_quant_config.json``, in the form newer versions put in both files."""
-    name = SECTIONS[0]
-    stated = section(separate, "quantization")
+    """``config`` with what modelopt wrote to ``hf_quant_config.json``, which newer versions put in both files.
+
+    ``UserError`` where they name different algorithms. What one alone says, as some versions of the KV cache, counts.
+    """
+    stated, known = section(separate, "quantization"), quantization(config)
     require(bool(stated), "hf_quant_config.json has no quantization: download it again")
-    known = section(config, name)
-    if not known:
-        return {**config, name: {**stated, "quant_method": "modelopt"}}
     algorithm, other = known.get("quant_algo"), stated.get("quant_algo")
     require(
-        algorithm == other,
+        not known or algorithm == other,
         f"hf_quant_config.json has the quant_algo {shown(other)} and config.json {shown(algorithm)}: "
         "they are of different models, download both again",
     )
-    return dict(config)
+    return {**config, _SECTIONS[0]: {"quant_method": "modelopt", **stated, **known}}
 
 
 def _modelopt(raw: Raw) -> Fp8Config:
@@ -130,6 +139,10 @@ def _fp8(raw: Raw) -> Fp8Config:
 def _compressed_tensors(raw: Raw) -> Fp8Config:
     groups = section(raw, "config_groups")
     require(len(groups) == 1, f"config_groups has {len(groups)} groups, only one is supported: {_USE}")
+    require(
+        not raw.get("transform_config"),
+        f"transform_config is set: weights that need their inputs rotated are not supported, {_USE}",
+    )
     group = section(groups, next(iter(groups)))
     targets = items(group, "targets")
     require(targets == ["Linear"], f"targets is {shown(targets)}, only ['Linear'] is supported: {_USE}")

@@ -79,8 +79,8 @@ class LayerConfig:
         fitting = [each for each in (1, 2, 4, 8, 16) if self._can_share(each)]
         require(
             self._can_share(count),
-            f"tensor-parallel is {count}, which does not divide the heads and widths of this model evenly: use one of "
-            f"{', '.join(map(str, fitting))}",
+            f"tensor-parallel is {count}, which does not divide this model's heads and widths, or the blocks of its "
+            f"quantized weights, evenly: use one of {', '.join(map(str, fitting))}",
         )
         mixture = self.mixture
         return replace(
@@ -224,6 +224,11 @@ class HeadConfig(LayerConfig):
             self.fp8 is None or self.takes_fp8,
             "quantization_config is set: a head in FP8 is not supported, use a plain one",
         )
+
+    @property
+    def drafts_at_once(self) -> bool:
+        """Whether one pass of K rows per sequence drafts; else K passes of one row."""
+        return False
 
     @property
     def title(self) -> str:

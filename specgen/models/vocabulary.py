@@ -13,7 +13,7 @@ from specgen.ops import Map, Ops
 from specgen.ops.weight import Weight
 from specgen.ranks import Ranks
 
-_ALIGNED = 64  # rows that kernels take at once
+_ALIGNED = 128  # rows that kernels take at once, or that share a scale in FP8
 
 
 def rows_of(vocab_size: int, ranks: Ranks) -> range:
@@ -22,10 +22,14 @@ def rows_of(vocab_size: int, ranks: Ranks) -> range:
         vocab_size >= ranks.size**2,
         f"a vocabulary of {vocab_size} tokens cannot be shared by {ranks.size} ranks: use a smaller --tensor-parallel",
     )
-    each = -(-vocab_size // ranks.size)
-    if each >= 64 * _ALIGNED:
-        each = -(-each // _ALIGNED) * _ALIGNED
+    each = most_rows(vocab_size, ranks.size)
     return range(min(ranks.rank * each, vocab_size), min((ranks.rank + 1) * each, vocab_size))
+
+
+def most_rows(vocab_size: int, num_ranks: int) -> int:
+    """Of a rank; all but the last have as many."""
+    each = -(-vocab_size // num_ranks)
+    return -(-each // _ALIGNED) * _ALIGNED if each >= 32 * _ALIGNED else each
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,8 +63,8 @@ class Vocabulary:
         """Logits [..., V] from every rank's [..., len(rows)]."""
         if self.ranks.size == 1:
             return share
-        widest = len(rows_of(self.size, Ranks(rank=0, size=self.ranks.size, group=self.ranks.group)))
-        parts = self.ranks.gather(pad(share, (0, widest - share.shape[-1])))
+        most = most_rows(self.size, self.ranks.size)
+        parts = self.ranks.gather(pad(share, (0, most - share.shape[-1])))
         return parts.movedim(0, -2).flatten(-2)[..., : self.size].contiguous()
 
     def likeliest(self, logits: Tensor) -> tuple[Tensor, Tensor]:

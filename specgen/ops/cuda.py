@@ -12,9 +12,10 @@ from specgen.config import require
 from specgen.ops import Map, Ops
 from specgen.ops.argmax import argmax
 from specgen.ops.expert_kernels import few_rows_experts
-from specgen.ops.expert_tiles import FLOAT32_TILES, MXFP4_TILES, PLAIN_TILES
+from specgen.ops.expert_tiles import FLOAT32_TILES, FP8_TILES, MXFP4_TILES, PLAIN_TILES
 from specgen.ops.experts import Experts, ExpertsMap, grouped_experts
 from specgen.ops.fp8_cuda import fp8_gated, fp8_map, fp8_parts
+from specgen.ops.hopper_linear import FEWEST_ROWS, MOST_ROWS, fits, hopper_linear, runs_on
 from specgen.ops.reference import gated, linear, one_part
 from specgen.ops.rope import TritonRope
 from specgen.ops.router import sigmoid_choice
@@ -98,7 +99,18 @@ def _gated_linear(dtype: torch.dtype, weight: Weight, out_scale: Tensor | None =
     whole = gated(linear(weight), silu_and_mul)
     if dtype not in _HALF:
         return whole
-    return _by_rows(_GATED_TILES, weight, skinny_gated_linear, whole, halves=2)
+    few = _by_rows(_GATED_TILES, weight, skinny_gated_linear, whole, halves=2)
+    matrix, bias = weight.matrix, weight.bias
+    out, width = matrix.shape
+    if dtype != torch.bfloat16 or not runs_on(matrix.device) or not fits(out // 2, width, dtype, gated=True):
+        return few
+
+    def product(x: Tensor) -> Tensor:
+        if FEWEST_ROWS <= x.shape[0] <= MOST_ROWS:
+            return hopper_linear(x, matrix, bias=bias, gated=True)
+        return few(x)
+
+    return product
 
 
 def _experts(dtype: torch.dtype, experts: Experts) -> ExpertsMap:
@@ -109,10 +121,9 @@ def _experts(dtype: torch.dtype, experts: Experts) -> ExpertsMap:
             f"experts in MXFP4 run in bfloat16 on a GPU, not {name}: use --dtype bfloat16",
         )
         return few_rows_experts(experts, MXFP4_TILES)
-    require(
-        experts.gate_up.format != "fp8",
-        "the experts are in FP8, which no kernel for a GPU reads yet: use --device cpu or plain weights",
-    )
+    if "fp8" in (experts.gate_up.format, experts.down.format):
+        few = dtype == torch.float32  # inputs fill the shared memory
+        return few_rows_experts(experts, FP8_TILES[:2] if few else FP8_TILES)
     experts = replace(
         experts,
         gate_up=replace(experts.gate_up, data=experts.gate_up.data.contiguous()),

@@ -1,8 +1,8 @@
 # mypy: allow-untyped-decorators
 """Triton kernels for the experts of few rows, limited by how fast the experts that are touched can be read."""
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import triton
 import triton.language as tl
@@ -10,8 +10,10 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from specgen.ops.expert_blocks import Blocks, block_of, find_blocks
-from specgen.ops.expert_products import as_words, plain_product, prefetch_words, word_product
+from specgen.ops.expert_products import as_words, prefetch, product
 from specgen.ops.experts import Experts, ExpertsMap, Gating
+from specgen.ops.fp8 import GROUP, block_scales
+from specgen.ops.fp8_kernels import rounded_rows
 from specgen.ops.launch import PDL
 from specgen.ops.weight import Weight
 
@@ -21,9 +23,12 @@ class Tile:
     """A program computes ``block_out`` outputs of a block of rows; of gate and of up as many each."""
 
     block_out: int
-    block_in: int  # MXFP4: 128
+    block_in: int  # MXFP4, and FP8 by block: 128
     stages: int  # blocks of the weight in flight
     warps: int
+    rounds: bool = (
+        False  # FP8 by block: each program rounds its inputs, which no kernel has to do in front of it
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,20 +46,42 @@ class Matrices:
     """One ``Weight`` of a layer's experts as the kernels read it."""
 
     data: Tensor  # [E, out, in], or words; see as_words
-    scale: Tensor | None
+    scale: Tensor | None  # of FP8 [E, out], or by block: see block_scales
     bias: Tensor | None  # [E, out]
     num_out: int
     width: int
+    activations: Literal["static", "token", "group"] | None = None  # of FP8; see Weight
+    input_scale: Tensor | None = None  # [E], of static activations
 
     @classmethod
-    def of(cls, weight: Weight) -> "Matrices":
+    def of(cls, weight: Weight, halves: int = 1) -> "Matrices":
+        """``halves``: 2 of gate and up, which begin a block of FP8 each."""
         assert weight.data.is_contiguous(), "the kernels would misread it and say nothing"
-        (_, num_out, width), bias = weight.data.shape, weight.bias
-        data, scale = weight.data, None
+        (_, num_out, width), scale = weight.data.shape, weight.scale
+        plain = cls(data=weight.data, scale=None, bias=weight.bias, num_out=num_out, width=width)
+        if weight.format == "plain":
+            return plain
+        assert scale is not None
         if weight.format == "mxfp4":
-            assert weight.scale is not None
-            (data, scale), width = as_words(weight.data, weight.scale), 2 * width
-        return cls(data=data, scale=scale, bias=bias, num_out=num_out, width=width)
+            words, scale = as_words(weight.data, scale)
+            return replace(plain, data=words, scale=scale, width=2 * width)
+        grouped = weight.activations == "group"
+        scale = block_scales(scale, halves) if grouped else scale.flatten(1)
+        return replace(
+            plain,
+            scale=scale.contiguous(),
+            activations=weight.activations,
+            input_scale=weight.input_scale,
+        )
+
+    def inputs(self, x: Tensor, tile: Tile) -> tuple[Tensor, Tensor | None, int]:
+        """``x`` [n, in] as ``product`` takes it with ``tile``, its scales, and how many are each row's."""
+        grouped = self.activations == "group"
+        if self.activations is None or self.activations == "static" or (grouped and tile.rounds):
+            return x, self.input_scale, 0
+        rounded = rounded_rows(x, None, GROUP if grouped else None)
+        assert rounded.scale is not None
+        return rounded.data, rounded.scale, rounded.scale.shape[1]
 
 
 @triton.jit
@@ -65,16 +92,19 @@ def _gate(
     shift: float,
     limit: float,
     LIMITED: tl.constexpr,  # noqa: N803
+    BETWEEN: tl.constexpr,  # noqa: N803
 ) -> tl.tensor:
-    """``Gating`` in float32."""
+    """``Gating`` in float32, what is multiplied rounded to BETWEEN."""
+    gate, up = gate.to(BETWEEN).to(tl.float32), up.to(BETWEEN).to(tl.float32)
     if LIMITED:
         gate, up = tl.minimum(gate, limit), tl.minimum(tl.maximum(up, -limit), limit)
-    return gate / (1 + tl.exp(-alpha * gate)) * (up + shift)
+    return (gate / (1 + tl.exp(-alpha * gate))).to(BETWEEN).to(tl.float32) * (up + shift)
 
 
-@triton.jit(do_not_specialize=["num_rows", "alpha", "shift", "limit"])
+@triton.jit(do_not_specialize=["num_rows", "x_step", "alpha", "shift", "limit"])
 def _gate_up_kernel(
     x: tl.tensor,
+    x_scale: tl.tensor,
     weight: tl.tensor,
     scale: tl.tensor,
     bias: tl.tensor,
@@ -83,6 +113,7 @@ def _gate_up_kernel(
     order: tl.tensor,
     listed: tl.tensor,
     num_rows: int,
+    x_step: int,
     num_out: int,
     width: int,
     alpha: float,
@@ -95,6 +126,7 @@ def _gate_up_kernel(
     ROWS: tl.constexpr,  # noqa: N803
     BLOCK_OUT: tl.constexpr,  # noqa: N803
     BLOCK_IN: tl.constexpr,  # noqa: N803
+    GROUPED: tl.constexpr,  # noqa: N803
     STAGES: tl.constexpr,  # noqa: N803
 ) -> None:
     gdc_wait()
@@ -107,25 +139,32 @@ def _gate_up_kernel(
     out = tl.minimum(first + index // 16 * 8 + index % 8, half - 1) + index // 8 % 2 * half
     if bias is not None:  # loaded here, not to be waited for at the end
         added = tl.load(bias + expert.to(tl.int64) * num_out + out)
-    if scale is None:
-        acc = plain_product(x, weight, expert, pairs // K, inside, out, num_out, width, BLOCK_IN, STAGES)
-    else:
-        acc = word_product(x, weight, scale, expert, pairs // K, inside, out, num_out, width, STAGES)
+    acc = product(
+        x, x_scale, x_step, weight, scale, expert, pairs // K, inside, out, first, half, num_out, width,
+        GROUPED, BLOCK_IN, STAGES,
+    )  # fmt: skip
     # Not earlier: the successor's programs would crowd onto the multiprocessors that are free first.
     gdc_launch_dependents()
     if bias is not None:
         acc += added[:, None].to(tl.float32)
     acc = tl.permute(tl.reshape(acc, (BLOCK_OUT // 8, 2, 8, ROWS)), (0, 2, 3, 1))
     gate, up = tl.split(acc)
-    gated = tl.reshape(_gate(gate, up, alpha, shift, limit, LIMITED), (BLOCK_OUT, ROWS))
+    if (
+        weight.dtype.element_ty == tl.float8e4nv
+    ):  # as Gating rounds: what is rounded to e4m3 next must be the same
+        gated = _gate(gate, up, alpha, shift, limit, LIMITED, y.dtype.element_ty)
+    else:
+        gated = _gate(gate, up, alpha, shift, limit, LIMITED, tl.float32)
+    gated = tl.reshape(gated, (BLOCK_OUT, ROWS))
     out = first + tl.arange(0, BLOCK_OUT)
     y += pairs[None, :].to(tl.int64) * half
     tl.store(y + out[:, None], gated.to(y.dtype.element_ty), inside[None, :] & (out[:, None] < half))
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_rows", "x_step"])
 def _down_kernel(
     x: tl.tensor,
+    x_scale: tl.tensor,
     weight: tl.tensor,
     scale: tl.tensor,
     bias: tl.tensor,
@@ -135,6 +174,7 @@ def _down_kernel(
     order: tl.tensor,
     listed: tl.tensor,
     num_rows: int,
+    x_step: int,
     num_out: int,
     width: int,
     KIND: tl.constexpr,  # noqa: N803
@@ -143,24 +183,26 @@ def _down_kernel(
     ROWS: tl.constexpr,  # noqa: N803
     BLOCK_OUT: tl.constexpr,  # noqa: N803
     BLOCK_IN: tl.constexpr,  # noqa: N803
+    GROUPED: tl.constexpr,  # noqa: N803
     STAGES: tl.constexpr,  # noqa: N803
 ) -> None:
     # What gate and up have waited for can be read before they have finished.
     expert, pairs, inside = block_of(ids, order, listed, num_rows, KIND, K, K_BLOCK, ROWS)
     if expert < 0:
         return
-    index = tl.program_id(1) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+    first = tl.program_id(1) * BLOCK_OUT
+    index = first + tl.arange(0, BLOCK_OUT)
     out = tl.minimum(index, num_out - 1)
     factor = tl.load(factors + pairs, inside, 0)  # like the bias, not to be waited for at the end
     if bias is not None:
         added = tl.load(bias + expert.to(tl.int64) * num_out + out)
     if scale is not None:
-        prefetch_words(weight, expert, out, num_out, width)
+        prefetch(weight, expert, out, num_out, width)
     gdc_wait()
-    if scale is None:
-        acc = plain_product(x, weight, expert, pairs, inside, out, num_out, width, BLOCK_IN, STAGES)
-    else:
-        acc = word_product(x, weight, scale, expert, pairs, inside, out, num_out, width, STAGES)
+    acc = product(
+        x, x_scale, x_step, weight, scale, expert, pairs, inside, out, first, num_out, num_out, width,
+        GROUPED, BLOCK_IN, STAGES,
+    )  # fmt: skip
     gdc_launch_dependents()
     if bias is not None:
         acc += added[:, None].to(tl.float32)
@@ -173,12 +215,13 @@ def _down_kernel(
 def gate_up(x: Tensor, matrices: Matrices, gating: Gating, blocks: Blocks, rows: int, tile: Tile) -> Tensor:
     """``x`` [rows, H] through gate and up of each row's experts: gated [rows * k, I], by pair (see ``Blocks``)."""
     y = x.new_empty(blocks.ids.numel(), matrices.num_out // 2)
-    limit = gating.limit
+    (data, x_scale, x_step), limit = matrices.inputs(x, tile), gating.limit
     _gate_up_kernel[(blocks.count, triton.cdiv(y.shape[1], tile.block_out))](
-        *(x, matrices.data, matrices.scale, matrices.bias, y, blocks.ids, blocks.order, blocks.listed),
-        *(x.shape[0], matrices.num_out, matrices.width, gating.alpha, gating.shift, limit or 0.0),
+        *(data, x_scale, matrices.data, matrices.scale, matrices.bias, y),
+        *(blocks.ids, blocks.order, blocks.listed, x.shape[0], x_step, matrices.num_out, matrices.width),
+        *(gating.alpha, gating.shift, limit or 0.0),
         LIMITED=limit is not None,
-        **_constants(blocks, rows, tile),
+        **_constants(matrices, blocks, rows, tile),
     )
     return y
 
@@ -187,16 +230,18 @@ def down(gated: Tensor, matrices: Matrices, weights: Tensor, blocks: Blocks, row
     """``gated`` [rows * k, I] through down, times ``weights`` [rows, k]: a part for each slot, [k, rows, H]."""
     num_rows, k = weights.shape
     y = gated.new_empty(k, num_rows, matrices.num_out)
+    data, x_scale, x_step = matrices.inputs(gated, tile)
     _down_kernel[(blocks.count, triton.cdiv(matrices.num_out, tile.block_out))](
-        *(gated, matrices.data, matrices.scale, matrices.bias, weights, y),
-        *(blocks.ids, blocks.order, blocks.listed, num_rows, matrices.num_out, matrices.width),
-        **_constants(blocks, rows, tile),
+        *(data, x_scale, matrices.data, matrices.scale, matrices.bias, weights, y),
+        *(blocks.ids, blocks.order, blocks.listed, num_rows, x_step, matrices.num_out, matrices.width),
+        **_constants(matrices, blocks, rows, tile),
     )
     return y
 
 
-def _constants(blocks: Blocks, rows: int, tile: Tile) -> dict[str, Any]:
-    k = blocks.ids.shape[1]
+def _constants(matrices: Matrices, blocks: Blocks, rows: int, tile: Tile) -> dict[str, Any]:
+    grouped, k = matrices.activations == "group", blocks.ids.shape[1]
+    assert not grouped or (tile.block_in == GROUP and GROUP % tile.block_out == 0), tile
     return {
         "KIND": blocks.kind,
         "K": k,
@@ -204,6 +249,7 @@ def _constants(blocks: Blocks, rows: int, tile: Tile) -> dict[str, Any]:
         "ROWS": rows,
         "BLOCK_OUT": tile.block_out,
         "BLOCK_IN": tile.block_in,
+        "GROUPED": grouped,
         "STAGES": tile.stages,
         "num_warps": tile.warps,
         **PDL,
@@ -221,8 +267,8 @@ class LoadedExperts:
 
     @classmethod
     def of(cls, experts: Experts) -> "LoadedExperts":
-        """Memory for a copy of MXFP4 weights, which are put in another order; plain ones are kept."""
-        gate_up, down = Matrices.of(experts.gate_up), Matrices.of(experts.down)
+        """Memory for a copy of MXFP4 weights, which are put in another order; others are kept."""
+        gate_up, down = Matrices.of(experts.gate_up, halves=2), Matrices.of(experts.down)
         return cls(num_experts=len(experts.down.data), gate_up=gate_up, down=down, gating=experts.gating)
 
     def __call__(self, x: Tensor, ids: Tensor, weights: Tensor, tiles: ExpertTiles) -> Tensor:

@@ -1,5 +1,5 @@
 # mypy: allow-untyped-decorators
-"""The product of a block of rows with some outputs of an expert, from plain weights or MXFP4 in words."""
+"""The product of a block of rows with some outputs of an expert: plain weights, FP8, or MXFP4 in words."""
 
 import torch
 import triton
@@ -8,6 +8,7 @@ from torch import Tensor
 
 from specgen.config import require
 from specgen.ops.launch import prefetch_l2
+from specgen.ops.row_kernels import e4m3_scale, to_e4m3
 
 WORD_BLOCK = 128  # inputs whose values take 16 words of an output, and whose scales take one
 
@@ -44,6 +45,41 @@ _UNPACK = tl.constexpr(
 
 
 @triton.jit
+def product(
+    x: tl.tensor,
+    x_scale: tl.tensor,
+    x_step: int,
+    weight: tl.tensor,
+    scale: tl.tensor,
+    expert: tl.tensor,
+    row: tl.tensor,
+    inside: tl.tensor,
+    out: tl.tensor,
+    first: tl.tensor,
+    half: int,
+    num_out: int,
+    width: int,
+    GROUPED: tl.constexpr,  # noqa: N803
+    BLOCK_IN: tl.constexpr,  # noqa: N803
+    STAGES: tl.constexpr,  # noqa: N803
+) -> tl.tensor:
+    """Outputs ``out`` [M] of an expert for rows ``row`` [R] of ``x``, from weights of any format: float32 [M, R].
+
+    ``first`` is the least of ``out``; of two halves with ``half`` outputs, gate and up, in each of them.
+    """
+    if scale is None:
+        acc = plain_product(x, weight, expert, row, inside, out, num_out, width, BLOCK_IN, STAGES)
+    elif weight.dtype.element_ty == tl.float8e4nv:
+        acc = fp8_product(
+            x, x_scale, x_step, weight, scale, expert, row, inside, out, first, half, num_out, width,
+            GROUPED, BLOCK_IN, STAGES,
+        )  # fmt: skip
+    else:
+        acc = word_product(x, weight, scale, expert, row, inside, out, num_out, width, STAGES)
+    return acc
+
+
+@triton.jit
 def plain_product(
     x: tl.tensor,
     weight: tl.tensor,
@@ -66,6 +102,70 @@ def plain_product(
         w = tl.load(w_start + start, inner[None, :] < left, 0)
         columns = tl.load(x_start + start, inside[None, :] & (inner[:, None] < left), 0)
         acc = tl.dot(w, columns, acc, input_precision="ieee")  # of float32
+    return acc
+
+
+@triton.jit
+def fp8_product(
+    x: tl.tensor,
+    x_scale: tl.tensor,
+    x_step: int,
+    weight: tl.tensor,
+    scale: tl.tensor,
+    expert: tl.tensor,
+    row: tl.tensor,
+    inside: tl.tensor,
+    out: tl.tensor,
+    first: tl.tensor,
+    half: int,
+    num_out: int,
+    width: int,
+    GROUPED: tl.constexpr,  # noqa: N803
+    BLOCK_IN: tl.constexpr,  # noqa: N803
+    STAGES: tl.constexpr,  # noqa: N803
+) -> tl.tensor:
+    """As ``product``, of weights in e4m3. Sums of BLOCK_IN inputs leave the tensor cores, which keep few bits.
+
+    ``x`` is in e4m3 with ``x_step`` scales for each row: one, or, GROUPED, one for each 128 inputs. In the model's
+    dtype it is rounded here: with ``x_scale`` [E], or, GROUPED, with those that are found. GROUPED weights have a scale
+    for each block of 128 outputs of a half, of which ``out`` are in the same, and 128 inputs, which BLOCK_IN is.
+    """
+    inner = tl.arange(0, BLOCK_IN)
+    w_start = weight + expert.to(tl.int64) * num_out * width + out[:, None] * width + inner[None, :]
+    x_start = x + row[None, :].to(tl.int64) * width + inner[:, None]
+    if GROUPED:
+        groups, blocks = tl.cdiv(width, 128), tl.cdiv(half, 128)
+        scale += (expert.to(tl.int64) * blocks * (num_out // half) + first // 128) * groups
+        second = (num_out - half) // half * blocks * groups
+    else:
+        out_scale = tl.load(scale + expert.to(tl.int64) * num_out + out)
+    if x.dtype.element_ty == tl.float8e4nv:
+        x_scale += row.to(tl.int64) * x_step
+    elif not GROUPED:
+        static = tl.load(x_scale + expert)
+        inverse = 1.0 / static
+    acc = tl.zeros((out.shape[0], row.shape[0]), tl.float32)
+    for block in tl.range(0, tl.cdiv(width, BLOCK_IN), num_stages=STAGES):
+        left = width - block * BLOCK_IN
+        w = tl.load(w_start + block * BLOCK_IN, inner[None, :] < left, 0.0)
+        columns = tl.load(x_start + block * BLOCK_IN, inside[None, :] & (inner[:, None] < left), 0.0)
+        if GROUPED:
+            out_scale = tl.where(out < half, tl.load(scale + block), tl.load(scale + second + block))
+            if x.dtype.element_ty != tl.float8e4nv:
+                row_scale = e4m3_scale(columns, 0)
+                columns = to_e4m3(columns, (1.0 / row_scale)[None, :])
+            else:
+                row_scale = tl.load(x_scale + block, inside, 0)
+            acc += tl.dot(w, columns) * (out_scale[:, None] * row_scale[None, :])
+        else:
+            if x.dtype.element_ty != tl.float8e4nv:
+                columns = to_e4m3(columns, inverse)
+            acc += tl.dot(w, columns)
+    if not GROUPED:
+        if x.dtype.element_ty == tl.float8e4nv:
+            acc *= out_scale[:, None] * tl.load(x_scale, inside, 0)[None, :]
+        else:
+            acc *= (out_scale * static)[:, None]
     return acc
 
 
@@ -99,13 +199,18 @@ def word_product(
 
 
 @triton.jit
-def prefetch_words(words: tl.tensor, expert: tl.tensor, out: tl.tensor, num_out: int, width: int) -> None:
-    """Start loading the first two blocks of ``word_product`` into the L2 cache."""
-    first = expert.to(tl.int64) * tl.cdiv(width, 128) * num_out
-    start = words + (first + out) * 16
-    prefetch_l2(start, 64)
-    if width > 128:
-        prefetch_l2(start + num_out * 16, 64)
+def prefetch(weight: tl.tensor, expert: tl.tensor, out: tl.tensor, num_out: int, width: int) -> None:
+    """Start loading the first inputs' weights, MXFP4 in words or FP8, into the L2 cache."""
+    if weight.dtype.element_ty == tl.float8e4nv:
+        if width % 16 == 0:
+            start = weight + (expert.to(tl.int64) * num_out + out) * width
+            prefetch_l2(start, min(width, 256))
+    else:
+        first = expert.to(tl.int64) * tl.cdiv(width, 128) * num_out
+        words = weight + (first + out) * 16
+        prefetch_l2(words, 64)
+        if width > 128:
+            prefetch_l2(words + num_out * 16, 64)
 
 
 @triton.jit

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from specgen.ops.fp8 import dequantised, rounding
+from specgen.ops.fp8 import dequantised, rounding, through_e4m3
 from specgen.ops.mxfp4 import dequantized
 from specgen.ops.weight import Weight
 
@@ -71,13 +71,22 @@ def grouped_experts(experts: Experts) -> ExpertsMap:
 def _product(weight: Weight) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     """Of rows sorted by expert, their experts' ids, and where each expert's rows end."""
     matrices, bias = _matrices(weight), weight.bias
-    rounds = rounding(weight) if weight.format == "fp8" else None
+    rounds = _rounding(weight)
 
     def product(x: Tensor, ids: Tensor, ends: Tensor) -> Tensor:
-        out = F.grouped_mm(x if rounds is None else rounds(x), matrices().mT, offs=ends).to(x.dtype)
+        out = F.grouped_mm(rounds(x, ids), matrices().mT, offs=ends).to(x.dtype)
         return out if bias is None else out + bias[ids]
 
     return product
+
+
+def _rounding(weight: Weight) -> Callable[[Tensor, Tensor], Tensor]:
+    """What becomes of rows, whose experts are given too, before their product."""
+    scales = weight.input_scale
+    if scales is not None:
+        return lambda x, ids: through_e4m3(x.float(), scales[ids, None])
+    by_row = rounding(weight) if weight.format == "fp8" else None
+    return lambda x, ids: x if by_row is None else by_row(x)
 
 
 def _matrices(weight: Weight) -> Callable[[], Tensor]:

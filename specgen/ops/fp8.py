@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from specgen.config import require
+from specgen.ops.weight import GROUP as GROUP
 from specgen.ops.weight import Weight
 
-GROUP = 128  # inputs that share a scale where there is more than one per row
 LARGEST = 448.0  # of e4m3
 _Map = Callable[[Tensor], Tensor]
 
@@ -39,30 +40,42 @@ def plain_matrix(weight: Weight, dtype: torch.dtype) -> Tensor:
     return (weight.matrix if weight.format == "plain" else dequantised(weight)).to(dtype)
 
 
+def block_scales(scale: Tensor, halves: int = 1) -> Tensor:
+    """Those of each block, [..., blocks, in / 128], of scales [..., out, in / 128] that 128 outputs share.
+
+    Of several ``halves`` of the outputs each begins a block. ``UserError`` if a block has several scales.
+    """
+    parts = scale.view(*scale.shape[:-2], halves, -1, scale.shape[-1])
+    blocks = parts[..., ::GROUP, :]
+    same = torch.equal(blocks.repeat_interleave(GROUP, -2)[..., : parts.shape[-2], :], parts)
+    require(same, "block FP8 has blocks that do not begin at multiples of 128 outputs: use --device cpu")
+    return blocks.flatten(-3, -2)
+
+
 def rounded(x: Tensor, weight: Weight) -> Tensor:
     """``x`` [..., in] rounded to e4m3 as ``weight`` asks of its inputs, times its scales again, in float32."""
     return rounding(weight)(x)
 
 
 def rounding(weight: Weight) -> _Map:
-    """``rounded`` for this weight, without keeping its matrix."""
+    """``rounded`` for this weight, without keeping its matrix; of experts not with scales of their own."""
     if weight.activations == "static":
         scale = weight.input_scale
         assert scale is not None
-        return lambda x: _to_e4m3(x.float(), scale)
+        return lambda x: through_e4m3(x.float(), scale)
     assert weight.activations is not None
     return _by_token if weight.activations == "token" else _by_group
 
 
 def _by_token(x: Tensor) -> Tensor:
     wide = x.float()
-    return _to_e4m3(wide, _scale(wide))
+    return through_e4m3(wide, _scale(wide))
 
 
 def _by_group(x: Tensor) -> Tensor:
     padded = F.pad(x.float(), (0, -x.shape[-1] % GROUP))
     padded = padded.view(*x.shape[:-1], padded.shape[-1] // GROUP, GROUP)
-    return _to_e4m3(padded, _scale(padded)).flatten(-2)[..., : x.shape[-1]]
+    return through_e4m3(padded, _scale(padded)).flatten(-2)[..., : x.shape[-1]]
 
 
 def _scale(x: Tensor) -> Tensor:
@@ -71,6 +84,7 @@ def _scale(x: Tensor) -> Tensor:
     return torch.where(scale == 0, 1.0, scale)
 
 
-def _to_e4m3(x: Tensor, scale: Tensor) -> Tensor:
+def through_e4m3(x: Tensor, scale: Tensor) -> Tensor:
+    """``x`` in float32 rounded to e4m3 with ``scale``, and times it again."""
     # before torch 2.13 a cast makes NaN of what is beyond the range
     return (x / scale).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn).float() * scale

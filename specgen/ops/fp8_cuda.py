@@ -1,7 +1,8 @@
 """Linear layers in FP8 on NVIDIA GPUs: kernels of our own for few rows, torch's scaled products for many.
 
 Measured on an H100 at the shapes of Llama-3.1-8B: up to 64 rows our tiles take 1.15 to 1.5 times what reading the
-weight takes, and at 160 rows torch's product with one scale is 1.2 to 1.7 times as fast as they are.
+weight takes, and at 160 rows torch's product with one scale is 1.2 to 1.7 times as fast as they are. On Hopper
+``hopper_linear`` takes more than 64 rows where it is faster than torch: gate and up, outputs of several scales, blocks.
 """
 
 from dataclasses import dataclass, replace
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from specgen.config import require
 from specgen.ops import Map
+from specgen.ops.fp8 import block_scales
 from specgen.ops.fp8_kernels import (
     GROUP,
     Fp8Matrix,
@@ -21,11 +23,13 @@ from specgen.ops.fp8_kernels import (
     fp8_linear,
     rounded_rows,
 )
+from specgen.ops.hopper_linear import MOST_ROWS, fits, hopper_linear, runs_on
 from specgen.ops.row_kernels import silu_and_mul_of
 from specgen.ops.weight import Weight
 
 _FEW = 64  # rows; more go to torch's products
 _MANY = 1 << 20  # blocks of rows: any number
+_MOST_SCALES_ROWS = 384  # of outputs with several scales; for more torch's product is faster
 # By number of rows, ascending, the first that fits.
 _TILES = (
     Fp8Tile(rows=16, block_out=64, block_in=256, stages=6, warps=4, prefetch_bytes=512, rounds=True),
@@ -86,6 +90,7 @@ class _Layer:
         tuple[slice, Tensor], ...
     ]  # outputs that share a scale: many rows take a fast product of torch
     folded: Tensor | None  # [1, out]: the scales of outputs, times the static one of inputs
+    hopper: bool  # whether ``hopper_linear`` runs it
 
     @classmethod
     def build(
@@ -107,7 +112,7 @@ class _Layer:
             "--device cpu or plain weights",
         )
         static = weight.static_scale
-        scale = _by_block(weight.scale) if grouped else weight.scale.flatten()
+        scale = block_scales(weight.scale) if grouped else weight.scale.flatten()
         torchs = dtype == torch.bfloat16 and not grouped  # what torch's products by row and output can do
         return cls(
             matrix=Fp8Matrix(data=weight.data, scale=scale.contiguous(), grouped=grouped, bias=weight.bias),
@@ -116,10 +121,17 @@ class _Layer:
             tiles=fitting,
             runs=() if static is None else _runs(scale),
             folded=(scale if static is None else scale * static)[None].contiguous() if torchs else None,
+            hopper=dtype == torch.bfloat16
+            and runs_on(weight.data.device)
+            and fits(out // halves, width, weight.data.dtype, gated=halves == 2)
+            and not (grouped and out // halves % GROUP),
         )
 
     def product(self, x: Tensor) -> Tensor:
         """[rows, in] -> [parts, rows, out]."""
+        scales = len(self.runs) != 1 and x.shape[0] <= _MOST_SCALES_ROWS
+        if x.shape[0] > _FEW and self.hopper and (self.matrix.grouped or scales):
+            return self._hopper(x)[None]
         if x.shape[0] <= _FEW or self.folded is None:
             tile = self._tile(x)
             return fp8_linear(self._rows(x, tile), self.matrix, self.dtype, tile)
@@ -127,6 +139,8 @@ class _Layer:
 
     def gated(self, x: Tensor, out_scale: Tensor | None) -> Tensor:
         """[rows, in] -> silu(gate) * up [rows, I]."""
+        if x.shape[0] > _FEW and self.hopper and (self.matrix.grouped or x.shape[0] <= MOST_ROWS):
+            return self._hopper(x, gated=True, y_scale=out_scale)
         if x.shape[0] <= _FEW or self.folded is None:
             tile = self._tile(x)
             return fp8_gated_linear(self._rows(x, tile), self.matrix, self.dtype, tile, out_scale)
@@ -136,6 +150,11 @@ class _Layer:
         else:
             gate, up = self._many(rows).chunk(2, -1)
         return silu_and_mul_of(gate, up, out_scale)
+
+    def _hopper(self, x: Tensor, *, gated: bool = False, y_scale: Tensor | None = None) -> Tensor:
+        rows, matrix = self._rows(x), self.matrix
+        scales = {"out_scale": matrix.scale, "x_scale": rows.scale, "y_scale": y_scale}
+        return hopper_linear(rows.data, matrix.data, bias=matrix.bias, gated=gated, **scales)
 
     def _tile(self, x: Tensor) -> Fp8Tile:
         half = x.dtype != torch.float8_e4m3fn
@@ -175,11 +194,3 @@ def _runs(scale: Tensor) -> tuple[tuple[slice, Tensor], ...]:
     if len(edges) > 2:
         return ()
     return tuple((slice(*ends), scale[ends[0]].reshape(1)) for ends in pairwise((0, *edges, len(scale))))
-
-
-def _by_block(scale: Tensor) -> Tensor:
-    """[out, groups] with equal scales in every 128 rows as [ceil(out / 128), groups]."""
-    blocks = scale[::GROUP]
-    same = torch.equal(blocks.repeat_interleave(GROUP, 0)[: len(scale)], scale)
-    require(same, "block FP8 has blocks that do not begin at multiples of 128 outputs: use --device cpu")
-    return blocks

@@ -14,12 +14,10 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from specgen.ops.launch import PDL, prefetch_l2
-from specgen.ops.row_kernels import silu_mul, to_e4m3
+from specgen.ops.row_kernels import e4m3_scale, silu_mul, to_e4m3
 from specgen.ops.skinny import Tile
 
 GROUP = 128  # inputs, and outputs of a weight, that share a scale in block FP8
-_LARGEST = tl.constexpr(448.0)  # of e4m3
-_SMALLEST = tl.constexpr(1e-12)  # scale: a row of zeros stays zero
 _TRITON = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
@@ -57,7 +55,7 @@ def _round_kernel(
     gdc_wait()
     values = tl.load(x + row * stride + columns, inside, 0)
     if not STATIC:
-        used = tl.maximum(tl.max(tl.abs(values.to(tl.float32)), 1) / _LARGEST, _SMALLEST)
+        used = e4m3_scale(values, 1)
         tl.store(scale + row * groups + group, used, group < groups)
     tl.store(out + row * width + columns, to_e4m3(values, (1.0 / used)[:, None]), inside)
 
@@ -141,7 +139,7 @@ def _fp8_kernel(
         columns = tl.load(x_start + start, there[None, :], 0.0)
         if GROUPED:
             if ROUNDS:
-                row_scale = tl.maximum(tl.max(tl.abs(columns.to(tl.float32)), 0) / _LARGEST, _SMALLEST)
+                row_scale = e4m3_scale(columns, 0)
                 columns = to_e4m3(columns, (1.0 / row_scale)[None, :])
             else:
                 row_scale = tl.load(xs_start + start // BLOCK_IN, there, 0)

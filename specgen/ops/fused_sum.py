@@ -1,10 +1,11 @@
 """The sum over ranks, the residual stream and the norm as one kernel of FlashInfer's, over memory that GPUs share.
 
 ``trtllm_allreduce_fusion`` with a workspace that peers map into each other (NVLink or PCIe, never multicast): on two
-H100s 5 us for one row of 4,096 and 9 us for 160, of which NCCL's sum alone takes 20 and 26. The module is compiled when
-it is first used, which takes five minutes.
+H100s 5 us for one row of 4,096 and 9 us for 160, of which NCCL's sum alone takes 20 and 26. Compiling the
+module takes five minutes.
 """
 
+import sys
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from specgen.ops import Norm
+from specgen.ops.jit_modules import Module
 from specgen.ops.row_kernels import sum_parts
 from specgen.ranks import Ranks
 
@@ -92,6 +94,17 @@ class FusedNorm:
         return total, normed
 
 
+def fused_sum_module() -> Module:
+    """What ``FusedNorm`` needs compiled."""
+
+    def spec() -> Any:  # noqa: ANN401
+        from flashinfer.jit.comm import gen_trtllm_comm_module
+
+        return gen_trtllm_comm_module()
+
+    return Module(what="the sum over GPUs", spec=spec)
+
+
 def _most_rows(ranks: Ranks, size: int) -> int:
     return max(_WORKSPACE_BYTES // (ranks.size * size * 2), 64)
 
@@ -100,7 +113,11 @@ def _most_rows(ranks: Ranks, size: int) -> int:
 def _workspace(ranks: Ranks, size: int) -> Any:  # noqa: ANN401
     """The addresses of all ranks' buffers, int64 on this GPU; for the life of the process, as graphs read them."""
     from flashinfer.comm import trtllm_create_ipc_workspace_for_all_reduce_fusion as create
+    from flashinfer.jit.comm import gen_trtllm_comm_module
 
+    if ranks.rank == 0 and not gen_trtllm_comm_module().is_compiled:
+        line = "specgen: compiling FlashInfer's sum over GPUs, once on this machine: about five minutes"
+        print(line, file=sys.stderr, flush=True)
     handles, addresses, _ = create(
         ranks.rank,
         ranks.size,

@@ -29,6 +29,12 @@ def to_e4m3(values: tl.tensor, inverse: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
+def e4m3_scale(values: tl.tensor, AXIS: tl.constexpr) -> tl.tensor:  # noqa: N803
+    """Along AXIS, so that the largest magnitude becomes that of e4m3; of zeros so small that they stay zero."""
+    return tl.maximum(tl.max(tl.abs(values.to(tl.float32)), AXIS) / 448.0, 1e-12)
+
+
+@triton.jit
 def _norm_kernel(
     x: tl.tensor,
     weight: tl.tensor,

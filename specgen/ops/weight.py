@@ -7,6 +7,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+GROUP = 128  # inputs that share a scale where there is more than one per row; in blocks outputs as well
+
 
 @dataclass(frozen=True, kw_only=True)
 class Weight:
@@ -27,7 +29,7 @@ class Weight:
     activations: Literal["static", "token", "group"] | None = (
         None  # of "fp8": all of them, a row, 128 of a row
     )
-    input_scale: Tensor | None = None  # float32 [], of static activations
+    input_scale: Tensor | None = None  # float32 [] or, of experts, [E], of static activations
 
     @classmethod
     def joined(cls, weights: Sequence["Weight"]) -> "Weight":
@@ -71,5 +73,8 @@ class Weight:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that a pass reads."""
-        return self.data.nbytes + (0 if self.scale is None else self.scale.nbytes)
+        """Bytes that a pass reads; of block FP8 a row of scales for each 128."""
+        if self.scale is None:
+            return self.data.nbytes
+        scales = self.scale[..., ::GROUP, :] if self.activations == "group" else self.scale
+        return self.data.nbytes + scales.nbytes

@@ -1,5 +1,6 @@
 """The interface of a progress display."""
 
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from specgen.events import Event
@@ -17,6 +18,12 @@ class Progress(Protocol):
 
     def prepare(self, what: str) -> None:
         """``what`` is starting: kernels are loaded, or compiled where this machine has not run them before."""
+
+    def compiling(self, done: int, total: int, names: Sequence[str]) -> None:
+        """``done`` of ``total`` modules of kernels are compiled, all but ``names``."""
+
+    def ready(self, what: str, seconds: Mapping[str, float]) -> None:
+        """``what`` is ready for its first request, after so many seconds by phase (see ``startup``)."""
 
     def start(self, what: str, tally: Tally, num_requests: int, num_done: int = 0) -> None:
         """``what`` starts, with ``num_done`` of ``num_requests`` done; ``tally`` counts an event before ``see``."""

@@ -59,11 +59,11 @@ def now(device_name: str) -> dict[str, Any]:
         "argv": sys.argv,
         "versions": versions(),
         "device": device(device_name),
-        "state": machine_state(_uuid(device_name)),
+        "state": machine_state(uuid(device_name)),
     }
 
 
-def _uuid(device_name: str) -> str | None:
+def uuid(device_name: str) -> str | None:
     """Of a GPU, as nvidia-smi knows it, whatever CUDA_VISIBLE_DEVICES makes of its number."""
     if device_name == "cpu":
         return None

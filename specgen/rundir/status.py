@@ -30,6 +30,7 @@ class Status:
         self._earlier = path.read_bytes() if path.exists() else None
         self._is_admitted = False
         self._num_rows: int | None = None  # of the input, read so far
+        self._startup: dict[str, float] = {}
         self._started = _now()
         self._total = self._done = self._failed = self._done_before = 0
         self._begun = time.monotonic()
@@ -69,8 +70,12 @@ class Status:
         else:
             self.put_back()
 
-    def begin(self, tally: Tally, *, total: int, done: int) -> None:
-        """An engine, whose events ``tally`` counts, starts; ``done`` of ``total`` requests are done."""
+    def begin(self, tally: Tally, *, total: int, done: int, startup: Mapping[str, float]) -> None:
+        """An engine, whose events ``tally`` counts, starts; ``done`` of ``total`` requests are done.
+
+        ``startup`` has the seconds until then by phase, see ``startup.py``.
+        """
+        self._startup = {name: round(seconds, 3) for name, seconds in startup.items()}
         self._total, self._done, self._failed, self._done_before = total, done, 0, done
         self._begun, self._tally = time.monotonic(), tally
         self.write("running")
@@ -102,6 +107,7 @@ class Status:
             "host": socket.gethostname(),
             "started": self._started,
             "updated": _now(),
+            **({"startup_seconds": self._startup} if self._startup else {}),
             "total": self._total,
             "done": self._done,
             "failed": self._failed,

@@ -1,0 +1,76 @@
+"""The fingerprint of a checkpoint: by it a run knows its weights again, wherever they are."""
+
+import hashlib
+import os
+import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from specgen.checkpoints.tensor_reader import Checkpoint
+from specgen.config import UserError
+from specgen.kept_files import kept_directory, read_kept, write_kept
+
+BESIDES = (
+    "*.json",
+    "*.jinja",
+    "*.model",
+    "merges.txt",
+)  # what is needed besides the weights; tokenizers among them
+_LARGE = 64 << 20  # bytes of a file whose digest is kept: a core reads about 1.5 GB/s
+_SETTLED = 60.0  # seconds since a file was changed, after which its times would tell of another change
+_READERS = 8
+
+_State = tuple[int, ...]
+
+
+def fingerprint(checkpoint: Checkpoint) -> str:
+    """SHA-256 over the contents of the weight files, the configs and the tokenizer's files.
+
+    The digest of a large file is kept, and used as long as its inode, size and times are the same.
+    """
+    total = hashlib.sha256()
+    others = {file for pattern in BESIDES for file in checkpoint.path.glob(pattern) if file.is_file()}
+    found = sorted(others.union(checkpoint.files))
+    with ThreadPoolExecutor(_READERS) as readers:
+        for file, digest in zip(found, readers.map(_digest_of, found), strict=True):
+            total.update(f"{file.name} {digest}\n".encode())
+    return total.hexdigest()
+
+
+def _digest_of(file: Path) -> str:
+    try:
+        found = file.stat()
+        state = (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
+        return _digest(file.absolute(), state)
+    except OSError as error:
+        raise UserError(f"{file} cannot be read ({error.strerror}): give it read permission") from error
+
+
+@lru_cache(maxsize=4096)
+def _digest(file: Path, state: _State) -> str:
+    """SHA-256 of ``file``, read once as long as its ``state`` is the same: a comparison asks for every run."""
+    _, _, size, *times = state
+    is_settled = max(times) < (time.time() - _SETTLED) * 1e9
+    if size < _LARGE or not is_settled:
+        return _read(file)
+    kept = kept_directory("digests") / f"{hashlib.sha256(os.fsencode(file)).hexdigest()}.json"
+    known = [str(file), *state]
+
+    def same(found: Any) -> str | None:  # noqa: ANN401
+        digest = found["sha256"]
+        if not (isinstance(digest, str) and len(bytes.fromhex(digest)) == 32):
+            return None
+        return digest if found["file"] == known else ""
+
+    digest = read_kept(kept, "a file's digest", same)
+    if not digest:
+        digest = _read(file)
+        write_kept(kept, "a file's digest", {"file": known, "sha256": digest})
+    return digest
+
+
+def _read(file: Path) -> str:
+    with file.open("rb") as content:
+        return hashlib.file_digest(content, "sha256").hexdigest()

@@ -1,0 +1,51 @@
+"""``specgen prepare``: what a first run on a machine waits for, done ahead; and where the time of a start goes."""
+
+from typing import Annotated
+
+from specgen.cli.options import Only, with_options
+from specgen.cli.progress_bar import QUIET, progress
+from specgen.config import EngineConfig, SamplingParams, option
+
+
+@with_options
+def prepare(
+    *,
+    engine: EngineConfig,
+    sampling: Annotated[SamplingParams, Only("temperature top_p top_k min_p")],
+    forget: bool = option(
+        False,
+        "Running",
+        "Remove the costs of steps that earlier runs kept for K auto, of every model, and measure anew.",
+    ),
+    graphs: bool = option(
+        False,
+        "Running",
+        "Capture the CUDA graph of every batch size and K too, to see what that takes; a run does so as it comes to "
+        "each.",
+    ),
+    quiet: bool = QUIET,
+) -> None:
+    """Do ahead what the first run of a model on this machine waits for, and print where the time to a first token goes.
+
+    Compiles the kernels that a run with the same options needs, all of them side by side, loads the weights and
+    generates one token. Run a second time it shows what every later run waits for.
+    """
+    from specgen.decoding.sampling import most_demanding  # imports torch
+    from specgen.engine import kept_costs
+    from specgen.engine.engine import Engine
+    from specgen.rundir.interrupt import breakable
+    from specgen.startup import phase, watched
+
+    if forget:
+        kept_costs.forget()
+    with breakable(), watched(progress(quiet).compiling) as startup:
+        ready = Engine(engine, expected=most_demanding([sampling]))
+        with phase("first token"):
+            (answer,) = ready.generate(["1, 2, 3,"], SamplingParams(max_tokens=1, ignore_eos=True))
+        if graphs:
+            ready.capture_graphs()
+        seconds = startup.take()
+    if answer.error is not None:
+        raise RuntimeError(answer.error)
+    for name, spent in [*seconds.items(), ("in all", sum(seconds.values()))]:
+        print(f"{name:<14}{spent:8.1f} s")

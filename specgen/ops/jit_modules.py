@@ -1,0 +1,202 @@
+"""FlashInfer's modules that a run needs: what is not compiled yet is compiled side by side, before it.
+
+Without this each is compiled where it is first used, one after the other: XQA for another number of rows in 10 s on 16
+cores, the prefill kernel of FlashAttention 3 in 88 s.
+"""
+
+import os
+import re
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from contextvars import Context, copy_context
+from dataclasses import dataclass, field
+from itertools import takewhile
+from pathlib import Path
+from threading import Thread
+from typing import IO, Any
+
+from specgen.config import UserError
+from specgen.startup import compiling, phase
+
+_POLL = 0.1  # seconds
+_LAST_LINES = 15  # of a compiler's output
+_WIDEST = 300  # characters of a line
+_NINJAS = re.compile(r"\[\d+/\d+\] |FAILED: |ninja: ")  # how lines of its own begin
+_MEMORY = 2 << 30  # bytes of a compiler
+
+
+@dataclass(frozen=True, kw_only=True)
+class Module:
+    """A module of FlashInfer's: ``spec`` makes its ``JitSpec``, and is called where FlashInfer is installed."""
+
+    what: str  # as a bar names it
+    spec: Callable[[], Any] = field(compare=False)
+
+
+def compile_missing(modules: Iterable[Module]) -> list[str]:
+    """Compile those of ``modules`` that this machine has not compiled, and say which those were.
+
+    ``UserError`` with the compiler's last lines where one cannot be. Another process that compiles the same ones is
+    waited for. A module that was left half compiled is finished by FlashInfer when it is loaded.
+    """
+    modules = list(modules)
+    if not modules:
+        return []
+    with phase("kernels"):
+        return _compile_missing(modules)
+
+
+@contextmanager
+def compiled_meanwhile(modules: Sequence[Module]) -> Iterator[None]:
+    """``compile_missing``, and the import of FlashInfer, beside what is done within; at its end they are waited for.
+
+    What fails within is raised at once, and leaves the compilation to itself.
+    """
+    if not modules:
+        yield
+        return
+    failed: list[BaseException] = []
+
+    def work(context: Context) -> None:
+        try:
+            context.run(_compile_missing, modules)
+        except BaseException as error:
+            failed.append(error)
+
+    thread = Thread(target=work, args=(copy_context(),), daemon=True)  # no reason for a process to stay
+    thread.start()
+    yield
+    with phase("kernels"):
+        thread.join()
+    if failed:
+        raise failed[0]
+
+
+def _compile_missing(modules: Sequence[Module]) -> list[str]:
+    if os.environ.get("FLASHINFER_DISABLE_JIT"):
+        return []
+    with ExitStack() as locks:
+        missing = [each for each in _specs(modules) if not each.spec.is_compiled]
+        if not missing:
+            return []
+        from filelock import FileLock  # which FlashInfer depends on
+
+        for each in sorted(missing, key=lambda each: str(each.spec.lock_path)):  # everybody in one order
+            locks.enter_context(FileLock(each.spec.lock_path, thread_local=False))
+        missing = [each for each in missing if not each.spec.is_compiled]  # nor has another process meanwhile
+        _compile(missing)
+        return [each.what for each in missing]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Missing:
+    what: str
+    spec: Any  # flashinfer.jit.core.JitSpecNvcc
+
+
+def _specs(modules: Sequence[Module]) -> list[_Missing]:
+    """Each module once: several uses of kernels may come down to one."""
+    found = [_Missing(what=each.what, spec=each.spec()) for each in modules]
+    return list({each.spec.name: each for each in reversed(found)}.values())[::-1]
+
+
+class _Build:
+    """A ninja at work. One for each module and in its own folder, so that FlashInfer's later finds nothing to do."""
+
+    def __init__(self, module: _Missing, num_jobs: int) -> None:
+        self.module = module
+        module.spec.write_ninja()
+        folder = str(module.spec.build_dir)
+        command = ["ninja", "-v", "-C", folder, "-f", str(module.spec.ninja_path), "-j", str(num_jobs)]
+        self._output: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  closed by stop
+        try:
+            self._process = subprocess.Popen(
+                command, cwd=folder, stdin=subprocess.DEVNULL, stdout=self._output, stderr=subprocess.STDOUT
+            )
+        except OSError as error:
+            raise self._failed(f"ninja cannot be run ({error.strerror})") from error
+
+    @property
+    def done(self) -> bool:
+        """``UserError`` where it has failed."""
+        code = self._process.poll()
+        if code is None:
+            return False
+        if code:
+            self._output.seek(0)
+            lines = self._output.read().decode(errors="replace").splitlines()
+            if lines and "interrupted by user" in lines[-1]:  # Ctrl-C is for all processes of a terminal
+                raise KeyboardInterrupt
+            raise self._failed("the compiler's last lines:\n" + "\n".join(_last_lines(lines)))
+        return True
+
+    def _failed(self, how: str) -> UserError:
+        return UserError(
+            f"FlashInfer's module {self.module.spec.name} ({self.module.what}) cannot be compiled: install a CUDA "
+            f"toolkit (nvcc) for this GPU and ninja, or use --attention sdpa; {how}"
+        )
+
+    def stop(self) -> None:
+        """End it; ninja takes back what is half written."""
+        if self._process.poll() is None:
+            self._process.terminate()
+            self._process.wait()
+        self._output.close()
+
+
+def _last_lines(output: Sequence[str]) -> list[str]:
+    """Of what the first command that failed has printed: ninja prints it below ``FAILED`` and the command."""
+    failed = next((number for number, line in enumerate(output) if line.startswith("FAILED:")), None)
+    said = (
+        [] if failed is None else list(takewhile(lambda line: not _NINJAS.match(line), output[failed + 2 :]))
+    )
+    return [line[:_WIDEST] for line in (said or output)[-_LAST_LINES:]]
+
+
+def _compile(missing: Sequence[_Missing]) -> None:
+    """Side by side: the largest first with all their files at once, and others beside them as there is room."""
+    room = _room()
+    left, running = sorted(missing, key=lambda each: -len(each.spec.sources)), list[_Build]()
+    try:
+        while left or running:
+            while left and (not running or _fits(left[0], running, room)):
+                running.append(_Build(left.pop(0), room))
+                _tell(missing, running, left)
+            time.sleep(_POLL)
+            for build in [build for build in running if build.done]:
+                build.stop()
+                running.remove(build)
+                _tell(missing, running, left)
+    finally:
+        for build in running:
+            build.stop()
+
+
+def _fits(module: _Missing, running: Sequence[_Build], room: int) -> bool:
+    return len(module.spec.sources) + sum(len(build.module.spec.sources) for build in running) <= room
+
+
+def _tell(missing: Sequence[_Missing], running: Sequence[_Build], left: Sequence[_Missing]) -> None:
+    to_do = [*(build.module.what for build in running), *(each.what for each in left)]
+    compiling(len(missing) - len(to_do), len(missing), to_do)
+
+
+def _room() -> int:
+    """Compilers at once: ``MAX_JOBS``, which FlashInfer heeds as well, or two for each core, as far as memory goes.
+
+    Two, as most files are done long before the few that take longest.
+    """
+    asked = os.environ.get("MAX_JOBS", "")
+    if asked.isdigit():
+        return max(int(asked), 1)
+    most = 2 * len(os.sched_getaffinity(0))
+    return max(min(most, _free_memory() // _MEMORY), 1)
+
+
+def _free_memory() -> int:
+    """Bytes that Linux can give to new processes."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))

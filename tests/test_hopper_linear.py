@@ -1,0 +1,62 @@
+"""Products of many rows on Hopper: what is compiled for which, without a GPU."""
+
+import re
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+
+from specgen.ops.hopper_linear import FEWEST_ROWS, _tile, _wgmma_header, fits, modules, runs_on
+
+
+@pytest.mark.parametrize("rows", [*range(FEWEST_ROWS, 400), 1000, 8192])
+def test_tiles_hold_all_rows_and_waste_few(rows: int) -> None:
+    tile = _tile(rows)
+    tiles = -(-rows // tile)
+    assert tiles == -(-rows // 192)
+    assert tile * tiles - rows < max(32 * tiles, 96 - 64)
+
+
+def test_matrices_of_whole_blocks_fit() -> None:
+    assert fits(14336, 4096, torch.bfloat16, gated=True)
+    assert fits(64, 64, torch.bfloat16, gated=True)
+    assert not fits(96, 64, torch.bfloat16, gated=True)
+    assert not fits(64, 64, torch.float8_e4m3fn, gated=True)
+    assert not fits(64, 128, torch.float8_e4m3fn, gated=False)
+
+
+def test_a_cpu_has_other_products() -> None:
+    assert not runs_on(torch.device("cpu"))
+
+
+@pytest.mark.parametrize("kind", ["bf16", "fp8"])
+def test_all_sums_of_a_thread_are_operands(kind: str) -> None:
+    header = _wgmma_header(kind, 160)  # type: ignore[arg-type]
+    assert re.findall(r"d\[(\d+)\]\)", header) == [str(i) for i in range(80)]
+    assert "%79}, %80, %81, p, 1, 1" in header
+    assert "m64n160k16.f32.bf16.bf16" in header or kind == "fp8"
+
+
+def test_each_kind_and_size_is_a_module_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> None:
+    made = []
+
+    def gen_jit_spec(name: str, sources: list[object], **options: list[str]) -> SimpleNamespace:
+        made.append(options["extra_cuda_cflags"])
+        return SimpleNamespace(name=name)
+
+    env, core = ModuleType("flashinfer.jit.env"), ModuleType("flashinfer.jit.core")
+    env.FLASHINFER_GEN_SRC_DIR, core.gen_jit_spec = tmp_path, gen_jit_spec  # type: ignore[attr-defined]
+    jit = ModuleType("flashinfer.jit")
+    jit.env, jit.core = env, core  # type: ignore[attr-defined]
+    for name, module in {
+        "": ModuleType("flashinfer"),
+        ".jit": jit,
+        ".jit.env": env,
+        ".jit.core": core,
+    }.items():
+        monkeypatch.setitem(__import__("sys").modules, f"flashinfer{name}", module)
+    names = {each.spec().name for kind in ("bf16", "fp8", "fp8-block") for each in modules(kind)}  # type: ignore[arg-type]
+    assert len(names) == 12
+    assert {tuple(each[:2]) for each in made} == {
+        (f"-DROWS={rows}", f"-DKIND={kind}") for rows in (96, 128, 160, 192) for kind in (0, 1, 2)
+    }

@@ -1,0 +1,442 @@
+"""FlashInfer's modules are compiled side by side before a run: which, and what becomes of failures."""
+
+import os
+import stat
+import sys
+import threading
+import time
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from filelock import FileLock
+
+from specgen.attention import Gpu, Heads, Use
+from specgen.attention.flashinfer_paged import FlashInferBackend
+from specgen.attention.sdpa import SdpaBackend
+from specgen.attention.trtllm import TrtllmBackend
+from specgen.bench import plans
+from specgen.bench.matrices import Workload
+from specgen.config import DraftLength, EngineConfig, SamplingParams, UserError
+from specgen.engine.arms import Arm
+from specgen.engine.loading import open_checkpoints
+from specgen.engine.needed_modules import modules_of, needed_modules
+from specgen.ops import jit_modules
+from specgen.ops.jit_modules import Module, compile_missing, compiled_meanwhile
+from specgen.startup import watched
+from tests.timed_engines import write_tiny
+from tests.tiny_checkpoints import write_head, write_target
+from tests.tiny_fp8 import quantize
+
+H100 = Gpu(major=9, num_sms=132)
+LLAMA = Heads(
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    dtype=torch.bfloat16,
+    kv_dtype=torch.bfloat16,
+    page_size=64,
+    max_query_len=5,
+)
+# ninja -v -C FOLDER -f FILE -j JOBS, where the file is a shell script
+NINJA = '#!/bin/sh\ncd "$3" && echo "$7" > jobs && exec sh "$5"\n'
+
+
+@dataclass
+class Spec:
+    """As FlashInfer's ``JitSpec``; ``script`` is what its ninja does."""
+
+    name: str
+    root: Path
+    script: str
+    sources: list[str] = field(default_factory=lambda: ["a.cu"])
+
+    @property
+    def build_dir(self) -> Path:
+        return self.root / self.name
+
+    @property
+    def ninja_path(self) -> Path:
+        return self.build_dir / "build.ninja"
+
+    @property
+    def lock_path(self) -> Path:
+        return self.root / f"{self.name}.lock"
+
+    @property
+    def is_compiled(self) -> bool:
+        return (self.build_dir / f"{self.name}.so").exists()
+
+    def write_ninja(self) -> None:
+        self.build_dir.mkdir(exist_ok=True)
+        self.ninja_path.write_text(self.script)
+
+
+@pytest.fixture
+def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Makes a module, with a stand-in for ninja in the path."""
+    ninja = tmp_path / "bin" / "ninja"
+    ninja.parent.mkdir()
+    ninja.write_text(NINJA)
+    ninja.chmod(ninja.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("PATH", f"{ninja.parent}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("MAX_JOBS", "4")
+
+    def module(name: str, script: str = "", **fields: Any) -> Module:
+        return Module(
+            what=f"the {name}", spec=lambda: Spec(name, tmp_path, script or f"touch {name}.so", **fields)
+        )
+
+    return module
+
+
+def meets(*others: str) -> str:
+    """A script that ends well only if all of ``others`` are at work with it."""
+    here = " && ".join(f"[ -e ../{name}/here ]" for name in others)
+    return f"touch here; for i in $(seq 100); do {here} && touch $(basename $PWD).so && exit 0; sleep .05; done; exit 1"
+
+
+def test_missing_modules_are_compiled_side_by_side(make, tmp_path: Path) -> None:
+    names = ("a", "b", "c")
+    modules = [
+        make(name, meets(*names), sources=["x.cu"] * n) for name, n in zip(names, (1, 1, 2), strict=True)
+    ]
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "there.so").touch()
+    told: list[tuple[int, int, tuple[str, ...]]] = []
+    with watched(lambda *now: told.append((now[0], now[1], tuple(now[2])))) as startup:
+        assert compile_missing([make("there", "exit 1"), *modules]) == ["the a", "the b", "the c"]
+    assert told[0] == (0, 3, ("the c", "the a", "the b")), "the largest first"
+    assert told[-1] == (3, 3, ())
+    assert [done for done, _, _ in told] == sorted(done for done, _, _ in told)
+    assert startup.take()["kernels"] > 0
+
+
+def test_what_is_compiled_is_not_compiled_again_and_one_module_is_compiled_once(make, tmp_path: Path) -> None:
+    once = "[ -e here ] && exit 1; touch here a.so"
+    modules = [make("a", once), make("a", once)]
+    assert compile_missing(modules) == ["the a"]
+    assert compile_missing(modules) == []
+
+
+@pytest.mark.parametrize("files", [1, 7])
+def test_no_more_compilers_are_at_work_than_there_is_room_for(
+    make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: int
+) -> None:
+    monkeypatch.setenv("MAX_JOBS", "1")
+    alone = "mkdir ../busy || exit 1; sleep .1; rmdir ../busy; touch $(basename $PWD).so"
+    assert len(compile_missing([make(name, alone, sources=["x.cu"] * files) for name in "abc"])) == 3
+    assert (tmp_path / "a" / "jobs").read_text() == "1\n"
+
+
+def test_compilers_at_once_are_as_many_as_cores_and_memory_are_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MAX_JOBS", raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(16)))
+    for gib, room in ((100, 32), (33, 16), (1, 1)):
+        monkeypatch.setattr(jit_modules, "_free_memory", lambda gib=gib: gib << 30)
+        assert jit_modules._room() == room
+    monkeypatch.undo()
+    assert 1 << 20 < jit_modules._free_memory() < 1 << 50
+
+
+def test_a_failure_names_its_module_shows_the_last_lines_and_stops_the_others(make, tmp_path: Path) -> None:
+    fails = (
+        "while ! [ -e ../slow/here ]; do sleep .05; done; for i in $(seq 40); do echo line $i; done; exit 2"
+    )
+    slow = "echo $$ > pid; trap 'touch stopped; exit 1' TERM; touch here; while :; do sleep .05; done"
+    with pytest.raises(UserError) as caught:
+        compile_missing([make("slow", slow), make("bad", fails)])
+    first, *lines = str(caught.value).split("\n")
+    assert "module bad (the bad) cannot be compiled: install a CUDA toolkit" in first
+    assert lines == [f"line {number}" for number in range(26, 41)]
+    assert (tmp_path / "slow" / "stopped").exists()
+    with FileLock(tmp_path / "bad.lock", timeout=0):
+        """Nobody holds it any more."""
+
+
+NINJAS = """
+echo '[1/3] nvcc -c a.cu'
+echo 'a.cu: warning: unused'
+echo '[2/3] c++ -c b.cpp'
+echo 'FAILED: [code=1] b.o'
+echo 'c++ -c b.cpp'
+echo 'b.cpp:1:10: fatal error: cuda.h: No such file or directory'
+echo 'compilation terminated.'
+for i in $(seq 30); do echo "[3/3] nvcc -c c.cu $i"; done
+echo 'ninja: build stopped: subcommand failed.'
+exit 1
+"""
+
+
+def test_of_a_failure_the_lines_of_the_command_that_failed_are_shown(make) -> None:
+    with pytest.raises(UserError) as caught:
+        compile_missing([make("bad", NINJAS)])
+    assert str(caught.value).split("\n")[1:] == [
+        "b.cpp:1:10: fatal error: cuda.h: No such file or directory",
+        "compilation terminated.",
+    ]
+
+
+def test_without_ninja_the_error_says_so(make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(UserError, match=r"module a .* cannot be compiled: .*ninja cannot be run"):
+        compile_missing([make("a")])
+
+
+def test_ctrl_c_is_no_failure_of_a_compiler(make) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        compile_missing([make("a", "echo 'ninja: build stopped: interrupted by user.'; exit 2")])
+
+
+def test_what_another_process_compiles_is_waited_for(make, tmp_path: Path) -> None:
+    found: list[list[str]] = []
+    with FileLock(tmp_path / "a.lock"):
+        waiting = threading.Thread(target=lambda: found.append(compile_missing([make("a", "exit 1")])))
+        waiting.start()
+        time.sleep(0.2)
+        assert not found
+        (tmp_path / "a").mkdir()
+        (tmp_path / "a" / "a.so").touch()
+    waiting.join()
+    assert found == [[]]
+
+
+def test_kernels_are_compiled_beside_other_work_and_waited_for(make, tmp_path: Path) -> None:
+    told: list[int] = []
+    with watched(lambda done, total, names: told.append(done)) as startup:
+        with compiled_meanwhile(
+            [make("a", "while ! [ -e ../loaded ]; do sleep .05; done; sleep .2; touch a.so")]
+        ):
+            assert not (tmp_path / "a" / "a.so").exists()
+            (tmp_path / "loaded").touch()
+        assert (tmp_path / "a" / "a.so").exists()
+        assert told == [0, 1]
+        assert startup.take()["kernels"] > 0.1, "the time that it was waited for"
+
+
+def test_what_fails_to_compile_beside_other_work_is_raised_behind_it(make) -> None:
+    done = []
+
+    def load() -> None:
+        with compiled_meanwhile([make("a", "exit 1")]):
+            time.sleep(0.3)
+            done.append("loaded")
+
+    with pytest.raises(UserError, match=r"module a .* cannot be compiled"):
+        load()
+    assert done == ["loaded"]
+
+
+def test_what_fails_beside_a_compilation_does_not_wait_for_it(make) -> None:
+    began = time.monotonic()
+    with (
+        pytest.raises(ValueError, match="no weights"),
+        compiled_meanwhile([make("a", "sleep 1; touch a.so")]),
+    ):
+        raise ValueError("no weights")
+    assert time.monotonic() - began < 0.9
+    for thread in threading.enumerate():  # before its folder goes
+        if thread is not threading.current_thread():
+            thread.join(10)
+
+
+def test_where_flashinfer_may_compile_nothing_neither_is_anything_compiled_here(
+    make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FLASHINFER_DISABLE_JIT", "1")
+    assert compile_missing([make("a")]) == []
+
+
+def test_where_nobody_watches_the_log_says_what_takes_so_long(make, caplog: pytest.LogCaptureFixture) -> None:
+    compile_missing([make("a")])
+    assert [each.getMessage() for each in caplog.records] == [
+        "compiling kernels, once on this machine: 0 of 1 modules; to do: the a"
+    ]
+
+
+def use(heads: Heads = LLAMA, **changed: Any) -> Use:
+    usual: dict[str, Any] = {"windowed": (False,), "query_lens": (5,), "prefills": True, "num_sequences": 16}
+    return Use(heads=heads, **usual | changed)
+
+
+def changed(**fields: Any) -> Heads:
+    return Heads(**{**vars(LLAMA), **fields})
+
+
+SINKS = changed(num_heads=64, head_dim=64, sinks=True)
+FP8 = changed(kv_dtype=torch.float8_e4m3fn)
+
+
+@pytest.mark.parametrize(
+    ("backend", "gpu", "of", "names"),
+    [
+        (TrtllmBackend, H100, use(), "FA3, heads of 128; XQA, 5 rows, heads of 128"),
+        (
+            TrtllmBackend,
+            H100,
+            use(num_sequences=17, query_lens=(1, 2)),
+            "FA3, heads of 128; XQA, 1 row, heads of 128; XQA, 2 rows, heads of 128; FA2, heads of 128",
+        ),
+        (
+            TrtllmBackend,
+            H100,
+            use(num_sequences=17, query_lens=(1,)),
+            "FA3, heads of 128; XQA, 1 row, heads of 128",
+        ),
+        (
+            TrtllmBackend,
+            H100,
+            use(num_sequences=128, query_lens=(17,)),  # 68 rows of a KV head are more than the tile
+            "FA3, heads of 128; XQA, 17 rows, heads of 128",
+        ),
+        (TrtllmBackend, H100, use(prefills=False, query_lens=(1,)), "XQA, 1 row, heads of 128"),
+        (
+            TrtllmBackend,
+            H100,
+            use(SINKS, windowed=(False, True), num_sequences=128),
+            "FA3, heads of 64, sinks; FA3, heads of 64, sinks, windows; XQA, 5 rows, heads of 64; "
+            "XQA, 5 rows, heads of 64, windows",
+        ),
+        (
+            TrtllmBackend,
+            H100,
+            use(FP8, num_sequences=128),
+            "FA2, heads of 128, FP8 KV; XQA, 5 rows, heads of 128, FP8 KV",
+        ),
+        (TrtllmBackend, Gpu(major=12, num_sms=188), use(), "FA2, heads of 128; XQA, 5 rows, heads of 128"),
+        (TrtllmBackend, Gpu(major=10, num_sms=148), use(), "FA2, heads of 128"),
+        (
+            FlashInferBackend,
+            H100,
+            use(windowed=(False, True)),
+            "FA2, heads of 128; FA2, heads of 128, windows",
+        ),
+        (SdpaBackend, H100, use(), ""),
+    ],
+)
+def test_a_backend_knows_what_it_needs_compiled(backend, gpu: Gpu, of: Use, names: str) -> None:
+    assert "; ".join(module.what for module in backend.modules(gpu, of)) == names
+
+
+@pytest.fixture
+def generators(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FlashInfer's functions that make specs, of which each returns what it is called with."""
+    for name, functions in {
+        "flashinfer": (),
+        "flashinfer.jit": (),
+        "flashinfer.jit.xqa": ("gen_xqa_module",),
+        "flashinfer.jit.attention": ("gen_batch_prefill_module", "gen_customize_batch_prefill_module"),
+        "flashinfer.jit.attention.variants": (),
+        "flashinfer.jit.sampling": ("gen_sampling_module",),
+    }.items():
+        module: Any = ModuleType(name)
+        for function in functions:
+            setattr(module, function, lambda *given, **named: (*given, *named.items()))
+        monkeypatch.setitem(sys.modules, name, module)
+    sys.modules["flashinfer.jit"].attention = sys.modules["flashinfer.jit.attention"]  # type: ignore[attr-defined]
+    sys.modules["flashinfer.jit.attention.variants"].attention_sink_decl = {  # type: ignore[attr-defined]
+        "fa3": "declaration"
+    }
+
+
+def test_flashinfer_is_asked_for_what_it_would_compile_at_the_first_use(generators: None) -> None:
+    half, fp8, none = torch.bfloat16, torch.float8_e4m3fn, (False, False)
+    prefill, step, unsplit = [
+        each.spec() for each in TrtllmBackend.modules(H100, use(num_sequences=32, windowed=(True,)))
+    ]
+    assert prefill == ("fa3", half, half, half, torch.int32, 128, 128, 0, True, *none)
+    assert unsplit == ("fa2", *prefill[1:])
+    assert step == (half, half, 64, 128, 4, True, half, 5, False)
+    prefill, *steps = [each.spec() for each in TrtllmBackend.modules(H100, use(FP8, query_lens=(1, 5)))]
+    assert prefill[:4] == ("fa2", half, fp8, half), "FA3 wants one dtype"
+    assert [each[-2:] for each in steps] == [(2, True), (5, True)], (
+        "FP8 pages take the kernel for ragged queries"
+    )
+    sinks = TrtllmBackend.modules(H100, use(SINKS, windowed=(True,)))[0].spec()
+    assert sinks[:2] == ("fa3", "specgen_prefill_sink_bfloat16_bfloat16_64_window_fa3")
+    assert sinks[-2:] == ("declaration", ("use_sliding_window", True))
+
+
+def of_pair(path: Path, expected: SamplingParams = SamplingParams(), **settings: Any) -> list[str]:  # noqa: B008
+    config = EngineConfig(
+        model=str(path / "target"),
+        drafter=str(path / "drafter"),
+        attention="trtllm",
+        dtype="bfloat16",
+        kv_dtype="model",
+        page_size=64,
+        device="cuda",
+        **settings,
+    )
+    found = [module.what for module in modules_of(config, open_checkpoints(config), expected, H100)]
+    assert found[-4:] == [f"bf16 products of {rows} rows" for rows in (96, 128, 160, 192)]
+    return found[:-4]
+
+
+def test_a_pair_needs_what_its_passes_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, generators: None
+) -> None:
+    write_head(tmp_path / "drafter", write_target(tmp_path / "target"), draft_vocab_size=None)
+    target, head = "XQA, {} rows, heads of 16", "XQA, 1 row, heads of 16"
+    assert of_pair(tmp_path, num_spec_tokens=3) == ["FA3, heads of 16", target.format(4), head]
+    plain = of_pair(tmp_path, num_spec_tokens=0)
+    assert plain == ["FA3, heads of 16", head]
+    several = of_pair(tmp_path, num_spec_tokens=DraftLength(most=2, auto=True))
+    assert several == ["FA3, heads of 16", head, target.format(2), target.format(3), head]
+    monkeypatch.setattr("specgen.decoding.sampling._HAS_FLASHINFER", True)
+    assert of_pair(tmp_path, SamplingParams(temperature=1.0), num_spec_tokens=0) == plain
+    filtered = SamplingParams(temperature=1.0, top_p=0.9)
+    assert of_pair(tmp_path, filtered, num_spec_tokens=0) == [*plain, "top-k and top-p"]
+
+
+def test_a_head_that_drafts_at_once_attends_with_all_its_rows(tmp_path: Path) -> None:
+    config = write_target(tmp_path / "target")
+    write_head(tmp_path / "drafter", config, draft_vocab_size=None, mask_token=("mask_token_id", 5))
+    found = of_pair(tmp_path, num_spec_tokens=DraftLength(most=2, auto=True))
+    assert found[-2:] == ["XQA, 1 row, heads of 16", "XQA, 2 rows, heads of 16"]
+    assert found[1:-2] == [f"XQA, {rows}, heads of 16" for rows in ("1 row", "2 rows", "3 rows")]
+
+
+@pytest.mark.parametrize(("scheme", "kind"), [("block", "fp8-block"), ("modelopt", "fp8")])
+def test_weights_in_fp8_need_products_of_their_own(tmp_path: Path, scheme: str, kind: str) -> None:
+    write_target(tmp_path / "target")
+    quantize(tmp_path / "target", scheme)
+    config = EngineConfig(model=str(tmp_path / "target"), drafter=None, num_spec_tokens=0, attention="trtllm")
+    config = replace(config, dtype="bfloat16", kv_dtype="model", page_size=64, device="cuda")
+    names = [each.what for each in modules_of(config, open_checkpoints(config), SamplingParams(), H100)]
+    assert names[-4:] == [f"{kind} products of {rows} rows" for rows in (96, 128, 160, 192)]
+    older = Gpu(major=8, num_sms=108)
+    assert not any(
+        "products" in each.what
+        for each in modules_of(config, open_checkpoints(config), SamplingParams(), older)
+    )
+
+
+def test_a_cpu_needs_nothing_compiled() -> None:
+    assert (
+        needed_modules(
+            EngineConfig(model="a", drafter=None, num_spec_tokens=0, device="cpu"), {}, SamplingParams()
+        )
+        == []
+    )
+
+
+def test_a_bench_compiles_for_all_of_its_arms_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = write_tiny(tmp_path)
+    asked: list[list[str]] = []
+    monkeypatch.setattr(
+        plans,
+        "needed_modules",
+        lambda config, *given: [Module(what=str(config.draft_length.most), spec=list)],
+    )
+    monkeypatch.setattr(plans, "compile_missing", lambda found: asked.append([each.what for each in found]))
+    arms = [Arm(name=str(k), changes={"K": k}) for k in (0, 2, 3)]
+    engine = EngineConfig(model=str(pair / "target"), drafter=str(pair / "drafter"), device="cpu")
+    ready = plans.prepare(arms, engine, Workload(dataset="random", max_new_tokens=4), None)
+    assert ready.load().target.device.type == "cpu"
+    assert asked == [["0", "2", "3"]]

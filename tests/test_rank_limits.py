@@ -1,0 +1,342 @@
+"""How long rank 0 waits for whom, and whose fault a failure is: members that are no ranks, and a share read alone."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
+import torch
+
+from specgen.config import SamplingParams, UserError
+from specgen.core.endings import DeviceLost
+from specgen.core.peers import Peers
+from specgen.core.scoring import ScoreRequest
+from specgen.core.sequence import Request
+from specgen.device import HostCopy
+from specgen.engine import crew, roll
+from specgen.engine.build import build_engine
+from specgen.engine.crew import exit_within
+from specgen.engine.follower import Follower
+from specgen.engine.loading import load_models, open_checkpoints
+from specgen.engine.memory import room_for_turns
+from specgen.engine.rank_group import Alive, Failed, Place
+from specgen.engine.roll import Member, Roll
+from specgen.evaluation.divergence import prefill_logits
+from specgen.ranks import Ranks, Unmet
+from tests.test_lost_ranks import processes, wait_until
+from tests.test_tensor_parallel import config
+
+pytestmark = pytest.mark.xdist_group("ranks")
+WAITED = Failed(reason="connection closed", waited=True)
+BUG = Failed(reason="KeyError: 'planted'", waited=False)
+
+
+def place(rank: int, patience: float = 1.0) -> Place:
+    return Place(rank=rank, size=3, device="cpu", port=0, patience=patience, num_threads=1)
+
+
+@pytest.fixture
+def members() -> Iterator[list[Member]]:
+    """Two processes that do nothing; ``stderr`` is the other end of each connection."""
+    found = []
+    for rank in (1, 2):
+        ours, theirs = socket.socketpair()
+        process = subprocess.Popen(["sleep", "60"])
+        other: Any = Connection(theirs.detach())
+        found.append(
+            Member(place=place(rank), process=process, connection=Connection(ours.detach()), stderr=other)
+        )
+    yield found
+    for member in found:
+        member.process.kill()
+        member.process.wait()
+
+
+@pytest.fixture
+def watched(members: list[Member], monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Roll, list[int]]]:
+    """A roll whose thread runs, and the exit codes with which it would have ended this process."""
+    codes: list[int] = []
+
+    def leave(code: int) -> None:
+        codes.append(code)
+        watching.closing = True
+
+    monkeypatch.setattr(roll.os, "_exit", leave)
+    monkeypatch.setattr(roll, "GRACE", 0.2)
+    monkeypatch.setattr(roll, "_TICK", 0.02)
+    watching = Roll(members=members, patience=0.5)
+    thread = threading.Thread(target=watching.watch, daemon=True)
+    thread.start()
+    yield watching, codes
+    watching.closing = True
+    thread.join()
+
+
+def say(member: Member, value: object) -> None:
+    other: Any = member.stderr
+    other.send((7, value))
+
+
+def test_rank_0_leaves_work_in_which_nobody_says_anything(watched: Any, capfd: Any) -> None:
+    watching, codes = watched
+    watching.begin()
+    time.sleep(0.5)
+    assert codes == []
+    wait_until(lambda: codes == [1], 2)
+    assert "rank 1 of 3 on cpu and rank 2 of 3 on cpu: no answer for 0 s" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("who", ["rank 0", "another"])
+def test_work_that_gets_on_has_no_limit(watched: Any, who: str) -> None:
+    watching, codes = watched
+    watching.begin()
+    for _ in range(12):
+        time.sleep(0.1)
+        watching.alive() if who == "rank 0" else say(watching.members[0], Alive())
+    assert codes == []
+    watching.leave()
+    time.sleep(0.9)
+    assert codes == []  # no work, no limit
+
+
+@pytest.mark.parametrize(
+    ("what", "code", "line"),
+    [
+        (UserError("no such file"), 2, "specgen: rank 2 of 3 on cpu: no such file\n"),
+        (BUG, 1, "the device is lost (rank 2 of 3 on cpu: KeyError: 'planted'); run the command again"),
+    ],
+    ids=["refusal", "loss"],
+)
+def test_rank_0_leaves_work_that_another_has_left(
+    watched: Any, capfd: Any, what: object, code: int, line: str
+) -> None:
+    watching, codes = watched
+    watching.begin()
+    say(watching.members[1], what)
+    time.sleep(0.1)
+    assert codes == []  # it may come back by itself
+    wait_until(lambda: codes == [code], 0.4)
+    assert line in capfd.readouterr().err
+
+
+def test_work_behind_a_refusal_goes_on(watched: Any) -> None:
+    """Rank 0 was told, and does something else."""
+    watching, codes = watched
+    say(watching.members[1], UserError("no such file"))
+    wait_until(lambda: bool(watching.answers))
+    watching.begin()
+    time.sleep(0.4)
+    assert codes == []
+
+
+@pytest.mark.parametrize(
+    ("lost", "error", "fault"),
+    [
+        ([(1, WAITED), (2, BUG)], Unmet("closed", 0.0), "rank 2 of 3 on cpu: KeyError: 'planted'"),
+        ([(1, BUG), (2, None)], Unmet("closed", 0.0), "rank 2 of 3 on cpu: it was ended by SIGTERM"),
+        ([(1, WAITED)], Unmet("a rank is gone", 0.0), ""),
+        ([(1, WAITED)], Unmet("nothing came", 0.9), "rank 2 of 3 on cpu: no answer for 1 s"),
+        ([(1, WAITED), (2, WAITED)], RuntimeError("timed out"), ""),
+        ([], RuntimeError("CUDA error: connection timed out"), ""),
+        ([], Unmet("refused at once", 0.0), ""),
+    ],
+)
+def test_whose_fault_it_is(
+    members: list[Member], lost: list[tuple[int, Failed | None]], error: RuntimeError, fault: str
+) -> None:
+    """By what has ended and the kind of an error, never by the words of one."""
+    known = Roll(members=members, patience=1.0)
+    for rank, word in lost:
+        member = members[rank - 1]
+        if word is None:  # it takes a while to end behind its connection
+            subprocess.Popen(["sh", "-c", f"sleep 0.3; kill -TERM {member.process.pid}"])
+        known._lose(member, word)
+    assert known.fault(error) == fault
+
+
+def test_a_rank_that_takes_nothing_in_is_lost(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    """Half a message is on the way to it, so that another would not be understood."""
+    script = tmp_path / "sleeps"
+    script.write_text("#!/bin/sh\nexec sleep 60\n")
+    script.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(script))
+    member = roll.launch(place(1, patience=0.2))
+    known = Roll(members=[member], patience=0.2)
+    known.send("x" * (8 << 20))
+    assert known.gone == [member]
+    with pytest.raises(Unmet):
+        known.require_all()
+    assert known.fault(None) == "rank 1 of 3 on cpu: no answer for 0 s"
+    assert member.process.wait(5) == -signal.SIGKILL
+    known.send("more")  # to nobody, and at once
+
+
+def test_a_process_that_cannot_end_is_ended_with_exit_code_1() -> None:
+    child = os.fork()
+    if child == 0:
+        exit_within(0.2)
+        time.sleep(20)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
+
+
+def test_on_gpus_a_lost_rank_limits_the_end_of_the_process(
+    members: list[Member], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kernel may wait for it without end."""
+    registered: list[object] = []
+    monkeypatch.setattr("atexit.register", lambda *given: registered.extend(given))
+    team = crew.Crew(replace(place(0), device="cuda:0"), members)
+    assert team.blame(RuntimeError("CUDA error")) == "rank 0 of 3 on cuda:0: CUDA error"
+    assert registered == [exit_within, roll.GRACE]
+    assert all(member.process.poll() == -signal.SIGKILL for member in members)
+
+
+def test_a_rank_says_that_it_still_reads_weights() -> None:
+    ours, theirs = socket.socketpair()
+    follower = Follower(Connection(theirs.detach()), 1)
+    follower._place = place(1, patience=0.0)
+    follower._ranks = Ranks(rank=1, size=2, alive=follower._alive)
+    rank_0 = Connection(ours.detach())
+    follower.load(0, config(2))
+    said = []
+    while rank_0.poll():
+        said.append(rank_0.recv()[1])
+    assert said[-1] == "loaded"
+    assert set(said[:-1]) == {Alive()}
+    taken = [set(each.tensors) - {"d2t", "t2d"} for each in open_checkpoints(config(2)).values()]
+    assert len(said[:-1]) >= sum(map(len, taken))  # of target and head
+
+
+def room_on(config: Any, models: Any) -> int:
+    """What a rank has, less on a later one."""
+    return 100 - 10 * int(models.peers.ranks.rank)
+
+
+@pytest.mark.parametrize(
+    ("number", "why"), [(signal.SIGKILL, "it was ended by SIGKILL"), (signal.SIGSTOP, "no answer for 1 s")]
+)
+def test_a_rank_that_is_lost_or_hangs_while_weights_are_read(
+    monkeypatch: pytest.MonkeyPatch, number: int, why: str
+) -> None:
+    """Rank 0 ends in order, in the first case whatever it has still to read."""
+    num_read = 0
+
+    def kill(team: crew.Crew) -> None:
+        nonlocal num_read
+        num_read += 1
+        if num_read == 3:
+            team._roll.patience = 1.0
+            os.kill(team._roll.members[0].process.pid, number)
+            wait_until(lambda: bool(team._roll.gone) or number == signal.SIGSTOP)
+
+    start = crew.start
+
+    def started(*given: Any) -> crew.Crew:
+        team = start(*given)
+        alive = team.ranks.alive
+        team.ranks = replace(team.ranks, alive=lambda: (kill(team), alive())[1])
+        return team
+
+    monkeypatch.setattr("specgen.engine.lead.start", started)
+    with pytest.raises(DeviceLost, match=f"rank 1 of 2 on cpu: {why}"):
+        load_models(config(2), open_checkpoints(config(2)))
+    assert (num_read == 3) == (number == signal.SIGKILL)
+
+
+def test_ranks_share_a_machine_and_leave_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    before, num_threads = dict(os.environ), torch.get_num_threads()
+    asked = config(2)
+    models = load_models(asked, open_checkpoints(asked))
+    assert os.environ["NCCL_NVLS_ENABLE"] == "0"
+    hosts = [listening(process) for process in (os.getpid(), *processes(models))]
+    assert all(hosts)
+    assert set().union(*hosts) == {"0100007F"}  # 127.0.0.1
+    monkeypatch.setattr("specgen.engine.memory._rest", room_on)
+    assert room_for_turns(asked, models) == 45  # half of what the fullest has
+    del models
+    assert dict(os.environ) == before
+    assert torch.get_num_threads() == num_threads
+
+
+def listening(process: int) -> set[str]:
+    """The addresses at which ``process`` listens, as the kernel writes them."""
+    sockets = set()
+    for each in os.listdir(f"/proc/{process}/fd"):
+        try:
+            sockets.add(os.readlink(f"/proc/{process}/fd/{each}"))
+        except FileNotFoundError:  # that of the listing
+            continue
+    tables = (Path(f"/proc/{process}/net/{kind}").read_text() for kind in ("tcp", "tcp6"))
+    rows = [row.split() for table in tables for row in table.splitlines()[1:]]
+    return {row[1].split(":")[0] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in sockets}
+
+
+class Patient(Peers):
+    """Notes for which numbers a pass has waited."""
+
+    def __init__(self) -> None:
+        self.waited: list[HostCopy] = []
+
+    def wait(self, numbers: HostCopy) -> None:
+        self.waited.append(numbers)
+
+
+def test_every_pass_waits_for_its_numbers_where_a_rank_may_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, peers, read = config(1), Patient(), HostCopy.tensor
+    models = replace(load_models(asked, open_checkpoints(asked)), peers=peers)
+
+    def checked(self: HostCopy) -> torch.Tensor:
+        assert self in peers.waited
+        return read(self)
+
+    monkeypatch.setattr(HostCopy, "tensor", checked)
+    engine = build_engine(asked, models, lambda event: None)
+    list(engine.generate([Request(id="a", prompt_token_ids=(5, 6), sampling=SamplingParams(max_tokens=1))]))
+    assert len(peers.waited) >= 1
+    peers.waited.clear()
+    list(engine.score([ScoreRequest(id="a", token_ids=(5, 6, 7), num_context=1)]))
+    assert len(peers.waited) == 1
+    prefill_logits(asked, models)([5, 6, 7])
+    assert len(peers.waited) == 2
+
+
+def on_any_rank(config: Any, models: Any) -> int:
+    """What a rank has room for, less on a later one."""
+    return int(100 - 10 * models.peers.ranks.rank)
+
+
+def test_compiling_the_sum_over_gpus_is_said_once_before_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("row_kernels", "fused_sum"):  # which import triton
+        monkeypatch.setitem(sys.modules, f"specgen.ops.{name}", MagicMock())
+    del sys.modules["specgen.ops.fused_sum"]
+    create = lambda *given, **named: ((), "addresses", ())  # noqa: E731
+    names = {"trtllm_create_ipc_workspace_for_all_reduce_fusion": create}
+    compiled = SimpleNamespace(is_compiled=False)
+    modules = {"comm": names, "jit": {}, "jit.comm": {"gen_trtllm_comm_module": lambda: compiled}}
+    for name, found in modules.items():
+        module = ModuleType(f"flashinfer.{name}")
+        vars(module).update(found)
+        monkeypatch.setitem(sys.modules, f"flashinfer.{name}", module)
+    monkeypatch.setitem(sys.modules, "flashinfer", ModuleType("flashinfer"))
+    from specgen.ops.fused_sum import _workspace
+
+    for rank, expected in ((1, False), (0, True), (0, False)):
+        assert _workspace(Ranks(rank=rank, size=2), 64) == "addresses"
+        assert ("compiling FlashInfer" in capsys.readouterr().err) == expected
+    compiled.is_compiled = True
+    _workspace(Ranks(rank=0, size=2), 128)
+    assert capsys.readouterr().err == ""
