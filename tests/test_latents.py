@@ -24,8 +24,10 @@ from specgen.models.families import family_of
 from specgen.models.latent_config import LatentConfig
 from specgen.models.mixture_config import SigmoidWeights
 from specgen.models.model_config import TargetConfig
+from specgen.ops.fp8 import block_scales
 from specgen.ops.reference import torch_ops
 from specgen.ops.router import SigmoidRouting
+from specgen.ops.weight import Weight
 from tests.engines import generate, load_pair, random_requests
 from tests.test_fp8 import unrounded_inputs
 from tests.test_mixtures import ids_of, loaded, paged_logits
@@ -316,3 +318,18 @@ def test_an_eagle3_head_drafts_for_latents_with_keys_and_values_of_its_own(tmp_p
     assert plain.texts == padded.texts == non_padded.texts
     assert padded.verified == non_padded.verified
     assert max(step[1] for steps in padded.verified.values() for step in steps) >= 1
+
+
+@pytest.mark.parametrize(("nope", "heads"), [(128, 128), (192, 20)], ids=["deepseek-v3", "glm-4.7-flash"])
+def test_at_published_widths_the_order_of_rotary_pairs_mixes_no_blocks(nope: int, heads: int) -> None:
+    """Kernels for block FP8 keep a row of scales for each 128 outputs."""
+    raw = {"kv_lora_rank": 512, "qk_nope_head_dim": nope, "qk_rope_head_dim": 64, "v_head_dim": 128}
+    config = LatentConfig.from_hf(raw)
+    queries = [*latent_attention._of_queries(config, heads)]
+    stored = latent_attention._halves(config, config.rank)
+    for rows in (queries, [*range(768), *(768 + row for row in stored)]):
+        assert sorted(rows) == [*range(len(rows))] != rows
+        scale = torch.arange(len(rows)).div(128, rounding_mode="floor")[:, None].float()
+        weight = Weight(data=torch.empty(len(rows), 1), scale=scale).reordered(rows)
+        assert weight.scale is not None
+        assert torch.equal(block_scales(weight.scale), scale[::128])
