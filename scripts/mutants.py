@@ -26,6 +26,7 @@ _TEXTS = (  # a few tests that run all of decoding
     "test_lossless.py::test_a_text_ends_at_the_context_limit",
 )
 _MIXTURES = ("test_mixtures.py", "test_mixture_files.py", "test_published_mixtures.py")
+_LATENTS = ("test_latents.py", "test_latent_commands.py", "test_published_latents.py", "test_mtp.py")
 _FP8 = ("test_fp8.py", "test_fp8_files.py", "test_fp8_weights.py", "test_fp8_experts.py")
 _HEADS = "test_heads.py::test_every_draft_equals_the_reference_and_no_text_changes"
 _LOOKAHEAD = (  # lookahead, padding rows, packed drafter rows, and too few pages
@@ -167,8 +168,15 @@ TESTS: dict[str, tuple[str, ...]] = {
     "models/layers": ("test_models.py", "test_checkpoint.py", "test_fp8_kv.py"),
     "models/kv_scales": ("test_fp8_kv.py",),
     "checkpoints/kv_scheme": ("test_fp8_kv.py",),
-    "models/mixture": _MIXTURES,
-    "models/mixture_config": _MIXTURES,
+    "models/mixture": (*_MIXTURES, *_LATENTS),
+    "models/mixture_config": (*_MIXTURES, *_LATENTS),
+    "models/deepseek": _LATENTS,
+    "models/latent_config": _LATENTS,
+    "models/latent_attention": _LATENTS,
+    "models/attend": (*_LATENTS, "test_attention_windows.py", "test_fp8_attention.py", "test_fp8_kv.py"),
+    "models/mtp": _LATENTS,
+    "models/mtp_config": _LATENTS,
+    "attention/expansion": _LATENTS,
     "models/qwen3_moe": _MIXTURES,
     "models/gpt_oss": _MIXTURES,
     "models/rotary": ("test_models.py", "test_mixtures.py"),
@@ -179,7 +187,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "checkpoints/rank_share": ("test_rank_shares.py",),
     "models/vocabulary": ("test_rank_shares.py",),
     "ops/ranked": ("test_rank_shares.py",),
-    "ops/router": _MIXTURES,
+    "ops/router": (*_MIXTURES, *_LATENTS),
     "checkpoints/tensor_reader": ("test_checkpoint.py", *_MIXTURES, *_FP8, "test_fp8_kv.py", _HEADS),
     "evaluation/paired": ("test_paired.py",),
     "engine/conversations": ("test_engine.py", "test_lost.py", *_RUNS),

@@ -27,6 +27,7 @@ Group = Literal["Study", "Table", "Models", "Prompts", "Speculation", "Sampling"
 _MAX_AUTO = 7  # drafts per sequence and step
 _NGRAM = 3  # tokens that --drafter ngram looks up
 _MAX_NGRAM = 16
+MTP = "mtp"  # the drafter that is part of the target's checkpoint
 NGRAM_BYTES = 4  # per token of the texts that are searched
 MAX_LOGIT_BIASES = 1024  # per request
 MAX_LOGPROBS = 20  # per token
@@ -184,7 +185,7 @@ class EngineConfig:
         MISSING,
         "Models",
         "EAGLE head: a directory or hub id. Or ngram[:N]: no head; drafts are copied from the text so far, where its "
-        f"last tokens, as many as match up to N ({_NGRAM}), occurred before.",
+        f"last tokens, as many as match up to N ({_NGRAM}), occurred before. Or mtp: the target's own MTP layers.",
         shown="the bundled head",
     )
     chat_template_kwargs: TemplateKwargs | Mapping[str, Any] | str = option(
@@ -300,7 +301,7 @@ class EngineConfig:
 
     @property
     def head(self) -> str | None:
-        """The checkpoint that drafts; None for n-grams and plain decoding."""
+        """The checkpoint that drafts, or ``MTP``; None for n-grams and plain decoding."""
         return self.drafter if self.draft_length.most and self.ngram is None else None
 
     @property

@@ -4,9 +4,10 @@ import torch
 from torch import Tensor
 
 from specgen.kv.layout import Layout
+from specgen.models.attend import LatentLayer, LayerAttention
 from specgen.models.eagle3 import Eagle3Head
-from specgen.models.layers import LayerAttention
 from specgen.models.llama import Llama
+from specgen.ops import Store
 
 LENGTH = 256  # capacity in positions
 
@@ -27,8 +28,7 @@ class DenseAttend:
         if keys is None or values is None:
             keys, values = qkv.new_zeros(2, 1, LENGTH, self.num_kv_heads, qkv.shape[-1])
         end = start + len(qkv)
-        tables = torch.zeros(1, 1, dtype=torch.int32)
-        q = self.rope(Layout.uniform(tables, torch.tensor([start]), len(qkv), LENGTH))(qkv, keys, values)
+        q = self._rotation(start, len(qkv))(qkv, keys, values)
         self.kept[layer.index] = (keys, values, end)
         rows, num_heads, _ = q.shape
         share = num_heads // self.num_kv_heads
@@ -46,3 +46,20 @@ class DenseAttend:
             scores = scores - scores.amax(-1, keepdim=True)  # which rounds
         weights = scores.softmax(-1, dtype=torch.float32)[..., :end]
         return (weights.to(q.dtype) @ v).transpose(0, 1).reshape(rows, -1)
+
+    def latent(self, layer: LatentLayer, q: Tensor, latents: Tensor) -> Tensor:
+        """Expanded."""
+        index = layer.expanded.index
+        stored, _, start = self.kept.get(index, (latents.new_zeros(1, LENGTH, 1, latents.shape[1]), q, 0))
+        rows, end = len(q), start + len(q)
+        q = self._rotation(start, rows).latents(q, latents, stored)
+        self.kept[index] = (stored, stored, end)
+        keys, values = (each.transpose(0, 1) for each in layer.expand(stored[0, :end, 0]))
+        future = torch.ones(rows, end, dtype=torch.bool).triu(end - rows + 1)
+        scores = q.transpose(0, 1) @ keys.transpose(1, 2) * layer.expanded.scale
+        weights = scores.masked_fill(future, float("-inf")).softmax(-1, dtype=torch.float32)
+        return (weights.to(q.dtype) @ values).transpose(0, 1).reshape(rows, -1)
+
+    def _rotation(self, start: int, rows: int) -> Store:
+        tables = torch.zeros(1, 1, dtype=torch.int32)
+        return self.rope(Layout.uniform(tables, torch.tensor([start]), rows, LENGTH))

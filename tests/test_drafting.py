@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pytest
@@ -116,7 +115,7 @@ def test_planted_positions_are_caught(
         loop = layout.uniform_q == 1
         shift = int(loop == (phase == "propose"))
         rotated: Any = rope(replace(layout, starts=layout.starts + shift))
-        return partial(rotated, slots=layout.slots)
+        return replace(rotated, slots=layout.slots)
 
     models = replace(random_pair.models, head=replace(head, rope=late))
     assert wrong_drafts(generate(replace(random_pair, models=models), REQUESTS), random_reference) > 0

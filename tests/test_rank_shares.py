@@ -25,6 +25,7 @@ from tests.dense import DenseAttend
 from tests.rank_threads import ThreadRanks, together
 from tests.tiny_checkpoints import write_target
 from tests.tiny_fp8 import quantize
+from tests.tiny_latents import write_latent
 from tests.tiny_mixtures import in_one_tensor, packed_in_mxfp4, write_gpt_oss, write_qwen3_moe
 
 CPU = torch.device("cpu")
@@ -50,6 +51,18 @@ def experts_in_fp8(path: Path, form: str) -> None:
 def in_mxfp4(path: Path) -> None:
     write_gpt_oss(path, intermediate_size=128)
     packed_in_mxfp4(path)
+
+
+def latents_in_blocks(path: Path) -> None:
+    widths = {
+        "moe_intermediate_size": 512,
+        "intermediate_size": 512,
+        "num_hidden_layers": 2,
+        "n_routed_experts": 4,
+    }
+    heads = {"qk_rope_head_dim": 128, "qk_nope_head_dim": 128, "v_head_dim": 128, "num_experts_per_tok": 2}
+    write_latent(path, "deepseek", std=0.08, topk_group=1, n_group=2, **widths, **heads)
+    quantize(path, "block", spread=1.0)
 
 
 def in_fp8_with_vectors(path: Path) -> None:
@@ -81,6 +94,9 @@ TARGETS: dict[str, Callable[[Path], object]] = {
     "experts with a scale per channel": partial(experts_in_fp8, form="dynamic"),
     "experts in blocks": partial(experts_in_fp8, form="block"),
     "blocks": partial(in_fp8, form="block", **BLOCKS),
+    "latents": write_latent,
+    "latents and groups": partial(write_latent, family="deepseek", q_lora_rank=None),
+    "latents in blocks": latents_in_blocks,
     "blocks of two heads": partial(
         in_fp8, form="block", **{**BLOCKS, "head_dim": 64, "num_heads": 8, "num_kv_heads": 8}
     ),
@@ -161,6 +177,23 @@ def test_a_rank_reads_its_share_alone(tmp_path: Path) -> None:
     assert len(split) == 6 * 7 + 1
     for name in whole:
         assert share[name] * (4 if name in split else 1) == whole[name], name
+
+
+def test_latents_are_made_on_every_rank_and_their_heads_are_split(tmp_path: Path) -> None:
+    write_latent(tmp_path)
+    checkpoint, taken = open_checkpoint(str(tmp_path)), []
+    for ranks in (ALONE, ThreadRanks(rank=1, size=2, group=object())):  # type: ignore[arg-type]
+        reader = TensorReader(checkpoint=checkpoint, dtype=torch.float32, device=CPU, ranks=ranks)
+        model = build_target(target_config(checkpoint), reader)
+        taken.append({name: size for name, size in reader.taken.items() if ".self_attn." in name})
+        assert model.config.kv_spec.bytes_per_token(2) == 3 * (24 + 8) * 2
+    whole, share = taken
+    split = {
+        name for name in whole if name.endswith(("q_b_proj.weight", "kv_b_proj.weight", "o_proj.weight"))
+    }
+    assert len(split) == 3 * 3
+    for name in whole:
+        assert share[name] * (2 if name in split else 1) == whole[name], name
 
 
 def test_nothing_but_the_share_is_read_from_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

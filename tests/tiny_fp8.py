@@ -96,7 +96,7 @@ def quantize(
     """
     weights, inputs, config = CONFIGS[form]
     tensors, noise = load_file(path / "model.safetensors"), torch.Generator().manual_seed(seed)
-    suffixes = ("_proj.weight", "lm_head.weight") if output_layer else "_proj.weight"
+    suffixes = ("_proj.weight", "_with_mqa.weight", *(("lm_head.weight",) if output_layer else ()))
     for name in [name for name in tensors if name.endswith(suffixes)]:
         wide, layer = tensors[name].float(), name.removesuffix(".weight")
         rows = torch.rand(len(wide), 1, generator=noise) * 2 - 1

@@ -11,9 +11,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from specgen.attention.expansion import Expansion
 from specgen.kv.kv_cache import KVCache
 from specgen.kv.layout import Layout
-from specgen.models.layers import LayerAttention
+from specgen.models.attend import LatentLayer, LayerAttention
 from specgen.ops import Rope
 from specgen.ops.jit_modules import Module
 
@@ -30,6 +31,7 @@ class Heads:
     page_size: int
     max_query_len: int  # rows per sequence of a decode pass
     sinks: bool = False  # see LayerAttention
+    latents: bool = False  # the cache keeps latents; see LatentLayer, whose absorbed form this describes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,11 +71,17 @@ class Capabilities:
     head_dims: tuple[int, ...] | None = None
     max_group: int | None = None  # heads per KV head
     sinks: bool = False  # it adds a layer's sinks to the sums of its softmax
+    latents: tuple[str, ...] = ()  # device types on which it attends to latents
 
     def refusal(self, device: torch.device, heads: Heads) -> str | None:
         """Why this cannot run ``heads`` on ``device`` and what to use instead, to follow its name; None if it can."""
         if device.type not in self.devices:
             return f"does not run on {device.type}: use --attention auto"
+        if heads.latents and device.type not in self.latents:
+            where = "" if device.type == "cpu" else ", for which no GPU kernel is built yet"
+            return f"does not support latent attention on {device.type}{where}: use --device cpu --attention auto"
+        if heads.latents and heads.kv_dtype != heads.dtype:
+            return "does not support latents in FP8: use --kv-dtype model"
         if self.package is not None and find_spec(self.package) is None:
             install = f"pip install {self.package}-python"
             return f"needs {self.package}, which is not installed: {install}, or use --attention sdpa"
@@ -114,7 +122,9 @@ class Kernel(Protocol):
 
         Row r sees the positions of its own sequence up to its own, of these the last ``layer.window``; layers of one
         pass may differ in it. The sum of a head's softmax has its ``layer.sinks`` beside these positions. What pages
-        hold is to be multiplied by ``layer.kv_scales``. Returns ``[rows, num_heads * head_dim]``.
+        hold is to be multiplied by ``layer.kv_scales``. Where ``layer.value_dim`` is set, keys and values are the same
+        pages and a value is the first numbers of a key; else values may be of another width than keys. Returns
+        ``[rows, num_heads * value_dim]``.
         """
         ...
 
@@ -155,6 +165,26 @@ class Attend:
         """Heads of k and v, or of q before them, ``[rows, n, head_dim]``; returns the rotated q, if any."""
         keys, values = self._cache.pages(layer.index)
         return self._store(heads, keys, values, *layer.kv_scales(keys))
+
+    def latent(self, layer: LatentLayer, q: Tensor, latents: Tensor) -> Tensor:
+        """Queries ``[rows, num_heads, key_dim]`` and latents ``[rows, width]``; see ``models.attend.Attend``."""
+        (pages,) = self._cache.pages(layer.absorbed.index)
+        q = self._store.latents(q, latents, pages)
+        if self._expanded is not None:
+            expansion, kernel = self._expanded
+            return kernel(layer.expanded, q, *expansion.keys_and_values(layer, pages))
+        return layer.lift(self._kernel(layer.absorbed, layer.absorb(q), pages, pages))
+
+    def write_latents(self, layer: LatentLayer, latents: Tensor) -> None:
+        """Latents ``[rows, width]`` without queries."""
+        (pages,) = self._cache.pages(layer.absorbed.index)
+        self._store.latents(latents.new_empty(len(latents), 0, latents.shape[1]), latents, pages)
+
+    @cached_property
+    def _expanded(self) -> tuple[Expansion, Kernel] | None:
+        """For latents, where that is less work."""
+        expansion = Expansion.of(self._layout)
+        return None if expansion is None else (expansion, self._backend.plan(expansion.layout))
 
     @cached_property
     def _kernel(self) -> Kernel:

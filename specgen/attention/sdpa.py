@@ -28,10 +28,11 @@ class _Group:
     _masks: dict[object, Tensor] = field(default_factory=dict, init=False)  # by window and dtype
 
     def attend(self, layer: LayerAttention, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """q ``[rows, num_heads, head_dim]`` -> ``[g * q, num_heads * head_dim]``."""
-        _, num_heads, head_dim = q.shape
+        """q ``[rows, num_heads, head_dim]`` -> ``[g * q, num_heads * value_dim]``."""
+        num_heads = q.shape[1]
         k_scale, v_scale = layer.kv_scales(keys)
-        dense_keys, dense_values = self._gather(keys, q.dtype), self._gather(values, q.dtype)
+        dense_keys, latent = self._gather(keys, q.dtype), layer.value_dim
+        dense_values = self._gather(values, q.dtype) if latent is None else dense_keys[..., :latent]
         mask = self._mask(layer.window, dense_keys.shape[2], q.dtype)
         if layer.sinks is not None:  # a position more, with a score of its own for each head and a value of 0
             dense_keys, dense_values = F.pad(dense_keys, (0, 0, 0, 1)), F.pad(dense_values, (0, 0, 0, 1))
@@ -40,7 +41,7 @@ class _Group:
                 (mask.expand(-1, num_heads, -1, -1), sinks.expand(len(mask), -1, mask.shape[2], 1)), -1
             )
         out = F.scaled_dot_product_attention(
-            q[self.rows].view(self.size, -1, num_heads, head_dim).transpose(1, 2),
+            q[self.rows].view(self.size, -1, *q.shape[1:]).transpose(1, 2),
             dense_keys,
             dense_values,
             attn_mask=mask,
@@ -49,7 +50,7 @@ class _Group:
         )
         if v_scale != 1.0:
             out = out * v_scale
-        return out.transpose(1, 2).reshape(-1, num_heads * head_dim)
+        return out.transpose(1, 2).flatten(2).flatten(0, 1)
 
     def _gather(self, pages: Tensor, dtype: torch.dtype) -> Tensor:
         """The group's positions as a dense ``[g, num_kv_heads, p * page_size, head_dim]`` of ``dtype``."""
@@ -78,7 +79,12 @@ class SdpaBackend:
     name = "sdpa"
     summary = "PyTorch's own attention runs everywhere"
     capabilities = Capabilities(
-        devices=("cpu", "cuda"), uniform_q_max=None, needs_host_lens=True, graphs=False, sinks=True
+        devices=("cpu", "cuda"),
+        uniform_q_max=None,
+        needs_host_lens=True,
+        graphs=False,
+        sinks=True,
+        latents=("cpu",),
     )
 
     def __init__(self, device: torch.device) -> None:
@@ -95,7 +101,7 @@ class SdpaBackend:
             return groups[0].attend
 
         def attend(layer: LayerAttention, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-            out = q.new_empty(q.shape[0], q.shape[1] * q.shape[2])
+            out = q.new_empty(q.shape[0], q.shape[1] * (layer.value_dim or values.shape[-1]))
             for group in groups:
                 out[group.rows] = group.attend(layer, q, keys, values)
             return out
@@ -112,7 +118,12 @@ class StaticSdpaBackend:
     name = "sdpa-static"
     summary = "exact, and captured in graphs"
     capabilities = Capabilities(
-        devices=("cpu", "cuda"), uniform_q_max=None, needs_host_lens=False, graphs=True, sinks=True
+        devices=("cpu", "cuda"),
+        uniform_q_max=None,
+        needs_host_lens=False,
+        graphs=True,
+        sinks=True,
+        latents=("cpu",),
     )
 
     def __init__(self, device: torch.device) -> None:

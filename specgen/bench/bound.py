@@ -69,7 +69,8 @@ class StepBytes:
     logits: int  # per row
     bytes_per_value: int
     head_fill: int = 0  # weights of the drafter KV fill: all that the last layer's keys and values need
-    head_pass: int = 0  # weights per drafting pass
+    head_pass: int = 0  # weights per drafting pass, without experts
+    head_experts: ExpertSize | None = None  # of such a pass
     head_in_parallel: bool = False  # one pass of K rows per sequence drafts them all
     head_kv: KVBytes = KVBytes(per_layer=0, windows=())  # per pass
     experts: ExpertSize | None = None
@@ -105,13 +106,19 @@ class StepBytes:
         head, drafter = models.head.config, readers["drafter"]
         build_head(head, drafter, models.target, models.head.draft_to_target)
         fused = 0 if head.fc_each_pass else _bytes(drafter, "fc.weight")
-        borrowed = 0 if "lm_head.weight" in drafter.taken else lm_head
+        borrowed = 0 if _bytes(drafter, "lm_head.weight", "shared_head.head.weight") else lm_head
+        mixtures, turns = ExpertSize.of(head, width), head.num_layers if head.takes_turns else 1
+        kv = KVBytes.of(head, width)
+        own = _read_whole(drafter) - fused - (mixtures.total_bytes if mixtures else 0)
         return replace(
             sizes,
             head_fill=_fill_bytes(drafter, head.num_layers),
-            head_pass=_read_whole(drafter) - fused + borrowed,
+            head_pass=own // turns + borrowed,
+            head_experts=None
+            if mixtures is None
+            else replace(mixtures, num_layers=mixtures.num_layers // turns),
             head_in_parallel=models.head.mask is not None,
-            head_kv=KVBytes.of(head, width),
+            head_kv=replace(kv, windows=kv.windows[: head.num_layers // turns]),
         )
 
     def step(self, num_spec_tokens: int, batch: int, context: float, touched: float | None = None) -> float:
@@ -133,7 +140,7 @@ class StepBytes:
 
         parts = {
             "verify": work(self.target, batch * self.target_kv.at(context), rows)
-            + self._experts(rows, touched),
+            + self._experts(self.experts, 1, rows, touched),
             "accept": Work(num_bytes=rows * self.logits, flops=0.0),
         }
         if k == 0 or self.head_pass == 0:
@@ -143,17 +150,18 @@ class StepBytes:
             "KV fill": work(self.head_fill, 0, rows),
             "draft loop": work(
                 passes * self.head_pass, passes * batch * self.head_kv.at(context), batch * k // passes
-            ),
+            )
+            + self._experts(self.head_experts, passes, batch * k // passes, None),
         }
 
-    def _experts(self, num_rows: int, touched: float | None) -> Work:
-        """That of a pass's experts."""
-        size = self.experts
+    def _experts(self, size: ExpertSize | None, passes: int, num_rows: int, touched: float | None) -> Work:
+        """That of the experts of ``passes`` of so many rows each."""
         if size is None:
             return Work(num_bytes=0.0, flops=0.0)
+        touched = size.touched_by_chance(num_rows) if touched is None else touched
         return Work(
-            num_bytes=size.bytes_of(size.touched_by_chance(num_rows) if touched is None else touched),
-            flops=2.0 * size.num_values * size.num_chosen * size.num_layers * num_rows,
+            num_bytes=passes * size.bytes_of(touched),
+            flops=2.0 * passes * size.num_values * size.num_chosen * size.num_layers * num_rows,
         )
 
 
@@ -193,6 +201,9 @@ def _bytes(reader: TensorReader, *names: str) -> int:
 def _fill_bytes(drafter: TensorReader, num_layers: int) -> int:
     """Bytes of weights that accepted rows need: ``fc``, all layers but the last, and keys and values of that."""
     last, rest = f"layers.{num_layers - 1}.", ("fc.weight", "k_proj.weight", "v_proj.weight")
+    latents = ("eh_proj.weight", "kv_a_proj_with_mqa.weight")  # of every MTP layer, from the target's states
+    if _bytes(drafter, *latents):
+        return _bytes(drafter, *latents)
 
     def needed(name: str) -> bool:
         name = name.replace("midlayer.", "layers.0.")

@@ -18,6 +18,7 @@ from specgen.models.families import FAMILIES, HEAD_FAMILIES, family_of, head_fam
 from specgen.models.fit import misfits, vocabulary_map
 from specgen.models.fp8_config import with_modelopt
 from specgen.models.model_config import HeadConfig, TargetConfig
+from specgen.models.mtp_config import mtp_prefixes
 from specgen.models.protocols import Head, Target
 from specgen.ops import bind_ops
 from specgen.ranks import ALONE, Ranks
@@ -42,6 +43,18 @@ def open_checkpoint(path_or_hub_id: str) -> Checkpoint:
         generation=read_json(generation) if generation.exists() else {},
         tensors=tensor_infos(path),
     )
+
+
+def mtp_part(checkpoint: Checkpoint) -> Checkpoint:
+    """The MTP layers of a target's checkpoint as a draft head's; ``UserError`` where there are none."""
+    prefixes = mtp_prefixes(checkpoint.config, checkpoint.tensors.keys())
+    require(
+        bool(prefixes),
+        f"{checkpoint.name} has no MTP layer (no eh_proj.weight behind its last layer): name a head with --drafter, or "
+        "use --drafter ngram",
+    )
+    tensors = {name: info for name, info in checkpoint.tensors.items() if name.startswith(prefixes)}
+    return replace(checkpoint, name=f"MTP of {checkpoint.name}", tensors=tensors)
 
 
 def target_config(checkpoint: Checkpoint) -> TargetConfig:
@@ -136,13 +149,13 @@ def build_target(config: TargetConfig, reader: TensorReader) -> Target:
         f"{reader.checkpoint.name}: config.json says FP8, but no weight is stored in it: download both again",
     )
     target = family.build(config, reader, bind_ops(reader.device, reader.dtype, reader.ranks))
-    reader.finish(family.ignored(config))
+    reader.finish(family.ignored(config, reader.checkpoint.tensors.keys()))
     return target
 
 
 def build_head(config: HeadConfig, reader: TensorReader, target: Target, draft_to_target: Tensor) -> Head:
     """The head of ``config`` from the tensors of ``reader``; ``UserError`` for unused ones."""
-    family = HEAD_FAMILIES[config.family]
+    family, reader = HEAD_FAMILIES[config.family], replace(reader, fp8=config.fp8)
     head = family.build(config, reader, target, draft_to_target, bind_ops(reader.device, reader.dtype))
     reader.finish(family.ignored)
     return head

@@ -14,15 +14,17 @@ from specgen.checkpoints.checkpoint import (
     build_target,
     draft_to_target,
     drafter_config,
+    mtp_part,
     open_checkpoint,
     target_config,
 )
 from specgen.checkpoints.kv_scheme import FP8, kv_scheme
 from specgen.checkpoints.tensor_reader import Checkpoint, TensorReader
-from specgen.config import NGRAM_BYTES, UserError, ngram_length, require
+from specgen.config import MTP, NGRAM_BYTES, UserError, ngram_length, require
 from specgen.models.families import is_head
 from specgen.models.fit import misfits
 from specgen.models.model_config import HeadConfig, LayerConfig, TargetConfig
+from specgen.models.mtp_config import mtp_prefixes
 
 _SCALES = ("_scale", "_scale_inv")  # of FP8
 _META = torch.device("meta")  # reads no weights
@@ -74,6 +76,7 @@ class Inspection:
     config: TargetConfig | HeadConfig
     weights: Weights
     problems: tuple[str, ...]
+    num_mtp_layers: int  # that a target's checkpoint has beside it
 
     @property
     def kind(self) -> str:
@@ -87,13 +90,17 @@ class Inspection:
         kv_cache = (
             f"{self.weights.kv_bytes_per_token:,} bytes per token{fp8}{kept * any(self.config.windows)}"
         )
-        return {**self.config.facts(), "weights": _size(self.weights), "KV cache": kv_cache}
+        number = f"{self.num_mtp_layers} layer{'s' * (self.num_mtp_layers > 1)}"
+        mtp = {"MTP": f"{number}, used by --drafter mtp"} if self.num_mtp_layers else {}
+        return {**self.config.facts(), **mtp, "weights": _size(self.weights), "KV cache": kv_cache}
 
     def to_json(self) -> dict[str, Any]:
         """All fields by name."""
         facts = {**asdict(self.config), **asdict(self.weights), "problems": list(self.problems)}
         if isinstance(self.config, HeadConfig):
             facts["draft_vocab_share"] = self.config.draft_vocab_size / self.config.vocab_size
+        else:
+            facts["num_mtp_layers"] = self.num_mtp_layers
         return {"name": self.name, "kind": self.kind, **facts}
 
 
@@ -172,13 +179,16 @@ class Description:
 
 
 def describe(path: str, other: str | None = None) -> Description:
-    """Describe one checkpoint (directory or hub id), or a target and a head or ``ngram[:N]`` in either order.
+    """Describe one checkpoint (directory or hub id), or a target and a head, ``mtp`` or ``ngram[:N]`` in either order.
 
     Reads headers and the vocabulary map, no weights. ``UserError`` for anything but checkpoints of known families.
     """
     names = [name for name in (path, other) if name is not None]
     ngrams = [Ngrams(length=n) for name in names if (n := ngram_length(name)) is not None]
-    checkpoints = [open_checkpoint(name) for name in names if ngram_length(name) is None]
+    checkpoints = [open_checkpoint(name) for name in names if ngram_length(name) is None and name != MTP]
+    if MTP in names:
+        require(len(checkpoints) == 1, "mtp is part of a target's checkpoint: name the target beside it")
+        checkpoints.append(mtp_part(checkpoints[0]))
     targets = [_target(checkpoint) for checkpoint in checkpoints if not _is_head(checkpoint)]
     known = targets[0].config.num_layers if targets else None
     heads = [_head(checkpoint, known) for checkpoint in checkpoints if _is_head(checkpoint)]
@@ -225,7 +235,16 @@ def _inspect(
         except UserError as error:
             problems.append(str(error))
     weights = Weights.of(checkpoint, config)
-    return Inspection(name=checkpoint.name, config=config, weights=weights, problems=tuple(problems))
+    own = (
+        mtp_prefixes(checkpoint.config, checkpoint.tensors.keys()) if isinstance(config, TargetConfig) else ()
+    )
+    return Inspection(
+        name=checkpoint.name,
+        config=config,
+        weights=weights,
+        problems=tuple(problems),
+        num_mtp_layers=len(own),
+    )
 
 
 def _pair_misfits(targets: list[Inspection], heads: list[Inspection]) -> tuple[str, ...]:

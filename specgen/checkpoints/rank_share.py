@@ -2,7 +2,7 @@
 
 Projections into heads and into the inner width of an MLP or an expert are split by output, those back by input, so that
 a layer needs one sum over ranks behind its attention and one behind its MLP. ``lm_head`` is split by output as well.
-All else - embedding, norms, routers - every rank has whole.
+All else - embedding, norms, routers, what makes and stores the latents of latent attention - every rank has whole.
 """
 
 import re
@@ -47,7 +47,7 @@ class _Rule:
 _KV = re.compile(r"\.(k|v)_proj\.(weight|bias)$")
 _LM_HEAD = "lm_head.weight"
 _RULES = (
-    _Rule(names=r"\.(q|gate|up)_proj\.(weight|bias)$", dim=0),
+    _Rule(names=r"\.(q|q_b|kv_b|gate|up)_proj\.(weight|bias)$", dim=0),
     _Rule(names=r"\.self_attn\.sinks$", dim=0),
     _Rule(names=r"\.(o|down)_proj\.weight$", dim=1),
     # all experts of a layer in one tensor: packed, transposed with gate and up alternating, or as they are multiplied

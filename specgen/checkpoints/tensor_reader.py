@@ -73,6 +73,9 @@ class TensorReader:
         fits = info is not None and prod(info.shape) == length
         return self(name, info.shape if fits and info is not None else (length,)).flatten()
 
+    def float32(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        return self._read(name, self._float(name, shape), torch.float32, None)
+
     def scalar(self, name: str) -> float:
         info = self.checkpoint.tensors[name]
         require(

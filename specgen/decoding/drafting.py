@@ -155,11 +155,12 @@ class HeadDrafter:
     ) -> Iterator[Chosen]:
         """A pass per draft, all but the first fed the head's own hidden state and draft."""
         ids, (hidden,), positions = state.tokens, state.columns, state.positions - 1
-        for _ in range(num_drafts):
+        for index in range(num_drafts):
+            head = self._head.of_pass(index)
             layout = Layout.uniform(block_tables, positions, 1, self._cache.page_size)
-            hidden = self._head.forward(ids, hidden, self._attend(layout))
+            hidden = head.forward(ids, hidden, self._attend(layout))
             positions = positions + 1
-            chosen, probs = self._choose(hidden[:, None], positions[:, None] + 1, sampling)
+            chosen, probs = self._choose(head, hidden[:, None], positions[:, None] + 1, sampling)
             ids = chosen[:, 0]
             yield chosen, probs
 
@@ -173,7 +174,7 @@ class HeadDrafter:
         hidden = torch.cat((newest[:, None], mask.hidden.expand(len(newest), k - 1, -1)), 1)
         hidden = self._head.forward(ids.flatten(), hidden.flatten(0, 1), self._attend(layout))
         positions = state.positions[:, None] + 1 + torch.arange(k, device=ids.device)
-        return self._choose(hidden.view(len(newest), k, -1), positions, sampling)
+        return self._choose(self._head, hidden.view(len(newest), k, -1), positions, sampling)
 
     def clear(self, pages: Tensor) -> None:
         self._cache.clear(pages)
@@ -181,9 +182,9 @@ class HeadDrafter:
     def _attend(self, layout: Layout) -> Attend:
         return Attend(self._backend, self._cache, layout, self._head.rope)
 
-    def _choose(self, hidden: Tensor, positions: Tensor, sampling: SamplingBatch) -> Chosen:
+    def _choose(self, head: Head, hidden: Tensor, positions: Tensor, sampling: SamplingBatch) -> Chosen:
         """From hidden states ``[B, n, H]``: ids of the target."""
-        logits = self._head.logits(hidden.flatten(0, 1)).view(*positions.shape, -1)
+        logits = head.logits(hidden.flatten(0, 1)).view(*positions.shape, -1)
         ids, probs = self._choice.choose(logits, positions, sampling)
         return self._head.draft_to_target[ids], probs
 

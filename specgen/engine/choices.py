@@ -116,9 +116,7 @@ def choose_attention(config: EngineConfig, checkpoints: Checkpoints) -> tuple[At
                 return name, "as asked"
             return name, "; ".join([*passed_over, backend.summary])
         passed_over.append(f"{name} {reason.partition(':')[0]}")
-        if config.attention != "auto":
-            raise UserError(f"attention {name!r} {reason}")
-    raise AssertionError("the last choice runs everything")
+    raise UserError(f"attention {names[-1]!r} {reason}")
 
 
 def attention_uses(config: EngineConfig, checkpoints: Checkpoints) -> list[Use]:
@@ -141,13 +139,14 @@ def _use(
     return Use(
         heads=Heads(
             num_heads=model.num_heads,
-            num_kv_heads=model.num_kv_heads,
-            head_dim=model.head_dim,
+            num_kv_heads=model.kv_spec.num_heads,
+            head_dim=model.kv_spec.head_dim,
             dtype=DTYPES[config.dtype],
             kv_dtype=kv_dtype,
             page_size=config.page_size,
             max_query_len=config.draft_length.most + 1,
             sinks=model.sinks,
+            latents=model.latent is not None,
         ),
         windowed=tuple(sorted({model.window(index) is not None for index in range(model.num_layers)})),
         query_lens=rows,

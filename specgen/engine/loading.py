@@ -5,9 +5,9 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from specgen.checkpoints.checkpoint import load_drafter, load_target, open_checkpoint
+from specgen.checkpoints.checkpoint import load_drafter, load_target, mtp_part, open_checkpoint
 from specgen.checkpoints.tensor_reader import Checkpoint
-from specgen.config import EngineConfig, SamplingParams
+from specgen.config import MTP, EngineConfig, SamplingParams
 from specgen.core.peers import Peers
 from specgen.device import use
 from specgen.display import from_here
@@ -53,8 +53,13 @@ def _is_synthetic(checkpoint: Checkpoint) -> bool:
 
 def open_checkpoints(config: EngineConfig) -> Checkpoints:
     """The checkpoints of ``config``, headers only; of a hub id, what is downloaded. Once in a command is enough."""
-    names = {"model": config.model, "drafter": config.head}
-    return {role: open_checkpoint(name) for role, name in names.items() if name is not None}
+    target = open_checkpoint(config.model)
+    if config.head is None:
+        return {"model": target}
+    return {
+        "model": target,
+        "drafter": mtp_part(target) if config.head == MTP else open_checkpoint(config.head),
+    }
 
 
 def load_chat_tokenizer(config: EngineConfig, checkpoints: Checkpoints) -> Tokenizer:

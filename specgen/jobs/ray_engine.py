@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from specgen.config import Cluster, EngineConfig, SamplingParams, UserError, require
+from specgen.config import MTP, Cluster, EngineConfig, SamplingParams, UserError, require
 from specgen.engine.memory import DRAWN
 from specgen.engine.request_output import RequestOutput
 from specgen.events import Event
@@ -196,7 +196,7 @@ def _values(table: "pyarrow.Table") -> Iterator[Any]:
 def _portable(config: EngineConfig) -> EngineConfig:
     """``config`` for a process with another working directory that sees only its own GPU."""
     model, drafter = (
-        str(Path(name).resolve()) if name is not None and Path(name).exists() else name
+        str(Path(name).resolve()) if name not in (None, MTP) and Path(str(name)).exists() else name
         for name in (config.model, config.head)
     )
     assert model is not None

@@ -48,6 +48,10 @@ class Eagle1Head:
             rope=rope_of(config, ops, draft_to_target.device),
         )
 
+    def of_pass(self, index: int) -> "Eagle1Head":
+        """Itself: every draft comes from the same layers."""
+        return self
+
     def fuse(self, features: Tensor) -> Tensor:
         """The target's last hidden states behind its final norm [rows, H], as they are."""
         return features

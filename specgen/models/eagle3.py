@@ -69,6 +69,10 @@ class Eagle3Head:
         mask = MaskSlot(token_id=config.mask_token_id, hidden=head.fuse(features[None]))
         return replace(head, mask=mask)
 
+    def of_pass(self, index: int) -> "Eagle3Head":
+        """Itself: every draft comes from the same layers."""
+        return self
+
     def fuse(self, features: Tensor) -> Tensor:
         """The target's features [rows, num_features * Ht] as hidden states for ``forward``, [rows, H]."""
         if self.feature_norm is not None:

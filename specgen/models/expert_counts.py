@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from specgen.models.mixture import Tap
-from specgen.models.model_config import TargetConfig
+from specgen.models.model_config import LayerConfig
 from specgen.models.protocols import Target
 
 T = TypeVar("T")
@@ -27,8 +27,8 @@ class ExpertSize:
     num_bytes: int  # that reading one expert takes, its biases included
 
     @classmethod
-    def of(cls, config: TargetConfig, bytes_per_value: int) -> "ExpertSize | None":
-        """By the config of a target, whose plain weights take ``bytes_per_value``; None for a dense one."""
+    def of(cls, config: LayerConfig, bytes_per_value: int) -> "ExpertSize | None":
+        """By the config of a target or a head, whose plain weights take ``bytes_per_value``; None for a dense one."""
         mixture = config.mixture
         if mixture is None:
             return None

@@ -8,13 +8,15 @@ from typing import Any
 from torch import Tensor
 
 from specgen.config import UserError, require, shown
-from specgen.models import eagle1_config, eagle3_config, gpt_oss, llama, qwen3_moe
+from specgen.models import deepseek, eagle1_config, eagle3_config, gpt_oss, llama, mtp, mtp_config, qwen3_moe
 from specgen.models.config_fields import Raw
 from specgen.models.eagle1 import Eagle1Head
 from specgen.models.eagle1_config import Eagle1Config
 from specgen.models.eagle3 import Eagle3Head
 from specgen.models.eagle3_config import Eagle3Config
 from specgen.models.model_config import HeadConfig, TargetConfig, architectures
+from specgen.models.mtp import MtpHead
+from specgen.models.mtp_config import MtpConfig
 from specgen.models.protocols import Head, Target
 from specgen.models.take import Take
 from specgen.ops import Ops
@@ -26,7 +28,9 @@ class Family:
 
     config: Callable[[Raw], TargetConfig]  # from a config.json
     build: Callable[[Any, Take, Ops], Target]  # from that config
-    ignored: Callable[[Any], Set[str]]  # tensors in some checkpoints that no pass uses
+    ignored: Callable[
+        [Any, Set[str]], Set[str]
+    ]  # of the names in a checkpoint, tensors that no pass of it uses
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +51,8 @@ FAMILIES: Mapping[str, Family] = {
     "Qwen3ForCausalLM": _llama(config=partial(TargetConfig.from_hf, qk_norm=True)),
     "Qwen3MoeForCausalLM": _llama(config=qwen3_moe.read),
     "GptOssForCausalLM": _llama(config=gpt_oss.read),
+    "DeepseekV3ForCausalLM": _llama(config=deepseek.read, ignored=mtp.ignored_tensors),
+    "Glm4MoeLiteForCausalLM": _llama(config=deepseek.read, ignored=mtp.ignored_tensors),
 }
 HEAD_FAMILIES: Mapping[str, HeadFamily] = {
     "EAGLE3": HeadFamily(
@@ -63,15 +69,29 @@ HEAD_FAMILIES: Mapping[str, HeadFamily] = {
         build=Eagle1Head.build,
         ignored=eagle1_config.IGNORED_TENSORS,
     ),
+    "MTP": HeadFamily(
+        recognize=mtp_config.is_mtp,
+        refusal=mtp_config.NOT_MTP,
+        config=MtpConfig.from_hf,
+        build=MtpHead.build,
+        ignored=frozenset(),
+    ),
+}
+# Architectures that are asked for and not built, and what they need.
+_NOT_BUILT = {
+    "DeepseekV4ForCausalLM": "sparse attention with compressed positions and hyper-connections",
+    "Llama4ForCausalLM": "attention in chunks and layers without positions",
+    "Llama4ForConditionalGeneration": "attention in chunks and layers without positions",
 }
 
 
 def family_of(config: Raw) -> Family:
     """The family of the target with this ``config.json``; ``UserError`` if it is unsupported."""
     architecture = next(iter(architectures(config)), "none")
+    missing = f" ({_NOT_BUILT[architecture]} are not built)" if architecture in _NOT_BUILT else ""
     require(
         architecture in FAMILIES,
-        f"architecture {shown(architecture)} is not supported: use one of {', '.join(FAMILIES)}",
+        f"architecture {shown(architecture)} is not supported{missing}: use one of {', '.join(FAMILIES)}",
     )
     return FAMILIES[architecture]
 

@@ -1,56 +1,20 @@
-"""What the layers of targets and heads share: attention projections and the gated MLP."""
+"""What the layers of targets and heads share: attention projections and decoder layers."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from specgen.models.attend import Attend as Attend
+from specgen.models.attend import LayerAttention as LayerAttention
 from specgen.models.kv_scales import kv_scale
+from specgen.models.latent_attention import LatentAttention
 from specgen.models.mixture import Mixture
+from specgen.models.mlp import MLP
 from specgen.models.model_config import LayerConfig
 from specgen.models.take import Take
 from specgen.ops import Map, Norm, Ops
-
-
-@dataclass(frozen=True, kw_only=True)
-class LayerAttention:
-    """A layer's attention parameters: all that an attention backend knows of the layer."""
-
-    index: int  # of its planes in the KV cache
-    scale: float  # of q . k
-    window: int | None = None  # positions that a row sees, its own included; None: all
-    sinks: Tensor | None = None  # [Hq] float32: logits of no position, in the softmax's sum alone (GPT-OSS)
-    k_scale: float = 1.0  # a key is its number in an FP8 page times this; see ``kv_scales``
-    v_scale: float = 1.0
-
-    def __post_init__(self) -> None:
-        assert self.window is None or self.window >= 1, self.window
-        assert self.k_scale > 0, self.k_scale
-        assert self.v_scale > 0, self.v_scale
-
-    def kv_scales(self, pages: Tensor) -> tuple[float, float]:
-        """What keys and values are divided by on their way into ``pages`` and multiplied by on their way out.
-
-        Pages in the model's number format hold them as they are.
-        """
-        return (self.k_scale, self.v_scale) if pages.dtype.itemsize == 1 else (1.0, 1.0)
-
-
-class Attend(Protocol):
-    """Attention over the sequences of one pass; a model knows positions, attention, cache and batching only by it."""
-
-    def __call__(self, layer: LayerAttention, qkv: Tensor) -> Tensor:
-        """Rotate q and k, store k and v, attend to all stored positions.
-
-        ``qkv`` is [rows, Hq + 2 * Hkv, D], the heads of q, k and v in that order; the result is [rows, Hq * D].
-        """
-        ...
-
-    def write_kv(self, layer: LayerAttention, heads: Tensor) -> object:
-        """Store rotated keys and values without attending; ``heads`` are [rows, 2 * Hkv, D], k before v."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,42 +87,21 @@ class Attention:
             ),
         )
 
+    @property
+    def input_scale(self) -> Tensor | None:
+        """Of its inputs in FP8; see ``Weight.static_scale``."""
+        return self.qkv.input_scale
+
     def __call__(self, x: Tensor, attend: Attend) -> Tensor:
         """Project, attend, project back: [rows, width] -> [parts, rows, H]; see ``Ops.linear_parts``."""
         return self.out(attend(self.layer, self.qkv(x)))
 
 
 @dataclass(frozen=True, kw_only=True)
-class MLP:
-    """The gated feed-forward block; gate and up are one matrix."""
-
-    gated: Map  # [rows, H] -> [rows, I]
-    input_scale: Tensor | None  # of its inputs in FP8; see Weight.static_scale
-    down: Map  # [rows, I] -> [parts, rows, H]
-
-    @classmethod
-    def build(cls, config: LayerConfig, prefix: str, take: Take, ops: Ops) -> "MLP":
-        """Load ``{prefix}mlp.*``."""
-        hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
-        prefix += "mlp."
-        gate_up = take.linear({prefix + "gate_proj": inner, prefix + "up_proj": inner}, hidden, bias=bias)
-        down = take.linear({prefix + "down_proj": hidden}, inner, bias=bias)
-        return cls(
-            gated=ops.gated_linear(gate_up, down.static_scale),
-            input_scale=gate_up.static_scale,
-            down=ops.linear_parts(down),
-        )
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """[rows, H] -> [parts, rows, H]; see ``Ops.linear_parts``."""
-        return self.down(self.gated(x))
-
-
-@dataclass(frozen=True, kw_only=True)
 class Block:
     """A decoder layer without the norm of its inputs, which its predecessor's sum is fused with."""
 
-    attention: Attention
+    attention: Attention | LatentAttention
     post_norm: Norm
     mlp: MLP | Mixture  # [rows, H] -> [parts, rows, H]; see Ops.linear_parts
 
@@ -166,7 +109,8 @@ class Block:
     def build(cls, config: LayerConfig, index: int, prefix: str, take: Take, ops: Ops, width: int) -> "Block":
         """Load ``{prefix}*`` as layer ``index``, whose attention has inputs ``width`` wide."""
         weight = take(prefix + "post_attention_layernorm.weight", (config.hidden_size,))
-        attention = Attention.build(config, index, width, prefix, take, ops)
+        kind = Attention if config.latent is None else LatentAttention
+        attention = kind.build(config, index, width, prefix, take, ops)
         mlp, scale = _mlp(config, index, prefix, take, ops)
         norm = ops.rms_norm(weight, config.rms_norm_eps, config.norm_casts_last, scale)
         return cls(attention=attention, post_norm=norm, mlp=mlp)
@@ -187,7 +131,7 @@ def _mlp(
     mixture = config.mixture_of(index)
     if mixture is not None:
         return Mixture.build(mixture, config.hidden_size, f"{prefix}mlp.", take, ops), None
-    mlp = MLP.build(config, prefix, take, ops)
+    mlp = MLP.build(config.hidden_size, config.intermediate_size, f"{prefix}mlp.", take, ops, config.mlp_bias)
     return mlp, mlp.input_scale
 
 
@@ -230,7 +174,9 @@ class HeadLayers:
         Later rows read no other state of a row, so its attention and MLP in the last layer are not computed.
         """
         _, inputs = self._before_last(stream, inputs, attend)
-        attend.write_kv(self.blocks[-1].attention.layer, self.kv_proj(inputs))
+        attention = self.blocks[-1].attention
+        assert isinstance(attention, Attention)
+        attend.write_kv(attention.layer, self.kv_proj(inputs))
 
     def _before_last(self, stream: Tensor, inputs: Tensor, attend: Attend) -> tuple[Tensor, Tensor]:
         for block, norm in zip(self.blocks[:-1], self.norms, strict=True):

@@ -1,5 +1,6 @@
 """The decoder of Llama and its relatives over packed rows, and the names of its tensors in a checkpoint."""
 
+from collections.abc import Set
 from dataclasses import dataclass
 
 import torch
@@ -36,7 +37,7 @@ class Llama:
             for index in range(config.num_layers)
         )
         norms = {
-            f"model.layers.{index}.input_layernorm.weight": block.attention.qkv.input_scale
+            f"model.layers.{index}.input_layernorm.weight": block.attention.input_scale
             for index, block in enumerate(blocks)
         }
         return cls(
@@ -88,8 +89,9 @@ class Llama:
         return self.vocabulary.whole(self.vocabulary.share(hidden))
 
 
-def ignored_tensors(config: TargetConfig) -> frozenset[str]:
+def ignored_tensors(config: TargetConfig, names: Set[str]) -> Set[str]:
     """Tensors in some checkpoints that no pass uses: rotary tables, and a copy of a tied head."""
-    names = {f"model.layers.{index}.self_attn.rotary_emb.inv_freq" for index in range(config.num_layers)}
+    del names
+    tables = {f"model.layers.{index}.self_attn.rotary_emb.inv_freq" for index in range(config.num_layers)}
     tied = {"lm_head.weight"} if config.tied_embeddings else set()
-    return frozenset(names | tied | {"model.rotary_emb.inv_freq"})
+    return tables | tied | {"model.rotary_emb.inv_freq"}

@@ -5,14 +5,17 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from specgen.config import require
-from specgen.models.mixture_config import MixtureConfig
+from specgen.models.mixture_config import MixtureConfig, SigmoidWeights
+from specgen.models.mlp import MLP
 from specgen.models.take import Take
 from specgen.ops import Map, Ops
 from specgen.ops.experts import Experts, ExpertsMap, Gating
+from specgen.ops.fp8 import plain_matrix
 from specgen.ops.mxfp4 import BLOCK
-from specgen.ops.router import Choice
+from specgen.ops.router import Choice, SigmoidRouting
 from specgen.ops.weight import Weight
 
 _ALIGNED = 8  # 16 bytes in half precision: what grouped products ask of a row
@@ -26,24 +29,45 @@ class Mixture:
     router: Map  # [rows, H] -> logits [parts, rows, E]; see Ops.linear_parts
     choice: Choice
     experts: ExpertsMap
+    shared: MLP | None = None  # beside them, for every row
     taps: list[Tap] = field(default_factory=list)  # measuring tools add themselves here
 
     @classmethod
     def build(cls, config: MixtureConfig, hidden: int, prefix: str, take: Take, ops: Ops) -> "Mixture":
         """Load ``{prefix}*`` of a layer ``hidden`` wide."""
-        router = take.linear({prefix + config.router: config.num_experts}, hidden, bias=config.biases)
-        return cls(
-            router=ops.linear_parts(router),
-            choice=ops.choice(config.num_chosen, config.weights),
-            experts=ops.experts(_experts(config, hidden, f"{prefix}experts.", take)),
-        )
+        router, choice = _router(config, hidden, prefix + config.router, take, ops)
+        shared = None
+        if config.shared_width:
+            shared = MLP.build(hidden, config.shared_width, f"{prefix}shared_experts.", take, ops)
+        experts = ops.experts(_experts(config, hidden, f"{prefix}experts.", take))
+        return cls(router=router, choice=choice, experts=experts, shared=shared)
 
     def __call__(self, x: Tensor) -> Tensor:
         """[rows, H] -> [parts, rows, H]; see ``Ops.linear_parts``."""
         ids, weights = self.choice(self.router(x))
         for tap in self.taps:
             tap(ids)
-        return self.experts(x, ids, weights)
+        parts = self.experts(x, ids, weights.to(x.dtype))
+        return parts if self.shared is None else torch.cat((parts, self.shared(x)))
+
+
+def _router(config: MixtureConfig, hidden: int, name: str, take: Take, ops: Ops) -> tuple[Map, Choice]:
+    """Logits of the router ``name``, and what is made of them."""
+    weight = take.linear({name: config.num_experts}, hidden, bias=config.biases)
+    if not isinstance(config.weights, SigmoidWeights):
+        return ops.linear_parts(weight), ops.choice(config.num_chosen, config.weights)
+    routing = SigmoidRouting(
+        num_chosen=config.num_chosen,
+        bias=take.float32(f"{name}.e_score_correction_bias", (config.num_experts,)),
+        num_groups=config.weights.num_groups,
+        num_chosen_groups=config.weights.num_chosen_groups,
+        normalized=config.weights.normalized,
+        scale=config.weights.scale,
+    )
+    matrix = plain_matrix(
+        weight, torch.float32
+    )  # in bfloat16 logits as close as a bias is small would be equal
+    return lambda x: F.linear(x.float(), matrix)[None], ops.sigmoid_choice(routing)
 
 
 def _experts(config: MixtureConfig, hidden: int, prefix: str, take: Take) -> Experts:

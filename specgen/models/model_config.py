@@ -8,6 +8,7 @@ from specgen.config import require, shown
 from specgen.kv.kv_spec import KVSpec
 from specgen.models.config_fields import LARGEST_COUNT, Raw, count, flag, items, number
 from specgen.models.fp8_config import BLOCK, Fp8Config, fp8_config
+from specgen.models.latent_config import LatentConfig
 from specgen.models.mixture_config import MixtureConfig
 from specgen.models.rope_config import RopeConfig
 
@@ -38,6 +39,7 @@ class LayerConfig:
     sinks: bool = False  # of every layer's attention
     norm_casts_last: bool = False  # norms round behind the product with their weight
     mixture: MixtureConfig | None = None
+    latent: LatentConfig | None = None  # of every layer's attention; None: it has keys and values of its own
     fp8: Fp8Config | None = None  # of the linear layers that are stored in it; None: of none
 
     def __post_init__(self) -> None:
@@ -56,8 +58,15 @@ class LayerConfig:
         return self.mixture if self.mixture is not None and self.mixture.layers[index] else None
 
     @property
+    def rotary_dim(self) -> int:
+        """Numbers of a head that are rotated."""
+        return self.head_dim if self.latent is None else self.latent.rope_dim
+
+    @property
     def kv_spec(self) -> KVSpec:
-        """What the cache stores: keys and values of grouped-query attention."""
+        """What the cache stores: keys and values of grouped-query attention, or latents."""
+        if self.latent is not None:
+            return KVSpec(num_layers=self.num_layers, num_planes=1, num_heads=1, head_dim=self.latent.width)
         return KVSpec(
             num_layers=self.num_layers, num_planes=2, num_heads=self.num_kv_heads, head_dim=self.head_dim
         )
@@ -79,7 +88,7 @@ class LayerConfig:
             num_heads=self.num_heads // count,
             num_kv_heads=max(self.num_kv_heads // count, 1),
             intermediate_size=self.intermediate_size // count,
-            mixture=None if mixture is None else replace(mixture, width=mixture.width // count),
+            mixture=None if mixture is None else mixture.shared(count),
         )
 
     def _can_share(self, count: int) -> bool:
@@ -87,6 +96,9 @@ class LayerConfig:
         kv, mixture = self.num_kv_heads, self.mixture
         block = BLOCK if self.fp8 is not None and self.fp8.weights == "block" else 1
         widths = [self.num_heads * self.head_dim, max(kv, count) * self.head_dim]
+        if self.latent is not None:  # kv_b_proj and o_proj; a head's keys of their own are always whole
+            widths += [self.num_heads * (self.latent.nope_dim + self.latent.value_dim)]
+            widths += [self.num_heads * self.latent.value_dim]
         if mixture is None or not all(mixture.layers):
             widths.append(self.intermediate_size)
         whole = all(width % (count * block) == 0 for width in widths) and self.num_heads % count == 0
@@ -101,10 +113,15 @@ class LayerConfig:
         return {
             "layers": f"{self.num_layers}, {self.hidden_size} wide{mlp}",
             **({} if self.mixture is None else self.mixture.facts()),
-            "attention": f"{self.num_heads} heads, {self.num_kv_heads} KV heads, {self.head_dim} wide each",
+            "attention": self._attention(),
             "rotary": str(self.rope),
             **self._deviations(),
         }
+
+    def _attention(self) -> str:
+        if self.latent is not None:
+            return f"{self.num_heads} heads, {self.latent}"
+        return f"{self.num_heads} heads, {self.num_kv_heads} KV heads, {self.head_dim} wide each"
 
     def _deviations(self) -> dict[str, str]:
         """What layers of a Llama do not have."""
@@ -141,6 +158,7 @@ class TargetConfig(LayerConfig):
         sinks: bool = False,
         norm_casts_last: bool = False,
         mixture: MixtureConfig | None = None,
+        latent: LatentConfig | None = None,
     ) -> "TargetConfig":
         """Read the ``config.json`` of a Llama, or of a family that differs in what is given.
 
@@ -165,6 +183,7 @@ class TargetConfig(LayerConfig):
             sinks=sinks,
             norm_casts_last=norm_casts_last,
             mixture=mixture,
+            latent=latent,
             **layer_settings(config),
         )
 
@@ -196,11 +215,14 @@ class HeadConfig(LayerConfig):
     own_embedding: bool
     reads_output: bool  # the one feature is the target's last hidden state, behind its final norm
     fc_each_pass: ClassVar[bool] = False  # and not once per accepted row
+    takes_fp8: ClassVar[bool] = False
+    takes_turns: ClassVar[bool] = False  # its layers, a pass each
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require(
-            self.fp8 is None, "quantization_config is set: a head in FP8 is not supported, use a plain one"
+            self.fp8 is None or self.takes_fp8,
+            "quantization_config is set: a head in FP8 is not supported, use a plain one",
         )
 
     @property

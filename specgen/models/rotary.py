@@ -12,7 +12,7 @@ from specgen.ops import Ops, Rope
 
 def rope_of(config: LayerConfig, ops: Ops, device: torch.device) -> Rope:
     """The rotary position embedding of all layers of a model on ``device``."""
-    return ops.rope(inverse_frequencies(config.rope, config.head_dim, device), config.rope.concentration)
+    return ops.rope(inverse_frequencies(config.rope, config.rotary_dim, device), config.rope.concentration)
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int, device: torch.device) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from specgen.kv.layout import Layout
 from specgen.ops.experts import Experts, ExpertsMap
-from specgen.ops.router import Choice, Weighing
+from specgen.ops.router import Choice, SigmoidRouting, Weighing
 from specgen.ops.weight import Weight
 from specgen.ranks import ALONE, Ranks
 
@@ -27,6 +27,14 @@ class Store(Protocol):
 
         8-bit pages take the float32 quotients by the scales, at most their largest number in size; other pages have
         no scales. Returns the rotated q [rows, Hq, D], contiguous because not every attention kernel reads strides.
+        """
+        ...
+
+    def latents(self, q: Tensor, latents: Tensor, pages: Tensor) -> Tensor:
+        """The same of latent attention, where only the last R numbers of a head are rotated (``LatentConfig``).
+
+        ``latents`` [rows, N] go into ``pages`` [num_pages, page_size, 1, N] with their last R rotated. Returns ``q``
+        [rows, Hq, D] with its last R rotated, contiguous.
         """
         ...
 
@@ -90,6 +98,7 @@ class Ops:
     gated_linear: MakeGated
     experts: Callable[[Experts], ExpertsMap]
     choice: Callable[[int, Weighing], Choice]  # of so many experts a row
+    sigmoid_choice: Callable[[SigmoidRouting], Choice]
     rms_norm: MakeNorm
     # Embedding table [V, N], two norm weights [N] and eps: token ids [rows] and x [rows, N] -> the normed embeddings
     # concatenated with the normed x, [rows, 2 * N].

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from specgen.ops import Map, Ops
 from specgen.ops.fp8 import fp8_linear
-from specgen.ops.reference import gated, one_part, silu_and_mul, torch_ops
+from specgen.ops.reference import gated, one_part, silu_and_mul, torch_ops, whole
 from specgen.ops.weight import Weight
 
 
@@ -71,5 +71,5 @@ class _FusedNorm:
         return (x / length).mul_(self.weight)
 
     def add(self, stream: Tensor, parts: Tensor) -> tuple[Tensor, Tensor]:
-        total = stream + parts.squeeze(0)
+        total = stream + whole(parts)
         return total, self(total)

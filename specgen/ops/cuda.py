@@ -18,6 +18,7 @@ from specgen.ops.fp8_cuda import fp8_gated, fp8_map, fp8_parts
 from specgen.ops.hopper_linear import FEWEST_ROWS, MOST_ROWS, fits, hopper_linear, runs_on
 from specgen.ops.reference import gated, linear, one_part
 from specgen.ops.rope import TritonRope
+from specgen.ops.router import sigmoid_choice
 from specgen.ops.router_kernel import fused_choice
 from specgen.ops.row_kernels import TritonEmbedNormConcat, TritonNorm, silu_and_mul
 from specgen.ops.skinny import Tile, skinny_gated_linear, skinny_linear
@@ -59,6 +60,7 @@ def cuda_ops(dtype: torch.dtype) -> Ops:
         gated_linear=partial(_gated_linear, dtype),
         experts=partial(_experts, dtype),
         choice=partial(fused_choice, dtype),
+        sigmoid_choice=sigmoid_choice,
         rms_norm=TritonNorm,
         embed_norm_concat=TritonEmbedNormConcat,
         argmax=argmax,

@@ -35,6 +35,11 @@ def dequantised(weight: Weight) -> Tensor:
     return wide.mul_(scale)
 
 
+def plain_matrix(weight: Weight, dtype: torch.dtype) -> Tensor:
+    """The matrix in ``dtype``, of FP8 dequantised: where inputs are not to be rounded."""
+    return (weight.matrix if weight.format == "plain" else dequantised(weight)).to(dtype)
+
+
 def block_scales(scale: Tensor, halves: int = 1) -> Tensor:
     """Those of each block, [..., blocks, in / 128], of scales [..., out, in / 128] that 128 outputs share.
 

@@ -1,7 +1,6 @@
 """The reference kernels in plain torch, for any device and dtype."""
 
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -11,7 +10,7 @@ from specgen.kv.layout import Layout
 from specgen.ops import Map, Ops, Pair, Rope, Store
 from specgen.ops.experts import grouped_experts
 from specgen.ops.fp8 import fp8_linear
-from specgen.ops.router import choice
+from specgen.ops.router import choice, sigmoid_choice
 from specgen.ops.weight import Weight
 
 
@@ -23,6 +22,7 @@ def torch_ops() -> Ops:
         gated_linear=gated_linear,
         experts=grouped_experts,
         choice=choice,
+        sigmoid_choice=sigmoid_choice,
         rms_norm=RmsNorm,
         embed_norm_concat=embed_norm_concat,
         argmax=lambda x: x.argmax(-1),
@@ -36,6 +36,11 @@ def linear(weight: Weight) -> Map:
         return fp8_linear(weight, linear)
     matrix, bias = weight.matrix, weight.bias
     return lambda x: F.linear(x, matrix, bias)
+
+
+def whole(parts: Tensor) -> Tensor:
+    """The sum of ``parts`` [n, rows, out]; see ``Ops.linear_parts``."""
+    return parts[0] if len(parts) == 1 else parts.sum(0)
 
 
 def one_part(linear: Map) -> Map:
@@ -67,7 +72,7 @@ class RmsNorm:
         return (scaled * self.weight).to(x.dtype) if self.casts_last else scaled.to(x.dtype) * self.weight
 
     def add(self, stream: Tensor, parts: Tensor) -> tuple[Tensor, Tensor]:
-        total = stream + parts.squeeze(0)
+        total = stream + whole(parts)
         return total, self(total)
 
 
@@ -90,28 +95,39 @@ def rope(frequencies: Tensor, scale: float = 1.0) -> Rope:
         angles = layout.positions[:, None, None] * frequencies  # [rows, 1, D / 2]
         cos, sin = angles.cos() * scale, angles.sin() * scale
         cos, sin = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
-        return partial(_store, cos=cos, sin=sin, slots=layout.slots)
+        return _Store(cos=cos, sin=sin, slots=layout.slots)
 
     return plan
 
 
-def _store(
-    qkv: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    k_scale: float = 1.0,
-    v_scale: float = 1.0,
-    *,
-    cos: Tensor,
-    sin: Tensor,
-    slots: Tensor,
-) -> Tensor:
-    num_kv_heads = keys.shape[2]
-    qk, v = qkv[:, :-num_kv_heads], qkv[:, -num_kv_heads:]
-    qk = rotate(qk, cos.to(qkv.dtype), sin.to(qkv.dtype))
-    for pages, rows, scale in ((keys, qk[:, -num_kv_heads:], k_scale), (values, v, v_scale)):
-        _put(pages.flatten(0, 1), slots, rows, scale)
-    return qk[:, :-num_kv_heads].contiguous()
+@dataclass(frozen=True, kw_only=True)
+class _Store:
+    cos: Tensor  # [rows, 1, D]
+    sin: Tensor  # the first half negated
+    slots: Tensor  # [rows]
+
+    def __call__(
+        self, qkv: Tensor, keys: Tensor, values: Tensor, k_scale: float = 1.0, v_scale: float = 1.0
+    ) -> Tensor:
+        num_kv_heads = keys.shape[2]
+        qk, v = qkv[:, :-num_kv_heads], qkv[:, -num_kv_heads:]
+        qk = self._rotated(qk)
+        for pages, rows, scale in ((keys, qk[:, -num_kv_heads:], k_scale), (values, v, v_scale)):
+            _put(pages.flatten(0, 1), self.slots, rows, scale)
+        return qk[:, :-num_kv_heads].contiguous()
+
+    def latents(self, q: Tensor, latents: Tensor, pages: Tensor) -> Tensor:
+        latents = self._partly_rotated(latents[:, None])
+        _put(pages.flatten(0, 1), self.slots, latents, 1.0)
+        return self._partly_rotated(q)
+
+    def _partly_rotated(self, x: Tensor) -> Tensor:
+        """The last numbers of each head, as many as there are angles for."""
+        plain, turned = x.tensor_split((x.shape[-1] - self.cos.shape[-1],), -1)
+        return torch.cat((plain, self._rotated(turned)), -1)
+
+    def _rotated(self, x: Tensor) -> Tensor:
+        return rotate(x, self.cos.to(x.dtype), self.sin.to(x.dtype))
 
 
 def _put(pages: Tensor, slots: Tensor, rows: Tensor, scale: float) -> None:

@@ -1,6 +1,7 @@
 # mypy: allow-untyped-decorators
 """A Triton kernel that rotates a layer's queries and keys and stores keys and values in the cache."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import triton
@@ -11,6 +12,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from specgen.kv.layout import Layout
 from specgen.ops import Store
 from specgen.ops.launch import PDL
+from specgen.ops.reference import rope
 
 _HEADS = 8  # per program
 
@@ -127,6 +129,7 @@ class TritonRope:
             where=layout.starts if uniform else layout.positions,
             tables=layout.block_tables if uniform else layout.slots,
             query_len=layout.uniform_q or 0,
+            plain=lambda: rope(self.frequencies, self.scale)(layout),
         )
 
 
@@ -137,6 +140,11 @@ class _TritonStore:
     where: Tensor  # starts [B] of a uniform layout, positions [rows] of a ragged one
     tables: Tensor  # block tables [B, max_pages] of a uniform layout, slots [rows] of a ragged one
     query_len: int  # 0: ragged
+    plain: Callable[[], Store]
+
+    def latents(self, q: Tensor, latents: Tensor, pages: Tensor) -> Tensor:
+        """In plain torch: there is no kernel of latents yet, and no backend that attends to them on a GPU."""
+        return self.plain().latents(q, latents, pages)
 
     def __call__(
         self, qkv: Tensor, keys: Tensor, values: Tensor, k_scale: float = 1.0, v_scale: float = 1.0

@@ -1,6 +1,7 @@
 """Which experts a row goes through, and with which weights, from the logits of a mixture's router."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -26,5 +27,42 @@ def choice(num_chosen: int, weighing: Weighing) -> Choice:
         if weighing == "normalized":
             best = best / best.sum(-1, keepdim=True)
         return ids, best.to(logits.dtype)
+
+    return choose
+
+
+@dataclass(frozen=True, kw_only=True)
+class SigmoidRouting:
+    """How DeepSeek-V3 and its relatives choose: the best experts of the best groups, by biased scores.
+
+    A logit's score is its sigmoid. ``bias`` [E] float32 is added for the choice alone; a group's score is the sum of
+    its best two. Weights are the scores, over their sum if ``normalized``, times ``scale``.
+    """
+
+    num_chosen: int
+    bias: Tensor
+    num_groups: int
+    num_chosen_groups: int
+    normalized: bool
+    scale: float
+
+
+def sigmoid_choice(routing: SigmoidRouting) -> Choice:
+    """In plain torch, of float32 logits in any number of parts; the weights are float32 too."""
+    groups = routing.num_groups
+
+    def choose(parts: Tensor) -> tuple[Tensor, Tensor]:
+        scores = parts.sum(0).sigmoid()
+        biased = scores + routing.bias
+        if groups > 1:
+            grouped = biased.view(len(biased), groups, -1)
+            best = grouped.topk(2).values.sum(-1).topk(routing.num_chosen_groups).indices
+            left_out = torch.ones_like(grouped[..., 0], dtype=torch.bool).scatter_(-1, best, False)
+            biased = grouped.masked_fill(left_out[..., None], float("-inf")).flatten(-2)
+        ids = biased.topk(routing.num_chosen).indices
+        weights = scores.gather(-1, ids)
+        if routing.normalized:
+            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+        return ids, weights * routing.scale
 
     return choose

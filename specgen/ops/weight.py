@@ -47,6 +47,19 @@ class Weight:
             return replace(first, data=data, scale=torch.cat(scales), bias=bias)
         return cls(data=torch.cat([each.matrix for each in weights]), bias=bias)
 
+    def reordered(self, rows: Sequence[int]) -> "Weight":
+        """The same outputs in the order of ``rows``."""
+        order = torch.tensor(rows, device=self.data.device)
+
+        def chosen(tensor: Tensor | None) -> Tensor | None:
+            return None if tensor is None else tensor[order]
+
+        # as bytes: torch gathers no 8-bit floats on some devices
+        data = self.data.view(torch.uint8) if self.format == "fp8" else self.data
+        return replace(
+            self, data=data[order].view(self.data.dtype), scale=chosen(self.scale), bias=chosen(self.bias)
+        )
+
     @property
     def static_scale(self) -> Tensor | None:
         """Float32 [1], with which inputs are rounded to e4m3 whatever they are; None: they are not, or not so."""

@@ -1,0 +1,63 @@
+"""What the ``config.json`` of a DeepSeek-V3 or a GLM-4.7-Flash says, which is one architecture; no torch."""
+
+from specgen.config import require, shown
+from specgen.models.config_fields import Raw, count, flag, items, number
+from specgen.models.latent_config import LatentConfig
+from specgen.models.mixture_config import MixtureConfig, SigmoidWeights, num_chosen
+from specgen.models.model_config import TargetConfig
+
+_ONLY = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
+_KINDS = {"dense": False, "sparse": True}
+
+
+def read(config: Raw) -> TargetConfig:
+    """Latent attention, and behind the first dense layers experts beside one that all tokens go through."""
+    for name, value in _ONLY.items():
+        given = config.get(name)
+        require(given in (None, value), f"{name} is {shown(given)}: only {shown(value)} is supported")
+    mixture, latent = mixture_of(config, _mixtures(config)), LatentConfig.from_hf(config)
+    # "head_dim" is that of the rotary part in some files
+    return TargetConfig.from_hf({**config, "head_dim": latent.key_dim}, mixture=mixture, latent=latent)
+
+
+def mixture_of(config: Raw, layers: tuple[bool, ...]) -> MixtureConfig:
+    """The experts of ``layers``."""
+    width = count(config, "moe_intermediate_size")
+    return MixtureConfig(
+        num_experts=count(config, "n_routed_experts"),
+        num_chosen=num_chosen(config),
+        width=width,
+        layers=layers,
+        weights=SigmoidWeights(
+            num_groups=count(config, "n_group"),
+            num_chosen_groups=count(config, "topk_group"),
+            normalized=flag(config, "norm_topk_prob", True),
+            scale=number(config, "routed_scaling_factor"),
+        ),
+        router="gate",
+        shared_width=width * count(config, "n_shared_experts"),
+    )
+
+
+def _mixtures(config: Raw) -> tuple[bool, ...]:
+    """Which layers are mixtures: by name (transformers 5), or all but the first."""
+    kinds, num_layers = items(config, "mlp_layer_types"), count(config, "num_hidden_layers")
+    for kind in kinds:
+        require(
+            isinstance(kind, str) and kind in _KINDS,
+            f"mlp_layer_types has {shown(kind)}: only {' and '.join(_KINDS)} are supported",
+        )
+    dense = config.get("first_k_dense_replace")
+    require(
+        bool(kinds) or (type(dense) is int and dense >= 0),
+        f"first_k_dense_replace is {shown(dense)}: it must be the number of layers without experts",
+    )
+    layers = tuple(_KINDS[kind] for kind in kinds) or tuple(
+        layer >= int(str(dense)) for layer in range(num_layers)
+    )
+    require(
+        len(layers) == num_layers and any(layers),
+        f"mlp_layer_types or first_k_dense_replace gives {sum(layers)} of {len(layers)} layers experts, "
+        f"num_hidden_layers is {num_layers}: config.json is wrong",
+    )
+    return layers

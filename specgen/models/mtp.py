@@ -1,0 +1,128 @@
+"""Multi-token prediction (DeepSeek-V3, 2024): layers that were trained with the target draft for it."""
+
+from collections.abc import Set
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from specgen.models import llama
+from specgen.models.latent_attention import LatentAttention
+from specgen.models.layers import Attend, Block
+from specgen.models.model_config import TargetConfig
+from specgen.models.mtp_config import MtpConfig, mtp_prefixes
+from specgen.models.protocols import MaskSlot, Target
+from specgen.models.rotary import rope_of
+from specgen.models.take import Take
+from specgen.ops import Map, Norm, Ops, Pair, Rope
+
+
+@dataclass(frozen=True, kw_only=True)
+class MtpLayer:
+    """A decoder layer of the target's kind over the embedding beside the hidden state, both normed."""
+
+    inputs: Pair  # ids [rows] and hidden [rows, H] -> both normed, concatenated [rows, 2 * H]
+    project: Map  # -> the residual stream [rows, H]
+    input_norm: Norm
+    block: Block
+    norm: Norm
+    logits: Map  # [n, H] -> [n, V]
+
+    @classmethod
+    def build(cls, config: MtpConfig, index: int, take: Take, target: Target, ops: Ops) -> "MtpLayer":
+        """Load layer ``index``; embedding and output weights are the target's unless it has its own."""
+        prefix, hidden, eps = config.prefixes[index], config.hidden_size, config.rms_norm_eps
+        table, head = f"{prefix}embed_tokens.weight", f"{prefix}shared_head.head"
+
+        def vector(name: str) -> Tensor:
+            return take(f"{prefix}{name}.weight", (hidden,))
+
+        embedding = take(table, (config.vocab_size, hidden)) if table in take else target.embedding
+        block = Block.build(config, index, prefix, take, ops, hidden)
+        own = f"{head}.weight" in take
+        return cls(
+            inputs=ops.embed_norm_concat(embedding, vector("enorm"), vector("hnorm"), eps),
+            project=ops.linear(take.linear({f"{prefix}eh_proj": hidden}, 2 * hidden)),
+            input_norm=ops.rms_norm(vector("input_layernorm"), eps, False, block.attention.input_scale),
+            block=block,
+            norm=ops.rms_norm(vector("shared_head.norm"), eps),
+            logits=ops.linear(take.linear({head: config.vocab_size}, hidden)) if own else _logits(target),
+        )
+
+    def write_kv(self, token_ids: Tensor, hidden: Tensor, attend: Attend) -> None:
+        """Store what later rows read of these: neither attention nor experts are computed."""
+        assert isinstance(self.block.attention, LatentAttention)
+        self.block.attention.write_kv(self.input_norm(self.project(self.inputs(token_ids, hidden))), attend)
+
+    def forward(self, token_ids: Tensor, hidden: Tensor, attend: Attend) -> Tensor:
+        """See ``MtpHead.forward``. The normed state is fed back; some engines feed back the one before the norm."""
+        stream = self.project(self.inputs(token_ids, hidden))
+        _, normed = self.norm.add(*self.block(stream, self.input_norm(stream), attend))
+        return normed
+
+
+def _logits(target: Target) -> Map:
+    return lambda hidden: target.logits(hidden)  # looked up when it drafts: an outline of a target has none
+
+
+@dataclass(frozen=True, kw_only=True)
+class MtpHead:
+    """One layer a pass; where there are several they take turns.
+
+    Every layer takes in the accepted rows itself, from the target's hidden states, so it has its own keys and values of
+    the whole text and what it drafts depends on no earlier step.
+    """
+
+    config: MtpConfig
+    layers: tuple[MtpLayer, ...]  # the first one drafts
+    draft_to_target: Tensor  # [V] int64: the ids themselves
+    argmax: Map  # of logits [..., V] -> [...]
+    rope: Rope
+    mask: MaskSlot | None = None
+
+    @classmethod
+    def build(
+        cls, config: MtpConfig, take: Take, target: Target, draft_to_target: Tensor, ops: Ops
+    ) -> "MtpHead":
+        """Load every tensor of the layers."""
+        return cls(
+            config=config,
+            layers=tuple(
+                MtpLayer.build(config, index, take, target, ops) for index in range(config.num_layers)
+            ),
+            draft_to_target=draft_to_target,
+            argmax=ops.argmax,
+            rope=rope_of(config, ops, draft_to_target.device),
+        )
+
+    def of_pass(self, index: int) -> "MtpHead":
+        """What drafts in pass ``index`` of a step."""
+        first = index % len(self.layers)
+        return replace(self, layers=self.layers[first:] + self.layers[:first])
+
+    def fuse(self, features: Tensor) -> Tensor:
+        """The target's last hidden states behind its final norm [rows, H], as they are."""
+        return features
+
+    def write_kv(self, token_ids: Tensor, hidden: Tensor, attend: Attend) -> None:
+        """Store what later rows read of accepted rows, in all layers."""
+        for layer in self.layers:
+            layer.write_kv(token_ids, hidden, attend)
+
+    def forward(self, token_ids: Tensor, hidden: Tensor, attend: Attend) -> Tensor:
+        """One pass over ``token_ids`` [rows] with ``hidden`` [rows, H], the states of the tokens before them.
+
+        Returns the hidden states that ``logits`` and the next pass take, [rows, H].
+        """
+        for later in self.layers[1:]:  # whose passes look back at these rows
+            later.write_kv(token_ids, hidden, attend)
+        return self.layers[0].forward(token_ids, hidden, attend)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits [n, V] from the result of ``forward``, [n, H]."""
+        return self.layers[0].logits(hidden)
+
+
+def ignored_tensors(config: TargetConfig, names: Set[str]) -> Set[str]:
+    """As of a Llama, and those of MTP layers; a layer that is neither these nor the target's is none."""
+    prefixes = mtp_prefixes({"num_hidden_layers": config.num_layers}, names)
+    return llama.ignored_tensors(config, names) | {name for name in names if name.startswith(prefixes)}

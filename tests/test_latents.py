@@ -1,0 +1,335 @@
+"""Latent attention and its mixtures against ``transformers``: logits, both forms, routers; with planted errors."""
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from specgen.attention.expansion import Expansion
+from specgen.attention.sdpa import SdpaBackend, StaticSdpaBackend
+from specgen.checkpoints.checkpoint import load_target, open_checkpoint
+from specgen.config import SamplingParams, UserError
+from specgen.kv.layout import Layout
+from specgen.models import latent_attention, mixture
+from specgen.models.attend import LatentLayer
+from specgen.models.families import family_of
+from specgen.models.latent_config import LatentConfig
+from specgen.models.mixture_config import SigmoidWeights
+from specgen.models.model_config import TargetConfig
+from specgen.ops.fp8 import block_scales
+from specgen.ops.reference import torch_ops
+from specgen.ops.router import SigmoidRouting
+from specgen.ops.weight import Weight
+from tests.engines import generate, load_pair, random_requests
+from tests.test_fp8 import unrounded_inputs
+from tests.test_mixtures import ids_of, loaded, paged_logits
+from tests.tiny_checkpoints import write_head
+from tests.tiny_fp8 import matrix, quantize
+from tests.tiny_latents import YARN, write_latent
+from tests.tiny_mixtures import change, read
+
+deepseek = partial(write_latent, family="deepseek")
+TARGETS: dict[str, Callable[[Path], TargetConfig]] = {
+    "glm": write_latent,
+    "deepseek": deepseek,
+    "no-query-latent": partial(deepseek, q_lora_rank=None, rope_interleave=False, norm_topk_prob=False),
+    "two-shared": partial(write_latent, n_shared_experts=2, tie_word_embeddings=True, rope_parameters=YARN),
+}
+PIECES = [
+    40,
+    1,
+    5,
+    24,
+    1,
+    30,
+]  # the last is cut; the fourth is a decode pass too, in one of known lengths it is none
+
+
+def of_transformers(path: Path, ids: Tensor) -> Tensor:
+    """Logits in float32, with the epsilon of the config in all norms: two of them have the default there."""
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.float32, attn_implementation="eager"
+    )
+    for layer in model.model.layers:
+        for name in ("q_a_layernorm", "kv_a_layernorm"):
+            norm = getattr(layer.self_attn, name, None)
+            if norm is not None:
+                norm.variance_epsilon = model.config.rms_norm_eps
+    with torch.inference_mode():
+        return model(ids[None]).logits[0]
+
+
+@pytest.mark.parametrize("write", TARGETS.values(), ids=TARGETS)
+def test_logits_equal_transformers_whole_and_in_pieces(
+    tmp_path: Path, write: Callable[[Path], TargetConfig]
+) -> None:
+    ids = ids_of(write(tmp_path))
+    expected, model = of_transformers(tmp_path, ids), loaded(tmp_path)
+    assert expected.std() > 0.5  # a flat model would hide mistakes
+    for backend in (SdpaBackend, StaticSdpaBackend):
+        for pieces in ([len(ids)], PIECES):
+            got = paged_logits(model, ids, backend, pieces)
+            torch.testing.assert_close(got, expected, atol=1e-4, rtol=0)
+
+
+@torch.inference_mode()
+def test_both_forms_agree_on_every_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ids = ids_of(write_latent(tmp_path))
+    model = loaded(tmp_path)
+    chosen, found = Expansion.of, dict[bool, Tensor]()
+    for expand in (True, False):
+
+        def of(layout: Layout, expand: bool = expand) -> Expansion | None:
+            known = Layout.ragged(
+                layout.block_tables, layout.starts.tolist(), layout.query_lens.tolist(), layout.page_size
+            )
+            expansion = chosen(replace(known, num_rows=10_000)) if expand else None
+            return expansion and replace(
+                expansion, layout=replace(expansion.layout, num_rows=layout.num_rows)
+            )
+
+        monkeypatch.setattr(Expansion, "of", of)
+        found[expand] = paged_logits(model, ids, SdpaBackend, PIECES)
+    torch.testing.assert_close(found[True], found[False], atol=1e-4, rtol=0)
+
+
+def test_a_prefill_is_expanded_unless_most_of_its_positions_were_computed_before() -> None:
+    tables = torch.arange(12, dtype=torch.int32).view(2, 6).flip(0)
+    prefill = Expansion.of(Layout.ragged(tables, [0, 5], [7, 1], 4))
+    assert prefill is not None
+    assert prefill.pages.tolist() == [6, 7, 0, 1]
+    assert prefill.layout.block_tables.tolist() == [[0, 1, 0, 0, 0, 0], [2, 3, 0, 0, 0, 0]]
+    assert Expansion.of(Layout.ragged(tables, [8, 5], [7, 1], 4)) is None
+    assert Expansion.of(Layout.uniform(tables, torch.tensor([0, 0]), 3, 4)) is None
+
+
+def _latent(**changes: Callable[[LatentConfig], Any]) -> Callable[[pytest.MonkeyPatch], None]:
+    def plant(monkeypatch: pytest.MonkeyPatch) -> None:
+        read_config = LatentConfig.from_hf
+
+        def other(config: Any) -> LatentConfig:
+            right = read_config(config)
+            return replace(right, **{name: change(right) for name, change in changes.items()})
+
+        monkeypatch.setattr(LatentConfig, "from_hf", other)
+
+    return plant
+
+
+def _routing(**changes: Any) -> Callable[[pytest.MonkeyPatch], None]:
+    def plant(monkeypatch: pytest.MonkeyPatch) -> None:
+        def other(**given: Any) -> SigmoidRouting:
+            found = {name: change(given) for name, change in changes.items()}
+            return SigmoidRouting(**given | found)
+
+        monkeypatch.setattr(mixture, "SigmoidRouting", other)
+
+    return plant
+
+
+def _wrong(module: object, name: str, value: object) -> Callable[[pytest.MonkeyPatch], None]:
+    return lambda monkeypatch: monkeypatch.setattr(module, name, value)
+
+
+ERRORS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
+    "pairs-are-halves": _latent(interleaved=lambda config: not config.interleaved),
+    "no-mscale": _latent(scale=lambda config: config.key_dim**-0.5),
+    "mscale-once": _latent(scale=lambda config: (config.scale * config.key_dim**-0.5) ** 0.5),
+    "no-norm-of-latents": _wrong(
+        latent_attention.LatentAttention, "_latents", lambda self, entered: entered[:, -self.config.width :]
+    ),
+    "bias-not-for-the-choice": _routing(bias=lambda given: 0 * given["bias"]),
+    "one-group": _routing(num_groups=lambda given: 1),
+    "a-group-more": _routing(num_chosen_groups=lambda given: 3),
+    "not-scaled": _routing(scale=lambda given: 1.0),
+    "not-normalized": _routing(normalized=lambda given: not given["normalized"]),
+    "no-shared-expert": _wrong(
+        mixture.Mixture,
+        "build",
+        lambda *rest, real=mixture.Mixture.build: replace(real(*rest), shared=None),
+    ),
+    "values-for-keys": _wrong(
+        LatentLayer,
+        "absorb",
+        lambda self, q, real=LatentLayer.absorb: real(replace(self, up=self.up.flip(1)), q),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_a_planted_error_changes_the_logits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Otherwise the first test would not see it."""
+    ids = ids_of(deepseek(tmp_path))[:60]
+    pieces = [40, 20]
+    right = paged_logits(loaded(tmp_path), ids, SdpaBackend, pieces)
+    ERRORS[name](monkeypatch)
+    got = paged_logits(loaded(tmp_path), ids, SdpaBackend, pieces)
+    assert (got - right).abs().max() > 1e-2
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize(("groups", "best"), [(1, 1), (4, 2)])
+def test_routers_equal_transformers(groups: int, best: int) -> None:
+    from transformers import DeepseekV3Config
+    from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
+
+    torch.manual_seed(0)
+    config = DeepseekV3Config(
+        hidden_size=64, n_routed_experts=32, num_experts_per_tok=5, n_group=groups, topk_group=best
+    )
+    reference: Any = DeepseekV3TopkRouter(config)
+    reference.weight.normal_(0.0, 0.3)
+    reference.e_score_correction_bias.normal_(0.0, 0.3)
+    logits, weights, ids = reference(torch.randn(200, 64))
+    routing = SigmoidRouting(
+        num_chosen=5,
+        bias=reference.e_score_correction_bias,
+        num_groups=groups,
+        num_chosen_groups=best,
+        normalized=True,
+        scale=config.routed_scaling_factor,
+    )
+    got_ids, got_weights = torch_ops().sigmoid_choice(routing)(logits[None])
+    order, got_order = ids.argsort(-1), got_ids.argsort(-1)
+    assert torch.equal(got_ids.gather(-1, got_order), ids.gather(-1, order))
+    torch.testing.assert_close(
+        got_weights.gather(-1, got_order), weights.gather(-1, order), atol=1e-6, rtol=0
+    )
+
+
+def test_routers_keep_their_precision_in_half_precision(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rounded, a bias or logits would choose other experts."""
+    routings, real = list[SigmoidRouting](), SigmoidRouting
+    monkeypatch.setattr(
+        mixture, "SigmoidRouting", lambda **given: routings.append(real(**given)) or routings[-1]
+    )
+    write_latent(tmp_path)
+    checkpoint = open_checkpoint(str(tmp_path))
+    model = load_target(checkpoint, torch.bfloat16, torch.device("cpu"))
+    stored = checkpoint.read("model.layers.1.mlp.gate.e_score_correction_bias")
+    assert stored is not None
+    assert torch.equal(routings[0].bias, stored)
+    assert model.mixtures[0].router(torch.ones(1, 64, dtype=torch.bfloat16)).dtype == torch.float32
+
+
+def test_a_position_takes_its_latent_and_rotated_key(tmp_path: Path) -> None:
+    config = write_latent(tmp_path)
+    assert config.kv_spec.bytes_per_token(2) == 3 * (24 + 8) * 2
+
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "scoring": ({"scoring_func": "softmax"}, "scoring_func is 'softmax': only 'sigmoid' is supported"),
+    "biases": ({"attention_bias": True}, "attention_bias is true"),
+    "groups": ({"n_group": 3}, "n_group is 3 and topk_group 1 for 2 of 8 experts"),
+    "odd-rope": ({"qk_rope_head_dim": 7}, "qk_rope_head_dim is 7"),
+    "no-rank": ({"kv_lora_rank": None}, "config.json has no kv_lora_rank"),
+    "layers": (
+        {"mlp_layer_types": ["dense", "sparse"]},
+        "gives 1 of 2 layers experts, num_hidden_layers is 3",
+    ),
+    "kinds": ({"mlp_layer_types": ["dense", "moe", "moe"]}, "mlp_layer_types has 'moe'"),
+    "first": ({"mlp_layer_types": None, "first_k_dense_replace": "1"}, "first_k_dense_replace is '1'"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_not_supported_is_refused_by_name(tmp_path: Path, name: str) -> None:
+    write_latent(tmp_path)
+    changes, reason = WRONG[name]
+    raw = json.loads((tmp_path / "config.json").read_text()) | changes
+    with pytest.raises(UserError) as refused:
+        family_of(raw).config(raw)
+    assert reason in str(refused.value)
+
+
+def test_architectures_that_are_not_built_say_what_is_missing() -> None:
+    for name, missing in {
+        "DeepseekV4ForCausalLM": "sparse attention",
+        "Llama4ForConditionalGeneration": "attention in chunks",
+    }.items():
+        with pytest.raises(UserError, match=missing):
+            family_of({"architectures": [name]})
+
+
+def test_the_dense_layers_of_a_published_config(tmp_path: Path) -> None:
+    """Which has first_k_dense_replace and not the names that ``transformers`` writes."""
+    write_latent(tmp_path)
+    raw = json.loads((tmp_path / "config.json").read_text()) | {"first_k_dense_replace": 2}
+    del raw["mlp_layer_types"], raw["norm_topk_prob"]
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    found = read(tmp_path).mixture
+    assert found is not None
+    assert found.layers == (False, False, True)
+    assert found.weights == SigmoidWeights(num_groups=1, num_chosen_groups=1, normalized=True, scale=1.8)
+
+
+@torch.inference_mode()
+def test_block_fp8_weights_are_those_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a DeepSeek-V3: with unrounded inputs the logits are those of dequantised weights, in both forms."""
+    deepseek(tmp_path / "fp8", hidden_size=160, moe_intermediate_size=136, num_mtp=1, std=0.06)
+    quantize(tmp_path / "fp8", "block", spread=1.0)
+    shutil.copytree(tmp_path / "fp8", tmp_path / "plain")
+    stored = load_file(tmp_path / "fp8" / "model.safetensors")
+    layers = {name.removesuffix(".weight_scale_inv") for name in stored if name.endswith("_scale_inv")}
+    assert {name.rsplit(".", 1)[-1] for name in layers} >= {
+        "kv_a_proj_with_mqa",
+        "kv_b_proj",
+        "q_b_proj",
+        "eh_proj",
+    }
+    plain: dict[str, Tensor | None] = {f"{name}.weight_scale_inv": None for name in layers}
+    plain |= {f"{name}.weight": matrix(stored, name) for name in layers}
+    change(tmp_path / "plain", plain, quantization_config=None)
+    ids = ids_of(read(tmp_path / "plain"))[:40]
+    right = paged_logits(loaded(tmp_path / "plain"), ids, SdpaBackend, [30, 10])
+    rounded = paged_logits(loaded(tmp_path / "fp8"), ids, SdpaBackend, [30, 10])
+    unrounded_inputs(monkeypatch)
+    unrounded = paged_logits(loaded(tmp_path / "fp8"), ids, SdpaBackend, [30, 10])
+    torch.testing.assert_close(unrounded, right, atol=1e-4, rtol=0)
+    assert 1e-3 < (rounded - right).norm() / right.norm() < 0.3
+
+
+def test_an_eagle3_head_drafts_for_latents_with_keys_and_values_of_its_own(tmp_path: Path) -> None:
+    write_head(
+        tmp_path / "drafter",
+        write_latent(tmp_path / "target", vocab_size=8),
+        draft_vocab_size=None,
+        aux_layer_ids=[0, 1, 3],
+    )
+    pair, asked = load_pair(tmp_path), random_requests(4, 8, SamplingParams(max_tokens=12, ignore_eos=True))
+    plain, padded, non_padded = (
+        generate(pair, asked, num_spec_tokens=k, drafter_batch=batch)
+        for k, batch in ((0, "padded"), (3, "padded"), (3, "non-padded"))
+    )
+    assert plain.texts == padded.texts == non_padded.texts
+    assert padded.verified == non_padded.verified
+    assert max(step[1] for steps in padded.verified.values() for step in steps) >= 1
+
+
+@pytest.mark.parametrize(("nope", "heads"), [(128, 128), (192, 20)], ids=["deepseek-v3", "glm-4.7-flash"])
+def test_at_published_widths_the_order_of_rotary_pairs_mixes_no_blocks(nope: int, heads: int) -> None:
+    """Kernels for block FP8 keep a row of scales for each 128 outputs."""
+    raw = {"kv_lora_rank": 512, "qk_nope_head_dim": nope, "qk_rope_head_dim": 64, "v_head_dim": 128}
+    config = LatentConfig.from_hf(raw)
+    queries = [*latent_attention._of_queries(config, heads)]
+    stored = latent_attention._halves(config, config.rank)
+    for rows in (queries, [*range(768), *(768 + row for row in stored)]):
+        assert sorted(rows) == [*range(len(rows))] != rows
+        scale = torch.arange(len(rows)).div(128, rounding_mode="floor")[:, None].float()
+        weight = Weight(data=torch.empty(len(rows), 1), scale=scale).reordered(rows)
+        assert weight.scale is not None
+        assert torch.equal(block_scales(weight.scale), scale[::128])
