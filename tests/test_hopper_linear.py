@@ -1,11 +1,13 @@
 """Products of many rows on Hopper: what is compiled for which, without a GPU."""
 
 import re
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 
+from specgen.ops import hopper_linear
 from specgen.ops.hopper_linear import FEWEST_ROWS, _tile, _wgmma_header, fits, modules, runs_on
 
 
@@ -27,6 +29,25 @@ def test_matrices_of_whole_blocks_fit() -> None:
 
 def test_a_cpu_has_other_products() -> None:
     assert not runs_on(torch.device("cpu"))
+
+
+@pytest.mark.parametrize("lacks", [None, "flashinfer", "nvcc", "ninja", "jit"])
+def test_where_it_cannot_be_compiled_cublas_is_used(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path, lacks: str | None
+) -> None:
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(hopper_linear, "find_spec", lambda name: None if lacks == name else object())
+    monkeypatch.setattr(hopper_linear, "which", lambda name: None if lacks == name else f"/bin/{name}")
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    monkeypatch.setenv("FLASHINFER_DISABLE_JIT", "1" if lacks == "jit" else "")
+    runs_on.cache_clear()
+    try:
+        assert runs_on(torch.device("cuda")) == runs_on(torch.device("cuda")) == (lacks is None)
+    finally:
+        runs_on.cache_clear()
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(lines) == (lacks is not None), "said once"
+    assert all("go to cuBLAS, which is up to 13 % slower: " in line for line in lines)
 
 
 @pytest.mark.parametrize("kind", ["bf16", "fp8"])

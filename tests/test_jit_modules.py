@@ -23,7 +23,7 @@ from specgen.bench.matrices import Workload
 from specgen.config import DraftLength, EngineConfig, SamplingParams, UserError
 from specgen.engine.arms import Arm
 from specgen.engine.loading import open_checkpoints
-from specgen.engine.needed_modules import modules_of, needed_modules
+from specgen.engine.needed_modules import modules_of, modules_of_products, needed_modules
 from specgen.ops import jit_modules
 from specgen.ops.jit_modules import Module, compile_missing, compiled_meanwhile
 from specgen.startup import watched
@@ -371,9 +371,7 @@ def of_pair(path: Path, expected: SamplingParams = SamplingParams(), **settings:
         device="cuda",
         **settings,
     )
-    found = [module.what for module in modules_of(config, open_checkpoints(config), expected, H100)]
-    assert found[-4:] == [f"bf16 products of {rows} rows" for rows in (96, 128, 160, 192)]
-    return found[:-4]
+    return [module.what for module in modules_of(config, open_checkpoints(config), expected, H100)]
 
 
 def test_a_pair_needs_what_its_passes_use(
@@ -400,19 +398,19 @@ def test_a_head_that_drafts_at_once_attends_with_all_its_rows(tmp_path: Path) ->
     assert found[1:-2] == [f"XQA, {rows}, heads of 16" for rows in ("1 row", "2 rows", "3 rows")]
 
 
-@pytest.mark.parametrize(("scheme", "kind"), [("block", "bf16"), ("modelopt", "fp8")])
-def test_weights_in_fp8_need_products_of_their_own(tmp_path: Path, scheme: str, kind: str) -> None:
+@pytest.mark.parametrize(
+    ("scheme", "kinds"), [(None, ["bf16"]), ("block", ["bf16"]), ("modelopt", ["bf16", "fp8"])]
+)
+def test_products_on_hopper_are_compiled_for_the_weights(
+    tmp_path: Path, scheme: str | None, kinds: list[str]
+) -> None:
     write_target(tmp_path / "target")
-    quantize(tmp_path / "target", scheme)
-    config = EngineConfig(model=str(tmp_path / "target"), drafter=None, num_spec_tokens=0, attention="trtllm")
-    config = replace(config, dtype="bfloat16", kv_dtype="model", page_size=64, device="cuda")
-    names = [each.what for each in modules_of(config, open_checkpoints(config), SamplingParams(), H100)]
-    assert names[-4:] == [f"{kind} products of {rows} rows" for rows in (96, 128, 160, 192)]
-    older = Gpu(major=8, num_sms=108)
-    assert not any(
-        "products" in each.what
-        for each in modules_of(config, open_checkpoints(config), SamplingParams(), older)
-    )
+    if scheme is not None:
+        quantize(tmp_path / "target", scheme)
+    config = EngineConfig(model=str(tmp_path / "target"), drafter=None, num_spec_tokens=0, dtype="bfloat16")
+    found = [each.what for each in modules_of_products(config, open_checkpoints(config))]
+    assert found == [f"{kind} products of {rows} rows" for kind in kinds for rows in (96, 128, 160, 192)]
+    assert modules_of_products(replace(config, dtype="float32"), open_checkpoints(config)) == []
 
 
 def test_a_cpu_needs_nothing_compiled() -> None:

@@ -23,6 +23,8 @@ def needed_modules(config: EngineConfig, checkpoints: Checkpoints, expected: Sam
     use(device)
     gpu = Gpu(major=torch.cuda.get_device_capability(device)[0], num_sms=num_sms(device))
     found = modules_of(config, checkpoints, expected, gpu)
+    if hopper_linear.runs_on(device):
+        found += modules_of_products(config, checkpoints)
     if config.tensor_parallel > 1:
         from specgen.ops.fused_sum import can_fuse, fused_sum_module  # of GPUs alone
 
@@ -37,10 +39,13 @@ def modules_of(
     """The same of a rank alone, on any ``gpu``."""
     backend = BACKENDS[config.attention]
     attending = (backend.modules(gpu, each) for each in attention_uses(config, checkpoints))
-    found = [*(module for modules in attending for module in modules), *sampling_modules(expected)]
-    if gpu.major == 9 and config.dtype == "bfloat16":
-        found += hopper_linear.modules("bf16")
-        fp8 = target_config(checkpoints["model"]).fp8
-        if fp8 is not None and fp8.activations != "group":
-            found += hopper_linear.modules("fp8")
-    return found
+    return [*(module for modules in attending for module in modules), *sampling_modules(expected)]
+
+
+def modules_of_products(config: EngineConfig, checkpoints: Checkpoints) -> list[Module]:
+    """Those of ``hopper_linear``, where it runs."""
+    if config.dtype != "bfloat16":
+        return []
+    fp8 = target_config(checkpoints["model"]).fp8
+    in_fp8 = fp8 is not None and fp8.activations != "group"
+    return [*hopper_linear.modules("bf16"), *(hopper_linear.modules("fp8") if in_fp8 else ())]
