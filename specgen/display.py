@@ -10,7 +10,7 @@ Show = Callable[[Any], str]
 
 def count(number: float | None) -> str:
     """``1,234``"""
-    return DASH if number is None else f"{number:,.0f}"
+    return DASH if number is None else f"{number:z,.0f}"
 
 
 def several(number: int, noun: str) -> str:
@@ -20,27 +20,27 @@ def several(number: int, noun: str) -> str:
 
 def plain(number: float | None) -> str:
     """``2.53``"""
-    return DASH if number is None else f"{number:.2f}"
+    return DASH if number is None else f"{number:z.2f}"
 
 
 def rate(number: float | None) -> str:
     """``1,234.5``"""
-    return DASH if number is None else f"{number:,.1f}"
+    return DASH if number is None else f"{number:z,.1f}"
 
 
 def percent(share: float | None) -> str:
     """``12.3 %``"""
-    return DASH if share is None else f"{100 * share:.1f} %"
+    return DASH if share is None else f"{100 * share:z.1f} %"
 
 
 def hundredths(share: float | None) -> str:
     """``12.3``: a percentage where the unit stands elsewhere."""
-    return DASH if share is None else f"{100 * share:.1f}"
+    return DASH if share is None else f"{100 * share:z.1f}"
 
 
 def ratio(number: float | None) -> str:
     """``1.31x``"""
-    return DASH if number is None else f"{number:.2f}x"
+    return DASH if number is None else f"{number:z.2f}x"
 
 
 def seconds(number: float | None) -> str:

@@ -322,7 +322,7 @@ def _finding(name: str, change: Change) -> str:
     side = "higher" if result.difference > 0 else "lower"
     interval = ""
     if result.interval is not None:
-        low, high = (f"{100 * end:+.1f}" for end in result.interval)
+        low, high = (f"{100 * end:+z.1f}" for end in result.interval)
         interval = f", 95 % {low} to {high}"
     assert result.p is not None
     points = hundredths(abs(result.difference))

@@ -27,7 +27,7 @@ _ARM = Column(name="name", title="arm")
 _ACCURACY = (
     _ARM,
     Column(name="mean", title="score", show=percent, interval="interval"),
-    Column(name="difference", show=lambda share: f"{100 * share:+.1f}"),
+    Column(name="difference", show=lambda share: f"{100 * share:+z.1f}"),
     Column(name="ends", title="95 %"),
     Column(name="p"),
     Column(name="detectable", show=hundredths),
