@@ -16,7 +16,7 @@ from specgen.bench.device_speed import DeviceSpeed
 from specgen.bench.explain import StepJob, context_at
 from specgen.bench.marks import HostMarker, Span
 from specgen.bench.parts import PARTS, Marked, StepTime, split
-from specgen.bench.step_table import step_rows
+from specgen.bench.step_table import empty_table, step_rows, with_kernels
 from specgen.cli.main import app
 from specgen.config import EngineConfig, UserError
 from specgen.core import step as step_module
@@ -55,6 +55,32 @@ def test_work_belongs_to_the_mark_before_it_and_the_rest_is_idle() -> None:
     length = max(span.end for span in spans) - 100.0
     assert found.total == pytest.approx(length / 2 * 1e-6)
     assert found.idle == pytest.approx(found.total - 40e-6)
+    kernels = [(each.part, each.name, round(1e6 * each.seconds, 6), each.calls) for each in found.kernels]
+    assert kernels == [
+        ("verify", "kernel 20", 20, 1),
+        ("draft loop", "kernel 10", 10, 1),
+        ("KV fill", "kernel 5", 5, 1),
+        ("accept", "kernel 3", 3, 1),
+        ("engine", "kernel 2", 2, 1),
+    ]
+
+
+def test_kernels_of_one_name_are_told_together() -> None:
+    spans, names = (
+        spans_of_a_step(0.0),
+        ("void (anonymous namespace)::f<true, 1>(int)", "f", "void a::g<2>(x)"),
+    )
+    spans += [Span(name=name, start=16 + at, end=17 + at) for at, name in zip((0, 2, 4), names, strict=True)]
+    spans = [span for span in spans if span.name != "kernel 20"]
+    verify = {each.name: each for each in split(spans, 1).kernels if each.part != "draft loop"}
+    assert (verify["f"].calls, verify["a::g"].calls) == (2, 1)
+    table = with_kernels(empty_table({}, 4), 8, split(spans, 1))
+    (kernels,) = table.details
+    row = next(row for row in kernels.rows if row["kernel"] == "f")
+    assert (row["batch"], row["time"], row["each"]) == (8, pytest.approx(2.0), pytest.approx(1.0))
+    assert len(with_kernels(table, 16, split(spans, 1)).details[0].rows) == 2 * len(kernels.rows)
+    assert "By kernel" in table.to_html()
+    assert table.to_json()["details"]["By kernel"][0]["kernel"] == "kernel 10"
 
 
 def test_work_before_the_first_mark_is_the_engines_and_overlaps_count_once() -> None:
@@ -110,6 +136,9 @@ def test_rows_add_up_to_the_step() -> None:
     assert (first["bound"], first["bound_by"]) == (3.0, "arithmetic")
     assert rows[0]["bound"] is rows[0]["over_bound"] is None
     assert rows[-1]["bound"] == pytest.approx(4.0)
+    assert [row["excess"] for row in rows] == pytest.approx(
+        [1 / 16, 1 / 16, 3 / 16, 1 / 16, 5 / 16, 5 / 16, 1]
+    )
 
 
 def test_the_context_is_that_after_so_many_whole_steps() -> None:
@@ -182,10 +211,19 @@ def test_a_slow_part_is_found(demo_path: Path, monkeypatch, part: str, owner: ob
     assert rows["idle"]["time"] == pytest.approx(0, abs=1e-6)
 
 
+def test_plain_steps_are_explained_too() -> None:
+    """Without a drafter: nothing but the target is bound."""
+    arguments = ["--num-spec-tokens", "0", "--batch-sizes", "2", "--prompt-tokens", "4", "--json"]
+    done = CliRunner().invoke(app, ["bench", "step", "--device", "cpu", *arguments])
+    assert done.exception is None, done.output
+    found = json.loads(done.stdout)
+    assert found["title"] == "A plain decode step"
+    assert [row["part"] for row in found["rows"] if row["bound"]] == ["verify", "accept", "step"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--num-spec-tokens", "0"], "num-spec-tokens is 0: a step is explained for"),
         (["--prompt-tokens", "2048"], "prompt-tokens is 2048: with "),
         (["--batch-sizes", "0"], "batch-sizes is '0'"),
     ],

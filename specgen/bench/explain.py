@@ -13,7 +13,7 @@ from specgen.bench.marks import DeviceMarker, HostMarker, Marker, Window
 from specgen.bench.matrices import RANDOM, Workload
 from specgen.bench.output import BenchTable
 from specgen.bench.parts import Marked, StepTime, split
-from specgen.bench.step_table import empty_table, step_rows
+from specgen.bench.step_table import empty_table, step_rows, with_kernels
 from specgen.bench.workload import kv_bytes, make_prompts
 from specgen.config import EngineConfig, require
 from specgen.core.endings import DeviceLost
@@ -30,7 +30,7 @@ _MORE = 12  # steps of text after the window, as sequences prefilled first are a
 
 @dataclass(frozen=True, kw_only=True)
 class StepJob:
-    """One run of ``specgen bench step``: steps of ``engine``, with speculation, at each of ``batch_sizes``."""
+    """One run of ``specgen bench step``: steps of ``engine`` at each of ``batch_sizes``; without drafts, plain ones."""
 
     engine: EngineConfig
     batch_sizes: tuple[int, ...]
@@ -38,8 +38,8 @@ class StepJob:
 
     def __post_init__(self) -> None:
         require(
-            self.engine.draft_length.most >= 1 and not self.engine.draft_length.auto,
-            f"num-spec-tokens is {self.engine.draft_length}: a step is explained for a number from 1 to 16",
+            not self.engine.draft_length.auto,
+            f"num-spec-tokens is {self.engine.draft_length}: a step is explained for a number from 0 to 16",
         )
 
     @property
@@ -65,8 +65,10 @@ class Explained:
 
 def explain(job: StepJob) -> Iterator[BenchTable]:
     """Yield the growing table after each batch size; one that fails is a note. ``UserError`` if nothing can run."""
-    checkpoints = open_checkpoints(job.engine)
-    config = resolve(job.engine, checkpoints)
+    plain = job.engine.draft_length.most == 0
+    engine = replace(job.engine, drafter=None) if plain else job.engine
+    checkpoints = open_checkpoints(engine)
+    config = resolve(engine, checkpoints)
     bandwidth = copy_bandwidth(config.device)
     free_memory()
     models = load_models(config, checkpoints)
@@ -91,6 +93,7 @@ def explain(job: StepJob) -> Iterator[BenchTable]:
             rows = step_rows(batch, found.time, works, device)
             notes = _notes(batch, found, sizes, batch * (k + 1), bandwidth)
             table = replace(table, rows=(*table.rows, *rows), notes=(*table.notes, *notes))
+            table = with_kernels(table, batch, found.time)
         free_memory()
         yield table
 

@@ -11,6 +11,7 @@ from specgen.device import settle
 from specgen.events import Event, Stepped
 
 MARK = "mark"
+WORK = "work"  # of the host, of which no more is known
 _MARK_KERNEL = "spin_kernel"  # only in the name of the kernel of torch.cuda._sleep
 
 
@@ -58,7 +59,7 @@ class HostMarker:
 
     def spans(self) -> list[Span]:
         between = zip(self._times, self._times[1:], strict=False)
-        work = [Span(name="work", start=start, end=end) for start, end in between]
+        work = [Span(name=WORK, start=start, end=end) for start, end in between]
         return work + [Span(name=MARK, start=moment, end=moment) for moment in self._times[1:-1]]
 
 

@@ -60,6 +60,7 @@ class BenchTable(Table):
     plots: tuple[Plot, ...] = ()
     answers: tuple[str, ...] = ()  # what was found, in sentences
     notes: tuple[str, ...] = ()  # such as what was not measured and why
+    details: tuple[Table, ...] = ()  # below the rows, not in the CSV
     more: tuple[Table, ...] = ()  # of the page alone
 
     def __post_init__(self) -> None:
@@ -72,6 +73,7 @@ class BenchTable(Table):
         """Title, conditions, table, answers and notes, for the terminal."""
         yield "\n".join([self.title, *(f"{name}: {value}" for name, value in self.conditions.items())])
         yield self
+        yield from self.details
         yield "\n".join([*self.answers, *self.notes])
 
     def to_csv(self) -> str:
@@ -104,6 +106,7 @@ class BenchTable(Table):
             "columns": [_described(column) for column in self.columns],
             "num_keys": self.num_keys,
             "rows": [dict(row) for row in self.rows],
+            "details": {each.title: [dict(row) for row in each.rows] for each in self.details},
             "notes": [*self.answers, *self.notes],
         }
 
@@ -113,7 +116,7 @@ class BenchTable(Table):
         return Page(
             title=self.title,
             settings={name: str(value) for name, value in self.conditions.items()},
-            tables=[*self._plotted(), *self.more, every],
+            tables=[*self._plotted(), *self.details, *self.more, every],
             sentence="\n".join(self.answers),
             findings=self.notes,
             # the device is one of the conditions, and the load is the bench's own by now

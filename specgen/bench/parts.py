@@ -5,13 +5,15 @@ empty kernel before and after each pass, and the work up to the next mark belong
 are called. On a CPU, where a call returns when its work is done, a mark is a timestamp.
 """
 
+import re
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
 from torch import Tensor
 
-from specgen.bench.marks import MARK, Marker, Span
+from specgen.bench.marks import MARK, WORK, Marker, Span
 from specgen.core.graphs import Capture, Key, Runner
 
 T = TypeVar("T")
@@ -49,11 +51,22 @@ class Marked(Runner):
 
 
 @dataclass(frozen=True, kw_only=True)
+class KernelTime:
+    """A kernel in one part of a step."""
+
+    part: str
+    name: str  # without its parameters
+    seconds: float  # a step
+    calls: float  # a step
+
+
+@dataclass(frozen=True, kw_only=True)
 class StepTime:
     """Seconds of a step by part, in order of ``PARTS``, and ``idle``; they add up to the whole step."""
 
     parts: dict[str, float]
     idle: float
+    kernels: tuple[KernelTime, ...] = ()  # which add up to the parts, the longest first; of a GPU
 
     @property
     def total(self) -> float:
@@ -70,6 +83,7 @@ def split(spans: Sequence[Span], num_steps: int) -> StepTime:
     if num_marks != expected:
         raise RuntimeError(f"the profiler saw {num_marks} of {expected} marks: its trace is incomplete")
     parts = dict.fromkeys(PARTS, 0.0)
+    times, calls = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
     reached = first = min(span.start for span in spans)
     part = "engine"
     after_marks = iter(AFTER_MARKS * num_steps)
@@ -78,11 +92,26 @@ def split(spans: Sequence[Span], num_steps: int) -> StepTime:
         if span.name == MARK:
             part = next(after_marks)
         else:
-            parts[part] += max(span.end - max(span.start, reached), 0.0)
+            alone = max(span.end - max(span.start, reached), 0.0)
             reached = max(reached, span.end)
+            parts[part] += alone
+            kernel = part, _kernel(span.name)
+            times[kernel] += alone  # type: ignore[assignment]
+            calls[kernel] += 1
     length = max(span.end for span in spans) - first
     scale = 1e-6 / num_steps
     return StepTime(
         parts={name: scale * passed for name, passed in parts.items()},
         idle=scale * (length - sum(parts.values())),
+        kernels=tuple(
+            KernelTime(part=part, name=name, seconds=scale * time, calls=calls[part, name] / num_steps)
+            for (part, name), time in times.most_common()
+            if name != WORK
+        ),
     )
+
+
+def _kernel(name: str) -> str:
+    """A kernel's ``name`` without its return type, template arguments and parameters."""
+    plain = name.replace("(anonymous namespace)::", "").removeprefix("void ")
+    return re.split("[<(]", plain)[0].strip()

@@ -242,7 +242,7 @@ def step(
     ctx: typer.Context,
     batch_sizes: str = option("1,8,32", "Table", "Batch sizes, comma-separated."),
     prompt_tokens: int = option(256, "Table", "Random tokens per prompt."),
-    num_spec_tokens: int = option(4, "Speculation", "Draft tokens per step, K: 1 to 16."),
+    num_spec_tokens: int = option(4, "Speculation", "Draft tokens per step, K: 0 (plain decoding) to 16."),
     engine: Annotated[
         EngineConfig,
         Only(
@@ -255,7 +255,8 @@ def step(
     as_json: bool = AS_JSON,
     quiet: bool = QUIET,
 ) -> None:
-    """Explain a decode step: milliseconds by part (draft loop, verify, accept, drafter KV fill, idle) and bounds."""
+    """Explain a decode step: milliseconds by part (draft loop, verify, accept, drafter KV fill, idle) and kernel, and
+    lower bounds."""
     from specgen.bench.explain import StepJob, explain  # imports torch
 
     job = StepJob(
