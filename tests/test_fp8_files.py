@@ -13,6 +13,7 @@ from specgen.checkpoints.inspect_checkpoint import describe
 from specgen.checkpoints.tensor_reader import TensorReader
 from specgen.config import UserError
 from specgen.models.fp8_config import fp8_config
+from tests.engines import load_pair
 from tests.test_fp8_weights import exact, fp8_weight
 from tests.tiny_checkpoints import write_head, write_target
 from tests.tiny_fp8 import CONFIGS, E4M3, quantize
@@ -333,9 +334,18 @@ def test_scales_of_a_kv_cache_are_known_names(tmp_path: Path, name: str) -> None
 def test_a_head_in_fp8_is_refused(tmp_path: Path) -> None:
     target = write_target(tmp_path / "target")
     write_head(tmp_path / "head", target)
-    configure(tmp_path / "head", quantization_config=CONFIGS["dynamic"][2])
+    quantize(tmp_path / "head", "dynamic")
     with pytest.raises(UserError, match="a head in FP8 is not supported"):
         drafter_config(open_checkpoint(str(tmp_path / "head")), target.num_layers)
+
+
+def test_a_plain_head_may_carry_what_its_targets_config_says_of_fp8(tmp_path: Path) -> None:
+    write_head(tmp_path / "drafter", write_target(tmp_path / "target"))
+    quantize(tmp_path / "target", "dynamic")
+    configure(tmp_path / "drafter", quantization_config=CONFIGS["dynamic"][2])
+    head = load_pair(tmp_path).models.head
+    assert head is not None
+    assert head.config.fp8 is None
 
 
 def test_inspect_names_the_format_and_counts_bytes_as_stored(tmp_path: Path) -> None:

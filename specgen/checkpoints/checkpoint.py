@@ -16,7 +16,7 @@ from specgen.checkpoints.weight_files import read_json, tensor_infos
 from specgen.config import UserError, first_line, require, shown
 from specgen.models.families import FAMILIES, HEAD_FAMILIES, family_of, head_family_of, is_head
 from specgen.models.fit import misfits, vocabulary_map
-from specgen.models.fp8_config import with_modelopt
+from specgen.models.fp8_config import with_modelopt, without_quantization
 from specgen.models.model_config import HeadConfig, TargetConfig
 from specgen.models.mtp_config import mtp_prefixes
 from specgen.models.protocols import Head, Target
@@ -70,8 +70,10 @@ def target_config(checkpoint: Checkpoint) -> TargetConfig:
 
 def drafter_config(checkpoint: Checkpoint, num_target_layers: int | None) -> HeadConfig:
     """The config of a head for a target of ``num_target_layers`` (None: unknown)."""
-    names = checkpoint.tensors.keys()
-    return head_family_of(checkpoint.config, names).config(checkpoint.config, names, num_target_layers)
+    names, config = checkpoint.tensors.keys(), checkpoint.config
+    if not any(info.dtype == E4M3 for info in checkpoint.tensors.values()):  # copied from its target's config
+        config = without_quantization(config)
+    return head_family_of(config, names).config(config, names, num_target_layers)
 
 
 def draft_to_target(checkpoint: Checkpoint, config: HeadConfig) -> Tensor:

@@ -71,6 +71,11 @@ def quantization(config: Raw) -> Raw:
     return {**raw, **section(raw, "quantization")}
 
 
+def without_quantization(config: Raw) -> dict[str, Any]:
+    """``config`` of weights that are plain, whatever it says."""
+    return {name: field for name, field in config.items() if name not in _SECTIONS}
+
+
 def fp8_config(config: Raw) -> Fp8Config | None:
     """Of a ``config.json``; None: plain weights. ``UserError`` names any other format."""
     raw = quantization(config)
