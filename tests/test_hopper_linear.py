@@ -40,11 +40,11 @@ def test_where_it_cannot_be_compiled_cublas_is_used(
     monkeypatch.setattr(hopper_linear, "which", lambda name: None if lacks == name else f"/bin/{name}")
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
     monkeypatch.setenv("FLASHINFER_DISABLE_JIT", "1" if lacks == "jit" else "")
-    runs_on.cache_clear()
+    hopper_linear._compiles.cache_clear()
     try:
-        assert runs_on(torch.device("cuda")) == runs_on(torch.device("cuda")) == (lacks is None)
+        assert runs_on(torch.device("cuda")) == runs_on(torch.device("cuda:0")) == (lacks is None)
     finally:
-        runs_on.cache_clear()
+        hopper_linear._compiles.cache_clear()
     lines = [record.getMessage() for record in caplog.records]
     assert len(lines) == (lacks is not None), "said once"
     assert all("go to cuBLAS, which is up to 13 % slower: " in line for line in lines)
@@ -78,6 +78,8 @@ def test_each_kind_and_size_is_a_module_of_its_own(monkeypatch: pytest.MonkeyPat
         monkeypatch.setitem(__import__("sys").modules, f"flashinfer{name}", module)
     names = {each.spec().name for kind in ("bf16", "fp8") for each in modules(kind)}
     assert len(names) == 8
+    headers = [file.name for folder in Path(str(tmp_path)).iterdir() for file in folder.iterdir()]
+    assert headers == ["wgmma.h"] * 8
     assert {tuple(each[:2]) for each in made} == {
         (f"-DROWS={rows}", f"-DE4M3={e4m3}") for rows in (96, 128, 160, 192) for e4m3 in (0, 1)
     }

@@ -32,6 +32,7 @@ class Machine:
         self.device: dict[str, Any] = {"name": "H100", "host": "a"}
         self.versions = {"specgen": "1", "torch": "2"}
         self.source = "abc"
+        self.compiles = True
         self.measured = 0
         self.sizes = [1, 2, 3]
 
@@ -50,6 +51,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Machine:
     monkeypatch.setattr(kept_costs, "device", lambda name: made.device)
     monkeypatch.setattr(kept_costs, "versions", lambda: made.versions)
     monkeypatch.setattr(kept_costs, "_source", lambda: made.source)
+    monkeypatch.setattr(kept_costs, "runs_on", lambda device: made.compiles)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return made
 
@@ -87,6 +89,7 @@ def test_a_later_run_uses_what_an_earlier_one_measured(
 
 
 CHANGES: dict[str, Callable[[Machine, pytest.MonkeyPatch], None]] = {
+    "compiler": lambda machine, patch: setattr(machine, "compiles", False),
     "driver": lambda machine, patch: machine.state.update(driver="590.1"),
     "power limit": lambda machine, patch: machine.state.update(power_limit_watts=300.0),
     "GPU": lambda machine, patch: machine.device.update(name="H200"),
@@ -241,10 +244,10 @@ def test_the_source_of_this_package_is_part_of_the_key(
     monkeypatch.setattr(kept_costs, "files", lambda package: tmp_path)
     (tmp_path / "a").mkdir()
     seen = set()
-    for name, text in (("a/b.py", "1"), ("a/b.py", "2"), ("a/c.py", "2"), ("a/d.txt", "2")):
+    for name, text in (("a/b.py", "1"), ("a/b.py", "2"), ("a/c.py", "2"), ("a/e.cu", "2"), ("a/d.txt", "2")):
         (tmp_path / name).write_text(text)
         seen.add(kept_costs._source())
-    assert len(seen) == 3, "and nothing else is"
+    assert len(seen) == 4, "and nothing else is"
 
 
 def test_an_engine_takes_what_is_kept(

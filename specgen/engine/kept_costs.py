@@ -13,6 +13,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+import torch
+
 import specgen
 from specgen.checkpoints.tensor_reader import Checkpoint
 from specgen.config import EngineConfig
@@ -20,6 +22,7 @@ from specgen.core.spec_length import StepCosts
 from specgen.core.step_costs import timed_sizes
 from specgen.engine.number_formats import Checkpoints
 from specgen.kept_files import kept_directory, read_kept, write_kept
+from specgen.ops.hopper_linear import runs_on
 from specgen.rundir.machine_state import machine_state
 from specgen.rundir.provenance import device, uuid, versions
 
@@ -80,6 +83,7 @@ def key_of(config: EngineConfig, checkpoints: Checkpoints) -> dict[str, Any] | N
         "state": {name: state.get(name) for name in _STATE},
         "versions": versions(),
         "source": _source(),
+        "hopper_linear": runs_on(torch.device(config.device)),  # which the machine may not be able to compile
         "environment": {name: value for name, value in sorted(os.environ.items()) if name.startswith(_SET)},
         "engine": engine,
         "checkpoints": {role: _identity(checkpoint) for role, checkpoint in checkpoints.items()},
@@ -99,7 +103,7 @@ def _source() -> str:
     """Of this package: a change of the code may change what a step takes, and no version with it."""
     total = hashlib.sha256()
     root = Path(str(files(specgen)))
-    for file in sorted(root.rglob("*.py")):
+    for file in sorted(file for file in root.rglob("*") if file.suffix in (".py", ".cu")):
         total.update(f"{file.relative_to(root)} {file.stat().st_size}\n".encode())
         total.update(file.read_bytes())
     return total.hexdigest()

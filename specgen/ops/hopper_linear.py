@@ -29,11 +29,13 @@ FEWEST_ROWS = 65  # fewer are faster in kernels that read them less
 MOST_ROWS = _TILES[-1]
 
 
-@cache
 def runs_on(device: torch.device) -> bool:
     """Whether it was built for ``device``, compute capability 9.0, and can be compiled; a line says where it cannot."""
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
-        return False
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0) and _compiles()
+
+
+@cache
+def _compiles() -> bool:
     reason = _not_compiled()
     if reason is not None:
         text = "products of 65 and more rows go to cuBLAS, which is up to 13 %% slower: %s"
@@ -139,8 +141,10 @@ def _spec(kind: Kind, rows: int) -> Any:  # noqa: ANN401
     name = f"specgen_linear_{kind}_{rows}_{digest}"
     folder = env.FLASHINFER_GEN_SRC_DIR / name
     folder.mkdir(parents=True, exist_ok=True)
-    if not (folder / "wgmma.h").exists():
-        (folder / "wgmma.h").write_text(header)
+    if not (folder / "wgmma.h").exists():  # as a whole: another rank may read it
+        mine = folder / f"wgmma.{os.getpid()}"
+        mine.write_text(header)
+        mine.replace(folder / "wgmma.h")
     flags = [f"-DROWS={rows}", f"-DE4M3={int(kind == 'fp8')}", "-gencode=arch=compute_90a,code=sm_90a"]
     return gen_jit_spec(name, [_SOURCE], extra_cuda_cflags=flags, extra_include_paths=[folder])
 
