@@ -267,23 +267,32 @@ def changed(**fields: Any) -> Heads:
 
 
 SINKS = changed(num_heads=64, head_dim=64, sinks=True)
+HALF = changed(dtype=torch.float16, kv_dtype=torch.float16)
 FP8 = changed(kv_dtype=torch.float8_e4m3fn)
 
 
 @pytest.mark.parametrize(
     ("backend", "gpu", "of", "names"),
     [
-        (TrtllmBackend, H100, use(), "FA3, heads of 128; XQA, 5 rows, heads of 128"),
+        (TrtllmBackend, H100, use(), "FA3, heads of 128; attention, 32 rows, heads of 128"),
         (
             TrtllmBackend,
             H100,
-            use(num_sequences=17, query_lens=(1, 2)),
+            use(num_sequences=17, query_lens=(1, 4, 17)),  # 4 heads of a KV head
+            "FA3, heads of 128; attention, 16 rows, heads of 128; attention, 16 rows, heads of 128; "
+            "XQA, 17 rows, heads of 128",
+        ),
+        (TrtllmBackend, H100, use(HALF), "FA3, heads of 128; XQA, 5 rows, heads of 128"),
+        (
+            TrtllmBackend,
+            H100,
+            use(HALF, num_sequences=17, query_lens=(1, 2)),
             "FA3, heads of 128; XQA, 1 row, heads of 128; XQA, 2 rows, heads of 128; FA2, heads of 128",
         ),
         (
             TrtllmBackend,
             H100,
-            use(num_sequences=17, query_lens=(1,)),
+            use(HALF, num_sequences=17, query_lens=(1,)),
             "FA3, heads of 128; XQA, 1 row, heads of 128",
         ),
         (
@@ -292,13 +301,12 @@ FP8 = changed(kv_dtype=torch.float8_e4m3fn)
             use(num_sequences=128, query_lens=(17,)),  # 68 rows of a KV head are more than the tile
             "FA3, heads of 128; XQA, 17 rows, heads of 128",
         ),
-        (TrtllmBackend, H100, use(prefills=False, query_lens=(1,)), "XQA, 1 row, heads of 128"),
+        (TrtllmBackend, H100, use(prefills=False, query_lens=(1,)), "attention, 16 rows, heads of 128"),
         (
             TrtllmBackend,
             H100,
             use(SINKS, windowed=(False, True), num_sequences=128),
-            "FA3, heads of 64, sinks; FA3, heads of 64, sinks, windows; XQA, 5 rows, heads of 64; "
-            "XQA, 5 rows, heads of 64, windows",
+            "FA3, heads of 64, sinks; FA3, heads of 64, sinks, windows; attention, 48 rows, heads of 64",
         ),
         (
             TrtllmBackend,
@@ -343,15 +351,15 @@ def generators(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_flashinfer_is_asked_for_what_it_would_compile_at_the_first_use(generators: None) -> None:
-    half, fp8, none = torch.bfloat16, torch.float8_e4m3fn, (False, False)
+    half, fp8, none = torch.float16, torch.float8_e4m3fn, (False, False)
     prefill, step, unsplit = [
-        each.spec() for each in TrtllmBackend.modules(H100, use(num_sequences=32, windowed=(True,)))
+        each.spec() for each in TrtllmBackend.modules(H100, use(HALF, num_sequences=32, windowed=(True,)))
     ]
     assert prefill == ("fa3", half, half, half, torch.int32, 128, 128, 0, True, *none)
     assert unsplit == ("fa2", *prefill[1:])
     assert step == (half, half, 64, 128, 4, True, half, 5, False)
     prefill, *steps = [each.spec() for each in TrtllmBackend.modules(H100, use(FP8, query_lens=(1, 5)))]
-    assert prefill[:4] == ("fa2", half, fp8, half), "FA3 wants one dtype"
+    assert prefill[:4] == ("fa2", torch.bfloat16, fp8, torch.bfloat16), "FA3 wants one dtype"
     assert [each[-2:] for each in steps] == [(2, True), (5, True)], (
         "FP8 pages take the kernel for ragged queries"
     )

@@ -129,6 +129,18 @@ class Kernel(Protocol):
         ...
 
 
+class RotatingKernel(Protocol):
+    """``Attend.__call__`` in one kernel, planned for one layout: it rotates, stores and attends."""
+
+    def fits(self, layer: LayerAttention, qkv: Tensor, keys: Tensor) -> bool:
+        """Whether it can do these, and fastest."""
+        ...
+
+    def __call__(self, layer: LayerAttention, qkv: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """Heads of q, k and v as for ``Attend``, pages as for ``Kernel``."""
+        ...
+
+
 class Backend(Protocol):
     """A way to compute attention over the paged cache."""
 
@@ -147,6 +159,11 @@ class Backend(Protocol):
         """Whatever depends on the layout alone, once per pass instead of once per layer."""
         ...
 
+    def rotating(self, layout: Layout, rope: Rope) -> RotatingKernel | None:
+        """A kernel that does more at once, for backends that have one."""
+        del layout, rope
+        return None
+
 
 class Attend:
     """Backend, cache and layout of one pass: rotates, writes the rows' KV, then attends."""
@@ -156,10 +173,14 @@ class Attend:
         self._cache = cache
         self._layout = layout
         self._store = rope(layout)
+        self._rotating = backend.rotating(layout, rope)
 
     def __call__(self, layer: LayerAttention, qkv: Tensor) -> Tensor:
         """Heads of q, k and v ``[rows, num_heads + 2 * num_kv_heads, head_dim]``; see ``Kernel``."""
-        return self._kernel(layer, self.write_kv(layer, qkv), *self._cache.pages(layer.index))
+        keys, values = self._cache.pages(layer.index)
+        if self._rotating is not None and self._rotating.fits(layer, qkv, keys):
+            return self._rotating(layer, qkv, keys, values)
+        return self._kernel(layer, self.write_kv(layer, qkv), keys, values)
 
     def write_kv(self, layer: LayerAttention, heads: Tensor) -> Tensor:
         """Heads of k and v, or of q before them, ``[rows, n, head_dim]``; returns the rotated q, if any."""

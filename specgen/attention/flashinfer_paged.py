@@ -7,7 +7,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from specgen.attention import Capabilities, Gpu, Heads, Kernel, Use
+from specgen.attention import Backend, Capabilities, Gpu, Heads, Kernel, Use
 from specgen.attention.pass_lens import PassLens, window_left
 from specgen.attention.workspaces import num_sms, prefill_bytes
 from specgen.kv.layout import Layout
@@ -31,7 +31,7 @@ class _Planned:
     sinks: bool
 
 
-class FlashInferBackend:
+class FlashInferBackend(Backend):
     """FA2's or FA3's prefill kernel over pages; FlashInfer's tensor-core decode is FA2's as well.
 
     FA3 is for prefill on compute capability 9.0: there up to 1.8 times as fast from 500 rows per sequence on, but 2 to

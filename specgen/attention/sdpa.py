@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specgen.attention import Capabilities, Gpu, Kernel, Use
+from specgen.attention import Backend, Capabilities, Gpu, Kernel, Use
 from specgen.kv.layout import Layout
 from specgen.models.layers import LayerAttention
 from specgen.ops.jit_modules import Module
@@ -73,7 +73,7 @@ class _Group:
         return self._masks[window, dtype]
 
 
-class SdpaBackend:
+class SdpaBackend(Backend):
     """Groups sequences of like shape, gathers their pages and calls ``scaled_dot_product_attention`` on each group."""
 
     name = "sdpa"
@@ -109,7 +109,7 @@ class SdpaBackend:
         return attend
 
 
-class StaticSdpaBackend:
+class StaticSdpaBackend(Backend):
     """Every row over its sequence's whole block table, masked: shapes depend on no length, so the device never waits.
 
     What a captured step is held against in float32. Time and memory grow with the table, so only for short contexts.

@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specgen.attention import Capabilities, Gpu, Heads, Kernel, Use
+from specgen.attention import Backend, Capabilities, Gpu, Heads, Kernel, RotatingKernel, Use
+from specgen.attention.few_sequences import FewSequences, module, serves
 from specgen.attention.flashinfer_paged import FlashInferBackend, Kernels, prefill_modules
 from specgen.attention.pass_lens import window_left
 from specgen.attention.unsplit import UnsplitDecode
@@ -15,6 +16,7 @@ from specgen.attention.workspaces import decode_workspace, num_sms
 from specgen.config import require
 from specgen.kv.layout import Layout
 from specgen.models.layers import LayerAttention
+from specgen.ops import Rope
 from specgen.ops.jit_modules import Module
 
 _MAX_GROUP = 16  # heads per KV head
@@ -36,7 +38,7 @@ def _claim(device: torch.device) -> None:
     _claimed.add(index)
 
 
-class TrtllmBackend:
+class TrtllmBackend(Backend):
     """Decoding on XQA (compute capability 9.0, 12.x) or trtllm-gen (10.x), prefill on FlashInfer's paged kernel.
 
     A layout whose lengths the host knows is a prefill; any other is a decode pass of up to 32 rows per sequence, whose
@@ -94,13 +96,19 @@ class TrtllmBackend:
         found = prefill_modules(_prefill_kernels(gpu.major), use) if use.prefills else []
         if gpu.major == 10:
             return found  # trtllm-gen comes compiled
+        group, others = heads.num_heads // heads.num_kv_heads, list[int]()
+        for rows in use.query_lens:
+            if gpu.major == 9 and serves(rows, group, heads.head_dim, heads.dtype, heads.kv_dtype):
+                found.append(module(rows, group, heads.head_dim))
+            else:
+                others.append(rows)
         found += [
             Module(what=_xqa_name(heads, rows, windowed), spec=partial(_xqa_spec, heads, rows, windowed))
-            for rows in use.query_lens
+            for rows in others
             for windowed in use.windowed
         ]
-        group, num_blocks = heads.num_heads // heads.num_kv_heads, use.num_sequences * heads.num_kv_heads
-        unsplits = any(rows > 1 and _fills(gpu.num_sms, num_blocks, rows * group) for rows in use.query_lens)
+        num_blocks = use.num_sequences * heads.num_kv_heads
+        unsplits = any(rows > 1 and _fills(gpu.num_sms, num_blocks, rows * group) for rows in others)
         if unsplits and not heads.sinks and heads.kv_dtype == heads.dtype:
             found += prefill_modules("fa2", use)
         return found
@@ -115,6 +123,13 @@ class TrtllmBackend:
             return self._packed_trtllm_gen(layout)
         mask = causal_mask(layout.positions - layout.starts[layout.sequences])
         return self._packed_xqa(layout, _lengths(layout), _offsets(layout), mask)
+
+    def rotating(self, layout: Layout, rope: Rope) -> RotatingKernel | None:
+        if layout.uniform_q is None or layout.host is not None:
+            return None
+        from specgen.ops.rope import TritonRope
+
+        return FewSequences(layout=layout, rope=rope) if isinstance(rope, TritonRope) else None
 
     def _uniform(self, layout: Layout, query_len: int) -> Kernel:
         from flashinfer.decode import trtllm_batch_decode_with_kv_cache as decode

@@ -22,7 +22,7 @@ from specgen.core.spec_length import StepCosts
 from specgen.core.step_costs import timed_sizes
 from specgen.engine.number_formats import Checkpoints
 from specgen.kept_files import kept_directory, read_kept, write_kept
-from specgen.ops.hopper_linear import runs_on
+from specgen.ops.cuda_source import runs_on
 from specgen.rundir.machine_state import machine_state
 from specgen.rundir.provenance import device, uuid, versions
 
@@ -83,7 +83,7 @@ def key_of(config: EngineConfig, checkpoints: Checkpoints) -> dict[str, Any] | N
         "state": {name: state.get(name) for name in _STATE},
         "versions": versions(),
         "source": _source(),
-        "hopper_linear": runs_on(torch.device(config.device)),  # which the machine may not be able to compile
+        "own_kernels": runs_on(torch.device(config.device)),  # which the machine may not be able to compile
         "environment": {name: value for name, value in sorted(os.environ.items()) if name.startswith(_SET)},
         "engine": engine,
         "checkpoints": {role: _identity(checkpoint) for role, checkpoint in checkpoints.items()},

@@ -10,7 +10,7 @@ from specgen.decoding.sampling import sampling_modules
 from specgen.device import use
 from specgen.engine.choices import BACKENDS, attention_uses
 from specgen.engine.number_formats import DTYPES, Checkpoints
-from specgen.ops import hopper_linear
+from specgen.ops import cuda_source, hopper_linear
 from specgen.ops.jit_modules import Module
 from specgen.ranks import Ranks
 
@@ -23,7 +23,7 @@ def needed_modules(config: EngineConfig, checkpoints: Checkpoints, expected: Sam
     use(device)
     gpu = Gpu(major=torch.cuda.get_device_capability(device)[0], num_sms=num_sms(device))
     found = modules_of(config, checkpoints, expected, gpu)
-    if hopper_linear.runs_on(device):
+    if cuda_source.runs_on(device):
         found += modules_of_products(config, checkpoints)
     if config.tensor_parallel > 1:
         from specgen.ops.fused_sum import can_fuse, fused_sum_module  # of GPUs alone

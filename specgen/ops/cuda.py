@@ -11,11 +11,12 @@ from torch import Tensor
 from specgen.config import require
 from specgen.ops import Map, Ops
 from specgen.ops.argmax import argmax
+from specgen.ops.cuda_source import runs_on
 from specgen.ops.expert_kernels import few_rows_experts
 from specgen.ops.expert_tiles import FLOAT32_TILES, FP8_TILES, MXFP4_TILES, PLAIN_TILES
 from specgen.ops.experts import Experts, ExpertsMap, grouped_experts
 from specgen.ops.fp8_cuda import fp8_gated, fp8_map, fp8_parts
-from specgen.ops.hopper_linear import FEWEST_ROWS, MOST_ROWS, fits, hopper_linear, runs_on
+from specgen.ops.hopper_linear import FEWEST_ROWS, MOST_ROWS, fits, hopper_linear
 from specgen.ops.reference import gated, linear, one_part
 from specgen.ops.rope import TritonRope
 from specgen.ops.router import sigmoid_choice

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from specgen.config import require
 from specgen.ops import Map
+from specgen.ops.cuda_source import runs_on
 from specgen.ops.fp8 import block_scales
 from specgen.ops.fp8_kernels import (
     GROUP,
@@ -23,7 +24,7 @@ from specgen.ops.fp8_kernels import (
     fp8_linear,
     rounded_rows,
 )
-from specgen.ops.hopper_linear import MOST_ROWS, fits, hopper_linear, runs_on
+from specgen.ops.hopper_linear import MOST_ROWS, fits, hopper_linear
 from specgen.ops.row_kernels import silu_and_mul_of
 from specgen.ops.weight import Weight
 

@@ -6,19 +6,15 @@ other products of bfloat16, of few outputs, are no faster than cuBLAS's.
 """
 
 import ctypes
-import logging
-import os
 from collections.abc import Callable
 from functools import cache, partial
-from hashlib import sha256
-from importlib.util import find_spec
 from pathlib import Path
-from shutil import which
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from specgen.ops.cuda_source import compiled, current_stream, pointers, source_spec
 from specgen.ops.jit_modules import Module
 
 _SOURCE = Path(__file__).with_suffix(".cu")
@@ -27,33 +23,6 @@ _OUT = 128  # rows of a weight that a block reads
 Kind = Literal["bf16", "fp8"]
 FEWEST_ROWS = 65  # fewer are faster in kernels that read them less
 MOST_ROWS = _TILES[-1]
-
-
-def runs_on(device: torch.device) -> bool:
-    """Whether it was built for ``device``, compute capability 9.0, and can be compiled; a line says where it cannot."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0) and _compiles()
-
-
-@cache
-def _compiles() -> bool:
-    reason = _not_compiled()
-    if reason is not None:
-        text = "products of 65 and more rows go to cuBLAS, which is up to 13 %% slower: %s"
-        logging.getLogger("specgen").warning(text, reason)
-    return reason is None
-
-
-def _not_compiled() -> str | None:
-    """Why it cannot be compiled here; None: it can."""
-    if find_spec("flashinfer") is None:
-        return "flashinfer-python, which compiles kernels of our own, is not installed"
-    if os.environ.get("FLASHINFER_DISABLE_JIT"):
-        return "FLASHINFER_DISABLE_JIT is set"
-    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda"
-    for tool in ("nvcc", "ninja"):
-        if which(tool) is None and not (Path(home) / "bin" / tool).exists():
-            return f"{tool} is not installed"
-    return None
 
 
 def fits(num_out: int, width: int, dtype: torch.dtype, *, gated: bool) -> bool:
@@ -100,13 +69,14 @@ def hopper_linear(
     tiles = weight.shape[0] // _OUT * -(-num_rows // rows)
     # In e4m3, two blocks a tile keep more of a GPU busy where there are few
     parts = 2 if not gated and 2 * tiles <= blocks and num_steps % 2 == 0 else 1
-    tensors = (x, weight, bias, out_scale, x_scale, y_scale, y)
-    pointers = [ctypes.c_void_p(None if each is None else each.data_ptr()) for each in tensors]
     sizes = [ctypes.c_int64(each) for each in (num_rows, num_out, width)]
     static = x_scale is not None and x_scale.numel() == 1
-    numbers = (blocks, parts, int(static), int(gated))
-    stream = ctypes.c_void_p(torch.cuda.current_stream(x.device).cuda_stream)
-    error = _function(kind, rows)(*pointers, *sizes, *numbers, stream)
+    error = _function(kind, rows)(
+        *pointers((x, weight, bias, out_scale, x_scale, y_scale, y)),
+        *sizes,
+        *(blocks, parts, int(static), int(gated)),
+        current_stream(x.device),
+    )
     assert error == 0, f"hopper_linear: error {error} at {num_rows} rows, weight {list(weight.shape)}, {kind}"
     return y
 
@@ -124,29 +94,13 @@ def _num_blocks(device: torch.device) -> int:
 
 @cache
 def _function(kind: Kind, rows: int) -> Callable[..., int]:
-    spec = _spec(kind, rows)
-    spec.build(need_lock=True)
-    function = ctypes.CDLL(str(spec.get_library_path())).hopper_linear
-    function.restype = ctypes.c_int
-    return function
+    return compiled(_spec(kind, rows), "hopper_linear")
 
 
 def _spec(kind: Kind, rows: int) -> Any:  # noqa: ANN401
-    """The ``JitSpec`` for tiles of ``rows``; named after the source, so that no other version's is taken for it."""
-    from flashinfer.jit import env
-    from flashinfer.jit.core import gen_jit_spec
-
-    header = _wgmma_header(kind, rows)
-    digest = sha256(_SOURCE.read_bytes() + header.encode()).hexdigest()[:12]
-    name = f"specgen_linear_{kind}_{rows}_{digest}"
-    folder = env.FLASHINFER_GEN_SRC_DIR / name
-    folder.mkdir(parents=True, exist_ok=True)
-    if not (folder / "wgmma.h").exists():  # as a whole: another rank may read it
-        mine = folder / f"wgmma.{os.getpid()}"
-        mine.write_text(header)
-        mine.replace(folder / "wgmma.h")
-    flags = [f"-DROWS={rows}", f"-DE4M3={int(kind == 'fp8')}", "-gencode=arch=compute_90a,code=sm_90a"]
-    return gen_jit_spec(name, [_SOURCE], extra_cuda_cflags=flags, extra_include_paths=[folder])
+    """The ``JitSpec`` for tiles of ``rows``."""
+    defines = {"ROWS": rows, "E4M3": int(kind == "fp8")}
+    return source_spec("linear", _SOURCE, defines, {"wgmma.h": _wgmma_header(kind, rows)})
 
 
 def _wgmma_header(kind: Kind, rows: int) -> str:

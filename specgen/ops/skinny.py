@@ -67,6 +67,7 @@ def _skinny_kernel(
     BLOCK_IN: tl.constexpr,  # noqa: N803
     STAGES: tl.constexpr,  # noqa: N803
     PIECES: tl.constexpr,  # noqa: N803
+    EARLY: tl.constexpr,  # noqa: N803
 ) -> None:
     first, part = tl.program_id(0) * BLOCK_OUT, tl.program_id(1)
     weight += part * part_width
@@ -89,12 +90,14 @@ def _skinny_kernel(
         if GATED:
             up_acc += tl.load(bias + num_out + out).to(tl.float32)[:, None]
     gdc_wait()
+    if EARLY:  # attention fits beside these programs, and loads KV meanwhile
+        gdc_launch_dependents()
     for start in tl.range(0, part_width, BLOCK_IN, num_stages=STAGES):
         columns = tl.load(x_start + start, row[None, :] < num_rows, 0)
         acc = tl.dot(tl.load(w_start + start), columns, acc)
         if GATED:
             up_acc = tl.dot(tl.load(up_start + start), columns, up_acc)
-    # Not earlier: the successor's programs would crowd onto the multiprocessors that are free first.
+    # Others not earlier: the successor's programs would crowd onto the multiprocessors that are free first.
     gdc_launch_dependents()
     result = acc.to(y.dtype.element_ty)
     if GATED:
@@ -135,6 +138,7 @@ def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor, tile: Til
         BLOCK_OUT=tile.block_out,
         BLOCK_IN=tile.block_in,
         STAGES=tile.stages,
+        EARLY=tile.parts == 1 and not gated,
         PIECES=max(tile.warps * 32 // tile.block_out, 1),  # one per thread
         num_warps=tile.warps,
         **PDL,

@@ -1,0 +1,475 @@
+// Attention of decode passes of few sequences, with the rotation of queries and keys and the write of the new KV.
+//
+// A cluster of blocks attends for one sequence and some heads of one KV head. As many of its blocks as the length is
+// worth have a share of the positions of earlier passes, of every 64 of which each warp has 16 with a softmax of its own;
+// the positions of this pass are the last block's. What is there before this pass (lengths, pages, KV) is loaded before
+// the kernel in front, which computes q, k and v, is done. Warps' results meet in shared memory and blocks' in that of
+// the block that adds a share of the columns, always in the same order.
+//
+// Compiled for the size of a head, DIM, and MROWS rows (rows of the sequence times heads), a multiple of 16. Each 16 rows
+// have four warps of their own, which share the positions of a block with those of the other rows.
+
+#include <cuda_bf16.h>
+#include <cuda_runtime.h>
+#include <stdint.h>
+
+// libdevice's, as fast maths would make cosf inexact for far positions
+extern "C" __device__ float __nv_cosf(float);
+extern "C" __device__ float __nv_sinf(float);
+
+namespace {
+
+using bf16 = __nv_bfloat16;
+
+constexpr int kParts = 4;                                // of a block's positions
+constexpr int kRowTiles = MROWS / 16;
+constexpr int kThreads = 32 * kParts * kRowTiles;
+constexpr int kTokens = 16;                              // of a part at a time
+constexpr int kBlock = kTokens * kParts;                 // of a block at a time
+constexpr int kRowBytes = DIM * 2;
+constexpr int kPieces = kRowBytes / 16;                  // of 16 bytes in a row
+constexpr int kTileBytes = kTokens * kRowBytes;
+constexpr int kStageBytes = 2 * kTileBytes;              // keys and values of a part
+constexpr int kUnit = 128 / DIM;                         // stages of 16 KiB in all parts
+constexpr int kNTiles = DIM / 8, kKTiles = DIM / 16;
+constexpr int kMostQuery = 16;                           // rows of a sequence
+constexpr int kSumPitch = DIM + 4;                       // floats: neighbouring rows lie in other banks
+constexpr float kLog2e = 1.4426950408889634f;
+
+// Shared memory: queries, a barrier, stages and later the warps' results, cos and sin, what a cluster's blocks send.
+constexpr int kBarrier = MROWS * kRowBytes;
+
+struct Room {
+  int num_stages, stages, turns, softmax, received, end;
+
+  __host__ __device__ __forceinline__ Room(int num_rows, int query_len, int cluster) {
+    // As many as leave room for a block of the product in front of this kernel, or for a second one of this kernel's
+    num_stages = (MROWS == 16 || cluster == 1 ? 3 : 2) * kUnit;
+    const int loads = kParts * num_stages * kStageBytes, merge = kParts * num_rows * (kSumPitch + 2) * 4;
+    stages = kBarrier + 16;
+    turns = stages + (loads > merge ? loads : merge);
+    softmax = turns + query_len * DIM * 2;
+    received = softmax + (cluster > 1 ? cluster * num_rows * 8 + 15 & ~15 : 0);
+    end = received + (cluster > 1 ? num_rows * DIM * 4 : 0);
+  }
+};
+
+struct Problem {
+  const bf16* heads;         // [batch * query_len, num_heads + 2 * num_kv_heads, DIM]: q, k and v before the rotation
+  const float* frequencies;  // [DIM / 2]
+  bf16 *keys, *values;       // [pages, page_size, num_kv_heads, DIM], strided
+  const int64_t* starts;     // [batch]: positions before the new rows
+  const int* tables;         // [batch, table_stride]
+  const float* sinks;        // [num_heads] or null
+  bf16* out;                 // [batch * query_len, num_heads, DIM]
+  int64_t page_stride, slot_stride, head_stride, table_stride;
+  int batch, num_sms, table_width, page_shift, query_len, num_heads, num_kv_heads, group, window;  // group: heads of a cluster
+  float scale, rope_scale;   // of logits, times log2(e); of cos and sin
+};
+
+__device__ __forceinline__ uint32_t shared_address(const void* p) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(p));
+}
+
+// Piece ``piece`` of 16 bytes of row ``row``: neighbours lie in other banks.
+__device__ __forceinline__ int swizzled(int row, int piece) {
+  return row * kRowBytes + ((piece ^ (row & 7)) * 16);
+}
+
+__device__ __forceinline__ void copy_async(uint32_t to, const void* from, bool there) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(there ? 16 : 0) : "memory");
+}
+
+__device__ __forceinline__ void load_four(uint32_t (&r)[4], uint32_t address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(address));
+}
+
+__device__ __forceinline__ void load_four_turned(uint32_t (&r)[4], uint32_t address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(address));
+}
+
+__device__ __forceinline__ void multiply(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+      "{%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+__device__ __forceinline__ uint32_t packed(float low, float high) {
+  __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+  return *reinterpret_cast<uint32_t*>(&pair);
+}
+
+__device__ __forceinline__ float rounded(float x) { return __bfloat162float(__float2bfloat16_rn(x)); }
+
+// The cos and sin of a position, packed, in the number format of what they turn.
+__device__ __forceinline__ uint32_t turn(const Problem& p, int position, int pair) {
+  const float angle = __fmul_rn(static_cast<float>(position), p.frequencies[pair]);
+  return packed(__fmul_rn(__nv_cosf(angle), p.rope_scale), __fmul_rn(__nv_sinf(angle), p.rope_scale));
+}
+
+// Turns eight pairs by ``turns``: the first halves and the second; each product is rounded, as in ops/rope.py.
+__device__ __forceinline__ void rotate(uint4& low, uint4& high, const uint32_t* turns) {
+  bf16* lows = reinterpret_cast<bf16*>(&low);
+  bf16* highs = reinterpret_cast<bf16*>(&high);
+  uint32_t packs[8];
+  *reinterpret_cast<uint4*>(packs) = *reinterpret_cast<const uint4*>(turns);
+  *reinterpret_cast<uint4*>(packs + 4) = *reinterpret_cast<const uint4*>(turns + 4);
+#pragma unroll
+  for (int i = 0; i < 8; i++) {
+    const float2 both = __bfloat1622float2(*reinterpret_cast<__nv_bfloat162*>(packs + i));
+    const float x = __bfloat162float(lows[i]), y = __bfloat162float(highs[i]);
+    lows[i] = __float2bfloat16_rn(__fadd_rn(rounded(__fmul_rn(x, both.x)), rounded(__fmul_rn(y, -both.y))));
+    highs[i] = __float2bfloat16_rn(__fadd_rn(rounded(__fmul_rn(y, both.x)), rounded(__fmul_rn(x, both.y))));
+  }
+}
+
+// A warp's sums over its positions for 16 rows; ``most`` and ``total`` are of rows lane / 4 and lane / 4 + 8.
+struct State {
+  float sums[kNTiles][4] = {};
+  float most[2] = {-INFINITY, -INFINITY}, total[2] = {};
+};
+
+// The rows from ``first_row`` attend to the 16 positions from ``first`` before ``end``; keys and values are at ``stage``.
+__device__ __forceinline__ void attend(const Problem& p, State& state, uint32_t q, int first_row, uint32_t stage,
+                                       int first, int start, int end) {
+  const int lane = threadIdx.x % 32;
+  float logits[2][4] = {};
+#pragma unroll
+  for (int k = 0; k < kKTiles; k++) {
+    uint32_t keys[4], rows[4];  // keys of positions 0-7 and 8-15, each two halves of 16 inputs
+    load_four(keys, stage + swizzled(lane % 8 + lane / 16 * 8, 2 * k + lane / 8 % 2));
+    load_four(rows, q + swizzled(first_row + lane % 16, 2 * k + lane / 16));
+    multiply(logits[0], rows, keys[0], keys[1]);
+    multiply(logits[1], rows, keys[2], keys[3]);
+  }
+  uint32_t weights[4];
+#pragma unroll
+  for (int half = 0; half < 2; half++) {
+    const int last = start + (first_row + 8 * half + lane / 4) / p.group;
+    const int oldest = p.window > 0 ? last - p.window : -1;
+    float most = state.most[half];
+#pragma unroll
+    for (int n = 0; n < 2; n++) {
+#pragma unroll
+      for (int i = 0; i < 2; i++) {
+        const int position = first + 8 * n + lane % 4 * 2 + i;
+        float& logit = logits[n][2 * half + i];
+        logit = position < end && position <= last && position > oldest ? logit * p.scale : -INFINITY;
+        most = fmaxf(most, logit);
+      }
+    }
+    most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
+    most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
+    const float base = most == -INFINITY ? 0.0f : most;
+    const float kept = exp2f(state.most[half] - base);
+    float total = 0;
+#pragma unroll
+    for (int n = 0; n < 2; n++) {
+#pragma unroll
+      for (int i = 0; i < 2; i++) {
+        float& logit = logits[n][2 * half + i];
+        logit = exp2f(logit - base);
+        total += logit;
+      }
+      weights[2 * n + half] = packed(logits[n][2 * half], logits[n][2 * half + 1]);
+    }
+    state.most[half] = most;
+    state.total[half] = state.total[half] * kept + total;  // of this lane's positions
+#pragma unroll
+    for (int n = 0; n < kNTiles; n++) state.sums[n][2 * half] *= kept, state.sums[n][2 * half + 1] *= kept;
+  }
+#pragma unroll
+  for (int n = 0; n < kNTiles; n += 2) {
+    uint32_t values[4];  // positions 0-7 and 8-15 of 8 columns, then of the next 8
+    load_four_turned(values, stage + kTileBytes + swizzled(lane % 16, n + lane / 16));
+    multiply(state.sums[n], weights, values[0], values[1]);
+    multiply(state.sums[n + 1], weights, values[2], values[3]);
+  }
+}
+
+__device__ __forceinline__ int page_of(const Problem& p, int sequence, int position) {
+  const int index = position >> p.page_shift;
+  return index < p.table_width ? __ldcg(p.tables + sequence * p.table_stride + index) : 0;
+}
+
+// Where the head's numbers of a position begin in pages of keys and of values.
+__device__ __forceinline__ int64_t slot_of(const Problem& p, int page, int position, int kv_head) {
+  return page * p.page_stride + (position & ((1 << p.page_shift) - 1)) * p.slot_stride + kv_head * p.head_stride;
+}
+
+// Positions of earlier passes that a sequence's rows attend to, in whole blocks: the first of them, and behind the last.
+struct Range {
+  int oldest, end;
+
+  __device__ __forceinline__ Range(const Problem& p, int sequence) {
+    end = static_cast<int>(__ldcg(p.starts + sequence));
+    oldest = p.window > 0 ? max(end + 1 - p.window, 0) / kBlock * kBlock : 0;
+  }
+};
+
+// Blocks, a power of two, that share ``range``: with those of the other sequences about one for each multiprocessor.
+__device__ __forceinline__ int num_splits(const Problem& p, const Range& range, int cluster) {
+  if (cluster == 1) return 1;
+  int64_t all = 0;
+  for (int i = threadIdx.x % 32; i < p.batch; i += 32) {
+    const Range other(p, i);
+    all += other.end - other.oldest;
+  }
+#pragma unroll
+  for (int i = 16; i > 0; i /= 2) all += __shfl_xor_sync(~0u, all, i);
+  const int share = max(static_cast<int>(all * gridDim.y / p.num_sms), kBlock);
+  const int splits = (range.end - range.oldest) * 5 / (4 * share);  // rather few blocks too many than half of them
+  return splits < 2 ? 1 : min(1 << (31 - __clz(splits)), cluster);
+}
+
+__global__ void __launch_bounds__(kThreads, MROWS > 32 ? 1 : 2) few_sequences(const Problem p) {
+  extern __shared__ __align__(128) uint8_t shared[];
+  const int split = blockIdx.x, sequence = blockIdx.z, first_head = blockIdx.y * p.group;
+  const int heads_per_kv = p.num_heads / p.num_kv_heads, kv_head = first_head / heads_per_kv;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, part = warp % kParts, row_tile = warp / kParts;
+  const int num_rows = p.query_len * p.group;
+  const Room room(num_rows, p.query_len, gridDim.x);
+  const uint32_t q = shared_address(shared), barrier = q + kBarrier;
+  const uint32_t stages = q + room.stages + part * room.num_stages * kStageBytes;
+  asm volatile("griddepcontrol.launch_dependents;");
+  // The kernel in front lets this one start when it has itself waited for those before: see ops/launch.py.
+  const Range range(p, sequence);
+  const int start = range.end, splits = num_splits(p, range, gridDim.x), columns = DIM / splits;
+  if (split >= splits) return;
+  if (splits > 1) {
+    if (threadIdx.x == 0) {
+      asm volatile("mbarrier.init.shared.b64 [%0], 1;" ::"r"(barrier));
+      asm volatile("fence.mbarrier_init.release.cluster;");
+      asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(barrier),
+                   "r"(splits * num_rows * (columns * 4 + 8))
+                   : "memory");
+    }
+    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+  }
+  const int share = (start - range.oldest + splits * kBlock - 1) / (splits * kBlock) * kBlock;
+  const int first_of_split = range.oldest + split * share;
+  const int from = first_of_split + part * kTokens, until = min(first_of_split + share, start);
+  int loaded = 0;                                   // groups of copies
+  int page = from < until ? page_of(p, sequence, from) : 0;  // of the next positions; pages hold whole tiles
+  const auto load_next = [&] {
+    const int first = from + loaded * kBlock;
+    if (first < until) {
+      const int64_t at = slot_of(p, page, first, kv_head);
+      const uint32_t stage = stages + loaded % room.num_stages * kStageBytes;
+#pragma unroll
+      for (int i = lane + 32 * row_tile; i < kTokens * kPieces; i += 32 * kRowTiles) {
+        const int row = i / kPieces, piece = i % kPieces;
+        const bool there = first + row < until;
+        const int64_t from_here = at + (there ? row : 0) * p.slot_stride + piece * 8;
+        copy_async(stage + swizzled(row, piece), p.keys + from_here, there);
+        copy_async(stage + kTileBytes + swizzled(row, piece), p.values + from_here, there);
+      }
+      if (first + kBlock < until) page = page_of(p, sequence, first + kBlock);
+    }
+    asm volatile("cp.async.commit_group;" ::: "memory");
+    loaded++;
+  };
+  while (loaded < room.num_stages) load_next();
+
+  uint32_t* turns = reinterpret_cast<uint32_t*>(shared + room.turns);
+  for (int i = threadIdx.x; i < p.query_len * (DIM / 2); i += kThreads)
+    turns[i] = turn(p, start + i / (DIM / 2), i % (DIM / 2));
+  constexpr int kTurns = kPieces / 2;  // of eight pairs, in a row
+  static_assert(MROWS * kTurns <= kThreads && kMostQuery * kTurns <= kThreads, "one each for a thread");
+  const int piece = threadIdx.x % kTurns, row = threadIdx.x / kTurns;
+  const bool fresh = split == splits - 1, has_key = fresh && row < p.query_len;
+  int64_t key_at = 0;
+  if (has_key) key_at = slot_of(p, page_of(p, sequence, start + row), start + row, kv_head);
+  __syncthreads();
+  if (splits > 1) asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+  const int row_stride = (p.num_heads + 2 * p.num_kv_heads) * DIM;
+  const bf16* rows = p.heads + static_cast<int64_t>(sequence) * p.query_len * row_stride + piece * 8;
+  const uint4 zeros = make_uint4(0, 0, 0, 0);
+  uint4 low = zeros, high = zeros, key_low = zeros, key_high = zeros, value_low = zeros, value_high = zeros;
+  if (row < num_rows) {
+    const bf16* head = rows + row / p.group * row_stride + (first_head + row % p.group) * DIM;
+    low = __ldcg(reinterpret_cast<const uint4*>(head));
+    high = __ldcg(reinterpret_cast<const uint4*>(head + DIM / 2));
+  }
+  if (has_key) {
+    const bf16* head = rows + row * row_stride + (p.num_heads + kv_head) * DIM;
+    key_low = __ldcg(reinterpret_cast<const uint4*>(head));
+    key_high = __ldcg(reinterpret_cast<const uint4*>(head + DIM / 2));
+    head += p.num_kv_heads * DIM;
+    value_low = __ldcg(reinterpret_cast<const uint4*>(head));
+    value_high = __ldcg(reinterpret_cast<const uint4*>(head + DIM / 2));
+  }
+  if (row < num_rows) rotate(low, high, turns + row / p.group * (DIM / 2) + piece * 8);
+  if (row < MROWS) {
+    *reinterpret_cast<uint4*>(shared + swizzled(row, piece)) = low;
+    *reinterpret_cast<uint4*>(shared + swizzled(row, piece + kTurns)) = high;
+  }
+  if (has_key) {
+    rotate(key_low, key_high, turns + row * (DIM / 2) + piece * 8);
+    if (first_head % heads_per_kv == 0) {
+      *reinterpret_cast<uint4*>(p.keys + key_at + piece * 8) = key_low;
+      *reinterpret_cast<uint4*>(p.keys + key_at + DIM / 2 + piece * 8) = key_high;
+      *reinterpret_cast<uint4*>(p.values + key_at + piece * 8) = value_low;
+      *reinterpret_cast<uint4*>(p.values + key_at + DIM / 2 + piece * 8) = value_high;
+    }
+  }
+  __syncthreads();
+  State state;
+  const auto meet = [&] {  // the warps of this part, one for every 16 rows
+    if (kRowTiles == 1) __syncwarp();
+    else asm volatile("bar.sync %0, %1;" ::"r"(part + 1), "n"(32 * kRowTiles) : "memory");
+  };
+  for (int done = 0; from + done * kBlock < until; done++) {
+    if (room.num_stages == 3 * kUnit) asm volatile("cp.async.wait_group %0;" ::"n"(3 * kUnit - 1) : "memory");
+    else asm volatile("cp.async.wait_group %0;" ::"n"(2 * kUnit - 1) : "memory");
+    meet();
+    const uint32_t stage = stages + done % room.num_stages * kStageBytes;
+    attend(p, state, q, 16 * row_tile, stage, from + done * kBlock, start, until);
+    meet();
+    load_next();
+  }
+  asm volatile("cp.async.wait_group 0;" ::: "memory");
+  __syncthreads();  // the stages are free
+  if (fresh) {
+    if (row < kTokens) {  // those that are not there as zeros: no weight is 0 times NaN
+      uint8_t* keys = shared + room.stages;
+      uint8_t* values = keys + kTileBytes;
+      *reinterpret_cast<uint4*>(keys + swizzled(row, piece)) = key_low;
+      *reinterpret_cast<uint4*>(keys + swizzled(row, piece + kTurns)) = key_high;
+      *reinterpret_cast<uint4*>(values + swizzled(row, piece)) = value_low;
+      *reinterpret_cast<uint4*>(values + swizzled(row, piece + kTurns)) = value_high;
+    }
+    __syncthreads();
+    if (part == kParts - 1)
+      attend(p, state, q, 16 * row_tile, q + room.stages, start, start, start + p.query_len);
+    __syncthreads();
+  }
+
+  // Of the warps: largest logits and totals [kParts, num_rows], then sums [kParts, num_rows, kSumPitch].
+  float* sums = reinterpret_cast<float*>(shared + room.stages);
+  float* most = sums + kParts * num_rows * kSumPitch;
+  float* total = most + kParts * num_rows;
+#pragma unroll
+  for (int half = 0; half < 2; half++) {
+    const int at = 16 * row_tile + 8 * half + lane / 4;
+    float all = state.total[half];
+    all += __shfl_xor_sync(~0u, all, 1);
+    all += __shfl_xor_sync(~0u, all, 2);
+    if (at >= num_rows) continue;
+    if (lane % 4 == 0) most[part * num_rows + at] = state.most[half], total[part * num_rows + at] = all;
+#pragma unroll
+    for (int n = 0; n < kNTiles; n++)
+      *reinterpret_cast<float2*>(sums + (part * num_rows + at) * kSumPitch + 8 * n + lane % 4 * 2) =
+          make_float2(state.sums[n][2 * half], state.sums[n][2 * half + 1]);
+  }
+  __syncthreads();
+  const auto store = [&](int row, int column, float largest, float whole, float4 result) {
+    const int head = first_head + row % p.group;
+    if (p.sinks != nullptr) {
+      const float sink = p.sinks[head] * kLog2e, new_largest = fmaxf(largest, sink);
+      const float kept = exp2f(largest - new_largest);
+      whole = whole * kept + exp2f(sink - new_largest);
+      result.x *= kept, result.y *= kept, result.z *= kept, result.w *= kept;
+    }
+    const float inverse = 1.0f / whole;
+    bf16* out = p.out + (static_cast<int64_t>(sequence * p.query_len + row / p.group) * p.num_heads + head) * DIM;
+    *reinterpret_cast<uint2*>(out + column) =
+        make_uint2(packed(result.x * inverse, result.y * inverse), packed(result.z * inverse, result.w * inverse));
+  };
+  for (int i = threadIdx.x; i < num_rows * DIM / 4; i += kThreads) {
+    const int row = i / (DIM / 4), column = i % (DIM / 4) * 4;
+    float largest = -INFINITY, whole = 0;
+    float4 result = {0, 0, 0, 0};
+#pragma unroll
+    for (int w = 0; w < kParts; w++) largest = fmaxf(largest, most[w * num_rows + row]);
+#pragma unroll
+    for (int w = 0; w < kParts; w++) {
+      const float weight = largest == -INFINITY ? 0.0f : exp2f(most[w * num_rows + row] - largest);
+      const float4 add = *reinterpret_cast<const float4*>(sums + (w * num_rows + row) * kSumPitch + column);
+      whole += total[w * num_rows + row] * weight;
+      result.x += add.x * weight, result.y += add.y * weight, result.z += add.z * weight, result.w += add.w * weight;
+    }
+    if (splits == 1) {
+      store(row, column, largest, whole, result);
+      continue;
+    }
+    const int other = column / columns;  // the block that adds up this column
+    uint32_t to, there;
+    const uint32_t at = q + room.received + ((split * num_rows + row) * columns + column % columns) * 4;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(to) : "r"(at), "r"(other));
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(barrier), "r"(other));
+    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(to),
+                 "f"(result.x), "f"(result.y), "f"(result.z), "f"(result.w), "r"(there)
+                 : "memory");
+    if (column % columns == 0) {
+      const uint32_t softmax = q + room.softmax + (split * num_rows + row) * 8;
+      asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(to) : "r"(softmax), "r"(other));
+      asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(to),
+                   "f"(largest), "f"(whole), "r"(there)
+                   : "memory");
+    }
+  }
+  if (splits == 1) return;
+  asm volatile(
+      "{\n.reg .pred done;\nwait:\nmbarrier.try_wait.parity.shared.b64 done, [%0], 0;\n@!done bra wait;\n}" ::"r"(barrier)
+      : "memory");
+  const float2* softmax = reinterpret_cast<const float2*>(shared + room.softmax);
+  const float* received = reinterpret_cast<const float*>(shared + room.received);
+  for (int i = threadIdx.x; i < num_rows * columns / 4; i += kThreads) {
+    const int row = i / (columns / 4), column = i % (columns / 4) * 4;
+    float largest = -INFINITY, whole = 0;
+    float4 result = {0, 0, 0, 0};
+#pragma unroll 4
+    for (int other = 0; other < splits; other++) largest = fmaxf(largest, softmax[other * num_rows + row].x);
+#pragma unroll 4
+    for (int other = 0; other < splits; other++) {
+      const float2 its = softmax[other * num_rows + row];
+      const float weight = exp2f(its.x - largest);  // the last block has at least the row's own position
+      const float4 add = *reinterpret_cast<const float4*>(received + (other * num_rows + row) * columns + column);
+      whole += its.y * weight;
+      result.x += add.x * weight, result.y += add.y * weight, result.z += add.z * weight, result.w += add.w * weight;
+    }
+    store(row, split * columns + column, largest, whole, result);
+  }
+}
+
+}  // namespace
+
+extern "C" int few_sequences_run(const void* heads, const float* frequencies, void* keys, void* values,
+                                 const int64_t* starts, const int* tables, const float* sinks, void* out,
+                                 int64_t page_stride, int64_t slot_stride, int64_t head_stride, int64_t table_stride,
+                                 int table_width, int page_shift, int batch, int query_len, int num_heads,
+                                 int num_kv_heads, int group, int window, int cluster, int num_sms, float scale,
+                                 float rope_scale, void* stream) {
+  const Problem p = {static_cast<const bf16*>(heads), frequencies, static_cast<bf16*>(keys), static_cast<bf16*>(values),
+                     starts, tables, sinks, static_cast<bf16*>(out), page_stride, slot_stride, head_stride, table_stride,
+                     batch, num_sms, table_width, page_shift, query_len, num_heads, num_kv_heads, group, window,
+                     scale * kLog2e, rope_scale};
+  static const cudaError_t prepared = [] {
+    const cudaError_t error = cudaFuncSetAttribute(few_sequences, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                                   232448);  // all that a block may have
+    return error ? error : cudaFuncSetAttribute(few_sequences, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+  }();
+  if (prepared) return prepared;
+  cudaLaunchAttribute attributes[2];
+  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[0].val.programmaticStreamSerializationAllowed = 1;
+  attributes[1].id = cudaLaunchAttributeClusterDimension;
+  attributes[1].val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
+  cudaLaunchConfig_t launch = {};
+  launch.gridDim = dim3(cluster, num_heads / group, batch);
+  launch.blockDim = dim3(kThreads);
+  launch.dynamicSmemBytes = Room(group * query_len, query_len, cluster).end;
+  launch.stream = static_cast<cudaStream_t>(stream);
+  launch.attrs = attributes;
+  launch.numAttrs = 2;
+  return cudaLaunchKernelEx(&launch, few_sequences, p);
+}

@@ -1,0 +1,57 @@
+"""Attention of few sequences on Hopper: how passes are cut into clusters, without a GPU."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from specgen.attention import few_sequences
+from specgen.attention.few_sequences import cluster_heads, cluster_size, module, serves
+
+BF16, FP16 = torch.bfloat16, torch.float16
+
+
+@pytest.mark.parametrize("query_len", range(1, 20))
+@pytest.mark.parametrize("heads_per_kv", [1, 3, 4, 7, 8, 16])
+def test_a_cluster_has_the_most_heads_that_fit(query_len: int, heads_per_kv: int) -> None:
+    heads = cluster_heads(query_len, heads_per_kv)
+    if query_len > 16:
+        assert heads is None
+        return
+    assert heads is not None
+    assert heads_per_kv % heads == 0
+    assert heads * query_len <= 64
+    more = [n for n in range(heads + 1, heads_per_kv + 1) if heads_per_kv % n == 0]
+    assert all(n * query_len > 64 for n in more)
+    assert f" {-(-heads * query_len // 16) * 16} rows" in module(query_len, heads_per_kv, 128).what
+
+
+@pytest.mark.parametrize("clusters", range(1, 2000, 7))
+def test_clusters_are_large_while_they_are_few(clusters: int) -> None:
+    size = cluster_size(clusters, 132)
+    assert size in (1, 4, 8, 16)
+    assert size * clusters <= max(4 * 132, clusters)
+    assert (size > 1) == (clusters <= 66)
+
+
+def test_it_is_for_bfloat16_and_heads_that_it_was_built_for() -> None:
+    assert serves(5, 4, 128, BF16, BF16)
+    assert serves(16, 8, 64, BF16, BF16)
+    assert not serves(17, 4, 128, BF16, BF16)
+    assert not serves(5, 4, 256, BF16, BF16)
+    assert not serves(5, 4, 128, FP16, FP16)
+    assert not serves(5, 4, 128, BF16, torch.float8_e4m3fn)
+
+
+def test_python_and_the_kernel_agree_on_what_is_passed() -> None:
+    """As many arguments, and as wide: ctypes would pass an int for a pointer and say nothing."""
+    source = Path(few_sequences.__file__).with_suffix(".cu").read_text()
+    declared = source[source.index('extern "C" int few_sequences_run(') :]
+    kinds = [each.split()[:-1] for each in declared[declared.index("(") + 1 : declared.index(")")].split(",")]
+    wide = [" ".join(each) for each in kinds]
+    pointers = [each for each in wide if each.endswith("*")]
+    assert len(pointers) == 9, "eight tensors and a stream"
+    assert wide[8:12] == ["int64_t"] * 4
+    assert wide[12:22] == ["int"] * 10
+    assert wide[22:24] == ["float"] * 2
+    assert len(wide) == 25

@@ -1,0 +1,192 @@
+"""On an H100 or H200: attention of few sequences equals rotation, storing and float32 attention. 60 s, compiled."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+
+import pytest
+import torch
+from torch import Tensor
+
+from specgen.attention import few_sequences
+from specgen.attention.few_sequences import FewSequences, cluster_heads
+from specgen.kv.layout import Layout
+from specgen.models.attend import LayerAttention
+from specgen.ops.cuda_source import runs_on
+
+CUDA = torch.device("cuda")
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or not runs_on(CUDA), reason="needs an NVIDIA GPU of capability 9.0"
+    ),
+]
+BF16 = torch.bfloat16
+LENS = [
+    *([0], [1], [15], [16], [17], [63], [64], [65], [300], [1000]),
+    [700, 3, 129, 64, 0, 511],
+    [5000, 17],
+    [9000, *[50] * 9],
+    [200] * 70,
+]
+SHAPES = [(32, 8, 128), (8, 1, 128), (14, 2, 64), (64, 8, 64)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class World:
+    """Pages whose slots that no earlier pass has written are NaN, and the heads of the next pass."""
+
+    qkv: Tensor
+    keys: Tensor
+    values: Tensor
+    layout: Layout
+    rope: object
+
+    @classmethod
+    def of(cls, lens: list[int], query_len: int, shape: tuple[int, int, int], page_size: int) -> "World":
+        from specgen.ops.rope import TritonRope
+
+        num_heads, num_kv_heads, head_dim = shape
+        generator = torch.Generator(CUDA).manual_seed(sum(lens) + query_len)
+        counts = [-(-(length + query_len) // page_size) for length in lens]
+        num_pages = sum(counts) + 1
+        pool = torch.randn(
+            num_pages, 2, page_size, num_kv_heads, head_dim, device=CUDA, generator=generator
+        ).to(BF16)
+        pool[0] = torch.nan
+        order = torch.randperm(num_pages - 1, device=CUDA, generator=generator).int() + 1
+        tables = torch.zeros(len(lens), max(counts) + 3, dtype=torch.int32, device=CUDA)
+        for row, (count, length) in enumerate(zip(counts, lens, strict=True)):
+            pages, order = order[:count], order[count:]
+            tables[row, :count] = pages
+            for plane in pool.unbind(1):
+                slots = plane[pages].flatten(0, 1)
+                slots[length:] = torch.nan
+                plane[pages] = slots.view(count, *plane.shape[1:])
+        rows = len(lens) * query_len
+        heads = num_heads + 2 * num_kv_heads
+        frequencies = 5e5 ** (-torch.arange(0, head_dim, 2, device=CUDA) / head_dim)
+        return cls(
+            qkv=torch.randn(rows, heads, head_dim, device=CUDA, generator=generator).to(BF16),
+            keys=pool[:, 0],
+            values=pool[:, 1],
+            layout=Layout.uniform(tables, torch.tensor(lens, device=CUDA), query_len, page_size),
+            rope=TritonRope(frequencies, 1.2),
+        )
+
+    def expected(self, layer: LayerAttention) -> tuple[Tensor, Tensor, Tensor]:
+        """What is attended to in float32, and the pages behind the pass but for page 0."""
+        keys, values = self.keys.clone(), self.values.clone()
+        q = self.rope(self.layout)(self.qkv, keys, values)  # type: ignore[operator]
+        query_len, group = self.layout.uniform_q or 0, q.shape[1] // keys.shape[2]
+        out = []
+        for row, start in enumerate(self.layout.starts.tolist()):
+            pages = self.layout.block_tables[row].long()
+            length = start + query_len
+            k, v = (
+                each[pages].flatten(0, 1)[:length].float().repeat_interleave(group, 1)
+                for each in (keys, values)
+            )
+            logits = torch.einsum("qhd,lhd->hql", q[row * query_len : (row + 1) * query_len].float(), k)
+            position = torch.arange(length, device=CUDA)
+            last = position[start:, None]
+            seen = (position <= last) & (position > last - (layer.window or length))
+            logits = (logits * layer.scale).masked_fill(~seen, -torch.inf)
+            if layer.sinks is not None:
+                logits = torch.cat((logits, layer.sinks[:, None, None].expand(-1, query_len, 1)), -1)
+            out.append(torch.einsum("hql,lhd->qhd", logits.softmax(-1)[..., :length], v))
+        return torch.cat(out).flatten(1), keys[1:], values[1:]
+
+    def attend(self, layer: LayerAttention) -> tuple[Tensor, Tensor, Tensor]:
+        keys, values = self.keys.clone(), self.values.clone()
+        kernel = FewSequences(layout=self.layout, rope=self.rope)  # type: ignore[arg-type]
+        assert kernel.fits(layer, self.qkv, keys)
+        return kernel(layer, self.qkv, keys, values), keys[1:], values[1:]
+
+
+def layer_of(
+    shape: tuple[int, int, int], window: int | None = None, *, sinks: bool = False
+) -> LayerAttention:
+    torch.manual_seed(0)
+    return LayerAttention(
+        index=0,
+        scale=shape[2] ** -0.5,
+        window=window,
+        sinks=torch.randn(shape[0], device=CUDA) if sinks else None,
+    )
+
+
+def check(world: World, layer: LayerAttention) -> None:
+    exact, keys, values = world.expected(layer)
+    out, new_keys, new_values = world.attend(layer)
+    torch.testing.assert_close(out.float(), exact, rtol=0.02, atol=0.02)
+    assert torch.equal(new_keys.view(torch.int16), keys.view(torch.int16))
+    assert torch.equal(new_values.view(torch.int16), values.view(torch.int16))
+    assert torch.equal(world.attend(layer)[0], out), "the same from run to run"
+
+
+def cases() -> Iterator[tuple[tuple[int, int, int], int]]:
+    for shape, query_len in product(SHAPES, (1, 2, 4, 5, 8, 16)):
+        if cluster_heads(query_len, shape[0] // shape[1]):
+            yield shape, query_len
+
+
+@pytest.mark.parametrize(("shape", "query_len"), cases())
+def test_all_lengths_windows_and_sinks(shape: tuple[int, int, int], query_len: int) -> None:
+    for lens, page_size in product(LENS, (16, 64)):
+        world = World.of(lens, query_len, shape, page_size)
+        for window, sinks in ((None, False), (128, True), (7, False)):
+            check(world, layer_of(shape, window, sinks=sinks))
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 8, 16])
+def test_any_cluster(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(few_sequences, "cluster_size", lambda *_: size)
+    for lens, query_len in product(LENS, (1, 5)):
+        check(World.of(lens, query_len, SHAPES[0], 64), layer_of(SHAPES[0]))
+
+
+def test_a_graph_is_right_for_other_lengths() -> None:
+    """Lengths and tables are read on the device: what was captured for the one is replayed for the other."""
+    layer = layer_of(SHAPES[0])
+    first, second = (World.of(lens, 5, SHAPES[0], 64) for lens in ([3, 900, 64, 250], [2000, 1, 63, 700]))
+    width = max(each.layout.block_tables.shape[1] for each in (first, second))
+    tables = torch.zeros(4, width, dtype=torch.int32, device=CUDA)
+    pages = max(len(each.keys) for each in (first, second))
+    keys, values = (torch.zeros(pages, *first.keys.shape[1:], dtype=BF16, device=CUDA) for _ in "kv")
+    starts, qkv = torch.zeros_like(first.layout.starts), torch.zeros_like(first.qkv)
+    kernel = FewSequences(layout=Layout.uniform(tables, starts, 5, 64), rope=first.rope)  # type: ignore[arg-type]
+    kernel(layer, qkv, keys, values)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = kernel(layer, qkv, keys, values)
+    for world in (first, second, first):
+        tables.zero_()
+        tables[:, : world.layout.block_tables.shape[1]] = world.layout.block_tables
+        starts.copy_(world.layout.starts)
+        qkv.copy_(world.qkv)
+        for mine, its in ((keys, world.keys), (values, world.values)):
+            mine[: len(its)] = its
+        graph.replay()
+        torch.testing.assert_close(out.float(), world.expected(layer)[0], rtol=0.02, atol=0.02)
+
+
+def test_rows_past_a_table_go_to_page_0() -> None:
+    """As drafts behind a sequence's last page do; nothing else is written."""
+    world = World.of([60, 10], 5, (32, 8, 128), 64)
+    world.layout.block_tables[0, 1:] = 0
+    tables = world.layout.block_tables[:, :1]
+    short = Layout.uniform(tables, world.layout.starts, 5, 64)
+    keys, values = world.keys.clone(), world.values.clone()
+    FewSequences(layout=short, rope=world.rope)(layer_of(SHAPES[0]), world.qkv, keys, values)  # type: ignore[arg-type]
+    page = int(tables[0, 0])
+    assert not keys[page, 60:64].isnan().any()
+    others = [each for each in range(1, len(keys)) if each not in tables.flatten().tolist()]
+    assert torch.equal(keys[others].view(torch.int16), world.keys[others].view(torch.int16))
+
+
+def test_a_window_off_by_one_is_detected() -> None:
+    world = World.of([300], 5, SHAPES[0], 64)
+    exact = world.expected(layer_of(SHAPES[0], 8))[0]
+    out = world.attend(layer_of(SHAPES[0], 9))[0]
+    assert (out.float() - exact).abs().max() > 0.2
