@@ -14,6 +14,7 @@ from specgen.device import on_device
 from specgen.kv.kv_cache import KVCache
 from specgen.kv.kv_spec import KVSpec
 from specgen.kv.layout import Layout
+from specgen.ops import Rope, bind_ops
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,9 +110,15 @@ class Cell:
         return cache
 
     def rows(self, layout: Layout) -> Tensor:
-        """Queries of normal random numbers, ``[rows, num_heads, head_dim]``."""
-        shape = (layout.num_rows, self.heads.num_heads, self.heads.head_dim)
+        """Heads of q, k and v of normal random numbers, ``[rows, num_heads + 2 * num_kv_heads, head_dim]``."""
+        num_heads = self.heads.num_heads + 2 * self.heads.num_kv_heads
+        shape = (layout.num_rows, num_heads, self.heads.head_dim)
         return torch.randn(shape, dtype=self.heads.dtype, device=self.device)
+
+    def rope(self) -> Rope:
+        """Of usual frequencies."""
+        exponents = torch.arange(0, self.heads.head_dim, 2, device=self.device) / self.heads.head_dim
+        return bind_ops(self.device, self.heads.dtype).rope(5e5**-exponents)
 
     @property
     def _bytes_per_position(self) -> int:

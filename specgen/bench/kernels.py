@@ -1,5 +1,7 @@
 """The kernel bench: attention of one layer on each backend, by sequences, context and rows per sequence.
 
+Each is timed as models call it, from q, k and v before their rotation.
+
 The table follows vLLM's PR 19825 (``benchmarks/kernels/benchmark_trtllm_decode_attention.py``), whose
 ``speedup_percent`` is 1 - 1 / speedup. Unlike there, sequences share no pages, passes of several rows are timed too,
 launches are not in the times, and every result is checked.
@@ -13,7 +15,7 @@ import torch
 from torch import Tensor
 
 from specgen import display
-from specgen.attention import Backend, Heads
+from specgen.attention import Attend, Backend, Heads
 from specgen.attention.flashinfer_paged import FlashInferBackend
 from specgen.attention.sdpa import SdpaBackend, StaticSdpaBackend
 from specgen.attention.trtllm import TrtllmBackend
@@ -36,7 +38,8 @@ _CHECKS: dict[str, type[Backend]] = {"cuda": SdpaBackend, "cpu": StaticSdpaBacke
 # largest relative error of a row between two kernels that round to the dtype
 _TOLERANCES = {torch.bfloat16: 3e-2, torch.float16: 6e-3, torch.float32: 1e-4}
 _KERNELS = {
-    "trtllm": "XQA or, on compute capability 10.x, trtllm-gen; FA2 unsplit where passes of several rows fill the GPU",
+    "trtllm": "on compute capability 9.0 a kernel of specgen's own for bfloat16 and equal rows, else XQA, or FA2 "
+    "unsplit where passes of several rows fill the GPU; on 10.x trtllm-gen",
     "flashinfer": "FA2 over pages, as the wrapper's decode with tensor cores",
     "sdpa": "PyTorch's scaled_dot_product_attention over gathered pages",
 }
@@ -144,7 +147,8 @@ def _conditions(job: KernelJob, backends: TimedBackends, bandwidth: float) -> Ro
         "shape": f"{heads.num_heads} heads, {heads.num_kv_heads} KV heads of {heads.head_dim}, "
         f"{_named(heads)}, pages of {heads.page_size} anywhere in a pool",
         "values": f"random; lengths from {heads.max_query_len} to max_seq_len, the last is max_seq_len",
-        "time": f"{timed} over up to {MOST_LAYERS} layers, {cold} MiB of KV or more, so that no cache "
+        "time": f"{timed} that rotate q and k, store k and v and attend, over up to "
+        f"{MOST_LAYERS} layers, {cold} MiB of KV or more, so that no cache "
         "holds them; without planning",
         "kernels": "; ".join(f"{name}: {_KERNELS[name]}" for name in backends.names),
         "repeats": job.repeats,
@@ -183,14 +187,13 @@ def _measure_query(
 ) -> tuple[list[Timing], float]:
     """The times of each backend, and the relative error between their results."""
     layout = query.layout(cell, tables)
-    q = cell.rows(layout)
+    qkv, rope = cell.rows(layout), cell.rope()
 
     def planned(backend: Backend) -> Call:
-        kernel = backend.plan(layout)
+        attend = Attend(backend, cache, layout, rope)
 
         def call(index: int) -> Tensor:
-            layer = LayerAttention(index=index, scale=cell.heads.head_dim**-0.5)
-            return kernel(layer, q, *cache.pages(index))
+            return attend(LayerAttention(index=index, scale=cell.heads.head_dim**-0.5), qkv)
 
         return call
 
