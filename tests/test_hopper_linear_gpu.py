@@ -6,7 +6,7 @@ from torch import Tensor
 
 from specgen.ops import bind_ops
 from specgen.ops.cuda_source import runs_on
-from specgen.ops.hopper_linear import FEWEST_ROWS, MOST_ROWS, hopper_linear
+from specgen.ops.hopper_linear import FEWEST_ROWS, MOST_ROWS, hopper_linear, hopper_linear_parts
 from specgen.ops.weight import Weight
 
 CUDA = torch.device("cuda")
@@ -49,6 +49,27 @@ def test_gate_and_up(half: int, width: int, bias: bool, rows: int) -> None:
     for _ in range(3):
         graph.replay()
         assert all(torch.equal(each, y) for each in captured)
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize(
+    ("out", "width", "bias"), [(128, 64, True), (384, 1024, True), (4096, 4096, False), (4096, 14336, False)]
+)
+def test_sums_of_parts(out: int, width: int, bias: bool, rows: int) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(rows, width, device=CUDA).to(BF16)
+    weight = (torch.randn(out, width, device=CUDA) / width**0.5).to(BF16)
+    add = torch.randn(out, device=CUDA).to(BF16) if bias else None
+    exact = x.double() @ weight.double().T + (0 if add is None else add.double())
+    parts = hopper_linear_parts(x, weight, add)
+    assert parts.shape[1:] == (rows, out)
+    assert len(parts) in (1, 2, 4)
+    torch.testing.assert_close(parts.double().sum(0), exact, rtol=1e-4, atol=2e-4)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = [hopper_linear_parts(x, weight, add) for _ in range(3)]
+    graph.replay()
+    assert all(torch.equal(each, parts) for each in captured)
 
 
 def test_models_use_it_between_few_and_many_rows(monkeypatch: pytest.MonkeyPatch) -> None:

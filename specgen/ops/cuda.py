@@ -16,7 +16,7 @@ from specgen.ops.expert_kernels import few_rows_experts
 from specgen.ops.expert_tiles import FLOAT32_TILES, FP8_TILES, MXFP4_TILES, PLAIN_TILES
 from specgen.ops.experts import Experts, ExpertsMap, grouped_experts
 from specgen.ops.fp8_cuda import fp8_gated, fp8_map, fp8_parts
-from specgen.ops.hopper_linear import FEWEST_ROWS, MOST_ROWS, fits, hopper_linear
+from specgen.ops.hopper_linear import FEWEST_ROWS, MOST_ROWS, fits, hopper_linear, hopper_linear_parts
 from specgen.ops.reference import gated, linear, one_part
 from specgen.ops.rope import TritonRope
 from specgen.ops.router import sigmoid_choice
@@ -90,8 +90,22 @@ def _linear_parts(dtype: torch.dtype, weight: Weight) -> Map:
     whole = one_part(linear(weight))
     if dtype not in _HALF:
         return whole
-    tiles = _PARTS_TILES if weight.matrix.shape[0] > _FEW else _FEW_TILES
-    return _by_rows(tiles, weight, skinny_linear, whole)
+    matrix, bias = weight.matrix, weight.bias
+    tiles = _PARTS_TILES if matrix.shape[0] > _FEW else _FEW_TILES
+    few = _by_rows(tiles, weight, skinny_linear, whole)
+    if (
+        dtype != torch.bfloat16
+        or not runs_on(matrix.device)
+        or not fits(matrix.shape[0], matrix.shape[1], dtype, gated=False)
+    ):
+        return few
+
+    def product(x: Tensor) -> Tensor:
+        if FEWEST_ROWS <= x.shape[0] <= MOST_ROWS:
+            return hopper_linear_parts(x, matrix, bias)
+        return few(x)
+
+    return product
 
 
 def _gated_linear(dtype: torch.dtype, weight: Weight, out_scale: Tensor | None = None) -> Map:

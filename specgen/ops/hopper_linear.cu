@@ -3,7 +3,8 @@
 // The weight is the wide operand of the tensor cores' products: a block computes 128 outputs of up to 192 rows, so
 // that wgmma's n is the number of rows. One warp loads with TMA, eight multiply; the first loads of weights do not wait
 // for the kernel in front. A matrix with few outputs is split along K between the two blocks of a cluster, which
-// exchange their sums through shared memory: each adds those of half the rows, always in the same order.
+// exchange their sums through shared memory: each adds those of half the rows, always in the same order. Or it is split
+// between any blocks, which leave their sums to the kernel behind.
 //
 // Compiled for one number of rows a tile, ROWS, a multiple of 32 up to 192, and for weights in e4m3 if E4M3, else bf16.
 // See hopper_linear.py.
@@ -44,6 +45,7 @@ struct Problem {
   void* y;                 // [rows, out]
   int rows, out, steps;    // steps: along K
   int tiles, row_tiles;    // tiles: of outputs
+  int parts;               // of K whose sums are y: [parts, rows, out] in float32
   bool x_static;
 };
 
@@ -234,6 +236,27 @@ __device__ __forceinline__ void finish(const Problem& p, const float (&sums)[COU
   }
 }
 
+// Sums of one part of K as they are. Eight lanes write 32 bytes in a row each.
+[[maybe_unused]] __device__ __forceinline__ void write_sums(const Problem& p, const float (&sums)[kSums], int tile,
+                                                            int first_row, int part) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, first = first_row + lane % 4 * 2;
+  const int out = tile * kOut + warp * 16 + lane / 4;
+  const bool adds = part == 0 && p.bias != nullptr;
+  const float low_bias = adds ? __bfloat162float(static_cast<const bf16*>(p.bias)[out]) : 0;
+  const float high_bias = adds ? __bfloat162float(static_cast<const bf16*>(p.bias)[out + 8]) : 0;
+  float* y = static_cast<float*>(p.y) + (static_cast<int64_t>(part) * p.rows + first) * p.out + out;
+#pragma unroll
+  for (int j = 0; j < ROWS / 8; j++) {
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      if (first + 8 * j + i >= p.rows) continue;
+      float* at = y + static_cast<int64_t>(8 * j + i) * p.out;
+      at[0] = sums[4 * j + i] + low_bias;
+      at[8] = sums[4 * j + 2 + i] + high_bias;
+    }
+  }
+}
+
 // The blocks of a cluster have a part of K each; every one adds the sums of its share of the rows.
 template <int PARTS>
 __device__ __forceinline__ void exchange(const float (&sums)[kSums], float (&total)[kSums / PARTS], uint8_t* stages,
@@ -351,6 +374,7 @@ constexpr bool kGives = E4M3 && ROWS > 128;
 constexpr int kThreads = kConsumers + (kGives ? 128 : 32);
 constexpr int kBound = !E4M3 && ROWS <= 160 ? 512 : kThreads;
 
+// PARTS: 1, 2 to a cluster, or 0, where p.parts blocks without one leave their sums
 template <bool GATED, int PARTS>
 __global__ void __launch_bounds__(kBound, 1)
     linear_kernel(const __grid_constant__ CUtensorMap x_map, const __grid_constant__ CUtensorMap w_map,
@@ -373,8 +397,8 @@ __global__ void __launch_bounds__(kBound, 1)
     if (PARTS > 1) barrier_expect(received, kSums * kConsumers * 4);
   }
   __syncthreads();
-  const int cluster = blockIdx.x / PARTS, clusters = gridDim.x / PARTS, steps = p.steps / PARTS;
-  const int first_step = PARTS > 1 ? cluster_rank() * steps : 0;
+  const int parts = PARTS > 0 ? PARTS : p.parts, cluster = blockIdx.x / parts, clusters = gridDim.x / parts;
+  const int steps = p.steps / parts, part = PARTS > 1 ? cluster_rank() : blockIdx.x % parts, first_step = part * steps;
   if (threadIdx.x >= kConsumers) {  // leaves early: the blocks of a cluster then wait for the other warps alone
     if constexpr (kGives) asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
     if (threadIdx.x == kConsumers)
@@ -391,7 +415,9 @@ __global__ void __launch_bounds__(kBound, 1)
     } else {
       consume(sums, pipe, steps);
     }
-    if constexpr (PARTS == 1) {
+    if constexpr (PARTS == 0) {
+      write_sums(p, sums, out_tile, first_row, part);
+    } else if constexpr (PARTS == 1) {
       finish<GATED, ROWS>(p, sums, results, out_tile, first_row);
     } else {  // one tile a cluster
       float total[kSums / PARTS];
@@ -459,9 +485,9 @@ int run(const Call& call, const Problem& p) {
   attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attributes[0].val.programmaticStreamSerializationAllowed = 1;
   attributes[1].id = cudaLaunchAttributeClusterDimension;
-  attributes[1].val.clusterDim = {PARTS, 1, 1};
+  attributes[1].val.clusterDim = {PARTS > 1 ? PARTS : 1, 1, 1};
   cudaLaunchConfig_t launch = {};
-  launch.gridDim = dim3(PARTS * call.blocks);
+  launch.gridDim = dim3((PARTS > 0 ? PARTS : p.parts) * call.blocks);
   launch.blockDim = dim3(kThreads);
   launch.dynamicSmemBytes = kShared;
   launch.stream = call.stream;
@@ -472,22 +498,26 @@ int run(const Call& call, const Problem& p) {
 
 }  // namespace
 
-// In bf16 only the gated product was compiled. ``parts`` of K, 1 or 2: with 2 each tile has a cluster of its own, with 1
-// ``blocks`` take the tiles in turns. 0, -1 if a tensor has no map, -2 for what was not compiled; else a cudaError.
+// ``parts`` of K, of which each tile has a block: with ``sums`` y is their sums in float32, which only bf16 has; else they
+// are 1, where ``blocks`` take the tiles in turns, or 2 in e4m3, where each tile has a cluster. In bf16 only the gated
+// product was compiled without ``sums``. 0, -1 if a tensor has no map, -2 for what was not compiled; else a cudaError.
 extern "C" int hopper_linear(const void* x, const void* weight, const void* bias, const float* out_scale,
                              const float* x_scale, const float* y_scale, void* y, int64_t rows, int64_t out,
-                             int64_t width, int blocks, int parts, int x_static, int is_gated, void* stream) {
+                             int64_t width, int blocks, int parts, int x_static, int is_gated, int sums, void* stream) {
   Problem p = {};
   p.bias = bias, p.out_scale = out_scale, p.x_scale = x_scale, p.y_scale = y_scale, p.y = y;
   p.rows = rows, p.out = out, p.steps = width * kSize / kBytes;
   p.tiles = out * (is_gated ? 2 : 1) / kOut, p.row_tiles = (rows + ROWS - 1) / ROWS, p.x_static = x_static;
+  p.parts = parts;
   const int tiles = p.tiles * p.row_tiles;
-  const Call call = {x, weight, width, parts > 1 || tiles < blocks ? tiles : blocks, static_cast<cudaStream_t>(stream)};
+  const Call call = {x, weight, width, parts > 1 || sums || tiles < blocks ? tiles : blocks, static_cast<cudaStream_t>(stream)};
   if (p.steps % parts != 0) return -2;
   if (is_gated && parts == 1) return run<true, 1>(call, p);
-  if constexpr (E4M3) {
-    if (!is_gated && parts == 1) return run<false, 1>(call, p);
-    if (!is_gated && parts == 2) return run<false, 2>(call, p);
+  if constexpr (!E4M3) {
+    if (!is_gated && sums) return run<false, 0>(call, p);
+  } else {
+    if (!is_gated && !sums && parts == 1) return run<false, 1>(call, p);
+    if (!is_gated && !sums && parts == 2) return run<false, 2>(call, p);
   }
   return -2;
 }

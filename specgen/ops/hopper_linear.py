@@ -23,6 +23,7 @@ _OUT = 128  # rows of a weight that a block reads
 Kind = Literal["bf16", "fp8"]
 FEWEST_ROWS = 65  # fewer are faster in kernels that read them less
 MOST_ROWS = _TILES[-1]
+_MOST_PARTS = 4
 
 
 def fits(num_out: int, width: int, dtype: torch.dtype, *, gated: bool) -> bool:
@@ -57,28 +58,50 @@ def hopper_linear(
     assert weight.is_contiguous(), weight.stride()
     assert x.dtype == weight.dtype, (x.dtype, weight.dtype)
     assert fits(num_out, width, x.dtype, gated=gated), weight.shape
-    y = torch.empty(
-        num_rows, num_out, dtype=torch.bfloat16 if y_scale is None else torch.float8_e4m3fn, device=x.device
-    )
-    if not num_rows:
-        return y
-    kind: Kind = "bf16" if x.dtype == torch.bfloat16 else "fp8"
-    assert (kind == "bf16") == (out_scale is None) == (x_scale is None), x.dtype
-    rows = _tile(num_rows)
+    dtype = torch.bfloat16 if y_scale is None else torch.float8_e4m3fn
+    y = torch.empty(num_rows, num_out, dtype=dtype, device=x.device)
     blocks, num_steps = _num_blocks(x.device), width * x.element_size() // 128
-    tiles = weight.shape[0] // _OUT * -(-num_rows // rows)
+    tiles = weight.shape[0] // _OUT * -(-num_rows // _tile(max(num_rows, 1)))
     # In e4m3, two blocks a tile keep more of a GPU busy where there are few
     parts = 2 if not gated and 2 * tiles <= blocks and num_steps % 2 == 0 else 1
-    sizes = [ctypes.c_int64(each) for each in (num_rows, num_out, width)]
     static = x_scale is not None and x_scale.numel() == 1
-    error = _function(kind, rows)(
-        *pointers((x, weight, bias, out_scale, x_scale, y_scale, y)),
+    assert (x.dtype == torch.bfloat16) == (out_scale is None) == (x_scale is None), x.dtype
+    _call((x, weight, bias, out_scale, x_scale, y_scale, y), parts, static=static, gated=gated, sums=False)
+    return y
+
+
+def hopper_linear_parts(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``x`` [rows, in] through ``weight`` [out, in] in bfloat16: sums of parts in float32, [n, rows, out]."""
+    (num_rows, width), num_out = x.shape, weight.shape[0]
+    assert x.is_contiguous(), x.stride()
+    assert weight.is_contiguous(), weight.stride()
+    assert x.dtype == weight.dtype == torch.bfloat16, (x.dtype, weight.dtype)
+    assert fits(num_out, width, x.dtype, gated=False), weight.shape
+    tiles = num_out // _OUT * -(-num_rows // _tile(max(num_rows, 1)))
+    num_steps, parts = width // 64, 1
+    while 2 * parts * tiles <= _num_blocks(x.device) and num_steps % (2 * parts) == 0 and parts < _MOST_PARTS:
+        parts *= 2
+    y = torch.empty(parts, num_rows, num_out, dtype=torch.float32, device=x.device)
+    _call((x, weight, bias, None, None, None, y), parts, static=False, gated=False, sums=True)
+    return y
+
+
+def _call(tensors: tuple[Tensor | None, ...], parts: int, *, static: bool, gated: bool, sums: bool) -> None:
+    x, weight, y = tensors[0], tensors[1], tensors[-1]
+    assert x is not None
+    assert weight is not None
+    assert y is not None
+    if not len(x):
+        return
+    kind: Kind = "bf16" if x.dtype == torch.bfloat16 else "fp8"
+    sizes = [ctypes.c_int64(each) for each in (len(x), y.shape[-1], x.shape[1])]
+    error = _function(kind, _tile(len(x)))(
+        *pointers(tensors),
         *sizes,
-        *(blocks, parts, int(static), int(gated)),
+        *(_num_blocks(x.device), parts, int(static), int(gated), int(sums)),
         current_stream(x.device),
     )
-    assert error == 0, f"hopper_linear: error {error} at {num_rows} rows, weight {list(weight.shape)}, {kind}"
-    return y
+    assert error == 0, f"hopper_linear: error {error} at {list(x.shape)}, weight {list(weight.shape)}, {kind}"
 
 
 def _tile(num_rows: int) -> int:
