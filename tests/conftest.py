@@ -16,7 +16,9 @@ from tests.tiny_checkpoints import write_head, write_target
 
 
 class Padded(Runner):
-    """Runs eagerly with the padding rows of a CUDA graph."""
+    """Runs eagerly with the padding rows of a CUDA graph, and short prompts in blocks."""
+
+    captures = True
 
     def num_rows(self, num_sequences: int) -> int:
         return bucket(num_sequences) + 2

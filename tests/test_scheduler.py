@@ -27,7 +27,7 @@ def scheduler(num_pages: int = 100, max_batch_size: int = 4, max_prefill_tokens:
     return Scheduler(
         allocator=PageAllocator(num_pages, 4),
         limits=Limits(max_batch_size=max_batch_size, max_prefill_tokens=max_prefill_tokens),
-        num_spec_tokens=3,
+        step_rows=4,
     )
 
 
@@ -123,7 +123,7 @@ def test_cached_tokens_do_not_trigger_a_prefill() -> None:
     sched = Scheduler(
         allocator=PrefixCache(2000, 4),
         limits=Limits(max_batch_size=16, max_prefill_tokens=2000),
-        num_spec_tokens=3,
+        step_rows=4,
     )
     for index in range(16):
         sched.submit(sequence(str(index), 601))  # all prompts are equal

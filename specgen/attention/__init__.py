@@ -43,6 +43,7 @@ class Use:
     query_lens: tuple[int, ...]  # rows per sequence of its uniform passes
     prefills: bool  # whether it attends in passes of any lengths too
     num_sequences: int  # at most in a uniform pass
+    chained: bool = False  # as ``Layout.chained``
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -98,7 +98,8 @@ class TrtllmBackend(Backend):
             return found  # trtllm-gen comes compiled
         group, others = heads.num_heads // heads.num_kv_heads, list[int]()
         for rows in use.query_lens:
-            if gpu.major == 9 and serves(rows, group, heads.head_dim, heads.dtype, heads.kv_dtype):
+            built = serves(rows, group, heads.head_dim, heads.dtype, heads.kv_dtype)
+            if gpu.major == 9 and built and not use.chained:
                 found.append(module(rows, group, heads.head_dim))
             else:
                 others.append(rows)
@@ -125,7 +126,7 @@ class TrtllmBackend(Backend):
         return self._packed_xqa(layout, _lengths(layout), _offsets(layout), mask)
 
     def rotating(self, layout: Layout, rope: Rope) -> RotatingKernel | None:
-        if layout.uniform_q is None or layout.host is not None:
+        if layout.uniform_q is None or layout.host is not None or layout.chained:
             return None
         from specgen.ops.rope import TritonRope
 

@@ -1,4 +1,4 @@
-"""CUDA graphs: how a decode step, or each of its forward passes, is captured once and replayed."""
+"""CUDA graphs: how a decode step, or each of its forward passes, and short prefills are captured and replayed."""
 
 import time
 import warnings
@@ -29,6 +29,7 @@ class Runner:
     Each computation reads and writes tensors at addresses that stay, and returns tensors.
     """
 
+    captures = False  # whether what has run once costs the host next to nothing
     pieces_alone = False  # whether a piece may run without what the pieces before it have computed
 
     def num_rows(self, num_sequences: int) -> int:
@@ -47,6 +48,10 @@ class Runner:
         """Run one forward pass within a step; ``inputs`` are what the step has computed since the last one."""
         return function(*inputs)
 
+    def prompts(self, key: Key, function: Callable[..., T], *inputs: Tensor) -> T:
+        """Run a prefill's forward pass over ``inputs``."""
+        return function(*inputs)
+
     def take_captures(self) -> list[Capture]:
         """The captures since this was last asked."""
         return []
@@ -56,7 +61,9 @@ class Runner:
 
 
 class StepGraphs(Runner):
-    """A whole step is one graph for each bucket of rows."""
+    """A whole step is one graph for each bucket of rows, and so is the forward pass of a short prefill."""
+
+    captures = True
 
     def __init__(self) -> None:
         self._captures: list[Capture] = []
@@ -72,6 +79,9 @@ class StepGraphs(Runner):
 
     def step(self, key: Key, function: Callable[[], T]) -> T:
         return self._run(key, function, ())
+
+    def prompts(self, key: Key, function: Callable[..., T], *inputs: Tensor) -> T:
+        return self._run(key, function, inputs)
 
     def take_captures(self) -> list[Capture]:
         taken, self._captures = self._captures, []

@@ -38,10 +38,10 @@ class Scheduler:
     shared with no other sequence.
     """
 
-    def __init__(self, *, allocator: PageAllocator, limits: Limits, num_spec_tokens: int) -> None:
+    def __init__(self, *, allocator: PageAllocator, limits: Limits, step_rows: int) -> None:
         self._allocator = allocator
         self.limits = limits
-        self._step_rows = num_spec_tokens + 1
+        self._step_rows = step_rows  # that a pass may write behind a sequence's tokens
         self.waiting: deque[Sequence] = deque()
         self.prefilling: list[Sequence] = []
         self.running: list[Sequence] = []

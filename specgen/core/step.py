@@ -12,6 +12,7 @@ from torch import Tensor
 
 from specgen.attention import Attend, Backend
 from specgen.core.graphs import Runner
+from specgen.core.prompt_blocks import PromptBlocks, block_layout
 from specgen.core.running_batch import Columns
 from specgen.core.sequence import NOT_FINITE
 from specgen.decoding.draft_state import NO_DRAFT, Drafts, DraftState, Outcome
@@ -89,7 +90,7 @@ class Steps:
         are not known and chosen here: a verify without drafts.
         """
         self._clear_spoilt()
-        hidden, features = self._forward(token_ids, layout)
+        hidden, features = self._prompts(token_ids, layout)
         last = layout.ends - 1
         none = Drafts(tokens=last.new_empty(len(last), 0), probs=None)
         logits = self._logits(hidden[last], sampling)[:, None]
@@ -190,6 +191,25 @@ class Steps:
             log_probs.append(every.gather(-1, targets[some, None])[:, 0])
             greedy.append(self._target.vocabulary.likeliest(logits)[0] == targets[some])
         return torch.cat(log_probs), torch.cat(greedy)
+
+    def _prompts(self, token_ids: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
+        """``_forward``; captured, where the host would be slower than the device."""
+        latent = (
+            self._target.config.latent is not None
+        )  # whose prefill has another form than its decode passes
+        blocks = PromptBlocks.of(layout) if self.runner.captures and not latent else None
+        if blocks is None:
+            return self._forward(token_ids, layout)
+
+        def forward(ids: Tensor, starts: Tensor, tables: Tensor) -> tuple[Tensor, Tensor]:
+            return self._forward(ids, block_layout(starts, tables, self._cache.page_size))
+
+        key, inputs = (
+            ("prompts", *blocks.size, None),
+            (blocks.spread(token_ids), blocks.starts, blocks.tables),
+        )
+        hidden, features = self.runner.prompts(key, forward, *inputs)
+        return hidden[blocks.rows], features[blocks.rows]
 
     def _forward(self, token_ids: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
         attend = Attend(self._backend, self._cache, layout, self._target.rope)

@@ -9,6 +9,7 @@ from specgen.config import EngineConfig
 from specgen.core.engine_core import EngineCore
 from specgen.core.graphs import Runner
 from specgen.core.limits import Limits
+from specgen.core.prompt_blocks import BLOCK
 from specgen.core.running_batch import RunningBatch
 from specgen.core.scheduler import Scheduler
 from specgen.core.spec_length import FixedLength
@@ -40,7 +41,7 @@ def assemble(
     """An engine of a resolved ``config`` whose cache has ``num_pages`` pages; see ``build.build_engine``."""
     backend = BACKENDS[config.attention](models.target.device)
     allocator = (PrefixCache if config.prefix_cache else PageAllocator)(num_pages, config.page_size)
-    target, step_rows = models.target, config.draft_length.most + 1
+    target, step_rows = models.target, max(config.draft_length.most + 1, BLOCK if runner.captures else 0)
     # the last steps of a text may run past its end, and past the pages it has
     longest = min(target.config.max_positions, num_pages * config.page_size) + 3 * step_rows
     drafter = _drafter(config, models, backend, allocator)
@@ -63,7 +64,7 @@ def assemble(
         scheduler=Scheduler(
             allocator=allocator,
             limits=Limits(max_batch_size=config.max_batch_size, max_prefill_tokens=config.max_prefill_tokens),
-            num_spec_tokens=config.draft_length.most,
+            step_rows=step_rows,
         ),
         spec_length=FixedLength(config.draft_length.most),
         lookahead=0 if backend.capabilities.needs_host_lens else 1,

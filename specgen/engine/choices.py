@@ -22,6 +22,7 @@ from specgen.config import (
     shown,
 )
 from specgen.core.graphs import PassGraphs, Runner, StepGraphs, bucket
+from specgen.core.prompt_blocks import BLOCK, MOST_BLOCKS
 from specgen.device import choose_device, require_devices
 from specgen.engine.number_formats import DTYPES, Checkpoints, target_kv_dtype
 from specgen.models.model_config import LayerConfig
@@ -125,6 +126,9 @@ def attention_uses(config: EngineConfig, checkpoints: Checkpoints) -> list[Use]:
     target = target_config(checkpoints["model"]).shared(config.tensor_parallel)
     rows = tuple(1 + num_drafts for num_drafts in lengths)
     uses = [_use(config, target, target_kv_dtype(config), rows, prefills=True)]
+    if config.cuda_graphs in ("step", "pass") and target.latent is None:
+        short = _use(config, target, target_kv_dtype(config), (BLOCK,), prefills=False)
+        uses.append(replace(short, num_sequences=MOST_BLOCKS, chained=True))
     if config.head is not None:
         head = drafter_config(checkpoints["drafter"], None)
         # its prefill writes keys and values alone

@@ -35,6 +35,9 @@ class Layout:
     uniform_q: int | None
     ragged_lens: Tensor | None = None  # [B] int64: rows of the sequence where uniform_q is None
     host: HostLens | None = None
+    chained: bool = (
+        False  # sequences may continue one another: rows attend to KV that others of the pass write
+    )
 
     @staticmethod
     def uniform(block_tables: Tensor, starts: Tensor, query_len: int, page_size: int) -> "Layout":
