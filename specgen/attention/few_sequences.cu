@@ -28,26 +28,29 @@ constexpr int kTokens = 16;                              // of a part at a time
 constexpr int kBlock = kTokens * kParts;                 // of a block at a time
 constexpr int kRowBytes = DIM * 2;
 constexpr int kPieces = kRowBytes / 16;                  // of 16 bytes in a row
-constexpr int kTileBytes = kTokens * kRowBytes;
+constexpr int kPitch = kRowBytes + 16;                   // of a position in shared memory: neighbours lie in other banks
+constexpr int kTileBytes = kTokens * kPitch;
 constexpr int kStageBytes = 2 * kTileBytes;              // keys and values of a part
-constexpr int kUnit = 128 / DIM;                         // stages of 16 KiB in all parts
+constexpr int kStages = DIM == 64 ? 4 : 2;               // more would leave no room for the product in front
 constexpr int kNTiles = DIM / 8, kKTiles = DIM / 16;
 constexpr int kMostQuery = 16;                           // rows of a sequence
 constexpr int kSumPitch = DIM + 4;                       // floats: neighbouring rows lie in other banks
 constexpr float kLog2e = 1.4426950408889634f;
 
-// Shared memory: queries, a barrier, stages and later the warps' results, cos and sin, what a cluster's blocks send.
-constexpr int kBarrier = MROWS * kRowBytes;
+// Shared memory: queries; keys and values of this pass; barriers of the cluster and of each stage; stages and later the
+// warps' results; cos and sin; what a cluster's blocks send to one another.
+constexpr int kFresh = MROWS * kRowBytes;
+constexpr int kBarrier = kFresh + kStageBytes;
+constexpr int kFull = kBarrier + 16;
+constexpr int kSized = kFull + kParts * kStages * 8;
+static_assert(kSized % 16 == 0 && kStageBytes % 16 == 0);
 
 struct Room {
-  int num_stages, stages, turns, softmax, received, end;
+  int turns, softmax, received, end;
 
   __host__ __device__ __forceinline__ Room(int num_rows, int query_len, int cluster) {
-    // As many as leave room for a block of the product in front of this kernel, or for a second one of this kernel's
-    num_stages = (MROWS == 16 || cluster == 1 ? 3 : 2) * kUnit;
-    const int loads = kParts * num_stages * kStageBytes, merge = kParts * num_rows * (kSumPitch + 2) * 4;
-    stages = kBarrier + 16;
-    turns = stages + (loads > merge ? loads : merge);
+    const int loads = kParts * kStages * kStageBytes, merge = kParts * num_rows * (kSumPitch + 2) * 4;
+    turns = kSized + (loads > merge ? loads : merge);
     softmax = turns + query_len * DIM * 2;
     received = softmax + (cluster > 1 ? cluster * num_rows * 8 + 15 & ~15 : 0);
     end = received + (cluster > 1 ? num_rows * DIM * 4 : 0);
@@ -76,8 +79,26 @@ __device__ __forceinline__ int swizzled(int row, int piece) {
   return row * kRowBytes + ((piece ^ (row & 7)) * 16);
 }
 
-__device__ __forceinline__ void copy_async(uint32_t to, const void* from, bool there) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(there ? 16 : 0) : "memory");
+__device__ __forceinline__ void barrier_init(uint32_t barrier) {
+  asm volatile("mbarrier.init.shared.b64 [%0], 1;" ::"r"(barrier));
+}
+
+__device__ __forceinline__ void barrier_expect(uint32_t barrier, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
+__device__ __forceinline__ void barrier_wait(uint32_t barrier, int parity) {
+  asm volatile(
+      "{\n.reg .pred done;\nagain:\nmbarrier.try_wait.parity.shared.b64 done, [%0], %1;\n@!done bra again;\n}" ::"r"(
+          barrier),
+      "r"(parity)
+      : "memory");
+}
+
+__device__ __forceinline__ void copy_row(uint32_t to, const bf16* from, uint32_t barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+               "l"(from), "n"(kRowBytes), "r"(barrier)
+               : "memory");
 }
 
 __device__ __forceinline__ void load_four(uint32_t (&r)[4], uint32_t address) {
@@ -136,6 +157,8 @@ struct State {
 };
 
 // The rows from ``first_row`` attend to the 16 positions from ``first`` before ``end``; keys and values are at ``stage``.
+// All of them are seen by all rows unless MASKED.
+template <bool MASKED>
 __device__ __forceinline__ void attend(const Problem& p, State& state, uint32_t q, int first_row, uint32_t stage,
                                        int first, int start, int end) {
   const int lane = threadIdx.x % 32;
@@ -143,51 +166,58 @@ __device__ __forceinline__ void attend(const Problem& p, State& state, uint32_t 
 #pragma unroll
   for (int k = 0; k < kKTiles; k++) {
     uint32_t keys[4], rows[4];  // keys of positions 0-7 and 8-15, each two halves of 16 inputs
-    load_four(keys, stage + swizzled(lane % 8 + lane / 16 * 8, 2 * k + lane / 8 % 2));
+    load_four(keys, stage + (lane % 8 + lane / 16 * 8) * kPitch + (2 * k + lane / 8 % 2) * 16);
     load_four(rows, q + swizzled(first_row + lane % 16, 2 * k + lane / 16));
     multiply(logits[0], rows, keys[0], keys[1]);
     multiply(logits[1], rows, keys[2], keys[3]);
   }
   uint32_t weights[4];
+  float kept[2];
 #pragma unroll
   for (int half = 0; half < 2; half++) {
     const int last = start + (first_row + 8 * half + lane / 4) / p.group;
     const int oldest = p.window > 0 ? last - p.window : -1;
-    float most = state.most[half];
+    float most = -INFINITY;
 #pragma unroll
     for (int n = 0; n < 2; n++) {
 #pragma unroll
       for (int i = 0; i < 2; i++) {
         const int position = first + 8 * n + lane % 4 * 2 + i;
         float& logit = logits[n][2 * half + i];
-        logit = position < end && position <= last && position > oldest ? logit * p.scale : -INFINITY;
+        if (MASKED && (position >= end || position > last || position <= oldest)) logit = -INFINITY;
         most = fmaxf(most, logit);
       }
     }
     most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
     most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
+    most = fmaxf(most * p.scale, state.most[half]);
     const float base = most == -INFINITY ? 0.0f : most;
-    const float kept = exp2f(state.most[half] - base);
+    kept[half] = exp2f(state.most[half] - base);
     float total = 0;
 #pragma unroll
     for (int n = 0; n < 2; n++) {
 #pragma unroll
       for (int i = 0; i < 2; i++) {
         float& logit = logits[n][2 * half + i];
-        logit = exp2f(logit - base);
+        logit = exp2f(fmaf(logit, p.scale, -base));
         total += logit;
       }
       weights[2 * n + half] = packed(logits[n][2 * half], logits[n][2 * half + 1]);
     }
     state.most[half] = most;
-    state.total[half] = state.total[half] * kept + total;  // of this lane's positions
+    state.total[half] = state.total[half] * kept[half] + total;  // of this lane's positions
+  }
+  if (__any_sync(~0u, kept[0] != 1.0f || kept[1] != 1.0f)) {
 #pragma unroll
-    for (int n = 0; n < kNTiles; n++) state.sums[n][2 * half] *= kept, state.sums[n][2 * half + 1] *= kept;
+    for (int n = 0; n < kNTiles; n++) {
+#pragma unroll
+      for (int i = 0; i < 4; i++) state.sums[n][i] *= kept[i / 2];
+    }
   }
 #pragma unroll
   for (int n = 0; n < kNTiles; n += 2) {
     uint32_t values[4];  // positions 0-7 and 8-15 of 8 columns, then of the next 8
-    load_four_turned(values, stage + kTileBytes + swizzled(lane % 16, n + lane / 16));
+    load_four_turned(values, stage + kTileBytes + lane % 16 * kPitch + (n + lane / 16) * 16);
     multiply(state.sums[n], weights, values[0], values[1]);
     multiply(state.sums[n + 1], weights, values[2], values[3]);
   }
@@ -236,7 +266,7 @@ __global__ void __launch_bounds__(kThreads, MROWS > 32 ? 1 : 2) few_sequences(co
   const int num_rows = p.query_len * p.group;
   const Room room(num_rows, p.query_len, gridDim.x);
   const uint32_t q = shared_address(shared), barrier = q + kBarrier;
-  const uint32_t stages = q + room.stages + part * room.num_stages * kStageBytes;
+  const uint32_t stages = q + kSized + part * kStages * kStageBytes, full = q + kFull + part * kStages * 8;
   asm volatile("griddepcontrol.launch_dependents;");
   // The kernel in front lets this one start when it has itself waited for those before: see ops/launch.py.
   const Range range(p, sequence);
@@ -244,38 +274,44 @@ __global__ void __launch_bounds__(kThreads, MROWS > 32 ? 1 : 2) few_sequences(co
   if (split >= splits) return;
   if (splits > 1) {
     if (threadIdx.x == 0) {
-      asm volatile("mbarrier.init.shared.b64 [%0], 1;" ::"r"(barrier));
+      barrier_init(barrier);
       asm volatile("fence.mbarrier_init.release.cluster;");
-      asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(barrier),
-                   "r"(splits * num_rows * (columns * 4 + 8))
-                   : "memory");
+      barrier_expect(barrier, splits * num_rows * (columns * 4 + 8));
     }
     asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
   }
   const int share = (start - range.oldest + splits * kBlock - 1) / (splits * kBlock) * kBlock;
   const int first_of_split = range.oldest + split * share;
   const int from = first_of_split + part * kTokens, until = min(first_of_split + share, start);
-  int loaded = 0;                                   // groups of copies
-  int page = from < until ? page_of(p, sequence, from) : 0;  // of the next positions; pages hold whole tiles
+  // Of this part the first warp loads, a row of 16 keys or values a lane.
+  if (row_tile == 0) {
+    if (lane == 0) {
+      for (int i = 0; i < kStages; i++) barrier_init(full + 8 * i);
+      asm volatile("fence.mbarrier_init.release.cluster;");
+    }
+    __syncwarp();
+  }
+  int loaded = 0;                                            // stages
+  int page = from < until ? page_of(p, sequence, from) : 0;  // of the next positions: pages hold whole stages
   const auto load_next = [&] {
     const int first = from + loaded * kBlock;
-    if (first < until) {
-      const int64_t at = slot_of(p, page, first, kv_head);
-      const uint32_t stage = stages + loaded % room.num_stages * kStageBytes;
-#pragma unroll
-      for (int i = lane + 32 * row_tile; i < kTokens * kPieces; i += 32 * kRowTiles) {
-        const int row = i / kPieces, piece = i % kPieces;
-        const bool there = first + row < until;
-        const int64_t from_here = at + (there ? row : 0) * p.slot_stride + piece * 8;
-        copy_async(stage + swizzled(row, piece), p.keys + from_here, there);
-        copy_async(stage + kTileBytes + swizzled(row, piece), p.values + from_here, there);
+    if (first < until && row_tile == 0) {
+      const int stage = loaded % kStages, count = min(until - first, kTokens), position = lane % kTokens;
+      const uint32_t to = stages + stage * kStageBytes + lane / kTokens * kTileBytes + position * kPitch;
+      const bf16* pages = lane < kTokens ? p.keys : p.values;
+      if (lane == 0) barrier_expect(full + 8 * stage, count * 2 * kRowBytes);
+      if (position < count) {
+        copy_row(to, pages + slot_of(p, page, first + position, kv_head), full + 8 * stage);
+      } else if (lane >= kTokens) {  // no weight is 0 times what was not a number
+        for (int i = 0; i < kRowBytes; i += 16)
+          asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(to + i), "r"(0) : "memory");
       }
       if (first + kBlock < until) page = page_of(p, sequence, first + kBlock);
     }
-    asm volatile("cp.async.commit_group;" ::: "memory");
     loaded++;
   };
-  while (loaded < room.num_stages) load_next();
+#pragma unroll
+  for (int i = 0; i < kStages; i++) load_next();
 
   uint32_t* turns = reinterpret_cast<uint32_t*>(shared + room.turns);
   for (int i = threadIdx.x; i < p.query_len * (DIM / 2); i += kThreads)
@@ -312,9 +348,14 @@ __global__ void __launch_bounds__(kThreads, MROWS > 32 ? 1 : 2) few_sequences(co
     *reinterpret_cast<uint4*>(shared + swizzled(row, piece)) = low;
     *reinterpret_cast<uint4*>(shared + swizzled(row, piece + kTurns)) = high;
   }
-  if (has_key) {
-    rotate(key_low, key_high, turns + row * (DIM / 2) + piece * 8);
-    if (first_head % heads_per_kv == 0) {
+  if (fresh && row < kTokens) {  // those that are not there as zeros
+    if (has_key) rotate(key_low, key_high, turns + row * (DIM / 2) + piece * 8);
+    uint8_t* key = shared + kFresh + row * kPitch + piece * 16;
+    *reinterpret_cast<uint4*>(key) = key_low;
+    *reinterpret_cast<uint4*>(key + kTurns * 16) = key_high;
+    *reinterpret_cast<uint4*>(key + kTileBytes) = value_low;
+    *reinterpret_cast<uint4*>(key + kTileBytes + kTurns * 16) = value_high;
+    if (has_key && first_head % heads_per_kv == 0) {
       *reinterpret_cast<uint4*>(p.keys + key_at + piece * 8) = key_low;
       *reinterpret_cast<uint4*>(p.keys + key_at + DIM / 2 + piece * 8) = key_high;
       *reinterpret_cast<uint4*>(p.values + key_at + piece * 8) = value_low;
@@ -328,33 +369,23 @@ __global__ void __launch_bounds__(kThreads, MROWS > 32 ? 1 : 2) few_sequences(co
     else asm volatile("bar.sync %0, %1;" ::"r"(part + 1), "n"(32 * kRowTiles) : "memory");
   };
   for (int done = 0; from + done * kBlock < until; done++) {
-    if (room.num_stages == 3 * kUnit) asm volatile("cp.async.wait_group %0;" ::"n"(3 * kUnit - 1) : "memory");
-    else asm volatile("cp.async.wait_group %0;" ::"n"(2 * kUnit - 1) : "memory");
-    meet();
-    const uint32_t stage = stages + done % room.num_stages * kStageBytes;
-    attend(p, state, q, 16 * row_tile, stage, from + done * kBlock, start, until);
+    const int first = from + done * kBlock, stage = done % kStages;
+    barrier_wait(full + 8 * stage, done / kStages % 2);
+    const uint32_t at = stages + stage * kStageBytes;
+    if (first + kTokens <= until && p.window <= 0) {
+      attend<false>(p, state, q, 16 * row_tile, at, first, start, until);
+    } else {
+      attend<true>(p, state, q, 16 * row_tile, at, first, start, until);
+    }
     meet();
     load_next();
   }
-  asm volatile("cp.async.wait_group 0;" ::: "memory");
+  if (fresh && part == kParts - 1)
+    attend<true>(p, state, q, 16 * row_tile, q + kFresh, start, start, start + p.query_len);
   __syncthreads();  // the stages are free
-  if (fresh) {
-    if (row < kTokens) {  // those that are not there as zeros: no weight is 0 times NaN
-      uint8_t* keys = shared + room.stages;
-      uint8_t* values = keys + kTileBytes;
-      *reinterpret_cast<uint4*>(keys + swizzled(row, piece)) = key_low;
-      *reinterpret_cast<uint4*>(keys + swizzled(row, piece + kTurns)) = key_high;
-      *reinterpret_cast<uint4*>(values + swizzled(row, piece)) = value_low;
-      *reinterpret_cast<uint4*>(values + swizzled(row, piece + kTurns)) = value_high;
-    }
-    __syncthreads();
-    if (part == kParts - 1)
-      attend(p, state, q, 16 * row_tile, q + room.stages, start, start, start + p.query_len);
-    __syncthreads();
-  }
 
   // Of the warps: largest logits and totals [kParts, num_rows], then sums [kParts, num_rows, kSumPitch].
-  float* sums = reinterpret_cast<float*>(shared + room.stages);
+  float* sums = reinterpret_cast<float*>(shared + kSized);
   float* most = sums + kParts * num_rows * kSumPitch;
   float* total = most + kParts * num_rows;
 #pragma unroll
@@ -418,9 +449,7 @@ __global__ void __launch_bounds__(kThreads, MROWS > 32 ? 1 : 2) few_sequences(co
     }
   }
   if (splits == 1) return;
-  asm volatile(
-      "{\n.reg .pred done;\nwait:\nmbarrier.try_wait.parity.shared.b64 done, [%0], 0;\n@!done bra wait;\n}" ::"r"(barrier)
-      : "memory");
+  barrier_wait(barrier, 0);
   const float2* softmax = reinterpret_cast<const float2*>(shared + room.softmax);
   const float* received = reinterpret_cast<const float*>(shared + room.received);
   for (int i = threadIdx.x; i < num_rows * columns / 4; i += kThreads) {
