@@ -131,7 +131,7 @@ def cases() -> Iterator[tuple[tuple[int, int, int], int]]:
             yield shape, query_len
 
 
-@pytest.mark.parametrize(("shape", "query_len"), cases())
+@pytest.mark.parametrize(("shape", "query_len"), list(cases()))
 def test_all_lengths_windows_and_sinks(shape: tuple[int, int, int], query_len: int) -> None:
     for lens, page_size in product(LENS, (16, 64)):
         world = World.of(lens, query_len, shape, page_size)

@@ -97,7 +97,11 @@ def mixed(sampling: SamplingParams, count: int = 24) -> list[Request]:
     ]
 
 
-CAPTURED = {"step": {"step"}, "pass": {"propose", "verify", "observe"}, "off": set[str]()}  # by mode
+CAPTURED = {  # by mode
+    "step": {"prompts", "step"},
+    "pass": {"prompts", "propose", "verify", "observe"},
+    "off": set[str](),
+}
 
 
 def captured(outputs: Outputs) -> set[str]:

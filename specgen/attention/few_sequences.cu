@@ -28,8 +28,7 @@ constexpr int kTokens = 16;                              // of a part at a time
 constexpr int kBlock = kTokens * kParts;                 // of a block at a time
 constexpr int kRowBytes = DIM * 2;
 constexpr int kPieces = kRowBytes / 16;                  // of 16 bytes in a row
-constexpr int kPitch = kRowBytes + 16;                   // of a position in shared memory: neighbours lie in other banks
-constexpr int kTileBytes = kTokens * kPitch;
+constexpr int kTileBytes = kTokens * kRowBytes;
 constexpr int kStageBytes = 2 * kTileBytes;              // keys and values of a part
 constexpr int kStages = DIM == 64 ? 4 : 2;               // more would leave no room for the product in front
 constexpr int kNTiles = DIM / 8, kKTiles = DIM / 16;
@@ -37,13 +36,11 @@ constexpr int kMostQuery = 16;                           // rows of a sequence
 constexpr int kSumPitch = DIM + 4;                       // floats: neighbouring rows lie in other banks
 constexpr float kLog2e = 1.4426950408889634f;
 
-// Shared memory: queries; keys and values of this pass; barriers of the cluster and of each stage; stages and later the
-// warps' results; cos and sin; what a cluster's blocks send to one another.
+// Shared memory: queries; keys and values of this pass; a barrier; stages and later the warps' results; cos and sin; what
+// a cluster's blocks send to one another.
 constexpr int kFresh = MROWS * kRowBytes;
 constexpr int kBarrier = kFresh + kStageBytes;
-constexpr int kFull = kBarrier + 16;
-constexpr int kSized = kFull + kParts * kStages * 8;
-static_assert(kSized % 16 == 0 && kStageBytes % 16 == 0);
+constexpr int kSized = kBarrier + 16;
 
 struct Room {
   int turns, softmax, received, end;
@@ -95,10 +92,8 @@ __device__ __forceinline__ void barrier_wait(uint32_t barrier, int parity) {
       : "memory");
 }
 
-__device__ __forceinline__ void copy_row(uint32_t to, const bf16* from, uint32_t barrier) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
-               "l"(from), "n"(kRowBytes), "r"(barrier)
-               : "memory");
+__device__ __forceinline__ void copy_async(uint32_t to, const void* from, bool there) {  // else zeros
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(there ? 16 : 0) : "memory");
 }
 
 __device__ __forceinline__ void load_four(uint32_t (&r)[4], uint32_t address) {
@@ -166,7 +161,7 @@ __device__ __forceinline__ void attend(const Problem& p, State& state, uint32_t 
 #pragma unroll
   for (int k = 0; k < kKTiles; k++) {
     uint32_t keys[4], rows[4];  // keys of positions 0-7 and 8-15, each two halves of 16 inputs
-    load_four(keys, stage + (lane % 8 + lane / 16 * 8) * kPitch + (2 * k + lane / 8 % 2) * 16);
+    load_four(keys, stage + swizzled(lane % 8 + lane / 16 * 8, 2 * k + lane / 8 % 2));
     load_four(rows, q + swizzled(first_row + lane % 16, 2 * k + lane / 16));
     multiply(logits[0], rows, keys[0], keys[1]);
     multiply(logits[1], rows, keys[2], keys[3]);
@@ -217,7 +212,7 @@ __device__ __forceinline__ void attend(const Problem& p, State& state, uint32_t 
 #pragma unroll
   for (int n = 0; n < kNTiles; n += 2) {
     uint32_t values[4];  // positions 0-7 and 8-15 of 8 columns, then of the next 8
-    load_four_turned(values, stage + kTileBytes + lane % 16 * kPitch + (n + lane / 16) * 16);
+    load_four_turned(values, stage + kTileBytes + swizzled(lane % 16, n + lane / 16));
     multiply(state.sums[n], weights, values[0], values[1]);
     multiply(state.sums[n + 1], weights, values[2], values[3]);
   }
@@ -266,7 +261,7 @@ __global__ void __launch_bounds__(kThreads, MROWS > 32 ? 1 : 2) few_sequences(co
   const int num_rows = p.query_len * p.group;
   const Room room(num_rows, p.query_len, gridDim.x);
   const uint32_t q = shared_address(shared), barrier = q + kBarrier;
-  const uint32_t stages = q + kSized + part * kStages * kStageBytes, full = q + kFull + part * kStages * 8;
+  const uint32_t stages = q + kSized + part * kStages * kStageBytes;
   asm volatile("griddepcontrol.launch_dependents;");
   // The kernel in front lets this one start when it has itself waited for those before: see ops/launch.py.
   const Range range(p, sequence);
@@ -283,31 +278,26 @@ __global__ void __launch_bounds__(kThreads, MROWS > 32 ? 1 : 2) few_sequences(co
   const int share = (start - range.oldest + splits * kBlock - 1) / (splits * kBlock) * kBlock;
   const int first_of_split = range.oldest + split * share;
   const int from = first_of_split + part * kTokens, until = min(first_of_split + share, start);
-  // Of this part the first warp loads, a row of 16 keys or values a lane.
-  if (row_tile == 0) {
-    if (lane == 0) {
-      for (int i = 0; i < kStages; i++) barrier_init(full + 8 * i);
-      asm volatile("fence.mbarrier_init.release.cluster;");
-    }
-    __syncwarp();
-  }
+  constexpr int kLoaders = 32 * kRowTiles;                   // threads of a part
+  const int loader = row_tile * 32 + lane, its_row = loader / kPieces, its_piece = loader % kPieces;
+  const int64_t its_offset = its_row * p.slot_stride + its_piece * 8;
   int loaded = 0;                                            // stages
   int page = from < until ? page_of(p, sequence, from) : 0;  // of the next positions: pages hold whole stages
   const auto load_next = [&] {
     const int first = from + loaded * kBlock;
-    if (first < until && row_tile == 0) {
-      const int stage = loaded % kStages, count = min(until - first, kTokens), position = lane % kTokens;
-      const uint32_t to = stages + stage * kStageBytes + lane / kTokens * kTileBytes + position * kPitch;
-      const bf16* pages = lane < kTokens ? p.keys : p.values;
-      if (lane == 0) barrier_expect(full + 8 * stage, count * 2 * kRowBytes);
-      if (position < count) {
-        copy_row(to, pages + slot_of(p, page, first + position, kv_head), full + 8 * stage);
-      } else if (lane >= kTokens) {  // no weight is 0 times what was not a number
-        for (int i = 0; i < kRowBytes; i += 16)
-          asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(to + i), "r"(0) : "memory");
+    if (first < until) {
+      int64_t at = slot_of(p, page, first, kv_head) + its_offset;
+      const uint32_t to = stages + loaded % kStages * kStageBytes;
+#pragma unroll
+      for (int row = its_row; row < kTokens; row += kLoaders / kPieces, at += kLoaders / kPieces * p.slot_stride) {
+        const bool there = first + row < until;  // what is not is read where the stage begins
+        const int64_t from_here = there ? at : at - row * p.slot_stride;
+        copy_async(to + swizzled(row, its_piece), p.keys + from_here, there);
+        copy_async(to + kTileBytes + swizzled(row, its_piece), p.values + from_here, there);
       }
       if (first + kBlock < until) page = page_of(p, sequence, first + kBlock);
     }
+    asm volatile("cp.async.commit_group;" ::: "memory");
     loaded++;
   };
 #pragma unroll
@@ -350,11 +340,12 @@ __global__ void __launch_bounds__(kThreads, MROWS > 32 ? 1 : 2) few_sequences(co
   }
   if (fresh && row < kTokens) {  // those that are not there as zeros
     if (has_key) rotate(key_low, key_high, turns + row * (DIM / 2) + piece * 8);
-    uint8_t* key = shared + kFresh + row * kPitch + piece * 16;
-    *reinterpret_cast<uint4*>(key) = key_low;
-    *reinterpret_cast<uint4*>(key + kTurns * 16) = key_high;
-    *reinterpret_cast<uint4*>(key + kTileBytes) = value_low;
-    *reinterpret_cast<uint4*>(key + kTileBytes + kTurns * 16) = value_high;
+    uint8_t* keys = shared + kFresh;
+    uint8_t* values = keys + kTileBytes;
+    *reinterpret_cast<uint4*>(keys + swizzled(row, piece)) = key_low;
+    *reinterpret_cast<uint4*>(keys + swizzled(row, piece + kTurns)) = key_high;
+    *reinterpret_cast<uint4*>(values + swizzled(row, piece)) = value_low;
+    *reinterpret_cast<uint4*>(values + swizzled(row, piece + kTurns)) = value_high;
     if (has_key && first_head % heads_per_kv == 0) {
       *reinterpret_cast<uint4*>(p.keys + key_at + piece * 8) = key_low;
       *reinterpret_cast<uint4*>(p.keys + key_at + DIM / 2 + piece * 8) = key_high;
@@ -369,9 +360,10 @@ __global__ void __launch_bounds__(kThreads, MROWS > 32 ? 1 : 2) few_sequences(co
     else asm volatile("bar.sync %0, %1;" ::"r"(part + 1), "n"(32 * kRowTiles) : "memory");
   };
   for (int done = 0; from + done * kBlock < until; done++) {
-    const int first = from + done * kBlock, stage = done % kStages;
-    barrier_wait(full + 8 * stage, done / kStages % 2);
-    const uint32_t at = stages + stage * kStageBytes;
+    const int first = from + done * kBlock;
+    asm volatile("cp.async.wait_group %0;" ::"n"(kStages - 1) : "memory");
+    meet();
+    const uint32_t at = stages + done % kStages * kStageBytes;
     if (first + kTokens <= until && p.window <= 0) {
       attend<false>(p, state, q, 16 * row_tile, at, first, start, until);
     } else {
@@ -380,6 +372,7 @@ __global__ void __launch_bounds__(kThreads, MROWS > 32 ? 1 : 2) few_sequences(co
     meet();
     load_next();
   }
+  asm volatile("cp.async.wait_group 0;" ::: "memory");
   if (fresh && part == kParts - 1)
     attend<true>(p, state, q, 16 * row_tile, q + kFresh, start, start, start + p.query_len);
   __syncthreads();  // the stages are free

@@ -37,6 +37,7 @@ _PARTS_TILES = (
     Tile(rows=16, block_out=64, block_in=128, stages=6, warps=4, prefetch_bytes=512, parts=2),
     Tile(rows=64, block_out=64, block_in=128, stages=4, warps=8, prefetch_bytes=512, parts=2),
 )
+_MOST_PARTS_ROWS = 128  # to which parts of K on Hopper beat cuBLAS: a step of 96 rows of an 8B model by 1.5 %
 _HALF = (torch.bfloat16, torch.float16)
 _FEW = 512  # outputs, such as a router's: the sums must be split further to keep the GPU busy
 _FEW_TILES = (
@@ -101,7 +102,7 @@ def _linear_parts(dtype: torch.dtype, weight: Weight) -> Map:
         return few
 
     def product(x: Tensor) -> Tensor:
-        if FEWEST_ROWS <= x.shape[0] <= MOST_ROWS:
+        if FEWEST_ROWS <= x.shape[0] <= _MOST_PARTS_ROWS:
             return hopper_linear_parts(x, matrix, bias)
         return few(x)
 
