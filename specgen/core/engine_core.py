@@ -19,6 +19,7 @@ from specgen.core.sequence import Completion, Request, Sequence
 from specgen.core.shortages import NO_MEMORY, Shortages, attempt
 from specgen.core.spec_length import SpecLength
 from specgen.core.step import Steps
+from specgen.core.waits import Waits
 from specgen.device import use
 from specgen.events import Event
 from specgen.models.model_config import TargetConfig
@@ -70,13 +71,16 @@ class EngineCore:
         self._device = device
         self._scorer = Scorer(config=config, steps=steps, scheduler=scheduler, device=device, peers=peers)
         self._journal = journal = Journal(record)
+        self._waits = waits = Waits(device)
         self._intake = Intake(config=config, scheduler=scheduler, journal=journal, followers=followers)
         self._passes = Passes(steps=steps, batch=batch, scheduler=scheduler, device=device)
         self._endings = endings = Endings(
             scheduler=scheduler, steps=steps, journal=journal, new_sequence=self._intake.sequence
         )
         self._shortages = Shortages(scheduler=scheduler, batch=batch, journal=journal, endings=endings)
-        self._in_flight = InFlight(journal=journal, endings=endings, spec_length=spec_length, peers=peers)
+        self._in_flight = InFlight(
+            journal=journal, endings=endings, spec_length=spec_length, waits=waits, peers=peers
+        )
 
     @property
     def spec_length(self) -> SpecLength:
@@ -171,7 +175,9 @@ class EngineCore:
 
         What fails ends the requests that it concerns and nothing else. ``DeviceLost`` where no pass can run any more.
         """
+        self._waits.enter()
         self._guard(self._advance)
+        self._waits.leave()
         return self._take()
 
     def drain(self) -> list[Completion]:
@@ -261,12 +267,12 @@ class EngineCore:
 
     def _prefill(self) -> bool:
         """Whether a prefill was launched."""
-        began, chunks = self._journal.now(), self._scheduler.next_chunks()
+        chunks = self._scheduler.next_chunks()
         if not chunks:
             return False
         if chunks[0].sequence.alone:
             self._in_flight.read_all_but(0)  # so that no other request can be to blame for a failure
-        launched = attempt(lambda: self._passes.prefill(chunks, began))
+        launched = attempt(lambda: self._passes.prefill(chunks, self._waits.launch()))
         if launched is None:
             self._peers.give_up(RuntimeError(NO_MEMORY))
             self._in_flight.read_all_but(0)
@@ -278,7 +284,6 @@ class EngineCore:
 
     def _decode(self) -> bool:
         """Whether a decode step was launched."""
-        began = self._journal.now()
         if all(sequence.may_finish for sequence in self._scheduler.running):
             self._in_flight.read_all_but(0)  # a short wait costs less than a step that may not be needed
         for sequence in [sequence for sequence in self._scheduler.running if sequence.will_finish]:
@@ -287,7 +292,7 @@ class EngineCore:
         if not self._scheduler.running:
             return False
         num_drafts = self.spec_length.choose(len(self._scheduler.running))
-        launched = attempt(lambda: self._passes.decode(num_drafts, began))
+        launched = attempt(lambda: self._passes.decode(num_drafts, self._waits.launch()))
         if launched is None:
             self._peers.give_up(RuntimeError(NO_MEMORY))
             self._in_flight.read_all_but(0)
@@ -309,7 +314,7 @@ class EngineCore:
         self._peers.see(launched.num_sequences, launched.num_drafts, launched.result.target_rows)
         self._in_flight.add(launched)
         self._scheduler.limits.see_pass()
-        for capture in self._runner.take_captures():
+        for capture in launched.captures:
             self._journal.captured(capture)
 
 

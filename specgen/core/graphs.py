@@ -9,6 +9,8 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
+from specgen.device import settle
+
 T = TypeVar("T")
 Pool = Any  # what CUDAGraph.pool() gives
 Key = tuple[str, int, int, Hashable]  # all that the host decides: a name, sequences, drafts of each, sampling
@@ -95,6 +97,7 @@ class StepGraphs(Runner):
             return cast(T, graph.replay(inputs))
         result = function(*inputs)
         if key not in self._graphs:
+            settle()  # a capture does so anyway; what was launched before is not its time
             began = time.perf_counter()
             self._graphs[key] = graph = _capture(function, inputs, self._pool, self._stream)
             seconds = time.perf_counter() - began
