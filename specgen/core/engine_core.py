@@ -108,6 +108,12 @@ class EngineCore:
         try:
             while not until():
                 finished = [*self._pull_requests(source), *self.step()]
+                if finished and self._lookahead and not self._in_flight:
+                    try:  # the device would have nothing to do while they are handed out
+                        finished += [*self._pull_requests(source), *self.step()]
+                    except Exception:  # of the source, or the device is lost
+                        yield from finished
+                        raise
                 for completion in finished:
                     yield completion
                     while (request := follow_up(completion)) is not None:
@@ -173,6 +179,7 @@ class EngineCore:
     def step(self) -> list[Completion]:
         """Launch one prefill pass, if prompts wait and fit, and one decode step of all that run; read older ones.
 
+        With lookahead, passes that nothing was in flight before are left for the next step to read.
         What fails ends the requests that it concerns and nothing else. ``DeviceLost`` where no pass can run any more.
         """
         self._waits.enter()
@@ -256,13 +263,16 @@ class EngineCore:
     def _advance(self) -> None:
         use(self._device)  # another engine of this process may be on another
         with self._peers.working("step"):
+            ahead = bool(self._in_flight)
             prefilled = self._prefill()
             if self._lookahead == 0:
                 self._in_flight.read_all_but(
                     0
                 )  # so that no step is spent on a text that its first token ended
             decoded = self._decode()
-            self._in_flight.read_all_but(self._lookahead if prefilled or decoded else 0)
+            num_left = self._lookahead if prefilled or decoded else 0
+            if ahead or num_left == 0:
+                self._in_flight.read_all_but(num_left)
             self._peers.see(*self._scheduler.counts)
 
     def _prefill(self) -> bool:
