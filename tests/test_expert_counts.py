@@ -28,7 +28,8 @@ from specgen.bench.repeat import Repeat, Yardstick
 from specgen.bench.repeats import Repeats
 from specgen.bench.throughput_table import Result, table
 from specgen.config import SamplingParams
-from specgen.core.graphs import Runner, bucket
+from specgen.core.graph_sizes import bucket
+from specgen.core.graphs import Runner
 from specgen.core.sequence import Request
 from specgen.engine.build import build_engine
 from specgen.engine.warm_engine import Run

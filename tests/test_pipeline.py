@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from specgen.config import SamplingParams, UserError
-from specgen.core.graphs import bucket
+from specgen.core.graph_sizes import bucket
 from specgen.core.intake import Intake
 from specgen.core.sequence import Request, Sequence
 from specgen.core.step import Steps

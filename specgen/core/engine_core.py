@@ -168,6 +168,14 @@ class EngineCore:
             self._journal.record, self.spec_length = kept
             self.abandon()
 
+    def be_patient(self, num_steps: int) -> None:
+        """Capture the graph of a batch size when as many steps of it have run in a larger one; 0, as at first: at once.
+
+        A run that is timed is not to capture what it did not when it was warmed up.
+        """
+        self._peers.tell("be_patient", num_steps)
+        self._runner.be_patient(num_steps)
+
     def sizes(self, max_sequences: int) -> list[int]:
         return self._runner.sizes(max_sequences)
 

@@ -88,7 +88,8 @@ class Passes:
         """One step of all running sequences, with ``num_drafts`` drafts each."""
         running = self._scheduler.running
         self._batch.arrange(running)
-        columns = self._batch.columns(self._steps.runner.num_rows(len(running)))
+        num_rows = self._steps.runner.choose_rows(len(running), (num_drafts, self._batch.form))
+        columns = self._batch.columns(num_rows)
         result = self._steps.decode(columns, num_drafts)
         return Pass(
             kind="decode",
