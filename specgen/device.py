@@ -1,5 +1,6 @@
-"""The device: which one a name means, and non-blocking copies between it and the host."""
+"""The device: which one a name means, points of its work in time, and non-blocking copies between it and the host."""
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -31,23 +32,48 @@ def settle() -> None:
         torch.cuda.synchronize()
 
 
+class Moment:
+    """The point in time at which a device gets to what is launched next, by the device's own clock."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._event: torch.cuda.Event | None = None
+        self._time = time.perf_counter()
+        if device.type == "cuda":
+            self._event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            self._event.record()
+
+    @property
+    def reached(self) -> bool:
+        """Whether the device has come there."""
+        return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
+
+    def wait(self) -> None:
+        """Until the device has come there."""
+        if self._event is not None:
+            self._event.synchronize()
+
+    def since(self, earlier: "Moment") -> float:
+        """Seconds from ``earlier``, of the same device; both are reached."""
+        if self._event is None or earlier._event is None:
+            return self._time - earlier._time
+        return 1e-3 * float(earlier._event.elapsed_time(self._event))
+
+
 class HostCopy:
     """The numbers of a device tensor on their way to the host; the tensor may be overwritten at once."""
 
     def __init__(self, source: Tensor) -> None:
-        self._event: torch.cuda.Event | None = None
         if source.device.type == "cpu":
             self._numbers = source
         else:
             self._numbers = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
             self._numbers.copy_(source, non_blocking=True)
-            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._event.record()
+        self.done = Moment(source.device)
 
     @property
     def ready(self) -> bool:
         """Whether they are there."""
-        return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
+        return self.done.reached
 
     def read(self) -> list[Any]:
         """Wait until they are there; nested lists in the shape of the tensor."""
@@ -56,8 +82,7 @@ class HostCopy:
 
     def tensor(self) -> Tensor:
         """The same as a tensor on the CPU."""
-        if self._event is not None:
-            self._event.synchronize()
+        self.done.wait()
         return self._numbers
 
 

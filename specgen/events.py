@@ -7,7 +7,7 @@ since the engine was warm; ``sequence`` is the request's id.
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_args
 
@@ -107,13 +107,16 @@ class Answered:
 
 @dataclass(frozen=True, kw_only=True)
 class Worked:
-    """All other events from ``since`` to ``time`` added up: steps by kind, and the experts that they touched."""
+    """All other events from ``since`` to ``time`` added up: steps by kind, experts that they touched, wall time."""
 
     time: float
     since: float
     num_preemptions: int
     steps: Mapping[str, Any]
     experts: Sequence[Any]
+    wall: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # see ``report/wall_time.py``; earlier versions have none
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,6 +139,10 @@ class Stepped:
     ``num_spec_tokens`` is K, the drafts per sequence (0 in a prefill). ``first_pass_rows`` are the rows of the drafter
     KV fill and ``first_pass_kept`` those of accepted tokens (the rest is padding of a padded drafter batch);
     ``loop_rows`` are the rows of the drafting passes. ``experts`` are those that a decode step of a mixture touched.
+
+    ``seconds`` are the device's, from the beginning of the pass to its end, without captures of CUDA graphs. Before
+    that it had nothing to do for ``idle`` seconds; in at most ``idle_outside`` of them its caller, who prepares
+    prompts and writes texts, had the host. ``num_waiting`` prompts had not begun.
     """
 
     kind: str  # "prefill" or "decode"
@@ -148,6 +155,9 @@ class Stepped:
     first_pass_kept: int
     loop_rows: int
     experts: Touched | None = None
+    idle: float = 0.0
+    idle_outside: float = 0.0
+    num_waiting: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from specgen.bundled import data_directory
-from specgen.core.graphs import Runner, bucket
+from specgen.core.graph_sizes import bucket
+from specgen.core.graphs import Runner
 from specgen.engine import assembly, choices
 from tests.engines import Pair, load_pair
 from tests.reference_drafts import ReferenceDrafter

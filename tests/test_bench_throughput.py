@@ -224,6 +224,11 @@ def test_arms_take_turns_within_a_repeat(pair: Path, monkeypatch) -> None:
     job = job_of(pair, "batch-and-k", "batch=2", "K=0,2")
     tables = list(throughput(job))
     assert [[row["repeats"] for row in table.rows] for table in tables] == [[1, 1], [2, 2], [2, 2]]
+    for row in tables[-1].details[0].rows:  # where the wall time went adds up
+        parts = ("prefill", "full", "filling", "tail", "idle", "captures", "rest")
+        assert sum(row[part] for part in parts) == pytest.approx(1)
+        assert 0 < row["of_products"] < row["prefill"]
+        assert row["passes"] == 2  # three prompts, two at a time
     assert len(order) == 2 * 3
     assert all(one != other for one, other in pairwise(order))
     order.clear()

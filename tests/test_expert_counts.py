@@ -28,7 +28,8 @@ from specgen.bench.repeat import Repeat, Yardstick
 from specgen.bench.repeats import Repeats
 from specgen.bench.throughput_table import Result, table
 from specgen.config import SamplingParams
-from specgen.core.graphs import Runner, bucket
+from specgen.core.graph_sizes import bucket
+from specgen.core.graphs import Runner
 from specgen.core.sequence import Request
 from specgen.engine.build import build_engine
 from specgen.engine.warm_engine import Run
@@ -321,14 +322,14 @@ def test_reports_without_experts_have_no_such_table() -> None:
 
 def test_the_throughput_bench_says_what_steps_touched_and_what_that_costs() -> None:
     sizes = StepBytes(target=0, target_kv=KV, logits=0, bytes_per_value=2, experts=SIZE)
-    yardstick = Yardstick(sizes=sizes, bytes_per_second=1e10, known=None)
+    yardstick = Yardstick(sizes=sizes, bytes_per_second=1e10, flops_per_second=1e12, known=None)
     matrix = find_matrix("batch-and-k")
 
     def shown(events: list[Event]) -> BenchTable:
         run = Run(completions={}, events=events, seconds=1.0, num_spec_tokens=4)
         repeat = replace(Repeat.of(run, yardstick), texts={"a": "1"})
         results = [Result(arm=matrix.arms[0], repeats=Repeats(each={"round 1": repeat}))]
-        return table(matrix, {}, results, [], bytes_per_second=1e10)
+        return table(matrix, {}, results, [], yardstick)
 
     (row,) = shown(list(mixture_steps(1, 4, (6.0, 2.0), (5.0, 2.0)))).rows
     assert (row["experts"], row["experts_plain"]) == (5.5, 2.0)

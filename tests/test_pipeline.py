@@ -1,22 +1,23 @@
 """Lookahead, padding rows and out-of-memory errors change no text and no step."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from specgen.config import SamplingParams
-from specgen.core.graphs import bucket
+from specgen.config import SamplingParams, UserError
+from specgen.core.graph_sizes import bucket
 from specgen.core.intake import Intake
 from specgen.core.sequence import Request, Sequence
 from specgen.core.step import Steps
 from specgen.engine import assembly
+from specgen.engine.build import build_engine
 from specgen.events import OutOfMemory, Stepped
 from specgen.kv.pages import PageAllocator
 from specgen.kv.prefix_cache import PrefixCache
-from tests.engines import Outputs, Pair, bundled_requests, generate, random_requests
+from tests.engines import Outputs, Pair, bundled_requests, config_of, generate, random_requests
 
 GREEDY = SamplingParams(max_tokens=40)
 SAMPLED = SamplingParams(max_tokens=24, temperature=0.8, top_p=0.9)
@@ -94,6 +95,46 @@ def test_no_step_is_spent_on_a_text_that_reaches_its_length(
     ]
     outputs = generate(random_pair, requests, num_spec_tokens=0, max_batch_size=4)
     assert decoded_sequences(outputs) == sum(lengths) - len(lengths)  # first tokens are of prefills
+
+
+@pytest.mark.parametrize("max_batch_size", [1, 4])
+def test_the_next_prompts_are_launched_before_texts_that_end_together_are_handed_out(
+    random_pair: Pair, device_like: Callable[[], None], max_batch_size: int
+) -> None:
+    device_like()
+    settings = config_of(random_pair, num_spec_tokens=0, max_batch_size=max_batch_size)
+    engine = build_engine(settings, random_pair.models, lambda event: None)
+    sampling = SamplingParams(max_tokens=5, ignore_eos=True)
+    requests = [Request(id=str(n), prompt_token_ids=(5, n), sampling=sampling) for n in range(8)]
+    launched: dict[str, int] = {}
+    for completion in engine.generate(requests):
+        launched[completion.request.id] = len(engine._in_flight)
+        assert len(completion.token_ids) == 5
+    last = [str(n) for n in range(8 - max_batch_size, 8)]
+    assert {name: number for name, number in launched.items() if name not in last} == dict.fromkeys(
+        [str(n) for n in range(8 - max_batch_size)], 2
+    )
+    assert [launched[name] for name in last] == [0] * max_batch_size
+
+
+def test_texts_that_have_ended_are_handed_out_before_the_source_fails(
+    random_pair: Pair, device_like: Callable[[], None]
+) -> None:
+    device_like()
+    engine = build_engine(
+        config_of(random_pair, num_spec_tokens=0, max_batch_size=2), random_pair.models, lambda event: None
+    )
+    sampling = SamplingParams(max_tokens=5, ignore_eos=True)
+
+    def source() -> Iterator[Request]:
+        for n in range(4):
+            yield Request(id=str(n), prompt_token_ids=(5, n), sampling=sampling)
+        raise UserError("row 5 is no prompt")
+
+    found: list[str] = []
+    with pytest.raises(UserError, match="row 5"):
+        found.extend(completion.request.id for completion in engine.generate(source()))
+    assert found == ["0", "1"]
 
 
 def test_no_step_is_spent_on_a_text_that_its_first_token_ended(demo_pair: Pair) -> None:

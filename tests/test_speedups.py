@@ -2,6 +2,7 @@
 
 import math
 import random
+from dataclasses import replace
 
 import pytest
 from scipy import stats
@@ -10,8 +11,10 @@ from specgen.bench.race import Standing
 from specgen.bench.repeat import Repeat, digest
 from specgen.bench.repeats import Repeats
 from specgen.bench.tune_table import best_line
+from specgen.bench.wall_table import wall_tables
 from specgen.events import Touched
 from specgen.report.timings import LatencyStats
+from specgen.report.wall_time import WallTime
 
 SPREAD = LatencyStats(mean=1.0, median=2.0, p99=3.0)
 
@@ -32,6 +35,18 @@ def repeat(seconds: float) -> Repeat:
         texts={"a": digest((1, 2))},
         num_wrong=0,
         disturbances=("late",),
+        wall=WallTime(
+            prefill=seconds / 4,
+            full=seconds / 2,
+            filling=0.0,
+            tail=seconds / 8,
+            captures=0.0,
+            idle_outside=seconds / 32,
+            idle_engine=seconds / 32,
+            rest=seconds / 16,
+        ),
+        prefill_passes=3,
+        prefill_flops=1e12,
     )
 
 
@@ -45,7 +60,12 @@ def drawn(seed: int, numbers: range, mean: float, drift: float = 0.0) -> dict[in
 
 
 def test_a_repeat_comes_back_from_its_file() -> None:
-    assert Repeat.from_json(repeat(2.0).to_json()) == repeat(2.0)
+    row = repeat(2.0).to_json()
+    assert Repeat.from_json(row) == repeat(2.0)
+    earlier = {
+        name: value for name, value in row.items() if name not in {"wall", "prefill_passes", "prefill_flops"}
+    }
+    assert Repeat.from_json(earlier).wall is None
     assert digest((1, 2)) != digest((12,)) != digest((1, 2, 3))
 
 
@@ -109,3 +129,25 @@ def test_the_best_line_has_the_arms_that_none_beats_in_both() -> None:
     assert table.lines.guide == [(1, 20), (8, 9), (10, 5)]
     assert sum(map(len, table.lines.groups.values())) == 6
     assert best_line({}).lines is None
+
+
+def test_the_wall_time_is_that_of_the_middle_repeat() -> None:
+    earlier = replace(repeat(3.0), wall=None)
+    arms = [({"batch": 8}, repeats({1: 5.0, 2: 4.0, 3: 2.0})), ({"batch": 1}, Repeats(each={"1": earlier}))]
+    (table,) = wall_tables(arms, flops_per_second=2e12)
+    (row,) = table.rows
+    assert row == {
+        "batch": 8,
+        "wall": 4.0,
+        "prefill": 0.25,
+        "of_products": 0.125,
+        "passes": 3,
+        "full": 0.5,
+        "filling": 0.0,
+        "tail": 0.125,
+        "idle": 0.0625,
+        "captures": 0.0,
+        "rest": 0.0625,
+    }
+    assert list(row) == [column.name for column in table.columns]
+    assert list(wall_tables(arms[1:], 2e12)) == []

@@ -83,7 +83,7 @@ def told(events: list[Event]) -> list[dict[str, Any]]:
 
 
 def _timeless(event: Event) -> dict[str, float]:
-    return {"seconds": 0.0} if hasattr(event, "seconds") else {}
+    return dict.fromkeys({"seconds", "idle", "idle_outside"} & vars(event).keys(), 0.0)
 
 
 WAYS: dict[str, dict[str, Any]] = {

@@ -67,6 +67,7 @@ class StepBytes:
     target: int  # weights of one pass, without experts
     target_kv: KVBytes
     logits: int  # per row
+    lm_head: int = 0  # of ``target``
     bytes_per_value: int
     head_fill: int = 0  # weights of the drafter KV fill: all that the last layer's keys and values need
     head_pass: int = 0  # weights per drafting pass, without experts
@@ -98,6 +99,7 @@ class StepBytes:
             - (experts.total_bytes if experts else 0),
             target_kv=KVBytes.of(target, kv_width or width),
             logits=len(vocabulary.rows) * width,
+            lm_head=lm_head,
             bytes_per_value=width,
             experts=experts,
         )
@@ -120,6 +122,12 @@ class StepBytes:
             head_in_parallel=models.head.mask is not None,
             head_kv=replace(kv, windows=kv.windows[: head.num_layers // turns]),
         )
+
+    def prefill_flops(self, num_rows: int) -> float:
+        """Of the target's matrix products for so many rows of prompts; only the last ones have logits, left out."""
+        weights = self.target - self.lm_head
+        experts = self._experts(self.experts, 1, num_rows, 0.0)
+        return 2 * weights / self.bytes_per_value * num_rows + experts.flops
 
     def step(self, num_spec_tokens: int, batch: int, context: float, touched: float | None = None) -> float:
         """Bytes read by the passes of a step; ``accept``, which reads the logits, is none."""

@@ -7,7 +7,7 @@ are called. On a CPU, where a call returns when its work is done, a mark is a ti
 
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -33,6 +33,9 @@ class Marked(Runner):
 
     def num_rows(self, num_sequences: int) -> int:
         return self._runner.num_rows(num_sequences)
+
+    def choose_rows(self, num_sequences: int, what: Hashable) -> int:
+        return self._runner.choose_rows(num_sequences, what)
 
     def sizes(self, max_sequences: int) -> list[int]:
         return self._runner.sizes(max_sequences)

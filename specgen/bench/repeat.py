@@ -12,6 +12,7 @@ from specgen.bench.known_text import KnownText
 from specgen.engine.warm_engine import Run
 from specgen.events import Captured, Event, Finished, OutOfMemory, Prefilled, Touched, Verified
 from specgen.report.timings import LatencyStats, latency_stats
+from specgen.report.wall_time import WallTime
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,6 +21,7 @@ class Yardstick:
 
     sizes: StepBytes
     bytes_per_second: float
+    flops_per_second: float  # of a large matrix product
     known: KnownText | None
 
     @property
@@ -57,11 +59,14 @@ class Repeat:
     texts: Mapping[str, str]  # digest of the token ids by request
     num_wrong: int | None  # tokens that differ from the known text
     disturbances: tuple[str, ...]  # captures and shortages within the measured time
+    wall: WallTime | None = None  # where ``seconds`` went; none in rounds of earlier versions
+    prefill_passes: int = 0
+    prefill_flops: float = 0.0  # of all prompts' matrix products
 
     @classmethod
     def of(cls, run: Run, yardstick: Yardstick) -> "Repeat":
         completions, events, report = run.completions.values(), run.events, run.report
-        steps = report.steps.get("decode")
+        steps, prefill = report.steps.get("decode"), report.steps.get("prefill")
         return cls(
             seconds=run.seconds,
             num_tokens=sum(len(completion.token_ids) for completion in completions),
@@ -77,6 +82,9 @@ class Repeat:
             texts={completion.request.id: digest(completion.token_ids) for completion in completions},
             num_wrong=None if yardstick.known is None else yardstick.known.num_wrong(completions),
             disturbances=tuple(_disturbances(events)),
+            wall=report.wall.of_whole(run.seconds) if report.wall else None,
+            prefill_passes=prefill.num_steps if prefill else 0,
+            prefill_flops=yardstick.sizes.prefill_flops(prefill.target_rows) if prefill else 0.0,
         )
 
     @property
@@ -91,8 +99,8 @@ class Repeat:
     @classmethod
     def from_json(cls, row: Mapping[str, Any]) -> "Repeat":
         """The repeat that ``to_json`` was of."""
-        kinds = {"ttft": LatencyStats, "tpot": LatencyStats, "itl": LatencyStats, "touched": Touched}
-        parts = {name: row[name] and kind(**row[name]) for name, kind in kinds.items()}
+        kinds = dict.fromkeys(("ttft", "tpot", "itl"), LatencyStats) | {"touched": Touched, "wall": WallTime}
+        parts = {name: row.get(name) and kind(**row[name]) for name, kind in kinds.items()}
         lists = {name: tuple(row[name]) for name in ("acceptance", "disturbances")}
         return cls(**{**row, **parts, **lists})
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from specgen.bench.bound import StepBytes
-from specgen.bench.device_speed import copy_bandwidth
+from specgen.bench.device_speed import copy_bandwidth, matrix_flops
 from specgen.bench.environment import conditions, free_memory
 from specgen.bench.forecast import forecast
 from specgen.bench.known_text import KnownText
@@ -24,6 +24,7 @@ from specgen.bench.repeat import Yardstick
 from specgen.bench.rounds import Rounds, kept_rounds, record_of, seen_rounds
 from specgen.bench.throughput_table import Result, table
 from specgen.bench.turns import Turns, Watch, nobody
+from specgen.bench.wall_table import TERMS
 from specgen.config import EngineConfig, require
 from specgen.engine.memory import room_for_turns
 from specgen.engine.number_formats import target_kv_dtype
@@ -97,7 +98,7 @@ def _measure(job: ThroughputJob, ready: Prepared, rounds: Rounds, watch: Watch) 
     yardstick = yardstick_of(ready)
     models = ready.load()
     groups = side_by_side(ready.plans, room_for_turns(ready.base, models))
-    under = {**_conditions(job, ready, groups), **yardstick.conditions}
+    under = {**_conditions(job, ready, groups, yardstick), **yardstick.conditions}
     turns = Turns(models, yardstick, rounds, watch)
 
     def so_far() -> BenchTable:
@@ -108,7 +109,7 @@ def _measure(job: ThroughputJob, ready: Prepared, rounds: Rounds, watch: Watch) 
             if plan.arm.name in repeats
         ]
         notes = [*ready.notes, *turns.failed.values()]
-        return table(job.matrix, under, results, notes, bytes_per_second=yardstick.bytes_per_second)
+        return table(job.matrix, under, results, notes, yardstick)
 
     for number, group in enumerate(groups):
         turns.turns_behind = sum(map(len, groups[number + 1 :])) * (job.repeats + 1)
@@ -123,17 +124,19 @@ def _incomplete(repeats: int, arms: Sequence[str], rounds: Rounds) -> list[str]:
 
 
 def yardstick_of(ready: Prepared) -> Yardstick:
-    """The bound of its steps, with the bandwidth measured now, before there are weights."""
+    """The bound of its steps, with bandwidth and FLOP/s measured now, before there are weights."""
     bandwidth = copy_bandwidth(ready.base.device)
+    flops = matrix_flops(ready.base.device, ready.models.target.dtype)
     free_memory()
     return Yardstick(
         sizes=StepBytes.of(ready.models, target_kv_dtype(ready.base).itemsize),
         bytes_per_second=bandwidth,
+        flops_per_second=flops,
         known=KnownText.of(ready.models),
     )
 
 
-def _conditions(job: ThroughputJob, ready: Prepared, groups: list[list[Plan]]) -> Row:
+def _conditions(job: ThroughputJob, ready: Prepared, groups: list[list[Plan]], yardstick: Yardstick) -> Row:
     config, workload = ready.base, job.workload
     fixed = {axis.name for axis in job.matrix.axes}
     return {
@@ -148,5 +151,6 @@ def _conditions(job: ThroughputJob, ready: Prepared, groups: list[list[Plan]]) -
         "all pairs of repeats where two arms did not take turns",
         "arms that took turns": "; ".join(str(len(group)) for group in groups),
         "same_texts": "share of the texts that are equal to those of the first row with the same prompts",
+        "wall time": TERMS.format(speed=yardstick.flops_per_second / 1e12),
         "acceptance": "share of the steps that accepted more than 0, 1, ... drafts",
     }

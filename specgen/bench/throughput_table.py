@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from specgen import display
 from specgen.bench.matrices import Matrix
 from specgen.bench.output import BenchTable, Plot, Value
-from specgen.bench.repeat import Repeat
+from specgen.bench.repeat import Repeat, Yardstick
 from specgen.bench.repeats import MedianRange, Repeats
+from specgen.bench.wall_table import wall_tables
 from specgen.engine.arms import Arm
 from specgen.report.charts import DRAFT_LENGTHS
 from specgen.report.table import Column, Row
@@ -34,12 +35,11 @@ def table(
     conditions: Row,
     results: Sequence[Result],
     notes: Sequence[str],
-    *,
-    bytes_per_second: float,
+    yardstick: Yardstick,
 ) -> BenchTable:
-    """The table of ``results``, with one bandwidth in all bounds; ``notes`` say which arms are missing and why."""
+    """The table of ``results``, with one yardstick for all bounds; ``notes`` say which arms are missing and why."""
     mixture = any(result.repeats.touched for result in results)
-    rows = tuple(_row(matrix, result, results, mixture, bytes_per_second) for result in results)
+    rows = tuple(_row(matrix, result, results, mixture, yardstick.bytes_per_second) for result in results)
     disturbed = [f"{r.arm.name}: {text}" for r in results for text in r.repeats.disturbances]
     return BenchTable(
         name=f"throughput-{matrix.name}",
@@ -50,6 +50,7 @@ def table(
         plots=tuple(_plots(matrix)),
         answers=tuple(best_lengths(rows)),
         notes=(*disturbed, *notes),
+        details=tuple(wall_tables([(r.arm.changes, r.repeats) for r in results], yardstick.flops_per_second)),
         num_keys=2,
     )
 

@@ -19,6 +19,7 @@ from specgen.core.sequence import Completion, Request, Sequence
 from specgen.core.shortages import NO_MEMORY, Shortages, attempt
 from specgen.core.spec_length import SpecLength
 from specgen.core.step import Steps
+from specgen.core.waits import Waits
 from specgen.device import use
 from specgen.events import Event
 from specgen.models.model_config import TargetConfig
@@ -70,13 +71,16 @@ class EngineCore:
         self._device = device
         self._scorer = Scorer(config=config, steps=steps, scheduler=scheduler, device=device, peers=peers)
         self._journal = journal = Journal(record)
+        self._waits = waits = Waits(device)
         self._intake = Intake(config=config, scheduler=scheduler, journal=journal, followers=followers)
         self._passes = Passes(steps=steps, batch=batch, scheduler=scheduler, device=device)
         self._endings = endings = Endings(
             scheduler=scheduler, steps=steps, journal=journal, new_sequence=self._intake.sequence
         )
         self._shortages = Shortages(scheduler=scheduler, batch=batch, journal=journal, endings=endings)
-        self._in_flight = InFlight(journal=journal, endings=endings, spec_length=spec_length, peers=peers)
+        self._in_flight = InFlight(
+            journal=journal, endings=endings, spec_length=spec_length, waits=waits, peers=peers
+        )
 
     @property
     def spec_length(self) -> SpecLength:
@@ -104,6 +108,12 @@ class EngineCore:
         try:
             while not until():
                 finished = [*self._pull_requests(source), *self.step()]
+                if finished and self._lookahead and not self._in_flight:
+                    try:  # the device would have nothing to do while they are handed out
+                        finished += [*self._pull_requests(source), *self.step()]
+                    except Exception:  # of the source, or the device is lost
+                        yield from finished
+                        raise
                 for completion in finished:
                     yield completion
                     while (request := follow_up(completion)) is not None:
@@ -158,6 +168,14 @@ class EngineCore:
             self._journal.record, self.spec_length = kept
             self.abandon()
 
+    def be_patient(self, num_steps: int) -> None:
+        """Capture the graph of a batch size when as many steps of it have run in a larger one; 0, as at first: at once.
+
+        A run that is timed is not to capture what it did not when it was warmed up.
+        """
+        self._peers.tell("be_patient", num_steps)
+        self._runner.be_patient(num_steps)
+
     def sizes(self, max_sequences: int) -> list[int]:
         return self._runner.sizes(max_sequences)
 
@@ -169,9 +187,12 @@ class EngineCore:
     def step(self) -> list[Completion]:
         """Launch one prefill pass, if prompts wait and fit, and one decode step of all that run; read older ones.
 
+        With lookahead, passes that nothing was in flight before are left for the next step to read.
         What fails ends the requests that it concerns and nothing else. ``DeviceLost`` where no pass can run any more.
         """
+        self._waits.enter()
         self._guard(self._advance)
+        self._waits.leave()
         return self._take()
 
     def drain(self) -> list[Completion]:
@@ -250,23 +271,26 @@ class EngineCore:
     def _advance(self) -> None:
         use(self._device)  # another engine of this process may be on another
         with self._peers.working("step"):
+            ahead = bool(self._in_flight)
             prefilled = self._prefill()
             if self._lookahead == 0:
                 self._in_flight.read_all_but(
                     0
                 )  # so that no step is spent on a text that its first token ended
             decoded = self._decode()
-            self._in_flight.read_all_but(self._lookahead if prefilled or decoded else 0)
+            num_left = self._lookahead if prefilled or decoded else 0
+            if ahead or num_left == 0:
+                self._in_flight.read_all_but(num_left)
             self._peers.see(*self._scheduler.counts)
 
     def _prefill(self) -> bool:
         """Whether a prefill was launched."""
-        began, chunks = self._journal.now(), self._scheduler.next_chunks()
+        chunks = self._scheduler.next_chunks()
         if not chunks:
             return False
         if chunks[0].sequence.alone:
             self._in_flight.read_all_but(0)  # so that no other request can be to blame for a failure
-        launched = attempt(lambda: self._passes.prefill(chunks, began))
+        launched = attempt(lambda: self._passes.prefill(chunks, self._waits.launch()))
         if launched is None:
             self._peers.give_up(RuntimeError(NO_MEMORY))
             self._in_flight.read_all_but(0)
@@ -278,7 +302,6 @@ class EngineCore:
 
     def _decode(self) -> bool:
         """Whether a decode step was launched."""
-        began = self._journal.now()
         if all(sequence.may_finish for sequence in self._scheduler.running):
             self._in_flight.read_all_but(0)  # a short wait costs less than a step that may not be needed
         for sequence in [sequence for sequence in self._scheduler.running if sequence.will_finish]:
@@ -287,7 +310,7 @@ class EngineCore:
         if not self._scheduler.running:
             return False
         num_drafts = self.spec_length.choose(len(self._scheduler.running))
-        launched = attempt(lambda: self._passes.decode(num_drafts, began))
+        launched = attempt(lambda: self._passes.decode(num_drafts, self._waits.launch()))
         if launched is None:
             self._peers.give_up(RuntimeError(NO_MEMORY))
             self._in_flight.read_all_but(0)
@@ -309,7 +332,7 @@ class EngineCore:
         self._peers.see(launched.num_sequences, launched.num_drafts, launched.result.target_rows)
         self._in_flight.add(launched)
         self._scheduler.limits.see_pass()
-        for capture in self._runner.take_captures():
+        for capture in launched.captures:
             self._journal.captured(capture)
 
 

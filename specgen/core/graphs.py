@@ -9,6 +9,9 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
+from specgen.core.graph_sizes import GraphSizes, bucket
+from specgen.device import settle
+
 T = TypeVar("T")
 Pool = Any  # what CUDAGraph.pool() gives
 Key = tuple[str, int, int, Hashable]  # all that the host decides: a name, sequences, drafts of each, sampling
@@ -35,6 +38,13 @@ class Runner:
     def num_rows(self, num_sequences: int) -> int:
         """Rows to compute for so many sequences; those beyond are padding."""
         return num_sequences
+
+    def choose_rows(self, num_sequences: int, what: Hashable) -> int:
+        """The same for the next step, of ``what`` (drafts and form of sampling): more rows may cost less now."""
+        return self.num_rows(num_sequences)
+
+    def be_patient(self, num_steps: int) -> None:
+        """Run so many steps of a size in what was made for a larger one before making it its own."""
 
     def sizes(self, max_sequences: int) -> list[int]:
         """Where it keeps what it has run: the largest of the numbers of sequences that are computed alike."""
@@ -68,11 +78,18 @@ class StepGraphs(Runner):
     def __init__(self) -> None:
         self._captures: list[Capture] = []
         self._graphs: dict[Key, _Graph | None] = {}
+        self._sizes = GraphSizes()
         # torch's own for captures stays on the first device of a process
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
     def num_rows(self, num_sequences: int) -> int:
         return bucket(num_sequences)
+
+    def choose_rows(self, num_sequences: int, what: Hashable) -> int:
+        return self._sizes.choose(num_sequences, what)
+
+    def be_patient(self, num_steps: int) -> None:
+        self._sizes.patience = num_steps
 
     def sizes(self, max_sequences: int) -> list[int]:
         return sorted({min(bucket(number), max_sequences) for number in range(1, max_sequences + 1)})
@@ -89,6 +106,7 @@ class StepGraphs(Runner):
 
     def forget(self) -> None:
         self._graphs.clear()
+        self._sizes.forget()
 
     @property
     def _pool(self) -> Pool | None:
@@ -105,6 +123,7 @@ class StepGraphs(Runner):
             return cast(T, graph.replay(inputs))
         result = function(*inputs)
         if key not in self._graphs:
+            settle()  # a capture does so anyway; what was launched before is not its time
             began = time.perf_counter()
             self._graphs[key] = graph = _capture(function, inputs, self._pool, self._stream)
             seconds = time.perf_counter() - began
@@ -151,9 +170,3 @@ def _capture(
     except torch.OutOfMemoryError:
         return None
     return _Graph(graph=graph, inputs=copies, result=result)
-
-
-def bucket(num_rows: int) -> int:
-    """The size that ``num_rows`` is padded to: in quarters of powers of two, at most 16 apart."""
-    apart = min(max((1 << (num_rows - 1).bit_length()) // 4, 1), 16)
-    return -(-num_rows // apart) * apart

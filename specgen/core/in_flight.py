@@ -9,6 +9,7 @@ from specgen.core.passes import Pass
 from specgen.core.peers import Peers
 from specgen.core.sequence import Sequence
 from specgen.core.spec_length import SpecLength
+from specgen.core.waits import Waits
 from specgen.decoding.draft_state import NO_DRAFT
 
 
@@ -19,8 +20,11 @@ class InFlight:
     as a rejected one, for its row cost as much.
     """
 
-    def __init__(self, *, journal: Journal, endings: Endings, spec_length: SpecLength, peers: Peers) -> None:
+    def __init__(
+        self, *, journal: Journal, endings: Endings, spec_length: SpecLength, waits: Waits, peers: Peers
+    ) -> None:
         self._peers = peers
+        self._waits = waits
         self._journal = journal
         self._endings = endings
         self.spec_length = spec_length
@@ -39,6 +43,7 @@ class InFlight:
     def clear(self) -> None:
         """Forget all passes without reading them."""
         self._passes.clear()
+        self._waits.forget()
 
     def read_all_but(self, num_newest: int) -> None:
         """Read passes, the oldest first, until so many are left."""
@@ -65,7 +70,8 @@ class InFlight:
                 self._endings.fail(sequence, f"the model's logits were not finite (NaN) at output token {at}")
             elif sequence.finish_reason is not None:
                 self._endings.retire(sequence)
-        self._journal.stepped(done, num_kept, numbers[0][-2:] if done.result.experts else [])
+        idle = self._waits.before(done.launch, done.numbers.done)
+        self._journal.stepped(done, num_kept, idle, numbers[0][-2:] if done.result.experts else [])
         self._passes.popleft()  # not before: its sequences fail with it
 
     def _commit_first(self, sequence: Sequence, tokens: list[int], logprobs: Items[Items[float]]) -> None:

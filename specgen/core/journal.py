@@ -34,7 +34,6 @@ class Journal:
     def reset(self) -> None:
         """Count time from now on."""
         self._began = time.perf_counter()
-        self._read_at = 0.0
 
     def now(self) -> float:
         """Seconds since the beginning."""
@@ -98,18 +97,18 @@ class Journal:
             )
         )
 
-    def stepped(self, done: Pass, num_kept: int, touched: Items[int] = ()) -> None:
-        """``done`` was read. Passes overlap on the host, so its time counts from when the one before was read.
+    def stepped(self, done: Pass, num_kept: int, idle: float, touched: Items[int] = ()) -> None:
+        """``done`` was read; the device had waited ``idle`` seconds for it.
 
         ``touched`` are its experts, summed over layers, and those of the newest tokens alone.
         """
-        now, result = self.now(), done.result
+        result = done.result
         kept = result.fill_rows if done.kind == "prefill" else min(num_kept, result.fill_rows)
         self.record(
             Stepped(
                 kind=done.kind,
-                time=now,
-                seconds=now - max(done.launched, self._read_at),
+                time=self.now(),
+                seconds=done.seconds,
                 num_sequences=done.num_sequences,
                 num_spec_tokens=done.num_drafts,
                 target_rows=result.target_rows,
@@ -117,9 +116,11 @@ class Journal:
                 first_pass_kept=kept,
                 loop_rows=result.loop_rows,
                 experts=_experts(result.experts, touched),
+                idle=idle,
+                idle_outside=min(idle, done.launch.outside),
+                num_waiting=done.num_waiting,
             )
         )
-        self._read_at = now
 
     def captured(self, capture: Capture) -> None:
         """A CUDA graph was captured, or did not fit into the memory."""

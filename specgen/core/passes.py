@@ -5,11 +5,13 @@ from typing import Literal
 
 import torch
 
+from specgen.core.graphs import Capture
 from specgen.core.packing import chunk_layout, chunk_tokens
 from specgen.core.running_batch import RunningBatch
 from specgen.core.scheduler import Chunk, Scheduler
 from specgen.core.sequence import Sequence
 from specgen.core.step import StepResult, Steps
+from specgen.core.waits import Launch
 from specgen.decoding.sampling import SamplingBatch
 from specgen.device import HostCopy, on_device
 
@@ -22,10 +24,18 @@ class Pass:
     sequences: list[tuple[Sequence, int | None]]  # and the row of the numbers that holds tokens for it
     num_sequences: int
     num_drafts: int  # per sequence
+    num_waiting: int  # prompts that had not begun
     result: StepResult
     numbers: HostCopy
     logprobs: HostCopy | None
-    launched: float  # seconds, see ``Journal.now``
+    launch: Launch
+    captures: list[Capture]  # within it
+
+    @property
+    def seconds(self) -> float:
+        """Of the device, once it has ended; without captures, in which the device does nothing."""
+        taken = self.numbers.done.since(self.launch.begun)
+        return max(taken - sum(capture.seconds for capture in self.captures), 0.0)
 
 
 class Passes:
@@ -42,7 +52,7 @@ class Passes:
         self._scheduler = scheduler
         self._device = device
 
-    def prefill(self, chunks: list[Chunk], launched: float) -> Pass:
+    def prefill(self, chunks: list[Chunk], launch: Launch) -> Pass:
         """Compute ``chunks``; sequences whose prompt is complete join the running batch."""
         sampling = SamplingBatch.of(
             [chunk.sequence.request.sampling for chunk in chunks],
@@ -66,25 +76,30 @@ class Passes:
             sequences=[(chunks[i].sequence, i if fresh[i] else None) for i in complete],
             num_sequences=len(chunks),
             num_drafts=0,
+            num_waiting=len(self._scheduler.waiting),
             result=result,
             numbers=HostCopy(result.numbers),
             logprobs=None if result.logprobs is None else HostCopy(result.logprobs),
-            launched=launched,
+            launch=launch,
+            captures=self._steps.runner.take_captures(),
         )
 
-    def decode(self, num_drafts: int, launched: float) -> Pass:
+    def decode(self, num_drafts: int, launch: Launch) -> Pass:
         """One step of all running sequences, with ``num_drafts`` drafts each."""
         running = self._scheduler.running
         self._batch.arrange(running)
-        columns = self._batch.columns(self._steps.runner.num_rows(len(running)))
+        num_rows = self._steps.runner.choose_rows(len(running), (num_drafts, self._batch.form))
+        columns = self._batch.columns(num_rows)
         result = self._steps.decode(columns, num_drafts)
         return Pass(
             kind="decode",
             sequences=[(sequence, row) for row, sequence in enumerate(running)],
             num_sequences=len(running),
             num_drafts=num_drafts,
+            num_waiting=len(self._scheduler.waiting),
             result=result,
             numbers=HostCopy(result.numbers),
             logprobs=None if result.logprobs is None else HostCopy(result.logprobs),
-            launched=launched,
+            launch=launch,
+            captures=self._steps.runner.take_captures(),
         )

@@ -55,7 +55,7 @@ class RunningBatch:
 
         self.sequences: list[Sequence] = []
         self._num_uploaded: list[int] = []  # of each row's pages, how many are in its block table
-        self._form = SamplingForm.of(())
+        self.form = SamplingForm.of(())  # of all rows
         self._device = device
         self._state = DraftState(
             tokens=column(torch.int64),
@@ -72,7 +72,7 @@ class RunningBatch:
             seeds=column(torch.int64),
             biased_ids=column(torch.int64, MAX_LOGIT_BIASES),
             biases=column(torch.float32, MAX_LOGIT_BIASES),
-            form=self._form,
+            form=self.form,
         )
         self._num_used = max_rows  # the rows behind them are padding rows
 
@@ -91,7 +91,7 @@ class RunningBatch:
         for mine, theirs in zip(self._row_values(sampling.form), joining, strict=True):
             mine[rows] = theirs
         self._active[rows] = True
-        self._form = self._form_of_all()
+        self.form = self._form_of_all()
         self._num_used = len(self.sequences)
 
     def arrange(self, sequences: list[Sequence]) -> None:
@@ -102,13 +102,13 @@ class RunningBatch:
         rows = [row_of[id(sequence)] for sequence in sequences]
         kept = len(rows)
         index = on_device(rows, self._device)
-        for column in (*self._row_values(self._form), self._tables):
+        for column in (*self._row_values(self.form), self._tables):
             if rows != list(range(kept)):
                 column[:kept] = column[index]
         self.sequences = list(sequences)
         self._num_uploaded = [self._num_uploaded[row] for row in rows]
         self._make_padding(slice(kept, self._num_used))
-        self._form = self._form_of_all()
+        self.form = self._form_of_all()
         self._num_used = kept
 
     def columns(self, num_rows: int) -> Columns:
@@ -118,7 +118,7 @@ class RunningBatch:
         return Columns(
             state=self._state.take(rows),
             block_tables=self._tables[rows],
-            sampling=self._sampling.take(rows).shaped(self._form),
+            sampling=self._sampling.take(rows).shaped(self.form),
             active=self._active[rows],
         )
 

@@ -22,6 +22,7 @@ from specgen.startup import phase
 from specgen.text.tokenizer import Tokenizer
 
 _NONE: Mapping[str, str] = {}
+_PATIENCE = 64  # steps: a capture takes about 0.1 s, and a step of up to twice its rows a millisecond more
 
 
 def _unrecorded(event: Event) -> None:
@@ -53,6 +54,7 @@ class Engine:
         try:
             self._core = build_engine(self.config, self.models, record, expected=expected)
             self._core.warm_up()
+            self._core.be_patient(_PATIENCE)
         except DeviceLost as lost:
             raise DeviceLost(lost.reason, ()) from lost  # what was tried meanwhile is no caller's request
 
@@ -68,7 +70,9 @@ class Engine:
         """
         self._require_idle()
         with phase("graphs"):
+            self._core.be_patient(0)
             capture_all(self._core, self.config.max_batch_size, self.config.draft_length.lengths)
+            self._core.be_patient(_PATIENCE)
 
     def generate(
         self,

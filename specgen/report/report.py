@@ -27,6 +27,7 @@ from specgen.report.experts_touched import ExpertStats, ExpertSum
 from specgen.report.parts_of_texts import PartSum
 from specgen.report.summary import UNFINISHED, Summary
 from specgen.report.timings import LatencyStats, StepStats, StepSum, WallClock, latency_stats
+from specgen.report.wall_time import WallSum, WallTime
 
 DEFINITIONS = (
     ("mean acceptance length", "1 + accepted / drafts over verify steps with drafts; no prefill, no padding"),
@@ -70,6 +71,7 @@ class Report:
     ttft_seconds: LatencyStats | None
     tpot_seconds: LatencyStats | None
     steps: Mapping[str, StepStats]  # by kind
+    wall: WallTime | None = None  # where the wall time went; None for shards, which run side by side
     experts: tuple[ExpertStats, ...] = ()  # that decode steps touched; empty for a dense target
     baseline: Baseline | None = None
     num_empty: int = 0  # texts without a character, but for those that ended while reasoning
@@ -134,6 +136,8 @@ class _Fold:
         self.tpot: list[float] = []
         self.steps: dict[str, StepSum] = {}
         self.experts = ExpertSum()
+        self.wall = WallSum()
+        self.sharded = False
 
     def take(self, event: Event) -> None:
         for each in self.summary.take(event):
@@ -145,6 +149,7 @@ class _Fold:
             case Resumed():
                 self.clock.resume()
             case Sharded():
+                self.sharded = True
                 self.clock.shard()
             case Merged():
                 self.clock.merge()
@@ -155,6 +160,7 @@ class _Fold:
                 for kind, sums in event.steps.items():
                     self.steps.setdefault(kind, StepSum()).add_sums(sums)
                 self.experts.add_sums(event.experts)
+                self.wall.add_sums(event.wall)
             case Answered(reason="error"):
                 self.failed.add(event.sequence)
             case Answered():
@@ -206,6 +212,7 @@ class _Fold:
             ttft_seconds=latency_stats(self.ttft),
             tpot_seconds=latency_stats(self.tpot),
             steps={kind: steps.result() for kind, steps in sorted(self.steps.items())},
+            wall=None if self.sharded else self.wall.result(self.clock.seconds),
             experts=self.experts.result(),
         )
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from specgen.config import require
 from specgen.events import (
     Answered,
+    Captured,
     Event,
     Finished,
     Merged,
@@ -26,6 +27,7 @@ from specgen.report.acceptance import StepCounts
 from specgen.report.experts_touched import ExpertSum
 from specgen.report.parts_of_texts import PartCounts
 from specgen.report.timings import StepSum
+from specgen.report.wall_time import WallSum
 
 UNFINISHED = "unfinished"  # the reason of an ``Answered`` that did not end
 
@@ -86,6 +88,7 @@ class Summary:
         self._num_preemptions = 0
         self._steps: dict[str, StepSum] = {}
         self._experts = ExpertSum()
+        self._wall = WallSum()
 
     def take(self, event: Event) -> Iterator[Event]:
         """What comes of one event: for most of them nothing yet."""
@@ -112,6 +115,7 @@ class Summary:
                 num_preemptions=self._num_preemptions,
                 steps={kind: steps.sums() for kind, steps in self._steps.items()},
                 experts=self._experts.sums(),
+                wall=self._wall.sums(),
             )
             self._forget_work()
 
@@ -149,7 +153,10 @@ class Summary:
             case Stepped():
                 self._steps.setdefault(event.kind, StepSum()).add(event, self._rejected)
                 self._experts.add(event)
+                self._wall.add(event)
                 self._rejected = 0
+            case Captured():
+                self._wall.add(event)
 
     def _request(self, sequence: str) -> _Request:
         require(

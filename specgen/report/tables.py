@@ -13,6 +13,7 @@ from specgen.report.table import Column, Row, Table, pairs
 from specgen.report.terminal import Part, definitions, heading
 from specgen.report.text_list import TextList
 from specgen.report.unfinished import unfinished
+from specgen.report.wall_time import wall_table
 
 _POSITIONS = 4  # shown per category; report.json has all
 _COUNTERS = (
@@ -87,7 +88,7 @@ def page(
         sentence=" ".join(remarks(report)),
         alarming=True,
         tiles=[item for item in (*_counts(report), *_speed(report)) if item[0] in _TILES],
-        tables=[*_acceptance(report), *rejections, *_times(report), *_numbers(report)],
+        tables=[*_acceptance(report), *rejections, *_times(report), *wall_table(report), *_numbers(report)],
         texts=texts,
         notes=dict(_terms(report)),
         origin=origin or {},

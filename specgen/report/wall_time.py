@@ -1,0 +1,135 @@
+"""Where the wall time of a run went: parts that add up to the whole."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Self
+
+from specgen import display
+from specgen.events import Captured, Stepped
+from specgen.report.charts import quarters
+from specgen.report.table import Column, Table
+
+_NAMES = {
+    "prefill": "prefill passes",
+    "full": "decode steps, as if every batch were the largest",
+    "filling": "smaller batches while prompts wait, beyond that",
+    "tail": "smaller batches behind the last prompt, beyond that",
+    "captures": "captures of CUDA graphs",
+    "idle_outside": "device idle: prompts, texts, files (at most)",
+    "idle_engine": "device idle: other",
+    "rest": "before the first pass and behind the last",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class WallTime:
+    """Seconds of a run, which ``idle`` and all fields together add up to.
+
+    The decode steps are in three parts. ``full`` is what their sequences would have taken in steps of the largest
+    batch; what the smaller steps took beyond that is ``filling`` where prompts waited for a slot, for pages, or for
+    more prompts to be prefilled with, and ``tail`` where there were none left. While the device had nothing to do, the
+    engine's caller had the host (texts, files, prompts) for at most ``idle_outside``, the rest is ``idle_engine``.
+    """
+
+    prefill: float
+    full: float
+    filling: float
+    tail: float
+    captures: float  # of CUDA graphs
+    idle_outside: float
+    idle_engine: float
+    rest: float  # before the first pass and behind the last one
+
+    @property
+    def whole(self) -> float:
+        """The wall time."""
+        return sum(self.shares(1.0).values())
+
+    def shares(self, whole: float) -> dict[str, float]:
+        """Each part over ``whole`` seconds."""
+        return {name: part / whole for name, part in asdict(self).items()}
+
+    def of_whole(self, whole: float) -> Self:
+        """The same where the wall time is ``whole``: the difference is ``rest``."""
+        return replace(self, rest=self.rest + whole - self.whole)
+
+
+class WallSum:
+    """Sums over passes and captures. Decode steps are kept by batch size, for the largest is known at the end."""
+
+    def __init__(self) -> None:
+        self._seconds = dict.fromkeys(("prefill", "captures", "idle_outside", "idle_engine"), 0.0)
+        self._decode: dict[tuple[int, bool], tuple[int, float]] = {}  # number of steps and their seconds
+
+    def add(self, event: Stepped | Captured) -> None:
+        """Add one pass or capture."""
+        if isinstance(event, Captured):
+            self._seconds["captures"] += event.seconds
+            return
+        self._seconds["idle_outside"] += event.idle_outside
+        self._seconds["idle_engine"] += event.idle - event.idle_outside
+        if event.kind == "prefill":
+            self._seconds["prefill"] += event.seconds
+        else:
+            self._add((event.num_sequences, event.num_waiting > 0), 1, event.seconds)
+
+    def _add(self, key: tuple[int, bool], num_steps: int, seconds: float) -> None:
+        before = self._decode.get(key, (0, 0.0))
+        self._decode[key] = before[0] + num_steps, before[1] + seconds
+
+    def sums(self) -> dict[str, Any]:
+        """All sums, for ``add_sums``."""
+        return {**self._seconds, "decode": [[*key, *sums] for key, sums in self._decode.items()]}
+
+    def add_sums(self, sums: Mapping[str, Any]) -> None:
+        """Add what these are the sums of; nothing for those of versions that had none."""
+        for num_sequences, waiting, num_steps, seconds in sums.get("decode", ()):
+            self._add((num_sequences, waiting), num_steps, seconds)
+        for name in self._seconds.keys() & sums.keys():
+            self._seconds[name] += sums[name]
+
+    def result(self, whole: float) -> WallTime | None:
+        """The parts of a wall time of ``whole`` seconds; None without decode steps."""
+        if not self._decode:
+            return None
+        largest = max(num_sequences for num_sequences, _ in self._decode)
+        full_steps = [self._decode.get((largest, waiting), (0, 0.0)) for waiting in (False, True)]
+        # seconds that a sequence takes of a step of the largest batch
+        each = sum(seconds for _, seconds in full_steps) / (largest * sum(number for number, _ in full_steps))
+        beyond = {True: 0.0, False: 0.0}  # by whether prompts waited
+        for (num_sequences, waiting), (number, seconds) in self._decode.items():
+            if num_sequences < largest:
+                beyond[waiting] += seconds - number * num_sequences * each
+        decode = sum(seconds for _, seconds in self._decode.values())
+        found = WallTime(
+            **self._seconds,
+            full=decode - sum(beyond.values()),
+            filling=beyond[True],
+            tail=beyond[False],
+            rest=0.0,
+        )
+        return found.of_whole(whole)
+
+
+def wall_table(report: Mapping[str, Any]) -> Iterator[Table]:
+    """The parts in a ``report.json``; nothing for a run without them."""
+    parts = report.get("wall")
+    if not parts:
+        return
+    whole = sum(parts.values())
+    rows = [
+        {"part": title, "seconds": parts[name], "share": parts[name] / whole if whole else None}
+        for name, title in _NAMES.items()
+    ]
+    yield Table(
+        title="Where the wall time went",
+        note="by the device's clock",
+        columns=(
+            Column(name="part", title="part"),
+            Column(name="seconds", title="time", show=display.seconds),
+            Column(name="share", show=display.percent),
+        ),
+        rows=tuple(row for row in rows if row["seconds"]),
+        bars="share",
+        ticks=quarters(max((row["share"] or 0.0) for row in rows)),
+    )

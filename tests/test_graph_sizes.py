@@ -1,0 +1,99 @@
+"""Sizes of CUDA graphs: a batch that drains captures few, one that stays gets its own, and no text changes."""
+
+from collections.abc import Callable, Hashable
+
+import pytest
+
+from specgen.bundled import data_directory
+from specgen.config import EngineConfig, SamplingParams
+from specgen.core.graph_sizes import GraphSizes, bucket
+from specgen.core.graphs import Runner, StepGraphs
+from specgen.engine import engine as engine_module
+from specgen.engine.build import build_engine
+from specgen.engine.engine import Engine
+from specgen.events import Stepped
+from tests.engines import Pair, bundled_requests, config_of
+
+STEPS_EACH = 5
+
+
+def drain(sizes: GraphSizes, what: Hashable = "K = 4") -> list[int]:
+    """What the batches from 32 to 1 run in, of each a few steps."""
+    return [sizes.choose(number, what) for number in range(32, 0, -1) for _ in range(STEPS_EACH)]
+
+
+def test_without_patience_every_size_has_its_own() -> None:
+    assert drain(GraphSizes()) == [bucket(number) for number in range(32, 0, -1) for _ in range(STEPS_EACH)]
+
+
+def test_a_batch_that_drains_needs_few() -> None:
+    sizes = GraphSizes()
+    sizes.patience = 64
+    ran = drain(sizes)
+    assert sorted(set(ran)) == [1, 4, 12, 32]  # none for more than twice its rows
+    assert all(number <= size for number, size in zip(range(32, 0, -1), ran[::STEPS_EACH], strict=True))
+    assert drain(sizes, "K = 2")[0] == 32
+    assert sizes.choose(33, "K = 4") == 48, "there is no larger one"
+
+
+def test_a_size_that_stays_gets_its_own() -> None:
+    sizes = GraphSizes()
+    sizes.patience = 3
+    assert sizes.choose(8, "plain") == 8
+    other = [sizes.choose(number, "plain") for number in (6, 6, 4, 5, 6, 4, 6)]
+    assert other == [8, 8, 8, 8, 6, 6, 6]  # 4 has a nearer one by then
+    sizes.forget()
+    assert sizes.choose(4, "plain") == 4
+
+
+@pytest.mark.parametrize("patience", [0, 1000])
+def test_texts_and_steps_do_not_depend_on_it(
+    demo_pair: Pair, device_like: Callable[[], None], patience: int
+) -> None:
+    def run(*, graphs: bool) -> tuple[dict[str, tuple[int, ...]], set[int], list[Stepped]]:
+        events: list[object] = []
+        engine = build_engine(config_of(demo_pair, max_batch_size=8), demo_pair.models, events.append)
+        sizes, rows = GraphSizes(), set[int]()
+        sizes.patience = patience
+
+        def choose(num_sequences: int, what: Hashable) -> int:
+            rows.add(size := sizes.choose(num_sequences, what))
+            return size
+
+        if graphs:
+            engine._runner.choose_rows = choose  # type: ignore[method-assign]
+        requests = bundled_requests(10, SamplingParams(max_tokens=24))
+        texts = {each.request.id: each.token_ids for each in engine.generate(requests)}
+        return texts, rows, [each for each in events if isinstance(each, Stepped)]
+
+    expected, _, _ = run(graphs=False)
+    device_like()
+    texts, rows, steps = run(graphs=True)
+    assert texts == expected
+    batches = {bucket(each.num_sequences) for each in steps if each.kind == "decode"}
+    assert rows == batches if patience == 0 else rows < batches
+    assert len(batches) >= 3
+
+
+def test_an_engine_is_patient_but_where_all_graphs_are_asked_for(
+    random_pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(Runner, "be_patient", lambda self, num_steps: asked.append(num_steps))
+    build_engine(config_of(random_pair), random_pair.models, lambda event: None).warm_up()
+    assert asked == []
+    engine = Engine(
+        EngineConfig(model=str(data_directory() / "demo" / "target"), drafter="ngram", device="cpu")
+    )
+    monkeypatch.setattr(engine_module, "capture_all", lambda *_: asked.append(-1))
+    engine.capture_graphs()
+    assert asked == [64, 0, -1, 64]
+
+
+def test_graphs_choose_by_what_is_captured() -> None:
+    graphs = StepGraphs.__new__(StepGraphs)  # without a GPU
+    graphs._sizes, graphs._graphs = GraphSizes(), {}
+    graphs.be_patient(2)
+    assert [graphs.choose_rows(number, (4, None)) for number in (8, 5, 6, 5, 8)] == [8, 8, 8, 6, 8]
+    graphs.forget()
+    assert graphs.choose_rows(6, (4, None)) == 6

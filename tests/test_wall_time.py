@@ -1,0 +1,134 @@
+"""Where the wall time of a run went: parts that add up, from events and from a run of an engine."""
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+
+import pytest
+import torch
+
+from specgen.config import SamplingParams
+from specgen.core.waits import Waits
+from specgen.device import Moment
+from specgen.engine.build import build_engine
+from specgen.events import Captured, Event, Sharded, Stepped, from_line, to_line
+from specgen.report.report import fold
+from specgen.report.summary import Summary
+from specgen.report.wall_time import WallTime, wall_table
+from tests.engines import Pair, bundled_requests, config_of
+
+
+def stepped(
+    at: float, kind: str, seconds: float, sequences: int, *, waiting: int = 0, **idle: float
+) -> Stepped:
+    return Stepped(
+        kind=kind,
+        time=at,
+        seconds=seconds,
+        num_sequences=sequences,
+        num_spec_tokens=0,
+        target_rows=100 if kind == "prefill" else sequences,
+        first_pass_rows=0,
+        first_pass_kept=0,
+        loop_rows=0,
+        num_waiting=waiting,
+        **idle,
+    )
+
+
+EVENTS: list[Event] = [
+    stepped(1.0, "prefill", 1.0, 4, waiting=1),
+    stepped(3.0, "decode", 2.0, 4, waiting=1),
+    stepped(7.0, "decode", 4.0, 4, waiting=1),
+    Captured(time=9.5, what="step", num_sequences=2, seconds=0.5, fits=True),
+    stepped(10.0, "decode", 2.0, 2, waiting=1, idle=0.5),  # its sequences would be half of a step of 3 s
+    stepped(12.0, "prefill", 1.5, 1, idle=0.5, idle_outside=0.375),
+    stepped(15.0, "decode", 3.0, 4),
+    stepped(17.0, "decode", 1.25, 1, idle=0.75),
+]
+PARTS = WallTime(
+    prefill=2.5,
+    full=9.0 + 1.5 + 0.75,
+    filling=0.5,
+    tail=0.5,
+    captures=0.5,
+    idle_outside=0.375,
+    idle_engine=1.375,
+    rest=0.0,
+)
+
+
+def test_parts_are_those_of_the_events_and_add_up() -> None:
+    begun: list[Event] = [Captured(time=0.0, what="step", num_sequences=1, seconds=0.0, fits=True)]
+    found = fold([*begun, *EVENTS], num_spec_tokens=0)
+    assert found.wall == PARTS
+    assert found.wall.whole == found.wall_seconds == 17.0
+    later = fold([*begun, *EVENTS, Captured(**vars(begun[0]) | {"time": 18.0})], num_spec_tokens=0).wall
+    assert later is not None
+    assert asdict(later) == {**asdict(PARTS), "rest": 1.0}
+
+
+def test_sums_have_the_same_parts() -> None:
+    summary, lines = Summary(0), list[str]()
+    for number, event in enumerate(EVENTS):
+        assert list(summary.take(event)) == []
+        if number % 3 == 2:
+            lines += map(to_line, summary.worked())
+    lines += map(to_line, summary.worked())
+    assert len(lines) == 3
+    assert fold(map(from_line, lines), num_spec_tokens=0) == fold(EVENTS, num_spec_tokens=0)
+
+
+def test_shards_ran_side_by_side_and_a_prefill_alone_has_no_steps() -> None:
+    assert fold([*EVENTS, Sharded(time=0.0, shard="1/2")], num_spec_tokens=0).wall is None
+    assert fold(EVENTS[:1], num_spec_tokens=0).wall is None
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_the_parts_of_a_run(demo_pair: Pair, device_like: Callable[[], None], ahead: bool) -> None:
+    if ahead:
+        device_like()
+    events: list[Event] = []
+    engine = build_engine(config_of(demo_pair, max_batch_size=2), demo_pair.models, events.append)
+    engine.warm_up()
+    requests = bundled_requests(4, SamplingParams(max_tokens=6))
+    began = time.perf_counter()
+    for number, _ in enumerate(engine.generate(requests)):
+        if number == 0:
+            time.sleep(0.2)
+    whole = time.perf_counter() - began
+    wall = fold(events, num_spec_tokens=4).wall
+    assert wall is not None
+    wall = wall.of_whole(whole)
+    assert wall.whole == pytest.approx(whole)
+    assert min(asdict(wall).values()) >= -0.01  # steps of two may be faster than those of one
+    assert 0.2 <= wall.idle_outside < 0.3
+    assert wall.prefill > 0.001
+    assert wall.rest < 0.1  # passes and what lies between them leave little
+    waiting = [event.num_waiting for event in events if isinstance(event, Stepped)]
+    assert (max(waiting), waiting[-1]) == (1, 0)
+
+
+def test_what_came_before_a_run_or_a_failure_is_not_waited_for() -> None:
+    waits, cpu = Waits(torch.device("cpu")), torch.device("cpu")
+    assert waits.before(waits.launch(), Moment(cpu)) == 0.0
+    waits.leave()
+    time.sleep(0.02)
+    waits.enter()
+    launch = waits.launch()
+    assert 0.02 <= launch.outside <= waits.before(launch, Moment(cpu))
+    assert waits.launch().outside == 0.0  # each second once
+    waits.leave()
+    time.sleep(0.02)
+    waits.forget()
+    waits.enter()
+    launch = waits.launch()
+    assert (launch.outside, waits.before(launch, Moment(cpu))) == (0.0, 0.0)
+
+
+def test_the_page_shows_the_parts_that_there_are() -> None:
+    (table,) = wall_table({"wall": asdict(PARTS)})
+    assert [row["share"] for row in table.rows] == [
+        part / 17.0 for name, part in asdict(PARTS).items() if part
+    ]
+    assert list(wall_table({"wall": None})) == list(wall_table({})) == []
