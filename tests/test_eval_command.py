@@ -259,6 +259,7 @@ def test_a_killed_evaluation_resumes(study: tuple[Path, str], tmp_path: Path) ->
         ours, theirs = (load(path / arm)[0] for path in (killed, whole))
         for timed in (
             "wall_seconds",
+            "wall",
             "ttft_seconds",
             "tpot_seconds",
             "steps",
