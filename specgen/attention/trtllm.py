@@ -15,6 +15,7 @@ from specgen.attention.workspaces import decode_workspace, num_sms
 from specgen.config import require
 from specgen.kv.layout import Layout
 from specgen.models.layers import LayerAttention
+from specgen.ops.choices import UNSPLIT_ROWS
 from specgen.ops.jit_modules import Module
 
 _MAX_GROUP = 16  # heads per KV head
@@ -261,7 +262,7 @@ def _prefill_kernels(major: int) -> Kernels:
 
 def _fills(num_sms: int, num_blocks: int, rows: int) -> bool:
     """Whether a block for each sequence and KV head, of ``rows`` query rows, is enough for FA2 without splits."""
-    return num_blocks > num_sms and rows <= 64
+    return num_blocks > num_sms and rows <= UNSPLIT_ROWS
 
 
 def _xqa_name(heads: Heads, rows: int, windowed: bool) -> str:

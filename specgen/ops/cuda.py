@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from specgen.config import require
-from specgen.ops import Map, Ops
+from specgen.ops import Map, Ops, choices
 from specgen.ops.argmax import argmax
+from specgen.ops.choices import Tile
 from specgen.ops.expert_kernels import few_rows_experts
-from specgen.ops.expert_tiles import FLOAT32_TILES, FP8_TILES, MXFP4_TILES, PLAIN_TILES
 from specgen.ops.experts import Experts, ExpertsMap, grouped_experts
 from specgen.ops.fp8_cuda import fp8_gated, fp8_map, fp8_parts
 from specgen.ops.hopper_linear import FEWEST_ROWS, MOST_ROWS, fits, hopper_linear, runs_on
@@ -21,34 +21,10 @@ from specgen.ops.rope import TritonRope
 from specgen.ops.router import sigmoid_choice
 from specgen.ops.router_kernel import fused_choice
 from specgen.ops.row_kernels import TritonEmbedNormConcat, TritonNorm, silu_and_mul
-from specgen.ops.skinny import Tile, skinny_gated_linear, skinny_linear
+from specgen.ops.skinny import skinny_gated_linear, skinny_linear
 from specgen.ops.weight import Weight
 
-# By number of rows, ascending, the first that fits; more rows than in the last go to cuBLAS. Measured on an H100 at the
-# shapes of Llama-3.1-8B, those with blocks of 64 inputs at gpt-oss-20b's.
-_TILES = (
-    Tile(rows=16, block_out=64, block_in=128, stages=6, warps=4, prefetch_bytes=1024),
-    Tile(rows=16, block_out=64, block_in=64, stages=8, warps=4, prefetch_bytes=1024),
-    Tile(rows=64, block_out=64, block_in=128, stages=4, warps=8, prefetch_bytes=512),
-    Tile(rows=64, block_out=64, block_in=64, stages=8, warps=4, prefetch_bytes=0),
-)
-_PARTS_TILES = (
-    Tile(rows=16, block_out=64, block_in=128, stages=6, warps=4, prefetch_bytes=512, parts=2),
-    Tile(rows=64, block_out=64, block_in=128, stages=4, warps=8, prefetch_bytes=512, parts=2),
-)
 _HALF = (torch.bfloat16, torch.float16)
-_FEW = 512  # outputs, such as a router's: the sums must be split further to keep the GPU busy
-_FEW_TILES = (
-    Tile(rows=16, block_out=32, block_in=64, stages=5, warps=4, prefetch_bytes=0, parts=9),
-    Tile(rows=16, block_out=32, block_in=64, stages=4, warps=4, prefetch_bytes=0, parts=8),
-    Tile(rows=64, block_out=32, block_in=64, stages=5, warps=4, prefetch_bytes=0, parts=9, row_blocks=16),
-    Tile(rows=64, block_out=32, block_in=64, stages=4, warps=4, prefetch_bytes=0, parts=8, row_blocks=16),
-)
-_GATED_TILES = (
-    Tile(rows=16, block_out=128, block_in=128, stages=3, warps=8, prefetch_bytes=512),
-    Tile(rows=64, block_out=64, block_in=128, stages=4, warps=4, prefetch_bytes=512),
-    Tile(rows=128, block_out=64, block_in=128, stages=3, warps=8, prefetch_bytes=0),
-)
 
 
 def cuda_ops(dtype: torch.dtype) -> Ops:
@@ -80,7 +56,7 @@ def _linear(dtype: torch.dtype, weight: Weight) -> Map:
         return fp8_map(weight, dtype)
     if dtype not in _HALF:
         return linear(weight)
-    return _by_rows(_TILES, weight, lambda *args: skinny_linear(*args)[0], linear(weight))
+    return _by_rows(choices.LINEAR, weight, lambda *args: skinny_linear(*args)[0], linear(weight))
 
 
 def _linear_parts(dtype: torch.dtype, weight: Weight) -> Map:
@@ -89,7 +65,9 @@ def _linear_parts(dtype: torch.dtype, weight: Weight) -> Map:
     whole = one_part(linear(weight))
     if dtype not in _HALF:
         return whole
-    tiles = _PARTS_TILES if weight.matrix.shape[0] > _FEW else _FEW_TILES
+    tiles = (
+        choices.LINEAR_PARTS if weight.matrix.shape[0] > choices.FEW_OUTPUTS else choices.LINEAR_FEW_OUTPUTS
+    )
     return _by_rows(tiles, weight, skinny_linear, whole)
 
 
@@ -99,7 +77,7 @@ def _gated_linear(dtype: torch.dtype, weight: Weight, out_scale: Tensor | None =
     whole = gated(linear(weight), silu_and_mul)
     if dtype not in _HALF:
         return whole
-    few = _by_rows(_GATED_TILES, weight, skinny_gated_linear, whole, halves=2)
+    few = _by_rows(choices.GATED, weight, skinny_gated_linear, whole, halves=2)
     matrix, bias = weight.matrix, weight.bias
     out, width = matrix.shape
     if dtype != torch.bfloat16 or not runs_on(matrix.device) or not fits(out // 2, width, dtype, gated=True):
@@ -120,18 +98,20 @@ def _experts(dtype: torch.dtype, experts: Experts) -> ExpertsMap:
             dtype == torch.bfloat16,
             f"experts in MXFP4 run in bfloat16 on a GPU, not {name}: use --dtype bfloat16",
         )
-        return few_rows_experts(experts, MXFP4_TILES)
+        return few_rows_experts(experts, choices.EXPERTS_MXFP4)
     if "fp8" in (experts.gate_up.format, experts.down.format):
         few = dtype == torch.float32  # inputs fill the shared memory
-        return few_rows_experts(experts, FP8_TILES[:2] if few else FP8_TILES)
+        return few_rows_experts(experts, choices.EXPERTS_FP8[:2] if few else choices.EXPERTS_FP8)
     experts = replace(
         experts,
         gate_up=replace(experts.gate_up, data=experts.gate_up.data.contiguous()),
         down=replace(experts.down, data=experts.down.data.contiguous()),
     )  # a checkpoint may have them transposed
     if dtype == torch.bfloat16:
-        return few_rows_experts(experts, PLAIN_TILES, grouped_experts(experts))
-    return few_rows_experts(experts, FLOAT32_TILES if dtype == torch.float32 else PLAIN_TILES)
+        return few_rows_experts(experts, choices.EXPERTS_PLAIN, grouped_experts(experts))
+    return few_rows_experts(
+        experts, choices.EXPERTS_FLOAT32 if dtype == torch.float32 else choices.EXPERTS_PLAIN
+    )
 
 
 def _by_rows(
