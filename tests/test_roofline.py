@@ -31,6 +31,7 @@ def test_each_kind_has_the_bound_of_what_it_reads() -> None:
     }
     assert found["products"] == pytest.approx((5000.0, 4000.0, 1.25, "memory"))
     assert found["attention"] == pytest.approx((2000.0, 1000.0, 2.0, "memory"))
+    assert sum(row["time"] for row in rows.values()) == pytest.approx(8000.0), "the whole part"
     assert (rows["other"]["time"], rows["other"]["bound"]) == (pytest.approx(1000.0), None)
     assert kind_rows(8, step(kernels=False), WORKS, DEVICE) == []
 

@@ -14,9 +14,15 @@ from specgen import display
 from specgen.bench.bound import Work
 from specgen.bench.device_speed import DeviceSpeed
 from specgen.bench.output import BenchTable
-from specgen.bench.parts import StepTime
+from specgen.bench.parts import PARTS, StepTime
 from specgen.report.charts import Scatter, Spot
 from specgen.report.table import Column, Row, Table
+
+
+def _digits(number: float | None) -> str:
+    """Three digits that count: of a CPU's speeds few are in front of the point."""
+    return display.DASH if number is None else f"{number:.3g}"
+
 
 KINDS = ("products", "attention", "other")
 _ATTENTION = re.compile(r"mha|xqa|mla|attention|(decode|prefill)with|few_sequences|merge_?states|fmha|flash")
@@ -36,8 +42,8 @@ _ROOFLINE = (
     Column(name="batch"),
     Column(name="part"),
     Column(name="intensity", title="FLOPs per byte", show=display.plain),
-    Column(name="speed", unit="TFLOP/s", show=display.plain),
-    Column(name="roof", unit="TFLOP/s", show=display.plain),
+    Column(name="speed", unit="TFLOP/s", show=_digits),
+    Column(name="roof", unit="TFLOP/s", show=_digits),
 )
 
 
@@ -134,13 +140,14 @@ def _picture(rows: tuple[Row, ...], device: DeviceSpeed) -> Table:
         side="TFLOP/s",
         groups=groups,
         guide=[(left, left * bandwidth), (ridge, peak), (right, peak)],
+        order=PARTS,
         joined=True,
         logarithmic=True,
     )
     return Table(
         title=chart.title,
         note=f"by part, joined in order of batch sizes; the line is the roof: {bandwidth:.3g} TB/s, then {peak:.3g} "
-        "TFLOP/s. Weights of one byte count half, as FP8 is multiplied at twice the speed",
+        "TFLOP/s. Dense weights of one byte count half, as FP8 is multiplied at twice the speed",
         lines=chart,
         columns=_ROOFLINE,
         rows=rows,
