@@ -1,4 +1,4 @@
-"""Time every candidate tile of the experts' kernels on this GPU, for ``specgen/ops/choices.toml``.
+"""Time every candidate tile of the experts' kernels on this GPU, for ``specgen/ops/measured_choices.toml``.
 
     python scripts/tune_experts.py [--shapes gpt-oss-20b] [--rows 1,5]
     python scripts/tune_experts.py --shapes qwen3-30b-a3b-fp8,qwen3-30b-a3b-fp8-dynamic
@@ -16,9 +16,9 @@ import torch
 from specgen.bench.device_speed import copy_bandwidth
 from specgen.bench.expert_layers import SHAPES, ExpertShape, Routes, expert_bytes, touched
 from specgen.bench.timing import num_layers, time_layers
-from specgen.ops.choices import ExpertTile, ExpertTiles
 from specgen.ops.expert_blocks import find_blocks
 from specgen.ops.expert_kernels import LoadedExperts, down, gate_up
+from specgen.ops.measured_choices import ExpertTile, ExpertTiles
 
 Sizes = tuple[int | str, ...]  # block_out, block_in, stages, warps, and "rounds" of a tile that does
 CUDA, DTYPE = torch.device("cuda", 0), torch.bfloat16

@@ -15,8 +15,8 @@ from specgen.attention.workspaces import decode_workspace, num_sms
 from specgen.config import require
 from specgen.kv.layout import Layout
 from specgen.models.layers import LayerAttention
-from specgen.ops.choices import UNSPLIT_ROWS
 from specgen.ops.jit_modules import Module
+from specgen.ops.measured_choices import UNSPLIT_ROWS
 
 _MAX_GROUP = 16  # heads per KV head
 _MAX_QUERY = 32  # rows per sequence: their mask is one word

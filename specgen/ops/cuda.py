@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from specgen.config import require
-from specgen.ops import Map, Ops, choices
+from specgen.ops import Map, Ops, measured_choices
 from specgen.ops.argmax import argmax
-from specgen.ops.choices import Tile
 from specgen.ops.expert_kernels import few_rows_experts
 from specgen.ops.experts import Experts, ExpertsMap, grouped_experts
 from specgen.ops.fp8_cuda import fp8_gated, fp8_map, fp8_parts
 from specgen.ops.hopper_linear import FEWEST_ROWS, MOST_ROWS, fits, hopper_linear, runs_on
+from specgen.ops.measured_choices import Tile
 from specgen.ops.reference import gated, linear, one_part
 from specgen.ops.rope import TritonRope
 from specgen.ops.router import sigmoid_choice
@@ -56,7 +56,7 @@ def _linear(dtype: torch.dtype, weight: Weight) -> Map:
         return fp8_map(weight, dtype)
     if dtype not in _HALF:
         return linear(weight)
-    return _by_rows(choices.LINEAR, weight, lambda *args: skinny_linear(*args)[0], linear(weight))
+    return _by_rows(measured_choices.LINEAR, weight, lambda *args: skinny_linear(*args)[0], linear(weight))
 
 
 def _linear_parts(dtype: torch.dtype, weight: Weight) -> Map:
@@ -66,7 +66,9 @@ def _linear_parts(dtype: torch.dtype, weight: Weight) -> Map:
     if dtype not in _HALF:
         return whole
     tiles = (
-        choices.LINEAR_PARTS if weight.matrix.shape[0] > choices.FEW_OUTPUTS else choices.LINEAR_FEW_OUTPUTS
+        measured_choices.LINEAR_PARTS
+        if weight.matrix.shape[0] > measured_choices.FEW_OUTPUTS
+        else measured_choices.LINEAR_FEW_OUTPUTS
     )
     return _by_rows(tiles, weight, skinny_linear, whole)
 
@@ -77,7 +79,7 @@ def _gated_linear(dtype: torch.dtype, weight: Weight, out_scale: Tensor | None =
     whole = gated(linear(weight), silu_and_mul)
     if dtype not in _HALF:
         return whole
-    few = _by_rows(choices.GATED, weight, skinny_gated_linear, whole, halves=2)
+    few = _by_rows(measured_choices.GATED, weight, skinny_gated_linear, whole, halves=2)
     matrix, bias = weight.matrix, weight.bias
     out, width = matrix.shape
     if dtype != torch.bfloat16 or not runs_on(matrix.device) or not fits(out // 2, width, dtype, gated=True):
@@ -98,19 +100,22 @@ def _experts(dtype: torch.dtype, experts: Experts) -> ExpertsMap:
             dtype == torch.bfloat16,
             f"experts in MXFP4 run in bfloat16 on a GPU, not {name}: use --dtype bfloat16",
         )
-        return few_rows_experts(experts, choices.EXPERTS_MXFP4)
+        return few_rows_experts(experts, measured_choices.EXPERTS_MXFP4)
     if "fp8" in (experts.gate_up.format, experts.down.format):
         few = dtype == torch.float32  # inputs fill the shared memory
-        return few_rows_experts(experts, choices.EXPERTS_FP8[:2] if few else choices.EXPERTS_FP8)
+        return few_rows_experts(
+            experts, measured_choices.EXPERTS_FP8[:2] if few else measured_choices.EXPERTS_FP8
+        )
     experts = replace(
         experts,
         gate_up=replace(experts.gate_up, data=experts.gate_up.data.contiguous()),
         down=replace(experts.down, data=experts.down.data.contiguous()),
     )  # a checkpoint may have them transposed
     if dtype == torch.bfloat16:
-        return few_rows_experts(experts, choices.EXPERTS_PLAIN, grouped_experts(experts))
+        return few_rows_experts(experts, measured_choices.EXPERTS_PLAIN, grouped_experts(experts))
     return few_rows_experts(
-        experts, choices.EXPERTS_FLOAT32 if dtype == torch.float32 else choices.EXPERTS_PLAIN
+        experts,
+        measured_choices.EXPERTS_FLOAT32 if dtype == torch.float32 else measured_choices.EXPERTS_PLAIN,
     )
 
 

@@ -9,13 +9,13 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from specgen.ops.choices import ExpertTile, ExpertTiles
 from specgen.ops.expert_blocks import Blocks, block_of, find_blocks
 from specgen.ops.expert_products import as_words, prefetch, product
 from specgen.ops.experts import Experts, ExpertsMap, Gating
 from specgen.ops.fp8 import GROUP, block_scales
 from specgen.ops.fp8_kernels import rounded_rows
 from specgen.ops.launch import PDL
+from specgen.ops.measured_choices import ExpertTile, ExpertTiles
 from specgen.ops.weight import Weight
 
 

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from specgen.config import require
-from specgen.ops import Map, choices
-from specgen.ops.choices import Fp8Tile
+from specgen.ops import Map, measured_choices
 from specgen.ops.fp8 import block_scales
 from specgen.ops.fp8_kernels import (
     GROUP,
@@ -24,11 +23,12 @@ from specgen.ops.fp8_kernels import (
     rounded_rows,
 )
 from specgen.ops.hopper_linear import MOST_ROWS, MOST_ROWS_OF_SEVERAL_SCALES, fits, hopper_linear, runs_on
+from specgen.ops.measured_choices import Fp8Tile
 from specgen.ops.row_kernels import silu_and_mul_of
 from specgen.ops.weight import Weight
 
 _MANY = 1 << 20  # blocks of rows: any number
-_PARTS = tuple(replace(tile, parts=2, stages=min(tile.stages, 6)) for tile in choices.FP8_LINEAR)
+_PARTS = tuple(replace(tile, parts=2, stages=min(tile.stages, 6)) for tile in measured_choices.FP8_LINEAR)
 
 
 def _any_rows(tiles: tuple[Fp8Tile, ...]) -> tuple[Fp8Tile, ...]:
@@ -37,18 +37,20 @@ def _any_rows(tiles: tuple[Fp8Tile, ...]) -> tuple[Fp8Tile, ...]:
 
 def fp8_map(weight: Weight, dtype: torch.dtype) -> Map:
     """See ``Ops.linear``."""
-    layer = _Layer.build(weight, dtype, choices.FP8_LINEAR + _any_rows(choices.FP8_MANY))
+    layer = _Layer.build(weight, dtype, measured_choices.FP8_LINEAR + _any_rows(measured_choices.FP8_MANY))
     return lambda x: layer.product(x)[0]
 
 
 def fp8_parts(weight: Weight, dtype: torch.dtype) -> Map:
     """See ``Ops.linear_parts``."""
-    return _Layer.build(weight, dtype, _PARTS + _any_rows(choices.FP8_MANY)).product
+    return _Layer.build(weight, dtype, _PARTS + _any_rows(measured_choices.FP8_MANY)).product
 
 
 def fp8_gated(weight: Weight, dtype: torch.dtype, out_scale: Tensor | None = None) -> Map:
     """See ``Ops.gated_linear``; with an ``out_scale`` [1] the result is e4m3."""
-    layer = _Layer.build(weight, dtype, choices.FP8_GATED + _any_rows(choices.FP8_GATED_MANY), halves=2)
+    layer = _Layer.build(
+        weight, dtype, measured_choices.FP8_GATED + _any_rows(measured_choices.FP8_GATED_MANY), halves=2
+    )
     return lambda x: layer.gated(x, out_scale)
 
 
@@ -106,19 +108,19 @@ class _Layer:
         if (
             self.hopper
             and len(self.runs) != 1
-            and choices.FP8_FEW_ROWS < x.shape[0] <= MOST_ROWS_OF_SEVERAL_SCALES
+            and measured_choices.FP8_FEW_ROWS < x.shape[0] <= MOST_ROWS_OF_SEVERAL_SCALES
         ):
             return self._hopper(x)[None]
-        if x.shape[0] <= choices.FP8_FEW_ROWS or self.folded is None:
+        if x.shape[0] <= measured_choices.FP8_FEW_ROWS or self.folded is None:
             tile = self._tile(x)
             return fp8_linear(self._rows(x, tile), self.matrix, self.dtype, tile)
         return self._many(self._rows(x))[None]
 
     def gated(self, x: Tensor, out_scale: Tensor | None) -> Tensor:
         """[rows, in] -> silu(gate) * up [rows, I]."""
-        if self.hopper and choices.FP8_FEW_ROWS < x.shape[0] <= MOST_ROWS:
+        if self.hopper and measured_choices.FP8_FEW_ROWS < x.shape[0] <= MOST_ROWS:
             return self._hopper(x, gated=True, y_scale=out_scale)
-        if x.shape[0] <= choices.FP8_FEW_ROWS or self.folded is None:
+        if x.shape[0] <= measured_choices.FP8_FEW_ROWS or self.folded is None:
             tile = self._tile(x)
             return fp8_gated_linear(self._rows(x, tile), self.matrix, self.dtype, tile, out_scale)
         rows, half = self._rows(x), self.matrix.data.shape[0] // 2

@@ -13,8 +13,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from specgen.ops.choices import Fp8Tile
 from specgen.ops.launch import PDL, prefetch_l2
+from specgen.ops.measured_choices import Fp8Tile
 from specgen.ops.row_kernels import e4m3_scale, silu_mul, to_e4m3
 
 GROUP = 128  # inputs, and outputs of a weight, that share a scale in block FP8

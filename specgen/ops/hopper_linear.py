@@ -19,8 +19,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from specgen.ops.choices import HOPPER
 from specgen.ops.jit_modules import Module
+from specgen.ops.measured_choices import HOPPER
 
 _SOURCE = Path(__file__).with_suffix(".cu")
 _TILES: tuple[int, ...] = tuple(HOPPER["tiles"])

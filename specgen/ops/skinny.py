@@ -7,8 +7,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from specgen.ops.choices import Tile
 from specgen.ops.launch import PDL, prefetch_l2
+from specgen.ops.measured_choices import Tile
 from specgen.ops.row_kernels import silu_mul
 
 

@@ -4,15 +4,17 @@ from pathlib import Path
 
 import pytest
 
-from specgen.ops import choices
-from specgen.ops.choices import ExpertTiles, Tile
+from specgen.ops import measured_choices
+from specgen.ops.measured_choices import ExpertTiles, Tile
 
-TABLES = choices._TABLES
+TABLES = measured_choices._TABLES
 DENSE = {
-    name: getattr(choices, name)
+    name: getattr(measured_choices, name)
     for name in ("LINEAR", "LINEAR_PARTS", "LINEAR_FEW_OUTPUTS", "GATED", "FP8_LINEAR", "FP8_GATED")
 }
-EXPERTS = {name: getattr(choices, f"EXPERTS_{name}") for name in ("PLAIN", "MXFP4", "FP8", "FLOAT32")}
+EXPERTS = {
+    name: getattr(measured_choices, f"EXPERTS_{name}") for name in ("PLAIN", "MXFP4", "FP8", "FLOAT32")
+}
 
 
 def taken(tiles: tuple[Tile, ...], rows: int, matrix: tuple[int, int]) -> Tile | None:
@@ -40,20 +42,20 @@ def test_experts_ascend_in_rows(tiles: tuple[ExpertTiles, ...]) -> None:
 
 
 def test_block_fp8_has_blocks_of_one_scale() -> None:
-    for tiles in choices.EXPERTS_FP8:
+    for tiles in measured_choices.EXPERTS_FP8:
         assert tiles.gate_up.block_in == tiles.down.block_in == 128
-    assert {tile.block_in for tile in (*choices.FP8_MANY, *choices.FP8_GATED_MANY)} == {128}
+    assert {tile.block_in for tile in (*measured_choices.FP8_MANY, *measured_choices.FP8_GATED_MANY)} == {128}
 
 
 @pytest.mark.parametrize(
     ("tiles", "matrix", "rows", "block_in", "stages"),
     [
-        (choices.LINEAR, (4096, 4096), 16, 128, 6),
-        (choices.LINEAR, (4096, 4096), 17, 128, 4),
-        (choices.LINEAR, (2880, 2880), 5, 64, 8),
-        (choices.LINEAR_FEW_OUTPUTS, (32, 2880), 40, 64, 5),
-        (choices.GATED, (14336, 4096), 128, 128, 3),
-        (choices.FP8_LINEAR, (4096, 4096), 33, 256, 4),
+        (measured_choices.LINEAR, (4096, 4096), 16, 128, 6),
+        (measured_choices.LINEAR, (4096, 4096), 17, 128, 4),
+        (measured_choices.LINEAR, (2880, 2880), 5, 64, 8),
+        (measured_choices.LINEAR_FEW_OUTPUTS, (32, 2880), 40, 64, 5),
+        (measured_choices.GATED, (14336, 4096), 128, 128, 3),
+        (measured_choices.FP8_LINEAR, (4096, 4096), 33, 256, 4),
     ],
 )
 def test_matrices_take_the_tiles_that_they_were_measured_with(
@@ -65,12 +67,14 @@ def test_matrices_take_the_tiles_that_they_were_measured_with(
 
 
 def test_more_rows_go_to_other_kernels() -> None:
-    assert taken(choices.LINEAR, 65, (4096, 4096)) is None
-    assert choices.FP8_LINEAR[-1].most_rows == choices.FP8_FEW_ROWS, "every number of rows has a kernel"
-    assert choices.HOPPER["fewest_rows"] == choices.LINEAR[-1].most_rows + 1
-    assert choices.HOPPER["most_rows"] == max(choices.HOPPER["tiles"])
+    assert taken(measured_choices.LINEAR, 65, (4096, 4096)) is None
+    assert measured_choices.FP8_LINEAR[-1].most_rows == measured_choices.FP8_FEW_ROWS, (
+        "every number of rows has a kernel"
+    )
+    assert measured_choices.HOPPER["fewest_rows"] == measured_choices.LINEAR[-1].most_rows + 1
+    assert measured_choices.HOPPER["most_rows"] == max(measured_choices.HOPPER["tiles"])
 
 
 def test_kernels_hold_no_tables_of_their_own() -> None:
-    folder = Path(choices.__file__).parent
+    folder = Path(measured_choices.__file__).parent
     assert [file.name for file in folder.glob("*.py") if "stages=4" in file.read_text()] == []

@@ -1,7 +1,7 @@
-"""The measured choices: which tiles a product takes for how many rows. They are data, in ``choices.toml`` beside this.
+"""The measured choices: which tiles a product takes for how many rows.
 
-Each table of that file says on which GPU and shapes it was measured. Whoever reads a table takes its first entry that
-fits the weight and the number of rows.
+They are data, in ``measured_choices.toml`` beside this; each table says on which GPU and shapes it was measured.
+Whoever reads a table takes its first entry that fits the weight and the number of rows.
 """
 
 import tomllib
