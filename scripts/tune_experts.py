@@ -1,4 +1,4 @@
-"""Time every candidate tile of the experts' kernels on this GPU, for ``specgen/ops/expert_tiles.py``.
+"""Time every candidate tile of the experts' kernels on this GPU, for ``specgen/ops/measured_choices.toml``.
 
     python scripts/tune_experts.py [--shapes gpt-oss-20b] [--rows 1,5]
     python scripts/tune_experts.py --shapes qwen3-30b-a3b-fp8,qwen3-30b-a3b-fp8-dynamic
@@ -17,7 +17,8 @@ from specgen.bench.device_speed import copy_bandwidth
 from specgen.bench.expert_layers import SHAPES, ExpertShape, Routes, expert_bytes, touched
 from specgen.bench.timing import num_layers, time_layers
 from specgen.ops.expert_blocks import find_blocks
-from specgen.ops.expert_kernels import ExpertTiles, LoadedExperts, Tile, down, gate_up
+from specgen.ops.expert_kernels import LoadedExperts, down, gate_up
+from specgen.ops.measured_choices import ExpertTile, ExpertTiles
 
 Sizes = tuple[int | str, ...]  # block_out, block_in, stages, warps, and "rounds" of a tile that does
 CUDA, DTYPE = torch.device("cuda", 0), torch.bfloat16
@@ -101,9 +102,11 @@ FP8: dict[int, tuple[tuple[Sizes, ...], tuple[Sizes, ...]]] = {
 }
 
 
-def tile(sizes: Sizes) -> Tile:
+def tile(sizes: Sizes) -> ExpertTile:
     block_out, block_in, stages, warps = map(int, sizes[:4])
-    return Tile(block_out=block_out, block_in=block_in, stages=stages, warps=warps, rounds="rounds" in sizes)
+    return ExpertTile(
+        block_out=block_out, block_in=block_in, stages=stages, warps=warps, rounds="rounds" in sizes
+    )
 
 
 def candidates(shape: ExpertShape, rows: int) -> Iterator[tuple[int, tuple[Sizes, ...], tuple[Sizes, ...]]]:

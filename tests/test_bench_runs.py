@@ -134,6 +134,8 @@ def test_parts_do_together_what_the_step_does() -> None:
         assert list(parts) == ["verify", "accept", "KV fill", "draft loop"][: 4 if k else 2]
         assert parts.pop("accept") == Work(num_bytes=2 * (k + 1) * 7 * 2, flops=0)
         assert sum(work.num_bytes for work in parts.values()) == SIZES.step(k, batch=2, context=10.5)
+        assert parts["verify"].without_cache.num_bytes == 1000, "the weights, and the rest is the cache"
+        assert parts["verify"].cache.num_bytes == 2 * SIZES.target_kv.at(10.5)
     assert parts["verify"].flops == 2 * (1000 / 2) * 2 * 5
     assert parts["KV fill"].flops == 2 * (100 / 2) * 2 * 5  # for all rows of verification
     assert parts["draft loop"].flops == 2 * (4 * 60 / 2) * 2

@@ -279,3 +279,7 @@ def test_parts_are_told_apart_on_a_gpu(graphs: str) -> None:
         assert sum(times.values()) == pytest.approx(2 * times["step"])
         assert all(times[part] > 0 for part in PARTS)
         assert times["verify"] > times["KV fill"]
+        kinds = [row for row in document["details"]["By kind of kernel"] if row["batch"] == batch]
+        verify = {row["kind"]: row for row in kinds if row["part"] == "verify"}
+        assert 1e-3 * sum(row["time"] for row in verify.values()) == pytest.approx(times["verify"])
+        assert {kind for kind, row in verify.items() if row["bound"]} == {"products", "attention"}

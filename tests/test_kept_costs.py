@@ -244,10 +244,11 @@ def test_the_source_of_this_package_is_part_of_the_key(
     monkeypatch.setattr(kept_costs, "files", lambda package: tmp_path)
     (tmp_path / "a").mkdir()
     seen = set()
-    for name, text in (("a/b.py", "1"), ("a/b.py", "2"), ("a/c.py", "2"), ("a/e.cu", "2"), ("a/d.txt", "2")):
+    first = ("a/b.py", "1")
+    for name, text in (first, *((f"a/{name}", "2") for name in ("b.py", "c.py", "e.cu", "f.toml", "d.txt"))):
         (tmp_path / name).write_text(text)
         seen.add(kept_costs._source())
-    assert len(seen) == 4, "and nothing else is"
+    assert len(seen) == 5, "and nothing else is"
 
 
 def test_an_engine_takes_what_is_kept(

@@ -18,6 +18,7 @@ from specgen.kv.layout import Layout
 from specgen.models.layers import LayerAttention
 from specgen.ops import Rope
 from specgen.ops.jit_modules import Module
+from specgen.ops.measured_choices import UNSPLIT_ROWS
 
 _MAX_GROUP = 16  # heads per KV head
 _MAX_QUERY = 32  # rows per sequence: their mask is one word
@@ -277,7 +278,7 @@ def _prefill_kernels(major: int) -> Kernels:
 
 def _fills(num_sms: int, num_blocks: int, rows: int) -> bool:
     """Whether a block for each sequence and KV head, of ``rows`` query rows, is enough for FA2 without splits."""
-    return num_blocks > num_sms and rows <= 64
+    return num_blocks > num_sms and rows <= UNSPLIT_ROWS
 
 
 def _xqa_name(heads: Heads, rows: int, windowed: bool) -> str:

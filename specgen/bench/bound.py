@@ -20,9 +20,24 @@ class Work:
 
     num_bytes: float
     flops: float  # of matrix products, without attention
+    cache_bytes: float = 0.0  # of num_bytes, those of the KV cache
 
     def __add__(self, other: "Work") -> "Work":
-        return Work(num_bytes=self.num_bytes + other.num_bytes, flops=self.flops + other.flops)
+        return Work(
+            num_bytes=self.num_bytes + other.num_bytes,
+            flops=self.flops + other.flops,
+            cache_bytes=self.cache_bytes + other.cache_bytes,
+        )
+
+    @property
+    def cache(self) -> "Work":
+        """Attention's: reading the KV cache."""
+        return Work(num_bytes=self.cache_bytes, flops=0.0, cache_bytes=self.cache_bytes)
+
+    @property
+    def without_cache(self) -> "Work":
+        """The products', which read the weights."""
+        return Work(num_bytes=self.num_bytes - self.cache_bytes, flops=self.flops)
 
     def seconds(self, device: DeviceSpeed) -> float:
         """Reading and computing overlap, so the longer one counts."""
@@ -144,7 +159,8 @@ class StepBytes:
         k, rows = num_spec_tokens, batch * (num_spec_tokens + 1)
 
         def work(weights: float, cache: float, rows_each: int) -> Work:
-            return Work(num_bytes=weights + cache, flops=2 * weights / self.bytes_per_value * rows_each)
+            flops = 2 * weights / self.bytes_per_value * rows_each
+            return Work(num_bytes=weights + cache, flops=flops, cache_bytes=cache)
 
         parts = {
             "verify": work(self.target, batch * self.target_kv.at(context), rows)

@@ -13,6 +13,7 @@ from specgen.bench.marks import DeviceMarker, HostMarker, Marker, Window
 from specgen.bench.matrices import RANDOM, Workload
 from specgen.bench.output import BenchTable
 from specgen.bench.parts import Marked, StepTime, split
+from specgen.bench.roofline import with_roofline
 from specgen.bench.step_table import empty_table, step_rows, with_kernels
 from specgen.bench.workload import kv_bytes, make_prompts
 from specgen.config import EngineConfig, require
@@ -94,6 +95,7 @@ def explain(job: StepJob) -> Iterator[BenchTable]:
             notes = _notes(batch, found, sizes, batch * (k + 1), bandwidth)
             table = replace(table, rows=(*table.rows, *rows), notes=(*table.notes, *notes))
             table = with_kernels(table, batch, found.time)
+            table = with_roofline(table, batch, found.time, works, device)
         free_memory()
         yield table
 

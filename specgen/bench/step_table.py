@@ -100,10 +100,11 @@ def with_kernels(table: BenchTable, batch: int, time: StepTime) -> BenchTable:
     )
     if not rows:
         return table
-    before = table.details[0].rows if table.details else ()
     title, note = (
         "By kernel",
         "time a step that no earlier kernel overlaps; those of less than 0.5 % are left out",
     )
-    kernels = Table(title=title, note=note, columns=_KERNELS, rows=(*before, *rows), num_keys=3)
-    return replace(table, details=(kernels,))
+    details = {each.title: each for each in table.details}
+    before = details[title].rows if title in details else ()
+    details[title] = Table(title=title, note=note, columns=_KERNELS, rows=(*before, *rows), num_keys=3)
+    return replace(table, details=tuple(details.values()))

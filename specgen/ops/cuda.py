@@ -9,48 +9,30 @@ import torch
 from torch import Tensor
 
 from specgen.config import require
-from specgen.ops import Map, Ops
+from specgen.ops import Map, Ops, measured_choices
 from specgen.ops.argmax import argmax
 from specgen.ops.cuda_source import runs_on
 from specgen.ops.expert_kernels import few_rows_experts
-from specgen.ops.expert_tiles import FLOAT32_TILES, FP8_TILES, MXFP4_TILES, PLAIN_TILES
 from specgen.ops.experts import Experts, ExpertsMap, grouped_experts
 from specgen.ops.fp8_cuda import fp8_gated, fp8_map, fp8_parts
-from specgen.ops.hopper_linear import FEWEST_ROWS, MOST_ROWS, fits, hopper_linear, hopper_linear_parts
+from specgen.ops.hopper_linear import (
+    FEWEST_ROWS,
+    MOST_ROWS,
+    MOST_ROWS_OF_PARTS,
+    fits,
+    hopper_linear,
+    hopper_linear_parts,
+)
+from specgen.ops.measured_choices import Tile
 from specgen.ops.reference import gated, linear, one_part
 from specgen.ops.rope import TritonRope
 from specgen.ops.router import sigmoid_choice
 from specgen.ops.router_kernel import fused_choice
 from specgen.ops.row_kernels import TritonEmbedNormConcat, TritonNorm, silu_and_mul
-from specgen.ops.skinny import Tile, skinny_gated_linear, skinny_linear
+from specgen.ops.skinny import skinny_gated_linear, skinny_linear
 from specgen.ops.weight import Weight
 
-# By number of rows, ascending, the first that fits; more rows than in the last go to cuBLAS. Measured on an H100 at the
-# shapes of Llama-3.1-8B, those with blocks of 64 inputs at gpt-oss-20b's.
-_TILES = (
-    Tile(rows=16, block_out=64, block_in=128, stages=6, warps=4, prefetch_bytes=1024),
-    Tile(rows=16, block_out=64, block_in=64, stages=8, warps=4, prefetch_bytes=1024),
-    Tile(rows=64, block_out=64, block_in=128, stages=4, warps=8, prefetch_bytes=512),
-    Tile(rows=64, block_out=64, block_in=64, stages=8, warps=4, prefetch_bytes=0),
-)
-_PARTS_TILES = (
-    Tile(rows=16, block_out=64, block_in=128, stages=6, warps=4, prefetch_bytes=512, parts=2),
-    Tile(rows=64, block_out=64, block_in=128, stages=4, warps=8, prefetch_bytes=512, parts=2),
-)
-_MOST_PARTS_ROWS = 128  # to which parts of K on Hopper beat cuBLAS: a step of 96 rows of an 8B model by 1.5 %
 _HALF = (torch.bfloat16, torch.float16)
-_FEW = 512  # outputs, such as a router's: the sums must be split further to keep the GPU busy
-_FEW_TILES = (
-    Tile(rows=16, block_out=32, block_in=64, stages=5, warps=4, prefetch_bytes=0, parts=9),
-    Tile(rows=16, block_out=32, block_in=64, stages=4, warps=4, prefetch_bytes=0, parts=8),
-    Tile(rows=64, block_out=32, block_in=64, stages=5, warps=4, prefetch_bytes=0, parts=9, row_blocks=16),
-    Tile(rows=64, block_out=32, block_in=64, stages=4, warps=4, prefetch_bytes=0, parts=8, row_blocks=16),
-)
-_GATED_TILES = (
-    Tile(rows=16, block_out=128, block_in=128, stages=3, warps=8, prefetch_bytes=512),
-    Tile(rows=64, block_out=64, block_in=128, stages=4, warps=4, prefetch_bytes=512),
-    Tile(rows=128, block_out=64, block_in=128, stages=3, warps=8, prefetch_bytes=0),
-)
 
 
 def cuda_ops(dtype: torch.dtype) -> Ops:
@@ -82,7 +64,7 @@ def _linear(dtype: torch.dtype, weight: Weight) -> Map:
         return fp8_map(weight, dtype)
     if dtype not in _HALF:
         return linear(weight)
-    return _by_rows(_TILES, weight, lambda *args: skinny_linear(*args)[0], linear(weight))
+    return _by_rows(measured_choices.LINEAR, weight, lambda *args: skinny_linear(*args)[0], linear(weight))
 
 
 def _linear_parts(dtype: torch.dtype, weight: Weight) -> Map:
@@ -92,7 +74,8 @@ def _linear_parts(dtype: torch.dtype, weight: Weight) -> Map:
     if dtype not in _HALF:
         return whole
     matrix, bias = weight.matrix, weight.bias
-    tiles = _PARTS_TILES if matrix.shape[0] > _FEW else _FEW_TILES
+    many = matrix.shape[0] > measured_choices.FEW_OUTPUTS
+    tiles = measured_choices.LINEAR_PARTS if many else measured_choices.LINEAR_FEW_OUTPUTS
     few = _by_rows(tiles, weight, skinny_linear, whole)
     if (
         dtype != torch.bfloat16
@@ -102,7 +85,7 @@ def _linear_parts(dtype: torch.dtype, weight: Weight) -> Map:
         return few
 
     def product(x: Tensor) -> Tensor:
-        if FEWEST_ROWS <= x.shape[0] <= _MOST_PARTS_ROWS:
+        if FEWEST_ROWS <= x.shape[0] <= MOST_ROWS_OF_PARTS:
             return hopper_linear_parts(x, matrix, bias)
         return few(x)
 
@@ -115,7 +98,7 @@ def _gated_linear(dtype: torch.dtype, weight: Weight, out_scale: Tensor | None =
     whole = gated(linear(weight), silu_and_mul)
     if dtype not in _HALF:
         return whole
-    few = _by_rows(_GATED_TILES, weight, skinny_gated_linear, whole, halves=2)
+    few = _by_rows(measured_choices.GATED, weight, skinny_gated_linear, whole, halves=2)
     matrix, bias = weight.matrix, weight.bias
     out, width = matrix.shape
     if dtype != torch.bfloat16 or not runs_on(matrix.device) or not fits(out // 2, width, dtype, gated=True):
@@ -136,18 +119,23 @@ def _experts(dtype: torch.dtype, experts: Experts) -> ExpertsMap:
             dtype == torch.bfloat16,
             f"experts in MXFP4 run in bfloat16 on a GPU, not {name}: use --dtype bfloat16",
         )
-        return few_rows_experts(experts, MXFP4_TILES)
+        return few_rows_experts(experts, measured_choices.EXPERTS_MXFP4)
     if "fp8" in (experts.gate_up.format, experts.down.format):
         few = dtype == torch.float32  # inputs fill the shared memory
-        return few_rows_experts(experts, FP8_TILES[:2] if few else FP8_TILES)
+        return few_rows_experts(
+            experts, measured_choices.EXPERTS_FP8[:2] if few else measured_choices.EXPERTS_FP8
+        )
     experts = replace(
         experts,
         gate_up=replace(experts.gate_up, data=experts.gate_up.data.contiguous()),
         down=replace(experts.down, data=experts.down.data.contiguous()),
     )  # a checkpoint may have them transposed
     if dtype == torch.bfloat16:
-        return few_rows_experts(experts, PLAIN_TILES, grouped_experts(experts))
-    return few_rows_experts(experts, FLOAT32_TILES if dtype == torch.float32 else PLAIN_TILES)
+        return few_rows_experts(experts, measured_choices.EXPERTS_PLAIN, grouped_experts(experts))
+    return few_rows_experts(
+        experts,
+        measured_choices.EXPERTS_FLOAT32 if dtype == torch.float32 else measured_choices.EXPERTS_PLAIN,
+    )
 
 
 def _by_rows(

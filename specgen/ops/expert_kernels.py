@@ -15,30 +15,8 @@ from specgen.ops.experts import Experts, ExpertsMap, Gating
 from specgen.ops.fp8 import GROUP, block_scales
 from specgen.ops.fp8_kernels import rounded_rows
 from specgen.ops.launch import PDL
+from specgen.ops.measured_choices import ExpertTile, ExpertTiles
 from specgen.ops.weight import Weight
-
-
-@dataclass(frozen=True, kw_only=True)
-class Tile:
-    """A program computes ``block_out`` outputs of a block of rows; of gate and of up as many each."""
-
-    block_out: int
-    block_in: int  # MXFP4, and FP8 by block: 128
-    stages: int  # blocks of the weight in flight
-    warps: int
-    rounds: bool = (
-        False  # FP8 by block: each program rounds its inputs, which no kernel has to do in front of it
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class ExpertTiles:
-    """The two products for at most ``most`` rows per expert on average, in blocks of ``rows`` rows of an expert."""
-
-    most: float
-    rows: int
-    gate_up: Tile
-    down: Tile
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +52,7 @@ class Matrices:
             input_scale=weight.input_scale,
         )
 
-    def inputs(self, x: Tensor, tile: Tile) -> tuple[Tensor, Tensor | None, int]:
+    def inputs(self, x: Tensor, tile: ExpertTile) -> tuple[Tensor, Tensor | None, int]:
         """``x`` [n, in] as ``product`` takes it with ``tile``, its scales, and how many are each row's."""
         grouped = self.activations == "group"
         if self.activations is None or self.activations == "static" or (grouped and tile.rounds):
@@ -212,7 +190,9 @@ def _down_kernel(
     tl.store(y + index[:, None], weighted.to(dtype), inside[None, :] & (index[:, None] < num_out))
 
 
-def gate_up(x: Tensor, matrices: Matrices, gating: Gating, blocks: Blocks, rows: int, tile: Tile) -> Tensor:
+def gate_up(
+    x: Tensor, matrices: Matrices, gating: Gating, blocks: Blocks, rows: int, tile: ExpertTile
+) -> Tensor:
     """``x`` [rows, H] through gate and up of each row's experts: gated [rows * k, I], by pair (see ``Blocks``)."""
     y = x.new_empty(blocks.ids.numel(), matrices.num_out // 2)
     (data, x_scale, x_step), limit = matrices.inputs(x, tile), gating.limit
@@ -226,7 +206,9 @@ def gate_up(x: Tensor, matrices: Matrices, gating: Gating, blocks: Blocks, rows:
     return y
 
 
-def down(gated: Tensor, matrices: Matrices, weights: Tensor, blocks: Blocks, rows: int, tile: Tile) -> Tensor:
+def down(
+    gated: Tensor, matrices: Matrices, weights: Tensor, blocks: Blocks, rows: int, tile: ExpertTile
+) -> Tensor:
     """``gated`` [rows * k, I] through down, times ``weights`` [rows, k]: a part for each slot, [k, rows, H]."""
     num_rows, k = weights.shape
     y = gated.new_empty(k, num_rows, matrices.num_out)
@@ -239,7 +221,7 @@ def down(gated: Tensor, matrices: Matrices, weights: Tensor, blocks: Blocks, row
     return y
 
 
-def _constants(matrices: Matrices, blocks: Blocks, rows: int, tile: Tile) -> dict[str, Any]:
+def _constants(matrices: Matrices, blocks: Blocks, rows: int, tile: ExpertTile) -> dict[str, Any]:
     grouped, k = matrices.activations == "group", blocks.ids.shape[1]
     assert not grouped or (tile.block_in == GROUP and GROUP % tile.block_out == 0), tile
     return {

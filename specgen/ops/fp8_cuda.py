@@ -12,70 +12,46 @@ import torch
 from torch import Tensor
 
 from specgen.config import require
-from specgen.ops import Map
+from specgen.ops import Map, measured_choices
 from specgen.ops.cuda_source import runs_on
 from specgen.ops.fp8 import block_scales
 from specgen.ops.fp8_kernels import (
     GROUP,
     Fp8Matrix,
     Fp8Rows,
-    Fp8Tile,
     fp8_gated_linear,
     fp8_linear,
     rounded_rows,
 )
-from specgen.ops.hopper_linear import MOST_ROWS, fits, hopper_linear
+from specgen.ops.hopper_linear import MOST_ROWS, MOST_ROWS_OF_SEVERAL_SCALES, fits, hopper_linear
+from specgen.ops.measured_choices import Fp8Tile
 from specgen.ops.row_kernels import silu_and_mul_of
 from specgen.ops.weight import Weight
 
-_FEW = 64  # rows; more go to torch's products
 _MANY = 1 << 20  # blocks of rows: any number
-_MOST_SCALES_ROWS = 384  # of outputs with several scales; for more torch's product is faster
-# By number of rows, ascending, the first that fits.
-_TILES = (
-    Fp8Tile(rows=16, block_out=64, block_in=256, stages=6, warps=4, prefetch_bytes=512, rounds=True),
-    Fp8Tile(rows=16, block_out=64, block_in=256, stages=6, warps=4, prefetch_bytes=512),
-    Fp8Tile(rows=16, block_out=64, block_in=128, stages=8, warps=4, prefetch_bytes=512, rounds=True),
-    Fp8Tile(rows=16, block_out=64, block_in=128, stages=8, warps=4, prefetch_bytes=512),
-    Fp8Tile(rows=32, block_out=64, block_in=256, stages=4, warps=4, prefetch_bytes=512),
-    Fp8Tile(rows=32, block_out=64, block_in=128, stages=6, warps=4, prefetch_bytes=512),
-    Fp8Tile(rows=64, block_out=64, block_in=256, stages=4, warps=4, prefetch_bytes=512),
-    Fp8Tile(rows=64, block_out=64, block_in=128, stages=6, warps=4, prefetch_bytes=512),
-)
-_PARTS_TILES = tuple(replace(tile, parts=2, stages=min(tile.stages, 6)) for tile in _TILES)
-_GATED_TILES = (
-    Fp8Tile(rows=16, block_out=64, block_in=256, stages=4, warps=4, rounds=True),
-    Fp8Tile(rows=16, block_out=64, block_in=256, stages=4, warps=4),
-    Fp8Tile(rows=16, block_out=64, block_in=128, stages=3, warps=4, prefetch_bytes=512, rounds=True),
-    Fp8Tile(rows=16, block_out=64, block_in=128, stages=3, warps=4, prefetch_bytes=512),
-    Fp8Tile(rows=32, block_out=64, block_in=256, stages=4, warps=4, prefetch_bytes=512),
-    Fp8Tile(rows=64, block_out=64, block_in=256, stages=4, warps=4, prefetch_bytes=512),
-    Fp8Tile(rows=64, block_out=64, block_in=128, stages=3, warps=4, prefetch_bytes=512),
-)
-_MANY_TILES = (
-    Fp8Tile(rows=128, block_out=128, block_in=128, stages=4, warps=8, row_blocks=_MANY),
-    Fp8Tile(rows=128, block_out=64, block_in=128, stages=4, warps=4, row_blocks=_MANY),
-)
-_GATED_MANY_TILES = (
-    Fp8Tile(rows=64, block_out=128, block_in=128, stages=3, warps=8, row_blocks=_MANY),
-    Fp8Tile(rows=64, block_out=64, block_in=128, stages=3, warps=4, row_blocks=_MANY),
-)
+_PARTS = tuple(replace(tile, parts=2, stages=min(tile.stages, 6)) for tile in measured_choices.FP8_LINEAR)
+
+
+def _any_rows(tiles: tuple[Fp8Tile, ...]) -> tuple[Fp8Tile, ...]:
+    return tuple(replace(tile, row_blocks=_MANY) for tile in tiles)
 
 
 def fp8_map(weight: Weight, dtype: torch.dtype) -> Map:
     """See ``Ops.linear``."""
-    layer = _Layer.build(weight, dtype, _TILES + _MANY_TILES)
+    layer = _Layer.build(weight, dtype, measured_choices.FP8_LINEAR + _any_rows(measured_choices.FP8_MANY))
     return lambda x: layer.product(x)[0]
 
 
 def fp8_parts(weight: Weight, dtype: torch.dtype) -> Map:
     """See ``Ops.linear_parts``."""
-    return _Layer.build(weight, dtype, _PARTS_TILES + _MANY_TILES).product
+    return _Layer.build(weight, dtype, _PARTS + _any_rows(measured_choices.FP8_MANY)).product
 
 
 def fp8_gated(weight: Weight, dtype: torch.dtype, out_scale: Tensor | None = None) -> Map:
     """See ``Ops.gated_linear``; with an ``out_scale`` [1] the result is e4m3."""
-    layer = _Layer.build(weight, dtype, _GATED_TILES + _GATED_MANY_TILES, halves=2)
+    layer = _Layer.build(
+        weight, dtype, measured_choices.FP8_GATED + _any_rows(measured_choices.FP8_GATED_MANY), halves=2
+    )
     return lambda x: layer.gated(x, out_scale)
 
 
@@ -130,18 +106,22 @@ class _Layer:
 
     def product(self, x: Tensor) -> Tensor:
         """[rows, in] -> [parts, rows, out]."""
-        if self.hopper and len(self.runs) != 1 and _FEW < x.shape[0] <= _MOST_SCALES_ROWS:
+        if (
+            self.hopper
+            and len(self.runs) != 1
+            and measured_choices.FP8_FEW_ROWS < x.shape[0] <= MOST_ROWS_OF_SEVERAL_SCALES
+        ):
             return self._hopper(x)[None]
-        if x.shape[0] <= _FEW or self.folded is None:
+        if x.shape[0] <= measured_choices.FP8_FEW_ROWS or self.folded is None:
             tile = self._tile(x)
             return fp8_linear(self._rows(x, tile), self.matrix, self.dtype, tile)
         return self._many(self._rows(x))[None]
 
     def gated(self, x: Tensor, out_scale: Tensor | None) -> Tensor:
         """[rows, in] -> silu(gate) * up [rows, I]."""
-        if self.hopper and _FEW < x.shape[0] <= MOST_ROWS:
+        if self.hopper and measured_choices.FP8_FEW_ROWS < x.shape[0] <= MOST_ROWS:
             return self._hopper(x, gated=True, y_scale=out_scale)
-        if x.shape[0] <= _FEW or self.folded is None:
+        if x.shape[0] <= measured_choices.FP8_FEW_ROWS or self.folded is None:
             tile = self._tile(x)
             return fp8_gated_linear(self._rows(x, tile), self.matrix, self.dtype, tile, out_scale)
         rows, half = self._rows(x), self.matrix.data.shape[0] // 2

@@ -16,13 +16,16 @@ from torch import Tensor
 
 from specgen.ops.cuda_source import compiled, current_stream, pointers, source_spec
 from specgen.ops.jit_modules import Module
+from specgen.ops.measured_choices import HOPPER
 
 _SOURCE = Path(__file__).with_suffix(".cu")
-_TILES = (96, 128, 160, 192)  # rows, for each of which it is compiled
+_TILES: tuple[int, ...] = tuple(HOPPER["tiles"])
 _OUT = 128  # rows of a weight that a block reads
 Kind = Literal["bf16", "fp8"]
-FEWEST_ROWS = 65  # fewer are faster in kernels that read them less
-MOST_ROWS = _TILES[-1]
+FEWEST_ROWS: int = HOPPER["fewest_rows"]
+MOST_ROWS: int = HOPPER["most_rows"]
+MOST_ROWS_OF_SEVERAL_SCALES: int = HOPPER["most_rows_of_several_scales"]
+MOST_ROWS_OF_PARTS: int = HOPPER["most_rows_of_parts"]
 _MOST_PARTS = 4
 
 

@@ -1,8 +1,6 @@
 # mypy: allow-untyped-decorators
 """A Triton kernel for few rows times a large matrix, limited by how fast the matrix can be read."""
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
@@ -10,29 +8,8 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from specgen.ops.launch import PDL, prefetch_l2
+from specgen.ops.measured_choices import Tile
 from specgen.ops.row_kernels import silu_mul
-
-
-@dataclass(frozen=True, kw_only=True)
-class Tile:
-    """How a product is tiled: a program computes ``block_out`` outputs of ``rows`` rows, or a split-K part of them."""
-
-    rows: int
-    block_out: int
-    block_in: int
-    stages: int  # blocks of the weight in flight
-    warps: int
-    prefetch_bytes: int  # of each weight row, loaded before the inputs are ready
-    parts: int = 1  # into which K, the input dimension, is split
-    row_blocks: int = 1  # at most; each reads the weight, which should be small for more than one
-
-    @property
-    def most_rows(self) -> int:
-        return self.rows * self.row_blocks
-
-    def fits(self, num_out: int, width: int) -> bool:
-        """Whether a matrix [num_out, width] consists of whole blocks."""
-        return num_out % self.block_out == 0 and width % (self.parts * self.block_in) == 0
 
 
 @triton.jit

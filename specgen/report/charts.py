@@ -28,8 +28,10 @@ def lengths(num_spec_tokens: int) -> Ticks:
     return range(1, num_spec_tokens + 1 + step, step)
 
 
-def fraction(ticks: Ticks, number: float) -> float:
-    """The position of ``number`` between the ends of ``ticks``, 0 to 1."""
+def fraction(ticks: Ticks, number: float, *, logarithmic: bool = False) -> float:
+    """The position of ``number`` between the ends of ``ticks``, 0 to 1; all above 0 if ``logarithmic``."""
+    if logarithmic:
+        return math.log(number / ticks[0]) / math.log(ticks[-1] / ticks[0])
     return (number - ticks[0]) / (ticks[-1] - ticks[0])
 
 
@@ -111,7 +113,7 @@ class Scatter(Chart):
     """Points by group over two numbers: y on the axis ``ticks``, x on ``across``, with their labels.
 
     ``joined`` connects the points of a group in their order. ``guide`` is a line through (x, y) behind them: where
-    both are equal, or the best that was reached.
+    both are equal, or the best that was reached. Both axes may be ``logarithmic``.
     """
 
     across: Ticks
@@ -120,6 +122,7 @@ class Scatter(Chart):
     groups: Mapping[str, Sequence[Spot]]
     joined: bool = False
     guide: Sequence[tuple[float, float]] = ()
+    logarithmic: bool = False
     order: Sequence[str] = ()
 
     @property

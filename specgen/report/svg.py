@@ -108,7 +108,12 @@ def _draw_line(chart: Lines, name: str, seen: Sequence[tuple[float, Point]]) -> 
 
 def _height(chart: Lines | Scatter, number: float | None) -> float:
     assert number is not None
-    return _HEIGHT - _BOTTOM - fraction(chart.ticks, number) * (_HEIGHT - _BOTTOM - _TOP)
+    logarithmic = isinstance(chart, Scatter) and chart.logarithmic
+    return (
+        _HEIGHT
+        - _BOTTOM
+        - fraction(chart.ticks, number, logarithmic=logarithmic) * (_HEIGHT - _BOTTOM - _TOP)
+    )
 
 
 def _apart(heights: Sequence[float]) -> list[float]:
@@ -131,7 +136,8 @@ def _draw_scatter(chart: Scatter) -> Iterator[Markup]:
     width = _WIDTH - _LEFT - _RIGHT
 
     def place(x: float, y: float) -> tuple[float, float]:
-        return _LEFT + fraction(chart.across, x) * width, _height(chart, y)
+        across = fraction(chart.across, x, logarithmic=chart.logarithmic)
+        return _LEFT + across * width, _height(chart, y)
 
     yield from _draw_levels(chart, width)
     for tick in chart.across:

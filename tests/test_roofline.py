@@ -1,0 +1,90 @@
+"""The step bench by kind of kernel, and its roofline."""
+
+from dataclasses import replace
+
+import pytest
+
+from specgen.bench.bound import Work
+from specgen.bench.device_speed import DeviceSpeed
+from specgen.bench.parts import PARTS, KernelTime, StepTime
+from specgen.bench.roofline import kind_of, kind_rows, roofline_rows, with_roofline
+from specgen.bench.step_table import empty_table, with_kernels
+
+DEVICE = DeviceSpeed(bytes_per_second=1e12, flops_per_second=1e14)
+WORKS = {
+    "verify": Work(num_bytes=5e9, flops=4e11, cache_bytes=1e9),
+    "accept": Work(num_bytes=1e6, flops=0.0),
+}
+
+
+def step(*, kernels: bool) -> StepTime:
+    names = {"_skinny_kernel": 4e-3, "nvjet_tst_64x8": 1e-3, "kernel_mha": 2e-3, "_add_norm_kernel": 1e-3}
+    found = tuple(KernelTime(part="verify", name=name, seconds=time, calls=1) for name, time in names.items())
+    parts = {**dict.fromkeys(PARTS, 0.0), "verify": 8e-3, "accept": 1e-3}
+    return StepTime(parts=parts, idle=0.0, kernels=found if kernels else ())
+
+
+def test_each_kind_has_the_bound_of_what_it_reads() -> None:
+    rows = {row["kind"]: row for row in kind_rows(8, step(kernels=True), WORKS, DEVICE)}
+    found = {
+        kind: (row["time"], row["bound"], row["over_bound"], row["bound_by"]) for kind, row in rows.items()
+    }
+    assert found["products"] == pytest.approx((5000.0, 4000.0, 1.25, "memory"))
+    assert found["attention"] == pytest.approx((2000.0, 1000.0, 2.0, "memory"))
+    assert sum(row["time"] for row in rows.values()) == pytest.approx(8000.0), "the whole part"
+    assert (rows["other"]["time"], rows["other"]["bound"]) == (pytest.approx(1000.0), None)
+    assert kind_rows(8, step(kernels=False), WORKS, DEVICE) == []
+
+
+@pytest.mark.parametrize(("kernels", "intensity", "speed"), [(True, 100.0, 80.0), (False, 80.0, 50.0)])
+def test_speed_over_roof_is_bound_over_time(kernels: bool, intensity: float, speed: float) -> None:
+    (row,) = roofline_rows(8, step(kernels=kernels), WORKS, DEVICE)
+    assert (row["part"], row["intensity"], row["speed"]) == (
+        "verify",
+        *map(pytest.approx, (intensity, speed)),
+    )
+    assert row["roof"] == pytest.approx(min(100.0, intensity))
+
+
+def test_the_page_has_a_dot_per_part_and_batch_under_the_roof() -> None:
+    table = empty_table({}, 4)
+    for batch in (8, 16):
+        table = with_roofline(table, batch, step(kernels=True), WORKS, DEVICE)
+        table = with_kernels(table, batch, step(kernels=True))
+    assert {each.title: len(each.rows) for each in table.details} == {"By kind of kernel": 6, "By kernel": 8}
+    page = table.to_html()
+    assert page.count("<title>batch") == 2
+    assert "batch 8, verify: 80 of 100 TFLOP/s" in page
+    assert "FLOPs per byte read" in page
+
+
+def test_axes_are_logarithmic() -> None:
+    """A part of 10 FLOPs per byte at its roof: one corner; one of 10,000 at its roof the other."""
+    works = {"verify": Work(num_bytes=1e9, flops=1e10)}
+    time = StepTime(parts={**dict.fromkeys(PARTS, 0.0), "verify": 1e-3}, idle=0.0)
+    wide = {**works, "draft loop": Work(num_bytes=1e9, flops=1e13)}
+    time = replace(time, parts=time.parts | {"draft loop": 0.1})
+    page = with_roofline(empty_table({}, 4), 1, time, wide, DEVICE).to_html()
+    assert 'class="reference" points="48.0,210.0 161.3,14.0 388.0,14.0"' in page
+    assert '<circle cx="48.0" cy="210.0" r="3"><title>batch 1, verify: 10 of 10 TFLOP/s' in page
+    assert '<circle cx="388.0" cy="14.0" r="3"><title>batch 1, draft loop: 100 of 100 TFLOP/s' in page
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("_fp8_kernel", "products"),
+        ("_gate_up_kernel", "products"),
+        ("cublasLt::splitKreduce_kernel", "products"),
+        ("flashinfer::BatchPrefillWithPagedKVCacheKernel", "attention"),
+        ("kernel_mha", "attention"),
+        ("few_sequences", "attention"),
+        ("linear_kernel", "products"),
+        ("_silu_mul_kernel", "other"),
+        ("_rope_store_kernel", "other"),
+        ("_round_kernel", "other"),
+        ("at::native::elementwise_kernel", "other"),
+    ],
+)
+def test_kinds_are_told_by_name(name: str, kind: str) -> None:
+    assert kind_of(name) == kind
