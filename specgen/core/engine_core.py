@@ -7,6 +7,7 @@ import torch
 
 from specgen.config import SamplingParams, first_line
 from specgen.core.endings import Endings, require_device
+from specgen.core.garbage import rarely_collected
 from specgen.core.in_flight import InFlight
 from specgen.core.intake import Followers, Intake
 from specgen.core.journal import Journal
@@ -104,7 +105,15 @@ class EngineCore:
         with the next request of the same conversation. Once ``until``, which is asked between steps, is true, what
         the passes in flight have finished is yielded, and the other requests are dropped.
         """
-        source = iter(requests)
+        with rarely_collected():
+            yield from self._generate(iter(requests), follow_up, until)
+
+    def _generate(
+        self,
+        source: Iterator[Request],
+        follow_up: Callable[[Completion], Request | None],
+        until: Callable[[], bool],
+    ) -> Generator[Completion, None, None]:
         try:
             while not until():
                 finished = [*self._pull_requests(source), *self.step()]
