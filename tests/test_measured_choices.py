@@ -71,7 +71,7 @@ def test_more_rows_go_to_other_kernels() -> None:
     assert measured_choices.FP8_LINEAR[-1].most_rows == measured_choices.FP8_FEW_ROWS, (
         "every number of rows has a kernel"
     )
-    assert measured_choices.HOPPER["fewest_rows"] == measured_choices.LINEAR[-1].most_rows + 1
+    assert measured_choices.HOPPER["fewest_rows"] <= measured_choices.LINEAR[-1].most_rows + 1
     assert measured_choices.HOPPER["most_rows"] == max(measured_choices.HOPPER["tiles"])
 
 

@@ -270,10 +270,10 @@ def test_heads_equal_the_dense_reference(tmp_path: Path, written: Written, setti
     hidden, expected = head.fuse(features), reference.fuse(features)
     torch.testing.assert_close(hidden, expected, atol=1e-4, rtol=1e-4)
     for _ in range(3):  # each pass takes the output of the previous one
-        hidden = head.forward(token_ids, hidden, DenseAttend(head))
+        hidden, normed = head.forward(token_ids, hidden, DenseAttend(head))
         expected, logits = reference.forward(token_ids, expected)
         torch.testing.assert_close(hidden, expected, atol=1e-4, rtol=1e-4)
-        torch.testing.assert_close(head.logits(hidden), logits, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(head.logits(normed), logits, atol=1e-4, rtol=1e-4)
         token_ids = head.draft_to_target[logits.argmax(-1)]
     assert torch.equal(head.draft_to_target, reference.draft_to_target)
 
@@ -290,8 +290,8 @@ def test_every_head_setting_changes_the_drafts(tmp_path: Path, written: Written)
         torch.manual_seed(5)
         hidden, ids = head.fuse(torch.randn(6, 3 * written.config.hidden_size) * 4), torch.arange(6)
         for _ in range(2):
-            hidden = head.forward(ids, hidden, DenseAttend(head))
-        results.append(head.logits(hidden))
+            hidden, normed = head.forward(ids, hidden, DenseAttend(head))
+        results.append(head.logits(normed))
     for index, logits in enumerate(results):
         assert all((logits - other).abs().max() > 1e-2 for other in results[:index]), index
 

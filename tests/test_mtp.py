@@ -219,7 +219,7 @@ def test_a_pass_equals_that_of_transformers(tmp_path: Path, family: Any) -> None
     spec, tables = head.config.kv_spec, torch.arange(1, 9, dtype=torch.int32)[None]
     cache = KVCache(spec=spec, num_pages=9, page_size=4, dtype=torch.float32, device=out.device)
     attend = Attend(SdpaBackend(out.device), cache, Layout.ragged(tables, [0], [29], 4), head.rope)
-    got = head.logits(head.forward(ids[1:], hidden[0], attend))
+    got = head.logits(head.forward(ids[1:], hidden[0], attend)[1])
     torch.testing.assert_close(got, theirs._project_to_logits(out)[0], atol=1e-4, rtol=0)
 
 
@@ -231,15 +231,13 @@ def test_the_other_rule_of_what_is_fed_back_drafts_otherwise(
     models = load(tmp_path)
     right = generate(tmp_path, models, requests()[:2])
 
-    def before_the_norm(self: MtpLayer, token_ids: Tensor, hidden: Tensor, attend: Any) -> Tensor:
+    def before_the_norm(
+        self: MtpLayer, token_ids: Tensor, hidden: Tensor, attend: Any
+    ) -> tuple[Tensor, Tensor]:
         stream = self.project(self.inputs(token_ids, hidden))
-        return self.norm.add(*self.block(stream, self.input_norm(stream), attend))[0]
-
-    def logits(self: MtpHead, hidden: Tensor) -> Tensor:
-        return self.layers[0].logits(self.layers[0].norm(hidden))
+        return self.norm.add(*self.block(stream, self.input_norm(stream), attend))
 
     monkeypatch.setattr(MtpLayer, "forward", before_the_norm)
-    monkeypatch.setattr(MtpHead, "logits", logits)
     other = generate(tmp_path, models, requests()[:2])
     assert other.texts == right.texts
     first = {name: steps[0][0] for name, steps in right.verified.items()}

@@ -191,20 +191,25 @@ def test_rope_and_store(
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(0, 9), (1, 128256), (2, 5, 32000), (300, 4096), (3, 1)], ids=str)
-def test_argmax_is_the_first_maximum(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_the_first_maximum(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     x = random(*shape, dtype=dtype).round()  # with many ties
-    assert torch.equal(fast(dtype).argmax(x), x.argmax(-1))
+    ids = torch.randperm(shape[-1], device=x.device)
+    for names in (None, ids):
+        index, value = fast(dtype).largest(x, names)
+        assert torch.equal(index, x.argmax(-1) if names is None else ids[x.argmax(-1)])
+        assert torch.equal(value, x.amax(-1).float())
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_argmax_finds_nan(dtype: torch.dtype) -> None:
+def test_the_maximum_is_nan_where_there_is_one(dtype: torch.dtype) -> None:
     x = random(4, 32000, dtype=dtype)
     x[1, 20000] = float("nan")
     x[2] = float("nan")
     x[3] = float("-inf")
-    found = fast(dtype).argmax(x)
-    assert found[1:].tolist() == [20000, 0, 0]
-    assert found[0] == x[0].argmax()
+    index, value = fast(dtype).largest(x)
+    assert index[1:].tolist() == [20000, 0, 0]
+    assert index[0] == x[0].argmax()
+    assert value.isfinite().tolist() == [True, False, False, False]
 
 
 def test_captured_kernels_read_new_inputs() -> None:

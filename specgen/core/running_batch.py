@@ -28,12 +28,9 @@ class Columns:
         return self.active.shape[0]
 
     def advance(self, state: DraftState) -> None:
-        """Put ``state`` in place of the old one, on the device alone."""
-        both = list(zip(self.state.tensors(), state.tensors(), strict=True))
-        # all of it before the first is overwritten: memory may be short
-        new = [torch.where(self.active.view(-1, *[1] * (old.dim() - 1)), theirs, old) for old, theirs in both]
-        for (old, _), values in zip(both, new, strict=True):
-            old.copy_(values)
+        """Put ``state`` in place of the old one, on the device alone, where no memory is needed for it."""
+        for old, new in zip(self.state.tensors(), state.tensors(), strict=True):
+            torch.where(self.active.view(-1, *[1] * (old.dim() - 1)), new, old, out=old)
 
 
 class RunningBatch:

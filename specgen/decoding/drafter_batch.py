@@ -20,12 +20,13 @@ class DraftInput:
     tokens: Tensor  # [rows]
     layout: Layout
     last: Tensor  # [B] each sequence's last accepted row
+    end: Tensor  # [B] the position behind it
 
     def state(self, *columns: Tensor) -> DraftState:
         """The state behind these rows; each of ``columns`` ``[rows, ...]`` gives its row at ``last``."""
         return DraftState(
             tokens=self.tokens[self.last],
-            positions=self.layout.positions[self.last] + 1,
+            positions=self.end,
             columns=tuple(column[self.last] for column in columns),
         )
 
@@ -44,8 +45,13 @@ class PaddedBatch:
 
     def prepare(self, outcome: Outcome) -> DraftInput:
         layout = outcome.layout
-        last = layout.first_rows + outcome.keep - 1
-        return DraftInput(features=outcome.features, tokens=outcome.next_tokens, layout=layout, last=last)
+        return DraftInput(
+            features=outcome.features,
+            tokens=outcome.next_tokens,
+            layout=layout,
+            last=layout.first_rows + outcome.keep - 1,
+            end=layout.starts + outcome.keep,
+        )
 
 
 class NonPaddedBatch:
@@ -74,4 +80,5 @@ def _leading(outcome: Outcome, num_rows: int) -> DraftInput:
         tokens=outcome.next_tokens[rows],
         layout=layout,
         last=layout.ends - 1,
+        end=layout.starts + outcome.keep,
     )

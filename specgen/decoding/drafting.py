@@ -6,7 +6,7 @@ Of what was accepted the head's last layer takes in the keys and values alone; t
 of the K that draft, and without drafts there is none.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -22,7 +22,9 @@ from specgen.kv.kv_cache import KVCache
 from specgen.kv.layout import Layout
 from specgen.models.protocols import Head, MaskSlot
 
-Chosen = tuple[Tensor, Tensor | None]  # ids of drafts [B, n], and the probabilities they were drawn from
+Chosen = tuple[
+    Tensor, Tensor | None
+]  # the target's ids of drafts [B, n], and the probabilities they were drawn from
 
 
 class Drafter(Protocol):
@@ -76,7 +78,7 @@ class DraftChoice(Protocol):
     """How a draft is chosen from the head's logits."""
 
     def choose(self, logits: Tensor, positions: Tensor, sampling: SamplingBatch) -> Chosen:
-        """From logits ``[B, n, Vd]`` at the drafts' positions ``[B, n]``: draft ids ``[B, n]``.
+        """From logits ``[B, n, Vd]`` of the head's rows at ``positions`` ``[B, n]``: the target's ids ``[B, n]``.
 
         Also the probabilities that they were drawn from, ``[B, n, Vd]``, if they were.
         """
@@ -85,20 +87,24 @@ class DraftChoice(Protocol):
 
 @dataclass(frozen=True)
 class GreedyDrafts:
-    """The likeliest token; ``argmax`` is the head's, ``[..., Vd] -> [...]``."""
+    """The likeliest token."""
 
-    argmax: Callable[[Tensor], Tensor]
+    head: Head
 
     def choose(self, logits: Tensor, positions: Tensor, sampling: SamplingBatch) -> Chosen:
-        return self.argmax(logits), None
+        return self.head.largest(logits, self.head.draft_to_target)[0], None
 
 
+@dataclass(frozen=True)
 class SampledDrafts:
     """A draw at the request's temperature; the verifier needs the distribution."""
 
+    head: Head
+
     def choose(self, logits: Tensor, positions: Tensor, sampling: SamplingBatch) -> Chosen:
         probs = draft_probs(logits, logits.argmax(-1), sampling)
-        return draw(probs, uniform(sampling.seeds, positions, DRAFT)), probs
+        drawn = draw(probs, uniform(sampling.seeds, positions + 2, DRAFT))  # for the token after the next
+        return self.head.draft_to_target[drawn], probs
 
 
 class HeadDrafter:
@@ -154,13 +160,13 @@ class HeadDrafter:
         self, state: DraftState, num_drafts: int, block_tables: Tensor, sampling: SamplingBatch
     ) -> Iterator[Chosen]:
         """A pass per draft, all but the first fed the head's own hidden state and draft."""
-        ids, (hidden,), positions = state.tokens, state.columns, state.positions - 1
-        for index in range(num_drafts):
+        ids, (hidden,) = state.tokens, state.columns
+        every = state.positions + torch.arange(-1, num_drafts - 1, device=ids.device)[:, None]  # [K, B]
+        for index, positions in enumerate(every):
             head = self._head.of_pass(index)
             layout = Layout.uniform(block_tables, positions, 1, self._cache.page_size)
-            hidden = head.forward(ids, hidden, self._attend(layout))
-            positions = positions + 1
-            chosen, probs = self._choose(head, hidden[:, None], positions[:, None] + 1, sampling)
+            hidden, normed = head.forward(ids, hidden, self._attend(layout))
+            chosen, probs = self._choose(head, normed[:, None], positions[:, None], sampling)
             ids = chosen[:, 0]
             yield chosen, probs
 
@@ -172,9 +178,10 @@ class HeadDrafter:
         layout = Layout.uniform(block_tables, state.positions - 1, k, self._cache.page_size)
         ids = pad(state.tokens[:, None], (0, k - 1), value=mask.token_id)
         hidden = torch.cat((newest[:, None], mask.hidden.expand(len(newest), k - 1, -1)), 1)
-        hidden = self._head.forward(ids.flatten(), hidden.flatten(0, 1), self._attend(layout))
-        positions = state.positions[:, None] + 1 + torch.arange(k, device=ids.device)
-        return self._choose(self._head, hidden.view(len(newest), k, -1), positions, sampling)
+        _, normed = self._head.forward(ids.flatten(), hidden.flatten(0, 1), self._attend(layout))
+        return self._choose(
+            self._head, normed.view(len(newest), k, -1), layout.positions.view(len(newest), k), sampling
+        )
 
     def clear(self, pages: Tensor) -> None:
         self._cache.clear(pages)
@@ -183,10 +190,9 @@ class HeadDrafter:
         return Attend(self._backend, self._cache, layout, self._head.rope)
 
     def _choose(self, head: Head, hidden: Tensor, positions: Tensor, sampling: SamplingBatch) -> Chosen:
-        """From hidden states ``[B, n, H]``: ids of the target."""
+        """From inputs ``[B, n, H]`` of ``Head.logits``, of rows at ``positions`` ``[B, n]``."""
         logits = head.logits(hidden.flatten(0, 1)).view(*positions.shape, -1)
-        ids, probs = self._choice.choose(logits, positions, sampling)
-        return self._head.draft_to_target[ids], probs
+        return self._choice.choose(logits, positions, sampling)
 
     def _to_target(self, probs: Tensor) -> Tensor:
         """Probabilities over the draft vocabulary ``[B, n, Vd]``, laid out over the target's ``[B, n, V]``."""

@@ -105,7 +105,7 @@ def _drafter(config: EngineConfig, models: Models, backend: Backend, allocator: 
         cache=new_cache(models.head.config, allocator, models.target.dtype, models.target.device),
         backend=backend,
         batch=PaddedBatch() if config.drafter_batch == "padded" else non_padded,
-        choice=GreedyDrafts(models.head.argmax) if config.draft_sampling == "greedy" else SampledDrafts(),
+        choice=GreedyDrafts(models.head) if config.draft_sampling == "greedy" else SampledDrafts(models.head),
         target_vocab_size=models.target.config.vocab_size,
         dtype=models.target.dtype,
     )

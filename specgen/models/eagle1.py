@@ -11,7 +11,7 @@ from specgen.models.layers import Attend, HeadLayers
 from specgen.models.protocols import MaskSlot, Target
 from specgen.models.rotary import rope_of
 from specgen.models.take import Take
-from specgen.ops import Map, Ops, Rope
+from specgen.ops import Largest, Map, Ops, Rope
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +24,7 @@ class Eagle1Head:
     layers: HeadLayers
     target: Target  # for its output weights
     draft_to_target: Tensor  # [V] int64: the ids themselves
-    argmax: Map  # of logits [..., V] -> [...]
+    largest: Largest  # of logits
     rope: Rope
     mask: MaskSlot | None = None
 
@@ -44,7 +44,7 @@ class Eagle1Head:
             layers=HeadLayers.build(config, prefixes, hidden, take, ops),
             target=target,
             draft_to_target=draft_to_target,
-            argmax=ops.argmax,
+            largest=ops.largest,
             rope=rope_of(config, ops, draft_to_target.device),
         )
 
@@ -61,17 +61,18 @@ class Eagle1Head:
         inputs = self._inputs(token_ids, hidden)
         self.layers.write_kv(inputs, inputs, attend)
 
-    def forward(self, token_ids: Tensor, hidden: Tensor, attend: Attend) -> Tensor:
+    def forward(self, token_ids: Tensor, hidden: Tensor, attend: Attend) -> tuple[Tensor, Tensor]:
         """One pass over ``token_ids`` [rows] with ``hidden`` [rows, H], the states of the tokens before them.
 
-        Returns the hidden states that ``logits`` and the next pass take, [rows, H].
+        Returns the hidden states that the next pass takes, and those that ``logits`` takes; here the same.
         """
         inputs = self._inputs(token_ids, hidden)
         stream, parts = self.layers(inputs, inputs, attend)
-        return (stream + parts.sum(0)).to(stream.dtype)
+        hidden = (stream + parts.sum(0)).to(stream.dtype)
+        return hidden, hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """The target's logits [n, V] from the result of ``forward``, [n, H]."""
+        """The target's logits [n, V] of hidden states [n, H]."""
         return self.target.logits(hidden)
 
     def _inputs(self, token_ids: Tensor, hidden: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from specgen.models.layers import Attend, HeadLayers
 from specgen.models.protocols import MaskSlot, Target
 from specgen.models.rotary import rope_of
 from specgen.models.take import Take
-from specgen.ops import Map, Norm, Ops, Pair, Rope
+from specgen.ops import Largest, Map, Norm, Ops, Pair, Rope
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +27,7 @@ class Eagle3Head:
     norm: Norm
     lm_head: Map  # [n, H] -> [n, Vd]
     draft_to_target: Tensor  # [Vd] int64: the target's id of each draft id
-    argmax: Map  # of logits [..., Vd] -> [...]
+    largest: Largest  # of logits
     rope: Rope
     mask: MaskSlot | None = None  # of P-EAGLE
 
@@ -60,7 +60,7 @@ class Eagle3Head:
             norm=ops.rms_norm(vector(root + "norm.weight"), eps),
             lm_head=ops.linear(take.linear({"lm_head": config.draft_vocab_size}, hidden)),
             draft_to_target=draft_to_target,
-            argmax=ops.argmax,
+            largest=ops.largest,
             rope=rope_of(config, ops, draft_to_target.device),
         )
         if config.mask_token_id is None:
@@ -84,17 +84,17 @@ class Eagle3Head:
         """Store the keys and values of accepted rows; see ``HeadLayers``."""
         self.layers.write_kv(*self._enter(token_ids, hidden), attend)
 
-    def forward(self, token_ids: Tensor, hidden: Tensor, attend: Attend) -> Tensor:
+    def forward(self, token_ids: Tensor, hidden: Tensor, attend: Attend) -> tuple[Tensor, Tensor]:
         """One pass over ``token_ids`` [rows] with ``hidden`` [rows, H], the states of the tokens before them.
 
-        Returns the hidden states that ``logits`` and the next pass take, [rows, H].
+        Returns the hidden states that the next pass takes, and those that ``logits`` takes: normed. [rows, H] each.
         """
         stream, normed = self.norm.add(*self.layers(*self._enter(token_ids, hidden), attend))
-        return normed if self.config.norm_output else stream
+        return normed if self.config.norm_output else stream, normed
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Logits over the draft vocabulary, [n, Vd] in the model's dtype, from the result of ``forward``, [n, H]."""
-        return self.lm_head(hidden if self.config.norm_output else self.norm(hidden))
+        """Logits over the draft vocabulary, [n, Vd] in the model's dtype, of normed hidden states [n, H]."""
+        return self.lm_head(hidden)
 
     def _enter(self, token_ids: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """The residual stream [rows, H] that enters the first layer, and the inputs of its attention [rows, 2 * H]."""

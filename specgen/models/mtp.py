@@ -13,7 +13,7 @@ from specgen.models.mtp_config import MtpConfig, mtp_prefixes
 from specgen.models.protocols import MaskSlot, Target
 from specgen.models.rotary import rope_of
 from specgen.models.take import Take
-from specgen.ops import Map, Norm, Ops, Pair, Rope
+from specgen.ops import Largest, Map, Norm, Ops, Pair, Rope
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,11 +53,11 @@ class MtpLayer:
         assert isinstance(self.block.attention, LatentAttention)
         self.block.attention.write_kv(self.input_norm(self.project(self.inputs(token_ids, hidden))), attend)
 
-    def forward(self, token_ids: Tensor, hidden: Tensor, attend: Attend) -> Tensor:
+    def forward(self, token_ids: Tensor, hidden: Tensor, attend: Attend) -> tuple[Tensor, Tensor]:
         """See ``MtpHead.forward``. The normed state is fed back; some engines feed back the one before the norm."""
         stream = self.project(self.inputs(token_ids, hidden))
         _, normed = self.norm.add(*self.block(stream, self.input_norm(stream), attend))
-        return normed
+        return normed, normed
 
 
 def _logits(target: Target) -> Map:
@@ -75,7 +75,7 @@ class MtpHead:
     config: MtpConfig
     layers: tuple[MtpLayer, ...]  # the first one drafts
     draft_to_target: Tensor  # [V] int64: the ids themselves
-    argmax: Map  # of logits [..., V] -> [...]
+    largest: Largest  # of logits
     rope: Rope
     mask: MaskSlot | None = None
 
@@ -90,7 +90,7 @@ class MtpHead:
                 MtpLayer.build(config, index, take, target, ops) for index in range(config.num_layers)
             ),
             draft_to_target=draft_to_target,
-            argmax=ops.argmax,
+            largest=ops.largest,
             rope=rope_of(config, ops, draft_to_target.device),
         )
 
@@ -108,17 +108,17 @@ class MtpHead:
         for layer in self.layers:
             layer.write_kv(token_ids, hidden, attend)
 
-    def forward(self, token_ids: Tensor, hidden: Tensor, attend: Attend) -> Tensor:
+    def forward(self, token_ids: Tensor, hidden: Tensor, attend: Attend) -> tuple[Tensor, Tensor]:
         """One pass over ``token_ids`` [rows] with ``hidden`` [rows, H], the states of the tokens before them.
 
-        Returns the hidden states that ``logits`` and the next pass take, [rows, H].
+        Returns the hidden states that the next pass takes, and those that ``logits`` takes; here the same.
         """
         for later in self.layers[1:]:  # whose passes look back at these rows
             later.write_kv(token_ids, hidden, attend)
         return self.layers[0].forward(token_ids, hidden, attend)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Logits [n, V] from the result of ``forward``, [n, H]."""
+        """Logits [n, V] of hidden states [n, H]."""
         return self.layers[0].logits(hidden)
 
 

@@ -9,7 +9,7 @@ from torch.nn.functional import pad
 from specgen.config import require
 from specgen.models.model_config import TargetConfig
 from specgen.models.take import Take
-from specgen.ops import Map, Ops
+from specgen.ops import Largest, Map, Ops
 from specgen.ops.weight import Weight
 from specgen.ranks import Ranks
 
@@ -37,7 +37,7 @@ class Vocabulary:
     """``lm_head``, split over the ranks by token."""
 
     lm_head: Map  # [n, H] -> [n, len(rows)]
-    argmax: Map  # of logits [..., V] -> [...]: the first maximum; NaN counts as infinite
+    largest: Largest  # of logits
     size: int  # V
     rows: range  # that this rank has
     ranks: Ranks
@@ -52,7 +52,7 @@ class Vocabulary:
         else:
             weight = take.linear({"lm_head": len(rows)}, config.hidden_size)
         return cls(
-            lm_head=ops.linear(weight), argmax=ops.argmax, size=config.vocab_size, rows=rows, ranks=ranks
+            lm_head=ops.linear(weight), largest=ops.largest, size=config.vocab_size, rows=rows, ranks=ranks
         )
 
     def share(self, hidden: Tensor) -> Tensor:
@@ -72,15 +72,12 @@ class Vocabulary:
 
         ``logits`` are whole, [..., V], or a share of every rank, [..., len(rows)].
         """
-        ids = self.argmax(logits)
-        value = logits.gather(-1, ids[..., None]).squeeze(-1)
+        ids, value = self.largest(logits)
         if logits.shape[-1] == self.size:
             return ids, value
         value = torch.where(value.isnan(), torch.inf, value)
         # ids and float32 are exact in float64
         found = self.ranks.gather(torch.stack((value.double(), (ids + self.rows.start).double())))
         values, tokens = found.movedim(0, -1)  # [..., ranks] each
-        first = self.argmax(values.contiguous())[
-            ..., None
-        ]  # of equal ones the lowest rank's, so the lowest id
-        return tokens.gather(-1, first).squeeze(-1).long(), values.gather(-1, first).squeeze(-1)
+        first, value = self.largest(values.contiguous())  # of equal ones the lowest rank's, so the lowest id
+        return tokens.gather(-1, first[..., None]).squeeze(-1).long(), value

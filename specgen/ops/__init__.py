@@ -84,6 +84,17 @@ class MakeRope(Protocol):
         ...
 
 
+class Largest(Protocol):
+    """The first maximum of each row."""
+
+    def __call__(self, x: Tensor, ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Of contiguous ``x`` [..., V]: its index, or that entry of ``ids`` [V], and its value; [...] each.
+
+        NaN counts as infinite; the value is then not finite.
+        """
+        ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class Ops:
     """The operations of a model; every implementation rounds where ``transformers`` rounds.
@@ -103,7 +114,7 @@ class Ops:
     # Embedding table [V, N], two norm weights [N] and eps: token ids [rows] and x [rows, N] -> the normed embeddings
     # concatenated with the normed x, [rows, 2 * N].
     embed_norm_concat: Callable[[Tensor, Tensor, Tensor, float], Pair]
-    argmax: Map  # [..., V] -> [...] int64: the first maximum
+    largest: Largest
     rope: MakeRope
     ranks: Ranks = ALONE  # over which ``Norm.add`` sums parts, as layers that are split need it
 

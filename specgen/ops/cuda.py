@@ -10,7 +10,6 @@ from torch import Tensor
 
 from specgen.config import require
 from specgen.ops import Map, Ops, measured_choices
-from specgen.ops.argmax import argmax
 from specgen.ops.cuda_source import runs_on
 from specgen.ops.expert_kernels import few_rows_experts
 from specgen.ops.experts import Experts, ExpertsMap, grouped_experts
@@ -23,6 +22,7 @@ from specgen.ops.hopper_linear import (
     hopper_linear,
     hopper_linear_parts,
 )
+from specgen.ops.largest import largest
 from specgen.ops.measured_choices import Tile
 from specgen.ops.reference import gated, linear, one_part
 from specgen.ops.rope import TritonRope
@@ -47,7 +47,7 @@ def cuda_ops(dtype: torch.dtype) -> Ops:
         sigmoid_choice=sigmoid_choice,
         rms_norm=TritonNorm,
         embed_norm_concat=TritonEmbedNormConcat,
-        argmax=argmax,
+        largest=largest,
         rope=TritonRope,
     )
 

@@ -1,4 +1,4 @@
-// y = x * weight^T on Hopper for 65 to some hundred rows of x, nearly as fast as the weight can be read.
+// y = x * weight^T on Hopper for some to some hundred rows of x, nearly as fast as the weight can be read.
 //
 // The weight is the wide operand of the tensor cores' products: a block computes 128 outputs of up to 192 rows, so
 // that wgmma's n is the number of rows. One warp loads with TMA, eight multiply; the first loads of weights do not wait
@@ -6,7 +6,7 @@
 // exchange their sums through shared memory: each adds those of half the rows, always in the same order. Or it is split
 // between any blocks, which leave their sums to the kernel behind.
 //
-// Compiled for one number of rows a tile, ROWS, a multiple of 32 up to 192, and for weights in e4m3 if E4M3, else bf16.
+// Compiled for one number of rows a tile, ROWS, a multiple of 16 up to 192, and for weights in e4m3 if E4M3, else bf16.
 // See hopper_linear.py.
 
 #include <cuda.h>
@@ -34,7 +34,7 @@ constexpr int kOtherBytes = kResultBytes + 2048;  // results, barriers, and to b
 constexpr int kMostStages = (227 * 1024 - kOtherBytes) / kStageBytes;
 constexpr int kStages = kMostStages < 12 ? kMostStages : 12;
 constexpr int kShared = kStages * kStageBytes + kOtherBytes;
-static_assert(ROWS % 32 == 0 && ROWS <= 192 && kStages >= 3);
+static_assert(ROWS % 16 == 0 && ROWS <= 192 && kStages >= 3);
 static_assert(kSums * kConsumers * 4 <= kStages * kStageBytes);  // where a cluster exchanges its sums
 
 struct Problem {

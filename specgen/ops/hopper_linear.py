@@ -1,4 +1,4 @@
-"""Products of 65 to some hundred rows on Hopper: ``hopper_linear.cu``, compiled by FlashInfer's means when needed.
+"""Products of some to some hundred rows on Hopper: ``hopper_linear.cu``, compiled by FlashInfer's means when needed.
 
 Measured on an H100 at the shapes of Llama-3.1-8B, in microseconds at 160 rows, beside reading the weight and beside
 cuBLAS: gate and up in bfloat16 87 (78, 100), in FP8 47 (39, 53); q, k and v in FP8 with three scales 15 (8, 20). The
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from specgen.ops.cuda_source import compiled, current_stream, pointers, source_spec
 from specgen.ops.jit_modules import Module
-from specgen.ops.measured_choices import HOPPER
+from specgen.ops.measured_choices import FP8_FEW_ROWS, HOPPER
 
 _SOURCE = Path(__file__).with_suffix(".cu")
 _TILES: tuple[int, ...] = tuple(HOPPER["tiles"])
@@ -36,8 +36,11 @@ def fits(num_out: int, width: int, dtype: torch.dtype, *, gated: bool) -> bool:
 
 def modules(kind: Kind) -> list[Module]:
     """What products with weights of this ``kind`` need compiled."""
+    fewest = FEWEST_ROWS if kind == "bf16" else FP8_FEW_ROWS + 1
     return [
-        Module(what=f"{kind} products of {rows} rows", spec=partial(_spec, kind, rows)) for rows in _TILES
+        Module(what=f"{kind} products of {rows} rows", spec=partial(_spec, kind, rows))
+        for rows in _TILES
+        if rows >= fewest
     ]
 
 

@@ -25,9 +25,15 @@ def torch_ops() -> Ops:
         sigmoid_choice=sigmoid_choice,
         rms_norm=RmsNorm,
         embed_norm_concat=embed_norm_concat,
-        argmax=lambda x: x.argmax(-1),
+        largest=largest,
         rope=rope,
     )
+
+
+def largest(x: Tensor, ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """See ``Largest``."""
+    index = x.argmax(-1)
+    return index if ids is None else ids[index], x.gather(-1, index[..., None]).squeeze(-1)
 
 
 def linear(weight: Weight) -> Map:

@@ -265,4 +265,4 @@ def silu_and_mul_of(gate: Tensor, up: Tensor, out_scale: Tensor | None = None) -
 
 def _block(size: int) -> dict[str, int]:
     block = triton.next_power_of_2(size)
-    return {"BLOCK": block, "num_warps": min(max(block // 512, 1), 16)}
+    return {"BLOCK": block, "num_warps": min(max(block // 256, 1), 16)}

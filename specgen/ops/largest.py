@@ -1,5 +1,5 @@
 # mypy: allow-untyped-decorators
-"""Argmax of few long rows in two Triton kernels; torch runs each row on one multiprocessor."""
+"""The maximum of few long rows in two Triton kernels; torch runs each row on one multiprocessor."""
 
 import torch
 import triton
@@ -37,7 +37,9 @@ def _chunk_kernel(
 def _row_kernel(
     best: tl.tensor,
     where: tl.tensor,
-    out: tl.tensor,
+    ids: tl.tensor,
+    index: tl.tensor,
+    value: tl.tensor,
     num_chunks: int,
     BLOCK: tl.constexpr,  # noqa: N803
 ) -> None:
@@ -46,20 +48,25 @@ def _row_kernel(
     chunks = tl.arange(0, BLOCK)
     gdc_wait()
     values = tl.load(best + row * num_chunks + chunks, chunks < num_chunks, float("-inf"))
-    _, chunk = tl.max(values, 0, return_indices=True)
-    tl.store(out + row, tl.load(where + row * num_chunks + chunk).to(tl.int64))
+    largest, chunk = tl.max(values, 0, return_indices=True)
+    found = tl.load(where + row * num_chunks + chunk).to(tl.int64)
+    if ids is not None:
+        found = tl.load(ids + found)
+    tl.store(index + row, found)
+    tl.store(value + row, largest)
 
 
-def argmax(x: Tensor) -> Tensor:
-    """Index of the first maximum of each row, ``[...]`` int64, of contiguous ``x [..., V]``; NaN counts as infinite."""
+def largest(x: Tensor, ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """See ``Largest``; the maximum in float32, of a row with NaN infinite."""
     size = x.shape[-1]
-    out = torch.empty(x.shape[:-1], dtype=torch.int64, device=x.device)
-    rows, num_chunks = out.numel(), triton.cdiv(size, _CHUNK)
+    index = torch.empty(x.shape[:-1], dtype=torch.int64, device=x.device)
+    value = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
+    rows, num_chunks = index.numel(), triton.cdiv(size, _CHUNK)
     if rows:
         assert x.is_contiguous(), "rows must be contiguous"
         best = torch.empty(rows, num_chunks, dtype=torch.float32, device=x.device)
         where = torch.empty(rows, num_chunks, dtype=torch.int32, device=x.device)
         _chunk_kernel[(rows, num_chunks)](x, best, where, size, CHUNK=_CHUNK, num_warps=4, **PDL)
         block = triton.next_power_of_2(num_chunks)
-        _row_kernel[(rows,)](best, where, out, num_chunks, BLOCK=block, num_warps=1, **PDL)
-    return out
+        _row_kernel[(rows,)](best, where, ids, index, value, num_chunks, BLOCK=block, num_warps=1, **PDL)
+    return index, value
