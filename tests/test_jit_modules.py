@@ -25,6 +25,7 @@ from specgen.engine.arms import Arm
 from specgen.engine.loading import open_checkpoints
 from specgen.engine.needed_modules import modules_of, modules_of_products, needed_modules
 from specgen.ops import jit_modules
+from specgen.ops.block_fp8 import FEWEST_ROWS
 from specgen.ops.jit_modules import Module, compile_missing, compiled_meanwhile
 from specgen.startup import watched
 from tests.timed_engines import write_tiny
@@ -420,6 +421,35 @@ def test_products_on_hopper_are_compiled_for_the_weights(
     sizes = {"bf16": (16, 32, 48, 64, 96, 128, 160, 192), "fp8": (96, 128, 160, 192)}
     assert found == [f"{kind} products of {rows} rows" for kind in kinds for rows in sizes[kind]]
     assert modules_of_products(replace(config, dtype="float32"), open_checkpoints(config)) == []
+
+
+@pytest.mark.parametrize(
+    ("rows", "compiled"),
+    [
+        ({}, True),
+        ({"max_prefill_tokens": FEWEST_ROWS - 1, "max_batch_size": FEWEST_ROWS - 1}, False),
+        ({"max_prefill_tokens": FEWEST_ROWS - 1, "max_batch_size": FEWEST_ROWS}, True),
+        ({"max_prefill_tokens": FEWEST_ROWS, "max_batch_size": 1}, True),
+    ],
+)
+def test_products_of_block_fp8_are_compiled_by_shape_for_passes_of_many_rows(
+    tmp_path: Path, rows: dict[str, int], compiled: bool
+) -> None:
+    write_target(tmp_path / "target", hidden_size=384, head_dim=128)
+    quantize(tmp_path / "target", "block")
+    config = EngineConfig(
+        model=str(tmp_path / "target"), drafter=None, num_spec_tokens=0, dtype="bfloat16", **rows
+    )
+
+    def found(config: EngineConfig) -> list[str]:
+        modules = modules_of_products(config, open_checkpoints(config))
+        return [each.what.removeprefix("block FP8 products of ") for each in modules if "block" in each.what]
+
+    assert found(config) == (["384 x 512", "1024 x 384", "1536 x 384", "384 x 768"] if compiled else [])
+    assert found(replace(config, tensor_parallel=2)) == (
+        [] if not compiled else ["384 x 256", "512 x 384", "768 x 384", "384 x 384"]
+    )
+    assert found(replace(config, dtype="float16")) == []
 
 
 def test_a_cpu_needs_nothing_compiled() -> None:

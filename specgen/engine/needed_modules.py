@@ -10,7 +10,8 @@ from specgen.decoding.sampling import sampling_modules
 from specgen.device import use
 from specgen.engine.choices import BACKENDS, attention_uses
 from specgen.engine.number_formats import DTYPES, Checkpoints
-from specgen.ops import cuda_source, hopper_linear
+from specgen.models.model_config import LayerConfig
+from specgen.ops import block_fp8, cuda_source, hopper_linear
 from specgen.ops.jit_modules import Module
 from specgen.ranks import Ranks
 
@@ -43,9 +44,27 @@ def modules_of(
 
 
 def modules_of_products(config: EngineConfig, checkpoints: Checkpoints) -> list[Module]:
-    """Those of ``hopper_linear``, where it runs."""
+    """Those of ``hopper_linear``, where it runs, and of products of block FP8 that a pass is long enough for."""
     if config.dtype != "bfloat16":
         return []
-    fp8 = target_config(checkpoints["model"]).fp8
-    in_fp8 = fp8 is not None and fp8.activations != "group"
-    return [*hopper_linear.modules("bf16"), *(hopper_linear.modules("fp8") if in_fp8 else ())]
+    layers = target_config(checkpoints["model"]).shared(config.tensor_parallel)
+    in_fp8 = layers.fp8 is not None and layers.fp8.activations != "group"
+    found = [*hopper_linear.modules("bf16"), *(hopper_linear.modules("fp8") if in_fp8 else ())]
+    in_blocks = layers.fp8 is not None and layers.fp8.activations == "group"
+    rows = max(config.max_prefill_tokens, config.max_batch_size * (config.draft_length.most + 1))
+    if in_blocks and rows >= block_fp8.FEWEST_ROWS:
+        found += [block_fp8.module(*shape) for shape in _shapes(layers) if block_fp8.fits(*shape)]
+    return found
+
+
+def _shapes(layers: LayerConfig) -> list[tuple[int, int]]:
+    """[outputs, inputs] of the usual layers' weights; others, such as latent attention's, are compiled at first use."""
+    shapes = []
+    if layers.latent is None:
+        heads = layers.num_heads * layers.head_dim
+        qkv = heads + 2 * layers.num_kv_heads * layers.head_dim
+        shapes += [(layers.hidden_size, heads), *([] if layers.qkv_bias else [(qkv, layers.hidden_size)])]
+    if any(layers.mixture_of(index) is None for index in range(layers.num_layers)):
+        inner = layers.intermediate_size
+        shapes += [(2 * inner, layers.hidden_size), (layers.hidden_size, inner)]
+    return list(dict.fromkeys(shapes))

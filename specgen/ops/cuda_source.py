@@ -43,10 +43,17 @@ def _not_compiled() -> str | None:
     return None
 
 
-def source_spec(name: str, source: Path, defines: Mapping[str, int], headers: Mapping[str, str]) -> Any:  # noqa: ANN401
+def source_spec(
+    name: str,
+    source: Path,
+    defines: Mapping[str, int],
+    headers: Mapping[str, str],
+    folders: Sequence[Path] = (),
+) -> Any:  # noqa: ANN401
     """The ``JitSpec`` of ``source`` with macros and generated ``headers``, texts by file name.
 
-    It is named after all that is compiled, so that no other version's is taken for it.
+    It is named after all that is compiled, so that no other version's is taken for it. ``folders`` hold headers of
+    FlashInfer's, whose version is part of the path that a module is compiled in.
     """
     from flashinfer.jit import env
     from flashinfer.jit.core import gen_jit_spec
@@ -62,7 +69,7 @@ def source_spec(name: str, source: Path, defines: Mapping[str, int], headers: Ma
             mine.write_text(text)
             mine.replace(folder / header)
     flags = [*(f"-D{macro}={value}" for macro, value in defines.items()), *_FLAGS]
-    return gen_jit_spec(name, [source], extra_cuda_cflags=flags, extra_include_paths=[folder])
+    return gen_jit_spec(name, [source], extra_cuda_cflags=flags, extra_include_paths=[folder, *folders])
 
 
 def compiled(spec: Any, symbol: str) -> Callable[..., int]:  # noqa: ANN401

@@ -3,6 +3,7 @@
 Measured on an H100 at the shapes of Llama-3.1-8B: up to 64 rows our tiles take 1.15 to 1.5 times what reading the
 weight takes, and at 160 rows torch's product with one scale is 1.2 to 1.7 times as fast as they are. On Hopper
 ``hopper_linear`` takes more than 64 rows where it is faster than torch: gate and up, and outputs of several scales.
+``block_fp8`` takes those of blocks of 128x128.
 """
 
 from dataclasses import dataclass, replace
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from specgen.config import require
-from specgen.ops import Map, measured_choices
+from specgen.ops import Map, block_fp8, measured_choices
 from specgen.ops.cuda_source import runs_on
 from specgen.ops.fp8 import block_scales
 from specgen.ops.fp8_kernels import (
@@ -68,6 +69,7 @@ class _Layer:
     ]  # outputs that share a scale: many rows take a fast product of torch
     folded: Tensor | None  # [1, out]: the scales of outputs, times the static one of inputs
     hopper: bool  # whether ``hopper_linear`` runs it
+    blocks: bool  # whether ``block_fp8_linear`` does
 
     @classmethod
     def build(
@@ -102,10 +104,16 @@ class _Layer:
             and runs_on(weight.data.device)
             and not grouped
             and fits(out // halves, width, weight.data.dtype, gated=halves == 2),
+            blocks=grouped
+            and dtype == torch.bfloat16
+            and weight.bias is None
+            and block_fp8.can_run(weight.data.device, out, width),
         )
 
     def product(self, x: Tensor) -> Tensor:
         """[rows, in] -> [parts, rows, out]."""
+        if self.blocks and x.shape[0] >= block_fp8.FEWEST_ROWS:
+            return self._blocks(x)[None]
         if (
             self.hopper
             and len(self.runs) != 1
@@ -119,6 +127,9 @@ class _Layer:
 
     def gated(self, x: Tensor, out_scale: Tensor | None) -> Tensor:
         """[rows, in] -> silu(gate) * up [rows, I]."""
+        if self.blocks and x.shape[0] >= block_fp8.FEWEST_ROWS:
+            assert out_scale is None, "inputs of block FP8 are rounded in front of their product"
+            return silu_and_mul_of(*self._blocks(x).chunk(2, -1))
         if self.hopper and measured_choices.FP8_FEW_ROWS < x.shape[0] <= MOST_ROWS:
             return self._hopper(x, gated=True, y_scale=out_scale)
         if x.shape[0] <= measured_choices.FP8_FEW_ROWS or self.folded is None:
@@ -130,6 +141,11 @@ class _Layer:
         else:
             gate, up = self._many(rows).chunk(2, -1)
         return silu_and_mul_of(gate, up, out_scale)
+
+    def _blocks(self, x: Tensor) -> Tensor:
+        rows = rounded_rows(x, None, GROUP, by_columns=True)
+        assert rows.scale is not None
+        return block_fp8.block_fp8_linear(rows.data, rows.scale, self.matrix.data, self.matrix.scale)
 
     def _hopper(self, x: Tensor, *, gated: bool = False, y_scale: Tensor | None = None) -> Tensor:
         rows, matrix = self._rows(x), self.matrix

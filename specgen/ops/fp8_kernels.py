@@ -28,6 +28,8 @@ def _round_kernel(
     out: tl.tensor,
     width: int,
     stride: int,
+    scale_row: int,
+    scale_group: int,
     groups: int,
     STATIC: tl.constexpr,  # noqa: N803
     GROUPS: tl.constexpr,  # noqa: N803
@@ -45,7 +47,7 @@ def _round_kernel(
     values = tl.load(x + row * stride + columns, inside, 0)
     if not STATIC:
         used = e4m3_scale(values, 1)
-        tl.store(scale + row * groups + group, used, group < groups)
+        tl.store(scale + row * scale_row + group * scale_group, used, group < groups)
     tl.store(out + row * width + columns, to_e4m3(values, (1.0 / used)[:, None]), inside)
 
 
@@ -172,18 +174,28 @@ def _fp8_kernel(
     tl.store(y + out[:, None], result, there[None, :])
 
 
-def rounded_rows(x: Tensor, input_scale: Tensor | None, group: int | None) -> "Fp8Rows":
-    """``x`` [rows, in] in e4m3 with float32 scales: [1] given, else found: [rows, 1] or [rows, in / group]."""
+def rounded_rows(
+    x: Tensor, input_scale: Tensor | None, group: int | None, *, by_columns: bool = False
+) -> "Fp8Rows":
+    """``x`` [rows, in] in e4m3 with float32 scales: [1] given, else found: [rows, 1] or [rows, in / group].
+
+    Found ``by_columns``, a column of scales is contiguous and begins at a multiple of 16 bytes.
+    """
     rows, width = x.shape
     out = torch.empty(rows, width, dtype=torch.float8_e4m3fn, device=x.device)
     static = input_scale is not None
     size = 1024 if static else group or triton.next_power_of_2(width)
     count = triton.cdiv(width, size)
-    scale = torch.empty(rows, count, device=x.device) if input_scale is None else input_scale
+    if input_scale is not None:
+        scale = input_scale
+    elif by_columns:
+        scale = torch.empty(count, triton.cdiv(rows, 4) * 4, device=x.device)[:, :rows].t()
+    else:
+        scale = torch.empty(rows, count, device=x.device)
     if rows:
         together = min(triton.next_power_of_2(count), 32) if size == group else 1
         _round_kernel[(rows, triton.cdiv(count, together))](
-            *(x, scale, out, width, x.stride(0), count),
+            *(x, scale, out, width, x.stride(0), scale.stride(0), scale.stride(-1), count),
             STATIC=static,
             GROUPS=together,
             SIZE=size,

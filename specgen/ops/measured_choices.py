@@ -101,5 +101,6 @@ EXPERTS_PLAIN, EXPERTS_MXFP4, EXPERTS_FP8, EXPERTS_FLOAT32 = (
 )
 FEW_OUTPUTS: int = _TABLES["linear_few_outputs"]["most_outputs"]
 FP8_FEW_ROWS: int = _TABLES["fp8_linear"]["most_rows"]
+BLOCK_FP8: dict[str, Any] = _TABLES["block_fp8"]
 HOPPER: dict[str, Any] = _TABLES["hopper"]
 UNSPLIT_ROWS: int = _TABLES["attention_unsplit"]["most_rows"]
