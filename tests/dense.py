@@ -47,12 +47,13 @@ class DenseAttend:
         weights = scores.softmax(-1, dtype=torch.float32)[..., :end]
         return (weights.to(q.dtype) @ v).transpose(0, 1).reshape(rows, -1)
 
-    def latent(self, layer: LatentLayer, q: Tensor, latents: Tensor) -> Tensor:
+    def latent(self, layer: LatentLayer, q: Tensor, latent: Tensor, key: Tensor) -> Tensor:
         """Expanded."""
-        index = layer.expanded.index
-        stored, _, start = self.kept.get(index, (latents.new_zeros(1, LENGTH, 1, latents.shape[1]), q, 0))
+        index, width = layer.expanded.index, latent.shape[1] + key.shape[1]
+        stored, _, start = self.kept.get(index, (latent.new_zeros(1, LENGTH, 1, width), q, 0))
         rows, end = len(q), start + len(q)
-        q = self._rotation(start, rows).latents(q, latents, stored)
+        turned = q[..., layer.nope_dim :]
+        self._rotation(start, rows).latents(latent, key, stored, turned, turned)
         self.kept[index] = (stored, stored, end)
         keys, values = (each.transpose(0, 1) for each in layer.expand(stored[0, :end, 0]))
         future = torch.ones(rows, end, dtype=torch.bool).triu(end - rows + 1)

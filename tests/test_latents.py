@@ -25,7 +25,7 @@ from specgen.models.latent_config import LatentConfig
 from specgen.models.mixture_config import SigmoidWeights
 from specgen.models.model_config import TargetConfig
 from specgen.ops.fp8 import block_scales
-from specgen.ops.reference import torch_ops
+from specgen.ops.reference import per_head, torch_ops
 from specgen.ops.router import SigmoidRouting
 from specgen.ops.weight import Weight
 from tests.engines import generate, load_pair, random_requests
@@ -141,12 +141,19 @@ def _wrong(module: object, name: str, value: object) -> Callable[[pytest.MonkeyP
     return lambda monkeypatch: monkeypatch.setattr(module, name, value)
 
 
+def _values_for_keys(*given: Any, real: Callable[..., LatentLayer] = latent_attention._layer) -> LatentLayer:
+    layer = real(*given)
+    return replace(layer, absorb=per_head(layer.up.flip(1)[:, : layer.nope_dim].mT))
+
+
 ERRORS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "pairs-are-halves": _latent(interleaved=lambda config: not config.interleaved),
     "no-mscale": _latent(scale=lambda config: config.key_dim**-0.5),
     "mscale-once": _latent(scale=lambda config: (config.scale * config.key_dim**-0.5) ** 0.5),
     "no-norm-of-latents": _wrong(
-        latent_attention.LatentAttention, "_latents", lambda self, entered: entered[:, -self.config.width :]
+        latent_attention.LatentAttention,
+        "_stored",
+        lambda self, entered: entered[:, -self.config.width :].tensor_split((self.config.rank,), -1),
     ),
     "bias-not-for-the-choice": _routing(bias=lambda given: 0 * given["bias"]),
     "one-group": _routing(num_groups=lambda given: 1),
@@ -158,11 +165,7 @@ ERRORS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
         "build",
         lambda *rest, real=mixture.Mixture.build: replace(real(*rest), shared=None),
     ),
-    "values-for-keys": _wrong(
-        LatentLayer,
-        "absorb",
-        lambda self, q, real=LatentLayer.absorb: real(replace(self, up=self.up.flip(1)), q),
-    ),
+    "values-for-keys": _wrong(latent_attention, "_layer", _values_for_keys),
 }
 
 

@@ -160,6 +160,10 @@ class Backend(Protocol):
         """Whatever depends on the layout alone, once per pass instead of once per layer."""
         ...
 
+    def absorbed(self, layout: Layout) -> Kernel:
+        """The same for layers with a ``value_dim``, for backends that attend to latents."""
+        return self.plan(layout)
+
     def rotating(self, layout: Layout, rope: Rope) -> RotatingKernel | None:
         """A kernel that does more at once, for backends that have one."""
         del layout, rope
@@ -188,25 +192,37 @@ class Attend:
         keys, values = self._cache.pages(layer.index)
         return self._store(heads, keys, values, *layer.kv_scales(keys))
 
-    def latent(self, layer: LatentLayer, q: Tensor, latents: Tensor) -> Tensor:
-        """Queries ``[rows, num_heads, key_dim]`` and latents ``[rows, width]``; see ``models.attend.Attend``."""
+    def latent(self, layer: LatentLayer, q: Tensor, latent: Tensor, key: Tensor) -> Tensor:
+        """Queries ``[rows, num_heads, key_dim]``, latent and key; see ``models.attend.Attend``."""
         (pages,) = self._cache.pages(layer.absorbed.index)
-        q = self._store.latents(q, latents, pages)
+        rows, heads, _ = q.shape
+        plain, turned = q.tensor_split((layer.nope_dim,), -1)
         if self._expanded is not None:
+            self._store.latents(latent, key, pages, turned, turned)
             expansion, kernel = self._expanded
-            return kernel(layer.expanded, q, *expansion.keys_and_values(layer, pages))
-        return layer.lift(self._kernel(layer.absorbed, layer.absorb(q), pages, pages))
+            return kernel(layer.expanded, q.contiguous(), *expansion.keys_and_values(layer, pages))
+        rank, value_dim = latent.shape[1], layer.up.shape[1] - layer.nope_dim
+        wide = q.new_empty(rows, heads, pages.shape[-1])
+        layer.absorb(plain, wide[..., :rank])
+        self._store.latents(latent, key, pages, turned, wide[..., rank:])
+        attended = self._absorbed(layer.absorbed, wide, pages, pages).view(rows, heads, rank)
+        return layer.lift(attended, q.new_empty(rows, heads, value_dim)).flatten(1)
 
-    def write_latents(self, layer: LatentLayer, latents: Tensor) -> None:
-        """Latents ``[rows, width]`` without queries."""
+    def write_latents(self, layer: LatentLayer, latent: Tensor, key: Tensor) -> None:
+        """Latents and keys of rows without queries."""
         (pages,) = self._cache.pages(layer.absorbed.index)
-        self._store.latents(latents.new_empty(len(latents), 0, latents.shape[1]), latents, pages)
+        none = key.new_empty(len(key), 0, key.shape[1])
+        self._store.latents(latent, key, pages, none, none)
 
     @cached_property
     def _expanded(self) -> tuple[Expansion, Kernel] | None:
         """For latents, where that is less work."""
         expansion = Expansion.of(self._layout)
         return None if expansion is None else (expansion, self._backend.plan(expansion.layout))
+
+    @cached_property
+    def _absorbed(self) -> Kernel:
+        return self._backend.absorbed(self._layout)
 
     @cached_property
     def _kernel(self) -> Kernel:

@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from specgen.ops import PerHead
+
 
 @dataclass(frozen=True, kw_only=True)
 class LayerAttention:
@@ -47,15 +49,16 @@ class Attend(Protocol):
         """Store rotated keys and values without attending; ``heads`` are [rows, 2 * Hkv, D], k before v."""
         ...
 
-    def latent(self, layer: "LatentLayer", q: Tensor, latents: Tensor) -> Tensor:
-        """The same of latent attention: rotate q and latents, store the latents, attend to all stored positions.
+    def latent(self, layer: "LatentLayer", q: Tensor, latent: Tensor, key: Tensor) -> Tensor:
+        """The same of latent attention: rotate q and key, store latent and key, attend to all stored positions.
 
-        ``q`` is [rows, Hq, key_dim], ``latents`` [rows, width] (see ``LatentConfig``); the result is [rows, Hq * Dv].
+        ``q`` is [rows, Hq, key_dim], which may be written to, ``latent`` [rows, rank] and ``key`` [rows, rope_dim]
+        (see ``LatentConfig``); the result is [rows, Hq * Dv].
         """
         ...
 
-    def write_latents(self, layer: "LatentLayer", latents: Tensor) -> object:
-        """Store rotated latents without attending."""
+    def write_latents(self, layer: "LatentLayer", latent: Tensor, key: Tensor) -> object:
+        """Store latent and rotated key without attending."""
         ...
 
 
@@ -71,6 +74,8 @@ class LatentLayer:
     absorbed: LayerAttention
     up: Tensor  # [Hq, nope_dim + value_dim, rank]: from a latent to a head's key, without positions, and its value
     nope_dim: int
+    absorb: PerHead  # queries without positions [rows, Hq, nope_dim] -> [rows, Hq, rank]
+    lift: PerHead  # what the absorbed form attended to, [rows, Hq, rank] -> [rows, Hq, value_dim]
 
     def expand(self, latents: Tensor) -> tuple[Tensor, Tensor]:
         """Rotated latents [n, width] as keys [n, Hq, key_dim] and values [n, Hq, value_dim]."""
@@ -78,14 +83,3 @@ class LatentLayer:
         heads = F.linear(latent, self.up.flatten(0, 1)).view(len(latent), *self.up.shape[:2])
         keys, values = heads.tensor_split((self.nope_dim,), -1)
         return torch.cat((keys, rotated.expand(-1, len(self.up), -1)), -1), values.contiguous()
-
-    def absorb(self, q: Tensor) -> Tensor:
-        """Rotated queries [rows, Hq, key_dim] as [rows, Hq, width]."""
-        plain, rotated = q.tensor_split((self.nope_dim,), -1)
-        wide = plain.transpose(0, 1) @ self.up[:, : self.nope_dim]  # [Hq, rows, rank]
-        return torch.cat((wide.transpose(0, 1), rotated), -1)
-
-    def lift(self, attended: Tensor) -> Tensor:
-        """What the absorbed form attended to, [rows, Hq * rank], as [rows, Hq * value_dim]."""
-        heads = attended.view(len(attended), len(self.up), -1).transpose(0, 1)
-        return (heads @ self.up[:, self.nope_dim :].mT).transpose(0, 1).flatten(1)

@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor
 
 from specgen.models.attend import Attend, LatentLayer, LayerAttention
@@ -52,7 +51,7 @@ class LatentAttention:
             queries=queries,
             norm=ops.rms_norm(kv_norm, config.rms_norm_eps),
             out=ops.linear_parts(out),
-            layer=_layer(latent, index, plain_matrix(up, kv_norm.dtype)),  # else the forms would differ
+            layer=_layer(latent, index, plain_matrix(up, kv_norm.dtype), ops),  # else the forms would differ
             config=latent,
         )
 
@@ -62,28 +61,31 @@ class LatentAttention:
         q = entered[:, : -self.config.width]
         if self.queries is not None:
             norm, project = self.queries
-            q = project(norm(q.contiguous()))
-        return self.out(
-            attend.latent(self.layer, q.reshape(len(q), -1, self.config.key_dim), self._latents(entered))
-        )
+            q = project(norm(q))
+        heads = q.view(len(q), -1, self.config.key_dim)
+        return self.out(attend.latent(self.layer, heads, *self._stored(entered)))
 
     def write_kv(self, x: Tensor, attend: Attend) -> None:
         """Store the latents of [rows, width] without attending."""
-        attend.write_latents(self.layer, self._latents(self.enter(x)))
+        attend.write_latents(self.layer, *self._stored(self.enter(x)))
 
-    def _latents(self, entered: Tensor) -> Tensor:
-        """[rows, width]: the latent behind its norm, and the key that all heads share."""
+    def _stored(self, entered: Tensor) -> tuple[Tensor, Tensor]:
+        """The latent behind its norm [rows, rank], and the key that all heads share [rows, rope_dim], not rotated."""
         latent, key = entered[:, -self.config.width :].tensor_split((self.config.rank,), -1)
-        return torch.cat((self.norm(latent.contiguous()), key), -1)
+        return self.norm(latent), key
 
 
-def _layer(config: LatentConfig, index: int, up: Tensor) -> LatentLayer:
+def _layer(config: LatentConfig, index: int, up: Tensor, ops: Ops) -> LatentLayer:
     layer = LayerAttention(index=index, scale=config.scale)
+    up = up.view(-1, config.nope_dim + config.value_dim, config.rank)
+    keys, values = up.tensor_split((config.nope_dim,), 1)
     return LatentLayer(
         expanded=layer,
         absorbed=replace(layer, value_dim=config.rank),
-        up=up.view(-1, config.nope_dim + config.value_dim, config.rank),
+        up=up,
         nope_dim=config.nope_dim,
+        absorb=ops.per_head(keys.mT),
+        lift=ops.per_head(values),
     )
 
 

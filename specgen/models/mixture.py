@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from specgen.config import require
 from specgen.models.mixture_config import MixtureConfig, SigmoidWeights
@@ -13,7 +12,6 @@ from specgen.models.mlp import MLP
 from specgen.models.take import Take
 from specgen.ops import Map, Ops
 from specgen.ops.experts import Experts, ExpertsMap, Gating
-from specgen.ops.fp8 import plain_matrix
 from specgen.ops.mxfp4 import BLOCK
 from specgen.ops.router import Choice, SigmoidRouting
 from specgen.ops.weight import Weight
@@ -64,10 +62,8 @@ def _router(config: MixtureConfig, hidden: int, name: str, take: Take, ops: Ops)
         normalized=config.weights.normalized,
         scale=config.weights.scale,
     )
-    matrix = plain_matrix(
-        weight, torch.float32
-    )  # in bfloat16 logits as close as a bias is small would be equal
-    return lambda x: F.linear(x.float(), matrix)[None], ops.sigmoid_choice(routing)
+    # in bfloat16 logits as close as a bias is small would be equal
+    return ops.linear_float32(weight), ops.sigmoid_choice(routing)
 
 
 def _experts(config: MixtureConfig, hidden: int, prefix: str, take: Take) -> Experts:

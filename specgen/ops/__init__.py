@@ -30,16 +30,24 @@ class Store(Protocol):
         """
         ...
 
-    def latents(self, q: Tensor, latents: Tensor, pages: Tensor) -> Tensor:
-        """The same of latent attention, where only the last R numbers of a head are rotated (``LatentConfig``).
+    def latents(self, latent: Tensor, key: Tensor, pages: Tensor, q: Tensor, out: Tensor) -> None:
+        """The same of latent attention, of which only the last R numbers of a head are given and rotated.
 
-        ``latents`` [rows, N] go into ``pages`` [num_pages, page_size, 1, N] with their last R rotated. Returns ``q``
-        [rows, Hq, D] with its last R rotated, contiguous.
+        ``latent`` [rows, N] beside the rotated ``key`` [rows, R] go into ``pages`` [num_pages, page_size, 1, N + R],
+        the rotated ``q`` [rows, Hq, R] goes into ``out``, which may be ``q`` itself. Rows and heads may be strided.
         """
         ...
 
 
 Rope = Callable[[Layout], Store]  # planned once per pass
+
+
+class PerHead(Protocol):
+    """A product of its own for each head."""
+
+    def __call__(self, x: Tensor, out: Tensor) -> Tensor:
+        """``x`` [rows, heads, in] -> ``out`` [rows, heads, out], which is returned; rows and heads may be strided."""
+        ...
 
 
 class Norm(Protocol):
@@ -106,7 +114,9 @@ class Ops:
     linear_parts: Callable[
         [Weight], Map
     ]  # the same as split-K partial sums [n, rows, out], added in Norm.add
+    linear_float32: Callable[[Weight], Map]  # the same in float32, of which nothing is rounded
     gated_linear: MakeGated
+    per_head: Callable[[Tensor], PerHead]  # of weights [heads, out, in], which may be strided
     experts: Callable[[Experts], ExpertsMap]
     choice: Callable[[int, Weighing], Choice]  # of so many experts a row
     sigmoid_choice: Callable[[SigmoidRouting], Choice]

@@ -24,10 +24,10 @@ from specgen.ops.hopper_linear import (
 )
 from specgen.ops.largest import largest
 from specgen.ops.measured_choices import Tile
-from specgen.ops.reference import gated, linear, one_part
+from specgen.ops.per_head import per_head
+from specgen.ops.reference import gated, linear, linear_float32, one_part
 from specgen.ops.rope import TritonRope
-from specgen.ops.router import sigmoid_choice
-from specgen.ops.router_kernel import fused_choice
+from specgen.ops.router_kernel import fused_choice, fused_sigmoid_choice
 from specgen.ops.row_kernels import TritonEmbedNormConcat, TritonNorm, silu_and_mul
 from specgen.ops.skinny import skinny_gated_linear, skinny_linear
 from specgen.ops.weight import Weight
@@ -42,9 +42,11 @@ def cuda_ops(dtype: torch.dtype) -> Ops:
         linear=partial(_linear, dtype),
         linear_parts=partial(_linear_parts, dtype),
         gated_linear=partial(_gated_linear, dtype),
+        per_head=per_head,
+        linear_float32=partial(_linear_float32, dtype),
         experts=partial(_experts, dtype),
         choice=partial(fused_choice, dtype),
-        sigmoid_choice=sigmoid_choice,
+        sigmoid_choice=fused_sigmoid_choice,
         rms_norm=TritonNorm,
         embed_norm_concat=TritonEmbedNormConcat,
         largest=largest,
@@ -90,6 +92,14 @@ def _linear_parts(dtype: torch.dtype, weight: Weight) -> Map:
         return few(x)
 
     return product
+
+
+def _linear_float32(dtype: torch.dtype, weight: Weight) -> Map:
+    exact = linear_float32(weight)
+    if dtype not in _HALF or weight.format == "fp8":
+        return exact
+    tiles = tuple(tile for tile in measured_choices.LINEAR_FEW_OUTPUTS if tile.parts > 1)  # not rounded
+    return _by_rows(tiles, weight, skinny_linear, exact)
 
 
 def _gated_linear(dtype: torch.dtype, weight: Weight, out_scale: Tensor | None = None) -> Map:

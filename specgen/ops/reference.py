@@ -7,9 +7,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from specgen.kv.layout import Layout
-from specgen.ops import Map, Ops, Pair, Rope, Store
+from specgen.ops import Map, Ops, Pair, PerHead, Rope, Store
 from specgen.ops.experts import grouped_experts
-from specgen.ops.fp8 import fp8_linear
+from specgen.ops.fp8 import fp8_linear, plain_matrix
 from specgen.ops.router import choice, sigmoid_choice
 from specgen.ops.weight import Weight
 
@@ -20,6 +20,8 @@ def torch_ops() -> Ops:
         linear=linear,
         linear_parts=lambda weight: one_part(linear(weight)),
         gated_linear=gated_linear,
+        linear_float32=linear_float32,
+        per_head=per_head,
         experts=grouped_experts,
         choice=choice,
         sigmoid_choice=sigmoid_choice,
@@ -42,6 +44,22 @@ def linear(weight: Weight) -> Map:
         return fp8_linear(weight, linear)
     matrix, bias = weight.matrix, weight.bias
     return lambda x: F.linear(x, matrix, bias)
+
+
+def linear_float32(weight: Weight) -> Map:
+    """See ``Ops.linear_float32``."""
+    matrix = plain_matrix(weight, torch.float32)
+    bias = None if weight.bias is None else weight.bias.float()
+    return lambda x: F.linear(x.float(), matrix, bias)[None]
+
+
+def per_head(weight: Tensor) -> PerHead:
+    """See ``Ops.per_head``."""
+
+    def product(x: Tensor, out: Tensor) -> Tensor:
+        return out.copy_((x.transpose(0, 1) @ weight.mT).transpose(0, 1))
+
+    return product
 
 
 def whole(parts: Tensor) -> Tensor:
@@ -122,15 +140,10 @@ class _Store:
             _put(pages.flatten(0, 1), self.slots, rows, scale)
         return qk[:, :-num_kv_heads].contiguous()
 
-    def latents(self, q: Tensor, latents: Tensor, pages: Tensor) -> Tensor:
-        latents = self._partly_rotated(latents[:, None])
-        _put(pages.flatten(0, 1), self.slots, latents, 1.0)
-        return self._partly_rotated(q)
-
-    def _partly_rotated(self, x: Tensor) -> Tensor:
-        """The last numbers of each head, as many as there are angles for."""
-        plain, turned = x.tensor_split((x.shape[-1] - self.cos.shape[-1],), -1)
-        return torch.cat((plain, self._rotated(turned)), -1)
+    def latents(self, latent: Tensor, key: Tensor, pages: Tensor, q: Tensor, out: Tensor) -> None:
+        stored = torch.cat((latent[:, None], self._rotated(key[:, None])), -1)
+        _put(pages.flatten(0, 1), self.slots, stored, 1.0)
+        out.copy_(self._rotated(q))
 
     def _rotated(self, x: Tensor) -> Tensor:
         return rotate(x, self.cos.to(x.dtype), self.sin.to(x.dtype))

@@ -1,7 +1,6 @@
 # mypy: allow-untyped-decorators
-"""A Triton kernel that rotates a layer's queries and keys and stores keys and values in the cache."""
+"""Triton kernels that rotate a layer's queries and keys and store keys and values, or latents, in the cache."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import triton
@@ -12,7 +11,6 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from specgen.kv.layout import Layout
 from specgen.ops import Store
 from specgen.ops.launch import PDL
-from specgen.ops.reference import rope
 
 _HEADS = 8  # per program
 
@@ -114,6 +112,62 @@ def _rope_store_kernel(
     tl.store(values + slot + HALF, _cast(new_high, values, v_scale), inside & is_v)
 
 
+@triton.jit(do_not_specialize=["table_stride", "table_width"])
+def _latent_store_kernel(
+    latent: tl.tensor,
+    key: tl.tensor,
+    q: tl.tensor,
+    frequencies: tl.tensor,
+    where: tl.tensor,
+    tables: tl.tensor,
+    pages: tl.tensor,
+    out: tl.tensor,
+    scale: float,
+    latent_stride: int,
+    key_stride: int,
+    q_stride: int,
+    q_head_stride: int,
+    out_stride: int,
+    out_head_stride: int,
+    page_stride: int,
+    slot_stride: int,
+    table_stride: int,
+    table_width: int,
+    page_size: int,
+    num_heads: int,
+    rank: int,
+    QUERY_LEN: tl.constexpr,  # noqa: N803
+    HALF: tl.constexpr,  # noqa: N803
+    BLOCK: tl.constexpr,  # noqa: N803
+    RANK: tl.constexpr,  # noqa: N803
+    HEADS: tl.constexpr,  # noqa: N803
+) -> None:
+    """The first program of a row stores, the others rotate HEADS of its heads each."""
+    gdc_launch_dependents()
+    row = tl.program_id(0).to(tl.int64)
+    pair, column = tl.arange(0, BLOCK), tl.arange(0, RANK)
+    frequency = tl.load(frequencies + pair, pair < HALF, 0)
+    gdc_wait()
+    position, page, offset = _slot(row, where, tables, table_stride, table_width, page_size, QUERY_LEN)
+    angle = position.to(tl.float32) * frequency
+    cos = (tl.cos(angle) * scale).to(key.dtype.element_ty).to(tl.float32)[None, :]
+    sin = (tl.sin(angle) * scale).to(key.dtype.element_ty).to(tl.float32)[None, :]
+    slot, stores = pages + page * page_stride + offset * slot_stride, tl.program_id(1) == 0
+    if stores:
+        tl.store(slot + column, tl.load(latent + row * latent_stride + column, column < rank), column < rank)
+    head = (tl.program_id(1) - 1) * HEADS + tl.arange(0, HEADS)[
+        :, None
+    ]  # the key is the last before the first
+    source = (
+        tl.where(stores, key + row * key_stride, q + row * q_stride + head * q_head_stride) + pair[None, :]
+    )
+    target = tl.where(stores, slot + rank, out + row * out_stride + head * out_head_stride) + pair[None, :]
+    inside = tl.where(stores, head == -1, head < num_heads) & (pair < HALF)[None, :]
+    low, high = tl.load(source, inside, 0), tl.load(source + HALF, inside, 0)
+    tl.store(target, _rotated(low, high, cos, -sin), inside)
+    tl.store(target + HALF, _rotated(high, low, cos, sin), inside)
+
+
 @dataclass(frozen=True)
 class TritonRope:
     """In a uniform layout the kernel of each layer computes positions and slots itself."""
@@ -129,7 +183,6 @@ class TritonRope:
             where=layout.starts if uniform else layout.positions,
             tables=layout.block_tables if uniform else layout.slots,
             query_len=layout.uniform_q or 0,
-            plain=lambda: rope(self.frequencies, self.scale)(layout),
         )
 
 
@@ -140,11 +193,26 @@ class _TritonStore:
     where: Tensor  # starts [B] of a uniform layout, positions [rows] of a ragged one
     tables: Tensor  # block tables [B, max_pages] of a uniform layout, slots [rows] of a ragged one
     query_len: int  # 0: ragged
-    plain: Callable[[], Store]
 
-    def latents(self, q: Tensor, latents: Tensor, pages: Tensor) -> Tensor:
-        """In plain torch: there is no kernel of latents yet, and no backend that attends to them on a GPU."""
-        return self.plain().latents(q, latents, pages)
+    def latents(self, latent: Tensor, key: Tensor, pages: Tensor, q: Tensor, out: Tensor) -> None:
+        (rows, rank), width, num_heads = latent.shape, key.shape[1], q.shape[1]
+        assert pages.shape[2:] == (1, rank + width), (pages.shape, rank, width)
+        assert q.shape == out.shape == (rows, num_heads, width), (q.shape, out.shape)
+        assert {each.stride(-1) for each in (latent, key, pages, q, out)} == {1}, "rows must be contiguous"
+        if rows:
+            _latent_store_kernel[(rows, 1 + triton.cdiv(num_heads, _HEADS))](
+                *(latent, key, q, self.frequencies, self.where, self.tables, pages, out, self.scale),
+                *(latent.stride(0), key.stride(0), *q.stride()[:2], *out.stride()[:2], *pages.stride()[:2]),
+                *(self.tables.stride(0), self.tables.shape[-1], pages.shape[1], num_heads, rank),
+                QUERY_LEN=self.query_len,
+                HALF=width // 2,
+                BLOCK=triton.next_power_of_2(width // 2),
+                RANK=triton.next_power_of_2(rank),
+                HEADS=_HEADS,
+                num_warps=2,
+                enable_fp_fusion=False,  # as below
+                **PDL,
+            )
 
     def __call__(
         self, qkv: Tensor, keys: Tensor, values: Tensor, k_scale: float = 1.0, v_scale: float = 1.0

@@ -1,5 +1,5 @@
 # mypy: allow-untyped-decorators
-"""A Triton kernel that chooses the experts of rows from the partial sums of a router's logits."""
+"""Triton kernels that choose the experts of rows from the partial sums of a router's logits."""
 
 import torch
 import triton
@@ -8,7 +8,16 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from specgen.ops.launch import PDL
-from specgen.ops.router import Choice, Weighing
+from specgen.ops.router import Choice, SigmoidRouting, Weighing, sigmoid_choice
+
+_LEAST = tl.constexpr(-(2**31))  # behind every number
+
+
+@triton.jit
+def _ordered(values: tl.tensor) -> tl.tensor:
+    """Integers in the order of float32 ``values``: as many different ones as are asked for, NaN or not."""
+    bits = values.to(tl.int32, bitcast=True)
+    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -33,16 +42,14 @@ def _choose_kernel(
     for part in tl.static_range(PARTS):
         logits += tl.load(parts + (part * num_rows + row) * num_experts + expert, inside, 0).to(tl.float32)
     logits = logits.to(weights.dtype.element_ty).to(tl.float32)  # as one product would be rounded
-    # Integers in the order of the logits: K different experts whatever the values, NaN included.
-    bits = logits.to(tl.int32, bitcast=True)
-    key = tl.where(inside, tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits), -(2**31))
+    key = tl.where(inside, _ordered(logits), _LEAST)
     slot = tl.arange(0, K_BLOCK)
     chosen, best = tl.zeros((K_BLOCK,), tl.int64), tl.full((K_BLOCK,), float("-inf"), tl.float32)
     for place in tl.static_range(K):
         first = tl.min(tl.where(key == tl.max(key), expert, BLOCK))
         value = tl.sum(tl.where(expert == first, logits, 0))
         chosen, best = tl.where(slot == place, first, chosen), tl.where(slot == place, value, best)
-        key = tl.where(expert == first, -(2**31), key)
+        key = tl.where(expert == first, _LEAST, key)
     largest = tl.max(tl.where(slot == 0, best, float("-inf")))
     share = tl.exp(best - largest)
     if WEIGHING == "softmax":
@@ -52,6 +59,89 @@ def _choose_kernel(
     place = row * K + slot
     tl.store(ids + place, chosen, slot < K)
     tl.store(weights + place, share.to(weights.dtype.element_ty), slot < K)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _choose_by_score_kernel(
+    parts: tl.tensor,
+    bias: tl.tensor,
+    ids: tl.tensor,
+    weights: tl.tensor,
+    num_rows: int,
+    num_experts: int,
+    scale: float,
+    PARTS: tl.constexpr,  # noqa: N803
+    GROUPS: tl.constexpr,  # noqa: N803
+    CHOSEN_GROUPS: tl.constexpr,  # noqa: N803
+    NORMALIZED: tl.constexpr,  # noqa: N803
+    K: tl.constexpr,  # noqa: N803
+    K_BLOCK: tl.constexpr,  # noqa: N803
+    BLOCK: tl.constexpr,  # noqa: N803
+) -> None:
+    """``SigmoidRouting``; a program per row."""
+    gdc_launch_dependents()
+    row, expert = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    inside = expert < num_experts
+    added = tl.load(bias + expert, inside, 0)
+    gdc_wait()
+    logits = tl.zeros((BLOCK,), tl.float32)
+    for part in tl.static_range(PARTS):
+        logits += tl.load(parts + (part * num_rows + row) * num_experts + expert, inside, 0)
+    scores = 1 / (1 + tl.exp(-logits))
+    biased = scores + added
+    key = tl.where(inside, _ordered(biased), _LEAST)
+    if GROUPS > 1:
+        size: tl.constexpr = BLOCK // GROUPS
+        grouped, place = tl.reshape(biased, (GROUPS, size)), tl.arange(0, size)[None, :]
+        best = tl.max(grouped, 1)
+        first = tl.min(tl.where(grouped == best[:, None], place, size), 1)
+        second = tl.max(tl.where(place == first[:, None], float("-inf"), grouped), 1)
+        group, left = tl.arange(0, GROUPS), _ordered(best + second)
+        kept = tl.zeros((GROUPS,), tl.int1)
+        for _ in tl.static_range(CHOSEN_GROUPS):
+            first = tl.min(tl.where(left == tl.max(left), group, GROUPS))
+            kept, left = kept | (group == first), tl.where(group == first, _LEAST, left)
+        key = tl.reshape(tl.where(kept[:, None], tl.reshape(key, (GROUPS, size)), _LEAST), (BLOCK,))
+    slot = tl.arange(0, K_BLOCK)
+    chosen, weight = tl.zeros((K_BLOCK,), tl.int64), tl.zeros((K_BLOCK,), tl.float32)
+    for place in tl.static_range(K):
+        first = tl.min(tl.where(key == tl.max(key), expert, BLOCK))
+        value = tl.sum(tl.where(expert == first, scores, 0))
+        chosen, weight = tl.where(slot == place, first, chosen), tl.where(slot == place, value, weight)
+        key = tl.where(expert == first, _LEAST, key)
+    if NORMALIZED:
+        weight /= tl.sum(weight) + 1e-20
+    place = row * K + slot
+    tl.store(ids + place, chosen, slot < K)
+    tl.store(weights + place, weight * scale, slot < K)
+
+
+def fused_sigmoid_choice(routing: SigmoidRouting) -> Choice:
+    """One kernel, where groups are powers of two; of equal scores the expert with the lower id is better."""
+    num_experts, groups = len(routing.bias), routing.num_groups
+    if groups > 1 and (num_experts.bit_count() > 1 or groups.bit_count() > 1):
+        return sigmoid_choice(routing)
+
+    def choose(parts: Tensor) -> tuple[Tensor, Tensor]:
+        num_parts, num_rows, _ = parts.shape
+        ids = torch.empty(num_rows, routing.num_chosen, dtype=torch.int64, device=parts.device)
+        weights = torch.empty(num_rows, routing.num_chosen, dtype=torch.float32, device=parts.device)
+        if num_rows:
+            _choose_by_score_kernel[(num_rows,)](
+                *(parts.contiguous(), routing.bias, ids, weights, num_rows, num_experts, routing.scale),
+                PARTS=num_parts,
+                GROUPS=groups,
+                CHOSEN_GROUPS=routing.num_chosen_groups,
+                NORMALIZED=routing.normalized,
+                K=routing.num_chosen,
+                K_BLOCK=triton.next_power_of_2(routing.num_chosen),
+                BLOCK=triton.next_power_of_2(num_experts),
+                num_warps=1,
+                **PDL,
+            )
+        return ids, weights
+
+    return choose
 
 
 def fused_choice(dtype: torch.dtype, num_chosen: int, weighing: Weighing) -> Choice:

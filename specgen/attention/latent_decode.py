@@ -1,0 +1,166 @@
+"""Absorbed latent attention on Hopper: FlashInfer's kernel, with a work list that is made on the device."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specgen.attention import Kernel
+from specgen.attention.workspaces import num_sms
+from specgen.kv.layout import Layout
+from specgen.models.attend import LayerAttention
+from specgen.ops.cuda_source import compiled, current_stream, pointers, source_spec
+from specgen.ops.jit_modules import Module
+
+RANK, ROPE_DIM = 512, 64  # the kernel's; those of DeepSeek-V2 and its relatives
+_BLOCK_ROWS = 64  # rows times heads of one block
+MOST_HEADS = 2 * _BLOCK_ROWS
+_SOURCE = Path(__file__).with_name("latent_plan.cu")
+_CAUSAL = 1  # FlashInfer's MaskMode
+
+
+def modules(dtype: torch.dtype) -> list[Module]:
+    """What passes of this number format need compiled."""
+    return [
+        Module(what="latent attention", spec=lambda: _attention_spec(dtype)),
+        Module(what="work lists of latent attention", spec=_plan_spec),
+    ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """How the rows of a pass are shared out; see ``latent_plan.cu``."""
+
+    cluster: int  # blocks that attend together
+    num_clusters: int
+    group_rows: int  # rows of a sequence that a cluster attends for at once, with all of their heads
+    groups: int  # of a sequence, at most
+
+    @classmethod
+    def of(cls, query_len: int, num_heads: int, num_multiprocessors: int) -> "Shape":
+        """For at most ``query_len`` rows of each sequence."""
+        assert num_heads <= MOST_HEADS, num_heads
+        cluster = 1 if query_len * num_heads <= _BLOCK_ROWS else 2
+        groups = -(-query_len // (cluster * _BLOCK_ROWS // num_heads))
+        return cls(
+            cluster=cluster,
+            num_clusters=num_multiprocessors // cluster,
+            group_rows=-(-query_len // groups),
+            groups=groups,
+        )
+
+    def sections(self, num_sequences: int) -> list[int]:
+        """The numbers of int32 in the sections of the list, in their order; FlashInfer reads all but the last two."""
+        groups = num_sequences * self.groups
+        by_item, by_block = 8 * [groups + self.num_clusters], 5 * [self.num_clusters * self.cluster]
+        return [*by_item, self.num_clusters + 1, *by_block, groups + 1, groups]
+
+
+class LatentDecode:
+    """FlashInfer's FA3 kernel of multi-head latent attention, for passes of any lengths.
+
+    Its work list depends on lengths, which FlashInfer's own wrapper wants to know on the host. Here a small kernel
+    makes the list on the device, once a pass, so a captured pass stays right when lengths and pages change.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._num_sms = num_sms(device)
+        self._parts: Tensor | None = None
+        self._device = device
+
+    def plan(self, layout: Layout) -> Kernel:
+        """``layout`` may be captured once a pass of its shape has run."""
+        tables = layout.block_tables
+        assert tables.dtype == torch.int32, tables.dtype
+        assert tables.stride(1) == 1, tables.stride()
+        lists, outs = dict[int, tuple[Tensor, list[int]]](), list[Tensor]()
+
+        def kernel(layer: LayerAttention, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+            assert keys is values, "values are the first numbers of the keys"
+            assert keys.shape[2:] == (1, RANK + ROPE_DIM), keys.shape
+            assert (layer.value_dim, layer.window, layer.sinks) == (RANK, None, None), layer
+            num_heads = q.shape[1]
+            if num_heads not in lists:
+                lists[num_heads] = self._work_list(layout, num_heads)
+            if not outs:  # rows without a page, and padding rows, are not written
+                outs.append(q.new_zeros(len(q), num_heads, RANK))
+            work, info = lists[num_heads]
+            latents = keys[:, :, 0]
+            _attention(q.dtype)(
+                *(self._workspace(), work, info),
+                *(
+                    q[..., :RANK],
+                    q[..., RANK:],
+                    latents[..., :RANK],
+                    latents[..., RANK:],
+                    tables,
+                    outs[0],
+                    None,
+                ),
+                *(_CAUSAL, num_heads, layout.page_size, layer.scale, False, 1.0, 1.0, None),
+            )
+            return outs[0].view(len(q), -1)
+
+        return kernel
+
+    def _work_list(self, layout: Layout, num_heads: int) -> tuple[Tensor, list[int]]:
+        """The list, and where in it FlashInfer's kernel finds what (its ``MLAPlanInfo``)."""
+        shape, count = Shape.of(layout.max_query_len, num_heads, self._num_sms), layout.num_sequences
+        sections, tables = shape.sections(count), layout.block_tables
+        work = torch.empty(sum(sections), dtype=torch.int32, device=self._device)
+        uniform = layout.uniform_q is not None
+        lens = (
+            (layout.starts, None, None) if uniform else (layout.starts, layout.query_lens, layout.first_rows)
+        )
+        assert {each.dtype for each in lens if each is not None} == {torch.int64}
+        error = _plan()(
+            *pointers((*lens, work)),
+            *(count, layout.max_query_len, shape.groups, shape.group_rows, num_heads),
+            *(tables.stride(0), tables.shape[1] * layout.page_size, shape.cluster, shape.num_clusters),
+            current_stream(self._device),
+        )
+        assert error == 0, f"latent_plan: error {error} for {count} sequences, {shape}"
+        starts = [4 * start for start in accumulate(sections[:-2], initial=0)]
+        items, first_item, blocks = starts[:8], starts[8], starts[9:14]
+        first_row, first_page, partial, rows, kv_len, first_packed, kv_begin, kv_end = items
+        info = [shape.cluster, shape.num_clusters, first_row, first_page, partial, *blocks]
+        info += [rows, kv_len, first_packed, kv_begin, kv_end, first_item, 0, self._num_parts_rows * RANK * 2]
+        return work, info
+
+    @property
+    def _num_parts_rows(self) -> int:
+        """Rows of the parts that are merged, at most: each border between shares ends a part and begins one."""
+        return 2 * self._num_sms * _BLOCK_ROWS
+
+    def _workspace(self) -> Tensor:
+        """Outputs of parts in 2 bytes each, and behind them their log-sum-exps in float32."""
+        if self._parts is None:
+            assert not torch.cuda.is_current_stream_capturing(), "run a pass before one is captured"
+            size = self._num_parts_rows * (RANK * 2 + 4)
+            self._parts = torch.empty(size, dtype=torch.uint8, device=self._device)
+        return self._parts
+
+
+@cache
+def _attention(dtype: torch.dtype) -> Callable[..., None]:
+    return _attention_spec(dtype).build_and_load().run  # type: ignore[no-any-return]
+
+
+def _attention_spec(dtype: torch.dtype) -> Any:  # noqa: ANN401
+    from flashinfer.jit.attention import gen_batch_mla_module
+
+    return gen_batch_mla_module("fa3", dtype, dtype, dtype, torch.int32, RANK, ROPE_DIM, False)
+
+
+@cache
+def _plan() -> Callable[..., int]:
+    return compiled(_plan_spec(), "latent_plan_run")
+
+
+def _plan_spec() -> Any:  # noqa: ANN401
+    return source_spec("latent_plan", _SOURCE, {}, {})
