@@ -12,6 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from specgen.attention import latent_decode
+from tests.cuda_on_cpu import on_cpu
+from tests.latent_lists import of_flashinfer
+
 Pages = tuple[Tensor, Tensor]
 KERNELS: dict[str, object] = {}  # what each name of a kernel with sinks is compiled for
 
@@ -214,6 +218,42 @@ class BatchPrefillWithPagedKVCacheWrapper:
         return out.mul_(v_scale)
 
 
+class BatchPrefillWithRaggedKVCacheWrapper:
+    def __init__(self, workspace: Tensor, kv_layout: str, backend: str) -> None:
+        assert (kv_layout, backend) == ("NHD", "fa3")
+
+    def plan(
+        self,
+        qo_indptr: Tensor,
+        kv_indptr: Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim_qk: int,
+        head_dim_vo: int,
+        *,
+        causal: bool,
+        sm_scale: float,
+        q_data_type: torch.dtype,
+        kv_data_type: torch.dtype,
+    ) -> None:
+        assert causal
+        assert q_data_type == kv_data_type
+        assert num_qo_heads == num_kv_heads
+        self.shape, self.scale = (num_qo_heads, head_dim_qk, head_dim_vo), sm_scale
+        self.first_rows, self.first_keys = qo_indptr.tolist(), kv_indptr.tolist()
+
+    def run(self, q: Tensor, k: Tensor, v: Tensor, *, out: Tensor) -> Tensor:
+        assert (q.shape[1], k.shape[2], v.shape[2]) == self.shape
+        assert q.is_contiguous()
+        assert len(k) == len(v) == self.first_keys[-1]
+        for b in range(len(self.first_rows) - 1):
+            rows, keys = (slice(*each[b : b + 2]) for each in (self.first_rows, self.first_keys))
+            scores = torch.einsum("qhd,khd->hqk", q[rows], k[keys]) * self.scale
+            scores = scores.masked_fill(~causal(len(q[rows]), len(k[keys]), -1), float("-inf"))
+            out[rows] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v[keys])
+        return out
+
+
 def install(monkeypatch: pytest.MonkeyPatch, *, major: int, num_sms: int) -> None:
     """Backends on ``torch.device("cpu")`` take it for a GPU of compute capability ``major``.0 and call this module."""
     module = ModuleType("flashinfer")
@@ -227,9 +267,14 @@ def install(monkeypatch: pytest.MonkeyPatch, *, major: int, num_sms: int) -> Non
     module.trtllm_batch_decode_with_kv_cache = trtllm_batch_decode_with_kv_cache  # type: ignore[attr-defined]
     module.xqa_batch_decode_with_kv_cache = xqa_batch_decode_with_kv_cache  # type: ignore[attr-defined]
     module.BatchPrefillWithPagedKVCacheWrapper = BatchPrefillWithPagedKVCacheWrapper  # type: ignore[attr-defined]
+    module.BatchPrefillWithRaggedKVCacheWrapper = BatchPrefillWithRaggedKVCacheWrapper  # type: ignore[attr-defined]
     module.attention_sink_decl = {"fa2": "fa2", "fa3": "fa3"}  # type: ignore[attr-defined]
-    for user in ("trtllm", "flashinfer_paged", "workspaces"):
+    monkeypatch.setattr(latent_decode, "_attention", lambda dtype: of_flashinfer)
+    monkeypatch.setattr(latent_decode, "_plan", lambda: on_cpu(latent_decode._SOURCE).latent_plan_run)
+    monkeypatch.setattr(latent_decode, "current_stream", lambda device: None)
+    for user in ("trtllm", "flashinfer_paged", "latent_decode", "workspaces"):
         monkeypatch.setattr(f"specgen.attention.{user}.num_sms", lambda device: num_sms)
+    monkeypatch.setattr("specgen.attention.trtllm.TrtllmBackend.rotating", lambda *given: None)  # of Triton
     waits = SimpleNamespace(synchronize=lambda: None, record=lambda: None)
     monkeypatch.setattr("specgen.attention.trtllm._claim", lambda device: None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (major, 0))

@@ -5,6 +5,7 @@ The names are those of the sections in ``latent_plan.cu``.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -128,3 +129,48 @@ def attend(
             assert not written[begin + row]
             written[begin + row] = True
             final[begin + row] = (weights[:, None] * parts[each]).sum(0).to(out.dtype)
+
+
+def of_flashinfer(*given: Any) -> None:
+    """Its kernel, which finds the list by the offsets in ``info``."""
+    (
+        workspace,
+        work,
+        info,
+        q,
+        q_rope,
+        latents,
+        keys,
+        tables,
+        out,
+        lse,
+        mask,
+        num_heads,
+        page_size,
+        scale,
+        *rest,
+    ) = given
+    assert len(info) == 18
+    assert (lse, mask, num_heads, page_size, rest) == (
+        None,
+        1,
+        q.shape[1],
+        latents.shape[1],
+        [False, 1.0, 1.0, None],
+    )
+    cluster, num_clusters, *offsets, parts, sums = info
+    names = (*BY_ITEM[:3], *BY_BLOCK, *BY_ITEM[3:], "first_item")
+    sections = {name: work[offset // 4 :] for name, offset in zip(names, offsets, strict=True)}
+    first_item = sections["first_item"][: num_clusters + 1].tolist()
+    sizes = dict.fromkeys(BY_ITEM, first_item[-1]) | dict.fromkeys(BY_BLOCK, num_clusters * cluster)
+    found = {name: sections[name][:size].tolist() for name, size in sizes.items()} | {
+        "first_item": first_item
+    }
+    most = max(found["parts_end"])
+    assert parts == 0
+    assert most * RANK * 2 <= sums
+    assert sums + most * 4 <= workspace.numel()
+    shape = Shape(cluster=cluster, num_clusters=num_clusters, group_rows=0, groups=0)
+    attend(
+        found, shape, torch.cat((q, q_rope), -1), torch.cat((latents, keys), -1), tables.flatten(), out, scale
+    )

@@ -2,18 +2,21 @@
 
 import re
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
 
 from specgen.attention import Heads
 from specgen.attention.flashinfer_paged import FlashInferBackend
+from specgen.attention.latent_decode import LATENTS
 from specgen.attention.pass_lens import PassLens
 from specgen.attention.sdpa import SdpaBackend
 from specgen.attention.trtllm import TrtllmBackend, causal_mask
 from specgen.attention.workspaces import MIB, decode_workspace, prefill_bytes, xqa_bytes
 from specgen.config import UserError
 from specgen.kv.layout import Layout
+from specgen.models.latent_config import LatentConfig
 
 LLAMA = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "dtype": torch.bfloat16}
 GPU = torch.device("cuda")
@@ -89,6 +92,43 @@ def test_unsupported_models_are_refused_with_a_remedy(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     refusal = TrtllmBackend.capabilities.refusal(GPU, heads(**changes))
     assert (refusal or "") == message or (message and re.search(message, refusal or ""))
+
+
+GLM = {"kv_lora_rank": 512, "qk_nope_head_dim": 192, "qk_rope_head_dim": 64, "v_head_dim": 256}
+DEEPSEEK = GLM | {"qk_nope_head_dim": 128, "v_head_dim": 128}
+
+
+@pytest.mark.parametrize(
+    ("latent", "changes", "message"),
+    [
+        (GLM, {}, ""),
+        (DEEPSEEK, {"num_heads": 128}, ""),
+        (GLM, {"dtype": torch.float32, "kv_dtype": torch.float32}, "a model in float32"),
+        (GLM, {"kv_dtype": torch.float8_e4m3fn}, "latents in FP8: use --kv-dtype model"),
+        (GLM, {"page_size": 8}, "pages of 8 positions"),
+        (GLM, {"num_heads": 129}, "supports 128 heads of latent attention, not 129: use --tensor-parallel"),
+        (GLM, {"max_query_len": 33}, ""),
+        (GLM | {"kv_lora_rank": 256}, {}, r"with latents and rotated keys of 256 \+ 64: use --device cpu"),
+        (GLM | {"v_head_dim": 128}, {}, r"with keys and values of 256 \+ 128: use --device cpu"),
+    ],
+)
+def test_latents_that_its_kernels_do_not_take_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+    flashinfer_installed: None,
+    latent: dict[str, object],
+    changes: dict[str, object],
+    message: str,
+) -> None:
+    """Once they have run on a GPU; until then all are."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    shape = {"num_heads": 20, "num_kv_heads": 1, "head_dim": 576, "latent": LatentConfig.from_hf(latent)}
+    asked = heads(**shape | changes)
+    closed = TrtllmBackend.capabilities
+    assert "whose kernels have not been run on a GPU yet" in (closed.refusal(GPU, asked) or "")
+    refusal = replace(closed, latents=LATENTS).refusal(GPU, asked)
+    assert (refusal or "") == message or (message and re.search(message, refusal or ""))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
+    assert replace(closed, latents=LATENTS).refusal(GPU, asked) is not None
 
 
 def test_old_gpus_and_cpus_are_refused(monkeypatch: pytest.MonkeyPatch, flashinfer_installed: None) -> None:

@@ -24,6 +24,7 @@ from specgen.config import DraftLength, EngineConfig, SamplingParams, UserError
 from specgen.engine.arms import Arm
 from specgen.engine.loading import open_checkpoints
 from specgen.engine.needed_modules import modules_of, modules_of_products, needed_modules
+from specgen.models.latent_config import LatentConfig
 from specgen.ops import jit_modules
 from specgen.ops.block_fp8 import FEWEST_ROWS
 from specgen.ops.jit_modules import Module, compile_missing, compiled_meanwhile
@@ -268,6 +269,14 @@ def changed(**fields: Any) -> Heads:
 
 
 SINKS = changed(num_heads=64, head_dim=64, sinks=True)
+GLM = changed(
+    num_heads=20,
+    num_kv_heads=1,
+    head_dim=576,
+    latent=LatentConfig.from_hf(
+        {"kv_lora_rank": 512, "qk_nope_head_dim": 192, "qk_rope_head_dim": 64, "v_head_dim": 256}
+    ),
+)
 HALF = changed(dtype=torch.float16, kv_dtype=torch.float16)
 FP8 = changed(kv_dtype=torch.float8_e4m3fn)
 
@@ -315,6 +324,13 @@ FP8 = changed(kv_dtype=torch.float8_e4m3fn)
             use(FP8, num_sequences=128),
             "FA2, heads of 128, FP8 KV; XQA, 5 rows, heads of 128, FP8 KV",
         ),
+        (
+            TrtllmBackend,
+            H100,
+            use(GLM, query_lens=(1, 2)),
+            "latent attention; work lists of latent attention; FA3, keys of 256 and values of 256",
+        ),
+        (TrtllmBackend, H100, use(GLM, prefills=False), "latent attention; work lists of latent attention"),
         (TrtllmBackend, Gpu(major=12, num_sms=188), use(), "FA2, heads of 128; XQA, 5 rows, heads of 128"),
         (TrtllmBackend, Gpu(major=10, num_sms=148), use(), "FA2, heads of 128"),
         (
@@ -337,7 +353,11 @@ def generators(monkeypatch: pytest.MonkeyPatch) -> None:
         "flashinfer": (),
         "flashinfer.jit": (),
         "flashinfer.jit.xqa": ("gen_xqa_module",),
-        "flashinfer.jit.attention": ("gen_batch_prefill_module", "gen_customize_batch_prefill_module"),
+        "flashinfer.jit.attention": (
+            "gen_batch_mla_module",
+            "gen_batch_prefill_module",
+            "gen_customize_batch_prefill_module",
+        ),
         "flashinfer.jit.attention.variants": (),
         "flashinfer.jit.sampling": ("gen_sampling_module",),
     }.items():
@@ -367,6 +387,10 @@ def test_flashinfer_is_asked_for_what_it_would_compile_at_the_first_use(generato
     sinks = TrtllmBackend.modules(H100, use(SINKS, windowed=(True,)))[0].spec()
     assert sinks[:2] == ("fa3", "specgen_prefill_sink_bfloat16_bfloat16_64_window_fa3")
     assert sinks[-2:] == ("declaration", ("use_sliding_window", True))
+    absorbed, _, expanded = TrtllmBackend.modules(H100, use(GLM))
+    bf16 = [torch.bfloat16] * 3
+    assert absorbed.spec() == ("fa3", *bf16, torch.int32, 512, 64, False)
+    assert expanded.spec() == ("fa3", *bf16, torch.int32, 256, 256, 0, *none, False)
 
 
 def of_pair(path: Path, expected: SamplingParams = SamplingParams(), **settings: Any) -> list[str]:  # noqa: B008

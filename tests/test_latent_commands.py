@@ -126,7 +126,7 @@ def test_a_gpu_refuses_latents_in_one_line(
     asked = config(target, device="cuda", attention=attention, dtype="bfloat16")
     with pytest.raises(UserError) as refused:
         choose_attention(asked, open_checkpoints(asked))
-    assert "does not support latent attention on cuda, for which no GPU kernel is built yet" in str(
+    assert "does not support latent attention on cuda, whose kernels have not been run on a GPU yet" in str(
         refused.value
     )
     assert str(refused.value).endswith("use --device cpu --attention auto")

@@ -15,8 +15,9 @@ from specgen.attention.latent_decode import RANK, ROPE_DIM, LatentDecode, Shape
 from specgen.attention.sdpa import SdpaBackend
 from specgen.kv.layout import Layout
 from specgen.models.attend import LayerAttention
+from tests import fake_flashinfer
 from tests.cuda_on_cpu import on_cpu
-from tests.latent_lists import BY_BLOCK, BY_ITEM, SECTIONS, TILE, Rows, attend, work_list
+from tests.latent_lists import BY_BLOCK, BY_ITEM, SECTIONS, TILE, Rows, of_flashinfer, work_list
 
 CPU = torch.device("cpu")
 LAYER = LayerAttention(index=0, scale=0.06, value_dim=RANK)
@@ -85,59 +86,10 @@ def test_rows_are_shared_out_so_that_a_cluster_holds_them(query_len: int, num_he
     assert shape.num_clusters * shape.cluster == 132
 
 
-def of_flashinfer(*given: Any) -> None:
-    """Its kernel, which finds the list by the offsets in ``info``."""
-    (
-        workspace,
-        work,
-        info,
-        q,
-        q_rope,
-        latents,
-        keys,
-        tables,
-        out,
-        lse,
-        mask,
-        num_heads,
-        page_size,
-        scale,
-        *rest,
-    ) = given
-    assert len(info) == 18
-    assert (lse, mask, num_heads, page_size, rest) == (
-        None,
-        1,
-        q.shape[1],
-        latents.shape[1],
-        [False, 1.0, 1.0, None],
-    )
-    cluster, num_clusters, *offsets, parts, sums = info
-    names = (*BY_ITEM[:3], *BY_BLOCK, *BY_ITEM[3:], "first_item")
-    sections = {name: work[offset // 4 :] for name, offset in zip(names, offsets, strict=True)}
-    first_item = sections["first_item"][: num_clusters + 1].tolist()
-    sizes = dict.fromkeys(BY_ITEM, first_item[-1]) | dict.fromkeys(BY_BLOCK, num_clusters * cluster)
-    found = {name: sections[name][:size].tolist() for name, size in sizes.items()} | {
-        "first_item": first_item
-    }
-    most = max(found["parts_end"])
-    assert parts == 0
-    assert most * RANK * 2 <= sums
-    assert sums + most * 4 <= workspace.numel()
-    shape = Shape(cluster=cluster, num_clusters=num_clusters, group_rows=0, groups=0)
-    attend(
-        found, shape, torch.cat((q, q_rope), -1), torch.cat((latents, keys), -1), tables.flatten(), out, scale
-    )
-
-
 @pytest.fixture
 def decode(monkeypatch: pytest.MonkeyPatch) -> LatentDecode:
     """On the CPU, with 12 multiprocessors."""
-    monkeypatch.setattr(latent_decode, "num_sms", lambda device: 12)
-    monkeypatch.setattr(latent_decode, "current_stream", lambda device: None)
-    monkeypatch.setattr(latent_decode, "_plan", lambda: on_cpu(latent_decode._SOURCE).latent_plan_run)
-    monkeypatch.setattr(latent_decode, "_attention", lambda dtype: of_flashinfer)
-    monkeypatch.setattr(latent_decode.torch.cuda, "is_current_stream_capturing", lambda: False)
+    fake_flashinfer.install(monkeypatch, major=9, num_sms=12)
     return LatentDecode(CPU)
 
 
@@ -196,7 +148,6 @@ def test_a_wrong_list_is_seen(decode: LatentDecode, monkeypatch: pytest.MonkeyPa
     layout = layouts()["drafts"]
     pages, q = torch.randn(200, 16, 1, RANK + ROPE_DIM), torch.randn(20, 20, RANK + ROPE_DIM)
     right = decode.plan(layout)(LAYER, q, pages, pages).clone()
-    real = of_flashinfer
     for name, change in {"kv_end": -1, "kv_len": 1, "first_page": 1, "parts_begin": 1}.items():
         place = (*BY_ITEM[:3], *BY_BLOCK, *BY_ITEM[3:]).index(name) + 2
 
@@ -204,7 +155,7 @@ def test_a_wrong_list_is_seen(decode: LatentDecode, monkeypatch: pytest.MonkeyPa
             work, info = given[1:3]
             last_item = int(work[info[15] // 4 + info[1]]) - 1
             work[info[place] // 4 + (0 if BY_ITEM.count(name) == 0 else last_item)] += change
-            real(*given)
+            of_flashinfer(*given)
 
         monkeypatch.setattr(latent_decode, "_attention", lambda dtype, planted=planted: planted)
         try:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from specgen.attention.expansion import Expansion
 from specgen.attention.sdpa import SdpaBackend, StaticSdpaBackend
+from specgen.attention.trtllm import TrtllmBackend
 from specgen.checkpoints.checkpoint import load_target, open_checkpoint
 from specgen.config import SamplingParams, UserError
 from specgen.kv.layout import Layout
@@ -28,6 +29,7 @@ from specgen.ops.fp8 import block_scales
 from specgen.ops.reference import per_head, torch_ops
 from specgen.ops.router import SigmoidRouting
 from specgen.ops.weight import Weight
+from tests import fake_flashinfer
 from tests.engines import generate, load_pair, random_requests
 from tests.test_fp8 import unrounded_inputs
 from tests.test_mixtures import ids_of, loaded, paged_logits
@@ -93,22 +95,30 @@ def test_both_forms_agree_on_every_pass(tmp_path: Path, monkeypatch: pytest.Monk
             known = Layout.ragged(
                 layout.block_tables, layout.starts.tolist(), layout.query_lens.tolist(), layout.page_size
             )
-            expansion = chosen(replace(known, num_rows=10_000)) if expand else None
-            return expansion and replace(
-                expansion, layout=replace(expansion.layout, num_rows=layout.num_rows)
-            )
+            return chosen(replace(known, num_rows=10_000)) if expand else None
 
         monkeypatch.setattr(Expansion, "of", of)
         found[expand] = paged_logits(model, ids, SdpaBackend, PIECES)
     torch.testing.assert_close(found[True], found[False], atol=1e-4, rtol=0)
 
 
+def test_the_kernels_of_gpus_give_the_logits_of_torch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a model as wide as they are built for, through what stands for FlashInfer on a CPU."""
+    widths = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 192, "v_head_dim": 256}
+    ids = ids_of(write_latent(tmp_path, hidden_size=32, num_hidden_layers=2, **widths))
+    model, pieces = loaded(tmp_path), [70, 5, 5, len(ids) - 88, 8]
+    right = paged_logits(model, ids, SdpaBackend, pieces)
+    fake_flashinfer.install(monkeypatch, major=9, num_sms=6)
+    torch.testing.assert_close(paged_logits(model, ids, TrtllmBackend, pieces), right, atol=1e-4, rtol=0)
+
+
 def test_a_prefill_is_expanded_unless_most_of_its_positions_were_computed_before() -> None:
     tables = torch.arange(12, dtype=torch.int32).view(2, 6).flip(0)
     prefill = Expansion.of(Layout.ragged(tables, [0, 5], [7, 1], 4))
     assert prefill is not None
-    assert prefill.pages.tolist() == [6, 7, 0, 1]
-    assert prefill.layout.block_tables.tolist() == [[0, 1, 0, 0, 0, 0], [2, 3, 0, 0, 0, 0]]
+    assert prefill.slots.tolist() == [24, 25, 26, 27, 28, 29, 30, 0, 1, 2, 3, 4, 5]
     assert Expansion.of(Layout.ragged(tables, [8, 5], [7, 1], 4)) is None
     assert Expansion.of(Layout.uniform(tables, torch.tensor([0, 0]), 3, 4)) is None
 

@@ -11,10 +11,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from specgen.attention.expansion import Expansion
+from specgen.attention.expansion import Expansion, SdpaExpanded
 from specgen.kv.kv_cache import KVCache
-from specgen.kv.layout import Layout
+from specgen.kv.layout import HostLens, Layout
 from specgen.models.attend import LatentLayer, LayerAttention
+from specgen.models.latent_config import LatentConfig
 from specgen.ops import Rope
 from specgen.ops.jit_modules import Module
 
@@ -31,7 +32,9 @@ class Heads:
     page_size: int
     max_query_len: int  # rows per sequence of a decode pass
     sinks: bool = False  # see LayerAttention
-    latents: bool = False  # the cache keeps latents; see LatentLayer, whose absorbed form this describes
+    latent: LatentConfig | None = (
+        None  # what the cache keeps instead of keys and values; the rest is its absorbed form
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +58,37 @@ class Gpu:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Latents:
+    """What a backend can do of latent attention. None: no bound."""
+
+    devices: tuple[str, ...]  # torch device types
+    compute_majors: tuple[int, ...] | None = None
+    dtypes: tuple[torch.dtype, ...] | None = None
+    widths: tuple[tuple[int, int], ...] | None = None  # of latents and of rotated keys
+    expanded: tuple[tuple[int, int], ...] | None = None  # of a head's keys and values
+    max_heads: int | None = None
+
+    def refusal(self, device: torch.device, heads: Heads, latent: LatentConfig) -> str | None:
+        """As ``Capabilities.refusal``."""
+        major = torch.cuda.get_device_capability(device)[0] if self.compute_majors is not None else 0
+        expanded = latent.key_dim, latent.value_dim
+        checks: tuple[tuple[object, tuple[object, ...] | None, str], ...] = (
+            (major, self.compute_majors, "on GPUs of compute capability {}.x"),
+            (heads.dtype, self.dtypes, "in {}"),
+            ((latent.rank, latent.rope_dim), self.widths, "with latents and rotated keys of {}"),
+            (expanded, self.expanded, "with keys and values of {}"),
+        )
+        for value, allowed, what in checks:
+            if allowed is not None and value not in allowed:
+                shown = " + ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+                where = what.format(shown.removeprefix("torch."))
+                return f"does not support latent attention {where}: use --device cpu --attention auto"
+        if self.max_heads is not None and heads.num_heads > self.max_heads:
+            return f"supports {self.max_heads} heads of latent attention, not {heads.num_heads}: use --tensor-parallel"
+        return None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Capabilities:
     """What a backend can do; the engine checks it once, at start. None: no bound."""
 
@@ -72,16 +106,17 @@ class Capabilities:
     head_dims: tuple[int, ...] | None = None
     max_group: int | None = None  # heads per KV head
     sinks: bool = False  # it adds a layer's sinks to the sums of its softmax
-    latents: tuple[str, ...] = ()  # device types on which it attends to latents
+    latents: Latents | None = None  # None: it has no latent attention
 
     def refusal(self, device: torch.device, heads: Heads) -> str | None:
         """Why this cannot run ``heads`` on ``device`` and what to use instead, to follow its name; None if it can."""
         if device.type not in self.devices:
             return f"does not run on {device.type}: use --attention auto"
-        if heads.latents and device.type not in self.latents:
-            where = "" if device.type == "cpu" else ", for which no GPU kernel is built yet"
+        latent = heads.latent
+        if latent is not None and (self.latents is None or device.type not in self.latents.devices):
+            where = "" if device.type == "cpu" else ", whose kernels have not been run on a GPU yet"
             return f"does not support latent attention on {device.type}{where}: use --device cpu --attention auto"
-        if heads.latents and heads.kv_dtype != heads.dtype:
+        if latent is not None and heads.kv_dtype != heads.dtype:
             return "does not support latents in FP8: use --kv-dtype model"
         if self.package is not None and find_spec(self.package) is None:
             install = f"pip install {self.package}-python"
@@ -99,11 +134,13 @@ class Capabilities:
                 "--kv-dtype model or --attention sdpa",
             ),
             (heads.page_size, self.page_sizes, "pages of {} positions", "pages of 16, 32 or 64"),
-            (heads.head_dim, self.head_dims, "heads of {} elements", "--attention sdpa"),
+            (heads.head_dim, None if latent else self.head_dims, "heads of {} elements", "--attention sdpa"),
         )
         for value, allowed, what, remedy in checks:
             if allowed is not None and value not in allowed:
                 return f"does not support {what.format(str(value).removeprefix('torch.'))}: use {remedy}"
+        if latent is not None and self.latents is not None:
+            return self.latents.refusal(device, heads, latent)
         group = heads.num_heads // heads.num_kv_heads
         if self.max_group is not None and group > self.max_group:
             return f"supports {self.max_group} heads per KV head, not {group}: use --attention sdpa"
@@ -125,6 +162,18 @@ class Kernel(Protocol):
         pass may differ in it. The sum of a head's softmax has its ``layer.sinks`` beside these positions. What pages
         hold is to be multiplied by ``layer.kv_scales``. Where ``layer.value_dim`` is set, keys and values are the same
         pages and a value is the first numbers of a key; else values may be of another width than keys. Returns
+        ``[rows, num_heads * value_dim]``.
+        """
+        ...
+
+
+class ExpandedKernel(Protocol):
+    """Latent attention of one layer in its expanded form, planned for sequences of some lengths."""
+
+    def __call__(self, layer: LayerAttention, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """q ``[rows, num_heads, key_dim]`` over ``[n, num_heads, key_dim]`` and ``[n, num_heads, value_dim]``.
+
+        These are all positions of each sequence, one sequence behind the other; rows see as for ``Kernel``. Returns
         ``[rows, num_heads * value_dim]``.
         """
         ...
@@ -163,6 +212,10 @@ class Backend(Protocol):
     def absorbed(self, layout: Layout) -> Kernel:
         """The same for layers with a ``value_dim``, for backends that attend to latents."""
         return self.plan(layout)
+
+    def expanded(self, host: HostLens) -> ExpandedKernel:
+        """For the same backends: of sequences of these lengths."""
+        return SdpaExpanded(host)
 
     def rotating(self, layout: Layout, rope: Rope) -> RotatingKernel | None:
         """A kernel that does more at once, for backends that have one."""
@@ -215,10 +268,10 @@ class Attend:
         self._store.latents(latent, key, pages, none, none)
 
     @cached_property
-    def _expanded(self) -> tuple[Expansion, Kernel] | None:
+    def _expanded(self) -> tuple[Expansion, ExpandedKernel] | None:
         """For latents, where that is less work."""
         expansion = Expansion.of(self._layout)
-        return None if expansion is None else (expansion, self._backend.plan(expansion.layout))
+        return None if expansion is None else (expansion, self._backend.expanded(expansion.host))
 
     @cached_property
     def _absorbed(self) -> Kernel:

@@ -1,43 +1,68 @@
-"""The positions of a pass over latents as pages of keys and values, for the expanded form of latent attention."""
+"""Latents of a prefill as keys and values of each head, for the expanded form of latent attention."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from specgen.kv.layout import Layout
-from specgen.models.attend import LatentLayer
+from specgen.kv.layout import HostLens, Layout
+from specgen.models.attend import LatentLayer, LayerAttention
 
 
 @dataclass(frozen=True, kw_only=True)
 class Expansion:
-    """Which pages are expanded; beside one another they have new numbers."""
+    """All positions of the sequences of a pass, one sequence behind the other."""
 
-    pages: Tensor  # [n] of the cache
-    layout: Layout  # the same pass with the new numbers in its block tables
+    slots: Tensor  # [n] int64 of the cache: page * page_size + offset
+    host: HostLens
 
     @classmethod
     def of(cls, layout: Layout) -> "Expansion | None":
         """None where absorbed queries are better: in decode passes, and where most positions are not of this pass.
 
-        So no more positions are expanded than twice the rows of a prefill, and twice a page for each sequence.
+        So no more positions are expanded than twice the rows of a prefill.
         """
         if layout.host is None or 2 * layout.num_rows < sum(layout.host.starts) + layout.num_rows:
             return None
-        lens = zip(layout.host.starts, layout.host.query_lens, strict=True)
-        counts = [-(-(start + rows) // layout.page_size) for start, rows in lens]
-        tables = torch.zeros_like(layout.block_tables)
-        first = 0
-        for row, num_pages in zip(tables, counts, strict=True):
-            row[:num_pages] = torch.arange(first, first + num_pages, device=tables.device)
-            first += num_pages
-        pages = [table[:num_pages] for table, num_pages in zip(layout.block_tables, counts, strict=True)]
-        return cls(pages=torch.cat(pages), layout=replace(layout, block_tables=tables))
+        tables, counts = layout.block_tables, layout.kv_lens
+        total = sum(kv_lens(layout.host))
+        sequences = torch.arange(len(counts), device=tables.device).repeat_interleave(
+            counts, output_size=total
+        )
+        positions = torch.arange(total, device=tables.device) - (counts.cumsum(0) - counts)[sequences]
+        pages = tables[sequences, positions // layout.page_size].long()
+        return cls(slots=pages * layout.page_size + positions % layout.page_size, host=layout.host)
 
     def keys_and_values(self, layer: LatentLayer, pages: Tensor) -> tuple[Tensor, Tensor]:
-        """Pages of a layer's latents as pages [n, page_size, num_heads, key_dim] and [n, page_size, num_heads, Dv]."""
-        chosen = pages.index_select(0, self.pages)
-        keys, values = layer.expand(chosen.flatten(0, 2))
-        return keys.view(*chosen.shape[:2], *keys.shape[1:]), values.view(
-            *chosen.shape[:2], *values.shape[1:]
-        )
+        """From pages of a layer's latents: [n, num_heads, key_dim] and [n, num_heads, value_dim]."""
+        return layer.expand(pages.flatten(0, 2).index_select(0, self.slots))
+
+
+def kv_lens(host: HostLens) -> list[int]:
+    """Positions of each sequence, those of the pass included."""
+    return [start + rows for start, rows in zip(host.starts, host.query_lens, strict=True)]
+
+
+class SdpaExpanded:
+    """``ExpandedKernel`` with PyTorch's attention, one sequence after another."""
+
+    def __init__(self, host: HostLens) -> None:
+        self._host = host
+
+    def __call__(self, layer: LayerAttention, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        lens = kv_lens(self._host)
+        split = torch.split_with_sizes
+        each = zip(split(q, self._host.query_lens), split(keys, lens), split(values, lens), strict=True)
+        return torch.cat([_attend(layer.scale, *some) for some in each])
+
+
+def _attend(scale: float, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    """Of one sequence, whose last positions are the rows."""
+    rows, positions = len(q), len(keys)
+    q, keys, values = (each.transpose(0, 1)[None] for each in (q, keys, values))
+    seen = None
+    if rows < positions:
+        seen = torch.ones(rows, positions, dtype=torch.bool, device=q.device).tril(positions - rows)
+    out = F.scaled_dot_product_attention(q, keys, values, seen, is_causal=seen is None, scale=scale)
+    return out[0].transpose(0, 1).flatten(1)

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specgen.attention import Kernel
+from specgen.attention import Kernel, Latents
+from specgen.attention.latent_prefill import WIDTHS
 from specgen.attention.workspaces import num_sms
 from specgen.kv.layout import Layout
 from specgen.models.attend import LayerAttention
@@ -19,7 +20,14 @@ from specgen.ops.jit_modules import Module
 
 RANK, ROPE_DIM = 512, 64  # the kernel's; those of DeepSeek-V2 and its relatives
 _BLOCK_ROWS = 64  # rows times heads of one block
-MOST_HEADS = 2 * _BLOCK_ROWS
+LATENTS = Latents(
+    devices=("cuda",),
+    compute_majors=(9,),
+    dtypes=(torch.bfloat16, torch.float16),
+    widths=((RANK, ROPE_DIM),),
+    expanded=WIDTHS,
+    max_heads=2 * _BLOCK_ROWS,
+)
 _SOURCE = Path(__file__).with_name("latent_plan.cu")
 _CAUSAL = 1  # FlashInfer's MaskMode
 
@@ -44,7 +52,7 @@ class Shape:
     @classmethod
     def of(cls, query_len: int, num_heads: int, num_multiprocessors: int) -> "Shape":
         """For at most ``query_len`` rows of each sequence."""
-        assert num_heads <= MOST_HEADS, num_heads
+        assert num_heads <= 2 * _BLOCK_ROWS, num_heads
         cluster = 1 if query_len * num_heads <= _BLOCK_ROWS else 2
         groups = -(-query_len // (cluster * _BLOCK_ROWS // num_heads))
         return cls(
@@ -76,6 +84,7 @@ class LatentDecode:
     def plan(self, layout: Layout) -> Kernel:
         """``layout`` may be captured once a pass of its shape has run."""
         tables = layout.block_tables
+        assert layout.starts.is_contiguous(), layout.starts.stride()
         assert tables.dtype == torch.int32, tables.dtype
         assert tables.stride(1) == 1, tables.stride()
         lists, outs = dict[int, tuple[Tensor, list[int]]](), list[Tensor]()

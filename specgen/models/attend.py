@@ -78,8 +78,8 @@ class LatentLayer:
     lift: PerHead  # what the absorbed form attended to, [rows, Hq, rank] -> [rows, Hq, value_dim]
 
     def expand(self, latents: Tensor) -> tuple[Tensor, Tensor]:
-        """Rotated latents [n, width] as keys [n, Hq, key_dim] and values [n, Hq, value_dim]."""
+        """Rotated latents [n, width] as keys [n, Hq, key_dim] and values [n, Hq, value_dim], whose rows are strided."""
         latent, rotated = latents[:, : self.up.shape[2]], latents[:, None, self.up.shape[2] :]
         heads = F.linear(latent, self.up.flatten(0, 1)).view(len(latent), *self.up.shape[:2])
         keys, values = heads.tensor_split((self.nope_dim,), -1)
-        return torch.cat((keys, rotated.expand(-1, len(self.up), -1)), -1), values.contiguous()
+        return torch.cat((keys, rotated.expand(-1, len(self.up), -1)), -1), values
