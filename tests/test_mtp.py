@@ -14,17 +14,19 @@ from torch import Tensor
 
 from specgen.attention import Attend
 from specgen.attention.sdpa import SdpaBackend
+from specgen.attention.trtllm import TrtllmBackend
 from specgen.bench.bound import StepBytes
 from specgen.checkpoints.checkpoint import load_drafter, load_target, open_checkpoint
 from specgen.config import EngineConfig, SamplingParams, UserError
 from specgen.core.sequence import Request
 from specgen.engine.build import build_engine
-from specgen.engine.choices import resolve
+from specgen.engine.choices import BACKENDS, resolve
 from specgen.engine.loading import Models, open_checkpoints
 from specgen.events import Event, Prefilled
 from specgen.kv.kv_cache import KVCache
 from specgen.kv.layout import Layout
 from specgen.models.mtp import MtpHead, MtpLayer
+from tests import fake_flashinfer
 from tests.engines import NoTokenizer, Outputs
 from tests.reference_heads import DenseTarget
 from tests.reference_mtp import ReferenceMtp
@@ -62,9 +64,9 @@ class Case:
     outputs: Outputs
 
 
-def load(path: Path) -> Models:
+def load(path: Path, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Models:
     checkpoints = open_checkpoints(EngineConfig(model=str(path), drafter="mtp"))
-    target = load_target(checkpoints["model"], torch.float32, torch.device("cpu"))
+    target = load_target(checkpoints["model"], dtype, torch.device(device))
     head = load_drafter(checkpoints["drafter"], target)
     no_tokenizer: Any = NoTokenizer()
     return Models(target=target, head=head, tokenizer=no_tokenizer, checkpoints=checkpoints)
@@ -302,3 +304,28 @@ def test_the_bytes_of_a_drafting_pass_are_those_of_one_layer_and_the_experts_it_
     one = sizes.parts(1, 1, 0)["draft loop"].num_bytes
     assert one == sizes.head_pass + 2 * 4 * 3 * 64 * 32  # two of eight experts
     assert sizes.parts(3, 1, 0)["draft loop"].num_bytes == 3 * one
+
+
+@pytest.mark.parametrize("batch", ["padded", pytest.param("non-padded", marks=pytest.mark.slow)])
+def test_an_engine_on_the_kernels_of_gpus_drafts_and_writes_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, batch: str
+) -> None:
+    """Of a model as wide as they are built for, through what stands for FlashInfer on a CPU."""
+    widths = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 192, "v_head_dim": 256}
+    glm(tmp_path, num_mtp=1, seed=8, hidden_size=32, num_hidden_layers=2, **widths)
+    models, settings = load(tmp_path), {"num_spec_tokens": 3, "drafter_batch": batch, "max_prefill_tokens": 9}
+    some = [
+        replace(each, sampling=replace(each.sampling, max_tokens=5 + i))
+        for i, each in enumerate(requests()[3:9])
+    ]
+    right = generate(tmp_path, models, some, **settings)
+    fake_flashinfer.install(monkeypatch, major=9, num_sms=6)
+
+    class OnCpu(TrtllmBackend):
+        name, capabilities = "sdpa", SdpaBackend.capabilities
+
+    monkeypatch.setitem(BACKENDS, "sdpa", OnCpu)
+    found = generate(tmp_path, models, some, **settings)
+    assert found.verified == right.verified
+    assert found.texts == right.texts
+    assert max(step[1] for steps in right.verified.values() for step in steps) >= 2

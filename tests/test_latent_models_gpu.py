@@ -1,0 +1,130 @@
+"""On an H100 or H200: whole models with latent attention and MTP layers, at the widths that the kernels are built for.
+
+Their logits are those of the CPU, their texts those of passes without graphs and without drafts. Two minutes, compiled.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from specgen.attention.latent_decode import LATENTS
+from specgen.attention.trtllm import TrtllmBackend
+from specgen.config import EngineConfig, SamplingParams
+from specgen.engine.choices import resolve
+from specgen.engine.loading import Models
+from specgen.evaluation.divergence import Judge, prefill_logits
+from specgen.ops.cuda_source import runs_on
+from tests.engines import Outputs, random_requests
+from tests.test_mtp import generate, load
+from tests.tiny_latents import write_latent
+
+CUDA = torch.device("cuda")
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or not runs_on(CUDA), reason="needs an NVIDIA GPU of capability 9.0"
+    ),
+]
+VOCAB = 12  # few, so that drafts are accepted
+GLM = {
+    "kv_lora_rank": 512,
+    "q_lora_rank": 256,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 192,
+    "v_head_dim": 256,
+}
+WIDE = GLM | {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "moe_intermediate_size": 128,
+    "std": 0.05,
+    "vocab_size": VOCAB,
+}
+PAIRS: dict[str, Callable[[Path], object]] = {
+    "glm": partial(write_latent, num_mtp=1, num_attention_heads=20, num_key_value_heads=20, **WIDE),
+    "deepseek": partial(
+        write_latent,
+        family="deepseek",
+        num_mtp=1,
+        own=True,
+        **WIDE
+        | {"qk_nope_head_dim": 128, "v_head_dim": 128, "num_attention_heads": 16, "num_key_value_heads": 16},
+    ),
+    "three-layers": partial(write_latent, num_mtp=3, own=True, seed=1, **WIDE),
+}
+FAST = {"device": "cuda", "dtype": "bfloat16", "attention": "trtllm", "page_size": 64}
+REQUESTS = random_requests(12, VOCAB, SamplingParams(max_tokens=32))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def opened() -> Iterator[None]:
+    """The gate, until these tests have passed on a GPU."""
+    patch = pytest.MonkeyPatch()
+    patch.setattr(TrtllmBackend, "capabilities", replace(TrtllmBackend.capabilities, latents=LATENTS))
+    yield
+    patch.undo()
+
+
+@pytest.fixture(scope="module", params=PAIRS)
+def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, opened: None) -> Path:
+    path: Path = tmp_path_factory.mktemp(request.param)
+    PAIRS[request.param](path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def models(path: Path) -> Models:
+    return load(path, torch.bfloat16, "cuda")
+
+
+def run(path: Path, models: Models, **changes: object) -> Outputs:
+    return generate(path, models, REQUESTS, **FAST | changes)
+
+
+def logits(path: Path, models: Models, **settings: object) -> Tensor:
+    config = resolve(EngineConfig(model=str(path), drafter="mtp", **settings), models.checkpoints)  # type: ignore[arg-type]
+    after = prefill_logits(config, models)
+    return torch.stack([after(request.prompt_token_ids).cpu().float() for request in REQUESTS])
+
+
+def test_logits_are_those_of_the_cpu(path: Path, models: Models) -> None:
+    right = logits(path, load(path), device="cpu", page_size=16)
+    got = logits(path, models, **FAST)
+    assert right.std() > 0.3  # a flat model would hide mistakes
+    assert ((got - right).norm(dim=1) / right.norm(dim=1)).median() < 0.03
+
+
+@pytest.mark.parametrize("batch", ["padded", "non-padded"])
+@pytest.mark.parametrize("mode", ["step", "pass"])
+def test_graphs_change_no_text_and_no_step(path: Path, models: Models, mode: str, batch: str) -> None:
+    settings: dict[str, object] = {"drafter_batch": batch, "num_spec_tokens": 3, "max_batch_size": 7}
+    graphs, eager = (run(path, models, cuda_graphs=each, **settings) for each in (mode, "off"))
+    assert graphs.texts == eager.texts
+    assert graphs.verified == eager.verified
+
+
+@pytest.mark.parametrize("batch", ["padded", "non-padded"])
+@pytest.mark.parametrize("k", range(1, 8))
+def test_drafts_change_no_text_beyond_rounding(path: Path, models: Models, k: int, batch: str) -> None:
+    """Batches shrink as texts end."""
+    plain = run(path, models, num_spec_tokens=0)
+    drafted = run(path, models, num_spec_tokens=k, drafter_batch=batch)
+    config = resolve(EngineConfig(model=str(path), drafter="mtp", **FAST), models.checkpoints)  # type: ignore[arg-type]
+    judge = Judge(logits_after=prefill_logits(config, models), dtype=torch.bfloat16, token_text=str)
+    for request in REQUESTS:
+        texts = plain.texts[request.id], drafted.texts[request.id]
+        found = judge.first_divergence(request.id, request.prompt_token_ids, *texts)
+        assert found is None or found.explained, found
+
+
+def test_some_drafts_are_accepted_and_prompts_in_pieces_change_no_text(path: Path, models: Models) -> None:
+    whole, pieces = (run(path, models, num_spec_tokens=3, max_prefill_tokens=most) for most in (2048, 5))
+    accepted = [step[1] for steps in whole.verified.values() for step in steps]
+    assert max(accepted) >= 2
+    same = sum(whole.texts[each.id] == pieces.texts[each.id] for each in REQUESTS)
+    assert same >= len(REQUESTS) - 2, "rounding alone may differ"
