@@ -32,7 +32,7 @@ class Fp8Layers:
 
     def __call__(self, prefix: str, source: Source) -> Iterator[Named]:
         for named in self.layer(prefix, source):
-            if named.name.endswith("_proj.weight"):
+            if named.name.endswith(("_proj.weight", "_proj_with_mqa.weight")):
                 yield from self._quantized(named)
             else:
                 yield named

@@ -85,6 +85,54 @@ class GptOssShape(Mixture):
         )
 
 
+@dataclass(frozen=True, kw_only=True)
+class LatentShape(Mixture):
+    """GLM-4.7-Flash: latent attention, a layer without experts before the others, an expert for every token, MTP.
+
+    ``num_kv_heads`` and ``head_dim`` are those of the embedding's code alone (calibrated_codes.py).
+    """
+
+    moe_size: int
+    query_rank: int
+    kv_rank: int
+    nope_dim: int
+    rope_dim: int
+    value_dim: int
+    num_dense: int = 1
+    scale: float = 1.8
+
+    @property
+    def expert_size(self) -> int:
+        return self.moe_size
+
+    @property
+    def model_type(self) -> str:
+        return "glm4_moe_lite"
+
+    def target_config(self) -> dict[str, Any]:
+        plain = {name: value for name, value in self.plain_config.items() if name != "head_dim"}
+        return plain | {
+            "num_key_value_heads": self.num_heads,
+            "moe_intermediate_size": self.moe_size,
+            "n_routed_experts": self.num_experts,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": self.num_chosen,
+            "n_group": 1,
+            "topk_group": 1,
+            "topk_method": "noaux_tc",
+            "norm_topk_prob": True,
+            "routed_scaling_factor": self.scale,
+            "first_k_dense_replace": self.num_dense,
+            "mlp_layer_types": ["dense"] * self.num_dense + ["sparse"] * (self.num_layers - self.num_dense),
+            "num_nextn_predict_layers": 1,
+            "q_lora_rank": self.query_rank,
+            "kv_lora_rank": self.kv_rank,
+            "qk_nope_head_dim": self.nope_dim,
+            "qk_rope_head_dim": self.rope_dim,
+            "v_head_dim": self.value_dim,
+        }
+
+
 def _yarn(original: int) -> dict[str, Any]:
     return {
         "rope_type": "yarn",
@@ -141,6 +189,32 @@ MIXTURES: dict[str, Mixture] = {
         moe_size=768,
         passage_size=64,
     ),
+    "glm-4.7-flash": LatentShape(
+        architecture="Glm4MoeLiteForCausalLM",
+        vocab_size=154_880,
+        hidden_size=2048,
+        intermediate_size=10_240,
+        num_layers=47,
+        num_heads=20,
+        num_kv_heads=4,
+        head_dim=128,
+        max_positions=202_752,
+        draft_vocab_size=32_000,
+        bos_token_id=154_821,
+        eos_token_ids=(154_820, 154_827, 154_829),
+        num_plain_tokens=154_820,
+        rope_theta=1_000_000.0,
+        rms_norm_eps=1e-5,
+        num_experts=64,
+        num_chosen=4,
+        moe_size=1536,
+        query_rank=768,
+        kv_rank=512,
+        nope_dim=192,
+        rope_dim=64,
+        value_dim=256,
+        passage_size=64,
+    ),
     "tiny-gpt-oss": GptOssShape(  # for tests on a CPU
         architecture="GptOssForCausalLM",
         vocab_size=1536,
@@ -183,6 +257,32 @@ MIXTURES: dict[str, Mixture] = {
         num_experts=32,
         num_chosen=4,
         moe_size=64,
+        passage_size=32,
+    ),
+    "tiny-glm": LatentShape(
+        architecture="Glm4MoeLiteForCausalLM",
+        vocab_size=1536,
+        hidden_size=320,
+        intermediate_size=512,
+        num_layers=8,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=64,
+        max_positions=4096,
+        draft_vocab_size=1024,
+        bos_token_id=1500,
+        eos_token_ids=(1501, 1508),
+        num_plain_tokens=1500,
+        rope_theta=1_000_000.0,
+        rms_norm_eps=1e-5,
+        num_experts=32,
+        num_chosen=4,
+        moe_size=64,
+        query_rank=96,
+        kv_rank=64,
+        nope_dim=48,
+        rope_dim=16,
+        value_dim=64,
         passage_size=32,
     ),
 }

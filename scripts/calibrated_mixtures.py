@@ -71,7 +71,7 @@ class MixtureLayers:
             yield from self._attention_biases(prefix + "self_attn.", source)
         yield source.ones(prefix + "post_attention_layernorm.weight", self.shape.hidden_size)
         yield self._router(prefix + ("mlp.router.weight" if gpt_oss else "mlp.gate.weight"), source)
-        yield from (self._gpt_oss_experts if gpt_oss else self._qwen3_experts)(prefix + "mlp.", source)
+        yield from (self._gpt_oss_experts if gpt_oss else self._single_experts)(prefix + "mlp.", source)
 
     def _router(self, name: str, source: Source) -> Named:
         shape = self.shape
@@ -94,7 +94,8 @@ class MixtureLayers:
         yield self._quiet(source.noise(f"{prefix}o_proj.bias", (shape.hidden_size,), RESIDUAL), 0)
         yield source.noise(f"{prefix}sinks", (shape.num_heads,), SINK)
 
-    def _qwen3_experts(self, prefix: str, source: Source) -> Iterator[Named]:
+    def _single_experts(self, prefix: str, source: Source) -> Iterator[Named]:
+        """A tensor for each matrix of each expert."""
         hidden, inner = self.shape.hidden_size, self.shape.expert_size
         for expert in range(self.shape.num_experts):
             name = f"{prefix}experts.{expert}."

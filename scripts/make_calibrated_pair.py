@@ -6,10 +6,12 @@
     python scripts/make_calibrated_pair.py OUT --weights fp8    # or fp8-block
     python scripts/make_calibrated_pair.py OUT --shape qwen3-30b-a3b --layers 24    # 31 GB; all 48 take 61 GB
     python scripts/make_calibrated_pair.py OUT --shape qwen3-30b-a3b --weights fp8-block    # 31 GB
+    python scripts/make_calibrated_pair.py OUT --shape glm-4.7-flash --weights fp8-block    # 33 GB; 64 GB in bf16
 
 ``OUT/target`` and ``OUT/drafter`` are checkpoints in the public formats, ``OUT/cycle.json`` is the text they generate
 (see calibrated_weights.py, calibrated_heads.py, calibrated_peagle.py and calibrated_cycle.py). They are for measuring
-speed, not quality. Several heads for one target are in directories of their names: ``OUT/eagle3``, ``OUT/eagle1``.
+speed, not quality. Several heads for one target are in directories of their names: ``OUT/eagle3``, ``OUT/eagle1``. The
+target of glm-4.7-flash holds an MTP layer that drafts as heads do (``--drafter mtp``), and gets no head unless asked.
 
 In a mixture of experts all are chosen equally often, and ``--expert-overlap`` says how alike neighbouring tokens choose
 (see calibrated_mixtures.py). Fewer ``--layers`` save disk and memory; each costs what it does in the whole model.
@@ -31,7 +33,8 @@ from calibrated_codes import Codes
 from calibrated_cycle import Cycle
 from calibrated_fp8 import Fp8Format, Fp8Layers
 from calibrated_heads import eagle1_tensors, eagle3_tensors
-from calibrated_mixture_shapes import MIXTURES, GptOssShape, Mixture
+from calibrated_latents import LatentLayers, mtp_tensors
+from calibrated_mixture_shapes import MIXTURES, GptOssShape, LatentShape, Mixture
 from calibrated_mixtures import MixtureLayers, common_share
 from calibrated_peagle import peagle_tensors
 from calibrated_shapes import SHAPES, Shape
@@ -87,7 +90,11 @@ def write_pair(
     folder.mkdir(parents=True, exist_ok=True)
     cycle.write(out)
     codes = Codes.draw(shape, cycle, source)
-    write_tensors(folder, list(target_tensors(shape, codes.embedding, cycle, source, layer)), SHARD_BYTES)
+    tensors = list(target_tensors(shape, codes.embedding, cycle, source, layer))
+    if isinstance(shape, LatentShape) and layer is not None:
+        tensors += layer(f"model.layers.{shape.num_layers}.", source)
+        tensors += mtp_tensors(shape, codes, cycle, source)
+    write_tensors(folder, tensors, SHARD_BYTES)
     quantization = layer.config if isinstance(layer, Fp8Layers) else {}
     _write_json(folder / "config.json", shape.target_config() | quantization)
     _write_json(folder / "generation_config.json", shape.generation_config())
@@ -198,9 +205,16 @@ def chosen_layer(shape: Shape, overlap: float | None, weights: str = "bf16") -> 
                 f"weights is {weights}, but experts of {shape.model_type} are not in FP8: leave it out"
             )
         common = common_share(shape.num_experts, shape.num_chosen, overlap or 0.0)
-        layers = MixtureLayers(shape=shape, common=common)
-        routers = (f"model.layers.{index}.mlp.gate" for index in range(shape.num_layers))
-        return layers if fp8 is None else Fp8Layers(layer=layers, format=fp8, plain=("lm_head", *routers))
+        first, end, layers = 0, shape.num_layers, MixtureLayers(shape=shape, common=common)
+        plain = ["lm_head"]
+        if isinstance(shape, LatentShape):
+            first, end, layers = shape.num_dense, end + 1, LatentLayers(shape=shape, common=common)
+            plain += [
+                f"model.layers.{shape.num_layers}.{name}"
+                for name in ("eh_proj", "embed_tokens", "shared_head.head")
+            ]
+        plain += [f"model.layers.{index}.mlp.gate" for index in range(first, end)]
+        return layers if fp8 is None else Fp8Layers(layer=layers, format=fp8, plain=tuple(plain))
     if overlap is not None:
         raise ValueError("expert-overlap is for mixtures of experts, and this shape is dense: leave it out")
     return None if fp8 is None else Fp8Layers(layer=partial(dense_layer, shape), format=fp8)
@@ -219,7 +233,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--shape", choices=[*SHAPES, *MIXTURES], default="llama-3.1-8b")
     parser.add_argument("--layers", type=int, help="of the target, instead of all that the shape has")
     parser.add_argument(
-        "--head", nargs="+", default=["eagle3"], help="eagle3, eagle1, peagle; eagle3-2: two layers"
+        "--head",
+        nargs="+",
+        help="eagle3 (default, where the target has no MTP layer), eagle1, peagle; eagle3-2: two layers",
     )
     parser.add_argument("--accept", type=float, default=0.75, help="acceptance of the first draft")
     parser.add_argument(
@@ -247,7 +263,8 @@ def main() -> None:
     try:
         shape = chosen_shape(arguments.shape, arguments.layers, arguments.experts)
         layer = chosen_layer(shape, arguments.expert_overlap, arguments.weights)
-        heads = [HeadKind.find(name) for name in arguments.head]
+        usual = [] if isinstance(shape, LatentShape) else ["eagle3"]
+        heads = [HeadKind.find(name) for name in arguments.head or usual]
         cycle = chosen_cycle(shape, arguments.accept, arguments.seed)
     except ValueError as error:
         parser.error(str(error))
