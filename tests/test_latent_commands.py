@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from specgen.attention.latent_decode import LATENTS
+from specgen.attention.trtllm import TrtllmBackend
 from specgen.checkpoints.inspect_checkpoint import describe
 from specgen.config import EngineConfig, UserError
 from specgen.engine.choices import choose_attention, resolve
@@ -139,5 +141,14 @@ def test_what_holds_no_latents_is_refused_on_a_cpu_too(target: Path) -> None:
 
 
 def test_there_is_no_plan_of_a_gpu_s_memory(target: Path) -> None:
-    with pytest.raises(UserError, match="has latent attention, for which no GPU kernel is built yet"):
+    with pytest.raises(UserError, match="has latent attention, whose kernels have not been run on a GPU yet"):
         memory_plans(str(target), "mtp", 80 << 30)
+
+
+def test_once_they_have_run_there_is_a_plan(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TrtllmBackend, "capabilities", replace(TrtllmBackend.capabilities, latents=LATENTS))
+    plain, *_, most = memory_plans(str(target), "mtp", 4 << 30)
+    layer = (24 + 8) * 2  # bytes: a latent and a rotated key
+    assert (plain.kv_bytes_per_token, most.kv_bytes_per_token) == (3 * layer, 4 * layer)
+    assert plain.weights + plain.workspace + plain.passes + plain.kv_cache == int(0.9 * (4 << 30))
+    assert 0 < plain.passes < most.passes

@@ -9,7 +9,9 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from specgen.checkpoints.checkpoint import build_target
+from specgen.attention.latent_decode import LATENTS
+from specgen.attention.trtllm import TrtllmBackend
+from specgen.checkpoints.checkpoint import build_target, mtp_part
 from specgen.checkpoints.tensor_reader import Checkpoint, TensorReader
 from specgen.checkpoints.weight_files import TensorInfo
 from specgen.cli import main as cli
@@ -21,6 +23,8 @@ from specgen.engine.memory_plan import MemoryPlan, memory_plans
 from specgen.kv.pages import PageAllocator
 from specgen.models.families import family_of
 from specgen.models.model_config import LayerConfig
+from tests.test_published_latents import GLM
+from tests.test_published_latents import tensors as glm_tensors
 from tests.test_published_mixtures import PUBLISHED, tensors
 
 GIB = 1 << 30
@@ -113,6 +117,20 @@ def test_gpt_oss_on_a_gpu_of_80_gib(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 2 * half.kv_bytes_per_token == plan.kv_bytes_per_token
     with pytest.raises(UserError, match=r"tensor-parallel is 4, which .* use one of 1, 2$"):
         memory_plans("published", None, 80 * GIB, tensor_parallel=4)
+
+
+def test_a_published_glm_fits_one_h100_with_its_mtp_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With more than 8 GB for latents, once its kernels have run on one."""
+    infos = {name: TensorInfo(file=Path("x"), shape=s, dtype=d) for name, d, s in glm_tensors(GLM)}
+    published = Checkpoint(name="published", path=Path(), config=GLM, generation={}, tensors=infos)
+    parts = {"model": published, "drafter": mtp_part(published)}
+    monkeypatch.setattr("specgen.engine.memory_plan.open_checkpoints", lambda config: parts)
+    monkeypatch.setattr(TrtllmBackend, "capabilities", replace(TrtllmBackend.capabilities, latents=LATENTS))
+    three = memory_plans("published", "mtp", 79 * GIB)[3]
+    assert three.weights / 1e9 == pytest.approx(62.5, abs=0.5)
+    assert three.kv_bytes_per_token == 48 * 1152
+    assert three.kv_cache > 8e9
+    assert three.num_sequences > 64
 
 
 def inspected(*arguments: str) -> tuple[int, str]:

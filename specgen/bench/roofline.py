@@ -25,9 +25,11 @@ def _digits(number: float | None) -> str:
 
 
 KINDS = ("products", "attention", "other")
-_ATTENTION = re.compile(r"mha|xqa|mla|attention|(decode|prefill)with|few_sequences|merge_?states|fmha|flash")
+_ATTENTION = re.compile(
+    r"mha|xqa|mla|attention|(decode|prefill)with|few_sequences|latent_plan|merge_?states|fmha|flash"
+)
 _PRODUCTS = re.compile(
-    r"gemm|gemv|nvjet|splitk|skinny|hopper_linear|^linear_kernel|xmma|cutlass|^_fp8|^_gate_up|^_down"
+    r"gemm|gemv|nvjet|splitk|skinny|hopper_linear|per_head|^linear_kernel|xmma|cutlass|^_fp8|^_gate_up|^_down"
 )
 _BY_KIND = (
     Column(name="batch"),

@@ -98,9 +98,8 @@ class MemoryPlan:
         rows = max(sampled, self.config.max_prefill_tokens)
         mixture = model.mixture
         inner = model.intermediate_size if mixture is None else mixture.num_chosen * mixture.width
-        heads = (2 * model.num_heads + 2 * model.num_kv_heads) * model.head_dim
         features = 3 * model.hidden_size if self.config.head is not None else 0
-        layer = rows * width * (2 * model.hidden_size + max(3 * inner, heads) + features)
+        layer = rows * width * (2 * model.hidden_size + max(3 * inner, _of_heads(model)) + features)
         return 2 * (layer + sampled * model.vocab_size * (width + 8))
 
     def to_json(self) -> dict[str, Any]:
@@ -120,6 +119,18 @@ class MemoryPlan:
         }
 
 
+def _of_heads(model: TargetConfig) -> int:
+    """Numbers of a row's queries, keys, values and output in all heads.
+
+    A prefill of latents expands twice as many positions as it has rows: first the product, then keys beside values.
+    """
+    if model.latent is None:
+        return (2 * model.num_heads + 2 * model.num_kv_heads) * model.head_dim
+    latent = model.latent
+    expanded = latent.nope_dim + latent.value_dim + latent.key_dim
+    return model.num_heads * (latent.key_dim + latent.value_dim + 2 * expanded)
+
+
 def memory_plans(
     model: str, drafter: str | None, total: int, kv_dtype: KVDtypeName = "auto", tensor_parallel: int = 1
 ) -> tuple[MemoryPlan, ...]:
@@ -135,8 +146,9 @@ def memory_plans(
     configs = [replace(config, kv_dtype=kv_dtype, tensor_parallel=tensor_parallel) for config in configs]
     target, weights = _target(checkpoints["model"], configs[0])
     require(
-        target.latent is None,
-        f"{model} has latent attention, for which no GPU kernel is built yet: it runs on a CPU, and needs no plan",
+        target.latent is None or TrtllmBackend.capabilities.latents is not None,
+        f"{model} has latent attention, whose kernels have not been run on a GPU yet: a CPU, on which it "
+        "runs, needs no plan",
     )
     head = _head(checkpoints["drafter"], configs[0], target) if "drafter" in checkpoints else None
     return tuple(

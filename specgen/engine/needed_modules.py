@@ -58,13 +58,22 @@ def modules_of_products(config: EngineConfig, checkpoints: Checkpoints) -> list[
 
 
 def _shapes(layers: LayerConfig) -> list[tuple[int, int]]:
-    """[outputs, inputs] of the usual layers' weights; others, such as latent attention's, are compiled at first use."""
-    shapes = []
-    if layers.latent is None:
+    """[outputs, inputs] of the layers' weights, but of experts; of MTP layers all but one are the target's."""
+    shapes, hidden = _attention_shapes(layers), layers.hidden_size
+    mixtures = [layers.mixture_of(index) for index in range(layers.num_layers)]
+    inner = {layers.intermediate_size if each is None else each.shared_width for each in mixtures}
+    for width in sorted(inner - {0}):
+        shapes += [(2 * width, hidden), (hidden, width)]
+    return list(dict.fromkeys(shapes))
+
+
+def _attention_shapes(layers: LayerConfig) -> list[tuple[int, int]]:
+    hidden, latent = layers.hidden_size, layers.latent
+    if latent is None:
         heads = layers.num_heads * layers.head_dim
         qkv = heads + 2 * layers.num_kv_heads * layers.head_dim
-        shapes += [(layers.hidden_size, heads), *([] if layers.qkv_bias else [(qkv, layers.hidden_size)])]
-    if any(layers.mixture_of(index) is None for index in range(layers.num_layers)):
-        inner = layers.intermediate_size
-        shapes += [(2 * inner, layers.hidden_size), (layers.hidden_size, inner)]
-    return list(dict.fromkeys(shapes))
+        return [(hidden, heads), *([] if layers.qkv_bias else [(qkv, hidden)])]
+    queries, out = layers.num_heads * latent.key_dim, (hidden, layers.num_heads * latent.value_dim)
+    if latent.query_rank is None:
+        return [(queries + latent.width, hidden), out]
+    return [(latent.query_rank + latent.width, hidden), (queries, latent.query_rank), out]
