@@ -78,7 +78,7 @@ def test_axes_are_logarithmic() -> None:
         ("cublasLt::splitKreduce_kernel", "products"),
         ("flashinfer::BatchPrefillWithPagedKVCacheKernel", "attention"),
         ("kernel_mha", "attention"),
-        ("few_sequences", "attention"),
+        ("hopper_decode", "attention"),
         ("linear_kernel", "products"),
         ("_silu_mul_kernel", "other"),
         ("_rope_store_kernel", "other"),

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specgen.attention import Backend, Capabilities, ExpandedKernel, Gpu, Heads, Kernel, RotatingKernel, Use
-from specgen.attention.few_sequences import FewSequences, module, serves
 from specgen.attention.flashinfer_paged import FlashInferBackend, Kernels, prefill_modules
+from specgen.attention.hopper_decode import HopperDecode, module, serves
 from specgen.attention.latent_decode import LatentDecode
 from specgen.attention.latent_decode import modules as latent_modules
 from specgen.attention.latent_prefill import LatentPrefill
@@ -145,7 +145,7 @@ class TrtllmBackend(Backend):
             return None
         from specgen.ops.rope import TritonRope
 
-        return FewSequences(layout=layout, rope=rope) if isinstance(rope, TritonRope) else None
+        return HopperDecode(layout=layout, rope=rope) if isinstance(rope, TritonRope) else None
 
     def _uniform(self, layout: Layout, query_len: int) -> Kernel:
         from flashinfer.decode import trtllm_batch_decode_with_kv_cache as decode

@@ -26,7 +26,7 @@ def _digits(number: float | None) -> str:
 
 KINDS = ("products", "attention", "other")
 _ATTENTION = re.compile(
-    r"mha|xqa|mla|attention|(decode|prefill)with|few_sequences|latent_plan|merge_?states|fmha|flash"
+    r"mha|xqa|mla|attention|(decode|prefill)with|hopper_decode|latent_plan|merge_?states|fmha|flash"
 )
 _PRODUCTS = re.compile(
     r"gemm|gemv|nvjet|splitk|skinny|hopper_linear|per_head|^linear_kernel|xmma|cutlass|^_fp8|^_gate_up|^_down"

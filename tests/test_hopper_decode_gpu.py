@@ -1,4 +1,4 @@
-"""On an H100 or H200: attention of few sequences equals rotation, storing and float32 attention. 60 s, compiled."""
+"""On an H100 or H200: decode attention equals rotation, storing and float32 attention. 60 s, compiled."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from specgen.attention import few_sequences
-from specgen.attention.few_sequences import FewSequences, cluster_heads
+from specgen.attention import hopper_decode
+from specgen.attention.hopper_decode import HopperDecode, cluster_heads
 from specgen.kv.layout import Layout
 from specgen.models.attend import LayerAttention
 from specgen.ops.cuda_source import runs_on
@@ -99,7 +99,7 @@ class World:
 
     def attend(self, layer: LayerAttention) -> tuple[Tensor, Tensor, Tensor]:
         keys, values = self.keys.clone(), self.values.clone()
-        kernel = FewSequences(layout=self.layout, rope=self.rope)  # type: ignore[arg-type]
+        kernel = HopperDecode(layout=self.layout, rope=self.rope)  # type: ignore[arg-type]
         assert kernel.fits(layer, self.qkv, keys)
         return kernel(layer, self.qkv, keys, values), keys[1:], values[1:]
 
@@ -141,7 +141,7 @@ def test_all_lengths_windows_and_sinks(shape: tuple[int, int, int], query_len: i
 
 @pytest.mark.parametrize("size", [1, 2, 4, 8, 16])
 def test_any_cluster(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(few_sequences, "cluster_size", lambda *_: size)
+    monkeypatch.setattr(hopper_decode, "cluster_size", lambda *_: size)
     for lens, query_len in product(LENS, (1, 5)):
         check(World.of(lens, query_len, SHAPES[0], 64), layer_of(SHAPES[0]))
 
@@ -155,7 +155,7 @@ def test_a_graph_is_right_for_other_lengths() -> None:
     pages = max(len(each.keys) for each in (first, second))
     keys, values = (torch.zeros(pages, *first.keys.shape[1:], dtype=BF16, device=CUDA) for _ in "kv")
     starts, qkv = torch.zeros_like(first.layout.starts), torch.zeros_like(first.qkv)
-    kernel = FewSequences(layout=Layout.uniform(tables, starts, 5, 64), rope=first.rope)  # type: ignore[arg-type]
+    kernel = HopperDecode(layout=Layout.uniform(tables, starts, 5, 64), rope=first.rope)  # type: ignore[arg-type]
     kernel(layer, qkv, keys, values)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -178,7 +178,7 @@ def test_rows_past_a_table_go_to_page_0() -> None:
     tables = world.layout.block_tables[:, :1]
     short = Layout.uniform(tables, world.layout.starts, 5, 64)
     keys, values = world.keys.clone(), world.values.clone()
-    FewSequences(layout=short, rope=world.rope)(layer_of(SHAPES[0]), world.qkv, keys, values)  # type: ignore[arg-type]
+    HopperDecode(layout=short, rope=world.rope)(layer_of(SHAPES[0]), world.qkv, keys, values)  # type: ignore[arg-type]
     page = int(tables[0, 0])
     assert not keys[page, 60:64].isnan().any()
     others = [each for each in range(1, len(keys)) if each not in tables.flatten().tolist()]

@@ -1,12 +1,12 @@
-"""Attention of few sequences on Hopper: how passes are cut into clusters, without a GPU."""
+"""Decode attention on Hopper: how passes are cut into clusters, without a GPU."""
 
 from pathlib import Path
 
 import pytest
 import torch
 
-from specgen.attention import few_sequences
-from specgen.attention.few_sequences import cluster_heads, cluster_size, module, serves
+from specgen.attention import hopper_decode
+from specgen.attention.hopper_decode import cluster_heads, cluster_size, module, serves
 
 BF16, FP16 = torch.bfloat16, torch.float16
 
@@ -45,8 +45,8 @@ def test_it_is_for_bfloat16_and_heads_that_it_was_built_for() -> None:
 
 def test_python_and_the_kernel_agree_on_what_is_passed() -> None:
     """As many arguments, and as wide: ctypes would pass an int for a pointer and say nothing."""
-    source = Path(few_sequences.__file__).with_suffix(".cu").read_text()
-    declared = source[source.index('extern "C" int few_sequences_run(') :]
+    source = Path(hopper_decode.__file__).with_suffix(".cu").read_text()
+    declared = source[source.index('extern "C" int hopper_decode_run(') :]
     kinds = [each.split()[:-1] for each in declared[declared.index("(") + 1 : declared.index(")")].split(",")]
     wide = [" ".join(each) for each in kinds]
     pointers = [each for each in wide if each.endswith("*")]

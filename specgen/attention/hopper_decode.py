@@ -1,4 +1,4 @@
-"""Decode attention of few sequences on Hopper, with rotation and storing: ``few_sequences.cu``."""
+"""Decode attention on Hopper, with rotation and storing: ``hopper_decode.cu``."""
 
 import ctypes
 from collections.abc import Callable
@@ -63,7 +63,7 @@ def module(query_len: int, heads_per_kv: int, head_dim: int) -> Module:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FewSequences:
+class HopperDecode:
     """See ``RotatingKernel``; of a decode pass."""
 
     layout: Layout  # uniform
@@ -115,7 +115,7 @@ class FewSequences:
             ctypes.c_float(self.rope.scale),
             current_stream(qkv.device),
         )
-        assert error == 0, f"few_sequences: error {error} at {list(qkv.shape)} heads, {numbers}"
+        assert error == 0, f"hopper_decode: error {error} at {list(qkv.shape)} heads, {numbers}"
         return out
 
 
@@ -127,7 +127,7 @@ def _row_tile(query_len: int, heads_per_kv: int) -> int:
 
 @cache
 def _function(head_dim: int, rows: int) -> Callable[..., int]:
-    return compiled(_spec(head_dim, rows), "few_sequences_run")
+    return compiled(_spec(head_dim, rows), "hopper_decode_run")
 
 
 def _spec(head_dim: int, rows: int) -> Any:  # noqa: ANN401

@@ -1,4 +1,4 @@
-// Attention of decode passes of few sequences, with the rotation of queries and keys and the write of the new KV.
+// Attention of decode passes, with the rotation of queries and keys and the write of the new KV.
 //
 // A cluster of blocks attends for one sequence and some heads of one KV head. As many of its blocks as the length is
 // worth have a share of the positions of earlier passes, of every 64 of which each warp has 16 with a softmax of its own;
@@ -253,7 +253,7 @@ __device__ __forceinline__ int num_splits(const Problem& p, const Range& range, 
   return splits < 2 ? 1 : min(1 << (31 - __clz(splits)), cluster);
 }
 
-__global__ void __launch_bounds__(kThreads, MROWS > 32 ? 1 : 2) few_sequences(const Problem p) {
+__global__ void __launch_bounds__(kThreads, MROWS > 32 ? 1 : 2) hopper_decode(const Problem p) {
   extern __shared__ __align__(128) uint8_t shared[];
   const int split = blockIdx.x, sequence = blockIdx.z, first_head = blockIdx.y * p.group;
   const int heads_per_kv = p.num_heads / p.num_kv_heads, kv_head = first_head / heads_per_kv;
@@ -465,7 +465,7 @@ __global__ void __launch_bounds__(kThreads, MROWS > 32 ? 1 : 2) few_sequences(co
 
 }  // namespace
 
-extern "C" int few_sequences_run(const void* heads, const float* frequencies, void* keys, void* values,
+extern "C" int hopper_decode_run(const void* heads, const float* frequencies, void* keys, void* values,
                                  const int64_t* starts, const int* tables, const float* sinks, void* out,
                                  int64_t page_stride, int64_t slot_stride, int64_t head_stride, int64_t table_stride,
                                  int table_width, int page_shift, int batch, int query_len, int num_heads,
@@ -476,9 +476,9 @@ extern "C" int few_sequences_run(const void* heads, const float* frequencies, vo
                      batch, num_sms, table_width, page_shift, query_len, num_heads, num_kv_heads, group, window,
                      scale * kLog2e, rope_scale};
   static const cudaError_t prepared = [] {
-    const cudaError_t error = cudaFuncSetAttribute(few_sequences, cudaFuncAttributeMaxDynamicSharedMemorySize,
+    const cudaError_t error = cudaFuncSetAttribute(hopper_decode, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                                    232448);  // all that a block may have
-    return error ? error : cudaFuncSetAttribute(few_sequences, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+    return error ? error : cudaFuncSetAttribute(hopper_decode, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
   }();
   if (prepared) return prepared;
   cudaLaunchAttribute attributes[2];
@@ -493,5 +493,5 @@ extern "C" int few_sequences_run(const void* heads, const float* frequencies, vo
   launch.stream = static_cast<cudaStream_t>(stream);
   launch.attrs = attributes;
   launch.numAttrs = 2;
-  return cudaLaunchKernelEx(&launch, few_sequences, p);
+  return cudaLaunchKernelEx(&launch, hopper_decode, p);
 }
