@@ -9,6 +9,7 @@ import torch
 from typer.testing import CliRunner
 
 from specgen.attention import Heads
+from specgen.attention.latent_decode import LATENTS
 from specgen.attention.sdpa import SdpaBackend
 from specgen.bench import device_speed, kernels, timing
 from specgen.bench.decode_pass import Cell, queries
@@ -198,6 +199,71 @@ def test_the_command_leaves_table_document_and_files(tmp_path) -> None:
         "kernels.json",
         "kernels.yaml",
     ]
+
+
+def test_latents_take_the_place_of_keys_and_values() -> None:
+    command = [
+        "bench",
+        "kernels",
+        "--latents",
+        "--num-heads",
+        "2",
+        "--num-seqs",
+        "1,3",
+        "--max-seq-lens",
+        "70",
+    ]
+    done = CliRunner().invoke(app, [*command, "--device", "cpu", "--repeats", "2", "--json"])
+    assert done.exit_code == 0, done.output
+    document = json.loads(done.stdout)
+    assert document["head"]["shape"].startswith("2 heads, latents of 512 + 64, float32")
+    assert "attend, absorbed" in document["head"]["time"]
+    assert len(document["rows"]) == 6
+    for row in document["rows"]:
+        assert row["difference"] < 1e-5
+    refused = CliRunner().invoke(app, [*command, "--head-dim", "64"])
+    assert refused.exit_code != 0
+
+
+def test_a_position_of_latents_is_read_once_for_all_heads() -> None:
+    heads = replace(HEADS, num_heads=20, num_kv_heads=1, head_dim=576, latent=kernels.LATENT)
+    cell = replace(CELL, heads=heads)
+    assert cell.bytes_read == sum(cell.kv_lens) * 576 * 4
+    assert cell.rows(Layout.uniform(cell.block_tables(), torch.tensor([1, 2]), 3, 4)).shape == (6, 20, 576)
+    (pages,) = cell.cache().pages(0)
+    assert pages.shape[2:] == (1, 576)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+def test_on_a_gpu_latents_take_no_longer_than_planned_on_the_host(monkeypatch) -> None:
+    for backend in kernels._TIMED["cuda"]:
+        monkeypatch.setattr(backend, "capabilities", replace(backend.capabilities, latents=LATENTS))
+    heads = replace(
+        HEADS,
+        num_heads=20,
+        num_kv_heads=1,
+        head_dim=576,
+        latent=kernels.LATENT,
+        dtype=torch.bfloat16,
+        kv_dtype=torch.bfloat16,
+        page_size=64,
+        max_query_len=5,
+    )
+    job = KernelJob(
+        heads=heads,
+        num_seqs=(1, 32, 128),
+        max_seq_lens=(1024, 8192),
+        num_spec_tokens=4,
+        repeats=5,
+        device=choose_device("cuda"),
+    )
+    *_, table = measure(job)
+    assert table.notes == ()
+    assert len(table.rows) == 18
+    for row in table.rows:
+        if row["query"] == "5 padded":
+            assert row["speedup"] > 0.9, row
 
 
 @pytest.mark.gpu

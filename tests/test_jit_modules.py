@@ -328,7 +328,7 @@ FP8 = changed(kv_dtype=torch.float8_e4m3fn)
             TrtllmBackend,
             H100,
             use(GLM, query_lens=(1, 2)),
-            "latent attention; work lists of latent attention; FA3, keys of 256 and values of 256",
+            "latent attention; FA3, keys of 256 and values of 256; work lists of latent attention",
         ),
         (TrtllmBackend, H100, use(GLM, prefills=False), "latent attention; work lists of latent attention"),
         (TrtllmBackend, Gpu(major=12, num_sms=188), use(), "FA2, heads of 128; XQA, 5 rows, heads of 128"),
@@ -387,7 +387,7 @@ def test_flashinfer_is_asked_for_what_it_would_compile_at_the_first_use(generato
     sinks = TrtllmBackend.modules(H100, use(SINKS, windowed=(True,)))[0].spec()
     assert sinks[:2] == ("fa3", "specgen_prefill_sink_bfloat16_bfloat16_64_window_fa3")
     assert sinks[-2:] == ("declaration", ("use_sliding_window", True))
-    absorbed, _, expanded = TrtllmBackend.modules(H100, use(GLM))
+    absorbed, expanded = FlashInferBackend.modules(H100, use(GLM))
     bf16 = [torch.bfloat16] * 3
     assert absorbed.spec() == ("fa3", *bf16, torch.int32, 512, 64, False)
     assert expanded.spec() == ("fa3", *bf16, torch.int32, 256, 256, 0, *none, False)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from specgen.attention import latent_decode
+from specgen.attention.flashinfer_latent import PlannedLatents
 from specgen.attention.latent_decode import RANK, ROPE_DIM, LatentDecode, Shape
 from specgen.attention.sdpa import SdpaBackend
 from specgen.kv.layout import Layout
@@ -105,12 +106,28 @@ def layouts() -> dict[str, Layout]:
     return {
         "one row": uniform([0], 1),
         "one long": uniform([1500], 1),
-        "long, rows in groups": uniform([1500, 63, 64], 8),
+        "long, rows in groups": uniform([1500, 63, 64, 122], 8),
         "drafts": drafts,
         "kept": kept,
         "many": uniform([*range(40, 100)], 3),
         "end of a long prompt": Layout.ragged(tables, [400, 70], [40, 9], 16),
     }
+
+
+@pytest.mark.parametrize("num_heads", [4, 20, 64])
+@pytest.mark.parametrize("name", layouts())
+def test_with_a_plan_of_the_host_it_attends_as_torch_does(
+    decode: LatentDecode, name: str, num_heads: int
+) -> None:
+    """Also where the last row of a tile begins another tile of positions, which the kernel would leave out."""
+    layout = layouts()[name]
+    pages = torch.randn(1 + int(layout.block_tables.max()), layout.page_size, 1, RANK + ROPE_DIM)
+    q = torch.randn(layout.num_rows, num_heads, RANK + ROPE_DIM)
+    rows = int(layout.query_lens.sum())
+    got = PlannedLatents(CPU).plan(layout)(LAYER, q, pages, pages)
+    expected = SdpaBackend(CPU).plan(layout)(LAYER, q, pages, pages)
+    torch.testing.assert_close(got[:rows], expected[:rows], atol=2e-5, rtol=0)
+    assert not got[rows:].any()
 
 
 @pytest.mark.parametrize("num_heads", [4, 20])

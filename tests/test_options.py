@@ -146,8 +146,8 @@ NAMES = {
     "num_spec_tokens draft_sampling seed max_new_tokens max_batch_size max_prefill_tokens kv_memory device "
     "tensor_parallel dtype "
     "kv_dtype attention cuda_graphs gpu_memory_utilization prefix_cache log_samples output quiet",
-    bench.kernels: "num_seqs max_seq_lens num_heads num_kv_heads head_dim num_spec_tokens page_size repeats dtype "
-    "kv_dtype device output as_json quiet",
+    bench.kernels: "num_seqs max_seq_lens num_heads num_kv_heads head_dim latents num_spec_tokens page_size repeats "
+    "dtype kv_dtype device output as_json quiet",
     tune: "batch k drafter_batch repeats precision budget dry_run model drafter dataset data_path num_prompts "
     "split prompt_field chat chat_template_kwargs output_lens max_new_tokens max_prefill_tokens device "
     "tensor_parallel dtype kv_dtype "

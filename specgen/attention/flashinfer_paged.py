@@ -7,10 +7,22 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from specgen.attention import Backend, Capabilities, Gpu, Heads, Kernel, Use
+from specgen.attention import (
+    Backend,
+    Capabilities,
+    ExpandedKernel,
+    Gpu,
+    Heads,
+    Kernel,
+    Use,
+    latent_decode,
+    latent_prefill,
+)
+from specgen.attention.flashinfer_latent import PlannedLatents
+from specgen.attention.latent_prefill import LatentPrefill
 from specgen.attention.pass_lens import PassLens, window_left
 from specgen.attention.workspaces import num_sms, prefill_bytes
-from specgen.kv.layout import Layout
+from specgen.kv.layout import HostLens, Layout
 from specgen.models.layers import LayerAttention
 from specgen.ops.jit_modules import Module
 
@@ -66,10 +78,17 @@ class FlashInferBackend(Backend):
         self._num_sms = num_sms(device)
         self._workspace = torch.empty(0, dtype=torch.uint8, device=device)
         self._wrappers: dict[tuple[object, ...], _Wrapper] = {}
+        self._latents, self._expanded = PlannedLatents(device), LatentPrefill(device)
 
     @staticmethod
     def modules(gpu: Gpu, use: Use) -> list[Module]:
-        return prefill_modules("fa2", use)
+        return latent_modules(use) if use.heads.latent is not None else prefill_modules("fa2", use)
+
+    def absorbed(self, layout: Layout) -> Kernel:
+        return self._latents.plan(layout)
+
+    def expanded(self, host: HostLens) -> ExpandedKernel:
+        return self._expanded.plan(host)
 
     def plan(self, layout: Layout) -> Kernel:
         """Without ``layout.host`` this waits for the device."""
@@ -115,6 +134,14 @@ class FlashInferBackend(Backend):
 def _fitting(kernels: Kernels, heads: "_Planned | Heads") -> Kernels:
     """Those that run ``heads``: FA3 wants one dtype."""
     return kernels if heads.kv_dtype == heads.dtype else "fa2"
+
+
+def latent_modules(use: Use) -> list[Module]:
+    """The modules that ``absorbed`` and ``expanded`` get from FlashInfer."""
+    latent, dtype = use.heads.latent, use.heads.dtype
+    assert latent is not None
+    expanded = [latent_prefill.module(latent, dtype)] if use.prefills else []
+    return [latent_decode.module(dtype), *expanded]
 
 
 def prefill_modules(kernels: Kernels, use: Use) -> list[Module]:

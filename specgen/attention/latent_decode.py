@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -19,25 +19,27 @@ from specgen.ops.cuda_source import compiled, current_stream, pointers, source_s
 from specgen.ops.jit_modules import Module
 
 RANK, ROPE_DIM = 512, 64  # the kernel's; those of DeepSeek-V2 and its relatives
-_BLOCK_ROWS = 64  # rows times heads of one block
+BLOCK_ROWS = 64  # rows times heads of one block
 LATENTS = Latents(
     devices=("cuda",),
     compute_majors=(9,),
     dtypes=(torch.bfloat16, torch.float16),
     widths=((RANK, ROPE_DIM),),
     expanded=WIDTHS,
-    max_heads=2 * _BLOCK_ROWS,
+    max_heads=2 * BLOCK_ROWS,
 )
 _SOURCE = Path(__file__).with_name("latent_plan.cu")
 _CAUSAL = 1  # FlashInfer's MaskMode
 
 
-def modules(dtype: torch.dtype) -> list[Module]:
-    """What passes of this number format need compiled."""
-    return [
-        Module(what="latent attention", spec=lambda: _attention_spec(dtype)),
-        Module(what="work lists of latent attention", spec=_plan_spec),
-    ]
+def module(dtype: torch.dtype) -> Module:
+    """What attends to latents in this number format."""
+    return Module(what="latent attention", spec=partial(_attention_spec, dtype))
+
+
+def list_module() -> Module:
+    """What makes its work lists."""
+    return Module(what="work lists of latent attention", spec=_plan_spec)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,9 +54,9 @@ class Shape:
     @classmethod
     def of(cls, query_len: int, num_heads: int, num_multiprocessors: int) -> "Shape":
         """For at most ``query_len`` rows of each sequence."""
-        assert num_heads <= 2 * _BLOCK_ROWS, num_heads
-        cluster = 1 if query_len * num_heads <= _BLOCK_ROWS else 2
-        groups = -(-query_len // (cluster * _BLOCK_ROWS // num_heads))
+        assert num_heads <= 2 * BLOCK_ROWS, num_heads
+        cluster = 1 if query_len * num_heads <= BLOCK_ROWS else 2
+        groups = -(-query_len // (cluster * BLOCK_ROWS // num_heads))
         return cls(
             cluster=cluster,
             num_clusters=num_multiprocessors // cluster,
@@ -144,7 +146,7 @@ class LatentDecode:
     @property
     def _num_parts_rows(self) -> int:
         """Rows of the parts that are merged, at most: each border between shares ends a part and begins one."""
-        return 2 * self._num_sms * _BLOCK_ROWS
+        return 2 * self._num_sms * BLOCK_ROWS
 
     def _workspace(self) -> Tensor:
         """Outputs of parts in 2 bytes each, and behind them their log-sum-exps in float32."""

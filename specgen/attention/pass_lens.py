@@ -20,27 +20,27 @@ class PassLens:
 
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
-        self._query_lens = torch.tensor(layout.host.query_lens if layout.host else layout.query_lens.tolist())
-        self._kv_lens = self._query_lens + torch.tensor(
+        self.query_lens = torch.tensor(layout.host.query_lens if layout.host else layout.query_lens.tolist())
+        self.kv_lens = self.query_lens + torch.tensor(
             layout.host.starts if layout.host else layout.starts.tolist()
         )
         self.page_size = layout.page_size
-        self.num_rows = int(self._query_lens.sum())  # that belong to a sequence
+        self.num_rows = int(self.query_lens.sum())  # that belong to a sequence
 
     @cached_property
     def first_rows(self) -> Tensor:
         """Where each sequence's rows begin, and where the last one's end: int32 ``[B + 1]``."""
-        return _offsets(self._query_lens)
+        return _offsets(self.query_lens)
 
     @cached_property
     def first_pages(self) -> Tensor:
         """Where each sequence's pages begin in ``pages``, and where the last one's end: int32 ``[B + 1]``."""
-        return _offsets(-(-self._kv_lens // self.page_size))
+        return _offsets(-(-self.kv_lens // self.page_size))
 
     @cached_property
     def last_page_lens(self) -> Tensor:
         """Positions in each sequence's last page: int32 ``[B]``."""
-        return ((self._kv_lens - 1) % self.page_size + 1).to(torch.int32)
+        return ((self.kv_lens - 1) % self.page_size + 1).to(torch.int32)
 
     @cached_property
     def pages(self) -> Tensor:

@@ -8,12 +8,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specgen.attention import Backend, Capabilities, ExpandedKernel, Gpu, Heads, Kernel, RotatingKernel, Use
-from specgen.attention.flashinfer_paged import FlashInferBackend, Kernels, prefill_modules
+from specgen.attention.flashinfer_paged import (
+    FlashInferBackend,
+    Kernels,
+    latent_modules,
+    prefill_modules,
+)
 from specgen.attention.hopper_decode import HopperDecode, module, serves
-from specgen.attention.latent_decode import LatentDecode
-from specgen.attention.latent_decode import modules as latent_modules
-from specgen.attention.latent_prefill import LatentPrefill
-from specgen.attention.latent_prefill import module as latent_prefill_module
+from specgen.attention.latent_decode import LatentDecode, list_module
 from specgen.attention.pass_lens import window_left
 from specgen.attention.unsplit import UnsplitDecode
 from specgen.attention.workspaces import decode_workspace, num_sms
@@ -92,7 +94,7 @@ class TrtllmBackend(Backend):
         self._num_sms = num_sms(device)
         self._unsplit = UnsplitDecode(device)
         self._prefill = FlashInferBackend(device, _prefill_kernels(major))
-        self._latent_decode, self._latent_prefill = LatentDecode(device), LatentPrefill(device)
+        self._latents = LatentDecode(device)
         self._masks: dict[tuple[int, int], Tensor] = {}
         self._first_rows: dict[tuple[int, int], Tensor] = {}
 
@@ -100,8 +102,7 @@ class TrtllmBackend(Backend):
     def modules(gpu: Gpu, use: Use) -> list[Module]:
         heads = use.heads
         if heads.latent is not None:
-            prefills = [latent_prefill_module(heads.latent, heads.dtype)] if use.prefills else []
-            return [*latent_modules(heads.dtype), *prefills]
+            return [*latent_modules(use), list_module()]
         found = prefill_modules(_prefill_kernels(gpu.major), use) if use.prefills else []
         if gpu.major == 10:
             return found  # trtllm-gen comes compiled
@@ -135,10 +136,10 @@ class TrtllmBackend(Backend):
         return self._packed_xqa(layout, _lengths(layout), _offsets(layout), mask)
 
     def absorbed(self, layout: Layout) -> Kernel:
-        return self._latent_decode.plan(layout)
+        return self._latents.plan(layout)
 
     def expanded(self, host: HostLens) -> ExpandedKernel:
-        return self._latent_prefill.plan(host)
+        return self._prefill.expanded(host)
 
     def rotating(self, layout: Layout, rope: Rope) -> RotatingKernel | None:
         if layout.uniform_q is None or layout.host is not None or layout.chained:

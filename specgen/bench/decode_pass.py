@@ -110,8 +110,12 @@ class Cell:
         return cache
 
     def rows(self, layout: Layout) -> Tensor:
-        """Heads of q, k and v of normal random numbers, ``[rows, num_heads + 2 * num_kv_heads, head_dim]``."""
-        num_heads = self.heads.num_heads + 2 * self.heads.num_kv_heads
+        """Heads of q, k and v of normal random numbers, ``[rows, num_heads + 2 * num_kv_heads, head_dim]``.
+
+        Of latents those of absorbed queries alone.
+        """
+        others = 0 if self.heads.latent is not None else 2 * self.heads.num_kv_heads
+        num_heads = self.heads.num_heads + others
         shape = (layout.num_rows, num_heads, self.heads.head_dim)
         return torch.randn(shape, dtype=self.heads.dtype, device=self.device)
 
@@ -127,7 +131,10 @@ class Cell:
     def _spec(self, num_layers: int) -> KVSpec:
         heads = self.heads
         return KVSpec(
-            num_layers=num_layers, num_planes=2, num_heads=heads.num_kv_heads, head_dim=heads.head_dim
+            num_layers=num_layers,
+            num_planes=2 if heads.latent is None else 1,
+            num_heads=heads.num_kv_heads,
+            head_dim=heads.head_dim,
         )
 
     @property

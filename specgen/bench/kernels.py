@@ -27,6 +27,8 @@ from specgen.bench.output import BenchTable
 from specgen.bench.timing import COLD_BYTES, MOST_LAYERS, Call, Timing, time_layers
 from specgen.config import require
 from specgen.kv.kv_cache import KVCache
+from specgen.kv.layout import Layout
+from specgen.models.latent_config import LatentConfig
 from specgen.models.layers import LayerAttention
 from specgen.report.table import Row
 
@@ -43,6 +45,20 @@ _KERNELS = {
     "flashinfer": "FA2 over pages, as the wrapper's decode with tensor cores",
     "sdpa": "PyTorch's scaled_dot_product_attention over gathered pages",
 }
+_LATENT_KERNELS = {
+    "trtllm": "FlashInfer's FA3 kernel of latent attention, with a work list that the device makes",
+    "flashinfer": "the same as its wrapper plans it on the host",
+    "sdpa": _KERNELS["sdpa"],
+}
+LATENT = LatentConfig(  # GLM-4.7-Flash's
+    rank=512,
+    nope_dim=192,
+    rope_dim=64,
+    value_dim=256,
+    query_rank=768,
+    scale=256**-0.5,
+    interleaved=True,
+)
 _CPU_BYTES = 256 << 20
 _GIB = 1 << 30
 
@@ -140,17 +156,20 @@ def _too_large(cell: Cell, room: int) -> str:
 
 def _conditions(job: KernelJob, backends: TimedBackends, bandwidth: float) -> Row:
     heads, cold = job.heads, COLD_BYTES[job.device.type] >> 20
+    of_heads = f"{heads.num_kv_heads} KV heads of {heads.head_dim}"
+    calls, kernels = "rotate q and k, store k and v and attend", _KERNELS
+    if heads.latent is not None:
+        of_heads, calls = f"latents of {heads.latent.rank} + {heads.latent.rope_dim}", "attend, absorbed"
+        kernels = _LATENT_KERNELS
     against = backends.check.name if backends.check else backends.names[0]
     timed = "wall time of calls" if job.device.type == "cpu" else "time on the GPU of calls in one CUDA graph"
     return {
         **environment(str(job.device)),
-        "shape": f"{heads.num_heads} heads, {heads.num_kv_heads} KV heads of {heads.head_dim}, "
-        f"{_named(heads)}, pages of {heads.page_size} anywhere in a pool",
+        "shape": f"{heads.num_heads} heads, {of_heads}, {_named(heads)}, pages of {heads.page_size} anywhere in a pool",
         "values": f"random; lengths from {heads.max_query_len} to max_seq_len, the last is max_seq_len",
-        "time": f"{timed} that rotate q and k, store k and v and attend, over up to "
-        f"{MOST_LAYERS} layers, {cold} MiB of KV or more, so that no cache "
+        "time": f"{timed} that {calls}, over up to {MOST_LAYERS} layers, {cold} MiB of KV or more, so that no cache "
         "holds them; without planning",
-        "kernels": "; ".join(f"{name}: {_KERNELS[name]}" for name in backends.names),
+        "kernels": "; ".join(f"{name}: {kernels[name]}" for name in backends.names),
         "repeats": job.repeats,
         "bound": f"bytes of KV over the bandwidth of a copy, {bandwidth / 1e12:.3f} TB/s",
         "difference": f"largest relative error of a row, {backends.names[-1]} against {against}",
@@ -190,6 +209,8 @@ def _measure_query(
     qkv, rope = cell.rows(layout), cell.rope()
 
     def planned(backend: Backend) -> Call:
+        if cell.heads.latent is not None:
+            return _absorbed(backend, cell.heads.latent, cache, layout, qkv)
         attend = Attend(backend, cache, layout, rope)
 
         def call(index: int) -> Tensor:
@@ -204,6 +225,17 @@ def _measure_query(
     if backends.check is not None:
         outputs.append(planned(backends.check)(cell.num_layers - 1))
     return timings, relative_error(*outputs)
+
+
+def _absorbed(backend: Backend, latent: LatentConfig, cache: KVCache, layout: Layout, q: Tensor) -> Call:
+    """The attention of layers that keep latents, without the products around it."""
+    kernel = backend.absorbed(layout)
+
+    def call(index: int) -> Tensor:
+        (pages,) = cache.pages(index)
+        return kernel(LayerAttention(index=index, scale=latent.scale, value_dim=latent.rank), q, pages, pages)
+
+    return call
 
 
 def relative_error(output: Tensor, expected: Tensor) -> float:

@@ -22,7 +22,7 @@ from specgen.cli.measuring import (
 )
 from specgen.cli.options import AS_JSON, DATA_PATH, Only, numbers, with_options
 from specgen.cli.progress_bar import QUIET
-from specgen.config import EngineConfig, option
+from specgen.config import EngineConfig, option, require
 from specgen.prompts.row_reading import Reading
 
 if TYPE_CHECKING:
@@ -88,9 +88,17 @@ def kernels(
         "Longest contexts, comma-separated; those that do not fit in memory are left out.",
         shown="1024 to 131072 in powers of two; on a CPU 128,256",
     ),
-    num_heads: int = option(32, "Table", "Query heads.", least=1),
-    num_kv_heads: int = option(8, "Table", "Key and value heads.", least=1),
-    head_dim: int = option(128, "Table", "Elements per head.", least=1),
+    num_heads: int | None = option(
+        None, "Table", "Query heads.", least=1, shown="32; with --latents 20, GLM-4.7-Flash's"
+    ),
+    num_kv_heads: int | None = option(None, "Table", "Key and value heads.", least=1, shown="8"),
+    head_dim: int | None = option(None, "Table", "Elements per head.", least=1, shown="128"),
+    latents: bool = option(
+        False,
+        "Table",
+        "Latents of 512 + 64 numbers instead of keys and values (DeepSeek-V3, GLM-4.7-Flash): absorbed attention "
+        "alone.",
+    ),
     num_spec_tokens: int = option(4, "Table", "Drafts, K: passes of K+1 rows are timed too."),
     page_size: int = option(64, "Table", "Tokens per page.", least=1),
     engine: Annotated[EngineConfig, Only("dtype kv_dtype device")],
@@ -104,19 +112,24 @@ def kernels(
     Without options on a GPU: the table of vLLM's PR 19825 for the heads of an 8B model, and for K = 4.
     """
     from specgen.attention import Heads  # imports torch
-    from specgen.bench.kernels import KernelJob, measure
+    from specgen.bench.kernels import LATENT, KernelJob, measure
     from specgen.device import choose_device
     from specgen.engine.choices import choose_dtype
     from specgen.engine.number_formats import DTYPES, FP8
 
+    require(
+        not latents or num_kv_heads is None is head_dim,
+        "latents are for all heads: leave --num-kv-heads and --head-dim out",
+    )
     device = choose_device(engine.device)
     number_format = DTYPES[choose_dtype(engine.dtype, device)]
     defaults = _SIZES[device.type]
     job = KernelJob(
         heads=Heads(
-            num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
+            num_heads=num_heads or (20 if latents else 32),
+            num_kv_heads=1 if latents else num_kv_heads or 8,
+            head_dim=LATENT.width if latents else head_dim or 128,
+            latent=LATENT if latents else None,
             dtype=number_format,
             kv_dtype=FP8 if engine.kv_dtype == "fp8" else number_format,
             page_size=page_size,
