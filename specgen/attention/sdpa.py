@@ -31,9 +31,11 @@ class _Group:
         """q ``[rows, num_heads, head_dim]`` -> ``[g * q, num_heads * value_dim]``."""
         num_heads = q.shape[1]
         k_scale, v_scale = layer.kv_scales(keys)
-        dense_keys, latent = self._gather(keys, q.dtype), layer.value_dim
-        dense_values = self._gather(values, q.dtype) if latent is None else dense_keys[..., :latent]
+        dense_keys = self._gather(keys, q.dtype)
         mask = self._mask(layer.window, dense_keys.shape[2], q.dtype)
+        if layer.value_dim is not None:
+            return self._attend_to_latents(layer, q, dense_keys, mask)
+        dense_values = self._gather(values, q.dtype)
         if layer.sinks is not None:  # a position more, with a score of its own for each head and a value of 0
             dense_keys, dense_values = F.pad(dense_keys, (0, 0, 0, 1)), F.pad(dense_values, (0, 0, 0, 1))
             sinks = layer.sinks.to(q.dtype).view(-1, 1, 1)
@@ -51,6 +53,18 @@ class _Group:
         if v_scale != 1.0:
             out = out * v_scale
         return out.transpose(1, 2).flatten(2).flatten(0, 1)
+
+    def _attend_to_latents(self, layer: LayerAttention, q: Tensor, latents: Tensor, mask: Tensor) -> Tensor:
+        """Heads are rows of one head: as heads of their own each would get a copy of the latents."""
+        heads = q.shape[1]
+        out = F.scaled_dot_product_attention(
+            q[self.rows].reshape(self.size, 1, -1, q.shape[2]),
+            latents,
+            latents[..., : layer.value_dim],
+            attn_mask=mask.repeat_interleave(heads, 2),
+            scale=layer.scale,
+        )
+        return out.view(-1, heads * out.shape[-1])
 
     def _gather(self, pages: Tensor, dtype: torch.dtype) -> Tensor:
         """The group's positions as a dense ``[g, num_kv_heads, p * page_size, head_dim]`` of ``dtype``."""
