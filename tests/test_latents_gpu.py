@@ -240,7 +240,7 @@ def test_routers_of_sigmoids(experts: int, groups: int, best: int, chosen: int, 
         logits = torch.randn(parts, rows, experts, device=CUDA)
         (ids, weights), (expected_ids, expected) = mine(logits), plain(logits)
         assert torch.equal(ids, expected_ids)
-        torch.testing.assert_close(weights, expected, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(weights.float(), expected, rtol=0.004, atol=1e-6)  # rounded once
     ids, _ = mine(torch.full((1, 3, experts), torch.nan, device=CUDA))
     assert all(len(set(row)) == chosen and max(row) < experts for row in ids.tolist())
 

@@ -46,7 +46,7 @@ def cuda_ops(dtype: torch.dtype) -> Ops:
         linear_float32=partial(_linear_float32, dtype),
         experts=partial(_experts, dtype),
         choice=partial(fused_choice, dtype),
-        sigmoid_choice=fused_sigmoid_choice,
+        sigmoid_choice=partial(fused_sigmoid_choice, dtype),
         rms_norm=TritonNorm,
         embed_norm_concat=TritonEmbedNormConcat,
         largest=largest,

@@ -113,11 +113,14 @@ def _choose_by_score_kernel(
         weight /= tl.sum(weight) + 1e-20
     place = row * K + slot
     tl.store(ids + place, chosen, slot < K)
-    tl.store(weights + place, weight * scale, slot < K)
+    tl.store(weights + place, (weight * scale).to(weights.dtype.element_ty), slot < K)
 
 
-def fused_sigmoid_choice(routing: SigmoidRouting) -> Choice:
-    """One kernel, where groups are powers of two; of equal scores the expert with the lower id is better."""
+def fused_sigmoid_choice(dtype: torch.dtype, routing: SigmoidRouting) -> Choice:
+    """One kernel, where groups are powers of two; of equal scores the expert with the lower id is better.
+
+    Its weights are rounded to ``dtype``.
+    """
     num_experts, groups = len(routing.bias), routing.num_groups
     if groups > 1 and (num_experts.bit_count() > 1 or groups.bit_count() > 1):
         return sigmoid_choice(routing)
@@ -125,7 +128,7 @@ def fused_sigmoid_choice(routing: SigmoidRouting) -> Choice:
     def choose(parts: Tensor) -> tuple[Tensor, Tensor]:
         num_parts, num_rows, _ = parts.shape
         ids = torch.empty(num_rows, routing.num_chosen, dtype=torch.int64, device=parts.device)
-        weights = torch.empty(num_rows, routing.num_chosen, dtype=torch.float32, device=parts.device)
+        weights = torch.empty(num_rows, routing.num_chosen, dtype=dtype, device=parts.device)
         if num_rows:
             _choose_by_score_kernel[(num_rows,)](
                 *(parts.contiguous(), routing.bias, ids, weights, num_rows, num_experts, routing.scale),
