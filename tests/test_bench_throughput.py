@@ -301,7 +301,11 @@ def test_batch_and_k(pair: Path) -> None:
         assert (row["x_plain"] is None) == (row["acceptance_length"] is None) == (k == 0)
         if k:
             assert row["x_plain_lowest"] <= row["x_plain"] <= row["x_plain_highest"]
-            assert 1 < row["acceptance_length"] <= k + 1
+            read, plain = row["bound"], rows[row["batch"], 0]["bound"]
+            assert row["x_plain_bound"] == pytest.approx(row["acceptance_length"] * plain / read)
+            assert 1 < row["x_plain_bound"] < row["acceptance_length"] <= k + 1
+        else:
+            assert row["x_plain_bound"] is None
     assert rows[1, 2]["acceptance_length"] < rows[1, 4]["acceptance_length"]
     assert [note.split(":")[0] for note in table.answers] == ["batch 1", "batch 3"]
     assert "weights synthetic" in table.conditions["model"]

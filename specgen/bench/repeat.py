@@ -28,7 +28,10 @@ class Yardstick:
     def conditions(self) -> dict[str, str]:
         """For the table's conditions."""
         bound = f"bytes that a decode step must read over {self.bytes_per_second / 1e12:.3g} TB/s of a copy"
-        found = {"bound": bound}
+        found = {
+            "bound": bound,
+            "x_plain_bound": "x_plain if steps took their bound: what drafts would give by bytes",
+        }
         if self.sizes.experts is not None:
             found["experts"] = (
                 f"of the {self.sizes.experts.num_experts} of a layer, touched by a decode step; means over layers and "
@@ -62,6 +65,7 @@ class Repeat:
     wall: WallTime | None = None  # where ``seconds`` went; none in rounds of earlier versions
     prefill_passes: int = 0
     prefill_flops: float = 0.0  # of all prompts' matrix products
+    tokens_per_step: float | None = None  # that a sequence gets in a decode step, the mean
 
     @classmethod
     def of(cls, run: Run, yardstick: Yardstick) -> "Repeat":
@@ -85,6 +89,7 @@ class Repeat:
             wall=report.wall.of_whole(run.seconds) if report.wall else None,
             prefill_passes=prefill.num_steps if prefill else 0,
             prefill_flops=yardstick.sizes.prefill_flops(prefill.target_rows) if prefill else 0.0,
+            tokens_per_step=_mean([1 + event.accepted for event in events if isinstance(event, Verified)]),
         )
 
     @property
@@ -103,6 +108,10 @@ class Repeat:
         parts = {name: row.get(name) and kind(**row[name]) for name, kind in kinds.items()}
         lists = {name: tuple(row[name]) for name in ("acceptance", "disturbances")}
         return cls(**{**row, **parts, **lists})
+
+
+def _mean(numbers: Sequence[int]) -> float | None:
+    return sum(numbers) / len(numbers) if numbers else None
 
 
 def digest(token_ids: Sequence[int]) -> str:

@@ -20,6 +20,7 @@ _SPREADS: Mapping[str, Callable[[Repeat], LatencyStats | None]] = {
     "itl": lambda repeat: repeat.itl,
 }
 _PARTS = ("mean", "median", "p99")
+PLAIN = "x_plain"  # the ratio to plain decoding
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +64,8 @@ def _columns(matrix: Matrix, mixture: bool) -> Iterator[Column]:
     )
     for ratio in matrix.ratios:
         yield from (Column(name=f"{ratio}{end}", show=display.ratio) for end in ("", "_lowest", "_highest"))
+        if ratio == PLAIN:
+            yield Column(name=f"{PLAIN}_bound", show=display.ratio)
     yield from (Column(name=name) for name in ("repeats", "acceptance_length", "acceptance"))
     yield from (Column(name=name, unit="ms") for name in ("step", "bound"))
     yield Column(name="over_bound", show=display.ratio)
@@ -84,6 +87,8 @@ def _row(
         base = next((r for r in results if r.arm.changes == {**arm.changes, **labels}), None)
         times = None if base is None or base is result else repeats.times(base.repeats)
         row |= _range((ratio, f"{ratio}_lowest", f"{ratio}_highest"), times)
+        if ratio == PLAIN:
+            row[f"{PLAIN}_bound"] = None if base is None else _by_bytes(repeats, base.repeats)
     step, num_bytes = repeats.median(lambda r: r.step_seconds), repeats.median(lambda r: r.step_bytes)
     bound = None if num_bytes is None else num_bytes / bytes_per_second
     row |= {
@@ -112,6 +117,15 @@ def _row(
             for part in _PARTS
         }
     return row
+
+
+def _by_bytes(repeats: Repeats, plain: Repeats) -> float | None:
+    """How many times as fast it would be where steps took as long as reading their bytes; None of the plain arm."""
+    read, read_plain = (each.median(lambda r: r.step_bytes) for each in (repeats, plain))
+    emitted = repeats.median(lambda r: r.tokens_per_step)
+    if repeats is plain or not read or not read_plain or emitted is None:
+        return None
+    return emitted * read_plain / read
 
 
 def _range(names: tuple[str, str, str], found: MedianRange | None) -> dict[str, Value]:
@@ -160,8 +174,8 @@ def best_lengths(rows: Sequence[Row]) -> Iterator[str]:
             continue
         best = max(fixed, key=_speed)
         text = f"batch {batch}: K {best['K']} is best, {display.count(_speed(best))} tokens/s"
-        if isinstance(best["x_plain"], float):
-            text += f", {display.ratio(best['x_plain'])} plain decoding"
+        if isinstance(best[PLAIN], float):
+            text += f", {display.ratio(best[PLAIN])} plain decoding"
         auto = [
             f"; auto has {display.percent(_speed(row) / _speed(best))} of it"
             for row in mine
