@@ -4,7 +4,7 @@
 // cluster of blocks has an equal share: where a share ends within a sequence, the parts of its rows are merged behind.
 // A sequence is in the line once for every group of its rows, as many as a cluster has room for with all of their heads.
 //
-// One block; what its threads write for one another lies in shared memory or, by group, in the list's last sections.
+// One block; what its threads write for one another lies in shared memory or, of many groups, in the list's last sections.
 
 #include <cuda_runtime.h>
 #include <stdint.h>
@@ -14,6 +14,7 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kTile = 64;           // positions of a tile, and rows (times heads) of a block
 constexpr int kMostClusters = kThreads - 1;
+constexpr int kFewGroups = 1024;    // for which there is room in shared memory
 constexpr int kPartsPerTile = 16;   // merging so many parts takes about as long as attending to a tile
 
 struct Problem {
@@ -31,7 +32,8 @@ struct List {
   int *merged_begin, *merged_end, *parts_begin, *parts_end, *parts_stride;                   // by block
   int *first_tile, *group;  // by group with rows; of the first also the end
 
-  __device__ List(const Problem& p) {
+  // ``few`` has room for both of kFewGroups.
+  __device__ List(const Problem& p, int* few) {
     const int groups = p.batch * p.groups, items = groups + p.num_clusters, blocks = p.num_clusters * p.cluster;
     int* next = p.list;
     const auto section = [&](int size) { int* const here = next; next += size; return here; };
@@ -41,6 +43,7 @@ struct List {
     merged_begin = section(blocks), merged_end = section(blocks);
     parts_begin = section(blocks), parts_end = section(blocks), parts_stride = section(blocks);
     first_tile = section(groups + 1), group = section(groups);
+    if (groups <= kFewGroups) first_tile = few, group = few + kFewGroups + 1;
   }
 };
 
@@ -91,7 +94,8 @@ __device__ int found(const int* sorted, int size, int value) {
 __global__ void __launch_bounds__(kThreads) latent_plan(const Problem p) {
   __shared__ int longest, num_tiles, num_groups;
   __shared__ int first_item[kThreads], borders[kThreads], cut_groups[kThreads];
-  const List list(p);
+  __shared__ int few[2 * kFewGroups + 1];
+  const List list(p, few);
   const int t = threadIdx.x, all = p.batch * p.groups, each = (all + kThreads - 1) / kThreads;
   if (t == 0) longest = 0;
   __syncthreads();
