@@ -178,7 +178,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "models/mtp_config": _LATENTS,
     "attention/expansion": _LATENTS,
     "attention/latent_decode": ("test_latent_decode.py", *_LATENTS),
-    "attention/latent_prefill": ("test_latents.py", "test_jit_modules.py"),
+    "attention/latent_prefill": ("test_latents.py", "test_jit_modules.py", "test_attention_plans.py"),
     "attention/flashinfer_latent": ("test_latent_decode.py",),
     "models/qwen3_moe": _MIXTURES,
     "models/gpt_oss": _MIXTURES,

@@ -85,6 +85,7 @@ def test_rows_are_shared_out_so_that_a_cluster_holds_them(query_len: int, num_he
     assert shape.group_rows * num_heads <= TILE * shape.cluster
     assert shape.group_rows * (shape.groups - 1) < query_len <= shape.group_rows * shape.groups
     assert shape.num_clusters * shape.cluster == 132
+    assert (shape.cluster == 1) == (query_len * num_heads <= TILE), "a block is enough"
 
 
 @pytest.fixture
@@ -102,6 +103,7 @@ def layouts() -> dict[str, Layout]:
 
     drafts = uniform([5, 300, 64, 0], 5)
     _, kept = drafts.leading(torch.tensor([1, 5, 0, 3]), 14)
+    _, few = uniform([61, 10, 10, 10, 10, 10], 5).leading(torch.tensor([5, 1, 1, 1, 1, 1]), 10)
     tables = torch.arange(1, 61).int().view(2, 30)
     return {
         "one row": uniform([0], 1),
@@ -109,6 +111,7 @@ def layouts() -> dict[str, Layout]:
         "long, rows in groups": uniform([1500, 63, 64, 122], 8),
         "drafts": drafts,
         "kept": kept,
+        "kept, few on average": few,
         "many": uniform([*range(40, 100)], 3),
         "end of a long prompt": Layout.ragged(tables, [400, 70], [40, 9], 16),
     }

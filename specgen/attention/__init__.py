@@ -32,9 +32,7 @@ class Heads:
     page_size: int
     max_query_len: int  # rows per sequence of a decode pass
     sinks: bool = False  # see LayerAttention
-    latent: LatentConfig | None = (
-        None  # what the cache keeps instead of keys and values; the rest is its absorbed form
-    )
+    latent: LatentConfig | None = None  # of what the cache keeps; the rest describes its absorbed form
 
 
 @dataclass(frozen=True, kw_only=True)
