@@ -16,7 +16,7 @@ from calibrated_codes import Codes
 from calibrated_cycle import Cycle
 from calibrated_mixture_shapes import LatentShape
 from calibrated_mixtures import MixtureLayers
-from calibrated_weights import LOGIT, RESIDUAL, Named, Source, mlp
+from calibrated_weights import RESIDUAL, Named, Source, mlp, output_weights
 from torch import Tensor
 
 BIAS = 0.001  # RMS, of the scores' 0.2
@@ -79,14 +79,5 @@ def mtp_tensors(shape: LatentShape, codes: Codes, cycle: Cycle, source: Source) 
     yield Named(
         name=f"{prefix}shared_head.head.weight",
         shape=table,
-        make=lambda: _output_weights(shape, codes.embedding, cycle, source),
+        make=lambda: output_weights(shape, codes.embedding, cycle.guess, source),
     )
-
-
-def _output_weights(shape: LatentShape, embedding: Tensor, cycle: Cycle, source: Source) -> Tensor:
-    """``[V, H]``: the row of what is drafted after a token is the token's embedding; other rows are random."""
-    rows = source.stretches(shape.vocab_size, shape.hidden_size, shape.head_dim)
-    before = torch.tensor(list(cycle.guess.keys()), device=source.device)
-    after = torch.tensor(list(cycle.guess.values()), device=source.device)
-    rows[after] = embedding[before]
-    return rows.mul_(LOGIT / shape.hidden_size)

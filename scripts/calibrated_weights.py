@@ -5,7 +5,7 @@ embedding e(t) of its own token t. The row of ``lm_head`` for the token after t 
 orthogonal: of 128,256 of width 4,096 no other reaches a tenth of the right logit. Heads: calibrated_heads.py.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -108,15 +108,15 @@ def target_tensors(
         yield from layer(f"model.layers.{index}.", source)
     yield source.ones("model.norm.weight", shape.hidden_size)
     yield Named(
-        name="lm_head.weight", shape=table, make=lambda: target_lm_head(shape, embedding, cycle, source)
+        name="lm_head.weight", shape=table, make=lambda: output_weights(shape, embedding, cycle.succ, source)
     )
 
 
-def target_lm_head(shape: Shape, embedding: Tensor, cycle: Cycle, source: Source) -> Tensor:
-    """``[V, H]``: the row of each token's follower in the cycle is the token's embedding; other rows are random."""
+def output_weights(shape: Shape, embedding: Tensor, followers: Mapping[int, int], source: Source) -> Tensor:
+    """``[V, H]``: the row of a token's follower is the token's embedding; others are random."""
     rows = source.stretches(shape.vocab_size, shape.hidden_size, shape.head_dim)
-    before = torch.tensor(list(cycle.succ.keys()), device=source.device)
-    after = torch.tensor(list(cycle.succ.values()), device=source.device)
+    before = torch.tensor(list(followers.keys()), device=source.device)
+    after = torch.tensor(list(followers.values()), device=source.device)
     rows[after] = embedding[before]
     return rows.mul_(LOGIT / shape.hidden_size)
 

@@ -20,6 +20,43 @@ def _ordered(values: tl.tensor) -> tl.tensor:
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
 
+@triton.jit
+def _summed(
+    parts: tl.tensor,
+    row: tl.tensor,
+    expert: tl.tensor,
+    num_rows: int,
+    num_experts: int,
+    PARTS: tl.constexpr,  # noqa: N803
+) -> tl.tensor:
+    """A row's logits [BLOCK], float32."""
+    logits = tl.zeros(expert.shape, tl.float32)
+    for part in tl.static_range(PARTS):
+        place = (part * num_rows + row) * num_experts + expert
+        logits += tl.load(parts + place, expert < num_experts, 0).to(tl.float32)
+    return logits
+
+
+@triton.jit
+def _best(
+    key: tl.tensor,
+    values: tl.tensor,
+    expert: tl.tensor,
+    K: tl.constexpr,  # noqa: N803
+    K_BLOCK: tl.constexpr,  # noqa: N803
+    BLOCK: tl.constexpr,  # noqa: N803
+) -> tuple[tl.tensor, tl.tensor]:
+    """The experts with the K largest keys, and their values: [K_BLOCK] each; behind them 0 and -inf."""
+    slot = tl.arange(0, K_BLOCK)
+    chosen, best = tl.zeros((K_BLOCK,), tl.int64), tl.full((K_BLOCK,), float("-inf"), tl.float32)
+    for place in tl.static_range(K):
+        first = tl.min(tl.where(key == tl.max(key), expert, BLOCK))
+        value = tl.sum(tl.where(expert == first, values, 0))
+        chosen, best = tl.where(slot == place, first, chosen), tl.where(slot == place, value, best)
+        key = tl.where(expert == first, _LEAST, key)
+    return chosen, best
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def _choose_kernel(
     parts: tl.tensor,
@@ -38,18 +75,11 @@ def _choose_kernel(
     row, expert = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     inside = expert < num_experts
     gdc_wait()
-    logits = tl.zeros((BLOCK,), tl.float32)
-    for part in tl.static_range(PARTS):
-        logits += tl.load(parts + (part * num_rows + row) * num_experts + expert, inside, 0).to(tl.float32)
+    logits = _summed(parts, row, expert, num_rows, num_experts, PARTS)
     logits = logits.to(weights.dtype.element_ty).to(tl.float32)  # as one product would be rounded
     key = tl.where(inside, _ordered(logits), _LEAST)
+    chosen, best = _best(key, logits, expert, K, K_BLOCK, BLOCK)
     slot = tl.arange(0, K_BLOCK)
-    chosen, best = tl.zeros((K_BLOCK,), tl.int64), tl.full((K_BLOCK,), float("-inf"), tl.float32)
-    for place in tl.static_range(K):
-        first = tl.min(tl.where(key == tl.max(key), expert, BLOCK))
-        value = tl.sum(tl.where(expert == first, logits, 0))
-        chosen, best = tl.where(slot == place, first, chosen), tl.where(slot == place, value, best)
-        key = tl.where(expert == first, _LEAST, key)
     largest = tl.max(tl.where(slot == 0, best, float("-inf")))
     share = tl.exp(best - largest)
     if WEIGHING == "softmax":
@@ -84,10 +114,7 @@ def _choose_by_score_kernel(
     inside = expert < num_experts
     added = tl.load(bias + expert, inside, 0)
     gdc_wait()
-    logits = tl.zeros((BLOCK,), tl.float32)
-    for part in tl.static_range(PARTS):
-        logits += tl.load(parts + (part * num_rows + row) * num_experts + expert, inside, 0)
-    scores = 1 / (1 + tl.exp(-logits))
+    scores = 1 / (1 + tl.exp(-_summed(parts, row, expert, num_rows, num_experts, PARTS)))
     biased = scores + added
     key = tl.where(inside, _ordered(biased), _LEAST)
     if GROUPS > 1:
@@ -102,15 +129,10 @@ def _choose_by_score_kernel(
             first = tl.min(tl.where(left == tl.max(left), group, GROUPS))
             kept, left = kept | (group == first), tl.where(group == first, _LEAST, left)
         key = tl.reshape(tl.where(kept[:, None], tl.reshape(key, (GROUPS, size)), _LEAST), (BLOCK,))
+    chosen, weight = _best(key, scores, expert, K, K_BLOCK, BLOCK)
     slot = tl.arange(0, K_BLOCK)
-    chosen, weight = tl.zeros((K_BLOCK,), tl.int64), tl.zeros((K_BLOCK,), tl.float32)
-    for place in tl.static_range(K):
-        first = tl.min(tl.where(key == tl.max(key), expert, BLOCK))
-        value = tl.sum(tl.where(expert == first, scores, 0))
-        chosen, weight = tl.where(slot == place, first, chosen), tl.where(slot == place, value, weight)
-        key = tl.where(expert == first, _LEAST, key)
     if NORMALIZED:
-        weight /= tl.sum(weight) + 1e-20
+        weight /= tl.sum(tl.where(slot < K, weight, 0)) + 1e-20
     place = row * K + slot
     tl.store(ids + place, chosen, slot < K)
     tl.store(weights + place, (weight * scale).to(weights.dtype.element_ty), slot < K)
