@@ -82,6 +82,7 @@ class TrtllmBackend(Backend):
         head_dims=_HEAD_DIMS,
         max_group=_MAX_GROUP,
         sinks=True,
+        latents=None,  # and not latent_decode.LATENTS until tests/test_latents_gpu.py and its like have passed on a GPU
     )
 
     def __init__(self, device: torch.device) -> None:
