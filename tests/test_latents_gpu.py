@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from specgen.attention.expansion import SdpaExpanded, kv_lens
+from specgen.attention.expansion import SdpaExpanded
 from specgen.attention.latent_decode import RANK, ROPE_DIM, LatentDecode, Shape
 from specgen.attention.latent_prefill import LatentPrefill
 from specgen.attention.sdpa import SdpaBackend
@@ -159,7 +159,7 @@ def test_expanded_prefills(key_dim: int, value_dim: int, num_heads: int) -> None
         ((0,), (3000,)),
     ):
         host = HostLens(starts=starts, query_lens=lens)
-        count = sum(kv_lens(host))
+        count = sum(host.kv_lens)
         q, keys = numbers(sum(lens), num_heads, key_dim), numbers(count, num_heads, key_dim)
         values = numbers(count, num_heads, 128 + value_dim)[..., 128:]
         layer = LayerAttention(index=0, scale=key_dim**-0.5)

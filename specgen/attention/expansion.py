@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from specgen.attention.pass_lens import spread
 from specgen.kv.layout import HostLens, Layout
 from specgen.models.attend import LatentLayer, LayerAttention
 
@@ -26,22 +27,14 @@ class Expansion:
         if layout.host is None or 2 * layout.num_rows < sum(layout.host.starts) + layout.num_rows:
             return None
         tables, counts = layout.block_tables, layout.kv_lens
-        total = sum(kv_lens(layout.host))
-        sequences = torch.arange(len(counts), device=tables.device).repeat_interleave(
-            counts, output_size=total
-        )
-        positions = torch.arange(total, device=tables.device) - (counts.cumsum(0) - counts)[sequences]
+        total = sum(layout.host.kv_lens)
+        sequences, positions = spread(counts, total)
         pages = tables[sequences, positions // layout.page_size].long()
         return cls(slots=pages * layout.page_size + positions % layout.page_size, host=layout.host)
 
     def keys_and_values(self, layer: LatentLayer, pages: Tensor) -> tuple[Tensor, Tensor]:
         """From pages of a layer's latents: [n, num_heads, key_dim] and [n, num_heads, value_dim]."""
         return layer.expand(pages.flatten(0, 2).index_select(0, self.slots))
-
-
-def kv_lens(host: HostLens) -> list[int]:
-    """Positions of each sequence, those of the pass included."""
-    return [start + rows for start, rows in zip(host.starts, host.query_lens, strict=True)]
 
 
 class SdpaExpanded:
@@ -51,7 +44,7 @@ class SdpaExpanded:
         self._host = host
 
     def __call__(self, layer: LayerAttention, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        lens = kv_lens(self._host)
+        lens = self._host.kv_lens
         split = torch.split_with_sizes
         each = zip(split(q, self._host.query_lens), split(keys, lens), split(values, lens), strict=True)
         return torch.cat([_attend(layer.scale, *some) for some in each])

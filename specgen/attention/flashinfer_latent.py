@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from specgen.attention import Kernel
+from specgen.attention.host_plan import HostPlan
 from specgen.attention.latent_decode import BLOCK_ROWS, RANK, ROPE_DIM, Shape
 from specgen.attention.pass_lens import PassLens
 from specgen.attention.workspaces import MIB, num_sms
@@ -34,8 +35,7 @@ class PlannedLatents:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._inner: Any = None
-        self._planned: tuple[PassLens, _Planned] | None = None
-        self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._planned: HostPlan[tuple[PassLens, _Planned]] = HostPlan()
 
     def plan(self, layout: Layout) -> Kernel:
         """Without ``layout.host`` this waits for the device."""
@@ -45,9 +45,7 @@ class PlannedLatents:
             assert keys is values, "values are the first numbers of the keys"
             assert (layer.value_dim, layer.window, layer.sinks) == (RANK, None, None), layer
             heads = _Planned(num_heads=q.shape[1], dtype=q.dtype, scale=layer.scale)
-            if self._planned != (lengths, heads):
-                self._plan(lengths, heads)
-                self._planned = lengths, heads
+            self._planned.renew((lengths, heads), lambda: self._plan(lengths, heads))
             rows, latents = slice(lengths.num_rows), keys[:, :, 0]
             out = q.new_zeros(len(q), heads.num_heads, RANK)
             self._inner.run(
@@ -73,7 +71,6 @@ class PlannedLatents:
             for skipped in range(0, rows, share)
         ]
         rows, ends, pages = zip(*groups, strict=True)
-        self._copied.synchronize()  # the last plan has left the pinned buffer that plans are written to
         self._inner.plan(
             torch.tensor([*accumulate(rows, initial=0)], dtype=torch.int32),
             torch.tensor([*pages, 0], dtype=torch.int32),
@@ -88,4 +85,3 @@ class PlannedLatents:
             heads.dtype,
             heads.dtype,
         )
-        self._copied.record()

@@ -19,6 +19,7 @@ from specgen.attention import (
     latent_prefill,
 )
 from specgen.attention.flashinfer_latent import PlannedLatents
+from specgen.attention.host_plan import HostPlan
 from specgen.attention.latent_prefill import LatentPrefill
 from specgen.attention.pass_lens import PassLens, window_left
 from specgen.attention.workspaces import num_sms, prefill_bytes
@@ -209,18 +210,17 @@ class _Wrapper:
 
         variant = {"jit_args": sinks[1], "jit_kwargs": sinks[2]} if sinks else {}
         self._inner: Any = BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend=kernels, **variant)
-        self._planned: tuple[PassLens, _Planned] | None = None
-        self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._planned: HostPlan[tuple[PassLens, _Planned]] = HostPlan()
 
     def wait(self) -> None:
-        """Until the copy of the last plan has left the pinned buffer that plans are written to."""
-        self._copied.synchronize()
+        """See ``HostPlan``."""
+        self._planned.wait()
 
     def plan(self, lengths: PassLens, heads: _Planned) -> None:
         """Plan anew unless it is planned for just that; target and head may share a layout but not a plan."""
-        if self._planned == (lengths, heads):
-            return
-        self.wait()
+        self._planned.renew((lengths, heads), lambda: self._plan(lengths, heads))
+
+    def _plan(self, lengths: PassLens, heads: _Planned) -> None:
         self._inner.plan(
             lengths.first_rows,
             lengths.first_pages,
@@ -236,8 +236,6 @@ class _Wrapper:
             sm_scale=heads.scale,
             window_left=heads.window_left,
         )
-        self._copied.record()
-        self._planned = (lengths, heads)
 
     def run(
         self,
@@ -249,8 +247,8 @@ class _Wrapper:
         v_scale: float,
     ) -> None:
         """Attention as planned, of rows ``[n, num_heads, head_dim]`` over pages of keys and values."""
-        assert self._planned is not None
-        heads = self._planned[1]
+        assert self._planned.of is not None
+        heads = self._planned.of[1]
         assert heads.sinks == (sinks is not None)
         own = (
             (sinks, heads.scale * k_scale) if heads.sinks else ()

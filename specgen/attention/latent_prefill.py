@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from specgen.attention import ExpandedKernel
-from specgen.attention.expansion import kv_lens
+from specgen.attention.host_plan import HostPlan
 from specgen.attention.workspaces import MIB
 from specgen.kv.layout import HostLens
 from specgen.models.attend import LayerAttention
@@ -44,15 +44,14 @@ class LatentPrefill:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._inner: Any = None
-        self._planned: tuple[object, _Planned] | None = None
-        self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._planned: HostPlan[tuple[object, _Planned]] = HostPlan()
 
     def plan(self, host: HostLens) -> ExpandedKernel:
         """For sequences of these lengths."""
         this = object()
         first_rows, first_keys = (
             torch.tensor([*accumulate(lens, initial=0)], dtype=torch.int32)
-            for lens in (host.query_lens, kv_lens(host))
+            for lens in (host.query_lens, host.kv_lens)
         )
 
         def kernel(layer: LayerAttention, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
@@ -63,9 +62,7 @@ class LatentPrefill:
                 dtype=q.dtype,
                 scale=layer.scale,
             )
-            if self._planned != (this, heads):
-                self._plan(first_rows, first_keys, heads)
-                self._planned = this, heads
+            self._planned.renew((this, heads), lambda: self._plan(first_rows, first_keys, heads))
             out = q.new_empty(len(q), heads.num_heads, heads.value_dim)
             self._inner.run(q, keys, values, out=out)
             return out.view(len(q), -1)
@@ -78,7 +75,6 @@ class LatentPrefill:
 
             scratch = torch.empty(MIB, dtype=torch.uint8, device=self._device)  # FA3 splits no sequence
             self._inner = BatchPrefillWithRaggedKVCacheWrapper(scratch, "NHD", backend="fa3")
-        self._copied.synchronize()  # the last plan has left the pinned buffer that plans are written to
         self._inner.plan(
             first_rows,
             first_keys,
@@ -91,7 +87,6 @@ class LatentPrefill:
             q_data_type=heads.dtype,
             kv_data_type=heads.dtype,
         )
-        self._copied.record()
 
 
 def _spec(key_dim: int, value_dim: int, dtype: torch.dtype) -> Any:  # noqa: ANN401

@@ -47,11 +47,13 @@ class PassLens:
         """The pages of all sequences, one sequence after the other: int32 on the device, which is not waited for."""
         tables, total = self._layout.block_tables, int(self.first_pages[-1])
         counts = -(-self._layout.kv_lens // self.page_size)
-        sequences = torch.arange(len(counts), device=counts.device).repeat_interleave(
-            counts, output_size=total
-        )
-        columns = torch.arange(total, device=counts.device) - (counts.cumsum(0) - counts)[sequences]
-        return tables[sequences, columns]
+        return tables[spread(counts, total)]
+
+
+def spread(counts: Tensor, total: int) -> tuple[Tensor, Tensor]:
+    """Of ``counts`` ``[B]`` one behind the other, ``total`` in all: the sequence of each, and its place there."""
+    sequences = torch.arange(len(counts), device=counts.device).repeat_interleave(counts, output_size=total)
+    return sequences, torch.arange(total, device=counts.device) - (counts.cumsum(0) - counts)[sequences]
 
 
 def _offsets(lens: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from hashlib import blake2b
+from statistics import fmean
 from typing import Any
 
 from specgen import display
@@ -71,6 +72,7 @@ class Repeat:
     def of(cls, run: Run, yardstick: Yardstick) -> "Repeat":
         completions, events, report = run.completions.values(), run.events, run.report
         steps, prefill = report.steps.get("decode"), report.steps.get("prefill")
+        emitted = [1 + event.accepted for event in events if isinstance(event, Verified)]
         return cls(
             seconds=run.seconds,
             num_tokens=sum(len(completion.token_ids) for completion in completions),
@@ -89,7 +91,7 @@ class Repeat:
             wall=report.wall.of_whole(run.seconds) if report.wall else None,
             prefill_passes=prefill.num_steps if prefill else 0,
             prefill_flops=yardstick.sizes.prefill_flops(prefill.target_rows) if prefill else 0.0,
-            tokens_per_step=_mean([1 + event.accepted for event in events if isinstance(event, Verified)]),
+            tokens_per_step=fmean(emitted) if emitted else None,
         )
 
     @property
@@ -108,10 +110,6 @@ class Repeat:
         parts = {name: row.get(name) and kind(**row[name]) for name, kind in kinds.items()}
         lists = {name: tuple(row[name]) for name in ("acceptance", "disturbances")}
         return cls(**{**row, **parts, **lists})
-
-
-def _mean(numbers: Sequence[int]) -> float | None:
-    return sum(numbers) / len(numbers) if numbers else None
 
 
 def digest(token_ids: Sequence[int]) -> str:

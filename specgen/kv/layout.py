@@ -17,6 +17,11 @@ class HostLens:
     starts: tuple[int, ...]  # [B]
     query_lens: tuple[int, ...]  # [B]
 
+    @property
+    def kv_lens(self) -> list[int]:
+        """As of ``Layout``."""
+        return [start + rows for start, rows in zip(self.starts, self.query_lens, strict=True)]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
