@@ -13,11 +13,11 @@ MARGIN = (
     0.02  # by which a new tile must be faster than the present one: the same measurement again is 1 % off
 )
 _STEPS: dict[str, tuple[int, ...]] = {
-    "block_out": (32, 64, 128),
+    "block_out": (16, 32, 64, 128),
     "block_in": (64, 128, 256),
     "stages": (2, 3, 4, 5, 6, 8),
-    "warps": (4, 8),
-    "prefetch_bytes": (0, 512, 1024),
+    "warps": (2, 4, 8),
+    "prefetch_bytes": (0, 512, 1024, 2048),
 }
 T = TypeVar("T", bound=Tile)
 

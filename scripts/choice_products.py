@@ -29,6 +29,11 @@ TABLES: dict[str, tuple[tuple[Tile, ...], tuple[Shape, ...]]] = {
     "fp8_many": (measured_choices.FP8_MANY, QKV + PARTS),
     "fp8_gated_many": (measured_choices.FP8_GATED_MANY, GATE_UP),
 }
+NARROW: dict[str, tuple[Shape, ...]] = {  # of GLM-4.7-Flash and Qwen3-30B-A3B, for entries with most_outputs
+    "linear": ((1344, 2048),),
+    "linear_parts": ((2048, 5120), (2048, 4096), (2048, 1536)),
+    "gated": ((3072, 2048),),
+}
 _REPEATS = 5
 
 
@@ -37,6 +42,11 @@ def format_of(table: str, tile: Tile) -> Format:
     if not table.startswith("fp8"):
         return "plain"
     return "group" if tile.block_in == GROUP else "static"
+
+
+def shapes_of(table: str, tile: Tile) -> tuple[Shape, ...]:
+    """Of the matrices at which an entry is measured."""
+    return TABLES[table][1] if tile.most_outputs is None else NARROW[table]
 
 
 def fixed(table: str) -> tuple[str, ...]:

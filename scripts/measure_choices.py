@@ -3,11 +3,11 @@
     PYTHONPATH=. python scripts/measure_choices.py [--tables linear,block_fp8] [--seconds 300] [--write]
 
 Each entry's tile is timed beside those one step from it, in captured graphs over weights that no cache holds, at the
-shapes of Llama-3.1-8B and Qwen3-8B, with results that are compared with float32; run it again to go a step further. A
-tile that is wrong, differs between two runs or is not 2 % faster is not taken. Then where one kernel takes over from
-another: block FP8 from our tiles, torch's scaled product from hopper_linear. Without --write it prints what it would
-change. Not here: experts (``tune_experts.py``), linear_few_outputs, tiles of hopper_linear and what was measured within
-steps (its sums of parts, attention_unsplit).
+shapes of Llama-3.1-8B and Qwen3-8B, or with most_outputs of narrower models, with results that are compared with
+float32; run it again to go a step further. A tile that is wrong, differs between two runs or is not 2 % faster is not
+taken. Then where one kernel takes over from another: block FP8 from our tiles, torch's scaled product from
+hopper_linear. Without --write it prints what it would change. Not here: experts (``tune_experts.py``),
+linear_few_outputs, tiles of hopper_linear and what was measured within steps (its sums of parts, attention_unsplit).
 """
 
 import argparse
@@ -46,10 +46,10 @@ def candidates(table: str) -> Iterator[tuple[int, Tile, list[Tile]]]:
 
     Of entries of the same rows and weights the first: later ones are for weights that it does not fit.
     """
-    tiles, shapes = products.TABLES[table]
     seen = set()
-    for index, tile in enumerate(tiles):
-        key = tile.rows, products.format_of(table, tile), getattr(tile, "rounds", False)
+    for index, tile in enumerate(products.TABLES[table][0]):
+        shapes = products.shapes_of(table, tile)
+        key = tile.rows, products.format_of(table, tile), getattr(tile, "rounds", False), shapes
         fits = all(tile.fits(out // (2 if "gated" in table else 1), width) for out, width in shapes)
         if fits and key not in seen:
             seen.add(key)
@@ -65,7 +65,8 @@ def measure_tiles(table: str, ends: float) -> Change:
             continue
         form, found = products.format_of(table, present), {}
         for tile in tiles:
-            each = [products.time_tile(table, form, tile, shape) for shape in products.TABLES[table][1]]
+            shapes = products.shapes_of(table, tile)
+            each = [products.time_tile(table, form, tile, shape) for shape in shapes]
             found[tile] = [one.seconds for one in each]
             for reason in {one.why for one in each if one.why in ("WRONG", "differs between two runs")}:
                 print(f"{table} {entry(tile)}: {reason}", flush=True)

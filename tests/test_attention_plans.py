@@ -2,14 +2,12 @@
 
 import re
 import sys
-from dataclasses import replace
 
 import pytest
 import torch
 
 from specgen.attention import Heads
 from specgen.attention.flashinfer_paged import FlashInferBackend
-from specgen.attention.latent_decode import LATENTS
 from specgen.attention.pass_lens import PassLens
 from specgen.attention.sdpa import SdpaBackend
 from specgen.attention.trtllm import TrtllmBackend, causal_mask
@@ -108,8 +106,12 @@ DEEPSEEK = GLM | {"qk_nope_head_dim": 128, "v_head_dim": 128}
         (GLM, {"page_size": 8}, "pages of 8 positions"),
         (GLM, {"num_heads": 129}, "supports 128 heads of latent attention, not 129: use --tensor-parallel"),
         (GLM, {"max_query_len": 33}, ""),
-        (GLM | {"kv_lora_rank": 256}, {}, r"with latents and rotated keys of 256 \+ 64: use --device cpu"),
-        (GLM | {"v_head_dim": 128}, {}, r"with keys and values of 256 \+ 128: use --device cpu"),
+        (
+            GLM | {"kv_lora_rank": 256},
+            {},
+            r"with latents and rotated keys of 256 \+ 64: use --attention sdpa",
+        ),
+        (GLM | {"v_head_dim": 128}, {}, r"with keys and values of 256 \+ 128: use --attention sdpa"),
     ],
 )
 def test_latents_that_its_kernels_do_not_take_are_refused(
@@ -119,16 +121,15 @@ def test_latents_that_its_kernels_do_not_take_are_refused(
     changes: dict[str, object],
     message: str,
 ) -> None:
-    """Once they have run on a GPU; until then all are."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     shape = {"num_heads": 20, "num_kv_heads": 1, "head_dim": 576, "latent": LatentConfig.from_hf(latent)}
     asked = heads(**shape | changes)
-    closed = TrtllmBackend.capabilities
-    assert "whose kernels have not been run on a GPU yet" in (closed.refusal(GPU, asked) or "")
-    refusal = replace(closed, latents=LATENTS).refusal(GPU, asked)
+    refusal = TrtllmBackend.capabilities.refusal(GPU, asked)
     assert (refusal or "") == message or (message and re.search(message, refusal or ""))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
-    assert replace(closed, latents=LATENTS).refusal(GPU, asked) is not None
+    assert "on GPUs of compute capability 10.x: use --attention sdpa" in (
+        TrtllmBackend.capabilities.refusal(GPU, heads(**shape)) or ""
+    )
 
 
 def test_old_gpus_and_cpus_are_refused(monkeypatch: pytest.MonkeyPatch, flashinfer_installed: None) -> None:

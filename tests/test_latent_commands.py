@@ -7,8 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from specgen.attention.latent_decode import LATENTS
-from specgen.attention.trtllm import TrtllmBackend
 from specgen.checkpoints.inspect_checkpoint import describe
 from specgen.config import EngineConfig, UserError
 from specgen.engine.choices import choose_attention, resolve
@@ -120,18 +118,17 @@ def config(target: Path, **changes: object) -> EngineConfig:
     return replace(resolve(asked, open_checkpoints(asked)), **changes)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("attention", ["auto", "sdpa", "trtllm", "flashinfer"])
-def test_a_gpu_refuses_latents_in_one_line(
-    target: Path, attention: str, monkeypatch: pytest.MonkeyPatch, flashinfer_installed: None
+def test_a_gpu_takes_other_widths_with_torch_alone(
+    target: Path, monkeypatch: pytest.MonkeyPatch, flashinfer_installed: None
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    asked = config(target, device="cuda", attention=attention, dtype="bfloat16")
-    with pytest.raises(UserError) as refused:
+    asked = config(target, device="cuda", attention="auto", dtype="bfloat16")
+    name, why = choose_attention(asked, open_checkpoints(asked))
+    assert name == "sdpa"
+    assert "trtllm does not support latent attention with latents and rotated keys of 24 + 8" in why
+    asked = config(target, device="cuda", attention="trtllm", dtype="bfloat16")
+    with pytest.raises(UserError, match=r"rotated keys of 24 \+ 8: use --attention sdpa$"):
         choose_attention(asked, open_checkpoints(asked))
-    assert "does not support latent attention on cuda, whose kernels have not been run on a GPU yet" in str(
-        refused.value
-    )
-    assert str(refused.value).endswith("use --device cpu --attention auto")
 
 
 def test_what_holds_no_latents_is_refused_on_a_cpu_too(target: Path) -> None:
@@ -140,13 +137,7 @@ def test_what_holds_no_latents_is_refused_on_a_cpu_too(target: Path) -> None:
         choose_attention(asked, open_checkpoints(asked))
 
 
-def test_there_is_no_plan_of_a_gpu_s_memory(target: Path) -> None:
-    with pytest.raises(UserError, match="has latent attention, whose kernels have not been run on a GPU yet"):
-        memory_plans(str(target), "mtp", 80 << 30)
-
-
-def test_once_they_have_run_there_is_a_plan(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(TrtllmBackend, "capabilities", replace(TrtllmBackend.capabilities, latents=LATENTS))
+def test_the_plan_of_a_gpu_s_memory_has_a_latent_a_token(target: Path) -> None:
     plain, *_, most = memory_plans(str(target), "mtp", 4 << 30)
     layer = (24 + 8) * 2  # bytes: a latent and a rotated key
     assert (plain.kv_bytes_per_token, most.kv_bytes_per_token) == (3 * layer, 4 * layer)

@@ -26,7 +26,7 @@ from specgen.models.latent_config import LatentConfig
 from specgen.models.mixture_config import SigmoidWeights
 from specgen.models.model_config import TargetConfig
 from specgen.ops.fp8 import block_scales
-from specgen.ops.reference import per_head, torch_ops
+from specgen.ops.reference import torch_ops
 from specgen.ops.router import SigmoidRouting
 from specgen.ops.weight import Weight
 from tests import fake_flashinfer
@@ -151,9 +151,8 @@ def _wrong(module: object, name: str, value: object) -> Callable[[pytest.MonkeyP
     return lambda monkeypatch: monkeypatch.setattr(module, name, value)
 
 
-def _values_for_keys(*given: Any, real: Callable[..., LatentLayer] = latent_attention._layer) -> LatentLayer:
-    layer = real(*given)
-    return replace(layer, absorb=per_head(layer.up.flip(1)[:, : layer.nope_dim].mT))
+def _values_for_keys(layer: LatentLayer, q: Tensor, out: Tensor, real: Any = LatentLayer.absorb) -> None:
+    real(replace(layer, up=layer.up.flip(1)), q, out)
 
 
 ERRORS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
@@ -175,7 +174,7 @@ ERRORS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
         "build",
         lambda *rest, real=mixture.Mixture.build: replace(real(*rest), shared=None),
     ),
-    "values-for-keys": _wrong(latent_attention, "_layer", _values_for_keys),
+    "values-for-keys": _wrong(LatentLayer, "absorb", _values_for_keys),
 }
 
 

@@ -105,7 +105,7 @@ def test_the_script_takes_what_is_faster_and_right(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(choice_products, "time_tile", fake(OTHER))
-    assert measure_choices.measure_tiles("linear", float("inf")) == ({0: OTHER}, {})
+    assert measure_choices.measure_tiles("linear", float("inf")) == ({1: OTHER}, {})
     assert "<- faster" in capsys.readouterr().out
     monkeypatch.setattr(choice_products, "time_tile", fake(OTHER, wrong=OTHER))
     assert measure_choices.measure_tiles("linear", float("inf")) == ({}, {})

@@ -53,6 +53,8 @@ def test_block_fp8_has_blocks_of_one_scale() -> None:
         (measured_choices.LINEAR, (4096, 4096), 16, 128, 6),
         (measured_choices.LINEAR, (4096, 4096), 17, 128, 4),
         (measured_choices.LINEAR, (2880, 2880), 5, 64, 8),
+        (measured_choices.GATED, (1536, 2048), 5, 256, 4),
+        (measured_choices.GATED, (1536, 2048), 17, 128, 4),
         (measured_choices.LINEAR_FEW_OUTPUTS, (32, 2880), 40, 64, 5),
         (measured_choices.GATED, (14336, 4096), 128, 128, 3),
         (measured_choices.FP8_LINEAR, (4096, 4096), 33, 256, 4),

@@ -362,7 +362,7 @@ MISREAD: dict[str, tuple[str, Any, str, Any]] = {
         "llama",
         ranked.RankedNorm,
         "add",
-        lambda self, stream, parts: self.norm.add(stream, parts),
+        lambda self, stream, *parts: self.norm.add(stream, *parts),
     ),
     "ids of a share": ("llama", vocabulary, "rows_of", lambda size, ranks: range(size // ranks.size)),
 }

@@ -4,11 +4,14 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from specgen.bundled import data_directory
+from specgen.checkpoints.checkpoint import load_target
 from specgen.config import DraftLength, EngineConfig, SamplingParams, UserError
 from specgen.core.engine_core import EngineCore
 from specgen.core.graphs import StepGraphs
@@ -16,10 +19,22 @@ from specgen.core.sequence import Request
 from specgen.core.spec_length import CheapestLength, StepCosts
 from specgen.core.step_costs import capture_all, measure
 from specgen.engine.build import build_engine
+from specgen.engine.choices import resolve
+from specgen.engine.loading import Models, open_checkpoints
 from specgen.events import Event, Stepped, Verified
 from specgen.report.report import fold
-from tests.engines import Pair, bundled_requests, config_of, generate, loaded, random_requests, resolved
+from tests.engines import (
+    NoTokenizer,
+    Pair,
+    bundled_requests,
+    config_of,
+    generate,
+    loaded,
+    random_requests,
+    resolved,
+)
 from tests.test_pipeline import mixed_requests
+from tests.tiny_mixtures import write_qwen3_moe
 
 GREEDY = SamplingParams(max_tokens=40)
 
@@ -119,6 +134,25 @@ def test_all_graphs_are_captured_before_a_run_that_is_timed(
     assert len(before) >= 3 * len(StepGraphs.sizes(runner, 11))  # type: ignore[arg-type]
     assert len(timed) == 3 * len({1, 2, 4, 8, 11}), "what is not timed waits until it is needed"
     assert keys == before
+
+
+def test_sequences_that_are_timed_touch_experts_of_their_own(tmp_path: Path) -> None:
+    """Else every size would cost what one sequence does."""
+    write_qwen3_moe(tmp_path, num_experts=32, vocab_size=128)
+    asked = EngineConfig(
+        model=str(tmp_path), drafter="ngram", device="cpu", num_spec_tokens=1, max_batch_size=8
+    )
+    checkpoints = open_checkpoints(asked)
+    target = load_target(checkpoints["model"], torch.float32, torch.device("cpu"))
+    no_tokenizer: Any = NoTokenizer()
+    models = Models(target=target, head=None, tokenizer=no_tokenizer, checkpoints=checkpoints)
+    engine = build_engine(resolve(asked, checkpoints), models, lambda event: None)
+    touched: list[tuple[int, int]] = []
+    target.mixtures[0].taps.append(lambda ids: touched.append((len(ids), len(ids.unique()))))
+    measure(engine, 8, 0)
+    plain = [found for rows, found in touched if rows == 8]
+    assert len(plain) > 5
+    assert min(plain) > 4, "one sequence touches 2"
 
 
 def test_batches_that_do_not_fit_are_not_timed(random_pair: Pair) -> None:

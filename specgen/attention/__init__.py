@@ -59,7 +59,6 @@ class Gpu:
 class Latents:
     """What a backend can do of latent attention. None: no bound."""
 
-    devices: tuple[str, ...]  # torch device types
     compute_majors: tuple[int, ...] | None = None
     dtypes: tuple[torch.dtype, ...] | None = None
     widths: tuple[tuple[int, int], ...] | None = None  # of latents and of rotated keys
@@ -80,7 +79,7 @@ class Latents:
             if allowed is not None and value not in allowed:
                 shown = " + ".join(map(str, value)) if isinstance(value, tuple) else str(value)
                 where = what.format(shown.removeprefix("torch."))
-                return f"does not support latent attention {where}: use --device cpu --attention auto"
+                return f"does not support latent attention {where}: use --attention sdpa"
         if self.max_heads is not None and heads.num_heads > self.max_heads:
             return f"supports {self.max_heads} heads of latent attention, not {heads.num_heads}: use --tensor-parallel"
         return None
@@ -111,9 +110,8 @@ class Capabilities:
         if device.type not in self.devices:
             return f"does not run on {device.type}: use --attention auto"
         latent = heads.latent
-        if latent is not None and (self.latents is None or device.type not in self.latents.devices):
-            where = "" if device.type == "cpu" else ", whose kernels have not been run on a GPU yet"
-            return f"does not support latent attention on {device.type}{where}: use --device cpu --attention auto"
+        if latent is not None and self.latents is None:
+            return "does not support latent attention: use --attention auto"
         if latent is not None and heads.kv_dtype != heads.dtype:
             return "does not support latents in FP8: use --kv-dtype model"
         if self.package is not None and find_spec(self.package) is None:
@@ -252,12 +250,12 @@ class Attend:
             self._store.latents(latent, key, pages, turned, turned)
             expansion, kernel = self._expanded
             return kernel(layer.expanded, q.contiguous(), *expansion.keys_and_values(layer, pages))
-        rank, value_dim = latent.shape[1], layer.up.shape[1] - layer.nope_dim
+        rank = latent.shape[1]
         wide = q.new_empty(rows, heads, pages.shape[-1])
         layer.absorb(plain, wide[..., :rank])
         self._store.latents(latent, key, pages, turned, wide[..., rank:])
-        attended = self._absorbed(layer.absorbed, wide, pages, pages).view(rows, heads, rank)
-        return layer.lift(attended, q.new_empty(rows, heads, value_dim)).flatten(1)
+        attended = self._absorbed(layer.absorbed, wide, pages, pages)
+        return layer.lift(attended.view(rows, heads, rank)).flatten(1)
 
     def write_latents(self, layer: LatentLayer, latent: Tensor, key: Tensor) -> None:
         """Latents and keys of rows without queries."""

@@ -71,6 +71,7 @@ class FlashInferBackend(Backend):
         head_dims=(64, 128, 256),
         max_group=None,
         sinks=True,
+        latents=latent_decode.LATENTS,
     )
 
     def __init__(self, device: torch.device, kernels: Kernels = "fa2") -> None:

@@ -21,7 +21,6 @@ from specgen.ops.jit_modules import Module
 RANK, ROPE_DIM = 512, 64  # the kernel's; those of DeepSeek-V2 and its relatives
 BLOCK_ROWS = 64  # rows times heads of one block
 LATENTS = Latents(
-    devices=("cuda",),
     compute_majors=(9,),
     dtypes=(torch.bfloat16, torch.float16),
     widths=((RANK, ROPE_DIM),),

@@ -98,7 +98,7 @@ class SdpaBackend(Backend):
         needs_host_lens=True,
         graphs=False,
         sinks=True,
-        latents=Latents(devices=("cpu",)),
+        latents=Latents(),
     )
 
     def __init__(self, device: torch.device) -> None:
@@ -137,7 +137,7 @@ class StaticSdpaBackend(Backend):
         needs_host_lens=False,
         graphs=True,
         sinks=True,
-        latents=Latents(devices=("cpu",)),
+        latents=Latents(),
     )
 
     def __init__(self, device: torch.device) -> None:

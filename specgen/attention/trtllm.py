@@ -15,7 +15,7 @@ from specgen.attention.flashinfer_paged import (
     prefill_modules,
 )
 from specgen.attention.hopper_decode import HopperDecode, module, serves
-from specgen.attention.latent_decode import LatentDecode, list_module
+from specgen.attention.latent_decode import LATENTS, LatentDecode, list_module
 from specgen.attention.pass_lens import window_left
 from specgen.attention.unsplit import UnsplitDecode
 from specgen.attention.workspaces import decode_workspace, num_sms
@@ -82,7 +82,7 @@ class TrtllmBackend(Backend):
         head_dims=_HEAD_DIMS,
         max_group=_MAX_GROUP,
         sinks=True,
-        latents=None,  # and not latent_decode.LATENTS until tests/test_latents_gpu.py and its like have passed on a GPU
+        latents=LATENTS,
     )
 
     def __init__(self, device: torch.device) -> None:

@@ -29,7 +29,7 @@ _ATTENTION = re.compile(
     r"mha|xqa|mla|attention|(decode|prefill)with|hopper_decode|latent_plan|merge_?states|fmha|flash"
 )
 _PRODUCTS = re.compile(
-    r"gemm|gemv|nvjet|splitk|skinny|hopper_linear|per_head|^linear_kernel|xmma|cutlass|^_fp8|^_gate_up|^_down"
+    r"gemm|gemv|nvjet|splitk|skinny|hopper_linear|^linear_kernel|xmma|cutlass|^_fp8|^_gate_up|^_down"
 )
 _BY_KIND = (
     Column(name="batch"),

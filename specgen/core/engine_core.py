@@ -64,6 +64,7 @@ class EngineCore:
         record: Callable[[Event], None],
         peers: Peers,
     ) -> None:
+        self.vocab_size = config.vocab_size
         self._peers = peers
         self._runner = steps.runner
         self._batch = batch

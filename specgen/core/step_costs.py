@@ -1,5 +1,6 @@
 """What a decode step costs, timed on the engine that will run it: for batch sizes and numbers of drafts."""
 
+import random
 from collections.abc import Sequence
 from statistics import median
 
@@ -63,8 +64,14 @@ def _step_times(engine: EngineCore, size: int, lengths: Sequence[int], enough: i
             times[event.num_spec_tokens].append(event.seconds + event.idle)
 
     sampling = SamplingParams(max_tokens=_new_tokens(lengths, enough), ignore_eos=True)
+    draw = random.Random(0)  # tokens of their own: equal sequences would share the experts that each touches
     prompts = [
-        Request(id=f"timed {i}", prompt_token_ids=(0,) * _PROMPT, sampling=sampling) for i in range(size)
+        Request(
+            id=f"timed {i}",
+            prompt_token_ids=tuple(draw.randrange(engine.vocab_size) for _ in range(_PROMPT)),
+            sampling=sampling,
+        )
+        for i in range(size)
     ]
     with engine.rehearsal(record):
         finished = [refused for request in prompts if (refused := engine.submit(request)) is not None]

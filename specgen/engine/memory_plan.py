@@ -13,7 +13,7 @@ from specgen.attention.trtllm import TrtllmBackend
 from specgen.attention.workspaces import DECODE_BYTES
 from specgen.checkpoints.checkpoint import build_head, build_target, drafter_config, target_config
 from specgen.checkpoints.tensor_reader import Checkpoint, TensorReader
-from specgen.config import EngineConfig, KVDtypeName, require
+from specgen.config import EngineConfig, KVDtypeName
 from specgen.display import count
 from specgen.engine.choices import choose_kv_dtype
 from specgen.engine.loading import open_checkpoints
@@ -145,11 +145,6 @@ def memory_plans(
     kv_dtype = choose_kv_dtype(kv_dtype, checkpoints["model"])
     configs = [replace(config, kv_dtype=kv_dtype, tensor_parallel=tensor_parallel) for config in configs]
     target, weights = _target(checkpoints["model"], configs[0])
-    require(
-        target.latent is None or TrtllmBackend.capabilities.latents is not None,
-        f"{model} has latent attention, whose kernels have not been run on a GPU yet: a CPU, on which it "
-        "runs, needs no plan",
-    )
     head = _head(checkpoints["drafter"], configs[0], target) if "drafter" in checkpoints else None
     return tuple(
         MemoryPlan(

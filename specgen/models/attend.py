@@ -7,8 +7,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from specgen.ops import PerHead
-
 
 @dataclass(frozen=True, kw_only=True)
 class LayerAttention:
@@ -74,8 +72,17 @@ class LatentLayer:
     absorbed: LayerAttention
     up: Tensor  # [Hq, nope_dim + value_dim, rank]: from a latent to a head's key, without positions, and its value
     nope_dim: int
-    absorb: PerHead  # queries without positions [rows, Hq, nope_dim] -> [rows, Hq, rank]
-    lift: PerHead  # what the absorbed form attended to, [rows, Hq, rank] -> [rows, Hq, value_dim]
+
+    def absorb(self, q: Tensor, out: Tensor) -> None:
+        """Queries without positions [rows, Hq, nope_dim] as queries of latents, into ``out`` [rows, Hq, rank]."""
+        torch.bmm(q.transpose(0, 1), self.up[:, : self.nope_dim], out=out.transpose(0, 1))
+
+    def lift(self, attended: Tensor) -> Tensor:
+        """What the absorbed form attended to, [rows, Hq, rank], as values [rows, Hq, value_dim]."""
+        values = self.up[:, self.nope_dim :]
+        out = attended.new_empty(*attended.shape[:2], values.shape[1])
+        torch.bmm(attended.transpose(0, 1), values.mT, out=out.transpose(0, 1))
+        return out
 
     def expand(self, latents: Tensor) -> tuple[Tensor, Tensor]:
         """Rotated latents [n, width] as keys [n, Hq, key_dim] and values [n, Hq, value_dim], whose rows are strided."""

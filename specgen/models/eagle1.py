@@ -12,6 +12,7 @@ from specgen.models.protocols import MaskSlot, Target
 from specgen.models.rotary import rope_of
 from specgen.models.take import Take
 from specgen.ops import Largest, Map, Ops, Rope
+from specgen.ops.reference import joined
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,8 +68,8 @@ class Eagle1Head:
         Returns the hidden states that the next pass takes, and those that ``logits`` takes; here the same.
         """
         inputs = self._inputs(token_ids, hidden)
-        stream, parts = self.layers(inputs, inputs, attend)
-        hidden = (stream + parts.sum(0)).to(stream.dtype)
+        stream, *parts = self.layers(inputs, inputs, attend)
+        hidden = (stream + joined(parts).sum(0)).to(stream.dtype)
         return hidden, hidden
 
     def logits(self, hidden: Tensor) -> Tensor:

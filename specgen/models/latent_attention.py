@@ -51,7 +51,7 @@ class LatentAttention:
             queries=queries,
             norm=ops.rms_norm(kv_norm, config.rms_norm_eps),
             out=ops.linear_parts(out),
-            layer=_layer(latent, index, plain_matrix(up, kv_norm.dtype), ops),  # else the forms would differ
+            layer=_layer(latent, index, plain_matrix(up, kv_norm.dtype)),  # else the forms would differ
             config=latent,
         )
 
@@ -75,17 +75,13 @@ class LatentAttention:
         return self.norm(latent), key
 
 
-def _layer(config: LatentConfig, index: int, up: Tensor, ops: Ops) -> LatentLayer:
+def _layer(config: LatentConfig, index: int, up: Tensor) -> LatentLayer:
     layer = LayerAttention(index=index, scale=config.scale)
-    up = up.view(-1, config.nope_dim + config.value_dim, config.rank)
-    keys, values = up.tensor_split((config.nope_dim,), 1)
     return LatentLayer(
         expanded=layer,
         absorbed=replace(layer, value_dim=config.rank),
-        up=up,
+        up=up.view(-1, config.nope_dim + config.value_dim, config.rank),
         nope_dim=config.nope_dim,
-        absorb=ops.per_head(keys.mT),
-        lift=ops.per_head(values),
     )
 
 

@@ -103,7 +103,7 @@ class Block:
 
     attention: Attention | LatentAttention
     post_norm: Norm
-    mlp: MLP | Mixture  # [rows, H] -> [parts, rows, H]; see Ops.linear_parts
+    mlp: MLP | Mixture
 
     @classmethod
     def build(cls, config: LayerConfig, index: int, prefix: str, take: Take, ops: Ops, width: int) -> "Block":
@@ -115,13 +115,13 @@ class Block:
         norm = ops.rms_norm(weight, config.rms_norm_eps, config.norm_casts_last, scale)
         return cls(attention=attention, post_norm=norm, mlp=mlp)
 
-    def __call__(self, stream: Tensor, normed: Tensor, attend: Attend) -> tuple[Tensor, Tensor]:
+    def __call__(self, stream: Tensor, normed: Tensor, attend: Attend) -> tuple[Tensor, *tuple[Tensor, ...]]:
         """The residual ``stream`` [rows, H] and the attention's inputs [rows, width].
 
-        Returns the stream behind the attention, and what the MLP adds to it, [parts, rows, H].
+        Returns the stream behind the attention, and behind it what the MLP adds to it, each [parts, rows, H].
         """
         stream, normed = self.post_norm.add(stream, self.attention(normed, attend))
-        return stream, self.mlp(normed)
+        return stream, *self.mlp(normed)
 
 
 def _mlp(
@@ -164,7 +164,7 @@ class HeadLayers:
             ),
         )
 
-    def __call__(self, stream: Tensor, inputs: Tensor, attend: Attend) -> tuple[Tensor, Tensor]:
+    def __call__(self, stream: Tensor, inputs: Tensor, attend: Attend) -> tuple[Tensor, *tuple[Tensor, ...]]:
         """From the residual stream [rows, H] and the inputs of the first attention [rows, width]; see ``Block``."""
         return self.blocks[-1](*self._before_last(stream, inputs, attend), attend)
 

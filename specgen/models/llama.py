@@ -78,7 +78,7 @@ class Llama:
         for index, (block, norm) in enumerate(zip(self.blocks, self.norms[1:], strict=True), start=1):
             # not block(...), during which this frame would hold on to the stream before it
             stream, normed = block.post_norm.add(stream, block.attention(normed, attend))
-            stream, normed = norm.add(stream, block.mlp(normed))
+            stream, normed = norm.add(stream, *block.mlp(normed))
             if index in aux_layers:
                 inputs[index] = stream
         features = [inputs[index] for index in aux_layers]

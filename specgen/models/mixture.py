@@ -40,13 +40,13 @@ class Mixture:
         experts = ops.experts(_experts(config, hidden, f"{prefix}experts.", take))
         return cls(router=router, choice=choice, experts=experts, shared=shared)
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """[rows, H] -> [parts, rows, H]; see ``Ops.linear_parts``."""
+    def __call__(self, x: Tensor) -> tuple[Tensor, ...]:
+        """[rows, H] -> what is to be added, each [parts, rows, H]; see ``Ops.linear_parts``."""
         ids, weights = self.choice(self.router(x))
         for tap in self.taps:
             tap(ids)
         parts = self.experts(x, ids, weights.to(x.dtype))
-        return parts if self.shared is None else torch.cat((parts, self.shared(x)))
+        return (parts,) if self.shared is None else (parts, *self.shared(x))
 
 
 def _router(config: MixtureConfig, hidden: int, name: str, take: Take, ops: Ops) -> tuple[Map, Choice]:

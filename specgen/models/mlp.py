@@ -27,6 +27,6 @@ class MLP:
             down=ops.linear_parts(down),
         )
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor) -> tuple[Tensor, ...]:
         """[rows, H] -> [parts, rows, H]; see ``Ops.linear_parts``."""
-        return self.down(self.gated(x))
+        return (self.down(self.gated(x)),)

@@ -42,14 +42,6 @@ class Store(Protocol):
 Rope = Callable[[Layout], Store]  # planned once per pass
 
 
-class PerHead(Protocol):
-    """A product of its own for each head."""
-
-    def __call__(self, x: Tensor, out: Tensor) -> Tensor:
-        """``x`` [rows, heads, in] -> ``out`` [rows, heads, out], which is returned; rows and heads may be strided."""
-        ...
-
-
 class Norm(Protocol):
     """RMSNorm over the last dimension, statistics in float32."""
 
@@ -57,8 +49,8 @@ class Norm(Protocol):
         """[rows, ..., N] -> the same shape."""
         ...
 
-    def add(self, stream: Tensor, parts: Tensor) -> tuple[Tensor, Tensor]:
-        """``stream`` [rows, N] plus ``parts`` [n, rows, N] (see ``Ops.linear_parts``), and the norm of the sum."""
+    def add(self, stream: Tensor, *parts: Tensor) -> tuple[Tensor, Tensor]:
+        """``stream`` [rows, N] plus ``parts``, each [n, rows, N] (``Ops.linear_parts``), and the norm of the sum."""
         ...
 
 
@@ -116,7 +108,6 @@ class Ops:
     ]  # the same as split-K partial sums [n, rows, out], added in Norm.add
     linear_float32: Callable[[Weight], Map]  # the same in float32, of which nothing is rounded
     gated_linear: MakeGated
-    per_head: Callable[[Tensor], PerHead]  # of weights [heads, out, in], which may be strided
     experts: Callable[[Experts], ExpertsMap]
     choice: Callable[[int, Weighing], Choice]  # of so many experts a row
     sigmoid_choice: Callable[[SigmoidRouting], Choice]

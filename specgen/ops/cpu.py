@@ -8,7 +8,7 @@ from torch import Tensor
 
 from specgen.ops import Map, Ops
 from specgen.ops.fp8 import fp8_linear
-from specgen.ops.reference import gated, one_part, silu_and_mul, torch_ops, whole
+from specgen.ops.reference import gated, joined, one_part, silu_and_mul, torch_ops, whole
 from specgen.ops.weight import Weight
 
 
@@ -70,6 +70,6 @@ class _FusedNorm:
         length = torch.hypot(torch.linalg.vector_norm(x, dim=-1, keepdim=True), self.floor)
         return (x / length).mul_(self.weight)
 
-    def add(self, stream: Tensor, parts: Tensor) -> tuple[Tensor, Tensor]:
-        total = stream + whole(parts)
+    def add(self, stream: Tensor, *parts: Tensor) -> tuple[Tensor, Tensor]:
+        total = stream + whole(joined(parts))
         return total, self(total)

@@ -24,7 +24,6 @@ from specgen.ops.hopper_linear import (
 )
 from specgen.ops.largest import largest
 from specgen.ops.measured_choices import Tile
-from specgen.ops.per_head import per_head
 from specgen.ops.reference import gated, linear, linear_float32, one_part
 from specgen.ops.rope import TritonRope
 from specgen.ops.router_kernel import fused_choice, fused_sigmoid_choice
@@ -42,7 +41,6 @@ def cuda_ops(dtype: torch.dtype) -> Ops:
         linear=partial(_linear, dtype),
         linear_parts=partial(_linear_parts, dtype),
         gated_linear=partial(_gated_linear, dtype),
-        per_head=per_head,
         linear_float32=partial(_linear_float32, dtype),
         experts=partial(_experts, dtype),
         choice=partial(fused_choice, dtype),

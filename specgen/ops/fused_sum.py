@@ -17,6 +17,7 @@ from torch import Tensor
 
 from specgen.ops import Norm
 from specgen.ops.jit_modules import Module
+from specgen.ops.reference import joined
 from specgen.ops.row_kernels import sum_parts
 from specgen.ranks import Ranks
 
@@ -60,13 +61,14 @@ class FusedNorm:
     def __call__(self, x: Tensor) -> Tensor:
         return self.norm(x)
 
-    def add(self, stream: Tensor, parts: Tensor) -> tuple[Tensor, Tensor]:
+    def add(self, stream: Tensor, *parts: Tensor) -> tuple[Tensor, Tensor]:
         rows, size = stream.shape
         if not 0 < rows <= _most_rows(self.ranks, size) or not stream.is_contiguous():
-            return self.sums.add(stream, parts)
+            return self.sums.add(stream, *parts)
         from flashinfer.comm import AllReduceFusionPattern, trtllm_allreduce_fusion
 
-        mine = parts[0] if parts.dtype == stream.dtype and len(parts) == 1 else sum_parts(parts, stream.dtype)
+        each = joined(parts)
+        mine = each[0] if each.dtype == stream.dtype and len(each) == 1 else sum_parts(each, stream.dtype)
         total, normed = torch.empty_like(stream), torch.empty_like(stream)
         trtllm_allreduce_fusion(
             allreduce_in=mine,

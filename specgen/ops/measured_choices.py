@@ -22,14 +22,16 @@ class Tile:
     prefetch_bytes: int = 0  # of each weight row, loaded before the inputs are ready
     parts: int = 1  # into which K, the input dimension, is split
     row_blocks: int = 1  # at most; each reads the weight, which should be small for more than one
+    most_outputs: int | None = None  # with more, larger blocks keep the GPU busy too
 
     @property
     def most_rows(self) -> int:
         return self.rows * self.row_blocks
 
     def fits(self, num_out: int, width: int) -> bool:
-        """Whether a matrix [num_out, width] consists of whole blocks."""
-        return num_out % self.block_out == 0 and width % (self.parts * self.block_in) == 0
+        """Whether a matrix [num_out, width] consists of whole blocks, and not of too many."""
+        whole = num_out % self.block_out == 0 and width % (self.parts * self.block_in) == 0
+        return whole and (self.most_outputs is None or num_out <= self.most_outputs)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from specgen.ops import Norm, Ops
+from specgen.ops.reference import joined
 from specgen.ranks import Ranks
 
 
@@ -40,6 +41,7 @@ class RankedNorm:
     def __call__(self, x: Tensor) -> Tensor:
         return self.norm(x)
 
-    def add(self, stream: Tensor, parts: Tensor) -> tuple[Tensor, Tensor]:
-        mine = parts[0] if len(parts) == 1 else parts.sum(0, dtype=torch.float32)
+    def add(self, stream: Tensor, *parts: Tensor) -> tuple[Tensor, Tensor]:
+        each = joined(parts)
+        mine = each[0] if len(each) == 1 else each.sum(0, dtype=torch.float32)
         return self.norm.add(stream, self.ranks.sum(mine.to(stream.dtype))[None])

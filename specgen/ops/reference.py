@@ -1,5 +1,6 @@
 """The reference kernels in plain torch, for any device and dtype."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -7,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from specgen.kv.layout import Layout
-from specgen.ops import Map, Ops, Pair, PerHead, Rope, Store
+from specgen.ops import Map, Ops, Pair, Rope, Store
 from specgen.ops.experts import grouped_experts
 from specgen.ops.fp8 import fp8_linear, plain_matrix
 from specgen.ops.router import choice, sigmoid_choice
@@ -21,7 +22,6 @@ def torch_ops() -> Ops:
         linear_parts=lambda weight: one_part(linear(weight)),
         gated_linear=gated_linear,
         linear_float32=linear_float32,
-        per_head=per_head,
         experts=grouped_experts,
         choice=choice,
         sigmoid_choice=sigmoid_choice,
@@ -53,13 +53,9 @@ def linear_float32(weight: Weight) -> Map:
     return lambda x: F.linear(x.float(), matrix, bias)[None]
 
 
-def per_head(weight: Tensor) -> PerHead:
-    """See ``Ops.per_head``."""
-
-    def product(x: Tensor, out: Tensor) -> Tensor:
-        return out.copy_((x.transpose(0, 1) @ weight.mT).transpose(0, 1))
-
-    return product
+def joined(parts: Sequence[Tensor]) -> Tensor:
+    """Partial sums [n, rows, out] of several products as those of one."""
+    return parts[0] if len(parts) == 1 else torch.cat(tuple(parts))
 
 
 def whole(parts: Tensor) -> Tensor:
@@ -95,8 +91,8 @@ class RmsNorm:
         scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
         return (scaled * self.weight).to(x.dtype) if self.casts_last else scaled.to(x.dtype) * self.weight
 
-    def add(self, stream: Tensor, parts: Tensor) -> tuple[Tensor, Tensor]:
-        total = stream + whole(parts)
+    def add(self, stream: Tensor, *parts: Tensor) -> tuple[Tensor, Tensor]:
+        total = stream + whole(joined(parts))
         return total, self(total)
 
 

@@ -55,7 +55,7 @@ def sigmoid_choice(routing: SigmoidRouting) -> Choice:
         scores = parts.sum(0).sigmoid()
         biased = scores + routing.bias
         if groups > 1:
-            grouped = biased.view(len(biased), groups, -1)
+            grouped = biased.view(len(biased), groups, biased.shape[-1] // groups)
             best = grouped.topk(2).values.sum(-1).topk(routing.num_chosen_groups).indices
             left_out = torch.ones_like(grouped[..., 0], dtype=torch.bool).scatter_(-1, best, False)
             biased = grouped.masked_fill(left_out[..., None], float("-inf")).flatten(-2)

@@ -10,6 +10,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from specgen.ops.launch import PDL
+from specgen.ops.reference import joined
 
 
 @triton.jit
@@ -65,6 +66,7 @@ def _norm_kernel(
 def _add_norm_kernel(
     stream: tl.tensor,
     parts: tl.tensor,
+    more: tl.tensor,
     weight: tl.tensor,
     out_scale: tl.tensor,
     total: tl.tensor,
@@ -73,6 +75,7 @@ def _add_norm_kernel(
     eps: float,
     stride: int,
     PARTS: tl.constexpr,  # noqa: N803
+    MORE: tl.constexpr,  # noqa: N803
     CASTS_LAST: tl.constexpr,  # noqa: N803
     BLOCK: tl.constexpr,  # noqa: N803
 ) -> None:
@@ -87,6 +90,9 @@ def _add_norm_kernel(
     for part in tl.static_range(PARTS):
         start = (part * tl.num_programs(0) + row) * size
         delta += tl.load(parts + start + columns, inside, 0).to(tl.float32)
+    for part in tl.static_range(MORE):
+        start = (part * tl.num_programs(0) + row) * size
+        delta += tl.load(more + start + columns, inside, 0).to(tl.float32)
     added = before + delta.to(before.dtype)
     tl.store(total + row * size + columns, added, inside)
     normed = _normed(added, w, size, eps, CASTS_LAST)
@@ -194,15 +200,17 @@ class TritonNorm:
             _norm_kernel[(x.numel() // size,)](*args, CASTS_LAST=self.casts_last, **_block(size), **PDL)
         return out
 
-    def add(self, stream: Tensor, parts: Tensor) -> tuple[Tensor, Tensor]:
+    def add(self, stream: Tensor, *parts: Tensor) -> tuple[Tensor, Tensor]:
         rows, size = stream.shape
+        first, more = parts if len(parts) == 2 else (joined(parts), None)
         # not one allocation of both: one may outlive the other
         total = stream.new_empty(rows, size)
         out = torch.empty(rows, size, dtype=self._dtype(stream), device=stream.device)
         if rows:
             args = (
                 stream,
-                parts,
+                first,
+                more,
                 self.weight,
                 self.out_scale,
                 total,
@@ -211,8 +219,8 @@ class TritonNorm:
                 self.eps,
                 stream.stride(0),
             )
-            flags = {"PARTS": len(parts), "CASTS_LAST": self.casts_last}
-            _add_norm_kernel[(rows,)](*args, **flags, **_block(size), **PDL)
+            counts = {"PARTS": len(first), "MORE": 0 if more is None else len(more)}
+            _add_norm_kernel[(rows,)](*args, **counts, CASTS_LAST=self.casts_last, **_block(size), **PDL)
         return total, out
 
     def _dtype(self, x: Tensor) -> torch.dtype:
