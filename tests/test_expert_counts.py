@@ -58,7 +58,7 @@ def fake_mixture(mlp: Any, calls: list[Tensor]) -> Mixture:
         return ids, weights
 
     return Mixture(
-        router=lambda x: x[None, :, :EXPERTS], choice=choice, experts=lambda x, ids, weights: mlp(x)
+        router=lambda x: x[None, :, :EXPERTS], choice=choice, experts=lambda x, ids, weights: mlp(x)[0]
     )
 
 
