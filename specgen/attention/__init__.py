@@ -103,15 +103,13 @@ class Capabilities:
     head_dims: tuple[int, ...] | None = None
     max_group: int | None = None  # heads per KV head
     sinks: bool = False  # it adds a layer's sinks to the sums of its softmax
-    latents: Latents | None = None  # None: it has no latent attention
+    latents: Latents = Latents()
 
     def refusal(self, device: torch.device, heads: Heads) -> str | None:
         """Why this cannot run ``heads`` on ``device`` and what to use instead, to follow its name; None if it can."""
         if device.type not in self.devices:
             return f"does not run on {device.type}: use --attention auto"
         latent = heads.latent
-        if latent is not None and self.latents is None:
-            return "does not support latent attention: use --attention auto"
         if latent is not None and heads.kv_dtype != heads.dtype:
             return "does not support latents in FP8: use --kv-dtype model"
         if self.package is not None and find_spec(self.package) is None:
@@ -135,7 +133,7 @@ class Capabilities:
         for value, allowed, what, remedy in checks:
             if allowed is not None and value not in allowed:
                 return f"does not support {what.format(str(value).removeprefix('torch.'))}: use {remedy}"
-        if latent is not None and self.latents is not None:
+        if latent is not None:
             return self.latents.refusal(device, heads, latent)
         group = heads.num_heads // heads.num_kv_heads
         if self.max_group is not None and group > self.max_group:

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specgen.attention import Backend, Capabilities, Gpu, Kernel, Latents, Use
+from specgen.attention import Backend, Capabilities, Gpu, Kernel, Use
 from specgen.kv.layout import Layout
 from specgen.models.layers import LayerAttention
 from specgen.ops.jit_modules import Module
@@ -98,7 +98,6 @@ class SdpaBackend(Backend):
         needs_host_lens=True,
         graphs=False,
         sinks=True,
-        latents=Latents(),
     )
 
     def __init__(self, device: torch.device) -> None:
@@ -137,7 +136,6 @@ class StaticSdpaBackend(Backend):
         needs_host_lens=False,
         graphs=True,
         sinks=True,
-        latents=Latents(),
     )
 
     def __init__(self, device: torch.device) -> None:
