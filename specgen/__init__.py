@@ -4,6 +4,8 @@ import os
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from specgen.spelling import did_you_mean
+
 if TYPE_CHECKING:
     from specgen.config import EngineConfig, SamplingParams, UserError
     from specgen.engine.engine import Engine
@@ -33,5 +35,10 @@ _HOMES = {
 def __getattr__(name: str) -> object:
     """The public names, imported on access (PEP 562): the engine's imports torch."""
     if name not in _HOMES:
-        raise AttributeError(f"module 'specgen' has no attribute {name!r}")
+        meant = did_you_mean(name, __all__) if not name.startswith("_") else ""
+        raise AttributeError(f"module 'specgen' has no attribute {name!r}{meant}")
     return getattr(import_module(f"specgen.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from specgen.config import DraftLength, UserError, ngram_length, require
+from specgen.config import DraftLength, NumSpecTokens, UserError, ngram_length, require
 
 _PACKAGE = Path(__file__).resolve().parent
 
@@ -17,10 +17,13 @@ def evaluation_directory() -> Path:
     return _directory("eval")
 
 
-def pair(model: str | None, drafter: str | None, length: DraftLength) -> tuple[str, str | None]:
-    """Target and drafter as given, or the bundled pair's if no target is; ``UserError`` if one is missing.
+def pair(
+    model: str | None = None, drafter: str | None = None, length: NumSpecTokens = 4
+) -> tuple[str, str | None]:
+    """Target and drafter as given, or the bundled pair's if no target is: directories or hub ids.
 
-    N-grams draft for the bundled target too.
+    ``length`` is K, as ``EngineConfig.num_spec_tokens``: 0 needs no drafter. N-grams draft for the bundled target too.
+    ``UserError`` where a target or a drafter is missing.
     """
     if model is None:
         require(
@@ -30,7 +33,7 @@ def pair(model: str | None, drafter: str | None, length: DraftLength) -> tuple[s
         demo = data_directory() / "demo"
         return str(demo / "target"), drafter or str(demo / "drafter")
     require(
-        drafter is not None or length.most == 0,
+        drafter is not None or DraftLength.of(length).most == 0,
         f"model {model!r} has no drafter: name one with --drafter (ngram needs no checkpoint), or use "
         "--num-spec-tokens 0",
     )

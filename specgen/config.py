@@ -1,26 +1,29 @@
 """Configurations: frozen values that validate themselves."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, replace
 from importlib.util import find_spec
-from typing import Any, Literal, Self, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NoReturn, Self, get_args, get_origin, get_type_hints
 
 from specgen.errors import UserError as UserError
 from specgen.errors import first_line as first_line
+from specgen.errors import is_text as is_text
 from specgen.errors import require as require
 from specgen.errors import shown as shown
+from specgen.field_types import number, settle, strings, whole
 from specgen.template_kwargs import PINNED_DATE, TemplateKwargs
 
 DrafterBatchName = Literal["padded", "non-padded"]
 DraftSamplingName = Literal["greedy", "probabilistic"]
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 KVDtypeName = Literal["auto", "model", "fp8"]
-AttentionName = Literal["auto", "trtllm", "flashinfer", "sdpa", "sdpa-static"]
+AttentionName = Literal["auto", "hopper", "trtllm", "flashinfer", "sdpa", "sdpa-static"]
 GraphsName = Literal["auto", "step", "pass", "off"]
 FormatName = Literal["jsonl", "openai", "parquet"]
 ExportName = Literal["md", "latex", "csv"]
 EventsName = Literal["full", "summary", "none"]
 ExecutorName = Literal["local", "ray"]
+GenerationConfigName = Literal["model", "none"]
 # The groups of --help, in their order
 Group = Literal["Study", "Table", "Models", "Prompts", "Speculation", "Sampling", "Running", "Results"]
 
@@ -29,8 +32,16 @@ _NGRAM = 3  # tokens that --drafter ngram looks up
 _MAX_NGRAM = 16
 MTP = "mtp"  # the drafter that is part of the target's checkpoint
 NGRAM_BYTES = 4  # per token of the texts that are searched
+_LARGEST_COUNT = 2**31 - 1  # of tokens
+_SEEDS = (
+    "use a number of 64 bits, and not -1, which is a new seed for every request elsewhere: a resumed run must give the "
+    "same texts"
+)
+_HOTTEST = 1_000_000  # all tokens are equally likely long before
 MAX_LOGIT_BIASES = 1024  # per request
 MAX_LOGPROBS = 20  # per token
+MAX_PENALTY = 2.0  # presence and frequency, as OpenAI and vLLM have it
+REPETITION_PENALTIES = (0.01, 100.0)  # beyond, logits would leave what float32 holds
 MOST_DRAFTS = 16  # per sequence and step
 
 
@@ -42,6 +53,7 @@ class DraftLength:
     auto: bool = False
 
     def __post_init__(self) -> None:
+        settle(self)
         require(
             0 <= self.most <= MOST_DRAFTS,
             f"num-spec-tokens is {self.most}: use 1 to {MOST_DRAFTS}, or 0 for plain decoding",
@@ -60,7 +72,7 @@ class DraftLength:
             return cls(most=_MAX_AUTO, auto=True)
         require(
             str(asked).isdecimal(),
-            f"num-spec-tokens is {asked}: use 1 to {MOST_DRAFTS}, 0 for plain decoding, or auto",
+            f"num-spec-tokens is {shown(asked)}: use 1 to {MOST_DRAFTS}, 0 for plain decoding, or auto",
         )
         return cls(most=int(asked))
 
@@ -71,6 +83,9 @@ class DraftLength:
 
     def __str__(self) -> str:
         return f"auto, up to {self.most}" if self.auto else str(self.most)
+
+
+NumSpecTokens = int | Literal["auto"] | DraftLength
 
 
 def ngram_length(drafter: str | None) -> int | None:
@@ -133,12 +148,19 @@ def option(
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """Sampling of one request, as vLLM's ``SamplingParams``.
+    """Sampling of one request, as vLLM's ``SamplingParams``. ``UserError`` for a value that is wrong.
 
+    ``max_tokens`` counts output tokens; ``stop`` is one string or several, before which the text ends; with
+    ``ignore_eos`` only they and ``max_tokens`` end it.
     ``temperature`` 0 is greedy. ``top_k`` 0, ``top_p`` 1 and ``min_p`` 0 switch the filter off. ``seed`` and the
     request's id determine all its random numbers. ``logit_bias`` has pairs of token id and bias. ``logprobs`` asks
     for the log-probability of every output token and of that many top tokens, computed from the raw logits before
-    bias, temperature and filters (vLLM's default, ``raw_logprobs``).
+    bias, penalties, temperature and filters (vLLM's default, ``raw_logprobs``).
+
+    ``repetition_penalty`` divides the logits above 0 of tokens that the prompt or the output so far has, and multiplies
+    others; 1 is off. ``presence_penalty`` and ``frequency_penalty`` are taken off the logits of tokens that the output
+    so far has, the second once for each time; 0 is off. ``suppress_tokens`` are never chosen. Drafts are not penalised:
+    a token is accepted as the penalties of the text up to it say.
     """
 
     max_tokens: int = option(128, "Sampling", "Longest answer in tokens.", name="max_new_tokens")
@@ -146,58 +168,158 @@ class SamplingParams:
     top_p: float = option(1.0, "Sampling", "Nucleus; 1 is off.")
     top_k: int = option(0, "Sampling", "Sample from the K most likely tokens; 0 is off.")
     min_p: float = option(0.0, "Sampling", "Drop tokens below this share of the most likely one; 0 is off.")
+    repetition_penalty: float = option(
+        1.0, "Sampling", "Above 1, tokens of the prompt and of the output so far are less likely; 1 is off."
+    )
+    presence_penalty: float = option(
+        0.0, "Sampling", "Taken off the logits of tokens that the output so far has, as OpenAI's; 0 is off."
+    )
+    frequency_penalty: float = option(
+        0.0, "Sampling", "The same once for each time that the output so far has the token; 0 is off."
+    )
     seed: int = option(0, "Sampling", "With the request's id it determines all random numbers.")
-    stop: tuple[str, ...] = option((), "Sampling", "End a text before this string; may be repeated.")
+    stop: str | Sequence[str] = option((), "Sampling", "End a text before this string; may be repeated.")
     ignore_eos: bool = option(False, "Sampling", "Generate to the full length.")
     logit_bias: tuple[tuple[int, float], ...] = ()
+    suppress_tokens: tuple[int, ...] = ()
     logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        require(self.max_tokens >= 1, f"max-new-tokens is {self.max_tokens}: ask for at least 1")
-        require(self.temperature >= 0, f"temperature is {self.temperature}: use 0 (greedy) or more")
-        require(0 < self.top_p <= 1, f"top-p is {self.top_p}: use a share in (0, 1]; 1 switches it off")
-        require(self.top_k >= 0, f"top-k is {self.top_k}: use 0 (off) or a number of tokens")
-        require(0 <= self.min_p <= 1, f"min-p is {self.min_p}: use a share in [0, 1]; 0 switches it off")
-        require(all(self.stop), "an empty stop string would end every text at once: remove it")
-        require(
-            self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS,
-            f"logprobs is {self.logprobs}: use 0 (only the chosen token's) to {MAX_LOGPROBS}",
-        )
+        settle(self)
+        # not ``require``, which would format every message for every request
+        if not 1 <= self.max_tokens <= _LARGEST_COUNT:
+            _refuse("max-new-tokens", self.max_tokens, f"ask for at least 1, at most {_LARGEST_COUNT}")
+        if not 0 <= self.temperature <= _HOTTEST:
+            _refuse("temperature", self.temperature, f"use 0 (greedy) or more, up to {_HOTTEST}")
+        if not 0 < self.top_p <= 1:
+            _refuse("top-p", self.top_p, "use a share in (0, 1]; 1 switches it off")
+        if not 0 <= self.top_k <= _LARGEST_COUNT:
+            _refuse("top-k", self.top_k, f"use 0 (off) or a number of tokens, at most {_LARGEST_COUNT}")
+        if not 0 <= self.min_p <= 1:
+            _refuse("min-p", self.min_p, "use a share in [0, 1]; 0 switches it off")
+        if self.seed == -1 or not -(2**63) <= self.seed < 2**63:
+            _refuse("seed", self.seed, _SEEDS)
+        require(all(self.stop_strings), "an empty stop string would end every text at once: remove it")
+        for stop in self.stop_strings:
+            if not is_text(stop):
+                _refuse("stop", stop, "it holds a lone surrogate, which is not a character")
+        if self.logprobs is not None and not 0 <= self.logprobs <= MAX_LOGPROBS:
+            _refuse("logprobs", self.logprobs, f"use 0 (only the chosen token's) to {MAX_LOGPROBS}")
+        self._check_penalties()
         self._check_logit_bias()
 
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """``stop`` as a tuple."""
+        return strings(self.stop, "stop")
+
+    @property
+    def penalised(self) -> bool:
+        """Whether tokens of the text so far are less, or more, likely."""
+        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+
+    def to_json(self) -> dict[str, Any]:
+        """For a manifest; what is off is not named where earlier versions did not know it, so that a run goes on."""
+        fields, off = asdict(self), SamplingParams()
+        newer = ("repetition_penalty", "presence_penalty", "frequency_penalty", "suppress_tokens")
+        return {
+            name: value for name, value in fields.items() if name not in newer or value != getattr(off, name)
+        }
+
+    def in_words(self) -> str:
+        """How tokens are chosen, and how many, as a report says it."""
+        how = "greedy" if self.temperature == 0 else f"temperature {self.temperature:g}"
+        names = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+        off = SamplingParams()
+        penalties = "".join(
+            f", {name.replace('_', ' ')} {getattr(self, name):g}"
+            for name in names
+            if getattr(self, name) != getattr(off, name)
+        )
+        return f"{how}{penalties}, at most {self.max_tokens} new tokens, seed {self.seed}"
+
+    def _check_penalties(self) -> None:
+        least, most = REPETITION_PENALTIES
+        require(
+            least <= self.repetition_penalty <= most,
+            f"repetition-penalty is {self.repetition_penalty}: use {least} to {most}; 1 switches it off",
+        )
+        for name in ("presence_penalty", "frequency_penalty"):
+            value, most = getattr(self, name), MAX_PENALTY
+            require(
+                -most <= value <= most,
+                f"{name.replace('_', '-')} is {value}: use {-most} to {most}; 0 switches it off",
+            )
+
     def _check_logit_bias(self) -> None:
+        pairs = self.logit_bias
+        if not isinstance(pairs, tuple) or not all(
+            isinstance(pair, tuple) and len(pair) == 2 for pair in pairs
+        ):
+            raise UserError(
+                f"logit_bias is {shown(pairs)}: use a tuple of pairs (token id, bias), such as tuple(biases.items())"
+            )
+        settled = tuple(
+            (whole(token, "a token id of logit_bias"), number(bias, f"logit_bias of token {token}"))
+            for token, bias in pairs
+        )
+        object.__setattr__(self, "logit_bias", settled)
         ids = [token_id for token_id, _ in self.logit_bias]
         require(
             len(ids) <= MAX_LOGIT_BIASES,
             f"logit-bias names {len(ids)} tokens: use at most {MAX_LOGIT_BIASES}",
         )
+        all_ids = len(ids) + len(self.suppress_tokens)
+        require(
+            all_ids <= MAX_LOGIT_BIASES,
+            f"suppress-tokens and logit-bias name {all_ids} tokens: use at most {MAX_LOGIT_BIASES}",
+        )
         require(len(set(ids)) == len(ids), "logit-bias names a token twice: give every token one bias")
         for token_id, bias in self.logit_bias:
-            require(-100 <= bias <= 100, f"logit-bias of token {token_id} is {bias}: use -100 to 100")
+            if not -100 <= bias <= 100:
+                _refuse(f"logit-bias of token {shown(token_id)}", bias, "use -100 to 100")
+
+
+def _refuse(name: str, value: object, remedy: str) -> NoReturn:
+    raise UserError(f"{name} is {shown(value)}: {remedy}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """The models and how they run. ``auto`` is resolved only in ``engine/choices.py``."""
+    """The models and how they run. ``UserError`` for a value that is wrong.
+
+    ``model`` and ``drafter`` are directories or hub ids, or ``ngram`` or ``mtp`` as the drafter; without one
+    (``drafter=None, num_spec_tokens=0``) decoding is plain. ``max_batch_size`` counts sequences, ``max_prefill_tokens``
+    and ``page_size`` tokens, ``kv_memory`` bytes, and ``gpu_memory_utilization`` is a share of the GPU. Every field but
+    ``page_size`` is an option of ``specgen generate``, whose help says more. ``auto`` is resolved only in
+    ``engine/choices.py``.
+    """
 
     model: str = option(MISSING, "Models", "Target: a directory or hub id.", shown="the bundled target")
     drafter: str | None = option(
         MISSING,
         "Models",
-        "EAGLE head: a directory or hub id. Or ngram[:N]: no head; drafts are copied from the text so far, where its "
-        f"last tokens, as many as match up to N ({_NGRAM}), occurred before. Or mtp: the target's own MTP layers.",
+        "EAGLE head: a directory or hub id. Or ngram[:N]: no head; n-gram lookup of up to N tokens (default "
+        f"{_NGRAM}) in the text so far. Or mtp: the target's own MTP layers.",
         shown="the bundled head",
     )
     chat_template_kwargs: TemplateKwargs | Mapping[str, Any] | str = option(
         TemplateKwargs(),
         "Prompts",
-        'Names for the chat template, as JSON: {"reasoning_effort": "low"}, {"enable_thinking": false}; '
+        'Variables for the chat template, as JSON: {"reasoning_effort": "low"}, {"enable_thinking": false}; '
         f'{{"{PINNED_DATE}": "2026-01-31"}} is the date it sees.',
         metavar="JSON",
         shown="none, and the date of the run's start",
         parse=TemplateKwargs.of,
     )
-    num_spec_tokens: int | Literal["auto"] | DraftLength = option(
+    generation_config: GenerationConfigName = option(
+        "model",
+        "Sampling",
+        "What holds of the checkpoint's generation_config.json. model: its repetition_penalty, suppress_tokens and "
+        "stop_strings, and in sampled texts top_p, top_k and min_p, where no option and no row says otherwise; whether "
+        "texts are sampled is --temperature's to say. none: its end tokens alone, which always hold.",
+    )
+    num_spec_tokens: NumSpecTokens = option(
         4,
         "Speculation",
         "Draft tokens per step, K; 0 is plain decoding; auto: at every step the fastest for the batch, by the "
@@ -242,8 +364,9 @@ class EngineConfig:
     attention: AttentionName = option(
         "auto",
         "Running",
-        "trtllm: TensorRT-LLM's decode kernels; flashinfer: its paged wrappers; sdpa: PyTorch's, and "
-        "sdpa-static, which can be captured. auto picks and says why.",
+        "hopper: on compute capability 9.0 the fastest kernel for each pass, specgen's own first; trtllm: FlashInfer's "
+        "trtllm API (XQA, trtllm-gen); flashinfer: its paged wrappers; sdpa: PyTorch's, and sdpa-static, which can be "
+        "captured. auto picks and says why.",
     )
     cuda_graphs: GraphsName = option(
         "auto",
@@ -261,6 +384,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         # an object of the caller's could change, and has no hash
         object.__setattr__(self, "chat_template_kwargs", TemplateKwargs.of(self.chat_template_kwargs))
+        settle(self)
         require(self.max_batch_size >= 1, f"max-batch-size is {self.max_batch_size}: use at least 1")
         require(
             self.max_prefill_tokens >= 1, f"max-prefill-tokens is {self.max_prefill_tokens}: use at least 1"
@@ -319,6 +443,7 @@ class EngineConfig:
         A KV cache in the model's format and one GPU are not named, so that a run of an earlier version goes on.
         """
         length, fields = self.draft_length, asdict(self)
+        del fields["generation_config"]  # what it does is in the sampling parameters
         if self.kv_dtype != "fp8":
             del fields["kv_dtype"]
         if self.tensor_parallel == 1:

@@ -1,13 +1,18 @@
 """The device: which one a name means, points of its work in time, and non-blocking copies between it and the host."""
 
+import os
+import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from specgen.config import require
+
+_CONTAINER = Path("/sys/fs/cgroup/memory.max")  # bytes, as the kernel limits them
 
 
 def on_device(values: Sequence[Any], device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
@@ -64,7 +69,7 @@ class HostCopy:
 
     def __init__(self, source: Tensor) -> None:
         if source.device.type == "cpu":
-            self._numbers = source
+            self._numbers = source.clone()
         else:
             self._numbers = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
             self._numbers.copy_(source, non_blocking=True)
@@ -86,6 +91,17 @@ class HostCopy:
         return self._numbers
 
 
+def total_memory(device: torch.device) -> int:
+    """Bytes of a GPU's memory; of a CPU those that the machine has, or the container that this process is in."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    try:
+        limit = int(_CONTAINER.read_text())
+    except (OSError, ValueError):  # no container, or "max"
+        limit = sys.maxsize
+    return min(limit, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+
+
 def choose_device(name: str) -> torch.device:
     """The device ``name`` stands for, ``cpu`` or ``cuda:N``; ``UserError`` for one that is not here."""
     if name == "auto":
@@ -95,7 +111,7 @@ def choose_device(name: str) -> torch.device:
     kind, _, number = name.partition(":")
     require(
         kind == "cuda" and (name == "cuda" or number.isdecimal()),
-        f"device is {name!r}: use cpu, cuda or cuda:N",
+        f"device is {name!r}: use auto, cpu, cuda or cuda:N",
     )
     require(
         torch.cuda.is_available(),

@@ -1,7 +1,8 @@
 """Formatting of numbers and paths; a dash stands for None."""
 
+import re
 from collections.abc import Callable, Sequence
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 DASH = "-"
@@ -93,6 +94,22 @@ def from_here(path: str) -> str:
     """``path``, relative if it is below the working directory."""
     full, here = Path(path), Path.cwd()
     return str(full.relative_to(here)) if full.is_relative_to(here) else path
+
+
+def checkpoint_name(path: str) -> str:
+    """``org/model``: the hub id of a hub id or of a snapshot in its cache, the last two parts of another path.
+
+    The last part alone is often ``target``, ``checkpoint-500`` or a digest, which names nothing.
+    """
+    if cached := re.search(r"models--([^/]+)/snapshots/[^/]+/*$", path):
+        return cached[1].replace("--", "/", 1)
+    parts = PurePath(path).parts
+    return "/".join([part for part in parts if part not in ("/", "..")][-2:]) or path
+
+
+def printable(text: str) -> str:
+    """``text`` on one line: what is no printable character, such as a line break, as ``\\n`` or ``\\x1b``."""
+    return "".join(each if each.isprintable() else repr(each)[1:-1] for each in text)
 
 
 def clip(text: str, width: int) -> str:

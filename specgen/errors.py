@@ -24,7 +24,22 @@ def shown(value: object) -> str:
     return text if len(text) <= _LONGEST_SHOWN else text[:_LONGEST_SHOWN] + "..."
 
 
+def is_text(text: str) -> bool:
+    """Whether ``text`` can be encoded: without lone surrogates, which stand for bytes that are no text."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def first_line(error: BaseException) -> str:
-    """The first line of an error of another library, cut short."""
+    """The first line of an error of another library, with the next where it announces that; cut short at a word."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return next(iter(lines), type(error).__name__)[:_LONGEST_SHOWN]
+    text = " ".join(lines[: 1 + lines[0].endswith(":")]) if lines else type(error).__name__
+    if lines and isinstance(error, KeyError):  # which says no more than the name
+        text += " is missing"
+    if len(text) <= _LONGEST_SHOWN:
+        return text
+    whole_words = text[:_LONGEST_SHOWN].rpartition(" ")[0] or text[:_LONGEST_SHOWN]
+    return whole_words.rstrip(" ,;:(") + " ..."

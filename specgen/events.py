@@ -14,6 +14,16 @@ from typing import Any, get_args
 from specgen.config import UserError
 
 
+def turn_id(conversation: str, turn: int) -> str:
+    """The id of the request for a turn of the conversation with this id; its first turn, 1, has the id itself."""
+    return conversation if turn == 1 else f"{conversation}/turn-{turn}"
+
+
+def conversation_of(sequence: str, turn: int) -> str:
+    """The id of the conversation whose ``turn`` the request ``sequence`` asks; the inverse of ``turn_id``."""
+    return sequence if turn == 1 else sequence.removesuffix(f"/turn-{turn}")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Submitted:
     """A request entered the queue."""
@@ -23,6 +33,7 @@ class Submitted:
     num_prompt_tokens: int
     category: str | None = None
     turn: int = 1  # 1 for the first user turn
+    num_turns: int = 1  # of its conversation; earlier versions did not say
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +86,10 @@ class Preempted:
 
 @dataclass(frozen=True, kw_only=True)
 class Finished:
-    """A sequence ended: ``reason`` is ``stop``, ``length`` or ``error`` (refused; ``num_output_tokens`` 0)."""
+    """A sequence ended: ``reason`` is ``stop``, ``length``, ``context`` (a full one) or ``error``.
+
+    A refused one has ``num_output_tokens`` 0.
+    """
 
     sequence: str
     time: float
@@ -103,6 +117,7 @@ class Answered:
     turn: int
     steps: Mapping[str, Any]
     reasoning: Mapping[str, Any] | None
+    num_turns: int = 1  # of its conversation; earlier versions did not say
 
 
 @dataclass(frozen=True, kw_only=True)

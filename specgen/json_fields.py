@@ -9,8 +9,9 @@ from typing import Any
 from specgen.config import UserError, first_line, require, shown
 from specgen.spelling import did_you_mean
 
-# Fields of a manifest that no run depends on: when and how, a second wording of the rest, what else the machine ran
-OF_THE_MOMENT = ("created", "argv", "settings", "state")
+# Fields of a manifest that no run depends on: when and how, a second wording of the rest, what else the machine ran,
+# and the files behind the digests, which say in words what a digest cannot
+OF_THE_MOMENT = ("created", "argv", "settings", "state", "files")
 
 
 def load_json(path: Path, remedy: str) -> dict[str, Any]:
@@ -23,7 +24,7 @@ def load_json(path: Path, remedy: str) -> dict[str, Any]:
         raise UserError(f"{path} cannot be read ({error.strerror}): {remedy}") from error
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is not valid JSON ({first_line(error)}): {remedy}") from error
-    require(isinstance(value, dict), f"{path} holds no JSON object: {remedy}")
+    require(isinstance(value, dict), f"{path} is not a JSON object: {remedy}")
     return dict(value)
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from specgen.attention import Backend
 from specgen.attention.flashinfer_paged import FlashInferBackend
+from specgen.attention.hopper import HopperBackend
 from specgen.attention.sdpa import SdpaBackend
 from specgen.attention.trtllm import TrtllmBackend
 from specgen.kv.layout import HostLens, Layout
@@ -276,9 +277,13 @@ def _compiled() -> None:
         list(pool.map(lambda spec: spec.build_and_load(), {spec.name: spec for spec in specs}.values()))
 
 
-@pytest.fixture(scope="module")
-def trtllm() -> TrtllmBackend:
-    return TrtllmBackend(torch.device("cuda"))
+@pytest.fixture(scope="module", params=[TrtllmBackend, HopperBackend], ids=lambda backend: backend.name)
+def decoder(request: pytest.FixtureRequest) -> Backend:
+    """Each backend whose calls can be captured."""
+    majors = request.param.capabilities.compute_majors
+    if torch.cuda.get_device_capability()[0] not in majors:
+        pytest.skip(f"needs a GPU of compute capability {majors}")
+    return request.param(torch.device("cuda"))
 
 
 @pytest.fixture(scope="module")
@@ -287,15 +292,15 @@ def flashinfer() -> FlashInferBackend:
 
 
 @pytest.mark.parametrize("case", UNIFORM, ids=str)
-def test_uniform_decode_passes(trtllm: TrtllmBackend, case: Case) -> None:
+def test_uniform_decode_passes(decoder: Backend, case: Case) -> None:
     world = World(case)
-    assert error(attend(trtllm, world, world.uniform()), world.reference(), case) < case.tolerance
+    assert error(attend(decoder, world, world.uniform()), world.reference(), case) < case.tolerance
 
 
 @pytest.mark.parametrize("case", RAGGED, ids=str)
-def test_ragged_decode_passes(trtllm: TrtllmBackend, case: Case) -> None:
+def test_ragged_decode_passes(decoder: Backend, case: Case) -> None:
     world = World(case)
-    assert error(attend(trtllm, world, world.packed()), world.reference(), case) < case.tolerance
+    assert error(attend(decoder, world, world.packed()), world.reference(), case) < case.tolerance
 
 
 @pytest.mark.parametrize("case", PREFILL, ids=str)
@@ -305,9 +310,9 @@ def test_prefill(flashinfer: FlashInferBackend, case: Case) -> None:
 
 
 @pytest.mark.parametrize("case", [c for c in PREFILL if (c.dtype, c.head_dim) == (BF16, 128)], ids=str)
-def test_prefill_on_the_device_specific_kernel(trtllm: TrtllmBackend, case: Case) -> None:
+def test_prefill_on_the_device_specific_kernel(decoder: Backend, case: Case) -> None:
     world = World(case)
-    assert error(attend(trtllm, world, world.prefill()), world.reference(), case) < case.tolerance
+    assert error(attend(decoder, world, world.prefill()), world.reference(), case) < case.tolerance
 
 
 @pytest.mark.parametrize("case", FLASHINFER, ids=str)
@@ -329,13 +334,13 @@ def test_a_wrong_mask_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("kind", ["uniform", "packed", "prefill"])
-def test_wrong_scales_are_detected(trtllm: TrtllmBackend, flashinfer: FlashInferBackend, kind: str) -> None:
+def test_wrong_scales_are_detected(decoder: Backend, flashinfer: FlashInferBackend, kind: str) -> None:
     """Each scale 10 % off, and the two swapped."""
     case = ragged([128, 65], 400, page_size=64, kv_dtype=FP8)
     if kind != "prefill":
         case = uniform(6, 5, 600, page_size=64, kv_dtype=FP8)
     world, layer = World(case), one_layer(torch.empty(1, 128))
-    for backend in (trtllm, flashinfer):
+    for backend in (decoder, flashinfer):
         kernel = backend.plan(getattr(world, kind)())
         for k_scale, v_scale in ((1.1 * K_SCALE, V_SCALE), (K_SCALE, 1.1 * V_SCALE), (V_SCALE, K_SCALE)):
             wrong = replace(layer, k_scale=k_scale, v_scale=v_scale)
@@ -343,16 +348,16 @@ def test_wrong_scales_are_detected(trtllm: TrtllmBackend, flashinfer: FlashInfer
             assert error(out, world.reference(), case) > 1.5 * case.tolerance
 
 
-def test_a_row_alone_is_the_row_of_a_verify_pass(trtllm: TrtllmBackend) -> None:
+def test_a_row_alone_is_the_row_of_a_verify_pass(decoder: Backend) -> None:
     """With FP8 pages both must be rounded alike, or speculation would change texts: no kernel rounds queries to FP8."""
     case = uniform(16, 5, 900, page_size=64, kv_dtype=FP8)
     world = World(case)
-    together = attend(trtllm, world, world.uniform()).view(16, 5, -1)
+    together = attend(decoder, world, world.uniform()).view(16, 5, -1)
     starts = torch.tensor(world.host().starts, device="cuda")
     for row in range(5):
         layout = Layout.uniform(world.tables, starts + row, 1, 64)
         q = world.q.view(16, 5, -1, 128)[:, row].contiguous()
-        alone = trtllm.plan(layout)(one_layer(q), q, world.keys, world.values)
+        alone = decoder.plan(layout)(one_layer(q), q, world.keys, world.values)
         assert error(alone, together[:, row], case) < TOLERANCES[BF16]
 
 
@@ -367,8 +372,8 @@ def check_windows(backend: Backend, case: Case, kind: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "case"), [(kind, case) for kind in WINDOWED for case in WINDOWED[kind]], ids=str
 )
-def test_windows(trtllm: TrtllmBackend, kind: str, case: Case) -> None:
-    check_windows(trtllm, case, kind)
+def test_windows(decoder: Backend, kind: str, case: Case) -> None:
+    check_windows(decoder, case, kind)
 
 
 @pytest.mark.parametrize("case", WINDOWED["prefill"] + WINDOWED["packed"][:2], ids=str)
@@ -376,12 +381,12 @@ def test_windows_of_the_flashinfer_wrapper(flashinfer: FlashInferBackend, case: 
     check_windows(flashinfer, case, "packed")
 
 
-def test_a_window_off_by_one_is_detected(trtllm: TrtllmBackend) -> None:
+def test_a_window_off_by_one_is_detected(decoder: Backend) -> None:
     """The tolerance tells a window of 16, 128 or 1000 from its neighbours, which are further off than it allows."""
     for case in (case for case in WINDOWED["uniform"] if len(case.query_lens) in {33, 40, 130}):
         world = World(case)
         windows = [window for window in (16, 128, 1000) if window < max(case.kv_lens)]
-        outs = attend_layers(trtllm, world, world.uniform(), windows)
+        outs = attend_layers(decoder, world, world.uniform(), windows)
         for window, out in zip(windows, outs, strict=True):
             for wrong in (window - 1, window + 1):
                 assert error(out, world.reference(wrong), case) > 2 * case.tolerance, (window, wrong)
@@ -413,7 +418,7 @@ REPLAYED = {
 @pytest.mark.parametrize(("num_padding", "window"), [(0, None), (3, None), (3, 128)])
 @pytest.mark.parametrize("kv_dtype", [None, FP8], ids=["", "fp8kv"])
 def test_a_captured_graph_is_right_for_other_lengths_tables_and_offsets(
-    trtllm: TrtllmBackend, mode: str, num_padding: int, window: int | None, kv_dtype: torch.dtype | None
+    decoder: Backend, mode: str, num_padding: int, window: int | None, kv_dtype: torch.dtype | None
 ) -> None:
     """Captured once at 8 sequences of up to 32,768 positions; padding sequences use page 0."""
     longest = 4096 if mode == "unsplit" else 32_768
@@ -425,7 +430,7 @@ def test_a_captured_graph_is_right_for_other_lengths_tables_and_offsets(
     layout = Layout.uniform(tables, starts, 5, 64)
     if mode == "packed":
         layout = replace(layout, uniform_q=None, ragged_lens=query_lens)
-    graph, q, out = capture(trtllm, layout, first, window)
+    graph, q, out = capture(decoder, layout, first, window)
     for turn, lens_of_turn in enumerate(REPLAYED[mode]):
         num_real = 8 - num_padding
         top = [longest - 7, 40, 3000, longest - 7][turn]
@@ -448,16 +453,16 @@ def test_a_captured_graph_is_right_for_other_lengths_tables_and_offsets(
         assert out.isfinite().all()
 
 
-def test_prefill_between_replays_of_the_longest_context(trtllm: TrtllmBackend) -> None:
+def test_prefill_between_replays_of_the_longest_context(decoder: Backend) -> None:
     """8 x 32,768 positions: decode graph and prefill kernel in one process, each with its own workspace."""
     world = World(Case(query_lens=(5,) * 8, kv_lens=(32_768,) * 8, page_size=64))
     chunk = World(Case(query_lens=(512,) * 8, kv_lens=(8192,) * 8, page_size=64))
     layout = world.uniform()  # the graph reads its tensors
-    graph, q, out = capture(trtllm, layout, world)
+    graph, q, out = capture(decoder, layout, world)
     q.copy_(world.q)
     for _ in range(4):
         graph.replay()
-        prefilled = attend(trtllm, chunk, chunk.prefill())
+        prefilled = attend(decoder, chunk, chunk.prefill())
     assert error(out, world.reference(), world.case) < world.case.tolerance
     assert error(prefilled, chunk.reference(), chunk.case) < chunk.case.tolerance
 
@@ -477,17 +482,17 @@ def test_plans_do_not_overwrite_each_other(flashinfer: FlashInferBackend) -> Non
         assert error(out, worlds[turn].reference(window), worlds[turn].case) < TOLERANCES[BF16]
 
 
-def test_no_host_sync(trtllm: TrtllmBackend) -> None:
+def test_no_host_sync(decoder: Backend) -> None:
     fp8 = uniform(6, 5, 3000, page_size=64, kv_dtype=FP8)
     worlds = [World(UNIFORM[1]), World(fp8), World(RAGGED[1]), World(PREFILL[1])]
     windows = (None, 128)
     for world, kind in zip(worlds, ("uniform", "uniform", "packed", "prefill"), strict=True):
-        attend_layers(trtllm, world, getattr(world, kind)(), windows)
+        attend_layers(decoder, world, getattr(world, kind)(), windows)
     layouts = [worlds[0].uniform(), worlds[1].uniform(), worlds[2].packed(), worlds[3].prefill()]
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
         for world, layout in zip(worlds, layouts, strict=True):
-            attend_layers(trtllm, world, layout, windows)
+            attend_layers(decoder, world, layout, windows)
     finally:
         torch.cuda.set_sync_debug_mode("default")

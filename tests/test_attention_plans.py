@@ -8,6 +8,7 @@ import torch
 
 from specgen.attention import Heads
 from specgen.attention.flashinfer_paged import FlashInferBackend
+from specgen.attention.hopper import HopperBackend
 from specgen.attention.pass_lens import PassLens
 from specgen.attention.sdpa import SdpaBackend
 from specgen.attention.trtllm import TrtllmBackend, causal_mask
@@ -124,20 +125,24 @@ def test_latents_that_its_kernels_do_not_take_are_refused(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     shape = {"num_heads": 20, "num_kv_heads": 1, "head_dim": 576, "latent": LatentConfig.from_hf(latent)}
     asked = heads(**shape | changes)
-    refusal = TrtllmBackend.capabilities.refusal(GPU, asked)
+    refusal = HopperBackend.capabilities.refusal(GPU, asked)
     assert (refusal or "") == message or (message and re.search(message, refusal or ""))
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
-    assert "on GPUs of compute capability 10.x: use --attention sdpa" in (
-        TrtllmBackend.capabilities.refusal(GPU, heads(**shape)) or ""
+    assert TrtllmBackend.capabilities.refusal(GPU, heads(**shape)) == (
+        "does not support latent attention: use --attention auto"
     )
 
 
 def test_old_gpus_and_cpus_are_refused(monkeypatch: pytest.MonkeyPatch, flashinfer_installed: None) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
     assert TrtllmBackend.capabilities.refusal(GPU, heads()) == (
-        "does not support GPUs of compute capability 8.x: use --attention sdpa"
+        "does not support GPUs of compute capability 8.x: use --attention auto"
     )
     assert FlashInferBackend.capabilities.refusal(GPU, heads()) is None
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
+    assert TrtllmBackend.capabilities.refusal(GPU, heads()) is None
+    assert HopperBackend.capabilities.refusal(GPU, heads()) == (
+        "does not support GPUs of compute capability 10.x: use --attention auto"
+    )
     assert TrtllmBackend.capabilities.refusal(torch.device("cpu"), heads()) == (
         "does not run on cpu: use --attention auto"
     )

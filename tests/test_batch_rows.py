@@ -58,10 +58,19 @@ def test_text_requests_with_text_and_with_token_ids(tmp_path):
         (text(ignore_eos=True), {"ignore_eos": True}),
         (
             chat(
-                user="me", metadata={"a": "b"}, store=True, n=1, stream=False, presence_penalty=0.0, tools=[]
+                user="me", metadata={"a": "b"}, store=True, n=1, stream=False, presence_penalty=None, tools=[]
             ),
             {},
         ),
+        (
+            chat(presence_penalty=0.5, frequency_penalty=-2),
+            {"presence_penalty": 0.5, "frequency_penalty": -2},
+        ),
+        (
+            text(repetition_penalty=1.05, suppress_tokens=[4, 2]),
+            {"repetition_penalty": 1.05, "suppress_tokens": (4, 2)},
+        ),
+        (text(suppress_tokens=[]), {"suppress_tokens": ()}),
         (
             {"id": "r", "prompt": "x", "temperature": 0, "max_tokens": 3, "else": []},
             {"temperature": 0, "max_tokens": 3},
@@ -98,10 +107,12 @@ BAD = [
     (batch([]), "body is []: use an object"),
     (batch({"prompt": "x"}), "no messages"),
     (batch({"messages": HI}, TEXT), "no prompt"),
-    (text(prompt=["a", "b"]), "prompt_token_ids are not all integers"),
+    (text(prompt=["a", "b"]), "prompt_token_ids must be integers of 0 or more"),
     (chat(n=2), "n is 2, which is not supported: use 1, or remove it"),
     (chat(stream=True), "stream is True"),
-    (chat(presence_penalty=0.5), "presence_penalty is 0.5, which is not supported: use 0"),
+    (chat(presence_penalty=2.5), "presence-penalty is 2.5: use -2.0 to 2.0"),
+    (chat(frequency_penalty="1"), "frequency_penalty is '1': use a number"),
+    (chat(repetition_penalty=0), "repetition-penalty is 0: use 0.01 to 100.0"),
     (chat(response_format={"type": "json_object"}), "response_format is {'type': 'json_object'}"),
     (chat(tools=[{"type": "function"}]), "tools is [{'type': 'function'}]"),
     (chat(temprature=1), "'temprature' is not known"),
@@ -109,7 +120,22 @@ BAD = [
     (chat(max_tokens="5"), "max_tokens is '5': use a whole number"),
     (chat(max_tokens=True), "max_tokens is True: use a whole number"),
     (chat(max_tokens=5.0), "max_tokens is 5.0: use a whole number"),
-    (chat(max_tokens=10**30), "max_tokens is 1000000000"),
+    (chat(max_tokens=10**30), f"max_tokens is {10**30}: use a whole number of at most 64 bits"),
+    (chat(max_tokens=2**40), f"max-new-tokens is {2**40}: ask for at least 1, at most 2147483647"),
+    (chat(top_k=2**31), "top-k is 2147483648: use 0 (off) or a number of tokens, at most 2147483647"),
+    (chat(top_k=10**20), f"top_k is {10**20}: use a whole number of at most 64 bits"),
+    (chat(top_k=-2), "top-k is -2: use 0 (off)"),
+    (chat(seed=2**70), f"seed is {2**70}: use a whole number of at most 64 bits"),
+    (
+        chat(seed=-1),
+        "seed is -1: use a number of 64 bits, and not -1, which is a new seed for every request elsewhere",
+    ),
+    (chat(min_p=-0.1), "min-p is -0.1: use a share in [0, 1]"),
+    (chat(top_p=0), "top-p is 0: use a share in (0, 1]"),
+    (chat(temperature=10**400), "temperature is 1000000000"),
+    (chat(temperature=1e30), "temperature is 1e+30: use 0 (greedy) or more, up to 1000000"),
+    (chat(logit_bias={"1": 1e30}), "logit-bias of token 1 is 1e+30: use -100 to 100"),
+    (chat(logit_bias={"-1": 1}), "logit_bias has the key '-1': use a token id"),
     (chat(max_tokens=0), "max-new-tokens is 0"),
     (chat(temperature=-1), "temperature is -1: use 0 (greedy) or more"),
     (chat(temperature=True), "temperature is True: use a number"),
@@ -145,6 +171,12 @@ def test_unsupported_rows_are_named_and_the_rest_runs(tmp_path, row, reason):
     assert prompt.id == "last"
     assert rejected.reason.startswith(f"line 1: {reason}")
     assert len(rejected.reason) <= 300
+
+
+def test_values_at_the_bounds_are_taken(tmp_path):
+    kept = {"max_tokens": 2**31 - 1, "top_k": 2**31 - 1, "seed": -(2**63), "temperature": 10**6}
+    (prompt,) = read(tmp_path, chat(**kept))
+    assert prompt.sampling == kept
 
 
 def test_every_field_of_the_sampling_has_a_reader():

@@ -56,6 +56,12 @@ def test_csv_gives_the_values_back_in_full() -> None:
     assert [row["mode"] for row in rows] == ["<a>", "<a>", "b, c", "b, c"]
 
 
+def test_no_text_in_csv_is_a_formula() -> None:
+    rows = tuple({**row, "mode": "=1+1", "ratio": -0.5} for row in TABLE.rows)
+    read = list(csv.DictReader(replace(TABLE, rows=rows).to_csv().splitlines()))
+    assert {(row["mode"], row["ratio"]) for row in read} == {("'=1+1", "-0.5")}
+
+
 def test_json_is_the_whole_table() -> None:
     document = json.loads(json.dumps(TABLE.to_json()))
     assert document["rows"] == [dict(row) for row in TABLE.rows]

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,10 +12,12 @@ from specgen.checkpoints.checkpoint import open_checkpoint
 from specgen.checkpoints.tensor_reader import Checkpoint
 from specgen.cli.main import app
 from specgen.config import MAX_LOGPROBS, SamplingParams
-from specgen.core.running_batch import Columns
+from specgen.core.running_batch import Columns, RunningBatch
+from specgen.core.sequence import Request
 from specgen.core.step import Steps
 from specgen.decoding.sampling import SamplingForm, most_demanding
 from specgen.device import choose_device
+from specgen.engine.build import build_engine
 from specgen.engine.memory import _largest_pass, num_pages
 from specgen.jobs.prompt_index import index_prompts
 from specgen.jobs.shard import WHOLE
@@ -38,13 +41,33 @@ def test_num_pages_is_bounded_by_what_the_batch_can_need(random_pair: Pair) -> N
     assert num_pages(config, random_pair.models) == 2 * longest // config.page_size
 
 
+def test_a_batch_has_no_more_rows_than_the_cache_has_pages(
+    random_pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = list[int]()
+
+    def of(*, max_rows: int, **others: Any) -> RunningBatch:
+        rows.append(max_rows)
+        return RunningBatch(max_rows=max_rows, **others)
+
+    monkeypatch.setattr("specgen.engine.assembly.RunningBatch", of)
+    config = config_of(random_pair, max_batch_size=200_000, kv_memory=1 << 20)
+    engine = build_engine(config, random_pair.models, lambda event: None)
+    assert rows == [num_pages(config, random_pair.models)]
+    assert rows[0] < 300
+    requests = (
+        Request(id=str(n), prompt_token_ids=(1, 2), sampling=SamplingParams(max_tokens=3)) for n in range(5)
+    )
+    assert len(list(engine.generate(requests))) == 5
+
+
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
         ("cpu", "device is 'cpu'"),
-        ("cpu:0", "device is 'cpu:0': use cpu, cuda or cuda:N"),
-        ("cuda:x", "device is 'cuda:x': use cpu, cuda or cuda:N"),
-        ("cuda:", "device is 'cuda:': use cpu, cuda or cuda:N"),
+        ("cpu:0", "device is 'cpu:0': use auto, cpu, cuda or cuda:N"),
+        ("cuda:x", "device is 'cuda:x': use auto, cpu, cuda or cuda:N"),
+        ("cuda:", "device is 'cuda:': use auto, cpu, cuda or cuda:N"),
         ("cuda:2", "device is 'cuda:2' and there are 2 GPUs: use cuda:0 to cuda:1"),
     ],
 )

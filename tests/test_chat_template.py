@@ -94,11 +94,13 @@ def test_names_that_the_template_does_not_use_are_refused(tmp_path: Path) -> Non
     assert bare.with_template_kwargs(TemplateKwargs()).encode_text("a") == bare.encode_text("a")
 
 
-def test_a_broken_template_is_refused_where_it_is_rendered(tmp_path: Path) -> None:
+def test_a_broken_template_is_refused_where_it_is_needed(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(str(write_byte_level(tmp_path, chat_template="{% if %}")))
-    broken = tokenizer.with_template_kwargs(TemplateKwargs.of({"a": 1}))
-    with pytest.raises(UserError, match="the chat template refuses these messages"):
-        broken.render_chat(USER)
+    assert tokenizer.encode_text("a")  # rows of raw text need none
+    with pytest.raises(UserError, match="the chat template cannot be compiled"):
+        tokenizer.with_template_kwargs(TemplateKwargs.of({"a": 1}))
+    with pytest.raises(UserError, match="the chat template cannot be compiled"):
+        tokenizer.render_chat(USER)
 
 
 @pytest.mark.parametrize(

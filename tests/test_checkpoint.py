@@ -99,6 +99,64 @@ def test_pickles_hold_the_same_target(tmp_path: Path, target_path: Path, zipped:
     assert torch.equal(_load(path).embedding, _load(target_path).embedding)
 
 
+def _beside_shards(path: Path, whole: dict[str, Tensor], *, pickled: bool) -> None:
+    """``whole`` as a single file beside the shards of a target, all pickles or none."""
+    write_target(path, num_layers=2, max_shard_size="40KB")
+    stem, suffix = ("pytorch_model", ".bin") if pickled else ("model", ".safetensors")
+    index = json.loads((path / "model.safetensors.index.json").read_text())
+    for file in path.glob("*.safetensors*"):
+        if pickled and file.suffix == ".safetensors":
+            torch.save(load_file(file), path / f"{file.stem}.bin")
+        if pickled:
+            file.unlink()
+    if pickled:
+        shards = {name: file.replace(".safetensors", ".bin") for name, file in index["weight_map"].items()}
+        (path / f"{stem}{suffix}.index.json").write_text(json.dumps({**index, "weight_map": shards}))
+    (torch.save if pickled else save_file)(whole, path / f"{stem}{suffix}")
+
+
+@pytest.mark.parametrize("pickled", [False, True], ids=["safetensors", "pickle"])
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        ({}, None),
+        ({"model.norm.weight": torch.full((64,), 0.5)}, "model.norm.weight"),
+        ({"model.norm.weight": torch.ones(64, dtype=torch.float16)}, "model.norm.weight"),
+        ({"model.norm.weight": torch.ones(65)}, "model.norm.weight"),
+        ({"extra.weight": torch.ones(3)}, "extra.weight"),
+        ({"lm_head.weight": None}, "lm_head.weight"),
+    ],
+)
+def test_two_models_in_one_directory_are_refused(
+    tmp_path: Path, changed: dict[str, Tensor | None], named: str | None, pickled: bool
+) -> None:
+    write_target(tmp_path / "one", num_layers=2)
+    tensors = load_file(tmp_path / "one" / "model.safetensors") | changed
+    path = tmp_path / "both"
+    _beside_shards(path, {name: x for name, x in tensors.items() if x is not None}, pickled=pickled)
+    if named is None:
+        assert torch.equal(_load(path).embedding, _load(tmp_path / "one").embedding)
+        return
+    with pytest.raises(
+        UserError, match=r"two models: .* differ in '" + named + "': remove the one that is stale"
+    ):
+        open_checkpoint(str(path))
+
+
+def test_an_index_of_the_single_file_is_one_model(tmp_path: Path) -> None:
+    write_target(tmp_path, num_layers=2)
+    names = open_checkpoint(str(tmp_path)).tensors
+    shards = {"weight_map": dict.fromkeys(names, "model.safetensors")}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(shards))
+    assert open_checkpoint(str(tmp_path)).tensors == names
+
+
+def test_a_pickle_beside_safetensors_is_not_read(tmp_path: Path) -> None:
+    write_target(tmp_path, num_layers=2)
+    torch.save({"model.norm.weight": torch.zeros(64)}, tmp_path / "pytorch_model.bin")
+    assert [file.name for file in open_checkpoint(str(tmp_path)).files] == ["model.safetensors"]
+
+
 class _Evil:
     def __reduce__(self) -> Any:
         return (Path.touch, (Path("evil"),))
@@ -136,7 +194,7 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "no-config": (lambda path: (path / "config.json").unlink(), "config.json cannot be read"),
     "config-not-json": (lambda path: (path / "config.json").write_text("{"), "not valid JSON"),
-    "config-not-object": (lambda path: (path / "config.json").write_text("[]"), "holds no JSON object"),
+    "config-not-object": (lambda path: (path / "config.json").write_text("[]"), "is not a JSON object"),
     "truncated": (_truncate, "cannot be read as safetensors"),
     "outside": (lambda path: _index(path, "../other/model.safetensors"), "files beside the index"),
     "absolute": (lambda path: _index(path, "/etc/passwd"), "files beside the index"),
@@ -364,16 +422,27 @@ UNSUPPORTED: dict[str, tuple[dict[str, Any], str]] = {
     "mlp-bias": ({"mlp_bias": True}, "has no tensor 'model.layers.0.mlp.gate_proj.bias'"),
     "longrope": ({"rope_parameters": {"rope_type": "longrope", "factor": 4.0}}, "rope type 'longrope'"),
     "yarn-incomplete": (
-        {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}},
-        "has no original_max_position_embeddings",
+        {"rope_parameters": {"rope_type": "yarn"}},
+        "has no factor",
     ),
     "yarn-bounds": (
         {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "beta_slow": 40}, "rope_parameters": None},
         "beta_slow is 40.0 and beta_fast 32.0",
     ),
-    "old-linear": (
-        {"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2.0}},
-        "rope type 'linear'",
+    "old-dynamic": (
+        {"rope_parameters": None, "rope_scaling": {"type": "dynamic", "factor": 2.0}},
+        "rope type 'dynamic'",
+    ),
+    "linear-incomplete": ({"rope_scaling": {"type": "linear"}}, "has no factor"),
+    "scaling-beside-parameters": (
+        {"rope_scaling": {"type": "longrope", "factor": 2.0}},
+        "rope type 'longrope' is not supported: use a checkpoint whose .* 'default' or 'linear'",
+    ),
+    "theta-null": ({"rope_theta": None, "rope_parameters": {"rope_type": "default"}}, "has no rope_theta"),
+    "rope-type-null": ({"rope_scaling": {"rope_type": None, "type": "yarn"}}, "rope type None"),
+    "lost-theta": (
+        {"rope_parameters": {"rope_theta": 1e6}, "rope_scaling": {"type": "linear", "factor": 2.0}},
+        "so 1000000.0 there would become 10000.0: write rope_theta into rope_scaling",
     ),
     "rope-by-layer": ({"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "rope type 'by layer'"),
     "partial-rope": ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
@@ -382,7 +451,19 @@ UNSUPPORTED: dict[str, tuple[dict[str, Any], str]] = {
         "has no low_freq_factor",
     ),
     "sliding-window": ({"sliding_window": 4096}, "sliding_window is 4096 and in use"),
-    "sliding-layers": ({"layer_types": ["sliding_attention"]}, "needs full attention in all layers"),
+    "window-said-unused": (
+        {"sliding_window": 4096, "use_sliding_window": False},  # transformers' cache forgets all the same
+        "sliding_window is 4096 and in use",
+    ),
+    "sliding-layers": (
+        {"layer_types": ["sliding_attention"] * 12},
+        "layer_types has 'sliding_attention': a target of this family needs full attention in all layers",
+    ),
+    "chunked-layers": ({"layer_types": ["chunked_attention"] * 12}, "layer_types has 'chunked_attention'"),
+    "kinds-of-one-layer": (
+        {"layer_types": ["full_attention"]},
+        "layer_types names 1 layers, num_hidden_layers 12",
+    ),
     "quantized": ({"quantization_config": {"quant_method": "awq"}}, "quant_method is 'awq'"),
     "activation": ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
     "no-layers": ({"num_hidden_layers": None}, "no num_hidden_layers"),
@@ -408,7 +489,7 @@ def test_an_unused_window_is_accepted(tmp_path: Path, target_path: Path) -> None
             tmp_path,
             sliding_window=4096,
             use_sliding_window=False,
-            layer_types=["full_attention"],
+            layer_types=["full_attention"] * 12,
         )
     )
 
@@ -430,12 +511,12 @@ def test_missing_and_unexpected_target_tensors_are_refused(tmp_path: Path, targe
     with pytest.raises(UserError, match=r"has no tensor 'model.layers.3.mlp.up_proj.weight'"):
         _load(missing)
     unknown = _change(_copy(target_path, tmp_path / "b"), model__layers__0__self_attn__sinks=torch.ones(4))
-    with pytest.raises(UserError, match=r"1 unknown tensors, such as 'model.layers.0.self_attn.sinks"):
+    with pytest.raises(UserError, match=r"an unknown tensor, 'model.layers.0.self_attn.sinks"):
         _load(unknown)
     bias = _change(
         _copy(target_path, tmp_path / "c"), model__layers__0__self_attn__q_proj__bias=torch.ones(4)
     )
-    with pytest.raises(UserError, match="unknown tensors"):
+    with pytest.raises(UserError, match="unknown tensor"):
         _load(bias)
     fewer = _copy(target_path, tmp_path / "d", num_hidden_layers=11)
     with pytest.raises(UserError, match=r"9 unknown tensors, such as 'model.layers.11"):
@@ -448,6 +529,38 @@ def test_missing_and_unexpected_target_tensors_are_refused(tmp_path: Path, targe
     )
     with pytest.raises(UserError, match="quantized weights are not supported"):
         _load(quantized)
+
+
+@pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
+def test_an_eos_token_that_the_model_has_not_is_refused(tmp_path: Path, target_path: Path, file: str) -> None:
+    path = _copy(target_path, tmp_path)
+    (path / "generation_config.json").unlink(missing_ok=True)
+
+    def eos(value: object) -> str | None:
+        known = json.loads((path / file).read_text()) if file == "config.json" else {}
+        (path / file).write_text(json.dumps({**known, "eos_token_id": value}))
+        try:
+            target_config(open_checkpoint(str(path)))
+        except UserError as error:
+            return str(error)
+        return None
+
+    for value in (None, [], 63, [2, 64]):
+        assert eos(value) is None
+    for value in (64, [999999, 64]):
+        reason = eos(value)
+        assert reason is not None
+        assert "outside of the vocabulary of 64, so that no text would end" in reason
+        assert reason.endswith(f"correct it in {file}")
+
+
+def test_a_target_named_as_the_head_is_told_by_its_path(target_path: Path) -> None:
+    with pytest.raises(UserError) as caught:
+        drafter_config(open_checkpoint(str(target_path)), None)
+    assert str(caught.value).startswith(
+        f"{target_path} is not a draft head (no midlayer.hidden_norm.weight or "
+    )
+    assert str(caught.value).endswith("): name one with --drafter, or use --drafter ngram")
 
 
 def test_harmless_tensors_are_ignored(tmp_path: Path, target_path: Path) -> None:
@@ -558,7 +671,7 @@ MISFITS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "unknown-tensor": (
         {"changed": {"midlayer.gate.weight": torch.ones(1)}},
-        "unknown tensors, such as 'midlayer.gate",
+        "unknown tensors?,( such as)? 'midlayer.gate",
     ),
     "missing-tensor": (
         {"changed": {"midlayer.mlp.up_proj.weight": None}},
@@ -571,7 +684,7 @@ MISFITS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "norm-without-flag": (
         {"changed": {"input_norm.weight": torch.ones(96)}},
-        "unknown tensors, such as 'input_norm",
+        "unknown tensors?,( such as)? 'input_norm",
     ),
     "flag-without-norm": ({"changed_config": {"norm_before_fc": True}}, "has no tensor 'input_norm.weight'"),
     "both-norms": ({"norm_before_fc": True, "fc_norm": True}, "norm_before_fc and fc_norm are both true"),

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from specgen.config import UserError
+from specgen.config import SamplingParams, UserError
 from specgen.display import p_value, plain
 from specgen.evaluation import compare as comparing
 from specgen.evaluation.comparison_tables import of_comparison, page
@@ -33,7 +33,11 @@ def sample(doc_id, score, text="a b", token_ids=(1, 2), metric=STRICT, task="sum
         metric=metric,
         score=score,
         text=text,
-        generated=Generated(prompt_token_ids=(7, 8), token_ids=token_ids, greedy=greedy),
+        generated=Generated(
+            prompt_token_ids=(7, 8),
+            token_ids=token_ids,
+            sampling=SamplingParams(temperature=0.0 if greedy else 1.0),
+        ),
         question=f"question {doc_id}?",
     )
 
@@ -214,6 +218,10 @@ def test_after_the_first_rejection_fewer_tests_share_the_level():
         ([arm("a", []), arm("b", [])], "nothing to compare"),
         ([arm("a", [1, 0]), arm("b", [1, 0])], "too few or too similar"),
         ([arm("a", [0.5]), arm("b", [0.25])], "too few samples for a test"),
+        (
+            [arm("a", [0.5, 0.6]), arm("b", [0.4, 0.5])],
+            "no difference in accuracy from a (too few samples for a test, or all differ alike, 2 of 2 texts identical",
+        ),
     ],
 )
 def test_data_that_show_nothing_say_so(arms, expected):

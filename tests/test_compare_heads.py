@@ -24,18 +24,21 @@ from specgen.comparing.finished_runs import read_runs
 from specgen.comparing.head_figures import Comparison, compare_runs
 from specgen.comparing.heads_job import DataSource, HeadsJob, HeadsRun
 from specgen.comparing.heads_page import page
+from specgen.comparing.heads_tables import mean_length
 from specgen.comparing.moved_texts import moved_texts
 from specgen.comparing.paper_table import exported
 from specgen.comparing.short_names import NO_HEADS, as_directory, short_names
 from specgen.comparing.speed_rounds import PLAIN, RoundFile, Speeds
 from specgen.comparing.verdicts import leads, verdicts
 from specgen.config import EngineConfig, SamplingParams, UserError
-from specgen.events import Event, Finished, Submitted, Verified, read
+from specgen.engine.warm_engine import Run, WarmEngine
+from specgen.events import Event, Finished, Submitted, Verified, read, turn_id
 from specgen.jobs import run as run_module
+from specgen.report.acceptance import fold_request
 from specgen.report.paired_requests import shared_requests
 from specgen.report.report import fold
 from specgen.rundir.interrupt import StoppedError
-from specgen.text.tokenizer import load_tokenizer
+from specgen.text.tokenizer import Tokenizer, load_tokenizer
 from tests.jobs import Silent
 
 pytestmark = pytest.mark.xdist_group("compare_heads")  # one comparison for all
@@ -86,8 +89,28 @@ def rows(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def counts(row: dict[str, Any]) -> tuple[int, int]:
+    """Accepted drafts and steps, those without drafts too."""
     steps = row["metrics"]["per_step_accepted"]
-    return sum(steps), len(steps)
+    return sum(steps), len(steps) + row["metrics"]["num_steps_without_drafts"]
+
+
+def conversations(found: dict[str, dict[str, Any]]) -> list[tuple[int, int]]:
+    """The same of each conversation."""
+    sums: dict[str, np.ndarray[Any, Any]] = {}
+    for name, row in found.items():
+        unit = name.partition("/turn-")[0]
+        sums[unit] = sums.get(unit, np.zeros(2, dtype=int)) + counts(row)
+    return [(int(hits), int(trials)) for hits, trials in sums.values()]
+
+
+def interval_by_scipy(units: list[tuple[int, int]]) -> tuple[float, float, float, int]:
+    """The length with its interval's half, and the variance and degrees of freedom that it is made of."""
+    from scipy import stats
+
+    h, t = np.array(units).T
+    n, rate = len(units), h.sum() / t.sum()
+    variance = n / (n - 1) * np.sum((h - rate * t) ** 2) / t.sum() ** 2
+    return 1 + rate, stats.t.ppf(0.975, n - 1) * np.sqrt(variance), variance, n - 1
 
 
 # --- figures --------------------------------------------------------------------------------------
@@ -102,15 +125,35 @@ def test_figures_are_those_of_the_rows(compared: tuple[Path, list[str], str]) ->
         (data, head) for data in ("bundled", "gsm8k") for head in ("drafter", "drafter-two-layers", "ngram:3")
     }
     for run in found["runs"]:
-        hits, trials = np.sum([counts(row) for row in rows(Path(run["directory"])).values()], axis=0)
-        assert run["report"]["mean_acceptance_length"] == pytest.approx(1 + hits / trials)
+        of_run = rows(Path(run["directory"]))
+        units = conversations(of_run)
+        assert (
+            len(units) == 5 < len(of_run) + (run["data"] == "gsm8k")
+        )  # bundled conversations have two turns
+        length, half, *_ = interval_by_scipy(units)
+        assert run["length_over_all_steps"] == pytest.approx(length)
+        low, high = max(1, length - half), min(K + 1, length + half)
+        assert run["length_over_all_steps_ci95"] == pytest.approx([low, high])
+        recorded = [
+            each for each in read(Path(run["directory"]) / "events.jsonl") if isinstance(each, Verified)
+        ]
+        assert length == 1 + sum(each.accepted for each in recorded) / len(recorded)
+        whole = all(each.drafts for each in recorded)
+        assert whole == (run["head"] != "ngram:3")
+        assert whole == (run["report"]["mean_acceptance_length"] == pytest.approx(length))
     raw = []
     for pair in found["pairs"]:
         ours, first = (
             rows(path / pair["data"] / head.replace(":", "-")) for head in (pair["head"], pair["against"])
         )
-        both = [each for each in ours if counts(ours[each])[1] and counts(first[each])[1]]
-        h, t, oh, ot = np.array([(*counts(ours[each]), *counts(first[each])) for each in both]).T
+        assert all(ours[each]["prompt"] == first[each]["prompt"] for each in ours)
+        both = [
+            (*a, *b)
+            for a, b in zip(
+                conversations(ours), conversations({each: first[each] for each in ours}), strict=True
+            )
+        ]
+        h, t, oh, ot = np.array(both).T
         parts = (h - h.sum() / t.sum() * t) / t.sum() - (oh - oh.sum() / ot.sum() * ot) / ot.sum()
         error = np.sqrt(len(both) / (len(both) - 1) * np.sum(parts**2))
         length = pair["figures"][0]
@@ -124,6 +167,56 @@ def test_figures_are_those_of_the_rows(compared: tuple[Path, list[str], str]) ->
 
     lengths = [pair["figures"][0]["p_holm"] for pair in found["pairs"]]
     assert lengths == pytest.approx(multipletests(raw, method="holm")[1])
+
+
+def test_the_mean_of_data_sets_has_an_interval(tmp_path: Path) -> None:
+    from scipy import stats
+
+    runs = [
+        a_run(tmp_path / f"{head}-{data}", head, simulated(share, seed, num), data)
+        for seed, (data, head, share, num) in enumerate(
+            [("one", "a", 0.4, 12), ("one", "b", 0.7, 12), ("two", "a", 0.3, 30), ("two", "b", 0.4, 30)]
+        )
+    ]
+    found = compare_runs(read_runs(runs), Speeds())
+    units = [
+        [(sum(each), len(each)) for each in requests]
+        for requests in (simulated(0.4, 0, 12), simulated(0.3, 2, 30))
+    ]
+    (one, _, v, f), (two, _, w, g) = map(interval_by_scipy, units)
+    freedom = (v + w) ** 2 / (v**2 / f + w**2 / g)
+    mean, half = (one + two) / 2, stats.t.ppf(0.975, freedom) * np.sqrt(v + w) / 2
+    length = mean_length(found, "a")
+    assert length is not None
+    assert length.value == pytest.approx(mean)
+    assert length.interval == pytest.approx((mean - half, mean + half))
+    shown = f"{mean:.2f}  [{mean - half:.2f}, {mean + half:.2f}]"
+    assert shown in next(line for line in call(*runs).splitlines() if line.startswith("mean "))
+    for name in ("md", "latex"):
+        assert f"[{mean - half:.2f}, {mean + half:.2f}]" in exported(found, name)
+
+
+def test_turns_of_a_conversation_are_one_unit(tmp_path: Path) -> None:
+    """Equal turns are no second request: intervals and p are those of the conversations alone."""
+    low, high = simulated(0.4, 1), simulated(0.5, 2)
+    alone = comparison(tmp_path / "alone", a=low, b=high)
+    paths = [a_run(tmp_path / head, head, requests, turns=2) for head, requests in (("a", low), ("b", high))]
+    twice = compare_runs(read_runs(paths), Speeds())
+    for head in "ab":
+        ours, same = twice.length("mine", head), alone.length("mine", head)
+        assert ours is not None
+        assert same is not None
+        assert (ours.value, ours.interval) == (pytest.approx(same.value), pytest.approx(same.interval))
+        (reported, other) = (
+            found.runs.of("mine", head).report["mean_acceptance_length_ci95"] for found in (twice, alone)
+        )
+        assert reported == pytest.approx(other)
+        assert reported == pytest.approx(ours.interval)
+    (pair,), (other,) = twice.pairs, alone.pairs
+    assert len(pair.requests) == 2 * len(other.requests)
+    assert pair.length.paired.p == pytest.approx(other.length.paired.p)
+    assert pair.length.paired.interval == pytest.approx(other.length.paired.interval)
+    assert [each.p for each in pair.positions] == pytest.approx([each.p for each in other.positions])
 
 
 def test_it_is_printed_again_from_directories(compared: tuple[Path, list[str], str]) -> None:
@@ -221,23 +314,46 @@ def test_two_runs_have_the_same_p_in_report(tmp_path: Path) -> None:
 
 
 def a_run(
-    path: Path, head: str, requests: Sequence[Sequence[int]], data: str = "mine", groups: int = 2
+    path: Path,
+    head: str,
+    requests: Sequence[Sequence[int | None]],
+    data: str = "mine",
+    groups: int = 2,
+    turns: int = 1,
+    group: str = "group",
 ) -> Path:
-    """The directory of a run of ``head`` whose steps accepted so many drafts."""
+    """The directory of a run of ``head`` whose steps accepted so many drafts, or had none; every turn has them."""
     path.mkdir(parents=True)
     events: list[Event] = []
     with (path / "completions.jsonl").open("w") as file:
-        for number, accepted in enumerate(requests):
-            name, category = f"<{number}>", f"group {number % groups}"
-            events.append(Submitted(sequence=name, time=0, num_prompt_tokens=1, category=category))
+        for at, (number, accepted) in enumerate(list(enumerate(requests)) * turns):
+            turn, category = at // len(requests) + 1, f"{group} {number % groups}"
+            name = turn_id(f"<{number}>", turn)
+            events.append(
+                Submitted(
+                    sequence=name,
+                    time=0,
+                    num_prompt_tokens=1,
+                    category=category,
+                    turn=turn,
+                    num_turns=turns,
+                )
+            )
             events += [
-                Verified(sequence=name, time=1, drafts=(1,) * K, accepted=each, emitted=each + 1)
+                Verified(
+                    sequence=name,
+                    time=1,
+                    drafts=() if each is None else (1,) * K,
+                    accepted=each or 0,
+                    emitted=1 + (each or 0),
+                )
                 for each in accepted
             ]
             events.append(Finished(sequence=name, time=2, reason="stop", num_output_tokens=9))
-            histogram = [list(accepted).count(j) for j in range(K + 1)]
-            metrics = {"acceptance_histogram": histogram, "num_draft_tokens": K * len(accepted)}
-            row = {"id": name, "prompt": name, "token_ids": [1], "category": category, "metrics": metrics}
+            steps = [each for each in events if isinstance(each, Verified) and each.sequence == name]
+            metrics = fold_request(steps, K).to_json()
+            row = {"id": name, "prompt": name, "token_ids": [1], "turn": turn, "category": category}
+            row["metrics"] = metrics
             file.write(json.dumps(row) + "\n")
     (path / "report.json").write_text(json.dumps(fold(events, num_spec_tokens=K).to_json()))
     manifest = {
@@ -263,7 +379,7 @@ def simulated(share: float, seed: int, num: int = 30) -> list[list[int]]:
     return [list(map(int, rng.binomial(K, share + each, 12))) for each in easy]
 
 
-def test_a_sentence_says_who_leads_or_that_the_data_cannot_tell(tmp_path: Path) -> None:
+def test_a_sentence_says_who_leads_or_that_there_is_no_significant_difference(tmp_path: Path) -> None:
     found = comparison(tmp_path, a=simulated(0.4, 1), b=simulated(0.65, 2), c=simulated(0.4, 3))
     (sentence,) = verdicts(found)
     number = r"\d\.\d\d \[0\.\d\d, \d\.\d\d\] \(p < 0\.001\)"
@@ -273,20 +389,45 @@ def test_a_sentence_says_who_leads_or_that_the_data_cannot_tell(tmp_path: Path) 
     assert pair.length is not None
     (sentence,) = verdicts(compare_runs(read_runs([tmp_path / "a", tmp_path / "c"]), Speeds()))
     leader, other = ("a", "c") if pair.length.paired.difference < 0 else ("c", "a")
-    assert sentence.startswith(f"mine: the data cannot tell {leader} from {other}, 0.")
+    assert sentence.startswith(f"mine: no significant difference between {leader} and {other}, 0.")
 
 
-def test_a_head_that_drafts_in_some_steps_does_not_lead(tmp_path: Path) -> None:
-    paths = [a_run(tmp_path / head, head, simulated(share, 1)) for head, share in (("a", 0.4), ("b", 0.7))]
-    assert leads(compare_runs(read_runs(paths), Speeds()), "mine")
-    report = json.loads((paths[1] / "report.json").read_text())
-    report["num_steps_without_drafts"] = report["num_drafts"] * 3
-    (paths[1] / "report.json").write_text(json.dumps(report))
+def test_a_head_that_drafts_in_some_steps_is_judged_by_all(tmp_path: Path) -> None:
+    """Its drafts are accepted more often, but it seldom has one: most steps give one token."""
+    often = simulated(0.4, 1)
+    seldom = [[each, *[None] * 3] for request in simulated(0.7, 2) for each in [request[0]]]
+    paths = [a_run(tmp_path / "a", "a", often), a_run(tmp_path / "b", "b", seldom)]
+    reports = [json.loads((path / "report.json").read_text()) for path in paths]
+    assert reports[0]["mean_acceptance_length"] < reports[1]["mean_acceptance_length"]
     found = compare_runs(read_runs(paths), Speeds())
-    assert not leads(found, "mine")
+    a, b = found.length("mine", "a"), found.length("mine", "b")
+    assert a is not None
+    assert b is not None
+    assert a.value == reports[0]["mean_acceptance_length"]
+    assert b.value == pytest.approx(1 + reports[1]["num_accepted_tokens"] / (4 * 30))
+    assert leads(found, "mine")
     (sentence,) = verdicts(found)
-    assert sentence.endswith("; b is judged by its steps with drafts, 25.0 % of all.")
-    assert "**" not in exported(found, "md")
+    assert sentence.startswith(f"mine: a leads b by {a.value - b.value:.2f} [")
+    (pair,) = found.pairs
+    assert pair.length is not None
+    assert (pair.length.first, pair.length.ours) == (a.value, b.value)
+    assert f"b & {b.value:.2f} " in exported(found, "latex")
+    assert "b on mine: 90 of 120 steps had no drafts and gave one token each." in call(*paths).replace(
+        "\n  ", " "
+    )
+
+
+def test_rows_that_do_not_count_steps_without_drafts_are_refused(tmp_path: Path) -> None:
+    path = a_run(tmp_path / "a", "a", [[1, 2], [3]])
+    old = [json.loads(line) for line in (path / "completions.jsonl").open()]
+    for row in old:
+        del row["metrics"]["num_steps_without_drafts"]
+    write = (path / "completions.jsonl").write_text
+    write("".join(json.dumps(row | {"token_ids": [1] * 5}) + "\n" for row in old))
+    assert "4.00" in call(path) or "3.00" in call(path)
+    write("".join(json.dumps(row | {"token_ids": [1] * 7}) + "\n" for row in old))
+    with pytest.raises(UserError, match=r"line 1 .*steps without drafts that its version did not count"):
+        call(path)
 
 
 def test_several_data_sets_have_a_sentence_of_their_own(tmp_path: Path) -> None:
@@ -297,19 +438,22 @@ def test_several_data_sets_have_a_sentence_of_their_own(tmp_path: Path) -> None:
         )
     ]
     first, *others = verdicts(compare_runs(read_runs(runs), Speeds()))
-    assert first == "In short: b leads on one; the data cannot tell who leads on two."
+    assert first == "In short: b leads on one; no significant difference on two."
     assert [each.partition(":")[0] for each in others] == ["one", "two"]
 
 
 def test_equal_heads_and_single_requests_have_no_interval(tmp_path: Path) -> None:
     same = simulated(0.5, 1)
     (sentence,) = verdicts(comparison(tmp_path / "same", a=same, b=same))
-    assert sentence == "mine: the data cannot tell a from b, every request has the same acceptance."
+    assert (
+        sentence
+        == "mine: no significant difference between a and b, every conversation has the same acceptance."
+    )
     (sentence,) = verdicts(comparison(tmp_path / "alike", a=[[0]] * 9, b=[[2]] * 9))
-    alike = "2.00 in every request, so without an interval"
-    assert sentence == f"mine: the data cannot tell b from a, {alike}."
+    alike = "2.00 in every conversation, so without an interval"
+    assert sentence == f"mine: no significant difference between b and a, {alike}."
     (sentence,) = verdicts(comparison(tmp_path / "one", a=[[3]], b=[[0]]))
-    assert sentence == "mine: the data cannot tell a from b, one request is too few."
+    assert sentence == "mine: no significant difference between a and b, one conversation is too few."
     assert list(verdicts(comparison(tmp_path / "alone", a=same))) == []
 
 
@@ -411,7 +555,7 @@ def test_options_that_make_no_sense_are_refused(tmp_path: Path) -> None:
         ("--dataset", "-"): "can be read only once",
         ("--num-spec-tokens", "0"): "nothing to compare",
         ("--num-spec-tokens", "auto"): "every head would draft another number",
-        ("--drafter", target): f"^{target}: .*not an EAGLE3 head",
+        ("--drafter", target): f"^{target} is not a draft head .*not an EAGLE3 head",
         ("--model", str(tmp_path)): "has no drafter to compare",
         (str(tmp_path), "--drafter", "ngram"): "^drafter, output are given with directories",
         ("--export", "md", "--json"): "choose one",
@@ -443,6 +587,53 @@ def test_rounds_of_other_conditions_and_torn_lines_do_not_count(tmp_path: Path) 
     assert file.speeds().rounds == {"mine": [{"a": 2.0}]}
     file.add("mine", {"a": 3.0})
     assert file.speeds().rounds == {"mine": [{"a": 2.0}, {"a": 3.0}]}
+
+
+def test_every_arm_is_warm_and_has_the_same_requests_tokenized_before_and_another_begins_in_every_round(
+    compared: tuple[Path, list[str], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs: list[tuple[str, list[tuple[int, ...]]]] = []
+    running: list[str] = []
+
+    class Watched(WarmEngine):
+        def run(self, *asked: Any) -> Run:
+            running.append("a run")
+            found = super().run(*asked)
+            running.clear()
+            requests = [request.prompt_token_ids for request in self._requests]
+            runs.append(
+                (Path(str(self._config.drafter)).name if self._config.draft_length.most else PLAIN, requests)
+            )
+            return found
+
+    def idle(self: Tokenizer, text: str) -> list[int]:
+        assert not running, "nothing is tokenized while a run is timed"
+        return encode(self, text)
+
+    encode = Tokenizer.encode_rendered
+    monkeypatch.setattr(Tokenizer, "encode_rendered", idle)
+    monkeypatch.setattr("specgen.comparing.interleaved.WarmEngine", Watched)
+    bundled = replace(
+        a_job(compared[0]), data=(DataSource(dataset="bundled"),), num_prompts=2, drafters=heads()[:2]
+    )
+    at_work(bundled, tmp_path, Stop(1 << 30))
+    at_work(replace(bundled, repeats=3), tmp_path, Stop(1 << 30))  # goes on with the third
+    arms = [PLAIN, "drafter", "drafter-two-layers"]
+    assert (
+        [name for name, _ in runs]
+        == [
+            *arms,  # warm-ups
+            *arms,
+            *(arms[1:] + arms[:1]),
+            *arms,
+            *(arms[2:] + arms[:2]),
+        ]
+    )
+    done = rows(tmp_path / "bundled" / "drafter")
+    tokenizer = load_tokenizer(str(data_directory() / "demo" / "target"))
+    asked = sorted(tuple(encode(tokenizer, row["prompt"])) for row in done.values())
+    assert len(asked) == 4
+    assert [sorted(requests) for _, requests in runs] == [asked] * len(runs)
 
 
 # --- going on -------------------------------------------------------------------------------------
@@ -534,7 +725,7 @@ def test_other_settings_do_not_go_into_the_same_runs(
     shutil.copytree(compared[0], tmp_path / "out")
     command = [*compared[1][:-1], str(tmp_path / "out")]
     command[command.index("16")] = "17"
-    with pytest.raises(UserError, match=r"differs in sampling.max_tokens \(16, now 17\)"):
+    with pytest.raises(UserError, match=r"differs in --max-new-tokens 16 -> 17"):
         call(*command)
 
 
@@ -549,7 +740,8 @@ def test_csv_has_a_line_for_every_run_and_category(compared: tuple[Path, list[st
     assert len(named) == len(found["runs"])
     for run in found["runs"]:
         line = named[run["data"], run["head"]]
-        assert float(line["mean_acceptance_length"]) == run["report"]["mean_acceptance_length"]
+        assert float(line["length_over_all_steps"]) == run["length_over_all_steps"]
+        assert int(line["num_steps_without_drafts"]) == run["report"]["num_steps_without_drafts"]
         assert float(line["acceptance_2"]) == run["report"]["acceptance"][2]["rate"]
         rounds = found["speeds"][run["data"]]
         assert float(line["times_plain_low"]) == min(each[run["head"]] / each[PLAIN] for each in rounds)
@@ -559,6 +751,18 @@ def test_csv_has_a_line_for_every_run_and_category(compared: tuple[Path, list[st
         if pair["against"] == "drafter":
             line = named[pair["data"], pair["head"]]
             assert float(line["p_holm"]) == pair["figures"][0]["p_holm"]
+
+
+def test_no_name_in_a_csv_is_a_formula(tmp_path: Path) -> None:
+    runs = [
+        a_run(tmp_path / str(n), head, simulated(0.6 - 0.2 * n, n), group="@group")
+        for n, head in enumerate(["=1+1", "-b"])
+    ]
+    lines = list(csv.DictReader(io.StringIO(call(*runs, "--export", "csv"))))
+    assert {line["head"] for line in lines} == {"'=1+1", "'-b"}
+    assert {line["category"] for line in lines} == {"", "'@group 0", "'@group 1"}
+    assert any(float(line["difference"] or 0) < 0 for line in lines), "numbers are numbers"
+    assert "against" in lines[0]
 
 
 def test_markdown_rows_have_the_same_cells(compared: tuple[Path, list[str], str]) -> None:
@@ -578,6 +782,10 @@ def test_latex_is_balanced(tmp_path: Path) -> None:
         if line.endswith(r"\\"):
             assert line.count("&") == 1
     assert r"a\_100 & " in text
+    caption = text.partition(r"\caption{$\tau$: Mean acceptance length over all steps")[2].partition("\n")[0]
+    assert "model target" in caption
+    assert "p \\textless{} 0.05" in caption
+    assert [line for line in text.splitlines() if line.startswith("%")] == ["% needs the package booktabs"]
     best = found.runs.of("mine", "b")
     assert best is not None
     assert rf"b & \textbf{{{best.report['mean_acceptance_length']:.2f}}} {{\scriptsize [" in text

@@ -156,7 +156,8 @@ def test_engines_share_weights(engine: Engine) -> None:
 
 def test_public_names_are_imported_lazily() -> None:
     assert {getattr(specgen, name).__name__ for name in specgen.__all__} == set(specgen.__all__)
-    with pytest.raises(AttributeError, match="no attribute 'engin'"):
+    assert set(dir(specgen)) == {*specgen.__all__, "__version__"}
+    with pytest.raises(AttributeError, match=r"no attribute 'engin' \(did you mean Engine\?\)$"):
         specgen.engin  # noqa: B018
     code = "import sys, specgen; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)

@@ -25,6 +25,7 @@ from specgen.prompts import Prompt
 from specgen.prompts.load import PromptSet
 from specgen.rundir.atomic import naming, open_output, sync, writable, write_text
 from specgen.rundir.results import RunDirectory, directory
+from specgen.text.tokenizer import Tokenizer
 from tests.forked import Ended, generate_with_pair, run_cli, write_pair
 
 BUG = f"specgen: this is a bug in specgen {__version__}: report it with the traceback above, the command, "
@@ -95,7 +96,7 @@ def test_a_bug_in_asking_a_prompt_is_not_a_failed_request(
 
 
 def test_a_bug_in_reading_a_row_is_not_a_rejected_row(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prompts.load, "id_of", misfit)
+    monkeypatch.setattr(prompts.load, "own_id", misfit)
     check_bug(generate_with_pair(path), "zip()")
 
 
@@ -197,7 +198,9 @@ def test_a_parent_of_an_output_that_cannot_be_created(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     output = tmp_path / "file" / "new" / "run"
     with (
-        pytest.raises(UserError, match=r"run' cannot be written \(Not a directory\): what is done is kept"),
+        pytest.raises(
+            UserError, match=r"run' cannot be written \(Not a directory\): give the right to write there"
+        ),
         directory(output, "manifest.json"),
     ):
         pass
@@ -235,7 +238,7 @@ def test_an_audit_that_cannot_be_written_is_one_line(path: Path, monkeypatch: py
     ("text", "words"),
     [
         ("{", "is not valid JSON"),
-        ("[]", "holds no JSON object"),
+        ("[]", "is not a JSON object"),
         ("\xff", "is not valid JSON"),
         (None, "cannot be read"),
     ],
@@ -261,10 +264,15 @@ def test_an_invalid_manifest_is_one_line(path: Path) -> None:
     assert "manifest.json is not valid JSON" in ended.err.splitlines()[-1]
 
 
-def test_an_empty_prompt_fails_alone(pair: Path) -> None:
+def test_an_empty_prompt_fails_alone(pair: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with a tokenizer that begins no text with a token of its own."""
+    encode_text = Tokenizer.encode_text
+    monkeypatch.setattr(Tokenizer, "encode_text", lambda own, text: text and encode_text(own, text))
     files = {"model": str(pair / "target"), "drafter": str(pair / "head")}
     engine = Engine(EngineConfig(**files, num_spec_tokens=2, device="cpu"))
-    outputs = {each.id: each for each in engine.generate([Prompt(id="a"), Prompt(id="b", text="Tom")])}
+    outputs = {
+        each.id: each for each in engine.generate([Prompt(id="a", text=""), Prompt(id="b", text="Tom")])
+    }
     assert "makes no token of the prompt" in str(outputs["a"].error)
     assert outputs["b"].error is None
 

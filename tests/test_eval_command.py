@@ -84,7 +84,7 @@ def test_three_arms_answer_alike_and_leave_their_numbers(study: tuple[Path, str]
     assert [each["num_identical"] for each in comparison["against"]] == [6, 6]
     page = (path / "report.html").read_text()
     assert "<dt>arms</dt> <dd>padded · non-padded · baseline</dd>" in page
-    assert "<h1>target on word_problems</h1>" in page
+    assert "<h1>demo/target on word_problems</h1>" in page
     for arm, k in (("padded", 2), ("non-padded", 2), ("baseline", 0)):
         files = path / arm
         said = json.loads((files / "manifest.json").read_text())["settings"]
@@ -242,8 +242,12 @@ def test_what_cannot_run_is_refused(arguments: tuple[object, ...], reason: str) 
 
 
 def cut_after(number: int, path: Path) -> None:
-    """Truncate an arm's files as a kill in the middle of a line does."""
-    rows = (path / "completions.jsonl").read_text().splitlines(keepends=True)
+    """Truncate an arm's files as a kill in the middle of a line does, while rows are in the order of their ends."""
+    recorded = [from_line(line) for line in (path / "events.jsonl").read_text().splitlines()]
+    ended = [event.sequence for event in recorded if isinstance(event, Finished)]
+    lines = (path / "completions.jsonl").read_text().splitlines(keepends=True)
+    rows = sorted(lines, key=lambda line: ended.index(json.loads(line)["id"]))
+    assert rows != lines, "they ended in another order than they were asked in"
     (path / "completions.jsonl").write_text("".join([*rows[:number], rows[number][:-9]]))
     (path / "report.json").unlink()
 
@@ -269,14 +273,21 @@ def test_a_killed_evaluation_resumes(study: tuple[Path, str], tmp_path: Path) ->
             del ours[timed], theirs[timed]
         assert ours == theirs
         rows = [
-            sorted(map(without_time, RowFile(path / arm / "completions.jsonl").values()), key=str)
+            list(map(without_time, RowFile(path / arm / "completions.jsonl").values()))
             for path in (killed, whole)
         ]
         assert rows[0] == rows[1]
+        logged = json.loads((whole / arm / "samples_word_problems.json").read_text())
+        texts = {each["doc_id"]: each["resps"][0][0] for each in logged}  # under every metric
+        assert [row["text"] for row in rows[0]] == [texts[doc_id] for doc_id in sorted(texts)]
+        pages = [(path / arm / "report.html").read_text() for path in (killed, whole)]
+        assert len({tuple(re.findall(r"word_problems \d+", page)) for page in pages}) == 1
     events = [from_line(line) for line in (killed / "padded" / "events.jsonl").read_text().splitlines()]
     assert sum(isinstance(event, Resumed) for event in events) == 1
-    first = [row["id"] for row in RowFile(killed / "padded" / "completions.jsonl").values()][:2]
-    after = events[[isinstance(event, Resumed) for event in events].index(True) :]
+    resumed = [isinstance(event, Resumed) for event in events].index(True)
+    first = [event.sequence for event in events[:resumed] if isinstance(event, Finished)]
+    assert len(first) == 2
+    after = events[resumed:]
     assert not {event.sequence for event in after if isinstance(event, Submitted)} & set(first)
 
 
@@ -307,11 +318,11 @@ def test_a_signal_ends_it_in_one_line_and_what_is_answered_is_kept(
 
 def test_only_the_same_evaluation_resumes(study: tuple[Path, str], tmp_path: Path) -> None:
     path = Path(shutil.copytree(study[0], tmp_path / "copy"))
-    with pytest.raises(UserError, match=r"differs in study\.limit \(6, now 5\): name a new directory"):
+    with pytest.raises(UserError, match=r"differs in study\.limit 6 -> 5: name a new directory"):
         call(*SMALL, "--limit", 5, "--output", path)
     manifest = path / "padded" / "manifest.json"
     manifest.write_text(manifest.read_text().replace('"torch": "', '"torch": "older than '))
-    with pytest.raises(UserError, match=r"differs in versions\.torch \(older than"):
+    with pytest.raises(UserError, match=r"differs in versions\.torch older than"):
         call(*SMALL, "--output", path)
 
 

@@ -250,8 +250,9 @@ def test_generation_arguments_become_sampling_parameters(lm: Any) -> None:
     sampled = {"do_sample": True, "temperature": 0.7, "top_p": 0.9, "until": ["a", ""], "num_beams": 1}
     assert lm._sampling_of(sampled) == SamplingParams(max_tokens=12, temperature=0.7, top_p=0.9, stop=("a",))
     assert lm._sampling_of({"do_sample": False, "temperature": 0.7, "max_gen_toks": 5}).temperature == 0
-    with pytest.raises(UserError, match=r"generation argument repetition_penalty is 1\.1"):
-        lm._sampling_of({"repetition_penalty": 1.1})
+    assert lm._sampling_of({"repetition_penalty": 1.1}).repetition_penalty == 1.1
+    with pytest.raises(UserError, match=r"generation argument no_repeat_ngram_size is 3"):
+        lm._sampling_of({"no_repeat_ngram_size": 3})
 
 
 def test_a_context_without_room_for_a_prompt_is_refused(lm: Any, tmp_path: Path) -> None:

@@ -62,6 +62,7 @@ def test_a_chat_completion_with_its_speculation(tmp_path):
         "num_draft_tokens": 4,
         "num_spec_tokens": 2,
         "per_step_accepted": [2, 0],
+        "num_steps_without_drafts": 0,
     }
 
 
@@ -144,12 +145,13 @@ def test_a_table_is_read_by_datasets_as_it_was_written(tmp_path):
     from datasets import load_dataset
 
     path = tmp_path / "completions.parquet"
-    rows = [row("a", category="math"), row("b", logprobs=LOGPROBS), *(row(str(n)) for n in range(600))]
+    full = row("a", category="math", ended_by="context")
+    rows = [full, row("b", logprobs=LOGPROBS), *(row(str(n)) for n in range(600))]
     export_parquet(iter(rows), path)
     table = load_dataset("parquet", data_files=str(path), split="train", cache_dir=str(tmp_path / "cache"))
     assert table["id"][:3] == ["a", "b", "0"]
     assert len(table) == 602
-    names = ("endpoint", "logprobs", "category", "reasoning", "num_reasoning_tokens")
+    names = ("endpoint", "logprobs", "reasoning", "num_reasoning_tokens")
     expected = dict.fromkeys(names) | rows[0]
     assert table[0] == expected
     assert table[1]["logprobs"][0] == {

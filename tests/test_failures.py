@@ -320,3 +320,10 @@ def test_a_request_retried_alone_is_the_only_one_in_flight(
     requests = [replace(request, alone=request.id in suspects) for request in REQUESTS]
     assert generate(random_pair, requests, max_batch_size=4).texts == right
     assert min(num_passes) > 10
+
+
+def test_numbers_on_their_way_to_the_host_outlive_their_tensor() -> None:
+    source = torch.tensor([1, 2])
+    copy = HostCopy(source)
+    source.zero_()
+    assert copy.read() == [1, 2]

@@ -169,16 +169,17 @@ class Setting:
         return CONFIGS.index((self.kind, self.k, self.prefix_cache, False))
 
     def requests(self) -> list[Request]:
-        """Requests with a shared prefix and several lengths, one of them with log-probabilities."""
+        """Requests with a shared prefix and several lengths, of which one has log-probabilities and one penalties."""
         temperature = 0.0 if self.kind == "greedy" else 0.8
         sampling = SamplingParams(max_tokens=9, temperature=temperature, seed=3)
         start, *some = bundled_requests(5, sampling)
         prefix = start.prompt_token_ids[:9]
+        own: list[dict[str, Any]] = [{"repetition_penalty": 1.5, "frequency_penalty": 0.5}, {"logprobs": 2}]
         return [
             replace(
                 request,
                 prompt_token_ids=(*prefix, *request.prompt_token_ids),
-                sampling=replace(sampling, max_tokens=9 - 2 * n, logprobs=2 if n == 1 else None),
+                sampling=replace(sampling, max_tokens=9 - 2 * n, **dict(enumerate(own)).get(n, {})),
             )
             for n, request in enumerate(some)
         ]

@@ -335,9 +335,9 @@ def test_another_cache_is_another_run(demo_path: Path, tmp_path: Path) -> None:
         "as in earlier versions"
     )
     assert run() == run("--kv-dtype", "model") == ""
-    assert "engine.kv_dtype (None, now fp8)" in run("--kv-dtype", "fp8")
+    assert "--kv-dtype model -> fp8" in run("--kv-dtype", "fp8")
     (target / "hf_quant_config.json").write_text(json.dumps(MODELOPT))
-    assert "engine.kv_dtype (None, now fp8)" in run()
+    assert "--kv-dtype model -> fp8" in run()
     assert run("--restart") == ""
     assert "FP8 (e4m3), as the checkpoint says" in (out / "report.html").read_text()
     assert run("--kv-dtype", "fp8") == "", "what auto had stood for"

@@ -55,7 +55,7 @@ def test_graphs_change_no_text_and_no_step(float32_pair: Pair, mode: str, batch:
 
 @pytest.mark.parametrize("batch", ["padded", "non-padded"])
 @pytest.mark.parametrize("k", [0, 4])
-@pytest.mark.parametrize("attention", ["trtllm", "flashinfer"])
+@pytest.mark.parametrize("attention", ["hopper", "trtllm", "flashinfer"])
 def test_kernels_give_the_texts_of_sdpa(bfloat16_pair: Pair, attention: str, k: int, batch: str) -> None:
     settings = FAST | {"kv_dtype": "fp8", "drafter_batch": batch, "num_spec_tokens": k, "page_size": 64}
     outputs, expected = (

@@ -102,7 +102,7 @@ def check(name: str, content: bytes, dataset: str | None = None) -> None:
             assert list(prompts.select(wanted)) == results[1::2]
         assert str(path) in reason
         assert len(reason.splitlines()) == 1
-    ids = [name for each in results for name in (each.turn_ids if isinstance(each, Prompt) else (each.id,))]
+    ids = [name for each in results for name in each.turn_ids]
     assert len(set(ids)) == len(ids)
     for result in results:
         check_result(result)

@@ -2,18 +2,23 @@
 
 import json
 import os
+import re
 import shutil
+import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
-from specgen.config import EngineConfig, SamplingParams, UserError
+from specgen.cli.main import app
+from specgen.config import EngineConfig, FormatName, SamplingParams, UserError
 from specgen.core.scheduler import Scheduler
-from specgen.core.sequence import Sequence
+from specgen.core.sequence import NOT_FINITE, Sequence
+from specgen.engine.loading import load_models
 from specgen.events import Event, Finished, Submitted, read
 from specgen.jobs import run
 from specgen.jobs.job import Job
@@ -42,6 +47,7 @@ class Follower:
         self.started: list[tuple[str, int, int]] = []
 
     def warn(self, sentence: str) -> None: ...
+    def note(self, sentence: str) -> None: ...
     def read(self, num_rows: int) -> None: ...
     def prepare(self, what: str) -> None: ...
     def compiling(self, done: int, total: int, names: Iterable[str]) -> None: ...
@@ -171,6 +177,75 @@ def test_too_many_failures_end_the_run(job: Job, tmp_path: Path, refusing: set[s
     assert ids(tmp_path / "run" / "completions.jsonl") == NAMES
 
 
+def test_a_tokenizer_with_more_tokens_than_the_model_is_told(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("specgen.jobs.run.load_models", load_models)  # and not those kept in memory
+    told: list[str] = []
+    follower = Follower()
+    follower.warn = told.append  # type: ignore[method-assign]
+    run.run(job, None, follower)
+    assert told == []
+    pair = Path(job.engine.model).parent
+    shutil.copytree(pair, tmp_path / "pair")
+    write_byte_level(tmp_path / "pair" / "target", added=tuple(f"<{n}>" for n in range(200)))
+    names = {"model": str(tmp_path / "pair" / "target"), "drafter": str(tmp_path / "pair" / "drafter")}
+    run.run(replace(job, engine=replace(job.engine, **names), baseline=True), None, follower)
+    (sentence,) = told
+    assert re.match(r"the tokenizer has \d{3} tokens and the model's vocabulary 352: if it is", sentence)
+
+
+def _many(job: Job, tmp_path: Path, num_broken: int = 0) -> tuple[Job, list[str]]:
+    """As ``job``, of 40 requests behind some rows that are none."""
+    names = [f"p{n}" for n in range(40)]
+    write_prompts(tmp_path / "many.jsonl", names)
+    rows = '{"id": "x"}\n' * num_broken + (tmp_path / "many.jsonl").read_text()
+    (tmp_path / "many.jsonl").write_text(rows)
+    return replace(job, dataset=str(tmp_path / "many.jsonl")), names
+
+
+@pytest.fixture
+def failing(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """The logits of the ids in it are not finite."""
+    names: set[str] = set()
+    append = Sequence.append
+
+    def planted(self: Sequence, tokens: list[int], *rest: Any) -> int:
+        return append(self, [NOT_FINITE] * len(tokens) if self.request.id in names else tokens, *rest)
+
+    monkeypatch.setattr(Sequence, "append", planted)
+    return names
+
+
+def test_a_run_whose_first_requests_all_fail_stops(job: Job, tmp_path: Path, failing: set[str]) -> None:
+    many, names = _many(job, tmp_path, num_broken=1)
+    failing |= set(names)
+    reason = (
+        r"the first 32 of 41 requests all failed, and none is done \(p0: line 2: the model's .* alone\): mend"
+    )
+    with pytest.raises(TooManyFailuresError, match=reason):
+        run.run(many, tmp_path / "run", Follower())
+    assert json.loads((tmp_path / "run" / "status.json").read_text())["state"] == "failed"
+    failing.clear()
+    assert run.run(many, tmp_path / "run", Follower()).report["num_errors"] == 1
+    assert ids(tmp_path / "run" / "completions.jsonl") == names
+
+
+def test_a_run_goes_on_if_any_of_its_first_requests_may_succeed(
+    job: Job, tmp_path: Path, failing: set[str]
+) -> None:
+    """Also where that one is known long after all others have failed, and where the rows before it are none."""
+    many, names = _many(job, tmp_path, num_broken=40)
+    failing |= set(names) - {"p31"}
+    assert run.run(many, tmp_path / "one", Follower()).report["num_errors"] == 79
+    failing |= {"p31"}
+    told = replace(many, max_failures=100)
+    assert run.run(told, tmp_path / "told", Follower()).report["num_errors"] == 80
+    failing.clear()
+    failing |= set(names[1:])
+    assert run.run(many, tmp_path / "first", Follower()).report["num_errors"] == 79
+
+
 @pytest.mark.parametrize("number", [3, 11])
 def test_a_baseline_is_resumed_too(job: Job, tmp_path: Path, number: int) -> None:
     job = replace(job, baseline=True)
@@ -194,11 +269,11 @@ def test_a_baseline_may_be_asked_for_later(job: Job, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
-        ({"sampling": {"max_tokens": 7}}, r"sampling\.max_tokens \(6, now 7\)"),
-        ({"sampling": {"seed": 3}}, r"sampling\.seed \(0, now 3\)"),
-        ({"engine": {"num_spec_tokens": 2}}, r"engine\.num_spec_tokens \(4, now 2\)"),
-        ({"engine": {"drafter_batch": "non-padded"}}, r"engine\.drafter_batch \(padded, now non-padded\)"),
-        ({"num_prompts": 7}, r"data\.num_prompts \(None, now 7\), data\.sha256"),
+        ({"sampling": {"max_tokens": 7}}, "--max-new-tokens 6 -> 7"),
+        ({"sampling": {"seed": 3}}, "--seed 0 -> 3"),
+        ({"engine": {"num_spec_tokens": 2}}, "--num-spec-tokens 4 -> 2"),
+        ({"engine": {"drafter_batch": "non-padded"}}, "--drafter-batch padded -> non-padded"),
+        ({"num_prompts": 7}, "--num-prompts not given -> 7:"),
     ],
 )
 def test_another_run_is_refused(job: Job, tmp_path: Path, changed: dict[str, Any], words: str) -> None:
@@ -244,8 +319,13 @@ def test_another_checkpoint_of_the_same_name_is_refused(job: Job, tmp_path: Path
     content = bytearray((models / file).read_bytes())
     content[-4:] = content[-4:].swapcase() if file.endswith("json") else b"\0\0\0\0"
     (models / file).write_bytes(content + (b" " if file.endswith("json") else b""))
-    with pytest.raises(UserError, match=r"differs in fingerprints\.(model|drafter) \("):
+    role, name = ("drafter" if file.startswith("drafter") else "model"), file.partition("/")[2]
+    size = r"[\d,]+ bytes of 20\d\d-\d\d-\d\d \d\d:\d\d:\d\d UTC"
+    with pytest.raises(
+        UserError, match=rf"differs in files of the {role}: {name} \({size}( ->|, with)"
+    ) as refused:
         run.run(job, tmp_path / "run", Follower())
+    assert not re.search("[0-9a-f]{12}", str(refused.value).partition("differs in")[2])
 
 
 def test_changed_prompts_are_refused(job: Job, tmp_path: Path) -> None:
@@ -254,7 +334,7 @@ def test_changed_prompts_are_refused(job: Job, tmp_path: Path) -> None:
     job = replace(job, dataset=str(own))
     stopped(job, tmp_path / "run", 1)
     write_prompts(own, p7="Stop")
-    with pytest.raises(UserError, match=r"differs in data\.sha256"):
+    with pytest.raises(UserError, match=rf"differs in files of the prompts: {own} \([\d,]+ bytes of .* UTC"):
         run.run(job, tmp_path / "run", Follower())
 
 
@@ -349,3 +429,76 @@ def test_a_resume_parses_few_rows(tmp_path: Path) -> None:
 @pytest.fixture(autouse=True)
 def _loaded(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     keep_in_memory(monkeypatch, job.engine)
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "tokenizer_config.json"])
+def test_a_directory_in_which_nothing_was_done_belongs_to_the_corrected_command(
+    job: Job, tmp_path: Path, file: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first command fails for its checkpoint; a kill before the first answer leaves as little."""
+    pair, out = Path(job.engine.model).parent, tmp_path / "run"
+    broken = tmp_path / "broken"
+    shutil.copytree(pair / "target", broken)
+    (broken / file).write_text("{")
+    monkeypatch.undo()  # the models in memory
+    with pytest.raises(UserError):
+        run.run(with_changes(job, {"engine": {"model": str(broken)}}), out, Follower())
+    assert not out.exists()
+    with pytest.raises(StoppedError):  # with a manifest, and no row
+        run.run(with_changes(job, {"sampling": {"max_tokens": 7}}), out, Follower(), lambda: True)
+    assert (out / "manifest.json").exists()
+    (out / "notes.txt").write_text("mine")
+    run.run(job, out, Follower())
+    assert ids(out / "completions.jsonl") == NAMES
+    assert json.loads((out / "manifest.json").read_text())["sampling"]["max_tokens"] == 6
+    assert (out / "notes.txt").exists()
+
+
+def test_a_mistake_removes_no_run_that_was_there(
+    job: Job, tmp_path: Path, refusing: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refusing |= set(NAMES)
+    assert run.run(job, tmp_path, Follower()).report["num_errors"] == 8
+    before = content(tmp_path)
+    with pytest.raises(UserError, match="none of the"):
+        run.run(replace(job, how=replace(job.how, prompt_field="q")), tmp_path, Follower())
+    assert content(tmp_path) == before
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> Iterator[list[str]]:
+    """What is opened for writing, made, moved or removed below ``tmp_path``, as Python's audit tells."""
+    found, watching = list[str](), [True]
+
+    def hook(event: str, arguments: tuple[Any, ...]) -> None:
+        if not watching[0] or not arguments or not str(arguments[0]).startswith(str(tmp_path)):
+            return
+        writes = (
+            event == "open" and isinstance(arguments[2], int) and arguments[2] & (os.O_WRONLY | os.O_RDWR)
+        )
+        if writes or event in ("os.mkdir", "os.rename", "os.remove", "os.truncate", "os.rmdir"):
+            found.append(f"{event} {arguments[0]}")
+
+    sys.addaudithook(hook)
+    yield found
+    watching[0] = False
+
+
+@pytest.mark.parametrize("kept", ["jsonl", "openai"])
+def test_reading_a_finished_run_needs_no_right_to_write_it(
+    job: Job, tmp_path: Path, written: list[str], monkeypatch: pytest.MonkeyPatch, kept: FormatName
+) -> None:
+    out = tmp_path / "run"
+    job = replace(job, format=kept, config="# again")
+    first = run.run(job, out, Follower())
+    assert written, "the hook sees what it is to see"
+    (out / LOCK).unlink()
+    written.clear()
+    monkeypatch.setattr(os, "access", lambda path, mode: not mode & os.W_OK)
+    assert run.run(job, out, Follower()).report == json.loads(json.dumps(first.report))
+    result = CliRunner().invoke(app, ["report", str(out)])
+    assert result.exit_code == 0, result.output
+    assert written == []
+    with pytest.raises(UserError, match="holds a run that differs in --seed 0 -> 3"):
+        run.run(with_changes(job, {"sampling": {"seed": 3}}), out, Follower())
+    assert written == []

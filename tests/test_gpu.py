@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from specgen.attention.trtllm import TrtllmBackend
+from specgen.attention.hopper import HopperBackend
 from specgen.config import SamplingParams, UserError
 from specgen.core.engine_core import EngineCore
 from specgen.core.sequence import Request
@@ -76,7 +76,7 @@ def test_half_precision_keeps_acceptance(demo_path: Path, gpu_pair: Pair, dtype:
 
 
 EXACT = {**FLOAT32, "attention": "sdpa-static", "page_size": 16}
-FAST = {"device": "cuda", "dtype": "bfloat16", "attention": "trtllm", "page_size": 0}
+FAST = {"device": "cuda", "dtype": "bfloat16", "attention": "hopper", "page_size": 0}
 MODES = ("step", "pass", "off")
 
 
@@ -263,9 +263,9 @@ def test_a_run_on_a_second_gpu_gives_the_same_texts(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_a_second_gpu_in_one_process_is_refused(demo_path: Path) -> None:
-    TrtllmBackend(torch.device("cuda:0"))
+    HopperBackend(torch.device("cuda:0"))
     with pytest.raises(UserError, match="runs on one GPU of a process and cuda:1 is the second"):
-        TrtllmBackend(torch.device("cuda:1"))
+        HopperBackend(torch.device("cuda:1"))
 
 
 def test_the_kv_cache_gets_the_memory_left_by_the_job(bfloat16_pair: Pair) -> None:
@@ -371,10 +371,15 @@ def bfloat16_pair(demo_path: Path) -> Pair:
 @pytest.mark.parametrize("batch", ["padded", "non-padded"])
 @pytest.mark.parametrize("k", [0, 1, 4, 8])
 @pytest.mark.parametrize("mode", MODES)
-def test_trtllm_kernels_give_the_reference_texts(bfloat16_pair: Pair, k: int, batch: str, mode: str) -> None:
+@pytest.mark.parametrize("attention", ["hopper", "trtllm"])
+def test_captured_kernels_give_the_reference_texts(
+    bfloat16_pair: Pair, attention: str, k: int, batch: str, mode: str
+) -> None:
     settings: dict[str, Any] = {"num_spec_tokens": k, "drafter_batch": batch, "max_batch_size": 7}
     reference = generate(bfloat16_pair, mixed(GREEDY), **settings, **FAST | {"attention": "sdpa"})
-    outputs = generate(bfloat16_pair, mixed(GREEDY), cuda_graphs=mode, **settings, **FAST)
+    outputs = generate(
+        bfloat16_pair, mixed(GREEDY), cuda_graphs=mode, **settings, **FAST | {"attention": attention}
+    )
     same = sum(outputs.texts[name] == text for name, text in reference.texts.items())
     assert same >= len(reference.texts) - 4  # bfloat16 rounds differently by batch and kernel
 

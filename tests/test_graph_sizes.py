@@ -3,16 +3,18 @@
 from collections.abc import Callable, Hashable
 
 import pytest
+import torch
 
 from specgen.bundled import data_directory
 from specgen.config import EngineConfig, SamplingParams
 from specgen.core.graph_sizes import GraphSizes, bucket
 from specgen.core.graphs import Runner, StepGraphs
+from specgen.core.limits import Limits
 from specgen.engine import engine as engine_module
 from specgen.engine.build import build_engine
 from specgen.engine.engine import Engine
 from specgen.events import Stepped
-from tests.engines import Pair, bundled_requests, config_of
+from tests.engines import Pair, bundled_requests, config_of, random_requests
 
 STEPS_EACH = 5
 
@@ -97,3 +99,44 @@ def test_graphs_choose_by_what_is_captured() -> None:
     assert [graphs.choose_rows(number, (4, None)) for number in (8, 5, 6, 5, 8)] == [8, 8, 8, 6, 8]
     graphs.forget()
     assert graphs.choose_rows(6, (4, None)) == 6
+
+
+class _Replayed:
+    """A graph that was captured."""
+
+    def replay(self, inputs: tuple[torch.Tensor, ...]) -> str:
+        return "replayed"
+
+
+def test_a_capture_that_failed_is_tried_again_when_limits_have_risen(monkeypatch: pytest.MonkeyPatch) -> None:
+    captured: list[_Replayed | None] = [None, _Replayed(), _Replayed()]
+    graphs = StepGraphs.__new__(StepGraphs)  # without a GPU
+    graphs._graphs, graphs._captures, graphs._stream = {}, [], None  # type: ignore[assignment]
+    monkeypatch.setattr("specgen.core.graphs.settle", lambda: None)
+    monkeypatch.setattr("specgen.core.graphs._capture", lambda *_: captured.pop(0))
+    monkeypatch.setattr(StepGraphs, "_pool", None)
+    small, large = ("step", 4, 1, None), ("step", 8, 1, None)
+    for key in (large, small):
+        assert graphs.step(key, lambda: "launched") == "launched"
+    assert graphs.step(small, lambda: "launched") == "replayed"
+    assert graphs.step(large, lambda: "launched") == "launched"
+    assert len(captured) == 1, "there is no memory for it, and nothing has changed"
+    graphs.try_again()
+    assert graphs.step(large, lambda: "launched") == "launched"
+    assert graphs.step(large, lambda: "launched") == graphs.step(small, lambda: "launched") == "replayed"
+    assert [(capture.key, capture.fits) for capture in graphs.take_captures()] == [
+        (large, False),
+        (small, True),
+        (large, True),
+    ]
+
+
+def test_the_engine_tries_again_where_limits_rise(random_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[int] = []
+    monkeypatch.setattr(Runner, "try_again", lambda self: tried.append(1))
+    monkeypatch.setattr(Limits, "see_pass", lambda self: tried.append(0) or len(tried) == 3)
+    engine = build_engine(config_of(random_pair), random_pair.models, lambda event: None)
+    vocab_size = random_pair.models.target.config.vocab_size
+    assert list(engine.generate(random_requests(2, vocab_size, SamplingParams(max_tokens=6))))
+    assert tried[:5] == [0, 0, 0, 1, 0]
+    assert sum(tried) == 1

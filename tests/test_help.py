@@ -44,7 +44,7 @@ def test_long_options_are_whole_and_in_their_groups() -> None:
     printed = helped("generate", "--help")
     for option in ("--max-prefill-tokens <int>", "--gpu-memory-utilization <float>", "--no-prefix-cache"):
         assert option in printed
-    assert "<auto|trtllm|flashinfer|sdpa|sdpa-static>" in printed
+    assert "<auto|hopper|trtllm|flashinfer|sdpa|sdpa-static>" in printed
     groups = ["Models", "Prompts", "Speculation", "Sampling", "Running", "Results", "Options"]
     assert re.findall(r"^(\w+):$", printed, re.MULTILINE) == groups
     assert "[default: all]" in printed

@@ -43,6 +43,7 @@ LEAVES = {
     "display",
     "errors",
     "events",
+    "field_types",
     "json_fields",
     "kept_files",
     "ranks",

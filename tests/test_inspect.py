@@ -8,9 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
+from specgen.bundled import data_directory, heads
 from specgen.checkpoints.checkpoint import load_drafter, load_target, open_checkpoint
 from specgen.checkpoints.inspect_checkpoint import Description, describe
+from specgen.cli.main import app
 from specgen.config import UserError
 from specgen.models.eagle3_config import Eagle3Config
 from specgen.models.families import FAMILIES, HEAD_FAMILIES
@@ -73,7 +76,7 @@ TEXT = """
   EOS tokens  2, 9
   layers      6, 64 wide, MLP 128 wide
   attention   4 heads, 2 KV heads, 16 wide each
-  rotary      base 10,000, llama3 scaling by 8
+  rotary      base 10,000, llama3 scaling by 8 from 64 positions
   weights     238,400 parameters, 0.9 MiB as float32 in 11 files
   KV cache    1,536 bytes per token
 
@@ -87,11 +90,12 @@ TEXT = """
   target      64 wide
   layers      1, 64 wide, MLP 128 wide
   attention   4 heads, 2 KV heads, 16 wide each
-  rotary      base 10,000
+  rotary      base 10,000, no scaling
   weights     69,056 parameters, 0.3 MiB as float32 in 1 file
   KV cache    256 bytes per token
 
-Target and head fit; together 1,792 bytes of KV cache per token."""
+Target and head fit; together 1,792 bytes of KV cache per token.
+NaN in weights is not looked for here, but when they are loaded."""
 
 
 def test_full_text_of_a_pair(tmp_path: Path, target_path: Path, config: TargetConfig) -> None:
@@ -172,7 +176,7 @@ def test_every_misfit_is_listed(tmp_path: Path, target_path: Path, config: Targe
     )
     description = describe(str(target_path), str(tmp_path))
     assert _json(description)["fit"] is False
-    for reason in ("unknown tensors, such as 'odd.weight", "d2t maps to", "129 tokens", "input of layer 7"):
+    for reason in ("an unknown tensor, 'odd.weight", "d2t maps to", "129 tokens", "input of layer 7"):
         assert any(reason in misfit for misfit in description.misfits), reason
         assert reason in description.to_text()
 
@@ -243,3 +247,14 @@ def test_unknown_checkpoints_are_refused(tmp_path: Path) -> None:
     torch.save({"a": torch.ones(1)}, tmp_path / "pytorch_model.bin")
     with pytest.raises(UserError, match="'BertModel' is not supported"):
         describe(str(tmp_path))
+
+
+def test_without_a_checkpoint_it_is_the_bundled_pair() -> None:
+    runner = CliRunner()
+    given = runner.invoke(
+        app, ["inspect", str(data_directory() / "demo" / "target"), heads()[0], "--gpu", "80GiB"]
+    )
+    bundled = runner.invoke(app, ["inspect", "--gpu", "80GiB"])
+    assert bundled.exit_code == 0
+    assert bundled.stdout == given.stdout
+    assert "Target and head fit" in bundled.stdout

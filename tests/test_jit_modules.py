@@ -16,12 +16,14 @@ from filelock import FileLock
 
 from specgen.attention import Gpu, Heads, Use
 from specgen.attention.flashinfer_paged import FlashInferBackend
+from specgen.attention.hopper import HopperBackend
 from specgen.attention.sdpa import SdpaBackend
 from specgen.attention.trtllm import TrtllmBackend
 from specgen.bench import plans
 from specgen.bench.matrices import Workload
 from specgen.config import DraftLength, EngineConfig, SamplingParams, UserError
 from specgen.engine.arms import Arm
+from specgen.engine.choices import attention_note
 from specgen.engine.loading import open_checkpoints
 from specgen.engine.needed_modules import modules_of, modules_of_products, needed_modules
 from specgen.models.latent_config import LatentConfig
@@ -284,53 +286,61 @@ FP8 = changed(kv_dtype=torch.float8_e4m3fn)
 @pytest.mark.parametrize(
     ("backend", "gpu", "of", "names"),
     [
-        (TrtllmBackend, H100, use(), "FA3, heads of 128; attention, 32 rows, heads of 128"),
+        (HopperBackend, H100, use(), "FA3, heads of 128; attention, 32 rows, heads of 128"),
         (
-            TrtllmBackend,
+            HopperBackend,
             H100,
             use(num_sequences=17, query_lens=(1, 4, 17)),  # 4 heads of a KV head
             "FA3, heads of 128; attention, 16 rows, heads of 128; attention, 16 rows, heads of 128; "
             "XQA, 17 rows, heads of 128",
         ),
-        (TrtllmBackend, H100, use(HALF), "FA3, heads of 128; XQA, 5 rows, heads of 128"),
+        (HopperBackend, H100, use(HALF), "FA3, heads of 128; XQA, 5 rows, heads of 128"),
         (
-            TrtllmBackend,
+            HopperBackend,
             H100,
             use(HALF, num_sequences=17, query_lens=(1, 2)),
             "FA3, heads of 128; XQA, 1 row, heads of 128; XQA, 2 rows, heads of 128; FA2, heads of 128",
         ),
         (
-            TrtllmBackend,
+            HopperBackend,
             H100,
             use(HALF, num_sequences=17, query_lens=(1,)),
             "FA3, heads of 128; XQA, 1 row, heads of 128",
         ),
         (
-            TrtllmBackend,
+            HopperBackend,
             H100,
             use(num_sequences=128, query_lens=(17,)),  # 68 rows of a KV head are more than the tile
             "FA3, heads of 128; XQA, 17 rows, heads of 128",
         ),
-        (TrtllmBackend, H100, use(prefills=False, query_lens=(1,)), "attention, 16 rows, heads of 128"),
+        (HopperBackend, H100, use(prefills=False, query_lens=(1,)), "attention, 16 rows, heads of 128"),
         (
-            TrtllmBackend,
+            HopperBackend,
             H100,
             use(SINKS, windowed=(False, True), num_sequences=128),
             "FA3, heads of 64, sinks; FA3, heads of 64, sinks, windows; attention, 48 rows, heads of 64",
         ),
         (
-            TrtllmBackend,
+            HopperBackend,
             H100,
             use(FP8, num_sequences=128),
             "FA2, heads of 128, FP8 KV; XQA, 5 rows, heads of 128, FP8 KV",
         ),
         (
-            TrtllmBackend,
+            HopperBackend,
             H100,
             use(GLM, query_lens=(1, 2)),
             "latent attention; FA3, keys of 256 and values of 256; work lists of latent attention",
         ),
-        (TrtllmBackend, H100, use(GLM, prefills=False), "latent attention; work lists of latent attention"),
+        (HopperBackend, H100, use(GLM, prefills=False), "latent attention; work lists of latent attention"),
+        (TrtllmBackend, H100, use(num_sequences=128), "FA3, heads of 128; XQA, 5 rows, heads of 128"),
+        (
+            TrtllmBackend,
+            H100,
+            use(HALF, num_sequences=17, query_lens=(1, 2), windowed=(False, True)),
+            "FA3, heads of 128; FA3, heads of 128, windows; XQA, 1 row, heads of 128; "
+            "XQA, 1 row, heads of 128, windows; XQA, 2 rows, heads of 128; XQA, 2 rows, heads of 128, windows",
+        ),
         (TrtllmBackend, Gpu(major=12, num_sms=188), use(), "FA2, heads of 128; XQA, 5 rows, heads of 128"),
         (TrtllmBackend, Gpu(major=10, num_sms=148), use(), "FA2, heads of 128"),
         (
@@ -374,17 +384,17 @@ def generators(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_flashinfer_is_asked_for_what_it_would_compile_at_the_first_use(generators: None) -> None:
     half, fp8, none = torch.float16, torch.float8_e4m3fn, (False, False)
     prefill, step, unsplit = [
-        each.spec() for each in TrtllmBackend.modules(H100, use(HALF, num_sequences=32, windowed=(True,)))
+        each.spec() for each in HopperBackend.modules(H100, use(HALF, num_sequences=32, windowed=(True,)))
     ]
     assert prefill == ("fa3", half, half, half, torch.int32, 128, 128, 0, True, *none)
     assert unsplit == ("fa2", *prefill[1:])
     assert step == (half, half, 64, 128, 4, True, half, 5, False)
-    prefill, *steps = [each.spec() for each in TrtllmBackend.modules(H100, use(FP8, query_lens=(1, 5)))]
+    prefill, *steps = [each.spec() for each in HopperBackend.modules(H100, use(FP8, query_lens=(1, 5)))]
     assert prefill[:4] == ("fa2", torch.bfloat16, fp8, torch.bfloat16), "FA3 wants one dtype"
     assert [each[-2:] for each in steps] == [(2, True), (5, True)], (
         "FP8 pages take the kernel for ragged queries"
     )
-    sinks = TrtllmBackend.modules(H100, use(SINKS, windowed=(True,)))[0].spec()
+    sinks = HopperBackend.modules(H100, use(SINKS, windowed=(True,)))[0].spec()
     assert sinks[:2] == ("fa3", "specgen_prefill_sink_bfloat16_bfloat16_64_window_fa3")
     assert sinks[-2:] == ("declaration", ("use_sliding_window", True))
     absorbed, expanded = FlashInferBackend.modules(H100, use(GLM))
@@ -397,7 +407,7 @@ def of_pair(path: Path, expected: SamplingParams = SamplingParams(), **settings:
     config = EngineConfig(
         model=str(path / "target"),
         drafter=str(path / "drafter"),
-        attention="trtllm",
+        attention="hopper",
         dtype="bfloat16",
         kv_dtype="model",
         page_size=64,
@@ -421,6 +431,54 @@ def test_a_pair_needs_what_its_passes_use(
     assert of_pair(tmp_path, SamplingParams(temperature=1.0), num_spec_tokens=0) == plain
     filtered = SamplingParams(temperature=1.0, top_p=0.9)
     assert of_pair(tmp_path, filtered, num_spec_tokens=0) == [*plain, "top-k and top-p"]
+
+
+@pytest.mark.parametrize(
+    ("attention", "changes", "note"),
+    [
+        (
+            "hopper",
+            {},
+            "hopper (specgen hopper_decode: 4 rows, 1 row; FlashInfer FA3: prefill; XQA: short prefill; "
+            "FlashInfer FA2 without splits: short prefill of many sequences)",
+        ),
+        ("trtllm", {}, "trtllm (XQA: 4 rows, short prefill, 1 row; FlashInfer FA3: prefill)"),
+        (
+            "hopper",
+            {"kv_dtype": "fp8"},
+            "hopper (XQA: 4 rows, short prefill; FlashInfer FA2: prefill; specgen hopper_decode: 1 row)",
+        ),
+        (
+            "hopper",
+            {"dtype": "float16", "max_batch_size": 8},
+            "hopper (XQA: 4 rows, short prefill, 1 row; FlashInfer",
+        ),
+        ("flashinfer", {}, "flashinfer (FlashInfer FA2: 4 rows, prefill, 1 row)"),
+        ("sdpa", {"device": "cpu"}, "sdpa"),
+    ],
+)
+def test_a_report_names_the_kernels_that_attend(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, attention: str, changes: dict[str, Any], note: str
+) -> None:
+    monkeypatch.setattr(Gpu, "of", lambda device: H100)
+    shape = {"hidden_size": 512, "num_heads": 8, "num_kv_heads": 4, "head_dim": 64}
+    write_head(tmp_path / "drafter", write_target(tmp_path / "target", **shape), draft_vocab_size=None)
+    config = EngineConfig(
+        model=str(tmp_path / "target"),
+        drafter=str(tmp_path / "drafter"),
+        num_spec_tokens=3,
+        page_size=64,
+        **{
+            "max_batch_size": 256,
+            "dtype": "bfloat16",
+            "kv_dtype": "model",
+            "device": "cuda",
+            "attention": attention,
+            "cuda_graphs": "step" if attention in ("hopper", "trtllm") else "off",
+            **changes,
+        },
+    )
+    assert attention_note(config, open_checkpoints(config)).startswith(note)
 
 
 def test_a_head_that_drafts_at_once_attends_with_all_its_rows(tmp_path: Path) -> None:

@@ -125,8 +125,9 @@ def test_a_gpu_takes_other_widths_with_torch_alone(
     asked = config(target, device="cuda", attention="auto", dtype="bfloat16")
     name, why = choose_attention(asked, open_checkpoints(asked))
     assert name == "sdpa"
-    assert "trtllm does not support latent attention with latents and rotated keys of 24 + 8" in why
-    asked = config(target, device="cuda", attention="trtllm", dtype="bfloat16")
+    assert "hopper does not support latent attention with latents and rotated keys of 24 + 8" in why
+    assert "trtllm does not support latent attention;" in why
+    asked = config(target, device="cuda", attention="hopper", dtype="bfloat16")
     with pytest.raises(UserError, match=r"rotated keys of 24 \+ 8: use --attention sdpa$"):
         choose_attention(asked, open_checkpoints(asked))
 

@@ -54,7 +54,7 @@ PAIRS: dict[str, Callable[[Path], object]] = {
     ),
     "three-layers": partial(write_latent, num_mtp=3, own=True, seed=1, **WIDE),
 }
-FAST = {"device": "cuda", "dtype": "bfloat16", "attention": "trtllm", "page_size": 64}
+FAST = {"device": "cuda", "dtype": "bfloat16", "attention": "hopper", "page_size": 64}
 REQUESTS = random_requests(12, VOCAB, SamplingParams(max_tokens=32))
 
 
@@ -90,7 +90,7 @@ def assert_rounding_alone(path: Path, models: Models, reference: Outputs, other:
         assert found is None or found.explained, found
 
 
-@pytest.mark.parametrize("attention", ["trtllm", "flashinfer", "sdpa"])
+@pytest.mark.parametrize("attention", ["hopper", "flashinfer", "sdpa"])
 def test_logits_are_those_of_the_cpu(path: Path, models: Models, attention: str) -> None:
     right = logits(path, load(path), device="cpu", page_size=16)
     got = logits(path, models, **FAST | {"attention": attention})
@@ -116,7 +116,7 @@ def test_graphs_change_no_text_and_no_step(path: Path, models: Models, batch: st
 
 @pytest.mark.parametrize("attention", ["flashinfer", "sdpa"])
 def test_other_backends_change_no_text_beyond_rounding(path: Path, models: Models, attention: str) -> None:
-    fast, other = (run(path, models, num_spec_tokens=3, attention=each) for each in ("trtllm", attention))
+    fast, other = (run(path, models, num_spec_tokens=3, attention=each) for each in ("hopper", attention))
     assert_rounding_alone(path, models, fast, other)
 
 

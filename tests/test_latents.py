@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from specgen.attention.expansion import Expansion
+from specgen.attention.hopper import HopperBackend
 from specgen.attention.sdpa import SdpaBackend, StaticSdpaBackend
-from specgen.attention.trtllm import TrtllmBackend
 from specgen.checkpoints.checkpoint import load_target, open_checkpoint
 from specgen.config import SamplingParams, UserError
 from specgen.kv.layout import Layout
@@ -111,7 +111,7 @@ def test_the_kernels_of_gpus_give_the_logits_of_torch(
     model, pieces = loaded(tmp_path), [70, 5, 5, len(ids) - 88, 8]
     right = paged_logits(model, ids, SdpaBackend, pieces)
     fake_flashinfer.install(monkeypatch, major=9, num_sms=6)
-    torch.testing.assert_close(paged_logits(model, ids, TrtllmBackend, pieces), right, atol=1e-4, rtol=0)
+    torch.testing.assert_close(paged_logits(model, ids, HopperBackend, pieces), right, atol=1e-4, rtol=0)
 
 
 def test_a_prefill_is_expanded_unless_most_of_its_positions_were_computed_before() -> None:
@@ -251,7 +251,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "no-rank": ({"kv_lora_rank": None}, "config.json has no kv_lora_rank"),
     "layers": (
         {"mlp_layer_types": ["dense", "sparse"]},
-        "gives 1 of 2 layers experts, num_hidden_layers is 3",
+        "mlp_layer_types names 2 layers, num_hidden_layers 3",
     ),
     "kinds": ({"mlp_layer_types": ["dense", "moe", "moe"]}, "mlp_layer_types has 'moe'"),
     "first": ({"mlp_layer_types": None, "first_k_dense_replace": "1"}, "first_k_dense_replace is '1'"),

@@ -37,6 +37,14 @@ def test_successful_passes_double_limits_up_to_the_configured_ones() -> None:
     assert limits.max_prefill_tokens == 24
 
 
+def test_only_a_pass_with_which_limits_rise_says_so() -> None:
+    limits = Limits(max_batch_size=8, max_prefill_tokens=100)
+    assert not any(limits.see_pass() for _ in range(3 * _QUIET)), "they are at their most"
+    limits.lower_batch(8)
+    assert [limits.see_pass() for _ in range(_QUIET)] == [False] * (_QUIET - 1) + [True]
+    assert not any(limits.see_pass() for _ in range(2 * _QUIET))
+
+
 def test_a_raise_that_failed_is_retried_later() -> None:
     limits = Limits(max_batch_size=8, max_prefill_tokens=100)
     limits.lower_batch(8)

@@ -112,5 +112,5 @@ def test_a_text_ends_at_the_context_limit(random_pair: Pair) -> None:
     ]
     completions = generate(random_pair, requests, num_spec_tokens=8).completions
     assert [len(completions[r.id].token_ids) for r in requests] == [9, 1, 0, 0]
-    assert completions[requests[0].id].finish_reason == "length"
+    assert completions[requests[0].id].finish_reason == "context"
     assert f"{limit + 1} tokens" in (completions[requests[3].id].error or "")

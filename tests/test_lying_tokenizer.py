@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from specgen.config import UserError
+from specgen.template_kwargs import TemplateKwargs
 from specgen.text.tokenizer import Message, Tokenizer, load_tokenizer
 from tests.forked import generate_with_pair, write_pair
 from tests.tiny_tokenizers import write_byte_level
@@ -109,6 +110,63 @@ def test_the_tokenizer_is_the_one_of_the_directory(path: Path) -> None:
     assert not tokenizer.has_text(5000)
 
 
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        ("missing", "there is no file tokenizer.json"),
+        ("config-list", None),
+        ("no-added-tokens", "'added_tokens' is missing"),
+    ],
+)
+def test_no_message_ends_within_the_librarys(path: Path, damage: str, words: str | None) -> None:
+    def without(path: Path) -> None:
+        _change(path / FILE, lambda content: content.pop("added_tokens"))
+
+    {**BROKEN, "no-added-tokens": without}[damage](path)
+    with pytest.raises(UserError) as caught:
+        load_tokenizer(str(path))
+    reason = str(caught.value).partition("(")[2].rpartition("): give a directory")[0]
+    assert reason.count("'") % 2 == 0
+    assert not reason.endswith((":", "("))
+    assert words is None or reason == words
+
+
+def _linked(file: Path, real: Path) -> None:
+    real.parent.mkdir(parents=True, exist_ok=True)
+    file.rename(real)
+    file.symlink_to(real)
+
+
+@pytest.mark.parametrize(
+    ("real", "refused"),
+    [
+        ("elsewhere/chat_template.jinja", True),
+        ("chat_template.jinja", True),
+        ("blobs/0f3a", False),  # as the hub's cache
+        ("copied/own.txt", False),
+    ],
+)
+def test_a_template_that_is_a_link_out_of_the_checkpoint_is_refused(
+    path: Path, real: str, refused: bool
+) -> None:
+    file, real_file = path / TEMPLATE, path.parent / real
+    _linked(file, real_file)
+    if not refused:
+        assert chat_ids(load_tokenizer(str(path)))
+        return
+    with pytest.raises(UserError) as caught:
+        load_tokenizer(str(path))
+    remedy = f"{file} is a link to {real_file}, outside of the checkpoint: copy that file here if it is the template"
+    assert str(caught.value) == remedy
+
+
+def test_a_template_in_the_hubs_cache_is_read(path: Path) -> None:
+    snapshot = path.parent / "models--owner--name" / "snapshots" / "0f3a"
+    shutil.copytree(path, snapshot)
+    _linked(snapshot / TEMPLATE, snapshot.parent.parent / "blobs" / "77")
+    assert chat_ids(load_tokenizer(str(snapshot))) == chat_ids(load_tokenizer(str(path)))
+
+
 def test_a_pattern_with_endless_backtracking_is_given_up(path: Path) -> None:
     _change(path / FILE, _split_at(r"(.*)*\1(.+)+(.+)+Q$"))
     tokenizer = load_tokenizer(str(path))
@@ -154,6 +212,39 @@ def chat_ids(tokenizer: Tokenizer) -> list[int]:
     return tokenizer.encode_rendered(tokenizer.render_chat(CHAT))
 
 
+NO_PROGRAM = {
+    "syntax": ("{% for %}", "line 1: Expected an expression"),
+    "later": ("{{ messages }}\n\n{% if x %}", "line 3: Unexpected end of template"),
+    "filter": ("{{ messages | nothing }}", "line 1: No filter named 'nothing'"),
+    "deep": (REFUSED["deep"], ""),
+    "python": ("{% set a = b %}" + "{% if a %}" * 200 + "{% endif %}" * 200, ""),
+}
+
+
+@pytest.mark.parametrize("dated", [False, True])
+@pytest.mark.parametrize(("template", "reason"), NO_PROGRAM.values(), ids=NO_PROGRAM)
+def test_a_template_that_is_no_program_is_refused_before_any_prompt(
+    path: Path, template: str, reason: str, dated: bool
+) -> None:
+    (path / TEMPLATE).write_text("{# strftime_now #}" * dated + template)
+    tokenizer = load_tokenizer(str(path))
+    if dated:
+        tokenizer = tokenizer.with_template_kwargs(TemplateKwargs().with_date("2026-01-31"))
+    with pytest.raises(UserError, match=r"^the chat template cannot be compiled \(") as caught:
+        tokenizer.require_chat_template()
+    assert f"({reason}" in str(caught.value)
+    _one_line(caught.value)
+
+
+def test_a_job_with_a_template_that_is_no_program_ends_before_its_first_row(tmp_path: Path) -> None:
+    pair = write_pair(tmp_path)
+    (pair / "target" / TEMPLATE).write_text(NO_PROGRAM["syntax"][0])
+    ended = generate_with_pair(pair)
+    assert ended.code == 2
+    assert ended.err.splitlines()[-1].startswith("specgen: the chat template cannot be compiled (line 1: ")
+    assert "Traceback" not in ended.err
+
+
 @pytest.mark.parametrize("template", REFUSED.values(), ids=REFUSED)
 def test_a_template_that_fails_is_the_failure_of_its_prompt(
     path: Path, template: str, monkeypatch: pytest.MonkeyPatch
@@ -161,7 +252,9 @@ def test_a_template_that_fails_is_the_failure_of_its_prompt(
     (path / TEMPLATE).write_text(template)
     monkeypatch.chdir(path)
     tokenizer = load_tokenizer(str(path))
-    with pytest.raises(UserError, match=r"refuses these messages|cannot encode this text") as caught:
+    with pytest.raises(
+        UserError, match=r"refuses these messages|cannot (encode this text|be compiled)"
+    ) as caught:
         chat_ids(tokenizer)
     _one_line(caught.value)
     assert not (path / "evil").exists()
@@ -172,6 +265,8 @@ def test_a_template_that_fails_is_the_failure_of_its_prompt(
 def test_an_invalid_template_is_refused(path: Path, template: object) -> None:
     (path / TEMPLATE).unlink()
     _change(path / CONFIG, lambda content: content.update(chat_template=template))
-    with pytest.raises(UserError, match=r"could be loaded|refuses these messages|no chat template") as caught:
+    with pytest.raises(
+        UserError, match=r"could be loaded|cannot be compiled|refuses these|no chat template"
+    ) as caught:
         chat_ids(load_tokenizer(str(path)))
     _one_line(caught.value)

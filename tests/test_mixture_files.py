@@ -237,7 +237,7 @@ def test_experts_of_sizes_that_no_grouped_product_reads_are_refused(
         ("mlp.experts.down_proj_blocks", torch.zeros(6, 64, 1, 16), "stored as float32, not as bytes"),
         ("mlp.experts.down_proj_scales", torch.zeros(6, 64, 2, dtype=torch.uint8), "scales has shape"),
         ("self_attn.o_proj.weight", torch.zeros(64, 64, dtype=torch.uint8), "stored as uint8: quantized"),
-        ("mlp.shared_expert.weight", torch.zeros(2), "1 unknown tensors, such as 'model.layers.3.mlp.shared"),
+        ("mlp.shared_expert.weight", torch.zeros(2), "has an unknown tensor, 'model.layers.3.mlp.shared"),
     ],
     ids=str,
 )
@@ -257,7 +257,7 @@ def test_inspect_says_what_a_gpt_oss_is(tmp_path: Path) -> None:
     for line in (
         "experts     6 in all layers, 32 wide, in MXFP4, gate and up clamped at 7\n",
         "router      chooses 2 per token; weights from the softmax over the chosen\n",
-        "rotary      base 10,000, YaRN scaling by 4 (exact bounds), cos and sin times 1.139\n",
+        "rotary      base 10,000, YaRN scaling by 4 from 64 positions (exact bounds), cos and sin",
         "windows     8, all, 8, all, 8, all positions, by layer\n",
         "sinks       one per head, in the sum of the softmax alone\n",
         "KV cache    1,536 bytes per token, also in layers with a window: their pages are kept in full\n",

@@ -1,5 +1,6 @@
 """Targets against ``transformers``, heads against the dense reference below, kernels bit for bit."""
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -7,10 +8,12 @@ from weakref import ref
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional as F
 
 from specgen.checkpoints.checkpoint import load_drafter, load_target, open_checkpoint
+from specgen.checkpoints.inspect_checkpoint import describe
 from specgen.checkpoints.tensor_reader import Checkpoint
 from specgen.models.llama import Llama
 from specgen.models.model_config import TargetConfig
@@ -21,6 +24,7 @@ from specgen.ops.reference import rotate, silu_and_mul, torch_ops
 from specgen.ops.weight import Weight
 from tests.dense import DenseAttend
 from tests.tiny_checkpoints import LLAMA3_SCALING, write_head, write_target
+from tests.tiny_fp8 import quantize
 
 CPU = torch.device("cpu")
 TARGETS: dict[str, dict[str, Any]] = {
@@ -81,6 +85,44 @@ def test_logits_equal_transformers(tmp_path: Path, settings: dict[str, Any]) -> 
         expected = written.reference(ids[None]).logits[0]
     assert expected.std() > 0.5  # a flat model would hide mistakes
     torch.testing.assert_close(_logits(written.model, ids), expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("kept", ["one file", "shards", "pickle"])
+@pytest.mark.parametrize("output", ["own", "copy"])
+def test_output_weights_in_the_file_win_over_a_tied_embedding(tmp_path: Path, kept: str, output: str) -> None:
+    import transformers
+
+    write_target(tmp_path, num_layers=2, max_shard_size="40KB" if kept == "shards" else "5GB")
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
+    file = max(tmp_path.glob("*.safetensors"))
+    if output == "copy":
+        stored = {name: x for each in tmp_path.glob("*.safetensors") for name, x in load_file(each).items()}
+        save_file(load_file(file) | {"lm_head.weight": stored["model.embed_tokens.weight"]}, file)
+    if kept == "pickle":
+        torch.save(load_file(file), tmp_path / "pytorch_model.bin")
+        file.unlink()
+    reference = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, dtype=torch.float32, attn_implementation="eager"
+    )
+    model = load_target(open_checkpoint(str(tmp_path)), torch.float32, CPU)
+    assert model.config.tied_embeddings == (output == "copy")
+    assert ("tied to" in describe(str(tmp_path)).to_text()) == model.config.tied_embeddings
+    ids = _ids(model.config, 60)
+    with torch.inference_mode():
+        expected = reference(ids[None]).logits[0]
+    torch.testing.assert_close(_logits(model, ids), expected, atol=1e-4, rtol=0)
+
+
+def test_output_weights_in_fp8_win_over_a_tied_embedding(tmp_path: Path) -> None:
+    write_target(tmp_path, num_layers=2)
+    quantize(tmp_path, "modelopt", spread=1.0, output_layer=True)
+    config, found = json.loads((tmp_path / "config.json").read_text()), []
+    for tied in (False, True):
+        (tmp_path / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": tied}))
+        model = load_target(open_checkpoint(str(tmp_path)), torch.float32, CPU)
+        found.append(_logits(model, _ids(model.config)))
+    assert torch.equal(*found)
 
 
 def test_reference_kernels_give_the_same_logits(written: Written, monkeypatch: pytest.MonkeyPatch) -> None:

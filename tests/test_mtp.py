@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from specgen.attention import Attend
+from specgen.attention.hopper import HopperBackend
 from specgen.attention.sdpa import SdpaBackend
-from specgen.attention.trtllm import TrtllmBackend
 from specgen.bench.bound import StepBytes
 from specgen.checkpoints.checkpoint import load_drafter, load_target, open_checkpoint
 from specgen.config import EngineConfig, SamplingParams, UserError
@@ -321,7 +321,7 @@ def test_an_engine_on_the_kernels_of_gpus_drafts_and_writes_the_same(
     right = generate(tmp_path, models, some, **settings)
     fake_flashinfer.install(monkeypatch, major=9, num_sms=6)
 
-    class OnCpu(TrtllmBackend):
+    class OnCpu(HopperBackend):
         name, capabilities = "sdpa", SdpaBackend.capabilities
 
     monkeypatch.setitem(BACKENDS, "sdpa", OnCpu)

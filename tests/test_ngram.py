@@ -348,7 +348,7 @@ def test_a_run_is_resumed_with_the_same_ngrams(tmp_path: Path) -> None:
     again = run(replace(job, engine=replace(job.engine, drafter="ngram:3")), out, Silent())
     assert again.report == found.report
     for other in ("ngram:2", str(Path(job.engine.model).parent / "drafter")):
-        with pytest.raises(UserError, match=r"fingerprints.drafter \(ngram:3, now"):
+        with pytest.raises(UserError, match=r"differs in --drafter ngram:3 -> ngram:2"):
             run(replace(job, engine=replace(job.engine, drafter=other)), out, Silent())
 
 

@@ -93,7 +93,7 @@ def test_texts_and_steps_equal_the_cpus(demo_pair: Pair, gpu_pair: Pair, mode: s
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_trtllm_kernels_give_the_reference_texts(bfloat16_pair: Pair, mode: str) -> None:
+def test_captured_kernels_give_the_reference_texts(bfloat16_pair: Pair, mode: str) -> None:
     asked: dict[str, Any] = {"drafter": "ngram", "num_spec_tokens": 4, "max_batch_size": 7}
     reference = generate(bfloat16_pair, repeating(GREEDY), **asked, **FAST | {"attention": "sdpa"})
     outputs = generate(bfloat16_pair, repeating(GREEDY), cuda_graphs=mode, **asked, **FAST)

@@ -52,11 +52,15 @@ def test_every_field_arrives():
         top_p=0.75,
         top_k=2,
         min_p=0.25,
+        repetition_penalty=1.05,
+        presence_penalty=0.5,
+        frequency_penalty=-0.5,
         seed=9,
         stop=("x", "y"),
         ignore_eos=True,
     )
     arguments += ["--max-new-tokens=7", "--temperature=0.5", "--top-p=0.75", "--top-k=2", "--min-p=0.25"]
+    arguments += ["--repetition-penalty=1.05", "--presence-penalty=0.5", "--frequency-penalty=-0.5"]
     made = given(whole, *arguments, "--seed=9", "--stop=x", "--stop=y", "--ignore-eos")
     assert made["engine"].to_json() == expected.to_json()
     assert made["sampling"] == sampled
@@ -117,7 +121,7 @@ def test_a_draft_length_is_a_number_or_auto(asked, length, shown):
 
 @pytest.mark.parametrize("asked", [17, -1, "many", 1.5, True, ""])
 def test_invalid_draft_lengths_are_refused(asked):
-    with pytest.raises(UserError, match=f"num-spec-tokens is {asked}: use 1 to 16"):
+    with pytest.raises(UserError, match=f"num-spec-tokens is {asked!r}: use 1 to 16"):
         EngineConfig(model="a", drafter="b", num_spec_tokens=asked)
     with pytest.raises(UserError, match="leaves no choice"):
         DraftLength(most=0, auto=True)
@@ -140,17 +144,17 @@ def test_sizes_and_lists_of_numbers():
 
 NAMES = {
     verify: "model drafter dataset data_path num_prompts split prompt_field chat chat_template_kwargs "
-    "num_spec_tokens max_new_tokens batch_sizes device tensor_parallel dtype kv_dtype attention cuda_graphs "
-    "output as_json quiet",
+    "num_spec_tokens max_new_tokens generation_config batch_sizes device tensor_parallel dtype kv_dtype "
+    "attention cuda_graphs output as_json quiet",
     evaluate: "tasks study arms limit num_fewshot apply_chat_template data_path model drafter chat_template_kwargs "
-    "num_spec_tokens draft_sampling seed max_new_tokens max_batch_size max_prefill_tokens kv_memory device "
-    "tensor_parallel dtype "
+    "num_spec_tokens draft_sampling seed max_new_tokens generation_config max_batch_size max_prefill_tokens "
+    "kv_memory device tensor_parallel dtype "
     "kv_dtype attention cuda_graphs gpu_memory_utilization prefix_cache log_samples output quiet",
     bench.kernels: "num_seqs max_seq_lens num_heads num_kv_heads head_dim latents num_spec_tokens page_size repeats "
     "dtype kv_dtype device output as_json quiet",
     tune: "batch k drafter_batch repeats precision budget dry_run model drafter dataset data_path num_prompts "
-    "split prompt_field chat chat_template_kwargs output_lens max_new_tokens max_prefill_tokens device "
-    "tensor_parallel dtype kv_dtype "
+    "split prompt_field chat chat_template_kwargs output_lens max_new_tokens generation_config max_prefill_tokens "
+    "device tensor_parallel dtype kv_dtype "
     "attention cuda_graphs gpu_memory_utilization output as_json quiet",
     bench.throughput: "matrix axis repeats dry_run model drafter dataset data_path num_prompts split prompt_field chat "
     "prompt_tokens chat_template_kwargs num_spec_tokens max_new_tokens output_lens max_batch_size max_prefill_tokens "

@@ -2,13 +2,14 @@
 
 import gzip
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from specgen.config import UserError
-from specgen.prompts import Message, Prompt, Rejected, open_prompts
+from specgen.prompts import Message, Prompt, Rejected, load_prompts, open_prompts
 from specgen.prompts.row_reading import Reading
 
 
@@ -107,7 +108,7 @@ def test_lines_of_text_and_json_strings_are_raw_and_that_is_told(tmp_path: Path)
     (one, bad), told = load(tmp_path / "own.txt")
     assert (one, one.where) == (Prompt(id=one.id, text="One"), "line 1")  # type: ignore[union-attr]
     assert isinstance(bad, Rejected)
-    assert bad.reason.startswith("line 3: prompt holds a lone surrogate")
+    assert bad.reason.startswith("line 3: prompt is not UTF-8")
     assert told[0].startswith("2 rows are a text without fields: taken as it is, without the chat template")
     found, told = load(written(tmp_path / "own.jsonl", "One", "Two"), chat=True)
     assert [said(prompt) for prompt in found] == [("One",), ("Two",)]
@@ -206,3 +207,52 @@ def test_a_split_of_real_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     for split in ("train", "test"):
         written(tmp_path / f"{split}.jsonl", {"question": split})
     assert [said(prompt) for prompt in load(tmp_path, split="test")[0]] == [("test",)]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        (
+            "a.csv",
+            b"id;prompt\n1;x\n",
+            "a.csv: the header 'id;prompt' is one column with a semicolon in it: separate col",
+        ),
+        ("a.tsv", b"id,prompt\n1,x\n", "with a comma in it: separate columns by tabs"),
+        (
+            "a.jsonl",
+            '{"prompt": "x"}'.encode("utf-16"),
+            "a.jsonl: not UTF-8 but UTF-16: save the file as UTF-8",
+        ),
+        ("a.csv", "prompt\nx\n".encode("utf-16"), "a.csv: not UTF-8 but UTF-16"),
+    ],
+)
+def test_another_separator_or_encoding_is_named(
+    tmp_path: Path, name: str, content: bytes, words: str
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError, match=re.escape(words)):
+        load_prompts(str(tmp_path / name), data_path=None, num_prompts=None)
+
+
+@pytest.mark.parametrize("array", [False, True])
+def test_a_row_with_a_key_twice_is_refused_and_the_rest_runs(tmp_path: Path, array: bool) -> None:
+    """The last would win in silence. Texts with what looks like a key are texts."""
+    rows = [
+        r'{"id": "a", "prompt": "x", "temperature": 0, "temperature": 1}',
+        r'{"id": "b", "messages": [{"role": "user", "content": "x", "content": "y"}]}',
+        r'{"id": "c", "prompt" : "x", "prompt" : "y"}',
+        r'{"id": "d", "prompt": "x", "\u0070rompt": "y"}',
+        r'{"id": "e", "prompt": "{\"a\": 1, \"a\": 2, \"b\" : 3}"}',
+        r'{"id": "f", "prompt_token_ids": [1, 2]}',
+        r'{"id": "g", "prompt": "x"}',
+    ]
+    file = tmp_path / ("own.json" if array else "own.jsonl")
+    file.write_text("[" + ",\n".join(rows) + "]" if array else "\n".join(rows))
+    found = list(open_prompts(str(file), data_path=None, num_prompts=None))
+    assert [row.id for row in found if isinstance(row, Prompt)] == ["e", "f", "g"]
+    reasons = [row.reason for row in found if isinstance(row, Rejected)]
+    place = "row" if array else "line"
+    assert reasons == [
+        f"{place} {number}: {key!r} is there twice in one object: keep the one that is meant"
+        for number, key in enumerate(("temperature", "content", "prompt", "prompt"), start=1)
+    ]

@@ -169,10 +169,34 @@ def test_a_stricter_level_detects_only_larger_differences():
     assert strict.detectable > paired(scores, others).detectable
 
 
-@pytest.mark.parametrize(("scores", "p"), [([0.5], None), ([0.5, 0.5], 1.0), ([0.7, 0.7], 0.0)])
-def test_differences_that_are_all_alike_have_no_interval(scores, p):
-    result = paired(scores, [0.5] * len(scores))
+@pytest.mark.parametrize(
+    ("scores", "others", "p"),
+    [
+        ([0.5], [0.4], None),
+        ([0.5, 0.5], [0.5, 0.5], 1.0),
+        ([0.7, 0.7], [0.5, 0.5], None),
+        ([0.5, 0.6], [0.4, 0.5], None),  # of which one is 0.1 less a rounding
+        ([0.7, 0.8, 0.9, 1.0], [0.6, 0.7, 0.8, 0.9], None),
+        ([0.1 + 0.2, 0.3], [0.3, 0.1 + 0.2], 1.0),  # the same scores, added in another order
+    ],
+)
+def test_differences_that_are_all_alike_are_not_tested(scores, others, p):
+    result = paired(scores, others)
     assert (result.p, result.interval, result.detectable) == (p, None, None)
+
+
+@pytest.mark.parametrize("least", [1e-3, 1e-9, 1e-13])
+def test_differences_that_differ_by_more_than_rounding_are(least):
+    from scipy import stats
+
+    scores, others = [0.5, 0.625, 0.75 + least], [0.25, 0.375, 0.5]
+    result = paired(scores, others)
+    assert result.p == stats.ttest_rel(scores, others).pvalue < 1e-4
+    assert result.interval[0] < 0.25 + least / 3 < result.interval[1]
+
+
+def test_equal_fractional_scores_of_one_arm_have_no_interval():
+    assert mean_interval([0.1 + 0.2, 0.3, 0.3]) is None
 
 
 def test_the_interval_of_one_arm():

@@ -182,7 +182,9 @@ def test_a_torn_last_line_is_left_out_and_another_row_refused(tmp_path):
     torn = a_directory(tmp_path / "torn", [row("a", [3]), row("b", [1])], end="")
     assert shared_requests([whole, torn])[0].num_requests == 1
     bad = a_directory(tmp_path / "bad", [row("a", [3]), {"text": "b"}])
-    with pytest.raises(UserError, match=r"completions.jsonl line 2 is no completion .*generate into a new"):
+    with pytest.raises(
+        UserError, match=r"completions.jsonl line 2 is not a completion .*generate into a new"
+    ):
         shared_requests([whole, bad])
 
 
@@ -238,7 +240,7 @@ def test_paired_differences_are_shown(compared):
     assert "two against one on the 40 requests of both: 40 of 40 texts identical. Paired" in text
     length, token_0 = compared(*runs)[0].figures[:2]
     expected = f"{length.first:.2f} {length.ours:.2f} {length.paired.difference:.2f}".split()
-    assert [line for line in text.splitlines() if line.split()[3:6] == expected]
+    assert [line for line in text.splitlines() if line.split()[4:7] == expected]
     low, high = (100 * end for end in token_0.paired.interval)
     assert f"{100 * token_0.paired.difference:.1f}  [{low:.1f}, {high:.1f}]  < 0.001" in text
     assert "paired difference =" in text

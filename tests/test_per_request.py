@@ -238,6 +238,8 @@ def all_different(requests: Iterable[Request]) -> list[Request]:
             top_p=(1.0, 0.8)[i % 2],
             top_k=(0, 0, 12, 3)[i % 4],
             min_p=(0.0, 0.05, 0.2)[i // 2 % 3],
+            repetition_penalty=(1.0, 1.0, 1.2)[i // 2 % 3],
+            frequency_penalty=(0.0, 0.0, 0.0, 0.7)[i % 4],
             seed=i,
             stop=((), ("a",), ("the", "\n"))[i // 3 % 3],
             ignore_eos=i % 2 == 1,
@@ -287,7 +289,7 @@ def test_unused_features_cost_nothing() -> None:
     ("wrong", "message"),
     [
         ({"logit_bias": ((3, 101.0),)}, "logit-bias of token 3 is 101.0: use -100 to 100"),
-        ({"logit_bias": ((3, float("nan")),)}, "logit-bias of token 3 is nan: use -100 to 100"),
+        ({"logit_bias": ((3, float("nan")),)}, "logit_bias of token 3 is nan: use a finite number"),
         ({"logit_bias": ((3, 1.0), (3, 2.0))}, "logit-bias names a token twice"),
         (
             {"logit_bias": tuple((i, 1.0) for i in range(1025))},

@@ -11,8 +11,10 @@ from specgen.cli import main as cli
 from specgen.cli import progress_bar
 from specgen.cli.crowding import advice, crowded, num_busy
 from specgen.cli.progress_bar import progress
+from specgen.config import Cluster, EngineConfig
 from specgen.display import clock
 from specgen.events import Captured, OutOfMemory
+from specgen.jobs.ray_engine import _resources
 from specgen.rundir.tally import Tally
 
 SHORT = OutOfMemory(time=0.0, max_batch_size=2, max_prefill_tokens=64)
@@ -118,6 +120,19 @@ def test_other_programs_are_those_that_run_beside_this_one(tmp_path, monkeypatch
     assert num_busy() == 3
     monkeypatch.setattr("specgen.cli.crowding._LOADAVG", tmp_path / "none")
     assert crowded("cpu") == "", "not on Linux"
+
+
+def test_cores_are_those_that_this_process_may_use(tmp_path, monkeypatch):
+    loadavg = tmp_path / "loadavg"
+    loadavg.write_text("0.61 0.55 0.42 3/1017 123456\n")
+    monkeypatch.setattr("specgen.cli.crowding._LOADAVG", loadavg)
+    monkeypatch.setattr("torch.get_num_threads", lambda: 2)
+    monkeypatch.setattr("os.cpu_count", lambda: 64)
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: {5, 9}, raising=False)
+    assert crowded("cpu").startswith("2 threads on 2 cores, of which other programs use 2")
+    monkeypatch.setattr("specgen.config.find_spec", lambda name: True)
+    config = EngineConfig(model="m", drafter=None, num_spec_tokens=0, device="cpu")
+    assert _resources(Cluster(num_workers=2), config) == {"num_cpus": 1}
 
 
 def compiled(monkeypatch: pytest.MonkeyPatch, file: io.StringIO, *, quiet: bool = False) -> str:

@@ -169,7 +169,7 @@ def test_rows_that_are_not_selected_are_not_parsed_and_keep_their_ids(tmp_path, 
     rows = OWN, "", named[0], "{", OWN, *named[1:], "never read"
     prompts = open_prompts(str(write_lines(tmp_path / "own.jsonl", *rows)), data_path=None, num_prompts=3)
     whole = list(prompts)
-    assert [result.id for result in whole] == ["a", "line 5", "line 4", "line 5 (2)", "line 6", "c"]
+    assert [result.id for result in whole] == ["a", "line 5", "line 4", "a (line 5)", "line 4 (line 6)", "c"]
     parse = json_rows._value
     parsed = []
     monkeypatch.setattr(json_rows, "_value", lambda text: parsed.append(text.decode()) or parse(text))
@@ -231,8 +231,8 @@ def test_a_directory_is_read_by_the_names_of_its_files(tmp_path):
     (tmp_path / "README.md").write_text("not data")
     prompts, rejected = load(tmp_path)
     assert [prompt.id for prompt in prompts] == ["1", "a", "2"]
-    assert rejected[0].id == "b.jsonl line 2"
-    assert rejected[0].reason.startswith("b.jsonl line 2: an earlier row has the same id")
+    assert rejected[0].id == "a (b.jsonl line 2)"
+    assert rejected[0].reason == "b.jsonl line 2: an earlier row has the same id 'a': give every row its own"
 
 
 def test_the_test_split_is_chosen_where_a_directory_has_several(tmp_path):
@@ -247,20 +247,47 @@ def test_rows_without_an_id_get_the_same_one_in_every_file(tmp_path):
     other = {"question": "Other?", "answer": ""}
     first, _ = load("gsm8k", write_lines(tmp_path / "1.jsonl", ROWS["gsm8k"], other))
     gap = {**ROWS["gsm8k"], "source": None}
-    second, rejected = load("gsm8k", write_lines(tmp_path / "2.jsonl", other, gap, other))
+    second, rejected = load("gsm8k", write_lines(tmp_path / "2.jsonl", other, gap))
     assert {prompt.id for prompt in first} == {prompt.id for prompt in second}
-    assert len(first) == 2
-    assert [row.reason for row in rejected] == [
-        "line 3: an earlier row has the same id, or the same content and no id"
+    assert (len(first), rejected) == (2, [])
+
+
+def test_equal_rows_without_ids_are_different_requests(tmp_path):
+    row = {"prompt": "x"}
+    (digest,) = (prompt.id for prompt in load(write_lines(tmp_path / "one.jsonl", row))[0])
+    rows = [
+        row,
+        {"prompt": "y"},
+        {"id": f"{digest}-2", "prompt": "z"},
+        {**row, "id": None},
+        {"prompt": 3},
+        row,
+        row,
     ]
+    path = write_lines(tmp_path / "own.jsonl", *rows, {"prompt": 3})
+    prompts, rejected = load(path)
+    ids = [prompt.id for prompt in prompts if prompt.text == "x"]
+    assert ids == [digest, *[f"{digest}-{number}" for number in (3, 4, 5)]]
+    assert rejected[1].id == f"{rejected[0].id}-2"
+    whole = open_prompts(str(path), data_path=None, num_prompts=None)
+    wanted = [each.turn_ids if number % 2 else () for number, each in enumerate(whole)]
+    again = [each.turn_ids for each in whole.select(wanted)]
+    assert again == [each for each in wanted if each], "a resume knows them by their place"
 
 
-def test_own_rows_need_no_id(tmp_path):
-    prompts, rejected = load(
-        write_lines(tmp_path / "own.jsonl", {"prompt": "x"}, {"prompt": "x", "id": None})
-    )
-    assert len(prompts) == 1
-    assert rejected[0].reason.endswith("an earlier row has the same id, or the same content and no id")
+def test_a_rejected_conversation_has_an_error_for_each_turn(tmp_path):
+    rows = [
+        {"question_id": 1, "turns": ["x", "y"]},
+        {"question_id": 1, "turns": ["x", "y"]},
+        {"question_id": 2, "turns": [" ", "y", "z"]},
+        {"question_id": 3},
+    ]
+    _, rejected = load("mt-bench", write_lines(tmp_path / "rows.jsonl", *rows))
+    assert [row.turn_ids for row in rejected] == [
+        ("1 (line 2)", "1 (line 2)/turn-2"),
+        ("2", "2/turn-2", "2/turn-3"),
+        ("3",),
+    ]
 
 
 # --- ids --------------------------------------------------------------------------------------------------
@@ -277,7 +304,7 @@ def test_all_ids_are_different_whatever_the_rows_say(tmp_path):
     ]
     prompts, rejected = load(write_lines(tmp_path / "own.jsonl", *rows))
     assert [prompt.id for prompt in prompts] == ["line 2", "fine"]
-    assert [row.id for row in rejected] == ["line 2 (2)", "bad", "line 4", "line 5"]
+    assert [row.id for row in rejected] == ["line 2 (2)", "bad", "bad (line 4)", "line 2 (2) (line 5)"]
 
 
 def test_later_turns_take_their_ids_too(tmp_path):
@@ -288,7 +315,7 @@ def test_later_turns_take_their_ids_too(tmp_path):
     ]
     prompts, rejected = load("mt-bench", write_lines(tmp_path / "rows.jsonl", *rows))
     assert [prompt.turn_ids for prompt in prompts] == [("1", "1/turn-2"), ("1/turn-3",)]
-    assert [row.id for row in rejected] == ["line 2"]
+    assert [row.id for row in rejected] == ["1/turn-2 (line 2)"]
 
 
 # --- rows that cannot be run ------------------------------------------------------------------------------
@@ -303,7 +330,7 @@ BAD = [  # row, id, reason
     ({"id": "", "prompt": "x"}, "line 2", "id is empty"),
     ({"id": 1.5, "prompt": "x"}, "line 2", "id is 1.5: use a string or a whole number"),
     ({"id": True, "prompt": "x"}, "line 2", "id is True"),
-    (OWN, "line 2", "an earlier row has the same id"),
+    (OWN, "a (line 2)", "an earlier row has the same id 'a': give every row its own"),
     ({"id": "x"}, "x", "no prompt: a row takes one of prompt, messages, prompt_token_ids"),
     ({"id": "x", "prompt": "x", "messages": []}, "x", "prompt and messages: a row takes one of"),
     ({"id": "x", "prompt": 3}, "x", "prompt is 3, not a string"),
@@ -327,9 +354,9 @@ BAD = [  # row, id, reason
         "the last message is from assistant",
     ),
     ({"id": "x", "prompt_token_ids": []}, "x", "prompt_token_ids is not a list with at least one"),
-    ({"id": "x", "prompt_token_ids": [1, True]}, "x", "prompt_token_ids are not all integers from 0"),
-    ({"id": "x", "prompt_token_ids": [1, -1]}, "x", "prompt_token_ids are not all integers from 0"),
-    ({"id": "x", "prompt_token_ids": [1.0]}, "x", "prompt_token_ids are not all integers from 0"),
+    ({"id": "x", "prompt_token_ids": [1, True]}, "x", "prompt_token_ids must be integers of 0 or more"),
+    ({"id": "x", "prompt_token_ids": [1, -1]}, "x", "prompt_token_ids must be integers of 0 or more"),
+    ({"id": "x", "prompt_token_ids": [1.0]}, "x", "prompt_token_ids must be integers of 0 or more"),
 ]
 
 
@@ -379,14 +406,14 @@ def test_invalid_utf8_invalidates_only_its_line(tmp_path):
     path.write_bytes(b'{"id": "x", "prompt": "\xff"}\n' + json.dumps(OWN).encode())
     prompts, rejected = load(path)
     assert [prompt.id for prompt in prompts] == ["a"]
-    assert rejected[0].reason.startswith("line 1: not valid JSON ('utf-8' codec")
+    assert rejected[0].reason.startswith("line 1: not UTF-8 (invalid ")
 
 
 def test_invalid_utf8_invalidates_only_its_element(tmp_path):
     path = tmp_path / "own.json"
     path.write_bytes(b'[{"id": "x", "prompt": "\xff"}, ' + json.dumps(OWN).encode() + b"]")
     assert load(path)[0] == [EXPECTED_OWN]
-    assert load(path)[1][0].reason.startswith("row 1: prompt holds a lone surrogate")
+    assert load(path)[1][0].reason.startswith("row 1: prompt is not UTF-8: save the file as UTF-8")
 
 
 @pytest.mark.parametrize("name", ["own.jsonl", "own.json"])
@@ -496,7 +523,9 @@ def test_a_name_asks_the_hub_for_its_public_id(monkeypatch, name, expected):
 
     def load_dataset(path, config, *, data_files, split):
         asked.append((path, config, data_files, split))
-        return table([ROWS[name], ROWS[name]])
+        return table(
+            [ROWS[name], {**ROWS[name], "broken": 1, **dict.fromkeys(("turns", "question", "prompt"))}]
+        )
 
     monkeypatch.setattr("datasets.load_dataset", load_dataset)
     prompts, rejected = load(name)
@@ -559,8 +588,8 @@ def test_the_bundled_sharegpt_file_loads_by_its_format():
         (
             "sharegpt",
             "sharegpt/glaive_toolcall_en_demo.json",
-            265,
-            35,
+            300,
+            0,
         ),  # 35 rows are there twice, and have no id
         ("sharegpt", "sharegpt/oasst_en_sharegpt.json", 547, 0),
     ],
@@ -608,6 +637,13 @@ def test_a_token_id_outside_the_vocabulary(tokenizer):
     assert prompt_ids(Prompt(id="a", token_ids=(size - 1,)), tokenizer, [])[1] == [size - 1]
     with pytest.raises(UserError, match=rf"token id {size} is outside the vocabulary of {size}"):
         prompt_ids(Prompt(id="a", token_ids=(1, size)), tokenizer, [])
+    outside = 2**62
+    with pytest.raises(
+        UserError, match=rf"^token id {outside} is outside the vocabulary of {size}: tokenize"
+    ):
+        prompt_ids(Prompt(id="a", token_ids=(1, outside)), tokenizer, [])
+    with pytest.raises(UserError, match=r"^prompt 'a' has the token id -1: use 0 or more"):
+        Prompt(id="a", token_ids=(1, -1))
 
 
 def test_every_pass_counts_the_misspelt_fields_anew(tmp_path: Path) -> None:

@@ -49,6 +49,7 @@ GLM: dict[str, Any] = {
 }
 DEEPSEEK: dict[str, Any] = GLM | {  # of 61 layers here are five
     "architectures": ["DeepseekV3ForCausalLM"],
+    "eos_token_id": 1,
     "first_k_dense_replace": 3,
     "hidden_size": 7168,
     "intermediate_size": 18432,

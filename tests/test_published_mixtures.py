@@ -143,7 +143,10 @@ def test_gpt_oss_is_read_as_published() -> None:
     assert config.windows == (128, None) * 12
     facts = config.facts()
     assert facts["experts"] == "32 in all layers, 2880 wide, in MXFP4, gate and up clamped at 7"
-    assert facts["rotary"] == "base 150,000, YaRN scaling by 32 (exact bounds), cos and sin times 1.347"
+    assert (
+        facts["rotary"]
+        == "base 150,000, YaRN scaling by 32 from 4,096 positions (exact bounds), cos and sin times 1.347"
+    )
     assert facts["biases"] == "q, k and v, attention output"
 
 

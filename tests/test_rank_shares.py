@@ -1,5 +1,6 @@
 """A target in shares of several ranks: logits and likeliest tokens of the whole, what is read, planted errors."""
 
+import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -65,6 +66,13 @@ def latents_in_blocks(path: Path) -> None:
     quantize(path, "block", spread=1.0)
 
 
+def called_tied(path: Path, write: Callable[[Path], object] = write_target) -> None:
+    """Output weights of its own beside a config that ties them to the embedding."""
+    write(path)
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
+
+
 def in_fp8_with_vectors(path: Path) -> None:
     """The scales of channels as [out] instead of [out, 1]."""
     in_fp8(path, "dynamic", head_dim=32)
@@ -78,6 +86,10 @@ TARGETS: dict[str, Callable[[Path], object]] = {
     "llama": write_target,
     "biases": partial(write_target, biases=True),
     "tied": partial(write_target, tied=True),
+    "called tied": called_tied,
+    "called tied, output layer in FP8": partial(
+        called_tied, write=partial(in_fp8, form="modelopt", output_layer=True)
+    ),
     "vocabulary that is not divided evenly": partial(write_target, vocab_size=127),
     "qwen2": partial(write_target, family="qwen2"),
     "qwen3": partial(write_target, family="qwen3"),

@@ -343,12 +343,12 @@ def test_a_run_resumed_on_another_day_has_the_prompts_of_the_first(
     assert '"strftime_now": "2026-03-07"' in recorded["settings"]["template"]
     assert report(out)["num_requests"] == report(whole)["num_requests"] == 10
     for other, field in (
-        ('{"reasoning_effort": "low"}', r"chat_template_kwargs.reasoning_effort \(high, now low\)"),
+        ('{"reasoning_effort": "low"}', r"chat_template_kwargs.reasoning_effort high -> low"),
         (
             '{"reasoning_effort": "high", "strftime_now": "2026-03-08"}',
-            r"strftime_now \(2026-03-07, now 2026",
+            r"strftime_now 2026-03-07 -> 2026",
         ),
-        ("{}", r"reasoning_effort \(high, now None\)"),
+        ("{}", r"reasoning_effort high -> not given"),
     ):
         refused = generate(harmony_pair, questions, out, "--chat-template-kwargs", other)
         with pytest.raises(UserError, match=field):
@@ -481,7 +481,7 @@ def test_an_evaluation_counts_answers_that_ended_while_reasoning(
     sentence = " ".join(result.stdout.split())
     assert "ended while reasoning: 4 of padded, 4 of baseline; raise --max-new-tokens." in sentence
     other = call("eval", *arguments, "--max-new-tokens", 4, "--output", out)
-    with pytest.raises(UserError, match=r"max_new_tokens \(3, now 4\)"):
+    with pytest.raises(UserError, match=r"max_new_tokens 3 -> 4"):
         raise other.exception or AssertionError(other.output)
 
 

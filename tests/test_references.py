@@ -78,22 +78,22 @@ def test_the_anchors_are_there():
         ({"accuracy": [{"measure": "m", "value": 0.796}]}, "stderr is missing"),
         ({"accuracy": [{"measure": "gsm8k", "value": 0.7, "stderr": 0}]}, "the task, a space and the metric"),
         ({"speed": 12}, "speed is not known"),
-        ({"acceptance": None}, "is no reference"),
+        ({"acceptance": None}, "is not a reference"),
     ],
 )
 def test_impossible_figures_are_refused(tmp_path, changes, message):
     with pytest.raises(UserError, match=message) as refused:
         read(tmp_path, **changes)
-    assert "mine.json is no reference" in str(refused.value)
+    assert "mine.json is not a reference" in str(refused.value)
     assert "\n" not in str(refused.value)
 
 
 def test_a_file_that_is_not_json_or_lacks_a_key(tmp_path):
     (tmp_path / "mine.json").write_text("[1]")
-    with pytest.raises(UserError, match="holds no JSON object: mend it"):
+    with pytest.raises(UserError, match="is not a JSON object: fix it"):
         read_reference(tmp_path / "mine.json")
     (tmp_path / "mine.json").write_text("{")
-    with pytest.raises(UserError, match=r"mine\.json is not valid JSON .*: mend it"):
+    with pytest.raises(UserError, match=r"mine\.json is not valid JSON .*: fix it"):
         read_reference(tmp_path / "mine.json")
 
 
@@ -187,7 +187,7 @@ def test_an_accuracy_that_is_no_share_is_refused(tmp_path):
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("{", "is not valid JSON"), ("[]", "holds no JSON object"), ('{"results": {}}', "holds no results")],
+    [("{", "is not valid JSON"), ("[]", "is not a JSON object"), ('{"results": {}}', "holds no results")],
 )
 def test_results_that_are_not_lm_evals_are_refused(tmp_path, text, message):
     assert load_results(tmp_path) == {}

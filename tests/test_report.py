@@ -7,15 +7,27 @@ import tracemalloc
 from collections.abc import Iterator
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from specgen.config import UserError
-from specgen.events import Event, Finished, Preempted, Prefilled, Resumed, Stepped, Submitted, Verified
+from specgen.events import (
+    Event,
+    Finished,
+    Preempted,
+    Prefilled,
+    Resumed,
+    Stepped,
+    Submitted,
+    Verified,
+    turn_id,
+)
 from specgen.report import tables, terminal
 from specgen.report.acceptance import fold_request
 from specgen.report.intervals import Ratio, wilson
 from specgen.report.remarks import DEAD_LENGTH, empty, hint, warning
 from specgen.report.report import draft_lengths, fold, fold_categories, load
+from specgen.report.summary import Summary
 from tests.streams import begun, decode_steps, ended, padded_step, refusal, request
 
 
@@ -370,6 +382,7 @@ def test_the_metrics_of_one_request():
         "num_draft_tokens": 8,
         "num_spec_tokens": 3,
         "per_step_accepted": (3, 0, 1),
+        "num_steps_without_drafts": 1,
     }
 
 
@@ -422,8 +435,8 @@ def test_load_gives_back_what_was_written(tmp_path):
         (None, "{}", "report.json cannot be read .*--output"),
         ('{"acceptance": []}', None, "manifest.json cannot be read .*--output"),
         ('{"acceptance": [', "{}", "report.json is not valid JSON .*--output"),
-        ("[]", "{}", "report.json holds no JSON object.*--output"),
-        ("{}", "{}", "is no report of a run"),
+        ("[]", "{}", "report.json is not a JSON object.*--output"),
+        ("{}", "{}", "is not the report of a run"),
     ],
 )
 def test_load_says_what_is_wrong_and_what_to_do(tmp_path, report, manifest, reason):
@@ -476,3 +489,39 @@ def test_texts_that_were_nearly_all_cut_off_are_said(ended: dict[str, int], said
     found = hint({"finish_reasons": ended})
     assert bool(found) == bool(said)
     assert found.startswith(said)
+
+
+def test_the_turns_of_a_conversation_are_one_unit_of_intervals():
+    from scipy import stats
+
+    steps = {
+        "a": ([(3, 3), (3, 2)], [(3, 3)] * 3),
+        "b": ([(3, 0)], [(3, 1), (3, 0)]),
+        "c": ([(3, 1)] * 4, [(3, 2)]),
+    }
+    events = [
+        replace(event, num_turns=2) if isinstance(event, Submitted) else event
+        for turn in (1, 2)
+        for name, turns in steps.items()
+        if (name, turn) != ("c", 2)  # it failed, say, so that its conversation has one
+        for event in request(
+            turn_id(name, turn), turns[turn - 1], turn=turn, category="x" * (name == "a") or "y"
+        )
+    ]
+    found = fold(events, num_spec_tokens=3)
+    units = [[*steps["a"][0], *steps["a"][1]], [*steps["b"][0], *steps["b"][1]], steps["c"][0]]
+    h, t = np.array([(sum(each for _, each in unit), len(unit)) for unit in units]).T
+    rate = h.sum() / t.sum()
+    half = stats.t.ppf(0.975, 2) * np.sqrt(3 / 2 * np.sum((h - rate * t) ** 2) / t.sum() ** 2)
+    expected = (max(1, 1 + rate - half), min(4, 1 + rate + half))
+    assert found.speculation.mean_acceptance_length_ci95 == pytest.approx(expected)
+    assert (found.speculation.num_requests, found.speculation.num_drafts) == (5, 12)
+    assert found.speculation.mean_acceptance_length_per_request == pytest.approx(
+        1 + np.mean([2.5, 3, 0, 0.5, 1])
+    )
+    assert found.categories["x"].mean_acceptance_length_ci95 is None, "one conversation has no spread"
+    assert found.turns["1"].num_requests == 3
+    assert found.turns["1"].mean_acceptance_length_ci95 is not None
+    in_sums = Summary(3)
+    sums = [each for event in events for each in in_sums.take(event)] + list(in_sums.rest())
+    assert fold(sums, num_spec_tokens=3).speculation == found.speculation

@@ -103,6 +103,26 @@ def test_a_run_leaves_its_files_and_its_numbers_agree(pair: Path, data: Path, tm
     assert figures in result.stdout
 
 
+@pytest.mark.parametrize("kept", ["full", "summary", "none"])
+def test_a_text_that_fills_the_context_says_so(pair: Path, tmp_path: Path, kept: str) -> None:
+    own, out = tmp_path / "own.jsonl", tmp_path / "run"
+    own.write_text('{"id": "a", "prompt": "Tom has"}\n{"id": "b", "prompt": "Tom has", "max_tokens": 3}\n')
+    arguments = ("--max-new-tokens", 5000, "--ignore-eos", "--output", out, "--events", kept, "--quiet")
+    result = run(pair, "--dataset", own, *arguments, "--format", "openai")
+    assert result.exit_code == 0, result.output
+    filled, short = rows(out / "completions.jsonl")
+    assert filled["num_prompt_tokens"] + len(filled["token_ids"]) == 256
+    assert (filled["finish_reason"], filled["ended_by"]) == ("length", "context")
+    assert (short["finish_reason"], "ended_by" in short) == ("length", False)
+    report = json.loads((out / "report.json").read_text())
+    assert report["finish_reasons"] == {"context": 1, "length": 1}
+    sentence = " ".join(result.output.split())
+    assert "ended by 1 context, 1 length" in sentence
+    assert "1 of 2 texts ended where the model's context was full" in sentence
+    bodies = [row["response"]["body"]["choices"][0] for row in rows(out / "batch_output.jsonl")]
+    assert [body["finish_reason"] for body in bodies] == ["length", "length"]
+
+
 def test_the_second_turn_sees_the_first_answer(pair: Path, data: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     assert run(pair, "--dataset", "mt-bench", "--data-path", data, "--output", out).exit_code == 0
@@ -274,9 +294,18 @@ def test_plain_decoding_needs_no_drafter(pair: Path, data: Path) -> None:
     ("arguments", "words"),
     [
         (["--temperature", "-1"], ["temperature is -1"]),
+        (["--temperature", "inf"], ["temperature is inf: use a finite number"]),
         (["--top-p", "0"], ["top-p is 0"]),
+        (["--top-k", "100000000000000000000"], ["top-k is 100000000000000000000", "at most 2147483647"]),
+        (
+            ["--max-new-tokens", "100000000000000000000"],
+            ["max-new-tokens is 100000000000000000000", "at most"],
+        ),
+        (["--seed", "-1"], ["seed is -1", "a resumed run must give the same texts"]),
+        (["--seed", str(2**70)], [f"seed is {2**70}", "64 bits"]),
+        (["--stop", "\udcff"], ["stop is '\\udcff': it holds a lone surrogate"]),
         (["--num-spec-tokens", "99"], ["num-spec-tokens is 99"]),
-        (["--num-spec-tokens", "some"], ["num-spec-tokens is some", "or auto"]),
+        (["--num-spec-tokens", "some"], ["num-spec-tokens is 'some'", "or auto"]),
         (["--kv-memory", "lots"], ["'lots'", "512MiB"]),
         (["--kv-memory", "²MiB"], ["'²MiB'", "512MiB"]),
         (["--num-prompts", "0"], ["num-prompts is 0"]),
@@ -295,12 +324,41 @@ def test_bad_input_is_one_line(pair: Path, tmp_path: Path, arguments: list[str],
     assert not out.exists()
 
 
-def test_a_run_that_failed_at_the_start_is_resumed(pair: Path, data: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--kv-memory", "900TiB"], "kv-memory is 921,600.0 GiB and cpu has "),
+        (["--max-batch-size", 10**12, "--num-prompts", 2], ""),
+        (["--max-batch-size", 10**12, "--num-prompts", 2, "--num-spec-tokens", "auto"], ""),
+    ],
+)
+def test_memory_that_no_machine_has(
+    pair: Path, data: Path, tmp_path: Path, arguments: list[Any], words: str
+) -> None:
+    """Rows are bounded by the prompts; a cache is not."""
+    out, which = tmp_path / "run", ("--dataset", "mt-bench", "--data-path", data)
+    result = run(pair, *which, "--output", out, *arguments)
+    assert words in str(result.exception or "")
+    assert (out.exists(), result.exit_code) == (not words, 1 if words else 0)
+
+
+def test_rows_that_no_machine_has_are_refused_before_any_weight(
+    pair: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("specgen.jobs.run.load_models", None)
+    monkeypatch.setattr("specgen.engine.memory.total_memory", lambda device: 20_000)
+    result = run(pair, "--dataset", "mt-bench", "--data-path", data, "--max-batch-size", 3)
+    assert "max-batch-size is 3, whose rows take" in str(result.exception)
+
+
+def test_a_run_that_failed_at_the_start_leaves_nothing_in_the_way(
+    pair: Path, data: Path, tmp_path: Path
+) -> None:
     arguments = ("--dataset", "mt-bench", "--data-path", data, "--output", tmp_path / "run")
     result = run(pair, *arguments, "--kv-memory", "1KiB")
     assert isinstance(result.exception, UserError)
     assert re.search("1024 bytes.*raise", str(result.exception))
-    assert json.loads((tmp_path / "run" / "status.json").read_text())["state"] == "failed"
+    assert not (tmp_path / "run").exists()
     assert run(pair, *arguments, "--kv-memory", "1MiB").exit_code == 0
 
 
@@ -331,6 +389,7 @@ def test_the_options_are_a_decision() -> None:
             "config",
             "model",
             "drafter",
+            "generation_config",
             "chat_template_kwargs",
             "dataset",
             "data_path",
@@ -347,6 +406,9 @@ def test_the_options_are_a_decision() -> None:
             "top_p",
             "top_k",
             "min_p",
+            "repetition_penalty",
+            "presence_penalty",
+            "frequency_penalty",
             "seed",
             "stop",
             "ignore_eos",
@@ -454,7 +516,10 @@ def test_options_without_effect_are_said(
 ) -> None:
     own = tmp_path / "own.jsonl"
     own.write_text(json.dumps({"prompt": "Tom has", **row}) + "\n")
-    assert warnings(run(pair, "--dataset", own, *options)) == told
+    found = warnings(run(pair, "--dataset", own, *options))
+    assert [
+        each for each in found if "is given 2 times" not in each
+    ] == told  # ``run`` has options of its own
 
 
 def test_a_failure_names_its_line_once(pair: Path, tmp_path: Path) -> None:
@@ -499,5 +564,5 @@ def test_the_model_may_have_a_name_of_its_own(pair: Path, tmp_path: Path) -> Non
     assert body["model"] == "llama"
     assert "llama" in (out / "report.html").read_text()
     assert str(pair / "target") not in (out / "report.html").read_text().partition("<dt>command</dt>")[0]
-    assert "served_model_name (llama, now other)" in str(run(pair, *named, "other").exception)
+    assert "--served-model-name llama -> other" in str(run(pair, *named, "other").exception)
     assert "served-model-name is empty" in str(run(pair, *named, "").exception)

@@ -42,6 +42,9 @@ FILTERS = {
     "min-p": SamplingParams(temperature=1.0, min_p=0.15),
     "all": SamplingParams(temperature=1.2, top_p=0.9, top_k=6, min_p=0.05),
     "biased": SamplingParams(temperature=1.1, min_p=0.05, logit_bias=((2, -0.5), (5, -100.0), (8, 0.7))),
+    "penalised": SamplingParams(
+        temperature=0.6, repetition_penalty=2.5, presence_penalty=-0.5, frequency_penalty=0.9
+    ),
 }
 
 
@@ -63,13 +66,28 @@ def expected_marginals(path: Path, sampling: SamplingParams, prompt: tuple[int, 
     for _ in range(LENGTH):
         with torch.inference_mode():
             logits = model(texts).logits[:, -1].double()
-        joint = weights[:, None] * torch.stack([filtered(row, sampling) for row in logits])
+        rows = [
+            penalised(row, text.tolist(), sampling, len(prompt))
+            for row, text in zip(logits, texts, strict=True)
+        ]
+        joint = weights[:, None] * torch.stack([filtered(row, sampling) for row in rows])
         marginals.append(joint.sum(0))
         texts = torch.cat(
             [texts.repeat_interleave(VOCAB, 0), torch.arange(VOCAB).repeat(len(texts))[:, None]], 1
         )
         weights = joint.flatten()
     return torch.stack(marginals)
+
+
+def penalised(logits: Tensor, text: list[int], sampling: SamplingParams, num_prompt: int) -> Tensor:
+    """The penalties, one token at a time."""
+    logits, output = logits.clone(), text[num_prompt:]
+    for token in set(text):
+        by = sampling.repetition_penalty
+        logits[token] = logits[token] / by if logits[token] > 0 else logits[token] * by
+        logits[token] -= sampling.frequency_penalty * output.count(token)
+        logits[token] -= sampling.presence_penalty * (token in output)
+    return logits
 
 
 def filtered(logits: Tensor, sampling: SamplingParams) -> Tensor:
@@ -261,6 +279,9 @@ def test_filtered_probabilities() -> None:
     assert probs(top_k=2) == [0.6667, 0.3333, 0, 0]
     assert probs(top_p=0.7) == [0.6667, 0.3333, 0, 0]
     assert probs(top_p=0.76) == [0.5556, 0.2778, 0.1667, 0]
+    assert probs(top_p=1e-46) == probs(top_p=1e-300) == [1, 0, 0, 0]  # 0 in float32
+    assert probs(min_p=1e-300, temperature=1e6) == [0.25] * 4
+    assert probs(temperature=1e-300) == [1, 0, 0, 0]
     assert probs(min_p=0.25) == [0.5556, 0.2778, 0.1667, 0]
     logits = torch.zeros(1, 1, 4)
     assert probs(top_p=0.5) == [0.5, 0.5, 0, 0]  # two tokens make up exactly that share

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from specgen.attention import Backend
 from specgen.attention.flashinfer_paged import FlashInferBackend, _Planned, _sink_variant
+from specgen.attention.hopper import HopperBackend
 from specgen.attention.trtllm import TrtllmBackend
 from specgen.kv.layout import Layout
 from specgen.models.layers import LayerAttention
@@ -83,9 +84,13 @@ def _compiled() -> None:
         list(pool.map(lambda spec: spec.build_and_load(), {spec.name: spec for spec in specs}.values()))
 
 
-@pytest.fixture(scope="module")
-def trtllm() -> TrtllmBackend:
-    return TrtllmBackend(torch.device("cuda"))
+@pytest.fixture(scope="module", params=[TrtllmBackend, HopperBackend], ids=lambda backend: backend.name)
+def decoder(request: pytest.FixtureRequest) -> Backend:
+    """Each backend whose calls can be captured."""
+    majors = request.param.capabilities.compute_majors
+    if torch.cuda.get_device_capability()[0] not in majors:
+        pytest.skip(f"needs a GPU of compute capability {majors}")
+    return request.param(torch.device("cuda"))
 
 
 @pytest.fixture(scope="module")
@@ -149,13 +154,13 @@ def check(backend: Backend, case: Case, kind: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "case"), [(kind, case) for kind in DECODE for case in DECODE[kind]], ids=str
 )
-def test_decode(trtllm: TrtllmBackend, kind: str, case: Case) -> None:
-    check(trtllm, case, kind)
+def test_decode(decoder: Backend, kind: str, case: Case) -> None:
+    check(decoder, case, kind)
 
 
 @pytest.mark.parametrize("case", PREFILL, ids=str)
-def test_prefill(trtllm: TrtllmBackend, flashinfer: FlashInferBackend, case: Case) -> None:
-    check(trtllm, case, "prefill")
+def test_prefill(decoder: Backend, flashinfer: FlashInferBackend, case: Case) -> None:
+    check(decoder, case, "prefill")
     check(flashinfer, case, "prefill")
 
 
@@ -171,18 +176,18 @@ def test_two_sizes_of_heads_in_one_process(flashinfer: FlashInferBackend) -> Non
         assert error(out, expected(world, layers[0]), case) < case.tolerance
 
 
-def test_layers_with_and_without_sinks_take_turns(trtllm: TrtllmBackend) -> None:
+def test_layers_with_and_without_sinks_take_turns(decoder: Backend) -> None:
     for case, kind in ((DECODE["uniform"][-1], "uniform"), (PREFILL[0], "prefill")):
         world, layers = World(case), layers_of(case, (None, 128))
         bare = [replace(layer, sinks=None) for layer in layers]
-        outs = attend(trtllm, world, getattr(world, kind)(), [layers[0], bare[0], layers[1], bare[1]])
+        outs = attend(decoder, world, getattr(world, kind)(), [layers[0], bare[0], layers[1], bare[1]])
         for layer, out in zip(layers, outs[::2], strict=True):
             assert error(out, expected(world, layer), case) < case.tolerance
         for layer, out in zip(bare, outs[1::2], strict=True):
             assert error(out, world.reference(layer.window), case) < case.tolerance
 
 
-def test_sinks_of_another_head_are_detected(trtllm: TrtllmBackend) -> None:
+def test_sinks_of_another_head_are_detected(decoder: Backend) -> None:
     """The tolerance tells a head's sink from its neighbour's, which is 0.8 away, and from none."""
     for case, kind in (
         (DECODE["uniform"][2], "uniform"),
@@ -190,14 +195,14 @@ def test_sinks_of_another_head_are_detected(trtllm: TrtllmBackend) -> None:
         (PREFILL[0], "prefill"),
     ):
         world, (layer,) = World(case), layers_of(case, (None,))
-        (out,) = attend(trtllm, world, getattr(world, kind)(), [layer])
+        (out,) = attend(decoder, world, getattr(world, kind)(), [layer])
         assert layer.sinks is not None
         for sinks in (layer.sinks.roll(1), layer.sinks - 0.4, torch.full_like(layer.sinks, -torch.inf)):
             assert error(out, expected(world, replace(layer, sinks=sinks)), case) > 2 * case.tolerance
 
 
 @pytest.mark.parametrize("mode", ["uniform", "packed"])
-def test_a_captured_graph_is_right_for_other_lengths(trtllm: TrtllmBackend, mode: str) -> None:
+def test_a_captured_graph_is_right_for_other_lengths(decoder: Backend, mode: str) -> None:
     case = Case(query_lens=(5,) * 8, kv_lens=(4096,) * 8, **OSS)
     first, layers = World(case), layers_of(case)
     tables = torch.zeros(8, 64, dtype=torch.int32, device="cuda")
@@ -206,12 +211,12 @@ def test_a_captured_graph_is_right_for_other_lengths(trtllm: TrtllmBackend, mode
     if mode == "packed":
         layout = replace(layout, uniform_q=None, ragged_lens=query_lens)
     q = torch.zeros(40, 16, 64, dtype=BF16, device="cuda")
-    warm = trtllm.plan(replace(layout))
+    warm = decoder.plan(replace(layout))
     for layer in layers:
         warm(layer, q, first.keys, first.values)
     graph, fresh = torch.cuda.CUDAGraph(), replace(layout)
     with torch.cuda.graph(graph):
-        kernel = trtllm.plan(fresh)
+        kernel = decoder.plan(fresh)
         outs = [kernel(layer, q, first.keys, first.values).clone() for layer in layers]
     for turn, longest in enumerate((4000, 40, 700)):
         lens = (5, 1, 3, 5, 2, 1, 1, 4) if mode == "packed" else (5,) * 8

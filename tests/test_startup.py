@@ -113,5 +113,6 @@ def test_a_run_keeps_the_phases_of_its_start(tmp_path: Path) -> None:
     result = CliRunner().invoke(cli.app, [*arguments, "--device=cpu", "--baseline"])
     assert result.exit_code == 0, result.output
     seconds = json.loads((tmp_path / "run" / "status.json").read_text())["startup_seconds"]
-    assert [*seconds] == ["memory", "warm-up", "other"], "those of the baseline, whose weights were there"
-    assert sum(seconds.values()) < 5
+    phases = {"process", "checkpoints", "rows", "fingerprints", "weights", "memory", "warm-up", "other"}
+    assert {*seconds} >= phases, "of both engines: those of the baseline are added"
+    assert sum(seconds.values()) - seconds["process"] < 10

@@ -106,29 +106,29 @@ def test_the_arms_of_two_caches():
         ({"arms": [{"name": ""}]}, "empty name"),
         ({"arms": ["padded"]}, "not a JSON object"),
         ({"arms": [{"name": "a", "drafter_batch": "nonpadded"}]}, "use one of padded, non-padded"),
-        ({"arms": [{"name": "a", "attention": "flash"}]}, "use one of auto, trtllm"),
+        ({"arms": [{"name": "a", "attention": "flash"}]}, "use one of auto, hopper, trtllm"),
         ({"arms": [{"name": "a", "cuda_graphs": "on"}]}, "use one of auto, step"),
         ({"arms": [{"name": "a", "dtype": "fp8"}]}, "use one of auto, float32"),
         ({"arms": [{"name": "a", "kv_dtype": "int8"}]}, "use one of auto, model, fp8"),
         ({"arms": [{"name": "a", "num_spec_tokens": 17}]}, "num-spec-tokens is 17"),
         (
             {"arms": [{"name": "a", "num_spec_tokens": "many"}]},
-            "num-spec-tokens is many: use 1 to 16, 0 .* or auto",
+            "num-spec-tokens is 'many': use 1 to 16, 0 .* or auto",
         ),
         ({"arms": [{"name": "a", "num_spec_tokens": -1}]}, "num-spec-tokens is -1"),
         ({"arms": [{"name": "a", "temperature": -1}]}, "use 0 .greedy. or more"),
         ({"arms": [{"name": "a", "draft_batch": "padded"}]}, "draft_batch is not known"),
         ({"arms": [{"num_spec_tokens": 2}]}, "name is missing"),
         ({"limit": 0}, "limit is 0: use at least 1"),
-        ({"num_fewshot": -1}, "num_fewshot is -1: use at least 0"),
-        ({"max_batch_size": 0}, "max_batch_size is 0"),
-        ({"limit": "all"}, "is no study"),
+        ({"num_fewshot": -1}, "num-fewshot is -1: use at least 0"),
+        ({"max_batch_size": 0}, "max-batch-size is 0"),
+        ({"limit": "all"}, "is not a study"),
     ],
 )
 def test_what_cannot_be_run_is_refused(tmp_path, changes, message):
     with pytest.raises(UserError, match=message) as refused:
         load(tmp_path, **changes)
-    assert "mine.json is no study" in str(refused.value)
+    assert "mine.json is not a study" in str(refused.value)
     assert "\n" not in str(refused.value)
 
 

@@ -164,7 +164,7 @@ def test_a_stopped_run_in_sums_ends_with_the_numbers_of_a_whole_one(job: Job, tm
         event.sequence for event in read(tmp_path / "sums" / "events.jsonl") if isinstance(event, Answered)
     ]
     assert len(answered) == len(set(answered)) == 10
-    with pytest.raises(UserError, match=r"differs in events \(summary, now None\)"):
+    with pytest.raises(UserError, match=r"differs in --events summary -> full"):
         run.run(job, tmp_path / "sums", Silent())
 
 

@@ -44,6 +44,14 @@ def cells(text, label):
     return line.removeprefix(label).split()
 
 
+def test_lengths_of_drafters_that_drafted_at_times_are_also_shown_over_all_steps():
+    at_times = as_json(request("a", [(3, 3), (0, 0), (0, 0), (3, 1)]), 3)
+    text = compare([("head", a_run()), ("ngram", at_times)])
+    assert cells(text, "mean acceptance length")[1] == "3.00"
+    assert cells(text, "  over all steps")[:2] == [cells(text, "mean acceptance length")[0], "2.00"]
+    assert "over all steps" not in compare([("head", a_run()), ("again", a_run())])
+
+
 def whole_label(text, start):
     """The words of the first column from the line that starts with ``start`` to the next row."""
     lines = text.splitlines()
@@ -154,7 +162,7 @@ def test_a_baseline_is_shown():
     text = render(
         run.with_baseline(fold(request("a", [(0, 0)] * 8), num_spec_tokens=0), 0.75, 4).to_json(), {}
     )
-    line = "3.00x of 1.0 tokens/s, 3 of 4 texts identical"
+    line = "3.00x plain decoding (1.0 tokens/s), 3 of 4 texts identical"
     assert cells(text, "against plain decoding") == line.split()
 
 

@@ -113,6 +113,7 @@ def test_texts_drafts_and_events_are_those_of_one_process(shared: Models, alone:
 @pytest.mark.parametrize("draft_sampling", ["probabilistic", pytest.param("greedy", marks=pytest.mark.slow)])
 def test_sampled_texts_are_those_of_one_process(shared: Models, alone: Models, draft_sampling: str) -> None:
     sampling = SamplingParams(max_tokens=24, temperature=0.9, top_p=0.95, seed=3, logprobs=2, stop=(" the",))
+    sampling = replace(sampling, repetition_penalty=1.1, presence_penalty=0.2)
     several, one = (run(each, sampling, draft_sampling=draft_sampling) for each in (shared, alone))
     assert several.texts == one.texts
     assert told(several.events) == told(one.events)

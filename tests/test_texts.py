@@ -88,11 +88,21 @@ def test_pieces_are_the_text(tokenizer, text):
     assert not any("\N{REPLACEMENT CHARACTER}" in piece for piece in found)
 
 
-def test_pieces_of_random_tokens_are_their_text(byte_level):
+def test_pieces_of_random_tokens_are_their_text(tokenizer):
     rng = random.Random(1)
-    for _ in range(200):
-        token_ids = [rng.randrange(byte_level.vocab_size) for _ in range(rng.randrange(40))]
-        assert "".join(pieces(byte_level, token_ids)) == byte_level.decode(token_ids)
+    for _ in range(400):
+        token_ids = [rng.randrange(tokenizer.vocab_size) for _ in range(rng.randrange(40))]
+        assert "".join(pieces(tokenizer, token_ids)) == tokenizer.decode(token_ids)
+
+
+def test_pieces_of_bytes_that_are_no_characters_are_their_text(tmp_path: Path):
+    tokenizer = load_tokenizer(str(write_byte_fallback(tmp_path)))
+    ids = {value: token_id for token_id, value in tokenizer.byte_values.items()}
+    (word,) = tokenizer.encode_rendered("t")[1:]
+    for text in (b"\xe2\x82\xac\xa9", b"a\xe2\x82", b"\xa9' ", "🙂é".encode(), b"\xf0a"):
+        run = [ids[byte] for byte in text]
+        for token_ids in (run, [*run, word], [word, *run, word, word]):
+            assert "".join(pieces(tokenizer, token_ids)) == tokenizer.decode(token_ids)
 
 
 def test_a_character_is_a_piece_of_its_last_token(byte_level):

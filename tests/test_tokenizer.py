@@ -99,6 +99,11 @@ def test_truncation_and_padding_of_the_file_are_ignored(tmp_path):
     assert load_tokenizer(str(path)).decode(load_tokenizer(str(path)).encode_text(TEXT[0])) == TEXT[0]
 
 
+def test_text_that_is_none_is_not_the_tokenizers_fault(tokenizer):
+    with pytest.raises(UserError, match="cannot encode this text, which holds a lone surrogate: remove it"):
+        tokenizer.encode_text("a\ud800")
+
+
 def test_a_missing_chat_template_names_the_remedy(tmp_path):
     tokenizer = load_tokenizer(str(write_byte_level(tmp_path, chat_template=None)))
     with pytest.raises(UserError, match="no chat template: use rows with a raw `prompt`"):
@@ -186,15 +191,67 @@ STOPS = st.lists(
     min_size=1,
     max_size=3,
 )
+ANY_STOPS = st.lists(
+    st.text(alphabet="' \N{REPLACEMENT CHARACTER}t", min_size=1, max_size=3), min_size=1, max_size=2
+)
 STEPS = st.lists(st.integers(1, 5), min_size=1, max_size=40)
 
 
 @settings(max_examples=300, deadline=None)
-@given(data=st.data(), stops=STOPS, steps=STEPS)
-def test_random_tokens_stop_where_brute_force_stops(byte_level, data, stops, steps):
-    token_ids = data.draw(st.lists(st.integers(0, byte_level.vocab_size + 3), max_size=60))
-    expected = kept_by_brute_force(byte_level, stops, token_ids)
-    assert kept_in_steps(StopStrings(byte_level, stops), token_ids, steps) == expected
+@given(data=st.data(), stops=STOPS | ANY_STOPS, steps=STEPS)
+@pytest.mark.parametrize("name", ["byte_level", "byte_fallback"])
+def test_random_tokens_stop_where_brute_force_stops(request, name, data, stops, steps):
+    tokenizer = request.getfixturevalue(name)
+    token_ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size + 3), max_size=60))
+    expected = kept_by_brute_force(tokenizer, stops, token_ids)
+    assert kept_in_steps(StopStrings(tokenizer, stops), token_ids, steps) == expected
+
+
+@settings(max_examples=600, deadline=None)
+@given(
+    parts=st.lists(st.sampled_from([*"a .é€日🙂", "t", "\x80", "\xe2", "\xf0\x9f", "<|end|>"]), max_size=14),
+    stops=STOPS | ANY_STOPS,
+    steps=STEPS,
+)
+def test_bytes_stop_where_brute_force_stops(byte_fallback, parts, stops, steps):
+    """Every character but ``t`` in byte tokens: whole characters, parts of some, and special tokens between them."""
+    token_ids = ids_in_bytes(byte_fallback, parts)
+    expected = kept_by_brute_force(byte_fallback, stops, token_ids)
+    assert kept_in_steps(StopStrings(byte_fallback, stops), token_ids, steps) == expected
+
+
+def ids_in_bytes(tokenizer: Tokenizer, parts: Sequence[str]) -> list[int]:
+    ids = {value: token_id for token_id, value in tokenizer.byte_values.items()}
+    whole = {part: tokenizer.encode_rendered(part)[-1:] for part in ("t", "<|end|>")}
+    latin = {"\x80", "\xe2", "\xf0\x9f"}  # bytes that are no character
+    return [
+        token_id
+        for part in parts
+        for token_id in whole.get(part)
+        or [ids[byte] for byte in part.encode("latin-1" if part in latin else "utf-8")]
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "stops", "expected"),
+    [
+        (b"\xa9' ", [" "], None),  # the first byte spoils all that follow it
+        (b"a \xa9", [" "], 2),
+        (b"\xa9' ", ["\N{REPLACEMENT CHARACTER}" * 3], 3),
+        ("€ .".encode(), [" ."], 5),  # the window begins within the character
+        ("🙂 .".encode(), [" ."], 6),
+    ],
+)
+def test_byte_tokens_are_characters_together(byte_fallback, text, stops, expected):
+    ids = {value: token_id for token_id, value in byte_fallback.byte_values.items()}
+    token_ids = [ids[byte] for byte in text]
+    assert kept_by_brute_force(byte_fallback, stops, token_ids) == expected
+    assert StopStrings(byte_fallback, stops).feed(token_ids) == expected
+
+
+def test_names_of_bytes_are_text_where_the_decoder_takes_them_for_it(byte_level, byte_fallback):
+    assert len(byte_fallback.byte_values) == 256
+    assert not byte_level.byte_values
 
 
 @settings(max_examples=300, deadline=None)
@@ -255,7 +312,7 @@ def test_the_work_per_token_does_not_grow_with_the_text(byte_level_path, monkeyp
 
     monkeypatch.setattr(byte_level, "decode", decode)
     assert StopStrings(byte_level, ["12345678"]).feed(list(range(6, 300))) is None
-    assert max(lengths) <= 8 + 1
+    assert max(lengths) <= 8 + 4
     assert len(lengths) <= (4 + 1) * 294, "the window, and each token once by itself"
 
 

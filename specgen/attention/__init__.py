@@ -6,12 +6,13 @@ May import models, ops and kv.
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.util import find_spec
-from typing import Protocol
+from typing import Literal, Protocol, Self
 
 import torch
 from torch import Tensor
 
 from specgen.attention.expansion import Expansion, SdpaExpanded
+from specgen.attention.workspaces import num_sms
 from specgen.kv.kv_cache import KVCache
 from specgen.kv.layout import HostLens, Layout
 from specgen.models.attend import LatentLayer, LayerAttention
@@ -49,10 +50,17 @@ class Use:
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """What the choice of a kernel depends on."""
+    """What the choice of a kernel depends on; zeros for a CPU."""
 
     major: int  # of its compute capability
     num_sms: int
+
+    @classmethod
+    def of(cls, device: torch.device) -> Self:
+        """What ``device`` is."""
+        if device.type != "cuda":
+            return cls(major=0, num_sms=0)
+        return cls(major=torch.cuda.get_device_capability(device)[0], num_sms=num_sms(device))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +111,7 @@ class Capabilities:
     head_dims: tuple[int, ...] | None = None
     max_group: int | None = None  # heads per KV head
     sinks: bool = False  # it adds a layer's sinks to the sums of its softmax
-    latents: Latents = Latents()
+    latents: Latents | None = Latents()  # None: none at all
 
     def refusal(self, device: torch.device, heads: Heads) -> str | None:
         """Why this cannot run ``heads`` on ``device`` and what to use instead, to follow its name; None if it can."""
@@ -118,7 +126,7 @@ class Capabilities:
         major = torch.cuda.get_device_capability(device)[0] if self.compute_majors is not None else 0
         fp8 = heads.kv_dtype.itemsize == 1
         checks: tuple[tuple[object, tuple[object, ...] | None, str, str], ...] = (
-            (major, self.compute_majors, "GPUs of compute capability {}.x", "--attention sdpa"),
+            (major, self.compute_majors, "GPUs of compute capability {}.x", "--attention auto"),
             (heads.dtype, self.dtypes, "a model in {}", "--dtype bfloat16 or --attention sdpa"),
             (heads.kv_dtype, self.kv_dtypes, "a KV cache in {}", "--kv-dtype model"),
             (
@@ -134,6 +142,8 @@ class Capabilities:
             if allowed is not None and value not in allowed:
                 return f"does not support {what.format(str(value).removeprefix('torch.'))}: use {remedy}"
         if latent is not None:
+            if self.latents is None:
+                return "does not support latent attention: use --attention auto"
             return self.latents.refusal(device, heads, latent)
         group = heads.num_heads // heads.num_kv_heads
         if self.max_group is not None and group > self.max_group:
@@ -144,6 +154,9 @@ class Capabilities:
             most = self.uniform_q_max - 1
             return f"verifies {most} drafts per step, not {heads.max_query_len - 1}: use --num-spec-tokens {most}"
         return None
+
+
+Rows = int | Literal["ragged", "prefill"]  # of each sequence; in a ragged pass only the device knows them
 
 
 class Kernel(Protocol):
@@ -197,6 +210,11 @@ class Backend(Protocol):
     @staticmethod
     def modules(gpu: Gpu, use: Use) -> list[Module]:
         """What ``use`` needs compiled; one that is missing here is compiled at its first use."""
+        ...
+
+    @staticmethod
+    def kernel(gpu: Gpu, use: Use, rows: Rows, num_sequences: int) -> str:
+        """The name of the kernel that runs in passes of so many sequences."""
         ...
 
     def plan(self, layout: Layout) -> Kernel:

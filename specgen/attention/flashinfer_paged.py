@@ -14,6 +14,7 @@ from specgen.attention import (
     Gpu,
     Heads,
     Kernel,
+    Rows,
     Use,
     latent_decode,
     latent_prefill,
@@ -86,6 +87,10 @@ class FlashInferBackend(Backend):
     def modules(gpu: Gpu, use: Use) -> list[Module]:
         return latent_modules(use) if use.heads.latent is not None else prefill_modules("fa2", use)
 
+    @staticmethod
+    def kernel(gpu: Gpu, use: Use, rows: Rows, num_sequences: int) -> str:
+        return prefill_kernel("fa2", use.heads) if use.heads.latent is None else latent_kernel(rows)
+
     def absorbed(self, layout: Layout) -> Kernel:
         return self._latents.plan(layout)
 
@@ -136,6 +141,16 @@ class FlashInferBackend(Backend):
 def _fitting(kernels: Kernels, heads: "_Planned | Heads") -> Kernels:
     """Those that run ``heads``: FA3 wants one dtype."""
     return kernels if heads.kv_dtype == heads.dtype else "fa2"
+
+
+def prefill_kernel(kernels: Kernels, heads: Heads) -> str:
+    """The name of what ``FlashInferBackend`` runs."""
+    return f"FlashInfer {_fitting(kernels, heads).upper()}"
+
+
+def latent_kernel(rows: Rows) -> str:
+    """The name of what attends to latents."""
+    return "FlashInfer FA3" if rows == "prefill" else "FlashInfer FA3 MLA"
 
 
 def latent_modules(use: Use) -> list[Module]:

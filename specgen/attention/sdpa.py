@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specgen.attention import Backend, Capabilities, Gpu, Kernel, Use
+from specgen.attention import Backend, Capabilities, Gpu, Kernel, Rows, Use
 from specgen.kv.layout import Layout
 from specgen.models.layers import LayerAttention
 from specgen.ops.jit_modules import Module
@@ -108,6 +108,10 @@ class SdpaBackend(Backend):
     def modules(gpu: Gpu, use: Use) -> list[Module]:
         return []  # torch has them
 
+    @staticmethod
+    def kernel(gpu: Gpu, use: Use, rows: Rows, num_sequences: int) -> str:
+        return "PyTorch SDPA"
+
     def plan(self, layout: Layout) -> Kernel:
         groups = _group(layout)
         if len(groups) == 1 and isinstance(groups[0].rows, slice):
@@ -144,6 +148,10 @@ class StaticSdpaBackend(Backend):
     @staticmethod
     def modules(gpu: Gpu, use: Use) -> list[Module]:
         return []
+
+    @staticmethod
+    def kernel(gpu: Gpu, use: Use, rows: Rows, num_sequences: int) -> str:
+        return SdpaBackend.kernel(gpu, use, rows, num_sequences)
 
     def plan(self, layout: Layout) -> Kernel:
         if layout.host is not None:

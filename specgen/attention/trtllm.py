@@ -1,30 +1,21 @@
 """TensorRT-LLM's decode kernels through FlashInfer: every length is read on the device, so a call can be captured."""
 
 from functools import cache, partial
+from itertools import product
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specgen.attention import Backend, Capabilities, ExpandedKernel, Gpu, Heads, Kernel, RotatingKernel, Use
-from specgen.attention.flashinfer_paged import (
-    FlashInferBackend,
-    Kernels,
-    latent_modules,
-    prefill_modules,
-)
-from specgen.attention.hopper_decode import HopperDecode, module, serves
-from specgen.attention.latent_decode import LATENTS, LatentDecode, list_module
+from specgen.attention import Backend, Capabilities, Gpu, Heads, Kernel, Rows, Use
+from specgen.attention.flashinfer_paged import FlashInferBackend, Kernels, prefill_kernel, prefill_modules
 from specgen.attention.pass_lens import window_left
-from specgen.attention.unsplit import UnsplitDecode
-from specgen.attention.workspaces import decode_workspace, num_sms
+from specgen.attention.workspaces import decode_workspace
 from specgen.config import require
-from specgen.kv.layout import HostLens, Layout
+from specgen.kv.layout import Layout
 from specgen.models.layers import LayerAttention
-from specgen.ops import Rope
 from specgen.ops.jit_modules import Module
-from specgen.ops.measured_choices import UNSPLIT_ROWS
 
 _MAX_GROUP = 16  # heads per KV head
 _MAX_QUERY = 32  # rows per sequence: their mask is one word
@@ -39,7 +30,7 @@ def _claim(device: torch.device) -> None:
     index = torch.cuda.current_device() if device.index is None else device.index
     require(
         _claimed <= {index},
-        f"attention 'trtllm' runs on one GPU of a process and {device} is the second: "
+        f"XQA (attention 'trtllm' and 'hopper') runs on one GPU of a process and {device} is the second: "
         "use a process for each, or --attention flashinfer",
     )
     _claimed.add(index)
@@ -53,10 +44,6 @@ class TrtllmBackend(Backend):
     What is built at first use (kernels, masks) cannot be built while a graph is captured: run a pass of the same
     batch and query length before. A graph keeps neither this object nor the layout's tensors alive, and reads both:
     replayed after they are gone it reads whatever took their place. Calls must not run at once on two streams.
-
-    Where XQA runs, passes of several rows that fill the GPU with a block per sequence and KV head go to FlashInfer's
-    FA2 kernel instead: it takes 83 us against 92 for 128 sequences of 5 rows and 300 positions, and 24.5 against
-    28.3 for 32 (32 heads, 8 KV heads of 128, bfloat16, H100).
 
     FP8 pages are read by XQA's kernel for ragged queries, also where all sequences have as many rows: the one for
     Hopper that FlashInfer else picks by shape rounds the queries to FP8 too, so that a step with drafts and one without
@@ -82,7 +69,7 @@ class TrtllmBackend(Backend):
         head_dims=_HEAD_DIMS,
         max_group=_MAX_GROUP,
         sinks=True,
-        latents=LATENTS,
+        latents=None,
     )
 
     def __init__(self, device: torch.device) -> None:
@@ -92,38 +79,23 @@ class TrtllmBackend(Backend):
         self._workspace = decode_workspace(
             device, max_group=_MAX_GROUP, max_rows=_MAX_QUERY, max_head_dim=max(_HEAD_DIMS)
         )
-        self._num_sms = num_sms(device)
-        self._unsplit = UnsplitDecode(device)
         self._prefill = FlashInferBackend(device, _prefill_kernels(major))
-        self._latents = LatentDecode(device)
         self._masks: dict[tuple[int, int], Tensor] = {}
         self._first_rows: dict[tuple[int, int], Tensor] = {}
 
     @staticmethod
     def modules(gpu: Gpu, use: Use) -> list[Module]:
-        heads = use.heads
-        if heads.latent is not None:
-            return [*latent_modules(use), list_module()]
         found = prefill_modules(_prefill_kernels(gpu.major), use) if use.prefills else []
         if gpu.major == 10:
             return found  # trtllm-gen comes compiled
-        group, others = heads.num_heads // heads.num_kv_heads, list[int]()
-        for rows in use.query_lens:
-            built = serves(rows, group, heads.head_dim, heads.dtype, heads.kv_dtype)
-            if gpu.major == 9 and built and not use.chained:
-                found.append(module(rows, group, heads.head_dim))
-            else:
-                others.append(rows)
-        found += [
-            Module(what=_xqa_name(heads, rows, windowed), spec=partial(_xqa_spec, heads, rows, windowed))
-            for rows in others
-            for windowed in use.windowed
-        ]
-        num_blocks = use.num_sequences * heads.num_kv_heads
-        unsplits = any(rows > 1 and _fills(gpu.num_sms, num_blocks, rows * group) for rows in others)
-        if unsplits and not heads.sinks and heads.kv_dtype == heads.dtype:
-            found += prefill_modules("fa2", use)
-        return found
+        shapes = product(use.query_lens, use.windowed)
+        return [*found, *(xqa_module(use.heads, rows, windowed) for rows, windowed in shapes)]
+
+    @staticmethod
+    def kernel(gpu: Gpu, use: Use, rows: Rows, num_sequences: int) -> str:
+        if rows == "prefill":
+            return prefill_kernel(_prefill_kernels(gpu.major), use.heads)
+        return "trtllm-gen" if gpu.major == 10 else "XQA"
 
     def plan(self, layout: Layout) -> Kernel:
         if layout.host is not None:
@@ -136,26 +108,12 @@ class TrtllmBackend(Backend):
         mask = causal_mask(layout.positions - layout.starts[layout.sequences])
         return self._packed_xqa(layout, _lengths(layout), _offsets(layout), mask)
 
-    def absorbed(self, layout: Layout) -> Kernel:
-        return self._latents.plan(layout)
-
-    def expanded(self, host: HostLens) -> ExpandedKernel:
-        return self._prefill.expanded(host)
-
-    def rotating(self, layout: Layout, rope: Rope) -> RotatingKernel | None:
-        if layout.uniform_q is None or layout.host is not None or layout.chained:
-            return None
-        from specgen.ops.rope import TritonRope
-
-        return HopperDecode(layout=layout, rope=rope) if isinstance(rope, TritonRope) else None
-
     def _uniform(self, layout: Layout, query_len: int) -> Kernel:
         from flashinfer.decode import trtllm_batch_decode_with_kv_cache as decode
 
         shape = layout.num_sequences, query_len
         tables, kv_lens, longest = lengths = _lengths(layout)
         mask = self._uniform_mask(*shape).view(*shape, 2) if self._xqa and query_len > 1 else None
-        unsplit = self._unsplit.plan(layout)
 
         @cache
         def packed() -> Kernel:
@@ -168,8 +126,6 @@ class TrtllmBackend(Backend):
             if self._xqa and keys.dtype.itemsize == 1:
                 return packed()(layer, q, keys, values)
             k_scale, v_scale = layer.kv_scales(keys)
-            if mask is not None and self._unsplits(layout.num_sequences, query_len, layer, q, keys):
-                return unsplit(layer, q, keys, values)
             out = decode(
                 q,
                 (keys, values),
@@ -188,19 +144,6 @@ class TrtllmBackend(Backend):
             return out.view(q.shape[0], -1)  # type: ignore[no-any-return]
 
         return kernel
-
-    def _unsplits(
-        self, num_sequences: int, query_len: int, layer: LayerAttention, q: Tensor, keys: Tensor
-    ) -> bool:
-        """Whether a block for each sequence and KV head keeps every SM busy, and holds all of its rows.
-
-        Layers with sinks stay with XQA: the other kernel takes none.
-        """
-        if layer.sinks is not None:
-            return False
-        num_kv_heads = keys.shape[2]
-        rows = query_len * (q.shape[1] // num_kv_heads)
-        return _fills(self._num_sms, num_sequences * num_kv_heads, rows) and keys.dtype == q.dtype
 
     def _packed_xqa(
         self, layout: Layout, lengths: tuple[Tensor, Tensor, int], first_rows: Tensor, mask: Tensor
@@ -292,9 +235,9 @@ def _prefill_kernels(major: int) -> Kernels:
     return "fa3" if major == 9 else "fa2"
 
 
-def _fills(num_sms: int, num_blocks: int, rows: int) -> bool:
-    """Whether a block for each sequence and KV head, of ``rows`` query rows, is enough for FA2 without splits."""
-    return num_blocks > num_sms and rows <= UNSPLIT_ROWS
+def xqa_module(heads: Heads, rows: int, windowed: bool) -> Module:
+    """What uniform passes of ``rows`` rows a sequence need compiled, for layers with a window or without."""
+    return Module(what=_xqa_name(heads, rows, windowed), spec=partial(_xqa_spec, heads, rows, windowed))
 
 
 def _xqa_name(heads: Heads, rows: int, windowed: bool) -> str:

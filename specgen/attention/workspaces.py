@@ -19,7 +19,7 @@ def decode_workspace(device: torch.device, *, max_group: int, max_rows: int, max
     need = xqa_bytes(num_sms(device), rows=max_group * max_rows, head_dim=max_head_dim)
     if need > DECODE_BYTES:
         raise UserError(
-            f"attention 'trtllm' needs {need // MIB} MiB of scratch memory on this GPU and takes "
+            f"XQA needs {need // MIB} MiB of scratch memory on this GPU and takes "
             f"{DECODE_BYTES // MIB}: use --attention flashinfer"
         )
     return torch.zeros(DECODE_BYTES, dtype=torch.uint8, device=device)

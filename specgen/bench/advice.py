@@ -22,12 +22,20 @@ _RUN_AS_MEASURED = (  # options of ``generate`` that are kept where they are not
     "cuda_graphs",
     "gpu_memory_utilization",
     "max_prefill_tokens",
+    "generation_config",
 )
 
 
 def sentence(batch: int, standing: Standing) -> str:
     """The fastest arm at a batch size, by how much, and what is no different; of at least one arm."""
     best, found = standing.best, standing.arms[standing.best]
+    if not standing.is_judged:
+        ratio = display.ratio(standing.over_reference(best).ratio)
+        ahead = f", {ratio} of plain" if standing.plain in standing.arms and best != standing.plain else ""
+        return (
+            f"At batch {batch}: no verdict, as one repeat has no spread ({_label(best)} was ahead{ahead}): raise "
+            "--budget or --repeats."
+        )
     parts = [f"At batch {batch}: {_label(best)}"]
     if standing.plain not in standing.arms:
         parts.append("the fastest; plain decoding was not measured")

@@ -2,11 +2,11 @@
 
 import gc
 import platform
-from pathlib import Path
 
 import torch
 
 from specgen.config import EngineConfig
+from specgen.display import checkpoint_name
 from specgen.engine.loading import Models
 from specgen.report.table import Row
 from specgen.rundir.provenance import cpu_name, versions
@@ -31,14 +31,9 @@ def conditions(config: EngineConfig, models: Models) -> Row:
     return {
         **environment(config.device),
         **({} if config.tensor_parallel == 1 else {"tensor parallel": config.tensor_parallel}),
-        "model": f"{_short(config.model)}, {config.formats}, weights {weights}",
-        "drafter": _short(str(config.drafter)),
+        "model": f"{checkpoint_name(config.model)}, {config.formats}, weights {weights}",
+        "drafter": checkpoint_name(str(config.drafter)),
     }
-
-
-def _short(checkpoint: str) -> str:
-    """``demo/target`` of a path; a hub id unchanged."""
-    return "/".join(Path(checkpoint).parts[-2:])
 
 
 def free_memory() -> None:

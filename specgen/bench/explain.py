@@ -18,7 +18,7 @@ from specgen.bench.step_table import empty_table, step_rows, with_kernels
 from specgen.bench.workload import kv_bytes, make_prompts
 from specgen.config import EngineConfig, require
 from specgen.core.endings import DeviceLost
-from specgen.engine.choices import resolve
+from specgen.engine.choices import attention_note, resolve
 from specgen.engine.loading import Models, load_models, open_checkpoints
 from specgen.engine.number_formats import target_kv_dtype
 from specgen.engine.warm_engine import WarmEngine
@@ -79,7 +79,8 @@ def explain(job: StepJob) -> Iterator[BenchTable]:
     device = DeviceSpeed(
         bytes_per_second=bandwidth, flops_per_second=matrix_flops(config.device, models.target.dtype)
     )
-    table = empty_table(_conditions(job, config, models, device), config.draft_length.most)
+    attention = attention_note(config, checkpoints)
+    table = empty_table(_conditions(job, config, models, device, attention), config.draft_length.most)
     for batch in job.batch_sizes:
         try:
             found = _explain(job, replace(config, max_batch_size=batch), models)
@@ -154,7 +155,9 @@ def context_at(events: Iterable[Event], batch: int, step: int) -> float:
     return positions / batch
 
 
-def _conditions(job: StepJob, config: EngineConfig, models: Models, device: DeviceSpeed) -> Row:
+def _conditions(
+    job: StepJob, config: EngineConfig, models: Models, device: DeviceSpeed, attention: str
+) -> Row:
     where = (
         "the host's clock; engine is the host's work between steps"
         if config.device == "cpu"
@@ -163,7 +166,7 @@ def _conditions(job: StepJob, config: EngineConfig, models: Models, device: Devi
     return {
         **conditions(config, models),
         **({} if config.head is None else {"drafter batch": config.drafter_batch}),
-        "attention": config.attention,
+        "attention": attention,
         "CUDA graphs": config.cuda_graphs,
         "prompts": f"{job.prompt_tokens} random tokens each, greedy",
         "time": f"mean of {_STEPS} steps of the whole batch, after {_SKIPPED}; {where}",

@@ -66,7 +66,10 @@ def _time(
         "slower take longer, as do prompts, loading, compilation and CUDA graphs, which come on top."
     )
     if budget is not None:
-        yield f"By the budget no round begins after {display.duration(budget)}, which the batch sizes share."
+        yield (
+            f"By the budget nothing begins that would not end within {display.duration(budget)}, prompts and weights "
+            "counted; the batch sizes share it."
+        )
 
 
 def _span(low: str, high: str) -> str:

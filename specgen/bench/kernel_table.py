@@ -12,12 +12,15 @@ from specgen.report.table import Column, Row
 def measured_row(
     cell: Cell, query: Query, names: Sequence[str], timings: Sequence[Timing], difference: float, bound: float
 ) -> Row:
-    """The row of one query of one cell; ``timings`` are of the backends ``names``, ``bound`` is in seconds."""
+    """The row of one query of one cell; ``timings`` are of the backends ``names``, ``bound`` is in seconds.
+
+    Speedups are over the last backend.
+    """
     row: dict[str, Value] = {"num_seqs": cell.num_seqs, "max_seq_len": cell.max_seq_len, "query": query.name}
     for name, timing in zip(names, timings, strict=True):
         row |= {f"{name}_mean": 1e6 * timing.mean, f"{name}_std": 1e6 * timing.std}
-    if len(timings) == 2:
-        row["speedup"] = timings[1].mean / timings[0].mean
+    *compared, last = timings
+    row |= {f"{name}_speedup": last.mean / each.mean for name, each in zip(names, compared, strict=False)}
     row["bound"] = 1e6 * bound
     row |= {f"{name}_over_bound": each.mean / bound for name, each in zip(names, timings, strict=True)}
     return row | {"difference": difference}
@@ -33,18 +36,18 @@ def _columns(names: Sequence[str]) -> tuple[Column, ...]:
     return (
         *(Column(name=name) for name in ("num_seqs", "max_seq_len", "query")),
         *times,
-        *([Column(name="speedup", show=display.ratio)] if len(names) == 2 else []),
+        *(Column(name=f"{name}_speedup", show=display.ratio) for name in names[:-1]),
         Column(name="bound", unit="us"),
         *(Column(name=f"{name}_over_bound", show=display.ratio) for name in names),
         Column(name="difference", show=display.percent),
+        Column(name="kernels"),
     )
 
 
 def _plots(names: Sequence[str], num_spec_tokens: int) -> Iterator[Plot]:
-    """Per kind of query the speedup, if there are two backends, and the first backend over its bound."""
-    shown = {f"{names[0]}_over_bound": f"{names[0]} over the memory bound"}
-    if len(names) == 2:
-        shown = {"speedup": f"{names[0]} against {names[1]}"} | shown
+    """Per kind of query the speedups over the last backend, and the first backend over its bound."""
+    shown = {f"{name}_speedup": f"{name} against {names[-1]}" for name in names[:-1]}
+    shown[f"{names[0]}_over_bound"] = f"{names[0]} over the memory bound"
     for y, what in shown.items():
         for query in queries(num_spec_tokens):
             title = f"{what}, query {query.name}"

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from specgen import display
-from specgen.attention import Attend, Backend, Heads
+from specgen.attention import Attend, Backend, Gpu, Heads, Rows, Use
 from specgen.attention.flashinfer_paged import FlashInferBackend
+from specgen.attention.hopper import HopperBackend
 from specgen.attention.sdpa import SdpaBackend, StaticSdpaBackend
 from specgen.attention.trtllm import TrtllmBackend
 from specgen.bench.decode_pass import Cell, Query, queries
@@ -33,23 +34,12 @@ from specgen.models.layers import LayerAttention
 from specgen.report.table import Row
 
 _TIMED: dict[str, tuple[type[Backend], ...]] = {
-    "cuda": (TrtllmBackend, FlashInferBackend),
+    "cuda": (HopperBackend, TrtllmBackend, FlashInferBackend),
     "cpu": (SdpaBackend,),
 }
 _CHECKS: dict[str, type[Backend]] = {"cuda": SdpaBackend, "cpu": StaticSdpaBackend}  # of a single backend
 # largest relative error of a row between two kernels that round to the dtype
 _TOLERANCES = {torch.bfloat16: 3e-2, torch.float16: 6e-3, torch.float32: 1e-4}
-_KERNELS = {
-    "trtllm": "on compute capability 9.0 a kernel of specgen's own for bfloat16 and equal rows, else XQA, or FA2 "
-    "unsplit where passes of several rows fill the GPU; on 10.x trtllm-gen",
-    "flashinfer": "FA2 over pages, as the wrapper's decode with tensor cores",
-    "sdpa": "PyTorch's scaled_dot_product_attention over gathered pages",
-}
-_LATENT_KERNELS = {
-    "trtllm": "FlashInfer's FA3 kernel of latent attention, with a work list that the device makes",
-    "flashinfer": "the same as its wrapper plans it on the host",
-    "sdpa": _KERNELS["sdpa"],
-}
 LATENT = LatentConfig(  # GLM-4.7-Flash's
     rank=512,
     nope_dim=192,
@@ -157,10 +147,9 @@ def _too_large(cell: Cell, room: int) -> str:
 def _conditions(job: KernelJob, backends: TimedBackends, bandwidth: float) -> Row:
     heads, cold = job.heads, COLD_BYTES[job.device.type] >> 20
     of_heads = f"{heads.num_kv_heads} KV heads of {heads.head_dim}"
-    calls, kernels = "rotate q and k, store k and v and attend", _KERNELS
+    calls = "rotate q and k, store k and v and attend"
     if heads.latent is not None:
         of_heads, calls = f"latents of {heads.latent.rank} + {heads.latent.rope_dim}", "attend, absorbed"
-        kernels = _LATENT_KERNELS
     against = backends.check.name if backends.check else backends.names[0]
     timed = "wall time of calls" if job.device.type == "cpu" else "time on the GPU of calls in one CUDA graph"
     return {
@@ -169,10 +158,10 @@ def _conditions(job: KernelJob, backends: TimedBackends, bandwidth: float) -> Ro
         "values": f"random; lengths from {heads.max_query_len} to max_seq_len, the last is max_seq_len",
         "time": f"{timed} that {calls}, over up to {MOST_LAYERS} layers, {cold} MiB of KV or more, so that no cache "
         "holds them; without planning",
-        "kernels": "; ".join(f"{name}: {kernels[name]}" for name in backends.names),
+        "kernels": f"of {', '.join(backends.names)}",
         "repeats": job.repeats,
         "bound": f"bytes of KV over the bandwidth of a copy, {bandwidth / 1e12:.3f} TB/s",
-        "difference": f"largest relative error of a row, {backends.names[-1]} against {against}",
+        "difference": f"largest relative error of a row against {against}",
     }
 
 
@@ -190,9 +179,8 @@ def _measure_cell(
     for query in queries(job.num_spec_tokens):
         timings, difference = _measure_query(job, backends, cell, query, cache, tables)
         if difference <= _TOLERANCES[cell.heads.dtype]:  # NaN is not
-            rows.append(
-                measured_row(cell, query, backends.names, timings, difference, cell.bytes_read / bandwidth)
-            )
+            row = measured_row(cell, query, backends.names, timings, difference, cell.bytes_read / bandwidth)
+            rows.append({**row, "kernels": ", ".join(_kernels(backends, cell, query))})
         else:
             wrong.append(
                 f"not in the table: {cell.num_seqs} sequences of up to {cell.max_seq_len}, query {query.name}: "
@@ -221,10 +209,25 @@ def _measure_query(
     timings = [
         time_layers(planned(backend), cell.num_layers, job.repeats, job.device) for backend in backends.timed
     ]
-    outputs = [timing.output for timing in timings]
+    expected, *outputs = (timing.output for timing in timings)
     if backends.check is not None:
-        outputs.append(planned(backends.check)(cell.num_layers - 1))
-    return timings, relative_error(*outputs)
+        outputs, expected = [expected], planned(backends.check)(cell.num_layers - 1)
+    errors = [relative_error(output, expected) for output in outputs]
+    return timings, float(torch.tensor(errors).max())  # Python's own may pass over NaN
+
+
+def _kernels(backends: TimedBackends, cell: Cell, query: Query) -> Iterator[str]:
+    """The name of what ran on each backend."""
+    use = Use(
+        heads=cell.heads,
+        windowed=(False,),
+        query_lens=(query.longest,),
+        prefills=False,
+        num_sequences=cell.num_seqs,
+    )
+    rows: Rows = query.longest if query.shortest == query.longest else "ragged"
+    for backend in backends.timed:
+        yield backend.kernel(Gpu.of(cell.device), use, rows, cell.num_seqs)
 
 
 def _absorbed(backend: Backend, latent: LatentConfig, cache: KVCache, layout: Layout, q: Tensor) -> Call:

@@ -134,7 +134,7 @@ MATRICES = {
             name="vllm-25196",
             title="Padded and non-padded drafter batches, as in vLLM's PR 25196",
             axes=(
-                Axis(name="attention", values=("trtllm", "flashinfer")),
+                Axis(name="attention", values=("hopper", "trtllm", "flashinfer")),
                 Axis(name="decoding", values=("plain", "padded", "non-padded")),
             ),
             ratios={"x_plain": {"decoding": "plain"}, "x_non_padded": {"decoding": "non-padded"}},
@@ -144,7 +144,7 @@ MATRICES = {
             name="vllm-19825",
             title="TensorRT-LLM's decode kernels against FlashInfer's wrapper, as in vLLM's PR 19825",
             axes=(
-                Axis(name="attention", values=("trtllm", "flashinfer")),
+                Axis(name="attention", values=("hopper", "trtllm", "flashinfer")),
                 Axis(name="decoding", values=("plain", "padded")),
             ),
             ratios={"x_flashinfer": {"attention": "flashinfer"}, "x_plain": {"decoding": "plain"}},

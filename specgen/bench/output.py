@@ -1,7 +1,5 @@
 """The result of every bench: a table with its conditions, as text, CSV, JSON and an HTML page with plots."""
 
-import csv
-import io
 import json
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,7 +9,7 @@ from typing import Any
 from specgen.report.charts import Lines, Point, quarters
 from specgen.report.origin import origin
 from specgen.report.page import Page
-from specgen.report.table import Column, Row, Table
+from specgen.report.table import Column, Row, Table, csv_text
 from specgen.report.terminal import Part
 from specgen.rundir.atomic import write_text
 from specgen.rundir.provenance import now
@@ -77,15 +75,11 @@ class BenchTable(Table):
         yield "\n".join([*self.answers, *self.notes])
 
     def to_csv(self) -> str:
-        text = io.StringIO()
         rows = [self._flat(row) for row in self.rows]
         names = self._flat(
             dict.fromkeys(key for column in self.columns for key in (column.name, column.interval))
         )
-        writer = csv.DictWriter(text, list(names), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
-        return text.getvalue()
+        return csv_text(names, rows)
 
     def _flat(self, row: Row) -> dict[str, Value]:
         """``row`` with the ends of an interval as two values."""

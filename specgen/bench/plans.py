@@ -16,6 +16,7 @@ from specgen.core.sequence import Request
 from specgen.decoding.sampling import most_demanding
 from specgen.engine.arms import Arm
 from specgen.engine.choices import resolve
+from specgen.engine.generation_config import FILE, GenerationConfig, generation_config
 from specgen.engine.loading import Models, load_models, open_checkpoints, outline
 from specgen.engine.needed_modules import needed_modules
 from specgen.engine.number_formats import Checkpoints
@@ -51,6 +52,7 @@ class Prepared:
     prompts: Prompts
     plans: list[Plan]
     notes: list[str]
+    said: GenerationConfig
 
     def load(self) -> Models:
         """The pair with its weights; what any of the arms needs compiled is, all of it at once."""
@@ -81,7 +83,7 @@ class Prepared:
         data = {"dataset": workload.dataset, "data_path": str(data_path) if data_path else None}
         found = manifest(
             engine=self.base,
-            sampling=SamplingParams(max_tokens=workload.max_new_tokens),
+            sampling=self.said.over(SamplingParams(max_tokens=workload.max_new_tokens)),
             data=data | {"requests": tokens.hexdigest()},
             fingerprints={
                 role: fingerprint(each) for role, each in self.checkpoints.items() if with_fingerprints
@@ -109,8 +111,9 @@ def prepare(
     if record is not None:
         base = with_recorded_date(base, engine, record)
     models = outline(base, checkpoints)
+    said = generation_config(checkpoints["model"], base.generation_config)
     count = max(workload.count(arm.configure(base).max_batch_size) for arm in arms)
-    prompts = make_prompts(workload, models, data_path, count)
+    prompts = make_prompts(workload, models, data_path, count, said)
     plans: list[Plan] = []
     notes: list[str] = []
     for arm in arms:
@@ -132,7 +135,8 @@ def prepare(
         models=models,
         prompts=prompts,
         plans=plans,
-        notes=[*prompts.notes, *notes],
+        notes=[*(f"{FILE}: {each}" for each in [said.sentence()] if each), *prompts.notes, *notes],
+        said=said,
     )
 
 

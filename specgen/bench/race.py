@@ -9,6 +9,7 @@ from specgen.bench.repeats import Repeats, Speedup
 from specgen.bench.rounds import Rounds
 
 LEAST = 3  # repeats of an arm before anything is decided by their spread
+JUDGED = 2  # repeats of an arm before it is called the best
 DROPPING = 0.999  # confidence that an arm cannot win: high, as every arm is looked at after every round
 
 
@@ -38,6 +39,11 @@ class Standing:
         if self.plain in self.arms:
             return self.arms[arm].speedup(self.arms[self.plain]).ratio
         return self.arms[arm].speed.median
+
+    @property
+    def is_judged(self) -> bool:
+        """Whether the best has been measured more than once: one repeat has no spread, and may be luck."""
+        return len(self.arms[self.best].each) >= JUDGED
 
     def over_reference(self, arm: str) -> Speedup:
         """Its speed over that of ``reference``."""

@@ -6,7 +6,7 @@ others runs all its repeats before the next arm, because building its engine aga
 than the measurement. The conditions list the groups. See ``turns`` for what is timed.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -26,6 +26,7 @@ from specgen.bench.throughput_table import Result, table
 from specgen.bench.turns import Turns, Watch, nobody
 from specgen.bench.wall_table import TERMS
 from specgen.config import EngineConfig, require
+from specgen.engine.choices import attention_note
 from specgen.engine.memory import room_for_turns
 from specgen.engine.number_formats import target_kv_dtype
 from specgen.report.table import Row
@@ -136,6 +137,13 @@ def yardstick_of(ready: Prepared) -> Yardstick:
     )
 
 
+def _attentions(ready: Prepared) -> Iterable[str]:
+    """What attends in the arms: of those of one backend, in the one with the most drafts."""
+    configs = sorted((plan.config for plan in ready.plans), key=lambda config: config.draft_length.most)
+    found = {config.attention: attention_note(config, ready.checkpoints) for config in configs}
+    return found.values()
+
+
 def _conditions(job: ThroughputJob, ready: Prepared, groups: list[list[Plan]], yardstick: Yardstick) -> Row:
     config, workload = ready.base, job.workload
     fixed = {axis.name for axis in job.matrix.axes}
@@ -143,7 +151,7 @@ def _conditions(job: ThroughputJob, ready: Prepared, groups: list[list[Plan]], y
         **conditions(config, ready.models),
         **({} if "K" in fixed else {"draft tokens (K)": config.draft_length.most}),
         **({} if "batch" in fixed else {"batch": f"at most {config.max_batch_size}"}),
-        **({} if "attention" in fixed else {"attention": config.attention}),
+        "attention": "; ".join(_attentions(ready)),
         **({} if "cuda_graphs" in fixed else {"CUDA graphs": config.cuda_graphs}),
         "prompts": f"{ready.prompts.description}{workload.size}, greedy, {workload.lengths}",
         "time": "of generate, prefill included; no prefix cache; after one warm-up run of the workload",

@@ -1,20 +1,27 @@
 """Requests as long as the conversations of a data set: every recorded answer is one, with what was said before it."""
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 from specgen.config import SamplingParams, UserError, require
 from specgen.core.sequence import Request
+from specgen.events import turn_id
 from specgen.prompts import Message, Prompt, Rejected, failure, prompt_ids
 from specgen.text.tokenizer import Tokenizer
 
+_PLAIN = SamplingParams()
+
 
 def recorded_turns(
-    prompts: Iterable[Prompt | Rejected], tokenizer: Tokenizer, longest: int
+    prompts: Iterable[Prompt | Rejected],
+    tokenizer: Tokenizer,
+    longest: int,
+    sampling: SamplingParams = _PLAIN,
 ) -> tuple[list[Request], list[str]]:
     """A request for every turn that has an answer in the data, whose number of tokens it generates whatever they are.
 
     The turns before it are the data's, its answers too. Of a row that sets ``max_tokens`` itself that is the length.
-    And why other rows have no request.
+    And why other rows have no request. ``sampling`` holds the other parameters.
     """
     requests: list[Request] = []
     failures: list[str] = []
@@ -31,7 +38,7 @@ def recorded_turns(
             Request(
                 id=request_id,
                 prompt_token_ids=tuple(token_ids),
-                sampling=SamplingParams(max_tokens=min(length, longest), ignore_eos=True),
+                sampling=replace(sampling, max_tokens=min(length, longest), ignore_eos=True, stop=()),
                 category=prompt.category,
                 turn=turn,
             )
@@ -54,6 +61,6 @@ def _turns(prompt: Prompt, tokenizer: Tokenizer) -> Iterator[tuple[str, list[int
     for at, message in enumerate(prompt.recorded):
         if message.role == "assistant":
             token_ids = tokenizer.encode_rendered(tokenizer.render_chat(history))
-            turn_id = prompt.id if not at else f"{prompt.id}/turn-{at // 2 + 1}"
-            yield turn_id, token_ids, max(1, len(tokenizer.encode_rendered(message.content)))
+            name = turn_id(prompt.id, at // 2 + 1)
+            yield name, token_ids, max(1, len(tokenizer.encode_rendered(message.content)))
         history += (message,)

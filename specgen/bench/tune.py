@@ -26,6 +26,7 @@ from specgen.bench.tune_table import tune_table
 from specgen.bench.turns import Turn, Turns, Watch, nobody
 from specgen.config import DrafterBatchName, DraftLength, EngineConfig, require
 from specgen.engine.arms import Arm
+from specgen.engine.choices import attention_note
 from specgen.engine.memory import room_for_turns
 from specgen.report.table import Row
 from specgen.report.terminal import Part
@@ -111,19 +112,25 @@ def tune(
 
     Rounds are kept in ``output``; those kept there by the same job are not measured again.
     """
+    began = time.monotonic()
     ready = prepared(job, output)
     settings = ready.manifest(job.workload, job.data_path, job.to_json()) if output is not None else {}
     with kept_rounds(output, NAME, settings) as rounds:
-        yield from _Tuning(job, ready, rounds, watch, say).run()
+        yield from _Tuning(job, ready, rounds, watch, say, began).run()
 
 
 class _Tuning:
     """A job on its way."""
 
     def __init__(
-        self, job: TuneJob, ready: Prepared, rounds: Rounds, watch: Watch, say: Callable[[str], None]
+        self,
+        job: TuneJob,
+        ready: Prepared,
+        rounds: Rounds,
+        watch: Watch,
+        say: Callable[[str], None],
+        began: float,
     ) -> None:
-        began = time.monotonic()
         self._job, self._ready, self._rounds, self._say = job, ready, rounds, say
         self._end = math.inf if job.budget is None else began + job.budget
         yardstick = yardstick_of(ready)
@@ -192,6 +199,11 @@ class _Tuning:
         arms = {plan.arm.name: plan.arm for plan in self._ready.plans}
         missing = [name for name in arms if not (self._rounds.count(name) or name in self._turns.failed)]
         notes = [*self._ready.notes, *self._turns.failed.values()]
+        if missing and self._job.budget is not None:
+            notes.append(
+                f"budget: {display.duration(self._job.budget)} for prompts, weights, warm-ups and rounds; what would "
+                "not have ended in time did not begin: raise it to measure more"
+            )
         if missing:
             notes.append(f"not measured yet: {'; '.join(missing)}: the same command goes on")
         return tune_table(arms, standings, self._under, notes, self._command)
@@ -217,7 +229,7 @@ def _conditions(job: TuneJob, ready: Prepared, yardstick: Yardstick) -> Row:
     config, workload = ready.base, job.workload
     return {
         **conditions(config, ready.models),
-        "attention": config.attention,
+        "attention": attention_note(config, ready.checkpoints),
         "CUDA graphs": config.cuda_graphs,
         "prompts": f"{ready.prompts.description}{workload.size}, greedy, {workload.lengths}",
         "concurrency": "the batch: a request that ends makes room for the next",

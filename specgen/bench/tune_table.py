@@ -48,8 +48,8 @@ def tune_table(
     }
     repeats = {name: found for standing in known.values() for name, found in standing.arms.items()}
     sentences = [sentence(batch, standing) for batch, standing in known.items()]
-    if rows:
-        bests = [standing.best for standing in known.values()]
+    bests = [standing.best for standing in known.values() if standing.is_judged]
+    if bests:
         fastest = max(bests, key=lambda name: repeats[name].speed.median)
         sentences.append(f"Most tokens per second: {command(arms[fastest])}")
     disturbed = [f"{name}: {text}" for name, found in repeats.items() for text in found.disturbances]
@@ -113,7 +113,7 @@ def _ratio(name: str, found: Speedup | None, itself: bool) -> dict[str, object]:
 
 def _verdict(arm: str, standing: Standing) -> str:
     if arm == standing.best:
-        return "best"
+        return "best" if standing.is_judged else "unknown"
     if standing.cannot_win(arm):
         return "dropped"
     if standing.over_best(arm).interval is None:

@@ -51,6 +51,9 @@ class Turns:
         self.failed: dict[str, str] = {}  # by arm
         self.turns_behind = 0  # at most, of the arms that come after those at hand
         self._num_turns, self._seconds = 0, 0.0
+        self._took: dict[
+            str, float
+        ] = {}  # seconds of the last run by arm; its warm-up is about as long as a repeat
 
     def run(
         self,
@@ -63,8 +66,9 @@ class Turns:
     ) -> Iterator[None]:
         """Yield after each round of ``plans``, of which each comes to at most ``most`` repeats.
 
-        An engine is built when its arm takes part for the first time: what was measured earlier costs nothing. After
-        the ``deadline``, a time of ``time.monotonic``, only the first engine is built, and no second round begins.
+        An engine is built when its arm takes part for the first time: what was measured earlier costs nothing. No
+        engine is built and no round begins that would not end before the ``deadline``, a time of ``time.monotonic``, by
+        what the runs before took; of the first engine, and of compilation, nothing is known.
         """
         engines: dict[str, WarmEngine] = {}
         waiting = {plan.arm.name: plan for plan in plans}  # without an engine
@@ -73,16 +77,22 @@ class Turns:
         ):
             # those without repeats first: a deadline must not leave the same ones out every time
             for name in sorted((name for name in waiting if name in asked), key=self.rounds.count):
-                plan = waiting.pop(name)
-                if engines and time.monotonic() >= deadline:
+                if not self._fits([name, name, *engines], deadline):  # its warm-up, then a round
                     continue
+                plan = waiting.pop(name)
                 engine = self._attempt(name, partial(self._warm, plan))
                 if engine is not None:
                     engines[name] = engine
                 self._tell(name, None, {}, plain, most, [*engines, *waiting])
             found: dict[str, Repeat] = {}
-            for name in [plan.arm.name for plan in plans if plan.arm.name in {*asked} & engines.keys()]:
-                repeat = self._attempt(name, partial(self._repeat, engines[name]))
+            names = [plan.arm.name for plan in plans if plan.arm.name in {*asked} & engines.keys()]
+            names = self._in_time(names, plain, deadline)
+            if not names:
+                break
+            # another begins in every round, those of earlier commands too: no arm is always behind the same other
+            at = len(self.rounds) % len(names)
+            for name in names[at:] + names[:at]:
+                repeat = self._attempt(name, partial(self._repeat, name, engines[name]))
                 if repeat is not None:
                     found[name] = repeat
                 else:
@@ -91,18 +101,33 @@ class Turns:
             if found:
                 self.rounds.add(found)
                 yield
-            if time.monotonic() >= deadline:
-                break
         engines.clear()
         free_memory()
 
+    def _in_time(self, names: Sequence[str], plain: str | None, deadline: float) -> list[str]:
+        """Those of ``names`` of which a round would end in time: ``plain``, then those with the fewest repeats.
+
+        None of several where only one would: a round of one compares nothing.
+        """
+        kept = sorted(names, key=lambda name: (name != plain, self.rounds.count(name)))
+        while kept and not self._fits(kept, deadline):
+            kept.pop()
+        return [name for name in names if name in kept and len(kept) >= min(2, len(names))]
+
+    def _fits(self, names: Sequence[str], deadline: float) -> bool:
+        """Whether a run of each of ``names`` would end in time; one that has not run may take as long as any."""
+        longest = max(self._took.values(), default=0.0)
+        return time.monotonic() + sum(self._took.get(name, longest) for name in names) <= deadline
+
     def _warm(self, plan: Plan) -> WarmEngine:
         engine = WarmEngine(plan.config, self.models, plan.requests)
-        engine.run().whole()
+        self._took[plan.arm.name] = engine.run().whole().seconds
         return engine
 
-    def _repeat(self, engine: WarmEngine) -> Repeat:
-        return Repeat.of(engine.run().whole(), self.yardstick)
+    def _repeat(self, name: str, engine: WarmEngine) -> Repeat:
+        run = engine.run().whole()
+        self._took[name] = run.seconds
+        return Repeat.of(run, self.yardstick)
 
     def _attempt(self, name: str, work: Callable[[], _Done]) -> _Done | None:
         """The result of ``work``; None where it fails: one arm must not cost the others."""

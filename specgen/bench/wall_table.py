@@ -11,7 +11,7 @@ from specgen.report.table import Column, Row, Table
 TERMS = (
     "full: what the decode steps would take if each had the largest batch; filling and tail: what smaller steps take "
     "beyond that, while prompts wait and when none is left; idle: the device has nothing to do; rest: before the first "
-    "pass and behind the last one; of_products: what of prefill must be, the target's products for the prompts at the "
+    "pass and after the last one; of_products: what of prefill must be, the target's products for the prompts at the "
     "{speed:.3g} TFLOP/s of a large one"
 )
 _PARTS = {

@@ -13,12 +13,14 @@ from specgen.config import EngineConfig, SamplingParams, require
 from specgen.core import step_costs
 from specgen.core.sequence import Request
 from specgen.engine.conversations import first_turns
+from specgen.engine.generation_config import GenerationConfig
 from specgen.engine.loading import Models
 from specgen.engine.memory import kv_page_bytes
 from specgen.prompts import open_prompts
 
 _WARM_UP = 192  # positions per sequence during warm-up
 _SHOWN = 3  # reasons in an error
+_NOTHING = GenerationConfig()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,11 +32,18 @@ class Prompts:
     notes: tuple[str, ...]
 
 
-def make_prompts(workload: Workload, models: Models, data_path: Path | None, count: int) -> Prompts:
+def make_prompts(
+    workload: Workload,
+    models: Models,
+    data_path: Path | None,
+    count: int,
+    said: GenerationConfig = _NOTHING,
+) -> Prompts:
     """``count`` greedy requests, repeated if the data set has fewer; ``UserError`` if none can run.
 
     For synthetic weights prompts have the lengths of the data set's and random tokens of the known text, or else of the
-    vocabulary (a head's, if there is one); random prompts ignore EOS, so their texts have ``max_new_tokens``.
+    vocabulary (a head's, if there is one); random prompts ignore EOS, so their texts have ``max_new_tokens``. Others
+    have what the checkpoint has ``said`` of generating.
     """
     if workload.dataset == RANDOM:
         require(data_path is None, f"data-path is {data_path} but prompts are random: name a data set")
@@ -46,10 +55,12 @@ def make_prompts(workload: Workload, models: Models, data_path: Path | None, cou
         )
     prompts = open_prompts(workload.dataset, data_path=data_path, num_prompts=count, how=workload.how)
     if workload.output_lens == "data":
-        asked, failures = recorded_turns(prompts, models.tokenizer, workload.max_new_tokens)
+        asked, failures = recorded_turns(
+            prompts, models.tokenizer, workload.max_new_tokens, said.over(SamplingParams())
+        )
         turns = "turns"
     else:
-        sampling = SamplingParams(max_tokens=workload.max_new_tokens)
+        sampling = said.over(SamplingParams(max_tokens=workload.max_new_tokens))
         asked, failures = first_turns(prompts, models.tokenizer, sampling)
         turns = "first turns"
     requests, notes = _fitting(asked, models, workload)

@@ -12,8 +12,9 @@ from specgen.checkpoints.fingerprint import BESIDES
 from specgen.checkpoints.rank_share import RankShare
 from specgen.checkpoints.tensor_reader import E4M3, Checkpoint, TensorReader
 from specgen.checkpoints.upload import uploading
-from specgen.checkpoints.weight_files import read_json, tensor_infos
+from specgen.checkpoints.weight_files import are_equal, read_json, tensor_infos
 from specgen.config import UserError, first_line, require, shown
+from specgen.models.config_keys import generation_defaults
 from specgen.models.families import FAMILIES, HEAD_FAMILIES, family_of, head_family_of, is_head
 from specgen.models.fit import misfits, vocabulary_map
 from specgen.models.fp8_config import with_modelopt, without_quantization
@@ -23,6 +24,7 @@ from specgen.models.protocols import Head, Target
 from specgen.ops import bind_ops
 from specgen.ranks import ALONE, Ranks
 
+_TIED = ("lm_head.weight", "model.embed_tokens.weight")
 _TABLES = ("int64", "int32", "bool")  # of d2t and t2d
 
 
@@ -40,7 +42,7 @@ def open_checkpoint(path_or_hub_id: str) -> Checkpoint:
         name=path_or_hub_id,
         path=path,
         config=with_modelopt(config, read_json(separate)) if separate.exists() else config,
-        generation=read_json(generation) if generation.exists() else {},
+        generation=read_json(generation) if generation.exists() else generation_defaults(config),
         tensors=tensor_infos(path),
     )
 
@@ -58,14 +60,32 @@ def mtp_part(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def target_config(checkpoint: Checkpoint) -> TargetConfig:
-    """The config of a target; EOS ids are generation_config.json's where it has some."""
+    """The config of a target, as its files say it together.
+
+    EOS ids are generation_config.json's where it has some. Output weights are tied to the embedding where config.json
+    says so and there is no ``lm_head.weight`` with other numbers, which is used then, as ``transformers`` does.
+    """
     if is_head(checkpoint.config, checkpoint.tensors.keys()):
         raise UserError(
             f"{checkpoint.name} is a draft head and no target: name it with --drafter, and its target with --model"
         )
     eos = checkpoint.generation.get("eos_token_id")
     overrides = {} if eos is None else {"eos_token_id": eos}
-    return family_of(checkpoint.config).config({**checkpoint.config, **overrides})
+    config = family_of(checkpoint.config).config({**checkpoint.config, **overrides})
+    ids = config.eos_token_ids
+    require(
+        not ids or any(token_id < config.vocab_size for token_id in ids),
+        f"{checkpoint.name}: eos_token_id is {', '.join(map(str, ids[:3]))}, outside of the vocabulary of "
+        f"{config.vocab_size}, so that no text would end: correct it in "
+        f"{'config.json' if eos is None else 'generation_config.json'}",
+    )
+    return replace(config, tied_embeddings=config.tied_embeddings and not has_own_output(checkpoint))
+
+
+def has_own_output(checkpoint: Checkpoint) -> bool:
+    """Whether a target has an ``lm_head.weight`` that is no copy of its embedding; both are read for it."""
+    found = {name: info for name, info in checkpoint.tensors.items() if name in _TIED}
+    return len(found) == len(_TIED) and not are_equal(*found.items())
 
 
 def drafter_config(checkpoint: Checkpoint, num_target_layers: int | None) -> HeadConfig:
@@ -73,7 +93,13 @@ def drafter_config(checkpoint: Checkpoint, num_target_layers: int | None) -> Hea
     names, config = checkpoint.tensors.keys(), checkpoint.config
     if not any(info.dtype == E4M3 for info in checkpoint.tensors.values()):  # copied from its target's config
         config = without_quantization(config)
-    return head_family_of(config, names).config(config, names, num_target_layers)
+    try:
+        family = head_family_of(config, names)
+    except UserError as error:
+        raise UserError(
+            f"{checkpoint.name} is not a draft head ({error}): name one with --drafter, or use --drafter ngram"
+        ) from error
+    return family.config(config, names, num_target_layers)
 
 
 def draft_to_target(checkpoint: Checkpoint, config: HeadConfig) -> Tensor:

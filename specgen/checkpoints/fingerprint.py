@@ -4,6 +4,7 @@ import hashlib
 import os
 import time
 from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -31,12 +32,27 @@ def fingerprint(checkpoint: Checkpoint) -> str:
     The digest of a large file is kept, and used as long as its inode, size and times are the same.
     """
     total = hashlib.sha256()
+    for name, file in files_of(checkpoint).items():
+        total.update(f"{name} {file['sha256']}\n".encode())
+    return total.hexdigest()
+
+
+def files_of(checkpoint: Checkpoint) -> dict[str, dict[str, Any]]:
+    """The files that ``fingerprint`` is over, by name: size, when it was changed, and SHA-256."""
     others = {file for pattern in BESIDES for file in checkpoint.path.glob(pattern) if file.is_file()}
     found = sorted(others.union(checkpoint.files))
     with ThreadPoolExecutor(_READERS) as readers:
-        for file, digest in zip(found, readers.map(_digest_of, found), strict=True):
-            total.update(f"{file.name} {digest}\n".encode())
-    return total.hexdigest()
+        return {
+            file.name: state_of(file) | {"sha256": digest}
+            for file, digest in zip(found, readers.map(_digest_of, found), strict=True)
+        }
+
+
+def state_of(file: Path) -> dict[str, Any]:
+    """By what a person knows a file again: its size, and when it was changed."""
+    found = file.stat()
+    changed = datetime.fromtimestamp(found.st_mtime, UTC).isoformat(sep=" ", timespec="seconds")
+    return {"bytes": found.st_size, "changed": changed}
 
 
 def _digest_of(file: Path) -> str:

@@ -21,7 +21,8 @@ from specgen.checkpoints.checkpoint import (
 from specgen.checkpoints.kv_scheme import FP8, kv_scheme
 from specgen.checkpoints.tensor_reader import Checkpoint, TensorReader
 from specgen.config import MTP, NGRAM_BYTES, UserError, ngram_length, require
-from specgen.models.families import is_head
+from specgen.models.config_keys import listed
+from specgen.models.families import is_head, unread
 from specgen.models.fit import misfits
 from specgen.models.model_config import HeadConfig, LayerConfig, TargetConfig
 from specgen.models.mtp_config import mtp_prefixes
@@ -77,6 +78,7 @@ class Inspection:
     weights: Weights
     problems: tuple[str, ...]
     num_mtp_layers: int  # that a target's checkpoint has beside it
+    unread_keys: tuple[str, ...]  # of its config.json, though they may mean something
 
     @property
     def kind(self) -> str:
@@ -92,7 +94,8 @@ class Inspection:
         )
         number = f"{self.num_mtp_layers} layer{'s' * (self.num_mtp_layers > 1)}"
         mtp = {"MTP": f"{number}, used by --drafter mtp"} if self.num_mtp_layers else {}
-        return {**self.config.facts(), **mtp, "weights": _size(self.weights), "KV cache": kv_cache}
+        unread = {"not read": listed(self.unread_keys)} if self.unread_keys else {}
+        return {**self.config.facts(), **mtp, "weights": _size(self.weights), "KV cache": kv_cache, **unread}
 
     def to_json(self) -> dict[str, Any]:
         """All fields by name."""
@@ -101,7 +104,7 @@ class Inspection:
             facts["draft_vocab_share"] = self.config.draft_vocab_size / self.config.vocab_size
         else:
             facts["num_mtp_layers"] = self.num_mtp_layers
-        return {"name": self.name, "kind": self.kind, **facts}
+        return {"name": self.name, "kind": self.kind, **facts, "unread_keys": list(self.unread_keys)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,13 +178,16 @@ class Description:
             lines.append(f"{both} fit; together {self.kv_bytes_per_token:,} bytes of KV cache per token.")
         else:
             lines += ["Complete and supported."]
+        if any(isinstance(part, Inspection) for part in self.parts):
+            lines += ["NaN in weights is not looked for here, but when they are loaded."]
         return "\n".join(lines)
 
 
 def describe(path: str, other: str | None = None) -> Description:
     """Describe one checkpoint (directory or hub id), or a target and a head, ``mtp`` or ``ngram[:N]`` in either order.
 
-    Reads headers and the vocabulary map, no weights. ``UserError`` for anything but checkpoints of known families.
+    Reads headers and the vocabulary map; of weights only an output layer beside an embedding that config.json ties it
+    to. ``UserError`` for anything but checkpoints of known families.
     """
     names = [name for name in (path, other) if name is not None]
     ngrams = [Ngrams(length=n) for name in names if (n := ngram_length(name)) is not None]
@@ -244,6 +250,7 @@ def _inspect(
         weights=weights,
         problems=tuple(problems),
         num_mtp_layers=len(own),
+        unread_keys=unread(checkpoint.config, checkpoint.tensors.keys()),
     )
 
 

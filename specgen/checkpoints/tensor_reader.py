@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specgen.checkpoints.finite import is_finite
 from specgen.checkpoints.rank_share import RankShare
 from specgen.checkpoints.upload import Upload
 from specgen.checkpoints.weight_files import TensorInfo, read_tensor, read_tensors
@@ -97,6 +98,7 @@ class TensorReader:
         if self.device.type != "meta":
             for name, tensor in self._stored(infos):
                 self._fill(places[name], tensor)
+            self._require_finite(whole, infos)
         self.taken.update((name, part.nbytes) for name, part in places.items())
         data = whole.flatten(1, 2)
         if fp8 is None:
@@ -206,7 +208,8 @@ class TensorReader:
     def _above_zero(self, name: str, scale: Tensor) -> Tensor:
         require(
             scale.device.type == "meta" or bool(((scale > 0) & scale.isfinite()).all()),
-            f"{self.checkpoint.name}: {name} has a scale that is not a finite number above 0: download it again",
+            f"{self.checkpoint.tensors[name].file}: {name} has a scale that is not a finite number above 0: "
+            "download it again",
         )
         return scale
 
@@ -215,10 +218,28 @@ class TensorReader:
             tensor = torch.empty(info.shape, dtype=dtype, device=self.device)
         else:
             tensor = self._moved(dict(self._stored({name: info}))[name]).to(self.device, dtype)
+            if not name.endswith("_blocks"):  # of MXFP4, in which every byte is two numbers
+                self._require_finite(tensor, {name: info})
         if arrange is not None:
             tensor = arrange(tensor).contiguous()  # where it is fast, and there is room for one tensor more
         self.taken[name] = tensor.nbytes
         return tensor
+
+    def _require_finite(self, loaded: Tensor, infos: Mapping[str, TensorInfo]) -> None:
+        """``UserError`` for NaN and infinities in ``loaded``, which holds all of ``infos``; it names the first."""
+        if is_finite(loaded):
+            return
+        for name, info in infos.items():
+            stored = read_tensor(name, info)
+            require(
+                is_finite(stored),
+                f"{info.file}: {name} holds NaN or Inf: download it again, or use another export",
+            )
+            require(
+                is_finite(stored.to(loaded.dtype)),
+                f"{info.file}: {name} holds numbers too large for {loaded.dtype}: use --dtype bfloat16 or float32",
+            )
+        raise AssertionError(f"{', '.join(infos)} changed on the way to {self.device}")
 
     def _stored(self, infos: Mapping[str, TensorInfo]) -> Iterator[tuple[str, Tensor]]:
         """As ``read_tensors``."""
@@ -266,8 +287,8 @@ class TensorReader:
         """``UserError`` if a tensor was neither taken nor is in ``ignored``."""
         unknown = sorted(set(self.checkpoint.tensors) - set(self.taken) - set(ignored))
         names = ", ".join(shown(name) for name in unknown[:2])
+        found = "an unknown tensor," if len(unknown) == 1 else f"{len(unknown)} unknown tensors, such as"
         require(
             not unknown,
-            f"{self.checkpoint.name} has {len(unknown)} unknown tensors, such as {names}: "
-            "its architecture or variant is not supported",
+            f"{self.checkpoint.name} has {found} {names}: its architecture or variant is not supported",
         )

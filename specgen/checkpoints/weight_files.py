@@ -1,12 +1,14 @@
 """Weight files: safetensors and torch pickles, single or sharded; headers first, tensors on demand."""
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from specgen.checkpoints.pickle_files import read_pickle
@@ -26,6 +28,7 @@ _SAFETENSORS_DTYPES = {
     "U8": "uint8",
     "BOOL": "bool",
 }
+_PIECE = 16 << 20  # bytes that are compared at once
 _LARGEST_JSON = 16 << 20  # bytes; the index of a thousand shards has 2 MiB
 
 
@@ -38,19 +41,33 @@ class TensorInfo:
     dtype: str  # as torch names it: "float32"
     cut: Cut | None = None  # what is read of it; None: all
 
+    def is_like(self, other: "TensorInfo") -> bool:
+        """Whether both are as large and of one type."""
+        return (self.shape, self.dtype) == (other.shape, other.dtype)
+
 
 def tensor_infos(directory: Path) -> dict[str, TensorInfo]:
     """Every tensor of a checkpoint directory by name.
 
-    ``UserError`` when there are no weights, or a file is missing, corrupt, outside the directory or unsafe.
+    ``UserError`` when there are no weights, or a file is missing, corrupt, outside the directory or unsafe, and for
+    shards beside a single file with other tensors: some programs read these, others that. A pickle beside safetensors
+    is read by none.
     """
-    infos: dict[str, TensorInfo] = {}
-    for file in _weight_files(directory):
-        for name, info in _infos(file):
-            known = name in infos
-            require(not known, f"{shown(name)} is in two weight files of {directory}: remove the stale one")
-            infos[name] = info
-    return infos
+    for stem, suffix in _STEMS:
+        index, single = directory / f"{stem}{suffix}.index.json", directory / f"{stem}{suffix}"
+        found: dict[Path, dict[str, TensorInfo]] = {}
+        if index.exists():
+            found[index] = _together(directory, _sharded(directory, index, suffix))
+        if single.exists():
+            require(single.is_file(), f"{single} is not a regular file: download it again")
+            found[single] = _together(directory, [single])
+        if len(found) == 2:
+            _require_copies(directory, found)
+        if found:
+            return next(iter(found.values()))
+    raise UserError(
+        f"{directory} has no weights: add model.safetensors or pytorch_model.bin, or their shards and index"
+    )
 
 
 def read_tensor(name: str, info: TensorInfo) -> Tensor:
@@ -74,6 +91,27 @@ def read_tensors(infos: Mapping[str, TensorInfo]) -> Iterator[tuple[str, Tensor]
                 yield name, tensors[name] if cut is None else cut.of(tensors[name])
 
 
+def are_equal(one: tuple[str, TensorInfo], other: tuple[str, TensorInfo]) -> bool:
+    """Whether two tensors, each its name and header, are equal byte for byte; asked again, only of changed files."""
+    return _are_equal(one, other, (_state(one[1].file), _state(other[1].file)))
+
+
+@lru_cache(maxsize=1 << 14)
+def _are_equal(one: tuple[str, TensorInfo], other: tuple[str, TensorInfo], states: object) -> bool:
+    del states  # of the files: another one is another question
+    if not one[1].is_like(other[1]):
+        return False
+    ours, theirs = (
+        torch.split(read_tensor(*each).flatten().view(torch.uint8), _PIECE) for each in (one, other)
+    )
+    return all(torch.equal(*pieces) for pieces in zip(ours, theirs, strict=True))
+
+
+def _state(file: Path) -> tuple[int, ...]:
+    found = file.stat()
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+
+
 def read_json(file: Path) -> dict[str, Any]:
     """The object in a JSON file of a checkpoint; ``UserError`` when it cannot be read or is none."""
     if os.path.exists(file):
@@ -85,16 +123,32 @@ def read_json(file: Path) -> dict[str, Any]:
     return load_json(file, "download it again, or give the directory of a checkpoint that is whole")
 
 
-def _weight_files(directory: Path) -> list[Path]:
-    for stem, suffix in _STEMS:
-        index, single = directory / f"{stem}{suffix}.index.json", directory / f"{stem}{suffix}"
-        if index.exists():
-            return _sharded(directory, index, suffix)
-        if single.exists():
-            require(single.is_file(), f"{single} is not a regular file: download it again")
-            return [single]
-    raise UserError(
-        f"{directory} has no weights: add model.safetensors or pytorch_model.bin, or their shards and index"
+def _together(directory: Path, files: Iterable[Path]) -> dict[str, TensorInfo]:
+    infos: dict[str, TensorInfo] = {}
+    for file in files:
+        for name, info in _infos(file):
+            known = name in infos
+            require(not known, f"{shown(name)} is in two weight files of {directory}: remove the stale one")
+            infos[name] = info
+    return infos
+
+
+def _require_copies(directory: Path, found: Mapping[Path, Mapping[str, TensorInfo]]) -> None:
+    """``UserError`` unless both of ``found`` have the same tensors; only those that differ in no header are read."""
+    (index, sharded), (single, whole) = found.items()
+    by_header = (sharded.keys() ^ whole.keys()) or {
+        name for name, info in whole.items() if not info.is_like(sharded[name])
+    }
+    copied = (
+        name
+        for name, info in whole.items()
+        if sharded[name] != info and not are_equal((name, info), (name, sharded[name]))
+    )
+    other = min(by_header) if by_header else next(copied, None)
+    require(
+        other is None,
+        f"{directory} has two models: {single.name} and the shards in {index.name} differ in {shown(other)}: "
+        "remove the one that is stale",
     )
 
 

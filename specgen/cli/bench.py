@@ -45,7 +45,7 @@ _KEPT = option(
     None,
     "Results",
     "Directory for the table: NAME.csv, NAME.json, NAME.html with plots, NAME.yaml, which repeats it (--config), and "
-    "NAME.rounds.jsonl, in which every round is kept: the same command goes on.",
+    "NAME.rounds.jsonl, in which every round is kept: the same command goes on, of the settings in NAME.settings.json.",
 )
 _REPEATS = "Measurements per number."
 _MATRIX = option(
@@ -107,7 +107,7 @@ def kernels(
     as_json: bool = AS_JSON,
     quiet: bool = QUIET,
 ) -> None:
-    """Time attention alone: trtllm against FlashInfer's wrapper, by sequences, context and rows per sequence.
+    """Time attention alone: hopper, trtllm and FlashInfer's wrapper, by sequences, context and rows per sequence.
 
     Without options on a GPU: the table of vLLM's PR 19825 for the heads of an 8B model, and for K = 4.
     """

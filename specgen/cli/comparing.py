@@ -11,7 +11,7 @@ import typer
 from specgen.bundled import heads, pair
 from specgen.cli.config_file import repeating
 from specgen.cli.generating import KEPT_NOWHERE, RESUMES
-from specgen.cli.options import NUM_PROMPTS, Only, with_options
+from specgen.cli.options import NUM_PROMPTS, Only, given_fields, with_options
 from specgen.cli.printing import print_files, print_parts
 from specgen.cli.progress_bar import QUIET, progress
 from specgen.config import EngineConfig, ExportName, SamplingParams, option, require
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from specgen.comparing.heads_job import DataSource, HeadsJob
 
 _ENGINE = Only(
+    "generation_config "
     "model chat_template_kwargs num_spec_tokens drafter_batch draft_sampling max_batch_size max_prefill_tokens "
     "kv_memory device tensor_parallel dtype kv_dtype attention cuda_graphs gpu_memory_utilization prefix_cache",
     {"drafter": "ngram"},  # each of --drafter takes its place
@@ -71,7 +72,7 @@ def compare(
     as_json: bool = option(False, "Results", "Print the comparison as one JSON document.", name="json"),
     quiet: bool = QUIET,
 ) -> None:
-    """Compare heads on the same prompts: acceptance lengths, differences paired by request, speeds taken in turns.
+    """Compare heads on the same prompts: acceptance lengths, paired differences, speeds measured in interleaved rounds.
 
     The target is loaded once. Runs that differ in more than head and data set are refused. With --output, running a
     stopped command again resumes it. Exit code 3 if a request failed.
@@ -84,7 +85,8 @@ def compare(
         from specgen.comparing.heads_job import HeadsJob  # imports torch
 
         drafters = _drafters(engine, drafter or [])
-        job = HeadsJob(engine, drafters, sampling, _sources(dataset), num_prompts, repeats)
+        given = given_fields(ctx, SamplingParams)
+        job = HeadsJob(engine, drafters, sampling, _sources(dataset), num_prompts, repeats, given)
         found = _run(job, output, repeating(ctx), quiet)
     print_comparison(found, export, as_json)
     if output is not None and not quiet:

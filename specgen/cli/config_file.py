@@ -36,7 +36,7 @@ def settings_of(path: Path, known: Mapping[str, Any]) -> dict[str, Any]:
         require(name not in _NOT_SETTINGS, f"{where}: {name} is for the command line alone: remove it")
         require(
             name in known,
-            f"{where}: {key.value!r} is no option of this command{did_you_mean(name, known)}: "
+            f"{where}: unknown option {key.value!r}{did_you_mean(name, known)}: "
             "write long options without --, as --help lists them",
         )
         require(name not in found, f"{where}: {name} is set twice: remove one")
@@ -52,7 +52,7 @@ def _root(path: Path) -> yaml.Node | None:
             f"config {str(path)!r} cannot be read ({error.strerror}): name a YAML file"
         ) from error
     except (yaml.YAMLError, ValueError) as error:
-        raise UserError(f"config {str(path)!r} is no YAML ({first_line(error)}): mend it") from error
+        raise UserError(f"config {str(path)!r} is not valid YAML ({first_line(error)}): fix it") from error
 
 
 def _value(node: yaml.Node, parameter: Any, where: str) -> Any:  # noqa: ANN401

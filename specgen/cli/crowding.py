@@ -1,9 +1,10 @@
 """A hint for CPUs that others use too: threads that wait for a core hold up all the others of a pass."""
 
-import os
 import time
 from pathlib import Path
 from statistics import median
+
+from specgen.rundir.machine_state import num_cpus
 
 _LOADAVG = Path("/proc/loadavg")
 _SAMPLES, _BETWEEN = 5, 0.01  # seconds
@@ -17,7 +18,7 @@ def crowded(device: str) -> str:
 
     if choose_device(device).type != "cpu" or not _LOADAVG.exists():
         return ""
-    return advice(torch.get_num_threads(), os.cpu_count() or 1, num_busy())
+    return advice(torch.get_num_threads(), num_cpus(), num_busy())
 
 
 def advice(num_threads: int, num_cores: int, num_busy: int) -> str:

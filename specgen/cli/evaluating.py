@@ -24,6 +24,7 @@ _TASKS = typer.Argument(
     help="Tasks of lm-eval, comma-separated; word_problems is bundled.", show_default="those of --study"
 )
 _ENGINE = Only(
+    "generation_config "
     "model drafter chat_template_kwargs num_spec_tokens draft_sampling max_prefill_tokens kv_memory device "
     "tensor_parallel dtype "
     "kv_dtype attention cuda_graphs gpu_memory_utilization prefix_cache"

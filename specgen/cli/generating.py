@@ -9,7 +9,7 @@ import typer
 
 from specgen.cli.config_file import repeating
 from specgen.cli.crowding import crowded
-from specgen.cli.options import AS_JSON, DATA_PATH, DATASET, FORMAT, NUM_PROMPTS, with_options
+from specgen.cli.options import AS_JSON, DATA_PATH, DATASET, FORMAT, NUM_PROMPTS, given_fields, with_options
 from specgen.cli.printing import print_hint, print_notes_and_exit, print_result, print_samples
 from specgen.cli.progress_bar import QUIET, progress
 from specgen.config import (
@@ -91,17 +91,27 @@ def generate(
     as_json: bool = AS_JSON,
     quiet: bool = QUIET,
 ) -> None:
-    """Generate for a whole prompt set and report what the speculation was worth.
+    """Generate for a whole prompt set and report how much speculative decoding helped.
 
     Without options: the bundled model pair on the bundled prompts. With --output, running a stopped or killed command
     again resumes it. Exit code 3 if a request failed.
     """
     from specgen.jobs.job import Job  # imports torch
-    from specgen.jobs.shard import parse_shard
+    from specgen.jobs.shard import WHOLE, parse_shard
 
+    require(
+        not restart or (output is not None and output != Path("-")),
+        "restart keeps the directory of --output and starts over, and no directory is given: add --output DIR, or "
+        "leave out --restart",
+    )
+    require(
+        output is not None or parse_shard(shard) == WHOLE,
+        f"shard is {shard} and no file is kept to merge: add --output DIR, or --output - for the rows on stdout",
+    )
     job = Job(
         engine=engine,
         sampling=sampling,
+        given=given_fields(ctx, SamplingParams),
         dataset=dataset,
         data_path=data_path,
         num_prompts=num_prompts,

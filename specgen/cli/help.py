@@ -1,28 +1,93 @@
-"""``--help`` as plain text in sections: nothing is cut off, so that every option can be copied at 80 columns."""
+"""``--help`` as plain text in sections, so that every option can be copied at 80 columns; and errors as one line."""
 
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from specgen.errors import UserError, shown
+from specgen.errors import UserError, require, shown
+from specgen.spelling import did_you_mean, nearest
 
 _WIDEST = 26  # columns of the options' names; a longer one has a line of its own
 _LONGEST = 1000  # characters of a command's sentence in the list of commands
+_UsageError: Any = typer.BadParameter.__base__  # typer does not export it
+_REMEDIES = {  # by what typer says of a value
+    "valid integer": "use a whole number",
+    "valid number": "use a number",
+    "greater than or equal to": "use {}",
+    "valid boolean": "use true or false",
+}
 
 
 class Command(TyperCommand):
-    """A command whose help has a section per group of options, and whose errors say where a value comes from."""
+    """A command whose help has a section per group of options, and whose errors are a ``UserError``.
+
+    They name the value and where it comes from. Of an option with several values the last counts, and that is said.
+    """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:  # noqa: ANN401
+        given = list(args)
         try:
-            return super().parse_args(ctx, args)
+            rest = super().parse_args(ctx, args)
         except typer.BadParameter as error:
-            name = error.param.name if error.param else ""
-            if (source := ctx.get_parameter_source(name)) and source.name == "DEFAULT_MAP":
-                set_to = f"config sets {name.replace('_', '-')} to {shown(ctx.default_map[name])}"
-                raise UserError(f"{set_to}: {error.message}") from error
-            raise
+            raise UserError(self._of_value(ctx, given, error)) from error
+        except _UsageError as error:
+            raise UserError(_one_line(ctx, error)) from error
+        for name, values in self._values(ctx, given).items():
+            each = list(dict.fromkeys(map(str, values)))
+            if len(each) > 1:  # a script may add to options that it was given
+                said = f"{name} is given {len(values)} times, as {' and '.join(map(shown, each))}"
+                print(f"specgen: warning: {said}: the last counts", file=sys.stderr)
+        return rest
+
+    def _values(self, ctx: Any, args: list[str]) -> dict[str, list[Any]]:  # noqa: ANN401
+        """The values of each option that takes one, in the order of the command line."""
+        parser: Any = self.make_parser(ctx)
+        single: list[Any] = [
+            each
+            for each in self.get_params(ctx)
+            if each.param_type_name == "option" and not getattr(each, "multiple", False)
+        ]
+        for param in single:  # in place of what takes the last value
+            if param.is_flag:
+                parser.add_option(param, param.opts, param.name, action="append_const", const="on")
+                if param.secondary_opts:
+                    off = param.secondary_opts
+                    parser.add_option(param, off, param.name, action="append_const", const="off")
+            else:
+                parser.add_option(param, param.opts, param.name, action="append", nargs=param.nargs)
+        found, _, _ = parser.parse_args(args)
+        return {_name(each): found[each.name] for each in single if found.get(each.name)}
+
+    def _of_value(self, ctx: Any, args: list[str], error: Any) -> str:  # noqa: ANN401
+        """What is wrong with the value of an option or argument, or that there is none."""
+        param, name = error.param, "" if error.param is None else _name(error.param)
+        if type(error).__name__ == "MissingParameter":
+            return f"{name} is missing: give it, as `{ctx.command_path} -h` says"
+        reason = str(error.message).removeprefix("Value error, ").rstrip(".")
+        if param is None or param.param_type_name == "argument":
+            return f"{name}: {reason}".removeprefix(": ")
+        choices = re.findall(r"'([^']*)'", reason.partition("is not one of")[2])
+        source = ctx.get_parameter_source(param.name)
+        if source and source.name == "DEFAULT_MAP":
+            value = ctx.default_map[param.name]
+            said = f"config sets {name} to {shown(value)}"
+        else:
+            value = next(reversed(self._values(ctx, args).get(name, [""])), "")
+            said = f"{name} is {shown(value)}"
+        if choices:
+            near = nearest(str(value), choices, likeness=0.8)
+            meant = "" if near is None else f" (did you mean {near}?)"
+            return f"{said}{meant}: use one of {', '.join(choices)}"
+        known = next((remedy for words, remedy in _REMEDIES.items() if words in reason), None)
+        if known is None:
+            return f"{said}: {reason[:1].lower()}{reason[1:]}"
+        least = re.search(r"greater than or equal to (\S+)", reason)
+        return f"{said}: {known.format(f'at least {least[1]}' if least else '')}"
 
     def format_options(self, ctx: typer.Context, formatter: Any) -> None:  # type: ignore[override]  # noqa: ANN401
         sections: dict[str, list[tuple[str, str]]] = {}
@@ -38,9 +103,51 @@ class Command(TyperCommand):
 
 
 class Commands(TyperGroup):
-    """Commands whose list has the whole first sentence of each."""
+    """Commands whose list has the whole first sentence of each; an unknown one is a ``UserError``."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:  # noqa: ANN401
+        with _on_one_line(ctx):
+            return super().parse_args(ctx, args)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:  # noqa: ANN401
+        require(
+            not args or self.get_command(ctx, args[0]) is not None or args[0].startswith("-"),
+            f"unknown command {args[0]!r}{did_you_mean(args[0], self.list_commands(ctx))}: `{ctx.command_path} -h` "
+            "lists them"
+            if args
+            else "",
+        )
+        with _on_one_line(ctx):
+            return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: typer.Context, formatter: Any) -> None:  # type: ignore[override]  # noqa: ANN401
         commands = ((name, self.get_command(ctx, name)) for name in self.list_commands(ctx))
         with formatter.section("Commands"):
             formatter.write_dl([(name, each.get_short_help_str(_LONGEST)) for name, each in commands if each])
+
+
+@contextmanager
+def _on_one_line(ctx: Any) -> Iterator[None]:  # noqa: ANN401
+    try:
+        yield
+    except _UsageError as error:
+        if type(error).__name__ == "NoArgsIsHelpError":
+            raise
+        raise UserError(_one_line(ctx, error)) from error
+
+
+def _name(param: Any) -> str:  # noqa: ANN401
+    """An option as messages name it, ``num-prompts``; an argument by its name."""
+    if param.param_type_name == "argument":
+        return str(param.name)
+    return str(max(param.opts, key=len)).lstrip("-")
+
+
+def _one_line(ctx: Any, error: Any) -> str:  # noqa: ANN401
+    """An error of typer's own as a message of specgen's."""
+    if type(error).__name__ == "NoSuchOption":
+        known = [name for each in ctx.command.get_params(ctx) for name in each.opts]
+        meant = did_you_mean(error.option_name, known)
+        return f"unknown option {error.option_name}{meant}: `{ctx.command_path} -h` lists them"
+    said = str(error.format_message()).rstrip(".")
+    return f"{said[:1].lower()}{said[1:]}: `{ctx.command_path} -h` says what it takes"

@@ -51,7 +51,7 @@ def _is_unread(file: TextIO) -> bool:
 app = typer.Typer(
     cls=_Commands,
     name="specgen",
-    help="Offline batch generation with speculative decoding, and what the speculation was worth.",
+    help="Offline batch generation with speculative decoding, and how much it helped.",
     no_args_is_help=True,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},

@@ -122,7 +122,7 @@ def _option(name: str, kind: Any, default: Any, help: Mapping[str, Any]) -> Para
     """The parameter ``name`` of a command as an option; ``help`` is the metadata of ``config.option``."""
     if help["parse"] is not None:
         kind, default = (str | None, None) if default is None else (str, str(default))
-    elif get_origin(kind) is tuple:
+    elif isinstance(default, tuple):
         kind, default = list[str], list(default)
     switch = f"--{help['name'] or name}".replace("_", "-")
     if help["off"]:
@@ -154,6 +154,16 @@ def _configuration(config: type, given: dict[str, Any]) -> Any:  # noqa: ANN401
         length = DraftLength.of(given.get("num_spec_tokens", EngineConfig.num_spec_tokens))
         given["model"], given["drafter"] = pair(given.get("model"), given.get("drafter"), length)
     return config(**given)
+
+
+def given_fields(ctx: typer.Context, config: type) -> frozenset[str]:
+    """The fields of ``config`` that the command line sets, or the file of --config."""
+    return frozenset(
+        each.name
+        for each in fields(config)
+        if getattr(ctx.get_parameter_source(each.metadata.get("name") or each.name), "name", "DEFAULT")
+        != "DEFAULT"
+    )
 
 
 def numbers(name: str, text: str) -> tuple[int, ...]:

@@ -2,7 +2,9 @@
 
 from typing import Annotated
 
-from specgen.cli.options import Only, with_options
+import typer
+
+from specgen.cli.options import Only, given_fields, with_options
 from specgen.cli.progress_bar import QUIET, progress
 from specgen.config import EngineConfig, SamplingParams, option
 
@@ -10,6 +12,7 @@ from specgen.config import EngineConfig, SamplingParams, option
 @with_options
 def prepare(
     *,
+    ctx: typer.Context,
     engine: EngineConfig,
     sampling: Annotated[SamplingParams, Only("temperature top_p top_k min_p")],
     forget: bool = option(
@@ -25,7 +28,7 @@ def prepare(
     ),
     quiet: bool = QUIET,
 ) -> None:
-    """Do ahead what the first run of a model on this machine waits for, and print where the time to a first token goes.
+    """Compile and warm up before the first run on this machine, and print where the time to a first token goes.
 
     Compiles the kernels that a run with the same options needs, all of them side by side, loads the weights and
     generates one token. Run a second time it shows what every later run waits for.
@@ -33,13 +36,17 @@ def prepare(
     from specgen.decoding.sampling import most_demanding  # imports torch
     from specgen.engine import kept_costs
     from specgen.engine.engine import Engine
+    from specgen.engine.generation_config import generation_config
+    from specgen.engine.loading import open_checkpoints
     from specgen.rundir.interrupt import breakable
     from specgen.startup import phase, watched
 
     if forget:
         kept_costs.forget()
     with breakable(), watched(progress(quiet).compiling) as startup:
-        ready = Engine(engine, expected=most_demanding([sampling]))
+        said = generation_config(open_checkpoints(engine)["model"], engine.generation_config)
+        asked = said.over(sampling, given_fields(ctx, SamplingParams))
+        ready = Engine(engine, expected=most_demanding([asked]))
         with phase("first token"):
             (answer,) = ready.generate(["1, 2, 3,"], SamplingParams(max_tokens=1, ignore_eos=True))
         if graphs:

@@ -35,6 +35,9 @@ class Warnings:
     def warn(self, sentence: str) -> None:
         self._say(f"specgen: warning: {sentence}")
 
+    def note(self, sentence: str) -> None:
+        """Nothing."""
+
     def read(self, num_rows: int) -> None:
         """Nothing."""
 
@@ -70,6 +73,9 @@ class ProgressLines(Warnings):
 
     A line at the start, at the end, and between them not more than one in ten seconds.
     """
+
+    def note(self, sentence: str) -> None:
+        self._say(f"specgen: {sentence}")
 
     def read(self, num_rows: int) -> None:
         if time.monotonic() - self._last >= _BETWEEN:

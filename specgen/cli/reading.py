@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from specgen.bundled import pair
 from specgen.cli.comparing import print_comparison, read_comparison
 from specgen.cli.options import AS_JSON, FORMAT, with_options
 from specgen.cli.printing import print_notes_and_exit, print_parts, print_result
@@ -17,6 +18,7 @@ from specgen.config import FormatName, KVDtypeName, parse_bytes, require
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from specgen.report.folder import Listing
     from specgen.report.terminal import Part
 
 _Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
@@ -27,7 +29,8 @@ def report(
     directories: Annotated[
         list[Path],
         typer.Argument(
-            help="Directories of runs (several are set side by side), of a comparison, an evaluation or a bench.",
+            help="Directories of runs (several are set side by side), of a comparison, an evaluation or a bench, or "
+            "one folder of all these.",
             show_default=False,
         ),
     ],
@@ -41,9 +44,11 @@ def report(
 ) -> None:
     """Print the report of a run again, or compare runs with each other or one with published figures.
 
-    Of a run that was stopped or still goes on it is the report of what it has so far.
+    Of a run that was stopped or still goes on it is the report of what it has so far. A folder of runs, comparisons,
+    evaluations and benches is listed, and gets a page, index.html, that links theirs.
     """
     from specgen.comparing.finished_runs import is_comparison
+    from specgen.report.folder import is_folder, listed
     from specgen.report.other_directories import arms, benches, evaluation_note
     from specgen.report.tables import of_run
     from specgen.report.unfinished import load_so_far
@@ -54,6 +59,11 @@ def report(
     if against is None and len(directories) == 1 and is_comparison(directories[0]):
         print_comparison(read_comparison(directories), None, as_json)
         return
+    if against is None and len(directories) == 1 and is_folder(directories[0]):
+        listing = listed(directories[0])
+        if listing.rows:
+            _print_listing(listing, as_json)
+            return
     runs = [(str(arm), *load_so_far(arm)) for directory in directories for arm in arms(directory)]
     name, numbers, manifest = runs[0]
     document, parts = numbers, of_run(numbers, manifest.get("settings", {}))
@@ -76,6 +86,27 @@ def _print_benches(documents: "Sequence[dict[str, Any]]", as_json: bool) -> None
             print(json.dumps(document))
         else:
             print_parts(of_bench(document), sys.stdout)
+
+
+def _print_listing(listing: "Listing", as_json: bool) -> None:
+    """Print what lies in a folder and write its page, on whose failure the list does not depend."""
+    from specgen.report.folder import INDEX, may_replace
+    from specgen.rundir.atomic import write_text
+
+    if as_json:
+        print(json.dumps(listing.to_json()))
+    else:
+        print_parts(listing.parts(), sys.stdout)
+    page = listing.folder / INDEX
+    if not may_replace(page):
+        print(f"specgen: {page} is another program's file and stays as it is", file=sys.stderr)
+        return
+    try:
+        write_text(page, listing.to_html())
+    except OSError as error:
+        print(f"specgen: {page} cannot be written ({error.strerror or error})", file=sys.stderr)
+        return
+    print(f"Open {page} in a browser.", file=sys.stderr)
 
 
 def _compared(
@@ -132,7 +163,12 @@ def merge(
 
 @with_options
 def inspect(
-    path: Annotated[str, typer.Argument(help="Checkpoint: a directory or hub id.", show_default=False)],
+    path: Annotated[
+        str | None,
+        typer.Argument(
+            help="Checkpoint: a directory or hub id. Without one, the bundled pair.", show_default=False
+        ),
+    ] = None,
     other: Annotated[
         str | None,
         typer.Argument(
@@ -162,12 +198,15 @@ def inspect(
 
     total = None if gpu is None else parse_bytes(gpu, "gpu")
     require(
-        gpu is not None or kv_dtype == "auto", "kv-dtype is of the plan for a GPU: add --gpu with its memory"
+        gpu is not None or kv_dtype == "auto",
+        "--kv-dtype requires --gpu: add it with the memory of the GPU, such as --gpu 80GiB",
     )
     require(
         gpu is not None or tensor_parallel == 1,
-        "tensor-parallel is of the plan for a GPU: add --gpu with its memory",
+        "--tensor-parallel requires --gpu: add it with the memory of a GPU, such as --gpu 80GiB",
     )
+    if path is None:
+        path, other = pair()
     description = describe(path, other)
     document, parts = description.to_json(), list["Part"]()
     if total is not None and not description.misfits:

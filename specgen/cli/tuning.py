@@ -37,8 +37,8 @@ _MAX_NEW_TOKENS = option(
 _OUTPUT = option(
     None,
     "Results",
-    "Directory for tune.csv, tune.json, tune.html with plots, tune.yaml, which repeats it (--config), and "
-    "tune.rounds.jsonl, in which every round is kept: the same command goes on.",
+    "Directory for tune.csv, tune.json, tune.html with plots, tune.yaml, which repeats it (--config), "
+    "tune.settings.json, what was asked, and tune.rounds.jsonl, with every round: the same command goes on.",
 )
 
 
@@ -111,7 +111,7 @@ class Arms:
     )
     repeats: int = option(10, "Table", "Measurements of an arm, at most.")
     precision: float = option(
-        0.02, "Table", "Measure until the 95 % interval of a speed-up is this share of it to either side."
+        0.02, "Table", "Measure until the 95 % interval of a speed-up is plus or minus this fraction."
     )
     budget: float | None = option(
         None,
@@ -137,6 +137,7 @@ def tune(
     engine: Annotated[
         EngineConfig,
         Only(
+            "generation_config "
             "model drafter chat_template_kwargs max_prefill_tokens device tensor_parallel dtype kv_dtype "
             "attention cuda_graphs "
             "gpu_memory_utilization",

@@ -33,6 +33,7 @@ def verify(
     engine: Annotated[
         EngineConfig,
         Only(
+            "generation_config "
             "model drafter chat_template_kwargs num_spec_tokens device tensor_parallel dtype kv_dtype attention "
             "cuda_graphs"
         ),

@@ -10,10 +10,11 @@ from specgen.comparing.speed_rounds import FILE, RoundFile, Speeds
 from specgen.config import require
 from specgen.display import from_here
 from specgen.json_fields import load_json
+from specgen.report.other_directories import COMPARISON
 from specgen.report.unfinished import load_so_far, unfinished
 from specgen.report.unlike_settings import unlike_settings
 
-PLAN = "compare.json"  # in the directory of a comparison: its runs, and when and how it was made
+PLAN = COMPARISON  # its runs, and when and how it was made
 _HEADS_OWN = ("engine.drafter", "fingerprints.drafter")
 _DECISIVE = (  # for acceptance; the others, such as the batch, the device or a version, are named
     "engine.model",
@@ -125,6 +126,10 @@ def read_speeds(directory: Path) -> Speeds:
 def _read(directory: Path) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
     report, manifest = load_so_far(directory)
     require("state" not in report, f"{directory}: {unfinished(report)}")
+    require(
+        (directory / "completions.jsonl").is_file(),
+        f"{directory} has no completions.jsonl, of which a comparison is made: generate into a new directory",
+    )
     require(
         "dataset" in manifest["data"],
         f"{directory} holds no run of `specgen generate`: give such runs, or see `specgen report {directory}`",

@@ -9,13 +9,15 @@ from pathlib import Path
 from specgen.checkpoints.checkpoint import check_fit
 from specgen.checkpoints.fingerprint import fingerprint
 from specgen.comparing.finished_runs import PLAN, HeadRuns, read_runs
-from specgen.comparing.interleaved import Turns
+from specgen.comparing.interleaved import Turns, all_turns
 from specgen.comparing.short_names import NO_HEADS, as_directory, short_names
 from specgen.comparing.speed_rounds import FILE, LEAST_ROUNDS, PLAIN, RoundFile, Speeds
 from specgen.config import EngineConfig, SamplingParams, UserError, ngram_length, require
+from specgen.core.sequence import Request
 from specgen.device import choose_device
 from specgen.engine.choices import resolve
-from specgen.engine.loading import OneTarget, open_checkpoints
+from specgen.engine.generation_config import generation_config
+from specgen.engine.loading import OneTarget, load_chat_tokenizer, open_checkpoints
 from specgen.jobs.job import Job
 from specgen.jobs.run import run
 from specgen.json_fields import OF_THE_MOMENT, load_json
@@ -25,8 +27,10 @@ from specgen.rundir.atomic import write_json
 from specgen.rundir.interrupt import StoppedError
 from specgen.rundir.progress import Progress
 from specgen.rundir.provenance import now
+from specgen.rundir.row_file import RowFile
 from specgen.template_kwargs import PINNED_DATE
 
+_METHOD = "all turns at once, tokenized before; warmed up with all"  # other rounds are measured again
 _REMEDY = "remove the directory, or name another"
 
 
@@ -42,7 +46,8 @@ class DataSource:
 class HeadsJob:
     """``drafters`` one after another in the place of ``engine``'s, each on every data set.
 
-    ``repeats`` is the number of rounds of speeds; 0 for none.
+    ``repeats`` is the number of rounds of speeds; 0 for none. Of ``sampling`` what is ``given`` is not the
+    checkpoint's to say.
     """
 
     engine: EngineConfig
@@ -51,6 +56,7 @@ class HeadsJob:
     data: tuple[DataSource, ...]
     num_prompts: int | None  # of each data set
     repeats: int
+    given: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         require(
@@ -93,6 +99,7 @@ class HeadsJob:
         return Job(
             engine=replace(self.engine, drafter=drafter),
             sampling=self.sampling,
+            given=self.given,
             dataset=source.dataset,
             data_path=source.path,
             num_prompts=self.num_prompts,
@@ -174,15 +181,29 @@ class HeadsRun:
         for data, source in self._job.sources.items():
             done = len(rounds.speeds().rounds.get(data, ()))
             if done < self._job.repeats:
-                prompts = open_prompts(
-                    source.dataset, data_path=source.path, num_prompts=self._job.num_prompts
-                )
-                turns = Turns(self._arms(data), list(prompts), self._job.sampling, self._target, self._until)
+                turns = Turns(self._arms(data), self._requests(runs, data, source), self._target, self._until)
                 for number in range(done, self._job.repeats):
                     name = f"speeds on {data}, round {number + 1} of {self._job.repeats}"
-                    rounds.add(data, turns.round(self._progress(name)))
+                    rounds.add(data, turns.round(number, self._progress(name)))
                 del turns  # the next engines need its memory
         return rounds.speeds()
+
+    def _requests(self, runs: HeadRuns, data: str, source: DataSource) -> list[Request]:
+        """What the first head's run answered, with its answers as the context of later turns."""
+        first = next(run for run in runs.runs if run.data == data)
+        rows = RowFile(first.directory / "completions.jsonl")
+        prompts = open_prompts(source.dataset, data_path=source.path, num_prompts=self._job.num_prompts)
+        config = self._one(data, first.head).engine
+        tokenizer = load_chat_tokenizer(config, open_checkpoints(config))
+        answers = {name: str(row["text"]) for name, row in rows.items()}
+        return list(all_turns(list(prompts), answers, self._sampling, tokenizer))
+
+    @property
+    def _sampling(self) -> SamplingParams:
+        """As in the runs."""
+        plain = self._job.engine.plain()
+        said = generation_config(open_checkpoints(plain)["model"], plain.generation_config)
+        return said.over(self._job.sampling, self._job.given)
 
     def _arms(self, data: str) -> dict[str, EngineConfig]:
         heads = {head: self._one(data, head).engine for head in self._job.heads}
@@ -199,6 +220,7 @@ class HeadsRun:
             {name: config.to_json() for name, config in configs.items()},
             [[each[name] for name in ("fingerprints", "sampling", "data")] for each in manifests],
             {name: value for name, value in machine.items() if name not in OF_THE_MOMENT},
+            _METHOD,
         ]
         return hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()[:16]
 

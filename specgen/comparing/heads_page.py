@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from specgen.comparing.finished_runs import PLAN, HeadRun
-from specgen.comparing.head_figures import Comparison
+from specgen.comparing.head_figures import Comparison, Length
 from specgen.comparing.heads_tables import (
     categories_table,
     lengths_table,
@@ -22,7 +22,7 @@ from specgen.comparing.moved_requests import moved_table
 from specgen.comparing.moved_texts import moved_texts
 from specgen.comparing.verdicts import verdicts
 from specgen.config import UserError
-from specgen.display import plain
+from specgen.display import checkpoint_name, plain, several
 from specgen.json_fields import load_json
 from specgen.report.charts import Lines, Point, lengths
 from specgen.report.origin import origin
@@ -34,7 +34,7 @@ from specgen.rundir.atomic import write_json, write_text
 from specgen.text.tokenizer import Tokenizer, load_tokenizer
 
 _CATEGORIES = 4  # of one chart
-_LENGTH, _ENDS = "mean_acceptance_length", "mean_acceptance_length_ci95"
+_NAMED = 2  # heads and data sets that a title names
 
 
 def write_comparison(found: Comparison, path: Path) -> None:
@@ -56,15 +56,23 @@ def _tokenizer(model: str) -> Tokenizer | None:
 def page(found: Comparison, record: dict[str, Any], texts: TextList | None = None) -> str:
     """The comparison as HTML, ``texts`` last; ``record`` says when, where and by which command it was made."""
     return Page(
-        title=f"Heads for {Path(found.runs.runs[0].manifest['engine']['model']).name}",
+        title=_title(found),
         settings=settings(found),
-        sentence=" ".join(verdicts(found)),
+        sentence="\n".join(verdicts(found)),
         tables=list(_tables(found)),
         notes=dict(terms(found)),
         findings=list(notes(found)),
         origin=origin(record),
         texts=texts,
     ).to_html()
+
+
+def _title(found: Comparison) -> str:
+    """``org/target: head and other on bundled and gsm8k``; of many their number."""
+    heads, data = found.runs.heads, found.runs.data
+    compared = " and ".join(heads) if len(heads) <= _NAMED else several(len(heads), "drafter")
+    sets = " and ".join(data) if len(data) <= _NAMED else several(len(data), "data set")
+    return f"{checkpoint_name(found.runs.runs[0].manifest['engine']['model'])}: {compared} on {sets}"
 
 
 def _tables(found: Comparison) -> Iterator[Table]:
@@ -106,13 +114,20 @@ def _lengths_chart(found: Comparison) -> Lines:
     """A column for each data set, and in it a point for each head."""
     points: dict[str, list[Point]] = {head: [] for head in found.runs.heads}
     for run in chain.from_iterable(_runs(found, data) for data in found.runs.data):
-        points[run.head].append(Point(name=run.data, number=run.report[_LENGTH], interval=run.report[_ENDS]))
+        points[run.head].append(_point(run.data, found.length(run.data, run.head)))
     return Lines(
         title="Mean acceptance length by data set",
         label="data set",
         ticks=_ticks(found),
         show=plain,
         lines=points,
+        joined=False,
+    )
+
+
+def _point(name: str, length: Length | None) -> Point:
+    return Point(
+        name=name, number=length.value if length else None, interval=length.interval if length else None
     )
 
 
@@ -138,14 +153,15 @@ def _categories_chart(found: Comparison, data: str, names: Sequence[str]) -> Lin
     points: dict[str, list[Point]] = {head: [] for head in found.runs.heads}
     for run in _runs(found, data):
         for name in names:
-            if (group := run.report["categories"].get(name)) is not None:
-                points[run.head].append(Point(name=name, number=group[_LENGTH], interval=group[_ENDS]))
+            if name in run.report["categories"]:
+                points[run.head].append(_point(name, found.length(data, run.head, name)))
     return Lines(
         title=f"Mean acceptance length by category of {data}",
         label="category",
         ticks=_ticks(found),
         show=plain,
         lines=points,
+        joined=False,
     )
 
 

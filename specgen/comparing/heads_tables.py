@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from specgen.comparing.head_figures import Comparison, HeadPair, told
+from specgen.comparing.head_figures import Comparison, HeadPair, Length, told
 from specgen.comparing.speed_rounds import PLAIN, Spread
 from specgen.comparing.verdicts import verdicts
 from specgen.display import (
@@ -24,11 +24,14 @@ from specgen.report.report import DEFINITIONS
 from specgen.report.table import Column, Row, Table
 from specgen.report.terminal import Part, definitions, heading
 
-_LENGTH, _ENDS = "mean_acceptance_length", "mean_acceptance_length_ci95"
+_LENGTH = (
+    "mean acceptance length",
+    "1 + accepted drafts / verify steps, those without drafts too; no prefill, no padding",
+)
 _PAIRED = (
     "difference",
-    "of the mean acceptance length, paired by request; p by t test over requests, after Holm over its table's rows; "
-    "none where all requests differ alike",
+    "of the mean acceptance length, paired by request; p by t test over conversations, after Holm over its table's "
+    "rows; omitted if all differences are equal",
 )
 _POINTS = (
     "token i",
@@ -69,7 +72,7 @@ def notes(found: Comparison) -> Iterator[str]:
     for run in found.runs.runs:
         if without := run.report["num_steps_without_drafts"]:
             steps = f"{count(without)} of {count(without + run.report['num_drafts'])} steps"
-            yield f"{run.head} on {run.data}: {steps} had no drafts; its length leaves them out."
+            yield f"{run.head} on {run.data}: {steps} had no drafts and gave one token each."
         if failed := run.report["num_errors"]:
             requests = f"{count(failed)} of {count(failed + run.report['num_requests'])} requests"
             yield f"{run.head} on {run.data}: {requests} failed, which are in no number: see its errors.jsonl."
@@ -79,7 +82,8 @@ def terms(found: Comparison) -> list[tuple[str, str]]:
     """Definitions of what the tables name."""
     paired = (_PAIRED, _POINTS) if any(pair.length for pair in found.pairs) else ()
     speeds = (_SPEED,) if any(map(len, found.speeds.rounds.values())) else ()
-    return [*(each for each in DEFINITIONS if not each[0].startswith("conditional")), *paired, *speeds]
+    own = (each for each in DEFINITIONS if not each[0].startswith((_LENGTH[0], "conditional")))
+    return [_LENGTH, *own, *paired, *speeds]
 
 
 def tables(found: Comparison) -> Iterator[Table]:
@@ -95,15 +99,16 @@ def tables(found: Comparison) -> Iterator[Table]:
 def lengths_table(found: Comparison) -> Table:
     """Mean acceptance length: a row for each data set, a column for each head."""
     heads = found.runs.heads
+    lengths = {data: {head: found.length(data, head) for head in heads} for data in found.runs.data}
     rows = [
-        {"data": data, "requests": _requests(found, data), **_lengths(_reports(found, data))}
-        for data in found.runs.data
+        {"data": data, "requests": _requests(found, data), **_lengths(each)} for data, each in lengths.items()
     ]
     if len(rows) > 1:
-        rows.append({"data": "mean", "requests": "", **_means(found)})
+        means = {head: mean_length(found, head) for head in heads}
+        rows.append({"data": "mean", "requests": "", **_lengths(means)})
     return Table(
         title="Mean acceptance length",
-        note="1 is plain decoding; with 95 % intervals; mean: of the data sets, each with the same weight",
+        note="over all steps, with 95 % intervals; 1 is plain decoding; mean: of the data sets, with equal weights",
         columns=(Column(name="data", title="length"), Column(name="requests"), *map(_head_column, heads)),
         rows=tuple(rows),
     )
@@ -113,11 +118,11 @@ def _head_column(head: str) -> Column:
     return Column(name=head, show=plain, interval=f"{head} ends")
 
 
-def _lengths(reports: Mapping[str, Mapping[str, Any]]) -> Row:
-    """The cells of the heads, a dash where there is no report."""
+def _lengths(lengths: Mapping[str, Length | None]) -> Row:
+    """The cells of the heads, a dash where there is none."""
     row: dict[str, Any] = {}
-    for head, report in reports.items():
-        row |= {head: report.get(_LENGTH, DASH), f"{head} ends": report.get(_ENDS)}
+    for head, length in lengths.items():
+        row |= {head: length.value if length else DASH, f"{head} ends": length.interval if length else None}
     return row
 
 
@@ -126,20 +131,9 @@ def _reports(found: Comparison, data: str) -> dict[str, Mapping[str, Any]]:
     return {head: {} if run is None else run.report for head, run in runs}
 
 
-def mean_length(found: Comparison, head: str) -> float | None:
-    """The mean of ``head``'s lengths over data sets; None unless it has drafted on all of them."""
-    runs = [found.runs.of(data, head) for data in found.runs.data]
-    lengths: list[float | None] = [None if run is None else run.report[_LENGTH] for run in runs]
-    known = [length for length in lengths if length is not None]
-    return sum(known) / len(known) if len(known) == len(lengths) else None
-
-
-def _means(found: Comparison) -> Row:
-    row: dict[str, Any] = {}
-    for head in found.runs.heads:
-        mean = mean_length(found, head)
-        row |= {head: DASH if mean is None else mean, f"{head} ends": ""}
-    return row
+def mean_length(found: Comparison, head: str) -> Length | None:
+    """The mean of ``head``'s lengths over data sets; None unless it has run on all of them."""
+    return Length.mean([found.length(data, head) for data in found.runs.data])
 
 
 def _requests(found: Comparison, data: str) -> str:
@@ -236,9 +230,9 @@ def categories_table(found: Comparison) -> Table:
 
 def _category(found: Comparison, data: str, category: str, first: str, others: Sequence[str]) -> Row:
     row: dict[str, Any] = {}
-    for head, report in _reports(found, data).items():
-        group = report.get("categories", {}).get(category, {})
-        row[head] = group.get(_LENGTH)
+    for head in found.runs.heads:
+        length = found.length(data, head, category)
+        row[head] = length and length.value
     for head in others:
         pair = found.of(data, head, first)
         figure = pair.categories.get(category) if pair else None

@@ -1,101 +1,107 @@
-"""Engines over one target that take turns on the same prompts, so that a busy machine slows all of them alike."""
+"""Engines over one target that take turns on the same requests, so that a busy machine slows all of them alike."""
 
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from specgen.comparing.speed_rounds import Round
 from specgen.config import EngineConfig, SamplingParams
-from specgen.decoding.sampling import most_demanding
-from specgen.device import settle
+from specgen.core.sequence import Completion, Request
 from specgen.engine.choices import resolve
-from specgen.engine.engine import Engine
 from specgen.engine.loading import OneTarget, open_checkpoints
 from specgen.engine.memory import room_for_turns
+from specgen.engine.warm_engine import WarmEngine
 from specgen.events import Event
-from specgen.prompts import Prompt, Rejected
+from specgen.prompts import Prompt, Rejected, prompt_ids
 from specgen.rundir.interrupt import StoppedError
 from specgen.rundir.progress import Progress
 from specgen.rundir.tally import Tally
+from specgen.text.tokenizer import Tokenizer
 
-_WARM_UP = 8  # tokens per prompt
 
+def all_turns(
+    prompts: Sequence[Prompt | Rejected],
+    answers: Mapping[str, str],
+    sampling: SamplingParams,
+    tokenizer: Tokenizer,
+) -> Iterator[Request]:
+    """A request for every turn with an answer in a run, by id, whose answers are the context of the turns behind.
 
-class _Arm:
-    """A warm engine and who follows its events."""
-
-    def __init__(self, config: EngineConfig, target: OneTarget, expected: SamplingParams) -> None:
-        checkpoints = open_checkpoints(config)
-        models = target.load(resolve(config, checkpoints), checkpoints)
-        self.see: Callable[[Event], None] = lambda event: None
-        self.engine = Engine(config, record=lambda event: self.see(event), models=models, expected=expected)
+    So every arm is asked the same, all at once, and nothing is left to tokenize where it is timed.
+    """
+    for prompt in prompts:
+        if isinstance(prompt, Rejected):
+            continue
+        earlier: list[str] = []
+        for turn, name in enumerate(prompt.turn_ids, start=1):
+            if name not in answers:
+                break
+            yield Request(
+                id=name,
+                prompt_token_ids=tuple(prompt_ids(prompt, tokenizer, earlier)[1]),
+                sampling=replace(sampling, **prompt.sampling),
+                category=prompt.category,
+                turn=turn,
+                num_turns=len(prompt.turn_ids),
+            )
+            earlier.append(answers[name])
 
 
 class Turns:
-    """The engines of ``arms``, warm and each with its part of the memory, for rounds over ``prompts``.
+    """The engines of ``arms``, each with its part of the memory, for rounds over ``requests``.
 
-    There is no prefix cache, which the second round would find filled. ``until`` is asked between steps.
+    Not in the times, as in ``bench``: loading, compilation, CUDA graph capture and one warm-up run of all requests by
+    every engine. There is no prefix cache, which the second round would find filled. ``until`` is asked between steps;
+    once it is true, what runs ends with ``StoppedError``.
     """
 
     def __init__(
         self,
         arms: Mapping[str, EngineConfig],
-        prompts: Sequence[Prompt | Rejected],
-        sampling: SamplingParams,
+        requests: Sequence[Request],
         target: OneTarget,
         until: Callable[[], bool],
     ) -> None:
-        self._prompts = [prompt for prompt in prompts if isinstance(prompt, Prompt)]
-        self._sampling, self._until, self._num_rounds = sampling, until, 0
-        own = (replace(sampling, **prompt.sampling) for prompt in self._prompts if prompt.sampling)
-        expected = most_demanding([sampling, *own])
-        first = next(iter(arms.values()))
-        memory = _kv_memory(first, len(arms), target)
-        self._arms = {
-            name: _Arm(replace(config, kv_memory=memory, prefix_cache=False), target, expected)
-            for name, config in arms.items()
-        }
-        few = [
-            replace(prompt, sampling={}, follow_ups=()) for prompt in self._prompts[: first.max_batch_size]
-        ]
-        for arm in self._arms.values():
-            for _ in arm.engine.generate(few, replace(sampling, max_tokens=_WARM_UP), until=until):
-                pass
+        self._num_requests, self._until = len(requests), until
+        memory = _kv_memory(next(iter(arms.values())), len(arms), target)
+        self._arms: dict[str, WarmEngine] = {}
+        for name, config in arms.items():
+            own = replace(config, kv_memory=memory, prefix_cache=False)
+            checkpoints = open_checkpoints(own)
+            resolved = resolve(own, checkpoints)
+            self._arms[name] = WarmEngine(resolved, target.load(resolved, checkpoints), requests)
+            self._run(self._arms[name])
 
-    def round(self, progress: Progress) -> Round:
-        """Output tokens per second of every arm, each of which answers all prompts once.
+    def round(self, number: int, progress: Progress) -> Round:
+        """Output tokens per second of every arm, each of which answers all requests once.
 
-        Another arm begins in every round. ``StoppedError`` once ``until`` is true.
+        ``number`` counts rounds from 0, those of earlier commands too: another arm begins in every round.
         """
         tally, names = Tally(), list(self._arms)
-        at = self._num_rounds % len(names)
-        self._num_rounds += 1
-        requests = sum(len(prompt.turn_ids) for prompt in self._prompts)
-        progress.start(f"round {self._num_rounds}", tally, requests * len(names))
-        found: dict[str, float] = {}
-        try:
-            for name in names[at:] + names[:at]:
-                found[name] = self._speed(self._arms[name], tally, progress)
-        finally:
-            progress.finish()
-        return {name: found[name] for name in names}
+        at = number % len(names)
+        progress.start(f"round {number + 1}", tally, self._num_requests * len(names))
 
-    def _speed(self, arm: _Arm, tally: Tally, progress: Progress) -> float:
         def see(event: Event) -> None:
             tally.see(event)
             progress.see(event)
 
-        arm.see, num_tokens = see, 0
-        settle()
-        began = time.perf_counter()
-        for output in arm.engine.generate(self._prompts, self._sampling, until=self._until):
-            num_tokens += len(output.token_ids)
-            progress.advance()
-        settle()
-        seconds = time.perf_counter() - began
+        found: dict[str, float] = {}
+        try:
+            for name in names[at:] + names[:at]:
+                found[name] = self._run(self._arms[name], see, lambda _: progress.advance())
+        finally:
+            progress.finish()
+        return {name: found[name] for name in names}
+
+    def _run(
+        self,
+        engine: WarmEngine,
+        see: Callable[[Event], None] = lambda event: None,
+        answered: Callable[[Completion], None] = lambda completion: None,
+    ) -> float:
+        run = engine.run(see, answered, self._until)
         if self._until():
             raise StoppedError("interrupted while speeds were measured")
-        return num_tokens / seconds
+        return run.whole().tokens_per_second
 
 
 def _kv_memory(config: EngineConfig, num_engines: int, target: OneTarget) -> int:

@@ -10,7 +10,7 @@ from specgen.comparing.finished_runs import HeadRuns
 from specgen.comparing.head_figures import HeadPair
 from specgen.display import DASH, clip, count, plain
 from specgen.report.charts import Scatter, Spot, lengths
-from specgen.report.paired_requests import Pair, with_drafts
+from specgen.report.paired_requests import Pair, with_steps
 from specgen.report.table import Column, Row, Table
 
 _SHOWN = 5  # on either side
@@ -42,7 +42,7 @@ def moved_table(pair: HeadPair, runs: HeadRuns) -> Table:
 
 def moved(pair: HeadPair) -> list[Pair]:
     """The requests with the largest differences of their own mean acceptance length, gains first."""
-    ordered = sorted(with_drafts(pair.requests), key=gain, reverse=True)
+    ordered = sorted(with_steps(pair.requests), key=gain, reverse=True)
     gains = [each for each in ordered if gain(each) > 0][:_SHOWN]
     losses = [each for each in ordered if gain(each) < 0][-_SHOWN:]
     return [*gains, *losses]
@@ -50,7 +50,7 @@ def moved(pair: HeadPair) -> list[Pair]:
 
 def _points(pair: HeadPair, num_spec_tokens: int) -> Scatter:
     """A point for each request, or for every n-th where they are many."""
-    drafted, ticks = with_drafts(pair.requests), lengths(num_spec_tokens)
+    drafted, ticks = with_steps(pair.requests), lengths(num_spec_tokens)
     every = -(-len(drafted) // _POINTS)
     spots = [Spot(name=ours.name, x=first.length, y=ours.length) for ours, first in drafted[::every]]
     return Scatter(

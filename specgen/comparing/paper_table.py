@@ -1,22 +1,25 @@
 """A comparison as a table for a paper: Markdown, LaTeX, or CSV with one line for each data set, head and category."""
 
-import csv
-import io
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from specgen.comparing.head_figures import Comparison
+from specgen.comparing.head_figures import Comparison, Length
 from specgen.comparing.heads_tables import mean_length, notes, settings
 from specgen.comparing.speed_rounds import PLAIN
 from specgen.comparing.verdicts import leader, leads
 from specgen.config import ExportName
 from specgen.display import DASH, between, plain, ratio
+from specgen.report.table import csv_text
 
+_COUNTED = ("num_requests", "num_drafts", "num_steps_without_drafts", "num_accepted_tokens")
 _SPECIAL = {
     **{letter: f"\\{letter}" for letter in "&%$#_{}"},
     "\\": r"\textbackslash{}",
     "~": r"\textasciitilde{}",
     "^": r"\textasciicircum{}",
+    "<": r"\textless{}",
+    ">": r"\textgreater{}",
+    "|": r"\textbar{}",
 }
 
 
@@ -42,8 +45,10 @@ def _note(found: Comparison) -> str:
     )
     shared = "; ".join(f"{name} {text}" for name, text in settings(found).items())
     return (
-        f"Mean acceptance length with 95 % intervals over requests; {speed}bold: leads every other head, paired by "
-        f"request, p < 0.05 after Holm. {' '.join((f'{shared}.', *notes(found)))}"
+        "Mean acceptance length over all steps, with 95 % intervals over conversations; "
+        f"{'mean: of the data sets, each with the same weight; ' if len(found.runs.data) > 1 else ''}{speed}"
+        "bold: leads every other head, paired by request, p < 0.05 after Holm. "
+        f"{' '.join((f'{shared}.', *notes(found)))}"
     )
 
 
@@ -52,19 +57,19 @@ def _cells(
 ) -> Iterator[str]:
     """The cells of a head's row: length and speed for each data set, then the mean."""
     for data in found.runs.data:
-        run = found.runs.of(data, head)
-        if run is None:
-            yield DASH
-        else:
-            length = plain(run.report["mean_acceptance_length"])
-            ends = run.report["mean_acceptance_length_ci95"]
-            best = leads(found, data) and leader(found, data) == head
-            yield (bold(length) if best else length) + (small(between(ends, plain)) if ends else "")
+        best = leads(found, data) and leader(found, data) == head
+        yield _length(found.length(data, head), bold if best else str, small)
         if _with_speed(found):
             times = found.speeds.times(data, head, PLAIN)
             yield ratio(times.median) + small(between(times.ends, ratio)) if times else DASH
     if len(found.runs.data) > 1:
-        yield plain(mean_length(found, head))
+        yield _length(mean_length(found, head), str, small)
+
+
+def _length(length: Length | None, mark: Callable[[str], str], small: Callable[[str], str]) -> str:
+    if length is None:
+        return DASH
+    return mark(plain(length.value)) + (small(between(length.interval, plain)) if length.interval else "")
 
 
 def _markdown(found: Comparison) -> str:
@@ -80,13 +85,16 @@ def _markdown(found: Comparison) -> str:
 
 
 def _latex(found: Comparison) -> str:
-    """For the packages booktabs and, where it is wide, graphicx."""
+    """For the package booktabs."""
     speed, several = _with_speed(found), len(found.runs.data) > 1
     width = 2 if speed else 1
     tops = [rf"\multicolumn{{{width}}}{{c}}{{{_escaped(data)}}}" for data in found.runs.data]
     under = [each for _ in found.runs.data for each in (r"$\tau$", "speed")[:width]]
     mean = ["mean"] if several else []
     lines = [
+        r"\begin{table}",
+        r"\centering",
+        rf"\caption{{$\tau$: {_escaped(_note(found))}}}",
         r"\begin{tabular}{l" + "r" * (len(under) + len(mean)) + "}",
         r"\toprule",
         _line(["", *tops, *mean]),
@@ -98,7 +106,7 @@ def _latex(found: Comparison) -> str:
             found, head, lambda text: rf"\textbf{{{text}}}", lambda text: rf" {{\scriptsize {text}}}"
         )
         lines.append(_line([_escaped(head), *cells]))
-    lines += [r"\bottomrule", r"\end{tabular}", f"% {_note(found)}", "% needs the package booktabs"]
+    lines += [r"\bottomrule", r"\end{tabular}", r"\end{table}", "% needs the package booktabs"]
     return "\n".join(lines) + "\n"
 
 
@@ -116,11 +124,7 @@ def _escaped(text: str) -> str:
 def _csv(found: Comparison) -> str:
     rows = list(_rows(found))
     names = dict.fromkeys(name for row in rows for name in row)
-    file = io.StringIO()
-    writer = csv.DictWriter(file, names, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    return file.getvalue()
+    return csv_text(names, rows)
 
 
 def _rows(found: Comparison) -> Iterator[dict[str, Any]]:
@@ -128,25 +132,32 @@ def _rows(found: Comparison) -> Iterator[dict[str, Any]]:
     first = found.runs.heads[0]
     for run in found.runs.runs:
         pair = found.of(run.data, run.head, first) if run.head != first else None
-        groups = {"": run.report, **run.report["categories"]}
+        groups = {None: run.report, **run.report["categories"]}
         for category, group in groups.items():
-            figure = None if pair is None else pair.categories.get(category) if category else pair.length
+            figure = (
+                None
+                if pair is None
+                else pair.categories.get(category)
+                if category is not None
+                else pair.length
+            )
+            length = found.length(run.data, run.head, category)
             yield {
                 "data": run.data,
-                "category": category,
+                "category": category or "",
                 "head": run.head,
                 "drafter": run.drafter,
                 "num_spec_tokens": run.report["num_spec_tokens"],
-                **{name: group[name] for name in ("num_requests", "num_drafts", "num_accepted_tokens")},
-                "mean_acceptance_length": group["mean_acceptance_length"],
-                **_ends("length", group["mean_acceptance_length_ci95"]),
+                **{name: group[name] for name in _COUNTED},
+                "length_over_all_steps": length.value if length else None,
+                **_ends("length", length.interval if length else None),
                 **{f"acceptance_{i}": each["rate"] for i, each in enumerate(group["acceptance"])},
                 "against": first if figure else None,
                 "difference": figure.paired.difference if figure else None,
                 **_ends("difference", figure.paired.interval if figure else None),
                 "p": figure.paired.p if figure else None,
                 "p_holm": figure.p if figure else None,
-                **(_speed(found, run.data, run.head) if not category else {}),
+                **(_speed(found, run.data, run.head) if category is None else {}),
             }
 
 

@@ -1,9 +1,9 @@
-"""Who leads on a data set and by how much, or that the data cannot tell, in sentences."""
+"""Who leads on a data set and by how much, or that there is no significant difference, in sentences."""
 
 from collections.abc import Iterator, Sequence
 
 from specgen.comparing.head_figures import Comparison, HeadPair, told
-from specgen.display import between, p_value, percent, plain
+from specgen.display import between, p_value, plain
 
 
 def leader(found: Comparison, data: str) -> str:
@@ -12,14 +12,9 @@ def leader(found: Comparison, data: str) -> str:
 
 
 def leads(found: Comparison, data: str) -> bool:
-    """Whether the data tell the ``leader`` from every other head, of which there is one at least.
-
-    Not one that drafted in some steps only: in the others it gave one token, which its length leaves out.
-    """
+    """Whether the data tell the ``leader`` from every other head, of which there is one at least."""
     pairs = _against_leader(found, data)
-    if not pairs or _without_drafts(found, data, leader(found, data)):
-        return False
-    return all(told(pair.length) and _gain(pair, leader(found, data)) > 0 for pair in pairs)
+    return bool(pairs) and all(told(pair.length) and _gain(pair, leader(found, data)) > 0 for pair in pairs)
 
 
 def verdicts(found: Comparison) -> Iterator[str]:
@@ -42,7 +37,7 @@ def _overall(found: Comparison, compared: Sequence[str]) -> str:
     ]
     if unclear := [data for data in compared if not leads(found, data)]:
         where = "any data set" if len(unclear) == len(compared) else _and(unclear)
-        parts.append(f"the data cannot tell who leads on {where}")
+        parts.append(f"no significant difference on {where}")
     return f"In short: {'; '.join(parts)}."
 
 
@@ -56,9 +51,7 @@ def _verdict(found: Comparison, data: str) -> str:
         parts.append(f"{first} leads {each}")
     if others:
         each = _and([f"{_other(pair, first)}, {_difference(pair, first)}" for pair in others])
-        parts.append(f"the data cannot tell {'it' if above else first} from {each}")
-    some = ((head, _without_drafts(found, data, head)) for head in _heads(found, data))
-    parts += [f"{head} is judged by its steps with drafts, {share}" for head, share in some if share]
+        parts.append(f"no significant difference between {'it' if above else first} and {each}")
     return "; ".join(parts) + "."
 
 
@@ -69,13 +62,13 @@ def _other(pair: HeadPair, head: str) -> str:
 def _difference(pair: HeadPair, head: str) -> str:
     """``0.17 [0.11, 0.22] (p < 0.001)``, of ``head`` less the other."""
     if pair.length is None:
-        return "no request has drafts of both"
+        return "no request has steps of both"
     paired = pair.length.paired
     if paired.num_groups < 2:
-        return "one request is too few"
+        return "one conversation is too few"
     if paired.interval is None:
-        alike = f"{plain(_gain(pair, head))} in every request, so without an interval"
-        return "every request has the same acceptance" if paired.difference == 0 else alike
+        alike = f"{plain(_gain(pair, head))} in every conversation, so without an interval"
+        return "every conversation has the same acceptance" if paired.difference == 0 else alike
     low, high = paired.interval
     p = p_value(pair.length.p)
     ends = (low, high) if pair.ours == head else (-high, -low)
@@ -93,18 +86,8 @@ def _heads(found: Comparison, data: str) -> list[str]:
 
 
 def _length(found: Comparison, data: str, head: str) -> float:
-    run = found.runs.of(data, head)
-    assert run is not None
-    length: float | None = run.report["mean_acceptance_length"]
-    return 1.0 if length is None else length  # without a draft every step gave one token
-
-
-def _without_drafts(found: Comparison, data: str, head: str) -> str:
-    """``40.1 % of all``, the share of steps in which ``head`` drafted; empty if it did in all."""
-    run = found.runs.of(data, head)
-    assert run is not None
-    drafted, others = run.report["num_drafts"], run.report["num_steps_without_drafts"]
-    return f"{percent(drafted / (drafted + others))} of all" if others else ""
+    length = found.length(data, head)
+    return 1.0 if length is None else length.value  # no text has a second token
 
 
 def _against_leader(found: Comparison, data: str) -> list[HeadPair]:

@@ -7,7 +7,7 @@ import torch
 
 from specgen.config import SamplingParams, first_line
 from specgen.core.endings import Endings, require_device
-from specgen.core.garbage import rarely_collected
+from specgen.core.garbage import rarely_collecting
 from specgen.core.in_flight import InFlight
 from specgen.core.intake import Followers, Intake
 from specgen.core.journal import Journal
@@ -75,7 +75,9 @@ class EngineCore:
         self._journal = journal = Journal(record)
         self._waits = waits = Waits(device)
         self._intake = Intake(config=config, scheduler=scheduler, journal=journal, followers=followers)
-        self._passes = Passes(steps=steps, batch=batch, scheduler=scheduler, device=device)
+        self._passes = Passes(
+            steps=steps, batch=batch, scheduler=scheduler, vocab_size=config.vocab_size, device=device
+        )
         self._endings = endings = Endings(
             scheduler=scheduler, steps=steps, journal=journal, new_sequence=self._intake.sequence
         )
@@ -100,14 +102,13 @@ class EngineCore:
         follow_up: Callable[[Completion], Request | None] = no_follow_up,
         until: Callable[[], bool] = never_stop,
     ) -> Generator[Completion, None, None]:
-        """Yield completions as they finish, in no fixed order.
+        """The completions as they finish, in no fixed order.
 
         A request is pulled from ``requests`` when the batch has room for it. ``follow_up`` may answer a completion
         with the next request of the same conversation. Once ``until``, which is asked between steps, is true, what
         the passes in flight have finished is yielded, and the other requests are dropped.
         """
-        with rarely_collected():
-            yield from self._generate(iter(requests), follow_up, until)
+        return rarely_collecting(self._generate(iter(requests), follow_up, until))
 
     def _generate(
         self,
@@ -341,7 +342,8 @@ class EngineCore:
         """Note that a pass was launched."""
         self._peers.see(launched.num_sequences, launched.num_drafts, launched.result.target_rows)
         self._in_flight.add(launched)
-        self._scheduler.limits.see_pass()
+        if self._scheduler.limits.see_pass():
+            self._runner.try_again()
         for capture in launched.captures:
             self._journal.captured(capture)
 

@@ -1,32 +1,40 @@
 """Python's search for garbage, kept out of runs."""
 
 import gc
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Generator, Iterator
+from contextlib import closing, contextmanager
+from typing import TypeVar
+
+T = TypeVar("T")
 
 _RARELY = 1000  # times as many collections of younger objects before one of all
-_USUALLY = gc.get_threshold()[2]
-_running = 0  # at once
 
 
 @contextmanager
 def rarely_collected() -> Iterator[None]:
-    """Within it Python looks for garbage among new objects alone, and among all of those seldom.
+    """Within it Python looks for garbage among new objects, and among all of them seldom.
 
     A search through everything that torch, Triton and FlashInfer keep takes some tenths of a second, in which no pass
-    is launched. It comes as events are kept, so once in many runs. What became garbage before is freed afterwards.
+    is launched. It comes as events are kept, so once in many runs. Behind it the program that this is a part of has the
+    thresholds that it had, or those that it has set meanwhile.
     """
-    global _running
-    _running += 1
-    if _running == 1:
-        gc.freeze()
-        young, middle, _ = gc.get_threshold()
-        gc.set_threshold(young, middle, _RARELY)
+    found = gc.get_threshold()
+    ours = (*found[:2], max(found[2], _RARELY))
+    gc.set_threshold(*ours)
     try:
         yield
     finally:
-        _running -= 1
-        if _running == 0:
-            young, middle, _ = gc.get_threshold()
-            gc.set_threshold(young, middle, _USUALLY)
-            gc.unfreeze()
+        if gc.get_threshold() == ours:  # nobody else has changed them
+            gc.set_threshold(*found)
+
+
+def rarely_collecting(items: Generator[T, None, None]) -> Generator[T, None, None]:
+    """``items``, each of which is made within ``rarely_collected``: who reads them, or stops, finds nothing changed."""
+    with closing(items):
+        while True:
+            with rarely_collected():
+                try:
+                    item = next(items)
+                except StopIteration:
+                    return
+            yield item

@@ -4,6 +4,7 @@ import time
 import warnings
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, TypeVar, cast
 
 import torch
@@ -66,6 +67,9 @@ class Runner:
         """The captures since this was last asked."""
         return []
 
+    def try_again(self) -> None:
+        """There may be memory for what there was none for."""
+
     def forget(self) -> None:
         """Let go of what was captured: before the communication between ranks ends, which graphs are part of."""
 
@@ -79,8 +83,7 @@ class StepGraphs(Runner):
         self._captures: list[Capture] = []
         self._graphs: dict[Key, _Graph | None] = {}
         self._sizes = GraphSizes()
-        # torch's own for captures stays on the first device of a process
-        self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self._stream = _capture_stream(torch.cuda.current_device())
 
     def num_rows(self, num_sequences: int) -> int:
         return bucket(num_sequences)
@@ -103,6 +106,9 @@ class StepGraphs(Runner):
     def take_captures(self) -> list[Capture]:
         taken, self._captures = self._captures, []
         return taken
+
+    def try_again(self) -> None:
+        self._graphs = {key: graph for key, graph in self._graphs.items() if graph is not None}
 
     def forget(self) -> None:
         self._graphs.clear()
@@ -154,6 +160,15 @@ class _Graph:
             mine.copy_(given)
         self.graph.replay()
         return self.result
+
+
+@cache
+def _capture_stream(device: int) -> torch.cuda.Stream:
+    """For all captures on ``device``: torch's own stays on the first device of a process.
+
+    One for all engines, as cuBLAS keeps a workspace of each stream (32 MiB on Hopper) for the life of the process.
+    """
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 def _capture(

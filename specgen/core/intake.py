@@ -53,15 +53,19 @@ class Intake:
         """The state of ``request``, which enters the queue."""
         self._journal.submitted(request)
         sampling, prompt = request.sampling, list(request.prompt_token_ids)
+        asked, context = len(prompt) + sampling.max_tokens, self._config.max_positions
         eos = () if sampling.ignore_eos else self._config.eos_token_ids
         return Sequence(
             request=request,
             tokens=prompt,
-            max_length=min(len(prompt) + sampling.max_tokens, self._config.max_positions),
+            max_length=min(asked, context),
+            ends_by="length" if asked <= context else "context",
             seed=request_seed(sampling.seed, request.id),
             alone=request.alone,
             eos_token_ids=frozenset(eos),
-            stop=self._followers.stop_finder(sampling.stop, prompt) if sampling.stop else None,
+            stop=self._followers.stop_finder(sampling.stop_strings, prompt)
+            if sampling.stop_strings
+            else None,
             parts=self._followers.part_finder(prompt),
         )
 
@@ -74,6 +78,9 @@ class Intake:
         if outside:
             return f"token id {outside[0]} is not in the vocabulary of {vocab_size}"
         biased = [t for t, _ in sequence.request.sampling.logit_bias if not 0 <= t < vocab_size]
+        suppressed = [t for t in sequence.request.sampling.suppress_tokens if not 0 <= t < vocab_size]
+        if suppressed:
+            return f"suppress-tokens names {suppressed[0]}, which is not in the vocabulary of {vocab_size}"
         if biased:
             return f"logit-bias names token {biased[0]}, which is not in the vocabulary of {vocab_size}"
         if num_prompt >= limit:

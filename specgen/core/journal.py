@@ -48,6 +48,7 @@ class Journal:
                 num_prompt_tokens=len(request.prompt_token_ids),
                 category=request.category,
                 turn=request.turn,
+                num_turns=request.num_turns,
             )
         )
 

@@ -1,4 +1,4 @@
-"""How many sequences and prefill rows run at once: less where memory was short, and by and by more again."""
+"""How many sequences and prefill rows run at once: reduced after an out-of-memory error, then restored."""
 
 _QUIET = 256  # passes without a shortage before more is tried
 
@@ -30,18 +30,18 @@ class Limits:
         self._note_shortage()
         self.max_batch_size = max(num_sequences // 2, 1)
 
-    def see_pass(self) -> None:
-        """A pass found memory."""
+    def see_pass(self) -> bool:
+        """A pass found memory; whether the limits have risen with it."""
         self._quiet += 1
-        if self._quiet >= self._patience:
-            self._raise()
+        return self._quiet >= self._patience and self._raise()
 
-    def _raise(self) -> None:
+    def _raise(self) -> bool:
         now = self.max_batch_size, self.max_prefill_tokens
         self.max_batch_size = min(2 * self.max_batch_size, self._most_sequences)
         self.max_prefill_tokens = min(2 * self.max_prefill_tokens, self._most_rows)
         self._was_raised = now != (self.max_batch_size, self.max_prefill_tokens)
         self._quiet = 0
+        return self._was_raised
 
     def _note_shortage(self) -> None:
         if self._was_raised:

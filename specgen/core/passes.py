@@ -12,7 +12,7 @@ from specgen.core.scheduler import Chunk, Scheduler
 from specgen.core.sequence import Sequence
 from specgen.core.step import StepResult, Steps
 from specgen.core.waits import Launch
-from specgen.decoding.sampling import SamplingBatch
+from specgen.decoding.sampling import SamplingBatch, token_counts
 from specgen.device import HostCopy, on_device
 
 
@@ -45,20 +45,23 @@ class Passes:
     """
 
     def __init__(
-        self, *, steps: Steps, batch: RunningBatch, scheduler: Scheduler, device: torch.device
+        self,
+        *,
+        steps: Steps,
+        batch: RunningBatch,
+        scheduler: Scheduler,
+        vocab_size: int,
+        device: torch.device,
     ) -> None:
         self._steps = steps
         self._batch = batch
         self._scheduler = scheduler
+        self._vocab_size = vocab_size
         self._device = device
 
     def prefill(self, chunks: list[Chunk], launch: Launch) -> Pass:
         """Compute ``chunks``; sequences whose prompt is complete join the running batch."""
-        sampling = SamplingBatch.of(
-            [chunk.sequence.request.sampling for chunk in chunks],
-            [chunk.sequence.seed for chunk in chunks],
-            self._device,
-        )
+        sampling = self._sampling(chunks)
         complete = [i for i, chunk in enumerate(chunks) if chunk.last]
         fresh = [chunk.last and not chunk.sequence.num_output_tokens for chunk in chunks]
         state, result = self._steps.prefill(
@@ -83,6 +86,19 @@ class Passes:
             launch=launch,
             captures=self._steps.runner.take_captures(),
         )
+
+    def _sampling(self, chunks: list[Chunk]) -> SamplingBatch:
+        """The columns of ``chunks``; tokens are counted, from the first one on, where the next is to be chosen."""
+        params = [chunk.sequence.request.sampling for chunk in chunks]
+        seeds = [chunk.sequence.seed for chunk in chunks]
+        if not any(each.penalised for each in params):
+            return SamplingBatch.of(params, seeds, self._device)
+        texts = [
+            chunk.sequence.prompt_and_output if chunk.last and each.penalised else ((), ())
+            for chunk, each in zip(chunks, params, strict=True)
+        ]
+        counts = token_counts(texts, self._vocab_size, self._device)
+        return SamplingBatch.of(params, seeds, self._device, counts)
 
     def decode(self, num_drafts: int, launch: Launch) -> Pass:
         """One step of all running sequences, with ``num_drafts`` drafts each."""

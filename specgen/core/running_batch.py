@@ -1,7 +1,7 @@
 """The running batch on the device: one row per sequence, at addresses that stay, so that a captured step finds them."""
 
 from collections.abc import Sequence as Items
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -11,6 +11,8 @@ from specgen.core.sequence import Sequence
 from specgen.decoding.draft_state import DraftState, StateColumn
 from specgen.decoding.sampling import SamplingBatch, SamplingForm
 from specgen.device import on_device
+
+ROW_BYTES = 12 * MAX_LOGIT_BIASES  # at least, of a row: its logit biases, an id and a number each
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +71,8 @@ class RunningBatch:
             seeds=column(torch.int64),
             biased_ids=column(torch.int64, MAX_LOGIT_BIASES),
             biases=column(torch.float32, MAX_LOGIT_BIASES),
+            penalties=column(torch.float32, 3),
+            counts=column(torch.int32, 0),  # there is memory for them once a sequence has penalties
             form=self.form,
         )
         self._num_used = max_rows  # the rows behind them are padding rows
@@ -84,6 +88,9 @@ class RunningBatch:
         rows = slice(first, first + len(sequences))
         self.sequences += sequences
         self._num_uploaded += [0] * len(sequences)
+        if sampling.counts.shape[1] > self._sampling.counts.shape[1]:
+            counts = sampling.counts.new_zeros(len(self._active), sampling.counts.shape[1])
+            self._sampling = replace(self._sampling, counts=counts)
         joining = (*state.tensors(), *_tensors(sampling))
         for mine, theirs in zip(self._row_values(sampling.form), joining, strict=True):
             mine[rows] = theirs

@@ -7,7 +7,8 @@ from typing import Literal, Protocol
 from specgen.config import SamplingParams
 from specgen.events import Verified
 
-FinishReason = Literal["stop", "length", "error"]
+FinishReason = Literal["stop", "length", "error"]  # of vLLM and OpenAI
+EndReason = FinishReason | Literal["context"]  # a ``length`` that the model's context set
 NOT_FINITE = -1  # in place of a token that the model's logits could not decide
 
 
@@ -29,7 +30,7 @@ class PartFinder(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What the engine is asked for. ``category`` and ``turn`` only label it in reports.
+    """What the engine is asked for. ``category``, ``turn`` and ``num_turns`` only label it in reports.
 
     ``alone`` is for one that may have failed before: it runs alone, and is not tried again.
     """
@@ -39,6 +40,7 @@ class Request:
     sampling: SamplingParams
     category: str | None = None
     turn: int = 1
+    num_turns: int = 1  # of its conversation
     alone: bool = False
 
 
@@ -63,7 +65,7 @@ class Completion:
 
     request: Request
     token_ids: tuple[int, ...]
-    finish_reason: FinishReason
+    finish_reason: EndReason
     error: str | None = None
     logprobs: tuple[TokenLogprobs, ...] | None = None  # of each token id, where they were asked for
     steps: tuple[Verified, ...] = ()
@@ -75,7 +77,8 @@ class Sequence:
 
     request: Request
     tokens: list[int]  # prompt and output
-    max_length: int  # tokens at which it ends
+    max_length: int  # tokens at which it ends ...
+    ends_by: EndReason = "length"  # ... and what sets them
     seed: int
     eos_token_ids: frozenset[int]  # empty with ignore_eos
     stop: StopFinder | None = None
@@ -93,12 +96,18 @@ class Sequence:
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # of its output, where they are asked for
     steps: list[Verified] = field(default_factory=list)
     switches: list[tuple[int, str]] = field(default_factory=list)  # output token and part, not recorded yet
-    finish_reason: FinishReason | None = None
+    finish_reason: EndReason | None = None
 
     @property
     def num_output_tokens(self) -> int:
         """Tokens generated so far."""
         return len(self.tokens) - len(self.request.prompt_token_ids)
+
+    @property
+    def prompt_and_output(self) -> tuple[list[int], list[int]]:
+        """Its tokens so far."""
+        num_prompt = len(self.request.prompt_token_ids)
+        return self.tokens[:num_prompt], self.tokens[num_prompt:]
 
     @property
     def num_prefill_tokens(self) -> int:
@@ -139,7 +148,7 @@ class Sequence:
         room = self.max_length - len(self.tokens)
         known = tokens.index(NOT_FINITE) if NOT_FINITE in tokens else len(tokens)
         kept = min(known, room)
-        ends: FinishReason | None = "length" if kept == room else "error" if known < len(tokens) else None
+        ends: EndReason | None = self.ends_by if kept == room else "error" if known < len(tokens) else None
         for index, token in enumerate(tokens[:kept]):
             if token in self.eos_token_ids:
                 kept, ends = index + 1, "stop"

@@ -22,6 +22,7 @@ from specgen.decoding.sampling import (
     EMIT,
     SamplingBatch,
     biased,
+    penalised,
     target_probs,
     token_logprobs,
     uniform,
@@ -96,6 +97,7 @@ class Steps:
         logits = self._logits(hidden[last], sampling)[:, None]
         chosen = self._accept(none, logits, layout.kv_lens - 1, sampling)
         next_tokens[last] = torch.where(fresh, chosen.tokens[:, 0], next_tokens[last])
+        sampling.count(chosen.tokens, fresh)
         state, fill_rows = self._drafter.observe(
             Outcome(
                 features=features,
@@ -158,6 +160,7 @@ class Steps:
             loop_rows=num_rows * k * self._drafter.rows_per_draft,
             experts=None if self._experts is None else self._experts.size,
         )
+        sampling.count(found.tokens, (found.accepted + 1) * columns.active)
         columns.advance(next_state)  # last: a step whose numbers do not exist has not been made
         return result
 
@@ -232,7 +235,7 @@ class Steps:
 
     def _accept(self, drafts: Drafts, logits: Tensor, positions: Tensor, sampling: SamplingBatch) -> _Verdict:
         """Drafts against logits ``[B, K+1, V]`` (see ``_logits``) of the rows from ``positions`` ``[B]`` on."""
-        decisive = biased(logits, sampling)
+        decisive = penalised(biased(logits, sampling), drafts.tokens, sampling)
         likeliest, largest = self._target.vocabulary.likeliest(decisive)
         if sampling.form.kind == "greedy":
             accepted, tokens = accept_greedy(drafts.tokens, likeliest)

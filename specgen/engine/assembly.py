@@ -44,6 +44,7 @@ def assemble(
     target, step_rows = models.target, max(config.draft_length.most + 1, BLOCK if runner.captures else 0)
     # the last steps of a text may run past its end, and past the pages it has
     longest = min(target.config.max_positions, num_pages * config.page_size) + 3 * step_rows
+    num_sequences = min(config.max_batch_size, num_pages)  # each has a page or more
     drafter = _drafter(config, models, backend, allocator)
     return EngineCore(
         config=target.config,
@@ -56,14 +57,14 @@ def assemble(
             experts=ExpertCounts.of(target),
         ),
         batch=RunningBatch(
-            max_rows=runner.num_rows(config.max_batch_size),
+            max_rows=runner.num_rows(num_sequences),
             table_width=allocator.pages_for(longest),
             state_columns=drafter.state_columns,
             device=target.device,
         ),
         scheduler=Scheduler(
             allocator=allocator,
-            limits=Limits(max_batch_size=config.max_batch_size, max_prefill_tokens=config.max_prefill_tokens),
+            limits=Limits(max_batch_size=num_sequences, max_prefill_tokens=config.max_prefill_tokens),
             step_rows=step_rows,
         ),
         spec_length=FixedLength(config.draft_length.most),

@@ -49,7 +49,8 @@ def build_engine(
             config, replace(models, peers=peers), pages, around(runner) if around else runner, record
         )
     if config.draft_length.auto:
-        measure = partial(step_costs.measure, engine, config.max_batch_size, config.draft_length.most)
+        most = min(config.max_batch_size, pages)
+        measure = partial(step_costs.measure, engine, most, config.draft_length.most)
         with phase("step costs"):  # with a runner around it, steps take longer
             costs = measure() if around else costs_for(config, models.checkpoints, measure)
         engine.spec_length = CheapestLength(costs)

@@ -4,8 +4,9 @@ from dataclasses import replace
 
 import torch
 
-from specgen.attention import Backend, Heads, Use
+from specgen.attention import Backend, Gpu, Heads, Use
 from specgen.attention.flashinfer_paged import FlashInferBackend
+from specgen.attention.hopper import HopperBackend
 from specgen.attention.sdpa import SdpaBackend, StaticSdpaBackend
 from specgen.attention.trtllm import TrtllmBackend
 from specgen.checkpoints.checkpoint import drafter_config, target_config
@@ -25,11 +26,13 @@ from specgen.core.graph_sizes import bucket
 from specgen.core.graphs import PassGraphs, Runner, StepGraphs
 from specgen.core.prompt_blocks import BLOCK, MOST_BLOCKS
 from specgen.device import choose_device, require_devices
+from specgen.display import several
 from specgen.engine.number_formats import DTYPES, Checkpoints, target_kv_dtype
 from specgen.models.model_config import LayerConfig
 from specgen.text.chat_template import calls_for_date, today
 
 BACKENDS: dict[AttentionName, type[Backend]] = {
+    "hopper": HopperBackend,
     "trtllm": TrtllmBackend,
     "flashinfer": FlashInferBackend,
     "sdpa": SdpaBackend,
@@ -37,7 +40,7 @@ BACKENDS: dict[AttentionName, type[Backend]] = {
 }
 _AUTO: dict[str, tuple[AttentionName, ...]] = {  # the first that runs the model
     "cpu": ("sdpa",),
-    "cuda": ("trtllm", "flashinfer", "sdpa"),
+    "cuda": ("hopper", "trtllm", "flashinfer", "sdpa"),
 }
 RUNNERS: dict[GraphsName, type[Runner]] = {"step": StepGraphs, "pass": PassGraphs, "off": Runner}
 
@@ -60,7 +63,7 @@ def resolve(config: EngineConfig, checkpoints: Checkpoints) -> EngineConfig:
     require(
         graphs == "off" or (kind == "cuda" and capabilities.graphs),
         f"cuda-graphs is {graphs!r} but attention {attention!r} on {kind!r} cannot be captured: "
-        "use --cuda-graphs off, or on a GPU --attention trtllm, or in float32 sdpa-static",
+        "use --cuda-graphs off, or on a GPU --attention auto, or in float32 sdpa-static",
     )
     dated = calls_for_date(checkpoints["model"].path)
     return replace(
@@ -119,6 +122,33 @@ def choose_attention(config: EngineConfig, checkpoints: Checkpoints) -> tuple[At
             return name, "; ".join([*passed_over, backend.summary])
         passed_over.append(f"{name} {reason.partition(':')[0]}")
     raise UserError(f"attention {names[-1]!r} {reason}")
+
+
+def attention_note(config: EngineConfig, checkpoints: Checkpoints) -> str:
+    """What a report says of the attention of a resolved ``config``: the backend, and on a GPU its kernels by pass.
+
+    As in ``trtllm (XQA: 1 row, 5 rows; FlashInfer FA3: prefill)``, where rows are those of a sequence.
+    """
+    backend, device = BACKENDS[config.attention], torch.device(config.device)
+    if device.type == "cpu":
+        return config.attention
+    gpu = Gpu.of(device)
+    passes: dict[str, dict[str, None]] = {}  # by kernel, in order
+
+    def runs(kernel: str, what: str) -> None:
+        passes.setdefault(kernel, {})[what] = None
+
+    for use in attention_uses(config, checkpoints):
+        for rows in sorted(set(use.query_lens)):
+            what = "short prefill" if use.chained else several(rows, "row")
+            alone, most = (backend.kernel(gpu, use, rows, count) for count in (1, use.num_sequences))
+            runs(alone, what)
+            if most != alone:
+                runs(most, f"{what} of many sequences")
+        if use.prefills:
+            runs(backend.kernel(gpu, use, "prefill", 1), "prefill")
+    kernels = "; ".join(f"{kernel}: {', '.join(found)}" for kernel, found in passes.items())
+    return f"{config.attention} ({kernels})"
 
 
 def attention_uses(config: EngineConfig, checkpoints: Checkpoints) -> list[Use]:

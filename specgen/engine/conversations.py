@@ -50,7 +50,8 @@ class Conversations:
         """A request for every prompt that has one left and can be asked."""
         for prompt in self._prompts:
             if isinstance(prompt, Rejected):
-                self._fail(RequestOutput(id=prompt.id, finish_reason="error", error=prompt.reason))
+                for turn, name in enumerate(prompt.turn_ids, start=1):
+                    self._fail(RequestOutput(id=name, finish_reason="error", turn=turn, error=prompt.reason))
             elif (request := self._ask(_Conversation(prompt=prompt))) is not None:
                 yield request
 
@@ -67,7 +68,7 @@ class Conversations:
         request = completion.request
         conversation = self._open[request.id]
         parts = split(self._tokenizer, request.prompt_token_ids, completion.token_ids)
-        text = StopStrings(self._tokenizer, request.sampling.stop).text(parts.answer)
+        text = StopStrings(self._tokenizer, request.sampling.stop_strings).text(parts.answer)
         if completion.error is None:
             conversation.answers.append(text)  # without its reasoning, as chat templates expect
         return RequestOutput(
@@ -77,7 +78,8 @@ class Conversations:
             reasoning=parts.reasoning,
             num_reasoning_tokens=parts.num_reasoning_tokens,
             token_ids=completion.token_ids,
-            finish_reason=completion.finish_reason,
+            finish_reason="length" if completion.finish_reason == "context" else completion.finish_reason,
+            context_is_full=completion.finish_reason == "context",
             turn=request.turn,
             num_prompt_tokens=len(request.prompt_token_ids),
             category=request.category,
@@ -119,6 +121,7 @@ class Conversations:
             sampling=replace(self._sampling, **prompt.sampling),
             category=prompt.category,
             turn=len(conversation.answers) + 1,
+            num_turns=len(prompt.turn_ids),
             alone=bool(lost),
         )
 

@@ -1,19 +1,28 @@
 """The engine as a program calls it: prompts in, their texts out as they finish."""
 
+import gc
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, suppress
 from dataclasses import replace
+from inspect import GEN_RUNNING, getgeneratorstate
+from itertools import starmap
+from typing import Self
 
-from specgen.config import EngineConfig, SamplingParams, require
+import torch
+
+from specgen.config import EngineConfig, SamplingParams, UserError, require, shown
 from specgen.core.endings import DeviceLost
-from specgen.core.engine_core import never_stop
+from specgen.core.engine_core import EngineCore, never_stop
+from specgen.core.sequence import Completion
 from specgen.core.step_costs import capture_all
+from specgen.decoding.sampling import most_demanding
 from specgen.engine.build import build_engine
 from specgen.engine.choices import resolve
 from specgen.engine.conversations import Conversations
+from specgen.engine.generation_config import generation_config
 from specgen.engine.loading import Models, load_models, open_checkpoints
-from specgen.engine.memory import DRAWN
+from specgen.engine.memory import DRAWN, require_memory
 from specgen.engine.request_output import RequestOutput
 from specgen.events import Event
 from specgen.prompts import Prompt, Rejected
@@ -22,6 +31,9 @@ from specgen.startup import phase
 from specgen.text.tokenizer import Tokenizer
 
 _NONE: Mapping[str, str] = {}
+_ONE_OR_SEVERAL = (
+    "use a string or Prompt(id=..., messages=..., text=... or token_ids=...), or an iterable of these"
+)
 _PATIENCE = 64  # steps: a capture takes about 0.1 s, and a step of up to twice its rows a millisecond more
 
 
@@ -30,11 +42,15 @@ def _unrecorded(event: Event) -> None:
 
 
 class Engine:
-    """A model pair, loaded and warm. ``UserError`` for what cannot run here.
+    """A model pair, loaded and warm, until it is closed. ``UserError`` for what cannot run here.
 
-    ``record`` takes every event of what is generated (see ``events``). ``models`` are weights that another engine of
-    the same model and number format has loaded (its ``models``); without them they are read. ``expected`` asks for as
-    much as any request will: on a GPU, passes of greedy decoding alone leave more memory to the KV cache.
+    ``close``, or the end of a ``with`` block, frees its memory. ``record`` takes every event of what is generated (see
+    ``events``). ``models`` are weights that another engine of the same model and number format has loaded (its
+    ``models``); without them they are read. ``expected`` asks for as much as any request will: on a GPU, passes of
+    greedy decoding alone leave more memory to the KV cache.
+
+    ``default_sampling`` is what ``generate`` does without sampling parameters: greedy, with what the checkpoint says
+    (see ``EngineConfig.generation_config``).
     """
 
     def __init__(
@@ -45,38 +61,74 @@ class Engine:
         models: Models | None = None,
         expected: SamplingParams = DRAWN,
     ) -> None:
+        if not isinstance(config, EngineConfig):
+            raise UserError(f"config is {shown(config)}: use EngineConfig(model=..., drafter=...)")
         checkpoints = open_checkpoints(config) if models is None else models.checkpoints
         self.config = resolve(config, checkpoints)
-        self.models = (
+        require_memory(self.config)
+        said = generation_config(checkpoints["model"], self.config.generation_config)
+        self.default_sampling = said.over(SamplingParams())
+        expected = most_demanding([expected, self.default_sampling])
+        models = (
             load_models(self.config, checkpoints, expected) if models is None else _told(models, self.config)
         )
-        self._generating = False
+        self._running: Generator[Completion, None, None] | None = None
         try:
-            self._core = build_engine(self.config, self.models, record, expected=expected)
-            self._core.warm_up()
-            self._core.be_patient(_PATIENCE)
+            core = build_engine(self.config, models, record, expected=expected)
+            core.warm_up()
+            core.be_patient(_PATIENCE)
         except DeviceLost as lost:
             raise DeviceLost(lost.reason, ()) from lost  # what was tried meanwhile is no caller's request
+        self._loaded: tuple[Models, EngineCore] | None = (models, core)
+
+    @property
+    def models(self) -> Models:
+        """Weights and tokenizer, for another engine of the same model and number format."""
+        return self._require_open()[0]
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """Of the target."""
+        """The target's tokenizer."""
         return self.models.tokenizer
+
+    def close(self) -> None:
+        """Free what the engine holds: weights, KV caches, CUDA graphs, workspaces, the processes of other ranks.
+
+        A run that is not exhausted ends, and its iterator raises ``UserError``, as every later call does. What another
+        object refers to stays: models that engines share go with the last of them. Closing again does nothing.
+        """
+        if self._loaded is None:
+            return
+        if self._running is not None:
+            at_work = getgeneratorstate(self._running) == GEN_RUNNING
+            require(not at_work, "the engine is at work: close it between two outputs")
+            self._running.close()
+        self._loaded = self._running = None
+        gc.collect()
+        if self.config.device != "cpu":
+            with suppress(RuntimeError):  # a device that is lost has nothing to give back
+                torch.cuda.empty_cache()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.close()
 
     def capture_graphs(self) -> None:
         """Capture the CUDA graph of every batch size and K now, which ``generate`` does as it comes to each.
 
         For greedy requests without logit biases or logprobs; others have graphs of their own.
         """
-        self._require_idle()
+        _, core = self._require_idle()
         with phase("graphs"):
-            self._core.be_patient(0)
-            capture_all(self._core, self.config.max_batch_size, self.config.draft_length.lengths)
-            self._core.be_patient(_PATIENCE)
+            core.be_patient(0)
+            capture_all(core, self.config.max_batch_size, self.config.draft_length.lengths)
+            core.be_patient(_PATIENCE)
 
     def generate(
         self,
-        prompts: Iterable[str | Prompt | Rejected],
+        prompts: str | Prompt | Iterable[str | Prompt | Rejected],
         sampling: SamplingParams | None = None,
         *,
         earlier: Mapping[str, str] = _NONE,
@@ -85,36 +137,59 @@ class Engine:
     ) -> Iterator[RequestOutput]:
         """Yield an output for every turn of every prompt as they finish, in no fixed order.
 
-        A string is raw text without a chat template; its id is its index among ``prompts`` ("0", "1", ...). Prompts
-        are pulled as the batch has room, so they may be a stream. One that cannot be run comes as an output with
-        ``error``. ``sampling`` holds what a prompt does not say itself. ``earlier`` has the texts of turns, by id,
-        that were answered before: they are not asked again. ``lost`` has why the device was lost while a turn ran
-        (see ``DeviceLost``), by id and once for each time: a turn that it was lost with once runs alone, one that it
-        was lost with twice has failed. ``until`` is asked between steps; once it is true, what the steps in flight
-        have finished is yielded and the rest is dropped. ``UserError`` while the engine is at work for another
-        caller; ``DeviceLost`` where only a new process can go on.
+        ``prompts`` is one prompt or an iterable of prompts, and a prompt is a string or a ``Prompt``; anything else is
+        a ``UserError`` (token ids: ``Prompt(id=..., token_ids=...)``). A string is raw text without a chat template;
+        its id is its index among ``prompts`` ("0", "1", ...). Prompts are pulled as the batch has room, so they may be
+        a stream. One that cannot be run comes as an output with ``error``. ``sampling`` holds what a prompt does not
+        say itself; without it ``default_sampling`` does. ``earlier`` has the texts of turns, by id, that were answered
+        before: they are not asked again. ``lost`` has why the device was lost while a turn ran (see ``DeviceLost``), by
+        id and once for each time: a turn that it was lost with once runs alone, one that it was lost with twice has
+        failed. ``until`` is asked between steps; once it is true, what the steps in flight have finished is yielded and
+        the rest is dropped. ``UserError`` while the engine is at work for another caller, and once it is closed;
+        ``DeviceLost`` where only a new process can go on.
         """
-        self._require_idle()
+        self._require_open()
+        if not isinstance(sampling, SamplingParams | None):
+            raise UserError(
+                f"sampling is {shown(sampling)}: use SamplingParams(...); a prompt's own are Prompt(sampling=...)"
+            )
+        return self._outputs(_named(prompts), sampling or self.default_sampling, earlier, lost, until)
+
+    def _outputs(
+        self,
+        prompts: Iterator[Prompt | Rejected],
+        sampling: SamplingParams,
+        earlier: Mapping[str, str],
+        lost: Mapping[str, Sequence[str]],
+        until: Callable[[], bool],
+    ) -> Iterator[RequestOutput]:
         failed: deque[RequestOutput] = deque()
-        conversations = Conversations(
-            _named(prompts), self.models.tokenizer, sampling or SamplingParams(), failed.append, earlier, lost
-        )
-        self._generating = True
-        completions = self._core.generate(conversations.first_turns(), conversations.follow_up, until)
+        models, core = self._require_idle()
+        conversations = Conversations(prompts, models.tokenizer, sampling, failed.append, earlier, lost)
+        self._running = core.generate(conversations.first_turns(), conversations.follow_up, until)
+        del models, core  # ``close`` frees them while this is suspended
         try:
-            with closing(completions):
+            with closing(self._running) as completions:
                 for completion in completions:
                     yield from _drained(failed)
                     metrics = fold_request(completion.steps, self.config.draft_length.most)
                     yield conversations.answer(completion, metrics)
+            self._require_open()  # else this is not all of it
             yield from _drained(failed)
         finally:
-            self._generating = False
+            self._running = None
 
-    def _require_idle(self) -> None:
+    def _require_open(self) -> tuple[Models, EngineCore]:
+        if self._loaded is None:
+            raise UserError("the engine is closed: make a new one with Engine(config)")
+        return self._loaded
+
+    def _require_idle(self) -> tuple[Models, EngineCore]:
+        loaded = self._require_open()
         require(
-            not self._generating, "the engine is generating already: exhaust or close that iterator first"
+            self._running is None, "the engine is generating already: exhaust or close that iterator first"
         )
+        return loaded
 
 
 def _told(models: Models, config: EngineConfig) -> Models:
@@ -124,9 +199,26 @@ def _told(models: Models, config: EngineConfig) -> Models:
     return replace(models, tokenizer=models.tokenizer.with_template_kwargs(config.template_kwargs))
 
 
-def _named(prompts: Iterable[str | Prompt | Rejected]) -> Iterator[Prompt | Rejected]:
-    for index, prompt in enumerate(prompts):
-        yield Prompt(id=str(index), text=prompt) if isinstance(prompt, str) else prompt
+def _named(prompts: str | Prompt | Iterable[str | Prompt | Rejected]) -> Iterator[Prompt | Rejected]:
+    """One prompt, or each of several; the types of a list are checked before its first prompt runs."""
+    if isinstance(prompts, str | Prompt | Rejected):
+        prompts = (prompts,)
+    if not isinstance(prompts, Iterable) or isinstance(prompts, bytes | Mapping):
+        raise UserError(f"prompts is {shown(prompts)}: {_ONE_OR_SEVERAL}")
+    if isinstance(prompts, list | tuple):
+        for index, prompt in enumerate(prompts):
+            _check(index, prompt)
+    return starmap(_prompt, enumerate(prompts))
+
+
+def _prompt(index: int, prompt: str | Prompt | Rejected) -> Prompt | Rejected:
+    _check(index, prompt)
+    return Prompt(id=str(index), text=prompt) if isinstance(prompt, str) else prompt
+
+
+def _check(index: int, prompt: object) -> None:
+    if not isinstance(prompt, str | Prompt | Rejected):
+        raise UserError(f"prompt {index} is {shown(prompt)}: {_ONE_OR_SEVERAL}")
 
 
 def _drained(outputs: deque[RequestOutput]) -> Iterator[RequestOutput]:

@@ -1,5 +1,6 @@
 """A model pair in memory: its checkpoints opened once, its weights and tokenizer loaded."""
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
@@ -14,6 +15,8 @@ from specgen.display import from_here
 from specgen.engine.lead import peers_of
 from specgen.engine.needed_modules import needed_modules
 from specgen.engine.number_formats import DTYPES, Checkpoints
+from specgen.models.config_keys import listed
+from specgen.models.families import unread
 from specgen.models.protocols import Head, Target
 from specgen.ops.jit_modules import compiled_meanwhile
 from specgen.ranks import Ranks
@@ -35,6 +38,17 @@ class Models:
     tokenizer: Tokenizer
     checkpoints: Checkpoints
     peers: Peers = field(default_factory=Peers)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Sentences on what may not be meant."""
+        tokens, vocabulary = self.tokenizer.vocab_size, self.target.config.vocab_size
+        if tokens <= vocabulary:
+            return ()
+        return (
+            f"the tokenizer has {tokens:,} tokens and the model's vocabulary {vocabulary:,}: if it is this model's, "
+            "prompts with the tokens beyond fail; if not, all texts are wrong",
+        )
 
     @property
     def synthetic(self) -> bool:
@@ -74,6 +88,10 @@ def load_models(config: EngineConfig, checkpoints: Checkpoints, expected: Sampli
     ranks are started here, and end when nothing refers to the models any more.
     """
 
+    for name, checkpoint in checkpoints.items():
+        if name == "model" or config.head != MTP:  # which has its target's file
+            _note_unread(checkpoint)
+
     def load() -> Models:
         with phase("weights"), peers.together("load", config):
             return load_share(config, checkpoints, peers)
@@ -84,6 +102,13 @@ def load_models(config: EngineConfig, checkpoints: Checkpoints, expected: Sampli
         if peers.ranks.size == 1:
             return load()
     return load()  # only now: shares are loaded with the kernel of their sum
+
+
+def _note_unread(checkpoint: Checkpoint) -> None:
+    keys = unread(checkpoint.config, checkpoint.tensors.keys())
+    if keys:
+        text = "%s: nothing reads %s in config.json: results are those without it"
+        logging.getLogger("specgen").warning(text, checkpoint.name, listed(keys))
 
 
 def load_share(config: EngineConfig, checkpoints: Checkpoints, peers: Peers) -> Models:

@@ -7,7 +7,10 @@ import torch
 
 from specgen.config import NGRAM_BYTES, EngineConfig, SamplingParams, require
 from specgen.core.graphs import Runner
+from specgen.core.running_batch import ROW_BYTES
 from specgen.core.sequence import Request
+from specgen.device import total_memory
+from specgen.display import devices
 from specgen.engine.assembly import assemble
 from specgen.engine.loading import Models
 from specgen.engine.number_formats import DTYPES, target_kv_dtype
@@ -16,6 +19,25 @@ from specgen.models.model_config import LayerConfig
 DRAWN = SamplingParams(temperature=1.0)  # what an engine prepares for by default
 _GIB = 1 << 30
 _CPU_REST = 2 * _GIB  # for engines that take turns, and what they take beside their caches
+
+
+def require_memory(config: EngineConfig) -> None:
+    """``UserError`` where the device of a resolved ``config`` can never hold its KV cache or its rows."""
+    total, where = total_memory(torch.device(config.device)), devices(config.device, 1)
+    require(
+        config.kv_memory is None or config.kv_memory <= total,
+        f"kv-memory is {_gib(config.kv_memory or 0)} and {where} has {_gib(total)}: ask for less",
+    )
+    rows = config.max_batch_size * ROW_BYTES
+    require(
+        rows <= total,
+        f"max-batch-size is {config.max_batch_size:,}, whose rows take {_gib(rows)}, and {where} has {_gib(total)}: "
+        "ask for fewer",
+    )
+
+
+def _gib(size: int) -> str:
+    return f"{size / _GIB:,.1f} GiB"
 
 
 def num_pages(config: EngineConfig, models: Models, expected: SamplingParams = DRAWN) -> int:
@@ -93,7 +115,9 @@ def _largest_pass(config: EngineConfig, models: Models, expected: SamplingParams
         Request(id=f"trial {i}", prompt_token_ids=(0,) * length, sampling=sampling) for i in range(count)
     )
     pages = count * -(-(length + 2 * config.draft_length.most + 4) // config.page_size)
-    alone = replace(config, prefix_cache=False)  # the prompts are alike, and all rows are to be computed
+    alone = replace(
+        config, prefix_cache=False, max_batch_size=count
+    )  # the prompts are alike, and all rows are to be computed
     engine = assemble(alone, models, pages, Runner(), lambda event: None)
     before = torch.cuda.memory_allocated(config.device)
     torch.cuda.reset_peak_memory_stats(config.device)

@@ -3,7 +3,6 @@
 import torch
 
 from specgen.attention import Gpu
-from specgen.attention.workspaces import num_sms
 from specgen.checkpoints.checkpoint import target_config
 from specgen.config import EngineConfig, SamplingParams
 from specgen.decoding.sampling import sampling_modules
@@ -22,8 +21,7 @@ def needed_modules(config: EngineConfig, checkpoints: Checkpoints, expected: Sam
     if device.type != "cuda":
         return []
     use(device)
-    gpu = Gpu(major=torch.cuda.get_device_capability(device)[0], num_sms=num_sms(device))
-    found = modules_of(config, checkpoints, expected, gpu)
+    found = modules_of(config, checkpoints, expected, Gpu.of(device))
     if cuda_source.runs_on(device):
         found += modules_of_products(config, checkpoints)
     if config.tensor_parallel > 1:

@@ -11,23 +11,32 @@ from specgen.report.acceptance import RequestMetrics
 class RequestOutput:
     """The answer to one turn of a prompt, or in ``error`` why there is none (``finish_reason`` is then ``error``).
 
-    ``metrics`` says what the speculation was worth for this request; a failed one has none.
+    ``id`` is the prompt's, for later turns ``ID/turn-2`` and so on; ``turn`` counts from 1. ``prompt`` is the text that
+    the model saw, the chat template around it, and ``num_prompt_tokens`` its tokens. ``text`` is the answer without
+    ``reasoning``, the part before it of ``num_reasoning_tokens``, which is None where there is none; ``token_ids`` are
+    of both, with one entry of ``logprobs`` each where they were asked for. ``finish_reason`` is ``stop`` (end of text
+    or a stop string), ``length`` (``max_tokens``, or where ``context_is_full`` the model's context) or ``error``.
+    ``category`` and ``endpoint`` are the prompt's. ``metrics`` says how much speculative decoding
+    helped this request; a failed one has none.
     """
 
     id: str
-    prompt: str = ""  # as the model saw it, the chat template around it
-    text: str = ""  # the answer
-    reasoning: str | None = None  # before it; None where the text has none
+    prompt: str = ""
+    text: str = ""
+    reasoning: str | None = None
     num_reasoning_tokens: int = 0
     token_ids: tuple[int, ...] = ()
     finish_reason: FinishReason
-    turn: int = 1  # 1 for the first user turn
+    context_is_full: bool = (
+        False  # where ``finish_reason`` is ``length``: it was the model's context, not max_tokens
+    )
+    turn: int = 1
     num_prompt_tokens: int = 0
     category: str | None = None
     endpoint: str | None = None
     error: str | None = None
     metrics: RequestMetrics | None = None
-    logprobs: tuple[TokenLogprobs, ...] | None = None  # of each token id, where they were asked for
+    logprobs: tuple[TokenLogprobs, ...] | None = None
 
     def to_row(self) -> dict[str, Any]:
         """The row of ``completions.jsonl``; of a failed request that of ``errors.jsonl``. The id comes first."""
@@ -44,6 +53,7 @@ class RequestOutput:
             "text": self.text,
             "token_ids": list(self.token_ids),
             "finish_reason": self.finish_reason,
+            **({"ended_by": "context"} if self.context_is_full else {}),
             "turn": self.turn,
             "num_prompt_tokens": self.num_prompt_tokens,
             **given,

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from specgen.config import EngineConfig, UserError
+from specgen.core.engine_core import never_stop, no_follow_up
 from specgen.core.graphs import Runner
 from specgen.core.sequence import Completion, Request
 from specgen.core.step_costs import capture_all
@@ -78,14 +79,20 @@ class WarmEngine:
         self._engine.warm_up()
 
     def run(
-        self, see: Callable[[Event], None] = ignore, answered: Callable[[Completion], None] = ignore
+        self,
+        see: Callable[[Event], None] = ignore,
+        answered: Callable[[Completion], None] = ignore,
+        until: Callable[[], bool] = never_stop,
     ) -> Run:
-        """Generate for all requests; ``see`` takes events, ``answered`` completions as they come."""
+        """Generate for all requests; ``see`` takes events, ``answered`` completions as they come.
+
+        Once ``until``, which is asked between steps, is true, the other requests are dropped.
+        """
         self._tape.events, self._tape.see = [], see
         completions: dict[str, Completion] = {}
         settle()
         began = time.perf_counter()
-        for completion in self._engine.generate(self._requests):
+        for completion in self._engine.generate(self._requests, no_follow_up, until):
             completions[completion.request.id] = completion
             answered(completion)
         settle()

@@ -1,7 +1,7 @@
 """The losslessness audit: the same prompts, greedy, with and without speculation, and where texts diverge."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from specgen.core.sequence import Completion, Request
 from specgen.engine.arms import DECODING, Arm
 from specgen.engine.choices import resolve
 from specgen.engine.conversations import first_turns
+from specgen.engine.generation_config import FILE, generation_config
 from specgen.engine.loading import Models, load_models, open_checkpoints
 from specgen.engine.warm_engine import Run, WarmEngine
 from specgen.evaluation.divergence import Divergence, Judge
@@ -107,8 +108,12 @@ def audit(job: AuditJob, progress: Progress) -> Audit:
     prompts = list(opened)
     for sentence in opened.notes.sentences():
         progress.warn(sentence)
+    generation = generation_config(checkpoints["model"], config.generation_config)
+    said, sampling = generation.sentence(), generation.over(job.sampling)
+    if said:
+        progress.note(f"{FILE}: {said}")
     models = load_models(config, checkpoints)
-    requests, failures = first_turns(prompts, models.tokenizer, job.sampling)
+    requests, failures = first_turns(prompts, models.tokenizer, sampling)
     first, *others = _arms(distinct(job.batch_sizes, len(requests)))
     decode = partial(_decode, config=config, models=models, requests=requests, progress=progress)
     reference, target = decode(first).completions, Judge.of(config, models)
@@ -122,7 +127,8 @@ def audit(job: AuditJob, progress: Progress) -> Audit:
         dtype=config.formats,
         arms=tuple(_compare(arm, decode(arm), answered, target) for arm in others),
         failures=tuple(failures),
-        manifest=_manifest(job, config, models),
+        manifest=_manifest(replace(job, sampling=sampling), config, models)
+        | ({"settings": {"generation config": said}} if said else {}),
     )
 
 
@@ -170,7 +176,11 @@ def _decode(
 def _compare(arm: Arm, run: Run, reference: Mapping[str, Completion], target: Judge) -> ArmAudit:
     found = (
         target.first_divergence(
-            name, ours.request.prompt_token_ids, ours.token_ids, run.completions[name].token_ids
+            name,
+            ours.request.prompt_token_ids,
+            ours.token_ids,
+            run.completions[name].token_ids,
+            ours.request.sampling,
         )
         for name, ours in reference.items()
     )

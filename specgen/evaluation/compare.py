@@ -232,7 +232,9 @@ def _difference(sample: Sample, other: Sample, target: Judge | None) -> Differen
     ours, theirs, first = sample.generated, other.generated, None
     if target is not None and ours and theirs and ours.greedy and theirs.greedy:
         name = f"{sample.task} {sample.doc_id}"
-        first = target.first_divergence(name, theirs.prompt_token_ids, theirs.token_ids, ours.token_ids)
+        first = target.first_divergence(
+            name, theirs.prompt_token_ids, theirs.token_ids, ours.token_ids, theirs.sampling
+        )
     return Difference(
         task=sample.task,
         doc_id=sample.doc_id,
@@ -259,7 +261,9 @@ def conclusion(reference: str, against: Sequence[ArmComparison]) -> str:
         found = ", and ".join(_finding(name, change) for name, change in shown)
         return f"The data show a difference in accuracy from {reference}: {found}; {_power(tests)}."
     least = min((change.paired.p for _, change in tests if change.paired.p is not None), default=None)
-    smallest = "too few samples for a test" if least is None else f"smallest p {p_value(least)}"
+    smallest = (
+        "too few samples for a test, or all differ alike" if least is None else f"smallest p {p_value(least)}"
+    )
     many = f" of {count(len(tests))} tests" if len(tests) > 1 and least is not None else ""
     compared = sum(arm.num_compared for arm in against)
     texts = same_texts(sum(arm.num_identical for arm in against) / compared, compared)

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from specgen.attention import Attend
-from specgen.config import EngineConfig
+from specgen.config import EngineConfig, SamplingParams
+from specgen.decoding.sampling import decisive_logits
 from specgen.device import HostCopy
 from specgen.engine.assembly import new_cache
 from specgen.engine.choices import BACKENDS
@@ -32,14 +33,16 @@ _FP8_KV_STEPS = 8
 # change, and with them many more: in any dtype the difference of two of the four largest logits moved by up to 0.13 of
 # the largest over 1,260 positions of the bundled pair in FP8 (median 0.01), about one step of e4m3.
 _FP8_STEPS = 2
+_PLAIN = SamplingParams()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Divergence:
     """The first position where a text differs from the reference's. A token is None if that text has ended.
 
-    Logits are the target's after the common prefix. ``gap`` is the largest logit minus the smaller one of the two
-    tokens: greedy decoding may choose either token only if it is within ``rounding``.
+    Logits are the target's after the common prefix, with the biases and penalties of the request. ``gap`` is the
+    largest logit minus the smaller one of the two tokens: greedy decoding may choose either token only if it is within
+    ``rounding``.
     """
 
     request: str
@@ -81,13 +84,23 @@ class Judge:
         )
 
     def first_divergence(
-        self, request: str, prompt: Sequence[int], reference: Sequence[int], tokens: Sequence[int]
+        self,
+        request: str,
+        prompt: Sequence[int],
+        reference: Sequence[int],
+        tokens: Sequence[int],
+        sampling: SamplingParams = _PLAIN,
     ) -> Divergence | None:
-        """The first position where the answer ``tokens`` diverges from ``reference``; None if they are equal."""
+        """The first position where the answer ``tokens`` diverges from ``reference``; None if they are equal.
+
+        ``sampling`` is that of both.
+        """
         at = first_difference(reference, tokens)
         if at is None:
             return None
-        logits = self.logits_after([*prompt, *reference[:at]])
+        raw = self.logits_after([*prompt, *reference[:at]])
+        logits = decisive_logits(raw, prompt, reference[:at], sampling)
+        by = sampling.repetition_penalty  # also a factor of rounding
         left, right = (ids[at] if at < len(ids) else None for ids in (reference, tokens))
         return Divergence(
             request=request,
@@ -99,7 +112,7 @@ class Judge:
             reference_logit=None if left is None else float(logits[left]),
             logit=None if right is None else float(logits[right]),
             gap=None if left is None or right is None else gap(logits, left, right),
-            rounding=rounding(logits, self.dtype, fp8=self.fp8, fp8_kv=self.fp8_kv),
+            rounding=max(by, 1 / by) * rounding(raw, self.dtype, fp8=self.fp8, fp8_kv=self.fp8_kv),
         )
 
     def _text(self, token: int | None) -> str:

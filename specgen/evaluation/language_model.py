@@ -35,9 +35,12 @@ _SAMPLING = (
     "top_p",
     "top_k",
     "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
     "seed",
 )  # generation arguments that are fields of SamplingParams
-_NEUTRAL = {"num_beams": 1, "num_return_sequences": 1, "repetition_penalty": 1.0}  # no effect at these values
+_NEUTRAL = {"num_beams": 1, "num_return_sequences": 1}  # no effect at these values
 _Row = dict[str, Any]  # an answer
 _Found = TypeVar("_Found")  # what an engine returns
 _Scorable = tuple[Any, list[int], list[int]]  # lm-eval's cache key or None, context, continuation
@@ -79,11 +82,16 @@ class SpecgenLM(TemplateLM):  # type: ignore[misc]
         self._answers = dict(files.completions)
         self.generated: dict[tuple[str, int], Generated] = {}
         self._prompts: dict[str, tuple[str, str]] = {}  # title and text of what was asked, by id
+        self._asked: dict[str, None] = {}  # ids, in the order of the input
 
     @property
     def seconds(self) -> float:
         """Engine time of all answers, earlier runs included."""
         return float(sum(row["seconds"] for row in self._answers.values()))
+
+    def order(self) -> Iterator[str]:
+        """The ids of all answers in the order in which lm-eval asks, whoever answered when."""
+        yield from dict.fromkeys((*self._asked, *self._answers))
 
     def _answer(
         self,
@@ -97,12 +105,13 @@ class SpecgenLM(TemplateLM):  # type: ignore[misc]
 
         ``expected`` is for building the engine (see ``build_engine``), ``name`` for the progress.
         """
-        wanted = set(ids)
-        known = wanted & self._answers.keys()
+        wanted = dict.fromkeys(ids)
+        self._asked |= wanted
+        known = [each for each in wanted if each in self._answers]
         self._progress.start(f"{self._name}, {name}", self._tally, len(wanted), len(known))
         try:
             yield from ((each, self._answers[each]) for each in known)
-            if known == wanted:
+            if len(known) == len(wanted):
                 return
             if self._engine is None:
                 self._engine = self._start(expected)
@@ -183,12 +192,15 @@ class SpecgenLM(TemplateLM):  # type: ignore[misc]
         asked = self._requests(requests)
         index = {request.id: at for at, request in enumerate(asked)}
         texts = [""] * len(requests)
+        for request, instance in zip(asked, requests, strict=True):
+            self._prompts[request.id] = f"{instance.task_name} {instance.doc_id}", instance.args[0]
         for name, row in self._by_task(asked):
             at = index[name]
             texts[at], instance = row["text"], requests[at]
-            self._prompts[name] = f"{instance.task_name} {instance.doc_id}", instance.args[0]
             self.cache_hook.add_partial("generate_until", instance.args, texts[at])
-            self.generated.setdefault((instance.task_name, instance.doc_id), _generated(asked[at], row))
+        for request, instance in zip(asked, requests, strict=True):
+            answer = _generated(request, self._answers[request.id])
+            self.generated.setdefault((instance.task_name, instance.doc_id), answer)
         return texts
 
     @property
@@ -270,7 +282,7 @@ class SpecgenLM(TemplateLM):  # type: ignore[misc]
         """
         request = completion.request
         require(completion.error is None, f"a prompt of {request.category} cannot be run: {completion.error}")
-        stops = request.sampling.stop
+        stops = request.sampling.stop_strings
         ends = {self.eot_token_id, *(self._text.special_token_id(stop) for stop in stops)}
         parts = split(self._text, request.prompt_token_ids, completion.token_ids)
         end = next((at for at, token in enumerate(parts.answer) if token in ends), len(parts.answer))
@@ -340,5 +352,5 @@ def _generated(request: Request, row: _Row) -> Generated:
     return Generated(
         prompt_token_ids=request.prompt_token_ids,
         token_ids=tuple(row["token_ids"]),
-        greedy=request.sampling.temperature == 0,
+        sampling=request.sampling,
     )

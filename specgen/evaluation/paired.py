@@ -1,6 +1,7 @@
 """Paired comparison of scores: exact McNemar or paired t test, 95 % intervals, detectable differences."""
 
 import math
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist, fmean, variance
@@ -9,15 +10,16 @@ from specgen.report.intervals import Interval, Z, wilson
 
 LEVEL = 0.05  # of a two-sided test
 POWER = 0.8
+_ROUNDING = 8 * sys.float_info.epsilon  # of a score: it is a quotient or two, and a difference adds its own
 
 
 @dataclass(frozen=True, kw_only=True)
 class Paired:
     """The scores of one arm minus those of another on the same samples, as fractions of the full score.
 
-    ``p`` is None for fewer than two samples in the t test; ``interval`` also if all differences are equal.
-    ``detectable`` is the smallest true difference that a test at the given level detects with 80 % power; None if
-    these samples cannot detect any.
+    In the t test ``interval`` and ``p`` are None for fewer than two samples and where all differences are equal up to
+    rounding, as without a spread there is no test; where all are 0, ``p`` is 1. ``detectable`` is the smallest true
+    difference that a test at the given level detects with 80 % power; None if these samples cannot detect any.
     """
 
     num_samples: int
@@ -44,7 +46,8 @@ def paired(scores: Sequence[float], others: Sequence[float], *, level: float = L
         p: float | None = mcnemar(higher, lower)
         detectable = detectable_share(higher + lower, len(scores), level)
     else:
-        interval, p, detectable = _by_t([a - b for a, b in zip(scores, others, strict=True)], level)
+        differences = [a - b for a, b in zip(scores, others, strict=True)]
+        interval, p, detectable = _by_t(differences, level, max(map(abs, (*scores, *others))))
     return Paired(
         num_samples=len(scores),
         mean=fmean(scores),
@@ -62,7 +65,7 @@ def mean_interval(scores: Sequence[float]) -> Interval | None:
     """The 95 % interval of one arm's mean: Wilson's for scores of 0 and 1, else the t interval."""
     if all(score in (0, 1) for score in scores):
         return wilson(fmean(scores), len(scores)) if scores else None
-    return _by_t(scores, LEVEL)[0]
+    return _by_t(scores, LEVEL, max(map(abs, scores)))[0]
 
 
 # --- scores of 0 and 1 ----------------------------------------------------------------------------
@@ -132,15 +135,20 @@ def _boundary(inside: Callable[[float], bool], start: float, stop: float) -> flo
 # --- other scores ---------------------------------------------------------------------------------
 
 
-def _by_t(values: Sequence[float], level: float) -> tuple[Interval | None, float | None, float | None]:
-    """The 95 % interval of the mean of ``values``, its p against 0, and the mean detectable with 80 % power."""
+def _by_t(
+    values: Sequence[float], level: float, largest: float
+) -> tuple[Interval | None, float | None, float | None]:
+    """The 95 % interval of the mean of ``values``, its p against 0, and the mean detectable with 80 % power.
+
+    ``largest`` is that of the numbers that ``values`` were computed from: what its rounding explains is no spread.
+    """
     if len(values) < 2:
         return None, None, None
-    mean, error = fmean(values), math.sqrt(variance(values) / len(values))
-    if error == 0:
-        return None, 1.0 if mean == 0 else 0.0, None
+    if max(values) - min(values) <= _ROUNDING * largest:
+        return None, 1.0 if abs(values[0]) <= _ROUNDING * largest else None, None
     from scipy.stats import ttest_1samp
 
+    error = math.sqrt(variance(values) / len(values))
     test = ttest_1samp(values, 0)
     interval = test.confidence_interval(0.95)
     detectable = (NormalDist().inv_cdf(1 - level / 2) + NormalDist().inv_cdf(POWER)) * error

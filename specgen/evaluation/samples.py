@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from specgen.config import SamplingParams
 from specgen.report.report import Report
 
 
@@ -13,7 +14,11 @@ class Generated:
 
     prompt_token_ids: tuple[int, ...]
     token_ids: tuple[int, ...]
-    greedy: bool
+    sampling: SamplingParams
+
+    @property
+    def greedy(self) -> bool:
+        return self.sampling.temperature == 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -72,7 +72,9 @@ class Study:
         require(len(set(names)) == len(names), f"arms are named {', '.join(names)}: give each its own name")
         for field, least in (("limit", 1), ("num_fewshot", 0), ("max_batch_size", 1)):
             value = getattr(self, field)
-            require(value is None or value >= least, f"{field} is {value}: use at least {least}")
+            require(
+                value is None or value >= least, f"{field.replace('_', '-')} is {value}: use at least {least}"
+            )
 
     @classmethod
     def from_json(cls, name: str, value: Mapping[str, Any]) -> Self:
@@ -95,8 +97,8 @@ def load_study(name: str) -> Study:
         path.is_file(),
         f"study is {name!r}{did_you_mean(name, files)}: name a JSON file, or one of {', '.join(files)}",
     )
-    value = load_json(path, "mend it")
+    value = load_json(path, "fix it")
     try:
         return Study.from_json(path.stem, value)
     except (UserError, TypeError) as error:
-        raise UserError(f"{path} is no study: {error}") from error
+        raise UserError(f"{path} is not a study: {error}") from error

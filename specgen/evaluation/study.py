@@ -14,9 +14,10 @@ from lm_eval.utils import handle_non_serializable, make_table
 
 from specgen.checkpoints.fingerprint import fingerprint
 from specgen.config import EngineConfig, SamplingParams, require
-from specgen.display import devices, from_here
+from specgen.display import checkpoint_name, devices, from_here
 from specgen.engine.arms import Arm
-from specgen.engine.choices import resolve
+from specgen.engine.choices import attention_note, resolve
+from specgen.engine.generation_config import FILE, generation_config
 from specgen.engine.loading import Models, described, load_chat_tokenizer, load_models, open_checkpoints
 from specgen.evaluation import comparison_tables
 from specgen.evaluation.compare import Comparison, compare, reference_of
@@ -131,6 +132,9 @@ class StudyRun:
         if job.apply_chat_template:  # refused before there is a directory with it
             config = next(iter(self._configs.values()))
             load_chat_tokenizer(config, self._checkpoints).require_chat_template()
+        self._generation = generation_config(self._checkpoints["model"], job.engine.generation_config)
+        if said := self._generation.sentence():
+            progress.note(f"{FILE}: {said}")
         path.mkdir(parents=True, exist_ok=True)
         require_same(path / "study.json", job.to_json(), free=(), remedy=_REMEDY)
         self._loaded: dict[str, Models] = {}  # by dtype
@@ -158,7 +162,7 @@ class StudyRun:
         return comparison
 
     def _title(self) -> str:
-        return f"{Path(self._job.engine.model).name} on {', '.join(self._job.study.tasks)}"
+        return f"{checkpoint_name(self._job.engine.model)} on {', '.join(self._job.study.tasks)}"
 
     def settings(self) -> dict[str, str]:
         """The settings at the top of a report."""
@@ -179,6 +183,7 @@ class StudyRun:
             "runs on": _every(_where(config) for config in configs),
             "attention": _every(config.attention for config in configs),
             "batch": f"at most {job.engine.max_batch_size}",
+            **({"generation config": said} if (said := self._generation.sentence()) else {}),
             "arms": " · ".join(arm.name for arm in study.arms),
         }
 
@@ -193,7 +198,7 @@ class StudyRun:
             **shared,
             "draft tokens (K)": str(config.draft_length),
             "runs on": _where(config),
-            "attention": config.attention,
+            "attention": attention_note(config, self._checkpoints),
             **({} if config.head is None else {"drafter batch": config.drafter_batch}),
         }
 
@@ -208,7 +213,8 @@ class StudyRun:
 
     def _run(self, arm: Arm) -> ArmResult:
         job, config, path = self._job, self._configs[arm.name], self._path / arm.name
-        models, sampling = self._models(config), SamplingParams(max_tokens=_MAX_TOKENS, seed=job.seed)
+        models = self._models(config)
+        sampling = self._generation.over(SamplingParams(max_tokens=_MAX_TOKENS, seed=job.seed))
         path.mkdir(parents=True, exist_ok=True)
         asked = self._manifest(config, sampling) | {"settings": self._settings_of(arm)}
         require_same(path / "manifest.json", asked, free=MACHINE, remedy=_REMEDY)
@@ -232,6 +238,7 @@ class StudyRun:
                 gen_kwargs=_sampling_arguments(arm.changes.get("temperature"), job.max_new_tokens),
             )
         assert results is not None, "only other ranks than the first get None"
+        files.arrange(lm.order())
         texts = RunTexts(lm.texts)
         run = ArmRun(
             name=arm.name,

@@ -1,14 +1,15 @@
 """The job that ``specgen generate`` runs, and its manifest."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from specgen.checkpoints.fingerprint import fingerprint
+from specgen.checkpoints.fingerprint import files_of, fingerprint, state_of
 from specgen.config import Cluster, EngineConfig, EventsName, FormatName, SamplingParams, require
 from specgen.display import devices, from_here, several
-from specgen.engine.choices import choose_attention, kv_note
+from specgen.engine.choices import attention_note, choose_attention, kv_note
+from specgen.engine.generation_config import generation_config
 from specgen.engine.loading import described
 from specgen.engine.number_formats import Checkpoints
 from specgen.jobs.prompt_index import PromptIndex
@@ -25,11 +26,13 @@ class Job:
 
     A ``format`` other than ``jsonl`` is written as well, and so is ``config``, a file that repeats the command. Of
     the first ``num_prompts`` prompts (None: all) those of ``shard`` are run, in this process or on the workers of a
-    ``cluster``.
+    ``cluster``. The checkpoint may say what fields of ``sampling`` are that are not ``given`` (see
+    ``EngineConfig.generation_config``).
     """
 
     engine: EngineConfig
     sampling: SamplingParams
+    given: frozenset[str] = frozenset()
     dataset: str
     data_path: Path | None
     num_prompts: int | None
@@ -85,9 +88,16 @@ def without_effect(job: Job, index: PromptIndex) -> Iterator[str]:
 
 
 def job_manifest(
-    job: Job, config: EngineConfig, checkpoints: Checkpoints, index: PromptIndex, *, with_fingerprints: bool
+    job: Job,
+    config: EngineConfig,
+    checkpoints: Checkpoints,
+    index: PromptIndex,
+    prompt_files: Iterable[Path],
+    *,
+    with_fingerprints: bool,
 ) -> dict[str, Any]:
     """The content of ``manifest.json``; ``config`` is the job's engine, resolved. Fingerprints read all weights."""
+    found = checkpoints if with_fingerprints else {}
     data = {
         "dataset": job.dataset,
         "data_path": str(job.data_path) if job.data_path else None,
@@ -99,9 +109,9 @@ def job_manifest(
         engine=config,
         sampling=job.sampling,
         data=data,
-        fingerprints={
-            name: fingerprint(checkpoint) for name, checkpoint in checkpoints.items() if with_fingerprints
-        },
+        fingerprints={name: fingerprint(checkpoint) for name, checkpoint in found.items()},
+        files={name: files_of(checkpoint) for name, checkpoint in found.items()}
+        | {"prompts": {str(file): state_of(file) for file in prompt_files}},
     ) | {
         # absent unless given, so that a run of an earlier version goes on
         **({} if job.served_model_name is None else {"served_model_name": job.served_model_name}),
@@ -113,10 +123,10 @@ def job_manifest(
 def _settings(job: Job, config: EngineConfig, checkpoints: Checkpoints, num_prompts: int) -> dict[str, str]:
     """The configuration as a report shows it, by label."""
     _, why = choose_attention(replace(config, attention=job.engine.attention), checkpoints)
-    sampling = job.sampling
-    how = "greedy" if sampling.temperature == 0 else f"temperature {sampling.temperature:g}"
+    model = checkpoints["model"]
+    generation = generation_config(model, config.generation_config).sentence(job.given)
     return {
-        "model": job.served_model_name or described(config.model, checkpoints["model"]),
+        "model": job.served_model_name or described(config.model, model),
         "drafter": from_here(str(config.drafter)) if config.draft_length.most else "none (plain decoding)",
         "draft tokens (K)": str(config.draft_length),
         **({} if config.head is None else {"drafter batch": config.drafter_batch}),
@@ -124,10 +134,11 @@ def _settings(job: Job, config: EngineConfig, checkpoints: Checkpoints, num_prom
         "data": f"{job.dataset}, {several(num_prompts, 'prompt')}",
         **({} if job.shard == WHOLE else {"shard": str(job.shard)}),
         **({} if config.template_kwargs == TemplateKwargs() else {"template": str(config.template_kwargs)}),
-        "sampling": f"{how}, at most {sampling.max_tokens} new tokens, seed {sampling.seed}",
+        "sampling": job.sampling.in_words(),
+        **({"generation config": generation} if generation else {}),
         "runs on": f"{devices(config.device, config.tensor_parallel)}, {config.dtype}",
         **kv_note(config, job.engine),
-        "attention": f"{config.attention}: {why}",
+        "attention": f"{attention_note(config, checkpoints)}: {why}",
         **({} if job.cluster is None else {"workers": f"{job.cluster.num_workers} on Ray, at once"}),
         **({} if config.device == "cpu" else {"CUDA graphs": config.cuda_graphs}),
         "batch": f"at most {config.max_batch_size}",

@@ -13,7 +13,8 @@ from specgen.jobs.run_output import export, read_json, write_report
 from specgen.jobs.shard import REQUESTS, WHOLE, Shard, parse_shard, read_requests
 from specgen.report.report import load
 from specgen.rundir.atomic import replacement, write_json
-from specgen.rundir.provenance import FREE_IN_A_RUN, differences
+from specgen.rundir.differences import differences
+from specgen.rundir.provenance import FREE_IN_A_RUN
 from specgen.rundir.results import directory
 from specgen.rundir.row_file import id_of
 from specgen.rundir.status import figures
@@ -95,9 +96,9 @@ def _all_of_one_run(runs: Sequence[_ShardRun]) -> list[_ShardRun]:
 def _require_same_run(first: _ShardRun, run: _ShardRun) -> None:
     other = differences(first.manifest, run.manifest, _FREE)
     if first.shard.count != run.shard.count:
-        other.append(f"shards ({first.shard.count}, now {run.shard.count})")
+        other.append(f"shards {first.shard.count} -> {run.shard.count}")
     if first.has_baseline != run.has_baseline:
-        other.append(f"baseline ({first.has_baseline}, now {run.has_baseline})")
+        other.append(f"--baseline {first.has_baseline} -> {run.has_baseline}")
     require(
         not other,
         f"{str(first.path)!r} and {str(run.path)!r} are not shards of one run: they differ in {', '.join(other)}",

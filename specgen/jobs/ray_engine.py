@@ -24,6 +24,7 @@ from specgen.engine.memory import DRAWN
 from specgen.engine.request_output import RequestOutput
 from specgen.events import Event
 from specgen.prompts import Prompt, Rejected
+from specgen.rundir.machine_state import num_cpus
 from specgen.text.tokenizer import Tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
@@ -177,7 +178,7 @@ def _resources(cluster: Cluster, config: EngineConfig) -> dict[str, int]:
     """What a worker and the ranks that it starts get: a GPU each, or an equal share of this machine's cores."""
     if config.device != "cpu":
         return {"num_gpus": config.tensor_parallel}
-    share = max(1, (os.cpu_count() or 1) // cluster.num_workers)
+    share = max(1, num_cpus() // cluster.num_workers)
     return {"num_cpus": config.tensor_parallel if cluster.address else share}
 
 
@@ -266,8 +267,8 @@ def _start(cluster: Cluster) -> None:
     import ray
 
     on_terminate = signal.getsignal(signal.SIGTERM)
-    num_cpus = max(cluster.num_workers, os.cpu_count() or 1)
-    own: dict[str, Any] = {} if cluster.address else {"num_cpus": num_cpus, "include_dashboard": False}
+    cores = max(cluster.num_workers, num_cpus())
+    own: dict[str, Any] = {} if cluster.address else {"num_cpus": cores, "include_dashboard": False}
     try:
         _require_listening(cluster.address)
         ray.init(

@@ -1,6 +1,6 @@
 """``specgen generate``: prompts through an engine into a run directory, with its report; resumes an earlier run."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -8,10 +8,14 @@ from specgen import __version__
 from specgen.config import EngineConfig, require, shown
 from specgen.core.endings import DeviceLost
 from specgen.core.engine_core import never_stop
+from specgen.core.garbage import rarely_collected
+from specgen.core.graph_sizes import bucket
 from specgen.decoding.sampling import most_demanding
 from specgen.engine.choices import resolve
 from specgen.engine.engine import Engine
+from specgen.engine.generation_config import FILE, generation_config
 from specgen.engine.loading import Models, OneTarget, load_chat_tokenizer, load_models, open_checkpoints
+from specgen.engine.memory import require_memory
 from specgen.engine.number_formats import Checkpoints
 from specgen.engine.request_output import RequestOutput
 from specgen.events import Event
@@ -19,25 +23,34 @@ from specgen.jobs.job import Job, job_manifest, without_effect
 from specgen.jobs.lost import kept_while_lost, note_lost, read_lost
 from specgen.jobs.prompt_index import PromptIndex, index_prompts, keep_index, kept_index
 from specgen.jobs.ray_engine import RayEngine
-from specgen.jobs.run_output import RunResult, export, is_finished, read_result, write_report
+from specgen.jobs.run_output import MAIN_FILES, RunResult, export, is_finished, read_result, write_report
 from specgen.jobs.shard import REQUESTS
-from specgen.prompts import PromptSet, open_prompts
+from specgen.prompts import Prompt, PromptSet, Rejected, failure, open_prompts
 from specgen.report.summary import Summary
 from specgen.rundir.atomic import write_json_lines, write_text
 from specgen.rundir.interrupt import StoppedError
 from specgen.rundir.progress import Progress
 from specgen.rundir.provenance import FREE_IN_A_RUN, with_recorded_date
-from specgen.rundir.results import PROMPTS, RunDirectory, directory, require_same, set_aside
+from specgen.rundir.results import (
+    PROMPTS,
+    RunDirectory,
+    directory,
+    leaving_nothing_undone,
+    require_same,
+    set_aside,
+    take_over,
+)
 from specgen.rundir.status import Status, kept_status
 from specgen.rundir.tally import Tally
 from specgen.startup import Startup, phase, watched
 from specgen.template_kwargs import TemplateKwargs
 
+_FIRST = 32  # requests, which may all fail before the rest is given up
 _REMEDY = "name another directory, or start over with --restart, which keeps the old one"
 
 
 class TooManyFailuresError(Exception):
-    """More requests failed than ``max_failures`` allows; the text is one line for the user."""
+    """More requests failed than ``max_failures`` allows, or all of the first; the text is one line for the user."""
 
 
 def run(
@@ -50,9 +63,9 @@ def run(
     """Run or resume ``job`` in the directory ``output`` (None: no files are kept).
 
     ``until`` is asked between steps; once it is true the run ends with ``StoppedError``, and beyond
-    ``job.max_failures`` with ``TooManyFailuresError``. Finished requests are kept, and the same job resumes the run;
-    after ``DeviceLost`` it takes a new process. ``UserError`` for a job that cannot run, and for an ``output`` that
-    holds something else, is in use, or cannot be written.
+    ``job.max_failures``, or where the first 32 requests all fail, with ``TooManyFailuresError``. Finished requests are
+    kept, and the same job resumes the run; after ``DeviceLost`` it takes a new process. ``UserError`` for a job that
+    cannot run, and for an ``output`` that holds something else, is in use, or cannot be written.
     """
     require(
         output is not None or job.format == "jsonl",
@@ -61,18 +74,26 @@ def run(
     if output is not None and job.restart:
         set_aside(output, "manifest.json")
     with directory(output, "manifest.json") as path, watched(progress.compiling) as startup:
-        with kept_status(path / "status.json") as status:
+        with leaving_nothing_undone(path), kept_status(path / "status.json") as status:
             work = _prepared(job, path, progress, status, until, shared, startup)
             with phase("fingerprints"):
                 asked = job_manifest(
-                    job, work.config, work.checkpoints, work.index, with_fingerprints=output is not None
+                    work.job,
+                    work.config,
+                    work.checkpoints,
+                    work.index,
+                    work.prompts.files,
+                    with_fingerprints=output is not None,
                 )
+            take_over(path, asked, free=FREE_IN_A_RUN)
             require_same(path / "manifest.json", asked, free=FREE_IN_A_RUN, remedy=_REMEDY)
-            if job.config is not None:  # the last command's: a resumed run may have another batch size
-                write_text(path / "config.yaml", job.config)
             if is_finished(path, job, status.admit()):
                 status.put_back()
+                if not (path / MAIN_FILES[job.format]).exists():
+                    export(path, job.format)
             else:
+                if job.config is not None:  # the last command's: a resumed run may have another batch size
+                    write_text(path / "config.yaml", job.config)
                 status.write("preparing")
                 if work.unkept is not None:
                     keep_index(path / PROMPTS, work.unkept, work.index)
@@ -80,7 +101,7 @@ def run(
                     write_json_lines(path / REQUESTS, filter(None, work.index.rows))
                 with kept_while_lost(path):
                     status.finish(write_report(path, work.answer(path)))
-        export(path, job.format)
+                export(path, job.format)
         return read_result(path, work.index.first)
 
 
@@ -94,9 +115,12 @@ def _prepared(
     startup: Startup,
 ) -> "_Work":
     """The work of ``job`` in ``path``, checked: its whole input is read, or the index that an earlier process left."""
-    checkpoints = open_checkpoints(job.engine)
-    config = resolve(job.engine, checkpoints)
-    prompts = open_prompts(job.dataset, data_path=job.data_path, num_prompts=job.num_prompts, how=job.how)
+    with phase("checkpoints"):
+        checkpoints = open_checkpoints(job.engine)
+        config = resolve(job.engine, checkpoints)
+        generation = generation_config(checkpoints["model"], config.generation_config)
+    if job.cluster is None:  # else it is the workers' memory
+        require_memory(replace(config, max_batch_size=1))  # how many rows there are is known of the prompts
 
     def seen(num_rows: int) -> None:
         if until():
@@ -104,14 +128,17 @@ def _prepared(
         status.read(num_rows)
         progress.read(num_rows)
 
-    content = prompts.key()
-    key = None if content is None else f"{__version__}, {content}, {job.dataset}, {job.shard}"
-    index = kept_index(path / PROMPTS, key)
-    unkept = key if index is None else None
-    if index is None:
-        read_as = f"{job.data_path}, read as {job.dataset}," if job.data_path else job.dataset
-        index = index_prompts(read_as, prompts, job.shard, seen)
-        index = replace(index, notes=tuple(prompts.notes.sentences()))
+    with phase("rows"):
+        prompts = open_prompts(job.dataset, data_path=job.data_path, num_prompts=job.num_prompts, how=job.how)
+        content = prompts.key()
+        key = None if content is None else f"{__version__}, {content}, {job.dataset}, {job.shard}"
+        index = kept_index(path / PROMPTS, key)
+        unkept = key if index is None else None
+        if index is None:
+            read_as = f"{job.data_path}, read as {job.dataset}," if job.data_path else job.dataset
+            with rarely_collected():  # what a row leaves is no garbage
+                index = index_prompts(read_as, prompts, job.shard, seen)
+            index = replace(index, notes=tuple(prompts.notes.sentences()))
     if job.engine.template_kwargs != TemplateKwargs():
         require(
             index.has_chats,
@@ -119,14 +146,18 @@ def _prepared(
             "remove it, or give rows with messages",
         )
         load_chat_tokenizer(config, checkpoints)  # refuses names before there is a directory with them
+    if job.cluster is None:
+        require_memory(_with_rows_for(index, config))
     for sentence in (*index.notes, *without_effect(job, index)):
         progress.warn(sentence)
+    if said := generation.sentence(job.given):
+        progress.note(f"{FILE}: {said}")
     if index.has_chats:
         config = with_recorded_date(config, job.engine, path / "manifest.json")
     else:  # no prompt has the date in it
         config = replace(config, chat_template_kwargs=job.engine.chat_template_kwargs)
     return _Work(
-        job=job,
+        job=replace(job, sampling=generation.over(job.sampling, job.given)),
         config=config,
         checkpoints=checkpoints,
         prompts=prompts,
@@ -138,6 +169,42 @@ def _prepared(
         shared=shared,
         startup=startup,
     )
+
+
+def _with_rows_for(index: PromptIndex, config: EngineConfig) -> EngineConfig:
+    """``config`` with no more rows than the prompts can use, which take memory."""
+    return replace(config, max_batch_size=min(config.max_batch_size, bucket(index.num_conversations)))
+
+
+class _FirstRequests:
+    """The first requests of a run in the order of its input, without rows that are none: if all fail, so will others.
+
+    In that order, as what fails at once is known long before what runs beside it. With ``max_failures`` the user has
+    said how many failures are too many.
+    """
+
+    def __init__(self, files: RunDirectory, max_failures: int | None) -> None:
+        self._files = files
+        self._counts = max_failures is None
+        self._ids: list[str] = []
+
+    def noted(self, prompts: Iterable[Prompt | Rejected]) -> Iterator[Prompt | Rejected]:
+        for prompt in prompts:
+            if len(self._ids) < _FIRST and isinstance(prompt, Prompt):
+                self._ids.append(prompt.turn_ids[0])
+            yield prompt
+
+    @property
+    def all_failed(self) -> bool:
+        """Whether they have, in this run, and nothing is done."""
+        if not self._counts or len(self._files.completions) or len(self._ids) < _FIRST:
+            return False
+        return all(request_id in self._files.errors for request_id in self._ids)
+
+    @property
+    def reason(self) -> str:
+        """Why the first of them did."""
+        return failure(self._ids[0], str(self._files.errors[self._ids[0]]["error"]))
 
 
 @dataclass(kw_only=True)
@@ -196,19 +263,21 @@ class _Work:
         seconds = self.startup.take()
         if config.device != "cpu":
             self.progress.ready(name, seconds)
+        first = _FirstRequests(files, self.job.max_failures)
         total, done = self.index.num_requests, len(files.completions)
         self.status.begin(tally, total=total, done=done, startup=seconds)
         self.progress.start(name, tally, total, done)
         outputs = engine.generate(
-            self.prompts.select(self.index.pending(files.completions)),
+            first.noted(self.prompts.select(self.index.pending(files.completions))),
             self.job.sampling,
             earlier=files.texts,
             lost=read_lost(files.path),
-            until=lambda: self.until() or self._too_many(files),
+            until=lambda: self.until() or self._too_many(files) or first.all_failed,
         )
         try:
-            for output in outputs:
-                self._keep(output, files)
+            with rarely_collected():  # also while its texts are written
+                for output in outputs:
+                    self._keep(output, files)
         except DeviceLost as lost:
             note_lost(files.path, lost)
             if not self.until():
@@ -217,7 +286,7 @@ class _Work:
             self.progress.finish()
             if self.job.events == "summary":
                 self._add_sums(files, summary)
-        self._require_all(files)
+        self._require_all(files, first)
 
     def _add_sums(self, files: RunDirectory, summary: Summary, *ended: Event) -> None:
         """Record what was done since the last call, then the requests that ended with it."""
@@ -225,7 +294,7 @@ class _Work:
             files.add_event(event)
 
     def _engine(self, config: EngineConfig, record: Callable[[Event], None]) -> Engine | RayEngine:
-        sampling = self.job.sampling
+        sampling, config = self.job.sampling, _with_rows_for(self.index, config)
         expected = most_demanding([sampling, *(replace(sampling, **row) for row in self.index.sampling)])
         if self.job.cluster is not None:
             return RayEngine(config=config, cluster=self.job.cluster, record=record, expected=expected)
@@ -235,6 +304,8 @@ class _Work:
                 if self.shared is None
                 else self.shared.load(config, self.checkpoints)
             )
+            for sentence in self.models.notes:
+                self.progress.warn(sentence)
         return Engine(config, record=record, models=self.models, expected=expected)
 
     def _keep(self, output: RequestOutput, files: RunDirectory) -> None:
@@ -248,13 +319,18 @@ class _Work:
     def _too_many(self, files: RunDirectory) -> bool:
         return self.job.max_failures is not None and len(files.errors) > self.job.max_failures
 
-    def _require_all(self, files: RunDirectory) -> None:
+    def _require_all(self, files: RunDirectory, first: "_FirstRequests") -> None:
         """Raise if the run ended before all requests did."""
         done, failed, total = len(files.completions), len(files.errors), self.index.num_requests
         if self._too_many(files):
             raise TooManyFailuresError(
                 f"{failed} requests failed, more than max-failures {self.job.max_failures}; "
                 f"{done} of {total} are done"
+            )
+        if done + failed < total and first.all_failed:
+            raise TooManyFailuresError(
+                f"the first {_FIRST} of {total} requests all failed, and none is done ({first.reason}): mend that, or "
+                "let the others run with --max-failures"
             )
         if done + failed < total:
             raise StoppedError(f"interrupted with {done} of {total} requests done")

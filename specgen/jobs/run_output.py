@@ -16,11 +16,11 @@ from specgen.json_fields import load_json
 from specgen.prompts import Prompt, failure
 from specgen.report import tables
 from specgen.report.from_rows import NONE, fold_rows, without_events
-from specgen.report.origin import origin
+from specgen.report.origin import origin, run_title
 from specgen.report.report import Report, fold
 from specgen.report.run_texts import RunTexts
 from specgen.rundir.atomic import write_json, write_text
-from specgen.rundir.row_file import RowFile
+from specgen.rundir.row_file import Rows
 from specgen.text.tokenizer import Tokenizer, load_tokenizer
 
 MAIN_FILES: Mapping[FormatName, str] = {
@@ -52,7 +52,7 @@ def is_finished(path: Path, job: Job, state: str | None) -> bool:
 
 def read_result(path: Path, first: Sequence[Prompt] = ()) -> RunResult:
     """The result of the finished run in ``path``; the prompts ``first`` are shown with their answers."""
-    completions, errors = RowFile(path / "completions.jsonl"), RowFile(path / "errors.jsonl")
+    completions, errors = Rows(path / "completions.jsonl"), Rows(path / "errors.jsonl")
     answers = [
         _shown(completions[prompt.id]) if prompt.id in completions else errors[prompt.id]["error"]
         for prompt in first
@@ -82,17 +82,15 @@ def write_report(path: Path, baseline: Path | None) -> Mapping[str, Any]:
 
     ``baseline`` is the directory of the plain run.
     """
-    record, rows = read_json(path / "manifest.json"), RowFile(path / "completions.jsonl")
+    record, rows = read_json(path / "manifest.json"), Rows(path / "completions.jsonl")
     events: EventsName = record.get("events", "full")
     texts = RunTexts(rows) if events == "full" else None  # others do not tell where a token came from
     report = _folded(path, record["engine"]["num_spec_tokens"], events, texts)
     if baseline is not None:
         report = report.with_baseline(_folded(baseline, 0, events), *_identical(path, baseline))
     document = without_events(report.to_json()) if events == NONE else report.to_json()
-    model = record.get("served_model_name", Path(record["engine"]["model"]).name)
-    title = f"{model} on {record['data']['dataset']}"
     shown = ([], None) if texts is None else texts.shown(_tokenizer(record["engine"]["model"]))
-    page = tables.page(document, record["settings"], title, origin(record), *shown)
+    page = tables.page(document, record["settings"], run_title(record), origin(record), *shown)
     write_text(path / "report.html", page)
     write_json(path / "report.json", document)
     return document
@@ -107,22 +105,22 @@ def _tokenizer(model: str) -> Tokenizer | None:
 
 
 def _folded(path: Path, num_spec_tokens: int, events: EventsName, texts: RunTexts | None = None) -> Report:
-    rows = RowFile(path / "completions.jsonl").values()
+    rows = Rows(path / "completions.jsonl")
     if events == NONE:
-        report = fold_rows(rows, num_spec_tokens=num_spec_tokens)
+        report = fold_rows(rows.values(), ids=rows, num_spec_tokens=num_spec_tokens)
     else:
         recorded = read(path / "events.jsonl")
         report = fold(recorded if texts is None else texts.watch(recorded), num_spec_tokens=num_spec_tokens)
     # rejected rows, which have no events, have failed too
-    counted = replace(report, num_errors=len(RowFile(path / "errors.jsonl")))
+    counted = replace(report, num_errors=len(Rows(path / "errors.jsonl")))
     return counted.with_texts(
-        row["text"] or (row.get("reasoning", "") if events == NONE else "") for row in rows
+        row["text"] or (row.get("reasoning", "") if events == NONE else "") for row in rows.values()
     )
 
 
 def _identical(main: Path, base: Path) -> tuple[float, int]:
     """Share of requests with the same tokens in both runs, and the number compared."""
-    ours, theirs = RowFile(main / "completions.jsonl"), RowFile(base / "completions.jsonl")
+    ours, theirs = Rows(main / "completions.jsonl"), Rows(base / "completions.jsonl")
     both = [name for name in ours if name in theirs]
     same = sum(ours[name]["token_ids"] == theirs[name]["token_ids"] for name in both)
     return (same / len(both) if both else 0.0), len(both)
@@ -130,11 +128,11 @@ def _identical(main: Path, base: Path) -> tuple[float, int]:
 
 def export(path: Path, format_name: FormatName) -> None:
     """Write the rows of the finished run in ``path`` in another format too."""
-    completions, main = RowFile(path / "completions.jsonl"), path / MAIN_FILES[format_name]
+    completions, main = Rows(path / "completions.jsonl"), path / MAIN_FILES[format_name]
     if format_name == "parquet":
         export_parquet(completions.values(), main)
     elif format_name == "openai":
-        errors, error_output = RowFile(path / "errors.jsonl"), path / "batch_errors.jsonl"
+        errors, error_output = Rows(path / "errors.jsonl"), path / "batch_errors.jsonl"
         served = _served(path)
         export_openai(
             completions.values(), errors.values(), output=main, error_output=error_output, served=served

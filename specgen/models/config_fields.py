@@ -25,6 +25,11 @@ def items(config: Raw, name: str) -> list[Any]:
     return value
 
 
+def architectures(config: Raw) -> tuple[str, ...]:
+    """The classes that the config names for the model; none if it has no such list."""
+    return tuple(map(str, items(config, "architectures")))
+
+
 def flag(config: Raw, name: str, default: bool = False) -> bool:
     """A boolean."""
     value = _given(config, name, default)

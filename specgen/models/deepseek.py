@@ -3,20 +3,22 @@
 from specgen.config import require, shown
 from specgen.models.config_fields import Raw, count, flag, items, number
 from specgen.models.latent_config import LatentConfig
-from specgen.models.mixture_config import MixtureConfig, SigmoidWeights, num_chosen
+from specgen.models.mixture_config import MixtureConfig, SigmoidWeights
 from specgen.models.model_config import TargetConfig
 
-_ONLY = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
 _KINDS = {"dense": False, "sparse": True}
 
 
 def read(config: Raw) -> TargetConfig:
     """Latent attention, and behind the first dense layers experts beside one that all tokens go through."""
-    for name, value in _ONLY.items():
-        given = config.get(name)
-        require(given in (None, value), f"{name} is {shown(given)}: only {shown(value)} is supported")
-    mixture, latent = mixture_of(config, _mixtures(config)), LatentConfig.from_hf(config)
-    # "head_dim" is that of the rotary part in some files
+    layers, latent = _mixtures(config), LatentConfig.from_hf(config)
+    num_heads = count(config, "num_attention_heads")
+    num_kv_heads = count(config, "num_key_value_heads", num_heads)
+    require(
+        num_kv_heads == num_heads,
+        f"num_key_value_heads is {num_kv_heads} of {num_heads} heads: latents are of all heads, config.json is wrong",
+    )
+    mixture = mixture_of(config, layers) if any(layers) else None
     return TargetConfig.from_hf({**config, "head_dim": latent.key_dim}, mixture=mixture, latent=latent)
 
 
@@ -25,13 +27,13 @@ def mixture_of(config: Raw, layers: tuple[bool, ...]) -> MixtureConfig:
     width = count(config, "moe_intermediate_size")
     return MixtureConfig(
         num_experts=count(config, "n_routed_experts"),
-        num_chosen=num_chosen(config),
+        num_chosen=count(config, "num_experts_per_tok"),
         width=width,
         layers=layers,
         weights=SigmoidWeights(
             num_groups=count(config, "n_group"),
             num_chosen_groups=count(config, "topk_group"),
-            normalized=flag(config, "norm_topk_prob", True),
+            normalized=flag({"norm_topk_prob": True, **config}, "norm_topk_prob"),
             scale=number(config, "routed_scaling_factor"),
         ),
         router="gate",
@@ -40,7 +42,7 @@ def mixture_of(config: Raw, layers: tuple[bool, ...]) -> MixtureConfig:
 
 
 def _mixtures(config: Raw) -> tuple[bool, ...]:
-    """Which layers are mixtures: by name (transformers 5), or all but the first."""
+    """Which layers are mixtures: by name, or all but the first; none in some files."""
     kinds, num_layers = items(config, "mlp_layer_types"), count(config, "num_hidden_layers")
     for kind in kinds:
         require(
@@ -56,8 +58,7 @@ def _mixtures(config: Raw) -> tuple[bool, ...]:
         layer >= int(str(dense)) for layer in range(num_layers)
     )
     require(
-        len(layers) == num_layers and any(layers),
-        f"mlp_layer_types or first_k_dense_replace gives {sum(layers)} of {len(layers)} layers experts, "
-        f"num_hidden_layers is {num_layers}: config.json is wrong",
+        len(layers) == num_layers,
+        f"mlp_layer_types names {len(layers)} layers, num_hidden_layers {num_layers}: config.json is wrong",
     )
     return layers

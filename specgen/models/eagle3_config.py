@@ -5,10 +5,9 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from specgen.config import UserError, require, shown
-from specgen.models.config_fields import Raw, count, flag, section
+from specgen.models.config_fields import Raw, architectures, count, flag, section
 from specgen.models.model_config import (
     HeadConfig,
-    architectures,
     dtype_name,
     head_biases,
     layer_settings,

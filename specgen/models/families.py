@@ -8,13 +8,24 @@ from typing import Any
 from torch import Tensor
 
 from specgen.config import UserError, require, shown
-from specgen.models import deepseek, eagle1_config, eagle3_config, gpt_oss, llama, mtp, mtp_config, qwen3_moe
-from specgen.models.config_fields import Raw
+from specgen.models import (
+    config_keys,
+    deepseek,
+    eagle1_config,
+    eagle3_config,
+    gpt_oss,
+    llama,
+    mtp,
+    mtp_config,
+    qwen3_moe,
+)
+from specgen.models.config_fields import Raw, architectures
+from specgen.models.config_keys import HEADS, Keys, known_keys, unread_keys
 from specgen.models.eagle1 import Eagle1Head
 from specgen.models.eagle1_config import Eagle1Config
 from specgen.models.eagle3 import Eagle3Head
 from specgen.models.eagle3_config import Eagle3Config
-from specgen.models.model_config import HeadConfig, TargetConfig, architectures
+from specgen.models.model_config import HeadConfig, TargetConfig
 from specgen.models.mtp import MtpHead
 from specgen.models.mtp_config import MtpConfig
 from specgen.models.protocols import Head, Target
@@ -26,11 +37,16 @@ from specgen.ops import Ops
 class Family:
     """The targets of one architecture."""
 
-    config: Callable[[Raw], TargetConfig]  # from a config.json
+    keys: Keys  # of its config.json
+    read: Callable[[Raw], TargetConfig]  # from those keys
     build: Callable[[Any, Take, Ops], Target]  # from that config
     ignored: Callable[
         [Any, Set[str]], Set[str]
     ]  # of the names in a checkpoint, tensors that no pass of it uses
+
+    def config(self, raw: Raw) -> TargetConfig:
+        """From a ``config.json``; ``UserError`` for what is not supported."""
+        return self.read(known_keys(raw, self.keys))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,18 +58,26 @@ class HeadFamily:
     config: Callable[[Raw, Set[str], int | None], HeadConfig]  # also from the target's number of layers
     build: Callable[[Any, Take, Target, Tensor, Ops], Head]  # from that config; the tensor is draft_to_target
     ignored: Set[str]  # tensors in some checkpoints that no pass uses
+    keys: Keys | None = HEADS  # of its config.json; None: those of its target's family
 
 
 _llama = partial(Family, build=llama.Llama.build, ignored=llama.ignored_tensors)
+_latents = partial(_llama, read=deepseek.read, ignored=mtp.ignored_tensors)
 FAMILIES: Mapping[str, Family] = {
-    "LlamaForCausalLM": _llama(config=TargetConfig.from_hf),
-    "Qwen2ForCausalLM": _llama(config=partial(TargetConfig.from_hf, qkv_bias=True)),
-    "Qwen3ForCausalLM": _llama(config=partial(TargetConfig.from_hf, qk_norm=True)),
-    "Qwen3MoeForCausalLM": _llama(config=qwen3_moe.read),
-    "GptOssForCausalLM": _llama(config=gpt_oss.read),
-    "DeepseekV3ForCausalLM": _llama(config=deepseek.read, ignored=mtp.ignored_tensors),
-    "Glm4MoeLiteForCausalLM": _llama(config=deepseek.read, ignored=mtp.ignored_tensors),
+    "LlamaForCausalLM": _llama(keys=config_keys.LLAMA, read=TargetConfig.from_hf),
+    "Qwen2ForCausalLM": _llama(keys=config_keys.QWEN2, read=partial(TargetConfig.from_hf, qkv_bias=True)),
+    "Qwen3ForCausalLM": _llama(keys=config_keys.QWEN3, read=partial(TargetConfig.from_hf, qk_norm=True)),
+    "Qwen3MoeForCausalLM": _llama(keys=config_keys.QWEN3_MOE, read=qwen3_moe.read),
+    "GptOssForCausalLM": _llama(keys=config_keys.GPT_OSS, read=gpt_oss.read),
+    "DeepseekV3ForCausalLM": _latents(keys=config_keys.DEEPSEEK_V3),
+    "Glm4MoeLiteForCausalLM": _latents(keys=config_keys.GLM4_MOE_LITE),
 }
+
+
+def _mtp_config(raw: Raw, tensors: Set[str], num_target_layers: int | None) -> MtpConfig:
+    return MtpConfig.from_hf(known_keys(raw, family_of(raw).keys), tensors, num_target_layers)
+
+
 HEAD_FAMILIES: Mapping[str, HeadFamily] = {
     "EAGLE3": HeadFamily(
         recognize=eagle3_config.is_eagle3,
@@ -72,9 +96,10 @@ HEAD_FAMILIES: Mapping[str, HeadFamily] = {
     "MTP": HeadFamily(
         recognize=mtp_config.is_mtp,
         refusal=mtp_config.NOT_MTP,
-        config=MtpConfig.from_hf,
+        config=_mtp_config,
         build=MtpHead.build,
         ignored=frozenset(),
+        keys=None,
     ),
 }
 # Architectures that are asked for and not built, and what they need.
@@ -107,3 +132,9 @@ def head_family_of(config: Raw, tensors: Set[str]) -> HeadFamily:
         if family.recognize(config, tensors):
             return family
     raise UserError("; ".join(family.refusal for family in HEAD_FAMILIES.values()))
+
+
+def unread(config: Raw, tensors: Set[str]) -> tuple[str, ...]:
+    """Keys of the ``config.json`` of a target or head that nothing reads, though they may mean something."""
+    heads = (family.keys for family in HEAD_FAMILIES.values() if family.recognize(config, tensors))
+    return unread_keys(config, next(heads, None) or family_of(config).keys)

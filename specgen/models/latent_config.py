@@ -1,10 +1,10 @@
 """Multi-head latent attention, as in a ``config.json``; no torch."""
 
-import math
 from dataclasses import dataclass
 
 from specgen.config import require
-from specgen.models.config_fields import Raw, count, flag, number, section
+from specgen.models.config_fields import Raw, count, flag
+from specgen.models.rope_config import latent_scale
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,8 +52,8 @@ class LatentConfig:
             rope_dim=rope,
             value_dim=count(config, "v_head_dim"),
             query_rank=None if config.get("q_lora_rank") is None else count(config, "q_lora_rank"),
-            scale=(nope + rope) ** -0.5 * _yarn_factor(config) ** 2,
-            interleaved=flag(config, "rope_interleave", True),
+            scale=(nope + rope) ** -0.5 * latent_scale(config) ** 2,
+            interleaved=flag({"rope_interleave": True, **config}, "rope_interleave"),
         )
 
     def __str__(self) -> str:
@@ -62,13 +62,3 @@ class LatentConfig:
             f"latent: {self.rank} + {self.rope_dim} numbers a position for all heads{queries}; keys {self.nope_dim} + "
             f"{self.rope_dim}, values {self.value_dim} wide"
         )
-
-
-def _yarn_factor(config: Raw) -> float:
-    """What YaRN with ``mscale_all_dim`` multiplies queries and keys by, beside the rotation."""
-    parameters = section(config, "rope_parameters") or section(config, "rope_scaling")
-    kind = parameters.get("rope_type") or parameters.get("type")
-    if kind != "yarn" or not parameters.get("mscale_all_dim"):
-        return 1.0
-    factor = number(parameters, "factor")
-    return 1.0 if factor <= 1 else 0.1 * number(parameters, "mscale_all_dim") * math.log(factor) + 1.0

@@ -4,7 +4,6 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from specgen.config import require
-from specgen.models.config_fields import Raw, count
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,22 +83,3 @@ _WEIGHTS = {
     "normalized": "weights from the softmax over all, divided by their sum",
     "softmax of chosen": "weights from the softmax over the chosen",
 }
-
-
-def num_experts(config: Raw) -> int:
-    """Under either of its names: transformers 5 renames it when it saves."""
-    names = [name for name in ("num_experts", "num_local_experts") if config.get(name) is not None]
-    counts = [count(config, name) for name in names or ["num_experts"]]
-    require(
-        len(set(counts)) == 1,
-        f"num_experts is {counts[0]} and num_local_experts {counts[-1]}: config.json is wrong",
-    )
-    return counts[0]
-
-
-def num_chosen(config: Raw) -> int:
-    """Experts per token, under either of its names."""
-    name = "num_experts_per_tok"
-    return count(
-        config, name if config.get("experts_per_token") is None or config.get(name) else "experts_per_token"
-    )

@@ -6,7 +6,8 @@ from typing import Any, ClassVar, Self
 
 from specgen.config import require, shown
 from specgen.kv.kv_spec import KVSpec
-from specgen.models.config_fields import LARGEST_COUNT, Raw, count, flag, items, number
+from specgen.models.config_fields import LARGEST_COUNT, Raw, architectures, count, flag, items, number
+from specgen.models.config_keys import refuse_values
 from specgen.models.fp8_config import BLOCK, Fp8Config, fp8_config
 from specgen.models.latent_config import LatentConfig
 from specgen.models.mixture_config import MixtureConfig
@@ -167,7 +168,7 @@ class TargetConfig(LayerConfig):
         """
         biased = flag(config, "attention_bias")
         if not windowed:
-            _refuse_windows(config)
+            _refuse_windows(config, count(config, "num_hidden_layers"))
         return cls(
             architecture=architectures(config)[0],
             num_layers=count(config, "num_hidden_layers"),
@@ -245,14 +246,9 @@ class HeadConfig(LayerConfig):
         }
 
 
-def architectures(config: Raw) -> tuple[str, ...]:
-    """The classes that the config names for the model; none if it has no such list."""
-    return tuple(map(str, items(config, "architectures")))
-
-
 def layer_settings(config: Raw) -> dict[str, Any]:
     """The settings that the layers of targets and heads have in common."""
-    _refuse_unsupported(config)
+    refuse_values(config)
     hidden_size, num_heads = count(config, "hidden_size"), count(config, "num_attention_heads")
     num_kv_heads = count(config, "num_key_value_heads", num_heads)
     head_dim = count(config, "head_dim", hidden_size // num_heads)
@@ -274,17 +270,23 @@ def layer_settings(config: Raw) -> dict[str, Any]:
     }
 
 
-def _refuse_unsupported(config: Raw) -> None:
-    activation = config.get("hidden_act", "silu")
-    require(activation == "silu", f"hidden_act is {shown(activation)}: only 'silu' is supported")
-
-
-def _refuse_windows(config: Raw) -> None:
-    window, used = config.get("sliding_window"), config.get("use_sliding_window", True)
-    sliding = (window and used) or "sliding_attention" in items(config, "layer_types")
+def _refuse_windows(config: Raw, num_layers: int) -> None:
+    """For families whose windows are not built: ``layer_types`` decides, without it ``sliding_window``."""
+    window = config.get("sliding_window") if flag(config, "use_sliding_window", True) else None
+    kinds, first = items(config, "layer_types"), config.get("max_window_layers") or 0
+    require(type(first) is int, f"max_window_layers is {shown(first)}: it must be a number of layers")
     require(
-        not sliding,
-        f"sliding_window is {shown(window)} and in use: a target needs full attention in all layers",
+        len(kinds) in (0, num_layers),
+        f"layer_types names {len(kinds)} layers, num_hidden_layers {num_layers}: config.json is wrong",
+    )
+    for kind in kinds:
+        require(
+            kind == "full_attention",
+            f"layer_types has {shown(kind)}: a target of this family needs full attention in all layers",
+        )
+    require(
+        bool(kinds) or window is None or first >= num_layers,
+        f"sliding_window is {shown(window)} and in use: a target of this family needs full attention in all layers",
     )
 
 

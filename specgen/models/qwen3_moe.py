@@ -2,7 +2,7 @@
 
 from specgen.config import require, shown
 from specgen.models.config_fields import Raw, count, flag, items
-from specgen.models.mixture_config import MixtureConfig, num_chosen, num_experts
+from specgen.models.mixture_config import MixtureConfig
 from specgen.models.model_config import TargetConfig
 
 
@@ -16,11 +16,16 @@ def read(config: Raw) -> TargetConfig:
     layers = tuple(
         layer not in dense and (layer + 1) % step == 0 for layer in range(count(config, "num_hidden_layers"))
     )
+    window = config.get("sliding_window") if flag(config, "use_sliding_window") else None
+    require(
+        window is None,  # whatever layer_types says: transformers does not ask them
+        f"sliding_window is {shown(window)} and in use: a target of this family needs full attention in all layers",
+    )
     if not any(layers):
         return TargetConfig.from_hf(config, qk_norm=True)
     mixture = MixtureConfig(
-        num_experts=num_experts(config),
-        num_chosen=num_chosen(config),
+        num_experts=count(config, "num_experts"),
+        num_chosen=count(config, "num_experts_per_tok"),
         width=count(config, "moe_intermediate_size"),
         layers=layers,
         weights="normalized" if flag(config, "norm_topk_prob") else "softmax",

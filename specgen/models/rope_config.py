@@ -3,11 +3,29 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from specgen.config import require, shown
 from specgen.models.config_fields import Raw, count, flag, number, section
 
-_YARN_NUMBERS = {"factor": None, "beta_fast": 32.0, "beta_slow": 1.0}  # and their defaults
+_DEFAULT_THETA = 10_000.0
+_LENGTH = "original_max_position_embeddings"
+_KINDS = {  # and what is read of each, beside type, base and share of a head
+    "default": frozenset[str](),
+    "linear": frozenset({"factor", "mscale_all_dim"}),
+    "llama3": frozenset({"factor", "mscale_all_dim", "low_freq_factor", "high_freq_factor", _LENGTH}),
+    "yarn": frozenset({"factor", "mscale_all_dim", "mscale", "attention_factor", "truncate", _LENGTH})
+    | {"beta_fast", "beta_slow"},
+}
+_OF_ALL = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
+_YARN_NUMBERS = {"beta_fast": 32.0, "beta_slow": 1.0}  # and their defaults
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearScaling:
+    """Positions divided by ``factor`` (``rope_type: linear``)."""
+
+    factor: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +55,7 @@ class RopeConfig:
     """Rotary position embedding: base and scaling, if any."""
 
     theta: float
+    linear: LinearScaling | None = None
     llama3: Llama3Scaling | None = None
     yarn: YarnScaling | None = None
 
@@ -46,37 +65,93 @@ class RopeConfig:
         return 1.0 if self.yarn is None else self.yarn.concentration
 
     def __str__(self) -> str:
-        text = f"base {self.theta:,.0f}"
+        return f"base {self.theta:,.0f}, {self._scaling()}"
+
+    def _scaling(self) -> str:
+        if self.linear is not None:
+            return f"linear scaling by {self.linear.factor:g}"
         if self.llama3 is not None:
-            text += f", llama3 scaling by {self.llama3.factor:g}"
+            return f"llama3 scaling by {self.llama3.factor:g} from {self.llama3.original_max_positions:,} positions"
         if self.yarn is not None:
             bounds = "rounded" if self.yarn.truncate else "exact"
-            text += f", YaRN scaling by {self.yarn.factor:g} ({bounds} bounds)"
-            text += f", cos and sin times {self.concentration:.4g}"
-        return text
+            return (
+                f"YaRN scaling by {self.yarn.factor:g} from {self.yarn.original_max_positions:,} positions "
+                f"({bounds} bounds), cos and sin times {self.concentration:.4g}"
+            )
+        return "no scaling"
 
     @classmethod
     def from_hf(cls, config: Raw) -> "RopeConfig":
-        """Read ``rope_parameters`` (transformers 5) or ``rope_theta`` with ``rope_scaling`` (before)."""
-        parameters = section(config, "rope_parameters") or section(config, "rope_scaling")
-        by_layer = any(isinstance(value, Mapping) for value in parameters.values())
-        kind = parameters.get("rope_type") or parameters.get("type") or "default"
-        kind = "by layer" if by_layer else kind
-        require(
-            kind in ("default", "llama3", "yarn"),
-            f"rope type {shown(kind)} is not supported: use a checkpoint with 'default', 'llama3' or 'yarn' rotary "
-            "positions",
-        )
-        partial = parameters.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
-        require(
-            partial == 1.0,
-            f"partial_rotary_factor is {shown(partial)}: only fully rotary heads are supported",
-        )
+        """Read ``rope_parameters`` (transformers 5) or ``rope_theta`` with ``rope_scaling`` (before), as it does."""
+        parameters = rope_parameters(config)
+        kind = parameters["rope_type"]
         return cls(
-            theta=number({**config, **parameters}, "rope_theta", 10_000.0),
+            theta=number(parameters, "rope_theta"),
+            linear=LinearScaling(factor=number(parameters, "factor")) if kind == "linear" else None,
             llama3=_llama3(parameters) if kind == "llama3" else None,
-            yarn=_yarn(parameters) if kind == "yarn" else None,
+            yarn=_yarn(parameters, config) if kind == "yarn" else None,
         )
+
+
+def rope_parameters(config: Raw) -> Raw:
+    """The one dictionary of rotary parameters that ``transformers`` makes of all that a ``config.json`` says of them.
+
+    ``rope_scaling``, which model cards tell their readers to add, takes the place of ``rope_parameters``; what stands
+    beside the dictionary fills its gaps, but an ``original_max_position_embeddings`` there overrides the one in it.
+    ``UserError`` for a kind of scaling that is not supported.
+    """
+    scaling, parameters = section(config, "rope_scaling"), section(config, "rope_parameters")
+    _refuse_lost_theta(config, scaling, parameters)
+    chosen = scaling or parameters
+    kind = chosen.get("rope_type", chosen.get("type", "default"))
+    kind = "by layer" if any(isinstance(value, Mapping) for value in chosen.values()) else kind
+    require(
+        isinstance(kind, str) and kind in _KINDS,
+        f"rope type {shown(kind)} is not supported: use a checkpoint whose rotary positions are of the type "
+        f"{' or '.join(map(repr, _KINDS))}",
+    )
+    found: dict[str, Any] = {"rope_type": kind}
+    theta = (
+        None if any("rope_theta" in each for each in (chosen, config)) else _DEFAULT_THETA
+    )  # null is no base
+    for name, default in (("rope_theta", theta), ("partial_rotary_factor", 1.0)):
+        found[name] = next((each[name] for each in (chosen, config) if each.get(name) is not None), default)
+    partial = found["partial_rotary_factor"]
+    require(
+        partial == 1.0,
+        f"partial_rotary_factor is {shown(partial)}: only fully rotary heads are supported",
+    )
+    if kind in ("llama3", "yarn"):
+        given = (each[_LENGTH] for each in (config, chosen) if each.get(_LENGTH) is not None)
+        found[_LENGTH] = next(given, config.get("max_position_embeddings"))
+    return {**chosen, **found}
+
+
+def unread_parameters(config: Raw) -> set[str]:
+    """Names in the dictionary of rotary parameters that holds which its kind of scaling does not read."""
+    where = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
+    known = _OF_ALL | _KINDS[rope_parameters(config)["rope_type"]]
+    return {
+        f"{where}.{name}" for name, value in section(config, where).items() if value and name not in known
+    }
+
+
+def _refuse_lost_theta(config: Raw, scaling: Raw, parameters: Raw) -> None:
+    """Where ``transformers`` would go on with another base than the one that the model was saved with."""
+    lost, kept = parameters.get("rope_theta"), config.get("rope_theta") or _DEFAULT_THETA
+    require(
+        not scaling or scaling.get("rope_theta") is not None or lost in (None, kept),
+        f"rope_scaling takes the place of rope_parameters and has no rope_theta, so {shown(lost)} there would become "
+        f"{shown(kept)}: write rope_theta into rope_scaling",
+    )
+
+
+def latent_scale(config: Raw) -> float:
+    """What scaling with ``mscale_all_dim`` multiplies queries and keys of latent attention by, beside the rotation."""
+    parameters = rope_parameters(config)
+    if parameters["rope_type"] == "default" or not parameters.get("mscale_all_dim"):
+        return 1.0
+    return _concentration(number(parameters, "factor"), number(parameters, "mscale_all_dim"))
 
 
 def _llama3(parameters: Raw) -> Llama3Scaling:
@@ -86,13 +161,19 @@ def _llama3(parameters: Raw) -> Llama3Scaling:
         factor=factor,
         low_freq_factor=low,
         high_freq_factor=high,
-        original_max_positions=count(parameters, "original_max_position_embeddings"),
+        original_max_positions=count(parameters, _LENGTH),
     )
 
 
-def _yarn(parameters: Raw) -> YarnScaling:
-    factor, fast, slow = (number(parameters, name, default) for name, default in _YARN_NUMBERS.items())
+def _yarn(parameters: Raw, config: Raw) -> YarnScaling:
+    fast, slow = (number(parameters, name, default) for name, default in _YARN_NUMBERS.items())
     require(slow < fast, f"beta_slow is {slow} and beta_fast {fast}: config.json is wrong")
+    original = count(parameters, _LENGTH)
+    if (
+        "factor" in parameters and parameters["factor"] is None
+    ):  # as transformers, for which a missing one is wrong
+        parameters = {**parameters, "factor": count(config, "max_position_embeddings") / original}
+    factor = number(parameters, "factor")
     # as transformers: two mscales are a ratio, one alone is ignored
     given = [number(parameters, name) for name in ("mscale", "mscale_all_dim") if parameters.get(name)]
     over, under = (_concentration(factor, each) for each in given) if len(given) == 2 else (None, None)
@@ -101,8 +182,8 @@ def _yarn(parameters: Raw) -> YarnScaling:
         factor=factor,
         beta_fast=fast,
         beta_slow=slow,
-        original_max_positions=count(parameters, "original_max_position_embeddings"),
-        truncate=flag(parameters, "truncate", True),
+        original_max_positions=original,
+        truncate=flag({"truncate": True, **parameters}, "truncate"),  # null is false
         concentration=number(parameters, "attention_factor", default),
     )
 

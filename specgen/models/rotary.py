@@ -1,4 +1,4 @@
-"""Rotary frequencies, with the scalings of Llama 3.1 and YaRN."""
+"""Rotary frequencies, scaled linearly, as of Llama 3.1, or by YaRN."""
 
 import math
 
@@ -19,6 +19,8 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int, device: torch.device) -
     """Radians per position of each rotary pair, [D / 2] in float32."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
     frequencies = 1.0 / rope.theta**exponents
+    if rope.linear is not None:
+        frequencies = frequencies / rope.linear.factor
     if rope.llama3 is not None:
         frequencies = _llama3_scaled(frequencies, rope.llama3)
     if rope.yarn is not None:

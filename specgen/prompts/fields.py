@@ -4,24 +4,29 @@ A million rows pass here: not ``require``, which would format its message for ea
 """
 
 from collections.abc import Mapping
+from math import inf
 from typing import Any
 
 from specgen.config import UserError, shown
 from specgen.text.tokenizer import Message
 
+_LIMIT = 2**63  # of the magnitude of an integer
 # Of a row: that of the prompt.
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 _CONTENT_OF = {role: f"the content of a {role} message" for role in _ROLES}
-_LIMIT = 2**63  # of the magnitude of a number in a row
 
 
 def character_string(value: object, what: str) -> str:
     """``value`` if it is a string that can be encoded; ``what`` names it in the ``UserError``."""
     if not isinstance(value, str):
         raise UserError(f"{what} is {shown(value)}, not a string")
+    if value.isascii():
+        return value
     try:
         value.encode()
     except UnicodeEncodeError as error:
+        if "\udc80" <= value[error.start] <= "\udcff":  # what an invalid byte of a file is read as
+            raise UserError(f"{what} is not UTF-8: save the file as UTF-8") from error
         raise UserError(f"{what} holds a lone surrogate, which is not a character") from error
     return value
 
@@ -42,16 +47,18 @@ def checked_list(value: object, what: str) -> list[Any]:
 
 
 def number(value: object, what: str) -> float:
-    """``value`` if it is a finite number, not a string of digits."""
-    if type(value) not in (int, float) or not abs(value) < _LIMIT:  # type: ignore[arg-type]  # false for NaN
+    """``value`` if it is a finite number of any size, not a string of digits."""
+    if type(value) not in (int, float) or not abs(value) < inf:  # type: ignore[arg-type]  # false for NaN
         raise UserError(f"{what} is {shown(value)}: use a number")
     return value  # type: ignore[return-value]
 
 
 def whole(value: object, what: str) -> int:
     """``value`` if it is an integer of 64 bits."""
-    if type(value) is not int or not abs(value) < _LIMIT:
+    if type(value) is not int:
         raise UserError(f"{what} is {shown(value)}: use a whole number")
+    if not -_LIMIT <= value < _LIMIT:
+        raise UserError(f"{what} is {shown(value)}: use a whole number of at most 64 bits")
     return value
 
 
@@ -66,7 +73,7 @@ def token_ids(value: object, what: str) -> tuple[int, ...]:
     """``value`` if it is a list of token ids; the vocabulary is checked later."""
     ids = tuple(checked_list(value, what))
     if not all(type(item) is int and 0 <= item < _LIMIT for item in ids):
-        raise UserError(f"{what} are not all integers from 0")
+        raise UserError(f"{what} must be integers of 0 or more")
     return ids
 
 

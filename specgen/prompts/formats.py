@@ -15,10 +15,14 @@ from specgen.prompts.rows import HubSource
 
 @dataclass(frozen=True, kw_only=True)
 class Format:
-    """The parser of a row, whose id is in the first of ``id_keys`` that it has, if any."""
+    """The parser of a row, whose id is in the first of ``id_keys`` that it has, if any.
+
+    ``turns`` is the field with the user's turns, where every row has them.
+    """
 
     id_keys: tuple[str, ...]
     parse: Callable[[str, Mapping[str, Any]], Prompt]
+    turns: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +35,7 @@ class Dataset:
 
 
 USERS = Format(id_keys=("custom_id", "id", "question_id", "task_id", "message_tree_id"), parse=parse_users)
-TURNS = Format(id_keys=("question_id",), parse=parse_turns)
+TURNS = Format(id_keys=("question_id",), parse=parse_turns, turns="turns")
 DATASETS = {
     "mt-bench": Dataset(
         format=TURNS, hub=HubSource(path="philschmid/mt-bench", split="train"), files=("question.jsonl",)

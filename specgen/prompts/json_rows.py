@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from specgen.config import UserError, first_line, require
+from specgen.config import UserError, first_line, require, shown
 
 _LONGEST = 64 * 2**20  # bytes of a line, characters of an array element
 _CHUNK = 2**20
@@ -20,6 +20,10 @@ _BETWEEN_ROWS = re.compile(r"[ \t\r\n,]*")
 Source = BufferedReader | GzipFile
 _DECODER = json.JSONDecoder()
 _decode = msgspec.json.Decoder().decode  # five times as fast as ``json``
+
+
+class OtherFormatError(UserError):
+    """The file is of another encoding or format; the text has the remedy."""
 
 
 class Row(NamedTuple):
@@ -56,16 +60,50 @@ def _read_lines(file: Source) -> Iterator[Row]:
 
 def _value(text: bytes) -> object:
     try:
-        return _decode(text)
+        value = _decode(text)
     except (msgspec.DecodeError, ValueError, RecursionError):
         return _value_or_why(text)  # takes what it refuses, such as NaN, for the error to name the field
+    # A key that is there twice leaves more of these than keys. So does one in a text: only then is it worth a look.
+    if text.count(b'":') + text.count(b'" :') > _num_keys(value):
+        return _value_or_why(text)
+    return value
 
 
-def _value_or_why(text: bytes) -> object:
+def _value_or_why(text: bytes | str) -> object:
     try:
-        return json.loads(text.decode())
+        return json.loads(text if isinstance(text, str) else text.decode(), object_pairs_hook=_unique)
+    except _RepeatedKeyError as error:
+        raise UserError(str(error)) from error
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"not UTF-8 ({error.reason} at byte {error.start}): save the file as UTF-8"
+        ) from error
     except (ValueError, RecursionError) as error:
         raise UserError(f"not valid JSON ({first_line(error)})") from error
+
+
+class _RepeatedKeyError(Exception):
+    """A key is there twice in one object; the text says which."""
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        repeated = next(key for number, (key, _) in enumerate(pairs) if key in dict(pairs[:number]))
+        raise _RepeatedKeyError(f"{shown(repeated)} is there twice in one object: keep the one that is meant")
+    return found
+
+
+def _num_keys(value: object) -> int:
+    """Of all objects in ``value``; fewer where a list begins with an integer. Not recursive: a million rows pass."""
+    found, parts = 0, [value]
+    for each in parts:  # grows meanwhile
+        if type(each) is dict:
+            found += len(each)
+            parts += each.values()
+        elif type(each) is list and each and type(each[0]) is not int:  # token ids are many
+            parts += each
+    return found
 
 
 def _skip_line(file: Source, part: bytes) -> None:
@@ -83,7 +121,12 @@ def _read_array(file: Source) -> Iterator[Row]:
         except UserError as error:
             yield _broken(f"row {number}", f"not valid JSON ({error}); no row after it is read")
             return
-        yield parsed(f"row {number}", value)
+        yield Row(where=f"row {number}", value=partial(_checked, value, elements.text))
+
+
+def _checked(value: object, text: str) -> object:
+    """``value`` of ``text``, in which no key may be there twice."""
+    return value if text.count('":') + text.count('" :') <= _num_keys(value) else _value_or_why(text)
 
 
 class _Elements:
@@ -94,6 +137,7 @@ class _Elements:
         self._file = TextIOWrapper(file, encoding="utf-8-sig", errors="surrogateescape")
         self._window = self._file.read(_CHUNK).lstrip().removeprefix("[")
         self._start = 0
+        self.text = ""  # of the element that was taken last
 
     def take(self) -> object:
         """The next element; ``StopIteration`` after the last, ``UserError`` for invalid JSON."""
@@ -106,6 +150,7 @@ class _Elements:
             if end < len(self._window) or not self._grow():
                 if problem is not None:
                     raise UserError(problem)
+                self.text = self._window[self._start : end]
                 self._start = end  # may be after the last window
                 return value
 

@@ -130,6 +130,20 @@ def kind_of(row: Row) -> Kind:
     return next((kind for field, kind in _OTHERS.items() if row.get(field) is not None), _OWN)
 
 
+def num_turns(row: object, name: str | None) -> int:
+    """The user's turns in a row, also in one that cannot be parsed; ``name`` is that of their field, if it is known."""
+    if not isinstance(row, Mapping):
+        return 1
+    if name is None:
+        parse = kind_of(row).parse
+        name = "turns" if parse is parse_turns else "history" if parse is _parse_history else None
+    said = row.get(name) if name is not None else None
+    are_turns = isinstance(said, list) and (
+        name in ("turns", "history") or all(isinstance(e, str) for e in said)
+    )
+    return max(len(said), 1) if isinstance(said, list) and are_turns else 1
+
+
 def parse_users(row_id: str, row: Row) -> Prompt:
     """A row of a user's file, by its kind; sampling parameters may be in any."""
     kind = kind_of(row)

@@ -6,10 +6,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from specgen import bundled
-from specgen.config import UserError, require
+from specgen.config import UserError, require, shown
 from specgen.prompts.formats import DATASETS, TURNS, USERS, Format
-from specgen.prompts.ids import Ids, KnownIds, id_of
+from specgen.prompts.ids import Ids, KnownIds, digest_of, own_id
 from specgen.prompts.json_rows import Row
+from specgen.prompts.kinds import num_turns
 from specgen.prompts.notes import Notes
 from specgen.prompts.prompt import Prompt, Rejected
 from specgen.prompts.row_reading import AS_IT_IS, Reading
@@ -27,9 +28,9 @@ class PromptSet:
     """The prompts of a data set in its order, streamed, any number of times.
 
     Every pass reads the data set again and yields ``Prompt | Rejected``, up to the first ``num_prompts`` prompts
-    (None: all). All ids, those of later turns and rejected rows included, are different: of rows with the same id
-    the first is run. ``notes`` are those of the newest pass. ``UserError`` where the data cannot be read, or has no
-    rows.
+    (None: all). All ids, those of later turns and rejected rows included, are different: of rows with the same id the
+    first is run, and of rows without one all are. ``notes`` are those of the newest pass. ``UserError`` where the
+    data cannot be read, or has no rows.
     """
 
     name: str
@@ -63,7 +64,7 @@ class PromptSet:
                 yield self._parse(row, KnownIds(ids=ids))
 
     def _parse(self, row: Row, ids: Ids | KnownIds, notes: Notes | None = None) -> Prompt | Rejected:
-        row_id = None
+        row_id = value = None
         try:
             value = row.value()
             if not isinstance(value, dict | str):
@@ -72,14 +73,21 @@ class PromptSet:
                 notes.see(value, by_kind=self.how.is_open)
             if isinstance(value, str):
                 value = {"prompt": value}
-            row_id = id_of(value, self.row_format.id_keys)
+            row_id = own_id(value, self.row_format.id_keys) or ids.of_content(digest_of(value))
             prompt = self.how.applied(self.row_format.parse(row_id, value))
             if not ids.claim(prompt.turn_ids):
-                raise UserError("an earlier row has the same id, or the same content and no id")
+                raise UserError(f"an earlier row has the same id {shown(row_id)}: give every row its own")
             return prompt.at(row.where)
         except (UserError, RecursionError) as error:
             reason = f"{row.where}: {error}"[:_LONGEST_REASON]
-            return Rejected(id=ids.of_rejected(row_id, row.where), reason=reason)
+            turns = num_turns(value, self.row_format.turns)
+            name = ids.of_rejected(row_id, row.where, turns)
+            return Rejected(id=name, reason=reason, num_turns=turns)
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """Those that a user knows: none of the hub or of standard input."""
+        return self.source.files if self.source.keeps is None else ()
 
     def key(self) -> str | None:
         """Equal for sets of one name that read equal files in the same way; None for data that are not in files."""

@@ -1,9 +1,10 @@
 """Rows in the format of OpenAI's Batch API and vLLM's ``run-batch``."""
 
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from typing import Any
 
-from specgen.config import UserError, require, shown
+from specgen.config import UserError, shown
 from specgen.prompts.fields import flag
 from specgen.prompts.own import parse_own
 from specgen.prompts.prompt import Prompt
@@ -21,9 +22,6 @@ _NEUTRAL: dict[str, Any] = {  # unsupported fields, with the value that has no e
     "best_of": 1,
     "echo": False,
     "stream": False,
-    "presence_penalty": 0,
-    "frequency_penalty": 0,
-    "repetition_penalty": 1,
     "response_format": {"type": "text"},
     "modalities": ["text"],
     "tools": [],
@@ -41,12 +39,13 @@ def parse_batch(row_id: str, row: Mapping[str, Any]) -> Prompt:
 
     The body has the parameters of that endpoint (OpenAI's API reference, "The request input object"): ``messages``
     or ``prompt`` (a string or a list of token ids), ``max_completion_tokens`` or ``max_tokens``, ``temperature``,
-    ``top_p``, ``seed``, ``stop``, ``logit_bias``, ``logprobs`` and ``top_logprobs``, and of vLLM's ``top_k``,
-    ``min_p`` and ``ignore_eos``. What a body does not set is the run's, ``temperature`` and ``max_tokens`` too.
-    Unsupported fields that would change the answer (``n`` 2, penalties, tools, ...) are a ``UserError``; those that
-    would not (``user``, ``metadata``, ``model``, ...) are ignored.
+    ``top_p``, ``presence_penalty``, ``frequency_penalty``, ``seed``, ``stop``, ``logit_bias``, ``logprobs`` and
+    ``top_logprobs``, and of vLLM's ``top_k``, ``min_p``, ``repetition_penalty`` and ``ignore_eos``. What a body
+    does not set is the run's, ``temperature`` and ``max_tokens`` too. Unsupported fields that would change the answer
+    (``n`` 2, tools, ...) are a ``UserError``; those that would not (``user``, ``metadata``, ...) are ignored.
     """
-    require(row.get("custom_id") is not None, "no custom_id: give each request its own")
+    if row.get("custom_id") is None:
+        raise UserError("no custom_id: give each request its own")
     method, url, body = row.get("method"), row.get("url"), row["body"]
     if method not in (None, "POST"):
         raise UserError(f"method is {shown(method)}: use POST")
@@ -59,7 +58,11 @@ def parse_batch(row_id: str, row: Mapping[str, Any]) -> Prompt:
 
 
 def _without_gaps(body: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in body.items() if value is not None}
+    return (
+        {name: value for name, value in body.items() if value is not None}
+        if None in body.values()
+        else {**body}
+    )
 
 
 def _chat(body: dict[str, Any]) -> dict[str, Any]:
@@ -85,10 +88,17 @@ def _own_row(body: dict[str, Any], content: str) -> dict[str, Any]:
         body["max_tokens"] = body.pop("max_completion_tokens")
     if content not in body:
         raise UserError(f"no {content}: the body of this endpoint has them")
-    known = _KNOWN[content]
-    for name in sorted(body.keys() - known - _IGNORED):
+    kept, others = _sorted_out(tuple(body), content)
+    for name in others:
         _require_neutral(name, body[name])
-    return {name: body[name] for name in body.keys() & known}
+    return {name: body[name] for name in kept}
+
+
+@lru_cache(maxsize=1024)
+def _sorted_out(names: tuple[str, ...], content: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Of the fields of a body those of an own row, and those that may only say what has no effect."""
+    known = _KNOWN[content]
+    return tuple(name for name in names if name in known), tuple(sorted({*names} - known - _IGNORED))
 
 
 def _require_neutral(name: str, value: object) -> None:

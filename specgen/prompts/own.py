@@ -27,12 +27,12 @@ def parse_own(row_id: str, row: Mapping[str, Any], *, endpoint: str | None = Non
             f"{' and '.join(given) or 'no prompt'}: a row takes one of {', '.join(CONTENT_FIELDS)}{near}, or "
             f"name a field with --prompt-field; this one has {shown(', '.join(row)) if row else 'none'}"
         )
-    content = row[given[0]]
+    name, content = given[0], row[given[0]]
     return Prompt(
         id=row_id,
-        text=checked_text(content, "prompt") if "prompt" in given else None,
-        messages=chat(content) if "messages" in given else (),
-        token_ids=token_ids(content, "prompt_token_ids") if "prompt_token_ids" in given else (),
+        text=checked_text(content, "prompt") if name == "prompt" else None,
+        messages=chat(content) if name == "messages" else (),
+        token_ids=token_ids(content, "prompt_token_ids") if name == "prompt_token_ids" else (),
         category=category(row),
         endpoint=endpoint,
         sampling=read_sampling(row),

@@ -1,16 +1,40 @@
 """A prompt of a data set, and the token ids of its turns."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from functools import lru_cache
 from typing import Any, Self
 
-from specgen.config import require
+from specgen.config import SamplingParams, UserError, require, shown
+from specgen.events import turn_id
+from specgen.field_types import settle
+from specgen.json_fields import check_keys
 from specgen.text.tokenizer import Message, Tokenizer
+
+_SAMPLING = {each.name for each in fields(SamplingParams)}
+
+
+@lru_cache(maxsize=1024)
+def _check_sampling(fields: tuple[tuple[str, object, Any], ...]) -> None:
+    """``UserError`` unless names and values of ``fields`` are those of ``SamplingParams``; 1 is not True.
+
+    A million rows often ask for the same.
+    """
+    given = {name: value for name, _, value in fields}
+    check_keys(given, needed=set(), known=_SAMPLING)
+    SamplingParams(**given)  # checks itself
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prompt:
-    """A row of a data set; exactly one of ``messages``, ``text`` and ``token_ids`` is set."""
+    """A chat, a text or token ids to answer: exactly one of ``messages``, ``text`` and ``token_ids`` is set.
+
+    ``messages`` are the opening of a chat, of which the last is the user's, and ``follow_ups`` later turns of the user,
+    each asked with the answers before it in context. ``text`` is tokenized as it is, without a chat template.
+    ``sampling`` has the fields of ``SamplingParams`` that differ for this prompt, such as ``{"max_tokens": 8}``;
+    ``category`` is a label for reports. Ids are unique among prompts. ``UserError`` for anything else, and for values
+    of other types.
+    """
 
     id: str
     messages: tuple[Message, ...] = ()  # opening messages; the last is the user's
@@ -25,6 +49,39 @@ class Prompt:
     sampling: Mapping[str, Any] = field(default_factory=dict)  # its own fields of SamplingParams
     where: str = field(default="", compare=False, repr=False)  # location of the row, only for messages
 
+    def __post_init__(self) -> None:
+        settle(self)
+        if bool(self.messages) + (self.text is not None) + bool(self.token_ids) != 1:
+            raise UserError(f"prompt {shown(self.id)}: set exactly one of messages, text and token_ids")
+        if self.messages:
+            self._check_messages()
+        elif self.follow_ups:
+            raise UserError(
+                f"prompt {shown(self.id)} has follow_ups: they need messages, not a text or token_ids"
+            )
+        elif self.token_ids and min(self.token_ids) < 0:
+            raise UserError(f"prompt {shown(self.id)} has the token id {min(self.token_ids)}: use 0 or more")
+        if self.sampling:
+            self._check_sampling()
+
+    def _check_messages(self) -> None:
+        if not isinstance(self.messages, tuple | list):
+            raise UserError(f"messages is {shown(self.messages)}: use a tuple of Message")
+        for message in self.messages:
+            if not isinstance(message, Message):
+                raise UserError(f"messages has {shown(message)}: use Message(role=..., content=...)")
+        object.__setattr__(self, "messages", tuple(self.messages))
+
+    def _check_sampling(self) -> None:
+        if not isinstance(self.sampling, Mapping):
+            raise UserError(
+                f"sampling is {shown(self.sampling)}: use a dict of the fields of SamplingParams that differ"
+            )
+        try:
+            _check_sampling(tuple((name, type(value), value) for name, value in self.sampling.items()))
+        except TypeError:  # a list, say, has no hash
+            _check_sampling.__wrapped__(tuple((name, None, value) for name, value in self.sampling.items()))
+
     def at(self, where: str) -> Self:
         """This prompt, just made, with its location; a copy takes five times as long."""
         object.__setattr__(self, "where", where)
@@ -33,9 +90,7 @@ class Prompt:
     @property
     def turn_ids(self) -> tuple[str, ...]:
         """The request ids of its turns: ``ID``, ``ID/turn-2``, ..."""
-        if not self.follow_ups:
-            return (self.id,)
-        return self.id, *[f"{self.id}/turn-{turn}" for turn in range(2, len(self.follow_ups) + 2)]
+        return turn_ids(self.id, len(self.follow_ups) + 1) if self.follow_ups else (self.id,)
 
     @property
     def last_message(self) -> str:
@@ -47,15 +102,24 @@ class Prompt:
 
 @dataclass(frozen=True, kw_only=True)
 class Rejected:
-    """A row that cannot be run. ``id`` is its own, or its location (``line 7``) if that is missing or a duplicate."""
+    """A row that cannot be run, of which no turn is.
+
+    ``id`` is its own, its location (``line 7``) where it has none, or both where an earlier row has the same.
+    """
 
     id: str
     reason: str  # one short line that starts with the row's location
+    num_turns: int = 1
 
     @property
     def turn_ids(self) -> tuple[str, ...]:
-        """The id of its error record."""
-        return (self.id,)
+        """The ids of its error records."""
+        return turn_ids(self.id, self.num_turns)
+
+
+def turn_ids(row_id: str, num_turns: int) -> tuple[str, ...]:
+    """``ID``, ``ID/turn-2``, ..."""
+    return tuple(turn_id(row_id, turn) for turn in range(1, num_turns + 1))
 
 
 def question(content: str) -> tuple[Message, ...]:
@@ -64,8 +128,9 @@ def question(content: str) -> tuple[Message, ...]:
 
 
 def failure(request_id: str, reason: str) -> str:
-    """``id: reason``; the id of a row without one is its place, with which the reason starts already."""
-    return reason if reason.startswith(f"{request_id}: ") else f"{request_id}: {reason}"
+    """``id: reason``; where the id is the row's place, or ends with it, the place is not said twice."""
+    place = reason.partition(": ")[0]
+    return reason if request_id == place else f"{request_id.removesuffix(f' ({place})')}: {reason}"
 
 
 def prompt_ids(prompt: Prompt, tokenizer: Tokenizer, answers: Sequence[str]) -> tuple[str, list[int]]:
@@ -80,10 +145,12 @@ def prompt_ids(prompt: Prompt, tokenizer: Tokenizer, answers: Sequence[str]) -> 
     elif prompt.text is not None:
         text, ids = prompt.text, tokenizer.encode_text(prompt.text)
     else:
-        largest, size = max(prompt.token_ids, default=0), tokenizer.vocab_size
-        require(
-            largest < size, f"token id {largest} is outside the vocabulary of {size}: tokenize for this model"
-        )
+        size = tokenizer.vocab_size
+        for token_id in prompt.token_ids:
+            if not 0 <= token_id < size:
+                raise UserError(
+                    f"token id {shown(token_id)} is outside the vocabulary of {size}: tokenize for this model"
+                )
         text, ids = tokenizer.decode_with_special(prompt.token_ids), list(prompt.token_ids)
     require(bool(ids), "the tokenizer makes no token of the prompt: remove the row")
     return text, ids

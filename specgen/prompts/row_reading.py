@@ -47,7 +47,7 @@ class Reading:
         """``known``, or the format of rows with the field that is asked for."""
         if self.prompt_field is None:
             return known
-        return replace(known, parse=partial(parse_field, self.prompt_field))
+        return replace(known, parse=partial(parse_field, self.prompt_field), turns=self.prompt_field)
 
     def applied(self, prompt: Prompt) -> Prompt:
         """``prompt`` with its text in the chat template or without; ``UserError`` where that cannot be."""

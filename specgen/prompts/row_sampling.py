@@ -3,26 +3,31 @@
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from functools import lru_cache
+from operator import itemgetter
 from typing import Any
 
 from specgen.config import SamplingParams, UserError, require, shown
-from specgen.prompts.fields import character_string, checked_list, flag, number, whole
+from specgen.prompts.fields import character_string, checked_list, flag, number, token_ids, whole
 
 SAMPLING_FIELDS = tuple(field.name for field in fields(SamplingParams))
 _NAMES = frozenset(SAMPLING_FIELDS)
+_name_of = itemgetter(0)
 
 
 def read_sampling(row: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of ``SamplingParams`` that ``row`` sets; the others are the run's.
 
     Null is the same as no field. ``stop`` is a string or a list of strings, ``logit_bias`` an object from token id to
-    bias, ``top_k`` -1 the same as 0, as in vLLM. ``UserError`` for an invalid value.
+    bias, ``suppress_tokens`` a list of token ids, ``top_k`` -1 the same as 0, as in vLLM. ``UserError`` for an invalid
+    value.
     """
     if _NAMES.isdisjoint(row):
         return {}
     given = tuple(
-        (name, value, type(value)) for name in SAMPLING_FIELDS if (value := row.get(name)) is not None
+        [(name, value, type(value)) for name, value in row.items() if name in _NAMES and value is not None]
     )
+    if len(given) > 1:  # one object for rows that say the same in another order
+        given = tuple(sorted(given, key=_name_of))
     try:
         return _remembered(given)
     except TypeError:  # a list or an object
@@ -63,15 +68,23 @@ def _token_id(key: object, what: str) -> int:
     return int(str(key))
 
 
+def _suppress_tokens(value: object, what: str) -> tuple[int, ...]:
+    return () if value == [] else token_ids(value, what)  # none of those that the run suppresses
+
+
 _READERS: dict[str, Callable[[object, str], Any]] = {
     "max_tokens": whole,
     "temperature": number,
     "top_p": number,
     "top_k": _top_k,
     "min_p": number,
+    "repetition_penalty": number,
+    "presence_penalty": number,
+    "frequency_penalty": number,
     "seed": whole,
     "stop": _stop,
     "ignore_eos": flag,
     "logit_bias": _logit_bias,
+    "suppress_tokens": _suppress_tokens,
     "logprobs": whole,
 }

@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import BinaryIO
 
 from specgen.config import UserError, first_line, require
-from specgen.prompts.json_rows import Row, parsed, read_rows
+from specgen.prompts.json_rows import OtherFormatError, Row, parsed, read_rows
 from specgen.prompts.json_rows import Source as JsonSource
 from specgen.prompts.table_files import SEPARATORS, read_csv, read_parquet, read_text
 
 _SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".parquet", *SEPARATORS, ".txt")
 _DOWNLOAD = "download it elsewhere and name the file or the directory with --data-path"
+_UTF_16 = (b"\xff\xfe", b"\xfe\xff")
 _GZIP = b"\x1f\x8b"  # the start of a gzipped file, whatever its name
 
 
@@ -126,8 +127,13 @@ def _read_file(path: Path) -> Iterator[Row]:
             yield from read_parquet(path)
             return
         with path.open("rb") as file:
-            is_gzip = file.peek(2)[:2] == _GZIP
+            start = file.peek(2)[:2]
+            if start in _UTF_16:
+                raise OtherFormatError("not UTF-8 but UTF-16: save the file as UTF-8")
+            is_gzip = start == _GZIP
             yield from _read_open(gzip.GzipFile(fileobj=file) if is_gzip else file, path)
+    except OtherFormatError as error:
+        raise UserError(f"{path}: {error}") from error
     except (OSError, EOFError, UserError, zlib.error) as error:
         raise UserError(f"{path} cannot be read ({first_line(error)}): check that it is whole") from error
 

@@ -7,13 +7,14 @@ from itertools import chain
 from pathlib import Path
 from typing import IO, Any
 
-from specgen.config import UserError, first_line, require
-from specgen.prompts.json_rows import Row, parsed
+from specgen.config import UserError, first_line, require, shown
+from specgen.prompts.json_rows import OtherFormatError, Row, parsed
 from specgen.prompts.row_sampling import SAMPLING_FIELDS
 
 _BATCH = 1024  # rows of a Parquet file per read
 _LONGEST = 64 * 2**20  # characters of a cell
 _NUMBERS = frozenset(SAMPLING_FIELDS) - {"stop"}  # columns whose cells are JSON values, in a CSV file
+_MARKS = {",": "comma", ";": "semicolon", "\t": "tab"}
 SEPARATORS = {".csv": ",", ".tsv": "\t"}
 
 
@@ -37,10 +38,21 @@ def read_csv(lines: IO[str], separator: str) -> Iterator[Row]:
     try:
         names = next(table, [])
         require(len(set(names)) == len(names), "two columns have the same name: rename one")
+        _require_separator(names, separator)
         for number, cells in enumerate(filter(None, table), start=1):
             yield Row(f"row {number}", lambda cells=cells: _of_cells(names, cells))  # type: ignore[misc]
     except csv.Error as error:
         raise UserError(f"line {table.line_num}: {error}") from error
+
+
+def _require_separator(names: list[str], separator: str) -> None:
+    """Refuse a header of one column that another separator would split."""
+    others = [mark for mark in _MARKS if mark != separator and len(names) == 1 and mark in names[0]]
+    if others:
+        raise OtherFormatError(
+            f"the header {shown(names[0])} is one column with a {_MARKS[others[0]]} in it: separate columns by "
+            f"{_MARKS[separator]}s"
+        )
 
 
 def _of_cells(names: list[str], cells: list[str]) -> dict[str, Any]:

@@ -1,6 +1,5 @@
 """Acceptance statistics of one request and of sets of requests, by draft position."""
 
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Self
@@ -12,7 +11,7 @@ from specgen.report.intervals import Interval, Ratio
 
 @dataclass(frozen=True, kw_only=True)
 class RequestMetrics:
-    """The speculation of one request; fields as in vLLM's ``RequestSpecDecodeMetrics``.
+    """The speculation of one request; fields as in vLLM's ``RequestSpecDecodeMetrics``, but for the last.
 
     Only steps with drafts count; the two rates are None without any. ``num_spec_tokens`` is the configured K.
     """
@@ -25,6 +24,7 @@ class RequestMetrics:
     num_draft_tokens: int
     num_spec_tokens: int
     per_step_accepted: tuple[int, ...]  # [num_spec_steps]
+    num_steps_without_drafts: int
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -54,7 +54,7 @@ class Speculation:
     """Counters and acceptance of a set of requests; ``mean_acceptance_length`` is pooled over their steps.
 
     ``num_drafts`` counts the steps with drafts, ``num_accepted_tokens`` all accepted drafts, including those after
-    the end of a text. Intervals (95 %) treat requests, not steps, as independent: see ``intervals.Ratio``.
+    the end of a text. Intervals (95 %) treat conversations, not steps, as independent: see ``intervals.Ratio``.
     """
 
     num_requests: int
@@ -72,7 +72,7 @@ class Speculation:
 
 
 class StepCounts:
-    """The verify steps of one request, by draft position: lists of ``[K]``, the histogram ``[K + 1]``."""
+    """The verify steps of a request, or of several, by draft position: lists of ``[K]``, the histogram ``[K + 1]``."""
 
     def __init__(self, num_spec_tokens: int) -> None:
         self.drafted = [0] * num_spec_tokens
@@ -100,6 +100,15 @@ class StepCounts:
             self.reached[position] += step.accepted >= position
             self.accepted[position] += step.accepted > position
         self.histogram[step.accepted] += 1
+
+    def __add__(self, other: "StepCounts") -> "StepCounts":
+        """Those of both."""
+        found = StepCounts(len(self.drafted))
+        for name in ("drafted", "reached", "accepted", "histogram"):
+            pairs = zip(getattr(self, name), getattr(other, name), strict=True)
+            setattr(found, name, [ours + theirs for ours, theirs in pairs])
+        found.without_drafts = self.without_drafts + other.without_drafts
+        return found
 
     def sums(self) -> dict[str, Any]:
         """All counts, for ``of_sums``."""
@@ -136,38 +145,57 @@ def fold_request(verified: Iterable[Verified], num_spec_tokens: int) -> RequestM
         num_draft_tokens=drafted,
         num_spec_tokens=num_spec_tokens,
         per_step_accepted=per_step,
+        num_steps_without_drafts=counts.without_drafts,
     )
 
 
 class RequestSum:
-    """Sums over requests, in memory proportional to K."""
+    """Sums over requests, in memory proportional to K and to the number of conversations that have turns to come.
+
+    What is independent is the conversation: the turns of one have its earlier answers in their context.
+    """
 
     def __init__(self, num_spec_tokens: int) -> None:
         self._num_requests = 0
         self._num_tokens = 0
-        # by the number of steps per request: integer sums, so the order of requests does not change the mean
-        self._accepted_in = Counter[int]()
+        # requests and their accepted drafts by steps per request: in integers, so that their order changes nothing
+        self._accepted_in: dict[int, tuple[int, int]] = {}
         self._length = Ratio()  # accepted drafts per step
         self._joint = [Ratio() for _ in range(num_spec_tokens)]
         self._conditional = [Ratio() for _ in range(num_spec_tokens)]
         self._histogram = [0] * (num_spec_tokens + 1)
         self._without_drafts = 0
+        self._open: dict[str, StepCounts] = {}  # of conversations
 
-    def add(self, counts: StepCounts, num_tokens: int) -> None:
-        """Add one request with ``num_tokens`` output tokens."""
-        steps, accepted = counts.num_steps, sum(counts.accepted)
+    def add(
+        self, counts: StepCounts, num_tokens: int, conversation: str = "", num_turns_left: int = 0
+    ) -> None:
+        """Add one request with ``num_tokens`` output tokens, behind which its conversation has so many turns."""
+        steps = counts.num_steps
         self._num_requests += 1
         self._num_tokens += num_tokens
-        self._accepted_in[steps] += accepted
-        self._length.add(accepted, steps)
-        for position, hits in enumerate(counts.accepted):
-            self._joint[position].add(hits, counts.drafted[position])
-            self._conditional[position].add(hits, counts.reached[position])
+        number, accepted = self._accepted_in.get(steps, (0, 0))
+        self._accepted_in[steps] = number + 1, accepted + sum(counts.accepted)
         self._without_drafts += counts.without_drafts
         self._histogram = [a + b for a, b in zip(self._histogram, counts.histogram, strict=True)]
+        earlier = self._open.pop(conversation, None)
+        unit = counts if earlier is None else earlier + counts
+        if num_turns_left > 0:  # of earlier versions' events it is not known
+            self._open[conversation] = unit
+        else:
+            self._close(unit)
+
+    def _close(self, unit: StepCounts) -> None:
+        """Add all turns of a conversation, or as many as there were."""
+        self._length.add(sum(unit.accepted), unit.num_steps)
+        for position, hits in enumerate(unit.accepted):
+            self._joint[position].add(hits, unit.drafted[position])
+            self._conditional[position].add(hits, unit.reached[position])
 
     def result(self) -> Speculation:
-        """The counters and rates so far."""
+        """The counters and rates of all requests; none may follow."""
+        while self._open:
+            self._close(self._open.popitem()[1])
         length, drafted = self._length, sum(ratio.trials for ratio in self._joint)
         return Speculation(
             num_requests=self._num_requests,
@@ -185,9 +213,9 @@ class RequestSum:
         )
 
     def _mean_over_requests(self) -> float | None:
-        sums = sorted((steps, accepted) for steps, accepted in self._accepted_in.items() if steps)
-        groups = self._length.groups
-        return 1 + sum(accepted / steps for steps, accepted in sums) / groups if groups else None
+        sums = sorted((steps, accepted) for steps, (_, accepted) in self._accepted_in.items() if steps)
+        requests = sum(number for steps, (number, _) in self._accepted_in.items() if steps)
+        return 1 + sum(accepted / steps for steps, accepted in sums) / requests if requests else None
 
     def _length_interval(self) -> Interval | None:
         interval = self._length.mean_interval()

@@ -69,12 +69,14 @@ class Lines(Chart):
     """Lines by name over columns; ``label`` is the x axis's. A line without points still takes a style.
 
     With ``named`` the names stand at the ends of the lines; without, there is a legend and points are dodged. Charts
-    with the same ``order`` of names (see ``styles_of``) draw the same name in the same style.
+    with the same ``order`` of names (see ``styles_of``) draw the same name in the same style. Columns that have no
+    order of their own, such as data sets, are not ``joined``.
     """
 
     label: str
     lines: Mapping[str, Sequence[Point]]
     named: bool = False
+    joined: bool = True
     order: Sequence[str] = ()
 
     @property

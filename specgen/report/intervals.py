@@ -27,7 +27,7 @@ def wilson(share: float, trials: float) -> Interval:
 class Ratio:
     """Sum of hits over sum of trials, accumulated group by group in constant memory.
 
-    Steps of one request are correlated; requests are independent. The variance is that of the ratio estimator,
+    Steps of a conversation are correlated, conversations independent. The variance is that of the ratio estimator,
     linearized over groups (Cochran, Sampling Techniques, 3rd ed. 1977, chapter 6):
     ``n/(n-1) * sum((hits - rate*trials)^2) / sum(trials)^2``.
     """

@@ -1,15 +1,32 @@
-"""Where the numbers of a page come from: date, machine, versions and command."""
+"""Where the numbers of a page come from: target, drafter and data, date, machine, versions and command."""
 
 import shlex
 from collections.abc import Mapping
 from pathlib import PurePath
 from typing import Any
 
-from specgen.display import count
+from specgen.config import ngram_length
+from specgen.display import checkpoint_name, count
 
 _PACKAGES = ("specgen", "torch", "flashinfer-python", "lm-eval")
 _BUSY = 0.5  # share of the CPUs, or of the GPU
 _MISSING = "not installed"
+
+
+def run_title(record: Mapping[str, Any]) -> str:
+    """``org/target with org/head (K 4, padded) on gsm8k``, of a run's manifest: pages open beside each other differ."""
+    engine = record["engine"]
+    model = record.get("served_model_name", checkpoint_name(engine["model"]))
+    return f"{model} {_drafting(engine)} on {PurePath(record['data']['dataset']).name}"
+
+
+def _drafting(engine: Mapping[str, Any]) -> str:
+    drafter, length = engine.get("drafter"), engine["num_spec_tokens"]
+    if drafter is None or length == 0:
+        return "alone"
+    k = "auto" if engine.get("spec_length") == "auto" else length
+    batch = "" if ngram_length(drafter) is not None else f", {engine['drafter_batch']}"
+    return f"with {checkpoint_name(drafter)} (K {k}{batch})"
 
 
 def origin(record: Mapping[str, Any]) -> dict[str, str]:

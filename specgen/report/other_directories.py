@@ -1,5 +1,6 @@
 """What `specgen report` finds in the directory of an evaluation or of a bench."""
 
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -10,15 +11,15 @@ from specgen.json_fields import load_json
 from specgen.report.table import Column, Table
 from specgen.report.terminal import Part
 
-_STUDY = "study.json"
+COMPARISON, STUDY = "compare.json", "study.json"  # in the directory of a comparison, of an evaluation
 _BENCH = {"title", "head", "columns", "rows", "notes"}  # keys of a bench's file
 
 
 def arms(directory: Path) -> list[Path]:
     """The directories of an evaluation's arms that have begun; of anything else, ``directory`` itself."""
-    if not (directory / _STUDY).exists():
+    if not (directory / STUDY).exists():
         return [directory]
-    study = load_json(directory / _STUDY, "evaluate into a new directory")
+    study = load_json(directory / STUDY, "evaluate into a new directory")
     paths = [directory / arm["name"] for arm in study["study"]["arms"]]
     return [path for path in paths if (path / "manifest.json").exists()] or [directory]
 
@@ -26,20 +27,25 @@ def arms(directory: Path) -> list[Path]:
 def evaluation_note(directory: Path) -> str:
     """Where the scores of an evaluation are; empty for anything else and for one that has not finished."""
     page = directory / "report.html"
-    if not (directory / _STUDY).exists() or not page.exists():
+    if not (directory / STUDY).exists() or not page.exists():
         return ""
     return f"{directory} holds an evaluation: its scores and texts are in {page}."
 
 
 def benches(directory: Path) -> list[dict[str, Any]]:
     """The documents of the benches in ``directory``, by name; none where it is the directory of a run."""
-    if (directory / "manifest.json").exists() or (directory / _STUDY).exists():
+    if any(os.path.exists(directory / mark) for mark in ("manifest.json", STUDY)):
         return []
     found = []
     for path in sorted(directory.glob("*.json")):
         with suppress(UserError):  # something else
             found.append(load_json(path, "measure again"))
-    return [document for document in found if set(document) >= _BENCH]
+    return [document for document in found if is_bench(document)]
+
+
+def is_bench(document: Mapping[str, Any]) -> bool:
+    """Whether a JSON file's ``document`` was written by a bench."""
+    return set(document) >= _BENCH
 
 
 def of_bench(document: Mapping[str, Any]) -> Iterator[Part]:

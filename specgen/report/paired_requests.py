@@ -1,17 +1,21 @@
-"""The requests that two runs share: the same id and the same prompt, with paired differences of acceptance."""
+"""The requests that two runs share: the same id and the same prompt, with paired differences of acceptance.
+
+Turns of a conversation have its earlier answers in their context, so conversations are the independent units.
+"""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import accumulate
 from pathlib import Path
 from sys import intern
 from typing import Any
 
-from specgen.config import UserError, first_line
-from specgen.report.intervals import PairedRatio, holm, paired_ratio
+from specgen.config import UserError, first_line, require
+from specgen.events import conversation_of
+from specgen.report.intervals import PairedRatio, Ratio, holm, paired_ratio
 
-LENGTH = "mean acceptance length"
+LENGTH = "length over all steps"
 POSITION = "acceptance at token "
 _NO_STEPS = {
     "acceptance_histogram": [0],
@@ -34,7 +38,7 @@ class PairedFigure:
             "figure": self.figure,
             "ours": self.ours,
             "first": self.first,
-            "num_requests": self.paired.num_groups,
+            "num_conversations": self.paired.num_groups,
             "difference": self.paired.difference,
             "ci95": self.paired.interval,
             "p": self.paired.p,
@@ -46,7 +50,7 @@ class PairedFigure:
 class SharedRequests:
     """The requests of a run that the first run has too; ``num_identical`` of them have the same tokens.
 
-    ``figures`` cover those with drafts in both runs; acceptance at a position only where every step of both runs
+    ``figures`` cover those with steps in two runs that draft; acceptance at a position only where every step of both
     drafted K tokens, as rows do not hold the drafts of each step.
     """
 
@@ -65,19 +69,20 @@ class SharedRequests:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What is kept of a row: its id, hashes of its texts, and its steps with drafts."""
+    """What is kept of a row: its id, hashes of its texts, and its steps."""
 
     name: str
+    conversation: str  # that it is a turn of
     prompt: int
     tokens: int
-    num_steps: int
+    num_steps: int  # with and without drafts; none in plain decoding
     accepted: tuple[int, ...]  # [K]: steps that accepted more than i drafts
     whole: bool  # every step drafted K tokens
     category: str | None
 
     @property
     def length(self) -> float:
-        """The mean acceptance length of the request, which has steps."""
+        """The mean acceptance length of the request over all steps, of which it has some."""
         return 1 + sum(self.accepted) / self.num_steps
 
 
@@ -139,31 +144,49 @@ def _figure(name: str, paired: PairedRatio, p: float | None) -> PairedFigure:
 def _paired_figures(pairs: Sequence[Pair]) -> Iterator[tuple[str, PairedRatio]]:
     if (length := paired_length(pairs)) is not None:
         yield LENGTH, length
-        yield from _positions(with_drafts(pairs))
+        yield from _positions(with_steps(pairs))
 
 
-def with_drafts(pairs: Sequence[Pair]) -> list[Pair]:
-    """Those with drafts in both runs."""
+def with_steps(pairs: Sequence[Pair]) -> list[Pair]:
+    """Those with steps in both runs."""
     return [(ours, first) for ours, first in pairs if ours.num_steps and first.num_steps]
 
 
 def paired_length(pairs: Sequence[Pair]) -> PairedRatio | None:
-    """Accepted drafts per step; None if no request has drafts in both runs."""
-    rows = [
-        (sum(ours.accepted), ours.num_steps, sum(first.accepted), first.num_steps)
-        for ours, first in with_drafts(pairs)
-    ]
-    return paired_ratio(rows) if rows else None
+    """Accepted drafts per step; None if no request has steps in both runs."""
+    drafted = with_steps(pairs)
+    return _paired(drafted, slice(None)) if drafted else None
+
+
+def _paired(pairs: Sequence[Pair], positions: slice) -> PairedRatio:
+    """Accepted drafts at ``positions`` per step, conversation by conversation."""
+    units: dict[str, list[int]] = {}
+    for ours, first in pairs:
+        sums = units.setdefault(ours.conversation, [0, 0, 0, 0])
+        hits, other_hits = (sum(answer.accepted[positions]) for answer in (ours, first))
+        for at, number in enumerate((hits, ours.num_steps, other_hits, first.num_steps)):
+            sums[at] += number
+    return paired_ratio([(h, t, oh, ot) for h, t, oh, ot in units.values()])
+
+
+def length_of(answers: Iterable[Answer]) -> Ratio:
+    """Accepted drafts per step, by conversation."""
+    units: dict[str, list[int]] = {}
+    for answer in answers:
+        sums = units.setdefault(answer.conversation, [0, 0])
+        sums[0] += sum(answer.accepted)
+        sums[1] += answer.num_steps
+    found = Ratio()
+    for hits, trials in units.values():
+        found.add(hits, trials)
+    return found
 
 
 def _positions(drafted: Sequence[Pair]) -> Iterator[tuple[str, PairedRatio]]:
     if not all(ours.whole and first.whole for ours, first in drafted):
         return
     for i in range(min(len(answer.accepted) for pair in drafted for answer in pair)):
-        rows = [
-            (ours.accepted[i], ours.num_steps, first.accepted[i], first.num_steps) for ours, first in drafted
-        ]
-        yield f"{POSITION}{i}", paired_ratio(rows)
+        yield f"{POSITION}{i}", _paired(drafted, slice(i, i + 1))
 
 
 def read_answers(directory: Path) -> dict[str, Answer]:
@@ -186,17 +209,32 @@ def _read(line: bytes, where: str) -> Answer:
         metrics = row.get("metrics", _NO_STEPS)
         steps = metrics["acceptance_histogram"]
         at_least = tuple(accumulate(reversed(steps)))  # [K + 1]: steps with K, K - 1, ... or more accepted
-        category = row.get("category")
+        without = _without_drafts(row, metrics, where)
+        name, category = str(row["id"]), row.get("category")
         return Answer(
-            name=str(row["id"]),
+            name=name,
+            conversation=conversation_of(name, row.get("turn", 1)),
             prompt=hash(row.get("prompt")),
             tokens=hash(tuple(row.get("token_ids", ()))),
-            num_steps=at_least[-1],
+            num_steps=at_least[-1] + without if len(steps) > 1 else 0,
             accepted=at_least[-2::-1],
-            whole=metrics["num_draft_tokens"] == at_least[-1] * (len(steps) - 1),
+            whole=not without and metrics["num_draft_tokens"] == at_least[-1] * (len(steps) - 1),
             category=None if category is None else intern(str(category)),
         )
     except (ValueError, KeyError, TypeError, IndexError) as error:
         raise UserError(
-            f"{where} is no completion ({first_line(error)}): generate into a new directory"
+            f"{where} is not a completion ({first_line(error)}): generate into a new directory"
         ) from error
+
+
+def _without_drafts(row: Mapping[str, Any], metrics: Mapping[str, Any], where: str) -> int:
+    """Steps without drafts; ``UserError`` for a row with some of a version that did not count them."""
+    known: int | None = metrics.get("num_steps_without_drafts")
+    if known is None:
+        histogram = metrics["acceptance_histogram"]
+        drafting = sum((accepted + 1) * number for accepted, number in enumerate(histogram))
+        require(
+            len(histogram) < 2 or len(row.get("token_ids", ())) <= 1 + drafting,  # the prefill's token
+            f"{where} has steps without drafts that its version did not count: generate into a new directory",
+        )
+    return known or 0

@@ -53,15 +53,26 @@ class PartSum:
         self._sums = {part: RequestSum(num_spec_tokens) for part in PARTS}
         self._has_reasoning = False
 
-    def add(self, counts: StepCounts, parts: Mapping[str, Any] | None, num_tokens: int) -> None:
-        """Add one request, of whose steps ``counts`` has all and ``parts`` those by part, if it has reasoning."""
+    def add(
+        self,
+        counts: StepCounts,
+        parts: Mapping[str, Any] | None,
+        num_tokens: int,
+        conversation: str = "",
+        num_turns_left: int = 0,
+    ) -> None:
+        """Add one request, of whose steps ``counts`` has all and ``parts`` those by part, if it has reasoning.
+
+        The last two are as in ``RequestSum.add``.
+        """
         if parts is None:
-            self._sums["answer"].add(counts, num_tokens)
+            self._sums["answer"].add(counts, num_tokens, conversation, num_turns_left)
             return
         self._has_reasoning = True
         for part, tokens in parts["tokens"].items():
             if tokens:
-                self._sums[part].add(StepCounts.of_sums(parts["steps"][part], self._num_spec_tokens), tokens)
+                steps = StepCounts.of_sums(parts["steps"][part], self._num_spec_tokens)
+                self._sums[part].add(steps, tokens, conversation, num_turns_left)
 
     def result(self) -> Mapping[str, Speculation]:
         """Reasoning, then answer; together they are all steps. Empty where no text has reasoning."""

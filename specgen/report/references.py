@@ -74,14 +74,14 @@ class Reference:
 def load_reference(name: str) -> Reference:
     """The bundled reference ``name``; ``UserError`` listing the bundled ones for any other name."""
     files = {path.stem: path for path in sorted((evaluation_directory() / "reference").glob("*.json"))}
-    require(name in files, f"against is {name!r}, which is no reference: use one of {', '.join(files)}")
+    require(name in files, f"against is {name!r}, which is not a reference: use one of {', '.join(files)}")
     return read_reference(files[name])
 
 
 def read_reference(path: Path) -> Reference:
     """The reference in ``path``; ``UserError`` for invalid content."""
-    value = load_json(path, "mend it")
+    value = load_json(path, "fix it")
     try:
         return Reference.from_json(path.stem, value)
     except (UserError, TypeError) as error:
-        raise UserError(f"{path} is no reference: {error}") from error
+        raise UserError(f"{path} is not a reference: {error}") from error

@@ -12,13 +12,13 @@ _OTHERS = 3  # drafts shown per token
 _BY_TOKEN = (
     Column(name="token", title="the target's token"),
     Column(name="rejected", title="missed"),
-    Column(name="share", title="of its places", show=percent),
+    Column(name="share", title="of occurrences", show=percent),
     Column(name="others", title="rejected drafts in its place", wraps=True),
 )
 _BY_DRAFT = (
     Column(name="token", title="draft"),
     Column(name="rejected"),
-    Column(name="share", title="of its places", show=percent),
+    Column(name="share", title="of occurrences", show=percent),
 )
 _BY_CATEGORY = (
     Column(name="category"),
@@ -72,7 +72,7 @@ class Rejections:
         )
         yield Table(
             title="Drafts that are rejected most",
-            note=f"what the drafter said in vain{note}",
+            note=f"rejected drafts{note}",
             columns=_BY_DRAFT,
             rows=tuple(row for _, row in self._rows(rejected, piece)),
         )

@@ -11,7 +11,9 @@ DEAD_LENGTH = 1.05  # tokens per verify step; plain decoding has 1
 
 def remarks(report: Mapping[str, Any]) -> Iterator[str]:
     """What is to be said of a ``report.json``; nothing of an ordinary one."""
-    return filter(None, (warning(report), unanswered(report), empty(report), untold(report)))
+    return filter(
+        None, (warning(report), cut_by_context(report), unanswered(report), empty(report), untold(report))
+    )
 
 
 def hint(report: Mapping[str, Any]) -> str:
@@ -39,6 +41,18 @@ def warning(report: Mapping[str, Any]) -> str:
             "need text that repeats itself."
         )
     return ""
+
+
+def cut_by_context(report: Mapping[str, Any]) -> str:
+    """What a ``report.json`` says of texts that filled the model's context; empty if there are none."""
+    ended = report["finish_reasons"]
+    number = ended.get("context", 0)
+    if not number:
+        return ""
+    return (
+        f"{count(number)} of {count(sum(ended.values()))} texts ended where the model's context was full, before "
+        "--max-new-tokens: shorten the prompts or ask for less."
+    )
 
 
 def unanswered(report: Mapping[str, Any]) -> str:

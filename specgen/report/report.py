@@ -20,6 +20,7 @@ from specgen.events import (
     Switched,
     Verified,
     Worked,
+    conversation_of,
 )
 from specgen.json_fields import load_json
 from specgen.report.acceptance import RequestSum, Speculation, StepCounts
@@ -33,7 +34,7 @@ DEFINITIONS = (
     ("mean acceptance length", "1 + accepted / drafts over verify steps with drafts; no prefill, no padding"),
     ("acceptance at token i", "steps that accepted more than i drafts / that drafted more than i (joint)"),
     ("conditional at token i", "the same among the steps that accepted all drafts before i"),
-    ("[low, high]", "95 % interval, with requests and not steps as the independent units"),
+    ("[low, high]", "95 % interval, computed over conversations, not steps"),
 )
 
 
@@ -184,13 +185,18 @@ class _Fold:
         self.num_prompt_tokens += event.num_prompt_tokens
         self.num_cached_tokens += event.num_cached
         counts = StepCounts.of_sums(event.steps, self.num_spec_tokens)
+        num_tokens, left = event.num_output_tokens, event.num_turns - event.turn
+        conversation = conversation_of(event.sequence, event.turn)
         category = "(none)" if event.category is None else event.category
-        for groups, label in ((self.categories, category), (self.turns, str(event.turn))):
-            if label not in groups:
-                groups[label] = RequestSum(self.num_spec_tokens)
-            groups[label].add(counts, event.num_output_tokens)
-        self.all.add(counts, event.num_output_tokens)
-        self.by_part.add(counts, event.reasoning, event.num_output_tokens)
+        self._sum(self.turns, str(event.turn)).add(counts, num_tokens)  # which has each conversation once
+        for sums in (self.all, self._sum(self.categories, category)):
+            sums.add(counts, num_tokens, conversation, left)
+        self.by_part.add(counts, event.reasoning, num_tokens, conversation, left)
+
+    def _sum(self, groups: dict[str, RequestSum], label: str) -> RequestSum:
+        if label not in groups:
+            groups[label] = RequestSum(self.num_spec_tokens)
+        return groups[label]
 
     def report(self) -> Report:
         for each in self.summary.rest():
@@ -271,6 +277,6 @@ def load(directory: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     report = load_json(directory / "report.json", remedy)
     require(
         "acceptance" in report,
-        f"{directory / 'report.json'} is no report of a run: generate into a new directory",
+        f"{directory / 'report.json'} is not the report of a run: generate into a new directory",
     )
     return report, load_json(directory / "manifest.json", remedy)

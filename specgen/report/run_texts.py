@@ -24,10 +24,10 @@ _QUESTION = 2_000  # characters
 _KEYS = {
     **{f"d{position}": f"draft {position}, accepted" for position in range(7)},
     "d7": "a later draft, accepted",
-    "correction": "the target's, in place of a rejected draft: hover or tap to see it",
-    "bonus": "the target's, behind drafts that were all accepted",
-    "plain": "of a step without drafts",
-    "prefill": "of the prefill",
+    "correction": "the target's token in place of a rejected draft: hover or tap to see it",
+    "bonus": "bonus token (all drafts accepted)",
+    "plain": "from a step without drafts",
+    "prefill": "from prefill",
 }
 
 

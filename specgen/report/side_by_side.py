@@ -33,10 +33,15 @@ _ONE_RUN = (
 )
 _PAIRED = (
     "paired difference",
-    "this run minus the first over their shared requests, rates in points; p by t test over requests, after Holm over "
-    "the lengths of all runs, those of positions among themselves; none where all requests differ alike",
+    "this run minus the first over their shared requests, rates in points; p by t test over conversations, after Holm "
+    "over the lengths of all runs, those of positions among themselves; omitted if all differences are equal",
+)
+_ALL_STEPS = (
+    LENGTH,
+    "1 + accepted / verify steps, those without drafts too: elsewhere the mean acceptance length",
 )
 
+_ALL = "length_over_all_steps"
 _Metric = tuple[str, tuple[str | int, ...], Show]  # label, path in report.json, how to show it
 _COUNTED: tuple[_Metric, ...] = (
     *((name, (name,), count) for name in ("num_requests", "total_num_output_tokens", "num_drafts")),
@@ -91,7 +96,7 @@ def of_runs(
         for sentence in filter(None, (unfinished(report), *remarks(report))):
             yield f"{name}: {sentence}"
     paired = any(each.figures and not each.same_acceptance for each in shared)
-    yield definitions((*DEFINITIONS, *((_PAIRED,) if paired else ())))
+    yield definitions((*DEFINITIONS, *((_ALL_STEPS, _PAIRED) if paired else ())))
 
 
 def _settings(names: Sequence[str], settings: Mapping[str, Sequence[Any]]) -> Table:
@@ -150,10 +155,11 @@ def _difference(each: PairedFigure) -> Row:
 def _table(runs: Sequence[tuple[str, Mapping[str, Any]]]) -> Table:
     (first, _), *others = runs
     ratios = [f"ratio {at}" for at in range(len(runs))]
-    reports = [report for _, report in runs]
+    reports = [_over_all_steps(report) for _, report in runs]
     positions = range(max(len(report["acceptance"]) for report in reports))
     accepted = [(f"acceptance at token {i}", ("acceptance", i, "rate"), percent) for i in positions]
-    rows = [_row(metric, reports) for metric in (*_COUNTED, *accepted, *_ROWS)]
+    own = [("  over all steps", (_ALL,), plain)] if any(map(_drafts_at_times, reports)) else []
+    rows = [_row(metric, reports) for metric in (*_COUNTED, *own, *accepted, *_ROWS)]
     rows += [{**_row(metric, reports), **dict.fromkeys(ratios, "")} for metric in _TIMED]
     columns = [Column(name="metric", title=""), Column(name="run 0", title=first)]
     for at, (name, _) in enumerate(others, start=1):
@@ -165,6 +171,21 @@ def _table(runs: Sequence[tuple[str, Mapping[str, Any]]]) -> Table:
         num_keys=2,
         group=2,
     )
+
+
+def _drafts_at_times(report: Mapping[str, Any]) -> bool:
+    """Whether a drafter had drafts in some steps and in others none."""
+    return bool(report["num_drafts"] and report.get("num_steps_without_drafts"))
+
+
+def _over_all_steps(report: Mapping[str, Any]) -> Mapping[str, Any]:
+    """``report`` with its length over all steps; it is the mean acceptance length where all had drafts."""
+    length = report["mean_acceptance_length"]
+    if _drafts_at_times(report):
+        length = 1 + report["num_accepted_tokens"] / (
+            report["num_drafts"] + report["num_steps_without_drafts"]
+        )
+    return {**report, _ALL: length}
 
 
 def _row(metric: _Metric, reports: Sequence[Mapping[str, Any]]) -> Row:

@@ -65,6 +65,7 @@ class _Request:
             num_cached=self.num_cached,
             category=self.submitted.category,
             turn=self.submitted.turn,
+            num_turns=self.submitted.num_turns,
             steps=self.counts.sums(),
             reasoning=None if self.parts is None else self.parts.sums(num_tokens),
         )

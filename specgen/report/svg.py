@@ -13,9 +13,10 @@ from specgen.report.charts import Bars, Chart, Lines, Point, Scatter, fraction
 _WIDTH, _HEIGHT = 400, 250  # of the view box; the page scales it by 0.8 to 1.4, so text stays readable
 _LEFT, _RIGHT, _TOP, _BOTTOM = 48, 12, 14, 40  # margins of lines
 _LETTER, _LONGEST_NAME = 7.2, 18  # width of one in a name at the end of a line, and how many fit
+_SHORT = 6  # letters of a column's name that are always shown: numbers
 _NAME_ROW = 12
 _SIDE = 20  # margin of bars
-_BAR_ROW, _BAR_NAME = 38, 25  # height, and characters
+_BAR_ROW, _BAR_TEXT = 38, 47  # height, and characters of a name and its numbers together
 
 
 def svg(chart: Lines | Bars | Scatter) -> Markup:
@@ -67,7 +68,7 @@ def _draw_lines(chart: Lines) -> Iterator[Markup]:
     yield from _draw_levels(chart, width)
     middles = {name: _LEFT + (at + 0.5) * width / len(columns) for at, name in enumerate(columns)}
     for name, x in middles.items():
-        yield _text(x, _HEIGHT - _BOTTOM + 16, name)
+        yield _text(x, _HEIGHT - _BOTTOM + 16, clip(name, max(_SHORT, int(width / len(columns) / _LETTER))))
     yield _text((_LEFT + _WIDTH - _RIGHT) / 2, _HEIGHT - 6, chart.label)
     apart = 0 if chart.named else min(9, 0.7 * width / max(len(columns), 1) / len(chart.lines))
     ends_at: dict[str, float] = {}
@@ -95,7 +96,8 @@ def _draw_levels(chart: Lines | Scatter, width: float) -> Iterator[Markup]:
 
 
 def _draw_line(chart: Lines, name: str, seen: Sequence[tuple[float, Point]]) -> Iterator[Markup]:
-    yield _polyline([(x, _height(chart, point.number)) for x, point in seen])
+    if chart.joined:
+        yield _polyline([(x, _height(chart, point.number)) for x, point in seen])
     for x, point in seen:
         if point.interval:
             low, high = (_height(chart, end) for end in point.interval)
@@ -174,8 +176,10 @@ def _draw_bars(chart: Bars) -> Iterator[Markup]:
     for row, point in enumerate(chart.points):
         top = row * _BAR_ROW
         text = _label(chart, point)
-        yield _text(_SIDE, top + 13, clip(point.name, _BAR_NAME), "start", "value")
-        yield _text(_WIDTH - _SIDE, top + 13, text.removeprefix(point.name).strip(), "end", "value")
+        numbers = text.removeprefix(point.name).strip()
+        name = clip(point.name, _BAR_TEXT - len(numbers) - 1)
+        yield _text(_SIDE, top + 13, name, "start", "value")
+        yield _text(_WIDTH - _SIDE, top + 13, numbers, "end", "value")
         if point.number is not None:
             bar = '<rect class="fill" x="{:.1f}" y="{}" width="{:.1f}" height="12"><title>{}</title></rect>'
             yield Markup(bar).format(_SIDE, top + 19, _along(chart, point.number) - _SIDE, text)

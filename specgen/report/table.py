@@ -1,13 +1,34 @@
 """The one type of table for terminal, HTML and files: columns that format their values, and rows."""
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+import csv
+import io
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from specgen.display import Show, ends, value
+from specgen.display import DASH, Show, ends, value
 from specgen.report.charts import Bars, Lines, Point, Scatter, Ticks
 
 Row = Mapping[str, Any]  # value by column name; None if not measured
+
+
+_FORMULA = tuple("=+-@\t\r\n")  # what spreadsheets take for the beginning of one
+
+
+def csv_text(names: Iterable[str], rows: Iterable[Row]) -> str:
+    """``rows`` as CSV below the header ``names``; a text that a spreadsheet would compute gets an apostrophe before it.
+
+    So a head named ``=1+1`` is shown as that (OWASP, CSV injection). Numbers are left as they are.
+    """
+    file = io.StringIO()
+    writer = csv.writer(file, lineterminator="\n")
+    writer.writerow(map(_inert, names := list(names)))
+    writer.writerows([_inert(row.get(name)) for name in names] for row in rows)
+    return file.getvalue()
+
+
+def _inert(cell: object) -> object:
+    return f"'{cell}" if isinstance(cell, str) and cell.startswith(_FORMULA) and cell != DASH else cell
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,6 +41,7 @@ class Column:
     show: Show = value
     interval: str = ""  # the key of the value's 95 % interval
     wraps: bool = False  # text that may wrap; the first column always does
+    link: str = ""  # the key of the address that a page links the value to; an empty one is no link
 
     @property
     def heading(self) -> str:
@@ -52,6 +74,8 @@ class Table:
     ticks: Ticks = (0, 0.25, 0.5, 0.75, 1)
     num_keys: int = 1  # leading columns that identify a row, repeated where a terminal splits the table
     group: int = 1  # the other columns are kept together in groups of this size
+    # by column, the place of each row where a reader of the page sorts by it; empty for a table that is not sorted
+    ranks: Mapping[str, Sequence[int]] = field(default_factory=dict)
 
     @property
     def has_header(self) -> bool:

@@ -85,7 +85,7 @@ def page(
     return Page(
         title=title,
         settings=settings,
-        sentence=" ".join(remarks(report)),
+        sentence="\n".join(remarks(report)),
         alarming=True,
         tiles=[item for item in (*_counts(report), *_speed(report)) if item[0] in _TILES],
         tables=[*_acceptance(report), *rejections, *_times(report), *wall_table(report), *_numbers(report)],
@@ -209,7 +209,7 @@ def _speed(report: Mapping[str, Any]) -> Iterator[_Item]:
     if baseline := report["baseline"]:
         same = same_texts(baseline["identical"], baseline["num_compared"])
         speed = rate(baseline["output_tokens_per_second"])
-        yield "against plain decoding", ratio(baseline["ratio"]), f"of {speed} tokens/s, {same}"
+        yield "against plain decoding", ratio(baseline["ratio"]), f"plain decoding ({speed} tokens/s), {same}"
 
 
 def _share(rows: Mapping[str, int], name: str, wasted: str) -> str:

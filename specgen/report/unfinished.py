@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator, Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,8 @@ def load_so_far(directory: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     An unfinished run's report has two more fields: ``state`` as in ``status.json`` (``stopped`` without one), and
     ``num_expected``, its requests where that is known.
     """
-    status = _status(directory)
-    if status.get("state", _FINISHED) == _FINISHED and (directory / "report.json").exists():
+    status = status_of(directory)
+    if is_finished(directory, status):
         return load(directory)
     manifest, events = directory / "manifest.json", directory / "events.jsonl"
     if not manifest.exists() or not events.exists():
@@ -30,15 +31,22 @@ def load_so_far(directory: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     record = load_json(manifest, "generate into a new directory")
     num_spec_tokens = record["engine"]["num_spec_tokens"]
     if record.get("events") == NONE:
-        rows = map(json.loads, _whole_lines(directory / "completions.jsonl"))
-        report = without_events(fold_rows(rows, num_spec_tokens=num_spec_tokens).to_json())
+        path = directory / "completions.jsonl"
+        ids = [json.loads(line)["id"] for line in _whole_lines(path)]
+        rows = islice(map(json.loads, _whole_lines(path)), len(ids))  # a run may be at work
+        report = without_events(fold_rows(rows, ids=ids, num_spec_tokens=num_spec_tokens).to_json())
     else:
         report = fold(map(from_line, _whole_lines(events)), num_spec_tokens=num_spec_tokens).to_json()
     expected = status.get("total") or None
     return {**report, "state": status.get("state", "stopped"), "num_expected": expected}, record
 
 
-def _status(directory: Path) -> dict[str, Any]:
+def is_finished(directory: Path, status: Mapping[str, Any]) -> bool:
+    """Whether the run in ``directory``, whose ``status_of`` it is, has a report of all its requests."""
+    return status.get("state", _FINISHED) == _FINISHED and (directory / "report.json").exists()
+
+
+def status_of(directory: Path) -> dict[str, Any]:
     """``status.json``; empty without one, or where a power failure has emptied it."""
     path = directory / "status.json"
     try:

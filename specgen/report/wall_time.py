@@ -1,5 +1,6 @@
 """Where the wall time of a run went: parts that add up to the whole."""
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Self
@@ -11,13 +12,13 @@ from specgen.report.table import Column, Table
 
 _NAMES = {
     "prefill": "prefill passes",
-    "full": "decode steps, as if every batch were the largest",
-    "filling": "smaller batches while prompts wait, beyond that",
-    "tail": "smaller batches behind the last prompt, beyond that",
+    "full": "decode time at full batch",
+    "filling": "extra time in smaller batches while prompts wait",
+    "tail": "extra time while the batch drains",
     "captures": "captures of CUDA graphs",
     "idle_outside": "device idle: prompts, texts, files (at most)",
     "idle_engine": "device idle: other",
-    "rest": "before the first pass and behind the last",
+    "rest": "before the first pass and after the last",
 }
 
 
@@ -26,9 +27,10 @@ class WallTime:
     """Seconds of a run, which ``idle`` and all fields together add up to.
 
     The decode steps are in three parts. ``full`` is what their sequences would have taken in steps of the largest
-    batch; what the smaller steps took beyond that is ``filling`` where prompts waited for a slot, for pages, or for
-    more prompts to be prefilled with, and ``tail`` where there were none left. While the device had nothing to do, the
-    engine's caller had the host (texts, files, prompts) for at most ``idle_outside``, the rest is ``idle_engine``.
+    batch, or of smaller ones that cost a sequence no more (see ``_priced``); what the smaller steps took beyond that is
+    ``filling`` where prompts waited for a slot, for pages, or for more prompts to be prefilled with, and ``tail`` where
+    there were none left. While the device had nothing to do, the engine's caller had the host (texts, files, prompts)
+    for at most ``idle_outside``, the rest is ``idle_engine``.
     """
 
     prefill: float
@@ -92,14 +94,13 @@ class WallSum:
         """The parts of a wall time of ``whole`` seconds; None without decode steps."""
         if not self._decode:
             return None
-        largest = max(num_sequences for num_sequences, _ in self._decode)
-        full_steps = [self._decode.get((largest, waiting), (0, 0.0)) for waiting in (False, True)]
-        # seconds that a sequence takes of a step of the largest batch
-        each = sum(seconds for _, seconds in full_steps) / (largest * sum(number for number, _ in full_steps))
-        beyond = {True: 0.0, False: 0.0}  # by whether prompts waited
-        for (num_sequences, waiting), (number, seconds) in self._decode.items():
-            if num_sequences < largest:
-                beyond[waiting] += seconds - number * num_sequences * each
+        blocks = _priced(self._decode)
+        full = blocks[0].price
+        # by whether prompts waited
+        beyond = {
+            waiting: math.fsum((block.price - full) * block.sequences[waiting] for block in blocks)
+            for waiting in (True, False)
+        }
         decode = sum(seconds for _, seconds in self._decode.values())
         found = WallTime(
             **self._seconds,
@@ -109,6 +110,43 @@ class WallSum:
             rest=0.0,
         )
         return found.of_whole(whole)
+
+
+@dataclass(kw_only=True)
+class _Block:
+    """Decode steps of neighbouring batch sizes: their seconds, and sequences by whether prompts waited."""
+
+    seconds: float
+    sequences: Mapping[bool, int]
+
+    @property
+    def price(self) -> float:
+        """Seconds of a sequence."""
+        return self.seconds / sum(self.sequences.values())
+
+    def joined(self, other: "_Block") -> "_Block":
+        both = {waiting: self.sequences[waiting] + other.sequences[waiting] for waiting in (True, False)}
+        return _Block(seconds=self.seconds + other.seconds, sequences=both)
+
+
+def _priced(decode: Mapping[tuple[int, bool], tuple[int, float]]) -> list[_Block]:
+    """The steps in blocks of batch sizes, the largest first, whose prices do not fall from one to the next.
+
+    A step costs a sequence more the fewer share it. Where measured times say otherwise, of noise or of kernels that
+    suit one size better, neighbours are one block, with one price (isotonic regression, by pooling adjacent violators):
+    so smaller batches never seem to give time back.
+    """
+    blocks: list[_Block] = []
+    for size in sorted({size for size, _ in decode}, reverse=True):
+        steps = {waiting: decode.get((size, waiting), (0, 0.0)) for waiting in (True, False)}
+        block = _Block(
+            seconds=sum(seconds for _, seconds in steps.values()),
+            sequences={waiting: number * size for waiting, (number, _) in steps.items()},
+        )
+        while blocks and block.price < blocks[-1].price:
+            block = blocks.pop().joined(block)
+        blocks.append(block)
+    return blocks
 
 
 def wall_table(report: Mapping[str, Any]) -> Iterator[Table]:

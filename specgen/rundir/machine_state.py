@@ -20,14 +20,14 @@ def machine_state(uuid: str | None = None) -> dict[str, Any]:
     What cannot be read is left out.
     """
     try:
-        load = {"load": round(os.getloadavg()[0], 2), "cpus": _num_cpus()}
+        load = {"load": round(os.getloadavg()[0], 2), "cpus": num_cpus()}
     except (OSError, AttributeError):  # not on every system
         load = {}
     return load | ({} if uuid is None else _gpu(uuid))
 
 
-def _num_cpus() -> int:
-    """Those that this process may use, where the system says."""
+def num_cpus() -> int:
+    """The CPUs that this process may use, where the system says."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

@@ -13,6 +13,9 @@ class Progress(Protocol):
     def warn(self, sentence: str) -> None:
         """Something that does not stop the run but that the user has hardly meant."""
 
+    def note(self, sentence: str) -> None:
+        """Something that the user did not say and that decides the texts."""
+
     def read(self, num_rows: int) -> None:
         """So many rows of the input are read."""
 

@@ -2,15 +2,15 @@
 
 import platform
 import sys
-from collections.abc import Container, Mapping
-from dataclasses import asdict, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from specgen.config import EngineConfig, SamplingParams
-from specgen.json_fields import OF_THE_MOMENT, flat, load_json
+from specgen.json_fields import load_json
 from specgen.rundir.machine_state import machine_state
 from specgen.template_kwargs import PINNED_DATE
 
@@ -38,17 +38,26 @@ _PACKAGES = ("specgen", "torch", "flashinfer-python", "transformers", "tokenizer
 
 
 def manifest(
-    *, engine: EngineConfig, sampling: SamplingParams, data: dict[str, Any], fingerprints: dict[str, str]
+    *,
+    engine: EngineConfig,
+    sampling: SamplingParams,
+    data: dict[str, Any],
+    fingerprints: dict[str, str],
+    files: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """The content of ``manifest.json``; ``engine`` is the resolved configuration."""
+    """The content of ``manifest.json``; ``engine`` is the resolved configuration.
+
+    ``files`` are those behind the digests, by role and name, for ``differences`` to name.
+    """
     if engine.ngram is not None:  # the drafter, without a checkpoint
         fingerprints = fingerprints | {"drafter": str(engine.drafter)}
     return {
         **now(engine.device),
         "engine": engine.to_json(),
-        "sampling": asdict(sampling),
+        "sampling": sampling.to_json(),
         "data": data,
         "fingerprints": fingerprints,
+        **({} if files is None else {"files": files}),
     }
 
 
@@ -85,18 +94,6 @@ def with_recorded_date(config: EngineConfig, asked: EngineConfig, path: Path) ->
         return config
     kwargs = asked.template_kwargs.values | {PINNED_DATE: recorded[PINNED_DATE]}
     return replace(config, chat_template_kwargs=kwargs)
-
-
-def differences(earlier: Mapping[str, Any], now: Mapping[str, Any], free: Container[str] = ()) -> list[str]:
-    """The fields in which two manifests differ, as ``engine.dtype (float32, now bfloat16)``; those in ``free`` may."""
-    left, right = (
-        dict(flat({k: v for k, v in each.items() if k not in OF_THE_MOMENT})) for each in (earlier, now)
-    )
-    return [
-        f"{name} ({left.get(name)}, now {right.get(name)})"
-        for name in {**left, **right}
-        if left.get(name) != right.get(name) and name not in free
-    ]
 
 
 def versions() -> dict[str, str]:

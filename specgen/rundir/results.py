@@ -1,10 +1,11 @@
 """The run directory: completions, errors and events, each request flushed before it is counted."""
 
 import json
+import os
 import tempfile
 import time
 from collections.abc import Container, Iterable, Iterator, Mapping
-from contextlib import closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -12,18 +13,24 @@ from specgen.config import UserError, require
 from specgen.events import Event, read, to_line
 from specgen.json_fields import load_json
 from specgen.rundir.atomic import open_output, sync, writable, write_json
+from specgen.rundir.differences import differences
 from specgen.rundir.locking import LOCK, locked
-from specgen.rundir.provenance import differences
 from specgen.rundir.resume import recover
 from specgen.rundir.row_file import RowFile
 
 _SYNC_INTERVAL = 1.0  # seconds of work that a power loss may cost
 _KEPT = "what is done is kept; fix that and run the same command again"
+_NO_RIGHT = "give the right to write there, or name another directory"
 _NO_ROOM = "name a directory elsewhere with --output, or in TMPDIR"
 PROMPTS = ".prompts.json"  # the index of the input, which a resume need not read again
 _BEFORE_MANIFEST = {
     name + end for name in (LOCK, "manifest.json", "status.json", PROMPTS) for end in ("", ".partial")
 } - {"manifest.json"}
+
+_RUN_FILES = (  # what ``specgen generate`` writes, but for its manifest and what may be there before that
+    *("completions.jsonl", "errors.jsonl", "events.jsonl", "lost.jsonl", "requests.jsonl", "config.yaml"),
+    *("report.json", "report.html", "batch_output.jsonl", "batch_errors.jsonl", "completions.parquet"),
+)
 
 
 @contextmanager
@@ -31,18 +38,24 @@ def directory(output: Path | None, marker: str) -> Iterator[Path]:
     """``output``, created and locked, or for None a temporary directory.
 
     ``UserError`` where it is not empty and lacks the file ``marker``, where another process holds the lock, and for
-    any error of the file system in it meanwhile. A mistake of the user's before there is a ``marker`` leaves no new
-    directory behind.
+    any error of the file system in it meanwhile. What is there and may not be written is yielded to be read. A mistake
+    of the user's before there is a ``marker`` leaves no new directory behind.
     """
     if output is None:
         with tempfile.TemporaryDirectory(prefix="specgen-") as path, writable(Path(path), _NO_ROOM):
             yield Path(path)
         return
     output = output.absolute()  # else an error naming a program, say, might seem to be in it
-    with writable(output, _KEPT):
-        _require_ours(output, marker)
-        is_new = not output.exists()
-        with locked(output):
+    if (output / marker).exists() and not os.access(output, os.W_OK):
+        with writable(output, _NO_RIGHT):
+            yield output  # a finished run can be read
+        return
+    with ExitStack() as held:
+        with writable(output, _NO_RIGHT):
+            _require_ours(output, marker)
+            is_new = not output.exists()
+            held.enter_context(locked(output))
+        with writable(output, _KEPT):
             try:
                 yield output
             except UserError:
@@ -82,6 +95,51 @@ def require_same(path: Path, asked: Mapping[str, Any], *, free: Container[str], 
     require(
         not other, f"output {str(path.parent)!r} holds a run that differs in {', '.join(other)}: {remedy}"
     )
+
+
+def take_over(path: Path, asked: Mapping[str, Any], free: Container[str]) -> None:
+    """Put a run with the manifest ``asked`` in the place of one of other settings in ``path`` that answered nothing.
+
+    The manifest is replaced last: a kill meanwhile leaves such a run again.
+    """
+    manifest = path / "manifest.json"
+    if manifest.exists() and not _is_begun(path):
+        earlier = load_json(manifest, "remove the directory, or name another")
+        if differences(earlier, json.loads(json.dumps(asked)), free):
+            _clear(path)
+            write_json(manifest, asked)
+
+
+@contextmanager
+def leaving_nothing_undone(path: Path) -> Iterator[None]:
+    """A mistake of the user's before the first answer leaves no run in ``path`` that was not there."""
+    is_new = not (path / "manifest.json").exists()
+    try:
+        yield
+    except UserError:
+        if is_new and not _is_begun(path):
+            _clear(path)
+            (path / "manifest.json").unlink(missing_ok=True)
+        raise
+
+
+def _is_begun(path: Path) -> bool:
+    """Whether the run in ``path`` has answered a request."""
+    completions = path / "completions.jsonl"
+    if not completions.exists():
+        return False
+    with completions.open("rb") as rows:
+        return rows.readline().endswith(b"\n")
+
+
+def _clear(path: Path) -> None:
+    """Remove what a run wrote in ``path``, but for its manifest, and nothing else."""
+    for name in _RUN_FILES:
+        (path / name).unlink(missing_ok=True)
+    if (path / "baseline").is_dir():
+        _clear(path / "baseline")
+        with suppress(OSError):
+            (path / "baseline").rmdir()
 
 
 def _require_ours(path: Path, marker: str) -> None:

@@ -1,5 +1,6 @@
 """An append-only file of JSON rows: indexed by id, valid after a kill, sorted at the end."""
 
+import io
 import json
 import mmap
 import os
@@ -13,22 +14,19 @@ from specgen.rundir.atomic import naming, open_output, replacement, sync
 _ID = re.compile(rb'\{"id": ("(?:[^"\\]|\\.)*")')  # the start of a row as ``add`` writes it
 
 
-class RowFile(Mapping[str, dict[str, Any]]):
+class Rows(Mapping[str, dict[str, Any]]):
     """The rows of ``path`` by id, each read from the file on access; of rows with the same id the last counts.
 
-    Opening cuts a torn last line, takes one pass that parses only ids, and keeps only ids in memory. ``OSError`` where
-    the file cannot be written.
+    Opening takes one pass that parses only ids, and keeps only ids in memory. A torn last line is no row, and a file
+    that is not there has none.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        path.touch()
-        cut_torn_line(path)
-        self._open()
+        self._read()
 
-    def _open(self) -> None:
-        self._file = open_output(self.path, "a")
-        self._reader = self.path.open("rb")
+    def _read(self) -> None:
+        self._reader: IO[bytes] = self.path.open("rb") if self.path.exists() else io.BytesIO()
         self._offsets = dict(_offsets(self._reader))
 
     def __getitem__(self, row_id: str) -> dict[str, Any]:
@@ -43,6 +41,20 @@ class RowFile(Mapping[str, dict[str, Any]]):
 
     def __len__(self) -> int:
         return len(self._offsets)
+
+    def _line(self, row_id: str) -> bytes:
+        self._reader.seek(self._offsets[row_id])
+        return self._reader.readline()
+
+
+class RowFile(Rows):
+    """``Rows`` that grow. Opening cuts a torn last line. ``OSError`` where the file cannot be written."""
+
+    def __init__(self, path: Path) -> None:
+        path.touch()
+        cut_torn_line(path)
+        self._file = open_output(path, "a")
+        super().__init__(path)
 
     def add(self, row: Mapping[str, Any]) -> None:
         """Append ``row``, whose first key is ``id``, flushed to the OS: survives a kill, not a power loss."""
@@ -71,12 +83,7 @@ class RowFile(Mapping[str, dict[str, Any]]):
                 if row_id in self._offsets:
                     file.write(self._line(row_id))
         self._reader.close()
-        self._open()
-        self._file.close()
-
-    def _line(self, row_id: str) -> bytes:
-        self._reader.seek(self._offsets[row_id])
-        return self._reader.readline()
+        self._read()
 
 
 def cut_torn_line(path: Path) -> None:

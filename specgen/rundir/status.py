@@ -59,7 +59,7 @@ class Status:
 
     def put_back(self) -> None:
         """The file as an earlier process left it, which is still true."""
-        if self._earlier is not None:
+        if self._earlier is not None and self._earlier != self._path.read_bytes():
             with swapped(self._path) as file:
                 file.write(self._earlier)
 
@@ -73,9 +73,10 @@ class Status:
     def begin(self, tally: Tally, *, total: int, done: int, startup: Mapping[str, float]) -> None:
         """An engine, whose events ``tally`` counts, starts; ``done`` of ``total`` requests are done.
 
-        ``startup`` has the seconds until then by phase, see ``startup.py``.
+        ``startup`` has the seconds until then by phase, see ``startup.py``; a baseline's are added to those before.
         """
-        self._startup = {name: round(seconds, 3) for name, seconds in startup.items()}
+        for name, seconds in startup.items():
+            self._startup[name] = round(self._startup.get(name, 0.0) + seconds, 3)
         self._total, self._done, self._failed, self._done_before = total, done, 0, done
         self._begun, self._tally = time.monotonic(), tally
         self.write("running")

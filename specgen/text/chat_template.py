@@ -3,16 +3,17 @@
 import json
 from collections.abc import Iterable
 from datetime import date, datetime
+from functools import lru_cache
 from pathlib import Path
 
 from jinja2 import meta
-from jinja2.exceptions import TemplateError
+from jinja2.exceptions import TemplateError, TemplateSyntaxError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.nodes import CallBlock, Const, Node
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from specgen.config import require
+from specgen.config import UserError, first_line, require
 
 _DIRECTIVES = "aAbBcdejmpuUVwxXyYGHIMSfWDF"  # of ``strftime``, beside those with a dash: no leading zero
 _DASHED = "dmjyHIMS"
@@ -37,6 +38,21 @@ def calls_for_date(directory: Path) -> bool:
     return any(b"strftime_now" in file.read_bytes() for file in files if file.is_file())
 
 
+def require_inside(directory: Path) -> None:
+    """``UserError`` for a chat template in a checkpoint's ``directory`` that is a link to a file elsewhere.
+
+    Any text is a template, so that any file would find its way into prompts. The hub's cache links to its own store.
+    """
+    own = directory.resolve()
+    places = (own, *((above / "blobs").resolve() for above in list(own.parents)[:2]))
+    for file in (*directory.glob("chat_template*"), *directory.glob("additional_chat_templates/*")):
+        found = file.resolve()
+        require(
+            any(found.is_relative_to(place) for place in places),
+            f"{file} is a link to {found}, outside of the checkpoint: copy that file here if it is the template",
+        )
+
+
 def pin_date(template: str, day: str | None) -> str:
     """``template`` with ``strftime_now`` at 0:00 of ``day``, an ISO date; None: at the time of rendering."""
     if day is None or "strftime_now" not in template:
@@ -47,12 +63,24 @@ def pin_date(template: str, day: str | None) -> str:
     return _MACRO % json.dumps({name: then.strftime(f"%{name}") for name in names}) + template
 
 
+@lru_cache(maxsize=16)
+def require_compiled(template: str) -> None:
+    """``UserError`` for a ``template`` that is no program, whatever the messages are."""
+    try:
+        _ENVIRONMENT.from_string(template)
+    except Exception as error:  # of Jinja, or of Python, which compiles what Jinja makes of it
+        line = f"line {error.lineno}: " if isinstance(error, TemplateSyntaxError) else ""
+        raise UserError(
+            f"the chat template cannot be compiled ({line}{first_line(error)}): fix it, or download the tokenizer again"
+        ) from error
+
+
 def require_known(template: str, names: Iterable[str]) -> None:
     """``UserError`` for ``names`` that ``template`` never looks up: they would be ignored in silence."""
     try:
         known = meta.find_undeclared_variables(_ENVIRONMENT.parse(template))
-    except TemplateError:
-        return  # rendering says what is wrong with it
+    except (TemplateError, RecursionError):
+        return  # ``require_compiled`` says what is wrong with it
     unknown = [name for name in names if name not in known]
     others = sorted(known - _OURS)
     require(

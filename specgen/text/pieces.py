@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from specgen.text.reasoning import Part, new_reader
-from specgen.text.tokenizer import Tokenizer
+from specgen.text.tokenizer import ByteRuns, Tokenizer
 
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # what a decoder writes for an incomplete character
 
@@ -14,6 +14,7 @@ def pieces(tokenizer: Tokenizer, token_ids: Sequence[int]) -> list[str]:
     A character of several tokens is a piece of the last of them. Each token is decoded behind the few before it,
     because a decoder may drop the leading space of a text.
     """
+    token_ids = _settled(tokenizer, token_ids)
     found: list[str] = []
     begin, known = 0, 0  # tokens: where decoding begins, and those before which all characters are complete
     for end in range(1, len(token_ids) + 1):
@@ -27,6 +28,21 @@ def pieces(tokenizer: Tokenizer, token_ids: Sequence[int]) -> list[str]:
     if found and whole.startswith(so_far):  # a text may end within a character
         found[-1] += whole[len(so_far) :]
     return found
+
+
+def _settled(tokenizer: Tokenizer, token_ids: Sequence[int]) -> list[int]:
+    """As ``ByteRuns`` has them; tokens without text stay."""
+    shown: list[int] = []
+    runs = ByteRuns(tokenizer, shown)
+    texts = [tokenizer.has_text(token_id) for token_id in token_ids]
+    for token_id, has_text in zip(token_ids, texts, strict=True):
+        if has_text:
+            runs.append(token_id)
+    runs.end()
+    found = iter(shown)
+    return [
+        next(found) if has_text else token_id for token_id, has_text in zip(token_ids, texts, strict=True)
+    ]
 
 
 def fitted(parts: Sequence[str], text: str) -> list[str] | None:

@@ -1,31 +1,41 @@
 """The tokenizer of a checkpoint, its chat template, and stop strings."""
 
+import codecs
 import copy
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableSequence, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specgen.config import UserError, first_line, require
+from specgen.config import UserError, first_line, is_text, require, shown
 from specgen.template_kwargs import PINNED_DATE, TemplateKwargs
-from specgen.text.chat_template import pin_date, require_known
+from specgen.text.chat_template import pin_date, require_compiled, require_inside, require_known
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 _FILES = ["tokenizer.json", "*_config.json", "config.json", "*_tokens*.json", "chat_template*"]
+_GIVE = "give a directory with a tokenizer.json, or a hub id that can be reached"
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # what a decoder writes for an incomplete character
+_UTF8 = codecs.getincrementaldecoder("utf-8")
+_ROLES = ("system", "user", "assistant")
 _LONGEST_CHARACTER = 4  # bytes, in UTF-8
 
 
 @dataclass(frozen=True, kw_only=True)
 class Message:
-    """One message of a chat; ``role`` is ``system``, ``user`` or ``assistant``."""
+    """One message of a chat; ``role`` is ``system``, ``user`` or ``assistant``. ``UserError`` for another."""
 
     role: str
     content: str
+
+    def __post_init__(self) -> None:
+        if self.role not in _ROLES:
+            raise UserError(f"the role of a message is {shown(self.role)}: use system, user or assistant")
+        if not isinstance(self.content, str):
+            raise UserError(f"the content of a {self.role} message is {shown(self.content)}: use a string")
 
 
 def load_tokenizer(path_or_hub_id: str) -> "Tokenizer":
@@ -36,12 +46,16 @@ def load_tokenizer(path_or_hub_id: str) -> "Tokenizer":
     """
     from transformers import PreTrainedTokenizerFast
 
-    with _in_library(
-        f"no tokenizer could be loaded from {path_or_hub_id!r}",
-        "give a directory with a tokenizer.json, or a hub id that can be reached",
-    ):
+    failure = f"no tokenizer could be loaded from {path_or_hub_id!r}"
+    with _in_library(failure, _GIVE):
         directory = Path(_directory(path_or_hub_id))
+    require_inside(directory)
+    with _in_library(failure, _GIVE):
         own = directory / "tokenizer.json"
+        if not own.is_file() and not any(directory.glob("*.model")):
+            raise FileNotFoundError(
+                "there is no file tokenizer.json"
+            )  # the library's own words are ten lines
         # Set explicitly, because tokenizer_config.json could name a file elsewhere.
         file = {"tokenizer_file": str(own)} if own.is_file() else {}
         tokenizer = Tokenizer(PreTrainedTokenizerFast.from_pretrained(directory, **file))
@@ -86,6 +100,7 @@ class Tokenizer:
         self._special = {token_id for token_id, token in added.items() if token.special}
         self._added = {token.content: token_id for token_id, token in added.items()}
         self._pieces: dict[int, str] = {}
+        self.byte_values = self._bytes()  # of the tokens that stand for single bytes, by id
         # added tokens included; a model's embedding may be padded beyond it
         self.vocab_size = len(pretrained)
         # None where the checkpoint names none
@@ -130,11 +145,12 @@ class Tokenizer:
         return self._encode(text, add_special_tokens=False)
 
     def require_chat_template(self) -> None:
-        """``UserError`` if there is no chat template."""
+        """``UserError`` if there is no chat template, or one that cannot be compiled."""
         require(
-            bool(self.chat_template),
+            bool(self._own_template),
             "the tokenizer has no chat template: use rows with a raw `prompt`, or add chat_template.jinja to the model",
         )
+        require_compiled(str(self._own_template))
 
     def render_chat(self, messages: Sequence[Message]) -> str:
         """``messages`` rendered by the chat template, up to the generation prompt.
@@ -165,6 +181,9 @@ class Tokenizer:
         return text
 
     def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        require(
+            is_text(text), "the tokenizer cannot encode this text, which holds a lone surrogate: remove it"
+        )
         with _in_library("the tokenizer cannot encode this text", "its tokenizer.json is broken"):
             ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
@@ -182,6 +201,16 @@ class Tokenizer:
         """The text of ``token_ids`` with special tokens written out."""
         return self._decode(token_ids, skip_special_tokens=False)
 
+    def _bytes(self) -> Mapping[int, int]:
+        """Those of a byte-fallback decoder; a vocabulary with such names under another decoder has none."""
+        named = {f"<0x{value:02X}>": value for value in range(256)}
+        ids = {name: self._backend.token_to_id(name) for name in named}
+        return {
+            token_id: named[name]
+            for name, token_id in ids.items()
+            if token_id is not None and token_id not in self._special and self.decode([token_id]) != name
+        }
+
     def has_text(self, token_id: int) -> bool:
         """Whether ``decode`` returns text for this id: it is in the vocabulary and not special."""
         return token_id not in self._special and self._backend.id_to_token(token_id) is not None
@@ -194,6 +223,49 @@ class Tokenizer:
         return self._pieces[token_id]
 
 
+class ByteRuns:
+    """Tokens, one by one, put behind ``shown`` such that any part of it decodes as it does in the whole text.
+
+    A byte-fallback decoder writes byte tokens that follow each other as characters only if all of them are; else it
+    writes each as U+FFFD. So one byte may spoil any number before it, and a part of a run would look different.
+    Those of a spoilt run are replaced by one that is no character however often it is repeated. Only the end of
+    ``shown`` is needed.
+    """
+
+    def __init__(self, tokenizer: "Tokenizer", shown: MutableSequence[int]) -> None:
+        self._values = tokenizer.byte_values
+        self._no_character = max(self._values, key=self._values.__getitem__, default=0)
+        self._shown = shown
+        self._length = 0  # of the run at the end
+        self._spoilt = False
+        self._decoder = _UTF8()
+
+    def append(self, token_id: int) -> None:
+        """The next token, which has text."""
+        value = self._values.get(token_id)
+        if value is None:
+            self.end()
+        elif not self._spoilt:
+            try:
+                self._decoder.decode(bytes([value]))
+            except UnicodeDecodeError:
+                self._spoil()
+        self._length += value is not None
+        self._shown.append(self._no_character if self._spoilt else token_id)
+
+    def end(self) -> None:
+        """The text, or the run, ends here."""
+        if self._length and not self._spoilt and self._decoder.getstate()[0]:
+            self._spoil()
+        self._length, self._spoilt = 0, False
+        self._decoder.reset()
+
+    def _spoil(self) -> None:
+        self._spoilt = True
+        for back in range(1, min(self._length, len(self._shown)) + 1):
+            self._shown[-back] = self._no_character
+
+
 def _all_tokens(token_id: int) -> bool:
     return True
 
@@ -204,10 +276,10 @@ class StopStrings:
     Only tokens that ``searched`` holds for are looked at: ``reasoning`` skips what is not the answer.
 
     The search is in the text of ``Tokenizer.decode``, so a special token is never part of a stop string.
-    A token with text has at least one byte of it, so a match lies in the last ``bytes(stop)`` tokens: only
-    these are decoded, however long the text is. And only a token with a stop's last character, or an incomplete
-    character, can complete a stop: after any other nothing is decoded. Stops that contain U+FFFD are an exception,
-    because a later token may turn an earlier one into it.
+    A token with text has at least one byte of it, so a match lies in the last ``bytes(stop)`` tokens: only these, as
+    ``ByteRuns`` has them, are decoded, however long the text is. And only a token with a stop's last character, or an
+    incomplete character, can complete a stop: after any other nothing is decoded. Stops that contain U+FFFD are an
+    exception, as a later token or the start of a window may turn text into it: for them all is decoded.
     """
 
     def __init__(
@@ -217,10 +289,12 @@ class StopStrings:
         self._searched = searched
         self._stops = tuple(stops)
         longest = max((len(stop.encode()) for stop in stops), default=0)
-        # One token more than the match: a SentencePiece decoder drops the leading space of a text.
-        self._tail: deque[int] = deque(maxlen=longest + 1)
+        # More tokens than the match: the first may be within a character, and a SentencePiece decoder drops the leading
+        # space of a text.
+        self._whole = any(_UNFINISHED in stop for stop in stops)
+        self._tail: deque[int] = deque(maxlen=None if self._whole else longest + _LONGEST_CHARACTER)
+        self._runs = ByteRuns(tokenizer, self._tail)
         self._ends = {_UNFINISHED, *(stop[-1] for stop in stops)}
-        self._any_token = any(_UNFINISHED in stop for stop in stops)
 
     def feed(self, new_token_ids: Sequence[int]) -> int | None:
         """How many of the new tokens to keep: up to and including the one that completes a stop string, else None."""
@@ -228,7 +302,7 @@ class StopStrings:
             return None
         for count, token_id in enumerate(new_token_ids, start=1):
             if self._searched(token_id) and self._tokenizer.has_text(token_id):
-                self._tail.append(token_id)
+                self._runs.append(token_id)
                 if self._may_complete(token_id) and self._is_complete():
                     return count
         return None
@@ -239,13 +313,13 @@ class StopStrings:
         return text[: min((at for stop in self._stops if (at := text.find(stop)) >= 0), default=len(text))]
 
     def _may_complete(self, token_id: int) -> bool:
-        return self._any_token or not self._ends.isdisjoint(self._tokenizer.piece(token_id))
+        return self._whole or not self._ends.isdisjoint(self._tokenizer.piece(token_id))
 
     def _is_complete(self) -> bool:
         window = list(self._tail)
-        # Where a window starts inside a character, a byte-fallback decoder hides the whole run of bytes: start
-        # later until it decodes.
-        for start in range(_LONGEST_CHARACTER):
+        # Where a window starts inside a character, a byte-fallback decoder hides the whole run of bytes: start later
+        # until it decodes.
+        for start in range(1 if self._whole else _LONGEST_CHARACTER):
             text = self._tokenizer.decode(window[start:])
             if any(stop in text for stop in self._stops):
                 return True

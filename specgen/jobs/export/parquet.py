@@ -56,6 +56,7 @@ def _schema() -> "pyarrow.Schema":
         "num_draft_tokens": whole_number,
         "num_spec_tokens": whole_number,
         "per_step_accepted": pa.list_(whole_number),
+        "num_steps_without_drafts": whole_number,
     }
     columns = {
         "id": text,
@@ -65,6 +66,7 @@ def _schema() -> "pyarrow.Schema":
         "text": text,
         "token_ids": pa.list_(whole_number),
         "finish_reason": text,
+        "ended_by": text,
         "turn": whole_number,
         "num_prompt_tokens": whole_number,
         "category": text,

@@ -1,0 +1,115 @@
+"""What a program gives to the fields of a configuration, held to the fields' types."""
+
+import operator
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import fields
+from functools import cache
+from types import NoneType
+from typing import Any, get_args, get_type_hints
+
+from specgen.errors import UserError, shown
+
+Reader = Callable[[object, str], object]
+
+
+def settle(config: Any) -> None:  # noqa: ANN401
+    """Hold the fields of ``config``, a frozen dataclass, to their types; ``UserError`` names a wrong value.
+
+    numpy's numbers become Python's, and one string becomes a tuple of it where there may be several. A truth value is
+    no number, and neither are NaN and infinity. Fields of other types than those of ``_READERS`` are left alone.
+    """
+    kind: Any = type(config)
+    for name, default, read in _readers(kind):
+        value = getattr(config, name)
+        if value is not default and (settled := read(value, name)) is not value:
+            object.__setattr__(config, name, settled)
+
+
+def whole(value: object, what: str) -> int:
+    """``value`` if it is an integer of 64 bits, also one of numpy's."""
+    if type(value) is not int:
+        try:
+            if isinstance(value, bool):
+                raise TypeError
+            value = operator.index(value)  # type: ignore[arg-type]
+        except TypeError:
+            raise UserError(f"{what} is {shown(value)}: use a whole number") from None
+    if not -(2**63) <= value < 2**63:
+        raise UserError(f"{what} is {shown(value)}: use a whole number of 64 bits")
+    return value
+
+
+def whole_numbers(value: object, what: str) -> tuple[int, ...]:
+    """The integers of a list, a tuple or an array."""
+    if type(value) is tuple and set(map(type, value)) <= {int}:
+        return value
+    if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
+        raise UserError(f"{what} is {shown(value)}: use a list of whole numbers")
+    return tuple(whole(each, what) for each in value)
+
+
+def number(value: object, what: str) -> float:
+    """``value`` if it is a finite number, also one of numpy's; an integer stays one."""
+    if type(value) is not int and type(value) is not float:
+        if isinstance(value, bool | str | bytes) or not hasattr(value, "__float__"):
+            raise UserError(f"{what} is {shown(value)}: use a number")
+        try:
+            value = float(value)
+        except (TypeError, ValueError):  # of an array or a tensor with several
+            raise UserError(f"{what} is {shown(value)}: use a number") from None
+    if not abs(value) <= sys.float_info.max:  # false for NaN
+        raise UserError(f"{what} is {shown(value)}: use a finite number")
+    return value
+
+
+def flag(value: object, what: str) -> bool:
+    """``value`` if it is true or false."""
+    if not isinstance(value, bool):
+        raise UserError(f"{what} is {shown(value)}: use True or False")
+    return value
+
+
+def text(value: object, what: str) -> str:
+    """``value`` if it is a string."""
+    if not isinstance(value, str):
+        raise UserError(f"{what} is {shown(value)}: use a string")
+    return value
+
+
+def strings(value: object, what: str) -> tuple[str, ...]:
+    """The strings of a list or a tuple; one string is a tuple of it."""
+    if isinstance(value, str):
+        return (value,)
+    if not isinstance(value, list | tuple):
+        raise UserError(f"{what} is {shown(value)}: use a string or a list of strings")
+    if type(value) is tuple and all(type(each) is str for each in value):
+        return value
+    return tuple(text(each, what) for each in value)
+
+
+_READERS: dict[object, Reader] = {
+    bool: flag,
+    int: whole,
+    float: number,
+    str: text,
+    tuple[str, ...]: strings,
+    str | Sequence[str]: strings,
+    tuple[int, ...]: whole_numbers,
+}
+
+
+@cache
+def _readers(config: Any) -> tuple[tuple[str, object, Reader], ...]:  # noqa: ANN401
+    """Name, default and reader of each field that has a reader."""
+    hints = get_type_hints(config)
+    found = ((field.name, field.default, _reader(hints[field.name])) for field in fields(config))
+    return tuple((name, default, read) for name, default, read in found if read is not None)
+
+
+def _reader(kind: object) -> Reader | None:
+    required = tuple(each for each in get_args(kind) if each is not NoneType)
+    if len(required) == len(get_args(kind)):
+        return _READERS.get(kind)
+    read = _READERS.get(required[0]) if len(required) == 1 else None
+    return None if read is None else lambda value, what: None if value is None else read(value, what)

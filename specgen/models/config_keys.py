@@ -1,0 +1,218 @@
+"""What is done with each key of a ``config.json``: read, held to some values, or without effect and why; no torch."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from specgen.config import require, shown
+from specgen.models.config_fields import Raw, section
+from specgen.models.rope_config import unread_parameters
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+_LONGEST, _MOST = 40, 12  # characters of a key, and keys, that are printed
+_OF_A_LAYER = "layers that do so are of other families, use a checkpoint of a supported one"
+_OFF = (None, False, 0)
+Only = Mapping[str, tuple[tuple[object, ...], str]]
+# Values that are supported, and why no other is. What other families compute with is held to having no effect.
+_ONLY: Only = {
+    "hidden_act": (("silu",), _OF_A_LAYER),
+    "is_causal": ((True,), "text is generated from left to right: use a causal model"),
+    "is_encoder_decoder": ((False, None), "use a model that is a decoder alone"),
+    "attention_chunk_size": ((None,), _OF_A_LAYER),
+    "kv_sharing_modes": ((None,), _OF_A_LAYER),
+    "per_layer_config": ((None, {}), "layers of one model have one shape here: use another checkpoint"),
+    "fusion_config": ((None, {}), "remove it, or save the weights as it fuses them"),
+    "transformers_weights": ((None,), "weights are those of model.safetensors or its index: remove it"),
+    **dict.fromkeys(
+        ("attn_logit_softcapping", "final_logit_softcapping", "clip_qkv", "query_pre_attn_scalar", "alibi"),
+        (_OFF, _OF_A_LAYER),
+    ),
+    **dict.fromkeys(
+        ("attn_temperature_tuning", "no_rope_layers", "use_bidirectional_attention", "index_topk"),
+        ((*_OFF, []), _OF_A_LAYER),
+    ),
+    **dict.fromkeys(
+        (
+            "attention_multiplier",
+            "residual_multiplier",
+            "embedding_multiplier",
+            "logits_scaling",
+            "logit_scale",
+        ),
+        ((None, 1), _OF_A_LAYER),
+    ),
+}
+_OF_ROUTERS: Only = {
+    "scoring_func": (("sigmoid", None), _OF_A_LAYER),
+    "topk_method": (("noaux_tc", None), _OF_A_LAYER),
+    "moe_layer_freq": ((1, None), _OF_A_LAYER),
+}
+# Why no logit depends on them, and the keys of that kind
+_NO_EFFECT: Mapping[str, str] = {
+    "where it comes from": "_name_or_path name_or_path _commit_hash transformers_version model_type auto_map "
+    "synthetic_weights unsloth_fixed unsloth_version",  # code of a checkpoint is never run
+    "training": "attention_dropout hidden_dropout embd_pdrop resid_pdrop attn_pdrop classifier_dropout "
+    "initializer_range gradient_checkpointing router_aux_loss_coef aux_loss_alpha seq_aux ep_size "
+    "router_jitter_noise output_router_logits",
+    "what a pass returns besides": "output_hidden_states output_attentions return_dict use_return_dict "
+    "tie_last_hidden_states",
+    "how transformers computes the same": "use_cache pretraining_tp chunk_size_feed_forward attn_implementation "
+    "_attn_implementation _attn_implementation_autoset _attn_implementation_internal experts_implementation "
+    "_experts_implementation _experts_implementation_internal torchscript use_bfloat16 use_flash_attn "
+    "cache_implementation",
+    "tasks other than text": "id2label label2id num_labels problem_type task_specific_params finetuning_task",
+    "of encoders, which these models lack": "add_cross_attention cross_attention_hidden_size is_decoder "
+    "decoder_start_token_id tie_encoder_decoder",
+    "the tokenizer's": "bos_token_id pad_token_id sep_token_id unk_token_id tokenizer_class prefix",
+    "follows from other keys": "qk_head_dim num_nextn_predict_layers num_mtp_layers initial_context_length",
+    "nothing by itself": "use_sliding_window max_window_layers",  # in families that do not read it
+}
+NO_EFFECT: Mapping[str, str] = {key: why for why, keys in _NO_EFFECT.items() for key in keys.split()}
+# Defaults of generation that old files keep in config.json; transformers reads them without a generation_config.json
+GENERATION = _names(
+    "assistant_confidence_threshold assistant_early_exit assistant_ensemble_weight assistant_lookbehind bad_words_ids "
+    "begin_suppress_tokens cache_config compile_config constraints continuous_batching_config disable_compile "
+    "diversity_penalty do_sample dola_layers early_stopping encoder_no_repeat_ngram_size encoder_repetition_penalty "
+    "epsilon_cutoff eta_cutoff exponential_decay_length_penalty force_words_ids forced_bos_token_id "
+    "forced_eos_token_id guidance_scale is_assistant length_penalty low_memory max_cache_len max_length "
+    "max_matching_ngram_size max_new_tokens max_time min_length min_new_tokens min_p no_repeat_ngram_size "
+    "num_assistant_tokens num_assistant_tokens_schedule num_beam_groups num_beams num_return_sequences output_logits "
+    "output_scores penalty_alpha prefill_chunk_size prompt_lookup_num_tokens remove_invalid_values "
+    "renormalize_logits repetition_penalty return_dict_in_generate sequence_bias speculation_type stop_strings "
+    "suppress_tokens target_lookbehind temperature token_healing top_h top_k top_p typical_p use_mtp "
+    "watermarking_config"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Keys:
+    """What the reader of one family does with the keys of a ``config.json``."""
+
+    read: frozenset[str]
+    only: Only = field(default_factory=dict)  # beside those of every family
+    # of transformers, where the reader has another or none
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    aliases: Mapping[str, str] = field(default_factory=dict)  # other names of keys that are read
+
+
+_EVERY = _names(
+    "architectures vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads "
+    "head_dim rms_norm_eps max_position_embeddings tie_word_embeddings dtype torch_dtype eos_token_id rope_parameters "
+    "rope_scaling rope_theta partial_rotary_factor original_max_position_embeddings sliding_window layer_types "
+    "quantization_config compression_config"
+)
+_EXPERTS = frozenset({"moe_intermediate_size", "num_experts_per_tok", "norm_topk_prob"})
+_LATENTS = _EXPERTS | _names(
+    "attention_bias kv_lora_rank q_lora_rank qk_rope_head_dim qk_nope_head_dim v_head_dim rope_interleave "
+    "n_routed_experts n_shared_experts routed_scaling_factor n_group topk_group first_k_dense_replace "
+    "mlp_layer_types"
+)
+_PER_TOKEN = {"experts_per_token": "num_experts_per_tok"}
+_WINDOW_DEFAULTS = {"use_sliding_window": False, "sliding_window": 4096}
+LLAMA = Keys(read=_EVERY | {"attention_bias", "mlp_bias"})
+QWEN2 = Keys(
+    read=_EVERY | {"use_sliding_window", "max_window_layers"},
+    defaults={**_WINDOW_DEFAULTS, "max_window_layers": 28, "num_key_value_heads": 32},
+)
+QWEN3 = Keys(read=QWEN2.read | {"attention_bias"}, defaults={**QWEN2.defaults, "head_dim": 128})
+QWEN3_MOE = Keys(
+    read=_EVERY
+    | _EXPERTS
+    | _names("use_sliding_window attention_bias num_experts decoder_sparse_step mlp_only_layers"),
+    defaults={**_WINDOW_DEFAULTS, "num_key_value_heads": 4},
+    aliases=_PER_TOKEN | {"num_local_experts": "num_experts"},  # as transformers 5 saves it
+)
+GPT_OSS = Keys(
+    read=_EVERY | _names("attention_bias num_local_experts num_experts_per_tok swiglu_alpha swiglu_limit"),
+    defaults={
+        "attention_bias": True,
+        "head_dim": 64,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 150_000.0,
+        "sliding_window": 128,
+    },
+    aliases=_PER_TOKEN | {"num_experts": "num_local_experts"},
+)
+DEEPSEEK_V3 = Keys(
+    read=_EVERY | _LATENTS,
+    only=_OF_ROUTERS,
+    defaults={"first_k_dense_replace": 3, "q_lora_rank": 1536, "num_key_value_heads": 128},
+    aliases=_PER_TOKEN | {"num_local_experts": "n_routed_experts", "head_dim": "qk_rope_head_dim"},
+)
+GLM4_MOE_LITE = replace(
+    DEEPSEEK_V3,
+    defaults={
+        "first_k_dense_replace": 1,
+        "q_lora_rank": 768,
+        "num_key_value_heads": 20,
+        "rms_norm_eps": 1e-5,
+    },
+)
+_SECTIONS = ("transformer_layer_config", "eagle_config")  # of heads
+HEADS = Keys(
+    read=LLAMA.read
+    | {"use_sliding_window", *_SECTIONS}
+    | _names(
+        "draft_vocab_size target_hidden_size eagle_aux_hidden_state_layer_ids norm_before_residual norm_before_fc "
+        "fc_norm norm_output use_aux_hidden_state parallel_drafting mask_token_id pard_token ptd_token_id "
+        "speculators_model_type speculators_config speculators_version qkv_bias bias"
+    )
+)
+
+
+def known_keys(config: Raw, keys: Keys) -> dict[str, Any]:
+    """What the reader of a target's family gets of its ``config.json``: the keys that it reads, with their defaults.
+
+    ``UserError`` for a value that would change results and is not supported.
+    """
+    refuse_values(config)
+    refuse_values(config, keys.only)
+    found = {name: value for name, value in config.items() if name in keys.read}
+    for alias, name in keys.aliases.items():
+        if config.get(alias) is not None:
+            require(
+                config.get(name) in (None, config[alias]),
+                f"{name} is {shown(config.get(name))} and {alias} {shown(config[alias])}, which are two names of one "
+                "number: config.json is wrong",
+            )
+            found[name] = config[alias]
+    return {**keys.defaults, **found}
+
+
+def refuse_values(config: Raw, only: Only = _ONLY) -> None:
+    """``UserError`` for the first key whose value would change results and is not supported."""
+    for name, (values, why) in only.items():
+        supported = " or ".join(shown(value) for value in values if value is not None) or "null"
+        require(
+            name not in config or config[name] in values,
+            f"{name} is {shown(config.get(name))}: only {supported} is supported, {why}",
+        )
+
+
+def unread_keys(config: Raw, keys: Keys) -> tuple[str, ...]:
+    """Keys that say something and are on no list: nothing reads them, so that what they say does not hold."""
+    known = keys.read | keys.only.keys() | keys.aliases.keys() | _ONLY.keys() | NO_EFFECT.keys() | GENERATION
+    found = {name for name, value in config.items() if value and name not in known}
+    found |= unread_parameters({**keys.defaults, **config})
+    for each in (section(config, name) for name in _SECTIONS if name in keys.read):
+        found.update(unread_keys(each, replace(keys, read=keys.read - set(_SECTIONS))))
+    return tuple(sorted(found))
+
+
+def listed(keys: tuple[str, ...]) -> str:
+    """On one line of bounded length, whatever a file has for keys."""
+    names = [
+        key if key.replace(".", "").isidentifier() and len(key) <= _LONGEST else shown(key)
+        for key in keys[:_MOST]
+    ]
+    return ", ".join(names) + (f" and {len(keys) - _MOST} more" if len(keys) > _MOST else "")
+
+
+def generation_defaults(config: Raw) -> dict[str, Any]:
+    """Defaults of generation in a ``config.json``, which count where there is no ``generation_config.json``."""
+    return {name: value for name, value in config.items() if name in GENERATION and value is not None}

@@ -1,0 +1,115 @@
+"""Figures that the README and docs/ print, where they repeat exactly, are those of the commands beside them."""
+
+import re
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from specgen.cli.main import app
+
+pytestmark = pytest.mark.xdist_group("documented figures")  # one run of each command
+
+ROOT = Path(__file__).parents[1]
+README, EVALUATION, PAPER = (
+    ROOT / name for name in ("README.md", "docs/evaluation.md", "docs/table-for-a-paper.md")
+)
+# Times, and what follows from them: of another machine, or of another hour. Headings of shortened tables.
+OTHERWISE = re.compile(r"tokens/s|\d m?s\b|against plain decoding|^by request|^run 1 |^arm |^engine")
+
+
+def specgen(*arguments: object) -> str:
+    result = CliRunner().invoke(app, [str(each) for each in arguments], env={"COLUMNS": "100"})
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def shown(text: str) -> list[str]:
+    """The lines of ``text`` with single spaces, without bars."""
+    return [
+        line for line in (" ".join(re.sub("[█-▏]", " ", each).split()) for each in text.splitlines()) if line
+    ]
+
+
+def blocks(page: Path) -> list[str]:
+    return re.findall(r"^```(?:text|console)\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+
+
+def documented(page: Path, first: str) -> list[str]:
+    """The lines that repeat of the one block with the line ``first``."""
+    (block,) = [shown(block) for block in blocks(page) if first in shown(block)]
+    return [line for line in block if not OTHERWISE.search(line) and not line.startswith("$ ")]
+
+
+def require_printed(lines: list[str], printed: str) -> None:
+    """Every line of ``lines`` is printed, in this order; sentences may break elsewhere."""
+    words, at = " ".join(shown(printed)), 0
+    for line in lines:
+        found = words.find(line, at)
+        assert found >= 0, f"{line!r} is not printed, or elsewhere"
+        at = found + len(line)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The directory of the README's runs, and what the first printed."""
+    root = tmp_path_factory.mktemp("demo") / "runs"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(ROOT)  # paths are shown from here
+        printed = specgen("generate", "--output", root / "padded", "--baseline", "--device", "cpu")
+        specgen(
+            "generate", "--drafter-batch", "non-padded", "--output", root / "non-padded", "--device", "cpu"
+        )
+    return root, printed
+
+
+def test_the_report_in_the_readme(runs: tuple[Path, str]) -> None:
+    lines = documented(README, "num_requests 64")
+    assert len(lines) > 20
+    require_printed(lines, runs[1])
+    (line,) = re.findall(r"^against plain decoding.*, (.*)$", README.read_text(), re.MULTILINE)
+    assert line in runs[1]
+
+
+def test_two_runs_side_by_side_in_the_readme(runs: tuple[Path, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = documented(README, "drafter KV fill 2,640 2,195 0.83x")
+    assert len(lines) > 6
+    monkeypatch.chdir(runs[0].parent)
+    require_printed(lines, specgen("report", "runs/padded", "runs/non-padded"))
+
+
+def test_paired_differences_of_two_heads(runs: tuple[Path, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    head = ("--model", "data/demo/target", "--drafter", "data/demo/drafter-eagle1")
+    specgen("generate", *head, "--output", runs[0] / "eagle1", "--device", "cpu")
+    lines = documented(EVALUATION, "runs/padded runs/eagle1 difference 95 % p")
+    assert len(lines) == 8
+    monkeypatch.chdir(runs[0].parent)
+    require_printed(lines, specgen("report", "runs/padded", "runs/eagle1"))
+
+
+@pytest.mark.slow
+def test_texts_that_verify_compares() -> None:
+    lines = documented(EVALUATION, "compared with plain decoding, batch 1, greedy")
+    assert len(lines) > 10
+    require_printed(lines, specgen("verify", "--num-prompts", "20", "--device", "cpu"))
+
+
+@pytest.mark.slow
+def test_scores_of_an_evaluation() -> None:
+    lines = documented(EVALUATION, "word_problems exact_match,strict-match, 250 samples")
+    assert len(lines) >= 10
+    require_printed(lines, specgen("eval", "word_problems", "--apply-chat-template", "--device", "cpu"))
+
+
+def test_a_table_for_a_paper_has_the_figures_of_the_terminal() -> None:
+    """Its data sets are not bundled: two blocks of one comparison agree at least."""
+    terminal, exported = (" ".join(documented(PAPER, first)) for first in (PAPER_FIRST, PAPER_HEADER))
+    cell = re.compile(r"\d\.\d\d \[\d\.\d\d, \d\.\d\d\]")
+    lengths = terminal.partition("paired heads")[0]
+    assert sorted(cell.findall(lengths)) == sorted(cell.findall(exported.replace("**", "")))
+    assert len(cell.findall(lengths)) == 8
+
+
+PAPER_FIRST = "length requests drafter 95 % drafter-two-layers 95 %"
+PAPER_HEADER = "| head | mt-bench length | gsm8k length | humaneval length | mean length |"

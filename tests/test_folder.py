@@ -1,0 +1,337 @@
+"""`specgen report` of a folder of results: what it lists, what it refuses to follow, and its page."""
+
+import json
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import Result
+from typer.testing import CliRunner
+
+from specgen.bench.output import BenchTable
+from specgen.cli.main import app
+from specgen.config import UserError
+from specgen.display import checkpoint_name, printable
+from specgen.report.folder import listed, may_replace
+from tests.test_report_html import Page, a_run
+
+ENGINE = {
+    "model": "/models/org/target",
+    "drafter": "/models/org/head",
+    "drafter_batch": "padded",
+    "num_spec_tokens": 4,
+    "spec_length": "fixed",
+}
+CREATED = "2026-11-23T23:09:14+00:00"
+
+
+def call(*arguments: object, width: int = 240) -> Result:
+    return CliRunner().invoke(app, ["report", *map(str, arguments)], env={"COLUMNS": str(width)})
+
+
+def write(path: Path, document: Any) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(document))
+
+
+def a_directory(path: Path, *, created: str = CREATED, data: str = "gsm8k", **engine: Any) -> Path:
+    """A finished run, or with ``status`` set to another state one that is not."""
+    write(path / "report.json", a_run() | {"mean_acceptance_length": engine.pop("length", 2.5)})
+    write(
+        path / "manifest.json",
+        {"created": created, "engine": ENGINE | engine, "data": {"dataset": data, "shard": "0/1"}},
+    )
+    write(path / "status.json", {"state": "finished"})
+    (path / "report.html").touch()
+    return path
+
+
+def of(folder: Path) -> dict[str, dict[str, Any]]:
+    return {row["directory"]: dict(row) for row in listed(folder).rows}
+
+
+def test_every_kind_of_result_has_a_row(tmp_path: Path) -> None:
+    run = a_directory(tmp_path / "runs" / "a")
+    baseline = {"ratio": 1.5, "identical": 0.75, "num_compared": 64, "output_tokens_per_second": 10.0}
+    write(run / "report.json", json.loads((run / "report.json").read_text()) | {"baseline": baseline})
+    a_directory(tmp_path / "plain", num_spec_tokens=0, drafter=None)
+    a_directory(tmp_path / "auto", spec_length="auto", drafter="ngram:3")
+    heads = tmp_path / "heads"
+    write(heads / "compare.json", {"created": CREATED, "runs": ["gsm8k/x", "gsm8k/y"]})
+    for head in "xy":
+        a_directory(heads / "gsm8k" / head, drafter=head)
+    (heads / "compare.html").touch()
+    study = {"study": {"arms": [{"name": "fast"}, {"name": "later"}], "tasks": ["gsm8k"]}}
+    write(tmp_path / "eval" / "study.json", study)
+    a_directory(tmp_path / "eval" / "fast")
+    BenchTable(
+        title="A bench", name="one", conditions={"model": "org/target, bf16"}, columns=(), rows=({},)
+    ).write(tmp_path / "bench")
+    rows = of(tmp_path)
+    report = json.loads((run / "report.json").read_text())
+    assert rows["runs/a"] | {"alarming": False} == {
+        "directory": "runs/a",
+        "page": "runs/a/report.html",
+        "what": "run on gsm8k",
+        "when": "2026-11-23 23:09",
+        "model": "org/target",
+        "drafter": "org/head, padded",
+        "k": 4,
+        "requests": report["num_requests"],
+        "length": 2.5,
+        "length_ci95": tuple(report["mean_acceptance_length_ci95"]),
+        "speed": report["output_tokens_per_second"],
+        "x_plain": 1.5,
+        "same_texts": (48, 64),
+        "state": "finished",
+        "alarming": False,
+    }
+    assert rows["plain"]["drafter"] == "plain decoding"
+    assert (rows["auto"]["k"], rows["auto"]["drafter"]) == ("auto", "ngram:3")
+    assert rows["heads"]["what"] == "comparison of 2 drafters on 1 data set"
+    assert rows["heads"]["page"] == "heads/compare.html"
+    assert rows["heads"]["state"] == "not finished: 2 of 2 runs done", "comparison.json is not there"
+    assert rows["heads/gsm8k/y"]["state"] == "finished"
+    assert rows["eval"]["state"] == "not finished: 1 of 2 arms done"
+    assert (rows["bench"]["what"], rows["bench"]["model"]) == ("bench: A bench", "org/target")
+    assert rows["bench"]["page"] == "bench/one.html"
+    text = call(tmp_path).stdout
+    assert "48 of 64" in text
+    assert "9 results: 7 finished, 2 not finished." in text
+
+
+@pytest.mark.parametrize("state", ["interrupted", "running", "failed"])
+def test_an_unfinished_run_says_how_far_it_is_and_has_no_numbers(tmp_path: Path, state: str) -> None:
+    run = a_directory(tmp_path / "a")
+    status = {"state": state, "done": 12, "total": 64, "updated": "2026-11-23T23:11:00+00:00"}
+    write(run / "status.json", status)  # of a resumed run an earlier report.json is there
+    row = of(tmp_path)["a"]
+    when = ", written 2026-11-23 23:11" if state == "running" else ""
+    assert row["state"] == f"not finished: {state}, 12 of 64 done{when}"
+    assert row["length"] is row["speed"] is row["requests"] is None
+    assert row["model"] == "org/target"
+    (run / "manifest.json").unlink()
+    (run / "report.json").unlink()
+    assert of(tmp_path)["a"]["state"].startswith(f"not finished: {state}")  # while rows are read
+
+
+def _no_manifest(run: Path) -> None:
+    (run / "manifest.json").unlink()
+
+
+def _torn(run: Path) -> None:
+    (run / "report.json").write_text("{")
+
+
+def _another_shape(run: Path) -> None:
+    write(run / "manifest.json", {"created": CREATED, "engine": [], "data": {}})
+
+
+def _words_for_numbers(run: Path) -> None:
+    write(run / "report.json", a_run() | {"mean_acceptance_length": "many"})
+
+
+def _no_date(run: Path) -> None:
+    manifest = json.loads((run / "manifest.json").read_text())
+    write(run / "manifest.json", manifest | {"created": "yesterday"})
+
+
+@pytest.mark.parametrize(
+    ("spoil", "reason"),
+    [
+        (_no_manifest, "manifest.json cannot be read"),
+        (_torn, "is not valid JSON"),
+        (_another_shape, "its files are not as specgen writes them (TypeError"),
+        (_words_for_numbers, "'many' is no number"),
+        (_no_date, "yesterday"),
+    ],
+)
+def test_a_broken_run_is_a_row_with_the_reason(
+    tmp_path: Path, spoil: Callable[[Path], None], reason: str
+) -> None:
+    a_directory(tmp_path / "good")
+    spoil(a_directory(tmp_path / "bad"))
+    rows = of(tmp_path)
+    assert rows["good"]["state"] == "finished"
+    assert rows["bad"]["state"].startswith("broken: ")
+    assert reason in rows["bad"]["state"]
+    found = call(tmp_path)
+    assert found.exit_code == 0
+    assert "2 results: 1 finished, 1 broken." in found.stdout
+    assert "broken: " in (tmp_path / "index.html").read_text()
+
+
+def test_names_are_escaped_on_terminal_and_page(tmp_path: Path) -> None:
+    name = "<script>alert(1)</script>\n\x1b[31m#?%"
+    bad = b"\xff\xfe"
+    a_directory(tmp_path / "javascript:x", model="<b>\n\x1b[31mmodel")
+    a_directory(Path(os.fsdecode(os.fsencode(tmp_path) + b"/" + bad)))
+    name = name.replace("/", "")
+    a_directory(tmp_path / name)
+    found = call(tmp_path)
+    assert found.exit_code == 0, found.output
+    assert "\x1b" not in found.output
+    text = (tmp_path / "index.html").read_text(encoding="utf-8")
+    page = Page(text)
+    assert "script" not in page.tags
+    assert "b" not in page.tags
+    assert printable(name) in page.text
+    links = {value for key, value in page.attributes if key == "href"}
+    assert "javascript%3Ax/report.html" in links
+    assert "%FF%FE/report.html" in links
+    assert len(links) == 3
+    assert json.loads(call(tmp_path, "--json").stdout)["rows"]
+
+
+def test_symbolic_links_are_named_and_not_followed(tmp_path: Path) -> None:
+    a_directory(tmp_path / "outside")
+    folder = tmp_path / "folder"
+    a_directory(folder / "mine")
+    (folder / "theirs").symlink_to(tmp_path / "outside")
+    (folder / "loop").symlink_to(folder)
+    assert list(of(folder)) == ["mine"]
+    assert "Symbolic links are not followed: loop, theirs." in call(folder).stdout
+
+
+def test_runs_in_nested_and_hidden_folders(tmp_path: Path) -> None:
+    a_directory(tmp_path / "a" / "b" / "c" / "d")
+    a_directory(tmp_path / ".trash" / "e")
+    assert list(of(tmp_path)) == ["a/b/c/d"]
+
+
+def test_only_its_own_page_is_replaced(tmp_path: Path) -> None:
+    a_directory(tmp_path / "a")
+    index = tmp_path / "index.html"
+    assert "Open " in call(tmp_path).stderr
+    first = index.read_text()
+    a_directory(tmp_path / "b")
+    call(tmp_path)
+    assert index.read_text() != first
+    for foreign in ("<html>my pages</html>", first.replace("specgen report", "something else"), ""):
+        index.write_text(foreign)
+        found = call(tmp_path)
+        assert "2 results" in found.stdout
+        assert "stays as it is" in found.stderr
+        assert index.read_text() == foreign
+    index.unlink()
+    index.symlink_to(tmp_path / "elsewhere.html")
+    assert not may_replace(index)
+    index.unlink()
+    index.mkdir()
+    assert not may_replace(index)
+
+
+def test_a_folder_that_cannot_be_written_is_listed(tmp_path: Path) -> None:
+    a_directory(tmp_path / "a")
+    (tmp_path / "index.html.partial").mkdir()  # as good as a read-only folder, also for root
+    found = call(tmp_path)
+    assert found.exit_code == 0
+    assert "1 result: 1 finished." in found.stdout
+    assert re.search(r"index\.html cannot be written \(.+\)", found.stderr)
+    assert len(found.stderr.splitlines()) == 1
+
+
+def test_a_directory_that_may_not_be_read_is_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    a_directory(tmp_path / "mine")
+    a_directory(tmp_path / "closed")
+    a_directory(tmp_path / "torn")
+    monkeypatch.chdir(tmp_path)  # a user who is not root may not come here by its path
+    call(".")  # imports what that user may not
+    Path("index.html").unlink()
+    for path, mode in ((".", 0o755), ("mine", 0o755), ("closed", 0o600), ("torn/report.json", 0)):
+        Path(path).chmod(mode)
+    root = os.geteuid() == 0
+    try:
+        if root:
+            os.seteuid(65534)
+        found = call(".")
+    finally:
+        if root:
+            os.seteuid(0)
+        Path("closed").chmod(0o700)
+    assert found.exit_code == 0, found.output
+    text = " ".join(found.stdout.split())
+    assert text.count("Permission denied") == 2
+    assert "3 results: 1 finished, 2 broken." in text
+    if root:
+        assert "index.html cannot be written (Permission denied)" in found.stderr
+
+
+def test_what_is_no_result_is_not_listed(tmp_path: Path) -> None:
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "data.json").write_text("[1]")
+    found = call(tmp_path)
+    assert isinstance(found.exception, UserError)
+    assert "cannot be read" in str(found.exception)
+    assert not (tmp_path / "index.html").exists()
+
+
+def test_a_run_itself_is_no_folder(tmp_path: Path) -> None:
+    run = a_directory(tmp_path / "a")
+    a_directory(run / "inner")
+    assert "mean acceptance length" in call(run).stdout
+    assert not (run / "index.html").exists()
+
+
+def test_what_all_runs_share_is_said_once(tmp_path: Path) -> None:
+    a_directory(tmp_path / "a")
+    a_directory(tmp_path / "b", num_spec_tokens=2)
+    text = call(tmp_path).stdout
+    assert text.startswith("what run on gsm8k · model org/target · drafter org/head, padded\n")
+    assert text.count("org/target") == 1
+    page = Page((tmp_path / "index.html").read_text())
+    assert page.text.count("org/target") == 1
+
+
+def test_the_page_has_a_rank_for_every_row_and_column(tmp_path: Path) -> None:
+    lengths = {"a": 2.5, "b": 3.5, "c": None}
+    for name, length in lengths.items():
+        a_directory(tmp_path / name, length=length, data=f"set {name}")
+    call(tmp_path)
+    text = (tmp_path / "index.html").read_text()
+    page = Page(text)
+    assert "script" not in page.tags
+    columns = [value for key, value in page.attributes if key == "class" and re.fullmatch(r"by\d+", value)]
+    at = next(
+        number
+        for number, heading in enumerate(re.findall(r'class="by\d+"[^>]*>([^<]*)<', text))
+        if heading == "length"
+    )
+    ranks = [
+        dict(re.findall(r"--r(\d+):(\d+);", style)) for style in re.findall(r'<tr style="([^"]*)"', text)
+    ]
+    assert all(len(each) == len(columns) for each in ranks)
+    assert [int(each[str(at)]) for each in ranks] == [1, 0, 2], "the longest first, what has none last"
+
+
+def test_a_thousand_runs_are_quick_and_small(tmp_path: Path) -> None:
+    first = a_directory(tmp_path / "run0")
+    contents = {path.name: path.read_bytes() for path in first.iterdir()}
+    for number in range(1, 1000):
+        directory = tmp_path / f"run{number}"
+        directory.mkdir()
+        for name, content in contents.items():
+            (directory / name).write_bytes(content)
+    listing = listed(tmp_path)
+    assert len(listing.rows) == 1000
+    assert len(listing.to_html()) < 1_500_000
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        ("org/model", "org/model"),
+        ("gpt2", "gpt2"),
+        ("/a/b/demo/target/", "demo/target"),
+        ("/target", "target"),
+        ("../target", "target"),
+        ("/h/hub/models--meta-llama--Llama-3.1-8B/snapshots/0e9e39f249a1", "meta-llama/Llama-3.1-8B"),
+        ("/h/hub/models--gpt2/snapshots/0e9e39f249a1/", "gpt2"),
+        ("ngram:3", "ngram:3"),
+    ],
+)
+def test_checkpoints_have_names_that_say_which(path: str, name: str) -> None:
+    assert checkpoint_name(path) == name

@@ -1,0 +1,480 @@
+"""Repetition, presence and frequency penalties are exact with speculation: every row is judged by the text up to it."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from specgen.config import SamplingParams, UserError
+from specgen.core import passes as passes_module
+from specgen.core import step as step_module
+from specgen.core.running_batch import RunningBatch
+from specgen.core.sequence import Request
+from specgen.core.step import Steps
+from specgen.decoding import sampling as sampling_module
+from specgen.decoding.sampling import SamplingBatch, SamplingForm, most_demanding, penalised, token_counts
+from specgen.engine.build import build_engine
+from tests.engines import Pair, bundled_requests, config_of, generate, load_pair, random_requests
+from tests.reference_drafts import ReferenceDrafter
+from tests.test_mtp import generate as generate_with_mtp
+from tests.test_mtp import glm
+from tests.test_mtp import load as load_mtp
+from tests.test_sampling import FILTERS, p_values, small_pair  # noqa: F401
+from tests.tiny_checkpoints import write_eagle1_head, write_head
+
+CPU = torch.device("cpu")
+KINDS: tuple[dict[str, float], ...] = (
+    {},
+    {"repetition_penalty": 2.0},
+    {"repetition_penalty": 1.05, "presence_penalty": 2.0},
+    {"frequency_penalty": 2.0},
+    {"repetition_penalty": 0.4, "presence_penalty": 0.5, "frequency_penalty": 0.3},
+)
+
+
+def with_penalties(requests: list[Request] | tuple[Request, ...]) -> list[Request]:
+    """No penalty and each kind in turn, of texts of several lengths: rows of all kinds join, leave and move."""
+    return [
+        replace(r, sampling=replace(r.sampling, max_tokens=12 + 7 * i % 30, **KINDS[i % len(KINDS)]))
+        for i, r in enumerate(requests)
+    ]
+
+
+class Penalties:
+    """Presence and frequency, one token at a time: a logits processor of ``transformers``, behind its own."""
+
+    def __init__(self, sampling: SamplingParams, num_prompt: int) -> None:
+        self.sampling, self.num_prompt = sampling, num_prompt
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        output, scores = input_ids[0, self.num_prompt :].tolist(), scores.clone()
+        for token in set(output):
+            off = self.sampling.presence_penalty + self.sampling.frequency_penalty * output.count(token)
+            scores[0, token] -= off
+        return scores
+
+
+def expected_text(model: Any, request: Request) -> tuple[int, ...]:
+    """The greedy text by ``transformers``, whose own repetition penalty it is."""
+    ids, sampling = torch.tensor([request.prompt_token_ids]), request.sampling
+    found = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=sampling.max_tokens,
+        do_sample=False,
+        pad_token_id=0,
+        repetition_penalty=sampling.repetition_penalty,
+        logits_processor=[Penalties(sampling, ids.shape[1])],
+    )
+    return tuple(found[0, ids.shape[1] :].tolist())
+
+
+Texts = dict[str, tuple[int, ...]]
+
+
+@pytest.fixture(scope="module")
+def random_asked() -> list[Request]:
+    """Short prompts of a small vocabulary: texts that repeat themselves."""
+    return with_penalties(random_requests(20, 128, SamplingParams(), lengths=(1, 20)))
+
+
+@pytest.fixture(scope="module")
+def random_texts(random_reference: ReferenceDrafter, random_asked: list[Request]) -> Texts:
+    return {r.id: expected_text(random_reference.target, r) for r in random_asked}
+
+
+@pytest.fixture(scope="module")
+def demo_asked() -> list[Request]:
+    return with_penalties(bundled_requests(15, SamplingParams()))
+
+
+@pytest.fixture(scope="module")
+def demo_texts(demo_reference: ReferenceDrafter, demo_asked: list[Request]) -> Texts:
+    return {r.id: expected_text(demo_reference.target, r) for r in demo_asked}
+
+
+def test_the_penalties_of_these_tests_change_texts(
+    demo_reference: ReferenceDrafter, demo_asked: list[Request], demo_texts: Texts
+) -> None:
+    free = {r.id: demo_reference.greedy(r.prompt_token_ids, r.sampling.max_tokens) for r in demo_asked}
+    changed = [r.sampling for r in demo_asked if demo_texts[r.id] != free[r.id]]
+    assert all(each.penalised for each in changed)
+    assert len(changed) >= 6
+
+
+# --- greedy ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("batch", ["padded", "non-padded"])
+@pytest.mark.parametrize("k", [0, 1, 4, *(pytest.param(k, marks=pytest.mark.slow) for k in (2, 3, 5))])
+def test_greedy_text_with_mixed_acceptance_equals_transformers(
+    demo_pair: Pair,
+    device_like: Callable[[], None],
+    demo_asked: list[Request],
+    demo_texts: Texts,
+    k: int,
+    batch: str,
+    ahead: bool,
+) -> None:
+    if ahead:
+        device_like()
+    outputs = generate(demo_pair, demo_asked, num_spec_tokens=k, drafter_batch=batch, max_batch_size=4)
+    assert outputs.texts == demo_texts
+    accepted = {step[1] for steps in outputs.verified.values() for step in steps}
+    assert accepted >= set(range(min(k, 3) + 1))
+
+
+OTHERS: dict[str, Callable[[Path, Any], None]] = {
+    "eagle-1": write_eagle1_head,
+    "p-eagle": partial(write_head, num_layers=2, mask_token=("ptd_token_id", 4)),
+}
+
+
+@pytest.mark.parametrize("batch", ["padded", "non-padded"])
+@pytest.mark.parametrize("drafter", ["eagle3", "ngram:2", *OTHERS])
+def test_greedy_text_with_every_kind_of_drafter(
+    random_pair: Pair,
+    tmp_path: Path,
+    random_asked: list[Request],
+    random_texts: Texts,
+    drafter: str,
+    batch: str,
+) -> None:
+    pair, settings = random_pair, {"drafter": drafter} if drafter.startswith("ngram") else {}
+    if drafter in OTHERS:
+        (tmp_path / "target").symlink_to(random_pair.path / "target")
+        OTHERS[drafter](tmp_path / "drafter", random_pair.models.target.config)
+        pair = load_pair(tmp_path)
+    outputs = generate(pair, random_asked, drafter_batch=batch, max_batch_size=6, **settings)
+    assert outputs.texts == random_texts
+
+
+@pytest.mark.parametrize("batch", ["padded", "non-padded"])
+def test_greedy_text_with_mtp(tmp_path: Path, batch: str) -> None:
+    import transformers
+
+    glm(tmp_path, num_mtp=1, seed=3)
+    models = load_mtp(tmp_path)
+    vocab_size = models.target.config.vocab_size
+    asked = with_penalties(random_requests(5, vocab_size, SamplingParams(), lengths=(3, 12)))
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    outputs = generate_with_mtp(tmp_path, models, asked, drafter_batch=batch)
+    assert outputs.texts == {r.id: expected_text(model, r) for r in asked}
+
+
+@pytest.mark.parametrize("batch", ["padded", "non-padded"])
+def test_preemption_and_chunks_change_no_text(
+    demo_pair: Pair, demo_asked: list[Request], demo_texts: Texts, batch: str
+) -> None:
+    page = 4 * (12 + 1) * 2 * 2 * 64 * 4  # positions, layers of target and head, k and v, heads, dim, bytes
+    tight = generate(demo_pair, demo_asked, num_spec_tokens=4, drafter_batch=batch, kv_memory=30 * page)
+    assert tight.num_preempted > 3
+    chunks = generate(demo_pair, demo_asked, num_spec_tokens=4, drafter_batch=batch, max_prefill_tokens=7)
+    assert tight.texts == chunks.texts == demo_texts
+
+
+def test_tokens_of_a_cached_prefix_count(
+    demo_pair: Pair, demo_asked: list[Request], demo_texts: Texts
+) -> None:
+    """The second time, prompts are in the prefix cache, and no pass computes them."""
+    engine = build_engine(config_of(demo_pair, max_batch_size=3), demo_pair.models, lambda event: None)
+    again = [replace(request, id=f"{request.id} again") for request in demo_asked]
+    found = {each.request.id: each.token_ids for each in engine.generate([*demo_asked, *again])}
+    assert found == demo_texts | {f"{name} again": text for name, text in demo_texts.items()}
+
+
+def test_a_step_without_memory_leaves_no_count(
+    demo_pair: Pair, demo_asked: list[Request], demo_texts: Texts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All are computed again, from the texts that were read."""
+    decode, calls = Steps.decode, []
+
+    def failing(self: Steps, *given: Any) -> Any:
+        calls.append(given)
+        found = decode(self, *given)  # on the device it may have been done
+        if len(calls) in (3, 9):
+            raise torch.OutOfMemoryError
+        return found
+
+    monkeypatch.setattr(Steps, "decode", failing)
+    outputs = generate(demo_pair, demo_asked, max_batch_size=4)
+    assert outputs.texts == demo_texts
+    assert outputs.num_preempted > 0
+
+
+# --- sampled ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("drafter", "draft_sampling"),
+    [
+        pytest.param("head", "greedy", marks=pytest.mark.slow),
+        ("head", "probabilistic"),
+        pytest.param("ngram", "greedy", marks=pytest.mark.slow),
+    ],
+)
+def test_every_position_has_the_penalised_distribution(
+    small_pair: Pair,  # noqa: F811
+    drafter: str,
+    draft_sampling: str,
+) -> None:
+    drafting = {"draft_sampling": draft_sampling} if drafter == "head" else {"drafter": drafter}
+    values, accepted = p_values(small_pair, FILTERS["penalised"], (7, 2, 0, 4), **drafting)
+    assert min(values) > 1e-4, values
+    assert accepted >= {(3, 0), (3, 1), (3, 2), (3, 3)}
+
+
+@pytest.mark.slow
+def test_penalties_behind_the_temperature_are_caught(
+    small_pair: Pair,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def behind(logits: Tensor, drafts: Tensor, batch: SamplingBatch) -> Tensor:
+        temperature = batch.temperature[:, None, None]
+        return penalised(logits / temperature, drafts, batch) * temperature
+
+    monkeypatch.setattr(step_module, "penalised", behind)
+    values, _ = p_values(small_pair, FILTERS["penalised"], draft_sampling="greedy")
+    assert min(values) < 1e-6
+
+
+# --- planted errors --------------------------------------------------------------------------------
+
+
+def _ignores_drafts(patch: pytest.MonkeyPatch) -> None:
+    def planted(logits: Tensor, drafts: Tensor, batch: SamplingBatch) -> Tensor:
+        return penalised(logits, torch.zeros_like(drafts), batch)
+
+    patch.setattr(step_module, "penalised", planted)
+
+
+def _counts_all_drafts(patch: pytest.MonkeyPatch) -> None:
+    """Row i is judged as if all drafts stood before it."""
+
+    def planted(logits: Tensor, drafts: Tensor, batch: SamplingBatch) -> Tensor:
+        counts = batch.counts.scatter_add(
+            1, drafts.clamp(min=0), torch.full_like(drafts, 2, dtype=torch.int32)
+        )
+        return penalised(logits, drafts[:, :0].expand(-1, 0), replace(batch, counts=counts))
+
+    patch.setattr(step_module, "penalised", planted)
+
+
+def _keeps_rejected_drafts(patch: pytest.MonkeyPatch) -> None:
+    def planted(self: SamplingBatch, tokens: Tensor, num_kept: Tensor) -> None:
+        count(self, tokens, torch.where(num_kept > 0, tokens.shape[1], 0))
+
+    count = SamplingBatch.count
+    patch.setattr(SamplingBatch, "count", planted)
+
+
+def _keeps_counts_of_the_row_before(patch: pytest.MonkeyPatch) -> None:
+    def planted(self: RunningBatch, sequences: Any, state: Any, sampling: SamplingBatch) -> None:
+        stale, first = self._sampling.counts.clone(), len(self.sequences)
+        join(self, sequences, state, sampling)
+        if stale.shape[1]:
+            self._sampling.counts[first : first + len(sequences)] |= stale[first : first + len(sequences)]
+
+    def make_padding(self: RunningBatch, rows: slice) -> None:
+        kept = self._sampling.counts[rows].clone()
+        make(self, rows)
+        self._sampling.counts[rows] = kept
+
+    join, make = RunningBatch.join, RunningBatch._make_padding
+    patch.setattr(RunningBatch, "join", planted)
+    patch.setattr(RunningBatch, "_make_padding", make_padding)
+
+
+def _leaves_counts_where_rows_move(patch: pytest.MonkeyPatch) -> None:
+    def planted(self: RunningBatch, form: SamplingForm) -> tuple[Tensor, ...]:
+        counts = self._sampling.counts
+        return tuple(
+            each.clone() if moving and each.data_ptr() == counts.data_ptr() else each
+            for each in row_values(self, form)
+        )
+
+    def arrange_planted(self: RunningBatch, sequences: Any) -> None:
+        nonlocal moving
+        moving = True
+        arrange(self, sequences)
+        moving = False
+
+    row_values, arrange, moving = RunningBatch._row_values, RunningBatch.arrange, False
+    patch.setattr(RunningBatch, "_row_values", planted)
+    patch.setattr(RunningBatch, "arrange", arrange_planted)
+
+
+def _forgets_the_first_token(patch: pytest.MonkeyPatch) -> None:
+    def planted(self: SamplingBatch, tokens: Tensor, num_kept: Tensor) -> None:
+        if num_kept.dtype != torch.bool:
+            count(self, tokens, num_kept)
+
+    count = SamplingBatch.count
+    patch.setattr(SamplingBatch, "count", planted)
+
+
+def _in_prompt(weight: int) -> Callable[[pytest.MonkeyPatch], None]:
+    return lambda patch: patch.setattr(sampling_module, "_IN_PROMPT", weight)
+
+
+def _forgets_what_was_generated_before_a_preemption(patch: pytest.MonkeyPatch) -> None:
+    def planted(texts: Any, *given: Any) -> Tensor:
+        return token_counts([(prompt, ()) for prompt, _ in texts], *given)
+
+    patch.setattr(passes_module, "token_counts", planted)
+
+
+PLANTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
+    "drafts before a row do not count": _ignores_drafts,
+    "drafts behind a row count": _counts_all_drafts,
+    "rejected drafts count": _keeps_rejected_drafts,
+    "counts of a recycled row": _keeps_counts_of_the_row_before,
+    "counts of a row that moved": _leaves_counts_where_rows_move,
+    "the first token does not count": _forgets_the_first_token,
+    "the prompt counts as output": _in_prompt(3),
+    "the prompt does not count": _in_prompt(0),
+    "output before a preemption does not count": _forgets_what_was_generated_before_a_preemption,
+}
+
+
+@pytest.mark.parametrize("plant", PLANTS)
+def test_planted_errors_are_caught(
+    demo_pair: Pair,
+    random_pair: Pair,
+    demo_asked: list[Request],
+    demo_texts: Texts,
+    random_asked: list[Request],
+    random_texts: Texts,
+    monkeypatch: pytest.MonkeyPatch,
+    plant: str,
+) -> None:
+    PLANTS[plant](monkeypatch)
+    page = 4 * (12 + 1) * 2 * 2 * 64 * 4
+    demo = generate(demo_pair, demo_asked, num_spec_tokens=4, max_batch_size=4, kv_memory=30 * page)
+    random = generate(random_pair, random_asked, num_spec_tokens=4, max_batch_size=6, drafter="ngram:2")
+    changed = {
+        name
+        for right, found in ((demo_texts, demo.texts), (random_texts, random.texts))
+        for name, text in right.items()
+        if found[name] != text
+    }
+    assert changed
+    assert changed <= {r.id for r in (*demo_asked, *random_asked) if r.sampling.penalised}
+
+
+# --- a row -----------------------------------------------------------------------------------------
+
+
+def naive(logits: Tensor, prompt: list[int], output: list[int], sampling: SamplingParams) -> Tensor:
+    """One row ``[V]``, a token at a time."""
+    found = logits.float().clone()
+    for token in {*prompt, *output}:
+        by = sampling.repetition_penalty
+        found[token] = found[token] / by if found[token] > 0 else found[token] * by
+        found[token] -= sampling.frequency_penalty * output.count(token)
+        found[token] -= sampling.presence_penalty * (token in output)
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_each_row_counts_the_drafts_before_it(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = (3 * torch.randn(5, 4, 12, generator=generator)).to(dtype)
+    params = [SamplingParams(**kind) for kind in KINDS]
+    texts = [([3, 3, 5], [7, 7]), ([3, 5, 3], [7, 8, 7]), ([1], []), ([0], [0, 0, 9]), ([4, 11], [4, 2])]
+    drafts = torch.tensor([[7, 7, 1], [3, 7, 3], [2, 2, 2], [9, 0, 9], [5, -1, -1]])
+    batch = SamplingBatch.of(params, [0] * 5, CPU, token_counts(texts, 12, CPU))
+    found = penalised(logits, drafts, batch)
+    for b, i in product(range(5), range(4)):
+        if b == 4 and i > 1:
+            continue  # behind a missing draft nothing is chosen
+        prompt, output = texts[b]
+        expected = naive(logits[b, i], prompt, output + drafts[b, :i].tolist(), params[b])
+        assert torch.allclose(found[b, i], expected, atol=1e-6), (b, i)
+    assert torch.equal(found[0], logits[0].float())
+
+
+def test_without_penalties_nothing_is_counted() -> None:
+    """The same tensors go through, so that a captured step has no kernel more."""
+    assert SamplingForm.of([SamplingParams()]) == SamplingForm("greedy", 0, None)
+    batch = SamplingBatch.of([SamplingParams()], [0], CPU)
+    logits = torch.randn(1, 2, 8)
+    assert penalised(logits, torch.tensor([[1]]), batch) is logits
+    assert batch.counts.numel() == batch.penalties.numel() == 0
+    assert not SamplingForm.of([SamplingParams(presence_penalty=0.1)]).likeliest_only
+
+
+def test_a_batch_without_penalties_keeps_no_counts(random_pair: Pair) -> None:
+    engine = build_engine(config_of(random_pair), random_pair.models, lambda event: None)
+    list(engine.generate(random_requests(3, 128, SamplingParams(max_tokens=4))))
+    assert engine._batch._sampling.counts.numel() == 0
+    list(engine.generate(random_requests(3, 128, SamplingParams(max_tokens=4, frequency_penalty=1.0))))
+    assert engine._batch._sampling.counts.shape == (8, 128)
+
+
+@pytest.mark.parametrize("name", ["repetition_penalty", "presence_penalty", "frequency_penalty"])
+def test_a_job_with_penalties_is_prepared_for_them(name: str) -> None:
+    asked = most_demanding([SamplingParams(), SamplingParams(**{name: 0.5})])
+    assert SamplingForm.of([asked]) == SamplingForm("greedy", 0, None, penalised=True)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"repetition_penalty": 0}, r"repetition-penalty is 0: use 0\.01 to 100\.0; 1 switches it off"),
+        ({"repetition_penalty": float("inf")}, "repetition_penalty is inf"),
+        ({"repetition_penalty": float("nan")}, "repetition_penalty is nan"),
+        ({"presence_penalty": 2.5}, r"presence-penalty is 2\.5: use -2\.0 to 2\.0; 0 switches it off"),
+        ({"frequency_penalty": float("nan")}, "frequency_penalty is nan"),
+        (
+            {"suppress_tokens": tuple(range(1020)), "logit_bias": tuple((n, 1.0) for n in range(9))},
+            "suppress-tokens and logit-bias name 1029 tokens: use at most 1024",
+        ),
+    ],
+)
+def test_invalid_penalties_are_refused(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        SamplingParams(**wrong)
+
+
+# --- suppressed tokens -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_suppressed_tokens_are_never_chosen(
+    random_pair: Pair, random_reference: ReferenceDrafter, temperature: float
+) -> None:
+    free = generate(random_pair, random_requests(4, 128, SamplingParams(max_tokens=12)))
+    never = tuple(sorted({token for text in free.texts.values() for token in text}))
+    sampling = SamplingParams(
+        max_tokens=12, temperature=temperature, suppress_tokens=never, logit_bias=((never[0], 100.0),)
+    )
+    outputs = generate(random_pair, random_requests(4, 128, sampling))
+    assert not {token for text in outputs.texts.values() for token in text} & set(never)
+    if temperature == 0:
+        for request in random_requests(4, 128, sampling):
+            ids = torch.tensor([request.prompt_token_ids])
+            found = random_reference.target.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=12,
+                do_sample=False,
+                pad_token_id=0,
+                suppress_tokens=list(never),
+            )
+            assert outputs.texts[request.id] == tuple(found[0, ids.shape[1] :].tolist())
+
+
+def test_a_suppressed_token_outside_the_vocabulary_refuses_the_request(random_pair: Pair) -> None:
+    engine = build_engine(config_of(random_pair), random_pair.models, lambda event: None)
+    sampling = SamplingParams(suppress_tokens=(5, 128))
+    refused = engine.submit(Request(id="a", prompt_token_ids=(5,), sampling=sampling))
+    assert refused is not None
+    assert refused.error == "suppress-tokens names 128, which is not in the vocabulary of 128"

@@ -1,0 +1,153 @@
+"""Penalties on an NVIDIA GPU: counted inside the captured step, without a sync, and the same texts as on the CPU."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from specgen.config import SamplingParams
+from specgen.core.sequence import Request
+from specgen.decoding.sampling import SamplingBatch, penalised, token_counts
+from specgen.engine.build import build_engine
+from tests.engines import Pair, bundled_requests, config_of, generate, load_pair
+from tests.test_penalties import KINDS, with_penalties
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
+FLOAT32 = {"device": "cuda", "dtype": "float32", "page_size": 16}
+EXACT = {**FLOAT32, "attention": "sdpa-static"}  # can be captured in float32
+COUNT = 20
+
+
+@pytest.fixture(scope="module")
+def gpu_pair(demo_path: Path) -> Pair:
+    return load_pair(demo_path, device="cuda")
+
+
+@pytest.fixture(scope="module")
+def bfloat16_pair(demo_path: Path) -> Pair:
+    return load_pair(demo_path, torch.bfloat16, "cuda")
+
+
+def asked() -> list[Request]:
+    return with_penalties(bundled_requests(COUNT, SamplingParams()))
+
+
+@pytest.mark.parametrize("mode", ["step", "pass", "off"])
+@pytest.mark.parametrize("batch", ["padded", "non-padded"])
+@pytest.mark.parametrize("k", [0, 1, 4])
+def test_captured_steps_give_the_texts_of_the_cpu(
+    demo_pair: Pair, gpu_pair: Pair, k: int, batch: str, mode: str
+) -> None:
+    """Batches of several sizes are captured; rows with and without penalties join, leave and move between replays."""
+    settings: dict[str, Any] = {"num_spec_tokens": k, "drafter_batch": batch, "max_batch_size": 6}
+    here = generate(demo_pair, asked(), **settings)
+    there = generate(gpu_pair, asked(), cuda_graphs=mode, **settings, **EXACT)
+    assert there.texts == here.texts
+    assert there.verified == here.verified
+
+
+@pytest.mark.parametrize("drafter", ["ngram:2", "head"])
+def test_preemption_and_a_second_run_of_one_engine(demo_pair: Pair, gpu_pair: Pair, drafter: str) -> None:
+    """Captured steps find counts at the same addresses in a later run, and none of an earlier one in them."""
+    settings: dict[str, Any] = {"num_spec_tokens": 4, "max_batch_size": 4}
+    if drafter != "head":
+        settings["drafter"] = drafter
+    expected = generate(demo_pair, asked(), **settings).texts
+    page = 16 * (12 + 1) * 2 * 2 * 64 * 4  # positions, layers of target and head, k and v, heads, dim, bytes
+    config = config_of(gpu_pair, cuda_graphs="step", kv_memory=14 * page, **settings, **EXACT)
+    engine = build_engine(config, gpu_pair.models, lambda event: None)
+    plain = [replace(r, sampling=SamplingParams(max_tokens=9)) for r in asked()]
+    for requests in (asked(), plain, asked()[::-1]):
+        found = {each.request.id: each.token_ids for each in engine.generate(requests)}
+        if requests is not plain:
+            assert found == expected
+
+
+@pytest.mark.parametrize("draft_sampling", ["greedy", "probabilistic"])
+def test_a_seed_gives_the_same_penalised_text_captured_or_not(gpu_pair: Pair, draft_sampling: str) -> None:
+    requests = [
+        replace(r, sampling=replace(r.sampling, temperature=0.8, top_p=0.9, seed=i))
+        for i, r in enumerate(asked())
+    ]
+    settings: dict[str, Any] = {"num_spec_tokens": 4, "draft_sampling": draft_sampling, **EXACT}
+    captured, eager = (
+        generate(gpu_pair, requests, cuda_graphs=mode, **settings).texts for mode in ("step", "off")
+    )
+    assert captured == eager
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_penalties_of_a_row_are_those_of_the_cpu(dtype: torch.dtype) -> None:
+    """A vocabulary and a batch as in use."""
+    generator = torch.Generator().manual_seed(0)
+    num_rows, num_drafts, vocab_size = 64, 4, 151_936
+    logits = (3 * torch.randn(num_rows, num_drafts + 1, vocab_size, generator=generator)).to(dtype)
+    tokens = torch.randint(0, 500, (num_rows, 60), generator=generator)
+    drafts = torch.randint(0, 500, (num_rows, num_drafts), generator=generator)
+    drafts[::3, 2:] = -1
+    texts = [(row[:30], row[30:]) for row in tokens.tolist()]
+    params = [SamplingParams(**KINDS[n % len(KINDS)]) for n in range(num_rows)]
+
+    def found(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        counts = token_counts(texts, vocab_size, device)
+        batch = SamplingBatch.of(params, [0] * num_rows, device, counts)
+        rows = penalised(logits.to(device), drafts.to(device), batch)
+        batch.count(drafts.clamp(min=0).to(device), torch.full((num_rows,), 2, device=device))
+        return rows.cpu(), batch.counts.cpu()
+
+    here, there = found(torch.device("cpu")), found(torch.device("cuda"))
+    assert torch.equal(here[1], there[1])
+    assert torch.allclose(here[0], there[0], rtol=1e-6, atol=1e-5)
+
+
+@pytest.mark.parametrize("mode", ["step", "pass", "off"])
+def test_a_steady_state_step_with_penalties_has_no_host_sync(bfloat16_pair: Pair, mode: str) -> None:
+    sampling = SamplingParams(
+        max_tokens=200,
+        ignore_eos=True,
+        repetition_penalty=1.05,
+        frequency_penalty=0.1,
+        suppress_tokens=(5, 9),
+    )
+    fast = {"device": "cuda", "dtype": "bfloat16", "attention": "trtllm", "page_size": 0}
+    config = config_of(bfloat16_pair, cuda_graphs=mode, num_spec_tokens=4, **fast)
+    engine = build_engine(config, bfloat16_pair.models, lambda event: None)
+    for request in bundled_requests(8, sampling):
+        engine.submit(request)
+    for _ in range(4):
+        engine.step()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(8):
+            engine._advance()  # not through the handling of device errors
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_without_penalties_a_step_launches_what_it_did(gpu_pair: Pair) -> None:
+    """And a batch whose penalised requests have left goes back to that step."""
+    from torch.profiler import ProfilerActivity, profile
+
+    def kernels(before: Callable[[Any], None]) -> list[str]:
+        config = config_of(gpu_pair, cuda_graphs="off", num_spec_tokens=2, **EXACT)
+        engine = build_engine(config, gpu_pair.models, lambda event: None)
+        before(engine)
+        for request in bundled_requests(2, SamplingParams(max_tokens=60, ignore_eos=True)):
+            engine.submit(request)
+        for _ in range(3):
+            engine.step()
+        with profile(activities=[ProfilerActivity.CUDA]) as seen:
+            engine.step()
+            torch.cuda.synchronize()
+        return [event.name for event in seen.events()]
+
+    def penalise(engine: Any) -> None:
+        list(engine.generate(bundled_requests(2, SamplingParams(max_tokens=4, presence_penalty=1.0))))
+
+    assert len(kernels(penalise)) == len(kernels(lambda engine: None))
