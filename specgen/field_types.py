@@ -27,7 +27,7 @@ def settle(config: Any) -> None:  # noqa: ANN401
 
 
 def whole(value: object, what: str) -> int:
-    """``value`` if it is an integer of 64 bits, also one of numpy's."""
+    """``value`` if it is an integer, also one of numpy's; how large it may be is its field's to say."""
     if type(value) is not int:
         try:
             if isinstance(value, bool):
@@ -35,8 +35,6 @@ def whole(value: object, what: str) -> int:
             value = operator.index(value)  # type: ignore[arg-type]
         except TypeError:
             raise UserError(f"{what} is {shown(value)}: use a whole number") from None
-    if not -(2**63) <= value < 2**63:
-        raise UserError(f"{what} is {shown(value)}: use a whole number of 64 bits")
     return value
 
 

@@ -97,7 +97,7 @@ WRONG_PARAMS: list[tuple[dict[str, Any], str]] = [
     ({"max_tokens": np.float64(4)}, r"max_tokens is .*4.0.*: use a whole number"),
     ({"max_tokens": None}, "max_tokens is None: use a whole number"),
     ({"max_tokens": -1}, "is -1: ask for at least 1"),
-    ({"seed": 2**70}, "seed is 1180591620717411303424: use a whole number of 64 bits"),
+    ({"seed": 2**70}, "seed is 1180591620717411303424: use a number of 64 bits"),
     ({"temperature": "0"}, "temperature is '0': use a number"),
     ({"temperature": True}, "temperature is True: use a number"),
     ({"temperature": float("nan")}, "temperature is nan: use a finite number"),
