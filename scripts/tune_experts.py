@@ -13,8 +13,8 @@ from collections.abc import Iterator
 
 import torch
 
-from specgen.bench.device_speed import copy_bandwidth
-from specgen.bench.expert_layers import SHAPES, ExpertShape, Routes, expert_bytes, touched
+from specgen.bench.bound import copy_bandwidth
+from specgen.bench.expert_bench import SHAPES, ExpertShape, Routes, expert_bytes, touched
 from specgen.bench.timing import num_layers, time_layers
 from specgen.ops.expert_blocks import find_blocks
 from specgen.ops.expert_kernels import LoadedExperts, down, gate_up

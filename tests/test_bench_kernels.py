@@ -10,9 +10,8 @@ from typer.testing import CliRunner
 
 from specgen.attention import Heads
 from specgen.attention.sdpa import SdpaBackend
-from specgen.bench import device_speed, kernels, timing
-from specgen.bench.decode_pass import Cell, queries
-from specgen.bench.kernels import KernelJob, measure, relative_error
+from specgen.bench import bound, kernels, timing
+from specgen.bench.kernels import Cell, KernelJob, measure, queries, relative_error
 from specgen.bench.timing import COLD_BYTES, MOST_LAYERS, num_layers, time_layers
 from specgen.cli.main import app
 from specgen.config import UserError
@@ -36,7 +35,7 @@ JOB = KernelJob(heads=HEADS, num_seqs=(1, 3), max_seq_lens=(16, 9), num_spec_tok
 
 @pytest.fixture(autouse=True)
 def small_copies(monkeypatch) -> None:
-    monkeypatch.setitem(device_speed.COPIED_BYTES, "cpu", 1 << 20)
+    monkeypatch.setitem(bound.COPIED_BYTES, "cpu", 1 << 20)
 
 
 def test_lengths_are_random_up_to_the_longest_which_is_there() -> None:

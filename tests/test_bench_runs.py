@@ -12,12 +12,19 @@ from calibrated_shapes import SHAPES
 from calibrated_weights import Source
 from make_calibrated_pair import write_pair
 
-from specgen.bench.bound import KVBytes, StepBytes, Work, mean_step_bytes
-from specgen.bench.device_speed import DeviceSpeed, copy_bandwidth, matrix_flops
+from specgen.bench.bound import (
+    DeviceSpeed,
+    KVBytes,
+    StepBytes,
+    Work,
+    copy_bandwidth,
+    matrix_flops,
+    mean_step_bytes,
+)
 from specgen.bench.explain import step_seconds
 from specgen.bench.marks import Window
-from specgen.bench.repeat import inter_token_seconds
 from specgen.events import Event, Finished, Prefilled, Stepped, Submitted, Verified
+from specgen.experiments.repeat import inter_token_seconds
 from specgen.models import gpt_oss
 from tests.engines import config_of, load_pair, loaded
 

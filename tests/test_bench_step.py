@@ -11,11 +11,9 @@ import torch
 from typer.testing import CliRunner
 
 from specgen.bench import explain, marks
-from specgen.bench.bound import Work
-from specgen.bench.device_speed import DeviceSpeed
+from specgen.bench.bound import DeviceSpeed, Work
 from specgen.bench.explain import StepJob, context_at
-from specgen.bench.marks import HostMarker, Span
-from specgen.bench.parts import PARTS, Marked, StepTime, split
+from specgen.bench.marks import PARTS, HostMarker, Marked, Span, StepTime, split
 from specgen.bench.step_table import empty_table, step_rows, with_kernels
 from specgen.cli.main import app
 from specgen.config import EngineConfig, UserError

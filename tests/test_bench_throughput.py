@@ -15,15 +15,9 @@ from calibrated_weights import Source
 from make_calibrated_pair import write_pair
 from typer.testing import CliRunner
 
-from specgen.bench import throughput as bench
 from specgen.bench import workload as workloads
-from specgen.bench.known_text import KnownText
 from specgen.bench.matrices import MATRICES, Axis, Matrix, Workload, find_matrix
-from specgen.bench.plans import Plan, side_by_side
-from specgen.bench.repeats import MedianRange
-from specgen.bench.throughput import ThroughputJob, throughput
-from specgen.bench.throughput_table import best_lengths
-from specgen.bench.workload import kv_bytes, make_prompts
+from specgen.bench.workload import KnownText, kv_bytes, make_prompts
 from specgen.cli.main import app
 from specgen.config import DraftLength, EngineConfig, SamplingParams, UserError
 from specgen.core import step, step_costs
@@ -36,6 +30,11 @@ from specgen.engine.build import build_engine
 from specgen.engine.loading import Models
 from specgen.engine.warm_engine import WarmEngine
 from specgen.events import Submitted
+from specgen.experiments import throughput as bench
+from specgen.experiments.plans import Plan, side_by_side
+from specgen.experiments.repeat import MedianRange
+from specgen.experiments.throughput import ThroughputJob, throughput
+from specgen.experiments.throughput_table import best_lengths
 from specgen.report.terminal import render
 from tests.engines import Pair, loaded, resolved
 from tests.timed_engines import install

@@ -14,9 +14,8 @@ from calibrated_weights import Source
 from make_calibrated_pair import HeadKind, main, write_pair
 
 from specgen.bench.bound import StepBytes
-from specgen.bench.known_text import KnownText
 from specgen.bench.matrices import RANDOM, Workload
-from specgen.bench.workload import make_prompts
+from specgen.bench.workload import KnownText, make_prompts
 from specgen.config import EngineConfig, SamplingParams
 from specgen.core.sequence import Request
 from specgen.engine.choices import resolve

@@ -19,20 +19,17 @@ from specgen.bundled import data_directory, heads
 from specgen.checkpoints import checkpoint
 from specgen.cli import main as cli
 from specgen.cli.comparing import read_comparison
-from specgen.comparing import heads_job
-from specgen.comparing.finished_runs import read_runs
-from specgen.comparing.head_figures import Comparison, compare_runs
-from specgen.comparing.heads_job import DataSource, HeadsJob, HeadsRun
-from specgen.comparing.heads_page import page
-from specgen.comparing.heads_tables import mean_length
-from specgen.comparing.moved_texts import moved_texts
-from specgen.comparing.paper_table import exported
-from specgen.comparing.short_names import NO_HEADS, as_directory, short_names
-from specgen.comparing.speed_rounds import PLAIN, RoundFile, Speeds
-from specgen.comparing.verdicts import leads, verdicts
 from specgen.config import EngineConfig, SamplingParams, UserError
 from specgen.engine.warm_engine import Run, WarmEngine
 from specgen.events import Event, Finished, Submitted, Verified, read, turn_id
+from specgen.experiments import heads_job
+from specgen.experiments.finished_runs import NO_HEADS, as_directory, read_runs, short_names
+from specgen.experiments.head_figures import Comparison, compare_runs
+from specgen.experiments.heads_job import DataSource, HeadsJob, HeadsRun
+from specgen.experiments.heads_page import moved_texts, page
+from specgen.experiments.heads_tables import leads, mean_length, verdicts
+from specgen.experiments.paper_table import exported
+from specgen.experiments.speed_rounds import PLAIN, RoundFile, Speeds
 from specgen.jobs import run as run_module
 from specgen.report.acceptance import fold_request
 from specgen.report.paired_requests import shared_requests
@@ -612,7 +609,7 @@ def test_every_arm_is_warm_and_has_the_same_requests_tokenized_before_and_anothe
 
     encode = Tokenizer.encode_rendered
     monkeypatch.setattr(Tokenizer, "encode_rendered", idle)
-    monkeypatch.setattr("specgen.comparing.interleaved.WarmEngine", Watched)
+    monkeypatch.setattr("specgen.experiments.interleaved.WarmEngine", Watched)
     bundled = replace(
         a_job(compared[0]), data=(DataSource(dataset="bundled"),), num_prompts=2, drafters=heads()[:2]
     )

@@ -20,13 +20,9 @@ from calibrated_weights import Source, target_tensors
 from make_calibrated_pair import write_pair
 from torch import Tensor
 
-from specgen.bench.bound import KVBytes, StepBytes, mean_step_bytes
-from specgen.bench.experts_read import mean_touched, sentence
+from specgen.bench.bound import KVBytes, StepBytes, mean_step_bytes, mean_touched, touched_note
 from specgen.bench.matrices import find_matrix
 from specgen.bench.output import BenchTable
-from specgen.bench.repeat import Repeat, Yardstick
-from specgen.bench.repeats import Repeats
-from specgen.bench.throughput_table import Result, table
 from specgen.config import SamplingParams
 from specgen.core.graph_sizes import bucket
 from specgen.core.graphs import Runner
@@ -34,6 +30,8 @@ from specgen.core.sequence import Request
 from specgen.engine.build import build_engine
 from specgen.engine.warm_engine import Run
 from specgen.events import Event, Prefilled, Stepped, Submitted, Touched, Verified
+from specgen.experiments.repeat import Repeat, Repeats, Yardstick
+from specgen.experiments.throughput_table import Result, table
 from specgen.models.expert_counts import ExpertCounts, ExpertSize, num_touched
 from specgen.models.mixture import Mixture
 from specgen.report.experts_touched import experts_table
@@ -344,6 +342,6 @@ def test_the_mean_is_of_steps_of_the_whole_batch() -> None:
     assert found == Touched(experts=7.0, plain=4.0, num_experts=8, num_bytes=7 * 10**7)
     assert mean_touched(events, 2) is None
     sizes = StepBytes(target=0, target_kv=KV, logits=0, bytes_per_value=2, experts=SIZE)
-    text = sentence(found, sizes, 8, 1e10)
+    text = touched_note(found, sizes, 8, 1e10)
     assert "7.0 of the 8 experts" in text
     assert "(7.2 by chance, 4.0 by a plain step), 0.07 GB in all layers: 7.000 ms" in text

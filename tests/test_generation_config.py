@@ -11,10 +11,8 @@ import pytest
 import torch
 
 from specgen.bench.matrices import Workload
-from specgen.bench.plans import prepare
 from specgen.bundled import data_directory
 from specgen.checkpoints.checkpoint import open_checkpoint
-from specgen.comparing.heads_job import DataSource, HeadsJob, HeadsRun
 from specgen.config import EngineConfig, SamplingParams, UserError
 from specgen.core.sequence import Request
 from specgen.decoding.sampling import SamplingForm
@@ -31,6 +29,8 @@ from specgen.engine.generation_config import (
 from specgen.evaluation.divergence import Judge
 from specgen.evaluation.studies import Study, named_arms
 from specgen.evaluation.study import StudyJob, StudyRun
+from specgen.experiments.heads_job import DataSource, HeadsJob, HeadsRun
+from specgen.experiments.plans import prepare
 from specgen.prompts import Prompt
 from tests.jobs import Silent
 from tests.test_penalties import expected_text

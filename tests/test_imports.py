@@ -13,7 +13,7 @@ import specgen
 ROOT = Path(specgen.__file__).parent
 Imports = dict[str, set[str]]  # package, or module directly in specgen/: the others that it imports
 
-# A package imports those before it and never one behind it; the three siblings never import each other.
+# A package imports those before it and never one behind it; the two siblings never import each other.
 ORDER = (
     "leaves",
     "kv",
@@ -29,13 +29,13 @@ ORDER = (
     "rundir",
     "engine",
     "jobs",
-    "evaluation",
     "bench",
-    "comparing",
+    "experiments",
+    "evaluation",
     "cli",
 )
 DOORS = {"__init__", "__main__"}  # of specgen: they import what is behind them
-SIBLINGS = {"jobs", "evaluation", "bench"}
+SIBLINGS = {"jobs", "bench"}
 LEAVES = {
     "bundled",
     "config",
@@ -76,7 +76,7 @@ LIGHT = (
     "core.spec_length",
     "evaluation.audit_table",
     "bench.output",
-    "comparing.paper_table",
+    "experiments.paper_table",
 )  # a package stands for all its modules
 
 
@@ -155,7 +155,7 @@ def test_a_file_name_has_one_meaning():
         ("decoding/verify.py", "from specgen.core.engine_core import EngineCore", "decoding -> core"),
         ("report/report.py", "from specgen.rundir.results import RunDirectory", "report -> rundir"),
         ("events.py", "from specgen.kv import layout", "leaves -> kv"),
-        ("bench/runs.py", "if TYPE_CHECKING:\n    import specgen.jobs.run", "bench -> jobs"),
+        ("bench/explain.py", "if TYPE_CHECKING:\n    import specgen.jobs.run", "bench -> jobs"),
         ("jobs/run.py", "from specgen.cli.main import main", "jobs -> cli"),
     ],
 )

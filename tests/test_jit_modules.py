@@ -19,13 +19,13 @@ from specgen.attention.flashinfer_paged import FlashInferBackend
 from specgen.attention.hopper import HopperBackend
 from specgen.attention.sdpa import SdpaBackend
 from specgen.attention.trtllm import TrtllmBackend
-from specgen.bench import plans
 from specgen.bench.matrices import Workload
 from specgen.config import DraftLength, EngineConfig, SamplingParams, UserError
 from specgen.engine.arms import Arm
 from specgen.engine.choices import attention_note
 from specgen.engine.loading import open_checkpoints
 from specgen.engine.needed_modules import modules_of, modules_of_products, needed_modules
+from specgen.experiments import plans
 from specgen.models.latent_config import LatentConfig
 from specgen.ops import jit_modules
 from specgen.ops.block_fp8 import FEWEST_ROWS

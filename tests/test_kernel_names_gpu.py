@@ -10,7 +10,7 @@ from specgen.attention import Attend, Backend, Gpu, Heads, Rows, Use
 from specgen.attention.flashinfer_paged import FlashInferBackend
 from specgen.attention.hopper import OWN, UNSPLIT, HopperBackend
 from specgen.attention.trtllm import TrtllmBackend
-from specgen.bench.decode_pass import Cell, Query
+from specgen.bench.kernels import Cell, Query
 from specgen.kv.layout import Layout
 from specgen.models.layers import LayerAttention
 

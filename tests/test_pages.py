@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from specgen.bench.output import BenchTable
-from specgen.bench.tune_table import COLUMNS, _plots
-from specgen.comparing.finished_runs import read_runs
-from specgen.comparing.head_figures import compare_runs
-from specgen.comparing.heads_page import page as compare_page
-from specgen.comparing.speed_rounds import PLAIN, Speeds
 from specgen.evaluation.comparison_tables import page as eval_page
+from specgen.experiments.finished_runs import read_runs
+from specgen.experiments.head_figures import compare_runs
+from specgen.experiments.heads_page import page as compare_page
+from specgen.experiments.speed_rounds import PLAIN, Speeds
+from specgen.experiments.tune_table import COLUMNS, _plots
 from specgen.report.folder import listed
 from specgen.report.origin import run_title
 from specgen.report.page import width_class

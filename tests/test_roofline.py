@@ -4,11 +4,16 @@ from dataclasses import replace
 
 import pytest
 
-from specgen.bench.bound import Work
-from specgen.bench.device_speed import DeviceSpeed
-from specgen.bench.parts import PARTS, KernelTime, StepTime
-from specgen.bench.roofline import kind_of, kind_rows, roofline_rows, with_roofline
-from specgen.bench.step_table import empty_table, with_kernels
+from specgen.bench.bound import DeviceSpeed, Work
+from specgen.bench.marks import PARTS, KernelTime, StepTime
+from specgen.bench.step_table import (
+    empty_table,
+    kind_of,
+    kind_rows,
+    roofline_rows,
+    with_kernels,
+    with_roofline,
+)
 
 DEVICE = DeviceSpeed(bytes_per_second=1e12, flops_per_second=1e14)
 WORKS = {

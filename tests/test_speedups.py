@@ -7,12 +7,11 @@ from dataclasses import replace
 import pytest
 from scipy import stats
 
-from specgen.bench.race import Standing
-from specgen.bench.repeat import Repeat, digest
-from specgen.bench.repeats import Repeats
-from specgen.bench.tune_table import best_line
-from specgen.bench.wall_table import wall_tables
 from specgen.events import Touched
+from specgen.experiments.race import Standing
+from specgen.experiments.repeat import Repeat, Repeats, digest
+from specgen.experiments.throughput_table import wall_tables
+from specgen.experiments.tune_table import best_line
 from specgen.report.timings import LatencyStats
 from specgen.report.wall_time import WallTime
 

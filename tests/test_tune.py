@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 from scipy import stats
 
-from specgen.bench import tune as tuning
 from specgen.bench.matrices import Workload
 from specgen.bench.output import BenchTable
-from specgen.bench.tune import TuneJob, tune
 from specgen.config import DraftLength, EngineConfig, UserError
 from specgen.engine import memory
+from specgen.experiments import tune as tuning
+from specgen.experiments.tune import TuneJob, tune
 from tests.timed_engines import RUN, Timed, install, job_of, usual, write_tiny
 
 

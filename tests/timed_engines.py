@@ -9,12 +9,12 @@ from calibrated_shapes import SHAPES
 from calibrated_weights import Source
 from make_calibrated_pair import write_pair
 
-from specgen.bench import throughput, turns
 from specgen.bench.matrices import Workload
-from specgen.bench.tune import TuneJob
 from specgen.config import DraftLength, EngineConfig
 from specgen.core.sequence import Completion, Request
 from specgen.engine.warm_engine import Run
+from specgen.experiments import throughput, turns
+from specgen.experiments.tune import TuneJob
 
 RUN = {  # seconds by K and drafter batch
     (0, "padded"): 3.0,

@@ -1,1 +1,2 @@
-"""Measurements of kernels and of the engine. May import engine and all below it."""
+"""Measurements of kernels, of one layer and of one decode step, with what bounds them. May import engine and all below
+it."""

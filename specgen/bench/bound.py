@@ -1,17 +1,61 @@
-"""Lower bounds on the time of a decode step and its parts: bytes read over bandwidth, FLOPs over FLOP/s."""
+"""Lower bounds on the time of a decode step and its parts: bytes read over bandwidth, FLOPs over FLOP/s.
 
-from collections.abc import Iterable
+The bandwidth and the FLOP/s are those of a large copy within the device's memory and of a large matrix product.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from statistics import fmean
 
 import torch
 
-from specgen.bench.device_speed import DeviceSpeed
 from specgen.checkpoints.checkpoint import build_head, build_target, target_config
 from specgen.checkpoints.tensor_reader import TensorReader
+from specgen.device import settle, use
 from specgen.engine.loading import Models
-from specgen.events import Event, Prefilled, Stepped, Submitted, Verified
+from specgen.events import Event, Prefilled, Stepped, Submitted, Touched, Verified
 from specgen.models.expert_counts import ExpertSize
 from specgen.models.model_config import LayerConfig
+
+COPIED_BYTES = {"cuda": 2 << 30, "cpu": 64 << 20}  # far larger than any cache
+_SQUARES = {"cuda": 8192, "cpu": 512}  # sides of the matrices
+_REPEATS = 15
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceSpeed:
+    bytes_per_second: float
+    flops_per_second: float  # in the model's dtype
+
+
+def copy_bandwidth(device: str) -> float:
+    """Bytes per second, read and written, of a large copy within the memory of ``device``."""
+    use(torch.device(device))  # the one that ``settle`` waits for
+    num_bytes = COPIED_BYTES[torch.device(device).type]
+    source = torch.randint(0, 255, (num_bytes,), dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * num_bytes / _median_seconds(lambda: target.copy_(source))
+
+
+def matrix_flops(device: str, dtype: torch.dtype) -> float:
+    """FLOP/s of a product of large square matrices."""
+    use(torch.device(device))
+    side = _SQUARES[torch.device(device).type]
+    left, right = (torch.randn(side, side, device=device, dtype=dtype) for _ in range(2))
+    return 2 * side**3 / _median_seconds(lambda: left @ right)
+
+
+def _median_seconds(work: Callable[[], object]) -> float:
+    seconds = []
+    for _ in range(_REPEATS):
+        settle()
+        began = time.perf_counter()
+        work()
+        settle()
+        seconds.append(time.perf_counter() - began)
+    return statistics.median(seconds)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,6 +231,36 @@ class StepBytes:
             num_bytes=passes * size.bytes_of(touched),
             flops=2.0 * passes * size.num_values * size.num_chosen * size.num_layers * num_rows,
         )
+
+
+def mean_touched(events: Iterable[Event], num_sequences: int | None = None) -> Touched | None:
+    """The mean over decode steps, or those of ``num_sequences`` alone; None without any of a mixture."""
+    found = [
+        event.experts
+        for event in events
+        if isinstance(event, Stepped)
+        and event.experts is not None
+        and num_sequences in (None, event.num_sequences)
+    ]
+    if not found:
+        return None
+    return Touched(
+        experts=fmean(each.experts for each in found),
+        plain=fmean(each.plain for each in found),
+        num_experts=found[0].num_experts,
+        num_bytes=round(fmean(each.num_bytes for each in found)),
+    )
+
+
+def touched_note(touched: Touched, sizes: StepBytes, num_rows: int, bytes_per_second: float) -> str:
+    """What a step of ``num_rows`` rows touched on average, beside chance, and its cost."""
+    assert sizes.experts is not None
+    chance = sizes.experts.touched_by_chance(num_rows)
+    return (
+        f"{touched.experts:.1f} of the {touched.num_experts} experts of a layer are touched ({chance:.1f} by chance, "
+        f"{touched.plain:.1f} by a plain step), {touched.num_bytes / 1e9:.2f} GB in all layers: "
+        f"{1e3 * touched.num_bytes / bytes_per_second:.3f} ms of a copy's bandwidth"
+    )
 
 
 def mean_step_bytes(events: Iterable[Event], sizes: StepBytes) -> float | None:

@@ -5,16 +5,19 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from specgen.bench.bound import StepBytes
-from specgen.bench.device_speed import DeviceSpeed, copy_bandwidth, matrix_flops
+from specgen.bench.bound import (
+    DeviceSpeed,
+    StepBytes,
+    copy_bandwidth,
+    matrix_flops,
+    mean_touched,
+    touched_note,
+)
 from specgen.bench.environment import conditions, free_memory
-from specgen.bench.experts_read import mean_touched, sentence
-from specgen.bench.marks import DeviceMarker, HostMarker, Marker, Window
+from specgen.bench.marks import DeviceMarker, HostMarker, Marked, Marker, StepTime, Window, split
 from specgen.bench.matrices import RANDOM, Workload
 from specgen.bench.output import BenchTable
-from specgen.bench.parts import Marked, StepTime, split
-from specgen.bench.roofline import with_roofline
-from specgen.bench.step_table import empty_table, step_rows, with_kernels
+from specgen.bench.step_table import empty_table, step_rows, with_kernels, with_roofline
 from specgen.bench.workload import kv_bytes, make_prompts
 from specgen.config import EngineConfig, require
 from specgen.core.endings import DeviceLost
@@ -107,7 +110,7 @@ def _notes(batch: int, found: Explained, sizes: StepBytes, num_rows: int, bandwi
         f"{1e3 * found.unobserved:.3f} without, at {found.context:,.0f} positions per sequence"
     )
     if found.touched:
-        yield f"batch {batch}: {sentence(found.touched, sizes, num_rows, bandwidth)}"
+        yield f"batch {batch}: {touched_note(found.touched, sizes, num_rows, bandwidth)}"
 
 
 def _explain(job: StepJob, config: EngineConfig, models: Models) -> Explained:

@@ -7,9 +7,11 @@ The table follows vLLM's PR 19825 (``benchmarks/kernels/benchmark_trtllm_decode_
 launches are not in the times, and every result is checked.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import product
+from random import Random
 
 import torch
 from torch import Tensor
@@ -20,18 +22,145 @@ from specgen.attention.flashinfer_paged import FlashInferBackend
 from specgen.attention.hopper import HopperBackend
 from specgen.attention.sdpa import SdpaBackend, StaticSdpaBackend
 from specgen.attention.trtllm import TrtllmBackend
-from specgen.bench.decode_pass import Cell, Query, queries
-from specgen.bench.device_speed import copy_bandwidth
+from specgen.bench.bound import copy_bandwidth
 from specgen.bench.environment import environment, free_memory
-from specgen.bench.kernel_table import empty_table, measured_row, ordered
-from specgen.bench.output import BenchTable
-from specgen.bench.timing import COLD_BYTES, MOST_LAYERS, Call, Timing, time_layers
+from specgen.bench.output import BenchTable, Plot, Value
+from specgen.bench.timing import COLD_BYTES, MOST_LAYERS, Call, Timing, num_layers, time_layers
 from specgen.config import require
+from specgen.device import on_device
 from specgen.kv.kv_cache import KVCache
+from specgen.kv.kv_spec import KVSpec
 from specgen.kv.layout import Layout
 from specgen.models.latent_config import LatentConfig
 from specgen.models.layers import LayerAttention
-from specgen.report.table import Row
+from specgen.ops import Rope, bind_ops
+from specgen.report.table import Column, Row
+
+
+@dataclass(frozen=True, kw_only=True)
+class Query:
+    """The number of rows per sequence in a pass: random from ``shortest`` to ``longest``."""
+
+    name: str
+    shortest: int
+    longest: int
+
+    def layout(self, cell: "Cell", tables: Tensor) -> Layout:
+        """The layout of a pass over the sequences of ``cell``; lengths are on the device only, as in decoding."""
+        rng = Random(f"{self.name} {cell.num_seqs}")
+        lens = [rng.randint(self.shortest, self.longest) for _ in cell.kv_lens]
+        starts = [end - length for end, length in zip(cell.kv_lens, lens, strict=True)]
+        first = on_device(starts, tables.device)
+        if self.shortest == self.longest:
+            return Layout.uniform(tables, first, self.longest, cell.heads.page_size)
+        return Layout(
+            block_tables=tables,
+            starts=first,
+            ragged_lens=on_device(lens, tables.device),
+            num_rows=sum(lens),
+            max_query_len=self.longest,
+            page_size=cell.heads.page_size,
+            uniform_q=None,
+        )
+
+
+def queries(num_spec_tokens: int) -> Iterator[Query]:
+    """Plain decoding, and with drafts K + 1 rows per sequence (padded) and 1 to K + 1 (ragged)."""
+    yield Query(name="1", shortest=1, longest=1)
+    if longest := num_spec_tokens and num_spec_tokens + 1:
+        yield Query(name=f"{longest} padded", shortest=longest, longest=longest)
+        yield Query(name=f"1-{longest} ragged", shortest=1, longest=longest)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """``num_seqs`` sequences of random lengths up to ``max_seq_len``, which the last one has."""
+
+    num_seqs: int
+    max_seq_len: int
+    heads: Heads
+    device: torch.device
+
+    @cached_property
+    def kv_lens(self) -> tuple[int, ...]:
+        """Positions of each sequence, the rows of the pass included; deterministic."""
+        rng = Random(f"{self.num_seqs} {self.max_seq_len}")
+        least = self.heads.max_query_len
+        lens = (rng.randint(least, self.max_seq_len) for _ in range(self.num_seqs - 1))
+        return (*lens, self.max_seq_len)
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes of KV that one call reads."""
+        return sum(self.kv_lens) * self._bytes_per_position
+
+    @property
+    def num_layers(self) -> int:
+        return num_layers(self.bytes_read, self.device)
+
+    @property
+    def num_pages(self) -> int:
+        return sum(self._page_counts)
+
+    @property
+    def bytes_stored(self) -> int:
+        """Bytes of KV cache of all layers."""
+        return self.num_layers * (self.num_pages + 1) * self.heads.page_size * self._bytes_per_position
+
+    def block_tables(self) -> Tensor:
+        """The pages of each sequence in random order, padded with 0: int32 ``[num_seqs, most pages]``."""
+        pages = list(range(1, self.num_pages + 1))
+        Random(self.num_pages).shuffle(pages)
+        width = max(self._page_counts)
+        rows = [[pages.pop() for _ in range(count)] + [0] * (width - count) for count in self._page_counts]
+        return on_device(rows, self.device, torch.int32)
+
+    def cache(self) -> KVCache:
+        """A KV cache of normal random numbers."""
+        cache = KVCache(
+            spec=self._spec(self.num_layers),
+            num_pages=self.num_pages + 1,
+            page_size=self.heads.page_size,
+            dtype=self.heads.kv_dtype,
+            device=self.device,
+        )
+        for layer in range(self.num_layers):
+            for values in cache.pages(layer):
+                values.copy_(torch.randn(values.shape, device=self.device))  # no 8-bit float draws its own
+        return cache
+
+    def rows(self, layout: Layout) -> Tensor:
+        """Heads of q, k and v of normal random numbers, ``[rows, num_heads + 2 * num_kv_heads, head_dim]``.
+
+        Of latents those of absorbed queries alone.
+        """
+        others = 0 if self.heads.latent is not None else 2 * self.heads.num_kv_heads
+        num_heads = self.heads.num_heads + others
+        shape = (layout.num_rows, num_heads, self.heads.head_dim)
+        return torch.randn(shape, dtype=self.heads.dtype, device=self.device)
+
+    def rope(self) -> Rope:
+        """Of usual frequencies."""
+        exponents = torch.arange(0, self.heads.head_dim, 2, device=self.device) / self.heads.head_dim
+        return bind_ops(self.device, self.heads.dtype).rope(5e5**-exponents)
+
+    @property
+    def _bytes_per_position(self) -> int:
+        return self._spec(1).bytes_per_token(self.heads.kv_dtype.itemsize)
+
+    def _spec(self, num_layers: int) -> KVSpec:
+        heads = self.heads
+        return KVSpec(
+            num_layers=num_layers,
+            num_planes=2 if heads.latent is None else 1,
+            num_heads=heads.num_kv_heads,
+            head_dim=heads.head_dim,
+        )
+
+    @property
+    def _page_counts(self) -> list[int]:
+        return [-(-length // self.heads.page_size) for length in self.kv_lens]
+
 
 _TIMED: dict[str, tuple[type[Backend], ...]] = {
     "cuda": (HopperBackend, TrtllmBackend, FlashInferBackend),
@@ -245,3 +374,67 @@ def relative_error(output: Tensor, expected: Tensor) -> float:
     """The largest error of a row relative to the norm of that row of ``expected``; both ``[rows, width]``."""
     errors = (output.float() - expected.float()).norm(dim=1)
     return float((errors / expected.float().norm(dim=1)).max())
+
+
+def measured_row(
+    cell: Cell, query: Query, names: Sequence[str], timings: Sequence[Timing], difference: float, bound: float
+) -> Row:
+    """The row of one query of one cell; ``timings`` are of the backends ``names``, ``bound`` is in seconds.
+
+    Speedups are over the last backend.
+    """
+    row: dict[str, Value] = {"num_seqs": cell.num_seqs, "max_seq_len": cell.max_seq_len, "query": query.name}
+    for name, timing in zip(names, timings, strict=True):
+        row |= {f"{name}_mean": 1e6 * timing.mean, f"{name}_std": 1e6 * timing.std}
+    *compared, last = timings
+    row |= {f"{name}_speedup": last.mean / each.mean for name, each in zip(names, compared, strict=False)}
+    row["bound"] = 1e6 * bound
+    row |= {f"{name}_over_bound": each.mean / bound for name, each in zip(names, timings, strict=True)}
+    return row | {"difference": difference}
+
+
+def _columns(names: Sequence[str]) -> tuple[Column, ...]:
+    """The columns of ``measured_row``."""
+    times = [
+        Column(name=f"{name}_{what}", unit="us", show=display.plain)
+        for name in names
+        for what in ("mean", "std")
+    ]
+    return (
+        *(Column(name=name) for name in ("num_seqs", "max_seq_len", "query")),
+        *times,
+        *(Column(name=f"{name}_speedup", show=display.ratio) for name in names[:-1]),
+        Column(name="bound", unit="us"),
+        *(Column(name=f"{name}_over_bound", show=display.ratio) for name in names),
+        Column(name="difference", show=display.percent),
+        Column(name="kernels"),
+    )
+
+
+def _plots(names: Sequence[str], num_spec_tokens: int) -> Iterator[Plot]:
+    """Per kind of query the speedups over the last backend, and the first backend over its bound."""
+    shown = {f"{name}_speedup": f"{name} against {names[-1]}" for name in names[:-1]}
+    shown[f"{names[0]}_over_bound"] = f"{names[0]} over the memory bound"
+    for y, what in shown.items():
+        for query in queries(num_spec_tokens):
+            title = f"{what}, query {query.name}"
+            yield Plot(title=title, x="num_seqs", y=y, series="max_seq_len", where={"query": (query.name,)})
+
+
+def empty_table(conditions: Row, names: Sequence[str], num_spec_tokens: int) -> BenchTable:
+    """The table of the backends ``names``, without rows."""
+    return BenchTable(
+        name="kernels",
+        title="Attention of one layer in a decode pass",
+        conditions=conditions,
+        columns=_columns(names),
+        rows=(),
+        plots=tuple(_plots(names, num_spec_tokens)),
+        num_keys=3,
+    )
+
+
+def ordered(rows: Sequence[Row]) -> tuple[Row, ...]:
+    """Rows grouped by kind of query, each in the order measured."""
+    kinds = list(dict.fromkeys(row["query"] for row in rows))
+    return tuple(sorted(rows, key=lambda row: kinds.index(row["query"])))

@@ -1,13 +1,20 @@
-"""The table of the step bench: columns, rows and plots."""
+"""The tables of the step bench: parts, kernels, kinds of kernels, and the roofline of the products.
 
+A kernel's kind is told from its name. Weights are read by products and the KV cache by attention, so that each has a
+bound of its own; what other kernels do has none.
+"""
+
+import math
+import re
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 
 from specgen import display
-from specgen.bench.bound import Work
-from specgen.bench.device_speed import DeviceSpeed
+from specgen.bench.bound import DeviceSpeed, Work
+from specgen.bench.marks import PARTS, StepTime
 from specgen.bench.output import BenchTable, Plot
-from specgen.bench.parts import PARTS, StepTime
+from specgen.report.charts import Scatter, Spot
 from specgen.report.table import Column, Row, Table
 
 
@@ -108,3 +115,147 @@ def with_kernels(table: BenchTable, batch: int, time: StepTime) -> BenchTable:
     before = details[title].rows if title in details else ()
     details[title] = Table(title=title, note=note, columns=_KERNELS, rows=(*before, *rows), num_keys=3)
     return replace(table, details=tuple(details.values()))
+
+
+def _digits(number: float | None) -> str:
+    """Three digits that count: of a CPU's speeds few are in front of the point."""
+    return display.DASH if number is None else f"{number:.3g}"
+
+
+KINDS = ("products", "attention", "other")
+_ATTENTION = re.compile(
+    r"mha|xqa|mla|attention|(decode|prefill)with|hopper_decode|latent_plan|merge_?states|fmha|flash"
+)
+_PRODUCTS = re.compile(
+    r"gemm|gemv|nvjet|splitk|skinny|hopper_linear|^linear_kernel|xmma|cutlass|^_fp8|^_gate_up|^_down"
+)
+_BY_KIND = (
+    Column(name="batch"),
+    Column(name="part"),
+    Column(name="kind"),
+    Column(name="time", unit="us", show=display.rate),
+    Column(name="bound", unit="us", show=display.rate),
+    Column(name="over_bound", show=display.ratio),
+    Column(name="bound_by"),
+)
+_ROOFLINE = (
+    Column(name="batch"),
+    Column(name="part"),
+    Column(name="intensity", title="FLOPs per byte", show=display.plain),
+    Column(name="speed", unit="TFLOP/s", show=_digits),
+    Column(name="roof", unit="TFLOP/s", show=_digits),
+)
+
+
+def kind_of(kernel: str) -> str:
+    """The kind of a kernel by its name, without parameters."""
+    name = kernel.lower()
+    return "attention" if _ATTENTION.search(name) else "products" if _PRODUCTS.search(name) else "other"
+
+
+def kind_rows(batch: int, time: StepTime, works: Mapping[str, Work], device: DeviceSpeed) -> list[Row]:
+    """The time of each part's kernels by kind, with the bound of those that read weights or the KV cache.
+
+    Parts without products, such as ``accept``, are left out.
+    """
+    times = Counter[tuple[str, str]]()
+    for kernel in time.kernels:
+        times[kernel.part, kind_of(kernel.name)] += kernel.seconds  # type: ignore[assignment]
+    rows: list[Row] = []
+    for part, work in works.items():
+        split = {"products": work.without_cache, "attention": work.cache}
+        for kind in KINDS if work.flops else ():
+            seconds, least = times[part, kind], split.get(kind)
+            if not seconds:
+                continue
+            bound = least.seconds(device) if least else 0.0
+            rows.append(
+                {
+                    "batch": batch,
+                    "part": part,
+                    "kind": kind,
+                    "time": 1e6 * seconds,
+                    "bound": 1e6 * bound if bound else None,
+                    "over_bound": seconds / bound if bound else None,
+                    "bound_by": least.limit(device) if least and bound else display.DASH,
+                }
+            )
+    return rows
+
+
+def roofline_rows(batch: int, time: StepTime, works: Mapping[str, Work], device: DeviceSpeed) -> list[Row]:
+    """The products of each part, of their own time if kernels are known; else of the part's, with all it reads."""
+    of_products = Counter[str]()
+    for kernel in time.kernels:
+        of_products[kernel.part] += (kind_of(kernel.name) == "products") * kernel.seconds  # type: ignore[assignment]
+    rows: list[Row] = []
+    for part, whole in works.items():
+        work = whole.without_cache if time.kernels else whole
+        seconds = of_products[part] if time.kernels else time.parts[part]
+        if work.flops and seconds:
+            rows.append(
+                {
+                    "batch": batch,
+                    "part": part,
+                    "intensity": work.flops / work.num_bytes,
+                    "speed": work.flops / seconds / 1e12,
+                    "roof": work.flops / work.seconds(device) / 1e12,
+                }
+            )
+    return rows
+
+
+def with_roofline(
+    table: BenchTable, batch: int, time: StepTime, works: Mapping[str, Work], device: DeviceSpeed
+) -> BenchTable:
+    """``table`` with the kinds of kernels of one step more, and its products in the page's roofline."""
+    details = {each.title: each for each in table.details}
+    kinds = kind_rows(batch, time, works, device)
+    if kinds:
+        title = "By kind of kernel"
+        before = details[title].rows if title in details else ()
+        note = "products read the weights and attention the KV cache: the least that takes; kinds are told by name"
+        details[title] = Table(title=title, note=note, columns=_BY_KIND, rows=(*before, *kinds), num_keys=3)
+    rows = (*(table.more[0].rows if table.more else ()), *roofline_rows(batch, time, works, device))
+    more = (_picture(rows, device),) if rows else ()
+    return replace(table, details=tuple(details.values()), more=more)
+
+
+def _picture(rows: tuple[Row, ...], device: DeviceSpeed) -> Table:
+    peak, bandwidth = device.flops_per_second / 1e12, device.bytes_per_second / 1e12
+    ridge = peak / bandwidth
+    across = _powers([ridge, *(row["intensity"] for row in rows)])
+    left, right = across[0], across[-1]
+    heights = [peak, left * bandwidth, *(row["speed"] for row in rows)]
+    groups: dict[str, list[Spot]] = {row["part"]: [] for row in rows}
+    for row in rows:
+        text = f"batch {row['batch']}, {row['part']}: {row['speed']:.3g} of {row['roof']:.3g} TFLOP/s"
+        groups[row["part"]].append(Spot(name=text, x=row["intensity"], y=row["speed"]))
+    chart = Scatter(
+        title="Roofline of the products",
+        ticks=_powers(heights),
+        across=across,
+        show=display.plain,
+        label="FLOPs per byte read",
+        side="TFLOP/s",
+        groups=groups,
+        guide=[(left, left * bandwidth), (ridge, peak), (right, peak)],
+        order=PARTS,
+        joined=True,
+        logarithmic=True,
+    )
+    return Table(
+        title=chart.title,
+        note=f"by part, joined in order of batch sizes; the line is the roof: {bandwidth:.3g} TB/s, then {peak:.3g} "
+        "TFLOP/s. Dense weights of one byte count half, as FP8 is multiplied at twice the speed",
+        lines=chart,
+        columns=_ROOFLINE,
+        rows=rows,
+        num_keys=2,
+    )
+
+
+def _powers(numbers: list[float]) -> list[float]:
+    """Powers of ten around ``numbers``, which are above 0; at least two."""
+    low, high = math.floor(math.log10(min(numbers))), math.ceil(math.log10(max(numbers)))
+    return [10.0**power for power in range(low, max(high, low + 1) + 1)]

@@ -2,21 +2,23 @@
 
 import itertools
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from pathlib import Path
 
-from specgen.bench.known_text import KnownText
 from specgen.bench.matrices import RANDOM, Workload
-from specgen.bench.traffic import recorded_turns
-from specgen.config import EngineConfig, SamplingParams, require
+from specgen.config import EngineConfig, SamplingParams, UserError, require
 from specgen.core import step_costs
-from specgen.core.sequence import Request
+from specgen.core.sequence import Completion, Request
 from specgen.engine.conversations import first_turns
 from specgen.engine.generation_config import GenerationConfig
 from specgen.engine.loading import Models
 from specgen.engine.memory import kv_page_bytes
-from specgen.prompts import open_prompts
+from specgen.events import turn_id
+from specgen.json_fields import load_json
+from specgen.prompts import Message, Prompt, Rejected, failure, open_prompts, prompt_ids
+from specgen.text.tokenizer import Tokenizer
 
 _WARM_UP = 192  # positions per sequence during warm-up
 _SHOWN = 3  # reasons in an error
@@ -131,3 +133,100 @@ def kv_bytes(config: EngineConfig, models: Models, requests: Sequence[Request]) 
     )
     longest = [length + config.draft_length.most + 1 for length in lengths[: config.max_batch_size]]
     return sum(-(-length // config.page_size) for length in longest) * kv_page_bytes(config, models)
+
+
+@dataclass(frozen=True, kw_only=True)
+class KnownText:
+    """A cycle of tokens: each one determines the next."""
+
+    follower: Mapping[int, int]
+    accept: float  # share of the tokens whose follower the drafter knows
+    max_positions: int  # of prompt and text
+
+    @classmethod
+    def of(cls, models: Models) -> "KnownText | None":
+        """That of ``models``; None without one, or if the drafter's own vocabulary has other tokens."""
+        file = models.checkpoints["model"].path.resolve().parent / "cycle.json"
+        if not (models.synthetic and file.is_file()):
+            return None
+        cycle = load_json(file, "make the pair again")
+        tokens, head = cycle["tokens"], models.head
+        vocabulary = tokens  # of the drafts, where that is a part of the target's
+        if head is not None and head.config.draft_vocab_size < head.config.vocab_size:
+            vocabulary = head.draft_to_target.tolist()
+        if not set(vocabulary) <= set(tokens):
+            return None
+        return cls(
+            follower=dict(zip(tokens, [*tokens[1:], tokens[0]], strict=True)),
+            accept=cycle["accept"],
+            max_positions=models.target.config.max_positions,
+        )
+
+    def num_wrong(self, completions: Iterable[Completion]) -> int:
+        """Tokens that differ from the known text, missing and surplus ones included."""
+        wrong = 0
+        for completion in completions:
+            prompt, token_ids = completion.request.prompt_token_ids, completion.token_ids
+            length = min(completion.request.sampling.max_tokens, self.max_positions - len(prompt))
+            text = [self.follower[prompt[-1]]]
+            while len(text) < length:
+                text.append(self.follower[text[-1]])
+            wrong += sum(ours != known for ours, known in zip_longest(token_ids, text))
+        return wrong
+
+
+_PLAIN = SamplingParams()
+
+
+def recorded_turns(
+    prompts: Iterable[Prompt | Rejected],
+    tokenizer: Tokenizer,
+    longest: int,
+    sampling: SamplingParams = _PLAIN,
+) -> tuple[list[Request], list[str]]:
+    """A request for every turn that has an answer in the data, whose number of tokens it generates whatever they are.
+
+    The turns before it are the data's, its answers too. Of a row that sets ``max_tokens`` itself that is the length.
+    And why other rows have no request. ``sampling`` holds the other parameters.
+    """
+    requests: list[Request] = []
+    failures: list[str] = []
+    for prompt in prompts:
+        if isinstance(prompt, Rejected):
+            failures.append(failure(prompt.id, prompt.reason))
+            continue
+        try:
+            turns = list(_turns(prompt, tokenizer))
+        except UserError as error:
+            failures.append(failure(prompt.id, str(error)))
+            continue
+        requests += [
+            Request(
+                id=request_id,
+                prompt_token_ids=tuple(token_ids),
+                sampling=replace(sampling, max_tokens=min(length, longest), ignore_eos=True, stop=()),
+                category=prompt.category,
+                turn=turn,
+            )
+            for turn, (request_id, token_ids, length) in enumerate(turns, start=1)
+        ]
+    return requests, failures
+
+
+def _turns(prompt: Prompt, tokenizer: Tokenizer) -> Iterator[tuple[str, list[int], int]]:
+    """Id, prompt and length of the answer in tokens of every turn of a row."""
+    history: tuple[Message, ...] = prompt.messages
+    if "max_tokens" in prompt.sampling:
+        yield prompt.id, prompt_ids(prompt, tokenizer, ())[1], int(prompt.sampling["max_tokens"])
+        return
+    require(
+        bool(prompt.recorded),
+        "it has no answer whose length to take, nor max_tokens of its own; --output-lens fixed needs neither",
+    )
+    tokenizer.require_chat_template()
+    for at, message in enumerate(prompt.recorded):
+        if message.role == "assistant":
+            token_ids = tokenizer.encode_rendered(tokenizer.render_chat(history))
+            name = turn_id(prompt.id, at // 2 + 1)
+            yield name, token_ids, max(1, len(tokenizer.encode_rendered(message.content)))
+        history += (message,)

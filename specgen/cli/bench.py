@@ -235,8 +235,8 @@ def throughput(
     changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     workload = replace(chosen.workload, how=how, **changes)
     engine = replace(engine, max_batch_size=workload.max_batch_size, prefix_cache=False)
-    from specgen.bench.throughput import ThroughputJob, forecast_of  # imports torch
-    from specgen.bench.throughput import throughput as measure
+    from specgen.experiments.throughput import ThroughputJob, forecast_of  # imports torch
+    from specgen.experiments.throughput import throughput as measure
 
     job = ThroughputJob(matrix=chosen, workload=workload, engine=engine, data_path=data_path, repeats=repeats)
     if dry_run:

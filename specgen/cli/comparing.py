@@ -19,8 +19,8 @@ from specgen.config import EngineConfig, ExportName, SamplingParams, option, req
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from specgen.comparing.head_figures import Comparison
-    from specgen.comparing.heads_job import DataSource, HeadsJob
+    from specgen.experiments.head_figures import Comparison
+    from specgen.experiments.heads_job import DataSource, HeadsJob
 
 _ENGINE = Only(
     "generation_config "
@@ -82,7 +82,7 @@ def compare(
         _require_only_read(ctx)
         found = read_comparison(directories)
     else:
-        from specgen.comparing.heads_job import HeadsJob  # imports torch
+        from specgen.experiments.heads_job import HeadsJob  # imports torch
 
         drafters = _drafters(engine, drafter or [])
         given = given_fields(ctx, SamplingParams)
@@ -120,7 +120,7 @@ def _drafters(engine: EngineConfig, given: "Sequence[str]") -> tuple[str, ...]:
 
 def _sources(text: str) -> "tuple[DataSource, ...]":
     """The data sets of ``a,b=PATH``; an existing file may have = in its name."""
-    from specgen.comparing.heads_job import DataSource
+    from specgen.experiments.heads_job import DataSource
 
     found = []
     for part in text.split(","):
@@ -137,11 +137,11 @@ def _sources(text: str) -> "tuple[DataSource, ...]":
 
 def _run(job: "HeadsJob", output: Path | None, config: str, quiet: bool) -> "Comparison":
     """Run or resume ``job``; if it ends early, say so and exit."""
-    from specgen.comparing.finished_runs import PLAN
-    from specgen.comparing.head_figures import compare_runs
-    from specgen.comparing.heads_job import HeadsRun
-    from specgen.comparing.heads_page import write_comparison
     from specgen.core.endings import DeviceLost
+    from specgen.experiments.finished_runs import PLAN
+    from specgen.experiments.head_figures import compare_runs
+    from specgen.experiments.heads_job import HeadsRun
+    from specgen.experiments.heads_page import write_comparison
     from specgen.rundir.atomic import write_text
     from specgen.rundir.interrupt import StoppedError, interruptible
     from specgen.rundir.results import directory
@@ -166,9 +166,9 @@ def _run(job: "HeadsJob", output: Path | None, config: str, quiet: bool) -> "Com
 
 def read_comparison(directories: "Sequence[Path]") -> "Comparison":
     """The comparison of finished runs, and the speeds of a comparison's directory."""
-    from specgen.comparing.finished_runs import read_runs, read_speeds, run_directories
-    from specgen.comparing.head_figures import compare_runs
-    from specgen.comparing.speed_rounds import Speeds
+    from specgen.experiments.finished_runs import read_runs, read_speeds, run_directories
+    from specgen.experiments.head_figures import compare_runs
+    from specgen.experiments.speed_rounds import Speeds
 
     runs = [run for directory in directories for run in run_directories(directory)]
     speeds = read_speeds(directories[0]) if len(directories) == 1 else Speeds()
@@ -177,8 +177,8 @@ def read_comparison(directories: "Sequence[Path]") -> "Comparison":
 
 def print_comparison(found: "Comparison", export: ExportName | None, as_json: bool) -> None:
     """Print it as tables and sentences, in the format ``export``, or as one JSON document."""
-    from specgen.comparing.heads_tables import of_heads
-    from specgen.comparing.paper_table import exported
+    from specgen.experiments.heads_tables import of_heads
+    from specgen.experiments.paper_table import exported
 
     if as_json:
         print(json.dumps(found.to_json()))

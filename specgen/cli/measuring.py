@@ -17,7 +17,7 @@ from specgen.rundir.interrupt import breakable
 
 if TYPE_CHECKING:
     from specgen.bench.output import BenchTable
-    from specgen.bench.turns import Turn, Watch
+    from specgen.experiments.turns import Turn, Watch
     from specgen.report.terminal import Part
 
 
@@ -70,7 +70,7 @@ def stoppable(name: str, output: Path | None) -> Iterator[None]:
 
 
 def _kept(name: str, output: Path | None) -> str:
-    from specgen.bench.rounds import num_kept
+    from specgen.experiments.rounds import num_kept
 
     if output is None:
         return "nothing is kept without --output"

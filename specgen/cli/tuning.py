@@ -168,8 +168,8 @@ def tune(
     )
     most = max(1, *(length.most for length in arms.draft_lengths))
     engine = replace(engine, num_spec_tokens=most, max_batch_size=largest, prefix_cache=False)
-    from specgen.bench.tune import NAME, TuneJob, forecast_of  # imports torch
-    from specgen.bench.tune import tune as measure
+    from specgen.experiments.tune import NAME, TuneJob, forecast_of  # imports torch
+    from specgen.experiments.tune import tune as measure
 
     job = TuneJob(**vars(arms), workload=workload, engine=engine, data_path=data_path)
     if dry_run:

@@ -12,23 +12,20 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from specgen.bench.bound import StepBytes
-from specgen.bench.device_speed import copy_bandwidth, matrix_flops
+from specgen.bench.bound import StepBytes, copy_bandwidth, matrix_flops
 from specgen.bench.environment import conditions, free_memory
-from specgen.bench.forecast import forecast
-from specgen.bench.known_text import KnownText
 from specgen.bench.matrices import Matrix, Workload
 from specgen.bench.output import BenchTable
-from specgen.bench.plans import Plan, Prepared, prepare, side_by_side
-from specgen.bench.repeat import Yardstick
-from specgen.bench.rounds import Rounds, kept_rounds, record_of, seen_rounds
-from specgen.bench.throughput_table import Result, table
-from specgen.bench.turns import Turns, Watch, nobody
-from specgen.bench.wall_table import TERMS
+from specgen.bench.workload import KnownText
 from specgen.config import EngineConfig, require
 from specgen.engine.choices import attention_note
 from specgen.engine.memory import room_for_turns
 from specgen.engine.number_formats import target_kv_dtype
+from specgen.experiments.plans import Plan, Prepared, forecast, prepare, side_by_side
+from specgen.experiments.repeat import Yardstick
+from specgen.experiments.rounds import Rounds, kept_rounds, record_of, seen_rounds
+from specgen.experiments.throughput_table import TERMS, Result, table
+from specgen.experiments.turns import Turns, Watch, nobody
 from specgen.report.table import Row
 from specgen.report.terminal import Part
 

@@ -8,16 +8,15 @@ from pathlib import Path
 
 from specgen.checkpoints.checkpoint import check_fit
 from specgen.checkpoints.fingerprint import fingerprint
-from specgen.comparing.finished_runs import PLAN, HeadRuns, read_runs
-from specgen.comparing.interleaved import Turns, all_turns
-from specgen.comparing.short_names import NO_HEADS, as_directory, short_names
-from specgen.comparing.speed_rounds import FILE, LEAST_ROUNDS, PLAIN, RoundFile, Speeds
 from specgen.config import EngineConfig, SamplingParams, UserError, ngram_length, require
 from specgen.core.sequence import Request
 from specgen.device import choose_device
 from specgen.engine.choices import resolve
 from specgen.engine.generation_config import generation_config
 from specgen.engine.loading import OneTarget, load_chat_tokenizer, open_checkpoints
+from specgen.experiments.finished_runs import NO_HEADS, PLAN, HeadRuns, as_directory, read_runs, short_names
+from specgen.experiments.interleaved import Turns, all_turns
+from specgen.experiments.speed_rounds import FILE, LEAST_ROUNDS, PLAIN, RoundFile, Speeds
 from specgen.jobs.job import Job
 from specgen.jobs.run import run
 from specgen.json_fields import OF_THE_MOMENT, load_json

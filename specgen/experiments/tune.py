@@ -12,22 +12,20 @@ from pathlib import Path
 from typing import Any
 
 from specgen import display
-from specgen.bench.advice import command, dropped
 from specgen.bench.environment import conditions
-from specgen.bench.forecast import forecast
 from specgen.bench.matrices import Workload
 from specgen.bench.output import BenchTable
-from specgen.bench.plans import Plan, Prepared, fitted, prepare
-from specgen.bench.race import Race
-from specgen.bench.repeat import Yardstick
-from specgen.bench.rounds import Rounds, kept_rounds, record_of, seen_rounds
-from specgen.bench.throughput import yardstick_of
-from specgen.bench.tune_table import tune_table
-from specgen.bench.turns import Turn, Turns, Watch, nobody
 from specgen.config import DrafterBatchName, DraftLength, EngineConfig, require
 from specgen.engine.arms import Arm
 from specgen.engine.choices import attention_note
 from specgen.engine.memory import room_for_turns
+from specgen.experiments.plans import Plan, Prepared, fitted, forecast, prepare
+from specgen.experiments.race import Race
+from specgen.experiments.repeat import Yardstick
+from specgen.experiments.rounds import Rounds, kept_rounds, record_of, seen_rounds
+from specgen.experiments.throughput import yardstick_of
+from specgen.experiments.tune_table import command, dropped, tune_table
+from specgen.experiments.turns import Turn, Turns, Watch, nobody
 from specgen.report.table import Row
 from specgen.report.terminal import Part
 

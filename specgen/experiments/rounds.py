@@ -6,9 +6,8 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
-from specgen.bench.repeat import Repeat
-from specgen.bench.repeats import Repeats
 from specgen.config import require
+from specgen.experiments.repeat import Repeat, Repeats
 from specgen.rundir.atomic import writable
 from specgen.rundir.locking import locked
 from specgen.rundir.provenance import FREE_IN_A_RUN

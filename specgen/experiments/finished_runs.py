@@ -1,14 +1,14 @@
 """Finished runs of heads, read from their directories; runs that cannot be compared are refused."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from itertools import count
+from pathlib import Path, PurePath
 from typing import Any
 
-from specgen.comparing.short_names import NO_HEADS, short_names
-from specgen.comparing.speed_rounds import FILE, RoundFile, Speeds
 from specgen.config import require
 from specgen.display import from_here
+from specgen.experiments.speed_rounds import FILE, RoundFile, Speeds
 from specgen.json_fields import load_json
 from specgen.report.other_directories import COMPARISON
 from specgen.report.unfinished import load_so_far, unfinished
@@ -185,3 +185,43 @@ def _refuse(directories: Sequence[Path], unlike: Mapping[str, Sequence[Any]]) ->
     require(
         not differing, f"the runs cannot be compared, as they differ in {', '.join(differing)}: {_REMEDY}"
     )
+
+
+_FILES = (".json", ".jsonl", ".csv", ".txt", ".parquet")  # a head's name may have another dot
+
+
+# what tables of heads call other things
+NO_HEADS = {
+    *("plain decoding", "data", "requests", "category", "request", "steps", "difference", "p", "ends"),
+    *("head", "heads", "arm", "identical", "range"),
+}
+
+
+def short_names(paths: Iterable[str], taken: Container[str] = ()) -> dict[str, str]:
+    """The name of each path: its last part, with as many before it as it takes to differ from earlier names.
+
+    They differ as directories too, and none is in ``taken``.
+    """
+    names: dict[str, str] = {}
+    directories: set[str] = set()
+    for path in dict.fromkeys(paths):
+        free = (name for name in _names(path) if name not in taken and as_directory(name) not in directories)
+        names[path] = next(free)
+        directories.add(as_directory(names[path]))
+    return names
+
+
+def _names(path: str) -> Iterator[str]:
+    bare = path.removesuffix(".gz")
+    parts = (PurePath(bare).with_suffix("") if bare.endswith(_FILES) else PurePath(bare)).parts
+    for length in range(1, len(parts) + 1):
+        yield "/".join(parts[-length:])
+    yield path
+    for number in count(2):
+        yield f"{path} ({number})"
+
+
+def as_directory(name: str) -> str:
+    """``name`` as the name of one directory."""
+    flat = name.replace("/", "--").replace(":", "-")
+    return f"_{flat.lstrip('.')}" if flat.startswith(".") else flat

@@ -12,12 +12,12 @@ from functools import partial
 from typing import TypeVar
 
 from specgen.bench.environment import free_memory
-from specgen.bench.plans import Plan
-from specgen.bench.repeat import Repeat, Yardstick
-from specgen.bench.rounds import Rounds
 from specgen.core.endings import DeviceLost
 from specgen.engine.loading import Models
 from specgen.engine.warm_engine import WarmEngine
+from specgen.experiments.plans import Plan
+from specgen.experiments.repeat import Repeat, Yardstick
+from specgen.experiments.rounds import Rounds
 
 _Done = TypeVar("_Done")
 # Of the arms that can take part, those that are to in the next round; none: it is over

@@ -1,16 +1,19 @@
 """What is known of a bench before a weight is read: its requests, the arms that can run, and their memory."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
 
+from specgen import display
 from specgen.bench.matrices import Workload
 from specgen.bench.workload import Prompts, kv_bytes, make_prompts
 from specgen.checkpoints.fingerprint import fingerprint
+from specgen.checkpoints.inspect_checkpoint import Weights
 from specgen.config import EngineConfig, SamplingParams, UserError, require
 from specgen.core.sequence import Request
 from specgen.decoding.sampling import most_demanding
@@ -20,7 +23,10 @@ from specgen.engine.generation_config import FILE, GenerationConfig, generation_
 from specgen.engine.loading import Models, load_models, open_checkpoints, outline
 from specgen.engine.needed_modules import needed_modules
 from specgen.engine.number_formats import Checkpoints
+from specgen.experiments.repeat import Yardstick
 from specgen.ops.jit_modules import compile_missing
+from specgen.report.table import Column, Table
+from specgen.report.terminal import Part
 from specgen.rundir.provenance import manifest, with_recorded_date
 
 _OVERHEAD = {"cpu": 0, "cuda": 1 << 30}  # bytes of an engine beside its KV cache: workspaces and graphs
@@ -159,3 +165,93 @@ def side_by_side(plans: Iterable[Plan], room: int) -> list[list[Plan]]:
 def fitted(plan: Plan) -> Plan:
     """``plan`` with the KV cache that its requests need."""
     return replace(plan, config=replace(plan.config, kv_memory=plan.kv_bytes))
+
+
+_GB = 1e9
+_COLUMNS = (
+    Column(name="arm"),
+    Column(name="prompts"),
+    Column(name="new_tokens"),
+    Column(name="engine", unit="GB"),
+    Column(name="repeat", unit="s"),
+    Column(name="repeats", title="to go"),
+)
+
+
+def forecast(
+    ready: Prepared, yardstick: Yardstick, left: Mapping[str, tuple[int, int]], budget: float | None = None
+) -> Iterator[Part]:
+    """The arms, then a few sentences; ``left`` is how many repeats, at least and at most, each has to do that goes on.
+
+    ``budget`` is in seconds.
+    """
+    seconds = {plan.arm.name: plain_seconds(plan, yardstick) for plan in ready.plans}
+    rows = tuple(
+        {
+            "arm": plan.arm.name,
+            "prompts": len(plan.requests),
+            "new_tokens": sum(request.sampling.max_tokens for request in plan.requests),
+            "engine": plan.num_bytes / _GB,
+            "repeat": seconds[plan.arm.name],
+            "repeats": _span(*map(str, left.get(plan.arm.name, (0, 0)))),
+        }
+        for plan in ready.plans
+    )
+    yield Table(title="The arms", columns=_COLUMNS, rows=rows)
+    yield "\n".join(
+        [*_time(seconds, left, budget, yardstick), _memory(ready), *ready.notes, "Nothing was run."]
+    )
+
+
+def _time(
+    seconds: Mapping[str, float],
+    left: Mapping[str, tuple[int, int]],
+    budget: float | None,
+    yardstick: Yardstick,
+) -> Iterator[str]:
+    """How long it takes at least."""
+    if not left:
+        yield "No repeat is left: the rounds that are kept are enough, and the command prints its table."
+        return
+    ends = [sum(seconds[arm] * (1 + number[end]) for arm, number in left.items()) for end in (0, 1)]
+    some = f"{len(left)} arms" if len(left) == len(seconds) else f"{len(left)} of {len(seconds)} arms go on"
+    yield (
+        f"{some}, with a warm-up each: about {_span(*map(display.duration, ends))}, if every step took the time of a "
+        f"plain one at its bound (weights and KV cache at {yardstick.bytes_per_second / 1e12:.3g} TB/s). Arms that are "
+        "slower take longer, as do prompts, loading, compilation and CUDA graphs, which come on top."
+    )
+    if budget is not None:
+        yield (
+            f"By the budget nothing begins that would not end within {display.duration(budget)}, prompts and weights "
+            "counted; the batch sizes share it."
+        )
+
+
+def _span(low: str, high: str) -> str:
+    return low if low == high else f"{low} to {high}"
+
+
+def plain_seconds(plan: Plan, yardstick: Yardstick) -> float:
+    """The bound of plain decoding of a plan's requests: each step at the mean context, the batch always full."""
+    batch = min(plan.config.max_batch_size, len(plan.requests))
+    lengths = [request.sampling.max_tokens for request in plan.requests]
+    context = fmean(
+        len(request.prompt_token_ids) + request.sampling.max_tokens / 2 for request in plan.requests
+    )
+    return sum(lengths) / batch * yardstick.sizes.step(0, batch, context) / yardstick.bytes_per_second
+
+
+def _memory(ready: Prepared) -> str:
+    """Weights as stored, the largest engine, and what the device has."""
+    models = ready.models
+    configs = {
+        "model": models.target.config,
+        **({} if models.head is None else {"drafter": models.head.config}),
+    }
+    weights = sum(Weights.of(ready.checkpoints[role], config).num_bytes for role, config in configs.items())
+    largest = max(plan.num_bytes for plan in ready.plans)
+    found = f"Weights take {weights / _GB:.2f} GB as stored, the largest engine beside them {largest / _GB:.2f} GB"
+    if ready.base.device == "cpu":
+        return f"{found}."
+    free, total = torch.cuda.mem_get_info(ready.base.device)
+    return f"{found}; {free / _GB:.1f} of {total / _GB:.1f} GB of the GPU are free."

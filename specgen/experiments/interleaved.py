@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from specgen.comparing.speed_rounds import Round
 from specgen.config import EngineConfig, SamplingParams
 from specgen.core.sequence import Completion, Request
 from specgen.engine.choices import resolve
@@ -11,6 +10,7 @@ from specgen.engine.loading import OneTarget, open_checkpoints
 from specgen.engine.memory import room_for_turns
 from specgen.engine.warm_engine import WarmEngine
 from specgen.events import Event
+from specgen.experiments.speed_rounds import Round
 from specgen.prompts import Prompt, Rejected, prompt_ids
 from specgen.rundir.interrupt import StoppedError
 from specgen.rundir.progress import Progress

@@ -1,1 +1,0 @@
-"""``specgen compare``: heads against heads on the same prompts. May import every package but ``cli``."""

@@ -1,0 +1,329 @@
+"""``comparison.json`` and ``compare.html`` of a comparison."""
+
+import json
+import re
+from collections import deque
+from collections.abc import Container, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from specgen.config import UserError
+from specgen.display import DASH, checkpoint_name, clip, count, plain, several
+from specgen.events import read
+from specgen.experiments.finished_runs import PLAN, HeadRun, HeadRuns
+from specgen.experiments.head_figures import Comparison, HeadPair, Length
+from specgen.experiments.heads_tables import (
+    categories_table,
+    lengths_table,
+    notes,
+    pairs_table,
+    positions_table,
+    settings,
+    speeds_table,
+    terms,
+    verdicts,
+)
+from specgen.json_fields import load_json
+from specgen.report.charts import Lines, Point, Scatter, Spot, lengths
+from specgen.report.origin import origin
+from specgen.report.page import Page
+from specgen.report.paired_requests import Pair, with_steps
+from specgen.report.run_texts import keys_of, texts_of
+from specgen.report.table import Column, Row, Table
+from specgen.report.tables import curve, curves
+from specgen.report.text_list import Entry, ShownText, TextList, within
+from specgen.report.token_sources import Trace, traced
+from specgen.rundir.atomic import write_json, write_text
+from specgen.text.tokenizer import Tokenizer, load_tokenizer
+
+_CATEGORIES = 4  # of one chart
+_NAMED = 2  # heads and data sets that a title names
+
+
+def write_comparison(found: Comparison, path: Path) -> None:
+    """Write the page and the figures of ``found`` into the comparison's directory ``path``."""
+    record = load_json(path / PLAN, "compare again")
+    texts = moved_texts(found, _tokenizer(found.runs.runs[0].manifest["engine"]["model"]))
+    write_text(path / "compare.html", page(found, record, texts))
+    write_json(path / "comparison.json", found.to_json())
+
+
+def _tokenizer(model: str) -> Tokenizer | None:
+    """None where it cannot be read: a comparison that has finished may have lost its model."""
+    try:
+        return load_tokenizer(model)
+    except UserError:
+        return None
+
+
+def page(found: Comparison, record: dict[str, Any], texts: TextList | None = None) -> str:
+    """The comparison as HTML, ``texts`` last; ``record`` says when, where and by which command it was made."""
+    return Page(
+        title=_title(found),
+        settings=settings(found),
+        sentence="\n".join(verdicts(found)),
+        tables=list(_tables(found)),
+        notes=dict(terms(found)),
+        findings=list(notes(found)),
+        origin=origin(record),
+        texts=texts,
+    ).to_html()
+
+
+def _title(found: Comparison) -> str:
+    """``org/target: head and other on bundled and gsm8k``; of many their number."""
+    heads, data = found.runs.heads, found.runs.data
+    compared = " and ".join(heads) if len(heads) <= _NAMED else several(len(heads), "drafter")
+    sets = " and ".join(data) if len(data) <= _NAMED else several(len(data), "data set")
+    return f"{checkpoint_name(found.runs.runs[0].manifest['engine']['model'])}: {compared} on {sets}"
+
+
+def _tables(found: Comparison) -> Iterator[Table]:
+    yield replace(lengths_table(found), lines=_lengths_chart(found))
+    first = found.runs.heads[0]
+    for data in found.runs.data:
+        yield _of_data(positions_table(found), data, _curves(found, data))
+        if found.pairs:
+            yield _of_data(pairs_table(found), data)
+        yield from _categories(found, data)
+        yield _of_data(speeds_table(found), data)
+        for pair in found.pairs:
+            if (pair.data, pair.first) == (data, first):
+                yield moved_table(pair, found.runs)
+    yield _runs_table(found)
+
+
+def _of_data(table: Table, data: str, lines: Lines | None = None) -> Table:
+    """The rows of one data set, with a chart of their own."""
+    rows = tuple(row for row in table.rows if row["data"] == data)
+    return replace(
+        table,
+        title=f"{data}: {table.title[0].lower()}{table.title[1:]}",
+        columns=table.columns[1:],
+        rows=rows,
+        lines=lines if rows else None,
+    )
+
+
+def _runs(found: Comparison, data: str) -> Iterator[HeadRun]:
+    return (run for run in found.runs.runs if run.data == data)
+
+
+def _ticks(found: Comparison) -> Any:  # noqa: ANN401
+    return lengths(max(run.report["num_spec_tokens"] for run in found.runs.runs))
+
+
+def _lengths_chart(found: Comparison) -> Lines:
+    """A column for each data set, and in it a point for each head."""
+    points: dict[str, list[Point]] = {head: [] for head in found.runs.heads}
+    for run in chain.from_iterable(_runs(found, data) for data in found.runs.data):
+        points[run.head].append(_point(run.data, found.length(run.data, run.head)))
+    return Lines(
+        title="Mean acceptance length by data set",
+        label="data set",
+        ticks=_ticks(found),
+        show=plain,
+        lines=points,
+        joined=False,
+    )
+
+
+def _point(name: str, length: Length | None) -> Point:
+    return Point(
+        name=name, number=length.value if length else None, interval=length.interval if length else None
+    )
+
+
+def _curves(found: Comparison, data: str) -> Lines:
+    """Joint acceptance over draft position, a line for each head."""
+    by_head = {run.head: curve(run.report["acceptance"], "rate", "ci95") for run in _runs(found, data)}
+    lines = {head: by_head.get(head, []) for head in found.runs.heads}  # one style for one head everywhere
+    return curves(f"Acceptance by draft position on {data}", lines)
+
+
+def _categories(found: Comparison, data: str) -> Iterator[Table]:
+    """The categories of ``data``, a few in each table, so that their names fit below the chart."""
+    whole = _of_data(categories_table(found), data)
+    num = -(-len(whole.rows) // _CATEGORIES)
+    for at in range(num):
+        rows = whole.rows[at * len(whole.rows) // num : (at + 1) * len(whole.rows) // num]
+        title = whole.title + (f" ({at + 1} of {num})" if num > 1 else "")
+        chart = _categories_chart(found, data, [row["category"] for row in rows])
+        yield replace(whole, title=title, rows=rows, lines=chart)
+
+
+def _categories_chart(found: Comparison, data: str, names: Sequence[str]) -> Lines:
+    points: dict[str, list[Point]] = {head: [] for head in found.runs.heads}
+    for run in _runs(found, data):
+        for name in names:
+            if name in run.report["categories"]:
+                points[run.head].append(_point(name, found.length(data, run.head, name)))
+    return Lines(
+        title=f"Mean acceptance length by category of {data}",
+        label="category",
+        ticks=_ticks(found),
+        show=plain,
+        lines=points,
+        joined=False,
+    )
+
+
+def _runs_table(found: Comparison) -> Table:
+    """Where each run is, with its own report."""
+    rows = tuple(
+        {"data": run.data, "head": run.head, "drafter": run.drafter, "directory": str(run.directory)}
+        for run in found.runs.runs
+    )
+    return Table(
+        title="Runs",
+        note="each directory holds report.html, completions.jsonl and events.jsonl of one run",
+        columns=(
+            Column(name="data"),
+            *(Column(name=name, wraps=True) for name in ("head", "drafter", "directory")),
+        ),
+        rows=rows,
+    )
+
+
+_SHOWN = 5  # on either side
+_POINTS = 1000  # of a chart
+_PROMPT = 80  # characters
+_SPECIAL = re.compile(r"<[|/\w]+>")  # tokens of chat templates
+
+
+def moved_table(pair: HeadPair, runs: HeadRuns) -> Table:
+    """A point for each request, and a row for each that ``moved`` most."""
+    most = moved(pair)
+    run = runs.of(pair.data, pair.ours)
+    assert run is not None
+    prompts = {
+        name: last_words(row["prompt"])
+        for name, row in rows_of(run.directory, {ours.name for ours, _ in most}).items()
+    }
+    columns = [Column(name="request"), Column(name="category"), Column(name="steps")]
+    columns += [Column(name=name, title=name, show=plain) for name in (pair.first, pair.ours, "difference")]
+    return Table(
+        title=f"{pair.data}: {pair.ours} against {pair.first}",
+        note="the mean acceptance length of each request; in the table those that moved most, with the end of their "
+        f"prompt and the steps of {pair.ours}; above the line {pair.ours} is ahead",
+        lines=_points(pair, run.report["num_spec_tokens"]) if most else None,
+        columns=tuple(columns),
+        rows=tuple(_row(each, pair, prompts) for each in most),
+    )
+
+
+def moved(pair: HeadPair) -> list[Pair]:
+    """The requests with the largest differences of their own mean acceptance length, gains first."""
+    ordered = sorted(with_steps(pair.requests), key=gain, reverse=True)
+    gains = [each for each in ordered if gain(each) > 0][:_SHOWN]
+    losses = [each for each in ordered if gain(each) < 0][-_SHOWN:]
+    return [*gains, *losses]
+
+
+def _points(pair: HeadPair, num_spec_tokens: int) -> Scatter:
+    """A point for each request, or for every n-th where they are many."""
+    drafted, ticks = with_steps(pair.requests), lengths(num_spec_tokens)
+    every = -(-len(drafted) // _POINTS)
+    spots = [Spot(name=ours.name, x=first.length, y=ours.length) for ours, first in drafted[::every]]
+    return Scatter(
+        title=f"{'One in ' + count(every) + ' requests' if every > 1 else 'Requests'} of {pair.data}",
+        ticks=ticks,
+        show=plain,
+        across=ticks,
+        label=pair.first,
+        side=pair.ours,
+        groups={pair.ours: spots},
+        guide=[(ticks[0], ticks[0]), (ticks[-1], ticks[-1])],
+    )
+
+
+def gain(pair: Pair) -> float:
+    """How much longer the first of ``pair`` is."""
+    ours, first = pair
+    return ours.length - first.length
+
+
+def _row(each: Pair, pair: HeadPair, prompts: dict[str, str]) -> Row:
+    ours, first = each
+    return {
+        "request": f"{ours.name}: {prompts.get(ours.name, '')}",
+        "category": ours.category or DASH,
+        "steps": ours.num_steps,
+        pair.first: first.length,
+        pair.ours: ours.length,
+        "difference": gain(each),
+    }
+
+
+def rows_of(directory: Path, names: Container[str]) -> dict[str, dict[str, Any]]:
+    """The rows of the run in ``directory`` with the ids ``names``."""
+    with (directory / "completions.jsonl").open("rb") as lines:
+        return {row["id"]: row for row in map(json.loads, lines) if row["id"] in names}
+
+
+def last_words(prompt: object) -> str:
+    """The end of a prompt as the model saw it, without the tokens of chat templates."""
+    words = " ".join(_SPECIAL.sub(" ", str(prompt)).split())
+    return clip(words[::-1], _PROMPT)[::-1]
+
+
+_PAGE_BYTES = 2_000_000
+
+
+def moved_texts(found: Comparison, tokenizer: Tokenizer | None) -> TextList | None:
+    """For every head against the first the texts of the requests that moved most, the largest differences first.
+
+    Without ``tokenizer`` texts have one colour. None where no request has moved.
+    """
+    pairs = [pair for pair in found.pairs if pair.first == found.runs.heads[0]]
+    shown = [(pair, each) for pair in pairs for each in moved(pair)]
+    if not shown:
+        return None
+    shown.sort(key=lambda each: -abs(gain(each[1])))
+    runs = {(run.data, run.head): run for run in found.runs.runs}
+    names: dict[tuple[str, str], set[str]] = {}
+    for pair, (ours, _) in shown:
+        for head in (pair.first, pair.ours):
+            names.setdefault((pair.data, head), set()).add(ours.name)
+    texts = {key: _Texts(runs[key], wanted, tokenizer) for key, wanted in names.items()}
+    entries = within((_entry(pair, each, texts) for pair, each in shown), _PAGE_BYTES)
+    return TextList(
+        title="The requests that moved most",
+        note="both heads' tokens by how they came, the largest differences of their acceptance lengths first",
+        entries=entries,
+        keys=keys_of(entries),
+    )
+
+
+class _Texts:
+    """The rows and steps of some requests of a run."""
+
+    def __init__(self, run: HeadRun, names: set[str], tokenizer: Tokenizer | None) -> None:
+        self.rows = rows_of(run.directory, names)
+        self._tokenizer = tokenizer
+        self._traces: dict[str, Trace] = {}
+        deque(traced(read(run.directory / "events.jsonl"), self._keep), maxlen=0)
+
+    def _keep(self, trace: Trace) -> None:
+        if trace.name in self.rows:
+            self._traces[trace.name] = trace
+
+    def of(self, name: str, head: str) -> Iterator[ShownText]:
+        """What ``head`` gave for the request ``name``."""
+        for text in texts_of(self.rows[name], self._traces[name].sources(), self._tokenizer):
+            yield ShownText(name=", ".join(filter(None, (head, text.name))), spans=text.spans)
+
+
+def _entry(pair: HeadPair, each: Pair, texts: Mapping[tuple[str, str], _Texts]) -> Entry:
+    ours, first = each
+    sides = {pair.first: first, pair.ours: ours}
+    category = {} if ours.category is None else {"category": ours.category}
+    return Entry(
+        title=f"{pair.data} {ours.name}",
+        labels={"heads": f"{pair.ours} against {pair.first}", "data": pair.data, **category},
+        note=", ".join(f"{head} {plain(side.length)}" for head, side in sides.items()),
+        question=last_words(texts[pair.data, pair.ours].rows[ours.name]["prompt"]),
+        texts=[shown for head in sides for shown in texts[pair.data, head].of(ours.name, head)],
+    )
