@@ -71,8 +71,8 @@ def test_the_report_in_the_readme(runs: tuple[Path, str]) -> None:
     assert line in runs[1]
 
 
-def test_two_runs_side_by_side_in_the_readme(runs: tuple[Path, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    lines = documented(README, "drafter KV fill 2,640 2,195 0.83x")
+def test_two_runs_side_by_side(runs: tuple[Path, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = documented(EVALUATION, "drafter KV fill 2,640 2,195 0.83x")
     assert len(lines) > 6
     monkeypatch.chdir(runs[0].parent)
     require_printed(lines, specgen("report", "runs/padded", "runs/non-padded"))

@@ -94,7 +94,7 @@ def test_blocks_are_found_with_their_reason() -> None:
         (5, "1 + 1\n", "needs a GPU"),
         (9, "2\n", None),
     ]
-    assert {block.page for block in PYTHON} >= {"README.md", "docs/engine.md"}
+    assert "docs/engine.md" in {block.page for block in PYTHON}
     lines = (
         "a | .venv/bin/specgen generate --seed 1 \\\n  --raw > out  # specgen report\nls\n$ specgen report A"
     )
