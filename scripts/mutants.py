@@ -153,7 +153,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "attention/pass_lens": ("test_attention_plans.py", "test_attention_windows.py"),
     "core/spec_length": ("test_spec_length.py", "test_step_costs.py"),
     "report/acceptance": _REPORTS,
-    "report/intervals": ("test_intervals.py", "test_report.py"),
+    "report/intervals": ("test_intervals.py", "test_paired.py", "test_report.py"),
     "report/report": (*_REPORTS, "test_tables.py", "test_shards.py"),
     "report/timings": ("test_timings.py", *_REPORTS),
     "events": _REPORTS,
@@ -192,7 +192,6 @@ TESTS: dict[str, tuple[str, ...]] = {
     "ops/ranked": ("test_rank_shares.py",),
     "ops/router": (*_MIXTURES, *_LATENTS),
     "checkpoints/tensor_reader": ("test_checkpoint.py", *_MIXTURES, *_FP8, "test_fp8_kv.py", _HEADS),
-    "evaluation/paired": ("test_paired.py",),
     "engine/conversations": ("test_engine.py", "test_lost.py", *_RUNS),
 }
 _SLACK = 20.0  # time limit of a trial in seconds, plus

@@ -16,8 +16,8 @@ from specgen.config import UserError
 from specgen.core import scheduler, step
 from specgen.decoding.verify import accept_greedy
 from specgen.evaluation.audit import distinct
-from specgen.evaluation.audit_table import _places, of_audit, verdict
 from specgen.evaluation.divergence import Divergence, first_difference, gap, prefill_logits, rounding
+from specgen.evaluation.evaluation_tables import _places, of_audit, verdict
 from specgen.report.terminal import render as in_terminal
 from tests.engines import Pair, config_of
 from tests.reference_drafts import ReferenceDrafter

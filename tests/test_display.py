@@ -3,7 +3,7 @@
 import pytest
 
 from specgen import display
-from specgen.evaluation.comparison_tables import _ACCURACY
+from specgen.evaluation.evaluation_tables import _ACCURACY
 
 
 @pytest.mark.parametrize(

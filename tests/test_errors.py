@@ -19,7 +19,7 @@ from specgen.core.endings import DeviceLost
 from specgen.core.engine_core import EngineCore
 from specgen.engine.conversations import Conversations
 from specgen.engine.engine import Engine
-from specgen.evaluation import audit_table
+from specgen.evaluation import evaluation_tables
 from specgen.json_fields import load_json
 from specgen.prompts import Prompt
 from specgen.prompts.load import PromptSet
@@ -224,7 +224,7 @@ def test_an_audit_that_cannot_be_written_is_one_line(path: Path, monkeypatch: py
             return {"num_unexplained": 0, "failures": []}
 
     monkeypatch.setattr("specgen.evaluation.audit.audit", lambda job, progress: Found())
-    monkeypatch.setattr(audit_table, "of_audit", lambda found: [])
+    monkeypatch.setattr(evaluation_tables, "of_audit", lambda found: [])
     (path / "file").touch()
     ended = run_cli(["verify", "--output", "file/audit.json"], path, seconds=30, more_mib=4096)
     assert ended.code == 2, ended

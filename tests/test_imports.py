@@ -74,7 +74,7 @@ LIGHT = (
     "text.tokenizer",
     "core.scheduler",
     "core.spec_length",
-    "evaluation.audit_table",
+    "evaluation.evaluation_tables",
     "bench.output",
     "experiments.paper_table",
 )  # a package stands for all its modules

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from specgen.bench.output import BenchTable
-from specgen.evaluation.comparison_tables import page as eval_page
+from specgen.evaluation.evaluation_tables import page as eval_page
 from specgen.experiments.finished_runs import read_runs
 from specgen.experiments.head_figures import compare_runs
 from specgen.experiments.heads_page import page as compare_page

@@ -131,7 +131,7 @@ def _study(tasks: str | None, study: str | None, arms: str | None) -> "Study":
 def _run(job: "StudyJob", output: Path | None, samples: Path | None, config: str, quiet: bool) -> None:
     """Run the arms, print the result of each as it finishes, then their comparison."""
     from specgen.evaluation import study
-    from specgen.evaluation.comparison_tables import of_comparison
+    from specgen.evaluation.evaluation_tables import of_comparison
     from specgen.rundir.atomic import write_text
     from specgen.rundir.results import directory
 

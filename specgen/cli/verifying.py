@@ -57,8 +57,8 @@ def verify(
             file is None or not file.exists(),
             f"output {str(file)!r} exists: name a new file, or remove it first",
         )
-    from specgen.evaluation import audit_table
     from specgen.evaluation.audit import AuditJob, audit  # imports torch
+    from specgen.evaluation.evaluation_tables import of_audit
     from specgen.rundir.atomic import naming, writable, write_json, write_text
 
     job = AuditJob(
@@ -82,7 +82,7 @@ def verify(
     if as_json:
         print(json.dumps(found))
     else:
-        print_parts(audit_table.of_audit(found), sys.stdout)
+        print_parts(of_audit(found), sys.stdout)
     failures = found["failures"]
     print_failures(failures[:_FAILURES_SHOWN], len(failures), "--json and --output have all")
     if found["num_unexplained"]:

@@ -2,17 +2,16 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from statistics import fmean
 from typing import Any
 
 from specgen.config import require
 from specgen.display import count, hundredths, p_value, same_texts
 from specgen.evaluation.divergence import Divergence, Judge
-from specgen.evaluation.paired import LEVEL, Paired, mean_interval, paired
-from specgen.evaluation.sample_texts import SampleTexts, side_by_side
-from specgen.evaluation.samples import ArmRun, Sample
-from specgen.evaluation.task_figures import TaskFigures, figures_of
+from specgen.evaluation.samples import ArmRun, Sample, SampleTexts, side_by_side
 from specgen.report.acceptance import Position, Speculation
-from specgen.report.intervals import Interval
+from specgen.report.intervals import LEVEL, Interval, PairedScores, holm, paired_scores, scores_interval
+from specgen.report.report import Report
 
 REFERENCE = "baseline"  # the name of the reference arm
 
@@ -29,22 +28,30 @@ class Accuracy:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ArmSummary:
-    """One arm; ``ratio`` is its output tokens per second over the reference's."""
+class Figures:
+    """Acceptance and speed of an arm or of one of its tasks; ``ratio`` is that of the speed to the reference's."""
 
-    name: str
-    seconds: float
+    num_requests: int
     num_output_tokens: int
     output_tokens_per_second: float | None
     ratio: float | None
     mean_acceptance_length: float | None
     mean_acceptance_length_ci95: Interval | None
+    draft_acceptance_rate: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ArmSummary(Figures):
+    """One arm."""
+
+    name: str
+    seconds: float
     acceptance: tuple[Position, ...]  # [K]
     accuracies: tuple[Accuracy, ...]
     parts: Mapping[str, Speculation]  # of reasoning and answers; empty without reasoning
     ended_in_reasoning: int  # texts without an answer
     num_empty: int  # other texts without a character
-    tasks: Mapping[str, TaskFigures]  # empty for a single task
+    tasks: Mapping[str, Figures]  # which run one after the other; empty for a single task
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +76,7 @@ class Change:
 
     task: str
     metric: str
-    paired: Paired
+    paired: PairedScores
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +96,7 @@ class ArmComparison:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Comparison:
+class StudyComparison:
     """All arms in the order given, their comparisons with the reference, and the conclusion.
 
     ``num_unexplained`` counts greedy texts that diverge from the reference's by more than rounding explains.
@@ -114,7 +121,7 @@ def reference_of(arms: Sequence[ArmRun]) -> ArmRun:
     return next((arm for arm in arms if arm.name == REFERENCE), arms[0])
 
 
-def compare(arms: Sequence[ArmRun], target: Judge, *, template_unused: bool = False) -> Comparison:
+def compare(arms: Sequence[ArmRun], target: Judge, *, template_unused: bool = False) -> StudyComparison:
     """Compare ``arms`` with the reference sample by sample; ``target`` judges where their texts diverge.
 
     ``template_unused`` is whether prompts were raw text though the model has a chat template. Samples pair by
@@ -129,12 +136,12 @@ def compare(arms: Sequence[ArmRun], target: Judge, *, template_unused: bool = Fa
     against = tuple(_against(arm, reference, level, target) for arm in others)
     wrong = sum(not each.explained for arm in against for each in arm.divergences)
     firsts = {arm.name: {(each.task, each.doc_id): each.first for each in arm.differences} for arm in against}
-    return Comparison(
+    return StudyComparison(
         reference=reference.name,
         arms=tuple(_summary(arm, reference) for arm in arms),
         against=against,
         num_unexplained=wrong,
-        alarming=wrong > 0 or bool(_holm(_tests(against))),
+        alarming=wrong > 0 or bool(_significant(_tests(against))),
         sentence=conclusion(reference.name, against)
         + _unanswered(arms)
         + _empty(arms, template_unused)
@@ -160,32 +167,44 @@ def _scores(arm: ArmRun) -> _Scores:
 
 
 def _summary(arm: ArmRun, reference: ArmRun) -> ArmSummary:
-    speculation, speed = arm.report.speculation, arm.report.output_tokens_per_second
-    base = reference.report.output_tokens_per_second
     return ArmSummary(
+        **_figures(arm.report, reference.report),
         name=arm.name,
         seconds=arm.seconds,
-        num_output_tokens=speculation.total_num_output_tokens,
-        output_tokens_per_second=speed,
-        ratio=speed / base if speed is not None and base else None,
-        mean_acceptance_length=speculation.mean_acceptance_length,
-        mean_acceptance_length_ci95=speculation.mean_acceptance_length_ci95,
-        acceptance=speculation.acceptance,
+        acceptance=arm.report.speculation.acceptance,
         accuracies=tuple(
             Accuracy(
                 task=task,
                 metric=metric,
                 num_samples=len(scores),
-                mean=sum(scores.values()) / len(scores),
-                interval=mean_interval(list(scores.values())),
+                mean=fmean(scores.values()),
+                interval=scores_interval(list(scores.values())),
             )
             for (task, metric), scores in _scores(arm).items()
         ),
         parts=arm.report.parts,
         ended_in_reasoning=sum(arm.report.ended_in_reasoning.values()),
         num_empty=arm.report.num_empty,
-        tasks=figures_of(arm.tasks, reference.tasks),
+        tasks={
+            task: Figures(**_figures(report, reference.tasks.get(task)))
+            for task, report in (arm.tasks.items() if len(arm.tasks) > 1 else ())
+        },
     )
+
+
+def _figures(report: Report, reference: Report | None) -> dict[str, Any]:
+    """The fields of ``Figures``."""
+    speculation, speed = report.speculation, report.output_tokens_per_second
+    base = None if reference is None else reference.output_tokens_per_second
+    return {
+        "num_requests": speculation.num_requests,
+        "num_output_tokens": speculation.total_num_output_tokens,
+        "output_tokens_per_second": speed,
+        "ratio": speed / base if speed is not None and base else None,
+        "mean_acceptance_length": speculation.mean_acceptance_length,
+        "mean_acceptance_length_ci95": speculation.mean_acceptance_length_ci95,
+        "draft_acceptance_rate": speculation.draft_acceptance_rate,
+    }
 
 
 def _against(arm: ArmRun, reference: ArmRun, level: float, target: Judge) -> ArmComparison:
@@ -200,7 +219,7 @@ def _against(arm: ArmRun, reference: ArmRun, level: float, target: Judge) -> Arm
         Change(
             task=task,
             metric=metric,
-            paired=paired(
+            paired=paired_scores(
                 [scores[task, metric][i] for i in documents], list(documents.values()), level=level
             ),
         )
@@ -251,12 +270,12 @@ def _difference(sample: Sample, other: Sample, target: Judge | None) -> Differen
 def conclusion(reference: str, against: Sequence[ArmComparison]) -> str:
     """One sentence: whether the data show a difference in accuracy, and what difference is detectable.
 
-    The family-wise error rate is 5 % by Holm's method (Scandinavian Journal of Statistics 6, 1979).
+    The family-wise error rate is 5 %.
     """
     tests = _tests(against)
     if not tests:
         return "There is one arm only, or no sample, so there is nothing to compare."
-    shown = _holm(tests)
+    shown = _significant(tests)
     if shown:
         found = ", and ".join(_finding(name, change) for name, change in shown)
         return f"The data show a difference in accuracy from {reference}: {found}; {_power(tests)}."
@@ -310,15 +329,11 @@ def _alarm(num_unexplained: int, dtype: str) -> str:
     )
 
 
-def _holm(tests: Sequence[tuple[str, Change]]) -> list[tuple[str, Change]]:
-    """The significant tests by Holm's method, the smallest p first."""
-    known = [(change.paired.p, name, change) for name, change in tests if change.paired.p is not None]
-    shown = []
-    for rank, (p, name, change) in enumerate(sorted(known, key=lambda test: test[0])):
-        if p >= LEVEL / (len(known) - rank):
-            break
-        shown.append((name, change))
-    return shown
+def _significant(tests: Sequence[tuple[str, Change]]) -> list[tuple[str, Change]]:
+    """The tests that are significant after Holm's correction, the smallest p first."""
+    corrected = holm([change.paired.p for _, change in tests])
+    shown = [test for p, test in zip(corrected, tests, strict=True) if p is not None and p < LEVEL]
+    return sorted(shown, key=lambda test: test[1].paired.p or 0.0)
 
 
 def _finding(name: str, change: Change) -> str:

@@ -1,11 +1,17 @@
-"""The result of an arm, and lm-eval's samples: one per document and metric in [0, 1]."""
+"""The result of an arm, lm-eval's samples (one per document and metric in [0, 1]), and those of all arms together."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from specgen.config import SamplingParams
 from specgen.report.report import Report
+
+if TYPE_CHECKING:  # which imports torch
+    from specgen.evaluation.divergence import Divergence
+
+# what arms change in an answer, the gravest first
+CHANGES = ("wrong text", "right to wrong", "wrong to right", "other score", "other text", "same text")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,3 +88,71 @@ def _question(row: Mapping[str, Any]) -> str:
     """The document's ``question``, or else the whole prompt."""
     own = row["doc"].get("question")
     return own if isinstance(own, str) else str(row["arguments"][0][0])
+
+
+# --- all arms side by side -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class SharedAnswer:
+    """What arms answered alike; ``scores`` are by metric, ``first`` where the text leaves the reference's."""
+
+    arms: tuple[str, ...]
+    text: str
+    scores: Mapping[str, float]
+    first: "Divergence | None"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleTexts:
+    """The answers to one document, the reference's first."""
+
+    task: str
+    doc_id: int
+    question: str
+    answers: tuple[SharedAnswer, ...]
+
+    @property
+    def change(self) -> str:
+        """The gravest of what the other arms changed."""
+        reference, *others = self.answers
+        found = {"same text"}
+        for other in others:
+            if other.first is not None and not other.first.explained:
+                found.add("wrong text")
+            if other.text != reference.text:
+                found.add("other text")
+            pairs = ((reference.scores[metric], score) for metric, score in other.scores.items())
+            found |= {_flip(before, after) for before, after in pairs if before != after}
+        return min(found, key=CHANGES.index)
+
+
+def _flip(before: float, after: float) -> str:
+    return {(1.0, 0.0): "right to wrong", (0.0, 1.0): "wrong to right"}.get((before, after), "other score")
+
+
+def side_by_side(
+    arms: Sequence[ArmRun],
+    reference: ArmRun,
+    firsts: "Mapping[str, Mapping[tuple[str, int], Divergence | None]]",
+) -> tuple[SampleTexts, ...]:
+    """All documents of ``arms``; ``firsts`` has the first divergence by arm and document, where texts differ."""
+    ordered = [reference, *(arm for arm in arms if arm is not reference)]
+    samples: dict[tuple[str, int], dict[str, list[Sample]]] = {}
+    for arm in ordered:
+        for sample in arm.samples:
+            samples.setdefault((sample.task, sample.doc_id), {}).setdefault(arm.name, []).append(sample)
+    found = []
+    for (task, doc_id), by_arm in samples.items():
+        answers: dict[object, SharedAnswer] = {}
+        for name, scored in by_arm.items():
+            scores = {sample.metric: sample.score for sample in scored}
+            first = firsts.get(name, {}).get((task, doc_id))
+            alike = (scored[-1].text, tuple(scores.items()), first)
+            names = (*answers[alike].arms, name) if alike in answers else (name,)
+            answers[alike] = SharedAnswer(arms=names, text=scored[-1].text, scores=scores, first=first)
+        question = next(iter(by_arm.values()))[0].question
+        found.append(
+            SampleTexts(task=task, doc_id=doc_id, question=question, answers=tuple(answers.values()))
+        )
+    return tuple(found)

@@ -19,8 +19,8 @@ from specgen.engine.arms import Arm
 from specgen.engine.choices import attention_note, resolve
 from specgen.engine.generation_config import FILE, generation_config
 from specgen.engine.loading import Models, described, load_chat_tokenizer, load_models, open_checkpoints
-from specgen.evaluation import comparison_tables
-from specgen.evaluation.compare import Comparison, compare, reference_of
+from specgen.evaluation import evaluation_tables
+from specgen.evaluation.compare import StudyComparison, compare, reference_of
 from specgen.evaluation.divergence import Judge
 from specgen.evaluation.language_model import SpecgenLM
 from specgen.evaluation.samples import ArmRun, samples
@@ -146,7 +146,7 @@ class StudyRun:
         for arm in self._job.study.arms:
             yield self._run(arm)
 
-    def compare(self, results: Sequence[ArmResult]) -> Comparison:
+    def compare(self, results: Sequence[ArmResult]) -> StudyComparison:
         """Compare the arms; writes ``comparison.json`` and ``report.html``."""
         runs = [result.run for result in results]
         config = self._configs[reference_of(runs).name]
@@ -157,7 +157,7 @@ class StudyRun:
             template_unused=not self._job.apply_chat_template and bool(models.tokenizer.chat_template),
         )
         write_json(self._path / "comparison.json", comparison.to_json())
-        page = comparison_tables.page(comparison, self.settings(), self._title(), origin(self._began))
+        page = evaluation_tables.page(comparison, self.settings(), self._title(), origin(self._began))
         write_text(self._path / "report.html", page)
         return comparison
 

@@ -1,10 +1,15 @@
-"""95 % confidence intervals for ratios of counts whose trials are correlated within groups."""
+"""95 % intervals and paired tests: of ratios whose trials are correlated within groups, and of scores of samples."""
 
 import math
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from statistics import NormalDist, fmean, variance
 
 Z = 1.959963984540054  # the normal quantile that leaves 2.5 % on either side
+LEVEL = 0.05  # of a two-sided test
+POWER = 0.8
+_ROUNDING = 8 * sys.float_info.epsilon  # of a score: it is a quotient or two, and a difference adds its own
 
 Interval = tuple[float, float]
 
@@ -14,6 +19,14 @@ def student_t(freedom: float, confidence: float = 0.95) -> float:
     from scipy.special import stdtrit  # takes 0.3 s, and few commands need it
 
     return float(stdtrit(freedom, (1 + confidence) / 2))
+
+
+def t_test(estimate: float, error: float, freedom: float) -> tuple[Interval, float]:
+    """The 95 % t interval of ``estimate`` with the standard error ``error`` > 0, and its two-sided p against 0."""
+    from scipy.special import stdtr  # see ``student_t``
+
+    half = student_t(freedom) * error
+    return (estimate - half, estimate + half), 2 * float(stdtr(freedom, -abs(estimate) / error))
 
 
 def wilson(share: float, trials: float) -> Interval:
@@ -83,8 +96,7 @@ class Ratio:
         """The 95 % t interval of an unbounded rate; None with fewer than two groups or equal ones."""
         if self.rate is None or self.groups < 2 or (variance := self.variance()) == 0:
             return None
-        half = student_t(self.groups - 1) * math.sqrt(variance)
-        return self.rate - half, self.rate + half
+        return t_test(self.rate, math.sqrt(variance), self.groups - 1)[0]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,16 +130,9 @@ def paired_ratio(groups: Sequence[tuple[int, int, int, int]]) -> PairedRatio:
     ]
     found, difference, freedom = len(groups), rate - other, len(groups) - 1
     error = math.sqrt(found / freedom * math.fsum(part * part for part in parts)) if freedom else 0.0
-    interval: Interval | None = None
-    p = 1.0 if freedom and difference == 0 else None
+    interval, p = None, 1.0 if freedom and difference == 0 else None
     if error > 0:
-        from scipy.special import stdtr  # see ``student_t``
-
-        half = student_t(freedom) * error
-        interval, p = (
-            (difference - half, difference + half),
-            2 * float(stdtr(freedom, -abs(difference) / error)),
-        )
+        interval, p = t_test(difference, error, freedom)
     return PairedRatio(
         num_groups=found, rate=rate, other_rate=other, difference=difference, interval=interval, p=p
     )
@@ -142,3 +147,138 @@ def holm(tests: Sequence[float | None]) -> list[float | None]:
         highest = max(highest, min(1.0, p * (len(known) - rank)))
         corrected[at] = highest
     return corrected
+
+
+# --- scores of samples ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairedScores:
+    """The scores of one arm minus those of another on the same samples, as fractions of the full score.
+
+    In the t test ``interval`` and ``p`` are None for fewer than two samples and where all differences are equal up to
+    rounding, as without a spread there is no test; where all are 0, ``p`` is 1. ``detectable`` is the smallest true
+    difference that a test at the given level detects with 80 % power; None if these samples cannot detect any.
+    """
+
+    num_samples: int
+    mean: float
+    other_mean: float
+    difference: float
+    interval: Interval | None  # 95 %
+    p: float | None
+    detectable: float | None
+    higher: int  # samples that score higher than in the other arm
+    lower: int
+
+
+def paired_scores(scores: Sequence[float], others: Sequence[float], *, level: float = LEVEL) -> PairedScores:
+    """Compare ``scores`` with ``others``, both ``[samples]`` in [0, 1] in the same order and not empty.
+
+    Scores of 0 and 1 give McNemar's exact p and Tango's interval; others the paired t test.
+    """
+    assert len(scores) == len(others) > 0
+    higher = sum(a > b for a, b in zip(scores, others, strict=True))
+    lower = sum(a < b for a, b in zip(scores, others, strict=True))
+    if all(score in (0, 1) for score in (*scores, *others)):
+        interval: Interval | None = tango(higher, lower, len(scores))
+        p: float | None = mcnemar(higher, lower)
+        detectable = detectable_share(higher + lower, len(scores), level)
+    else:
+        differences = [a - b for a, b in zip(scores, others, strict=True)]
+        interval, p, detectable = _by_t(differences, level, max(map(abs, (*scores, *others))))
+    return PairedScores(
+        num_samples=len(scores),
+        mean=fmean(scores),
+        other_mean=fmean(others),
+        difference=fmean(scores) - fmean(others),
+        interval=interval,
+        p=p,
+        detectable=detectable,
+        higher=higher,
+        lower=lower,
+    )
+
+
+def scores_interval(scores: Sequence[float]) -> Interval | None:
+    """The 95 % interval of one arm's mean: Wilson's for scores of 0 and 1, else the t interval."""
+    if all(score in (0, 1) for score in scores):
+        return wilson(fmean(scores), len(scores)) if scores else None
+    return _by_t(scores, LEVEL, max(map(abs, scores)))[0]
+
+
+def mcnemar(higher: int, lower: int) -> float:
+    """The two-sided p of the exact conditional McNemar test (Psychometrika 12, 1947)."""
+    from scipy.stats import binomtest
+
+    return float(binomtest(higher, higher + lower).pvalue) if higher + lower else 1.0
+
+
+def tango(higher: int, lower: int, num: int) -> Interval:
+    """Tango's 95 % score interval of a paired difference (Statistics in Medicine 17, 1998), ``num`` > 0 samples.
+
+    It keeps its level with few discordant pairs and a width with none; it contains 0 exactly where McNemar's score
+    test does not reject at 5 %.
+    """
+    found = (higher - lower) / num
+
+    def inside(difference: float) -> bool:
+        return abs(_score(difference, higher, lower, num)) <= Z
+
+    return _boundary(inside, found, -1.0), _boundary(inside, found, 1.0)
+
+
+def _score(difference: float, higher: int, lower: int, num: int) -> float:
+    """Tango's statistic: observed minus ``difference``, in standard errors under ``difference``."""
+    distance = higher - lower - num * difference
+    linear = (2 * num - higher + lower) * difference - higher - lower
+    constant = -lower * difference * (1 - difference)
+    # the maximum-likelihood share of samples that score lower, given the difference
+    root = math.sqrt(max(0.0, linear * linear - 8 * num * constant))
+    share = max(0.0, (root - linear) / (4 * num))
+    spread = num * (2 * share + difference * (1 - difference))
+    if spread <= 0:
+        return 0.0 if distance == 0 else math.copysign(math.inf, distance)
+    return distance / math.sqrt(spread)
+
+
+def detectable_share(discordant: int, num: int, level: float) -> float | None:
+    """The smallest difference of shares that ``num`` pairs detect at ``level`` with 80 % power, or None.
+
+    Connor's formula (Biometrics 43, 1987) with a continuity correction, as the exact test is conservative, at the
+    observed share of discordant pairs or at the difference itself if that is larger.
+    """
+    z, z_power = NormalDist().inv_cdf(1 - level / 2), NormalDist().inv_cdf(POWER)
+
+    def missed(difference: float) -> bool:
+        share = max(discordant / num, difference)
+        noise = z * math.sqrt(share) + z_power * math.sqrt(share - difference**2)
+        return num * difference - 1 < math.sqrt(num) * noise
+
+    return None if missed(1.0) else _boundary(missed, 0.0, 1.0)
+
+
+def _boundary(inside: Callable[[float], bool], start: float, stop: float) -> float:
+    """Where ``inside``, true at ``start``, becomes false on the way to ``stop``, or ``stop``; by bisection."""
+    if inside(stop):
+        return stop
+    for _ in range(50):
+        middle = (start + stop) / 2
+        start, stop = (middle, stop) if inside(middle) else (start, middle)
+    return (start + stop) / 2
+
+
+def _by_t(
+    values: Sequence[float], level: float, largest: float
+) -> tuple[Interval | None, float | None, float | None]:
+    """The 95 % interval of the mean of ``values``, its p against 0, and the mean detectable with 80 % power.
+
+    ``largest`` is that of the numbers that ``values`` were computed from: what its rounding explains is no spread.
+    """
+    if len(values) < 2:
+        return None, None, None
+    if max(values) - min(values) <= _ROUNDING * largest:
+        return None, 1.0 if abs(values[0]) <= _ROUNDING * largest else None, None
+    error = math.sqrt(variance(values) / len(values))
+    detectable = (NormalDist().inv_cdf(1 - level / 2) + NormalDist().inv_cdf(POWER)) * error
+    return *t_test(fmean(values), error, len(values) - 1), detectable
