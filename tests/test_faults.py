@@ -1,26 +1,25 @@
 """A device error at any launch point changes no text, log-probability or draft and leaks no page."""
 
-from collections import Counter
+import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import specgen
 from specgen.config import SamplingParams
 from specgen.core.engine_core import EngineCore
-from specgen.core.running_batch import Columns, RunningBatch
 from specgen.core.scoring import ScoreRequest
-from specgen.core.sequence import Completion, Request, Sequence
+from specgen.core.sequence import Completion, Request
 from specgen.core.step import Steps
-from specgen.decoding.drafting import HeadDrafter
-from specgen.decoding.ngram import NgramDrafter
 from specgen.device import HostCopy
 from specgen.engine.build import build_engine
 from specgen.events import Event, OutOfMemory, Submitted, Verified
@@ -30,50 +29,80 @@ from specgen.models.model_config import TargetConfig
 from tests.engines import Pair, bundled_requests, config_of, load_pair
 from tests.tiny_checkpoints import write_eagle1_head, write_head, write_target
 
-POINTS: dict[str, tuple[type, str]] = {
-    "a prefill": (Steps, "prefill"),
-    "a decode step": (Steps, "decode"),
-    "a forward pass": (Llama, "forward"),
-    "logits": (Llama, "logits"),
-    "the verdict": (Steps, "_accept"),
-    "what the head takes in": (HeadDrafter, "observe"),
-    "drafting": (HeadDrafter, "propose"),
-    "the text so far": (NgramDrafter, "observe"),
-    "copying drafts": (NgramDrafter, "propose"),
-    "advancing": (Columns, "advance"),
-    "joining": (RunningBatch, "join"),
-    "arranging": (RunningBatch, "arrange"),
-    "padding rows": (RunningBatch, "_make_padding"),
-    "uploading pages": (RunningBatch, "_upload_pages"),
-    "copying to the host": (HostCopy, "__init__"),
-    "reading": (HostCopy, "read"),
-    "appending": (Sequence, "append"),
-}
-WHENS = ("before", "inside", "after")
-WHICH: tuple[Callable[[int], list[int]], ...] = (  # the calls to fail, of so many
-    lambda calls: [1],
-    lambda calls: [(calls + 1) // 2],
-    lambda calls: [calls],
-    lambda calls: [(calls + 2) // 3, (calls + 2) // 3 + 1],  # two in a row
-    lambda calls: [1, 2],
-)
 ERRORS = (torch.OutOfMemoryError, RuntimeError)
+WHENS = ("before", "inside", "after")
 CONFIGS = list(product(("greedy", "sampled"), (0, 4), (True, False), (False, True)))
 QUICK = [("greedy", 4, True, True), ("sampled", 4, False, False)]
+SHARE = 4  # of the places that a test fails in, each of so many has its turn; other settings have the others
+_PACKAGE = Path(specgen.__file__).parent
+_LAUNCHING = tuple(str(_PACKAGE / name) for name in ("core/", "decoding/", "kv/", "device.py"))
+
+
+_NO_FAULT = nullcontext()
 
 
 class AtOp(TorchDispatchMode):
-    """Raises at the operation of that number, counted from 1; ``count`` is how many there were."""
+    """Raises at the operations of those ``numbers``, counted from 1 where it is in force, or from ``first_step``."""
 
-    def __init__(self, number: int, error: type[RuntimeError]) -> None:
+    def __init__(self, error: type[RuntimeError], *numbers: int, first_step: int = 1) -> None:
         super().__init__()
-        self.count, self._number, self._error = 0, number, error
+        self.step, self.raised = 0, 0
+        self.numbers, self._error, self._first_step, self._count = numbers, error, first_step, 0
+
+    @property
+    def wanted(self) -> bool:
+        """It slows what runs under it down tenfold."""
+        return self.step >= self._first_step and self.raised < len(self.numbers)
+
+    def __repr__(self) -> str:
+        return f"{self._error.__name__} at operations {self.numbers} from step {self._first_step} on"
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += 1
-        if self.count == self._number:
+        self._count += 1
+        if self._count in self.numbers:
+            self.raised += 1
             raise self._error("planted")
         return func(*args, **kwargs or {})
+
+
+class Launches(TorchDispatchMode):
+    """Records by function of the engine what it launches: each operation's step, and its number in it from 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.step, self.wanted = 0, True
+        self.places: dict[str, list[tuple[int, int]]] = {}
+        self._step, self._count = 0, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._step, self._count = self.step, self._count + 1 if self._step == self.step else 1
+        self.places.setdefault(_launched_by(), []).append((self._step, self._count))
+        return func(*args, **kwargs or {})
+
+
+@contextmanager
+def in_steps(mode: AtOp | Launches) -> Iterator[None]:
+    """``mode`` in the steps of an engine that want it."""
+    step = EngineCore.step
+
+    def counted(engine: EngineCore) -> list[Completion]:
+        mode.step += 1
+        with mode if mode.wanted else nullcontext():
+            return step(engine)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(EngineCore, "step", counted)
+        yield
+
+
+def _launched_by() -> str:
+    """The innermost function of the engine on the stack, without the models that it calls."""
+    frame = sys._getframe(2)
+    while frame is not None:
+        if frame.f_code.co_filename.startswith(_LAUNCHING):
+            return f"{Path(frame.f_code.co_filename).stem}.{frame.f_code.co_qualname}"
+        frame = frame.f_back  # type: ignore[assignment]
+    return "elsewhere"
 
 
 @dataclass
@@ -93,7 +122,7 @@ class Planted:
                 return work(*args, **kwargs)
             self.raised += 1
             if self.when == "inside":
-                with AtOp(2, self.error):
+                with AtOp(self.error, 2):
                     work(*args, **kwargs)
             elif self.when == "after":
                 work(*args, **kwargs)
@@ -103,11 +132,10 @@ class Planted:
 
 
 @contextmanager
-def planted(point: str, fault: Planted) -> Iterator[Planted]:
-    owner, name = POINTS[point]
+def planted(owner: type, name: str, fault: Planted) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(owner, name, fault.around(getattr(owner, name)))
-        yield fault
+        yield
 
 
 @dataclass
@@ -215,14 +243,17 @@ def record_into(results: list[Run]) -> Callable[[Event], None]:
     return lambda event: results[-1].see(event)
 
 
-def attempt(setting: Setting, *, close_at: int | None = None) -> list[Run]:
-    """Two runs of one engine, so that the second uses the caches of the first; or the run after a closed one."""
+def attempt(
+    setting: Setting, fault: AbstractContextManager[object] = _NO_FAULT, *, close_at: int | None = None
+) -> list[Run]:
+    """Two runs of one engine, ``fault`` in the first, so that the second uses its caches."""
     results = [Run()]
     engine = setting.engine(record_into(results))
-    run(engine, setting, results[0], close_at=close_at)
+    with fault:
+        run(engine, setting, results[0], close_at=close_at)
     results.append(Run())
     run(engine, setting, results[1])
-    return results if close_at is None else results[1:]
+    return results
 
 
 def _name(config: tuple[str, int, bool, bool]) -> str:
@@ -242,10 +273,10 @@ def setting(request: pytest.FixtureRequest, demo_pair: Pair, device_like: Callab
 
 @dataclass(frozen=True, kw_only=True)
 class FaultFree:
-    """Two runs of one engine without an error, and how often each point was reached in the first."""
+    """Two runs of one engine without an error, and the operations of the first as ``Launches`` has them."""
 
     results: list[Run]
-    calls: Counter[str]
+    places: dict[str, list[tuple[int, int]]]
 
 
 @pytest.fixture(scope="module")
@@ -262,28 +293,14 @@ def right(setting: Setting, fault_free_runs: dict[tuple[str, int, bool, bool], F
 
 
 def run_without_fault(setting: Setting) -> FaultFree:
-    calls: Counter[str] = Counter()
-    with pytest.MonkeyPatch.context() as patch:
-        for point, (owner, name) in POINTS.items():
-
-            def counted(point: str, work: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-                calls[point] += 1
-                return work(*args, **kwargs)
-
-            wrapped = partial(counted, point, getattr(owner, name))
-            patch.setattr(owner, name, lambda *args, _wrapped=wrapped, **kwargs: _wrapped(*args, **kwargs))
-        results = [Run()]
-        engine = setting.engine(record_into(results))
-        run(engine, setting, results[0])
-        first = calls.copy()
-    results.append(Run())
-    run(engine, setting, results[1])
+    launches = Launches()
+    results = attempt(setting, in_steps(launches))
     assert not any(each.errors for each in results)
-    return FaultFree(results=results, calls=first)
+    return FaultFree(results=results, places=launches.places)
 
 
 @pytest.mark.parametrize("error", ERRORS)
-def test_an_error_at_any_launch_point_changes_no_result(
+def test_an_error_at_any_launch_changes_no_result(
     setting: Setting, right: FaultFree, error: type[RuntimeError]
 ) -> None:
     require_no_change(setting, right, error)
@@ -309,39 +326,41 @@ def test_an_error_changes_no_result_with_other_heads(
     require_no_change(setting, run_without_fault(setting), error)
 
 
-def require_no_change(setting: Setting, right: FaultFree, error: type[RuntimeError]) -> None:
-    """``error`` at each point in turn, at a different call and moment in each setting."""
+def planned_faults(setting: Setting, right: FaultFree, error: type[RuntimeError]) -> list[AtOp]:
+    """One in each function that launches anything; of some a second one, in what goes on after the first."""
     index = setting.index + ERRORS.index(error)
-    for place, (point, num_calls) in enumerate(right.calls.items()):
-        when = WHENS[(index + place) % len(WHENS)]
-        numbers = WHICH[(index // 2 + place) % len(WHICH)](num_calls)
-        what = f"{error.__name__} {when} {point} {numbers} of {num_calls}"
-        with planted(point, Planted(numbers, when, error)) as fault:
-            found = attempt(setting)
-        assert fault.raised == len(numbers), what
+    rng = Random(index)
+    faults = []
+    for place, launched in enumerate(right.places.values()):
+        step, number = rng.choice(launched)
+        second = [number + rng.randrange(1, 60)] if place % 3 == index % 3 else []
+        faults.append(AtOp(error, number, *second, first_step=step))
+    return faults[index % SHARE :: SHARE]
+
+
+def require_no_change(setting: Setting, right: FaultFree, error: type[RuntimeError]) -> None:
+    """``error`` in a share of the places; which operation of a place, and of which places, differs by setting."""
+    for fault in planned_faults(setting, right, error):
+        found = attempt(setting, in_steps(fault))
+        assert fault.raised == len(fault.numbers), fault
         for mine, theirs in zip(right.results, found, strict=True):
-            assert mine.differences(theirs) == [], what
-        assert len(found[0].errors) + len(found[1].errors) <= len(numbers) - 1, what
+            assert mine.differences(theirs) == [], fault
+        assert len(found[0].errors) <= fault.raised - 1, fault
+        assert not found[1].errors, fault
 
 
 @pytest.mark.parametrize("error", ERRORS)
-def test_an_error_at_any_torch_operation_changes_no_result(
-    setting: Setting, right: FaultFree, error: type[RuntimeError]
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_an_error_that_shows_when_results_are_read_changes_none(
+    setting: Setting, right: FaultFree, when: str, error: type[RuntimeError]
 ) -> None:
-    """A sample of the several thousand operations of a run, different in each setting."""
-    with AtOp(0, error) as none:
-        run(setting.engine(record_into([Run()])), setting, Run())
-    first = 1 + 37 * (setting.index + ERRORS.index(error))
-    for number in range(first, none.count, none.count // 3):
-        results = [Run()]
-        engine = setting.engine(record_into(results))
-        with AtOp(number, error):
-            run(engine, setting, results[0])
-        results.append(Run())
-        run(engine, setting, results[1])
-        for mine, theirs in zip(right.results, results, strict=True):
-            assert mine.differences(theirs) == [], f"operation {number} of {none.count}"
-            assert not theirs.errors
+    """A device reports what failed in a pass at the next wait for it."""
+    fault = Planted([3, 4], when, error)
+    found = attempt(setting, planted(HostCopy, "read", fault))
+    assert fault.raised == 2
+    for mine, theirs in zip(right.results, found, strict=True):
+        assert mine.differences(theirs) == []
+    assert len(found[0].errors) <= 1
 
 
 @pytest.mark.parametrize("error", ERRORS)
@@ -349,13 +368,10 @@ def test_an_error_and_a_closed_iterator(
     setting: Setting, right: FaultFree, error: type[RuntimeError]
 ) -> None:
     """The same engine is right when used again, also where the error came just before."""
-    (again,) = attempt(setting, close_at=1)  # without an error: results in flight are dropped
-    assert right.results[0].differences(again) == []
-    for place, (point, num_calls) in list(enumerate(right.calls.items()))[setting.index // 2 % 3 :: 3]:
-        number = 1 + place % num_calls
-        with planted(point, Planted([number], WHENS[place % 3], error)):
-            (again,) = attempt(setting, close_at=1)
-        assert right.results[0].differences(again) == [], f"{error.__name__} in call {number} of {point}"
+    nothing = AtOp(error)  # results in flight are dropped
+    for fault in (nothing, *planned_faults(setting, right, error)[::3]):
+        _, again = attempt(setting, in_steps(fault), close_at=1)
+        assert right.results[0].differences(again) == [], fault
 
 
 def test_a_page_is_shared_only_after_its_pass_was_launched(demo_pair: Pair) -> None:
@@ -364,8 +380,8 @@ def test_a_page_is_shared_only_after_its_pass_was_launched(demo_pair: Pair) -> N
     right = attempt(setting)
     fault = Planted([1], "before", torch.OutOfMemoryError)
     with (
-        planted("a prefill", fault),
-        planted("a decode step", Planted([1], "before", torch.OutOfMemoryError)),
+        planted(Steps, "prefill", fault),
+        planted(Steps, "decode", Planted([1], "before", torch.OutOfMemoryError)),
     ):
         found = attempt(setting)
     assert fault.raised == 1
@@ -428,7 +444,7 @@ def test_limits_recover_after_an_error(demo_pair: Pair, monkeypatch: pytest.Monk
     setting, results = Setting(demo_pair, "greedy", 0, True), [Run()]
     lowered: list[OutOfMemory] = []
     engine = setting.engine(lambda e: lowered.append(e) if isinstance(e, OutOfMemory) else None)
-    with planted("a decode step", Planted([1], "before", torch.OutOfMemoryError)):
+    with planted(Steps, "decode", Planted([1], "before", torch.OutOfMemoryError)):
         run(engine, setting, results[0])
     limits = engine._scheduler.limits
     assert [event.max_batch_size for event in lowered] == [1]
