@@ -86,8 +86,8 @@ _FAILURES = (
     "test_failures.py::test_a_request_retried_alone_is_the_only_one_in_flight",
 )
 _FAULTS = (
-    "test_faults.py::test_an_error_at_any_launch_point_changes_no_result[greedy-K4-cache-lookahead-OutOfMemoryError]",
-    "test_faults.py::test_an_error_at_any_launch_point_changes_no_result[sampled-K4-cache-sync-RuntimeError]",
+    "test_faults.py::test_an_error_at_any_launch_changes_no_result[greedy-K4-cache-lookahead-OutOfMemoryError]",
+    "test_faults.py::test_an_error_at_any_launch_changes_no_result[sampled-K4-cache-sync-RuntimeError]",
     "test_faults.py::test_limits_recover_after_an_error",
     "test_faults.py::test_an_error_and_a_closed_iterator[greedy-K4-cache-lookahead-RuntimeError]",
 )

@@ -1,11 +1,15 @@
 """Shared fixtures: pairs and reference drafters."""
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import typer.testing
+from torch.utils import collect_env
 
 from specgen.bundled import data_directory
 from specgen.core.graph_sizes import bucket
@@ -51,6 +55,22 @@ def flashinfer_installed(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="session", autouse=True)
 def _threads() -> None:
     torch.set_num_threads(1)  # also where torch ignores the environment set in tests/__init__.py
+
+
+def pytest_collection_finish() -> None:
+    """What all test modules have imported is never garbage: an engine that closes need not search it."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _once_in_a_process() -> Iterator[None]:
+    """What every command would do again: parse all options, ask programs about the machine, and warm up for long."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("typer.testing._get_command", cache(typer.testing._get_command))
+        patch.setattr("torch.utils.collect_env.get_env_info", cache(collect_env.get_env_info))
+        patch.setattr("specgen.core.engine_core.WARM_UP_TOKENS", 2)
+        yield
 
 
 @pytest.fixture(scope="session")

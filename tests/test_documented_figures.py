@@ -8,7 +8,8 @@ from typer.testing import CliRunner
 
 from specgen.cli.main import app
 
-pytestmark = pytest.mark.xdist_group("documented figures")  # one run of each command
+# One run of each command; that a report says what happened is tested quickly elsewhere.
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("documented figures")]
 
 ROOT = Path(__file__).parents[1]
 README, EVALUATION, PAPER = (

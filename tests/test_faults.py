@@ -30,10 +30,9 @@ from tests.engines import Pair, bundled_requests, config_of, load_pair
 from tests.tiny_checkpoints import write_eagle1_head, write_head, write_target
 
 ERRORS = (torch.OutOfMemoryError, RuntimeError)
-WHENS = ("before", "inside", "after")
 CONFIGS = list(product(("greedy", "sampled"), (0, 4), (True, False), (False, True)))
 QUICK = [("greedy", 4, True, True), ("sampled", 4, False, False)]
-SHARE = 4  # of the places that a test fails in, each of so many has its turn; other settings have the others
+SHARE = 8  # of the places that a test fails in, each of so many has its turn; other settings have the others
 _PACKAGE = Path(specgen.__file__).parent
 _LAUNCHING = tuple(str(_PACKAGE / name) for name in ("core/", "decoding/", "kv/", "device.py"))
 
@@ -406,15 +405,14 @@ fails_alone = partial(pytest.raises, RuntimeError, match="not alone either")
 
 @pytest.mark.parametrize("error", ERRORS)
 @pytest.mark.parametrize(
-    "point",
+    ("point", "when"),
     [
-        (Steps, "score"),
-        pytest.param((Llama, "forward"), marks=pytest.mark.slow),
-        pytest.param((Llama, "logits"), marks=pytest.mark.slow),
+        ((Steps, "score"), "inside"),
+        *(pytest.param((Steps, "score"), when, marks=pytest.mark.slow) for when in ("before", "after")),
+        *(pytest.param((Llama, name), "after", marks=pytest.mark.slow) for name in ("forward", "logits")),
     ],
-    ids=lambda p: p[1],
+    ids=lambda value: value if isinstance(value, str) else value[1],
 )
-@pytest.mark.parametrize("when", WHENS)
 def test_an_error_while_scoring_changes_no_logprob(
     demo_pair: Pair, point: tuple[type, str], when: str, error: type[RuntimeError]
 ) -> None:

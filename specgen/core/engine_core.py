@@ -26,6 +26,8 @@ from specgen.events import Event
 from specgen.models.model_config import TargetConfig
 from specgen.startup import phase
 
+WARM_UP_TOKENS = 16
+
 
 def no_follow_up(completion: Completion) -> Request | None:
     """Every request stands alone."""
@@ -154,7 +156,7 @@ class EngineCore:
 
     def warm_up(self) -> None:
         """Generate a little and record nothing: first calls load, allocate and compile, which no run should measure."""
-        sampling = SamplingParams(max_tokens=16, ignore_eos=True)
+        sampling = SamplingParams(max_tokens=WARM_UP_TOKENS, ignore_eos=True)
         with phase("warm-up"), self.rehearsal():
             for i in range(2):
                 self.submit(Request(id=f"warm-up {i}", prompt_token_ids=(0,) * 16, sampling=sampling))
