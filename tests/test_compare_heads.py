@@ -789,6 +789,12 @@ def test_latex_is_balanced(tmp_path: Path) -> None:
     assert text.count("textbf") == 1
 
 
+def test_a_data_set_named_mean_is_told_from_the_mean(tmp_path: Path) -> None:
+    paths = [a_run(tmp_path / data, "a", simulated(0.4, 1), data=data) for data in ("mine", "mean")]
+    text = exported(compare_runs(read_runs(paths), Speeds()), "latex")
+    assert r" & mine & mean & \emph{mean} \\" in text
+
+
 def test_nothing_is_bold_that_the_data_cannot_tell(tmp_path: Path) -> None:
     found = comparison(tmp_path, a=simulated(0.4, 1), b=simulated(0.4, 3))
     assert "textbf" not in exported(found, "latex")

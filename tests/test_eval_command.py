@@ -138,11 +138,11 @@ def test_the_reports_name_what_ran_as_seen_from_here(monkeypatch: pytest.MonkeyP
 def test_an_arm_that_fails_leaves_its_files_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from specgen.evaluation import study
 
-    def fails(model: Any, **options: Any) -> None:
+    def fails(model: Any, tasks: Any, **options: Any) -> None:
         model._files.add_event(Submitted(sequence="a", time=0.0, num_prompt_tokens=5))
         raise ZeroDivisionError
 
-    monkeypatch.setattr(study, "simple_evaluate", fails)
+    monkeypatch.setattr(study, "evaluate", fails)
     with pytest.raises(ZeroDivisionError) as failed:
         next(study.StudyRun(study_job(Arm(name="a")), tmp_path, Silent()).arms())
     assert failed, "and holds on to all that was open"

@@ -1,15 +1,12 @@
 """Runs a study: every arm evaluates lm-eval's tasks on its own engine, with shared weights."""
 
 import json
-import logging
-import subprocess
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from lm_eval import evaluator, simple_evaluate
+from lm_eval import evaluate
 from lm_eval.utils import handle_non_serializable, make_table
 
 from specgen.checkpoints.fingerprint import fingerprint
@@ -42,21 +39,6 @@ _LM_EVAL = tuple(
     Column(name=name) for name in ("Tasks", "Version", "Filter", "n-shot", "Metric", "Value", "Stderr")
 )
 _MAX_TOKENS = 256  # default limit of an answer, as in lm-eval
-
-
-def _git_commit() -> str | None:
-    """The commit of the working directory, as lm-eval records it, but without git's complaint where there is none."""
-    try:
-        asked = subprocess.run(["git", "describe", "--always"], capture_output=True, text=True)
-    except OSError:  # no git
-        return None
-    return asked.stdout.strip() or None
-
-
-evaluator.get_git_commit_hash = _git_commit
-logging.getLogger(evaluator.__name__).setLevel(
-    logging.ERROR
-)  # it warns of what ``simple_evaluate`` is asked for here
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -228,14 +210,13 @@ class StudyRun:
                 name=arm.name,
                 may_cut=job.max_new_tokens is None,
             )
-            results = simple_evaluate(
-                model=lm,
-                tasks=deepcopy(self._tasks.configs),  # an arm's generation arguments are written into them
-                task_manager=self._tasks.manager,
-                num_fewshot=job.study.num_fewshot,
+            arguments = _sampling_arguments(arm.changes.get("temperature"), job.max_new_tokens)
+            results = evaluate(
+                lm,
+                self._tasks.load(job.study.num_fewshot, arguments),
                 limit=job.study.limit,
                 apply_chat_template=job.apply_chat_template,
-                gen_kwargs=_sampling_arguments(arm.changes.get("temperature"), job.max_new_tokens),
+                fewshot_as_multiturn=True,
             )
         assert results is not None, "only other ranks than the first get None"
         files.arrange(lm.order())
@@ -285,10 +266,10 @@ def _every(values: Iterable[object]) -> str:
     return " or ".join(dict.fromkeys(map(str, values))) or "none"
 
 
-def _sampling_arguments(temperature: float | None, max_new_tokens: int | None) -> dict[str, Any] | None:
+def _sampling_arguments(temperature: float | None, max_new_tokens: int | None) -> dict[str, Any]:
     """An arm's temperature and the longest text as generation arguments, which override the task's."""
     sampled = {} if temperature is None else {"do_sample": temperature > 0, "temperature": temperature}
-    return sampled | ({} if max_new_tokens is None else {"max_gen_toks": max_new_tokens}) or None
+    return sampled | ({} if max_new_tokens is None else {"max_gen_toks": max_new_tokens})
 
 
 def write_samples(result: ArmResult, path: Path) -> None:

@@ -1,11 +1,15 @@
 """Tasks for lm-eval: its own by name, and from local files the bundled word problems and GSM8K."""
 
-from collections.abc import Sequence
+import random
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import lm_eval.tasks
+import numpy
+import torch
 import yaml
 from lm_eval.tasks import TaskManager
 
@@ -13,15 +17,35 @@ from specgen.bundled import evaluation_directory
 from specgen.config import UserError, require
 from specgen.spelling import did_you_mean
 
+_SEED = 1234  # lm-eval's default
 _FORMATS = {".jsonl": "json", ".parquet": "parquet"}  # suffix: builder of ``datasets``
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tasks:
-    """The arguments of ``simple_evaluate``: lm-eval's task names, or whole configurations for local data."""
+    """lm-eval's task names, or whole configurations for local data."""
 
     manager: TaskManager
     configs: list[str | dict[str, Any]]
+
+    def load(self, num_fewshot: int | None, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """The tasks for lm-eval's ``evaluate``, the same documents and examples at every call.
+
+        As its ``simple_evaluate`` makes them, which besides collects what a run's manifest has anyway, for seconds an
+        arm. ``num_fewshot`` replaces the number of examples of tasks that have any, unless None, and ``arguments``
+        are over those of tasks that generate texts.
+        """
+        random.seed(0)
+        numpy.random.seed(_SEED)
+        torch.manual_seed(_SEED)
+        loaded: dict[str, Any] = self.manager.load(deepcopy(self.configs))
+        for task in loaded["tasks"].values():
+            own = task.get_config("num_fewshot")
+            task.set_config("num_fewshot", own or 0 if num_fewshot is None or own == 0 else num_fewshot)
+            if task.get_config("output_type") == "generate_until":
+                task.set_config("generation_kwargs", arguments, update=True)
+            task.set_fewshot_seed(_SEED)
+        return loaded
 
 
 def find_tasks(names: Sequence[str], data_path: Path | None) -> Tasks:

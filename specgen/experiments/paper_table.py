@@ -1,6 +1,6 @@
 """A comparison as a table for a paper: Markdown, LaTeX, or CSV with one line for each data set, head and category."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from specgen.config import ExportName
@@ -24,12 +24,7 @@ _SPECIAL = {
 
 def exported(found: Comparison, name: ExportName) -> str:
     """``found`` in the format ``name``; ends with a line break."""
-    formats: Mapping[ExportName, Callable[[Comparison], str]] = {
-        "md": _markdown,
-        "latex": _latex,
-        "csv": _csv,
-    }
-    return formats[name](found)
+    return {"md": _markdown, "latex": _latex, "csv": _csv}[name](found)
 
 
 def _with_speed(found: Comparison) -> bool:
@@ -51,18 +46,26 @@ def _note(found: Comparison) -> str:
     )
 
 
-def _cells(
-    found: Comparison, head: str, bold: Callable[[str], str], small: Callable[[str], str]
-) -> Iterator[str]:
-    """The cells of a head's row: length and speed for each data set, then the mean."""
-    for data in found.runs.data:
-        best = leads(found, data) and leader(found, data) == head
-        yield _length(found.length(data, head), bold if best else str, small)
-        if _with_speed(found):
-            times = found.speeds.times(data, head, PLAIN)
-            yield ratio(times.median) + small(between(times.ends, ratio)) if times else DASH
-    if len(found.runs.data) > 1:
-        yield _length(mean_length(found, head), str, small)
+def _table(
+    found: Comparison, bold: Callable[[str], str], small: Callable[[str], str]
+) -> tuple[list[tuple[str | None, str]], dict[str, list[str]]]:
+    """Columns (data set, or None for their mean, and figure), and the cells of each head."""
+    kinds = ("length", "speed") if _with_speed(found) else ("length",)
+    several = len(found.runs.data) > 1
+    names: list[tuple[str | None, str]] = [(data, kind) for data in found.runs.data for kind in kinds]
+    names += [(None, "length")] * several
+
+    def cells(head: str) -> Iterator[str]:
+        for data in found.runs.data:
+            best = leads(found, data) and leader(found, data) == head
+            yield _length(found.length(data, head), bold if best else str, small)
+            if "speed" in kinds:
+                times = found.speeds.times(data, head, PLAIN)
+                yield ratio(times.median) + small(between(times.ends, ratio)) if times else DASH
+        if several:
+            yield _length(mean_length(found, head), str, small)
+
+    return names, {head: list(cells(head)) for head in found.runs.heads}
 
 
 def _length(length: Length | None, mark: Callable[[str], str], small: Callable[[str], str]) -> str:
@@ -72,45 +75,35 @@ def _length(length: Length | None, mark: Callable[[str], str], small: Callable[[
 
 
 def _markdown(found: Comparison) -> str:
-    kinds = ("length", "speed") if _with_speed(found) else ("length",)
-    names = [f"{data} {kind}" for data in found.runs.data for kind in kinds]
-    names += ["mean length"] if len(found.runs.data) > 1 else []
-    rows = [["head", *names], ["---", *["---:"] * len(names)]]
-    for head in found.runs.heads:
-        cells = _cells(found, head, lambda text: f"**{text}**", lambda text: f" {text}")
-        rows.append([head, *cells])
+    names, cells = _table(found, lambda text: f"**{text}**", lambda text: f" {text}")
+    rows = [["head", *(f"{data or 'mean'} {kind}" for data, kind in names)], ["---", *["---:"] * len(names)]]
+    rows += [[head, *each] for head, each in cells.items()]
     lines = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
     return "\n".join([*lines, "", _note(found)]) + "\n"
 
 
 def _latex(found: Comparison) -> str:
     """For the package booktabs."""
-    speed, several = _with_speed(found), len(found.runs.data) > 1
-    width = 2 if speed else 1
-    tops = [rf"\multicolumn{{{width}}}{{c}}{{{_escaped(data)}}}" for data in found.runs.data]
-    under = [each for _ in found.runs.data for each in (r"$\tau$", "speed")[:width]]
-    mean = ["mean"] if several else []
-    lines = [
-        r"\begin{table}",
-        r"\centering",
-        rf"\caption{{$\tau$: {_escaped(_note(found))}}}",
-        r"\begin{tabular}{l" + "r" * (len(under) + len(mean)) + "}",
-        r"\toprule",
-        _line(["", *tops, *mean]),
-        _line(["head", *under, *([r"$\tau$"] if several else [])]),
-        r"\midrule",
+    from pandas import DataFrame, MultiIndex  # takes half a second
+
+    names, cells = _table(found, lambda text: rf"\textbf{{{text}}}", lambda text: rf" {{\scriptsize {text}}}")
+    columns = [
+        (_escaped(data) if data else r"\emph{mean}", {"length": r"$\tau$"}.get(kind, kind))
+        for data, kind in names
     ]
-    for head in found.runs.heads:
-        cells = _cells(
-            found, head, lambda text: rf"\textbf{{{text}}}", lambda text: rf" {{\scriptsize {text}}}"
-        )
-        lines.append(_line([_escaped(head), *cells]))
-    lines += [r"\bottomrule", r"\end{tabular}", r"\end{table}", "% needs the package booktabs"]
-    return "\n".join(lines) + "\n"
-
-
-def _line(cells: Sequence[str]) -> str:
-    return " & ".join(cells) + r" \\"
+    table = DataFrame(
+        list(cells.values()),
+        index=list(map(_escaped, cells)),
+        columns=MultiIndex.from_tuples(columns, names=["", "head"]),
+    )
+    text: str = table.style.to_latex(
+        hrules=True,
+        multicol_align="c",
+        column_format="l" + "r" * len(names),
+        position_float="centering",
+        caption=rf"$\tau$: {_escaped(_note(found))}",
+    )
+    return text + "% needs the package booktabs\n"
 
 
 def _escaped(text: str) -> str:
