@@ -24,7 +24,7 @@ from specgen.bench.bound import (
 from specgen.bench.explain import step_seconds
 from specgen.bench.marks import Window
 from specgen.events import Event, Finished, Prefilled, Stepped, Submitted, Verified
-from specgen.experiments.repeat import inter_token_seconds
+from specgen.experiments.turns import inter_token_seconds
 from specgen.models import gpt_oss
 from tests.engines import config_of, load_pair, loaded
 

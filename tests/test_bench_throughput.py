@@ -30,6 +30,7 @@ from specgen.engine.build import build_engine
 from specgen.engine.loading import Models
 from specgen.engine.warm_engine import WarmEngine
 from specgen.events import Submitted
+from specgen.experiments import plans
 from specgen.experiments import throughput as bench
 from specgen.experiments.plans import Plan, side_by_side
 from specgen.experiments.repeat import MedianRange
@@ -453,7 +454,7 @@ def test_the_bounds_of_a_bench_that_goes_on_are_of_one_bandwidth(
     """That of the copy which the table names, also for the rounds of the first command."""
 
     def bounds(bandwidth: float, repeats: int, values: tuple[str, ...]) -> list[float]:
-        monkeypatch.setattr(bench, "copy_bandwidth", lambda device: bandwidth)
+        monkeypatch.setattr(plans, "copy_bandwidth", lambda device: bandwidth)
         job = job_of(pair, "vllm-25196", *values, repeats=repeats)
         table = list(throughput(job, tmp_path))[-1]
         assert f"over {bandwidth / 1e12:.3g} TB/s of a copy" in table.conditions["bound"]

@@ -23,20 +23,23 @@ from specgen.config import EngineConfig, SamplingParams, UserError
 from specgen.engine.warm_engine import Run, WarmEngine
 from specgen.events import Event, Finished, Submitted, Verified, read, turn_id
 from specgen.experiments import heads_job
-from specgen.experiments.finished_runs import NO_HEADS, as_directory, read_runs, short_names
+from specgen.experiments.finished_runs import as_directory, read_runs, short_names
 from specgen.experiments.head_figures import Comparison, compare_runs
 from specgen.experiments.heads_job import DataSource, HeadsJob, HeadsRun
 from specgen.experiments.heads_page import moved_texts, page
 from specgen.experiments.heads_tables import leads, mean_length, verdicts
 from specgen.experiments.paper_table import exported
-from specgen.experiments.speed_rounds import PLAIN, RoundFile, Speeds
+from specgen.experiments.repeat import Repeat
+from specgen.experiments.rounds import PLAIN, Speeds
 from specgen.jobs import run as run_module
 from specgen.report.acceptance import fold_request
 from specgen.report.paired_requests import shared_requests
 from specgen.report.report import fold
 from specgen.rundir.interrupt import StoppedError
+from specgen.rundir.row_file import RowFile
 from specgen.text.tokenizer import Tokenizer, load_tokenizer
 from tests.jobs import Silent
+from tests.timed_engines import rounds_of
 
 pytestmark = pytest.mark.xdist_group("compare_heads")  # one comparison for all
 
@@ -228,12 +231,8 @@ def test_it_is_printed_again_from_directories(compared: tuple[Path, list[str], s
     assert "tokens/s" not in call(*runs)
 
 
-def test_the_page_has_every_request_and_no_markup_of_texts(
-    compared: tuple[Path, list[str], str], tmp_path: Path
-) -> None:
+def test_the_page_says_how_it_was_made_and_runs_nothing(compared: tuple[Path, list[str], str]) -> None:
     page = (compared[0] / "compare.html").read_text()
-    assert all(f"<title>{name}" in page for name in rows(compared[0] / "bundled" / "drafter"))
-    assert "gsm8k: drafter-two-layers against drafter" in page
     assert "<script" not in page
     assert "<dt>command</dt>" in page
 
@@ -259,7 +258,9 @@ def test_texts_of_the_requests_that_moved_most_are_those_of_both_heads(
             steps_of = [each for each in recorded if isinstance(each, Verified) and each.sequence == name]
             drafts = sum(span.style in {f"d{i}" for i in range(K)} for span in shown.spans)
             assert drafts == sum(min(each.accepted, each.emitted) for each in steps_of)
-        assert entry.note == f"{first} {lengths[0]:.2f}, {ours} {lengths[1]:.2f}"
+        assert re.fullmatch(
+            rf"{first} {lengths[0]:.2f} in \d+ steps?, {ours} {lengths[1]:.2f} in {steps} steps?", entry.note
+        )
         gains.append(abs(lengths[1] - lengths[0]))
     assert gains == sorted(gains, reverse=True)
     assert len(gains) > 10
@@ -275,13 +276,15 @@ def test_texts_of_the_requests_that_moved_most_are_those_of_both_heads(
 
 
 def test_every_category_is_once_on_the_page(tmp_path: Path) -> None:
-    paths = [a_run(tmp_path / head, head, simulated(0.5, n, 45), groups=9) for n, head in enumerate("ab")]
+    paths = [
+        a_run(tmp_path / head, head, simulated(0.5, n, 45), groups=9, group="<b>")
+        for n, head in enumerate("ab")
+    ]
     shown = page(compare_runs(read_runs(paths), Speeds()), {})
     titles = re.findall(r"<h2>mine: by category \((\d of \d)\)</h2>", shown)
     assert titles == ["1 of 3", "2 of 3", "3 of 3"]
-    assert [shown.count(f'<th scope="row">group {n}</th>') for n in range(9)] == [1] * 9
-    assert "&lt;0&gt;" in shown
-    assert "<0>" not in shown
+    assert [shown.count(f'<th scope="row">&lt;b&gt; {n}</th>') for n in range(9)] == [1] * 9
+    assert "<b>" not in shown
 
 
 def test_categories_are_paired(tmp_path: Path) -> None:
@@ -568,22 +571,42 @@ def test_options_that_make_no_sense_are_refused(tmp_path: Path) -> None:
 
 def test_ratios_are_within_a_round_and_one_round_has_none() -> None:
     rounds = [{PLAIN: 100.0, "a": 150.0}, {PLAIN: 50.0, "a": 100.0}, {PLAIN: 200.0, "a": 200.0}]
-    times = Speeds(rounds={"mine": rounds}).times("mine", "a", PLAIN)
+    times = Speeds(rounds={"mine": rounds_of(rounds)}).times("mine", "a", PLAIN)
     assert times is not None
     assert (times.median, times.ends) == (1.5, (1.0, 2.0))
-    assert Speeds(rounds={"mine": rounds[:1]}).times("mine", "a", PLAIN) is None
-    assert Speeds(rounds={"mine": rounds[:1]}).speed("mine", "a") is None
+    one = Speeds(rounds={"mine": rounds_of(rounds[:1])})
+    assert one.times("mine", "a", PLAIN) is one.speed("mine", "a") is None
 
 
 def test_rounds_of_other_conditions_and_torn_lines_do_not_count(tmp_path: Path) -> None:
-    file = RoundFile(tmp_path / "speed.jsonl", {"mine": "now"})
-    RoundFile(tmp_path / "speed.jsonl", {"mine": "before"}).add("mine", {"a": 1.0})
-    file.add("mine", {"a": 2.0})
-    with (tmp_path / "speed.jsonl").open("a") as torn:
-        torn.write('{"data": "mine", "under": "now", "tok')
-    assert file.speeds().rounds == {"mine": [{"a": 2.0}]}
-    file.add("mine", {"a": 3.0})
-    assert file.speeds().rounds == {"mine": [{"a": 2.0}, {"a": 3.0}]}
+    path = tmp_path / "compare.rounds.jsonl"
+
+    def speeds(under: str, *added: float) -> dict[str, Any]:
+        file = RowFile(path)
+        found = Speeds.of(file.values(), {"mine": under}, file)
+        for speed in added:
+            found.rounds["mine"].add({"a": Repeat(seconds=1.0, num_tokens=speed)})
+        return found.to_json()
+
+    assert speeds("before", 1.0) == {"mine": [{"a": 1.0}]}
+    assert speeds("now") == {}
+    speeds("now", 2.0)
+    with path.open("a") as torn:
+        torn.write('{"id": "mine now round 2", "under": "mine now", "ar')
+    assert speeds("now") == {"mine": [{"a": 2.0}]}
+    assert speeds("now", 3.0) == {"mine": [{"a": 2.0}, {"a": 3.0}]}
+    assert speeds("before") == {"mine": [{"a": 1.0}]}
+
+
+def test_speeds_of_an_earlier_version_are_refused(
+    compared: tuple[Path, list[str], str], tmp_path: Path
+) -> None:
+    shutil.copytree(compared[0], tmp_path / "out")
+    (tmp_path / "out" / "compare.rounds.jsonl").rename(tmp_path / "out" / "speed.jsonl")
+    with pytest.raises(
+        UserError, match=r"out holds speeds of an earlier version \(speed.jsonl\): run its command"
+    ):
+        call(tmp_path / "out")
 
 
 def test_every_arm_is_warm_and_has_the_same_requests_tokenized_before_and_another_begins_in_every_round(
@@ -593,9 +616,9 @@ def test_every_arm_is_warm_and_has_the_same_requests_tokenized_before_and_anothe
     running: list[str] = []
 
     class Watched(WarmEngine):
-        def run(self, *asked: Any) -> Run:
+        def run(self, **asked: Any) -> Run:
             running.append("a run")
-            found = super().run(*asked)
+            found = super().run(**asked)
             running.clear()
             requests = [request.prompt_token_ids for request in self._requests]
             runs.append(
@@ -609,7 +632,7 @@ def test_every_arm_is_warm_and_has_the_same_requests_tokenized_before_and_anothe
 
     encode = Tokenizer.encode_rendered
     monkeypatch.setattr(Tokenizer, "encode_rendered", idle)
-    monkeypatch.setattr("specgen.experiments.interleaved.WarmEngine", Watched)
+    monkeypatch.setattr("specgen.experiments.turns.WarmEngine", Watched)
     bundled = replace(
         a_job(compared[0]), data=(DataSource(dataset="bundled"),), num_prompts=2, drafters=heads()[:2]
     )
@@ -676,7 +699,11 @@ def test_a_stopped_comparison_goes_on(compared: tuple[Path, list[str], str], tmp
             speeds = at_work(a_job(data), out, Stop(asked))
         except StoppedError:
             stops += 1
-        kept = (out / "speed.jsonl").read_text().splitlines() if (out / "speed.jsonl").exists() else []
+        kept = (
+            (out / "compare.rounds.jsonl").read_text().splitlines()
+            if (out / "compare.rounds.jsonl").exists()
+            else []
+        )
         assert kept[: len(lines)] == lines
         lines = kept
     assert stops == 3
@@ -803,10 +830,10 @@ def test_nothing_is_bold_that_the_data_cannot_tell(tmp_path: Path) -> None:
 
 def test_no_head_is_called_as_something_else_in_a_table() -> None:
     names = short_names(
-        ["heads/data", "runs/plain decoding", "plain decoding", "a/ngram-4", "ngram:4"], NO_HEADS
+        ["heads/data", "runs/plain decoding", "plain decoding", "a/ngram-4", "ngram:4"], taken=PLAIN
     )
     assert list(names.values()) == [
-        *("heads/data", "runs/plain decoding", "plain decoding (2)", "ngram-4", "ngram:4 (2)")
+        *("data", "runs/plain decoding", "plain decoding (2)", "ngram-4", "ngram:4 (2)")
     ]
     assert len({as_directory(name) for name in names.values()}) == 5
     assert [as_directory(name) for name in (".", "../a")] == ["_", "_--a"]

@@ -30,8 +30,10 @@ from specgen.core.sequence import Request
 from specgen.engine.build import build_engine
 from specgen.engine.warm_engine import Run
 from specgen.events import Event, Prefilled, Stepped, Submitted, Touched, Verified
-from specgen.experiments.repeat import Repeat, Repeats, Yardstick
+from specgen.experiments.plans import Yardstick
+from specgen.experiments.repeat import Repeats
 from specgen.experiments.throughput_table import Result, table
+from specgen.experiments.turns import repeat_of
 from specgen.models.expert_counts import ExpertCounts, ExpertSize, num_touched
 from specgen.models.mixture import Mixture
 from specgen.report.experts_touched import experts_table
@@ -325,7 +327,7 @@ def test_the_throughput_bench_says_what_steps_touched_and_what_that_costs() -> N
 
     def shown(events: list[Event]) -> BenchTable:
         run = Run(completions={}, events=events, seconds=1.0, num_spec_tokens=4)
-        repeat = replace(Repeat.of(run, yardstick), texts={"a": "1"})
+        repeat = replace(repeat_of(run, yardstick), texts={"a": "1"})
         results = [Result(arm=matrix.arms[0], repeats=Repeats(each={"round 1": repeat}))]
         return table(matrix, {}, results, [], yardstick)
 

@@ -13,7 +13,7 @@ from specgen.evaluation.evaluation_tables import page as eval_page
 from specgen.experiments.finished_runs import read_runs
 from specgen.experiments.head_figures import compare_runs
 from specgen.experiments.heads_page import page as compare_page
-from specgen.experiments.speed_rounds import PLAIN, Speeds
+from specgen.experiments.rounds import PLAIN, Speeds
 from specgen.experiments.tune_table import COLUMNS, _plots
 from specgen.report.folder import listed
 from specgen.report.origin import run_title
@@ -28,6 +28,7 @@ from tests.test_compare_heads import a_run as a_head
 from tests.test_compare_heads import simulated
 from tests.test_folder import a_directory
 from tests.test_report_html import Page, a_run
+from tests.timed_engines import rounds_of
 
 pytestmark = pytest.mark.xdist_group("pages")  # one browser for all
 
@@ -57,7 +58,8 @@ def of_a_comparison(root: Path) -> str:
             (path / "manifest.json").write_text(json.dumps(manifest))
             paths.append(path)
     rounds = [{PLAIN: 1000.0, **dict.fromkeys(HEADS, 1234.5 * turn)} for turn in (1, 2, 3)]
-    return compare_page(compare_runs(read_runs(paths), Speeds(rounds={"mt-bench": rounds})), {})
+    speeds = Speeds(rounds={"mt-bench": rounds_of(rounds)})
+    return compare_page(compare_runs(read_runs(paths), speeds), {})
 
 
 def of_a_tune() -> str:

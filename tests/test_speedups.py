@@ -9,9 +9,10 @@ from scipy import stats
 
 from specgen.events import Touched
 from specgen.experiments.race import Standing
-from specgen.experiments.repeat import Repeat, Repeats, digest
+from specgen.experiments.repeat import Repeat, Repeats
 from specgen.experiments.throughput_table import wall_tables
 from specgen.experiments.tune_table import best_line
+from specgen.experiments.turns import digest
 from specgen.report.timings import LatencyStats
 from specgen.report.wall_time import WallTime
 

@@ -1,6 +1,6 @@
 """Engines of a bench whose runs take the time that a test says, on a pair that is never computed."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -13,7 +13,9 @@ from specgen.bench.matrices import Workload
 from specgen.config import DraftLength, EngineConfig
 from specgen.core.sequence import Completion, Request
 from specgen.engine.warm_engine import Run
-from specgen.experiments import throughput, turns
+from specgen.experiments import plans, turns
+from specgen.experiments.repeat import Repeat
+from specgen.experiments.rounds import Rounds
 from specgen.experiments.tune import TuneJob
 
 RUN = {  # seconds by K and drafter batch
@@ -24,6 +26,14 @@ RUN = {  # seconds by K and drafter batch
     (4, "non-padded"): 4.1,
 }
 Seconds = Callable[[EngineConfig, int], float]  # of the n-th run of an engine, its warm-up first
+
+
+def rounds_of(speeds: Sequence[Mapping[str, int | float]]) -> Rounds:
+    """Rounds with these tokens per second by arm."""
+    rounds = Rounds()
+    for each in speeds:
+        rounds.add({arm: Repeat(seconds=1.0, num_tokens=speed) for arm, speed in each.items()})
+    return rounds
 
 
 def write_tiny(path: Path) -> Path:
@@ -60,7 +70,7 @@ class _Engine:
             yield self._timed.seconds(self._config, number)
             number += 1
 
-    def run(self) -> Run:
+    def run(self, until: Callable[[], bool]) -> Run:
         self._timed.order.append(self._config)
         seconds = next(self._runs)
         self._timed.clock += seconds
@@ -77,11 +87,11 @@ def install(monkeypatch: pytest.MonkeyPatch, seconds: Seconds) -> Timed:
     """The engines of every bench of this test."""
     timed = Timed(seconds)
     monkeypatch.setattr(turns, "WarmEngine", timed.engine)
-    for module in (throughput, turns):
+    for module in (plans, turns):
         monkeypatch.setattr(
             module, "free_memory", lambda: None
         )  # nothing is taken, and collecting takes long
-    monkeypatch.setattr(throughput, "copy_bandwidth", lambda device: 1e10)  # measuring it takes half a second
+    monkeypatch.setattr(plans, "copy_bandwidth", lambda device: 1e10)  # measuring it takes half a second
     return timed
 
 

@@ -11,6 +11,7 @@ import typer
 from specgen.bundled import heads, pair
 from specgen.cli.config_file import repeating
 from specgen.cli.generating import KEPT_NOWHERE, RESUMES
+from specgen.cli.measuring import turns
 from specgen.cli.options import NUM_PROMPTS, Only, given_fields, with_options
 from specgen.cli.printing import print_files, print_parts
 from specgen.cli.progress_bar import QUIET, progress
@@ -150,7 +151,7 @@ def _run(job: "HeadsJob", output: Path | None, config: str, quiet: bool) -> "Com
     remedy = KEPT_NOWHERE if output is None else RESUMES
     with interruptible() as interrupt, directory(output, PLAN) as path:
         try:
-            run = HeadsRun(job, path, partial(progress, quiet), interrupt)
+            run = HeadsRun(job, path, partial(progress, quiet), interrupt, turns(quiet))
             write_text(path / "config.yaml", config)
             runs = run.generate()
             found = compare_runs(runs, run.measure(runs))
@@ -168,7 +169,7 @@ def read_comparison(directories: "Sequence[Path]") -> "Comparison":
     """The comparison of finished runs, and the speeds of a comparison's directory."""
     from specgen.experiments.finished_runs import read_runs, read_speeds, run_directories
     from specgen.experiments.head_figures import compare_runs
-    from specgen.experiments.speed_rounds import Speeds
+    from specgen.experiments.rounds import Speeds
 
     runs = [run for directory in directories for run in run_directories(directory)]
     speeds = read_speeds(directories[0]) if len(directories) == 1 else Speeds()

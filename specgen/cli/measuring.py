@@ -46,7 +46,7 @@ def _print_turn(turn: "Turn") -> None:
 
 
 def _said(turn: "Turn") -> str:
-    if turn.failed:
+    if turn.failure is not None:
         return "failed"
     if turn.repeat is None:
         return "warmed up"

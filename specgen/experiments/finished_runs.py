@@ -1,6 +1,6 @@
 """Finished runs of heads, read from their directories; runs that cannot be compared are refused."""
 
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path, PurePath
@@ -8,13 +8,15 @@ from typing import Any
 
 from specgen.config import require
 from specgen.display import from_here
-from specgen.experiments.speed_rounds import FILE, RoundFile, Speeds
+from specgen.experiments.rounds import PLAIN, Speeds
 from specgen.json_fields import load_json
 from specgen.report.other_directories import COMPARISON
 from specgen.report.unfinished import load_so_far, unfinished
 from specgen.report.unlike_settings import unlike_settings
+from specgen.rundir.row_file import Rows
 
 PLAN = COMPARISON  # its runs, and when and how it was made
+ROUNDS, _EARLIER_ROUNDS = "compare.rounds.jsonl", "speed.jsonl"
 _HEADS_OWN = ("engine.drafter", "fingerprints.drafter")
 _DECISIVE = (  # for acceptance; the others, such as the batch, the device or a version, are named
     "engine.model",
@@ -120,7 +122,13 @@ def read_speeds(directory: Path) -> Speeds:
     """The speeds of the comparison in ``directory``; none of anything else."""
     if not is_comparison(directory):
         return Speeds()
-    return RoundFile(directory / FILE, load_json(directory / PLAN, "compare again")["under"]).speeds()
+    require(
+        (directory / ROUNDS).exists() or not (directory / _EARLIER_ROUNDS).exists(),
+        f"{directory} holds speeds of an earlier version ({_EARLIER_ROUNDS}): run its command again, which "
+        "measures them anew, or give its run directories",
+    )
+    under = load_json(directory / PLAN, "compare again")["under"]
+    return Speeds.of(Rows(directory / ROUNDS).values(), under)
 
 
 def _read(directory: Path) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
@@ -157,7 +165,7 @@ def _heads(manifests: Sequence[Mapping[str, Any]]) -> list[str]:
         digest: path if all_paths.count(path) == 1 else f"{path}@{digest[:_DIGEST]}"
         for digest, path in paths.items()
     }
-    names = short_names(labels.values(), NO_HEADS)
+    names = short_names(labels.values(), taken=PLAIN)
     return [names[labels[digest]] for digest in weights]
 
 
@@ -190,22 +198,15 @@ def _refuse(directories: Sequence[Path], unlike: Mapping[str, Sequence[Any]]) ->
 _FILES = (".json", ".jsonl", ".csv", ".txt", ".parquet")  # a head's name may have another dot
 
 
-# what tables of heads call other things
-NO_HEADS = {
-    *("plain decoding", "data", "requests", "category", "request", "steps", "difference", "p", "ends"),
-    *("head", "heads", "arm", "identical", "range"),
-}
-
-
-def short_names(paths: Iterable[str], taken: Container[str] = ()) -> dict[str, str]:
+def short_names(paths: Iterable[str], taken: str | None = None) -> dict[str, str]:
     """The name of each path: its last part, with as many before it as it takes to differ from earlier names.
 
-    They differ as directories too, and none is in ``taken``.
+    They differ as directories too, and none is ``taken``.
     """
     names: dict[str, str] = {}
     directories: set[str] = set()
     for path in dict.fromkeys(paths):
-        free = (name for name in _names(path) if name not in taken and as_directory(name) not in directories)
+        free = (name for name in _names(path) if name != taken and as_directory(name) not in directories)
         names[path] = next(free)
         directories.add(as_directory(names[path]))
     return names

@@ -7,7 +7,7 @@ from itertools import combinations
 from typing import Any, Self
 
 from specgen.experiments.finished_runs import HeadRun, HeadRuns
-from specgen.experiments.speed_rounds import Speeds
+from specgen.experiments.rounds import Speeds
 from specgen.report.intervals import Interval, student_t
 from specgen.report.paired_requests import (
     Answer,

@@ -2,7 +2,8 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -11,25 +12,28 @@ from specgen.checkpoints.fingerprint import fingerprint
 from specgen.config import EngineConfig, SamplingParams, UserError, ngram_length, require
 from specgen.core.sequence import Request
 from specgen.device import choose_device
+from specgen.engine.arms import Arm
 from specgen.engine.choices import resolve
 from specgen.engine.generation_config import generation_config
-from specgen.engine.loading import OneTarget, load_chat_tokenizer, open_checkpoints
-from specgen.experiments.finished_runs import NO_HEADS, PLAN, HeadRuns, as_directory, read_runs, short_names
-from specgen.experiments.interleaved import Turns, all_turns
-from specgen.experiments.speed_rounds import FILE, LEAST_ROUNDS, PLAIN, RoundFile, Speeds
+from specgen.engine.loading import Models, OneTarget, load_chat_tokenizer, open_checkpoints
+from specgen.engine.memory import room_for_turns
+from specgen.experiments.finished_runs import PLAN, ROUNDS, HeadRuns, as_directory, read_runs, short_names
+from specgen.experiments.plans import Plan, all_together
+from specgen.experiments.rounds import LEAST_ROUNDS, PLAIN, Rounds, Speeds
+from specgen.experiments.turns import Turn, Turns, Watch, nobody
 from specgen.jobs.job import Job
 from specgen.jobs.run import run
 from specgen.json_fields import OF_THE_MOMENT, load_json
-from specgen.prompts import open_prompts
+from specgen.prompts import Rejected, open_prompts, prompt_ids
 from specgen.prompts.load import STDIN
 from specgen.rundir.atomic import write_json
 from specgen.rundir.interrupt import StoppedError
 from specgen.rundir.progress import Progress
 from specgen.rundir.provenance import now
-from specgen.rundir.row_file import RowFile
+from specgen.rundir.row_file import RowFile, Rows
 from specgen.template_kwargs import PINNED_DATE
 
-_METHOD = "all turns at once, tokenized before; warmed up with all"  # other rounds are measured again
+_METHOD = "turns as in tune: the KV cache that the requests need"  # other rounds are measured again
 _REMEDY = "remove the directory, or name another"
 
 
@@ -86,7 +90,7 @@ class HeadsJob:
     @property
     def heads(self) -> Mapping[str, str]:
         """The drafters by short name."""
-        return {name: drafter for drafter, name in short_names(self.drafters, NO_HEADS).items()}
+        return {name: drafter for drafter, name in short_names(self.drafters, taken=PLAIN).items()}
 
     @property
     def sources(self) -> Mapping[str, DataSource]:
@@ -138,14 +142,20 @@ def directory_of(path: Path, data: str, head: str) -> Path:
 class HeadsRun:
     """A job at work in the directory ``path``, which holds what an earlier command has done of it.
 
-    ``progress`` makes the display of one run from its name. Once ``until`` is true a method ends with ``StoppedError``;
-    runs and rounds that are done are kept.
+    ``progress`` makes the display of one run from its name; ``watch`` is told of turns. Once ``until`` is true a method
+    ends with ``StoppedError``; runs and rounds that are done are kept.
     """
 
     def __init__(
-        self, job: HeadsJob, path: Path, progress: Callable[[str], Progress], until: Callable[[], bool]
+        self,
+        job: HeadsJob,
+        path: Path,
+        progress: Callable[[str], Progress],
+        until: Callable[[], bool],
+        watch: Watch = nobody,
     ) -> None:
         self._job, self._path, self._progress, self._until = job, path, progress, until
+        self._watch = watch
         self._target = OneTarget()
         path.mkdir(parents=True, exist_ok=True)
         earlier = load_json(path / PLAN, _REMEDY) if (path / PLAN).exists() else {}
@@ -176,26 +186,66 @@ class HeadsRun:
         """The rounds of speeds that are missing, data set by data set; the plan is written before."""
         under = {data: self._conditions(runs, data) for data in runs.data}
         self._write_plan(under)
-        rounds = RoundFile(self._path / FILE, under)
-        for data, source in self._job.sources.items():
-            done = len(rounds.speeds().rounds.get(data, ()))
-            if done < self._job.repeats:
-                turns = Turns(self._arms(data), self._requests(runs, data, source), self._target, self._until)
-                for number in range(done, self._job.repeats):
-                    name = f"speeds on {data}, round {number + 1} of {self._job.repeats}"
-                    rounds.add(data, turns.round(number, self._progress(name)))
-                del turns  # the next engines need its memory
-        return rounds.speeds()
+        with closing(RowFile(self._path / ROUNDS)) as file:
+            speeds = Speeds.of(file.values(), under, file)
+            for data, rounds in speeds.rounds.items():
+                if rounds.incomplete([PLAIN, *self._job.heads], self._job.repeats):
+                    self._take_turns(data, self._plans(runs, data), rounds)
+        return speeds
 
-    def _requests(self, runs: HeadRuns, data: str, source: DataSource) -> list[Request]:
-        """What the first head's run answered, with its answers as the context of later turns."""
+    def _take_turns(self, data: str, plans: Sequence[Plan], rounds: Rounds) -> None:
+        def see(turn: Turn) -> None:
+            self._watch(replace(turn, arm=f"{turn.arm} on {data}"))
+            if turn.failure is not None:  # a round without one of them has no ratios
+                raise turn.failure
+
+        def load(plan: Plan) -> Models:
+            return self._target.load(plan.config, open_checkpoints(plan.config))
+
+        def due(arms: Sequence[str], rounds: Rounds) -> list[str]:
+            return rounds.incomplete(arms, self._job.repeats)
+
+        turns = Turns(load, None, rounds, see, self._until)
+        for _ in turns.run(plans, due, most=self._job.repeats, plain=PLAIN):
+            pass
+
+    def _plans(self, runs: HeadRuns, data: str) -> list[Plan]:
+        """Every arm, each asked the same; no prefix cache, which the second round would find filled."""
+        requests = tuple(self._requests(runs, data, self._job.sources[data]))
+        plans: list[Plan] = []
+        for name, config in self._arms(data).items():
+            checkpoints = open_checkpoints(config)
+            resolved = resolve(replace(config, prefix_cache=False), checkpoints)
+            models = self._target.load(resolved, checkpoints)
+            arm = Arm(name=name, changes={"drafter": config.drafter, "K": config.draft_length.most})
+            plans.append(Plan.of(arm, resolved, models, requests))
+        return all_together(plans, room_for_turns(plans[0].config, models))
+
+    def _requests(self, runs: HeadRuns, data: str, source: DataSource) -> Iterator[Request]:
+        """Every turn that the first head's run answered, with its answers as the context of the turns behind.
+
+        So every arm is asked the same, all at once, and nothing is left to tokenize where it is timed.
+        """
         first = next(run for run in runs.runs if run.data == data)
-        rows = RowFile(first.directory / "completions.jsonl")
-        prompts = open_prompts(source.dataset, data_path=source.path, num_prompts=self._job.num_prompts)
+        answers = Rows(first.directory / "completions.jsonl")
         config = self._one(data, first.head).engine
         tokenizer = load_chat_tokenizer(config, open_checkpoints(config))
-        answers = {name: str(row["text"]) for name, row in rows.items()}
-        return list(all_turns(list(prompts), answers, self._sampling, tokenizer))
+        for prompt in open_prompts(source.dataset, data_path=source.path, num_prompts=self._job.num_prompts):
+            if isinstance(prompt, Rejected):
+                continue
+            earlier: list[str] = []
+            for turn, name in enumerate(prompt.turn_ids, start=1):
+                if name not in answers:
+                    break
+                yield Request(
+                    id=name,
+                    prompt_token_ids=tuple(prompt_ids(prompt, tokenizer, earlier)[1]),
+                    sampling=replace(self._sampling, **prompt.sampling),
+                    category=prompt.category,
+                    turn=turn,
+                    num_turns=len(prompt.turn_ids),
+                )
+                earlier.append(str(answers[name]["text"]))
 
     @property
     def _sampling(self) -> SamplingParams:

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from specgen.config import UserError
-from specgen.display import DASH, checkpoint_name, clip, count, plain, several
+from specgen.display import checkpoint_name, clip, plain, several
 from specgen.events import read
-from specgen.experiments.finished_runs import PLAN, HeadRun, HeadRuns
+from specgen.experiments.finished_runs import PLAN, HeadRun
 from specgen.experiments.head_figures import Comparison, HeadPair, Length
 from specgen.experiments.heads_tables import (
     categories_table,
@@ -26,12 +26,12 @@ from specgen.experiments.heads_tables import (
     verdicts,
 )
 from specgen.json_fields import load_json
-from specgen.report.charts import Lines, Point, Scatter, Spot, lengths
+from specgen.report.charts import Lines, Point, lengths
 from specgen.report.origin import origin
 from specgen.report.page import Page
 from specgen.report.paired_requests import Pair, with_steps
 from specgen.report.run_texts import keys_of, texts_of
-from specgen.report.table import Column, Row, Table
+from specgen.report.table import Column, Table
 from specgen.report.tables import curve, curves
 from specgen.report.text_list import Entry, ShownText, TextList, within
 from specgen.report.token_sources import Trace, traced
@@ -40,6 +40,10 @@ from specgen.text.tokenizer import Tokenizer, load_tokenizer
 
 _CATEGORIES = 4  # of one chart
 _NAMED = 2  # heads and data sets that a title names
+_SHOWN = 5  # of the requests that moved most, on either side
+_PROMPT = 80  # characters of one
+_SPECIAL = re.compile(r"<[|/\w]+>")  # tokens of chat templates
+_PAGE_BYTES = 2_000_000  # of texts
 
 
 def write_comparison(found: Comparison, path: Path) -> None:
@@ -82,16 +86,12 @@ def _title(found: Comparison) -> str:
 
 def _tables(found: Comparison) -> Iterator[Table]:
     yield replace(lengths_table(found), lines=_lengths_chart(found))
-    first = found.runs.heads[0]
     for data in found.runs.data:
         yield _of_data(positions_table(found), data, _curves(found, data))
         if found.pairs:
             yield _of_data(pairs_table(found), data)
         yield from _categories(found, data)
         yield _of_data(speeds_table(found), data)
-        for pair in found.pairs:
-            if (pair.data, pair.first) == (data, first):
-                yield moved_table(pair, found.runs)
     yield _runs_table(found)
 
 
@@ -187,33 +187,6 @@ def _runs_table(found: Comparison) -> Table:
     )
 
 
-_SHOWN = 5  # on either side
-_POINTS = 1000  # of a chart
-_PROMPT = 80  # characters
-_SPECIAL = re.compile(r"<[|/\w]+>")  # tokens of chat templates
-
-
-def moved_table(pair: HeadPair, runs: HeadRuns) -> Table:
-    """A point for each request, and a row for each that ``moved`` most."""
-    most = moved(pair)
-    run = runs.of(pair.data, pair.ours)
-    assert run is not None
-    prompts = {
-        name: last_words(row["prompt"])
-        for name, row in rows_of(run.directory, {ours.name for ours, _ in most}).items()
-    }
-    columns = [Column(name="request"), Column(name="category"), Column(name="steps")]
-    columns += [Column(name=name, title=name, show=plain) for name in (pair.first, pair.ours, "difference")]
-    return Table(
-        title=f"{pair.data}: {pair.ours} against {pair.first}",
-        note="the mean acceptance length of each request; in the table those that moved most, with the end of their "
-        f"prompt and the steps of {pair.ours}; above the line {pair.ours} is ahead",
-        lines=_points(pair, run.report["num_spec_tokens"]) if most else None,
-        columns=tuple(columns),
-        rows=tuple(_row(each, pair, prompts) for each in most),
-    )
-
-
 def moved(pair: HeadPair) -> list[Pair]:
     """The requests with the largest differences of their own mean acceptance length, gains first."""
     ordered = sorted(with_steps(pair.requests), key=gain, reverse=True)
@@ -222,39 +195,10 @@ def moved(pair: HeadPair) -> list[Pair]:
     return [*gains, *losses]
 
 
-def _points(pair: HeadPair, num_spec_tokens: int) -> Scatter:
-    """A point for each request, or for every n-th where they are many."""
-    drafted, ticks = with_steps(pair.requests), lengths(num_spec_tokens)
-    every = -(-len(drafted) // _POINTS)
-    spots = [Spot(name=ours.name, x=first.length, y=ours.length) for ours, first in drafted[::every]]
-    return Scatter(
-        title=f"{'One in ' + count(every) + ' requests' if every > 1 else 'Requests'} of {pair.data}",
-        ticks=ticks,
-        show=plain,
-        across=ticks,
-        label=pair.first,
-        side=pair.ours,
-        groups={pair.ours: spots},
-        guide=[(ticks[0], ticks[0]), (ticks[-1], ticks[-1])],
-    )
-
-
 def gain(pair: Pair) -> float:
     """How much longer the first of ``pair`` is."""
     ours, first = pair
     return ours.length - first.length
-
-
-def _row(each: Pair, pair: HeadPair, prompts: dict[str, str]) -> Row:
-    ours, first = each
-    return {
-        "request": f"{ours.name}: {prompts.get(ours.name, '')}",
-        "category": ours.category or DASH,
-        "steps": ours.num_steps,
-        pair.first: first.length,
-        pair.ours: ours.length,
-        "difference": gain(each),
-    }
 
 
 def rows_of(directory: Path, names: Container[str]) -> dict[str, dict[str, Any]]:
@@ -267,9 +211,6 @@ def last_words(prompt: object) -> str:
     """The end of a prompt as the model saw it, without the tokens of chat templates."""
     words = " ".join(_SPECIAL.sub(" ", str(prompt)).split())
     return clip(words[::-1], _PROMPT)[::-1]
-
-
-_PAGE_BYTES = 2_000_000
 
 
 def moved_texts(found: Comparison, tokenizer: Tokenizer | None) -> TextList | None:
@@ -323,7 +264,10 @@ def _entry(pair: HeadPair, each: Pair, texts: Mapping[tuple[str, str], _Texts]) 
     return Entry(
         title=f"{pair.data} {ours.name}",
         labels={"heads": f"{pair.ours} against {pair.first}", "data": pair.data, **category},
-        note=", ".join(f"{head} {plain(side.length)}" for head, side in sides.items()),
+        note=", ".join(
+            f"{head} {plain(side.length)} in {several(side.num_steps, 'step')}"
+            for head, side in sides.items()
+        ),
         question=last_words(texts[pair.data, pair.ours].rows[ours.name]["prompt"]),
         texts=[shown for head in sides for shown in texts[pair.data, head].of(ours.name, head)],
     )

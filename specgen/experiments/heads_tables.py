@@ -17,7 +17,8 @@ from specgen.display import (
     ratio,
 )
 from specgen.experiments.head_figures import Comparison, HeadPair, Length, told
-from specgen.experiments.speed_rounds import PLAIN, Spread
+from specgen.experiments.repeat import MedianRange
+from specgen.experiments.rounds import PLAIN
 from specgen.report.paired_requests import num_identical
 from specgen.report.report import DEFINITIONS
 from specgen.report.table import Column, Row, Table
@@ -114,14 +115,15 @@ def lengths_table(found: Comparison) -> Table:
 
 
 def _head_column(head: str) -> Column:
-    return Column(name=head, show=plain, interval=f"{head} ends")
+    return Column(name=f"length of {head}", title=head, show=plain, interval=f"ends of {head}")
 
 
 def _lengths(lengths: Mapping[str, Length | None]) -> Row:
     """The cells of the heads, a dash where there is none."""
     row: dict[str, Any] = {}
     for head, length in lengths.items():
-        row |= {head: length.value if length else DASH, f"{head} ends": length.interval if length else None}
+        row[f"length of {head}"] = length.value if length else DASH
+        row[f"ends of {head}"] = length.interval if length else None
     return row
 
 
@@ -211,11 +213,16 @@ def categories_table(found: Comparison) -> Table:
         )
     ]
     columns = [Column(name="data", title="category"), Column(name="category", title="", wraps=True)]
-    columns += [Column(name=head, show=plain) for head in found.runs.heads]
+    columns += [Column(name=f"length of {head}", title=head, show=plain) for head in found.runs.heads]
     for head in others:
         columns += [
-            Column(name=f"{head} difference", title=f"{head} - {first}", show=plain, interval=f"{head} ends"),
-            Column(name=f"{head} p", title="p", show=p_value),
+            Column(
+                name=f"difference of {head}",
+                title=f"{head} - {first}",
+                show=plain,
+                interval=f"ends of {head}",
+            ),
+            Column(name=f"p of {head}", title="p", show=p_value),
         ]
     return Table(
         title="By category",
@@ -231,14 +238,14 @@ def _category(found: Comparison, data: str, category: str, first: str, others: S
     row: dict[str, Any] = {}
     for head in found.runs.heads:
         length = found.length(data, head, category)
-        row[head] = length and length.value
+        row[f"length of {head}"] = length and length.value
     for head in others:
         pair = found.of(data, head, first)
         figure = pair.categories.get(category) if pair else None
         row |= {
-            f"{head} difference": figure.paired.difference if figure else None,
-            f"{head} ends": figure.paired.interval if figure else None,
-            f"{head} p": figure.p if figure else None,
+            f"difference of {head}": figure.paired.difference if figure else None,
+            f"ends of {head}": figure.paired.interval if figure else None,
+            f"p of {head}": figure.p if figure else None,
         }
     return row
 
@@ -276,7 +283,7 @@ def speeds_table(found: Comparison) -> Table:
     )
 
 
-def _spread(name: str, spread: Spread | None, show: Show) -> Row:
+def _spread(name: str, spread: MedianRange | None, show: Show) -> Row:
     if spread is None:
         return {name: "", f"{name} range": ""}
     return {name: show(spread.median), f"{name} range": between(spread.ends, show)}

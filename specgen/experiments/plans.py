@@ -1,17 +1,22 @@
-"""What is known of a bench before a weight is read: its requests, the arms that can run, and their memory."""
+"""What is known before a weight is read: requests, the arms that can run, their memory, and the bound of their steps.
+
+``--dry-run`` prints it as a forecast.
+"""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, Self
 
 import torch
 
 from specgen import display
+from specgen.bench.bound import StepBytes, copy_bandwidth, matrix_flops
+from specgen.bench.environment import free_memory
 from specgen.bench.matrices import Workload
-from specgen.bench.workload import Prompts, kv_bytes, make_prompts
+from specgen.bench.workload import KnownText, Prompts, kv_bytes, make_prompts
 from specgen.checkpoints.fingerprint import fingerprint
 from specgen.checkpoints.inspect_checkpoint import Weights
 from specgen.config import EngineConfig, SamplingParams, UserError, require
@@ -22,8 +27,7 @@ from specgen.engine.choices import resolve
 from specgen.engine.generation_config import FILE, GenerationConfig, generation_config
 from specgen.engine.loading import Models, load_models, open_checkpoints, outline
 from specgen.engine.needed_modules import needed_modules
-from specgen.engine.number_formats import Checkpoints
-from specgen.experiments.repeat import Yardstick
+from specgen.engine.number_formats import Checkpoints, target_kv_dtype
 from specgen.ops.jit_modules import compile_missing
 from specgen.report.table import Column, Table
 from specgen.report.terminal import Part
@@ -41,6 +45,12 @@ class Plan:
     requests: tuple[Request, ...]
     kv_bytes: int  # of the requests in the batch
     overhead: int  # bytes of the engine beside its KV cache
+
+    @classmethod
+    def of(cls, arm: Arm, config: EngineConfig, models: Models, requests: tuple[Request, ...]) -> Self:
+        """Of a resolved ``config``; ``models`` may be without weights."""
+        need, overhead = kv_bytes(config, models, requests), _OVERHEAD[torch.device(config.device).type]
+        return cls(arm=arm, config=config, requests=requests, kv_bytes=need, overhead=overhead)
 
     @property
     def num_bytes(self) -> int:
@@ -132,8 +142,7 @@ def prepare(
             notes.append(f"not run: {arm.name}: {reason}")
             continue
         requests = prompts.requests[: workload.count(config.max_batch_size)]
-        need, overhead = kv_bytes(config, models, requests), _OVERHEAD[torch.device(config.device).type]
-        plans.append(Plan(arm=arm, config=config, requests=requests, kv_bytes=need, overhead=overhead))
+        plans.append(Plan.of(arm, config, models, requests))
     require(bool(plans), f"no arm can run here: {notes[0] if notes else 'none is asked for'}")
     return Prepared(
         base=base,
@@ -162,6 +171,18 @@ def side_by_side(plans: Iterable[Plan], room: int) -> list[list[Plan]]:
     return groups
 
 
+def all_together(plans: Sequence[Plan], room: int) -> list[Plan]:
+    """``plans`` as one group: with the KV cache that their requests need, or an equal part each of too little room.
+
+    A KV cache whose size the user gave keeps it.
+    """
+    if plans[0].config.kv_memory is not None:
+        return list(plans)
+    if sum(plan.num_bytes for plan in plans) <= room:
+        return [fitted(plan) for plan in plans]
+    return [replace(plan, config=replace(plan.config, kv_memory=room // len(plans))) for plan in plans]
+
+
 def fitted(plan: Plan) -> Plan:
     """``plan`` with the KV cache that its requests need."""
     return replace(plan, config=replace(plan.config, kv_memory=plan.kv_bytes))
@@ -176,6 +197,48 @@ _COLUMNS = (
     Column(name="repeat", unit="s"),
     Column(name="repeats", title="to go"),
 )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Yardstick:
+    """What every repeat is compared with: the bound of its steps, and the known text of a calibrated pair."""
+
+    sizes: StepBytes
+    bytes_per_second: float
+    flops_per_second: float  # of a large matrix product
+    known: KnownText | None
+
+    @property
+    def conditions(self) -> dict[str, str]:
+        """For the table's conditions."""
+        bound = f"bytes that a decode step must read over {self.bytes_per_second / 1e12:.3g} TB/s of a copy"
+        found = {
+            "bound": bound,
+            "x_plain_bound": "x_plain if steps took their bound: what drafts would give by bytes",
+        }
+        if self.sizes.experts is not None:
+            found["experts"] = (
+                f"of the {self.sizes.experts.num_experts} of a layer, touched by a decode step; means over layers and "
+                "steps; experts_plain: by the rows of the newest tokens alone, as by a plain step; experts_read: the "
+                "bytes of those touched over that bandwidth"
+            )
+        if self.known is not None:
+            made_for = f"the pair's head knows {display.percent(self.known.accept)} of it"
+            found["wrong_tokens"] = f"of all repeats, against the pair's known text; {made_for}"
+        return found
+
+
+def yardstick_of(ready: Prepared) -> Yardstick:
+    """The bound of its steps, with bandwidth and FLOP/s measured now, before there are weights."""
+    bandwidth = copy_bandwidth(ready.base.device)
+    flops = matrix_flops(ready.base.device, ready.models.target.dtype)
+    free_memory()
+    return Yardstick(
+        sizes=StepBytes.of(ready.models, target_kv_dtype(ready.base).itemsize),
+        bytes_per_second=bandwidth,
+        flops_per_second=flops,
+        known=KnownText.of(ready.models),
+    )
 
 
 def forecast(

@@ -1,13 +1,14 @@
 """What a bench has measured, round by round, kept in a directory so that the same command goes on."""
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from specgen.config import require
-from specgen.experiments.repeat import Repeat, Repeats
+from specgen.experiments.repeat import MedianRange, Repeat, Repeats
 from specgen.rundir.atomic import writable
 from specgen.rundir.locking import locked
 from specgen.rundir.provenance import FREE_IN_A_RUN
@@ -19,6 +20,8 @@ _REMEDY = "name a new directory, or ask for the same"
 _EXTENDED = ("bench.repeats", "bench.precision")  # more of them only add rounds
 _FINGERPRINTS = {"fingerprints.model", "fingerprints.drafter"}
 _TIMED = {"engine.device", "engine.tensor_parallel", "engine.cuda_graphs", "device.cpu", "device.threads"}
+PLAIN = "plain decoding"  # the arm of a comparison without a head
+LEAST_ROUNDS = 2  # for a ratio of a comparison: one round has no spread
 _FREE = {*FREE_IN_A_RUN, *_EXTENDED} - _TIMED
 
 
@@ -26,14 +29,18 @@ class Rounds:
     """Every round so far: a repeat by arm, taken one behind the other in one process.
 
     A round is kept when all its arms have had their turn: ratios are of one round, and a stop in the middle of it
-    would put hours between its repeats.
+    would put hours between its repeats. Of a file that holds rounds of several workloads or conditions, these are
+    those ``under`` one of them.
     """
 
-    def __init__(self, rows: Iterable[Mapping[str, Any]] = (), file: RowFile | None = None) -> None:
-        self._file = file  # for what is added
+    def __init__(
+        self, rows: Iterable[Mapping[str, Any]] = (), file: RowFile | None = None, under: str = ""
+    ) -> None:
+        self._file, self._under = file, under  # for what is added
         self._each = {
             str(row["id"]): {arm: Repeat.from_json(found) for arm, found in row["arms"].items()}
             for row in rows
+            if row.get("under", "") == under
         }
 
     def __len__(self) -> int:
@@ -41,10 +48,11 @@ class Rounds:
 
     def add(self, arms: Mapping[str, Repeat]) -> None:
         """Keep a round; it survives a power loss."""
-        name = f"round {len(self._each) + 1}"
+        name = f"{self._under} round {len(self._each) + 1}".lstrip()
         self._each[name] = dict(arms)
         if self._file is not None:
-            self._file.add({"id": name, "arms": {arm: repeat.to_json() for arm, repeat in arms.items()}})
+            found = {arm: repeat.to_json() for arm, repeat in arms.items()}
+            self._file.add({"id": name, **({"under": self._under} if self._under else {}), "arms": found})
             self._file.sync()
 
     def count(self, arm: str) -> int:
@@ -55,9 +63,49 @@ class Rounds:
         """The repeats of an arm that has some."""
         return Repeats(each={name: each[arm] for name, each in self._each.items() if arm in each})
 
+    def speeds(self) -> list[dict[str, float]]:
+        """Output tokens per second by arm, round by round."""
+        return [{arm: each.tokens_per_second for arm, each in arms.items()} for arms in self._each.values()]
+
+    def incomplete(self, arms: Iterable[str], repeats: int) -> list[str]:
+        """Those of ``arms`` that have fewer than all ``repeats``."""
+        return [arm for arm in arms if self.count(arm) < repeats]
+
     def measured(self, arms: Iterable[str]) -> dict[str, Repeats]:
         """Those of ``arms`` that have repeats, and these."""
         return {arm: self.of(arm) for arm in arms if self.count(arm)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Speeds:
+    """The rounds of each data set of a comparison; their arms are heads and ``PLAIN``."""
+
+    rounds: Mapping[str, Rounds] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls, rows: Collection[Mapping[str, Any]], under: Mapping[str, str], file: RowFile | None = None
+    ) -> Self:
+        """Of the ``rows`` of one file, with the digest by data set of the conditions that rounds count ``under``."""
+        return cls(rounds={data: Rounds(rows, file, f"{data} {digest}") for data, digest in under.items()})
+
+    def speed(self, data: str, arm: str) -> MedianRange | None:
+        """Output tokens per second; None where fewer than ``LEAST_ROUNDS`` were measured."""
+        found = self._of(data, arm)
+        return found.speed if found else None
+
+    def times(self, data: str, arm: str, other: str) -> MedianRange | None:
+        """The speed of ``arm`` over that of ``other`` in the same round."""
+        mine, theirs = self._of(data, arm), self._of(data, other)
+        return mine.times(theirs) if mine and theirs else None
+
+    def _of(self, data: str, arm: str) -> Repeats | None:
+        rounds = self.rounds.get(data, Rounds())
+        return rounds.of(arm) if rounds.count(arm) >= LEAST_ROUNDS else None
+
+    def to_json(self) -> dict[str, Any]:
+        """Of the data sets that have rounds."""
+        return {data: rounds.speeds() for data, rounds in self.rounds.items() if len(rounds)}
 
 
 def record_of(output: Path, name: str) -> Path:

@@ -8,21 +8,16 @@ than the measurement. The conditions list the groups. See ``turns`` for what is 
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from specgen.bench.bound import StepBytes, copy_bandwidth, matrix_flops
-from specgen.bench.environment import conditions, free_memory
+from specgen.bench.environment import conditions
 from specgen.bench.matrices import Matrix, Workload
 from specgen.bench.output import BenchTable
-from specgen.bench.workload import KnownText
 from specgen.config import EngineConfig, require
 from specgen.engine.choices import attention_note
 from specgen.engine.memory import room_for_turns
-from specgen.engine.number_formats import target_kv_dtype
-from specgen.experiments.plans import Plan, Prepared, forecast, prepare, side_by_side
-from specgen.experiments.repeat import Yardstick
+from specgen.experiments.plans import Plan, Prepared, Yardstick, forecast, prepare, side_by_side, yardstick_of
 from specgen.experiments.rounds import Rounds, kept_rounds, record_of, seen_rounds
 from specgen.experiments.throughput_table import TERMS, Result, table
 from specgen.experiments.turns import Turns, Watch, nobody
@@ -97,7 +92,7 @@ def _measure(job: ThroughputJob, ready: Prepared, rounds: Rounds, watch: Watch) 
     models = ready.load()
     groups = side_by_side(ready.plans, room_for_turns(ready.base, models))
     under = {**_conditions(job, ready, groups, yardstick), **yardstick.conditions}
-    turns = Turns(models, yardstick, rounds, watch)
+    turns = Turns(lambda plan: models, yardstick, rounds, watch)
 
     def so_far() -> BenchTable:
         repeats = rounds.measured(plan.arm.name for plan in ready.plans)
@@ -106,32 +101,16 @@ def _measure(job: ThroughputJob, ready: Prepared, rounds: Rounds, watch: Watch) 
             for plan in ready.plans
             if plan.arm.name in repeats
         ]
-        notes = [*ready.notes, *turns.failed.values()]
-        return table(job.matrix, under, results, notes, yardstick)
+        return table(job.matrix, under, results, [*ready.notes, *turns.notes], yardstick)
+
+    def due(arms: Sequence[str], rounds: Rounds) -> list[str]:
+        return rounds.incomplete(arms, job.repeats)
 
     for number, group in enumerate(groups):
         turns.turns_behind = sum(map(len, groups[number + 1 :])) * (job.repeats + 1)
-        for _ in turns.run(group, partial(_incomplete, job.repeats), most=job.repeats):
+        for _ in turns.run(group, due, most=job.repeats):
             yield so_far()
     yield so_far()
-
-
-def _incomplete(repeats: int, arms: Sequence[str], rounds: Rounds) -> list[str]:
-    """The arms that have fewer than all ``repeats``."""
-    return [arm for arm in arms if rounds.count(arm) < repeats]
-
-
-def yardstick_of(ready: Prepared) -> Yardstick:
-    """The bound of its steps, with bandwidth and FLOP/s measured now, before there are weights."""
-    bandwidth = copy_bandwidth(ready.base.device)
-    flops = matrix_flops(ready.base.device, ready.models.target.dtype)
-    free_memory()
-    return Yardstick(
-        sizes=StepBytes.of(ready.models, target_kv_dtype(ready.base).itemsize),
-        bytes_per_second=bandwidth,
-        flops_per_second=flops,
-        known=KnownText.of(ready.models),
-    )
 
 
 def _attentions(ready: Prepared) -> Iterable[str]:

@@ -19,11 +19,9 @@ from specgen.config import DrafterBatchName, DraftLength, EngineConfig, require
 from specgen.engine.arms import Arm
 from specgen.engine.choices import attention_note
 from specgen.engine.memory import room_for_turns
-from specgen.experiments.plans import Plan, Prepared, fitted, forecast, prepare
+from specgen.experiments.plans import Plan, Prepared, Yardstick, fitted, forecast, prepare, yardstick_of
 from specgen.experiments.race import Race
-from specgen.experiments.repeat import Yardstick
 from specgen.experiments.rounds import Rounds, kept_rounds, record_of, seen_rounds
-from specgen.experiments.throughput import yardstick_of
 from specgen.experiments.tune_table import command, dropped, tune_table
 from specgen.experiments.turns import Turn, Turns, Watch, nobody
 from specgen.report.table import Row
@@ -135,7 +133,7 @@ class _Tuning:
         self._under = _conditions(job, ready, yardstick)
         models = ready.load()
         self._watch = watch
-        self._turns = Turns(models, yardstick, rounds, self._see)
+        self._turns = Turns(lambda plan: models, yardstick, rounds, self._see)
         self._dropped: set[str] = set()
         self._room = room_for_turns(ready.base, models)
         self._races = [_race(job, ready, arms) for arms in job.races().values()]
@@ -196,7 +194,7 @@ class _Tuning:
         }
         arms = {plan.arm.name: plan.arm for plan in self._ready.plans}
         missing = [name for name in arms if not (self._rounds.count(name) or name in self._turns.failed)]
-        notes = [*self._ready.notes, *self._turns.failed.values()]
+        notes = [*self._ready.notes, *self._turns.notes]
         if missing and self._job.budget is not None:
             notes.append(
                 f"budget: {display.duration(self._job.budget)} for prompts, weights, warm-ups and rounds; what would "

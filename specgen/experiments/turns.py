@@ -1,27 +1,35 @@
-"""The engine room of ``specgen bench throughput`` and ``specgen tune``: arms that take turns, round after round.
+"""Arms that take turns on the same requests, round after round: of every command that says how fast something is.
 
-Not in the times: loading, compilation, CUDA graph capture and one warm-up run of the workload by every engine. In the
-times: prefill, without a prefix cache. Every repeat has the same prompts, so repeats differ in time only.
+Not in the times: loading, compilation, CUDA graph capture, tokenization and one warm-up run of all requests by every
+engine. In the times: prefill, without a prefix cache. Every repeat has the same prompts, so repeats differ in time
+only.
 """
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from hashlib import blake2b
+from statistics import fmean
 from typing import TypeVar
 
+from specgen.bench.bound import mean_step_bytes, mean_touched
 from specgen.bench.environment import free_memory
 from specgen.core.endings import DeviceLost
+from specgen.core.engine_core import never_stop
 from specgen.engine.loading import Models
-from specgen.engine.warm_engine import WarmEngine
-from specgen.experiments.plans import Plan
-from specgen.experiments.repeat import Repeat, Yardstick
+from specgen.engine.warm_engine import Run, WarmEngine
+from specgen.events import Captured, Event, Finished, OutOfMemory, Prefilled, Verified
+from specgen.experiments.plans import Plan, Yardstick
+from specgen.experiments.repeat import Repeat
 from specgen.experiments.rounds import Rounds
+from specgen.report.timings import latency_stats
+from specgen.rundir.interrupt import StoppedError
 
 _Done = TypeVar("_Done")
 # Of the arms that can take part, those that are to in the next round; none: it is over
-Takers = Callable[[Sequence[str], Rounds], Sequence[str]]
+Due = Callable[[Sequence[str], Rounds], Sequence[str]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,9 +39,9 @@ class Turn:
     arm: str
     number: int  # of the arm's repeats; 0 is its warm-up
     repeat: Repeat | None  # None for a warm-up, and for an arm that failed
-    failed: bool
+    failure: Exception | None
     plain: Repeat | None  # of plain decoding in the same round, where it took part before
-    seconds_left: float  # of the whole bench, by the turns so far: at most, where arms may end early
+    seconds_left: float  # of all turns, by those so far: at most, where arms may end early
 
 
 Watch = Callable[[Turn], None]
@@ -44,21 +52,36 @@ def nobody(turn: Turn) -> None:
 
 
 class Turns:
-    """Runs rounds and keeps them. An arm that fails is a note in ``failed``, and costs the others nothing."""
+    """Runs rounds and keeps them. An arm that fails is in ``failed``, and costs the others nothing.
 
-    def __init__(self, models: Models, yardstick: Yardstick, rounds: Rounds, watch: Watch = nobody) -> None:
-        self.models, self.yardstick, self.rounds, self.watch = models, yardstick, rounds, watch
-        self.failed: dict[str, str] = {}  # by arm
+    ``load`` returns the weights of an arm's configuration. ``watch`` is told of every turn; what it raises ends all of
+    them, without the round. Once ``until`` is true, which is asked between steps, a run ends with ``StoppedError``.
+    """
+
+    def __init__(
+        self,
+        load: Callable[[Plan], Models],
+        yardstick: Yardstick | None,
+        rounds: Rounds,
+        watch: Watch = nobody,
+        until: Callable[[], bool] = never_stop,
+    ) -> None:
+        self.load, self.yardstick, self.rounds, self.watch, self.until = load, yardstick, rounds, watch, until
+        self.failed: dict[str, Exception] = {}  # by arm
         self.turns_behind = 0  # at most, of the arms that come after those at hand
         self._num_turns, self._seconds = 0, 0.0
-        self._took: dict[
-            str, float
-        ] = {}  # seconds of the last run by arm; its warm-up is about as long as a repeat
+        # seconds of the last run by arm; its warm-up is about as long as a repeat
+        self._took: dict[str, float] = {}
+
+    @property
+    def notes(self) -> list[str]:
+        """A line for each arm that failed."""
+        return [f"failed: {arm}: {type(error).__name__}: {error}" for arm, error in self.failed.items()]
 
     def run(
         self,
         plans: Sequence[Plan],
-        takers: Takers,
+        due: Due,
         *,
         most: int,
         plain: str | None = None,
@@ -72,7 +95,7 @@ class Turns:
         """
         engines: dict[str, WarmEngine] = {}
         waiting = {plan.arm.name: plan for plan in plans}  # without an engine
-        while asked := takers(
+        while asked := due(
             [plan.arm.name for plan in plans if plan.arm.name in {*engines, *waiting}], self.rounds
         ):
             # those without repeats first: a deadline must not leave the same ones out every time
@@ -99,7 +122,7 @@ class Turns:
                     del engines[name]
                 self._tell(name, repeat, found, plain, most, [*engines, *waiting])
             if found:
-                self.rounds.add(found)
+                self.rounds.add({name: found[name] for name in names if name in found})
                 yield
         engines.clear()
         free_memory()
@@ -120,24 +143,29 @@ class Turns:
         return time.monotonic() + sum(self._took.get(name, longest) for name in names) <= deadline
 
     def _warm(self, plan: Plan) -> WarmEngine:
-        engine = WarmEngine(plan.config, self.models, plan.requests)
-        self._took[plan.arm.name] = engine.run().whole().seconds
+        engine = WarmEngine(plan.config, self.load(plan), plan.requests)
+        self._run(plan.arm.name, engine)
         return engine
 
     def _repeat(self, name: str, engine: WarmEngine) -> Repeat:
-        run = engine.run().whole()
+        return repeat_of(self._run(name, engine), self.yardstick)
+
+    def _run(self, name: str, engine: WarmEngine) -> Run:
+        run = engine.run(until=self.until)
+        if self.until():
+            raise StoppedError("interrupted while speeds were measured")
         self._took[name] = run.seconds
-        return Repeat.of(run, self.yardstick)
+        return run.whole()
 
     def _attempt(self, name: str, work: Callable[[], _Done]) -> _Done | None:
         """The result of ``work``; None where it fails: one arm must not cost the others."""
         began = time.monotonic()
         try:
             return work()
-        except DeviceLost:  # no other arm can run
+        except (DeviceLost, StoppedError):  # no other arm can run
             raise
         except Exception as error:
-            self.failed[name] = f"failed: {name}: {type(error).__name__}: {error}"
+            self.failed[name] = error
             return None
         finally:
             self._num_turns += 1
@@ -158,8 +186,68 @@ class Turns:
                 arm=name,
                 number=self.rounds.count(name) + 1 if repeat else 0,
                 repeat=repeat,
-                failed=name in self.failed,
+                failure=self.failed.get(name),
                 plain=None if plain is None or plain == name else found.get(plain),
                 seconds_left=(left + self.turns_behind) * self._seconds / self._num_turns,
             )
         )
+
+
+# --- what was measured of a run --------------------------------------------------------------------
+
+
+def repeat_of(run: Run, yardstick: Yardstick | None = None) -> Repeat:
+    """The figures of ``run``; without ``yardstick`` nothing is compared with a bound or a known text."""
+    completions, events, report = run.completions.values(), run.events, run.report
+    steps, prefill = report.steps.get("decode"), report.steps.get("prefill")
+    known = yardstick.known if yardstick else None
+    emitted = [1 + event.accepted for event in events if isinstance(event, Verified)]
+    return Repeat(
+        seconds=run.seconds,
+        num_tokens=sum(len(completion.token_ids) for completion in completions),
+        acceptance_length=report.speculation.mean_acceptance_length,
+        acceptance=tuple(position.rate for position in report.speculation.acceptance),
+        ttft=report.ttft_seconds,
+        tpot=report.tpot_seconds,
+        itl=latency_stats(list(inter_token_seconds(events))),
+        step_seconds=steps.mean_seconds if steps else None,
+        mean_sequences=steps.mean_sequences if steps else None,
+        step_bytes=None if yardstick is None else mean_step_bytes(events, yardstick.sizes),
+        touched=mean_touched(events),
+        texts={completion.request.id: digest(completion.token_ids) for completion in completions},
+        num_wrong=known.num_wrong(completions) if known else None,
+        disturbances=tuple(_disturbances(events)),
+        wall=report.wall.of_whole(run.seconds) if report.wall else None,
+        prefill_passes=prefill.num_steps if prefill else 0,
+        prefill_flops=yardstick.sizes.prefill_flops(prefill.target_rows) if prefill and yardstick else 0.0,
+        tokens_per_step=fmean(emitted) if emitted else None,
+    )
+
+
+def digest(token_ids: Sequence[int]) -> str:
+    """Equal for equal tokens, and for no others but by a chance of 2^-64."""
+    return blake2b(" ".join(map(str, token_ids)).encode(), digest_size=8).hexdigest()
+
+
+def inter_token_seconds(events: Iterable[Event]) -> Iterator[float]:
+    """Inter-token latencies (ITL): the times between consecutive steps that emit tokens of a request.
+
+    As in vLLM's serving benchmark, a step is one gap however many tokens it emits.
+    """
+    latest: dict[str, float] = {}
+    for event in events:
+        if isinstance(event, Finished):
+            latest.pop(event.sequence, None)
+        elif isinstance(event, Prefilled | Verified) and event.emitted:
+            if event.sequence in latest:
+                yield event.time - latest[event.sequence]
+            latest[event.sequence] = event.time
+
+
+def _disturbances(events: Iterable[Event]) -> Iterable[str]:
+    late = sum(isinstance(event, Captured) for event in events)
+    if late:
+        yield f"{late} CUDA graphs were captured in the measured time"
+    for event in events:
+        if isinstance(event, OutOfMemory):
+            yield f"out of memory, so it ran with a batch of {event.max_batch_size}"
