@@ -103,6 +103,11 @@ _RUNS = (
     "test_run.py::test_an_old_run_is_never_overwritten",
     "test_going_on.py",
 )
+_SCORES = (
+    "test_scoring.py",
+    "test_prefix_cache.py::test_scoring_shares_context_pages_and_changes_no_text",
+    "test_faults.py::test_an_error_while_scoring_changes_no_logprob",
+)
 _REPORTS = ("test_report.py", "test_events.py", "test_resume.py")
 # The tests of every module, as pytest arguments below tests/, the fastest to find a bug first. Tests that start other
 # processes find nothing: those import the unchanged specgen.
@@ -117,29 +122,20 @@ TESTS: dict[str, tuple[str, ...]] = {
     "decoding/drafter_batch": (*_TEXTS, *_SAMPLING, *_LOOKAHEAD),
     "core/step": (*_TEXTS, "test_scoring.py", *_SAMPLING, *_PER_REQUEST, *_FAILURES),
     "core/running_batch": (*_TEXTS, *_PER_REQUEST, *_LOOKAHEAD, *_FAULTS),
-    "core/limits": ("test_limits.py",),
-    "core/scheduler": ("test_scheduler.py", *_TEXTS, *_PREFIX_CACHE, *_LOOKAHEAD, *_FAULTS),
+    "core/scheduler": ("test_scheduler.py", "test_limits.py", *_TEXTS, *_PREFIX_CACHE, *_LOOKAHEAD, *_FAULTS),
     "core/sequence": ("test_scheduler.py", *_TEXTS, *_PER_REQUEST, *_LOOKAHEAD),
-    "core/engine_core": _ENGINE_LOOP,
-    "core/passes": _ENGINE_LOOP,
-    "core/in_flight": _ENGINE_LOOP,
-    "core/endings": _ENGINE_LOOP,
-    "core/shortages": _ENGINE_LOOP,
-    "core/intake": (
-        *_TEXTS,
+    "core/engine_core": (
+        *_ENGINE_LOOP,
         "test_engine.py",
         *_PER_REQUEST,
         "test_per_request.py::test_a_prompt_outside_the_vocabulary_is_refused",
         "test_run.py::test_a_bad_row_is_a_record_and_the_rest_runs",
         "test_per_request.py::test_a_bias_outside_the_vocabulary_refuses_the_request",
+        *_SCORES,
     ),
+    "core/passes": (*_ENGINE_LOOP, *_SCORES),
     "core/journal": (*_TEXTS, *_OUT_OF_MEMORY, *_REPORTS),
     "core/packing": (*_TEXTS, "test_lossless.py::test_chunked_prefill_changes_no_text"),
-    "core/scoring": (
-        "test_scoring.py",
-        "test_prefix_cache.py::test_scoring_shares_context_pages_and_changes_no_text",
-        "test_faults.py::test_an_error_while_scoring_changes_no_logprob",
-    ),
     "kv/layout": ("test_layout.py", "test_attention.py", *_TEXTS, *_LOOKAHEAD),
     "kv/pages": ("test_scheduler.py", *_PREFIX_CACHE, *_TEXTS, *_LOOKAHEAD),
     "kv/prefix_cache": (*_PREFIX_CACHE, "test_engine.py", *_FAULTS),

@@ -1,4 +1,4 @@
-"""Mistakes of the user, and values and other errors on one short line."""
+"""Mistakes of the user, a device that is lost, and values and other errors on one short line."""
 
 import reprlib
 
@@ -10,6 +10,22 @@ _short.maxstring = 100  # a tensor's name fits
 
 class UserError(ValueError):
     """A mistake of the user; the text is one line with the value, the reason and the remedy."""
+
+
+class DeviceLost(RuntimeError):  # noqa: N818
+    """The device answers nothing any more, and only a new process gets it back; what has finished is not touched.
+
+    ``reason`` is what the device said, and ``requests`` has the ids of all that were in flight, one of which may be
+    to blame.
+    """
+
+    def __init__(self, reason: str, requests: tuple[str, ...]) -> None:
+        super().__init__(reason, requests)
+        self.reason = reason
+        self.requests = requests
+
+    def __str__(self) -> str:
+        return f"the device is lost ({self.reason}): continue in a new process"
 
 
 def require(condition: bool, message: str) -> None:

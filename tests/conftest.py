@@ -12,8 +12,7 @@ import typer.testing
 from torch.utils import collect_env
 
 from specgen.bundled import data_directory
-from specgen.core.graph_sizes import bucket
-from specgen.core.graphs import Runner
+from specgen.core.graphs import Runner, bucket
 from specgen.engine import assembly, choices
 from tests.engines import Pair, load_pair
 from tests.reference_drafts import ReferenceDrafter

@@ -5,10 +5,10 @@ from typing import Any
 import torch
 
 from specgen.config import EngineConfig
-from specgen.core.in_flight import InFlight
+from specgen.core.engine_core import EngineCore
+from specgen.core.passes import Pass
 from specgen.core.scheduler import Scheduler
-from specgen.core.sequence import Sequence
-from specgen.core.step import Steps
+from specgen.core.step import Found, Steps
 from specgen.engine.loading import Models
 from specgen.evaluation.divergence import _prefill
 from specgen.ranks import Ranks
@@ -64,21 +64,23 @@ def compare(ranks: Ranks, kind: str, *tensors: torch.Tensor) -> None:
 
 def find_others(config: EngineConfig, models: Models, what: str) -> None:
     """From now on this rank's host finds another draft or end of a text than the device, or fewer pages."""
-    commit, reserve = InFlight._commit, Scheduler.reserve
+    read, reserve = EngineCore._read_decode, Scheduler.reserve
 
     def lossy(self: Scheduler) -> bool:
         found = reserve(self)
         self._allocator._free.pop()
         return found
 
-    def other(self: InFlight, sequence: Sequence, row: list[int], logprobs: Any, k: int) -> int:
-        if what == "draft":
-            row = [row[0] ^ 1, *row[1:]]
-        elif what == "end":
-            sequence.max_length = len(sequence.tokens) + 1
-        return commit(self, sequence, row, logprobs, k)
+    def other(self: EngineCore, done: Pass, found: Found, logprobs: Any) -> int:
+        for sequence, row in done.sequences:
+            assert row is not None
+            if what == "draft":
+                found.drafts[row][0] ^= 1
+            elif what == "end":
+                sequence.max_length = len(sequence.tokens) + 1
+        return read(self, done, found, logprobs)
 
-    InFlight._commit = other  # type: ignore[method-assign]
+    EngineCore._read_decode = other  # type: ignore[method-assign]
     if what == "page":
         Scheduler.reserve = lossy  # type: ignore[method-assign]
 

@@ -145,7 +145,7 @@ def test_planted_aux_layer_bug_is_caught(
 
 def test_spoilt_pages_are_cleared_in_both_caches(random_pair: Pair) -> None:
     """A masked position contributes 0 times its value, which is NaN for NaN."""
-    steps: Any = build_engine(config_of(random_pair), random_pair.models, lambda event: None)._passes._steps
+    steps: Any = build_engine(config_of(random_pair), random_pair.models, lambda event: None)._steps
     for cache in (steps._cache, steps._drafter._cache):
         cache._storage.fill_(float("nan"))
     steps.clear([2])

@@ -15,10 +15,10 @@ import pytest
 from specgen import __version__, prompts
 from specgen.bench.output import BenchTable
 from specgen.config import EngineConfig, UserError
-from specgen.core.endings import DeviceLost
 from specgen.core.engine_core import EngineCore
 from specgen.engine.conversations import Conversations
 from specgen.engine.engine import Engine
+from specgen.errors import DeviceLost
 from specgen.evaluation import evaluation_tables
 from specgen.json_fields import load_json
 from specgen.prompts import Prompt

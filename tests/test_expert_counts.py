@@ -24,8 +24,7 @@ from specgen.bench.bound import KVBytes, StepBytes, mean_step_bytes, mean_touche
 from specgen.bench.matrices import find_matrix
 from specgen.bench.output import BenchTable
 from specgen.config import SamplingParams
-from specgen.core.graph_sizes import bucket
-from specgen.core.graphs import Runner
+from specgen.core.graphs import Runner, bucket
 from specgen.core.sequence import Request
 from specgen.engine.build import build_engine
 from specgen.engine.warm_engine import Run

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from specgen.config import SamplingParams
-from specgen.core.endings import DeviceLost
 from specgen.core.engine_core import EngineCore
 from specgen.core.sequence import Request
 from specgen.core.step import Steps
 from specgen.device import HostCopy
 from specgen.engine import assembly
 from specgen.engine.build import build_engine
+from specgen.errors import DeviceLost
 from specgen.events import Event, Finished, Prefilled, Stepped, Submitted
 from specgen.kv.kv_cache import KVCache
 from specgen.kv.layout import Layout
@@ -306,9 +306,7 @@ def test_a_request_retried_alone_is_the_only_one_in_flight(
     def watched(self: EngineCore, *arguments: Any) -> None:
         add(self, *arguments)
         admitted = {each.request.id for each in (*self._scheduler.prefilling, *self._scheduler.running)}
-        in_flight = {
-            each.request.id for launched in self._in_flight._passes for each, _ in launched.sequences
-        }
+        in_flight = {each.request.id for launched in self._in_flight for each, _ in launched.sequences}
         alone = not suspects.isdisjoint(admitted)
         num_passes[alone] += 1
         assert not alone or admitted == in_flight | admitted == {min(admitted)}

@@ -17,8 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import specgen
 from specgen.config import SamplingParams
 from specgen.core.engine_core import EngineCore
-from specgen.core.scoring import ScoreRequest
-from specgen.core.sequence import Completion, Request
+from specgen.core.sequence import Completion, Request, ScoreRequest
 from specgen.core.step import Steps
 from specgen.device import HostCopy
 from specgen.engine.build import build_engine
@@ -400,7 +399,7 @@ def scored(pair: Pair, engine: EngineCore | None = None) -> tuple[EngineCore, di
     return engine, found
 
 
-fails_alone = partial(pytest.raises, RuntimeError, match="not alone either")
+fails_alone = partial(pytest.raises, RuntimeError, match="again when tried alone")
 
 
 @pytest.mark.parametrize("error", ERRORS)
@@ -438,7 +437,7 @@ def test_an_error_while_scoring_changes_no_logprob(
 
 def test_limits_recover_after_an_error(demo_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """After one out-of-memory error in the first step the batch grows back to its size."""
-    monkeypatch.setattr("specgen.core.limits._QUIET", 6)
+    monkeypatch.setattr("specgen.core.scheduler._QUIET", 6)
     setting, results = Setting(demo_pair, "greedy", 0, True), [Run()]
     lowered: list[OutOfMemory] = []
     engine = setting.engine(lambda e: lowered.append(e) if isinstance(e, OutOfMemory) else None)

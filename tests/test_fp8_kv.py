@@ -278,7 +278,7 @@ def test_the_caches_take_what_a_page_counts(pair: Pair) -> None:
     for kv_dtype, width in (("model", 4), ("fp8", 1)):
         config = config_of(pair, kv_dtype=kv_dtype)
         engine = assemble(config, pair.models, 9, Runner(), lambda event: None)
-        steps: Any = engine._passes._steps
+        steps: Any = engine._steps
         planes = [plane for layer in range(LAYERS) for plane in steps._cache.pages(layer)]
         assert {plane.dtype.itemsize for plane in planes} == {width}
         taken = sum(plane.nbytes for plane in planes) + sum(

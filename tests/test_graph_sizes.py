@@ -7,9 +7,8 @@ import torch
 
 from specgen.bundled import data_directory
 from specgen.config import EngineConfig, SamplingParams
-from specgen.core.graph_sizes import GraphSizes, bucket
-from specgen.core.graphs import Runner, StepGraphs
-from specgen.core.limits import Limits
+from specgen.core.graphs import GraphSizes, Runner, StepGraphs, bucket
+from specgen.core.scheduler import Limits
 from specgen.engine import engine as engine_module
 from specgen.engine.build import build_engine
 from specgen.engine.engine import Engine

@@ -1,6 +1,6 @@
 """Limits fall when memory runs out and rise again, later if a raise failed."""
 
-from specgen.core.limits import _QUIET, Limits
+from specgen.core.scheduler import _QUIET, Limits
 
 
 def passes(limits: Limits, count: int) -> None:

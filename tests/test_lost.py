@@ -16,10 +16,10 @@ import typer
 from specgen.cli import generating
 from specgen.config import SamplingParams
 from specgen.core import engine_core
-from specgen.core.endings import DeviceLost
 from specgen.core.engine_core import EngineCore
 from specgen.core.step import Steps
 from specgen.engine import engine
+from specgen.errors import DeviceLost
 from specgen.events import read
 from specgen.jobs.job import Job
 from specgen.jobs.run import run

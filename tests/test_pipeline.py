@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from specgen.config import SamplingParams, UserError
-from specgen.core.graph_sizes import bucket
-from specgen.core.intake import Intake
+from specgen.core.engine_core import EngineCore
+from specgen.core.graphs import bucket
 from specgen.core.sequence import Request, Sequence
 from specgen.core.step import Steps
 from specgen.engine import assembly
@@ -245,9 +245,9 @@ def test_out_of_memory_at_the_last_step(
     text = generate(demo_pair, [request], num_spec_tokens=0).texts[request.id]
     eos = frozenset([text[5]])
     end = len(request.prompt_token_ids) + text.index(text[5])  # position of the surplus step
-    new_sequence, decode = Intake.sequence, Steps.decode
+    new_sequence, decode = EngineCore._new_sequence, Steps.decode
 
-    def ends_early(self: Intake, request: Request) -> Sequence:
+    def ends_early(self: EngineCore, request: Request) -> Sequence:
         sequence = new_sequence(self, request)
         sequence.eos_token_ids = eos
         return sequence
@@ -257,7 +257,7 @@ def test_out_of_memory_at_the_last_step(
             raise torch.OutOfMemoryError("planted")
         return decode(self, columns, num_drafts)
 
-    monkeypatch.setattr(Intake, "sequence", ends_early)
+    monkeypatch.setattr(EngineCore, "_new_sequence", ends_early)
     monkeypatch.setattr(Steps, "decode", fails_after_the_end)
     device_like()
     requests = [replace(request, id=name) for name in "ab"]

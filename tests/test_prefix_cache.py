@@ -9,8 +9,7 @@ import torch
 
 from specgen.config import SamplingParams
 from specgen.core import scheduler
-from specgen.core.scoring import ScoreRequest
-from specgen.core.sequence import Request
+from specgen.core.sequence import Request, ScoreRequest
 from specgen.core.step import Steps
 from specgen.engine.build import build_engine
 from specgen.events import Event, Prefilled, Stepped
@@ -190,7 +189,7 @@ def test_scoring_shares_context_pages_and_changes_no_text(random_pair: Pair) -> 
         events: list[Event] = []
         config = config_of(random_pair, prefix_cache=prefix_cache)
         engine = build_engine(config, random_pair.models, events.append)
-        steps, score = engine._passes._steps, engine._passes._steps.score
+        steps, score = engine._steps, engine._steps.score
         steps.score = lambda layout, *rest, score=score: (
             passes.append(layout.num_rows),
             score(layout, *rest),

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from specgen.config import SamplingParams
-from specgen.core import graphs, prompt_blocks
+from specgen.core import graphs, packing
 from specgen.core.graphs import Runner
-from specgen.core.prompt_blocks import BLOCK, PromptBlocks, block_layout
+from specgen.core.packing import BLOCK, PromptBlocks, block_layout
 from specgen.core.sequence import Request
 from specgen.engine import choices
 from specgen.kv.layout import Layout
@@ -114,5 +114,5 @@ def test_blocks_that_begin_one_off_are_noticed(random_pair: Pair, monkeypatch: p
         blocks = right(kind, layout)
         return blocks and replace(blocks, starts=blocks.starts + (blocks.starts > 0).long())
 
-    monkeypatch.setattr(prompt_blocks.PromptBlocks, "of", classmethod(wrong))
+    monkeypatch.setattr(packing.PromptBlocks, "of", classmethod(wrong))
     assert texts(random_pair) != plain

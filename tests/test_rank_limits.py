@@ -19,10 +19,8 @@ import pytest
 import torch
 
 from specgen.config import SamplingParams, UserError
-from specgen.core.endings import DeviceLost
 from specgen.core.peers import Peers
-from specgen.core.scoring import ScoreRequest
-from specgen.core.sequence import Request
+from specgen.core.sequence import Request, ScoreRequest
 from specgen.device import HostCopy
 from specgen.engine import crew, roll
 from specgen.engine.build import build_engine
@@ -32,6 +30,7 @@ from specgen.engine.loading import load_models, open_checkpoints
 from specgen.engine.memory import room_for_turns
 from specgen.engine.rank_group import Alive, Failed, Place
 from specgen.engine.roll import Member, Roll
+from specgen.errors import DeviceLost
 from specgen.evaluation.divergence import prefill_logits
 from specgen.ranks import Ranks, Unmet
 from tests.test_lost_ranks import processes, wait_until

@@ -3,8 +3,7 @@
 import pytest
 
 from specgen.config import SamplingParams
-from specgen.core.limits import Limits
-from specgen.core.scheduler import Scheduler
+from specgen.core.scheduler import Limits, Scheduler
 from specgen.core.sequence import Request, Sequence
 from specgen.kv.pages import PageAllocator
 from specgen.kv.prefix_cache import PrefixCache

@@ -7,7 +7,7 @@ import torch
 
 from specgen.config import SamplingParams, UserError
 from specgen.core.engine_core import EngineCore
-from specgen.core.scoring import ScoreRequest
+from specgen.core.sequence import ScoreRequest
 from specgen.engine.build import build_engine
 from tests.engines import Pair, config_of, random_requests
 

@@ -14,7 +14,7 @@ import torch
 from specgen.bundled import data_directory
 from specgen.config import DraftLength, EngineConfig, SamplingParams, UserError
 from specgen.core.engine_core import EngineCore
-from specgen.core.scoring import ScoreRequest
+from specgen.core.sequence import ScoreRequest
 from specgen.core.spec_length import StepCosts
 from specgen.device import require_devices
 from specgen.engine import build, crew

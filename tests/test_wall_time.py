@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from specgen.config import SamplingParams
-from specgen.core.waits import Waits
+from specgen.core.passes import Waits
 from specgen.device import Moment
 from specgen.engine.build import build_engine
 from specgen.events import Captured, Event, Sharded, Stepped, from_line, to_line

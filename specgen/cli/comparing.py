@@ -138,7 +138,7 @@ def _sources(text: str) -> "tuple[DataSource, ...]":
 
 def _run(job: "HeadsJob", output: Path | None, config: str, quiet: bool) -> "Comparison":
     """Run or resume ``job``; if it ends early, say so and exit."""
-    from specgen.core.endings import DeviceLost
+    from specgen.errors import DeviceLost
     from specgen.experiments.finished_runs import PLAN
     from specgen.experiments.head_figures import compare_runs
     from specgen.experiments.heads_job import HeadsRun

@@ -20,6 +20,7 @@ from specgen.cli.reading import inspect, merge, report
 from specgen.cli.tuning import tune
 from specgen.cli.verifying import verify
 from specgen.config import UserError
+from specgen.errors import DeviceLost
 
 
 class _Commands(Commands):
@@ -99,15 +100,9 @@ def main() -> None:
         print("specgen: interrupted", file=sys.stderr)
         sys.exit(130)
     except Exception as error:
-        if _is_of_the_device(error):
+        if isinstance(error, DeviceLost):
             print(f"specgen: {error}", file=sys.stderr)
         else:
             traceback.print_exc()
             print(f"specgen: {_BUG}", file=sys.stderr)
         sys.exit(1)
-
-
-def _is_of_the_device(error: Exception) -> bool:
-    """Whether it is ``DeviceLost``, without loading torch, which its module imports."""
-    core = sys.modules.get("specgen.core.endings")
-    return core is not None and isinstance(error, core.DeviceLost)

@@ -1,32 +1,48 @@
 """The order of work: admit and prefill, launch a step, read what an earlier one found, retire."""
 
+from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Sequence as Items
 from contextlib import contextmanager
+from typing import Protocol
 
 import torch
 
-from specgen.config import SamplingParams, first_line
-from specgen.core.endings import Endings, require_device
+from specgen.config import SamplingParams, first_line, require
 from specgen.core.garbage import rarely_collecting
-from specgen.core.in_flight import InFlight
-from specgen.core.intake import Followers, Intake
 from specgen.core.journal import Journal
-from specgen.core.passes import Pass, Passes
+from specgen.core.passes import Pass, Passes, PassKind, Waits
 from specgen.core.peers import Peers
 from specgen.core.running_batch import RunningBatch
 from specgen.core.scheduler import Scheduler
-from specgen.core.scoring import Scored, Scorer, ScoreRequest
-from specgen.core.sequence import Completion, Request, Sequence
-from specgen.core.shortages import NO_MEMORY, Shortages, attempt
+from specgen.core.sequence import Completion, PartFinder, Request, Scored, ScoreRequest, Sequence, StopFinder
 from specgen.core.spec_length import SpecLength
-from specgen.core.step import Steps
-from specgen.core.waits import Waits
+from specgen.core.step import Found, Steps, unpack
+from specgen.decoding.draft_state import NO_DRAFT
+from specgen.decoding.sampling import request_seed
 from specgen.device import use
+from specgen.errors import DeviceLost
 from specgen.events import Event
 from specgen.models.model_config import TargetConfig
 from specgen.startup import phase
 
 WARM_UP_TOKENS = 16
+_NO_MEMORY = "no memory for a pass: lower --max-batch-size, --max-prefill-tokens or --gpu-memory-utilization"
+_NONE_ALONE = "the device has no memory for it even alone: lower --gpu-memory-utilization"
+_MAX_SHORTAGES = 3  # of a sequence that is alone: a shortage may be another program's, and pass
+_SCORING = SamplingParams(max_tokens=1)  # says nothing of a text that is scored
+
+
+class Followers(Protocol):
+    """Makes what follows the text of one request as it is generated."""
+
+    def stop_finder(self, stops: Items[str], prompt: Items[int]) -> StopFinder:
+        """The detector of the strings ``stops`` after ``prompt``."""
+        ...
+
+    def part_finder(self, prompt: Items[int]) -> PartFinder | None:
+        """The detector of the parts of the text after ``prompt``; None where texts have one part."""
+        ...
 
 
 def no_follow_up(completion: Completion) -> Request | None:
@@ -67,36 +83,36 @@ class EngineCore:
         peers: Peers,
     ) -> None:
         self.vocab_size = config.vocab_size
+        self._max_positions = config.max_positions
+        self._eos_token_ids = frozenset(config.eos_token_ids)
         self._peers = peers
+        self._steps = steps
         self._runner = steps.runner
         self._batch = batch
         self._scheduler = scheduler
+        self._spec_length = spec_length
         self._lookahead = lookahead
         self._device = device
-        self._scorer = Scorer(config=config, steps=steps, scheduler=scheduler, device=device, peers=peers)
-        self._journal = journal = Journal(record)
-        self._waits = waits = Waits(device)
-        self._intake = Intake(config=config, scheduler=scheduler, journal=journal, followers=followers)
+        self._followers = followers
+        self._journal = Journal(record)
+        self._waits = Waits(device)
         self._passes = Passes(
             steps=steps, batch=batch, scheduler=scheduler, vocab_size=config.vocab_size, device=device
         )
-        self._endings = endings = Endings(
-            scheduler=scheduler, steps=steps, journal=journal, new_sequence=self._intake.sequence
-        )
-        self._shortages = Shortages(scheduler=scheduler, batch=batch, journal=journal, endings=endings)
-        self._in_flight = InFlight(
-            journal=journal, endings=endings, spec_length=spec_length, waits=waits, peers=peers
-        )
+        self._in_flight: deque[Pass] = deque()  # launched and not read yet, the oldest first
+        self._completions: list[Completion] = []  # not handed out yet
+
+    # Runs
 
     @property
     def spec_length(self) -> SpecLength:
         """Says how many drafts each step has."""
-        return self._in_flight.spec_length
+        return self._spec_length
 
     @spec_length.setter
     def spec_length(self, spec_length: SpecLength) -> None:
         self._peers.tell("spec_length", spec_length)
-        self._in_flight.spec_length = spec_length
+        self._spec_length = spec_length
 
     def generate(
         self,
@@ -115,8 +131,8 @@ class EngineCore:
     def _generate(
         self,
         source: Iterator[Request],
-        follow_up: Callable[[Completion], Request | None],
-        until: Callable[[], bool],
+        follow_up: Callable[[Completion], Request | None] = no_follow_up,
+        until: Callable[[], bool] = never_stop,
     ) -> Generator[Completion, None, None]:
         try:
             while not until():
@@ -146,13 +162,19 @@ class EngineCore:
         A text is pulled from ``requests`` when the batch has room for it. ``UserError`` for one that cannot run;
         ``RuntimeError`` where one fails twice, or ``DeviceLost``.
         """
-        assert self._scheduler.idle, "texts are scored between runs"
-        assert not self._in_flight
-        try:
-            yield from self._scorer.score(requests)
-        except RuntimeError as error:
-            self._require_device(error)
-            raise
+        assert not self._has_work, "texts are scored between runs"
+        with self.rehearsal():
+            for completion in self._generate(map(self._scoring, requests)):
+                if completion.scored is None:
+                    raise RuntimeError(f"{completion.request.id} could not be scored: {completion.error}")
+                yield completion.scored
+
+    def _scoring(self, text: ScoreRequest) -> Request:
+        """The request for the scores of ``text``; ``UserError`` if it can never run."""
+        request = Request(id=text.id, prompt_token_ids=text.token_ids[:-1], sampling=_SCORING, text=text)
+        reason = self._refusal(self._new_sequence(request))
+        require(reason is None, f"{text.id}: {reason}")
+        return request
 
     def warm_up(self) -> None:
         """Generate a little and record nothing: first calls load, allocate and compile, which no run should measure."""
@@ -175,7 +197,8 @@ class EngineCore:
         try:
             yield
         except RuntimeError as error:  # of no request
-            self._require_device(error)
+            self._peers.require(error)
+            require_device(self._device)
             raise
         finally:
             self._journal.record, self.spec_length = kept
@@ -192,10 +215,83 @@ class EngineCore:
     def sizes(self, max_sequences: int) -> list[int]:
         return self._runner.sizes(max_sequences)
 
+    def _pull_requests(self, source: Iterator[Request]) -> Iterator[Completion]:
+        while self._scheduler.wants_request:
+            request = next(source, None)
+            if request is None:
+                return
+            refused = self.submit(request)
+            if refused is not None:
+                yield refused
+
+    # Requests enter
+
     def submit(self, request: Request) -> Completion | None:
         """Queue ``request``; a completion with the reason comes back at once if it can never run."""
         self._peers.tell("submit", request)
-        return self._intake.submit(request)
+        sequence = self._new_sequence(request)
+        reason = self._refusal(sequence)
+        if reason is None:
+            self._scheduler.submit(sequence)
+            return None
+        sequence.finish_reason = "error"
+        self._journal.finished(sequence)
+        return sequence.completion(reason)
+
+    def _new_sequence(self, request: Request) -> Sequence:
+        """The state of ``request``, which enters the queue."""
+        self._journal.submitted(request)
+        sampling, prompt = request.sampling, list(request.prompt_token_ids)
+        if request.text is not None:
+            return Sequence(
+                request=request,
+                tokens=prompt,
+                max_length=len(prompt),
+                seed=0,
+                eos_token_ids=frozenset(),
+                prefix_root=b"target",  # the head's cache is left as it is
+            )
+        asked, context = len(prompt) + sampling.max_tokens, self._max_positions
+        return Sequence(
+            request=request,
+            tokens=prompt,
+            max_length=min(asked, context),
+            ends_by="length" if asked <= context else "context",
+            seed=request_seed(sampling.seed, request.id),
+            alone=request.alone,
+            eos_token_ids=frozenset() if sampling.ignore_eos else self._eos_token_ids,
+            stop=self._followers.stop_finder(sampling.stop_strings, prompt)
+            if sampling.stop_strings
+            else None,
+            parts=self._followers.part_finder(prompt),
+        )
+
+    def _refusal(self, sequence: Sequence) -> str | None:
+        """Why ``sequence`` can never run, or None."""
+        request, limit, size = sequence.request, self._max_positions, self.vocab_size
+        num_prompt, sampling = len(sequence.tokens), request.sampling
+        tokens = sequence.tokens if request.text is None else request.text.token_ids
+        if num_prompt == 0:
+            return "the prompt is empty: give at least one token"
+        if request.text is not None and num_prompt > limit:
+            return (
+                f"{num_prompt} tokens come before the last and the model's context is {limit}: "
+                "cut them from the left"
+            )
+        if (token := _outside(tokens, size)) is not None:
+            remedy = "" if request.text is None else ": use the tokenizer of this model"
+            return f"token id {token} is not in the vocabulary of {size}{remedy}"
+        if (token := _outside(sampling.suppress_tokens, size)) is not None:
+            return f"suppress-tokens names {token}, which is not in the vocabulary of {size}"
+        if (token := _outside((token for token, _ in sampling.logit_bias), size)) is not None:
+            return f"logit-bias names token {token}, which is not in the vocabulary of {size}"
+        if request.text is None and num_prompt >= limit:
+            return (
+                f"the prompt has {num_prompt} tokens and the model's context is {limit}: shorten the prompt"
+            )
+        return self._scheduler.refusal(sequence)
+
+    # A step
 
     def step(self) -> list[Completion]:
         """Launch one prefill pass, if prompts wait and fit, and one decode step of all that run; read older ones.
@@ -213,7 +309,7 @@ class EngineCore:
 
         def read() -> None:
             with self._peers.working("drain"):
-                self._in_flight.read_all_but(0)
+                self._read_all_but(0)
 
         self._guard(read)
         return self._take()
@@ -221,37 +317,189 @@ class EngineCore:
     def abandon(self) -> None:
         """Drop all requests in hand without an answer. Asks nothing of the device, which may be the reason."""
         self._peers.tell("abandon")
-        self._in_flight.clear()
+        self._forget_passes()
         self._scheduler.clear()
         self._batch.reset()
-        self._endings.take()
-
-    def score_pass(self, requests: list[ScoreRequest]) -> list[Scored] | None:
-        """One pass of ``score`` with ``requests`` behind those that it has; None where it has none left."""
-        return self._scorer.run(requests)
-
-    def abandon_scores(self) -> None:
-        """Drop all texts that are not scored yet."""
-        self._scorer.abandon()
+        self._completions.clear()
 
     def _take(self) -> list[Completion]:
-        completions = self._endings.take()
-        if completions:
-            self._peers.agree((*(each.request.id for each in completions), *_ids(self._scheduler.in_hand)))
-        return completions
+        taken, self._completions = self._completions, []
+        if taken:
+            self._peers.agree((*(each.request.id for each in taken), *_ids(self._scheduler.in_hand)))
+        return taken
 
     @property
     def _has_work(self) -> bool:
         return not self._scheduler.idle or bool(self._in_flight)
 
-    def _pull_requests(self, source: Iterator[Request]) -> Iterator[Completion]:
-        while self._scheduler.wants_request:
-            request = next(source, None)
-            if request is None:
-                return
-            refused = self.submit(request)
-            if refused is not None:
-                yield refused
+    @torch.inference_mode()
+    def _advance(self) -> None:
+        use(self._device)  # another engine of this process may be on another
+        with self._peers.working("step"):
+            ahead = bool(self._in_flight)
+            prefilled = self._prefill()
+            if self._lookahead == 0:  # so that no step is spent on a text that its first token ended
+                self._read_all_but(0)
+            decoded = self._decode()
+            num_left = self._lookahead if prefilled or decoded else 0
+            if ahead or num_left == 0:
+                self._read_all_but(num_left)
+            self._peers.see(*self._scheduler.counts)
+
+    def _prefill(self) -> bool:
+        """Whether a prefill was launched."""
+        chunks = self._scheduler.next_chunks()
+        if not chunks:
+            return False
+        if chunks[0].sequence.alone:
+            self._read_all_but(0)  # so that no other request can be to blame for a failure
+        launch = self._passes.prefill if chunks[0].sequence.request.text is None else self._passes.score
+        launched = _attempt(lambda: launch(chunks, self._waits.launch()))
+        if launched is None:
+            self._recover("prefill")
+            return False
+        self._scheduler.launched(chunks)
+        self._add(launched)
+        return True
+
+    def _decode(self) -> bool:
+        """Whether a decode step was launched."""
+        if all(sequence.may_finish for sequence in self._scheduler.running):
+            self._read_all_but(0)  # a short wait costs less than a step that may not be needed
+        for sequence in [sequence for sequence in self._scheduler.running if sequence.will_finish]:
+            self._scheduler.leave(sequence)
+        self._reserve()
+        if not self._scheduler.running:
+            return False
+        num_drafts = self._spec_length.choose(len(self._scheduler.running))
+        launched = _attempt(lambda: self._passes.decode(num_drafts, self._waits.launch()))
+        if launched is None:
+            self._recover("decode")
+            return False
+        self._add(launched)
+        return True
+
+    def _reserve(self) -> None:
+        """Make sure that the next step's KV has pages, at the cost of the youngest sequences if need be."""
+        while not self._scheduler.reserve():
+            if self._in_flight:  # what has ended gives its pages back
+                self._read()
+            else:
+                self._journal.preempted(self._scheduler.preempt())
+
+    def _add(self, launched: Pass) -> None:
+        """``launched`` will be read later; nothing in here can fail, so host and device agree."""
+        self._peers.see(launched.num_sequences, launched.num_drafts, launched.result.target_rows)
+        for sequence, row in launched.sequences:
+            if row is not None:
+                sequence.add_in_flight(1, launched.num_drafts + 1)
+        self._in_flight.append(launched)
+        if self._scheduler.limits.see_pass():
+            self._runner.try_again()
+        for capture in launched.captures:
+            self._journal.captured(capture)
+
+    # Reading
+
+    def _forget_passes(self) -> None:
+        """Nobody reads the passes in flight."""
+        self._in_flight.clear()
+        self._waits.forget()
+
+    def _read_all_but(self, num_newest: int) -> None:
+        """Read passes, the oldest first, until so many are left."""
+        while len(self._in_flight) > num_newest:
+            self._read()
+
+    def _read(self) -> None:
+        """Wait for the oldest pass and hand out what it found; a sequence that ended before gets nothing."""
+        done = self._in_flight[0]
+        self._peers.wait(done.numbers)
+        numbers = done.numbers.read()
+        logprobs = done.logprobs.read() if done.logprobs is not None else [()] * len(numbers)
+        num_kept, touched = 0, list[int]()
+        if done.kind == "prefill":
+            self._read_prefill(done, numbers, logprobs)
+        elif done.kind == "decode":
+            found = unpack(numbers, done.num_drafts)
+            num_kept, touched = self._read_decode(done, found, logprobs), found.touched
+        else:
+            self._read_score(done, numbers)
+        idle = self._waits.before(done.launch, done.numbers.done)
+        if done.kind != "score":
+            self._journal.stepped(done, num_kept, idle, touched)
+        self._in_flight.popleft()  # not before: its sequences fail with it
+
+    def _read_prefill(
+        self, done: Pass, tokens: list[list[int]], logprobs: Items[Items[Items[float]]]
+    ) -> None:
+        """Prompts are in the cache, each with the first token of its text unless that was known."""
+        for sequence, row in done.sequences:
+            if sequence.finish_reason is not None:
+                continue
+            emitted = 0
+            if row is not None:
+                sequence.remove_in_flight(1, 1)
+                emitted = sequence.append(tokens[row], logprobs[row])
+                self._peers.see(*tokens[row])
+            self._journal.prefilled(sequence, emitted)
+            self._end(sequence)
+
+    def _read_decode(self, done: Pass, found: Found, logprobs: Items[Items[Items[float]]]) -> int:
+        """Returns how many rows of the target's pass were accepted.
+
+        ``spec_length`` sees drafts and accepted drafts of every sequence; a draft that was missing counts there as a
+        rejected one, for its row cost as much.
+        """
+        num_kept, k = 0, done.num_drafts
+        for sequence, row in done.sequences:
+            if sequence.finish_reason is not None or row is None:
+                continue
+            drafts, accepted = found.drafts[row], found.accepted[row]
+            tokens = found.tokens[row][: accepted + 1]
+            sequence.remove_in_flight(1, k + 1)
+            emitted = sequence.append(tokens, logprobs[row])
+            self._peers.see(*drafts, accepted, *tokens)
+            self._spec_length.see(k, accepted)
+            proposed = drafts[: drafts.index(NO_DRAFT)] if NO_DRAFT in drafts else drafts
+            sequence.steps.append(self._journal.verified(sequence, proposed, accepted, emitted))
+            num_kept += accepted + 1
+            self._end(sequence)
+        return num_kept
+
+    def _read_score(self, done: Pass, numbers: list[list[float]]) -> None:
+        for (sequence, position), (log_prob, is_greedy) in zip(done.scored, numbers, strict=True):
+            sequence.scores[position] = log_prob, bool(is_greedy)
+        for sequence, _ in done.sequences:
+            sequence.finish_reason = "length"
+            self._end(sequence)
+
+    # Endings
+
+    def _end(self, sequence: Sequence) -> None:
+        """Take ``sequence`` out if it has finished."""
+        if sequence.finish_reason == "error":
+            at = sequence.num_output_tokens + 1
+            self._fail(sequence, f"the model's logits were not finite (NaN) at output token {at}")
+        elif sequence.finish_reason is not None:
+            self._retire(sequence)
+
+    def _retire(self, sequence: Sequence, error: str | None = None) -> None:
+        """``sequence`` has finished; ``error`` says why it could not go on."""
+        self._scheduler.retire(sequence)
+        self._journal.finished(sequence)
+        self._completions.append(sequence.completion(error))
+
+    def _fail(self, sequence: Sequence, reason: str) -> None:
+        """End ``sequence``; the first time it begins again, and runs alone."""
+        sequence.finish_reason = "error"
+        pages = self._scheduler.discard(sequence)
+        self._steps.clear([0, *pages])  # and page 0, where padding rows are written
+        self._journal.finished(sequence)
+        if sequence.alone:
+            self._completions.append(sequence.completion(f"{reason}, and again when tried alone"))
+        else:
+            self._scheduler.retry(self._new_sequence(sequence.request))
 
     def _guard(self, work: Callable[[], None]) -> None:
         """Do ``work``; those in flight fail with it."""
@@ -267,87 +515,64 @@ class EngineCore:
     def _fail_all(self, reason: str) -> None:
         """A pass has failed: so have those who were in it or in one that is not read yet."""
         hit, in_flight = self._scheduler.in_hand, bool(self._in_flight)
-        self._in_flight.clear()
+        self._forget_passes()
         self._batch.reset()
         require_device(self._device, _ids(hit))
         if not hit and not in_flight:
             raise RuntimeError(reason)  # there is no request to answer with it
         for sequence in hit:
-            self._endings.fail(sequence, f"the device failed: {reason}")
+            self._fail(sequence, f"the device failed: {reason}")
 
-    def _require_device(self, error: RuntimeError) -> None:
-        """``DeviceLost`` where ``error``, which is of no request, is the device's or a peer's."""
-        self._peers.require(error)
-        require_device(self._device)
+    def _recover(self, kind: PassKind) -> None:
+        """Go on behind a pass that found no memory, within lower limits: fewer rows of a prefill, or fewer sequences.
 
-    @torch.inference_mode()
-    def _advance(self) -> None:
-        use(self._device)  # another engine of this process may be on another
-        with self._peers.working("step"):
-            ahead = bool(self._in_flight)
-            prefilled = self._prefill()
-            if self._lookahead == 0:
-                self._in_flight.read_all_but(
-                    0
-                )  # so that no step is spent on a text that its first token ended
-            decoded = self._decode()
-            num_left = self._lookahead if prefilled or decoded else 0
-            if ahead or num_left == 0:
-                self._in_flight.read_all_but(num_left)
-            self._peers.see(*self._scheduler.counts)
+        How far that pass came is unknown, so nothing of the running batch on the device is used again: every sequence
+        is computed again from what was read (the prefix cache has most of it).
+        """
+        self._peers.give_up(RuntimeError(_NO_MEMORY))
+        self._read_all_but(0)
+        sent = self._scheduler.send_all_back()
+        for sequence in sent:
+            self._journal.preempted(sequence)
+        self._batch.reset()
+        if kind == "decode" or not self._scheduler.limits.lower_prefill():
+            self._lower_batch(len(sent))
+        torch.cuda.empty_cache()
+        self._journal.out_of_memory(self._scheduler.limits)
 
-    def _prefill(self) -> bool:
-        """Whether a prefill was launched."""
-        chunks = self._scheduler.next_chunks()
-        if not chunks:
-            return False
-        if chunks[0].sequence.alone:
-            self._in_flight.read_all_but(0)  # so that no other request can be to blame for a failure
-        launched = attempt(lambda: self._passes.prefill(chunks, self._waits.launch()))
-        if launched is None:
-            self._peers.give_up(RuntimeError(NO_MEMORY))
-            self._in_flight.read_all_but(0)
-            self._shortages.of_prefill()
-            return False
-        self._scheduler.launched(chunks)
-        self._add(launched)
-        return True
+    def _lower_batch(self, num_admitted: int) -> None:
+        """Lower the limit of the batch; of a sequence that was alone there is nothing to lower."""
+        if num_admitted > 1:
+            self._scheduler.limits.lower_batch(num_admitted)
+        elif num_admitted == 1:
+            sequence = self._scheduler.waiting[0]
+            sequence.num_shortages += 1
+            if sequence.num_shortages >= _MAX_SHORTAGES:
+                self._scheduler.waiting.remove(sequence)
+                sequence.finish_reason = "error"
+                self._retire(sequence, _NONE_ALONE)
 
-    def _decode(self) -> bool:
-        """Whether a decode step was launched."""
-        if all(sequence.may_finish for sequence in self._scheduler.running):
-            self._in_flight.read_all_but(0)  # a short wait costs less than a step that may not be needed
-        for sequence in [sequence for sequence in self._scheduler.running if sequence.will_finish]:
-            self._scheduler.leave(sequence)
-        self._reserve()
-        if not self._scheduler.running:
-            return False
-        num_drafts = self.spec_length.choose(len(self._scheduler.running))
-        launched = attempt(lambda: self._passes.decode(num_drafts, self._waits.launch()))
-        if launched is None:
-            self._peers.give_up(RuntimeError(NO_MEMORY))
-            self._in_flight.read_all_but(0)
-            self._shortages.of_decode()
-            return False
-        self._add(launched)
-        return True
 
-    def _reserve(self) -> None:
-        """Make sure that the next step's KV has pages, at the cost of the youngest sequences if need be."""
-        while not self._scheduler.reserve():
-            if self._in_flight:  # what has ended gives its pages back
-                self._in_flight.read()
-            else:
-                self._journal.preempted(self._scheduler.preempt())
+def require_device(device: torch.device, requests: tuple[str, ...] = ()) -> None:
+    """``DeviceLost`` with ``requests``, those in flight, if ``device`` does not even finish what was launched."""
+    try:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+    except RuntimeError as error:
+        raise DeviceLost(first_line(error), requests) from error
 
-    def _add(self, launched: Pass) -> None:
-        """Note that a pass was launched."""
-        self._peers.see(launched.num_sequences, launched.num_drafts, launched.result.target_rows)
-        self._in_flight.add(launched)
-        if self._scheduler.limits.see_pass():
-            self._runner.try_again()
-        for capture in launched.captures:
-            self._journal.captured(capture)
+
+def _attempt(launch: Callable[[], Pass]) -> Pass | None:
+    """Launch a pass; None where the device has no memory for it."""
+    try:
+        return launch()
+    except torch.OutOfMemoryError:
+        return None  # and let go of the exception, which holds on to the tensors of the pass
+
+
+def _outside(tokens: Iterable[int], vocab_size: int) -> int | None:
+    """The first of ``tokens`` that is not in the vocabulary."""
+    return next((token for token in tokens if not 0 <= token < vocab_size), None)
 
 
 def _ids(sequences: Iterable[Sequence]) -> tuple[str, ...]:

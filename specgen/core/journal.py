@@ -5,8 +5,8 @@ from collections.abc import Callable
 from collections.abc import Sequence as Items
 
 from specgen.core.graphs import Capture
-from specgen.core.limits import Limits
 from specgen.core.passes import Pass
+from specgen.core.scheduler import Limits
 from specgen.core.sequence import Request, Sequence
 from specgen.events import (
     Captured,

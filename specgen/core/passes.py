@@ -1,5 +1,7 @@
-"""The engine's passes: a prefill and a decode step, launched from host state and read later."""
+"""The engine's passes: launched from host state, timed by the device's clock, and read later."""
 
+import time
+from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from typing import Literal
 
@@ -11,17 +13,65 @@ from specgen.core.running_batch import RunningBatch
 from specgen.core.scheduler import Chunk, Scheduler
 from specgen.core.sequence import Sequence
 from specgen.core.step import StepResult, Steps
-from specgen.core.waits import Launch
 from specgen.decoding.sampling import SamplingBatch, token_counts
-from specgen.device import HostCopy, on_device
+from specgen.device import HostCopy, Moment, on_device
+
+PassKind = Literal["prefill", "decode", "score"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """The beginning of a pass; ``outside`` are the seconds that the engine's caller had since the launch before."""
+
+    begun: Moment
+    outside: float
+
+
+class Waits:
+    """Times passes by the clock of ``device``. Nothing in here waits for it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._left: float | None = None  # when the engine handed back to its caller
+        self._outside = 0.0
+        self._end: Moment | None = None  # of the pass that was read last
+
+    def enter(self) -> None:
+        """The caller asks for a step."""
+        if self._left is not None:
+            self._outside += time.perf_counter() - self._left
+            self._left = None
+
+    def leave(self) -> None:
+        """The caller goes on."""
+        self._left = time.perf_counter()
+
+    def launch(self) -> Launch:
+        """A pass begins here."""
+        outside, self._outside = self._outside, 0.0
+        return Launch(begun=Moment(self._device), outside=outside)
+
+    def before(self, launch: Launch, end: Moment) -> float:
+        """Seconds that the device waited for a pass, which has ended; passes come in the order of launch."""
+        idle = 0.0 if self._end is None else max(launch.begun.since(self._end), 0.0)
+        self._end = end
+        return idle
+
+    def forget(self) -> None:
+        """What comes next continues nothing: time before it is nobody's."""
+        self._left = self._end = None
+        self._outside = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pass:
     """A pass that was launched and whose numbers are not read yet."""
 
-    kind: Literal["prefill", "decode"]
-    sequences: list[tuple[Sequence, int | None]]  # and the row of the numbers that holds tokens for it
+    kind: PassKind
+    sequences: list[tuple[Sequence, int | None]]  # who gets something, and the row of its tokens
+    scored: Items[
+        tuple[Sequence, int]
+    ]  # what each row of a score is of: a text, and the position of its token
     num_sequences: int
     num_drafts: int  # per sequence
     num_waiting: int  # prompts that had not begun
@@ -74,18 +124,8 @@ class Passes:
         rows = on_device(complete, self._device)
         self._batch.arrange(self._scheduler.running)
         self._batch.join([chunks[i].sequence for i in complete], state.take(rows), sampling.take(rows))
-        return Pass(
-            kind="prefill",
-            sequences=[(chunks[i].sequence, i if fresh[i] else None) for i in complete],
-            num_sequences=len(chunks),
-            num_drafts=0,
-            num_waiting=len(self._scheduler.waiting),
-            result=result,
-            numbers=HostCopy(result.numbers),
-            logprobs=None if result.logprobs is None else HostCopy(result.logprobs),
-            launch=launch,
-            captures=self._steps.runner.take_captures(),
-        )
+        sequences = [(chunks[i].sequence, i if fresh[i] else None) for i in complete]
+        return self._launched("prefill", sequences, len(chunks), result, launch)
 
     def _sampling(self, chunks: list[Chunk]) -> SamplingBatch:
         """The columns of ``chunks``; tokens are counted, from the first one on, where the next is to be chosen."""
@@ -105,12 +145,49 @@ class Passes:
         running = self._scheduler.running
         self._batch.arrange(running)
         num_rows = self._steps.runner.choose_rows(len(running), (num_drafts, self._batch.form))
-        columns = self._batch.columns(num_rows)
-        result = self._steps.decode(columns, num_drafts)
+        result = self._steps.decode(self._batch.columns(num_rows), num_drafts)
+        sequences: list[tuple[Sequence, int | None]] = [(each, row) for row, each in enumerate(running)]
+        return self._launched("decode", sequences, len(running), result, launch, num_drafts)
+
+    def score(self, chunks: list[Chunk], launch: Launch) -> Pass:
+        """Compute ``chunks`` of texts with the target alone, and look at every token that is asked for."""
+        rows, targets, scored, first = list[int](), list[int](), list[tuple[Sequence, int]](), 0
+        for chunk in chunks:
+            text = chunk.sequence.request.text
+            assert text is not None, "texts are scored between runs"
+            end = chunk.start + chunk.num_rows
+            for position in range(min(max(chunk.start, text.num_context - 1), end), end):
+                rows.append(first + position - chunk.start)
+                targets.append(text.token_ids[position + 1])
+                scored.append((chunk.sequence, position + 1))
+            first += chunk.num_rows
+        result = self._steps.score(
+            chunk_layout(chunks, self._scheduler.page_size, self._device),
+            chunk_tokens(chunks, self._device, shift=0),
+            on_device(rows, self._device),
+            on_device(targets, self._device),
+        )
+        complete: list[tuple[Sequence, int | None]] = [
+            (chunk.sequence, None) for chunk in chunks if chunk.last
+        ]
+        return self._launched("score", complete, len(chunks), result, launch, scored=scored)
+
+    def _launched(
+        self,
+        kind: PassKind,
+        sequences: list[tuple[Sequence, int | None]],
+        num_sequences: int,
+        result: StepResult,
+        launch: Launch,
+        num_drafts: int = 0,
+        scored: Items[tuple[Sequence, int]] = (),
+    ) -> Pass:
+        """A pass whose numbers are on their way to the host; see ``Pass``."""
         return Pass(
-            kind="decode",
-            sequences=[(sequence, row) for row, sequence in enumerate(running)],
-            num_sequences=len(running),
+            kind=kind,
+            sequences=sequences,
+            scored=scored,
+            num_sequences=num_sequences,
             num_drafts=num_drafts,
             num_waiting=len(self._scheduler.waiting),
             result=result,

@@ -3,13 +3,13 @@
 from collections import deque
 from dataclasses import dataclass
 
-from specgen.core.limits import Limits
 from specgen.core.sequence import Sequence
 from specgen.kv.pages import PageAllocator
 from specgen.kv.prefix_cache import extend_digests
 
 # A prefill of fewer rows than this takes hardly less time: reading the weights is what it waits for.
 _FULL_PASS = 512
+_QUIET = 256  # passes without a shortage before more is tried
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +24,52 @@ class Chunk:
     def last(self) -> bool:
         """Whether the prompt is complete after this chunk."""
         return self.start + self.num_rows == self.sequence.num_prefill_tokens
+
+
+class Limits:
+    """``max_batch_size`` and ``max_prefill_tokens`` as they are now; both begin at their most.
+
+    A shortage halves one of them. What was short may have been another program's doing, so after quiet passes both
+    are doubled again, up to what was asked for; where that was too early, the next time waits twice as long.
+    """
+
+    def __init__(self, *, max_batch_size: int, max_prefill_tokens: int) -> None:
+        self.max_batch_size = self._most_sequences = max_batch_size
+        self.max_prefill_tokens = self._most_rows = max_prefill_tokens
+        self._patience = _QUIET
+        self._quiet = 0  # passes since the last change
+        self._was_raised = False  # by the last change
+
+    def lower_prefill(self) -> bool:
+        """Half as many rows in a prefill; False where it is one already."""
+        if self.max_prefill_tokens == 1:
+            return False
+        self._note_shortage()
+        self.max_prefill_tokens //= 2
+        return True
+
+    def lower_batch(self, num_sequences: int) -> None:
+        """Half of the ``num_sequences`` that were too many, at least one."""
+        self._note_shortage()
+        self.max_batch_size = max(num_sequences // 2, 1)
+
+    def see_pass(self) -> bool:
+        """A pass found memory; whether the limits have risen with it."""
+        self._quiet += 1
+        return self._quiet >= self._patience and self._raise()
+
+    def _raise(self) -> bool:
+        now = self.max_batch_size, self.max_prefill_tokens
+        self.max_batch_size = min(2 * self.max_batch_size, self._most_sequences)
+        self.max_prefill_tokens = min(2 * self.max_prefill_tokens, self._most_rows)
+        self._was_raised = now != (self.max_batch_size, self.max_prefill_tokens)
+        self._quiet = 0
+        return self._was_raised
+
+    def _note_shortage(self) -> None:
+        if self._was_raised:
+            self._patience *= 2
+        self._quiet, self._was_raised = 0, False
 
 
 class Scheduler:
@@ -77,17 +123,8 @@ class Scheduler:
 
     @property
     def wants_request(self) -> bool:
-        """Whether to pull a request."""
-        return self.num_wanted > 0
-
-    @property
-    def num_wanted(self) -> int:
-        """Requests to pull: until there is one more than the batch holds, to know whether more follow."""
-        return max(self.limits.max_batch_size + 1 - self._num_in_hand, 0)
-
-    @property
-    def _num_in_hand(self) -> int:
-        return len(self.waiting) + self.num_admitted
+        """Whether to pull a request: until there is one more than the batch holds, to know whether more follow."""
+        return len(self.waiting) + self.num_admitted <= self.limits.max_batch_size
 
     def refusal(self, sequence: Sequence) -> str | None:
         """Why ``sequence`` could never finish, or None."""
@@ -136,7 +173,7 @@ class Scheduler:
             return False
         self._slots_wasted += min(free, len(self.waiting))
         rows = sum(self._rows_to_compute(sequence) for sequence in self.waiting)
-        last = self._num_in_hand <= self.limits.max_batch_size
+        last = self.wants_request
         return (
             not self.running
             or last
@@ -173,13 +210,17 @@ class Scheduler:
         return sequence.digests[: num_positions // self.page_size]
 
     def launched(self, chunks: list[Chunk]) -> None:
-        """The pass over ``chunks`` is on its way: its pages may be shared, and whose prompt is complete now runs."""
+        """The pass over ``chunks`` is on its way: its pages may be shared, and sequences with complete prompts decode.
+
+        Texts to score are complete then, once the pass is read.
+        """
         self._allocator.confirm()
         for chunk in chunks:
             chunk.sequence.num_computed += chunk.num_rows
             if chunk.last:
                 self.prefilling.remove(chunk.sequence)
-                self.running.append(chunk.sequence)
+                scored = chunk.sequence.request.text is not None
+                (self.leaving if scored else self.running).append(chunk.sequence)
 
     def reserve(self) -> bool:
         """Give every running sequence pages for the next step; False if there are too few, and some may have theirs.
@@ -238,12 +279,8 @@ class Scheduler:
         Returns the pages that it alone had.
         """
         self._remove(sequence)
-        self.forget()
-        return self._allocator.release(sequence.pages)
-
-    def forget(self) -> None:
-        """Share no page that was computed before: what was to be there may not be."""
         self._allocator.forget()
+        return self._allocator.release(sequence.pages)
 
     def _remove(self, sequence: Sequence) -> None:
         for queue in (self.prefilling, self.running, self.leaving):

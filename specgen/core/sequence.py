@@ -4,7 +4,7 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-from specgen.config import SamplingParams
+from specgen.config import SamplingParams, require
 from specgen.events import Verified
 
 FinishReason = Literal["stop", "length", "error"]  # of vLLM and OpenAI
@@ -29,10 +29,36 @@ class PartFinder(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ScoreRequest:
+    """A text whose tokens from ``num_context`` on are to be scored; the last of them needs no slot in the cache."""
+
+    id: str
+    token_ids: tuple[int, ...]
+    num_context: int  # at least 1: the first token follows nothing
+
+    def __post_init__(self) -> None:
+        require(
+            1 <= self.num_context < len(self.token_ids),
+            f"{self.id}: {self.num_context} of {len(self.token_ids)} tokens are context: "
+            "leave at least one on either side",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scored:
+    """The answer: a value for each of ``request.token_ids[request.num_context:]``."""
+
+    request: ScoreRequest
+    log_probs: tuple[float, ...]  # natural, given all tokens before
+    greedy: tuple[bool, ...]  # whether no token was more likely
+
+
+@dataclass(frozen=True, kw_only=True)
 class Request:
     """What the engine is asked for. ``category``, ``turn`` and ``num_turns`` only label it in reports.
 
-    ``alone`` is for one that may have failed before: it runs alone, and is not tried again.
+    ``alone`` is for one that may have failed before: it runs alone, and is not tried again. With ``text`` nothing is
+    generated: the text is scored, and the prompt is all of it but its last token.
     """
 
     id: str
@@ -42,6 +68,7 @@ class Request:
     turn: int = 1
     num_turns: int = 1  # of its conversation
     alone: bool = False
+    text: ScoreRequest | None = None
 
 
 @dataclass(frozen=True)
@@ -69,6 +96,7 @@ class Completion:
     error: str | None = None
     logprobs: tuple[TokenLogprobs, ...] | None = None  # of each token id, where they were asked for
     steps: tuple[Verified, ...] = ()
+    scored: Scored | None = None  # of a request with a text
 
 
 @dataclass(kw_only=True, eq=False)
@@ -86,7 +114,6 @@ class Sequence:
     pages: list[int] = field(default_factory=list)
     digests: list[bytes] = field(default_factory=list)  # of its pages, see ``prefix_cache``
     prefix_root: bytes = b""  # sequences share pages only with those of the same
-    first_scored_position: int | None = None  # whose logits are asked for; None: the last of the prefill
     num_cached: int = 0  # positions that another sequence had computed
     num_computed: int = 0  # positions in the cache, while prefilling
     in_flight_min: int = 0  # tokens that passes whose results are not read yet will add at least ...
@@ -94,6 +121,7 @@ class Sequence:
     alone: bool = False  # has failed once, and is tried again alone
     num_shortages: int = 0  # how often the device had no memory for it alone
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # of its output, where they are asked for
+    scores: dict[int, tuple[float, bool]] = field(default_factory=dict)  # of its text's tokens, by position
     steps: list[Verified] = field(default_factory=list)
     switches: list[tuple[int, str]] = field(default_factory=list)  # output token and part, not recorded yet
     finish_reason: EndReason | None = None
@@ -116,10 +144,9 @@ class Sequence:
 
     @property
     def num_reusable(self) -> int:
-        """Leading positions that need not be computed if the cache has them."""
-        return (
-            self.num_prefill_tokens - 1 if self.first_scored_position is None else self.first_scored_position
-        )
+        """Leading positions that need not be computed if the cache has them: those whose logits nobody asks for."""
+        text = self.request.text
+        return self.num_prefill_tokens - 1 if text is None else text.num_context - 1
 
     @property
     def will_finish(self) -> bool:
@@ -174,4 +201,13 @@ class Sequence:
             error=error,
             logprobs=None if self.request.sampling.logprobs is None else tuple(self.logprobs),
             steps=tuple(self.steps),
+            scored=self._scored(),
         )
+
+    def _scored(self) -> Scored | None:
+        text = self.request.text
+        if text is None or self.finish_reason == "error":
+            return None
+        found = [self.scores[position] for position in range(text.num_context, len(text.token_ids))]
+        log_probs, greedy = zip(*found, strict=True)
+        return Scored(request=text, log_probs=log_probs, greedy=greedy)

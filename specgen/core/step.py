@@ -12,7 +12,7 @@ from torch import Tensor
 
 from specgen.attention import Attend, Backend
 from specgen.core.graphs import Runner
-from specgen.core.prompt_blocks import PromptBlocks, block_layout
+from specgen.core.packing import PromptBlocks, block_layout
 from specgen.core.running_batch import Columns
 from specgen.core.sequence import NOT_FINITE
 from specgen.decoding.draft_state import NO_DRAFT, Drafts, DraftState, Outcome
@@ -51,14 +51,43 @@ class _Verdict:
 class StepResult:
     """What a pass found, one row per sequence, and how many rows it computed."""
 
-    # [B, n] int64: a prefill's first tokens, or drafts (see NO_DRAFT), accepted and tokens (``verify``, NOT_FINITE);
-    # two columns more with ``experts``
+    # [B, n] int64: a prefill's first tokens, or of a decode step what ``pack`` has made; or a score's log-probability
+    # of each token and whether it is the argmax, [n, 2] float32
     numbers: Tensor
-    logprobs: Tensor | None  # of the tokens (see ``token_logprobs``), where they are asked for
+    logprobs: Tensor | None = None  # of the tokens (see ``token_logprobs``), where they are asked for
     target_rows: int
-    fill_rows: int
-    loop_rows: int
-    experts: ExpertSize | None = None  # where ``numbers`` ends with the experts touched (see ``num_touched``)
+    fill_rows: int = 0
+    loop_rows: int = 0
+    experts: ExpertSize | None = None  # of a mixture, whose decode steps are counted
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """What a decode step found, on the host."""
+
+    drafts: list[list[int]]  # [B, K], see NO_DRAFT
+    accepted: list[int]  # [B]
+    tokens: list[list[int]]  # [B, K+1], see ``verify`` and NOT_FINITE
+    touched: list[int]  # experts, see ``num_touched``; empty where they are not counted
+
+
+def pack(drafts: Tensor, accepted: Tensor, tokens: Tensor, touched: Tensor | None) -> Tensor:
+    """[B, K], [B], [B, K+1] and [2] or None as one matrix [B, n], which one copy takes to the host."""
+    columns = [drafts, accepted[:, None], tokens]
+    if touched is not None:
+        columns.append(touched.expand(len(drafts), 2))
+    return torch.cat(columns, 1)
+
+
+def unpack(numbers: list[list[int]], num_drafts: int) -> Found:
+    """The rows of what ``pack`` made of a step with ``num_drafts`` (K) drafts."""
+    k, end = num_drafts, 2 * num_drafts + 2
+    return Found(
+        drafts=[row[:k] for row in numbers],
+        accepted=[row[k] for row in numbers],
+        tokens=[row[k + 1 : end] for row in numbers],
+        touched=numbers[0][end:],
+    )
 
 
 class Steps:
@@ -112,7 +141,6 @@ class Steps:
             logprobs=chosen.logprobs,
             target_rows=layout.num_rows,
             fill_rows=fill_rows,
-            loop_rows=0,
         )
 
     def decode(self, columns: Columns, num_drafts: int) -> StepResult:
@@ -149,11 +177,8 @@ class Steps:
         logits, features, touched = piece(("verify", *what), verify, drafts.tokens)
         found = self._accept(drafts, logits, state.positions, sampling)
         next_state, fill_rows = piece(("observe", *what), observe, features, found.tokens, found.accepted + 1)
-        numbers = [drafts.tokens, found.accepted[:, None], found.shown]
-        if touched is not None:
-            numbers.append(touched.expand(num_rows, 2))
         result = StepResult(
-            numbers=torch.cat(numbers, 1),
+            numbers=pack(drafts.tokens, found.accepted, found.shown, touched),
             logprobs=found.logprobs,
             target_rows=num_rows * (k + 1),
             fill_rows=fill_rows,
@@ -175,13 +200,8 @@ class Steps:
             self._drafter.clear(pages)
             self._spoilt.clear()  # not before: a pass that fails here has cleared nothing
 
-    def score(
-        self, layout: Layout, token_ids: Tensor, rows: Tensor, targets: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Put a ragged ``layout`` into the target's cache and look at what it expects behind ``rows`` ``[n]``.
-
-        Returns the log-probabilities of ``targets`` there, ``[n]`` float32, and whether each is the argmax, ``[n]``.
-        """
+    def score(self, layout: Layout, token_ids: Tensor, rows: Tensor, targets: Tensor) -> StepResult:
+        """Put a ragged ``layout`` into the target's cache and score ``targets`` ``[n]`` behind ``rows`` ``[n]``."""
         self._clear_spoilt()
         attend = Attend(self._backend, self._cache, layout, self._target.rope)
         hidden, _ = self._target.forward(token_ids, attend)
@@ -193,7 +213,8 @@ class Steps:
             every = logits.log_softmax(-1, dtype=torch.float32)
             log_probs.append(every.gather(-1, targets[some, None])[:, 0])
             greedy.append(self._target.vocabulary.likeliest(logits)[0] == targets[some])
-        return torch.cat(log_probs), torch.cat(greedy)
+        numbers = torch.stack((torch.cat(log_probs), torch.cat(greedy).float()), 1)
+        return StepResult(numbers=numbers, target_rows=layout.num_rows)
 
     def _prompts(self, token_ids: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
         """``_forward``; captured, where the host would be slower than the device."""

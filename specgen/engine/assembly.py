@@ -8,10 +8,9 @@ from specgen.attention import Backend
 from specgen.config import EngineConfig
 from specgen.core.engine_core import EngineCore
 from specgen.core.graphs import Runner
-from specgen.core.limits import Limits
-from specgen.core.prompt_blocks import BLOCK
+from specgen.core.packing import BLOCK
 from specgen.core.running_batch import RunningBatch
-from specgen.core.scheduler import Scheduler
+from specgen.core.scheduler import Limits, Scheduler
 from specgen.core.spec_length import FixedLength
 from specgen.core.step import Steps
 from specgen.decoding.drafter_batch import NonPaddedBatch, PackedBatch, PaddedBatch

@@ -22,9 +22,8 @@ from specgen.config import (
     require,
     shown,
 )
-from specgen.core.graph_sizes import bucket
-from specgen.core.graphs import PassGraphs, Runner, StepGraphs
-from specgen.core.prompt_blocks import BLOCK, MOST_BLOCKS
+from specgen.core.graphs import PassGraphs, Runner, StepGraphs, bucket
+from specgen.core.packing import BLOCK, MOST_BLOCKS
 from specgen.device import choose_device, require_devices
 from specgen.display import several
 from specgen.engine.number_formats import DTYPES, Checkpoints, target_kv_dtype

@@ -20,10 +20,10 @@ from torch import distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from specgen.config import UserError, first_line, require
-from specgen.core.endings import DeviceLost
 from specgen.core.graphs import Runner
 from specgen.engine.rank_group import ENVIRONMENT, Place, join
 from specgen.engine.roll import END, GRACE, Member, Roll, launch
+from specgen.errors import DeviceLost
 from specgen.ranks import Ranks
 
 PATIENCE = 900.0  # seconds for an answer, or for a pass: a first one may compile kernels for minutes

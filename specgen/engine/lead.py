@@ -9,12 +9,12 @@ from typing import NoReturn
 import torch
 
 from specgen.config import EngineConfig, SamplingParams, require
-from specgen.core.endings import DeviceLost
 from specgen.core.graphs import Runner
 from specgen.core.peers import Peers
 from specgen.device import HostCopy
 from specgen.engine.crew import Crew, start
 from specgen.engine.rank_group import Account
+from specgen.errors import DeviceLost
 
 _crews: "weakref.WeakValueDictionary[tuple[str, int], Crew]" = weakref.WeakValueDictionary()
 

@@ -16,10 +16,10 @@ from typing import TypeVar
 
 from specgen.bench.bound import mean_step_bytes, mean_touched
 from specgen.bench.environment import free_memory
-from specgen.core.endings import DeviceLost
 from specgen.core.engine_core import never_stop
 from specgen.engine.loading import Models
 from specgen.engine.warm_engine import Run, WarmEngine
+from specgen.errors import DeviceLost
 from specgen.events import Captured, Event, Finished, OutOfMemory, Prefilled, Verified
 from specgen.experiments.plans import Plan, Yardstick
 from specgen.experiments.repeat import Repeat

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 
-from specgen.core.endings import DeviceLost
+from specgen.errors import DeviceLost
 from specgen.rundir.atomic import write_json_lines
 
 _NAME = "lost.jsonl"

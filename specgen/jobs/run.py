@@ -6,10 +6,9 @@ from pathlib import Path
 
 from specgen import __version__
 from specgen.config import EngineConfig, require, shown
-from specgen.core.endings import DeviceLost
 from specgen.core.engine_core import never_stop
 from specgen.core.garbage import rarely_collected
-from specgen.core.graph_sizes import bucket
+from specgen.core.graphs import bucket
 from specgen.decoding.sampling import most_demanding
 from specgen.engine.choices import resolve
 from specgen.engine.engine import Engine
@@ -18,6 +17,7 @@ from specgen.engine.loading import Models, OneTarget, load_chat_tokenizer, load_
 from specgen.engine.memory import require_memory
 from specgen.engine.number_formats import Checkpoints
 from specgen.engine.request_output import RequestOutput
+from specgen.errors import DeviceLost
 from specgen.events import Event
 from specgen.jobs.job import Job, job_manifest, without_effect
 from specgen.jobs.lost import kept_while_lost, note_lost, read_lost
