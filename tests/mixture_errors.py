@@ -10,11 +10,10 @@ from torch import Tensor
 
 from specgen.attention.sdpa import SdpaBackend
 from specgen.kv.layout import Layout
-from specgen.models import gpt_oss, mixture, qwen3_moe
+from specgen.models import gpt_oss, mlp, qwen3_moe
 from specgen.models.layers import LayerAttention
-from specgen.models.mixture_config import MixtureConfig
-from specgen.models.model_config import TargetConfig
-from specgen.models.rope_config import RopeConfig
+from specgen.models.model_config import MixtureConfig, TargetConfig
+from specgen.models.rotary import RopeConfig
 from specgen.ops import experts as experts_ops
 from specgen.ops import mxfp4
 from specgen.ops.experts import Experts, Gating
@@ -86,7 +85,7 @@ def _wider(layer: LayerAttention) -> int | None:
 ERRORS: dict[str, tuple[str, Callable[[pytest.MonkeyPatch], None]]] = {
     "gate-and-up-in-halves": (
         "gpt-oss",
-        wrong(mixture, "_stacked", lambda *args, real=mixture._stacked: real(*args[:-1], False)),
+        wrong(mlp, "_stacked", lambda *args, real=mlp._stacked: real(*args[:-1], False)),
     ),
     "sinks-dropped": ("gpt-oss", _attention(sinks=lambda layer: None)),
     "sinks-scaled": ("gpt-oss", _attention(sinks=lambda layer: layer.sinks * layer.scale)),
@@ -104,7 +103,7 @@ ERRORS: dict[str, tuple[str, Callable[[pytest.MonkeyPatch], None]]] = {
     "no-biases-of-experts": (
         "gpt-oss",
         wrong(
-            mixture,
+            mlp,
             "Experts",
             lambda gate_up, down, gating: Experts(
                 gate_up=replace(gate_up, bias=torch.zeros_like(gate_up.bias)), down=down, gating=gating

@@ -15,7 +15,7 @@ from specgen.attention.trtllm import TrtllmBackend, causal_mask
 from specgen.attention.workspaces import MIB, decode_workspace, prefill_bytes, xqa_bytes
 from specgen.config import UserError
 from specgen.kv.layout import Layout
-from specgen.models.latent_config import LatentConfig
+from specgen.models.model_config import LatentConfig
 
 LLAMA = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "dtype": torch.bfloat16}
 GPU = torch.device("cuda")

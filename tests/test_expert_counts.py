@@ -34,7 +34,7 @@ from specgen.experiments.repeat import Repeats
 from specgen.experiments.throughput_table import Result, table
 from specgen.experiments.turns import repeat_of
 from specgen.models.expert_counts import ExpertCounts, ExpertSize, num_touched
-from specgen.models.mixture import Mixture
+from specgen.models.mlp import Mixture
 from specgen.report.experts_touched import experts_table
 from specgen.report.report import fold
 from specgen.report.tables import of_run, page

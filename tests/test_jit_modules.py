@@ -26,7 +26,7 @@ from specgen.engine.choices import attention_note
 from specgen.engine.loading import open_checkpoints
 from specgen.engine.needed_modules import modules_of, modules_of_products, needed_modules
 from specgen.experiments import plans
-from specgen.models.latent_config import LatentConfig
+from specgen.models.model_config import LatentConfig
 from specgen.ops import jit_modules
 from specgen.ops.block_fp8 import FEWEST_ROWS
 from specgen.ops.jit_modules import Module, compile_missing, compiled_meanwhile

@@ -19,12 +19,10 @@ from specgen.attention.sdpa import SdpaBackend, StaticSdpaBackend
 from specgen.checkpoints.checkpoint import load_target, open_checkpoint
 from specgen.config import SamplingParams, UserError
 from specgen.kv.layout import Layout
-from specgen.models import latent_attention, mixture
+from specgen.models import latent_attention, mlp
 from specgen.models.attend import LatentLayer
 from specgen.models.families import family_of
-from specgen.models.latent_config import LatentConfig
-from specgen.models.mixture_config import SigmoidWeights
-from specgen.models.model_config import TargetConfig
+from specgen.models.model_config import LatentConfig, SigmoidWeights, TargetConfig
 from specgen.ops.fp8 import block_scales
 from specgen.ops.reference import torch_ops
 from specgen.ops.router import SigmoidRouting
@@ -142,7 +140,7 @@ def _routing(**changes: Any) -> Callable[[pytest.MonkeyPatch], None]:
             found = {name: change(given) for name, change in changes.items()}
             return SigmoidRouting(**given | found)
 
-        monkeypatch.setattr(mixture, "SigmoidRouting", other)
+        monkeypatch.setattr(mlp, "SigmoidRouting", other)
 
     return plant
 
@@ -170,9 +168,9 @@ ERRORS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "not-scaled": _routing(scale=lambda given: 1.0),
     "not-normalized": _routing(normalized=lambda given: not given["normalized"]),
     "no-shared-expert": _wrong(
-        mixture.Mixture,
+        mlp.Mixture,
         "build",
-        lambda *rest, real=mixture.Mixture.build: replace(real(*rest), shared=None),
+        lambda *rest, real=mlp.Mixture.build: replace(real(*rest), shared=None),
     ),
     "values-for-keys": _wrong(LatentLayer, "absorb", _values_for_keys),
 }
@@ -227,7 +225,7 @@ def test_routers_keep_their_precision_in_half_precision(
     """Rounded, a bias or logits would choose other experts."""
     routings, real = list[SigmoidRouting](), SigmoidRouting
     monkeypatch.setattr(
-        mixture, "SigmoidRouting", lambda **given: routings.append(real(**given)) or routings[-1]
+        mlp, "SigmoidRouting", lambda **given: routings.append(real(**given)) or routings[-1]
     )
     write_latent(tmp_path)
     checkpoint = open_checkpoint(str(tmp_path))

@@ -19,7 +19,7 @@ from specgen.config import EngineConfig, UserError
 from specgen.engine import choices
 from specgen.models.expert_counts import ExpertCounts
 from specgen.models.llama import Llama
-from specgen.models.mixture import Mixture
+from specgen.models.mlp import Mixture
 from specgen.ops.experts import Experts
 from specgen.ops.mxfp4 import dequantized
 from specgen.ops.reference import torch_ops

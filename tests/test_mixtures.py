@@ -17,8 +17,7 @@ from specgen.kv.layout import Layout
 from specgen.models import gpt_oss
 from specgen.models.llama import Llama
 from specgen.models.model_config import TargetConfig
-from specgen.models.rope_config import RopeConfig
-from specgen.models.rotary import inverse_frequencies
+from specgen.models.rotary import RopeConfig, inverse_frequencies
 from specgen.ops import experts as experts_ops
 from specgen.ops.experts import Experts, Gating, grouped_experts
 from specgen.ops.mxfp4 import dequantized

@@ -17,8 +17,7 @@ from specgen.checkpoints.inspect_checkpoint import describe
 from specgen.checkpoints.tensor_reader import Checkpoint
 from specgen.models.llama import Llama
 from specgen.models.model_config import TargetConfig
-from specgen.models.rope_config import Llama3Scaling, RopeConfig
-from specgen.models.rotary import inverse_frequencies
+from specgen.models.rotary import Llama3Scaling, RopeConfig, inverse_frequencies
 from specgen.ops.cpu import cpu_float32_ops
 from specgen.ops.reference import rotate, silu_and_mul, torch_ops
 from specgen.ops.weight import Weight

@@ -13,7 +13,7 @@ from specgen.attention.sdpa import SdpaBackend
 from specgen.checkpoints.checkpoint import drafter_config, open_checkpoint, target_config
 from specgen.checkpoints.inspect_checkpoint import describe
 from specgen.models.model_config import TargetConfig
-from specgen.models.rope_config import RopeConfig, YarnScaling
+from specgen.models.rotary import RopeConfig, YarnScaling
 from tests.test_latents import of_transformers
 from tests.test_mixtures import ids_of, loaded, paged_logits
 from tests.tiny_checkpoints import write_head, write_target

@@ -16,7 +16,7 @@ from specgen.attention.workspaces import num_sms
 from specgen.kv.kv_cache import KVCache
 from specgen.kv.layout import HostLens, Layout
 from specgen.models.attend import LatentLayer, LayerAttention
-from specgen.models.latent_config import LatentConfig
+from specgen.models.model_config import LatentConfig
 from specgen.ops import Rope
 from specgen.ops.jit_modules import Module
 

@@ -13,7 +13,7 @@ from specgen.attention.host_plan import HostPlan
 from specgen.attention.workspaces import MIB
 from specgen.kv.layout import HostLens
 from specgen.models.attend import LayerAttention
-from specgen.models.latent_config import LatentConfig
+from specgen.models.model_config import LatentConfig
 from specgen.ops.jit_modules import Module
 
 WIDTHS = ((256, 256), (192, 128))  # of keys and values: those of GLM-4.7-Flash and DeepSeek-V3

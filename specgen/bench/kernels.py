@@ -31,8 +31,8 @@ from specgen.device import on_device
 from specgen.kv.kv_cache import KVCache
 from specgen.kv.kv_spec import KVSpec
 from specgen.kv.layout import Layout
-from specgen.models.latent_config import LatentConfig
 from specgen.models.layers import LayerAttention
+from specgen.models.model_config import LatentConfig
 from specgen.ops import Rope, bind_ops
 from specgen.report.table import Column, Row
 

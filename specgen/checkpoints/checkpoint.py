@@ -19,7 +19,7 @@ from specgen.models.families import FAMILIES, HEAD_FAMILIES, family_of, head_fam
 from specgen.models.fit import misfits, vocabulary_map
 from specgen.models.fp8_config import with_modelopt, without_quantization
 from specgen.models.model_config import HeadConfig, TargetConfig
-from specgen.models.mtp_config import mtp_prefixes
+from specgen.models.mtp import mtp_prefixes
 from specgen.models.protocols import Head, Target
 from specgen.ops import bind_ops
 from specgen.ranks import ALONE, Ranks

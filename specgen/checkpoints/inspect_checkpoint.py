@@ -25,7 +25,7 @@ from specgen.models.config_keys import listed
 from specgen.models.families import is_head, unread
 from specgen.models.fit import misfits
 from specgen.models.model_config import HeadConfig, LayerConfig, TargetConfig
-from specgen.models.mtp_config import mtp_prefixes
+from specgen.models.mtp import mtp_prefixes
 
 _SCALES = ("_scale", "_scale_inv")  # of FP8
 _META = torch.device("meta")  # reads no weights

@@ -6,7 +6,7 @@ from typing import Any
 
 from specgen.config import require, shown
 from specgen.models.config_fields import Raw, section
-from specgen.models.rope_config import unread_parameters
+from specgen.models.rotary import unread_parameters
 
 
 def _names(text: str) -> frozenset[str]:

@@ -2,9 +2,7 @@
 
 from specgen.config import require, shown
 from specgen.models.config_fields import Raw, count, flag, items, number
-from specgen.models.latent_config import LatentConfig
-from specgen.models.mixture_config import MixtureConfig, SigmoidWeights
-from specgen.models.model_config import TargetConfig
+from specgen.models.model_config import LatentConfig, MixtureConfig, SigmoidWeights, TargetConfig
 
 _KINDS = {"dense": False, "sparse": True}
 

@@ -1,16 +1,224 @@
-"""The EAGLE3 head: fuses the target's features and drafts one token per pass."""
+"""The EAGLE3 head: its published formats, and how it fuses the target's features and drafts."""
 
+from collections.abc import Container, Set
 from dataclasses import dataclass, replace
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from specgen.models.eagle3_config import Eagle3Config, tensor_prefixes
+from specgen.config import UserError, require, shown
+from specgen.models.config_fields import Raw, architectures, count, flag, section
 from specgen.models.layers import Attend, HeadLayers
+from specgen.models.model_config import (
+    HeadConfig,
+    dtype_name,
+    head_biases,
+    layer_settings,
+    layer_windows,
+)
 from specgen.models.protocols import MaskSlot, Target
 from specgen.models.rotary import rope_of
 from specgen.models.take import Take
 from specgen.ops import Largest, Map, Norm, Ops, Pair, Rope
+
+NOT_EAGLE3 = (
+    "no midlayer.hidden_norm.weight or layers.0.hidden_norm.weight: the checkpoint is not an EAGLE3 head"
+)
+_ROTARY = [f"{prefix}rotary_emb.inv_freq" for prefix in ("", "midlayer.self_attn.", "layers.0.self_attn.")]
+# In some checkpoints but used by no pass; d2t and t2d are read separately, by the vocabulary map.
+IGNORED_TENSORS = frozenset({"d2t", "t2d", "verifier_lm_head.weight", "verifier_norm.weight", *_ROTARY})
+_MASK_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")  # in vLLM's order
+_AUX_KEY = "eagle_aux_hidden_state_layer_ids"
+_NORMS = {
+    "norm_before_fc": "one over the concatenated features",
+    "fc_norm": "one for each feature",
+    "norm_before_residual": "before the residual",
+    "norm_output": "of the hidden state fed back",
+    "qk_norm": "of q and k",
+}
+
+
+def is_eagle3(config: Raw, tensors: Set[str]) -> bool:
+    """By the architecture's name, or by the tensor that only EAGLE3 heads have."""
+    named = "eagle3" in " ".join(architectures(config)).lower()
+    return named or any(name.endswith("hidden_norm.weight") for name in tensors)
+
+
+def tensor_prefixes(tensors: Container[str], num_layers: int) -> tuple[str, list[str]]:
+    """The prefix of all tensor names of a checkpoint, and those of its layers.
+
+    The first layer is ``midlayer.*`` (EAGLE, SpecForge) or ``layers.0.*`` (speculators); before all names there may be
+    ``model.``.
+    """
+    for root in ("", "model."):
+        for layer in ("midlayer.", "layers.0."):
+            if f"{root}{layer}hidden_norm.weight" in tensors:
+                return root, [root + layer, *(f"{root}layers.{index}." for index in range(1, num_layers))]
+    raise UserError(NOT_EAGLE3)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Eagle3Config(HeadConfig):
+    """An EAGLE3 head; its first layer reads the embedding beside the hidden state."""
+
+    family: ClassVar[str] = "EAGLE3"
+    dialect: Literal["eagle", "speculators"]
+    norm_before_residual: bool  # the residual is taken after hidden_norm
+    norm_before_fc: bool  # one norm over the concatenated features
+    fc_norm: bool  # a norm for each feature
+    norm_output: bool  # the hidden state fed back is normed (EAGLE 3.1)
+    mask_token_id: int | None  # of the slots behind the first in P-EAGLE, which drafts K tokens in one pass
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(
+            not (self.norm_before_fc and self.fc_norm),
+            "norm_before_fc and fc_norm are both true: a head has one of them, or none",
+        )
+        require(
+            not (self.reads_output and (self.norm_before_fc or self.fc_norm)),
+            "use_aux_hidden_state is false, so there are no features for norm_before_fc or fc_norm: wrong config",
+        )
+        require(
+            not self.reads_output or self.target_hidden_size == self.hidden_size,
+            f"use_aux_hidden_state is false, so the target's hidden state goes in as it is: it is "
+            f"{self.target_hidden_size} wide, the head {self.hidden_size}",
+        )
+        require(
+            self.mask_token_id is None or self.mask_token_id < self.vocab_size,
+            f"the mask token is {self.mask_token_id}, outside the vocabulary of {self.vocab_size}: wrong config",
+        )
+
+    @property
+    def drafts_at_once(self) -> bool:
+        return self.mask_token_id is not None
+
+    @property
+    def title(self) -> str:
+        return super().title if self.mask_token_id is None else "a P-EAGLE head"
+
+    @property
+    def num_features(self) -> int:
+        """How many of the target's hidden states are fused; three by default."""
+        return 1 if self.reads_output else len(self.aux_layers) or 3
+
+    @classmethod
+    def from_hf(cls, config: Raw, tensors: Set[str], num_target_layers: int | None) -> "Eagle3Config":
+        """Read a head's ``config.json``.
+
+        Only ``tensors``, the names in its checkpoint, tell whether it has q/k norms and its own embedding;
+        the default aux layers depend on ``num_target_layers``.
+        """
+        kind = config.get("speculators_model_type", "eagle3")
+        require(
+            kind in ("eagle3", "peagle"),
+            f"the head is of type {shown(kind)}: only eagle3 and peagle are supported",
+        )
+        layer = section(config, "transformer_layer_config") or config
+        nested = section(config, "eagle_config")
+        flags = {**nested, **config}
+        # for vLLM it is an option of the engine, and SpecForge's configs say nothing
+        parallel = flag(flags, "parallel_drafting") or any(name.endswith("mask_hidden") for name in tensors)
+        parallel |= kind == "peagle"
+        reads_output = not flag(flags, "use_aux_hidden_state", True)
+        require(
+            layer is config or parallel or flags.get("norm_before_residual") is not None,
+            "config.json does not say norm_before_residual, which speculators then takes as false and vLLM as true: "
+            "add it as the head was trained",
+        )
+        aux_layers, aux_rule = _aux_layers(config.get(_AUX_KEY), nested.get(_AUX_KEY), num_target_layers)
+        if reads_output:
+            aux_layers, aux_rule = (), "use_aux_hidden_state is false: no layer's input is read"
+        return cls(
+            dialect="eagle" if layer is config else "speculators",
+            draft_vocab_size=count({**layer, **config}, "draft_vocab_size", count(layer, "vocab_size")),
+            target_hidden_size=count(config, "target_hidden_size", count(layer, "hidden_size")),
+            num_layers=count(layer, "num_hidden_layers"),
+            aux_layers=aux_layers,
+            aux_rule=aux_rule,
+            norm_before_residual=flag(flags, "norm_before_residual"),
+            norm_before_fc=flag(flags, "norm_before_fc"),
+            fc_norm=flag(flags, "fc_norm"),
+            norm_output=flag(flags, "norm_output"),
+            mask_token_id=_mask_token(flags) if parallel else None,
+            qk_norm=any(name.endswith("self_attn.q_norm.weight") for name in tensors),
+            own_embedding=any(name.endswith("embed_tokens.weight") for name in tensors),
+            reads_output=reads_output,
+            windows=layer_windows(layer),
+            dtype=dtype_name(config),
+            **head_biases(layer, tensors),
+            **layer_settings(layer),
+        )
+
+    def facts(self) -> dict[str, str]:
+        inputs = ", ".join(map(str, self.aux_layers)) or "2, L//2, L-3"
+        norms = [f"{name} ({meaning})" for name, meaning in _NORMS.items() if getattr(self, name)]
+        return {
+            "dialect": "EAGLE, SpecForge" if self.dialect == "eagle" else "speculators",
+            "features": "the target's last hidden state, behind its final norm"
+            if self.reads_output
+            else f"the target's residual stream at the inputs of layers {inputs}",
+            "rule": self.aux_rule,
+            "norms": ", ".join(norms) or "those of the original EAGLE3",
+            **self._parallel_facts(),
+            **super().facts(),
+        }
+
+    def _parallel_facts(self) -> dict[str, str]:
+        if self.mask_token_id is None:
+            return {}
+        return {"drafting": f"all drafts in one pass (P-EAGLE), with mask token {self.mask_token_id}"}
+
+
+def _mask_token(flags: Raw) -> int:
+    given = next((key for key in _MASK_KEYS if flags.get(key) is not None), None)
+    require(
+        given is not None,
+        f"the head drafts in parallel (P-EAGLE), but config.json has none of {', '.join(_MASK_KEYS)}: add the id of "
+        "the mask token that it was trained with",
+    )
+    token = flags[str(given)]
+    require(type(token) is int and token >= 0, f"{given} is {shown(token)}: it must be a token id")
+    return int(token)
+
+
+def _aux_layers(top: object, nested: object, num_layers: int | None) -> tuple[tuple[int, ...], str]:
+    """The layers whose inputs are the features, and the rule that gave them.
+
+    Ids at the top level are vLLM's and speculators' (inputs). Ids in ``eagle_config`` are SpecForge's and NVIDIA's
+    (outputs), except that some heads write the default inputs there (sgl-project/sglang#25454), and others inputs of
+    which the last is the stream behind the last layer (sgl-project/sglang#32334).
+    """
+    default = () if num_layers is None else (2, num_layers // 2, num_layers - 3)
+    if top:
+        ids = _ids(top)
+        rule = f"{_AUX_KEY} {list(ids)} are layer inputs (the speculators and vLLM format)"
+        if ids == tuple(i - 1 for i in default):
+            rule += "; read as layer outputs they would be the default: if acceptance is poor, add 1 to each"
+        return ids, rule
+    if nested:
+        ids = _ids(nested)
+        if ids == default:
+            return ids, f"eagle_config.{_AUX_KEY} {list(ids)} are the default layer inputs"
+        if num_layers in ids:
+            reason = f"because a target of {num_layers} layers has no output of layer {num_layers}"
+            return ids, f"eagle_config.{_AUX_KEY} {list(ids)} are layer inputs, {reason}"
+        outputs = f"eagle_config.{_AUX_KEY} {list(ids)} are layer outputs (the SpecForge and NVIDIA format)"
+        return tuple(i + 1 for i in ids), f"{outputs}, so 1 is added"
+    return default, "no ids given: the default layer inputs 2, L//2, L-3 of a target of L layers"
+
+
+def _ids(value: object) -> tuple[int, ...]:
+    plain = isinstance(value, list) and all(type(i) is int for i in value)
+    require(plain, f"{_AUX_KEY} is {shown(value)}: it must be a list of layer numbers")
+    assert isinstance(value, list)
+    ids = tuple(value)
+    require(
+        list(ids) == sorted(ids),
+        f"{_AUX_KEY} is {shown(value)}: the layers must ascend, because others take them in that order",
+    )
+    return ids
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +269,7 @@ class Eagle3Head:
             lm_head=ops.linear(take.linear({"lm_head": config.draft_vocab_size}, hidden)),
             draft_to_target=draft_to_target,
             largest=ops.largest,
-            rope=rope_of(config, ops, draft_to_target.device),
+            rope=rope_of(config.rope, config.rotary_dim, ops, draft_to_target.device),
         )
         if config.mask_token_id is None:
             return head

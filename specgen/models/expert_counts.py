@@ -7,7 +7,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from specgen.models.mixture import Tap
+from specgen.models.mlp import Tap
 from specgen.models.model_config import LayerConfig
 from specgen.models.protocols import Target
 

@@ -11,23 +11,19 @@ from specgen.config import UserError, require, shown
 from specgen.models import (
     config_keys,
     deepseek,
-    eagle1_config,
-    eagle3_config,
+    eagle1,
+    eagle3,
     gpt_oss,
     llama,
     mtp,
-    mtp_config,
     qwen3_moe,
 )
 from specgen.models.config_fields import Raw, architectures
 from specgen.models.config_keys import HEADS, Keys, known_keys, unread_keys
-from specgen.models.eagle1 import Eagle1Head
-from specgen.models.eagle1_config import Eagle1Config
-from specgen.models.eagle3 import Eagle3Head
-from specgen.models.eagle3_config import Eagle3Config
+from specgen.models.eagle1 import Eagle1Config, Eagle1Head
+from specgen.models.eagle3 import Eagle3Config, Eagle3Head
 from specgen.models.model_config import HeadConfig, TargetConfig
-from specgen.models.mtp import MtpHead
-from specgen.models.mtp_config import MtpConfig
+from specgen.models.mtp import MtpConfig, MtpHead
 from specgen.models.protocols import Head, Target
 from specgen.models.take import Take
 from specgen.ops import Ops
@@ -80,22 +76,22 @@ def _mtp_config(raw: Raw, tensors: Set[str], num_target_layers: int | None) -> M
 
 HEAD_FAMILIES: Mapping[str, HeadFamily] = {
     "EAGLE3": HeadFamily(
-        recognize=eagle3_config.is_eagle3,
-        refusal=eagle3_config.NOT_EAGLE3,
+        recognize=eagle3.is_eagle3,
+        refusal=eagle3.NOT_EAGLE3,
         config=Eagle3Config.from_hf,
         build=Eagle3Head.build,
-        ignored=eagle3_config.IGNORED_TENSORS,
+        ignored=eagle3.IGNORED_TENSORS,
     ),
     "EAGLE-1": HeadFamily(
-        recognize=eagle1_config.is_eagle1,
-        refusal=eagle1_config.NOT_EAGLE1,
+        recognize=eagle1.is_eagle1,
+        refusal=eagle1.NOT_EAGLE1,
         config=Eagle1Config.from_hf,
         build=Eagle1Head.build,
-        ignored=eagle1_config.IGNORED_TENSORS,
+        ignored=eagle1.IGNORED_TENSORS,
     ),
     "MTP": HeadFamily(
-        recognize=mtp_config.is_mtp,
-        refusal=mtp_config.NOT_MTP,
+        recognize=mtp.is_mtp,
+        refusal=mtp.NOT_MTP,
         config=_mtp_config,
         build=MtpHead.build,
         ignored=frozenset(),

@@ -5,8 +5,7 @@ from typing import Any
 from specgen.config import require, shown
 from specgen.models.config_fields import Raw, count, number
 from specgen.models.fp8_config import quantization, without_quantization
-from specgen.models.mixture_config import MixtureConfig
-from specgen.models.model_config import TargetConfig
+from specgen.models.model_config import MixtureConfig, TargetConfig
 
 _OPTIONAL = ("layer_types", "rope_parameters")  # null is their default
 _YARN = {

@@ -6,8 +6,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from specgen.models.attend import Attend, LatentLayer, LayerAttention
-from specgen.models.latent_config import LatentConfig
-from specgen.models.model_config import LayerConfig
+from specgen.models.model_config import LatentConfig, LayerConfig
 from specgen.models.take import Take
 from specgen.ops import Map, Norm, Ops
 from specgen.ops.fp8 import plain_matrix

@@ -1,20 +1,47 @@
-"""What the layers of targets and heads share: attention projections and decoder layers."""
+"""What the layers of targets and heads share: attention projections, scales of an FP8 cache, and decoder layers."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
+from specgen.config import UserError
 from specgen.models.attend import Attend as Attend
 from specgen.models.attend import LayerAttention as LayerAttention
-from specgen.models.kv_scales import kv_scale
 from specgen.models.latent_attention import LatentAttention
-from specgen.models.mixture import Mixture
-from specgen.models.mlp import MLP
+from specgen.models.mlp import MLP, Mixture
 from specgen.models.model_config import LayerConfig
 from specgen.models.take import Take
 from specgen.ops import Map, Norm, Ops
+
+# Of modelopt, of compressed-tensors now and earlier, and of older files with one scale for keys and values.
+_NAMES = (
+    "{0}_proj.{0}_scale",
+    "{0}_scale",
+    "attn.{0}_scale",
+    "{0}_proj.output_scale",
+    "kv_scale",
+    "attn.kv_scale",
+)
+
+
+def kv_scale(which: Literal["k", "v"], prefix: str, take: Take) -> float:
+    """What a layer's stored keys or values are multiplied by; 1 where the checkpoint says nothing, or 0 or less.
+
+    ``prefix`` is that of the layer's attention, ``model.layers.0.self_attn.``. ``UserError`` for a scale that is not
+    finite.
+    """
+    names = (prefix + name.format(which) for name in _NAMES)
+    name = next((name for name in names if name in take), None)
+    if name is None:
+        return 1.0
+    scale = take.scalar(name)
+    if not math.isfinite(scale):
+        raise UserError(f"{name} is {scale}: the checkpoint is damaged, download it again")
+    return scale if scale > 0 else 1.0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from specgen.models.layers import Attend, Block
-from specgen.models.mixture import Mixture
+from specgen.models.mlp import Mixture
 from specgen.models.model_config import TargetConfig
 from specgen.models.rotary import rope_of
 from specgen.models.take import Take
@@ -49,7 +49,7 @@ class Llama:
                 for name, scale in [*norms.items(), ("model.norm.weight", None)]
             ),
             vocabulary=Vocabulary.build(config, embedding, take, ops),
-            rope=rope_of(config, ops, embedding.device),
+            rope=rope_of(config.rope, config.rotary_dim, ops, embedding.device),
         )
 
     @property

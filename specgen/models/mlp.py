@@ -1,11 +1,19 @@
-"""The gated feed-forward block."""
+"""The feed-forward block of a layer: gated, or a mixture of experts in its place."""
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
+from specgen.config import require
+from specgen.models.model_config import MixtureConfig, SigmoidWeights
 from specgen.models.take import Take
 from specgen.ops import Map, Ops
+from specgen.ops.experts import Experts, ExpertsMap, Gating
+from specgen.ops.mxfp4 import BLOCK
+from specgen.ops.router import Choice, SigmoidRouting
+from specgen.ops.weight import Weight
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,3 +38,104 @@ class MLP:
     def __call__(self, x: Tensor) -> tuple[Tensor, ...]:
         """[rows, H] -> [parts, rows, H]; see ``Ops.linear_parts``."""
         return (self.down(self.gated(x)),)
+
+
+_ALIGNED = 8  # 16 bytes in half precision: what grouped products ask of a row
+Tap = Callable[[Tensor], None]  # is shown the ids [rows, k] of each pass; it may be captured in a graph
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mixture:
+    """Routes every row to its experts; nothing waits for the device."""
+
+    router: Map  # [rows, H] -> logits [parts, rows, E]; see Ops.linear_parts
+    choice: Choice
+    experts: ExpertsMap
+    shared: MLP | None = None  # beside them, for every row
+    taps: list[Tap] = field(default_factory=list)  # measuring tools add themselves here
+
+    @classmethod
+    def build(cls, config: MixtureConfig, hidden: int, prefix: str, take: Take, ops: Ops) -> "Mixture":
+        """Load ``{prefix}*`` of a layer ``hidden`` wide."""
+        router, choice = _router(config, hidden, prefix + config.router, take, ops)
+        shared = None
+        if config.shared_width:
+            shared = MLP.build(hidden, config.shared_width, f"{prefix}shared_experts.", take, ops)
+        experts = ops.experts(_experts(config, hidden, f"{prefix}experts.", take))
+        return cls(router=router, choice=choice, experts=experts, shared=shared)
+
+    def __call__(self, x: Tensor) -> tuple[Tensor, ...]:
+        """[rows, H] -> what is to be added, each [parts, rows, H]; see ``Ops.linear_parts``."""
+        ids, weights = self.choice(self.router(x))
+        for tap in self.taps:
+            tap(ids)
+        parts = self.experts(x, ids, weights.to(x.dtype))
+        return (parts,) if self.shared is None else (parts, *self.shared(x))
+
+
+def _router(config: MixtureConfig, hidden: int, name: str, take: Take, ops: Ops) -> tuple[Map, Choice]:
+    """Logits of the router ``name``, and what is made of them."""
+    weight = take.linear({name: config.num_experts}, hidden, bias=config.biases)
+    if not isinstance(config.weights, SigmoidWeights):
+        return ops.linear_parts(weight), ops.choice(config.num_chosen, config.weights)
+    routing = SigmoidRouting(
+        num_chosen=config.num_chosen,
+        bias=take.float32(f"{name}.e_score_correction_bias", (config.num_experts,)),
+        num_groups=config.weights.num_groups,
+        num_chosen_groups=config.weights.num_chosen_groups,
+        normalized=config.weights.normalized,
+        scale=config.weights.scale,
+    )
+    # in bfloat16 logits as close as a bias is small would be equal
+    return ops.linear_float32(weight), ops.sigmoid_choice(routing)
+
+
+def _experts(config: MixtureConfig, hidden: int, prefix: str, take: Take) -> Experts:
+    multiple = BLOCK if config.mxfp4 else _ALIGNED
+    require(
+        hidden % multiple == config.width % multiple == 0,
+        f"hidden_size is {hidden} and an expert {config.width} wide: experts need multiples of {multiple}, "
+        "use another checkpoint",
+    )
+    gating = Gating(alpha=config.alpha, shift=config.shift, limit=config.limit)
+    if f"{prefix}0.gate_proj.weight" in take:
+        gate_up, down = _one_by_one(config, hidden, prefix, take)
+    else:
+        gate_up = _stacked(
+            config, prefix + "gate_up_proj", 2 * config.width, hidden, take, config.interleaved
+        )
+        down = _stacked(config, prefix + "down_proj", hidden, config.width, take, False)
+    return Experts(gate_up=gate_up, down=down, gating=gating)
+
+
+def _one_by_one(config: MixtureConfig, hidden: int, prefix: str, take: Take) -> tuple[Weight, Weight]:
+    """From a tensor for each matrix of each expert."""
+
+    def stacked(shape: tuple[int, int], *names: str) -> Weight:
+        each = range(config.num_experts)
+        return take.stacked([[f"{prefix}{e}.{name}" for name in names] for e in each], shape)
+
+    return stacked((config.width, hidden), "gate_proj", "up_proj"), stacked(
+        (hidden, config.width), "down_proj"
+    )
+
+
+def _stacked(
+    config: MixtureConfig, name: str, num_out: int, num_in: int, take: Take, interleaved: bool
+) -> Weight:
+    """From tensors of all experts; where gate and up alternate (``interleaved``), all of gate goes before up."""
+    count = config.num_experts
+
+    def ordered(rows: Tensor) -> Tensor:
+        return torch.cat((rows[:, ::2], rows[:, 1::2]), 1) if interleaved else rows
+
+    bias = take(f"{name}_bias", (count, num_out), ordered) if config.biases else None
+    if config.mxfp4:
+        blocks, rest = (count, num_out, num_in // BLOCK), BLOCK // 2
+        data = take.packed(f"{name}_blocks", (*blocks, rest), lambda stored: ordered(stored.flatten(2)))
+        return Weight(
+            data=data, scale=take.packed(f"{name}_scales", blocks, ordered), bias=bias, format="mxfp4"
+        )
+    if config.interleaved:
+        return Weight(data=take(name, (count, num_in, num_out), lambda stored: ordered(stored.mT)), bias=bias)
+    return Weight(data=take(name, (count, num_out, num_in)), bias=bias)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from specgen.models.layers import Attend
-from specgen.models.mixture import Mixture
+from specgen.models.mlp import Mixture
 from specgen.models.model_config import HeadConfig, TargetConfig
 from specgen.models.vocabulary import Vocabulary
 from specgen.ops import Largest, Rope

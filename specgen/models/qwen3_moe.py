@@ -2,8 +2,7 @@
 
 from specgen.config import require, shown
 from specgen.models.config_fields import Raw, count, flag, items
-from specgen.models.mixture_config import MixtureConfig
-from specgen.models.model_config import TargetConfig
+from specgen.models.model_config import MixtureConfig, TargetConfig
 
 
 def read(config: Raw) -> TargetConfig:

@@ -1,18 +1,204 @@
-"""Rotary frequencies, scaled linearly, as of Llama 3.1, or by YaRN."""
+"""Rotary positions: what a ``config.json`` says of them, and the frequencies that follow."""
 
 import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from specgen.models.model_config import LayerConfig
-from specgen.models.rope_config import Llama3Scaling, RopeConfig, YarnScaling
+from specgen.config import require, shown
+from specgen.models.config_fields import Raw, count, flag, number, section
 from specgen.ops import Ops, Rope
 
+_DEFAULT_THETA = 10_000.0
+_LENGTH = "original_max_position_embeddings"
+_KINDS = {  # and what is read of each, beside type, base and share of a head
+    "default": frozenset[str](),
+    "linear": frozenset({"factor", "mscale_all_dim"}),
+    "llama3": frozenset({"factor", "mscale_all_dim", "low_freq_factor", "high_freq_factor", _LENGTH}),
+    "yarn": frozenset({"factor", "mscale_all_dim", "mscale", "attention_factor", "truncate", _LENGTH})
+    | {"beta_fast", "beta_slow"},
+}
+_OF_ALL = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
+_YARN_NUMBERS = {"beta_fast": 32.0, "beta_slow": 1.0}  # and their defaults
 
-def rope_of(config: LayerConfig, ops: Ops, device: torch.device) -> Rope:
+
+@dataclass(frozen=True, kw_only=True)
+class LinearScaling:
+    """Positions divided by ``factor`` (``rope_type: linear``)."""
+
+    factor: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Llama3Scaling:
+    """Llama 3.1's scaling of low rotary frequencies (``rope_type: llama3``)."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_positions: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class YarnScaling:
+    """YaRN (``rope_type: yarn``): low frequencies are divided, high ones kept, those between interpolated."""
+
+    factor: float
+    beta_fast: float  # turns within the original positions from which on a frequency is kept
+    beta_slow: float  # and up to which it is divided by ``factor``
+    original_max_positions: int
+    truncate: bool  # the two bounds are rounded to whole pairs
+    concentration: float  # factor of cos and sin, so of q . k its square
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeConfig:
+    """Rotary position embedding: base and scaling, if any."""
+
+    theta: float
+    linear: LinearScaling | None = None
+    llama3: Llama3Scaling | None = None
+    yarn: YarnScaling | None = None
+
+    @property
+    def concentration(self) -> float:
+        """Factor of cos and sin."""
+        return 1.0 if self.yarn is None else self.yarn.concentration
+
+    def __str__(self) -> str:
+        return f"base {self.theta:,.0f}, {self._scaling()}"
+
+    def _scaling(self) -> str:
+        if self.linear is not None:
+            return f"linear scaling by {self.linear.factor:g}"
+        if self.llama3 is not None:
+            return f"llama3 scaling by {self.llama3.factor:g} from {self.llama3.original_max_positions:,} positions"
+        if self.yarn is not None:
+            bounds = "rounded" if self.yarn.truncate else "exact"
+            return (
+                f"YaRN scaling by {self.yarn.factor:g} from {self.yarn.original_max_positions:,} positions "
+                f"({bounds} bounds), cos and sin times {self.concentration:.4g}"
+            )
+        return "no scaling"
+
+    @classmethod
+    def from_hf(cls, config: Raw) -> "RopeConfig":
+        """Read ``rope_parameters`` (transformers 5) or ``rope_theta`` with ``rope_scaling`` (before), as it does."""
+        parameters = rope_parameters(config)
+        kind = parameters["rope_type"]
+        return cls(
+            theta=number(parameters, "rope_theta"),
+            linear=LinearScaling(factor=number(parameters, "factor")) if kind == "linear" else None,
+            llama3=_llama3(parameters) if kind == "llama3" else None,
+            yarn=_yarn(parameters, config) if kind == "yarn" else None,
+        )
+
+
+def rope_parameters(config: Raw) -> Raw:
+    """The one dictionary of rotary parameters that ``transformers`` makes of all that a ``config.json`` says of them.
+
+    ``rope_scaling``, which model cards tell their readers to add, takes the place of ``rope_parameters``; what stands
+    beside the dictionary fills its gaps, but an ``original_max_position_embeddings`` there overrides the one in it.
+    ``UserError`` for a kind of scaling that is not supported.
+    """
+    scaling, parameters = section(config, "rope_scaling"), section(config, "rope_parameters")
+    _refuse_lost_theta(config, scaling, parameters)
+    chosen = scaling or parameters
+    kind = chosen.get("rope_type", chosen.get("type", "default"))
+    kind = "by layer" if any(isinstance(value, Mapping) for value in chosen.values()) else kind
+    require(
+        isinstance(kind, str) and kind in _KINDS,
+        f"rope type {shown(kind)} is not supported: use a checkpoint whose rotary positions are of the type "
+        f"{' or '.join(map(repr, _KINDS))}",
+    )
+    found: dict[str, Any] = {"rope_type": kind}
+    theta = (
+        None if any("rope_theta" in each for each in (chosen, config)) else _DEFAULT_THETA
+    )  # null is no base
+    for name, default in (("rope_theta", theta), ("partial_rotary_factor", 1.0)):
+        found[name] = next((each[name] for each in (chosen, config) if each.get(name) is not None), default)
+    partial = found["partial_rotary_factor"]
+    require(
+        partial == 1.0,
+        f"partial_rotary_factor is {shown(partial)}: only fully rotary heads are supported",
+    )
+    if kind in ("llama3", "yarn"):
+        given = (each[_LENGTH] for each in (config, chosen) if each.get(_LENGTH) is not None)
+        found[_LENGTH] = next(given, config.get("max_position_embeddings"))
+    return {**chosen, **found}
+
+
+def unread_parameters(config: Raw) -> set[str]:
+    """Names in the dictionary of rotary parameters that holds which its kind of scaling does not read."""
+    where = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
+    known = _OF_ALL | _KINDS[rope_parameters(config)["rope_type"]]
+    return {
+        f"{where}.{name}" for name, value in section(config, where).items() if value and name not in known
+    }
+
+
+def _refuse_lost_theta(config: Raw, scaling: Raw, parameters: Raw) -> None:
+    """Where ``transformers`` would go on with another base than the one that the model was saved with."""
+    lost, kept = parameters.get("rope_theta"), config.get("rope_theta") or _DEFAULT_THETA
+    require(
+        not scaling or scaling.get("rope_theta") is not None or lost in (None, kept),
+        f"rope_scaling takes the place of rope_parameters and has no rope_theta, so {shown(lost)} there would become "
+        f"{shown(kept)}: write rope_theta into rope_scaling",
+    )
+
+
+def latent_scale(config: Raw) -> float:
+    """What scaling with ``mscale_all_dim`` multiplies queries and keys of latent attention by, beside the rotation."""
+    parameters = rope_parameters(config)
+    if parameters["rope_type"] == "default" or not parameters.get("mscale_all_dim"):
+        return 1.0
+    return _concentration(number(parameters, "factor"), number(parameters, "mscale_all_dim"))
+
+
+def _llama3(parameters: Raw) -> Llama3Scaling:
+    factor, low, high = (number(parameters, f"{name}factor") for name in ("", "low_freq_", "high_freq_"))
+    require(low < high, f"low_freq_factor is {low} and high_freq_factor {high}: config.json is wrong")
+    return Llama3Scaling(
+        factor=factor,
+        low_freq_factor=low,
+        high_freq_factor=high,
+        original_max_positions=count(parameters, _LENGTH),
+    )
+
+
+def _yarn(parameters: Raw, config: Raw) -> YarnScaling:
+    fast, slow = (number(parameters, name, default) for name, default in _YARN_NUMBERS.items())
+    require(slow < fast, f"beta_slow is {slow} and beta_fast {fast}: config.json is wrong")
+    original = count(parameters, _LENGTH)
+    if (
+        "factor" in parameters and parameters["factor"] is None
+    ):  # as transformers, for which a missing one is wrong
+        parameters = {**parameters, "factor": count(config, "max_position_embeddings") / original}
+    factor = number(parameters, "factor")
+    # as transformers: two mscales are a ratio, one alone is ignored
+    given = [number(parameters, name) for name in ("mscale", "mscale_all_dim") if parameters.get(name)]
+    over, under = (_concentration(factor, each) for each in given) if len(given) == 2 else (None, None)
+    default = over / under if over and under else _concentration(factor, 1.0)
+    return YarnScaling(
+        factor=factor,
+        beta_fast=fast,
+        beta_slow=slow,
+        original_max_positions=original,
+        truncate=flag({"truncate": True, **parameters}, "truncate"),  # null is false
+        concentration=number(parameters, "attention_factor", default),
+    )
+
+
+def _concentration(factor: float, mscale: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+
+def rope_of(rope: RopeConfig, rotary_dim: int, ops: Ops, device: torch.device) -> Rope:
     """The rotary position embedding of all layers of a model on ``device``."""
-    return ops.rope(inverse_frequencies(config.rope, config.rotary_dim, device), config.rope.concentration)
+    return ops.rope(inverse_frequencies(rope, rotary_dim, device), rope.concentration)
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int, device: torch.device) -> Tensor:
