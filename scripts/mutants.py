@@ -119,7 +119,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     ),
     "decoding/sampling": ("test_engine.py", *_SAMPLING, *_PER_REQUEST),
     "decoding/drafting": (*_TEXTS, "test_drafting.py", _HEADS, *_SAMPLING, *_LOOKAHEAD),
-    "decoding/drafter_batch": (*_TEXTS, *_SAMPLING, *_LOOKAHEAD),
+    "decoding/outcome": (*_TEXTS, *_SAMPLING, *_LOOKAHEAD),
     "core/step": (*_TEXTS, "test_scoring.py", *_SAMPLING, *_PER_REQUEST, *_FAILURES),
     "core/running_batch": (*_TEXTS, *_PER_REQUEST, *_LOOKAHEAD, *_FAULTS),
     "core/scheduler": ("test_scheduler.py", "test_limits.py", *_TEXTS, *_PREFIX_CACHE, *_LOOKAHEAD, *_FAULTS),
@@ -137,8 +137,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "core/journal": (*_TEXTS, *_OUT_OF_MEMORY, *_REPORTS),
     "core/packing": (*_TEXTS, "test_lossless.py::test_chunked_prefill_changes_no_text"),
     "kv/layout": ("test_layout.py", "test_attention.py", *_TEXTS, *_LOOKAHEAD),
-    "kv/pages": ("test_scheduler.py", *_PREFIX_CACHE, *_TEXTS, *_LOOKAHEAD),
-    "kv/prefix_cache": (*_PREFIX_CACHE, "test_engine.py", *_FAULTS),
+    "kv/pages": ("test_scheduler.py", *_PREFIX_CACHE, *_TEXTS, *_LOOKAHEAD, "test_engine.py", *_FAULTS),
     "kv/kv_cache": ("test_attention.py", "test_engine.py", *_FAILURES),
     "attention/sdpa": (
         "test_attention.py",

@@ -8,8 +8,7 @@ from torch import Tensor
 
 from specgen.attention import Attend, Backend
 from specgen.attention.sdpa import SdpaBackend, StaticSdpaBackend
-from specgen.kv.kv_cache import KVCache
-from specgen.kv.kv_spec import KVSpec
+from specgen.kv.kv_cache import KVCache, KVSpec
 from specgen.kv.layout import Layout
 from specgen.models.layers import LayerAttention
 from specgen.ops.reference import torch_ops

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from specgen.config import SamplingParams
-from specgen.decoding.draft_state import Outcome
-from specgen.decoding.drafter_batch import DraftInput, PaddedBatch
+from specgen.decoding.outcome import DraftInput, Outcome, PaddedBatch
 from specgen.engine.build import build_engine
 from specgen.events import Prefilled, Stepped, Verified
 from specgen.kv.layout import Layout

@@ -20,7 +20,7 @@ from specgen.errors import DeviceLost
 from specgen.events import Event, Finished, Prefilled, Stepped, Submitted
 from specgen.kv.kv_cache import KVCache
 from specgen.kv.layout import Layout
-from specgen.kv.prefix_cache import PrefixCache
+from specgen.kv.pages import PageAllocator
 from tests.engines import Outputs, Pair, bundled_requests, config_of, generate, nan_at, random_requests
 
 GREEDY = SamplingParams(max_tokens=24)
@@ -170,8 +170,12 @@ def test_pages_of_a_failed_sequence_are_not_shared(
     requests = [Request(id=f"{n}", prompt_token_ids=(*prefix, n + 3), sampling=GREEDY) for n in range(8)]
     right = generate(random_pair, requests).texts
     token = unused(random_pair, requests, right)
-    made: list[PrefixCache] = []
-    monkeypatch.setattr(assembly, "PrefixCache", lambda *sizes: made.append(PrefixCache(*sizes)) or made[-1])
+    made: list[PageAllocator] = []
+    monkeypatch.setattr(
+        assembly,
+        "PageAllocator",
+        lambda *sizes, **flag: made.append(PageAllocator(*sizes, **flag)) or made[-1],
+    )
     wrong_token_once(monkeypatch, 1, token)
     outputs = generate(nan_at(random_pair, token), requests)
     assert outputs.texts == right

@@ -22,7 +22,6 @@ from specgen.core.step import Steps
 from specgen.device import HostCopy
 from specgen.engine.build import build_engine
 from specgen.events import Event, OutOfMemory, Submitted, Verified
-from specgen.kv.prefix_cache import PrefixCache
 from specgen.models.llama import Llama
 from specgen.models.model_config import TargetConfig
 from tests.engines import Pair, bundled_requests, config_of, load_pair
@@ -233,8 +232,7 @@ def run(engine: EngineCore, setting: Setting, result: Run, *, close_at: int | No
 
 def no_page_leaked(engine: EngineCore) -> bool:
     allocator = engine._scheduler._allocator
-    users = allocator._num_users if isinstance(allocator, PrefixCache) else [0]
-    return allocator.num_free == allocator.num_pages and not any(users)
+    return allocator.num_free == allocator.num_pages and not any(allocator._num_users)
 
 
 def record_into(results: list[Run]) -> Callable[[Event], None]:

@@ -13,8 +13,7 @@ from specgen.attention.flashinfer_paged import FlashInferBackend
 from specgen.attention.sdpa import SdpaBackend, StaticSdpaBackend
 from specgen.attention.trtllm import TrtllmBackend
 from specgen.attention.unsplit import UnsplitDecode
-from specgen.kv.kv_cache import KVCache
-from specgen.kv.kv_spec import KVSpec
+from specgen.kv.kv_cache import KVCache, KVSpec
 from specgen.kv.layout import Layout
 from specgen.models.layers import LayerAttention
 from specgen.ops import reference

@@ -224,9 +224,7 @@ def test_routers_keep_their_precision_in_half_precision(
 ) -> None:
     """Rounded, a bias or logits would choose other experts."""
     routings, real = list[SigmoidRouting](), SigmoidRouting
-    monkeypatch.setattr(
-        mlp, "SigmoidRouting", lambda **given: routings.append(real(**given)) or routings[-1]
-    )
+    monkeypatch.setattr(mlp, "SigmoidRouting", lambda **given: routings.append(real(**given)) or routings[-1])
     write_latent(tmp_path)
     checkpoint = open_checkpoint(str(tmp_path))
     model = load_target(checkpoint, torch.bfloat16, torch.device("cpu"))

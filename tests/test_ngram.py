@@ -18,8 +18,8 @@ from specgen.config import DraftLength, EngineConfig, SamplingParams, UserError,
 from specgen.core.sequence import Request
 from specgen.core.spec_length import CheapestLength, StepCosts
 from specgen.decoding import ngram
-from specgen.decoding.draft_state import NO_DRAFT
 from specgen.decoding.ngram import lookup
+from specgen.decoding.outcome import NO_DRAFT
 from specgen.decoding.verify import accept_greedy, accept_sampled
 from specgen.engine.build import build_engine
 from specgen.engine.memory import kv_page_bytes

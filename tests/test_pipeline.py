@@ -16,7 +16,6 @@ from specgen.engine import assembly
 from specgen.engine.build import build_engine
 from specgen.events import OutOfMemory, Stepped
 from specgen.kv.pages import PageAllocator
-from specgen.kv.prefix_cache import PrefixCache
 from tests.engines import Outputs, Pair, bundled_requests, config_of, generate, random_requests
 
 GREEDY = SamplingParams(max_tokens=40)
@@ -161,7 +160,11 @@ def test_no_page_leaks_and_page_0_holds_padding_rows(
     random_pair: Pair, device_like: Callable[[], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[PageAllocator] = []
-    monkeypatch.setattr(assembly, "PrefixCache", lambda *sizes: made.append(PrefixCache(*sizes)) or made[-1])
+    monkeypatch.setattr(
+        assembly,
+        "PageAllocator",
+        lambda *sizes, **flag: made.append(PageAllocator(*sizes, **flag)) or made[-1],
+    )
     device_like()
     requests = random_requests(40, 128, SamplingParams(max_tokens=30), lengths=(1, 40))
     generate(random_pair, requests, max_batch_size=7, kv_memory=60_000 * 16)

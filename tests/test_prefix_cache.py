@@ -13,7 +13,7 @@ from specgen.core.sequence import Request, ScoreRequest
 from specgen.core.step import Steps
 from specgen.engine.build import build_engine
 from specgen.events import Event, Prefilled, Stepped
-from specgen.kv.prefix_cache import PrefixCache, extend_digests
+from specgen.kv.pages import PageAllocator, extend_digests
 from tests.engines import Outputs, Pair, bundled_requests, config_of, generate, random_requests
 
 GREEDY = SamplingParams(max_tokens=20)
@@ -63,7 +63,7 @@ def test_a_page_digest_covers_all_tokens_up_to_the_one_after_the_page() -> None:
 @pytest.mark.parametrize("seed", range(20))
 def test_page_sharing_and_eviction_equal_a_simple_model(seed: int) -> None:
     """Against a model that tracks every page's content; a page in use is never reassigned."""
-    draw, cache = random.Random(seed), PrefixCache(12, 4)
+    draw, cache = random.Random(seed), PageAllocator(12, 4, prefix_cache=True)
     content: dict[int, bytes] = {}
     held: list[tuple[list[int], list[bytes]]] = []
     for _ in range(400):
@@ -90,7 +90,10 @@ def test_page_sharing_and_eviction_equal_a_simple_model(seed: int) -> None:
 
 
 def test_eviction_is_lru_and_from_the_end_of_a_text() -> None:
-    cache, names = PrefixCache(4, 4), [digests(range(start, start + 9)) for start in (0, 100)]
+    cache, names = (
+        PageAllocator(4, 4, prefix_cache=True),
+        [digests(range(start, start + 9)) for start in (0, 100)],
+    )
     for text in names:
         pages: list[int] = []
         cache.grow(pages, 8)

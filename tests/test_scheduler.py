@@ -6,7 +6,6 @@ from specgen.config import SamplingParams
 from specgen.core.scheduler import Limits, Scheduler
 from specgen.core.sequence import Request, Sequence
 from specgen.kv.pages import PageAllocator
-from specgen.kv.prefix_cache import PrefixCache
 
 
 def sequence(name: str, num_prompt: int, max_tokens: int = 8) -> Sequence:
@@ -120,7 +119,7 @@ def test_a_prefill_is_delayed_while_batching_it_costs_less(
 
 def test_cached_tokens_do_not_trigger_a_prefill() -> None:
     sched = Scheduler(
-        allocator=PrefixCache(2000, 4),
+        allocator=PageAllocator(2000, 4, prefix_cache=True),
         limits=Limits(max_batch_size=16, max_prefill_tokens=2000),
         step_rows=4,
     )

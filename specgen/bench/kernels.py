@@ -28,8 +28,7 @@ from specgen.bench.output import BenchTable, Plot, Value
 from specgen.bench.timing import COLD_BYTES, MOST_LAYERS, Call, Timing, num_layers, time_layers
 from specgen.config import require
 from specgen.device import on_device
-from specgen.kv.kv_cache import KVCache
-from specgen.kv.kv_spec import KVSpec
+from specgen.kv.kv_cache import KVCache, KVSpec
 from specgen.kv.layout import Layout
 from specgen.models.layers import LayerAttention
 from specgen.models.model_config import LatentConfig

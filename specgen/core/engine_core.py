@@ -18,7 +18,7 @@ from specgen.core.scheduler import Scheduler
 from specgen.core.sequence import Completion, PartFinder, Request, Scored, ScoreRequest, Sequence, StopFinder
 from specgen.core.spec_length import SpecLength
 from specgen.core.step import Found, Steps, unpack
-from specgen.decoding.draft_state import NO_DRAFT
+from specgen.decoding.outcome import NO_DRAFT
 from specgen.decoding.sampling import request_seed
 from specgen.device import use
 from specgen.errors import DeviceLost

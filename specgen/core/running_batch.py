@@ -8,7 +8,7 @@ from torch import Tensor
 
 from specgen.config import MAX_LOGIT_BIASES
 from specgen.core.sequence import Sequence
-from specgen.decoding.draft_state import DraftState, StateColumn
+from specgen.decoding.outcome import DraftState, StateColumn
 from specgen.decoding.sampling import SamplingBatch, SamplingForm
 from specgen.device import on_device
 

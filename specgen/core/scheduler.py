@@ -4,8 +4,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from specgen.core.sequence import Sequence
-from specgen.kv.pages import PageAllocator
-from specgen.kv.prefix_cache import extend_digests
+from specgen.kv.pages import PageAllocator, extend_digests
 
 # A prefill of fewer rows than this takes hardly less time: reading the weights is what it waits for.
 _FULL_PASS = 512

@@ -15,8 +15,8 @@ from specgen.core.graphs import Runner
 from specgen.core.packing import PromptBlocks, block_layout
 from specgen.core.running_batch import Columns
 from specgen.core.sequence import NOT_FINITE
-from specgen.decoding.draft_state import NO_DRAFT, Drafts, DraftState, Outcome
 from specgen.decoding.drafting import Drafter
+from specgen.decoding.outcome import NO_DRAFT, Drafts, DraftState, Outcome
 from specgen.decoding.sampling import (
     ACCEPT,
     EMIT,

@@ -7,7 +7,6 @@ of the K that draft, and without drafts there is none.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -15,16 +14,22 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from specgen.attention import Attend, Backend
-from specgen.decoding.draft_state import Drafts, DraftState, Outcome, StateColumn, no_drafts
-from specgen.decoding.drafter_batch import DrafterBatch, PaddedBatch
+from specgen.decoding.outcome import (
+    DrafterBatch,
+    Drafts,
+    DraftState,
+    Outcome,
+    PaddedBatch,
+    StateColumn,
+    no_drafts,
+)
 from specgen.decoding.sampling import DRAFT, SamplingBatch, draft_probs, draw, uniform
 from specgen.kv.kv_cache import KVCache
 from specgen.kv.layout import Layout
 from specgen.models.protocols import Head, MaskSlot
 
-Chosen = tuple[
-    Tensor, Tensor | None
-]  # the target's ids of drafts [B, n], and the probabilities they were drawn from
+# the target's ids of drafts [B, n], and the probabilities [B, n, Vd] they were drawn from: the verifier needs them
+Chosen = tuple[Tensor, Tensor | None]
 
 
 class Drafter(Protocol):
@@ -74,41 +79,11 @@ class NoDrafter:
         pass
 
 
-class DraftChoice(Protocol):
-    """How a draft is chosen from the head's logits."""
-
-    def choose(self, logits: Tensor, positions: Tensor, sampling: SamplingBatch) -> Chosen:
-        """From logits ``[B, n, Vd]`` of the head's rows at ``positions`` ``[B, n]``: the target's ids ``[B, n]``.
-
-        Also the probabilities that they were drawn from, ``[B, n, Vd]``, if they were.
-        """
-        ...
-
-
-@dataclass(frozen=True)
-class GreedyDrafts:
-    """The likeliest token."""
-
-    head: Head
-
-    def choose(self, logits: Tensor, positions: Tensor, sampling: SamplingBatch) -> Chosen:
-        return self.head.largest(logits, self.head.draft_to_target)[0], None
-
-
-@dataclass(frozen=True)
-class SampledDrafts:
-    """A draw at the request's temperature; the verifier needs the distribution."""
-
-    head: Head
-
-    def choose(self, logits: Tensor, positions: Tensor, sampling: SamplingBatch) -> Chosen:
-        probs = draft_probs(logits, logits.argmax(-1), sampling)
-        drawn = draw(probs, uniform(sampling.seeds, positions + 2, DRAFT))  # for the token after the next
-        return self.head.draft_to_target[drawn], probs
-
-
 class HeadDrafter:
-    """A head over a cache of its own; pages are shared with the target. Its state is the fused feature, ``[B, H]``."""
+    """A head over a cache of its own; pages are shared with the target. Its state is the fused feature, ``[B, H]``.
+
+    With ``sampled_drafts`` drafts are drawn at the request's temperature, else they are the argmax.
+    """
 
     def __init__(
         self,
@@ -117,7 +92,7 @@ class HeadDrafter:
         cache: KVCache,
         backend: Backend,
         batch: DrafterBatch,
-        choice: DraftChoice,
+        sampled_drafts: bool,
         target_vocab_size: int,
         dtype: torch.dtype,
     ) -> None:
@@ -130,7 +105,7 @@ class HeadDrafter:
         self._cache = cache
         self._backend = backend
         self._batch = batch
-        self._choice = choice
+        self._sampled_drafts = sampled_drafts
         self._target_vocab_size = target_vocab_size
 
     def observe(self, outcome: Outcome) -> tuple[DraftState, int]:
@@ -192,7 +167,12 @@ class HeadDrafter:
     def _choose(self, head: Head, hidden: Tensor, positions: Tensor, sampling: SamplingBatch) -> Chosen:
         """From inputs ``[B, n, H]`` of ``Head.logits``, of rows at ``positions`` ``[B, n]``."""
         logits = head.logits(hidden.flatten(0, 1)).view(*positions.shape, -1)
-        return self._choice.choose(logits, positions, sampling)
+        draft_to_target = self._head.draft_to_target
+        if not self._sampled_drafts:
+            return self._head.largest(logits, draft_to_target)[0], None
+        probs = draft_probs(logits, logits.argmax(-1), sampling)
+        drawn = draw(probs, uniform(sampling.seeds, positions + 2, DRAFT))  # for the token after the next
+        return draft_to_target[drawn], probs
 
     def _to_target(self, probs: Tensor) -> Tensor:
         """Probabilities over the draft vocabulary ``[B, n, Vd]``, laid out over the target's ``[B, n, V]``."""

@@ -8,8 +8,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specgen.decoding.draft_state import NO_DRAFT, Drafts, DraftState, Outcome, StateColumn, no_drafts
-from specgen.decoding.drafter_batch import PaddedBatch
+from specgen.decoding.outcome import (
+    NO_DRAFT,
+    Drafts,
+    DraftState,
+    Outcome,
+    PaddedBatch,
+    StateColumn,
+    no_drafts,
+)
 from specgen.decoding.sampling import SamplingBatch
 
 _STORED = torch.int32  # NGRAM_BYTES wide

@@ -8,7 +8,7 @@ token is chosen as if the drafts had ended before it.
 import torch
 from torch import Tensor
 
-from specgen.decoding.draft_state import NO_DRAFT
+from specgen.decoding.outcome import NO_DRAFT
 from specgen.decoding.sampling import draw
 
 

@@ -13,22 +13,19 @@ from specgen.core.running_batch import RunningBatch
 from specgen.core.scheduler import Limits, Scheduler
 from specgen.core.spec_length import FixedLength
 from specgen.core.step import Steps
-from specgen.decoding.drafter_batch import NonPaddedBatch, PackedBatch, PaddedBatch
 from specgen.decoding.drafting import (
     Drafter,
-    GreedyDrafts,
     HeadDrafter,
     NoDrafter,
-    SampledDrafts,
 )
 from specgen.decoding.ngram import NgramDrafter
+from specgen.decoding.outcome import NonPaddedBatch, PackedBatch, PaddedBatch
 from specgen.engine.choices import BACKENDS
 from specgen.engine.loading import Models
 from specgen.engine.number_formats import target_kv_dtype
 from specgen.events import Event
 from specgen.kv.kv_cache import KVCache
 from specgen.kv.pages import PageAllocator
-from specgen.kv.prefix_cache import PrefixCache
 from specgen.models.expert_counts import ExpertCounts
 from specgen.models.model_config import LayerConfig
 from specgen.text.reasoning import Followers
@@ -39,7 +36,7 @@ def assemble(
 ) -> EngineCore:
     """An engine of a resolved ``config`` whose cache has ``num_pages`` pages; see ``build.build_engine``."""
     backend = BACKENDS[config.attention](models.target.device)
-    allocator = (PrefixCache if config.prefix_cache else PageAllocator)(num_pages, config.page_size)
+    allocator = PageAllocator(num_pages, config.page_size, prefix_cache=config.prefix_cache)
     target, step_rows = models.target, max(config.draft_length.most + 1, BLOCK if runner.captures else 0)
     # the last steps of a text may run past its end, and past the pages it has
     longest = min(target.config.max_positions, num_pages * config.page_size) + 3 * step_rows
@@ -105,7 +102,7 @@ def _drafter(config: EngineConfig, models: Models, backend: Backend, allocator: 
         cache=new_cache(models.head.config, allocator, models.target.dtype, models.target.device),
         backend=backend,
         batch=PaddedBatch() if config.drafter_batch == "padded" else non_padded,
-        choice=GreedyDrafts(models.head) if config.draft_sampling == "greedy" else SampledDrafts(models.head),
+        sampled_drafts=config.draft_sampling != "greedy",
         target_vocab_size=models.target.config.vocab_size,
         dtype=models.target.dtype,
     )

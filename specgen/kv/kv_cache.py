@@ -2,11 +2,24 @@
 
 import math
 import mmap
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from specgen.kv.kv_spec import KVSpec
+
+@dataclass(frozen=True, kw_only=True)
+class KVSpec:
+    """Per position and layer ``num_planes`` tensors ``[num_heads, head_dim]``; GQA has two, keys and values."""
+
+    num_layers: int
+    num_planes: int
+    num_heads: int
+    head_dim: int
+
+    def bytes_per_token(self, bytes_per_value: int) -> int:
+        """Bytes that one position takes in the cache."""
+        return self.num_layers * self.num_planes * self.num_heads * self.head_dim * bytes_per_value
 
 
 class KVCache:

@@ -1,23 +1,49 @@
-"""Which pages of the KV cache are free; knows nothing of torch."""
+"""The pages of the KV cache: which are free, and which are known by what they hold; no torch.
 
+Prompts that begin alike are computed once: automatic prefix caching.
+"""
+
+import hashlib
+from array import array
 from collections.abc import Sequence
+
+
+def extend_digests(digests: list[bytes], tokens: Sequence[int], page_size: int, root: bytes) -> None:
+    """Bring ``digests`` up to ``tokens``: digest i names all tokens of pages 0 to i, and the token behind them.
+
+    The head's KV at a position depends on the token that follows it, so a page is another one where that token is:
+    then target and head can both take a page as it is, and nothing is left to be mended at the border. ``root`` keeps
+    apart what is computed in different ways.
+    """
+    for page in range(len(digests), (len(tokens) - 1) // page_size):
+        before = digests[-1] if digests else root
+        own = array("q", tokens[page * page_size : (page + 1) * page_size + 1])
+        digests.append(hashlib.blake2b(before + own.tobytes(), digest_size=16).digest())
 
 
 class PageAllocator:
     """Hands out page numbers ``1 .. num_pages``; page 0 is where padding rows write.
 
-    This one forgets what is in them; ``prefix_cache.PrefixCache`` does not.
+    With ``prefix_cache`` all who begin alike are given the same pages. A page that is no longer in use stays known
+    until it is needed for something else; the longest unused go first, and of one text the last. (Automatic prefix
+    caching of vLLM, whose pages are keyed by their own tokens alone.) Without it nothing is ever known.
     """
 
-    def __init__(self, num_pages: int, page_size: int) -> None:
+    def __init__(self, num_pages: int, page_size: int, *, prefix_cache: bool = False) -> None:
         self.num_pages = num_pages
         self.page_size = page_size
+        self._prefix_cache = prefix_cache
         self._free = list(range(num_pages, 0, -1))
+        self._num_users = [0] * (num_pages + 1)
+        self._page_of: dict[bytes, int] = {}
+        self._expected: dict[bytes, int] = {}  # pages that the pass in the making computes
+        self._digest_of: dict[int, bytes] = {}
+        self._unused: dict[int, None] = {}  # known pages without users, the longest unused first
 
     @property
     def num_free(self) -> int:
         """Pages that can be handed out now."""
-        return len(self._free)
+        return len(self._free) + len(self._unused)
 
     def pages_for(self, num_tokens: int) -> int:
         """Pages that ``num_tokens`` positions take."""
@@ -37,32 +63,75 @@ class PageAllocator:
         return [page for page in given if self._give_back(page)]
 
     def num_known(self, digests: Sequence[bytes]) -> int:
-        """How many of the first pages of a text, by ``prefix_cache.extend_digests``, somebody has computed."""
-        return 0
+        """How many of the first pages of a text, by ``extend_digests``, somebody has computed."""
+        return len(self._known(digests))
 
     def reuse(self, pages: list[int], digests: Sequence[bytes]) -> int:
         """Extend the empty ``pages`` by those pages; returns how many they are."""
-        return 0
+        known = self._known(digests)
+        for page in known:
+            self._num_users[page] += 1
+            self._unused.pop(page, None)
+        pages += known
+        return len(known)
 
     def keep(self, pages: Sequence[int], digests: Sequence[bytes]) -> None:
-        """Remember that ``pages`` hold what ``digests`` name; as far as both go."""
+        """Remember that ``pages`` hold what ``digests`` name, as far as both go; what is known stays where it is."""
+        if not self._prefix_cache:
+            return
+        for page, digest in zip(pages, digests, strict=False):
+            if digest not in self._page_of and page not in self._digest_of:
+                self._page_of[digest] = page
+                self._digest_of[page] = digest
 
     def expect(self, pages: Sequence[int], digests: Sequence[bytes]) -> None:
         """The same of what the next pass computes, for those who are in it; it ends in one of the next two."""
+        if not self._prefix_cache:
+            return
+        for page, digest in zip(pages, digests, strict=False):
+            self._expected.setdefault(digest, page)
 
     def confirm(self) -> None:
         """That pass is on its way: those behind it may have its pages too."""
+        self.keep(list(self._expected.values()), list(self._expected))
+        self._expected.clear()
 
     def drop_expected(self) -> None:
         """That pass has failed."""
+        self._expected.clear()
 
     def forget(self) -> None:
         """Share no page any more: their contents may be wrong."""
+        self._free.extend(self._unused)
+        for known in (self._page_of, self._expected, self._digest_of, self._unused):
+            known.clear()
+
+    def _known(self, digests: Sequence[bytes]) -> list[int]:
+        """The pages of the first ``digests``, as far as all are known."""
+        known: list[int] = []
+        for digest in digests:
+            page = self._page_of.get(digest) or self._expected.get(digest)
+            if page is None:
+                break
+            known.append(page)
+        return known
 
     def _take(self) -> int:
-        return self._free.pop()
+        if not self._free:
+            page = next(iter(self._unused))
+            del self._unused[page], self._page_of[self._digest_of.pop(page)]
+            self._free.append(page)
+        page = self._free.pop()
+        self._num_users[page] = 1
+        return page
 
     def _give_back(self, page: int) -> bool:
         """Whether no sequence has ``page`` now."""
-        self._free.append(page)
+        self._num_users[page] -= 1
+        if self._num_users[page]:
+            return False
+        if page in self._digest_of:
+            self._unused[page] = None
+        else:
+            self._free.append(page)
         return True

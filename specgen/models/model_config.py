@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, Self
 
 from specgen.config import require, shown
-from specgen.kv.kv_spec import KVSpec
+from specgen.kv.kv_cache import KVSpec
 from specgen.models.config_fields import LARGEST_COUNT, Raw, architectures, count, flag, items, number
 from specgen.models.config_keys import refuse_values
 from specgen.models.fp8_config import BLOCK, Fp8Config, fp8_config
