@@ -13,8 +13,7 @@ from specgen import display
 from specgen.bench.output import BenchTable, Plot
 from specgen.cli.bench import publish
 from specgen.config import UserError
-from specgen.report.charts import STYLES, Lines, Point, quarters
-from specgen.report.svg import svg
+from specgen.report.charts import STYLES, Lines, Point, quarters, svg
 from specgen.report.table import Column
 from specgen.report.terminal import render
 

@@ -18,8 +18,8 @@ from specgen.report.charts import (
     Spot,
     quarters,
     styles_of,
+    svg,
 )
-from specgen.report.svg import svg
 from specgen.report.table import Table
 
 SVG = "{http://www.w3.org/2000/svg}"

@@ -20,7 +20,7 @@ from specgen.decoding.verify import accept_greedy
 from specgen.engine.arms import Arm
 from specgen.evaluation.studies import Study
 from specgen.events import Finished, Resumed, Submitted, from_line
-from specgen.report.against import load_results
+from specgen.report.references import load_results
 from specgen.report.report import load
 from specgen.rundir.results import RunDirectory
 from specgen.rundir.row_file import RowFile

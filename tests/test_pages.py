@@ -15,10 +15,10 @@ from specgen.experiments.head_figures import compare_runs
 from specgen.experiments.heads_page import page as compare_page
 from specgen.experiments.rounds import PLAIN, Speeds
 from specgen.experiments.tune_table import COLUMNS, _plots
+from specgen.report.charts import svg
 from specgen.report.folder import listed
 from specgen.report.origin import run_title
 from specgen.report.page import width_class
-from specgen.report.svg import svg
 from specgen.report.table import Column, Table, pairs
 from specgen.report.tables import page as run_page
 from tests import browser

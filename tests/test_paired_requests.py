@@ -7,10 +7,10 @@ import pytest
 
 from specgen.config import UserError
 from specgen.report.intervals import Ratio, holm, paired_ratio
+from specgen.report.origin import unlike_settings
 from specgen.report.paired_requests import LENGTH, SharedRequests, shared_requests
 from specgen.report.side_by_side import of_runs
 from specgen.report.terminal import render
-from specgen.report.unlike_settings import unlike_settings
 from tests.test_tables import a_run, cells
 
 

@@ -10,9 +10,14 @@ from typer.testing import CliRunner
 from specgen.bundled import evaluation_directory
 from specgen.cli import main as cli
 from specgen.config import UserError
-from specgen.report.against import compare_figures, load_results, of_figures
 from specgen.report.intervals import wilson
-from specgen.report.references import load_reference, read_reference
+from specgen.report.references import (
+    compare_figures,
+    load_reference,
+    load_results,
+    of_figures,
+    read_reference,
+)
 from specgen.report.report import fold
 from specgen.report.terminal import render as in_terminal
 from tests.streams import request
@@ -101,7 +106,7 @@ def test_a_run_beside_a_reference(tmp_path):
     run = report(2, [2, 1, 0], [1, 1, 0], [2, 0, 0], [1, 2, 1])
     length, first, second, accuracy = compare_figures(run, {}, read(tmp_path, acceptance=[0.6, 0.9 * 0.1]))
     assert (length.ours, length.theirs, length.inside) == (pytest.approx(23 / 12), 1.9, True)
-    assert length.ci95 == tuple(run["mean_acceptance_length_ci95"])
+    assert length.ci95 == run["mean_acceptance_length_ci95"]
     assert (first.ours, first.inside) == (pytest.approx(8 / 12), True)
     assert second.ours == pytest.approx(3 / 12)
     assert (accuracy.ours, accuracy.inside) == (None, None)
@@ -115,7 +120,7 @@ def test_a_run_beside_a_reference(tmp_path):
 def test_figures_outside_the_interval_are_named(tmp_path):
     run = report(2, *[[2, 2, 2, 1, 2]] * 40)
     reference = read(tmp_path)
-    lines = compare_figures(run, {}, reference)
+    lines = list(compare_figures(run, {}, reference))
     assert [line.inside for line in lines[1:]] == [False, False, None]
     text = render("runs/a", 2, reference, lines)
     assert "Outside the run's intervals: acceptance at token 0, acceptance at token 1 (2 of 2" in " ".join(
@@ -130,7 +135,7 @@ def test_other_draft_lengths_and_plain_decoding(tmp_path):
     assert (length.ours, length.inside) == (None, None)
     assert first.ours == 0.5
     assert (second.ours, second.inside) == (None, None)
-    plain = compare_figures(report(0, [0, 0]), {}, reference)
+    plain = list(compare_figures(report(0, [0, 0]), {}, reference))
     assert "no figure to compare" in render("plain", 0, reference, plain)
 
 
@@ -160,7 +165,7 @@ def test_accuracy_is_compared_over_the_samples(tmp_path, right, inside):
 
 def test_the_accuracy_of_another_task_is_not_taken_for_it(tmp_path):
     reference = read(tmp_path)
-    lines = compare_figures(report(2, [2, 1, 0], [1, 1, 2]), results(word_problems=350), reference)
+    lines = list(compare_figures(report(2, [2, 1, 0], [1, 1, 2]), results(word_problems=350), reference))
     assert lines[-1].ours is None
     text = render("runs/a", 2, reference, lines)
     assert re.search(
@@ -173,7 +178,7 @@ def test_the_accuracy_of_another_task_is_not_taken_for_it(tmp_path):
 
 def test_accuracy_that_is_there_is_not_called_missing(tmp_path):
     reference = read(tmp_path)
-    lines = compare_figures(report(2, [2, 1, 0], [1, 1, 2]), results(gsm8k=250), reference)
+    lines = list(compare_figures(report(2, [2, 1, 0], [1, 1, 2]), results(gsm8k=250), reference))
     text = render("runs/a", 2, reference, lines)
     assert re.search(r"strict-match +50\.0 %  \[45\.6, 54\.4\]  70\.0 % ± 2\.0 +no$", text, re.MULTILINE)
     assert "Not measured" not in text
@@ -182,7 +187,7 @@ def test_accuracy_that_is_there_is_not_called_missing(tmp_path):
 
 def test_an_accuracy_that_is_no_share_is_refused(tmp_path):
     with pytest.raises(UserError, match=r"gsm8k exact_match,strict-match of the run is 1\.2, not a share"):
-        compare_figures(report(2, [2, 1]), results(gsm8k=600), read(tmp_path))
+        list(compare_figures(report(2, [2, 1]), results(gsm8k=600), read(tmp_path)))
 
 
 @pytest.mark.parametrize(

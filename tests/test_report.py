@@ -25,9 +25,9 @@ from specgen.events import (
 from specgen.report import tables, terminal
 from specgen.report.acceptance import fold_request
 from specgen.report.intervals import Ratio, wilson
-from specgen.report.remarks import DEAD_LENGTH, empty, hint, warning
 from specgen.report.report import draft_lengths, fold, fold_categories, load
 from specgen.report.summary import Summary
+from specgen.report.tables import DEAD_LENGTH, hint, remarks
 from tests.streams import begun, decode_steps, ended, padded_step, refusal, request
 
 
@@ -269,7 +269,7 @@ def test_a_run_without_requests():
     assert report["mean_acceptance_length"] is None
     assert report["output_tokens_per_second"] is None
     assert [row["rate"] for row in report["acceptance"]] == [None] * 3
-    assert warning(report).startswith("No verify step")
+    assert next(remarks(report)).startswith("No verify step")
 
 
 def test_only_refusals():
@@ -319,7 +319,7 @@ def test_plain_decoding():
     assert report["num_drafts"] == 0
     assert report["acceptance"] == []
     assert report["acceptance_histogram"] == [0]
-    assert warning(report).startswith("Plain decoding")
+    assert next(remarks(report)).startswith("Plain decoding")
 
 
 def test_a_request_cut_off_counts_what_it_emitted():
@@ -336,11 +336,11 @@ def test_a_request_cut_off_counts_what_it_emitted():
 def test_a_dead_drafter_is_called_so():
     dead = as_json(request("a", [(3, 0)] * 30 + [(3, 1)]))
     alive = as_json(request("a", [(3, 0)] * 10 + [(3, 1)]))
-    assert "dead" in warning(dead)
-    assert warning(alive) == ""
+    assert "dead" in next(remarks(dead))
+    assert list(remarks(alive)) == []
     barely = as_json(request("a", [(3, 0)] * 19 + [(3, 1)]))
     assert barely["mean_acceptance_length"] == DEAD_LENGTH
-    assert warning(barely) == ""
+    assert list(remarks(barely)) == []
 
 
 def test_a_report_with_a_baseline():
@@ -450,11 +450,12 @@ def test_load_says_what_is_wrong_and_what_to_do(tmp_path, report, manifest, reas
 
 def test_empty_texts_are_counted_and_called_so():
     report = fold([*request("a", [(3, 1)]), *request("b", [(3, 1)])], num_spec_tokens=3)
-    assert empty(report.with_texts(["yes", "no"]).to_json()) == ""
+    assert list(remarks(report.with_texts(["yes", "no"]).to_json())) == []
     told = report.with_texts(["yes", " \n"]).to_json()
     assert told["num_empty"] == 1
-    assert empty(told).startswith("1 of 2 texts are empty: the model ended them at once.")
-    assert empty(told) in " ".join(terminal.render(tables.of_run(told, {}), 80).split())
+    (empty,) = remarks(told)
+    assert empty.startswith("1 of 2 texts are empty: the model ended them at once.")
+    assert empty in " ".join(terminal.render(tables.of_run(told, {}), 80).split())
     assert "texts are empty" in tables.page(told, {}, "a run")
     reasoned = replace(report, ended_in_reasoning={"length": 1})
     assert reasoned.with_texts(["yes", ""]).num_empty == 0, "that one is counted as ended while reasoning"

@@ -9,10 +9,9 @@ from xml.etree import ElementTree
 import pytest
 
 from specgen.display import percent, plain
-from specgen.report.charts import Bars, Lines, Point, lengths, quarters
+from specgen.report.charts import Bars, Lines, Point, lengths, quarters, svg
 from specgen.report.page import Page as Content
 from specgen.report.report import fold
-from specgen.report.svg import svg
 from specgen.report.table import Column, Table
 from specgen.report.tables import curve, curves, of_run
 from specgen.report.tables import page as render

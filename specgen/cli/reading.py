@@ -113,9 +113,9 @@ def _compared(
     runs: "Sequence[tuple[str, dict[str, Any], dict[str, Any]]]",
 ) -> tuple[dict[str, Any], "Iterator[Part]"]:
     """The reports of several runs and how they differ from the first, as JSON and for a terminal."""
+    from specgen.report.origin import unlike_settings
     from specgen.report.paired_requests import shared_requests
     from specgen.report.side_by_side import of_runs
-    from specgen.report.unlike_settings import unlike_settings
 
     reports = [(name, numbers) for name, numbers, _ in runs]
     settings = unlike_settings([manifest for _, _, manifest in runs])
@@ -129,11 +129,10 @@ def _compared(
 
 def _against(run: str, report: dict[str, Any], name: str) -> tuple[dict[str, Any], "Iterator[Part]"]:
     """The report of ``run`` and the published figures ``name``, as JSON and for a terminal."""
-    from specgen.report.against import compare_figures, load_results, of_figures
-    from specgen.report.references import load_reference
+    from specgen.report.references import compare_figures, load_reference, load_results, of_figures
 
     reference = load_reference(name)
-    lines = compare_figures(report, load_results(Path(run)), reference)
+    lines = tuple(compare_figures(report, load_results(Path(run)), reference))
     against = {"reference": asdict(reference), "figures": [line.to_json() for line in lines]}
     return {**report, "against": against}, of_figures(run, report["num_spec_tokens"], reference, lines)
 

@@ -10,9 +10,9 @@ from specgen.config import require
 from specgen.display import from_here
 from specgen.experiments.rounds import PLAIN, Speeds
 from specgen.json_fields import load_json
+from specgen.report.origin import unlike_settings
 from specgen.report.other_directories import COMPARISON
 from specgen.report.unfinished import load_so_far, unfinished
-from specgen.report.unlike_settings import unlike_settings
 from specgen.rundir.row_file import Rows
 
 PLAN = COMPARISON  # its runs, and when and how it was made

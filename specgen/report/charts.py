@@ -1,15 +1,27 @@
-"""Charts as data: lines, bars and points with their axes; ``svg.py`` draws them."""
+"""Charts as data (lines, bars and points with their axes), and their drawing as inline SVG with all text escaped.
+
+A page's style sheet colours them, so that one drawing serves light and dark.
+"""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from specgen.display import Show
+from markupsafe import Markup
+
+from specgen.display import Show, clip, count, ends, percent
 from specgen.report.intervals import Interval
 
 # CSS classes of lines, used cyclically
 STYLES = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth", "ninth")
 DRAFT_LENGTHS = (*map(str, range(8)), "auto")  # an ``order``: one K has one colour in every chart
+_WIDTH, _HEIGHT = 400, 250  # of the view box; the page scales it by 0.8 to 1.4, so text stays readable
+_LEFT, _RIGHT, _TOP, _BOTTOM = 48, 12, 14, 40  # margins of lines
+_LETTER, _LONGEST_NAME = 7.2, 18  # width of one in a name at the end of a line, and how many fit
+_SHORT = 6  # letters of a column's name that are always shown: numbers
+_NAME_ROW = 12
+_SIDE = 20  # margin of bars
+_BAR_ROW, _BAR_TEXT = 38, 47  # height, and characters of a name and its numbers together
 
 Ticks = Sequence[float]  # the values at the grid lines, the ends of the axis included
 
@@ -135,3 +147,179 @@ class Scatter(Chart):
     def legend(self) -> dict[str, str]:
         """Style by name, where there is more than one group."""
         return self.styles if len(self.groups) > 1 else {}
+
+
+# --- SVG ------------------------------------------------------------------------------------------
+
+
+def svg(chart: Lines | Bars | Scatter) -> Markup:
+    """``chart`` as markup, with its values as text for screen readers."""
+    height = _HEIGHT
+    match chart:
+        case Lines():
+            marks, labels = _draw_lines(chart), [_told(chart, *line) for line in chart.lines.items()]
+        case Scatter():
+            marks = _draw_scatter(chart)
+            labels = [f"{name}: {count(len(spots))} points" for name, spots in chart.groups.items()]
+        case Bars():
+            height, marks = len(chart.points) * _BAR_ROW + 20, _draw_bars(chart)
+            labels = [_label(chart, point) for point in chart.points]
+    frame = Markup('<svg viewBox="0 0 {} {}" role="img" aria-label="{}: {}">{}</svg>')
+    return frame.format(_WIDTH, height, chart.title, "; ".join(labels), Markup("").join(marks))
+
+
+def _told(chart: Lines, name: str, points: Sequence[Point]) -> str:
+    return f"{name}: {', '.join(_label(chart, point) for point in points)}"
+
+
+def _label(chart: Chart, point: Point) -> str:
+    interval = f" {ends(point.interval, chart.show)}" if point.interval else ""
+    return f"{point.name} {chart.show(point.number)}{interval}"
+
+
+def _tick(chart: Chart, number: float) -> str:
+    return f"{100 * number:g} %" if chart.show is percent else f"{number:g}"
+
+
+def _text(x: float, y: float, text: str, anchor: str = "middle", style: str = "") -> Markup:
+    frame = Markup('<text class="{}" text-anchor="{}" x="{:.1f}" y="{:.1f}">{}</text>')
+    return frame.format(style, anchor, x, y, text)
+
+
+def _polyline(places: Iterable[tuple[float, float]], style: str = "") -> Markup:
+    points = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
+    return Markup('<polyline class="{}" points="{}"/>').format(style, points)
+
+
+# --- lines ----------------------------------------------------------------------------------------
+
+
+def _draw_lines(chart: Lines) -> Iterator[Markup]:
+    columns = list(dict.fromkeys(point.name for points in chart.lines.values() for point in points))
+    names = {name: clip(name, _LONGEST_NAME) for name in chart.lines} if chart.named else {}
+    width = _WIDTH - _LEFT - _RIGHT - _LETTER * max(map(len, names.values()), default=0)
+    yield from _draw_levels(chart, width)
+    middles = {name: _LEFT + (at + 0.5) * width / len(columns) for at, name in enumerate(columns)}
+    for name, x in middles.items():
+        yield _text(x, _HEIGHT - _BOTTOM + 16, clip(name, max(_SHORT, int(width / len(columns) / _LETTER))))
+    yield _text((_LEFT + _WIDTH - _RIGHT) / 2, _HEIGHT - 6, chart.label)
+    apart = 0 if chart.named else min(9, 0.7 * width / max(len(columns), 1) / len(chart.lines))
+    ends_at: dict[str, float] = {}
+    for index, (name, points) in enumerate(chart.lines.items()):
+        shift = apart * (index - (len(chart.lines) - 1) / 2)
+        seen = [(middles[point.name] + shift, point) for point in points if point.number is not None]
+        if seen:
+            ends_at[name] = _height(chart, seen[-1][1].number)
+            marks = Markup("").join(_draw_line(chart, name, seen))
+            yield Markup('<g class="{}">{}</g>').format(chart.styles[name], marks)
+    if chart.named:
+        for name, y in zip(ends_at, _apart(list(ends_at.values())), strict=True):
+            yield _text(_LEFT + width + 4, y + 4, names[name], "start", f"end {chart.styles[name]}")
+
+
+def _draw_levels(chart: Lines | Scatter, width: float) -> Iterator[Markup]:
+    """The y axis, and the reference."""
+    for tick in chart.ticks:
+        y = _height(chart, tick)
+        yield Markup('<path class="grid" d="M{} {:.1f}h{:.1f}"/>').format(_LEFT, y, width)
+        yield _text(_LEFT - 6, y + 4, _tick(chart, tick), "end")
+    if chart.reference is not None:
+        y = _height(chart, chart.reference)
+        yield Markup('<path class="reference" d="M{} {:.1f}h{:.1f}"/>').format(_LEFT, y, width)
+
+
+def _draw_line(chart: Lines, name: str, seen: Sequence[tuple[float, Point]]) -> Iterator[Markup]:
+    if chart.joined:
+        yield _polyline([(x, _height(chart, point.number)) for x, point in seen])
+    for x, point in seen:
+        if point.interval:
+            low, high = (_height(chart, end) for end in point.interval)
+            yield Markup('<path class="whisker" d="M{:.1f} {:.1f}V{:.1f}"/>').format(x, low, high)
+        mark = Markup('<circle cx="{:.1f}" cy="{:.1f}" r="{}"><title>{}, {}</title></circle>')
+        yield mark.format(
+            x, _height(chart, point.number), 3 if chart.named else 4, name, _label(chart, point)
+        )
+
+
+def _height(chart: Lines | Scatter, number: float | None) -> float:
+    assert number is not None
+    logarithmic = isinstance(chart, Scatter) and chart.logarithmic
+    return (
+        _HEIGHT
+        - _BOTTOM
+        - fraction(chart.ticks, number, logarithmic=logarithmic) * (_HEIGHT - _BOTTOM - _TOP)
+    )
+
+
+def _apart(heights: Sequence[float]) -> list[float]:
+    """``heights`` moved apart so that labels do not overlap and none is below the plot; the order is kept."""
+    order = sorted(range(len(heights)), key=lambda i: heights[i])
+    moved, least, most = list(heights), float("-inf"), float(_HEIGHT - _BOTTOM)
+    for i in order:
+        moved[i] = max(heights[i], least)
+        least = moved[i] + _NAME_ROW
+    for i in reversed(order):
+        moved[i] = min(moved[i], most)
+        most = moved[i] - _NAME_ROW
+    return moved
+
+
+# --- points ---------------------------------------------------------------------------------------
+
+
+def _draw_scatter(chart: Scatter) -> Iterator[Markup]:
+    width = _WIDTH - _LEFT - _RIGHT
+
+    def place(x: float, y: float) -> tuple[float, float]:
+        across = fraction(chart.across, x, logarithmic=chart.logarithmic)
+        return _LEFT + across * width, _height(chart, y)
+
+    yield from _draw_levels(chart, width)
+    for tick in chart.across:
+        x, _ = place(tick, chart.ticks[0])
+        yield Markup('<path class="grid" d="M{:.1f} {}V{}"/>').format(x, _TOP, _HEIGHT - _BOTTOM)
+        # the last would leave the chart
+        yield _text(
+            x, _HEIGHT - _BOTTOM + 16, _tick(chart, tick), "end" if tick == chart.across[-1] else "middle"
+        )
+    yield _text((_LEFT + _WIDTH - _RIGHT) / 2, _HEIGHT - 6, chart.label)
+    yield _text(_LEFT, _TOP - 5, chart.side, "start")
+    if chart.guide:
+        yield _polyline([place(*each) for each in chart.guide], "reference")
+    for name, spots in chart.groups.items():
+        places = [place(spot.x, spot.y) for spot in spots]
+        marks = [_polyline(places)] if chart.joined else []
+        dot = Markup('<circle cx="{:.1f}" cy="{:.1f}" r="3"><title>{}</title></circle>')
+        marks += [dot.format(*at, spot.name) for at, spot in zip(places, spots, strict=True)]
+        yield Markup('<g class="{}">{}</g>').format(chart.styles[name], Markup("").join(marks))
+
+
+# --- bars -----------------------------------------------------------------------------------------
+
+
+def _draw_bars(chart: Bars) -> Iterator[Markup]:
+    bottom = len(chart.points) * _BAR_ROW
+    for tick in chart.ticks:
+        x = _along(chart, tick)
+        yield Markup('<path class="grid" d="M{:.1f} 0V{}"/>').format(x, bottom)
+        yield _text(x, bottom + 14, _tick(chart, tick))
+    if chart.reference is not None:
+        x = _along(chart, chart.reference)
+        yield Markup('<path class="reference" d="M{:.1f} 0V{}"/>').format(x, bottom)
+    for row, point in enumerate(chart.points):
+        top = row * _BAR_ROW
+        text = _label(chart, point)
+        numbers = text.removeprefix(point.name).strip()
+        name = clip(point.name, _BAR_TEXT - len(numbers) - 1)
+        yield _text(_SIDE, top + 13, name, "start", "value")
+        yield _text(_WIDTH - _SIDE, top + 13, numbers, "end", "value")
+        if point.number is not None:
+            bar = '<rect class="fill" x="{:.1f}" y="{}" width="{:.1f}" height="12"><title>{}</title></rect>'
+            yield Markup(bar).format(_SIDE, top + 19, _along(chart, point.number) - _SIDE, text)
+        if point.interval:
+            low, high = (_along(chart, end) for end in point.interval)
+            yield Markup('<path class="whisker" d="M{:.1f} {}H{:.1f}"/>').format(low, top + 25, high)
+
+
+def _along(chart: Bars, number: float) -> float:
+    return _SIDE + fraction(chart.ticks, number) * (_WIDTH - 2 * _SIDE)

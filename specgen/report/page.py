@@ -10,7 +10,7 @@ from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from specgen.report.svg import svg
+from specgen.report.charts import svg
 from specgen.report.table import Table
 from specgen.report.text_list import TextList, classes
 

@@ -20,9 +20,9 @@ from specgen.display import (
     seconds,
 )
 from specgen.report.paired_requests import LENGTH, PairedFigure, SharedRequests
-from specgen.report.remarks import remarks
 from specgen.report.report import DEFINITIONS, draft_lengths
 from specgen.report.table import Column, Row, Table
+from specgen.report.tables import remarks
 from specgen.report.terminal import Part, definitions
 from specgen.report.unfinished import unfinished
 

@@ -1,13 +1,12 @@
-"""The tables of one run, for terminal and page."""
+"""The tables of one run, for terminal and page, and sentences about what its numbers do not show by themselves."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from specgen.display import DASH, between, count, percent, plain, rate, ratio, same_texts, seconds
+from specgen.display import DASH, between, count, percent, plain, rate, ratio, same_texts, seconds, several
 from specgen.report.charts import Lines, Point, lengths, quarters
 from specgen.report.experts_touched import expert_terms, experts_table
 from specgen.report.page import Page
-from specgen.report.remarks import hint, remarks
 from specgen.report.report import DEFINITIONS, draft_lengths
 from specgen.report.table import Column, Row, Table, pairs
 from specgen.report.terminal import Part, definitions, heading
@@ -15,6 +14,8 @@ from specgen.report.text_list import TextList
 from specgen.report.unfinished import unfinished
 from specgen.report.wall_time import wall_table
 
+_FEW, _NEARLY_ALL = 10, 0.9  # texts, share of them
+DEAD_LENGTH = 1.05  # tokens per verify step; plain decoding has 1
 _POSITIONS = 4  # shown per category; report.json has all
 _COUNTERS = (
     *("num_requests", "num_prompt_tokens", "num_cached_tokens", "total_num_output_tokens", "num_drafts"),
@@ -215,3 +216,51 @@ def _speed(report: Mapping[str, Any]) -> Iterator[_Item]:
 def _share(rows: Mapping[str, int], name: str, wasted: str) -> str:
     share = percent(rows[wasted] / rows[name] if rows[name] else None)
     return f"{count(rows[name])}, of which {count(rows[wasted])} ({share})"
+
+
+# --- sentences ------------------------------------------------------------------------------------
+
+
+def remarks(report: Mapping[str, Any]) -> Iterator[str]:
+    """What is to be said of a ``report.json``; nothing of an ordinary one."""
+    ended, reasoning = report["finish_reasons"], report.get("ended_in_reasoning", {})
+    if report["num_spec_tokens"] == 0:
+        yield "Plain decoding: there are no drafts, so there is no acceptance to report."
+    elif report["num_drafts"] == 0:
+        yield "No verify step had drafts, so there is no acceptance to report."
+    elif report["mean_acceptance_length"] < DEAD_LENGTH:
+        yield (
+            f"The drafter is dead: the mean acceptance length is under {DEAD_LENGTH}. `specgen inspect` says whether a "
+            "head fits the target and how it was read; n-grams need text that repeats itself."
+        )
+    if number := ended.get("context", 0):
+        yield (
+            f"{count(number)} of {count(sum(ended.values()))} texts ended where the model's context was full, before "
+            "--max-new-tokens: shorten the prompts or ask for less."
+        )
+    if number := sum(reasoning.values()):
+        remedy = ": raise --max-new-tokens" if reasoning.get("length") else ""
+        yield f"{several(number, 'answer')} ended while reasoning{remedy}."
+    if number := report.get("num_empty", 0):  # reports of earlier versions have none
+        yield (
+            f"{count(number)} of {count(report['num_requests'])} texts are empty: the model ended them at once. One "
+            "that was trained on chats needs its chat template: rows with messages instead of prompt, in eval "
+            "--apply-chat-template."
+        )
+    if report.get("events") == "none":
+        yield (
+            "This run recorded no events (--events none): no speeds, latencies, steps, rows, cached tokens, or parts "
+            "of texts are known. --events summary keeps them in little space."
+        )
+
+
+def hint(report: Mapping[str, Any]) -> str:
+    """How many texts of a ``report.json`` were cut off, if nearly all were."""
+    ended = report["finish_reasons"]
+    cut, number = ended.get("length", 0), sum(ended.values())
+    if number < _FEW or cut < _NEARLY_ALL * number:
+        return ""
+    return (
+        f"{count(cut)} of {count(number)} texts ended by length, so nothing is known of acceptance further on: "
+        "--max-new-tokens allows more."
+    )
