@@ -10,7 +10,7 @@ from specgen.errors import first_line as first_line
 from specgen.errors import is_text as is_text
 from specgen.errors import require as require
 from specgen.errors import shown as shown
-from specgen.field_types import number, settle, strings, whole
+from specgen.field_types import check_types, number, strings, whole
 from specgen.template_kwargs import PINNED_DATE, TemplateKwargs
 
 DrafterBatchName = Literal["padded", "non-padded"]
@@ -53,7 +53,7 @@ class DraftLength:
     auto: bool = False
 
     def __post_init__(self) -> None:
-        settle(self)
+        check_types(self)
         require(
             0 <= self.most <= MOST_DRAFTS,
             f"num-spec-tokens is {self.most}: use 1 to {MOST_DRAFTS}, or 0 for plain decoding",
@@ -185,7 +185,7 @@ class SamplingParams:
     logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        settle(self)
+        check_types(self)
         # not ``require``, which would format every message for every request
         if not 1 <= self.max_tokens <= _LARGEST_COUNT:
             _refuse("max-new-tokens", self.max_tokens, f"ask for at least 1, at most {_LARGEST_COUNT}")
@@ -259,11 +259,11 @@ class SamplingParams:
             raise UserError(
                 f"logit_bias is {shown(pairs)}: use a tuple of pairs (token id, bias), such as tuple(biases.items())"
             )
-        settled = tuple(
+        checked = tuple(
             (whole(token, "a token id of logit_bias"), number(bias, f"logit_bias of token {token}"))
             for token, bias in pairs
         )
-        object.__setattr__(self, "logit_bias", settled)
+        object.__setattr__(self, "logit_bias", checked)
         ids = [token_id for token_id, _ in self.logit_bias]
         require(
             len(ids) <= MAX_LOGIT_BIASES,
@@ -315,9 +315,9 @@ class EngineConfig:
     generation_config: GenerationConfigName = option(
         "model",
         "Sampling",
-        "What holds of the checkpoint's generation_config.json. model: its repetition_penalty, suppress_tokens and "
-        "stop_strings, and in sampled texts top_p, top_k and min_p, where no option and no row says otherwise; whether "
-        "texts are sampled is --temperature's to say. none: its end tokens alone, which always hold.",
+        "What is used of the checkpoint's generation_config.json. model: its repetition_penalty, suppress_tokens and "
+        "stop_strings, and in sampled texts top_p, top_k and min_p, where no option and no row says otherwise; only "
+        "--temperature decides whether texts are sampled. none: its end tokens alone, which always hold.",
     )
     num_spec_tokens: NumSpecTokens = option(
         4,
@@ -352,7 +352,7 @@ class EngineConfig:
     tensor_parallel: int = option(
         1,
         "Running",
-        "GPUs that share the model, from --device on, each with a process of its own; on a CPU, processes.",
+        "GPUs that share the model, from --device on, one process each; on a CPU, processes.",
     )
     dtype: DtypeName = option("auto", "Running", "auto: float32 on a CPU, bfloat16 on a GPU.")
     kv_dtype: KVDtypeName = option(
@@ -384,7 +384,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         # an object of the caller's could change, and has no hash
         object.__setattr__(self, "chat_template_kwargs", TemplateKwargs.of(self.chat_template_kwargs))
-        settle(self)
+        check_types(self)
         require(self.max_batch_size >= 1, f"max-batch-size is {self.max_batch_size}: use at least 1")
         require(
             self.max_prefill_tokens >= 1, f"max-prefill-tokens is {self.max_prefill_tokens}: use at least 1"

@@ -13,7 +13,7 @@ from specgen.errors import UserError, shown
 Reader = Callable[[object, str], object]
 
 
-def settle(config: Any) -> None:  # noqa: ANN401
+def check_types(config: Any) -> None:  # noqa: ANN401
     """Hold the fields of ``config``, a frozen dataclass, to their types; ``UserError`` names a wrong value.
 
     numpy's numbers become Python's, and one string becomes a tuple of it where there may be several. A truth value is
@@ -22,12 +22,12 @@ def settle(config: Any) -> None:  # noqa: ANN401
     kind: Any = type(config)
     for name, default, read in _readers(kind):
         value = getattr(config, name)
-        if value is not default and (settled := read(value, name)) is not value:
-            object.__setattr__(config, name, settled)
+        if value is not default and (checked := read(value, name)) is not value:
+            object.__setattr__(config, name, checked)
 
 
 def whole(value: object, what: str) -> int:
-    """``value`` if it is an integer, also one of numpy's; how large it may be is its field's to say."""
+    """``value`` if it is an integer, also one of numpy's; the field checks its range."""
     if type(value) is not int:
         try:
             if isinstance(value, bool):

@@ -1,4 +1,4 @@
-"""What happens before a first request, phase by phase: timed, and told to whoever watches.
+"""What happens before a first request, phase by phase: timed and reported.
 
 May import nothing of the package.
 """
@@ -44,7 +44,7 @@ _watching: ContextVar[Startup | None] = ContextVar("startup", default=None)
 
 @contextmanager
 def watched(compiling: Compiling) -> Iterator[Startup]:
-    """Time the phases within; ``compiling`` is told how far the compilation of kernels is."""
+    """Time the phases within; ``compiling`` receives the progress of compiling kernels."""
     token = _watching.set(startup := Startup(compiling))
     try:
         yield startup
@@ -64,7 +64,7 @@ def phase(name: str) -> Iterator[None]:
 
 
 def compiling(done: int, total: int, names: Sequence[str]) -> None:
-    """Tell the watcher, or at the beginning the log where nobody watches."""
+    """Report to ``watched``; outside of it, log a line at the beginning."""
     if (startup := _watching.get()) is not None:
         startup.compiling(done, total, names)
     elif done == 0:

@@ -1,4 +1,4 @@
-"""A hint for CPUs that others use too: threads that wait for a core hold up all the others of a pass."""
+"""A hint where other programs use the CPU too: one thread that waits for a core delays the whole pass."""
 
 import time
 from pathlib import Path

@@ -78,7 +78,7 @@ def evaluate(
     ),
     quiet: bool = QUIET,
 ) -> None:
-    """Did speculation change the answers, and what did it gain: lm-eval's tasks, arm by arm, and a comparison."""
+    """Whether speculation changed the answers, and how much faster it was: lm-eval's tasks, arm by arm, compared."""
     changes: dict[str, Any] = {"limit": limit, "num_fewshot": num_fewshot, "max_batch_size": max_batch_size}
     given = {name: value for name, value in changes.items() if value is not None}
     chosen = replace(_study(tasks, study, arms), **given)

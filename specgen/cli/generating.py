@@ -191,7 +191,7 @@ def _run_into_stdout(job: "Job", as_json: bool, quiet: bool) -> "RunResult":
 def restart_process(lost: "DeviceLost", job: "Job", output: Path | None) -> NoReturn:
     """Replace this process by the same command, because only a new process gets the device back.
 
-    Exit code 1 where that could not resume the run, or where no request was in flight to blame.
+    Exit code 1 where that could not resume the run, or where no request was in flight.
     """
     kept = output is not None and output != Path("-")
     if not (kept and job.is_repeatable and lost.requests):

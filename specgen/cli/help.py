@@ -12,7 +12,7 @@ from typer.core import TyperCommand, TyperGroup
 from specgen.errors import UserError, require, shown
 from specgen.spelling import did_you_mean, nearest
 
-_WIDEST = 26  # columns of the options' names; a longer one has a line of its own
+_WIDEST = 26  # columns of the options' names; a longer one is alone on its line
 _LONGEST = 1000  # characters of a command's sentence in the list of commands
 _UsageError: Any = typer.BadParameter.__base__  # typer does not export it
 _REMEDIES = {  # by what typer says of a value

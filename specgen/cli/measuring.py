@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 DRY_RUN = option(
-    False, "Table", "Print the arms and what they will take at least; read no weights and run nothing."
+    False, "Table", "Print the arms with their memory and least time; read no weights and run nothing."
 )
 OUTPUT_LENS = option(
     "fixed",
@@ -34,18 +34,20 @@ OUTPUT_LENS = option(
 
 
 def turns(quiet: bool) -> "Watch":
-    """What watches the arms of a bench: a line for each turn; nothing with ``quiet``."""
+    """Prints a line for each turn of a bench's arms; nothing with ``quiet``."""
     return (lambda turn: None) if quiet else _print_turn
 
 
 def _print_turn(turn: "Turn") -> None:
     """One line on stderr: the time that is left, the arm, and what its turn gave."""
     print(
-        f"[{display.duration(turn.seconds_left)} left] {turn.arm}: {_said(turn)}", file=sys.stderr, flush=True
+        f"[{display.duration(turn.seconds_left)} left] {turn.arm}: {_outcome(turn)}",
+        file=sys.stderr,
+        flush=True,
     )
 
 
-def _said(turn: "Turn") -> str:
+def _outcome(turn: "Turn") -> str:
     if turn.failure is not None:
         return "failed"
     if turn.repeat is None:
@@ -81,7 +83,7 @@ def _kept(name: str, output: Path | None) -> str:
 
 
 def print_forecast(parts: "Iterable[Part]") -> None:
-    """What a bench will do."""
+    """Print the arms of a dry run and what they will take."""
     print_parts(parts, sys.stdout)
 
 

@@ -101,7 +101,7 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _info(parameter: Parameter) -> Any:  # noqa: ANN401
-    """What typer is told of ``parameter``; of a context nothing."""
+    """The ``typer.Option`` of ``parameter``; an empty one for a context."""
     return getattr(parameter.annotation, "__metadata__", [typer.Option()])[0]
 
 

@@ -26,7 +26,7 @@ def progress(quiet: bool, name: str | None = None) -> Progress:
 
 
 class Warnings:
-    """A ``Progress`` that shows warnings and shortages of memory alone."""
+    """A ``Progress`` that shows warnings and shortages of memory, and ignores the rest."""
 
     def __init__(self, name: str | None = None) -> None:
         self._name = name
@@ -35,34 +35,26 @@ class Warnings:
     def warn(self, sentence: str) -> None:
         self._say(f"specgen: warning: {sentence}")
 
-    def note(self, sentence: str) -> None:
-        """Nothing."""
+    def note(self, sentence: str) -> None: ...
 
-    def read(self, num_rows: int) -> None:
-        """Nothing."""
+    def read(self, num_rows: int) -> None: ...
 
-    def prepare(self, what: str) -> None:
-        """Nothing."""
+    def prepare(self, what: str) -> None: ...
 
-    def compiling(self, done: int, total: int, names: Sequence[str]) -> None:
-        """Nothing."""
+    def compiling(self, done: int, total: int, names: Sequence[str]) -> None: ...
 
-    def ready(self, what: str, seconds: Mapping[str, float]) -> None:
-        """Nothing."""
+    def ready(self, what: str, seconds: Mapping[str, float]) -> None: ...
 
-    def start(self, what: str, tally: Tally, num_requests: int, num_done: int = 0) -> None:
-        """Nothing."""
+    def start(self, what: str, tally: Tally, num_requests: int, num_done: int = 0) -> None: ...
 
     def see(self, event: Event) -> None:
         if isinstance(event, OutOfMemory):
             batch, tokens = event.max_batch_size, event.max_prefill_tokens
             self._say(f"out of GPU memory: continuing with a batch of {batch} and {tokens} prefill tokens")
 
-    def advance(self) -> None:
-        """Nothing."""
+    def advance(self) -> None: ...
 
-    def finish(self) -> None:
-        """Nothing."""
+    def finish(self) -> None: ...
 
     def _say(self, line: str) -> None:
         print(line, file=sys.stderr, flush=True)

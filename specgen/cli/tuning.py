@@ -1,4 +1,4 @@
-"""``specgen tune``: K, drafter batch and batch size for one's own traffic."""
+"""``specgen tune``: K, drafter batch and batch size for a user's own traffic."""
 
 import sys
 from dataclasses import dataclass, replace
@@ -150,8 +150,8 @@ def tune(
 ) -> None:
     """Find the K, drafter batch and batch size that are fastest on your prompts, and say by how much.
 
-    Arms take turns until their speed-ups over plain decoding are known well enough; those that cannot win are dropped
-    early. Ends with sentences and the command to run.
+    Arms run in interleaved rounds until their speed-ups over plain decoding are known well enough; those that cannot
+    win are dropped early. Ends with a recommendation and the command to run.
     """
     from specgen.bench.matrices import Workload
 

@@ -1,6 +1,6 @@
 """The kinds of rows that a user's file may hold, each recognised by its fields; and how a field is made a prompt."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -9,18 +9,22 @@ from specgen.prompts.fields import category, chat, checked_list, checked_text, l
 from specgen.prompts.openai_batch import is_batch, parse_batch
 from specgen.prompts.own import CONTENT_FIELDS, parse_own
 from specgen.prompts.prompt import Prompt, question
-from specgen.prompts.recorded import recorded
 from specgen.prompts.row_sampling import read_sampling
+from specgen.text.tokenizer import Message
 
 Row = Mapping[str, Any]
+_SENDERS = {  # of ShareGPT
+    "user": ("human", "user"),
+    "assistant": ("gpt", "chatgpt", "assistant", "bing", "bard"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Kind:
-    """How rows are parsed; ``told`` says what is made of them, where the file does not say it itself."""
+    """How rows are parsed; ``note`` says how rows are read, where the file does not say it itself."""
 
     parse: Callable[[str, Row], Prompt]
-    told: str = ""
+    note: str = ""
 
 
 def parse_turns(row_id: str, row: Row) -> Prompt:
@@ -38,7 +42,19 @@ def parse_sharegpt(row_id: str, row: Row) -> Prompt:
     if sender not in ("human", "user"):
         raise UserError(f"the first message is from {shown(sender)}, not from a human")
     messages = question(checked_text(first.get("value"), "the first message"))
-    return Prompt(id=row_id, messages=messages, recorded=tuple(recorded(others)))
+    return Prompt(id=row_id, messages=messages, recorded=tuple(_recorded(others)))
+
+
+def _recorded(others: Sequence[object]) -> Iterator[Message]:
+    """The messages behind ShareGPT's first: answers and questions in turn, up to the first that is out of turn."""
+    for number, message in enumerate(others):
+        role = "user" if number % 2 else "assistant"
+        if not isinstance(message, dict) or message.get("from") not in _SENDERS[role]:
+            return
+        text = message.get("value")
+        if not isinstance(text, str) or not text.strip():
+            return
+        yield Message(role=role, content=text)
 
 
 def parse_question(name: str, row_id: str, row: Row) -> Prompt:
@@ -102,17 +118,17 @@ def _of(name: str) -> Callable[[str, Row], Prompt]:
 
 _OWN = Kind(parse=parse_own)
 _BATCH = Kind(parse=parse_batch)
-_HUMANEVAL = Kind(parse=_of("prompt"), told="read as humaneval: the field prompt as a user's message")
-_TREE = Kind(parse=_parse_tree, told="read as trees of messages: the first one as a user's message")
+_HUMANEVAL = Kind(parse=_of("prompt"), note="read as humaneval: the field prompt as a user's message")
+_TREE = Kind(parse=_parse_tree, note="read as trees of messages: the first one as a user's message")
 _OTHERS = {  # by the field that tells, in the order in which they are looked for
-    "turns": Kind(parse=parse_turns, told="read as mt-bench: the field turns"),
-    "conversations": Kind(parse=parse_sharegpt, told="read as sharegpt: the first message of conversations"),
-    "history": Kind(parse=_parse_history, told="read as mt-bench-101: what the user says in history"),
-    "question": Kind(parse=_of("question"), told="read as gsm8k: the field question as a user's message"),
+    "turns": Kind(parse=parse_turns, note="read as mt-bench: the field turns"),
+    "conversations": Kind(parse=parse_sharegpt, note="read as sharegpt: the first message of conversations"),
+    "history": Kind(parse=_parse_history, note="read as mt-bench-101: what the user says in history"),
+    "question": Kind(parse=_of("question"), note="read as gsm8k: the field question as a user's message"),
     "instruction": Kind(
-        parse=_parse_instruction, told="read as instructions: instruction and input as a user's message"
+        parse=_parse_instruction, note="read as instructions: instruction and input as a user's message"
     ),
-    "text": Kind(parse=_of("text"), told="read by the field text, as a user's message"),
+    "text": Kind(parse=_of("text"), note="read by the field text, as a user's message"),
 }
 
 
@@ -148,6 +164,6 @@ def parse_users(row_id: str, row: Row) -> Prompt:
     """A row of a user's file, by its kind; sampling parameters may be in any."""
     kind = kind_of(row)
     prompt = kind.parse(row_id, row)
-    if kind.told and (sampling := read_sampling(row)):
+    if kind.note and (sampling := read_sampling(row)):
         return replace(prompt, sampling=sampling)
     return prompt

@@ -1,18 +1,22 @@
 """From the name of a data set to its prompts and rejected rows."""
 
+import hashlib
+import json
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import count
 from pathlib import Path
+from typing import Any
 
 from specgen import bundled
 from specgen.config import UserError, require, shown
+from specgen.prompts.fields import checked_text
 from specgen.prompts.formats import DATASETS, TURNS, USERS, Format
-from specgen.prompts.ids import Ids, KnownIds, digest_of, own_id
 from specgen.prompts.json_rows import Row
 from specgen.prompts.kinds import num_turns
 from specgen.prompts.notes import Notes
-from specgen.prompts.prompt import Prompt, Rejected
+from specgen.prompts.prompt import Prompt, Rejected, turn_ids
 from specgen.prompts.row_reading import AS_IT_IS, Reading
 from specgen.prompts.rows import HubSource, Source, read_hub, read_path, read_stream
 from specgen.spelling import did_you_mean
@@ -21,6 +25,7 @@ STDIN = "-"
 _CHECK = "check its name and split, or download it elsewhere and name its file as the data set"
 _NAMES = ("bundled", *DATASETS)
 _LONGEST_REASON = 300  # characters, however long the row is
+_LONGEST_ID = 512  # characters
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +49,7 @@ class PromptSet:
     def __iter__(self) -> Iterator[Prompt | Rejected]:
         num_prompts = 0
         self.notes.clear()
-        ids = Ids()
+        ids = _Ids()
         row = None
         for row in self.source.read():
             result = self._parse(row, ids, self.notes)
@@ -61,9 +66,9 @@ class PromptSet:
         """
         for row, ids in zip(self.source.read(), wanted, strict=False):
             if ids:
-                yield self._parse(row, KnownIds(ids=ids))
+                yield self._parse(row, _KnownIds(ids=ids))
 
-    def _parse(self, row: Row, ids: Ids | KnownIds, notes: Notes | None = None) -> Prompt | Rejected:
+    def _parse(self, row: Row, ids: "_Ids | _KnownIds", notes: Notes | None = None) -> Prompt | Rejected:
         row_id = value = None
         try:
             value = row.value()
@@ -73,7 +78,7 @@ class PromptSet:
                 notes.see(value, by_kind=self.how.is_open)
             if isinstance(value, str):
                 value = {"prompt": value}
-            row_id = own_id(value, self.row_format.id_keys) or ids.of_content(digest_of(value))
+            row_id = _own_id(value, self.row_format.id_keys) or ids.of_content(_digest_of(value))
             prompt = self.how.applied(self.row_format.parse(row_id, value))
             if not ids.claim(prompt.turn_ids):
                 raise UserError(f"an earlier row has the same id {shown(row_id)}: give every row its own")
@@ -165,3 +170,75 @@ def _open_split(dataset: str, split: str) -> Source:
     )
     path, _, name = (dataset, "", "") if Path(dataset).exists() else dataset.partition(":")
     return read_hub(dataset, HubSource(path=path, name=name or None, split=split), _CHECK)
+
+
+class _Ids:
+    """The ids of the rows so far, for a pass over all of them."""
+
+    def __init__(self) -> None:
+        self._taken: set[str] = set()
+        self._copies: dict[str, int] = {}  # of rows with one content, the last number
+
+    def claim(self, ids: Sequence[str]) -> bool:
+        """Whether all ``ids`` are now those of this row: no earlier row has one of them."""
+        free = self._taken.isdisjoint(ids)
+        if free:
+            self._taken.update(ids)
+        return free
+
+    def of_content(self, digest: str) -> str:
+        """The id of a row without one: the first with its content has ``digest``, the next ``digest-2``, ..."""
+        if digest not in self._taken:
+            return digest
+        numbers = count(self._copies.get(digest, 1) + 1)
+        self._copies[digest] = next(n for n in numbers if f"{digest}-{n}" not in self._taken)
+        return f"{digest}-{self._copies[digest]}"
+
+    def of_rejected(self, row_id: str | None, where: str, num_turns: int) -> str:
+        """The id of a row that cannot be run: its own, with its place if that is taken, or its place alone."""
+        if row_id is not None and self.claim(turn_ids(row_id, num_turns)):
+            return row_id
+        place = where if row_id is None else f"{row_id} ({where})"
+        names = (place if tried == 1 else f"{place} ({tried})" for tried in count(1))
+        return next(name for name in names if self.claim(turn_ids(name, num_turns)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _KnownIds:
+    """Those that an earlier pass gave to a row, instead of ``_Ids``."""
+
+    ids: Sequence[str]
+
+    def claim(self, ids: Sequence[str]) -> bool:
+        return tuple(ids) == tuple(self.ids)
+
+    def of_content(self, digest: str) -> str:
+        return self.ids[0]
+
+    def of_rejected(self, row_id: str | None, where: str, num_turns: int) -> str:
+        return self.ids[0]
+
+
+def _digest_of(row: Mapping[str, Any]) -> str:
+    """A hash of the content of ``row``. Null is the same as no field: `datasets` fills missing fields with nulls."""
+    content = {name: field for name, field in row.items() if field is not None}
+    return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def _own_id(row: Mapping[str, Any], id_keys: Sequence[str]) -> str | None:
+    """The row's own id, if it has one."""
+    for key in id_keys:
+        if (value := row.get(key)) is not None:
+            break
+    else:
+        return None
+    if type(value) is str and value.isprintable() and len(value) <= _LONGEST_ID and value.strip():
+        return value
+    if type(value) not in (str, int):  # not `require`, which would format its message for every row
+        raise UserError(f"{key} is {shown(value)}: use a string or a whole number")
+    row_id = checked_text(str(value), key)
+    if len(row_id) > _LONGEST_ID:
+        raise UserError(f"{key} has {len(row_id):,} characters: use at most {_LONGEST_ID}")
+    if not row_id.isprintable():
+        raise UserError(f"{key} is {shown(row_id)}: use characters that can be printed")
+    return row_id

@@ -37,8 +37,8 @@ class Notes:
             return
         if is_batch(row):
             return  # refuses unknown names
-        if by_kind and (told := kind_of(row).told):
-            self._read_as[told] += 1
+        if by_kind and (note := kind_of(row).note):
+            self._read_as[note] += 1
         for name in row:
             if (
                 name not in _KNOWN
@@ -56,10 +56,10 @@ class Notes:
         for name, number in self._misspelt.items():
             rows = "1 row has" if number == 1 else f"{number:,} rows have"
             yield f"{rows} a field {shown(name)}, which is ignored: did you mean {_meant(name)}?"
-        for told, number in self._read_as.items():
+        for note, number in self._read_as.items():
             if number:
                 rows = "1 row is" if number == 1 else f"{number:,} rows are"
-                yield f"{rows} {told} (--prompt-field, --chat and --raw say otherwise)"
+                yield f"{rows} {note} (--prompt-field, --chat and --raw say otherwise)"
 
 
 @lru_cache(maxsize=1024)

@@ -7,7 +7,7 @@ from typing import Any, Self
 
 from specgen.config import SamplingParams, UserError, require, shown
 from specgen.events import turn_id
-from specgen.field_types import settle
+from specgen.field_types import check_types
 from specgen.json_fields import check_keys
 from specgen.text.tokenizer import Message, Tokenizer
 
@@ -50,7 +50,7 @@ class Prompt:
     where: str = field(default="", compare=False, repr=False)  # location of the row, only for messages
 
     def __post_init__(self) -> None:
-        settle(self)
+        check_types(self)
         if bool(self.messages) + (self.text is not None) + bool(self.token_ids) != 1:
             raise UserError(f"prompt {shown(self.id)}: set exactly one of messages, text and token_ids")
         if self.messages:

@@ -1,7 +1,9 @@
-"""The sources of rows: files, directories, standard input, the Hugging Face hub."""
+"""The sources of rows: files (JSON, CSV, text, Parquet), directories, standard input, the Hugging Face hub."""
 
+import csv
 import gzip
 import hashlib
+import json
 import shutil
 import tempfile
 import zlib
@@ -9,15 +11,21 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from io import TextIOWrapper
+from itertools import chain
 from pathlib import Path
-from typing import BinaryIO
+from typing import IO, Any, BinaryIO
 
-from specgen.config import UserError, first_line, require
+from specgen.config import UserError, first_line, require, shown
 from specgen.prompts.json_rows import OtherFormatError, Row, parsed, read_rows
 from specgen.prompts.json_rows import Source as JsonSource
-from specgen.prompts.table_files import SEPARATORS, read_csv, read_parquet, read_text
+from specgen.prompts.row_sampling import SAMPLING_FIELDS
 
-_SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".parquet", *SEPARATORS, ".txt")
+_PARQUET_BATCH = 1024  # rows per read
+_LONGEST_CELL = 64 * 2**20  # characters
+_JSON_COLUMNS = frozenset(SAMPLING_FIELDS) - {"stop"}  # of a CSV file: their cells are JSON values
+_MARKS = {",": "comma", ";": "semicolon", "\t": "tab"}
+_SEPARATORS = {".csv": ",", ".tsv": "\t"}
+_SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".parquet", *_SEPARATORS, ".txt")
 _DOWNLOAD = "download it elsewhere and name the file or the directory with --data-path"
 _UTF_16 = (b"\xff\xfe", b"\xfe\xff")
 _GZIP = b"\x1f\x8b"  # the start of a gzipped file, whatever its name
@@ -40,7 +48,7 @@ class HubSource:
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """Rows that ``read`` gives any number of times, of ``files``; of none that can be told for the hub."""
+    """Rows that ``read`` gives any number of times, of ``files``; those of the hub are unknown."""
 
     read: Callable[[], Iterator[Row]]
     files: tuple[Path, ...] = ()
@@ -124,7 +132,7 @@ def _read_files(files: Sequence[Path]) -> Iterator[Row]:
 def _read_file(path: Path) -> Iterator[Row]:
     try:
         if path.suffix == ".parquet":
-            yield from read_parquet(path)
+            yield from _read_parquet(path)
             return
         with path.open("rb") as file:
             start = file.peek(2)[:2]
@@ -140,9 +148,67 @@ def _read_file(path: Path) -> Iterator[Row]:
 
 def _read_open(file: JsonSource, path: Path) -> Iterator[Row]:
     kind = Path(path.name.removesuffix(".gz")).suffix
-    if kind == ".txt" or kind in SEPARATORS:
+    if kind == ".txt" or kind in _SEPARATORS:
         # an invalid byte becomes a lone surrogate, which invalidates only the row it is in
         text = TextIOWrapper(file, encoding="utf-8-sig", errors="surrogateescape", newline="")
-        yield from read_text(text) if kind == ".txt" else read_csv(text, SEPARATORS[kind])
+        yield from _read_text(text) if kind == ".txt" else _read_csv(text, _SEPARATORS[kind])
     else:
         yield from read_rows(file, lines=kind == ".jsonl")
+
+
+def _read_parquet(path: Path) -> Iterator[Row]:
+    from pyarrow.parquet import ParquetFile
+
+    try:
+        with ParquetFile(path) as file:
+            batches = file.iter_batches(batch_size=_PARQUET_BATCH)
+            values = chain.from_iterable(batch.to_pylist() for batch in batches)
+            for number, value in enumerate(values, start=1):
+                yield parsed(f"row {number}", value)
+    except Exception as error:  # the library raises whatever its decoders raise
+        raise UserError(first_line(error)) from error
+
+
+def _read_csv(lines: IO[str], separator: str) -> Iterator[Row]:
+    """The rows below the header; an empty cell is no value."""
+    csv.field_size_limit(_LONGEST_CELL)
+    table = csv.reader(lines, delimiter=separator)
+    try:
+        names = next(table, [])
+        require(len(set(names)) == len(names), "two columns have the same name: rename one")
+        _require_separator(names, separator)
+        for number, cells in enumerate(filter(None, table), start=1):
+            yield Row(f"row {number}", lambda cells=cells: _of_cells(names, cells))  # type: ignore[misc]
+    except csv.Error as error:
+        raise UserError(f"line {table.line_num}: {error}") from error
+
+
+def _require_separator(names: list[str], separator: str) -> None:
+    """Refuse a header of one column that another separator would split."""
+    others = [mark for mark in _MARKS if mark != separator and len(names) == 1 and mark in names[0]]
+    if others:
+        raise OtherFormatError(
+            f"the header {shown(names[0])} is one column with a {_MARKS[others[0]]} in it: separate columns by "
+            f"{_MARKS[separator]}s"
+        )
+
+
+def _of_cells(names: list[str], cells: list[str]) -> dict[str, Any]:
+    if len(cells) != len(names):
+        raise UserError(f"{len(cells)} cells and {len(names)} columns: quote cells that hold a separator")
+    pairs = zip(names, cells, strict=True)
+    return {name: _cell(cell) if name in _JSON_COLUMNS else cell for name, cell in pairs if cell}
+
+
+def _cell(cell: str) -> object:
+    try:
+        return json.loads(cell)
+    except (ValueError, RecursionError):
+        return cell  # for the error to name the column
+
+
+def _read_text(lines: IO[str]) -> Iterator[Row]:
+    """Every line that is not blank is a prompt."""
+    for number, line in enumerate(lines, start=1):
+        if text := line.strip():
+            yield parsed(f"line {number}", text)

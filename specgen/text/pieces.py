@@ -14,7 +14,7 @@ def pieces(tokenizer: Tokenizer, token_ids: Sequence[int]) -> list[str]:
     A character of several tokens is a piece of the last of them. Each token is decoded behind the few before it,
     because a decoder may drop the leading space of a text.
     """
-    token_ids = _settled(tokenizer, token_ids)
+    token_ids = _decodable(tokenizer, token_ids)
     found: list[str] = []
     begin, known = 0, 0  # tokens: where decoding begins, and those before which all characters are complete
     for end in range(1, len(token_ids) + 1):
@@ -30,7 +30,7 @@ def pieces(tokenizer: Tokenizer, token_ids: Sequence[int]) -> list[str]:
     return found
 
 
-def _settled(tokenizer: Tokenizer, token_ids: Sequence[int]) -> list[int]:
+def _decodable(tokenizer: Tokenizer, token_ids: Sequence[int]) -> list[int]:
     """As ``ByteRuns`` has them; tokens without text stay."""
     shown: list[int] = []
     runs = ByteRuns(tokenizer, shown)

@@ -1,4 +1,4 @@
-"""Reasoning and answer of a generated text, told apart by the tokens that a model writes around them."""
+"""Reasoning and answer of a generated text, separated by the tokens that a model writes around them."""
 
 import re
 from collections.abc import Sequence
