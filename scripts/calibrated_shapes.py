@@ -137,54 +137,54 @@ class Shape:
         }
 
 
+def _llama3_scaling(original: int) -> dict[str, Any]:
+    return {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": original,
+    }
+
+
+_LLAMA_8B = Shape(
+    architecture="LlamaForCausalLM",
+    vocab_size=128_256,
+    hidden_size=4096,
+    intermediate_size=14_336,
+    num_layers=32,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    max_positions=131_072,
+    draft_vocab_size=32_000,
+    bos_token_id=128_000,
+    eos_token_ids=(128_001, 128_008, 128_009),
+    num_plain_tokens=128_000,
+    rope_theta=500_000.0,
+    rms_norm_eps=1e-5,
+    rope_scaling=_llama3_scaling(8192),
+)
+TINY: dict[str, Any] = {  # of every small model for tests on a CPU
+    "vocab_size": 1536,
+    "num_layers": 8,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "head_dim": 64,
+    "max_positions": 4096,
+    "draft_vocab_size": 1024,
+    "bos_token_id": 1500,
+    "eos_token_ids": (1501, 1508),
+    "num_plain_tokens": 1500,
+}
 SHAPES = {
-    "llama-3.1-8b": Shape(
-        architecture="LlamaForCausalLM",
-        vocab_size=128_256,
-        hidden_size=4096,
-        intermediate_size=14_336,
-        num_layers=32,
-        num_heads=32,
-        num_kv_heads=8,
-        head_dim=128,
-        max_positions=131_072,
-        draft_vocab_size=32_000,
-        bos_token_id=128_000,
-        eos_token_ids=(128_001, 128_008, 128_009),
-        num_plain_tokens=128_000,
-        rope_theta=500_000.0,
-        rms_norm_eps=1e-5,
-        rope_scaling={
-            "rope_type": "llama3",
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 8192,
-        },
-    ),
-    "llama-3.3-70b": Shape(
-        architecture="LlamaForCausalLM",
-        vocab_size=128_256,
+    "llama-3.1-8b": _LLAMA_8B,
+    "llama-3.3-70b": replace(
+        _LLAMA_8B,
         hidden_size=8192,
         intermediate_size=28_672,
         num_layers=80,
         num_heads=64,
-        num_kv_heads=8,
-        head_dim=128,
-        max_positions=131_072,
-        draft_vocab_size=32_000,
-        bos_token_id=128_000,
-        eos_token_ids=(128_001, 128_008, 128_009),
-        num_plain_tokens=128_000,
-        rope_theta=500_000.0,
-        rms_norm_eps=1e-5,
-        rope_scaling={
-            "rope_type": "llama3",
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 8192,
-        },
         head_hidden_size=6144,  # as yuhuili/EAGLE3-LLaMA3.3-Instruct-70B
     ),
     "qwen3-8b": Shape(
@@ -205,28 +205,7 @@ SHAPES = {
         rms_norm_eps=1e-6,
         qk_norm=True,
     ),
-    "tiny": Shape(  # a small Llama 3.1, for tests on a CPU
-        architecture="LlamaForCausalLM",
-        vocab_size=1536,
-        hidden_size=256,
-        intermediate_size=512,
-        num_layers=8,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=64,
-        max_positions=4096,
-        draft_vocab_size=1024,
-        bos_token_id=1500,
-        eos_token_ids=(1501, 1508),
-        num_plain_tokens=1500,
-        rope_theta=500_000.0,
-        rms_norm_eps=1e-5,
-        rope_scaling={
-            "rope_type": "llama3",
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 512,
-        },
+    "tiny": replace(
+        _LLAMA_8B, **TINY, hidden_size=256, intermediate_size=512, rope_scaling=_llama3_scaling(512)
     ),
 }

@@ -64,7 +64,7 @@ reads the target's last hidden state, and uses its embedding and output weights.
     "drafter-two-layers": (
         "The bundled EAGLE3 head of two layers",
         """Two small decoder layers for the bundled target in the EAGLE format (`midlayer.*`, `layers.1.*`): hidden size
-{hidden_size}, not the target's {target_hidden_size}, so it has an embedding of its own; {draft_vocab_size} of the
+{hidden_size}, not the target's {target_hidden_size}, so it has its own embedding; {draft_vocab_size} of the
 target's {vocab_size} tokens.""",
     ),
 }

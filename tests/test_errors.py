@@ -96,7 +96,7 @@ def test_a_bug_in_asking_a_prompt_is_not_a_failed_request(
 
 
 def test_a_bug_in_reading_a_row_is_not_a_rejected_row(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prompts.load, "own_id", misfit)
+    monkeypatch.setattr(prompts.load, "_own_id", misfit)
     check_bug(generate_with_pair(path), "zip()")
 
 
