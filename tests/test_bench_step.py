@@ -14,7 +14,7 @@ from specgen.bench import explain, marks
 from specgen.bench.bound import DeviceSpeed, Work
 from specgen.bench.explain import StepJob, context_at
 from specgen.bench.marks import PARTS, HostMarker, Marked, Span, StepTime, split
-from specgen.bench.step_table import empty_table, step_rows, with_kernels
+from specgen.bench.step_table import empty_table, step_rows, with_details
 from specgen.cli.main import app
 from specgen.config import EngineConfig, UserError
 from specgen.core import step as step_module
@@ -24,6 +24,8 @@ from specgen.decoding.drafting import HeadDrafter
 from specgen.events import Event, Prefilled, Stepped, Submitted, Verified
 from specgen.models.llama import Llama
 from specgen.report.terminal import render
+
+DEVICE = DeviceSpeed(bytes_per_second=1e4, flops_per_second=1e3)
 
 
 @pytest.fixture(autouse=True)
@@ -72,11 +74,11 @@ def test_kernels_of_one_name_are_told_together() -> None:
     spans = [span for span in spans if span.name != "kernel 20"]
     verify = {each.name: each for each in split(spans, 1).kernels if each.part != "draft loop"}
     assert (verify["f"].calls, verify["a::g"].calls) == (2, 1)
-    table = with_kernels(empty_table({}, 4), 8, split(spans, 1))
+    table = with_details(empty_table({}, 4), 8, split(spans, 1), {}, DEVICE)
     (kernels,) = table.details
     row = next(row for row in kernels.rows if row["kernel"] == "f")
     assert (row["batch"], row["time"], row["each"]) == (8, pytest.approx(2.0), pytest.approx(1.0))
-    assert len(with_kernels(table, 16, split(spans, 1)).details[0].rows) == 2 * len(kernels.rows)
+    assert len(with_details(table, 16, split(spans, 1), {}, DEVICE).details[0].rows) == 2 * len(kernels.rows)
     assert "By kernel" in table.to_html()
     assert table.to_json()["details"]["By kernel"][0]["kernel"] == "kernel 10"
 
@@ -124,7 +126,7 @@ def test_the_hosts_clock_leaves_nothing_idle(monkeypatch) -> None:
 def test_rows_add_up_to_the_step() -> None:
     found = StepTime(parts={part: 0.001 * (i + 1) for i, part in enumerate(PARTS)}, idle=0.005)
     works = {"verify": Work(num_bytes=10.0, flops=0.0), "KV fill": Work(num_bytes=0.0, flops=3.0)}
-    rows = step_rows(8, found, works, DeviceSpeed(bytes_per_second=1e4, flops_per_second=1e3))
+    rows = step_rows(8, found, works, DEVICE)
     assert [row["part"] for row in rows] == [*PARTS, "idle", "step"]
     times = [row["time"] for row in rows]
     assert sum(times[:-1]) == pytest.approx(times[-1]) == pytest.approx(20.0)

@@ -6,7 +6,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from specgen.display import plain, ratio
+from specgen.display import ratio
 from specgen.report import page
 from specgen.report.charts import (
     DRAFT_LENGTHS,
@@ -14,13 +14,10 @@ from specgen.report.charts import (
     Bars,
     Lines,
     Point,
-    Scatter,
-    Spot,
     quarters,
     styles_of,
     svg,
 )
-from specgen.report.table import Table
 
 SVG = "{http://www.w3.org/2000/svg}"
 CSS = (Path(page.__file__).parent / "page.css").read_text()
@@ -67,45 +64,6 @@ def test_one_name_has_one_style_in_every_chart():
     assert few.styles["4"] == many.styles["4"] == "fifth"
     assert len(set(styles_of(DRAFT_LENGTHS, DRAFT_LENGTHS).values())) == len(DRAFT_LENGTHS) == len(STYLES)
     assert styles_of(["b", "x"], ["a", "b"]) == {"b": "second", "x": "third"}
-
-
-def test_points_stand_at_their_numbers():
-    spots = [Spot(name="q <1>", x=1.0, y=2.0), Spot(name="q2", x=3.0, y=4.0)]
-    chart = Scatter(
-        title="By request",
-        ticks=[0, 2, 4],
-        across=[1, 2, 3],
-        show=plain,
-        label="length of A",
-        side="length of B",
-        groups={"math": spots, "chat": []},
-        guide=[(1, 1), (3, 3)],
-    )
-    assert chart.legend == {"math": "first", "chat": "second"}
-    root = drawn(chart)
-    marks = {mark[0].text: mark for mark in root.iter(f"{SVG}circle")}
-    at = heights(root)
-    assert float(marks["q <1>"].get("cx")) == 48
-    assert float(marks["q <1>"].get("cy")) == pytest.approx(at["2"], abs=0.1)
-    assert float(marks["q2"].get("cx")) == 388
-    assert float(marks["q2"].get("cy")) == pytest.approx(at["4"], abs=0.1)
-    assert root.get("aria-label") == "By request: math: 2 points; chat: 0 points"
-    (guide,) = root.iter(f"{SVG}polyline")
-    assert guide.get("class") == "reference"
-    text = page.Page(
-        title="", settings={}, tables=[Table(title="t", columns=(), rows=(), lines=chart)]
-    ).to_html()
-    assert re.findall(r'key (\w+)"></i>(\w+)', text) == [("first", "math"), ("second", "chat")]
-
-
-def test_joined_points_are_a_line_in_their_order():
-    spots = [Spot(name="", x=x, y=x) for x in (2, 0, 1)]
-    chart = Scatter(
-        title="", ticks=[0, 2], across=[0, 2], show=plain, label="", side="", groups={"K": spots}, joined=True
-    )
-    (path,) = drawn(chart).iter(f"{SVG}polyline")
-    assert [float(each.split(",")[0]) for each in path.get("points").split()] == [388.0, 48.0, 218.0]
-    assert chart.legend == {}
 
 
 @pytest.mark.parametrize("name", ["4", "draft loop", "a name that goes on and on"])

@@ -27,7 +27,7 @@ from specgen.experiments.finished_runs import as_directory, read_runs, short_nam
 from specgen.experiments.head_figures import Comparison, compare_runs
 from specgen.experiments.heads_job import DataSource, HeadsJob, HeadsRun
 from specgen.experiments.heads_page import moved_texts, page
-from specgen.experiments.heads_tables import leads, mean_length, verdicts
+from specgen.experiments.heads_tables import leads, mean_length, tables, verdicts
 from specgen.experiments.paper_table import exported
 from specgen.experiments.repeat import Repeat
 from specgen.experiments.rounds import PLAIN, Speeds
@@ -826,6 +826,20 @@ def test_nothing_is_bold_that_the_data_cannot_tell(tmp_path: Path) -> None:
     found = comparison(tmp_path, a=simulated(0.4, 1), b=simulated(0.4, 3))
     assert "textbf" not in exported(found, "latex")
     assert "**" not in exported(found, "md")
+
+
+def test_no_name_of_a_head_is_that_of_a_column(tmp_path: Path) -> None:
+    heads = ("x", "x ends", "requests", "p of x", "data", "difference")
+    found = comparison(tmp_path, **{name: simulated(0.3 + 0.05 * n, n) for n, name in enumerate(heads)})
+    assert found.runs.heads == heads
+    for table in tables(found):
+        keys = [key for column in table.columns for key in (column.name, column.interval) if key]
+        assert len(set(keys)) == len(keys), table.title
+    shown = next(
+        line for line in call(*(run.directory for run in found.runs.runs)).splitlines() if "mine  " in line
+    )
+    lengths = [found.length("mine", head) for head in heads]
+    assert re.findall(r"(\d\.\d\d)  \[", shown)[:2] == [f"{each.value:.2f}" for each in lengths if each][:2]
 
 
 def test_no_head_is_called_as_something_else_in_a_table() -> None:

@@ -1,7 +1,5 @@
 """The step bench by kind of kernel, and its roofline."""
 
-from dataclasses import replace
-
 import pytest
 
 from specgen.bench.bound import DeviceSpeed, Work
@@ -11,8 +9,7 @@ from specgen.bench.step_table import (
     kind_of,
     kind_rows,
     roofline_rows,
-    with_kernels,
-    with_roofline,
+    with_details,
 )
 
 DEVICE = DeviceSpeed(bytes_per_second=1e12, flops_per_second=1e14)
@@ -51,28 +48,16 @@ def test_speed_over_roof_is_bound_over_time(kernels: bool, intensity: float, spe
     assert row["roof"] == pytest.approx(min(100.0, intensity))
 
 
-def test_the_page_has_a_dot_per_part_and_batch_under_the_roof() -> None:
+def test_the_details_have_every_batch_and_the_page_the_roofline() -> None:
     table = empty_table({}, 4)
     for batch in (8, 16):
-        table = with_roofline(table, batch, step(kernels=True), WORKS, DEVICE)
-        table = with_kernels(table, batch, step(kernels=True))
-    assert {each.title: len(each.rows) for each in table.details} == {"By kind of kernel": 6, "By kernel": 8}
-    page = table.to_html()
-    assert page.count("<title>batch") == 2
-    assert "batch 8, verify: 80 of 100 TFLOP/s" in page
-    assert "FLOPs per byte read" in page
-
-
-def test_axes_are_logarithmic() -> None:
-    """A part of 10 FLOPs per byte at its roof: one corner; one of 10,000 at its roof the other."""
-    works = {"verify": Work(num_bytes=1e9, flops=1e10)}
-    time = StepTime(parts={**dict.fromkeys(PARTS, 0.0), "verify": 1e-3}, idle=0.0)
-    wide = {**works, "draft loop": Work(num_bytes=1e9, flops=1e13)}
-    time = replace(time, parts=time.parts | {"draft loop": 0.1})
-    page = with_roofline(empty_table({}, 4), 1, time, wide, DEVICE).to_html()
-    assert 'class="reference" points="48.0,210.0 161.3,14.0 388.0,14.0"' in page
-    assert '<circle cx="48.0" cy="210.0" r="3"><title>batch 1, verify: 10 of 10 TFLOP/s' in page
-    assert '<circle cx="388.0" cy="14.0" r="3"><title>batch 1, draft loop: 100 of 100 TFLOP/s' in page
+        table = with_details(table, batch, step(kernels=True), WORKS, DEVICE)
+    assert {each.title: len(each.rows) for each in table.details} == {"By kernel": 8, "By kind of kernel": 6}
+    (roofline,) = table.more
+    assert [(row["batch"], row["part"]) for row in roofline.rows] == [(8, "verify"), (16, "verify")]
+    assert "the roof is 1 TB/s, then 100 TFLOP/s" in table.to_html()
+    unknown = with_details(empty_table({}, 4), 8, step(kernels=False), WORKS, DEVICE)
+    assert (unknown.details, len(unknown.more)) == ((), 1)
 
 
 @pytest.mark.parametrize(

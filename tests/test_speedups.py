@@ -8,7 +8,7 @@ import pytest
 from scipy import stats
 
 from specgen.events import Touched
-from specgen.experiments.race import Standing
+from specgen.experiments.ranking import Ranking
 from specgen.experiments.repeat import Repeat, Repeats
 from specgen.experiments.throughput_table import wall_tables
 from specgen.experiments.tune_table import best_line
@@ -111,13 +111,13 @@ def test_ratios_are_of_the_rounds_that_both_took_part_in() -> None:
 
 def test_few_repeats_decide_nothing() -> None:
     slow, fast = {n: 2 + n / 1e6 for n in range(3)}, dict.fromkeys(range(3), 1.0)
-    standing = Standing(
+    ranking = Ranking(
         plain="plain", arms={"slow": repeats(slow), "fast": repeats(fast), "plain": repeats(slow)}
     )
-    assert (standing.best, standing.cannot_win("slow"), standing.cannot_win("fast")) == ("fast", True, False)
-    assert not standing.cannot_win("plain"), "it is what others are measured by"
+    assert (ranking.best, ranking.cannot_win("slow"), ranking.cannot_win("fast")) == ("fast", True, False)
+    assert not ranking.cannot_win("plain"), "it is what others are measured by"
     del slow[2]
-    fewer = Standing(plain="plain", arms={"slow": repeats(slow), "fast": repeats(fast)})
+    fewer = Ranking(plain="plain", arms={"slow": repeats(slow), "fast": repeats(fast)})
     assert not fewer.cannot_win("slow")
 
 
@@ -126,9 +126,8 @@ def test_the_best_line_has_the_arms_that_none_beats_in_both() -> None:
     rows = {name: {"K": 1, "per_user": x, "speed": y} for name, (x, y) in points.items()}
     table = best_line(rows)
     assert [row["arm"] for row in table.rows] == ["f", "b", "a"]
-    assert table.lines.guide == [(1, 20), (8, 9), (10, 5)]
-    assert sum(map(len, table.lines.groups.values())) == 6
-    assert best_line({}).lines is None
+    assert [(row["per_user"], row["speed"]) for row in table.rows] == [(1, 20), (8, 9), (10, 5)]
+    assert best_line({}).rows == ()
 
 
 def test_the_wall_time_is_that_of_the_middle_repeat() -> None:

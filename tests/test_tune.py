@@ -15,9 +15,12 @@ from specgen.bench.matrices import Workload
 from specgen.bench.output import BenchTable
 from specgen.config import DraftLength, EngineConfig, UserError
 from specgen.engine import memory
+from specgen.engine.arms import Arm
 from specgen.experiments import tune as tuning
+from specgen.experiments.ranking import Ranking
 from specgen.experiments.tune import TuneJob, tune
-from tests.timed_engines import RUN, Timed, install, job_of, usual, write_tiny
+from specgen.experiments.tune_table import sentence
+from tests.timed_engines import RUN, Timed, install, job_of, rounds_of, usual, write_tiny
 
 
 @pytest.fixture(scope="module")
@@ -112,6 +115,23 @@ def test_plain_decoding_may_be_the_best(pair: Path, monkeypatch) -> None:
     (answer, _) = last(job_of(pair, batches=(4,), drafter_batches=("padded",))).answers
     assert answer.startswith("At batch 4: plain, ")
     assert re.search(r"; with drafts at best K 2, padded, 0.33x \[0.33, 0.33\] of plain\.$", answer)
+
+
+def test_sentences_are_of_what_arms_change_and_not_of_their_names(pair: Path) -> None:
+    changes = {
+        "a": {"K": 0},
+        "b": {"K": 2, "drafter_batch": "padded"},
+        "c": {"K": 2, "drafter_batch": "non-padded"},
+    }
+    changes["d, K 2, padded"] = {"K": "auto", "drafter_batch": "padded"}
+    arms = {name: Arm(name=name, changes={"batch": 4, **each}) for name, each in changes.items()}
+    speeds = [(100, 150, 140, 120), (101, 152, 141, 119)]
+    ranking = Ranking(
+        plain="a", arms=rounds_of([dict(zip(arms, each, strict=True)) for each in speeds]).measured(arms)
+    )
+    assert sentence(4, ranking, arms).startswith("At batch 4: K 2, padded, 1.50x [")
+    assert re.search(r"; non-padded 0.93x \[.*; auto, padded 0.79x \[", sentence(4, ranking, arms))
+    assert "ahead" not in sentence(4, ranking, arms)
 
 
 # --- going on -------------------------------------------------------------------------------------
@@ -285,7 +305,7 @@ def test_a_tune_whose_arms_all_fail_says_why(pair: Path, monkeypatch) -> None:
     assert "no kernel" in table.to_html()
 
 
-def test_arms_that_do_not_fit_together_meet_the_best_in_heats(pair: Path, monkeypatch) -> None:
+def test_arms_that_do_not_fit_together_meet_the_best_in_groups(pair: Path, monkeypatch) -> None:
     install(monkeypatch, usual)
     job = job_of(pair, batches=(4,))
     need = max(plan.num_bytes for plan in tuning.prepared(job).plans)
@@ -293,15 +313,15 @@ def test_arms_that_do_not_fit_together_meet_the_best_in_heats(pair: Path, monkey
     timed = install(monkeypatch, usual)
     table = last(job)
     assert len(table.rows) == 5
-    heats = Counter((c.draft_length.most, c.drafter_batch) for c in timed.built)
-    assert heats[0, "padded"] > 1, "plain decoding is in every heat"
-    assert heats[2, "padded"] > 1, "so is the best so far"
+    groups = Counter((c.draft_length.most, c.drafter_batch) for c in timed.built)
+    assert groups[0, "padded"] > 1, "plain decoding is in every group"
+    assert groups[2, "padded"] > 1, "so is the best so far"
     assert all(row["x_plain_ci95"] for row in table.rows[1:])
     assert "K 2, padded, 1.5" in table.answers[0]
     hurried = install(monkeypatch, usual)
     monkeypatch.setattr("time.monotonic", lambda: hurried.clock)
     last(replace(job, budget=20.0))
-    assert 0 < len(hurried.built) <= 3, "no heat begins after the deadline"
+    assert 0 < len(hurried.built) <= 3, "no group begins after the deadline"
     monkeypatch.undo()
     install(monkeypatch, usual)
     monkeypatch.setattr(memory, "_CPU_REST", 0)

@@ -17,7 +17,7 @@ from specgen.bench.environment import conditions, free_memory
 from specgen.bench.marks import DeviceMarker, HostMarker, Marked, Marker, StepTime, Window, split
 from specgen.bench.matrices import RANDOM, Workload
 from specgen.bench.output import BenchTable
-from specgen.bench.step_table import empty_table, step_rows, with_kernels, with_roofline
+from specgen.bench.step_table import empty_table, step_rows, with_details
 from specgen.bench.workload import kv_bytes, make_prompts
 from specgen.config import EngineConfig, require
 from specgen.engine.choices import attention_note, resolve
@@ -98,8 +98,7 @@ def explain(job: StepJob) -> Iterator[BenchTable]:
             rows = step_rows(batch, found.time, works, device)
             notes = _notes(batch, found, sizes, batch * (k + 1), bandwidth)
             table = replace(table, rows=(*table.rows, *rows), notes=(*table.notes, *notes))
-            table = with_kernels(table, batch, found.time)
-            table = with_roofline(table, batch, found.time, works, device)
+            table = with_details(table, batch, found.time, works, device)
         free_memory()
         yield table
 

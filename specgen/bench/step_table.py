@@ -4,17 +4,15 @@ A kernel's kind is told from its name. Weights are read by products and the KV c
 bound of its own; what other kernels do has none.
 """
 
-import math
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from specgen import display
 from specgen.bench.bound import DeviceSpeed, Work
 from specgen.bench.marks import PARTS, StepTime
 from specgen.bench.output import BenchTable, Plot
-from specgen.report.charts import Scatter, Spot
 from specgen.report.table import Column, Row, Table
 
 
@@ -32,14 +30,20 @@ _COLUMNS = (
     Column(name="bound_by"),
     Column(name="excess", show=display.percent),
 )
-_KERNELS = (
-    Column(name="batch"),
-    Column(name="part"),
-    Column(name="kernel"),
-    Column(name="time", unit="us", show=display.rate),
-    Column(name="calls", show=display.rate),
-    Column(name="each", unit="us", show=display.plain),
-    Column(name="share", show=display.percent),
+_BY_KERNEL = Table(
+    title="By kernel",
+    note="time a step that no earlier kernel overlaps; those of less than 0.5 % are left out",
+    columns=(
+        Column(name="batch"),
+        Column(name="part"),
+        Column(name="kernel"),
+        Column(name="time", unit="us", show=display.rate),
+        Column(name="calls", show=display.rate),
+        Column(name="each", unit="us", show=display.plain),
+        Column(name="share", show=display.percent),
+    ),
+    rows=(),
+    num_keys=3,
 )
 _LEAST = 0.005  # of a step: kernels of less time are not shown
 _PLOTS = (
@@ -90,33 +94,6 @@ def step_rows(batch: int, time: StepTime, works: Mapping[str, Work], device: Dev
     return [row(part, seconds) for part, seconds in times.items()]
 
 
-def with_kernels(table: BenchTable, batch: int, time: StepTime) -> BenchTable:
-    """``table`` with the kernels of one step more, if they are known."""
-    rows = tuple(
-        {
-            "batch": batch,
-            "part": kernel.part,
-            "kernel": kernel.name,
-            "time": 1e6 * kernel.seconds,
-            "calls": kernel.calls,
-            "each": 1e6 * kernel.seconds / kernel.calls,
-            "share": kernel.seconds / time.total,
-        }
-        for kernel in time.kernels
-        if kernel.seconds >= _LEAST * time.total
-    )
-    if not rows:
-        return table
-    title, note = (
-        "By kernel",
-        "time a step that no earlier kernel overlaps; those of less than 0.5 % are left out",
-    )
-    details = {each.title: each for each in table.details}
-    before = details[title].rows if title in details else ()
-    details[title] = Table(title=title, note=note, columns=_KERNELS, rows=(*before, *rows), num_keys=3)
-    return replace(table, details=tuple(details.values()))
-
-
 def _digits(number: float | None) -> str:
     """Three digits that count: of a CPU's speeds few are in front of the point."""
     return display.DASH if number is None else f"{number:.3g}"
@@ -129,21 +106,34 @@ _ATTENTION = re.compile(
 _PRODUCTS = re.compile(
     r"gemm|gemv|nvjet|splitk|skinny|hopper_linear|^linear_kernel|xmma|cutlass|^_fp8|^_gate_up|^_down"
 )
-_BY_KIND = (
-    Column(name="batch"),
-    Column(name="part"),
-    Column(name="kind"),
-    Column(name="time", unit="us", show=display.rate),
-    Column(name="bound", unit="us", show=display.rate),
-    Column(name="over_bound", show=display.ratio),
-    Column(name="bound_by"),
+_BY_KIND = Table(
+    title="By kind of kernel",
+    note="products read the weights and attention the KV cache: the least that takes; kinds are told by name",
+    columns=(
+        Column(name="batch"),
+        Column(name="part"),
+        Column(name="kind"),
+        Column(name="time", unit="us", show=display.rate),
+        Column(name="bound", unit="us", show=display.rate),
+        Column(name="over_bound", show=display.ratio),
+        Column(name="bound_by"),
+    ),
+    rows=(),
+    num_keys=3,
 )
-_ROOFLINE = (
-    Column(name="batch"),
-    Column(name="part"),
-    Column(name="intensity", title="FLOPs per byte", show=display.plain),
-    Column(name="speed", unit="TFLOP/s", show=_digits),
-    Column(name="roof", unit="TFLOP/s", show=_digits),
+_ROOFLINE = Table(
+    title="Roofline of the products",
+    note="the roof is {bandwidth:.3g} TB/s, then {peak:.3g} TFLOP/s. Dense weights of one byte count half, as FP8 is "
+    "multiplied at twice the speed",
+    columns=(
+        Column(name="batch"),
+        Column(name="part"),
+        Column(name="intensity", title="FLOPs per byte", show=display.plain),
+        Column(name="speed", unit="TFLOP/s", show=_digits),
+        Column(name="roof", unit="TFLOP/s", show=_digits),
+    ),
+    rows=(),
+    num_keys=2,
 )
 
 
@@ -205,57 +195,37 @@ def roofline_rows(batch: int, time: StepTime, works: Mapping[str, Work], device:
     return rows
 
 
-def with_roofline(
+def with_details(
     table: BenchTable, batch: int, time: StepTime, works: Mapping[str, Work], device: DeviceSpeed
 ) -> BenchTable:
-    """``table`` with the kinds of kernels of one step more, and its products in the page's roofline."""
-    details = {each.title: each for each in table.details}
-    kinds = kind_rows(batch, time, works, device)
-    if kinds:
-        title = "By kind of kernel"
-        before = details[title].rows if title in details else ()
-        note = "products read the weights and attention the KV cache: the least that takes; kinds are told by name"
-        details[title] = Table(title=title, note=note, columns=_BY_KIND, rows=(*before, *kinds), num_keys=3)
-    rows = (*(table.more[0].rows if table.more else ()), *roofline_rows(batch, time, works, device))
-    more = (_picture(rows, device),) if rows else ()
-    return replace(table, details=tuple(details.values()), more=more)
-
-
-def _picture(rows: tuple[Row, ...], device: DeviceSpeed) -> Table:
+    """``table`` with one step more in the tables of kernels, if they are known, and in the roofline of its page."""
+    kernels = [
+        {
+            "batch": batch,
+            "part": kernel.part,
+            "kernel": kernel.name,
+            "time": 1e6 * kernel.seconds,
+            "calls": kernel.calls,
+            "each": 1e6 * kernel.seconds / kernel.calls,
+            "share": kernel.seconds / time.total,
+        }
+        for kernel in time.kernels
+        if kernel.seconds >= _LEAST * time.total
+    ]
     peak, bandwidth = device.flops_per_second / 1e12, device.bytes_per_second / 1e12
-    ridge = peak / bandwidth
-    across = _powers([ridge, *(row["intensity"] for row in rows)])
-    left, right = across[0], across[-1]
-    heights = [peak, left * bandwidth, *(row["speed"] for row in rows)]
-    groups: dict[str, list[Spot]] = {row["part"]: [] for row in rows}
-    for row in rows:
-        text = f"batch {row['batch']}, {row['part']}: {row['speed']:.3g} of {row['roof']:.3g} TFLOP/s"
-        groups[row["part"]].append(Spot(name=text, x=row["intensity"], y=row["speed"]))
-    chart = Scatter(
-        title="Roofline of the products",
-        ticks=_powers(heights),
-        across=across,
-        show=display.plain,
-        label="FLOPs per byte read",
-        side="TFLOP/s",
-        groups=groups,
-        guide=[(left, left * bandwidth), (ridge, peak), (right, peak)],
-        order=PARTS,
-        joined=True,
-        logarithmic=True,
-    )
-    return Table(
-        title=chart.title,
-        note=f"by part, joined in order of batch sizes; the line is the roof: {bandwidth:.3g} TB/s, then {peak:.3g} "
-        "TFLOP/s. Dense weights of one byte count half, as FP8 is multiplied at twice the speed",
-        lines=chart,
-        columns=_ROOFLINE,
-        rows=rows,
-        num_keys=2,
+    details = _extended(table.details, _BY_KERNEL, kernels)
+    roofline = replace(_ROOFLINE, note=_ROOFLINE.note.format(bandwidth=bandwidth, peak=peak))
+    return replace(
+        table,
+        details=_extended(details, _BY_KIND, kind_rows(batch, time, works, device)),
+        more=_extended(table.more, roofline, roofline_rows(batch, time, works, device)),
     )
 
 
-def _powers(numbers: list[float]) -> list[float]:
-    """Powers of ten around ``numbers``, which are above 0; at least two."""
-    low, high = math.floor(math.log10(min(numbers))), math.ceil(math.log10(max(numbers)))
-    return [10.0**power for power in range(low, max(high, low + 1) + 1)]
+def _extended(tables: Sequence[Table], empty: Table, rows: Sequence[Row]) -> tuple[Table, ...]:
+    """``tables`` with ``rows`` behind those of the table titled as ``empty``, which is made where it is missing."""
+    found = {each.title: each for each in tables}
+    if rows:
+        before = found.get(empty.title, empty)
+        found[empty.title] = replace(before, rows=(*before.rows, *rows))
+    return tuple(found.values())

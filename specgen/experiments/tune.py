@@ -1,7 +1,7 @@
 """``specgen tune``: K, drafter batch and batch size on given traffic, measured until it is clear which is fastest.
 
-All arms of a batch size take turns as far as their engines fit into memory together; where they do not, in heats:
-plain decoding and the fastest arm so far meet as many others as fit. See ``race`` for who takes part in a round.
+All arms of a batch size take turns as far as their engines fit into memory together; where they do not, in groups:
+plain decoding and the fastest arm so far meet as many others as fit. See ``ranking`` for who takes part in a round.
 """
 
 import math
@@ -20,9 +20,9 @@ from specgen.engine.arms import Arm
 from specgen.engine.choices import attention_note
 from specgen.engine.memory import room_for_turns
 from specgen.experiments.plans import Plan, Prepared, Yardstick, fitted, forecast, prepare, yardstick_of
-from specgen.experiments.race import Race
+from specgen.experiments.ranking import Search
 from specgen.experiments.rounds import Rounds, kept_rounds, record_of, seen_rounds
-from specgen.experiments.tune_table import command, dropped, tune_table
+from specgen.experiments.tune_table import command, dropped, label, tune_table
 from specgen.experiments.turns import Turn, Turns, Watch, nobody
 from specgen.report.table import Row
 from specgen.report.terminal import Part
@@ -57,18 +57,20 @@ class TuneJob:
             "k is 0 alone, and plain decoding is measured anyway: name a K of at least 1, or auto",
         )
 
-    def races(self) -> dict[int, list[Arm]]:
+    def by_batch(self) -> dict[int, list[Arm]]:
         """The arms of each batch size, plain decoding first."""
         return {batch: list(self._arms(batch)) for batch in self.batches}
 
     def _arms(self, batch: int) -> Iterator[Arm]:
-        yield Arm(name=f"batch {batch}, plain", changes={"batch": batch, "K": 0})
-        alike = self.engine.ngram is not None  # n-grams have no drafter batch
-        for length in self.draft_lengths:
-            for mode in self.drafter_batches[: 1 if alike else None] if length.most else ():
-                k: int | str = "auto" if length.auto else length.most
-                changes = {"batch": batch, "K": k, "drafter_batch": mode}
-                yield Arm(name=f"batch {batch}, K {k}" + ("" if alike else f", {mode}"), changes=changes)
+        each: list[dict[str, Any]] = [{"K": 0}]
+        for length in (length for length in self.draft_lengths if length.most):
+            k: int | str = "auto" if length.auto else length.most
+            if self.engine.ngram is not None:  # n-grams have no drafter batch
+                each.append({"K": k})
+            else:
+                each += [{"K": k, "drafter_batch": mode} for mode in self.drafter_batches]
+        for changes in each:
+            yield Arm(name=f"batch {batch}, {label(changes)}", changes={"batch": batch, **changes})
 
     def to_json(self) -> dict[str, Any]:
         """What the manifest of its engine and data does not say."""
@@ -83,7 +85,7 @@ class TuneJob:
 
 def prepared(job: TuneJob, output: Path | None = None) -> Prepared:
     """Its arms, prompts and memory, before a weight is read."""
-    arms = [arm for arms in job.races().values() for arm in arms]
+    arms = [arm for arms in job.by_batch().values() for arm in arms]
     record = None if output is None else record_of(output, NAME)
     return prepare(arms, job.engine, job.workload, job.data_path, record=record)
 
@@ -93,8 +95,8 @@ def forecast_of(job: TuneJob, output: Path | None) -> Iterator[Part]:
     ready = prepared(job, output)
     settings = ready.manifest(job.workload, job.data_path, job.to_json(), with_fingerprints=False)
     rounds = seen_rounds(output, NAME, settings)
-    races = (_race(job, ready, arms)[0] for arms in job.races().values())
-    left = {arm: number for race in races for arm, number in race.left(rounds).items()}
+    searches = (_search(job, ready, arms)[0] for arms in job.by_batch().values())
+    left = {arm: number for search in searches for arm, number in search.left(rounds).items()}
     return forecast(ready, yardstick_of(ready), left, job.budget)
 
 
@@ -134,25 +136,26 @@ class _Tuning:
         models = ready.load()
         self._watch = watch
         self._turns = Turns(lambda plan: models, yardstick, rounds, self._see)
+        self._arms = {plan.arm.name: plan.arm for plan in ready.plans}
         self._dropped: set[str] = set()
         self._room = room_for_turns(ready.base, models)
-        self._races = [_race(job, ready, arms) for arms in job.races().values()]
+        self._searches = [_search(job, ready, arms) for arms in job.by_batch().values()]
 
     def run(self) -> Iterator[BenchTable]:
-        for number, (race, plans) in enumerate(self._races):
-            behind = sum(len(later) for _, later in self._races[number + 1 :])
+        for number, (search, plans) in enumerate(self._searches):
+            behind = sum(len(later) for _, later in self._searches[number + 1 :])
             now = time.monotonic()
-            deadline = now + (self._end - now) / (len(self._races) - number)
+            deadline = now + (self._end - now) / (len(self._searches) - number)
             waiting = plans
             while waiting and time.monotonic() < deadline:
-                heat = self._heat(race, plans, waiting)
-                names = [plan.arm.name for plan in heat]
+                group = self._group(search, plans, waiting)
+                names = [plan.arm.name for plan in group]
                 waiting = [plan for plan in waiting if plan.arm.name not in names]
                 self._turns.turns_behind = (behind + len(waiting)) * (self._job.repeats + 1)
                 for _ in self._turns.run(
-                    heat, race.takers, most=self._job.repeats, plain=race.plain, deadline=deadline
+                    group, search.due, most=self._job.repeats, plain=search.plain, deadline=deadline
                 ):
-                    self._tell_dropped(race)
+                    self._tell_dropped(search)
                     yield self._table()
         yield self._table()
 
@@ -161,39 +164,40 @@ class _Tuning:
         left = max(0.0, self._end - time.monotonic())
         self._watch(replace(turn, seconds_left=min(turn.seconds_left, left)))
 
-    def _heat(self, race: Race, plans: Sequence[Plan], waiting: Sequence[Plan]) -> list[Plan]:
+    def _group(self, search: Search, plans: Sequence[Plan], waiting: Sequence[Plan]) -> list[Plan]:
         """The next that wait, with plain decoding and the fastest arm so far, as far as memory goes; at least one."""
-        known = race.standing(self._rounds)
-        references = {race.plain, *([known.best] if known.arms else [])}
+        known = search.ranking(self._rounds)
+        references = {search.plain, *([known.best] if known.arms else [])}
         first = [plan for plan in plans if plan.arm.name in references]
         order = {plan.arm.name: plan for plan in (waiting[0], *first, *waiting)}
-        heat: set[str] = set()
+        group: set[str] = set()
         left = self._room
         for name, plan in order.items():
             if plan.num_bytes <= left:
-                heat.add(name)
+                group.add(name)
                 left -= plan.num_bytes
-            elif not heat:  # alone, with the cache of its configuration
+            elif not group:  # alone, with the cache of its configuration
                 return [plan]
-        return [fitted(plan) for plan in plans if plan.arm.name in heat]
+        return [fitted(plan) for plan in plans if plan.arm.name in group]
 
-    def _tell_dropped(self, race: Race) -> None:
-        standing = race.standing(self._rounds)
-        for arm in standing.arms:
-            if arm in self._dropped and not standing.cannot_win(arm):
+    def _tell_dropped(self, search: Search) -> None:
+        ranking = search.ranking(self._rounds)
+        for arm in ranking.arms:
+            if arm in self._dropped and not ranking.cannot_win(arm):
                 self._dropped.remove(arm)
                 self._say(f"measured again: {arm}: it may yet be the fastest")
-            elif arm not in self._dropped and standing.cannot_win(arm):
+            elif arm not in self._dropped and ranking.cannot_win(arm):
                 self._dropped.add(arm)
-                self._say(dropped(standing, arm))
+                self._say(dropped(ranking, arm, self._arms))
 
     def _table(self) -> BenchTable:
-        standings = {
-            batch: race.standing(self._rounds)
-            for batch, (race, _) in zip(self._job.batches, self._races, strict=True)
+        rankings = {
+            batch: search.ranking(self._rounds)
+            for batch, (search, _) in zip(self._job.batches, self._searches, strict=True)
         }
-        arms = {plan.arm.name: plan.arm for plan in self._ready.plans}
-        missing = [name for name in arms if not (self._rounds.count(name) or name in self._turns.failed)]
+        missing = [
+            name for name in self._arms if not (self._rounds.count(name) or name in self._turns.failed)
+        ]
         notes = [*self._ready.notes, *self._turns.notes]
         if missing and self._job.budget is not None:
             notes.append(
@@ -202,23 +206,23 @@ class _Tuning:
             )
         if missing:
             notes.append(f"not measured yet: {'; '.join(missing)}: the same command goes on")
-        return tune_table(arms, standings, self._under, notes, self._command)
+        return tune_table(self._arms, rankings, self._under, notes, self._command)
 
     def _command(self, arm: Arm) -> str:
         return command(arm, self._job.engine, self._job.workload, self._job.data_path)
 
 
-def _race(job: TuneJob, ready: Prepared, arms: Sequence[Arm]) -> tuple[Race, list[Plan]]:
-    """The race of the ``arms`` of one batch size, and the plans of those that can run."""
+def _search(job: TuneJob, ready: Prepared, arms: Sequence[Arm]) -> tuple[Search, list[Plan]]:
+    """The search of the ``arms`` of one batch size, and the plans of those that can run."""
     names = [arm.name for arm in arms]
     plans = [plan for plan in ready.plans if plan.arm.name in names]
-    race = Race(
+    search = Search(
         plain=names[0],
         arms=tuple(plan.arm.name for plan in plans),
         most=job.repeats,
         precision=math.log1p(job.precision),
     )
-    return race, plans
+    return search, plans
 
 
 def _conditions(job: TuneJob, ready: Prepared, yardstick: Yardstick) -> Row:

@@ -4,16 +4,17 @@ import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 from specgen import bundled, display
 from specgen.bench.matrices import Workload
 from specgen.bench.output import BenchTable, Plot, Value
 from specgen.config import DraftLength, EngineConfig
 from specgen.engine.arms import Arm
-from specgen.experiments.race import DROPPING, Standing
+from specgen.experiments.ranking import DROPPING, Ranking
 from specgen.experiments.repeat import Repeats, Speedup
 from specgen.experiments.throughput_table import milliseconds
-from specgen.report.charts import DRAFT_LENGTHS, Scatter, Spot, quarters
+from specgen.report.charts import DRAFT_LENGTHS
 from specgen.report.table import Column, Row, Table
 from specgen.template_kwargs import TemplateKwargs
 
@@ -38,22 +39,19 @@ COLUMNS = (
 
 def tune_table(
     arms: Mapping[str, Arm],
-    standings: Mapping[int, Standing],
+    rankings: Mapping[int, Ranking],
     conditions: Mapping[str, Value],
     notes: Sequence[str],
     command: Callable[[Arm], str],
 ) -> BenchTable:
     """The table of the arms that have repeats, by batch size; ``command`` is what runs as an arm did."""
-    known = {batch: standing for batch, standing in standings.items() if standing.arms}
+    known = {batch: ranking for batch, ranking in rankings.items() if ranking.arms}
     rows = {
-        name: _row(arms[name], standing)
-        for standing in known.values()
-        for name in arms
-        if name in standing.arms
+        name: _row(arms[name], ranking) for ranking in known.values() for name in arms if name in ranking.arms
     }
-    repeats = {name: found for standing in known.values() for name, found in standing.arms.items()}
-    sentences = [sentence(batch, standing) for batch, standing in known.items()]
-    bests = [standing.best for standing in known.values() if standing.is_judged]
+    repeats = {name: found for ranking in known.values() for name, found in ranking.arms.items()}
+    sentences = [sentence(batch, ranking, arms) for batch, ranking in known.items()]
+    bests = [ranking.best for ranking in known.values() if ranking.is_judged]
     if bests:
         fastest = max(bests, key=lambda name: repeats[name].speed.median)
         sentences.append(f"Most tokens per second: {command(arms[fastest])}")
@@ -75,26 +73,26 @@ def tune_table(
     )
 
 
-def _row(arm: Arm, standing: Standing) -> Row:
-    repeats = standing.arms[arm.name]
-    over_plain = standing.over_reference(arm.name) if standing.plain in standing.arms else None
-    over_best = standing.over_best(arm.name)
+def _row(arm: Arm, ranking: Ranking) -> Row:
+    repeats = ranking.arms[arm.name]
+    over_plain = ranking.over_reference(arm.name) if ranking.plain in ranking.arms else None
+    over_best = ranking.over_best(arm.name)
     tpot = repeats.median(lambda repeat: repeat.tpot.median if repeat.tpot else None)
     return {
         "batch": arm.changes["batch"],
         "K": arm.changes["K"],
         "drafter_batch": arm.changes.get("drafter_batch", _PLAIN),
         "speed": repeats.speed.median,
-        **_ratio("x_plain", over_plain, arm.name == standing.plain),
-        **_ratio("x_best", over_best, arm.name == standing.best),
+        **_ratio("x_plain", over_plain, arm.name == ranking.plain),
+        **_ratio("x_best", over_best, arm.name == ranking.best),
         "tpot": milliseconds(tpot),
         "per_user": 1 / tpot if tpot else None,
         "acceptance_length": repeats.acceptance_length,
         "in_batch": repeats.median(lambda repeat: repeat.mean_sequences),
         "repeats": len(repeats.each),
-        "same_texts": repeats.same_texts(standing.arms[standing.plain]) if over_plain else None,
+        "same_texts": repeats.same_texts(ranking.arms[ranking.plain]) if over_plain else None,
         "wrong_tokens": repeats.num_wrong,
-        "verdict": _verdict(arm.name, standing),
+        "verdict": _verdict(arm.name, ranking),
     }
 
 
@@ -116,23 +114,23 @@ def _ratio(name: str, found: Speedup | None, itself: bool) -> dict[str, object]:
     return {name: found.ratio, f"{name}_ci95": None if itself else found.interval}
 
 
-def _verdict(arm: str, standing: Standing) -> str:
-    if arm == standing.best:
-        return "best" if standing.is_judged else "unknown"
-    if standing.cannot_win(arm):
+def _verdict(arm: str, ranking: Ranking) -> str:
+    if arm == ranking.best:
+        return "best" if ranking.is_judged else "unknown"
+    if ranking.cannot_win(arm):
         return "dropped"
-    if standing.over_best(arm).interval is None:
+    if ranking.over_best(arm).interval is None:
         return "unknown"
-    return "no different" if standing.no_different(arm) else "slower"
+    return "no different" if ranking.no_different(arm) else "slower"
 
 
 def _plots(rows: Sequence[Row]) -> Iterator[Plot]:
     """Speed-up and speed over the batch, a line per K, for each drafter batch; plain decoding is in all of them."""
     modes = dict.fromkeys(row["drafter_batch"] for row in rows if row["drafter_batch"] != _PLAIN)
     for y, title in (("x_plain", "Speed-up over plain decoding"), ("speed", "Output tokens per second")):
-        for mode in modes:
+        for mode in modes or [_PLAIN]:  # n-grams have none
             yield Plot(
-                title=f"{title}, {mode}",
+                title=f"{title}, {mode}" if modes else title,
                 x="batch",
                 y=y,
                 series="K",
@@ -144,47 +142,29 @@ def _plots(rows: Sequence[Row]) -> Iterator[Plot]:
 
 def best_line(rows: Mapping[str, Row]) -> Table:
     """The arms that no other arm beats in both tokens per second for one user and for all (the Pareto front)."""
-    spots = [
-        Spot(name=name, x=row["per_user"], y=row["speed"])
-        for name, row in rows.items()
-        if row["per_user"] is not None
-    ]
-    front = sorted((spot for spot in spots if not any(_beats(one, spot) for one in spots)), key=_user_first)
-    groups: dict[str, list[Spot]] = {str(row["K"]): [] for row in rows.values()}
-    for spot in spots:
-        groups[str(rows[spot.name]["K"])].append(spot)
-    chart = Scatter(
-        title="Tokens per second for one user and for all",
-        ticks=quarters(max((spot.y for spot in spots), default=1)),
-        across=quarters(max((spot.x for spot in spots), default=1)),
-        show=display.rate,
-        label="tokens/s for one user",
-        side="tokens/s for all",
-        groups=groups,
-        guide=[(spot.x, spot.y) for spot in front],
-        order=DRAFT_LENGTHS,
-    )
+    points = {
+        name: (row["per_user"], row["speed"]) for name, row in rows.items() if row["per_user"] is not None
+    }
+    front = {
+        name: point
+        for name, point in points.items()
+        if not any(
+            other[0] >= point[0] and other[1] >= point[1] and other != point for other in points.values()
+        )
+    }
     return Table(
         title="Tokens per second for one user and for all",
-        note="by K, at every batch size; arms that are not on the best line, listed below, are beaten by one of these "
-        "in both",
-        lines=chart if spots else None,
+        note="every other arm, at any batch size, is beaten by one of these in both",
         columns=(
             Column(name="arm", title=""),
             Column(name="per_user", unit="tokens/s", show=display.rate),
             Column(name="speed", unit="tokens/s", show=display.rate),
         ),
-        rows=tuple({"arm": spot.name, "per_user": spot.x, "speed": spot.y} for spot in front),
+        rows=tuple(
+            {"arm": name, "per_user": front[name][0], "speed": front[name][1]}
+            for name in sorted(front, key=lambda name: front[name])
+        ),
     )
-
-
-def _beats(one: Spot, other: Spot) -> bool:
-    """Whether ``one`` is no worse in both numbers, and better in one."""
-    return one.x >= other.x and one.y >= other.y and (one.x, one.y) != (other.x, other.y)
-
-
-def _user_first(spot: Spot) -> tuple[float, float]:
-    return spot.x, spot.y
 
 
 _RUN_AS_MEASURED = (  # options of ``generate`` that are kept where they are not its defaults
@@ -200,32 +180,39 @@ _RUN_AS_MEASURED = (  # options of ``generate`` that are kept where they are not
 )
 
 
-def sentence(batch: int, standing: Standing) -> str:
+def label(changes: Mapping[str, Any]) -> str:
+    """What an arm changes beside the batch size: ``plain``, ``K 2, padded``."""
+    mode = changes.get("drafter_batch")
+    return ("plain" if changes["K"] == 0 else f"K {changes['K']}") + (f", {mode}" if mode else "")
+
+
+def sentence(batch: int, ranking: Ranking, arms: Mapping[str, Arm]) -> str:
     """The fastest arm at a batch size, by how much, and what is no different; of at least one arm."""
-    best, found = standing.best, standing.arms[standing.best]
-    if not standing.is_judged:
-        ratio = display.ratio(standing.over_reference(best).ratio)
-        ahead = f", {ratio} of plain" if standing.plain in standing.arms and best != standing.plain else ""
+    best, found = ranking.best, ranking.arms[ranking.best]
+    named = label(arms[best].changes)
+    if not ranking.is_judged:
+        ratio = display.ratio(ranking.over_reference(best).ratio)
+        ahead = f", {ratio} of plain" if ranking.plain in ranking.arms and best != ranking.plain else ""
         return (
-            f"At batch {batch}: no verdict, as one repeat has no spread ({_label(best)} was ahead{ahead}): raise "
-            "--budget or --repeats."
+            f"At batch {batch}: no verdict, as one repeat has no spread ({named} was ahead{ahead}): raise --budget or "
+            "--repeats."
         )
-    parts = [f"At batch {batch}: {_label(best)}"]
-    if standing.plain not in standing.arms:
+    parts = [f"At batch {batch}: {named}"]
+    if ranking.plain not in ranking.arms:
         parts.append("the fastest; plain decoding was not measured")
-    elif best != standing.plain:
-        parts.append(f"{interval_of(standing.over_reference(best))} of plain")
+    elif best != ranking.plain:
+        parts.append(f"{interval_of(ranking.over_reference(best))} of plain")
     parts += [each for each in (_latency(found), f"{display.count(found.speed.median)} tokens/s") if each]
-    return "; ".join([", ".join(parts), *_others(standing)]) + "."
+    return "; ".join([", ".join(parts), *_others(ranking, arms)]) + "."
 
 
-def dropped(standing: Standing, arm: str) -> str:
+def dropped(ranking: Ranking, arm: str, arms: Mapping[str, Arm]) -> str:
     """Why ``arm`` gets no more repeats."""
-    ratio, most = display.ratio(standing.over_best(arm).ratio), display.ratio(standing.at_most(arm))
-    done = len(standing.arms[arm].each)
+    ratio, most = display.ratio(ranking.over_best(arm).ratio), display.ratio(ranking.at_most(arm))
+    done = len(ranking.arms[arm].each)
     return (
-        f"dropped: {arm}: {ratio} of {_label(standing.best)} after {done} repeats, at {display.percent(DROPPING)} "
-        f"confidence at most {most}"
+        f"dropped: {arm}: {ratio} of {label(arms[ranking.best].changes)} after {done} repeats, at "
+        f"{display.percent(DROPPING)} confidence at most {most}"
     )
 
 
@@ -236,35 +223,29 @@ def interval_of(found: Speedup) -> str:
     return f"{display.ratio(found.ratio)} {display.between(found.interval, display.plain)}"
 
 
-def _others(standing: Standing) -> Iterator[str]:
+def _others(ranking: Ranking, arms: Mapping[str, Arm]) -> Iterator[str]:
     """The same K with the other drafter batch, ``auto``, and whatever else may be as fast."""
-    best = standing.best
-    k = _label(best).partition(", ")[0]
-    twins = [arm for arm in standing.arms if arm != best and _label(arm).partition(", ")[0] == k]
-    autos = [arm for arm in standing.arms if _label(arm).startswith("K auto") and arm != best]
+    best, k = ranking.best, arms[ranking.best].changes["K"]
+    others = {arm: arms[arm].changes for arm in ranking.arms if arm != best}
+    twins = [arm for arm, changes in others.items() if changes["K"] == k]
     for arm in twins:
-        yield _beside(standing, arm, _label(arm).partition(", ")[2])
-    if autos and not k.endswith("auto"):
-        fastest = max(autos, key=lambda arm: standing.over_best(arm).ratio)
-        yield _beside(standing, fastest, _label(fastest).removeprefix("K "))
-    told = {*twins, *autos}
-    alike = [_label(arm) for arm in standing.arms if arm not in told and standing.no_different(arm)]
+        yield _beside(ranking, arm, others[arm]["drafter_batch"])
+    autos = [arm for arm, changes in others.items() if changes["K"] == "auto" and k != "auto"]
+    if autos:
+        fastest = max(autos, key=lambda arm: ranking.over_best(arm).ratio)
+        yield _beside(ranking, fastest, label(others[fastest]).removeprefix("K "))
+    alike = [arm for arm in others if arm not in {*twins, *autos} and ranking.no_different(arm)]
     if alike:
-        yield f"no different: {' and '.join(alike)}"
-    if best == standing.plain and len(standing.arms) > 1:
-        drafting = max((a for a in standing.arms if a != best), key=lambda arm: standing.over_best(arm).ratio)
-        yield f"with drafts at best {_label(drafting)}, {interval_of(standing.over_best(drafting))} of plain"
+        yield f"no different: {' and '.join(label(others[arm]) for arm in alike)}"
+    if best == ranking.plain and others:
+        drafting = max(others, key=lambda arm: ranking.over_best(arm).ratio)
+        yield f"with drafts at best {label(others[drafting])}, {interval_of(ranking.over_best(drafting))} of plain"
 
 
-def _beside(standing: Standing, arm: str, name: str) -> str:
+def _beside(ranking: Ranking, arm: str, name: str) -> str:
     """How ``arm`` compares with the best one."""
-    found = interval_of(standing.over_best(arm))
-    return f"{name} no different, {found}" if standing.no_different(arm) else f"{name} {found} of that"
-
-
-def _label(arm: str) -> str:
-    """The name of an arm without its batch size."""
-    return arm.partition(", ")[2]
+    found = interval_of(ranking.over_best(arm))
+    return f"{name} no different, {found}" if ranking.no_different(arm) else f"{name} {found} of that"
 
 
 def _latency(repeats: Repeats) -> str:

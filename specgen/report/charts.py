@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from markupsafe import Markup
 
-from specgen.display import Show, clip, count, ends, percent
+from specgen.display import Show, clip, ends, percent
 from specgen.report.intervals import Interval
 
 # CSS classes of lines, used cyclically
@@ -40,10 +40,8 @@ def lengths(num_spec_tokens: int) -> Ticks:
     return range(1, num_spec_tokens + 1 + step, step)
 
 
-def fraction(ticks: Ticks, number: float, *, logarithmic: bool = False) -> float:
-    """The position of ``number`` between the ends of ``ticks``, 0 to 1; all above 0 if ``logarithmic``."""
-    if logarithmic:
-        return math.log(number / ticks[0]) / math.log(ticks[-1] / ticks[0])
+def fraction(ticks: Ticks, number: float) -> float:
+    """The position of ``number`` between the ends of ``ticks``, 0 to 1."""
     return (number - ticks[0]) / (ticks[-1] - ticks[0])
 
 
@@ -113,54 +111,15 @@ class Bars(Chart):
         return {}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Spot:
-    """A point of a ``Scatter``; ``name`` says on hover what it stands for."""
-
-    name: str
-    x: float
-    y: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class Scatter(Chart):
-    """Points by group over two numbers: y on the axis ``ticks``, x on ``across``, with their labels.
-
-    ``joined`` connects the points of a group in their order. ``guide`` is a line through (x, y) behind them: where
-    both are equal, or the best that was reached. Both axes may be ``logarithmic``.
-    """
-
-    across: Ticks
-    label: str  # of the x axis
-    side: str  # of the y axis
-    groups: Mapping[str, Sequence[Spot]]
-    joined: bool = False
-    guide: Sequence[tuple[float, float]] = ()
-    logarithmic: bool = False
-    order: Sequence[str] = ()
-
-    @property
-    def styles(self) -> dict[str, str]:
-        return styles_of(self.groups, self.order)
-
-    @property
-    def legend(self) -> dict[str, str]:
-        """Style by name, where there is more than one group."""
-        return self.styles if len(self.groups) > 1 else {}
-
-
 # --- SVG ------------------------------------------------------------------------------------------
 
 
-def svg(chart: Lines | Bars | Scatter) -> Markup:
+def svg(chart: Lines | Bars) -> Markup:
     """``chart`` as markup, with its values as text for screen readers."""
     height = _HEIGHT
     match chart:
         case Lines():
             marks, labels = _draw_lines(chart), [_told(chart, *line) for line in chart.lines.items()]
-        case Scatter():
-            marks = _draw_scatter(chart)
-            labels = [f"{name}: {count(len(spots))} points" for name, spots in chart.groups.items()]
         case Bars():
             height, marks = len(chart.points) * _BAR_ROW + 20, _draw_bars(chart)
             labels = [_label(chart, point) for point in chart.points]
@@ -217,7 +176,7 @@ def _draw_lines(chart: Lines) -> Iterator[Markup]:
             yield _text(_LEFT + width + 4, y + 4, names[name], "start", f"end {chart.styles[name]}")
 
 
-def _draw_levels(chart: Lines | Scatter, width: float) -> Iterator[Markup]:
+def _draw_levels(chart: Lines, width: float) -> Iterator[Markup]:
     """The y axis, and the reference."""
     for tick in chart.ticks:
         y = _height(chart, tick)
@@ -241,14 +200,9 @@ def _draw_line(chart: Lines, name: str, seen: Sequence[tuple[float, Point]]) -> 
         )
 
 
-def _height(chart: Lines | Scatter, number: float | None) -> float:
+def _height(chart: Lines, number: float | None) -> float:
     assert number is not None
-    logarithmic = isinstance(chart, Scatter) and chart.logarithmic
-    return (
-        _HEIGHT
-        - _BOTTOM
-        - fraction(chart.ticks, number, logarithmic=logarithmic) * (_HEIGHT - _BOTTOM - _TOP)
-    )
+    return _HEIGHT - _BOTTOM - fraction(chart.ticks, number) * (_HEIGHT - _BOTTOM - _TOP)
 
 
 def _apart(heights: Sequence[float]) -> list[float]:
@@ -262,36 +216,6 @@ def _apart(heights: Sequence[float]) -> list[float]:
         moved[i] = min(moved[i], most)
         most = moved[i] - _NAME_ROW
     return moved
-
-
-# --- points ---------------------------------------------------------------------------------------
-
-
-def _draw_scatter(chart: Scatter) -> Iterator[Markup]:
-    width = _WIDTH - _LEFT - _RIGHT
-
-    def place(x: float, y: float) -> tuple[float, float]:
-        across = fraction(chart.across, x, logarithmic=chart.logarithmic)
-        return _LEFT + across * width, _height(chart, y)
-
-    yield from _draw_levels(chart, width)
-    for tick in chart.across:
-        x, _ = place(tick, chart.ticks[0])
-        yield Markup('<path class="grid" d="M{:.1f} {}V{}"/>').format(x, _TOP, _HEIGHT - _BOTTOM)
-        # the last would leave the chart
-        yield _text(
-            x, _HEIGHT - _BOTTOM + 16, _tick(chart, tick), "end" if tick == chart.across[-1] else "middle"
-        )
-    yield _text((_LEFT + _WIDTH - _RIGHT) / 2, _HEIGHT - 6, chart.label)
-    yield _text(_LEFT, _TOP - 5, chart.side, "start")
-    if chart.guide:
-        yield _polyline([place(*each) for each in chart.guide], "reference")
-    for name, spots in chart.groups.items():
-        places = [place(spot.x, spot.y) for spot in spots]
-        marks = [_polyline(places)] if chart.joined else []
-        dot = Markup('<circle cx="{:.1f}" cy="{:.1f}" r="3"><title>{}</title></circle>')
-        marks += [dot.format(*at, spot.name) for at, spot in zip(places, spots, strict=True)]
-        yield Markup('<g class="{}">{}</g>').format(chart.styles[name], Markup("").join(marks))
 
 
 # --- bars -----------------------------------------------------------------------------------------

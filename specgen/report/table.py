@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from specgen.display import DASH, Show, ends, value
-from specgen.report.charts import Bars, Lines, Point, Scatter, Ticks
+from specgen.report.charts import Bars, Lines, Point, Ticks
 
 Row = Mapping[str, Any]  # value by column name; None if not measured
 
@@ -69,7 +69,7 @@ class Table:
     rows: tuple[Row, ...]
     title: str
     note: str = ""
-    lines: Lines | Scatter | None = None  # a chart of its own, instead of ``bars``
+    lines: Lines | None = None  # a chart of its own, instead of ``bars``
     bars: str = ""  # the column that is also drawn as bars on the axis ``ticks``
     ticks: Ticks = (0, 0.25, 0.5, 0.75, 1)
     num_keys: int = 1  # leading columns that identify a row, repeated where a terminal splits the table
@@ -82,7 +82,7 @@ class Table:
         return any(column.heading for column in self.columns)
 
     @property
-    def chart(self) -> Lines | Bars | Scatter | None:
+    def chart(self) -> Lines | Bars | None:
         """``lines``, or one bar per row."""
         if self.lines or not (self.bars and self.rows):
             return self.lines

@@ -14,7 +14,7 @@ DROPPING = 0.999  # confidence that an arm cannot win: high, as every arm is loo
 
 
 @dataclass(frozen=True, kw_only=True)
-class Standing:
+class Ranking:
     """The arms of one batch size that have repeats, and how they compare.
 
     An arm is dropped when the 99.9 % interval of its speed over the best arm's lies wholly below 1, and comes back
@@ -71,7 +71,7 @@ class Standing:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Race:
+class Search:
     """The arms of one batch size and when they have been measured enough."""
 
     plain: str
@@ -79,32 +79,32 @@ class Race:
     most: int  # repeats of an arm
     precision: float  # half of the interval's width, on the scale of logarithms
 
-    def standing(self, rounds: Rounds) -> Standing:
+    def ranking(self, rounds: Rounds) -> Ranking:
         """What is known so far; of at least one arm."""
-        return Standing(plain=self.plain, arms=rounds.measured(self.arms))
+        return Ranking(plain=self.plain, arms=rounds.measured(self.arms))
 
-    def takers(self, heat: Sequence[str], rounds: Rounds) -> list[str]:
-        """Of the arms in ``heat``, those that need repeats, and what they are compared with; see ``turns.Takers``."""
+    def due(self, group: Sequence[str], rounds: Rounds) -> list[str]:
+        """Of the arms in ``group``, those that need repeats, and what they are compared with; see ``turns.Due``."""
         measured = rounds.measured(self.arms)
-        needed = [arm for arm in heat if arm not in measured]
+        needed = [arm for arm in group if arm not in measured]
         if measured:
-            standing = Standing(plain=self.plain, arms=measured)
-            needed += [arm for arm in heat if arm in measured and self._is_open(standing, arm)]
+            ranking = Ranking(plain=self.plain, arms=measured)
+            needed += [arm for arm in group if arm in measured and self._is_open(ranking, arm)]
             if needed:
-                needed += [arm for arm in (standing.reference, standing.best) if arm in heat]
+                needed += [arm for arm in (ranking.reference, ranking.best) if arm in group]
         return list(dict.fromkeys(needed))
 
     def left(self, rounds: Rounds) -> dict[str, tuple[int, int]]:
         """How many more repeats each arm needs, at least and at most; without those that need none."""
         least = {
-            arm: max(1, min(LEAST, self.most) - rounds.count(arm)) for arm in self.takers(self.arms, rounds)
+            arm: max(1, min(LEAST, self.most) - rounds.count(arm)) for arm in self.due(self.arms, rounds)
         }
         return {arm: (number, max(number, self.most - rounds.count(arm))) for arm, number in least.items()}
 
-    def _is_open(self, standing: Standing, arm: str) -> bool:
-        done = len(standing.arms[arm].each)
-        if done >= self.most or standing.cannot_win(arm):
+    def _is_open(self, ranking: Ranking, arm: str) -> bool:
+        done = len(ranking.arms[arm].each)
+        if done >= self.most or ranking.cannot_win(arm):
             return False
-        if arm == standing.reference:  # it takes part for the others' sake
+        if arm == ranking.reference:  # it takes part for the others' sake
             return done < min(LEAST, self.most)
-        return done < LEAST or standing.over_reference(arm).half_width > self.precision
+        return done < LEAST or ranking.over_reference(arm).half_width > self.precision
