@@ -31,7 +31,7 @@ def use(device: torch.device) -> None:
         torch.cuda.set_device(device)
 
 
-def settle() -> None:
+def synchronize() -> None:
     """Wait until a GPU, where there is one, has nothing left to do."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()

@@ -15,8 +15,8 @@ class UserError(ValueError):
 class DeviceLost(RuntimeError):  # noqa: N818
     """The device answers nothing any more, and only a new process gets it back; what has finished is not touched.
 
-    ``reason`` is what the device said, and ``requests`` has the ids of all that were in flight, one of which may be
-    to blame.
+    ``reason`` is what the device said, and ``requests`` has the ids of all that were in flight, one of which may have
+    caused it.
     """
 
     def __init__(self, reason: str, requests: tuple[str, ...]) -> None:

@@ -1,6 +1,6 @@
-"""The processes that run one model together, each on a device of its own: who this one is, and how it meets the others.
+"""The processes that run one model together, one device each: this process's rank, and collectives with the others.
 
-Below models, kernels and engine, which all are told of them. May import nothing of the package.
+Below models, kernels and engine, which all receive them. May import nothing of the package.
 """
 
 from collections.abc import Callable, Iterator
@@ -13,8 +13,8 @@ from torch import Tensor
 from torch import distributed as dist
 
 
-class Unmet(RuntimeError):  # noqa: N818
-    """Others were waited for in vain, for so many ``seconds``: the fault is not this rank's."""
+class RankUnreachable(RuntimeError):  # noqa: N818
+    """Another rank did not answer within ``seconds``; the fault is not this rank's."""
 
     def __init__(self, reason: str, seconds: float) -> None:
         super().__init__(reason)
@@ -22,19 +22,19 @@ class Unmet(RuntimeError):  # noqa: N818
 
 
 @contextmanager
-def meeting() -> Iterator[None]:
-    """Around what all ranks do together on their hosts: ``Unmet`` where it fails, as it does for want of the others."""
+def collective() -> Iterator[None]:
+    """Around a collective on the hosts: its failure is a ``RankUnreachable``, as the others are missing."""
     began = monotonic()
     try:
         yield
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:
-        raise Unmet(str(error), monotonic() - began) from error
+        raise RankUnreachable(str(error), monotonic() - began) from error
 
 
-def _nobody_waits() -> None:
-    """One alone tells nobody."""
+def _do_nothing() -> None:
+    """A single rank needs no heartbeat."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,17 +44,17 @@ class Ranks:
     ``group`` is torch's (NCCL for GPUs, gloo for a CPU), and None where one process holds the whole model, or where one
     that is only outlined. Results have the same bits on every rank: they choose tokens, and ranks that disagree on one
     would part for good. ``alive`` is called between the parts of work that may take longer than the others would wait
-    in silence; it raises ``Unmet`` where one of them is gone.
+    in silence; it raises ``RankUnreachable`` where one of them is gone.
     """
 
     rank: int = 0
     size: int = 1
     group: "dist.ProcessGroup | None" = None
-    alive: Callable[[], None] = field(default=_nobody_waits, compare=False)
+    alive: Callable[[], None] = field(default=_do_nothing, compare=False)
 
     def __post_init__(self) -> None:
         assert 0 <= self.rank < self.size, (self.rank, self.size)
-        assert self.size > 1 or self.group is None, "one alone meets nobody"
+        assert self.size > 1 or self.group is None, "a single rank has no group"
 
     def gather(self, x: Tensor) -> Tensor:
         """``x`` [...] of every rank, in their order: [size, ...]. All have the same shape."""
@@ -62,7 +62,9 @@ class Ranks:
             return x[None]
         assert self.group is not None, "an outline computes nothing"
         found = torch.empty((self.size, *x.shape), dtype=x.dtype, device=x.device)
-        with meeting() if x.device.type == "cpu" else nullcontext():  # on GPUs the host waits for nobody here
+        with (
+            collective() if x.device.type == "cpu" else nullcontext()
+        ):  # on GPUs the host waits for nobody here
             _all_gather(found.view(-1), x.contiguous().view(-1), group=self.group)
         return found
 
@@ -79,4 +81,4 @@ class Ranks:
 
 # torch 2.13 gave it another name
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-ALONE = Ranks()
+SINGLE_RANK = Ranks()

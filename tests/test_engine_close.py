@@ -109,7 +109,7 @@ def test_the_processes_of_other_ranks_end() -> None:
         model=MODEL, drafter=None, num_spec_tokens=0, device="cpu", tensor_parallel=2, max_batch_size=2
     )
     with Engine(config) as engine:
-        processes = [each.process for each in engine.models.peers._crew._roll.members]  # type: ignore[attr-defined]
+        processes = [each.process for each in engine.models.peers._workers._supervisor.workers]  # type: ignore[attr-defined]
         assert len(list(engine.generate("Tom", SHORT))) == 1
         assert [each.poll() for each in processes] == [None]
     assert [each.poll() for each in processes] != [None]

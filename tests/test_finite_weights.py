@@ -14,7 +14,7 @@ from specgen.checkpoints.checkpoint import load_drafter, load_target, open_check
 from specgen.checkpoints.finite import is_finite
 from specgen.cli.main import app
 from specgen.config import UserError
-from specgen.ranks import ALONE, Ranks
+from specgen.ranks import SINGLE_RANK, Ranks
 from tests.tiny_checkpoints import write_head, write_target
 from tests.tiny_fp8 import quantize
 from tests.tiny_mixtures import in_one_tensor, packed_in_mxfp4, write_gpt_oss, write_qwen3_moe
@@ -70,7 +70,7 @@ def damage(path: Path, name: str, value: float | int) -> Path:
     return file
 
 
-def load(path: Path, dtype: torch.dtype = torch.float32, ranks: Ranks = ALONE) -> None:
+def load(path: Path, dtype: torch.dtype = torch.float32, ranks: Ranks = SINGLE_RANK) -> None:
     load_target(open_checkpoint(str(path)), dtype, CPU, ranks)
 
 

@@ -23,13 +23,13 @@ def drain(sizes: GraphSizes, what: Hashable = "K = 4") -> list[int]:
     return [sizes.choose(number, what) for number in range(32, 0, -1) for _ in range(STEPS_EACH)]
 
 
-def test_without_patience_every_size_has_its_own() -> None:
+def test_without_a_delay_every_size_has_its_own() -> None:
     assert drain(GraphSizes()) == [bucket(number) for number in range(32, 0, -1) for _ in range(STEPS_EACH)]
 
 
 def test_a_batch_that_drains_needs_few() -> None:
     sizes = GraphSizes()
-    sizes.patience = 64
+    sizes.capture_delay = 64
     ran = drain(sizes)
     assert sorted(set(ran)) == [1, 4, 12, 32]  # none for more than twice its rows
     assert all(number <= size for number, size in zip(range(32, 0, -1), ran[::STEPS_EACH], strict=True))
@@ -39,7 +39,7 @@ def test_a_batch_that_drains_needs_few() -> None:
 
 def test_a_size_that_stays_gets_its_own() -> None:
     sizes = GraphSizes()
-    sizes.patience = 3
+    sizes.capture_delay = 3
     assert sizes.choose(8, "plain") == 8
     other = [sizes.choose(number, "plain") for number in (6, 6, 4, 5, 6, 4, 6)]
     assert other == [8, 8, 8, 8, 6, 6, 6]  # 4 has a nearer one by then
@@ -47,15 +47,15 @@ def test_a_size_that_stays_gets_its_own() -> None:
     assert sizes.choose(4, "plain") == 4
 
 
-@pytest.mark.parametrize("patience", [0, 1000])
+@pytest.mark.parametrize("delay", [0, 1000])
 def test_texts_and_steps_do_not_depend_on_it(
-    demo_pair: Pair, device_like: Callable[[], None], patience: int
+    demo_pair: Pair, device_like: Callable[[], None], delay: int
 ) -> None:
     def run(*, graphs: bool) -> tuple[dict[str, tuple[int, ...]], set[int], list[Stepped]]:
         events: list[object] = []
         engine = build_engine(config_of(demo_pair, max_batch_size=8), demo_pair.models, events.append)
         sizes, rows = GraphSizes(), set[int]()
-        sizes.patience = patience
+        sizes.capture_delay = delay
 
         def choose(num_sequences: int, what: Hashable) -> int:
             rows.add(size := sizes.choose(num_sequences, what))
@@ -72,15 +72,15 @@ def test_texts_and_steps_do_not_depend_on_it(
     texts, rows, steps = run(graphs=True)
     assert texts == expected
     batches = {bucket(each.num_sequences) for each in steps if each.kind == "decode"}
-    assert rows == batches if patience == 0 else rows < batches
+    assert rows == batches if delay == 0 else rows < batches
     assert len(batches) >= 3
 
 
-def test_an_engine_is_patient_but_where_all_graphs_are_asked_for(
+def test_an_engine_delays_captures_but_where_all_graphs_are_asked_for(
     random_pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[int] = []
-    monkeypatch.setattr(Runner, "be_patient", lambda self, num_steps: asked.append(num_steps))
+    monkeypatch.setattr(Runner, "delay_captures", lambda self, num_steps: asked.append(num_steps))
     build_engine(config_of(random_pair), random_pair.models, lambda event: None).warm_up()
     assert asked == []
     engine = Engine(
@@ -94,7 +94,7 @@ def test_an_engine_is_patient_but_where_all_graphs_are_asked_for(
 def test_graphs_choose_by_what_is_captured() -> None:
     graphs = StepGraphs.__new__(StepGraphs)  # without a GPU
     graphs._sizes, graphs._graphs = GraphSizes(), {}
-    graphs.be_patient(2)
+    graphs.delay_captures(2)
     assert [graphs.choose_rows(number, (4, None)) for number in (8, 5, 6, 5, 8)] == [8, 8, 8, 6, 8]
     graphs.forget()
     assert graphs.choose_rows(6, (4, None)) == 6
@@ -111,7 +111,7 @@ def test_a_capture_that_failed_is_tried_again_when_limits_have_risen(monkeypatch
     captured: list[_Replayed | None] = [None, _Replayed(), _Replayed()]
     graphs = StepGraphs.__new__(StepGraphs)  # without a GPU
     graphs._graphs, graphs._captures, graphs._stream = {}, [], None  # type: ignore[assignment]
-    monkeypatch.setattr("specgen.core.graphs.settle", lambda: None)
+    monkeypatch.setattr("specgen.core.graphs.synchronize", lambda: None)
     monkeypatch.setattr("specgen.core.graphs._capture", lambda *_: captured.pop(0))
     monkeypatch.setattr(StepGraphs, "_pool", None)
     small, large = ("step", 4, 1, None), ("step", 8, 1, None)

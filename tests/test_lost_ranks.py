@@ -21,9 +21,9 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from specgen.config import SamplingParams, UserError
 from specgen.core.step import Steps
-from specgen.engine import crew, loading
+from specgen.engine import loading, worker_group
+from specgen.engine.driver import ModelPeers
 from specgen.engine.engine import Engine
-from specgen.engine.lead import ModelPeers
 from specgen.engine.loading import Models, load_models, open_checkpoints
 from specgen.errors import DeviceLost
 from specgen.jobs.run import run
@@ -40,7 +40,7 @@ MEMORY = "no memory for a pass: lower --max-batch-size, --max-prefill-tokens or 
 
 def processes(models: Models) -> list[int]:
     assert isinstance(models.peers, ModelPeers)
-    return [member.process.pid for member in models.peers._crew._roll.members]
+    return [worker.process.pid for worker in models.peers._workers._supervisor.workers]
 
 
 def exists(process: int) -> bool:
@@ -61,7 +61,7 @@ def wait_until(condition: Callable[[], bool], seconds: float = 30) -> None:
 @pytest.fixture
 def models(monkeypatch: pytest.MonkeyPatch) -> Iterator[Models]:
     """The bundled pair in two ranks, which meet in every pass."""
-    monkeypatch.setattr(crew, "PATIENCE", 60.0)
+    monkeypatch.setattr(worker_group, "TIMEOUT", 60.0)
     asked = config(2)
     models = load_models(asked, open_checkpoints(asked))
     together(models, compare_every_pass, asked)
@@ -102,9 +102,9 @@ def test_a_rank_that_hangs(models: Models) -> None:
     def stop() -> None:
         os.kill(processes(models)[0], signal.SIGSTOP)
         assert isinstance(models.peers, ModelPeers)
-        group, team = models.peers.ranks.group, models.peers._crew
+        group, team = models.peers.ranks.group, models.peers._workers
         _set_pg_timeout(timedelta(seconds=2), group)  # type: ignore[arg-type]
-        team._roll.patience = 2.0
+        team._supervisor.timeout = 2.0
 
     assert lose(models, stop).reason == "rank 1 of 2 on cpu: no answer for 2 s"
 

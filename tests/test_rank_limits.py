@@ -1,4 +1,4 @@
-"""How long rank 0 waits for whom, and whose fault a failure is: members that are no ranks, and a share read alone."""
+"""How long rank 0 waits for whom, and whose fault a failure is: workers that are no ranks, and a share read alone."""
 
 import os
 import signal
@@ -22,17 +22,17 @@ from specgen.config import SamplingParams, UserError
 from specgen.core.peers import Peers
 from specgen.core.sequence import Request, ScoreRequest
 from specgen.device import HostCopy
-from specgen.engine import crew, roll
+from specgen.engine import supervisor, worker_group
 from specgen.engine.build import build_engine
-from specgen.engine.crew import exit_within
-from specgen.engine.follower import Follower
 from specgen.engine.loading import load_models, open_checkpoints
 from specgen.engine.memory import room_for_turns
 from specgen.engine.rank_group import Alive, Failed, Place
-from specgen.engine.roll import Member, Roll
+from specgen.engine.supervisor import Supervisor, WorkerProcess
+from specgen.engine.worker import Worker
+from specgen.engine.worker_group import exit_within
 from specgen.errors import DeviceLost
 from specgen.evaluation.divergence import prefill_logits
-from specgen.ranks import Ranks, Unmet
+from specgen.ranks import Ranks, RankUnreachable
 from tests.test_lost_ranks import processes, wait_until
 from tests.test_tensor_parallel import config
 
@@ -41,12 +41,12 @@ WAITED = Failed(reason="connection closed", waited=True)
 BUG = Failed(reason="KeyError: 'planted'", waited=False)
 
 
-def place(rank: int, patience: float = 1.0) -> Place:
-    return Place(rank=rank, size=3, device="cpu", port=0, patience=patience, num_threads=1)
+def place(rank: int, timeout: float = 1.0) -> Place:
+    return Place(rank=rank, size=3, device="cpu", port=0, timeout=timeout, num_threads=1)
 
 
 @pytest.fixture
-def members() -> Iterator[list[Member]]:
+def workers() -> Iterator[list[WorkerProcess]]:
     """Two processes that do nothing; ``stderr`` is the other end of each connection."""
     found = []
     for rank in (1, 2):
@@ -54,27 +54,31 @@ def members() -> Iterator[list[Member]]:
         process = subprocess.Popen(["sleep", "60"])
         other: Any = Connection(theirs.detach())
         found.append(
-            Member(place=place(rank), process=process, connection=Connection(ours.detach()), stderr=other)
+            WorkerProcess(
+                place=place(rank), process=process, connection=Connection(ours.detach()), stderr=other
+            )
         )
     yield found
-    for member in found:
-        member.process.kill()
-        member.process.wait()
+    for worker in found:
+        worker.process.kill()
+        worker.process.wait()
 
 
 @pytest.fixture
-def watched(members: list[Member], monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Roll, list[int]]]:
-    """A roll whose thread runs, and the exit codes with which it would have ended this process."""
+def watched(
+    workers: list[WorkerProcess], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[Supervisor, list[int]]]:
+    """A supervisor whose thread runs, and the exit codes with which it would have ended this process."""
     codes: list[int] = []
 
     def leave(code: int) -> None:
         codes.append(code)
         watching.closing = True
 
-    monkeypatch.setattr(roll.os, "_exit", leave)
-    monkeypatch.setattr(roll, "GRACE", 0.2)
-    monkeypatch.setattr(roll, "_TICK", 0.02)
-    watching = Roll(members=members, patience=0.5)
+    monkeypatch.setattr(supervisor.os, "_exit", leave)
+    monkeypatch.setattr(supervisor, "GRACE", 0.2)
+    monkeypatch.setattr(supervisor, "_TICK", 0.02)
+    watching = Supervisor(workers=workers, timeout=0.5)
     thread = threading.Thread(target=watching.watch, daemon=True)
     thread.start()
     yield watching, codes
@@ -82,8 +86,8 @@ def watched(members: list[Member], monkeypatch: pytest.MonkeyPatch) -> Iterator[
     thread.join()
 
 
-def say(member: Member, value: object) -> None:
-    other: Any = member.stderr
+def say(worker: WorkerProcess, value: object) -> None:
+    other: Any = worker.stderr
     other.send((7, value))
 
 
@@ -102,7 +106,7 @@ def test_work_that_gets_on_has_no_limit(watched: Any, who: str) -> None:
     watching.begin()
     for _ in range(12):
         time.sleep(0.1)
-        watching.alive() if who == "rank 0" else say(watching.members[0], Alive())
+        watching.alive() if who == "rank 0" else say(watching.workers[0], Alive())
     assert codes == []
     watching.leave()
     time.sleep(0.9)
@@ -122,7 +126,7 @@ def test_rank_0_leaves_work_that_another_has_left(
 ) -> None:
     watching, codes = watched
     watching.begin()
-    say(watching.members[1], what)
+    say(watching.workers[1], what)
     time.sleep(0.1)
     assert codes == []  # it may come back by itself
     wait_until(lambda: codes == [code], 0.4)
@@ -132,7 +136,7 @@ def test_rank_0_leaves_work_that_another_has_left(
 def test_work_behind_a_refusal_goes_on(watched: Any) -> None:
     """Rank 0 was told, and does something else."""
     watching, codes = watched
-    say(watching.members[1], UserError("no such file"))
+    say(watching.workers[1], UserError("no such file"))
     wait_until(lambda: bool(watching.answers))
     watching.begin()
     time.sleep(0.4)
@@ -142,25 +146,29 @@ def test_work_behind_a_refusal_goes_on(watched: Any) -> None:
 @pytest.mark.parametrize(
     ("lost", "error", "fault"),
     [
-        ([(1, WAITED), (2, BUG)], Unmet("closed", 0.0), "rank 2 of 3 on cpu: KeyError: 'planted'"),
-        ([(1, BUG), (2, None)], Unmet("closed", 0.0), "rank 2 of 3 on cpu: it was ended by SIGTERM"),
-        ([(1, WAITED)], Unmet("a rank is gone", 0.0), ""),
-        ([(1, WAITED)], Unmet("nothing came", 0.9), "rank 2 of 3 on cpu: no answer for 1 s"),
+        ([(1, WAITED), (2, BUG)], RankUnreachable("closed", 0.0), "rank 2 of 3 on cpu: KeyError: 'planted'"),
+        (
+            [(1, BUG), (2, None)],
+            RankUnreachable("closed", 0.0),
+            "rank 2 of 3 on cpu: it was ended by SIGTERM",
+        ),
+        ([(1, WAITED)], RankUnreachable("a rank is gone", 0.0), ""),
+        ([(1, WAITED)], RankUnreachable("nothing came", 0.9), "rank 2 of 3 on cpu: no answer for 1 s"),
         ([(1, WAITED), (2, WAITED)], RuntimeError("timed out"), ""),
         ([], RuntimeError("CUDA error: connection timed out"), ""),
-        ([], Unmet("refused at once", 0.0), ""),
+        ([], RankUnreachable("refused at once", 0.0), ""),
     ],
 )
 def test_whose_fault_it_is(
-    members: list[Member], lost: list[tuple[int, Failed | None]], error: RuntimeError, fault: str
+    workers: list[WorkerProcess], lost: list[tuple[int, Failed | None]], error: RuntimeError, fault: str
 ) -> None:
     """By what has ended and the kind of an error, never by the words of one."""
-    known = Roll(members=members, patience=1.0)
+    known = Supervisor(workers=workers, timeout=1.0)
     for rank, word in lost:
-        member = members[rank - 1]
+        worker = workers[rank - 1]
         if word is None:  # it takes a while to end behind its connection
-            subprocess.Popen(["sh", "-c", f"sleep 0.3; kill -TERM {member.process.pid}"])
-        known._lose(member, word)
+            subprocess.Popen(["sh", "-c", f"sleep 0.3; kill -TERM {worker.process.pid}"])
+        known._lose(worker, word)
     assert known.fault(error) == fault
 
 
@@ -170,14 +178,14 @@ def test_a_rank_that_takes_nothing_in_is_lost(monkeypatch: pytest.MonkeyPatch, t
     script.write_text("#!/bin/sh\nexec sleep 60\n")
     script.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(script))
-    member = roll.launch(place(1, patience=0.2))
-    known = Roll(members=[member], patience=0.2)
+    worker = supervisor.launch(place(1, timeout=0.2))
+    known = Supervisor(workers=[worker], timeout=0.2)
     known.send("x" * (8 << 20))
-    assert known.gone == [member]
-    with pytest.raises(Unmet):
+    assert known.gone == [worker]
+    with pytest.raises(RankUnreachable):
         known.require_all()
     assert known.fault(None) == "rank 1 of 3 on cpu: no answer for 0 s"
-    assert member.process.wait(5) == -signal.SIGKILL
+    assert worker.process.wait(5) == -signal.SIGKILL
     known.send("more")  # to nobody, and at once
 
 
@@ -191,24 +199,24 @@ def test_a_process_that_cannot_end_is_ended_with_exit_code_1() -> None:
 
 
 def test_on_gpus_a_lost_rank_limits_the_end_of_the_process(
-    members: list[Member], monkeypatch: pytest.MonkeyPatch
+    workers: list[WorkerProcess], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A kernel may wait for it without end."""
     registered: list[object] = []
     monkeypatch.setattr("atexit.register", lambda *given: registered.extend(given))
-    team = crew.Crew(replace(place(0), device="cuda:0"), members)
-    assert team.blame(RuntimeError("CUDA error")) == "rank 0 of 3 on cuda:0: CUDA error"
-    assert registered == [exit_within, roll.GRACE]
-    assert all(member.process.poll() == -signal.SIGKILL for member in members)
+    team = worker_group.WorkerGroup(replace(place(0), device="cuda:0"), workers)
+    assert team.diagnose(RuntimeError("CUDA error")) == "rank 0 of 3 on cuda:0: CUDA error"
+    assert registered == [exit_within, supervisor.GRACE]
+    assert all(worker.process.poll() == -signal.SIGKILL for worker in workers)
 
 
 def test_a_rank_says_that_it_still_reads_weights() -> None:
     ours, theirs = socket.socketpair()
-    follower = Follower(Connection(theirs.detach()), 1)
-    follower._place = place(1, patience=0.0)
-    follower._ranks = Ranks(rank=1, size=2, alive=follower._alive)
+    reading = Worker(Connection(theirs.detach()), 1)
+    reading._place = place(1, timeout=0.0)
+    reading._ranks = Ranks(rank=1, size=2, alive=reading._alive)
     rank_0 = Connection(ours.detach())
-    follower.load(0, config(2))
+    reading.load(0, config(2))
     said = []
     while rank_0.poll():
         said.append(rank_0.recv()[1])
@@ -232,23 +240,23 @@ def test_a_rank_that_is_lost_or_hangs_while_weights_are_read(
     """Rank 0 ends in order, in the first case whatever it has still to read."""
     num_read = 0
 
-    def kill(team: crew.Crew) -> None:
+    def kill(team: worker_group.WorkerGroup) -> None:
         nonlocal num_read
         num_read += 1
         if num_read == 3:
-            team._roll.patience = 1.0
-            os.kill(team._roll.members[0].process.pid, number)
-            wait_until(lambda: bool(team._roll.gone) or number == signal.SIGSTOP)
+            team._supervisor.timeout = 1.0
+            os.kill(team._supervisor.workers[0].process.pid, number)
+            wait_until(lambda: bool(team._supervisor.gone) or number == signal.SIGSTOP)
 
-    start = crew.start
+    start = worker_group.start
 
-    def started(*given: Any) -> crew.Crew:
+    def started(*given: Any) -> worker_group.WorkerGroup:
         team = start(*given)
         alive = team.ranks.alive
         team.ranks = replace(team.ranks, alive=lambda: (kill(team), alive())[1])
         return team
 
-    monkeypatch.setattr("specgen.engine.lead.start", started)
+    monkeypatch.setattr("specgen.engine.driver.start", started)
     with pytest.raises(DeviceLost, match=f"rank 1 of 2 on cpu: {why}"):
         load_models(config(2), open_checkpoints(config(2)))
     assert (num_read == 3) == (number == signal.SIGKILL)

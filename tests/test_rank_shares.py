@@ -21,7 +21,7 @@ from specgen.models.llama import Llama
 from specgen.ops import bind_ops, experts, fp8, ranked
 from specgen.ops.reference import RmsNorm
 from specgen.ops.weight import Weight
-from specgen.ranks import ALONE, Ranks
+from specgen.ranks import SINGLE_RANK, Ranks
 from tests.dense import DenseAttend
 from tests.rank_threads import ThreadRanks, together
 from tests.tiny_checkpoints import write_target
@@ -132,7 +132,7 @@ def run(model: Llama) -> tuple[Tensor, Tensor, Tensor]:
     return logits, ids, values
 
 
-def load(path: Path, ranks: Ranks = ALONE) -> Llama:
+def load(path: Path, ranks: Ranks = SINGLE_RANK) -> Llama:
     return load_target(open_checkpoint(str(path)), torch.float32, CPU, ranks)
 
 
@@ -180,7 +180,7 @@ def test_shares_together_are_the_whole(tmp_path: Path, target: str, size: int) -
 def test_a_rank_reads_its_share_alone(tmp_path: Path) -> None:
     write_target(tmp_path, num_kv_heads=4, vocab_size=1024)
     checkpoint, taken = open_checkpoint(str(tmp_path)), []
-    for ranks in (ALONE, ThreadRanks(rank=3, size=4, group=object())):  # type: ignore[arg-type]
+    for ranks in (SINGLE_RANK, ThreadRanks(rank=3, size=4, group=object())):  # type: ignore[arg-type]
         reader = TensorReader(checkpoint=checkpoint, dtype=torch.float32, device=CPU, ranks=ranks)
         build_target(target_config(checkpoint), reader)
         taken.append(reader.taken)
@@ -194,7 +194,7 @@ def test_a_rank_reads_its_share_alone(tmp_path: Path) -> None:
 def test_latents_are_made_on_every_rank_and_their_heads_are_split(tmp_path: Path) -> None:
     write_latent(tmp_path)
     checkpoint, taken = open_checkpoint(str(tmp_path)), []
-    for ranks in (ALONE, ThreadRanks(rank=1, size=2, group=object())):  # type: ignore[arg-type]
+    for ranks in (SINGLE_RANK, ThreadRanks(rank=1, size=2, group=object())):  # type: ignore[arg-type]
         reader = TensorReader(checkpoint=checkpoint, dtype=torch.float32, device=CPU, ranks=ranks)
         model = build_target(target_config(checkpoint), reader)
         taken.append({name: size for name, size in reader.taken.items() if ".self_attn." in name})

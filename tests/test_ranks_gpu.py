@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import multiprocessing
 
-from specgen.engine.crew import PATIENCE
 from specgen.engine.rank_group import Place, join
+from specgen.engine.worker_group import TIMEOUT
 from specgen.ops import Norm, bind_ops
 from specgen.ranks import Ranks
 
@@ -26,7 +26,7 @@ def each_rank(rank: int, port: int, failed: "multiprocessing.Queue[str]") -> Non
     from torch.distributed import TCPStore
 
     store = TCPStore("127.0.0.1", port, 2, is_master=rank == 0) if rank == 0 else None
-    place = Place(rank=rank, size=2, device=f"cuda:{rank}", port=port, patience=PATIENCE, num_threads=1)
+    place = Place(rank=rank, size=2, device=f"cuda:{rank}", port=port, timeout=TIMEOUT, num_threads=1)
     ranks = join(place, lambda: None, store)
     for check in (sums, replays, other_rows):
         try:

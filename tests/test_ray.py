@@ -304,7 +304,7 @@ def test_the_ranks_of_workers_end_with_them(data: Path, tmp_path: Path) -> None:
 
     def ranks() -> list[int]:
         names = {pid: Path(f"/proc/{pid}/cmdline") for pid in _below(driver.process.pid)}
-        return [pid for pid, name in names.items() if name.exists() and b"follower" in name.read_bytes()]
+        return [pid for pid, name in names.items() if name.exists() and b"engine.worker" in name.read_bytes()]
 
     driver.wait_for(lambda: driver.num_done)
     first = ranks()

@@ -11,16 +11,16 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ranks")]
 STUCK = """
 import os, sys, time
 from specgen.core.step import Steps
-from specgen.engine import roll
+from specgen.engine import supervisor
 from specgen.engine.engine import Engine
 from tests.test_tensor_parallel import config
 
 if __name__ == "__main__":
-    roll.GRACE = 1.0
+    supervisor.GRACE = 1.0
     engine = Engine(config(2))
-    engine.models.peers._crew._roll.patience = 2.0
+    engine.models.peers._workers._supervisor.timeout = 2.0
     def stuck(self, columns, num_drafts):
-        os.kill(engine.models.peers._crew._roll.members[0].process.pid, int(sys.argv[1]))
+        os.kill(engine.models.peers._workers._supervisor.workers[0].process.pid, int(sys.argv[1]))
         time.sleep(60)
     Steps.decode = stuck
     list(engine.generate(["Tom has"]))
@@ -42,17 +42,17 @@ def test_rank_0_ends_where_it_cannot_come_back_from_a_pass(number: int, why: str
 IDLE = """
 import os, signal, time
 from specgen.core.step import Steps
-from specgen.engine import roll
+from specgen.engine import supervisor
 from specgen.engine.engine import Engine
 from tests.test_tensor_parallel import config
 
 if __name__ == "__main__":
-    roll.GRACE = 1.0
+    supervisor.GRACE = 1.0
     engine = Engine(config(2))
     def stuck(self, *given):
         time.sleep(60)
     Steps.prefill = stuck
-    os.kill(engine.models.peers._crew._roll.members[0].process.pid, signal.SIGKILL)
+    os.kill(engine.models.peers._workers._supervisor.workers[0].process.pid, signal.SIGKILL)
     time.sleep(4)  # the caller reads prompts meanwhile
     list(engine.generate(["Tom has"]))
 """
@@ -66,13 +66,13 @@ def test_no_pass_begins_when_a_rank_was_lost_between_two() -> None:
 
 MEETING = """
 import os, signal
-from specgen.engine import crew, roll
+from specgen.engine import supervisor, worker_group
 from specgen.engine.loading import load_models, open_checkpoints
 from tests.test_tensor_parallel import config
 
 if __name__ == "__main__":
-    roll.GRACE = 1.0
-    started, joined = crew.launch, crew.join
+    supervisor.GRACE = 1.0
+    started, joined = worker_group.launch, worker_group.join
     members = []
     def launch(place):
         members.append(started(place))
@@ -80,7 +80,7 @@ if __name__ == "__main__":
     def join(*given):
         os.kill(members[0].process.pid, signal.SIGKILL)
         return joined(*given)
-    crew.launch, crew.join = launch, join
+    worker_group.launch, worker_group.join = launch, join
     load_models(config(2), open_checkpoints(config(2)))
 """
 

@@ -17,7 +17,7 @@ from specgen.core.engine_core import EngineCore
 from specgen.core.sequence import ScoreRequest
 from specgen.core.spec_length import StepCosts
 from specgen.device import require_devices
-from specgen.engine import build, crew
+from specgen.engine import build, worker_group
 from specgen.engine.build import build_engine
 from specgen.engine.choices import resolve
 from specgen.engine.engine import Engine
@@ -48,7 +48,7 @@ def shared(request: pytest.FixtureRequest) -> Iterator[Models]:
     """The bundled pair in several ranks, which compare their inputs in every pass."""
     asked = config(request.param)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(crew, "PATIENCE", 20.0)
+        patch.setattr(worker_group, "TIMEOUT", 20.0)
         models = load_models(asked, open_checkpoints(asked))
         together(models, compare_every_pass, asked)
         compare_every_pass(None, models, patch.setattr)

@@ -61,10 +61,10 @@ def test_parts_add_up_and_graphs_are_captured_once_in_a_while(gpu_pair: Pair) ->
         return texts, wall.of_whole(time.perf_counter() - began), captures
 
     engine.warm_up()
-    engine.be_patient(10**6)
+    engine.delay_captures(10**6)
     patient, wall, few = run()
     assert wall.captures > 0
-    engine.be_patient(0)
+    engine.delay_captures(0)
     first, wall, more = run()
     assert few >= 1
     assert more >= 1, "sizes that ran in larger ones until now"

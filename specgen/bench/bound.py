@@ -13,7 +13,7 @@ import torch
 
 from specgen.checkpoints.checkpoint import build_head, build_target, target_config
 from specgen.checkpoints.tensor_reader import TensorReader
-from specgen.device import settle, use
+from specgen.device import synchronize, use
 from specgen.engine.loading import Models
 from specgen.events import Event, Prefilled, Stepped, Submitted, Touched, Verified
 from specgen.models.expert_counts import ExpertSize
@@ -32,7 +32,7 @@ class DeviceSpeed:
 
 def copy_bandwidth(device: str) -> float:
     """Bytes per second, read and written, of a large copy within the memory of ``device``."""
-    use(torch.device(device))  # the one that ``settle`` waits for
+    use(torch.device(device))  # the one that ``synchronize`` waits for
     num_bytes = COPIED_BYTES[torch.device(device).type]
     source = torch.randint(0, 255, (num_bytes,), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
@@ -50,10 +50,10 @@ def matrix_flops(device: str, dtype: torch.dtype) -> float:
 def _median_seconds(work: Callable[[], object]) -> float:
     seconds = []
     for _ in range(_REPEATS):
-        settle()
+        synchronize()
         began = time.perf_counter()
         work()
-        settle()
+        synchronize()
         seconds.append(time.perf_counter() - began)
     return statistics.median(seconds)
 

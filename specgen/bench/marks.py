@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from specgen.core.graphs import Capture, Key, Runner
-from specgen.device import settle
+from specgen.device import synchronize
 from specgen.events import Event, Stepped
 
 MARK = "mark"
@@ -124,10 +124,10 @@ class Window:
             return
         self._seen += 1
         if self._seen == self._first:
-            settle()  # starting takes a while: work in flight would fall before that gap
+            synchronize()  # starting takes a while: work in flight would fall before that gap
             self._marker.start()
         if self._seen == self._last:
-            settle()
+            synchronize()
             self._marker.stop()
 
 

@@ -22,7 +22,7 @@ from specgen.models.model_config import HeadConfig, TargetConfig
 from specgen.models.mtp import mtp_prefixes
 from specgen.models.protocols import Head, Target
 from specgen.ops import bind_ops
-from specgen.ranks import ALONE, Ranks
+from specgen.ranks import SINGLE_RANK, Ranks
 
 _TIED = ("lm_head.weight", "model.embed_tokens.weight")
 _TABLES = ("int64", "int32", "bool")  # of d2t and t2d
@@ -113,7 +113,7 @@ def draft_to_target(checkpoint: Checkpoint, config: HeadConfig) -> Tensor:
 
 
 def load_target(
-    checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, ranks: Ranks = ALONE
+    checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, ranks: Ranks = SINGLE_RANK
 ) -> Target:
     """The target with weights of ``dtype`` on ``device``, or the share of one of ``ranks``.
 

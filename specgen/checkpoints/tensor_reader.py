@@ -17,7 +17,7 @@ from specgen.config import UserError, require, shown
 from specgen.models.fp8_config import BLOCK, Fp8Config
 from specgen.models.take import Arrange
 from specgen.ops.weight import Weight
-from specgen.ranks import ALONE, Ranks
+from specgen.ranks import SINGLE_RANK, Ranks
 
 _FLOATS = ("float32", "bfloat16", "float16", "float64")
 E4M3 = "float8_e4m3fn"
@@ -52,8 +52,8 @@ class TensorReader:
     dtype: torch.dtype
     device: torch.device
     fp8: Fp8Config | None = None  # of linear layers stored as e4m3
-    ranks: Ranks = ALONE  # that hold a target together
-    alive: Callable[[], None] = ALONE.alive  # called before each tensor, see ``Ranks``
+    ranks: Ranks = SINGLE_RANK  # that hold a target together
+    alive: Callable[[], None] = SINGLE_RANK.alive  # called before each tensor, see ``Ranks``
     share: RankShare | None = None  # of this rank; None: everything
     upload: Upload | None = None  # to a GPU
     taken: dict[str, int] = field(default_factory=dict)  # bytes on the device by name

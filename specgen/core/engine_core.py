@@ -65,7 +65,7 @@ class EngineCore:
     ``lookahead`` is how many decode steps the host may launch before it reads what an earlier one found. With 1 the
     device never waits for the host, and a sequence that has ended is found one step late: what that step gave it is
     dropped. ``spec_length`` chooses the number of drafts of every step; ``followers`` finds stop strings and
-    the parts of texts; ``record`` takes every event. ``peers`` are told every call that changes the engine.
+    the parts of texts; ``record`` takes every event. ``peers`` receive every call that changes the engine.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class EngineCore:
 
     @spec_length.setter
     def spec_length(self, spec_length: SpecLength) -> None:
-        self._peers.tell("spec_length", spec_length)
+        self._peers.broadcast("spec_length", spec_length)
         self._spec_length = spec_length
 
     def generate(
@@ -204,13 +204,13 @@ class EngineCore:
             self._journal.record, self.spec_length = kept
             self.abandon()
 
-    def be_patient(self, num_steps: int) -> None:
+    def delay_captures(self, num_steps: int) -> None:
         """Capture the graph of a batch size when as many steps of it have run in a larger one; 0, as at first: at once.
 
         A run that is timed is not to capture what it did not when it was warmed up.
         """
-        self._peers.tell("be_patient", num_steps)
-        self._runner.be_patient(num_steps)
+        self._peers.broadcast("delay_captures", num_steps)
+        self._runner.delay_captures(num_steps)
 
     def sizes(self, max_sequences: int) -> list[int]:
         return self._runner.sizes(max_sequences)
@@ -228,7 +228,7 @@ class EngineCore:
 
     def submit(self, request: Request) -> Completion | None:
         """Queue ``request``; a completion with the reason comes back at once if it can never run."""
-        self._peers.tell("submit", request)
+        self._peers.broadcast("submit", request)
         sequence = self._new_sequence(request)
         reason = self._refusal(sequence)
         if reason is None:
@@ -316,7 +316,7 @@ class EngineCore:
 
     def abandon(self) -> None:
         """Drop all requests in hand without an answer. Asks nothing of the device, which may be the reason."""
-        self._peers.tell("abandon")
+        self._peers.broadcast("abandon")
         self._forget_passes()
         self._scheduler.clear()
         self._batch.reset()
@@ -529,7 +529,7 @@ class EngineCore:
         How far that pass came is unknown, so nothing of the running batch on the device is used again: every sequence
         is computed again from what was read (the prefix cache has most of it).
         """
-        self._peers.give_up(RuntimeError(_NO_MEMORY))
+        self._peers.require_recoverable(RuntimeError(_NO_MEMORY))
         self._read_all_but(0)
         sent = self._scheduler.send_all_back()
         for sequence in sent:

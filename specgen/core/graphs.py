@@ -11,7 +11,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
-from specgen.device import settle
+from specgen.device import synchronize
 
 T = TypeVar("T")
 Pool = Any  # what CUDAGraph.pool() gives
@@ -44,7 +44,7 @@ class Runner:
         """The same for the next step, of ``what`` (drafts and form of sampling): more rows may cost less now."""
         return self.num_rows(num_sequences)
 
-    def be_patient(self, num_steps: int) -> None:
+    def delay_captures(self, num_steps: int) -> None:
         """Run so many steps of a size in what was made for a larger one before making it its own."""
 
     def sizes(self, max_sequences: int) -> list[int]:
@@ -84,12 +84,12 @@ class GraphSizes:
     """The sizes that have graphs, by all else that a graph is of.
 
     A batch that drains or fills is of one size for a few steps, and a capture takes as long as many of them. So a size
-    without a graph runs in the next larger one, of at most twice its rows, ``patience`` times before it gets its own.
+    without a graph runs in the next larger one, of at most twice its rows, ``capture_delay`` times before its own.
     Only counts decide, so ranks agree.
     """
 
     def __init__(self) -> None:
-        self.patience = 0
+        self.capture_delay = 0
         self._own: dict[Hashable, set[int]] = {}
         self._asked = Counter[tuple[Hashable, int]]()  # steps without a graph of their own
 
@@ -99,7 +99,7 @@ class GraphSizes:
         if size in own:
             return size
         larger = min((each for each in own if size < each <= 2 * size), default=None)
-        if larger is not None and self._asked[what, size] < self.patience:
+        if larger is not None and self._asked[what, size] < self.capture_delay:
             self._asked[what, size] += 1
             return larger
         own.add(size)
@@ -128,8 +128,8 @@ class StepGraphs(Runner):
     def choose_rows(self, num_sequences: int, what: Hashable) -> int:
         return self._sizes.choose(num_sequences, what)
 
-    def be_patient(self, num_steps: int) -> None:
-        self._sizes.patience = num_steps
+    def delay_captures(self, num_steps: int) -> None:
+        self._sizes.capture_delay = num_steps
 
     def sizes(self, max_sequences: int) -> list[int]:
         return sorted({min(bucket(number), max_sequences) for number in range(1, max_sequences + 1)})
@@ -166,7 +166,7 @@ class StepGraphs(Runner):
             return cast(T, graph.replay(inputs))
         result = function(*inputs)
         if key not in self._graphs:
-            settle()  # a capture does so anyway; what was launched before is not its time
+            synchronize()  # a capture does so anyway; what was launched before is not its time
             began = time.perf_counter()
             self._graphs[key] = graph = _capture(function, inputs, self._pool, self._stream)
             seconds = time.perf_counter() - began

@@ -1,4 +1,4 @@
-"""What an engine says to the processes that run the model with it; here there are none, and it says nothing."""
+"""What an engine sends to the processes that run the model with it; here there are none, and nothing is sent."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -6,25 +6,25 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from specgen.config import EngineConfig, SamplingParams
 from specgen.core.graphs import Runner
 from specgen.device import HostCopy
-from specgen.ranks import ALONE, Ranks
+from specgen.ranks import SINGLE_RANK, Ranks
 
 _NOTHING = nullcontext()
 
 
 class Peers:
-    """The other ranks of a model. Each has an engine of its own, which is told every call that changes this one.
+    """The other ranks of a model. Each has its own engine, which receives every call that changes this one.
 
     Ranks take all decisions from requests and from numbers that are the same on each, so a call needs no answer. A
     model that one process holds has none: every method does nothing.
     """
 
-    ranks: Ranks = ALONE
+    ranks: Ranks = SINGLE_RANK
 
-    def tell(self, call: str, *arguments: object) -> None:
-        """The peers' engines do the same ``call``; raises nothing."""
+    def broadcast(self, call: str, *arguments: object) -> None:
+        """Send ``call`` to the peers' engines; raises nothing."""
 
     def working(self, call: str, *arguments: object) -> AbstractContextManager[None]:
-        """``tell``, around the work that the peers share: it may wait for them."""
+        """``broadcast``, around the work that the peers share: it may wait for them."""
         return _NOTHING
 
     @contextmanager
@@ -50,8 +50,8 @@ class Peers:
     def see(self, *numbers: int) -> None:
         """``numbers`` were found or decided here, which must be the same on all ranks."""
 
-    def give_up(self, error: RuntimeError) -> None:
-        """A pass has failed. Alone that can be mended; peers wait inside of it, so with them ``error`` is raised."""
+    def require_recoverable(self, error: RuntimeError) -> None:
+        """A pass has failed: recoverable on one rank; peers wait inside it, so with them ``error`` is raised."""
 
     def agree(self, requests: tuple[str, ...]) -> None:
         """``DeviceLost`` with ``requests``, all in hand, unless the peers have seen what was seen here until now."""

@@ -34,7 +34,9 @@ _NONE: Mapping[str, str] = {}
 _ONE_OR_SEVERAL = (
     "use a string or Prompt(id=..., messages=..., text=... or token_ids=...), or an iterable of these"
 )
-_PATIENCE = 64  # steps: a capture takes about 0.1 s, and a step of up to twice its rows a millisecond more
+_CAPTURE_DELAY = (
+    64  # steps: a capture takes about 0.1 s, and a step of up to twice its rows a millisecond more
+)
 
 
 def _unrecorded(event: Event) -> None:
@@ -76,7 +78,7 @@ class Engine:
         try:
             core = build_engine(self.config, models, record, expected=expected)
             core.warm_up()
-            core.be_patient(_PATIENCE)
+            core.delay_captures(_CAPTURE_DELAY)
         except DeviceLost as lost:
             raise DeviceLost(lost.reason, ()) from lost  # what was tried meanwhile is no caller's request
         self._loaded: tuple[Models, EngineCore] | None = (models, core)
@@ -122,9 +124,9 @@ class Engine:
         """
         _, core = self._require_idle()
         with phase("graphs"):
-            core.be_patient(0)
+            core.delay_captures(0)
             capture_all(core, self.config.max_batch_size, self.config.draft_length.lengths)
-            core.be_patient(_PATIENCE)
+            core.delay_captures(_CAPTURE_DELAY)
 
     def generate(
         self,

@@ -12,7 +12,7 @@ from specgen.config import MTP, EngineConfig, SamplingParams
 from specgen.core.peers import Peers
 from specgen.device import use
 from specgen.display import from_here
-from specgen.engine.lead import peers_of
+from specgen.engine.driver import peers_of
 from specgen.engine.needed_modules import needed_modules
 from specgen.engine.number_formats import DTYPES, Checkpoints
 from specgen.models.config_keys import listed

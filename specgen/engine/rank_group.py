@@ -1,4 +1,4 @@
-"""What all ranks do alike: meeting in a group, and an account of what they find; and what one says unasked."""
+"""What all ranks share: joining the process group, a checksum of their decisions, and unsolicited messages."""
 
 import os
 import sys
@@ -13,7 +13,7 @@ from torch import distributed as dist
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 from specgen.device import use
-from specgen.ranks import Ranks, meeting
+from specgen.ranks import Ranks, collective
 
 _LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
 ENVIRONMENT = {  # what libraries read from the environment alone
@@ -24,7 +24,7 @@ ENVIRONMENT = {  # what libraries read from the environment alone
     "NCCL_NVLS_ENABLE": "0",
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
     "NVSHMEM_DISABLE_NVLS": "1",
-    # torch would abort this process when a rank is gone; ``crew`` knows who it was and what to do
+    # torch would abort this process when a rank is gone; ``worker_group`` reports which one
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
 }
 
@@ -37,7 +37,7 @@ class Place:
     size: int
     device: str
     port: int  # of rank 0's store, on this machine
-    patience: float  # seconds that a rank waits for the others
+    timeout: float  # seconds that a rank waits for the others
     num_threads: int  # on a CPU, the same on all ranks: sums may depend on it
 
     @property
@@ -48,7 +48,7 @@ class Place:
 
 @dataclass(frozen=True, kw_only=True)
 class Failed:
-    """The last word of a rank."""
+    """The last message of a rank that fails."""
 
     reason: str
     waited: bool  # for others, in vain
@@ -56,32 +56,32 @@ class Failed:
 
 @dataclass(frozen=True)
 class Alive:
-    """What a rank says that gets on with long work."""
+    """The heartbeat of a rank during long work."""
 
 
 @dataclass
-class Account:
-    """What a rank has found and decided so far, as one number by which ranks compare themselves."""
+class Checksum:
+    """A running checksum of what a rank has computed and decided, by which ranks are compared."""
 
-    mark: int = 0
+    value: int = 0
 
     def add(self, *numbers: int) -> None:
         """Whose order matters."""
-        self.mark = crc32(array("q", numbers).tobytes(), self.mark)
+        self.value = crc32(array("q", numbers).tobytes(), self.value)
 
 
 def join(place: Place, alive: Callable[[], None], store: Store | None = None) -> Ranks:
-    """Meet the other ranks, who call it too; rank 0 brings the ``store``. ``Unmet`` where they do not come.
+    """Meet the other ranks, who call it too; rank 0 brings the ``store``. ``RankUnreachable`` where they do not come.
 
     Changes the environment: see ``ENVIRONMENT``.
     """
     os.environ |= ENVIRONMENT
-    timeout, device = timedelta(seconds=place.patience), torch.device(place.device)
+    timeout, device = timedelta(seconds=place.timeout), torch.device(place.device)
     if store is None:
         store = TCPStore("127.0.0.1", place.port, place.size, is_master=False, timeout=timeout)
     torch.set_num_threads(place.num_threads)
     use(device)
-    with meeting():
+    with collective():
         dist.init_process_group(
             "gloo" if device.type == "cpu" else "nccl",
             store=store,

@@ -11,7 +11,7 @@ from specgen.core.graphs import Runner
 from specgen.core.sequence import Completion, Request
 from specgen.core.step_costs import capture_all
 from specgen.decoding.sampling import most_demanding
-from specgen.device import settle
+from specgen.device import synchronize
 from specgen.engine.build import build_engine
 from specgen.engine.loading import Models
 from specgen.events import Event
@@ -90,12 +90,12 @@ class WarmEngine:
         """
         self._tape.events, self._tape.see = [], see
         completions: dict[str, Completion] = {}
-        settle()
+        synchronize()
         began = time.perf_counter()
         for completion in self._engine.generate(self._requests, no_follow_up, until):
             completions[completion.request.id] = completion
             answered(completion)
-        settle()
+        synchronize()
         return Run(
             completions=completions,
             events=self._tape.events,

@@ -11,7 +11,7 @@ from specgen.kv.layout import Layout
 from specgen.ops.experts import Experts, ExpertsMap
 from specgen.ops.router import Choice, SigmoidRouting, Weighing
 from specgen.ops.weight import Weight
-from specgen.ranks import ALONE, Ranks
+from specgen.ranks import SINGLE_RANK, Ranks
 
 Map = Callable[[Tensor], Tensor]  # rows to rows
 Pair = Callable[[Tensor, Tensor], Tensor]
@@ -117,10 +117,10 @@ class Ops:
     embed_norm_concat: Callable[[Tensor, Tensor, Tensor, float], Pair]
     largest: Largest
     rope: MakeRope
-    ranks: Ranks = ALONE  # over which ``Norm.add`` sums parts, as layers that are split need it
+    ranks: Ranks = SINGLE_RANK  # over which ``Norm.add`` sums parts, as layers that are split need it
 
 
-def bind_ops(device: torch.device, dtype: torch.dtype, ranks: Ranks = ALONE) -> Ops:
+def bind_ops(device: torch.device, dtype: torch.dtype, ranks: Ranks = SINGLE_RANK) -> Ops:
     """The fastest kernels for weights of ``dtype`` on ``device``; of several ``ranks``, for one's share of a model."""
     from specgen.ops.ranked import ranked
 

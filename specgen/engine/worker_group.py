@@ -1,4 +1,7 @@
-"""The other ranks as rank 0 uses them: started, spoken to, asked, blamed and ended. ``roll`` watches them."""
+"""The worker processes of the other ranks, as rank 0 drives them: starting, calls, answers, failures, shutdown.
+
+``supervisor`` watches them.
+"""
 
 import atexit
 import faulthandler
@@ -22,32 +25,32 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from specgen.config import UserError, first_line, require
 from specgen.core.graphs import Runner
 from specgen.engine.rank_group import ENVIRONMENT, Place, join
-from specgen.engine.roll import END, GRACE, Member, Roll, launch
+from specgen.engine.supervisor import END, GRACE, Supervisor, WorkerProcess, launch
 from specgen.errors import DeviceLost
 from specgen.ranks import Ranks
 
-PATIENCE = 900.0  # seconds for an answer, or for a pass: a first one may compile kernels for minutes
-_GATHER = 2.0  # seconds until all that is to be known of a failure is known
+TIMEOUT = 900.0  # seconds for an answer, or for a pass: a first one may compile kernels for minutes
+_GATHER = 2.0  # seconds to collect the reports of a failure
 
 
-class Crew:
-    """The ranks behind rank 0, which is this process. They end with it, whatever ends it."""
+class WorkerGroup:
+    """The workers of ranks 1 and up; this process is rank 0. They end with it, whatever ends it."""
 
-    def __init__(self, place: Place, members: Sequence[Member]) -> None:
+    def __init__(self, place: Place, workers: Sequence[WorkerProcess]) -> None:
         self._place = place
-        self._roll = Roll(members=members, patience=place.patience)
+        self._supervisor = Supervisor(workers=workers, timeout=place.timeout)
         self._numbers, self._ids = count(), count()
         self.ranks = Ranks()  # until they have met
-        self.later: deque[tuple[str, tuple[object, ...]]] = deque()  # to be told before the next call
+        self.deferred: deque[tuple[str, tuple[object, ...]]] = deque()  # sent before the next call
         self.runners: weakref.WeakSet[Runner] = weakref.WeakSet()
         self._leave = _leaving()
-        weakref.finalize(self, _close, self._roll, self.runners, self._leave)
-        threading.Thread(target=self._roll.watch, daemon=True).start()
+        weakref.finalize(self, _close, self._supervisor, self.runners, self._leave)
+        threading.Thread(target=self._supervisor.watch, daemon=True).start()
 
     def meet(self, store: TCPStore) -> None:
-        """Form a group with the others."""
+        """Form the process group of all ranks."""
         with self.working("join") as number:
-            self.ranks = join(self._place, self._roll.alive, store)
+            self.ranks = join(self._place, self._supervisor.alive, store)
         self.answers(number)
 
     def next_id(self) -> int:
@@ -56,30 +59,30 @@ class Crew:
 
     def alive(self) -> None:
         """See ``Ranks``."""
-        self._roll.alive()
+        self._supervisor.alive()
 
-    def tell(self, call: str, *arguments: object) -> int:
-        """Let every rank do ``call``; returns the number of the message. One that is gone is found out later."""
-        if self._roll.closing:  # also as this process ends, when little is left of it
+    def broadcast(self, call: str, *arguments: object) -> int:
+        """Send ``call`` to every worker; returns the number of the message. A worker that is gone is noticed later."""
+        if self._supervisor.closing:  # also as this process ends, when little is left of it
             return next(self._numbers)
-        while self.later:
-            earlier, what = self.later.popleft()
-            self.tell(earlier, *what)
+        while self.deferred:
+            earlier, what = self.deferred.popleft()
+            self.broadcast(earlier, *what)
         number = next(self._numbers)
-        self._roll.send((number, call, arguments))
+        self._supervisor.send((number, call, arguments))
         return number
 
     @contextmanager
     def working(self, call: str, *arguments: object) -> Iterator[int]:
-        """``tell``, around what this rank does of it.
+        """``broadcast``, around what this rank does of it.
 
         What interrupts it, and is neither the device's failure nor a refusal, leaves this rank where the others are
         not: they end, so that nothing goes on with them.
         """
-        self._roll.require_all()
-        self._roll.begin()
+        self._supervisor.require_all()
+        self._supervisor.begin()
         try:
-            yield self.tell(call, *arguments)
+            yield self.broadcast(call, *arguments)
         except (RuntimeError, UserError):
             raise
         except Exception as error:
@@ -89,52 +92,52 @@ class Crew:
             self._end(f"{self._place.name}: interrupted within a pass")
             raise
         finally:
-            self._roll.leave()
+            self._supervisor.leave()
 
     def answers(self, number: int) -> list[Any]:
-        """Of each rank in turn. ``UserError`` that one has raised; ``Unmet`` where one is gone or all are silent."""
-        began, roll = time.monotonic(), self._roll
-        with roll.changed:
-            while len(found := roll.answers.get(number, {})) < len(roll.members):
-                roll.require_all()
-                roll.require_before(began)
-                roll.changed.wait(0.5)
-            for old in [each for each in roll.answers if each <= number]:
-                del roll.answers[old]
-        for member in roll.members:
-            if isinstance(value := found[member.place.rank], UserError):
-                raise UserError(f"{member.name}: {value}")
-        return [found[member.place.rank] for member in roll.members]
+        """By rank. Raises a worker's ``UserError``, or ``RankUnreachable`` if one is gone or all are silent."""
+        began, supervisor = time.monotonic(), self._supervisor
+        with supervisor.changed:
+            while len(found := supervisor.answers.get(number, {})) < len(supervisor.workers):
+                supervisor.require_all()
+                supervisor.require_before(began)
+                supervisor.changed.wait(0.5)
+            for old in [each for each in supervisor.answers if each <= number]:
+                del supervisor.answers[old]
+        for worker in supervisor.workers:
+            if isinstance(value := found[worker.place.rank], UserError):
+                raise UserError(f"{worker.name}: {value}")
+        return [found[worker.place.rank] for worker in supervisor.workers]
 
     def wait(self, ready: Callable[[], bool]) -> None:
-        """Until ``ready``, by polling; ``Unmet`` where a rank is gone, or has none of it for too long."""
+        """Until ``ready``, by polling; ``RankUnreachable`` where a rank is gone, or has none of it for too long."""
         began = time.monotonic()
         while True:
-            self._roll.require_all()
+            self._supervisor.require_all()
             if ready():
                 return
-            self._roll.require_before(began)
+            self._supervisor.require_before(began)
             time.sleep(0)
 
-    def blame(self, error: BaseException) -> str:
-        """Whose fault ``error`` is, which this rank has come upon, and why; the other ranks are ended."""
-        limit, roll = time.monotonic() + _GATHER, self._roll
-        with roll.changed:
-            while time.monotonic() < limit and not (roll.ended or roll.is_plain):
-                roll.changed.wait(0.1)
-        self._end(roll.fault(error) or f"{self._place.name}: {first_line(error)}")
-        return roll.ended
+    def diagnose(self, error: BaseException) -> str:
+        """Which rank caused ``error``, raised on this one, and why; ends the other ranks."""
+        limit, supervisor = time.monotonic() + _GATHER, self._supervisor
+        with supervisor.changed:
+            while time.monotonic() < limit and not (supervisor.ended or supervisor.is_plain):
+                supervisor.changed.wait(0.1)
+        self._end(supervisor.fault(error) or f"{self._place.name}: {first_line(error)}")
+        return supervisor.ended
 
     def _end(self, why: str) -> None:
         """End the other ranks at once, for they cannot go on; the first ``why`` is what is said from then on."""
-        with self._roll.changed:
-            if self._roll.ended:
+        with self._supervisor.changed:
+            if self._supervisor.ended:
                 return
-            self._roll.closing, self._roll.ended = True, why
-        for member in self._roll.members:
-            member.process.kill()
+            self._supervisor.closing, self._supervisor.ended = True, why
+        for worker in self._supervisor.workers:
+            worker.process.kill()
             with suppress(subprocess.TimeoutExpired):  # a fault of its GPU may hold it
-                member.process.wait(END)
+                worker.process.wait(END)
         if self._place.device != "cpu":
             # kernels may wait for the others without end, and an orderly exit for the kernels
             atexit.register(exit_within, GRACE)
@@ -169,7 +172,7 @@ def _leaving() -> Callable[[], None]:
     return leave
 
 
-def start(device: torch.device, size: int) -> Crew:
+def start(device: torch.device, size: int) -> WorkerGroup:
     """Start ``size`` - 1 processes, with this one as rank 0 on ``device`` and the others on the devices behind it.
 
     ``UserError`` where this process is in another group; ``DeviceLost`` where one does not come up.
@@ -192,32 +195,32 @@ def start(device: torch.device, size: int) -> Crew:
             size=size,
             device=device.type if device.index is None else f"{device.type}:{device.index + rank}",
             port=port,
-            patience=PATIENCE,
+            timeout=TIMEOUT,
             num_threads=num_threads,
         )
         for rank in range(size)
     ]
-    crew = Crew(places[0], [launch(place) for place in places[1:]])
+    workers = WorkerGroup(places[0], [launch(place) for place in places[1:]])
     try:
-        crew.answers(crew.tell("start", places))
-        crew.meet(store)
+        workers.answers(workers.broadcast("start", places))
+        workers.meet(store)
     except RuntimeError as error:
-        raise DeviceLost(crew.blame(error), ()) from error
-    return crew
+        raise DeviceLost(workers.diagnose(error), ()) from error
+    return workers
 
 
-def _close(roll: Roll, runners: "weakref.WeakSet[Runner]", leave: Callable[[], None]) -> None:
+def _close(supervisor: Supervisor, runners: "weakref.WeakSet[Runner]", leave: Callable[[], None]) -> None:
     """Let the processes end, and leave the group."""
-    with roll.changed:
-        if roll.closing:
+    with supervisor.changed:
+        if supervisor.closing:
             return
-        roll.closing = True
-    roll.send((-1, "close", ()))
+        supervisor.closing = True
+    supervisor.send((-1, "close", ()))
     for runner in runners:
         runner.forget()
     leave()
-    for member in roll.members:
+    for worker in supervisor.workers:
         try:
-            member.process.wait(END)
+            worker.process.wait(END)
         except subprocess.TimeoutExpired:
-            member.process.kill()
+            worker.process.kill()

@@ -1,6 +1,6 @@
-"""The process of a rank behind rank 0: does what it is told, and ends with whoever tells it.
+"""The process of a rank above 0: executes the calls of rank 0, and ends with it.
 
-``python -m specgen.engine.follower N RANK`` with the socket to rank 0 as file descriptor N; ``crew`` starts it.
+``python -m specgen.engine.worker N RANK`` with the socket to rank 0 as file descriptor N; ``worker_group`` starts it.
 """
 
 import gc
@@ -25,37 +25,37 @@ from specgen.engine.assembly import assemble
 from specgen.engine.choices import RUNNERS
 from specgen.engine.loading import Models, OneTarget, load_share, open_checkpoints
 from specgen.engine.memory import num_pages
-from specgen.engine.rank_group import Account, Alive, Failed, Place, join
+from specgen.engine.rank_group import Alive, Checksum, Failed, Place, join
 from specgen.events import Event
-from specgen.ranks import Ranks, Unmet
+from specgen.ranks import Ranks, RankUnreachable
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-class _Fellows(Peers):
-    """The other ranks as a follower has them: it tells them nothing, and nothing that fails can be mended."""
+class _WorkerPeers(Peers):
+    """The other ranks, seen from a worker: it sends them nothing, and cannot recover from a failed pass."""
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
-        self._account = Account()
+        self._checksum = Checksum()
 
     def see(self, *numbers: int) -> None:
-        self._account.add(*numbers)
+        self._checksum.add(*numbers)
 
-    def compare(self, mark: int) -> None:
-        """``RuntimeError`` unless rank 0, whose ``mark`` it is, has come by here with the same numbers."""
-        if self._account.mark != mark:
+    def compare(self, checksum: int) -> None:
+        """``RuntimeError`` unless ``checksum``, of rank 0 at this call, is this rank's."""
+        if self._checksum.value != checksum:
             raise RuntimeError("it has other tokens or another batch than rank 0")
 
-    def give_up(self, error: RuntimeError) -> None:
+    def require_recoverable(self, error: RuntimeError) -> None:
         raise error
 
     def require(self, error: RuntimeError, requests: tuple[str, ...] = ()) -> None:
         raise error
 
 
-class Follower:
-    """Models and engines of one rank, by rank 0's numbers for them. Public methods are the calls of ``Crew.tell``."""
+class Worker:
+    """Models and engines of one rank, by rank 0's numbers for them. ``WorkerGroup.broadcast`` calls public methods."""
 
     def __init__(self, connection: Connection, rank: int) -> None:
         self._connection = connection
@@ -63,7 +63,7 @@ class Follower:
         self._number = 0  # of the message in hand
         self._models: dict[int, OneTarget] = {}
         self._planned: dict[int, tuple[EngineConfig, Models]] = {}
-        self._engines: dict[int, tuple[EngineCore, _Fellows]] = {}
+        self._engines: dict[int, tuple[EngineCore, _WorkerPeers]] = {}
         self._spoke = 0.0  # when, by the monotonic clock
 
     def run(self) -> None:
@@ -80,8 +80,8 @@ class Follower:
         self._spoke = time.monotonic()
 
     def _alive(self) -> None:
-        """Say so, if it is long ago."""
-        if time.monotonic() - self._spoke > self._place.patience / 100:
+        """Send a heartbeat if the last message is long ago."""
+        if time.monotonic() - self._spoke > self._place.timeout / 100:
             self._answer(Alive())
 
     def start(self, places: Sequence[Place]) -> None:
@@ -97,7 +97,7 @@ class Follower:
     def load(self, model: int, config: EngineConfig) -> None:
         """The share of a model, or one more head over it. Rank 0's ``config`` names rank 0's device."""
         if model not in self._models:
-            share = partial(load_share, peers=_Fellows(self._ranks))
+            share = partial(load_share, peers=_WorkerPeers(self._ranks))
             self._models[model] = OneTarget(share)
         self._load(model, config)
         self._answer("loaded")
@@ -120,23 +120,23 @@ class Follower:
     def assemble(self, engine: int, pages: int) -> None:
         """With as many as every rank has room for."""
         config, models = self._planned.pop(engine)
-        fellows = _Fellows(self._ranks)
-        models = replace(models, peers=fellows)
+        peers = _WorkerPeers(self._ranks)
+        models = replace(models, peers=peers)
         core = assemble(config, models, pages, RUNNERS[config.cuda_graphs](), _ignore)
-        self._engines[engine] = core, fellows
+        self._engines[engine] = core, peers
 
-    def engine(self, engine: int, mark: int, call: str, *arguments: Any) -> None:  # noqa: ANN401
-        """A call of an engine, of which rank 0's has come to ``mark``."""
-        core, fellows = self._engines[engine]
-        fellows.compare(mark)
+    def engine(self, engine: int, checksum: int, call: str, *arguments: Any) -> None:  # noqa: ANN401
+        """A call of an engine, of which rank 0's has come to ``checksum``."""
+        core, peers = self._engines[engine]
+        peers.compare(checksum)
         if call == "spec_length":
             (core.spec_length,) = arguments
         else:
             getattr(core, call)(*arguments)
 
-    def agree(self, engine: int, mark: int) -> None:
-        """Answer if it has come to ``mark`` too."""
-        self._engines[engine][1].compare(mark)
+    def agree(self, engine: int, checksum: int) -> None:
+        """Answer if it has come to ``checksum`` too."""
+        self._engines[engine][1].compare(checksum)
         self._answer("the same")
 
     def drop_engine(self, engine: int) -> None:
@@ -185,12 +185,14 @@ def main(descriptor: int, rank: int) -> None:
     threading.Thread(target=_end_with, args=(descriptor,), daemon=True).start()
     code = 1
     try:
-        Follower(connection, rank).run()
+        Worker(connection, rank).run()
     except SystemExit:
         code = 0
     except Exception as error:
         kind = "" if isinstance(error, RuntimeError) else f"{type(error).__name__}: "
-        connection.send((-1, Failed(reason=f"{kind}{first_line(error)}", waited=isinstance(error, Unmet))))
+        connection.send(
+            (-1, Failed(reason=f"{kind}{first_line(error)}", waited=isinstance(error, RankUnreachable)))
+        )
     os._exit(code)  # whatever a device is still at
 
 

@@ -1,4 +1,4 @@
-"""The processes of the other ranks as rank 0 knows them: what each says, and that it is gone.
+"""Watches the worker processes for rank 0: their messages, their end, and timeouts.
 
 A thread notices it, as rank 0 itself may be inside of a pass that cannot end without the one that is gone.
 """
@@ -20,7 +20,7 @@ from typing import IO, Any
 
 from specgen.config import UserError
 from specgen.engine.rank_group import Alive, Failed, Place
-from specgen.ranks import Unmet
+from specgen.ranks import RankUnreachable
 
 GRACE = 20.0  # seconds for rank 0 to come back from a pass that lost a rank
 END = 10.0  # seconds for a process to end
@@ -28,14 +28,14 @@ _TICK = 0.5  # seconds between two looks at the clock
 
 
 @dataclass(kw_only=True, eq=False)
-class Member:
+class WorkerProcess:
     """The process of a rank."""
 
     place: Place
     process: "subprocess.Popen[bytes]"
     connection: Connection
     stderr: IO[bytes]
-    word: Failed | None = None  # its last, where it is gone with one
+    failure: Failed | None = None  # its last message, if it sent one before it ended
 
     @property
     def name(self) -> str:
@@ -45,8 +45,8 @@ class Member:
     @property
     def why(self) -> str:
         """Why it is gone; one that has said nothing may still be ending."""
-        if self.word is not None:
-            return self.word.reason
+        if self.failure is not None:
+            return self.failure.reason
         try:
             code = self.process.wait(END)
         except subprocess.TimeoutExpired:
@@ -59,24 +59,24 @@ class Member:
 
 
 @dataclass(kw_only=True)
-class Roll:
-    """What is known of the members. It does not know the crew, which ends when nothing else refers to it.
+class Supervisor:
+    """The state of the workers. It holds no reference to the ``WorkerGroup``, which ends when nothing refers to it.
 
     Times are those of the monotonic clock.
     """
 
-    members: Sequence[Member]
-    patience: float  # seconds that rank 0 waits while nobody says anything
+    workers: Sequence[WorkerProcess]
+    timeout: float  # seconds that rank 0 waits while nobody says anything
     changed: threading.Condition = field(default_factory=threading.Condition)
     answers: dict[int, dict[int, Any]] = field(default_factory=dict)  # by number of the message and rank
     closing: bool = False
     ended: str = ""  # why rank 0 has ended them
-    gone: list[Member] = field(default_factory=list)  # in that order
-    heard: float = 0.0  # when a member last said something
+    gone: list[WorkerProcess] = field(default_factory=list)  # in that order
+    heard: float = 0.0  # when a worker last said something
     _began: float | None = None  # when rank 0 began the work that it is inside of
     _alive: float = 0.0  # when it last got on with it
     _lost: float = 0.0  # when the first was gone
-    _refused: tuple[float, str] = (0.0, "")  # when a member last refused to do its part, and why
+    _refused: tuple[float, str] = (0.0, "")  # when a worker last refused to do its part, and why
 
     def begin(self) -> None:
         """Rank 0 begins work that it may need the others for."""
@@ -87,49 +87,51 @@ class Roll:
         self._began = None
 
     def alive(self) -> None:
-        """Rank 0 gets on with its work. ``Unmet`` where another is gone."""
+        """Rank 0 gets on with its work. ``RankUnreachable`` where another is gone."""
         self.require_all()
         self._alive = time.monotonic()
 
     def require_all(self) -> None:
-        """``Unmet`` if a rank is gone."""
+        """``RankUnreachable`` if a rank is gone."""
         if self.gone or self.ended:
-            raise Unmet("a rank is gone", 0.0)
+            raise RankUnreachable("a rank is gone", 0.0)
 
     def require_before(self, since: float) -> None:
-        """``Unmet`` if nobody has said anything for as long as rank 0 waits, and it waits ``since`` then."""
+        """``RankUnreachable`` if nobody has said anything for as long as rank 0 waits, and it waits ``since`` then."""
         waited = time.monotonic() - max(since, self.heard)
-        if waited > self.patience:
-            raise Unmet("no answer", waited)
+        if waited > self.timeout:
+            raise RankUnreachable("no answer", waited)
 
     def send(self, message: object) -> None:
         """``message`` to all that still take it; nothing is raised where one does not."""
         data = bytes(ForkingPickler.dumps(message))
-        for member in self.members:
-            if member in self.gone:
+        for worker in self.workers:
+            if worker in self.gone:
                 continue
             try:
-                member.connection.send_bytes(data)
+                worker.connection.send_bytes(data)
             except BlockingIOError:
                 # half of it may be on the way, so nothing that follows would be understood
-                self._lose(member, Failed(reason=self._no_answer, waited=False))
-                member.process.kill()
+                self._lose(worker, Failed(reason=self._no_answer, waited=False))
+                worker.process.kill()
             except OSError:  # the watching thread finds out
                 pass
 
     def fault(self, error: BaseException | None) -> str:
-        """Which member is to blame where rank 0 fails with ``error``, None: waits, and why; empty: none.
+        """Which worker caused the failure of rank 0 (``error``; None: it waits), and why; empty: none of them.
 
-        One that ended without a word comes first, then one that failed by itself: the others fail for want of it. Then
-        those that say nothing where rank 0 has waited in vain.
+        One that ended without a message comes first, then one that failed by itself, which the others miss. Then
+        those that are silent where rank 0 has waited until the timeout.
         """
         with self.changed:
-            own = [member for member in self.gone if member.word is None or not member.word.waited]
-            silent = [member.name for member in self.members if member not in self.gone]
+            own = [worker for worker in self.gone if worker.failure is None or not worker.failure.waited]
+            silent = [worker.name for worker in self.workers if worker not in self.gone]
         if own:
-            worst = min(own, key=lambda member: member.word is not None)
+            worst = min(own, key=lambda worker: worker.failure is not None)
             return f"{worst.name}: {worst.why}"
-        if silent and (error is None or (isinstance(error, Unmet) and error.seconds > self.patience / 2)):
+        if silent and (
+            error is None or (isinstance(error, RankUnreachable) and error.seconds > self.timeout / 2)
+        ):
             return f"{' and '.join(silent)}: {self._no_answer}"
         return f"{self.gone[0].name}: {self.gone[0].why}" if error is None else ""
 
@@ -137,42 +139,42 @@ class Roll:
     def is_plain(self) -> bool:
         """Whether nothing more can be learnt of a failure."""
         with self.changed:
-            return len(self.gone) == len(self.members) or any(not member.word for member in self.gone)
+            return len(self.gone) == len(self.workers) or any(not worker.failure for worker in self.gone)
 
     def watch(self) -> None:
-        """Take in what members say, and look at the clock, until rank 0 has done with them. The work of a thread."""
-        open_ones = {member.connection: member for member in self.members}
+        """Take in what workers say, and look at the clock, until rank 0 has done with them. The work of a thread."""
+        open_ones = {worker.connection: worker for worker in self.workers}
         while not self.closing:
             for connection in wait(list(open_ones), _TICK):
-                member = open_ones[connection]  # type: ignore[index]
+                worker = open_ones[connection]  # type: ignore[index]
                 try:
-                    number, value = member.connection.recv()
+                    number, value = worker.connection.recv()
                 except (EOFError, OSError):
-                    del open_ones[member.connection]
-                    self._lose(member, None)
+                    del open_ones[worker.connection]
+                    self._lose(worker, None)
                 else:
-                    self._take(member, number, value)
+                    self._take(worker, number, value)
             self._leave_if_stuck()
 
-    def _take(self, member: Member, number: int, value: object) -> None:
+    def _take(self, worker: WorkerProcess, number: int, value: object) -> None:
         if isinstance(value, Failed):
-            self._lose(member, value)
+            self._lose(worker, value)
             return
         with self.changed:
             self.heard = time.monotonic()
             if isinstance(value, UserError):
-                self._refused = self.heard, f"{member.name}: {value}"
+                self._refused = self.heard, f"{worker.name}: {value}"
             if not isinstance(value, Alive):
-                self.answers.setdefault(number, {})[member.place.rank] = value
+                self.answers.setdefault(number, {})[worker.place.rank] = value
                 self.changed.notify_all()
 
-    def _lose(self, member: Member, word: Failed | None) -> None:
+    def _lose(self, worker: WorkerProcess, word: Failed | None) -> None:
         with self.changed:
-            if self.closing or member in self.gone:
+            if self.closing or worker in self.gone:
                 return
-            member.word = word
+            worker.failure = word
             self._lost = self._lost or time.monotonic()
-            self.gone.append(member)
+            self.gone.append(worker)
             self.changed.notify_all()
 
     def _leave_if_stuck(self) -> None:
@@ -186,7 +188,7 @@ class Roll:
             code = 1
         elif when > began and now - max(since, when) > GRACE:
             code = 2
-        elif now - max(since, self.heard) > self.patience + GRACE:
+        elif now - max(since, self.heard) > self.timeout + GRACE:
             code = 1
         else:
             return
@@ -197,20 +199,20 @@ class Roll:
 
     @property
     def _no_answer(self) -> str:
-        return f"no answer for {self.patience:,.0f} s"
+        return f"no answer for {self.timeout:,.0f} s"
 
 
-def launch(place: Place) -> Member:
-    """Start the process of a rank, which waits for what ``Roll.send`` tells it."""
+def launch(place: Place) -> WorkerProcess:
+    """Start the process of a rank, which waits for what ``Supervisor.send`` tells it."""
     ours, theirs = socket.socketpair()
     # so that no process which takes nothing in holds this one up
-    limit = struct.pack("ll", int(place.patience), int(place.patience % 1 * 1e6))
+    limit = struct.pack("ll", int(place.timeout), int(place.timeout % 1 * 1e6))
     ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
     stderr = tempfile.TemporaryFile()  # noqa: SIM115  # as long as the process
     with theirs:
         process = subprocess.Popen(
             # -P: as this process, it finds no modules in the working directory
-            [sys.executable, "-P", "-m", "specgen.engine.follower", str(theirs.fileno()), str(place.rank)],
+            [sys.executable, "-P", "-m", "specgen.engine.worker", str(theirs.fileno()), str(place.rank)],
             pass_fds=[theirs.fileno()],
             env=os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
             stdin=subprocess.DEVNULL,
@@ -218,4 +220,4 @@ def launch(place: Place) -> Member:
             stderr=stderr,
             start_new_session=True,  # a terminal's signals are for rank 0
         )
-    return Member(place=place, process=process, connection=Connection(ours.detach()), stderr=stderr)
+    return WorkerProcess(place=place, process=process, connection=Connection(ours.detach()), stderr=stderr)
