@@ -33,7 +33,7 @@ from specgen.experiments.plans import Yardstick
 from specgen.experiments.repeat import Repeats
 from specgen.experiments.throughput_table import Result, table
 from specgen.experiments.turns import repeat_of
-from specgen.models.expert_counts import ExpertCounts, ExpertSize, num_touched
+from specgen.models.expert_counts import ExpertSize, num_touched
 from specgen.models.mlp import Mixture
 from specgen.report.experts_touched import experts_table
 from specgen.report.report import fold
@@ -134,28 +134,6 @@ def test_the_first_rows_of_sequences_are_those_of_a_plain_step() -> None:
     assert num_touched(ids, torch.tensor([True, False]), 8).tolist() == [5, 2]
 
 
-def test_a_pass_is_counted_by_taps_that_are_there_during_it_alone() -> None:
-    other: list[Tensor] = []
-    taps: list[list[Any]] = [[other.append], []]
-    counts = ExpertCounts(SIZE, taps)
-
-    def forward() -> str:
-        for layer in taps:
-            for tap in layer:
-                tap(torch.tensor([[0, 1], [1, 2]]))
-        return "result"
-
-    result, touched = counts.of_pass(forward, torch.tensor([True, True]))
-    assert (result, touched.tolist(), taps[1], len(other)) == ("result", [6, 6], [], 1)
-
-    def failing() -> None:
-        raise RuntimeError
-
-    with pytest.raises(RuntimeError):
-        counts.of_pass(failing, torch.tensor([True]))
-    assert list(map(len, taps)) == [1, 0]
-
-
 @pytest.mark.parametrize("changes", [{"num_spec_tokens": 0}, {}, {"drafter_batch": "non-padded"}])
 def test_decode_steps_say_what_they_touched(dense: Path, changes: dict[str, Any]) -> None:
     pair, calls = as_mixture(load_pair(dense))
@@ -196,7 +174,7 @@ def test_padding_rows_change_nothing(dense: Path) -> None:
 
 def test_a_dense_target_counts_nothing(dense: Path) -> None:
     pair = load_pair(dense)
-    assert ExpertCounts.of(pair.models.target) is None
+    assert ExpertSize.of(pair.models.target.config, 4) is None
     assert {step.experts for step in decode_steps(run(pair, Runner(), num_spec_tokens=2))} == {None}
 
 

@@ -17,9 +17,8 @@ from specgen.checkpoints.inspect_checkpoint import describe
 from specgen.checkpoints.tensor_reader import TensorReader
 from specgen.config import EngineConfig, UserError
 from specgen.engine import choices
-from specgen.models.expert_counts import ExpertCounts
+from specgen.models.expert_counts import ExpertSize
 from specgen.models.llama import Llama
-from specgen.models.mlp import Mixture
 from specgen.ops.experts import Experts
 from specgen.ops.mxfp4 import dequantized
 from specgen.ops.reference import torch_ops
@@ -288,7 +287,7 @@ def test_a_qwen3_moe_without_mixtures_is_dense(tmp_path: Path) -> None:
     config = write_qwen3_moe(tmp_path, decoder_sparse_step=7)
     assert config.mixture is None
     target = load_target(open_checkpoint(str(tmp_path)), torch.float32, CPU)
-    assert ExpertCounts.of(target) is None
+    assert ExpertSize.of(target.config, 4) is None
     assert "experts" not in describe(str(tmp_path)).to_text()
     assert logits(tmp_path).std() > 0.5
 
@@ -319,17 +318,14 @@ def test_a_backend_without_sinks_refuses_a_model_with_them(
 
 
 @torch.inference_mode()
-def test_a_tap_sees_the_experts_of_every_pass(tmp_path: Path) -> None:
+def test_a_pass_says_which_experts_each_row_chose(tmp_path: Path) -> None:
     write_gpt_oss(tmp_path)
     model = load_target(open_checkpoint(str(tmp_path)), torch.float32, CPU)
     assert isinstance(model, Llama)
-    seen: dict[int, Tensor] = {}
-    for index, block in enumerate(model.blocks):
-        assert isinstance(block.mlp, Mixture)
-        block.mlp.taps.append(lambda ids, index=index: seen.update({index: ids}))
-    model.forward(torch.arange(20), DenseAttend(model))
-    assert seen.keys() == set(range(6))
-    for ids in seen.values():
+    seen: list[Tensor] = []
+    model.forward(torch.arange(20), DenseAttend(model), chosen=seen)
+    assert len(seen) == 6
+    for ids in seen:
         assert ids.shape == (20, 2)
         assert ids.dtype == torch.int64
         assert (ids[:, 0] != ids[:, 1]).all()

@@ -3,9 +3,8 @@
 Nothing in them asks the device, so the host may be ahead of it, and a decode step can be captured.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -31,7 +30,8 @@ from specgen.decoding.verify import accept_greedy, accept_sampled
 from specgen.device import on_device
 from specgen.kv.kv_cache import KVCache
 from specgen.kv.layout import Layout
-from specgen.models.expert_counts import ExpertCounts, ExpertSize
+from specgen.models.expert_counts import ExpertSize, num_touched
+from specgen.models.mlp import Chosen
 from specgen.models.protocols import Target
 
 _SCORED_TOGETHER = 256  # rows: a float32 row of 128k logits takes half a MiB
@@ -91,7 +91,7 @@ def unpack(numbers: list[list[int]], num_drafts: int) -> Found:
 
 
 class Steps:
-    """Target, drafter and their caches at work; ``experts`` counts those that decode steps of a mixture touch."""
+    """Target, drafter and their caches at work; decode steps count the ``experts`` of a mixture that they touch."""
 
     def __init__(
         self,
@@ -101,7 +101,7 @@ class Steps:
         backend: Backend,
         drafter: Drafter,
         runner: Runner,
-        experts: ExpertCounts | None = None,
+        experts: ExpertSize | None = None,
     ) -> None:
         self._target = target
         self._cache = cache
@@ -164,8 +164,13 @@ class Steps:
         def verify(drafts: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
             newest = state.tokens[:, None]  # also where there is no draft: a row of a token that the text has
             rows = torch.cat([newest, torch.where(drafts == NO_DRAFT, newest, drafts)], 1)
-            forward = partial(self._forward, rows.flatten(), layout())
-            (hidden, features), touched = self._counted(forward, columns.active)
+            if self._experts is None:
+                hidden, features = self._forward(rows.flatten(), layout())
+                touched = None
+            else:
+                chosen = list[Tensor]()
+                hidden, features = self._forward(rows.flatten(), layout(), chosen)
+                touched = num_touched(torch.stack(chosen), columns.active, self._experts.num_experts)
             return self._logits(hidden, sampling).view(*rows.shape, -1), features, touched
 
         def observe(features: Tensor, tokens: Tensor, keep: Tensor) -> tuple[DraftState, int]:
@@ -183,7 +188,7 @@ class Steps:
             target_rows=num_rows * (k + 1),
             fill_rows=fill_rows,
             loop_rows=num_rows * k * self._drafter.rows_per_draft,
-            experts=None if self._experts is None else self._experts.size,
+            experts=self._experts,
         )
         sampling.count(found.tokens, (found.accepted + 1) * columns.active)
         columns.advance(next_state)  # last: a step whose numbers do not exist has not been made
@@ -235,18 +240,10 @@ class Steps:
         hidden, features = self.runner.prompts(key, forward, *inputs)
         return hidden[blocks.rows], features[blocks.rows]
 
-    def _forward(self, token_ids: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
+    def _forward(self, token_ids: Tensor, layout: Layout, chosen: Chosen = None) -> tuple[Tensor, Tensor]:
         attend = Attend(self._backend, self._cache, layout, self._target.rope)
-        hidden, features = self._target.forward(token_ids, attend, self._drafter.aux_layers)
+        hidden, features = self._target.forward(token_ids, attend, self._drafter.aux_layers, chosen)
         return hidden, hidden if self._drafter.reads_output else features
-
-    def _counted(
-        self, forward: Callable[[], tuple[Tensor, Tensor]], active: Tensor
-    ) -> tuple[tuple[Tensor, Tensor], Tensor | None]:
-        """What ``forward`` returns, and what rows of ``active`` [B] sequences touched; None for a dense target."""
-        if self._experts is None:
-            return forward(), None
-        return self._experts.of_pass(forward, active)
 
     def _logits(self, hidden: Tensor, sampling: SamplingBatch) -> Tensor:
         """Of rows ``[n, H]``: ``[n, V]``, or where only the likeliest token is asked for, a rank's share of them."""

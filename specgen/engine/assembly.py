@@ -26,7 +26,7 @@ from specgen.engine.number_formats import target_kv_dtype
 from specgen.events import Event
 from specgen.kv.kv_cache import KVCache
 from specgen.kv.pages import PageAllocator
-from specgen.models.expert_counts import ExpertCounts
+from specgen.models.expert_counts import ExpertSize
 from specgen.models.model_config import LayerConfig
 from specgen.text.reasoning import Followers
 
@@ -50,7 +50,7 @@ def assemble(
             backend=backend,
             drafter=drafter,
             runner=runner,
-            experts=ExpertCounts.of(target),
+            experts=ExpertSize.of(target.config, target.dtype.itemsize),
         ),
         batch=RunningBatch(
             max_rows=runner.num_rows(num_sequences),

@@ -1,17 +1,12 @@
 """How many experts a pass of a mixture touches, counted on the device, and what reading them takes."""
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from specgen.models.mlp import Tap
 from specgen.models.model_config import LayerConfig
-from specgen.models.protocols import Target
 
-T = TypeVar("T")
 _FIRST = "model.layers.{}.mlp.experts.0.gate_proj"
 _MXFP4_BYTES = 0.5 + 1 / 32  # per value: 4 bits, and a scale of 32 values
 
@@ -62,39 +57,6 @@ class ExpertSize:
     def bytes_of(self, touched: float) -> float:
         """What a pass reads that touches so many experts per layer."""
         return self.num_layers * touched * self.num_bytes
-
-
-class ExpertCounts:
-    """Counts the experts that a pass touches. It may be captured: nothing waits for the device.
-
-    ``taps`` are the lists of the target's routers, one of each mixture, whose members are shown every choice; this is
-    in them during a counted pass alone, so that others cost nothing.
-    """
-
-    def __init__(self, size: ExpertSize, taps: Sequence[list[Tap]]) -> None:
-        self.size = size
-        self._taps = taps
-
-    @classmethod
-    def of(cls, target: Target) -> "ExpertCounts | None":
-        """Of all mixtures of ``target``; None for a dense one."""
-        size = ExpertSize.of(target.config, target.dtype.itemsize)
-        if size is None:
-            return None
-        return cls(size, [mixture.taps for mixture in target.mixtures])
-
-    def of_pass(self, forward: Callable[[], T], active: Tensor) -> tuple[T, Tensor]:
-        """What ``forward`` returns, and what its rows touched; see ``num_touched``."""
-        seen: list[Tensor] = []
-        tap = seen.append
-        for taps in self._taps:
-            taps.append(tap)
-        try:
-            result = forward()
-        finally:
-            for taps in self._taps:
-                taps.remove(tap)
-        return result, num_touched(torch.stack(seen), active, self.size.num_experts)
 
 
 def num_touched(ids: Tensor, active: Tensor, num_experts: int) -> Tensor:

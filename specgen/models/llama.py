@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from specgen.models.layers import Attend, Block
-from specgen.models.mlp import Mixture
+from specgen.models.mlp import Chosen
 from specgen.models.model_config import TargetConfig
 from specgen.models.rotary import rope_of
 from specgen.models.take import Take
@@ -60,12 +60,8 @@ class Llama:
     def dtype(self) -> torch.dtype:
         return self.embedding.dtype
 
-    @property
-    def mixtures(self) -> tuple[Mixture, ...]:
-        return tuple(block.mlp for block in self.blocks if isinstance(block.mlp, Mixture))
-
     def forward(
-        self, token_ids: Tensor, attend: Attend, aux_layers: tuple[int, ...] = ()
+        self, token_ids: Tensor, attend: Attend, aux_layers: tuple[int, ...] = (), chosen: Chosen = None
     ) -> tuple[Tensor, Tensor]:
         """One pass over ``token_ids`` [rows]; ``attend`` knows their positions.
 
@@ -78,7 +74,7 @@ class Llama:
         for index, (block, norm) in enumerate(zip(self.blocks, self.norms[1:], strict=True), start=1):
             # not block(...), during which this frame would hold on to the stream before it
             stream, normed = block.post_norm.add(stream, block.attention(normed, attend))
-            stream, normed = norm.add(stream, *block.mlp(normed))
+            stream, normed = norm.add(stream, *block.mlp(normed, chosen))
             if index in aux_layers:
                 inputs[index] = stream
         features = [inputs[index] for index in aux_layers]

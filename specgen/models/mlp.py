@@ -1,7 +1,6 @@
 """The feed-forward block of a layer: gated, or a mixture of experts in its place."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -14,6 +13,9 @@ from specgen.ops.experts import Experts, ExpertsMap, Gating
 from specgen.ops.mxfp4 import BLOCK
 from specgen.ops.router import Choice, SigmoidRouting
 from specgen.ops.weight import Weight
+
+# Takes the ids [rows, k] of the experts that each mixture's rows choose in a pass, if somebody counts them
+Chosen = list[Tensor] | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,13 +37,12 @@ class MLP:
             down=ops.linear_parts(down),
         )
 
-    def __call__(self, x: Tensor) -> tuple[Tensor, ...]:
-        """[rows, H] -> [parts, rows, H]; see ``Ops.linear_parts``."""
+    def __call__(self, x: Tensor, chosen: Chosen = None) -> tuple[Tensor, ...]:
+        """[rows, H] -> [parts, rows, H]; see ``Ops.linear_parts``. There is nothing to choose."""
         return (self.down(self.gated(x)),)
 
 
 _ALIGNED = 8  # 16 bytes in half precision: what grouped products ask of a row
-Tap = Callable[[Tensor], None]  # is shown the ids [rows, k] of each pass; it may be captured in a graph
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +53,6 @@ class Mixture:
     choice: Choice
     experts: ExpertsMap
     shared: MLP | None = None  # beside them, for every row
-    taps: list[Tap] = field(default_factory=list)  # measuring tools add themselves here
 
     @classmethod
     def build(cls, config: MixtureConfig, hidden: int, prefix: str, take: Take, ops: Ops) -> "Mixture":
@@ -64,11 +64,11 @@ class Mixture:
         experts = ops.experts(_experts(config, hidden, f"{prefix}experts.", take))
         return cls(router=router, choice=choice, experts=experts, shared=shared)
 
-    def __call__(self, x: Tensor) -> tuple[Tensor, ...]:
+    def __call__(self, x: Tensor, chosen: Chosen = None) -> tuple[Tensor, ...]:
         """[rows, H] -> what is to be added, each [parts, rows, H]; see ``Ops.linear_parts``."""
         ids, weights = self.choice(self.router(x))
-        for tap in self.taps:
-            tap(ids)
+        if chosen is not None:
+            chosen.append(ids)
         parts = self.experts(x, ids, weights.to(x.dtype))
         return (parts,) if self.shared is None else (parts, *self.shared(x))
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from specgen.models.layers import Attend
-from specgen.models.mlp import Mixture
+from specgen.models.mlp import Chosen
 from specgen.models.model_config import HeadConfig, TargetConfig
 from specgen.models.vocabulary import Vocabulary
 from specgen.ops import Largest, Rope
@@ -28,10 +28,8 @@ class Target(Protocol):
     def rope(self) -> Rope: ...
     @property
     def vocabulary(self) -> Vocabulary: ...
-    @property
-    def mixtures(self) -> tuple[Mixture, ...]: ...
     def forward(
-        self, token_ids: Tensor, attend: Attend, aux_layers: tuple[int, ...] = ()
+        self, token_ids: Tensor, attend: Attend, aux_layers: tuple[int, ...] = (), chosen: Chosen = None
     ) -> tuple[Tensor, Tensor]: ...
     def logits(self, hidden: Tensor) -> Tensor: ...
 
