@@ -45,7 +45,7 @@ LEAVES = {
     "events",
     "field_types",
     "json_fields",
-    "kept_files",
+    "cache_files",
     "ranks",
     "spelling",
     "startup",

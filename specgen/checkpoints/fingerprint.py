@@ -9,9 +9,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from specgen.cache_files import cache_directory, read_cached, write_cached
 from specgen.checkpoints.tensor_reader import Checkpoint
 from specgen.config import UserError
-from specgen.kept_files import kept_directory, read_kept, write_kept
 
 BESIDES = (
     "*.json",
@@ -71,7 +71,7 @@ def _digest(file: Path, state: _State) -> str:
     is_settled = max(times) < (time.time() - _SETTLED) * 1e9
     if size < _LARGE or not is_settled:
         return _read(file)
-    kept = kept_directory("digests") / f"{hashlib.sha256(os.fsencode(file)).hexdigest()}.json"
+    kept = cache_directory("digests") / f"{hashlib.sha256(os.fsencode(file)).hexdigest()}.json"
     known = [str(file), *state]
 
     def same(found: Any) -> str | None:  # noqa: ANN401
@@ -80,10 +80,10 @@ def _digest(file: Path, state: _State) -> str:
             return None
         return digest if found["file"] == known else ""
 
-    digest = read_kept(kept, "a file's digest", same)
+    digest = read_cached(kept, "a file's digest", same)
     if not digest:
         digest = _read(file)
-        write_kept(kept, "a file's digest", {"file": known, "sha256": digest})
+        write_cached(kept, "a file's digest", {"file": known, "sha256": digest})
     return digest
 
 

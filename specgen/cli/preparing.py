@@ -34,7 +34,7 @@ def prepare(
     generates one token. Run a second time it shows what every later run waits for.
     """
     from specgen.decoding.sampling import most_demanding  # imports torch
-    from specgen.engine import kept_costs
+    from specgen.engine import cached_costs
     from specgen.engine.engine import Engine
     from specgen.engine.generation_config import generation_config
     from specgen.engine.loading import open_checkpoints
@@ -42,7 +42,7 @@ def prepare(
     from specgen.startup import phase, watched
 
     if forget:
-        kept_costs.forget()
+        cached_costs.forget()
     with breakable(), watched(progress(quiet).compiling) as startup:
         said = generation_config(open_checkpoints(engine)["model"], engine.generation_config)
         asked = said.over(sampling, given_fields(ctx, SamplingParams))

@@ -11,8 +11,8 @@ from specgen.core.graphs import Runner
 from specgen.core.spec_length import CheapestLength
 from specgen.device import use
 from specgen.engine.assembly import assemble
+from specgen.engine.cached_costs import costs_for
 from specgen.engine.choices import RUNNERS
-from specgen.engine.kept_costs import costs_for
 from specgen.engine.loading import Models
 from specgen.engine.memory import DRAWN, num_pages
 from specgen.engine.needed_modules import needed_modules

@@ -16,12 +16,12 @@ from typing import Any
 import torch
 
 import specgen
+from specgen.cache_files import cache_directory, read_cached, write_cached
 from specgen.checkpoints.tensor_reader import Checkpoint
 from specgen.config import EngineConfig
 from specgen.core.spec_length import StepCosts
 from specgen.core.step_costs import timed_sizes
 from specgen.engine.number_formats import Checkpoints
-from specgen.kept_files import kept_directory, read_kept, write_kept
 from specgen.ops.cuda_source import runs_on
 from specgen.rundir.machine_state import machine_state
 from specgen.rundir.provenance import device, uuid, versions
@@ -42,7 +42,7 @@ _STATE = ("driver", "max_clock_mhz", "power_limit_watts")  # of a GPU, that last
 
 def forget() -> None:
     """Remove all that is kept, of every model."""
-    for file in kept_directory(_KIND).glob("*"):
+    for file in cache_directory(_KIND).glob("*"):
         file.unlink(missing_ok=True)
 
 
@@ -58,14 +58,14 @@ def costs_for(config: EngineConfig, checkpoints: Checkpoints, measure: Callable[
     points = {
         (size, k) for size in timed_sizes(config.max_batch_size) for k in range(config.draft_length.most + 1)
     }
-    file = kept_directory(_KIND) / f"{hashlib.sha256(_text(key).encode()).hexdigest()}.json"
-    kept = read_kept(file, _WHAT, partial(_checked, key=key, points=points))
+    file = cache_directory(_KIND) / f"{hashlib.sha256(_text(key).encode()).hexdigest()}.json"
+    kept = read_cached(file, _WHAT, partial(_checked, key=key, points=points))
     if kept is not None:
         return kept
     costs = measure()
     if costs.seconds.keys() == points:
         seconds = [[*point, each] for point, each in sorted(costs.seconds.items())]
-        write_kept(file, _WHAT, {"key": key, "seconds": seconds})
+        write_cached(file, _WHAT, {"key": key, "seconds": seconds})
     return costs
 
 

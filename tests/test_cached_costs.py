@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
+from specgen.cache_files import cache_directory
 from specgen.config import DraftLength, EngineConfig
 from specgen.core.spec_length import CheapestLength, StepCosts
-from specgen.engine import build, kept_costs
+from specgen.engine import build, cached_costs
 from specgen.engine.build import build_engine
-from specgen.engine.kept_costs import costs_for, forget, key_of
+from specgen.engine.cached_costs import costs_for, forget, key_of
 from specgen.engine.loading import open_checkpoints
 from specgen.engine.number_formats import Checkpoints
-from specgen.kept_files import kept_directory
 from specgen.template_kwargs import TemplateKwargs
 from tests.engines import Pair, config_of
 from tests.tiny_checkpoints import write_head, write_target
@@ -46,12 +46,12 @@ class Machine:
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Machine:
     made = Machine()
-    monkeypatch.setattr(kept_costs, "machine_state", lambda uuid: made.state)
-    monkeypatch.setattr(kept_costs, "uuid", lambda name: "GPU-1")
-    monkeypatch.setattr(kept_costs, "device", lambda name: made.device)
-    monkeypatch.setattr(kept_costs, "versions", lambda: made.versions)
-    monkeypatch.setattr(kept_costs, "_source", lambda: made.source)
-    monkeypatch.setattr(kept_costs, "runs_on", lambda device: made.compiles)
+    monkeypatch.setattr(cached_costs, "machine_state", lambda uuid: made.state)
+    monkeypatch.setattr(cached_costs, "uuid", lambda name: "GPU-1")
+    monkeypatch.setattr(cached_costs, "device", lambda name: made.device)
+    monkeypatch.setattr(cached_costs, "versions", lambda: made.versions)
+    monkeypatch.setattr(cached_costs, "_source", lambda: made.source)
+    monkeypatch.setattr(cached_costs, "runs_on", lambda device: made.compiles)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return made
 
@@ -167,7 +167,7 @@ def test_a_file_that_is_not_what_was_written_is_said_and_replaced(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     costs_for(pair, checkpoints, machine.measure)
-    (file,) = kept_directory("step-costs").iterdir()
+    (file,) = cache_directory("step-costs").iterdir()
     file.write_text(SPOILT[name](file.read_text()))
     second = costs_for(pair, checkpoints, machine.measure)
     assert machine.measured == 2
@@ -197,7 +197,7 @@ def test_nothing_is_left_of_a_file_that_could_not_be_written_whole(
 
     monkeypatch.setattr(os, "replace", full)
     assert costs_for(pair, checkpoints, machine.measure).seconds
-    assert [*kept_directory("step-costs").iterdir()] == []
+    assert [*cache_directory("step-costs").iterdir()] == []
 
 
 def test_a_user_without_a_home_goes_on_too(
@@ -241,13 +241,13 @@ def test_nothing_is_kept_of_a_cpu_or_where_no_driver_is_known(
 def test_the_source_of_this_package_is_part_of_the_key(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kept_costs, "files", lambda package: tmp_path)
+    monkeypatch.setattr(cached_costs, "files", lambda package: tmp_path)
     (tmp_path / "a").mkdir()
     seen = set()
     first = ("a/b.py", "1")
     for name, text in (first, *((f"a/{name}", "2") for name in ("b.py", "c.py", "e.cu", "f.toml", "d.txt"))):
         (tmp_path / name).write_text(text)
-        seen.add(kept_costs._source())
+        seen.add(cached_costs._source())
     assert len(seen) == 5, "and nothing else is"
 
 
@@ -255,7 +255,7 @@ def test_an_engine_takes_what_is_kept(
     random_pair: Pair, machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = config_of(random_pair, num_spec_tokens=DraftLength(most=2, auto=True), max_batch_size=3)
-    monkeypatch.setattr(kept_costs, "key_of", lambda config, checkpoints: {"all": "the same"})
+    monkeypatch.setattr(cached_costs, "key_of", lambda config, checkpoints: {"all": "the same"})
     first = build_engine(config, random_pair.models, lambda event: None).spec_length
     monkeypatch.setattr(build.step_costs, "measure", lambda *asked: pytest.fail("measured again"))
     second = build_engine(config, random_pair.models, lambda event: None).spec_length

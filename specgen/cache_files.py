@@ -1,4 +1,4 @@
-"""What is kept between runs: small JSON files in the user's cache directory, any of which may be lost or damaged.
+"""Small JSON files in the user's cache directory, shared by runs; any of them may be lost or damaged.
 
 May import nothing of the package.
 """
@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
-def kept_directory(kind: str) -> Path:
+def cache_directory(kind: str) -> Path:
     """Where files of one ``kind`` are: below ``XDG_CACHE_HOME``, else ``~/.cache``."""
     return Path(os.environ.get("XDG_CACHE_HOME") or _home() / ".cache") / "specgen" / kind
 
@@ -27,7 +27,7 @@ def _home() -> Path:
         return Path(os.devnull)
 
 
-def read_kept(file: Path, what: str, check: Callable[[Any], T | None]) -> T | None:
+def read_cached(file: Path, what: str, check: Callable[[Any], T | None]) -> T | None:
     """What ``check`` makes of the JSON in ``file``; None where there is no file.
 
     ``check`` gives None, or raises, for what was not written there: that costs a line in the log, with ``what``.
@@ -45,7 +45,7 @@ def read_kept(file: Path, what: str, check: Callable[[Any], T | None]) -> T | No
     return None
 
 
-def write_kept(file: Path, what: str, value: object) -> None:
+def write_cached(file: Path, what: str, value: object) -> None:
     """Replace ``file`` as a whole; where it cannot be written, that costs a line in the log, with ``what``."""
     mine = file.with_suffix(f".{os.getpid()}")  # another process may write at the same time
     try:
