@@ -656,7 +656,7 @@ MISFITS: dict[str, tuple[dict[str, Any], str]] = {
         "features 40 wide, but the target's hidden size is 32",
     ),
     "vocabulary": ({"changed_config": {"vocab_size": 65}}, "vocabulary has 65 tokens, the target's 64"),
-    "no-embedding": ({"hidden_size": 16}, "no embedding of its own and is 16 wide"),
+    "no-embedding": ({"hidden_size": 16}, "no embedding and is 16 wide"),
     "embedding-of-another": (
         {"own_embedding": True, "changed": {"embed_tokens.weight": torch.zeros(65, 32)}},
         r"embed_tokens.weight has shape \[65, 32\]",

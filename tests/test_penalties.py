@@ -408,7 +408,7 @@ def test_without_penalties_nothing_is_counted() -> None:
     logits = torch.randn(1, 2, 8)
     assert penalised(logits, torch.tensor([[1]]), batch) is logits
     assert batch.counts.numel() == batch.penalties.numel() == 0
-    assert not SamplingForm.of([SamplingParams(presence_penalty=0.1)]).likeliest_only
+    assert not SamplingForm.of([SamplingParams(presence_penalty=0.1)]).greedy_only
 
 
 def test_a_batch_without_penalties_keeps_no_counts(random_pair: Pair) -> None:

@@ -127,7 +127,7 @@ def run(model: Llama) -> tuple[Tensor, Tensor, Tensor]:
         hidden, features = model.forward(ids, DenseAttend(model), (0, 1, 2))
         assert features.shape[-1] == 3 * model.config.hidden_size
         share = model.vocabulary.share(hidden)
-        found.append((model.vocabulary.whole(share), *model.vocabulary.likeliest(share)))
+        found.append((model.vocabulary.whole(share), *model.vocabulary.argmax(share)))
     logits, ids, values = map(torch.stack, zip(*found, strict=True))
     return logits, ids, values
 
@@ -309,13 +309,13 @@ def test_the_likeliest_token_is_the_first_and_what_is_not_finite_is_seen(tmp_pat
     logits[5, 90] = torch.nan
     logits[5, 2] = torch.inf
 
-    right = load(tmp_path).vocabulary.likeliest(logits)
+    right = load(tmp_path).vocabulary.argmax(logits)
 
     def likeliest(ranks: Ranks) -> tuple[Tensor, Tensor]:
         whole = load(tmp_path, ranks).vocabulary
-        for mine, one in zip(whole.likeliest(logits), right, strict=True):  # of all, which every rank has
+        for mine, one in zip(whole.argmax(logits), right, strict=True):  # of all, which every rank has
             assert torch.equal(mine.nan_to_num(), one.nan_to_num())
-        return whole.likeliest(logits[:, whole.rows.start : whole.rows.stop])
+        return whole.argmax(logits[:, whole.rows.start : whole.rows.stop])
 
     for ids, values in together(4, likeliest):
         assert torch.equal(ids[:4], right[0][:4])

@@ -65,7 +65,7 @@ def test_own_rows_say_how_long_they_are(models: Models, tmp_path: Path) -> None:
     assert [request.id for request in prompts.requests] == ["x", "x again 1"]
     assert prompts.requests[0].sampling == SamplingParams(max_tokens=7, ignore_eos=True)
     assert prompts.notes == (
-        "left out: y: it has no answer whose length to take, nor max_tokens of its own; "
+        "left out: y: it has no answer whose length to take, nor max_tokens; "
         "--output-lens fixed needs neither",
     )
     rows.write_text('{"id": "y", "prompt": "Ann has"}\n')

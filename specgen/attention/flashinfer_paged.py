@@ -214,7 +214,7 @@ def _sink_variant(
 
 
 class _Wrapper:
-    """FlashInfer's wrapper for one window, with a plan of its own: layers of one pass take turns without new plans.
+    """FlashInfer's wrapper for one window, with its own plan: layers of one pass take turns without new plans.
 
     Wrappers share the ``workspace`` of partial results, which no kernel needs after it has run.
     """

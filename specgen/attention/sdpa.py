@@ -36,7 +36,7 @@ class _Group:
         if layer.value_dim is not None:
             return self._attend_to_latents(layer, q, dense_keys, mask)
         dense_values = self._gather(values, q.dtype)
-        if layer.sinks is not None:  # a position more, with a score of its own for each head and a value of 0
+        if layer.sinks is not None:  # a position more, with its own score for each head and a value of 0
             dense_keys, dense_values = F.pad(dense_keys, (0, 0, 0, 1)), F.pad(dense_values, (0, 0, 0, 1))
             sinks = layer.sinks.to(q.dtype).view(-1, 1, 1)
             mask = torch.cat(
@@ -55,7 +55,7 @@ class _Group:
         return out.transpose(1, 2).flatten(2).flatten(0, 1)
 
     def _attend_to_latents(self, layer: LayerAttention, q: Tensor, latents: Tensor, mask: Tensor) -> Tensor:
-        """Heads are rows of one head: as heads of their own each would get a copy of the latents."""
+        """Heads are rows of one head: as separate heads each would get a copy of the latents."""
         heads = q.shape[1]
         out = F.scaled_dot_product_attention(
             q[self.rows].reshape(self.size, 1, -1, q.shape[2]),

@@ -153,7 +153,7 @@ SHAPES = {
 
 # largest relative error of a row: products of two matrices, rounded between them
 _TOLERANCES = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 1e-4}
-_MOST_LAYERS = 6  # with weights of their own; further ones use them again, with other routes
+_MOST_LAYERS = 6  # with their own weights; further ones use them again, with other routes
 _COLUMNS = (
     Column(name="shape"),
     Column(name="rows"),
@@ -271,7 +271,7 @@ def _measure(job: ExpertJob, loaded: _Loaded, name: str, rows: int, speed: Devic
 
 
 def _time(job: ExpertJob, maps: tuple[ExpertsMap, ...], x: Tensor, routes: list[Routes]) -> Timing:
-    """Calls of the layers in turn, each with routes of its own."""
+    """Calls of the layers in turn, each with its own routes."""
 
     def call(index: int) -> Tensor:
         return maps[index % len(maps)](x, *routes[index])

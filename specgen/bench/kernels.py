@@ -139,7 +139,7 @@ class Cell:
         return torch.randn(shape, dtype=self.heads.dtype, device=self.device)
 
     def rope(self) -> Rope:
-        """Of usual frequencies."""
+        """Rotary embedding with theta 500,000, as Llama 3's."""
         exponents = torch.arange(0, self.heads.head_dim, 2, device=self.device) / self.heads.head_dim
         return bind_ops(self.device, self.heads.dtype).rope(5e5**-exponents)
 
@@ -255,7 +255,7 @@ def _backends(job: KernelJob) -> tuple[TimedBackends, tuple[str, ...]]:
 
 
 def _named(heads: Heads) -> str:
-    """The number formats."""
+    """The number formats of model and KV cache, for the table."""
     fp8 = " with an FP8 KV cache" if heads.kv_dtype.itemsize == 1 else ""
     return str(heads.dtype).removeprefix("torch.") + fp8
 

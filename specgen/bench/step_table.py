@@ -1,7 +1,7 @@
 """The tables of the step bench: parts, kernels, kinds of kernels, and the roofline of the products.
 
-A kernel's kind is told from its name. Weights are read by products and the KV cache by attention, so that each has a
-bound of its own; what other kernels do has none.
+A kernel's kind is recognised by its name. Weights are read by GEMMs and the KV cache by attention, so that each has its
+own bound; what other kernels do has none.
 """
 
 import re
@@ -108,7 +108,7 @@ _PRODUCTS = re.compile(
 )
 _BY_KIND = Table(
     title="By kind of kernel",
-    note="products read the weights and attention the KV cache: the least that takes; kinds are told by name",
+    note="products read the weights and attention the KV cache: the least that takes; kinds are recognised by name",
     columns=(
         Column(name="batch"),
         Column(name="part"),
@@ -174,7 +174,7 @@ def kind_rows(batch: int, time: StepTime, works: Mapping[str, Work], device: Dev
 
 
 def roofline_rows(batch: int, time: StepTime, works: Mapping[str, Work], device: DeviceSpeed) -> list[Row]:
-    """The products of each part, of their own time if kernels are known; else of the part's, with all it reads."""
+    """The GEMMs of each part, with their own time if kernels are known; else the part's, with all it reads."""
     of_products = Counter[str]()
     for kernel in time.kernels:
         of_products[kernel.part] += (kind_of(kernel.name) == "products") * kernel.seconds  # type: ignore[assignment]

@@ -221,7 +221,7 @@ def _turns(prompt: Prompt, tokenizer: Tokenizer) -> Iterator[tuple[str, list[int
         return
     require(
         bool(prompt.recorded),
-        "it has no answer whose length to take, nor max_tokens of its own; --output-lens fixed needs neither",
+        "it has no answer whose length to take, nor max_tokens; --output-lens fixed needs neither",
     )
     tokenizer.require_chat_template()
     for at, message in enumerate(prompt.recorded):

@@ -352,7 +352,7 @@ class EngineCore:
         if not chunks:
             return False
         if chunks[0].sequence.alone:
-            self._read_all_but(0)  # so that no other request can be to blame for a failure
+            self._read_all_but(0)  # so that no other request can have caused a failure
         launch = self._passes.prefill if chunks[0].sequence.request.text is None else self._passes.score
         launched = _attempt(lambda: launch(chunks, self._waits.launch()))
         if launched is None:

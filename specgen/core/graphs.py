@@ -91,7 +91,7 @@ class GraphSizes:
     def __init__(self) -> None:
         self.capture_delay = 0
         self._own: dict[Hashable, set[int]] = {}
-        self._asked = Counter[tuple[Hashable, int]]()  # steps without a graph of their own
+        self._asked = Counter[tuple[Hashable, int]]()  # steps without their own graph
 
     def choose(self, num_sequences: int, what: Hashable) -> int:
         """Rows for a step of ``num_sequences``, with graphs of ``what``; one of that size is there from now on."""
@@ -155,7 +155,7 @@ class StepGraphs(Runner):
     def _pool(self) -> Pool | None:
         """The memory pool that all graphs share, once there is one: a pool ends with its last graph.
 
-        So a handle of our own would be of no use after a first capture that failed.
+        So a separate handle would be of no use after a first capture that failed.
         """
         return next((graph.graph.pool() for graph in self._graphs.values() if graph is not None), None)
 
@@ -175,7 +175,7 @@ class StepGraphs(Runner):
 
 
 class PassGraphs(StepGraphs):
-    """Each forward pass of a step is a graph of its own; the host launches what lies between."""
+    """Each forward pass of a step is its own graph; the host launches what lies between."""
 
     pieces_alone = True
 

@@ -26,7 +26,6 @@ class Columns:
 
     @property
     def num_rows(self) -> int:
-        """B."""
         return self.active.shape[0]
 
     def advance(self, state: DraftState) -> None:

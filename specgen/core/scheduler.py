@@ -238,7 +238,7 @@ class Scheduler:
         """Send the youngest sequence back to the head of the queue; those still prefilling are the youngest."""
         if self.prefilling:
             victim = self.prefilling.pop()
-            self._allocator.release(victim.pages)  # ``launched`` has told what its passes have computed
+            self._allocator.release(victim.pages)  # ``launched`` has recorded what its passes computed
         else:
             victim = self.running.pop()
             self._release(victim)

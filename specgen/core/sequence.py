@@ -73,14 +73,14 @@ class Request:
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """How likely the model found one output token, and which it found likeliest in its place."""
+    """How likely the model found one output token, and which were most likely in its place."""
 
     chosen: float  # natural log-probability
-    top: tuple[tuple[int, float], ...]  # token ids and theirs, the likeliest first
+    top: tuple[tuple[int, float], ...]  # token ids and theirs, the most likely first
 
     @staticmethod
     def of(row: Items[float], num_top: int) -> "TokenLogprobs":
-        """From a row of ``sampling.token_logprobs``, which may have more of the likeliest than are asked for."""
+        """From a row of ``sampling.token_logprobs``, which may have more of the most likely than are asked for."""
         found = len(row) // 2
         top = zip(map(int, row[1 : 1 + found]), row[1 + found :], strict=True)
         return TokenLogprobs(chosen=row[0], top=tuple(top)[:num_top])

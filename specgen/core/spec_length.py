@@ -53,7 +53,7 @@ class StepCosts:
 
 
 class SpecLength(Protocol):
-    """Says before every decode step how many drafts each sequence gets in it, and is told what became of them."""
+    """Chooses before every decode step how many drafts each sequence gets, and observes how many are accepted."""
 
     @property
     def most(self) -> int:

@@ -217,7 +217,7 @@ class Steps:
             logits = self._target.logits(hidden[rows[some]])
             every = logits.log_softmax(-1, dtype=torch.float32)
             log_probs.append(every.gather(-1, targets[some, None])[:, 0])
-            greedy.append(self._target.vocabulary.likeliest(logits)[0] == targets[some])
+            greedy.append(self._target.vocabulary.argmax(logits)[0] == targets[some])
         numbers = torch.stack((torch.cat(log_probs), torch.cat(greedy).float()), 1)
         return StepResult(numbers=numbers, target_rows=layout.num_rows)
 
@@ -246,30 +246,30 @@ class Steps:
         return hidden, hidden if self._drafter.reads_output else features
 
     def _logits(self, hidden: Tensor, sampling: SamplingBatch) -> Tensor:
-        """Of rows ``[n, H]``: ``[n, V]``, or where only the likeliest token is asked for, a rank's share of them."""
+        """Of rows ``[n, H]``: ``[n, V]``, or where only the argmax is needed, a rank's share of them."""
         vocabulary = self._target.vocabulary
         share = vocabulary.share(hidden)
-        return share if sampling.form.likeliest_only else vocabulary.whole(share)
+        return share if sampling.form.greedy_only else vocabulary.whole(share)
 
     def _accept(self, drafts: Drafts, logits: Tensor, positions: Tensor, sampling: SamplingBatch) -> _Verdict:
         """Drafts against logits ``[B, K+1, V]`` (see ``_logits``) of the rows from ``positions`` ``[B]`` on."""
         decisive = penalised(biased(logits, sampling), drafts.tokens, sampling)
-        likeliest, largest = self._target.vocabulary.likeliest(decisive)
+        greedy_tokens, largest = self._target.vocabulary.argmax(decisive)
         if sampling.form.kind == "greedy":
-            accepted, tokens = accept_greedy(drafts.tokens, likeliest)
+            accepted, tokens = accept_greedy(drafts.tokens, greedy_tokens)
         else:
             decided = positions[:, None] + 1 + torch.arange(logits.shape[1], device=logits.device)
             accepted, tokens = accept_sampled(
                 drafts.tokens,
                 drafts.probs,
-                target_probs(decisive, likeliest, sampling),
+                target_probs(decisive, greedy_tokens, sampling),
                 uniform(sampling.seeds, decided[:, :-1], ACCEPT),
                 uniform(sampling.seeds, decided, EMIT),
             )
-        num_likeliest = sampling.form.num_logprobs
+        num_top = sampling.form.num_logprobs
         return _Verdict(
             accepted=accepted,
             tokens=tokens,
             shown=torch.where(largest.abs() < float("inf"), tokens, NOT_FINITE),
-            logprobs=None if num_likeliest is None else token_logprobs(logits, tokens, num_likeliest),
+            logprobs=None if num_top is None else token_logprobs(logits, tokens, num_top),
         )

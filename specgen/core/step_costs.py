@@ -64,7 +64,7 @@ def _step_times(engine: EngineCore, size: int, lengths: Sequence[int], enough: i
             times[event.num_spec_tokens].append(event.seconds + event.idle)
 
     sampling = SamplingParams(max_tokens=_new_tokens(lengths, enough), ignore_eos=True)
-    draw = random.Random(0)  # tokens of their own: equal sequences would share the experts that each touches
+    draw = random.Random(0)  # distinct tokens: equal sequences would share the experts that each touches
     prompts = [
         Request(
             id=f"timed {i}",

@@ -80,7 +80,7 @@ class NoDrafter:
 
 
 class HeadDrafter:
-    """A head over a cache of its own; pages are shared with the target. Its state is the fused feature, ``[B, H]``.
+    """A head with its own cache; pages are shared with the target. Its state is the fused feature, ``[B, H]``.
 
     With ``sampled_drafts`` drafts are drawn at the request's temperature, else they are the argmax.
     """

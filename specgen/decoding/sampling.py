@@ -32,7 +32,9 @@ SamplingKind = Literal["greedy", "plain", "filtered"]
 # Few sizes, because a captured step is one for each.
 _BIAS_WIDTHS = (0, 16, 128, MAX_LOGIT_BIASES)
 _LOGPROB_WIDTHS = (0, MAX_LOGPROBS)
-_LEAST_TOP_P = 1e-6  # the likeliest token alone, of a million; less might be 0 in float32, which leaves none
+_LEAST_TOP_P = (
+    1e-6  # the most likely token alone, of a million; less might be 0 in float32, which leaves none
+)
 _HAS_FLASHINFER = find_spec("flashinfer") is not None
 
 
@@ -42,11 +44,11 @@ class SamplingForm:
 
     kind: SamplingKind
     num_biases: int  # columns of biased tokens
-    num_logprobs: int | None  # of the likeliest tokens; None: not asked for
+    num_logprobs: int | None  # of the most likely tokens; None: not asked for
     penalised: bool = False  # whether tokens are counted
 
     @property
-    def likeliest_only(self) -> bool:
+    def greedy_only(self) -> bool:
         """Whether nothing is asked of the logits but where the largest is."""
         return self == SamplingForm("greedy", 0, None)
 
@@ -261,30 +263,30 @@ def _less_penalties(logits: Tensor, counts: Tensor, batch: SamplingBatch) -> Ten
     return found.sub_(presence * (in_output > 0) + frequency * in_output)
 
 
-def are_finite(logits: Tensor, likeliest: Tensor) -> Tensor:
+def are_finite(logits: Tensor, greedy_tokens: Tensor) -> Tensor:
     """Whether rows ``[..., V]`` are finite, ``[...]`` bool: NaN or inf shows as a non-finite value at the argmax."""
-    return logits.gather(-1, likeliest[..., None]).squeeze(-1).abs() < float("inf")
+    return logits.gather(-1, greedy_tokens[..., None]).squeeze(-1).abs() < float("inf")
 
 
-def token_logprobs(logits: Tensor, tokens: Tensor, num_likeliest: int) -> Tensor:
+def token_logprobs(logits: Tensor, tokens: Tensor, num_top: int) -> Tensor:
     """What the model thought of ``tokens`` ``[B, n]``, from its logits ``[B, n, V]``: ``[B, n, 1 + 2 m]`` float64.
 
-    The token's log-probability, the ids of the m likeliest tokens, and their log-probabilities; m is
-    ``num_likeliest``, or V where that is less.
+    The token's log-probability, the ids of the m most likely tokens, and their log-probabilities; m is
+    ``num_top``, or V where that is less.
     """
     every = logits.log_softmax(-1, dtype=torch.float32)
-    top = every.topk(min(num_likeliest, every.shape[-1]))
+    top = every.topk(min(num_top, every.shape[-1]))
     chosen = every.gather(-1, tokens[..., None])
     return torch.cat([chosen.double(), top.indices.double(), top.values.double()], -1)
 
 
-def target_probs(logits: Tensor, likeliest: Tensor, batch: SamplingBatch) -> Tensor:
+def target_probs(logits: Tensor, greedy_tokens: Tensor, batch: SamplingBatch) -> Tensor:
     """The distribution that is sampled, ``[B, n, V]`` from logits ``[B, n, V]``, each row normalised.
 
-    Temperature, then min-p, top-k and top-p, in vLLM's order. ``likeliest`` ``[B, n]`` is the argmax; see
+    Temperature, then min-p, top-k and top-p, in vLLM's order. ``greedy_tokens`` ``[B, n]`` is the argmax; see
     ``draft_probs`` for the rows that are one-hot there.
     """
-    probs = draft_probs(logits, likeliest, batch)
+    probs = draft_probs(logits, greedy_tokens, batch)
     if batch.form.kind == "filtered":
         floor = batch.min_p[:, None, None] * probs.amax(-1, keepdim=True)
         keep_top = _keep_top_on_gpu if probs.is_cuda and _HAS_FLASHINFER else _keep_top
@@ -292,22 +294,22 @@ def target_probs(logits: Tensor, likeliest: Tensor, batch: SamplingBatch) -> Ten
     return probs / probs.sum(-1, keepdim=True)
 
 
-def draft_probs(logits: Tensor, likeliest: Tensor, batch: SamplingBatch) -> Tensor:
-    """Softmax at each sequence's temperature, ``[B, n, V]``; one-hot at ``likeliest`` ``[B, n]`` at temperature 0.
+def draft_probs(logits: Tensor, greedy_tokens: Tensor, batch: SamplingBatch) -> Tensor:
+    """Softmax at each sequence's temperature, ``[B, n, V]``; one-hot at ``greedy_tokens`` ``[B, n]`` at temperature 0.
 
     Rows with NaN or inf are one-hot too, so that a draw from them gives a token and the other rows go on.
     """
     temperature = batch.temperature[:, None, None]
     probs = (logits / temperature.clamp(min=1e-6)).softmax(-1)
-    chosen = likeliest[..., None]
-    settled = (temperature == 0) | ~are_finite(logits, likeliest)[..., None]
+    chosen = greedy_tokens[..., None]
+    settled = (temperature == 0) | ~are_finite(logits, greedy_tokens)[..., None]
     # in place: probabilities of a large batch and vocabulary are what a step needs most memory for
     at_chosen = torch.where(settled, 1, probs.gather(-1, chosen))
     return probs.masked_fill_(settled, 0).scatter_(-1, chosen, at_chosen)
 
 
 def _keep_top(probs: Tensor, batch: SamplingBatch) -> Tensor:
-    """Zero all but the ``top_k`` likeliest tokens, then all but the fewest that make up ``top_p`` of the rest."""
+    """Zero all but the ``top_k`` most likely tokens, then all but the fewest that make up ``top_p`` of the rest."""
     ordered, order = probs.sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(probs.shape[-1], device=probs.device)
     top_k = torch.where(batch.top_k > 0, batch.top_k, probs.shape[-1])[:, None, None]

@@ -12,13 +12,13 @@ from specgen.decoding.outcome import NO_DRAFT
 from specgen.decoding.sampling import draw
 
 
-def accept_greedy(drafts: Tensor, likeliest: Tensor) -> tuple[Tensor, Tensor]:
-    """Drafts ``[B, K]`` are accepted as long as they are the target's own choice, ``likeliest`` ``[B, K+1]``.
+def accept_greedy(drafts: Tensor, greedy_tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """Drafts ``[B, K]`` are accepted as long as they are the target's own choice, ``greedy_tokens`` ``[B, K+1]``.
 
     Returns accepted ``[B]`` and tokens ``[B, K+1]``, the plain greedy continuation.
     """
-    accepted = (drafts == likeliest[:, :-1]).long().cumprod(1).sum(1)
-    return accepted, likeliest
+    accepted = (drafts == greedy_tokens[:, :-1]).long().cumprod(1).sum(1)
+    return accepted, greedy_tokens
 
 
 def accept_sampled(

@@ -30,7 +30,7 @@ def build_engine(
 ) -> EngineCore:
     """An engine of a resolved ``config`` over loaded ``models``; events go to ``record``.
 
-    ``around`` may put a runner of its own around the one that ``config`` names, to watch the pieces of a step.
+    ``around`` may wrap the runner that ``config`` names, to watch the pieces of a step.
     ``expected`` asks for as much as any request will (see ``sampling.most_demanding``): that leaves the cache on a GPU
     all the memory that passes do not need.
     """

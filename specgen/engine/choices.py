@@ -47,7 +47,7 @@ RUNNERS: dict[GraphsName, type[Runner]] = {"step": StepGraphs, "pass": PassGraph
 def resolve(config: EngineConfig, checkpoints: Checkpoints) -> EngineConfig:
     """``config`` with every ``auto`` replaced by what will run; ``UserError`` for what cannot run here.
 
-    N-gram drafts get their full name, ``ngram:N``, and a chat template that asks for the date is told today's.
+    N-gram drafts get their full name, ``ngram:N``, and a chat template that asks for the date gets today's.
     """
     device = choose_device(config.device)
     require_devices(device, config.tensor_parallel)

@@ -120,7 +120,7 @@ class Engine:
     def capture_graphs(self) -> None:
         """Capture the CUDA graph of every batch size and K now, which ``generate`` does as it comes to each.
 
-        For greedy requests without logit biases or logprobs; others have graphs of their own.
+        For greedy requests without logit biases or logprobs; others have their own graphs.
         """
         _, core = self._require_idle()
         with phase("graphs"):

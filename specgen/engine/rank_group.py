@@ -31,7 +31,7 @@ ENVIRONMENT = {  # what libraries read from the environment alone
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Of a rank in its group."""
+    """Rank, device and limits of one process of the group."""
 
     rank: int
     size: int
@@ -66,7 +66,7 @@ class Checksum:
     value: int = 0
 
     def add(self, *numbers: int) -> None:
-        """Whose order matters."""
+        """Update with ``numbers``; their order matters."""
         self.value = crc32(array("q", numbers).tobytes(), self.value)
 
 

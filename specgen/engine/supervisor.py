@@ -83,7 +83,7 @@ class Supervisor:
         self._alive = self._began = time.monotonic()
 
     def leave(self) -> None:
-        """It is back."""
+        """Rank 0 has left that work."""
         self._began = None
 
     def alive(self) -> None:

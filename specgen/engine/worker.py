@@ -85,12 +85,12 @@ class Worker:
             self._answer(Alive())
 
     def start(self, places: Sequence[Place]) -> None:
-        """All is imported."""
+        """Answer once every module is imported."""
         self._place = places[self._rank]
         self._answer("here")
 
     def join(self) -> None:
-        """Meet the others."""
+        """Join the process group."""
         self._ranks = join(self._place, self._alive)
         self._answer("joined")
 
@@ -166,7 +166,7 @@ class Worker:
 
 
 def _ignore(event: Event) -> None:
-    """Rank 0 records it."""
+    """Discard: rank 0 records events."""
 
 
 def _end_with(descriptor: int) -> None:

@@ -179,7 +179,7 @@ def start(device: torch.device, size: int) -> WorkerGroup:
     """
     require(
         not dist.is_initialized(),
-        f"tensor-parallel is {size} and this process is in another group of torch.distributed: use one of its own",
+        f"tensor-parallel is {size} and this process is in another group of torch.distributed: use a separate process",
     )
     # as an OpenMP thread pool of each rank would take all cores for itself
     num_threads = max(torch.get_num_threads() // size, 1) if device.type == "cpu" else torch.get_num_threads()

@@ -211,7 +211,7 @@ class SpecgenLM(TemplateLM):  # type: ignore[misc]
         }
 
     def _by_task(self, asked: list[Request]) -> Iterator[tuple[str, _Row]]:
-        """The answers to ``asked``, task by task, so that each has a speed of its own."""
+        """The answers to ``asked``, task by task, so that each has its own speed."""
         expected = most_demanding(request.sampling for request in asked)
         tasks: dict[str, list[Request]] = {}
         for request in asked:
@@ -277,7 +277,7 @@ class SpecgenLM(TemplateLM):  # type: ignore[misc]
     def _row(self, completion: Completion) -> tuple[str, _Row]:
         """The id, and a row with all tokens and the answer before the first stop string or end token.
 
-        A task scores the answer alone, so its reasoning is in a field of its own.
+        A task scores the answer alone, so its reasoning is in a separate field.
         """
         request = completion.request
         require(completion.error is None, f"a prompt of {request.category} cannot be run: {completion.error}")

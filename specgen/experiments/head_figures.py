@@ -24,7 +24,7 @@ from specgen.report.paired_requests import (
     with_steps,
 )
 
-_LEVEL = 0.05  # of p after Holm's correction, below which a difference is told
+_LEVEL = 0.05  # of p after Holm's correction, below which a difference is significant
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,11 +60,11 @@ class Length:
         if not known or len(known) < len(lengths):
             return None
         parts = [(each.variance, each.freedom) for each in known if each.variance]
-        told, total = len(parts) == len(known), math.fsum(variance for variance, _ in parts)
+        complete, total = len(parts) == len(known), math.fsum(variance for variance, _ in parts)
         return Length(
             value=math.fsum(each.value for each in known) / len(known),
-            variance=total / len(known) ** 2 if told else None,
-            freedom=total**2 / math.fsum(v**2 / freedom for v, freedom in parts) if told else 0,
+            variance=total / len(known) ** 2 if complete else None,
+            freedom=total**2 / math.fsum(v**2 / freedom for v, freedom in parts) if complete else 0,
             most=max(each.most for each in known),
         )
 
@@ -150,8 +150,8 @@ def _run(run: HeadRun, length: Length | None) -> dict[str, Any]:
     }
 
 
-def told(figure: PairedFigure | None) -> bool:
-    """Whether the data tell that there is a difference."""
+def is_significant(figure: PairedFigure | None) -> bool:
+    """Whether the difference is statistically significant."""
     return figure is not None and figure.p is not None and figure.p < _LEVEL
 
 

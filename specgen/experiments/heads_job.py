@@ -142,7 +142,7 @@ def directory_of(path: Path, data: str, head: str) -> Path:
 class HeadsRun:
     """A job at work in the directory ``path``, which holds what an earlier command has done of it.
 
-    ``progress`` makes the display of one run from its name; ``watch`` is told of turns. Once ``until`` is true a method
+    ``progress`` makes the display of one run from its name; ``watch`` receives turns. Once ``until`` is true a method
     ends with ``StoppedError``; runs and rounds that are done are kept.
     """
 

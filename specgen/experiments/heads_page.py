@@ -96,7 +96,7 @@ def _tables(found: Comparison) -> Iterator[Table]:
 
 
 def _of_data(table: Table, data: str, lines: Lines | None = None) -> Table:
-    """The rows of one data set, with a chart of their own."""
+    """The rows of one data set, with their own chart."""
     rows = tuple(row for row in table.rows if row["data"] == data)
     return replace(
         table,
@@ -188,7 +188,7 @@ def _runs_table(found: Comparison) -> Table:
 
 
 def moved(pair: HeadPair) -> list[Pair]:
-    """The requests with the largest differences of their own mean acceptance length, gains first."""
+    """The requests with the largest differences of mean acceptance length, gains first."""
     ordered = sorted(with_steps(pair.requests), key=gain, reverse=True)
     gains = [each for each in ordered if gain(each) > 0][:_SHOWN]
     losses = [each for each in ordered if gain(each) < 0][-_SHOWN:]

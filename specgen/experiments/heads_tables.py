@@ -16,7 +16,7 @@ from specgen.display import (
     rate,
     ratio,
 )
-from specgen.experiments.head_figures import Comparison, HeadPair, Length, told
+from specgen.experiments.head_figures import Comparison, HeadPair, Length, is_significant
 from specgen.experiments.repeat import MedianRange
 from specgen.experiments.rounds import PLAIN
 from specgen.report.paired_requests import num_identical
@@ -189,7 +189,7 @@ def pairs_table(found: Comparison) -> Table:
 
 def _pair(pair: HeadPair, num_positions: int) -> Row:
     paired = pair.length.paired if pair.length else None
-    positions = [hundredths(each.paired.difference) + "*" * told(each) for each in pair.positions]
+    positions = [hundredths(each.paired.difference) + "*" * is_significant(each) for each in pair.positions]
     return {
         "data": pair.data,
         "heads": f"{pair.ours} - {pair.first}",
@@ -302,9 +302,11 @@ def leader(found: Comparison, data: str) -> str:
 
 
 def leads(found: Comparison, data: str) -> bool:
-    """Whether the data tell the ``leader`` from every other head, of which there is one at least."""
+    """Whether the ``leader`` is significantly better than every other head, of which there is at least one."""
     pairs = _against_leader(found, data)
-    return bool(pairs) and all(told(pair.length) and _gain(pair, leader(found, data)) > 0 for pair in pairs)
+    return bool(pairs) and all(
+        is_significant(pair.length) and _gain(pair, leader(found, data)) > 0 for pair in pairs
+    )
 
 
 def verdicts(found: Comparison) -> Iterator[str]:
@@ -333,7 +335,7 @@ def _overall(found: Comparison, compared: Sequence[str]) -> str:
 
 def _verdict(found: Comparison, data: str) -> str:
     first, pairs = leader(found, data), _against_leader(found, data)
-    above = [pair for pair in pairs if told(pair.length) and _gain(pair, first) > 0]
+    above = [pair for pair in pairs if is_significant(pair.length) and _gain(pair, first) > 0]
     others = [pair for pair in pairs if pair not in above]
     parts = []
     if above:

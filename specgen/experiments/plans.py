@@ -119,7 +119,7 @@ def prepare(
 ) -> Prepared:
     """Resolve everything; ``engine`` is the configuration that arms change, along ``axes``.
 
-    ``record`` is the manifest of a bench that may go on, whose date chat templates are told. ``UserError`` if no arm
+    ``record`` is the manifest of a bench that may go on, whose date chat templates see. ``UserError`` if no arm
     can run, or no prompt.
     """
     checkpoints = open_checkpoints(engine)

@@ -32,7 +32,6 @@ class Ranking:
 
     @cached_property
     def best(self) -> str:
-        """The fastest arm."""
         return max(self.arms, key=self._strength)
 
     def _strength(self, arm: str) -> float:
@@ -65,7 +64,7 @@ class Ranking:
         return math.inf if interval is None else interval[1]
 
     def no_different(self, arm: str) -> bool:
-        """Whether its speed cannot be told from the best arm's."""
+        """Whether its speed does not differ significantly from the best arm's."""
         interval = self.over_best(arm).interval
         return arm != self.best and interval is not None and interval[0] <= 1 <= interval[1]
 

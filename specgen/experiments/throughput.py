@@ -39,7 +39,7 @@ class ThroughputJob:
         require(self.repeats >= 1, f"repeats is {self.repeats}: use at least 1")
         require(
             self.engine.draft_length.most >= 1,
-            "num-spec-tokens is 0, but plain decoding is an arm of its own: use 1 to 16",
+            "num-spec-tokens is 0, but plain decoding is a separate arm: use 1 to 16",
         )
 
     @property

@@ -118,7 +118,7 @@ def tune(
 
 
 class _Tuning:
-    """A job on its way."""
+    """A tune while it runs."""
 
     def __init__(
         self,

@@ -48,13 +48,13 @@ Watch = Callable[[Turn], None]
 
 
 def nobody(turn: Turn) -> None:
-    """Watches without a word."""
+    """A ``Watch`` that ignores turns."""
 
 
 class Turns:
     """Runs rounds and keeps them. An arm that fails is in ``failed``, and costs the others nothing.
 
-    ``load`` returns the weights of an arm's configuration. ``watch`` is told of every turn; what it raises ends all of
+    ``load`` returns the weights of an arm's configuration. ``watch`` receives every turn; what it raises ends all of
     them, without the round. Once ``until`` is true, which is asked between steps, a run ends with ``StoppedError``.
     """
 

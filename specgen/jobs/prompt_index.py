@@ -83,7 +83,7 @@ def keep_index(path: Path, key: str, index: PromptIndex) -> None:
 
 
 def _unseen(num_rows: int) -> None:
-    """Nobody follows."""
+    """The default of ``seen``: ignores the count."""
 
 
 def index_prompts(
@@ -94,7 +94,7 @@ def index_prompts(
 ) -> PromptIndex:
     """Read every prompt of the data set ``name`` once; ``UserError`` if none is valid.
 
-    Digest, chats and sampling are those of the whole input, so that all shards agree on them. ``seen`` is told the
+    Digest, chats and sampling are those of the whole input, so that all shards agree on them. ``seen`` receives the
     number of rows so far, now and then.
     """
     digest, rows, first = hashlib.sha256(), list[tuple[str, ...]](), list[Prompt]()

@@ -329,7 +329,7 @@ class _Work:
             )
         if done + failed < total and first.all_failed:
             raise TooManyFailuresError(
-                f"the first {_FIRST} of {total} requests all failed, and none is done ({first.reason}): mend that, or "
+                f"the first {_FIRST} of {total} requests all failed, and none is done ({first.reason}): fix that, or "
                 "let the others run with --max-failures"
             )
         if done + failed < total:

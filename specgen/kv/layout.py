@@ -75,7 +75,6 @@ class Layout:
 
     @property
     def num_sequences(self) -> int:
-        """B."""
         return self.starts.shape[0]
 
     @cached_property

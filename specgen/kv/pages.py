@@ -12,7 +12,7 @@ def extend_digests(digests: list[bytes], tokens: Sequence[int], page_size: int, 
     """Bring ``digests`` up to ``tokens``: digest i names all tokens of pages 0 to i, and the token behind them.
 
     The head's KV at a position depends on the token that follows it, so a page is another one where that token is:
-    then target and head can both take a page as it is, and nothing is left to be mended at the border. ``root`` keeps
+    then target and head can both take a page as it is, and nothing is left to be repaired at the border. ``root`` keeps
     apart what is computed in different ways.
     """
     for page in range(len(digests), (len(tokens) - 1) // page_size):

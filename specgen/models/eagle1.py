@@ -46,7 +46,7 @@ class Eagle1Config(HeadConfig):
 
     @classmethod
     def from_hf(cls, config: Raw, tensors: Set[str], num_target_layers: int | None) -> "Eagle1Config":
-        """Read a head's ``config.json``; biases and an embedding of its own are found in ``tensors`` alone."""
+        """Read a head's ``config.json``; its biases and embedding are found in ``tensors`` alone."""
         del num_target_layers  # it reads no layer but the last
         return cls(
             draft_vocab_size=count(config, "draft_vocab_size", count(config, "vocab_size")),

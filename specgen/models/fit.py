@@ -28,7 +28,7 @@ def misfits(target: TargetConfig, head: HeadConfig) -> tuple[str, ...]:
         )
     if not head.own_embedding and head.hidden_size != target.hidden_size:
         reasons.append(
-            f"the head has no embedding of its own and is {head.hidden_size} wide, but the target's embedding is "
+            f"the head has no embedding and is {head.hidden_size} wide, but the target's embedding is "
             f"{target.hidden_size} wide: use a head that carries embed_tokens.weight"
         )
     return tuple(reasons)

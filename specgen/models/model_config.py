@@ -175,7 +175,7 @@ class LayerConfig:
     sinks: bool = False  # of every layer's attention
     norm_casts_last: bool = False  # norms round behind the product with their weight
     mixture: MixtureConfig | None = None
-    latent: LatentConfig | None = None  # of every layer's attention; None: it has keys and values of its own
+    latent: LatentConfig | None = None  # of every layer's attention; None: it has its own keys and values
     fp8: Fp8Config | None = None  # of the linear layers that are stored in it; None: of none
 
     def __post_init__(self) -> None:
@@ -228,11 +228,11 @@ class LayerConfig:
         )
 
     def _can_share(self, count: int) -> bool:
-        """Whether ``count`` ranks have equal parts, with scales of their own where blocks of a weight share one."""
+        """Whether ``count`` ranks have equal parts, with separate scales where blocks of a weight share one."""
         kv, mixture = self.num_kv_heads, self.mixture
         block = BLOCK if self.fp8 is not None and self.fp8.weights == "block" else 1
         widths = [self.num_heads * self.head_dim, max(kv, count) * self.head_dim]
-        if self.latent is not None:  # kv_b_proj and o_proj; a head's keys of their own are always whole
+        if self.latent is not None:  # kv_b_proj and o_proj; a head's own keys are always whole
             widths += [self.num_heads * (self.latent.nope_dim + self.latent.value_dim)]
             widths += [self.num_heads * self.latent.value_dim]
         if mixture is None or not all(mixture.layers):

@@ -29,7 +29,7 @@ def mtp_prefixes(config: Raw, names: Set[str]) -> tuple[str, ...]:
 
 
 def is_mtp(config: Raw, tensors: Set[str]) -> bool:
-    """MTP layers without their target, which has an embedding of its own."""
+    """MTP layers without their target, which has its own embedding."""
     return "model.embed_tokens.weight" not in tensors and any(
         name.endswith(".eh_proj.weight") for name in tensors
     )
@@ -47,7 +47,7 @@ class MtpConfig(HeadConfig):
 
     @classmethod
     def from_hf(cls, config: Raw, tensors: Set[str], num_target_layers: int | None) -> "MtpConfig":
-        """Read the ``config.json`` of the target; what the layers share with it is told by ``tensors``."""
+        """Read the ``config.json`` of the target; ``tensors`` says what the layers share with it."""
         del num_target_layers  # they read no layer but the last
         prefixes, latent = mtp_prefixes(config, tensors), LatentConfig.from_hf(config)
         require(

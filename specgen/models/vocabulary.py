@@ -67,7 +67,7 @@ class Vocabulary:
         parts = self.ranks.gather(pad(share, (0, most - share.shape[-1])))
         return parts.movedim(0, -2).flatten(-2)[..., : self.size].contiguous()
 
-    def likeliest(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+    def argmax(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """The first maximum of each row, and its logit: not finite where the row has NaN or an infinite maximum.
 
         ``logits`` are whole, [..., V], or a share of every rank, [..., len(rows)].

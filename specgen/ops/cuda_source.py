@@ -33,7 +33,7 @@ def _compiles() -> bool:
 def _not_compiled() -> str | None:
     """Why they cannot be compiled here; None: they can."""
     if find_spec("flashinfer") is None:
-        return "flashinfer-python, which compiles kernels of our own, is not installed"
+        return "flashinfer-python, which compiles specgen's kernels, is not installed"
     if os.environ.get("FLASHINFER_DISABLE_JIT"):
         return "FLASHINFER_DISABLE_JIT is set"
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda"

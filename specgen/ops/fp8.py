@@ -58,7 +58,7 @@ def rounded(x: Tensor, weight: Weight) -> Tensor:
 
 
 def rounding(weight: Weight) -> _Map:
-    """``rounded`` for this weight, without keeping its matrix; of experts not with scales of their own."""
+    """``rounded`` for this weight, without keeping its matrix; not for experts with separate scales."""
     if weight.activations == "static":
         scale = weight.input_scale
         assert scale is not None

@@ -1,4 +1,4 @@
-"""Linear layers in FP8 on NVIDIA GPUs: kernels of our own for few rows, torch's scaled products for many.
+"""Linear layers in FP8 on NVIDIA GPUs: own kernels for few rows, torch's scaled GEMMs for many.
 
 Measured on an H100 at the shapes of Llama-3.1-8B: up to 64 rows our tiles take 1.15 to 1.5 times what reading the
 weight takes, and at 160 rows torch's product with one scale is 1.2 to 1.7 times as fast as they are. On Hopper

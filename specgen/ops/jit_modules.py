@@ -24,7 +24,7 @@ from specgen.startup import compiling, phase
 _POLL = 0.1  # seconds
 _LAST_LINES = 15  # of a compiler's output
 _WIDEST = 300  # characters of a line
-_NINJAS = re.compile(r"\[\d+/\d+\] |FAILED: |ninja: ")  # how lines of its own begin
+_NINJAS = re.compile(r"\[\d+/\d+\] |FAILED: |ninja: ")  # how its own lines begin
 _MEMORY = 2 << 30  # bytes of a compiler
 
 

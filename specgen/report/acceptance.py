@@ -102,7 +102,7 @@ class StepCounts:
         self.histogram[step.accepted] += 1
 
     def __add__(self, other: "StepCounts") -> "StepCounts":
-        """Those of both."""
+        """The sums of both, as of one run."""
         found = StepCounts(len(self.drafted))
         for name in ("drafted", "reached", "accepted", "histogram"):
             pairs = zip(getattr(self, name), getattr(other, name), strict=True)

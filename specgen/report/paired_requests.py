@@ -124,7 +124,7 @@ def corrected(families: Sequence[Figures]) -> list[tuple[PairedFigure, ...]]:
 
 
 def corrected_by_kind(found: Sequence[Sequence[Pair]]) -> list[tuple[PairedFigure, ...]]:
-    """Of each pair of runs the mean acceptance length, then acceptance by position where it can be told.
+    """Of each pair of runs the mean acceptance length, then acceptance by position where it is defined.
 
     Lengths are one family of tests over all of ``found`` and positions another, in `report` as in `compare`: how many
     positions there are changes nothing in what is said of a length.

@@ -46,7 +46,7 @@ class PartCounts:
 
 
 class PartSum:
-    """Sums over requests by part; what has no part of its own is answer."""
+    """Sums over requests by part; what has no part is answer."""
 
     def __init__(self, num_spec_tokens: int) -> None:
         self._num_spec_tokens = num_spec_tokens

@@ -49,7 +49,6 @@ class Column:
         return f"{title} [{self.unit}]" if self.unit else title
 
     def text(self, row: Row) -> str:
-        """The formatted value."""
         found = row[self.name]
         return found if isinstance(found, str) else self.show(found)
 
@@ -69,7 +68,7 @@ class Table:
     rows: tuple[Row, ...]
     title: str
     note: str = ""
-    lines: Lines | None = None  # a chart of its own, instead of ``bars``
+    lines: Lines | None = None  # a separate chart, instead of ``bars``
     bars: str = ""  # the column that is also drawn as bars on the axis ``ticks``
     ticks: Ticks = (0, 0.25, 0.5, 0.75, 1)
     num_keys: int = 1  # leading columns that identify a row, repeated where a terminal splits the table

@@ -9,7 +9,7 @@ from markupsafe import escape
 from specgen.report.token_sources import Source
 
 _MARKUP = 20  # bytes around a span
-_POSITIONS = 8  # of drafts, with a shade of their own
+_POSITIONS = 8  # of drafts, with their own shade
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class Span:
 
     @property
     def num_bytes(self) -> int:
-        """In a page."""
+        """Size in the HTML page."""
         texts = self.text if self.rejected is None else f"{self.text}{self.rejected} tabindex=0 data-draft="
         return _MARKUP + len(escape(texts).encode())
 
@@ -52,7 +52,7 @@ class Entry:
 
     @property
     def num_bytes(self) -> int:
-        """In a page, about."""
+        """Size in the HTML page, approximately."""
         own = 400 + len(
             escape(f"{self.title}{self.note}{self.question}{''.join(self.labels.values())}").encode()
         )

@@ -42,7 +42,7 @@ class Trace:
 
     @property
     def acceptance_length(self) -> float | None:
-        """None without drafts."""
+        """1 + accepted / drafts over steps with drafts; None without one."""
         accepted = [step.accepted for step in self.steps if step.drafts]
         return 1 + sum(accepted) / len(accepted) if accepted else None
 

@@ -44,7 +44,6 @@ class WallTime:
 
     @property
     def whole(self) -> float:
-        """The wall time."""
         return sum(self.shares(1.0).values())
 
     def shares(self, whole: float) -> dict[str, float]:

@@ -43,7 +43,7 @@ def differences(earlier: Mapping[str, Any], now: Mapping[str, Any], free: Contai
 
 
 def _follows(name: str, unlike: list[str], left: Mapping[str, Any], right: Mapping[str, Any]) -> bool:
-    """Whether another difference, which is told, is why ``name`` differs."""
+    """Whether another difference, which is listed, is why ``name`` differs."""
     if name == "data.sha256":
         return not {"data.dataset", "data.num_prompts"}.isdisjoint(unlike)
     drafters = left.get("engine.drafter"), right.get("engine.drafter")
@@ -77,7 +77,7 @@ def _of_files(name: str, earlier: Mapping[str, Any], now: Mapping[str, Any]) -> 
 
 
 def _changed(left: Mapping[str, Any], right: Mapping[str, Any]) -> Iterator[str]:
-    """A file per text; without SHA-256 it is told by its size and date."""
+    """A file per text; without SHA-256 it is identified by its size and date."""
     for name in {**left, **right}:
         if name not in right:
             yield f"{name} is gone"

@@ -8,7 +8,7 @@ from specgen.rundir.tally import Tally
 
 
 class Progress(Protocol):
-    """Follows a run."""
+    """Receives the events of a run, to display them."""
 
     def warn(self, sentence: str) -> None:
         """Something that does not stop the run but that the user has hardly meant."""
