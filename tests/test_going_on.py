@@ -221,7 +221,7 @@ def test_a_run_whose_first_requests_all_fail_stops(job: Job, tmp_path: Path, fai
     many, names = _many(job, tmp_path, num_broken=1)
     failing |= set(names)
     reason = (
-        r"the first 32 of 41 requests all failed, and none is done \(p0: line 2: the model's .* alone\): mend"
+        r"the first 32 of 41 requests all failed, and none is done \(p0: line 2: the model's .* alone\): fix"
     )
     with pytest.raises(TooManyFailuresError, match=reason):
         run.run(many, tmp_path / "run", Follower())

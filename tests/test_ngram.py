@@ -230,7 +230,7 @@ def test_an_error_at_any_launch_point_changes_no_result(
         device_like()
     setting = Setting(demo_pair, kind, 4, prefix_cache, ahead, {"drafter": "ngram"})
     right = run_without_fault(setting)
-    assert {"copying drafts", "the text so far"} <= set(right.calls)
+    assert {"ngram.NgramDrafter.observe", "ngram.lookup"} <= set(right.places)
     require_no_change(setting, right, error)
 
 
