@@ -288,7 +288,7 @@ def test_an_arm_with_other_texts_is_named(pair: Path, monkeypatch) -> None:
     (differing,) = [note for note in notes if note.startswith("texts differ")]
     arms = "batch 4, K 4, padded; batch 4, K 4, non-padded"
     assert differing == (
-        f"texts differ from plain decoding's in {arms}: specgen verify says whether rounding explains it"
+        f"texts differ from plain decoding in {arms}: specgen verify says whether rounding explains it"
     )
     wrong = [note for note in notes if note.startswith("wrong: batch 4, K 2, padded: ")]
     assert len(wrong) == 1, "a cycle of tokens is no row of fives"

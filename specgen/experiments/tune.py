@@ -241,6 +241,6 @@ def _conditions(job: TuneJob, ready: Prepared, yardstick: Yardstick) -> Row:
         "94 %",
         "in_batch": "mean sequences in a decode step: fewer than the batch where the last requests run out",
         "per_user": "1 / median time per output token",
-        "same_texts": "share of the texts that are equal to plain decoding's at that batch size",
+        "same_texts": "share of the texts that are identical to plain decoding at that batch size",
         **{name: text for name, text in yardstick.conditions.items() if name == "wrong_tokens"},
     }

@@ -104,7 +104,7 @@ def _doubts(rows: Mapping[str, Row]) -> Iterator[str]:
     others = [name for name, row in rows.items() if row["same_texts"] is not None and row["same_texts"] < 1]
     if others:
         named = "; ".join(others)
-        yield f"texts differ from plain decoding's in {named}: specgen verify says whether rounding explains it"
+        yield f"texts differ from plain decoding in {named}: specgen verify says whether rounding explains it"
 
 
 def _ratio(name: str, found: Speedup | None, itself: bool) -> dict[str, object]:
