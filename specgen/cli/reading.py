@@ -151,11 +151,11 @@ def merge(
     Exit code 3 if a request failed.
     """
     from specgen.jobs.merge import merge  # imports torch
-    from specgen.jobs.run_output import read_result
+    from specgen.jobs.run_output import FinishedRun
     from specgen.report.tables import figures
 
     merge(output, directories, format)
-    result = read_result(output)
+    result = FinishedRun(output).result()
     print_result(result, as_json, sys.stdout, figures)
     print_notes_and_exit(result, output)
 

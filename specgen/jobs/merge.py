@@ -9,7 +9,7 @@ from typing import Any
 
 from specgen.config import FormatName, require
 from specgen.events import Merged, Sharded, to_line
-from specgen.jobs.run_output import export, read_json, write_report
+from specgen.jobs.run_output import FinishedRun, read_json
 from specgen.jobs.shard import REQUESTS, WHOLE, Shard, parse_shard, read_requests
 from specgen.report.report import load
 from specgen.rundir.atomic import replacement, write_json
@@ -50,9 +50,10 @@ def merge(output: Path, directories: Sequence[Path], format_name: FormatName) ->
         baseline = path / "baseline" if runs[0].has_baseline else None
         if baseline is not None:
             _join(baseline, [run.path / "baseline" for run in runs], runs)
-        report = write_report(path, baseline)
+        merged = FinishedRun(path)
+        report = merged.write_report(None if baseline is None else FinishedRun(baseline))
         write_json(path / "status.json", {**runs[0].status, **figures(report)})
-        export(path, format_name)
+        merged.export(format_name)
         path.rename(output)
 
 

@@ -23,7 +23,7 @@ from specgen.jobs.job import Job, job_manifest, without_effect
 from specgen.jobs.lost import kept_while_lost, note_lost, read_lost
 from specgen.jobs.prompt_index import PromptIndex, index_prompts, keep_index, kept_index
 from specgen.jobs.ray_engine import RayEngine
-from specgen.jobs.run_output import MAIN_FILES, RunResult, export, is_finished, read_result, write_report
+from specgen.jobs.run_output import MAIN_FILES, FinishedRun, RunResult, is_finished
 from specgen.jobs.shard import REQUESTS
 from specgen.prompts import Prompt, PromptSet, Rejected, failure, open_prompts
 from specgen.report.summary import Summary
@@ -89,8 +89,9 @@ def run(
             require_same(path / "manifest.json", asked, free=FREE_IN_A_RUN, remedy=_REMEDY)
             if is_finished(path, job, status.admit()):
                 status.put_back()
+                run = FinishedRun(path)
                 if not (path / MAIN_FILES[job.format]).exists():
-                    export(path, job.format)
+                    run.export(job.format)
             else:
                 if job.config is not None:  # the last command's: a resumed run may have another batch size
                     write_text(path / "config.yaml", job.config)
@@ -100,9 +101,10 @@ def run(
                 if job.shard.count > 1:
                     write_json_lines(path / REQUESTS, filter(None, work.index.rows))
                 with kept_while_lost(path):
-                    status.finish(write_report(path, work.answer(path)))
-                export(path, job.format)
-        return read_result(path, work.index.first)
+                    run, baseline = work.answer(path)
+                    status.finish(run.write_report(baseline))
+                run.export(job.format)
+        return run.result(work.index.first)
 
 
 def _prepared(
@@ -224,20 +226,20 @@ class _Work:
     startup: Startup
     models: Models | None = None  # once an engine has loaded them
 
-    def answer(self, path: Path) -> Path | None:
-        """Answer all requests in ``path``; returns the directory of the baseline, if the job has one."""
-        self._answer(self.config, path)
+    def answer(self, path: Path) -> tuple[FinishedRun, FinishedRun | None]:
+        """Answer all requests in ``path``; returns the run, and that of the baseline if the job has one."""
+        run = self._answer(self.config, path)
         if not self.job.baseline:
-            return None
+            return run, None
         self.startup.take()  # the run's own time is none of its baseline's start
-        self._answer(self.config.plain(), path / "baseline")
-        return path / "baseline"
+        return run, self._answer(self.config.plain(), path / "baseline")
 
-    def _answer(self, config: EngineConfig, path: Path) -> None:
+    def _answer(self, config: EngineConfig, path: Path) -> FinishedRun:
         with RunDirectory(path) as files:
             if len(files.completions) < self.index.num_requests:
                 self._generate(config, files)
         files.arrange(self.index.ids)
+        return FinishedRun(path, files.completions, files.errors)
 
     def _generate(self, config: EngineConfig, files: RunDirectory) -> None:
         tally = Tally()

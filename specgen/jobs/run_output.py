@@ -1,6 +1,6 @@
 """The output of a finished run: its report, and its rows in other formats."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from itertools import islice
@@ -50,21 +50,6 @@ def is_finished(path: Path, job: Job, state: str | None) -> bool:
     return report["num_errors"] == 0 and (report["baseline"] is not None or not job.baseline)
 
 
-def read_result(path: Path, first: Sequence[Prompt] = ()) -> RunResult:
-    """The result of the finished run in ``path``; the prompts ``first`` are shown with their answers."""
-    completions, errors = Rows(path / "completions.jsonl"), Rows(path / "errors.jsonl")
-    answers = [
-        _shown(completions[prompt.id]) if prompt.id in completions else errors[prompt.id]["error"]
-        for prompt in first
-    ]
-    return RunResult(
-        report=read_json(path / "report.json"),
-        settings=read_json(path / "manifest.json")["settings"],
-        samples=[(prompt.last_message, answer) for prompt, answer in zip(first, answers, strict=True)],
-        failures=[failure(name, errors[name]["error"]) for name in islice(errors, _FAILURES_KEPT)],
-    )
-
-
 def _shown(row: Mapping[str, Any]) -> str:
     """The answer of a row; where it has none because the text ended before, the end of its reasoning."""
     if row["text"] or not row.get("reasoning"):
@@ -77,23 +62,88 @@ def read_json(path: Path) -> dict[str, Any]:
     return load_json(path, "generate into another directory")
 
 
-def write_report(path: Path, baseline: Path | None) -> Mapping[str, Any]:
-    """Write ``report.json``, whose content is returned, and ``report.html`` of the run in ``path``.
+class FinishedRun:
+    """The rows of the run in ``path``, found once for its report, other formats, and what is printed of it."""
 
-    ``baseline`` is the directory of the plain run.
-    """
-    record, rows = read_json(path / "manifest.json"), Rows(path / "completions.jsonl")
-    events: EventsName = record.get("events", "full")
-    texts = RunTexts(rows) if events == "full" else None  # others do not tell where a token came from
-    report = _folded(path, record["engine"]["num_spec_tokens"], events, texts)
-    if baseline is not None:
-        report = report.with_baseline(_folded(baseline, 0, events), *_identical(path, baseline))
-    document = without_events(report.to_json()) if events == NONE else report.to_json()
-    shown = ([], None) if texts is None else texts.shown(_tokenizer(record["engine"]["model"]))
-    page = tables.page(document, record["settings"], run_title(record), origin(record), *shown)
-    write_text(path / "report.html", page)
-    write_json(path / "report.json", document)
-    return document
+    def __init__(self, path: Path, completions: Rows | None = None, errors: Rows | None = None) -> None:
+        self._path = path
+        self._completions = Rows(path / "completions.jsonl") if completions is None else completions
+        self._errors = Rows(path / "errors.jsonl") if errors is None else errors
+        self._report: Mapping[str, Any] | None = None  # once it is written
+
+    def write_report(self, baseline: "FinishedRun | None") -> Mapping[str, Any]:
+        """Write ``report.json``, whose content is returned, and ``report.html``; ``baseline`` is the plain run."""
+        record = read_json(self._path / "manifest.json")
+        events: EventsName = record.get("events", "full")
+        texts = RunTexts(self._completions) if events == "full" else None  # others tell of no single token
+        same: list[bool] = []
+        report = self._folded(record["engine"]["num_spec_tokens"], events, baseline, same, texts)
+        if baseline is not None:
+            plain = baseline._folded(0, events)
+            report = report.with_baseline(plain, sum(same) / len(same) if same else 0.0, len(same))
+        document = without_events(report.to_json()) if events == NONE else report.to_json()
+        shown = ([], None) if texts is None else texts.shown(_tokenizer(record["engine"]["model"]))
+        page = tables.page(document, record["settings"], run_title(record), origin(record), *shown)
+        write_text(self._path / "report.html", page)
+        write_json(self._path / "report.json", document)
+        self._report = document
+        return document
+
+    def _folded(
+        self,
+        num_spec_tokens: int,
+        events: EventsName,
+        baseline: "FinishedRun | None" = None,
+        same: list[bool] | None = None,
+        texts: RunTexts | None = None,
+    ) -> Report:
+        """The report; ``same`` gets whether tokens are those of ``baseline``, ``texts`` follows the events."""
+        if events == NONE:
+            rows = self._completions
+            report = fold_rows(rows.values(), ids=rows, num_spec_tokens=num_spec_tokens)
+        else:
+            recorded = read(self._path / "events.jsonl")
+            report = fold(
+                recorded if texts is None else texts.watch(recorded), num_spec_tokens=num_spec_tokens
+            )
+        # rejected rows, which have no events, have failed too
+        counted = replace(report, num_errors=len(self._errors))
+        return counted.with_texts(self._texts(events, baseline, [] if same is None else same))
+
+    def _texts(self, events: EventsName, baseline: "FinishedRun | None", same: list[bool]) -> Iterator[str]:
+        plain = {} if baseline is None else baseline._completions
+        for name, row in self._completions.items():
+            if name in plain:
+                same.append(plain[name]["token_ids"] == row["token_ids"])
+            yield row["text"] or (row.get("reasoning", "") if events == NONE else "")
+
+    def export(self, format_name: FormatName) -> None:
+        """Write the rows in another format too."""
+        completions, main = self._completions, self._path / MAIN_FILES[format_name]
+        if format_name == "parquet":
+            export_parquet(completions.values(), main)
+        elif format_name == "openai":
+            export_openai(
+                completions.values(),
+                self._errors.values(),
+                output=main,
+                error_output=self._path / "batch_errors.jsonl",
+                served=_served(self._path),
+            )
+
+    def result(self, first: Sequence[Prompt] = ()) -> RunResult:
+        """For printing; the prompts ``first`` are shown with their answers."""
+        completions, errors = self._completions, self._errors
+        answers = [
+            _shown(completions[prompt.id]) if prompt.id in completions else errors[prompt.id]["error"]
+            for prompt in first
+        ]
+        return RunResult(
+            report=read_json(self._path / "report.json") if self._report is None else self._report,
+            settings=read_json(self._path / "manifest.json")["settings"],
+            samples=[(prompt.last_message, answer) for prompt, answer in zip(first, answers, strict=True)],
+            failures=[failure(name, errors[name]["error"]) for name in islice(errors, _FAILURES_KEPT)],
+        )
 
 
 def _tokenizer(model: str) -> Tokenizer | None:
@@ -102,41 +152,6 @@ def _tokenizer(model: str) -> Tokenizer | None:
         return load_tokenizer(model)
     except UserError:
         return None
-
-
-def _folded(path: Path, num_spec_tokens: int, events: EventsName, texts: RunTexts | None = None) -> Report:
-    rows = Rows(path / "completions.jsonl")
-    if events == NONE:
-        report = fold_rows(rows.values(), ids=rows, num_spec_tokens=num_spec_tokens)
-    else:
-        recorded = read(path / "events.jsonl")
-        report = fold(recorded if texts is None else texts.watch(recorded), num_spec_tokens=num_spec_tokens)
-    # rejected rows, which have no events, have failed too
-    counted = replace(report, num_errors=len(Rows(path / "errors.jsonl")))
-    return counted.with_texts(
-        row["text"] or (row.get("reasoning", "") if events == NONE else "") for row in rows.values()
-    )
-
-
-def _identical(main: Path, base: Path) -> tuple[float, int]:
-    """Share of requests with the same tokens in both runs, and the number compared."""
-    ours, theirs = Rows(main / "completions.jsonl"), Rows(base / "completions.jsonl")
-    both = [name for name in ours if name in theirs]
-    same = sum(ours[name]["token_ids"] == theirs[name]["token_ids"] for name in both)
-    return (same / len(both) if both else 0.0), len(both)
-
-
-def export(path: Path, format_name: FormatName) -> None:
-    """Write the rows of the finished run in ``path`` in another format too."""
-    completions, main = Rows(path / "completions.jsonl"), path / MAIN_FILES[format_name]
-    if format_name == "parquet":
-        export_parquet(completions.values(), main)
-    elif format_name == "openai":
-        errors, error_output = Rows(path / "errors.jsonl"), path / "batch_errors.jsonl"
-        served = _served(path)
-        export_openai(
-            completions.values(), errors.values(), output=main, error_output=error_output, served=served
-        )
 
 
 def _served(path: Path) -> Served:
