@@ -24,6 +24,7 @@ from specgen.events import Verified
 from specgen.report.intervals import wilson
 from tests.calibrated_reference import DenseHead, DenseTarget
 from tests.engines import Outputs, Pair, generate, load_pair
+from tests.marks import mostly_slow
 
 TINY = SHAPES["tiny"]
 CYCLE = Cycle.draw(TINY.num_plain_tokens, TINY.draft_vocab_size, 0.75, seed=5)
@@ -79,7 +80,7 @@ def known_texts(asked: list[Request]) -> dict[str, tuple[int, ...]]:
     return {r.id: CYCLE.after(r.prompt_token_ids[-1], r.sampling.max_tokens) for r in asked}
 
 
-@pytest.mark.parametrize("name", LENGTHS)
+@pytest.mark.parametrize("name", mostly_slow(LENGTHS, "eagle3-3", "peagle-2"))
 def test_a_dense_evaluation_drafts_the_guesses(root: Path, dense: DenseTarget, name: str) -> None:
     texts = random_texts(64, 40)
     newest = [CYCLE.succ[text[-1]] for text in texts]
@@ -89,7 +90,7 @@ def test_a_dense_evaluation_drafts_the_guesses(root: Path, dense: DenseTarget, n
 
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("batch", ["padded", "non-padded"])
-@pytest.mark.parametrize("name", LENGTHS)
+@pytest.mark.parametrize("name", mostly_slow(LENGTHS, "eagle3-3", "peagle-2"))
 def test_the_engine_drafts_the_guesses_and_writes_the_known_text(
     load, name: str, batch: str, dtype: torch.dtype
 ) -> None:
@@ -104,7 +105,7 @@ def test_the_engine_drafts_the_guesses_and_writes_the_known_text(
             newest = CYCLE.after(newest, accepted + 1)[-1]
 
 
-@pytest.mark.parametrize("name", ["eagle1", "eagle3-3", "peagle-2"])
+@pytest.mark.parametrize("name", mostly_slow(["eagle1", "eagle3-3", "peagle-2"], "eagle1"))
 def test_acceptance_is_a_power_of_the_known_share(load, name: str) -> None:
     params = SamplingParams(max_tokens=64, ignore_eos=True)
     asked = [
@@ -126,7 +127,7 @@ def accepted_counts(outputs: Outputs) -> list[int]:
     return [event.accepted for event in outputs.events if isinstance(event, Verified)]
 
 
-@pytest.mark.parametrize("name", ["eagle1", "eagle3-3", "peagle-2"])
+@pytest.mark.parametrize("name", mostly_slow(["eagle1", "eagle3-3", "peagle-2"], "eagle3-3"))
 def test_sampling_at_temperature_1_gives_the_known_text(load, name: str) -> None:
     asked = requests(count=4, temperature=1.0)
     outputs = run(load(name), name, asked, draft_sampling="probabilistic")
@@ -171,7 +172,7 @@ def test_an_unknown_head_is_refused(name: str) -> None:
         HeadKind.find(name)
 
 
-@pytest.mark.parametrize("name", LENGTHS)
+@pytest.mark.parametrize("name", mostly_slow(LENGTHS, "peagle-2"))
 def test_an_outline_knows_a_pair_before_its_weights_are_read(root: Path, name: str) -> None:
     config = EngineConfig(model=str(root / "target"), drafter=str(root / name), device="cpu")
     checkpoints = open_checkpoints(config)

@@ -17,6 +17,7 @@ from specgen.engine import choices
 from specgen.events import Event, Prefilled, Submitted, Switched, Verified, read
 from specgen.report.report import fold
 from specgen.rundir.interrupt import StoppedError
+from tests.marks import mostly_slow
 from tests.tiny_checkpoints import write_head, write_target
 from tests.tiny_tokenizers import THINK, write_harmony, write_think
 
@@ -214,6 +215,7 @@ def test_a_stop_string_is_looked_for_in_the_answer(
             assert (row["reasoning"], row["text"]) == (whole["reasoning"], whole["text"].partition(" 3")[0])
 
 
+@pytest.mark.slow
 def test_shards_merge_to_the_same_parts(
     reasoned: Path, reasoning_pair: Path, questions: Path, tmp_path: Path
 ) -> None:
@@ -236,7 +238,7 @@ def think_pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.parametrize("spec", [0, 2])
+@pytest.mark.parametrize("spec", mostly_slow([0, 2], 2))
 def test_sampled_texts_with_markers_anywhere_have_exact_parts(
     think_pair: Path, tmp_path: Path, spec: int
 ) -> None:
@@ -292,6 +294,8 @@ def test_a_change_of_part_in_a_step_that_was_not_recorded_counts_no_tokens() -> 
     }
 
 
+SHORT = ("--max-new-tokens", 6)  # for texts that no test reads
+
 # --- the date -------------------------------------------------------------------------------------
 
 
@@ -312,7 +316,7 @@ def test_a_run_resumed_on_another_day_has_the_prompts_of_the_first(
     harmony_pair: Path, questions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out, whole = tmp_path / "out", tmp_path / "whole"
-    kwargs = ("--chat-template-kwargs", '{"reasoning_effort": "high"}')
+    kwargs = (*SHORT, "--chat-template-kwargs", '{"reasoning_effort": "high"}')
     on("2026-03-07", monkeypatch)
     assert generate(harmony_pair, questions, whole, *kwargs).exit_code == 0
     stopped = []
@@ -350,7 +354,7 @@ def test_a_run_resumed_on_another_day_has_the_prompts_of_the_first(
         ),
         ("{}", r"reasoning_effort high -> not given"),
     ):
-        refused = generate(harmony_pair, questions, out, "--chat-template-kwargs", other)
+        refused = generate(harmony_pair, questions, out, *SHORT, "--chat-template-kwargs", other)
         with pytest.raises(UserError, match=field):
             raise refused.exception or AssertionError(refused.output)
 
@@ -359,11 +363,11 @@ def test_the_date_is_the_users_or_that_of_a_new_run(
     harmony_pair: Path, questions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     on("2026-03-07", monkeypatch)
-    assert generate(harmony_pair, questions, tmp_path / "a").exit_code == 0
+    assert generate(harmony_pair, questions, tmp_path / "a", *SHORT).exit_code == 0
     on("2026-03-08", monkeypatch)
-    assert generate(harmony_pair, questions, tmp_path / "a", "--restart").exit_code == 0
+    assert generate(harmony_pair, questions, tmp_path / "a", *SHORT, "--restart").exit_code == 0
     assert all("Date: 2026-03-08" in row["prompt"] for row in rows(tmp_path / "a"))
-    pinned = ("--chat-template-kwargs", '{"strftime_now": "2026-03-07"}')
+    pinned = (*SHORT, "--chat-template-kwargs", '{"strftime_now": "2026-03-07"}')
     assert generate(harmony_pair, questions, tmp_path / "b", *pinned).exit_code == 0
     assert rows(tmp_path / "b") == rows(tmp_path / "a.1")
 
@@ -382,7 +386,7 @@ def test_without_chats_or_a_dated_template_no_date_is_recorded(
         4,
     ]
     assert call("generate", *models, "--dataset", own, "--output", tmp_path / "raw").exit_code == 0
-    assert generate(think_pair, questions, tmp_path / "chats").exit_code == 0
+    assert generate(think_pair, questions, tmp_path / "chats", *SHORT).exit_code == 0
     for name in ("raw", "chats"):
         record = json.loads((tmp_path / name / "manifest.json").read_text())
         assert record["engine"]["chat_template_kwargs"] == {}
@@ -469,6 +473,7 @@ def test_an_evaluation_refuses_a_limit_that_would_cut_its_prompts(tmp_path: Path
         raise refused.exception or AssertionError(refused.output)
 
 
+@pytest.mark.slow
 def test_an_evaluation_counts_answers_that_ended_while_reasoning(
     reasoning_pair: Path, tmp_path: Path
 ) -> None:

@@ -12,6 +12,7 @@ from specgen import events
 from specgen.cli import main as cli
 from specgen.config import UserError
 from specgen.report.report import fold
+from tests.marks import mostly_slow
 from tests.tiny_checkpoints import write_head, write_target
 from tests.tiny_tokenizers import write_byte_level
 
@@ -103,7 +104,7 @@ def test_a_run_leaves_its_files_and_its_numbers_agree(pair: Path, data: Path, tm
     assert figures in result.stdout
 
 
-@pytest.mark.parametrize("kept", ["full", "summary", "none"])
+@pytest.mark.parametrize("kept", mostly_slow(["full", "summary", "none"], "full"))
 def test_a_text_that_fills_the_context_says_so(pair: Path, tmp_path: Path, kept: str) -> None:
     own, out = tmp_path / "own.jsonl", tmp_path / "run"
     own.write_text('{"id": "a", "prompt": "Tom has"}\n{"id": "b", "prompt": "Tom has", "max_tokens": 3}\n')
