@@ -15,7 +15,8 @@ from specgen.report.report import fold
 from specgen.text.tokenizer import Tokenizer, load_tokenizer
 from tests.engines import Outputs, Pair, generate, load_pair
 
-pytestmark = pytest.mark.xdist_group("bundled heads")  # which generate once
+# They generate once. That drafts of the bundled pair change no text is in the quick test_lossless.py.
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("bundled heads")]
 FILES = {"mt_bench.jsonl": "mt-bench", "gsm8k.jsonl": "gsm8k"}
 LOWEST = {"drafter": 3.9, "drafter-eagle1": 3.0, "drafter-two-layers": 2.5}  # mean acceptance lengths
 Runs = dict[tuple[str, str], Outputs]

@@ -21,6 +21,7 @@ from specgen.decoding import sampling as sampling_module
 from specgen.decoding.sampling import SamplingBatch, SamplingForm, most_demanding, penalised, token_counts
 from specgen.engine.build import build_engine
 from tests.engines import Pair, bundled_requests, config_of, generate, load_pair, random_requests
+from tests.marks import mostly_slow
 from tests.reference_drafts import ReferenceDrafter
 from tests.test_mtp import generate as generate_with_mtp
 from tests.test_mtp import glm
@@ -113,7 +114,7 @@ def test_the_penalties_of_these_tests_change_texts(
 
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("batch", ["padded", "non-padded"])
-@pytest.mark.parametrize("k", [0, 1, 4, *(pytest.param(k, marks=pytest.mark.slow) for k in (2, 3, 5))])
+@pytest.mark.parametrize("k", mostly_slow([0, 1, 2, 3, 4, 5], 4))
 def test_greedy_text_with_mixed_acceptance_equals_transformers(
     demo_pair: Pair,
     device_like: Callable[[], None],
@@ -169,7 +170,7 @@ def test_greedy_text_with_mtp(tmp_path: Path, batch: str) -> None:
     assert outputs.texts == {r.id: expected_text(model, r) for r in asked}
 
 
-@pytest.mark.parametrize("batch", ["padded", "non-padded"])
+@pytest.mark.parametrize("batch", mostly_slow(["padded", "non-padded"], "non-padded"))
 def test_preemption_and_chunks_change_no_text(
     demo_pair: Pair, demo_asked: list[Request], demo_texts: Texts, batch: str
 ) -> None:
@@ -344,7 +345,7 @@ PLANTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
 }
 
 
-@pytest.mark.parametrize("plant", PLANTS)
+@pytest.mark.parametrize("plant", mostly_slow(PLANTS, "rejected drafts count", "counts of a row that moved"))
 def test_planted_errors_are_caught(
     demo_pair: Pair,
     random_pair: Pair,
