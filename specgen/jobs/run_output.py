@@ -69,7 +69,6 @@ class FinishedRun:
         self._path = path
         self._completions = Rows(path / "completions.jsonl") if completions is None else completions
         self._errors = Rows(path / "errors.jsonl") if errors is None else errors
-        self._report: Mapping[str, Any] | None = None  # once it is written
 
     def write_report(self, baseline: "FinishedRun | None") -> Mapping[str, Any]:
         """Write ``report.json``, whose content is returned, and ``report.html``; ``baseline`` is the plain run."""
@@ -86,7 +85,6 @@ class FinishedRun:
         page = tables.page(document, record["settings"], run_title(record), origin(record), *shown)
         write_text(self._path / "report.html", page)
         write_json(self._path / "report.json", document)
-        self._report = document
         return document
 
     def _folded(
@@ -139,7 +137,7 @@ class FinishedRun:
             for prompt in first
         ]
         return RunResult(
-            report=read_json(self._path / "report.json") if self._report is None else self._report,
+            report=read_json(self._path / "report.json"),
             settings=read_json(self._path / "manifest.json")["settings"],
             samples=[(prompt.last_message, answer) for prompt, answer in zip(first, answers, strict=True)],
             failures=[failure(name, errors[name]["error"]) for name in islice(errors, _FAILURES_KEPT)],
