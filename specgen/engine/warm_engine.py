@@ -32,11 +32,6 @@ class Run:
         """What the events say."""
         return fold(self.events, num_spec_tokens=self.num_spec_tokens)
 
-    @property
-    def tokens_per_second(self) -> float:
-        """Output tokens over the wall time."""
-        return sum(len(each.token_ids) for each in self.completions.values()) / self.seconds
-
     def whole(self) -> Self:
         """This run; ``UserError`` if the engine refused a request of it."""
         refused = [each.error for each in self.completions.values() if each.error]
