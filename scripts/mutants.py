@@ -108,7 +108,7 @@ _SCORES = (
     "test_prefix_cache.py::test_scoring_shares_context_pages_and_changes_no_text",
     "test_faults.py::test_an_error_while_scoring_changes_no_logprob",
 )
-_REPORTS = ("test_report.py", "test_events.py", "test_resume.py")
+_REPORTS = ("test_report.py", "test_resume.py", "test_unfinished.py")
 # The tests of every module, as pytest arguments below tests/, the fastest to find a bug first. Tests that start other
 # processes find nothing: those import the unchanged specgen.
 TESTS: dict[str, tuple[str, ...]] = {
@@ -151,8 +151,8 @@ TESTS: dict[str, tuple[str, ...]] = {
     "report/intervals": ("test_intervals.py", "test_paired.py", "test_report.py"),
     "report/report": (*_REPORTS, "test_tables.py", "test_shards.py"),
     "report/timings": ("test_timings.py", *_REPORTS),
-    "events": _REPORTS,
-    "rundir/resume": ("test_resume.py", "test_going_on.py"),
+    "record/recorder": _REPORTS,
+    "record/counts": _REPORTS,
     "rundir/row_file": ("test_resume.py", "test_going_on.py"),
     "rundir/results": ("test_resume.py", *_RUNS),
     "jobs/merge": ("test_shards.py",),

@@ -21,7 +21,6 @@ AttentionName = Literal["auto", "hopper", "trtllm", "flashinfer", "sdpa", "sdpa-
 GraphsName = Literal["auto", "step", "pass", "off"]
 FormatName = Literal["jsonl", "openai", "parquet"]
 ExportName = Literal["md", "latex", "csv"]
-EventsName = Literal["full", "summary", "none"]
 ExecutorName = Literal["local", "ray"]
 GenerationConfigName = Literal["model", "none"]
 # The groups of --help, in their order

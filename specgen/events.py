@@ -1,17 +1,9 @@
-"""The events of a run: types, JSON lines, reader.
+"""What the engine tells of its work while it runs; ``record.recorder`` makes rows of it.
 
-Every rate in a report is a fold over these; no decoding code computes one. Times are seconds on a monotonic clock
-since the engine was warm; ``sequence`` is the request's id.
+Times are seconds on a monotonic clock since the engine was warm; ``sequence`` is the request's id.
 """
 
-import json
-import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, get_args
-
-from specgen.config import UserError
+from dataclasses import dataclass
 
 
 def turn_id(conversation: str, turn: int) -> str:
@@ -98,43 +90,6 @@ class Finished:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Answered:
-    """The events of one request added up, from ``Submitted`` to ``Finished``; see ``report/summary.py``.
-
-    ``steps`` counts its verify steps by draft position (``acceptance.StepCounts``), ``reasoning`` the part of them and
-    of the tokens that is reasoning, where there is any (``parts_of_texts.PartCounts``).
-    """
-
-    sequence: str
-    time: float  # of its end
-    reason: str
-    num_output_tokens: int
-    submitted: float
-    first_token: float | None
-    num_prompt_tokens: int
-    num_cached: int
-    category: str | None
-    turn: int
-    steps: Mapping[str, Any]
-    reasoning: Mapping[str, Any] | None
-    num_turns: int = 1  # of its conversation; earlier versions did not say
-
-
-@dataclass(frozen=True, kw_only=True)
-class Worked:
-    """All other events from ``since`` to ``time`` added up: steps by kind, experts that they touched, wall time."""
-
-    time: float
-    since: float
-    num_preemptions: int
-    steps: Mapping[str, Any]
-    experts: Sequence[Any]
-    wall: Mapping[str, Any] = field(
-        default_factory=dict
-    )  # see ``report/wall_time.py``; earlier versions have none
-
-
-@dataclass(frozen=True, kw_only=True)
 class Touched:
     """The experts of a layer (means over layers) that the rows of a step's sequences chose; no padding rows.
 
@@ -195,72 +150,4 @@ class OutOfMemory:
     max_prefill_tokens: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class Resumed:
-    """A killed run was resumed: unfinished requests start again, and times count from here."""
-
-    time: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sharded:
-    """The events of another shard follow, which ran in parallel; their times count from here."""
-
-    time: float
-    shard: str  # as in ``1/4``
-
-
-@dataclass(frozen=True, kw_only=True)
-class Merged:
-    """All shards are merged: what follows ran after all of them."""
-
-    time: float
-
-
-Event = (
-    Submitted
-    | Prefilled
-    | Verified
-    | Switched
-    | Preempted
-    | Finished
-    | Answered
-    | Worked
-    | Stepped
-    | Captured
-    | OutOfMemory
-    | Resumed
-    | Sharded
-    | Merged
-)
-_NAMES: dict[type[Event], str] = {  # in snake case
-    event_type: re.sub("(?<=[a-z])(?=[A-Z])", "_", event_type.__name__).lower()
-    for event_type in get_args(Event)
-}
-_TYPES = {name: event_type for event_type, name in _NAMES.items()}
-_encode = json.JSONEncoder(separators=(",", ":"), default=vars).encode
-
-
-def to_line(event: Event) -> str:
-    """One JSON object with the event's type under ``event``; no line break."""
-    return _encode({"event": _NAMES[type(event)], **vars(event)})  # asdict takes three times as long
-
-
-def from_line(line: str) -> Event:
-    """The inverse of ``to_line``; ``UserError`` for an invalid line."""
-    try:
-        fields = json.loads(line)
-        if "drafts" in fields:
-            fields["drafts"] = tuple(fields["drafts"])
-        if isinstance(fields.get("experts"), dict):
-            fields["experts"] = Touched(**fields["experts"])
-        return _TYPES[fields.pop("event")](**fields)
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise UserError(f"not an event: {line[:80]!r} ({error})") from error
-
-
-def read(path: Path) -> Iterator[Event]:
-    """The events of an ``events.jsonl`` in order."""
-    with path.open(encoding="utf-8") as lines:
-        for line in lines:
-            yield from_line(line)
+Event = Submitted | Prefilled | Verified | Switched | Preempted | Finished | Stepped | Captured | OutOfMemory

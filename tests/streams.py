@@ -1,8 +1,11 @@
-"""Hand-made event streams, for tests of reports."""
+"""Hand-made event streams, for tests of reports, and the tables that sessions with such events leave."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 
 from specgen.events import Event, Finished, Prefilled, Stepped, Submitted, Touched, Verified
+from specgen.record.recorder import Pass, Recorder, RequestRow
+from specgen.rundir.results import RunDirectory
 
 
 def request(
@@ -95,3 +98,33 @@ def refusal(name: str, *, time: float = 0.0) -> Iterator[Event]:
     """A request that ends before it begins."""
     yield Submitted(sequence=name, time=time, num_prompt_tokens=5)
     yield Finished(sequence=name, time=time, reason="error", num_output_tokens=0)
+
+
+def recorded(sessions: Mapping[str, Iterable[Event]]) -> tuple[list[RequestRow], list[Pass]]:
+    """The tables of several sessions, by name; failed requests are in neither."""
+    requests, passes = list[RequestRow](), list[Pass]()
+    for name, events in sessions.items():
+        recorder = Recorder(name)
+        for event in events:
+            for row in recorder.take(event):
+                if not isinstance(row, RequestRow):
+                    passes.append(row)
+                elif row.reason != "error":
+                    requests.append(row)
+    return requests, passes
+
+
+def write_session(path: Path, events: Iterable[Event], *, text: str = "text") -> None:
+    """Let a process record ``events`` in the run directory ``path``."""
+    with RunDirectory(path) as files:
+        asked: dict[str, Submitted] = {}
+        for event in events:
+            files.see(event)
+            if isinstance(event, Submitted):
+                asked[event.sequence] = event
+            elif isinstance(event, Finished) and event.reason != "error":
+                request = asked[event.sequence]
+                row = {"id": event.sequence, "prompt": "", "text": text}
+                row |= {"token_ids": [1] * event.num_output_tokens, "finish_reason": event.reason}
+                row |= {"turn": request.turn, "num_prompt_tokens": request.num_prompt_tokens}
+                files.add_completion(row | {"category": request.category})

@@ -21,7 +21,7 @@ from specgen.cli import main as cli
 from specgen.cli.comparing import read_comparison
 from specgen.config import EngineConfig, SamplingParams, UserError
 from specgen.engine.warm_engine import Run, WarmEngine
-from specgen.events import Event, Finished, Submitted, Verified, read, turn_id
+from specgen.events import Event, Finished, Submitted, Verified, turn_id
 from specgen.experiments import heads_job
 from specgen.experiments.finished_runs import as_directory, read_runs, short_names
 from specgen.experiments.head_figures import Comparison, compare_runs
@@ -32,13 +32,15 @@ from specgen.experiments.paper_table import exported
 from specgen.experiments.repeat import Repeat
 from specgen.experiments.rounds import PLAIN, Speeds
 from specgen.jobs import run as run_module
+from specgen.record.recorder import RequestRow
 from specgen.report.acceptance import fold_request
 from specgen.report.paired_requests import shared_requests
 from specgen.report.report import fold
 from specgen.rundir.interrupt import StoppedError
+from specgen.rundir.results import RunDirectory
 from specgen.rundir.row_file import RowFile
 from specgen.text.tokenizer import Tokenizer, load_tokenizer
-from tests.jobs import Silent
+from tests.jobs import Silent, untimed
 from tests.timed_engines import rounds_of
 
 pytestmark = pytest.mark.xdist_group("compare_heads")  # one comparison for all
@@ -134,9 +136,7 @@ def test_figures_are_those_of_the_rows(compared: tuple[Path, list[str], str]) ->
         assert run["length_over_all_steps"] == pytest.approx(length)
         low, high = max(1, length - half), min(K + 1, length + half)
         assert run["length_over_all_steps_ci95"] == pytest.approx([low, high])
-        recorded = [
-            each for each in read(Path(run["directory"]) / "events.jsonl") if isinstance(each, Verified)
-        ]
+        recorded = [step for row in of_run.values() for step in RequestRow.of_row(row).steps or ()]
         assert length == 1 + sum(each.accepted for each in recorded) / len(recorded)
         whole = all(each.drafts for each in recorded)
         assert whole == (run["head"] != "ngram:3")
@@ -250,12 +250,12 @@ def test_texts_of_the_requests_that_moved_most_are_those_of_both_heads(
         lengths = []
         for shown, head in zip(entry.texts, (first, ours), strict=True):
             directory = path / data / head.replace(":", "-")
-            row, recorded = rows(directory)[name], read(directory / "events.jsonl")
+            row = rows(directory)[name]
             accepted, steps = counts(row)
             lengths.append(1 + accepted / steps)
             assert shown.name == head
             assert "".join(span.text for span in shown.spans) == row["text"]
-            steps_of = [each for each in recorded if isinstance(each, Verified) and each.sequence == name]
+            steps_of = RequestRow.of_row(row).steps or ()
             drafts = sum(span.style in {f"d{i}" for i in range(K)} for span in shown.spans)
             assert drafts == sum(min(each.accepted, each.emitted) for each in steps_of)
         assert re.fullmatch(
@@ -325,21 +325,12 @@ def a_run(
     """The directory of a run of ``head`` whose steps accepted so many drafts, or had none; every turn has them."""
     path.mkdir(parents=True)
     events: list[Event] = []
-    with (path / "completions.jsonl").open("w") as file:
+    with RunDirectory(path) as files:
         for at, (number, accepted) in enumerate(list(enumerate(requests)) * turns):
             turn, category = at // len(requests) + 1, f"{group} {number % groups}"
             name = turn_id(f"<{number}>", turn)
-            events.append(
-                Submitted(
-                    sequence=name,
-                    time=0,
-                    num_prompt_tokens=1,
-                    category=category,
-                    turn=turn,
-                    num_turns=turns,
-                )
-            )
-            events += [
+            asked = {"num_prompt_tokens": 1, "category": category, "turn": turn, "num_turns": turns}
+            steps = [
                 Verified(
                     sequence=name,
                     time=1,
@@ -349,12 +340,13 @@ def a_run(
                 )
                 for each in accepted
             ]
-            events.append(Finished(sequence=name, time=2, reason="stop", num_output_tokens=9))
-            steps = [each for each in events if isinstance(each, Verified) and each.sequence == name]
-            metrics = fold_request(steps, K).to_json()
+            ended = Finished(sequence=name, time=2, reason="stop", num_output_tokens=9)
+            for event in (Submitted(sequence=name, time=0, **asked), *steps, ended):
+                events.append(event)
+                files.see(event)
             row = {"id": name, "prompt": name, "token_ids": [1], "turn": turn, "category": category}
-            row["metrics"] = metrics
-            file.write(json.dumps(row) + "\n")
+            row |= {"text": "x", "finish_reason": "stop", "num_prompt_tokens": 1}
+            files.add_completion(row | {"metrics": fold_request(steps, K).to_json()})
     (path / "report.json").write_text(json.dumps(fold(events, num_spec_tokens=K).to_json()))
     manifest = {
         "engine": {"model": "target", "drafter": f"heads/{head}", "num_spec_tokens": K, "dtype": "float32"},
@@ -513,7 +505,7 @@ def test_a_comparison_that_has_not_finished_is_refused(
 def test_runs_that_have_not_finished_or_drafted_are_refused(tmp_path: Path) -> None:
     paths = [a_run(tmp_path / head, head, [[1, 2], [3]]) for head in "ab"]
     (paths[1] / "status.json").write_text(json.dumps({"state": "interrupted", "total": 9}))
-    (paths[1] / "events.jsonl").touch()
+    (paths[1] / "passes.jsonl").touch()
     with pytest.raises(UserError, match=r"/b: This run is not finished .* same command resumes it"):
         read_runs(paths)
     plain = a_run(tmp_path / "plain", "c", [[], []])
@@ -710,9 +702,7 @@ def test_a_stopped_comparison_goes_on(compared: tuple[Path, list[str], str], tmp
     assert len(lines) == 2
     assert list(map(len, speeds.rounds.values())) == [2]
     for head in ("drafter", "drafter-two-layers"):
-        left = [
-            (path / "gsm8k" / head / "completions.jsonl").read_bytes() for path in (out, tmp_path / "whole")
-        ]
+        left = [untimed(path / "gsm8k" / head / "completions.jsonl") for path in (out, tmp_path / "whole")]
         assert left[0] == left[1]
 
 

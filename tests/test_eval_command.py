@@ -19,7 +19,7 @@ from specgen.core import step
 from specgen.decoding.verify import accept_greedy
 from specgen.engine.arms import Arm
 from specgen.evaluation.studies import Study
-from specgen.events import Finished, Resumed, Submitted, from_line
+from specgen.events import Captured
 from specgen.report.references import load_results
 from specgen.report.report import load
 from specgen.rundir.results import RunDirectory
@@ -139,14 +139,14 @@ def test_an_arm_that_fails_leaves_its_files_closed(tmp_path: Path, monkeypatch: 
     from specgen.evaluation import study
 
     def fails(model: Any, tasks: Any, **options: Any) -> None:
-        model._files.add_event(Submitted(sequence="a", time=0.0, num_prompt_tokens=5))
+        model._files.see(Captured(time=0.0, what="step", num_sequences=1, seconds=0.5, fits=True))
         raise ZeroDivisionError
 
     monkeypatch.setattr(study, "evaluate", fails)
     with pytest.raises(ZeroDivisionError) as failed:
         next(study.StudyRun(study_job(Arm(name="a")), tmp_path, Silent()).arms())
     assert failed, "and holds on to all that was open"
-    assert (tmp_path / "a" / "events.jsonl").read_text().startswith('{"event":"submitted"')
+    assert '{"row":"capture"' in (tmp_path / "a" / "passes.jsonl").read_text()
 
 
 def test_gsm8k_runs_from_local_files(tmp_path: Path) -> None:
@@ -171,15 +171,12 @@ def test_several_tasks_run_one_after_the_other_with_figures_each(tmp_path: Path)
     for task, figures in padded.items():
         assert figures["mean_acceptance_length"] == categories[task]["mean_acceptance_length"]
         assert figures["ratio"] > 0
-    events = [from_line(line) for line in (out / "padded" / "events.jsonl").read_text().splitlines()]
-    asked = [
-        event.category if isinstance(event, Submitted) else "end"
-        for event in events
-        if isinstance(event, Submitted | Finished)
-    ]
-    first, second = asked[:6], asked[6:]
-    assert first.count("end") == second.count("end") == 3, "one is done before the other begins"
-    assert {*first, *second} == {"word_problems", "gsm8k", "end"}
+    spans: dict[str, list[float]] = {}
+    for row in RowFile(out / "padded" / "completions.jsonl").values():
+        spans.setdefault(row["category"], []).extend((row["record"]["arrival"], row["record"]["ended"]))
+    first, second = sorted(spans.values(), key=min)
+    assert max(first) < min(second), "one is done before the other begins"
+    assert len(first) == len(second) == 6
 
 
 def test_an_arm_may_sample_and_a_study_file_names_it(tmp_path: Path) -> None:
@@ -243,10 +240,8 @@ def test_what_cannot_run_is_refused(arguments: tuple[object, ...], reason: str) 
 
 def cut_after(number: int, path: Path) -> None:
     """Truncate an arm's files as a kill in the middle of a line does, while rows are in the order of their ends."""
-    recorded = [from_line(line) for line in (path / "events.jsonl").read_text().splitlines()]
-    ended = [event.sequence for event in recorded if isinstance(event, Finished)]
     lines = (path / "completions.jsonl").read_text().splitlines(keepends=True)
-    rows = sorted(lines, key=lambda line: ended.index(json.loads(line)["id"]))
+    rows = sorted(lines, key=lambda line: json.loads(line)["record"]["ended"])
     assert rows != lines, "they ended in another order than they were asked in"
     (path / "completions.jsonl").write_text("".join([*rows[:number], rows[number][:-9]]))
     (path / "report.json").unlink()
@@ -282,17 +277,13 @@ def test_a_killed_evaluation_resumes(study: tuple[Path, str], tmp_path: Path) ->
         assert [row["text"] for row in rows[0]] == [texts[doc_id] for doc_id in sorted(texts)]
         pages = [(path / arm / "report.html").read_text() for path in (killed, whole)]
         assert len({tuple(re.findall(r"word_problems \d+", page)) for page in pages}) == 1
-    events = [from_line(line) for line in (killed / "padded" / "events.jsonl").read_text().splitlines()]
-    assert sum(isinstance(event, Resumed) for event in events) == 1
-    resumed = [isinstance(event, Resumed) for event in events].index(True)
-    first = [event.sequence for event in events[:resumed] if isinstance(event, Finished)]
-    assert len(first) == 2
-    after = events[resumed:]
-    assert not {event.sequence for event in after if isinstance(event, Submitted)} & set(first)
+    resumed = RowFile(killed / "padded" / "completions.jsonl").values()
+    sessions = sorted(row["record"]["session"] for row in resumed)
+    assert sessions == ["0/1-0"] * 2 + ["0/1-1"] * (len(sessions) - 2), "what was done is not asked again"
 
 
 def without_time(row: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in row.items() if key != "seconds"}
+    return {key: value for key, value in row.items() if key not in ("seconds", "record")}
 
 
 @pytest.mark.slow

@@ -25,6 +25,7 @@ ORDER = (
     "text",
     "prompts",
     "checkpoints",
+    "record",
     "report",
     "rundir",
     "engine",
@@ -59,8 +60,9 @@ ONLY: Imports = {
     "text": {"leaves"},
     "prompts": {"leaves", "text"},
     "checkpoints": {"leaves", "ops", "models"},
-    "report": {"leaves", "text"},  # of text, the pieces of a page's tokens
-    "rundir": {"leaves"},
+    "record": {"leaves"},
+    "report": {"leaves", "text", "record"},  # of text, the pieces of a page's tokens
+    "rundir": {"leaves", "record"},
 }
 HEAVY = ("torch", "ray", "transformers", "datasets", "flashinfer", "lm_eval", "scipy", "pyarrow")
 LIGHT = (
@@ -68,6 +70,7 @@ LIGHT = (
     "config",
     "events",
     "bundled",
+    "record",
     "report",
     "rundir.results",
     "prompts",

@@ -14,14 +14,16 @@ from typing import Any
 
 import pytest
 
-from specgen.events import to_line
+from specgen.config import UserError
 from specgen.jobs.job import Job
 from specgen.jobs.run import run
-from specgen.rundir import atomic, results, resume, row_file
+from specgen.record.recorder import PassRow, Session, read_passes
+from specgen.rundir import atomic, results, row_file
 from specgen.rundir.results import RunDirectory
 from specgen.rundir.row_file import RowFile
 from tests.jobs import Silent, conversations, files, keep_in_memory
 
+add_completion = RunDirectory.add_completion
 SAMPLED = {"temperature": 0.8, "seed": 7}
 
 
@@ -64,13 +66,11 @@ class Kill:
 
         _before(RowFile, "add", add)
         if self.where == "event":
-            _before(RunDirectory, "add_event", lambda self, e: visit(lambda: _tear(self._events, to_line(e))))
+            _before(RunDirectory, "see", lambda self, event: visit(lambda: _tear(self._passes, repr(event))))
         elif self.where == "final file":
             _before(RowFile, "_line", lambda self, row_id: visit())
         elif self.where == "replace":
             _before(atomic.os, "replace", lambda *paths: visit())
-        elif self.where == "cut":
-            _before(resume, "_end_of_done", lambda *arguments: visit())
 
 
 def _before(owner: Any, name: str, visit: Callable[..., None]) -> None:
@@ -91,7 +91,11 @@ def _tear(file: Any, line: str) -> None:
 
 
 def work(job: Job, out: Path, kill: Kill | None = None) -> bool:
-    """Run ``job`` in a child; whether it was killed. What else goes wrong there is raised here."""
+    """Run ``job`` in a child; whether it was killed. What else goes wrong there is raised here.
+
+    Rows that are there before are there behind it, as they were.
+    """
+    before = whole_lines(out)
     child = os.fork()
     if child == 0:
         gc.freeze()  # or the child would look through, and so copy, all that its parent has
@@ -109,6 +113,8 @@ def work(job: Job, out: Path, kill: Kill | None = None) -> bool:
         time.sleep(kill.number)
         os.kill(child, signal.SIGKILL)
     _, status = os.waitpid(child, 0)
+    assert before <= whole_lines(out)
+    require_passes(out)
     if os.WIFSIGNALED(status):
         assert os.WTERMSIG(status) == signal.SIGKILL
         return True
@@ -116,10 +122,17 @@ def work(job: Job, out: Path, kill: Kill | None = None) -> bool:
     return False
 
 
+def whole_lines(out: Path) -> set[bytes]:
+    """The rows of the completions in ``out``."""
+    path = out / "completions.jsonl"
+    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+    return {line for line in lines if line.endswith(b"\n")}
+
+
 def moments(seconds: float) -> Iterator[Kill]:
     """Random ones, of every kind; a whole run takes ``seconds``."""
     rng = random.Random(6)
-    visits = {"completions": 14, "errors": 2, "event": 110, "final file": 20, "replace": 8, "cut": 1}
+    visits = {"completions": 14, "errors": 2, "event": 110, "final file": 20, "replace": 8}
     while True:
         yield Kill(where="time", number=rng.uniform(0, seconds))
         where = rng.choice(list(visits))
@@ -155,8 +168,24 @@ def test_a_run_killed_at_any_moment_ends_like_an_uninterrupted_one(
         num_killed, num_runs = num_killed + sum(killed), num_runs + 1
 
 
+def require_passes(out: Path) -> None:
+    """Every step of every whole row has its pass in the file, whose numbers have no gaps."""
+    passes: dict[str, list[int]] = {}
+    for row in read_passes(out / "passes.jsonl") if (out / "passes.jsonl").exists() else ():
+        if isinstance(row, Session):
+            passes[row.name] = []
+        elif isinstance(row, PassRow):
+            list(passes.values())[-1].append(row.number)
+    assert all(numbers == list(range(len(numbers))) for numbers in passes.values())
+    for line in whole_lines(out):
+        record = json.loads(line)["record"]
+        assert {*record["steps"]["pass"]} <= {*passes[record["session"]]}
+
+
 def unflushed(self: RunDirectory, row: dict[str, Any]) -> None:
-    self.completions.add(row)
+    flush, self._passes.flush = self._passes.flush, lambda: None  # type: ignore[method-assign]
+    add_completion(self, row)
+    self._passes.flush = flush  # type: ignore[method-assign]
 
 
 @pytest.mark.slow
@@ -164,26 +193,17 @@ def unflushed(self: RunDirectory, row: dict[str, Any]) -> None:
     ("owner", "name", "bug", "kill"),
     [
         (row_file, "cut_torn_line", lambda path: None, Kill(where="completions", number=5)),
-        (resume, "cut_torn_line", lambda path: None, Kill(where="event", number=60)),
-        (
-            resume,
-            "_end_of_done",
-            lambda events, done: events.stat().st_size,
-            Kill(where="completions", number=5),
-        ),
-        (RunDirectory, "add_completion", unflushed, Kill(where="completions", number=5)),
+        (results, "cut_torn_line", lambda path: None, Kill(where="event", number=60)),
+        (RunDirectory, "add_completion", unflushed, Kill(where="completions", number=9)),
         (RunDirectory, "texts", {}, Kill(where="completions", number=5)),
         (RowFile, "arrange", lambda self, ids: None, Kill(where="completions", number=5)),
-        (results, "recover", lambda events, done: events.touch(), Kill(where="event", number=60)),
     ],
     ids=[
         "torn completion",
-        "torn event",
-        "extra events",
-        "lost events",
+        "torn pass",
+        "lost passes",
         "asked again",
         "order",
-        "no recovery",
     ],
 )
 def test_planted_bugs_are_found(
@@ -201,6 +221,6 @@ def test_planted_bugs_are_found(
     monkeypatch.setattr(owner, name, bug)
     try:
         assert [work(job, tmp_path / "killed", each) for each in kills] == [True, True, False]
-    except AssertionError:
+    except (AssertionError, LookupError, ValueError, UserError):
         return
     assert files(tmp_path / "killed") != files(tmp_path / "whole")

@@ -1,4 +1,4 @@
-"""What a kill leaves is cut to what is whole: torn lines go, and events end where completions do."""
+"""What a kill leaves is cut to what is whole: torn lines go."""
 
 import json
 import os
@@ -6,69 +6,59 @@ from pathlib import Path
 
 import pytest
 
-from specgen.events import Finished, Resumed, read, to_line
-from specgen.report.report import fold
+from specgen.record.recorder import Session, read_passes
+from specgen.report.report import fold, report_of
 from specgen.rundir import results
 from specgen.rundir.results import RunDirectory
-from specgen.rundir.resume import recover
 from specgen.rundir.row_file import RowFile
-from tests.streams import refusal, request
+from tests.streams import decode_steps, refusal, request, write_session
 
-EVENTS = [
-    *request("a", [(2, 1), (2, 2)]),
-    *request('{"event":"finished","sequence":"x"', [(2, 0)]),
-    *request("c", [(2, 2)]),
-]
-LINES = [to_line(event) + "\n" for event in EVENTS]
-ROWS = [json.dumps({"id": event.sequence}) + "\n" for event in EVENTS if isinstance(event, Finished)]
-ENDS = [at + 1 for at, event in enumerate(EVENTS) if isinstance(event, Finished)]
+FIRST = [*request("a", [(2, 1), (2, 2)]), *decode_steps(2, 2), *refusal("bad")]
+SECOND = [*request('{"row":"session"', [(2, 0)]), *decode_steps(2)]
 
 
-def left(path: Path, completions: str, events: str) -> tuple[list[str], list[str]]:
-    """The content of the files when a run resumes: ids, and the lines of events before the mark."""
-    (path / "completions.jsonl").write_text(completions)
-    (path / "events.jsonl").write_text(events)
-    rows = RowFile(path / "completions.jsonl")
-    recover(path / "events.jsonl", rows)
-    *lines, mark = (path / "events.jsonl").read_text().splitlines(keepends=True) or [""]
-    assert mark == (to_line(Resumed(time=0.0)) + "\n" if lines else "")
-    return [row["id"] for row in rows.values()], lines
-
-
-@pytest.mark.parametrize("done", range(4))
-@pytest.mark.parametrize("torn", ["", '{"id":"half'])
-def test_events_end_where_the_first_completion_is_missing(tmp_path: Path, done: int, torn: str) -> None:
-    ids, lines = left(tmp_path, "".join(ROWS[:done]) + torn, "".join(LINES))
-    assert len(ids) == done
-    assert lines == (LINES[: ENDS[done] - 1] if done < 3 else LINES)
-
-
-@pytest.mark.parametrize("cut", range(0, sum(map(len, LINES)), 37))
-def test_a_torn_line_goes_wherever_it_is_torn(tmp_path: Path, cut: int) -> None:
-    _, lines = left(tmp_path, "", "".join(LINES)[:cut])
-    assert "".join(LINES).startswith("".join(lines))
-    assert len(lines) == min("".join(LINES)[:cut].count("\n"), ENDS[0] - 1)
+def report_in(path: Path) -> dict[str, object]:
+    run = RunDirectory(path)
+    with run:
+        pass
+    return report_of(run.requests(), run.passes(), num_spec_tokens=2).to_json()
 
 
 def test_a_resumed_run_reports_the_same_as_an_uninterrupted_one(tmp_path: Path) -> None:
-    left(tmp_path, ROWS[0], "".join(LINES[:-3]))
-    events = tmp_path / "events.jsonl"
-    with events.open("a") as file:
-        file.writelines(LINES[ENDS[0] :])
-    whole, resumed = fold(EVENTS, num_spec_tokens=2), fold(read(events), num_spec_tokens=2)
-    assert resumed.speculation == whole.speculation
-    assert resumed.finish_reasons == whole.finish_reasons
-    assert (resumed.num_prompt_tokens, resumed.num_unfinished) == (15, 0)
-    assert resumed.wall_seconds > whole.wall_seconds, "what was done twice took its time twice"
+    for events in (FIRST, SECOND):
+        write_session(tmp_path, events)
+    found, whole = report_in(tmp_path), fold([*FIRST, *SECOND], num_spec_tokens=2).to_json()
+    names = [row.name for row in read_passes(tmp_path / "passes.jsonl") if isinstance(row, Session)]
+    assert names == ["0/1-0", "0/1-1"]
+    assert found["wall_seconds"] == 3.0 + 2.0, "the sessions came after each other"
+    for name in ("wall_seconds", "output_tokens_per_second", "wall", "num_errors"):
+        del found[name], whole[name]
+    assert found == whole
 
 
-def test_a_failed_request_has_no_completion_and_cuts_nothing(tmp_path: Path) -> None:
-    lines = [*LINES[: ENDS[0]], *(to_line(event) + "\n" for event in refusal("b")), *LINES[ENDS[0] :]]
-    assert left(tmp_path, "".join(ROWS), "".join(lines))[1] == lines
+@pytest.mark.parametrize("name", ["completions.jsonl", "passes.jsonl"])
+def test_a_torn_line_goes_wherever_it_is_torn(tmp_path: Path, name: str) -> None:
+    write_session(tmp_path, FIRST)
+    file = tmp_path / name
+    content = file.read_bytes()
+    for cut in range(0, len(content), 23):
+        file.write_bytes(content[:cut])
+        with RunDirectory(tmp_path):
+            pass
+        assert file.read_bytes() == content[: content.rfind(b"\n", 0, cut) + 1]
+        report_in(tmp_path)
 
 
-def test_the_first_line_may_be_the_cut(tmp_path: Path) -> None:
-    assert left(tmp_path, "", LINES[ENDS[0] - 1] + LINES[0]) == ([], [])
+def test_steps_are_left_out_of_rows_and_the_report_is_the_same(tmp_path: Path) -> None:
+    write_session(tmp_path / "whole", SECOND)
+    with RunDirectory(tmp_path / "less", with_steps=False) as less:
+        for event in SECOND:
+            less.see(event)
+        for row in RowFile(tmp_path / "whole" / "completions.jsonl").values():
+            less.add_completion({name: value for name, value in row.items() if name != "record"})
+    (row,) = less.completions.values()
+    assert "steps" not in row["record"]
+    assert report_in(tmp_path / "less") == report_in(tmp_path / "whole")
 
 
 def test_a_power_failure_costs_a_second_at_most(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from specgen import events
 from specgen.cli import main as cli
 from specgen.config import UserError
-from specgen.report.report import fold
+from tests.jobs import untimed
 from tests.marks import mostly_slow
 from tests.tiny_checkpoints import write_head, write_target
 from tests.tiny_tokenizers import write_byte_level
@@ -79,11 +78,16 @@ def test_a_run_leaves_its_files_and_its_numbers_agree(pair: Path, data: Path, tm
     assert (status["state"], status["done"], status["output_tokens"]) == ("finished", 6, 72)
     assert status["output_tokens_per_second"] == report["output_tokens_per_second"], "not the baseline's"
     assert status["acceptance_length"] == report["mean_acceptance_length"]
-    recorded = list(events.read(out / "events.jsonl"))
-    submitted = [event.sequence for event in recorded if isinstance(event, events.Submitted)]
-    assert sorted(submitted) == [row["id"] for row in completions]  # each once, and nothing of the warm-up
-    again = json.loads(json.dumps(fold(recorded, num_spec_tokens=4).to_json()))
-    assert again["acceptance"] == report["acceptance"]
+    passes = rows(out / "passes.jsonl")
+    assert [each["row"] for each in passes] == ["session"] + ["pass"] * (len(passes) - 1)
+    assert [each["number"] for each in passes[1:]] == list(range(len(passes) - 1)), "nothing of the warm-up"
+    for row in completions:
+        steps = row["record"]["steps"]
+        assert {passes[1 + number]["kind"] for number in steps["pass"]} <= {"decode"}
+        assert len({*steps["pass"]}) == len(steps["pass"]) == len(steps["drafts"])
+        assert [
+            number for each, number in zip(steps["drafts"], steps["accepted"], strict=True) if each
+        ] == list(row["metrics"]["per_step_accepted"])
     manifest = json.loads((out / "manifest.json").read_text())
     assert manifest["engine"]["device"] in ("cpu", "cuda")
     assert len(manifest["fingerprints"]["model"]) == 64
@@ -104,11 +108,11 @@ def test_a_run_leaves_its_files_and_its_numbers_agree(pair: Path, data: Path, tm
     assert figures in result.stdout
 
 
-@pytest.mark.parametrize("kept", mostly_slow(["full", "summary", "none"], "full"))
-def test_a_text_that_fills_the_context_says_so(pair: Path, tmp_path: Path, kept: str) -> None:
+@pytest.mark.parametrize("kept", mostly_slow([[], ["--no-steps"]], []))
+def test_a_text_that_fills_the_context_says_so(pair: Path, tmp_path: Path, kept: list[str]) -> None:
     own, out = tmp_path / "own.jsonl", tmp_path / "run"
     own.write_text('{"id": "a", "prompt": "Tom has"}\n{"id": "b", "prompt": "Tom has", "max_tokens": 3}\n')
-    arguments = ("--max-new-tokens", 5000, "--ignore-eos", "--output", out, "--events", kept, "--quiet")
+    arguments = ("--max-new-tokens", 5000, "--ignore-eos", "--output", out, *kept, "--quiet")
     result = run(pair, "--dataset", own, *arguments, "--format", "openai")
     assert result.exit_code == 0, result.output
     filled, short = rows(out / "completions.jsonl")
@@ -215,7 +219,8 @@ def test_rows_alone_go_to_stdout(pair: Path, tmp_path: Path) -> None:
     assert run(pair, "--dataset", own, "--output", out).exit_code == 0
     result = run(pair, "--dataset", own, "--output", "-")
     assert result.exit_code == 0, result.output
-    assert result.stdout == (out / "completions.jsonl").read_text()
+    (tmp_path / "printed.jsonl").write_text(result.stdout)
+    assert untimed(tmp_path / "printed.jsonl") == untimed(out / "completions.jsonl")
     assert "acceptance at token" in result.stderr
     assert not Path("-").exists()
 
@@ -274,9 +279,9 @@ def test_the_draft_length_may_be_chosen_by_cost(pair: Path, data: Path, tmp_path
     assert sum(decode["by_num_spec_tokens"].values()) == decode["num_steps"]
     assert {int(k) for k in decode["by_num_spec_tokens"]} <= set(range(8))
     drafted = [
-        len(event.drafts)
-        for event in events.read(tmp_path / "auto" / "events.jsonl")
-        if isinstance(event, events.Verified)
+        len(drafts)
+        for row in rows(tmp_path / "auto" / "completions.jsonl")
+        for drafts in row["record"]["steps"]["drafts"]
     ]
     assert [row["drafted"] for row in report["acceptance"]] == [
         sum(many > i for many in drafted) for i in range(7)
@@ -431,7 +436,7 @@ def test_the_options_are_a_decision() -> None:
             "restart",
             "format",
             "served_model_name",
-            "events",
+            "no_steps",
             "max_failures",
             "baseline",
             "as_json",

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from specgen.events import Resumed
+from specgen.record.recorder import tables as tables_of
 from specgen.report.page import Page
-from specgen.report.report import fold
+from specgen.report.report import report_of
 from specgen.report.run_texts import RunTexts, texts_of
 from specgen.report.table import Column, Table
 from specgen.report.token_sources import Source, sources_of
@@ -55,7 +55,8 @@ def a_run(tokenizer, number, *, seed=0, num_steps=0, accepted=(0, 1, 2, K)):
 
 def shown(events, rows, tokenizer):
     texts = RunTexts(rows)
-    report = fold(texts.watch(events), num_spec_tokens=K)
+    requests, passes = tables_of(events)
+    report = report_of(texts.watch(requests), passes, num_spec_tokens=K)
     tables, listed = texts.shown(tokenizer)
     return report, tables, listed
 
@@ -227,19 +228,18 @@ def test_a_category_per_request_makes_no_endless_page(byte_level):
     rows = {f"r{at}": {"text": byte_level.decode(token_ids), "token_ids": token_ids} for at in range(300)}
     events = chain(*(request(name, [(K, 0)] * 3, category=f"c{name}") for name in rows))
     texts = RunTexts(rows)
-    fold(texts.watch(events), num_spec_tokens=K)
+    assert len(list(texts.watch(tables_of(events)[0]))) == 300
     (categories, *_), _ = texts.shown(byte_level)
     assert len(categories.rows) == 20
     assert categories.note == "verify steps that rejected a draft; 20 of 300 categories"
     assert len(texts._worst) == 200
 
 
-def test_retried_and_resumed_requests_count_once(byte_level):
+def test_retried_requests_count_once(byte_level):
     token_ids = byte_level.encode_rendered("abc")
     rows = {"r": {"prompt": "", "text": byte_level.decode(token_ids), "token_ids": token_ids}}
-    torn = list(request("r", [(2, 2)]))[:3]
     steps = list(request("r", [(2, 1)]))
-    _, _, listed = shown(chain(refusal("r"), torn, [Resumed(time=0)], steps), rows, byte_level)
+    _, _, listed = shown(chain(refusal("r"), steps), rows, byte_level)
     (entry,) = listed.entries
     assert [span.style for span in entry.texts[0].spans] == ["prefill", "d0", "correction"]
 

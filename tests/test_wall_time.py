@@ -12,11 +12,12 @@ from specgen.config import SamplingParams
 from specgen.core.passes import Waits
 from specgen.device import Moment
 from specgen.engine.build import build_engine
-from specgen.events import Captured, Event, Sharded, Stepped, from_line, to_line
-from specgen.report.report import fold
-from specgen.report.summary import Summary
+from specgen.events import Captured, Event, Stepped
+from specgen.record.recorder import from_line, to_line
+from specgen.report.report import fold, report_of
 from specgen.report.wall_time import WallTime, wall_table
 from tests.engines import Pair, bundled_requests, config_of
+from tests.streams import recorded
 
 
 def stepped(
@@ -107,19 +108,18 @@ def test_no_part_of_noisy_steps_is_below_zero_and_they_add_up(seed: int) -> None
     assert found.full + found.filling + found.tail == pytest.approx(sum(each.seconds for each in steps))
 
 
-def test_sums_have_the_same_parts() -> None:
-    summary, lines = Summary(0), list[str]()
-    for number, event in enumerate(EVENTS):
-        assert list(summary.take(event)) == []
-        if number % 3 == 2:
-            lines += map(to_line, summary.worked())
-    lines += map(to_line, summary.worked())
-    assert len(lines) == 3
-    assert fold(map(from_line, lines), num_spec_tokens=0) == fold(EVENTS, num_spec_tokens=0)
+def test_rows_that_were_written_have_the_same_parts() -> None:
+    lines = [to_line(row) for row in recorded({"0/1-0": EVENTS})[1]]
+    assert len(lines) == 1 + len(EVENTS)
+    assert report_of([], map(from_line, lines), num_spec_tokens=0) == fold(EVENTS, num_spec_tokens=0)
 
 
 def test_shards_ran_side_by_side_and_a_prefill_alone_has_no_steps() -> None:
-    assert fold([*EVENTS, Sharded(time=0.0, shard="1/2")], num_spec_tokens=0).wall is None
+    shards = {"0/2-0": EVENTS, "1/2-0": EVENTS}
+    assert report_of(*recorded(shards), num_spec_tokens=0).wall is None
+    sessions = report_of(*recorded({"0/1-0": EVENTS, "0/1-1": EVENTS}), num_spec_tokens=0)
+    assert sessions.wall is not None
+    assert sessions.wall.prefill == 2 * PARTS.prefill
     assert fold(EVENTS[:1], num_spec_tokens=0).wall is None
 
 

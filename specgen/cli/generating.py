@@ -15,7 +15,6 @@ from specgen.cli.progress_bar import QUIET, progress
 from specgen.config import (
     Cluster,
     EngineConfig,
-    EventsName,
     ExecutorName,
     FormatName,
     SamplingParams,
@@ -42,7 +41,7 @@ _SHARD = option(
 _OUTPUT = option(
     None,
     "Results",
-    "Directory for completions.jsonl, errors.jsonl, events.jsonl, status.json, report.json, report.html, "
+    "Directory for completions.jsonl, errors.jsonl, passes.jsonl, status.json, report.json, report.html, "
     "manifest.json and config.yaml. An earlier run of the same command there is resumed. - for stdout: only the rows.",
 )
 
@@ -78,11 +77,11 @@ def generate(
     served_model_name: str | None = option(
         None, "Results", "Name of the model in reports and OpenAI's bodies.", shown="its directory or hub id"
     ),
-    events: EventsName = option(
-        "full",
+    no_steps: bool = option(
+        False,
         "Results",
-        "What is kept of how tokens came: every event, from which a page shows each text's drafts; their sums by "
-        "request, with which the report is the same in under 1 kB a request; or none: no times and no steps.",
+        "Keep no drafts of single steps, which take most of the space: the report has the same numbers, but its page "
+        "shows no texts.",
     ),
     max_failures: int | None = option(
         None, "Results", "End the run when more requests than this have failed.", shown="no limit"
@@ -124,7 +123,7 @@ def generate(
         served_model_name=served_model_name,
         config=repeating(ctx),
         how=how,
-        events=events,
+        steps=not no_steps,
     )
     if not quiet:
         print_hint(crowded(engine.device))

@@ -132,7 +132,7 @@ class SpecgenLM(TemplateLM):  # type: ignore[misc]
         return engine
 
     def _record(self, event: Event) -> None:
-        self._files.add_event(event)
+        self._files.see(event)
         self._tally.see(event)
         self._progress.see(event)
 
@@ -287,7 +287,14 @@ class SpecgenLM(TemplateLM):  # type: ignore[misc]
         end = next((at for at, token in enumerate(parts.answer) if token in ends), len(parts.answer))
         text = StopStrings(self._text, stops).text(parts.answer[:end])
         reasoning = {} if parts.reasoning is None else {"reasoning": parts.reasoning}
-        return request.id, {**reasoning, "text": text, "token_ids": completion.token_ids}
+        return request.id, {
+            **reasoning,
+            "text": text,
+            "token_ids": completion.token_ids,
+            "finish_reason": completion.finish_reason,
+            "num_prompt_tokens": len(request.prompt_token_ids),
+            "category": request.category,
+        }
 
     # --- scores -----------------------------------------------------------------------------------
 

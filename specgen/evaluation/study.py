@@ -25,7 +25,7 @@ from specgen.evaluation.studies import Study
 from specgen.evaluation.tasks import find_tasks
 from specgen.report import tables
 from specgen.report.origin import origin
-from specgen.report.report import Report, fold, fold_categories
+from specgen.report.report import Report, report_categories, report_of
 from specgen.report.run_texts import RunTexts
 from specgen.report.table import Column, Table
 from specgen.rundir.atomic import write_json, write_text
@@ -227,7 +227,7 @@ class StudyRun:
             seconds=lm.seconds,
             report=_folded(files, config.draft_length.most, texts),
             samples=tuple(samples(results["samples"], lm.generated)),
-            tasks=fold_categories(files.events(), num_spec_tokens=config.draft_length.most),
+            tasks=report_categories(files.requests(), num_spec_tokens=config.draft_length.most),
         )
         summary = {key: value for key, value in results.items() if key != "samples"}
         write_text(path / "results.json", _json(summary))
@@ -257,7 +257,7 @@ def _alike(configs: Mapping[str, EngineConfig], arms: Sequence[Arm]) -> list[lis
 
 
 def _folded(files: RunDirectory, num_spec_tokens: int, texts: RunTexts) -> Report:
-    report = fold(texts.watch(files.events()), num_spec_tokens=num_spec_tokens)
+    report = report_of(texts.watch(files.requests()), files.passes(), num_spec_tokens=num_spec_tokens)
     return report.with_texts(row["text"] for row in files.completions.values() if "text" in row)
 
 

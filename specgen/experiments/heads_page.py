@@ -2,7 +2,6 @@
 
 import json
 import re
-from collections import deque
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
@@ -11,7 +10,6 @@ from typing import Any
 
 from specgen.config import UserError
 from specgen.display import checkpoint_name, clip, plain, several
-from specgen.events import read
 from specgen.experiments.finished_runs import PLAN, HeadRun
 from specgen.experiments.head_figures import Comparison, HeadPair, Length
 from specgen.experiments.heads_tables import (
@@ -26,6 +24,7 @@ from specgen.experiments.heads_tables import (
     verdicts,
 )
 from specgen.json_fields import load_json
+from specgen.record.recorder import RequestRow
 from specgen.report.charts import Lines, Point, lengths
 from specgen.report.origin import origin
 from specgen.report.page import Page
@@ -34,7 +33,7 @@ from specgen.report.run_texts import keys_of, texts_of
 from specgen.report.table import Column, Table
 from specgen.report.tables import curve, curves
 from specgen.report.text_list import Entry, ShownText, TextList, within
-from specgen.report.token_sources import Trace, traced
+from specgen.report.token_sources import sources
 from specgen.rundir.atomic import write_json, write_text
 from specgen.text.tokenizer import Tokenizer, load_tokenizer
 
@@ -178,7 +177,7 @@ def _runs_table(found: Comparison) -> Table:
     )
     return Table(
         title="Runs",
-        note="each directory holds report.html, completions.jsonl and events.jsonl of one run",
+        note="each directory holds report.html, completions.jsonl and passes.jsonl of one run",
         columns=(
             Column(name="data"),
             *(Column(name=name, wraps=True) for name in ("head", "drafter", "directory")),
@@ -239,21 +238,16 @@ def moved_texts(found: Comparison, tokenizer: Tokenizer | None) -> TextList | No
 
 
 class _Texts:
-    """The rows and steps of some requests of a run."""
+    """The rows of some requests of a run."""
 
     def __init__(self, run: HeadRun, names: set[str], tokenizer: Tokenizer | None) -> None:
         self.rows = rows_of(run.directory, names)
         self._tokenizer = tokenizer
-        self._traces: dict[str, Trace] = {}
-        deque(traced(read(run.directory / "events.jsonl"), self._keep), maxlen=0)
-
-    def _keep(self, trace: Trace) -> None:
-        if trace.name in self.rows:
-            self._traces[trace.name] = trace
 
     def of(self, name: str, head: str) -> Iterator[ShownText]:
         """What ``head`` gave for the request ``name``."""
-        for text in texts_of(self.rows[name], self._traces[name].sources(), self._tokenizer):
+        row = self.rows[name]
+        for text in texts_of(row, sources(RequestRow.of_row(row)), self._tokenizer):
             yield ShownText(name=", ".join(filter(None, (head, text.name))), spans=text.spans)
 
 

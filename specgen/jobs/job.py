@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from specgen.checkpoints.fingerprint import files_of, fingerprint, state_of
-from specgen.config import Cluster, EngineConfig, EventsName, FormatName, SamplingParams, require
+from specgen.config import Cluster, EngineConfig, FormatName, SamplingParams, require
 from specgen.display import devices, from_here, several
 from specgen.engine.choices import attention_note, choose_attention, kv_note
 from specgen.engine.generation_config import generation_config
@@ -45,7 +45,7 @@ class Job:
     config: str | None = None  # YAML
     served_model_name: str | None = None  # in reports and OpenAI's bodies, instead of the model's path
     how: Reading = AS_IT_IS  # the rows of the data set are read
-    events: EventsName = "full"  # what is recorded of them
+    steps: bool = True  # rows have the steps of their request
 
     def __post_init__(self) -> None:
         require(
@@ -54,12 +54,6 @@ class Job:
         )
         require(
             self.served_model_name != "", "served-model-name is empty: leave it out for the model's own name"
-        )
-        varies = self.engine.ngram is not None or self.engine.draft_length.auto
-        require(
-            self.events != "none" or not varies,
-            "events is none, but with n-grams or K auto the number of drafts varies by step, which only events tell: "
-            "use summary",
         )
 
     @property
@@ -115,7 +109,7 @@ def job_manifest(
     ) | {
         # absent unless given, so that a run of an earlier version goes on
         **({} if job.served_model_name is None else {"served_model_name": job.served_model_name}),
-        **({} if job.events == "full" else {"events": job.events}),
+        **({} if job.steps else {"steps": False}),
         "settings": _settings(job, config, checkpoints, index.num_prompts),
     }
 
@@ -142,4 +136,5 @@ def _settings(job: Job, config: EngineConfig, checkpoints: Checkpoints, num_prom
         **({} if job.cluster is None else {"workers": f"{job.cluster.num_workers} on Ray, at once"}),
         **({} if config.device == "cpu" else {"CUDA graphs": config.cuda_graphs}),
         "batch": f"at most {config.max_batch_size}",
+        **({} if job.steps else {"steps": "not kept (--no-steps), so no texts on the page"}),
     }

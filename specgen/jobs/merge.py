@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from specgen.config import FormatName, require
-from specgen.events import Merged, Sharded, to_line
 from specgen.jobs.run_output import FinishedRun, read_json
 from specgen.jobs.shard import REQUESTS, WHOLE, Shard, parse_shard, read_requests
+from specgen.record.recorder import require_present_version
 from specgen.report.report import load
 from specgen.rundir.atomic import replacement, write_json
 from specgen.rundir.differences import differences
@@ -19,7 +19,7 @@ from specgen.rundir.results import directory
 from specgen.rundir.row_file import id_of
 from specgen.rundir.status import figures
 
-_NEEDED = ("completions.jsonl", "errors.jsonl", "events.jsonl", "status.json", REQUESTS)
+_NEEDED = ("completions.jsonl", "errors.jsonl", "passes.jsonl", "status.json", REQUESTS)
 _SHOWN = 5  # missing shards named in an error
 _FREE = (*FREE_IN_A_RUN, "data.shard")
 
@@ -64,6 +64,7 @@ def _open(path: Path) -> _ShardRun:
         shard.count > 1,
         f"{str(path)!r} is not a shard but a whole run: give directories of `generate --shard`",
     )
+    require_present_version(path)
     missing = [name for name in _NEEDED if not (path / name).exists()]
     require(not missing, f"{str(path)!r} has no {', '.join(missing)}: copy the directory as it was left")
     status = read_json(path / "status.json")
@@ -121,12 +122,10 @@ def _join(into: Path, sources: Sequence[Path], runs: Sequence[_ShardRun]) -> Non
         num_rows == num_requests,
         f"the shards have {num_rows} rows for {num_requests} requests: one of their files was changed or cut",
     )
-    with replacement(into / "events.jsonl") as file:
-        for source, run in zip(sources, runs, strict=True):
-            file.write(to_line(Sharded(time=0.0, shard=str(run.shard))).encode() + b"\n")
-            with (source / "events.jsonl").open("rb") as events:
-                shutil.copyfileobj(events, file)
-        file.write(to_line(Merged(time=0.0)).encode() + b"\n")
+    with replacement(into / "passes.jsonl") as file:
+        for source in sources:
+            with (source / "passes.jsonl").open("rb") as passes:
+                shutil.copyfileobj(passes, file)
 
 
 def _lines_by_row(path: Path, requests: Path) -> Iterator[list[bytes]]:

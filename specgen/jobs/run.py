@@ -26,7 +26,6 @@ from specgen.jobs.ray_engine import RayEngine
 from specgen.jobs.run_output import MAIN_FILES, FinishedRun, RunResult, is_finished
 from specgen.jobs.shard import REQUESTS
 from specgen.prompts import Prompt, PromptSet, Rejected, failure, open_prompts
-from specgen.report.summary import Summary
 from specgen.rundir.atomic import write_json_lines, write_text
 from specgen.rundir.interrupt import StoppedError
 from specgen.rundir.progress import Progress
@@ -235,7 +234,7 @@ class _Work:
         return run, self._answer(self.config.plain(), path / "baseline")
 
     def _answer(self, config: EngineConfig, path: Path) -> FinishedRun:
-        with RunDirectory(path) as files:
+        with RunDirectory(path, shard=str(self.job.shard), with_steps=self.job.steps) as files:
             if len(files.completions) < self.index.num_requests:
                 self._generate(config, files)
         files.arrange(self.index.ids)
@@ -244,14 +243,8 @@ class _Work:
     def _generate(self, config: EngineConfig, files: RunDirectory) -> None:
         tally = Tally()
 
-        summary = Summary(config.draft_length.most)
-
         def record(event: Event) -> None:
-            if self.job.events == "full":
-                files.add_event(event)
-            elif self.job.events == "summary":
-                for ended in summary.take(event):
-                    self._add_sums(files, summary, ended)
+            files.see(event)
             tally.see(event)
             self.progress.see(event)
             self.status.see(event)
@@ -286,14 +279,7 @@ class _Work:
                 raise
         finally:
             self.progress.finish()
-            if self.job.events == "summary":
-                self._add_sums(files, summary)
         self._require_all(files, first)
-
-    def _add_sums(self, files: RunDirectory, summary: Summary, *ended: Event) -> None:
-        """Record what was done since the last call, then the requests that ended with it."""
-        for event in (*summary.worked(), *ended):
-            files.add_event(event)
 
     def _engine(self, config: EngineConfig, record: Callable[[Event], None]) -> Engine | RayEngine:
         sampling, config = self.job.sampling, _with_rows_for(self.index, config)

@@ -1,23 +1,22 @@
 """The output of a finished run: its report, and its rows in other formats."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import datetime
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from specgen.config import EventsName, FormatName, UserError
-from specgen.events import read
+from specgen.config import FormatName, UserError
 from specgen.jobs.export.openai import Served, export_openai
 from specgen.jobs.export.parquet import export_parquet
 from specgen.jobs.job import Job
 from specgen.json_fields import load_json
 from specgen.prompts import Prompt, failure
+from specgen.record.recorder import RequestRow, read_passes
 from specgen.report import tables
-from specgen.report.from_rows import NONE, fold_rows, without_events
 from specgen.report.origin import origin, run_title
-from specgen.report.report import Report, fold
+from specgen.report.report import Report, report_of
 from specgen.report.run_texts import RunTexts
 from specgen.rundir.atomic import write_json, write_text
 from specgen.rundir.row_file import Rows
@@ -73,47 +72,50 @@ class FinishedRun:
     def write_report(self, baseline: "FinishedRun | None") -> Mapping[str, Any]:
         """Write ``report.json``, whose content is returned, and ``report.html``; ``baseline`` is the plain run."""
         record = read_json(self._path / "manifest.json")
-        events: EventsName = record.get("events", "full")
-        texts = RunTexts(self._completions) if events == "full" else None  # others tell of no single token
+        texts = RunTexts(self._completions)
         same: list[bool] = []
-        report = self._folded(record["engine"]["num_spec_tokens"], events, baseline, same, texts)
+        report = self._report(record["engine"]["num_spec_tokens"], baseline, same, texts)
         if baseline is not None:
-            plain = baseline._folded(0, events)
+            plain = baseline._report(0)
             report = report.with_baseline(plain, sum(same) / len(same) if same else 0.0, len(same))
-        document = without_events(report.to_json()) if events == NONE else report.to_json()
-        shown = ([], None) if texts is None else texts.shown(_tokenizer(record["engine"]["model"]))
+        document = report.to_json()
+        shown = (
+            texts.shown(_tokenizer(record["engine"]["model"])) if record.get("steps", True) else ([], None)
+        )
         page = tables.page(document, record["settings"], run_title(record), origin(record), *shown)
         write_text(self._path / "report.html", page)
         write_json(self._path / "report.json", document)
         return document
 
-    def _folded(
+    def _report(
         self,
         num_spec_tokens: int,
-        events: EventsName,
         baseline: "FinishedRun | None" = None,
         same: list[bool] | None = None,
         texts: RunTexts | None = None,
     ) -> Report:
-        """The report; ``same`` gets whether tokens are those of ``baseline``, ``texts`` follows the events."""
-        if events == NONE:
-            rows = self._completions
-            report = fold_rows(rows.values(), ids=rows, num_spec_tokens=num_spec_tokens)
-        else:
-            recorded = read(self._path / "events.jsonl")
-            report = fold(
-                recorded if texts is None else texts.watch(recorded), num_spec_tokens=num_spec_tokens
-            )
-        # rejected rows, which have no events, have failed too
-        counted = replace(report, num_errors=len(self._errors))
-        return counted.with_texts(self._texts(events, baseline, [] if same is None else same))
+        """The report; ``same`` gets whether tokens are those of ``baseline``, ``texts`` sees the requests."""
+        empty: list[str] = []
+        requests = self._requests(baseline, [] if same is None else same, empty)
+        report = report_of(
+            requests if texts is None else texts.watch(requests),
+            read_passes(self._path / "passes.jsonl"),
+            num_spec_tokens=num_spec_tokens,
+            num_errors=len(self._errors),
+        )
+        return report.with_texts(empty)
 
-    def _texts(self, events: EventsName, baseline: "FinishedRun | None", same: list[bool]) -> Iterator[str]:
+    def _requests(
+        self, baseline: "FinishedRun | None", same: list[bool], empty: list[str]
+    ) -> Iterator[RequestRow]:
+        """All requests; ``empty`` gets the texts without a character."""
         plain = {} if baseline is None else baseline._completions
         for name, row in self._completions.items():
             if name in plain:
                 same.append(plain[name]["token_ids"] == row["token_ids"])
-            yield row["text"] or (row.get("reasoning", "") if events == NONE else "")
+            if not row["text"].strip():
+                empty.append(row["text"])
+            yield RequestRow.of_row(row)
 
     def export(self, format_name: FormatName) -> None:
         """Write the rows in another format too."""

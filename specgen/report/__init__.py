@@ -1,1 +1,1 @@
-"""From events to numbers, from numbers to text and pages. May import no other package."""
+"""From rows to numbers, from numbers to text and pages. May import record and text."""

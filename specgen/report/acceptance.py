@@ -1,11 +1,10 @@
 """Acceptance statistics of one request and of sets of requests, by draft position."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from typing import Any, Self
+from typing import Any
 
-from specgen.config import require
-from specgen.events import Verified
+from specgen.record.counts import Step, StepCounts
 from specgen.report.intervals import Interval, Ratio
 
 
@@ -71,69 +70,10 @@ class Speculation:
     acceptance_histogram: tuple[int, ...]  # [K + 1]: steps that accepted exactly j drafts
 
 
-class StepCounts:
-    """The verify steps of a request, or of several, by draft position: lists of ``[K]``, the histogram ``[K + 1]``."""
-
-    def __init__(self, num_spec_tokens: int) -> None:
-        self.drafted = [0] * num_spec_tokens
-        self.reached = [0] * num_spec_tokens
-        self.accepted = [0] * num_spec_tokens
-        self.histogram = [0] * (num_spec_tokens + 1)
-        self.without_drafts = 0
-
-    def add(self, step: Verified) -> None:
-        """Count one step; ``UserError`` for one that cannot belong to this run."""
-        drafted, most = len(step.drafts), len(self.drafted)
-        require(
-            drafted <= most,
-            f"a step of {step.sequence!r} has {drafted} drafts but K is {most}: give the run's K",
-        )
-        require(
-            0 <= step.accepted <= drafted,
-            f"a step of {step.sequence!r} accepted {step.accepted} of {drafted} drafts: corrupt events, run again",
-        )
-        if drafted == 0:
-            self.without_drafts += 1
-            return
-        for position in range(drafted):
-            self.drafted[position] += 1
-            self.reached[position] += step.accepted >= position
-            self.accepted[position] += step.accepted > position
-        self.histogram[step.accepted] += 1
-
-    def __add__(self, other: "StepCounts") -> "StepCounts":
-        """The sums of both, as of one run."""
-        found = StepCounts(len(self.drafted))
-        for name in ("drafted", "reached", "accepted", "histogram"):
-            pairs = zip(getattr(self, name), getattr(other, name), strict=True)
-            setattr(found, name, [ours + theirs for ours, theirs in pairs])
-        found.without_drafts = self.without_drafts + other.without_drafts
-        return found
-
-    def sums(self) -> dict[str, Any]:
-        """All counts, for ``of_sums``."""
-        return dict(vars(self))
-
-    @classmethod
-    def of_sums(cls, sums: Mapping[str, Any], num_spec_tokens: int) -> Self:
-        """The counts that ``sums`` gave; ``UserError`` where they are of another K."""
-        counts = cls(num_spec_tokens)
-        same = sums.keys() == vars(counts).keys() and len(sums["histogram"]) == num_spec_tokens + 1
-        require(same, f"the events are not of K = {num_spec_tokens}: give the run's K")
-        vars(counts).update(sums)
-        return counts
-
-    @property
-    def num_steps(self) -> int:
-        """Steps with drafts."""
-        return sum(self.histogram)
-
-
-def fold_request(verified: Iterable[Verified], num_spec_tokens: int) -> RequestMetrics:
+def fold_request(verified: Iterable[Step], num_spec_tokens: int) -> RequestMetrics:
     """The metrics of one request from its steps; ``UserError`` for a step with more drafts than K."""
-    counts, steps = StepCounts(num_spec_tokens), list(verified)
-    for step in steps:
-        counts.add(step)
+    steps = list(verified)
+    counts = StepCounts.of(steps, num_spec_tokens)
     per_step = tuple(step.accepted for step in steps if step.drafts)
     drafted, accepted = sum(counts.drafted), sum(per_step)
     return RequestMetrics(
@@ -180,7 +120,7 @@ class RequestSum:
         self._histogram = [a + b for a, b in zip(self._histogram, counts.histogram, strict=True)]
         earlier = self._open.pop(conversation, None)
         unit = counts if earlier is None else earlier + counts
-        if num_turns_left > 0:  # of earlier versions' events it is not known
+        if num_turns_left > 0:
             self._open[conversation] = unit
         else:
             self._close(unit)

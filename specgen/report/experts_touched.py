@@ -40,21 +40,8 @@ class ExpertSum:
         self._num_experts = found.num_experts
         key = (1 << (step.num_sequences - 1).bit_length(), step.num_spec_tokens)
         figures = (1, step.num_sequences, found.experts, found.plain, found.num_bytes)
-        self._add(key, figures)
-
-    def _add(self, key: tuple[int, int], figures: Sequence[float]) -> None:
         before = self._sums.get(key, [0.0] * len(figures))
         self._sums[key] = [sum(pair) for pair in zip(before, figures, strict=True)]
-
-    def sums(self) -> list[Any]:
-        """All sums, for ``add_sums``: experts of a layer, sequences at most, K, figures."""
-        return [[self._num_experts, *key, figures] for key, figures in self._sums.items()]
-
-    def add_sums(self, sums: Sequence[Any]) -> None:
-        """Add the steps whose sums these are."""
-        for num_experts, most, k, figures in sums:
-            self._num_experts = num_experts
-            self._add((most, k), figures)
 
     def result(self) -> tuple[ExpertStats, ...]:
         """By batch size and K."""

@@ -1,48 +1,10 @@
 """Acceptance in the reasoning of texts and in their answers apart."""
 
 from collections.abc import Mapping
-from copy import deepcopy
 from typing import Any
 
-from specgen.events import Verified
-from specgen.report.acceptance import RequestSum, Speculation, StepCounts
-
-PARTS = ("reasoning", "answer")
-
-
-class PartCounts:
-    """The verify steps of one request by part: a step belongs to the part of its first token.
-
-    ``earlier`` has the steps before the first change of part, which are of the answer.
-    """
-
-    def __init__(self, earlier: StepCounts) -> None:
-        self.part = "answer"
-        self.steps = {"answer": deepcopy(earlier), "reasoning": StepCounts(len(earlier.drafted))}
-        self._switches = [(0, "answer")]  # output token, and the part from there on
-
-    def switch(self, part: str, at: int) -> None:
-        """From output token ``at`` on the text is ``part``."""
-        self.part = part
-        self._switches.append((at, part))
-
-    def add(self, step: Verified, first: int) -> None:
-        """Count a step whose first token is output token ``first``."""
-        part = next(part for at, part in reversed(self._switches) if at <= first)
-        self.steps[part].add(step)
-
-    def sums(self, num_tokens: int) -> dict[str, Any]:
-        """All counts of a text with ``num_tokens``, for ``PartSum``; ``part`` is the one that it ended in."""
-        steps = {part: counts.sums() for part, counts in self.steps.items()}
-        return {"part": self.part, "steps": steps, "tokens": self._num_tokens(num_tokens)}
-
-    def _num_tokens(self, total: int) -> dict[str, int]:
-        """Output tokens by part of a text with ``total``; the last change may be of a step that was not recorded."""
-        starts = [min(at, total) for at, _ in self._switches]
-        counts = dict.fromkeys(PARTS, 0)
-        for (_, part), start, end in zip(self._switches, starts, [*starts[1:], total], strict=True):
-            counts[part] += end - start
-        return counts
+from specgen.record.counts import PARTS, StepCounts
+from specgen.report.acceptance import RequestSum, Speculation
 
 
 class PartSum:
@@ -71,7 +33,7 @@ class PartSum:
         self._has_reasoning = True
         for part, tokens in parts["tokens"].items():
             if tokens:
-                steps = StepCounts.of_sums(parts["steps"][part], self._num_spec_tokens)
+                steps = StepCounts.of_row(parts["steps"][part], self._num_spec_tokens)
                 self._sums[part].add(steps, tokens, conversation, num_turns_left)
 
     def result(self) -> Mapping[str, Speculation]:

@@ -4,8 +4,9 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 
 from specgen.display import count, percent
+from specgen.record.recorder import RequestRow
 from specgen.report.table import Column, Row, Table
-from specgen.report.token_sources import Trace
+from specgen.report.token_sources import sources
 
 _TOKENS, _CATEGORIES = 12, 20  # shown
 _OTHERS = 3  # drafts shown per token
@@ -29,7 +30,7 @@ _BY_CATEGORY = (
 
 
 class Rejections:
-    """Counts over traces: of every rejected draft, what the target said in its place.
+    """Counts over requests: of every rejected draft, what the target said in its place.
 
     A place is a draft that the target decided on: those behind the first rejected one of a step are not.
     """
@@ -39,15 +40,15 @@ class Rejections:
         self._accepted: Counter[int] = Counter()
         self._categories: defaultdict[str, list[int]] = defaultdict(lambda: [0, 0])  # rejections, steps
 
-    def add_category(self, trace: Trace) -> None:
+    def add_category(self, row: RequestRow) -> None:
         """Count the rejections of one request by its category."""
-        sums = self._categories["(none)" if trace.category is None else trace.category]
-        sums[0] += trace.num_rejections
-        sums[1] += sum(bool(step.drafts) for step in trace.steps)
+        sums = self._categories["(none)" if row.category is None else row.category]
+        sums[0] += row.num_rejections
+        sums[1] += sum(row.counts["histogram"])
 
-    def add_tokens(self, trace: Trace, token_ids: Sequence[int]) -> None:
+    def add_tokens(self, row: RequestRow, token_ids: Sequence[int]) -> None:
         """Count one request, whose tokens are ``token_ids``, by token."""
-        for source, token in zip(trace.sources(), token_ids, strict=True):
+        for source, token in zip(sources(row), token_ids, strict=True):
             if source.kind == "draft":
                 self._accepted[token] += 1
             elif source.rejected is not None:

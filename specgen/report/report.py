@@ -1,4 +1,4 @@
-"""The report of a run: a pure fold over its events."""
+"""The report of a run: a pure function of its rows."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -7,26 +7,13 @@ from pathlib import Path
 from typing import Any, Self
 
 from specgen.config import require
-from specgen.events import (
-    Answered,
-    Event,
-    Finished,
-    Merged,
-    Preempted,
-    Prefilled,
-    Resumed,
-    Sharded,
-    Submitted,
-    Switched,
-    Verified,
-    Worked,
-    conversation_of,
-)
+from specgen.events import Captured, Event, OutOfMemory, conversation_of
 from specgen.json_fields import load_json
-from specgen.report.acceptance import RequestSum, Speculation, StepCounts
+from specgen.record.counts import StepCounts
+from specgen.record.recorder import Pass, PassRow, RequestRow, Session, tables
+from specgen.report.acceptance import RequestSum, Speculation
 from specgen.report.experts_touched import ExpertStats, ExpertSum
 from specgen.report.parts_of_texts import PartSum
-from specgen.report.summary import UNFINISHED, Summary
 from specgen.report.timings import LatencyStats, StepStats, StepSum, WallClock, latency_stats
 from specgen.report.wall_time import WallSum, WallTime
 
@@ -66,9 +53,9 @@ class Report:
     num_cached_tokens: int  # prompt tokens found in the prefix cache
     finish_reasons: Mapping[str, int]
     num_errors: int  # failed requests; they are in no other number
-    num_unfinished: int
+    num_unfinished: int  # of a run that is not finished: requests that have not ended
     num_preemptions: int
-    wall_seconds: float  # first event to last; the sum if resumed, the slowest shard's if merged
+    wall_seconds: float  # from first to last; the sum if resumed, the slowest shard's if merged
     ttft_seconds: LatencyStats | None
     tpot_seconds: LatencyStats | None
     steps: Mapping[str, StepStats]  # by kind
@@ -100,7 +87,7 @@ class Report:
         return replace(self, baseline=comparison)
 
     def with_texts(self, texts: Iterable[str]) -> Self:
-        """This report with ``num_empty`` of ``texts``, those of all its requests; events hold no text."""
+        """This report with ``num_empty`` of ``texts``, those of all its requests."""
         empty = sum(not text.strip() for text in texts)
         return replace(self, num_empty=max(0, empty - sum(self.ended_in_reasoning.values())))
 
@@ -115,22 +102,17 @@ class Report:
         }
 
 
-class _Fold:
-    """Sums over requests, finished and failed, and over steps."""
+class _Sums:
+    """Sums over requests, and over passes."""
 
     def __init__(self, num_spec_tokens: int) -> None:
         self.num_spec_tokens = num_spec_tokens
-        self.summary = Summary(num_spec_tokens)
-        self.failed: set[str] = set()
         self.all = RequestSum(num_spec_tokens)
         self.categories: dict[str, RequestSum] = {}
         self.turns: dict[str, RequestSum] = {}
         self.by_part = PartSum(num_spec_tokens)
         self.ended_in_reasoning: Counter[str] = Counter()
-        self.num_prompt_tokens = 0
-        self.num_cached_tokens = 0
-        self.num_preemptions = 0
-        self.num_unfinished = 0
+        self.num_prompt_tokens = self.num_cached_tokens = self.num_preemptions = 0
         self.reasons: Counter[str] = Counter()
         self.clock = WallClock()
         self.ttft: list[float] = []
@@ -138,69 +120,54 @@ class _Fold:
         self.steps: dict[str, StepSum] = {}
         self.experts = ExpertSum()
         self.wall = WallSum()
-        self.sharded = False
 
-    def take(self, event: Event) -> None:
-        for each in self.summary.take(event):
-            self.add(each)
+    def add_passes(self, passes: Iterable[Pass]) -> None:
+        """Add the rows of ``passes.jsonl``, in their order."""
+        session = ""
+        for row in passes:
+            match row:
+                case Session():
+                    session = row.name
+                    self.clock.see(session, row.time)
+                case PassRow(step=step):
+                    self.clock.see(session, step.time)
+                    self.num_preemptions += row.num_preempted
+                    self.steps.setdefault(step.kind, StepSum()).add(row)
+                    self.experts.add(step)
+                    self.wall.add(step)
+                case Captured():
+                    self.clock.see(session, row.time)
+                    self.wall.add(row)
+                case OutOfMemory():
+                    self.clock.see(session, row.time)
 
-    def add(self, event: Event) -> None:
-        """Add what ``Summary`` made of events."""
-        match event:
-            case Resumed():
-                self.clock.resume()
-            case Sharded():
-                self.sharded = True
-                self.clock.shard()
-            case Merged():
-                self.clock.merge()
-            case Worked():
-                self.clock.see(event.since)
-                self.clock.see(event.time)
-                self.num_preemptions += event.num_preemptions
-                for kind, sums in event.steps.items():
-                    self.steps.setdefault(kind, StepSum()).add_sums(sums)
-                self.experts.add_sums(event.experts)
-                self.wall.add_sums(event.wall)
-            case Answered(reason="error"):
-                self.failed.add(event.sequence)
-            case Answered():
-                self.failed.discard(event.sequence)  # a retry
-                if event.reason == UNFINISHED:
-                    self.num_unfinished += 1
-                else:
-                    self.finish(event)
-                self.close(event)
-
-    def finish(self, event: Answered) -> None:
-        self.reasons[event.reason] += 1
-        if event.reasoning is not None and event.reasoning["part"] == "reasoning":
-            self.ended_in_reasoning[event.reason] += 1
-        if event.first_token is not None:
-            self.ttft.append(event.first_token - event.submitted)
-            if event.num_output_tokens > 1:
-                self.tpot.append((event.time - event.first_token) / (event.num_output_tokens - 1))
-
-    def close(self, event: Answered) -> None:
-        self.num_prompt_tokens += event.num_prompt_tokens
-        self.num_cached_tokens += event.num_cached
-        counts = StepCounts.of_sums(event.steps, self.num_spec_tokens)
-        num_tokens, left = event.num_output_tokens, event.num_turns - event.turn
-        conversation = conversation_of(event.sequence, event.turn)
-        category = "(none)" if event.category is None else event.category
-        self._sum(self.turns, str(event.turn)).add(counts, num_tokens)  # which has each conversation once
+    def add_request(self, row: RequestRow) -> None:
+        """Add one request that has ended, with no error."""
+        self.clock.see(row.session, row.arrival, row.ended)
+        self.reasons[row.reason] += 1
+        if row.parts is not None and row.parts["part"] == "reasoning":
+            self.ended_in_reasoning[row.reason] += 1
+        if row.first_token is not None:
+            self.ttft.append(row.first_token - row.arrival)
+            if row.num_output_tokens > 1:
+                self.tpot.append((row.ended - row.first_token) / (row.num_output_tokens - 1))
+        self.num_prompt_tokens += row.num_prompt_tokens
+        self.num_cached_tokens += row.num_cached_tokens
+        counts = StepCounts.of_row(row.counts, self.num_spec_tokens)
+        num_tokens, left = row.num_output_tokens, row.num_turns - row.turn
+        conversation = conversation_of(row.name, row.turn)
+        category = "(none)" if row.category is None else row.category
+        self._sum(self.turns, str(row.turn)).add(counts, num_tokens)  # which has each conversation once
         for sums in (self.all, self._sum(self.categories, category)):
             sums.add(counts, num_tokens, conversation, left)
-        self.by_part.add(counts, event.reasoning, num_tokens, conversation, left)
+        self.by_part.add(counts, row.parts, num_tokens, conversation, left)
 
     def _sum(self, groups: dict[str, RequestSum], label: str) -> RequestSum:
         if label not in groups:
             groups[label] = RequestSum(self.num_spec_tokens)
         return groups[label]
 
-    def report(self) -> Report:
-        for each in self.summary.rest():
-            self.add(each)
+    def report(self, num_errors: int) -> Report:
         return Report(
             num_spec_tokens=self.num_spec_tokens,
             speculation=self.all.result(),
@@ -211,14 +178,14 @@ class _Fold:
             num_prompt_tokens=self.num_prompt_tokens,
             num_cached_tokens=self.num_cached_tokens,
             finish_reasons=dict(sorted(self.reasons.items())),
-            num_errors=len(self.failed),
-            num_unfinished=self.num_unfinished,
+            num_errors=num_errors,
+            num_unfinished=0,
             num_preemptions=self.num_preemptions,
             wall_seconds=self.clock.seconds,
             ttft_seconds=latency_stats(self.ttft),
             tpot_seconds=latency_stats(self.tpot),
             steps={kind: steps.result() for kind, steps in sorted(self.steps.items())},
-            wall=None if self.sharded else self.wall.result(self.clock.seconds),
+            wall=None if self.clock.sharded else self.wall.result(self.clock.seconds),
             experts=self.experts.result(),
         )
 
@@ -228,41 +195,40 @@ def _breakdown(groups: Mapping[str, RequestSum]) -> dict[str, Speculation]:
     return {label: groups[label].result() for label in sorted(groups)} if len(groups) > 1 else {}
 
 
+def report_of(
+    requests: Iterable[RequestRow], passes: Iterable[Pass], *, num_spec_tokens: int, num_errors: int = 0
+) -> Report:
+    """The report of a run with K = ``num_spec_tokens``, in one pass over each of its tables.
+
+    ``requests`` have ended; those with the reason ``error`` are in ``num_errors`` and in no other number. Memory grows
+    with the number of requests (two floats each) and K, not with the steps. ``UserError`` for rows of another K.
+    """
+    sums = _Sums(num_spec_tokens)
+    sums.add_passes(passes)
+    for row in requests:
+        if row.reason == "error":
+            num_errors += 1
+        else:
+            sums.add_request(row)
+    return sums.report(num_errors)
+
+
 def fold(events: Iterable[Event], *, num_spec_tokens: int) -> Report:
-    """The report of a run with K = ``num_spec_tokens``, in one pass over its events.
+    """The report of what an engine tells of one session, in which running requests count as nothing."""
+    return report_of(*tables(events), num_spec_tokens=num_spec_tokens)
 
-    The events may be the sums of ``summary``, of which the report is the same, but for unfinished requests: they count
-    with the tokens they emitted, and are in no sum. A failed request, one whose last ``Finished`` is an error, counts
-    in ``num_errors`` only; a resubmitted one starts over. Memory grows with the number of requests (two floats each)
-    and K, not with the steps. ``UserError`` for events that cannot belong to one run.
+
+def report_categories(requests: Iterable[RequestRow], *, num_spec_tokens: int) -> dict[str, Report]:
+    """The report of each category alone; passes, shared by categories, are in none.
+
+    The time of a category is from its first request to its last, so its speed means something only where categories
+    ran one after the other.
     """
-    state = _Fold(num_spec_tokens)
-    for event in events:
-        state.take(event)
-    return state.report()
-
-
-def fold_categories(events: Iterable[Event], *, num_spec_tokens: int) -> dict[str, Report]:
-    """The report of each category alone, in the order in which they began; steps, shared by categories, are in none.
-
-    The time of a category is from its first event to its last, so its speed means something only where categories ran
-    one after the other.
-    """
-    states: dict[str, _Fold] = {}
-    owners: dict[str, _Fold] = {}  # by running sequence
-    for event in events:
-        match event:
-            case Resumed():
-                for state in states.values():
-                    state.take(event)
-                owners.clear()
-            case Submitted(category=str(category)):
-                owners[event.sequence] = states.setdefault(category, _Fold(num_spec_tokens))
-                owners[event.sequence].take(event)
-            case Prefilled() | Verified() | Switched() | Preempted() | Finished():
-                if event.sequence in owners:
-                    owners[event.sequence].take(event)
-    return {category: state.report() for category, state in states.items()}
+    found: dict[str, _Sums] = {}
+    for row in requests:
+        if row.category is not None:
+            found.setdefault(row.category, _Sums(num_spec_tokens)).add_request(row)
+    return {category: sums.report(0) for category, sums in found.items()}
 
 
 def draft_lengths(report: Mapping[str, Any]) -> dict[str, int]:

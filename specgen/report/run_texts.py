@@ -6,11 +6,11 @@ from typing import Any
 from zlib import crc32
 
 from specgen.display import count, plain
-from specgen.events import Event
+from specgen.record.recorder import RequestRow
 from specgen.report.rejections import Rejections
 from specgen.report.table import Table
 from specgen.report.text_list import Entry, ShownText, Span, TextList, span_style, within
-from specgen.report.token_sources import Source, Trace, traced
+from specgen.report.token_sources import Source, sources
 from specgen.text.pieces import fitted, pieces_by_part
 from specgen.text.reasoning import Part
 from specgen.text.tokenizer import Tokenizer
@@ -32,7 +32,7 @@ _KEYS = {
 
 
 class RunTexts:
-    """Follows the events of a run, whose ``rows`` are its completions by id, and keeps what its page shows.
+    """Sees the requests of a run, whose ``rows`` are its completions by id, and keeps what its page shows.
 
     A row may have a ``title`` for its id. Memory grows with the requests kept and not with the run.
     """
@@ -44,23 +44,26 @@ class RunTexts:
         self._num_counted = 0
         self._worst: dict[tuple[str, str], list[_Kept]] = {}  # by label and value; heaps, the best on top
 
-    def watch(self, events: Iterable[Event]) -> Iterator[Event]:
-        """``events`` unchanged."""
-        return traced(events, self._finished)
+    def watch(self, requests: Iterable[RequestRow]) -> Iterator[RequestRow]:
+        """``requests`` unchanged; those whose steps were not kept are not shown."""
+        for request in requests:
+            if request.steps is not None and request.reason != "error":
+                self._see(request)
+            yield request
 
-    def _finished(self, trace: Trace) -> None:
-        self._rejections.add_category(trace)
-        if trace.name not in self._rows:
+    def _see(self, request: RequestRow) -> None:
+        self._rejections.add_category(request)
+        if request.name not in self._rows:
             return
         # by a hash of the id, so that the order in which requests finish has no part in it
-        if crc32(trace.name.encode()) % self._stride == 0 and trace.num_rejections:
-            token_ids = self._rows[trace.name].get("token_ids", ())
-            if len(token_ids) == len(trace.sources()):
+        if crc32(request.name.encode()) % self._stride == 0 and request.num_rejections:
+            token_ids = self._rows[request.name].get("token_ids", ())
+            if len(token_ids) == request.num_output_tokens:
                 self._num_counted += 1
-                self._rejections.add_tokens(trace, token_ids)
-        kept = _Kept(trace)
+                self._rejections.add_tokens(request, token_ids)
+        kept = _Kept(request)
         self._keep(("", ""), kept, _WORST)
-        for label in _labels(trace).items():
+        for label in _labels(request).items():
             if label in self._worst or len(self._worst) < _GROUPS:
                 self._keep(label, kept, _WORST_OF_EACH)
 
@@ -78,7 +81,7 @@ class RunTexts:
         worst = sorted(self._worst["", ""], reverse=True)
         first = [kept for group, heap in self._worst.items() if group != ("", "") for kept in heap]
         chosen = list({id(kept): kept for kept in (*first, *worst)}.values())
-        entries = within((self._entry(kept.trace, tokenizer) for kept in chosen), _PAGE_BYTES)
+        entries = within((self._entry(kept.request, tokenizer) for kept in chosen), _PAGE_BYTES)
         order = sorted(range(len(entries)), key=lambda at: chosen[at], reverse=True)
         return self._tables(tokenizer), self._listed([entries[at] for at in order], tokenizer)
 
@@ -108,37 +111,39 @@ class RunTexts:
             keys=keys,
         )
 
-    def _entry(self, trace: Trace, tokenizer: Tokenizer | None) -> Entry:
-        row = self._rows[trace.name]
+    def _entry(self, request: RequestRow, tokenizer: Tokenizer | None) -> Entry:
+        row = self._rows[request.name]
         prompt = str(row.get("prompt", ""))
         tokens = f"{count(len(row.get('token_ids', ())))} tokens"
-        length = trace.acceptance_length
+        length = request.acceptance_length
         if length is not None:
-            tokens = f"{plain(length)} tokens per step · {tokens} · {count(trace.num_rejections)} rejections"
+            tokens = (
+                f"{plain(length)} tokens per step · {tokens} · {count(request.num_rejections)} rejections"
+            )
         return Entry(
-            title=str(row.get("title", trace.name)),
-            labels=_labels(trace),
+            title=str(row.get("title", request.name)),
+            labels=_labels(request),
             note=tokens,
             question=prompt if len(prompt) <= _QUESTION else f"… {prompt[-_QUESTION:]}",
-            texts=texts_of(row, trace.sources(), tokenizer),
+            texts=texts_of(row, sources(request), tokenizer),
         )
 
 
 class _Kept:
-    """A trace in a heap of the worst: the least is the best, and of equal ones the later id."""
+    """A request in a heap of the worst: the least is the best, and of equal ones the later id."""
 
-    def __init__(self, trace: Trace) -> None:
-        self.trace = trace
-        length = trace.acceptance_length
-        self._key = (float("inf") if length is None else length, trace.name)
+    def __init__(self, request: RequestRow) -> None:
+        self.request = request
+        length = request.acceptance_length
+        self._key = (float("inf") if length is None else length, request.name)
 
     def __lt__(self, other: "_Kept") -> bool:
         return self._key > other._key
 
 
-def _labels(trace: Trace) -> dict[str, str]:
-    category = {} if trace.category is None else {"category": trace.category}
-    return {**category, "turn": f"turn {trace.turn}", "ended by": trace.reason}
+def _labels(request: RequestRow) -> dict[str, str]:
+    category = {} if request.category is None else {"category": request.category}
+    return {**category, "turn": f"turn {request.turn}", "ended by": request.reason}
 
 
 def keys_of(entries: Sequence[Entry]) -> dict[str, str]:

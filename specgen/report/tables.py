@@ -247,11 +247,6 @@ def remarks(report: Mapping[str, Any]) -> Iterator[str]:
             "that was trained on chats needs its chat template: rows with messages instead of prompt, in eval "
             "--apply-chat-template."
         )
-    if report.get("events") == "none":
-        yield (
-            "This run recorded no events (--events none): no speeds, latencies, steps, rows, cached tokens, or parts "
-            "of texts are known. --events summary keeps them in little space."
-        )
 
 
 def hint(report: Mapping[str, Any]) -> str:

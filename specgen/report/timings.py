@@ -1,11 +1,11 @@
 """Latencies of requests, times of engine steps, and the rows that the steps computed."""
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from statistics import fmean
 
-from specgen.events import Stepped
+from specgen.record.recorder import WHOLE, PassRow, shard_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,47 +29,32 @@ def latency_stats(times: Sequence[float]) -> LatencyStats | None:
     if not times:
         return None
     ordered = sorted(times)
-    return LatencyStats(
-        mean=sum(times) / len(times), median=quantile(ordered, 0.5), p99=quantile(ordered, 0.99)
-    )
+    return LatencyStats(mean=fmean(times), median=quantile(ordered, 0.5), p99=quantile(ordered, 0.99))
 
 
 class WallClock:
-    """Wall time of a run from its first event to its last, over resumptions and shards."""
+    """Wall time of a run: sessions, each from first to last, come after each other; shards run beside each other."""
 
     def __init__(self) -> None:
-        self._earlier = 0.0  # of this shard, before it was resumed
-        self._slowest = 0.0  # of the earlier shards
-        self._begin: float | None = None
-        self._end = 0.0
+        self._spans: dict[str, tuple[float, float]] = {}  # by session
+
+    def see(self, session: str, *times: float) -> None:
+        """Include ``times`` of a session."""
+        begin, end = self._spans.get(session, (times[0], times[0]))
+        self._spans[session] = min(begin, *times), max(end, *times)
+
+    @property
+    def sharded(self) -> bool:
+        """Whether sessions ran side by side."""
+        return len({shard_of(session) for session in self._spans}) > 1
 
     @property
     def seconds(self) -> float:
-        return max(self._slowest, self._of_shard)
-
-    @property
-    def _of_shard(self) -> float:
-        return self._earlier + (self._end - self._begin if self._begin is not None else 0.0)
-
-    def see(self, time: float) -> None:
-        """Include an event at ``time``; events may be slightly out of order."""
-        self._begin = time if self._begin is None else min(self._begin, time)
-        self._end = max(self._end, time)
-
-    def resume(self) -> None:
-        """The next events continue this shard in a new process, so on another clock."""
-        self._restart(earlier=self._of_shard, slowest=self._slowest)
-
-    def shard(self) -> None:
-        """The next events are another shard's, which ran at the same time on another clock."""
-        self._restart(earlier=0.0, slowest=self.seconds)
-
-    def merge(self) -> None:
-        """The next events came after all shards, on another clock."""
-        self._restart(earlier=self.seconds, slowest=0.0)
-
-    def _restart(self, *, earlier: float, slowest: float) -> None:
-        self._earlier, self._slowest, self._begin, self._end = earlier, slowest, None, 0.0
+        """The slowest shard's, and what came after all shards."""
+        shards = defaultdict[str, float](float)
+        for session, (begin, end) in self._spans.items():
+            shards[shard_of(session)] += end - begin
+        return shards.pop(WHOLE, 0.0) + max(shards.values(), default=0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,12 +88,13 @@ class StepSum:
         self._seconds = self._max_seconds = 0.0
         self._by_num_spec_tokens = Counter[int]()
 
-    def add(self, step: Stepped, num_rejected: int) -> None:
-        """Add one step and its number of rejected drafts."""
+    def add(self, row: PassRow) -> None:
+        """Add one step."""
+        step = row.step
         self._counts.update(
             num_steps=1,
             target_rows=step.target_rows,
-            target_rejected=num_rejected,
+            target_rejected=row.num_rejected,
             first_pass_rows=step.first_pass_rows,
             first_pass_wasted=step.first_pass_rows - step.first_pass_kept,
             loop_rows=step.loop_rows,
@@ -117,24 +103,6 @@ class StepSum:
         self._seconds += step.seconds
         self._max_seconds = max(self._max_seconds, step.seconds)
         self._by_num_spec_tokens[step.num_spec_tokens] += 1
-
-    def sums(self) -> dict[str, Any]:
-        """All sums, for ``add_sums``."""
-        return {
-            "counts": dict(self._counts),
-            "num_sequences": self._num_sequences,
-            "seconds": self._seconds,
-            "max_seconds": self._max_seconds,
-            "by_num_spec_tokens": {str(k): steps for k, steps in self._by_num_spec_tokens.items()},
-        }
-
-    def add_sums(self, sums: Mapping[str, Any]) -> None:
-        """Add the steps whose sums these are."""
-        self._counts.update(sums["counts"])
-        self._num_sequences += sums["num_sequences"]
-        self._seconds += sums["seconds"]
-        self._max_seconds = max(self._max_seconds, sums["max_seconds"])
-        self._by_num_spec_tokens.update({int(k): steps for k, steps in sums["by_num_spec_tokens"].items()})
 
     def result(self) -> StepStats:
         """The sums and means; needs at least one step."""

@@ -1,11 +1,11 @@
 """How each token of a text came to be: accepted draft, the target's own choice, or the prefill's."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from typing import Literal
 
-from specgen.events import Event, Finished, Prefilled, Resumed, Submitted, Verified
+from specgen.record.recorder import RequestRow
 
 Kind = Literal["prefill", "draft", "correction", "bonus", "plain"]
 
@@ -24,34 +24,14 @@ class Source:
     rejected: int | None = None  # a token id
 
 
-@dataclass(slots=True)
-class Trace:
-    """The steps of one finished request; ``reason`` is why it ended, ``num_prefill`` its tokens of the prefill."""
-
-    name: str
-    category: str | None
-    turn: int
-    reason: str = ""
-    num_prefill: int = 0
-    steps: list[Verified] = field(default_factory=list)
-
-    @property
-    def num_rejections(self) -> int:
-        """Steps that rejected a draft."""
-        return sum(step.accepted < len(step.drafts) for step in self.steps)
-
-    @property
-    def acceptance_length(self) -> float | None:
-        """1 + accepted / drafts over steps with drafts; None without one."""
-        accepted = [step.accepted for step in self.steps if step.drafts]
-        return 1 + sum(accepted) / len(accepted) if accepted else None
-
-    def sources(self) -> list[Source]:
-        """The source of every token."""
-        found = [Source("prefill")] * self.num_prefill
-        for step in self.steps:
-            found += islice(sources_of(step.drafts, step.accepted), step.emitted)
-        return found
+def sources(row: RequestRow) -> list[Source]:
+    """The source of every token of a request; empty where its steps were not kept."""
+    if row.steps is None:
+        return []
+    found = [Source("prefill")] * (row.num_output_tokens - sum(step.emitted for step in row.steps))
+    for step in row.steps:
+        found += islice(sources_of(step.drafts, step.accepted), step.emitted)
+    return found
 
 
 def sources_of(drafts: Sequence[int], accepted: int) -> Iterator[Source]:
@@ -62,24 +42,3 @@ def sources_of(drafts: Sequence[int], accepted: int) -> Iterator[Source]:
         yield Source("correction", accepted, drafts[accepted])
     else:
         yield Source("bonus" if drafts else "plain", accepted)
-
-
-def traced(events: Iterable[Event], finished: Callable[[Trace], None]) -> Iterator[Event]:
-    """``events`` unchanged; meanwhile ``finished`` gets the trace of every request that ends without an error."""
-    running: dict[str, Trace] = {}
-    for event in events:
-        match event:
-            case Verified(sequence=name) if name in running:
-                running[name].steps.append(event)
-            case Prefilled(sequence=name) if name in running:
-                running[name].num_prefill += event.emitted
-            case Submitted():  # again, where it is tried again
-                running[event.sequence] = Trace(event.sequence, event.category, event.turn)
-            case Finished(sequence=name) if name in running:
-                trace = running.pop(name)
-                trace.reason = event.reason
-                if event.reason != "error":
-                    finished(trace)
-            case Resumed():
-                running.clear()
-        yield event

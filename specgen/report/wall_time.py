@@ -72,22 +72,9 @@ class WallSum:
         if event.kind == "prefill":
             self._seconds["prefill"] += event.seconds
         else:
-            self._add((event.num_sequences, event.num_waiting > 0), 1, event.seconds)
-
-    def _add(self, key: tuple[int, bool], num_steps: int, seconds: float) -> None:
-        before = self._decode.get(key, (0, 0.0))
-        self._decode[key] = before[0] + num_steps, before[1] + seconds
-
-    def sums(self) -> dict[str, Any]:
-        """All sums, for ``add_sums``."""
-        return {**self._seconds, "decode": [[*key, *sums] for key, sums in self._decode.items()]}
-
-    def add_sums(self, sums: Mapping[str, Any]) -> None:
-        """Add what these are the sums of; nothing for those of versions that had none."""
-        for num_sequences, waiting, num_steps, seconds in sums.get("decode", ()):
-            self._add((num_sequences, waiting), num_steps, seconds)
-        for name in self._seconds.keys() & sums.keys():
-            self._seconds[name] += sums[name]
+            key = event.num_sequences, event.num_waiting > 0
+            number, seconds = self._decode.get(key, (0, 0.0))
+            self._decode[key] = number + 1, seconds + event.seconds
 
     def result(self, whole: float) -> WallTime | None:
         """The parts of a wall time of ``whole`` seconds; None without decode steps."""

@@ -1,1 +1,1 @@
-"""The run directory: rows that survive a kill, manifest, status, lock. May import no other package."""
+"""The run directory: rows that survive a kill, manifest, status, lock. May import record."""

@@ -12,7 +12,7 @@ _OPTIONS = {  # by the field that keeps an option
     "data.data_path": "--data-path",
     "data.num_prompts": "--num-prompts",
     "data.shard": "--shard",
-    "events": "--events",
+    "steps": "--no-steps",
     "served_model_name": "--served-model-name",
     **{
         f"{part}.{each.name}": "--" + (each.metadata["name"] or each.name).replace("_", "-")
@@ -21,7 +21,7 @@ _OPTIONS = {  # by the field that keeps an option
         if each.metadata
     },
 }
-_DEFAULTS = {"events": "full", "engine.kv_dtype": "model", "engine.tensor_parallel": 1}  # not recorded
+_DEFAULTS = {"steps": True, "engine.kv_dtype": "model", "engine.tensor_parallel": 1}  # not recorded
 _NAMED = 3  # files
 _DIGESTS = ("fingerprints.model", "fingerprints.drafter", "data.sha256")
 

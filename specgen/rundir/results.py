@@ -1,7 +1,8 @@
-"""The run directory: completions, errors and events, each request flushed before it is counted."""
+"""The run directory: completions, errors and passes, each request flushed before it is counted."""
 
 import json
 import os
+import socket
 import tempfile
 import time
 from collections.abc import Container, Iterable, Iterator, Mapping
@@ -10,14 +11,23 @@ from pathlib import Path
 from typing import Any, Self
 
 from specgen.config import UserError, require
-from specgen.events import Event, read, to_line
+from specgen.events import Event
 from specgen.json_fields import load_json
+from specgen.record.recorder import (
+    WHOLE,
+    Pass,
+    Recorder,
+    RequestRow,
+    read_passes,
+    require_present_version,
+    to_line,
+)
 from specgen.rundir.atomic import open_output, sync, writable, write_json
 from specgen.rundir.differences import differences
 from specgen.rundir.locking import LOCK, locked
-from specgen.rundir.resume import recover
-from specgen.rundir.row_file import RowFile
+from specgen.rundir.row_file import RowFile, cut_torn_line
 
+_SESSION = b'{"row":"session"'
 _SYNC_INTERVAL = 1.0  # seconds of work that a power loss may cost
 _KEPT = "what is done is kept; fix that and run the same command again"
 _NO_RIGHT = "give the right to write there, or name another directory"
@@ -28,7 +38,7 @@ _BEFORE_MANIFEST = {
 } - {"manifest.json"}
 
 _RUN_FILES = (  # what ``specgen generate`` writes, but for its manifest and what may be there before that
-    *("completions.jsonl", "errors.jsonl", "events.jsonl", "lost.jsonl", "requests.jsonl", "config.yaml"),
+    *("completions.jsonl", "errors.jsonl", "passes.jsonl", "lost.jsonl", "requests.jsonl", "config.yaml"),
     *("report.json", "report.html", "batch_output.jsonl", "batch_errors.jsonl", "completions.parquet"),
 )
 
@@ -154,30 +164,45 @@ def _require_ours(path: Path, marker: str) -> None:
 class RunDirectory:
     """The files of a run in ``path``. Those of an earlier run are resumed, but for its errors, which are removed."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, shard: str = WHOLE, with_steps: bool = True) -> None:
+        require_present_version(path)
         path.mkdir(parents=True, exist_ok=True)
         self.path = path
         self.completions = RowFile(path / "completions.jsonl")
         self.errors = RowFile(path / "errors.jsonl")
         self.errors.clear()
-        recover(path / "events.jsonl", self.completions)
-        self._events = open_output(path / "events.jsonl", "a")
+        passes = path / "passes.jsonl"
+        passes.touch()
+        cut_torn_line(passes)
+        with passes.open("rb") as lines:
+            number = sum(line.startswith(_SESSION) for line in lines)
+        self._passes = open_output(passes, "a")
+        self._recorder = Recorder(f"{shard}-{number}", socket.gethostname())
+        self._ended: dict[str, RequestRow] = {}  # requests whose completion is not written yet
+        self._with_steps = with_steps
         self._synced = time.monotonic()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
-        with closing(self.errors), closing(self.completions), self._events:  # all, whichever fails
+        with closing(self.errors), closing(self.completions), self._passes:  # all, whichever fails
             self._sync()
 
-    def add_event(self, event: Event) -> None:
-        self._events.write(to_line(event).encode() + b"\n")
+    def see(self, event: Event) -> None:
+        """Record what an engine tells: passes at once, requests with their completion."""
+        for row in self._recorder.take(event):
+            if not isinstance(row, RequestRow):
+                self._passes.write(to_line(row).encode() + b"\n")
+            elif row.reason != "error":
+                self._ended[row.name] = row
 
     def add_completion(self, row: Mapping[str, Any]) -> None:
-        """Append to ``completions.jsonl``; events are flushed first, then the row."""
-        self._events.flush()
-        self.completions.add(row)
+        """Append to ``completions.jsonl``, with the request's record; passes are flushed first, then the row."""
+        self._passes.flush()
+        ended = self._ended.pop(row["id"], None)
+        record = {} if ended is None else {"record": ended.to_json(with_steps=self._with_steps)}
+        self.completions.add({**row, **record})
         if time.monotonic() - self._synced >= _SYNC_INTERVAL:
             self._sync()
 
@@ -186,9 +211,13 @@ class RunDirectory:
         self.completions.arrange(ids)
         self.errors.arrange(ids)
 
-    def events(self) -> Iterator[Event]:
-        """The events of a closed run."""
-        return read(self.path / "events.jsonl")
+    def requests(self) -> Iterator[RequestRow]:
+        """The requests of a closed run that generated texts."""
+        return (RequestRow.of_row(row) for row in self.completions.values() if "token_ids" in row)
+
+    def passes(self) -> Iterator[Pass]:
+        """The passes of a closed run."""
+        return read_passes(self.path / "passes.jsonl")
 
     @property
     def texts(self) -> Mapping[str, str]:
@@ -196,7 +225,7 @@ class RunDirectory:
         return _Texts(self.completions)
 
     def _sync(self) -> None:
-        sync(self._events)
+        sync(self._passes)
         self.completions.sync()
         self._synced = time.monotonic()
 

@@ -1,0 +1,1 @@
+"""What happened, as rows of two tables, and counts of them. May import no other package."""
