@@ -10,6 +10,7 @@ import pytest
 from specgen.config import SamplingParams
 from specgen.core.sequence import Request
 from tests.engines import Pair, bundled_requests, generate, random_requests
+from tests.marks import mostly_slow
 from tests.reference_drafts import ReferenceDrafter
 
 pytestmark = pytest.mark.xdist_group("lossless")  # the texts of transformers are computed once
@@ -33,13 +34,15 @@ def demo_texts(demo_reference: ReferenceDrafter) -> dict[str, tuple[int, ...]]:
     return {r.id: demo_reference.greedy(r.prompt_token_ids, r.sampling.max_tokens) for r in demo_requests()}
 
 
-QUICK = [(0, 5, "padded"), (1, 1, "padded"), (2, 5, "non-padded"), (4, 5, "padded"), (8, 1, "non-padded")]
-SLOW = set(product((0, 1, 2, 4, 8), (1, 5, 32), ("padded", "non-padded"))) - set(QUICK)
-
-
 @pytest.mark.parametrize(
     ("k", "batch_size", "batch"),
-    [*QUICK, *(pytest.param(*each, marks=pytest.mark.slow) for each in sorted(SLOW))],
+    mostly_slow(
+        product((0, 1, 2, 4, 8), (1, 5, 32), ("padded", "non-padded")),
+        (0, 5, "padded"),
+        (1, 1, "padded"),
+        (4, 5, "padded"),
+        (8, 5, "non-padded"),
+    ),
 )
 def test_greedy_text_equals_transformers(
     random_pair: Pair,
@@ -55,7 +58,7 @@ def test_greedy_text_equals_transformers(
     assert outputs.texts == {r.id: random_text(r) for r in requests}
 
 
-@pytest.mark.parametrize("k", [3, 8, *(pytest.param(k, marks=pytest.mark.slow) for k in (1, 2, 4, 5, 6, 7))])
+@pytest.mark.parametrize("k", mostly_slow(range(1, 9), 4))
 def test_greedy_text_with_mixed_acceptance(
     demo_pair: Pair, demo_texts: dict[str, tuple[int, ...]], k: int
 ) -> None:
@@ -68,7 +71,7 @@ def test_greedy_text_with_mixed_acceptance(
     assert set(accepted) >= set(range(min(k, 4) + 1))
 
 
-@pytest.mark.parametrize("batch", [pytest.param("padded", marks=pytest.mark.slow), "non-padded"])
+@pytest.mark.parametrize("batch", mostly_slow(["padded", "non-padded"], "non-padded"))
 def test_preemption_changes_no_text_and_no_step(
     demo_pair: Pair, demo_texts: dict[str, tuple[int, ...]], batch: str
 ) -> None:
@@ -81,7 +84,7 @@ def test_preemption_changes_no_text_and_no_step(
     assert tight.verified == roomy.verified
 
 
-@pytest.mark.parametrize("max_prefill_tokens", [pytest.param(1, marks=pytest.mark.slow), 7, 64])
+@pytest.mark.parametrize("max_prefill_tokens", mostly_slow([1, 7, 64], 7))
 def test_chunked_prefill_changes_no_text(
     random_pair: Pair, random_text: Callable[[Request], tuple[int, ...]], max_prefill_tokens: int
 ) -> None:
@@ -92,11 +95,11 @@ def test_chunked_prefill_changes_no_text(
 def test_eos_inside_accepted_drafts_ends_the_text(
     demo_pair: Pair, demo_reference: ReferenceDrafter, demo_texts: dict[str, tuple[int, ...]]
 ) -> None:
-    """Each token of a text in turn becomes the EOS, so it falls on every position of a step."""
+    """Each of 16 tokens of a text in turn becomes the EOS, so it falls on every position of a step."""
     request = demo_requests()[0]
     text = demo_texts[request.id]
     inside = 0
-    for token in dict.fromkeys(text):
+    for token in list(dict.fromkeys(text))[:16]:
         config = replace(demo_pair.models.target.config, eos_token_ids=(token,))
         target = replace(demo_pair.models.target, config=config)
         pair = replace(demo_pair, models=replace(demo_pair.models, target=target))
@@ -108,11 +111,13 @@ def test_eos_inside_accepted_drafts_ends_the_text(
 
 
 @pytest.mark.parametrize("k", [0, 1, 4])
-@pytest.mark.parametrize("max_tokens", [1, 2, 3, 6])
-def test_max_tokens_is_exact(random_pair: Pair, k: int, max_tokens: int) -> None:
-    sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
-    outputs = generate(random_pair, random_requests(5, 128, sampling), num_spec_tokens=k)
-    assert {len(text) for text in outputs.texts.values()} == {max_tokens}
+def test_max_tokens_is_exact(random_pair: Pair, k: int) -> None:
+    asked = [
+        replace(r, sampling=SamplingParams(max_tokens=1 + i % 6, ignore_eos=True))
+        for i, r in enumerate(random_requests(12, 128, GREEDY))
+    ]
+    outputs = generate(random_pair, asked, num_spec_tokens=k)
+    assert {r.id: len(outputs.texts[r.id]) for r in asked} == {r.id: r.sampling.max_tokens for r in asked}
     assert {c.finish_reason for c in outputs.completions.values()} == {"length"}
 
 

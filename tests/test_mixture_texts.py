@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from functools import partial
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +84,7 @@ def test_target_and_head_fit(pair: Pair) -> None:
 def test_greedy_text_equals_transformers(pair: Pair, texts: dict[str, tuple[int, ...]], drafter: str) -> None:
     changes: dict[str, Any] = {} if drafter == "head" else {"drafter": "ngram"}
     accepted = set[int]()
-    for k, batch in product((1, 2, 3, 4), ("padded", "non-padded")):
+    for k, batch in ((1, "non-padded"), (2, "padded"), (3, "non-padded"), (4, "padded"), (4, "non-padded")):
         outputs = generate(pair, requests(), num_spec_tokens=k, drafter_batch=batch, **changes)
         assert outputs.texts == texts, (k, batch)
         accepted |= {step[1] for steps in outputs.verified.values() for step in steps}

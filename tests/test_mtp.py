@@ -28,6 +28,7 @@ from specgen.kv.layout import Layout
 from specgen.models.mtp import MtpHead, MtpLayer
 from tests import fake_flashinfer
 from tests.engines import NoTokenizer, Outputs
+from tests.marks import mostly_slow
 from tests.reference_heads import DenseTarget
 from tests.reference_mtp import ReferenceMtp
 from tests.test_heads import VOCAB, requests, wrong_drafts
@@ -128,7 +129,7 @@ def test_rows_as_on_a_device_and_preemption_change_no_draft(
         assert tight.verified == {r.id: case.outputs.verified[r.id] for r in some}
 
 
-@pytest.mark.parametrize("attention", [pytest.param("sdpa", marks=pytest.mark.slow), "sdpa-static"])
+@pytest.mark.parametrize("attention", mostly_slow(["sdpa", "sdpa-static"], "sdpa-static"))
 def test_every_number_of_drafts_gives_the_reference_s(case: Case, attention: str) -> None:
     """K of 1 to 7 with batches that change as texts end, longer than there are layers."""
     reference = ReferenceMtp(case.path, case.target, DEEPEST)
@@ -306,7 +307,7 @@ def test_the_bytes_of_a_drafting_pass_are_those_of_one_layer_and_the_experts_it_
     assert sizes.parts(3, 1, 0)["draft loop"].num_bytes == 3 * one
 
 
-@pytest.mark.parametrize("batch", ["padded", pytest.param("non-padded", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("batch", mostly_slow(["padded", "non-padded"], "padded"))
 def test_an_engine_on_the_kernels_of_gpus_drafts_and_writes_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, batch: str
 ) -> None:

@@ -31,6 +31,7 @@ from specgen.report.tables import of_run
 from specgen.report.terminal import render
 from tests.engines import Outputs, Pair, bundled_requests, config_of, generate, nan_at
 from tests.jobs import Silent, conversations
+from tests.marks import mostly_slow
 from tests.test_faults import ERRORS, Setting, require_no_change, run_without_fault
 
 GREEDY = SamplingParams(max_tokens=30)
@@ -113,17 +114,24 @@ def test_what_is_proposed(text: list[int], drafts: list[int]) -> None:
 # --- in an engine ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("ahead", [False, True])
+SETTINGS: tuple[tuple[int, int, dict[str, Any]], ...] = (
+    (3, 4, {}),
+    (1, 1, {"page_size": 1, "max_batch_size": 1}),
+    (2, 8, {"page_size": 16, "max_prefill_tokens": 5}),
+    (5, 2, {"prefix_cache": False, "max_batch_size": 32}),
+    (3, 3, {"attention": "sdpa-static"}),
+    (4, 5, {"kv_memory": 300_000, "drafter_batch": "non-padded"}),  # preempts
+)
+
+
 @pytest.mark.parametrize(
-    ("longest", "k", "changes"),
-    [
-        (3, 4, {}),
-        (1, 1, {"page_size": 1, "max_batch_size": 1}),
-        (2, 8, {"page_size": 16, "max_prefill_tokens": 5}),
-        (5, 2, {"prefix_cache": False, "max_batch_size": 32}),
-        (3, 3, {"attention": "sdpa-static"}),
-        (4, 5, {"kv_memory": 300_000, "drafter_batch": "non-padded"}),  # preempts
-    ],
+    ("longest", "k", "changes", "ahead"),
+    mostly_slow(
+        [(*each, ahead) for each in SETTINGS for ahead in (False, True)],
+        (*SETTINGS[0], False),
+        (*SETTINGS[2], False),
+        (*SETTINGS[5], True),
+    ),
 )
 def test_drafts_equal_the_naive_search(
     random_pair: Pair,
@@ -166,7 +174,7 @@ def test_rows_are_searched_in_parts(random_pair: Pair, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize(
     ("k", "batch_size"),
-    [(4, 8), (1, 32), *(pytest.param(*each, marks=pytest.mark.slow) for each in product((2, 8), (1, 5, 32)))],
+    mostly_slow([(4, 8), (1, 32), *product((2, 8), (1, 5, 32))], (4, 8)),
 )
 def test_greedy_text_is_plain_decodings(demo_pair: Pair, k: int, batch_size: int) -> None:
     requests = [
@@ -210,13 +218,10 @@ def test_nan_logits_fail_only_their_request(random_pair: Pair) -> None:
     assert {name: outputs.texts[name] for name in right.texts} == right.texts
 
 
-@pytest.mark.parametrize("error", ERRORS)
+@pytest.mark.parametrize("error", mostly_slow(ERRORS, torch.OutOfMemoryError))
 @pytest.mark.parametrize(
     ("kind", "prefix_cache", "ahead"),
-    [
-        pytest.param(*each, marks=[] if each == ("greedy", True, True) else pytest.mark.slow)
-        for each in product(("greedy", "sampled"), (True, False), (False, True))
-    ],
+    mostly_slow(product(("greedy", "sampled"), (True, False), (False, True)), ("greedy", True, True)),
 )
 def test_an_error_at_any_launch_point_changes_no_result(
     demo_pair: Pair,

@@ -112,9 +112,14 @@ def test_the_penalties_of_these_tests_change_texts(
 # --- greedy ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("ahead", [False, True])
-@pytest.mark.parametrize("batch", ["padded", "non-padded"])
-@pytest.mark.parametrize("k", mostly_slow([0, 1, 2, 3, 4, 5], 4))
+@pytest.mark.parametrize(
+    ("k", "batch", "ahead"),
+    mostly_slow(
+        product(range(6), ("padded", "non-padded"), (False, True)),
+        (4, "padded", True),
+        (4, "non-padded", False),
+    ),
+)
 def test_greedy_text_with_mixed_acceptance_equals_transformers(
     demo_pair: Pair,
     device_like: Callable[[], None],
@@ -138,8 +143,16 @@ OTHERS: dict[str, Callable[[Path, Any], None]] = {
 }
 
 
-@pytest.mark.parametrize("batch", ["padded", "non-padded"])
-@pytest.mark.parametrize("drafter", ["eagle3", "ngram:2", *OTHERS])
+@pytest.mark.parametrize(
+    ("drafter", "batch"),
+    mostly_slow(
+        product(("eagle3", "ngram:2", *OTHERS), ("padded", "non-padded")),
+        ("eagle3", "padded"),
+        ("ngram:2", "padded"),
+        ("eagle-1", "non-padded"),
+        ("p-eagle", "padded"),
+    ),
+)
 def test_greedy_text_with_every_kind_of_drafter(
     random_pair: Pair,
     tmp_path: Path,
@@ -157,7 +170,7 @@ def test_greedy_text_with_every_kind_of_drafter(
     assert outputs.texts == random_texts
 
 
-@pytest.mark.parametrize("batch", ["padded", "non-padded"])
+@pytest.mark.parametrize("batch", mostly_slow(["padded", "non-padded"], "padded"))
 def test_greedy_text_with_mtp(tmp_path: Path, batch: str) -> None:
     import transformers
 
