@@ -11,7 +11,7 @@ from specgen.bundled import data_directory
 from specgen.config import EngineConfig, SamplingParams
 from specgen.events import Event
 from specgen.jobs.job import Job
-from specgen.rundir.tally import Tally
+from specgen.rundir.progress import Tally
 from tests.engines import loaded
 
 # How the passes went, which a kill changes; everything else in a report has to be the same.

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from specgen.checkpoints.checkpoint import load_drafter, load_target, open_checkpoint
-from specgen.checkpoints.finite import is_finite
+from specgen.checkpoints.tensor_reader import is_finite
 from specgen.cli.main import app
 from specgen.config import UserError
 from specgen.ranks import SINGLE_RANK, Ranks

@@ -28,10 +28,9 @@ from specgen.jobs.run import TooManyFailuresError
 from specgen.jobs.shard import WHOLE
 from specgen.prompts import open_prompts
 from specgen.rundir.interrupt import StoppedError
-from specgen.rundir.locking import LOCK
-from specgen.rundir.results import RunDirectory
+from specgen.rundir.progress import Tally
+from specgen.rundir.results import LOCK, RunDirectory
 from specgen.rundir.status import Status
-from specgen.rundir.tally import Tally
 from tests.jobs import keep_in_memory
 from tests.tiny_checkpoints import write_head, write_target
 from tests.tiny_tokenizers import write_byte_level

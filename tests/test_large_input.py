@@ -16,8 +16,7 @@ from specgen.jobs.prompt_index import PromptIndex, index_prompts, keep_index, ke
 from specgen.jobs.shard import WHOLE, Shard
 from specgen.prompts import open_prompts
 from specgen.rundir.interrupt import StoppedError
-from specgen.rundir.locking import LOCK, locked
-from specgen.rundir.results import PROMPTS
+from specgen.rundir.results import LOCK, PROMPTS, locked
 from tests.jobs import Silent, conversations, keep_in_memory
 
 NUM_ROWS = 20_000

@@ -11,9 +11,8 @@ from specgen.bench.output import BenchTable
 from specgen.report.origin import origin
 from specgen.report.page import Page
 from specgen.report.table import Column
-from specgen.rundir.differences import differences
 from specgen.rundir.machine_state import machine_state
-from specgen.rundir.provenance import FREE_IN_A_RUN, cpu_name, now
+from specgen.rundir.provenance import FREE_IN_A_RUN, cpu_name, differences, now
 
 RECORD = {
     "created": "2026-11-22T17:20:41+00:00",

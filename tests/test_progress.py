@@ -15,7 +15,7 @@ from specgen.config import Cluster, EngineConfig
 from specgen.display import clock
 from specgen.events import Captured, OutOfMemory
 from specgen.jobs.ray_engine import _resources
-from specgen.rundir.tally import Tally
+from specgen.rundir.progress import Tally
 
 SHORT = OutOfMemory(time=0.0, max_batch_size=2, max_prefill_tokens=64)
 GRAPH = Captured(time=0.0, what="step", num_sequences=8, seconds=1.5, fits=True)

@@ -23,7 +23,7 @@ from specgen.core.step import Steps
 from specgen.errors import DeviceLost
 from specgen.report.unfinished import load_so_far
 from specgen.rundir.interrupt import interruptible
-from specgen.rundir.locking import locked
+from specgen.rundir.results import locked
 from tests.jobs import keep_in_memory, untimed
 
 pytestmark = pytest.mark.xdist_group("stopped")  # one run that nothing stops for all

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specgen.checkpoints.finite import is_finite
 from specgen.checkpoints.rank_share import RankShare
 from specgen.checkpoints.upload import Upload
 from specgen.checkpoints.weight_files import TensorInfo, read_tensor, read_tensors
@@ -292,3 +291,24 @@ class TensorReader:
             not unknown,
             f"{self.checkpoint.name} has {found} {names}: its architecture or variant is not supported",
         )
+
+
+_PIECE = 1 << 24  # elements that are looked at together where that takes memory
+_NAN = 0x7F  # of e4m3, which has no infinity; and the same with the sign bit
+_NO_SCALE = 0xFF  # NaN of e8m0, in which MXFP4 has its scales
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Whether ``tensor`` has neither NaN nor infinities; bytes are taken for scales of MXFP4.
+
+    Weights are looked at where they lie once they are loaded, at about the bandwidth of that memory.
+    """
+    if tensor.numel() == 0:
+        return True
+    if tensor.dtype == torch.uint8:
+        return int(tensor.max()) != _NO_SCALE
+    if tensor.dtype == torch.float8_e4m3fn:
+        pieces = torch.split(tensor.flatten().view(torch.uint8), _PIECE)
+        return not any(bool(((piece & _NAN) == _NAN).any()) for piece in pieces)
+    low, high = tensor.aminmax()  # NaN where there is one, without a copy of the tensor
+    return bool(low.isfinite() & high.isfinite())

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, NoReturn
 from specgen.config import option
 from specgen.display import clock, count
 from specgen.events import Captured, Event, OutOfMemory
-from specgen.rundir.progress import Progress
-from specgen.rundir.tally import Tally
+from specgen.rundir.progress import Progress, Tally
 from specgen.startup import compiling_line, startup_line
 
 if TYPE_CHECKING:

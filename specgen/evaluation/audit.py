@@ -19,9 +19,8 @@ from specgen.evaluation.divergence import Divergence, Judge
 from specgen.events import Event
 from specgen.prompts import open_prompts
 from specgen.prompts.row_reading import AS_IT_IS, Reading
-from specgen.rundir.progress import Progress
+from specgen.rundir.progress import Progress, Tally
 from specgen.rundir.provenance import manifest
-from specgen.rundir.tally import Tally
 
 
 @dataclass(frozen=True, kw_only=True)

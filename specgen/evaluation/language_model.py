@@ -23,9 +23,8 @@ from specgen.engine.build import build_engine
 from specgen.engine.loading import Models
 from specgen.evaluation.samples import Generated
 from specgen.events import Event
-from specgen.rundir.progress import Progress
+from specgen.rundir.progress import Progress, Tally
 from specgen.rundir.results import RunDirectory
-from specgen.rundir.tally import Tally
 from specgen.text.reasoning import split
 from specgen.text.tokenizer import Message, StopStrings
 

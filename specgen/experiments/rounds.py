@@ -10,9 +10,8 @@ from typing import Any, Self
 from specgen.config import require
 from specgen.experiments.repeat import MedianRange, Repeat, Repeats
 from specgen.rundir.atomic import writable
-from specgen.rundir.locking import locked
 from specgen.rundir.provenance import FREE_IN_A_RUN
-from specgen.rundir.results import require_same
+from specgen.rundir.results import locked, require_same
 from specgen.rundir.row_file import RowFile, id_of
 
 _KEPT = "what is measured is kept; fix that and run the same command again"

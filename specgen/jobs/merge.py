@@ -13,8 +13,7 @@ from specgen.jobs.shard import REQUESTS, WHOLE, Shard, parse_shard, read_request
 from specgen.record.recorder import require_present_version
 from specgen.report.report import load
 from specgen.rundir.atomic import replacement, write_json
-from specgen.rundir.differences import differences
-from specgen.rundir.provenance import FREE_IN_A_RUN
+from specgen.rundir.provenance import FREE_IN_A_RUN, differences
 from specgen.rundir.results import directory
 from specgen.rundir.row_file import id_of
 from specgen.rundir.status import figures

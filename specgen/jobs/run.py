@@ -1,7 +1,11 @@
 """``specgen generate``: prompts through an engine into a run directory, with its report; resumes an earlier run."""
 
+import json
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from pathlib import Path
 
 from specgen import __version__
@@ -20,7 +24,6 @@ from specgen.engine.request_output import RequestOutput
 from specgen.errors import DeviceLost
 from specgen.events import Event
 from specgen.jobs.job import Job, job_manifest, without_effect
-from specgen.jobs.lost import kept_while_lost, note_lost, read_lost
 from specgen.jobs.prompt_index import PromptIndex, index_prompts, keep_index, kept_index
 from specgen.jobs.ray_engine import RayEngine
 from specgen.jobs.run_output import MAIN_FILES, FinishedRun, RunResult, is_finished
@@ -28,7 +31,7 @@ from specgen.jobs.shard import REQUESTS
 from specgen.prompts import Prompt, PromptSet, Rejected, failure, open_prompts
 from specgen.rundir.atomic import write_json_lines, write_text
 from specgen.rundir.interrupt import StoppedError
-from specgen.rundir.progress import Progress
+from specgen.rundir.progress import Progress, Tally
 from specgen.rundir.provenance import FREE_IN_A_RUN, with_recorded_date
 from specgen.rundir.results import (
     PROMPTS,
@@ -40,10 +43,10 @@ from specgen.rundir.results import (
     take_over,
 )
 from specgen.rundir.status import Status, kept_status
-from specgen.rundir.tally import Tally
 from specgen.startup import Startup, phase, watched
 from specgen.template_kwargs import TemplateKwargs
 
+_LOST = "lost.jsonl"  # the requests in flight when the device was lost
 _FIRST = 32  # requests, which may all fail before the rest is given up
 _REMEDY = "name another directory, or start over with --restart, which keeps the old one"
 
@@ -99,7 +102,7 @@ def run(
                     keep_index(path / PROMPTS, work.unkept, work.index)
                 if job.shard.count > 1:
                     write_json_lines(path / REQUESTS, filter(None, work.index.rows))
-                with kept_while_lost(path):
+                with _kept_while_lost(path):
                     run, baseline = work.answer(path)
                     status.finish(run.write_report(baseline))
                 run.export(job.format)
@@ -266,7 +269,7 @@ class _Work:
             first.noted(self.prompts.select(self.index.pending(files.completions))),
             self.job.sampling,
             earlier=files.texts,
-            lost=read_lost(files.path),
+            lost=_read_lost(files.path),
             until=lambda: self.until() or self._too_many(files) or first.all_failed,
         )
         try:
@@ -274,7 +277,7 @@ class _Work:
                 for output in outputs:
                     self._keep(output, files)
         except DeviceLost as lost:
-            note_lost(files.path, lost)
+            _note_lost(files.path, lost)
             if not self.until():
                 raise
         finally:
@@ -322,3 +325,40 @@ class _Work:
             )
         if done + failed < total:
             raise StoppedError(f"interrupted with {done} of {total} requests done")
+
+
+def _note_lost(directory: Path, lost: DeviceLost) -> None:
+    """Append a row per request in flight, for the process that resumes the run."""
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    rows = [{"id": request, "reason": lost.reason, "time": now} for request in lost.requests]
+    write_json_lines(directory / _LOST, [*_lost_rows(directory), *rows])
+
+
+def _read_lost(directory: Path) -> dict[str, list[str]]:
+    """By request id, the reason of every device loss during which the request was in flight."""
+    reasons = defaultdict[str, list[str]](list)
+    for row in _lost_rows(directory):
+        reasons[row["id"]].append(row["reason"])
+    return reasons
+
+
+def _lost_rows(directory: Path) -> list[dict[str, str]]:
+    path = directory / _LOST
+    return [json.loads(line) for line in path.read_bytes().splitlines()] if path.exists() else []
+
+
+@contextmanager
+def _kept_while_lost(directory: Path) -> Iterator[None]:
+    """Removes the notes in and below ``directory`` at the end, unless the device or the process was lost.
+
+    So running the command again retries what failed.
+    """
+    is_lost = False
+    try:
+        yield
+    except DeviceLost:
+        is_lost = True
+        raise
+    finally:
+        for path in () if is_lost else directory.rglob(_LOST):
+            path.unlink()

@@ -3,8 +3,10 @@
 import hashlib
 import json
 import sys
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -14,18 +16,73 @@ from specgen.config import UserError, require, shown
 from specgen.prompts.fields import checked_text
 from specgen.prompts.formats import DATASETS, TURNS, USERS, Format
 from specgen.prompts.json_rows import Row
-from specgen.prompts.kinds import num_turns
-from specgen.prompts.notes import Notes
+from specgen.prompts.kinds import kind_of, num_turns
+from specgen.prompts.openai_batch import is_batch
+from specgen.prompts.own import CONTENT_FIELDS
 from specgen.prompts.prompt import Prompt, Rejected, turn_ids
 from specgen.prompts.row_reading import AS_IT_IS, Reading
+from specgen.prompts.row_sampling import SAMPLING_FIELDS
 from specgen.prompts.rows import HubSource, Source, read_hub, read_path, read_stream
-from specgen.spelling import did_you_mean
+from specgen.spelling import did_you_mean, nearest
 
 STDIN = "-"
 _CHECK = "check its name and split, or download it elsewhere and name its file as the data set"
 _NAMES = ("bundled", *DATASETS)
 _LONGEST_REASON = 300  # characters, however long the row is
 _LONGEST_ID = 512  # characters
+_MEANT = (*CONTENT_FIELDS, *SAMPLING_FIELDS)  # what changes a text
+_KNOWN = frozenset((*_MEANT, "id", "custom_id", "category"))
+_LIKENESS = 0.82  # finds temprature and max_new_tokens, not the fields of data sets such as prompt_id
+_LONGEST_NAME = 64  # characters of a name that is compared
+_MOST = 16  # names
+TEXT = "a text without fields: taken as it is, without the chat template"
+
+
+class Notes:
+    """How many rows have each field whose name is near a known one, and how many were read in a recognised way.
+
+    Other fields are a data set's own.
+    """
+
+    def __init__(self) -> None:
+        self._misspelt: Counter[str] = Counter()
+        self._read_as: Counter[str] = Counter()
+
+    def see(self, row: Mapping[str, Any] | str, *, by_kind: bool) -> None:
+        """Count one row; ``by_kind`` unless the user has said how it is read."""
+        if isinstance(row, str):
+            self._read_as[TEXT] += by_kind
+            return
+        if is_batch(row):
+            return  # refuses unknown names
+        if by_kind and (note := kind_of(row).note):
+            self._read_as[note] += 1
+        for name in row:
+            if (
+                name not in _KNOWN
+                and _meant(name) is not None
+                and (name in self._misspelt or len(self._misspelt) < _MOST)
+            ):
+                self._misspelt[name] += 1
+
+    def clear(self) -> None:
+        self._misspelt.clear()
+        self._read_as.clear()
+
+    def sentences(self) -> Iterator[str]:
+        """One for each such name and each way of reading."""
+        for name, number in self._misspelt.items():
+            rows = "1 row has" if number == 1 else f"{number:,} rows have"
+            yield f"{rows} a field {shown(name)}, which is ignored: did you mean {_meant(name)}?"
+        for note, number in self._read_as.items():
+            if number:
+                rows = "1 row is" if number == 1 else f"{number:,} rows are"
+                yield f"{rows} {note} (--prompt-field, --chat and --raw say otherwise)"
+
+
+@lru_cache(maxsize=1024)
+def _meant(name: str) -> str | None:
+    return nearest(name, _MEANT, likeness=_LIKENESS) if len(name) <= _LONGEST_NAME else None
 
 
 @dataclass(frozen=True, kw_only=True)

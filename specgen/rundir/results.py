@@ -1,5 +1,6 @@
 """The run directory: completions, errors and passes, each request flushed before it is counted."""
 
+import fcntl
 import json
 import os
 import socket
@@ -8,7 +9,7 @@ import time
 from collections.abc import Container, Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
-from typing import Any, Self
+from typing import IO, Any, Self
 
 from specgen.config import UserError, require
 from specgen.events import Event
@@ -22,11 +23,11 @@ from specgen.record.recorder import (
     require_present_version,
     to_line,
 )
-from specgen.rundir.atomic import open_output, sync, writable, write_json
-from specgen.rundir.differences import differences
-from specgen.rundir.locking import LOCK, locked
+from specgen.rundir.atomic import naming, open_output, sync, writable, write_json
+from specgen.rundir.provenance import differences
 from specgen.rundir.row_file import RowFile, cut_torn_line
 
+LOCK = ".lock"
 _SESSION = b'{"row":"session"'
 _SYNC_INTERVAL = 1.0  # seconds of work that a power loss may cost
 _KEPT = "what is done is kept; fix that and run the same command again"
@@ -159,6 +160,44 @@ def _require_ours(path: Path, marker: str) -> None:
         marker in held or held <= _BEFORE_MANIFEST | {f"{marker}.partial"},
         f"output {str(path)!r} is not empty and holds no run: name a new directory, or remove it first",
     )
+
+
+@contextmanager
+def locked(directory: Path) -> Iterator[None]:
+    """Create ``directory`` if needed and lock it; ``UserError`` names the process that holds the lock.
+
+    It is the kernel's lock on a file that stays, released when the process ends, however that happens.
+    """
+    with naming(directory):
+        file = _hold(directory)
+    with file:
+        with naming(directory):
+            os.ftruncate(file.fileno(), 0)
+            os.write(file.fileno(), f"{os.getpid()} {socket.gethostname()}".encode())
+        yield
+
+
+def _hold(directory: Path) -> IO[str]:
+    while True:
+        directory.mkdir(parents=True, exist_ok=True)
+        file = (directory / LOCK).open("a+")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.samestat(os.fstat(file.fileno()), os.stat(directory / LOCK)):
+                return file
+        except FileNotFoundError:
+            pass  # the directory was moved meanwhile, with the file just locked
+        except BlockingIOError as error:
+            raise UserError(
+                f"output {str(directory)!r} is in use by {_holder(file)}: wait for it, or name another directory"
+            ) from error
+        file.close()
+
+
+def _holder(file: IO[str]) -> str:
+    file.seek(0)
+    pid, _, host = file.read().partition(" ")
+    return f"process {pid} on {host}" if host else "another process"
 
 
 class RunDirectory:

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from specgen.events import Event, Stepped
 from specgen.rundir.atomic import as_json, swapped, write_json
 from specgen.rundir.interrupt import StoppedError
-from specgen.rundir.tally import Tally
+from specgen.rundir.progress import Tally
 
 State = Literal["reading", "preparing", "running", "finished", "interrupted", "failed"]
 _INTERVAL = 1.0  # seconds between two writes
