@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from specgen.attention import Backend
-from specgen.attention.flashinfer_paged import FlashInferBackend, _Planned, _sink_variant
+from specgen.attention.flashinfer_paged import FlashInferBackend, _PlanKey, _sink_variant
+from specgen.attention.hopper import UnsplitDecode
 from specgen.attention.sdpa import SdpaBackend, StaticSdpaBackend
 from specgen.attention.trtllm import TrtllmBackend
-from specgen.attention.unsplit import UnsplitDecode
 from specgen.kv.layout import Layout
 from specgen.models.layers import LayerAttention
 from tests import fake_flashinfer
@@ -136,7 +136,7 @@ def test_every_kernel_with_sinks_has_a_name_of_its_own(monkeypatch: pytest.Monke
     names = {
         _sink_variant(
             kernels,
-            _Planned(
+            _PlanKey(
                 num_heads=8,
                 num_kv_heads=1,
                 head_dim=head_dim,

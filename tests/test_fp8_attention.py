@@ -10,9 +10,9 @@ from torch import Tensor
 
 from specgen.attention import Attend, Backend
 from specgen.attention.flashinfer_paged import FlashInferBackend
+from specgen.attention.hopper import UnsplitDecode
 from specgen.attention.sdpa import SdpaBackend, StaticSdpaBackend
 from specgen.attention.trtllm import TrtllmBackend
-from specgen.attention.unsplit import UnsplitDecode
 from specgen.kv.kv_cache import KVCache, KVSpec
 from specgen.kv.layout import Layout
 from specgen.models.layers import LayerAttention

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import torch
 
-from specgen.attention import hopper_decode
-from specgen.attention.hopper_decode import cluster_heads, cluster_size, module, serves
+from specgen.attention import hopper
+from specgen.attention.hopper import cluster_heads, cluster_size, hopper_decode_module, serves
 
 BF16, FP16 = torch.bfloat16, torch.float16
 
@@ -23,7 +23,10 @@ def test_a_cluster_has_the_most_heads_that_fit() -> None:
         assert heads * query_len <= 64, case
         more = [n for n in range(heads + 1, heads_per_kv + 1) if heads_per_kv % n == 0]
         assert all(n * query_len > 64 for n in more), case
-        assert f" {-(-heads * query_len // 16) * 16} rows" in module(query_len, heads_per_kv, 128).what, case
+        assert (
+            f" {-(-heads * query_len // 16) * 16} rows"
+            in hopper_decode_module(query_len, heads_per_kv, 128).what
+        ), case
 
 
 def test_clusters_are_large_while_they_are_few() -> None:
@@ -45,7 +48,7 @@ def test_it_is_for_bfloat16_and_heads_that_it_was_built_for() -> None:
 
 def test_python_and_the_kernel_agree_on_what_is_passed() -> None:
     """As many arguments, and as wide: ctypes would pass an int for a pointer and say nothing."""
-    source = Path(hopper_decode.__file__).with_suffix(".cu").read_text()
+    source = Path(hopper.__file__).with_name("hopper_decode.cu").read_text()
     declared = source[source.index('extern "C" int hopper_decode_run(') :]
     kinds = [each.split()[:-1] for each in declared[declared.index("(") + 1 : declared.index(")")].split(",")]
     wide = [" ".join(each) for each in kinds]

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from specgen.attention import hopper_decode
-from specgen.attention.hopper_decode import HopperDecode, cluster_heads
+from specgen.attention import hopper
+from specgen.attention.hopper import HopperDecode, cluster_heads
 from specgen.kv.layout import Layout
 from specgen.models.attend import LayerAttention
 from specgen.ops.cuda_source import runs_on
@@ -141,7 +141,7 @@ def test_all_lengths_windows_and_sinks(shape: tuple[int, int, int], query_len: i
 
 @pytest.mark.parametrize("size", [1, 2, 4, 8, 16])
 def test_any_cluster(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hopper_decode, "cluster_size", lambda *_: size)
+    monkeypatch.setattr(hopper, "cluster_size", lambda *_: size)
     for lens, query_len in product(LENS, (1, 5)):
         check(World.of(lens, query_len, SHAPES[0], 64), layer_of(SHAPES[0]))
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from specgen.attention import latent_decode
-from specgen.attention.flashinfer_latent import PlannedLatents
+from specgen.attention.flashinfer_paged import PlannedLatents
 from specgen.attention.latent_decode import RANK, ROPE_DIM, LatentDecode, Shape
 from specgen.attention.sdpa import SdpaBackend
 from specgen.kv.layout import Layout

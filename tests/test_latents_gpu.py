@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from specgen.attention.expansion import SdpaExpanded
-from specgen.attention.latent_decode import RANK, ROPE_DIM, LatentDecode, Shape
-from specgen.attention.latent_prefill import LatentPrefill
+from specgen.attention.latent_decode import RANK, ROPE_DIM, LatentDecode, LatentPrefill, Shape
 from specgen.attention.sdpa import SdpaBackend
 from specgen.attention.workspaces import num_sms
 from specgen.kv.layout import HostLens, Layout

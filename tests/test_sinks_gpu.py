@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from specgen.attention import Backend
-from specgen.attention.flashinfer_paged import FlashInferBackend, _Planned, _sink_variant
+from specgen.attention.flashinfer_paged import FlashInferBackend, _PlanKey, _sink_variant
 from specgen.attention.hopper import HopperBackend
 from specgen.attention.trtllm import TrtllmBackend
 from specgen.kv.layout import Layout
@@ -68,7 +68,7 @@ def _compiled() -> None:
         for query_len in (2, 5):
             specs.append(gen_xqa_module(BF16, FP8, 64, 64, 8, window, BF16, query_len, True))
     for kernels, head_dim, windowed, kv_dtype in KERNELS:
-        heads = _Planned(
+        heads = _PlanKey(
             num_heads=8,
             num_kv_heads=1,
             head_dim=head_dim,

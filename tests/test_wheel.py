@@ -49,7 +49,7 @@ def test_nothing_else_is_inside(wheel):
 
 
 def test_flashinfer_is_required_only_on_linux_and_below_the_next_minor_version(wheel):
-    """Its own requirements have nothing for a Mac; see attention/unsplit.py for the bound."""
+    """Its own requirements have nothing for a Mac; see attention/hopper.py for the bound."""
     (metadata,) = (name for name in wheel.namelist() if name.endswith(".dist-info/METADATA"))
     lines = wheel.read(metadata).decode().splitlines()
     requirements = [

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from typing import Any, Literal
 
 import torch
@@ -17,22 +18,19 @@ from specgen.attention import (
     Rows,
     Use,
     latent_decode,
-    latent_prefill,
 )
-from specgen.attention.flashinfer_latent import PlannedLatents
-from specgen.attention.host_plan import HostPlan
-from specgen.attention.latent_prefill import LatentPrefill
-from specgen.attention.pass_lens import PassLens, window_left
-from specgen.attention.workspaces import num_sms, prefill_bytes
+from specgen.attention.latent_decode import BLOCK_ROWS, RANK, ROPE_DIM, LatentPrefill, Shape
+from specgen.attention.pass_lens import HostPlan, PassLens, window_left
+from specgen.attention.workspaces import MIB, num_sms, prefill_bytes
 from specgen.kv.layout import HostLens, Layout
-from specgen.models.layers import LayerAttention
+from specgen.models.attend import LayerAttention
 from specgen.ops.jit_modules import Module
 
 Kernels = Literal["fa2", "fa3"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Planned:
+class _PlanKey:
     """What a plan depends on beside the lengths."""
 
     num_heads: int
@@ -102,7 +100,7 @@ class FlashInferBackend(Backend):
         lengths = PassLens(layout)
 
         def kernel(layer: LayerAttention, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-            heads = _Planned(
+            heads = _PlanKey(
                 num_heads=q.shape[1],
                 num_kv_heads=keys.shape[2],
                 head_dim=q.shape[2],
@@ -121,7 +119,7 @@ class FlashInferBackend(Backend):
 
         return kernel
 
-    def _wrapper_for(self, heads: _Planned) -> "_Wrapper":
+    def _wrapper_for(self, heads: _PlanKey) -> "_Wrapper":
         """The wrapper for the window of ``heads``, and for their sinks, made if there is none."""
         kernels = _fitting(self._kernels, heads)
         group = heads.num_heads // heads.num_kv_heads
@@ -138,7 +136,69 @@ class FlashInferBackend(Backend):
         return self._wrappers[key]
 
 
-def _fitting(kernels: Kernels, heads: "_Planned | Heads") -> Kernels:
+class PlannedLatents:
+    """The absorbed form, with a plan a pass; what ``LatentDecode`` is measured against.
+
+    Rows of a sequence that fill more than a tile are planned as several sequences: how far a tile's rows see, the
+    kernel rounds down where heads do not divide the tile. Its tiles are smaller where rows are few on average.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._inner: Any = None
+        self._planned: HostPlan[tuple[PassLens, int, torch.dtype, float]] = HostPlan()
+
+    def plan(self, layout: Layout) -> Kernel:
+        """Without ``layout.host`` this waits for the device."""
+        lengths = PassLens(layout)
+
+        def kernel(layer: LayerAttention, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+            assert keys is values, "values are the first numbers of the keys"
+            assert (layer.value_dim, layer.window, layer.sinks) == (RANK, None, None), layer
+            of = (lengths, q.shape[1], q.dtype, layer.scale)
+            self._planned.renew(of, lambda: self._plan(*of))
+            rows, latents = slice(lengths.num_rows), keys[:, :, 0]
+            out = q.new_zeros(len(q), q.shape[1], RANK)
+            self._inner.run(
+                q[rows, :, :RANK], q[rows, :, RANK:], latents[..., :RANK], latents[..., RANK:], out=out[rows]
+            )
+            return out.view(len(q), -1)
+
+        return kernel
+
+    def _plan(self, lengths: PassLens, num_heads: int, dtype: torch.dtype, scale: float) -> None:
+        if self._inner is None:
+            from flashinfer.mla import BatchMLAPagedAttentionWrapper
+
+            scratch = torch.empty(128 * MIB, dtype=torch.uint8, device=self._device)  # as it recommends
+            self._inner = BatchMLAPagedAttentionWrapper(scratch)
+        query_lens, kv_lens = lengths.query_lens.tolist(), lengths.kv_lens.tolist()
+        longest, share = max(query_lens), max(BLOCK_ROWS // num_heads, 1)
+        if min(query_lens) == longest:
+            share = Shape.of(longest, num_heads, num_sms(self._device)).group_rows
+        groups = [
+            (min(share, rows - skipped), kv_len - rows + min(skipped + share, rows), page)
+            for rows, kv_len, page in zip(query_lens, kv_lens, lengths.first_pages.tolist(), strict=False)
+            for skipped in range(0, rows, share)
+        ]
+        rows, ends, pages = zip(*groups, strict=True)
+        self._inner.plan(
+            torch.tensor([*accumulate(rows, initial=0)], dtype=torch.int32),
+            torch.tensor([*pages, 0], dtype=torch.int32),
+            lengths.pages,
+            torch.tensor(ends, dtype=torch.int32),
+            num_heads,
+            RANK,
+            ROPE_DIM,
+            lengths.page_size,
+            True,  # causal
+            scale,
+            dtype,
+            dtype,
+        )
+
+
+def _fitting(kernels: Kernels, heads: "_PlanKey | Heads") -> Kernels:
     """Those that run ``heads``: FA3 wants one dtype."""
     return kernels if heads.kv_dtype == heads.dtype else "fa2"
 
@@ -157,8 +217,8 @@ def latent_modules(use: Use) -> list[Module]:
     """The modules that ``absorbed`` and ``expanded`` get from FlashInfer."""
     latent, dtype = use.heads.latent, use.heads.dtype
     assert latent is not None
-    expanded = [latent_prefill.module(latent, dtype)] if use.prefills else []
-    return [latent_decode.module(dtype), *expanded]
+    expanded = [latent_decode.prefill_module(latent, dtype)] if use.prefills else []
+    return [latent_decode.decode_module(dtype), *expanded]
 
 
 def prefill_modules(kernels: Kernels, use: Use) -> list[Module]:
@@ -190,7 +250,7 @@ def _spec(kernels: Kernels, heads: Heads, windowed: bool) -> Any:  # noqa: ANN40
 
 
 def _sink_variant(
-    kernels: Kernels, heads: "_Planned | Heads", *, windowed: bool
+    kernels: Kernels, heads: "_PlanKey | Heads", *, windowed: bool
 ) -> tuple[str, list[Any], dict[str, Any]]:
     """The name and the arguments of FlashInfer's kernel with sinks: the ordinary one takes them and ignores them.
 
@@ -226,17 +286,17 @@ class _Wrapper:
 
         variant = {"jit_args": sinks[1], "jit_kwargs": sinks[2]} if sinks else {}
         self._inner: Any = BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend=kernels, **variant)
-        self._planned: HostPlan[tuple[PassLens, _Planned]] = HostPlan()
+        self._planned: HostPlan[tuple[PassLens, _PlanKey]] = HostPlan()
 
     def wait(self) -> None:
         """See ``HostPlan``."""
         self._planned.wait()
 
-    def plan(self, lengths: PassLens, heads: _Planned) -> None:
+    def plan(self, lengths: PassLens, heads: _PlanKey) -> None:
         """Plan anew unless it is planned for just that; target and head may share a layout but not a plan."""
         self._planned.renew((lengths, heads), lambda: self._plan(lengths, heads))
 
-    def _plan(self, lengths: PassLens, heads: _Planned) -> None:
+    def _plan(self, lengths: PassLens, heads: _PlanKey) -> None:
         self._inner.plan(
             lengths.first_rows,
             lengths.first_pages,

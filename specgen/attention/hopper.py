@@ -1,23 +1,31 @@
 """On compute capability 9.0 the kernel measured fastest for each kind of pass, one of specgen's own first."""
 
-from dataclasses import replace
+import ctypes
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from specgen.attention import Backend, ExpandedKernel, Gpu, Kernel, RotatingKernel, Rows, Use
 from specgen.attention.flashinfer_paged import latent_kernel, latent_modules, prefill_modules
-from specgen.attention.hopper_decode import HopperDecode, module, serves
-from specgen.attention.latent_decode import LATENTS, LatentDecode, list_module
-from specgen.attention.latent_prefill import LatentPrefill
+from specgen.attention.latent_decode import LATENTS, LatentDecode, LatentPrefill, list_module
+from specgen.attention.pass_lens import window_left
 from specgen.attention.trtllm import TrtllmBackend, xqa_module
-from specgen.attention.unsplit import UnsplitDecode
 from specgen.attention.workspaces import num_sms
 from specgen.kv.layout import HostLens, Layout
-from specgen.models.layers import LayerAttention
+from specgen.models.attend import LayerAttention
 from specgen.ops import Rope
+from specgen.ops.cuda_source import compiled, current_stream, pointers, runs_on, source_spec
 from specgen.ops.jit_modules import Module
 from specgen.ops.measured_choices import UNSPLIT_ROWS
+
+if TYPE_CHECKING:
+    from specgen.ops.rope import TritonRope
+
 
 OWN, UNSPLIT = "specgen hopper_decode", "FlashInfer FA2 without splits"
 
@@ -51,7 +59,9 @@ class HopperBackend(Backend):
         chosen = {rows: HopperBackend.kernel(gpu, use, rows, use.num_sequences) for rows in use.query_lens}
         for rows, kernel in chosen.items():
             if kernel == OWN:
-                found.append(module(rows, heads.num_heads // heads.num_kv_heads, heads.head_dim))
+                found.append(
+                    hopper_decode_module(rows, heads.num_heads // heads.num_kv_heads, heads.head_dim)
+                )
             else:  # XQA where fewer sequences are left
                 decoding += [xqa_module(heads, rows, windowed) for windowed in use.windowed]
         return [*found, *decoding, *(prefill_modules("fa2", use) if UNSPLIT in chosen.values() else [])]
@@ -103,3 +113,201 @@ class HopperBackend(Backend):
 def _unsplits(num_sms: int, num_blocks: int, query_len: int, group: int) -> bool:
     """Whether a block for each sequence and KV head keeps every SM busy, and holds its rows of ``group`` heads."""
     return query_len > 1 and num_blocks > num_sms and query_len * group <= UNSPLIT_ROWS
+
+
+# FlashInfer takes 8 MiB for a work list, of which one entry per sequence needs 16 bytes
+_WORK_LIST = 1 << 18
+
+
+@dataclass(kw_only=True)
+class _FixedPlan:
+    """A planned wrapper and the device buffers from which it reads pages and lengths."""
+
+    wrapper: Any
+    pages: Tensor  # [B * max_pages] int32
+    last_page_lens: Tensor  # [B] int32
+    filled_by: object = None  # the pass whose tables and lengths are in the buffers
+
+
+class UnsplitDecode:
+    """FA2 for uniform passes that fill the GPU without splitting a sequence.
+
+    The work list then is one entry per sequence, whatever the lengths. Every sequence is given its whole row of the
+    block table as pages, and a length of the last page that brings the sum down to its length: it may be negative.
+    FlashInfer does not promise to take that, so pyproject.toml keeps to versions that do.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._workspace = torch.empty(_WORK_LIST, dtype=torch.uint8, device=device)
+        self._plans: dict[tuple[object, ...], _FixedPlan] = {}
+
+    def plan(self, layout: Layout) -> Kernel:
+        """``layout`` is uniform, with no more than 64 rows for the heads of a KV head."""
+        this = object()
+        spare = (layout.block_tables.shape[1] - 1) * layout.page_size
+
+        def kernel(layer: LayerAttention, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+            assert layer.sinks is None, "this kernel would leave them out and say nothing"
+            assert keys.dtype == q.dtype, "and so it would the scales of FP8 pages"
+            planned = self._plan_for(layout, layer, q, keys)
+            if planned.filled_by is not this:
+                planned.pages.view(layout.block_tables.shape).copy_(layout.block_tables)
+                torch.sub(layout.kv_lens, spare, out=planned.last_page_lens)
+                planned.filled_by = this
+            return planned.wrapper.run(q, (keys, values)).view(len(q), -1)  # type: ignore[no-any-return]
+
+        return kernel
+
+    def _plan_for(self, layout: Layout, layer: LayerAttention, q: Tensor, keys: Tensor) -> _FixedPlan:
+        """The plan for passes of that shape, made once and kept: graphs read its buffers."""
+        shapes = (*layout.block_tables.shape, *q.shape, *keys.shape[1:])
+        key = (*shapes, q.dtype, keys.dtype, layer.scale, layer.window)
+        if key not in self._plans:
+            assert not torch.cuda.is_current_stream_capturing(), (
+                "run a pass of this shape before it is captured"
+            )
+            self._plans[key] = self._make_plan(layout, layer, q, keys)
+        return self._plans[key]
+
+    def _make_plan(self, layout: Layout, layer: LayerAttention, q: Tensor, keys: Tensor) -> _FixedPlan:
+        from flashinfer.prefill import BatchPrefillWithPagedKVCacheWrapper
+
+        num_sequences, max_pages = layout.block_tables.shape
+        wrapper = BatchPrefillWithPagedKVCacheWrapper(self._workspace, "NHD", backend="fa2")
+        wrapper.reset_workspace_buffer(self._workspace, torch.empty_like(self._workspace))
+        pages = torch.zeros(num_sequences * max_pages, dtype=torch.int32, device=q.device)
+        last_page_lens = torch.full((num_sequences,), layout.page_size, dtype=torch.int32, device=q.device)
+        each = torch.arange(num_sequences + 1, dtype=torch.int32)
+        wrapper.plan(
+            each * (len(q) // num_sequences),
+            each * max_pages,
+            pages,  # on the device already, so the wrapper reads these two buffers and no copies
+            last_page_lens,
+            q.shape[1],
+            keys.shape[2],
+            q.shape[2],
+            layout.page_size,
+            causal=True,
+            q_data_type=q.dtype,
+            kv_data_type=keys.dtype,
+            sm_scale=layer.scale,
+            window_left=window_left(layer),
+            disable_split_kv=True,
+        )
+        torch.cuda.current_stream().synchronize()  # the plan's copy, before its pinned buffer can be used again
+        return _FixedPlan(wrapper=wrapper, pages=pages, last_page_lens=last_page_lens)
+
+
+_SOURCE = Path(__file__).with_name("hopper_decode.cu")
+_MOST_ROWS = 64  # of a sequence times heads, in a cluster
+_MOST_QUERY = 16  # rows of a sequence
+_MOST_SPLITS = 8  # blocks of a cluster
+_HEAD_DIMS = (64, 128)
+
+
+def cluster_heads(query_len: int, heads_per_kv: int) -> int | None:
+    """Of the heads of a KV head, how many one cluster attends with; None: the rows are too many."""
+    if query_len > _MOST_QUERY:
+        return None
+    divisors = (heads for heads in range(heads_per_kv, 0, -1) if heads_per_kv % heads == 0)
+    return next((heads for heads in divisors if heads * query_len <= _MOST_ROWS), None)
+
+
+def cluster_size(num_clusters: int, num_multiprocessors: int) -> int:
+    """Blocks of a cluster, a power of two: what the longest of uneven sequences may be worth.
+
+    Those that a sequence does not need end at once, which costs little while clusters are few. Of 16 blocks, for which
+    not all parts of a GPU have room, a step of one sequence took 5.54 ms and of 4 5.40.
+    """
+    if 2 * num_clusters > num_multiprocessors:
+        return 1
+    size = _MOST_SPLITS
+    while size * num_clusters > 2 * num_multiprocessors:
+        size //= 2
+    return size
+
+
+def serves(
+    query_len: int, heads_per_kv: int, head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype
+) -> bool:
+    """Whether it was built for these; then it is the fastest."""
+    half = dtype == kv_dtype == torch.bfloat16
+    return half and head_dim in _HEAD_DIMS and cluster_heads(query_len, heads_per_kv) is not None
+
+
+def hopper_decode_module(query_len: int, heads_per_kv: int, head_dim: int) -> Module:
+    """What passes of ``query_len`` rows a sequence need compiled."""
+    rows = _row_tile(query_len, heads_per_kv)
+    return Module(what=f"attention, {rows} rows, heads of {head_dim}", spec=partial(_spec, head_dim, rows))
+
+
+@dataclass(frozen=True, kw_only=True)
+class HopperDecode:
+    """See ``RotatingKernel``; of a decode pass."""
+
+    layout: Layout  # uniform
+    rope: "TritonRope"
+
+    def fits(self, layer: LayerAttention, qkv: Tensor, keys: Tensor) -> bool:
+        num_kv_heads, head_dim = keys.shape[2:]
+        group = qkv.shape[1] // num_kv_heads - 2
+        assert self.layout.uniform_q is not None
+        return (
+            layer.value_dim is None
+            and len(self.rope.frequencies) * 2 == head_dim
+            and serves(self.layout.uniform_q, group, head_dim, qkv.dtype, keys.dtype)
+            and runs_on(qkv.device)
+        )
+
+    def __call__(self, layer: LayerAttention, qkv: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        layout, query_len = self.layout, self.layout.uniform_q
+        assert query_len is not None
+        num_kv_heads, head_dim = keys.shape[2:]
+        num_heads = qkv.shape[1] - 2 * num_kv_heads
+        group = cluster_heads(query_len, num_heads // num_kv_heads)
+        assert group is not None
+        assert qkv.is_contiguous(), qkv.stride()
+        assert keys.stride() == values.stride(), "keys and values must have the same strides"
+        assert keys.stride(3) == 1, keys.stride()
+        starts, tables = layout.starts, layout.block_tables
+        assert starts.dtype == torch.int64, starts.dtype
+        assert tables.dtype == torch.int32, tables.dtype
+        assert tables.stride(1) == 1, tables.stride()
+        page_size = keys.shape[1]
+        assert page_size >= 16, page_size
+        assert page_size.bit_count() == 1, page_size
+        out = qkv.new_empty(len(qkv), num_heads * head_dim)
+        if not len(qkv):
+            return out
+        clusters, sms = layout.num_sequences * num_heads // group, num_sms(qkv.device)
+        strides = (*keys.stride()[:3], tables.stride(0))
+        numbers = (
+            *(tables.shape[1], page_size.bit_length() - 1, layout.num_sequences, query_len),
+            *(num_heads, num_kv_heads, group, layer.window or 0),
+            *(cluster_size(clusters, sms), sms),
+        )
+        error = _function(head_dim, _row_tile(query_len, num_heads // num_kv_heads))(
+            *pointers((qkv, self.rope.frequencies, keys, values, starts, tables, layer.sinks, out)),
+            *(ctypes.c_int64(each) for each in strides),
+            *numbers,
+            ctypes.c_float(layer.scale),
+            ctypes.c_float(self.rope.scale),
+            current_stream(qkv.device),
+        )
+        assert error == 0, f"hopper_decode: error {error} at {list(qkv.shape)} heads, {numbers}"
+        return out
+
+
+def _row_tile(query_len: int, heads_per_kv: int) -> int:
+    heads = cluster_heads(query_len, heads_per_kv)
+    assert heads is not None, (query_len, heads_per_kv)
+    return -(-query_len * heads // 16) * 16
+
+
+@cache
+def _function(head_dim: int, rows: int) -> Callable[..., int]:
+    return compiled(_spec(head_dim, rows), "hopper_decode_run")
+
+
+def _spec(head_dim: int, rows: int) -> Any:  # noqa: ANN401
+    return source_spec("attention", _SOURCE, {"DIM": head_dim, "MROWS": rows}, {})

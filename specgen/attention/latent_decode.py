@@ -1,4 +1,4 @@
-"""Absorbed latent attention on Hopper: FlashInfer's kernel, with a work list that is made on the device."""
+"""Latent attention on Hopper by FlashInfer: absorbed, with a work list made on the device, and expanded (FA3)."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,16 +10,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specgen.attention import Kernel, Latents
-from specgen.attention.latent_prefill import WIDTHS
-from specgen.attention.workspaces import num_sms
-from specgen.kv.layout import Layout
+from specgen.attention import ExpandedKernel, Kernel, Latents
+from specgen.attention.pass_lens import HostPlan
+from specgen.attention.workspaces import MIB, num_sms
+from specgen.kv.layout import HostLens, Layout
 from specgen.models.attend import LayerAttention
+from specgen.models.model_config import LatentConfig
 from specgen.ops.cuda_source import compiled, current_stream, pointers, source_spec
 from specgen.ops.jit_modules import Module
 
 RANK, ROPE_DIM = 512, 64  # the kernel's; those of DeepSeek-V2 and its relatives
 BLOCK_ROWS = 64  # rows times heads of one block
+WIDTHS = ((256, 256), (192, 128))  # of keys and values: those of GLM-4.7-Flash and DeepSeek-V3
 LATENTS = Latents(
     compute_majors=(9,),
     dtypes=(torch.bfloat16, torch.float16),
@@ -31,7 +33,7 @@ _SOURCE = Path(__file__).with_name("latent_plan.cu")
 _CAUSAL = 1  # FlashInfer's MaskMode
 
 
-def module(dtype: torch.dtype) -> Module:
+def decode_module(dtype: torch.dtype) -> Module:
     """What attends to latents in this number format."""
     return Module(what="latent attention", spec=partial(_attention_spec, dtype))
 
@@ -174,3 +176,71 @@ def _plan() -> Callable[..., int]:
 
 def _plan_spec() -> Any:  # noqa: ANN401
     return source_spec("latent_plan", _SOURCE, {}, {})
+
+
+def prefill_module(latent: LatentConfig, dtype: torch.dtype) -> Module:
+    """What the prefills of such a model need compiled."""
+    return Module(
+        what=f"FA3, keys of {latent.key_dim} and values of {latent.value_dim}",
+        spec=partial(_prefill_spec, latent.key_dim, latent.value_dim, dtype),
+    )
+
+
+class LatentPrefill:
+    """FlashInfer's wrapper, with a plan a pass: layers take it in turn. Calls of one object must be on one stream."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._inner: Any = None
+        self._planned: HostPlan[tuple[object, ...]] = HostPlan()
+
+    def plan(self, host: HostLens) -> ExpandedKernel:
+        """For sequences of these lengths."""
+        this = object()
+        first_rows, first_keys = (
+            torch.tensor([*accumulate(lens, initial=0)], dtype=torch.int32)
+            for lens in (host.query_lens, host.kv_lens)
+        )
+
+        def kernel(layer: LayerAttention, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+            num_heads, dims = q.shape[1], (keys.shape[2], values.shape[2])
+            of = (num_heads, dims, q.dtype, layer.scale)
+            self._planned.renew((this, *of), lambda: self._plan((first_rows, first_keys), *of))
+            out = q.new_empty(len(q), num_heads, values.shape[2])
+            self._inner.run(q, keys, values, out=out)
+            return out.view(len(q), -1)
+
+        return kernel
+
+    def _plan(
+        self,
+        firsts: tuple[Tensor, Tensor],
+        num_heads: int,
+        dims: tuple[int, int],
+        dtype: torch.dtype,
+        scale: float,
+    ) -> None:
+        """For the ``firsts`` rows and keys of each sequence, and the ``dims`` of a key and a value."""
+        if self._inner is None:
+            from flashinfer.prefill import BatchPrefillWithRaggedKVCacheWrapper
+
+            scratch = torch.empty(MIB, dtype=torch.uint8, device=self._device)  # FA3 splits no sequence
+            self._inner = BatchPrefillWithRaggedKVCacheWrapper(scratch, "NHD", backend="fa3")
+        self._inner.plan(
+            *firsts,
+            num_heads,
+            num_heads,
+            *dims,
+            causal=True,
+            sm_scale=scale,
+            q_data_type=dtype,
+            kv_data_type=dtype,
+        )
+
+
+def _prefill_spec(key_dim: int, value_dim: int, dtype: torch.dtype) -> Any:  # noqa: ANN401
+    from flashinfer.jit.attention import gen_batch_prefill_module
+
+    types, no_rotation = (dtype, dtype, dtype, torch.int32), 0
+    # of the flags: no windows, no cap on logits, no products in half precision
+    return gen_batch_prefill_module("fa3", *types, key_dim, value_dim, no_rotation, False, False, False)
