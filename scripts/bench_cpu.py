@@ -26,7 +26,6 @@ from specgen.core.sequence import Request
 from specgen.engine.build import build_engine
 from specgen.engine.choices import resolve
 from specgen.engine.loading import Models, load_models, open_checkpoints
-from specgen.events import Event, Verified
 from specgen.models.eagle3 import Eagle3Head
 from specgen.models.llama import Llama
 from specgen.prompts import load_prompts, prompt_ids
@@ -46,7 +45,7 @@ def requests(models: Models, data_path: Path | None, count: int, sampling: Sampl
 
 def ours(config: EngineConfig, models: Models, batch: list[Request]) -> Run:
     """``batch`` through an engine of ``config``."""
-    engine = build_engine(config, models, lambda event: None)
+    engine = build_engine(config, models, lambda row: None)
 
     def run() -> int:
         return sum(len(completion.token_ids) for completion in engine.generate(batch))
@@ -114,7 +113,7 @@ def timed_passes(seconds: dict[str, float]) -> Iterator[None]:
 
 def profile(config: EngineConfig, models: Models, batch: list[Request]) -> dict[str, float]:
     """Each pass's share of the total time, and the engine's own."""
-    engine = build_engine(config, models, lambda event: None)
+    engine = build_engine(config, models, lambda row: None)
     seconds: dict[str, float] = defaultdict(float)
     with timed_passes(seconds):
         began = time.perf_counter()
@@ -127,10 +126,8 @@ def profile(config: EngineConfig, models: Models, batch: list[Request]) -> dict[
 
 def acceptance_length(config: EngineConfig, models: Models, batch: list[Request]) -> float:
     """Mean acceptance length over ``batch``."""
-    events: list[Event] = []
-    for _ in build_engine(config, models, events.append).generate(batch):
-        pass
-    steps = [event for event in events if isinstance(event, Verified)]
+    completions = build_engine(config, models, lambda row: None).generate(batch)
+    steps = [step for completion in completions for step in completion.record.steps or ()]
     return 1 + sum(step.accepted for step in steps) / len(steps)
 
 

@@ -1,7 +1,8 @@
 """Engines over small pairs: build one, run requests, return completions and events."""
 
+from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,13 @@ import torch
 from specgen.bundled import data_directory
 from specgen.checkpoints.checkpoint import load_drafter, load_target, open_checkpoint
 from specgen.config import EngineConfig, SamplingParams
-from specgen.core.sequence import Completion, Request
+from specgen.core.sequence import Completion, Request, Sequence
 from specgen.engine.build import build_engine
 from specgen.engine.choices import resolve
 from specgen.engine.loading import Models, load_models, open_checkpoints
-from specgen.events import Event, Preempted, Prefilled, Verified
 from specgen.prompts import load_prompts, prompt_ids
+from specgen.record.record_rows import EngineRow, PassRow, RequestRow
+from specgen.report.report import Report, report_of
 from specgen.text.tokenizer import load_tokenizer
 
 
@@ -37,36 +39,49 @@ class NoTokenizer:
 
 @dataclass(frozen=True, kw_only=True)
 class Outputs:
-    """Completions and events of a run."""
+    """Completions and passes of a run."""
 
     completions: dict[str, Completion]
-    events: list[Event]
+    passes: list[EngineRow]
+    begun: Counter[str] = field(default_factory=Counter)  # how often each request was
 
     @property
     def texts(self) -> dict[str, tuple[int, ...]]:
         return {name: completion.token_ids for name, completion in self.completions.items()}
 
     @property
-    def verified(self) -> dict[str, list[tuple[Any, ...]]]:
-        """Each sequence's steps without their times."""
-        steps: dict[str, list[tuple[Any, ...]]] = {name: [] for name in self.completions}
-        for event in self.events:
-            if isinstance(event, Verified):
-                steps[event.sequence].append((event.drafts, event.accepted, event.emitted))
-        return steps
+    def requests(self) -> list[RequestRow]:
+        """The records of the requests, as they ended."""
+        return [completion.record for completion in self.completions.values()]
 
     @property
-    def num_emitted(self) -> dict[str, int]:
-        """Each sequence's output tokens as its events count them."""
-        emitted = dict.fromkeys(self.completions, 0)
-        for event in self.events:
-            if isinstance(event, Prefilled | Verified):
-                emitted[event.sequence] += event.emitted
-        return emitted
+    def verified(self) -> dict[str, list[tuple[Any, ...]]]:
+        """Each sequence's steps without their passes."""
+        return {
+            row.name: [(tuple(step.drafts), *step[2:]) for step in row.steps or ()] for row in self.requests
+        }
+
+    @property
+    def accepted(self) -> list[int]:
+        """Drafts accepted, by step."""
+        return [step[1] for steps in self.verified.values() for step in steps]
+
+    @property
+    def steps(self) -> list[PassRow]:
+        """The passes that were no prefills."""
+        return [row for row in self.passes if isinstance(row, PassRow) and row.kind == "decode"]
+
+    @property
+    def any_cached(self) -> bool:
+        """Whether a prompt was found in the prefix cache."""
+        return any(row.num_cached_tokens for row in self.requests)
 
     @property
     def num_preempted(self) -> int:
-        return sum(isinstance(event, Preempted) for event in self.events)
+        return sum(row.num_preempted for row in self.passes if isinstance(row, PassRow))
+
+    def report(self, num_spec_tokens: int) -> Report:
+        return report_of(self.requests, self.passes, num_spec_tokens=num_spec_tokens)
 
 
 def load_pair(
@@ -114,10 +129,17 @@ def loaded(config: EngineConfig) -> Models:
 
 def generate(pair: Pair, requests: Iterable[Request], **changes: Any) -> Outputs:
     """Run ``requests`` through an engine of ``config_of(pair, **changes)``."""
-    events: list[Event] = []
-    engine = build_engine(config_of(pair, **changes), pair.models, events.append)
+    passes: list[EngineRow] = []
+    engine = build_engine(config_of(pair, **changes), pair.models, passes.append)
+    new_sequence, begun = engine._new_sequence, Counter[str]()
+
+    def begin(request: Request) -> Sequence:
+        begun[request.id] += 1
+        return new_sequence(request)
+
+    engine._new_sequence = begin  # type: ignore[method-assign]
     completions = {completion.request.id: completion for completion in engine.generate(requests)}
-    return Outputs(completions=completions, events=events)
+    return Outputs(completions=completions, passes=passes, begun=begun)
 
 
 @cache

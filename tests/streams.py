@@ -1,11 +1,16 @@
-"""Hand-made event streams, for tests of reports, and the tables that sessions with such events leave."""
+"""Hand-made rows of requests and passes, for tests of reports, and the directories that sessions with them leave."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from specgen.events import Event, Finished, Prefilled, Stepped, Submitted, Touched, Verified
-from specgen.record.recorder import Pass, Recorder, RequestRow
+from specgen.record.counts import Step, StepCounts
+from specgen.record.record_rows import EngineRow, PassRow, RequestRow, Row, Session, Touched
+from specgen.report.report import Report, report_of
 from specgen.rundir.results import RunDirectory
+
+Given = RequestRow | EngineRow
 
 
 def request(
@@ -13,62 +18,71 @@ def request(
     steps: Sequence[tuple[int, int]],
     *,
     begin: float = 0.0,
-    category: str | None = None,
-    turn: int = 1,
     dropped: int = 0,
-) -> Iterator[Event]:
+    drafts: Sequence[Sequence[int]] = (),
+    **others: Any,
+) -> Iterator[RequestRow]:
     """One request that verifies ``(drafted, accepted)`` once per second and drops that many tokens of the last step."""
-    yield Submitted(sequence=name, time=begin, num_prompt_tokens=5, category=category, turn=turn)
-    yield Prefilled(sequence=name, time=begin + 1, emitted=1, num_cached=0)
-    num_tokens, now = 1, begin + 1
-    for number, (drafted, accepted) in enumerate(steps, start=1):
-        now += 1
-        emitted = accepted + 1 - (dropped if number == len(steps) else 0)
-        num_tokens += emitted
-        drafts = tuple(range(drafted))
-        yield Verified(sequence=name, time=now, drafts=drafts, accepted=accepted, emitted=emitted)
-    yield Finished(sequence=name, time=now, reason="stop", num_output_tokens=num_tokens)
+    found = [
+        Step(number, drafts[number] if drafts else (*range(drafted),), accepted, accepted + 1)
+        for number, (drafted, accepted) in enumerate(steps)
+    ]
+    if dropped:
+        found[-1] = found[-1]._replace(emitted=found[-1].emitted - dropped)
+    most = max((drafted for drafted, _ in steps), default=0)
+    usual: dict[str, Any] = {
+        "reason": "stop",
+        "category": None,
+        "turn": 1,
+        "num_turns": 1,
+        "num_prompt_tokens": 5,
+        "num_cached_tokens": 0,
+        "num_output_tokens": 1 + sum(step.emitted for step in found),
+        "arrival": begin,
+        "first_token": begin + 1,
+        "ended": begin + 1 + len(steps),
+        "parts": None,
+    }
+    counts = vars(StepCounts.of(found, most))
+    yield RequestRow(name=name, counts=counts, steps=found, **usual | others)
 
 
-def begun(*names: str) -> Iterator[Event]:
-    """Requests that have their first token."""
-    for name in names:
-        yield Submitted(sequence=name, time=0.0, num_prompt_tokens=5)
-        yield Prefilled(sequence=name, time=0.5, emitted=1, num_cached=0)
+def refusal(name: str, *, time: float = 0.0) -> Iterator[RequestRow]:
+    """A request that ends before it begins."""
+    yield from request(
+        name, [], begin=time, ended=time, first_token=None, reason="error", num_output_tokens=0
+    )
 
 
-def ended(*names: str, reason: str = "length") -> Iterator[Event]:
-    """Requests that end, whatever they have by then."""
-    for name in names:
-        yield Finished(sequence=name, time=2.0, reason=reason, num_output_tokens=9)
+(RECORD,) = request("a", [], first_token=None)  # of whatever has no figures
 
 
-def padded_step(k: int, **accepted: int) -> Iterator[Event]:
+def pass_row(kind: str = "decode", **changes: Any) -> PassRow:
+    """A pass of one sequence, of which nothing came."""
+    rows = ("num_spec_tokens", "target_rows", "first_pass_rows", "first_pass_kept", "loop_rows")
+    usual: dict[str, Any] = {"number": 0, "time": 1.0, "seconds": 0.1, "num_sequences": 1}
+    return PassRow(kind=kind, **usual | dict.fromkeys(rows, 0) | changes)
+
+
+def padded_step(k: int, *accepted: int, **others: Any) -> PassRow:
     """A decode step of a padded drafter batch: how many of K drafts of each sequence were accepted."""
-    for name, number in accepted.items():
-        yield Verified(sequence=name, time=1.0, drafts=(7,) * k, accepted=number, emitted=number + 1)
     rows = len(accepted) * (k + 1)
-    yield Stepped(
-        kind="decode",
-        time=1.0,
-        seconds=0.1,
+    return pass_row(
         num_sequences=len(accepted),
         num_spec_tokens=k,
         target_rows=rows,
         first_pass_rows=rows,
-        first_pass_kept=sum(accepted.values()) + len(accepted),
+        first_pass_kept=sum(accepted) + len(accepted),
         loop_rows=len(accepted) * k,
+        num_rejected=len(accepted) * k - sum(accepted),
+        **others,
     )
 
 
-def decode_steps(*lengths: int) -> Iterator[Event]:
+def decode_steps(*lengths: int) -> Iterator[PassRow]:
     """A decode step of one sequence for each draft length."""
     for k in lengths:
-        yield Stepped(
-            kind="decode",
-            time=1.0,
-            seconds=0.1,
-            num_sequences=1,
+        yield pass_row(
             num_spec_tokens=k,
             target_rows=k + 1,
             first_pass_rows=k + 1,
@@ -77,54 +91,50 @@ def decode_steps(*lengths: int) -> Iterator[Event]:
         )
 
 
-def mixture_steps(num_sequences: int, k: int, *touched: tuple[float, float]) -> Iterator[Event]:
+def mixture_steps(num_sequences: int, k: int, *touched: tuple[float, float]) -> Iterator[PassRow]:
     """Decode steps of a mixture with 8 experts of 10 MB, for each what it touched and what a plain step would."""
     for experts, plain in touched:
-        yield Stepped(
-            kind="decode",
-            time=1.0,
-            seconds=0.1,
+        yield pass_row(
             num_sequences=num_sequences,
             num_spec_tokens=k,
             target_rows=num_sequences * (k + 1),
-            first_pass_rows=0,
-            first_pass_kept=0,
-            loop_rows=0,
             experts=Touched(experts=experts, plain=plain, num_experts=8, num_bytes=int(experts * 10**7)),
         )
 
 
-def refusal(name: str, *, time: float = 0.0) -> Iterator[Event]:
-    """A request that ends before it begins."""
-    yield Submitted(sequence=name, time=time, num_prompt_tokens=5)
-    yield Finished(sequence=name, time=time, reason="error", num_output_tokens=0)
-
-
-def recorded(sessions: Mapping[str, Iterable[Event]]) -> tuple[list[RequestRow], list[Pass]]:
+def recorded(sessions: Mapping[str, Iterable[Given]]) -> tuple[list[RequestRow], list[Row]]:
     """The tables of several sessions, by name; failed requests are in neither."""
-    requests, passes = list[RequestRow](), list[Pass]()
-    for name, events in sessions.items():
-        recorder = Recorder(name)
-        for event in events:
-            for row in recorder.take(event):
-                if not isinstance(row, RequestRow):
-                    passes.append(row)
-                elif row.reason != "error":
-                    requests.append(row)
+    requests, passes = list[RequestRow](), list[Row]()
+    for name, rows in sessions.items():
+        rows = list(rows)
+        first = min(row.arrival if isinstance(row, RequestRow) else row.time for row in rows)
+        passes.append(Session(name=name, time=first))
+        for row in rows:
+            if not isinstance(row, RequestRow):
+                passes.append(row)
+            elif row.reason != "error":
+                requests.append(replace(row, session=name))
     return requests, passes
 
 
-def write_session(path: Path, events: Iterable[Event], *, text: str = "text") -> None:
-    """Let a process record ``events`` in the run directory ``path``."""
+def fold(rows: Iterable[Given], *, num_spec_tokens: int) -> Report:
+    """The report of one session."""
+    rows = list(rows)
+    return report_of(
+        [row for row in rows if isinstance(row, RequestRow)],
+        [row for row in rows if not isinstance(row, RequestRow)],
+        num_spec_tokens=num_spec_tokens,
+    )
+
+
+def write_session(path: Path, rows: Iterable[Given], *, text: str = "text") -> None:
+    """Let a process record ``rows`` in the run directory ``path``."""
     with RunDirectory(path) as files:
-        asked: dict[str, Submitted] = {}
-        for event in events:
-            files.see(event)
-            if isinstance(event, Submitted):
-                asked[event.sequence] = event
-            elif isinstance(event, Finished) and event.reason != "error":
-                request = asked[event.sequence]
-                row = {"id": event.sequence, "prompt": "", "text": text}
-                row |= {"token_ids": [1] * event.num_output_tokens, "finish_reason": event.reason}
-                row |= {"turn": request.turn, "num_prompt_tokens": request.num_prompt_tokens}
-                files.add_completion(row | {"category": request.category})
+        for each in rows:
+            if not isinstance(each, RequestRow):
+                files.see(each)
+            elif each.reason != "error":
+                row = {"id": each.name, "prompt": "", "text": text}
+                row |= {"token_ids": [1] * each.num_output_tokens, "finish_reason": each.reason}
+                row |= {"turn": each.turn, "num_prompt_tokens": each.num_prompt_tokens}
+                files.add_completion(row | {"category": each.category}, each)

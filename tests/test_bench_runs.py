@@ -1,6 +1,5 @@
 """Shared by the benches of the engine: latencies, windows of steps, and bounds."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,10 +22,11 @@ from specgen.bench.bound import (
 )
 from specgen.bench.explain import step_seconds
 from specgen.bench.marks import Window
-from specgen.events import Event, Finished, Prefilled, Stepped, Submitted, Verified
 from specgen.experiments.turns import inter_token_seconds
 from specgen.models import gpt_oss
+from specgen.record.record_rows import EngineRow, OutOfMemory, PassRow
 from tests.engines import config_of, load_pair, loaded
+from tests.streams import pass_row, request
 
 
 def kv(num_bytes: int) -> KVBytes:
@@ -83,26 +83,16 @@ def test_the_bytes_of_a_pair_are_its_matrices(tiny: Path) -> None:
     assert (sizes.logits, sizes.bytes_per_value) == (2 * shape.vocab_size, 2)
 
 
-def stepped(time: float, kind: str = "decode", num_sequences: int = 4) -> Stepped:
-    return Stepped(
-        kind=kind,
-        time=time,
-        seconds=0.0,
-        num_sequences=num_sequences,
-        num_spec_tokens=0,
-        target_rows=0,
-        first_pass_rows=0,
-        first_pass_kept=0,
-        loop_rows=0,
-    )
+def stepped(time: float, kind: str = "decode", num_sequences: int = 4) -> PassRow:
+    return pass_row(kind, time=time, seconds=0.0, num_sequences=num_sequences)
 
 
 def test_only_time_between_neighbouring_full_decode_steps_counts() -> None:
-    events: list[Event] = [
+    events: list[EngineRow] = [
         stepped(0, "prefill"),
         stepped(1),
         stepped(3),
-        Finished(sequence="a", time=3, reason="length", num_output_tokens=1),
+        OutOfMemory(time=3.0, max_batch_size=4, max_prefill_tokens=64),
         stepped(6),
         stepped(10, "prefill"),
         stepped(11),
@@ -161,46 +151,34 @@ def test_copies_and_products_of_matrices_are_timed() -> None:
 
 def test_a_step_reads_the_cache_of_the_sequences_in_it() -> None:
     """Not of sequences in prefill, waiting or finished."""
-
-    def verified(sequence: str, emitted: int) -> Verified:
-        return Verified(sequence=sequence, time=0.0, drafts=(), accepted=0, emitted=emitted)
-
-    events: list[Event] = [
-        *(Submitted(sequence=name, time=0.0, num_prompt_tokens=10) for name in "abc"),
-        *(Prefilled(sequence=name, time=0.0, emitted=1, num_cached=0) for name in "ab"),
-        stepped(1, "prefill"),
-        verified("a", 3),
-        verified("b", 1),
-        stepped(2, num_sequences=2),
-        Finished(sequence="b", time=2.0, reason="length", num_output_tokens=2),
-        verified("a", 2),
-        stepped(3, num_sequences=1),
-        Prefilled(sequence="a", time=3.0, emitted=0, num_cached=0),  # after a preemption
-        verified("a", 1),
-        stepped(4, num_sequences=1),
+    (a,) = request("a", [(4, 2), (4, 1), (4, 0)], num_prompt_tokens=10)
+    (b,) = request("b", [(4, 0)], num_prompt_tokens=10)
+    (waiting,) = request("c", [], num_prompt_tokens=10)
+    requests = [b.moved(0.0, 1), a.moved(0.0, 1), waiting]
+    sizes = {0: 1, 1: 2, 2: 1, 3: 1}
+    passes = [
+        pass_row("decode" if number else "prefill", number=number, num_sequences=sizes[number])
+        for number in sizes
     ]
-    assert mean_step_bytes(events, SIZES) == sum(SIZES.step(0, 1, context) for context in (22, 14, 16)) / 3
-    drafting = [
-        replace(event, num_spec_tokens=4) if isinstance(event, Stepped) else event for event in events
-    ]
-    assert mean_step_bytes(drafting, SIZES) == pytest.approx(SIZES.step(4, 1, 52 / 3))
-    assert mean_step_bytes(events[:6], SIZES) is None
+    found = mean_step_bytes(requests, passes, SIZES)
+    assert found == sum(SIZES.step(0, number, context) for number, context in ((2, 11), (1, 14), (1, 16))) / 3
+    drafting = [replace(row, num_spec_tokens=4) for row in passes]
+    assert mean_step_bytes(requests, drafting, SIZES) == pytest.approx(
+        sum(SIZES.step(4, number, context) for number, context in ((2, 11), (1, 14), (1, 16))) / 3
+    )
+    assert mean_step_bytes(requests, passes[:1], SIZES) is None
 
 
 def test_a_step_is_one_gap_however_many_tokens_it_emits() -> None:
-    def verified(sequence: str, time: float, emitted: int) -> Verified:
-        return Verified(sequence=sequence, time=time, drafts=(1, 2), accepted=emitted, emitted=emitted)
-
-    events: Sequence[Event] = [
-        Submitted(sequence="a", time=0.0, num_prompt_tokens=3),
-        Prefilled(sequence="a", time=1.0, emitted=1, num_cached=0),
-        verified("a", 1.5, 3),
-        Prefilled(sequence="b", time=2.0, emitted=1, num_cached=0),
-        verified("a", 3.0, 1),
-        verified("b", 3.0, 2),
-        Finished(sequence="a", time=3.0, reason="length", num_output_tokens=5),
-        Prefilled(sequence="b", time=5.0, emitted=0, num_cached=0),  # after a preemption: the gap continues
-        verified("b", 6.0, 1),
-        Prefilled(sequence="a", time=7.0, emitted=1, num_cached=0),  # another request of that name
-    ]
-    assert list(inter_token_seconds(events)) == [0.5, 1.5, 1.0, 3.0]
+    """Also where a preemption came between, and where the end of the text dropped all that a step gave."""
+    times = (1.0, 1.5, 2.0, 3.0, 6.0)
+    passes = [pass_row(number=number, time=time) for number, time in enumerate(times)]
+    (a,) = request("a", [(2, 2), (2, 0)], first_token=1.0)
+    (b,) = request("b", [(2, 1), (2, 0), (2, 0)], first_token=2.0, dropped=1)
+    a, b = (
+        replace(
+            row, steps=[step._replace(number=at) for step, at in zip(row.steps or (), numbers, strict=True)]
+        )
+        for row, numbers in ((a, (1, 3)), (b, (3, 4, 4)))
+    )
+    assert list(inter_token_seconds([a, b], passes)) == [0.5, 1.5, 1.0, 3.0]

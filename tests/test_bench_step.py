@@ -21,9 +21,9 @@ from specgen.core import step as step_module
 from specgen.core.graphs import Runner
 from specgen.core.running_batch import Columns
 from specgen.decoding.drafting import HeadDrafter
-from specgen.events import Event, Prefilled, Stepped, Submitted, Verified
 from specgen.models.llama import Llama
 from specgen.report.terminal import render
+from tests.streams import pass_row, request
 
 DEVICE = DeviceSpeed(bytes_per_second=1e4, flops_per_second=1e3)
 
@@ -142,37 +142,12 @@ def test_rows_add_up_to_the_step() -> None:
 
 
 def test_the_context_is_that_after_so_many_whole_steps() -> None:
-    def stepped(num_sequences: int) -> Stepped:
-        return Stepped(
-            kind="decode",
-            time=0.0,
-            seconds=0.0,
-            num_sequences=num_sequences,
-            num_spec_tokens=2,
-            target_rows=0,
-            first_pass_rows=0,
-            first_pass_kept=0,
-            loop_rows=0,
-        )
-
-    def verified(sequence: str, emitted: int) -> Verified:
-        return Verified(sequence=sequence, time=0.0, drafts=(1, 2), accepted=emitted - 1, emitted=emitted)
-
-    events: list[Event] = [
-        *(Submitted(sequence=name, time=0.0, num_prompt_tokens=10) for name in "ab"),
-        Prefilled(sequence="a", time=0.0, emitted=1, num_cached=0),
-        verified("a", 2),
-        stepped(1),
-        Prefilled(sequence="b", time=0.0, emitted=1, num_cached=0),
-        verified("a", 3),
-        verified("b", 1),
-        stepped(2),
-        verified("a", 3),
-        verified("b", 3),
-        stepped(2),
-    ]
-    assert context_at(events, 2, 1) == (20 + 2 + 6) / 2
-    assert context_at(events, 2, 2) == (20 + 2 + 12) / 2
+    passes = [pass_row(number=number, num_sequences=size) for number, size in enumerate((1, 2, 2))]
+    (a,) = request("a", [(2, 1), (2, 2), (2, 2)], num_prompt_tokens=10)
+    (b,) = request("b", [(2, 0), (2, 2)], num_prompt_tokens=10)
+    requests = [a, b.moved(0.0, 1)]
+    assert context_at(requests, passes, 2, 1) == (20 + 2 + 6) / 2
+    assert context_at(requests, passes, 2, 2) == (20 + 2 + 12) / 2
 
 
 def slowed(function: Callable[..., Any]) -> Callable[..., Any]:

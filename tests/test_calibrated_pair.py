@@ -18,7 +18,6 @@ from specgen.checkpoints.weight_files import tensor_infos
 from specgen.cli import main as cli
 from specgen.config import SamplingParams
 from specgen.core.sequence import Request
-from specgen.events import Verified
 from specgen.report.intervals import wilson
 from tests.engines import Outputs, Pair, generate, load_pair
 
@@ -103,8 +102,7 @@ def test_every_draft_is_the_guess_after_the_previous_draft(load, accept: float) 
 @pytest.mark.parametrize("accept", [0.75, pytest.param(0.5, marks=pytest.mark.slow)])
 def test_acceptance_is_a_power_of_the_known_share(load, accept: float) -> None:
     calibrated = load(accept)
-    events = calibrated.generate(slices(calibrated.cycle, max_tokens=128)).events
-    steps = [event.accepted for event in events if isinstance(event, Verified)]
+    steps = calibrated.generate(slices(calibrated.cycle, max_tokens=128)).accepted
     for position in range(K):
         low, high = wilson(sum(accepted > position for accepted in steps) / len(steps), len(steps))
         assert low <= accept ** (position + 1) <= high

@@ -16,11 +16,10 @@ from specgen.evaluation.evaluation_tables import of_comparison, page
 from specgen.evaluation.samples import ArmRun, Generated, Sample
 from specgen.report.charts import STYLES, Bars, Point, quarters
 from specgen.report.intervals import mcnemar, tango
-from specgen.report.report import fold
 from specgen.report.table import Table
 from specgen.report.tables import curve, curves
 from specgen.report.terminal import render
-from tests.streams import request
+from tests.streams import fold, request
 from tests.test_report_html import SVG, Page, drawn
 
 STRICT, FLEXIBLE = "exact_match,strict-match", "exact_match,flexible-extract"

@@ -21,7 +21,6 @@ from specgen.cli import main as cli
 from specgen.cli.comparing import read_comparison
 from specgen.config import EngineConfig, SamplingParams, UserError
 from specgen.engine.warm_engine import Run, WarmEngine
-from specgen.events import Event, Finished, Submitted, Verified, turn_id
 from specgen.experiments import heads_job
 from specgen.experiments.finished_runs import as_directory, read_runs, short_names
 from specgen.experiments.head_figures import Comparison, compare_runs
@@ -32,15 +31,16 @@ from specgen.experiments.paper_table import exported
 from specgen.experiments.repeat import Repeat
 from specgen.experiments.rounds import PLAIN, Speeds
 from specgen.jobs import run as run_module
-from specgen.record.recorder import RequestRow
+from specgen.record.record_rows import RequestRow
 from specgen.report.acceptance import fold_request
 from specgen.report.paired_requests import shared_requests
-from specgen.report.report import fold
 from specgen.rundir.interrupt import StoppedError
 from specgen.rundir.results import RunDirectory
 from specgen.rundir.row_file import RowFile
 from specgen.text.tokenizer import Tokenizer, load_tokenizer
+from specgen.turn_ids import turn_id
 from tests.jobs import Silent, untimed
+from tests.streams import fold, request
 from tests.timed_engines import rounds_of
 
 pytestmark = pytest.mark.xdist_group("compare_heads")  # one comparison for all
@@ -324,30 +324,25 @@ def a_run(
 ) -> Path:
     """The directory of a run of ``head`` whose steps accepted so many drafts, or had none; every turn has them."""
     path.mkdir(parents=True)
-    events: list[Event] = []
+    records: list[RequestRow] = []
     with RunDirectory(path) as files:
         for at, (number, accepted) in enumerate(list(enumerate(requests)) * turns):
             turn, category = at // len(requests) + 1, f"{group} {number % groups}"
             name = turn_id(f"<{number}>", turn)
-            asked = {"num_prompt_tokens": 1, "category": category, "turn": turn, "num_turns": turns}
-            steps = [
-                Verified(
-                    sequence=name,
-                    time=1,
-                    drafts=() if each is None else (1,) * K,
-                    accepted=each or 0,
-                    emitted=1 + (each or 0),
-                )
-                for each in accepted
-            ]
-            ended = Finished(sequence=name, time=2, reason="stop", num_output_tokens=9)
-            for event in (Submitted(sequence=name, time=0, **asked), *steps, ended):
-                events.append(event)
-                files.see(event)
+            asked: dict[str, Any] = {
+                "num_prompt_tokens": 1,
+                "category": category,
+                "turn": turn,
+                "num_turns": turns,
+            }
+            steps = [(0, 0) if each is None else (K, each) for each in accepted]
+            asked["num_output_tokens"] = 9
+            (found,) = request(name, steps, drafts=[(1,) * drafted for drafted, _ in steps], **asked)
+            records.append(found)
             row = {"id": name, "prompt": name, "token_ids": [1], "turn": turn, "category": category}
             row |= {"text": "x", "finish_reason": "stop", "num_prompt_tokens": 1}
-            files.add_completion(row | {"metrics": fold_request(steps, K).to_json()})
-    (path / "report.json").write_text(json.dumps(fold(events, num_spec_tokens=K).to_json()))
+            files.add_completion(row | {"metrics": fold_request(found.steps or (), K).to_json()}, found)
+    (path / "report.json").write_text(json.dumps(fold(records, num_spec_tokens=K).to_json()))
     manifest = {
         "engine": {"model": "target", "drafter": f"heads/{head}", "num_spec_tokens": K, "dtype": "float32"},
         "sampling": {"temperature": 0.0, "max_tokens": 9},

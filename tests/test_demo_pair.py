@@ -9,9 +9,7 @@ import pytest
 from specgen.bundled import data_directory
 from specgen.config import SamplingParams
 from specgen.core.sequence import Request
-from specgen.events import Verified
 from specgen.prompts import load_prompts, prompt_ids
-from specgen.report.report import fold
 from specgen.text.tokenizer import Tokenizer, load_tokenizer
 from tests.engines import Outputs, Pair, generate, load_pair
 
@@ -73,7 +71,7 @@ def test_the_bundled_data_is_small() -> None:
 @HEADS
 @NAMES
 def test_acceptance_is_above_its_minimum(outputs: Runs, head: str, name: str) -> None:
-    report = fold(outputs[head, name].events, num_spec_tokens=4).to_json()
+    report = outputs[head, name].report(4).to_json()
     rates = [position["rate"] for position in report["acceptance"]]
     assert rates == sorted(rates, reverse=True)
     assert report["mean_acceptance_length"] >= LOWEST[head]
@@ -85,13 +83,13 @@ def test_the_engine_accepts_what_the_trainer_computes(
     outputs: Runs, trained: dict[str, Any], head: str, name: str
 ) -> None:
     """Two implementations that share no code agree over the same steps."""
-    report = fold(outputs[head, name].events, num_spec_tokens=4).to_json()
+    report = outputs[head, name].report(4).to_json()
     rates = [position["rate"] for position in report["acceptance"]]
     assert rates == pytest.approx(trained[head][name]["simulated"]["joint"], abs=0.01)
 
 
 @HEADS
-def test_drafter_batches_give_one_event_stream(
+def test_drafter_batches_give_the_same_steps(
     demo_path: Path, requests: dict[str, list[Request]], outputs: Runs, head: str
 ) -> None:
     pair = load_pair(demo_path, drafter=head)
@@ -105,8 +103,7 @@ def test_drafter_batches_give_one_event_stream(
 
 
 def verify_steps(outputs: Outputs) -> list[tuple[str, tuple[int, ...], int, int]]:
-    verified = (event for event in outputs.events if isinstance(event, Verified))
-    return [(event.sequence, event.drafts, event.accepted, event.emitted) for event in verified]
+    return [(name, *step) for name, steps in sorted(outputs.verified.items()) for step in steps]
 
 
 @NAMES

@@ -11,10 +11,10 @@ from torch import Tensor
 from specgen.config import SamplingParams
 from specgen.decoding.outcome import DraftInput, Outcome, PaddedBatch
 from specgen.engine.build import build_engine
-from specgen.events import Prefilled, Stepped, Verified
 from specgen.kv.layout import Layout
 from specgen.models.eagle3 import Eagle3Head
 from specgen.ops import Store
+from specgen.record.record_rows import PassRow
 from tests.engines import Outputs, Pair, bundled_requests, config_of, generate, random_requests
 from tests.reference_drafts import ReferenceDrafter
 
@@ -84,8 +84,8 @@ def test_k_0_runs_no_head_pass(random_pair: Pair, monkeypatch: pytest.MonkeyPatc
     rows: list[int] = []
     plant(monkeypatch, "forward", lambda f, ids, hidden: (rows.append(len(ids)), f(ids, hidden))[1])
     run = generate(random_pair, REQUESTS, num_spec_tokens=3)
-    assert len(rows) == 3 * sum(isinstance(e, Stepped) and e.kind == "decode" for e in run.events)
-    assert sum(rows) == sum(e.loop_rows for e in run.events if isinstance(e, Stepped))
+    assert len(rows) == 3 * len(run.steps)
+    assert sum(rows) == sum(e.loop_rows for e in run.passes if isinstance(e, PassRow))
 
 
 @pytest.mark.parametrize("name", BUGS)
@@ -173,20 +173,27 @@ def test_rejected_rows_do_not_affect_later_drafts(random_pair: Pair, monkeypatch
 
 @pytest.mark.parametrize("batch", ["padded", "non-padded"])
 @pytest.mark.parametrize("k", [0, 3])
-def test_events_record_the_rows_each_step_computed(demo_pair: Pair, k: int, batch: str) -> None:
+def test_passes_record_the_rows_each_step_computed(demo_pair: Pair, k: int, batch: str) -> None:
     requests = bundled_requests(6, SamplingParams(max_tokens=16))
-    kept: list[int] = []  # rows of accepted tokens, of each sequence in the step
-    lens = {r.id: len(r.prompt_token_ids) for r in requests}
-    for event in generate(demo_pair, requests, num_spec_tokens=k, drafter_batch=batch).events:
-        if isinstance(event, Verified):
-            kept.append(event.accepted + 1)
-        elif isinstance(event, Prefilled):
-            kept.append(lens[event.sequence] - event.num_cached)
-        elif isinstance(event, Stepped):
-            rows = len(kept) * (k + 1) if event.kind == "decode" else sum(kept)
-            first_pass = rows if batch == "padded" else sum(kept)
-            assert (event.num_sequences, event.target_rows) == (len(kept), rows)
-            assert event.first_pass_rows == (first_pass if k else 0)
-            assert event.first_pass_kept == (sum(kept) if k else 0)
-            assert event.loop_rows == (len(kept) * k if event.kind == "decode" else 0)
-            kept.clear()
+    outputs = generate(demo_pair, requests, num_spec_tokens=k, drafter_batch=batch)
+    kept: dict[int, list[int]] = {}  # rows of accepted tokens by pass, of each sequence in it
+    for row in outputs.requests:
+        for step in row.steps or ():
+            kept.setdefault(step.number, []).append(step.accepted + 1)
+    prompts = sum(row.num_prompt_tokens - row.num_cached_tokens for row in outputs.requests)
+    passes = [row for row in outputs.passes if isinstance(row, PassRow)]
+    assert sum(row.target_rows for row in passes if row.kind == "prefill") == prompts
+    for row in passes:
+        accepted = sum(kept.get(row.number, ()))
+        if row.kind == "prefill":
+            assert row.first_pass_rows == row.first_pass_kept == (row.target_rows if k else 0)
+            assert row.loop_rows == row.num_rejected == 0
+            continue
+        size = len(kept[row.number])
+        assert (row.num_sequences, row.target_rows) == (size, size * (k + 1))
+        assert row.first_pass_rows == ((row.target_rows if batch == "padded" else accepted) if k else 0)
+        assert row.first_pass_kept == (accepted if k else 0)
+        assert row.loop_rows == size * k
+        assert (row.num_tokens <= accepted, row.num_accepted) == (True, accepted - size)
+        assert row.num_rejected == size * (k + 1) - accepted
+    assert sum(row.num_tokens for row in passes) == sum(map(len, outputs.texts.values()))

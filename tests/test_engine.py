@@ -12,8 +12,8 @@ import specgen
 from specgen import Engine, EngineConfig, Message, Prompt, RequestOutput, SamplingParams
 from specgen.config import UserError
 from specgen.engine.conversations import first_turns
-from specgen.events import Event, Finished, Submitted
 from specgen.prompts import Rejected
+from specgen.record.record_rows import EngineRow, PassRow
 from specgen.text.tokenizer import load_tokenizer
 from tests.tiny_checkpoints import write_head, write_target
 from tests.tiny_tokenizers import write_byte_level
@@ -33,14 +33,18 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def events() -> list[Event]:
+def events() -> list[EngineRow]:
     return []
 
 
 @pytest.fixture(scope="module")
-def engine(path: Path, events: list[Event]) -> Engine:
+def engine(path: Path, events: list[EngineRow]) -> Engine:
     config = EngineConfig(model=str(path / "target"), drafter=str(path / "drafter"), device="cpu")
     return Engine(config, record=events.append)
+
+
+def passes_of(events: list[EngineRow]) -> list[PassRow]:
+    return [row for row in events if isinstance(row, PassRow)]
 
 
 def by_id(outputs: list[RequestOutput]) -> dict[str, RequestOutput]:
@@ -90,14 +94,14 @@ def test_turns_after_a_failed_turn_fail(engine: Engine) -> None:
     assert outputs["a/turn-2"].turn == 2
 
 
-def test_given_answers_are_context_and_not_generated_again(engine: Engine, events: list[Event]) -> None:
+def test_given_answers_are_context_and_not_generated_again(engine: Engine, events: list[EngineRow]) -> None:
     whole = by_id(list(engine.generate([CHAT], SHORT)))
     assert list(whole) == ["chat", "chat/turn-2", "chat/turn-3"]
     events.clear()
     earlier = {name: whole[name].text for name in ("chat", "chat/turn-2")}
     rest = by_id(list(engine.generate([CHAT], SHORT, earlier=earlier)))
     assert rest == {"chat/turn-3": whole["chat/turn-3"]}
-    assert [event.sequence for event in events if isinstance(event, Submitted)] == ["chat/turn-3"]
+    assert sum(row.kind == "prefill" for row in passes_of(events)) == 1, "the last turn's"
     assert list(engine.generate([CHAT], SHORT, earlier=earlier | {"chat/turn-3": "x"})) == []
 
 
@@ -119,17 +123,19 @@ def test_logprobs_are_in_the_row(engine: Engine) -> None:
 
 
 def test_a_stopped_run_yields_finished_outputs_and_drops_the_rest(
-    engine: Engine, events: list[Event]
+    engine: Engine, events: list[EngineRow]
 ) -> None:
     events.clear()
     prompts = [Prompt(id=str(n), text="Tom", sampling={"max_tokens": n}) for n in (2, 200)]
-    outputs = list(engine.generate(prompts, SHORT, until=lambda: any_finished(events)))
+    outputs = list(
+        engine.generate(
+            prompts,
+            SHORT,
+            until=lambda: len(passes_of(events)) > 1,
+        )
+    )
     assert [output.id for output in outputs] == ["2"]
     assert len(list(engine.generate(["Tom"], SHORT))) == 1, "the engine is free again"
-
-
-def any_finished(events: list[Event]) -> bool:
-    return any(isinstance(event, Finished) for event in events)
 
 
 def test_concurrent_generate_calls_are_refused(engine: Engine) -> None:

@@ -19,7 +19,7 @@ from specgen.core import step
 from specgen.decoding.verify import accept_greedy
 from specgen.engine.arms import Arm
 from specgen.evaluation.studies import Study
-from specgen.events import Captured
+from specgen.record.record_rows import Captured, RequestRow
 from specgen.report.references import load_results
 from specgen.report.report import load
 from specgen.rundir.results import RunDirectory
@@ -291,8 +291,8 @@ def without_time(row: dict[str, Any]) -> dict[str, Any]:
 def test_a_signal_ends_it_in_one_line_and_what_is_answered_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, code: int
 ) -> None:
-    def add_completion(self: RunDirectory, row: dict[str, Any]) -> None:
-        add(self, row)
+    def add_completion(self: RunDirectory, row: dict[str, Any], record: RequestRow) -> None:
+        add(self, row, record)
         if len(self.completions) == 3:
             signal.raise_signal(number)
 

@@ -1,4 +1,4 @@
-"""The experts that steps touch: counted on the device, told by events, and part of a step's bound."""
+"""The experts that steps touch: counted on the device, told by rows, and part of a step's bound."""
 
 import copy
 import json
@@ -28,20 +28,19 @@ from specgen.core.graphs import Runner, bucket
 from specgen.core.sequence import Request
 from specgen.engine.build import build_engine
 from specgen.engine.warm_engine import Run
-from specgen.events import Event, Prefilled, Stepped, Submitted, Touched, Verified
 from specgen.experiments.plans import Yardstick
 from specgen.experiments.repeat import Repeats
 from specgen.experiments.throughput_table import Result, table
 from specgen.experiments.turns import repeat_of
 from specgen.models.expert_counts import ExpertSize, num_touched
 from specgen.models.mlp import Mixture
+from specgen.record.record_rows import EngineRow, PassRow, Touched
 from specgen.report.experts_touched import experts_table
-from specgen.report.report import fold
 from specgen.report.tables import of_run, page
 from specgen.report.terminal import render
 from tests.engines import Pair, config_of, load_pair, loaded
 from tests.streams import decode_steps as decode_steps_of
-from tests.streams import mixture_steps
+from tests.streams import fold, mixture_steps, pass_row, request
 
 KV = KVBytes(per_layer=3, windows=(None,))
 SIZE = ExpertSize(num_layers=2, num_experts=8, num_chosen=2, num_values=100, num_bytes=50)
@@ -103,7 +102,7 @@ def as_mixture(pair: Pair) -> tuple[Pair, list[Tensor]]:
     return replace(pair, models=replace(pair.models, target=faked)), calls
 
 
-def run(pair: Pair, runner: Runner, **changes: Any) -> list[Event]:
+def run(pair: Pair, runner: Runner, **changes: Any) -> list[EngineRow]:
     cycle, events = Cycle.read(pair.path), []
     config = config_of(pair, max_batch_size=4, page_size=16, **changes)
     engine = build_engine(config, pair.models, events.append, lambda _: runner)
@@ -115,8 +114,8 @@ def run(pair: Pair, runner: Runner, **changes: Any) -> list[Event]:
     return events
 
 
-def decode_steps(events: Iterable[Event]) -> list[Stepped]:
-    return [event for event in events if isinstance(event, Stepped) and event.kind == "decode"]
+def decode_steps(events: Iterable[EngineRow]) -> list[PassRow]:
+    return [event for event in events if isinstance(event, PassRow) and event.kind == "decode"]
 
 
 def test_an_expert_counts_once_a_layer_and_padding_rows_do_not() -> None:
@@ -143,7 +142,7 @@ def test_decode_steps_say_what_they_touched(dense: Path, changes: dict[str, Any]
     assert size.num_bytes == 3 * SHAPES["tiny"].hidden_size * 64 * 4
     layers = size.num_layers
     passes = [calls[at : at + layers] for at in range(0, len(calls), layers)]
-    steps = [event for event in events if isinstance(event, Stepped)]
+    steps = [row for row in events if isinstance(row, PassRow)]
     # a pass may be read after the next is launched, so they are compared by number and not in order
     expected: Counter[tuple[int, ...]] = Counter()
     for each in passes:
@@ -223,18 +222,11 @@ def test_a_step_reads_the_experts_that_its_rows_touch() -> None:
 
 def test_the_bound_of_a_run_uses_what_its_steps_touched() -> None:
     sizes = StepBytes(target=1000, target_kv=KV, logits=14, bytes_per_value=2, experts=SIZE)
-    rows = {"target_rows": 4, "first_pass_rows": 0, "first_pass_kept": 0, "loop_rows": 0}
-    stepped = Stepped(kind="decode", time=1, seconds=1, num_sequences=2, num_spec_tokens=1, **rows)
-    events: list[Event] = []
-    for name in "ab":
-        events += [
-            Submitted(sequence=name, time=0, num_prompt_tokens=7),
-            Prefilled(sequence=name, time=0, emitted=1, num_cached=0),
-        ]
-    events += [Verified(sequence=name, time=1, drafts=(1,), accepted=1, emitted=2) for name in "ab"]
+    stepped = pass_row(num_sequences=2, num_spec_tokens=1, target_rows=4)
+    requests = [row for name in "ab" for row in request(name, [(1, 1)], num_prompt_tokens=7)]
     measured = replace(stepped, experts=Touched(experts=3.5, plain=2, num_experts=8, num_bytes=350))
-    assert mean_step_bytes([*events, measured], sizes) == pytest.approx(1000 + 16 * 3 + 350)
-    assert mean_step_bytes([*events, stepped], sizes) == pytest.approx(
+    assert mean_step_bytes(requests, [measured], sizes) == pytest.approx(1000 + 16 * 3 + 350)
+    assert mean_step_bytes(requests, [stepped], sizes) == pytest.approx(
         1000 + 16 * 3 + 2 * 8 * (1 - 0.75**4) * 50
     )
 
@@ -302,8 +294,8 @@ def test_the_throughput_bench_says_what_steps_touched_and_what_that_costs() -> N
     yardstick = Yardstick(sizes=sizes, bytes_per_second=1e10, flops_per_second=1e12, known=None)
     matrix = find_matrix("batch-and-k")
 
-    def shown(events: list[Event]) -> BenchTable:
-        run = Run(completions={}, events=events, seconds=1.0, num_spec_tokens=4)
+    def shown(events: list[EngineRow]) -> BenchTable:
+        run = Run(completions={}, passes=events, seconds=1.0, num_spec_tokens=4)
         repeat = replace(repeat_of(run, yardstick), texts={"a": "1"})
         results = [Result(arm=matrix.arms[0], repeats=Repeats(each={"round 1": repeat}))]
         return table(matrix, {}, results, [], yardstick)

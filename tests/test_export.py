@@ -4,14 +4,14 @@ import json
 
 import pytest
 
-from specgen.events import Verified
 from specgen.jobs.export.openai import Served, export_openai
 from specgen.jobs.export.parquet import export_parquet
+from specgen.record.counts import Step
 from specgen.report.acceptance import RequestMetrics, fold_request
 
 TEXTS = {1: "Hi", 2: " you", 3: "\N{REPLACEMENT CHARACTER}"}
 SERVED = Served(model="m", created=1_700_000_000, token_text=TEXTS.__getitem__)
-STEPS = [Verified(sequence="a", time=0.0, drafts=(1, 2), accepted=n, emitted=(1,)) for n in (2, 0)]
+STEPS = [Step(0, (1, 2), accepted, 1) for accepted in (2, 0)]
 
 
 def row(row_id: str, *, metrics: RequestMetrics | None = None, **more) -> dict:

@@ -17,7 +17,6 @@ from specgen.device import HostCopy
 from specgen.engine import assembly
 from specgen.engine.build import build_engine
 from specgen.errors import DeviceLost
-from specgen.events import Event, Finished, Prefilled, Stepped, Submitted
 from specgen.kv.kv_cache import KVCache
 from specgen.kv.layout import Layout
 from specgen.kv.pages import PageAllocator
@@ -36,20 +35,10 @@ def fails_at(request: Request, text: tuple[int, ...], token: int) -> int | None:
     return text.index(token) + 2 if token in text[:-1] else None
 
 
-def history(outputs: Outputs, name: str) -> list[str]:
-    """The submitted and finished events of a request."""
-    return [
-        event.reason if isinstance(event, Finished) else "submitted"
-        for event in outputs.events
-        if isinstance(event, Submitted | Finished) and event.sequence == name
-    ]
-
-
-def batch_sizes_of(events: list[Event], name: str) -> set[int]:
-    """Batch sizes of the decode steps from the request's last prefill to its end."""
-    begin = max(i for i, e in enumerate(events) if isinstance(e, Prefilled) and e.sequence == name)
-    end = max(i for i, e in enumerate(events) if isinstance(e, Finished) and e.sequence == name)
-    return {e.num_sequences for e in events[begin:end] if isinstance(e, Stepped) and e.kind == "decode"}
+def batch_sizes_of(outputs: Outputs, name: str) -> set[int]:
+    """Batch sizes of the decode steps of the request's last attempt."""
+    sizes = {row.number: row.num_sequences for row in outputs.steps}
+    return {sizes[step.number] for step in outputs.completions[name].record.steps or ()}
 
 
 @pytest.mark.parametrize("ahead", [pytest.param(False, marks=pytest.mark.slow), True])
@@ -90,8 +79,8 @@ def test_nan_logits_fail_only_their_request(
             assert completion.error == (
                 f"the model's logits were not finite (NaN) at output token {at}, and again when tried alone"
             )
-            assert history(outputs, name) == ["submitted", "error"] * 2
-            assert batch_sizes_of(outputs.events, name) <= {1}
+            assert outputs.begun[name] == 2
+            assert batch_sizes_of(outputs, name) <= {1}
 
 
 def unused(pair: Pair, requests: Iterable[Request], texts: dict[str, tuple[int, ...]]) -> int:
@@ -152,11 +141,9 @@ def test_a_retried_request_gives_the_right_text(
     wrong_token_once(monkeypatch, number, token, place=0 if ahead else -1)
     outputs = generate(nan_at(demo_pair, token), requests, **settings)
     assert outputs.texts == right.texts
-    (failed,) = [name for name in right.texts if "error" in history(outputs, name)]
-    assert history(outputs, failed)[:3] == ["submitted", "error", "submitted"]
-    assert batch_sizes_of(outputs.events, failed) == {1}
-    again = outputs.verified[failed][-len(right.verified[failed]) :]
-    assert outputs.verified | {failed: again} == right.verified
+    (failed,) = [name for name in right.texts if outputs.begun[name] > 1]
+    assert batch_sizes_of(outputs, failed) == {1}
+    assert outputs.verified == right.verified
     assert all(bool(cache._storage.isfinite().all()) for cache in caches), (
         "what is not a number stays in a page"
     )
@@ -219,10 +206,10 @@ def test_a_device_error_changes_no_text(
     Broken(monkeypatch, where, lambda calls, first: calls == number)
     outputs = generate(demo_pair, requests, num_spec_tokens=3, max_batch_size=4)
     assert outputs.texts == right
-    failed = [name for name in right if "error" in history(outputs, name)]
+    failed = [name for name in right if outputs.begun[name] > 1]
     assert 1 <= len(failed) <= 4
-    assert all(batch_sizes_of(outputs.events, name) <= {1} for name in failed)
-    others = [batch_sizes_of(outputs.events, name) for name in right if name not in failed]
+    assert all(batch_sizes_of(outputs, name) <= {1} for name in failed)
+    others = [batch_sizes_of(outputs, name) for name in right if name not in failed]
     assert max(max(sizes, default=0) for sizes in others) > 1
 
 
@@ -245,7 +232,7 @@ def test_a_device_that_always_fails_fails_all_requests_and_ends_the_run(
     broken = Broken(monkeypatch, "prefill", lambda calls, first: True)
     outputs = generate(random_pair, REQUESTS[:6], max_batch_size=3)
     assert {completion.finish_reason for completion in outputs.completions.values()} == {"error"}
-    assert all(history(outputs, r.id) == ["submitted", "error"] * 2 for r in REQUESTS[:6])
+    assert all(outputs.begun[r.id] == 2 for r in REQUESTS[:6])
     assert broken.calls == 2 + 6, "two passes of three, and everybody alone"
 
 

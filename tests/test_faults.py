@@ -16,14 +16,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import specgen
 from specgen.config import SamplingParams
-from specgen.core.engine_core import EngineCore
+from specgen.core.engine_core import EngineCore, discard
 from specgen.core.sequence import Completion, Request, ScoreRequest
 from specgen.core.step import Steps
 from specgen.device import HostCopy
 from specgen.engine.build import build_engine
-from specgen.events import Event, OutOfMemory, Submitted, Verified
 from specgen.models.llama import Llama
 from specgen.models.model_config import TargetConfig
+from specgen.record.record_rows import EngineRow, OutOfMemory
 from tests.engines import Pair, bundled_requests, config_of, load_pair
 from tests.tiny_checkpoints import write_eagle1_head, write_head, write_target
 
@@ -152,13 +152,6 @@ class Run:
     """Texts, log-probabilities and steps by request, of its last attempt."""
 
     completions: dict[str, Completion] = field(default_factory=dict)
-    steps: dict[str, list[tuple[Any, ...]]] = field(default_factory=dict)
-
-    def see(self, event: Event) -> None:
-        if isinstance(event, Submitted):
-            self.steps[event.sequence] = []
-        elif isinstance(event, Verified):
-            self.steps[event.sequence].append((event.drafts, event.accepted, event.emitted))
 
     def differences(self, other: "Run") -> list[str]:
         """The requests in which ``other`` differs, except those that failed."""
@@ -167,7 +160,8 @@ class Run:
             mine = self.completions[name]
             if theirs.error is None and (
                 mine.token_ids != theirs.token_ids
-                or self.steps[name] != other.steps[name]
+                or [step[1:] for step in mine.record.steps or ()]
+                != [step[1:] for step in theirs.record.steps or ()]
                 or not _same_logprobs(mine, theirs)
             ):
                 found.append(name)
@@ -176,6 +170,10 @@ class Run:
     @property
     def errors(self) -> list[str]:
         return [each.error for each in self.completions.values() if each.error is not None]
+
+
+def _steps(completion: Completion) -> list[tuple[Any, ...]]:
+    return [step[1:] for step in completion.record.steps or ()]
 
 
 def _same_logprobs(mine: Completion, theirs: Completion) -> bool:
@@ -221,7 +219,7 @@ class Setting:
             for n, request in enumerate(some)
         ]
 
-    def engine(self, record: Callable[[Event], None]) -> EngineCore:
+    def engine(self, record: Callable[[EngineRow], None] = discard) -> EngineCore:
         changes: dict[str, Any] = {
             "num_spec_tokens": self.k,
             "prefix_cache": self.prefix_cache,
@@ -247,16 +245,12 @@ def no_page_leaked(engine: EngineCore) -> bool:
     return allocator.num_free == allocator.num_pages and not any(allocator._num_users)
 
 
-def record_into(results: list[Run]) -> Callable[[Event], None]:
-    return lambda event: results[-1].see(event)
-
-
 def attempt(
     setting: Setting, fault: AbstractContextManager[object] = _NO_FAULT, *, close_at: int | None = None
 ) -> list[Run]:
     """Two runs of one engine, ``fault`` in the first, so that the second uses its caches."""
     results = [Run()]
-    engine = setting.engine(record_into(results))
+    engine = setting.engine()
     with fault:
         run(engine, setting, results[0], close_at=close_at)
     results.append(Run())

@@ -20,13 +20,13 @@ from specgen.config import EngineConfig, FormatName, SamplingParams, UserError
 from specgen.core.scheduler import Scheduler
 from specgen.core.sequence import NOT_FINITE, Sequence
 from specgen.engine.loading import load_models
-from specgen.events import Event
 from specgen.jobs import run
 from specgen.jobs.job import Job
 from specgen.jobs.prompt_index import index_prompts
 from specgen.jobs.run import TooManyFailuresError
 from specgen.jobs.shard import WHOLE
 from specgen.prompts import open_prompts
+from specgen.record.record_rows import EngineRow
 from specgen.rundir.interrupt import StoppedError
 from specgen.rundir.progress import Tally
 from specgen.rundir.results import LOCK, RunDirectory
@@ -52,7 +52,7 @@ class Follower:
     def prepare(self, what: str) -> None: ...
     def compiling(self, done: int, total: int, names: Iterable[str]) -> None: ...
     def ready(self, what: str, seconds: Mapping[str, float]) -> None: ...
-    def see(self, event: Event) -> None: ...
+    def see(self, event: EngineRow) -> None: ...
     def finish(self) -> None: ...
 
     def start(self, what: str, tally: Tally, num_requests: int, num_done: int = 0) -> None:

@@ -18,7 +18,7 @@ from specgen.core.step import Steps
 from specgen.decoding.sampling import SamplingBatch, target_probs
 from specgen.engine.build import build_engine
 from specgen.engine.memory import _memory_for_kv
-from specgen.events import Captured, OutOfMemory
+from specgen.record.record_rows import Captured, OutOfMemory
 from tests.engines import Outputs, Pair, bundled_requests, config_of, generate, load_pair, nan_at
 from tests.test_faults import Setting, require_no_change, run_without_fault
 from tests.test_per_request import all_different, answers
@@ -105,7 +105,7 @@ CAPTURED = {  # by mode
 
 
 def captured(outputs: Outputs) -> set[str]:
-    return {event.what for event in outputs.events if isinstance(event, Captured) and event.fits}
+    return {event.what for event in outputs.passes if isinstance(event, Captured) and event.fits}
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED, SamplingParams(temperature=0.9, top_k=20, top_p=0.9)])
@@ -460,7 +460,7 @@ def test_out_of_memory_on_a_gpu_lowers_the_batch_size(gpu_pair: Pair) -> None:
         short = run()
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
-    assert any(isinstance(event, OutOfMemory) for event in short.events)
+    assert any(isinstance(event, OutOfMemory) for event in short.passes)
     assert short.texts == plain.texts
 
 

@@ -12,7 +12,7 @@ from specgen.core.scheduler import Limits
 from specgen.engine import engine as engine_module
 from specgen.engine.build import build_engine
 from specgen.engine.engine import Engine
-from specgen.events import Stepped
+from specgen.record.record_rows import PassRow
 from tests.engines import Pair, bundled_requests, config_of, random_requests
 
 STEPS_EACH = 5
@@ -51,7 +51,7 @@ def test_a_size_that_stays_gets_its_own() -> None:
 def test_texts_and_steps_do_not_depend_on_it(
     demo_pair: Pair, device_like: Callable[[], None], delay: int
 ) -> None:
-    def run(*, graphs: bool) -> tuple[dict[str, tuple[int, ...]], set[int], list[Stepped]]:
+    def run(*, graphs: bool) -> tuple[dict[str, tuple[int, ...]], set[int], list[PassRow]]:
         events: list[object] = []
         engine = build_engine(config_of(demo_pair, max_batch_size=8), demo_pair.models, events.append)
         sizes, rows = GraphSizes(), set[int]()
@@ -65,7 +65,7 @@ def test_texts_and_steps_do_not_depend_on_it(
             engine._runner.choose_rows = choose  # type: ignore[method-assign]
         requests = bundled_requests(10, SamplingParams(max_tokens=24))
         texts = {each.request.id: each.token_ids for each in engine.generate(requests)}
-        return texts, rows, [each for each in events if isinstance(each, Stepped)]
+        return texts, rows, [each for each in events if isinstance(each, PassRow)]
 
     expected, _, _ = run(graphs=False)
     device_like()

@@ -21,11 +21,11 @@ ORDER = (
     "models",
     "attention",
     "decoding",
+    "record",
     "core",
     "text",
     "prompts",
     "checkpoints",
-    "record",
     "report",
     "rundir",
     "engine",
@@ -43,7 +43,6 @@ LEAVES = {
     "device",
     "display",
     "errors",
-    "events",
     "field_types",
     "json_fields",
     "cache_files",
@@ -51,6 +50,7 @@ LEAVES = {
     "spelling",
     "startup",
     "template_kwargs",
+    "turn_ids",
 }  # modules directly in specgen/
 # Beyond the order: what decodes computes no rate, models know neither attention nor cache, and what reads and shows
 # knows no tensors.
@@ -68,7 +68,6 @@ HEAVY = ("torch", "ray", "transformers", "datasets", "flashinfer", "lm_eval", "s
 LIGHT = (
     "cli.main",
     "config",
-    "events",
     "bundled",
     "record",
     "report",
@@ -157,7 +156,7 @@ def test_a_file_name_has_one_meaning():
         ("attention/sdpa.py", "def f():\n    from specgen.core import sequence", "attention -> core"),
         ("decoding/verify.py", "from specgen.core.engine_core import EngineCore", "decoding -> core"),
         ("report/report.py", "from specgen.rundir.results import RunDirectory", "report -> rundir"),
-        ("events.py", "from specgen.kv import layout", "leaves -> kv"),
+        ("turn_ids.py", "from specgen.kv import layout", "leaves -> kv"),
         ("bench/explain.py", "if TYPE_CHECKING:\n    import specgen.jobs.run", "bench -> jobs"),
         ("jobs/run.py", "from specgen.cli.main import main", "jobs -> cli"),
     ],

@@ -17,7 +17,7 @@ import pytest
 from specgen.config import UserError
 from specgen.jobs.job import Job
 from specgen.jobs.run import run
-from specgen.record.recorder import PassRow, Session, read_passes
+from specgen.record.record_rows import PassRow, RequestRow, Session, read_passes
 from specgen.rundir import atomic, results, row_file
 from specgen.rundir.results import RunDirectory
 from specgen.rundir.row_file import RowFile
@@ -182,9 +182,9 @@ def require_passes(out: Path) -> None:
         assert {*record["steps"]["pass"]} <= {*passes[record["session"]]}
 
 
-def unflushed(self: RunDirectory, row: dict[str, Any]) -> None:
+def unflushed(self: RunDirectory, row: dict[str, Any], record: RequestRow | None) -> None:
     flush, self._passes.flush = self._passes.flush, lambda: None  # type: ignore[method-assign]
-    add_completion(self, row)
+    add_completion(self, row, record)
     self._passes.flush = flush  # type: ignore[method-assign]
 
 

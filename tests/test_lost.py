@@ -22,7 +22,7 @@ from specgen.engine import engine
 from specgen.errors import DeviceLost
 from specgen.jobs.job import Job
 from specgen.jobs.run import run
-from specgen.record.recorder import PassRow, Session, read_passes
+from specgen.record.record_rows import PassRow, Session, read_passes
 from specgen.rundir.interrupt import StoppedError
 from specgen.rundir.row_file import RowFile
 from tests.jobs import HOW_IT_WENT, Silent, conversations, keep_in_memory, untimed

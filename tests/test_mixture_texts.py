@@ -10,7 +10,6 @@ import pytest
 from specgen.checkpoints.inspect_checkpoint import describe
 from specgen.config import SamplingParams
 from specgen.core.sequence import Request
-from specgen.events import Prefilled
 from specgen.models.model_config import TargetConfig
 from tests.engines import Pair, generate, load_pair, random_requests
 from tests.reference_heads import DenseTarget, reference_head
@@ -104,7 +103,7 @@ def test_no_setting_changes_a_text(pair: Pair, texts: dict[str, tuple[int, ...]]
     ):
         outputs = generate(pair, some, **changes)
         assert outputs.texts == expected, changes
-        cached = any(event.num_cached for event in outputs.events if isinstance(event, Prefilled))
+        cached = outputs.any_cached
         assert cached == ("prefix_cache" not in changes and "page_size" not in changes), changes
 
 

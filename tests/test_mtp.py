@@ -22,10 +22,10 @@ from specgen.core.sequence import Request
 from specgen.engine.build import build_engine
 from specgen.engine.choices import BACKENDS, resolve
 from specgen.engine.loading import Models, open_checkpoints
-from specgen.events import Event, Prefilled
 from specgen.kv.kv_cache import KVCache
 from specgen.kv.layout import Layout
 from specgen.models.mtp import MtpHead, MtpLayer
+from specgen.record.record_rows import EngineRow
 from tests import fake_flashinfer
 from tests.engines import NoTokenizer, Outputs
 from tests.marks import mostly_slow
@@ -76,9 +76,9 @@ def load(path: Path, dtype: torch.dtype = torch.float32, device: str = "cpu") ->
 def generate(path: Path, models: Models, asked: list[Request], **changes: Any) -> Outputs:
     settings = {"page_size": 4, "num_spec_tokens": 4, "max_batch_size": 8, "device": "cpu"} | changes
     config = resolve(EngineConfig(model=str(path), drafter="mtp", **settings), models.checkpoints)
-    events: list[Event] = []
+    events: list[EngineRow] = []
     engine = build_engine(config, models, events.append)
-    return Outputs(completions={each.request.id: each for each in engine.generate(asked)}, events=events)
+    return Outputs(completions={each.request.id: each for each in engine.generate(asked)}, passes=events)
 
 
 def wrong(outputs: Outputs, reference: ReferenceMtp) -> Iterator[tuple[str, int]]:
@@ -111,7 +111,7 @@ def test_every_draft_equals_the_reference_and_no_text_changes(case: Case) -> Non
     assert list(wrong(case.outputs, case.reference)) == []
     accepted = {step[1] for steps in case.outputs.verified.values() for step in steps}
     assert accepted >= {0, 1, 3}, "rows of several drafts must be taken in"
-    assert any(event.num_cached for event in case.outputs.events if isinstance(event, Prefilled))
+    assert case.outputs.any_cached
 
 
 def test_rows_as_on_a_device_and_preemption_change_no_draft(

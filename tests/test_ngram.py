@@ -23,10 +23,9 @@ from specgen.decoding.outcome import NO_DRAFT
 from specgen.decoding.verify import accept_greedy, accept_sampled
 from specgen.engine.build import build_engine
 from specgen.engine.memory import kv_page_bytes
-from specgen.events import Event, Stepped, Verified
 from specgen.jobs.ray_engine import _portable
 from specgen.jobs.run import run
-from specgen.report.report import fold
+from specgen.record.record_rows import EngineRow, PassRow
 from specgen.report.tables import of_run
 from specgen.report.terminal import render
 from tests.engines import Outputs, Pair, bundled_requests, config_of, generate, nan_at
@@ -258,17 +257,16 @@ def test_a_missing_draft_is_never_accepted() -> None:
             assert (int(tokens[0, 1]), int(tokens[2, 2])) == (0, 0)
 
 
-def test_events_and_reports_count_the_drafts_that_there_were(random_pair: Pair) -> None:
+def test_rows_and_reports_count_the_drafts_that_there_were(random_pair: Pair) -> None:
     outputs = generate(random_pair, copying(24), drafter="ngram", num_spec_tokens=4)
-    drafted = [event.drafts for event in outputs.events if isinstance(event, Verified)]
+    drafted = [step[0] for steps in outputs.verified.values() for step in steps]
     assert {len(drafts) for drafts in drafted} == {0, 4}
     assert min(min(drafts, default=0) for drafts in drafted) >= 0
-    report = fold(outputs.events, num_spec_tokens=4)
+    report = outputs.report(4)
     assert report.speculation.num_drafts == sum(map(bool, drafted)) < len(drafted)
     assert report.speculation.num_draft_tokens == sum(map(len, drafted))
-    kept = [completion.steps for completion in outputs.completions.values()]
-    assert sum(len(step.drafts) for steps in kept for step in steps) == report.speculation.num_draft_tokens
-    steps = [event for event in outputs.events if isinstance(event, Stepped)]
+    assert sum(step.num_drafting for step in outputs.steps) == report.speculation.num_drafts
+    steps = [row for row in outputs.passes if isinstance(row, PassRow)]
     assert {(step.first_pass_rows, step.first_pass_kept, step.loop_rows) for step in steps} == {(0, 0, 0)}
     text = render(of_run(json.loads(json.dumps(report.to_json())), {}))
     assert "held rejected drafts" in text
@@ -283,12 +281,12 @@ def test_auto_falls_to_no_drafts_where_nothing_is_found(
     monkeypatch.setattr(
         ngram, "lookup", lambda texts, lengths, longest, k: torch.full((len(texts), k), NO_DRAFT)
     )
-    events: list[Event] = []
+    events: list[EngineRow] = []
     engine = build_engine(config_of(random_pair, drafter="ngram"), random_pair.models, events.append)
     engine.spec_length = CheapestLength(costs)
     requests = copying(40, SamplingParams(max_tokens=30, ignore_eos=True))
     assert len(list(engine.generate(requests))) == 40
-    lengths = [e.num_spec_tokens for e in events if isinstance(e, Stepped) and e.kind == "decode"]
+    lengths = [e.num_spec_tokens for e in events if isinstance(e, PassRow) and e.kind == "decode"]
     assert lengths[0] > 0
     assert sum(k == 0 for k in lengths) > 0.8 * len(lengths)
 

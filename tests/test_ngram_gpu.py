@@ -11,7 +11,7 @@ from specgen.config import DraftLength, SamplingParams
 from specgen.core.sequence import Request
 from specgen.decoding.ngram import lookup
 from specgen.engine.build import build_engine
-from specgen.events import Captured, Stepped
+from specgen.record.record_rows import Captured, PassRow
 from tests.engines import Pair, config_of, generate, load_pair
 from tests.test_faults import Setting, require_no_change, run_without_fault
 from tests.test_gpu import (
@@ -140,4 +140,4 @@ def test_auto_captures_nothing_during_a_run(gpu_pair: Pair) -> None:
     texts = {each.request.id: each.token_ids for each in engine.generate(repeating(GREEDY))}
     assert texts == generate(gpu_pair, repeating(GREEDY), num_spec_tokens=0, max_batch_size=7, **EXACT).texts
     assert not any(isinstance(event, Captured) for event in events)
-    assert any(isinstance(event, Stepped) and event.num_spec_tokens for event in events)
+    assert any(isinstance(event, PassRow) and event.num_spec_tokens for event in events)

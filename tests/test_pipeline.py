@@ -14,8 +14,8 @@ from specgen.core.sequence import Request, Sequence
 from specgen.core.step import Steps
 from specgen.engine import assembly
 from specgen.engine.build import build_engine
-from specgen.events import OutOfMemory, Stepped
 from specgen.kv.pages import PageAllocator
+from specgen.record.record_rows import OutOfMemory, PassRow
 from tests.engines import Outputs, Pair, bundled_requests, config_of, generate, random_requests
 
 GREEDY = SamplingParams(max_tokens=40)
@@ -74,11 +74,7 @@ def test_lookahead_changes_no_text_and_no_step(
 
 def decoded_sequences(outputs: Outputs) -> int:
     """Sequences in decode steps, of all steps."""
-    return sum(
-        event.num_sequences
-        for event in outputs.events
-        if isinstance(event, Stepped) and event.kind == "decode"
-    )
+    return sum(row.num_sequences for row in outputs.steps)
 
 
 @pytest.mark.parametrize("ahead", [False, True])
@@ -153,7 +149,6 @@ def test_preemption_with_lookahead(demo_pair: Pair, device_like: Callable[[], No
     assert tight.num_preempted > 3
     assert tight.texts == roomy.texts
     assert tight.verified == roomy.verified
-    assert tight.num_emitted == {name: len(text) for name, text in tight.texts.items()}
 
 
 def test_no_page_leaks_and_page_0_holds_padding_rows(
@@ -214,7 +209,7 @@ def test_out_of_memory_lowers_the_limits_and_changes_no_text(
     monkeypatch.setattr(Steps, where, too_large)
     short = generate(demo_pair, requests, num_spec_tokens=4, max_batch_size=8, max_prefill_tokens=256)
     assert short.texts == plain.texts
-    lowered = [event for event in short.events if isinstance(event, OutOfMemory)]
+    lowered = [event for event in short.passes if isinstance(event, OutOfMemory)]
     assert lowered
     assert lowered[-1].max_batch_size == (8 if where == "prefill" else 4 if not ahead else 2)
     assert lowered[-1].max_prefill_tokens == (32 if where == "prefill" else 256)
@@ -237,7 +232,7 @@ def test_a_request_too_large_for_memory_fails_alone(demo_pair: Pair, monkeypatch
     reasons = {name: completion.finish_reason for name, completion in outputs.completions.items()}
     assert reasons == {"30": "length", "119": "error", "31": "length"}
     assert "even alone" in (outputs.completions["119"].error or "")
-    shortages = sum(isinstance(event, OutOfMemory) for event in outputs.events)
+    shortages = sum(isinstance(event, OutOfMemory) for event in outputs.passes)
     assert shortages - 1 == 3, "one in a batch, and three alone"
 
 
@@ -266,12 +261,12 @@ def test_out_of_memory_at_the_last_step(
     requests = [replace(request, id=name) for name in "ab"]
     outputs = generate(demo_pair, requests, num_spec_tokens=0, max_batch_size=1)
     assert outputs.texts == dict.fromkeys("ab", text[: text.index(text[5]) + 1])
-    assert any(isinstance(event, OutOfMemory) for event in outputs.events)
+    assert any(isinstance(event, OutOfMemory) for event in outputs.passes)
 
 
 def test_pass_times_add_up_to_the_run_time(demo_pair: Pair, device_like: Callable[[], None]) -> None:
     device_like()
-    passes = [e for e in generate(demo_pair, bundled_requests(6, GREEDY)).events if isinstance(e, Stepped)]
+    passes = [e for e in generate(demo_pair, bundled_requests(6, GREEDY)).passes if isinstance(e, PassRow)]
     assert sum(e.seconds for e in passes) <= passes[-1].time * 1.001
 
 

@@ -12,8 +12,8 @@ from specgen.core import scheduler
 from specgen.core.sequence import Request, ScoreRequest
 from specgen.core.step import Steps
 from specgen.engine.build import build_engine
-from specgen.events import Event, Prefilled, Stepped
 from specgen.kv.pages import PageAllocator, extend_digests
+from specgen.record.record_rows import EngineRow, PassRow
 from tests.engines import Outputs, Pair, bundled_requests, config_of, generate, random_requests
 
 GREEDY = SamplingParams(max_tokens=20)
@@ -38,12 +38,12 @@ def few_shot_requests(pair: Pair, count: int, sampling: SamplingParams, prefix: 
 
 def rows_of(outputs: Outputs) -> int:
     """Rows that prefills computed."""
-    steps = (event for event in outputs.events if isinstance(event, Stepped))
+    steps = (event for event in outputs.passes if isinstance(event, PassRow))
     return sum(event.target_rows for event in steps if event.kind == "prefill")
 
 
 def num_cached(outputs: Outputs) -> int:
-    return sum(event.num_cached for event in outputs.events if isinstance(event, Prefilled))
+    return sum(row.num_cached_tokens for row in outputs.requests)
 
 
 def test_a_page_digest_covers_all_tokens_up_to_the_one_after_the_page() -> None:
@@ -166,11 +166,12 @@ def test_the_next_turn_reuses_the_pages_of_the_answer(random_pair: Pair) -> None
 
     found = []
     for prefix_cache in (False, True):
-        events: list[Event] = []
+        events: list[EngineRow] = []
         config = config_of(random_pair, prefix_cache=prefix_cache)
         engine = build_engine(config, random_pair.models, events.append)
-        texts = {c.request.id: c.token_ids for c in engine.generate([first], next_turn)}
-        found.append((texts, Outputs(completions={}, events=events)))
+        completions = {c.request.id: c for c in engine.generate([first], next_turn)}
+        outputs = Outputs(completions=completions, passes=events)
+        found.append((outputs.texts, outputs))
     (plain, _), (shared, outputs) = found
     assert shared == plain
     assert num_cached(outputs) >= (30 + len(shared[first.id]) - 1) // 4 * 4
@@ -189,7 +190,7 @@ def test_scoring_shares_context_pages_and_changes_no_text(random_pair: Pair) -> 
     passes: list[int] = []
     answers = []
     for prefix_cache in (False, True):
-        events: list[Event] = []
+        events: list[EngineRow] = []
         config = config_of(random_pair, prefix_cache=prefix_cache)
         engine = build_engine(config, random_pair.models, events.append)
         steps, score = engine._steps, engine._steps.score
@@ -198,9 +199,8 @@ def test_scoring_shares_context_pages_and_changes_no_text(random_pair: Pair) -> 
             score(layout, *rest),
         )[1]  # type: ignore[method-assign]
         found = {each.request.id: each for each in engine.score(scored)}
-        texts = {c.request.id: c.token_ids for c in engine.generate(requests)}
-        outputs = Outputs(completions={}, events=events)
-        answers.append((found, texts, sum(passes), num_cached(outputs)))
+        outputs = Outputs(completions={c.request.id: c for c in engine.generate(requests)}, passes=events)
+        answers.append((found, outputs.texts, sum(passes), num_cached(outputs)))
         passes.clear()
     (plain, plain_texts, plain_rows, _), (shared, shared_texts, shared_rows, cached) = answers
     for name, one in plain.items():

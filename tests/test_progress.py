@@ -13,8 +13,8 @@ from specgen.cli.crowding import advice, crowded, num_busy
 from specgen.cli.progress_bar import progress
 from specgen.config import Cluster, EngineConfig
 from specgen.display import clock
-from specgen.events import Captured, OutOfMemory
 from specgen.jobs.ray_engine import _resources
+from specgen.record.record_rows import Captured, OutOfMemory
 from specgen.rundir.progress import Tally
 
 SHORT = OutOfMemory(time=0.0, max_batch_size=2, max_prefill_tokens=64)

@@ -1,4 +1,4 @@
-"""Two ranks of mixtures, FP8 targets and all kinds of heads: texts, drafts and events are those of one process."""
+"""Two ranks of mixtures, FP8 targets and all kinds of heads: texts, drafts and passes are those of one process."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +13,7 @@ from specgen.core.sequence import Request
 from specgen.engine.build import build_engine
 from specgen.engine.choices import resolve
 from specgen.engine.loading import load_models, open_checkpoints
-from specgen.events import Event
+from specgen.record.record_rows import EngineRow
 from tests.test_tensor_parallel import told
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ranks")]
@@ -47,22 +47,23 @@ def found(
         device="cpu",
         tensor_parallel=num_ranks,
     )
-    checkpoints, events = open_checkpoints(asked), list[Event]()
+    checkpoints, events = open_checkpoints(asked), list[EngineRow]()
     config = resolve(asked, checkpoints)
     engine = build_engine(config, load_models(config, checkpoints), events.append)
     params = SamplingParams(max_tokens=24, ignore_eos=True)
     prompts = [
         Request(id=str(n), prompt_token_ids=cycle.slice(7 * n, 5 + n), sampling=params) for n in range(6)
     ]
-    texts = {each.request.id: each.token_ids for each in engine.generate(prompts)}
+    completions = list(engine.generate(prompts))
+    texts = {each.request.id: each.token_ids for each in completions}
     for event in (rows := told(events)):
         if (touched := event.get("experts")) is not None:
             event["experts"] = replace(touched, num_bytes=0)  # a rank reads its share
-    return texts, rows
+    return texts, rows, [each.record.steps for each in completions]
 
 
 @pytest.mark.parametrize("name", PAIRS)
-def test_texts_drafts_and_events_are_those_of_one_process(tmp_path: Path, name: str) -> None:
+def test_texts_drafts_and_passes_are_those_of_one_process(tmp_path: Path, name: str) -> None:
     cycle = written(tmp_path, name)
     for batch in ("padded", "non-padded"):
         one, two = (found(tmp_path, cycle, num_ranks, batch) for num_ranks in (1, 2))

@@ -23,12 +23,12 @@ from specgen.config import Cluster, EngineConfig, SamplingParams, UserError
 from specgen.engine.engine import Engine
 from specgen.engine.request_output import RequestOutput
 from specgen.errors import DeviceLost
-from specgen.events import Event, Finished
 from specgen.jobs import ray_engine
 from specgen.jobs.job import Job
 from specgen.jobs.ray_engine import RayEngine
 from specgen.jobs.run import run
 from specgen.prompts import Message, Prompt, Rejected
+from specgen.record.record_rows import EngineRow, PassRow
 from tests.engines import resolved
 from tests.jobs import Silent, files
 
@@ -155,19 +155,19 @@ class InProcess(RayEngine):
 
 
 def test_blocks_give_the_output_of_one_engine(pair: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Conversations too, also those that an earlier run has answered in part; events come before their output."""
+    """Conversations too, also those that an earlier run has answered in part; passes come before their output."""
     monkeypatch.setattr(ray_engine, "_connected", lambda cluster: nullcontext())
     chats = [[Message(role="user", content=f"Tom has {n} apples.")] for n in range(21)]
     prompts: list[Prompt | Rejected] = [
         Prompt(id=str(n), messages=tuple(chat), follow_ups=("And now?",)) for n, chat in enumerate(chats)
     ]
     prompts[5:5] = [Rejected(id="line 6", reason="line 6: broken")]
-    sampling, finished = SamplingParams(max_tokens=8), list[str]()
+    sampling, passes = SamplingParams(max_tokens=8), list[PassRow]()
 
-    def record(event: Event) -> None:
-        assert event.time > 100, "the run began before the worker"
-        if isinstance(event, Finished):
-            finished.append(event.sequence)
+    def record(row: EngineRow) -> None:
+        assert row.time > 100, "the run began before the worker"
+        assert isinstance(row, PassRow)
+        passes.append(row)
 
     whole = {output.id: output for output in Engine(pair).generate(prompts, sampling)}
     earlier = {name: whole[name].text for name in ("0", "1", "1/turn-2", "20")}
@@ -177,8 +177,12 @@ def test_blocks_give_the_output_of_one_engine(pair: EngineConfig, monkeypatch: p
     for output in outputs:
         seen.append(output.id)
         assert output == whole[output.id]
-        assert output.id in [*finished, "line 6"]
+        if output.record is not None:
+            assert output.record.arrival > 100
+            assert all(passes[step.number].kind == "decode" for step in output.record.steps or ())
+            assert output.record.first_token in {row.time for row in passes}, "its passes came before"
     assert sorted(seen) == sorted(whole.keys() - earlier.keys())
+    assert [row.number for row in passes] == list(range(len(passes))), "of all blocks"
 
 
 def test_an_error_in_a_worker_is_raised_by_the_driver(

@@ -14,8 +14,8 @@ from specgen.bundled import data_directory
 from specgen.cli import main as cli
 from specgen.config import UserError
 from specgen.engine import choices
-from specgen.record.counts import count_parts
-from specgen.record.recorder import RecordedStep, RequestRow
+from specgen.record.counts import Step, count_parts
+from specgen.record.record_rows import RequestRow
 from specgen.rundir.interrupt import StoppedError
 from tests.jobs import untimed
 from tests.marks import mostly_slow
@@ -279,8 +279,8 @@ def test_sampled_texts_with_markers_anywhere_have_exact_parts(
 
 
 def test_a_step_is_of_the_part_of_its_first_token() -> None:
-    steps = [RecordedStep(0, (1, 2), 2, 3), RecordedStep(1, (1, 2), 0, 1), RecordedStep(2, (), 0, 1)]
-    found = count_parts([(0, "reasoning"), (4, "answer")], steps, 6, 1, 2)
+    steps = [Step(0, (1, 2), 2, 3), Step(1, (1, 2), 0, 1), Step(2, (), 0, 1)]
+    found = count_parts([(0, "reasoning"), (4, "answer")], steps, 6, 2)
     assert found["part"] == "answer"
     assert found["tokens"] == {"reasoning": 4, "answer": 2}
     assert found["steps"]["reasoning"]["histogram"] == [0, 0, 1]
@@ -289,7 +289,7 @@ def test_a_step_is_of_the_part_of_its_first_token() -> None:
 
 
 def test_a_change_of_part_at_a_token_that_was_dropped_counts_no_tokens() -> None:
-    found = count_parts([(0, "reasoning"), (3, "answer")], [], 1, 1, 4)
+    found = count_parts([(0, "reasoning"), (3, "answer")], [], 1, 4)
     assert found["tokens"] == {"reasoning": 1, "answer": 0}
 
 

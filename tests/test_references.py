@@ -18,9 +18,8 @@ from specgen.report.references import (
     of_figures,
     read_reference,
 )
-from specgen.report.report import fold
 from specgen.report.terminal import render as in_terminal
-from tests.streams import request
+from tests.streams import fold, request
 
 NAMES = sorted(path.stem for path in (evaluation_directory() / "reference").glob("*.json"))
 GOOD: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""Reports of hand-made events, in ordinary and edge cases."""
+"""Reports of hand-made rows, in ordinary and edge cases."""
 
 import itertools
 import json
@@ -11,22 +11,14 @@ import numpy as np
 import pytest
 
 from specgen.config import UserError
-from specgen.events import (
-    Finished,
-    Preempted,
-    Prefilled,
-    Stepped,
-    Submitted,
-    Verified,
-    turn_id,
-)
-from specgen.record.recorder import PassRow
+from specgen.record.record_rows import PassRow
 from specgen.report import tables, terminal
 from specgen.report.acceptance import fold_request
 from specgen.report.intervals import Ratio, wilson
-from specgen.report.report import draft_lengths, fold, load, report_categories, report_of
+from specgen.report.report import draft_lengths, load, report_categories, report_of
 from specgen.report.tables import DEAD_LENGTH, remarks
-from tests.streams import begun, decode_steps, ended, padded_step, recorded, refusal, request
+from specgen.turn_ids import turn_id
+from tests.streams import decode_steps, fold, padded_step, pass_row, recorded, refusal, request
 
 
 def as_json(events, num_spec_tokens=3):
@@ -84,12 +76,6 @@ def test_accepted_is_what_was_verified_and_tokens_are_what_was_kept():
     assert report["acceptance_histogram"] == [0, 0, 0, 2]
 
 
-def test_requests_may_interleave():
-    streams = [list(request(name, [(3, i % 4) for i in range(5)])) for name in "abc"]
-    mixed = [event for events in zip(*streams, strict=True) for event in events]
-    assert as_json(mixed) == as_json(itertools.chain(*streams))
-
-
 def test_intervals_treat_requests_and_not_steps_as_independent():
     split = [*request("a", [(1, 1)] * 50), *request("b", [(1, 0)] * 50), *request("c", [(1, 1)] * 50)]
     alike = [event for name in "abc" for event in request(name, [(1, 1), (1, 1), (1, 0)] * 17)]
@@ -128,7 +114,7 @@ def test_categories_and_turns_only_where_there_are_several():
     }
     assert {turn: group["num_requests"] for turn, group in report["turns"].items()} == {"1": 2, "2": 1}
     assert report["turns"]["1"]["acceptance"][0]["rate"] == 1
-    alone = as_json(events[: len(events) // 3])
+    alone = as_json(events[:1])
     assert alone["categories"] == {}
     assert alone["turns"] == {}
 
@@ -149,43 +135,24 @@ def test_a_request_of_one_token_has_no_time_per_token():
     assert report["tpot_seconds"] is None
 
 
-def test_the_first_token_is_not_the_one_after_a_preemption():
-    events = [
-        Submitted(sequence="a", time=0.0, num_prompt_tokens=5),
-        Prefilled(sequence="a", time=1.0, emitted=1, num_cached=2),
-        Preempted(sequence="a", time=2.0),
-        Prefilled(sequence="a", time=5.0, emitted=0, num_cached=4),
-        Verified(sequence="a", time=6.0, drafts=(1, 2, 3), accepted=2, emitted=3),
-        *decode_steps(3),
-        Finished(sequence="a", time=6.0, reason="length", num_output_tokens=4),
-    ]
-    report = as_json(events)
+def test_preemptions_and_cached_tokens_are_counted():
+    (step,) = decode_steps(3)
+    report = as_json([*request("a", [(3, 2)], num_cached_tokens=2), replace(step, num_preempted=1)])
     assert report["num_preemptions"] == 1
-    assert report["num_cached_tokens"] == 2, "what it had computed itself does not count"
+    assert report["num_cached_tokens"] == 2
     assert "2 of 5 prompt tokens (40.0 %)" in terminal.render(tables.of_run(report, {}))
-    assert report["ttft_seconds"]["mean"] == 1.0
-    assert report["tpot_seconds"]["mean"] == pytest.approx(5 / 3)
-    assert report["total_num_output_tokens"] == 4
 
 
 def test_rows_and_steps():
-    rows = {"num_sequences": 2, "first_pass_rows": 8, "first_pass_kept": 5, "loop_rows": 4}
-    events = [
-        Stepped(
-            kind="prefill",
-            time=1.0,
-            seconds=1.0,
-            num_spec_tokens=0,
-            target_rows=50,
-            **rows | {"first_pass_rows": 50},
-        ),
-        *begun("a"),
-        Verified(sequence="a", time=1.5, drafts=(1, 2, 3), accepted=1, emitted=2),
-        Stepped(kind="decode", time=1.5, seconds=0.5, num_spec_tokens=3, target_rows=8, **rows),
-        Verified(sequence="a", time=1.7, drafts=(1, 2, 3), accepted=3, emitted=4),
-        Stepped(kind="decode", time=1.7, seconds=0.2, num_spec_tokens=3, target_rows=8, **rows),
-    ]
-    report = as_json(events)
+    rows = {"num_sequences": 2, "first_pass_kept": 5, "loop_rows": 4}
+    drafting = {"num_spec_tokens": 3, "target_rows": 8, "first_pass_rows": 8} | rows
+    report = as_json(
+        [
+            pass_row("prefill", seconds=1.0, target_rows=50, first_pass_rows=50, **rows),
+            pass_row(time=1.5, seconds=0.5, num_rejected=2, **drafting),
+            pass_row(time=1.7, seconds=0.2, **drafting),
+        ]
+    )
     assert report["rows"] == {
         "target": 16,
         "target_rejected": 2,
@@ -201,48 +168,12 @@ def test_rows_and_steps():
     assert report["steps"]["prefill"]["target_rows"] == 50
 
 
-TORN = list(padded_step(3, a=1, b=1))[:-1]  # killed before the step was over
-STREAMS = {
-    "uninterrupted": [
-        *begun("a", "b"),
-        *padded_step(3, a=3, b=1),
-        *padded_step(3, a=0, b=2),
-        *ended("a", "b"),
-    ],
-    "resumed": [
-        *begun("a", "b"),
-        *padded_step(3, a=0, b=1),
-        *TORN,
-        None,  # resumed
-        *begun("a", "b"),
-        *padded_step(3, a=0, b=1),
-        *ended("a", "b"),
-    ],
-    "preempted, failed and tried again": [
-        *begun("a", "b"),
-        *padded_step(3, a=2, b=0),
-        Preempted(sequence="b", time=1.0),
-        *padded_step(3, a=2),
-        Prefilled(sequence="b", time=1.0, emitted=0, num_cached=0),
-        *padded_step(3, a=0, b=1),
-        *ended("a", "b", reason="error"),
-        *begun("a"),
-        *padded_step(3, a=2),
-        *ended("a"),
-        *begun("b"),
-        *padded_step(3, b=0),
-        *ended("b", reason="error"),
-    ],
-}
-
-
-@pytest.mark.parametrize("events", STREAMS.values(), ids=STREAMS)
-def test_rows_computed_and_rows_wasted_are_of_the_same_steps(events):
-    at = events.index(None) if None in events else len(events)
-    tables_of = recorded({"0/1-0": events[:at], "0/1-1": events[at + 1 :]})
-    rows = report_of(*tables_of, num_spec_tokens=3).rows()
+def test_rows_computed_and_rows_wasted_are_of_the_same_steps():
+    """Whatever became of the requests: passes alone say it."""
+    passes = [padded_step(3, 3, 1), padded_step(3, 0, 2), padded_step(3, 2, num_preempted=1)]
+    rows = report_of(*recorded({"0/1-0": passes[:1], "0/1-1": passes[1:]}), num_spec_tokens=3).rows()
     assert rows["target"] == rows["first_pass"]
-    assert rows["target_rejected"] == rows["first_pass_wasted"] > 0
+    assert rows["target_rejected"] == rows["first_pass_wasted"] == 2 + 4 + 1
 
 
 def test_steps_of_several_draft_lengths():
@@ -281,21 +212,10 @@ def test_only_refusals():
     assert report["mean_acceptance_length_per_request"] is None
 
 
-def test_a_failed_request_counts_as_an_error_only_and_may_be_retried():
-    *begun, _ = request("a", [(3, 2), (3, 1)])
-    failed = [*begun, Finished(sequence="a", time=9.0, reason="error", num_output_tokens=6)]
-    others = [*request("b", [(3, 3)])]
-    untimed = ("wall_seconds", "output_tokens_per_second", "num_errors")
+def test_a_failed_request_counts_as_an_error_only():
+    failed, others = list(request("a", [(3, 2), (3, 1)], reason="error")), list(request("b", [(3, 3)]))
     whole, report = as_json(others), as_json([*failed, *others])
-    assert report["num_errors"] == 1
-    assert {**report, **{name: whole[name] for name in untimed}} == whole
-    again = list(request("a", [(3, 0)], begin=10.0))
-    report = as_json([*failed, *others, *again])
-    assert {**report, **dict.fromkeys(untimed, 0)} == {
-        **as_json([*others, *again]),
-        **dict.fromkeys(untimed, 0),
-    }
-    assert report["num_errors"] == 0
+    assert report == {**whole, "num_errors": 1}
 
 
 def test_the_order_of_requests_does_not_matter():
@@ -348,22 +268,20 @@ def test_a_report_with_a_baseline():
 
 
 @pytest.mark.parametrize(
-    ("events", "reason"),
+    ("steps", "reason"),
     [
-        (request("a", [(4, 0)]), "4 drafts but K is 3"),
-        (request("a", [(2, 3)]), "accepted 3 of 2"),
-        (itertools.islice(request("a", []), 1, None), "'a' is not running"),
-        ([*request("a", [])][:1] * 2, "submitted twice"),
+        ([(4, 0)], "4 drafts but K is 3"),
+        ([(2, 3)], "accepted 3 of 2"),
     ],
 )
-def test_events_of_no_single_run_are_refused(events, reason):
+def test_rows_of_no_single_run_are_refused(steps, reason):
     with pytest.raises(UserError, match=reason):
-        fold(events, num_spec_tokens=3)
+        fold(request("a", steps), num_spec_tokens=3)
 
 
 def test_the_metrics_of_one_request():
-    steps = [event for event in request("a", [(3, 3), (2, 0), (0, 0), (3, 1)]) if isinstance(event, Verified)]
-    assert fold_request(steps, 3).to_json() == {
+    (row,) = request("a", [(3, 3), (2, 0), (0, 0), (3, 1)])
+    assert fold_request(row.steps, 3).to_json() == {
         "mean_acceptance_length": pytest.approx(1 + 4 / 3),
         "draft_acceptance_rate": 0.5,
         "acceptance_histogram": (1, 1, 0, 1),
@@ -404,7 +322,7 @@ def test_memory_does_not_grow_with_the_steps():
 
     def passes(number: int) -> Iterator[PassRow]:
         for i in range(number):
-            yield PassRow(number=i, num_rejected=1, num_preempted=0, step=step)
+            yield replace(step, number=i)
 
     tracemalloc.start()
     report_of([], passes(20_000), num_spec_tokens=2)
@@ -454,9 +372,8 @@ def test_empty_texts_are_counted_and_called_so():
 
 def test_categories_are_reported_alone_with_times_of_their_own():
     first = [*request("a", [(3, 3), (3, 1)], category="sums"), *request("b", [(3, 3)], category="sums")]
-    cut = [*request("c", [(3, 0), (3, 0)], begin=10.0, category="chat")][:2]
     again = [*request("c", [(3, 0), (3, 1)], category="chat"), *request("d", [(3, 3)])]
-    rows, _ = recorded({"0/1-0": [*first, *cut], "0/1-1": again})
+    rows, _ = recorded({"0/1-0": first, "0/1-1": again})
     reports = report_categories(rows, num_spec_tokens=3)
     assert list(reports) == ["sums", "chat"]
     sums, chat = reports.values()
@@ -474,12 +391,12 @@ def test_the_turns_of_a_conversation_are_one_unit_of_intervals():
         "c": ([(3, 1)] * 4, [(3, 2)]),
     }
     events = [
-        replace(event, num_turns=2) if isinstance(event, Submitted) else event
+        row
         for turn in (1, 2)
         for name, turns in steps.items()
         if (name, turn) != ("c", 2)  # it failed, say, so that its conversation has one
-        for event in request(
-            turn_id(name, turn), turns[turn - 1], turn=turn, category="x" * (name == "a") or "y"
+        for row in request(
+            turn_id(name, turn), turns[turn - 1], turn=turn, num_turns=2, category="x" * (name == "a") or "y"
         )
     ]
     found = fold(events, num_spec_tokens=3)

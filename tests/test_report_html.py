@@ -11,13 +11,12 @@ import pytest
 from specgen.display import percent, plain
 from specgen.report.charts import Bars, Lines, Point, lengths, quarters, svg
 from specgen.report.page import Page as Content
-from specgen.report.report import fold
 from specgen.report.table import Column, Table
 from specgen.report.tables import curve, curves, of_run
 from specgen.report.tables import page as render
 from specgen.report.terminal import render as in_terminal
 from specgen.report.text_list import Entry, ShownText, Span, TextList
-from tests.streams import decode_steps, refusal, request
+from tests.streams import decode_steps, fold, refusal, request
 
 VOID = {"br", "input", "meta", "wbr"}
 SVG = "{http://www.w3.org/2000/svg}"

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from specgen.record.recorder import Session, read_passes
-from specgen.report.report import fold, report_of
+from specgen.record.record_rows import Session, read_passes
+from specgen.report.report import report_of
 from specgen.rundir import results
 from specgen.rundir.results import RunDirectory
 from specgen.rundir.row_file import RowFile
-from tests.streams import decode_steps, refusal, request, write_session
+from tests.streams import decode_steps, fold, refusal, request, write_session
 
 FIRST = [*request("a", [(2, 1), (2, 2)]), *decode_steps(2, 2), *refusal("bad")]
 SECOND = [*request('{"row":"session"', [(2, 0)]), *decode_steps(2)]
@@ -25,8 +25,8 @@ def report_in(path: Path) -> dict[str, object]:
 
 
 def test_a_resumed_run_reports_the_same_as_an_uninterrupted_one(tmp_path: Path) -> None:
-    for events in (FIRST, SECOND):
-        write_session(tmp_path, events)
+    for rows in (FIRST, SECOND):
+        write_session(tmp_path, rows)
     found, whole = report_in(tmp_path), fold([*FIRST, *SECOND], num_spec_tokens=2).to_json()
     names = [row.name for row in read_passes(tmp_path / "passes.jsonl") if isinstance(row, Session)]
     assert names == ["0/1-0", "0/1-1"]
@@ -52,10 +52,11 @@ def test_a_torn_line_goes_wherever_it_is_torn(tmp_path: Path, name: str) -> None
 def test_steps_are_left_out_of_rows_and_the_report_is_the_same(tmp_path: Path) -> None:
     write_session(tmp_path / "whole", SECOND)
     with RunDirectory(tmp_path / "less", with_steps=False) as less:
-        for event in SECOND:
-            less.see(event)
+        (record, *passes) = SECOND
+        for each in passes:
+            less.see(each)
         for row in RowFile(tmp_path / "whole" / "completions.jsonl").values():
-            less.add_completion({name: value for name, value in row.items() if name != "record"})
+            less.add_completion(row, record)
     (row,) = less.completions.values()
     assert "steps" not in row["record"]
     assert report_in(tmp_path / "less") == report_in(tmp_path / "whole")
@@ -68,7 +69,7 @@ def test_a_power_failure_costs_a_second_at_most(tmp_path: Path, monkeypatch: pyt
     with RunDirectory(tmp_path) as run:
         for now[0] in (8.25, 8.75, 9.0, 9.75, 10.0, 10.5):
             run.add_completion({"id": str(now[0])})
-    assert synced == [9.0, 9.0, 10.0, 10.0, 10.5, 10.5], "events and completions, and both at the end"
+    assert synced == [9.0, 9.0, 10.0, 10.0, 10.5, 10.5], "passes and completions, and both at the end"
 
 
 def test_rows_are_found_by_id_and_sorted(tmp_path: Path) -> None:

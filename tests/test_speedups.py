@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 from scipy import stats
 
-from specgen.events import Touched
 from specgen.experiments.ranking import Ranking
 from specgen.experiments.repeat import Repeat, Repeats
 from specgen.experiments.throughput_table import wall_tables
 from specgen.experiments.tune_table import best_line
 from specgen.experiments.turns import digest
+from specgen.record.record_rows import Touched
 from specgen.report.timings import LatencyStats
 from specgen.report.wall_time import WallTime
 

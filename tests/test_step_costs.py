@@ -1,7 +1,6 @@
 """K may change at every step without changing texts; timing steps before the run leaves no state."""
 
 import random
-from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -21,10 +20,10 @@ from specgen.core.step_costs import capture_all, measure
 from specgen.engine.build import build_engine
 from specgen.engine.choices import resolve
 from specgen.engine.loading import Models, open_checkpoints
-from specgen.events import Event, Stepped, Verified
-from specgen.report.report import fold
+from specgen.record.record_rows import EngineRow, PassRow
 from tests.engines import (
     NoTokenizer,
+    Outputs,
     Pair,
     bundled_requests,
     config_of,
@@ -68,20 +67,22 @@ def test_k_may_change_at_every_step_without_changing_texts(
     fixed = generate(demo_pair, mixed_requests(GREEDY), num_spec_tokens=5, drafter_batch=batch)
     if ahead:
         device_like()
-    events: list[Event] = []
+    events: list[EngineRow] = []
     config = config_of(demo_pair, num_spec_tokens=5, drafter_batch=batch, max_batch_size=6)
     engine = build_engine(config, demo_pair.models, events.append)
     engine.spec_length = length = AnyLength(5)
-    assert run(engine, mixed_requests(GREEDY)) == plain.texts
-    drafted = [len(event.drafts) for event in events if isinstance(event, Verified)]
-    steps = [event for event in events if isinstance(event, Stepped) and event.kind == "decode"]
+    completions = {each.request.id: each for each in engine.generate(mixed_requests(GREEDY))}
+    found = Outputs(completions=completions, passes=events)
+    assert found.texts == plain.texts
+    every = sorted((step for row in found.requests for step in row.steps or ()), key=lambda step: step.number)
+    drafted, steps = [len(step.drafts) for step in every], found.steps
     assert length.seen == drafted
     assert set(drafted) == set(range(6))
     assert [step.num_spec_tokens for step in steps] == length.chosen[: len(steps)]
     assert all(step.target_rows >= step.num_sequences * (step.num_spec_tokens + 1) for step in steps)
-    for position, found in enumerate(fold(events, num_spec_tokens=5).speculation.acceptance):
-        assert found.drafted == sum(number > position for number in drafted)
-    mixed, usual = drafts_by_position(events), drafts_by_position(fixed.events)
+    for position, each in enumerate(found.report(5).speculation.acceptance):
+        assert each.drafted == sum(number > position for number in drafted)
+    mixed, usual = drafts_by_position(found), drafts_by_position(fixed)
     both = mixed.keys() & usual.keys()
     assert sum(bool(mixed[position]) for position in both) > 25
     for position in both:
@@ -90,26 +91,27 @@ def test_k_may_change_at_every_step_without_changing_texts(
         )
 
 
-def drafts_by_position(events: Iterable[Event]) -> dict[tuple[str, int], tuple[int, ...]]:
+def drafts_by_position(outputs: Outputs) -> dict[tuple[str, int], tuple[int, ...]]:
     """The drafts of a sequence by the number of tokens before them."""
-    lengths, drafts = Counter[str](), {}
-    for event in events:
-        if isinstance(event, Verified):
-            drafts[event.sequence, lengths[event.sequence]] = event.drafts
-            lengths[event.sequence] += event.emitted
-    return drafts
+    found = {}
+    for name, steps in outputs.verified.items():
+        length = 0
+        for drafts, _, emitted in steps:
+            found[name, length] = drafts
+            length += emitted
+    return found
 
 
 @pytest.mark.slow
 def test_timing_steps_leaves_no_state(random_pair: Pair) -> None:
-    events: list[Event] = []
+    events: list[EngineRow] = []
     config = config_of(random_pair, num_spec_tokens=2, max_batch_size=6)
     engine = build_engine(config, random_pair.models, events.append)
-    record, length = engine._journal.record, engine.spec_length
+    record, length = engine._record, engine.spec_length
     costs = measure(engine, 6, 2)
     assert set(costs.seconds) == {(size, k) for size in (1, 2, 4, 6) for k in range(3)}
     assert all(0 < seconds < 5 for seconds in costs.seconds.values())
-    assert (engine._journal.record, engine.spec_length, events) == (record, length, [])
+    assert (engine._record, engine.spec_length, events) == (record, length, [])
     requests = random_requests(20, 128, GREEDY)
     fresh = generate(random_pair, requests, num_spec_tokens=2, max_batch_size=6)
     assert run(engine, requests) == fresh.texts
@@ -192,10 +194,10 @@ def test_auto_picks_the_k_with_the_highest_throughput(monkeypatch: pytest.Monkey
     for price, expected in ((0.0, 4), (10.0, 0)):
         costs = StepCosts(seconds={(n, k): 1 + price * k for n in (1, 4) for k in range(5)})
         monkeypatch.setattr("specgen.core.step_costs.measure", lambda *asked, costs=costs: costs)
-        events: list[Event] = []
+        events: list[EngineRow] = []
         engine = build_engine(config, models, events.append)
         assert isinstance(engine.spec_length, CheapestLength)
         texts.append(run(engine, requests))
-        steps: list[Any] = [e for e in events if isinstance(e, Stepped) and e.kind == "decode"]
+        steps: list[Any] = [e for e in events if isinstance(e, PassRow) and e.kind == "decode"]
         assert sum(step.num_spec_tokens == expected for step in steps) > 0.9 * len(steps)
     assert texts[0] == texts[1]

@@ -6,11 +6,10 @@ import json
 import pytest
 
 from specgen.report.paired_requests import SharedRequests
-from specgen.report.report import fold
 from specgen.report.side_by_side import of_runs
 from specgen.report.tables import of_run
 from specgen.report.terminal import render as in_terminal
-from tests.streams import decode_steps, refusal, request
+from tests.streams import decode_steps, fold, refusal, request
 
 
 def as_json(events, num_spec_tokens=3):

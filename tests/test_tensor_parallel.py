@@ -1,4 +1,4 @@
-"""Several ranks of one model on a CPU: texts, drafts and events are those of one process, whatever the engine does."""
+"""Several ranks of one model on a CPU: texts, drafts and passes are those of one process, whatever the engine does."""
 
 import gc
 import json
@@ -25,8 +25,8 @@ from specgen.engine.loading import Models, OneTarget, load_models, open_checkpoi
 from specgen.engine.memory import kv_page_bytes
 from specgen.evaluation import divergence
 from specgen.evaluation.divergence import prefill_logits
-from specgen.events import Event
 from specgen.prompts import Prompt
+from specgen.record.record_rows import EngineRow
 from specgen.text.tokenizer import Message
 from tests.engines import Outputs, bundled_requests
 from tests.rank_plants import compare_every_pass, prefill_and_compare, together
@@ -63,7 +63,7 @@ def alone() -> Models:
 
 
 def run(models: Models, sampling: SamplingParams, **changes: Any) -> Outputs:
-    events: list[Event] = []
+    events: list[EngineRow] = []
     pages = changes.pop("num_pages", None)
     asked = config(models.peers.ranks.size, **changes)
     if pages is not None:  # of a rank's share of the heads
@@ -72,17 +72,17 @@ def run(models: Models, sampling: SamplingParams, **changes: Any) -> Outputs:
     engine.warm_up()
     events.clear()
     found = {each.request.id: each for each in engine.generate(bundled_requests(8, sampling))}
-    return Outputs(completions=found, events=events)
+    return Outputs(completions=found, passes=events)
 
 
-def told(events: list[Event]) -> list[dict[str, Any]]:
+def told(events: list[EngineRow]) -> list[dict[str, Any]]:
     """``events`` without what the clock says."""
     return [
         {"kind": type(each).__name__} | vars(replace(each, time=0.0, **_timeless(each))) for each in events
     ]
 
 
-def _timeless(event: Event) -> dict[str, float]:
+def _timeless(event: EngineRow) -> dict[str, float]:
     return dict.fromkeys({"seconds", "idle", "idle_outside"} & vars(event).keys(), 0.0)
 
 
@@ -103,10 +103,10 @@ QUICK = ("padded", "ngram", "preemption")
 @pytest.mark.parametrize(
     "way", [way if way in QUICK else pytest.param(way, marks=pytest.mark.slow) for way in WAYS]
 )
-def test_texts_drafts_and_events_are_those_of_one_process(shared: Models, alone: Models, way: str) -> None:
+def test_texts_drafts_and_passes_are_those_of_one_process(shared: Models, alone: Models, way: str) -> None:
     several, one = run(shared, GREEDY, **WAYS[way]), run(alone, GREEDY, **WAYS[way])
     assert several.texts == one.texts
-    assert told(several.events) == told(one.events)
+    assert (several.verified, told(several.passes)) == (one.verified, told(one.passes))
     assert way != "preemption" or several.num_preempted
 
 
@@ -116,7 +116,7 @@ def test_sampled_texts_are_those_of_one_process(shared: Models, alone: Models, d
     sampling = replace(sampling, repetition_penalty=1.1, presence_penalty=0.2)
     several, one = (run(each, sampling, draft_sampling=draft_sampling) for each in (shared, alone))
     assert several.texts == one.texts
-    assert told(several.events) == told(one.events)
+    assert (several.verified, told(several.passes)) == (one.verified, told(one.passes))
     assert {each.finish_reason for each in one.completions.values()} >= {"stop"}
 
 
@@ -235,7 +235,7 @@ def test_all_have_the_pages_of_the_smallest_rank(
 ) -> None:
     small = run(alone, GREEDY, **WAYS["preemption"])
     monkeypatch.setattr(build, "num_pages", lambda *asked: 10_000)  # of rank 0
-    assert told(run(shared, GREEDY, **WAYS["preemption"]).events) == told(small.events)
+    assert told(run(shared, GREEDY, **WAYS["preemption"]).passes) == told(small.passes)
 
 
 def test_engines_and_models_end_on_all_ranks(shared: Models, tmp_path: Path) -> None:

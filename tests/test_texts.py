@@ -1,4 +1,4 @@
-"""The texts of a page: every character is that of the stored text, every colour that of the events."""
+"""The texts of a page: every character is that of the stored text, every colour that of the steps."""
 
 import random
 import re
@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from specgen.record.recorder import tables as tables_of
 from specgen.report.page import Page
 from specgen.report.report import report_of
 from specgen.report.run_texts import RunTexts, texts_of
@@ -39,24 +38,23 @@ def byte_level(tmp_path_factory):
 
 
 def a_run(tokenizer, number, *, seed=0, num_steps=0, accepted=(0, 1, 2, K)):
-    """Events and rows of ``number`` requests whose tokens are those of a text, from anywhere within a character on."""
-    rng, events, rows = random.Random(seed), [], {}
+    """Records and rows of ``number`` requests whose tokens are those of a text, from anywhere within a character on."""
+    rng, requests, rows = random.Random(seed), [], {}
     tokens = tokenizer.encode_rendered(" ".join(TEXT))
     for at in range(number):
         steps = [(K, rng.choice(accepted)) for _ in range(num_steps or rng.randint(2, 8))]
         steps += [(0, 0)] * (at % 3 == 0)  # one without drafts
         category = BAD if at % 2 else "math"
-        events += request(f"r{at}", steps, category=category, turn=1 + at % 3 // 2)
+        requests += request(f"r{at}", steps, category=category, turn=1 + at % 3 // 2)
         begin, size = rng.randrange(50), 1 + sum(a + 1 for _, a in steps)
         token_ids = (tokens * (1 + (begin + size) // len(tokens)))[begin : begin + size]
         rows[f"r{at}"] = {"prompt": BAD, "text": tokenizer.decode(token_ids), "token_ids": token_ids}
-    return events, rows
+    return requests, rows
 
 
-def shown(events, rows, tokenizer):
+def shown(requests, rows, tokenizer):
     texts = RunTexts(rows)
-    requests, passes = tables_of(events)
-    report = report_of(texts.watch(requests), passes, num_spec_tokens=K)
+    report = report_of(texts.watch(requests), [], num_spec_tokens=K)
     tables, listed = texts.shown(tokenizer)
     return report, tables, listed
 
@@ -167,8 +165,8 @@ def test_the_sources_of_a_step():
 
 
 def test_the_page_shows_every_text_and_its_colours_are_those_of_the_report(tokenizer):
-    events, rows = a_run(tokenizer, 40)
-    report, tables, listed = shown(events, rows, tokenizer)
+    requests, rows = a_run(tokenizer, 40)
+    report, tables, listed = shown(requests, rows, tokenizer)
     spans = spans_of(in_page(listed, tables))
     stored = {entry.title: rows[entry.title]["text"] for entry in listed.entries}
     assert list(stored.values()) == ["".join(text for _, text in each) for each in spans]
@@ -183,8 +181,8 @@ def test_the_page_shows_every_text_and_its_colours_are_those_of_the_report(token
 
 
 def test_the_worst_requests_come_first(byte_level):
-    events, rows = a_run(byte_level, 30)
-    _, _, listed = shown(events, rows, byte_level)
+    requests, rows = a_run(byte_level, 30)
+    _, _, listed = shown(requests, rows, byte_level)
     lengths = [float(entry.note.split()[0]) for entry in listed.entries]
     assert lengths == sorted(lengths)
     assert lengths[0] < lengths[-1]
@@ -192,10 +190,9 @@ def test_the_worst_requests_come_first(byte_level):
 
 def test_a_correction_shows_the_draft_in_whose_place_it_stands(byte_level):
     a, b, c = (byte_level.encode_rendered(each)[0] for each in "abc")
-    events = list(request("r", [(1, 0)]))
-    events[2] = type(events[2])(**{**vars(events[2]), "drafts": (c,)})
+    requests = list(request("r", [(1, 0)], drafts=[(c,)]))
     rows = {"r": {"prompt": "", "text": "ab", "token_ids": [a, b]}}
-    _, tables, listed = shown(events, rows, byte_level)
+    _, tables, listed = shown(requests, rows, byte_level)
     assert '<i class=correction tabindex=0 data-draft="c">b</i>' in in_page(listed)
     missed, rejected = (table.rows[0] for table in tables if table.title.startswith(("Tokens", "Drafts")))
     assert (missed["token"], missed["rejected"], missed["others"]) == ("“b”", 1, "“c” 1")
@@ -204,18 +201,17 @@ def test_a_correction_shows_the_draft_in_whose_place_it_stands(byte_level):
 
 def test_a_share_is_of_the_places_where_a_token_was_drafted_or_missed(byte_level):
     a, b, c = (byte_level.encode_rendered(each)[0] for each in "abc")
-    events = list(request("r", [(1, 0), (3, 3)]))
-    events[2] = type(events[2])(**{**vars(events[2]), "drafts": (c,)})
+    requests = list(request("r", [(1, 0), (3, 3)], drafts=[(c,), (0, 1, 2)]))
     rows = {"r": {"prompt": "", "text": "abbbca", "token_ids": [a, b, b, b, c, a]}}  # b, b and c are accepted
-    _, tables, _ = shown(events, rows, byte_level)
+    _, tables, _ = shown(requests, rows, byte_level)
     missed, rejected = (table.rows for table in tables if table.title.startswith(("Tokens", "Drafts")))
     assert [(row["token"], row["share"]) for row in missed] == [("“b”", 1 / 3)]
     assert [(row["token"], row["share"]) for row in rejected] == [("“c”", 1 / 2)]
 
 
 def test_rejections_add_up(byte_level):
-    events, rows = a_run(byte_level, 40)
-    report, (categories, *_), _ = shown(events, rows, byte_level)
+    requests, rows = a_run(byte_level, 40)
+    report, (categories, *_), _ = shown(requests, rows, byte_level)
     steps = report.speculation.acceptance_histogram
     assert sum(row["rejections"] for row in categories.rows) == sum(steps[:K])
     assert [row["rejections"] for row in categories.rows] == sorted(
@@ -226,16 +222,16 @@ def test_rejections_add_up(byte_level):
 def test_a_category_per_request_makes_no_endless_page(byte_level):
     token_ids = byte_level.encode_rendered(TEXT[0])[:4]
     rows = {f"r{at}": {"text": byte_level.decode(token_ids), "token_ids": token_ids} for at in range(300)}
-    events = chain(*(request(name, [(K, 0)] * 3, category=f"c{name}") for name in rows))
+    requests = chain(*(request(name, [(K, 0)] * 3, category=f"c{name}") for name in rows))
     texts = RunTexts(rows)
-    assert len(list(texts.watch(tables_of(events)[0]))) == 300
+    assert len(list(texts.watch(requests))) == 300
     (categories, *_), _ = texts.shown(byte_level)
     assert len(categories.rows) == 20
     assert categories.note == "verify steps that rejected a draft; 20 of 300 categories"
     assert len(texts._worst) == 200
 
 
-def test_retried_requests_count_once(byte_level):
+def test_refused_requests_have_no_text(byte_level):
     token_ids = byte_level.encode_rendered("abc")
     rows = {"r": {"prompt": "", "text": byte_level.decode(token_ids), "token_ids": token_ids}}
     steps = list(request("r", [(2, 1)]))
@@ -246,15 +242,15 @@ def test_retried_requests_count_once(byte_level):
 
 @pytest.mark.parametrize("change", [{"token_ids": [1]}, {"text": "of another run"}])
 def test_a_text_that_is_not_of_its_tokens_is_shown_without_colours(byte_level, change):
-    events, rows = a_run(byte_level, 1)
+    requests, rows = a_run(byte_level, 1)
     rows["r0"] |= change
-    _, _, listed = shown(events, rows, byte_level)
+    _, _, listed = shown(requests, rows, byte_level)
     assert spans_of(in_page(listed)) == [[("", rows["r0"]["text"])]]
 
 
 def test_without_a_tokenizer_or_drafts_the_texts_are_there(byte_level):
-    events, rows = a_run(byte_level, 3)
-    _, _, listed = shown(events, rows, None)
+    requests, rows = a_run(byte_level, 3)
+    _, _, listed = shown(requests, rows, None)
     assert [each[0][1] for each in spans_of(in_page(listed))] == [
         rows[e.title]["text"] for e in listed.entries
     ]
@@ -273,11 +269,12 @@ def test_texts_from_outside_are_escaped(byte_level):
     token_ids = byte_level.encode_rendered(BAD)
     rows = {BAD: {"prompt": BAD, "text": BAD, "token_ids": token_ids}}
     draft = token_ids[0]
-    events = list(request(BAD, [(0, 0)] * (len(token_ids) - 2) + [(1, 0)], category=BAD))
-    events[-2] = type(events[-2])(**{**vars(events[-2]), "drafts": (draft,)})
-    events += request("other", [(1, 1)])
+    plain = len(token_ids) - 2
+    steps, drafts = [*[(0, 0)] * plain, (1, 0)], [*[()] * plain, (draft,)]
+    requests = list(request(BAD, steps, drafts=drafts, category=BAD))
+    requests += request("other", [(1, 1)])
     rows["other"] = {"text": "", "token_ids": [1] * 3}
-    _, tables, listed = shown(events, rows, byte_level)
+    _, tables, listed = shown(requests, rows, byte_level)
     html = in_page(listed, tables)
     assert "<script" not in html
     assert BAD in ["".join(text for _, text in each) for each in spans_of(html)]
@@ -293,11 +290,11 @@ def test_stop_strings_are_not_shown(byte_level):
 
 
 def test_a_page_of_ten_thousand_requests_stays_small(byte_level):
-    events, rows = a_run(byte_level, 10_000)
+    requests, rows = a_run(byte_level, 10_000)
     long, more = a_run(byte_level, 300, seed=1, num_steps=500, accepted=(0, 0, 1))
     rows |= {f"r{at}": more[f"r{at}"] for at in range(300)}
-    events[: next(i for i, e in enumerate(events) if getattr(e, "sequence", "") == "r300")] = long
-    _, tables, listed = shown(events, rows, byte_level)
+    requests[:300] = long
+    _, tables, listed = shown(requests, rows, byte_level)
     size = len(in_page(listed, tables).encode())
     assert 3_000_000 < size < 5_000_000
     assert {entry.labels["category"] for entry in listed.entries} == {"math", BAD}
@@ -306,8 +303,8 @@ def test_a_page_of_ten_thousand_requests_stays_small(byte_level):
 
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="needs Chromium")
 def test_a_browser_filters_by_label(byte_level, tmp_path: Path):
-    events, rows = a_run(byte_level, 13)
-    _, tables, listed = shown(events, rows, byte_level)
+    requests, rows = a_run(byte_level, 13)
+    _, tables, listed = shown(requests, rows, byte_level)
     html = in_page(listed, tables)
     chosen = listed.filters["category"]["math"]
     seen = f"{all_of('.entry')}.filter(each => each.offsetParent).length + ' seen'"

@@ -6,21 +6,20 @@ import pytest
 
 from specgen.config import UserError
 from specgen.report.paired_requests import shared_requests
-from specgen.report.report import fold
 from specgen.report.side_by_side import of_runs
 from specgen.report.tables import of_run
 from specgen.report.terminal import render
 from specgen.report.unfinished import load_so_far
 from specgen.rundir.results import RunDirectory
-from tests.streams import begun, decode_steps, request, write_session
+from tests.streams import decode_steps, fold, request, write_session
 
-EVENTS = [*request("a", [(3, 2), (3, 1)]), *decode_steps(3, 3), *begun("b")]
+ROWS = [*request("a", [(3, 2), (3, 1)]), *decode_steps(3, 3)]
 
 
 @pytest.fixture
 def stopped(tmp_path):
     """A run of 9 requests that a kill has stopped, one request done and one begun."""
-    write_session(tmp_path, EVENTS)
+    write_session(tmp_path, ROWS)
     for name in ("completions.jsonl", "passes.jsonl"):
         with (tmp_path / name).open("a") as file:
             file.write('{"id": "b", "te')
@@ -31,7 +30,7 @@ def stopped(tmp_path):
 
 def test_a_stopped_run_is_reported_from_the_requests_that_are_done(stopped):
     report, manifest = load_so_far(stopped)
-    expected = fold(EVENTS, num_spec_tokens=3).to_json()
+    expected = fold(ROWS, num_spec_tokens=3).to_json()
     assert report == {**expected, "state": "interrupted", "num_expected": 9, "num_unfinished": 8}
     assert (report["num_requests"], report["num_drafts"], report["num_accepted_tokens"]) == (1, 2, 3)
     assert manifest["engine"] == {"num_spec_tokens": 3}

@@ -1,4 +1,4 @@
-"""Where the wall time of a run went: parts that add up, from events and from a run of an engine."""
+"""Where the wall time of a run went: parts that add up, from rows and from a run of an engine."""
 
 import random
 import time
@@ -12,33 +12,23 @@ from specgen.config import SamplingParams
 from specgen.core.passes import Waits
 from specgen.device import Moment
 from specgen.engine.build import build_engine
-from specgen.events import Captured, Event, Stepped
-from specgen.record.recorder import from_line, to_line
-from specgen.report.report import fold, report_of
+from specgen.record.record_rows import Captured, EngineRow, PassRow, from_line, to_line
+from specgen.report.report import report_of
 from specgen.report.wall_time import WallTime, wall_table
 from tests.engines import Pair, bundled_requests, config_of
-from tests.streams import recorded
+from tests.streams import fold, pass_row, recorded
 
 
 def stepped(
     at: float, kind: str, seconds: float, sequences: int, *, waiting: int = 0, **idle: float
-) -> Stepped:
-    return Stepped(
-        kind=kind,
-        time=at,
-        seconds=seconds,
-        num_sequences=sequences,
-        num_spec_tokens=0,
-        target_rows=100 if kind == "prefill" else sequences,
-        first_pass_rows=0,
-        first_pass_kept=0,
-        loop_rows=0,
-        num_waiting=waiting,
-        **idle,
+) -> PassRow:
+    rows = 100 if kind == "prefill" else sequences
+    return pass_row(
+        kind, time=at, seconds=seconds, num_sequences=sequences, target_rows=rows, num_waiting=waiting, **idle
     )
 
 
-EVENTS: list[Event] = [
+PASSES: list[EngineRow] = [
     stepped(1.0, "prefill", 1.0, 4, waiting=1),
     stepped(3.0, "decode", 2.0, 4, waiting=1),
     stepped(7.0, "decode", 4.0, 4, waiting=1),
@@ -60,19 +50,19 @@ PARTS = WallTime(
 )
 
 
-def test_parts_are_those_of_the_events_and_add_up() -> None:
-    begun: list[Event] = [Captured(time=0.0, what="step", num_sequences=1, seconds=0.0, fits=True)]
-    found = fold([*begun, *EVENTS], num_spec_tokens=0)
+def test_parts_are_those_of_the_passes_and_add_up() -> None:
+    begun: list[EngineRow] = [Captured(time=0.0, what="step", num_sequences=1, seconds=0.0, fits=True)]
+    found = fold([*begun, *PASSES], num_spec_tokens=0)
     assert found.wall == PARTS
     assert found.wall.whole == found.wall_seconds == 17.0
-    later = fold([*begun, *EVENTS, Captured(**vars(begun[0]) | {"time": 18.0})], num_spec_tokens=0).wall
+    later = fold([*begun, *PASSES, Captured(**vars(begun[0]) | {"time": 18.0})], num_spec_tokens=0).wall
     assert later is not None
     assert asdict(later) == {**asdict(PARTS), "rest": 1.0}
 
 
 def test_smaller_batches_give_no_time_back() -> None:
     """Steps that took a sequence less than those of a larger batch are as good as full, whoever waited."""
-    events: list[Event] = [
+    events: list[EngineRow] = [
         stepped(4.0, "decode", 4.0, 4, waiting=1),
         stepped(6.5, "decode", 2.5, 3, waiting=1),  # less than 3 of 4 sequences
         stepped(7.0, "decode", 0.5, 1, waiting=1),
@@ -109,25 +99,25 @@ def test_no_part_of_noisy_steps_is_below_zero_and_they_add_up(seed: int) -> None
 
 
 def test_rows_that_were_written_have_the_same_parts() -> None:
-    lines = [to_line(row) for row in recorded({"0/1-0": EVENTS})[1]]
-    assert len(lines) == 1 + len(EVENTS)
-    assert report_of([], map(from_line, lines), num_spec_tokens=0) == fold(EVENTS, num_spec_tokens=0)
+    lines = [to_line(row) for row in recorded({"0/1-0": PASSES})[1]]
+    assert len(lines) == 1 + len(PASSES)
+    assert report_of([], map(from_line, lines), num_spec_tokens=0) == fold(PASSES, num_spec_tokens=0)
 
 
 def test_shards_ran_side_by_side_and_a_prefill_alone_has_no_steps() -> None:
-    shards = {"0/2-0": EVENTS, "1/2-0": EVENTS}
+    shards = {"0/2-0": PASSES, "1/2-0": PASSES}
     assert report_of(*recorded(shards), num_spec_tokens=0).wall is None
-    sessions = report_of(*recorded({"0/1-0": EVENTS, "0/1-1": EVENTS}), num_spec_tokens=0)
+    sessions = report_of(*recorded({"0/1-0": PASSES, "0/1-1": PASSES}), num_spec_tokens=0)
     assert sessions.wall is not None
     assert sessions.wall.prefill == 2 * PARTS.prefill
-    assert fold(EVENTS[:1], num_spec_tokens=0).wall is None
+    assert fold(PASSES[:1], num_spec_tokens=0).wall is None
 
 
 @pytest.mark.parametrize("ahead", [False, True])
 def test_the_parts_of_a_run(demo_pair: Pair, device_like: Callable[[], None], ahead: bool) -> None:
     if ahead:
         device_like()
-    events: list[Event] = []
+    events: list[EngineRow] = []
     engine = build_engine(config_of(demo_pair, max_batch_size=2), demo_pair.models, events.append)
     engine.warm_up()
     requests = bundled_requests(4, SamplingParams(max_tokens=6))
@@ -144,7 +134,7 @@ def test_the_parts_of_a_run(demo_pair: Pair, device_like: Callable[[], None], ah
     assert 0.2 <= wall.idle_outside < 0.3
     assert wall.prefill > 0.001
     assert wall.rest < 0.1  # passes and what lies between them leave little
-    waiting = [event.num_waiting for event in events if isinstance(event, Stepped)]
+    waiting = [event.num_waiting for event in events if isinstance(event, PassRow)]
     assert (max(waiting), waiting[-1]) == (1, 0)
 
 

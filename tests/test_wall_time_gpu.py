@@ -10,10 +10,10 @@ import torch
 from specgen.config import SamplingParams
 from specgen.device import HostCopy, Moment
 from specgen.engine.build import build_engine
-from specgen.events import Captured, Event
-from specgen.report.report import fold
+from specgen.record.record_rows import Captured, EngineRow
 from specgen.report.wall_time import WallTime
 from tests.engines import Pair, bundled_requests, config_of, load_pair
+from tests.streams import fold
 
 pytestmark = [
     pytest.mark.gpu,
@@ -45,7 +45,7 @@ def test_moments_are_of_the_device_and_not_of_the_host() -> None:
 
 
 def test_parts_add_up_and_graphs_are_captured_once_in_a_while(gpu_pair: Pair) -> None:
-    events: list[Event] = []
+    events: list[EngineRow] = []
     engine = build_engine(config_of(gpu_pair, max_batch_size=16, **EXACT), gpu_pair.models, events.append)
     requests = bundled_requests(24, SamplingParams(max_tokens=40))
 

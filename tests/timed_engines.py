@@ -17,6 +17,7 @@ from specgen.experiments import plans, turns
 from specgen.experiments.repeat import Repeat
 from specgen.experiments.rounds import Rounds
 from specgen.experiments.tune import TuneJob
+from tests.streams import RECORD
 
 RUN = {  # seconds by K and drafter batch
     (0, "padded"): 3.0,
@@ -76,11 +77,14 @@ class _Engine:
         self._timed.clock += seconds
         completions = {
             request.id: Completion(
-                request=request, token_ids=self._timed.token_ids(self._config), finish_reason="length"
+                request=request,
+                token_ids=self._timed.token_ids(self._config),
+                finish_reason="length",
+                record=RECORD,
             )
             for request in self._requests
         }
-        return Run(completions=completions, events=(), seconds=seconds, num_spec_tokens=4)
+        return Run(completions=completions, passes=(), seconds=seconds, num_spec_tokens=4)
 
 
 def install(monkeypatch: pytest.MonkeyPatch, seconds: Seconds) -> Timed:

@@ -5,6 +5,7 @@ The bandwidth and the FLOP/s are those of a large copy within the device's memor
 
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from statistics import fmean
@@ -15,9 +16,9 @@ from specgen.checkpoints.checkpoint import build_head, build_target, target_conf
 from specgen.checkpoints.tensor_reader import TensorReader
 from specgen.device import synchronize, use
 from specgen.engine.loading import Models
-from specgen.events import Event, Prefilled, Stepped, Submitted, Touched, Verified
 from specgen.models.expert_counts import ExpertSize
 from specgen.models.model_config import LayerConfig
+from specgen.record.record_rows import EngineRow, PassRow, RequestRow, Touched
 
 COPIED_BYTES = {"cuda": 2 << 30, "cpu": 64 << 20}  # far larger than any cache
 _SQUARES = {"cuda": 8192, "cpu": 512}  # sides of the matrices
@@ -233,14 +234,12 @@ class StepBytes:
         )
 
 
-def mean_touched(events: Iterable[Event], num_sequences: int | None = None) -> Touched | None:
+def mean_touched(passes: Iterable[EngineRow], num_sequences: int | None = None) -> Touched | None:
     """The mean over decode steps, or those of ``num_sequences`` alone; None without any of a mixture."""
     found = [
-        event.experts
-        for event in events
-        if isinstance(event, Stepped)
-        and event.experts is not None
-        and num_sequences in (None, event.num_sequences)
+        row.experts
+        for row in passes
+        if isinstance(row, PassRow) and row.experts is not None and num_sequences in (None, row.num_sequences)
     ]
     if not found:
         return None
@@ -263,27 +262,27 @@ def touched_note(touched: Touched, sizes: StepBytes, num_rows: int, bytes_per_se
     )
 
 
-def mean_step_bytes(events: Iterable[Event], sizes: StepBytes) -> float | None:
+def mean_step_bytes(
+    requests: Iterable[RequestRow], passes: Iterable[EngineRow], sizes: StepBytes
+) -> float | None:
     """The mean of the least bytes that the decode steps of a run read; None without any."""
-    lengths: dict[str, int] = {}  # positions by sequence
-    each: list[float] = []
-    positions = 0  # in the step whose Stepped event follows
-    for event in events:
-        match event:
-            case Submitted():
-                lengths[event.sequence] = event.num_prompt_tokens
-            case Prefilled():
-                lengths[event.sequence] += event.emitted
-            case Verified():
-                positions += lengths[event.sequence]
-                lengths[event.sequence] += event.emitted
-            case Stepped():
-                if event.kind == "decode":
-                    number = event.num_sequences
-                    context = positions / number
-                    touched = event.experts.experts if event.experts else None
-                    each.append(sizes.step(event.num_spec_tokens, number, context, touched))
-                positions = 0
+    positions = Counter[int]()  # by pass: of all its sequences
+    for request in requests:
+        steps = request.steps or ()
+        length = request.num_prompt_tokens + request.num_output_tokens - sum(step.emitted for step in steps)
+        for step in steps:
+            positions[step.number] += length
+            length += step.emitted
+    each = [
+        sizes.step(
+            row.num_spec_tokens,
+            row.num_sequences,
+            positions[row.number] / row.num_sequences,
+            row.experts.experts if row.experts else None,
+        )
+        for row in passes
+        if isinstance(row, PassRow) and row.kind == "decode"
+    ]
     return sum(each) / len(each) if each else None
 
 

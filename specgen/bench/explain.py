@@ -3,7 +3,7 @@
 import statistics
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import islice, pairwise
 
 from specgen.bench.bound import (
     DeviceSpeed,
@@ -25,7 +25,7 @@ from specgen.engine.loading import Models, load_models, open_checkpoints
 from specgen.engine.number_formats import target_kv_dtype
 from specgen.engine.warm_engine import WarmEngine
 from specgen.errors import DeviceLost
-from specgen.events import Event, Prefilled, Stepped, Submitted, Touched, Verified
+from specgen.record.record_rows import EngineRow, PassRow, RequestRow, Touched
 from specgen.report.table import Row
 
 _SKIPPED, _STEPS = 8, 32  # decode steps before the window, and in it
@@ -119,41 +119,42 @@ def _explain(job: StepJob, config: EngineConfig, models: Models) -> Explained:
     marker: Marker = HostMarker() if config.device == "cpu" else DeviceMarker()
     engine = WarmEngine(config, models, requests, lambda runner: Marked(runner, marker))
     engine.run().whole()
-    unobserved = step_seconds(engine.run().whole().events, batch)
+    unobserved = step_seconds(engine.run().whole().passes, batch)
     window = Window(batch, marker, skipped=_SKIPPED, num_steps=_STEPS)
     observed = engine.run(window.see).whole()
     require(window.complete, "the batch was never whole: use a smaller one, or shorter prompts")
     return Explained(
         time=split(marker.spans(), _STEPS),
         unobserved=statistics.median(unobserved),
-        context=context_at(observed.events, batch, _SKIPPED + _STEPS // 2),
-        touched=mean_touched(observed.events, batch),
+        context=context_at(observed.requests, observed.passes, batch, _SKIPPED + _STEPS // 2),
+        touched=mean_touched(observed.passes, batch),
     )
 
 
-def step_seconds(events: Iterable[Event], batch: int) -> list[float]:
+def step_seconds(rows: Iterable[EngineRow], batch: int) -> list[float]:
     """Seconds between the ends of consecutive decode steps of ``batch`` sequences."""
-    steps = [event for event in events if isinstance(event, Stepped)]
+    passes = [row for row in rows if isinstance(row, PassRow)]
     return [
         after.time - before.time
-        for before, after in pairwise(steps)
+        for before, after in pairwise(passes)
         if before.kind == after.kind == "decode" and before.num_sequences == after.num_sequences == batch
     ]
 
 
-def context_at(events: Iterable[Event], batch: int, step: int) -> float:
-    """Mean positions per sequence after ``step`` decode steps of the whole batch."""
-    positions = seen = 0
-    for event in events:
-        match event:
-            case Submitted():
-                positions += event.num_prompt_tokens
-            case Prefilled() | Verified():
-                positions += event.emitted
-            case Stepped(kind="decode", num_sequences=number) if number == batch:
-                seen += 1
-        if seen == step:
-            break
+def context_at(
+    requests: Iterable[RequestRow], rows: Iterable[EngineRow], batch: int, num_steps: int
+) -> float:
+    """Mean positions per sequence after ``num_steps`` decode steps of the whole batch, which all requests are."""
+    whole = (
+        row.number
+        for row in rows
+        if isinstance(row, PassRow) and row.kind == "decode" and row.num_sequences == batch
+    )
+    last = next(islice(whole, num_steps - 1, None))
+    positions = 0
+    for request in requests:
+        positions += request.num_prompt_tokens + request.num_output_tokens
+        positions -= sum(step.emitted for step in request.steps or () if step.number > last)
     return positions / batch
 
 

@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from specgen.core.graphs import Capture, Key, Runner
 from specgen.device import synchronize
-from specgen.events import Event, Stepped
+from specgen.record.record_rows import EngineRow, PassRow
 
 MARK = "mark"
 WORK = "work"  # of the host, of which no more is known
@@ -106,7 +106,7 @@ class DeviceMarker:
 class Window:
     """Runs ``marker`` for ``num_steps`` decode steps of ``batch`` sequences, after ``skipped`` of them.
 
-    ``see`` gets every event of the engine.
+    ``see`` gets every row of the engine.
     """
 
     def __init__(self, batch: int, marker: Marker, *, skipped: int, num_steps: int) -> None:
@@ -119,8 +119,8 @@ class Window:
     def complete(self) -> bool:
         return self._seen >= self._last
 
-    def see(self, event: Event) -> None:
-        if not isinstance(event, Stepped) or event.kind != "decode" or event.num_sequences < self._batch:
+    def see(self, row: EngineRow) -> None:
+        if not isinstance(row, PassRow) or row.kind != "decode" or row.num_sequences < self._batch:
             return
         self._seen += 1
         if self._seen == self._first:

@@ -15,10 +15,10 @@ from specgen.engine.conversations import first_turns
 from specgen.engine.generation_config import GenerationConfig
 from specgen.engine.loading import Models
 from specgen.engine.memory import kv_page_bytes
-from specgen.events import turn_id
 from specgen.json_fields import load_json
 from specgen.prompts import Message, Prompt, Rejected, failure, open_prompts, prompt_ids
 from specgen.text.tokenizer import Tokenizer
+from specgen.turn_ids import turn_id
 
 _WARM_UP = 192  # positions per sequence during warm-up
 _SHOWN = 3  # reasons in an error

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from specgen.config import option
 from specgen.display import clock, count
-from specgen.events import Captured, Event, OutOfMemory
+from specgen.record.record_rows import Captured, EngineRow, OutOfMemory
 from specgen.rundir.progress import Progress, Tally
 from specgen.startup import compiling_line, startup_line
 
@@ -46,9 +46,9 @@ class Warnings:
 
     def start(self, what: str, tally: Tally, num_requests: int, num_done: int = 0) -> None: ...
 
-    def see(self, event: Event) -> None:
-        if isinstance(event, OutOfMemory):
-            batch, tokens = event.max_batch_size, event.max_prefill_tokens
+    def see(self, row: EngineRow) -> None:
+        if isinstance(row, OutOfMemory):
+            batch, tokens = row.max_batch_size, row.max_prefill_tokens
             self._say(f"out of GPU memory: continuing with a batch of {batch} and {tokens} prefill tokens")
 
     def advance(self) -> None: ...
@@ -90,11 +90,11 @@ class ProgressLines(Warnings):
         self._began = time.monotonic()
         self._show()
 
-    def see(self, event: Event) -> None:
-        super().see(event)
-        if isinstance(event, Captured):
-            done = f"captured in {event.seconds:.1f} s" if event.fits else "not enough memory, runs without"
-            self._say(f"CUDA graph of a {event.what} of {event.num_sequences} sequences: {done}")
+    def see(self, row: EngineRow) -> None:
+        super().see(row)
+        if isinstance(row, Captured):
+            done = f"captured in {row.seconds:.1f} s" if row.fits else "not enough memory, runs without"
+            self._say(f"CUDA graph of a {row.what} of {row.num_sequences} sequences: {done}")
 
     def advance(self) -> None:
         self._done += 1

@@ -1,5 +1,6 @@
 """The order of work: admit and prefill, launch a step, read what an earlier one found, retire."""
 
+import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from collections.abc import Sequence as Items
@@ -10,7 +11,6 @@ import torch
 
 from specgen.config import SamplingParams, first_line, require
 from specgen.core.garbage import rarely_collecting
-from specgen.core.journal import Journal
 from specgen.core.passes import Pass, Passes, PassKind, Waits
 from specgen.core.peers import Peers
 from specgen.core.running_batch import RunningBatch
@@ -22,8 +22,9 @@ from specgen.decoding.outcome import NO_DRAFT
 from specgen.decoding.sampling import request_seed
 from specgen.device import use
 from specgen.errors import DeviceLost
-from specgen.events import Event
 from specgen.models.model_config import TargetConfig
+from specgen.record.counts import Step
+from specgen.record.record_rows import EngineRow
 from specgen.startup import phase
 
 WARM_UP_TOKENS = 16
@@ -55,7 +56,7 @@ def never_stop() -> bool:
     return False
 
 
-def discard(event: Event) -> None:
+def discard(row: EngineRow) -> None:
     """Record nothing."""
 
 
@@ -65,7 +66,8 @@ class EngineCore:
     ``lookahead`` is how many decode steps the host may launch before it reads what an earlier one found. With 1 the
     device never waits for the host, and a sequence that has ended is found one step late: what that step gave it is
     dropped. ``spec_length`` chooses the number of drafts of every step; ``followers`` finds stop strings and
-    the parts of texts; ``record`` takes every event. ``peers`` receive every call that changes the engine.
+    the parts of texts; ``record`` takes a row for every pass, capture and shortage of memory. ``peers`` receive every
+    call that changes the engine.
     """
 
     def __init__(
@@ -79,7 +81,7 @@ class EngineCore:
         lookahead: int,
         device: torch.device,
         followers: Followers,
-        record: Callable[[Event], None],
+        record: Callable[[EngineRow], None],
         peers: Peers,
     ) -> None:
         self.vocab_size = config.vocab_size
@@ -94,7 +96,9 @@ class EngineCore:
         self._lookahead = lookahead
         self._device = device
         self._followers = followers
-        self._journal = Journal(record)
+        self._record = record
+        self._began = time.perf_counter()
+        self._num_passes = self._num_preempted = 0  # so far, and of those since the last pass
         self._waits = Waits(device)
         self._passes = Passes(
             steps=steps, batch=batch, scheduler=scheduler, vocab_size=config.vocab_size, device=device
@@ -184,16 +188,16 @@ class EngineCore:
                 self.submit(Request(id=f"warm-up {i}", prompt_token_ids=(0,) * 16, sampling=sampling))
             while self._has_work:
                 self._advance()
-        self._journal.reset()
+        self._began, self._num_passes = time.perf_counter(), 0
 
     @contextmanager
-    def rehearsal(self, record: Callable[[Event], None] = discard) -> Iterator[None]:
+    def rehearsal(self, record: Callable[[EngineRow], None] = discard) -> Iterator[None]:
         """Steps that are no run's: ``record`` alone sees them, and their requests are dropped at the end.
 
         ``spec_length`` may be changed meanwhile. ``DeviceLost`` where what fails is the device.
         """
-        kept = self._journal.record, self.spec_length
-        self._journal.record = record
+        kept = self._record, self.spec_length
+        num_passes, self._record = self._num_passes, record
         try:
             yield
         except RuntimeError as error:  # of no request
@@ -201,7 +205,8 @@ class EngineCore:
             require_device(self._device)
             raise
         finally:
-            self._journal.record, self.spec_length = kept
+            self._record, self.spec_length = kept
+            self._num_passes, self._num_preempted = num_passes, 0
             self.abandon()
 
     def delay_captures(self, num_steps: int) -> None:
@@ -224,6 +229,10 @@ class EngineCore:
             if refused is not None:
                 yield refused
 
+    def _now(self) -> float:
+        """Seconds since the engine was warm; the clock counts in nanoseconds."""
+        return round(time.perf_counter() - self._began, 9)
+
     # Requests enter
 
     def submit(self, request: Request) -> Completion | None:
@@ -235,16 +244,15 @@ class EngineCore:
             self._scheduler.submit(sequence)
             return None
         sequence.finish_reason = "error"
-        self._journal.finished(sequence)
-        return sequence.completion(reason)
+        return sequence.completion(self._now(), reason)
 
     def _new_sequence(self, request: Request) -> Sequence:
         """The state of ``request``, which enters the queue."""
-        self._journal.submitted(request)
-        sampling, prompt = request.sampling, list(request.prompt_token_ids)
+        now, sampling, prompt = self._now(), request.sampling, list(request.prompt_token_ids)
         if request.text is not None:
             return Sequence(
                 request=request,
+                arrival=now,
                 tokens=prompt,
                 max_length=len(prompt),
                 seed=0,
@@ -254,6 +262,7 @@ class EngineCore:
         asked, context = len(prompt) + sampling.max_tokens, self._max_positions
         return Sequence(
             request=request,
+            arrival=now,
             tokens=prompt,
             max_length=min(asked, context),
             ends_by="length" if asked <= context else "context",
@@ -385,7 +394,8 @@ class EngineCore:
             if self._in_flight:  # what has ended gives its pages back
                 self._read()
             else:
-                self._journal.preempted(self._scheduler.preempt())
+                self._scheduler.preempt()
+                self._num_preempted += 1
 
     def _add(self, launched: Pass) -> None:
         """``launched`` will be read later; nothing in here can fail, so host and device agree."""
@@ -397,7 +407,7 @@ class EngineCore:
         if self._scheduler.limits.see_pass():
             self._runner.try_again()
         for capture in launched.captures:
-            self._journal.captured(capture)
+            self._record(capture.row(self._now()))
 
     # Reading
 
@@ -417,41 +427,47 @@ class EngineCore:
         self._peers.wait(done.numbers)
         numbers = done.numbers.read()
         logprobs = done.logprobs.read() if done.logprobs is not None else [()] * len(numbers)
-        num_kept, touched = 0, list[int]()
+        now, steps, touched = self._now(), list[Step](), list[int]()
         if done.kind == "prefill":
-            self._read_prefill(done, numbers, logprobs)
+            num_tokens = self._read_prefill(done, numbers, logprobs, now)
         elif done.kind == "decode":
             found = unpack(numbers, done.num_drafts)
-            num_kept, touched = self._read_decode(done, found, logprobs), found.touched
+            steps, touched = self._read_decode(done, found, logprobs), found.touched
+            num_tokens = sum(step.emitted for step in steps)
         else:
             self._read_score(done, numbers)
         idle = self._waits.before(done.launch, done.numbers.done)
         if done.kind != "score":
-            self._journal.stepped(done, num_kept, idle, touched)
+            self._record(
+                done.row(self._num_passes, now, idle, num_tokens, steps, self._num_preempted, touched)
+            )
+            self._num_passes, self._num_preempted = self._num_passes + 1, 0
         self._in_flight.popleft()  # not before: its sequences fail with it
 
     def _read_prefill(
-        self, done: Pass, tokens: list[list[int]], logprobs: Items[Items[Items[float]]]
-    ) -> None:
-        """Prompts are in the cache, each with the first token of its text unless that was known."""
+        self, done: Pass, tokens: list[list[int]], logprobs: Items[Items[Items[float]]], now: float
+    ) -> int:
+        """Prompts are in the cache, each with the first token of its text unless that was known; returns how many."""
+        num_tokens = 0
         for sequence, row in done.sequences:
             if sequence.finish_reason is not None:
                 continue
-            emitted = 0
             if row is not None:
                 sequence.remove_in_flight(1, 1)
-                emitted = sequence.append(tokens[row], logprobs[row])
+                if sequence.append(tokens[row], logprobs[row]):
+                    sequence.begin(now)
+                    num_tokens += 1
                 self._peers.see(*tokens[row])
-            self._journal.prefilled(sequence, emitted)
             self._end(sequence)
+        return num_tokens
 
-    def _read_decode(self, done: Pass, found: Found, logprobs: Items[Items[Items[float]]]) -> int:
-        """Returns how many rows of the target's pass were accepted.
+    def _read_decode(self, done: Pass, found: Found, logprobs: Items[Items[Items[float]]]) -> list[Step]:
+        """Returns the steps of the sequences, which keep them.
 
         ``spec_length`` sees drafts and accepted drafts of every sequence; a draft that was missing counts there as a
         rejected one, for its row cost as much.
         """
-        num_kept, k = 0, done.num_drafts
+        number, k, steps = self._num_passes, done.num_drafts, list[Step]()
         for sequence, row in done.sequences:
             if sequence.finish_reason is not None or row is None:
                 continue
@@ -462,10 +478,11 @@ class EngineCore:
             self._peers.see(*drafts, accepted, *tokens)
             self._spec_length.see(k, accepted)
             proposed = drafts[: drafts.index(NO_DRAFT)] if NO_DRAFT in drafts else drafts
-            sequence.steps.append(self._journal.verified(sequence, proposed, accepted, emitted))
-            num_kept += accepted + 1
+            step = Step(number, proposed, accepted, emitted)
+            sequence.steps.append(step)
+            steps.append(step)
             self._end(sequence)
-        return num_kept
+        return steps
 
     def _read_score(self, done: Pass, numbers: list[list[float]]) -> None:
         for (sequence, position), (log_prob, is_greedy) in zip(done.scored, numbers, strict=True):
@@ -487,17 +504,17 @@ class EngineCore:
     def _retire(self, sequence: Sequence, error: str | None = None) -> None:
         """``sequence`` has finished; ``error`` says why it could not go on."""
         self._scheduler.retire(sequence)
-        self._journal.finished(sequence)
-        self._completions.append(sequence.completion(error))
+        self._completions.append(sequence.completion(self._now(), error))
 
     def _fail(self, sequence: Sequence, reason: str) -> None:
         """End ``sequence``; the first time it begins again, and runs alone."""
         sequence.finish_reason = "error"
         pages = self._scheduler.discard(sequence)
         self._steps.clear([0, *pages])  # and page 0, where padding rows are written
-        self._journal.finished(sequence)
         if sequence.alone:
-            self._completions.append(sequence.completion(f"{reason}, and again when tried alone"))
+            self._completions.append(
+                sequence.completion(self._now(), f"{reason}, and again when tried alone")
+            )
         else:
             self._scheduler.retry(self._new_sequence(sequence.request))
 
@@ -532,13 +549,12 @@ class EngineCore:
         self._peers.require_recoverable(RuntimeError(_NO_MEMORY))
         self._read_all_but(0)
         sent = self._scheduler.send_all_back()
-        for sequence in sent:
-            self._journal.preempted(sequence)
+        self._num_preempted += len(sent)
         self._batch.reset()
         if kind == "decode" or not self._scheduler.limits.lower_prefill():
             self._lower_batch(len(sent))
         torch.cuda.empty_cache()
-        self._journal.out_of_memory(self._scheduler.limits)
+        self._record(self._scheduler.limits.row(self._now()))
 
     def _lower_batch(self, num_admitted: int) -> None:
         """Lower the limit of the batch; of a sequence that was alone there is nothing to lower."""

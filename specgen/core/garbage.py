@@ -15,7 +15,7 @@ def rarely_collected() -> Iterator[None]:
     """Within it Python looks for garbage among new objects, and among all of them seldom.
 
     A search through everything that torch, Triton and FlashInfer keep takes some tenths of a second, in which no pass
-    is launched. It comes as events are kept, so once in many runs. Behind it the program that this is a part of has the
+    is launched. It comes as steps are kept, so once in many runs. Behind it the program that this is a part of has the
     thresholds that it had, or those that it has set meanwhile.
     """
     found = gc.get_threshold()

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from specgen.device import synchronize
+from specgen.record.record_rows import Captured
 
 T = TypeVar("T")
 Pool = Any  # what CUDAGraph.pool() gives
@@ -25,6 +26,13 @@ class Capture:
     key: Key
     seconds: float
     fits: bool
+
+    def row(self, now: float) -> Captured:
+        """For the record."""
+        what, num_sequences, *_ = self.key
+        return Captured(
+            time=now, what=what, num_sequences=num_sequences, seconds=self.seconds, fits=self.fits
+        )
 
 
 class Runner:

@@ -15,6 +15,9 @@ from specgen.core.sequence import Sequence
 from specgen.core.step import StepResult, Steps
 from specgen.decoding.sampling import SamplingBatch, token_counts
 from specgen.device import HostCopy, Moment, on_device
+from specgen.models.expert_counts import ExpertSize
+from specgen.record.counts import Step
+from specgen.record.record_rows import PassRow, Touched
 
 PassKind = Literal["prefill", "decode", "score"]
 
@@ -86,6 +89,57 @@ class Pass:
         """Of the device, once it has ended; without captures, in which the device does nothing."""
         taken = self.numbers.done.since(self.launch.begun)
         return max(taken - sum(capture.seconds for capture in self.captures), 0.0)
+
+    def row(
+        self,
+        number: int,
+        now: float,
+        idle: float,
+        num_tokens: int,
+        steps: Items[Step],
+        num_preempted: int,
+        touched: Items[int],
+    ) -> PassRow:
+        """What happened in it; the device had waited ``idle`` seconds for it.
+
+        ``touched`` are its experts, summed over layers, and those of the newest tokens alone.
+        """
+        result = self.result
+        num_accepted = sum(step.accepted for step in steps)
+        kept = result.fill_rows
+        if self.kind == "decode":
+            kept = min(num_accepted + len(steps), kept)
+        return PassRow(
+            number=number,
+            kind=self.kind,
+            time=now,
+            seconds=round(self.seconds, 9),
+            num_sequences=self.num_sequences,
+            num_spec_tokens=self.num_drafts,
+            target_rows=result.target_rows,
+            first_pass_rows=result.fill_rows,
+            first_pass_kept=kept,
+            loop_rows=result.loop_rows,
+            num_tokens=num_tokens,
+            num_drafting=sum(bool(step.drafts) for step in steps),
+            num_accepted=num_accepted,
+            num_rejected=sum(len(step.drafts) for step in steps) - num_accepted,
+            num_preempted=num_preempted,
+            num_waiting=self.num_waiting,
+            idle=round(idle, 9),
+            idle_outside=round(min(idle, self.launch.outside), 9),
+            experts=_experts(result.experts, touched),
+        )
+
+
+def _experts(size: ExpertSize | None, touched: Items[int]) -> Touched | None:
+    """Means over layers of what a mixture's step counted; None in a dense target."""
+    if size is None or not touched:
+        return None
+    every, plain = (number / size.num_layers for number in touched)
+    return Touched(
+        experts=every, plain=plain, num_experts=size.num_experts, num_bytes=round(size.bytes_of(every))
+    )
 
 
 class Passes:

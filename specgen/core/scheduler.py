@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from specgen.core.sequence import Sequence
 from specgen.kv.pages import PageAllocator, extend_digests
+from specgen.record.record_rows import OutOfMemory
 
 # A prefill of fewer rows than this takes hardly less time: reading the weights is what it waits for.
 _FULL_PASS = 512
@@ -38,6 +39,12 @@ class Limits:
         self._patience = _QUIET
         self._quiet = 0  # passes since the last change
         self._was_raised = False  # by the last change
+
+    def row(self, now: float) -> OutOfMemory:
+        """A pass found no memory; what holds from here on."""
+        return OutOfMemory(
+            time=now, max_batch_size=self.max_batch_size, max_prefill_tokens=self.max_prefill_tokens
+        )
 
     def lower_prefill(self) -> bool:
         """Half as many rows in a prefill; False where it is one already."""

@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from specgen.config import SamplingParams, require
-from specgen.events import Verified
+from specgen.record.counts import Step, StepCounts, count_parts
+from specgen.record.record_rows import RequestRow
 
 FinishReason = Literal["stop", "length", "error"]  # of vLLM and OpenAI
 EndReason = FinishReason | Literal["context"]  # a ``length`` that the model's context set
@@ -95,7 +96,7 @@ class Completion:
     finish_reason: EndReason
     error: str | None = None
     logprobs: tuple[TokenLogprobs, ...] | None = None  # of each token id, where they were asked for
-    steps: tuple[Verified, ...] = ()
+    record: RequestRow
     scored: Scored | None = None  # of a request with a text
 
 
@@ -115,15 +116,18 @@ class Sequence:
     digests: list[bytes] = field(default_factory=list)  # of its pages, see ``prefix_cache``
     prefix_root: bytes = b""  # sequences share pages only with those of the same
     num_cached: int = 0  # positions that another sequence had computed
+    num_cached_prompt: int = 0  # of the prompt, when its first token was found
+    first_token: float | None = None  # when that was
     num_computed: int = 0  # positions in the cache, while prefilling
     in_flight_min: int = 0  # tokens that passes whose results are not read yet will add at least ...
     in_flight_max: int = 0  # ... and at most
     alone: bool = False  # has failed once, and is tried again alone
+    arrival: float = 0.0  # when it entered the queue
     num_shortages: int = 0  # how often the device had no memory for it alone
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # of its output, where they are asked for
     scores: dict[int, tuple[float, bool]] = field(default_factory=dict)  # of its text's tokens, by position
-    steps: list[Verified] = field(default_factory=list)
-    switches: list[tuple[int, str]] = field(default_factory=list)  # output token and part, not recorded yet
+    steps: list[Step] = field(default_factory=list)
+    switches: list[tuple[int, str]] = field(default_factory=list)  # output token and part
     finish_reason: EndReason | None = None
 
     @property
@@ -191,8 +195,12 @@ class Sequence:
         self.finish_reason = ends
         return kept
 
-    def completion(self, error: str | None = None) -> Completion:
-        """The finished sequence as an answer; ``error`` says why it could not go on."""
+    def begin(self, now: float) -> None:
+        """Its first token was found, with its whole prompt in the cache."""
+        self.first_token, self.num_cached_prompt = now, self.num_cached
+
+    def completion(self, now: float, error: str | None = None) -> Completion:
+        """The finished sequence as an answer; ``error`` says why it could not go on, ``now`` when it ended."""
         assert self.finish_reason is not None
         return Completion(
             request=self.request,
@@ -200,8 +208,28 @@ class Sequence:
             finish_reason=self.finish_reason,
             error=error,
             logprobs=None if self.request.sampling.logprobs is None else tuple(self.logprobs),
-            steps=tuple(self.steps),
+            record=self._record(now),
             scored=self._scored(),
+        )
+
+    def _record(self, ended: float) -> RequestRow:
+        request, most = self.request, max((len(step.drafts) for step in self.steps), default=0)
+        num_tokens = self.num_output_tokens
+        return RequestRow(
+            name=request.id,
+            reason=str(self.finish_reason),
+            category=request.category,
+            turn=request.turn,
+            num_turns=request.num_turns,
+            num_prompt_tokens=len(request.prompt_token_ids),
+            num_cached_tokens=self.num_cached_prompt,
+            num_output_tokens=num_tokens,
+            arrival=self.arrival,
+            first_token=self.first_token,
+            ended=ended,
+            counts=vars(StepCounts.of(self.steps, most)),
+            parts=count_parts(self.switches, self.steps, num_tokens, most) if self.switches else None,
+            steps=self.steps,
         )
 
     def _scored(self) -> Scored | None:

@@ -8,7 +8,7 @@ from specgen.config import SamplingParams, require
 from specgen.core.engine_core import EngineCore
 from specgen.core.sequence import Request
 from specgen.core.spec_length import FixedLength, StepCosts
-from specgen.events import Event, Stepped
+from specgen.record.record_rows import EngineRow, PassRow
 
 _UNTIMED = 3  # steps: the first compiles and captures, and the host is a step ahead
 _TIMED = 6
@@ -58,10 +58,10 @@ def _step_times(engine: EngineCore, size: int, lengths: Sequence[int], enough: i
     """Seconds of ``enough`` steps of ``size`` sequences by the number of drafts; none where so many have no room."""
     times: dict[int, list[float]] = {k: [] for k in lengths}
 
-    def record(event: Event) -> None:
-        if isinstance(event, Stepped) and event.kind == "decode" and event.num_sequences == size:
+    def record(row: EngineRow) -> None:
+        if isinstance(row, PassRow) and row.kind == "decode" and row.num_sequences == size:
             # with what the device waits for the host, where that is slower
-            times[event.num_spec_tokens].append(event.seconds + event.idle)
+            times[row.num_spec_tokens].append(row.seconds + row.idle)
 
     sampling = SamplingParams(max_tokens=_new_tokens(lengths, enough), ignore_eos=True)
     draw = random.Random(0)  # distinct tokens: equal sequences would share the experts that each touches

@@ -23,16 +23,16 @@ from specgen.decoding.outcome import NonPaddedBatch, PackedBatch, PaddedBatch
 from specgen.engine.choices import BACKENDS
 from specgen.engine.loading import Models
 from specgen.engine.number_formats import target_kv_dtype
-from specgen.events import Event
 from specgen.kv.kv_cache import KVCache
 from specgen.kv.pages import PageAllocator
 from specgen.models.expert_counts import ExpertSize
 from specgen.models.model_config import LayerConfig
+from specgen.record.record_rows import EngineRow
 from specgen.text.reasoning import Followers
 
 
 def assemble(
-    config: EngineConfig, models: Models, num_pages: int, runner: Runner, record: Callable[[Event], None]
+    config: EngineConfig, models: Models, num_pages: int, runner: Runner, record: Callable[[EngineRow], None]
 ) -> EngineCore:
     """An engine of a resolved ``config`` whose cache has ``num_pages`` pages; see ``build.build_engine``."""
     backend = BACKENDS[config.attention](models.target.device)

@@ -16,19 +16,19 @@ from specgen.engine.choices import RUNNERS
 from specgen.engine.loading import Models
 from specgen.engine.memory import DRAWN, num_pages
 from specgen.engine.needed_modules import needed_modules
-from specgen.events import Event
 from specgen.ops.jit_modules import compile_missing
+from specgen.record.record_rows import EngineRow
 from specgen.startup import phase
 
 
 def build_engine(
     config: EngineConfig,
     models: Models,
-    record: Callable[[Event], None],
+    record: Callable[[EngineRow], None],
     around: Callable[[Runner], Runner] | None = None,
     expected: SamplingParams = DRAWN,
 ) -> EngineCore:
-    """An engine of a resolved ``config`` over loaded ``models``; events go to ``record``.
+    """An engine of a resolved ``config`` over loaded ``models``; ``record`` takes the rows of its passes.
 
     ``around`` may wrap the runner that ``config`` names, to watch the pieces of a step.
     ``expected`` asks for as much as any request will (see ``sampling.most_demanding``): that leaves the cache on a GPU

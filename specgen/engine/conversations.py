@@ -87,6 +87,7 @@ class Conversations:
             error=None if completion.error is None else _placed(conversation.prompt, completion.error),
             metrics=metrics,
             logprobs=completion.logprobs,
+            record=completion.record,
         )
 
     def _ask(self, conversation: _Conversation) -> Request | None:

@@ -24,8 +24,8 @@ from specgen.engine.loading import Models, load_models, open_checkpoints
 from specgen.engine.memory import DRAWN, require_memory
 from specgen.engine.request_output import RequestOutput
 from specgen.errors import DeviceLost
-from specgen.events import Event
 from specgen.prompts import Prompt, Rejected
+from specgen.record.record_rows import EngineRow
 from specgen.report.acceptance import fold_request
 from specgen.startup import phase
 from specgen.text.tokenizer import Tokenizer
@@ -39,17 +39,18 @@ _CAPTURE_DELAY = (
 )
 
 
-def _unrecorded(event: Event) -> None:
-    """Discard the event."""
+def _unrecorded(row: EngineRow) -> None:
+    """Discard the row."""
 
 
 class Engine:
     """A model pair, loaded and warm, until it is closed. ``UserError`` for what cannot run here.
 
-    ``close``, or the end of a ``with`` block, frees its memory. ``record`` takes every event of what is generated (see
-    ``events``). ``models`` are weights that another engine of the same model and number format has loaded (its
-    ``models``); without them they are read. ``expected`` asks for as much as any request will: on a GPU, passes of
-    greedy decoding alone leave more memory to the KV cache.
+    ``close``, or the end of a ``with`` block, frees its memory. ``record`` takes a row for every pass, capture of a
+    CUDA graph and shortage of memory (see ``record_rows``); an output has the record of its request. ``models`` are
+    weights that another engine of the same model and number format has loaded (its ``models``); without them they are
+    read. ``expected`` asks for as much as any request will: on a GPU, passes of greedy decoding alone leave more memory
+    to the KV cache.
 
     ``default_sampling`` is what ``generate`` does without sampling parameters: greedy, with what the checkpoint says
     (see ``EngineConfig.generation_config``).
@@ -59,7 +60,7 @@ class Engine:
         self,
         config: EngineConfig,
         *,
-        record: Callable[[Event], None] = _unrecorded,
+        record: Callable[[EngineRow], None] = _unrecorded,
         models: Models | None = None,
         expected: SamplingParams = DRAWN,
     ) -> None:
@@ -174,7 +175,7 @@ class Engine:
             with closing(self._running) as completions:
                 for completion in completions:
                     yield from _drained(failed)
-                    metrics = fold_request(completion.steps, self.config.draft_length.most)
+                    metrics = fold_request(completion.record.steps or (), self.config.draft_length.most)
                     yield conversations.answer(completion, metrics)
             self._require_open()  # else this is not all of it
             yield from _drained(failed)

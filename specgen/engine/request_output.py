@@ -1,9 +1,10 @@
 """What one request gave, and the rows that keep it."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from specgen.core.sequence import FinishReason, TokenLogprobs
+from specgen.record.record_rows import RequestRow
 from specgen.report.acceptance import RequestMetrics
 
 
@@ -17,7 +18,7 @@ class RequestOutput:
     of both, with one entry of ``logprobs`` each where they were asked for. ``finish_reason`` is ``stop`` (end of text
     or a stop string), ``length`` (``max_tokens``, or where ``context_is_full`` the model's context) or ``error``.
     ``category`` and ``endpoint`` are the prompt's. ``metrics`` says how much speculative decoding
-    helped this request; a failed one has none.
+    helped this request, and ``record`` its times and every step; one that never ran has neither.
     """
 
     id: str
@@ -37,6 +38,7 @@ class RequestOutput:
     error: str | None = None
     metrics: RequestMetrics | None = None
     logprobs: tuple[TokenLogprobs, ...] | None = None
+    record: RequestRow | None = field(default=None, compare=False, repr=False)
 
     def to_row(self) -> dict[str, Any]:
         """The row of ``completions.jsonl``; of a failed request that of ``errors.jsonl``. The id comes first."""

@@ -1,4 +1,4 @@
-"""Running a list of requests through the engine of one arm: completions, events and wall time."""
+"""Running a list of requests through the engine of one arm: completions, passes and wall time."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -14,8 +14,8 @@ from specgen.decoding.sampling import most_demanding
 from specgen.device import synchronize
 from specgen.engine.build import build_engine
 from specgen.engine.loading import Models
-from specgen.events import Event
-from specgen.report.report import Report, fold
+from specgen.record.record_rows import EngineRow, RequestRow
+from specgen.report.report import Report, report_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,14 +23,19 @@ class Run:
     """One pass over the requests."""
 
     completions: Mapping[str, Completion]  # by request
-    events: Sequence[Event]
+    passes: Sequence[EngineRow]
     seconds: float  # wall time of ``generate``, prefill included
     num_spec_tokens: int
 
     @property
+    def requests(self) -> list[RequestRow]:
+        """The rows of the requests, as they ended."""
+        return [completion.record for completion in self.completions.values()]
+
+    @property
     def report(self) -> Report:
-        """What the events say."""
-        return fold(self.events, num_spec_tokens=self.num_spec_tokens)
+        """What the rows say."""
+        return report_of(self.requests, self.passes, num_spec_tokens=self.num_spec_tokens)
 
     def whole(self) -> Self:
         """This run; ``UserError`` if the engine refused a request of it."""
@@ -41,19 +46,19 @@ class Run:
 
 
 def ignore(_: object) -> None:
-    """Discard the event."""
+    """Discard it."""
 
 
 class _Tape:
-    """The events of one run. It knows no engine, so that an engine's memory is free as soon as nothing refers to it."""
+    """The rows of one run. It knows no engine, so that an engine's memory is free as soon as nothing refers to it."""
 
     def __init__(self) -> None:
-        self.events: list[Event] = []
-        self.see: Callable[[Event], None] = ignore
+        self.rows: list[EngineRow] = []
+        self.see: Callable[[EngineRow], None] = ignore
 
-    def record(self, event: Event) -> None:
-        self.events.append(event)
-        self.see(event)
+    def record(self, row: EngineRow) -> None:
+        self.rows.append(row)
+        self.see(row)
 
 
 class WarmEngine:
@@ -75,15 +80,15 @@ class WarmEngine:
 
     def run(
         self,
-        see: Callable[[Event], None] = ignore,
+        see: Callable[[EngineRow], None] = ignore,
         answered: Callable[[Completion], None] = ignore,
         until: Callable[[], bool] = never_stop,
     ) -> Run:
-        """Generate for all requests; ``see`` takes events, ``answered`` completions as they come.
+        """Generate for all requests; ``see`` takes rows, ``answered`` completions as they come.
 
         Once ``until``, which is asked between steps, is true, the other requests are dropped.
         """
-        self._tape.events, self._tape.see = [], see
+        self._tape.rows, self._tape.see = [], see
         completions: dict[str, Completion] = {}
         synchronize()
         began = time.perf_counter()
@@ -93,7 +98,7 @@ class WarmEngine:
         synchronize()
         return Run(
             completions=completions,
-            events=self._tape.events,
+            passes=self._tape.rows,
             seconds=time.perf_counter() - began,
             num_spec_tokens=self._config.draft_length.most,
         )

@@ -26,8 +26,8 @@ from specgen.engine.choices import RUNNERS
 from specgen.engine.loading import Models, OneTarget, load_share, open_checkpoints
 from specgen.engine.memory import num_pages
 from specgen.engine.rank_group import Alive, Checksum, Failed, Place, join
-from specgen.events import Event
 from specgen.ranks import Ranks, RankUnreachable
+from specgen.record.record_rows import EngineRow
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -165,8 +165,8 @@ class Worker:
         raise SystemExit
 
 
-def _ignore(event: Event) -> None:
-    """Discard: rank 0 records events."""
+def _ignore(row: EngineRow) -> None:
+    """Discard: rank 0 records."""
 
 
 def _end_with(descriptor: int) -> None:

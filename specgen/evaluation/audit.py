@@ -16,9 +16,9 @@ from specgen.engine.generation_config import FILE, generation_config
 from specgen.engine.loading import Models, load_models, open_checkpoints
 from specgen.engine.warm_engine import Run, WarmEngine
 from specgen.evaluation.divergence import Divergence, Judge
-from specgen.events import Event
 from specgen.prompts import open_prompts
 from specgen.prompts.row_reading import AS_IT_IS, Reading
+from specgen.record.record_rows import EngineRow
 from specgen.rundir.progress import Progress, Tally
 from specgen.rundir.provenance import manifest
 
@@ -162,9 +162,9 @@ def _decode(
         progress.prepare(arm.name)
     engine, tally = WarmEngine(arm.configure(config), models, requests), Tally()
 
-    def see(event: Event) -> None:
-        tally.see(event)
-        progress.see(event)
+    def see(row: EngineRow) -> None:
+        tally.see(row)
+        progress.see(row)
 
     progress.start(arm.name, tally, len(requests))
     run = engine.run(see, lambda _: progress.advance())

@@ -22,7 +22,7 @@ from specgen.decoding.sampling import most_demanding
 from specgen.engine.build import build_engine
 from specgen.engine.loading import Models
 from specgen.evaluation.samples import Generated
-from specgen.events import Event
+from specgen.record.record_rows import EngineRow
 from specgen.rundir.progress import Progress, Tally
 from specgen.rundir.results import RunDirectory
 from specgen.text.reasoning import split
@@ -115,10 +115,13 @@ class SpecgenLM(TemplateLM):  # type: ignore[misc]
                 self._engine = self._start(expected)
             last = time.perf_counter()  # the engine's start does not count as time of the answers
             with closing(cast("Generator[_Found]", ask(self._engine))) as found:
-                for answered, row in map(row_of, found):
+                for each in found:
+                    answered, row = row_of(each)
                     now = time.perf_counter()
                     self._answers[answered] = {"id": answered, **row, "seconds": now - last}
-                    self._files.add_completion(self._answers[answered])
+                    self._files.add_completion(
+                        self._answers[answered], each.record if isinstance(each, Completion) else None
+                    )
                     last = now
                     self._progress.advance()
                     yield answered, row
@@ -130,10 +133,10 @@ class SpecgenLM(TemplateLM):  # type: ignore[misc]
         engine.warm_up()
         return engine
 
-    def _record(self, event: Event) -> None:
-        self._files.see(event)
-        self._tally.see(event)
-        self._progress.see(event)
+    def _record(self, row: EngineRow) -> None:
+        self._files.see(row)
+        self._tally.see(row)
+        self._progress.see(row)
 
     # --- what lm-eval asks about the model --------------------------------------------------------
 

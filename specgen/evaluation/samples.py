@@ -42,7 +42,7 @@ class Sample:
 
 @dataclass(frozen=True, kw_only=True)
 class ArmRun:
-    """The result of one arm: its samples in the order of the documents, and the reports of its events."""
+    """The result of one arm: its samples in the order of the documents, and the reports of its rows."""
 
     name: str
     dtype: str

@@ -24,7 +24,7 @@ from specgen.experiments.heads_tables import (
     verdicts,
 )
 from specgen.json_fields import load_json
-from specgen.record.recorder import RequestRow
+from specgen.record.record_rows import RequestRow
 from specgen.report.charts import Lines, Point, lengths
 from specgen.report.origin import origin
 from specgen.report.page import Page

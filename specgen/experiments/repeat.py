@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from itertools import product
 from typing import Any
 
-from specgen.events import Touched
+from specgen.record.record_rows import Touched
 from specgen.report.intervals import Interval, student_t
 from specgen.report.timings import LatencyStats
 from specgen.report.wall_time import WallTime

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
+from itertools import pairwise
 from statistics import fmean
 from typing import TypeVar
 
@@ -20,10 +21,10 @@ from specgen.core.engine_core import never_stop
 from specgen.engine.loading import Models
 from specgen.engine.warm_engine import Run, WarmEngine
 from specgen.errors import DeviceLost
-from specgen.events import Captured, Event, Finished, OutOfMemory, Prefilled, Verified
 from specgen.experiments.plans import Plan, Yardstick
 from specgen.experiments.repeat import Repeat
 from specgen.experiments.rounds import Rounds
+from specgen.record.record_rows import Captured, EngineRow, OutOfMemory, PassRow, RequestRow
 from specgen.report.timings import latency_stats
 from specgen.rundir.interrupt import StoppedError
 
@@ -198,10 +199,10 @@ class Turns:
 
 def repeat_of(run: Run, yardstick: Yardstick | None = None) -> Repeat:
     """The figures of ``run``; without ``yardstick`` nothing is compared with a bound or a known text."""
-    completions, events, report = run.completions.values(), run.events, run.report
+    completions, requests, report = run.completions.values(), run.requests, run.report
     steps, prefill = report.steps.get("decode"), report.steps.get("prefill")
     known = yardstick.known if yardstick else None
-    emitted = [1 + event.accepted for event in events if isinstance(event, Verified)]
+    emitted = [1 + step.accepted for request in requests for step in request.steps or ()]
     return Repeat(
         seconds=run.seconds,
         num_tokens=sum(len(completion.token_ids) for completion in completions),
@@ -209,14 +210,14 @@ def repeat_of(run: Run, yardstick: Yardstick | None = None) -> Repeat:
         acceptance=tuple(position.rate for position in report.speculation.acceptance),
         ttft=report.ttft_seconds,
         tpot=report.tpot_seconds,
-        itl=latency_stats(list(inter_token_seconds(events))),
+        itl=latency_stats(list(inter_token_seconds(requests, run.passes))),
         step_seconds=steps.mean_seconds if steps else None,
         mean_sequences=steps.mean_sequences if steps else None,
-        step_bytes=None if yardstick is None else mean_step_bytes(events, yardstick.sizes),
-        touched=mean_touched(events),
+        step_bytes=None if yardstick is None else mean_step_bytes(requests, run.passes, yardstick.sizes),
+        touched=mean_touched(run.passes),
         texts={completion.request.id: digest(completion.token_ids) for completion in completions},
         num_wrong=known.num_wrong(completions) if known else None,
-        disturbances=tuple(_disturbances(events)),
+        disturbances=tuple(_disturbances(run.passes)),
         wall=report.wall.of_whole(run.seconds) if report.wall else None,
         prefill_passes=prefill.num_steps if prefill else 0,
         prefill_flops=yardstick.sizes.prefill_flops(prefill.target_rows) if prefill and yardstick else 0.0,
@@ -229,25 +230,22 @@ def digest(token_ids: Sequence[int]) -> str:
     return blake2b(" ".join(map(str, token_ids)).encode(), digest_size=8).hexdigest()
 
 
-def inter_token_seconds(events: Iterable[Event]) -> Iterator[float]:
+def inter_token_seconds(requests: Iterable[RequestRow], passes: Iterable[EngineRow]) -> Iterator[float]:
     """Inter-token latencies (ITL): the times between consecutive steps that emit tokens of a request.
 
     As in vLLM's serving benchmark, a step is one gap however many tokens it emits.
     """
-    latest: dict[str, float] = {}
-    for event in events:
-        if isinstance(event, Finished):
-            latest.pop(event.sequence, None)
-        elif isinstance(event, Prefilled | Verified) and event.emitted:
-            if event.sequence in latest:
-                yield event.time - latest[event.sequence]
-            latest[event.sequence] = event.time
+    times = {row.number: row.time for row in passes if isinstance(row, PassRow)}
+    for request in requests:
+        if request.first_token is not None:
+            emitting = (times[step.number] for step in request.steps or () if step.emitted)
+            yield from (after - before for before, after in pairwise((request.first_token, *emitting)))
 
 
-def _disturbances(events: Iterable[Event]) -> Iterable[str]:
-    late = sum(isinstance(event, Captured) for event in events)
+def _disturbances(passes: Iterable[EngineRow]) -> Iterable[str]:
+    late = sum(isinstance(row, Captured) for row in passes)
     if late:
         yield f"{late} CUDA graphs were captured in the measured time"
-    for event in events:
-        if isinstance(event, OutOfMemory):
-            yield f"out of memory, so it ran with a batch of {event.max_batch_size}"
+    for row in passes:
+        if isinstance(row, OutOfMemory):
+            yield f"out of memory, so it ran with a batch of {row.max_batch_size}"

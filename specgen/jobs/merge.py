@@ -10,7 +10,7 @@ from typing import Any
 from specgen.config import FormatName, require
 from specgen.jobs.run_output import FinishedRun, read_json
 from specgen.jobs.shard import REQUESTS, WHOLE, Shard, parse_shard, read_requests
-from specgen.record.recorder import require_present_version
+from specgen.record.record_rows import require_present_version
 from specgen.report.report import load
 from specgen.rundir.atomic import replacement, write_json
 from specgen.rundir.provenance import FREE_IN_A_RUN, differences

@@ -22,8 +22,8 @@ import torch
 from specgen.config import MTP, Cluster, EngineConfig, SamplingParams, UserError, require
 from specgen.engine.memory import DRAWN
 from specgen.engine.request_output import RequestOutput
-from specgen.events import Event
 from specgen.prompts import Prompt, Rejected
+from specgen.record.record_rows import EngineRow, PassRow, RequestRow, moved
 from specgen.rundir.machine_state import num_cpus
 from specgen.text.tokenizer import Tokenizer, load_tokenizer
 
@@ -36,7 +36,7 @@ _ENVIRONMENT = {  # settings that Ray reads from the environment alone
     "RAY_ENABLE_AUTO_CONNECT": "0",  # a thread that still pulls after the shutdown would start Ray again
 }
 _POLL = 0.2  # seconds between two calls of ``until``
-_Record = Event | RequestOutput | Exception
+_Record = EngineRow | RequestOutput | Exception
 _Rows = Iterable[Prompt | Rejected]
 
 
@@ -53,14 +53,14 @@ class _Block:
 class RayEngine:
     """The engines of ``cluster``, each with the resolved ``config`` in its own process and on its own GPUs, if any.
 
-    ``record`` takes their events, block by block; times count from the call of ``generate``. ``expected`` is that of
+    ``record`` takes their rows, block by block; times count from the call of ``generate``. ``expected`` is that of
     ``Engine``. ``UserError`` where this machine has too few GPUs, later where there is no cluster or a worker cannot
     start.
     """
 
     config: EngineConfig
     cluster: Cluster
-    record: Callable[[Event], None]
+    record: Callable[[EngineRow], None]
     expected: SamplingParams = DRAWN
 
     def __post_init__(self) -> None:
@@ -85,22 +85,28 @@ class RayEngine:
         lost: Mapping[str, Sequence[str]],
         until: Callable[[], bool],
     ) -> Iterator[RequestOutput]:
-        """As ``Engine.generate``; outputs come when their block is done, each after its events.
+        """As ``Engine.generate``; outputs come when their block is done, each after its passes.
 
         The block of a lost worker is answered again by another one.
         """
         size = _BATCHES * self.config.max_batch_size
         blocks = _blocks(iter(prompts), earlier, lost, size, self.cluster.num_workers)
+        num_passes = 0  # of all workers, each of which counts its own
         with _connected(self.cluster):
             for records in _on_stderr(_until(until, self._answered(blocks, sampling))):
+                passes = [record for record in records if isinstance(record, PassRow)]
+                behind = num_passes - passes[0].number if passes else 0
+                num_passes += len(passes)
                 for record in records:
                     match record:
+                        case RequestOutput(record=RequestRow() as row):
+                            yield replace(record, record=row.moved(0.0, behind))
                         case RequestOutput():
                             yield record
                         case Exception():
                             raise record
                         case _:
-                            self.record(record)
+                            self.record(moved(record, 0.0, behind))
 
     def _answered(self, blocks: Iterable[_Block], sampling: SamplingParams) -> Iterator[list[_Record]]:
         """The records of each block, in the order in which they finish."""
@@ -147,14 +153,16 @@ class _Worker:
                 for output in self._engine.generate(
                     block.prompts, self._sampling, earlier=block.earlier, lost=block.lost
                 ):
+                    if output.record is not None:
+                        output = replace(output, record=output.record.moved(self._late, 0))
                     self._records.append(output)
         except Exception as error:
             error.add_note("".join(format_exception(error)))  # pickling loses the traceback
             self._records.append(error)  # raised by the driver: Ray would change type and fields
         return _table(self._records)
 
-    def _note(self, event: Event) -> None:
-        self._records.append(replace(event, time=event.time + self._late))
+    def _note(self, row: EngineRow) -> None:
+        self._records.append(moved(row, self._late, 0))
 
 
 def _blocks(

@@ -22,13 +22,13 @@ from specgen.engine.memory import require_memory
 from specgen.engine.number_formats import Checkpoints
 from specgen.engine.request_output import RequestOutput
 from specgen.errors import DeviceLost
-from specgen.events import Event
 from specgen.jobs.job import Job, job_manifest, without_effect
 from specgen.jobs.prompt_index import PromptIndex, index_prompts, keep_index, kept_index
 from specgen.jobs.ray_engine import RayEngine
 from specgen.jobs.run_output import MAIN_FILES, FinishedRun, RunResult, is_finished
 from specgen.jobs.shard import REQUESTS
 from specgen.prompts import Prompt, PromptSet, Rejected, failure, open_prompts
+from specgen.record.record_rows import EngineRow
 from specgen.rundir.atomic import write_json_lines, write_text
 from specgen.rundir.interrupt import StoppedError
 from specgen.rundir.progress import Progress, Tally
@@ -246,11 +246,11 @@ class _Work:
     def _generate(self, config: EngineConfig, files: RunDirectory) -> None:
         tally = Tally()
 
-        def record(event: Event) -> None:
-            files.see(event)
-            tally.see(event)
-            self.progress.see(event)
-            self.status.see(event)
+        def record(row: EngineRow) -> None:
+            files.see(row)
+            tally.see(row)
+            self.progress.see(row)
+            self.status.see(row)
 
         name = "plain decoding" if config.draft_length.most == 0 else "speculative decoding"
         if config.device != "cpu":
@@ -284,7 +284,7 @@ class _Work:
             self.progress.finish()
         self._require_all(files, first)
 
-    def _engine(self, config: EngineConfig, record: Callable[[Event], None]) -> Engine | RayEngine:
+    def _engine(self, config: EngineConfig, record: Callable[[EngineRow], None]) -> Engine | RayEngine:
         sampling, config = self.job.sampling, _with_rows_for(self.index, config)
         expected = most_demanding([sampling, *(replace(sampling, **row) for row in self.index.sampling)])
         if self.job.cluster is not None:
@@ -301,7 +301,7 @@ class _Work:
 
     def _keep(self, output: RequestOutput, files: RunDirectory) -> None:
         if output.error is None:
-            files.add_completion(output.to_row())
+            files.add_completion(output.to_row(), output.record)
         else:
             files.errors.add(output.to_row())
         self.status.count(done=len(files.completions), failed=len(files.errors))

@@ -13,7 +13,7 @@ from specgen.jobs.export.parquet import export_parquet
 from specgen.jobs.job import Job
 from specgen.json_fields import load_json
 from specgen.prompts import Prompt, failure
-from specgen.record.recorder import RequestRow, read_passes
+from specgen.record.record_rows import RequestRow, read_passes
 from specgen.report import tables
 from specgen.report.origin import origin, run_title
 from specgen.report.report import Report, report_of

@@ -2,22 +2,23 @@
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Protocol, Self
+from typing import Any, NamedTuple, Self
 
 from specgen.config import require
 
 PARTS = ("reasoning", "answer")
 
 
-class Step(Protocol):
-    """One verify step of one request: its drafts, how many were accepted, how many tokens became output."""
+class Step(NamedTuple):
+    """One verify step of one request: its drafts, how many the target accepted, how many tokens became output.
 
-    @property
-    def drafts(self) -> Sequence[int]: ...
-    @property
-    def accepted(self) -> int: ...
-    @property
-    def emitted(self) -> int: ...
+    ``emitted`` is ``accepted + 1`` unless the text ended within the step. Plain decoding has no drafts.
+    """
+
+    number: int  # of its pass
+    drafts: Sequence[int]
+    accepted: int
+    emitted: int
 
 
 class StepCounts:
@@ -88,17 +89,16 @@ def count_parts(
     switches: Sequence[tuple[int, str]],
     steps: Sequence[Step],
     num_output_tokens: int,
-    num_prefill: int,
     most: int,
 ) -> dict[str, Any]:
     """The steps and tokens of one text by part: a step belongs to the part of its first token.
 
     ``switches`` has the output token from which on the text is of a part, an answer before the first;
-    ``num_prefill`` tokens came before the ``steps``, which have at most ``most`` drafts. ``part`` is the last one.
+    other tokens than those of ``steps``, which have at most ``most`` drafts, came before them. ``part`` is the last.
     """
     changes = [(0, "answer"), *switches]
     steps_of: dict[str, list[Step]] = {"answer": [], "reasoning": []}
-    first = num_prefill
+    first = num_output_tokens - sum(step.emitted for step in steps)
     for step in steps:
         steps_of[next(part for at, part in reversed(changes) if at <= first)].append(step)
         first += step.emitted

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from specgen.display import count, rate, ratio
-from specgen.events import Stepped
+from specgen.record.record_rows import PassRow
 from specgen.report.table import Column, Table
 
 _SHOWN = 12  # rows of the table, those of the most steps; report.json has all
@@ -32,7 +32,7 @@ class ExpertSum:
         self._sums: dict[tuple[int, int], list[float]] = {}
         self._num_experts = 0
 
-    def add(self, step: Stepped) -> None:
+    def add(self, step: PassRow) -> None:
         """Add one step; nothing if it has no experts."""
         found = step.experts
         if found is None:

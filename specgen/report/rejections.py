@@ -4,7 +4,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 
 from specgen.display import count, percent
-from specgen.record.recorder import RequestRow
+from specgen.record.record_rows import RequestRow
 from specgen.report.table import Column, Row, Table
 from specgen.report.token_sources import sources
 
@@ -114,7 +114,7 @@ def quoted(text: str) -> str:
 
 
 def _most(numbers: Counter[int]) -> list[tuple[int, int]]:
-    """The most frequent, of equal ones the smaller id: the order does not depend on that of the events."""
+    """The most frequent, of equal ones the smaller id: the order does not depend on that of the requests."""
     return sorted(numbers.items(), key=lambda each: (-each[1], each[0]))[:_TOKENS]
 
 

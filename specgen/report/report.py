@@ -7,15 +7,15 @@ from pathlib import Path
 from typing import Any, Self
 
 from specgen.config import require
-from specgen.events import Captured, Event, OutOfMemory, conversation_of
 from specgen.json_fields import load_json
 from specgen.record.counts import StepCounts
-from specgen.record.recorder import Pass, PassRow, RequestRow, Session, tables
+from specgen.record.record_rows import ONLY_SESSION, Captured, OutOfMemory, PassRow, RequestRow, Row, Session
 from specgen.report.acceptance import RequestSum, Speculation
 from specgen.report.experts_touched import ExpertStats, ExpertSum
 from specgen.report.parts_of_texts import PartSum
 from specgen.report.timings import LatencyStats, StepStats, StepSum, WallClock, latency_stats
 from specgen.report.wall_time import WallSum, WallTime
+from specgen.turn_ids import conversation_of
 
 DEFINITIONS = (
     ("mean acceptance length", "1 + accepted / drafts over verify steps with drafts; no prefill, no padding"),
@@ -121,20 +121,20 @@ class _Sums:
         self.experts = ExpertSum()
         self.wall = WallSum()
 
-    def add_passes(self, passes: Iterable[Pass]) -> None:
+    def add_passes(self, passes: Iterable[Row]) -> None:
         """Add the rows of ``passes.jsonl``, in their order."""
-        session = ""
+        session = ONLY_SESSION
         for row in passes:
             match row:
                 case Session():
                     session = row.name
                     self.clock.see(session, row.time)
-                case PassRow(step=step):
-                    self.clock.see(session, step.time)
+                case PassRow():
+                    self.clock.see(session, row.time)
                     self.num_preemptions += row.num_preempted
-                    self.steps.setdefault(step.kind, StepSum()).add(row)
-                    self.experts.add(step)
-                    self.wall.add(step)
+                    self.steps.setdefault(row.kind, StepSum()).add(row)
+                    self.experts.add(row)
+                    self.wall.add(row)
                 case Captured():
                     self.clock.see(session, row.time)
                     self.wall.add(row)
@@ -196,7 +196,7 @@ def _breakdown(groups: Mapping[str, RequestSum]) -> dict[str, Speculation]:
 
 
 def report_of(
-    requests: Iterable[RequestRow], passes: Iterable[Pass], *, num_spec_tokens: int, num_errors: int = 0
+    requests: Iterable[RequestRow], passes: Iterable[Row], *, num_spec_tokens: int, num_errors: int = 0
 ) -> Report:
     """The report of a run with K = ``num_spec_tokens``, in one pass over each of its tables.
 
@@ -211,11 +211,6 @@ def report_of(
         else:
             sums.add_request(row)
     return sums.report(num_errors)
-
-
-def fold(events: Iterable[Event], *, num_spec_tokens: int) -> Report:
-    """The report of what an engine tells of one session, in which running requests count as nothing."""
-    return report_of(*tables(events), num_spec_tokens=num_spec_tokens)
 
 
 def report_categories(requests: Iterable[RequestRow], *, num_spec_tokens: int) -> dict[str, Report]:

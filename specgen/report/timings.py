@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from specgen.record.recorder import WHOLE, PassRow, shard_of
+from specgen.record.record_rows import WHOLE, PassRow, shard_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,22 +90,21 @@ class StepSum:
 
     def add(self, row: PassRow) -> None:
         """Add one step."""
-        step = row.step
         self._counts.update(
             num_steps=1,
-            target_rows=step.target_rows,
+            target_rows=row.target_rows,
             target_rejected=row.num_rejected,
-            first_pass_rows=step.first_pass_rows,
-            first_pass_wasted=step.first_pass_rows - step.first_pass_kept,
-            loop_rows=step.loop_rows,
+            first_pass_rows=row.first_pass_rows,
+            first_pass_wasted=row.first_pass_rows - row.first_pass_kept,
+            loop_rows=row.loop_rows,
         )
-        self._num_sequences += step.num_sequences
-        self._seconds += step.seconds
-        self._max_seconds = max(self._max_seconds, step.seconds)
-        self._by_num_spec_tokens[step.num_spec_tokens] += 1
+        self._num_sequences += row.num_sequences
+        self._seconds += row.seconds
+        self._max_seconds = max(self._max_seconds, row.seconds)
+        self._by_num_spec_tokens[row.num_spec_tokens] += 1
 
     def result(self) -> StepStats:
-        """The sums and means; needs at least one step."""
+        """The sums and means; needs at least one row."""
         num_steps = self._counts["num_steps"]
         return StepStats(
             **self._counts,

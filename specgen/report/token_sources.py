@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Literal
 
-from specgen.record.recorder import RequestRow
+from specgen.record.record_rows import RequestRow
 
 Kind = Literal["prefill", "draft", "correction", "bonus", "plain"]
 

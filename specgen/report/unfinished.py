@@ -8,7 +8,7 @@ from typing import Any
 from specgen.config import UserError
 from specgen.display import count
 from specgen.json_fields import load_json
-from specgen.record.recorder import RequestRow, read_passes, require_present_version
+from specgen.record.record_rows import RequestRow, read_passes, require_present_version
 from specgen.report.report import load, report_of
 
 _FINISHED = "finished"

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Self
 
 from specgen import display
-from specgen.events import Captured, Stepped
+from specgen.record.record_rows import Captured, PassRow
 from specgen.report.charts import quarters
 from specgen.report.table import Column, Table
 
@@ -62,19 +62,19 @@ class WallSum:
         self._seconds = dict.fromkeys(("prefill", "captures", "idle_outside", "idle_engine"), 0.0)
         self._decode: dict[tuple[int, bool], tuple[int, float]] = {}  # number of steps and their seconds
 
-    def add(self, event: Stepped | Captured) -> None:
+    def add(self, row: PassRow | Captured) -> None:
         """Add one pass or capture."""
-        if isinstance(event, Captured):
-            self._seconds["captures"] += event.seconds
+        if isinstance(row, Captured):
+            self._seconds["captures"] += row.seconds
             return
-        self._seconds["idle_outside"] += event.idle_outside
-        self._seconds["idle_engine"] += event.idle - event.idle_outside
-        if event.kind == "prefill":
-            self._seconds["prefill"] += event.seconds
+        self._seconds["idle_outside"] += row.idle_outside
+        self._seconds["idle_engine"] += row.idle - row.idle_outside
+        if row.kind == "prefill":
+            self._seconds["prefill"] += row.seconds
         else:
-            key = event.num_sequences, event.num_waiting > 0
+            key = row.num_sequences, row.num_waiting > 0
             number, seconds = self._decode.get(key, (0, 0.0))
-            self._decode[key] = number + 1, seconds + event.seconds
+            self._decode[key] = number + 1, seconds + row.seconds
 
     def result(self, whole: float) -> WallTime | None:
         """The parts of a wall time of ``whole`` seconds; None without decode steps."""

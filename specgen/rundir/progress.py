@@ -3,30 +3,24 @@
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from specgen.events import Event, Prefilled, Stepped, Verified
+from specgen.record.record_rows import EngineRow, PassRow
 
 
 class Tally:
-    """Counts of the events of one engine."""
+    """Counts of the passes of one engine."""
 
     def __init__(self) -> None:
         self.num_tokens = 0
         self.seconds = 0.0
-        self._num_steps = 0
+        self._num_drafting = 0
         self._num_accepted = 0
 
-    def see(self, event: Event) -> None:
-        match event:
-            case Prefilled(emitted=emitted):
-                self.num_tokens += emitted
-            case Verified(drafts=drafts, accepted=accepted, emitted=emitted):
-                self.num_tokens += emitted
-                self._num_steps += bool(drafts)
-                self._num_accepted += accepted
-            case Stepped(time=time):
-                self.seconds = time
-            case _:
-                pass
+    def see(self, row: EngineRow) -> None:
+        if isinstance(row, PassRow):
+            self.num_tokens += row.num_tokens
+            self.seconds = row.time
+            self._num_drafting += row.num_drafting
+            self._num_accepted += row.num_accepted
 
     @property
     def tokens_per_second(self) -> float | None:
@@ -36,11 +30,11 @@ class Tally:
     @property
     def acceptance_length(self) -> float | None:
         """Pooled over the steps with drafts; None without any."""
-        return 1 + self._num_accepted / self._num_steps if self._num_steps else None
+        return 1 + self._num_accepted / self._num_drafting if self._num_drafting else None
 
 
 class Progress(Protocol):
-    """Receives the events of a run, to display them."""
+    """Receives what happens in a run, to display it."""
 
     def warn(self, sentence: str) -> None:
         """Something that does not stop the run but that the user has hardly meant."""
@@ -61,10 +55,10 @@ class Progress(Protocol):
         """``what`` is ready for its first request, after so many seconds by phase (see ``startup``)."""
 
     def start(self, what: str, tally: Tally, num_requests: int, num_done: int = 0) -> None:
-        """``what`` starts, with ``num_done`` of ``num_requests`` done; ``tally`` counts an event before ``see``."""
+        """``what`` starts, with ``num_done`` of ``num_requests`` done; ``tally`` counts a row before ``see``."""
 
-    def see(self, event: Event) -> None:
-        """An event was recorded."""
+    def see(self, row: EngineRow) -> None:
+        """The engine recorded a row."""
 
     def advance(self) -> None:
         """One more request has ended and is on disk."""

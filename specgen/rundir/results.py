@@ -8,17 +8,19 @@ import tempfile
 import time
 from collections.abc import Container, Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any, Self
 
 from specgen.config import UserError, require
-from specgen.events import Event
 from specgen.json_fields import load_json
-from specgen.record.recorder import (
+from specgen.record.record_rows import (
     WHOLE,
-    Pass,
-    Recorder,
+    EngineRow,
+    PassRow,
     RequestRow,
+    Row,
+    Session,
     read_passes,
     require_present_version,
     to_line,
@@ -216,8 +218,8 @@ class RunDirectory:
         with passes.open("rb") as lines:
             number = sum(line.startswith(_SESSION) for line in lines)
         self._passes = open_output(passes, "a")
-        self._recorder = Recorder(f"{shard}-{number}", socket.gethostname())
-        self._ended: dict[str, RequestRow] = {}  # requests whose completion is not written yet
+        self._session = f"{shard}-{number}"
+        self._is_begun = False
         self._with_steps = with_steps
         self._synced = time.monotonic()
 
@@ -228,20 +230,27 @@ class RunDirectory:
         with closing(self.errors), closing(self.completions), self._passes:  # all, whichever fails
             self._sync()
 
-    def see(self, event: Event) -> None:
-        """Record what an engine tells: passes at once, requests with their completion."""
-        for row in self._recorder.take(event):
-            if not isinstance(row, RequestRow):
-                self._passes.write(to_line(row).encode() + b"\n")
-            elif row.reason != "error":
-                self._ended[row.name] = row
+    def see(self, row: EngineRow) -> None:
+        """Record what an engine hands out, behind a row for this process before the first."""
+        self._begin(row.time - row.seconds if isinstance(row, PassRow) else row.time)
+        self._write(row)
 
-    def add_completion(self, row: Mapping[str, Any]) -> None:
+    def _begin(self, time: float) -> None:
+        if not self._is_begun:
+            self._is_begun = True
+            self._write(Session(name=self._session, time=time, machine=socket.gethostname()))
+
+    def _write(self, row: Row) -> None:
+        self._passes.write(to_line(row).encode() + b"\n")
+
+    def add_completion(self, row: Mapping[str, Any], record: RequestRow | None = None) -> None:
         """Append to ``completions.jsonl``, with the request's record; passes are flushed first, then the row."""
+        if record is not None:
+            self._begin(record.arrival)
+            record = replace(record, session=self._session)
+            row = {**row, "record": record.to_json(with_steps=self._with_steps)}
         self._passes.flush()
-        ended = self._ended.pop(row["id"], None)
-        record = {} if ended is None else {"record": ended.to_json(with_steps=self._with_steps)}
-        self.completions.add({**row, **record})
+        self.completions.add(row)
         if time.monotonic() - self._synced >= _SYNC_INTERVAL:
             self._sync()
 
@@ -254,7 +263,7 @@ class RunDirectory:
         """The requests of a closed run that generated texts."""
         return (RequestRow.of_row(row) for row in self.completions.values() if "token_ids" in row)
 
-    def passes(self) -> Iterator[Pass]:
+    def passes(self) -> Iterator[Row]:
         """The passes of a closed run."""
         return read_passes(self.path / "passes.jsonl")
 

@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
-from specgen.events import Event, Stepped
+from specgen.record.record_rows import EngineRow, PassRow
 from specgen.rundir.atomic import as_json, swapped, write_json
 from specgen.rundir.interrupt import StoppedError
 from specgen.rundir.progress import Tally
@@ -71,7 +71,7 @@ class Status:
             self.put_back()
 
     def begin(self, tally: Tally, *, total: int, done: int, startup: Mapping[str, float]) -> None:
-        """An engine, whose events ``tally`` counts, starts; ``done`` of ``total`` requests are done.
+        """An engine, whose passes ``tally`` counts, starts; ``done`` of ``total`` requests are done.
 
         ``startup`` has the seconds until then by phase, see ``startup.py``; a baseline's are added to those before.
         """
@@ -81,9 +81,9 @@ class Status:
         self._begun, self._tally = time.monotonic(), tally
         self.write("running")
 
-    def see(self, event: Event) -> None:
-        """After a step, write the file if it is due."""
-        if isinstance(event, Stepped) and time.monotonic() - self._written >= _INTERVAL:
+    def see(self, row: EngineRow) -> None:
+        """After a pass, write the file if it is due."""
+        if isinstance(row, PassRow) and time.monotonic() - self._written >= _INTERVAL:
             self.write("running")
 
     def count(self, *, done: int, failed: int) -> None:

@@ -1,4 +1,4 @@
-"""The rows of passes survive their lines, broken lines are refused, and rows tell what events told."""
+"""The rows of passes and requests survive their lines, and broken lines are refused."""
 
 import json
 from dataclasses import replace
@@ -7,31 +7,31 @@ from typing import Any
 import pytest
 
 from specgen.config import UserError
-from specgen.events import Captured, OutOfMemory, Preempted, Prefilled, Submitted
-from specgen.record.recorder import (
-    Pass,
-    PassRow,
-    RecordedStep,
+from specgen.record.record_rows import (
+    Captured,
+    OutOfMemory,
     RequestRow,
+    Row,
     Session,
     from_line,
+    moved,
     to_line,
 )
-from tests.streams import decode_steps, mixture_steps, padded_step, recorded, request
+from tests.streams import decode_steps, mixture_steps, recorded, request
 
 (STEP,) = decode_steps(2)
 (TOUCHING,) = mixture_steps(3, 2, (3.5, 2.0))
-ROWS: list[Pass] = [
+ROWS: list[Row] = [
     Session(name="1/4-2", time=0.25, machine="host"),
-    PassRow(number=0, num_rejected=0, num_preempted=0, step=replace(STEP, idle=0.5, idle_outside=0.25)),  # type: ignore[type-var]
-    PassRow(number=7, num_rejected=3, num_preempted=1, step=TOUCHING),  # type: ignore[arg-type]
+    replace(STEP, idle=0.5, idle_outside=0.25),
+    replace(TOUCHING, number=7, num_rejected=3, num_preempted=1),
     Captured(time=1.5, what="step", num_sequences=2, seconds=0.5, fits=False),
     OutOfMemory(time=1.75, max_batch_size=16, max_prefill_tokens=512),
 ]
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: type(row).__name__)
-def test_a_line_round_trips(row: Pass) -> None:
+def test_a_line_round_trips(row: Row) -> None:
     line = to_line(row)
     assert "\n" not in line
     assert from_line(line) == row
@@ -43,8 +43,6 @@ def test_the_kinds_are_a_file_format_and_nothing_is_left_out_but_zeros() -> None
     assert lines[1] == {
         "row": "pass",
         "number": 0,
-        "num_rejected": 0,
-        "num_preempted": 0,
         "kind": "decode",
         "time": 1.0,
         "seconds": 0.1,
@@ -64,25 +62,12 @@ def test_the_kinds_are_a_file_format_and_nothing_is_left_out_but_zeros() -> None
     [
         *("", "[]", "7", '{"row": "pass", "num', '{"row": "sneeze", "time": 0.0}', '{"time": 0.0}'),
         *('{"row": "session", "time": 0.0}', '{"row": "session", "name": "a", "time": 0.0, "mood": 1}'),
-        '{"row": "pass", "number": 1, "num_rejected": 0, "num_preempted": 0, "kind": "decode", "mood": 1}',
+        '{"row": "pass", "number": 1, "kind": "decode", "mood": 1}',
     ],
 )
 def test_invalid_lines_are_refused(line: str) -> None:
     with pytest.raises(UserError, match=r"^not a row of passes\.jsonl: "):
         from_line(line)
-
-
-def test_passes_have_what_happened_since_the_one_before() -> None:
-    events = [
-        *(Submitted(sequence=name, time=0.0, num_prompt_tokens=5) for name in "ab"),
-        *padded_step(3, a=1, b=3),
-        Preempted(sequence="b", time=2.0),
-        *padded_step(3, a=0),
-    ]
-    _, (session, *passes) = recorded({"0/1-0": events})
-    assert session == Session(name="0/1-0", time=0.0)
-    found = [(row.number, row.num_rejected, row.num_preempted) for row in passes if isinstance(row, PassRow)]
-    assert found == [(0, 2, 0), (1, 3, 1)]
 
 
 @pytest.mark.parametrize("dropped", [0, 1, 2])
@@ -93,12 +78,10 @@ def test_a_request_is_read_as_it_was_recorded(dropped: int) -> None:
     assert whole.steps is not None
     assert [step.emitted for step in whole.steps] == [2, 1, 4 - dropped]
     row: dict[str, Any] = {"id": "a", "token_ids": [1] * whole.num_output_tokens, "finish_reason": "stop"}
-    row |= {"num_prompt_tokens": 5, "category": "x", "record": whole.to_json(with_steps=True)}
+    row |= {"num_prompt_tokens": 5, "category": "x", "record": whole.to_json()}
     assert RequestRow.of_row(json.loads(json.dumps(row, default=vars))) == replace(
         whole,
-        steps=[
-            RecordedStep(each.number, list(each.drafts), each.accepted, each.emitted) for each in whole.steps
-        ],
+        steps=[each._replace(drafts=list(each.drafts)) for each in whole.steps],
     )
     with pytest.raises(
         UserError, match=r"the row of 'a' has no record, as in earlier versions: generate into"
@@ -106,6 +89,10 @@ def test_a_request_is_read_as_it_was_recorded(dropped: int) -> None:
         RequestRow.of_row({name: row[name] for name in row if name != "record"})
 
 
-def test_what_was_not_submitted_cannot_run() -> None:
-    with pytest.raises(UserError, match="'a' is not running here"):
-        recorded({"0/1-0": [Prefilled(sequence="a", time=0.0, emitted=1, num_cached=0)]})
+def test_a_row_of_a_later_engine_is_moved() -> None:
+    (row,) = request("a", [(2, 1), (0, 0)], begin=1.0)
+    moved_row = row.moved(10.0, 5)
+    assert (moved_row.arrival, moved_row.first_token, moved_row.ended) == (11.0, 12.0, 14.0)
+    assert [step.number for step in moved_row.steps or ()] == [5, 6]
+    assert moved(STEP, 1.5, 3) == replace(STEP, time=2.5, number=3)
+    assert moved(ROWS[3], 1.5, 3) == replace(ROWS[3], time=3.0)  # type: ignore[arg-type, type-var]

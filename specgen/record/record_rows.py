@@ -1,0 +1,264 @@
+"""What happened, as rows of two tables: requests (in ``completions.jsonl``) and passes (``passes.jsonl``).
+
+The engine hands out both, and every figure is a function of them. Times are seconds since its engine was warm.
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, Self
+
+from specgen.config import UserError, require
+from specgen.record.counts import Step
+
+WHOLE = "0/1"  # the shard of a run that has no others
+ONLY_SESSION = f"{WHOLE}-0"
+_encode = json.JSONEncoder(separators=(",", ":"), default=vars).encode
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RequestRow:
+    """One request that has ended; times are seconds since the session's engine was warm.
+
+    ``steps`` is None where they were not kept; ``counts`` are theirs, and ``parts`` as from ``count_parts`` where the
+    text has reasoning.
+    """
+
+    name: str
+    session: str = ONLY_SESSION
+    reason: str
+    category: str | None
+    turn: int
+    num_turns: int  # of its conversation
+    num_prompt_tokens: int
+    num_cached_tokens: int  # of the prompt, found in the prefix cache
+    num_output_tokens: int
+    arrival: float
+    first_token: float | None
+    ended: float
+    counts: Mapping[str, Any]
+    parts: Mapping[str, Any] | None
+    steps: Sequence[Step] | None
+
+    def to_json(self, *, with_steps: bool = True) -> dict[str, Any]:
+        """The ``record`` of a row, which has the other fields itself; see ``of_row``."""
+        found: dict[str, Any] = {
+            name: getattr(self, name)
+            for name in ("session", "arrival", "first_token", "ended", "num_cached_tokens", "counts")
+        }
+        if self.num_turns > 1:
+            found["num_turns"] = self.num_turns
+        if self.parts is not None:
+            found["parts"] = self.parts
+        if with_steps and self.steps is not None:
+            found["steps"] = {
+                "pass": [step.number for step in self.steps],
+                "drafts": [step.drafts for step in self.steps],
+                "accepted": [step.accepted for step in self.steps],
+            }
+        return found
+
+    @classmethod
+    def of_row(cls, row: Mapping[str, Any]) -> Self:
+        """From a row of ``completions.jsonl``; ``UserError`` for one of a version that kept no record in it."""
+        require(
+            "record" in row,
+            f"the row of {row.get('id')!r} has no record, as in earlier versions: generate into a new directory",
+        )
+        record, num_tokens = row["record"], len(row["token_ids"])
+        return cls(
+            name=row["id"],
+            session=record["session"],
+            reason=row.get("ended_by", row["finish_reason"]),
+            category=row.get("category"),
+            turn=row.get("turn", 1),
+            num_turns=record.get("num_turns", 1),
+            num_prompt_tokens=row["num_prompt_tokens"],
+            num_cached_tokens=record["num_cached_tokens"],
+            num_output_tokens=num_tokens,
+            arrival=record["arrival"],
+            first_token=record["first_token"],
+            ended=record["ended"],
+            counts=record["counts"],
+            parts=record.get("parts"),
+            steps=_steps(record["steps"], num_tokens) if "steps" in record else None,
+        )
+
+    def moved(self, seconds: float, num_passes: int) -> Self:
+        """The same of a run in which so many seconds and passes came before what is here counted from 0."""
+        return replace(
+            self,
+            arrival=self.arrival + seconds,
+            first_token=None if self.first_token is None else self.first_token + seconds,
+            ended=self.ended + seconds,
+            steps=self.steps and [step._replace(number=step.number + num_passes) for step in self.steps],
+        )
+
+    @property
+    def num_rejections(self) -> int:
+        """Steps that rejected a draft."""
+        return sum(step.accepted < len(step.drafts) for step in self.steps or ())
+
+    @property
+    def acceptance_length(self) -> float | None:
+        """1 + accepted / drafts over steps with drafts; None without one."""
+        steps = sum(self.counts["histogram"])
+        return 1 + sum(self.counts["accepted"]) / steps if steps else None
+
+
+def _steps(arrays: Mapping[str, Any], num_tokens: int) -> list[Step]:
+    """The steps of a text; the last may have given less than it accepted, as the text ended within it."""
+    left, found = num_tokens - 1, []  # the first token is the prefill's
+    for number, drafts, accepted in zip(
+        *(arrays[name] for name in ("pass", "drafts", "accepted")), strict=True
+    ):
+        emitted = min(accepted + 1, left)
+        found.append(Step(number, drafts, accepted, emitted))
+        left -= emitted
+    return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Touched:
+    """The experts of a layer (means over layers) that the rows of a step's sequences chose; no padding rows.
+
+    ``plain`` counts the rows of the newest tokens alone, which are those of a plain step in the place of this one.
+    """
+
+    experts: float
+    plain: float
+    num_experts: int  # that a layer has
+    num_bytes: int  # of those touched, in all layers
+
+
+@dataclass(frozen=True, kw_only=True)
+class PassRow:
+    """A pass of the engine: the rows it computed, and what came of them; ``number`` counts from 0.
+
+    ``num_spec_tokens`` is K, the drafts per sequence (0 in a prefill). ``first_pass_rows`` are the rows of the drafter
+    KV fill and ``first_pass_kept`` those of accepted tokens (the rest is padding of a padded drafter batch);
+    ``loop_rows`` are the rows of the drafting passes. ``experts`` are those that a decode step of a mixture touched.
+
+    ``seconds`` are the device's, from the beginning of the pass to its end, without captures of CUDA graphs. Before
+    that it had nothing to do for ``idle`` seconds; in at most ``idle_outside`` of them its caller, who prepares
+    prompts and writes texts, had the host.
+    """
+
+    number: int
+    kind: str  # "prefill" or "decode"
+    time: float  # when its results were read
+    seconds: float
+    num_sequences: int
+    num_spec_tokens: int
+    target_rows: int
+    first_pass_rows: int
+    first_pass_kept: int
+    loop_rows: int
+    num_tokens: int = 0  # that became output
+    num_drafting: int = 0  # sequences that had drafts
+    num_accepted: int = 0  # drafts
+    num_rejected: int = 0
+    num_preempted: int = 0  # sequences that gave their pages back before it
+    num_waiting: int = 0  # prompts that had not begun
+    idle: float = 0.0
+    idle_outside: float = 0.0
+    experts: Touched | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Captured:
+    """A CUDA graph for steps of ``num_sequences`` was captured, or not for lack of memory (not ``fits``)."""
+
+    time: float
+    what: str  # "step", or the name of a pass
+    num_sequences: int
+    seconds: float
+    fits: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutOfMemory:
+    """The device had no memory for a pass; the run continues with these limits."""
+
+    time: float
+    max_batch_size: int
+    max_prefill_tokens: int
+
+
+EngineRow = PassRow | Captured | OutOfMemory
+
+
+def moved(row: EngineRow, seconds: float, num_passes: int) -> EngineRow:
+    """As ``RequestRow.moved``."""
+    if isinstance(row, PassRow):
+        row = replace(row, number=row.number + num_passes)
+    return replace(row, time=row.time + seconds)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Session:
+    """A process begins to work on a run; the rows behind this one are its own, by its clock.
+
+    ``name`` is ``SHARD-NUMBER``: shards run side by side, the sessions of one of them after each other.
+    """
+
+    name: str
+    time: float  # when its first pass began
+    machine: str = ""
+
+
+def shard_of(session: str) -> str:
+    """The shard that the session of this name is of, as in ``1/4``."""
+    return session.rpartition("-")[0]
+
+
+Row = EngineRow | Session
+_KINDS: dict[str, type[Row]] = {
+    "pass": PassRow,
+    "session": Session,
+    "capture": Captured,
+    "out_of_memory": OutOfMemory,
+}
+_NOTHING = {each.name: 0 for each in fields(PassRow) if each.name not in ("number", "kind", "experts")}
+
+
+def to_line(row: Row) -> str:
+    """One JSON object whose first key is ``row``, the kind; no line break. Of a pass, what is 0 or None is left out."""
+    kind = next(kind for kind, each in _KINDS.items() if isinstance(row, each))
+    if isinstance(row, PassRow):
+        told = {name: value for name, value in vars(row).items() if value or name == "number"}
+    else:
+        told = vars(row)
+    return _encode({"row": kind, **told})
+
+
+def from_line(line: str) -> Row:
+    """The inverse of ``to_line``; ``UserError`` for an invalid line."""
+    try:
+        found = json.loads(line)
+        kind = found.pop("row")
+        if kind == "pass":
+            found = _NOTHING | found
+            if "experts" in found:
+                found["experts"] = Touched(**found["experts"])
+        return _KINDS[kind](**found)
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise UserError(f"not a row of passes.jsonl: {line[:80]!r} ({error})") from error
+
+
+def read_passes(path: Path) -> Iterator[Row]:
+    """The rows of a ``passes.jsonl`` in order, but for a last one that a kill, or a write at this moment, has cut."""
+    with path.open(encoding="utf-8", errors="replace") as lines:
+        for line in lines:
+            if line.endswith("\n"):
+                yield from_line(line)
+
+
+def require_present_version(directory: Path) -> None:
+    """``UserError`` for a directory whose run an earlier version began."""
+    require(
+        not (directory / "events.jsonl").exists(),
+        f"{str(directory)!r} holds a run of an earlier version, whose record (events.jsonl) this one does not read: "
+        "name a new directory, or move this one away",
+    )
