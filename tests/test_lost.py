@@ -135,7 +135,7 @@ def batch_sizes(out: Path) -> dict[str, set[int]]:
         if isinstance(row, Session):
             session = row.name
         elif isinstance(row, PassRow):
-            passes[session, row.number] = row.step.num_sequences
+            passes[session, row.number] = row.num_sequences
     return {
         name: {passes[row["record"]["session"], number] for number in row["record"]["steps"]["pass"]}
         for name, row in RowFile(out / "completions.jsonl").items()
