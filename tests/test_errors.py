@@ -179,7 +179,7 @@ def test_a_table_that_cannot_be_written_is_one_line(tmp_path: Path, small_files:
 
 
 def test_parquet_that_cannot_be_written_is_one_line(tmp_path: Path, small_files: None) -> None:
-    from specgen.jobs.export.parquet import export_parquet
+    from specgen.jobs.export import export_parquet
 
     rows = [{"id": str(n), "prompt": os.urandom(999).hex(), "text": "", "metrics": {}} for n in range(99)]
     with (

@@ -4,8 +4,7 @@ import json
 
 import pytest
 
-from specgen.jobs.export.openai import Served, export_openai
-from specgen.jobs.export.parquet import export_parquet
+from specgen.jobs.export import Served, export_openai, export_parquet
 from specgen.record.counts import Step
 from specgen.report.acceptance import RequestMetrics, fold_request
 

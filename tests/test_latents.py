@@ -19,7 +19,7 @@ from specgen.attention.sdpa import SdpaBackend, StaticSdpaBackend
 from specgen.checkpoints.checkpoint import load_target, open_checkpoint
 from specgen.config import SamplingParams, UserError
 from specgen.kv.layout import Layout
-from specgen.models import latent_attention, mlp
+from specgen.models import layers, mlp
 from specgen.models.attend import LatentLayer
 from specgen.models.families import family_of
 from specgen.models.model_config import LatentConfig, SigmoidWeights, TargetConfig
@@ -158,7 +158,7 @@ ERRORS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "no-mscale": _latent(scale=lambda config: config.key_dim**-0.5),
     "mscale-once": _latent(scale=lambda config: (config.scale * config.key_dim**-0.5) ** 0.5),
     "no-norm-of-latents": _wrong(
-        latent_attention.LatentAttention,
+        layers.LatentAttention,
         "_stored",
         lambda self, entered: entered[:, -self.config.width :].tensor_split((self.config.rank,), -1),
     ),
@@ -334,8 +334,8 @@ def test_at_published_widths_the_order_of_rotary_pairs_mixes_no_blocks(nope: int
     """Kernels for block FP8 keep a row of scales for each 128 outputs."""
     raw = {"kv_lora_rank": 512, "qk_nope_head_dim": nope, "qk_rope_head_dim": 64, "v_head_dim": 128}
     config = LatentConfig.from_hf(raw)
-    queries = [*latent_attention._of_queries(config, heads)]
-    stored = latent_attention._halves(config, config.rank)
+    queries = [*layers._of_queries(config, heads)]
+    stored = layers._halves(config, config.rank)
     for rows in (queries, [*range(768), *(768 + row for row in stored)]):
         assert sorted(rows) == [*range(len(rows))] != rows
         scale = torch.arange(len(rows)).div(128, rounding_mode="floor")[:, None].float()

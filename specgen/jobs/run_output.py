@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from specgen.config import FormatName, UserError
-from specgen.jobs.export.openai import Served, export_openai
-from specgen.jobs.export.parquet import export_parquet
+from specgen.jobs.export import Served, export_openai, export_parquet
 from specgen.jobs.job import Job
 from specgen.json_fields import load_json
 from specgen.prompts import Prompt, failure

@@ -9,8 +9,7 @@ from torch import Tensor
 from specgen.config import require
 from specgen.models import deepseek, llama
 from specgen.models.config_fields import Raw, count
-from specgen.models.latent_attention import LatentAttention
-from specgen.models.layers import Attend, Block
+from specgen.models.layers import Attend, Block, LatentAttention
 from specgen.models.model_config import HeadConfig, LatentConfig, TargetConfig, dtype_name, layer_settings
 from specgen.models.protocols import MaskSlot, Target
 from specgen.models.rotary import rope_of

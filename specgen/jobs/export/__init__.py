@@ -1,1 +1,0 @@
-"""The rows of a run in other formats."""
