@@ -40,8 +40,16 @@ def mixed_requests(sampling: SamplingParams) -> list[Request]:
     ]
 
 
-@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("batch", ["padded", "non-padded"])
+@pytest.mark.parametrize(
+    ("batch", "sampling"),
+    [
+        pytest.param("padded", GREEDY, marks=pytest.mark.slow),
+        ("padded", SAMPLED),
+        ("non-padded", GREEDY),
+        pytest.param("non-padded", SAMPLED, marks=pytest.mark.slow),
+    ],
+    ids=["padded-greedy", "padded-sampled", "non-padded-greedy", "non-padded-sampled"],
+)
 @pytest.mark.parametrize(
     "k", [pytest.param(0, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.slow), 4]
 )
@@ -140,7 +148,7 @@ def test_no_step_is_spent_on_a_text_that_its_first_token_ended(demo_pair: Pair) 
     assert decoded_sequences(outputs) == 0
 
 
-@pytest.mark.parametrize("batch", ["padded", "non-padded"])
+@pytest.mark.parametrize("batch", [pytest.param("padded", marks=pytest.mark.slow), "non-padded"])
 def test_preemption_with_lookahead(demo_pair: Pair, device_like: Callable[[], None], batch: str) -> None:
     requests = bundled_requests(12, SamplingParams(max_tokens=48))
     roomy = generate(demo_pair, requests, num_spec_tokens=4, drafter_batch=batch)
@@ -185,7 +193,7 @@ def test_texts_reach_the_context_limit_with_lookahead(
     assert [len(text) for text in ahead.texts.values()] == [1, 2, 3, 9]
 
 
-@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("ahead", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("where", ["prefill", "decode"])
 def test_out_of_memory_lowers_the_limits_and_changes_no_text(
     demo_pair: Pair,

@@ -17,6 +17,7 @@ from specgen.record.record_rows import EngineRow, PassRow
 from tests.engines import Outputs, Pair, bundled_requests, config_of, generate, random_requests
 
 GREEDY = SamplingParams(max_tokens=20)
+SAMPLED = SamplingParams(max_tokens=20, temperature=1.0, seed=5)
 
 
 def digests(tokens: Iterable[int], page_size: int = 4, root: bytes = b"") -> list[bytes]:
@@ -109,9 +110,17 @@ def test_eviction_is_lru_and_from_the_end_of_a_text() -> None:
     assert [cache.num_known(text) for text in names] == [1, 1]
 
 
-@pytest.mark.parametrize("drafter_batch", ["padded", "non-padded"])
+@pytest.mark.parametrize(
+    ("drafter_batch", "sampling"),
+    [
+        ("padded", GREEDY),
+        pytest.param("padded", SAMPLED, marks=pytest.mark.slow),
+        pytest.param("non-padded", GREEDY, marks=pytest.mark.slow),
+        ("non-padded", SAMPLED),
+    ],
+    ids=["padded-greedy", "padded-sampled", "non-padded-greedy", "non-padded-sampled"],
+)
 @pytest.mark.parametrize("num_spec_tokens", [pytest.param(0, marks=pytest.mark.slow), 3])
-@pytest.mark.parametrize("sampling", [GREEDY, SamplingParams(max_tokens=20, temperature=1.0, seed=5)])
 @pytest.mark.parametrize("max_prefill_tokens", [pytest.param(2048, marks=pytest.mark.slow), 33])
 def test_the_prefix_cache_changes_no_text_draft_or_acceptance(
     random_pair: Pair,
@@ -146,13 +155,13 @@ def test_shared_pages_keep_the_acceptance_of_the_trained_pair(demo_pair: Pair) -
     assert shared.verified == plain.verified
 
 
-@pytest.mark.parametrize("kv_memory", [60_000 * 16, 30_000 * 16])
-def test_pages_of_preempted_and_finished_texts_are_reused(random_pair: Pair, kv_memory: int) -> None:
+def test_pages_of_preempted_and_finished_texts_are_reused(random_pair: Pair) -> None:
     requests = few_shot_requests(random_pair, 30, GREEDY)
     plain = generate(random_pair, requests, prefix_cache=False)
-    tight = generate(random_pair, requests, kv_memory=kv_memory)
-    assert tight.texts == plain.texts
-    assert tight.verified == plain.verified
+    for kv_memory in (60_000 * 16, 30_000 * 16):
+        tight = generate(random_pair, requests, kv_memory=kv_memory)
+        assert tight.texts == plain.texts, kv_memory
+        assert tight.verified == plain.verified, kv_memory
 
 
 def test_the_next_turn_reuses_the_pages_of_the_answer(random_pair: Pair) -> None:

@@ -168,11 +168,20 @@ def agrees(path: Path, size: int) -> bool:
     return bool(apart[-1] < 1e-4) and torch.equal(found[0][1], ids)
 
 
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("target", TARGETS)
+# What four ranks cut otherwise than two do.
+QUICK_IN_FOUR = ("llama", "one KV head", "vocabulary that is not divided evenly", "output layer in blocks")
+
+
+@pytest.mark.parametrize(
+    ("target", "size"),
+    [(target, 2) for target in TARGETS]
+    + [
+        pytest.param(target, 4, marks=() if target in QUICK_IN_FOUR else pytest.mark.slow)
+        for target in TARGETS
+        if "qwen3-moe" not in target  # its experts are 32 wide, of which four ranks would have 8: see below
+    ],
+)
 def test_shares_together_are_the_whole(tmp_path: Path, target: str, size: int) -> None:
-    if "qwen3-moe" in target and size == 4:
-        pytest.skip("its experts are 32 wide, of which four ranks would have 8: see below")
     TARGETS[target](tmp_path)
     assert agrees(tmp_path, size)
 
@@ -384,7 +393,6 @@ MISREAD: dict[str, tuple[str, Any, str, Any]] = {
 def test_planted_errors_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: str) -> None:
     target, owner, name, wrong = MISREAD[error]
     TARGETS[target](tmp_path)
-    assert agrees(tmp_path, 2)
     monkeypatch.setattr(owner, name, wrong)
     if owner is vocabulary:
         monkeypatch.setattr(rank_share, name, wrong)
