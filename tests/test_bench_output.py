@@ -5,7 +5,9 @@ import json
 import re
 import xml.etree.ElementTree as ET
 from dataclasses import replace
+from datetime import datetime
 from itertools import pairwise
+from unittest.mock import Mock
 
 import pytest
 
@@ -16,6 +18,7 @@ from specgen.config import UserError
 from specgen.report.charts import STYLES, Lines, Point, quarters, svg
 from specgen.report.table import Column
 from specgen.report.terminal import render
+from specgen.rundir import provenance
 
 COLUMNS = (
     Column(name="batch"),
@@ -195,7 +198,11 @@ def test_names_of_lines_that_end_at_one_height_stand_apart(end) -> None:
     assert 14 <= min(heights) < max(heights) < 220  # from the highest line to the labels below the plot
 
 
-def test_files_are_there_after_every_row_and_stdout_has_the_table_or_the_document(tmp_path, capsys) -> None:
+def test_files_are_there_after_every_row_and_stdout_has_the_table_or_the_document(
+    tmp_path, capsys, monkeypatch
+) -> None:
+    monkeypatch.setattr(provenance, "datetime", Mock(now=lambda zone: datetime(2026, 1, 31, tzinfo=zone)))
+
     def growing():
         yield replace(TABLE, rows=TABLE.rows[:1])
         assert len((tmp_path / "out" / "speeds.csv").read_text().splitlines()) == 2

@@ -105,8 +105,7 @@ def test_a_data_engineer_trusts_a_batch_file_to_a_machine_that_stops(tmp_path: P
         "batch.jsonl",
         "--output",
         "out",
-        "--events",
-        "summary",
+        "--no-steps",
         "--format",
         "openai",
     ]
